@@ -1,0 +1,33 @@
+# Everything runs inside .venv, made on first use and renewed when the pins change.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint format bench clean
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,lint]'
+	touch $(READY)
+
+demo: $(READY)  ## train a small decoder on 4 CPU processes and compare with one process
+	$(BIN)/dyncp train
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks.single_rank
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info

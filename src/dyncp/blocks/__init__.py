@@ -1,0 +1,27 @@
+"""Second stage: a batch becomes token blocks and tiles, joined in a hypergraph."""
+
+from dyncp.blocks.batch import DEFAULT_MASK, Batch
+from dyncp.blocks.build import build_blocks, build_graph, choose_block_sizes
+from dyncp.blocks.graph import BlockGraph, Tiles, TokenBlock, TokenBlocks
+from dyncp.blocks.payload import Q_INPUT, Q_RESULT, Direction, Payload, bytes_per_token
+from dyncp.blocks.shape import ITEM_BYTES, AttentionShape, HeadGroup
+
+__all__ = [
+    "DEFAULT_MASK",
+    "ITEM_BYTES",
+    "Q_INPUT",
+    "Q_RESULT",
+    "AttentionShape",
+    "Batch",
+    "BlockGraph",
+    "Direction",
+    "HeadGroup",
+    "Payload",
+    "Tiles",
+    "TokenBlock",
+    "TokenBlocks",
+    "build_blocks",
+    "build_graph",
+    "bytes_per_token",
+    "choose_block_sizes",
+]

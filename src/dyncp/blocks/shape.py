@@ -1,0 +1,81 @@
+"""Head counts, head dimension and dtypes of the attention a plan is made for."""
+
+from dataclasses import dataclass
+
+ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class HeadGroup:
+    """Consecutive kv heads, with their q heads, that are planned together."""
+
+    first_kv_head: int
+    num_kv_heads: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Shape of one attention layer.
+
+    `partial_dtype` is the dtype in which partial outputs and gradients travel (default: `dtype`).
+    With `exact=False` the numbers are an assumption for pricing only: the plan has one head group
+    and fits any head counts, head dimension and dtype.
+    """
+
+    q_heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    dtype: str = "bf16"
+    partial_dtype: str | None = None
+    exact: bool = True
+
+    def __post_init__(self) -> None:
+        for field in ("q_heads", "kv_heads", "head_dim"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} is {getattr(self, field)}; at least 1 is needed")
+        if self.q_heads % self.kv_heads:
+            raise ValueError(
+                f"kv_heads={self.kv_heads} does not divide q_heads={self.q_heads}; "
+                "every kv head serves the same number of q heads"
+            )
+        for field in ("dtype", "partial_dtype"):
+            value = getattr(self, field)
+            if value not in ITEM_BYTES and not (field == "partial_dtype" and value is None):
+                raise ValueError(f"{field} is {value!r}; choose one of {', '.join(ITEM_BYTES)}")
+
+    @staticmethod
+    def assumed() -> "AttentionShape":
+        """The usual 4:1 ratio of q to kv heads, for plans made without knowing the model."""
+        return AttentionShape(exact=False)
+
+    @property
+    def q_heads_per_kv_head(self) -> int:
+        return self.q_heads // self.kv_heads
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def partial_bytes(self) -> int:
+        return ITEM_BYTES[self.partial_dtype or self.dtype]
+
+    @property
+    def accumulator_bytes(self) -> int:
+        """Item size of accumulators, log-sum-exps and row sums: fp32, or fp64 for fp64 inputs."""
+        return 8 if self.dtype == "fp64" else 4
+
+    def head_groups(self, num_groups: int = 1) -> tuple[HeadGroup, ...]:
+        """`num_groups` groups of (nearly) equal size: 5 kv heads in 2 groups are 3 and 2."""
+        if not 1 <= num_groups <= self.kv_heads:
+            raise ValueError(
+                f"head_groups is {num_groups}; allowed are 1 to {self.kv_heads} (the kv heads)"
+            )
+        if num_groups > 1 and not self.exact:
+            raise ValueError(
+                f"head_groups is {num_groups}, but the model's head counts are not known; "
+                "give the attention shape (model=) to split heads into groups"
+            )
+        size, larger = divmod(self.kv_heads, num_groups)
+        sizes = [size + 1] * larger + [size] * (num_groups - larger)
+        return tuple(HeadGroup(sum(sizes[:i]), n) for i, n in enumerate(sizes))

@@ -1,0 +1,78 @@
+"""Reads samples: dicts with at least `input_ids`, a 1-D tensor, array or list of token ids."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dyncp.masks import Mask
+
+NO_TARGET = -100
+
+
+def input_ids_of(sample: Any, index: int) -> Tensor:
+    """The sample's token ids, int64[tokens]; `index` names the sample in errors."""
+    if not isinstance(sample, Mapping) or "input_ids" not in sample:
+        given = sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__
+        raise ValueError(f"sample {index} is {given}; expected a dict with at least 'input_ids'")
+    ids = torch.as_tensor(sample["input_ids"])
+    if ids.ndim != 1 or not len(ids):
+        raise ValueError(
+            f"input_ids of sample {index} has shape {tuple(ids.shape)}; expected [tokens], "
+            "at least one token"
+        )
+    if ids.dtype.is_floating_point:
+        raise ValueError(f"input_ids of sample {index} is {ids.dtype}; expected integers")
+    return ids.long()
+
+
+def masks_of(mask_fn: Any, sample: Mapping[str, Any], index: int) -> dict[str, Mask] | Mask:
+    """What the mask function says for the sample; checked against its length."""
+    result = mask_fn(sample)
+    length = len(input_ids_of(sample, index))
+    for mask in result.values() if isinstance(result, Mapping) else [result]:
+        if not isinstance(mask, Mask):
+            raise ValueError(
+                f"the mask function gave {type(mask).__name__} for sample {index}; expected a "
+                "Mask, or a dict of masks by name"
+            )
+        if mask.length != length:
+            raise ValueError(
+                f"the mask function gave a mask of {mask.length} tokens for sample {index}, "
+                f"which has {length}"
+            )
+    return dict(result) if isinstance(result, Mapping) else result
+
+
+def token_field(sample: Mapping[str, Any], name: str, length: int, dim: int, index: int) -> Tensor:
+    """A field with one entry per token along `dim`."""
+    if name not in sample:
+        raise ValueError(f"sample {index} has no field {name!r}, which token_fields declares")
+    value = torch.as_tensor(sample[name])
+    if not -value.ndim <= dim < value.ndim or value.shape[dim] != length:
+        raise ValueError(
+            f"field {name!r} of sample {index} has shape {tuple(value.shape)}; expected "
+            f"{length} tokens along dimension {dim}"
+        )
+    return value
+
+
+def labels_of(sample: Mapping[str, Any], ids: Tensor, index: int) -> Tensor:
+    """The sample's own labels, or its token ids."""
+    if "labels" not in sample:
+        return ids
+    return token_field(sample, "labels", len(ids), 0, index).long()
+
+
+def shift_labels(labels: Tensor, mask: Mask) -> Tensor:
+    """Each token's target: the label of its next token, or NO_TARGET where it has none."""
+    targets = torch.from_numpy(np.array(mask.resolved_targets(), np.int64))
+    return torch.where(targets >= 0, labels[targets.clamp_min(0)], NO_TARGET)
+
+
+def layout_mask(masks: Mapping[str, Mask]) -> Mask:
+    """The mask that says positions and targets: the first that has its own, or any."""
+    own = [m for m in masks.values() if m.positions is not None or m.targets is not None]
+    return own[0] if own else next(iter(masks.values()))

@@ -1,0 +1,7 @@
+"""Runs plans: instruction loop, workspaces, autograd."""
+
+from dyncp.executor.attention import DCPAttn, attention
+from dyncp.executor.executor import DCPExecutor
+from dyncp.executor.step import Step
+
+__all__ = ["DCPAttn", "DCPExecutor", "Step", "attention"]

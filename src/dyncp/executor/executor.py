@@ -1,0 +1,114 @@
+"""DCPExecutor: makes plans ready to run on a group of ranks."""
+
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dyncp.executor.lowering import lower_program
+from dyncp.executor.recompute import CallLog
+from dyncp.executor.step import Step
+from dyncp.kernels import Kernel, choose_kernel
+from dyncp.plan import Direction, Plan, RankPlan
+from dyncp.transport import Distributed, InProcess, Transport
+
+logger = logging.getLogger(__name__)
+
+
+class DCPExecutor:
+    """Runs plans on the ranks of `group` (ProcessGroup or one-dimensional DeviceMesh).
+
+    Without a group it takes the world, or one rank where torch.distributed is not initialised.
+    `virtual_ranks=N` drives N ranks in this process instead. `timeout` bounds every wait, seconds.
+    All ranks of the group create it together.
+    """
+
+    def __init__(
+        self,
+        group: Any = None,
+        *,
+        kernel: str | Kernel = "auto",
+        transport: Transport | None = None,
+        virtual_ranks: int | None = None,
+        device: torch.device | str = "cpu",
+        timeout: float = 600.0,
+    ) -> None:
+        if sum(choice is not None for choice in (group, transport, virtual_ranks)) > 1:
+            raise ValueError("give one of group=, transport= and virtual_ranks=, not several")
+        self.device = torch.device(device)
+        self.kernel = choose_kernel(kernel, self.device)
+        self.transport = transport or _transport(group, virtual_ranks, timeout)
+        self.calls = CallLog()
+        self._latest: Step | None = None
+
+    @property
+    def latest(self) -> Step:
+        """The handle of the latest `prepare`."""
+        if self._latest is None:
+            raise ValueError("attention before prepare: call executor.prepare(plan) first")
+        return self._latest
+
+    def prepare(self, plan: Plan | RankPlan) -> Step:
+        """An immutable handle for one plan: the ranks have agreed on it, its calls are lowered.
+
+        All ranks of the group call it together; ranks that hold different plans all get the error.
+        """
+        parts = self._own_parts(plan)
+        self._agree(parts[0])
+        lowered = {
+            (name, direction): tuple(
+                lower_program(part, part.masks[name], direction, self.kernel, self.device)
+                for part in parts
+            )
+            for name in parts[0].masks
+            for direction in Direction
+            if direction is Direction.FORWARD or parts[0].masks[name].backward is not None
+        }
+        self._latest = Step(parts, lowered, self.kernel, self.transport, self.device)
+        return self._latest
+
+    def _own_parts(self, plan: Plan | RankPlan) -> tuple[RankPlan, ...]:
+        ranks = self.transport.ranks
+        if isinstance(plan, Plan):
+            parts = tuple(part for part in plan.parts if part.rank in ranks)
+        else:
+            parts = (plan,)
+        if plan.num_ranks != self.transport.num_ranks:
+            raise ValueError(
+                f"the plan is for {plan.num_ranks} ranks; this executor's group has "
+                f"{self.transport.num_ranks}"
+            )
+        if tuple(part.rank for part in parts) != ranks:
+            raise ValueError(
+                f"got the part of rank {', '.join(str(part.rank) for part in parts)}; this process "
+                f"runs rank {', '.join(map(str, ranks))}"
+                + (" (give the whole Plan)" if len(ranks) > 1 else "")
+            )
+        return parts
+
+    def _agree(self, part: RankPlan) -> None:
+        words = self.transport.agree(bytes.fromhex(part.fingerprint + part.digest))
+        plans: dict[bytes, list[int]] = {}
+        for rank, word in enumerate(words):
+            plans.setdefault(word, []).append(rank)
+        if len(plans) > 1:
+            held = "; ".join(
+                f"{_ranks(ranks)}: batch {word[:16].hex()}, plan {word[16:].hex()}"
+                for word, ranks in plans.items()
+            )
+            batches = len({word[:16] for word in plans})
+            what = "different batches" if batches > 1 else "different plans of the same batch"
+            raise ValueError(f"ranks hold {what}: {held}")
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _transport(group: Any, virtual_ranks: int | None, timeout: float) -> Transport:
+    if virtual_ranks is not None:
+        return InProcess(virtual_ranks)
+    if group is None and not dist.is_initialized():
+        return InProcess(1)
+    return Distributed(group, timeout)

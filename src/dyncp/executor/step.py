@@ -1,0 +1,136 @@
+"""Step: the immutable handle of a prepared plan."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dyncp.executor.lowering import LoweredProgram
+from dyncp.kernels import Kernel
+from dyncp.plan import AttentionShape, Direction, HeadGroup, RankPlan, gather_samples
+from dyncp.transport import Transport
+
+DTYPES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
+_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A plan made ready to run. Every attention layer of the step takes it.
+
+    With virtual ranks, q, kv and out hold the rows of rank 0, then those of rank 1, and so on.
+    """
+
+    parts: tuple[RankPlan, ...]  # of the ranks that this process drives
+    lowered: Mapping[tuple[str, Direction], tuple[LoweredProgram, ...]]
+    kernel: Kernel
+    transport: Transport
+    device: torch.device
+
+    @property
+    def plan(self) -> RankPlan:
+        return self.parts[0]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that q and kv must have on this process."""
+        return sum(part.local_rows for part in self.parts)
+
+    @property
+    def masks(self) -> tuple[str, ...]:
+        return tuple(self.plan.masks)
+
+    def programs(self, mask: str, direction: Direction) -> Iterator[tuple[LoweredProgram, slice]]:
+        """Each rank's program with its rows of q and kv."""
+        first = 0
+        for program in self.lowered[mask, direction]:
+            yield program, slice(first, first + program.local_rows)
+            first += program.local_rows
+
+    def groups_for(self, shape: AttentionShape) -> tuple[HeadGroup, ...]:
+        return self.plan.groups_for(shape)
+
+    def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype in which partial results travel for inputs of `dtype`."""
+        name = self.plan.shape.partial_dtype
+        return dtype if name is None else _BY_NAME[name]
+
+    def check_mask(self, mask: str, *, backward: bool) -> None:
+        plan = self.plan.mask_plan(mask)
+        if backward and plan.backward is None:
+            raise ValueError(
+                "q, kv or sink requires gradients, but this plan was made for evaluation "
+                "(forward_only) and has no backward; plan without it, or use torch.no_grad()"
+            )
+
+    def check_inputs(self, q: Tensor, k: Tensor, v: Tensor) -> AttentionShape:
+        """The shape of this call; ValueError where q, k, v and the plan do not fit together."""
+        _check_tensors(q, k, v)
+        if q.shape[0] != self.num_rows:
+            raise ValueError(
+                f"q has {q.shape[0]} tokens; this plan gives "
+                f"{'rank ' + str(self.plan.rank) if len(self.parts) == 1 else 'these ranks'} "
+                f"{self.num_rows} local rows"
+            )
+        if q.device != self.device:
+            raise ValueError(f"q is on {q.device}; this step was prepared for {self.device}")
+        planned = self.plan.shape
+        shape = AttentionShape(
+            q.shape[1], k.shape[1], q.shape[2], DTYPES[q.dtype], planned.partial_dtype
+        )
+        if planned.exact and shape != planned:
+            raise ValueError(
+                f"q and kv have {_describe(shape)}; the plan was made for {_describe(planned)}"
+            )
+        return shape
+
+    def sent_bytes(self, mask: str, direction: Direction, shape: AttentionShape) -> int:
+        """Bytes that this process's ranks send in one call, as the plan declares them."""
+        return sum(part.sent_bytes(mask, direction, shape) for part in self.parts)
+
+    def gather(self, rows: Tensor) -> list[Tensor]:
+        """Per-token results `[num_rows, ...]` of all ranks as one tensor per sample, on every rank.
+
+        All ranks of the group must call it together."""
+        if len(rows) != self.num_rows:
+            raise ValueError(f"gather got {len(rows)} rows; this step has {self.num_rows}")
+        parts = self.transport.gather(rows, self.plan.rows_per_rank.tolist())
+        return gather_samples(self.plan, parts)
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ndim != 3:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}; expected [tokens, heads, head_dim]"
+            )
+        if tensor.dtype != q.dtype or tensor.device != q.device:
+            raise ValueError(
+                f"{name} is {tensor.dtype} on {tensor.device}, q is {q.dtype} on {q.device}; "
+                "q, k and v must agree"
+            )
+    if q.dtype not in DTYPES:
+        raise ValueError(f"q is {q.dtype}; allowed are {', '.join(map(str, DTYPES))}")
+    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit together; "
+            "tokens and head_dim must be equal, and k and v alike"
+        )
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"kv has {k.shape[1]} heads, which do not divide the {q.shape[1]} heads of q"
+        )
+
+
+def _describe(shape: Any) -> str:
+    return (
+        f"{shape.q_heads} q heads, {shape.kv_heads} kv heads, head_dim {shape.head_dim}, "
+        f"{shape.dtype}"
+    )

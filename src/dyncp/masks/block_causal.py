@@ -1,0 +1,26 @@
+"""Chunks that see themselves and earlier chunks, as video frames in autoregressive diffusion."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dyncp.masks.compose import cover
+from dyncp.masks.function import mask_function
+from dyncp.masks.mask import Mask, normal_mask
+from dyncp.masks.parameters import at_least
+
+
+@mask_function
+def block_causal(length: int, chunk: int = 256) -> Mask:
+    """Everything in a token's own and earlier chunks; the last chunk may be shorter.
+
+    block_causal(5, chunk=2)
+    ██···
+    ██···
+    ████·
+    ████·
+    █████
+    """
+    chunk = min(at_least("block_causal", "chunk", chunk, 1), length)
+    chunk_end = (np.arange(length, dtype=np.int64) // chunk + 1) * chunk
+    return normal_mask(cover(length, (0, np.minimum(chunk_end, length))), name="block_causal")

@@ -1,0 +1,44 @@
+"""Several documents in one sequence, blind to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dyncp.masks.compose import cover
+from dyncp.masks.function import from_sample, mask_function
+from dyncp.masks.mask import Mask, packed_mask
+from dyncp.masks.parameters import lengths_of
+
+
+@mask_function
+def document_packed(
+    length: int,
+    documents: Sequence[int] = from_sample("document_lengths"),
+    causal: bool = True,
+) -> Mask:
+    """Every token attends its own document: up to itself, or all of it if not `causal`.
+
+    `documents` are lengths that add up to `length`; a sample may say its `document_lengths`.
+    Positions begin anew in every document, and its last token has no target.
+
+    document_packed(5, documents=[2, 3])      position    target
+    █····                                     0           1
+    ██···                                     1           none
+    ··█··                                     0           3
+    ··██·                                     1           4
+    ··███                                     2           none
+    """
+    lengths = lengths_of("document_packed", "documents", documents)
+    if lengths.sum() != length:
+        raise ValueError(
+            f"masks.document_packed: documents add up to {lengths.sum()} tokens; allowed is the "
+            f"length of the sequence, {length}"
+        )
+    ends = np.cumsum(lengths)
+    start, end = np.repeat(ends - lengths, lengths), np.repeat(ends, lengths)
+    token = np.arange(length, dtype=np.int32)
+    targets = np.where(token + 1 < end, token + 1, -1)
+    ranges = cover(length, (start, token + 1 if causal else end))
+    return packed_mask(ranges, token - start, targets, "document_packed")

@@ -1,0 +1,39 @@
+"""A few global tokens and a window for the rest (Longformer, BigBird without random blocks)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dyncp.masks.compose import cover
+from dyncp.masks.function import mask_function
+from dyncp.masks.mask import Mask, normal_mask
+from dyncp.masks.parameters import at_least
+
+
+@mask_function
+def global_sliding(
+    length: int, num_global: int = 64, window: int = 4096, causal: bool = True
+) -> Mask:
+    """The first `num_global` tokens attend all and are attended by all; the others have a window.
+
+    Other pairs are allowed where |i - j| < window, so the window reaches `window`-1 tokens to each
+    side (Longformer's `attention_window` counts both sides: 2*window-1 here). With `causal`, the
+    default, only keys up to the token itself are left, which is `lambda_shaped` by another name.
+
+    global_sliding(6, num_global=1, window=2, causal=False)
+    ██████
+    ███···
+    ████··
+    █·███·
+    █··███
+    █···██
+    """
+    num_global = min(at_least("global_sliding", "num_global", num_global, 0), length)
+    window = min(at_least("global_sliding", "window", window, 1), length)
+    token = np.arange(length, dtype=np.int32)
+    first = np.maximum(token - window + 1, 0)
+    last = np.minimum(token + window, length)
+    first[:num_global], last[:num_global] = 0, length
+    seen = token + 1 if causal else length
+    ranges = cover(length, (0, np.minimum(num_global, seen)), (first, np.minimum(last, seen)))
+    return normal_mask(ranges, name="global_sliding")

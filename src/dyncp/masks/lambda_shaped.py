@@ -1,0 +1,30 @@
+"""Attention sinks and a sliding window (StreamingLLM, LM-Infinite)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dyncp.masks.compose import cover
+from dyncp.masks.function import mask_function
+from dyncp.masks.mask import Mask, normal_mask
+from dyncp.masks.parameters import at_least
+
+
+@mask_function
+def lambda_shaped(length: int, sinks: int = 64, window: int = 4096) -> Mask:
+    """Keys [0, min(sinks, i+1)) and [max(0, i-window+1), i+1) for token i.
+
+    lambda_shaped(6, sinks=1, window=2)
+    █·····
+    ██····
+    ███···
+    █·██··
+    █··██·
+    █···██
+    """
+    sinks = min(at_least("lambda_shaped", "sinks", sinks, 0), length)
+    window = min(at_least("lambda_shaped", "window", window, 1), length)
+    token = np.arange(length, dtype=np.int32)
+    sink = (0, np.minimum(token + 1, sinks))
+    ranges = cover(length, sink, (np.maximum(token - window + 1, 0), token + 1))
+    return normal_mask(ranges, name="lambda_shaped")

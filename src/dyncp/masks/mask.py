@@ -1,0 +1,186 @@
+"""`Mask`: which keys every query token of one sequence may attend."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from dyncp.masks.check import (
+    default_positions,
+    default_targets,
+    frozen,
+    normal_positions,
+    normal_ranges,
+    normal_targets,
+)
+from dyncp.masks.compose import IntArray, RangeOperator, agree, intersect, unite
+from dyncp.masks.draw import draw_mask
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mask:
+    """For every query token of a sequence, the half-open key ranges it may attend.
+
+    `ranges` is `int32[tokens, R, 2]`. Token 3 below attends keys 0, 2 and 3:
+
+        Mask([[[0, 1], [4, 4]],     1 . . .
+              [[0, 2], [4, 4]],     1 1 . .
+              [[1, 3], [4, 4]],     . 1 1 .
+              [[0, 1], [2, 4]]])    1 . 1 1
+
+    `positions` (`int32[tokens]`) is each token's position in its text; None means 0..tokens-1.
+    `targets` (`int32[tokens]`) is the index of the token each one has to predict, -1 for none; None
+    means the next one in memory, and none for the last.
+
+    Normal form: the ranges of a token are sorted, disjoint and do not touch (touching ones are
+    merged); empty ranges come last, as (tokens, tokens); a column that is empty for all tokens is
+    dropped unless it is the only one; default positions and targets become None. So masks that
+    allow the same pairs have the same arrays. The arrays are read-only copies. Masks are equal when
+    their arrays are; names do not count.
+    """
+
+    ranges: IntArray
+    positions: IntArray | None = None
+    targets: IntArray | None = None
+    name: str = "mask"
+    _digest: bytes | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        set_field = object.__setattr__
+        set_field(self, "ranges", normal_ranges(self.name, self.ranges))
+        set_field(self, "positions", normal_positions(self.name, self.positions, self.length))
+        set_field(self, "targets", normal_targets(self.name, self.targets, self.length))
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of the sequence."""
+        return int(self.ranges.shape[0])
+
+    @property
+    def num_pairs(self) -> int:
+        """Number of allowed (query, key) pairs."""
+        starts, ends = self.ranges[:, :, 0], self.ranges[:, :, 1]
+        return int(ends.sum(dtype=np.int64)) - int(starts.sum(dtype=np.int64))
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes that stand for length, ranges, positions and targets."""
+        if self._digest is None:
+            object.__setattr__(self, "_digest", _digest(self))
+        assert self._digest is not None
+        return self._digest
+
+    def resolved_positions(self) -> IntArray:
+        """Positions as an array, also where they are the default."""
+        return default_positions(self.length) if self.positions is None else self.positions
+
+    def resolved_targets(self) -> IntArray:
+        """Targets as an array, also where they are the default."""
+        return default_targets(self.length) if self.targets is None else self.targets
+
+    def dense(self) -> npt.NDArray[np.bool_]:
+        """`bool[tokens, tokens]`, true where query (row) may attend key (column)."""
+        keys = np.arange(self.length, dtype=np.int32)
+        allowed = np.zeros((self.length, self.length), np.bool_)
+        for column in range(self.ranges.shape[1]):
+            start, end = self.ranges[:, column, :1], self.ranges[:, column, 1:]
+            allowed |= (keys >= start) & (keys < end)
+        return allowed
+
+    def draw(self, width: int = 64) -> str:
+        """The mask as text, at most `width` cells wide and high, under a line with its numbers."""
+        return draw_mask(self, width)
+
+    def __and__(self, other: Mask) -> Mask:
+        """Pairs that both masks allow."""
+        return _combine(self, other, "&", intersect) if isinstance(other, Mask) else NotImplemented
+
+    def __or__(self, other: Mask) -> Mask:
+        """Pairs that at least one of the masks allows."""
+        return _combine(self, other, "|", unite) if isinstance(other, Mask) else NotImplemented
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mask):
+            return NotImplemented
+        return (
+            np.array_equal(self.ranges, other.ranges)
+            and _same(self.positions, other.positions)
+            and _same(self.targets, other.targets)
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return f"<Mask {self.name}: {self.length} tokens, {self.num_pairs} pairs>"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return normal_mask, (self.ranges, self.positions, self.targets, self.name)
+
+
+def normal_mask(
+    ranges: IntArray,
+    positions: IntArray | None = None,
+    targets: IntArray | None = None,
+    name: str = "mask",
+) -> Mask:
+    """A mask of arrays that are in normal form already; takes them over, unchecked and uncopied."""
+    mask = object.__new__(Mask)
+    set_field = object.__setattr__
+    set_field(mask, "ranges", frozen(ranges))
+    set_field(mask, "positions", None if positions is None else frozen(positions))
+    set_field(mask, "targets", None if targets is None else frozen(targets))
+    set_field(mask, "name", name)
+    set_field(mask, "_digest", None)
+    return mask
+
+
+def packed_mask(
+    ranges: IntArray, positions: npt.ArrayLike, targets: npt.ArrayLike, name: str
+) -> Mask:
+    """A mask of ranges in normal form, with positions and targets that are still to be checked."""
+    length = len(ranges)
+    return normal_mask(
+        ranges,
+        normal_positions(name, positions, length),
+        normal_targets(name, targets, length),
+        name,
+    )
+
+
+def _combine(left: Mask, right: Mask, symbol: str, operator: RangeOperator) -> Mask:
+    if left.length != right.length:
+        raise ValueError(
+            f"masks of different lengths cannot be combined: {left.name!r} has {left.length} "
+            f"tokens and {right.name!r} has {right.length}"
+        )
+    return normal_mask(
+        operator(left.ranges, right.ranges, left.length),
+        agree("positions", left.positions, right.positions),
+        agree("targets", left.targets, right.targets),
+        f"{_bracketed(left.name)} {symbol} {_bracketed(right.name)}",
+    )
+
+
+def _bracketed(name: str) -> str:
+    return f"({name})" if " " in name else name
+
+
+def _same(left: IntArray | None, right: IntArray | None) -> bool:
+    if left is None or right is None:
+        return left is right
+    return np.array_equal(left, right)
+
+
+def _digest(mask: Mask) -> bytes:
+    state = hashlib.blake2b(digest_size=16)
+    state.update(np.array(mask.ranges.shape, "<i8").tobytes())
+    state.update(np.ascontiguousarray(mask.ranges, "<i4").data)
+    for values in (mask.positions, mask.targets):
+        state.update(b"default" if values is None else b"given")
+        if values is not None:
+            state.update(np.ascontiguousarray(values, "<i4").data)
+    return state.digest()

@@ -1,0 +1,26 @@
+"""A prefix that sees itself in both directions, then causal text."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dyncp.masks.compose import cover
+from dyncp.masks.function import from_sample, mask_function
+from dyncp.masks.mask import Mask, normal_mask
+from dyncp.masks.parameters import between
+
+
+@mask_function
+def prefix_lm(length: int, prefix: int = from_sample("prefix_length")) -> Mask:
+    """Keys [0, max(prefix, i+1)) for token i; a sample may say its `prefix_length`.
+
+    prefix_lm(5, prefix=3)
+    ███··
+    ███··
+    ███··
+    ████·
+    █████
+    """
+    prefix = between("prefix_lm", "prefix", prefix, 0, length)
+    token = np.arange(length, dtype=np.int32)
+    return normal_mask(cover(length, (0, np.maximum(token + 1, prefix))), name="prefix_lm")

@@ -1,0 +1,76 @@
+"""One question, several answers that do not see each other (preference and reward training)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from dyncp.masks.compose import cover
+from dyncp.masks.function import mask_function
+from dyncp.masks.mask import Mask, packed_mask
+from dyncp.masks.parameters import at_least, between, lengths_of
+
+
+@mask_function
+def shared_question(
+    length: int, answers: int | Sequence[int] = 4, question: int | None = None
+) -> Mask:
+    """The question is causal; an answer token attends the question and its own answer so far.
+
+    `answers` is a number of answers of equal length, of which the last takes the remainder, or the
+    length of each. `question` is the number of tokens before them: what the answers leave, or a
+    fifth (rounded down) of the sequence if only their number is known.
+
+    Every answer's positions go on from the question. The last token of an answer has no target.
+    Nor has the last token of the question if several answers follow: it would have as many next
+    tokens. Begin every answer with the same separator token to train on the first real ones.
+
+    shared_question(6, answers=2, question=2)      position    target
+    █·····                                         0           1
+    ██····                                         1           none: 2 or 4
+    ███···                                         2           3
+    ████··                                         3           none
+    ██··█·                                         2           5
+    ██··██                                         3           none
+    """
+    question, lengths = _parts(length, answers, question)
+    ends = question + np.cumsum(lengths)
+    own_start = np.zeros(length, np.int64)
+    own_start[question:] = np.repeat(ends - lengths, lengths)
+    token = np.arange(length, dtype=np.int64)
+    ranges = cover(length, (0, np.minimum(question, token + 1)), (own_start, token + 1))
+    positions = np.where(token < question, token, token - own_start + question)
+    targets = _targets(length, question, ends[lengths > 0])
+    return packed_mask(ranges, positions, targets, "shared_question")
+
+
+def _targets(length: int, question: int, ends: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The next token in memory, but none at the `ends` of answers and before several answers."""
+    targets = np.arange(1, length + 1)
+    targets[ends - 1] = -1
+    if question > 0 and len(ends) != 1:
+        targets[question - 1] = -1
+    return targets
+
+
+def _parts(
+    length: int, answers: int | Sequence[int], question: int | None
+) -> tuple[int, npt.NDArray[np.int64]]:
+    """Length of the question and of every answer."""
+    if np.ndim(answers) == 0:
+        number = at_least("shared_question", "answers", answers, 1)
+        chosen = length // 5 if question is None else question
+        chosen = between("shared_question", "question", chosen, 0, length)
+        lengths = np.full(number, (length - chosen) // number)
+        lengths[-1] += (length - chosen) % number
+        return chosen, lengths
+    lengths = lengths_of("shared_question", "answers", answers)
+    left = length - int(lengths.sum())
+    if left < 0 or question not in (None, left):
+        raise ValueError(
+            f"masks.shared_question: answers of {lengths.sum()} tokens and question {question} do "
+            f"not fit; together they have to be the length of the sequence, {length}"
+        )
+    return left, lengths

@@ -1,0 +1,27 @@
+"""Every token attends the last few tokens, as in the local layers of Mistral or Gemma."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dyncp.masks.compose import cover
+from dyncp.masks.function import mask_function
+from dyncp.masks.mask import Mask, normal_mask
+from dyncp.masks.parameters import at_least
+
+
+@mask_function
+def sliding_window(length: int, window: int = 4096) -> Mask:
+    """Keys [max(0, i-window+1), i+1) for token i: itself and the `window`-1 before it.
+
+    sliding_window(5, window=2)
+    █····
+    ██···
+    ·██··
+    ··██·
+    ···██
+    """
+    window = min(at_least("sliding_window", "window", window, 1), length)
+    token = np.arange(length, dtype=np.int32)
+    ranges = cover(length, (np.maximum(token - window + 1, 0), token + 1))
+    return normal_mask(ranges, name="sliding_window")

@@ -1,0 +1,103 @@
+"""Placement: which rank owns each token block and computes each tile, and its balance."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from dyncp.arrays import Int32, Int64, frozen
+from dyncp.blocks import BlockGraph
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Balance limits: the fullest rank may exceed the mean by this share; None sets no limit."""
+
+    compute_tolerance: float | None = None
+    token_tolerance: float | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("compute_tolerance", "token_tolerance"):
+            value = getattr(self, field)
+            if value is not None and not value >= 0:
+                raise ValueError(f"{field} is {value}; allowed are numbers from 0 on, or None")
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Total map of blocks (`block_rank`) and, per mask name, tiles (`tile_rank`) to ranks."""
+
+    num_ranks: int
+    block_rank: Int32
+    tile_rank: Mapping[str, Int32]
+    solver: str
+    static: bool
+
+    @staticmethod
+    def where_queries_live(
+        graph: BlockGraph, num_ranks: int, block_rank: Int64, solver: str, *, static: bool
+    ) -> "Placement":
+        """Every tile runs on the rank that owns its query block, so only keys and values travel."""
+        tile_rank = {name: frozen(block_rank[t.q_block]) for name, t in graph.tiles.items()}
+        return Placement(num_ranks, frozen(block_rank), tile_rank, solver, static)
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """Fullest rank over mean, the limits asked for, and for a limit that is not met the reason."""
+
+    compute_max_over_mean: float
+    tokens_max_over_mean: float
+    limits: Limits
+    reason: str = ""
+
+
+def check_placement(graph: BlockGraph, placement: Placement) -> None:
+    """Raises ValueError unless the placement is a total map of this graph onto its ranks."""
+    expected = {"block_rank": len(graph.blocks)}
+    given = {"block_rank": placement.block_rank}
+    for name, tiles in graph.tiles.items():
+        if name not in placement.tile_rank:
+            raise ValueError(f"solver {placement.solver!r} placed no tiles of mask {name!r}")
+        expected[f"tile_rank[{name!r}]"] = len(tiles)
+        given[f"tile_rank[{name!r}]"] = placement.tile_rank[name]
+    for field, ranks in given.items():
+        if len(ranks) != expected[field]:
+            raise ValueError(
+                f"solver {placement.solver!r} gave {len(ranks)} entries in {field}; "
+                f"the batch has {expected[field]}"
+            )
+        if len(ranks) and not (ranks.min() >= 0 and ranks.max() < placement.num_ranks):
+            raise ValueError(
+                f"solver {placement.solver!r} used ranks {ranks.min()} to {ranks.max()} in "
+                f"{field}; allowed are 0 to {placement.num_ranks - 1}"
+            )
+
+
+def measure_balance(graph: BlockGraph, placement: Placement, limits: Limits) -> Balance:
+    """Balance of compute (pairs × q heads over all masks) and of tokens."""
+    work = np.zeros(placement.num_ranks, np.int64)
+    for name in graph.tiles:
+        np.add.at(work, placement.tile_rank[name], graph.tile_work(name))
+    tokens = np.zeros(placement.num_ranks, np.int64)
+    np.add.at(tokens, placement.block_rank, graph.blocks.tokens)
+    compute, token = _max_over_mean(work), _max_over_mean(tokens)
+    return Balance(compute, token, limits, _excess(placement.solver, compute, token, limits))
+
+
+def _max_over_mean(load: Int64) -> float:
+    return float(load.max() / load.mean()) if load.any() else 1.0
+
+
+def _excess(solver: str, compute: float, tokens: float, limits: Limits) -> str:
+    reasons = []
+    for what, measured, tolerance in (
+        ("compute", compute, limits.compute_tolerance),
+        ("tokens", tokens, limits.token_tolerance),
+    ):
+        if tolerance is not None and measured > 1 + tolerance:
+            reasons.append(
+                f"{what} max/mean is {measured:.3f}, over the limit of {1 + tolerance:.3f}: "
+                f"solver {solver!r} does not balance {what}"
+            )
+    return "; ".join(reasons)

@@ -1,0 +1,50 @@
+"""Fifth stage: per-rank plans, their binary form, and the way back from ranks to samples."""
+
+from dyncp.blocks import DEFAULT_MASK, ITEM_BYTES, AttentionShape, Direction, HeadGroup, Payload
+from dyncp.plan.codec import PlanDecodeError, decode_part, encode_part
+from dyncp.plan.layout import Layout
+from dyncp.plan.lower import lower
+from dyncp.plan.plan import Plan, batch_order, gather_samples
+from dyncp.plan.rank_plan import (
+    INPUT_SPACE,
+    RESULT_SPACE,
+    MaskPlan,
+    Messages,
+    Op,
+    OwnedBlocks,
+    Program,
+    RankPlan,
+    RankTiles,
+    Slots,
+    Space,
+)
+from dyncp.plan.rows import RowRuns
+
+__all__ = [
+    "DEFAULT_MASK",
+    "INPUT_SPACE",
+    "ITEM_BYTES",
+    "RESULT_SPACE",
+    "AttentionShape",
+    "Direction",
+    "HeadGroup",
+    "Layout",
+    "MaskPlan",
+    "Messages",
+    "Op",
+    "OwnedBlocks",
+    "Payload",
+    "Plan",
+    "PlanDecodeError",
+    "Program",
+    "RankPlan",
+    "RankTiles",
+    "RowRuns",
+    "Slots",
+    "Space",
+    "batch_order",
+    "decode_part",
+    "encode_part",
+    "gather_samples",
+    "lower",
+]

@@ -1,0 +1,21 @@
+"""Layout: how a rank's rows lie in its workspaces."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How rows are laid out: slots start on multiples of `slot_alignment` (the kernel-tile border),
+    a rank's local rows are padded to `local_multiple`."""
+
+    slot_alignment: int = 128
+    local_multiple: int = 1
+
+    def __post_init__(self) -> None:
+        for field in ("slot_alignment", "local_multiple"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} is {getattr(self, field)}; at least 1 is needed")
+
+    def pad_local(self, tokens: int) -> int:
+        """Rows of a rank with `tokens` local tokens."""
+        return -(-tokens // self.local_multiple) * self.local_multiple

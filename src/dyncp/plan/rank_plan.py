@@ -1,0 +1,214 @@
+"""RankPlan: everything one rank needs to run its part of a batch, as compact arrays."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+
+import numpy as np
+
+from dyncp.arrays import Int32, Int64, starts_of
+from dyncp.blocks import AttentionShape, Direction, HeadGroup, Payload, bytes_per_token
+from dyncp.placement import Balance
+from dyncp.plan.rows import RowRuns
+
+
+class Op(IntEnum):
+    """One instruction of a rank's program, with its argument."""
+
+    LAUNCH = 0  # start the sends and receives of a phase
+    WAIT = 1  # until what this rank receives in a phase is there; unpack inputs, merge results
+    COMPUTE = 2  # the tiles of a division
+
+
+class Space(IntEnum):
+    """The two workspaces of a head group: own rows first, then slots for received blocks."""
+
+    Q = 0
+    KV = 1
+
+
+# Where a received input is put; results are merged into rows that are there already.
+INPUT_SPACE = {Payload.Q: Space.Q, Payload.Q_DOUT: Space.Q, Payload.KV: Space.KV}
+RESULT_SPACE = {Payload.OUT: Space.Q, Payload.DQ: Space.Q, Payload.DKV: Space.KV}
+
+
+@dataclass(frozen=True, eq=False)
+class OwnedBlocks:
+    """All token blocks of the batch with their owners, int32[blocks] each."""
+
+    sequence: Int32
+    start: Int32
+    end: Int32
+    owner: Int32
+
+    def __len__(self) -> int:
+        return len(self.sequence)
+
+    @property
+    def tokens(self) -> Int32:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, eq=False)
+class RankTiles:
+    """The tiles of one mask that this rank computes, ordered by head group, query and key block."""
+
+    q_block: Int32
+    k_block: Int32
+    head_group: Int32
+    pairs: Int64
+
+    def __len__(self) -> int:
+        return len(self.q_block)
+
+
+@dataclass(frozen=True, eq=False)
+class Messages:
+    """Payloads that this rank sends (or receives), ordered by phase, peer, kind, head group, block.
+
+    All payloads of one phase and peer travel as one message. Received results are merged in the
+    order in which they stand here."""
+
+    phase: Int32
+    peer: Int32
+    kind: Int32
+    head_group: Int32
+    block: Int32
+
+    def __len__(self) -> int:
+        return len(self.phase)
+
+
+@dataclass(frozen=True, eq=False)
+class Slots:
+    """Places of received blocks in the workspaces; `row` is the first row there.
+
+    A slot holds its block from instruction `first` (the WAIT that fills it) to `last`."""
+
+    space: Int32
+    head_group: Int32
+    block: Int32
+    row: Int32
+    first: Int32
+    last: Int32
+
+    def __len__(self) -> int:
+        return len(self.space)
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """One direction of one mask on one rank. `instructions` is int32[n, 2]: Op and argument;
+    `workspace_rows` is int32[spaces, head groups]."""
+
+    tile_division: Int32
+    instructions: Int32
+    sends: Messages
+    receives: Messages
+    slots: Slots
+    workspace_rows: Int32
+
+
+@dataclass(frozen=True, eq=False)
+class MaskPlan:
+    """One mask's tiles, the key ranges of their query rows, and the programs (backward is None in
+    forward-only plans)."""
+
+    tiles: RankTiles
+    rows: RowRuns
+    forward: Program
+    backward: Program | None
+
+    def program(self, direction: Direction) -> Program:
+        program = self.forward if direction is Direction.FORWARD else self.backward
+        if program is None:
+            raise ValueError("this plan was made for evaluation and has no backward schedule")
+        return program
+
+
+@dataclass(frozen=True, eq=False)
+class RankPlan:
+    """The part of a plan that one rank receives. `digest` is that of the whole plan."""
+
+    rank: int
+    num_ranks: int
+    fingerprint: str
+    digest: str
+    solver: str
+    static: bool
+    balance: Balance
+    shape: AttentionShape
+    head_groups: tuple[HeadGroup, ...]
+    slot_alignment: int
+    local_multiple: int
+    declared_bytes: Mapping[str, tuple[int, int]]
+    lengths: Int32
+    blocks: OwnedBlocks
+    masks: Mapping[str, MaskPlan]
+
+    @cached_property
+    def local_blocks(self) -> Int64:
+        """Blocks this rank owns, in the order of its rows."""
+        return np.flatnonzero(self.blocks.owner == self.rank)
+
+    @cached_property
+    def tokens_per_rank(self) -> Int64:
+        held = np.bincount(self.blocks.owner, self.blocks.tokens, self.num_ranks)
+        return held.astype(np.int64)
+
+    @property
+    def rows_per_rank(self) -> Int64:
+        """Each rank's tokens, padded to `local_multiple`."""
+        return -(-self.tokens_per_rank // self.local_multiple) * self.local_multiple
+
+    @property
+    def local_tokens(self) -> int:
+        return int(self.tokens_per_rank[self.rank])
+
+    @property
+    def local_rows(self) -> int:
+        """Local tokens, padded to `local_multiple`."""
+        return int(self.rows_per_rank[self.rank])
+
+    @cached_property
+    def block_row(self) -> Int64:
+        """First local row of each block this rank owns; -1 for the others."""
+        row = np.full(len(self.blocks), -1, np.int64)
+        row[self.local_blocks] = starts_of(self.blocks.tokens[self.local_blocks])[:-1]
+        return row
+
+    @cached_property
+    def block_coordinate(self) -> Int64:
+        """Coordinate of each block's first token."""
+        return starts_of(self.lengths)[self.blocks.sequence] + self.blocks.start
+
+    @cached_property
+    def local_coordinates(self) -> Int64:
+        """Coordinate of every local token: its sequence's offset in the batch plus its position."""
+        own = self.local_blocks
+        return ranges_of(self.block_coordinate[own], self.blocks.tokens[own])
+
+    def mask_plan(self, name: str) -> MaskPlan:
+        if name not in self.masks:
+            raise ValueError(f"mask {name!r} is not in this plan; it has {', '.join(self.masks)}")
+        return self.masks[name]
+
+    def sent_bytes(self, name: str, direction: Direction, shape: AttentionShape) -> int:
+        """Bytes this rank sends in one attention call of `shape`."""
+        sends = self.mask_plan(name).program(direction).sends
+        per_token = bytes_per_token(shape, self.groups_for(shape))
+        return int(
+            (per_token[sends.kind, sends.head_group] * self.blocks.tokens[sends.block]).sum()
+        )
+
+    def groups_for(self, shape: AttentionShape) -> tuple[HeadGroup, ...]:
+        """Head groups when the plan runs with `shape`; one group adapts to any head count."""
+        return self.head_groups if self.shape.exact else shape.head_groups(1)
+
+
+def ranges_of(first: Int64, counts: Int64 | Int32) -> Int64:
+    """first[i], first[i]+1, ... (counts[i] numbers) for every i: [5, 0], [2, 1] gives 5, 6, 0."""
+    starts = starts_of(counts)
+    step = np.arange(starts[-1])
+    return step + np.repeat(first - starts[:-1], counts)

@@ -1,0 +1,35 @@
+"""PlannerConfig: the choices of the planner, checked when it is built."""
+
+from dataclasses import dataclass, field
+
+from dyncp.placement import SOLVERS, Limits
+from dyncp.plan import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerConfig:
+    """`block_size` fixes the block size (default: chosen per sequence by the solver's method);
+    `divisions` is the most overlap steps per direction; `forward_only` plans evaluation."""
+
+    solver: str = "whole_documents"
+    block_size: int | None = None
+    head_groups: int = 1
+    divisions: int = 4
+    seed: int = 0
+    forward_only: bool = False
+    limits: Limits = field(default_factory=Limits)
+    layout: Layout = field(default_factory=Layout)
+
+    def __post_init__(self) -> None:
+        if self.solver not in SOLVERS:
+            raise ValueError(f"solver is {self.solver!r}; choose one of {', '.join(SOLVERS)}")
+        if self.block_size is not None and self.block_size < 1:
+            raise ValueError(
+                f"block_size is {self.block_size}; at least 1 token is needed, or None"
+            )
+        if self.divisions < 2:
+            raise ValueError(
+                f"divisions is {self.divisions}; at least 2 are needed, one local and one remote"
+            )
+        if self.head_groups < 1:
+            raise ValueError(f"head_groups is {self.head_groups}; at least 1 is needed")

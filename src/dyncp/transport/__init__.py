@@ -1,0 +1,8 @@
+"""Transports move payloads between ranks."""
+
+from dyncp.transport.distributed import Distributed
+from dyncp.transport.in_process import InProcess
+from dyncp.transport.null import Null
+from dyncp.transport.transport import Channel, Transport, TransportError
+
+__all__ = ["Channel", "Distributed", "InProcess", "Null", "Transport", "TransportError"]

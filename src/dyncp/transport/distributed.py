@@ -1,0 +1,113 @@
+"""Transport `torch.distributed`: one rank per process, point-to-point messages over a group."""
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dyncp.transport.transport import TransportError
+
+
+class Distributed:
+    """Ranks of a process group (or one-dimensional DeviceMesh); None is the world.
+
+    Opens a gloo group of its own over the same ranks, so that its messages never mix with the
+    model's. All ranks of the group must create it together, in the same order.
+    """
+
+    def __init__(self, group: Any = None, timeout: float = 600.0) -> None:
+        if not dist.is_initialized():
+            raise ValueError(
+                "torch.distributed is not initialised; call torch.distributed.init_process_group "
+                "first, or leave group=None to run on one rank"
+            )
+        group = group.get_group() if hasattr(group, "get_group") else group
+        members = dist.get_process_group_ranks(group or dist.group.WORLD)
+        self.timeout = timedelta(seconds=timeout)
+        self.num_ranks = len(members)
+        self.ranks = (members.index(dist.get_rank()),)
+        self.bytes_sent = 0
+        self._members = members
+        self._group = dist.new_group(
+            members, timeout=self.timeout, backend="gloo", use_local_synchronization=True
+        )
+
+    def open(self, rank: int) -> "DistributedChannel":
+        return DistributedChannel(self, rank)
+
+    def agree(self, word: bytes) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(word), dtype=torch.uint8)
+        words = [torch.empty_like(mine) for _ in range(self.num_ranks)]
+        try:
+            dist.all_gather(words, mine, group=self._group)
+        except RuntimeError as error:
+            raise TransportError(
+                f"rank {self.ranks[0]} of {self.num_ranks} got no answer from all other ranks "
+                f"within {self.timeout.total_seconds():g} s while agreeing on the plan; a rank is "
+                f"gone or did not call prepare ({error})"
+            ) from error
+        return [bytes(other.tolist()) for other in words]
+
+    def gather(self, rows: Tensor, counts: list[int]) -> list[Tensor]:
+        """Every rank's `[counts[rank], ...]` tensor."""
+        most = max(counts)
+        padded = rows.new_zeros(most, *rows.shape[1:])
+        padded[: len(rows)] = rows
+        parts = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(parts, padded, group=self._group)
+        return [part[:count] for part, count in zip(parts, counts, strict=True)]
+
+    def send(self, message: Tensor, peer: int, tag: int) -> Any:
+        self.bytes_sent += message.nbytes
+        return dist.isend(message, self._members[peer], group=self._group, tag=tag)
+
+    def receive(self, buffer: Tensor, peer: int, tag: int) -> Any:
+        return dist.irecv(buffer, self._members[peer], group=self._group, tag=tag)
+
+
+class DistributedChannel:
+    def __init__(self, transport: Distributed, rank: int) -> None:
+        self.bytes_sent = 0
+        self._transport, self._rank = transport, rank
+        self._receives: dict[int, list[tuple[int, Any]]] = {}
+        self._sends: list[tuple[int, int, Any, Tensor]] = []
+
+    def launch(
+        self, phase: int, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
+    ) -> None:
+        self._receives[phase] = [
+            (peer, self._transport.receive(buffer, peer, phase))
+            for peer, buffer in receives.items()
+        ]
+        for peer, message in sends.items():
+            self.bytes_sent += message.nbytes
+            work = self._transport.send(message, peer, phase)
+            self._sends.append((phase, peer, work, message))
+
+    def ready(self, _phase: int) -> bool:
+        return True
+
+    def wait(self, phase: int) -> None:
+        for peer, work in self._receives.pop(phase):
+            self._complete(work, f"a message from rank {peer} in phase {phase}")
+
+    def finish(self) -> None:
+        for phase, peer, work, _ in self._sends:
+            self._complete(work, f"rank {peer} to take its message of phase {phase}")
+        self._sends.clear()
+
+    def _complete(self, work: Any, what: str) -> None:
+        limit = self._transport.timeout
+        try:
+            done = work.wait(limit)
+        except RuntimeError as error:
+            raise TransportError(
+                f"rank {self._rank} waited for {what} and got none: {error}"
+            ) from error
+        if done is False:
+            raise TransportError(
+                f"rank {self._rank} waited {limit.total_seconds():g} s for {what} in vain"
+            )

@@ -1,0 +1,52 @@
+"""The protocol of all transports."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+
+class TransportError(RuntimeError):
+    """A peer did not answer in time, or is gone."""
+
+
+class Channel(Protocol):
+    """One rank's end of the transport, for one attention call in one direction.
+
+    The phases of a call are launched in increasing order, each once, and waited for after that.
+    """
+
+    bytes_sent: int
+
+    def launch(
+        self, phase: int, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
+    ) -> None:
+        """Starts the messages of a phase: one contiguous byte tensor per peer rank, each way."""
+
+    def ready(self, phase: int) -> bool:
+        """Whether `wait` can return without another rank of this process running first."""
+
+    def wait(self, phase: int) -> None:
+        """Returns when the phase's receives are filled; raises TransportError after the timeout."""
+
+    def finish(self) -> None:
+        """Returns when all sends of the call have left."""
+
+
+class Transport(Protocol):
+    """Moves payloads between ranks. `ranks` are those that this process drives."""
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+
+    def open(self, rank: int) -> Channel:
+        """A channel for one call of one of this process's ranks."""
+
+    def agree(self, word: bytes) -> list[bytes]:
+        """Every rank's word (equally long), in rank order, within the timeout."""
+
+    def gather(self, rows: Tensor, counts: list[int]) -> list[Tensor]:
+        """Every rank's `[counts[rank], ...]` tensor; `rows` has those of this process's ranks."""

@@ -1,0 +1,64 @@
+"""Pair counts against sums over the dense mask."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dyncp import masks
+from dyncp.masks import count_batch_tile_pairs, count_tile_pairs
+from strategies import masks_of
+
+
+def dense_counts(mask, block_size):
+    dense = mask.dense()
+    cuts = range(0, mask.length, block_size)
+    return [[int(dense[i : i + block_size, j : j + block_size].sum()) for j in cuts] for i in cuts]
+
+
+def test_the_example_of_the_docstring_is_right():
+    counts = count_tile_pairs(masks.causal(5), 2)
+    assert counts.tolist() == [[3, 0, 0], [4, 3, 0], [2, 2, 1]]
+    assert counts.dtype == np.int64
+
+
+@given(st.data(), st.integers(1, 40), st.integers(1, 45))
+def test_tile_pairs_equal_sums_over_the_dense_mask(data, length, block_size):
+    mask = data.draw(masks_of(length))
+    assert count_tile_pairs(mask, block_size).tolist() == dense_counts(mask, block_size)
+    assert mask.num_pairs == mask.dense().sum()
+
+
+@given(st.data(), st.lists(st.tuples(st.integers(1, 25), st.integers(1, 30)), max_size=6))
+def test_a_batch_counts_like_its_sequences(data, sequences):
+    batch = [data.draw(masks_of(length)) for length, _ in sequences]
+    sizes = [size for _, size in sequences]
+    counts = count_batch_tile_pairs(batch, sizes)
+    assert [c.tolist() for c in counts] == [
+        dense_counts(mask, size) for mask, size in zip(batch, sizes, strict=True)
+    ]
+
+
+def test_a_batch_longer_than_one_pass_keeps_its_order():
+    lengths = [50_000, 3, 20_000, 20_000, 7, 1]
+    batch = [masks.causal(length) for length in lengths]
+    counts = count_batch_tile_pairs(batch, [4096] * 6)
+    for mask, count in zip(batch, counts, strict=True):
+        np.testing.assert_array_equal(count, count_tile_pairs(mask, 4096))
+        assert count.sum() == mask.num_pairs
+
+
+def test_long_sequences_do_not_overflow():
+    length = 1 << 20
+    counts = count_tile_pairs(masks.full(length), length // 2)
+    assert counts.tolist() == [[length**2 // 4] * 2] * 2
+    assert masks.full(length).num_pairs == length**2
+
+
+def test_bad_block_sizes_are_refused():
+    with pytest.raises(ValueError, match="block size 1 is 0; allowed is at least 1"):
+        count_batch_tile_pairs([masks.causal(3)] * 2, [1, 0])
+    with pytest.raises(ValueError, match="2 masks need as many block sizes, not 1"):
+        count_batch_tile_pairs([masks.causal(3)] * 2, [1])
