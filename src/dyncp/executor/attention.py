@@ -14,48 +14,20 @@ from dyncp.executor.workspace import accumulator_dtype
 from dyncp.plan import DEFAULT_MASK
 
 
-class DCPAttn(torch.autograd.Function):
-    """`out = DCPAttn.apply(step, q, kv)`: attention of one layer under the step's plan.
-
-    q is [tokens, q_heads, head_dim], kv is [tokens, 2, kv_heads, head_dim], out is like q. `step`
-    is the handle of `executor.prepare(plan)`; the executor itself means its latest handle.
-    """
+class DCPAttn:
+    """`out = DCPAttn.apply(step, q, kv)`: attention of one layer under the step's plan."""
 
     @staticmethod
-    def forward(ctx: Any, step: Step | DCPExecutor, q: Tensor, kv: Tensor) -> Tensor:
+    def apply(step: Step | DCPExecutor, q: Tensor, kv: Tensor) -> Tensor:
+        """q is [tokens, q_heads, head_dim], kv is [tokens, 2, kv_heads, head_dim], out is like q.
+
+        `step` is the handle of `executor.prepare(plan)`; the executor itself means its latest
+        handle."""
         if kv.ndim != 4 or kv.shape[1] != 2:
             raise ValueError(
                 f"kv has shape {tuple(kv.shape)}; expected [tokens, 2, kv_heads, head_dim]"
             )
-        return _forward(ctx, step, DEFAULT_MASK, None, q, kv[:, 0], kv[:, 1], None)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-        dq, dk, dv, _ = _backward(ctx, dout)
-        return None, dq, torch.stack([dk, dv], dim=1)
-
-
-class _Attention(torch.autograd.Function):
-    """`attention` with separate k and v, a mask by name, another scale, or a sink."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        step: Step | DCPExecutor,
-        mask: str,
-        scale: float | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sink: Tensor | None,
-    ) -> Tensor:
-        return _forward(ctx, step, mask, scale, q, k, v, sink)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-        return None, None, None, *_backward(ctx, dout)
+        return attention(step, q, *kv.unbind(1))
 
 
 def attention(
@@ -73,40 +45,16 @@ def attention(
     `mask` names one of the plan's masks; `scale` multiplies the scores (default head_dim ** -0.5);
     `sink` [q_heads] are logits that take part in each row's softmax without a value.
     """
-    out: Tensor = _Attention.apply(step, mask, scale, q, k, v, sink)  # type: ignore[no-untyped-call]
-    return out
-
-
-def _forward(
-    ctx: Any,
-    step: Step | DCPExecutor,
-    mask: str,
-    scale: float | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-) -> Tensor:
-    handle, record = _resolve(step, has_graph=any(ctx.needs_input_grad))
-    handle.check_mask(mask, backward=any(ctx.needs_input_grad))
+    inputs = (q, k, v) if sink is None else (q, k, v, sink)
+    has_graph = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    handle, record = _resolve(step, has_graph=has_graph)
+    handle.check_mask(mask, backward=has_graph)
+    handle.check_inputs(q, k, v)
+    if sink is not None and sink.shape != (q.shape[1],):
+        raise ValueError(f"sink has shape {tuple(sink.shape)}; expected [{q.shape[1]}] (q heads)")
     options = CallOptions(mask, q.shape[-1] ** -0.5 if scale is None else float(scale))
-    out, lse = attend_forward(handle, options, q, k, v)
-    if sink is not None:
-        out, lse = _add_sink(out, lse, sink, q)
-    ctx.save_for_backward(q, k, v, out, lse, *(() if sink is None else (sink,)))
-    ctx.step, ctx.options, ctx.record = handle, options, record
+    out: Tensor = _Attention.apply(handle, record, options, q, k, v, sink)  # type: ignore[no-untyped-call]
     return out
-
-
-def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    q, k, v, out, lse, *sinks = ctx.saved_tensors
-    wide = accumulator_dtype(q.dtype)
-    delta = (dout.to(wide) * out.to(wide)).sum(dim=-1)
-    grads = attend_backward(ctx.step, ctx.options, (q, k, v), dout, lse, delta)
-    if ctx.record is not None:
-        ctx.record.done = True
-    dq, dk, dv = (grad.to(q.dtype) for grad in grads)
-    return dq, dk, dv, _sink_gradient(sinks[0], lse, delta) if sinks else None
 
 
 def _resolve(step: Step | DCPExecutor, *, has_graph: bool) -> tuple[Step, CallRecord | None]:
@@ -124,10 +72,43 @@ def _resolve(step: Step | DCPExecutor, *, has_graph: bool) -> tuple[Step, CallRe
     return latest, step.calls.add(latest, has_graph=has_graph)
 
 
-def _add_sink(out: Tensor, lse: Tensor, sink: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+class _Attention(torch.autograd.Function):
+    """Saves q, k, v, out and log-sum-exp; received blocks are sent again in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        step: Step,
+        record: CallRecord | None,
+        options: CallOptions,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+    ) -> Tensor:
+        out, lse = attend_forward(step, options, q, k, v)
+        if sink is not None:
+            out, lse = _add_sink(out, lse, sink)
+        ctx.save_for_backward(q, k, v, out, lse, *(() if sink is None else (sink,)))
+        ctx.step, ctx.record, ctx.options = step, record, options
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        q, k, v, out, lse, *sinks = ctx.saved_tensors
+        wide = accumulator_dtype(q.dtype)
+        delta = (dout.to(wide) * out.to(wide)).sum(dim=-1)
+        grads = attend_backward(ctx.step, ctx.options, (q, k, v), dout, lse, delta)
+        if ctx.record is not None:
+            ctx.record.done = True
+        dq, dk, dv = (grad.to(q.dtype) for grad in grads)
+        dsink = _sink_gradient(sinks[0], lse, delta) if sinks else None
+        return None, None, None, dq, dk, dv, dsink
+
+
+def _add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     """The softmax with one more logit per head: the output shrinks by the sink's share."""
-    if sink.shape != (q.shape[1],):
-        raise ValueError(f"sink has shape {tuple(sink.shape)}; expected [{q.shape[1]}] (q heads)")
     total = torch.logaddexp(lse, sink.to(lse.dtype))
     return (out * torch.exp(lse - total).unsqueeze(-1)).to(out.dtype), total
 

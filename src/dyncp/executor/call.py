@@ -24,8 +24,8 @@ def attend_forward(
     step: Step, options: CallOptions, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Output like q, and log-sum-exp [tokens, q heads] in the accumulator dtype."""
-    shape = step.check_inputs(q, k, v)
-    groups = step.groups_for(shape)
+    q, k, v = _dense_rows(q, k, v)
+    groups = step.groups_of(q, k)
     runs = []
     for program, rows in step.programs(options.mask, Direction.FORWARD):
         spaces = []
@@ -54,8 +54,8 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v in the accumulator dtype, from dO, the final log-sum-exp and the row
     sums of dO·O."""
-    q, k, v = inputs
-    groups = step.groups_for(step.check_inputs(q, k, v))
+    q, k, v, dout = _dense_rows(*inputs, dout)
+    groups = step.groups_of(q, k)
     runs = []
     for program, rows in step.programs(options.mask, Direction.BACKWARD):
         spaces = []
@@ -70,6 +70,11 @@ def attend_backward(
         runs.append((program, spaces))
     _run(step, runs, options)
     return _join(runs, "dq", groups), _join(runs, "dk", groups), _join(runs, "dv", groups)
+
+
+def _dense_rows(*tensors: Tensor) -> list[Tensor]:
+    """Kernels read rows whose last dimension is contiguous; other strides are free."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
 def _q_heads(group: HeadGroup, q: Tensor, k: Tensor) -> slice:

@@ -54,8 +54,13 @@ class Step:
             yield program, slice(first, first + program.local_rows)
             first += program.local_rows
 
-    def groups_for(self, shape: AttentionShape) -> tuple[HeadGroup, ...]:
-        return self.plan.groups_for(shape)
+    def groups_of(self, q: Tensor, k: Tensor) -> tuple[HeadGroup, ...]:
+        """The head groups of a call with these tensors."""
+        return self.plan.groups_for(self._shape(q, k))
+
+    def _shape(self, q: Tensor, k: Tensor) -> AttentionShape:
+        partial = self.plan.shape.partial_dtype
+        return AttentionShape(q.shape[1], k.shape[1], q.shape[2], DTYPES[q.dtype], partial)
 
     def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype in which partial results travel for inputs of `dtype`."""
@@ -70,8 +75,8 @@ class Step:
                 "(forward_only) and has no backward; plan without it, or use torch.no_grad()"
             )
 
-    def check_inputs(self, q: Tensor, k: Tensor, v: Tensor) -> AttentionShape:
-        """The shape of this call; ValueError where q, k, v and the plan do not fit together."""
+    def check_inputs(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Raises ValueError where q, k, v and the plan do not fit together."""
         _check_tensors(q, k, v)
         if q.shape[0] != self.num_rows:
             raise ValueError(
@@ -81,15 +86,11 @@ class Step:
             )
         if q.device != self.device:
             raise ValueError(f"q is on {q.device}; this step was prepared for {self.device}")
-        planned = self.plan.shape
-        shape = AttentionShape(
-            q.shape[1], k.shape[1], q.shape[2], DTYPES[q.dtype], planned.partial_dtype
-        )
+        planned, shape = self.plan.shape, self._shape(q, k)
         if planned.exact and shape != planned:
             raise ValueError(
                 f"q and kv have {_describe(shape)}; the plan was made for {_describe(planned)}"
             )
-        return shape
 
     def sent_bytes(self, mask: str, direction: Direction, shape: AttentionShape) -> int:
         """Bytes that this process's ranks send in one call, as the plan declares them."""

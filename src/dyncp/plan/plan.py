@@ -89,7 +89,7 @@ def batch_order(plan: RankPlan) -> Int64:
 
 
 def gather_samples(plan: RankPlan, parts: Sequence[Any]) -> list[Any]:
-    """One array (or tensor) per sample from every rank's `[local_rows, ...]` array, in rank order."""
+    """One array (or tensor) per sample from every rank's `[local_rows, ...]`, in rank order."""
     if len(parts) != plan.num_ranks:
         raise ValueError(f"gather got {len(parts)} parts; the plan has {plan.num_ranks} ranks")
     rows = _concatenate(parts)
@@ -97,7 +97,7 @@ def gather_samples(plan: RankPlan, parts: Sequence[Any]) -> list[Any]:
     expected = int(plan.rows_per_rank.sum())
     if len(rows) != expected:
         raise ValueError(
-            f"gather got {len(rows)} rows over all ranks; the plan's local rows add up to {expected}"
+            f"gather got {len(rows)} rows over all ranks; the plan's rows add up to {expected}"
         )
     bounds = starts_of(plan.lengths)
     return [rows[order[bounds[i] : bounds[i + 1]]] for i in range(len(plan.lengths))]

@@ -24,8 +24,8 @@ class Lifetimes:
 def find_lifetimes(
     tiles: RankTiles, tile_division: Int32, instructions: Int32, sends: Messages, receives: Messages
 ) -> dict[Space, Lifetimes]:
-    """A block stays from the WAIT that brings it to the last COMPUTE that reads it, or to the LAUNCH
-    that sends its result."""
+    """A block stays from the WAIT that brings it to the last COMPUTE that reads it, or to the
+    LAUNCH that sends its result."""
     at = {(op, argument): i for i, (op, argument) in enumerate(map(tuple, instructions.tolist()))}
 
     def instruction(op: Op, arguments: Int32) -> Int64:
@@ -34,10 +34,8 @@ def find_lifetimes(
     lifetimes = {}
     for space in Space:
         block = tiles.q_block if space is Space.Q else tiles.k_block
-        inputs, results = (
-            _of_space(receives, space, INPUT_SPACE),
-            _of_space(sends, space, RESULT_SPACE),
-        )
+        inputs = _of_space(receives, space, INPUT_SPACE)
+        results = _of_space(sends, space, RESULT_SPACE)
         used = np.concatenate([_key(tiles.head_group, block), _key_of(sends, results)])
         used_at = np.concatenate(
             [instruction(Op.COMPUTE, tile_division), instruction(Op.LAUNCH, sends.phase[results])]
@@ -64,7 +62,7 @@ def _key_of(messages: Messages, chosen: Bool) -> Int64:
 
 
 def _last_use(keys: Int64, first: Int64, used: Int64, used_at: Int64) -> Int64:
-    """Latest use of each of the sorted `keys`; uses of own blocks, which have no slot, do not count."""
+    """Latest use of each of the sorted `keys`; own blocks have no slot and do not count."""
     last = first.copy()
     if len(keys):
         position = np.minimum(np.searchsorted(keys, used), len(keys) - 1)
@@ -82,6 +80,7 @@ def place_slots(
 ) -> tuple[Slots, Int32]:
     """Slots of all received inputs, and the rows of every workspace [spaces, head groups]."""
     workspace_rows = np.full((len(Space), num_groups), local_rows, np.int64)
+    first_row = -(-local_rows // alignment) * alignment
     columns = []
     for space, spans in lifetimes.items():
         row = np.zeros(len(spans.block), np.int64)
@@ -89,10 +88,7 @@ def place_slots(
         for group in np.unique(spans.head_group):
             mine = spans.head_group == group
             row[mine], workspace_rows[space, group] = assign_slot_rows(
-                spans.first[mine],
-                spans.last[mine],
-                size[mine],
-                -(-local_rows // alignment) * alignment,
+                spans.first[mine], spans.last[mine], size[mine], first_row
             )
         which = (np.full(len(row), space), spans.head_group, spans.block)
         columns.append(np.stack([*which, row, spans.first, spans.last]))

@@ -1,0 +1,94 @@
+"""The loader: batches by a token budget, equal on all ranks."""
+
+import pytest
+import torch
+
+from dyncp import AttentionShape, DCPDataLoader, DCPDataloader, Plan, RankPlan, masks
+from dyncp.dataloader import undo_gradient_average
+from processes import run_ranks
+
+SAMPLES = [{"input_ids": [i] * n} for i, n in enumerate((5, 9, 3, 12, 1, 7))]
+
+
+def ids(loader):
+    return [sorted(set(data["input_ids"][0].tolist())) for data, _ in loader]
+
+
+def test_two_arguments_are_enough():
+    (data, plan), *more = DCPDataLoader(SAMPLES, masks.causal)
+    assert not more
+    assert isinstance(plan, RankPlan)
+    assert data["input_ids"].shape == (1, 37)
+    assert DCPDataloader is DCPDataLoader
+
+
+def test_batches_are_filled_up_to_the_token_budget():
+    assert ids(DCPDataLoader(SAMPLES, masks.causal, tokens_per_batch=16)) == [
+        [0, 1], [2, 3, 4], [5],
+    ]  # fmt: skip
+
+
+def test_every_sample_is_seen_once_in_an_order_of_seed_and_epoch():
+    loader = DCPDataLoader(SAMPLES, masks.causal, tokens_per_batch=16, shuffle=True, seed=3)
+    first = ids(loader)
+    assert sorted(sum(first, [])) == list(range(6))
+    assert ids(loader) == first
+    loader.set_epoch(1)
+    assert ids(loader) != first
+
+
+def test_iterable_datasets_work_in_their_own_order():
+    loader = DCPDataLoader(iter(SAMPLES), masks.causal, tokens_per_batch=16)
+    assert ids(loader) == [[0, 1], [2, 3, 4], [5]]
+    with pytest.raises(ValueError, match="shuffle=True needs"):
+        list(DCPDataLoader(iter(SAMPLES), masks.causal, shuffle=True))
+
+
+def test_items_are_counted_over_the_optimiser_step():
+    loader = DCPDataLoader(SAMPLES, masks.causal, tokens_per_batch=16, accumulation_steps=2)
+    items = [int(data["num_items_in_batch"]) for data, _ in loader]
+    assert items == [4 + 8 + 2 + 11 + 0] * 2 + [6]
+
+
+def test_virtual_ranks_yield_whole_plans():
+    loader = DCPDataLoader(SAMPLES, masks.causal, virtual_ranks=3)
+    ((data, plan),) = loader
+    assert isinstance(plan, Plan)
+    assert data["input_ids"].shape == (1, 37)
+
+
+def test_masks_may_differ_between_samples_and_have_names():
+    def mask_fn(sample):
+        length = len(sample["input_ids"])
+        own = masks.full(length) if length < 6 else masks.causal(length)
+        return {"default": own, "local": masks.sliding_window(length, window=2)}
+
+    ((_, plan),) = DCPDataLoader(SAMPLES, mask_fn)
+    assert list(plan.masks) == ["default", "local"]
+
+
+def test_bad_samples_and_mask_functions_are_named_by_index():
+    with pytest.raises(ValueError, match="sample 3 has 12 tokens, more than tokens_per_batch=11"):
+        list(DCPDataLoader(SAMPLES, masks.causal, tokens_per_batch=11))
+    with pytest.raises(ValueError, match="gave int for sample 0; expected a Mask"):
+        list(DCPDataLoader(SAMPLES, lambda _: 1))
+    with pytest.raises(ValueError, match="mask of 4 tokens for sample 0, which has 5"):
+        list(DCPDataLoader(SAMPLES, lambda _: masks.causal(4)))
+    with pytest.raises(ValueError, match="accumulation_steps is 0"):
+        DCPDataLoader(SAMPLES, masks.causal, accumulation_steps=0)
+
+
+def load(rank):
+    loader = DCPDataLoader(SAMPLES, masks.causal, model=AttentionShape(4, 2, 8), shuffle=True)
+    ((data, plan),) = loader
+    loss = undo_gradient_average(torch.tensor(1.0))
+    return plan.rank, plan.digest, data["input_ids"].shape[1], float(loss)
+
+
+def test_ranks_get_their_own_parts_of_the_same_plan():
+    results = run_ranks(load, 2)
+    assert [rank for rank, _, _, _ in results] == [0, 1]
+    assert results[0][1] == results[1][1]
+    assert results[0][2] + results[1][2] == 37
+    assert results[0][3] == 2.0
+    assert float(undo_gradient_average(torch.tensor(1.0))) == 1.0

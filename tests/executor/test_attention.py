@@ -1,0 +1,219 @@
+"""The attention call: its options, several plans alive, recomputation."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from dense import dense_attention, relative_error
+from dyncp import (
+    AttentionShape,
+    Batch,
+    DCPAttn,
+    DCPExecutor,
+    PlannerConfig,
+    Topology,
+    attention,
+    masks,
+    plan_batch,
+)
+from dyncp.plan import Plan, batch_order
+
+SHAPE = AttentionShape(4, 2, 8, "fp64")
+BATCH = Batch.of(
+    [{"default": masks.causal(n), "local": masks.sliding_window(n, window=3)} for n in (20, 3, 11)]
+)
+
+
+def make_plan(seed: int = 0, batch: Batch = BATCH, **options: object) -> Plan:
+    config = PlannerConfig("random", block_size=4, seed=seed, **options)
+    return plan_batch(batch, Topology(1, 3), SHAPE, config)
+
+
+def draw(seed: int, tokens: int, *heads: int) -> Tensor:
+    rng = torch.Generator().manual_seed(seed)
+    return torch.randn(tokens, *heads, 8, generator=rng, dtype=torch.float64)
+
+
+def in_batch_order(plan: Plan, rows: Tensor) -> Tensor:
+    return rows[torch.from_numpy(batch_order(plan.parts[0]))]
+
+
+def dense(plan: Plan, q: Tensor, k: Tensor, v: Tensor, name: str = "default", **options) -> Tensor:
+    """Dense attention of local rows, in batch order."""
+    rows = (in_batch_order(plan, x) for x in (q, k, v))
+    return dense_attention(BATCH, name, *rows, scale=options.pop("scale", 8**-0.5), **options)
+
+
+def test_dcpattn_takes_packed_kv_and_its_gradient_is_packed():
+    plan = make_plan()
+    step = DCPExecutor(virtual_ranks=3).prepare(plan)
+    q, kv = draw(0, 34, 4).requires_grad_(), draw(1, 34, 2, 2).requires_grad_()
+    out = DCPAttn.apply(step, q, kv)
+    grads = torch.autograd.grad(out.square().sum(), (q, kv))
+    expected = dense(plan, q, kv[:, 0], kv[:, 1])
+    wanted = torch.autograd.grad(expected.square().sum(), (q, kv))
+    assert relative_error(in_batch_order(plan, out), expected) < 1e-12
+    assert all(relative_error(a, b) < 1e-12 for a, b in zip(grads, wanted, strict=True))
+
+
+def test_masks_are_chosen_by_name():
+    plan = make_plan()
+    step = DCPExecutor(virtual_ranks=3).prepare(plan)
+    q, k, v = draw(0, 34, 4), draw(1, 34, 2), draw(2, 34, 2)
+    for name in ("default", "local"):
+        out = attention(step, q, k, v, mask=name)
+        assert relative_error(in_batch_order(plan, out), dense(plan, q, k, v, name)) < 1e-12
+
+
+def test_scale_and_sink_change_the_softmax_and_have_gradients():
+    plan = make_plan()
+    step = DCPExecutor(virtual_ranks=3).prepare(plan)
+    inputs = [draw(i, 34, heads).requires_grad_() for i, heads in enumerate((4, 2, 2))]
+    sink = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    out = attention(step, *inputs, scale=0.7, sink=sink)
+    expected = dense(plan, *inputs, scale=0.7, sink=sink)
+    assert relative_error(in_batch_order(plan, out), expected) < 1e-12
+    grads = torch.autograd.grad(out.square().sum(), (*inputs, sink))
+    wanted = torch.autograd.grad(expected.square().sum(), (*inputs, sink))
+    assert all(relative_error(a, b) < 1e-12 for a, b in zip(grads, wanted, strict=True))
+
+
+def test_rows_that_attend_nothing_give_zero_and_no_gradient():
+    batch = Batch.of([masks.Mask(torch.zeros(6, 1, 2).int().numpy()), masks.causal(4)])
+    plan = plan_batch(batch, Topology(1, 2), SHAPE, PlannerConfig("random", block_size=2))
+    step = DCPExecutor(virtual_ranks=2).prepare(plan)
+    q, kv = draw(0, 10, 4).requires_grad_(), draw(1, 10, 2, 2).requires_grad_()
+    out = DCPAttn.apply(step, q, kv)
+    out.sum().backward()
+    assert (in_batch_order(plan, out)[:6] == 0).all()
+    assert (in_batch_order(plan, q.grad)[:6] == 0).all()
+    assert torch.isfinite(kv.grad).all()
+
+
+def test_inputs_need_not_be_contiguous():
+    plan = make_plan()
+    step = DCPExecutor(virtual_ranks=3).prepare(plan)
+    q, kv = draw(0, 34, 4), draw(1, 34, 2, 2)
+    strided_q = q.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+    strided_kv = kv.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
+    assert not strided_q.is_contiguous()
+    assert not strided_kv.is_contiguous()
+    same = DCPAttn.apply(step, strided_q, strided_kv)
+    assert relative_error(same, DCPAttn.apply(step, q, kv)) < 1e-12
+
+
+def test_the_same_plan_and_inputs_give_the_same_bits():
+    step = DCPExecutor(virtual_ranks=3).prepare(make_plan())
+    runs = []
+    for _ in range(2):
+        q, kv = draw(0, 34, 4).float(), draw(1, 34, 2, 2).float()
+        q, kv = q.double().requires_grad_(), kv.double().requires_grad_()
+        out = DCPAttn.apply(step, q, kv)
+        runs.append((out, *torch.autograd.grad(out.square().sum(), (q, kv))))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_backward_uses_the_plan_of_its_own_forward():
+    executor = DCPExecutor(virtual_ranks=3)
+    plans = [make_plan(seed) for seed in range(3)]
+    q, kv = draw(0, 34, 4).requires_grad_(), draw(1, 34, 2, 2).requires_grad_()
+    outs = [DCPAttn.apply(executor.prepare(plan), q, kv) for plan in plans]
+    for plan, out in zip(plans, outs, strict=True):
+        grads = torch.autograd.grad(out.square().sum(), (q, kv))
+        wanted = torch.autograd.grad(dense(plan, q, kv[:, 0], kv[:, 1]).square().sum(), (q, kv))
+        assert all(relative_error(a, b) < 1e-12 for a, b in zip(grads, wanted, strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers_recompute_under_their_own_handle(reentrant):
+    executor = DCPExecutor(virtual_ranks=3)
+    plans = [make_plan(seed) for seed in range(2)]
+    q, kv = draw(0, 34, 4).requires_grad_(), draw(1, 34, 2, 2).requires_grad_()
+    losses = []
+    for plan in plans:
+        step = executor.prepare(plan)
+        out = checkpoint(DCPAttn.apply, step, q, kv, use_reentrant=reentrant)
+        losses.append(out.square().sum())
+    for plan, loss in zip(plans, losses, strict=True):
+        q.grad = kv.grad = None
+        loss.backward()
+        wanted = torch.autograd.grad(dense(plan, q, kv[:, 0], kv[:, 1]).square().sum(), (q, kv))
+        assert relative_error(q.grad, wanted[0]) < 1e-12
+        assert relative_error(kv.grad, wanted[1]) < 1e-12
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_through_the_executor_works_under_the_same_plan(reentrant):
+    executor = DCPExecutor(virtual_ranks=3)
+    q, kv = draw(0, 34, 4).requires_grad_(), draw(1, 34, 2, 2).requires_grad_()
+    for seed in range(2):
+        plan = make_plan(seed)
+        executor.prepare(plan)
+        with torch.no_grad():  # an evaluation in between leaves nothing behind
+            DCPAttn.apply(executor, q, kv)
+        q.grad = kv.grad = None
+        checkpoint(
+            DCPAttn.apply, executor, q, kv, use_reentrant=reentrant
+        ).square().sum().backward()
+        wanted = torch.autograd.grad(dense(plan, q, kv[:, 0], kv[:, 1]).square().sum(), (q, kv))
+        assert relative_error(kv.grad, wanted[1]) < 1e-12
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_through_the_executor_under_another_plan_raises(reentrant):
+    executor = DCPExecutor(virtual_ranks=3)
+    q, kv = draw(0, 34, 4).requires_grad_(), draw(1, 34, 2, 2).requires_grad_()
+    losses = []
+    for seed in range(2):
+        executor.prepare(make_plan(seed))
+        out = checkpoint(DCPAttn.apply, executor, q, kv, use_reentrant=reentrant)
+        losses.append(out.square().sum())
+    with pytest.raises(ValueError, match="pass the handle"):
+        losses[0].backward()
+
+
+def test_the_executor_itself_means_its_latest_handle():
+    executor = DCPExecutor(virtual_ranks=3)
+    q, kv = draw(0, 34, 4), draw(1, 34, 2, 2)
+    for seed in range(2):
+        step = executor.prepare(make_plan(seed))
+        assert torch.equal(DCPAttn.apply(executor, q, kv), DCPAttn.apply(step, q, kv))
+
+
+def test_a_plan_without_a_model_shape_fits_any_heads_and_dtype():
+    plan = plan_batch(BATCH, Topology(1, 3), config=PlannerConfig("random", block_size=4))
+    step = DCPExecutor(virtual_ranks=3).prepare(plan)
+    for q_heads, kv_heads, dtype in ((2, 1, torch.float64), (6, 6, torch.bfloat16)):
+        q, k = (torch.randn(34, h, 8, dtype=dtype) for h in (q_heads, kv_heads))
+        out = attention(step, q, k, k)
+        expected = dense(plan, q.double(), k.double(), k.double())
+        assert relative_error(in_batch_order(plan, out), expected) < 2e-2
+
+
+def test_partial_results_can_travel_wider_than_the_inputs():
+    wide = AttentionShape(4, 2, 8, "bf16", partial_dtype="fp32")
+    narrow = AttentionShape(4, 2, 8, "bf16")
+    sent = []
+    for shape in (narrow, wide):
+        plan = plan_batch(BATCH, Topology(1, 3), shape, PlannerConfig("random", block_size=4))
+        executor = DCPExecutor(virtual_ranks=3)
+        step = executor.prepare(plan)
+        DCPAttn.apply(step, draw(0, 34, 4).bfloat16(), draw(1, 34, 2, 2).bfloat16())
+        assert executor.transport.bytes_sent == plan.parts[0].declared_bytes["default"][0]
+        sent.append(executor.transport.bytes_sent)
+    assert sent[1] > sent[0]
+
+
+def test_a_forward_only_plan_evaluates_and_refuses_gradients():
+    plan = make_plan(forward_only=True)
+    step = DCPExecutor(virtual_ranks=3).prepare(plan)
+    q, kv = draw(0, 34, 4), draw(1, 34, 2, 2)
+    assert (
+        relative_error(
+            in_batch_order(plan, DCPAttn.apply(step, q, kv)), dense(plan, q, kv[:, 0], kv[:, 1])
+        )
+        < 1e-12
+    )
+    with pytest.raises(ValueError, match="made for evaluation"):
+        DCPAttn.apply(step, q.requires_grad_(), kv)

@@ -1,0 +1,78 @@
+"""Any batch, any mask, any placement: the result is dense attention."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cases import Case, Tensors, assert_equal, cases, run_dense, run_virtual
+from dyncp import AttentionShape, Batch, PlannerConfig, Topology, masks, plan_batch
+from dyncp.kernels import CpuKernel, ReferenceKernel
+from dyncp.plan import Layout
+
+KERNELS = st.sampled_from(
+    [CpuKernel(), ReferenceKernel(4, 4), ReferenceKernel(8, 16), ReferenceKernel()]
+)
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=SLOW)
+@given(case=cases(), kernel=KERNELS)
+def test_outputs_and_gradients_equal_dense_fp64_attention(case, kernel):
+    tensors = Tensors.draw(case)
+    for name in case.batch.masks:
+        given_results = run_virtual(case, name, tensors, kernel=kernel)
+        assert_equal(given_results, run_dense(case, name, tensors, torch.float64), 1e-12)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
+@given(case=cases(dtype="fp32"), kernel=KERNELS)
+def test_fp32_results_are_as_close_to_fp64_as_fp32_can_be(case, kernel):
+    tensors = Tensors.draw(case)
+    expected = run_dense(case, "default", tensors, torch.float64)
+    assert_equal(run_virtual(case, "default", tensors, kernel=kernel), expected, 1e-5)
+
+
+def short_sequences_case(seed: int, rows: int) -> Case:
+    """Many sequences shorter than a kernel tile, their tiles anywhere and in any division."""
+    lengths = [3, 5, 2, 7, 1, 4, 6, 3, 2, 5]
+    batch = Batch.of([masks.causal(n) for n in lengths])
+    shape = AttentionShape(4, 2, 8, "fp64")
+    config = PlannerConfig(
+        "random", block_size=2, head_groups=2, divisions=4, seed=seed, layout=Layout(rows)
+    )
+    return Case(batch, plan_batch(batch, Topology(1, 3), shape, config), shape, seed)
+
+
+@pytest.mark.parametrize("rows", [4, 16, 64])
+@pytest.mark.parametrize("seed", range(5))
+def test_short_sequences_share_kernel_tiles_while_their_tiles_run_elsewhere(seed, rows):
+    case = short_sequences_case(seed, rows)
+    tensors = Tensors.draw(case)
+    given_results = run_virtual(case, "default", tensors, kernel=ReferenceKernel(rows, rows))
+    assert_equal(given_results, run_dense(case, "default", tensors, torch.float64), 1e-12)
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "reference"])
+@pytest.mark.parametrize("mask", ["causal", "lambda_shaped:sinks=16,window=200", "shared_question"])
+def test_bf16_is_within_twice_the_error_of_plain_bf16_attention(kernel, mask):
+    batch = Batch.of([masks.by_name(mask)(n) for n in (700, 61, 300)])
+    shape = AttentionShape(4, 2, 64, "bf16")
+    config = PlannerConfig("random", block_size=128, divisions=4)
+    case = Case(batch, plan_batch(batch, Topology(1, 4), shape, config), shape, 0)
+    tensors = Tensors.draw(case)
+    exact = run_dense(case, "default", tensors, torch.float64).tensors()
+    plain = run_dense(case, "default", tensors, torch.bfloat16).tensors()
+    ours = run_virtual(case, "default", tensors, kernel=kernel).tensors()
+    for name, expected in exact.items():
+        allowed = 2 * (plain[name].double() - expected).abs().max()
+        assert (ours[name].double() - expected).abs().max() <= allowed, name
+
+
+def test_long_rows_with_many_kernel_pieces_are_exact():
+    batch = Batch.of([masks.lambda_shaped(1500, sinks=7, window=400), masks.causal(777)])
+    shape = AttentionShape(2, 1, 16, "fp64")
+    case = Case(batch, plan_batch(batch, Topology(1, 3), shape), shape, 1)
+    tensors = Tensors.draw(case)
+    expected = run_dense(case, "default", tensors, torch.float64)
+    assert_equal(run_virtual(case, "default", tensors), expected, 1e-12)

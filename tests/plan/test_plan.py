@@ -1,0 +1,158 @@
+"""What a plan's parts hold: rows, slots, instructions, the way back to samples."""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cases import cases
+from dyncp import AttentionShape, Batch, PlannerConfig, Topology, masks, plan_batch
+from dyncp.blocks import Direction, build_blocks
+from dyncp.placement import Limits
+from dyncp.plan import Layout, Op
+from dyncp.plan.rows import build_row_runs
+from dyncp.plan.slots import assign_slot_rows
+from strategies import masks_of
+
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), length=st.integers(1, 60), size=st.integers(1, 70))
+def test_row_runs_expand_to_the_masks_ranges(data, length, size):
+    chosen = [data.draw(masks_of(n)) for n in (length, 7)]
+    blocks = build_blocks([length, 7], [size, 3])
+    runs = build_row_runs([mask.ranges for mask in chosen], blocks)
+    for index, (sequence, start, end) in enumerate(blocks[i] for i in range(len(blocks))):
+        ranges = runs.expand(index, start, end)
+        dense = np.zeros((end - start, chosen[sequence].length), bool)
+        for row, row_ranges in enumerate(ranges):
+            for first, last in row_ranges:
+                dense[row, first:last] = True
+        assert (dense == chosen[sequence].dense()[start:end]).all()
+
+
+def test_builtin_masks_take_a_few_runs_per_block():
+    blocks = build_blocks([4096], [1024])
+    for mask, most in ((masks.causal(4096), 4), (masks.lambda_shaped(4096, window=300), 8)):
+        assert len(build_row_runs([mask.ranges], blocks)) <= most
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    spans=st.lists(
+        st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(1, 5)), max_size=25
+    )
+)
+def test_slots_never_overlap_while_in_use_and_reuse_what_is_free(spans):
+    first = np.array([min(a, b) for a, b, _ in spans], np.int64)
+    last = np.array([max(a, b) for a, b, _ in spans], np.int64)
+    size = np.array([n * 8 for _, _, n in spans], np.int64)
+    rows, end = assign_slot_rows(first, last, size, 16)
+    assert (rows % 8 == 0).all()
+    assert (rows >= 16).all()
+    for i in range(len(spans)):
+        for j in range(i):
+            together = first[i] <= last[j] and first[j] <= last[i]
+            apart = rows[i] + size[i] <= rows[j] or rows[j] + size[j] <= rows[i]
+            assert apart or not together
+    assert end == max([16, *(rows + size)])
+
+
+def test_slots_are_reused_by_later_divisions():
+    batch = Batch.of([masks.causal(64 * 16)])
+    shape = AttentionShape(2, 1, 8)
+    config = PlannerConfig("zigzag", divisions=8, block_size=64, layout=Layout(64))
+    program = plan_batch(batch, Topology(1, 8), shape, config).parts[0].masks["default"].forward
+    held = len(program.slots) * 64
+    assert program.workspace_rows[1, 0] - 128 < held / 2
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=SLOW)
+@given(case=cases())
+def test_samples_come_back_from_the_rows_of_all_ranks(case):
+    plan = case.plan
+    parts = []
+    for part in plan.parts:
+        rows = np.full(part.local_rows, -1)
+        rows[: part.local_tokens] = part.local_coordinates
+        parts.append(rows)
+    samples = plan.gather(parts)
+    assert [len(sample) for sample in samples] == list(case.batch.lengths)
+    assert (np.concatenate(samples) == np.arange(case.batch.num_tokens)).all()
+
+
+def test_gather_refuses_parts_that_do_not_fit():
+    plan = plan_batch(Batch.of([masks.causal(8)]), Topology(1, 2))
+    with pytest.raises(ValueError, match="1 parts; the plan has 2 ranks"):
+        plan.gather([np.zeros(8)])
+    with pytest.raises(ValueError, match="9 rows over all ranks; the plan's rows add up to 8"):
+        plan.gather([np.zeros(4), np.zeros(5)])
+
+
+def test_results_go_home_when_their_last_tile_is_done_not_all_at_the_end():
+    batch = Batch.of([masks.full(64)])
+    config = PlannerConfig("random", block_size=4, divisions=4, seed=1)
+    plan = plan_batch(batch, Topology(1, 4), AttentionShape(2, 1, 8), config)
+    for part in plan.parts:
+        program = part.masks["default"].forward
+        last_compute = np.flatnonzero(program.instructions[:, 0] == Op.COMPUTE)[-1]
+        returns = set(program.sends.phase[program.sends.kind == 2].tolist())
+        early = [arg for op, arg in program.instructions[:last_compute].tolist() if op == Op.LAUNCH]
+        assert returns & set(early)
+
+
+def test_local_rows_are_padded_to_a_multiple():
+    layout = Layout(slot_alignment=16, local_multiple=8)
+    batch = Batch.of([masks.causal(n) for n in (13, 5)])
+    plan = plan_batch(batch, Topology(1, 2), config=PlannerConfig(layout=layout))
+    assert all(part.local_rows % 8 == 0 for part in plan.parts)
+    assert sum(part.local_tokens for part in plan.parts) == 18
+
+
+def test_a_limit_that_is_not_met_is_said_with_its_numbers():
+    limits = Limits(compute_tolerance=0.1, token_tolerance=0.1)
+    batch = Batch.of([masks.causal(n) for n in (100, 1)])
+    config = PlannerConfig(block_size=100, limits=limits)
+    balance = plan_batch(batch, Topology(1, 2), config=config).parts[0].balance
+    assert "compute max/mean is" in balance.reason
+    assert "tokens max/mean is 1.980, over the limit of 1.100" in balance.reason
+
+
+def test_backward_moves_what_forward_does_and_the_gradients():
+    batch, shape = Batch.of([masks.causal(64)]), AttentionShape(8, 2, 16, "bf16")
+    plan = plan_batch(batch, Topology(1, 2), shape, PlannerConfig("zigzag"))
+    forward = plan.total_bytes("default", Direction.FORWARD, shape)
+    backward = plan.total_bytes("default", Direction.BACKWARD, shape)
+    assert backward == 2 * forward  # zigzag moves KV, and back dKV of the same size
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"solver": "best"}, "solver is 'best'; choose one of"),
+        ({"block_size": 0}, "block_size is 0; at least 1"),
+        ({"divisions": 1}, "divisions is 1; at least 2"),
+        ({"head_groups": 0}, "head_groups is 0; at least 1"),
+    ],
+)
+def test_planner_settings_are_checked_when_they_are_made(options, message):
+    with pytest.raises(ValueError, match=message):
+        PlannerConfig(**options)
+
+
+def test_more_head_groups_than_kv_heads_are_refused():
+    batch = Batch.of([masks.causal(8)])
+    with pytest.raises(ValueError, match=r"head_groups is 3; allowed are 1 to 2"):
+        plan_batch(batch, Topology(1, 2), AttentionShape(4, 2, 8), PlannerConfig(head_groups=3))
+    with pytest.raises(ValueError, match="head counts are not known"):
+        plan_batch(batch, Topology(1, 2), config=PlannerConfig(head_groups=2))
+
+
+def test_layouts_and_topologies_and_limits_are_checked():
+    with pytest.raises(ValueError, match="slot_alignment is 0"):
+        Layout(slot_alignment=0)
+    with pytest.raises(ValueError, match=r"Topology.ranks_per_machine is 0"):
+        Topology(1, 0)
+    with pytest.raises(ValueError, match=r"token_tolerance is -0\.1"):
+        Limits(token_tolerance=-0.1)

@@ -1,0 +1,94 @@
+"""Imports follow the order of the stages, and planning works without torch."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dyncp
+
+ROOT = Path(dyncp.__file__).parent
+
+# What each package may import, besides itself, `arrays` and the standard library.
+ALLOWED = {
+    "arrays": set(),
+    "topology": set(),
+    "masks": set(),
+    "blocks": {"masks"},
+    "placement": {"blocks", "topology"},
+    "schedule": {"blocks", "placement"},
+    "plan": {"blocks", "placement", "schedule"},
+    "verify": {"masks", "blocks", "placement", "plan", "topology"},
+    "planner": {"blocks", "placement", "schedule", "plan", "topology"},
+    "kernels": {"plan"},
+    "transport": {"plan"},
+    "executor": {"plan", "kernels", "transport"},
+    "dataloader": {"masks", "blocks", "plan", "planner", "topology"},
+    "train": {
+        "masks",
+        "blocks",
+        "plan",
+        "planner",
+        "topology",
+        "dataloader",
+        "executor",
+        "kernels",
+    },
+    "cli": {"masks", "blocks", "plan", "planner", "placement", "topology", "verify", "train"},
+}
+WITHOUT_TORCH = (
+    "masks",
+    "blocks",
+    "placement",
+    "schedule",
+    "plan",
+    "verify",
+    "planner",
+    "topology",
+)
+
+
+def package_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imports_of(path: Path) -> set[str]:
+    """Top-level packages of dyncp that a file imports, and 'torch'."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module == "dyncp":
+            names |= {f"dyncp.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+    own = {name.split(".")[1] for name in names if name.startswith("dyncp.")}
+    return own | ({"torch"} if any(n.split(".")[0] == "torch" for n in names) else set())
+
+
+SOURCES = [p for p in sorted(ROOT.rglob("*.py")) if not package_of(p).startswith("__")]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_follow_the_stages(path):
+    package = package_of(path)
+    found = imports_of(path) - {package, "arrays", "torch"}
+    assert found <= ALLOWED[package], f"{package} must not import {found - ALLOWED[package]}"
+
+
+def test_planning_works_without_torch():
+    code = """
+import sys
+sys.modules["torch"] = None  # importing it raises
+from dyncp import masks, Batch, Topology, plan_batch, Plan
+plan = plan_batch(Batch.of([masks.causal(100), masks.lambda_shaped(30)]), Topology(2, 2))
+assert Plan.decode(plan.encode()) == plan
+from dyncp.verify import verify_plan
+assert verify_plan(plan, Batch.of([masks.causal(100), masks.lambda_shaped(30)])) == []
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0, result.stderr
