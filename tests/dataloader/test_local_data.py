@@ -148,5 +148,5 @@ def test_samples_that_do_not_fit_are_named(sample, fields, message):
 
 def test_the_plan_of_another_batch_is_refused():
     plan = plan_batch(Batch.of([masks.causal(2)]), Topology())
-    with pytest.raises(ValueError, match="plan is for batch .* but this is batch"):
+    with pytest.raises(ValueError, match=r"plan is for batch .* but this is batch"):
         local_data([{"input_ids": [1, 2]}], Batch.of([masks.full(2)]), plan)
