@@ -68,7 +68,6 @@ def join(case: Case, ranks: list[list[np.ndarray]]) -> Results:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_gloo_ranks_compute_dense_attention_and_the_bits_of_virtual_ranks(num_ranks):
-    torch.set_num_threads(1)
     dtypes = ["fp64", "fp64", "fp32", "bf16"]
     by_rank = run_ranks(run_cases, num_ranks, num_ranks, dtypes)
     for index in range(12):

@@ -156,3 +156,9 @@ def test_layouts_and_topologies_and_limits_are_checked():
         Topology(1, 0)
     with pytest.raises(ValueError, match=r"token_tolerance is -0\.1"):
         Limits(token_tolerance=-0.1)
+
+
+def test_a_plan_draws_who_owns_and_who_computes_what():
+    batch = Batch.of([masks.causal(4), masks.causal(4)])
+    plan = plan_batch(batch, Topology(1, 2), config=PlannerConfig(block_size=2))
+    assert plan.draw(width=4) == "A|A···\nA|AA··\nB|··B·\nB|··BB"

@@ -118,8 +118,25 @@ def kernel_calls(
             _coordinates(part, program, space, int(group), int(at[0])) for space in Space
         )
         ranges = _row_ranges(part, mask, place[Space.Q, group], q_block, len(q_coordinates))
-        calls.append(KernelCall(int(group), rectangles, q_coordinates, k_coordinates, ranges))
+        fresh = np.ones(len(q_coordinates), np.bool_)
+        used = _merged_before(mask, program, int(group), int(at[0]))
+        for q0, q1 in rectangles[np.isin(q_block, used), :2]:
+            fresh[q0:q1] = False
+        call = KernelCall(int(group), rectangles, q_coordinates, k_coordinates, ranges, fresh)
+        calls.append(call)
     return calls
+
+
+def _merged_before(mask: MaskPlan, program: Program, group: int, at: int) -> Int32:
+    """Query blocks whose accumulators hold something when instruction `at` starts."""
+    before = program.instructions[:at]
+    computed = before[before[:, 0] == Op.COMPUTE, 1]
+    waited = before[before[:, 0] == Op.WAIT, 1]
+    tiles, received = mask.tiles, program.receives
+    of_tiles = np.isin(program.tile_division, computed) & (tiles.head_group == group)
+    of_results = np.isin(received.phase, waited) & (received.head_group == group)
+    of_results &= received.kind == Payload.OUT
+    return np.concatenate([tiles.q_block[of_tiles], received.block[of_results]])
 
 
 def _coordinates(part: RankPlan, program: Program, space: Space, group: int, at: int) -> Int64:

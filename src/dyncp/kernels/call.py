@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from dyncp.arrays import Int32, Int64
+from dyncp.arrays import Bool, Int32, Int64
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,3 +20,4 @@ class KernelCall:
     q_coordinates: Int64  # [query rows]
     k_coordinates: Int64  # [key rows]
     ranges: Int32  # [query rows, R, 2], coordinates
+    fresh: Bool  # [query rows]: nothing was merged into this row's accumulators before this call

@@ -41,7 +41,10 @@ class CpuKernel:
             if empty is not None:  # torch gives a fully masked row log-sum-exp 0
                 job_lse = job_lse.masked_fill(empty.unsqueeze(-1), -torch.inf)
             rows_first = job_out.permute(2, 0, 1, 3).flatten(1, 2)
-            merge_partial(out[job.rows], lse[job.rows], rows_first.to(out.dtype), job_lse)
+            if job.first:
+                out[job.rows], lse[job.rows] = rows_first, job_lse
+            else:
+                merge_partial(out[job.rows], lse[job.rows], rows_first.to(out.dtype), job_lse)
 
     def attend_backward(
         self,

@@ -6,7 +6,7 @@ and only the pieces on the mask's edges carry a mask.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
@@ -25,12 +25,14 @@ class Shape(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """Query rows × key rows of a workspace. `ranges` are relative to the first key row (MASKED)."""
+    """Query rows × key rows of a workspace. `ranges` are relative to the first key row (MASKED);
+    `first` says that the rows' accumulators are still empty, so that nothing needs merging."""
 
     rows: slice
     keys: slice
     shape: Shape
     ranges: Int64 | None = None
+    first: bool = False
 
 
 def cut_into_jobs(call: KernelCall) -> list[Job]:
@@ -39,7 +41,15 @@ def cut_into_jobs(call: KernelCall) -> list[Job]:
         relative = call.ranges[q0:q1] - call.k_coordinates[k0]
         for job in _cut_rectangle(relative.clip(0, k1 - k0), q0, k0, k1 - k0):
             _append(jobs, job)
-    return jobs
+    return _mark_first(jobs, call)
+
+
+def _mark_first(jobs: list[Job], call: KernelCall) -> list[Job]:
+    empty, marked = call.fresh.copy(), []
+    for job in jobs:
+        marked.append(replace(job, first=bool(empty[job.rows].all())))
+        empty[job.rows] = False
+    return marked
 
 
 def _cut_rectangle(ranges: Int64, row: int, key: int, num_keys: int) -> Iterator[Job]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dyncp.arrays import Int64, starts_of
-from dyncp.blocks import AttentionShape, Direction
+from dyncp.blocks import DEFAULT_MASK, AttentionShape, Direction
 from dyncp.plan.codec import (
     PlanDecodeError,
     decode_part,
@@ -17,6 +17,7 @@ from dyncp.plan.codec import (
     join_parts,
     split_parts,
 )
+from dyncp.plan.draw import draw_parts
 from dyncp.plan.rank_plan import RankPlan, ranges_of
 
 
@@ -59,6 +60,10 @@ class Plan:
     def gather(self, parts: Sequence[Any]) -> list[Any]:
         """Per-token results of all ranks, back in samples: see `gather_samples`."""
         return gather_samples(self.parts[0], parts)
+
+    def draw(self, name: str = DEFAULT_MASK, width: int = 64) -> str:
+        """A text map of who owns and who computes what: see `draw_parts`."""
+        return draw_parts(self.parts, name, width)
 
     def encode(self) -> bytes:
         return join_parts([encode_part(part) for part in self.parts])
