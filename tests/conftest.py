@@ -1,6 +1,34 @@
 """Settings for all tests."""
 
+import importlib
+
+import pytest
 import torch
+
+from dyncp.plan import Direction
 
 # Test tensors are tiny: a second thread only adds waiting, and bits depend on the thread count.
 torch.set_num_threads(1)
+
+# The name dyncp.executor.attention is the function; this is the module behind it.
+attention_module = importlib.import_module("dyncp.executor.attention")
+
+
+@pytest.fixture(autouse=True)
+def bytes_moved_equal_the_plans(monkeypatch):
+    """Every attention call of every test moves the bytes that its plan declares."""
+    for name, direction in (
+        ("attend_forward", Direction.FORWARD),
+        ("attend_backward", Direction.BACKWARD),
+    ):
+        original = getattr(attention_module, name)
+
+        def checked(step, options, *tensors, original=original, direction=direction):
+            q, k = tensors[0][:2] if isinstance(tensors[0], tuple) else tensors[:2]
+            before = step.transport.bytes_sent
+            result = original(step, options, *tensors)
+            declared = step.sent_bytes(options.mask, direction, step.shape_of(q, k))
+            assert step.transport.bytes_sent - before == declared
+            return result
+
+        monkeypatch.setattr(attention_module, name, checked)

@@ -161,4 +161,4 @@ def test_layouts_and_topologies_and_limits_are_checked():
 def test_a_plan_draws_who_owns_and_who_computes_what():
     batch = Batch.of([masks.causal(4), masks.causal(4)])
     plan = plan_batch(batch, Topology(1, 2), config=PlannerConfig(block_size=2))
-    assert plan.draw(width=4) == "A|A···\nA|AA··\nB|··B·\nB|··BB"
+    assert plan.draw(width=4, height=4) == "A|A···\nA|AA··\nB|··B·\nB|··BB"

@@ -56,9 +56,10 @@ class Step:
 
     def groups_of(self, q: Tensor, k: Tensor) -> tuple[HeadGroup, ...]:
         """The head groups of a call with these tensors."""
-        return self.plan.groups_for(self._shape(q, k))
+        return self.plan.groups_for(self.shape_of(q, k))
 
-    def _shape(self, q: Tensor, k: Tensor) -> AttentionShape:
+    def shape_of(self, q: Tensor, k: Tensor) -> AttentionShape:
+        """The attention shape of a call with these tensors."""
         partial = self.plan.shape.partial_dtype
         return AttentionShape(q.shape[1], k.shape[1], q.shape[2], DTYPES[q.dtype], partial)
 
@@ -86,7 +87,7 @@ class Step:
             )
         if q.device != self.device:
             raise ValueError(f"q is on {q.device}; this step was prepared for {self.device}")
-        planned, shape = self.plan.shape, self._shape(q, k)
+        planned, shape = self.plan.shape, self.shape_of(q, k)
         if planned.exact and shape != planned:
             raise ValueError(
                 f"q and kv have {_describe(shape)}; the plan was made for {_describe(planned)}"

@@ -10,8 +10,8 @@ from dyncp.plan.rank_plan import RankPlan
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
-def draw_parts(parts: Sequence[RankPlan], name: str, width: int) -> str:
-    """A map of the batch's tokens × tokens, at most `width` cells wide.
+def draw_parts(parts: Sequence[RankPlan], name: str, width: int, height: int) -> str:
+    """A map of the batch's tokens × tokens, at most `width` × `height` cells.
 
     The letter of a cell is the rank that computes the tile at its middle (of head group 0); `·` is
     a pair of blocks that is not computed. The first column is the rank that owns the rows.
@@ -21,18 +21,22 @@ def draw_parts(parts: Sequence[RankPlan], name: str, width: int) -> str:
         B|··B·
         B|··BB
     """
-    first = parts[0]
-    tokens = int(first.lengths.sum())
-    cells = min(width, tokens)
-    middle = (np.arange(cells) * 2 + 1) * tokens // (2 * cells)
-    block = np.searchsorted(first.block_coordinate, middle, side="right") - 1
-    computes = _tile_ranks(parts, name)[np.ix_(block, block)]
-    owners = first.blocks.owner[block]
+    q_block, k_block = (_middle_blocks(parts[0], cells) for cells in (height, width))
+    computes = _tile_ranks(parts, name)[np.ix_(q_block, k_block)]
+    owners = parts[0].blocks.owner[q_block]
     rows = [
         f"{_letter(int(owner))}|" + "".join(_letter(int(rank)) for rank in row)
         for owner, row in zip(owners, computes, strict=True)
     ]
     return "\n".join(rows)
+
+
+def _middle_blocks(part: RankPlan, cells: int) -> Int64:
+    """The block at the middle of each of `cells` equal pieces of the batch."""
+    tokens = int(part.lengths.sum())
+    cells = min(cells, tokens)
+    middle = (np.arange(cells) * 2 + 1) * tokens // (2 * cells)
+    return np.searchsorted(part.block_coordinate, middle, side="right") - 1
 
 
 def _tile_ranks(parts: Sequence[RankPlan], name: str) -> Int64:

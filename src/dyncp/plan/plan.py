@@ -61,9 +61,9 @@ class Plan:
         """Per-token results of all ranks, back in samples: see `gather_samples`."""
         return gather_samples(self.parts[0], parts)
 
-    def draw(self, name: str = DEFAULT_MASK, width: int = 64) -> str:
-        """A text map of who owns and who computes what: see `draw_parts`."""
-        return draw_parts(self.parts, name, width)
+    def draw(self, name: str = DEFAULT_MASK, width: int = 64, height: int | None = None) -> str:
+        """A text map of who owns and who computes what, half as high as wide: see `draw_parts`."""
+        return draw_parts(self.parts, name, width, height or -(-width // 2))
 
     def encode(self) -> bytes:
         return join_parts([encode_part(part) for part in self.parts])
