@@ -57,19 +57,19 @@ class CpuKernel:
         grads: tuple[Tensor, Tensor, Tensor],
     ) -> None:
         (q, k, v), (dq, dk, dv) = inputs, grads
+        kv_heads = k.shape[1]
+        out = _output_with_row_sum(dout, delta)
+        lse = lse.masked_fill(lse == -torch.inf, 0.0)
         for job in lowered:
             queries, keys, values = _inputs(job, q, k, v)
-            kv_heads = k.shape[1]
-            gradient = _heads_first(dout[job.rows], kv_heads)
             mask, _ = _mask(job, q.dtype)
-            row_lse = lse[job.rows].masked_fill(lse[job.rows] == -torch.inf, 0.0)
             job_dq, job_dk, job_dv = _flash_backward(
-                gradient,
+                _heads_first(dout[job.rows], kv_heads),
                 queries,
                 keys,
                 values,
-                _output_with_row_sum(gradient, _rows_last(delta[job.rows], kv_heads)),
-                _rows_last(row_lse, kv_heads),
+                _heads_first(out[job.rows], kv_heads),
+                _rows_last(lse[job.rows], kv_heads),
                 0.0,
                 job.shape is Shape.CAUSAL,
                 attn_mask=mask,

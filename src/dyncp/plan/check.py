@@ -102,10 +102,11 @@ def _check_rows(part: RankPlan, rows: RowRuns, q_blocks: np.ndarray) -> None:
     head = np.append(True, rows.block[1:] != rows.block[:-1])
     _require((np.diff(rows.block) >= 0).all(), "row runs are not ordered by block")
     _require((rows.start[head] == start[head]).all(), "a block's row runs start late")
-    _require((np.diff(rows.start)[~head[1:]] > 0).all(), "a block's row runs are not in order")
+    in_order = rows.start[1:] > rows.start[:-1]
+    _require(in_order[~head[1:]].all(), "a block's row runs are not in order")
     _require((rows.start < end).all(), "a row run starts behind its block")
     next_start = np.where(np.append(head[1:], True), end, np.append(rows.start[1:], 0))
-    steps = (next_start - rows.start - 1).astype(np.int64)[:, None, None]
+    steps = (next_start.astype(np.int64) - rows.start - 1)[:, None, None]
     length = part.lengths[part.blocks.sequence[rows.block]][:, None, None]
     for ranges in (rows.base.astype(np.int64), rows.base + rows.slope.astype(np.int64) * steps):
         _require(((ranges >= 0) & (ranges <= length)).all(), "a row's ranges leave its sequence")

@@ -30,14 +30,7 @@ def order_instructions(
         while computed <= schedule.phase_after_division[phase]:
             compute(computed)
             computed += 1
-        wait(
-            [
-                p
-                for p in waiting
-                if p <= schedule.phase_after_phase[phase]
-                and schedule.phase_feeds[p] < schedule.num_divisions
-            ]
-        )
+        wait([p for p in waiting if p == schedule.phase_after_phase[phase]])
         program.append((Op.LAUNCH, phase))
     for division in range(computed, schedule.num_divisions):
         compute(division)

@@ -121,7 +121,7 @@ class MaskPlan:
     backward: Program | None
 
     def program(self, direction: Direction) -> Program:
-        program = self.forward if direction is Direction.FORWARD else self.backward
+        program = self.forward if Direction(direction) is Direction.FORWARD else self.backward
         if program is None:
             raise ValueError("this plan was made for evaluation and has no backward schedule")
         return program

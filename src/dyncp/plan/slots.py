@@ -25,7 +25,7 @@ def find_lifetimes(
     tiles: RankTiles, tile_division: Int32, instructions: Int32, sends: Messages, receives: Messages
 ) -> dict[Space, Lifetimes]:
     """A block stays from the WAIT that brings it to the last COMPUTE that reads it, or to the
-    LAUNCH that sends its result."""
+    LAUNCH that sends its result, or relays it."""
     at = {(op, argument): i for i, (op, argument) in enumerate(map(tuple, instructions.tolist()))}
 
     def instruction(op: Op, arguments: Int32) -> Int64:
@@ -35,10 +35,10 @@ def find_lifetimes(
     for space in Space:
         block = tiles.q_block if space is Space.Q else tiles.k_block
         inputs = _of_space(receives, space, INPUT_SPACE)
-        results = _of_space(sends, space, RESULT_SPACE)
-        used = np.concatenate([_key(tiles.head_group, block), _key_of(sends, results)])
+        sent = _of_space(sends, space, INPUT_SPACE | RESULT_SPACE)
+        used = np.concatenate([_key(tiles.head_group, block), _key_of(sends, sent)])
         used_at = np.concatenate(
-            [instruction(Op.COMPUTE, tile_division), instruction(Op.LAUNCH, sends.phase[results])]
+            [instruction(Op.COMPUTE, tile_division), instruction(Op.LAUNCH, sends.phase[sent])]
         )
         key = _key_of(receives, inputs)
         order = np.argsort(key)

@@ -1,0 +1,170 @@
+"""Invariant 1: the tiles of all ranks hold every allowed pair of the batch exactly once."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from dyncp.arrays import Int64
+from dyncp.blocks import Batch
+from dyncp.plan import OwnedBlocks, Plan, RankPlan
+from dyncp.verify.ranges import count_pairs, decode_rows
+from dyncp.verify.violation import Findings
+
+
+def check_batch(plan: Plan, batch: Batch) -> Iterator[str]:
+    """Sequences and masks are the batch's; one sentence per difference."""
+    part = plan.parts[0]
+    if part.lengths.tolist() != list(batch.lengths):
+        planned, given = _short(part.lengths), _short(batch.lengths)
+        yield f"the plan is for lengths {planned}, the batch has {given}"
+    if part.masks.keys() != batch.masks.keys():
+        yield f"the plan has masks {sorted(part.masks)}, the batch has {sorted(batch.masks)}"
+
+
+def _short(values: object) -> str:
+    numbers = np.asarray(values).tolist()
+    return str(numbers if len(numbers) <= 8 else [*numbers[:8], "..."])
+
+
+@dataclass(frozen=True, eq=False)
+class AllTiles:
+    """The tiles of one mask on all ranks. `key` numbers (query block, key block, head group)."""
+
+    rank: Int64
+    q_block: Int64
+    k_block: Int64
+    head_group: Int64
+    pairs: Int64
+    key: Int64
+
+    def name(self, index: np.integer) -> str:
+        return (
+            f"the tile of query block {self.q_block[index]}, key block {self.k_block[index]} and "
+            f"head group {self.head_group[index]}"
+        )
+
+
+def collect_tiles(plan: Plan, name: str) -> AllTiles:
+    tiles = [part.masks[name].tiles for part in plan.parts]
+    q_block, k_block, group, pairs = (
+        np.concatenate([getattr(t, column) for t in tiles]).astype(np.int64)
+        for column in ("q_block", "k_block", "head_group", "pairs")
+    )
+    rank = np.repeat(np.arange(len(tiles)), [len(t) for t in tiles])
+    part = plan.parts[0]
+    key = tile_key(q_block, k_block, group, part)
+    return AllTiles(rank, q_block, k_block, group, pairs, key)
+
+
+def tile_key(q_block: Int64, k_block: Int64, head_group: Int64, part: RankPlan) -> Int64:
+    return (q_block * len(part.blocks) + k_block) * len(part.head_groups) + head_group
+
+
+def required_tiles(batch: Batch, name: str, part: RankPlan) -> AllTiles:
+    """The tiles that the batch's masks ask for, counted afresh from their ranges; rank is -1."""
+    q_blocks, k_blocks, pairs = [], [], []
+    first = 0
+    for sequence, mask in enumerate(batch.masks[name]):
+        own = part.blocks.sequence == sequence
+        borders = np.append(part.blocks.start[own], mask.length).astype(np.int64)
+        counts = count_pairs(mask.ranges, borders)
+        q_index, k_index = np.nonzero(counts)
+        q_blocks.append(q_index + first)
+        k_blocks.append(k_index + first)
+        pairs.append(counts[q_index, k_index])
+        first += len(counts)
+    groups = len(part.head_groups)
+    q_block, k_block, count = (
+        np.tile(np.concatenate(x), groups) for x in (q_blocks, k_blocks, pairs)
+    )
+    group = np.repeat(np.arange(groups), len(q_block) // groups)
+    key = tile_key(q_block, k_block, group, part)
+    return AllTiles(np.full(len(key), -1), q_block, k_block, group, count, key)
+
+
+def check_tiles(plan: Plan, batch: Batch, name: str, findings: Findings) -> None:
+    """Every tile that the masks ask for is on one rank, with its true number of pairs."""
+    given, wanted = collect_tiles(plan, name), required_tiles(batch, name, plan.parts[0])
+    order = np.argsort(wanted.key)
+    position = np.searchsorted(wanted.key[order], given.key)
+    position = (
+        order[np.minimum(position, len(order) - 1)] if len(order) else np.zeros_like(position)
+    )
+    known = np.isin(given.key, wanted.key)
+    for index in np.flatnonzero(~known):
+        findings.add(
+            1, f"mask {name!r}: {given.name(index)} on rank {given.rank[index]} has no allowed pair"
+        )
+    for index in np.flatnonzero(known)[given.pairs[known] != wanted.pairs[position[known]]]:
+        findings.add(
+            1,
+            f"mask {name!r}: {given.name(index)} on rank {given.rank[index]} declares "
+            f"{given.pairs[index]} pairs; the mask allows {wanted.pairs[position[index]]}",
+        )
+    for index in np.flatnonzero(~np.isin(wanted.key, given.key)):
+        findings.add(
+            1,
+            f"mask {name!r}: {wanted.name(index)} ({wanted.pairs[index]} pairs) is on no rank",
+        )
+    _check_distinct(given, name, findings)
+    _check_totals(given, batch, name, len(plan.parts[0].head_groups), findings)
+
+
+def _check_distinct(given: AllTiles, name: str, findings: Findings) -> None:
+    _, first, count = np.unique(given.key, return_index=True, return_counts=True)
+    for index in first[count > 1]:
+        ranks = given.rank[given.key == given.key[index]].tolist()
+        findings.add(1, f"mask {name!r}: {given.name(index)} is computed twice, on ranks {ranks}")
+
+
+def _check_totals(
+    given: AllTiles, batch: Batch, name: str, groups: int, findings: Findings
+) -> None:
+    allowed = 0
+    for mask in batch.masks[name]:
+        spans = mask.ranges.astype(np.int64)
+        allowed += int((spans[:, :, 1] - spans[:, :, 0]).sum())
+    for group in range(groups):
+        total = int(given.pairs[given.head_group == group].sum())
+        if total != allowed:
+            findings.add(
+                1,
+                f"mask {name!r}: the tiles of head group {group} hold {total} pairs; "
+                f"the mask allows {allowed}",
+            )
+
+
+def check_rows(part: RankPlan, batch: Batch, name: str, findings: Findings) -> None:
+    """The row runs decode to the ranges of the batch's masks."""
+    rows = part.masks[name].rows
+    block, position, ranges = decode_rows(part.blocks, rows)
+    wanted = _expected_ranges(batch, name, part.blocks, block, position, ranges.shape[1])
+    missing = wanted.shape[1] - ranges.shape[1]
+    if missing:
+        ranges = np.concatenate([ranges, wanted[:, ranges.shape[1] :] * 0 - 1], axis=1)
+    wrong = (ranges != wanted).any(axis=(1, 2))
+    for b in np.unique(block[wrong]):
+        row = int(np.flatnonzero(wrong & (block == b))[0])
+        findings.add(
+            1,
+            f"rank {part.rank}, mask {name!r}: row {position[row]} of block {b} has key ranges "
+            f"{ranges[row].tolist()}; the batch's mask says {wanted[row].tolist()}",
+        )
+
+
+def _expected_ranges(
+    batch: Batch, name: str, blocks: OwnedBlocks, block: Int64, position: Int64, columns: int
+) -> Int64:
+    """The batch's ranges of these rows, in at least `columns` columns; further ones are empty, at
+    the end of the sequence."""
+    sequence = blocks.sequence[block]
+    masks = batch.masks[name]
+    used = [masks[s].ranges for s in np.unique(sequence)]
+    most = max([columns, *(ranges.shape[1] for ranges in used)])
+    length = np.asarray(batch.lengths, np.int64)[sequence]
+    wanted = np.repeat(length, most * 2).reshape(len(block), most, 2)
+    for s in np.unique(sequence):
+        own, ranges = sequence == s, masks[s].ranges
+        wanted[own, : ranges.shape[1]] = ranges[position[own]]
+    return wanted
