@@ -36,7 +36,7 @@ class DCPExecutor:
     ) -> None:
         if sum(choice is not None for choice in (group, transport, virtual_ranks)) > 1:
             raise ValueError("give one of group=, transport= and virtual_ranks=, not several")
-        self.device = torch.device(device)
+        self.device = _with_index(torch.device(device))
         self.kernel = choose_kernel(kernel, self.device)
         self.transport = transport or _transport(group, virtual_ranks, timeout)
         self.calls = CallLog()
@@ -100,6 +100,11 @@ class DCPExecutor:
             batches = len({word[:16] for word in plans})
             what = "different batches" if batches > 1 else "different plans of the same batch"
             raise ValueError(f"ranks hold {what}: {held}")
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """Tensors say `cuda:0` where users say `cuda`."""
+    return torch.empty(0, device=device).device
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -46,8 +46,8 @@ class Distributed:
         except RuntimeError as error:
             raise TransportError(
                 f"rank {self.ranks[0]} of {self.num_ranks} got no answer from all other ranks "
-                f"within {self.timeout.total_seconds():g} s while agreeing on the plan; a rank is "
-                f"gone or did not call prepare ({error})"
+                f"while agreeing on the plan: a rank is gone, or did not call prepare within "
+                f"{self.timeout.total_seconds():g} s ({error})"
             ) from error
         return [bytes(other.tolist()) for other in words]
 

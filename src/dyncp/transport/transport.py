@@ -42,6 +42,10 @@ class Transport(Protocol):
     @property
     def ranks(self) -> tuple[int, ...]: ...
 
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this process's ranks have sent so far."""
+
     def open(self, rank: int) -> Channel:
         """A channel for one call of one of this process's ranks."""
 

@@ -1,0 +1,60 @@
+"""`main`: finds the command, runs it, and turns user mistakes into one line."""
+
+import os
+import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from dyncp.cli import masks, train
+
+COMMANDS = (train.command, masks.command)
+
+USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs one command line (default: that of the process) and returns its exit code."""
+    words = list(sys.argv[1:] if words is None else words)
+    args = build_parser().parse_args(words)
+    args.words = words
+    try:
+        code: int = args.run(args)
+        sys.stdout.flush()
+        return code
+    except ValueError as error:
+        if args.traceback:
+            raise
+        print(f"dyncp: error: {error}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        print("\ndyncp: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+
+
+def build_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="dyncp",
+        description="Dynamic context parallelism for long-context training.",
+        epilog="example:\n  dyncp train",
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"dyncp {version('dyncp')}")
+    parser.add_argument(
+        "--traceback", action="store_true", help="show where an error was raised, not only its text"
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        options = commands.add_parser(
+            command.name,
+            help=command.summary,
+            description=f"{command.summary[0].upper()}{command.summary[1:]}.",
+            epilog=command.epilog,
+            formatter_class=RawDescriptionHelpFormatter,
+        )
+        command.add_options(options)
+        options.set_defaults(run=command.run)
+    return parser

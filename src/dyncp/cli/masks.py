@@ -1,0 +1,79 @@
+"""`dyncp masks`: lists the masks, or draws one."""
+
+import inspect
+import json
+from argparse import ArgumentParser, Namespace
+from typing import Any
+
+from dyncp import masks
+from dyncp.cli.command import Command
+from dyncp.masks import Mask
+
+
+def add_options(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "mask",
+        nargs="?",
+        metavar="NAME[:key=value,...]",
+        help="the mask to draw; without it, all masks are listed",
+    )
+    parser.add_argument(
+        "--length", type=int, default=64, help="tokens of the sequence (default %(default)s)"
+    )
+    parser.add_argument(
+        "--width", type=int, default=64, help="most cells of the drawing (default %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+
+
+def run(args: Namespace) -> int:
+    if args.mask is None:
+        listed = [_describe(name) for name in masks.BUILTIN]
+        print(json.dumps({"masks": listed}) if args.json else _table(listed))
+    else:
+        mask = masks.by_name(args.mask)(args.length)
+        print(json.dumps(_numbers(mask)) if args.json else mask.draw(args.width))
+    return 0
+
+
+def _describe(name: str) -> dict[str, Any]:
+    function = masks.BUILTIN[name]
+    summary = (inspect.getdoc(inspect.getmodule(function.builder)) or "").partition("\n")[0]
+    aliases = [alias for alias, other in masks.ALIASES.items() if other is function]
+    parameters = {key: _default(value) for key, value in function.defaults.items()}
+    return {"name": name, "parameters": parameters, "summary": summary, "aliases": aliases}
+
+
+def _default(value: object) -> str:
+    return "needed" if value is inspect.Parameter.empty else str(value)
+
+
+def _table(listed: list[dict[str, Any]]) -> str:
+    lines = []
+    for mask in listed:
+        aliases = f" (also {', '.join(mask['aliases'])})" if mask["aliases"] else ""
+        lines.append(f"{mask['name']:<18}{mask['summary']}{aliases}")
+        if mask["parameters"]:
+            given = ", ".join(f"{key}={value}" for key, value in mask["parameters"].items())
+            lines.append(f"{'':<18}{given}")
+    return "\n".join(lines)
+
+
+def _numbers(mask: Mask) -> dict[str, Any]:
+    density = mask.num_pairs / mask.length**2
+    return {
+        "name": mask.name,
+        "length": mask.length,
+        "pairs": mask.num_pairs,
+        "density": density,
+        "ranges": mask.ranges.tolist(),
+    }
+
+
+command = Command(
+    name="masks",
+    summary="list the masks, or draw one as text",
+    examples=("dyncp masks", "dyncp masks sliding_window:window=12 --length 48"),
+    add_options=add_options,
+    run=run,
+)

@@ -1,0 +1,48 @@
+"""A decoder small enough for fp64, on virtual ranks and dense."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dyncp import DCPAttn, DCPDataLoader, DCPExecutor, PlannerConfig, Step
+from dyncp.train.config import DecoderConfig
+from dyncp.train.dense import DenseAttention
+from dyncp.train.model import Decoder
+
+SIZES = DecoderConfig(layers=2, hidden=16, q_heads=4, kv_heads=2, head_dim=8, ffn=24, vocab=31)
+
+
+def new_decoder() -> Decoder:
+    torch.manual_seed(3)
+    decoder = Decoder(SIZES).double()
+    for parameter in decoder.parameters():  # larger than for training: attention has to matter
+        torch.nn.init.normal_(parameter, std=0.5)
+    return decoder
+
+
+def random_documents(*lengths: int) -> list[dict[str, Tensor]]:
+    draw = torch.Generator().manual_seed(5)
+    return [{"input_ids": torch.randint(SIZES.vocab, (n,), generator=draw)} for n in lengths]
+
+
+def one_batch(documents: Any, mask_fn: Any, ranks: int, solver: str) -> tuple[Any, Step]:
+    """All documents as one batch on virtual ranks, cut into many blocks."""
+    loader = DCPDataLoader(
+        documents,
+        mask_fn,
+        virtual_ranks=ranks,
+        tokens_per_batch=10_000,
+        planner=PlannerConfig(solver=solver, block_size=None if solver == "zigzag" else 8),
+    )
+    ((data, plan),) = list(loader)
+    return data, DCPExecutor(virtual_ranks=ranks).prepare(plan)
+
+
+def attend_under(step: Step) -> Any:
+    return partial(DCPAttn.apply, step)
+
+
+def dense_attend(documents: Any, mask_fn: Any) -> DenseAttention:
+    return DenseAttention([mask_fn(document) for document in documents], torch.float64)
