@@ -111,14 +111,16 @@ def _mask(job: Job, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
     return mask, ~allowed.any(dim=1)
 
 
-def _output_with_row_sum(gradient: Tensor, delta: Tensor) -> Tensor:
-    """An output whose row sums with `gradient` are `delta`.
+def _output_with_row_sum(dout: Tensor, delta: Tensor) -> Tensor:
+    """An output whose row sums with `dout` are `delta`.
 
     Torch's backward takes the output, of which it only uses the row sum of dO·O, which we have.
     The output's projection onto dO does as well, and is never larger than the output was.
     """
-    wide = gradient.to(delta.dtype)
-    largest = wide.abs().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(delta.dtype).tiny)
-    unit = wide / largest
-    length = unit.square().sum(dim=-1, keepdim=True).clamp_min(1.0)  # 1 at least, unless dO is 0
-    return (unit * (delta.unsqueeze(-1) / largest / length)).to(gradient.dtype)
+    largest = dout.abs().amax().to(delta.dtype) if dout.numel() else delta.new_zeros(())
+    if largest == 0:
+        return torch.zeros_like(dout)
+    unit = dout.to(delta.dtype, copy=True).div_(largest)  # keeps squares from under- or overflowing
+    length = torch.linalg.vecdot(unit, unit)
+    share = torch.where(length > 0, delta / largest / length, 0.0)
+    return unit.mul_(share.unsqueeze(-1)).to(dout.dtype)
