@@ -1,0 +1,62 @@
+"""The default solver: geometric recursive bisection, then repair and local passes."""
+
+import numpy as np
+
+from dyncp.arrays import Int32, Int64, frozen
+from dyncp.blocks import BlockGraph
+from dyncp.placement.bisection.polish import Solution, make_pins, polish
+from dyncp.placement.bisection.problem import Problem, make_problem
+from dyncp.placement.bisection.recurse import Budget, bisect
+from dyncp.placement.placement import Limits, Placement
+from dyncp.placement.solver import Solver
+from dyncp.topology import Topology
+
+# Limits where the user sets none.
+COMPUTE_TOLERANCE, TOKEN_TOLERANCE = 0.1, 0.2
+# Shares of the tolerance that the first levels may spend; each is tried and the best result kept.
+SPENDS = (1.0, 1.7, 2.5, 4.0)
+
+
+def place_bisection(graph: BlockGraph, topology: Topology, limits: Limits, _seed: int) -> Placement:
+    problem, ranks = make_problem(graph), topology.num_ranks
+    tolerance = np.array(
+        [
+            COMPUTE_TOLERANCE if limits.compute_tolerance is None else limits.compute_tolerance,
+            TOKEN_TOLERANCE if limits.token_tolerance is None else limits.token_tolerance,
+        ]
+    )
+    # A batch may have no pairs at all; a mean of 0 would be no unit to measure shares with.
+    mean = np.maximum([problem.work.sum() / ranks, problem.tokens.sum() / ranks], 1e-9)
+    pins = make_pins(problem)
+    solutions = []
+    for spend in SPENDS:
+        budget = Budget(mean, tolerance, spend)
+        cell_rank = bisect(problem, topology, budget)
+        solutions.append(polish(pins, problem, cell_rank, budget.caps, ranks))
+    best = min(solutions, key=lambda solution: solution.cost)
+    return Placement(
+        ranks,
+        frozen(best.block_rank),
+        _tile_ranks(graph, problem, pins.cell, best),
+        "bisection",
+        static=False,
+    )
+
+
+def _tile_ranks(
+    graph: BlockGraph, problem: Problem, cell: Int64, solution: Solution
+) -> dict[str, Int32]:
+    """Each mask's tiles take the rank of their cell."""
+    rank_of_cell = np.zeros(len(problem.work), np.int64)
+    rank_of_cell[cell] = solution.tile_rank
+    first = problem.first_block
+    ranks: dict[str, Int32] = {}
+    for name, tiles in graph.tiles.items():
+        sequence = graph.blocks.sequence[tiles.q_block]
+        row, column = tiles.q_block - first[sequence], tiles.k_block - first[sequence]
+        at = problem.work_start[sequence] + row * np.diff(first)[sequence] + column
+        ranks[name] = frozen(rank_of_cell[at])
+    return ranks
+
+
+bisection = Solver("bisection", place_bisection)
