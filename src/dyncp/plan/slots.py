@@ -26,30 +26,40 @@ def find_lifetimes(
 ) -> dict[Space, Lifetimes]:
     """A block stays from the WAIT that brings it to the last COMPUTE that reads it, or to the
     LAUNCH that sends its result, or relays it."""
-    at = {(op, argument): i for i, (op, argument) in enumerate(map(tuple, instructions.tolist()))}
-
-    def instruction(op: Op, arguments: Int32) -> Int64:
-        return np.asarray([at[op, argument] for argument in arguments.tolist()], np.int64)
-
+    at = _instruction_index(instructions)
+    computed, launched = at[Op.COMPUTE, tile_division], at[Op.LAUNCH, sends.phase]
+    waited = at[Op.WAIT, receives.phase]
     lifetimes = {}
     for space in Space:
         block = tiles.q_block if space is Space.Q else tiles.k_block
-        inputs = _of_space(receives, space, INPUT_SPACE)
-        sent = _of_space(sends, space, INPUT_SPACE | RESULT_SPACE)
+        inputs, sent = _IS_INPUT[space, receives.kind], _IS_OF[space, sends.kind]
         used = np.concatenate([_key(tiles.head_group, block), _key_of(sends, sent)])
-        used_at = np.concatenate(
-            [instruction(Op.COMPUTE, tile_division), instruction(Op.LAUNCH, sends.phase[sent])]
-        )
+        used_at = np.concatenate([computed, launched[sent]])
         key = _key_of(receives, inputs)
         order = np.argsort(key)
-        first = instruction(Op.WAIT, receives.phase[inputs])[order]
+        first = waited[inputs][order]
         last = _last_use(key[order], first, used, used_at)
         lifetimes[space] = Lifetimes(key[order] >> 16, key[order] & 0xFFFF, first, last)
     return lifetimes
 
 
-def _of_space(messages: Messages, space: Space, spaces: dict[Payload, Space]) -> Bool:
-    return np.isin(messages.kind, [kind for kind, where in spaces.items() if where is space])
+def _instruction_index(instructions: Int32) -> Int64:
+    """Index of the instruction with each (operation, argument)."""
+    most = int(instructions[:, 1].max(initial=0))
+    at = np.full((len(Op), most + 1), -1, np.int64)
+    at[instructions[:, 0], instructions[:, 1]] = np.arange(len(instructions))
+    return at
+
+
+def _kind_table(spaces: dict[Payload, Space]) -> Bool:
+    """Whether a payload of each kind belongs to each space, [spaces, kinds]."""
+    table = np.zeros((len(Space), len(Payload)), np.bool_)
+    for kind, space in spaces.items():
+        table[space, kind] = True
+    return table
+
+
+_IS_INPUT, _IS_OF = _kind_table(INPUT_SPACE), _kind_table(INPUT_SPACE | RESULT_SPACE)
 
 
 def _key(head_group: Int32, block: Int32) -> Int64:
