@@ -15,39 +15,32 @@ ROOT = Path(dyncp.__file__).parent
 ALLOWED = {
     "arrays": set(),
     "topology": set(),
+    "samplers": set(),
     "masks": set(),
     "blocks": {"masks"},
+    "cost": {"blocks", "topology"},
     "placement": {"blocks", "topology"},
     "schedule": {"blocks", "placement"},
     "plan": {"blocks", "placement", "schedule"},
     "verify": {"masks", "blocks", "placement", "plan", "topology"},
-    "planner": {"blocks", "placement", "schedule", "plan", "topology"},
+    "simulate": {"blocks", "placement", "schedule", "plan", "cost", "topology"},
+    "planner": {"blocks", "placement", "schedule", "plan", "cost", "simulate", "topology"},
     "kernels": {"plan"},
     "transport": {"plan"},
     "executor": {"plan", "kernels", "transport"},
     "dataloader": {"masks", "blocks", "plan", "planner", "topology"},
     "train": {
-        "masks",
-        "blocks",
-        "plan",
-        "planner",
-        "topology",
-        "dataloader",
-        "executor",
-        "kernels",
+        "masks", "blocks", "placement", "plan", "planner", "dataloader", "executor", "kernels",
     },
-    "cli": {"masks", "blocks", "plan", "planner", "placement", "topology", "verify", "train"},
-}
+    "cli": {
+        "masks", "blocks", "placement", "schedule", "plan", "planner", "cost", "simulate",
+        "samplers", "topology", "train",
+    },
+}  # fmt: skip
 WITHOUT_TORCH = (
-    "masks",
-    "blocks",
-    "placement",
-    "schedule",
-    "plan",
-    "verify",
-    "planner",
-    "topology",
-)
+    "masks", "blocks", "cost", "placement", "schedule", "plan", "verify", "simulate", "planner",
+    "topology", "samplers",
+)  # fmt: skip
 
 
 def package_of(path: Path) -> str:
@@ -76,6 +69,18 @@ def test_imports_follow_the_stages(path):
     package = package_of(path)
     found = imports_of(path) - {package, "arrays", "torch"}
     assert found <= ALLOWED[package], f"{package} must not import {found - ALLOWED[package]}"
+
+
+@pytest.mark.parametrize("package", WITHOUT_TORCH)
+def test_planning_stages_name_torch_nowhere_at_import(package):
+    for path in SOURCES:
+        if package_of(path) == package:
+            names = [
+                n
+                for n in ast.parse(path.read_text()).body
+                if isinstance(n, ast.Import | ast.ImportFrom)
+            ]
+            assert not any("torch" in ast.unparse(n) for n in names), path
 
 
 def test_planning_works_without_torch():

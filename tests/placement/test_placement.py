@@ -55,7 +55,7 @@ def test_zigzag_balances_tokens_and_causal_work_of_every_sequence():
     assert tokens < 1.01
 
 
-def test_zigzag_moves_the_keys_that_a_causal_mask_needs():
+def test_minimal_bytes_of_zigzag_are_the_keys_that_a_causal_mask_needs():
     length, num_ranks = 4096, 4
     graph, placement = place("zigzag", [length], num_ranks)
     kv_bytes = 2 * 2 * 16 * 2

@@ -1,19 +1,37 @@
 """Third stage: blocks and tiles get ranks."""
 
+from dyncp.placement.bisection import bisection
 from dyncp.placement.placement import (
     Balance,
     Limits,
     Placement,
+    Traffic,
     check_placement,
     measure_balance,
 )
 from dyncp.placement.random import random
 from dyncp.placement.remote import RemoteUses, find_remote_uses, minimal_bytes
 from dyncp.placement.solver import Solver
+from dyncp.placement.static import (
+    STATIC_SOLVERS,
+    hybrid_with_budget,
+    static_candidates,
+    static_solver,
+    with_degree,
+)
 from dyncp.placement.whole_documents import whole_documents
-from dyncp.placement.zigzag import zigzag
 
-SOLVERS = {solver.name: solver for solver in (whole_documents, zigzag, random)}
+SOLVERS = {solver.name: solver for solver in (bisection, whole_documents, *STATIC_SOLVERS, random)}
+
+
+def find_solver(name: str) -> Solver:
+    """A solver by its name; static methods also with degrees, as in "zigzag/cp8"."""
+    if name in SOLVERS:
+        return SOLVERS[name]
+    if name.partition("/")[0] not in SOLVERS:
+        raise ValueError(f"solver is {name!r}; choose one of {', '.join(SOLVERS)}")
+    return static_solver(name)
+
 
 __all__ = [
     "SOLVERS",
@@ -22,8 +40,13 @@ __all__ = [
     "Placement",
     "RemoteUses",
     "Solver",
+    "Traffic",
     "check_placement",
     "find_remote_uses",
+    "find_solver",
+    "hybrid_with_budget",
     "measure_balance",
     "minimal_bytes",
+    "static_candidates",
+    "with_degree",
 ]

@@ -24,22 +24,53 @@ class Limits:
 
 
 @dataclass(frozen=True, eq=False)
+class Traffic:
+    """Where a static method sends keys and values, whether a mask needs them there or not.
+
+    Head group g of block b starts from rank `home[b, g]` (the owner, or where an all-to-all over
+    heads puts it) and visits the ranks of `rings[ring[b, g]]`, in pattern "ring" from neighbour to
+    neighbour, in pattern "all_gather" straight from its home. `machine` (per rank) makes an
+    all-gather send every block to each machine once and pass it on there.
+    """
+
+    pattern: str
+    rings: tuple[tuple[int, ...], ...]
+    ring: Int32  # [blocks, head groups]
+    home: Int32  # [blocks, head groups]
+    machine: Int32 | None = None
+
+
+@dataclass(frozen=True, eq=False)
 class Placement:
-    """Total map of blocks (`block_rank`) and, per mask name, tiles (`tile_rank`) to ranks."""
+    """Total map of blocks (`block_rank`) and, per mask name, tiles (`tile_rank`) to ranks.
+
+    Without `traffic` a block travels only to the ranks whose tiles read it."""
 
     num_ranks: int
     block_rank: Int32
     tile_rank: Mapping[str, Int32]
     solver: str
     static: bool
+    traffic: Traffic | None = None
+
+    @property
+    def pattern(self) -> str:
+        """Which schedule the placement asks for: "minimal", "ring" or "all_gather"."""
+        return "minimal" if self.traffic is None else self.traffic.pattern
 
     @staticmethod
     def where_queries_live(
-        graph: BlockGraph, num_ranks: int, block_rank: Int64, solver: str, *, static: bool
+        graph: BlockGraph,
+        num_ranks: int,
+        block_rank: Int64,
+        solver: str,
+        *,
+        static: bool,
+        traffic: Traffic | None = None,
     ) -> "Placement":
         """Every tile runs on the rank that owns its query block, so only keys and values travel."""
         tile_rank = {name: frozen(block_rank[t.q_block]) for name, t in graph.tiles.items()}
-        return Placement(num_ranks, frozen(block_rank), tile_rank, solver, static)
+        return Placement(num_ranks, frozen(block_rank), tile_rank, solver, static, traffic)
 
 
 @dataclass(frozen=True, slots=True)

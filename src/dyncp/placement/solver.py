@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dyncp.arrays import Int64
-from dyncp.blocks import BlockGraph, choose_block_sizes
+from dyncp.blocks import AttentionShape, BlockGraph, choose_block_sizes
 from dyncp.placement.placement import Limits, Placement
 from dyncp.topology import Topology
 
@@ -13,9 +13,17 @@ from dyncp.topology import Topology
 class Solver:
     """A function of its arguments and nothing else: same batch, same seed, same placement.
 
-    `block_sizes` cuts the sequences the way the method needs.
+    `block_sizes` cuts the sequences the way the method needs, and `head_groups` is how many groups
+    it needs the heads in (None: as the planner is told). A method whose degrees depend on model and
+    ranks is fitted to them first; degrees that are not possible raise ValueError there.
     """
 
     name: str
     place: Callable[[BlockGraph, Topology, Limits, int], Placement]
     block_sizes: Callable[[Sequence[int], int], Int64] = choose_block_sizes
+    head_groups: int | None = None
+    fit: "Callable[[AttentionShape, Topology], Solver] | None" = None
+
+    def fitted(self, shape: AttentionShape, topology: Topology) -> "Solver":
+        """This solver for one attention shape and topology."""
+        return self if self.fit is None else self.fit(shape, topology)

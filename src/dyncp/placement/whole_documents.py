@@ -10,7 +10,7 @@ from dyncp.arrays import Float64, Int64
 from dyncp.blocks import BlockGraph, TokenBlocks
 from dyncp.placement.placement import Limits, Placement
 from dyncp.placement.solver import Solver
-from dyncp.placement.zigzag import zigzag_ranks
+from dyncp.placement.static.chunks import zigzag_ranks
 from dyncp.topology import Topology
 
 

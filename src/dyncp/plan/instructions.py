@@ -21,8 +21,9 @@ def order_instructions(
         waiting[:] = [phase for phase in waiting if phase not in needed]
 
     def compute(division: int) -> None:
+        # Also without tiles: blocks that are only passed on must be there for what follows.
+        wait([phase for phase in waiting if schedule.phase_feeds[phase] <= division])
         if division in computes:
-            wait([phase for phase in waiting if schedule.phase_feeds[phase] <= division])
             program.append((Op.COMPUTE, division))
 
     computed = 0  # divisions before this one are done

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from dyncp.placement import SOLVERS, Limits
+from dyncp.placement import Limits, find_solver
 from dyncp.plan import Layout
 
 
@@ -11,7 +11,7 @@ class PlannerConfig:
     """`block_size` fixes the block size (default: chosen per sequence by the solver's method);
     `divisions` is the most overlap steps per direction; `forward_only` plans evaluation."""
 
-    solver: str = "whole_documents"
+    solver: str = "bisection"
     block_size: int | None = None
     head_groups: int = 1
     divisions: int = 4
@@ -21,8 +21,7 @@ class PlannerConfig:
     layout: Layout = field(default_factory=Layout)
 
     def __post_init__(self) -> None:
-        if self.solver not in SOLVERS:
-            raise ValueError(f"solver is {self.solver!r}; choose one of {', '.join(SOLVERS)}")
+        find_solver(self.solver)
         if self.block_size is not None and self.block_size < 1:
             raise ValueError(
                 f"block_size is {self.block_size}; at least 1 token is needed, or None"

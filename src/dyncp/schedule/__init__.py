@@ -1,6 +1,22 @@
 """Fourth stage: tiles get divisions, transfers get phases."""
 
+from dyncp.schedule.all_gather import build_all_gather_schedule
 from dyncp.schedule.divide import build_schedule
+from dyncp.schedule.ring import build_ring_schedule
 from dyncp.schedule.schedule import Schedule, Transfers
 
-__all__ = ["Schedule", "Transfers", "build_schedule"]
+# By the pattern that a placement asks for.
+BUILDERS = {
+    "minimal": build_schedule,
+    "ring": build_ring_schedule,
+    "all_gather": build_all_gather_schedule,
+}
+
+__all__ = [
+    "BUILDERS",
+    "Schedule",
+    "Transfers",
+    "build_all_gather_schedule",
+    "build_ring_schedule",
+    "build_schedule",
+]

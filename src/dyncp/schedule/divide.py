@@ -8,10 +8,11 @@ there. A block's partial result goes home as soon as its last tile on that rank 
 
 import numpy as np
 
-from dyncp.arrays import Int64, frozen
+from dyncp.arrays import Int64
 from dyncp.blocks import Q_INPUT, Q_RESULT, BlockGraph, Direction, Payload
 from dyncp.placement import Placement, RemoteUses, find_remote_uses
-from dyncp.schedule.schedule import Schedule, Transfers
+from dyncp.schedule.phases import Entries, number_phases
+from dyncp.schedule.schedule import Schedule
 
 
 def build_schedule(
@@ -28,7 +29,7 @@ def build_schedule(
     entries = _entries(placement, q_uses, tile_division, Q_INPUT[direction], Q_RESULT[direction])
     k_result = Payload.DKV if direction is Direction.BACKWARD else None
     entries += _entries(placement, k_uses, tile_division, Payload.KV, k_result)
-    return _number_phases(tile_division, used, np.concatenate(entries, axis=1))
+    return number_phases(tile_division, used, entries, relayed_results=False)
 
 
 def _spread(
@@ -67,48 +68,15 @@ def _entries(
     tile_division: Int64,
     sent: Payload,
     back: Payload | None,
-) -> list[Int64]:
-    """Rows (launch code, source, target, kind, head group, block) of inputs and results."""
+) -> list[Entries]:
+    """Inputs from owners to the ranks that use them, and results back to the owners."""
     remote = uses.of_tile >= 0
     first = np.full(len(uses), np.iinfo(np.int64).max)
     last = np.zeros(len(uses), np.int64)
     np.minimum.at(first, uses.of_tile[remote], tile_division[remote])
     np.maximum.at(last, uses.of_tile[remote], tile_division[remote])
-    owner = placement.block_rank[uses.block].astype(np.int64)
-    what = (uses.head_group, uses.block)
-    rows = [np.stack([_input_code(first), owner, uses.rank, np.full_like(owner, sent), *what])]
+    owner, what = placement.block_rank[uses.block], (uses.head_group, uses.block)
+    entries = [Entries.inputs(first, owner, uses.rank, sent, *what)]
     if back is not None:
-        rows.append(
-            np.stack([_result_code(last), uses.rank, owner, np.full_like(owner, back), *what])
-        )
-    return rows
-
-
-# Launch codes order the phases: inputs of division d travel while division d - 1 computes, its
-# results while division d + 1 does. in(1)=0, in(2)=1, out(1)=2, in(3)=3, out(2)=4, ...
-def _input_code(division: Int64) -> Int64:
-    return np.maximum(2 * division - 3, 0)
-
-
-def _result_code(division: Int64) -> Int64:
-    return 2 * division
-
-
-def _number_phases(tile_division: Int64, num_divisions: int, entries: Int64) -> Schedule:
-    code, source, target, kind, group, block = entries
-    phase_code, phase = np.unique(code, return_inverse=True)
-    order = np.lexsort((block, group, kind, target, source, phase))
-    transfers = Transfers(*(frozen(x[order]) for x in (phase, source, target, kind, group, block)))
-    is_input = (phase_code % 2 == 1) | (phase_code == 0)
-    division = np.where(is_input, (phase_code + 3) // 2, phase_code // 2)
-    number = np.arange(len(phase_code))
-    earlier_input = np.maximum.accumulate(np.where(is_input, number, -1))
-    earlier_input = np.append(-1, earlier_input[:-1])[: len(number)]
-    return Schedule(
-        num_divisions=num_divisions,
-        tile_division=frozen(tile_division),
-        transfers=transfers,
-        phase_after_division=frozen(np.where(is_input, division - 2, division)),
-        phase_after_phase=frozen(np.where(is_input, earlier_input, -1)),
-        phase_feeds=frozen(np.where(is_input, division, num_divisions)),
-    )
+        entries.append(Entries.results(last, uses.rank, owner, back, *what))
+    return entries

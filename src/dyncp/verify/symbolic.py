@@ -40,6 +40,7 @@ class _SymbolicMachine:
     ) -> None:
         programs = [part.masks[name].program(direction) for part in plan.parts]
         self._accumulating = RESULT_SPACES[direction]
+        self._static = plan.parts[0].static  # static methods send empty partials too
         self._sends = [entries_by_phase(program.sends) for program in programs]
         self._receives = [entries_by_phase(program.receives) for program in programs]
         self._mailbox: dict[tuple[int, int, int], dict[Entry, Int64]] = {}
@@ -85,7 +86,7 @@ class _SymbolicMachine:
             (3, partial.uncomputed, " before all of its tiles are computed"),
             (3, partial.unmerged, " before all other ranks' results are merged into it"),
             (4, partial.sent_in is not None, ", but sent it already"),
-            (4, not partial.tiles, ", but no tile has contributed to it"),
+            (4, not partial.tiles and not self._static, ", but no tile has contributed to it"),
         ):
             if wrong:
                 _report(state, invariant, "sends", entry, phase, sentence)

@@ -137,7 +137,9 @@ def _total_work(state: State, tiles: Int64) -> float:
 def _other_edges(state: State, e: int, tiles: Int64) -> Int64:
     """The edges that tiles of edge e have on their other side."""
     side = 1 if e < len(state.block_rank) else 0
-    others: Int64 = state.edges[tiles, side]
+    others = np.empty(len(tiles), np.int64)
+    for i in range(len(tiles)):
+        others[i] = state.edges[tiles[i], side]
     return others
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from dyncp.arrays import Float64, Int64
+from dyncp.arrays import Float64, Int64, starts_of
 from dyncp.placement.bisection.bands import best_band, sum_lines
 from dyncp.placement.bisection.problem import Problem
 
@@ -44,20 +44,26 @@ class Cut(NamedTuple):
     band_side: int
 
 
-@numba.njit(cache=True, nogil=True)
 def choose_cut(
     problem: Problem, region: Region, caps: Float64, mean: Float64, penalty: float
 ) -> Cut:
     """The cheapest way found to split `region`. `caps` is [sides, 2]: most work and tokens."""
+    by_share = np.argsort(-(region.load / mean).max(axis=1), kind="stable")
+    by_work = np.argsort(-region.load[:, 0], kind="stable")[:CUT_CANDIDATES]
+    return _choose_cut(problem, region, caps, penalty, by_share, by_work)
+
+
+@numba.njit(cache=True, nogil=True)
+def _choose_cut(
+    problem: Problem, region: Region, caps: Float64, penalty: float, order: Int64, by_work: Int64
+) -> Cut:
     pieces = len(region.sequence)
-    order = np.argsort(-_largest_share(region.load, mean), kind="mergesort")
     side = np.zeros(pieces, np.int64)
     missed = _level(region.load, order, -1, np.zeros((2, 2)), caps, side)
     best = Cut(penalty * missed, side.copy(), -1, True, 0, 0, 0)
     if missed == 0:
         return best
-    by_work = np.argsort(-region.load[:, 0], kind="mergesort")
-    for piece in by_work[:CUT_CANDIDATES]:
+    for piece in by_work:
         rows = region.rows[region.row_start[piece] : region.row_start[piece + 1]]
         columns = region.columns[region.column_start[piece] : region.column_start[piece + 1]]
         used = np.zeros((2, 2))
@@ -77,20 +83,14 @@ def choose_cut(
                     taken = np.zeros((2, 2))
                     taken[band_side, 0] = lines.work[b] - lines.work[a]
                     taken[band_side, 1] = lines.tokens[b] - lines.tokens[a]
-                    taken[1 - band_side] = region.load[piece] - taken[band_side]
+                    for what in range(2):
+                        rest = region.load[piece, what] - taken[band_side, what]
+                        taken[1 - band_side, what] = rest
                     missed = _level(region.load, order, piece, taken, caps, side)
                     total = cost + penalty * missed
                     if total < best.cost:
                         best = Cut(total, side.copy(), piece, by_rows, a, b, band_side)
     return best
-
-
-@numba.njit(cache=True, nogil=True)
-def _largest_share(load: Float64, mean: Float64) -> Float64:
-    shares = np.empty(len(load))
-    for i in range(len(load)):
-        shares[i] = max(load[i, 0] / mean[0], load[i, 1] / mean[1])
-    return shares
 
 
 @numba.njit(cache=True, nogil=True)
@@ -107,7 +107,8 @@ def _level(
             for what in range(2):
                 full[s] = max(full[s], (used[s, what] + load[piece, what]) / caps[s, what])
         side[piece] = 1 if full[1] < full[0] else 0
-        used[side[piece]] += load[piece]
+        for what in range(2):
+            used[side[piece], what] += load[piece, what]
     missed = 0.0
     for s in range(2):
         for what in range(2):
@@ -115,64 +116,43 @@ def _level(
     return missed
 
 
-@numba.njit(cache=True, nogil=True)
 def take_side(problem: Problem, region: Region, cut: Cut, wanted: int) -> Region:
     """The region of one side of a cut."""
-    pieces = len(region.sequence)
-    sequence = np.empty(pieces, np.int64)
-    row_start, column_start = np.zeros(pieces + 1, np.int64), np.zeros(pieces + 1, np.int64)
-    rows, columns = np.empty(len(region.rows), np.int64), np.empty(len(region.columns), np.int64)
-    load = np.empty((pieces, 2))
-    n = 0
-    for piece in range(pieces):
-        if piece != cut.piece and cut.side[piece] != wanted:
-            continue
-        own_rows = region.rows[region.row_start[piece] : region.row_start[piece + 1]]
-        own_columns = region.columns[region.column_start[piece] : region.column_start[piece + 1]]
-        if piece == cut.piece:
-            inside = cut.band_side == wanted
-            if cut.by_rows:
-                own_rows = _band_or_rest(own_rows, cut.a, cut.b, inside)
-            else:
-                own_columns = _band_or_rest(own_columns, cut.a, cut.b, inside)
-        sequence[n] = region.sequence[piece]
-        row_start[n + 1] = row_start[n] + len(own_rows)
-        column_start[n + 1] = column_start[n] + len(own_columns)
-        rows[row_start[n] : row_start[n + 1]] = own_rows
-        columns[column_start[n] : column_start[n + 1]] = own_columns
-        if piece == cut.piece:
-            lines = sum_lines(problem, sequence[n], own_rows, own_columns, True)
-            load[n, 0], load[n, 1] = lines.work[-1], lines.tokens[-1]
-        else:
-            load[n] = region.load[piece]
-        n += 1
+    pieces = [p for p in range(len(region.sequence)) if p == cut.piece or cut.side[p] == wanted]
+    rows = [region.rows[region.row_start[p] : region.row_start[p + 1]] for p in pieces]
+    columns = [region.columns[region.column_start[p] : region.column_start[p + 1]] for p in pieces]
+    load = region.load[pieces]
+    if cut.piece >= 0:
+        at, inside = pieces.index(cut.piece), cut.band_side == wanted
+        lines = rows if cut.by_rows else columns
+        lines[at] = _band_or_rest(lines[at], cut.a, cut.b, inside)
+        sums = sum_lines(problem, region.sequence[cut.piece], rows[at], columns[at], True)
+        load[at] = sums.work[-1], sums.tokens[-1]
+    return _region(region.sequence[pieces], rows, columns, load)
+
+
+def _band_or_rest(lines: Int64, a: int, b: int, band: bool) -> Int64:
+    return lines[a:b].copy() if band else np.concatenate([lines[:a], lines[b:]])
+
+
+def _region(sequence: Int64, rows: list[Int64], columns: list[Int64], load: Float64) -> Region:
+    row_start, column_start = (starts_of(np.array([len(x) for x in p])) for p in (rows, columns))
+    none = [np.zeros(0, np.int64)]
     return Region(
-        sequence[:n],
-        row_start[: n + 1],
-        rows[: row_start[n]],
-        column_start[: n + 1],
-        columns[: column_start[n]],
-        load[:n],
+        sequence,
+        row_start,
+        np.concatenate(rows or none),
+        column_start,
+        np.concatenate(columns or none),
+        load,
     )
 
 
-@numba.njit(cache=True, nogil=True)
-def _band_or_rest(lines: Int64, a: int, b: int, band: bool) -> Int64:
-    return lines[a:b].copy() if band else np.concatenate((lines[:a], lines[b:]))
-
-
-@numba.njit(cache=True, nogil=True)
 def whole_batch(problem: Problem) -> Region:
-    pieces = len(problem.first_block) - 1
-    start = problem.first_block - problem.first_block[0]
-    lines = np.empty(start[-1], np.int64)
-    load = np.empty((pieces, 2))
-    for s in range(pieces):
-        own = np.arange(start[s + 1] - start[s])
-        lines[start[s] : start[s + 1]] = own
-        sums = sum_lines(problem, s, own, own, True)
-        load[s, 0], load[s, 1] = sums.work[-1], sums.tokens[-1]
-    return Region(np.arange(pieces), start, lines, start, lines.copy(), load)
+    lines = [np.arange(n) for n in np.diff(problem.first_block)]
+    sums = [sum_lines(problem, s, own, own, True) for s, own in enumerate(lines)]
+    load = np.array([[x.work[-1], x.tokens[-1]] for x in sums])
+    return _region(np.arange(len(lines)), lines, lines, load)
 
 
 @numba.njit(cache=True, nogil=True)

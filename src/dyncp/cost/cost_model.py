@@ -1,0 +1,99 @@
+"""CostModel: seconds of tiles, kernel calls and copies, as pure functions of arrays."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dyncp.arrays import Float64, Int64
+from dyncp.blocks import AttentionShape, BlockGraph, Direction, HeadGroup
+from dyncp.cost.profile import Profile
+
+# Forward multiplies q·kᵀ and p·v; backward does q·kᵀ again and dO·vᵀ, pᵀ·dO, dS·k, dSᵀ·q.
+FORWARD_PRODUCTS = 2
+BACKWARD_FLOPS = 2.5
+
+Numbers = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Prices the attention of `shape` on ranks like `profile` says."""
+
+    profile: Profile
+    shape: AttentionShape
+
+    def kernel_area(self, pairs: Numbers, rows: Numbers, keys: Numbers) -> Float64:
+        """Pairs that the kernel works through, those that the mask forbids included.
+
+        Keys come in whole kernel tiles of side t; rows share theirs with neighbours. Every row ends
+        somewhere inside a kernel tile, half a tile on average, unless everything is allowed:
+
+            area = min(rows × K, pairs × K / keys + rows × t / 2),  K = keys rounded up to t
+
+        A causal 1024 × 1024 block with t = 128 has 524,800 pairs and an area of 590,336; the kernel
+        touches 36 of its 64 tiles, 589,824.
+        """
+        side = self.profile.kernel_tile
+        keys = np.asarray(keys, np.float64)
+        whole = np.ceil(keys / side) * side
+        area: Float64 = np.minimum(rows * whole, pairs * (whole / keys) + rows * (side / 2))
+        return area
+
+    def flops(self, area: Numbers, heads: Numbers | int, direction: Direction) -> Float64:
+        """4 × area × head_dim per q head forward, 2.5 times that backward."""
+        forward = (
+            2.0 * FORWARD_PRODUCTS * self.shape.head_dim * np.asarray(area, np.float64) * heads
+        )
+        return forward * BACKWARD_FLOPS if direction is Direction.BACKWARD else forward
+
+    def tile_seconds(
+        self,
+        pairs: Numbers,
+        rows: Numbers,
+        keys: Numbers,
+        heads: Numbers | int,
+        direction: Direction,
+    ) -> Float64:
+        """Seconds of tiles with `pairs` allowed pairs out of rows × keys, for `heads` q heads."""
+        area = self.kernel_area(pairs, rows, keys)
+        return self.flops(area, heads, direction) / self.attention_rate(direction)
+
+    def attention_rate(self, direction: Direction) -> float:
+        backward = direction is Direction.BACKWARD
+        return self.profile.attention_backward if backward else self.profile.attention_forward
+
+    def call_seconds(self, num_calls: Numbers | int) -> Float64:
+        """Overhead of kernel calls, on top of their tiles."""
+        return np.asarray(self.profile.call_seconds * num_calls, np.float64)
+
+    def copy_seconds(self, num_bytes: Numbers | int) -> Float64:
+        """Packing or unpacking of messages."""
+        return np.asarray(num_bytes / self.profile.copy, np.float64)
+
+    def heads_of(self, groups: Sequence[HeadGroup]) -> Int64:
+        """Query heads of each head group."""
+        per_kv = self.shape.q_heads_per_kv_head
+        return np.asarray([group.num_kv_heads * per_kv for group in groups], np.int64)
+
+    def graph_tile_seconds(self, graph: BlockGraph, name: str, direction: Direction) -> Float64:
+        """Seconds of every tile of mask `name`."""
+        tiles, tokens = graph.tiles[name], graph.blocks.tokens
+        heads = self.heads_of(self.groups_for(graph.shape, graph.head_groups))
+        rows, keys = tokens[tiles.q_block], tokens[tiles.k_block]
+        return self.tile_seconds(tiles.pairs, rows, keys, heads[tiles.head_group], direction)
+
+    def groups_for(
+        self, planned: AttentionShape, groups: tuple[HeadGroup, ...]
+    ) -> tuple[HeadGroup, ...]:
+        """Head groups of a plan made for shape `planned` when it runs with this shape."""
+        if not planned.exact:
+            return self.shape.head_groups(1)
+        if self.shape.kv_heads != planned.kv_heads:
+            raise ValueError(
+                f"the cost model has kv_heads={self.shape.kv_heads}, but the plan was made for "
+                f"kv_heads={planned.kv_heads}; give CostModel the shape of the plan"
+            )
+        return groups

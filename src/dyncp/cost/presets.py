@@ -1,0 +1,49 @@
+"""Profiles by name, one for every preset of `dyncp.topology`."""
+
+from dyncp.cost.profile import Profile
+from dyncp.topology import preset
+
+
+def _profile(
+    name: str, attention: tuple[float, float], dense: float, copy: float, call: float, tile: int
+) -> Profile:
+    machine = preset(name)
+    return Profile(
+        name=name,
+        attention_forward=attention[0],
+        attention_backward=attention[1],
+        dense=dense,
+        copy=copy,
+        call_seconds=call,
+        kernel_tile=tile,
+        ranks_per_machine=machine.ranks_per_machine,
+        intra=machine.intra,
+        inter=machine.inter,
+        nics=machine.nics,
+        ordered_phases=machine.ordered_phases,
+    )
+
+
+# Copying reads and writes: about 0.4 of the memory's vendor figure.
+PROFILES = {
+    profile.name: profile
+    for profile in (
+        # Estimates: 0.6 and 0.5 of the 312 TFLOP/s vendor figure for attention, 0.65 for linear
+        # layers; 2.0 TB/s memory.
+        _profile("p4de", (190e12, 150e12), 200e12, 0.8e12, 20e-6, 128),
+        # Attention: measured on one H200 with a block-sparse two-range kernel, shared-question mask
+        # at 32K (other masks: 508 to 631 forward, 384 to 568 backward). Linear layers: an estimate
+        # below the 790 TFLOP/s measured for one large matrix product. 4.8 TB/s memory.
+        _profile("h200", (590e12, 480e12), 650e12, 1.9e12, 20e-6, 128),
+        # Estimates: the H200's shares of the vendor figure (989 TFLOP/s), applied to 2,500; 8 TB/s.
+        _profile("gb200_nvl72", (1400e12, 1100e12), 1600e12, 3.2e12, 20e-6, 128),
+        # Estimates for one core of a server CPU in fp32.
+        _profile("cpu_gloo", (50e9, 40e9), 60e9, 4e9, 100e-6, 32),
+    )
+}
+
+
+def find_profile(name: str) -> Profile:
+    if name not in PROFILES:
+        raise ValueError(f"profile is {name!r}; choose one of {', '.join(PROFILES)}")
+    return PROFILES[name]

@@ -1,0 +1,77 @@
+"""Ring schedules: keys and values go round, their gradients follow one step behind.
+
+Three ranks; `a` is what rank A owns. Every rank passes on what it got in the hop before:
+
+    division        0   1   2           backward, after division   1   2
+    rank A holds    a   c   b           rank A sends dKV of        c   b     (c: A's share alone)
+    rank B holds    b   a   c           rank B sends dKV of        a   c     (c: A's and B's)
+    rank C holds    c   b   a           rank C sends dKV of        b   a
+
+KV makes N − 1 hops in either direction, needed or not. dKV makes N − 1 as well: it starts at the
+first rank that is not the owner, every rank adds its share, and the last hop brings it home.
+
+Where homes are not owners (heads × context), an all-to-all brings Q and KV home before the first
+hop, and results and dKV go back to the owners in a last phase of their own.
+"""
+
+import numpy as np
+
+from dyncp.arrays import Bool, Int64
+from dyncp.blocks import Q_INPUT, Q_RESULT, BlockGraph, Direction, Payload
+from dyncp.placement import Placement
+from dyncp.schedule.circle import Circle
+from dyncp.schedule.phases import Entries, number_phases
+from dyncp.schedule.schedule import Schedule
+
+
+def build_ring_schedule(
+    graph: BlockGraph, placement: Placement, name: str, direction: Direction, _divisions: int
+) -> Schedule:
+    """One division per hop, as many as the longest ring has; `_divisions` does not change that."""
+    circle = Circle.of(graph, placement)
+    away = np.flatnonzero(circle.owner != circle.home)
+    assert not len(away) or len(set(circle.length.tolist())) == 1, "all-to-all: rings differ"
+    first = 2 if len(away) else 1  # division of the first hop
+    num_divisions = int(circle.length.max()) + first - 1
+    hops = circle.hops_of_tiles(graph, placement, name)
+    tile_division = np.where(_is_local(graph, placement, name), 0, hops + first - 1)
+    backward = direction is Direction.BACKWARD
+    entries = _hops(circle, first, backward)
+    if len(away):
+        entries += _all_to_all(circle, away, direction, num_divisions)
+    return number_phases(tile_division, num_divisions, entries, relayed_results=True)
+
+
+def _is_local(graph: BlockGraph, placement: Placement, name: str) -> Bool:
+    tiles, rank = graph.tiles[name], placement.tile_rank[name]
+    owner = placement.block_rank
+    local: Bool = (owner[tiles.q_block] == rank) & (owner[tiles.k_block] == rank)
+    return local
+
+
+def _hops(circle: Circle, first: int, backward: bool) -> list[Entries]:
+    index, hop = circle.visits()
+    what = (circle.head_group[index], circle.block[index])
+    here = circle.rank_at(index, hop)
+    division = hop + first - 1
+    entries = [Entries.inputs(division, circle.rank_at(index, hop - 1), here, Payload.KV, *what)]
+    if backward:
+        onward = circle.rank_at(index, hop + 1)
+        entries.append(Entries.results(division, here, onward, Payload.DKV, *what))
+    return entries
+
+
+def _all_to_all(
+    circle: Circle, away: Int64, direction: Direction, num_divisions: int
+) -> list[Entries]:
+    """Inputs of the first division that is not local, and results behind the last phase."""
+    owner, home = circle.owner[away], circle.home[away]
+    what = (circle.head_group[away], circle.block[away])
+    begin, end = np.ones_like(owner), np.full_like(owner, num_divisions)
+    backward = direction is Direction.BACKWARD
+    there = [Q_INPUT[direction], Payload.KV]
+    back = [Q_RESULT[direction], Payload.DKV] if backward else [Q_RESULT[direction]]
+    return [
+        *(Entries.inputs(begin, owner, home, kind, *what) for kind in there),
+        *(Entries.results(end, home, owner, kind, *what) for kind in back),
+    ]

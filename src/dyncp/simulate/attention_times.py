@@ -1,0 +1,88 @@
+"""AttentionTimes: what the event loop found for one direction of one attention layer."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from dyncp.arrays import Float64, Int64
+from dyncp.plan import Op
+from dyncp.simulate.events import run_events
+from dyncp.simulate.flow import Flow
+from dyncp.simulate.world import Records, make_world
+from dyncp.topology import Topology
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionTimes:
+    """Times in seconds from the start, when all ranks begin together.
+
+    `steps` are the instructions, `messages` the messages and `ports` the ports with their times, as
+    records (see world.py; ports are numbered in network.py).
+    """
+
+    flow: Flow
+    topology: Topology
+    steps: Records
+    messages: Records
+    ports: Records
+
+    @cached_property
+    def step_rank(self) -> Int64:
+        """Rank of every instruction."""
+        return np.repeat(np.arange(self.flow.num_ranks), np.diff(self.flow.programs.first))
+
+    @cached_property
+    def rank_seconds(self) -> Float64:
+        """When every rank is done."""
+        done = np.zeros(self.flow.num_ranks)
+        np.maximum.at(done, self.step_rank, self.steps["end"])
+        return done
+
+    @cached_property
+    def rank_compute_seconds(self) -> Float64:
+        """Time every rank spends in kernels."""
+        spent = np.where(
+            self.flow.programs.op == Op.COMPUTE, self.steps["end"] - self.steps["begin"], 0
+        )
+        return self._per_rank(spent)
+
+    @cached_property
+    def rank_waiting_seconds(self) -> Float64:
+        """Time every rank waits for messages, before its last instruction ends."""
+        waited = self.steps["begin"] - self.steps["reached"]
+        return self._per_rank(waited)
+
+    def _per_rank(self, step_seconds: Float64) -> Float64:
+        total = np.bincount(self.step_rank, step_seconds, self.flow.num_ranks)
+        return total.astype(np.float64)
+
+    @property
+    def seconds(self) -> float:
+        """When the last rank is done."""
+        return float(self.rank_seconds.max())
+
+    @property
+    def compute_seconds(self) -> float:
+        """Kernel time of the rank that has most."""
+        return float(self.rank_compute_seconds.max())
+
+    @property
+    def exposed_seconds(self) -> float:
+        """What communication adds: the whole time minus the most kernel time of a rank. Waiting,
+        packing and unpacking all count, as far as they are not hidden."""
+        return self.seconds - self.compute_seconds
+
+
+def run_flow(flow: Flow, topology: Topology) -> AttentionTimes:
+    topology.check_ranks(flow.num_ranks, "plan")
+    world = make_world(flow, topology)
+    run_events(*world, topology.ordered_phases)
+    stuck = np.flatnonzero(world.ranks["next"] < world.ranks["last"])
+    if len(stuck):
+        step = world.steps[world.ranks["next"][stuck[0]]]
+        raise ValueError(
+            f"ranks {stuck.tolist()} never finish; rank {stuck[0]} waits for phase "
+            f"{step['argument']}: the schedule's phases do not order"
+        )
+    return AttentionTimes(flow, topology, world.steps, world.messages, world.ports)

@@ -1,0 +1,160 @@
+"""The event loop: ranks run their programs, messages pass ports.
+
+A rank runs ahead until it waits for a phase that has not arrived. A message travels once both its
+ends have begun its phase. A port serves one message at a time, the smallest waiting number first;
+the head of a message goes on to the second port at once, so both work at the same time.
+"""
+
+import numba
+
+from dyncp.arrays import Int64
+from dyncp.plan import Op
+from dyncp.simulate.queue import pop, push
+from dyncp.simulate.world import Record, Records
+
+LAUNCH, WAIT, COMPUTE = int(Op.LAUNCH), int(Op.WAIT), int(Op.COMPUTE)
+# Kinds of events; at equal times, smaller kinds go first.
+ARRIVED, LAUNCHED, READY, PORT_FREE = 0, 1, 2, 3
+KIND = 1 << 40  # an event's key is kind × KIND + number of message, rank and phase, or port
+
+
+@numba.njit(cache=True, nogil=True)
+def _advance(steps: Records, ranks: Records, cells: Records, events: Records, r: int) -> None:
+    """Runs rank r up to a wait for something that has not arrived."""
+    rank = ranks[r]
+    while rank.next < rank.last:
+        step = steps[rank.next]
+        step.reached = rank.clock
+        step.begin = rank.clock
+        if step.op == WAIT:
+            cell = cells[r, step.argument]
+            if cell.incoming > 0:
+                return
+            step.begin = max(rank.clock, cell.arrived)
+        seconds = step.work / rank.speed if step.op == COMPUTE else step.work
+        step.end = step.begin + seconds
+        rank.clock = step.end
+        rank.next += 1
+        if step.op == LAUNCH:
+            push(events, step.end, LAUNCHED * KIND + r * cells.shape[1] + step.argument)
+
+
+@numba.njit(cache=True, nogil=True)
+def _begin_phases(
+    ranks: Records,
+    cells: Records,
+    messages: Records,
+    touching: Int64,
+    events: Records,
+    r: int,
+    time: float,
+    ordered: bool,
+) -> None:
+    """Lets rank r's launched phases travel: ordered ones one after the other."""
+    rank = ranks[r]
+    while rank.begun < rank.launched and not (ordered and rank.travelling > 0):
+        cell = cells[r, cells[r, rank.begun].queued]
+        rank.begun += 1
+        rank.travelling += cell.last - cell.first
+        for i in range(cell.first, cell.last):
+            message = messages[touching[i]]
+            message.ends += 1
+            if message.ends == 2:
+                push(events, time, READY * KIND + touching[i])
+
+
+@numba.njit(cache=True, nogil=True)
+def _wait_at(port: Record, number: int, m: int, messages: Records, events: Records) -> None:
+    """Queues message m at a port, behind those with smaller numbers."""
+    ahead = port.waiting
+    if ahead < 0:
+        push(events, port.free, PORT_FREE * KIND + number)
+    if ahead < 0 or m < ahead:
+        messages[m].behind = ahead
+        port.waiting = m
+        return
+    while messages[ahead].behind >= 0 and messages[ahead].behind < m:
+        ahead = messages[ahead].behind
+    messages[m].behind = messages[ahead].behind
+    messages[ahead].behind = m
+
+
+@numba.njit(cache=True, nogil=True)
+def _serve(port: Record, message: Record, time: float) -> None:
+    port.free = time + message.size / port.bandwidth
+    port.moved += message.size
+    if message.hop == 0:
+        message.send = time
+    message.receive = time
+    message.tail = max(message.tail, port.free)
+    message.hop += 1
+
+
+@numba.njit(cache=True, nogil=True)
+def _travel(
+    messages: Records, routes: Int64, ports: Records, events: Records, m: int, time: float
+) -> None:
+    """Takes message m through its next ports until one is busy, or to its arrival."""
+    message = messages[m]
+    while message.hop < 2:
+        number = routes[m, message.hop]
+        port = ports[number]
+        if port.free > time or port.waiting >= 0:
+            _wait_at(port, number, m, messages, events)
+            return
+        _serve(port, message, time)
+    message.arrival = message.tail + message.latency
+    push(events, message.arrival, ARRIVED * KIND + m)
+
+
+@numba.njit(cache=True, nogil=True)
+def _next_at_port(
+    messages: Records, routes: Int64, ports: Records, events: Records, number: int, time: float
+) -> None:
+    """Serves the first message that waits at a port."""
+    port = ports[number]
+    m = port.waiting
+    port.waiting = messages[m].behind
+    _serve(port, messages[m], time)
+    if port.waiting >= 0:
+        push(events, port.free, PORT_FREE * KIND + number)
+    _travel(messages, routes, ports, events, m, time)
+
+
+@numba.njit(cache=True, nogil=True)
+def run_events(
+    steps: Records,
+    ranks: Records,
+    cells: Records,
+    messages: Records,
+    routes: Int64,
+    touching: Int64,
+    ports: Records,
+    events: Records,
+    ordered: bool,
+) -> None:
+    """Runs a world to its end, in place. A rank whose `next` is not `last` then is stuck."""
+    for r in range(len(ranks)):
+        _advance(steps, ranks, cells, events, r)
+    while events[0].key > 0:
+        time, key = pop(events)
+        kind, number = key // KIND, key % KIND
+        if kind == READY:
+            _travel(messages, routes, ports, events, number, time)
+        elif kind == PORT_FREE:
+            _next_at_port(messages, routes, ports, events, number, time)
+        elif kind == LAUNCHED:
+            r, phase = number // cells.shape[1], number % cells.shape[1]
+            cells[r, ranks[r].launched].queued = phase
+            ranks[r].launched += 1
+            _begin_phases(ranks, cells, messages, touching, events, r, time, ordered)
+        else:
+            message = messages[number]
+            cell = cells[message.target, message.phase]
+            cell.incoming -= 1
+            cell.arrived = time
+            if cell.incoming == 0:
+                _advance(steps, ranks, cells, events, message.target)
+            for r in (message.source, message.target):
+                ranks[r].travelling -= 1
+                _begin_phases(ranks, cells, messages, touching, events, r, time, ordered)

@@ -1,0 +1,79 @@
+"""The flow of a schedule, before it is lowered to a plan."""
+
+import numpy as np
+
+from dyncp.arrays import Bool, Int64
+from dyncp.blocks import BlockGraph, Direction, bytes_per_token
+from dyncp.cost import CostModel
+from dyncp.placement import Placement
+from dyncp.schedule import Schedule
+from dyncp.simulate.flow import (
+    Flow,
+    Loads,
+    Messages,
+    Payloads,
+    Programs,
+    join_messages,
+    make_flow,
+)
+from dyncp.simulate.order import order_programs
+
+
+def flow_of_schedule(
+    graph: BlockGraph,
+    placement: Placement,
+    name: str,
+    schedule: Schedule,
+    direction: Direction,
+    cost: CostModel,
+) -> Flow:
+    """Flow of mask `name` in one direction."""
+    loads = _loads(graph, placement, name, schedule, direction, cost)
+    messages = join_messages(_payloads(graph, schedule, cost), placement.num_ranks)
+    programs = _programs(schedule, loads, messages, placement.num_ranks)
+    return make_flow(loads, messages, programs, schedule.num_phases, cost)
+
+
+def _loads(
+    graph: BlockGraph,
+    placement: Placement,
+    name: str,
+    schedule: Schedule,
+    direction: Direction,
+    cost: CostModel,
+) -> Loads:
+    rank = placement.tile_rank[name].astype(np.int64)
+    cell = rank * schedule.num_divisions + schedule.tile_division
+    seconds = cost.graph_tile_seconds(graph, name, direction)
+    group = graph.tiles[name].head_group.astype(np.int64)
+    return Loads.of(cell, group, seconds, placement.num_ranks, schedule.num_divisions)
+
+
+def _payloads(graph: BlockGraph, schedule: Schedule, cost: CostModel) -> Payloads:
+    moved = schedule.transfers
+    groups = cost.groups_for(graph.shape, graph.head_groups)
+    per_token = bytes_per_token(cost.shape, groups)[moved.kind, moved.head_group]
+    phase, source, target = (
+        column.astype(np.int64) for column in (moved.phase, moved.source, moved.target)
+    )
+    return Payloads(phase, source, target, per_token * graph.blocks.tokens[moved.block])
+
+
+def _programs(schedule: Schedule, loads: Loads, messages: Messages, num_ranks: int) -> Programs:
+    receives = _marked(messages.target, messages.phase, num_ranks, schedule.num_phases)
+    sends = _marked(messages.source, messages.phase, num_ranks, schedule.num_phases)
+    steps, first = order_programs(
+        sends | receives,
+        receives,
+        loads.calls > 0,
+        schedule.phase_after_division,
+        schedule.phase_after_phase,
+        schedule.phase_feeds,
+    )
+    return Programs(steps[:, 0].copy(), steps[:, 1].copy(), first)
+
+
+def _marked(rank: Int64, phase: Int64, num_ranks: int, num_phases: int) -> Bool:
+    marked: Bool = np.zeros((num_ranks, num_phases), np.bool_)
+    marked[rank, phase] = True
+    return marked

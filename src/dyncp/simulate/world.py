@@ -1,0 +1,152 @@
+"""World: the state of a simulation, one array of records per kind of thing.
+
+Compiled functions get few arrays this way: handing on dozens cost more than the events themselves.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dyncp.arrays import Int64, starts_of
+from dyncp.simulate.flow import Flow, Messages
+from dyncp.simulate.network import is_inside, port_bandwidths, routes
+from dyncp.topology import Topology
+
+Records = npt.NDArray[Any]
+Record = Any  # one of them
+
+# An instruction: when it is reached, stops waiting, and ends.
+STEP = np.dtype(
+    [
+        ("op", np.int64),
+        ("argument", np.int64),
+        ("work", np.float64),
+        ("reached", np.float64),
+        ("begin", np.float64),
+        ("end", np.float64),
+    ]
+)
+# A rank: its next instruction and the end of its program; how many of its phases are launched, and
+# begun, in the order of `Cell.queued`; messages of begun phases that have not arrived.
+RANK = np.dtype(
+    [
+        ("next", np.int64),
+        ("last", np.int64),
+        ("clock", np.float64),
+        ("speed", np.float64),
+        ("launched", np.int64),
+        ("begun", np.int64),
+        ("travelling", np.int64),
+    ]
+)
+# A rank and phase: messages still to come in and the time of the last; where the cell's messages
+# stand in `touching`.
+CELL = np.dtype(
+    [
+        ("queued", np.int64),
+        ("incoming", np.int64),
+        ("arrived", np.float64),
+        ("first", np.int64),
+        ("last", np.int64),
+    ]
+)
+# A message: ends that have begun its phase, ports passed, when its first and second port started,
+# when both are through, and who waits behind it at a port (-1: nobody).
+MESSAGE = np.dtype(
+    [
+        ("phase", np.int64),
+        ("source", np.int64),
+        ("target", np.int64),
+        ("size", np.float64),
+        ("latency", np.float64),
+        ("ends", np.int64),
+        ("hop", np.int64),
+        ("send", np.float64),
+        ("receive", np.float64),
+        ("tail", np.float64),
+        ("arrival", np.float64),
+        ("behind", np.int64),
+    ]
+)
+# A port: when it is free, the first message that waits (-1: none), bytes that have passed.
+PORT = np.dtype(
+    [
+        ("bandwidth", np.float64),
+        ("free", np.float64),
+        ("waiting", np.int64),
+        ("moved", np.float64),
+    ]
+)
+EVENT = np.dtype([("time", np.float64), ("key", np.int64)])
+
+
+class World(NamedTuple):
+    """`cells` are [ranks, phases], `routes` [messages, 2]. `touching` lists the messages of every
+    cell; `events` is the queue."""
+
+    steps: Records
+    ranks: Records
+    cells: Records
+    messages: Records
+    routes: Int64
+    touching: Int64
+    ports: Records
+    events: Records
+
+
+def make_world(flow: Flow, topology: Topology) -> World:
+    messages = flow.messages
+    cells, touching = _cells(flow)
+    bandwidths = port_bandwidths(topology)
+    ports = np.zeros(len(bandwidths), PORT)
+    ports["bandwidth"], ports["waiting"] = bandwidths, -1
+    capacity = 1 + len(flow.work) + len(messages.phase) + len(ports)
+    return World(
+        _steps(flow),
+        _ranks(flow, topology),
+        cells,
+        _messages(messages, topology),
+        routes(topology, messages.source, messages.target),
+        touching,
+        ports,
+        np.zeros(capacity, EVENT),
+    )
+
+
+def _steps(flow: Flow) -> Records:
+    steps = np.zeros(len(flow.work), STEP)
+    steps["op"], steps["argument"] = flow.programs.op, flow.programs.argument
+    steps["work"] = flow.work
+    return steps
+
+
+def _ranks(flow: Flow, topology: Topology) -> Records:
+    ranks = np.zeros(flow.num_ranks, RANK)
+    ranks["next"], ranks["last"] = flow.programs.first[:-1], flow.programs.first[1:]
+    ranks["speed"] = topology.rank_speeds
+    return ranks
+
+
+def _cells(flow: Flow) -> tuple[Records, Int64]:
+    messages, num_cells = flow.messages, flow.num_ranks * flow.num_phases
+    cells = np.zeros((flow.num_ranks, flow.num_phases), CELL)
+    sends = messages.source * flow.num_phases + messages.phase
+    receives = messages.target * flow.num_phases + messages.phase
+    both = np.concatenate([sends, receives])
+    bounds = starts_of(np.bincount(both, minlength=num_cells)).reshape(-1)
+    cells["first"] = bounds[:-1].reshape(cells.shape)
+    cells["last"] = bounds[1:].reshape(cells.shape)
+    cells["incoming"] = np.bincount(receives, minlength=num_cells).reshape(cells.shape)
+    touching = np.argsort(both, kind="stable") % max(len(messages.phase), 1)
+    return cells, touching
+
+
+def _messages(messages: Messages, topology: Topology) -> Records:
+    records = np.zeros(len(messages.phase), MESSAGE)
+    for name, column in messages._asdict().items():
+        records[name] = column
+    inside = is_inside(topology, messages.source, messages.target)
+    records["latency"] = np.where(inside, topology.intra.latency, topology.inter.latency)
+    records["behind"] = -1
+    return records

@@ -1,0 +1,162 @@
+"""Messages written by hand take the seconds that one can work out on paper."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulate_cases import Message, exchange, run_by_hand, simple_topology
+
+from dyncp.plan import Op
+from dyncp.simulate.network import nic_of
+from dyncp.topology import Link, Topology
+
+LAUNCH, WAIT, COMPUTE = Op.LAUNCH, Op.WAIT, Op.COMPUTE
+
+
+def test_a_message_takes_latency_plus_bytes_over_bandwidth() -> None:
+    times = exchange(2, [(0, 0, 1, 50.0)], simple_topology(1, 2))
+    assert times.seconds == 1 + 50 / 10
+
+
+def test_a_message_between_machines_uses_the_network() -> None:
+    times = exchange(2, [(0, 0, 1, 50.0)], simple_topology(2, 1))
+    assert times.seconds == 2 + 50 / 4
+
+
+def test_two_messages_from_one_rank_share_its_port() -> None:
+    times = exchange(3, [(0, 0, 1, 50.0), (0, 0, 2, 50.0)], simple_topology(1, 3))
+    assert times.rank_seconds.tolist() == [0, 1 + 5, 1 + 10]
+
+
+def test_two_messages_to_one_rank_share_its_port() -> None:
+    times = exchange(3, [(0, 1, 2, 50.0), (0, 0, 2, 50.0)], simple_topology(1, 3))
+    assert times.messages["arrival"].tolist() == [1 + 5, 1 + 10]
+
+
+def test_ports_work_in_both_directions_at_once() -> None:
+    times = exchange(2, [(0, 0, 1, 50.0), (0, 1, 0, 50.0)], simple_topology(1, 2))
+    assert times.rank_seconds.tolist() == [6, 6]
+
+
+def test_ranks_of_one_machine_share_its_network() -> None:
+    alone = exchange(4, [(0, 0, 2, 50.0)], simple_topology(2, 2))
+    shared = exchange(4, [(0, 0, 2, 50.0), (0, 1, 3, 50.0)], simple_topology(2, 2))
+    assert alone.seconds - 2 == (shared.seconds - 2) / 2
+
+
+def test_ranks_with_their_own_nic_do_not_share_it() -> None:
+    topology = simple_topology(2, 2, nics=2)
+    alone = exchange(4, [(0, 0, 2, 50.0)], topology)
+    both = exchange(4, [(0, 0, 2, 50.0), (0, 1, 3, 50.0)], topology)
+    assert alone.seconds == both.seconds == 2 + 50 / 2
+
+
+def test_neighbouring_ranks_share_a_nic() -> None:
+    topology = simple_topology(2, 8, nics=4)
+    ranks = np.arange(16)
+    assert nic_of(topology, ranks).tolist() == [i // 2 for i in ranks]
+    assert nic_of(simple_topology(1, 2, nics=4), ranks[:2]).tolist() == [0, 2]
+    assert nic_of(simple_topology(1, 3, nics=1), ranks[:3]).tolist() == [0, 0, 0]
+
+
+def test_messages_inside_a_machine_and_between_machines_do_not_share() -> None:
+    times = exchange(4, [(0, 0, 1, 50.0), (0, 0, 2, 50.0)], simple_topology(2, 2))
+    assert times.messages["arrival"].tolist() == [1 + 50 / 10, 2 + 50 / 4]
+
+
+def test_an_all_to_all_keeps_every_port_busy() -> None:
+    ranks = 8
+    messages = sorted(
+        ((0, s, t, 30.0) for s in range(ranks) for t in range(ranks) if s != t),
+        key=lambda m: ((m[2] - m[1]) % ranks, m[1]),
+    )
+    times = exchange(ranks, messages, simple_topology(1, ranks))
+    assert times.seconds == pytest.approx(1 + (ranks - 1) * 3)
+
+
+@st.composite
+def exchanges(draw: Any) -> tuple[int, int, list[Message]]:
+    """Messages of one phase between up to 3 machines of up to 4 ranks."""
+    machines, ranks = draw(st.integers(1, 3)), draw(st.integers(2, 4))
+    rank = st.integers(0, machines * ranks - 1)
+    ends = draw(
+        st.sets(st.tuples(rank, rank).filter(lambda e: e[0] != e[1]), min_size=1, max_size=20)
+    )
+    return machines, ranks, [(0, *e, draw(st.integers(1, 99)) * 1.0) for e in sorted(ends)]
+
+
+@given(exchanges(), st.sampled_from([1, 2, 4]), st.floats(0.1, 1.0))
+@settings(max_examples=60, deadline=None)
+def test_an_exchange_takes_longer_in_proportion_on_slower_links(
+    case: tuple[int, int, list[Message]], nics: int, bandwidth: float
+) -> None:
+    machines, ranks, messages = case
+    topology = simple_topology(machines, ranks, nics).scaled(latency=0.0)
+    fast = exchange(machines * ranks, messages, topology)
+    slow = exchange(machines * ranks, messages, topology.scaled(bandwidth=bandwidth))
+    assert slow.seconds == pytest.approx(fast.seconds / bandwidth)
+    assert fast.seconds >= (fast.ports["moved"] / fast.ports["bandwidth"]).max() * (1 - 1e-9)
+    late = exchange(machines * ranks, messages, simple_topology(machines, ranks, nics))
+    assert fast.seconds + 1 <= late.seconds <= fast.seconds + 2
+
+
+def test_a_message_waits_until_its_receiver_has_launched() -> None:
+    programs = [
+        [(LAUNCH, 0, 0.0)],
+        [(COMPUTE, 0, 4.0), (LAUNCH, 0, 0.0), (WAIT, 0, 0.0)],
+    ]
+    times = run_by_hand(programs, [(0, 0, 1, 50.0)], simple_topology(1, 2))
+    assert times.seconds == 4 + 1 + 5
+
+
+def test_computing_hides_a_message() -> None:
+    programs = [
+        [(LAUNCH, 0, 0.0)],
+        [(LAUNCH, 0, 0.0), (COMPUTE, 0, 4.0), (WAIT, 0, 0.5), (COMPUTE, 1, 2.0)],
+    ]
+    times = run_by_hand(programs, [(0, 0, 1, 50.0)], simple_topology(1, 2))
+    assert times.seconds == 6 + 0.5 + 2  # arrives at 6, is unpacked for 0.5
+    assert times.compute_seconds == 6
+    assert times.exposed_seconds == 2.5
+    assert times.rank_waiting_seconds.tolist() == [0, 2]
+
+
+@pytest.mark.parametrize(("ordered", "seconds"), [(True, 1 + 10 + 1 + 1), (False, 1 + 1)])
+def test_ordered_phases_travel_one_after_the_other(ordered: bool, seconds: float) -> None:
+    topology = Topology(
+        1, 3, Link(1.0, 10.0), Link(1.0, 10.0), ordered_phases=ordered, name="by hand"
+    )
+    programs = [
+        [(LAUNCH, 0, 0.0), (LAUNCH, 1, 0.0)],
+        [(COMPUTE, 0, 5.0), (LAUNCH, 0, 0.0), (WAIT, 0, 0.0)],
+        [(LAUNCH, 1, 0.0), (WAIT, 1, 0.0)],
+    ]
+    times = run_by_hand(programs, [(0, 0, 1, 50.0), (1, 0, 2, 10.0)], topology)
+    assert times.rank_seconds[1] == 5 + 1 + 5
+    assert times.rank_seconds[2] == seconds
+
+
+def test_a_slow_rank_computes_longer_in_proportion_to_its_speed() -> None:
+    topology = Topology(1, 2, speeds=(1.0, 0.25))
+    times = run_by_hand([[(COMPUTE, 0, 2.0)]] * 2, [], topology)
+    assert times.rank_compute_seconds.tolist() == [2.0, 8.0]
+
+
+def test_ranks_that_wait_for_each_other_forever_are_named() -> None:
+    programs = [
+        [(WAIT, 1, 0.0), (LAUNCH, 0, 0.0), (LAUNCH, 1, 0.0)],
+        [(LAUNCH, 0, 0.0), (WAIT, 0, 0.0), (LAUNCH, 1, 0.0)],
+    ]
+    with pytest.raises(ValueError, match=r"ranks \[0, 1\] never finish; rank 0 waits for phase 1"):
+        run_by_hand(programs, [(0, 0, 1, 8.0), (1, 1, 0, 8.0)], simple_topology(1, 2))
+
+
+def test_bytes_through_the_ports_are_those_of_the_messages() -> None:
+    times = exchange(4, [(0, 0, 1, 50.0), (0, 0, 2, 7.0)], simple_topology(2, 2))
+    out_of_rank, into_rank, out_of_nic, into_nic = np.split(times.ports["moved"], (4, 8, 10))
+    assert out_of_rank.tolist() == [50, 0, 0, 0]
+    assert into_rank.tolist() == [0, 50, 0, 0]
+    assert out_of_nic.tolist() == [7, 0]
+    assert into_nic.tolist() == [0, 7]
