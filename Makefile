@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test lint format bench bench-planner clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -28,6 +28,9 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.single_rank
+
+bench-planner: $(READY)
+	$(BIN)/python -m benchmarks.planner --verbose
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info

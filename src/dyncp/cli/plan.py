@@ -1,0 +1,180 @@
+"""`dyncp plan`: plans one batch and says what the plan costs."""
+
+import json
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from time import process_time
+from typing import Any
+
+from dyncp import masks
+from dyncp.blocks import AttentionShape, Batch
+from dyncp.cli.command import Command
+from dyncp.cli.plan_numbers import describe_candidate, dump_placement, peak_workspace_bytes
+from dyncp.cli.progress import Progress
+from dyncp.cost import CostModel, ModelConfig, find_model, find_profile, from_transformers_config
+from dyncp.placement import Limits, find_solver, static_candidates
+from dyncp.planner import Candidate, PlannerConfig, make_candidate
+from dyncp.samplers import parse_sample, read_lengths, sample_lengths
+from dyncp.topology import preset
+
+TOKEN_TOLERANCE = 0.2
+# The rank with most tokens sets the time of all per-token work, most of an 8B model's step.
+MODEL_TOKEN_TOLERANCE = 0.05
+
+
+def add_options(parser: ArgumentParser) -> None:
+    lengths = parser.add_mutually_exclusive_group(required=True)
+    lengths.add_argument("--lengths", help="sequence lengths, as in 4096,512,512")
+    lengths.add_argument("--lengths-file", type=Path, help="one length per line, or a JSON list")
+    lengths.add_argument("--sample", help="NAME:SEED of a length distribution, as in ldc:0")
+    parser.add_argument("--tokens", type=int, default=131072, help="tokens of a --sample batch")
+    parser.add_argument("--mask", default="causal", help="NAME[:key=value,...] (default causal)")
+    parser.add_argument("--topology", default="p4de", help="preset of the cluster (default p4de)")
+    parser.add_argument("--machines", type=int, default=4)
+    parser.add_argument("--ranks-per-machine", type=int, default=8)
+    parser.add_argument("--q-heads", type=int, default=8)
+    parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--model", help="llama3-8b or a config.json: adds the per-token work")
+    parser.add_argument("--block-size", type=int, help="tokens (default: chosen per sequence)")
+    parser.add_argument("--head-groups", type=int, default=1)
+    parser.add_argument("--solver", default=PlannerConfig().solver)
+    parser.add_argument("--divisions", type=int, default=PlannerConfig().divisions)
+    parser.add_argument("--compute-tolerance", type=float, default=0.1)
+    parser.add_argument(
+        "--token-tolerance",
+        type=float,
+        help=f"default {MODEL_TOKEN_TOLERANCE} with --model, where tokens cost time; else "
+        f"{TOKEN_TOLERANCE}",
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--compare", action="store_true", help="plan with the static methods too")
+    parser.add_argument("--save", type=Path, help="write the plan to this file")
+    parser.add_argument("--dump-placement", type=Path, help="write blocks and tiles as JSON")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+
+
+def run(args: Namespace) -> int:
+    topology = preset(args.topology, args.machines, args.ranks_per_machine)
+    shape = AttentionShape(args.q_heads, args.kv_heads, args.head_dim, args.dtype)
+    cost, model = CostModel(find_profile(args.topology), shape), _model(args.model)
+    config, batch = _config(args), _batch(args)
+    progress = Progress()
+    progress.say(f"planning {batch.num_tokens:,} tokens for {topology.num_ranks} ranks ...")
+    solver = find_solver(config.solver)
+    make_candidate(solver, batch, topology, shape, config)  # warms up: compiled code, caches
+    candidate = make_candidate(solver, batch, topology, shape, config)
+    result = _plan(args, candidate, config)
+    result = describe_candidate(candidate, topology, cost, model) | result
+    if args.compare:
+        result["baselines"] = {}
+        for static in static_candidates(batch.lengths, shape, topology):
+            progress.say(f"comparing with {static.name} ...")
+            other = make_candidate(static, batch, topology, shape, config)
+            result["baselines"][static.name] = describe_candidate(other, topology, cost, model)
+    print(json.dumps(result) if args.json else _text(result))
+    return 0
+
+
+def _plan(args: Namespace, candidate: Candidate, config: PlannerConfig) -> dict[str, Any]:
+    start = process_time()
+    plan = candidate.lower(config.layout)
+    seconds = dict(candidate.cpu_seconds) | {"lower": process_time() - start}
+    seconds["total"] = sum(seconds.values())
+    if args.save:
+        args.save.write_bytes(plan.encode())
+    if args.dump_placement:
+        args.dump_placement.write_text(json.dumps(dump_placement(candidate)))
+    return {"cpu_seconds": seconds, "peak_workspace_bytes": peak_workspace_bytes(plan)}
+
+
+def _config(args: Namespace) -> PlannerConfig:
+    return PlannerConfig(
+        solver=args.solver,
+        block_size=args.block_size,
+        head_groups=args.head_groups,
+        divisions=args.divisions,
+        seed=args.seed,
+        limits=Limits(args.compute_tolerance, _token_tolerance(args)),
+    )
+
+
+def _token_tolerance(args: Namespace) -> float:
+    if args.token_tolerance is not None:
+        return float(args.token_tolerance)
+    return TOKEN_TOLERANCE if args.model is None else MODEL_TOKEN_TOLERANCE
+
+
+def _batch(args: Namespace) -> Batch:
+    mask = masks.by_name(args.mask)
+    return Batch.of([mask(length) for length in _lengths(args)])
+
+
+def _lengths(args: Namespace) -> list[int]:
+    if args.lengths_file is not None:
+        return read_lengths(args.lengths_file)
+    if args.sample is not None:
+        name, seed = parse_sample(args.sample)
+        return sample_lengths(name, args.tokens, seed)
+    try:
+        return [int(word) for word in args.lengths.split(",")]
+    except ValueError:
+        raise ValueError(
+            f"--lengths is {args.lengths!r}; expected whole numbers, as in 4096,512,512"
+        ) from None
+
+
+def _model(name: str | None) -> ModelConfig | None:
+    if name is None:
+        return None
+    if name.endswith(".json"):
+        return from_transformers_config(name)
+    return find_model(name.replace("-", "_"))
+
+
+def _text(result: dict[str, Any]) -> str:
+    ms = {stage: f"{1e3 * seconds:.1f}" for stage, seconds in result["cpu_seconds"].items()}
+    lines = [
+        f"{result['num_blocks']:,} blocks, {result['num_tiles']:,} tiles, solver "
+        f"{result['solver']}; planned in {ms['total']} ms of CPU (blocks {ms['blocks']}, placement "
+        f"{ms['placement']}, schedule {ms['schedule']}, lower {ms['lower']})",
+        "",
+        f"{'':<28}{'fwd MB':>9}{'(inter)':>10}{'bwd MB':>9}{'(inter)':>10}{'compute':>9}"
+        f"{'tokens':>8}{'attn ms':>9}{'step ms':>9}",
+        _row(result["solver"], result),
+    ]
+    lines += [_row(name, other) for name, other in result.get("baselines", {}).items()]
+    ideal = 1e3 * result["simulated"]["ideal_seconds"]
+    lines += ["", f"ideal without communication and imbalance: {ideal:.2f} ms per step"]
+    if result["balance_reason"]:
+        lines.append(f"balance: {result['balance_reason']}")
+    return "\n".join(lines)
+
+
+def _row(name: str, numbers: dict[str, Any]) -> str:
+    megabytes = [
+        numbers[direction][field] / 1e6
+        for direction in ("forward", "backward")
+        for field in ("bytes", "inter_machine_bytes")
+    ]
+    times = numbers["simulated"]
+    attention = 1e3 * (times["forward_seconds"] + times["backward_seconds"])
+    return (
+        f"{name:<28}{megabytes[0]:>9.1f}{megabytes[1]:>10.1f}{megabytes[2]:>9.1f}"
+        f"{megabytes[3]:>10.1f}{numbers['compute_max_over_mean']:>9.3f}"
+        f"{numbers['tokens_max_over_mean']:>8.3f}{attention:>9.2f}"
+        f"{1e3 * times['step_seconds']:>9.2f}"
+    )
+
+
+command = Command(
+    name="plan",
+    summary="plan one batch and say what the plan costs",
+    examples=(
+        "dyncp plan --sample ldc:0 --mask lambda_shaped --compare",
+        "dyncp plan --lengths 65536,4096,4096,512 --machines 1 --model llama3-8b --json",
+    ),
+    add_options=add_options,
+    run=run,
+)

@@ -1,0 +1,89 @@
+"""`dyncp plan`: numbers that can be checked independently."""
+
+import json
+
+import pytest
+
+from dyncp import Plan, masks
+from dyncp.cli import main
+
+SMALL = ["--machines", "2", "--ranks-per-machine", "2", "--solver", "bisection"]
+
+
+def run_json(capsys, *words: str) -> dict:
+    assert main(["plan", *words, *SMALL, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_json_object_has_all_promised_numbers(capsys):
+    result = run_json(capsys, "--lengths", "3000,700,500,300")
+    assert set(result["cpu_seconds"]) == {"blocks", "placement", "schedule", "lower", "total"}
+    for direction in ("forward", "backward"):
+        assert set(result[direction]) == {
+            "bytes", "inter_machine_bytes", "max_rank_send_bytes", "max_rank_recv_bytes",
+            "divisions",
+        }  # fmt: skip
+        assert result[direction]["inter_machine_bytes"] <= result[direction]["bytes"]
+    assert result["compute_max_over_mean"] <= 1.1
+    assert result["tokens_max_over_mean"] <= 1.2
+    assert result["peak_workspace_bytes"] > 0
+    times = result["simulated"]
+    assert times["step_seconds"] >= times["ideal_seconds"] > 0
+
+
+def test_a_dumped_placement_adds_up(capsys, tmp_path):
+    path = tmp_path / "placement.json"
+    result = run_json(capsys, "--lengths", "1000,300", "--dump-placement", str(path))
+    dump = json.loads(path.read_text())
+    assert len(dump["blocks"]) == result["num_blocks"]
+    assert len(dump["tiles"]) == result["num_tiles"]
+    assert sum(end - start for _, start, end, _ in dump["blocks"]) == 1300
+    pairs = sum(tile[5] for tile in dump["tiles"])
+    assert pairs == masks.causal(1000).num_pairs + masks.causal(300).num_pairs
+    assert all(0 <= tile[3] < 4 for tile in dump["tiles"])
+
+
+def test_a_saved_plan_can_be_read_back(capsys, tmp_path):
+    path = tmp_path / "batch.plan"
+    run_json(capsys, "--lengths", "1000,300", "--save", str(path))
+    assert Plan.decode(path.read_bytes()).num_ranks == 4
+
+
+def test_baselines_stand_beside_the_plan(capsys):
+    result = run_json(capsys, "--lengths", "2000,900,600,500", "--compare")
+    assert {"zigzag/cp4", "ring/cp2", "all_gather/cp4"} <= set(result["baselines"])
+    assert result["baselines"]["zigzag/cp4"]["forward"]["bytes"] > result["forward"]["bytes"]
+
+
+def test_a_model_tightens_the_token_limit(capsys):
+    lengths = ",".join(["4096", "1000", "900"] + ["300"] * 10)
+    result = run_json(capsys, "--lengths", lengths, "--model", "llama3-8b", "--block-size", "64")
+    assert result["tokens_max_over_mean"] <= 1.05
+
+
+def test_samples_and_files_give_lengths(capsys, tmp_path):
+    path = tmp_path / "lengths.txt"
+    path.write_text("512\n256\n")
+    assert run_json(capsys, "--lengths-file", str(path))["num_blocks"] >= 2
+    assert run_json(capsys, "--sample", "ldc:1", "--tokens", "8192")["num_tiles"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--lengths", "12,x"], "--lengths is '12,x'"),
+        (["--lengths", "12", "--solver", "best"], "solver is 'best'; choose one of bisection"),
+        (["--lengths", "12", "--mask", "magic"], "magic"),
+        (["--lengths", "12", "--topology", "moon"], "choose one of p4de"),
+        (["--lengths", "12", "--machines", "0"], "machines is 0"),
+        (["--lengths", "12", "--model", "gpt"], "choose one of llama3_8b"),
+        (["--sample", "nobody:1"], "choose one of"),
+        (["--lengths", "12", "--kv-heads", "3"], "kv_heads=3 does not divide"),
+        (["--lengths", "12", "--compute-tolerance", "-1"], "compute_tolerance is -1"),
+    ],
+)
+def test_mistakes_are_one_line_that_names_the_choices(capsys, words, message):
+    assert main(["plan", *words]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("dyncp: error: ")
+    assert message in error
