@@ -1,4 +1,4 @@
-"""Placement by `bisection` beside the best known balanced placements, and planning times.
+"""Placement by `bisection_bytes` beside the best known balanced placements, and planning times.
 
     python -m benchmarks.planner [--verbose]
 
@@ -43,7 +43,7 @@ def forward_megabytes(graph: BlockGraph, placement: Placement) -> float:
 
 def compare_bytes(lengths: dict[str, list[int]], *, verbose: bool) -> None:
     rows = json.loads((DATA / "best_known.json").read_text())["rows"]
-    solver, ratios, times, missed = find_solver("bisection"), [], [], 0
+    solver, ratios, times, missed = find_solver("bisection_bytes"), [], [], 0
     for row in rows:
         batch = Batch.of([MASKS[row["mask"]](n) for n in lengths[row["list"]]])
         graph = build_graph(batch, SHAPE, [row["block_size"]] * len(batch.lengths))

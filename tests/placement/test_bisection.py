@@ -15,8 +15,8 @@ from dyncp.placement import (
     measure_balance,
     minimal_bytes,
 )
-from dyncp.placement.bisection import bisection
-from dyncp.placement.bisection.polish import make_pins, polish
+from dyncp.placement.bisection import bisection, bisection_bytes
+from dyncp.placement.bisection.polish import Links, make_pins, polish
 from dyncp.placement.bisection.problem import make_problem
 from dyncp.placement.bisection.recurse import Budget, bisect, halve
 from strategies import masks_of
@@ -76,7 +76,8 @@ def test_both_limits_hold_on_long_tailed_single_and_uniform_batches(lengths, mas
 @pytest.mark.parametrize("lengths", LONG_TAILED, ids=str)
 def test_fewer_bytes_move_than_under_any_fixed_order(lengths):
     graph = graph_of(lengths, block_size=1024)
-    ours = minimal_bytes(graph, place(graph, Topology(2, 8)), "default", Direction.FORWARD)
+    placement = bisection_bytes.place(graph, Topology(2, 8), Limits(0.1, 0.2), 0)
+    ours = minimal_bytes(graph, placement, "default", Direction.FORWARD)
     order = np.argsort(np.arange(len(graph.blocks)) % 16, kind="stable")
     dealt = np.empty(len(graph.blocks), np.int64)
     dealt[order] = np.arange(len(order)) * 16 // len(order)
@@ -88,6 +89,18 @@ def test_sequences_that_fit_are_never_cut():
     graph = graph_of([4096] * 16, block_size=1024)
     placement = place(graph, Topology(2, 8))
     assert minimal_bytes(graph, placement, "default", Direction.BACKWARD) == 0
+
+
+@pytest.mark.parametrize("lengths", LONG_TAILED, ids=str)
+def test_links_between_machines_are_spared(lengths):
+    graph, topology = graph_of(lengths, block_size=1024), Topology(4, 4)
+    between = []
+    for solver in (bisection, bisection_bytes):
+        placement = solver.place(graph, topology, Limits(0.1, 0.2), 0)
+        uses = find_remote_uses(graph, placement, "default", graph.tiles["default"].k_block)
+        crosses = placement.block_rank[uses.block] // 4 != uses.rank // 4
+        between.append(int(graph.blocks.tokens[uses.block][crosses].sum()))
+    assert between[0] <= between[1]
 
 
 def test_machines_are_split_before_ranks():
@@ -120,7 +133,9 @@ def test_polishing_never_costs_bytes_on_a_balanced_start():
     before = np.zeros((2 * len(problem.tokens), ranks), bool)
     before[pins.edges.ravel(), np.repeat(cells[pins.cell], 2)] = True
     cost = ((before.sum(axis=1) - 1) * np.append(problem.q_bytes, problem.kv_bytes)).sum()
-    assert polish(pins, problem, cells, loose.caps, ranks).cost <= cost
+    assert (
+        polish(pins, problem, cells, loose.caps, Links(np.zeros(ranks, np.int64), 1.0)).cost <= cost
+    )
 
 
 def test_several_masks_share_owners_and_both_are_placed():

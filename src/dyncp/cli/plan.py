@@ -13,7 +13,7 @@ from dyncp.cli.plan_numbers import describe_candidate, dump_placement, peak_work
 from dyncp.cli.progress import Progress
 from dyncp.cost import CostModel, ModelConfig, find_model, find_profile, from_transformers_config
 from dyncp.placement import Limits, find_solver, static_candidates
-from dyncp.planner import Candidate, PlannerConfig, make_candidate
+from dyncp.planner import AUTO, Candidate, PlannerConfig, make_candidate, search
 from dyncp.samplers import parse_sample, read_lengths, sample_lengths
 from dyncp.topology import preset
 
@@ -39,7 +39,12 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--model", help="llama3-8b or a config.json: adds the per-token work")
     parser.add_argument("--block-size", type=int, help="tokens (default: chosen per sequence)")
     parser.add_argument("--head-groups", type=int, default=1)
-    parser.add_argument("--solver", default=PlannerConfig().solver)
+    parser.add_argument(
+        "--solver",
+        default=PlannerConfig().solver,
+        help="a name, a static method with degrees (zigzag/cp8), or auto: the shortest simulated "
+        "step of all (default %(default)s)",
+    )
     parser.add_argument("--divisions", type=int, default=PlannerConfig().divisions)
     parser.add_argument("--compute-tolerance", type=float, default=0.1)
     parser.add_argument(
@@ -62,10 +67,18 @@ def run(args: Namespace) -> int:
     config, batch = _config(args), _batch(args)
     progress = Progress()
     progress.say(f"planning {batch.num_tokens:,} tokens for {topology.num_ranks} ranks ...")
-    solver = find_solver(config.solver)
-    make_candidate(solver, batch, topology, shape, config)  # warms up: compiled code, caches
-    candidate = make_candidate(solver, batch, topology, shape, config)
-    result = _plan(args, candidate, config)
+
+    def choose() -> tuple[Candidate, str]:
+        if config.solver != AUTO:
+            solver = find_solver(config.solver)
+            return make_candidate(solver, batch, topology, shape, config), ""
+        choice = search(batch, topology, shape, config, cost, model)
+        return choice.candidate, choice.explain()
+
+    choose()  # warms up: compiled code, caches
+    start = process_time()
+    candidate, why = choose()
+    result = _lower(args, candidate, config, start) | {"why": why}
     result = describe_candidate(candidate, topology, cost, model) | result
     if args.compare:
         result["baselines"] = {}
@@ -77,11 +90,14 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def _plan(args: Namespace, candidate: Candidate, config: PlannerConfig) -> dict[str, Any]:
-    start = process_time()
+def _lower(
+    args: Namespace, candidate: Candidate, config: PlannerConfig, start: float
+) -> dict[str, Any]:
+    """Lowers the candidate; planning began at process time `start`."""
+    before = process_time()
     plan = candidate.lower(config.layout)
-    seconds = dict(candidate.cpu_seconds) | {"lower": process_time() - start}
-    seconds["total"] = sum(seconds.values())
+    end = process_time()
+    seconds = dict(candidate.cpu_seconds) | {"lower": end - before, "total": end - start}
     if args.save:
         args.save.write_bytes(plan.encode())
     if args.dump_placement:
@@ -147,6 +163,8 @@ def _text(result: dict[str, Any]) -> str:
     lines += [_row(name, other) for name, other in result.get("baselines", {}).items()]
     ideal = 1e3 * result["simulated"]["ideal_seconds"]
     lines += ["", f"ideal without communication and imbalance: {ideal:.2f} ms per step"]
+    if result["why"]:
+        lines += ["", result["why"]]
     if result["balance_reason"]:
         lines.append(f"balance: {result['balance_reason']}")
     return "\n".join(lines)
@@ -173,6 +191,7 @@ command = Command(
     summary="plan one batch and say what the plan costs",
     examples=(
         "dyncp plan --sample ldc:0 --mask lambda_shaped --compare",
+        "dyncp plan --sample ldc:0 --model llama3-8b --solver auto",
         "dyncp plan --lengths 65536,4096,4096,512 --machines 1 --model llama3-8b --json",
     ),
     add_options=add_options,

@@ -1,6 +1,6 @@
 """Third stage: blocks and tiles get ranks."""
 
-from dyncp.placement.bisection import bisection
+from dyncp.placement.bisection import bisection, bisection_bytes
 from dyncp.placement.placement import (
     Balance,
     Limits,
@@ -21,7 +21,10 @@ from dyncp.placement.static import (
 )
 from dyncp.placement.whole_documents import whole_documents
 
-SOLVERS = {solver.name: solver for solver in (bisection, whole_documents, *STATIC_SOLVERS, random)}
+SOLVERS = {
+    solver.name: solver
+    for solver in (bisection, bisection_bytes, whole_documents, *STATIC_SOLVERS, random)
+}
 
 
 def find_solver(name: str) -> Solver:

@@ -1,4 +1,4 @@
-"""Candidate: a placed and scheduled batch, not yet lowered to per-rank plans."""
+"""Candidates: a batch placed, then scheduled, but not yet lowered to per-rank plans."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,8 +16,34 @@ from dyncp.topology import Topology
 
 
 @dataclass(frozen=True, eq=False)
+class Placed:
+    """A batch cut and placed. `cpu_seconds` says what each stage took."""
+
+    graph: BlockGraph
+    placement: Placement
+    balance: Balance
+    cpu_seconds: Mapping[str, float]
+
+    def schedule(self, config: PlannerConfig) -> "Candidate":
+        start = process_time()
+        build = BUILDERS[self.placement.pattern]
+        schedules = {}
+        for name in self.graph.tiles:
+            forward, backward = (
+                None
+                if direction is Direction.BACKWARD and config.forward_only
+                else build(self.graph, self.placement, name, direction, config.divisions)
+                for direction in Direction
+            )
+            assert forward is not None
+            schedules[name] = (forward, backward)
+        seconds = dict(self.cpu_seconds) | {"schedule": process_time() - start}
+        return Candidate(self.graph, self.placement, schedules, self.balance, seconds)
+
+
+@dataclass(frozen=True, eq=False)
 class Candidate:
-    """What simulation needs to know of a plan. `cpu_seconds` says what each stage took."""
+    """A placed batch with its schedules: what simulation needs to know of a plan."""
 
     graph: BlockGraph
     placement: Placement
@@ -29,11 +55,10 @@ class Candidate:
         return lower(self.graph, self.placement, self.schedules, self.balance, layout)
 
 
-def make_candidate(
+def place_batch(
     solver: Solver, batch: Batch, topology: Topology, shape: AttentionShape, config: PlannerConfig
-) -> Candidate:
-    """Cuts, places and schedules a batch. A method that splits heads says itself into how many
-    groups."""
+) -> Placed:
+    """Cuts and places a batch. A method that splits heads says itself into how many groups."""
     marks = [process_time()]
     solver = solver.fitted(shape, topology)
     sizes = _block_sizes(batch, topology, solver, config)
@@ -44,26 +69,15 @@ def make_candidate(
     check_placement(graph, placement)
     balance = measure_balance(graph, placement, config.limits)
     marks.append(process_time())
-    schedules = _schedules(graph, placement, config)
-    marks.append(process_time())
-    seconds = dict(zip(("blocks", "placement", "schedule"), np.diff(marks).tolist(), strict=True))
-    return Candidate(graph, placement, schedules, balance, seconds)
+    seconds = dict(zip(("blocks", "placement"), np.diff(marks).tolist(), strict=True))
+    return Placed(graph, placement, balance, seconds)
 
 
-def _schedules(
-    graph: BlockGraph, placement: Placement, config: PlannerConfig
-) -> dict[str, tuple[Schedule, Schedule | None]]:
-    def schedule(name: str, direction: Direction) -> Schedule:
-        build = BUILDERS[placement.pattern]
-        return build(graph, placement, name, direction, config.divisions)
-
-    return {
-        name: (
-            schedule(name, Direction.FORWARD),
-            None if config.forward_only else schedule(name, Direction.BACKWARD),
-        )
-        for name in graph.tiles
-    }
+def make_candidate(
+    solver: Solver, batch: Batch, topology: Topology, shape: AttentionShape, config: PlannerConfig
+) -> Candidate:
+    """Cuts, places and schedules a batch."""
+    return place_batch(solver, batch, topology, shape, config).schedule(config)
 
 
 def _block_sizes(batch: Batch, topology: Topology, solver: Solver, config: PlannerConfig) -> Int64:

@@ -1,4 +1,6 @@
-"""Solver `bisection`: geometric recursive bisection, then repair and local passes.
+"""Solvers `bisection` (bytes priced by their links) and `bisection_bytes` (all bytes alike).
+
+Geometric recursive bisection, then repair and local passes:
 
     problem ─► recurse (split, bands) ─► polish (refine) ─► solve
 
@@ -7,6 +9,6 @@ the fewest bytes of data blocks that both sides need. Then tiles and blocks are 
 balance limits hold, and while moves gain bytes..
 """
 
-from dyncp.placement.bisection.solve import bisection
+from dyncp.placement.bisection.solve import bisection, bisection_bytes
 
-__all__ = ["bisection"]
+__all__ = ["bisection", "bisection_bytes"]

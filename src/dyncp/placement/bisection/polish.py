@@ -37,6 +37,14 @@ class Solution:
     cost: float
 
 
+@dataclass(frozen=True, eq=False)
+class Links:
+    """The machine of every rank, and what a byte between machines costs beside one inside."""
+
+    machine: Int64
+    price: float
+
+
 def make_pins(problem: Problem) -> Pins:
     num_blocks = len(problem.tokens)
     cell = np.flatnonzero(problem.work)
@@ -51,13 +59,16 @@ def make_pins(problem: Problem) -> Pins:
     return Pins(cell, edges, start, order % max(len(cell), 1))
 
 
-def polish(pins: Pins, problem: Problem, cell_rank: Int64, caps: Float64, ranks: int) -> Solution:
+def polish(pins: Pins, problem: Problem, cell_rank: Int64, caps: Float64, links: Links) -> Solution:
     """Repairs missed limits, then moves tiles, groups of tiles and blocks while that gains."""
+    ranks = len(links.machine)
     state = State(
         edges=pins.edges,
         start=pins.start,
         members=pins.members,
         size=np.concatenate([problem.q_bytes, problem.kv_bytes]),
+        machine=links.machine,
+        price=links.price,
         work=problem.work[pins.cell],
         tokens=problem.tokens,
         work_cap=float(caps[0]),
@@ -65,6 +76,7 @@ def polish(pins: Pins, problem: Problem, cell_rank: Int64, caps: Float64, ranks:
         tile_rank=cell_rank[pins.cell],
         block_rank=_owners(problem, cell_rank),
         pins=np.zeros((2 * len(problem.tokens), ranks), np.int32),
+        cost=np.zeros((2 * len(problem.tokens), ranks)),
         load=np.zeros(ranks),
         held=np.zeros(ranks),
     )
@@ -76,10 +88,12 @@ def polish(pins: Pins, problem: Problem, cell_rank: Int64, caps: Float64, ranks:
 
 
 def _cost(state: State) -> float:
-    touched = np.count_nonzero(state.pins, axis=1)
+    touched = np.where(state.pins > 0, state.cost, 0.0)
+    blocks, owner = np.arange(len(state.block_rank)), state.block_rank
+    at_home = touched[blocks, owner] + touched[blocks + len(owner), owner]
     over = [state.load.max() / state.work_cap, state.held.max() / state.token_cap]
     missed = sum(max(0.0, float(share) - 1 - 1e-9) for share in over)
-    return float((touched - 1) @ state.size) + missed * 1e3 * float(state.size.sum())
+    return float(touched.sum() - at_home.sum()) + missed * 1e6 * float(state.size.sum())
 
 
 def _owners(problem: Problem, cell_rank: Int64) -> Int64:

@@ -1,8 +1,9 @@
 """Repair and local passes over a placement, on counts of how many pins each hyperedge has per rank.
 
 Hyperedges 0..B-1 are the query sides of the B data blocks, B..2B-1 their key sides; the pins of an
-edge are its tiles and, with one pin, the block's owner. An edge that touches p ranks costs
-(p − 1) × its size, so moving a pin gains the size where it leaves a rank without pins, and loses it
+edge are its tiles and, with one pin, the block's owner. An edge costs its size for every rank that
+it touches besides the owner, times the price of links between machines where that rank is on
+another one. So moving a pin gains a rank's cost where it leaves the rank without pins, and loses it
 where it comes to a rank that had none.
 """
 
@@ -17,12 +18,14 @@ _EPSILON = 1e-9
 
 
 class State(NamedTuple):
-    """A placement in work: the arrays that end in `_rank`, `pins`, `load` and `held` change."""
+    """A placement in work: `tile_rank` and what stands below it change."""
 
     edges: Int64  # [tiles, 2]: query-side edge, key-side edge
     start: Int64  # [edges + 1] into members
     members: Int64  # tiles of each edge
     size: Float64  # [edges] bytes per further rank
+    machine: Int64  # [ranks]
+    price: float  # of a byte between machines; 1 inside
     work: Float64  # [tiles]
     tokens: Float64  # [blocks]
     work_cap: float
@@ -30,13 +33,14 @@ class State(NamedTuple):
     tile_rank: Int64  # [tiles]
     block_rank: Int64  # [blocks]
     pins: Int32  # [edges, ranks] how many pins each edge has on each rank
+    cost: Float64  # [edges, ranks] of the edge touching the rank, given its owner
     load: Float64  # [ranks] work
     held: Float64  # [ranks] tokens
 
 
 @numba.njit(cache=True, nogil=True)
 def count_pins(state: State) -> None:
-    """Fills pins, load and held from the ranks of tiles and blocks."""
+    """Fills pins, cost, load and held from the ranks of tiles and blocks."""
     for t in range(len(state.tile_rank)):
         r = state.tile_rank[t]
         state.pins[state.edges[t, 0], r] += 1
@@ -48,47 +52,79 @@ def count_pins(state: State) -> None:
         state.pins[b, r] += 1
         state.pins[b + blocks, r] += 1
         state.held[r] += state.tokens[b]
+        _price_links(state, b)
+
+
+@numba.njit(cache=True, nogil=True)
+def _price_links(state: State, b: int) -> None:
+    """Costs of a block's edges, seen from its owner."""
+    home = state.machine[state.block_rank[b]]
+    for e in (b, b + len(state.block_rank)):
+        for r in range(len(state.machine)):
+            factor = 1.0 if state.machine[r] == home else state.price
+            state.cost[e, r] = state.size[e] * factor
 
 
 # The innermost functions take plain arrays: handing on the whole state costs a reference count per
 # array and call, which made these passes 15 times slower.
 @numba.njit(cache=True, nogil=True)
-def _gain(pins: Int32, size: Float64, e: int, moved: int, r: int, s: int) -> float:
-    """Bytes gained on one edge by moving `moved` of its pins from rank r to rank s."""
+def _gain(pins: Int32, cost: Float64, e: int, r: int, s: int) -> float:
+    """What one edge gains by moving one of its tiles from rank r to rank s."""
     gain = 0.0
-    if pins[e, r] == moved:
-        gain += size[e]
+    if pins[e, r] == 1:
+        gain += cost[e, r]
     if pins[e, s] == 0:
-        gain -= size[e]
+        gain -= cost[e, s]
     return gain
 
 
 @numba.njit(cache=True, nogil=True)
-def _pair_gain(pins: Int32, size: Float64, e: int, f: int, r: int, s: int) -> float:
-    """Gain of moving one pin of two edges: a tile's, or a block owner's."""
-    return _gain(pins, size, e, 1, r, s) + _gain(pins, size, f, 1, r, s)
+def _tile_gain(pins: Int32, cost: Float64, edges: Int64, t: int, r: int, s: int) -> float:
+    return _gain(pins, cost, edges[t, 0], r, s) + _gain(pins, cost, edges[t, 1], r, s)
 
 
 @numba.njit(cache=True, nogil=True)
-def _freed(pins: Int32, size: Float64, e: int, others: Int64, r: int) -> float:
-    """Bytes freed when all tiles of edge e leave rank r; `others` are their other edges."""
-    freed = size[e] if pins[e, r] == len(others) else 0.0
+def _owner_gain(
+    pins: Int32, cost: Float64, machine: Int64, price: float, e: int, r: int, s: int
+) -> float:
+    """What one edge gains when its owner moves from rank r to rank s."""
+    gain = 0.0
+    for q in range(len(machine)):
+        if q != r and pins[e, q] > 0:
+            gain += cost[e, q]
+        left = pins[e, q] - (1 if q == r else 0)
+        if q != s and left > 0:
+            inside = cost[e, r]  # the owner's own entry is the price inside a machine
+            gain -= inside if machine[q] == machine[s] else inside * price
+    return gain
+
+
+@numba.njit(cache=True, nogil=True)
+def _block_gain(state: State, b: int, r: int, s: int) -> float:
+    arrays = (state.pins, state.cost, state.machine, state.price)
+    return _owner_gain(*arrays, b, r, s) + _owner_gain(*arrays, b + len(state.block_rank), r, s)
+
+
+@numba.njit(cache=True, nogil=True)
+def _freed(pins: Int32, cost: Float64, e: int, others: Int64, r: int) -> float:
+    """What is freed when all tiles of edge e leave rank r; `others` are their other edges."""
+    freed = cost[e, r] if pins[e, r] == len(others) else 0.0
     for f in others:
         if pins[f, r] == 1:
-            freed += size[f]
+            freed += cost[f, r]
     return freed
 
 
 @numba.njit(cache=True, nogil=True)
-def _price(pins: Int32, size: Float64, e: int, others: Int64, s: int, enough: float) -> float:
-    """Bytes that the same tiles cost when they come to rank s; stops counting at `enough`."""
-    price = 0.0 if pins[e, s] else size[e]
+def _charge(pins: Int32, cost: Float64, e: int, others: Int64, s: int, enough: float) -> float:
+    """What the same tiles cost when they come to rank s; stops counting at `enough`."""
+    charge = 0.0 if pins[e, s] else cost[e, s]
     for f in others:
-        if price >= enough:
+        if charge >= enough:
             break
         if pins[f, s] == 0:
-            price += size[f]
-    return price
+            charge += cost[f, s]
+    return charge
 
 
 @numba.njit(cache=True, nogil=True)
@@ -111,6 +147,7 @@ def _move_block(state: State, b: int, s: int) -> None:
     state.held[r] -= state.tokens[b]
     state.held[s] += state.tokens[b]
     state.block_rank[b] = s
+    _price_links(state, b)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -165,7 +202,7 @@ def repair_work(state: State, max_moves: int) -> None:
 
 @numba.njit(cache=True, nogil=True)
 def _cheapest_tile(state: State, r: int, over: float) -> tuple[float, int, int]:
-    pins, size, edges = state.pins, state.size, state.edges
+    pins, cost, edges = state.pins, state.cost, state.edges
     best, best_t, best_s = np.inf, -1, -1
     for t in range(len(state.tile_rank)):
         if state.tile_rank[t] != r:
@@ -173,9 +210,7 @@ def _cheapest_tile(state: State, r: int, over: float) -> tuple[float, int, int]:
         for s in range(len(state.load)):
             if s == r or state.load[s] + state.work[t] > state.work_cap:
                 continue
-            score = (1.0 - _pair_gain(pins, size, edges[t, 0], edges[t, 1], r, s)) / min(
-                state.work[t], over
-            )
+            score = (1.0 - _tile_gain(pins, cost, edges, t, r, s)) / min(state.work[t], over)
             if score < best:
                 best, best_t, best_s = score, t, s
     return best, best_t, best_s
@@ -183,7 +218,7 @@ def _cheapest_tile(state: State, r: int, over: float) -> tuple[float, int, int]:
 
 @numba.njit(cache=True, nogil=True)
 def _cheapest_group(state: State, r: int, over: float) -> tuple[float, int, int]:
-    pins, size = state.pins, state.size
+    pins, cost = state.pins, state.cost
     best, best_e, best_s = np.inf, -1, -1
     for e in range(len(state.size)):
         if pins[e, r] < 2:
@@ -192,12 +227,12 @@ def _cheapest_group(state: State, r: int, over: float) -> tuple[float, int, int]
         if len(tiles) < 2:
             continue
         moved, others = _total_work(state, tiles), _other_edges(state, e, tiles)
-        freed = _freed(pins, size, e, others, r)
+        freed = _freed(pins, cost, e, others, r)
         for s in range(len(state.load)):
             if s == r or state.load[s] + moved > state.work_cap:
                 continue
             enough = best * min(moved, over) + freed
-            score = (1.0 + _price(pins, size, e, others, s, enough) - freed) / min(moved, over)
+            score = (1.0 + _charge(pins, cost, e, others, s, enough) - freed) / min(moved, over)
             if score < best:
                 best, best_e, best_s = score, e, s
     return best, best_e, best_s
@@ -222,7 +257,6 @@ def repair_tokens(state: State, max_moves: int) -> None:
 
 @numba.njit(cache=True, nogil=True)
 def _cheapest_block(state: State, r: int, over: float) -> tuple[int, int, int]:
-    pins, size, blocks = state.pins, state.size, len(state.block_rank)
     best, best_b, best_s, best_back = np.inf, -1, -1, -1
     for b in range(len(state.block_rank)):
         if state.block_rank[b] != r:
@@ -230,7 +264,7 @@ def _cheapest_block(state: State, r: int, over: float) -> tuple[int, int, int]:
         for s in range(len(state.held)):
             if s == r or state.held[s] + state.tokens[b] > state.token_cap:
                 continue
-            score = (1.0 - _pair_gain(pins, size, b, b + blocks, r, s)) / min(state.tokens[b], over)
+            score = (1.0 - _block_gain(state, b, r, s)) / min(state.tokens[b], over)
             if score < best:
                 best, best_b, best_s = score, b, s
     if best_b >= 0:
@@ -242,9 +276,7 @@ def _cheapest_block(state: State, r: int, over: float) -> tuple[int, int, int]:
             s, less = state.block_rank[c], state.tokens[b] - state.tokens[c]
             if s == r or less <= 0 or state.held[s] + less > state.token_cap:
                 continue
-            gain = _pair_gain(pins, size, b, b + blocks, r, s) + _pair_gain(
-                pins, size, c, c + blocks, s, r
-            )
+            gain = _block_gain(state, b, r, s) + _block_gain(state, c, s, r)
             score = (1.0 - gain) / min(less, over)
             if score < best:
                 best, best_b, best_s, best_back = score, b, s, c
@@ -262,7 +294,7 @@ def improve(state: State, max_passes: int) -> None:
 @numba.njit(cache=True, nogil=True)
 def _improve_tiles(state: State) -> float:
     """Each tile goes to the rank of greatest positive gain that has room."""
-    pins, size, edges = state.pins, state.size, state.edges
+    pins, cost, edges = state.pins, state.cost, state.edges
     total = 0.0
     for t in range(len(state.tile_rank)):
         r = state.tile_rank[t]
@@ -272,7 +304,7 @@ def _improve_tiles(state: State) -> float:
         for s in range(len(state.load)):
             if s == r or state.load[s] + state.work[t] > state.work_cap:
                 continue
-            gain = _pair_gain(pins, size, edges[t, 0], edges[t, 1], r, s)
+            gain = _tile_gain(pins, cost, edges, t, r, s)
             if gain > best:
                 best, best_s = gain, s
         if best_s >= 0:
@@ -284,7 +316,7 @@ def _improve_tiles(state: State) -> float:
 @numba.njit(cache=True, nogil=True)
 def _improve_groups(state: State) -> float:
     """All tiles of an edge on a rank move together where that gains."""
-    pins, size = state.pins, state.size
+    pins, cost = state.pins, state.cost
     total = 0.0
     for e in range(len(state.size)):
         for r in range(len(state.load)):
@@ -294,14 +326,14 @@ def _improve_groups(state: State) -> float:
             if len(tiles) == 0:
                 continue
             moved, others = _total_work(state, tiles), _other_edges(state, e, tiles)
-            freed = _freed(pins, size, e, others, r)
+            freed = _freed(pins, cost, e, others, r)
             best, best_s = freed - _EPSILON, -1
             for s in range(len(state.load)):
                 if best <= 0 or s == r or state.load[s] + moved > state.work_cap:
                     continue
-                price = _price(pins, size, e, others, s, best)
-                if price < best:
-                    best, best_s = price, s
+                charge = _charge(pins, cost, e, others, s, best)
+                if charge < best:
+                    best, best_s = charge, s
             if best_s >= 0:
                 for t in tiles:
                     _move_tile(state, t, best_s)
@@ -312,13 +344,14 @@ def _improve_groups(state: State) -> float:
 @numba.njit(cache=True, nogil=True)
 def _improve_blocks(state: State) -> float:
     """Each block goes to the owner of greatest gain, in a swap where there is no room."""
-    pins, size, blocks = state.pins, state.size, len(state.block_rank)
     total = 0.0
     for b in range(len(state.block_rank)):
         r = state.block_rank[b]
         best, best_s, best_back = _EPSILON, -1, -1
         for s in range(len(state.held)):
-            gain = _pair_gain(pins, size, b, b + blocks, r, s) if s != r else 0.0
+            if s == r or state.pins[b, s] + state.pins[b + len(state.block_rank), s] == 0:
+                continue  # a rank without tiles of the block gains nothing by owning it
+            gain = _block_gain(state, b, r, s)
             if gain <= best:
                 continue
             if state.held[s] + state.tokens[b] <= state.token_cap:
@@ -338,7 +371,6 @@ def _improve_blocks(state: State) -> float:
 @numba.njit(cache=True, nogil=True)
 def _best_swap(state: State, b: int, r: int, s: int, gain: float) -> tuple[float, int]:
     """The block of rank s to swap b for: joint gain and block (-1: none fits)."""
-    pins, size, blocks = state.pins, state.size, len(state.block_rank)
     best, best_c = -np.inf, -1
     for c in range(len(state.block_rank)):
         more = state.tokens[b] - state.tokens[c]
@@ -346,7 +378,7 @@ def _best_swap(state: State, b: int, r: int, s: int, gain: float) -> tuple[float
             continue
         if state.held[r] - more > state.token_cap:
             continue
-        both = gain + _pair_gain(pins, size, c, c + blocks, s, r)
+        both = gain + _block_gain(state, c, s, r)
         if both > best:
             best, best_c = both, c
     return best, best_c

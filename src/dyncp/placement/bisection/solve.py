@@ -1,10 +1,12 @@
 """The default solver: geometric recursive bisection, then repair and local passes."""
 
+from functools import partial
+
 import numpy as np
 
 from dyncp.arrays import Int32, Int64, frozen
 from dyncp.blocks import BlockGraph
-from dyncp.placement.bisection.polish import Solution, make_pins, polish
+from dyncp.placement.bisection.polish import Links, Solution, make_pins, polish
 from dyncp.placement.bisection.problem import Problem, make_problem
 from dyncp.placement.bisection.recurse import Budget, bisect
 from dyncp.placement.placement import Limits, Placement
@@ -14,10 +16,13 @@ from dyncp.topology import Topology
 # Limits where the user sets none.
 COMPUTE_TOLERANCE, TOKEN_TOLERANCE = 0.1, 0.2
 # Shares of the tolerance that the first levels may spend; each is tried and the best result kept.
-SPENDS = (1.0, 1.7, 2.5, 4.0)
+SPENDS = (1.0, 1.7, 2.5, 8.0)
 
 
-def place_bisection(graph: BlockGraph, topology: Topology, limits: Limits, _seed: int) -> Placement:
+def place_bisection(
+    priced: bool, graph: BlockGraph, topology: Topology, limits: Limits, _seed: int
+) -> Placement:
+    """`priced` counts bytes by the speed of their links, otherwise all alike."""
     problem, ranks = make_problem(graph), topology.num_ranks
     tolerance = np.array(
         [
@@ -28,17 +33,20 @@ def place_bisection(graph: BlockGraph, topology: Topology, limits: Limits, _seed
     # A batch may have no pairs at all; a mean of 0 would be no unit to measure shares with.
     mean = np.maximum([problem.work.sum() / ranks, problem.tokens.sum() / ranks], 1e-9)
     pins = make_pins(problem)
+    links = Links(
+        np.arange(ranks) // topology.ranks_per_machine, _inter_price(topology) if priced else 1.0
+    )
     solutions = []
     for spend in SPENDS:
         budget = Budget(mean, tolerance, spend)
         cell_rank = bisect(problem, topology, budget)
-        solutions.append(polish(pins, problem, cell_rank, budget.caps, ranks))
+        solutions.append(polish(pins, problem, cell_rank, budget.caps, links))
     best = min(solutions, key=lambda solution: solution.cost)
     return Placement(
         ranks,
         frozen(best.block_rank),
         _tile_ranks(graph, problem, pins.cell, best),
-        "bisection",
+        "bisection" if priced else "bisection_bytes",
         static=False,
     )
 
@@ -59,4 +67,13 @@ def _tile_ranks(
     return ranks
 
 
-bisection = Solver("bisection", place_bisection)
+def _inter_price(topology: Topology) -> float:
+    """How much longer a byte takes between machines than inside one."""
+    if topology.machines == 1:
+        return 1.0
+    nic_share = topology.inter.bandwidth / topology.ranks_per_machine
+    return max(1.0, topology.intra.bandwidth / nic_share)
+
+
+bisection = Solver("bisection", partial(place_bisection, True))
+bisection_bytes = Solver("bisection_bytes", partial(place_bisection, False))
