@@ -217,3 +217,16 @@ def test_a_forward_only_plan_evaluates_and_refuses_gradients():
     )
     with pytest.raises(ValueError, match="made for evaluation"):
         DCPAttn.apply(step, q.requires_grad_(), kv)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-12, 1.0, 1e25, 0.0])
+def test_gradients_are_as_exact_for_tiny_and_huge_output_gradients(size):
+    plan = plan_batch(BATCH, Topology(1, 3), config=PlannerConfig("random", block_size=4))
+    step = DCPExecutor(virtual_ranks=3).prepare(plan)
+    q, kv = (x.float().requires_grad_() for x in (draw(0, 34, 4), draw(1, 34, 2, 2)))
+    dout = (draw(2, 34, 4) * size).float()
+    grads = torch.autograd.grad(DCPAttn.apply(step, q, kv), (q, kv), dout)
+    wide_q, wide_kv = (x.detach().double().requires_grad_() for x in (q, kv))
+    expected = dense(plan, wide_q, wide_kv[:, 0], wide_kv[:, 1])
+    wanted = torch.autograd.grad(expected, (wide_q, wide_kv), in_batch_order(plan, dout).double())
+    assert all(relative_error(a, b) < 1e-5 for a, b in zip(grads, wanted, strict=True))

@@ -10,6 +10,9 @@ from dyncp.kernels.merge import merge_partial
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
+# Largest gradients for which no square that matters leaves the range of fp32.
+SAFE_TO_SQUARE = (1e-10, 1e15)
+
 
 class CpuKernel:
     """Every job of a call is one flash kernel over [kv heads, q heads per kv head, rows, dim]."""
@@ -117,10 +120,10 @@ def _output_with_row_sum(dout: Tensor, delta: Tensor) -> Tensor:
     Torch's backward takes the output, of which it only uses the row sum of dO·O, which we have.
     The output's projection onto dO does as well, and is never larger than the output was.
     """
-    largest = dout.abs().amax().to(delta.dtype) if dout.numel() else delta.new_zeros(())
-    if largest == 0:
-        return torch.zeros_like(dout)
-    unit = dout.to(delta.dtype, copy=True).div_(largest)  # keeps squares from under- or overflowing
-    length = torch.linalg.vecdot(unit, unit)
-    share = torch.where(length > 0, delta / largest / length, 0.0)
-    return unit.mul_(share.unsqueeze(-1)).to(dout.dtype)
+    largest = dout.abs().amax().item() if dout.numel() else 0.0
+    wide = dout.to(delta.dtype)
+    if not SAFE_TO_SQUARE[0] < largest < SAFE_TO_SQUARE[1]:
+        wide, delta = wide / (largest or 1.0), delta / (largest or 1.0)
+    length = torch.linalg.vecdot(wide, wide)
+    share = torch.where(length > 0, delta / length, 0.0)
+    return (wide * share.unsqueeze(-1)).to(dout.dtype)
