@@ -17,6 +17,7 @@ from dyncp import (
     masks,
     plan_batch,
 )
+from dyncp.kernels import CpuKernel
 from dyncp.plan import Plan, batch_order
 
 SHAPE = AttentionShape(4, 2, 8, "fp64")
@@ -230,3 +231,25 @@ def test_gradients_are_as_exact_for_tiny_and_huge_output_gradients(size):
     expected = dense(plan, wide_q, wide_kv[:, 0], wide_kv[:, 1])
     wanted = torch.autograd.grad(expected, (wide_q, wide_kv), in_batch_order(plan, dout).double())
     assert all(relative_error(a, b) < 1e-5 for a, b in zip(grads, wanted, strict=True))
+
+
+class FailingOnce(CpuKernel):
+    """Fails in its third kernel call, while messages are on their way."""
+
+    calls = 0
+
+    def attend(self, *arguments: object) -> None:
+        self.calls += 1
+        if self.calls == 3:
+            raise RuntimeError("out of memory")
+        super().attend(*arguments)
+
+
+def test_a_call_that_fails_leaves_nothing_behind_for_the_next_one():
+    plan = make_plan()
+    step = DCPExecutor(virtual_ranks=3, kernel=FailingOnce()).prepare(plan)
+    q, kv = draw(0, 34, 4), draw(1, 34, 2, 2)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        DCPAttn.apply(step, q, kv)
+    expected = dense(plan, q, kv[:, 0], kv[:, 1])
+    assert relative_error(in_batch_order(plan, DCPAttn.apply(step, q, kv)), expected) < 1e-12

@@ -52,3 +52,15 @@ def test_auto_plans_pass_the_verifier_and_are_the_same_every_time():
     plans = [plan_batch(batch, topology, SHAPE, PlannerConfig("auto")) for _ in range(2)]
     check_plan(plans[0], batch)
     assert plans[0] == plans[1]
+
+
+def test_forward_only_plans_are_pruned_by_forward_alone():
+    batch, topology = Batch.of([masks.causal(n) for n in LENGTHS[0]]), preset("p4de", 2, 2)
+    config = PlannerConfig(limits=Limits(0.1, 0.2), forward_only=True)
+    choice = search(batch, topology, SHAPE, config, COST)
+    for solver in static_candidates(batch.lengths, SHAPE, topology):
+        other = make_candidate(solver, batch, topology, SHAPE, config)
+        simulated = simulate_schedules(
+            other.graph, other.placement, other.schedules, topology, COST
+        )
+        assert choice.simulated.step_seconds <= simulated.step_seconds * (1 + 1e-12), solver.name

@@ -98,9 +98,10 @@ def _group_inputs(
 def _run(
     step: Step, runs: list[tuple[LoweredProgram, list[Workspace]]], options: CallOptions
 ) -> None:
+    channels = step.transport.open()
     runners = [
-        Runner(program, spaces, step.kernel, step.transport.open(program.rank), options.scale)
-        for program, spaces in runs
+        Runner(program, spaces, step.kernel, channel, options.scale)
+        for (program, spaces), channel in zip(runs, channels, strict=True)
     ]
     drive(runners)
 

@@ -1,6 +1,5 @@
 """DCPExecutor: makes plans ready to run on a group of ranks."""
 
-import logging
 from typing import Any
 
 import torch
@@ -12,8 +11,6 @@ from dyncp.executor.step import Step
 from dyncp.kernels import Kernel, choose_kernel
 from dyncp.plan import Direction, Plan, RankPlan
 from dyncp.transport import Distributed, InProcess, Transport
-
-logger = logging.getLogger(__name__)
 
 
 class DCPExecutor:

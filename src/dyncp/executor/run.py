@@ -62,7 +62,8 @@ class Runner:
         buffers, pieces = {}, {}
         for peer, entries in self._program.receives.get(phase, {}).items():
             buffers[peer], pieces[peer] = allocate(entries, self._workspaces)
-        self._incoming[phase] = pieces
+        if pieces:
+            self._incoming[phase] = pieces
         self._channel.launch(phase, messages, buffers)
 
     def _wait(self, phase: int) -> None:

@@ -23,8 +23,8 @@ def plan_batch(
 ) -> Plan:
     """Plans a batch. The result depends on the arguments only.
 
-    `cost` and `model` price the candidates of solver "auto"; by default the topology's preset
-    profile and attention alone.
+    `cost` and `model` price the candidates of solver "auto"; by default the profile that has the
+    topology's name (p4de's where none has), and attention alone.
     """
     shape, config = shape or AttentionShape.assumed(), config or PlannerConfig()
     if config.solver != AUTO:
@@ -34,7 +34,7 @@ def plan_batch(
 
 
 def default_cost(topology: Topology, shape: AttentionShape) -> CostModel:
-    """Costs by the profile that has the topology's name."""
+    """Costs by the profile that has the topology's name; bare topologies have p4de's links."""
     name = topology.name if topology.name in PROFILES else DEFAULT_PROFILE
     return CostModel(find_profile(name), shape)
 

@@ -65,7 +65,7 @@ def search(
         if own.limits != config.limits:  # what counts are the limits asked for
             balance = measure_balance(placed.graph, placed.placement, config.limits)
             placed = replace(placed, balance=balance)
-        bound = least_seconds(placed, topology, cost, model)
+        bound = least_seconds(placed, topology, cost, model, forward_only=config.forward_only)
         if best is not None and bound >= best[1].step_seconds:
             tried.append(Tried(name, bound, pruned=True))
             continue
@@ -109,18 +109,24 @@ def _describe(limits: Limits) -> str:
 
 
 def least_seconds(
-    placed: Placed, topology: Topology, cost: CostModel, model: ModelConfig | None
+    placed: Placed,
+    topology: Topology,
+    cost: CostModel,
+    model: ModelConfig | None,
+    *,
+    forward_only: bool,
 ) -> float:
     """Step seconds of the fullest ranks without communication: no schedule can be faster."""
     graph, placement, ranks = placed.graph, placed.placement, topology.num_ranks
     name = next(iter(graph.tiles))
     attention = 0.0
-    for direction in Direction:
+    directions = [Direction.FORWARD] if forward_only else list(Direction)
+    for direction in directions:
         seconds = cost.graph_tile_seconds(graph, name, direction)
         by_rank = np.bincount(placement.tile_rank[name], seconds, ranks)
         attention += float((by_rank / topology.rank_speeds).max())
     if model is None:
         return attention
     tokens = np.bincount(placement.block_rank, graph.blocks.tokens, ranks) / topology.rank_speeds
-    per_token = sum(model.seconds_per_token(cost.profile, direction) for direction in Direction)
+    per_token = sum(model.seconds_per_token(cost.profile, direction) for direction in directions)
     return model.layers * attention + per_token * float(tokens.max())

@@ -35,8 +35,8 @@ class Distributed:
             members, timeout=self.timeout, backend="gloo", use_local_synchronization=True
         )
 
-    def open(self, rank: int) -> "DistributedChannel":
-        return DistributedChannel(self, rank)
+    def open(self) -> "list[DistributedChannel]":
+        return [DistributedChannel(self, rank) for rank in self.ranks]
 
     def agree(self, word: bytes) -> list[bytes]:
         mine = torch.frombuffer(bytearray(word), dtype=torch.uint8)

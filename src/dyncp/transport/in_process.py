@@ -4,6 +4,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+Mailbox = dict[tuple[int, int, int], Tensor]  # (source, target, phase)
+
 
 class InProcess:
     """`num_ranks` virtual ranks that pass messages through a mailbox."""
@@ -16,10 +18,10 @@ class InProcess:
         self.num_ranks = num_ranks
         self.ranks = tuple(range(num_ranks))
         self.bytes_sent = 0
-        self._mailbox: dict[tuple[int, int, int], Tensor] = {}
 
-    def open(self, rank: int) -> "InProcessChannel":
-        return InProcessChannel(self, rank)
+    def open(self) -> "list[InProcessChannel]":
+        mailbox: Mailbox = {}  # of this call alone: one that failed leaves nothing behind
+        return [InProcessChannel(self, mailbox, rank) for rank in self.ranks]
 
     def agree(self, word: bytes) -> list[bytes]:
         return [word] * self.num_ranks
@@ -27,26 +29,14 @@ class InProcess:
     def gather(self, rows: Tensor, counts: list[int]) -> list[Tensor]:
         return list(rows.split_with_sizes(counts))
 
-    def put(self, key: tuple[int, int, int], message: Tensor) -> None:
-        assert key not in self._mailbox, f"(source, target, phase) {key} was sent twice"
-        self._mailbox[key] = message
-        self.bytes_sent += message.nbytes
-
-    def has(self, key: tuple[int, int, int]) -> bool:
-        return key in self._mailbox
-
-    def take(self, key: tuple[int, int, int]) -> Tensor:
-        return self._mailbox.pop(key)
-
-    def clear(self) -> None:
-        """Forgets undelivered messages, after a call that failed."""
-        self._mailbox.clear()
+    def count(self, num_bytes: int) -> None:
+        self.bytes_sent += num_bytes
 
 
 class InProcessChannel:
-    def __init__(self, transport: InProcess, rank: int) -> None:
+    def __init__(self, transport: InProcess, mailbox: Mailbox, rank: int) -> None:
         self.bytes_sent = 0
-        self._transport, self._rank = transport, rank
+        self._transport, self._mailbox, self._rank = transport, mailbox, rank
         self._receives: dict[int, Mapping[int, Tensor]] = {}
 
     def launch(
@@ -55,15 +45,18 @@ class InProcessChannel:
         if receives:
             self._receives[phase] = receives
         for peer, message in sends.items():
+            key = (self._rank, peer, phase)
+            assert key not in self._mailbox, f"(source, target, phase) {key} was sent twice"
+            self._mailbox[key] = message
             self.bytes_sent += message.nbytes
-            self._transport.put((self._rank, peer, phase), message)
+            self._transport.count(message.nbytes)
 
     def ready(self, phase: int) -> bool:
-        return all(self._transport.has((p, self._rank, phase)) for p in self._receives[phase])
+        return all((p, self._rank, phase) in self._mailbox for p in self._receives[phase])
 
     def wait(self, phase: int) -> None:
         for peer, buffer in self._receives.pop(phase).items():
-            message = self._transport.take((peer, self._rank, phase))
+            message = self._mailbox.pop((peer, self._rank, phase))
             if message.nbytes != buffer.nbytes:
                 raise ValueError(
                     f"rank {self._rank} expects {buffer.nbytes} bytes from rank {peer} in phase "

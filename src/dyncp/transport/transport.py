@@ -1,6 +1,6 @@
 """The protocol of all transports."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -46,8 +46,8 @@ class Transport(Protocol):
     def bytes_sent(self) -> int:
         """Bytes that this process's ranks have sent so far."""
 
-    def open(self, rank: int) -> Channel:
-        """A channel for one call of one of this process's ranks."""
+    def open(self) -> Sequence[Channel]:
+        """Channels for one call, one for each of this process's ranks."""
 
     def agree(self, word: bytes) -> list[bytes]:
         """Every rank's word (equally long), in rank order, within the timeout."""
