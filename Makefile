@@ -28,6 +28,7 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.single_rank
+	$(BIN)/python -m benchmarks.stages
 
 bench-planner: $(READY)
 	$(BIN)/python -m benchmarks.planner --verbose
