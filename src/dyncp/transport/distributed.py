@@ -1,6 +1,6 @@
 """Transport `torch.distributed`: one rank per process, point-to-point messages over a group."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -62,10 +62,19 @@ class Distributed:
 
     def send(self, message: Tensor, peer: int, tag: int) -> Any:
         self.bytes_sent += message.nbytes
-        return dist.isend(message, self._members[peer], group=self._group, tag=tag)
+        return self._start(dist.isend, message, peer, tag)
 
     def receive(self, buffer: Tensor, peer: int, tag: int) -> Any:
-        return dist.irecv(buffer, self._members[peer], group=self._group, tag=tag)
+        return self._start(dist.irecv, buffer, peer, tag)
+
+    def _start(self, function: Callable[..., Any], tensor: Tensor, peer: int, tag: int) -> Any:
+        try:
+            return function(tensor, self._members[peer], group=self._group, tag=tag)
+        except RuntimeError as error:
+            raise TransportError(
+                f"rank {self.ranks[0]} lost its connection to rank {peer} before phase {tag}: "
+                f"{error}"
+            ) from error
 
 
 class DistributedChannel:
