@@ -4,15 +4,15 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from dyncp.arrays import Bool, Int32, frozen
+from dyncp.arrays import Int64, frozen
 from dyncp.blocks import BlockGraph
+from dyncp.blocks.counting_sort import distinct_pairs
 from dyncp.placement import Balance, Placement
-from dyncp.plan.instructions import order_instructions
 from dyncp.plan.layout import Layout
 from dyncp.plan.plan import Plan
-from dyncp.plan.rank_plan import MaskPlan, Messages, OwnedBlocks, Program, RankPlan, RankTiles
-from dyncp.plan.rows import RowRuns, build_row_runs
-from dyncp.plan.slots import find_lifetimes, place_slots
+from dyncp.plan.programs import TileTable, build_programs
+from dyncp.plan.rank_plan import MaskPlan, OwnedBlocks, Program, RankPlan
+from dyncp.plan.rows import RowRuns, build_row_runs, split_row_runs
 from dyncp.schedule import Schedule
 
 Schedules = Mapping[str, tuple[Schedule, Schedule | None]]
@@ -21,28 +21,27 @@ Schedules = Mapping[str, tuple[Schedule, Schedule | None]]
 def lower(
     graph: BlockGraph, placement: Placement, schedules: Schedules, balance: Balance, layout: Layout
 ) -> Plan:
-    """The whole plan. `schedules` has forward and (unless evaluating) backward per mask name."""
+    """The whole plan. `schedules` has forward and (unless evaluating) backward per mask name.
+
+    The parts of all ranks share the tables that they are views of."""
     blocks = OwnedBlocks(
         graph.blocks.sequence, graph.blocks.start, graph.blocks.end, placement.block_rank
     )
-    rows = {
-        name: build_row_runs([mask.ranges for mask in graph.batch.masks[name]], graph.blocks)
+    local_rows = _local_rows(graph, placement, layout)
+    masks = {
+        name: _mask_plans(graph, placement, name, schedules[name], local_rows, layout)
         for name in graph.tiles
     }
     declared = {
         name: (_total_bytes(graph, pair[0]), _total_bytes(graph, pair[1]))
         for name, pair in schedules.items()
     }
-
-    def part(rank: int) -> RankPlan:
-        masks = {
-            name: _mask_plan(graph, placement, name, schedules[name], rows[name], rank, layout)
-            for name in graph.tiles
-        }
-        return RankPlan(
+    lengths, fingerprint = frozen(graph.batch.lengths), graph.batch.fingerprint
+    parts = [
+        RankPlan(
             rank=rank,
             num_ranks=placement.num_ranks,
-            fingerprint=graph.batch.fingerprint,
+            fingerprint=fingerprint,
             digest="",
             solver=placement.solver,
             static=placement.static,
@@ -52,12 +51,20 @@ def lower(
             slot_alignment=layout.slot_alignment,
             local_multiple=layout.local_multiple,
             declared_bytes=declared,
-            lengths=frozen(graph.batch.lengths),
+            lengths=lengths,
             blocks=blocks,
-            masks=masks,
+            masks={name: of_ranks[rank] for name, of_ranks in masks.items()},
         )
+        for rank in range(placement.num_ranks)
+    ]
+    return Plan.of(parts)
 
-    return Plan.of([part(rank) for rank in range(placement.num_ranks)])
+
+def _local_rows(graph: BlockGraph, placement: Placement, layout: Layout) -> Int64:
+    """Rows of each rank."""
+    tokens = np.bincount(placement.block_rank, graph.blocks.tokens, placement.num_ranks)
+    rows = [layout.pad_local(int(held)) for held in tokens.tolist()]
+    return np.asarray(rows, np.int64)
 
 
 def _total_bytes(graph: BlockGraph, schedule: Schedule | None) -> int:
@@ -68,60 +75,28 @@ def _total_bytes(graph: BlockGraph, schedule: Schedule | None) -> int:
     return int((per_token * graph.blocks.tokens[transfers.block]).sum())
 
 
-def _mask_plan(
+def _mask_plans(
     graph: BlockGraph,
     placement: Placement,
     name: str,
     schedules: tuple[Schedule, Schedule | None],
-    rows: RowRuns,
-    rank: int,
+    local_rows: Int64,
     layout: Layout,
-) -> MaskPlan:
-    tiles, own = graph.tiles[name], placement.tile_rank[name] == rank
-    rank_tiles = RankTiles(
-        frozen(tiles.q_block[own]),
-        frozen(tiles.k_block[own]),
-        frozen(tiles.head_group[own]),
-        frozen(tiles.pairs[own], np.int64),
-    )
-    wanted: Bool = np.zeros(len(graph.blocks), np.bool_)
-    wanted[rank_tiles.q_block] = True
-    local_tokens = int(graph.blocks.tokens[placement.block_rank == rank].sum())
-    local_rows = layout.pad_local(local_tokens)
-
-    def program(schedule: Schedule) -> Program:
-        return _program(graph, schedule, rank_tiles, own, rank, local_rows, layout.slot_alignment)
-
-    forward, backward = schedules
-    return MaskPlan(
-        rank_tiles,
-        rows.of_blocks(wanted),
-        program(forward),
-        None if backward is None else program(backward),
-    )
+) -> list[MaskPlan]:
+    """One mask's plan for every rank."""
+    tiles = TileTable.of(graph, placement, name)
+    forward = build_programs(graph, tiles, schedules[0], local_rows, layout)
+    backward: list[Program | None] = [None] * placement.num_ranks
+    if schedules[1] is not None:
+        backward = [*build_programs(graph, tiles, schedules[1], local_rows, layout)]
+    runs = _row_runs(graph, name, tiles, placement.num_ranks)
+    columns = (tiles.split(), runs, forward, backward)
+    return [MaskPlan(*values) for values in zip(*columns, strict=True)]
 
 
-def _program(
-    graph: BlockGraph,
-    schedule: Schedule,
-    tiles: RankTiles,
-    own: Bool,
-    rank: int,
-    local_rows: int,
-    alignment: int,
-) -> Program:
-    moved, tile_division = schedule.transfers, frozen(schedule.tile_division[own])
-    sends = _messages(schedule, moved.source == rank, moved.target)
-    receives = _messages(schedule, moved.target == rank, moved.source)
-    instructions = frozen(order_instructions(schedule, sends, receives, tile_division))
-    spans = find_lifetimes(tiles, tile_division, instructions, sends, receives)
-    slots, workspace_rows = place_slots(
-        spans, graph.blocks.tokens, len(graph.head_groups), local_rows, alignment
-    )
-    return Program(tile_division, instructions, sends, receives, slots, workspace_rows)
-
-
-def _messages(schedule: Schedule, chosen: Bool, peer: Int32) -> Messages:
-    moved = schedule.transfers
-    columns = (moved.phase, peer, moved.kind, moved.head_group, moved.block)
-    return Messages(*(frozen(column[chosen]) for column in columns))
+def _row_runs(graph: BlockGraph, name: str, tiles: TileTable, num_ranks: int) -> list[RowRuns]:
+    """Key ranges of the query blocks that each rank computes with."""
+    num_blocks = len(graph.blocks)
+    runs = build_row_runs([mask.ranges for mask in graph.batch.masks[name]], graph.blocks)
+    rank, block, _ = distinct_pairs(tiles.rank, num_ranks, tiles.tiles.q_block, num_blocks)
+    return split_row_runs(runs, num_blocks, rank, block, num_ranks)

@@ -9,6 +9,7 @@ import numpy as np
 
 from dyncp.arrays import Int64, starts_of
 from dyncp.blocks import DEFAULT_MASK, AttentionShape, Direction
+from dyncp.plan.by_rank import ranges_of
 from dyncp.plan.codec import (
     PlanDecodeError,
     decode_part,
@@ -18,7 +19,7 @@ from dyncp.plan.codec import (
     split_parts,
 )
 from dyncp.plan.draw import draw_parts
-from dyncp.plan.rank_plan import RankPlan, ranges_of
+from dyncp.plan.rank_plan import RankPlan
 
 
 @dataclass(frozen=True, eq=False)

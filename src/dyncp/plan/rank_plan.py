@@ -10,6 +10,7 @@ import numpy as np
 from dyncp.arrays import Int32, Int64, starts_of
 from dyncp.blocks import AttentionShape, Direction, HeadGroup, Payload, bytes_per_token
 from dyncp.placement import Balance
+from dyncp.plan.by_rank import ranges_of
 from dyncp.plan.rows import RowRuns
 
 
@@ -205,10 +206,3 @@ class RankPlan:
     def groups_for(self, shape: AttentionShape) -> tuple[HeadGroup, ...]:
         """Head groups when the plan runs with `shape`; one group adapts to any head count."""
         return self.head_groups if self.shape.exact else shape.head_groups(1)
-
-
-def ranges_of(first: Int64, counts: Int64 | Int32) -> Int64:
-    """first[i], first[i]+1, ... (counts[i] numbers) for every i: [5, 0], [2, 1] gives 5, 6, 0."""
-    starts = starts_of(counts)
-    step = np.arange(starts[-1])
-    return step + np.repeat(first - starts[:-1], counts)

@@ -8,10 +8,12 @@ runs say it all. Rows 0..3 of a causal mask, [0,1) [0,2) [0,3) [0,4), are one ru
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numba
 import numpy as np
 
 from dyncp.arrays import Bool, Int32, Int64, frozen, starts_of
 from dyncp.blocks import TokenBlocks
+from dyncp.plan.by_rank import ranges_of, split_by_rank
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,31 +52,71 @@ class RowRuns:
 
 def build_row_runs(ranges: Sequence[Int32], blocks: TokenBlocks) -> RowRuns:
     """Runs of all rows of a batch; `ranges` has one int32[tokens, R, 2] per sequence."""
-    rows = _stack(ranges)
-    tokens = blocks.tokens
-    first = starts_of(tokens)[:-1]
-    slope = np.empty_like(rows)
-    slope[:-1] = rows[1:] - rows[:-1]
-    last = first + tokens - 1
-    slope[last] = np.where((tokens > 1)[:, None, None], slope[last - 1], 0)
-    new = np.empty(len(rows), np.bool_)
-    new[1:] = (slope[1:] != slope[:-1]).any(axis=(1, 2))
-    new[first] = True
-    start: Int64 = np.flatnonzero(new)
-    block = np.searchsorted(first, start, side="right") - 1
-    return RowRuns(
-        frozen(block),
-        frozen(start - first[block] + blocks.start[block]),
-        frozen(rows[start]),
-        frozen(slope[start]),
-    )
+    most = max(rows.shape[1] for rows in ranges)
+    first_block = np.searchsorted(blocks.sequence, np.arange(len(ranges) + 1)).tolist()
+    starts = [
+        _run_starts(_flat(rows), blocks.start[own:behind])
+        for rows, own, behind in zip(ranges, first_block[:-1], first_block[1:], strict=True)
+    ]
+    bounds = starts_of(np.asarray([len(start) for start in starts]))
+    base, slope = np.zeros((2, bounds[-1], 2 * most), np.int32)
+    for rows, start, run in zip(ranges, starts, bounds.tolist(), strict=False):
+        _fill_runs(_flat(rows), start, base, slope, run)
+    offset = starts_of(np.asarray([len(rows) for rows in ranges]))
+    start = np.concatenate(starts)
+    row = start + np.repeat(offset[:-1], np.diff(bounds))
+    block = np.searchsorted(starts_of(blocks.tokens)[:-1], row, side="right") - 1
+    slope[blocks.tokens[block] == 1] = 0
+    shape = (-1, most, 2)
+    return RowRuns(*map(frozen, (block, start, base.reshape(shape), slope.reshape(shape))))
 
 
-def _stack(ranges: Sequence[Int32]) -> Int32:
-    """All rows below each other; rows with fewer ranges get empty ones behind."""
-    most = max(r.shape[1] for r in ranges)
-    parts = []
-    for part in ranges:
-        empty = np.full((len(part), most - part.shape[1], 2), len(part), np.int32)
-        parts.append(np.concatenate([part, empty], axis=1) if empty.size else part)
-    return np.concatenate(parts)
+def _flat(rows: Int32) -> Int32:
+    """int32[tokens, 2 R], read-only, as the compiled functions take it."""
+    return frozen(rows).reshape(len(rows), -1)
+
+
+@numba.njit(cache=True, nogil=True)
+def _run_starts(rows: Int32, block_start: Int32) -> Int64:
+    """Rows at which a block begins or the slope of any column changes. The last row of a block goes
+    on as the one before it did."""
+    length, num_columns = rows.shape
+    starts = np.empty(length, np.int64)
+    count = 0
+    for block in range(len(block_start)):
+        starts[count] = block_start[block]
+        count += 1
+        end = block_start[block + 1] if block + 1 < len(block_start) else length
+        for row in range(block_start[block] + 1, end - 1):
+            for column in range(num_columns):
+                left, here = rows[row - 1, column], rows[row, column]
+                if rows[row + 1, column] - here != here - left:
+                    starts[count] = row
+                    count += 1
+                    break
+    return starts[:count].copy()
+
+
+@numba.njit(cache=True, nogil=True)
+def _fill_runs(rows: Int32, starts: Int64, base: Int32, slope: Int32, run: int) -> None:
+    """Ranges at the starts and how they grow there, from row `run` of base and slope on; columns
+    that the rows do not have are empty ranges."""
+    length, num_columns = rows.shape
+    for start in starts:
+        for column in range(base.shape[1]):
+            base[run, column] = rows[start, column] if column < num_columns else length
+        if start + 1 < length:
+            for column in range(num_columns):
+                slope[run, column] = rows[start + 1, column] - rows[start, column]
+        run += 1
+
+
+def split_row_runs(
+    runs: RowRuns, num_blocks: int, rank: Int64, block: Int64, num_ranks: int
+) -> list[RowRuns]:
+    """The runs of the blocks that each rank needs: distinct (rank, block), ordered."""
+    counts = np.bincount(runs.block, minlength=num_blocks)
+    wanted = ranges_of(starts_of(counts)[block], counts[block])
+    of_rank = starts_of(np.bincount(rank, counts[block], num_ranks).astype(np.int64))
+    columns = (runs.block, runs.start, runs.base, runs.slope)
+    return split_by_rank(RowRuns, [column[wanted] for column in columns], of_rank)

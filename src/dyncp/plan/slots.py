@@ -1,148 +1,219 @@
-"""Gives received blocks their slots: places in the workspaces that are reused when free again."""
+"""Gives received blocks their slots: places in the workspaces that are reused when free again.
 
-import heapq
+All ranks at once: a column holds the values of rank 0, then those of rank 1, and so on.
+"""
+
 from dataclasses import dataclass
 
+import numba
 import numpy as np
 
-from dyncp.arrays import Bool, Int32, Int64, frozen
+from dyncp.arrays import Int64
 from dyncp.blocks import Payload
-from dyncp.plan.rank_plan import INPUT_SPACE, RESULT_SPACE, Messages, Op, RankTiles, Slots, Space
+from dyncp.blocks.counting_sort import sorted_order
+from dyncp.plan.rank_plan import INPUT_SPACE, RESULT_SPACE, Space
 
 
 @dataclass(frozen=True, eq=False)
 class Lifetimes:
-    """Received blocks of one workspace space, ordered by block and head group, and the first and
-    last instruction between which each must stay."""
+    """Received blocks of all ranks, ordered by rank, space, block and head group, and the first and
+    last instruction between which each must stay. Rank r's are at `of_rank[r]:of_rank[r + 1]`."""
 
+    rank: Int64
+    space: Int64
     block: Int64
     head_group: Int64
     first: Int64
     last: Int64
+    of_rank: Int64
 
 
-def find_lifetimes(
-    tiles: RankTiles, tile_division: Int32, instructions: Int32, sends: Messages, receives: Messages
-) -> dict[Space, Lifetimes]:
-    """A block stays from the WAIT that brings it to the last COMPUTE that reads it, or to the
-    LAUNCH that sends its result, or relays it."""
-    at = _instruction_index(instructions)
-    computed, launched = at[Op.COMPUTE, tile_division], at[Op.LAUNCH, sends.phase]
-    waited = at[Op.WAIT, receives.phase]
-    lifetimes = {}
-    for space in Space:
-        block = tiles.q_block if space is Space.Q else tiles.k_block
-        inputs, sent = _IS_INPUT[space, receives.kind], _IS_OF[space, sends.kind]
-        used = np.concatenate([_key(tiles.head_group, block), _key_of(sends, sent)])
-        used_at = np.concatenate([computed, launched[sent]])
-        key = _key_of(receives, inputs)
-        order = np.argsort(key)
-        first = waited[inputs][order]
-        last = _last_use(key[order], first, used, used_at)
-        lifetimes[space] = Lifetimes(key[order] >> 16, key[order] & 0xFFFF, first, last)
-    return lifetimes
+@dataclass(frozen=True, eq=False)
+class Uses:
+    """Blocks that instruction `at` of a rank needs, ordered by rank as `of_rank` says."""
+
+    space: Int64
+    block: Int64
+    head_group: Int64
+    at: Int64
+    of_rank: Int64
 
 
-def _instruction_index(instructions: Int32) -> Int64:
-    """Index of the instruction with each (operation, argument)."""
-    most = int(instructions[:, 1].max(initial=0))
-    at = np.full((len(Op), most + 1), -1, np.int64)
-    at[instructions[:, 0], instructions[:, 1]] = np.arange(len(instructions))
-    return at
-
-
-def _kind_table(spaces: dict[Payload, Space]) -> Bool:
-    """Whether a payload of each kind belongs to each space, [spaces, kinds]."""
-    table = np.zeros((len(Space), len(Payload)), np.bool_)
+def _space_table(spaces: dict[Payload, Space]) -> Int64:
+    """Space of each kind of payload, -1 for those that have none."""
+    table = np.full(len(Payload), -1, np.int64)
     for kind, space in spaces.items():
-        table[space, kind] = True
+        table[kind] = space
     return table
 
 
-_IS_INPUT, _IS_OF = _kind_table(INPUT_SPACE), _kind_table(INPUT_SPACE | RESULT_SPACE)
+INPUT_SPACES, SPACES = _space_table(INPUT_SPACE), _space_table(INPUT_SPACE | RESULT_SPACE)
 
 
-def _key(head_group: Int32, block: Int32) -> Int64:
-    """Block and head group in one number; head groups are few."""
-    return (block.astype(np.int64) << 16) | head_group
+def find_lifetimes(received: Uses, rank: Int64, uses: list[Uses], num_blocks: int) -> Lifetimes:
+    """A block stays from the WAIT that brings it (`received`, on `rank`) to the last of its uses on
+    that rank: a COMPUTE that reads it, or a LAUNCH that sends its result or relays it."""
+    num_groups = 1 + max(int(side.head_group.max(initial=0)) for side in (received, *uses))
+    order = sorted_order(
+        (received.head_group, num_groups),
+        (received.block, num_blocks),
+        (received.space, len(Space)),
+        (rank, len(received.of_rank) - 1),
+    )
+    space, block, group, first, rank = (
+        column[order]
+        for column in (received.space, received.block, received.head_group, received.at, rank)
+    )
+    last, slot_of = first.copy(), np.full(len(Space) * num_blocks * num_groups, -1, np.int64)
+    place = (space * num_blocks + block) * num_groups + group
+    for side in uses:
+        used = (side.space * num_blocks + side.block) * num_groups + side.head_group
+        _extend(last, place, received.of_rank, used, side.at, side.of_rank, slot_of)
+    return Lifetimes(rank, space, block, group, first, last, received.of_rank)
 
 
-def _key_of(messages: Messages, chosen: Bool) -> Int64:
-    return _key(messages.head_group[chosen], messages.block[chosen])
-
-
-def _last_use(keys: Int64, first: Int64, used: Int64, used_at: Int64) -> Int64:
-    """Latest use of each of the sorted `keys`; own blocks have no slot and do not count."""
-    last = first.copy()
-    if len(keys):
-        position = np.minimum(np.searchsorted(keys, used), len(keys) - 1)
-        found = keys[position] == used
-        np.maximum.at(last, position[found], used_at[found])
-    return last
+@numba.njit(cache=True, nogil=True)
+def _extend(
+    last: Int64,
+    place: Int64,
+    of_rank: Int64,
+    used: Int64,
+    used_at: Int64,
+    uses_of_rank: Int64,
+    slot_of: Int64,
+) -> None:
+    """Extends every slot to its last use. `slot_of` is -1 everywhere, before and after: own blocks
+    have no slot."""
+    for rank in range(len(of_rank) - 1):
+        for slot in range(of_rank[rank], of_rank[rank + 1]):
+            slot_of[place[slot]] = slot
+        for use in range(uses_of_rank[rank], uses_of_rank[rank + 1]):
+            slot = slot_of[used[use]]
+            if slot >= 0:
+                last[slot] = max(last[slot], used_at[use])
+        for slot in range(of_rank[rank], of_rank[rank + 1]):
+            slot_of[place[slot]] = -1
 
 
 def place_slots(
-    lifetimes: dict[Space, Lifetimes],
-    tokens: Int32,
-    num_groups: int,
-    local_rows: int,
-    alignment: int,
-) -> tuple[Slots, Int32]:
-    """Slots of all received inputs, and the rows of every workspace [spaces, head groups]."""
-    workspace_rows = np.full((len(Space), num_groups), local_rows, np.int64)
-    first_row = -(-local_rows // alignment) * alignment
-    columns = []
-    for space, spans in lifetimes.items():
-        row = np.zeros(len(spans.block), np.int64)
-        size = -(-tokens[spans.block].astype(np.int64) // alignment) * alignment
-        for group in np.unique(spans.head_group):
-            mine = spans.head_group == group
-            row[mine], workspace_rows[space, group] = assign_slot_rows(
-                spans.first[mine], spans.last[mine], size[mine], first_row
-            )
-        which = (np.full(len(row), space), spans.head_group, spans.block)
-        columns.append(np.stack([*which, row, spans.first, spans.last]))
-    return Slots(*map(frozen, np.concatenate(columns, axis=1))), frozen(workspace_rows)
+    spans: Lifetimes, tokens: Int64, num_groups: int, local_rows: Int64, alignment: int
+) -> tuple[Int64, Int64]:
+    """First row of every slot, and the rows of every workspace [ranks, spaces, head groups].
+
+    `local_rows` has one entry per rank."""
+    num_workspaces = len(local_rows) * len(Space) * num_groups
+    workspace = (spans.rank * len(Space) + spans.space) * num_groups + spans.head_group
+    size = _aligned(tokens[spans.block], alignment)
+    row, end = _fit_workspaces(
+        workspace, num_workspaces, spans.first, spans.last, size, _aligned(local_rows, alignment)
+    )
+    rows = np.repeat(local_rows, len(Space) * num_groups)
+    filled = np.bincount(workspace, minlength=num_workspaces) > 0
+    rows[filled] = end[filled]
+    return row, rows.reshape(len(local_rows), len(Space), num_groups)
+
+
+def _aligned(rows: Int64, alignment: int) -> Int64:
+    return -(-rows // alignment) * alignment
 
 
 def assign_slot_rows(first: Int64, last: Int64, size: Int64, first_row: int) -> tuple[Int64, int]:
-    """First row of each slot, and the rows of the workspace, by first fit.
+    """First row of each slot of one workspace, and the rows of the workspace, by first fit.
 
     Slot i is in use from instruction first[i] to last[i] inclusive. `size` and `first_row` are
     multiples of the slot alignment, so every slot starts on a border of it.
     """
-    rows = np.zeros(len(first), np.int64)
-    end = first_row
-    busy: list[tuple[int, int, int]] = []  # (last, row, size)
-    free: list[tuple[int, int]] = []  # (row, size), ordered by row, never touching
-    for slot in np.lexsort((-size, first)):
-        while busy and busy[0][0] < first[slot]:
-            _, row, freed = heapq.heappop(busy)
-            free = _give_back(free, row, freed)
-        rows[slot], free, end = _take(free, int(size[slot]), end)
-        heapq.heappush(busy, (int(last[slot]), int(rows[slot]), int(size[slot])))
-    return rows, end
+    workspace, first_rows = np.zeros(len(first), np.int64), np.asarray([first_row], np.int64)
+    row, end = _fit_workspaces(workspace, 1, first, last, size, first_rows)
+    return row, int(end[0])
 
 
-def _take(
-    free: list[tuple[int, int]], size: int, end: int
-) -> tuple[int, list[tuple[int, int]], int]:
-    """The first free row with room for `size` rows; grows the workspace where there is none."""
-    for i, (row, room) in enumerate(free):
-        if room >= size:
-            rest = [(row + size, room - size)] if room > size else []
-            return row, free[:i] + rest + free[i + 1 :], end
-    if free and sum(free[-1]) == end:  # the last gap touches the end: grow only by what is missing
-        row = free[-1][0]
-        return row, free[:-1], row + size
-    return end, free, end + size
+def _fit_workspaces(
+    workspace: Int64,
+    num_workspaces: int,
+    first: Int64,
+    last: Int64,
+    size: Int64,
+    first_row: Int64,
+) -> tuple[Int64, Int64]:
+    """First fit in every workspace, the largest first of the slots that begin together. `first_row`
+    is that of equal shares of the workspaces."""
+    latest = 1 + int(last.max(initial=0))
+    largest_first = np.argsort(-size, kind="stable")
+    order = largest_first[
+        sorted_order((first[largest_first], latest), (workspace[largest_first], num_workspaces))
+    ]
+    by_last = sorted_order((last, latest), (workspace, num_workspaces))
+    bounds = np.searchsorted(workspace[order], np.arange(num_workspaces + 1))
+    row, end = (
+        np.empty(len(first), np.int64),
+        np.repeat(first_row, num_workspaces // len(first_row)),
+    )
+    _first_fit(row, end, bounds, order, by_last, first, last, size)
+    return row, end
 
 
-def _give_back(free: list[tuple[int, int]], row: int, size: int) -> list[tuple[int, int]]:
-    merged: list[tuple[int, int]] = []
-    for gap in sorted([*free, (row, size)]):
-        if merged and sum(merged[-1]) == gap[0]:
-            merged[-1] = (merged[-1][0], merged[-1][1] + gap[1])
-        else:
-            merged.append(gap)
-    return merged
+@numba.njit(cache=True, nogil=True)
+def _first_fit(
+    row: Int64,
+    end: Int64,
+    bounds: Int64,
+    order: Int64,
+    by_last: Int64,
+    first: Int64,
+    last: Int64,
+    size: Int64,
+) -> None:
+    """`order` and `by_last` sort the slots by workspace and then by their begin and their end."""
+    gaps = np.empty((len(row) + 1, 2), np.int64)  # (row, size) by row, never touching each other
+    for workspace in range(len(end)):
+        num_gaps, freed = 0, bounds[workspace]
+        for place in range(bounds[workspace], bounds[workspace + 1]):
+            slot = order[place]
+            while last[by_last[freed]] < first[slot]:
+                done = by_last[freed]
+                num_gaps = _give_back(gaps, num_gaps, row[done], size[done])
+                freed += 1
+            row[slot], num_gaps = _take(gaps, num_gaps, size[slot], end[workspace])
+            end[workspace] = max(end[workspace], row[slot] + size[slot])
+
+
+@numba.njit(cache=True, nogil=True)
+def _take(gaps: Int64, num_gaps: int, size: int, end: int) -> tuple[int, int]:
+    """The first free row with room for `size` rows, and the number of gaps that stay; where no gap
+    is large enough, one that touches the end of the workspace grows with it."""
+    for gap in range(num_gaps):
+        row, room = gaps[gap, 0], gaps[gap, 1]
+        if room > size:
+            gaps[gap, 0], gaps[gap, 1] = row + size, room - size
+            return row, num_gaps
+        if room == size or (gap == num_gaps - 1 and row + room == end):
+            for behind in range(gap + 1, num_gaps):
+                gaps[behind - 1, 0], gaps[behind - 1, 1] = gaps[behind, 0], gaps[behind, 1]
+            return row, num_gaps - 1
+    return end, num_gaps
+
+
+@numba.njit(cache=True, nogil=True)
+def _give_back(gaps: Int64, num_gaps: int, row: int, size: int) -> int:
+    """Adds a gap and joins it with those that it touches; gives the number of gaps."""
+    at = num_gaps
+    while at > 0 and gaps[at - 1, 0] > row:
+        at -= 1
+    joins_before = at > 0 and gaps[at - 1, 0] + gaps[at - 1, 1] == row
+    joins_behind = at < num_gaps and row + size == gaps[at, 0]
+    if joins_before:
+        gaps[at - 1, 1] += size
+        if joins_behind:
+            gaps[at - 1, 1] += gaps[at, 1]
+            for behind in range(at + 1, num_gaps):
+                gaps[behind - 1, 0], gaps[behind - 1, 1] = gaps[behind, 0], gaps[behind, 1]
+            num_gaps -= 1
+    elif joins_behind:
+        gaps[at, 0], gaps[at, 1] = row, size + gaps[at, 1]
+    else:
+        for behind in range(num_gaps, at, -1):
+            gaps[behind, 0], gaps[behind, 1] = gaps[behind - 1, 0], gaps[behind - 1, 1]
+        gaps[at, 0], gaps[at, 1] = row, size
+        num_gaps += 1
+    return num_gaps

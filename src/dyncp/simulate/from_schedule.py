@@ -6,6 +6,7 @@ from dyncp.arrays import Bool, Int64
 from dyncp.blocks import BlockGraph, Direction, bytes_per_token
 from dyncp.cost import CostModel
 from dyncp.placement import Placement
+from dyncp.plan.instructions import order_programs
 from dyncp.schedule import Schedule
 from dyncp.simulate.flow import (
     Flow,
@@ -16,7 +17,6 @@ from dyncp.simulate.flow import (
     join_messages,
     make_flow,
 )
-from dyncp.simulate.order import order_programs
 
 
 def flow_of_schedule(
