@@ -14,7 +14,7 @@ from dyncp.masks.lambda_shaped import lambda_shaped
 from dyncp.masks.mask import Mask
 from dyncp.masks.mask_mod import from_mask_mod
 from dyncp.masks.named import NamedMasks, named
-from dyncp.masks.pairs import count_batch_tile_pairs, count_tile_pairs
+from dyncp.masks.pairs import count_batch_tile_pairs, count_tile_pairs, list_tiles
 from dyncp.masks.prefix_lm import prefix_lm
 from dyncp.masks.registry import ALIASES, BUILTIN, by_name
 from dyncp.masks.shared_question import shared_question
@@ -42,6 +42,7 @@ __all__ = [
     "full",
     "global_sliding",
     "lambda_shaped",
+    "list_tiles",
     "mask_function",
     "named",
     "prefix_lm",

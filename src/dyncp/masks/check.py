@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from dyncp.masks.compose import IntArray, columns, merge, sort_ranges
+from dyncp.masks.compose import IntArray, columns, merge
 
 AnyInts = npt.NDArray[np.integer]
 
@@ -24,8 +24,7 @@ def normal_ranges(name: str, given: npt.ArrayLike) -> IntArray:
     outside = (starts < 0) | (ends > length)
     _refuse(name, ranges, outside, f"leaves the sequence; allowed is 0 <= start, end <= {length}")
     _refuse_disorder(name, ranges)
-    starts, ends = columns(ranges.astype(np.int32))
-    return frozen(merge(*sort_ranges(starts, ends, length), length))
+    return frozen(merge(*columns(ranges)))
 
 
 def _refuse_disorder(name: str, ranges: AnyInts) -> None:

@@ -36,9 +36,9 @@ def document_packed(
             f"masks.document_packed: documents add up to {lengths.sum()} tokens; allowed is the "
             f"length of the sequence, {length}"
         )
-    ends = np.cumsum(lengths)
-    start, end = np.repeat(ends - lengths, lengths), np.repeat(ends, lengths)
+    ends = np.cumsum(lengths, dtype=np.int32)
+    start, end = np.repeat(ends - lengths.astype(np.int32), lengths), np.repeat(ends, lengths)
     token = np.arange(length, dtype=np.int32)
-    targets = np.where(token + 1 < end, token + 1, -1)
+    targets = np.where(token + 1 < end, token + 1, np.int32(-1))
     ranges = cover(length, (start, token + 1 if causal else end))
     return packed_mask(ranges, token - start, targets, "document_packed")

@@ -138,16 +138,13 @@ def normal_mask(
     return mask
 
 
-def packed_mask(
-    ranges: IntArray, positions: npt.ArrayLike, targets: npt.ArrayLike, name: str
-) -> Mask:
-    """A mask of ranges in normal form, with positions and targets that are still to be checked."""
+def packed_mask(ranges: IntArray, positions: IntArray, targets: IntArray, name: str) -> Mask:
+    """`normal_mask`, but positions and targets may be the default ones."""
     length = len(ranges)
+    default = (positions == default_positions(length)).all()
+    next_in_memory = (targets == default_targets(length)).all()
     return normal_mask(
-        ranges,
-        normal_positions(name, positions, length),
-        normal_targets(name, targets, length),
-        name,
+        ranges, None if default else positions, None if next_in_memory else targets, name
     )
 
 
@@ -158,7 +155,7 @@ def _combine(left: Mask, right: Mask, symbol: str, operator: RangeOperator) -> M
             f"tokens and {right.name!r} has {right.length}"
         )
     return normal_mask(
-        operator(left.ranges, right.ranges, left.length),
+        operator(left.ranges, right.ranges),
         agree("positions", left.positions, right.positions),
         agree("targets", left.targets, right.targets),
         f"{_bracketed(left.name)} {symbol} {_bracketed(right.name)}",

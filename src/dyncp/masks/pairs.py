@@ -13,10 +13,10 @@ and ends lie below x, and their sums: histograms over key blocks, added up from 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+import numba
 import numpy as np
 import numpy.typing as npt
 
@@ -26,10 +26,6 @@ if TYPE_CHECKING:
     from dyncp.masks.mask import Mask
 
 PairCounts = npt.NDArray[np.int64]
-Integer = TypeVar("Integer", np.int32, np.int64)
-
-# Ranges counted in one pass: 4,000 sequences of 60 tokens take 13 ms, and 18 ms with 1 << 17.
-PASS_RANGES = 1 << 15
 
 
 def count_tile_pairs(mask: Mask, block_size: int) -> PairCounts:
@@ -45,12 +41,36 @@ def count_tile_pairs(mask: Mask, block_size: int) -> PairCounts:
 
 
 def count_batch_tile_pairs(masks: Sequence[Mask], block_sizes: Sequence[int]) -> list[PairCounts]:
-    """`count_tile_pairs` of every mask with its own block size; short sequences share a pass."""
+    """`count_tile_pairs` of every mask with its own block size."""
     _check(masks, block_sizes)
-    counts: list[PairCounts] = []
-    for first, last in _passes(masks):
-        counts += _count_pass(masks[first:last], block_sizes[first:last])
+    counts = []
+    for mask, block_size in zip(masks, block_sizes, strict=True):
+        num_blocks = -(-mask.length // block_size)
+        q_block, k_block, pairs = list_tiles([mask], [block_size])
+        matrix = np.zeros((num_blocks, num_blocks), np.int64)
+        matrix[q_block, k_block] = pairs
+        counts.append(matrix)
     return counts
+
+
+def list_tiles(
+    masks: Sequence[Mask], block_sizes: Sequence[int]
+) -> tuple[IntArray, IntArray, PairCounts]:
+    """Query block, key block and pairs of all tiles with any pairs, in that order; blocks are
+    numbered through all sequences. The 5 pieces of the matrix above have 0 1 1 2 2 2, 0 0 1 0 1 2
+    and 3 4 3 2 2 1."""
+    _check(masks, block_sizes)
+    sizes = [min(size, mask.length) for mask, size in zip(masks, block_sizes, strict=True)]
+    num_blocks = [-(-mask.length // size) for mask, size in zip(masks, sizes, strict=True)]
+    room = sum(number**2 for number in num_blocks)  # memory that is not written costs nothing
+    q_block, k_block = np.empty((2, room), np.int32)
+    pairs = np.empty(room, np.int64)
+    count = block = 0
+    for mask, size, number in zip(masks, sizes, num_blocks, strict=True):
+        rows = np.ascontiguousarray(mask.ranges)
+        count = _add_tiles(rows, size, number, block, q_block, k_block, pairs, count)
+        block += number
+    return q_block[:count].copy(), k_block[:count].copy(), pairs[:count].copy()
 
 
 def _check(masks: Sequence[Mask], block_sizes: Sequence[int]) -> None:
@@ -61,104 +81,53 @@ def _check(masks: Sequence[Mask], block_sizes: Sequence[int]) -> None:
             raise ValueError(f"block size {index} is {block_size}; allowed is at least 1")
 
 
-def _passes(masks: Sequence[Mask]) -> Iterator[tuple[int, int]]:
-    """Consecutive masks with about PASS_RANGES ranges together; a long one is a pass of its own."""
-    first = filled = 0
-    for index, mask in enumerate(masks):
-        size = mask.ranges.shape[0] * mask.ranges.shape[1]
-        if index > first and filled + size > PASS_RANGES:
-            yield first, index
-            first, filled = index, 0
-        filled += size
-    if first < len(masks):
-        yield first, len(masks)
+@numba.njit(cache=True, nogil=True)
+def _add_tiles(
+    rows: IntArray,
+    size: int,
+    num_blocks: int,
+    first_block: int,
+    q_block: IntArray,
+    k_block: IntArray,
+    pairs: PairCounts,
+    count: int,
+) -> int:
+    """Adds the tiles of one sequence behind the first `count`; gives their new number."""
+    length = len(rows)
+    # Starts less ends in each key block; an end at the very end of the sequence may lie behind all.
+    numbers, sums = np.zeros(num_blocks + 1, np.int64), np.zeros(num_blocks + 1, np.int64)
+    for query in range(num_blocks):
+        first, last = _fill_histograms(
+            rows, query * size, min((query + 1) * size, length), size, numbers, sums
+        )
+        number = total = below_left = 0
+        for key in range(first, last + 1):
+            number += numbers[key]
+            total += sums[key]
+            numbers[key] = sums[key] = 0
+            below = min((key + 1) * size, length) * number - total
+            if below != below_left:
+                q_block[count], k_block[count] = first_block + query, first_block + key
+                pairs[count] = below - below_left
+                count += 1
+            below_left = below
+    return count
 
 
-@dataclass(frozen=True, slots=True)
-class _Grid:
-    """The tiles of a pass in one line: sequence by sequence, query block by query block."""
-
-    lengths: PairCounts  # tokens of each sequence
-    sizes: PairCounts  # block size of each sequence
-    num_blocks: PairCounts
-    first_tile: PairCounts  # where each sequence's tiles begin
-    num_tiles: int
-
-
-def _count_pass(masks: Sequence[Mask], block_sizes: Sequence[int]) -> list[PairCounts]:
-    grid = _grid([mask.length for mask in masks], block_sizes)
-    borders = _borders(masks)
-    tiles = _tiles_of(borders, masks, grid)
-    counts = _difference_of_borders(grid, *_histograms(tiles, borders, grid.num_tiles))
-    shapes = zip(grid.first_tile.tolist(), grid.num_blocks.tolist(), strict=True)
-    return [counts[first : first + n * n].reshape(n, n) for first, n in shapes]
-
-
-def _borders(masks: Sequence[Mask]) -> IntArray:
-    """Starts and ends of all ranges, `int32[2, ranges]`."""
-    ranges = [mask.ranges.reshape(-1, 2) for mask in masks]
-    return np.ascontiguousarray((ranges[0] if len(ranges) == 1 else np.concatenate(ranges)).T)
-
-
-def _grid(lengths: Sequence[int], block_sizes: Sequence[int]) -> _Grid:
-    length = np.array(lengths, np.int64)
-    size = np.minimum(np.array(block_sizes, np.int64), length)
-    num_blocks = -(-length // size)
-    last_tile = np.cumsum(num_blocks**2)
-    return _Grid(length, size, num_blocks, last_tile - num_blocks**2, int(last_tile[-1]))
-
-
-def _tiles_of(borders: IntArray, masks: Sequence[Mask], grid: _Grid) -> PairCounts:
-    """The tile that every start and every end falls in, `int64[2, ranges]`."""
-    columns = np.array([mask.ranges.shape[1] for mask in masks], np.int64)
-    num_ranges = grid.lengths * columns
-    sizes = _spread(grid.sizes.astype(np.int32), num_ranges)
-    num_blocks = _spread(grid.num_blocks.astype(np.int32), num_ranges)
-    key_blocks = borders // sizes
-    # The border at the very end of a sequence counts nothing, whichever block it falls in.
-    np.minimum(key_blocks, num_blocks - 1, out=key_blocks)
-    # Range r of a sequence belongs to token r // columns, so to query block r // (columns * size).
-    ranges = np.arange(borders.shape[1], dtype=np.int32)
-    ranges -= _spread((np.cumsum(num_ranges) - num_ranges).astype(np.int32), num_ranges)
-    query_blocks = ranges // _spread((columns * grid.sizes).astype(np.int32), num_ranges)
-    first_tile = query_blocks * _spread(grid.num_blocks, num_ranges)
-    first_tile += _spread(grid.first_tile, num_ranges)
-    return first_tile + key_blocks
-
-
-def _histograms(
-    tiles: PairCounts, borders: IntArray, num_tiles: int
-) -> tuple[PairCounts, PairCounts]:
-    """Per tile, starts less ends: how many, and their sum (exact in float64 below 2^53)."""
-    starts, ends = (np.bincount(side, minlength=num_tiles) for side in tiles)
-    start_sums, end_sums = (
-        np.bincount(side, weights, num_tiles) for side, weights in zip(tiles, borders, strict=True)
-    )
-    return starts - ends, (start_sums - end_sums).astype(np.int64)
-
-
-def _difference_of_borders(grid: _Grid, counts: PairCounts, sums: PairCounts) -> PairCounts:
-    """Pairs per tile of the histograms: keys below its right border less those below its left."""
-    row_tiles = np.repeat(grid.num_blocks, grid.num_blocks)  # tiles in each row of tiles
-    row_first = np.cumsum(row_tiles) - row_tiles
-    key_block = np.arange(grid.num_tiles) - np.repeat(row_first, row_tiles)
-    of_sequence = grid.num_blocks**2
-    border = (key_block + 1) * _spread(grid.sizes, of_sequence)
-    np.minimum(border, _spread(grid.lengths, of_sequence), out=border)
-    below = border * _sum_along_rows(counts, row_first, row_tiles)
-    below -= _sum_along_rows(sums, row_first, row_tiles)
-    pairs = np.diff(below, prepend=0)
-    pairs[row_first] = below[row_first]
-    return pairs
-
-
-def _sum_along_rows(values: PairCounts, row_first: PairCounts, row_tiles: PairCounts) -> PairCounts:
-    """Running sums that begin anew in every row of tiles."""
-    running = np.cumsum(values)
-    before_row = running[row_first] - values[row_first]
-    return running - np.repeat(before_row, row_tiles)
-
-
-def _spread(values: npt.NDArray[Integer], counts: PairCounts) -> npt.NDArray[Integer]:
-    """Every value as often as its count says; one value stays one and broadcasts."""
-    return values if len(values) == 1 else np.repeat(values, counts)
+@numba.njit(cache=True, nogil=True)
+def _fill_histograms(
+    rows: IntArray, row: int, end_row: int, size: int, numbers: PairCounts, sums: PairCounts
+) -> tuple[int, int]:
+    """Adds the ranges of rows [row, end_row); gives the first and last key block they touch."""
+    first, last = len(numbers), -1
+    for token in range(row, end_row):
+        for column in range(rows.shape[1]):
+            start, end = rows[token, column, 0], rows[token, column, 1]
+            if start < end:
+                start_block, end_block = start // size, end // size
+                numbers[start_block] += 1
+                sums[start_block] += start
+                numbers[end_block] -= 1
+                sums[end_block] -= end
+                first, last = min(first, start_block), max(last, end_block)
+    return first, last

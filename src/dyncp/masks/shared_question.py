@@ -37,18 +37,21 @@ def shared_question(
     """
     question, lengths = _parts(length, answers, question)
     ends = question + np.cumsum(lengths)
-    own_start = np.zeros(length, np.int64)
-    own_start[question:] = np.repeat(ends - lengths, lengths)
-    token = np.arange(length, dtype=np.int64)
-    ranges = cover(length, (0, np.minimum(question, token + 1)), (own_start, token + 1))
-    positions = np.where(token < question, token, token - own_start + question)
-    targets = _targets(length, question, ends[lengths > 0])
+    own_start = np.repeat((ends - lengths).astype(np.int32), lengths)  # of the answers' tokens
+    first, behind = np.zeros(length, np.int32), np.arange(1, length + 1, dtype=np.int32)
+    first[question:] = own_start
+    ranges = cover(length, (0, np.minimum(behind, question)), (first, behind))
+    positions = np.arange(length, dtype=np.int32)
+    positions[question:] -= own_start - np.int32(question)
+    targets = _targets(behind, question, ends[lengths > 0])
     return packed_mask(ranges, positions, targets, "shared_question")
 
 
-def _targets(length: int, question: int, ends: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The next token in memory, but none at the `ends` of answers and before several answers."""
-    targets = np.arange(1, length + 1)
+def _targets(
+    behind: npt.NDArray[np.int32], question: int, ends: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int32]:
+    """The token behind, but none at the `ends` of answers and before several answers."""
+    targets = behind.copy()
     targets[ends - 1] = -1
     if question > 0 and len(ends) != 1:
         targets[question - 1] = -1
