@@ -6,6 +6,7 @@ import numpy as np
 
 from dyncp.arrays import Int32, Int64
 from dyncp.blocks import Q_INPUT, Q_RESULT, BlockGraph, Direction, Payload
+from dyncp.blocks.counting_sort import distinct_pairs
 from dyncp.placement.placement import Placement
 
 
@@ -29,19 +30,16 @@ def find_remote_uses(
     graph: BlockGraph, placement: Placement, name: str, blocks: Int32
 ) -> RemoteUses:
     """Remote uses of `blocks`, the q_block or k_block of mask `name`'s tiles."""
-    rank = placement.tile_rank[name].astype(np.int64)
     num_blocks, num_groups = len(graph.blocks), len(graph.head_groups)
-    key = (rank * num_blocks + blocks) * num_groups + graph.tiles[name].head_group
-    remote = placement.block_rank[blocks] != rank
-    unique, inverse = np.unique(key[remote], return_inverse=True)
-    of_tile = np.full(len(key), -1, np.int64)
-    of_tile[remote] = inverse
-    return RemoteUses(
-        rank=unique // (num_blocks * num_groups),
-        block=unique // num_groups % num_blocks,
-        head_group=unique % num_groups,
-        of_tile=of_tile,
+    tile_rank = placement.tile_rank[name]
+    remote = np.flatnonzero(placement.block_rank[blocks] != tile_rank)
+    data_block = blocks[remote].astype(np.int64) * num_groups + graph.tiles[name].head_group[remote]
+    rank, data_block, use = distinct_pairs(
+        tile_rank[remote], placement.num_ranks, data_block, num_blocks * num_groups
     )
+    of_tile = np.full(len(blocks), -1, np.int64)
+    of_tile[remote] = use
+    return RemoteUses(rank, data_block // num_groups, data_block % num_groups, of_tile)
 
 
 def minimal_bytes(graph: BlockGraph, placement: Placement, name: str, direction: Direction) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 
 from dyncp.arrays import Int64
 from dyncp.blocks import Q_INPUT, Q_RESULT, BlockGraph, Direction, Payload
+from dyncp.blocks.counting_sort import sorted_order
 from dyncp.placement import Placement, RemoteUses, find_remote_uses
 from dyncp.schedule.phases import Entries, number_phases
 from dyncp.schedule.schedule import Schedule
@@ -42,9 +43,16 @@ def _spread(
     group = np.concatenate([side.head_group for side in sides])
     kind = np.repeat(list(uses), [len(side) for side in sides])
     size = graph.payload_bytes[kind, group] * graph.blocks.tokens[block]
-    distance = (placement.block_rank[block] - rank) % placement.num_ranks
-    order = np.lexsort((kind, block, group, distance, rank))
-    total = np.bincount(rank, size, placement.num_ranks).astype(np.int64)
+    num_ranks = placement.num_ranks
+    distance = (placement.block_rank[block] - rank) % num_ranks
+    order = sorted_order(
+        (kind, len(Payload)),
+        (block, len(graph.blocks)),
+        (group, len(graph.head_groups)),
+        (distance, num_ranks),
+        (rank, num_ranks),
+    )
+    total = np.bincount(rank, size, num_ranks).astype(np.int64)
     before = np.cumsum(size[order]) - size[order] - (np.cumsum(total) - total)[rank[order]]
     division = np.empty(len(rank), np.int64)
     division[order] = 1 + before * (num_divisions - 1) // total[rank[order]]
@@ -58,8 +66,9 @@ def _of_tiles(uses: RemoteUses, division: Int64) -> Int64:
 
 def _compact(tile_division: Int64) -> tuple[Int64, int]:
     """Renumbers so that every division after the local one is used by some tile."""
-    used = np.union1d([0], tile_division)
-    return np.searchsorted(used, tile_division), len(used)
+    used = np.bincount(tile_division) > 0
+    used[0] = True
+    return (np.cumsum(used) - 1)[tile_division], int(used.sum())
 
 
 def _entries(

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from dyncp.arrays import Int64, frozen
 from dyncp.blocks import Payload
+from dyncp.blocks.counting_sort import sorted_order
 from dyncp.schedule.schedule import Schedule, Transfers
 
 Column = npt.NDArray[Any]
@@ -61,9 +62,10 @@ def number_phases(
 ) -> Schedule:
     """The schedule. With `relayed_results` a phase of results waits for the one before it, whose
     results its senders have summed into theirs."""
-    columns = np.concatenate([e.rows for e in entries] or [np.zeros((6, 0), np.int64)], axis=1)
-    phase_code, phase = np.unique(columns[0], return_inverse=True)
-    columns = np.concatenate([phase.reshape(1, -1), columns[1:]])
+    columns = np.concatenate([e.rows for e in entries], axis=1)
+    used = np.bincount(columns[0]) > 0
+    phase_code = np.flatnonzero(used)
+    columns[0] = (np.cumsum(used) - 1)[columns[0]]
     is_input = (phase_code % 2 == 1) | (phase_code == 0)
     division = np.where(is_input, (phase_code + 3) // 2, phase_code // 2)
     after_phase = np.where(is_input, _earlier(is_input), -1)
@@ -73,11 +75,16 @@ def number_phases(
     return Schedule(
         num_divisions=num_divisions,
         tile_division=frozen(tile_division),
-        transfers=Transfers(*map(frozen, columns[:, np.lexsort(columns[::-1])])),
+        transfers=Transfers(*map(frozen, columns[:, _order_transfers(columns)])),
         phase_after_division=frozen(after_division),
         phase_after_phase=frozen(after_phase),
         phase_feeds=frozen(np.where(is_input, division, num_divisions)),
     )
+
+
+def _order_transfers(columns: Int64) -> Int64:
+    """By the first column, ties by the second, and so on."""
+    return sorted_order(*((column, int(column.max(initial=0)) + 1) for column in columns[::-1]))
 
 
 def _earlier(chosen: Column) -> Int64:
