@@ -23,10 +23,18 @@ def order_programs(
     `takes_part` and `receives` are bool[ranks, phases], `computes` is bool[ranks, divisions].
     """
     total = sum(int(np.count_nonzero(table)) for table in (takes_part, receives, computes))
-    steps = np.empty((total, 2), np.int64)
+    steps, first = np.empty((total, 2), np.int64), np.zeros(len(receives) + 1, np.int64)
     by_feeds = np.argsort(feeds, kind="stable")
-    first = _order(
-        steps, takes_part, receives, computes, after_division, after_phase, feeds, by_feeds
+    _order(
+        steps,
+        first,
+        takes_part,
+        receives.copy(),
+        computes,
+        after_division,
+        after_phase,
+        feeds,
+        by_feeds,
     )
     return steps, first
 
@@ -44,68 +52,46 @@ def index_instructions(steps: Int64, first: Int64, width: int) -> Int64:
 @numba.njit(cache=True, nogil=True)
 def _order(
     steps: Int64,
+    first: Int64,
     takes_part: Bool,
-    receives: Bool,
+    waiting: Bool,
     computes: Bool,
     after_division: Int32,
     after_phase: Int32,
     feeds: Int32,
     by_feeds: Int64,
-) -> Int64:
+) -> None:
+    """Fills `steps` and `first`; `waiting` has what a rank receives and did not wait for yet."""
     num_ranks, num_phases = takes_part.shape
     num_divisions = computes.shape[1]
-    first = np.zeros(num_ranks + 1, np.int64)
-    count = 0
+    count = first[0]
     for rank in range(num_ranks):
-        waiting = receives[rank].copy()
-        computed = fed = 0  # divisions, and phases in the order of what they feed, that are done
-        for phase in range(num_phases):
-            if not takes_part[rank, phase]:
+        done = fed = 0  # divisions, and phases in the order of what they feed
+        for phase in range(num_phases + 1):  # the one behind the last stands for the end
+            at_end = phase == num_phases
+            if not at_end and not takes_part[rank, phase]:
                 continue
-            while computed <= min(after_division[phase], num_divisions - 1):
-                count, fed = _wait(steps, count, waiting, feeds, by_feeds, fed, computed)
-                count = _compute(steps, count, computes[rank], computed)
-                computed += 1
-            awaited = after_phase[phase]
-            if awaited >= 0 and waiting[awaited]:
-                steps[count, 0], steps[count, 1] = WAIT, awaited
-                waiting[awaited] = False
+            until = num_divisions if at_end else min(after_division[phase], num_divisions - 1)
+            while done <= until:
+                # Also without tiles: blocks that are only passed on must be there for what follows.
+                while fed < num_phases and feeds[by_feeds[fed]] <= done:
+                    count = _wait(steps, count, waiting, rank, by_feeds[fed])
+                    fed += 1
+                if done < num_divisions and computes[rank, done]:
+                    steps[count, 0], steps[count, 1] = COMPUTE, done
+                    count += 1
+                done += 1
+            if not at_end:
+                count = _wait(steps, count, waiting, rank, np.int64(after_phase[phase]))
+                steps[count, 0], steps[count, 1] = LAUNCH, phase
                 count += 1
-            steps[count, 0], steps[count, 1] = LAUNCH, phase
-            count += 1
-        for division in range(computed, num_divisions):
-            count, fed = _wait(steps, count, waiting, feeds, by_feeds, fed, division)
-            count = _compute(steps, count, computes[rank], division)
-        count, fed = _wait(steps, count, waiting, feeds, by_feeds, fed, num_divisions)
         first[rank + 1] = count
-    return first
 
 
 @numba.njit(cache=True, nogil=True)
-def _wait(
-    steps: Int64,
-    count: int,
-    waiting: Bool,
-    feeds: Int32,
-    by_feeds: Int64,
-    fed: int,
-    division: int,
-) -> tuple[int, int]:
-    """Waits for what feeds divisions up to `division`, also where a rank has no tiles in it: blocks
-    that are only passed on must be there for what follows."""
-    while fed < len(by_feeds) and feeds[by_feeds[fed]] <= division:
-        phase = by_feeds[fed]
-        if waiting[phase]:
-            steps[count, 0], steps[count, 1] = WAIT, phase
-            waiting[phase] = False
-            count += 1
-        fed += 1
-    return count, fed
-
-
-@numba.njit(cache=True, nogil=True)
-def _compute(steps: Int64, count: int, computes: Bool, division: int) -> int:
-    if computes[division]:
-        steps[count, 0], steps[count, 1] = COMPUTE, division
+def _wait(steps: Int64, count: int, waiting: Bool, rank: int, phase: int) -> int:
+    if phase >= 0 and waiting[rank, phase]:
+        steps[count, 0], steps[count, 1] = WAIT, phase
+        waiting[rank, phase] = False
         count += 1
     return count

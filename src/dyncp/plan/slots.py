@@ -145,11 +145,9 @@ def _fit_workspaces(
     ]
     by_last = sorted_order((last, latest), (workspace, num_workspaces))
     bounds = np.searchsorted(workspace[order], np.arange(num_workspaces + 1))
-    row, end = (
-        np.empty(len(first), np.int64),
-        np.repeat(first_row, num_workspaces // len(first_row)),
-    )
-    _first_fit(row, end, bounds, order, by_last, first, last, size)
+    row, end = np.empty_like(first), np.repeat(first_row, num_workspaces // len(first_row))
+    gaps = np.empty((len(first), 2), np.int64)
+    _first_fit(row, end, bounds, order, by_last, first, last, size, gaps)
     return row, end
 
 
@@ -163,57 +161,48 @@ def _first_fit(
     first: Int64,
     last: Int64,
     size: Int64,
+    gaps: Int64,
 ) -> None:
-    """`order` and `by_last` sort the slots by workspace and then by their begin and their end."""
-    gaps = np.empty((len(row) + 1, 2), np.int64)  # (row, size) by row, never touching each other
+    """`order` and `by_last` sort the slots by workspace and then by their begin and their end;
+    `gaps` is room for the (row, size) of free rows. Where no gap is large enough, one that touches
+    the end of the workspace grows with it."""
     for workspace in range(len(end)):
-        num_gaps, freed = 0, bounds[workspace]
+        num_gaps, freed = np.int64(0), bounds[workspace]
         for place in range(bounds[workspace], bounds[workspace + 1]):
             slot = order[place]
             while last[by_last[freed]] < first[slot]:
-                done = by_last[freed]
-                num_gaps = _give_back(gaps, num_gaps, row[done], size[done])
+                num_gaps = _give_back(gaps, num_gaps, row[by_last[freed]], size[by_last[freed]])
                 freed += 1
-            row[slot], num_gaps = _take(gaps, num_gaps, size[slot], end[workspace])
+            num_gaps = _join_gaps(gaps, num_gaps)
+            row[slot] = end[workspace]
+            for gap in range(num_gaps):
+                free, room = gaps[gap, 0], gaps[gap, 1]
+                if room >= size[slot] or free + room == end[workspace]:
+                    row[slot] = free
+                    gaps[gap, 0], gaps[gap, 1] = free + size[slot], max(room - size[slot], 0)
+                    break
             end[workspace] = max(end[workspace], row[slot] + size[slot])
 
 
 @numba.njit(cache=True, nogil=True)
-def _take(gaps: Int64, num_gaps: int, size: int, end: int) -> tuple[int, int]:
-    """The first free row with room for `size` rows, and the number of gaps that stay; where no gap
-    is large enough, one that touches the end of the workspace grows with it."""
-    for gap in range(num_gaps):
-        row, room = gaps[gap, 0], gaps[gap, 1]
-        if room > size:
-            gaps[gap, 0], gaps[gap, 1] = row + size, room - size
-            return row, num_gaps
-        if room == size or (gap == num_gaps - 1 and row + room == end):
-            for behind in range(gap + 1, num_gaps):
-                gaps[behind - 1, 0], gaps[behind - 1, 1] = gaps[behind, 0], gaps[behind, 1]
-            return row, num_gaps - 1
-    return end, num_gaps
+def _give_back(gaps: Int64, num_gaps: int, row: int, size: int) -> int:
+    """Adds a gap where its row belongs; gives the number of gaps."""
+    place = num_gaps
+    while place > 0 and gaps[place - 1, 0] > row:
+        gaps[place, 0], gaps[place, 1] = gaps[place - 1, 0], gaps[place - 1, 1]
+        place -= 1
+    gaps[place, 0], gaps[place, 1] = row, size
+    return num_gaps + 1
 
 
 @numba.njit(cache=True, nogil=True)
-def _give_back(gaps: Int64, num_gaps: int, row: int, size: int) -> int:
-    """Adds a gap and joins it with those that it touches; gives the number of gaps."""
-    at = num_gaps
-    while at > 0 and gaps[at - 1, 0] > row:
-        at -= 1
-    joins_before = at > 0 and gaps[at - 1, 0] + gaps[at - 1, 1] == row
-    joins_behind = at < num_gaps and row + size == gaps[at, 0]
-    if joins_before:
-        gaps[at - 1, 1] += size
-        if joins_behind:
-            gaps[at - 1, 1] += gaps[at, 1]
-            for behind in range(at + 1, num_gaps):
-                gaps[behind - 1, 0], gaps[behind - 1, 1] = gaps[behind, 0], gaps[behind, 1]
-            num_gaps -= 1
-    elif joins_behind:
-        gaps[at, 0], gaps[at, 1] = row, size + gaps[at, 1]
-    else:
-        for behind in range(num_gaps, at, -1):
-            gaps[behind, 0], gaps[behind, 1] = gaps[behind - 1, 0], gaps[behind - 1, 1]
-        gaps[at, 0], gaps[at, 1] = row, size
-        num_gaps += 1
-    return num_gaps
+def _join_gaps(gaps: Int64, num_gaps: int) -> int:
+    """Joins gaps that touch and drops empty ones; gives the number that stays."""
+    kept = 0
+    for gap in range(num_gaps):
+        if kept > 0 and gaps[kept - 1, 0] + gaps[kept - 1, 1] == gaps[gap, 0]:
+            gaps[kept - 1, 1] += gaps[gap, 1]
+        elif gaps[gap, 1] > 0:
+            gaps[kept, 0], gaps[kept, 1] = gaps[gap, 0], gaps[gap, 1]
+            kept += 1
+    return kept
