@@ -32,7 +32,7 @@ def order_programs(
         receives.copy(),
         computes,
         after_division,
-        after_phase,
+        after_phase.astype(np.int64),
         feeds,
         by_feeds,
     )
@@ -57,7 +57,7 @@ def _order(
     waiting: Bool,
     computes: Bool,
     after_division: Int32,
-    after_phase: Int32,
+    after_phase: Int64,
     feeds: Int32,
     by_feeds: Int64,
 ) -> None:
@@ -82,7 +82,7 @@ def _order(
                     count += 1
                 done += 1
             if not at_end:
-                count = _wait(steps, count, waiting, rank, np.int64(after_phase[phase]))
+                count = _wait(steps, count, waiting, rank, after_phase[phase])
                 steps[count, 0], steps[count, 1] = LAUNCH, phase
                 count += 1
         first[rank + 1] = count

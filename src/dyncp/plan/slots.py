@@ -167,7 +167,7 @@ def _first_fit(
     `gaps` is room for the (row, size) of free rows. Where no gap is large enough, one that touches
     the end of the workspace grows with it."""
     for workspace in range(len(end)):
-        num_gaps, freed = np.int64(0), bounds[workspace]
+        num_gaps, freed = int(np.int64(0)), bounds[workspace]  # a literal 0 is a type of its own
         for place in range(bounds[workspace], bounds[workspace + 1]):
             slot = order[place]
             while last[by_last[freed]] < first[slot]:

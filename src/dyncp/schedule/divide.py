@@ -66,7 +66,7 @@ def _of_tiles(uses: RemoteUses, division: Int64) -> Int64:
 
 def _compact(tile_division: Int64) -> tuple[Int64, int]:
     """Renumbers so that every division after the local one is used by some tile."""
-    used = np.bincount(tile_division) > 0
+    used = np.bincount(tile_division, minlength=1) > 0
     used[0] = True
     return (np.cumsum(used) - 1)[tile_division], int(used.sum())
 
