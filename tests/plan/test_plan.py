@@ -68,6 +68,18 @@ def test_slots_are_reused_by_later_divisions():
     assert program.workspace_rows[1, 0] - 128 < held / 2
 
 
+def test_parts_are_read_only_and_share_the_block_table():
+    batch = Batch.of([masks.lambda_shaped(n) for n in (700, 90)])
+    parts = plan_batch(batch, Topology(2, 2), config=PlannerConfig(block_size=32)).parts
+    assert all(part.blocks is parts[0].blocks for part in parts)
+    for part in parts:
+        plan = part.masks["default"]
+        tables = [plan.tiles, plan.rows, plan.forward, plan.forward.sends, plan.forward.slots]
+        arrays = [a for t in tables for a in vars(t).values() if isinstance(a, np.ndarray)]
+        assert len(arrays) == 4 + 4 + 3 + 5 + 6
+        assert not any(array.flags.writeable for array in arrays)
+
+
 @settings(max_examples=50, deadline=None, suppress_health_check=SLOW)
 @given(case=cases())
 def test_samples_come_back_from_the_rows_of_all_ranks(case):

