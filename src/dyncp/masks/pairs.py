@@ -57,18 +57,22 @@ def list_tiles(
     masks: Sequence[Mask], block_sizes: Sequence[int]
 ) -> tuple[IntArray, IntArray, PairCounts]:
     """Query block, key block and pairs of all tiles with any pairs, in that order; blocks are
-    numbered through all sequences. The 5 pieces of the matrix above have 0 1 1 2 2 2, 0 0 1 0 1 2
-    and 3 4 3 2 2 1."""
+    numbered through all sequences. `list_tiles([masks.causal(5)], [2])`:
+
+        0 1 1 2 2 2    0 0 1 0 1 2    3 4 3 2 2 1
+    """
     _check(masks, block_sizes)
     sizes = [min(size, mask.length) for mask, size in zip(masks, block_sizes, strict=True)]
     num_blocks = [-(-mask.length // size) for mask, size in zip(masks, sizes, strict=True)]
     room = sum(number**2 for number in num_blocks)  # memory that is not written costs nothing
     q_block, k_block = np.empty((2, room), np.int32)
     pairs = np.empty(room, np.int64)
+    # Starts less ends in each key block; an end at the very end of a sequence may lie behind all.
+    numbers, sums = np.zeros((2, max(num_blocks, default=0) + 1), np.int64)
     count = block = 0
     for mask, size, number in zip(masks, sizes, num_blocks, strict=True):
         rows = np.ascontiguousarray(mask.ranges)
-        count = _add_tiles(rows, size, number, block, q_block, k_block, pairs, count)
+        count = _add_tiles(rows, size, block, q_block, k_block, pairs, count, numbers, sums)
         block += number
     return q_block[:count].copy(), k_block[:count].copy(), pairs[:count].copy()
 
@@ -85,21 +89,20 @@ def _check(masks: Sequence[Mask], block_sizes: Sequence[int]) -> None:
 def _add_tiles(
     rows: IntArray,
     size: int,
-    num_blocks: int,
     first_block: int,
     q_block: IntArray,
     k_block: IntArray,
     pairs: PairCounts,
     count: int,
+    numbers: PairCounts,
+    sums: PairCounts,
 ) -> int:
-    """Adds the tiles of one sequence behind the first `count`; gives their new number."""
-    length = len(rows)
-    # Starts less ends in each key block; an end at the very end of the sequence may lie behind all.
-    numbers, sums = np.zeros(num_blocks + 1, np.int64), np.zeros(num_blocks + 1, np.int64)
-    for query in range(num_blocks):
-        first, last = _fill_histograms(
-            rows, query * size, min((query + 1) * size, length), size, numbers, sums
-        )
+    """Adds the tiles of one sequence behind the first `count`; gives their new number. The
+    histograms are 0 everywhere, before and after."""
+    length, query = len(rows), 0
+    while query * size < length:
+        end_row = min((query + 1) * size, length)
+        first, last = _fill_histograms(rows, query * size, end_row, size, numbers, sums)
         number = total = below_left = 0
         for key in range(first, last + 1):
             number += numbers[key]
@@ -111,6 +114,7 @@ def _add_tiles(
                 pairs[count] = below - below_left
                 count += 1
             below_left = below
+        query += 1
     return count
 
 
