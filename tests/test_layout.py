@@ -20,7 +20,7 @@ ALLOWED = {
     "blocks": {"masks"},
     "cost": {"blocks", "topology"},
     "placement": {"blocks", "topology"},
-    "schedule": {"blocks", "placement"},
+    "schedule": {"blocks", "placement", "cost", "topology"},
     "plan": {"blocks", "placement", "schedule"},
     "verify": {"masks", "blocks", "placement", "plan", "topology"},
     "simulate": {"blocks", "placement", "schedule", "plan", "cost", "topology"},

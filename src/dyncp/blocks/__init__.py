@@ -1,12 +1,20 @@
 """Second stage: a batch becomes token blocks and tiles, joined in a hypergraph."""
 
 from dyncp.blocks.batch import DEFAULT_MASK, Batch
-from dyncp.blocks.build import build_blocks, build_graph, choose_block_sizes
+from dyncp.blocks.build import (
+    BLOCK_MULTIPLE,
+    BLOCKS_PER_RANK,
+    build_blocks,
+    build_graph,
+    choose_block_sizes,
+)
 from dyncp.blocks.graph import BlockGraph, Tiles, TokenBlock, TokenBlocks
 from dyncp.blocks.payload import Q_INPUT, Q_RESULT, Direction, Payload, bytes_per_token
 from dyncp.blocks.shape import ITEM_BYTES, AttentionShape, HeadGroup
 
 __all__ = [
+    "BLOCKS_PER_RANK",
+    "BLOCK_MULTIPLE",
     "DEFAULT_MASK",
     "ITEM_BYTES",
     "Q_INPUT",

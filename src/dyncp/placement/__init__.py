@@ -11,6 +11,7 @@ from dyncp.placement.placement import (
 )
 from dyncp.placement.random import random
 from dyncp.placement.remote import RemoteUses, find_remote_uses, minimal_bytes
+from dyncp.placement.rows import rows
 from dyncp.placement.solver import Solver
 from dyncp.placement.static import (
     STATIC_SOLVERS,
@@ -23,7 +24,14 @@ from dyncp.placement.whole_documents import whole_documents
 
 SOLVERS = {
     solver.name: solver
-    for solver in (bisection, bisection_bytes, whole_documents, *STATIC_SOLVERS, random)
+    for solver in (
+        bisection,
+        bisection_bytes,
+        rows,
+        whole_documents,
+        *STATIC_SOLVERS,
+        random,
+    )
 }
 
 

@@ -5,8 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dyncp.arrays import Int32, Int64, frozen
+from dyncp.arrays import Float64, Int32, Int64, frozen
 from dyncp.blocks import BlockGraph
+
+# Compute and tokens.
+DEFAULT_TOLERANCES = (0.1, 0.2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,12 @@ class Limits:
             value = getattr(self, field)
             if value is not None and not value >= 0:
                 raise ValueError(f"{field} is {value}; allowed are numbers from 0 on, or None")
+
+    @property
+    def tolerances(self) -> Float64:
+        """Of compute and tokens, for solvers that aim at some balance where none is asked for."""
+        pairs = zip((self.compute_tolerance, self.token_tolerance), DEFAULT_TOLERANCES, strict=True)
+        return np.array([default if asked is None else asked for asked, default in pairs])
 
 
 @dataclass(frozen=True, eq=False)

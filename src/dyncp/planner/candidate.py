@@ -11,7 +11,7 @@ from dyncp.blocks import AttentionShape, Batch, BlockGraph, Direction, build_gra
 from dyncp.placement import Balance, Placement, Solver, check_placement, measure_balance
 from dyncp.plan import Layout, Plan, lower
 from dyncp.planner.config import PlannerConfig
-from dyncp.schedule import BUILDERS, Schedule
+from dyncp.schedule import BUILDERS, Pace, Schedule
 from dyncp.topology import Topology
 
 
@@ -24,7 +24,7 @@ class Placed:
     balance: Balance
     cpu_seconds: Mapping[str, float]
 
-    def schedule(self, config: PlannerConfig) -> "Candidate":
+    def schedule(self, config: PlannerConfig, pace: "Pace | None" = None) -> "Candidate":
         start = process_time()
         build = BUILDERS[self.placement.pattern]
         schedules = {}
@@ -32,7 +32,7 @@ class Placed:
             forward, backward = (
                 None
                 if direction is Direction.BACKWARD and config.forward_only
-                else build(self.graph, self.placement, name, direction, config.divisions)
+                else build(self.graph, self.placement, name, direction, config.divisions, pace)
                 for direction in Direction
             )
             assert forward is not None

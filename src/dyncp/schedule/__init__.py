@@ -2,6 +2,7 @@
 
 from dyncp.schedule.all_gather import build_all_gather_schedule
 from dyncp.schedule.divide import build_schedule
+from dyncp.schedule.pace import Pace
 from dyncp.schedule.ring import build_ring_schedule
 from dyncp.schedule.schedule import Schedule, Transfers
 
@@ -14,6 +15,7 @@ BUILDERS = {
 
 __all__ = [
     "BUILDERS",
+    "Pace",
     "Schedule",
     "Transfers",
     "build_all_gather_schedule",

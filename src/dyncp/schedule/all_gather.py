@@ -18,6 +18,7 @@ from dyncp.arrays import Int32, Int64
 from dyncp.blocks import BlockGraph, Direction, Payload
 from dyncp.placement import Placement
 from dyncp.schedule.circle import Circle
+from dyncp.schedule.pace import Pace
 from dyncp.schedule.phases import Entries, number_phases
 from dyncp.schedule.schedule import Schedule
 
@@ -34,7 +35,12 @@ class Routes:
 
 
 def build_all_gather_schedule(
-    graph: BlockGraph, placement: Placement, name: str, direction: Direction, num_divisions: int
+    graph: BlockGraph,
+    placement: Placement,
+    name: str,
+    direction: Direction,
+    num_divisions: int,
+    _pace: Pace | None = None,
 ) -> Schedule:
     """Schedule of one mask and direction with at most `num_divisions` divisions (at least 2); by
     machine always with 3."""

@@ -1,91 +1,156 @@
 """Puts tiles into divisions and transfers into phases.
 
-Division 0 holds the tiles whose inputs are all local. A rank's remote inputs are ordered by the
-distance of their owner (so that ranks do not all ask the same owner first) and cut into groups of
-about equal bytes, one per further division; a tile runs in the division in which its last input is
-there. A block's partial result goes home as soon as its last tile on that rank is done.
+Remote inputs are paced (see pace.py): blocks of the own machine in the order of their owners'
+distance, so that ranks do not all ask the same owner first; blocks of other machines in equal
+shares of every pair of rank and machine (see routes.py for their ways). That gives every tile the
+earliest division in which its inputs are there; tiles that wait for nothing slow then fill the gaps
+(see fill.py). A block's partial result goes back as soon as its last tile on that rank is done.
 """
 
 import numpy as np
 
-from dyncp.arrays import Int64
-from dyncp.blocks import Q_INPUT, Q_RESULT, BlockGraph, Direction, Payload
-from dyncp.blocks.counting_sort import sorted_order
-from dyncp.placement import Placement, RemoteUses, find_remote_uses
-from dyncp.schedule.phases import Entries, number_phases
+from dyncp.arrays import Bool, Float64, Int64
+from dyncp.blocks import BlockGraph, Direction
+from dyncp.placement import Placement
+from dyncp.schedule.fill import Needs, fill
+from dyncp.schedule.launch import Launches, number_launches
+from dyncp.schedule.pace import Load, Pace, share_phases
+from dyncp.schedule.routes import Crossings, Routes, find_crossings, find_routes, travel_seconds
 from dyncp.schedule.schedule import Schedule
+from dyncp.schedule.uses import Uses, Work, find_uses, payloads
+
+# Results over machine borders that take less than this share of the computation leave together.
+SMALL = 0.2
 
 
 def build_schedule(
-    graph: BlockGraph, placement: Placement, name: str, direction: Direction, num_divisions: int
-) -> Schedule:
-    """Schedule of one mask and direction with at most `num_divisions` divisions (at least 2)."""
-    tiles = graph.tiles[name]
-    q_uses = find_remote_uses(graph, placement, name, tiles.q_block)
-    k_uses = find_remote_uses(graph, placement, name, tiles.k_block)
-    uses = {Q_INPUT[direction]: q_uses, Payload.KV: k_uses}
-    q_division, k_division = _spread(graph, placement, uses, num_divisions)
-    tile_division = np.maximum(_of_tiles(q_uses, q_division), _of_tiles(k_uses, k_division))
-    tile_division, used = _compact(tile_division)
-    entries = _entries(placement, q_uses, tile_division, Q_INPUT[direction], Q_RESULT[direction])
-    k_result = Payload.DKV if direction is Direction.BACKWARD else None
-    entries += _entries(placement, k_uses, tile_division, Payload.KV, k_result)
-    return number_phases(tile_division, used, entries, relayed_results=False)
-
-
-def _spread(
-    graph: BlockGraph, placement: Placement, uses: dict[Payload, RemoteUses], num_divisions: int
-) -> list[Int64]:
-    """Earliest division of every remote use: equal bytes per division on each rank."""
-    sides = list(uses.values())
-    rank = np.concatenate([side.rank for side in sides])
-    block = np.concatenate([side.block for side in sides])
-    group = np.concatenate([side.head_group for side in sides])
-    kind = np.repeat(list(uses), [len(side) for side in sides])
-    size = graph.payload_bytes[kind, group] * graph.blocks.tokens[block]
-    num_ranks = placement.num_ranks
-    distance = (placement.block_rank[block] - rank) % num_ranks
-    order = sorted_order(
-        (kind, len(Payload)),
-        (block, len(graph.blocks)),
-        (group, len(graph.head_groups)),
-        (distance, num_ranks),
-        (rank, num_ranks),
-    )
-    total = np.bincount(rank, size, num_ranks).astype(np.int64)
-    before = np.cumsum(size[order]) - size[order] - (np.cumsum(total) - total)[rank[order]]
-    division = np.empty(len(rank), np.int64)
-    division[order] = 1 + before * (num_divisions - 1) // total[rank[order]]
-    return np.split(division, [len(sides[0])])
-
-
-def _of_tiles(uses: RemoteUses, division: Int64) -> Int64:
-    """Division of each tile's input; 0 where it is local."""
-    return np.append(division, 0)[uses.of_tile]
-
-
-def _compact(tile_division: Int64) -> tuple[Int64, int]:
-    """Renumbers so that every division after the local one is used by some tile."""
-    used = np.bincount(tile_division, minlength=1) > 0
-    used[0] = True
-    return (np.cumsum(used) - 1)[tile_division], int(used.sum())
-
-
-def _entries(
+    graph: BlockGraph,
     placement: Placement,
-    uses: RemoteUses,
-    tile_division: Int64,
-    sent: Payload,
-    back: Payload | None,
-) -> list[Entries]:
-    """Inputs from owners to the ranks that use them, and results back to the owners."""
-    remote = uses.of_tile >= 0
-    first = np.full(len(uses), np.iinfo(np.int64).max)
-    last = np.zeros(len(uses), np.int64)
-    np.minimum.at(first, uses.of_tile[remote], tile_division[remote])
-    np.maximum.at(last, uses.of_tile[remote], tile_division[remote])
-    owner, what = placement.block_rank[uses.block], (uses.head_group, uses.block)
-    entries = [Entries.inputs(first, owner, uses.rank, sent, *what)]
-    if back is not None:
-        entries.append(Entries.results(last, uses.rank, owner, back, *what))
-    return entries
+    name: str,
+    direction: Direction,
+    num_divisions: int,
+    pace: Pace | None = None,
+) -> Schedule:
+    """Schedule of one mask and direction. Slow inputs come in at most `num_divisions` - 1 phases;
+    one more division follows where blocks are passed on inside a machine, and one or two more where
+    other tiles hide the last results."""
+    pace = pace or Pace.assumed(graph, placement.num_ranks)
+    seconds = pace.cost.graph_tile_seconds(graph, name, direction)
+    uses, work = find_uses(graph, placement, name, direction, seconds)
+    crossings = find_crossings(uses, pace.topology)
+    load = _load(uses, work, crossings, pace)
+    results = bool(uses.result_bytes.any())
+    shares = share_phases(load, num_divisions, pace.least_seconds, results=results)
+    routes, arrives = _route(uses, crossings, shares, pace)
+    earliest = np.append(arrives, 0)[work.use].max(axis=0)
+    slow = _slow_tiles(work, routes)
+    together = load.result_travel < SMALL * (load.local + load.near + load.far)
+    needs = Needs(
+        _slow_arrivals(uses, routes, load, shares, pace),
+        _result_seconds(uses, routes, work, earliest, slow, together, pace),
+    )
+    tile_division = fill(earliest, slow, work, needs, placement.num_ranks)
+    first, last = work.first_and_last(tile_division, len(uses))
+    arrives = np.where(routes.straight, first, arrives)
+    leaves = _departures(last, routes, int(earliest.max(initial=0)) if together else 0)
+    return number_launches(
+        tile_division, Launches(uses, routes, arrives, leaves), payloads(direction)
+    )
+
+
+def _load(uses: Uses, work: Work, crossings: Crossings, pace: Pace) -> Load:
+    topology, ranks = pace.topology, pace.topology.num_ranks
+    needs_far = np.append(crossings.mark(len(uses)), False)[work.use].any(axis=0)
+    kinds = (work.local, ~work.local & ~needs_far, needs_far)
+    local, close, distant = (float(work.seconds[kind].sum()) / ranks for kind in kinds)
+    near, first = ~crossings.mark(len(uses)), crossings.firsts
+    size = uses.num_bytes.astype(np.float64)
+    busiest = max(np.bincount(end[near], size[near], 1).max() for end in (uses.rank, uses.owner))
+    machine = np.bincount(uses.rank[first] // topology.ranks_per_machine, size[first], 1).max()
+    nic = np.bincount(uses.owner[first] // topology.ranks_per_nic, size[first], 1).max()
+    border = max(nic, machine / topology.nics) / topology.nic_bandwidth
+    back = uses.result_bytes[first].sum() / max(uses.num_bytes[first].sum(), 1)
+    inside = float(busiest) / topology.intra.bandwidth
+    return Load(local, close, distant, inside, float(border), float(border * back))
+
+
+def _route(
+    uses: Uses, crossings: Crossings, shares: tuple[Float64, Float64], pace: Pace
+) -> tuple[Routes, Int64]:
+    """How blocks travel, and the division that each use has its block for."""
+    topology, first = pace.topology, crossings.firsts
+    lane = uses.owner * topology.machines + uses.rank // topology.ranks_per_machine
+    turn = _spread(lane[first], (uses.side, uses.head_group, uses.block), uses, first, shares[1])
+    routes = find_routes(uses, crossings, turn, topology)
+    arrives = np.zeros(len(uses), np.int64)
+    arrives[crossings.order] = np.repeat(turn, np.diff(crossings.start))
+    arrives[routes.passed_on] += 1
+    near = np.flatnonzero(routes.straight)
+    distance = (uses.owner - uses.rank) % topology.num_ranks
+    order = (uses.side, uses.head_group, uses.block, distance)
+    arrives[near] = _spread(uses.rank[near], order, uses, near, shares[0])
+    return routes, arrives
+
+
+def _spread(lane: Int64, order: tuple[Int64, ...], uses: Uses, at: Int64, shares: Float64) -> Int64:
+    """Division of the uses `at`: those of every lane, in order, cut by cumulated shares."""
+    size = uses.num_bytes[at].astype(np.float64)
+    by = np.lexsort((*(key[at] for key in order), lane))
+    total = np.bincount(lane, size)
+    middle = np.cumsum(size[by]) - (np.cumsum(total) - total)[lane[by]] - size[by] / 2
+    division = np.empty(len(at), np.int64)
+    division[by] = 1 + np.searchsorted(shares[:-1], middle / total[lane[by]])
+    return division
+
+
+def _slow_tiles(work: Work, routes: Routes) -> Bool:
+    """Tiles that need a block of another machine; if there are none, those that need any."""
+    if routes.crosses.any():
+        return np.asarray(np.append(~routes.straight, False)[work.use].any(axis=0))
+    return ~work.local
+
+
+def _slow_arrivals(
+    uses: Uses, routes: Routes, load: Load, shares: tuple[Float64, Float64], pace: Pace
+) -> Float64:
+    """When the slow inputs of divisions 1, 2, ... are there."""
+    if not routes.crosses.any():
+        return load.near_travel * shares[0]
+    times = load.far_travel * shares[1]
+    if len(routes.passed_on):
+        hop, _ = travel_seconds(uses, routes, uses.num_bytes * (routes.relay >= 0), pace.topology)
+        times = np.append(times, times[-1] + hop / len(times))
+    return times
+
+
+def _result_seconds(
+    uses: Uses,
+    routes: Routes,
+    work: Work,
+    division: Int64,
+    slow: Bool,
+    together: bool,
+    pace: Pace,
+) -> Float64:
+    """How long the last results of slow tiles travel: in one step, or in two where they are first
+    summed inside a machine; no step where they take less than a kernel call."""
+    late = np.zeros(len(uses) + 1, np.bool_)
+    late[work.use[:, slow & (division == division[slow].max(initial=0))]] = True
+    late = late[:-1]
+    late[routes.relay[late & (routes.relay >= 0)]] = True
+    if together:
+        late |= routes.crosses
+    steps = np.array(travel_seconds(uses, routes, uses.result_bytes * late, pace.topology))
+    if steps.sum() < pace.call_seconds:
+        return np.zeros(0)
+    return steps if len(routes.passed_on) else steps.sum(keepdims=True)
+
+
+def _departures(last: Int64, routes: Routes, least: int) -> Int64:
+    """Division after which the results of a use leave: its last tile's. Where results are summed on
+    the way, those of all ranks leave together, not before division `least`, and the sum one
+    division later."""
+    at, leaves = routes.passed_on, last.copy()
+    np.maximum.at(leaves, routes.relay[at], np.maximum(last[at], least) + 1)
+    leaves[at] = leaves[routes.relay[at]] - 1
+    return leaves

@@ -20,12 +20,18 @@ from dyncp.arrays import Bool, Int64
 from dyncp.blocks import Q_INPUT, Q_RESULT, BlockGraph, Direction, Payload
 from dyncp.placement import Placement
 from dyncp.schedule.circle import Circle
+from dyncp.schedule.pace import Pace
 from dyncp.schedule.phases import Entries, number_phases
 from dyncp.schedule.schedule import Schedule
 
 
 def build_ring_schedule(
-    graph: BlockGraph, placement: Placement, name: str, direction: Direction, _divisions: int
+    graph: BlockGraph,
+    placement: Placement,
+    name: str,
+    direction: Direction,
+    _divisions: int,
+    _pace: Pace | None = None,
 ) -> Schedule:
     """One division per hop, as many as the longest ring has; `_divisions` does not change that."""
     circle = Circle.of(graph, placement)

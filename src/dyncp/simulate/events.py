@@ -2,7 +2,8 @@
 
 A rank runs ahead until it waits for a phase that has not arrived. A message travels once both its
 ends have begun its phase. A port serves one message at a time, the smallest waiting number first;
-the head of a message goes on to the second port at once, so both work at the same time.
+the head of a message goes on to the second port at once, so both work at the same time. Messages
+inside machines and over their borders do not wait for each other.
 """
 
 import numba
@@ -42,6 +43,7 @@ def _advance(steps: Records, ranks: Records, cells: Records, events: Records, r:
 @numba.njit(cache=True, nogil=True)
 def _begin_phases(
     ranks: Records,
+    queues: Int64,
     cells: Records,
     messages: Records,
     touching: Int64,
@@ -51,16 +53,20 @@ def _begin_phases(
     ordered: bool,
 ) -> None:
     """Lets rank r's launched phases travel: ordered ones one after the other."""
-    rank = ranks[r]
-    while rank.begun < rank.launched and not (ordered and rank.travelling > 0):
-        cell = cells[r, cells[r, rank.begun].queued]
-        rank.begun += 1
-        rank.travelling += cell.last - cell.first
-        for i in range(cell.first, cell.last):
-            message = messages[touching[i]]
-            message.ends += 1
-            if message.ends == 2:
-                push(events, time, READY * KIND + touching[i])
+    for border in range(2):
+        while queues[r, border, 0] < ranks[r].launched:
+            if ordered and queues[r, border, 1] > 0:
+                break
+            cell = cells[r, cells[r, queues[r, border, 0]].queued]
+            queues[r, border, 0] += 1
+            for i in range(cell.first, cell.last):
+                message = messages[touching[i]]
+                if message.border != border:
+                    continue
+                queues[r, border, 1] += 1
+                message.ends += 1
+                if message.ends == 2:
+                    push(events, time, READY * KIND + touching[i])
 
 
 @numba.njit(cache=True, nogil=True)
@@ -131,6 +137,7 @@ def run_events(
     touching: Int64,
     ports: Records,
     events: Records,
+    queues: Int64,
     ordered: bool,
 ) -> None:
     """Runs a world to its end, in place. A rank whose `next` is not `last` then is stuck."""
@@ -147,7 +154,7 @@ def run_events(
             r, phase = number // cells.shape[1], number % cells.shape[1]
             cells[r, ranks[r].launched].queued = phase
             ranks[r].launched += 1
-            _begin_phases(ranks, cells, messages, touching, events, r, time, ordered)
+            _begin_phases(ranks, queues, cells, messages, touching, events, r, time, ordered)
         else:
             message = messages[number]
             cell = cells[message.target, message.phase]
@@ -156,5 +163,5 @@ def run_events(
             if cell.incoming == 0:
                 _advance(steps, ranks, cells, events, message.target)
             for r in (message.source, message.target):
-                ranks[r].travelling -= 1
-                _begin_phases(ranks, cells, messages, touching, events, r, time, ordered)
+                queues[r, message.border, 1] -= 1
+                _begin_phases(ranks, queues, cells, messages, touching, events, r, time, ordered)

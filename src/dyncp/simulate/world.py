@@ -27,8 +27,7 @@ STEP = np.dtype(
         ("end", np.float64),
     ]
 )
-# A rank: its next instruction and the end of its program; how many of its phases are launched, and
-# begun, in the order of `Cell.queued`; messages of begun phases that have not arrived.
+# A rank: its next instruction and the end of its program; how many of its phases are launched.
 RANK = np.dtype(
     [
         ("next", np.int64),
@@ -36,8 +35,6 @@ RANK = np.dtype(
         ("clock", np.float64),
         ("speed", np.float64),
         ("launched", np.int64),
-        ("begun", np.int64),
-        ("travelling", np.int64),
     ]
 )
 # A rank and phase: messages still to come in and the time of the last; where the cell's messages
@@ -51,13 +48,15 @@ CELL = np.dtype(
         ("last", np.int64),
     ]
 )
-# A message: ends that have begun its phase, ports passed, when its first and second port started,
+# A message: whether it crosses a machine's border (1) or not (0), ends that have begun its phase,
+# ports passed, when its first and second port started,
 # when both are through, and who waits behind it at a port (-1: nobody).
 MESSAGE = np.dtype(
     [
         ("phase", np.int64),
         ("source", np.int64),
         ("target", np.int64),
+        ("border", np.int64),
         ("size", np.float64),
         ("latency", np.float64),
         ("ends", np.int64),
@@ -83,7 +82,9 @@ EVENT = np.dtype([("time", np.float64), ("key", np.int64)])
 
 class World(NamedTuple):
     """`cells` are [ranks, phases], `routes` [messages, 2]. `touching` lists the messages of every
-    cell; `events` is the queue."""
+    cell; `events` is the queue. `queues` are [ranks, 2, 2]: of messages inside machines and of
+    those over borders, how many phases have begun, in the order of `Cell.queued`, and how many
+    messages of begun phases have not arrived."""
 
     steps: Records
     ranks: Records
@@ -93,6 +94,7 @@ class World(NamedTuple):
     touching: Int64
     ports: Records
     events: Records
+    queues: Int64
 
 
 def make_world(flow: Flow, topology: Topology) -> World:
@@ -111,6 +113,7 @@ def make_world(flow: Flow, topology: Topology) -> World:
         touching,
         ports,
         np.zeros(capacity, EVENT),
+        np.zeros((flow.num_ranks, 2, 2), np.int64),
     )
 
 
@@ -148,5 +151,5 @@ def _messages(messages: Messages, topology: Topology) -> Records:
         records[name] = column
     inside = is_inside(topology, messages.source, messages.target)
     records["latency"] = np.where(inside, topology.intra.latency, topology.inter.latency)
-    records["behind"] = -1
+    records["border"], records["behind"] = ~inside, -1
     return records

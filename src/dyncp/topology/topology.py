@@ -22,7 +22,8 @@ class Topology:
     ranks and 4 NICs make pairs that share one; with 8 NICs every rank has its own.
     `speeds` are the ranks' compute speeds relative to the profile (empty: all 1.0; 0.5 takes twice
     as long). With `ordered_phases` a rank's phase starts to travel only when its earlier ones have
-    arrived, as on one NCCL stream; without, every launched message may travel.
+    arrived, inside machines and between them apart, as on two NCCL communicators; without, every
+    launched message may travel.
     """
 
     machines: int = 1
@@ -51,6 +52,11 @@ class Topology:
     def nic_bandwidth(self) -> float:
         """Bytes per second of one NIC, each way."""
         return self.inter.bandwidth / self.nics
+
+    @property
+    def ranks_per_nic(self) -> int:
+        """Ranks that share a NIC, 1 where there are more NICs than ranks."""
+        return max(1, self.ranks_per_machine // self.nics)
 
     @property
     def rank_speeds(self) -> Float64:

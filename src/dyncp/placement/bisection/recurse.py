@@ -12,6 +12,7 @@ from dyncp.placement.bisection.split import (
     choose_cut,
     take_side,
     whole_batch,
+    write_owners,
     write_ranks,
 )
 from dyncp.topology import Topology
@@ -38,32 +39,56 @@ class Budget:
         return np.outer([left, right], self.mean * (1 + slack))
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How to split: `rows_only` never cuts between columns; `peel` splits machines off one by one
+    instead of by halves; `sizes` of the band are tried when others level a cut sequence."""
+
+    rows_only: bool = False
+    peel: bool = False
+    sizes: int = 1
+
+
 def bisect(problem: Problem, topology: Topology, budget: Budget) -> Int64:
     """Rank of every cell of `problem.work`."""
-    penalty = 4.0 * float(problem.q_bytes.sum() + problem.kv_bytes.sum())
     cell_rank = np.zeros(len(problem.work), np.int64)
-    for region, rank in _leaves(problem, whole_batch(problem), 0, topology, budget, penalty):
+    for rank, region in enumerate(split(problem, whole_batch(problem), topology, budget, Way())):
         write_ranks(problem, region, rank, cell_rank)
     return cell_rank
 
 
-def _leaves(
-    problem: Problem, region: Region, first: int, topology: Topology, budget: Budget, penalty: float
-) -> Iterator[tuple[Region, int]]:
+def split(
+    problem: Problem,
+    region: Region,
+    topology: Topology,
+    budget: Budget,
+    way: Way,
+) -> Iterator[Region]:
+    """Regions of the ranks, in order."""
     if topology.num_ranks == 1:
-        yield region, first
+        yield region
         return
-    left, right = halve(topology)
-    caps = budget.of_sides(left.num_ranks, right.num_ranks)
-    cut = choose_cut(problem, region, caps, budget.mean, penalty)
-    for side, part, start in ((0, left, first), (1, right, first + left.num_ranks)):
-        part_region = take_side(problem, region, cut, side)
-        yield from _leaves(problem, part_region, start, part, budget, penalty)
+    parts = halve(topology, peel=way.peel)
+    caps = budget.of_sides(*(part.num_ranks for part in parts))
+    penalty = 4.0 * float(problem.q_bytes.sum() + problem.kv_bytes.sum())
+    cut = choose_cut(problem, region, caps, budget.mean, penalty, way.rows_only, way.sizes)
+    for side, part in enumerate(parts):
+        own = take_side(problem, region, cut, side)
+        yield from split(problem, own, part, budget, way)
 
 
-def halve(topology: Topology) -> tuple[Topology, Topology]:
+def owners(problem: Problem, regions: list[Region]) -> Int64:
+    """The region of every block's rows."""
+    owner = np.zeros(len(problem.tokens), np.int64)
+    for number, region in enumerate(regions):
+        write_owners(problem, region, number, owner)
+    return owner
+
+
+def halve(topology: Topology, *, peel: bool = False) -> tuple[Topology, Topology]:
     """Two parts of about equal size: 3 machines give 1 and 2, one machine of 8 ranks 4 and 4."""
     machines, ranks = topology.machines, topology.ranks_per_machine
     if machines > 1:
-        return Topology(machines // 2, ranks), Topology(machines - machines // 2, ranks)
+        left = 1 if peel else machines // 2
+        return Topology(left, ranks), Topology(machines - left, ranks)
     return Topology(1, ranks // 2), Topology(1, ranks - ranks // 2)

@@ -13,8 +13,6 @@ from dyncp.placement.placement import Limits, Placement
 from dyncp.placement.solver import Solver
 from dyncp.topology import Topology
 
-# Limits where the user sets none.
-COMPUTE_TOLERANCE, TOKEN_TOLERANCE = 0.1, 0.2
 # Shares of the tolerance that the first levels may spend; each is tried and the best result kept.
 SPENDS = (1.0, 1.7, 2.5, 8.0)
 
@@ -24,12 +22,7 @@ def place_bisection(
 ) -> Placement:
     """`priced` counts bytes by the speed of their links, otherwise all alike."""
     problem, ranks = make_problem(graph), topology.num_ranks
-    tolerance = np.array(
-        [
-            COMPUTE_TOLERANCE if limits.compute_tolerance is None else limits.compute_tolerance,
-            TOKEN_TOLERANCE if limits.token_tolerance is None else limits.token_tolerance,
-        ]
-    )
+    tolerance = limits.tolerances
     # A batch may have no pairs at all; a mean of 0 would be no unit to measure shares with.
     mean = np.maximum([problem.work.sum() / ranks, problem.tokens.sum() / ranks], 1e-9)
     pins = make_pins(problem)

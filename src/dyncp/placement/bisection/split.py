@@ -11,8 +11,9 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from dyncp.arrays import Float64, Int64, starts_of
+from dyncp.arrays import Bool, Float64, Int64, starts_of
 from dyncp.placement.bisection.bands import best_band, sum_lines
+from dyncp.placement.bisection.leveling import level_pieces
 from dyncp.placement.bisection.problem import Problem
 
 # Sequences that are tried for cutting, those with most work first.
@@ -45,21 +46,34 @@ class Cut(NamedTuple):
 
 
 def choose_cut(
-    problem: Problem, region: Region, caps: Float64, mean: Float64, penalty: float
+    problem: Problem,
+    region: Region,
+    caps: Float64,
+    mean: Float64,
+    penalty: float,
+    rows_only: bool,
+    sizes: int,
 ) -> Cut:
     """The cheapest way found to split `region`. `caps` is [sides, 2]: most work and tokens."""
     by_share = np.argsort(-(region.load / mean).max(axis=1), kind="stable")
     by_work = np.argsort(-region.load[:, 0], kind="stable")[:CUT_CANDIDATES]
-    return _choose_cut(problem, region, caps, penalty, by_share, by_work)
+    return _choose_cut(problem, region, caps, penalty, by_share, by_work, rows_only, sizes)
 
 
 @numba.njit(cache=True, nogil=True)
 def _choose_cut(
-    problem: Problem, region: Region, caps: Float64, penalty: float, order: Int64, by_work: Int64
+    problem: Problem,
+    region: Region,
+    caps: Float64,
+    penalty: float,
+    order: Int64,
+    by_work: Int64,
+    rows_only: bool,
+    sizes: int,
 ) -> Cut:
     pieces = len(region.sequence)
     side = np.zeros(pieces, np.int64)
-    missed = _level(region.load, order, -1, np.zeros((2, 2)), caps, side)
+    missed = level_pieces(region.load, order, -1, np.zeros((2, 2)), caps, side)
     best = Cut(penalty * missed, side.copy(), -1, True, 0, 0, 0)
     if missed == 0:
         return best
@@ -67,18 +81,21 @@ def _choose_cut(
         rows = region.rows[region.row_start[piece] : region.row_start[piece + 1]]
         columns = region.columns[region.column_start[piece] : region.column_start[piece + 1]]
         used = np.zeros((2, 2))
-        _level(region.load, order, piece, used, caps, side)
+        level_pieces(region.load, order, piece, used, caps, side)
         for by_rows in (True, False):
+            if rows_only and not by_rows:
+                continue
             lines = sum_lines(problem, region.sequence[piece], rows, columns, by_rows)
-            for fill in (True, False):
-                if not fill and pieces == 1:
-                    continue
-                room = np.maximum(caps - used, 0.0) if fill else caps
+            for part in range(-1, sizes if pieces > 1 else 0):  # -1: fill what is missing
+                room = np.maximum(caps - used, 0.0) if part < 0 else caps
                 for band_side in range(2):
                     low = np.maximum(region.load[piece] - room[1 - band_side], 0.0)
                     high = np.maximum(np.minimum(region.load[piece], room[band_side]), low)
+                    if part >= 0:
+                        step = (high[0] - low[0]) / sizes
+                        low[0], high[0] = low[0] + part * step, low[0] + (part + 1) * step
                     cost, a, b = best_band(lines, low, high, penalty)
-                    if not np.isfinite(cost):
+                    if cost >= best.cost:
                         continue
                     taken = np.zeros((2, 2))
                     taken[band_side, 0] = lines.work[b] - lines.work[a]
@@ -86,34 +103,11 @@ def _choose_cut(
                     for what in range(2):
                         rest = region.load[piece, what] - taken[band_side, what]
                         taken[1 - band_side, what] = rest
-                    missed = _level(region.load, order, piece, taken, caps, side)
+                    missed = level_pieces(region.load, order, piece, taken, caps, side)
                     total = cost + penalty * missed
                     if total < best.cost:
                         best = Cut(total, side.copy(), piece, by_rows, a, b, band_side)
     return best
-
-
-@numba.njit(cache=True, nogil=True)
-def _level(
-    load: Float64, order: Int64, skip: int, used: Float64, caps: Float64, side: Int64
-) -> float:
-    """Puts every piece but `skip` on the side with more room, adding to `used`; returns by how much
-    the budgets are missed, as a share of them."""
-    for piece in order:
-        if piece == skip:
-            continue
-        full = np.zeros(2)
-        for s in range(2):
-            for what in range(2):
-                full[s] = max(full[s], (used[s, what] + load[piece, what]) / caps[s, what])
-        side[piece] = 1 if full[1] < full[0] else 0
-        for what in range(2):
-            used[side[piece], what] += load[piece, what]
-    missed = 0.0
-    for s in range(2):
-        for what in range(2):
-            missed += max(0.0, used[s, what] / caps[s, what] - 1.0 - 1e-9)
-    return missed
 
 
 def take_side(problem: Problem, region: Region, cut: Cut, wanted: int) -> Region:
@@ -167,3 +161,24 @@ def write_ranks(problem: Problem, region: Region, rank: int, cell_rank: Int64) -
                 region.column_start[piece] : region.column_start[piece + 1]
             ]:
                 cell_rank[base + column] = rank
+
+
+def region_of_rows(problem: Problem, chosen: Bool) -> Region:
+    """The chosen blocks' rows with all columns of their sequences."""
+    blocks = np.flatnonzero(chosen)
+    of_block = np.searchsorted(problem.first_block, blocks, side="right") - 1
+    sequence, counts = np.unique(of_block, return_counts=True)
+    rows = np.split(blocks - problem.first_block[of_block], np.cumsum(counts)[:-1])
+    columns = [np.arange(n) for n in np.diff(problem.first_block)[sequence]]
+    sums = [
+        sum_lines(problem, s, own, across, True)
+        for s, own, across in zip(sequence, rows, columns, strict=True)
+    ]
+    load = np.array([[x.work[-1], x.tokens[-1]] for x in sums]).reshape(-1, 2)
+    return _region(sequence, rows if len(blocks) else [], columns, load)
+
+
+def write_owners(problem: Problem, region: Region, rank: int, owner: Int64) -> None:
+    """Gives the blocks of all rows of a region to one rank."""
+    first = problem.first_block[region.sequence]
+    owner[np.repeat(first, np.diff(region.row_start)) + region.rows] = rank

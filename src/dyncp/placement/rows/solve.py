@@ -1,0 +1,120 @@
+"""The solver `rows`: every tile runs where its home block lives.
+
+First machines: whole sequences, then the fewest bytes over their borders that meet the limits (see
+machines.py). Then the ranks of each machine, whose links are fast: they are levelled further than
+the limits ask for. Where nothing crosses a machine's border, its sequences are cut into bands, so
+that little travels inside; otherwise its blocks are dealt out over all ranks, so that all of its
+NICs share what crosses. Only where a limit is missed do blocks move between machines again.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dyncp.arrays import Bool, Float64, Int32, Int64, frozen
+from dyncp.blocks import BLOCK_MULTIPLE, BLOCKS_PER_RANK, BlockGraph
+from dyncp.placement.bisection.leveling import level_all
+from dyncp.placement.bisection.problem import Problem, make_problem
+from dyncp.placement.bisection.recurse import Budget, Way, owners, split
+from dyncp.placement.bisection.split import region_of_rows
+from dyncp.placement.placement import Limits, Placement
+from dyncp.placement.rows.homes import Homes, find_homes, find_needs, fold
+from dyncp.placement.rows.level import Rows, level, make_rows
+from dyncp.placement.rows.machines import Machines, place_machines
+from dyncp.placement.solver import Solver
+from dyncp.topology import Topology
+
+# Share of the compute tolerance that machines may use; the rest is left to their ranks.
+MACHINE_SHARE = 0.6
+# Ranks of a machine are levelled to its mean work within this share.
+INSIDE = 0.01
+MAX_MOVES = 400
+
+
+def place_rows(graph: BlockGraph, topology: Topology, limits: Limits, _seed: int) -> Placement:
+    whole, ranks = make_problem(graph), topology.num_ranks
+    homes = find_homes(whole, ranks)
+    problem, needs = fold(whole, homes), find_needs(whole, homes)
+    tolerance = limits.tolerances
+    mean = np.maximum([whole.work.sum() / ranks, whole.tokens.sum() / ranks], 1e-9)
+    slack = np.array([MACHINE_SHARE * tolerance[0], _token_slack(problem, mean[1], tolerance[1])])
+    caps = mean * topology.ranks_per_machine * (1 + slack)
+    machines = Machines(problem, needs, Topology(topology.machines, 1), caps)
+    machine = place_machines(machines)
+    dealt = _crossed(machines.rows(machine))
+    rank = np.zeros(len(machine), np.int64)
+    for m in range(topology.machines):
+        place = _deal if dealt[m] else _cut_bands
+        own = machine == m
+        rank[own] = m * topology.ranks_per_machine + place(machines, own, topology, mean, tolerance)
+    rows = make_rows(problem, needs, topology, mean * (1 + tolerance), rank)
+    level(rows, MAX_MOVES, True)
+    _aim_at_machine_means(rows)
+    level(rows, MAX_MOVES, False)
+    tile_rank = _tile_ranks(graph, homes, rows.rank)
+    return Placement(ranks, frozen(rows.rank), tile_rank, "rows", static=False)
+
+
+def _token_slack(problem: Problem, mean: float, tolerance: float) -> float:
+    """What machines may use of the tolerance when ranks hold whole blocks of cut sequences: with
+    limit 1.2 and blocks of 1/8 of the mean, 9 blocks, that is 1.125."""
+    cut = np.repeat(np.diff(problem.first_block) > 1, np.diff(problem.first_block))
+    block = float(problem.tokens[cut].max(initial=0))
+    usable = np.floor(mean * (1 + tolerance) / block) * block / mean - 1 if block else tolerance
+    return float(np.clip(0.95 * usable, 0.3 * tolerance, 0.8 * tolerance))
+
+
+def _crossed(rows: Rows) -> Bool:
+    """Machines that send or receive anything; `rows` has one rank per machine."""
+    crossing = np.flatnonzero((rows.users > 0).sum(axis=1) > 1)
+    return np.asarray((rows.users[crossing] > 0).any(axis=0))
+
+
+def _cut_bands(
+    machines: Machines, own: Bool, topology: Topology, mean: Float64, tolerance: Float64
+) -> Int64:
+    """Rank within the machine of its own blocks: recursive bisection with row cuts only."""
+    if not own.any():
+        return np.zeros(0, np.int64)
+    inside = Topology(1, topology.ranks_per_machine)
+    region = region_of_rows(machines.problem, own)
+    share = np.maximum(region.load.sum(axis=0) / inside.num_ranks, 1e-9 * mean)
+    slack = np.clip(mean * (1 + tolerance) / share - 1, INSIDE, tolerance)
+    leaves = split(machines.problem, region, inside, Budget(share, slack, 1.7), Way(rows_only=True))
+    return owners(machines.problem, list(leaves))[own]
+
+
+def _deal(
+    machines: Machines, own: Bool, topology: Topology, mean: Float64, tolerance: Float64
+) -> Int64:
+    """Rank within the machine of its own blocks: heaviest first, each to the emptiest rank."""
+    load = machines.load[own]
+    share = np.maximum(load.sum(axis=0) / topology.ranks_per_machine, 1e-9 * mean)
+    return level_all(load, share * (1 + 0.5 * tolerance), topology.ranks_per_machine)
+
+
+def _tile_ranks(graph: BlockGraph, homes: Homes, block_rank: Int64) -> dict[str, Int32]:
+    heavy = np.zeros(len(block_rank), np.bool_)
+    heavy[homes.q_block[homes.by_key]] = True
+    return {
+        name: frozen(block_rank[np.where(heavy[t.q_block], t.k_block, t.q_block)])
+        for name, t in graph.tiles.items()
+    }
+
+
+def _aim_at_machine_means(rows: Rows) -> None:
+    mean = rows.used[:, 0].reshape(-1, rows.per_machine).mean(axis=1)
+    aim = np.repeat(np.maximum(mean * (1 + INSIDE), 1e-9), rows.per_machine)
+    rows.aim[:, 0] = np.minimum(rows.limit[:, 0], aim)
+
+
+def block_sizes(lengths: Sequence[int], num_ranks: int) -> Int64:
+    """About 8 blocks per rank that a sequence needs, by tokens or, if it were causal, by work."""
+    length = np.asarray(lengths, np.int64)
+    share = np.maximum(length / length.sum(), length**2 / (length**2).sum()) * num_ranks
+    size = -(-length // (np.ceil(share) * BLOCKS_PER_RANK).astype(np.int64))
+    size = np.where(size >= BLOCK_MULTIPLE, -(-size // BLOCK_MULTIPLE) * BLOCK_MULTIPLE, size)
+    return np.where(share > 1, size, length)
+
+
+rows = Solver("rows", place_rows, block_sizes)

@@ -1,0 +1,97 @@
+"""Phases of dynamic schedules.
+
+Owners send at once, in the order of the divisions that need the blocks; nobody's computation holds
+that up. A relay passes on what it got for division d - 1 while that computes, for division d.
+Results of division d travel while division d + 1 computes, sums of them over borders another
+division later:
+
+    start              over borders for 1, 2, 3, ...; inside machines for 1, 2, 3, ...
+    after division d   what came over borders for d + 1, passed on for d + 2; results inside
+                       machines; results over borders
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dyncp.arrays import Int64, frozen
+from dyncp.blocks import Payload
+from dyncp.schedule.routes import Routes
+from dyncp.schedule.schedule import Schedule, Transfers
+from dyncp.schedule.uses import Uses
+
+Column = npt.NDArray[Any] | np.int64
+
+# Kinds of phases in the order in which they are launched after the same division.
+FAR_INPUT, NEAR_INPUT, HOP, NEAR_RESULT, FAR_RESULT = range(5)
+# A phase's code is its launch (division + 1), kind and, for far inputs, the division it feeds.
+KINDS, FED = 5, 1 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class Launches:
+    """Uses with their routes; the division that each has its block for, and the one after which
+    its results leave."""
+
+    uses: Uses
+    routes: Routes
+    arrives: Int64
+    leaves: Int64
+
+
+def number_launches(
+    tile_division: Int64,
+    launches: Launches,
+    payloads: tuple[list[Payload], list[Payload | None]],
+) -> Schedule:
+    uses, routes = launches.uses, launches.routes
+    far, hop = routes.crosses, routes.relay >= 0
+    after = np.where(hop, launches.arrives - 2, -1)
+    kind = np.select([far, hop], [FAR_INPUT, HOP], NEAR_INPUT)
+    come = _codes(after, kind, launches.arrives)
+    go = _codes(launches.leaves, np.where(far, FAR_RESULT, NEAR_RESULT), np.zeros_like(kind))
+    columns = []
+    for side in (0, 1):
+        at = np.flatnonzero(uses.side == side)
+        rank, source, what = uses.rank[at], routes.source[at], (uses.head_group[at], uses.block[at])
+        sent, back = payloads[0][side], payloads[1][side]
+        columns.append(_stack(come[at], source, rank, sent, *what))
+        if back is not None:
+            columns.append(_stack(go[at], rank, source, back, *what))
+    return _number(tile_division, np.concatenate(columns, axis=1))
+
+
+def _codes(after: Column, kind: Column, feeds: Column) -> Int64:
+    return np.asarray(((after + 1) * KINDS + kind) * FED + feeds, np.int64)
+
+
+def _stack(code: Int64, source: Int64, target: Int64, payload: Payload, *what: Int64) -> Int64:
+    return np.stack([code, source, target, np.full_like(code, payload), *what])
+
+
+def _number(tile_division: Int64, columns: Int64) -> Schedule:
+    num_divisions = int(tile_division.max(initial=0)) + 1
+    codes, phase = np.unique(columns[0], return_inverse=True)
+    columns = np.concatenate([phase.reshape(1, -1), columns[1:]])
+    after, kind, feeds = codes // FED // KINDS - 1, codes // FED % KINDS, codes % FED
+    return Schedule(
+        num_divisions=num_divisions,
+        tile_division=frozen(tile_division),
+        transfers=Transfers(*map(frozen, columns[:, np.lexsort(columns[::-1])])),
+        phase_after_division=frozen(np.minimum(after, num_divisions - 1)),
+        phase_after_phase=frozen(_waits_for(codes, after, kind, feeds)),
+        phase_feeds=frozen(np.where(kind >= NEAR_RESULT, num_divisions, feeds)),
+    )
+
+
+def _waits_for(codes: Int64, after: Int64, kind: Int64, feeds: Int64) -> Int64:
+    """The phase that must have arrived: what is passed on for a division came for the one before
+    it, and sums are made of the results that left one division earlier."""
+    hop, total = kind == HOP, kind == FAR_RESULT
+    waits_for = np.full_like(codes, -1)
+    waits_for[hop] = _codes(np.int64(-1), np.int64(FAR_INPUT), feeds[hop] - 1)
+    waits_for[total] = _codes(after[total] - 1, np.int64(NEAR_RESULT), np.int64(0))
+    phase = {int(code): number for number, code in enumerate(codes)}
+    return np.array([phase.get(int(code), -1) for code in waits_for], np.int64)

@@ -1,0 +1,93 @@
+"""Pace: how much should travel in each phase, so that computation hides it.
+
+Inputs of division d travel while division d - 1 computes. Division 0 has the local tiles; what it
+can hide may travel for division 1, what the tiles of division 1 can hide for division 2, and so on:
+
+    compute   |--- 0 ---|-- 1 --|---- 2 ----|
+    travels   | in(1)   | in(2) | in(3) ...
+
+So shares follow from a few means: the seconds of local tiles, of those that wait for blocks of
+their own machine, of those that wait for another machine, and the seconds that all of these blocks
+take on the busiest links.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dyncp.arrays import Float64
+from dyncp.blocks import BlockGraph
+from dyncp.cost import CostModel, find_profile
+from dyncp.topology import Topology
+
+# A phase should be worth this many kernel calls, since each further division costs one.
+CALLS_PER_PHASE = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What the scheduler knows of time: the links of `topology` and the seconds of `cost`."""
+
+    topology: Topology
+    cost: CostModel
+
+    @staticmethod
+    def assumed(graph: BlockGraph, num_ranks: int) -> "Pace":
+        """One machine with p4de's figures."""
+        return Pace(Topology(1, num_ranks), CostModel(find_profile("p4de"), graph.shape))
+
+    @property
+    def call_seconds(self) -> float:
+        return self.cost.profile.call_seconds
+
+    @property
+    def least_seconds(self) -> float:
+        """What a phase should take at least."""
+        return CALLS_PER_PHASE * self.call_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Mean seconds per rank of tiles that need local blocks only, blocks of the own machine, and
+    blocks of others; the seconds that these two kinds of blocks take on the busiest links, and
+    those of results on their way to other machines."""
+
+    local: float
+    near: float
+    far: float
+    near_travel: float
+    far_travel: float
+    result_travel: float
+
+
+def share_phases(
+    load: Load, num_divisions: int, least: float, *, results: bool
+) -> tuple[Float64, Float64]:
+    """Cumulated shares of what travels for divisions 1, 2, ...: inside machines and between them.
+
+    At most `num_divisions` - 1 phases; each takes at least `least` seconds of the links, as far as
+    there is that much left. With `results` no phase has much more than its part, since what comes
+    early can go back early.
+    """
+    near, far = [0.0], [0.0]
+    window = load.local
+    most = 1.5 / (num_divisions - 1) if results else 1.0
+    while (near[-1] < 1 or far[-1] < 1) and len(near) < num_divisions:
+        left = num_divisions - len(near)
+        near.append(_next_share(near[-1], load.near_travel, window, least, left, most))
+        far.append(_next_share(far[-1], load.far_travel, window, least, left, most))
+        # What crossed for this division is passed on inside the machine for the next one.
+        crossed = far[-2] - far[-3] if len(far) > 2 else 0.0
+        window = load.near * (near[-1] - near[-2]) + load.far * crossed
+    return np.array(near[1:]), np.array(far[1:])
+
+
+def _next_share(
+    done: float, travel: float, window: float, least: float, left: int, most: float
+) -> float:
+    """The cumulated share after one more phase that `window` seconds of computing can hide."""
+    rest = 1.0 - done
+    if left == 1 or travel * rest <= least:
+        return 1.0
+    share = max(min(window / travel, most), least / travel, rest / left / 2)
+    return min(done + share, 1.0)
