@@ -30,7 +30,9 @@ def add_lengths_options(parser: ArgumentParser, *, listed: bool) -> None:
         help=f"a length distribution, as in ldc:0; NAME is one of {', '.join(NAMES)}",
     )
     parser.add_argument(
-        "--mask", default="causal", help="NAME[:key=value,...]; `dyncp masks` lists them"
+        "--mask",
+        default="causal",
+        help="NAME[:key=value,...]; `dyncp masks` lists them (default %(default)s)",
     )
 
 
