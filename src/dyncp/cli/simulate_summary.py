@@ -16,7 +16,7 @@ MARGIN = 0.02
 PARTS = {
     "kernel_seconds": "attention kernels",
     "token_seconds": "per-token work",
-    "exposed_seconds": "exposed communication",
+    "exposed_seconds": "exposed communication and waiting",
 }
 
 
