@@ -142,7 +142,8 @@ def test_a_clear_gain_is_recommended_with_its_reason():
         "Use dyncp: on these 2 batches a step takes 13.0 ms, 1.54× faster than the best static "
         "method (magi, 20.0 ms), and it was never slower than any of them. Most of the difference "
         "is exposed communication and waiting: 1.00 ms instead of 8.00 ms. What is left is 92 % "
-        "attention kernels, 8 % exposed communication and waiting; the step is 30.0 % above the ideal."
+        "attention kernels, 8 % exposed communication and waiting; the step is 30.0 % above the "
+        "ideal."
     )
 
 
