@@ -21,7 +21,7 @@ ALLOWED = {
     "cost": {"blocks", "topology"},
     "placement": {"blocks", "topology"},
     "schedule": {"blocks", "placement", "cost", "topology"},
-    "plan": {"blocks", "placement", "schedule"},
+    "plan": {"masks", "blocks", "placement", "schedule"},
     "verify": {"masks", "blocks", "placement", "plan", "topology"},
     "simulate": {"blocks", "placement", "schedule", "plan", "cost", "topology"},
     "planner": {"blocks", "placement", "schedule", "plan", "cost", "simulate", "topology"},
@@ -33,8 +33,8 @@ ALLOWED = {
         "masks", "blocks", "placement", "plan", "planner", "dataloader", "executor", "kernels",
     },
     "cli": {
-        "masks", "blocks", "placement", "schedule", "plan", "planner", "cost", "simulate",
-        "samplers", "topology", "train",
+        "masks", "blocks", "placement", "schedule", "plan", "verify", "planner", "cost",
+        "simulate", "samplers", "topology", "kernels", "executor", "train",
     },
 }  # fmt: skip
 WITHOUT_TORCH = (

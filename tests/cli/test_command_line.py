@@ -1,13 +1,15 @@
 """Help, errors and exit codes of all commands."""
 
 import json
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from dyncp.cli import main
-from dyncp.cli.entry import COMMANDS
+from dyncp.cli.entry import COMMANDS, build_parser
 
 
 def run(capsys, *words):
@@ -34,6 +36,21 @@ def test_help_lists_all_commands(capsys):
     assert all(
         command.name in out and command.summary in " ".join(out.split()) for command in COMMANDS
     )
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "command_line.md").read_text(encoding="utf-8")
+SHOWN = [line[2:] for line in PAGE.splitlines() if line.startswith("$ dyncp ")]
+EXAMPLES = [example for command in COMMANDS for example in command.examples]
+
+
+@pytest.mark.parametrize("line", SHOWN + EXAMPLES)
+def test_documented_command_lines_are_understood(line):
+    words = shlex.split(line)
+    build_parser().parse_args(words[words.index("dyncp") + 1 :])
+
+
+def test_the_page_shows_every_command():
+    assert {line.split()[1] for line in SHOWN} == {command.name for command in COMMANDS}
 
 
 def test_version(capsys):

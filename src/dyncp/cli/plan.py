@@ -6,65 +6,48 @@ from pathlib import Path
 from time import process_time
 from typing import Any
 
-from dyncp import masks
-from dyncp.blocks import AttentionShape, Batch
 from dyncp.cli.command import Command
-from dyncp.cli.plan_numbers import describe_candidate, dump_placement, peak_workspace_bytes
+from dyncp.cli.options import (
+    add_attention_options,
+    add_cluster_options,
+    add_lengths_options,
+    add_limit_options,
+    add_solver_option,
+    check_tokens,
+    cost_of,
+    limits_of,
+    make_batch,
+    model_of,
+    topology_of,
+)
+from dyncp.cli.plan_numbers import describe_candidate, dump_placement
 from dyncp.cli.progress import Progress
-from dyncp.cost import CostModel, ModelConfig, find_model, find_profile, from_transformers_config
-from dyncp.placement import Limits, find_solver, static_candidates
+from dyncp.placement import find_solver, static_candidates
+from dyncp.plan import save_plan
 from dyncp.planner import AUTO, Candidate, PlannerConfig, make_candidate, search
 from dyncp.samplers import parse_sample, read_lengths, sample_lengths
-from dyncp.topology import preset
-
-TOKEN_TOLERANCE = 0.2
-# The rank with most tokens sets the time of all per-token work, most of an 8B model's step.
-MODEL_TOKEN_TOLERANCE = 0.05
 
 
 def add_options(parser: ArgumentParser) -> None:
-    lengths = parser.add_mutually_exclusive_group(required=True)
-    lengths.add_argument("--lengths", help="sequence lengths, as in 4096,512,512")
-    lengths.add_argument("--lengths-file", type=Path, help="one length per line, or a JSON list")
-    lengths.add_argument("--sample", help="NAME:SEED of a length distribution, as in ldc:0")
+    add_lengths_options(parser, listed=True)
     parser.add_argument("--tokens", type=int, default=131072, help="tokens of a --sample batch")
-    parser.add_argument("--mask", default="causal", help="NAME[:key=value,...] (default causal)")
-    parser.add_argument("--topology", default="p4de", help="preset of the cluster (default p4de)")
-    parser.add_argument("--machines", type=int, default=4)
-    parser.add_argument("--ranks-per-machine", type=int, default=8)
-    parser.add_argument("--q-heads", type=int, default=8)
-    parser.add_argument("--kv-heads", type=int, default=2)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--dtype", default="bf16")
-    parser.add_argument("--model", help="llama3-8b or a config.json: adds the per-token work")
+    add_cluster_options(parser)
+    add_attention_options(parser)
     parser.add_argument("--block-size", type=int, help="tokens (default: chosen per sequence)")
     parser.add_argument("--head-groups", type=int, default=1)
-    parser.add_argument(
-        "--solver",
-        default=PlannerConfig().solver,
-        help="a name, a static method with degrees (zigzag/cp8), or auto: the shortest simulated "
-        "step of all (default %(default)s)",
-    )
+    add_solver_option(parser)
     parser.add_argument("--divisions", type=int, default=PlannerConfig().divisions)
-    parser.add_argument("--compute-tolerance", type=float, default=0.1)
-    parser.add_argument(
-        "--token-tolerance",
-        type=float,
-        help=f"default {MODEL_TOKEN_TOLERANCE} with --model, where tokens cost time; else "
-        f"{TOKEN_TOLERANCE}",
-    )
+    add_limit_options(parser)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compare", action="store_true", help="plan with the static methods too")
-    parser.add_argument("--save", type=Path, help="write the plan to this file")
+    parser.add_argument("--save", type=Path, help="write a file for `dyncp verify`")
     parser.add_argument("--dump-placement", type=Path, help="write blocks and tiles as JSON")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
 def run(args: Namespace) -> int:
-    topology = preset(args.topology, args.machines, args.ranks_per_machine)
-    shape = AttentionShape(args.q_heads, args.kv_heads, args.head_dim, args.dtype)
-    cost, model = CostModel(find_profile(args.topology), shape), _model(args.model)
-    config, batch = _config(args), _batch(args)
+    topology, cost, model = topology_of(args), cost_of(args), model_of(args)
+    config, batch, shape = _config(args), make_batch(args, _lengths(args)), cost.shape
     progress = Progress()
     progress.say(f"planning {batch.num_tokens:,} tokens for {topology.num_ranks} ranks ...")
 
@@ -99,10 +82,17 @@ def _lower(
     end = process_time()
     seconds = dict(candidate.cpu_seconds) | {"lower": end - before, "total": end - start}
     if args.save:
-        args.save.write_bytes(plan.encode())
+        save_plan(args.save, plan, candidate.graph.batch)
     if args.dump_placement:
-        args.dump_placement.write_text(json.dumps(dump_placement(candidate)))
-    return {"cpu_seconds": seconds, "peak_workspace_bytes": peak_workspace_bytes(plan)}
+        _write(args.dump_placement, json.dumps(dump_placement(candidate)))
+    return {"cpu_seconds": seconds, "peak_workspace_bytes": plan.memory().peak}
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _config(args: Namespace) -> PlannerConfig:
@@ -112,19 +102,8 @@ def _config(args: Namespace) -> PlannerConfig:
         head_groups=args.head_groups,
         divisions=args.divisions,
         seed=args.seed,
-        limits=Limits(args.compute_tolerance, _token_tolerance(args)),
+        limits=limits_of(args),
     )
-
-
-def _token_tolerance(args: Namespace) -> float:
-    if args.token_tolerance is not None:
-        return float(args.token_tolerance)
-    return TOKEN_TOLERANCE if args.model is None else MODEL_TOKEN_TOLERANCE
-
-
-def _batch(args: Namespace) -> Batch:
-    mask = masks.by_name(args.mask)
-    return Batch.of([mask(length) for length in _lengths(args)])
 
 
 def _lengths(args: Namespace) -> list[int]:
@@ -132,21 +111,13 @@ def _lengths(args: Namespace) -> list[int]:
         return read_lengths(args.lengths_file)
     if args.sample is not None:
         name, seed = parse_sample(args.sample)
-        return sample_lengths(name, args.tokens, seed)
+        return sample_lengths(name, check_tokens(args), seed)
     try:
         return [int(word) for word in args.lengths.split(",")]
     except ValueError:
         raise ValueError(
             f"--lengths is {args.lengths!r}; expected whole numbers, as in 4096,512,512"
         ) from None
-
-
-def _model(name: str | None) -> ModelConfig | None:
-    if name is None:
-        return None
-    if name.endswith(".json"):
-        return from_transformers_config(name)
-    return find_model(name.replace("-", "_"))
 
 
 def _text(result: dict[str, Any]) -> str:

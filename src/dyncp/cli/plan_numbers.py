@@ -4,9 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from dyncp.blocks import Direction
 from dyncp.cost import CostModel, ModelConfig
-from dyncp.plan import Plan, RankPlan
 from dyncp.planner import Candidate
 from dyncp.schedule import Schedule
 from dyncp.simulate import simulate_schedules
@@ -25,8 +23,10 @@ def describe_candidate(
         "solver": candidate.placement.solver,
         "num_blocks": len(candidate.graph.blocks),
         "num_tiles": sum(len(tiles) for tiles in candidate.graph.tiles.values()),
-        "forward": _traffic(candidate, topology, [forward for forward, _ in pairs]),
-        "backward": _traffic(candidate, topology, [backward for _, backward in pairs if backward]),
+        "forward": describe_traffic(candidate, topology, [forward for forward, _ in pairs]),
+        "backward": describe_traffic(
+            candidate, topology, [backward for _, backward in pairs if backward]
+        ),
         "compute_max_over_mean": candidate.balance.compute_max_over_mean,
         "tokens_max_over_mean": candidate.balance.tokens_max_over_mean,
         "balance_reason": candidate.balance.reason,
@@ -34,13 +34,16 @@ def describe_candidate(
             "forward_seconds": simulated.forward_seconds,
             "backward_seconds": simulated.backward_seconds,
             "exposed_seconds": simulated.exposed_seconds,
+            "token_seconds": simulated.token_seconds,
             "step_seconds": simulated.step_seconds,
             "ideal_seconds": simulated.ideal_seconds,
         },
     }
 
 
-def _traffic(candidate: Candidate, topology: Topology, schedules: list[Schedule]) -> dict[str, int]:
+def describe_traffic(
+    candidate: Candidate, topology: Topology, schedules: list[Schedule]
+) -> dict[str, int]:
     """Bytes of one direction over all masks."""
     graph, ranks = candidate.graph, topology.num_ranks
     sent, received = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
@@ -59,34 +62,6 @@ def _traffic(candidate: Candidate, topology: Topology, schedules: list[Schedule]
         "max_rank_recv_bytes": int(received.max()),
         "divisions": max((schedule.num_divisions for schedule in schedules), default=0),
     }
-
-
-def peak_workspace_bytes(plan: Plan) -> int:
-    """Most bytes of workspaces and accumulators on any rank in either direction."""
-    return max(
-        _workspace_bytes(part, name, direction)
-        for part in plan.parts
-        for name, mask in part.masks.items()
-        for direction in Direction
-        if direction is Direction.FORWARD or mask.backward is not None
-    )
-
-
-def _workspace_bytes(part: RankPlan, name: str, direction: Direction) -> int:
-    """Rows of received blocks as they travel, plus an accumulator for every row."""
-    program, shape = part.masks[name].program(direction), part.shape
-    total = 0
-    for g, group in enumerate(part.head_groups):
-        q_rows, k_rows = (int(rows) for rows in program.workspace_rows[:, g])
-        q_width = group.num_kv_heads * shape.q_heads_per_kv_head * shape.head_dim
-        k_width = 2 * group.num_kv_heads * shape.head_dim
-        copies = 1 if direction is Direction.FORWARD else 2  # q, and in backward dO
-        total += (q_rows - part.local_rows) * q_width * shape.item_bytes * copies
-        total += (k_rows - part.local_rows) * k_width * shape.item_bytes
-        total += q_rows * q_width * shape.accumulator_bytes
-        if direction is Direction.BACKWARD:
-            total += k_rows * k_width * shape.accumulator_bytes
-    return total
 
 
 def dump_placement(candidate: Candidate) -> dict[str, Any]:

@@ -4,7 +4,9 @@ from dyncp.blocks import DEFAULT_MASK, ITEM_BYTES, AttentionShape, Direction, He
 from dyncp.plan.codec import PlanDecodeError, decode_part, encode_part
 from dyncp.plan.layout import Layout
 from dyncp.plan.lower import lower
+from dyncp.plan.memory import Memory
 from dyncp.plan.plan import Plan, batch_order, gather_samples
+from dyncp.plan.plan_file import PlanFileError, load_plan, save_plan
 from dyncp.plan.rank_plan import (
     INPUT_SPACE,
     RESULT_SPACE,
@@ -30,12 +32,14 @@ __all__ = [
     "HeadGroup",
     "Layout",
     "MaskPlan",
+    "Memory",
     "Messages",
     "Op",
     "OwnedBlocks",
     "Payload",
     "Plan",
     "PlanDecodeError",
+    "PlanFileError",
     "Program",
     "RankPlan",
     "RankTiles",
@@ -46,5 +50,7 @@ __all__ = [
     "decode_part",
     "encode_part",
     "gather_samples",
+    "load_plan",
     "lower",
+    "save_plan",
 ]

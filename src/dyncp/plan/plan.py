@@ -19,14 +19,21 @@ from dyncp.plan.codec import (
     split_parts,
 )
 from dyncp.plan.draw import draw_parts
+from dyncp.plan.explain import explain_parts
+from dyncp.plan.memory import Memory, measure_memory
 from dyncp.plan.rank_plan import RankPlan
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """One plan for all ranks: `parts[r]` is what rank r runs."""
+    """One plan for all ranks: `parts[r]` is what rank r runs.
+
+    `reasons` says why this plan was chosen. Only the process that planned knows it: it is neither
+    encoded nor part of the digest, and equal plans may differ in it.
+    """
 
     parts: tuple[RankPlan, ...]
+    reasons: str = ""
 
     @staticmethod
     def of(parts: Sequence[RankPlan]) -> "Plan":
@@ -57,6 +64,14 @@ class Plan:
     def total_bytes(self, name: str, direction: Direction, shape: AttentionShape) -> int:
         """Bytes that all ranks together send in one attention call of `shape`."""
         return sum(part.sent_bytes(name, direction, shape) for part in self.parts)
+
+    def memory(self, shape: AttentionShape | None = None) -> Memory:
+        """Workspace bytes of every rank in a call of `shape` (default: the one planned for)."""
+        return measure_memory(self.parts, shape)
+
+    def explain(self) -> str:
+        """What the plan does and costs, in a few lines: see `explain_parts`."""
+        return explain_parts(self.parts, self.reasons)
 
     def gather(self, parts: Sequence[Any]) -> list[Any]:
         """Per-token results of all ranks, back in samples: see `gather_samples`."""

@@ -3,19 +3,25 @@
 Shares no arithmetic with planner, executor and kernels, so that it stays an independent oracle.
 """
 
+from dyncp.verify.compare import Comparison, compare_with_dense, num_scores
 from dyncp.verify.interpret import Interpreted, interpret
 from dyncp.verify.kernel_call import ListedKernelTiles, check_kernel_call
-from dyncp.verify.verify_plan import check_plan, verify_plan
+from dyncp.verify.verify_plan import Verified, check_plan, examine_plan, verify_plan
 from dyncp.verify.violation import INVARIANTS, PlanError, Violation
 
 __all__ = [
     "INVARIANTS",
+    "Comparison",
     "Interpreted",
     "ListedKernelTiles",
     "PlanError",
+    "Verified",
     "Violation",
     "check_kernel_call",
     "check_plan",
+    "compare_with_dense",
+    "examine_plan",
     "interpret",
+    "num_scores",
     "verify_plan",
 ]

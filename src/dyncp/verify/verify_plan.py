@@ -1,5 +1,7 @@
 """verify_plan: the static checks of a whole plan, by symbolic execution of all ranks."""
 
+from dataclasses import dataclass
+
 from dyncp.blocks import Batch, Direction
 from dyncp.plan import Plan
 from dyncp.verify.balance import check_balance
@@ -11,7 +13,22 @@ from dyncp.verify.slots import check_slots, fits
 from dyncp.verify.structure import check_structure, programs_of
 from dyncp.verify.symbolic import run_symbolically
 from dyncp.verify.traffic import check_traffic
-from dyncp.verify.violation import Findings, PlanError, Violation
+from dyncp.verify.violation import INVARIANTS, Findings, PlanError, Violation
+
+# Those that a plan alone can break; kernel calls (6) are derived later.
+OF_PLANS = frozenset(INVARIANTS) - {6}
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What was found, and which invariants were looked at in full: a fault can hide what a later
+    check would need."""
+
+    violations: tuple[Violation, ...]
+    checked: frozenset[int]
+
+    def of(self, invariant: int) -> list[Violation]:
+        return [violation for violation in self.violations if violation.invariant == invariant]
 
 
 def verify_plan(plan: Plan, batch: Batch) -> list[Violation]:
@@ -20,19 +37,26 @@ def verify_plan(plan: Plan, batch: Batch) -> list[Violation]:
     A malformed plan gives violations too, never an exception. Invariant 6 belongs to kernel calls,
     which are derived later: see `check_kernel_call`.
     """
+    return list(examine_plan(plan, batch).violations)
+
+
+def examine_plan(plan: Plan, batch: Batch) -> Verified:
+    """`verify_plan`, with the invariants that it could check."""
     malformed = check_structure(plan)
     if malformed:
-        return malformed
-    findings = Findings()
+        return Verified(tuple(malformed), frozenset())
+    findings, checked = Findings(), OF_PLANS
     check_identity(plan, batch, findings)
     foreign = list(check_batch(plan, batch))
     for sentence in foreign:
         findings.add(1, sentence)
-    if not foreign:
-        check_balance(plan, findings)
-        for name in plan.parts[0].masks:
-            _check_mask(plan, batch, name, findings)
-    return findings.violations()
+    if foreign:
+        return Verified(tuple(findings.violations()), frozenset({8}))
+    check_balance(plan, findings)
+    for name in plan.parts[0].masks:
+        if not _check_mask(plan, batch, name, findings):
+            checked -= {4}
+    return Verified(tuple(findings.violations()), checked)
 
 
 def check_plan(plan: Plan, batch: Batch) -> None:
@@ -42,22 +66,28 @@ def check_plan(plan: Plan, batch: Batch) -> None:
         raise PlanError.of(violations)
 
 
-def _check_mask(plan: Plan, batch: Batch, name: str, findings: Findings) -> None:
+def _check_mask(plan: Plan, batch: Batch, name: str, findings: Findings) -> bool:
+    """False where slots fit so little that the programs were not followed."""
     check_tiles(plan, batch, name, findings)
     for part in plan.parts:
         check_rows(part, batch, name, findings)
     for direction in Direction:
         check_traffic(plan, name, direction, findings)
-    for direction, _ in programs_of(plan.parts[0].masks[name]):
+    followed = [
         _check_direction(plan, name, direction, findings)
+        for direction, _ in programs_of(plan.parts[0].masks[name])
+    ]
+    return all(followed)
 
 
-def _check_direction(plan: Plan, name: str, direction: Direction, findings: Findings) -> None:
+def _check_direction(plan: Plan, name: str, direction: Direction, findings: Findings) -> bool:
     where = f"mask {name!r}, {direction.name.lower()}"
     programs = [part.masks[name].program(direction) for part in plan.parts]
     check_mail(where, programs, findings)
     for part, program in zip(plan.parts, programs, strict=True):
         check_order(f"{where}, rank {part.rank}", program, findings)
         check_slots(where, part, program, findings)
-    if all(fits(part, program) for part, program in zip(plan.parts, programs, strict=True)):
-        run_symbolically(plan, name, direction, findings)
+    if not all(fits(part, program) for part, program in zip(plan.parts, programs, strict=True)):
+        return False
+    run_symbolically(plan, name, direction, findings)
+    return True

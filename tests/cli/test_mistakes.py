@@ -1,0 +1,116 @@
+"""Mistakes in what `plan` and `simulate` are given: one line with what was given and is allowed."""
+
+import pytest
+
+from dyncp.cli import main
+
+BATCH = ["--lengths", "12"]
+
+
+def mistake(capsys, words: list[str]) -> str:
+    """The error line of a command line that must fail without a result."""
+    assert main(words) == 2
+    output = capsys.readouterr()
+    assert not output.out
+    line = output.err.strip().splitlines()[-1]
+    assert line.startswith("dyncp: error: ")
+    return line
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([*BATCH, "--mask", "magic"], "there is no mask 'magic'; choices: causal"),
+        ([*BATCH, "--mask", "sliding_window:window=0"], "window"),
+        ([*BATCH, "--solver", "best"], "solver is 'best'; choose one of bisection"),
+        ([*BATCH, "--solver", "zigzag/cp5"], "5"),
+        ([*BATCH, "--topology", "moon"], "topology preset is 'moon'; choose one of p4de"),
+        ([*BATCH, "--model", "gpt-x"], "model is 'gpt-x'; choose one of llama3_8b"),
+        ([*BATCH, "--model", "/no/config.json"], "/no/config.json cannot be read"),
+        ([*BATCH, "--dtype", "int3"], "dtype is 'int3'; choose one of fp64, fp32, bf16, fp16"),
+        ([*BATCH, "--machines", "0"], "machines is 0; at least 1"),
+        ([*BATCH, "--ranks-per-machine", "0"], "ranks_per_machine is 0; at least 1"),
+        ([*BATCH, "--q-heads", "0"], "q_heads is 0; at least 1"),
+        ([*BATCH, "--kv-heads", "3"], "kv_heads=3 does not divide q_heads=8"),
+        ([*BATCH, "--head-groups", "3"], "head_groups is 3; allowed are 1 to 2"),
+        ([*BATCH, "--head-groups", "0"], "head_groups is 0; at least 1"),
+        ([*BATCH, "--divisions", "1"], "divisions is 1; at least 2"),
+        ([*BATCH, "--block-size", "0"], "block_size is 0; at least 1"),
+        ([*BATCH, "--compute-tolerance", "-1"], "compute_tolerance is -1.0; allowed are numbers"),
+        ([*BATCH, "--token-tolerance", "-0.1"], "token_tolerance is -0.1; allowed are numbers"),
+        ([*BATCH, "--compute-tolerance", "nan"], "compute_tolerance is nan"),
+        (["--sample", "nobody:1"], "length distribution is 'nobody'; choose one of training_doc"),
+        (["--sample", "ldc:x"], "sample is 'ldc:x'; write NAME or NAME:SEED"),
+        (["--sample", "ldc:0", "--tokens", "0"], "--tokens is 0; a batch needs at least 1"),
+        (["--lengths", "12,x"], "--lengths is '12,x'; expected whole numbers, as in 4096,512"),
+        (["--lengths", ""], "--lengths is ''; expected whole numbers"),
+        (["--lengths", "12,0"], "a sequence of 0 tokens was given; allowed is at least 1"),
+        (["--lengths", "-5"], "a sequence of -5 tokens was given; allowed is at least 1"),
+        (["--lengths-file", "/no/lengths.txt"], "/no/lengths.txt cannot be read"),
+    ],
+)
+def test_plan_names_the_mistake_and_the_choices(capsys, words, message):
+    assert message in mistake(capsys, ["plan", *words])
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("12\n\nlong\n7\n", "lengths.txt, line 3: 'long' is no length; integers from 1 on are"),
+        ("12\n0\n", "lengths.txt, line 2: 0 is no length"),
+        ("12\n3.5\n", "lengths.txt, line 2: '3.5' is no length"),
+        ("[12, true]", "lengths.txt, entry 2: True is no length"),
+        ("[12,\n 7", "lengths.txt, line 2: not a JSON list"),
+        ("", "lengths.txt has no lengths; at least one is needed"),
+        ("\n \n", "lengths.txt has no lengths"),
+        ("[]", "lengths.txt has no lengths"),
+    ],
+)
+def test_a_junk_lengths_file_is_named_with_the_place(capsys, tmp_path, command, text, message):
+    path = tmp_path / "lengths.txt"
+    path.write_text(text)
+    assert message in mistake(capsys, [command, "--lengths-file", str(path)])
+
+
+def test_a_lengths_file_that_is_no_text_is_refused(capsys, tmp_path):
+    path = tmp_path / "lengths.bin"
+    path.write_bytes(b"\xff\xfe\x00\x81")
+    assert "lengths.bin is not text" in mistake(capsys, ["plan", "--lengths-file", str(path)])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--batches", "0"], "--batches is 0; at least 1 is needed"),
+        (["--tokens", "-3"], "--tokens is -3; a batch needs at least 1"),
+        (["--methods", "zigzag,best"], "--methods names 'best'; choose from ring, zigzag"),
+        (["--methods", ""], "--methods names ''; choose from ring, zigzag"),
+        (["--bandwidth", "0"], "--bandwidth is 0.0; allowed are numbers above 0"),
+        (["--latency", "-1"], "--latency is -1.0; allowed are numbers from 0 on"),
+        (["--jitter", "1"], "--jitter is 1.0; allowed are shares from 0 to below 1"),
+        (["--solver", "best"], "solver is 'best'; choose one of bisection"),
+        (["--mask", "magic"], "there is no mask 'magic'"),
+        (["--topology", "moon"], "choose one of p4de"),
+        (["--machines", "0"], "machines is 0"),
+        (["--kv-heads", "3"], "kv_heads=3 does not divide q_heads=8"),
+    ],
+)
+def test_simulate_names_the_mistake_and_the_choices(capsys, words, message):
+    assert message in mistake(capsys, ["simulate", "--sample", "ldc:0", *words])
+
+
+def test_a_document_longer_than_a_batch_is_refused_with_a_way_out(capsys, tmp_path):
+    path = tmp_path / "lengths.txt"
+    path.write_text("100\n900\n")
+    line = mistake(capsys, ["simulate", "--lengths-file", str(path), "--tokens", "512"])
+    assert "document 2 has 900 tokens, a batch at most 512; raise --tokens" in line
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_lengths_have_to_come_from_one_place(capsys, command):
+    for words in ([], ["--sample", "ldc:0", "--lengths-file", "lengths.txt"]):
+        with pytest.raises(SystemExit) as stopped:
+            main([command, *words])
+        assert stopped.value.code == 2
+        assert "--lengths-file" in capsys.readouterr().err

@@ -1,0 +1,114 @@
+"""Plan files: what is saved comes back, and anything else is refused with its reason."""
+
+import hashlib
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from cases import Case, cases
+from dyncp import Batch, Plan, PlannerConfig, Topology, masks, plan_batch
+from dyncp.plan import PlanFileError, load_plan, save_plan
+from dyncp.plan.plan_file import _HEAD, MAGIC, VERSION, decode_plan_file, encode_plan_file
+from dyncp.verify import verify_plan
+
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
+
+
+def small() -> tuple[Plan, Batch]:
+    chosen = [
+        {"default": masks.causal(60), "local": masks.sliding_window(60, window=7)},
+        {"default": masks.full(9), "local": masks.lambda_shaped(9, sinks=1, window=2)},
+    ]
+    batch = Batch.of(chosen, sample_ids=[17, 4])
+    return plan_batch(batch, Topology(1, 3), config=PlannerConfig(block_size=8)), batch
+
+
+def reseal(data: bytes) -> bytes:
+    """The same file with a checksum that fits its body."""
+    body = data[_HEAD.size :]
+    return _HEAD.pack(MAGIC, VERSION, hashlib.blake2b(body, digest_size=16).digest()) + body
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
+@given(case=cases())
+def test_plan_and_batch_come_back(case: Case):
+    plan, batch = decode_plan_file(encode_plan_file(case.plan, case.batch))
+    assert plan == case.plan
+    assert batch == case.batch
+    assert batch.fingerprint == case.batch.fingerprint
+
+
+def test_a_file_keeps_sample_ids_names_positions_and_targets(tmp_path):
+    """The shared question has positions and targets of its own."""
+    shared = masks.shared_question(40, question=10, answers=[15, 15])
+    batch = Batch.of([shared, masks.causal(20)], sample_ids=[5, 2])
+    plan = plan_batch(batch, Topology(1, 2))
+    save_plan(tmp_path / "a.plan", plan, batch)
+    loaded, back = load_plan(tmp_path / "a.plan")
+    assert loaded == plan
+    assert back.sample_ids == (5, 2)
+    assert [mask.name for mask in back.masks["default"]] == [shared.name, "causal"]
+    assert np.array_equal(back.masks["default"][0].positions, shared.positions)
+    assert np.array_equal(back.masks["default"][0].targets, shared.targets)
+    assert back.masks["default"][1].positions is None
+    assert verify_plan(loaded, back) == []
+
+
+def test_masks_take_little_room():
+    batch = Batch.of([masks.lambda_shaped(n) for n in (60_000, 5_000)])
+    plan = plan_batch(batch, Topology(1, 2))
+    assert len(encode_plan_file(plan, batch)) - len(plan.encode()) < 1000
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda _: b"", "starts with b''"),
+        (lambda _: b"PK\x03\x04" + bytes(100), "a plan file with b'DYNCPFIL'"),
+        (lambda data: data[:20], "20 bytes, its head takes 28: truncated"),
+        (lambda data: data[:-1], "checksum: truncated or changed"),
+        (lambda data: data + b"x", "checksum: truncated or changed"),
+        (lambda data: data[:8] + b"\x09" + data[9:], "version 9; this dyncp reads version 1"),
+        (lambda _: small()[0].encode(), "a plan without its batch; write it with `dyncp plan"),
+        (lambda data: reseal(data[:-3]), "truncated"),
+        (lambda data: reseal(data[: _HEAD.size + 200]), "bytes too late"),
+        (lambda data: reseal(data[: _HEAD.size] + bytes(50)), "its batch is malformed"),
+        (lambda data: reseal(data.replace(b'"lengths":[60,9]', b'"lengths":[60,0]')), "lengths"),
+        (lambda data: reseal(data.replace(b'"lengths":[60,9]', b'"lengths":[61,8]')), "malformed"),
+        (lambda data: reseal(data.replace(b'"lengths":[60,9]', b'"lengths":[6,90]')), "runs of"),
+        (lambda data: reseal(data.replace(b'"sample_ids"', b'"sample_idz"')), "sample_ids"),
+    ],
+)
+def test_anything_else_is_refused_with_file_and_reason(tmp_path, change, message):
+    path = tmp_path / "broken.plan"
+    path.write_bytes(change(encode_plan_file(*small())))
+    with pytest.raises(PlanFileError) as refused:
+        load_plan(path)
+    assert "broken.plan: " in str(refused.value)
+    assert message in str(refused.value)
+
+
+def test_mutated_files_never_raise_anything_but_value_errors():
+    """With a right checksum, so that what is behind it is reached."""
+    data, rng, decoded = encode_plan_file(*small()), np.random.default_rng(0), 0
+    end = data.index(b"DYNCPPLN")
+    for _ in range(1000):
+        changed = bytearray(data)
+        at = int(rng.integers(_HEAD.size, end))
+        changed[at] = int(rng.integers(256))
+        try:
+            decode_plan_file(reseal(bytes(changed)))
+        except ValueError:
+            continue
+        decoded += 1
+    assert decoded < 500  # most changes break a run or the header
+
+
+def test_files_that_are_not_there_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"none\.plan cannot be read: No such file"):
+        load_plan(tmp_path / "none.plan")
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_plan(tmp_path)
+    with pytest.raises(ValueError, match="cannot be written"):
+        save_plan(tmp_path, *small())
