@@ -1,6 +1,7 @@
 """Third stage: blocks and tiles get ranks."""
 
 from dyncp.placement.bisection import bisection, bisection_bytes
+from dyncp.placement.hypergraph import hypergraph
 from dyncp.placement.placement import (
     Balance,
     Limits,
@@ -23,7 +24,7 @@ from dyncp.placement.whole_documents import whole_documents
 
 SOLVERS = {
     solver.name: solver
-    for solver in (bisection, bisection_bytes, whole_documents, *STATIC_SOLVERS, random)
+    for solver in (bisection, bisection_bytes, hypergraph, whole_documents, *STATIC_SOLVERS, random)
 }
 
 
