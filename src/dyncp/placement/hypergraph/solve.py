@@ -15,7 +15,7 @@ from dyncp.topology import Topology
 # Limits where the user sets none, as for bisection.
 COMPUTE_TOLERANCE, TOKEN_TOLERANCE = 0.1, 0.2
 # How much of a vertex's weight is work, the rest being tokens. The best of the three moves 9 %
-# fewer bytes than the first alone, over 18 batches on 32 ranks.
+# fewer bytes than the first alone, over 18 batches on 32 ranks (links alike).
 WORK_SHARES = (1.0, 0.75, 0.5)
 # From this many tiles on, one split has to do: 33,000 take 5 s.
 MANY_TILES = 10_000
