@@ -9,6 +9,7 @@ READY := $(VENV)/.ready
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,lint]'
+	-$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[hypergraph]'  # not on all platforms
 	touch $(READY)
 
 demo: $(READY)  ## train a small decoder on 4 CPU processes and compare with one process

@@ -1,6 +1,7 @@
 """Third stage: blocks and tiles get ranks."""
 
 from dyncp.placement.bisection import bisection, bisection_bytes
+from dyncp.placement.hypergraph import hypergraph
 from dyncp.placement.placement import (
     Balance,
     Limits,
@@ -28,6 +29,7 @@ SOLVERS = {
         bisection,
         bisection_bytes,
         rows,
+        hypergraph,
         whole_documents,
         *STATIC_SOLVERS,
         random,
