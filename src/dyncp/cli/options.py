@@ -8,14 +8,12 @@ from dyncp import masks
 from dyncp.blocks import ITEM_BYTES, AttentionShape, Batch
 from dyncp.cost import MODELS, CostModel, ModelConfig, find_model, find_profile
 from dyncp.cost import from_transformers_config as read_model
-from dyncp.placement import Limits
-from dyncp.planner import PlannerConfig
+from dyncp.placement import DEFAULT_TOLERANCES, Limits
+from dyncp.planner import AUTO, EFFORTS, MODEL_TOKEN_TOLERANCE, OBJECTIVES, PlannerConfig
 from dyncp.samplers import NAMES
 from dyncp.topology import PRESETS, Topology, preset
 
-COMPUTE_TOLERANCE, TOKEN_TOLERANCE = 0.1, 0.2
-# The rank with most tokens sets the time of all per-token work, most of an 8B model's step.
-MODEL_TOKEN_TOLERANCE = 0.05
+COMPUTE_TOLERANCE, TOKEN_TOLERANCE = DEFAULT_TOLERANCES
 
 
 def add_lengths_options(parser: ArgumentParser, *, listed: bool) -> None:
@@ -58,12 +56,48 @@ def add_attention_options(parser: ArgumentParser) -> None:
     parser.add_argument("--model", help="llama3-8b or a config.json: adds the per-token work")
 
 
-def add_solver_option(parser: ArgumentParser) -> None:
+def add_solver_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--solver",
-        default=PlannerConfig().solver,
-        help="a name, a static method with degrees (zigzag/cp8), or auto: the shortest simulated "
-        "step of all (default %(default)s)",
+        default=AUTO,
+        help="a name, a static method with degrees (zigzag/cp8), or auto: the best of all "
+        "(default %(default)s)",
+    )
+    parser.add_argument(
+        "--effort", default="fast", help=f"{' or '.join(EFFORTS)} (default %(default)s)"
+    )
+    parser.add_argument(
+        "--objective",
+        default="time",
+        help=f"what auto goes by: {' or '.join(OBJECTIVES)} (default %(default)s)",
+    )
+    parser.add_argument(
+        "--head-groups",
+        type=_count_or_auto,
+        default=1,
+        metavar="N|auto",
+        help="groups of kv heads that are planned apart (default %(default)s)",
+    )
+    parser.add_argument(
+        "--divisions",
+        type=_count_or_auto,
+        metavar="N|auto",
+        help="most steps in which inputs come (default: tried out)",
+    )
+
+
+def _count_or_auto(text: str) -> int | None:
+    return None if text == "auto" else int(text)
+
+
+def config_of(args: Namespace) -> PlannerConfig:
+    return PlannerConfig(
+        solver=args.solver,
+        effort=args.effort,
+        objective=args.objective,
+        head_groups=args.head_groups,
+        divisions=args.divisions,
+        limits=limits_of(args),
     )
 
 
@@ -71,14 +105,14 @@ def add_limit_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--compute-tolerance",
         type=float,
-        default=COMPUTE_TOLERANCE,
-        help="share by which the fullest rank may exceed the mean (default %(default)s)",
+        help="share by which the fullest rank may exceed the mean (default: about "
+        f"{COMPUTE_TOLERANCE}, and more only where that makes the step shorter)",
     )
     parser.add_argument(
         "--token-tolerance",
         type=float,
-        help=f"the same for tokens: default {MODEL_TOKEN_TOLERANCE} with --model, where tokens "
-        f"cost time; else {TOKEN_TOLERANCE}",
+        help=f"the same for tokens (default: about {MODEL_TOKEN_TOLERANCE} with --model, where "
+        f"tokens cost time; else {TOKEN_TOLERANCE})",
     )
 
 
@@ -92,10 +126,9 @@ def cost_of(args: Namespace) -> CostModel:
 
 
 def limits_of(args: Namespace) -> Limits:
-    tokens = args.token_tolerance
-    if tokens is None:
-        tokens = TOKEN_TOLERANCE if args.model is None else MODEL_TOKEN_TOLERANCE
-    return Limits(args.compute_tolerance, tokens)
+    """Those asked for; fewest bytes need limits in any case."""
+    limits = Limits(args.compute_tolerance, args.token_tolerance)
+    return Limits(*limits.tolerances.tolist()) if args.objective == "bytes" else limits
 
 
 def model_of(args: Namespace) -> ModelConfig | None:

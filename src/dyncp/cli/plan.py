@@ -2,6 +2,7 @@
 
 import json
 from argparse import ArgumentParser, Namespace
+from dataclasses import replace
 from pathlib import Path
 from time import process_time
 from typing import Any
@@ -12,19 +13,19 @@ from dyncp.cli.options import (
     add_cluster_options,
     add_lengths_options,
     add_limit_options,
-    add_solver_option,
+    add_solver_options,
     check_tokens,
+    config_of,
     cost_of,
-    limits_of,
     make_batch,
     model_of,
     topology_of,
 )
 from dyncp.cli.plan_numbers import describe_candidate, dump_placement
 from dyncp.cli.progress import Progress
-from dyncp.placement import find_solver, static_candidates
+from dyncp.placement import static_candidates
 from dyncp.plan import save_plan
-from dyncp.planner import AUTO, Candidate, PlannerConfig, make_candidate, search
+from dyncp.planner import Choice, PlannerConfig, Task, choose, lower_choice
 from dyncp.samplers import parse_sample, read_lengths, sample_lengths
 
 
@@ -34,9 +35,7 @@ def add_options(parser: ArgumentParser) -> None:
     add_cluster_options(parser)
     add_attention_options(parser)
     parser.add_argument("--block-size", type=int, help="tokens (default: chosen per sequence)")
-    parser.add_argument("--head-groups", type=int, default=1)
-    add_solver_option(parser)
-    parser.add_argument("--divisions", type=int, default=PlannerConfig().divisions)
+    add_solver_options(parser)
     add_limit_options(parser)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compare", action="store_true", help="plan with the static methods too")
@@ -51,34 +50,26 @@ def run(args: Namespace) -> int:
     progress = Progress()
     progress.say(f"planning {batch.num_tokens:,} tokens for {topology.num_ranks} ranks ...")
 
-    def choose() -> tuple[Candidate, str]:
-        if config.solver != AUTO:
-            solver = find_solver(config.solver)
-            return make_candidate(solver, batch, topology, shape, config), ""
-        choice = search(batch, topology, shape, config, cost, model)
-        return choice.candidate, choice.explain()
-
-    choose()  # warms up: compiled code, caches
+    choose(Task.of(batch, topology, shape, config, cost, model))  # warms up: compiled code
     start = process_time()
-    candidate, why = choose()
-    result = _lower(args, candidate, config, start) | {"why": why}
-    result = describe_candidate(candidate, topology, cost, model) | result
+    task = Task.of(batch, topology, shape, config, cost, model)
+    choice = choose(task)
+    result = _lower(args, task, choice, start) | {"why": choice.explain()}
+    result = describe_candidate(choice.candidate, task) | result
     if args.compare:
         result["baselines"] = {}
         for static in static_candidates(batch.lengths, shape, topology):
             progress.say(f"comparing with {static.name} ...")
-            other = make_candidate(static, batch, topology, shape, config)
-            result["baselines"][static.name] = describe_candidate(other, topology, cost, model)
+            other = task.schedule(task.place(static))
+            result["baselines"][static.name] = describe_candidate(other, task)
     print(json.dumps(result) if args.json else _text(result))
     return 0
 
 
-def _lower(
-    args: Namespace, candidate: Candidate, config: PlannerConfig, start: float
-) -> dict[str, Any]:
-    """Lowers the candidate; planning began at process time `start`."""
-    before = process_time()
-    plan = candidate.lower(config.layout)
+def _lower(args: Namespace, task: Task, choice: Choice, start: float) -> dict[str, Any]:
+    """Lowers the choice; planning began at process time `start`."""
+    before, candidate = process_time(), choice.candidate
+    plan = lower_choice(task, choice)
     end = process_time()
     seconds = dict(candidate.cpu_seconds) | {"lower": end - before, "total": end - start}
     if args.save:
@@ -96,14 +87,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _config(args: Namespace) -> PlannerConfig:
-    return PlannerConfig(
-        solver=args.solver,
-        block_size=args.block_size,
-        head_groups=args.head_groups,
-        divisions=args.divisions,
-        seed=args.seed,
-        limits=limits_of(args),
-    )
+    return replace(config_of(args), block_size=args.block_size, seed=args.seed)
 
 
 def _lengths(args: Namespace) -> list[int]:

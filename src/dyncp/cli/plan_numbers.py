@@ -4,20 +4,14 @@ from typing import Any
 
 import numpy as np
 
-from dyncp.cost import CostModel, ModelConfig
-from dyncp.planner import Candidate
+from dyncp.planner import Candidate, Task
 from dyncp.schedule import Schedule
-from dyncp.simulate import simulate_schedules
 from dyncp.topology import Topology
 
 
-def describe_candidate(
-    candidate: Candidate, topology: Topology, cost: CostModel, model: ModelConfig | None
-) -> dict[str, Any]:
+def describe_candidate(candidate: Candidate, task: Task) -> dict[str, Any]:
     """Solver, sizes, traffic, balance and simulated times."""
-    simulated = simulate_schedules(
-        candidate.graph, candidate.placement, candidate.schedules, topology, cost, model=model
-    )
+    simulated, topology = task.simulate(candidate), task.topology
     pairs = list(candidate.schedules.values())
     return {
         "solver": candidate.placement.solver,

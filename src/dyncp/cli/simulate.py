@@ -2,7 +2,7 @@
 
 import json
 from argparse import ArgumentParser, Namespace
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from dyncp.cli.command import Command
@@ -11,9 +11,9 @@ from dyncp.cli.options import (
     add_cluster_options,
     add_lengths_options,
     add_limit_options,
-    add_solver_option,
+    add_solver_options,
+    config_of,
     cost_of,
-    limits_of,
     make_batch,
     model_of,
     topology_of,
@@ -23,7 +23,6 @@ from dyncp.cli.simulate_batches import Lengths, find_lengths
 from dyncp.cli.simulate_methods import STATIC_METHODS, Outcome, Setting, run_batch
 from dyncp.cli.simulate_summary import summarise, verdict
 from dyncp.cli.simulate_table import draw_table
-from dyncp.planner import PlannerConfig
 from dyncp.topology import Topology
 
 
@@ -52,7 +51,7 @@ def add_options(parser: ArgumentParser) -> None:
         "--jitter", type=float, default=0.0, help="ranks are up to this share slower, at random"
     )
     add_attention_options(parser)
-    add_solver_option(parser)
+    add_solver_options(parser)
     parser.add_argument(
         "--methods",
         default=",".join(STATIC_METHODS),
@@ -87,8 +86,11 @@ def run(args: Namespace) -> int:
 
 
 def _setting(args: Namespace) -> Setting:
-    config = PlannerConfig(solver=args.solver, seed=args.seed, limits=limits_of(args))
-    return Setting(_topology(args), cost_of(args), model_of(args), config, _methods(args.methods))
+    config = replace(config_of(args), seed=args.seed)
+    planned = _topology(args)
+    topology = planned.jittered(args.jitter, args.seed) if args.jitter else planned
+    methods = _methods(args.methods)
+    return Setting(planned, topology, cost_of(args), model_of(args), config, methods)
 
 
 def _topology(args: Namespace) -> Topology:
@@ -99,7 +101,7 @@ def _topology(args: Namespace) -> Topology:
     topology = topology_of(args).scaled(args.bandwidth, args.latency)
     if not 0 <= args.jitter < 1:
         raise ValueError(f"--jitter is {args.jitter}; allowed are shares from 0 to below 1")
-    return topology.jittered(args.jitter, args.seed) if args.jitter else topology
+    return topology
 
 
 def _methods(text: str) -> tuple[str, ...]:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from dyncp.blocks import Batch
 from dyncp.cli.plan_numbers import describe_traffic
 from dyncp.cost import CostModel, ModelConfig
-from dyncp.placement import Solver, find_solver, static_candidates
+from dyncp.placement import static_candidates
 from dyncp.placement.static import STATIC_SOLVERS
-from dyncp.planner import AUTO, Candidate, PlannerConfig, make_candidate, search
+from dyncp.planner import Candidate, PlannerConfig, Task, choose
 from dyncp.simulate import simulate_schedules
 from dyncp.topology import Topology
 
@@ -18,8 +18,9 @@ STATIC_METHODS = tuple(solver.name for solver in STATIC_SOLVERS)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What batches are planned and simulated for."""
+    """What batches are planned for (`planned`) and run on (`topology`, whose ranks may jitter)."""
 
+    planned: Topology
     topology: Topology
     cost: CostModel
     model: ModelConfig | None
@@ -52,31 +53,23 @@ class Outcome:
 def run_batch(batch: Batch, setting: Setting, tell: Callable[[str], None]) -> dict[str, Outcome]:
     """Every method's outcome, ours first. `tell` hears what is being planned."""
     tell(setting.config.solver)
-    ours = _plan_ours(batch, setting)
+    task = Task.of(
+        batch, setting.planned, setting.cost.shape, setting.config, setting.cost, setting.model
+    )
+    ours = choose(task).candidate
     best = {OURS: (_outcome(ours, setting), ours)}
     solvers = static_candidates(
         batch.lengths, setting.cost.shape, setting.topology, setting.methods
     )
     for index, solver in enumerate(solvers):
         tell(solver.name)
-        candidate = _plan(solver, batch, setting)
+        candidate = task.schedule(task.place(solver))
         outcome = _outcome(candidate, setting)
         # The first is data parallelism alone, which is one of every method's splits.
         for method in setting.methods if index == 0 else [solver.name.partition("/")[0]]:
             if method not in best or outcome.step_seconds < best[method][0].step_seconds:
                 best[method] = (outcome, candidate)
     return {method: _with_workspace(*found, setting) for method, found in best.items()}
-
-
-def _plan_ours(batch: Batch, setting: Setting) -> Candidate:
-    config, cost = setting.config, setting.cost
-    if config.solver != AUTO:
-        return _plan(find_solver(config.solver), batch, setting)
-    return search(batch, setting.topology, cost.shape, config, cost, setting.model).candidate
-
-
-def _plan(solver: Solver, batch: Batch, setting: Setting) -> Candidate:
-    return make_candidate(solver, batch, setting.topology, setting.cost.shape, setting.config)
 
 
 def _with_workspace(outcome: Outcome, candidate: Candidate, setting: Setting) -> Outcome:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -80,10 +81,8 @@ class CostModel:
 
     def graph_tile_seconds(self, graph: BlockGraph, name: str, direction: Direction) -> Float64:
         """Seconds of every tile of mask `name`."""
-        tiles, tokens = graph.tiles[name], graph.blocks.tokens
-        heads = self.heads_of(self.groups_for(graph.shape, graph.head_groups))
-        rows, keys = tokens[tiles.q_block], tokens[tiles.k_block]
-        return self.tile_seconds(tiles.pairs, rows, keys, heads[tiles.head_group], direction)
+        flops = self.flops(_graph_area(self, graph, name), 1, direction)
+        return flops / self.attention_rate(direction)
 
     def groups_for(
         self, planned: AttentionShape, groups: tuple[HeadGroup, ...]
@@ -97,3 +96,13 @@ class CostModel:
                 f"kv_heads={planned.kv_heads}; give CostModel the shape of the plan"
             )
         return groups
+
+
+@lru_cache(maxsize=2)  # both directions are asked for, by scheduler and simulator
+def _graph_area(cost: CostModel, graph: BlockGraph, name: str) -> Float64:
+    """Kernel area × q heads of every tile."""
+    tiles, tokens = graph.tiles[name], graph.blocks.tokens
+    heads = cost.heads_of(cost.groups_for(graph.shape, graph.head_groups))
+    rows, keys = tokens[tiles.q_block], tokens[tiles.k_block]
+    area: Float64 = cost.kernel_area(tiles.pairs, rows, keys) * heads[tiles.head_group]
+    return area

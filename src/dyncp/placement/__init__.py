@@ -3,6 +3,7 @@
 from dyncp.placement.bisection import bisection, bisection_bytes
 from dyncp.placement.hypergraph import hypergraph
 from dyncp.placement.placement import (
+    DEFAULT_TOLERANCES,
     Balance,
     Limits,
     Placement,
@@ -16,9 +17,12 @@ from dyncp.placement.rows import rows
 from dyncp.placement.solver import Solver
 from dyncp.placement.static import (
     STATIC_SOLVERS,
+    Bound,
+    StaticBounds,
     hybrid_with_budget,
     static_candidates,
     static_solver,
+    whole_rows,
     with_degree,
 )
 from dyncp.placement.whole_documents import whole_documents
@@ -47,12 +51,15 @@ def find_solver(name: str) -> Solver:
 
 
 __all__ = [
+    "DEFAULT_TOLERANCES",
     "SOLVERS",
     "Balance",
+    "Bound",
     "Limits",
     "Placement",
     "RemoteUses",
     "Solver",
+    "StaticBounds",
     "Traffic",
     "check_placement",
     "find_remote_uses",
@@ -61,5 +68,6 @@ __all__ = [
     "measure_balance",
     "minimal_bytes",
     "static_candidates",
+    "whole_rows",
     "with_degree",
 ]

@@ -8,6 +8,7 @@ import numpy as np
 from dyncp.arrays import Float64, Int32, Int64, frozen
 from dyncp.blocks import BlockGraph
 
+_ROUNDING = 1e-9
 # Compute and tokens.
 DEFAULT_TOLERANCES = (0.1, 0.2)
 
@@ -24,6 +25,15 @@ class Limits:
             value = getattr(self, field)
             if value is not None and not value >= 0:
                 raise ValueError(f"{field} is {value}; allowed are numbers from 0 on, or None")
+
+    def missed(self, compute: float, tokens: float) -> float:
+        """By how much these shares of the mean exceed the limits, in all."""
+        pairs = ((compute, self.compute_tolerance), (tokens, self.token_tolerance))
+        return sum(
+            max(0.0, share - 1 - tolerance - _ROUNDING)
+            for share, tolerance in pairs
+            if tolerance is not None
+        )
 
     @property
     def tolerances(self) -> Float64:
@@ -91,6 +101,11 @@ class Balance:
     limits: Limits
     reason: str = ""
 
+    @property
+    def missed(self) -> float:
+        """By how much the limits are missed; 0 where they are kept."""
+        return self.limits.missed(self.compute_max_over_mean, self.tokens_max_over_mean)
+
 
 def check_placement(graph: BlockGraph, placement: Placement) -> None:
     """Raises ValueError unless the placement is a total map of this graph onto its ranks."""
@@ -114,18 +129,22 @@ def check_placement(graph: BlockGraph, placement: Placement) -> None:
             )
 
 
-def measure_balance(graph: BlockGraph, placement: Placement, limits: Limits) -> Balance:
-    """Balance of compute (pairs × q heads over all masks) and of tokens."""
-    work = np.zeros(placement.num_ranks, np.int64)
+def measure_balance(
+    graph: BlockGraph, placement: Placement, limits: Limits, speeds: Float64 | None = None
+) -> Balance:
+    """Balance of compute (pairs × q heads over all masks) and of tokens. Where ranks have different
+    `speeds`, a rank's fair share of compute is in proportion to its speed."""
+    work = np.zeros(placement.num_ranks)
     for name in graph.tiles:
-        np.add.at(work, placement.tile_rank[name], graph.tile_work(name))
-    tokens = np.zeros(placement.num_ranks, np.int64)
-    np.add.at(tokens, placement.block_rank, graph.blocks.tokens)
-    compute, token = _max_over_mean(work), _max_over_mean(tokens)
+        work += np.bincount(placement.tile_rank[name], graph.tile_work(name), placement.num_ranks)
+    tokens = np.bincount(placement.block_rank, graph.blocks.tokens, placement.num_ranks)
+    if speeds is not None:
+        work *= speeds.sum() / len(speeds) / speeds
+    compute, token = _max_over_mean(work), _max_over_mean(tokens.astype(np.float64))
     return Balance(compute, token, limits, _excess(placement.solver, compute, token, limits))
 
 
-def _max_over_mean(load: Int64) -> float:
+def _max_over_mean(load: Float64) -> float:
     return float(load.max() / load.mean()) if load.any() else 1.0
 
 

@@ -1,19 +1,28 @@
 """Chains the planning stages."""
 
-from dyncp.planner.candidate import Candidate, Placed, make_candidate, place_batch
-from dyncp.planner.config import AUTO, PlannerConfig
-from dyncp.planner.plan_batch import plan_batch, plan_with
-from dyncp.planner.search import Choice, search
+from dyncp.planner.candidate import Candidate, Cut, Placed, place_batch
+from dyncp.planner.config import AUTO, EFFORTS, OBJECTIVES, PlannerConfig
+from dyncp.planner.plan_batch import choose, lower_choice, plan_batch, plan_with
+from dyncp.planner.search import Choice, search, search_divisions
+from dyncp.planner.task import MODEL_TOKEN_TOLERANCE, Task, default_cost
 
 __all__ = [
     "AUTO",
+    "EFFORTS",
+    "MODEL_TOKEN_TOLERANCE",
+    "OBJECTIVES",
     "Candidate",
     "Choice",
+    "Cut",
     "Placed",
     "PlannerConfig",
-    "make_candidate",
+    "Task",
+    "choose",
+    "default_cost",
+    "lower_choice",
     "place_batch",
     "plan_batch",
     "plan_with",
     "search",
+    "search_divisions",
 ]

@@ -8,11 +8,25 @@ import numpy as np
 
 from dyncp.arrays import Int64
 from dyncp.blocks import AttentionShape, Batch, BlockGraph, Direction, build_graph
-from dyncp.placement import Balance, Placement, Solver, check_placement, measure_balance
+from dyncp.placement import Balance, Limits, Placement, Solver, check_placement, measure_balance
 from dyncp.plan import Layout, Plan, lower
-from dyncp.planner.config import PlannerConfig
 from dyncp.schedule import BUILDERS, Pace, Schedule
 from dyncp.topology import Topology
+
+# Most steps in which inputs come, where the planner is not told.
+DIVISIONS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a batch is cut: `block_size` None leaves it to the solver."""
+
+    block_size: int | None = None
+    head_groups: int = 1
+
+
+# By block sizes and number of head groups.
+Graphs = dict[tuple[bytes, int], BlockGraph]
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,63 +38,82 @@ class Placed:
     balance: Balance
     cpu_seconds: Mapping[str, float]
 
-    def schedule(self, config: PlannerConfig, pace: "Pace | None" = None) -> "Candidate":
+    def schedule(
+        self, divisions: int | None, pace: Pace, *, forward_only: bool = False
+    ) -> "Candidate":
         start = process_time()
-        build = BUILDERS[self.placement.pattern]
-        schedules = {}
+        build, schedules = BUILDERS[self.placement.pattern], {}
         for name in self.graph.tiles:
             forward, backward = (
                 None
-                if direction is Direction.BACKWARD and config.forward_only
-                else build(self.graph, self.placement, name, direction, config.divisions, pace)
+                if direction is Direction.BACKWARD and forward_only
+                else build(
+                    self.graph, self.placement, name, direction, divisions or DIVISIONS, pace
+                )
                 for direction in Direction
             )
             assert forward is not None
             schedules[name] = (forward, backward)
         seconds = dict(self.cpu_seconds) | {"schedule": process_time() - start}
-        return Candidate(self.graph, self.placement, schedules, self.balance, seconds)
+        return Candidate(self, schedules, seconds)
 
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
     """A placed batch with its schedules: what simulation needs to know of a plan."""
 
-    graph: BlockGraph
-    placement: Placement
+    placed: Placed
     schedules: Mapping[str, tuple[Schedule, Schedule | None]]
-    balance: Balance
     cpu_seconds: Mapping[str, float]
+
+    @property
+    def graph(self) -> BlockGraph:
+        return self.placed.graph
+
+    @property
+    def placement(self) -> Placement:
+        return self.placed.placement
+
+    @property
+    def balance(self) -> Balance:
+        return self.placed.balance
 
     def lower(self, layout: Layout) -> Plan:
         return lower(self.graph, self.placement, self.schedules, self.balance, layout)
 
 
 def place_batch(
-    solver: Solver, batch: Batch, topology: Topology, shape: AttentionShape, config: PlannerConfig
+    solver: Solver,
+    batch: Batch,
+    topology: Topology,
+    shape: AttentionShape,
+    limits: Limits,
+    *,
+    cut: Cut | None = None,
+    seed: int = 0,
+    graphs: Graphs | None = None,
 ) -> Placed:
-    """Cuts and places a batch. A method that splits heads says itself into how many groups."""
+    """Cuts and places a batch. A method that splits heads says itself into how many groups.
+    `graphs` remembers how the batch was cut before."""
+    cut, graphs = cut or Cut(), {} if graphs is None else graphs
     marks = [process_time()]
     solver = solver.fitted(shape, topology)
-    sizes = _block_sizes(batch, topology, solver, config)
-    head_groups = config.head_groups if solver.head_groups is None else solver.head_groups
-    graph = build_graph(batch, shape, sizes.tolist(), head_groups)
+    sizes = _block_sizes(batch, topology, solver, cut)
+    head_groups = cut.head_groups if solver.head_groups is None else solver.head_groups
+    key = (sizes.tobytes(), head_groups)
+    if key not in graphs:
+        graphs[key] = build_graph(batch, shape, sizes.tolist(), head_groups)
+    graph = graphs[key]
     marks.append(process_time())
-    placement = solver.place(graph, topology, config.limits, config.seed)
+    placement = solver.place(graph, topology, limits, seed)
     check_placement(graph, placement)
-    balance = measure_balance(graph, placement, config.limits)
+    balance = measure_balance(graph, placement, limits, topology.rank_speeds)
     marks.append(process_time())
     seconds = dict(zip(("blocks", "placement"), np.diff(marks).tolist(), strict=True))
     return Placed(graph, placement, balance, seconds)
 
 
-def make_candidate(
-    solver: Solver, batch: Batch, topology: Topology, shape: AttentionShape, config: PlannerConfig
-) -> Candidate:
-    """Cuts, places and schedules a batch."""
-    return place_batch(solver, batch, topology, shape, config).schedule(config)
-
-
-def _block_sizes(batch: Batch, topology: Topology, solver: Solver, config: PlannerConfig) -> Int64:
-    if config.block_size is None:
+def _block_sizes(batch: Batch, topology: Topology, solver: Solver, cut: Cut) -> Int64:
+    if cut.block_size is None:
         return solver.block_sizes(batch.lengths, topology.num_ranks)
-    return np.full(len(batch.lengths), config.block_size, np.int64)
+    return np.full(len(batch.lengths), cut.block_size, np.int64)

@@ -5,36 +5,58 @@ from dataclasses import dataclass, field
 from dyncp.placement import Limits, find_solver
 from dyncp.plan import Layout
 
-# Chooses among solvers by the simulated time of the step.
+# Chooses among solvers: by the simulated time of the step, or by bytes.
 AUTO = "auto"
+EFFORTS = ("fast", "quality")
+OBJECTIVES = ("time", "bytes")
 
 
 @dataclass(frozen=True, slots=True)
 class PlannerConfig:
-    """`solver` is a name of `dyncp.placement.SOLVERS`, a static method with degrees ("zigzag/cp8"),
-    or "auto" for the shortest simulated step of all; `block_size` fixes the block size (default:
-    chosen per sequence by the solver's method); `divisions` is the most overlap steps per
-    direction; `forward_only` plans evaluation."""
+    """`solver` is "auto", a name of `dyncp.placement.SOLVERS`, or a static method with degrees
+    ("zigzag/cp8"). "auto" keeps the candidate of the best `objective`: the shortest simulated step
+    ("time"), static methods included, or the fewest bytes ("bytes"). `effort` "quality" looks at
+    more candidates than "fast".
 
-    solver: str = "bisection"
+    `block_size` fixes the block size (default: chosen per sequence by the solver's method);
+    `head_groups` is into how many groups of kv heads attention is split (None: tried out);
+    `divisions` is the most steps in which inputs come, per direction (None: tried out).
+    `forward_only` plans evaluation. `limits` are limits that a plan must keep where it can;
+    `max_tokens_per_rank` is one that it always keeps. A solver that takes longer than
+    `solver_seconds` is given up.
+    """
+
+    solver: str = AUTO
+    effort: str = "fast"
+    objective: str = "time"
     block_size: int | None = None
-    head_groups: int = 1
-    divisions: int = 4
+    head_groups: int | None = 1
+    divisions: int | None = None
     seed: int = 0
     forward_only: bool = False
     limits: Limits = field(default_factory=Limits)
+    max_tokens_per_rank: int | None = None
+    solver_seconds: float = 60.0
     layout: Layout = field(default_factory=Layout)
 
     def __post_init__(self) -> None:
         if self.solver != AUTO:
             find_solver(self.solver)
-        if self.block_size is not None and self.block_size < 1:
-            raise ValueError(
-                f"block_size is {self.block_size}; at least 1 token is needed, or None"
-            )
-        if self.divisions < 2:
-            raise ValueError(
-                f"divisions is {self.divisions}; at least 2 are needed, one local and one remote"
-            )
-        if self.head_groups < 1:
-            raise ValueError(f"head_groups is {self.head_groups}; at least 1 is needed")
+        _check_choice("effort", self.effort, EFFORTS)
+        _check_choice("objective", self.objective, OBJECTIVES)
+        _check_least("block_size", self.block_size, 1, "token is")
+        _check_least("head_groups", self.head_groups, 1, "is")
+        _check_least("divisions", self.divisions, 2, "are")
+        _check_least("max_tokens_per_rank", self.max_tokens_per_rank, 1, "token is")
+        if not self.solver_seconds > 0:
+            raise ValueError(f"solver_seconds is {self.solver_seconds}; a number above 0 is needed")
+
+
+def _check_choice(field: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{field} is {value!r}; choose one of {', '.join(allowed)}")
+
+
+def _check_least(field: str, value: int | None, least: int, unit: str) -> None:
+    if value is not None and value < least:
+        raise ValueError(f"{field} is {value}; at least {least} {unit} needed, or None")

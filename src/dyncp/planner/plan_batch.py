@@ -1,15 +1,17 @@
 """Plans a batch: batch → blocks → placement → schedules → plan."""
 
+from dataclasses import replace
+
 from dyncp.blocks import AttentionShape, Batch
-from dyncp.cost import PROFILES, CostModel, ModelConfig, find_profile
+from dyncp.cost import CostModel, ModelConfig
 from dyncp.placement import Solver, find_solver
 from dyncp.plan import Plan
-from dyncp.planner.candidate import make_candidate
+from dyncp.planner.bytes import search_bytes
 from dyncp.planner.config import AUTO, PlannerConfig
-from dyncp.planner.search import search
+from dyncp.planner.guard import run_bounded, warn_replaced
+from dyncp.planner.search import Choice, search, search_divisions
+from dyncp.planner.task import Task
 from dyncp.topology import Topology
-
-DEFAULT_PROFILE = "p4de"
 
 
 def plan_batch(
@@ -23,24 +25,57 @@ def plan_batch(
 ) -> Plan:
     """Plans a batch. The result depends on the arguments only.
 
-    `cost` and `model` price the candidates of solver "auto"; by default the profile that has the
+    `cost` and `model` price candidates and pace schedules; by default the profile that has the
     topology's name (p4de's where none has), and attention alone.
     """
-    shape, config = shape or AttentionShape.assumed(), config or PlannerConfig()
-    if config.solver != AUTO:
-        return plan_with(find_solver(config.solver), batch, topology, shape, config)
-    cost = cost or default_cost(topology, shape)
-    return search(batch, topology, shape, config, cost, model).candidate.lower(config.layout)
+    task = Task.of(batch, topology, shape, config, cost, model)
+    return lower_choice(task, choose(task))
 
 
-def default_cost(topology: Topology, shape: AttentionShape) -> CostModel:
-    """Costs by the profile that has the topology's name; bare topologies have p4de's links."""
-    name = topology.name if topology.name in PROFILES else DEFAULT_PROFILE
-    return CostModel(find_profile(name), shape)
+def choose(task: Task) -> Choice:
+    """The candidate that the task's config asks for."""
+    config = task.config
+    if config.solver == AUTO:
+        found = search(task) if config.objective == "time" else search_bytes(task)
+    else:
+        found = _choose_named(task, find_solver(config.solver))
+    most, balance = config.max_tokens_per_rank, found.candidate.balance
+    tokens = balance.tokens_max_over_mean * task.batch.num_tokens / task.topology.num_ranks
+    if most is not None and tokens > most + 0.5:
+        raise ValueError(
+            f"max_tokens_per_rank is {most}; the best placement found has {tokens:,.0f} tokens on "
+            "one rank: raise it, use smaller batches, or set a smaller block_size"
+        )
+    return found
+
+
+def lower_choice(task: Task, found: Choice) -> Plan:
+    """Per-rank plans of a choice, which know why it was made."""
+    plan = found.candidate.lower(task.config.layout)
+    return replace(plan, reasons=found.explain())
 
 
 def plan_with(
-    solver: Solver, batch: Batch, topology: Topology, shape: AttentionShape, config: PlannerConfig
+    solver: Solver,
+    batch: Batch,
+    topology: Topology,
+    shape: AttentionShape | None = None,
+    config: PlannerConfig | None = None,
 ) -> Plan:
-    """Plans a batch with this solver instead of the config's."""
-    return make_candidate(solver, batch, topology, shape, config).lower(config.layout)
+    """Plans a batch with this solver instead of the config's; its errors are the caller's."""
+    task = Task.of(batch, topology, shape, config)
+    return lower_choice(task, search_divisions(task, task.place(solver)))
+
+
+def _choose_named(task: Task, solver: Solver) -> Choice:
+    """A solver by name. Wrong options (ValueError) are the caller's to mend; where it fails or
+    hangs, the search goes on without it."""
+    name, config = task.config.solver, task.config
+    try:
+        placed = run_bounded(lambda: task.place(solver), config.solver_seconds, name)
+    except ValueError:
+        raise
+    except Exception as error:
+        warn_replaced(name, error, "solver auto")
+        return search(task)
+    return search_divisions(task, placed)

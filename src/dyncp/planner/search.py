@@ -1,35 +1,55 @@
 """Search: the candidate of the shortest simulated step, static methods included.
 
-Dynamic candidates come first: bisection under the limits asked for and under tighter ones, and
-whole documents. A static method is only scheduled and simulated when its placement alone, without
-any communication, would be faster than the best candidate so far. So no static method is predicted
-to be faster than the choice.
+Dynamic candidates come first: solver `rows` under the limits asked for and under tighter ones. The
+best of them is scheduled in fewer and in more steps. A static method is only placed, scheduled and
+simulated when what it needs at least (see placement/static/bounds.py) is less than the best so far.
+So no static method that keeps the limits is predicted to be faster than the choice.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dyncp.blocks import AttentionShape, Batch, Direction
-from dyncp.cost import CostModel, ModelConfig
-from dyncp.placement import Limits, Solver, find_solver, measure_balance, static_candidates
-from dyncp.planner.candidate import Candidate, Placed, place_batch
-from dyncp.planner.config import PlannerConfig
-from dyncp.simulate import Simulated, simulate_schedules
-from dyncp.topology import Topology
+from dyncp.blocks import BlockGraph, Direction, Payload, build_graph
+from dyncp.placement import (
+    Bound,
+    Limits,
+    RemoteUses,
+    Solver,
+    StaticBounds,
+    find_remote_uses,
+    find_solver,
+    measure_balance,
+    static_candidates,
+    whole_rows,
+)
+from dyncp.planner.candidate import DIVISIONS, Candidate, Cut, Placed
+from dyncp.planner.guard import run_bounded, warn_replaced
+from dyncp.planner.task import MODEL_TOKEN_TOLERANCE, Task
+from dyncp.simulate import Simulated
 
-# Tolerances of (compute, tokens) that bisection is tried with besides the limits asked for: tight
-# ones pay where links are fast, or where per-token work is most of the step.
-TIGHTER = ((None, 0.05), (None, 0.02), (0.03, None), (0.03, 0.05), (0.03, 0.02))
+# Shares of the compute tolerance that `rows` is tried with, by effort.
+TIGHTER = {"fast": (1.0, 0.5), "quality": (1.0, 0.85, 0.7, 0.55, 0.4, 0.25)}
+# Tolerance tried besides where none is asked for: sometimes imbalance is cheaper than bytes.
+LOOSE = 0.2
+# Shares of the token tolerance that are tried when tokens cost time.
+FEWER_TOKENS = {"fast": (0.4,), "quality": (0.4, 0.15)}
+OTHER_SOLVERS = {"fast": (), "quality": ("bisection", "bisection_quality", "whole_documents")}
+OTHER_DIVISIONS = {"fast": (2, 8), "quality": (2, 3, 6, 8, 12)}
+# Less exposed communication than this share of attention is not worth other divisions.
+HIDDEN = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A candidate that was looked at: seconds of its simulated step, or (pruned) a lower bound."""
+    """A candidate that was looked at: seconds of its simulated step, or (pruned) a lower bound;
+    `missed` says by how much it misses the limits asked for."""
 
     name: str
     seconds: float
-    pruned: bool
+    missed: float = 0.0
+    pruned: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,90 +63,227 @@ class Choice:
     def explain(self, most: int = 5) -> str:
         """The fastest candidates, and how many were simulated and pruned."""
         simulated = sorted((t for t in self.tried if not t.pruned), key=lambda t: t.seconds)
-        lines = [f"{1e3 * t.seconds:10.3f} ms  {t.name}" for t in simulated[:most]]
+        lines = [
+            f"{1e3 * t.seconds:10.3f} ms  {t.name}" + (" (over a limit)" if t.missed else "")
+            for t in simulated[:most]
+        ]
         pruned = len(self.tried) - len(simulated)
-        lines.append(f"{len(simulated)} candidates simulated, {pruned} pruned by their compute")
+        lines.append(f"{len(simulated)} candidates simulated, {pruned} ruled out by their bounds")
         return "\n".join(lines)
 
 
-def search(
-    batch: Batch,
-    topology: Topology,
-    shape: AttentionShape,
-    config: PlannerConfig,
-    cost: CostModel,
-    model: ModelConfig | None = None,
-) -> Choice:
-    """The candidate with the shortest simulated step."""
-    best: tuple[Candidate, Simulated] | None = None
-    tried: list[Tried] = []
-    for name, solver, own in _candidates(batch, topology, shape, config):
-        placed = place_batch(solver, batch, topology, shape, own)
-        if own.limits != config.limits:  # what counts are the limits asked for
-            balance = measure_balance(placed.graph, placed.placement, config.limits)
+class Search:
+    """Looks at candidates one by one and keeps the best: limits first, then time."""
+
+    def __init__(self, task: Task) -> None:
+        self._task, self._tried = task, list[Tried]()
+        self._best: tuple[float, float, Candidate, Simulated] | None = None
+
+    def consider(self, name: str, solver: Solver, limits: Limits, cut: Cut | None = None) -> None:
+        """Places, and where that can be the best, schedules and simulates. A solver that fails is
+        left out with a warning."""
+        task = self._task
+        try:
+            placed = run_bounded(
+                lambda: task.place(solver, limits, cut), task.config.solver_seconds, name
+            )
+        except Exception as error:
+            warn_replaced(name, error, "other candidates")
+            return
+        if limits != task.config.limits:  # what counts are the limits asked for
+            balance = measure_balance(
+                placed.graph, placed.placement, task.config.limits, task.topology.rank_speeds
+            )
             placed = replace(placed, balance=balance)
-        bound = least_seconds(placed, topology, cost, model, forward_only=config.forward_only)
-        if best is not None and bound >= best[1].step_seconds:
-            tried.append(Tried(name, bound, pruned=True))
-            continue
-        candidate = placed.schedule(own)
-        simulated = simulate_schedules(
-            candidate.graph, candidate.placement, candidate.schedules, topology, cost, model=model
-        )
-        tried.append(Tried(name, simulated.step_seconds, pruned=False))
-        if best is None or simulated.step_seconds < best[1].step_seconds:
-            best = candidate, simulated
-    assert best is not None
-    return Choice(*best, tuple(tried))
+        missed, seconds = placed.balance.missed, placed_seconds(task, placed)
+        if self._best is not None and (missed, seconds) >= self._best[:2]:
+            self._tried.append(Tried(name, seconds, missed, pruned=True))
+        else:
+            self.simulate(name, task.schedule(placed))
+
+    def try_divisions(self) -> None:
+        """Schedules the best candidate in fewer and in more steps."""
+        assert self._best is not None
+        _, _, candidate, simulated = self._best
+        exposed = simulated.exposed_seconds
+        attention = simulated.forward_seconds + simulated.backward_seconds
+        config = self._task.config
+        steps = _input_steps(candidate)
+        if config.divisions is not None or exposed < HIDDEN * attention or steps < 2:
+            return
+        for divisions in OTHER_DIVISIONS[config.effort]:
+            if divisions > DIVISIONS > steps + 1:
+                continue  # there was room for more steps already
+            name = f"{candidate.placement.solver} in {divisions} steps"
+            self.simulate(name, self._task.schedule(candidate.placed, divisions))
+
+    def try_static(self) -> None:
+        """Static methods, the most promising first, until none can be better."""
+        task, lengths = self._task, self._task.batch.lengths
+        graph, hopeful = self._any_graph(), []
+        bounds, whole = StaticBounds(graph, task.topology), whole_seconds(task, graph)
+        for solver in static_candidates(lengths, task.shape, task.topology):
+            bound = bounds.of(solver.name)
+            missed, seconds = _bound_misses(task, bound), static_seconds(task, whole, bound)
+            hopeful.append((missed, seconds, solver))
+        for missed, seconds, solver in sorted(hopeful, key=lambda entry: entry[:2]):
+            if self._best is not None and (missed, seconds) >= self._best[:2]:
+                self._tried.append(Tried(solver.name, seconds, missed, pruned=True))
+            else:
+                self.consider(solver.name, solver, task.config.limits)
+
+    def _any_graph(self) -> BlockGraph:
+        if self._best is not None:
+            return self._best[2].graph
+        return build_graph(self._task.batch, self._task.shape, self._task.batch.lengths)
+
+    def choice(self) -> Choice:
+        if self._best is None:
+            raise RuntimeError("no solver could plan this batch; the warnings before say why")
+        _, _, candidate, simulated = self._best
+        return Choice(candidate, simulated, tuple(self._tried))
+
+    @property
+    def found(self) -> bool:
+        return self._best is not None
+
+    def simulate(self, name: str, candidate: Candidate) -> None:
+        simulated = self._task.simulate(candidate)
+        missed, seconds = candidate.balance.missed, simulated.step_seconds
+        self._tried.append(Tried(name, seconds, missed))
+        if self._best is None or (missed, seconds) < self._best[:2]:
+            self._best = missed, seconds, candidate, simulated
 
 
-def _candidates(
-    batch: Batch, topology: Topology, shape: AttentionShape, config: PlannerConfig
-) -> list[tuple[str, Solver, PlannerConfig]]:
-    bisection = find_solver("bisection")
-    found = [("bisection", bisection, config)]
-    for compute, tokens in TIGHTER:
-        limits = Limits(
-            _tighter(config.limits.compute_tolerance, compute),
-            _tighter(config.limits.token_tolerance, tokens),
-        )
-        if limits != config.limits:
-            own = replace(config, limits=limits)
-            found.append((f"bisection within {_describe(limits)}", bisection, own))
-    others = [find_solver("whole_documents"), *static_candidates(batch.lengths, shape, topology)]
-    return found + [(solver.name, solver, config) for solver in others]
+def search(task: Task) -> Choice:
+    """The candidate with the shortest simulated step."""
+    found = Search(task)
+    for name, solver, limits, cut in _dynamic(task):
+        found.consider(name, solver, limits, cut)
+    if found.found:
+        found.try_divisions()
+    found.try_static()
+    return found.choice()
 
 
-def _tighter(asked: float | None, wanted: float | None) -> float | None:
-    if asked is None or wanted is None:
-        return asked if wanted is None else wanted
-    return min(asked, wanted)
+def search_divisions(task: Task, placed: Placed) -> Choice:
+    """The best number of divisions for one placement."""
+    found = Search(task)
+    found.simulate(placed.placement.solver, task.schedule(placed))
+    if not placed.placement.static:
+        found.try_divisions()
+    return found.choice()
+
+
+def _dynamic(task: Task) -> Iterator[tuple[str, Solver, Limits, Cut | None]]:
+    config, asked = task.config, task.config.limits
+    tokens = asked.token_tolerance
+    if tokens is None:
+        tokens = MODEL_TOKEN_TOLERANCE if task.model else float(asked.tolerances[1])
+    compute = float(asked.tolerances[0])
+    pairs = [(share * compute, tokens) for share in TIGHTER[config.effort]]
+    if asked.compute_tolerance is None:
+        pairs.append((LOOSE, tokens))
+    if task.model is not None:
+        pairs += [(compute, share * tokens) for share in FEWER_TOKENS[config.effort]]
+    for own in dict.fromkeys(pairs):
+        limits = Limits(*own)
+        yield f"rows within {_describe(limits)}", find_solver("rows"), limits, None
+    limits = Limits(compute, tokens)
+    for name in OTHER_SOLVERS[config.effort]:
+        yield name, find_solver(name), limits, None
+        if config.head_groups is None and name.startswith("bisection"):
+            for groups in head_group_counts(task)[1:]:
+                cut = Cut(config.block_size, groups)
+                yield f"{name} with {groups} head groups", find_solver(name), limits, cut
+
+
+def _input_steps(candidate: Candidate) -> int:
+    """Divisions that wait for inputs, in the direction that has more of them."""
+    schedules = [own for both in candidate.schedules.values() for own in both if own is not None]
+    return max(len(np.unique(s.phase_feeds[s.phase_feeds < s.num_divisions])) for s in schedules)
+
+
+def head_group_counts(task: Task) -> list[int]:
+    """Into how many groups the kv heads can be split."""
+    if not task.shape.exact:
+        return [1]
+    return [n for n in range(1, task.shape.kv_heads + 1) if task.shape.kv_heads % n == 0]
 
 
 def _describe(limits: Limits) -> str:
     named = {"compute": limits.compute_tolerance, "tokens": limits.token_tolerance}
-    return ", ".join(f"{what} {share:g}" for what, share in named.items() if share is not None)
+    return ", ".join(f"{what} {share:.3g}" for what, share in named.items() if share is not None)
 
 
-def least_seconds(
-    placed: Placed,
-    topology: Topology,
-    cost: CostModel,
-    model: ModelConfig | None,
-    *,
-    forward_only: bool,
-) -> float:
-    """Step seconds of the fullest ranks without communication: no schedule can be faster."""
-    graph, placement, ranks = placed.graph, placed.placement, topology.num_ranks
+def _bound_misses(task: Task, bound: Bound) -> float:
+    ranks = task.topology.num_ranks
+    return task.config.limits.missed(bound.work * ranks, bound.tokens * ranks)
+
+
+def placed_seconds(task: Task, placed: Placed) -> float:
+    """Step seconds that a placement needs at least, whatever its schedule."""
+    graph, placement, topology = placed.graph, placed.placement, task.topology
     name = next(iter(graph.tiles))
-    attention = 0.0
-    directions = [Direction.FORWARD] if forward_only else list(Direction)
-    for direction in directions:
-        seconds = cost.graph_tile_seconds(graph, name, direction)
-        by_rank = np.bincount(placement.tile_rank[name], seconds, ranks)
-        attention += float((by_rank / topology.rank_speeds).max())
-    if model is None:
-        return attention
-    tokens = np.bincount(placement.block_rank, graph.blocks.tokens, ranks) / topology.rank_speeds
-    per_token = sum(model.seconds_per_token(cost.profile, direction) for direction in directions)
-    return model.layers * attention + per_token * float(tokens.max())
+    rank, speed = placement.tile_rank[name], topology.rank_speeds
+    keys = find_remote_uses(graph, placement, name, graph.tiles[name].k_block)
+    calls = np.where(np.bincount(keys.rank, minlength=topology.num_ranks) > 0, 2, 1)
+    border = _border_seconds(task, placed, keys)
+    attention = per_token = 0.0
+    for direction in list(Direction)[: 1 if task.config.forward_only else 2]:
+        seconds = task.cost.graph_tile_seconds(graph, name, direction)
+        busy = np.bincount(rank, seconds, topology.num_ranks) / speed
+        compute = float((busy + calls * task.cost.profile.call_seconds).max())
+        attention += max(compute, border * (1 + direction))
+        if task.model is not None:
+            per_token += task.model.seconds_per_token(task.cost.profile, direction)
+    layers = 1 if task.model is None else task.model.layers
+    held = np.bincount(placement.block_rank, graph.blocks.tokens, topology.num_ranks) / speed
+    return layers * attention + per_token * float(held.max())
+
+
+def _border_seconds(task: Task, placed: Placed, keys: RemoteUses) -> float:
+    """What keys and values need at least on the busiest NIC, forward: every machine gets a block
+    once, or, in static methods, every rank."""
+    topology, owner = task.topology, placed.placement.block_rank[keys.block]
+    machine = keys.rank // topology.ranks_per_machine
+    far = machine != owner // topology.ranks_per_machine
+    size = placed.graph.payload_bytes[Payload.KV, keys.head_group[far]]
+    size = size * placed.graph.blocks.tokens[keys.block[far]]
+    if placed.placement.static:
+        busiest = np.bincount(keys.rank[far] // topology.ranks_per_nic, size, 1).max()
+        return float(busiest) / topology.nic_bandwidth
+    what = (machine[far] * len(placed.graph.blocks) + keys.block[far]) * len(
+        placed.graph.head_groups
+    ) + keys.head_group[far]
+    _, first = np.unique(what, return_index=True)
+    busiest = np.bincount(machine[far][first], size[first], 1).max()
+    return float(busiest) / topology.inter.bandwidth
+
+
+def whole_seconds(task: Task, graph: BlockGraph) -> list[float]:
+    """Attention seconds of the batch on one rank, forward and backward, if nothing is cut."""
+    pairs, rows = whole_rows(graph)
+    directions = list(Direction)[: 1 if task.config.forward_only else 2]
+    heads = task.cost.shape.q_heads
+    return [
+        float(task.cost.tile_seconds(pairs, rows, rows, heads, direction).sum())
+        for direction in directions
+    ]
+
+
+def static_seconds(task: Task, whole: list[float], bound: Bound) -> float:
+    """Step seconds that a static method needs at least; `whole` are those of `whole_seconds`."""
+    cost, model, ranks = task.cost, task.model, task.topology.num_ranks
+    work = bound.work if len(task.batch.masks) == 1 else 1 / ranks
+    kv_bytes = 2 * cost.shape.kv_heads * cost.shape.head_dim * cost.shape.item_bytes
+    speed = float(task.topology.rank_speeds.max())
+    attention = per_token = 0.0
+    for direction, seconds in zip(Direction, whole, strict=False):
+        compute = work * seconds / speed + bound.divisions * cost.profile.call_seconds
+        moved = kv_bytes * (2 if direction is Direction.BACKWARD else 1)
+        attention += max(compute, moved * bound.seconds_per_byte)
+        if model is not None:
+            per_token += model.seconds_per_token(cost.profile, direction)
+    layers = 1 if model is None else model.layers
+    return layers * attention + per_token * bound.tokens * task.batch.num_tokens / speed

@@ -37,7 +37,8 @@ def build_schedule(
     pace = pace or Pace.assumed(graph, placement.num_ranks)
     seconds = pace.cost.graph_tile_seconds(graph, name, direction)
     uses, work = find_uses(graph, placement, name, direction, seconds)
-    crossings = find_crossings(uses, pace.topology)
+    # Static methods send straight from the owner, as their originals do.
+    crossings = find_crossings(uses, pace.topology, joined=not placement.static)
     load = _load(uses, work, crossings, pace)
     results = bool(uses.result_bytes.any())
     shares = share_phases(load, num_divisions, pace.least_seconds, results=results)

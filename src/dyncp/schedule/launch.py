@@ -79,11 +79,23 @@ def _number(tile_division: Int64, columns: Int64) -> Schedule:
     return Schedule(
         num_divisions=num_divisions,
         tile_division=frozen(tile_division),
-        transfers=Transfers(*map(frozen, columns[:, np.lexsort(columns[::-1])])),
+        transfers=Transfers(*map(frozen, columns[:, _order(columns)])),
         phase_after_division=frozen(np.minimum(after, num_divisions - 1)),
         phase_after_phase=frozen(_waits_for(codes, after, kind, feeds)),
         phase_feeds=frozen(np.where(kind >= NEAR_RESULT, num_divisions, feeds)),
     )
+
+
+def _order(columns: Int64) -> Int64:
+    """By the first column, ties by the second, and so on: by one number that holds them all, where
+    it fits."""
+    most = columns.max(axis=1, initial=0) + 1
+    if np.prod(most.astype(np.float64)) >= 2**62:
+        return np.lexsort(columns[::-1])
+    key = columns[0].copy()
+    for column, count in zip(columns[1:], most[1:], strict=True):
+        key = key * count + column
+    return np.argsort(key, kind="stable")
 
 
 def _waits_for(codes: Int64, after: Int64, kind: Int64, feeds: Int64) -> Int64:

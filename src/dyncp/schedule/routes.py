@@ -62,13 +62,14 @@ class Routes:
         return np.flatnonzero(self.relay >= 0)
 
 
-def find_crossings(uses: Uses, topology: Topology) -> Crossings:
+def find_crossings(uses: Uses, topology: Topology, *, joined: bool) -> Crossings:
+    """With `joined`, uses of one block in one machine cross together."""
     machine = uses.rank // topology.ranks_per_machine
     far = np.flatnonzero(machine != uses.owner // topology.ranks_per_machine)
     keys = [key[far] for key in (uses.block, uses.head_group, uses.side, machine)]
     by = np.lexsort(keys)
     changed = np.ones(len(far), np.bool_)
-    if len(far):
+    if joined and len(far):
         changed[1:] = np.any([key[by][1:] != key[by][:-1] for key in keys], axis=0)
     return Crossings(far[by], np.append(np.flatnonzero(changed), len(far)))
 

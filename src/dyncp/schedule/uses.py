@@ -1,13 +1,13 @@
 """Remote uses of both sides of the tiles, and the tiles that wait for them."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
 from dyncp.arrays import Bool, Float64, Int64
 from dyncp.blocks import Q_INPUT, Q_RESULT, BlockGraph, Direction, Payload
-from dyncp.placement import Placement, find_remote_uses
+from dyncp.placement import Placement, RemoteUses, find_remote_uses
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,11 +56,19 @@ def payloads(direction: Direction) -> tuple[list[Payload], list[Payload | None]]
     return [Q_INPUT[direction], Payload.KV], [Q_RESULT[direction], back]
 
 
+@lru_cache(maxsize=1)  # forward and backward, and schedules in other steps, ask for the same
+def _sides(graph: BlockGraph, placement: Placement, name: str) -> tuple[RemoteUses, RemoteUses]:
+    tiles = graph.tiles[name]
+    return (
+        find_remote_uses(graph, placement, name, tiles.q_block),
+        find_remote_uses(graph, placement, name, tiles.k_block),
+    )
+
+
 def find_uses(
     graph: BlockGraph, placement: Placement, name: str, direction: Direction, seconds: Float64
 ) -> tuple[Uses, Work]:
-    tiles = graph.tiles[name]
-    sides = [find_remote_uses(graph, placement, name, b) for b in (tiles.q_block, tiles.k_block)]
+    sides = _sides(graph, placement, name)
     side = np.repeat([0, 1], [len(own) for own in sides])
     rank, block, group = (
         np.concatenate([getattr(own, field) for own in sides])

@@ -48,8 +48,11 @@ def place_rows(graph: BlockGraph, topology: Topology, limits: Limits, _seed: int
         own = machine == m
         rank[own] = m * topology.ranks_per_machine + place(machines, own, topology, mean, tolerance)
     rows = make_rows(problem, needs, topology, mean * (1 + tolerance), rank)
+    speed = topology.rank_speeds / topology.rank_speeds.mean()
+    rows.limit[:, 0] *= speed
+    rows.aim[:, 0] *= speed
     level(rows, MAX_MOVES, True)
-    _aim_at_machine_means(rows)
+    _aim_at_machine_means(rows, speed)
     level(rows, MAX_MOVES, False)
     tile_rank = _tile_ranks(graph, homes, rows.rank)
     return Placement(ranks, frozen(rows.rank), tile_rank, "rows", static=False)
@@ -102,9 +105,11 @@ def _tile_ranks(graph: BlockGraph, homes: Homes, block_rank: Int64) -> dict[str,
     }
 
 
-def _aim_at_machine_means(rows: Rows) -> None:
-    mean = rows.used[:, 0].reshape(-1, rows.per_machine).mean(axis=1)
-    aim = np.repeat(np.maximum(mean * (1 + INSIDE), 1e-9), rows.per_machine)
+def _aim_at_machine_means(rows: Rows, speed: Float64) -> None:
+    """Each rank's share of what its machine has, by its speed."""
+    work, speed = (own.reshape(-1, rows.per_machine) for own in (rows.used[:, 0], speed))
+    aim = work.sum(axis=1, keepdims=True) * speed / speed.sum(axis=1, keepdims=True)
+    aim = np.maximum(aim.ravel() * (1 + INSIDE), 1e-9)
     rows.aim[:, 0] = np.minimum(rows.limit[:, 0], aim)
 
 

@@ -14,7 +14,11 @@ def deal_sequences(graph: BlockGraph, num_groups: int) -> Int64:
 
         group 0: 5 3      group 1: 4 3 3
     """
-    load = sequence_load(graph)
+    return deal_loads(sequence_load(graph), num_groups)
+
+
+def deal_loads(load: Float64, num_groups: int) -> Int64:
+    """As `deal_sequences`, from the shares that `sequence_load` gives."""
     group_load, group = np.zeros((num_groups, 2)), np.zeros(len(load), np.int64)
     for sequence in np.argsort(-load.max(axis=1), kind="stable"):
         group[sequence] = (group_load + load[sequence]).max(axis=1).argmin()

@@ -1,0 +1,130 @@
+"""What a static method needs at least, from the loads of sequences alone.
+
+Whole sequences are dealt to groups of ranks. Methods that cut every sequence by itself give each
+rank of a group the same chunks of all of them, so its work follows from the work of chunks; those
+that balance chunks are at best even. How keys travel bounds the divisions, and the bytes on the
+busiest link.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from dyncp.arrays import Float64, Int64
+from dyncp.blocks import BlockGraph
+from dyncp.placement.static.chunks import contiguous_ranks
+from dyncp.placement.static.groups import block_work, deal_loads, sequence_load
+from dyncp.placement.static.hybrid import hybrid_shares
+from dyncp.placement.static.methods import METHODS, Method
+from dyncp.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Least shares of the batch's work and tokens on the fullest rank, least divisions of that
+    rank, and the seconds per byte of a token's keys and values that forward communication takes at
+    least."""
+
+    work: float
+    tokens: float
+    divisions: int
+    seconds_per_byte: float
+
+
+class StaticBounds:
+    """Bounds of static methods for one batch; `graph` is any graph of it."""
+
+    def __init__(self, graph: BlockGraph, topology: Topology) -> None:
+        self._graph, self._topology = graph, topology
+        self._lengths = graph.batch.lengths
+        self._load = sequence_load(graph)
+        self._row_work = block_work(graph) / max(float(block_work(graph).sum()), 1.0)
+        self._deal = cache(lambda groups: deal_loads(self._load, groups))
+        self._chunks = cache(self._chunk_work)
+
+    def of(self, name: str) -> Bound:
+        """Of the static method called `name`."""
+        found = re.fullmatch(r"(\w+?)(?:/cp(\d+))?(?:h(\d+))?", name)
+        if found is None or found[1] not in METHODS:
+            return self._hybrid(name)
+        method = METHODS[found[1]]
+        degree = int(found[2] or self._topology.num_ranks)
+        heads = degree if method.only_heads else int(found[3] or 1)
+        share = np.zeros((self._topology.num_ranks // degree, 2))
+        np.add.at(share, self._deal(len(share)), self._load)
+        tokens = float(share[:, 1].max())
+        return Bound(
+            self._work(method, share, degree, heads),
+            tokens / degree,
+            _divisions(method, degree // heads, heads),
+            self._seconds_per_byte(method, tokens * sum(self._lengths), degree, heads),
+        )
+
+    def _work(self, method: Method, share: Float64, degree: int, heads: int) -> float:
+        contexts = degree // heads
+        if method.spread is None or contexts == 1:
+            return float(share[:, 0].max()) / degree
+        halves = 1 if method.spread is contiguous_ranks else 2
+        chunks = self._chunks(halves * contexts)
+        if halves == 2:
+            chunks = chunks[:, :contexts] + chunks[:, : contexts - 1 : -1]
+        by_rank = np.zeros((len(share), contexts))
+        np.add.at(by_rank, self._deal(len(share)), chunks)
+        return float(by_rank.max()) / heads
+
+    def _chunk_work(self, count: int) -> Float64:
+        """Share of the batch's work in each of `count` chunks of every sequence. Blocks that span
+        chunks are shared out by length."""
+        blocks, lengths = self._graph.blocks, np.asarray(self._lengths, np.float64)
+        work = np.zeros((len(lengths), count))
+        first = np.searchsorted(blocks.sequence, np.arange(len(lengths) + 1))
+        for s in range(len(lengths)):
+            own = slice(first[s], first[s + 1])
+            ends = np.append(0, blocks.end[own]) / lengths[s]
+            sums = np.append(0, np.cumsum(self._row_work[own]))
+            work[s] = np.diff(np.interp(np.arange(count + 1) / count, ends, sums))
+        return work
+
+    def _hybrid(self, name: str) -> Bound:
+        budget = re.fullmatch(r"megatron_hybrid(?:/tokens(\d+))?", name)
+        if budget is None:
+            raise ValueError(f"static method is {name!r}; choose one of {', '.join(METHODS)}")
+        tokens = None if budget[1] is None else int(budget[1])
+        ranks = self._topology.num_ranks
+        shares, rings = hybrid_shares(self._load, self._lengths, ranks, tokens)
+        fullest = int(shares[:, 0].argmax())
+        return Bound(float(shares[fullest, 0]), float(shares[:, 1].max()), int(rings[fullest]), 0.0)
+
+    def _seconds_per_byte(
+        self, method: Method, group_tokens: float, degree: int, heads: int
+    ) -> float:
+        """Per byte of one token's keys and values; a group has `group_tokens`."""
+        topology, contexts = self._topology, degree // heads
+        spans = degree > topology.ranks_per_machine
+        if method.pattern == "ring":
+            # Hop after hop, over the border where a ring spans machines.
+            crosses = spans and (not method.context_first or contexts > topology.ranks_per_machine)
+            bandwidth = topology.nic_bandwidth if crosses else topology.intra.bandwidth
+            return (contexts - 1) * group_tokens / contexts / heads / bandwidth
+        if method.pattern == "all_gather" and spans:
+            # What a machine does not own comes over its border, for each of its ranks or once.
+            machines = degree / topology.ranks_per_machine
+            copies = 1 if method.by_machine else topology.ranks_per_machine
+            return copies * group_tokens * (1 - 1 / machines) / topology.inter.bandwidth
+        return 0.0
+
+
+def _divisions(method: Method, contexts: int, heads: int) -> int:
+    if contexts * heads == 1:
+        return 1
+    return contexts if method.pattern == "ring" else 2
+
+
+def whole_rows(graph: BlockGraph) -> tuple[Int64, Int64]:
+    """Pairs and length of every sequence under the first mask."""
+    tiles = next(iter(graph.tiles.values()))
+    lengths = np.asarray(graph.batch.lengths, np.int64)
+    pairs = np.bincount(graph.blocks.sequence[tiles.q_block], tiles.pairs, len(lengths))
+    return (pairs / len(graph.head_groups)).astype(np.int64), lengths

@@ -1,0 +1,98 @@
+"""Task: what is planned, for what cluster, model and costs."""
+
+from dataclasses import dataclass, field, replace
+
+from dyncp.blocks import AttentionShape, Batch
+from dyncp.cost import PROFILES, CostModel, ModelConfig, find_profile
+from dyncp.placement import Limits, Solver
+from dyncp.planner.candidate import Candidate, Cut, Graphs, Placed, place_batch
+from dyncp.planner.config import PlannerConfig
+from dyncp.schedule import Pace
+from dyncp.simulate import Simulated, simulate_schedules
+from dyncp.topology import Topology
+
+DEFAULT_PROFILE = "p4de"
+# With a model, the rank with most tokens sets the time of all per-token work.
+MODEL_TOKEN_TOLERANCE = 0.05
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    batch: Batch
+    topology: Topology
+    shape: AttentionShape
+    config: PlannerConfig
+    cost: CostModel
+    model: ModelConfig | None = None
+    _graphs: Graphs = field(default_factory=dict, repr=False)
+
+    @staticmethod
+    def of(
+        batch: Batch,
+        topology: Topology,
+        shape: AttentionShape | None = None,
+        config: PlannerConfig | None = None,
+        cost: CostModel | None = None,
+        model: ModelConfig | None = None,
+    ) -> "Task":
+        """Costs are by default those of the profile that has the topology's name (p4de's where
+        none has). Limits get the token limit that `max_tokens_per_rank` means for this batch."""
+        shape, config = shape or AttentionShape.assumed(), config or PlannerConfig()
+        config = replace(config, limits=_limits(batch, topology, config))
+        return Task(batch, topology, shape, config, cost or default_cost(topology, shape), model)
+
+    @property
+    def pace(self) -> Pace:
+        return Pace(self.topology, self.cost)
+
+    def place(self, solver: Solver, limits: Limits | None = None, cut: Cut | None = None) -> Placed:
+        config = self.config
+        cut = cut or Cut(config.block_size, config.head_groups or 1)
+        limits = limits or config.limits
+        return place_batch(
+            solver,
+            self.batch,
+            self.topology,
+            self.shape,
+            limits,
+            cut=cut,
+            seed=config.seed,
+            graphs=self._graphs,
+        )
+
+    def schedule(self, placed: Placed, divisions: int | None = None) -> Candidate:
+        divisions = self.config.divisions or divisions
+        return placed.schedule(divisions, self.pace, forward_only=self.config.forward_only)
+
+    def simulate(self, candidate: Candidate) -> Simulated:
+        return simulate_schedules(
+            candidate.graph,
+            candidate.placement,
+            candidate.schedules,
+            self.topology,
+            self.cost,
+            model=self.model,
+            local_multiple=self.config.layout.local_multiple,
+        )
+
+
+def default_cost(topology: Topology, shape: AttentionShape) -> CostModel:
+    """Costs by the profile that has the topology's name; bare topologies have p4de's links."""
+    name = topology.name if topology.name in PROFILES else DEFAULT_PROFILE
+    return CostModel(find_profile(name), shape)
+
+
+def _limits(batch: Batch, topology: Topology, config: PlannerConfig) -> Limits:
+    limits, most = config.limits, config.max_tokens_per_rank
+    if most is None:
+        return limits
+    mean = batch.num_tokens / topology.num_ranks
+    if most < mean:
+        raise ValueError(
+            f"max_tokens_per_rank is {most}, but {batch.num_tokens:,} tokens on "
+            f"{topology.num_ranks} ranks are {mean:,.1f} each; use smaller batches or more ranks"
+        )
+    tolerance = most / mean - 1
+    if limits.token_tolerance is not None:
+        tolerance = min(tolerance, limits.token_tolerance)
+    return replace(limits, token_tolerance=tolerance)
