@@ -12,6 +12,7 @@ from dyncp.arrays import Float64
 from dyncp.placement import SOLVERS
 from dyncp.plan import Layout
 from dyncp.verify import Interpreted, interpret
+from paced import plan_paced
 from strategies import masks_of
 
 DIM = 3
@@ -48,12 +49,12 @@ def rich_batch() -> Batch:
 
 
 def rich_plan(seed: int = 3) -> Plan:
-    """Scattered over 4 ranks in 2 head groups and 4 divisions, so that every kind of transfer,
-    slot reuse and padding occur."""
+    """Scattered over 2 machines of 2 ranks in 2 head groups and several divisions, so that every
+    kind of transfer, relays, sums, slot reuse and padding occur."""
     config = PlannerConfig(
         solver="random", block_size=4, head_groups=2, seed=seed, layout=Layout(4, 3)
     )
-    return plan_batch(rich_batch(), Topology(1, 4), AttentionShape(4, 2, DIM, "fp64"), config)
+    return plan_paced(rich_batch(), Topology(2, 2), AttentionShape(4, 2, DIM, "fp64"), config)
 
 
 @dataclass(frozen=True, eq=False)
