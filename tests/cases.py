@@ -22,6 +22,7 @@ from dyncp import (
 )
 from dyncp.placement import SOLVERS
 from dyncp.plan import Direction, Layout, batch_order
+from paced import plan_paced
 from strategies import masks_of
 
 TORCH = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -36,15 +37,22 @@ class Case:
 
 
 @st.composite
-def cases(draw: Any, num_ranks: int | None = None, dtype: str = "fp64") -> Case:
-    """Batches of up to 5 short sequences, placed in any way on up to 6 ranks."""
+def cases(
+    draw: Any,
+    num_ranks: int | None = None,
+    dtype: str = "fp64",
+    topology: Topology | None = None,
+    solvers: tuple[str, ...] = tuple(sorted(SOLVERS)),
+) -> Case:
+    """Batches of up to 5 short sequences, placed in any way on up to 6 ranks, or on the machines of
+    `topology`."""
     lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=5))
     names = draw(st.sampled_from([("default",), ("default", "local")]))
     masks = [{name: draw(masks_of(length)) for name in names} for length in lengths]
     kv_heads, repeat = draw(st.integers(1, 4)), draw(st.sampled_from([1, 2, 3]))
     shape = AttentionShape(kv_heads * repeat, kv_heads, draw(st.sampled_from([1, 4, 8])), dtype)
     config = PlannerConfig(
-        solver=draw(st.sampled_from(sorted(SOLVERS))),
+        solver=draw(st.sampled_from(solvers)),
         block_size=draw(st.none() | st.integers(2, 16)),
         head_groups=draw(st.integers(1, kv_heads)),
         divisions=draw(st.integers(2, 5)),
@@ -52,8 +60,11 @@ def cases(draw: Any, num_ranks: int | None = None, dtype: str = "fp64") -> Case:
         layout=Layout(draw(st.sampled_from([1, 8, 128])), draw(st.sampled_from([1, 4]))),
     )
     batch = Batch.of([m | {} for m in masks])
+    seed = draw(st.integers(0, 999))
+    if topology is not None:
+        return Case(batch, plan_paced(batch, topology, shape, config), shape, seed)
     ranks = Topology(1, num_ranks or draw(st.integers(1, 6)))
-    return Case(batch, plan_batch(batch, ranks, shape, config), shape, draw(st.integers(0, 999)))
+    return Case(batch, plan_batch(batch, ranks, shape, config), shape, seed)
 
 
 @dataclass(frozen=True)

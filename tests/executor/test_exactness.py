@@ -8,11 +8,13 @@ from hypothesis import strategies as st
 from cases import Case, Tensors, assert_equal, cases, run_dense, run_virtual
 from dyncp import AttentionShape, Batch, PlannerConfig, Topology, masks, plan_batch
 from dyncp.kernels import CpuKernel, ReferenceKernel
-from dyncp.plan import Layout
+from dyncp.plan import Direction, Layout, Payload
+from paced import plan_paced
 
 KERNELS = st.sampled_from(
     [CpuKernel(), ReferenceKernel(4, 4), ReferenceKernel(8, 16), ReferenceKernel()]
 )
+DYNAMIC = ("random", "bisection", "rows", "whole_documents")
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
@@ -23,6 +25,39 @@ def test_outputs_and_gradients_equal_dense_fp64_attention(case, kernel):
     for name in case.batch.masks:
         given_results = run_virtual(case, name, tensors, kernel=kernel)
         assert_equal(given_results, run_dense(case, name, tensors, torch.float64), 1e-12)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@settings(max_examples=40, deadline=None, suppress_health_check=SLOW)
+@given(data=st.data(), kernel=KERNELS)
+def test_blocks_passed_on_and_sums_at_machine_borders_leave_results_exact(ranks, data, kernel):
+    case = data.draw(cases(topology=Topology(2, ranks), solvers=DYNAMIC))
+    tensors = Tensors.draw(case)
+    for name in case.batch.masks:
+        given_results = run_virtual(case, name, tensors, kernel=kernel)
+        assert_equal(given_results, run_dense(case, name, tensors, torch.float64), 1e-12)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_scattered_sequence_on_two_machines_is_exact_with_many_relays(ranks):
+    batch, shape = Batch.of([masks.causal(50), masks.full(30)]), AttentionShape(4, 2, 8, "fp64")
+    config = PlannerConfig("random", block_size=4, head_groups=2, divisions=5, layout=Layout(4))
+    plan = plan_paced(batch, Topology(2, ranks), shape, config)
+    for direction in Direction:
+        programs = [part.masks["default"].program(direction) for part in plan.parts]
+        owner = plan.parts[0].blocks.owner
+        for kinds in ((Payload.Q, Payload.KV, Payload.Q_DOUT), (Payload.OUT, Payload.DQ)):
+            relayed = [
+                rank
+                for rank, p in enumerate(programs)
+                for kind, peer, block in zip(p.sends.kind, p.sends.peer, p.sends.block, strict=True)
+                if kind in kinds and owner[block] not in (rank, peer)
+            ]
+            assert set(relayed) == set(range(2 * ranks))
+    case = Case(batch, plan, shape, 0)
+    tensors = Tensors.draw(case)
+    given_results = run_virtual(case, "default", tensors, kernel=ReferenceKernel(4, 4))
+    assert_equal(given_results, run_dense(case, "default", tensors, torch.float64), 1e-12)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=SLOW)

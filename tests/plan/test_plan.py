@@ -9,9 +9,10 @@ from cases import cases
 from dyncp import AttentionShape, Batch, PlannerConfig, Topology, masks, plan_batch
 from dyncp.blocks import Direction, build_blocks
 from dyncp.placement import Limits
-from dyncp.plan import Layout, Op
+from dyncp.plan import Layout, Op, Payload
 from dyncp.plan.rows import build_row_runs
 from dyncp.plan.slots import assign_slot_rows
+from paced import plan_paced
 from strategies import masks_of
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -103,15 +104,22 @@ def test_gather_refuses_parts_that_do_not_fit():
 
 
 def test_results_go_home_when_their_last_tile_is_done_not_all_at_the_end():
-    batch = Batch.of([masks.full(64)])
+    """Inside one machine; where links are slow, that is before the last division."""
+    batch, shape = Batch.of([masks.full(8)] * 16), AttentionShape(2, 1, 8)
     config = PlannerConfig("random", block_size=4, divisions=4, seed=1)
-    plan = plan_batch(batch, Topology(1, 4), AttentionShape(2, 1, 8), config)
+    plan = plan_paced(batch, Topology(1, 4), shape, config)
     for part in plan.parts:
-        program = part.masks["default"].forward
-        last_compute = np.flatnonzero(program.instructions[:, 0] == Op.COMPUTE)[-1]
-        returns = set(program.sends.phase[program.sends.kind == 2].tolist())
-        early = [arg for op, arg in program.instructions[:last_compute].tolist() if op == Op.LAUNCH]
-        assert returns & set(early)
+        mask, program = part.masks["default"], part.masks["default"].forward
+        steps = program.instructions.tolist()
+        for phase, block in zip(program.sends.phase, program.sends.block, strict=True):
+            if program.sends.kind[program.sends.phase == phase][0] != Payload.OUT:
+                continue
+            last = program.tile_division[mask.tiles.q_block == block].max()
+            between = steps[steps.index([Op.COMPUTE, last]) + 1 : steps.index([Op.LAUNCH, phase])]
+            assert not any(op == Op.COMPUTE for op, _ in between)
+        last_compute = max(i for i, (op, _) in enumerate(steps) if op == Op.COMPUTE)
+        returns = set(program.sends.phase[program.sends.kind == Payload.OUT].tolist())
+        assert returns & {arg for op, arg in steps[:last_compute] if op == Op.LAUNCH}
 
 
 def test_local_rows_are_padded_to_a_multiple():

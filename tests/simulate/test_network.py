@@ -138,6 +138,35 @@ def test_ordered_phases_travel_one_after_the_other(ordered: bool, seconds: float
     assert times.rank_seconds[2] == seconds
 
 
+@pytest.mark.parametrize("far", [True, False])
+def test_what_crosses_a_border_and_what_stays_inside_do_not_wait_for_each_other(far: bool) -> None:
+    """Rank 0 launches phase 0 towards a rank that is busy, then phase 1 the other way; two ranks
+    per machine."""
+    late, early = (2, 1) if far else (1, 2)
+    programs: list[list[tuple[Op, int, float]]] = [[]] * 4
+    programs[0] = [(LAUNCH, 0, 0.0), (LAUNCH, 1, 0.0)]
+    programs[late] = [(COMPUTE, 0, 50.0), (LAUNCH, 0, 0.0), (WAIT, 0, 0.0)]
+    programs[early] = [(LAUNCH, 1, 0.0), (WAIT, 1, 0.0)]
+    messages = [(0, 0, late, 20.0), (1, 0, early, 20.0)]
+    times = run_by_hand(programs, messages, simple_topology(2, 2))
+    inside, between = 1 + 20 / 10, 2 + 20 / 4
+    assert times.rank_seconds[early] == (inside if far else between)
+    assert times.rank_seconds[late] == 50 + (between if far else inside)
+
+
+def test_phases_over_borders_travel_one_after_the_other_past_those_inside() -> None:
+    """Phases 0 and 2 go from machine to machine, phase 1 stays inside."""
+    programs = [
+        [(LAUNCH, 0, 0.0), (LAUNCH, 1, 0.0), (LAUNCH, 2, 0.0)],
+        [(LAUNCH, 1, 0.0), (WAIT, 1, 0.0)],
+        [(COMPUTE, 0, 30.0), (LAUNCH, 0, 0.0), (WAIT, 0, 0.0)],
+        [(LAUNCH, 2, 0.0), (WAIT, 2, 0.0)],
+    ]
+    messages = [(0, 0, 2, 4.0), (1, 0, 1, 10.0), (2, 0, 3, 4.0)]
+    times = run_by_hand(programs, messages, simple_topology(2, 2))
+    assert times.rank_seconds.tolist() == [0, 1 + 1, 30 + 2 + 1, 30 + 2 * (2 + 1)]
+
+
 def test_a_slow_rank_computes_longer_in_proportion_to_its_speed() -> None:
     topology = Topology(1, 2, speeds=(1.0, 0.25))
     times = run_by_hand([[(COMPUTE, 0, 2.0)]] * 2, [], topology)

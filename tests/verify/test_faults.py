@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
+from verify_edits import owner, transfers
 from verify_faults import FAULTS, NAME, Fault
 from verify_plans import dense, equal, inputs_of, rich_batch, rich_plan, run
 
 from dyncp import Plan
-from dyncp.plan import Direction
+from dyncp.plan import Direction, Payload
 from dyncp.verify import PlanError, check_plan, verify_plan
 
 # Small errors of a single key would hide behind a loose tolerance.
@@ -25,6 +26,13 @@ def test_the_plan_to_break_uses_all_that_can_break(plan: Plan) -> None:
     assert {int(k) for p in programs for k in p.sends.kind} == set(range(6))
     rows = [(p.slots.row, p.slots.space, p.slots.head_group) for p in programs]
     assert any(len(np.unique(np.stack(r), axis=1).T) < len(r[0]) for r in rows), "no slot is reused"
+    for direction, inputs in (
+        (Direction.FORWARD, (Payload.Q, Payload.KV)),
+        (Direction.BACKWARD, (Payload.Q_DOUT, Payload.KV)),
+    ):
+        sent = list(transfers(plan, direction, *inputs))
+        assert any(owner(plan, row[4]) != rank for rank, row in sent), "no block is passed on"
+        assert len({row[0] for _, row in sent}) > 3, "few phases of inputs"
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)

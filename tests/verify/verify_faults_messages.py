@@ -9,6 +9,7 @@ from verify_edits import (
     doubled_step,
     fault,
     in_company,
+    mask_of,
     mirrored,
     program_of,
     ranks_of,
@@ -98,15 +99,10 @@ def wait_before_launch(plan: Plan) -> Plan:
 
 @fault(3, "order is increasing", numerical=False)
 def launches_in_decreasing_order(plan: Plan) -> Plan:
-    """Results and inputs that do not depend on each other are launched the other way round."""
+    """Two phases of inputs that owners send at the start are launched the other way round."""
     steps = steps_of(plan, 0, FORWARD)
-    kinds = dict(row[::2][:2] for row in rows_of(program_of(plan, 0, FORWARD).sends))
-    for phase, kind in kinds.items():
-        if kind == Payload.OUT and kinds.get(phase + 1) in (Payload.Q, Payload.KV):
-            here, there = (steps.index((Op.LAUNCH, p)) for p in (phase, phase + 1))
-            steps[here], steps[there] = steps[there], steps[here]
-            return with_steps(plan, 0, FORWARD, steps)
-    raise LookupError
+    assert [op for op, _ in steps[:2]] == [Op.LAUNCH, Op.LAUNCH]
+    return with_steps(plan, 0, FORWARD, [steps[1], steps[0], *steps[2:]])
 
 
 @fault(3, "never launched", numerical=True)
@@ -133,11 +129,13 @@ def phase_launched_twice(plan: Plan) -> Plan:
 
 @fault(3, "before all of its tiles", numerical=True)
 def results_launched_before_their_division(plan: Plan) -> Plan:
-    """The last launch, of results, moves ahead of the computation before it."""
-    rank, row = max(transfers(plan, FORWARD, Payload.OUT), key=lambda item: item[1][0])
+    """The launch of a result moves ahead of the computation of its last tile."""
+    rank, row = next(transfers(plan, FORWARD, Payload.OUT))
+    tiles, division = mask_of(plan, rank).tiles, program_of(plan, rank, FORWARD).tile_division
+    of_block = (tiles.q_block == row[4]) & (tiles.head_group == row[3])
     steps = steps_of(plan, rank, FORWARD)
     steps.remove((Op.LAUNCH, row[0]))
-    last = max(i for i, (op, _) in enumerate(steps) if op == Op.COMPUTE)
+    last = steps.index((Op.COMPUTE, int(division[of_block].max())))
     return with_steps(plan, rank, FORWARD, [*steps[:last], (Op.LAUNCH, row[0]), *steps[last:]])
 
 

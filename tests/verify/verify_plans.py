@@ -7,19 +7,22 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from dyncp import AttentionShape, Batch, Plan, PlannerConfig, Topology, masks, plan_batch
+from dyncp import AttentionShape, Batch, Plan, PlannerConfig, Topology, masks
 from dyncp.arrays import Float64
 from dyncp.placement import SOLVERS
 from dyncp.plan import Layout
 from dyncp.verify import Interpreted, interpret
+from paced import FAST_LINKS, SLOW_LINKS, plan_paced
 from strategies import masks_of
 
 DIM = 3
+# Machines and ranks per machine.
+MACHINES = [(1, 1), (1, 4), (1, 6), (2, 1), (2, 2), (2, 3), (2, 4), (3, 2), (4, 1), (4, 2)]
 
 
 @st.composite
 def planned_batches(draw: Callable[..., Any]) -> tuple[Batch, Plan]:
-    """Batches of up to 4 sequences with any masks, planned in any way."""
+    """Batches of up to 4 sequences with any masks, planned in any way, on up to 4 machines."""
     lengths = draw(st.lists(st.integers(1, 18), min_size=1, max_size=4))
     names = draw(st.sampled_from([["default"], ["default", "local"]]))
     batch = Batch.of([{name: draw(masks_of(length)) for name in names} for length in lengths])
@@ -34,7 +37,9 @@ def planned_batches(draw: Callable[..., Any]) -> tuple[Batch, Plan]:
         seed=draw(st.integers(0, 99)),
         layout=Layout(draw(st.sampled_from([1, 4, 8, 128])), draw(st.integers(1, 5))),
     )
-    return batch, plan_batch(batch, Topology(1, draw(st.integers(1, 6))), shape, config)
+    topology = Topology(*draw(st.sampled_from(MACHINES)), nics=draw(st.integers(1, 3)))
+    rate = draw(st.sampled_from([SLOW_LINKS, FAST_LINKS]))
+    return batch, plan_paced(batch, topology, shape, config, rate)
 
 
 def rich_batch() -> Batch:
@@ -48,12 +53,12 @@ def rich_batch() -> Batch:
 
 
 def rich_plan(seed: int = 3) -> Plan:
-    """Scattered over 4 ranks in 2 head groups and 4 divisions, so that every kind of transfer,
-    slot reuse and padding occur."""
+    """Scattered over 2 machines of 2 ranks in 2 head groups and several divisions, so that every
+    kind of transfer, relays, sums, slot reuse and padding occur."""
     config = PlannerConfig(
         solver="random", block_size=4, head_groups=2, seed=seed, layout=Layout(4, 3)
     )
-    return plan_batch(rich_batch(), Topology(1, 4), AttentionShape(4, 2, DIM, "fp64"), config)
+    return plan_paced(rich_batch(), Topology(2, 2), AttentionShape(4, 2, DIM, "fp64"), config)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,8 +6,11 @@ Results of division d travel while division d + 1 computes, sums of them over bo
 division later:
 
     start              over borders for 1, 2, 3, ...; inside machines for 1, 2, 3, ...
-    after division d   what came over borders for d + 1, passed on for d + 2; results inside
-                       machines; results over borders
+    after division d   what came over borders for d + 1, passed on for d + 2; results to be summed;
+                       results inside machines; results over borders
+
+Results to be summed have a phase of their own: their relays wait for it early, while owners merge
+at the end, in the order of phases.
 """
 
 from dataclasses import dataclass
@@ -25,9 +28,9 @@ from dyncp.schedule.uses import Uses
 Column = npt.NDArray[Any] | np.int64
 
 # Kinds of phases in the order in which they are launched after the same division.
-FAR_INPUT, NEAR_INPUT, HOP, NEAR_RESULT, FAR_RESULT = range(5)
+FAR_INPUT, NEAR_INPUT, HOP, SUMMAND, NEAR_RESULT, FAR_RESULT = range(6)
 # A phase's code is its launch (division + 1), kind and, for far inputs, the division it feeds.
-KINDS, FED = 5, 1 << 20
+KINDS, FED = 6, 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,15 +54,16 @@ def number_launches(
     after = np.where(hop, launches.arrives - 2, -1)
     kind = np.select([far, hop], [FAR_INPUT, HOP], NEAR_INPUT)
     come = _codes(after, kind, launches.arrives)
-    go = _codes(launches.leaves, np.where(far, FAR_RESULT, NEAR_RESULT), np.zeros_like(kind))
+    back = np.select([far, hop], [FAR_RESULT, SUMMAND], NEAR_RESULT)
+    go = _codes(launches.leaves, back, np.zeros_like(kind))
     columns = []
     for side in (0, 1):
         at = np.flatnonzero(uses.side == side)
         rank, source, what = uses.rank[at], routes.source[at], (uses.head_group[at], uses.block[at])
-        sent, back = payloads[0][side], payloads[1][side]
+        sent, result = payloads[0][side], payloads[1][side]
         columns.append(_stack(come[at], source, rank, sent, *what))
-        if back is not None:
-            columns.append(_stack(go[at], rank, source, back, *what))
+        if result is not None:
+            columns.append(_stack(go[at], rank, source, result, *what))
     return _number(tile_division, np.concatenate(columns, axis=1))
 
 
@@ -82,7 +86,7 @@ def _number(tile_division: Int64, columns: Int64) -> Schedule:
         transfers=Transfers(*map(frozen, columns[:, _order(columns)])),
         phase_after_division=frozen(np.minimum(after, num_divisions - 1)),
         phase_after_phase=frozen(_waits_for(codes, after, kind, feeds)),
-        phase_feeds=frozen(np.where(kind >= NEAR_RESULT, num_divisions, feeds)),
+        phase_feeds=frozen(np.where(kind >= SUMMAND, num_divisions, feeds)),
     )
 
 
@@ -104,6 +108,6 @@ def _waits_for(codes: Int64, after: Int64, kind: Int64, feeds: Int64) -> Int64:
     hop, total = kind == HOP, kind == FAR_RESULT
     waits_for = np.full_like(codes, -1)
     waits_for[hop] = _codes(np.int64(-1), np.int64(FAR_INPUT), feeds[hop] - 1)
-    waits_for[total] = _codes(after[total] - 1, np.int64(NEAR_RESULT), np.int64(0))
+    waits_for[total] = _codes(after[total] - 1, np.int64(SUMMAND), np.int64(0))
     phase = {int(code): number for number, code in enumerate(codes)}
     return np.array([phase.get(int(code), -1) for code in waits_for], np.int64)

@@ -61,7 +61,7 @@ def _ways(machines: Machines, sequence: Int64) -> Iterator[Int64]:
     for cut, most in product((_from_the_end, _evenly, _zigzag), PIECES):
         yield _level(machines, cut(machines, sequence, most))
     batch = whole_batch(machines.problem)
-    mean = machines.load.sum(axis=0) / machines.topology.num_ranks
+    mean = np.maximum(machines.load.sum(axis=0) / machines.topology.num_ranks, 1e-9)
     budget = Budget(mean, machines.caps / mean - 1, 8.0)
     for peel, sizes in product((False, True), (1, 5)):
         way = Way(rows_only=True, peel=peel, sizes=sizes)
