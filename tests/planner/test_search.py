@@ -1,66 +1,197 @@
 """The search: the shortest simulated step wins, whoever made it."""
 
+import logging
+import threading
+
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dyncp import AttentionShape, Batch, PlannerConfig, masks, plan_batch
 from dyncp.cost import CostModel, find_model, find_profile
-from dyncp.placement import Limits, static_candidates
-from dyncp.planner import make_candidate, search
-from dyncp.simulate import simulate_schedules
+from dyncp.placement import (
+    SOLVERS,
+    Limits,
+    Solver,
+    StaticBounds,
+    static_candidates,
+)
+from dyncp.planner import Task, choose, search
+from dyncp.planner.search import Search, placed_seconds, static_seconds, whole_seconds
 from dyncp.topology import preset
 from dyncp.verify import check_plan
 
 SHAPE = AttentionShape(8, 2, 128)
 COST = CostModel(find_profile("p4de"), SHAPE)
-CONFIG = PlannerConfig(limits=Limits(0.1, 0.2))
 LENGTHS = [(9000, 4000, 2500, 1200, 600, 300), (8192,), (1024,) * 8]
+MASKS = ["causal", "lambda_shaped", "causal_blockwise", "shared_question", "full"]
+
+
+def make_task(lengths, mask="causal", ranks=(2, 2), model=None, **options) -> Task:
+    batch = Batch.of([masks.by_name(mask)(n) for n in lengths])
+    config = PlannerConfig(**options)
+    return Task.of(batch, preset("p4de", *ranks), SHAPE, config, COST, model)
+
+
+def static_times(task: Task) -> dict[str, float]:
+    solvers = static_candidates(task.batch.lengths, SHAPE, task.topology)
+    candidates = {solver.name: task.schedule(task.place(solver)) for solver in solvers}
+    return {name: task.simulate(own).step_seconds for name, own in candidates.items()}
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("model", [None, "llama3_8b"])
 def test_no_static_method_is_predicted_to_be_faster(lengths, model):
-    batch, topology = Batch.of([masks.lambda_shaped(n) for n in lengths]), preset("p4de", 2, 2)
-    config = find_model(model) if model else None
-    choice = search(batch, topology, SHAPE, CONFIG, COST, config)
-    for solver in static_candidates(batch.lengths, SHAPE, topology):
-        other = make_candidate(solver, batch, topology, SHAPE, CONFIG)
-        simulated = simulate_schedules(
-            other.graph, other.placement, other.schedules, topology, COST, model=config
-        )
-        assert choice.simulated.step_seconds <= simulated.step_seconds * (1 + 1e-12), solver.name
+    task = make_task(lengths, "lambda_shaped", model=find_model(model) if model else None)
+    seconds = search(task).simulated.step_seconds
+    for name, other in static_times(task).items():
+        assert seconds <= other * (1 + 1e-12), name
+
+
+def test_forward_only_plans_compare_forward_alone():
+    task = make_task(LENGTHS[0], forward_only=True)
+    seconds = search(task).simulated.step_seconds
+    assert all(seconds <= other * (1 + 1e-12) for other in static_times(task).values())
+
+
+@settings(max_examples=25)
+@given(
+    lengths=st.lists(st.integers(1, 6000), min_size=1, max_size=8),
+    mask=st.sampled_from(MASKS),
+    ranks=st.sampled_from([(1, 4), (2, 2), (2, 4)]),
+    model=st.sampled_from([None, "llama3_8b"]),
+)
+def test_bounds_of_static_methods_are_never_above_what_is_simulated(lengths, mask, ranks, model):
+    task = make_task(lengths, mask, ranks, find_model(model) if model else None)
+    solvers = static_candidates(task.batch.lengths, SHAPE, task.topology)
+    graph = task.place(SOLVERS["rows"]).graph
+    bounds, whole = StaticBounds(graph, task.topology), whole_seconds(task, graph)
+    for solver in solvers:
+        placed = task.place(solver)
+        seconds = task.simulate(task.schedule(placed)).step_seconds
+        bound = bounds.of(solver.name)
+        assert static_seconds(task, whole, bound) <= seconds * (1 + 1e-9), solver.name
+        assert placed_seconds(task, placed) <= seconds * (1 + 1e-9), solver.name
+        ranks_ = task.topology.num_ranks
+        assert bound.tokens * ranks_ <= placed.balance.tokens_max_over_mean * (1 + 1e-9), solver.name
 
 
 def test_pruned_candidates_could_not_have_won():
-    batch, topology = Batch.of([masks.causal(n) for n in LENGTHS[0]]), preset("p4de", 2, 2)
-    choice = search(batch, topology, SHAPE, CONFIG, COST)
+    choice = search(make_task(LENGTHS[0]))
     assert any(tried.pruned for tried in choice.tried)
     for tried in choice.tried:
         assert tried.seconds >= choice.simulated.step_seconds * (1 - 1e-12)
 
 
-def test_the_choice_is_explained():
-    batch, topology = Batch.of([masks.causal(n) for n in LENGTHS[0]]), preset("p4de", 1, 4)
-    choice = search(batch, topology, SHAPE, CONFIG, COST)
+def test_limits_asked_for_come_before_time():
+    task = make_task(LENGTHS[0], limits=Limits(0.1, 0.2))
+    choice = search(task)
+    assert choice.candidate.balance.missed == 0
+    faster = [t for t in choice.tried if t.seconds < choice.simulated.step_seconds]
+    assert all(t.missed > 0 or t.pruned for t in faster)
+
+
+def test_the_choice_is_explained_by_the_plan():
+    task = make_task(LENGTHS[0], ranks=(1, 4))
+    choice = search(task)
     fastest, *_, last = choice.explain().splitlines()
-    assert choice.candidate.placement.solver in fastest
     assert f"{1e3 * choice.simulated.step_seconds:.3f} ms" in fastest
-    assert last.endswith("pruned by their compute")
+    assert last.endswith("ruled out by their bounds")
+    plan = plan_batch(task.batch, task.topology, SHAPE, cost=COST)
+    assert fastest in plan.explain()
 
 
 def test_auto_plans_pass_the_verifier_and_are_the_same_every_time():
-    batch, topology = Batch.of([masks.causal(n) for n in LENGTHS[0]]), preset("p4de", 2, 2)
-    plans = [plan_batch(batch, topology, SHAPE, PlannerConfig("auto")) for _ in range(2)]
-    check_plan(plans[0], batch)
+    task = make_task(LENGTHS[0])
+    plans = [plan_batch(task.batch, task.topology, SHAPE) for _ in range(2)]
+    check_plan(plans[0], task.batch)
     assert plans[0] == plans[1]
 
 
-def test_forward_only_plans_are_pruned_by_forward_alone():
-    batch, topology = Batch.of([masks.causal(n) for n in LENGTHS[0]]), preset("p4de", 2, 2)
-    config = PlannerConfig(limits=Limits(0.1, 0.2), forward_only=True)
-    choice = search(batch, topology, SHAPE, config, COST)
-    for solver in static_candidates(batch.lengths, SHAPE, topology):
-        other = make_candidate(solver, batch, topology, SHAPE, config)
-        simulated = simulate_schedules(
-            other.graph, other.placement, other.schedules, topology, COST
+def test_quality_is_never_slower_than_fast():
+    fast, quality = (
+        search(make_task(LENGTHS[0], effort=effort)).simulated.step_seconds
+        for effort in ("fast", "quality")
+    )
+    assert quality <= fast * (1 + 1e-12)
+
+
+def test_fewest_bytes_is_another_objective():
+    def moved(choice):
+        forward, backward = choice.candidate.schedules["default"]
+        size = choice.candidate.graph.payload_bytes
+        tokens = choice.candidate.graph.blocks.tokens
+        return sum(
+            int((size[t.kind, t.head_group] * tokens[t.block]).sum())
+            for t in (forward.transfers, backward.transfers)
         )
-        assert choice.simulated.step_seconds <= simulated.step_seconds * (1 + 1e-12), solver.name
+
+    limits = Limits(0.1, 0.2)
+    options = {"limits": limits, "ranks": (1, 4)}
+    fewest = choose(make_task((12000,), objective="bytes", head_groups=None, **options))
+    fastest = choose(make_task((12000,), **options))
+    assert moved(fewest) < moved(fastest)
+    assert fewest.candidate.balance.missed == 0
+
+
+def test_max_tokens_per_rank_is_kept_or_refused():
+    lengths = (9000, 4000, 2500, 1200, 600, 300)
+    mean = sum(lengths) / 4
+    choice = choose(make_task(lengths, max_tokens_per_rank=int(1.06 * mean)))
+    held = np.bincount(
+        choice.candidate.placement.block_rank, choice.candidate.graph.blocks.tokens, 4
+    )
+    assert held.max() <= 1.06 * mean
+    with pytest.raises(ValueError, match=r"max_tokens_per_rank is 4000, but 17,600 tokens on 4"):
+        make_task(lengths, max_tokens_per_rank=4000)
+    with pytest.raises(ValueError, match="the best placement found has"):
+        choose(make_task((1, 1, 1, 1, 1, 5000), block_size=5000, max_tokens_per_rank=1300))
+
+
+def broken(*_args):
+    raise RuntimeError("no luck")
+
+
+def test_a_solver_that_fails_is_replaced_with_one_warning(monkeypatch, caplog):
+    monkeypatch.setitem(SOLVERS, "rows", Solver("rows", broken))
+    with caplog.at_level(logging.WARNING, "dyncp.planner"):
+        choice = choose(make_task(LENGTHS[0], solver="rows"))
+    assert choice.candidate.placement.static
+    assert "solver rows failed (RuntimeError: no luck); planning goes on with" in caplog.text
+    found = Search(make_task(LENGTHS[0]))
+    with pytest.raises(RuntimeError, match="no solver could plan"):
+        found.choice()
+
+
+def test_a_solver_that_hangs_is_given_up(monkeypatch, caplog):
+    release = threading.Event()
+    monkeypatch.setitem(SOLVERS, "bisection", Solver("bisection", lambda *_: release.wait(30)))
+    with caplog.at_level(logging.WARNING, "dyncp.planner"):
+        choice = choose(make_task(LENGTHS[0], solver="bisection", solver_seconds=0.2))
+    release.set()
+    assert choice.candidate.placement.solver != "bisection"
+    assert "took longer than 0.2 s" in caplog.text
+
+
+def test_mistakes_of_the_caller_are_not_replaced():
+    with pytest.raises(ValueError, match="does not divide 4 ranks"):
+        choose(make_task(LENGTHS[0], solver="zigzag/cp3"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"solver": "nosuch"}, "solver is 'nosuch'; choose one of"),
+        ({"effort": "slow"}, "effort is 'slow'; choose one of fast, quality"),
+        ({"objective": "luck"}, "objective is 'luck'; choose one of time, bytes"),
+        ({"block_size": 0}, "block_size is 0; at least 1 token is needed, or None"),
+        ({"head_groups": 0}, "head_groups is 0; at least 1 is needed"),
+        ({"divisions": 1}, "divisions is 1; at least 2 are needed"),
+        ({"max_tokens_per_rank": 0}, "max_tokens_per_rank is 0; at least 1"),
+        ({"solver_seconds": 0}, "solver_seconds is 0; a number above 0 is needed"),
+    ],
+)
+def test_wrong_choices_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        PlannerConfig(**options)

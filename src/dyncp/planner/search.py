@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from dyncp.arrays import Int64
 from dyncp.blocks import BlockGraph, Direction, Payload, build_graph
 from dyncp.placement import (
     Bound,
@@ -31,12 +32,15 @@ from dyncp.simulate import Simulated
 
 # Shares of the compute tolerance that `rows` is tried with, by effort.
 TIGHTER = {"fast": (1.0, 0.5), "quality": (1.0, 0.85, 0.7, 0.55, 0.4, 0.25)}
-# Tolerance tried besides where none is asked for: sometimes imbalance is cheaper than bytes.
-LOOSE = 0.2
+# Tolerances (compute, tokens) tried besides where none are asked for: imbalance can be cheaper than
+# bytes.
+LOOSE = (0.2, 0.4)
 # Shares of the token tolerance that are tried when tokens cost time.
 FEWER_TOKENS = {"fast": (0.4,), "quality": (0.4, 0.15)}
 OTHER_SOLVERS = {"fast": (), "quality": ("bisection", "bisection_quality", "whole_documents")}
 OTHER_DIVISIONS = {"fast": (2, 8), "quality": (2, 3, 6, 8, 12)}
+# How much of an estimate counts as certain.
+CERTAIN = 0.95
 # Less exposed communication than this share of attention is not worth other divisions.
 HIDDEN = 0.02
 
@@ -183,7 +187,8 @@ def _dynamic(task: Task) -> Iterator[tuple[str, Solver, Limits, Cut | None]]:
     compute = float(asked.tolerances[0])
     pairs = [(share * compute, tokens) for share in TIGHTER[config.effort]]
     if asked.compute_tolerance is None:
-        pairs.append((LOOSE, tokens))
+        loose_tokens = LOOSE[1] if asked.token_tolerance is None and not task.model else tokens
+        pairs.append((LOOSE[0], loose_tokens))
     if task.model is not None:
         pairs += [(compute, share * tokens) for share in FEWER_TOKENS[config.effort]]
     for own in dict.fromkeys(pairs):
@@ -227,7 +232,7 @@ def placed_seconds(task: Task, placed: Placed) -> float:
     name = next(iter(graph.tiles))
     rank, speed = placement.tile_rank[name], topology.rank_speeds
     keys = find_remote_uses(graph, placement, name, graph.tiles[name].k_block)
-    calls = np.where(np.bincount(keys.rank, minlength=topology.num_ranks) > 0, 2, 1)
+    calls = _least_calls(placed, name)
     border = _border_seconds(task, placed, keys)
     attention = per_token = 0.0
     for direction in list(Direction)[: 1 if task.config.forward_only else 2]:
@@ -240,6 +245,16 @@ def placed_seconds(task: Task, placed: Placed) -> float:
     layers = 1 if task.model is None else task.model.layers
     held = np.bincount(placement.block_rank, graph.blocks.tokens, topology.num_ranks) / speed
     return layers * attention + per_token * float(held.max())
+
+
+def _least_calls(placed: Placed, name: str) -> Int64:
+    """Kernel calls of every rank: one, and in rings one for every rank whose keys it uses."""
+    placement, ranks = placed.placement, placed.placement.num_ranks
+    if placement.pattern != "ring" or len(placed.graph.head_groups) > 1:
+        return np.ones(ranks, np.int64)
+    owner = placement.block_rank[placed.graph.tiles[name].k_block].astype(np.int64)
+    pairs = np.unique(placement.tile_rank[name] * np.int64(ranks) + owner)
+    return np.maximum(np.bincount(pairs // ranks, minlength=ranks), 1)
 
 
 def _border_seconds(task: Task, placed: Placed, keys: RemoteUses) -> float:
@@ -262,12 +277,15 @@ def _border_seconds(task: Task, placed: Placed, keys: RemoteUses) -> float:
 
 
 def whole_seconds(task: Task, graph: BlockGraph) -> list[float]:
-    """Attention seconds of the batch on one rank, forward and backward, if nothing is cut."""
+    """Attention seconds of the batch on one rank at least, forward and backward: of its pairs, and
+    nearly those of uncut sequences (cutting adds to what kernels work through, save for rounding
+    to kernel tiles)."""
     pairs, rows = whole_rows(graph)
+    heads, cost = task.cost.shape.q_heads, task.cost
+    least = np.maximum(pairs, CERTAIN * cost.kernel_area(pairs, rows, rows))
     directions = list(Direction)[: 1 if task.config.forward_only else 2]
-    heads = task.cost.shape.q_heads
     return [
-        float(task.cost.tile_seconds(pairs, rows, rows, heads, direction).sum())
+        float(cost.flops(least, heads, direction).sum()) / cost.attention_rate(direction)
         for direction in directions
     ]
 
@@ -280,7 +298,7 @@ def static_seconds(task: Task, whole: list[float], bound: Bound) -> float:
     speed = float(task.topology.rank_speeds.max())
     attention = per_token = 0.0
     for direction, seconds in zip(Direction, whole, strict=False):
-        compute = work * seconds / speed + bound.divisions * cost.profile.call_seconds
+        compute = work * seconds / speed + cost.profile.call_seconds
         moved = kv_bytes * (2 if direction is Direction.BACKWARD else 1)
         attention += max(compute, moved * bound.seconds_per_byte)
         if model is not None:

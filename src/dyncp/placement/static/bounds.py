@@ -20,16 +20,18 @@ from dyncp.placement.static.hybrid import hybrid_shares
 from dyncp.placement.static.methods import METHODS, Method
 from dyncp.topology import Topology
 
+# Chunks end on whole tokens, and work inside a block is taken to be even: estimates from chunks
+# count with this share, and not at all where sequences have few tokens per rank.
+CERTAIN, SHORT = 0.95, 8
+
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Least shares of the batch's work and tokens on the fullest rank, least divisions of that
-    rank, and the seconds per byte of a token's keys and values that forward communication takes at
-    least."""
+    """Least shares of the batch's work and tokens on the fullest rank, and the seconds per byte of
+    a token's keys and values that forward communication takes at least."""
 
     work: float
     tokens: float
-    divisions: int
     seconds_per_byte: float
 
 
@@ -39,7 +41,8 @@ class StaticBounds:
     def __init__(self, graph: BlockGraph, topology: Topology) -> None:
         self._graph, self._topology = graph, topology
         self._lengths = graph.batch.lengths
-        self._load = sequence_load(graph)
+        self._has_short = min(self._lengths) < SHORT * topology.num_ranks
+        self._load = np.ascontiguousarray(sequence_load(graph)[:, ::-1])  # work, tokens
         self._row_work = block_work(graph) / max(float(block_work(graph).sum()), 1.0)
         self._deal = cache(lambda groups: deal_loads(self._load, groups))
         self._chunks = cache(self._chunk_work)
@@ -58,21 +61,20 @@ class StaticBounds:
         return Bound(
             self._work(method, share, degree, heads),
             tokens / degree,
-            _divisions(method, degree // heads, heads),
             self._seconds_per_byte(method, tokens * sum(self._lengths), degree, heads),
         )
 
     def _work(self, method: Method, share: Float64, degree: int, heads: int) -> float:
-        contexts = degree // heads
-        if method.spread is None or contexts == 1:
-            return float(share[:, 0].max()) / degree
+        contexts, even = degree // heads, float(share[:, 0].max()) / degree
+        if method.spread is None or contexts == 1 or self._has_short:
+            return even
         halves = 1 if method.spread is contiguous_ranks else 2
         chunks = self._chunks(halves * contexts)
         if halves == 2:
             chunks = chunks[:, :contexts] + chunks[:, : contexts - 1 : -1]
         by_rank = np.zeros((len(share), contexts))
         np.add.at(by_rank, self._deal(len(share)), chunks)
-        return float(by_rank.max()) / heads
+        return max(even, CERTAIN * float(by_rank.max()) / heads)
 
     def _chunk_work(self, count: int) -> Float64:
         """Share of the batch's work in each of `count` chunks of every sequence. Blocks that span
@@ -93,9 +95,11 @@ class StaticBounds:
             raise ValueError(f"static method is {name!r}; choose one of {', '.join(METHODS)}")
         tokens = None if budget[1] is None else int(budget[1])
         ranks = self._topology.num_ranks
-        shares, rings = hybrid_shares(self._load, self._lengths, ranks, tokens)
-        fullest = int(shares[:, 0].argmax())
-        return Bound(float(shares[fullest, 0]), float(shares[:, 1].max()), int(rings[fullest]), 0.0)
+        if self._has_short:
+            return Bound(1 / ranks, 1 / ranks, 0.0)
+        shares = hybrid_shares(self._load, self._lengths, ranks, tokens)
+        work, held = CERTAIN * shares.max(axis=0)
+        return Bound(float(work), float(held), 0.0)
 
     def _seconds_per_byte(
         self, method: Method, group_tokens: float, degree: int, heads: int
@@ -114,12 +118,6 @@ class StaticBounds:
             copies = 1 if method.by_machine else topology.ranks_per_machine
             return copies * group_tokens * (1 - 1 / machines) / topology.inter.bandwidth
         return 0.0
-
-
-def _divisions(method: Method, contexts: int, heads: int) -> int:
-    if contexts * heads == 1:
-        return 1
-    return contexts if method.pattern == "ring" else 2
 
 
 def whole_rows(graph: BlockGraph) -> tuple[Int64, Int64]:

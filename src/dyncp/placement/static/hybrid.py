@@ -88,17 +88,14 @@ def _place(
 
 def hybrid_shares(
     load: Float64, lengths: Sequence[int], num_ranks: int, budget: int | None
-) -> tuple[Float64, Int64]:
-    """What each rank has of the batch's work and tokens if every document is split evenly, and the
-    largest group that it is in."""
+) -> Float64:
+    """What each rank has of the batch's work and tokens if every document is split evenly."""
     sizes = group_sizes(lengths, num_ranks, budget)
     first = _deal(load, sizes, num_ranks)
-    shares, largest = np.zeros((num_ranks, 2)), np.zeros(num_ranks, np.int64)
+    shares = np.zeros((num_ranks, 2))
     for document, size in enumerate(sizes.tolist()):
-        group = slice(first[document], first[document] + size)
-        shares[group] += load[document] / size
-        largest[group] = np.maximum(largest[group], size)
-    return shares, largest
+        shares[first[document] : first[document] + size] += load[document] / size
+    return shares
 
 
 def _deal(load: Float64, sizes: Int64, num_ranks: int) -> Int64:
