@@ -32,6 +32,8 @@ class Needs:
 def fill(division: Int64, slow: Bool, work: Work, needs: Needs, num_ranks: int) -> Int64:
     """Final divisions. `division` is the earliest that a tile's inputs allow."""
     end, steps = int(division.max(initial=0)), SAFETY * needs.results
+    if end == 0:  # nothing travels
+        return division.copy()
     room = _room(division, slow, work, SAFETY * needs.arrivals, num_ranks)
     filled = division.copy()
     local = np.flatnonzero(work.local & ~slow)

@@ -1,0 +1,96 @@
+"""How much travels in each phase, and which tiles fill the time until it is there."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dyncp import AttentionShape, Batch, Topology, masks
+from dyncp.blocks import Direction, build_graph
+from dyncp.placement import SOLVERS, Limits
+from dyncp.schedule import build_schedule
+from dyncp.schedule.fill import SAFETY, Needs, fill
+from dyncp.schedule.pace import Load, share_phases
+from dyncp.schedule.uses import Work
+
+SECONDS = st.just(0.0) | st.floats(1e-6, 1.0)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    load=st.builds(Load, *[SECONDS] * 6),
+    divisions=st.integers(2, 9),
+    least=SECONDS,
+    results=st.booleans(),
+)
+def test_shares_grow_up_to_one_in_the_phases_allowed(load, divisions, least, results):
+    near, far = share_phases(load, divisions, least, results=results)
+    assert len(near) == len(far) < divisions
+    for shares, travel in ((near, load.near_travel), (far, load.far_travel)):
+        assert shares[-1] == 1
+        steps = np.diff(shares, prepend=0)
+        assert (steps[: np.argmax(shares == 1) + 1] > 0).all()
+        assert (steps >= 0).all()
+        full = steps[: np.argmax(shares == 1)]  # the last one takes what is left
+        assert (full * travel >= least * (1 - 1e-9)).all()
+
+
+def test_shares_are_what_computation_can_hide():
+    """Local tiles hide half of what travels; what came for division 1 hides the rest."""
+    load = Load(local=2, near=4, far=0, near_travel=4, far_travel=0, result_travel=0)
+    near, far = share_phases(load, 4, 0.0, results=False)
+    assert (near.tolist(), far.tolist()) == ([0.5, 1], [1, 1])
+
+
+def test_with_results_no_phase_has_much_more_than_its_part():
+    load = Load(local=9, near=9, far=0, near_travel=1, far_travel=0, result_travel=0)
+    assert share_phases(load, 4, 0.0, results=False)[0].tolist() == [1]
+    assert share_phases(load, 4, 0.0, results=True)[0].tolist() == [0.5, 1]
+
+
+@st.composite
+def fillings(draw):
+    """Tiles of up to 3 ranks: local ones, and those that wait for divisions 1 to 4."""
+    tiles = draw(st.integers(1, 30))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    waits = rng.random(tiles) < draw(st.sampled_from([0.0, 0.5, 1.0]))
+    division = np.where(waits, rng.integers(1, 5, tiles), 0)
+    slow = waits & (rng.random(tiles) < draw(st.sampled_from([0.5, 1.0])))
+    work = Work(rng.integers(0, 3, tiles), rng.random(tiles), np.stack([waits - 1, waits - 1]))
+    arrivals = np.cumsum(rng.random(draw(st.integers(1, 4)))) * draw(st.sampled_from([0, 1, 9]))
+    return division, slow, work, Needs(arrivals, rng.random(draw(st.integers(0, 2))))
+
+
+@settings(max_examples=300, deadline=None)
+@given(case=fillings())
+def test_fillers_run_after_their_inputs_and_slow_tiles_stay(case):
+    division, slow, work, needs = case
+    filled = fill(division, slow, work, needs, 3)
+    assert (filled >= division).all()
+    assert (filled[slow] == division[slow]).all()
+    if division.any():
+        assert filled.max() <= division.max() + len(needs.results)
+    else:
+        assert not filled.any()
+
+
+@pytest.mark.parametrize(("arrival", "at_start"), [(0.0, 0), (2.5, 3), (100.0, 5)])
+def test_local_tiles_fill_the_time_until_slow_inputs_arrive(arrival, at_start):
+    """One rank: a slow tile for division 1 and five local ones of 1 s."""
+    use = np.array([[0, -1, -1, -1, -1, -1]] * 2)
+    division, slow = np.array([1, 0, 0, 0, 0, 0]), np.array([True] + [False] * 5)
+    work = Work(np.zeros(6, np.int64), np.ones(6), use)
+    needs = Needs(np.array([arrival]), np.array([1.0]))
+    filled = fill(division, slow, work, needs, 1)
+    assert (filled == 0).sum() == at_start == min(int(SAFETY * arrival), 5)
+    assert (filled[1:][filled[1:] > 0] == 2).all()  # behind the slow one, to hide its result
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_without_communication_there_is_one_division(direction):
+    batch = Batch.of([masks.causal(16)] * 4)
+    graph = build_graph(batch, AttentionShape(2, 1, 8), [16] * 4)
+    placement = SOLVERS["rows"].place(graph, Topology(1, 4), Limits(), 0)
+    schedule = build_schedule(graph, placement, "default", direction, 4)
+    assert (schedule.num_divisions, schedule.num_phases) == (1, 0)
+    assert not schedule.tile_division.any()
