@@ -265,7 +265,10 @@ def _border_seconds(task: Task, placed: Placed, keys: RemoteUses) -> float:
     far = machine != owner // topology.ranks_per_machine
     size = placed.graph.payload_bytes[Payload.KV, keys.head_group[far]]
     size = size * placed.graph.blocks.tokens[keys.block[far]]
-    if placed.placement.static:
+    traffic = placed.placement.traffic
+    if placed.placement.pattern == "ring":
+        return 0.0  # blocks come from neighbours
+    if placed.placement.static and (traffic is None or traffic.machine is None):
         busiest = np.bincount(keys.rank[far] // topology.ranks_per_nic, size, 1).max()
         return float(busiest) / topology.nic_bandwidth
     what = (machine[far] * len(placed.graph.blocks) + keys.block[far]) * len(
