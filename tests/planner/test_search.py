@@ -18,7 +18,8 @@ from dyncp.placement import (
     static_candidates,
 )
 from dyncp.planner import Task, choose, search
-from dyncp.planner.search import Search, placed_seconds, static_seconds, whole_seconds
+from dyncp.planner.bounds import placed_seconds, static_seconds, whole_seconds
+from dyncp.planner.search import Search
 from dyncp.topology import preset
 from dyncp.verify import check_plan
 
@@ -74,7 +75,9 @@ def test_bounds_of_static_methods_are_never_above_what_is_simulated(lengths, mas
         assert static_seconds(task, whole, bound) <= seconds * (1 + 1e-9), solver.name
         assert placed_seconds(task, placed) <= seconds * (1 + 1e-9), solver.name
         ranks_ = task.topology.num_ranks
-        assert bound.tokens * ranks_ <= placed.balance.tokens_max_over_mean * (1 + 1e-9), solver.name
+        assert bound.tokens * ranks_ <= placed.balance.tokens_max_over_mean * (1 + 1e-9), (
+            solver.name
+        )
 
 
 def test_pruned_candidates_could_not_have_won():

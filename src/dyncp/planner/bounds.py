@@ -1,0 +1,106 @@
+"""What candidates need at least: bounds that spare the planner from simulating them."""
+
+import numpy as np
+
+from dyncp.arrays import Int64
+from dyncp.blocks import BlockGraph, Direction, Payload
+from dyncp.placement import Bound, RemoteUses, find_remote_uses, whole_rows
+from dyncp.planner.candidate import Placed
+from dyncp.planner.task import Task
+
+# How much of an estimate counts as certain.
+CERTAIN = 0.95
+# Kernel tiles from which on a sequence is long.
+LONG = 16
+
+
+def bound_misses(task: Task, bound: Bound) -> float:
+    """By how much a static method misses the limits asked for at least."""
+    ranks = task.topology.num_ranks
+    return task.config.limits.missed(bound.work * ranks, bound.tokens * ranks)
+
+
+def placed_seconds(task: Task, placed: Placed) -> float:
+    """Step seconds that a placement needs at least, whatever its schedule."""
+    graph, placement, topology = placed.graph, placed.placement, task.topology
+    name = next(iter(graph.tiles))
+    rank, speed = placement.tile_rank[name], topology.rank_speeds
+    keys = find_remote_uses(graph, placement, name, graph.tiles[name].k_block)
+    calls = _least_calls(placed, name)
+    border = _border_seconds(task, placed, keys)
+    attention = per_token = 0.0
+    for direction in list(Direction)[: 1 if task.config.forward_only else 2]:
+        seconds = task.cost.graph_tile_seconds(graph, name, direction)
+        busy = np.bincount(rank, seconds, topology.num_ranks) / speed
+        compute = float((busy + calls * task.cost.profile.call_seconds).max())
+        attention += max(compute, border * (1 + direction))
+        if task.model is not None:
+            per_token += task.model.seconds_per_token(task.cost.profile, direction)
+    layers = 1 if task.model is None else task.model.layers
+    held = np.bincount(placement.block_rank, graph.blocks.tokens, topology.num_ranks) / speed
+    return layers * attention + per_token * float(held.max())
+
+
+def _least_calls(placed: Placed, name: str) -> Int64:
+    """Kernel calls of every rank: one, and in rings one for every rank whose keys it uses."""
+    placement, ranks = placed.placement, placed.placement.num_ranks
+    if placement.pattern != "ring" or len(placed.graph.head_groups) > 1:
+        return np.ones(ranks, np.int64)
+    owner = placement.block_rank[placed.graph.tiles[name].k_block].astype(np.int64)
+    pairs = np.unique(placement.tile_rank[name] * np.int64(ranks) + owner)
+    return np.maximum(np.bincount(pairs // ranks, minlength=ranks), 1)
+
+
+def _border_seconds(task: Task, placed: Placed, keys: RemoteUses) -> float:
+    """What keys and values need at least on the busiest NIC, forward: every machine gets a block
+    once, or, in static methods, every rank."""
+    topology, owner = task.topology, placed.placement.block_rank[keys.block]
+    machine = keys.rank // topology.ranks_per_machine
+    far = machine != owner // topology.ranks_per_machine
+    size = placed.graph.payload_bytes[Payload.KV, keys.head_group[far]]
+    size = size * placed.graph.blocks.tokens[keys.block[far]]
+    traffic = placed.placement.traffic
+    if placed.placement.pattern == "ring":
+        return 0.0  # blocks come from neighbours
+    if placed.placement.static and (traffic is None or traffic.machine is None):
+        busiest = np.bincount(keys.rank[far] // topology.ranks_per_nic, size, 1).max()
+        return float(busiest) / topology.nic_bandwidth
+    what = (machine[far] * len(placed.graph.blocks) + keys.block[far]) * len(
+        placed.graph.head_groups
+    ) + keys.head_group[far]
+    _, first = np.unique(what, return_index=True)
+    busiest = np.bincount(machine[far][first], size[first], 1).max()
+    return float(busiest) / topology.inter.bandwidth
+
+
+def whole_seconds(task: Task, graph: BlockGraph) -> list[float]:
+    """Attention seconds of the batch on one rank at least, forward and backward.
+
+    Those of its pairs, or, of long sequences, nearly those of the uncut sequence: cutting adds to
+    what kernels work through, save for rounding to kernel tiles."""
+    pairs, rows = whole_rows(graph)
+    heads, cost = task.cost.shape.q_heads, task.cost
+    is_long = rows >= LONG * cost.profile.kernel_tile
+    least = np.where(is_long, CERTAIN * cost.kernel_area(pairs, rows, rows), pairs)
+    directions = list(Direction)[: 1 if task.config.forward_only else 2]
+    return [
+        float(cost.flops(least, heads, direction).sum()) / cost.attention_rate(direction)
+        for direction in directions
+    ]
+
+
+def static_seconds(task: Task, whole: list[float], bound: Bound) -> float:
+    """Step seconds that a static method needs at least; `whole` are those of `whole_seconds`."""
+    cost, model, ranks = task.cost, task.model, task.topology.num_ranks
+    work = bound.work if len(task.batch.masks) == 1 else 1 / ranks
+    kv_bytes = 2 * cost.shape.kv_heads * cost.shape.head_dim * cost.shape.item_bytes
+    speed = float(task.topology.rank_speeds.max())
+    attention = per_token = 0.0
+    for direction, seconds in zip(Direction, whole, strict=False):
+        compute = work * seconds / speed + cost.profile.call_seconds
+        moved = kv_bytes * (2 if direction is Direction.BACKWARD else 1)
+        attention += max(compute, moved * bound.seconds_per_byte)
+        if model is not None:
+            per_token += model.seconds_per_token(cost.profile, direction)
+    layers = 1 if model is None else model.layers
+    return layers * attention + per_token * bound.tokens * task.batch.num_tokens / speed
