@@ -56,7 +56,7 @@ def test_forward_only_plans_compare_forward_alone():
     assert all(seconds <= other * (1 + 1e-12) for other in static_times(task).values())
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 6000), min_size=1, max_size=8),
     mask=st.sampled_from(MASKS),

@@ -9,7 +9,7 @@ from dyncp.blocks import ITEM_BYTES, AttentionShape, Batch
 from dyncp.cost import MODELS, CostModel, ModelConfig, find_model, find_profile
 from dyncp.cost import from_transformers_config as read_model
 from dyncp.placement import DEFAULT_TOLERANCES, Limits
-from dyncp.planner import AUTO, EFFORTS, MODEL_TOKEN_TOLERANCE, OBJECTIVES, PlannerConfig
+from dyncp.planner import AUTO, EFFORTS, OBJECTIVES, PlannerConfig
 from dyncp.samplers import NAMES
 from dyncp.topology import PRESETS, Topology, preset
 
@@ -111,8 +111,8 @@ def add_limit_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--token-tolerance",
         type=float,
-        help=f"the same for tokens (default: about {MODEL_TOKEN_TOLERANCE} with --model, where "
-        f"tokens cost time; else {TOKEN_TOLERANCE})",
+        help=f"the same for tokens (default: about {TOKEN_TOLERANCE}; with --model, where tokens "
+        "cost time, as little as pays)",
     )
 
 

@@ -13,7 +13,7 @@ from dyncp.placement.placement import (
 )
 from dyncp.placement.random import random
 from dyncp.placement.remote import RemoteUses, find_remote_uses, minimal_bytes
-from dyncp.placement.rows import rows
+from dyncp.placement.rows import rows, rows_fine
 from dyncp.placement.solver import Solver
 from dyncp.placement.static import (
     STATIC_SOLVERS,
@@ -33,6 +33,7 @@ SOLVERS = {
         bisection,
         bisection_bytes,
         rows,
+        rows_fine,
         hypergraph,
         whole_documents,
         *STATIC_SOLVERS,

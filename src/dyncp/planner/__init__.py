@@ -4,12 +4,11 @@ from dyncp.planner.candidate import Candidate, Cut, Placed, place_batch
 from dyncp.planner.config import AUTO, EFFORTS, OBJECTIVES, PlannerConfig
 from dyncp.planner.plan_batch import choose, lower_choice, plan_batch, plan_with
 from dyncp.planner.search import Choice, search, search_divisions
-from dyncp.planner.task import MODEL_TOKEN_TOLERANCE, Task, default_cost
+from dyncp.planner.task import Task, default_cost
 
 __all__ = [
     "AUTO",
     "EFFORTS",
-    "MODEL_TOKEN_TOLERANCE",
     "OBJECTIVES",
     "Candidate",
     "Choice",

@@ -23,7 +23,7 @@ from dyncp.placement import (
 from dyncp.planner.bounds import bound_misses, placed_seconds, static_seconds, whole_seconds
 from dyncp.planner.candidate import DIVISIONS, Candidate, Cut, Placed
 from dyncp.planner.guard import run_bounded, warn_replaced
-from dyncp.planner.task import MODEL_TOKEN_TOLERANCE, Task
+from dyncp.planner.task import Task
 from dyncp.simulate import Simulated
 
 # Shares of the compute tolerance that `rows` is tried with, by effort.
@@ -31,8 +31,9 @@ TIGHTER = {"fast": (1.0, 0.5), "quality": (1.0, 0.85, 0.7, 0.55, 0.4, 0.25)}
 # Tolerances (compute, tokens) tried besides where none are asked for: imbalance can be cheaper than
 # bytes.
 LOOSE = (0.2, 0.4)
-# Shares of the token tolerance that are tried when tokens cost time.
-FEWER_TOKENS = {"fast": (0.4,), "quality": (0.4, 0.15)}
+# Token tolerances that are tried when tokens cost time: the fullest rank sets that of all per-token
+# work.
+TOKENS = {"fast": (0.01, 0.005), "quality": (0.05, 0.02, 0.01, 0.005, 0.0025)}
 OTHER_SOLVERS = {"fast": (), "quality": ("bisection", "bisection_quality", "whole_documents")}
 OTHER_DIVISIONS = {"fast": (2, 8), "quality": (2, 3, 6, 8, 12)}
 # Less exposed communication than this share of attention is not worth other divisions.
@@ -174,27 +175,34 @@ def search_divisions(task: Task, placed: Placed) -> Choice:
 
 
 def _dynamic(task: Task) -> Iterator[tuple[str, Solver, Limits, Cut | None]]:
-    config, asked = task.config, task.config.limits
-    tokens = asked.token_tolerance
-    if tokens is None:
-        tokens = MODEL_TOKEN_TOLERANCE if task.model else float(asked.tolerances[1])
-    compute = float(asked.tolerances[0])
-    pairs = [(share * compute, tokens) for share in TIGHTER[config.effort]]
-    if asked.compute_tolerance is None:
-        loose_tokens = LOOSE[1] if asked.token_tolerance is None and not task.model else tokens
-        pairs.append((LOOSE[0], loose_tokens))
-    if task.model is not None:
-        pairs += [(compute, share * tokens) for share in FEWER_TOKENS[config.effort]]
-    for own in dict.fromkeys(pairs):
-        limits = Limits(*own)
-        yield f"rows within {_describe(limits)}", find_solver("rows"), limits, None
-    limits = Limits(compute, tokens)
+    config = task.config
+    solver = find_solver("rows" if task.model is None else "rows_fine")
+    for limits in dict.fromkeys(_tolerances(task)):
+        yield f"{solver.name} within {_describe(limits)}", solver, limits, None
+    limits = Limits(*config.limits.tolerances)
     for name in OTHER_SOLVERS[config.effort]:
         yield name, find_solver(name), limits, None
         if config.head_groups is None and name.startswith("bisection"):
             for groups in head_group_counts(task)[1:]:
                 cut = Cut(config.block_size, groups)
                 yield f"{name} with {groups} head groups", find_solver(name), limits, cut
+
+
+def _tolerances(task: Task) -> Iterator[Limits]:
+    """Tolerances that `rows` is tried with: tighter than those asked for, and looser where none
+    are."""
+    asked, effort = task.config.limits, task.config.effort
+    compute, tokens = asked.tolerances.tolist()
+    free = asked.compute_tolerance is None
+    if task.model is None:
+        yield from (Limits(share * compute, tokens) for share in TIGHTER[effort])
+        if free:
+            yield Limits(LOOSE[0], LOOSE[1] if asked.token_tolerance is None else tokens)
+        return
+    for most in TOKENS[effort]:
+        yield Limits(compute, min(tokens, most))
+    if free:
+        yield Limits(LOOSE[0], min(tokens, TOKENS[effort][-1]))
 
 
 def _input_steps(candidate: Candidate) -> int:

@@ -12,8 +12,6 @@ from dyncp.simulate import Simulated, simulate_schedules
 from dyncp.topology import Topology
 
 DEFAULT_PROFILE = "p4de"
-# With a model, the rank with most tokens sets the time of all per-token work.
-MODEL_TOKEN_TOLERANCE = 0.05
 
 
 @dataclass(frozen=True, eq=False)

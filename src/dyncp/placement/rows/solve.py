@@ -29,6 +29,8 @@ MACHINE_SHARE = 0.6
 # Ranks of a machine are levelled to its mean work within this share.
 INSIDE = 0.01
 MAX_MOVES = 400
+# Blocks per rank where they are fine.
+FINE = 16
 
 
 def place_rows(graph: BlockGraph, topology: Topology, limits: Limits, _seed: int) -> Placement:
@@ -122,4 +124,12 @@ def block_sizes(lengths: Sequence[int], num_ranks: int) -> Int64:
     return np.where(share > 1, size, length)
 
 
+def fine_block_sizes(lengths: Sequence[int], num_ranks: int) -> Int64:
+    """Like `block_sizes`, but no block has more than about 1/16 of a rank's tokens, so that tokens
+    can be levelled where they cost time."""
+    most = max(BLOCK_MULTIPLE, sum(lengths) // num_ranks // FINE // BLOCK_MULTIPLE * BLOCK_MULTIPLE)
+    return np.minimum(block_sizes(lengths, num_ranks), most)
+
+
 rows = Solver("rows", place_rows, block_sizes)
+rows_fine = Solver("rows_fine", place_rows, fine_block_sizes)
