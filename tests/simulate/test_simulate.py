@@ -15,7 +15,6 @@ from simulate_cases import Case, cases, make_case
 from dyncp import Batch, PlannerConfig, masks, plan_batch
 from dyncp.blocks import AttentionShape, Direction
 from dyncp.cost import MODELS, CostModel, find_profile
-from dyncp.placement import SOLVERS
 from dyncp.simulate import (
     AttentionTimes,
     Lane,
@@ -28,6 +27,7 @@ from dyncp.simulate import (
 from dyncp.simulate.from_plan import flow_of_plan
 from dyncp.simulate.from_schedule import flow_of_schedule
 from dyncp.topology import Topology, preset
+from strategies import ALWAYS_THERE
 
 LLAMA = MODELS["llama3_8b"]
 
@@ -67,7 +67,7 @@ def test_a_schedule_and_its_plan_simulate_alike(case: Case) -> None:
     assert given_step.ideal_seconds == pytest.approx(expected.ideal_seconds, rel=1e-9)
 
 
-@pytest.mark.parametrize("solver", sorted(SOLVERS))
+@pytest.mark.parametrize("solver", ALWAYS_THERE)
 def test_every_solver_simulates_alike_before_and_after_lowering(solver: str) -> None:
     assert_same_flow(make_case([2000, 700, 40], preset("p4de", 2, 4), solver))
 

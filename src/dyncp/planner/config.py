@@ -36,7 +36,7 @@ class PlannerConfig:
     forward_only: bool = False
     limits: Limits = field(default_factory=Limits)
     max_tokens_per_rank: int | None = None
-    solver_seconds: float = 60.0
+    solver_seconds: float = 600.0
     layout: Layout = field(default_factory=Layout)
 
     def __post_init__(self) -> None:
