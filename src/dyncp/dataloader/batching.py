@@ -167,14 +167,18 @@ def gather_batches(
     batch: list[Entry] = []
     used = 0
     for entry in entries:
-        fitted = fit(entry, budget(number))
-        if fitted is not None and used + fitted.length > budget(number):
+        limited = fit(entry, None)
+        if limited is None:
+            continue
+        crowded = bool(batch) and used + limited.length > budget(number)
+        fitted = fit(entry, budget(number + crowded))  # the next budget may be another one
+        if fitted is None:
+            continue
+        if crowded:
             yield GatheredBatch(tuple(batch), batch[-1].place + 1)
             batch, used, number = [], 0, number + 1
-            fitted = fit(entry, budget(number))  # the next budget may be another one
-        if fitted is not None:
-            batch.append(fitted)
-            used += fitted.length
+        batch.append(fitted)
+        used += fitted.length
     if batch:
         yield GatheredBatch(tuple(batch), batch[-1].place + 1, used == budget(number))
 
