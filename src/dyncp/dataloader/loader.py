@@ -83,7 +83,7 @@ class DCPDataLoader:
         self._budget = self.config.budget(self.ranks.num_ranks)
         if isinstance(self._budget, int) and self.config.batch_sampler is None:
             planning.check_tokens(self._budget)
-        self._position = Position()
+        self._position, self._resuming = Position(), False
         self._number, self._iterations = _next_number(self.ranks), 0
         self._open = _Open(process)
         self._finalizer = weakref.finalize(self, self._open.close)
@@ -103,7 +103,7 @@ class DCPDataLoader:
         """Chooses the permutation of the next iteration. It begins at the start of the epoch,
         unless this is the epoch that `load_state_dict` is in the middle of."""
         if epoch != self._position.epoch:
-            self._position = self._position.next_epoch(epoch)
+            self._position, self._resuming = self._position.next_epoch(epoch), False
 
     def __len__(self) -> int:
         """Batches that each rank gets in an epoch."""
@@ -117,8 +117,11 @@ class DCPDataLoader:
         return self._batching().num_batches(start)
 
     def __iter__(self) -> Iterator[Batch]:
+        """From the start of the epoch, or once from where `load_state_dict` says."""
         self._open.close_iteration()
-        start = self._position
+        if not self._resuming:
+            self._position = self._position.next_epoch(self.epoch)
+        start, self._resuming = self._position, False
         first = start.batches // self.ranks.num_replicas
         steps = self._batching().steps(start)
         look_ahead = LookAhead(self._background, steps, self._open_store(), first)
@@ -144,6 +147,7 @@ class DCPDataLoader:
         terms = self._terms()
         replicas = self.ranks.num_replicas
         self._position, terms = from_state(state, terms, replicas, own_budget=own)
+        self._resuming = True
         if terms.tokens_per_batch is not None:
             self._budget = terms.tokens_per_batch
 

@@ -88,13 +88,13 @@ class SharedStore:
     its timeout."""
 
     def __init__(self, store: Any, prefix: str, rank: int, timeout: float) -> None:
-        self._store = PrefixStore(prefix, own_client(store))
-        self._store.set_timeout(timedelta(seconds=timeout))
         self._prefix, self._rank, self._timeout = prefix, rank, timeout
         self._broken: StoreError | None = None
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]] | None]
+        self._calls: queue.SimpleQueue[tuple[Callable[[Any], Any], queue.SimpleQueue[Any]] | None]
         self._calls = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="dyncp-store", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(store,), name="dyncp-store", daemon=True
+        )
         self._thread.start()
 
     def set(self, key: str, value: bytes) -> None:
@@ -126,7 +126,7 @@ class SharedStore:
         if self._broken is not None:
             raise self._broken
         answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._calls.put((lambda: getattr(self._store, name)(key, *args), answers))
+        self._calls.put((lambda client: getattr(client, name)(key, *args), answers))
         text = f"{self._prefix}/{key[0] if isinstance(key, list) else key}"
         try:
             result, error = answers.get(timeout=self._timeout)
@@ -144,21 +144,22 @@ class SharedStore:
             raise self._broken from error
         return result
 
-    def _run(self) -> None:
+    def _run(self, store: Any) -> None:
+        client: Any = None
         while (call := self._calls.get()) is not None:
             act, answers = call
             try:
-                answers.put((act(), None))
+                client = client or connect(store, self._prefix, self._timeout)
+                answers.put((act(client), None))
             except Exception as error:
                 answers.put((None, error))
 
 
-def own_client(store: Any) -> Any:
-    """A second connection to the same store where the kind of store has connections."""
-    try:
-        return store.clone()
-    except RuntimeError:
-        return store
+def connect(store: Any, prefix: str, timeout: float) -> PrefixStore:
+    """A connection of its own to the same store, as far as its kind has connections."""
+    client = store.clone()
+    client.set_timeout(timedelta(seconds=timeout))
+    return PrefixStore(prefix, client)
 
 
 def put_chunks(store: Store, key: str, data: bytes) -> list[str]:
