@@ -74,6 +74,11 @@ class LoaderMetrics:
     def count_restarts(self, number: int) -> None:
         self.restarts += number
 
+    def plan_times(self) -> list[float]:
+        """Seconds of the latest plans, one per batch."""
+        with self._lock:
+            return [record.plan_seconds for record in self._records]
+
     def snapshot(self) -> dict[str, Any]:
         """All numbers by name, ready for a logger or JSON."""
         with self._lock:

@@ -45,6 +45,8 @@ class LoaderRanks:
         world; one rank where torch.distributed is not initialised."""
         if sum(choice is not None for choice in (group, mesh, virtual_ranks)) > 1:
             raise ValueError("give one of group=, mesh= and virtual_ranks=, not several")
+        if isinstance(group, LoaderRanks):  # one rank of a group that is not there, to measure it
+            return group
         if virtual_ranks is not None:
             if virtual_ranks < 1:
                 raise ValueError(f"virtual_ranks is {virtual_ranks}; at least 1 is needed")
