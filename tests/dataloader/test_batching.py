@@ -199,6 +199,26 @@ def test_every_sample_is_once_in_an_epoch_and_any_position_continues_it(
         assert rest == [s.fingerprint for s in own[0][number + 1 :]]
 
 
+def test_an_iteration_may_go_on_over_several_epochs():
+    def own(epochs, start):
+        options = {"tokens_per_batch": 16, "shuffle": True, "lengths": LENGTHS, "epochs": epochs}
+        steps = batching(accumulation_steps=2, **options).steps(start)
+        return [(step.number, selection) for step in steps for selection in step.selections]
+
+    first, second = own(1, Position()), own(1, Position(1, total=len(own(1, Position()))))
+    both = own(2, Position())
+    assert [s.entries for _, s in both] != [s.entries for _, s in first]
+    assert [[e.index for e in s.entries] for _, s in both] == [
+        [e.index for e in s.entries] for _, s in first + second
+    ]
+    assert [s.number for _, s in both] == list(range(len(both)))
+    steps = [number for number, _ in both]
+    assert sorted(set(steps)) == list(range(steps[-1] + 1))
+    for taken, (_, selection) in enumerate(both[:-1], 1):
+        assert [s.end for _, s in own(2, selection.end)] == [s.end for _, s in both[taken:]]
+    assert batches(samples=[], epochs=None) == []
+
+
 TERMS = Terms(0, True, 6, 16, 2, None, "error")
 
 

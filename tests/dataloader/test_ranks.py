@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
-import planner_faults
 from dyncp import AttentionShape, DCPDataLoader, DCPExecutor, PlannerConfig, masks
 from dyncp.dataloader.errors import BatchMismatch, PeerError, SampleError, StoreError
 from dyncp.dataloader.plan_store import SharedStore
@@ -198,45 +197,6 @@ def test_ranks_that_disagree_get_one_error_with_both_fingerprints(two_ranks):
     assert sorted(name for name, _ in broken) == ["PeerError", "SampleError"]
     assert all("reading of sample 6 raised OSError: disk on fire" in text for _, text in broken)
     assert broken[0][1].startswith("rank 1 failed: ")
-
-
-def train_with_faults(rank, faults):
-    """Digests and items of two epochs; with faults, planning processes are killed and stopped."""
-    function = {"plan_function": planner_faults.raising} if faults else {}
-    options = OPTIONS | {"shuffle": False, "tokens_per_batch": 21} | function
-    seen = []
-    before = num_keys()
-    with DCPDataLoader(SAMPLES, masks.causal, **options) as loader:
-        for epoch in range(2):
-            loader.set_epoch(epoch)
-            for number, (data, plan) in enumerate(loader):
-                dist.barrier()
-                pid = loader.planning_pid
-                if faults and pid is not None and number % 2 == rank:
-                    os.kill(pid, signal.SIGKILL if number % 4 < 2 else signal.SIGSTOP)
-                    if number % 4 >= 2:
-                        threading.Timer(0.3, os.kill, (pid, signal.SIGCONT)).start()
-                seen.append((tokens_of(data), int(data["num_items_in_batch"]), plan.solver))
-    return seen, loader.metrics.snapshot(), num_keys() - before
-
-
-def train_with_and_without_faults(rank):
-    return [train_with_faults(rank, faults) for faults in (False, True)]
-
-
-def test_kills_stops_and_planner_errors_change_nothing_but_the_failed_plans():
-    results = run_ranks(train_with_and_without_faults, 2)
-    for (plain, calm, calm_keys), (faulty, disturbed, keys) in results:
-        assert calm["static_plans"] == calm["restarts"] == 0
-        assert disturbed["static_plans"] == 2  # sample 7 begins a batch in each epoch
-        assert disturbed["restarts"] > 0
-        assert calm_keys == keys == 0
-        for undisturbed, given in zip(plain, faulty, strict=True):
-            assert given[1] == undisturbed[1]
-            if given[2] != "zigzag":
-                assert given == undisturbed
-    whole = [sum((Counter(x) for x, _, _ in run[1][0]), Counter()) for run in results]
-    assert dict(whole[0] + whole[1]) == {i: 2 * n for i, n in enumerate(LENGTHS)}
 
 
 def train_on_replicas(rank):

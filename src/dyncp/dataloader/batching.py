@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
+from itertools import count, islice
 
 from dyncp.dataloader.config import Budget, LoaderConfig, check_budget
 from dyncp.dataloader.dataset import Entry, MapSource, Source
@@ -28,7 +28,7 @@ Fit = Callable[[Entry, int | None], Entry | None]
 class Selection:
     """A batch to prepare: its samples, and the position after it.
 
-    `number` counts the replica's batches of the epoch. A *filler* stands in for a batch that a
+    `number` counts the replica's batches of the iteration. A *filler* stands in for a batch that a
     replica lacks in the last round: it has no targets, and counts for nothing."""
 
     number: int
@@ -55,6 +55,11 @@ class SelectedStep:
     selections: tuple[Selection, ...]
     known_items: int | None  # targets of the whole step, where the step was begun before resuming
 
+    def after(self, steps: int, batches: int) -> "SelectedStep":
+        """The same step, numbered behind so many steps and batches of earlier epochs."""
+        selections = tuple(replace(s, number=s.number + batches) for s in self.selections)
+        return replace(self, number=self.number + steps, selections=selections)
+
 
 @dataclass(frozen=True, eq=False)
 class GatheredBatch:
@@ -73,17 +78,32 @@ class Batching:
     ) -> None:
         self._source, self._config = source, config
         self._budget, self._replica, self._num_replicas = budget, replica, num_replicas
-
-    def with_budget(self, budget: Budget) -> "Batching":
-        return Batching(self._source, self._config, budget, self._replica, self._num_replicas)
+        self._per_step = config.accumulation_steps * num_replicas
 
     def steps(self, start: Position) -> Iterator[SelectedStep]:
+        """The optimiser steps from a position to the end of the last epoch. Batches and steps are
+        numbered on from one epoch to the next."""
+        position, steps, batches = start, 0, 0
+        for epoch in self._epochs(start.epoch):
+            for step in self.epoch_steps(position):
+                yield step.after(steps, batches)
+                position = step.selections[-1].end
+            if not position.started:
+                return  # an empty dataset
+            steps += -(-position.batches // self._per_step)
+            batches += self.first_number(position)
+            position = position.next_epoch(epoch + 1)
+
+    def first_number(self, position: Position) -> int:
+        """Number of the first batch that a replica gets from a position on."""
+        return -(-position.batches // self._num_replicas)
+
+    def epoch_steps(self, start: Position) -> Iterator[SelectedStep]:
         """The optimiser steps from a position to the end of its epoch."""
         batches = self._batches(start)
         if self._config.drop_last:
             batches = _only_full(batches)
-        per_step = self._config.accumulation_steps * self._num_replicas
-        position = start
+        per_step, position = self._per_step, start
         while True:
             wanted = per_step - position.batches % per_step
             group = list(islice(batches, wanted))
@@ -97,7 +117,11 @@ class Batching:
 
     def num_batches(self, start: Position) -> int:
         """Batches that each replica gets from a position to the end of its epoch."""
-        return sum(len(step.selections) for step in self.steps(start))
+        return sum(len(step.selections) for step in self.epoch_steps(start))
+
+    def _epochs(self, first: int) -> Iterable[int]:
+        last = self._config.epochs
+        return count(first) if last is None else range(first, max(last, first + 1))
 
     def _rounds(self, group: list[GatheredBatch], start: Position) -> Iterator[Selection]:
         replicas = self._num_replicas

@@ -22,7 +22,9 @@ class LoaderConfig:
     `sampler` gives indices, `batch_sampler` lists of indices instead. `lengths` (array, or name of
     a column) spares reading samples to learn their lengths. Samples longer than `max_length`
     (None: the budget) are handled by `too_long`: error, truncate or drop. `drop_last` drops a last
-    batch or optimiser step that is not full. `evaluation`: no shuffle, forward-only plans.
+    batch or optimiser step that is not full. An iteration goes on to the end of epoch `epochs - 1`
+    (None: without end), looking ahead from one epoch to the next. `evaluation`: no shuffle,
+    forward-only plans.
 
     Plans: no rank gets more than `max_tokens_per_rank` tokens; local rows are padded to
     `local_multiple`. `look_ahead` is the number of batches that are prepared before they are asked
@@ -45,6 +47,7 @@ class LoaderConfig:
     max_length: int | None = None
     too_long: str = "error"
     drop_last: bool = False
+    epochs: int | None = 1
     evaluation: bool = False
     max_tokens_per_rank: int | None = None
     local_multiple: int = 1
@@ -71,7 +74,7 @@ class LoaderConfig:
     def __post_init__(self) -> None:
         for name, least in (
             ("accumulation_steps", 1), ("max_length", 1), ("max_tokens_per_rank", 1),
-            ("local_multiple", 1), ("look_ahead", 0), ("log_every", 1),
+            ("local_multiple", 1), ("look_ahead", 0), ("log_every", 1), ("epochs", 1),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < least:

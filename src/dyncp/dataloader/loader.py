@@ -122,8 +122,8 @@ class DCPDataLoader:
         if not self._resuming:
             self._position = self._position.next_epoch(self.epoch)
         start, self._resuming = self._position, False
-        first = start.batches // self.ranks.num_replicas
-        steps = self._batching().steps(start)
+        batching = self._batching()
+        steps, first = batching.steps(start), batching.first_number(start)
         look_ahead = LookAhead(self._background, steps, self._open_store(), first)
         self._open.look_ahead = look_ahead
         try:

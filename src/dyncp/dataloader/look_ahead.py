@@ -65,7 +65,8 @@ class LookAhead:
         self._changed = threading.Condition()
         self._closing = False
         self._failure: BaseException | None = None
-        self._asked = first  # batches that training has asked for, this one included
+        self._first = first  # number of the first batch
+        self._asked = first  # batches before the one that training asks for next
         self._asked_at: float | None = None
         self._selected: deque[tuple[SelectedStep, list[BatchData]] | BaseException] = deque()
         self._ready: deque[Prepared | BaseException] = deque()
@@ -146,7 +147,7 @@ class LookAhead:
     # The planning thread
 
     def _plan(self) -> None:
-        background, number = self._background, self._asked
+        background, number = self._background, self._first
         while True:
             self._wait_until(partial(self._may_select, number))
             step = next(self._steps, None)

@@ -8,7 +8,6 @@ sums over ranks are the loss and the gradients of the batch.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from time import perf_counter
 
 import torch
@@ -135,16 +134,10 @@ def _loader(config: TrainConfig, corpus: TextCorpus, virtual_ranks: int | None) 
         virtual_ranks=virtual_ranks,
         tokens_per_batch=config.batch_tokens,
         shuffle=True,
+        epochs=None,
         seed=config.seed,
         planner=PlannerConfig(solver=config.solver, seed=config.seed),
     )
-
-
-def _batches(loader: DCPDataLoader) -> Iterator[tuple[LocalData, Plan | RankPlan]]:
-    """Epoch after epoch."""
-    for epoch in count():
-        loader.set_epoch(epoch)
-        yield from loader
 
 
 def _train(
@@ -158,7 +151,7 @@ def _train(
     model = Decoder(config.decoder).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate)
     with loader:
-        batches = _batches(loader)
+        batches = iter(loader)
         for number in range(1, config.steps + 1):
             started, sent = perf_counter(), bytes_sent()
             data, plan = next(batches)
