@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from dyncp import AttentionShape, DCPDataLoader, PlannerConfig, masks
+from dyncp.dataloader import LoaderConfig
 from dyncp.dataloader.ranks import LoaderRanks
 from dyncp.samplers import sample_lengths
 from dyncp.topology import preset
@@ -92,7 +93,7 @@ def main() -> None:
     parser.add_argument("--sample", default="ldc", help="distribution of lengths (default ldc)")
     parser.add_argument("--mask", default="causal")
     parser.add_argument("--solver", default=PlannerConfig().solver)
-    parser.add_argument("--look-ahead", type=int, default=2)
+    parser.add_argument("--look-ahead", type=int, default=LoaderConfig().look_ahead)
     parser.add_argument("--busy", action="store_true", help="compute instead of waiting")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,7 +1,7 @@
 """Trains through the loader for many batches while planning goes wrong, and compares the losses.
 
     python -m benchmarks.soak                       1,000 batches on 4 gloo processes, three runs
-    python -m benchmarks.soak --batches 25 --samples 120 --every 10 --json
+    python -m benchmarks.soak --ranks 2 --batches 20 --samples 120 --every 10 --json
 
 1. undisturbed
 2. every 50 batches a planning process is killed, and another one is stopped for half a second (a
@@ -38,14 +38,15 @@ from dyncp.train.loop import sum_gradients, sum_over_ranks
 from dyncp.train.model import Decoder, local_loss
 
 RUNS = ("undisturbed", "kills and slow plans", "kills, slow plans, errors")
-RANKS, SEED, STOPPED_SECONDS = 4, 3, 0.5
+SEED, STOPPED_SECONDS = 3, 0.5
 SIZES = DecoderConfig(layers=1, hidden=16, q_heads=2, kv_heads=1, head_dim=8, ffn=32, vocab=64)
 TOLERANCE = 1e-6
 
 
 class Options(NamedTuple):
-    """How long, and how often a planning process is killed (in batches)."""
+    """Ranks, length of the run, and how often a planning process is killed (in batches)."""
 
+    ranks: int
     batches: int
     samples: int
     every: int
@@ -62,15 +63,15 @@ def make_samples(number: int) -> tuple[list[dict[str, Any]], list[int]]:
     return samples, lengths
 
 
-def disturb(loader: DCPDataLoader, number: int, rank: int, every: int) -> None:
+def disturb(loader: DCPDataLoader, number: int, rank: int, options: Options) -> None:
     """Kills this rank's planning process, or stops it for a while, when it is its turn."""
-    turn, offset = divmod(number, every)
+    turn, offset = divmod(number, options.every)
     pid = loader.planning_pid
     if pid is None:
         return
-    if offset == every // 2 and rank == turn % RANKS:
+    if offset == options.every // 2 and rank == turn % options.ranks:
         os.kill(pid, signal.SIGKILL)
-    elif offset == every // 4 and rank == (turn + 1) % RANKS:
+    elif offset == options.every // 4 and rank == (turn + 1) % options.ranks:
         os.kill(pid, signal.SIGSTOP)
         threading.Timer(STOPPED_SECONDS, _continue, (pid,)).start()
 
@@ -150,7 +151,7 @@ class Run:
     def train_batch(self, data: dict[str, torch.Tensor], plan: Any) -> None:
         number = len(self.losses)
         if self.disturbed:
-            disturb(self.loader, number, self.rank, self.options.every)
+            disturb(self.loader, number, self.rank, self.options)
         last = self.loader.metrics.last
         if last is not None and last.static:
             self.static.append(number)
@@ -173,7 +174,7 @@ def run_rank(rank: int, port: int, options: Options, results: Any) -> None:
         "gloo",
         init_method=f"tcp://127.0.0.1:{port}",
         rank=rank,
-        world_size=RANKS,
+        world_size=options.ranks,
         timeout=timedelta(seconds=120),
     )
     for name in RUNS:
@@ -190,9 +191,9 @@ def soak(options: Options) -> dict[str, list[dict[str, Any]]]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     results = mp.get_context("spawn").SimpleQueue()
-    ranks = mp.spawn(run_rank, (port, options, results), RANKS, join=False)
-    found: dict[str, list[Any]] = {name: [None] * RANKS for name in RUNS}
-    for _ in range(RANKS * len(RUNS)):
+    ranks = mp.spawn(run_rank, (port, options, results), options.ranks, join=False)
+    found: dict[str, list[Any]] = {name: [None] * options.ranks for name in RUNS}
+    for _ in range(options.ranks * len(RUNS)):
         while results.empty():
             if ranks.join(timeout=0.2) and results.empty():
                 raise RuntimeError("a rank ended without its results")
@@ -266,8 +267,10 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--samples", type=int, default=400, help="of an epoch (default 400)")
     parser.add_argument("--every", type=int, default=50, help="batches between kills (default 50)")
+    parser.add_argument("--ranks", type=int, default=4, help="gloo processes (default 4)")
     args = parser.parse_args()
-    summary = summarise(soak(Options(args.batches, args.samples, args.every)))
+    options = Options(args.ranks, args.batches, args.samples, args.every)
+    summary = summarise(soak(options))
     wrong = verdict(summary)
     if args.json:
         print(json.dumps({"runs": summary, "wrong": wrong}))

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 
 from dyncp import AttentionShape, Batch, DCPDataLoader, PlannerConfig, masks
 from dyncp.cost import ModelConfig
-from dyncp.dataloader.batching import Selection
+from dyncp.dataloader.batching import SelectedStep, Selection
 from dyncp.dataloader.config import LoaderConfig
 from dyncp.dataloader.dataset import Entry
 from dyncp.dataloader.errors import BatchMismatch, Closed, PeerError
@@ -94,7 +94,7 @@ def test_metrics_say_what_planning_took_and_what_the_plans_are(caplog):
     assert snapshot["moved_bytes"] == sum(plans[-1].parts[0].declared_bytes["default"])
     assert snapshot["part_bytes"] == max(len(encode_part(p)) for plan in plans for p in plan.parts)
     assert snapshot["token_imbalance"] >= 1
-    assert snapshot["queue_depth"] in (0, 1, 2)
+    assert snapshot["queue_depth"] in range(4)
     lines = [r.getMessage() for r in caplog.records]
     assert any("assume 4 q heads per kv head" in line for line in lines)
     assert sum(line.startswith("batch 2: plan ") for line in lines) == 1
@@ -118,7 +118,11 @@ def test_the_length_of_a_loader_needs_the_lengths_of_its_samples():
     loader = DCPDataLoader(Counting(), masks.causal)
     with pytest.raises(TypeError, match="pass lengths= "):
         len(loader)
-    assert len(DCPDataLoader(Counting(), masks.causal, batch_sampler=[[0], [1, 2]])) == 2
+    dataset = Counting()
+    sampled = {"batch_sampler": [[0], [1, 2], [3]], "accumulation_steps": 2}
+    assert len(DCPDataLoader(dataset, masks.causal, **sampled)) == 3
+    assert len(DCPDataLoader(dataset, masks.causal, drop_last=True, **sampled)) == 2
+    assert not dataset.read
 
 
 def test_no_rank_gets_more_tokens_than_allowed():
@@ -261,6 +265,19 @@ def test_an_epoch_of_another_length_is_noticed():
     first.finish(3)
     with pytest.raises(BatchMismatch, match="rank 1 has 4 batches, another rank 3"):
         second.finish(4)
+
+
+def test_ranks_that_never_come_to_an_agreement_are_counted():
+    _, (first, second) = exchanges(stalled=100.0)
+    step = SelectedStep(0, (SELECTION,), None)
+    first.add_targets(step, 5)
+    with pytest.raises(
+        PeerError, match="rank 0 waited 2 s for all ranks to agree on step 0: 1 of 2"
+    ):
+        first.total_targets(step)
+    second.finish(1)
+    with pytest.raises(PeerError, match="rank 1 waited 2 s for all ranks to end the epoch: 1 of 2"):
+        second.wait_for_all_ends()
 
 
 def test_static_plans_keep_the_planners_limits_in_mind():

@@ -17,7 +17,7 @@ from dyncp.dataloader.errors import BatchMismatch, PeerError, SampleError, Store
 from dyncp.dataloader.plan_store import SharedStore
 from processes import run_ranks
 
-LENGTHS = [5, 19, 3, 12, 1, 7, 20, 13, 2, 9, 11, 4, 16, 8, 6, 10]
+LENGTHS = [5, 19, 3, 12, 1, 7, 20, 13, 2, 9, 11, 4]
 SAMPLES = [{"input_ids": [i] * n, "sample": [i] * n} for i, n in enumerate(LENGTHS)]
 OPTIONS = {
     "tokens_per_batch": 24,
@@ -158,7 +158,7 @@ def disagree(rank):
     texts = []
     different = (
         (masks.causal, {"seed": rank}, None),
-        (masks.causal, {"lengths": LENGTHS[: 16 - 8 * rank], "shuffle": False}, None),
+        (masks.causal, {"lengths": LENGTHS[: 12 - 6 * rank], "shuffle": False}, None),
         (masks.causal if rank else masks.full, {}, None),
         (masks.causal, {}, 6 if rank else None),
     )
@@ -211,12 +211,24 @@ def train_on_replicas(rank):
             for data, plan in loader
         ]  # fmt: skip
         assert len(loader) == len(run)
-    return run, num_keys() - before
+    return run, share_with_peers(), num_keys() - before
 
 
-def test_replicas_train_on_different_batches_and_count_targets_together():
-    results = run_ranks(train_on_replicas, 4)
-    assert [keys for _, keys in results] == [0] * 4
+def share_with_peers():
+    """What a rank of 2 tensor-parallel peers gets: rank of the plan, digests, tokens, targets."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    with DCPDataLoader(SAMPLES, masks.causal, mesh=mesh, **OPTIONS) as loader:
+        return [
+            (plan.rank, plan.digest, tokens_of(data), int(data["num_items_in_batch"]))
+            for data, plan in loader
+        ]
+
+
+def test_replicas_train_on_different_batches_and_tensor_parallel_peers_on_the_same():
+    runs = run_ranks(train_on_replicas, 4)
+    assert [keys for _, _, keys in runs] == [0] * 4
+    results = [(run, shared) for run, shared, _ in runs]
+    check_peers([shared for _, shared in results])
     targets = 0
     for step in zip(*(run for run, _ in results), strict=True):
         assert {ranks for _, _, _, ranks in step} == {2}
@@ -226,6 +238,15 @@ def test_replicas_train_on_different_batches_and_count_targets_together():
     assert targets == sum(LENGTHS[:9]) - 9  # fillers of a last round that is not full count none
     first = [set(run[0][0]) for run, _ in results]
     assert not (first[0] | first[1]) & (first[2] | first[3])
+
+
+def check_peers(shared):
+    """Peers get the same; targets are counted once."""
+    assert shared[0] == shared[1]
+    assert shared[2] == shared[3]
+    assert [ranks[0] for ranks in shared[0]] == [0] * len(shared[0])
+    assert [ranks[0] for ranks in shared[2]] == [1] * len(shared[2])
+    assert sum(items for _, _, _, items in shared[0]) == sum(LENGTHS) - len(LENGTHS)
 
 
 SERVER = """

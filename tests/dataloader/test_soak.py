@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-WORDS = ("--batches", "20", "--samples", "120", "--every", "10", "--json")
+WORDS = ("--ranks", "2", "--batches", "20", "--samples", "120", "--every", "10", "--json")
 
 
 def test_kills_slow_plans_and_planner_errors_change_no_loss_and_leave_nothing_behind():

@@ -119,6 +119,12 @@ class Batching:
         """Batches that each replica gets from a position to the end of its epoch."""
         return sum(len(step.selections) for step in self.epoch_steps(start))
 
+    def num_rounds(self, batches: int) -> int:
+        """Batches that each replica gets when there are so many for all of them."""
+        steps, left = divmod(batches, self._per_step)
+        full = steps * self._config.accumulation_steps
+        return full if self._config.drop_last else full + -(-left // self._num_replicas)
+
     def _epochs(self, first: int) -> Iterable[int]:
         last = self._config.epochs
         return count(first) if last is None else range(first, max(last, first + 1))

@@ -51,7 +51,7 @@ class LoaderConfig:
     evaluation: bool = False
     max_tokens_per_rank: int | None = None
     local_multiple: int = 1
-    look_ahead: int = 2
+    look_ahead: int = 4
     plan_timeout: float = 300.0
     store_timeout: float = 300.0
     plan_function: Callable[..., Any] = plan_batch

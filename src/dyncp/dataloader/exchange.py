@@ -10,7 +10,8 @@ tokens to those of the optimiser step; the sum is only there when every rank has
     r0/b7/static     digest of the static plan
     r0/b7/left       how many members need none of these any more; the last one deletes them
     s7/items, s7/total, s7/left     targets of step 7: how many so far, of all, taken by
-    error, end, closed              a failed rank's message, number of batches, closing
+    end, ended, all_ended           number of batches, and how many ranks have come to the end
+    error, closed                   a failed rank's message, closing
 """
 
 import json
@@ -186,15 +187,8 @@ class Exchange:
 
         def still_waiting() -> None:
             self._look_around(step.selections[-1].number)
-            bound = self._waiting.plan_timeout + self._waiting.store_timeout
-            if self._waiting.stalled() > bound:
-                there = self._store.add(f"s{step.number}/items", 0) // AGREED
-                self._fail(
-                    PeerError(
-                        f"rank {self._own} waited {bound:g} s for all ranks to agree on step "
-                        f"{step.number}: {there} of {self._expected(step)} agreements are there"
-                    )
-                )
+            there = self._store.add(f"s{step.number}/items", 0) // AGREED
+            self._check_patience(f"agree on step {step.number}", there, self._expected(step))
 
         key = f"s{step.number}/total"
         wait_for(self._store, key, still_waiting)
@@ -212,7 +206,7 @@ class Exchange:
 
     def finish(self, num_batches: int) -> None:
         """This rank's epoch ends after so many batches; others' must too."""
-        self._remember(-1, "end")
+        self._remember(-1, "end", "ended", "all_ended")
         found = int(self._store.compare_set("end", str(num_batches).encode()))
         if found != num_batches:
             self._fail(
@@ -221,6 +215,18 @@ class Exchange:
                     f"another rank {found}; every rank needs the same dataset, lengths and options"
                 )
             )
+        if self._store.add("ended", 1) == self._ranks.num_processes:
+            self._store.set("all_ended", b"1")
+
+    def wait_for_all_ends(self) -> None:
+        """Returns when all ranks have come to the same end."""
+
+        def still_waiting() -> None:
+            self._look_around(-1)
+            there = self._store.add("ended", 0)
+            self._check_patience("end the epoch", there, self._ranks.num_processes)
+
+        wait_for(self._store, "all_ended", still_waiting)
 
     def tell_failure(self, error: BaseException) -> None:
         """Lets the other ranks know why this one prepares no more batches."""
@@ -264,6 +270,17 @@ class Exchange:
                         "lengths and options"
                     )
                 )
+
+    def _check_patience(self, what: str, there: int, expected: int) -> None:
+        """Raises when training has been waiting for the other ranks for longer than the bound."""
+        bound = self._waiting.plan_timeout + self._waiting.store_timeout
+        if self._waiting.stalled() > bound:
+            self._fail(
+                PeerError(
+                    f"rank {self._own} waited {bound:g} s for all ranks to {what}: "
+                    f"{there} of {expected} did"
+                )
+            )
 
     def _disagree(self, selection: Selection, rank: int, theirs: str, mine: str) -> None:
         self._fail(

@@ -3,7 +3,7 @@
 import logging
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 import torch.distributed as dist
@@ -107,8 +107,10 @@ class DCPDataLoader:
 
     def __len__(self) -> int:
         """Batches that each rank gets in an epoch."""
-        source, sampler = self._background.source, self.config.batch_sampler
-        if not source.knows_lengths and sampler is None:
+        sampler, reads = self.config.batch_sampler, not self._background.source.knows_lengths
+        if reads and isinstance(sampler, Sized):
+            return self._batching().num_rounds(len(sampler))
+        if reads:
             raise TypeError(
                 "the number of batches depends on the lengths of all samples; pass lengths= (an "
                 "array, or the name of a column) to know it without reading them"

@@ -193,6 +193,8 @@ class LookAhead:
         while True:
             self._wait_until(lambda: bool(self._selected))
             item = self._selected.popleft()
+            if isinstance(item, StopIteration):
+                self._exchange.wait_for_all_ends()
             if isinstance(item, BaseException):
                 with self._changed:
                     self._ready.append(item)
