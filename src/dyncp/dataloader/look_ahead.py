@@ -102,6 +102,9 @@ class LookAhead:
     def close(self) -> None:
         """Ends threads, and deletes keys when all ranks have closed. A plan in the making gets a
         second, then its process is ended."""
+        if threading.current_thread() in self._threads:  # collected as garbage there
+            threading.Thread(target=self.close, daemon=True).start()
+            return
         with self._changed:
             if self._closing:
                 return
@@ -173,6 +176,8 @@ class LookAhead:
         return first < self._asked + self._background.config.look_ahead
 
     def _plan_batch(self, step: SelectedStep, batch: BatchData) -> None:
+        if self._closing:
+            raise Closed
         background, selection = self._background, batch.selection
         background.planning.check_tokens(selection.num_tokens, selection.number)
         if not background.ranks.plans(selection.number):

@@ -49,6 +49,8 @@ class Preparing:
     ) -> None:
         self._config, self._ranks = config, ranks
         self._planning, self._exchange = planning, exchange
+        wanted = config.pin_memory
+        self._pins = torch.cuda.is_available() if wanted is None else wanted
 
     def prepare(self, step: int, batch: BatchData) -> Prepared:
         selection = batch.selection
@@ -101,11 +103,6 @@ class Preparing:
         if batch.selection.filler:
             data = without_targets(data)
         return {name: value.pin_memory() for name, value in data.items()} if self._pins else data
-
-    @property
-    def _pins(self) -> bool:
-        wanted = self._config.pin_memory
-        return torch.cuda.is_available() if wanted is None else wanted
 
 
 def _layout(batch: BatchData, number: int) -> Mask:
