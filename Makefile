@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint format bench bench-planner clean
+.PHONY: demo test lint format bench bench-planner bench-loader soak clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -33,6 +33,12 @@ bench: $(READY)
 
 bench-planner: $(READY)
 	$(BIN)/python -m benchmarks.planner --verbose
+
+bench-loader: $(READY)  ## step time with and without look-ahead
+	$(BIN)/python -m benchmarks.loader
+
+soak: $(READY)  ## 1,000 batches on 4 processes while planning goes wrong
+	$(BIN)/python -m benchmarks.soak
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info

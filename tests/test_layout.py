@@ -28,7 +28,7 @@ ALLOWED = {
     "kernels": {"plan"},
     "transport": {"plan"},
     "executor": {"plan", "kernels", "transport"},
-    "dataloader": {"masks", "blocks", "plan", "planner", "topology"},
+    "dataloader": {"masks", "blocks", "cost", "plan", "planner", "topology"},
     "train": {
         "masks", "blocks", "placement", "plan", "planner", "dataloader", "executor", "kernels",
     },

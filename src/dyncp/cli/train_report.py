@@ -31,16 +31,22 @@ class StepTable:
         self._progress = Progress(sys.stderr if to_stderr else sys.stdout)
         self._steps, self._reference = steps, reference
         self._progress.say(HEADER)
-        self._announce(1)
+        self._announce(1, "")
 
     def add(self, result: "StepResult") -> None:
         reference = None if self._reference is None else self._reference[result.step - 1]
         self._progress.say(format_row(result, reference))
-        self._announce(result.step + 1)
+        self._announce(result.step + 1, result.loader)
 
-    def _announce(self, step: int) -> None:
+    def _announce(self, step: int, loader: str) -> None:
         if self._progress.in_place and step <= self._steps:  # elsewhere the rows are the progress
-            self._progress.show(f"{step:>5} of {self._steps} ...")
+            self._progress.show(progress_line(step, self._steps, loader))
+
+
+def progress_line(step: int, steps: int, loader: str) -> str:
+    """What is done now, and how the loader keeps up; one line of a terminal."""
+    line = f"{step:>5} of {steps} ..."
+    return f"{line} {loader}"[: len(HEADER)] if loader else line
 
 
 def format_row(result: "StepResult", reference: float | None) -> str:
@@ -90,7 +96,7 @@ def summarise(
 
 def conclusion(summary: dict[str, Any]) -> list[str]:
     """The lines below the table."""
-    return [_agreement(summary), *_traffic(summary)]
+    return [_agreement(summary), *_traffic(summary), *_planning(summary)]
 
 
 def _agreement(summary: dict[str, Any]) -> str:
@@ -110,6 +116,19 @@ def _traffic(summary: dict[str, Any]) -> list[str]:
     return [
         f"Attention moved {moved / MEGABYTE:,.0f} MB; ring attention would have moved "
         f"{ring / MEGABYTE:,.0f} MB ({_saved(moved, ring)} saved)."
+    ]
+
+
+def _planning(summary: dict[str, Any]) -> list[str]:
+    steps = summary["steps"]
+    if not any(step["plan_seconds"] for step in steps):
+        return []
+    longest = max(step["plan_seconds"] for step in steps)
+    stalled = sum(step["stall_seconds"] for step in steps[1:])
+    solvers = ", ".join(sorted({step["planned_by"] for step in steps}))
+    return [
+        f"Plans took up to {longest:.2f} s each, in the background ({solvers}).",
+        f"Training waited {stalled:.2f} s for them after the first step.",
     ]
 
 

@@ -5,6 +5,8 @@ The processes get a folder in which they find the reference's losses and leave t
 
 import json
 import os
+import signal
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
@@ -79,6 +81,8 @@ def run_as_rank(
     dist.init_process_group(
         "gloo" if config.device == "cpu" else "cpu:gloo,cuda:nccl", timeout=TIMEOUT
     )
+    # torchrun stops its ranks by SIGTERM: the loader has a process to end.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         first = dist.get_rank() == 0
         table = (

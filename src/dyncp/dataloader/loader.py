@@ -1,35 +1,55 @@
-"""DCPDataLoader: batches, plans and this rank's part of the data."""
+"""DCPDataLoader: batches, plans and this rank's part of the data, prepared ahead."""
 
 import logging
-from collections.abc import Iterator, Mapping
-from itertools import islice
+import os
+import weakref
+from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
-from dyncp.blocks import AttentionShape, Batch
-from dyncp.dataloader.batching import IndexedSample, gather_batches, iterate_samples
-from dyncp.dataloader.local_data import count_targets, local_data
-from dyncp.dataloader.samples import masks_of
+from dyncp.cost import CostModel
+from dyncp.dataloader.batch_data import Masking
+from dyncp.dataloader.batching import Batching
+from dyncp.dataloader.config import LoaderConfig
+from dyncp.dataloader.dataset import open_source
+from dyncp.dataloader.look_ahead import Background, LookAhead
+from dyncp.dataloader.metrics import LoaderMetrics
+from dyncp.dataloader.model_shape import shape_of, tell_assumption
+from dyncp.dataloader.plan_process import PlanProcess
+from dyncp.dataloader.plan_store import LocalStore, SharedStore, Store
+from dyncp.dataloader.planning import Planning
+from dyncp.dataloader.ranks import LoaderRanks
+from dyncp.dataloader.state import Position, Terms, from_state, to_state
 from dyncp.plan import Plan, RankPlan
-from dyncp.planner import PlannerConfig, plan_batch
+from dyncp.planner import PlannerConfig
 from dyncp.topology import Topology
 
 logger = logging.getLogger(__name__)
 
-TOKENS_PER_RANK = 8192
+Batch = tuple[dict[str, Tensor], RankPlan | Plan]
+
+# Loaders that processes have made together, by their global ranks: the same number on all of them.
+_made: dict[tuple[int, ...], int] = {}
 
 
 class DCPDataLoader:
-    """Yields `(local_data, plan)` for every batch of `dataset`.
+    """Yields `(local_data, plan)` for every batch of `dataset`, planned before it is asked for.
 
     `dataset` has samples (dicts with `input_ids`) by index or by iteration; `mask_fn(sample)` gives
-    the sample's mask, or several by name. Every rank of `group` (default: the world, or one rank)
-    must use equal arguments. `tokens_per_batch` is the budget of all ranks together, by default
-    8,192 per rank; `accumulation_steps` batches make one optimiser step, over which
-    `num_items_in_batch` counts. `virtual_ranks=N` plans for N ranks in this process and yields the
-    whole Plan with the data of all ranks.
+    a sample's mask, or several by name. `group` (ProcessGroup or one-dimensional DeviceMesh) runs
+    the plans; by default the world, or one rank. `mesh` is a DeviceMesh whose dimension "cp" runs
+    the plans; those named dp... are replicas, which get different batches. `virtual_ranks=N` plans
+    for N ranks in this process, and yields whole Plans with the data of all ranks.
+
+    `model` (an AttentionShape, a ModelConfig, a Transformers config, or a model that has one) tells
+    the planner what attention looks like; `dtype` is that of q and kv. `options` are the fields of
+    `LoaderConfig`: tokens_per_batch, accumulation_steps, shuffle, seed, lengths, look_ahead, ...
+
+    Every process makes its loaders in the same order and with equal arguments. `close` (or leaving
+    a `with` block, or the end of the process) ends the planning process.
     """
 
     def __init__(  # noqa: PLR0913 (keywords, all with defaults)
@@ -37,71 +57,169 @@ class DCPDataLoader:
         dataset: Any,
         mask_fn: Any,
         *,
-        model: AttentionShape | None = None,
+        model: Any = None,
+        dtype: str | None = None,
         group: Any = None,
+        mesh: Any = None,
         virtual_ranks: int | None = None,
-        tokens_per_batch: int | None = None,
-        accumulation_steps: int = 1,
-        shuffle: bool = False,
-        seed: int = 0,
-        token_fields: Mapping[str, int] | None = None,
+        topology: Topology | None = None,
         planner: PlannerConfig | None = None,
+        cost: CostModel | None = None,
+        **options: Any,
     ) -> None:
-        self.rank, num_ranks = _rank_and_size(group, virtual_ranks)
-        self.topology = Topology(1, num_ranks)
-        self.dataset, self.mask_fn = dataset, mask_fn
-        self.shape, self.planner = model or AttentionShape.assumed(), planner or PlannerConfig()
-        self.tokens_per_batch = tokens_per_batch or TOKENS_PER_RANK * num_ranks
-        self.accumulation_steps = accumulation_steps
-        self.shuffle, self.seed, self.epoch = shuffle, seed, 0
-        self.token_fields = dict(token_fields or {})
-        for name in ("tokens_per_batch", "accumulation_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; at least 1 is needed")
-        if model is None and not self.rank:
-            logger.info(
-                "no model= given: plans have one head group and assume 4 q heads per kv head; "
-                "pass model=AttentionShape(q_heads, kv_heads, head_dim, dtype) for exact prices"
-            )
+        self.config = LoaderConfig.of(options)
+        self.ranks = LoaderRanks.of(group, mesh, virtual_ranks)
+        self.topology = topology or self.ranks.topology()
+        self.topology.check_ranks(self.ranks.num_ranks, "loader")
+        self.shape, sizes = shape_of(model, dtype)
+        planner = planner or PlannerConfig()
+        planning = Planning.of(self.config, self.topology, self.shape, planner, cost, sizes)
+        self.metrics = LoaderMetrics()
+        source = open_source(dataset, self.config)
+        process = PlanProcess(self.config.plan_timeout)
+        self._background = Background(
+            self.config, self.ranks, source, Masking(mask_fn), planning, process, self.metrics
+        )
+        self._budget = self.config.budget(self.ranks.num_ranks)
+        if isinstance(self._budget, int) and self.config.batch_sampler is None:
+            planning.check_tokens(self._budget)
+        self._position, self._resuming = Position(), False
+        self._number, self._iterations = _next_number(self.ranks), 0
+        self._open = _Open(process)
+        self._finalizer = weakref.finalize(self, self._open.close)
+        if model is None:
+            tell_assumption(self.ranks.rank)
+
+    @property
+    def epoch(self) -> int:
+        return self._position.epoch
+
+    @property
+    def planning_pid(self) -> int | None:
+        """Process id of the planning process, while one runs."""
+        return self._background.process.pid
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the permutation of the next iteration."""
-        self.epoch = epoch
+        """Chooses the permutation of the next iteration. It begins at the start of the epoch,
+        unless this is the epoch that `load_state_dict` is in the middle of."""
+        if epoch != self._position.epoch:
+            self._position, self._resuming = self._position.next_epoch(epoch), False
 
-    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], RankPlan | Plan]]:
-        samples = iterate_samples(
-            self.dataset, shuffle=self.shuffle, seed=self.seed, epoch=self.epoch
-        )
-        batches = gather_batches(samples, self.tokens_per_batch)
-        while step := list(islice(batches, self.accumulation_steps)):
-            masked = [self._mask(batch) for batch in step]
-            items = sum(
-                count_targets([sample for _, sample in indexed], batch)
-                for indexed, batch in zip(step, masked, strict=True)
+    def __len__(self) -> int:
+        """Batches that each rank gets in an epoch."""
+        sampler, reads = self.config.batch_sampler, not self._background.source.knows_lengths
+        if reads and isinstance(sampler, Sized):
+            return self._batching().num_rounds(len(sampler))
+        if reads:
+            raise TypeError(
+                "the number of batches depends on the lengths of all samples; pass lengths= (an "
+                "array, or the name of a column) to know it without reading them"
             )
-            for indexed, batch in zip(step, masked, strict=True):
-                yield self._plan([sample for _, sample in indexed], batch, items)
+        start = Position(self.epoch, total=self._position.total - self._position.batches)
+        return self._batching().num_batches(start)
 
-    def _mask(self, indexed: list[IndexedSample]) -> Batch:
-        masks = [masks_of(self.mask_fn, sample, index) for index, sample in indexed]
-        return Batch.of(masks, [index for index, _ in indexed])
+    def __iter__(self) -> Iterator[Batch]:
+        """From the start of the epoch, or once from where `load_state_dict` says."""
+        self._open.close_iteration()
+        if not self._resuming:
+            self._position = self._position.next_epoch(self.epoch)
+        start, self._resuming = self._position, False
+        batching = self._batching()
+        steps, first = batching.steps(start), batching.first_number(start)
+        look_ahead = LookAhead(self._background, steps, self._open_store(), first)
+        self._open.look_ahead = look_ahead
+        try:
+            while (prepared := look_ahead.take()) is not None:
+                self.metrics.record(prepared.record)
+                self._log()
+                self._position = prepared.end
+                yield prepared.data, prepared.plan
+            self._position = self._position.next_epoch(self.epoch)
+        finally:
+            look_ahead.close()
 
-    def _plan(
-        self, samples: list[Any], batch: Batch, items: int
-    ) -> tuple[dict[str, Tensor], RankPlan | Plan]:
-        whole = plan_batch(batch, self.topology, self.shape, self.planner)
-        plan = whole if self.rank is None else whole.parts[self.rank]
-        data = local_data(
-            samples, batch, plan, token_fields=self.token_fields, num_items_in_batch=items
+    def state_dict(self) -> dict[str, Any]:
+        """Where this loader is: behind the batch that was yielded last. Equal on all ranks."""
+        return to_state(self._position, self._terms(), self.ranks.num_replicas)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Makes the next iteration begin with the batch after those of the state, also on another
+        number of ranks."""
+        own = self.config.tokens_per_batch is not None
+        terms = self._terms()
+        replicas = self.ranks.num_replicas
+        self._position, terms = from_state(state, terms, replicas, own_budget=own)
+        self._resuming = True
+        if terms.tokens_per_batch is not None:
+            self._budget = terms.tokens_per_batch
+
+    def close(self) -> None:
+        """Ends the iteration and the planning process. The loader may be iterated again."""
+        self._open.close()
+
+    def __enter__(self) -> "DCPDataLoader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _batching(self) -> Batching:
+        ranks = self.ranks
+        source = self._background.source
+        return Batching(source, self.config, self._budget, ranks.replica, ranks.num_replicas)
+
+    def _terms(self) -> Terms:
+        by_budget = isinstance(self._budget, int) and self.config.batch_sampler is None
+        return Terms(
+            seed=self.config.seed,
+            shuffle=self.config.shuffle,
+            num_samples=self._background.source.num_samples,
+            tokens_per_batch=self._budget if by_budget else None,  # type: ignore[arg-type]
+            accumulation_steps=self.config.accumulation_steps,
+            max_length=self.config.max_length,
+            too_long=self.config.too_long,
         )
-        return data, plan
+
+    def _open_store(self) -> Store:
+        """A store of this iteration's keys: by run, restart, loader and iteration."""
+        self._iterations += 1
+        if not self.ranks.shared:
+            return LocalStore()
+        run = os.environ.get("TORCHELASTIC_RUN_ID", "run")
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        prefix = f"dyncp/{run}/{restart}/{self._number}/{self._iterations}"
+        store = distributed_c10d._get_default_store()
+        return SharedStore(store, prefix, dist.get_rank(), self.config.store_timeout)
+
+    def _log(self) -> None:
+        every, first = self.config.log_every, not self.ranks.member and not self.ranks.replica
+        if every and first and self.metrics.batches % every == 0:
+            logger.info("batch %d: %s", self.metrics.batches, self.metrics.line())
 
 
-def _rank_and_size(group: Any, virtual_ranks: int | None) -> tuple[int | None, int]:
-    """This process's rank in the group (None: all of them, virtually) and the number of ranks."""
-    if virtual_ranks is not None:
-        return None, virtual_ranks
-    group = group.get_group() if hasattr(group, "get_group") else group
-    if not dist.is_initialized():
-        return 0, 1
-    return dist.get_rank(group), dist.get_world_size(group)
+class _Open:
+    """What has to be closed, apart from the loader itself, so that it can be collected."""
+
+    def __init__(self, process: PlanProcess) -> None:
+        self.process = process
+        self.look_ahead: LookAhead | None = None
+
+    def close_iteration(self) -> None:
+        if self.look_ahead is not None:
+            self.look_ahead.close()
+            self.look_ahead = None
+
+    def close(self) -> None:
+        self.close_iteration()
+        self.process.close()
+
+
+def _next_number(ranks: LoaderRanks) -> str:
+    """Name of this loader, equal on all of its processes: ranks, and how many they made before."""
+    if not ranks.shared:
+        return ""
+    number = _made.get(ranks.all_ranks, 0)
+    _made[ranks.all_ranks] = number + 1
+    first, last = ranks.all_ranks[0], ranks.all_ranks[-1]
+    digest = format(hash(ranks.all_ranks) & 0xFFFFFFFF, "08x")
+    return f"{first}-{last}-{digest}/{number}"

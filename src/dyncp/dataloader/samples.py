@@ -7,9 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dyncp.dataloader.errors import SampleError
 from dyncp.masks import Mask
 
 NO_TARGET = -100
+TOKEN_NAMES = ("input_ids", "labels", "position_ids")
 
 
 def input_ids_of(sample: Any, index: int) -> Tensor:
@@ -30,8 +32,16 @@ def input_ids_of(sample: Any, index: int) -> Tensor:
 
 def masks_of(mask_fn: Any, sample: Mapping[str, Any], index: int) -> dict[str, Mask] | Mask:
     """What the mask function says for the sample; checked against its length."""
-    result = mask_fn(sample)
     length = len(input_ids_of(sample, index))
+    try:
+        result = mask_fn(sample)
+    except Exception as error:
+        raise SampleError(index, "the mask", error) from error
+    return checked_masks(result, length, index)
+
+
+def checked_masks(result: Any, length: int, index: int) -> dict[str, Mask] | Mask:
+    """What a mask function gave for a sample of this length."""
     for mask in result.values() if isinstance(result, Mapping) else [result]:
         if not isinstance(mask, Mask):
             raise ValueError(
@@ -44,6 +54,18 @@ def masks_of(mask_fn: Any, sample: Mapping[str, Any], index: int) -> dict[str, M
                 f"which has {length}"
             )
     return dict(result) if isinstance(result, Mapping) else result
+
+
+def truncate(sample: Any, length: int, index: int, token_fields: Mapping[str, int]) -> Any:
+    """The sample cut to its first `length` tokens: ids, labels, positions and token fields."""
+    if len(input_ids_of(sample, index)) == length:
+        return sample
+    cut = dict(sample)
+    for name, dim in (dict.fromkeys(TOKEN_NAMES, 0) | dict(token_fields)).items():
+        if name in sample:
+            value = torch.as_tensor(sample[name])
+            cut[name] = value.narrow(dim, 0, min(length, value.shape[dim]))
+    return cut
 
 
 def token_field(sample: Mapping[str, Any], name: str, length: int, dim: int, index: int) -> Tensor:

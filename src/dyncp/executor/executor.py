@@ -50,6 +50,7 @@ class DCPExecutor:
         """An immutable handle for one plan: the ranks have agreed on it, its calls are lowered.
 
         All ranks of the group call it together; ranks that hold different plans all get the error.
+        Plans of a DCPDataLoader over the same ranks were agreed on before: nothing is sent.
         """
         parts = self._own_parts(plan)
         self._agree(parts[0])
@@ -85,6 +86,10 @@ class DCPExecutor:
         return parts
 
     def _agree(self, part: RankPlan) -> None:
+        """Asks all ranks, unless the loader did so while it prefetched the plan."""
+        agreed = getattr(part, "agreed_by", None)  # dataloader's AgreedPlan
+        if agreed and agreed == getattr(self.transport, "global_ranks", None):
+            return
         words = self.transport.agree(bytes.fromhex(part.fingerprint + part.digest))
         plans: dict[bytes, list[int]] = {}
         for rank, word in enumerate(words):

@@ -8,7 +8,6 @@ sums over ranks are the loss and the gradients of the batch.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from time import perf_counter
 
 import torch
@@ -44,6 +43,10 @@ class StepResult:
     compute_imbalance: float
     token_imbalance: float
     seconds: float
+    stall_seconds: float = 0.0  # of them, waiting for the loader
+    plan_seconds: float = 0.0  # that the planner took for the batch, before the step
+    planned_by: str = ""  # solver
+    loader: str = ""  # the loader's metrics, in a line
 
 
 def open_corpus(config: TrainConfig) -> TextCorpus:
@@ -131,16 +134,10 @@ def _loader(config: TrainConfig, corpus: TextCorpus, virtual_ranks: int | None) 
         virtual_ranks=virtual_ranks,
         tokens_per_batch=config.batch_tokens,
         shuffle=True,
+        epochs=None,
         seed=config.seed,
         planner=PlannerConfig(solver=config.solver, seed=config.seed),
     )
-
-
-def _batches(loader: DCPDataLoader) -> Iterator[tuple[LocalData, Plan | RankPlan]]:
-    """Epoch after epoch."""
-    for epoch in count():
-        loader.set_epoch(epoch)
-        yield from loader
 
 
 def _train(
@@ -153,25 +150,33 @@ def _train(
     device = device_of(config)
     model = Decoder(config.decoder).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate)
-    batches = _batches(loader)
-    for number in range(1, config.steps + 1):
-        started, sent = perf_counter(), bytes_sent()
-        data, plan = next(batches)
-        data = {name: value.to(device) for name, value in data.items()}
-        loss = local_loss(model(data, attend_for(data, plan)), data)
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        sum_gradients(model)
-        optimizer.step()
-        here = [loss.item(), bytes_sent() - sent]
-        total = sum_over_ranks(torch.tensor(here, dtype=torch.float64)).tolist()
-        yield _result(config, number, _part(plan), total, perf_counter() - started)
+    with loader:
+        batches = iter(loader)
+        for number in range(1, config.steps + 1):
+            started, sent = perf_counter(), bytes_sent()
+            data, plan = next(batches)
+            data = {name: value.to(device, non_blocking=True) for name, value in data.items()}
+            loss = local_loss(model(data, attend_for(data, plan)), data)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            sum_gradients(model)
+            optimizer.step()
+            here = [loss.item(), bytes_sent() - sent]
+            total = sum_over_ranks(torch.tensor(here, dtype=torch.float64)).tolist()
+            yield _result(config, number, _part(plan), loader, total, perf_counter() - started)
 
 
 def _result(
-    config: TrainConfig, number: int, plan: RankPlan, total: list[float], seconds: float
+    config: TrainConfig,
+    number: int,
+    plan: RankPlan,
+    loader: DCPDataLoader,
+    total: list[float],
+    seconds: float,
 ) -> StepResult:
     loss, moved = total
+    last = loader.metrics.last
+    assert last is not None
     tokens = int(plan.lengths.sum())
     return StepResult(
         step=number,
@@ -184,6 +189,10 @@ def _result(
         compute_imbalance=plan.balance.compute_max_over_mean,
         token_imbalance=plan.balance.tokens_max_over_mean,
         seconds=seconds,
+        stall_seconds=last.stall_seconds,
+        plan_seconds=last.plan_seconds,
+        planned_by=last.solver,
+        loader=loader.metrics.line(),
     )
 
 

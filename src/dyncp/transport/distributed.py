@@ -30,6 +30,7 @@ class Distributed:
         self.num_ranks = len(members)
         self.ranks = (members.index(dist.get_rank()),)
         self.bytes_sent = 0
+        self.global_ranks = tuple(members)
         self._members = members
         self._group = dist.new_group(
             members, timeout=self.timeout, backend="gloo", use_local_synchronization=True

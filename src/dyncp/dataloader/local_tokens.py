@@ -1,13 +1,13 @@
 """Local data: a rank's part of a batch as a dict of tensors, named as Transformers takes them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dyncp.arrays import Int64
+from dyncp.arrays import Int32, Int64, starts_of
 from dyncp.blocks import Batch
 from dyncp.dataloader.samples import (
     NO_TARGET,
@@ -17,9 +17,11 @@ from dyncp.dataloader.samples import (
     shift_labels,
     token_field,
 )
+from dyncp.masks import Mask
 from dyncp.plan import Plan, RankPlan
 
 # Value of padding rows (local_multiple); other fields are padded with 0.
+PLAIN_FIELDS = ("input_ids", "position_ids", "labels", "shift_labels")
 PADDING = {"labels": NO_TARGET, "shift_labels": NO_TARGET}
 
 
@@ -44,12 +46,58 @@ def local_data(
         raise ValueError(
             f"the plan is for batch {plan.fingerprint}, but this is batch {batch.fingerprint}"
         )
-    fields = _batch_fields(samples, batch, token_fields or {})
-    rows = torch.from_numpy(_batch_rows(plan))
-    result = {name: _take(value, dim, rows, name) for name, (value, dim) in fields.items()}
+    if len(samples) != len(batch.lengths):
+        raise ValueError(
+            f"got {len(samples)} samples; the batch has {len(batch.lengths)} sequences"
+        )
+    data = local_rows(
+        plan,
+        lambda number: samples[number],
+        lambda number: layout_mask(_masks_of_sequence(batch, number)),
+        token_fields or {},
+    )
     if num_items_in_batch is None:
         num_items_in_batch = count_targets(samples, batch)
-    return result | {"num_items_in_batch": torch.tensor(num_items_in_batch)}
+    return data | {"num_items_in_batch": torch.tensor(num_items_in_batch)}
+
+
+def local_rows(
+    plan: RankPlan | Plan,
+    sample_of: Callable[[int], Mapping[str, Any]],
+    mask_of: Callable[[int], Mask],
+    token_fields: Mapping[str, int],
+) -> dict[str, Tensor]:
+    """The fields of `local_data`, from those sequences alone that this rank has tokens of."""
+    lengths = _part(plan).lengths
+    rows = _batch_rows(plan)
+    needed = _sequences_of(rows, lengths)
+    if not len(needed) and token_fields:
+        needed = np.zeros(1, np.int64)  # for the dtypes and widths of fields without rows
+    dims = dict.fromkeys(PLAIN_FIELDS, 0) | dict(token_fields)
+    parts: dict[str, list[Tensor]] = {name: [] for name in dims}
+    for number in needed.tolist():
+        length = int(lengths[number])
+        for name, value in _sample_fields(
+            sample_of(number), mask_of(number), length, number, dims
+        ).items():
+            parts[name].append(value)
+    taken = torch.from_numpy(_rows_among(rows, lengths, needed))
+    empty = torch.zeros(0, dtype=torch.int64)
+    fields = {
+        name: torch.cat(values, dim=dims[name]) if values else empty
+        for name, values in parts.items()
+    }
+    return {name: _take(value, dims[name], taken, name) for name, value in fields.items()}
+
+
+def without_targets(data: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same tokens, trained on nothing."""
+    return data | {name: torch.full_like(data[name], NO_TARGET) for name in PADDING}
+
+
+def num_targets(data: Mapping[str, Tensor]) -> int:
+    """Number of local tokens that have a target."""
+    return int((data["shift_labels"] != NO_TARGET).sum())
 
 
 def count_targets(samples: Sequence[Mapping[str, Any]], batch: Batch) -> int:
@@ -66,38 +114,37 @@ def _masks_of_sequence(batch: Batch, index: int) -> dict[str, Any]:
     return {name: masks[index] for name, masks in batch.masks.items()}
 
 
-def _batch_fields(
-    samples: Sequence[Mapping[str, Any]], batch: Batch, token_fields: Mapping[str, int]
-) -> dict[str, tuple[Tensor, int]]:
-    """Every field over the tokens of the whole batch, with its token dimension."""
-    if len(samples) != len(batch.lengths):
-        raise ValueError(
-            f"got {len(samples)} samples; the batch has {len(batch.lengths)} sequences"
-        )
-    parts: dict[str, list[Tensor]] = {}
-    dims = {"input_ids": 0, "position_ids": 0, "labels": 0, "shift_labels": 0} | dict(token_fields)
-    for index, sample in enumerate(samples):
-        for name, value in _sample_fields(sample, batch, index, dims).items():
-            parts.setdefault(name, []).append(value)
-    return {name: (torch.cat(values, dim=dims[name]), dims[name]) for name, values in parts.items()}
-
-
 def _sample_fields(
-    sample: Mapping[str, Any], batch: Batch, index: int, dims: Mapping[str, int]
+    sample: Mapping[str, Any], mask: Mask, length: int, index: int, dims: Mapping[str, int]
 ) -> dict[str, Tensor]:
     ids = input_ids_of(sample, index)
-    if len(ids) != batch.lengths[index]:
-        raise ValueError(
-            f"sample {index} has {len(ids)} tokens; the batch's sequence has {batch.lengths[index]}"
-        )
-    mask = layout_mask(_masks_of_sequence(batch, index))
+    if len(ids) != length:
+        raise ValueError(f"sample {index} has {len(ids)} tokens; the batch's sequence has {length}")
     labels = labels_of(sample, ids, index)
     fields = {"input_ids": ids, "labels": labels, "shift_labels": shift_labels(labels, mask)}
     fields["position_ids"] = torch.from_numpy(np.array(mask.resolved_positions(), np.int64))
     for name, dim in dims.items():
         if name not in fields or (name == "position_ids" and name in sample):
-            fields[name] = token_field(sample, name, len(ids), dim, index)
+            fields[name] = token_field(sample, name, length, dim, index)
     return fields
+
+
+def _part(plan: RankPlan | Plan) -> RankPlan:
+    return plan.parts[0] if isinstance(plan, Plan) else plan
+
+
+def _sequences_of(rows: Int64, lengths: Int32) -> Int64:
+    """Sequences that have tokens among these rows."""
+    found = np.unique(np.searchsorted(starts_of(lengths), rows[rows >= 0], side="right") - 1)
+    return found.astype(np.int64)
+
+
+def _rows_among(rows: Int64, lengths: Int32, needed: Int64) -> Int64:
+    """Rows of the batch as rows of its needed sequences put below each other; -1 stays."""
+    shift = np.zeros(len(lengths), np.int64)
+    shift[needed] = starts_of(lengths[needed])[:-1] - starts_of(lengths)[needed]
+    sequence = np.searchsorted(starts_of(lengths), rows.clip(0), side="right") - 1
+    return np.where(rows < 0, -1, rows + shift[sequence.clip(0, len(lengths) - 1)])
 
 
 def _batch_rows(plan: RankPlan | Plan) -> Int64:

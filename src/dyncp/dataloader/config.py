@@ -1,0 +1,124 @@
+"""LoaderConfig: the options of DCPDataLoader, checked when it is built. Needs no torch."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from dyncp.planner import plan_batch
+
+TOKENS_PER_RANK = 8192
+TOO_LONG = ("error", "truncate", "drop")
+
+Budget = int | Callable[[int], int]
+
+
+@dataclass(frozen=True)
+class LoaderConfig:
+    """All have defaults; docs/dataloader.md explains them.
+
+    Batches: `tokens_per_batch` is the budget of one plan, all its ranks together (None: 8,192 per
+    rank); a function gets the number of batches so far and gives the budget of the next one.
+    `accumulation_steps` batches make one optimiser step. `shuffle` is by `seed` and epoch;
+    `sampler` gives indices, `batch_sampler` lists of indices instead. `lengths` (array, or name of
+    a column) spares reading samples to learn their lengths. Samples longer than `max_length`
+    (None: the budget) are handled by `too_long`: error, truncate or drop. `drop_last` drops a last
+    batch or optimiser step that is not full. An iteration goes on to the end of epoch `epochs - 1`
+    (None: without end), looking ahead from one epoch to the next. `evaluation`: no shuffle,
+    forward-only plans.
+
+    Plans: no rank gets more than `max_tokens_per_rank` tokens; local rows are padded to
+    `local_multiple`. `look_ahead` is the number of batches that are prepared before they are asked
+    for. A planner that gives no plan within `plan_timeout` seconds is replaced for that batch by a
+    static method; `store_timeout` bounds every answer of the store and of the other ranks.
+    `plan_function` is called in place of `dyncp.plan_batch`: a function of a module that the
+    planning process can import, with the same arguments.
+
+    Data: `token_fields` names further fields and their token dimension; `pin_memory` (None: where
+    CUDA is there). `log_every` batches, rank 0 logs one line of metrics.
+    """
+
+    tokens_per_batch: Budget | None = None
+    accumulation_steps: int = 1
+    shuffle: bool = False
+    seed: int = 0
+    sampler: Iterable[int] | None = None
+    batch_sampler: Iterable[Iterable[int]] | None = None
+    lengths: Any = None
+    max_length: int | None = None
+    too_long: str = "error"
+    drop_last: bool = False
+    epochs: int | None = 1
+    evaluation: bool = False
+    max_tokens_per_rank: int | None = None
+    local_multiple: int = 1
+    look_ahead: int = 4
+    plan_timeout: float = 300.0
+    store_timeout: float = 300.0
+    plan_function: Callable[..., Any] = plan_batch
+    token_fields: Mapping[str, int] = field(default_factory=dict)
+    pin_memory: bool | None = None
+    log_every: int | None = None
+
+    @staticmethod
+    def of(options: Mapping[str, Any]) -> "LoaderConfig":
+        """The config of these keywords; unknown ones are refused with the list of all."""
+        known = [f.name for f in fields(LoaderConfig)]
+        unknown = [name for name in options if name not in known]
+        if unknown:
+            raise TypeError(
+                f"DCPDataLoader has no option {', '.join(unknown)}; allowed are model, group, "
+                f"mesh, virtual_ranks, topology, planner, cost, dtype, {', '.join(known)}"
+            )
+        return LoaderConfig(**options)
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("accumulation_steps", 1), ("max_length", 1), ("max_tokens_per_rank", 1),
+            ("local_multiple", 1), ("look_ahead", 0), ("log_every", 1), ("epochs", 1),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} is {value}; at least {least} is needed")
+        if not callable(self.tokens_per_batch):
+            check_budget(self.tokens_per_batch)
+        for name in ("plan_timeout", "store_timeout"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; seconds above 0 are needed")
+        if self.too_long not in TOO_LONG:
+            raise ValueError(f"too_long is {self.too_long!r}; choose one of {', '.join(TOO_LONG)}")
+        self._check_order()
+
+    def _check_order(self) -> None:
+        given = [
+            name
+            for name, used in (
+                ("shuffle=True", self.shuffle),
+                ("sampler=", self.sampler is not None),
+                ("batch_sampler=", self.batch_sampler is not None),
+            )
+            if used
+        ]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} both say the order; give one of them")
+        if self.evaluation and self.shuffle:
+            raise ValueError("evaluation=True keeps the dataset's order; leave shuffle=True out")
+        if self.batch_sampler is not None and self.tokens_per_batch is not None:
+            raise ValueError(
+                "batch_sampler= makes the batches; tokens_per_batch= would have no effect"
+            )
+
+    def budget(self, num_ranks: int) -> Budget:
+        """The token budget of a plan for `num_ranks` ranks."""
+        if self.tokens_per_batch is not None:
+            return self.tokens_per_batch
+        per_rank = TOKENS_PER_RANK
+        if self.max_tokens_per_rank is not None:
+            per_rank = min(per_rank, self.max_tokens_per_rank)
+        return per_rank * num_ranks
+
+
+def check_budget(tokens: int | None, where: str = "") -> int:
+    """The budget itself; raises ValueError for one that holds nothing."""
+    if tokens is not None and tokens < 1:
+        raise ValueError(f"tokens_per_batch is {tokens}{where}; at least 1 is needed")
+    return tokens or 0

@@ -1,0 +1,197 @@
+"""Access to datasets: by index (lists, torch and Hugging Face datasets), or as streams."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol
+
+import numpy as np
+from torch.utils.data import IterableDataset
+
+from dyncp.arrays import Int64
+from dyncp.dataloader.config import LoaderConfig
+from dyncp.dataloader.errors import SampleError
+from dyncp.dataloader.samples import input_ids_of, truncate
+from dyncp.dataloader.state import Position
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A sample in the order of an epoch: its place there, its index in the dataset, its tokens.
+
+    `sample` is there if it had to be read to learn its length; `dataset_state` is that of a stream
+    after it."""
+
+    place: int
+    index: int
+    length: int
+    sample: Any = None
+    dataset_state: Any = None
+
+
+class Source(Protocol):
+    """Samples in the order of an epoch."""
+
+    num_samples: int | None  # None: unknown
+    knows_lengths: bool  # without reading samples
+    random_access: bool
+
+    def entries(self, position: Position) -> Iterator[Entry]:
+        """The samples from a position on; lengths are those of the dataset."""
+
+    def sample(self, entry: Entry) -> Any:
+        """The sample of an entry, cut to the entry's length."""
+
+
+def open_source(dataset: Any, config: LoaderConfig) -> Source:
+    if is_map_style(dataset):
+        return MapSource(dataset, config)
+    for name, given in (
+        ("shuffle=True", config.shuffle),
+        ("sampler=", config.sampler is not None),
+        ("batch_sampler=", config.batch_sampler is not None),
+        ("lengths=", config.lengths is not None),
+    ):
+        if given:
+            raise ValueError(
+                f"{name} needs a dataset with __len__ and __getitem__; "
+                f"{type(dataset).__name__} can only be iterated"
+            )
+    return StreamSource(dataset, config)
+
+
+def is_map_style(dataset: Any) -> bool:
+    if isinstance(dataset, IterableDataset):
+        return False
+    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+
+
+class MapSource:
+    random_access = True
+
+    def __init__(self, dataset: Any, config: LoaderConfig) -> None:
+        self._dataset, self._config = dataset, config
+        self.num_samples: int | None = len(dataset)
+        self._lengths = None if config.lengths is None else find_lengths(dataset, config.lengths)
+        self.knows_lengths = self._lengths is not None
+
+    def entries(self, position: Position) -> Iterator[Entry]:
+        order = islice(self._order(position.epoch), position.samples, None)
+        return self.numbered(order, position.samples)
+
+    def numbered(self, indices: Iterator[int], first: int = 0) -> Iterator[Entry]:
+        """Entries of these indices; samples are only read where their lengths are not known."""
+        for place, index in enumerate(indices, first):
+            if self._lengths is not None:
+                yield Entry(place, index, int(self._lengths[index]))
+            else:
+                sample = self._read(index)
+                yield Entry(place, index, len(input_ids_of(sample, index)), sample)
+
+    def sample(self, entry: Entry) -> Any:
+        sample = self._read(entry.index) if entry.sample is None else entry.sample
+        if entry.sample is None:
+            self._check_length(entry, len(input_ids_of(sample, entry.index)))
+        return truncate(sample, entry.length, entry.index, self._config.token_fields)
+
+    def _check_length(self, entry: Entry, found: int) -> None:
+        assert self._lengths is not None
+        if found != self._lengths[entry.index]:
+            raise ValueError(
+                f"sample {entry.index} has {found} tokens; lengths= says "
+                f"{self._lengths[entry.index]}"
+            )
+
+    def _order(self, epoch: int) -> Iterator[int]:
+        if self._config.sampler is not None:
+            _set_epoch(self._config.sampler, epoch)
+            return map(int, self._config.sampler)
+        if not self._config.shuffle:
+            return iter(range(self.num_samples or 0))
+        order = np.random.default_rng((self._config.seed, epoch)).permutation(self.num_samples or 0)
+        return iter(order.tolist())
+
+    def _read(self, index: int) -> Any:
+        try:
+            return self._dataset[index]
+        except Exception as error:
+            raise SampleError(index, "reading", error) from error
+
+
+class StreamSource:
+    """Every rank reads the whole stream. A dataset with `state_dict` resumes by its own state,
+    others by reading again what was read before."""
+
+    random_access = False
+    knows_lengths = False
+    num_samples: int | None = None
+
+    def __init__(self, dataset: Any, config: LoaderConfig) -> None:
+        self._dataset, self._config = dataset, config
+        self._stateful = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+        self._first_state = dataset.state_dict() if self._stateful else None
+
+    def entries(self, position: Position) -> Iterator[Entry]:
+        _set_epoch(self._dataset, position.epoch)
+        resumes = self._stateful and position.dataset_state is not None
+        if self._stateful:
+            self._dataset.load_state_dict(position.dataset_state if resumes else self._first_state)
+        samples = self._samples(position.samples if resumes else 0)
+        skipped = 0 if resumes else position.samples
+        for place, sample in islice(samples, skipped, None):
+            state = self._dataset.state_dict() if self._stateful else None
+            yield Entry(place, place, len(input_ids_of(sample, place)), sample, state)
+
+    def _samples(self, place: int) -> Iterator[tuple[int, Any]]:
+        samples = iter(self._dataset)
+        while True:
+            try:
+                sample = next(samples)
+            except StopIteration:
+                return
+            except Exception as error:
+                raise SampleError(place, "reading", error) from error
+            yield place, sample
+            place += 1
+
+    def sample(self, entry: Entry) -> Any:
+        return truncate(entry.sample, entry.length, entry.index, self._config.token_fields)
+
+
+def find_lengths(dataset: Any, lengths: Any) -> Int64:
+    """Tokens of every sample: an array as given, or a column of the dataset by its name."""
+    if isinstance(lengths, str):
+        lengths = _column(dataset, lengths)
+    array = np.asarray(lengths)
+    if array.shape != (len(dataset),) or array.dtype.kind not in "iu":
+        raise ValueError(
+            f"lengths is {array.dtype} of shape {array.shape}; one integer per sample is needed, "
+            f"and the dataset has {len(dataset)}"
+        )
+    if len(array) and array.min() < 1:
+        at = int(array.argmin())
+        raise ValueError(f"lengths says {array[at]} tokens for sample {at}; at least 1 is needed")
+    return array.astype(np.int64)
+
+
+def _column(dataset: Any, name: str) -> Any:
+    columns = getattr(dataset, "column_names", None)
+    if columns is not None:  # Hugging Face
+        if name not in columns:
+            raise ValueError(f"lengths is {name!r}; the dataset's columns are {', '.join(columns)}")
+        return list(dataset[name])
+    if isinstance(dataset, Sequence):
+        missing = next((i for i, sample in enumerate(dataset) if name not in sample), None)
+        if missing is not None:
+            raise ValueError(f"lengths is {name!r}, but sample {missing} has no such field")
+        return [sample[name] for sample in dataset]
+    raise ValueError(
+        f"lengths is {name!r}, but {type(dataset).__name__} has no columns; give an array of "
+        "lengths instead"
+    )
+
+
+def _set_epoch(what: Any, epoch: int) -> None:
+    """Samplers and datasets that shuffle themselves do it by epoch."""
+    if hasattr(what, "set_epoch"):
+        what.set_epoch(epoch)

@@ -1,0 +1,29 @@
+"""What can go wrong while batches are prepared ahead."""
+
+
+class StoreError(RuntimeError):
+    """The store did not answer, or the connection to it is gone."""
+
+
+class BatchMismatch(ValueError):  # noqa: N818 (a user's mistake: the ranks got different arguments)
+    """Ranks disagree on a batch: another dataset, seed or budget."""
+
+
+class PeerError(RuntimeError):
+    """Another rank failed while it prepared batches."""
+
+
+class SampleError(RuntimeError):
+    """The dataset or the mask function raised for a sample; the cause is what it raised."""
+
+    def __init__(self, index: int, doing: str, error: BaseException) -> None:
+        super().__init__(f"{doing} of sample {index} raised {type(error).__name__}: {error}")
+        self.index = index
+
+
+class PlanFailed(RuntimeError):  # noqa: N818 (not an error of the run: the batch gets a static plan)
+    """The planner gave no plan for a batch; the text is the reason."""
+
+
+class Closed(Exception):  # noqa: N818 (never leaves the loader)
+    """The iteration is being closed: threads leave what they are waiting for."""

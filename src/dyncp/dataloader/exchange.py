@@ -1,0 +1,309 @@
+"""How the ranks of a loader share plans and agree on them, before any collective.
+
+For every batch one member plans and publishes. The *decision*, set once and by whoever is first,
+says which plan all ranks use: the published one, or (if the planner failed, or nobody heard of it
+in time) the static one, which every rank makes itself. Then each rank adds the targets of its own
+tokens to those of the optimiser step; the sum is only there when every rank has agreed.
+
+    r0/b7/decision   planned or static, with the fingerprint of the batch that was planned
+    r0/b7/part/2     rank 2's encoded part (and part/2/1, ... if it is large)
+    r0/b7/static     digest of the static plan
+    r0/b7/left       how many members need none of these any more; the last one deletes them
+    s7/items, s7/total, s7/left     targets of step 7: how many so far, of all, taken by
+    end, ended, all_ended           number of batches, and how many ranks have come to the end
+    error, closed                   a failed rank's message, closing
+"""
+
+import json
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from dyncp.dataloader.batching import SelectedStep, Selection
+from dyncp.dataloader.errors import BatchMismatch, Closed, PeerError, StoreError
+from dyncp.dataloader.plan_store import (
+    Store,
+    chunk_keys,
+    delete_quietly,
+    get_chunks,
+    put_chunks,
+    wait_for,
+)
+from dyncp.dataloader.plan_worker import PlanReply
+from dyncp.dataloader.ranks import LoaderRanks
+
+logger = logging.getLogger(__name__)
+
+AGREED = 1 << 40  # one rank's agreement, added together with its number of targets
+GRACE_SECONDS = 10.0  # for the planning rank to give up first
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Which plan a batch gets. `selection` and `batch` are fingerprints at the deciding rank."""
+
+    static: bool
+    rank: int
+    selection: str
+    batch: str = ""
+    digest: str = ""
+    solver: str = ""
+    seconds: float = 0.0
+    sizes: tuple[int, ...] = ()  # bytes of every rank's part
+    reason: str = ""
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @staticmethod
+    def decode(text: bytes) -> "Decision":
+        values = json.loads(text)
+        return Decision(**values | {"sizes": tuple(values["sizes"])})
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """How a wait may end early: `closing()` says that the iteration is, `stalled()` for how many
+    seconds training has been waiting (only then does time count: other ranks may have a reason to
+    be late, such as writing a checkpoint)."""
+
+    closing: Callable[[], bool]
+    stalled: Callable[[], float]
+    plan_timeout: float
+    store_timeout: float
+
+
+class Exchange:
+    """One iteration's use of the store. The planning thread publishes, the delivering thread does
+    the rest."""
+
+    def __init__(self, store: Store, ranks: LoaderRanks, waiting: Waiting) -> None:
+        self._store, self._ranks, self._waiting = store, ranks, waiting
+        self._own = ranks.rank or 0
+        self._publishing, self._remembering = threading.Lock(), threading.Lock()
+        self._settled = -1  # the last batch that this member left
+        self._keys: dict[int, set[str]] = {}  # by step: keys that are deleted on closing
+
+    # Decisions
+
+    def publish(self, step: int, selection: Selection, reply: PlanReply) -> None:
+        with self._publishing:
+            if selection.number <= self._settled:
+                return  # too late: decided otherwise, used and deleted
+            keys: list[str] = []
+            for rank, part in enumerate(reply.parts):
+                keys += put_chunks(self._store, self._key(selection, f"part/{rank}"), part)
+            self._remember(step, *keys)
+            decision = Decision(
+                static=False,
+                rank=self._own,
+                selection=selection.fingerprint,
+                batch=reply.fingerprint,
+                digest=reply.digest,
+                solver=reply.solver,
+                seconds=reply.seconds,
+                sizes=tuple(map(len, reply.parts)),
+            )
+            if self._decide(step, selection, decision) != decision:
+                delete_quietly(self._store, keys)
+
+    def decide_static(self, step: int, selection: Selection, reason: str) -> None:
+        with self._publishing:
+            if selection.number > self._settled:
+                decision = Decision(True, self._own, selection.fingerprint, reason=reason)
+                self._decide(step, selection, decision)
+
+    def _decide(self, step: int, selection: Selection, decision: Decision) -> Decision:
+        key = self._key(selection, "decision")
+        self._remember(step, key)
+        return Decision.decode(self._store.compare_set(key, decision.encode()))
+
+    def decision(self, step: int, selection: Selection) -> Decision:
+        """Waits for the decision; makes it if nobody else does within the bound."""
+        key = self._key(selection, "decision")
+        self._remember(step, key, self._key(selection, "left"))
+
+        def still_waiting() -> None:
+            self._look_around(selection.number)
+            bound = self._waiting.plan_timeout + GRACE_SECONDS
+            if self._waiting.stalled() > bound:
+                reason = f"rank {self._own} heard nothing of a plan for {bound:g} s"
+                self.decide_static(step, selection, reason)
+
+        wait_for(self._store, key, still_waiting)
+        decision = Decision.decode(self._store.get(key))
+        if decision.selection != selection.fingerprint:
+            self._disagree(selection, decision.rank, decision.selection, selection.fingerprint)
+        return decision
+
+    def part(self, selection: Selection, decision: Decision, rank: int) -> bytes:
+        """The encoded part of a rank."""
+        key = self._key(selection, f"part/{rank}")
+        return get_chunks(self._store, key, decision.sizes[rank])
+
+    def check_batch(self, selection: Selection, decision: Decision, fingerprint: str) -> None:
+        """Compares the batch that was planned with this rank's own."""
+        if decision.batch and decision.batch != fingerprint:
+            self._disagree(selection, decision.rank, decision.batch, fingerprint)
+
+    def agree_on_static(self, step: int, selection: Selection, digest: str) -> None:
+        """Compares the static plan that this rank made with that of the first rank."""
+        key = self._key(selection, "static")
+        self._remember(step, key)
+        first = self._store.compare_set(key, digest.encode()).decode()
+        if first != digest:
+            self._fail(
+                BatchMismatch(
+                    f"ranks made different static plans of batch {selection.number}: the first "
+                    f"has digest {first}, rank {self._own} {digest}"
+                )
+            )
+
+    def leave(self, selection: Selection, decision: Decision) -> None:
+        """This member needs the batch's keys no more; the last one deletes them."""
+        with self._publishing:
+            self._settled = selection.number
+        if self._store.add(self._key(selection, "left"), 1) < self._ranks.num_members:
+            return
+        names = ["decision", "left", *(["static"] if decision.static else [])]
+        for rank, size in enumerate(decision.sizes):
+            names += chunk_keys(f"part/{rank}", size)
+        for name in names:
+            self._store.delete(self._key(selection, name))
+
+    # Targets of a step
+
+    def add_targets(self, step: SelectedStep, targets: int) -> None:
+        """Says that this rank agrees on one batch of the step, and has so many targets in it."""
+        key = f"s{step.number}/items"
+        self._remember(step.number, key, f"s{step.number}/total", f"s{step.number}/left")
+        total = self._store.add(key, AGREED + targets)
+        if total // AGREED == self._expected(step):
+            self._store.set(f"s{step.number}/total", str(total % AGREED).encode())
+
+    def total_targets(self, step: SelectedStep) -> int:
+        """Waits until all ranks of all replicas have agreed on all batches of the step."""
+
+        def still_waiting() -> None:
+            self._look_around(step.selections[-1].number)
+            there = self._store.add(f"s{step.number}/items", 0) // AGREED
+            self._check_patience(f"agree on step {step.number}", there, self._expected(step))
+
+        key = f"s{step.number}/total"
+        wait_for(self._store, key, still_waiting)
+        total = int(self._store.get(key))
+        self._forget_before(step.number)
+        if self._store.add(f"s{step.number}/left", 1) == self._ranks.num_processes:
+            for name in ("items", "total", "left"):
+                self._store.delete(f"s{step.number}/{name}")
+        return total
+
+    def _expected(self, step: SelectedStep) -> int:
+        return self._ranks.num_processes * len(step.selections)
+
+    # Ends
+
+    def finish(self, num_batches: int) -> None:
+        """This rank's epoch ends after so many batches; others' must too."""
+        self._remember(-1, "end", "ended", "all_ended")
+        found = int(self._store.compare_set("end", str(num_batches).encode()))
+        if found != num_batches:
+            self._fail(
+                BatchMismatch(
+                    f"ranks disagree on the epoch: rank {self._own} has {num_batches} batches, "
+                    f"another rank {found}; every rank needs the same dataset, lengths and options"
+                )
+            )
+        if self._store.add("ended", 1) == self._ranks.num_processes:
+            self._store.set("all_ended", b"1")
+
+    def wait_for_all_ends(self) -> None:
+        """Returns when all ranks have come to the same end."""
+
+        def still_waiting() -> None:
+            self._look_around(-1)
+            there = self._store.add("ended", 0)
+            self._check_patience("end the epoch", there, self._ranks.num_processes)
+
+        wait_for(self._store, "all_ended", still_waiting)
+
+    def tell_failure(self, error: BaseException) -> None:
+        """Lets the other ranks know why this one prepares no more batches."""
+        if not isinstance(error, PeerError | StoreError | Closed):
+            self._remember(-1, "error")
+            text = {"rank": self._own, "mismatch": isinstance(error, BatchMismatch)}
+            told = json.dumps(text | {"text": str(error)}).encode()
+            self._store.compare_set("error", told)
+
+    def close(self) -> None:
+        """Deletes what is left in the store once all ranks have closed; never raises."""
+        try:
+            own = self._ranks.replica * self._ranks.num_members + self._ranks.member
+            left = sorted(key for keys in self._keys.values() for key in keys)
+            self._store.set(f"closed/{own}", json.dumps(left).encode())
+            if self._store.add("closed", 1) < self._ranks.num_processes:
+                return
+            reports = [f"closed/{process}" for process in range(self._ranks.num_processes)]
+            lists = [json.loads(self._store.get(report)) for report in reports]
+            for key in {*reports, "closed"}.union(*lists):
+                self._store.delete(key)
+        except StoreError as error:
+            logger.debug("closing: %s", error)
+
+    def _look_around(self, number: int) -> None:
+        """Raises if the iteration is closing, or another rank has failed or has no such batch."""
+        if self._waiting.closing():
+            raise Closed
+        if self._store.has("error"):
+            told = json.loads(self._store.get("error"))
+            if told["mismatch"]:
+                raise BatchMismatch(told["text"])
+            raise PeerError(f"rank {told['rank']} failed: {told['text']}")
+        if self._store.has("end"):
+            end = int(self._store.get("end"))
+            if end <= number:
+                self._fail(
+                    BatchMismatch(
+                        f"ranks disagree on the epoch: rank {self._own} is at batch {number}, "
+                        f"another rank has {end} batches; every rank needs the same dataset, "
+                        "lengths and options"
+                    )
+                )
+
+    def _check_patience(self, what: str, there: int, expected: int) -> None:
+        """Raises when training has been waiting for the other ranks for longer than the bound."""
+        bound = self._waiting.plan_timeout + self._waiting.store_timeout
+        if self._waiting.stalled() > bound:
+            self._fail(
+                PeerError(
+                    f"rank {self._own} waited {bound:g} s for all ranks to {what}: "
+                    f"{there} of {expected} did"
+                )
+            )
+
+    def _disagree(self, selection: Selection, rank: int, theirs: str, mine: str) -> None:
+        self._fail(
+            BatchMismatch(
+                f"ranks disagree on batch {selection.number}: rank {rank} planned batch {theirs}, "
+                f"rank {self._own} has batch {mine}; every rank needs the same dataset, seed, "
+                "epoch, budget and mask function"
+            )
+        )
+
+    def _fail(self, error: Exception) -> None:
+        self.tell_failure(error)
+        raise error
+
+    def _key(self, selection: Selection, name: str) -> str:
+        return f"r{self._ranks.replica}/b{selection.number}/{name}"
+
+    def _remember(self, step: int, *keys: str) -> None:
+        with self._remembering:
+            self._keys.setdefault(step, set()).update(keys)
+
+    def _forget_before(self, step: int) -> None:
+        """All ranks have left the steps before one that all have agreed on."""
+        with self._remembering:
+            for old in [known for known in self._keys if 0 <= known < step]:
+                del self._keys[old]

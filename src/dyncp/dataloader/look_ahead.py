@@ -1,0 +1,238 @@
+"""LookAhead: prepares the next batches in the background, in two threads.
+
+    planning thread      selects batches; asks the planning process for those that this rank plans
+    delivering thread    waits for each batch's decision, cuts local data, counts targets
+
+Batches of an optimiser step are ready together, when all ranks have agreed on all of them. A batch
+is selected once training has asked for one that is `depth` batches (or one step) before it.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from time import perf_counter
+
+import torch
+
+from dyncp.dataloader.batch_data import BatchData, Masking
+from dyncp.dataloader.batching import SelectedStep
+from dyncp.dataloader.config import LoaderConfig
+from dyncp.dataloader.dataset import Source
+from dyncp.dataloader.errors import Closed, PeerError, PlanFailed
+from dyncp.dataloader.exchange import Exchange, Waiting
+from dyncp.dataloader.metrics import LoaderMetrics
+from dyncp.dataloader.plan_process import PlanProcess
+from dyncp.dataloader.plan_store import Store
+from dyncp.dataloader.planning import Planning
+from dyncp.dataloader.prepare import Prepared, Preparing
+from dyncp.dataloader.ranks import LoaderRanks
+
+logger = logging.getLogger(__name__)
+
+END_SECONDS = 1.0  # that a plan in the making gets when an iteration is closed
+JOIN_SECONDS = 10.0
+
+
+@dataclass(frozen=True, eq=False)
+class Background:
+    """What an iteration needs of its loader."""
+
+    config: LoaderConfig
+    ranks: LoaderRanks
+    source: Source
+    masking: Masking
+    planning: Planning
+    process: PlanProcess
+    metrics: LoaderMetrics
+
+
+class LookAhead:
+    """One iteration. `take` gives the next batch, or raises what went wrong; `close` ends it."""
+
+    def __init__(
+        self, background: Background, steps: Iterator[SelectedStep], store: Store, first: int
+    ) -> None:
+        self._background, self._steps, self._store = background, steps, store
+        config, ranks = background.config, background.ranks
+        waiting = Waiting(
+            lambda: self._closing, self._stalled, config.plan_timeout, config.store_timeout
+        )
+        self._exchange = Exchange(store, ranks, waiting)
+        self._preparing = Preparing(config, ranks, background.planning, self._exchange)
+        self._changed = threading.Condition()
+        self._closing = False
+        self._failure: BaseException | None = None
+        self._first = first  # number of the first batch
+        self._asked = first  # batches before the one that training asks for next
+        self._asked_at: float | None = None
+        self._selected: deque[tuple[SelectedStep, list[BatchData]] | BaseException] = deque()
+        self._ready: deque[Prepared | BaseException] = deque()
+        self._threads = [
+            threading.Thread(target=self._guard, args=(loop, name), name=name, daemon=True)
+            for loop, name in ((self._plan, "dyncp-plan"), (self._deliver, "dyncp-deliver"))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def take(self) -> Prepared | None:
+        """The next batch; None at the end of the epoch."""
+        with self._changed:
+            depth = len(self._ready)
+            self._asked += 1
+            start = self._asked_at = perf_counter()
+            self._changed.notify_all()
+            try:
+                while not self._ready:
+                    if self._closing:
+                        raise RuntimeError("this iteration of the loader was closed")
+                    self._changed.wait()
+            finally:
+                self._asked_at = None
+            item = self._ready.popleft()
+        if isinstance(item, StopIteration):
+            return None
+        if isinstance(item, BaseException):
+            raise item
+        stall = perf_counter() - start
+        return replace(item, record=item.record.taken(stall, depth))
+
+    def close(self) -> None:
+        """Ends threads, and deletes keys when all ranks have closed. A plan in the making gets a
+        second, then its process is ended."""
+        if threading.current_thread() in self._threads:  # collected as garbage there
+            threading.Thread(target=self.close, daemon=True).start()
+            return
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+            self._changed.notify_all()
+        planning, delivering = self._threads
+        planning.join(END_SECONDS)
+        if planning.is_alive():
+            self._background.process.interrupt()
+            planning.join(JOIN_SECONDS)
+            self._background.process.close()
+        delivering.join(JOIN_SECONDS)
+        if any(thread.is_alive() for thread in self._threads):
+            logger.warning("a thread of the loader is stuck in the dataset or the mask function")
+            return
+        self._store.hurry()
+        self._exchange.close()
+        self._store.close()
+
+    def _guard(self, loop: Callable[[], None], name: str) -> None:
+        """Whatever stops a thread reaches the training loop, behind the batches before it."""
+        try:
+            loop()
+        except Closed:
+            return
+        except BaseException as error:
+            if self._failure is None:
+                self._failure = error
+            elif isinstance(error, PeerError):  # this rank's own failure, as the others see it
+                error = self._failure
+            self._tell_failure(error)
+            queue = self._selected if name == "dyncp-plan" else self._ready
+            with self._changed:
+                queue.append(error)
+                self._changed.notify_all()
+
+    def _tell_failure(self, error: BaseException) -> None:
+        try:
+            self._exchange.tell_failure(error)
+        except Exception as second:  # the store is what failed
+            logger.debug("telling other ranks: %s", second)
+
+    # The planning thread
+
+    def _plan(self) -> None:
+        background, number = self._background, self._first
+        while True:
+            self._wait_until(partial(self._may_select, number))
+            step = next(self._steps, None)
+            if step is None:
+                break
+            batches = [
+                BatchData(selection, background.source, background.masking)
+                for selection in step.selections
+            ]
+            with self._changed:
+                self._selected.append((step, batches))
+                self._changed.notify_all()
+            for batch in batches:
+                self._plan_batch(step, batch)
+            number = step.selections[-1].number + 1
+        self._exchange.finish(number)
+        with self._changed:
+            self._selected.append(StopIteration())
+            self._changed.notify_all()
+
+    def _may_select(self, first: int) -> bool:
+        """Whether the step that begins with batch `first` is within the look-ahead."""
+        return first < self._asked + self._background.config.look_ahead
+
+    def _plan_batch(self, step: SelectedStep, batch: BatchData) -> None:
+        if self._closing:
+            raise Closed
+        background, selection = self._background, batch.selection
+        background.planning.check_tokens(selection.num_tokens, selection.number)
+        if not background.ranks.plans(selection.number):
+            return
+        before = background.process.restarts
+        try:
+            reply = background.planning.plan(background.process, batch.batch())
+        except PlanFailed as failure:
+            self._exchange.decide_static(step.number, selection, str(failure))
+        else:
+            self._exchange.publish(step.number, selection, reply)
+        finally:
+            background.metrics.count_restarts(background.process.restarts - before)
+
+    # The delivering thread
+
+    def _deliver(self) -> None:
+        while True:
+            self._wait_until(lambda: bool(self._selected))
+            item = self._selected.popleft()
+            if isinstance(item, StopIteration):
+                self._exchange.wait_for_all_ends()
+            if isinstance(item, BaseException):
+                with self._changed:
+                    self._ready.append(item)
+                    self._changed.notify_all()
+                return
+            self._deliver_step(*item)
+
+    def _deliver_step(self, step: SelectedStep, batches: list[BatchData]) -> None:
+        prepared = []
+        for batch in batches:
+            item = self._preparing.prepare(step.number, batch)
+            self._exchange.add_targets(step, item.targets)
+            prepared.append(item)
+        counted = self._exchange.total_targets(step)
+        items = counted if step.known_items is None else step.known_items
+        finished = [self._finish(item, items) for item in prepared]
+        with self._changed:
+            self._ready.extend(finished)
+            self._changed.notify_all()
+
+    def _finish(self, item: Prepared, items: int) -> Prepared:
+        data = item.data | {"num_items_in_batch": torch.tensor(items)}
+        return replace(item, data=data, end=replace(item.end, items=items))
+
+    # Between the threads
+
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or condition())
+            if self._closing:
+                raise Closed
+
+    def _stalled(self) -> float:
+        """For how many seconds training has been waiting."""
+        asked_at = self._asked_at
+        return 0.0 if asked_at is None else perf_counter() - asked_at

@@ -1,0 +1,253 @@
+"""Batches are a function of order, lengths, budget and position."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, IterableDataset
+
+from dyncp.dataloader.batching import Batching
+from dyncp.dataloader.config import LoaderConfig
+from dyncp.dataloader.dataset import MapSource, find_lengths, open_source
+from dyncp.dataloader.state import Position, Terms, from_state, to_state
+
+LENGTHS = (5, 9, 3, 12, 1, 7)
+SAMPLES = [{"input_ids": [i] * n, "tokens": n} for i, n in enumerate(LENGTHS)]
+
+
+def batching(samples=SAMPLES, replica=0, num_replicas=1, **options):
+    config = LoaderConfig(**options)
+    source = open_source(samples, config)
+    return Batching(source, config, config.budget(1), replica, num_replicas)
+
+
+def indices(steps):
+    return [[[e.index for e in s.entries] for s in step.selections] for step in steps]
+
+
+def batches(start=None, **options):
+    steps = batching(**options).steps(start or Position())
+    return [batch for step in indices(steps) for batch in step]
+
+
+def test_a_budget_may_follow_a_schedule():
+    schedule = [5, 12, 14, 100]
+    assert batches(tokens_per_batch=lambda number: schedule[number]) == [[0], [1, 2], [3, 4], [5]]
+    with pytest.raises(ValueError, match="tokens_per_batch is 0 for batch 1; at least 1"):
+        batches(tokens_per_batch=lambda number: 30 - 30 * number)
+
+
+def test_over_long_samples_are_refused_cut_or_dropped():
+    with pytest.raises(ValueError, match="sample 1 has 9 tokens, more than max_length=8; raise it"):
+        batches(max_length=8)
+    with pytest.raises(ValueError, match="sample 3 has 12 tokens, more than tokens_per_batch=11"):
+        batches(tokens_per_batch=11)
+    assert batches(max_length=8, too_long="drop") == [[0, 2, 4, 5]]
+    assert batches(tokens_per_batch=8, too_long="drop") == [[0, 2], [4, 5]]
+    steps = list(batching(max_length=8, too_long="truncate").steps(Position()))
+    assert [e.length for e in steps[0].selections[0].entries] == [5, 8, 3, 8, 1, 7]
+
+
+def test_a_truncated_sample_is_cut_in_all_its_token_fields():
+    sample = {"input_ids": list(range(6)), "labels": list(range(6)), "grid": np.zeros((3, 6))}
+    config = LoaderConfig(max_length=4, too_long="truncate", token_fields={"grid": 1})
+    source = open_source([sample], config)
+    (step,) = Batching(source, config, 8, 0, 1).steps(Position())
+    cut = source.sample(step.selections[0].entries[0])
+    assert len(cut["input_ids"]) == len(cut["labels"]) == 4
+    assert cut["grid"].shape == (3, 4)
+
+
+def test_drop_last_drops_what_is_not_full():
+    assert batches(tokens_per_batch=16, drop_last=True) == [[0, 1], [2, 3, 4]]
+    assert batches(tokens_per_batch=14, drop_last=True) == [[0, 1], [2], [3, 4]]
+    steps = batching(tokens_per_batch=16, drop_last=True, accumulation_steps=2)
+    assert indices(steps.steps(Position())) == [[[0, 1], [2, 3, 4]]]
+
+
+def test_replicas_get_different_batches_and_equally_many():
+    own = [
+        batching(replica=r, num_replicas=2, tokens_per_batch=16, accumulation_steps=2)
+        for r in (0, 1)
+    ]
+    assert indices(own[0].steps(Position())) == [[[0, 1], [5]]]
+    steps = list(own[1].steps(Position()))
+    assert indices(steps) == [[[2, 3, 4], [5]]]
+    assert [s.filler for s in steps[0].selections] == [False, True]  # counted by replica 0 alone
+    dropping = {"num_replicas": 2, "tokens_per_batch": 16, "drop_last": True}
+    assert batches(**dropping) == [[0, 1]]
+
+
+def test_samplers_say_the_order_or_the_batches():
+    assert batches(sampler=[5, 3, 0], tokens_per_batch=16) == [[5], [3], [0]]
+    made = [[0, 5], [3], [1, 2, 4]]
+    assert batches(batch_sampler=made) == made
+    assert batches(batch_sampler=made, start=Position(samples=1, batches=1)) == made[1:]
+    for wrong in (
+        {"shuffle": True, "sampler": [0]},
+        {"sampler": [0], "batch_sampler": [[0]]},
+        {"batch_sampler": [[0]], "tokens_per_batch": 8},
+    ):
+        with pytest.raises(ValueError, match=r"give one of them|would have no effect"):
+            LoaderConfig(**wrong)
+
+
+def test_lengths_spare_reading():
+    class Unreadable(Dataset):
+        def __len__(self):
+            return len(LENGTHS)
+
+        def __getitem__(self, index):
+            raise AssertionError("sample was read")
+
+    assert batches(samples=Unreadable(), lengths=LENGTHS, tokens_per_batch=16) == [
+        [0, 1], [2, 3, 4], [5],
+    ]  # fmt: skip
+    assert batching(samples=Unreadable(), lengths=LENGTHS).num_batches(Position()) == 1
+    assert find_lengths(SAMPLES, "tokens").tolist() == list(LENGTHS)
+    with pytest.raises(ValueError, match="sample 0 has no such field"):
+        find_lengths(SAMPLES, "words")
+    with pytest.raises(ValueError, match="Unreadable has no columns; give an array"):
+        find_lengths(Unreadable(), "tokens")
+    with pytest.raises(ValueError, match="one integer per sample is needed, and the dataset has 6"):
+        find_lengths(SAMPLES, [1, 2])
+    with pytest.raises(ValueError, match="says 0 tokens for sample 2"):
+        find_lengths(SAMPLES, [1, 1, 0, 1, 1, 1])
+
+
+def test_lengths_that_are_wrong_are_noticed_when_the_sample_is_read():
+    source = MapSource(SAMPLES, LoaderConfig(lengths=[5, 9, 4, 12, 1, 7]))
+    entries = list(source.entries(Position()))
+    with pytest.raises(ValueError, match="sample 2 has 3 tokens; lengths= says 4"):
+        source.sample(entries[2])
+
+
+class Stream(IterableDataset):
+    """Reads on from a state; says how many samples it gave."""
+
+    def __init__(self):
+        self.given, self.reads = 0, 0
+
+    def __len__(self):
+        return len(SAMPLES)
+
+    def __iter__(self):
+        while self.given < len(SAMPLES):
+            self.given += 1
+            self.reads += 1
+            yield SAMPLES[self.given - 1]
+
+    def state_dict(self):
+        return {"given": self.given}
+
+    def load_state_dict(self, state):
+        self.given = state["given"]
+
+
+def test_a_stream_with_a_state_resumes_without_reading_again():
+    stream = Stream()
+    first = next(iter(batching(samples=stream, tokens_per_batch=16).steps(Position())))
+    assert stream.given == 3  # one was read that is in the next batch
+    resumed = Stream()
+    assert batches(first.selections[-1].end, samples=resumed, tokens_per_batch=16) == [
+        [2, 3, 4], [5],
+    ]  # fmt: skip
+    assert resumed.reads == 4
+
+
+def test_streams_refuse_what_needs_an_index():
+    for option in ({"shuffle": True}, {"lengths": LENGTHS}, {"sampler": [0]}):
+        with pytest.raises(ValueError, match="needs a dataset with __len__ and __getitem__"):
+            batching(samples=iter(SAMPLES), **option)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=40),
+    budget=st.integers(20, 60),
+    replicas=st.integers(1, 3),
+    accumulation=st.integers(1, 3),
+    epoch=st.integers(0, 2),
+)
+def test_every_sample_is_once_in_an_epoch_and_any_position_continues_it(
+    lengths, budget, replicas, accumulation, epoch
+):
+    samples = [{"input_ids": [0] * n} for n in lengths]
+    options = {
+        "samples": samples,
+        "num_replicas": replicas,
+        "tokens_per_batch": budget,
+        "accumulation_steps": accumulation,
+        "shuffle": True,
+        "lengths": lengths,
+    }
+    own = [
+        [
+            s
+            for step in batching(replica=r, **options).steps(Position(epoch))
+            for s in step.selections
+        ]
+        for r in range(replicas)
+    ]
+    assert len({len(batches) for batches in own}) == 1
+    seen = [e.index for batches in own for s in batches if not s.filler for e in s.entries]
+    assert sorted(seen) == list(range(len(lengths)))
+    assert all(s.num_tokens <= budget for batches in own for s in batches)
+    for number, selection in enumerate(own[0]):
+        resumed = batching(**options).steps(selection.end)
+        rest = [s.fingerprint for step in resumed for s in step.selections]
+        assert rest == [s.fingerprint for s in own[0][number + 1 :]]
+
+
+def test_an_iteration_may_go_on_over_several_epochs():
+    def own(epochs, start):
+        options = {"tokens_per_batch": 16, "shuffle": True, "lengths": LENGTHS, "epochs": epochs}
+        steps = batching(accumulation_steps=2, **options).steps(start)
+        return [(step.number, selection) for step in steps for selection in step.selections]
+
+    first, second = own(1, Position()), own(1, Position(1, total=len(own(1, Position()))))
+    both = own(2, Position())
+    assert [s.entries for _, s in both] != [s.entries for _, s in first]
+    assert [[e.index for e in s.entries] for _, s in both] == [
+        [e.index for e in s.entries] for _, s in first + second
+    ]
+    assert [s.number for _, s in both] == list(range(len(both)))
+    steps = [number for number, _ in both]
+    assert sorted(set(steps)) == list(range(steps[-1] + 1))
+    for taken, (_, selection) in enumerate(both[:-1], 1):
+        assert [s.end for _, s in own(2, selection.end)] == [s.end for _, s in both[taken:]]
+    assert batches(samples=[], epochs=None) == []
+
+
+TERMS = Terms(0, True, 6, 16, 2, None, "error")
+
+
+def test_a_state_of_other_batches_is_refused():
+    position = Position(epoch=1, samples=3, batches=2, total=5)
+    state = to_state(position, TERMS, 1)
+    assert from_state(state, TERMS, 1, own_budget=True) == (position, TERMS)
+    with pytest.raises(ValueError, match="saved with seed=0, this loader has 1"):
+        from_state(state, Terms(1, *list(vars(TERMS).values())[1:]), 1, own_budget=True)
+    other = Terms(0, True, 6, 32, 2, None, "error")
+    with pytest.raises(ValueError, match="saved with tokens_per_batch=16, this loader has 32"):
+        from_state(state, other, 1, own_budget=True)
+    assert from_state(state, other, 1, own_budget=False) == (position, TERMS)
+    with pytest.raises(ValueError, match="inside an optimiser step of 2 replicas"):
+        from_state(state, TERMS, 2, own_budget=True)
+    with pytest.raises(ValueError, match="state has version None"):
+        from_state({}, TERMS, 1, own_budget=True)
+
+
+def test_options_are_checked_when_the_loader_is_made():
+    for options, message in (
+        ({"look_ahead": -1}, "look_ahead is -1; at least 0"),
+        ({"max_tokens_per_rank": 0}, "max_tokens_per_rank is 0; at least 1"),
+        ({"too_long": "cut"}, "too_long is 'cut'; choose one of error, truncate, drop"),
+        ({"plan_timeout": 0}, "plan_timeout is 0; seconds above 0"),
+        ({"tokens_per_batch": 0}, "tokens_per_batch is 0; at least 1"),
+        ({"evaluation": True, "shuffle": True}, "evaluation=True keeps the dataset's order"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            LoaderConfig.of(options)
+    with pytest.raises(TypeError, match=r"no option tokens; allowed are model, .*tokens_per_batch"):
+        LoaderConfig.of({"tokens": 3})

@@ -1,0 +1,46 @@
+"""Hugging Face datasets, where they are installed."""
+
+import pytest
+
+from dyncp import DCPDataLoader, masks
+
+datasets = pytest.importorskip("datasets")
+
+LENGTHS = [5, 9, 3, 12, 1, 7]
+COLUMNS = {
+    "input_ids": [[i] * n for i, n in enumerate(LENGTHS)],
+    "num_tokens": LENGTHS,
+}
+
+
+def batches(loader):
+    return [sorted(set(data["input_ids"][0].tolist())) for data, _ in loader]
+
+
+def test_a_dataset_with_a_column_of_lengths():
+    dataset = datasets.Dataset.from_dict(COLUMNS)
+    with DCPDataLoader(dataset, masks.causal, lengths="num_tokens", tokens_per_batch=16) as loader:
+        assert len(loader) == 3
+        assert batches(loader) == [[0, 1], [2, 3, 4], [5]]
+    with pytest.raises(ValueError, match="the dataset's columns are input_ids, num_tokens"):
+        DCPDataLoader(dataset, masks.causal, lengths="words")
+    with DCPDataLoader(dataset.with_format("torch"), masks.causal, tokens_per_batch=16) as loader:
+        assert batches(loader) == [[0, 1], [2, 3, 4], [5]]
+
+
+def test_an_iterable_dataset_resumes_by_its_own_state():
+    def open_loader():
+        stream = datasets.Dataset.from_dict(COLUMNS).to_iterable_dataset(num_shards=2)
+        return DCPDataLoader(stream, masks.causal, tokens_per_batch=16)
+
+    with open_loader() as loader:
+        whole = batches(loader)
+        assert batches(loader) == whole  # another epoch, from the start
+        for _ in loader:
+            state = loader.state_dict()
+            break
+    assert state["position"]["dataset_state"]
+    with open_loader() as loader:
+        loader.load_state_dict(state)
+        assert batches(loader) == whole[1:]
+        assert batches(loader) == whole
