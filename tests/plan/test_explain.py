@@ -54,7 +54,7 @@ def test_every_mask_has_its_own_lines_and_evaluation_no_backward():
 
 
 def test_reasons_are_shown_and_stay_in_the_process():
-    plan = planned()
+    plan = planned(solver="bisection")
     told = replace(plan, reasons="zigzag would take 2.0 ms\nring 3.0 ms")
     assert told.explain() == "\n".join(
         [plan.explain(), "chosen because:", "  zigzag would take 2.0 ms", "  ring 3.0 ms"]

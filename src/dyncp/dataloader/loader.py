@@ -52,7 +52,7 @@ class DCPDataLoader:
     a `with` block, or the end of the process) ends the planning process.
     """
 
-    def __init__(  # noqa: PLR0913 (keywords, all with defaults)
+    def __init__(
         self,
         dataset: Any,
         mask_fn: Any,

@@ -27,17 +27,17 @@ class PlannerConfig:
     """
 
     solver: str = AUTO
-    effort: str = "fast"
-    objective: str = "time"
     block_size: int | None = None
     head_groups: int | None = 1
     divisions: int | None = None
     seed: int = 0
     forward_only: bool = False
     limits: Limits = field(default_factory=Limits)
+    layout: Layout = field(default_factory=Layout)
+    effort: str = "fast"
+    objective: str = "time"
     max_tokens_per_rank: int | None = None
     solver_seconds: float = 600.0
-    layout: Layout = field(default_factory=Layout)
 
     def __post_init__(self) -> None:
         if self.solver != AUTO:

@@ -50,9 +50,9 @@ def choose(task: Task) -> Choice:
 
 
 def lower_choice(task: Task, found: Choice) -> Plan:
-    """Per-rank plans of a choice, which know why it was made."""
+    """Per-rank plans of a choice, which know why it was made, if there was a choice."""
     plan = found.candidate.lower(task.config.layout)
-    return replace(plan, reasons=found.explain())
+    return replace(plan, reasons=found.explain()) if task.config.solver == AUTO else plan
 
 
 def plan_with(

@@ -86,6 +86,8 @@ class Search:
             placed = run_bounded(
                 lambda: task.place(solver, limits, cut), task.config.solver_seconds, name
             )
+        except ValueError:  # a wrong option, not a failure
+            raise
         except Exception as error:
             warn_replaced(name, error, "other candidates")
             return
