@@ -4,9 +4,9 @@ from functools import partial
 
 import numpy as np
 
-from dyncp.arrays import Int32, Int64, frozen
+from dyncp.arrays import Int32, frozen
 from dyncp.blocks import BlockGraph
-from dyncp.placement.bisection.polish import Links, Solution, make_pins, polish
+from dyncp.placement.bisection.polish import Links, Pins, Solution, make_pins, polish, start_from
 from dyncp.placement.bisection.problem import Problem, make_problem
 from dyncp.placement.bisection.recurse import Budget, bisect
 from dyncp.placement.placement import Limits, Placement
@@ -15,6 +15,8 @@ from dyncp.topology import Topology
 
 # Shares of the tolerance that the first levels may spend; each is tried and the best result kept.
 SPENDS = (1.0, 1.7, 2.5, 8.0)
+# The starts that are polished, those of the lowest estimates.
+POLISHED = 2
 
 
 def place_bisection(
@@ -29,34 +31,35 @@ def place_bisection(
     links = Links(
         np.arange(ranks) // topology.ranks_per_machine, _inter_price(topology) if priced else 1.0
     )
-    solutions = []
+    starts = []
     for spend in SPENDS:
         budget = Budget(mean, tolerance, spend)
         cell_rank = bisect(problem, topology, budget)
-        solutions.append(polish(pins, problem, cell_rank, budget.caps, links))
-    best = min(solutions, key=lambda solution: solution.cost)
+        starts.append(start_from(pins, problem, cell_rank, budget.caps, links))
+    starts.sort(key=lambda solution: solution.cost)
+    best = min(map(polish, starts[:POLISHED]), key=lambda solution: solution.cost)
     return Placement(
         ranks,
-        frozen(best.block_rank),
-        _tile_ranks(graph, problem, pins.cell, best),
+        frozen(best.state.block_rank),
+        _tile_ranks(graph, problem, pins, best),
         "bisection" if priced else "bisection_bytes",
         static=False,
     )
 
 
 def _tile_ranks(
-    graph: BlockGraph, problem: Problem, cell: Int64, solution: Solution
+    graph: BlockGraph, problem: Problem, pins: Pins, solution: Solution
 ) -> dict[str, Int32]:
-    """Each mask's tiles take the rank of their cell."""
-    rank_of_cell = np.zeros(len(problem.work), np.int64)
-    rank_of_cell[cell] = solution.tile_rank
-    first = problem.first_block
+    """Each mask's tiles take the rank of their cell and head group."""
+    cells, first = len(problem.work), problem.first_block
+    rank_of_cell = np.zeros((problem.num_groups, cells), np.int32)
+    rank_of_cell[:, pins.cells.cell] = solution.state.tile_rank.reshape(problem.num_groups, -1)
     ranks: dict[str, Int32] = {}
     for name, tiles in graph.tiles.items():
         sequence = graph.blocks.sequence[tiles.q_block]
         row, column = tiles.q_block - first[sequence], tiles.k_block - first[sequence]
         at = problem.work_start[sequence] + row * np.diff(first)[sequence] + column
-        ranks[name] = frozen(rank_of_cell[at])
+        ranks[name] = frozen(rank_of_cell[tiles.head_group, at])
     return ranks
 
 
