@@ -1,6 +1,11 @@
 """Third stage: blocks and tiles get ranks."""
 
-from dyncp.placement.bisection import bisection, bisection_bytes
+from dyncp.placement.bisection import (
+    bisection,
+    bisection_bytes,
+    bisection_bytes_quality,
+    bisection_quality,
+)
 from dyncp.placement.placement import (
     Balance,
     Limits,
@@ -27,6 +32,8 @@ SOLVERS = {
     for solver in (
         bisection,
         bisection_bytes,
+        bisection_quality,
+        bisection_bytes_quality,
         rows,
         whole_documents,
         *STATIC_SOLVERS,

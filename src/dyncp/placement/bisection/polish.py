@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dyncp.arrays import Float64, Int32, Int64, starts_of
+from dyncp.placement.bisection.anneal import anneal
 from dyncp.placement.bisection.problem import Cells, Problem, diagonal, find_cells
 from dyncp.placement.bisection.refine import (
     State,
@@ -19,6 +20,9 @@ MAX_REPAIRS = 400
 MAX_PASSES = 4
 # A rank's load beyond its cap costs this many times the bytes of a mean rank's load to repair.
 REPAIR_FACTOR = 2.0
+# While annealing, load beyond a cap costs this many times the bytes of a rank.
+OVERLOAD = 1.5
+CHANGING = ("tile_rank", "block_rank", "pins", "on_machine", "load", "held")
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +111,27 @@ def polish(solution: Solution, max_passes: int = MAX_PASSES) -> Solution:
     repair_work(state, MAX_REPAIRS)
     improve(state, max_passes)
     return Solution(state, cost_of(state))
+
+
+@dataclass(frozen=True, slots=True)
+class Annealing:
+    """How many moves, and from which to which temperature, in mean sizes of a hyperedge."""
+
+    max_moves: int
+    hot: float
+    cold: float
+
+
+def anneal_solution(solution: Solution, annealing: Annealing, seed: int) -> Solution:
+    """An annealed and polished copy."""
+    old = solution.state
+    copies = {name: getattr(old, name).copy() for name in CHANGING}
+    state = old._replace(**copies)
+    unit = float(state.size.mean())
+    weight = OVERLOAD * (solution.cost / len(state.load) + 8 * unit)
+    hot, cold = annealing.hot * unit, annealing.cold * unit
+    anneal(state, annealing.max_moves, hot, cold, weight, seed)
+    return polish(Solution(state, 0.0))
 
 
 def cost_of(state: State) -> float:

@@ -45,12 +45,13 @@ class Budget:
 @dataclass(frozen=True, slots=True)
 class Way:
     """How to split: `rows_only` never cuts between columns; `peel` splits machines off one by one
-    instead of by halves; `sizes` of the band are tried when others level a cut sequence. Row cuts
-    count `row_bias` per byte, and noise makes another result likely where many cuts are about as
-    good."""
+    instead of by halves; `left` is the share of a machine's ranks that come first in a split;
+    `sizes` of the band are tried when others level a cut sequence. Row cuts count `row_bias` per
+    byte, and noise makes another result likely where many cuts are about as good."""
 
     rows_only: bool = False
     peel: bool = False
+    left: float = 0.5
     sizes: int = 1
     row_bias: float = 1.0
     noise: Float64 | None = None
@@ -73,19 +74,19 @@ class RankTree:
 
 
 @lru_cache(maxsize=64)
-def rank_tree(machines: int, ranks: int, peel: bool) -> RankTree:
-    queue, parent, first = [Topology(machines, ranks)], [machines * ranks], [0]
+def rank_tree(topology: Topology, peel: bool, left: float) -> RankTree:
+    queue, parent, first = [topology], [topology.num_ranks], [0]
     children: list[tuple[int, int]] = []
-    for topology in queue:  # grows while it is read
-        if topology.num_ranks == 1:
+    for group in queue:  # grows while it is read
+        if group.num_ranks == 1:
             children.append((-1, -1))
             continue
-        begin, parts = first[len(children)], halve(topology, peel=peel)
+        begin, parts = first[len(children)], halve(group, peel=peel, left=left)
         children.append((len(queue), len(queue) + 1))
         queue.extend(parts)
         first.extend([begin, begin + parts[0].num_ranks])
-        parent.extend([topology.num_ranks] * 2)
-    num_ranks = np.array([topology.num_ranks for topology in queue])
+        parent.extend([group.num_ranks] * 2)
+    num_ranks = np.array([group.num_ranks for group in queue])
     rank = np.where(num_ranks == 1, first, -1).astype(np.int32)
     return RankTree(np.array(children), num_ranks, np.array(parent), rank)
 
@@ -93,7 +94,7 @@ def rank_tree(machines: int, ranks: int, peel: bool) -> RankTree:
 def bisect(problem: Problem, topology: Topology, budget: Budget, way: Way | None = None) -> Int32:
     """Rank of every head group and cell of `problem.work`, [head groups, cells]."""
     way = way or Way()
-    groups = rank_tree(topology.machines, topology.ranks_per_machine, way.peel)
+    groups = rank_tree(topology, way.peel, way.left)
     tree = Tree(groups.children, budget.of_nodes(groups))
     parts = split_region(problem, whole_batch(problem), tree, way.taste(problem))
     cell_rank = np.zeros((problem.num_groups, len(problem.work)), np.int32)
@@ -105,7 +106,7 @@ def split(
     problem: Problem, region: Region, topology: Topology, budget: Budget, way: Way
 ) -> Iterator[Region]:
     """Regions of the ranks, in order."""
-    groups = rank_tree(topology.machines, topology.ranks_per_machine, way.peel)
+    groups = rank_tree(topology, way.peel, way.left)
     tree = Tree(groups.children, budget.of_nodes(groups))
     parts = split_region(problem, region, tree, way.taste(problem))
     for node in np.argsort(np.where(groups.rank < 0, topology.num_ranks, groups.rank)):
@@ -124,10 +125,13 @@ def owners(problem: Problem, regions: list[Region]) -> Int64:
     return owner
 
 
-def halve(topology: Topology, *, peel: bool = False) -> tuple[Topology, Topology]:
+def halve(
+    topology: Topology, *, peel: bool = False, left: float = 0.5
+) -> tuple[Topology, Topology]:
     """Two parts of about equal size: 3 machines give 1 and 2, one machine of 8 ranks 4 and 4."""
     machines, ranks = topology.machines, topology.ranks_per_machine
     if machines > 1:
-        left = 1 if peel else machines // 2
-        return Topology(left, ranks), Topology(machines - left, ranks)
-    return Topology(1, ranks // 2), Topology(1, ranks - ranks // 2)
+        first = 1 if peel else machines // 2
+        return Topology(first, ranks), Topology(machines - first, ranks)
+    first = max(1, int(ranks * left))
+    return Topology(1, first), Topology(1, ranks - first)
