@@ -1,5 +1,6 @@
-"""Solvers `bisection` (bytes priced by their links) and `bisection_bytes` (all bytes alike), and for
-more effort `bisection_quality` and `bisection_bytes_quality`.
+"""Solvers `bisection` (bytes priced by their links) and `bisection_bytes` (all bytes alike).
+
+`bisection_quality` and `bisection_bytes_quality` try more.
 
 Geometric recursive bisection in several ways, then repair and local passes for the best of them:
 

@@ -21,7 +21,7 @@ MAX_PASSES = 4
 # A rank's load beyond its cap costs this many times the bytes of a mean rank's load to repair.
 REPAIR_FACTOR = 2.0
 # While annealing, load beyond a cap costs this many times the bytes of a rank.
-OVERLOAD = 1.5
+OVERLOAD = 3.0
 CHANGING = ("tile_rank", "block_rank", "pins", "on_machine", "load", "held")
 
 
@@ -34,6 +34,7 @@ class Pins:
     edges: Int64  # [tiles, 2]: query-side edge, key-side edge
     start: Int64  # [edges + 1] into members
     members: Int64  # tiles of each edge
+    span: Int64  # [blocks, 2]: first and end block of the sequence
     size: Float64  # [edges]
     work: Float64  # [tiles]
 
@@ -68,7 +69,9 @@ def make_pins(problem: Problem) -> Pins:
     size = np.outer(np.append(problem.q_bytes, problem.kv_bytes), share).ravel()
     work = np.outer(share, problem.work[cells.cell]).ravel()
     members = order % max(len(edges), 1)
-    return Pins(cells, diagonal(problem), edges, start, members, size, work)
+    first = problem.first_block
+    span = np.repeat(np.stack([first[:-1], first[1:]], axis=1), np.diff(first), axis=0)
+    return Pins(cells, diagonal(problem), edges, start, members, span, size, work)
 
 
 def start_from(
@@ -87,6 +90,7 @@ def start_from(
         groups=problem.num_groups,
         work=pins.work,
         tokens=problem.tokens,
+        span=pins.span,
         caps=caps,
         tile_rank=cell_rank[:, pins.cells.cell].ravel().astype(np.int64),
         block_rank=_owners(problem, cell_rank[:, pins.diagonal], ranks),

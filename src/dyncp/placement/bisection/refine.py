@@ -30,6 +30,7 @@ class State(NamedTuple):
     groups: int
     work: Float64  # [tiles]
     tokens: Float64  # [blocks]
+    span: Int64  # [blocks, 2] first and end block of their sequences
     caps: Float64  # [2]: work and tokens of a rank
     tile_rank: Int64  # [tiles]
     block_rank: Int64  # [blocks]

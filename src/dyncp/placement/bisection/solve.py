@@ -42,17 +42,24 @@ NOISE, DRAWN = 0.2, 499
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is tried: random starts besides STARTS, the starts of the lowest estimates that are
-    polished, and the annealings, each of the best solution not yet annealed."""
+    """How much is tried: random starts besides STARTS (fewer where there are many tiles, at most
+    `start_tiles` in all of them), the starts of the lowest estimates that are polished, and the
+    annealings, each of the best solution so far."""
 
     suffix: str
     random_starts: int
+    start_tiles: int
     polished: int
     annealings: tuple[Annealing, ...] = ()
 
+    def num_random_starts(self, num_tiles: int) -> int:
+        return min(self.random_starts, self.start_tiles // max(num_tiles, 1))
 
-FAST = Effort("", 0, 2)
-QUALITY = Effort("_quality", 40, 8, (Annealing(100_000, 0.2, 0.02), Annealing(100_000, 0.06, 0.01)))
+
+FAST = Effort("", 0, 0, 2)
+QUALITY = Effort(
+    "_quality", 24, 100_000, 6, (Annealing(100_000, 0.3, 0.01), Annealing(80_000, 0.1, 0.01))
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +116,8 @@ def _starts(task: Task, effort: Effort, rng: np.random.Generator) -> Iterator[So
     """Bisected placements with estimates of their cost; only the first where that costs nothing."""
     heavy = heavy_cells(task.problem, task.pins.cells, task.topology.num_ranks)
     folded = fold(task.problem, task.pins.cells, heavy) if heavy.any() else None
-    for spend, way in (*STARTS, *_random_ways(effort, rng)):
+    count = effort.num_random_starts(len(task.pins.work))
+    for spend, way in (*STARTS, *_random_ways(count, rng)):
         budget = task.budget(spend)
         cell_rank = bisect(task.problem, task.topology, budget, way)
         start = start_from(task.pins, task.problem, cell_rank, budget.caps, task.links)
@@ -122,8 +130,8 @@ def _starts(task: Task, effort: Effort, rng: np.random.Generator) -> Iterator[So
             yield start_from(task.pins, task.problem, cell_rank, budget.caps, task.links)
 
 
-def _random_ways(effort: Effort, rng: np.random.Generator) -> Iterator[tuple[float, Way]]:
-    for _ in range(effort.random_starts):
+def _random_ways(count: int, rng: np.random.Generator) -> Iterator[tuple[float, Way]]:
+    for _ in range(count):
         noise = np.exp(NOISE * rng.standard_normal(DRAWN))
         left, sizes, bias = rng.choice(LEFT), int(rng.choice(SIZES)), rng.choice(ROW_BIAS)
         yield (
