@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dyncp.placement.bisection.leveling import level_all, level_pieces
+from dyncp.placement.bisection.leveling import MAX_SWAPS, level_all, level_pieces
 
 
 def fullest(load, caps, bins) -> float:
@@ -59,7 +59,8 @@ def test_every_piece_gets_a_bin_and_the_bins_add_up(seed, pieces, bins, room, sk
     caps = np.tile(room * (load.sum(axis=0) + before.sum(axis=0)) / bins, (bins, 1))
     skip = int(rng.integers(pieces)) if skipped else -1
     place, used = np.full(pieces, -1), before.copy()
-    missed = level_pieces(load, rng.permutation(pieces), skip, used, caps, place)
+    order = rng.permutation(pieces)
+    missed = level_pieces(load, order, pieces, skip, used, caps, place, MAX_SWAPS)
     placed = np.arange(pieces) != skip
     assert ((place >= 0) == placed).all()
     assert (place < bins).all()

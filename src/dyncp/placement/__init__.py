@@ -1,6 +1,11 @@
 """Third stage: blocks and tiles get ranks."""
 
-from dyncp.placement.bisection import bisection, bisection_bytes
+from dyncp.placement.bisection import (
+    bisection,
+    bisection_bytes,
+    bisection_bytes_quality,
+    bisection_quality,
+)
 from dyncp.placement.hypergraph import hypergraph
 from dyncp.placement.placement import (
     DEFAULT_TOLERANCES,
@@ -32,6 +37,8 @@ SOLVERS = {
     for solver in (
         bisection,
         bisection_bytes,
+        bisection_quality,
+        bisection_bytes_quality,
         rows,
         rows_fine,
         hypergraph,

@@ -1,14 +1,21 @@
 """Solvers `bisection` (bytes priced by their links) and `bisection_bytes` (all bytes alike).
 
-Geometric recursive bisection, then repair and local passes:
+`bisection_quality` and `bisection_bytes_quality` try more.
 
-    problem ─► recurse (split, bands) ─► polish (refine) ─► solve
+Geometric recursive bisection in several ways, then repair and local passes for the best of them:
 
-Whole sequences are shared out first; one that must be cut is cut into bands of rows or columns, at
-the fewest bytes of data blocks that both sides need. Then tiles and blocks are moved until both
-balance limits hold, and while moves gain bytes..
+    problem ─► recurse (split, bands, heavy) ─► polish (refine, anneal) ─► solve
+
+Whole sequences are shared out first; one that must be cut is cut into bands of rows or columns, or
+between head groups, at the fewest bytes of data blocks that both sides need. Then tiles and blocks
+are moved until both balance limits hold, and while moves gain bytes.
 """
 
-from dyncp.placement.bisection.solve import bisection, bisection_bytes
+from dyncp.placement.bisection.solve import (
+    bisection,
+    bisection_bytes,
+    bisection_bytes_quality,
+    bisection_quality,
+)
 
-__all__ = ["bisection", "bisection_bytes"]
+__all__ = ["bisection", "bisection_bytes", "bisection_bytes_quality", "bisection_quality"]

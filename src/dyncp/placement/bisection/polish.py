@@ -4,37 +4,39 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dyncp.arrays import Float64, Int64
-from dyncp.placement.bisection.problem import Problem
+from dyncp.arrays import Float64, Int32, Int64, starts_of
+from dyncp.placement.bisection.anneal import anneal
+from dyncp.placement.bisection.problem import Cells, Problem, diagonal, find_cells
 from dyncp.placement.bisection.refine import (
     State,
     count_pins,
     improve,
     repair_tokens,
     repair_work,
+    total_cost,
 )
 
 MAX_REPAIRS = 400
 MAX_PASSES = 4
+# A rank's load beyond its cap costs this many times the bytes of a mean rank's load to repair.
+REPAIR_FACTOR = 2.0
+# While annealing, load beyond a cap costs this many times the bytes of a rank.
+OVERLOAD = 3.0
+CHANGING = ("tile_rank", "block_rank", "pins", "on_machine", "load", "held")
 
 
 @dataclass(frozen=True, eq=False)
 class Pins:
-    """The tiles of all masks and head groups joined, and the hyperedges they belong to."""
+    """The tiles of all masks joined, by head group, and the hyperedges they belong to."""
 
-    cell: Int64  # [tiles] index into problem.work
+    cells: Cells
+    diagonal: Int64  # [blocks] index into problem.work
     edges: Int64  # [tiles, 2]: query-side edge, key-side edge
     start: Int64  # [edges + 1] into members
     members: Int64  # tiles of each edge
-
-
-@dataclass(frozen=True, eq=False)
-class Solution:
-    """`cost` is in bytes, with a penalty that dwarfs them where a limit is missed."""
-
-    tile_rank: Int64
-    block_rank: Int64
-    cost: float
+    span: Int64  # [blocks, 2]: first and end block of the sequence
+    size: Float64  # [edges]
+    work: Float64  # [tiles]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,61 +47,113 @@ class Links:
     price: float
 
 
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """`cost` is in bytes, with a penalty that dwarfs them where a limit is missed."""
+
+    state: State
+    cost: float
+
+
 def make_pins(problem: Problem) -> Pins:
-    num_blocks = len(problem.tokens)
-    cell = np.flatnonzero(problem.work)
-    sequence = np.searchsorted(problem.work_start, cell, side="right") - 1
-    within, stride = cell - problem.work_start[sequence], np.diff(problem.first_block)[sequence]
-    q_block = problem.first_block[sequence] + within // stride
-    k_block = problem.first_block[sequence] + within % stride
-    edges = np.stack([q_block, k_block + num_blocks], axis=1)
+    """Tiles are numbered by head group, then as their cells."""
+    cells, groups, blocks = find_cells(problem), problem.num_groups, len(problem.tokens)
+    share = np.diff(problem.group_end)
+    group = np.repeat(np.arange(groups), len(cells.cell))
+    edges = np.empty((groups * len(cells.cell), 2), np.int64)
+    edges[:, 0] = np.tile(cells.q_block, groups) * groups + group
+    edges[:, 1] = (np.tile(cells.k_block, groups) + blocks) * groups + group
     both = edges.T.ravel()
     order = np.argsort(both, kind="stable")
-    start = np.searchsorted(both[order], np.arange(2 * num_blocks + 1))
-    return Pins(cell, edges, start, order % max(len(cell), 1))
+    start = starts_of(np.bincount(both, minlength=2 * blocks * groups))
+    size = np.outer(np.append(problem.q_bytes, problem.kv_bytes), share).ravel()
+    work = np.outer(share, problem.work[cells.cell]).ravel()
+    members = order % max(len(edges), 1)
+    first = problem.first_block
+    span = np.repeat(np.stack([first[:-1], first[1:]], axis=1), np.diff(first), axis=0)
+    return Pins(cells, diagonal(problem), edges, start, members, span, size, work)
 
 
-def polish(pins: Pins, problem: Problem, cell_rank: Int64, caps: Float64, links: Links) -> Solution:
-    """Repairs missed limits, then moves tiles, groups of tiles and blocks while that gains."""
+def start_from(
+    pins: Pins, problem: Problem, cell_rank: Int32, caps: Float64, links: Links
+) -> Solution:
+    """A bisected placement before repair; its cost estimates what repair will add."""
     ranks = len(links.machine)
+    edges = len(pins.size)
     state = State(
         edges=pins.edges,
         start=pins.start,
         members=pins.members,
-        size=np.concatenate([problem.q_bytes, problem.kv_bytes]),
+        size=pins.size,
         machine=links.machine,
-        price=links.price,
-        work=problem.work[pins.cell],
+        extra=links.price - 1.0,
+        groups=problem.num_groups,
+        work=pins.work,
         tokens=problem.tokens,
-        work_cap=float(caps[0]),
-        token_cap=float(caps[1]),
-        tile_rank=cell_rank[pins.cell],
-        block_rank=_owners(problem, cell_rank),
-        pins=np.zeros((2 * len(problem.tokens), ranks), np.int32),
-        cost=np.zeros((2 * len(problem.tokens), ranks)),
-        load=np.zeros(ranks),
-        held=np.zeros(ranks),
+        span=pins.span,
+        caps=caps,
+        tile_rank=cell_rank[:, pins.cells.cell].ravel().astype(np.int64),
+        block_rank=_owners(problem, cell_rank[:, pins.diagonal], ranks),
+        pins=np.empty((edges, ranks), np.int32),
+        on_machine=np.empty((edges, int(links.machine[-1]) + 1), np.int32),
+        load=np.empty(ranks),
+        held=np.empty(ranks),
     )
-    count_pins(state)
+    cost = count_pins(state)
+    over = (
+        np.maximum(state.load / caps[0] - 1, 0).sum()
+        + np.maximum(state.held / caps[1] - 1, 0).sum()
+    )
+    return Solution(state, cost + REPAIR_FACTOR * float(over) * max(cost, 1.0) / ranks)
+
+
+def polish(solution: Solution, max_passes: int = MAX_PASSES) -> Solution:
+    """Repairs missed limits, then moves tiles, groups of tiles and blocks while that gains; the
+    state of the solution given is used up."""
+    state = solution.state
     repair_tokens(state, MAX_REPAIRS)
     repair_work(state, MAX_REPAIRS)
-    improve(state, MAX_PASSES)
-    return Solution(state.tile_rank, state.block_rank, _cost(state))
+    improve(state, max_passes)
+    return Solution(state, cost_of(state))
 
 
-def _cost(state: State) -> float:
-    touched = np.where(state.pins > 0, state.cost, 0.0)
-    blocks, owner = np.arange(len(state.block_rank)), state.block_rank
-    at_home = touched[blocks, owner] + touched[blocks + len(owner), owner]
-    over = [state.load.max() / state.work_cap, state.held.max() / state.token_cap]
+@dataclass(frozen=True, slots=True)
+class Annealing:
+    """How many moves, and from which to which temperature, in mean sizes of a hyperedge."""
+
+    max_moves: int
+    hot: float
+    cold: float
+
+
+def anneal_solution(solution: Solution, annealing: Annealing, seed: int) -> Solution:
+    """An annealed and polished copy."""
+    old = solution.state
+    copies = {name: getattr(old, name).copy() for name in CHANGING}
+    state = old._replace(**copies)
+    unit = float(state.size.mean())
+    weight = OVERLOAD * (solution.cost / len(state.load) + 8 * unit)
+    hot, cold = annealing.hot * unit, annealing.cold * unit
+    anneal(state, annealing.max_moves, hot, cold, weight, seed)
+    return polish(Solution(state, 0.0))
+
+
+def cost_of(state: State) -> float:
+    cost = total_cost(state.pins, state.on_machine, state.size, state.extra)
+    over = [state.load.max() / state.caps[0], state.held.max() / state.caps[1]]
     missed = sum(max(0.0, float(share) - 1 - 1e-9) for share in over)
-    return float(touched.sum() - at_home.sum()) + missed * 1e6 * float(state.size.sum())
+    return float(cost + missed * 1e6 * state.size.sum())
 
 
-def _owners(problem: Problem, cell_rank: Int64) -> Int64:
-    """A token block lives where its diagonal cell went."""
-    stride = np.diff(problem.first_block)
-    sequence = np.repeat(np.arange(len(stride)), stride)
-    within = np.arange(len(problem.tokens)) - problem.first_block[sequence]
-    owner: Int64 = cell_rank[problem.work_start[sequence] + within * (stride[sequence] + 1)]
+def _owners(problem: Problem, candidates: Int32, ranks: int) -> Int64:
+    """A block lives where its diagonal tile went; where its head groups went to several ranks, on
+    the one of them with fewest tokens so far."""
+    owner: Int64 = candidates[0].astype(np.int64)
+    several = (candidates != owner).any(axis=0)
+    if not several.any():
+        return owner
+    held = np.bincount(owner[~several], problem.tokens[~several], ranks)
+    for b in np.flatnonzero(several):
+        owner[b] = candidates[np.argmin(held[candidates[:, b]]), b]
+        held[owner[b]] += problem.tokens[b]
     return owner

@@ -1,18 +1,19 @@
 """Repair and local passes over a placement, on counts of how many pins each hyperedge has per rank.
 
-Hyperedges 0..B-1 are the query sides of the B data blocks, B..2B-1 their key sides; the pins of an
-edge are its tiles and, with one pin, the block's owner. An edge costs its size for every rank that
-it touches besides the owner, times the price of links between machines where that rank is on
-another one. So moving a pin gains a rank's cost where it leaves the rank without pins, and loses it
-where it comes to a rank that had none.
+With G head groups and B blocks, hyperedge b G + g is the query side of head group g of block b, and
+(B + b) G + g its key side; the pins of an edge are its tiles and, with one pin, the block's owner.
+An edge costs its size for every rank that it touches but one, and `extra` times its size for every
+machine but one: what crosses a border crosses it once and is passed on inside. So moving a pin
+gains where it leaves a rank (or machine) without pins, and loses where it comes to one that had
+none.
 """
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
 from dyncp.arrays import Float64, Int32, Int64
+from dyncp.placement.bisection.compiled import compiled, inner
 
 _EPSILON = 1e-9
 
@@ -25,360 +26,426 @@ class State(NamedTuple):
     members: Int64  # tiles of each edge
     size: Float64  # [edges] bytes per further rank
     machine: Int64  # [ranks]
-    price: float  # of a byte between machines; 1 inside
+    extra: float  # price of a byte between machines, less 1
+    groups: int
     work: Float64  # [tiles]
     tokens: Float64  # [blocks]
-    work_cap: float
-    token_cap: float
+    span: Int64  # [blocks, 2] first and end block of their sequences
+    caps: Float64  # [2]: work and tokens of a rank
     tile_rank: Int64  # [tiles]
     block_rank: Int64  # [blocks]
     pins: Int32  # [edges, ranks] how many pins each edge has on each rank
-    cost: Float64  # [edges, ranks] of the edge touching the rank, given its owner
+    on_machine: Int32  # [edges, machines] the same by machine
     load: Float64  # [ranks] work
     held: Float64  # [ranks] tokens
 
 
-@numba.njit(cache=True, nogil=True)
-def count_pins(state: State) -> None:
-    """Fills pins, cost, load and held from the ranks of tiles and blocks."""
-    for t in range(len(state.tile_rank)):
-        r = state.tile_rank[t]
-        state.pins[state.edges[t, 0], r] += 1
-        state.pins[state.edges[t, 1], r] += 1
+@compiled
+def count_pins(state: State) -> float:
+    """Fills pins, load and held from the ranks of tiles and blocks; returns the cost."""
+    pins, on_machine, machine = state.pins, state.on_machine, state.machine
+    edges, tile_rank, block_rank = state.edges, state.tile_rank, state.block_rank
+    blocks, groups, size = len(block_rank), state.groups, state.size
+    for e in range(len(size)):
+        for r in range(len(machine)):
+            pins[e, r] = 0
+        for m in range(on_machine.shape[1]):
+            on_machine[e, m] = 0
+    for r in range(len(machine)):
+        state.load[r] = state.held[r] = 0.0
+    for t in range(len(tile_rank)):
+        r = tile_rank[t]
         state.load[r] += state.work[t]
-    blocks = len(state.block_rank)
+        for i in range(2):
+            pins[edges[t, i], r] += 1
+            on_machine[edges[t, i], machine[r]] += 1
     for b in range(blocks):
-        r = state.block_rank[b]
-        state.pins[b, r] += 1
-        state.pins[b + blocks, r] += 1
+        r = block_rank[b]
         state.held[r] += state.tokens[b]
-        _price_links(state, b)
+        for i in range(2 * groups):
+            e = _owned_edge(b, i, groups, blocks)
+            pins[e, r] += 1
+            on_machine[e, machine[r]] += 1
+    return total_cost(pins, on_machine, size, state.extra)
 
 
-@numba.njit(cache=True, nogil=True)
-def _price_links(state: State, b: int) -> None:
-    """Costs of a block's edges, seen from its owner."""
-    home = state.machine[state.block_rank[b]]
-    for e in (b, b + len(state.block_rank)):
-        for r in range(len(state.machine)):
-            factor = 1.0 if state.machine[r] == home else state.price
-            state.cost[e, r] = state.size[e] * factor
+@compiled
+def total_cost(pins: Int32, on_machine: Int32, size: Float64, extra: float) -> float:
+    total = 0.0
+    for e in range(len(size)):
+        ranks, machines = -1, -1
+        for r in range(pins.shape[1]):
+            ranks += 1 if pins[e, r] > 0 else 0
+        for m in range(on_machine.shape[1]):
+            machines += 1 if on_machine[e, m] > 0 else 0
+        total += float(size[e] * (ranks + extra * machines))
+    return total
 
 
 # The innermost functions take plain arrays: handing on the whole state costs a reference count per
 # array and call, which made these passes 15 times slower.
-@numba.njit(cache=True, nogil=True)
-def _gain(pins: Int32, cost: Float64, e: int, r: int, s: int) -> float:
-    """What one edge gains by moving one of its tiles from rank r to rank s."""
-    gain = 0.0
-    if pins[e, r] == 1:
-        gain += cost[e, r]
-    if pins[e, s] == 0:
-        gain -= cost[e, s]
-    return gain
+@inner
+def _owned_edge(b: int, i: int, groups: int, blocks: int) -> int:
+    """The i-th of the 2 × groups edges of a block."""
+    return b * groups + i if i < groups else (blocks + b - 1) * groups + i
 
 
-@numba.njit(cache=True, nogil=True)
-def _tile_gain(pins: Int32, cost: Float64, edges: Int64, t: int, r: int, s: int) -> float:
-    return _gain(pins, cost, edges[t, 0], r, s) + _gain(pins, cost, edges[t, 1], r, s)
-
-
-@numba.njit(cache=True, nogil=True)
-def _owner_gain(
-    pins: Int32, cost: Float64, machine: Int64, price: float, e: int, r: int, s: int
+@inner
+def pin_gain(
+    pins: Int32,
+    on_machine: Int32,
+    machine: Int64,
+    size: Float64,
+    extra: float,
+    e: int,
+    n: int,
+    r: int,
+    s: int,
 ) -> float:
-    """What one edge gains when its owner moves from rank r to rank s."""
-    gain = 0.0
-    for q in range(len(machine)):
-        if q != r and pins[e, q] > 0:
-            gain += cost[e, q]
-        left = pins[e, q] - (1 if q == r else 0)
-        if q != s and left > 0:
-            inside = cost[e, r]  # the owner's own entry is the price inside a machine
-            gain -= inside if machine[q] == machine[s] else inside * price
-    return gain
+    """What one edge gains by moving n of its pins from rank r to rank s."""
+    factor = 0.0
+    if pins[e, r] == n:
+        factor += 1.0
+    if pins[e, s] == 0:
+        factor -= 1.0
+    if extra > 0 and machine[r] != machine[s]:
+        if on_machine[e, machine[r]] == n:
+            factor += extra
+        if on_machine[e, machine[s]] == 0:
+            factor -= extra
+    return float(size[e] * factor)
 
 
-@numba.njit(cache=True, nogil=True)
-def _block_gain(state: State, b: int, r: int, s: int) -> float:
-    arrays = (state.pins, state.cost, state.machine, state.price)
-    return _owner_gain(*arrays, b, r, s) + _owner_gain(*arrays, b + len(state.block_rank), r, s)
+@inner
+def move_pins(
+    pins: Int32, on_machine: Int32, machine: Int64, e: int, n: int, r: int, s: int
+) -> None:
+    pins[e, r] -= n
+    pins[e, s] += n
+    on_machine[e, machine[r]] -= n
+    on_machine[e, machine[s]] += n
 
 
-@numba.njit(cache=True, nogil=True)
-def _freed(pins: Int32, cost: Float64, e: int, others: Int64, r: int) -> float:
-    """What is freed when all tiles of edge e leave rank r; `others` are their other edges."""
-    freed = cost[e, r] if pins[e, r] == len(others) else 0.0
-    for f in others:
-        if pins[f, r] == 1:
-            freed += cost[f, r]
-    return freed
-
-
-@numba.njit(cache=True, nogil=True)
-def _charge(pins: Int32, cost: Float64, e: int, others: Int64, s: int, enough: float) -> float:
-    """What the same tiles cost when they come to rank s; stops counting at `enough`."""
-    charge = 0.0 if pins[e, s] else cost[e, s]
-    for f in others:
-        if charge >= enough:
-            break
-        if pins[f, s] == 0:
-            charge += cost[f, s]
-    return charge
-
-
-@numba.njit(cache=True, nogil=True)
-def _move_tile(state: State, t: int, s: int) -> None:
+@inner
+def move_tile(state: State, t: int, s: int) -> None:
     r = state.tile_rank[t]
-    for side in range(2):
-        state.pins[state.edges[t, side], r] -= 1
-        state.pins[state.edges[t, side], s] += 1
+    for i in range(2):
+        move_pins(state.pins, state.on_machine, state.machine, state.edges[t, i], 1, r, s)
     state.load[r] -= state.work[t]
     state.load[s] += state.work[t]
     state.tile_rank[t] = s
 
 
-@numba.njit(cache=True, nogil=True)
-def _move_block(state: State, b: int, s: int) -> None:
+@inner
+def move_block(state: State, b: int, s: int) -> None:
     r = state.block_rank[b]
-    for e in (b, b + len(state.block_rank)):
-        state.pins[e, r] -= 1
-        state.pins[e, s] += 1
+    for i in range(2 * state.groups):
+        e = _owned_edge(b, i, state.groups, len(state.block_rank))
+        move_pins(state.pins, state.on_machine, state.machine, e, 1, r, s)
     state.held[r] -= state.tokens[b]
     state.held[s] += state.tokens[b]
     state.block_rank[b] = s
-    _price_links(state, b)
 
 
-@numba.njit(cache=True, nogil=True)
-def _members_on(state: State, e: int, r: int) -> Int64:
-    """Tiles of edge e on rank r."""
-    found = np.empty(state.start[e + 1] - state.start[e], np.int64)
+@inner
+def block_gain(
+    pins: Int32,
+    on_machine: Int32,
+    machine: Int64,
+    size: Float64,
+    extra: float,
+    groups: int,
+    blocks: int,
+    b: int,
+    r: int,
+    s: int,
+) -> float:
+    """What is gained when a block moves from owner r to owner s."""
+    gain = 0.0
+    for i in range(2 * groups):
+        e = _owned_edge(b, i, groups, blocks)
+        gain += pin_gain(pins, on_machine, machine, size, extra, e, 1, r, s)
+    return gain
+
+
+@inner
+def best_tile_move(state: State, t: int, least: float) -> tuple[float, int]:
+    """The rank with room where a tile gains most, if more than `least` (else -1); the emptiest
+    where several gain alike."""
+    pins, on_machine, machine, load = state.pins, state.on_machine, state.machine, state.load
+    size, extra, q, k = state.size, state.extra, state.edges[t, 0], state.edges[t, 1]
+    r, most = state.tile_rank[t], state.caps[0] - state.work[t]
+    best, best_s = least, -1
+    for s in range(len(load)):
+        if s == r or load[s] > most:
+            continue
+        gain = pin_gain(pins, on_machine, machine, size, extra, q, 1, r, s)
+        gain += pin_gain(pins, on_machine, machine, size, extra, k, 1, r, s)
+        if gain > best or (gain == best and best_s >= 0 and load[s] < load[best_s]):
+            best, best_s = gain, s
+    return best, best_s
+
+
+@inner
+def list_group(start: Int64, members: Int64, tile_rank: Int64, e: int, r: int, tiles: Int64) -> int:
+    """Writes the tiles of edge e on rank r; returns how many."""
     n = 0
-    for i in range(state.start[e], state.start[e + 1]):
-        if state.tile_rank[state.members[i]] == r:
-            found[n] = state.members[i]
+    for i in range(start[e], start[e + 1]):
+        if tile_rank[members[i]] == r:
+            tiles[n] = members[i]
             n += 1
-    return found[:n]
+    return n
 
 
-@numba.njit(cache=True, nogil=True)
-def _total_work(state: State, tiles: Int64) -> float:
-    total = 0.0
-    for t in tiles:
-        total += state.work[t]
-    return total
+@inner
+def best_group_move(
+    state: State, e: int, r: int, n: int, tiles: Int64, least: float
+) -> tuple[float, int]:
+    """The rank with room where all n tiles of edge e on rank r together gain most, if more than
+    `least` (else -1)."""
+    pins, on_machine, machine, load = state.pins, state.on_machine, state.machine, state.load
+    size, extra, edges = state.size, state.extra, state.edges
+    side = 1 if 2 * e < len(size) else 0
+    moved, freed = 0.0, (1.0 + extra) * size[e]
+    for i in range(n):
+        f = edges[tiles[i], side]
+        moved += state.work[tiles[i]]
+        if pins[f, r] == 1:
+            freed += (1.0 + extra) * size[f]
+    best, best_s = least, -1
+    if freed <= least:
+        return best, best_s
+    for s in range(len(load)):
+        if s == r or load[s] + moved > state.caps[0]:
+            continue
+        gain = pin_gain(pins, on_machine, machine, size, extra, e, n, r, s)
+        left = freed - (1.0 + extra) * size[e]  # the most that others can still gain
+        for i in range(n):
+            if gain + left <= best:
+                break
+            f = edges[tiles[i], side]
+            gain += pin_gain(pins, on_machine, machine, size, extra, f, 1, r, s)
+            if pins[f, r] == 1:
+                left -= (1.0 + extra) * size[f]
+        if gain > best:
+            best, best_s = gain, s
+    return best, best_s
 
 
-@numba.njit(cache=True, nogil=True)
-def _other_edges(state: State, e: int, tiles: Int64) -> Int64:
-    """The edges that tiles of edge e have on their other side."""
-    side = 1 if e < len(state.block_rank) else 0
-    others = np.empty(len(tiles), np.int64)
-    for i in range(len(tiles)):
-        others[i] = state.edges[tiles[i], side]
-    return others
-
-
-@numba.njit(cache=True, nogil=True)
-def repair_work(state: State, max_moves: int) -> None:
+@compiled
+def repair_work(state: State, max_rounds: int) -> None:
     """Moves single tiles, or all tiles of one edge on a rank, off overloaded ranks at the least
-    loss per unit of load."""
-    for _ in range(max_moves):
-        r = int(np.argmax(state.load))
-        over = state.load[r] - state.work_cap
-        if over <= _EPSILON * state.work_cap:
+    loss per unit of load.
+
+    Candidates of a rank are scored once; the best is scored again before it moves, and put back
+    where it has become worse."""
+    load, cap = state.load, state.caps[0]
+    tiles = np.empty(len(state.tile_rank) + 1, np.int64)
+    score = np.empty(len(state.tile_rank) + len(state.size))
+    what = np.empty(len(score), np.int64)  # a tile, or -1 - edge
+    for _ in range(max_rounds):
+        r = 0
+        for s in range(len(load)):
+            r = s if load[s] > load[r] else r
+        if load[r] <= cap * (1 + _EPSILON):
             return
-        score, t, to = _cheapest_tile(state, r, over)
-        group_score, e, group_to = _cheapest_group(state, r, over)
-        if group_score < score:
-            for member in _members_on(state, e, r):
-                _move_tile(state, member, group_to)
-        elif t >= 0:
-            _move_tile(state, t, to)
-        else:
+        count = _list_candidates(state, r, what)
+        for i in range(count):
+            score[i] = -1e300
+        moved = False
+        while load[r] > cap * (1 + _EPSILON):
+            at = 0
+            for i in range(count):
+                at = i if score[i] < score[at] else at
+            if count == 0 or score[at] >= 1e299:
+                break
+            now, to, n = _score(state, r, what[at], tiles)
+            if to < 0:
+                score[at] = 1e300
+            elif now > score[at]:
+                score[at] = now
+            else:
+                for i in range(n):
+                    move_tile(state, tiles[i], to)
+                score[at], moved = 1e300, True
+        if not moved:
             return
 
 
-@numba.njit(cache=True, nogil=True)
-def _cheapest_tile(state: State, r: int, over: float) -> tuple[float, int, int]:
-    pins, cost, edges = state.pins, state.cost, state.edges
-    best, best_t, best_s = np.inf, -1, -1
+@inner
+def _list_candidates(state: State, r: int, what: Int64) -> int:
+    count, pins = 0, state.pins
     for t in range(len(state.tile_rank)):
-        if state.tile_rank[t] != r:
-            continue
-        for s in range(len(state.load)):
-            if s == r or state.load[s] + state.work[t] > state.work_cap:
-                continue
-            score = (1.0 - _tile_gain(pins, cost, edges, t, r, s)) / min(state.work[t], over)
-            if score < best:
-                best, best_t, best_s = score, t, s
-    return best, best_t, best_s
-
-
-@numba.njit(cache=True, nogil=True)
-def _cheapest_group(state: State, r: int, over: float) -> tuple[float, int, int]:
-    pins, cost = state.pins, state.cost
-    best, best_e, best_s = np.inf, -1, -1
+        if state.tile_rank[t] == r:
+            what[count] = t
+            count += 1
     for e in range(len(state.size)):
-        if pins[e, r] < 2:
-            continue
-        tiles = _members_on(state, e, r)
-        if len(tiles) < 2:
-            continue
-        moved, others = _total_work(state, tiles), _other_edges(state, e, tiles)
-        freed = _freed(pins, cost, e, others, r)
-        for s in range(len(state.load)):
-            if s == r or state.load[s] + moved > state.work_cap:
-                continue
-            enough = best * min(moved, over) + freed
-            score = (1.0 + _charge(pins, cost, e, others, s, enough) - freed) / min(moved, over)
-            if score < best:
-                best, best_e, best_s = score, e, s
-    return best, best_e, best_s
+        if pins[e, r] > 1:
+            what[count] = -1 - e
+            count += 1
+    return count
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
+def _score(state: State, r: int, what: int, tiles: Int64) -> tuple[float, int, int]:
+    """Loss per unit of load that a tile or group takes off rank r, where to, and how many tiles it
+    has, written to `tiles`."""
+    if what >= 0:
+        if state.tile_rank[what] != r:
+            return 0.0, -1, 0
+        tiles[0] = what
+        moved, n = state.work[what], 1
+        gain, to = best_tile_move(state, what, -1e300)
+    else:
+        e = -1 - what
+        n = list_group(state.start, state.members, state.tile_rank, e, r, tiles)
+        if n < 2:
+            return 0.0, -1, 0
+        moved = 0.0
+        for i in range(n):
+            moved += state.work[tiles[i]]
+        gain, to = best_group_move(state, e, r, n, tiles, -1e300)
+    useful = min(moved, state.load[r] - state.caps[0])
+    return (1.0 - gain) / max(useful, 1e-300), to, n
+
+
+@compiled
 def repair_tokens(state: State, max_moves: int) -> None:
     """Moves token blocks off ranks that hold too many tokens; where no rank has room for a whole
     block, swaps a larger for a smaller one."""
+    held, tokens, cap, block_rank = state.held, state.tokens, state.caps[1], state.block_rank
+    pins, on_machine, machine = state.pins, state.on_machine, state.machine
+    size, extra, groups, blocks = state.size, state.extra, state.groups, len(block_rank)
     for _ in range(max_moves):
-        r = int(np.argmax(state.held))
-        over = state.held[r] - state.token_cap
-        if over <= _EPSILON * state.token_cap:
+        r = 0
+        for s in range(len(held)):
+            r = s if held[s] > held[r] else r
+        over = held[r] - cap
+        if over <= _EPSILON * cap:
             return
-        b, to, back = _cheapest_block(state, r, over)
-        if b < 0:
-            return
-        _move_block(state, b, to)
+        best, best_b, best_s, back = 1e300, -1, -1, -1
+        for b in range(blocks):
+            if block_rank[b] != r:
+                continue
+            for s in range(len(held)):
+                if s == r or held[s] + tokens[b] > cap:
+                    continue
+                gain = block_gain(pins, on_machine, machine, size, extra, groups, blocks, b, r, s)
+                score = (1.0 - gain) / min(tokens[b], over)
+                if score < best:
+                    best, best_b, best_s = score, b, s
+        if best_b < 0:
+            best_b, back = _swap_down(state, r, over)
+            if best_b < 0:
+                return
+            best_s = block_rank[back]
+        move_block(state, best_b, best_s)
         if back >= 0:
-            _move_block(state, back, r)
+            move_block(state, back, r)
 
 
-@numba.njit(cache=True, nogil=True)
-def _cheapest_block(state: State, r: int, over: float) -> tuple[int, int, int]:
-    best, best_b, best_s, best_back = np.inf, -1, -1, -1
-    for b in range(len(state.block_rank)):
-        if state.block_rank[b] != r:
+@inner
+def _swap_down(state: State, r: int, over: float) -> tuple[int, int]:
+    """The block of rank r and the smaller one of another rank that are swapped at the least loss
+    per token."""
+    pins, on_machine, machine = state.pins, state.on_machine, state.machine
+    size, extra, groups, block_rank = state.size, state.extra, state.groups, state.block_rank
+    tokens, blocks = state.tokens, len(block_rank)
+    best, best_b, best_c = 1e300, -1, -1
+    for b in range(blocks):
+        if block_rank[b] != r:
             continue
-        for s in range(len(state.held)):
-            if s == r or state.held[s] + state.tokens[b] > state.token_cap:
+        for c in range(blocks):
+            s, less = block_rank[c], tokens[b] - tokens[c]
+            if s == r or less <= 0 or state.held[s] + less > state.caps[1]:
                 continue
-            score = (1.0 - _block_gain(state, b, r, s)) / min(state.tokens[b], over)
-            if score < best:
-                best, best_b, best_s = score, b, s
-    if best_b >= 0:
-        return best_b, best_s, -1
-    for b in range(len(state.block_rank)):
-        if state.block_rank[b] != r:
-            continue
-        for c in range(len(state.block_rank)):
-            s, less = state.block_rank[c], state.tokens[b] - state.tokens[c]
-            if s == r or less <= 0 or state.held[s] + less > state.token_cap:
-                continue
-            gain = _block_gain(state, b, r, s) + _block_gain(state, c, s, r)
+            gain = block_gain(pins, on_machine, machine, size, extra, groups, blocks, b, r, s)
+            gain += block_gain(pins, on_machine, machine, size, extra, groups, blocks, c, s, r)
             score = (1.0 - gain) / min(less, over)
             if score < best:
-                best, best_b, best_s, best_back = score, b, s, c
-    return best_b, best_s, best_back
+                best, best_b, best_c = score, b, c
+    return best_b, best_c
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def improve(state: State, max_passes: int) -> None:
-    """Passes over tiles, groups of tiles and blocks, until nothing gains any more."""
+    """Passes over tiles, groups of tiles and blocks, until they gain little or nothing."""
+    tiles = np.empty(len(state.tile_rank) + 1, np.int64)
+    total = 0.0
     for _ in range(max_passes):
-        if _improve_tiles(state) + _improve_groups(state) + _improve_blocks(state) <= 0:
+        gain = _improve_tiles(state) + _improve_groups(state, tiles) + _improve_blocks(state)
+        total += gain
+        if gain <= 0.02 * total:
             return
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def _improve_tiles(state: State) -> float:
     """Each tile goes to the rank of greatest positive gain that has room."""
-    pins, cost, edges = state.pins, state.cost, state.edges
+    pins, edges, tile_rank = state.pins, state.edges, state.tile_rank
     total = 0.0
-    for t in range(len(state.tile_rank)):
-        r = state.tile_rank[t]
+    for t in range(len(tile_rank)):
+        r = tile_rank[t]
         if pins[edges[t, 0], r] > 1 and pins[edges[t, 1], r] > 1:
             continue  # leaving frees nothing
-        best, best_s = _EPSILON, -1
-        for s in range(len(state.load)):
-            if s == r or state.load[s] + state.work[t] > state.work_cap:
-                continue
-            gain = _tile_gain(pins, cost, edges, t, r, s)
-            if gain > best:
-                best, best_s = gain, s
-        if best_s >= 0:
-            _move_tile(state, t, best_s)
-            total += best
+        gain, to = best_tile_move(state, t, _EPSILON)
+        if to >= 0:
+            move_tile(state, t, to)
+            total += gain
     return total
 
 
-@numba.njit(cache=True, nogil=True)
-def _improve_groups(state: State) -> float:
+@inner
+def _improve_groups(state: State, tiles: Int64) -> float:
     """All tiles of an edge on a rank move together where that gains."""
-    pins, cost = state.pins, state.cost
+    pins, start, members, tile_rank = state.pins, state.start, state.members, state.tile_rank
     total = 0.0
     for e in range(len(state.size)):
         for r in range(len(state.load)):
             if pins[e, r] == 0:
                 continue
-            tiles = _members_on(state, e, r)
-            if len(tiles) == 0:
+            n = list_group(start, members, tile_rank, e, r, tiles)
+            if n == 0:
                 continue
-            moved, others = _total_work(state, tiles), _other_edges(state, e, tiles)
-            freed = _freed(pins, cost, e, others, r)
-            best, best_s = freed - _EPSILON, -1
-            for s in range(len(state.load)):
-                if best <= 0 or s == r or state.load[s] + moved > state.work_cap:
-                    continue
-                charge = _charge(pins, cost, e, others, s, best)
-                if charge < best:
-                    best, best_s = charge, s
-            if best_s >= 0:
-                for t in tiles:
-                    _move_tile(state, t, best_s)
-                total += freed - best
+            gain, to = best_group_move(state, e, r, n, tiles, _EPSILON)
+            if to >= 0:
+                for i in range(n):
+                    move_tile(state, tiles[i], to)
+                total += gain
     return total
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def _improve_blocks(state: State) -> float:
     """Each block goes to the owner of greatest gain, in a swap where there is no room."""
+    pins, on_machine, machine = state.pins, state.on_machine, state.machine
+    size, extra, groups, block_rank = state.size, state.extra, state.groups, state.block_rank
+    tokens, held, blocks = state.tokens, state.held, len(block_rank)
     total = 0.0
-    for b in range(len(state.block_rank)):
-        r = state.block_rank[b]
+    for b in range(blocks):
+        r = block_rank[b]
         best, best_s, best_back = _EPSILON, -1, -1
-        for s in range(len(state.held)):
-            if s == r or state.pins[b, s] + state.pins[b + len(state.block_rank), s] == 0:
-                continue  # a rank without tiles of the block gains nothing by owning it
-            gain = _block_gain(state, b, r, s)
+        for s in range(len(held)):
+            if s == r:
+                continue
+            gain = block_gain(pins, on_machine, machine, size, extra, groups, blocks, b, r, s)
             if gain <= best:
                 continue
-            if state.held[s] + state.tokens[b] <= state.token_cap:
+            if held[s] + tokens[b] <= state.caps[1]:
                 best, best_s, best_back = gain, s, -1
                 continue
-            both, back = _best_swap(state, b, r, s, gain)
-            if both > best:
-                best, best_s, best_back = both, s, back
+            for c in range(blocks):
+                more = tokens[b] - tokens[c]
+                if block_rank[c] != s or max(held[s] + more, held[r] - more) > state.caps[1]:
+                    continue
+                both = gain + block_gain(
+                    pins, on_machine, machine, size, extra, groups, blocks, c, s, r
+                )
+                if both > best:
+                    best, best_s, best_back = both, s, c
         if best_s >= 0:
-            _move_block(state, b, best_s)
+            move_block(state, b, best_s)
             if best_back >= 0:
-                _move_block(state, best_back, r)
+                move_block(state, best_back, r)
             total += best
     return total
-
-
-@numba.njit(cache=True, nogil=True)
-def _best_swap(state: State, b: int, r: int, s: int, gain: float) -> tuple[float, int]:
-    """The block of rank s to swap b for: joint gain and block (-1: none fits)."""
-    best, best_c = -np.inf, -1
-    for c in range(len(state.block_rank)):
-        more = state.tokens[b] - state.tokens[c]
-        if state.block_rank[c] != s or state.held[s] + more > state.token_cap:
-            continue
-        if state.held[r] - more > state.token_cap:
-            continue
-        both = gain + _block_gain(state, c, s, r)
-        if both > best:
-            best, best_c = both, c
-    return best, best_c

@@ -6,7 +6,7 @@ import numpy as np
 
 from dyncp.arrays import Float64, Int64
 from dyncp.blocks import BlockGraph
-from dyncp.placement.bisection.polish import Links, make_pins, polish
+from dyncp.placement.bisection.polish import Links, make_pins, polish, start_from
 from dyncp.placement.bisection.problem import Problem, make_problem
 from dyncp.placement.hypergraph.build import JoinedTiles
 from dyncp.topology import Topology
@@ -33,7 +33,9 @@ class Finisher:
     def __init__(
         self, graph: BlockGraph, tiles: JoinedTiles, topology: Topology, tolerance: Float64
     ) -> None:
-        self._problem, ranks = make_problem(graph), topology.num_ranks
+        # Head groups are placed together, as one.
+        self._problem = make_problem(graph)._replace(group_end=np.array([0.0, 1.0]))
+        ranks = topology.num_ranks
         self._pins = make_pins(self._problem)
         blocks = np.arange(len(graph.blocks))
         self._diagonal = _cells(self._problem, graph, blocks, blocks)
@@ -56,12 +58,14 @@ class Finisher:
 
     def _round(self, block_rank: Int64, tile_rank: Int64) -> Finished:
         """Starts with every diagonal tile where its block is."""
-        cell_rank = np.zeros(len(self._problem.work), np.int64)
-        cell_rank[self._cell] = tile_rank
-        cell_rank[self._diagonal] = block_rank
-        solution = polish(self._pins, self._problem, cell_rank, self._caps, self._links)
-        cell_rank[self._pins.cell] = solution.tile_rank
-        return Finished(solution.block_rank, cell_rank[self._cell], solution.cost)
+        cell_rank = np.zeros((1, len(self._problem.work)), np.int32)
+        cell_rank[0, self._cell] = tile_rank
+        cell_rank[0, self._diagonal] = block_rank
+        start = start_from(self._pins, self._problem, cell_rank, self._caps, self._links)
+        solution = polish(start)
+        cell_rank[0, self._pins.cells.cell] = solution.state.tile_rank
+        tiles = cell_rank[0, self._cell].astype(np.int64)
+        return Finished(solution.state.block_rank, tiles, solution.cost)
 
     def _meets_limits(self, finished: Finished) -> bool:
         ranks = len(self._links.machine)
