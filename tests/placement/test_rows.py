@@ -185,7 +185,7 @@ def test_sequences_that_fill_machines_evenly_are_never_cut_between_them(
     lengths, machines, ranks, mask
 ):
     topology = Topology(machines, ranks)
-    graph = graph_of(lengths * machines, MASKS[mask], 16)
+    graph = graph_of(lengths * machines, MASKS[mask], 4)
     placement = place(graph, topology)
     assert crossing_tokens(graph, placement, topology) == 0
     assert not measure_balance(graph, placement, LIMITS).reason
