@@ -31,6 +31,7 @@ ALLOWED = {
     "dataloader": {"masks", "blocks", "cost", "plan", "planner", "topology"},
     "train": {
         "masks", "blocks", "placement", "plan", "planner", "dataloader", "executor", "kernels",
+        "topology",
     },
     "cli": {
         "masks", "blocks", "placement", "schedule", "plan", "verify", "planner", "cost",

@@ -20,6 +20,7 @@ from dyncp.executor import DCPAttn, DCPExecutor
 from dyncp.kernels import choose_kernel
 from dyncp.plan import Plan, RankPlan
 from dyncp.planner import PlannerConfig
+from dyncp.topology import preset
 from dyncp.train.config import TrainConfig
 from dyncp.train.corpus import TextCorpus
 from dyncp.train.dense import DenseAttention
@@ -127,11 +128,13 @@ def sum_gradients(model: nn.Module) -> None:
 
 
 def _loader(config: TrainConfig, corpus: TextCorpus, virtual_ranks: int | None) -> DCPDataLoader:
+    ranks = virtual_ranks or (dist.get_world_size() if dist.is_initialized() else 1)
     return DCPDataLoader(
         corpus,
         masks.by_name(config.mask),
         model=config.decoder.attention_shape(),
         virtual_ranks=virtual_ranks,
+        topology=preset("cpu_gloo", 1, ranks),
         tokens_per_batch=config.batch_tokens,
         shuffle=True,
         epochs=None,
