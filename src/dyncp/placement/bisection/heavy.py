@@ -11,7 +11,7 @@ from dyncp.arrays import Bool, Int32, Int64
 from dyncp.placement.bisection.problem import Cells, Problem, diagonal
 
 # A row with more than this share of a rank's mean work is heavy.
-HEAVY = 0.5
+HEAVY = 1.0
 
 
 def heavy_cells(problem: Problem, cells: Cells, num_ranks: int) -> Bool:
