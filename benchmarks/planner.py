@@ -1,9 +1,10 @@
 """Placement by `bisection_bytes` beside the best known balanced placements, and planning times.
 
-    python -m benchmarks.planner [--verbose]
+    python -m benchmarks.planner [--verbose] [--effort fast|quality] [--head-groups 1|2]
 
 `data/best_known.json` has, for 81 cases, the fewest forward bytes that any method found in long
-runs with compute within 1.10 and tokens within 1.20 of the mean; `data/workloads.json` the lengths.
+runs with compute within 1.10 and tokens within 1.20 of the mean and one head group;
+`data/workloads.json` the lengths.
 Bytes are counted as there: 4,096 per token of Q and O, 1,024 per token of K and V. Times are CPU
 milliseconds of one plan after warm-up, from lengths and masks to the plans of all ranks.
 """
@@ -18,7 +19,14 @@ import numpy as np
 from dyncp import AttentionShape, Batch, PlannerConfig, Topology, masks
 from dyncp.blocks import BlockGraph, build_graph
 from dyncp.masks import MaskFunction
-from dyncp.placement import Limits, Placement, find_remote_uses, find_solver, measure_balance
+from dyncp.placement import (
+    Limits,
+    Placement,
+    Solver,
+    find_remote_uses,
+    find_solver,
+    measure_balance,
+)
 from dyncp.plan import Layout
 from dyncp.planner import make_candidate
 
@@ -35,18 +43,22 @@ LIMITS = Limits(compute_tolerance=0.1, token_tolerance=0.2)
 
 def forward_megabytes(graph: BlockGraph, placement: Placement) -> float:
     tiles, total = graph.tiles["default"], 0
-    for blocks, size in ((tiles.q_block, 4096), (tiles.k_block, 1024)):
+    groups = len(graph.head_groups)
+    for blocks, size in ((tiles.q_block, 4096 // groups), (tiles.k_block, 1024 // groups)):
         uses = find_remote_uses(graph, placement, "default", blocks)
         total += int((graph.blocks.tokens[uses.block].astype(np.int64) * size).sum())
     return total / 1e6
 
 
-def compare_bytes(lengths: dict[str, list[int]], *, verbose: bool) -> None:
+def compare_bytes(
+    lengths: dict[str, list[int]], solver: Solver, head_groups: int, *, verbose: bool
+) -> None:
     rows = json.loads((DATA / "best_known.json").read_text())["rows"]
-    solver, ratios, times, missed = find_solver("bisection_bytes"), [], [], 0
+    ratios, times, missed = [], [], 0
     for row in rows:
         batch = Batch.of([MASKS[row["mask"]](n) for n in lengths[row["list"]]])
-        graph = build_graph(batch, SHAPE, [row["block_size"]] * len(batch.lengths))
+        sizes = [row["block_size"]] * len(batch.lengths)
+        graph = build_graph(batch, SHAPE, sizes, head_groups)
         topology = Topology(max(1, row["ranks"] // 8), min(8, row["ranks"]))
         solver.place(graph, topology, LIMITS, 0)
         start = process_time()
@@ -64,6 +76,7 @@ def compare_bytes(lengths: dict[str, list[int]], *, verbose: bool) -> None:
                 f"tokens {balance.tokens_max_over_mean:.3f}, {times[-1]:.1f} ms"
             )
     print(
+        f"{solver.name}, head groups {head_groups}: "
         f"bytes / best known, {len(rows)} cases: geometric mean "
         f"{np.exp(np.mean(np.log(ratios))):.3f}, worst {max(ratios):.2f}; "
         f"limits missed in {missed}; "
@@ -95,8 +108,12 @@ def time_planning(lengths: dict[str, list[int]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--verbose", action="store_true", help="every case")
+    parser.add_argument("--effort", choices=("fast", "quality"), default="fast")
+    parser.add_argument("--head-groups", type=int, choices=(1, 2), default=1)
+    args = parser.parse_args()
     lengths = json.loads((DATA / "workloads.json").read_text())["lengths"]
-    compare_bytes(lengths, verbose=parser.parse_args().verbose)
+    solver = find_solver("bisection_bytes" + ("_quality" if args.effort == "quality" else ""))
+    compare_bytes(lengths, solver, args.head_groups, verbose=args.verbose)
     time_planning(lengths)
 
 

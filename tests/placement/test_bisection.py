@@ -15,13 +15,19 @@ from dyncp.placement import (
     measure_balance,
     minimal_bytes,
 )
-from dyncp.placement.bisection import bisection, bisection_bytes
+from dyncp.placement.bisection import (
+    bisection,
+    bisection_bytes,
+    bisection_bytes_quality,
+    bisection_quality,
+)
 from dyncp.placement.bisection.polish import Links, make_pins, polish, start_from
 from dyncp.placement.bisection.problem import make_problem
 from dyncp.placement.bisection.recurse import Budget, bisect, halve
 from strategies import masks_of
 
 SHAPE = AttentionShape(8, 2, 128)
+LIMITS = Limits(0.1, 0.2)
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 # Long-tailed batches: lognormal lengths.
 LONG_TAILED = [
@@ -142,3 +148,100 @@ def test_several_masks_share_owners_and_both_are_placed():
     graph = build_graph(Batch.of(named), SHAPE, [128, 800, 500])
     placement = place(graph, Topology(1, 4))
     assert set(placement.tile_rank) == {"default", "local"}
+
+
+QUALITY = [bisection_quality, bisection_bytes_quality]
+
+
+def forward_bytes(graph: BlockGraph, placement: Placement) -> int:
+    return minimal_bytes(graph, placement, "default", Direction.FORWARD)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=SLOW)
+@given(
+    data=st.data(),
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4),
+    machines=st.integers(1, 3),
+    seed=st.integers(0, 1000),
+)
+def test_quality_effort_maps_all_heads_of_any_batch_and_depends_on_the_seed_only(
+    data, lengths, machines, seed
+):
+    chosen = [data.draw(masks_of(n)) for n in lengths]
+    sizes = [data.draw(st.integers(1, 20)) for _ in lengths]
+    graph = build_graph(Batch.of(chosen), SHAPE, sizes, data.draw(st.integers(1, 2)))
+    solver = data.draw(st.sampled_from(QUALITY))
+    first, second = (solver.place(graph, Topology(machines, 3), LIMITS, seed) for _ in range(2))
+    check_placement(graph, first)
+    assert first.solver == solver.name
+    assert (first.block_rank == second.block_rank).all()
+    assert (first.tile_rank["default"] == second.tile_rank["default"]).all()
+
+
+@pytest.mark.parametrize("lengths", LONG_TAILED, ids=str)
+def test_quality_effort_moves_no_more_bytes_and_holds_both_limits(lengths):
+    graph = graph_of(lengths, block_size=1024)
+    fast, quality = (
+        solver.place(graph, Topology(2, 8), LIMITS, 0)
+        for solver in (bisection_bytes, bisection_bytes_quality)
+    )
+    assert not measure_balance(graph, quality, LIMITS).reason
+    assert forward_bytes(graph, quality) <= 1.02 * forward_bytes(graph, fast)
+
+
+@pytest.mark.parametrize("mask", [masks.causal, masks.shared_question])
+def test_two_head_groups_need_fewer_bytes_for_a_sequence_over_many_ranks(mask):
+    one, two = (build_graph(Batch.of([mask(65536)]), SHAPE, [512], groups) for groups in (1, 2))
+    moved = []
+    for graph in (one, two):
+        placement = bisection_bytes.place(graph, Topology(4, 8), LIMITS, 0)
+        assert not measure_balance(graph, placement, LIMITS).reason
+        moved.append(forward_bytes(graph, placement))
+    assert moved[1] < 0.95 * moved[0]
+
+
+def test_short_sequences_keep_their_head_groups_together():
+    graph = build_graph(Batch.of([masks.causal(4096)] * 16), SHAPE, [1024] * 16, 2)
+    assert forward_bytes(graph, place(graph, Topology(2, 8))) == 0
+
+
+def test_rows_that_attend_everything_are_computed_where_their_keys_live():
+    graph = graph_of([65536], masks.causal_blockwise, block_size=512)
+    placement = bisection_bytes.place(graph, Topology(2, 8), LIMITS, 0)
+    tiles = graph.tiles["default"]
+    last = tiles.q_block == tiles.q_block.max()
+    at_home = placement.tile_rank["default"][last] == placement.block_rank[tiles.k_block[last]]
+    assert at_home.mean() > 0.8
+
+
+def test_a_border_between_machines_is_charged_once_per_block():
+    graph = graph_of([8192], block_size=512)
+    problem = make_problem(graph)
+    pins = make_pins(problem)
+    links = Links(np.arange(8) // 4, 5.0)
+    ranks = np.zeros((1, len(problem.work)), np.int32)
+    caps = np.array([1e30, 1e30])
+    assert start_from(pins, problem, ranks, caps, links).cost == 0
+    # The first row's tile runs on ranks of the other machine: its Q and KV cross the border.
+    ranks[0, 1 * 16 : 1 * 16 + 2] = 4, 5
+    moved = start_from(pins, problem, ranks, caps, links)
+    diagonal = moved.state.block_rank[1]
+    assert diagonal == 5
+    q, kv = problem.q_bytes[1], problem.kv_bytes[1]
+    # Block 1 lives on rank 5: rows on 4 and 5 of one machine; keys on rank 0 and 5.
+    first_keys = (1 + 4) * problem.kv_bytes[0]
+    assert moved.cost == pytest.approx(q + (1 + 4) * kv + first_keys)
+
+
+def test_polished_costs_are_those_of_the_placement():
+    graph = graph_of(LONG_TAILED[0], block_size=1024)
+    placement = bisection_bytes.place(graph, Topology(2, 8), LIMITS, 0)
+    problem = make_problem(graph)
+    pins = make_pins(problem)
+    uses = np.zeros((2 * len(problem.tokens), 16), bool)
+    tiles = graph.tiles["default"]
+    uses[tiles.q_block, placement.tile_rank["default"]] = True
+    uses[tiles.k_block + len(problem.tokens), placement.tile_rank["default"]] = True
+    uses[np.arange(len(uses)), np.tile(placement.block_rank, 2)] = True
+    both = sum(minimal_bytes(graph, placement, "default", d) for d in Direction)
+    assert ((uses.sum(axis=1) - 1) * pins.size).sum() == pytest.approx(both)

@@ -15,9 +15,9 @@ from dyncp.placement.bisection.refine import (
     State,
     block_gain,
     list_group,
-    move_block,
-    move_tile,
     pin_gain,
+    put_block,
+    put_tile,
 )
 
 # Of 16 moves these are of tiles, of groups of tiles, of blocks and of two blocks; the last four
@@ -75,13 +75,13 @@ def _over(load: Float64, cap: float, r: int, s: int, moved: float) -> float:
 
 
 @inner
-def _near(state: State, e: int, x: int) -> int:
+def _near_edge(state: State, e: int, x: int) -> int:
     """The rank of a random pin of edge e: its owner's, or a tile's."""
-    count = state.start[e + 1] - state.start[e]
-    pick = (x >> 8) % (count + 1)
+    first, count = state.start[e], state.start[e + 1] - state.start[e]
+    pick = (_next(x) >> 8) % (count + 1)
     if pick == count:
         return int(state.block_rank[(e // state.groups) % len(state.block_rank)])
-    return int(state.tile_rank[state.members[state.start[e] + pick]])
+    return int(state.tile_rank[state.members[first + pick]])
 
 
 @inner
@@ -98,10 +98,10 @@ def _loss_of_tile(state: State, t: int, s: int, weight: float) -> float:
 
 @inner
 def _try_tile(state: State, t: int, x: int, enough: float, weight: float) -> int:
-    s = _near(state, state.edges[t, (x >> 6) & 1], _next(x))
+    s = _near_edge(state, state.edges[t, (x >> 6) & 1], x)
     if s == state.tile_rank[t] or _loss_of_tile(state, t, s, weight) > enough:
         return 0
-    move_tile(state, t, s)
+    put_tile(state, t, s)
     return 1
 
 
@@ -110,7 +110,7 @@ def _try_group(state: State, t: int, x: int, enough: float, weight: float, tiles
     """All tiles that share an edge and the rank with tile t."""
     side = (x >> 6) & 1
     e, r, edges = state.edges[t, side], state.tile_rank[t], state.edges
-    s = _near(state, edges[t, (x >> 7) & 1], _next(x))
+    s = _near_edge(state, edges[t, (x >> 7) & 1], x)
     if r == s:
         return 0
     pins, on_machine, machine = state.pins, state.on_machine, state.machine
@@ -125,7 +125,7 @@ def _try_group(state: State, t: int, x: int, enough: float, weight: float, tiles
     if loss > enough:
         return 0
     for i in range(n):
-        move_tile(state, tiles[i], s)
+        put_tile(state, tiles[i], s)
     return 1
 
 
@@ -145,7 +145,7 @@ def _near_block(state: State, b: int, x: int) -> int:
     e = b * state.groups + (x >> 40) % state.groups
     if x & 64:
         e += len(state.block_rank) * state.groups
-    return _near(state, e, _next(x))
+    return _near_edge(state, e, x)
 
 
 @inner
@@ -153,7 +153,7 @@ def _try_block(state: State, b: int, x: int, enough: float, weight: float) -> in
     s = _near_block(state, b, x)
     if s == state.block_rank[b] or _loss_of_block(state, b, s, weight) > enough:
         return 0
-    move_block(state, b, s)
+    put_block(state, b, s)
     return 1
 
 
@@ -167,12 +167,12 @@ def _try_swap(state: State, b: int, x: int, enough: float, weight: float) -> int
     if c < 0:
         return 0
     loss = _loss_of_block(state, b, s, weight)
-    move_block(state, b, s)
+    put_block(state, b, s)
     loss += _loss_of_block(state, c, r, weight)
     if loss > enough:
-        move_block(state, b, r)
+        put_block(state, b, r)
         return 0
-    move_block(state, c, r)
+    put_block(state, c, r)
     return 1
 
 
@@ -211,9 +211,9 @@ def _try_rows(
     for i in range(count):
         to = r if i < half else s
         if moved[i] < 0:
-            move_block(state, -1 - moved[i], to)
+            put_block(state, -1 - moved[i], to)
         else:
-            move_tile(state, moved[i], to)
+            put_tile(state, moved[i], to)
     return 0
 
 
@@ -229,14 +229,14 @@ def _shift(
     for c in range(first, end):
         if state.block_rank[c] == r:
             loss += _loss_of_block(state, c, s, weight)
-            move_block(state, c, s)
+            put_block(state, c, s)
             moved[count] = -1 - c
             count += 1
     for i in range(state.start[first * state.groups], state.start[end * state.groups]):
         t = state.members[i]
         if state.tile_rank[t] == r:
             loss += _loss_of_tile(state, t, s, weight)
-            move_tile(state, t, s)
+            put_tile(state, t, s)
             moved[count] = t
             count += 1
     return loss, count

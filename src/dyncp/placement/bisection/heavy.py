@@ -10,14 +10,19 @@ import numpy as np
 from dyncp.arrays import Bool, Int32, Int64
 from dyncp.placement.bisection.problem import Cells, Problem, diagonal
 
-# A row with more than this share of a rank's mean work is heavy.
+# A heavy row has more than this share of a rank's mean work.
 HEAVY = 0.5
+# It also has so many times the work of its sequence's mean row; a causal sequence's last has twice.
+UNUSUAL = 4.0
 
 
 def heavy_cells(problem: Problem, cells: Cells, num_ranks: int) -> Bool:
     """Which cells are in heavy rows, but for their own diagonal."""
     row = np.bincount(cells.q_block, problem.work[cells.cell], len(problem.tokens))
-    heavy = row > HEAVY * problem.work.sum() / num_ranks
+    blocks = np.diff(problem.first_block)
+    sequence = np.repeat(np.arange(len(blocks)), blocks)
+    mean_row = (np.bincount(sequence, row, len(blocks)) / np.maximum(blocks, 1))[sequence]
+    heavy = (row > HEAVY * problem.work.sum() / num_ranks) & (row > UNUSUAL * mean_row)
     chosen: Bool = heavy[cells.q_block] & (cells.q_block != cells.k_block)
     return chosen
 

@@ -17,7 +17,7 @@ from dyncp.placement.bisection.refine import (
 )
 
 MAX_REPAIRS = 400
-MAX_PASSES = 4
+MAX_PASSES = 3
 # A rank's load beyond its cap costs this many times the bytes of a mean rank's load to repair.
 REPAIR_FACTOR = 2.0
 # While annealing, load beyond a cap costs this many times the bytes of a rank.

@@ -127,24 +127,62 @@ def move_pins(
 
 
 @inner
-def move_tile(state: State, t: int, s: int) -> None:
-    r = state.tile_rank[t]
+def move_tile(
+    pins: Int32,
+    on_machine: Int32,
+    machine: Int64,
+    edges: Int64,
+    work: Float64,
+    load: Float64,
+    tile_rank: Int64,
+    t: int,
+    s: int,
+) -> None:
+    r = tile_rank[t]
     for i in range(2):
-        move_pins(state.pins, state.on_machine, state.machine, state.edges[t, i], 1, r, s)
-    state.load[r] -= state.work[t]
-    state.load[s] += state.work[t]
-    state.tile_rank[t] = s
+        move_pins(pins, on_machine, machine, edges[t, i], 1, r, s)
+    load[r] -= work[t]
+    load[s] += work[t]
+    tile_rank[t] = s
 
 
 @inner
-def move_block(state: State, b: int, s: int) -> None:
-    r = state.block_rank[b]
-    for i in range(2 * state.groups):
-        e = _owned_edge(b, i, state.groups, len(state.block_rank))
-        move_pins(state.pins, state.on_machine, state.machine, e, 1, r, s)
-    state.held[r] -= state.tokens[b]
-    state.held[s] += state.tokens[b]
-    state.block_rank[b] = s
+def move_block(
+    pins: Int32,
+    on_machine: Int32,
+    machine: Int64,
+    groups: int,
+    tokens: Float64,
+    held: Float64,
+    block_rank: Int64,
+    b: int,
+    s: int,
+) -> None:
+    r = block_rank[b]
+    for i in range(2 * groups):
+        e = _owned_edge(b, i, groups, len(block_rank))
+        move_pins(pins, on_machine, machine, e, 1, r, s)
+    held[r] -= tokens[b]
+    held[s] += tokens[b]
+    block_rank[b] = s
+
+
+@inner
+def put_tile(state: State, t: int, s: int) -> None:
+    """`move_tile` where speed does not matter."""
+    move_tile(
+        state.pins, state.on_machine, state.machine, state.edges, state.work, state.load,
+        state.tile_rank, t, s,
+    )  # fmt: skip
+
+
+@inner
+def put_block(state: State, b: int, s: int) -> None:
+    """`move_block` where speed does not matter."""
+    move_block(
+        state.pins, state.on_machine, state.machine, state.groups, state.tokens, state.held,
+        state.block_rank, b, s,
+    )  # fmt: skip
 
 
 @inner
@@ -169,24 +207,6 @@ def block_gain(
 
 
 @inner
-def best_tile_move(state: State, t: int, least: float) -> tuple[float, int]:
-    """The rank with room where a tile gains most, if more than `least` (else -1); the emptiest
-    where several gain alike."""
-    pins, on_machine, machine, load = state.pins, state.on_machine, state.machine, state.load
-    size, extra, q, k = state.size, state.extra, state.edges[t, 0], state.edges[t, 1]
-    r, most = state.tile_rank[t], state.caps[0] - state.work[t]
-    best, best_s = least, -1
-    for s in range(len(load)):
-        if s == r or load[s] > most:
-            continue
-        gain = pin_gain(pins, on_machine, machine, size, extra, q, 1, r, s)
-        gain += pin_gain(pins, on_machine, machine, size, extra, k, 1, r, s)
-        if gain > best or (gain == best and best_s >= 0 and load[s] < load[best_s]):
-            best, best_s = gain, s
-    return best, best_s
-
-
-@inner
 def list_group(start: Int64, members: Int64, tile_rank: Int64, e: int, r: int, tiles: Int64) -> int:
     """Writes the tiles of edge e on rank r; returns how many."""
     n = 0
@@ -198,36 +218,51 @@ def list_group(start: Int64, members: Int64, tile_rank: Int64, e: int, r: int, t
 
 
 @inner
-def best_group_move(
-    state: State, e: int, r: int, n: int, tiles: Int64, least: float
-) -> tuple[float, int]:
-    """The rank with room where all n tiles of edge e on rank r together gain most, if more than
-    `least` (else -1)."""
-    pins, on_machine, machine, load = state.pins, state.on_machine, state.machine, state.load
-    size, extra, edges = state.size, state.extra, state.edges
-    side = 1 if 2 * e < len(size) else 0
-    moved, freed = 0.0, (1.0 + extra) * size[e]
+def list_edges(edges: Int64, work: Float64, tiles: Int64, n: int, e: int, group: Int64) -> float:
+    """Writes edge e and the other edges of n of its tiles; returns the work of these tiles."""
+    moved, side = 0.0, 1 if edges[tiles[0], 0] == e else 0
+    group[0] = e
     for i in range(n):
-        f = edges[tiles[i], side]
-        moved += state.work[tiles[i]]
-        if pins[f, r] == 1:
-            freed += (1.0 + extra) * size[f]
+        group[i + 1] = edges[tiles[i], side]
+        moved += work[tiles[i]]
+    return moved
+
+
+@inner
+def best_move(
+    pins: Int32,
+    on_machine: Int32,
+    machine: Int64,
+    size: Float64,
+    extra: float,
+    load: Float64,
+    group: Int64,
+    r: int,
+    most: float,
+    least: float,
+) -> tuple[float, int]:
+    """The rank with a load of at most `most` where tiles of one edge on rank r together gain most,
+    if more than `least` (else -1); the emptiest where several gain alike. `group` has that edge and
+    the other edge of each tile."""
+    e, n, freed = group[0], len(group) - 1, 0.0
+    for i in range(1, n + 1):
+        if pins[group[i], r] == 1:
+            freed += (1.0 + extra) * size[group[i]]
     best, best_s = least, -1
-    if freed <= least:
+    if freed + (1.0 + extra) * size[e] <= least:
         return best, best_s
     for s in range(len(load)):
-        if s == r or load[s] + moved > state.caps[0]:
+        if s == r or load[s] > most:
             continue
         gain = pin_gain(pins, on_machine, machine, size, extra, e, n, r, s)
-        left = freed - (1.0 + extra) * size[e]  # the most that others can still gain
-        for i in range(n):
-            if gain + left <= best:
+        left = freed  # the most that others can still gain
+        for i in range(1, n + 1):
+            if gain + left < best:
                 break
-            f = edges[tiles[i], side]
-            gain += pin_gain(pins, on_machine, machine, size, extra, f, 1, r, s)
-            if pins[f, r] == 1:
-                left -= (1.0 + extra) * size[f]
-        if gain > best:
+            gain += pin_gain(pins, on_machine, machine, size, extra, group[i], 1, r, s)
+            if pins[group[i], r] == 1:
+                left -= (1.0 + extra) * size[group[i]]
+        if gain > best or (gain == best and best_s >= 0 and load[s] < load[best_s]):
             best, best_s = gain, s
     return best, best_s
 
@@ -240,7 +275,7 @@ def repair_work(state: State, max_rounds: int) -> None:
     Candidates of a rank are scored once; the best is scored again before it moves, and put back
     where it has become worse."""
     load, cap = state.load, state.caps[0]
-    tiles = np.empty(len(state.tile_rank) + 1, np.int64)
+    tiles = np.empty((2, len(state.tile_rank) + 2), np.int64)
     score = np.empty(len(state.tile_rank) + len(state.size))
     what = np.empty(len(score), np.int64)  # a tile, or -1 - edge
     for _ in range(max_rounds):
@@ -266,7 +301,7 @@ def repair_work(state: State, max_rounds: int) -> None:
                 score[at] = now
             else:
                 for i in range(n):
-                    move_tile(state, tiles[i], to)
+                    put_tile(state, tiles[0, i], to)
                 score[at], moved = 1e300, True
         if not moved:
             return
@@ -289,23 +324,24 @@ def _list_candidates(state: State, r: int, what: Int64) -> int:
 @inner
 def _score(state: State, r: int, what: int, tiles: Int64) -> tuple[float, int, int]:
     """Loss per unit of load that a tile or group takes off rank r, where to, and how many tiles it
-    has, written to `tiles`."""
+    has, written to tiles[0]."""
+    pins, on_machine, machine, load = state.pins, state.on_machine, state.machine, state.load
+    size, extra, edges, cap = state.size, state.extra, state.edges, state.caps[0]
     if what >= 0:
+        e, n, tiles[0, 0] = edges[what, 0], 1, what
         if state.tile_rank[what] != r:
             return 0.0, -1, 0
-        tiles[0] = what
-        moved, n = state.work[what], 1
-        gain, to = best_tile_move(state, what, -1e300)
     else:
         e = -1 - what
-        n = list_group(state.start, state.members, state.tile_rank, e, r, tiles)
+        n = list_group(state.start, state.members, state.tile_rank, e, r, tiles[0])
         if n < 2:
             return 0.0, -1, 0
-        moved = 0.0
-        for i in range(n):
-            moved += state.work[tiles[i]]
-        gain, to = best_group_move(state, e, r, n, tiles, -1e300)
-    useful = min(moved, state.load[r] - state.caps[0])
+    moved = list_edges(edges, state.work, tiles[0], n, e, tiles[1])
+    group = tiles[1, : n + 1]
+    gain, to = best_move(
+        pins, on_machine, machine, size, extra, load, group, r, cap - moved, -1e300
+    )
+    useful = min(moved, load[r] - cap)
     return (1.0 - gain) / max(useful, 1e-300), to, n
 
 
@@ -339,9 +375,9 @@ def repair_tokens(state: State, max_moves: int) -> None:
             if best_b < 0:
                 return
             best_s = block_rank[back]
-        move_block(state, best_b, best_s)
+        put_block(state, best_b, best_s)
         if back >= 0:
-            move_block(state, back, r)
+            put_block(state, back, r)
 
 
 @inner
@@ -370,7 +406,7 @@ def _swap_down(state: State, r: int, over: float) -> tuple[int, int]:
 @compiled
 def improve(state: State, max_passes: int) -> None:
     """Passes over tiles, groups of tiles and blocks, until they gain little or nothing."""
-    tiles = np.empty(len(state.tile_rank) + 1, np.int64)
+    tiles = np.empty((2, len(state.tile_rank) + 2), np.int64)
     total = 0.0
     for _ in range(max_passes):
         gain = _improve_tiles(state) + _improve_groups(state, tiles) + _improve_blocks(state)
@@ -382,15 +418,19 @@ def improve(state: State, max_passes: int) -> None:
 @inner
 def _improve_tiles(state: State) -> float:
     """Each tile goes to the rank of greatest positive gain that has room."""
-    pins, edges, tile_rank = state.pins, state.edges, state.tile_rank
-    total = 0.0
+    pins, on_machine, machine, load = state.pins, state.on_machine, state.machine, state.load
+    size, extra, edges, tile_rank = state.size, state.extra, state.edges, state.tile_rank
+    total, work, cap, group = 0.0, state.work, state.caps[0], np.empty(2, np.int64)
     for t in range(len(tile_rank)):
-        r = tile_rank[t]
-        if pins[edges[t, 0], r] > 1 and pins[edges[t, 1], r] > 1:
+        r, q, k = tile_rank[t], edges[t, 0], edges[t, 1]
+        if pins[q, r] > 1 and pins[k, r] > 1:
             continue  # leaving frees nothing
-        gain, to = best_tile_move(state, t, _EPSILON)
+        group[0], group[1] = q, k
+        gain, to = best_move(
+            pins, on_machine, machine, size, extra, load, group, r, cap - work[t], _EPSILON
+        )
         if to >= 0:
-            move_tile(state, t, to)
+            move_tile(pins, on_machine, machine, edges, work, load, tile_rank, t, to)
             total += gain
     return total
 
@@ -398,19 +438,24 @@ def _improve_tiles(state: State) -> float:
 @inner
 def _improve_groups(state: State, tiles: Int64) -> float:
     """All tiles of an edge on a rank move together where that gains."""
-    pins, start, members, tile_rank = state.pins, state.start, state.members, state.tile_rank
+    pins, on_machine, machine, load = state.pins, state.on_machine, state.machine, state.load
+    size, extra, edges, tile_rank = state.size, state.extra, state.edges, state.tile_rank
+    start, members, work, cap = state.start, state.members, state.work, state.caps[0]
     total = 0.0
-    for e in range(len(state.size)):
-        for r in range(len(state.load)):
-            if pins[e, r] == 0:
-                continue
-            n = list_group(start, members, tile_rank, e, r, tiles)
+    for e in range(len(size)):
+        for r in range(len(load)):
+            n = list_group(start, members, tile_rank, e, r, tiles[0]) if pins[e, r] > 0 else 0
             if n == 0:
                 continue
-            gain, to = best_group_move(state, e, r, n, tiles, _EPSILON)
+            most = cap - list_edges(edges, work, tiles[0], n, e, tiles[1])
+            group = tiles[1, : n + 1]
+            gain, to = best_move(
+                pins, on_machine, machine, size, extra, load, group, r, most, _EPSILON
+            )
             if to >= 0:
                 for i in range(n):
-                    move_tile(state, tiles[i], to)
+                    t = tiles[0, i]
+                    move_tile(pins, on_machine, machine, edges, work, load, tile_rank, t, to)
                 total += gain
     return total
 
@@ -444,8 +489,8 @@ def _improve_blocks(state: State) -> float:
                 if both > best:
                     best, best_s, best_back = both, s, c
         if best_s >= 0:
-            move_block(state, b, best_s)
+            put_block(state, b, best_s)
             if best_back >= 0:
-                move_block(state, best_back, r)
+                put_block(state, best_back, r)
             total += best
     return total

@@ -58,7 +58,7 @@ class Effort:
 
 FAST = Effort("", 0, 0, 2)
 QUALITY = Effort(
-    "_quality", 24, 100_000, 6, (Annealing(100_000, 0.3, 0.01), Annealing(80_000, 0.1, 0.01))
+    "_quality", 24, 100_000, 6, (Annealing(80_000, 0.3, 0.01), Annealing(60_000, 0.1, 0.01))
 )
 
 

@@ -137,26 +137,23 @@ def split_region(problem: Problem, region: Region, tree: Tree, taste: Taste) -> 
     parts.pieces[:count], parts.load[:count] = region.pieces[order], region.load[order]
     parts.lines[: len(region.lines)] = region.lines
     parts.span[0, 1] = count
-    _split_tree(problem, tree, taste, parts, len(region.lines))
+    _split_tree(problem, tree, taste, parts, _make_trial(count), len(region.lines))
     return parts
 
 
+def _make_trial(pieces: int) -> Trial:
+    order, side, best_side = np.empty((3, pieces), np.int64)
+    caps, used, room = np.empty((3, 2, 2))
+    cut, found = np.empty(5, np.int64), np.empty(2, np.int64)
+    return Trial(order, side, best_side, cut, np.empty(1), caps, used, room, found)
+
+
 @compiled
-def _split_tree(problem: Problem, tree: Tree, taste: Taste, parts: Parts, end: int) -> None:
+def _split_tree(
+    problem: Problem, tree: Tree, taste: Taste, parts: Parts, trial: Trial, end: int
+) -> None:
     """Fills `parts` from node 0 on; `end` says where free room begins in its lines."""
-    count = parts.span[0, 1]
-    top = count
-    trial = Trial(
-        np.empty(count, np.int64),
-        np.empty(count, np.int64),
-        np.empty(count, np.int64),
-        np.empty(5, np.int64),
-        np.empty(1),
-        np.empty((2, 2)),
-        np.empty((2, 2)),
-        np.empty((2, 2)),
-        np.empty(2, np.int64),
-    )
+    top = parts.span[0, 1]
     for node in range(len(tree.children)):
         if tree.children[node, 0] < 0:
             continue
