@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from itertools import pairwise
 from resource import RUSAGE_SELF, getrusage
 from time import perf_counter, process_time
 
@@ -51,7 +52,7 @@ def time_plan(case: Case, machines: int = 4) -> Times:
     lower_choice(task, choice)
     marks.append(process_time())
     tiles = sum(map(len, choice.candidate.graph.tiles.values()))
-    stages = (after - before for before, after in zip(marks, marks[1:], strict=False))
+    stages = (after - before for before, after in pairwise(marks))
     return Times(*stages, tiles, choice.candidate.placement.solver)
 
 
