@@ -155,7 +155,9 @@ def main() -> None:
     args = parser.parse_args()
     found = json.loads((DATA / "reference_planner.json").read_text())["rows"][: args.limit]
     numbers = f"{'MB':>8}{'inter':>8}{'comp.':>7}{'tok.':>6}{'CPU s':>8}"
-    print(f"{'published planner | ours':<28}{'solver, block':<16}{numbers} |{numbers}  ours at most")
+    print(
+        f"{'published planner | ours':<28}{'solver, block':<16}{numbers} |{numbers}  ours at most"
+    )
     rows = []
     for entry in found:
         rows.append(make_row(entry))
