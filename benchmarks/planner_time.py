@@ -29,6 +29,7 @@ from benchmarks.cases import (
 )
 from dyncp import PlannerConfig
 from dyncp.cost import ModelConfig, find_model
+from dyncp.placement import Balance
 from dyncp.planner import choose
 
 SPARSE = ("lambda", "blockwise", "shared")
@@ -42,6 +43,7 @@ class Result:
     ideal: float
     ours: float
     solver: str
+    balance: Balance
     limited: float
     missed: float
     statics: list[Static]
@@ -77,6 +79,7 @@ def run_case(case: Case, model: ModelConfig | None) -> Result:
         choice.simulated.ideal_seconds,
         choice.simulated.step_seconds,
         choice.candidate.placement.solver,
+        choice.candidate.balance,
         limited.simulated.step_seconds,
         limited.candidate.balance.missed,
         list(run_statics(task)),
@@ -115,6 +118,11 @@ def summarise(results: Sequence[Result]) -> None:
         f"best static / ours: geometric mean {geometric_mean(ratios):.3f}, worst {min(ratios):.4f} "
         f"({worst}); faster in {sum(r > 1 + 1e-9 for r in ratios)} of {len(results)}, equal in "
         f"{sum(abs(r - 1) <= 1e-9 for r in ratios)}, slower in {sum(r < 1 - 1e-9 for r in ratios)}"
+    )
+    print(
+        f"max/mean without limits: compute at most "
+        f"{max(r.balance.compute_max_over_mean for r in results):.2f}, tokens at most "
+        f"{max(r.balance.tokens_max_over_mean for r in results):.2f}"
     )
     _summarise_limits(results)
     _summarise_paper(results)
