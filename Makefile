@@ -32,7 +32,13 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.stages
 
 bench-planner: $(READY)
-	$(BIN)/python -m benchmarks.planner --verbose
+	$(BIN)/python -m benchmarks.planner_bytes
+	$(BIN)/python -m benchmarks.planner_reference
+	$(BIN)/python -m benchmarks.planner_time
+	$(BIN)/python -m benchmarks.planner_time --model llama3_8b
+	$(BIN)/python -m benchmarks.planner_sensitivity
+	$(BIN)/python -m benchmarks.planner_sensitivity --model llama3_8b
+	$(BIN)/python -m benchmarks.planner_speed
 
 bench-loader: $(READY)  ## step time with and without look-ahead
 	$(BIN)/python -m benchmarks.loader

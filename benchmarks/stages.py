@@ -9,19 +9,13 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
-from dyncp import AttentionShape, Batch, PlannerConfig, masks, plan_batch
-from dyncp.cost import CostModel, find_profile
+from benchmarks.cases import TOKENS, Case, make_task
+from dyncp import PlannerConfig, masks
 from dyncp.masks import count_tile_pairs
-from dyncp.placement import find_solver
 from dyncp.plan import encode_part
-from dyncp.planner import make_candidate
-from dyncp.samplers import sample_lengths
-from dyncp.simulate import simulate_schedules
-from dyncp.topology import preset
+from dyncp.planner import choose, lower_choice
 from dyncp.verify import check_plan
 
-TOKENS = 131_072
-SHAPE = AttentionShape(8, 2, 128)
 NEEDED: dict[str, dict[str, Any]] = {
     "prefix_lm": {"prefix": 1000},
     "document_packed": {"documents": [1024] * 128},
@@ -48,19 +42,17 @@ def time_masks() -> None:
 
 
 def time_plans() -> None:
-    topology, cost = preset("p4de", 4), CostModel(find_profile("p4de"), SHAPE)
     print(f"\n{'simulation, check, largest part':<34}{'tiles':>8}{'ms':>9}{'ms':>9}{'bytes':>9}")
     for sample in ("ldc", "single"):
-        batch = Batch.of([masks.causal(n) for n in sample_lengths(sample, TOKENS)])
-        for solver in ("bisection", "zigzag"):
-            config = PlannerConfig(solver)
-            made = make_candidate(find_solver(solver), batch, topology, SHAPE, config)
-            plan = plan_batch(batch, topology, SHAPE, config)
-            parts = (made.graph, made.placement, made.schedules)
-            simulated = best(lambda parts=parts: simulate_schedules(*parts, topology, cost))
+        batch = Case(sample, "causal").batch()
+        for solver in ("rows", "bisection", "zigzag"):
+            task = make_task(batch, PlannerConfig(solver))
+            choice = choose(task)
+            plan, candidate = lower_choice(task, choice), choice.candidate
+            simulated = best(lambda task=task, made=candidate: task.simulate(made))
             checked = best(lambda plan=plan, batch=batch: check_plan(plan, batch), 1)
             largest = max(len(encode_part(part)) for part in plan.parts)
-            tiles = len(made.graph.tiles["default"])
+            tiles = len(candidate.graph.tiles["default"])
             name = f"{sample} causal, {solver}"
             print(f"{name:<34}{tiles:>8,}{simulated:>9.1f}{checked:>9.0f}{largest:>9,}")
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from dyncp.arrays import Int64
-from dyncp.blocks import BlockGraph, Direction, Payload
+from dyncp.blocks import Q_INPUT, Q_RESULT, BlockGraph, Direction, Payload
 from dyncp.placement import Bound, RemoteUses, find_remote_uses, whole_rows
 from dyncp.planner.candidate import Placed
 from dyncp.planner.task import Task
@@ -33,7 +33,8 @@ def placed_seconds(task: Task, placed: Placed) -> float:
         seconds = task.cost.graph_tile_seconds(graph, name, direction)
         busy = np.bincount(rank, seconds, topology.num_ranks) / speed
         compute = float((busy + calls * task.cost.profile.call_seconds).max())
-        attention += max(compute, border * (1 + direction))
+        heads = _all_to_all_seconds(task, placed, direction)
+        attention += max(compute, border * (1 + direction), heads)
         if task.model is not None:
             per_token += task.model.seconds_per_token(task.cost.profile, direction)
     layers = 1 if task.model is None else task.model.layers
@@ -44,11 +45,34 @@ def placed_seconds(task: Task, placed: Placed) -> float:
 def _least_calls(placed: Placed, name: str) -> Int64:
     """Kernel calls of every rank: one, and in rings one for every rank whose keys it uses."""
     placement, ranks = placed.placement, placed.placement.num_ranks
-    if placement.pattern != "ring" or len(placed.graph.head_groups) > 1:
+    traffic, tiles = placement.traffic, placed.graph.tiles[name]
+    if traffic is None or traffic.pattern != "ring":
         return np.ones(ranks, np.int64)
-    owner = placement.block_rank[placed.graph.tiles[name].k_block].astype(np.int64)
-    pairs = np.unique(placement.tile_rank[name] * np.int64(ranks) + owner)
-    return np.maximum(np.bincount(pairs // ranks, minlength=ranks), 1)
+    home = traffic.home[tiles.k_block, tiles.head_group].astype(np.int64)
+    used = np.zeros((ranks, ranks), np.bool_)
+    used[placement.tile_rank[name], home] = True
+    calls: Int64 = np.maximum(used.sum(axis=1), 1)
+    return calls
+
+
+def _all_to_all_seconds(task: Task, placed: Placed, direction: Direction) -> float:
+    """What moving heads from owners to homes and their results back needs at least on the busiest
+    NIC, outwards."""
+    graph, traffic = placed.graph, placed.placement.traffic
+    if traffic is None or traffic.pattern != "ring" or len(graph.head_groups) == 1:
+        return 0.0
+    topology = task.topology
+    owner = np.broadcast_to(placed.placement.block_rank[:, None], traffic.home.shape)
+    per_machine = topology.ranks_per_machine
+    far = owner // per_machine != traffic.home // per_machine
+    sends = [Q_INPUT[direction], Payload.KV]
+    returns = [Q_RESULT[direction], *([Payload.DKV] if direction is Direction.BACKWARD else [])]
+    leaving = np.zeros(topology.num_ranks)
+    for rank, kinds in ((owner, sends), (traffic.home, returns)):
+        size = graph.blocks.tokens[:, None] * graph.payload_bytes[kinds].sum(axis=0)
+        leaving += np.bincount(rank[far], size[far], topology.num_ranks)
+    by_nic = np.bincount(np.arange(len(leaving)) // topology.ranks_per_nic, leaving)
+    return float(by_nic.max()) / topology.nic_bandwidth
 
 
 def _border_seconds(task: Task, placed: Placed, keys: RemoteUses) -> float:

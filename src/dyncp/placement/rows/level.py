@@ -5,7 +5,8 @@ ranks need which data: every rank that needs an edge gets it once, and every mac
 its border once.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import numba
 import numpy as np
@@ -20,6 +21,16 @@ _EPSILON = 1e-9
 OUTSIDERS = 4
 # Of all moves and swaps, those that relieve most are priced.
 PRICED = 16
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def inner(function: Function) -> Function:
+    """For functions that only compiled ones call: without wrappers for Python, `level` compiles in
+    6 s of CPU instead of 9."""
+    options: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    compiled: Function = numba.njit(nogil=True, **options)(function)
+    return compiled
 
 
 class Rows(NamedTuple):
@@ -82,7 +93,7 @@ def count_users(rows: Rows) -> None:
         _add(rows.start, rows.edges, rows.inside, b, r // rows.per_machine, 1)
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def _add(start: Int64, edges: Int64, counts: Int32, b: int, at: int, by: int) -> None:
     blocks = len(start) - 1
     counts[b, at] += by
@@ -91,7 +102,7 @@ def _add(start: Int64, edges: Int64, counts: Int32, b: int, at: int, by: int) ->
         counts[edges[i], at] += by
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def _change(
     start: Int64, edges: Int64, size: Float64, counts: Int32, b: int, r: int, s: int
 ) -> float:
@@ -107,7 +118,7 @@ def _change(
     return change
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def _cost(rows: Rows, b: int, r: int, s: int) -> float:
     change = _change(rows.start, rows.edges, rows.size, rows.users, b, r, s)
     m, n = r // rows.per_machine, s // rows.per_machine
@@ -116,7 +127,7 @@ def _cost(rows: Rows, b: int, r: int, s: int) -> float:
     return change
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def _move(rows: Rows, b: int, s: int) -> None:
     r = rows.rank[b]
     for what in range(2):
@@ -131,19 +142,19 @@ def _move(rows: Rows, b: int, s: int) -> None:
     rows.rank[b] = s
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def _share(used: Float64, aim: Float64, r: int) -> float:
     return float(max(used[r, 0] / aim[r, 0], used[r, 1] / aim[r, 1]))
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def _over(used: Float64, aim: Float64, r: int, work: float, tokens: float) -> float:
     """By how much a rank misses its aims with this much more work and tokens."""
     over_work = max(0.0, (used[r, 0] + work) / aim[r, 0] - 1.0)
     return float(over_work + max(0.0, (used[r, 1] + tokens) / aim[r, 1] - 1.0))
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def _breaks(used: Float64, limit: Float64, r: int, work: float, tokens: float) -> bool:
     """Whether that much more would break a limit, or miss it by more than now."""
     if work > 0 and used[r, 0] + work > limit[r, 0] * (1 + _EPSILON):
@@ -151,7 +162,7 @@ def _breaks(used: Float64, limit: Float64, r: int, work: float, tokens: float) -
     return tokens > 0 and used[r, 1] + tokens > limit[r, 1] * (1 + _EPSILON)
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def _find_partners(rows: Rows, r: int, between: bool, partner: Int64) -> int:
     """Ranks that r may give to: its machine's, and the emptiest of the others."""
     count = 0
@@ -175,7 +186,7 @@ def _find_partners(rows: Rows, r: int, between: bool, partner: Int64) -> int:
     return count
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def _find_exchanges(
     rows: Rows,
     r: int,
@@ -223,7 +234,7 @@ def _find_exchanges(
     return size
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def _cheapest(rows: Rows, r: int, found: Int64, relief: Float64, size: int) -> int:
     """Which of the exchanges costs the fewest bytes per relief."""
     unit = _EPSILON * rows.size.sum() + 1.0
@@ -239,7 +250,7 @@ def _cheapest(rows: Rows, r: int, found: Int64, relief: Float64, size: int) -> i
     return best_at
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def _list_members(rank: Int64, members: Int64, first: Int64) -> None:
     """Blocks of every rank: members[first[r] : first[r + 1]]."""
     first[:] = 0

@@ -79,15 +79,17 @@ class StaticBounds:
     def _chunk_work(self, count: int) -> Float64:
         """Share of the batch's work in each of `count` chunks of every sequence. Blocks that span
         chunks are shared out by length."""
+        # One running sum per sequence s, over [2 s, 2 s + 1].
         blocks, lengths = self._graph.blocks, np.asarray(self._lengths, np.float64)
-        work = np.zeros((len(lengths), count))
-        first = np.searchsorted(blocks.sequence, np.arange(len(lengths) + 1))
-        for s in range(len(lengths)):
-            own = slice(first[s], first[s + 1])
-            ends = np.append(0, blocks.end[own]) / lengths[s]
-            sums = np.append(0, np.cumsum(self._row_work[own]))
-            work[s] = np.diff(np.interp(np.arange(count + 1) / count, ends, sums))
-        return work
+        sequence, sums = blocks.sequence, np.cumsum(self._row_work)
+        first = np.searchsorted(sequence, np.arange(len(lengths)))
+        before = np.append(0, sums)[first]
+        ends = np.insert(
+            2 * sequence + blocks.end / lengths[sequence], first, 2 * np.arange(len(first))
+        )
+        sums = np.insert(sums - before[sequence], first, 0)
+        at = 2 * np.arange(len(lengths))[:, None] + np.arange(count + 1) / count
+        return np.diff(np.interp(at.ravel(), ends, sums).reshape(at.shape), axis=1)
 
     def _hybrid(self, name: str) -> Bound:
         budget = re.fullmatch(r"megatron_hybrid(?:/tokens(\d+))?", name)

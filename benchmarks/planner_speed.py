@@ -1,0 +1,167 @@
+"""How long planning takes: CPU milliseconds from lengths and masks to the plans of all ranks.
+
+    python -m benchmarks.planner_speed [--only table|curve|large|first] [--repeats 3]
+
+Forward and backward, default config, 8 q heads, 2 kv heads, head dim 128, one core. `table` has
+131,072 tokens on p4de, 4 × 8 ranks; `curve` long-tailed tokens, 4,096 for every rank; `large` the
+largest batches, each in a process of its own; `first` the first plan of a new process, with an
+empty and with a filled compile cache.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from itertools import pairwise
+from resource import RUSAGE_SELF, getrusage
+from time import perf_counter, process_time
+
+from benchmarks.cases import LISTS, MASKS, Case, cluster, make_task
+from dyncp.planner import choose, lower_choice
+
+TOKENS_PER_RANK = 4096
+BARS = {"single": 150}
+LONG_TAILED_BAR = 60
+# Tokens, machines, sample and mask, plans of which the fastest counts, seconds aimed at.
+LARGE = (
+    (2**20, 8, "ldc causal", 3, 0.5),
+    (2**20, 8, "single causal", 3, 0.5),
+    (2**24, 128, "ldc causal", 1, 20),
+    (2**24, 128, "ldc shared", 1, 20),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """CPU seconds of the stages, and what came out."""
+
+    masks: float
+    choose: float
+    lower: float
+    tiles: int
+    solver: str
+
+    @property
+    def total(self) -> float:
+        return self.masks + self.choose + self.lower
+
+
+def time_plan(case: Case, machines: int = 4) -> Times:
+    marks = [process_time()]
+    batch = case.batch()
+    marks.append(process_time())
+    task = make_task(batch, topology=cluster(machines))
+    choice = choose(task)
+    marks.append(process_time())
+    lower_choice(task, choice)
+    marks.append(process_time())
+    tiles = sum(map(len, choice.candidate.graph.tiles.values()))
+    stages = (after - before for before, after in pairwise(marks))
+    return Times(*stages, tiles, choice.candidate.placement.solver)
+
+
+def best_time(case: Case, machines: int = 4, repeats: int = 3) -> Times:
+    """The fastest of some plans; compiled code is warm."""
+    time_plan(Case("ldc", case.mask))
+    return min((time_plan(case, machines) for _ in range(repeats)), key=lambda times: times.total)
+
+
+def draw_table(repeats: int) -> None:
+    print(f"{'131,072 tokens, 4 × 8 ranks':<28}{'masks':>8}{'choose':>8}{'lower':>8}{'sum ms':>8}"
+          f"{'bar':>6}{'tiles':>9}  solver")  # fmt: skip
+    for sample in LISTS:
+        for mask in MASKS:
+            times, bar = best_time(Case(sample, mask), repeats=repeats), BARS.get(sample)
+            stages = (times.masks, times.choose, times.lower, times.total)
+            print(
+                f"{sample + ' ' + mask:<28}" + "".join(f"{1e3 * s:>8.1f}" for s in stages)
+                + f"{bar or LONG_TAILED_BAR:>6}{times.tiles:>9,}  {times.solver}", flush=True
+            )  # fmt: skip
+
+
+def draw_curve(repeats: int) -> None:
+    print(f"\n{'long-tailed, causal':<28}{'ranks':>8}{'tiles':>10}{'sum ms':>9}{'µs/tile':>9}")
+    for exponent in range(16, 23):
+        tokens = 2**exponent
+        ranks = tokens // TOKENS_PER_RANK
+        times = best_time(Case("ldc", "causal", tokens=tokens), ranks // 8, repeats)
+        print(
+            f"{tokens:>13,} tokens{'':<8}{ranks:>8}{times.tiles:>10,}{1e3 * times.total:>9.0f}"
+            f"{1e6 * times.total / times.tiles:>9.1f}", flush=True
+        )  # fmt: skip
+
+
+def draw_large() -> None:
+    print()
+    for tokens, machines, what, repeats, bar in LARGE:
+        options = f"--repeats {repeats} --large {tokens} {machines} {what}"
+        found = _run_apart(*options.split())
+        print(f"{tokens:,} tokens on {machines} × 8 ranks, {what}: {found} (bar {bar} s)")
+
+
+def plan_large(tokens: int, machines: int, sample: str, mask: str, repeats: int) -> None:
+    """Prints CPU seconds and peak memory of one plan; a small one before it warms up."""
+    times = best_time(Case(sample, mask, tokens=tokens), machines, repeats)
+    memory = getrusage(RUSAGE_SELF).ru_maxrss / 2**20
+    print(
+        f"{times.total:.2f} s of CPU (masks {times.masks:.2f}, choose {times.choose:.2f}, lower "
+        f"{times.lower:.2f}), {memory:.1f} GiB at most, {times.tiles:,} tiles"
+    )
+
+
+def draw_first() -> None:
+    print()
+    with tempfile.TemporaryDirectory() as folder:
+        for cache, bar in (("empty", 10), ("filled", 1)):
+            found = _run_apart("--first", cache_folder=folder)
+            print(f"first plan of a process, compile cache {cache}: {found} (bar {bar} s)")
+
+
+def plan_first(start: float) -> None:
+    before = process_time()
+    time_plan(Case("ldc", "causal"))
+    print(
+        f"{process_time() - before:.2f} s of CPU, {perf_counter() - start:.2f} s passed; importing "
+        f"took {before:.2f} s of CPU before"
+    )
+
+
+def _run_apart(*options: str, cache_folder: str | None = None) -> str:
+    """What this module prints when it runs with `options` in a process of its own."""
+    own = {} if cache_folder is None else {"NUMBA_CACHE_DIR": cache_folder}
+    command = [sys.executable, "-m", "benchmarks.planner_speed", *options]
+    done = subprocess.run(
+        command, env=os.environ | own, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def main() -> None:
+    start = perf_counter()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=("table", "curve", "large", "first"))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--large", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--first", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.large:
+        tokens, machines, sample, mask = args.large
+        plan_large(int(tokens), int(machines), sample, mask, args.repeats)
+        return
+    if args.first:
+        plan_first(start)
+        return
+    if args.only in (None, "table"):
+        draw_table(args.repeats)
+    if args.only in (None, "curve"):
+        draw_curve(args.repeats)
+    if args.only in (None, "large"):
+        draw_large()
+    if args.only in (None, "first"):
+        draw_first()
+
+
+if __name__ == "__main__":
+    main()
