@@ -3,17 +3,16 @@
 from dyncp.blocks.batch import DEFAULT_MASK, Batch
 from dyncp.blocks.build import (
     BLOCK_MULTIPLE,
-    BLOCKS_PER_RANK,
     build_blocks,
     build_graph,
     choose_block_sizes,
+    choose_sizes_by_work,
 )
 from dyncp.blocks.graph import BlockGraph, Tiles, TokenBlock, TokenBlocks
 from dyncp.blocks.payload import Q_INPUT, Q_RESULT, Direction, Payload, bytes_per_token
 from dyncp.blocks.shape import ITEM_BYTES, AttentionShape, HeadGroup
 
 __all__ = [
-    "BLOCKS_PER_RANK",
     "BLOCK_MULTIPLE",
     "DEFAULT_MASK",
     "ITEM_BYTES",
@@ -32,4 +31,5 @@ __all__ = [
     "build_graph",
     "bytes_per_token",
     "choose_block_sizes",
+    "choose_sizes_by_work",
 ]

@@ -31,6 +31,17 @@ def choose_block_sizes(lengths: Sequence[int], num_ranks: int) -> Int64:
     return np.where(ranks_needed > 1, size, length)
 
 
+def choose_sizes_by_work(lengths: Sequence[int], num_ranks: int) -> Int64:
+    """Like `choose_block_sizes`, but a sequence needs as many ranks as its share of the tokens says
+    or, if all were causal, its share of the work: one that has few tokens for a rank and more than
+    its share of the work is cut, too."""
+    length = np.asarray(lengths, np.int64)
+    share = np.maximum(length / length.sum(), length**2 / (length**2).sum()) * num_ranks
+    size = -(-length // (np.ceil(share) * BLOCKS_PER_RANK).astype(np.int64))
+    size = np.where(size >= BLOCK_MULTIPLE, -(-size // BLOCK_MULTIPLE) * BLOCK_MULTIPLE, size)
+    return np.where(share > 1, size, length)
+
+
 def build_blocks(lengths: Sequence[int], block_sizes: Sequence[int]) -> TokenBlocks:
     """Blocks of `block_sizes[s]` tokens for every sequence s; its last one may be shorter."""
     length, size = np.asarray(lengths, np.int64), np.asarray(block_sizes, np.int64)

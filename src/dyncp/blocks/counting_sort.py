@@ -2,11 +2,11 @@
 
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
 from dyncp.arrays import Int64
+from dyncp.compiled import compiled
 
 Column = npt.NDArray[Any]
 
@@ -22,7 +22,7 @@ def sorted_order(*columns: tuple[Column, int]) -> Int64:
     return order
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _sort_pass(order: Int64, keys: Int64, num_keys: int) -> Int64:
     place = np.zeros(num_keys + 1, np.int64)
     for key in keys:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numba
 import numpy as np
 import numpy.typing as npt
+
+from dyncp.compiled import compiled, inner
 
 IntArray = npt.NDArray[np.int32]
 RangeOperator = Callable[[IntArray, IntArray], IntArray]
@@ -69,7 +70,7 @@ def merge(starts: IntArray, ends: IntArray) -> IntArray:
     return ranges if most == num_ranges else ranges[:, :most].copy()
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _merge(starts: IntArray, ends: IntArray, ranges: IntArray) -> int:
     """Fills `ranges`; gives the most ranges of a token."""
     num_ranges, length = starts.shape
@@ -90,7 +91,7 @@ def _merge(starts: IntArray, ends: IntArray, ranges: IntArray) -> int:
     return most
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def _sort_ranges(starts: IntArray, ends: IntArray, ranges: IntArray, token: int) -> int:
     """Puts the ranges of a token that are not empty in order of their starts; gives their number.
     Ranges mostly come in order, or in two lists that are."""

@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from dyncp.compiled import compiled
 from dyncp.masks.compose import IntArray
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _check(masks: Sequence[Mask], block_sizes: Sequence[int]) -> None:
             raise ValueError(f"block size {index} is {block_size}; allowed is at least 1")
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _add_tiles(
     rows: IntArray,
     size: int,
@@ -118,7 +118,7 @@ def _add_tiles(
     return count
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _fill_histograms(
     rows: IntArray, row: int, end_row: int, size: int, numbers: PairCounts, sums: PairCounts
 ) -> tuple[int, int]:

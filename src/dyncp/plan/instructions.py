@@ -1,9 +1,9 @@
 """Orders every rank's launches, waits and computations."""
 
-import numba
 import numpy as np
 
 from dyncp.arrays import Bool, Int32, Int64
+from dyncp.compiled import compiled, inner
 from dyncp.plan.rank_plan import Op
 
 LAUNCH, WAIT, COMPUTE = int(Op.LAUNCH), int(Op.WAIT), int(Op.COMPUTE)
@@ -49,7 +49,7 @@ def index_instructions(steps: Int64, first: Int64, width: int) -> Int64:
     return at
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _order(
     steps: Int64,
     first: Int64,
@@ -88,7 +88,7 @@ def _order(
         first[rank + 1] = count
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def _wait(steps: Int64, count: int, waiting: Bool, rank: int, phase: int) -> int:
     if phase >= 0 and waiting[rank, phase]:
         steps[count, 0], steps[count, 1] = WAIT, phase

@@ -8,11 +8,11 @@ runs say it all. Rows 0..3 of a causal mask, [0,1) [0,2) [0,3) [0,4), are one ru
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 
 from dyncp.arrays import Bool, Int32, Int64, frozen, starts_of
 from dyncp.blocks import TokenBlocks
+from dyncp.compiled import compiled, inner
 from dyncp.plan.by_rank import ranges_of, split_by_rank
 
 # Rows whose slopes are compared together: 131,072 rows of two ranges take 0.15 ms, one by one 0.53.
@@ -79,7 +79,7 @@ def _flat(rows: Int32) -> Int32:
     return frozen(rows).reshape(len(rows), -1)
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _run_starts(rows: Int32, num_columns: int, length: int, block_start: Int32) -> Int64:
     """Rows at which a block begins or the slope of any column changes. The last row of a block goes
     on as the one before it did."""
@@ -103,7 +103,7 @@ def _run_starts(rows: Int32, num_columns: int, length: int, block_start: Int32) 
     return starts[:count].copy()
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def _is_straight(rows: Int32, num_columns: int, first: int, end: int) -> bool:
     """Whether no slope changes in rows [first, end). Unsigned indices let it be vectorised."""
     bend, columns = 0, np.uint64(num_columns)
@@ -113,7 +113,7 @@ def _is_straight(rows: Int32, num_columns: int, first: int, end: int) -> bool:
     return bend == 0
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _fill_runs(rows: Int32, starts: Int64, base: Int32, slope: Int32, run: int) -> None:
     """Ranges at the starts and how they grow there, from row `run` of base and slope on; columns
     that the rows do not have are empty ranges."""

@@ -5,12 +5,12 @@ All ranks at once: a column holds the values of rank 0, then those of rank 1, an
 
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 
 from dyncp.arrays import Int64
 from dyncp.blocks import Payload
 from dyncp.blocks.counting_sort import sorted_order
+from dyncp.compiled import compiled, inner
 from dyncp.plan.rank_plan import INPUT_SPACE, RESULT_SPACE, Space
 
 
@@ -72,7 +72,7 @@ def find_lifetimes(received: Uses, rank: Int64, uses: list[Uses], num_blocks: in
     return Lifetimes(rank, space, block, group, first, last, received.of_rank)
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _extend(
     last: Int64,
     place: Int64,
@@ -151,7 +151,7 @@ def _fit_workspaces(
     return row, end
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _first_fit(
     row: Int64,
     end: Int64,
@@ -184,7 +184,7 @@ def _first_fit(
             end[workspace] = max(end[workspace], row[slot] + size[slot])
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def _give_back(gaps: Int64, num_gaps: int, row: int, size: int) -> int:
     """Adds a gap where its row belongs; gives the number of gaps."""
     place = num_gaps
@@ -195,7 +195,7 @@ def _give_back(gaps: Int64, num_gaps: int, row: int, size: int) -> int:
     return num_gaps + 1
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def _join_gaps(gaps: Int64, num_gaps: int) -> int:
     """Joins gaps that touch and drops empty ones; gives the number that stays."""
     kept = 0

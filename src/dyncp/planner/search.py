@@ -36,6 +36,8 @@ LOOSE = (0.2, 0.4)
 TOKENS = {"fast": (0.01, 0.005), "quality": (0.05, 0.02, 0.01, 0.005, 0.0025)}
 OTHER_SOLVERS = {"fast": (), "quality": ("bisection", "bisection_quality", "whole_documents")}
 OTHER_DIVISIONS = {"fast": (2, 8), "quality": (2, 3, 6, 8, 12)}
+# Times the ideal: a step that effort "fast" is content with.
+CLOSE = 1.05
 # Less exposed communication than this share of attention is not worth other divisions.
 HIDDEN = 0.02
 
@@ -148,6 +150,15 @@ class Search:
     def found(self) -> bool:
         return self._best is not None
 
+    @property
+    def is_close(self) -> bool:
+        """Whether the best keeps the limits and is so near its ideal that other dynamic candidates
+        are not worth their time."""
+        if self._best is None or self._task.config.effort != "fast":
+            return False
+        missed, seconds, _, simulated = self._best
+        return missed == 0 and seconds <= CLOSE * simulated.ideal_seconds
+
     def simulate(self, name: str, candidate: Candidate) -> None:
         simulated = self._task.simulate(candidate)
         missed, seconds = candidate.balance.missed, simulated.step_seconds
@@ -160,7 +171,8 @@ def search(task: Task) -> Choice:
     """The candidate with the shortest simulated step."""
     found = Search(task)
     for name, solver, limits, cut in _dynamic(task):
-        found.consider(name, solver, limits, cut)
+        if not found.is_close:
+            found.consider(name, solver, limits, cut)
     if found.found:
         found.try_divisions()
     found.try_static()

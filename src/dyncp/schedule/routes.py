@@ -10,10 +10,10 @@ there and cross back once. Two machines, A B | C D, a block of A used by all:
 from dataclasses import dataclass
 from functools import cached_property
 
-import numba
 import numpy as np
 
 from dyncp.arrays import Bool, Float64, Int64
+from dyncp.compiled import compiled
 from dyncp.schedule.uses import Uses
 from dyncp.topology import Topology
 
@@ -110,7 +110,7 @@ def travel_seconds(
     return float(inside) / topology.intra.bandwidth, float(between) / topology.nic_bandwidth
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _choose_relays(
     rank: Int64,
     size: Float64,

@@ -6,9 +6,8 @@ the head of a message goes on to the second port at once, so both work at the sa
 inside machines and over their borders do not wait for each other.
 """
 
-import numba
-
 from dyncp.arrays import Int64
+from dyncp.compiled import compiled, inner
 from dyncp.plan import Op
 from dyncp.simulate.queue import pop, push
 from dyncp.simulate.world import Record, Records
@@ -19,7 +18,7 @@ ARRIVED, LAUNCHED, READY, PORT_FREE = 0, 1, 2, 3
 KIND = 1 << 40  # an event's key is kind × KIND + number of message, rank and phase, or port
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def _advance(steps: Records, ranks: Records, cells: Records, events: Records, r: int) -> None:
     """Runs rank r up to a wait for something that has not arrived."""
     rank = ranks[r]
@@ -40,7 +39,7 @@ def _advance(steps: Records, ranks: Records, cells: Records, events: Records, r:
             push(events, step.end, LAUNCHED * KIND + r * cells.shape[1] + step.argument)
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def _begin_phases(
     ranks: Records,
     queues: Int64,
@@ -69,7 +68,7 @@ def _begin_phases(
                     push(events, time, READY * KIND + touching[i])
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def _wait_at(port: Record, number: int, m: int, messages: Records, events: Records) -> None:
     """Queues message m at a port, behind those with smaller numbers."""
     ahead = port.waiting
@@ -85,7 +84,7 @@ def _wait_at(port: Record, number: int, m: int, messages: Records, events: Recor
     messages[ahead].behind = m
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def _serve(port: Record, message: Record, time: float) -> None:
     port.free = time + message.size / port.bandwidth
     port.moved += message.size
@@ -96,7 +95,7 @@ def _serve(port: Record, message: Record, time: float) -> None:
     message.hop += 1
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def _travel(
     messages: Records, routes: Int64, ports: Records, events: Records, m: int, time: float
 ) -> None:
@@ -113,7 +112,7 @@ def _travel(
     push(events, message.arrival, ARRIVED * KIND + m)
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def _next_at_port(
     messages: Records, routes: Int64, ports: Records, events: Records, number: int, time: float
 ) -> None:
@@ -127,7 +126,7 @@ def _next_at_port(
     _travel(messages, routes, ports, events, m, time)
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def run_events(
     steps: Records,
     ranks: Records,

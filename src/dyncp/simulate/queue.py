@@ -3,12 +3,11 @@
 Entry 0 holds, as its key, how many events there are; the heap starts at entry 1.
 """
 
-import numba
-
+from dyncp.compiled import inner
 from dyncp.simulate.world import Records
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def push(queue: Records, time: float, key: int) -> None:
     at = queue[0].key + 1
     queue[0].key = at
@@ -21,7 +20,7 @@ def push(queue: Records, time: float, key: int) -> None:
     queue[at].time, queue[at].key = time, key
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def pop(queue: Records) -> tuple[float, int]:
     first_time, first_key, size = queue[1].time, queue[1].key, queue[0].key
     time, key, at = queue[size].time, queue[size].key, 1

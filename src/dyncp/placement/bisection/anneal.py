@@ -10,7 +10,7 @@ import math
 import numpy as np
 
 from dyncp.arrays import Float64, Int64
-from dyncp.placement.bisection.compiled import compiled, inner
+from dyncp.compiled import compiled, inner
 from dyncp.placement.bisection.refine import (
     State,
     block_gain,

@@ -13,7 +13,7 @@ arrays costs reference counts at run time and most of the time to compile.
 """
 
 from dyncp.arrays import Float64, Int32, Int64
-from dyncp.placement.bisection.compiled import inner
+from dyncp.compiled import inner
 
 # Start rows tried per cut.
 MAX_STARTS = 48

@@ -3,7 +3,7 @@
 import numpy as np
 
 from dyncp.arrays import Float64, Int64
-from dyncp.placement.bisection.compiled import compiled, inner
+from dyncp.compiled import compiled, inner
 
 # Only so many of the largest pieces are swapped, so often.
 SWAPPED_PIECES, MAX_SWAPS = 96, 60

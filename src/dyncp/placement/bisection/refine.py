@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dyncp.arrays import Float64, Int32, Int64
-from dyncp.placement.bisection.compiled import compiled, inner
+from dyncp.compiled import compiled, inner
 
 _EPSILON = 1e-9
 

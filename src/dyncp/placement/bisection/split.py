@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dyncp.arrays import Bool, Float64, Int32, Int64
+from dyncp.compiled import compiled, inner
 from dyncp.placement.bisection.bands import best_band, miss, sum_lines
-from dyncp.placement.bisection.compiled import compiled, inner
 from dyncp.placement.bisection.leveling import MAX_SWAPS, level_pieces
 from dyncp.placement.bisection.problem import Problem
 

@@ -5,13 +5,12 @@ ranks need which data: every rank that needs an edge gets it once, and every mac
 its border once.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
-import numba
 import numpy as np
 
 from dyncp.arrays import Float64, Int32, Int64
+from dyncp.compiled import compiled, inner
 from dyncp.placement.bisection.problem import Problem
 from dyncp.placement.rows.homes import Needs
 from dyncp.topology import Topology
@@ -21,16 +20,6 @@ _EPSILON = 1e-9
 OUTSIDERS = 4
 # Of all moves and swaps, those that relieve most are priced.
 PRICED = 16
-
-Function = TypeVar("Function", bound=Callable[..., object])
-
-
-def inner(function: Function) -> Function:
-    """For functions that only compiled ones call: without wrappers for Python, `level` compiles in
-    6 s of CPU instead of 9."""
-    options: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-    compiled: Function = numba.njit(nogil=True, **options)(function)
-    return compiled
 
 
 class Rows(NamedTuple):
@@ -82,7 +71,7 @@ def _border(topology: Topology) -> float:
     return topology.intra.bandwidth * topology.ranks_per_machine / topology.inter.bandwidth
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def count_users(rows: Rows) -> None:
     """Fills users, inside and used from the blocks' ranks."""
     for b in range(len(rows.rank)):
@@ -266,7 +255,7 @@ def _list_members(rank: Int64, members: Int64, first: Int64) -> None:
     first[0] = 0
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def level(rows: Rows, max_moves: int, between: bool) -> None:
     """Moves or swaps blocks off the rank that misses its aims most; `between` machines too."""
     ranks = len(rows.used)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dyncp.arrays import Bool, Float64, Int32, Int64, frozen
-from dyncp.blocks import BLOCK_MULTIPLE, BLOCKS_PER_RANK, BlockGraph
+from dyncp.blocks import BLOCK_MULTIPLE, BlockGraph, choose_sizes_by_work
 from dyncp.placement.bisection.leveling import level_all
 from dyncp.placement.bisection.problem import Problem, make_problem
 from dyncp.placement.bisection.recurse import Budget, Way, owners, split
@@ -115,21 +115,12 @@ def _aim_at_machine_means(rows: Rows, speed: Float64) -> None:
     rows.aim[:, 0] = np.minimum(rows.limit[:, 0], aim)
 
 
-def block_sizes(lengths: Sequence[int], num_ranks: int) -> Int64:
-    """About 8 blocks per rank that a sequence needs, by tokens or, if it were causal, by work."""
-    length = np.asarray(lengths, np.int64)
-    share = np.maximum(length / length.sum(), length**2 / (length**2).sum()) * num_ranks
-    size = -(-length // (np.ceil(share) * BLOCKS_PER_RANK).astype(np.int64))
-    size = np.where(size >= BLOCK_MULTIPLE, -(-size // BLOCK_MULTIPLE) * BLOCK_MULTIPLE, size)
-    return np.where(share > 1, size, length)
-
-
 def fine_block_sizes(lengths: Sequence[int], num_ranks: int) -> Int64:
-    """Like `block_sizes`, but no block has more than about 1/16 of a rank's tokens, so that tokens
-    can be levelled where they cost time."""
+    """Like `choose_sizes_by_work`, but no block has more than about 1/16 of a rank's tokens, so
+    that tokens can be levelled where they cost time."""
     most = max(BLOCK_MULTIPLE, sum(lengths) // num_ranks // FINE // BLOCK_MULTIPLE * BLOCK_MULTIPLE)
-    return np.minimum(block_sizes(lengths, num_ranks), most)
+    return np.minimum(choose_sizes_by_work(lengths, num_ranks), most)
 
 
-rows = Solver("rows", place_rows, block_sizes)
+rows = Solver("rows", place_rows, choose_sizes_by_work)
 rows_fine = Solver("rows_fine", place_rows, fine_block_sizes)

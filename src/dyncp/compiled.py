@@ -1,4 +1,4 @@
-"""How the solver's loops are compiled.
+"""How loops are compiled.
 
 Most of a cold start is compiling. Functions that only other compiled ones call get no wrappers for
 Python and are kept in their callers' caches; dividing by zero gives infinity rather than a check
