@@ -4,7 +4,7 @@ import numpy as np
 
 from dyncp.arrays import Int64
 from dyncp.blocks import Q_INPUT, Q_RESULT, BlockGraph, Direction, Payload
-from dyncp.placement import Bound, RemoteUses, find_remote_uses, whole_rows
+from dyncp.placement import Bound, find_remote_uses, whole_rows
 from dyncp.planner.candidate import Placed
 from dyncp.planner.task import Task
 
@@ -25,9 +25,7 @@ def placed_seconds(task: Task, placed: Placed) -> float:
     graph, placement, topology = placed.graph, placed.placement, task.topology
     name = next(iter(graph.tiles))
     rank, speed = placement.tile_rank[name], topology.rank_speeds
-    keys = find_remote_uses(graph, placement, name, graph.tiles[name].k_block)
-    calls = _least_calls(placed, name)
-    border = _border_seconds(task, placed, keys)
+    calls, border = _least_calls(placed, name), _border_seconds(task, placed, name)
     attention = per_token = 0.0
     for direction in list(Direction)[: 1 if task.config.forward_only else 2]:
         seconds = task.cost.graph_tile_seconds(graph, name, direction)
@@ -75,18 +73,22 @@ def _all_to_all_seconds(task: Task, placed: Placed, direction: Direction) -> flo
     return float(by_nic.max()) / topology.nic_bandwidth
 
 
-def _border_seconds(task: Task, placed: Placed, keys: RemoteUses) -> float:
+def _border_seconds(task: Task, placed: Placed, name: str) -> float:
     """What keys and values need at least on the busiest NIC, forward: every machine gets a block
     once, or, in static methods, every rank."""
-    topology, owner = task.topology, placed.placement.block_rank[keys.block]
+    topology, placement, k_block = task.topology, placed.placement, placed.graph.tiles[name].k_block
+    ranks = topology.ranks_per_machine
+    crosses = placement.tile_rank[name] // ranks != placement.block_rank[k_block] // ranks
+    if placement.pattern == "ring" or not crosses.any():  # in rings, blocks come from neighbours
+        return 0.0
+    keys = find_remote_uses(placed.graph, placement, name, k_block)
+    owner = placement.block_rank[keys.block]
     machine = keys.rank // topology.ranks_per_machine
     far = machine != owner // topology.ranks_per_machine
     size = placed.graph.payload_bytes[Payload.KV, keys.head_group[far]]
     size = size * placed.graph.blocks.tokens[keys.block[far]]
-    traffic = placed.placement.traffic
-    if placed.placement.pattern == "ring":
-        return 0.0  # blocks come from neighbours
-    if placed.placement.static and (traffic is None or traffic.machine is None):
+    traffic = placement.traffic
+    if placement.static and (traffic is None or traffic.machine is None):
         busiest = np.bincount(keys.rank[far] // topology.ranks_per_nic, size, 1).max()
         return float(busiest) / topology.nic_bandwidth
     what = (machine[far] * len(placed.graph.blocks) + keys.block[far]) * len(
@@ -121,7 +123,7 @@ def static_seconds(task: Task, whole: list[float], bound: Bound) -> float:
     speed = float(task.topology.rank_speeds.max())
     attention = per_token = 0.0
     for direction, seconds in zip(Direction, whole, strict=False):
-        compute = work * seconds / speed + cost.profile.call_seconds
+        compute = work * seconds / speed + bound.calls * cost.profile.call_seconds
         moved = kv_bytes * (2 if direction is Direction.BACKWARD else 1)
         attention += max(compute, moved * bound.seconds_per_byte)
         if model is not None:

@@ -23,15 +23,19 @@ from dyncp.topology import Topology
 # Chunks end on whole tokens, and work inside a block is taken to be even: estimates from chunks
 # count with this share, and not at all where sequences have few tokens per rank.
 CERTAIN, SHORT = 0.95, 8
+# Share of all pairs that causal masks allow at least.
+DENSE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Least shares of the batch's work and tokens on the fullest rank, and the seconds per byte of
-    a token's keys and values that forward communication takes at least."""
+    """Least shares of the batch's work and tokens on the fullest rank, the kernel calls that it
+    makes at least, and the seconds per byte of a token's keys and values that forward communication
+    takes at least."""
 
     work: float
     tokens: float
+    calls: int
     seconds_per_byte: float
 
 
@@ -42,6 +46,9 @@ class StaticBounds:
         self._graph, self._topology = graph, topology
         self._lengths = graph.batch.lengths
         self._has_short = min(self._lengths) < SHORT * topology.num_ranks
+        pairs, rows = whole_rows(graph)
+        # Causal or more: the last rows of a sequence use the keys of all ranks, hop after hop.
+        self._is_dense = not self._has_short and bool((pairs >= DENSE * rows**2).all())
         self._load = np.ascontiguousarray(sequence_load(graph)[:, ::-1])  # work, tokens
         self._row_work = block_work(graph) / max(float(block_work(graph).sum()), 1.0)
         self._deal = cache(lambda groups: deal_loads(self._load, groups))
@@ -61,6 +68,7 @@ class StaticBounds:
         return Bound(
             self._work(method, share, degree, heads),
             tokens / degree,
+            degree // heads if method.pattern == "ring" and self._is_dense else 1,
             self._seconds_per_byte(method, tokens * sum(self._lengths), degree, heads),
         )
 
@@ -98,10 +106,10 @@ class StaticBounds:
         tokens = None if budget[1] is None else int(budget[1])
         ranks = self._topology.num_ranks
         if self._has_short:
-            return Bound(1 / ranks, 1 / ranks, 0.0)
+            return Bound(1 / ranks, 1 / ranks, 1, 0.0)
         shares = hybrid_shares(self._load, self._lengths, ranks, tokens)
         work, held = CERTAIN * shares.max(axis=0)
-        return Bound(float(work), float(held), 0.0)
+        return Bound(float(work), float(held), 1, 0.0)
 
     def _seconds_per_byte(
         self, method: Method, group_tokens: float, degree: int, heads: int
