@@ -86,3 +86,18 @@ def test_a_file_that_cannot_be_written_is_one_line(capsys, tmp_path):
         error = capsys.readouterr().err.splitlines()[-1]
         assert error.startswith("dyncp: error: ")
         assert "cannot be written: No such file" in error
+
+
+def test_objective_effort_and_head_groups_are_choices(capsys):
+    words = ["plan", "--lengths", "9000,3000,700", "--machines", "2", "--ranks-per-machine", "2"]
+    found = {}
+    for objective in ("time", "bytes"):
+        options = ["--objective", objective, "--head-groups", "auto", "--effort", "fast", "--json"]
+        assert main([*words, *options]) == 0
+        found[objective] = json.loads(capsys.readouterr().out)
+    assert found["bytes"]["solver"] == "bisection_bytes"
+    moved = {name: one["forward"]["bytes"] for name, one in found.items()}
+    steps = {name: one["simulated"]["step_seconds"] for name, one in found.items()}
+    assert moved["bytes"] <= moved["time"]
+    assert steps["time"] <= steps["bytes"]
+    assert "ruled out by their bounds" in found["time"]["why"]

@@ -36,8 +36,8 @@ LOOSE = (0.2, 0.4)
 TOKENS = {"fast": (0.01, 0.005), "quality": (0.05, 0.02, 0.01, 0.005, 0.0025)}
 OTHER_SOLVERS = {"fast": (), "quality": ("bisection", "bisection_quality", "whole_documents")}
 OTHER_DIVISIONS = {"fast": (2, 8), "quality": (2, 3, 6, 8, 12)}
-# Times the ideal: a step that effort "fast" is content with.
-CLOSE = 1.05
+# Times the ideal: a step that effort "fast" is content with, for attention alone and with a model.
+CLOSE, CLOSE_WITH_MODEL = 1.05, 1.01
 # Less exposed communication than this share of attention is not worth other divisions.
 HIDDEN = 0.02
 
@@ -157,7 +157,8 @@ class Search:
         if self._best is None or self._task.config.effort != "fast":
             return False
         missed, seconds, _, simulated = self._best
-        return missed == 0 and seconds <= CLOSE * simulated.ideal_seconds
+        close = CLOSE if self._task.model is None else CLOSE_WITH_MODEL
+        return missed == 0 and seconds <= close * simulated.ideal_seconds
 
     def simulate(self, name: str, candidate: Candidate) -> None:
         simulated = self._task.simulate(candidate)
