@@ -18,6 +18,7 @@ from dyncp import masks
 from dyncp.dataloader import DCPDataLoader
 from dyncp.executor import DCPAttn, DCPExecutor
 from dyncp.kernels import choose_kernel
+from dyncp.placement import DEFAULT_TOLERANCES, Limits
 from dyncp.plan import Plan, RankPlan
 from dyncp.planner import PlannerConfig
 from dyncp.topology import preset
@@ -139,8 +140,15 @@ def _loader(config: TrainConfig, corpus: TextCorpus, virtual_ranks: int | None) 
         shuffle=True,
         epochs=None,
         seed=config.seed,
-        planner=PlannerConfig(solver=config.solver, seed=config.seed),
+        planner=_planner(config),
     )
+
+
+def _planner(config: TrainConfig) -> PlannerConfig:
+    """Fewest bytes within limits: processes of one machine share its cores, so that what a plan
+    saves is copying."""
+    limits = Limits(*DEFAULT_TOLERANCES)
+    return PlannerConfig(config.solver, seed=config.seed, limits=limits, objective="bytes")
 
 
 def _train(
