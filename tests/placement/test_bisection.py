@@ -157,7 +157,7 @@ def forward_bytes(graph: BlockGraph, placement: Placement) -> int:
     return minimal_bytes(graph, placement, "default", Direction.FORWARD)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=12, deadline=None, suppress_health_check=SLOW)
 @given(
     data=st.data(),
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4),

@@ -113,7 +113,7 @@ def test_without_the_package_the_solver_is_found_and_says_what_to_install(monkey
 
 @installed
 @settings(
-    max_examples=30,
+    max_examples=15,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
@@ -134,7 +134,7 @@ def test_any_batch_gets_a_total_map_that_depends_on_its_arguments_only(
 
 
 @installed
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     seed=st.integers(0, 999),
     sequences=st.integers(1, 12),

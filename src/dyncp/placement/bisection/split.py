@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dyncp.arrays import Float64, Int32, Int64
+from dyncp.arrays import Bool, Float64, Int32, Int64
 from dyncp.compiled import compiled, inner
 from dyncp.placement.bisection.bands import best_band, miss, sum_lines
 from dyncp.placement.bisection.leveling import MAX_SWAPS, level_pieces
@@ -35,6 +35,12 @@ class Region(NamedTuple):
     lines: Int64
     load: Float64
 
+    @property
+    def rows(self) -> Int64:
+        """The blocks of all rows, counted from their sequences' first."""
+        parts = [self.lines[piece[1] : piece[2]] for piece in self.pieces]
+        return np.concatenate([np.zeros(0, np.int64), *parts])
+
 
 def whole_batch(problem: Problem) -> Region:
     first, groups = problem.first_block, problem.num_groups
@@ -52,6 +58,24 @@ def _sums(values: Float64, start: Int64) -> Float64:
     return np.diff(np.append(0.0, np.cumsum(values))[start])
 
 
+def region_of_rows(problem: Problem, chosen: Bool) -> Region:
+    """The chosen blocks' rows with all columns of their sequences."""
+    whole = whole_batch(problem)
+    blocks = np.flatnonzero(chosen)
+    of_block = np.searchsorted(problem.first_block, blocks, side="right") - 1
+    sequence, begin, counts = np.unique(of_block, return_index=True, return_counts=True)
+    pieces = whole.pieces[sequence]
+    pieces[:, 3:5] += len(blocks)
+    pieces[:, 1], pieces[:, 2] = begin, begin + counts
+    lines = np.concatenate([blocks - problem.first_block[of_block], whole.lines])
+    stride = np.diff(problem.first_block)[of_block]
+    row = problem.work_start[of_block] + lines[: len(blocks)] * stride
+    running = np.append(0.0, np.cumsum(problem.work))
+    per_block = np.stack([running[row + stride] - running[row], problem.tokens[blocks]], axis=1)
+    load = np.array([per_block[b : b + n].sum(axis=0) for b, n in zip(begin, counts, strict=True)])
+    return Region(pieces, lines, load.reshape(-1, 2))
+
+
 class Tree(NamedTuple):
     """Groups of ranks, parents first: `children` is [nodes, 2], -1 for single ranks; `caps` is
     [nodes, 2], most work and tokens."""
@@ -63,8 +87,10 @@ class Tree(NamedTuple):
 class Taste(NamedTuple):
     """What is preferred among cuts: a byte of a row cut counts `row_bias` (of a column cut 1), all
     cuts are weighed by the factors of `noise` in turn, and missing a budget by all of it costs
-    `penalty`. `sizes` of the band are tried when others level a cut sequence."""
+    `penalty`. `rows_only` cuts nothing but rows; `sizes` of the band are tried when others level a
+    cut sequence."""
 
+    rows_only: bool
     sizes: int
     row_bias: float
     noise: Float64
@@ -213,8 +239,9 @@ def _choose_cut(
     for _ in range(min(count, CUT_CANDIDATES)):
         piece = _next_by_work(load, count, piece)
         for how in range(3):
-            _try_cuts(problem, taste, parts, load, first, piece, how, draw, trial)
-            draw += 13
+            if how == BY_ROWS or not taste.rows_only:
+                _try_cuts(problem, taste, parts, load, first, piece, how, draw, trial)
+                draw += 13
 
 
 @inner

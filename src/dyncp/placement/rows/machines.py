@@ -1,22 +1,26 @@
 """The machine of every block: few bytes over the borders of machines, within their budgets.
 
-Whole sequences, where the budgets allow it; otherwise sequences too long for a machine are cut into
-pieces in several ways, the pieces are levelled like sequences, and the best is kept.
+Several ways are tried and the best kept: whole sequences; sequences too long for a machine cut into
+pieces, which are then levelled like sequences; and recursive bisection.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
 from dyncp.arrays import Float64, Int64
+from dyncp.placement.bisection.leveling import level_all
 from dyncp.placement.bisection.problem import Problem
+from dyncp.placement.bisection.recurse import Budget, Way, owners, split
+from dyncp.placement.bisection.split import whole_batch
 from dyncp.placement.rows.homes import Needs
 from dyncp.placement.rows.level import Rows, level, make_rows
-from dyncp.placement.rows.pieces import Lines, cut_ways, evenly, from_the_end, zigzag
 from dyncp.topology import Topology
 
 # Pieces have at most this share of a machine.
-PIECES = (1.0, 0.93, 0.85, 0.5, 0.3)
+PIECES = (1.0, 0.93, 0.85, 0.5)
 MAX_MOVES = 100
 # The best ways before levelling are levelled.
 LEVELLED = 3
@@ -32,12 +36,6 @@ class Machines:
     caps: Float64
 
     @property
-    def sequence(self) -> Int64:
-        """Of every block."""
-        blocks = np.diff(self.problem.first_block)
-        return np.repeat(np.arange(len(blocks)), blocks)
-
-    @property
     def load(self) -> Float64:
         """Work and tokens of every block."""
         return np.stack([self.needs.work, self.problem.tokens], axis=1)
@@ -47,16 +45,70 @@ class Machines:
 
 
 def place_machines(machines: Machines) -> Int64:
-    lines = Lines(machines.sequence, machines.load, machines.caps)
-    count = machines.topology.num_ranks
-    best = machines.rows(lines.level(lines.sequence, count))
+    sequence = np.repeat(
+        np.arange(len(machines.problem.first_block) - 1), np.diff(machines.problem.first_block)
+    )
+    best = machines.rows(_level(machines, sequence))
     if (best.used <= best.aim * (1 + 1e-9)).all():
         return best.rank
-    ways = cut_ways(lines, count, (from_the_end, evenly, zigzag), PIECES)
-    options = sorted([best, *map(machines.rows, ways)], key=cost)
+    options = sorted([best, *map(machines.rows, _ways(machines, sequence))], key=cost)
     for rows in options[:LEVELLED]:
         level(rows, MAX_MOVES, True)
     return min(options[:LEVELLED], key=cost).rank
+
+
+def _ways(machines: Machines, sequence: Int64) -> Iterator[Int64]:
+    for cut, most in product((_from_the_end, _evenly, _zigzag), PIECES):
+        yield _level(machines, cut(machines, sequence, most))
+    batch = whole_batch(machines.problem)
+    mean = np.maximum(machines.load.sum(axis=0) / machines.topology.num_ranks, 1e-9)
+    budget = Budget(mean, machines.caps / mean - 1, 8.0)
+    for peel, sizes in product((False, True), (1, 5)):
+        way = Way(rows_only=True, peel=peel, sizes=sizes)
+        regions = split(machines.problem, batch, machines.topology, budget, way)
+        yield owners(machines.problem, list(regions))
+
+
+def _level(machines: Machines, piece: Int64) -> Int64:
+    """Levels pieces over machines; `piece` is the number of every block's piece."""
+    load = np.stack([np.bincount(piece, column) for column in machines.load.T], axis=1)
+    place = level_all(load.astype(np.float64), machines.caps, machines.topology.num_ranks)
+    return place[piece]
+
+
+def _from_the_end(machines: Machines, sequence: Int64, most: float) -> Int64:
+    """Pieces that fill a share of a machine, counted from the end of a sequence: what is left over
+    is its beginning, whose keys alone cross the border."""
+    share = machines.needs.work / machines.caps[0]
+    total = np.bincount(sequence, share)
+    after = total[sequence] - (np.cumsum(share) - (np.cumsum(total) - total)[sequence])
+    part = np.floor((after + share / 2) / most).astype(np.int64)
+    return _number(sequence, part)
+
+
+def _evenly(machines: Machines, sequence: Int64, most: float) -> Int64:
+    """Pieces of equal work."""
+    share = machines.needs.work / machines.caps[0]
+    total = np.bincount(sequence, share)
+    pieces = np.ceil(total / most)
+    middle = np.cumsum(share) - (np.cumsum(total) - total)[sequence] - share / 2
+    part = np.floor(middle / np.maximum(total, 1e-12)[sequence] * pieces[sequence])
+    return _number(sequence, part.astype(np.int64))
+
+
+def _zigzag(machines: Machines, sequence: Int64, most: float) -> Int64:
+    """Pieces of one band from the beginning and one from the end, equal in tokens."""
+    pieces = np.ceil(np.bincount(sequence, machines.needs.work / machines.caps[0]) / most)
+    tokens = machines.problem.tokens
+    total = np.bincount(sequence, tokens)
+    middle = np.cumsum(tokens) - (np.cumsum(total) - total)[sequence] - tokens / 2
+    band = np.floor(middle / total[sequence] * 2 * pieces[sequence])
+    return _number(sequence, np.minimum(band, 2 * pieces[sequence] - 1 - band).astype(np.int64))
+
+
+def _number(sequence: Int64, part: Int64) -> Int64:
+    _, piece = np.unique(sequence * (part.max() + 1) + part, return_inverse=True)
+    return piece.reshape(-1)
 
 
 def cost(rows: Rows) -> float:

@@ -15,11 +15,12 @@ from dyncp.arrays import Bool, Float64, Int32, Int64, frozen
 from dyncp.blocks import BLOCK_MULTIPLE, BlockGraph, choose_sizes_by_work
 from dyncp.placement.bisection.leveling import level_all
 from dyncp.placement.bisection.problem import Problem, make_problem
+from dyncp.placement.bisection.recurse import Budget, Way, owners, split
+from dyncp.placement.bisection.split import region_of_rows
 from dyncp.placement.placement import Limits, Placement
 from dyncp.placement.rows.homes import Homes, find_homes, find_needs, fold
 from dyncp.placement.rows.level import Rows, level, make_rows
 from dyncp.placement.rows.machines import Machines, place_machines
-from dyncp.placement.rows.pieces import Lines, cut_ways, evenly, from_the_end, zigzag
 from dyncp.placement.solver import Solver
 from dyncp.topology import Topology
 
@@ -28,9 +29,6 @@ MACHINE_SHARE = 0.6
 # Ranks of a machine are levelled to its mean work within this share.
 INSIDE = 0.01
 MAX_MOVES = 400
-# Pieces of bands have at most this share of a rank; bands use this share of the slack; missing the
-# caps by it all costs this many times all bytes.
-BANDS, BAND_SHARE, MISSED = (1.0, 0.9, 0.5, 0.25), 0.7, 10.0
 # Blocks per rank where they are fine.
 FINE = 16
 
@@ -80,25 +78,15 @@ def _crossed(rows: Rows) -> Bool:
 def _cut_bands(
     machines: Machines, own: Bool, topology: Topology, mean: Float64, tolerance: Float64
 ) -> Int64:
-    """Rank within the machine of its own blocks: sequences whole or in few pieces, as the limits
-    allow, so that few bytes travel."""
-    ranks, load = topology.ranks_per_machine, machines.load[own]
-    if not len(load):
+    """Rank within the machine of its own blocks: recursive bisection with row cuts only."""
+    if not own.any():
         return np.zeros(0, np.int64)
-    _, sequence = np.unique(machines.sequence[own], return_inverse=True)
-    share = np.maximum(load.sum(axis=0) / ranks, 1e-9 * mean)
+    inside = Topology(1, topology.ranks_per_machine)
+    region = region_of_rows(machines.problem, own)
+    share = np.maximum(region.load.sum(axis=0) / inside.num_ranks, 1e-9 * mean)
     slack = np.clip(mean * (1 + tolerance) / share - 1, INSIDE, tolerance)
-    lines = Lines(sequence.reshape(-1), load, share * (1 + BAND_SHARE * slack))
-    size = np.bincount(lines.sequence, machines.problem.kv_bytes[own])
-
-    def cost(rank: Int64) -> float:
-        used = np.stack([np.bincount(rank, column, ranks) for column in load.T], axis=1)
-        missed = np.maximum(used / lines.caps - 1 - 1e-9, 0).sum()
-        spread = np.unique(lines.sequence * ranks + rank) // ranks
-        return float(size[spread].sum() + MISSED * missed * size.sum())
-
-    ways = cut_ways(lines, ranks, (from_the_end, evenly, zigzag), BANDS)
-    return min([lines.level(lines.sequence, ranks), *ways], key=cost)
+    leaves = split(machines.problem, region, inside, Budget(share, slack, 1.7), Way(rows_only=True))
+    return owners(machines.problem, list(leaves))[own]
 
 
 def _deal(
