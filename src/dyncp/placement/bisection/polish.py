@@ -15,6 +15,7 @@ from dyncp.placement.bisection.refine import (
     repair_work,
     total_cost,
 )
+from dyncp.topology import Topology
 
 MAX_REPAIRS = 400
 MAX_PASSES = 3
@@ -53,6 +54,14 @@ class Solution:
 
     state: State
     cost: float
+
+
+def inter_price(topology: Topology) -> float:
+    """How much longer a byte takes between machines than inside one."""
+    if topology.machines == 1:
+        return 1.0
+    nic_share = topology.inter.bandwidth / topology.ranks_per_machine
+    return max(1.0, topology.intra.bandwidth / nic_share)
 
 
 def make_pins(problem: Problem) -> Pins:

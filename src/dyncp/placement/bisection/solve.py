@@ -15,6 +15,7 @@ from dyncp.placement.bisection.polish import (
     Pins,
     Solution,
     anneal_solution,
+    inter_price,
     make_pins,
     polish,
     start_from,
@@ -103,7 +104,7 @@ def _make_task(graph: BlockGraph, topology: Topology, limits: Limits, priced: bo
     # A batch may have no pairs at all; a mean of 0 would be no unit to measure shares with.
     mean = np.maximum([problem.work.sum() / ranks, problem.tokens.sum() / ranks], 1e-9)
     machine = np.arange(ranks) // topology.ranks_per_machine
-    links = Links(machine, _inter_price(topology) if priced else 1.0)
+    links = Links(machine, inter_price(topology) if priced else 1.0)
     order = topology if priced else Topology(1, ranks)
     return Task(problem, make_pins(problem), order, mean, limits.tolerances, links)
 
@@ -153,14 +154,6 @@ def _tile_ranks(graph: BlockGraph, task: Task, solution: Solution) -> dict[str, 
         at = problem.work_start[sequence] + row * np.diff(first)[sequence] + column
         ranks[name] = frozen(rank_of_cell[tiles.head_group, at])
     return ranks
-
-
-def _inter_price(topology: Topology) -> float:
-    """How much longer a byte takes between machines than inside one."""
-    if topology.machines == 1:
-        return 1.0
-    nic_share = topology.inter.bandwidth / topology.ranks_per_machine
-    return max(1.0, topology.intra.bandwidth / nic_share)
 
 
 def _solver(priced: bool, effort: Effort) -> Solver:

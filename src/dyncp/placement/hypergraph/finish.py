@@ -6,7 +6,7 @@ import numpy as np
 
 from dyncp.arrays import Float64, Int64
 from dyncp.blocks import BlockGraph
-from dyncp.placement.bisection.polish import Links, make_pins, polish, start_from
+from dyncp.placement.bisection.polish import Links, inter_price, make_pins, polish, start_from
 from dyncp.placement.bisection.problem import Problem, make_problem
 from dyncp.placement.hypergraph.build import JoinedTiles
 from dyncp.topology import Topology
@@ -44,7 +44,7 @@ class Finisher:
         load = np.array([self._problem.work.sum(), self._problem.tokens.sum()])
         self._caps = np.maximum(load / ranks, 1e-9) * (1 + tolerance)
         machine = np.arange(ranks) // topology.ranks_per_machine
-        self._links = Links(machine, _inter_price(topology))
+        self._links = Links(machine, inter_price(topology))
 
     def finish(self, vertex_rank: Int64) -> Finished:
         tile_rank, block_rank = vertex_rank[self._vertex], vertex_rank[: len(self._diagonal)]
@@ -80,11 +80,3 @@ def _cells(problem: Problem, graph: BlockGraph, q_block: Int64, k_block: Int64) 
     row, column = q_block - first[sequence], k_block - first[sequence]
     cells: Int64 = problem.work_start[sequence] + row * np.diff(first)[sequence] + column
     return cells
-
-
-def _inter_price(topology: Topology) -> float:
-    """How much longer a byte takes between machines than inside one."""
-    if topology.machines == 1:
-        return 1.0
-    nic_share = topology.inter.bandwidth / topology.ranks_per_machine
-    return max(1.0, topology.intra.bandwidth / nic_share)

@@ -10,10 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from dyncp.arrays import Bool, Float64, Int64, starts_of
-from dyncp.placement.bisection.problem import Problem
-
-# A row with more than this share of a rank's mean work is heavy.
-HEAVY = 0.5
+from dyncp.placement.bisection.heavy import HEAVY
+from dyncp.placement.bisection.heavy import fold as fold_cells
+from dyncp.placement.bisection.problem import Cells, Problem, find_cells
 
 
 class Homes(NamedTuple):
@@ -27,28 +26,16 @@ class Homes(NamedTuple):
 
 
 def find_homes(problem: Problem, num_ranks: int) -> Homes:
-    cell = np.flatnonzero(problem.work)
-    sequence = np.searchsorted(problem.work_start, cell, side="right") - 1
-    stride, first = np.diff(problem.first_block)[sequence], problem.first_block[sequence]
-    row, column = np.divmod(cell - problem.work_start[sequence], stride)
-    q_block, k_block = first + row, first + column
-    by_row = np.bincount(q_block, problem.work[cell], len(problem.tokens))
+    cells = find_cells(problem)
+    by_row = np.bincount(cells.q_block, problem.work[cells.cell], len(problem.tokens))
     heavy = by_row > HEAVY * problem.work.sum() / num_ranks
-    return Homes(cell, q_block, k_block, heavy[q_block])
+    return Homes(*cells, heavy[cells.q_block])
 
 
 def fold(problem: Problem, homes: Homes) -> Problem:
     """The problem with the work of every cell in the row of its home: cells whose home is the key
     block add to that block's diagonal."""
-    work = problem.work.copy()
-    moved = homes.cell[homes.by_key]
-    sequence = np.searchsorted(problem.work_start, moved, side="right") - 1
-    stride = np.diff(problem.first_block)[sequence]
-    within = homes.k_block[homes.by_key] - problem.first_block[sequence]
-    diagonal = problem.work_start[sequence] + within * (stride + 1)
-    work[moved] = 0.0
-    np.add.at(work, diagonal, problem.work[moved])
-    return problem._replace(work=work)
+    return fold_cells(problem, Cells(homes.cell, homes.q_block, homes.k_block), homes.by_key)
 
 
 class Needs(NamedTuple):
