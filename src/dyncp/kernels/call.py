@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import IntEnum
 
-from dyncp.arrays import Int32, Int64, UInt8
+from dyncp.arrays import Bool, Int32, Int64, UInt8
 
 
 class Held(IntEnum):
@@ -27,6 +27,10 @@ class RowStates:
 
     before: UInt8
     after: UInt8
+
+    @property
+    def touched(self) -> Bool:
+        return self.after != Held.UNTOUCHED
 
 
 @dataclass(frozen=True, eq=False)
