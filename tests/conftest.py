@@ -24,7 +24,8 @@ def bytes_moved_equal_the_plans(monkeypatch):
         original = getattr(attention_module, name)
 
         def checked(step, options, *tensors, original=original, direction=direction):
-            q, k = tensors[0][:2] if isinstance(tensors[0], tuple) else tensors[:2]
+            given = tensors[0]
+            q, k = (given["q"], given["k"]) if isinstance(given, dict) else tensors[:2]
             before = step.transport.bytes_sent
             result = original(step, options, *tensors)
             declared = step.sent_bytes(options.mask, direction, step.shape_of(q, k))

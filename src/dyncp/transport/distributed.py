@@ -18,7 +18,12 @@ class Distributed:
     model's. All ranks of the group must create it together, in the same order.
     """
 
-    def __init__(self, group: Any = None, timeout: float = 600.0) -> None:
+    def __init__(
+        self,
+        group: Any = None,
+        timeout: float = 600.0,
+        device: torch.device | None = None,
+    ) -> None:
         if not dist.is_initialized():
             raise ValueError(
                 "torch.distributed is not initialised; call torch.distributed.init_process_group "
