@@ -1,6 +1,7 @@
 """Settings for all tests."""
 
 import importlib
+import os
 
 import pytest
 import torch
@@ -9,6 +10,10 @@ from dyncp.plan import Direction
 
 # Test tensors are tiny: a second thread only adds waiting, and bits depend on the thread count.
 torch.set_num_threads(1)
+
+# Without a GPU, Triton's interpreter runs the kernels; triton reads this when they are defined.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # The name dyncp.executor.attention is the function; this is the module behind it.
 attention_module = importlib.import_module("dyncp.executor.attention")
