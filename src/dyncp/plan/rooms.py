@@ -117,7 +117,7 @@ class _Group:
 
     def partials(self, part: RankPlan, found: Contributions, style: KernelStyle) -> Iterator[Room]:
         """Results of one call, or of settling, before they are merged."""
-        merged = found.select((found.received < 0) & ~found.first)
+        merged = found.select((found.received < 0) & (~found.first | found.wide))
         if self.direction is Direction.FORWARD:
             if style.rounds_partials and len(merged):
                 yield self.tensor("out_partial", Space.Q, self.rows[Space.Q], self.shape.item_bytes)
