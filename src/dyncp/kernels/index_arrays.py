@@ -45,14 +45,17 @@ class IndexArrays:
         on_gpu = self.device.type == "cuda"
         host = torch.empty(total, dtype=torch.uint8, pin_memory=on_gpu)
         for index, start in zip(self._indices, starts, strict=True):
-            host.numpy()[start : start + index.array.nbytes] = index.array.view(np.uint8).reshape(-1)
+            host.numpy()[start : start + index.array.nbytes] = index.array.view(np.uint8).reshape(
+                -1
+            )
         if not on_gpu:
             self._point_into(host, starts)
             return None
         stream = _side_stream(self.device)
         with torch.cuda.stream(stream):
             self._point_into(host.to(self.device, non_blocking=True), starts)
-            return stream.record_event()
+            event: torch.cuda.Event = stream.record_event()
+            return event
 
     def _point_into(self, whole: Tensor, starts: list[int]) -> None:
         for index, start in zip(self._indices, starts, strict=True):
@@ -67,5 +70,5 @@ _streams: dict[torch.device, "torch.cuda.Stream"] = {}
 
 def _side_stream(device: torch.device) -> "torch.cuda.Stream":
     if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
+        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return _streams[device]

@@ -15,11 +15,13 @@ class Sums:
     """Rows that contributions are added up in; `Held` says which tensor has a row's sum.
 
     `final` has q's dtype, `wide` the accumulator dtype (fp32, fp64 for fp64 inputs); where the two
-    are equal they are one tensor, and `wide` is None where no row is ever WIDE.
+    are equal they are one tensor, and `wide` is None where no row is ever WIDE. `partial` is room
+    for one call's output and log-sum-exps, for kernels that round partials, where they get merged.
     """
 
     final: Tensor  # [rows, heads, dim]
     wide: Tensor | None
+    partial: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
