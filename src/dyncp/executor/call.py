@@ -13,6 +13,7 @@ from dyncp.executor.step import CallLayout, Step
 from dyncp.executor.workspace import Opener, Workspace
 from dyncp.kernels import SettlingKernel, accumulator_dtype
 from dyncp.plan import Direction, HeadGroup
+from dyncp.plan.rooms import padded_rows
 
 Tensors = dict[str, Tensor]
 KEY_TENSORS = ("k", "v", "dk", "dv")
@@ -49,8 +50,9 @@ def attend_backward(step: Step, options: CallOptions, given: Tensors, results: T
 
 def empty_per_head(q: Tensor) -> Tensor:
     """[rows, q heads] in the accumulator dtype, heads first in memory."""
+    num_rows, heads = q.shape[:2]
     dtype = accumulator_dtype(q.dtype)
-    return torch.empty(q.shape[1], q.shape[0], dtype=dtype, device=q.device).T
+    return torch.empty(heads, padded_rows(num_rows), dtype=dtype, device=q.device)[:, :num_rows].T
 
 
 def _dense_rows(*tensors: Tensor) -> list[Tensor]:
@@ -117,7 +119,7 @@ class _Call:
             if self._engine.kernel.settles:
                 kernel = cast(SettlingKernel, self._engine.kernel)
                 q, k = workspace.inputs["q"], workspace.inputs["k"]
-                own = kernel.open_gradients(q, k, arena.take_fp32)
+                own = kernel.open_gradients(opener.calls_of(group), q, k, arena.take_fp32)
                 workspace = replace(workspace, own=own)
         return workspace
 

@@ -77,7 +77,12 @@ class CallBuilder:
             self._ranges(group, np.unique(q_block)),
             self._states(Space.Q, group, at),
             self._states(Space.KV, group, at),
+            alone=self._is_alone(group),
         )
+
+    def _is_alone(self, group: int) -> bool:
+        of_group = self._program.tile_division[self._mask.tiles.head_group == group]
+        return bool((of_group == of_group[0]).all())
 
     def _rows(self, space: Space, group: int) -> int:
         return int(self._program.workspace_rows[space, group])

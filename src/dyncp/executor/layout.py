@@ -103,7 +103,7 @@ def _tensor(memory: Tensor, room: Room, dtypes: Dtypes) -> Tensor:
     dtype = dtypes.wide if per_head or room.name.endswith("_wide") else dtypes.input
     size = int(np.prod(room.shape))
     tensor = memory.view(dtype)[:size].view(room.shape)
-    return tensor.T if per_head else tensor
+    return tensor[:, : room.rows].T if per_head else tensor
 
 
 def lay_out(

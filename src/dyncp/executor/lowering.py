@@ -75,6 +75,7 @@ def lower_program(
     part: RankPlan, mask: MaskPlan, direction: Direction, kernel: Kernel, arrays: IndexArrays
 ) -> LoweredProgram:
     program, style = mask.program(direction), style_of(kernel)
+    _check_alignment(part, kernel, style)
     found = find_contributions(part, mask, program, style)
     builder, backward = CallBuilder(part, mask, program, found), direction is Direction.BACKWARD
     calls = {
@@ -101,6 +102,15 @@ def lower_program(
         empty_sends=_empty_sends(part, program, found, place),
         refilled=_refilled_slots(part, program) if style.settles and backward else {},
     )
+
+
+def _check_alignment(part: RankPlan, kernel: Kernel, style: KernelStyle) -> None:
+    if part.slot_alignment % style.row_multiple:
+        raise ValueError(
+            f"the plan aligns slots to {part.slot_alignment} rows, but kernel {kernel.name!r} needs "
+            f"multiples of {style.row_multiple}: plan with Layout(slot_alignment="
+            f"{style.row_multiple}), or choose another kernel"
+        )
 
 
 def _steps(program: Program, found: Contributions) -> list[tuple[int, Op | str, int]]:

@@ -34,6 +34,11 @@ class Opener:
     def __init__(self, lowered: LoweredProgram, views: Views) -> None:
         self._lowered, self._rooms = lowered, views.rooms
 
+    def calls_of(self, group: int) -> list[Any]:
+        """The lowered kernel calls of a head group."""
+        calls = self._lowered.calls.values()
+        return [call for division in calls for g, call in division if g == group]
+
     def open(self, group: int, given: dict[str, Tensor], results: dict[str, Tensor]) -> Workspace:
         """`given` are read, `results` written: the rank's own rows, this head group's heads."""
         direction = self._lowered.direction

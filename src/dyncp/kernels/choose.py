@@ -1,6 +1,8 @@
-"""Chooses a kernel by name or by device."""
+"""Chooses a kernel by name, or by what the device has."""
 
+import importlib.util
 import logging
+from functools import cache
 
 import torch
 
@@ -10,25 +12,95 @@ from dyncp.kernels.reference import ReferenceKernel
 
 logger = logging.getLogger(__name__)
 
-KERNELS: dict[str, type] = {"cpu": CpuKernel, "reference": ReferenceKernel}
+KERNELS = ("cpu", "flash4", "triton", "reference")
+AMPERE, HOPPER = 8, 9
+INSTALL_FLASH4 = "pip install 'dyncp[flash4]'"
+INSTALL_TRITON = "pip install triton"
 
 
 def choose_kernel(
-    kernel: str | Kernel,
-    device: torch.device,
-    deterministic: bool = True,  # noqa: ARG001
+    kernel: str | Kernel, device: torch.device, deterministic: bool = True
 ) -> Kernel:
-    """The kernel named (or given); "auto" takes `cpu` on the CPU and `reference` elsewhere."""
+    """The kernel named (or given). "auto" takes `cpu` on the CPU; on a GPU `flash4` where it is
+    installed and fits, else `triton`; the log says which and why."""
     if not isinstance(kernel, str):
         return kernel
     if kernel == "auto":
-        if device.type == "cpu":
-            return CpuKernel()
-        logger.warning(
-            "no fast kernel for %s yet: kernel 'reference' computes in fp64 and is slow", device
-        )
-        return ReferenceKernel()
+        name, reason = best_kernel(device)
+        _log_once(name, str(device), reason)
+        return _make(name, deterministic)
     if kernel not in KERNELS:
         raise ValueError(f"kernel is {kernel!r}; choose one of auto, {', '.join(KERNELS)}")
-    chosen: Kernel = KERNELS[kernel]()
-    return chosen
+    missing = why_not(kernel, device)
+    if missing:
+        raise ValueError(f"kernel {kernel!r} is not available on {device}: {missing}")
+    return _make(kernel, deterministic)
+
+
+def best_kernel(device: torch.device) -> tuple[str, str]:
+    """What "auto" takes on a device, and why."""
+    if device.type == "cpu":
+        return "cpu", "the device is a CPU"
+    refused = []
+    for name in ("flash4", "triton"):
+        missing = why_not(name, device)
+        if not missing:
+            return name, "; ".join(["the fastest there is on this device", *refused])
+        refused.append(f"{name!r} is not available: {missing}")
+    return "reference", f"slow, computes in fp64; {'; '.join(refused)}"
+
+
+def why_not(kernel: str, device: torch.device) -> str:
+    """Why a kernel can not run on a device, and what to do; empty if it can."""
+    if kernel == "reference":
+        return ""
+    if kernel == "cpu":
+        return "" if device.type == "cpu" else "it runs on CPU tensors; choose triton or flash4"
+    if device.type != "cuda":
+        return "it runs on CUDA GPUs; choose cpu or reference"
+    major = torch.cuda.get_device_capability(device)[0]
+    if kernel == "flash4":
+        if not _is_installed("flash_attn.cute"):
+            return f"flash-attn-4 is not installed; {INSTALL_FLASH4}"
+        if major != HOPPER:
+            return f"it runs on Hopper (compute capability 9), this GPU has {major}; choose triton"
+        return ""
+    if not _is_installed("triton"):
+        return f"triton is not installed; {INSTALL_TRITON}"
+    return "" if major >= AMPERE else f"it needs compute capability 8 or more, this GPU has {major}"
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@cache
+def _log_once(name: str, device: str, reason: str) -> None:
+    logger.info("kernel %r on %s: %s", name, device, reason)
+
+
+@cache
+def _log_deterministic() -> None:
+    logger.info(
+        "kernel 'flash4', deterministic=True: forward by flash-attn-4; backward by kernel 'triton', "
+        "since flash-attn-4 has no deterministic backward over lists of tiles on Hopper. "
+        "deterministic=False is faster"
+    )
+
+
+def _make(name: str, deterministic: bool) -> Kernel:
+    """GPU kernels are imported late: only they need Triton and flash-attn-4."""
+    if name == "flash4":
+        from dyncp.kernels.flash4.kernel import Flash4Kernel
+
+        if deterministic:
+            _log_deterministic()
+        return Flash4Kernel(deterministic=deterministic)
+    if name == "triton":
+        from dyncp.kernels.triton.kernel import TritonKernel
+
+        return TritonKernel()
+    return CpuKernel() if name == "cpu" else ReferenceKernel()

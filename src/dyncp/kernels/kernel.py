@@ -81,8 +81,11 @@ class Kernel(Protocol):
 class SettlingKernel(Kernel, Protocol):
     """A kernel that collects gradients in a layout of its own, over all calls of a program."""
 
-    def open_gradients(self, q: Tensor, k: Tensor, take: Callable[[int], Tensor]) -> Any:
-        """Zeroed accumulators for workspaces like q and k; `take` gives room for so many fp32."""
+    def open_gradients(
+        self, calls: list[Any], q: Tensor, k: Tensor, take: Callable[[int], Tensor]
+    ) -> Any:
+        """Zeroed accumulators for the lowered calls of a program and workspaces like q and k;
+        `take` gives room for so many fp32."""
 
     def settle_queries(self, own: Any, rows: slice, scale: float, dq: Tensor) -> None:
         """Rounds the collected gradients of query rows into `dq` [rows, heads, dim], q's dtype.

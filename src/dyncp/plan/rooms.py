@@ -14,6 +14,7 @@ from dyncp.blocks import AttentionShape, Direction, HeadGroup, bytes_per_token
 from dyncp.plan.contributions import Contributions, KernelStyle, find_contributions
 from dyncp.plan.rank_plan import MaskPlan, Messages, RankPlan, Space
 
+PER_HEAD_ROWS = 128  # per-head values are padded to whole kernel tiles, which GPUs load at once
 ALIGNMENT = 256  # bytes: every room starts on a border that GPU memory transactions like
 MESSAGE_ALIGNMENT = 16  # bytes: the message of every peer starts where vector loads may
 INPUTS: dict[Direction, dict[Space, tuple[str, ...]]] = {
@@ -26,6 +27,11 @@ OUTPUTS: dict[Direction, dict[Space, tuple[str, ...]]] = {
 }
 
 
+def padded_rows(rows: int) -> int:
+    """Rows that per-head values (log-sum-exps, row sums) take in memory."""
+    return -(-rows // PER_HEAD_ROWS) * PER_HEAD_ROWS
+
+
 @dataclass(frozen=True, slots=True)
 class Room:
     """A tensor of head group `index`, or the messages of phase `index`."""
@@ -34,6 +40,7 @@ class Room:
     index: int
     shape: tuple[int, ...]  # as it lies in memory: per-head values have heads first
     item_bytes: int
+    rows: int = 0  # of per-head values, whose rows are padded
 
     @property
     def num_bytes(self) -> int:
@@ -89,8 +96,8 @@ class _Group:
         return Room(name, self.index, (rows, self.heads(space), self.shape.head_dim), item)
 
     def per_head(self, name: str, rows: int) -> Room:
-        shape = (self.heads(Space.Q), rows)
-        return Room(name, self.index, shape, self.shape.accumulator_bytes)
+        shape = (self.heads(Space.Q), padded_rows(rows))
+        return Room(name, self.index, shape, self.shape.accumulator_bytes, rows)
 
     def workspaces(self) -> Iterator[Room]:
         """Copies that get room for slots. Row sums of dO·O are made here in any case."""
@@ -135,10 +142,16 @@ class _Group:
         return max(self.local_rows if own.any() else 0, int(slots))
 
     def own(self, style: KernelStyle) -> Iterator[Room]:
+        """Sums of the gradients, and per-head values as the kernel takes them. Where heads are not
+        grouped, dK and dV of a call are written before they are added."""
         for space in Space:
             padded = -(-self.rows[space] // style.row_multiple) * style.row_multiple
             for _ in OUTPUTS[Direction.BACKWARD][space]:
                 yield self.tensor("own", space, padded, 4)
+                if space is Space.KV and self.shape.q_heads_per_kv_head == 1:
+                    yield self.tensor("own", space, padded, self.shape.item_bytes)
+        for _ in ("lse", "delta"):
+            yield self.per_head("own", self.rows[Space.Q])
 
 
 def _message_rooms(

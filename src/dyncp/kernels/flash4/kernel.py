@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dyncp.arrays import Int32, UInt8
+from dyncp.arrays import Int32, Int64, UInt8
 from dyncp.kernels.call import Held, KernelCall, RowStates
 from dyncp.kernels.flash4 import compiled as flash
 from dyncp.kernels.flash4.rows import merge_partial, scale_rows
@@ -148,8 +148,8 @@ class Flash4Kernel:
         shape = calls[0].shape() if calls else None
         dq = take(heads * q_rows * dim).view(heads, q_rows * dim)
         if heads == kv_heads:
-            dk, dv = (take(k.numel()).view(k.shape) for _ in range(2))
-            written = tuple(take(-(-k.numel() // 2)).view(k.dtype)[: k.numel()].view(k.shape) for _ in range(2))
+            dk, dv = (take(heads * k_rows * dim).view(k_rows, heads, dim) for _ in range(2))
+            written = (_room_like(k, k_rows, take), _room_like(k, k_rows, take))
         else:
             dk, dv = (take(kv_heads * k_rows * dim).view(kv_heads, k_rows * dim) for _ in range(2))
             written = None
@@ -186,6 +186,12 @@ class Flash4Kernel:
                 sums[rows].zero_()
             else:
                 sums[:, rows.start * dim : _padded(rows).stop * dim].zero_()
+
+
+def _room_like(k: Tensor, num_rows: int, take: Callable[[int], Tensor]) -> Tensor:
+    """[num_rows, heads, dim] of k's dtype, which has two bytes."""
+    items = num_rows * k.shape[1] * k.shape[2]
+    return take(-(-items // 2)).view(k.dtype)[:items].view(num_rows, *k.shape[1:])
 
 
 def _own_path(sequences: Sequences, call: KernelCall, backward: bool) -> bool:
@@ -230,7 +236,7 @@ def varlen_rows(rows: int, sequences: int, side: int) -> int:
 
 def _lower_lists(call: KernelCall, arrays: IndexArrays, backward: bool) -> Lowered:
     tiles = map_kernel_tiles(call)
-    q_hull = _hull(call.q_states.touched)
+    q_hull = _hull(call.rectangles[:, :2])
     k_hull = _hull_of_tiles(tiles.state.any(axis=0))
     state = tiles.state[q_hull, k_hull]
     rows, keys = _rows(q_hull, len(call.q_coordinates)), _rows(k_hull, len(call.k_coordinates))
@@ -254,10 +260,9 @@ def _flash_lists(state: UInt8) -> tuple[Int32, Int32, Int32, Int32]:
     return lists.partial_count, lists.partial, *list_full_tiles(state)
 
 
-def _hull(touched: Any) -> slice:
-    """From the first kernel tile with a touched row to the last."""
-    rows = np.flatnonzero(touched)
-    return slice(int(rows[0]) // SIDE, int(rows[-1]) // SIDE + 1) if len(rows) else slice(0, 1)
+def _hull(spans: Int64) -> slice:
+    """From the first kernel tile with a row of the call to the last."""
+    return slice(int(spans[:, 0].min()) // SIDE, (int(spans[:, 1].max()) - 1) // SIDE + 1)
 
 
 def _hull_of_tiles(used: Any) -> slice:

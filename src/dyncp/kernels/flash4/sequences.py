@@ -36,8 +36,7 @@ def find_sequences(call: KernelCall) -> Sequences | None:
     k_starts = np.append(0, last)
     follows = (start[head] == k_starts[:-1]).all() and grows.all()
     longer = (np.diff(k_starts) >= np.diff(q_starts)).all()
-    touched = np.count_nonzero(call.q_states.touched)
-    if not follows or not longer or touched > len(used):
+    if not follows or not longer or rectangles[:, 1].max() > len(used):
         return None
     return Sequences(q_starts.astype(np.int32), k_starts.astype(np.int32))
 
