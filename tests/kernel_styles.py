@@ -1,7 +1,6 @@
 """Kernels that behave like those on GPUs: one rounds its partial outputs, one settles gradients."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,12 +17,6 @@ from dyncp.kernels import (
     Sums,
     TorchRowOps,
 )
-
-
-@dataclass(frozen=True)
-class _Rounded:
-    inner: Any
-    tables: list[Any]  # how the call's rows are merged from the partial buffer, per width
 
 
 class RoundingKernel(ReferenceKernel):
@@ -96,7 +89,7 @@ class SettlingReference(ReferenceKernel):
         own = [torch.zeros_like(x) for x in grads.own]
         super()._attend_backward(lowered.tiles, inputs, dout, lse, delta, scale, tuple(own))
         for collected, new in zip(grads.own, own, strict=True):
-            collected += new
+            collected.add_(new)
 
     def settle_queries(self, own: Any, rows: slice, scale: float, dq: Tensor) -> None:
         dq.copy_(own[0][rows])
