@@ -16,6 +16,7 @@ from dyncp.kernels import (
     RowStates,
     Sums,
     TorchRowOps,
+    states_table,
 )
 
 
@@ -43,10 +44,11 @@ class RoundingKernel(ReferenceKernel):
             alone,
             call.k_states,
         )
-        return super().lower(fresh, arrays, backward=False), call.q_states
+        table = states_table(call.q_states, TorchRowOps(), arrays)
+        return super().lower(fresh, arrays, backward=False), call.q_states, table
 
     def attend(self, lowered, q, k, v, scale, out: Sums, lse: Tensor) -> None:
-        call, states = lowered
+        call, states, table = lowered
         touched = states.after != Held.UNTOUCHED
         if (states.before[touched] == Held.NOTHING).all():
             assert (states.after[touched] == Held.FINAL).all() or out.wide is not None
@@ -56,18 +58,7 @@ class RoundingKernel(ReferenceKernel):
         assert out.partial is not None, "merging needs room for the partial output"
         partial, partial_lse = out.partial
         super().attend(call, q, k, v, scale, Sums(partial, None), partial_lse)
-        heads, width = q.shape[1], q.shape[1] * q.shape[2]
-        row = np.flatnonzero(touched)
-        columns = (
-            row,
-            row * width,
-            row * 0 + 1,
-            states.before[row],
-            states.after[row],
-            row * heads,
-        )
-        table = np.stack(columns, axis=1).tolist()
-        TorchRowOps().merge(table, partial.reshape(-1), partial_lse.reshape(-1), out, lse)
+        TorchRowOps().merge_call(table, partial, partial_lse, out, lse)
 
 
 class SettlingReference(ReferenceKernel):
