@@ -1,7 +1,6 @@
 """Kernels that behave like those on GPUs: one rounds its partial outputs, one settles gradients."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,16 +16,9 @@ from dyncp.kernels import (
     RowStates,
     Sums,
     TorchRowOps,
+    states_table,
 )
-
-
 from dyncp.plan.rooms import padded_rows
-
-
-@dataclass(frozen=True)
-class _Rounded:
-    inner: Any
-    tables: list[Any]  # how the call's rows are merged from the partial buffer, per width
 
 
 class RoundingKernel(ReferenceKernel):
@@ -53,10 +45,11 @@ class RoundingKernel(ReferenceKernel):
             alone,
             call.k_states,
         )
-        return super().lower(fresh, arrays, backward=False), call.q_states
+        table = states_table(call.q_states, TorchRowOps(), arrays)
+        return super().lower(fresh, arrays, backward=False), call.q_states, table
 
     def attend(self, lowered, q, k, v, scale, out: Sums, lse: Tensor) -> None:
-        call, states = lowered
+        call, states, table = lowered
         touched = states.after != Held.UNTOUCHED
         if (states.before[touched] == Held.NOTHING).all():
             assert (states.after[touched] == Held.FINAL).all() or out.wide is not None
@@ -66,18 +59,7 @@ class RoundingKernel(ReferenceKernel):
         assert out.partial is not None, "merging needs room for the partial output"
         partial, partial_lse = out.partial
         super().attend(call, q, k, v, scale, Sums(partial, None), partial_lse)
-        heads, width = q.shape[1], q.shape[1] * q.shape[2]
-        row = np.flatnonzero(touched)
-        columns = (
-            row,
-            row * width,
-            row * 0 + 1,
-            states.before[row],
-            states.after[row],
-            row * heads,
-        )
-        table = np.stack(columns, axis=1).tolist()
-        TorchRowOps().merge(table, partial.reshape(-1), partial_lse.reshape(-1), out, lse)
+        TorchRowOps().merge_call(table, partial, partial_lse, out, lse)
 
 
 class SettlingReference(ReferenceKernel):
@@ -107,7 +89,7 @@ class SettlingReference(ReferenceKernel):
         own = [torch.zeros_like(x) for x in grads.own]
         super()._attend_backward(lowered.tiles, inputs, dout, lse, delta, scale, tuple(own))
         for collected, new in zip(grads.own, own, strict=True):
-            collected += new
+            collected.add_(new)
 
     def settle_queries(self, own: Any, rows: slice, scale: float, dq: Tensor) -> None:
         dq.copy_(own[0][rows])

@@ -18,6 +18,7 @@ from dyncp import (
 )
 from dyncp.executor.lowering import style_of
 from dyncp.kernels import Kernel, ReferenceKernel
+from dyncp.plan.rooms import padded_rows
 from dyncp.plan import KernelStyle, Layout
 from kernel_styles import RoundingKernel, SettlingReference
 
@@ -63,7 +64,7 @@ def test_one_rank_takes_only_the_row_sums_of_backward(case):
     assert forward == 0
     groups = case.plan.parts[0].head_groups
     repeat, rows = case.shape.q_heads_per_kv_head, case.plan.parts[0].local_rows
-    sums = [-(-8 * rows * group.num_kv_heads * repeat // 256) * 256 for group in groups]
+    sums = [8 * padded_rows(rows) * group.num_kv_heads * repeat for group in groups]
     if len(case.plan.parts[0].masks["default"].backward.instructions):
         assert backward == sum(sums)
 
@@ -92,7 +93,8 @@ def test_a_plan_for_any_shape_says_the_bytes_of_a_given_one():
 def test_a_kernel_that_settles_takes_accumulators_of_its_own():
     plan = plan_batch(Batch.of([masks.causal(256)]), Topology(), AttentionShape(2, 1, 64, "bf16"))
     plain, settling = plan.memory(), plan.memory(style=KernelStyle(settles=True, row_multiple=128))
-    assert settling.backward[0] - plain.backward[0] == 256 * 4 * 64 * 4
+    sums, per_head = 256 * 4 * 64 * 4, 2 * 256 * 2 * 4
+    assert settling.backward[0] - plain.backward[0] == sums + per_head
     assert settling.forward[0] == plain.forward[0]
 
 

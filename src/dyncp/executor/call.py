@@ -85,7 +85,10 @@ class _Call:
                 opened.append((opener, group, spaces[-1], own[1]))
             parts = (engine.kernel, engine.row_ops, channel, engine.streams())
             runners.append(Runner(rank, view, spaces, *parts, self._scale))
-        drive(runners)
+        try:
+            drive(runners)
+        finally:  # also of a call that failed: the next one uses the same memory
+            engine.streams().join()
         for opener, group, workspace, own_results in opened:
             opener.close(group, workspace, own_results)
 

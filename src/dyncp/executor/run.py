@@ -57,7 +57,6 @@ class Runner:
             self._channel.finish()
         except TransportError as error:
             raise TransportError(self._where("the end", error)) from error
-        self._streams.join()
 
     def _where(self, instruction: str, error: Exception) -> str:
         direction = self._lowered.direction.name.lower()

@@ -10,6 +10,7 @@ from torch import Tensor
 from dyncp.executor.engine import Engine
 from dyncp.executor.layout import Dtypes, RankLayout, lay_out
 from dyncp.executor.lowering import LoweredProgram, lower_program, style_of
+from dyncp.executor.streams import Arrival
 from dyncp.kernels import IndexArrays
 from dyncp.plan import (
     AttentionShape,
@@ -39,15 +40,15 @@ class CallLayout:
     groups: tuple[HeadGroup, ...]
     shape: AttentionShape
     dtypes: Dtypes
-    sent: "torch.cuda.Event | None"  # when the index arrays are on the device
+    arrivals: tuple[Arrival, ...]  # of the index arrays that it uses
 
     @property
     def num_bytes(self) -> int:
         return sum(rank.num_bytes + rank.own_bytes for rank in self.ranks)
 
     def wait_for_indices(self) -> None:
-        if self.sent is not None:
-            torch.cuda.current_stream().wait_event(self.sent)
+        for arrival in self.arrivals:
+            arrival.wait()
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +61,7 @@ class Step:
     parts: tuple[RankPlan, ...]  # of the ranks that this process drives
     lowered: Mapping[tuple[str, Direction], tuple[LoweredProgram, ...]]
     engine: Engine
+    arrival: Arrival
     layouts: dict[tuple[str, Direction, AttentionShape], CallLayout]
 
     @staticmethod
@@ -77,12 +79,14 @@ class Step:
             if direction is Direction.FORWARD or parts[0].masks[name].backward is not None
         }
         shape = parts[0].shape if parts[0].shape.exact else engine.shape
-        step = Step(parts, lowered, engine, {})
-        keys = [(*key, shape) for key in lowered] if shape is not None else []
-        ranks = {key: step._lay_out(*key, arrays) for key in keys}
-        sent = arrays.send()
-        for key, laid_out in ranks.items():
-            step._add(*key, laid_out, sent)
+        ranks = {
+            (*key, shape): _lay_out(programs, shape, engine, arrays)
+            for key, programs in lowered.items()
+            if shape is not None
+        }
+        step = Step(parts, lowered, engine, Arrival(arrays), {})
+        for (name, direction, of_shape), laid_out in ranks.items():
+            step._add(name, direction, of_shape, laid_out, (step.arrival,))
         return step
 
     @property
@@ -113,17 +117,10 @@ class Step:
         found = self.layouts.get((mask, direction, shape))
         if found is None:
             arrays = IndexArrays(self.device)
-            ranks = self._lay_out(mask, direction, shape, arrays)
-            found = self._add(mask, direction, shape, ranks, arrays.send())
+            ranks = _lay_out(self.lowered[mask, direction], shape, self.engine, arrays)
+            arrivals = (self.arrival, Arrival(arrays))
+            found = self._add(mask, direction, shape, ranks, arrivals)
         return found
-
-    def _lay_out(
-        self, mask: str, direction: Direction, shape: AttentionShape, arrays: IndexArrays
-    ) -> tuple[RankLayout, ...]:
-        return tuple(
-            lay_out(program, shape, self.engine.row_ops, arrays)
-            for program in self.lowered[mask, direction]
-        )
 
     def _add(
         self,
@@ -131,11 +128,11 @@ class Step:
         direction: Direction,
         shape: AttentionShape,
         ranks: tuple[RankLayout, ...],
-        sent: "torch.cuda.Event | None",
+        arrivals: tuple[Arrival, ...],
     ) -> CallLayout:
         dtype = _BY_NAME[shape.dtype]
         dtypes = Dtypes(dtype, _BY_NAME[shape.partial_dtype or shape.dtype])
-        layout = CallLayout(ranks, self.plan.groups_for(shape), shape, dtypes, sent)
+        layout = CallLayout(ranks, self.plan.groups_for(shape), shape, dtypes, arrivals)
         self.layouts[mask, direction, shape] = layout
         return layout
 
@@ -185,6 +182,15 @@ class Step:
             raise ValueError(f"gather got {len(rows)} rows; this step has {self.num_rows}")
         parts = self.transport.gather(rows, self.plan.rows_per_rank.tolist())
         return gather_samples(self.plan, parts)
+
+
+def _lay_out(
+    programs: tuple[LoweredProgram, ...],
+    shape: AttentionShape,
+    engine: Engine,
+    arrays: IndexArrays,
+) -> tuple[RankLayout, ...]:
+    return tuple(lay_out(program, shape, engine.row_ops, arrays) for program in programs)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

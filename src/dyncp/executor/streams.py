@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from dyncp.kernels import IndexArrays
+
 START = -1  # the time at which own rows are ready
 
 
@@ -63,3 +65,22 @@ class DeviceStreams:
 
 
 Streams = HostStreams | DeviceStreams
+
+
+class Arrival:
+    """Index arrays on their way to the device."""
+
+    def __init__(self, arrays: IndexArrays) -> None:
+        self._event = arrays.send()
+        self._whole = arrays.whole
+        self._users: set[int] = set()
+
+    def wait(self) -> None:
+        """Makes the current stream wait for them, and their memory outlive its use there."""
+        if self._event is None or self._whole is None:
+            return
+        stream = torch.cuda.current_stream(self._whole.device)
+        if stream.cuda_stream not in self._users:
+            self._users.add(stream.cuda_stream)
+            stream.wait_event(self._event)
+            self._whole.record_stream(stream)

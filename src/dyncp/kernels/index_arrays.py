@@ -28,6 +28,7 @@ class IndexArrays:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.whole: Tensor | None = None  # all of them, once they are sent
         self._indices: list[Index] = []
 
     def add(self, array: npt.NDArray[Any]) -> Index:
@@ -58,6 +59,7 @@ class IndexArrays:
             return event
 
     def _point_into(self, whole: Tensor, starts: list[int]) -> None:
+        self.whole = whole
         for index, start in zip(self._indices, starts, strict=True):
             dtype = torch.from_numpy(index.array[:0]).dtype
             flat = whole[start : start + index.array.nbytes].view(dtype)

@@ -8,12 +8,13 @@ launch; no two of them touch the same row.
 from itertools import pairwise
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dyncp.arrays import Int64
-from dyncp.kernels.accumulate import accumulator_dtype
-from dyncp.kernels.call import Held
+from dyncp.kernels.accumulate import accumulator_dtype, list_runs
+from dyncp.kernels.call import Held, RowStates
 from dyncp.kernels.index_arrays import IndexArrays
 from dyncp.kernels.kernel import Sums
 from dyncp.kernels.merge import merge_partial
@@ -39,6 +40,12 @@ class RowOps(Protocol):
         self, table: Any, message: Tensor, message_lse: Tensor, out: Sums, lse: Tensor
     ) -> None:
         """Merges partial outputs with log-sum-exps into rows, as the table's states say."""
+
+    def merge_call(
+        self, table: Any, partial: Tensor, partial_lse: Tensor, out: Sums, lse: Tensor
+    ) -> None:
+        """The same for one call's results, which lie in rows like those of `out` and `lse`; the
+        table is that of `states_table`."""
 
     def add(self, table: Any, message: Tensor, sums: Sums) -> None:
         """Adds partial gradients to rows, as the table's states say."""
@@ -71,13 +78,14 @@ class TorchRowOps:
             rows = slice(row, row + count)
             new = _segment(message, offset, out.final[rows])
             new_lse = _segment(message_lse, lse_offset, lse[rows])
-            if before == Held.NOTHING:
-                _target(out, after)[rows] = new.to(_target(out, after).dtype)
-                lse[rows] = new_lse
-                continue
-            old = _target(out, before)[rows].to(lse.dtype)
-            merge_partial(old, lse[rows], new.to(lse.dtype), new_lse)
-            _target(out, after)[rows] = old.to(_target(out, after).dtype)
+            _merge_rows(new, new_lse, out, lse, rows, before, after)
+
+    def merge_call(
+        self, table: Any, partial: Tensor, partial_lse: Tensor, out: Sums, lse: Tensor
+    ) -> None:
+        for row, _, count, before, after, _ in table:
+            rows = slice(row, row + count)
+            _merge_rows(partial[rows], partial_lse[rows], out, lse, rows, before, after)
 
     def add(self, table: Any, message: Tensor, sums: Sums) -> None:
         dtype = accumulator_dtype(sums.final.dtype)
@@ -90,6 +98,31 @@ class TorchRowOps:
 
     def row_sums(self, dout: Tensor, out: Tensor, delta: Tensor) -> None:
         delta.copy_((dout.to(delta.dtype) * out.to(delta.dtype)).sum(dim=-1))
+
+
+def states_table(states: RowStates, row_ops: RowOps, arrays: IndexArrays) -> Any:
+    """Table for `merge_call`: the rows that a call touches."""
+    segments = np.asarray(
+        [
+            (run.rows.start, run.rows.start, run.rows.stop - run.rows.start, run.before, run.after,
+             run.rows.start)
+            for run in list_runs(states)
+        ],
+        np.int64,
+    ).reshape(-1, 6)  # fmt: skip
+    return row_ops.tables(segments, np.asarray([0, len(segments)]), arrays)[0]
+
+
+def _merge_rows(
+    new: Tensor, new_lse: Tensor, out: Sums, lse: Tensor, rows: slice, before: int, after: int
+) -> None:
+    target = _target(out, after)
+    if before == Held.NOTHING:
+        target[rows], lse[rows] = new.to(target.dtype), new_lse
+        return
+    old = _target(out, before)[rows].to(lse.dtype)
+    merge_partial(old, lse[rows], new.to(lse.dtype), new_lse)
+    target[rows] = old.to(target.dtype)
 
 
 def _segment(message: Tensor, offset: int, like: Tensor) -> Tensor:
