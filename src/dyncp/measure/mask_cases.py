@@ -13,7 +13,8 @@ from dyncp.samplers import sample_lengths
 
 # Windows of 4,096 tokens, less in short sequences, which else would be causal.
 WINDOW, WINDOW_SHARE = 4096, 4
-DOCUMENTS = "ldc"
+# Documents of a long-tailed mix, shorter in short batches.
+DOCUMENTS, WHOLE_DOCUMENTS = "ldc_x{scale:.4f}", 16384
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +54,11 @@ def _window(length: int) -> int:
     return max(1, min(WINDOW, length // WINDOW_SHARE))
 
 
+def _documents(tokens: int) -> list[int]:
+    name = DOCUMENTS.format(scale=min(1.0, tokens / WHOLE_DOCUMENTS))
+    return sample_lengths(name, tokens)
+
+
 def _one(mask: masks.Mask) -> Batch:
     return Batch.of([mask])
 
@@ -62,7 +68,7 @@ BUILDERS: dict[str, Callable[[int], MaskCase]] = {
     "full": lambda n: MaskCase("full", _one(masks.full(n)), plain=True),
     "document_causal": lambda n: MaskCase(
         "document_causal",
-        Batch.of([masks.causal(length) for length in sample_lengths(DOCUMENTS, n)]),
+        Batch.of([masks.causal(length) for length in _documents(n)]),
         documents=True,
     ),
     "lambda_shaped": lambda n: MaskCase(
