@@ -6,7 +6,7 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from dyncp.cli import bench, masks, plan, simulate, train, verify
+from dyncp.cli import bench, calibrate, doctor, masks, plan, simulate, train, verify
 
 COMMANDS = (
     train.command,
@@ -14,6 +14,8 @@ COMMANDS = (
     simulate.command,
     verify.command,
     bench.command,
+    calibrate.command,
+    doctor.command,
     masks.command,
 )
 
