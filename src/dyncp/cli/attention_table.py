@@ -49,7 +49,9 @@ def _summary(summary: Mapping[str, Any]) -> str:
     text += f"{1e3 * host['worst']:>9.2f}"
     for column in ("over_alone", "call_over_alone"):
         ratio = summary[column]
-        text += f"{'–':>9}{'–':>9}" if ratio is None else f"{ratio['worst']:>9.3f}{ratio['mean']:>9.3f}"
+        text += (
+            f"{'–':>9}{'–':>9}" if ratio is None else f"{ratio['worst']:>9.3f}{ratio['mean']:>9.3f}"
+        )
     error = summary["prediction_error"]
     return text + f"{100 * error['worst']:>+9.1f} %{100 * error['mean']:>9.1f} %"
 

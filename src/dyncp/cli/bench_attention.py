@@ -95,7 +95,7 @@ def run(args: Namespace) -> int:
 
         def tell(text: str) -> None:
             if world.first:
-                progress.show(text)
+                progress.show_seldom(text)
 
         found = _measure(setting, tell)
         progress.clear()

@@ -69,7 +69,7 @@ def run(args: Namespace) -> int:
     device = device_named(args.device)
     setting = _setting(args, device)
     progress, rows = Progress(), list["KernelRow"]()
-    for row in bench_kernels(setting, progress.show):
+    for row in bench_kernels(setting, progress.show_seldom):
         rows.append(row)
     progress.clear()
     if args.json:

@@ -65,7 +65,7 @@ def run(args: Namespace) -> int:
     with open_world(args.device) as world:
         setting = _setting(args, world)
         progress = Progress()
-        found = calibrate(setting, progress.show if world.first else lambda _: None)
+        found = calibrate(setting, progress.show_seldom if world.first else lambda _: None)
         progress.clear()
         if world.first:
             save_profile(found.profile, args.save)

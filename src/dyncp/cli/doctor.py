@@ -30,7 +30,9 @@ def run(args: Namespace) -> int:
 
     with open_world(args.device) as world:
         progress = Progress()
-        found = diagnose(world, args.kernel, progress.show if world.first else lambda _: None)
+        found = diagnose(
+            world, args.kernel, progress.show_seldom if world.first else lambda _: None
+        )
         progress.clear()
         if world.first:
             print(json.dumps(_as_json(found)) if args.json else "\n".join(_text(found)))

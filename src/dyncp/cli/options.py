@@ -6,9 +6,16 @@ from pathlib import Path
 
 from dyncp import masks
 from dyncp.blocks import ITEM_BYTES, AttentionShape, Batch
-from dyncp.cost import MODELS, CostModel, ModelConfig, Profile, find_model, find_profile
+from dyncp.cost import (
+    MODELS,
+    CostModel,
+    ModelConfig,
+    Profile,
+    find_model,
+    find_profile,
+    load_profile,
+)
 from dyncp.cost import from_transformers_config as read_model
-from dyncp.cost import load_profile
 from dyncp.placement import DEFAULT_TOLERANCES, Limits
 from dyncp.planner import AUTO, EFFORTS, OBJECTIVES, PlannerConfig
 from dyncp.samplers import NAMES, parse_sample, read_lengths, sample_lengths
@@ -17,9 +24,7 @@ from dyncp.topology import PRESETS, Topology, preset
 COMPUTE_TOLERANCE, TOKEN_TOLERANCE = DEFAULT_TOLERANCES
 
 
-def add_lengths_options(
-    parser: ArgumentParser, *, listed: bool, sample: str | None = None
-) -> None:
+def add_lengths_options(parser: ArgumentParser, *, listed: bool, sample: str | None = None) -> None:
     """Where sequence lengths come from; with `listed`, also the command line itself. `sample` is
     the default; without one they have to be given."""
     lengths = parser.add_mutually_exclusive_group(required=sample is None)

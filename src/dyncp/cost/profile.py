@@ -43,7 +43,8 @@ class Profile:
             )
         if not 1 <= self.overlap_slowdown < math.inf:
             raise ValueError(
-                f"Profile.overlap_slowdown is {self.overlap_slowdown}; factors from 1 on are allowed"
+                f"Profile.overlap_slowdown is {self.overlap_slowdown}; "
+                "factors from 1 on are allowed"
             )
         for field in ("kernel_tile", "ranks_per_machine", "nics"):
             if getattr(self, field) < 1:

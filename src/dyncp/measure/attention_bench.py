@@ -105,7 +105,9 @@ def _describe(
     compute = {(DEFAULT_MASK, d): _by_division([t[d] for t in times]) for d in directions}
     simulated = simulate_plan(plan, topology, cost, compute=compute)
     ranks = {
-        NAMES[d]: _describe_ranks([t[d] for t in times], predicted, d, alone, rank_pairs(plan, cost))
+        NAMES[d]: _describe_ranks(
+            [t[d] for t in times], predicted, d, alone, rank_pairs(plan, cost)
+        )
         for d in directions
     }
     return {

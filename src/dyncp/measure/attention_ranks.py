@@ -64,6 +64,7 @@ def _together(run: Callable[[], Any], device: torch.device, repeats: Repeats) ->
     for _ in range(repeats.timed):
         wait_for(device)
         dist.barrier()
+        wait_for(device)
         start = time.perf_counter()
         run()
         wait_for(device)

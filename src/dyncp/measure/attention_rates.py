@@ -87,7 +87,9 @@ def fit_rates(samples: Sequence[CallSample]) -> AttentionRates:
     """seconds = calls × overhead + FLOPs / rate, with one overhead and two rates."""
     both = [[s for s in samples if s.direction == d.name.lower()] for d in Direction]
     apart = [_fit(part) for part in both]
-    columns = [[s.flops, 0.0, s.calls] for s in both[0]] + [[0.0, s.flops, s.calls] for s in both[1]]
+    columns = [[s.flops, 0.0, s.calls] for s in both[0]] + [
+        [0.0, s.flops, s.calls] for s in both[1]
+    ]
     fit = fit_seconds(np.asarray(columns), np.asarray([s.seconds for s in both[0] + both[1]]))
     forward, backward, call = fit.coefficients.tolist()
     if not (forward and backward):

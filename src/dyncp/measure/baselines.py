@@ -5,6 +5,7 @@ Each takes a mask case and gives a function of q, k, v, or raises Unavailable wi
 
 import inspect
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -34,8 +35,9 @@ def _rows_first(x: Tensor) -> Tensor:
 def _sdpa(backends: list[SDPBackend], **options: Any) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(backends):
-            heads = map(_heads_first, (q, k, v))
-            return _rows_first(scaled_dot_product_attention(*heads, enable_gqa=True, **options))
+            query, key, value = (_heads_first(x) for x in (q, k, v))
+            out = scaled_dot_product_attention(query, key, value, enable_gqa=True, **options)
+            return _rows_first(out)
 
     return attend
 
@@ -113,17 +115,17 @@ def flash_attn_4(case: MaskCase, _shape: AttentionShape, device: torch.device) -
     if device.type != "cuda":
         raise Unavailable("flash-attn-4 runs on CUDA GPUs only")
     try:
-        from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+        flash: Any = import_module("flash_attn.cute")
     except ImportError as error:
         raise Unavailable(f"flash-attn-4 is not installed ({error})") from error
     if case.documents:
-        return _varlen(flash_attn_varlen_func, case, device)
+        return _varlen(flash.flash_attn_varlen_func, case, device)
     if not case.plain:
         raise Unavailable("no mask of this kind built in")
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows = (x.unsqueeze(0) for x in (q, k, v))
-        return _output(flash_attn_func(*rows, causal=case.causal))[0]
+        return _output(flash.flash_attn_func(*rows, causal=case.causal))[0]
 
     return attend
 

@@ -50,7 +50,9 @@ def _attend_rows(
 ) -> None:
     heads = k.shape[1]
     scale = q.shape[2] ** -0.5
-    queries, gradient = (x[rows].unflatten(1, (heads, -1)) for x in (q, dout))
+    queries, gradient = (
+        x[rows].view(-1, heads, x.shape[1] // heads, x.shape[2]) for x in (q, dout)
+    )
     scores = torch.einsum("qhgd,khd->hgqk", queries, k) * scale
     key = torch.arange(len(k), device=q.device)
     allowed = ((key >= ranges[..., :1]) & (key < ranges[..., 1:])).any(dim=1)

@@ -20,7 +20,7 @@ def dense_rate(device: torch.device, dtype: str, repeats: Repeats) -> float:
 
 
 def copy_rate(device: torch.device, repeats: Repeats) -> float:
-    """Bytes per second of copying rows on the device, as packing does; read and write count once."""
+    """Bytes per second of copying on the device, as packing does; read and write count once."""
     source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     timed = time_call(lambda: target.copy_(source), device, repeats)

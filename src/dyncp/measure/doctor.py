@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from dyncp.measure.environment import (
@@ -71,7 +72,26 @@ def diagnose(world: World, kernel: str = "auto", tell: Tell = lambda _: None) ->
     findings.append(finding)
     facts["plan"] = None if check is None else asdict(check)
     facts["kernel"] = None if check is None else _why(check.kernel, kernel, world)
-    return Diagnosis(facts, [f for f in findings if f is not None])
+    return Diagnosis(facts, _of_all_ranks([f for f in findings if f is not None], world))
+
+
+def _of_all_ranks(findings: list[Finding], world: World) -> list[Finding]:
+    """This rank's findings, each replaced by that of the first rank where it is bad."""
+    if world.num_ranks == 1:
+        return findings
+    every: list[Any] = [None] * world.num_ranks
+    dist.all_gather_object(every, findings)
+    return [
+        _worst([(rank, held[i]) for rank, held in enumerate(every)]) for i in range(len(findings))
+    ]
+
+
+def _worst(findings: list[tuple[int, Finding]]) -> Finding:
+    wrong = [(rank, finding) for rank, finding in findings if not finding.passed]
+    if not wrong:
+        return findings[0][1]
+    rank, finding = wrong[0]
+    return Finding(finding.name, False, f"rank {rank}: {finding.sentence}")
 
 
 def _same_versions(versions: dict[str, str | None], world: World) -> Finding:
@@ -95,8 +115,6 @@ def _same_versions(versions: dict[str, str | None], world: World) -> Finding:
 def _one_gpu_each(world: World) -> Finding | None:
     if world.device.type != "cuda":
         return None
-    import torch
-
     seen = torch.cuda.device_count()
     if seen >= world.ranks_per_machine:
         return Finding("devices", True, f"{seen} GPUs for {world.ranks_per_machine} ranks")
@@ -162,14 +180,7 @@ def _why(chosen: str, asked: str, world: World) -> dict[str, str]:
         return {"name": chosen, "reason": "it was asked for"}
     if world.device.type == "cpu":
         return {"name": chosen, "reason": "the device is a CPU"}
-    import torch
-
     major, minor = torch.cuda.get_device_capability(world.device)
     there = describe_versions()["flash-attn-4"]
-    installed = "not installed" if there is None else f"{there} is installed"
-    return {
-        "name": chosen,
-        "reason": f"the GPU has capability {major}.{minor}, and flash-attn-4 is {installed}"
-        if there is None
-        else f"the GPU has capability {major}.{minor}, and flash-attn-4 {installed}",
-    }
+    flash = "flash-attn-4 is not installed" if there is None else f"flash-attn-4 is {there}"
+    return {"name": chosen, "reason": f"the GPU has capability {major}.{minor}, and {flash}"}

@@ -20,6 +20,7 @@ from dyncp.measure.timing import Repeats, Run, time_call
 
 # fp64 scores of more tokens take too long.
 MOST_CHECKED_TOKENS = 16384
+LISTED_KERNELS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +55,14 @@ class KernelsSetting:
 @dataclass(frozen=True, slots=True)
 class Measured:
     """One direction: seconds on the device of the whole call and of its attention kernels (None
-    without a GPU), seconds on the host, and FLOP/s of the allowed pairs in the whole call."""
+    without a GPU), seconds on the host, and FLOP/s of the allowed pairs in the whole call.
+    `kernels` has the seconds of its longest kernels by name."""
 
     seconds: float
     kernel_seconds: float | None
     host_seconds: float
     flops: float
+    kernels: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,7 @@ def _bench_one(
     expected: Results | None,
     setting: KernelsSetting,
 ) -> KernelRow:
-    row = {
+    row: dict[str, Any] = {
         "mask": case.name,
         "tokens": case.tokens,
         "pairs": case.num_pairs,
@@ -152,15 +155,19 @@ def _measure(
 
 def _direction(run: Run, flops: float, setting: KernelsSetting) -> Measured:
     timed = time_call(run, setting.device, setting.repeats)
-    bare = attention_seconds(kernel_seconds(run, setting.device))
-    return Measured(timed.seconds, bare, timed.host_seconds, flops / timed.seconds)
+    by_name = kernel_seconds(run, setting.device)
+    longest = dict(list((by_name or {}).items())[:LISTED_KERNELS])
+    bare = attention_seconds(by_name)
+    return Measured(timed.seconds, bare, timed.host_seconds, flops / timed.seconds, longest)
 
 
-def ratios_to(rows: Sequence[KernelRow], other: str) -> dict[tuple[str, int, str], tuple[float, ...]]:
+def ratios_to(
+    rows: Sequence[KernelRow], other: str
+) -> dict[tuple[str, int, str], tuple[float, ...]]:
     """FLOP/s of every implementation over those of `other`, forward and backward, by mask, tokens
     and implementation; only where both ran."""
     base = {(row.mask, row.tokens): row for row in rows if row.implementation == other}
-    found = {}
+    found: dict[tuple[str, int, str], tuple[float, ...]] = {}
     for row in rows:
         theirs = base.get((row.mask, row.tokens))
         if theirs is None or theirs.forward is None or row.forward is None:

@@ -57,6 +57,7 @@ def exchange_seconds(pairs: Pairs, size: int, world: World, repeats: int = 5) ->
     for repeat in range(WARM_UP + repeats):
         wait_for(world.device)
         dist.barrier()
+        wait_for(world.device)
         start = time.perf_counter()
         if peer is not None:
             _ping_pong(buffer, *peer)
@@ -98,6 +99,7 @@ def all_gather_rate(world: World, repeats: int = 5) -> float:
     for _ in range(WARM_UP + repeats):
         wait_for(world.device)
         dist.barrier()
+        wait_for(world.device)
         start = time.perf_counter()
         dist.all_gather(every, mine)
         wait_for(world.device)

@@ -33,9 +33,7 @@ def plan_loads(plan: Plan, batch: Batch, direction: Direction, cost: CostModel) 
     """All divisions of all ranks that have tiles, in the order of ranks and divisions."""
     touched = {index: {} for index in range(len(batch.lengths))}  # type: dict[int, dict[tuple[int, int], int]]
     return [
-        load
-        for part in plan.parts
-        for load in _rank_loads(part, batch, direction, cost, touched)
+        load for part in plan.parts for load in _rank_loads(part, batch, direction, cost, touched)
     ]
 
 

@@ -1,4 +1,4 @@
-"""The candidates that are measured: the planner's choice, and static methods at their best split."""
+"""What is measured: the planner's choice, and static methods at their best split."""
 
 from collections.abc import Callable, Sequence
 

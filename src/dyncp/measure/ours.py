@@ -27,9 +27,8 @@ class KernelChoice:
         """ "flash4", "flash4:fast" and "flash4:deterministic" are allowed forms."""
         kernel, colon, order = text.strip().partition(":")
         if not kernel or (colon and order not in ORDERS):
-            raise ValueError(
-                f"kernel is {text!r}; write NAME, {' or '.join(f'NAME:{order}' for order in ORDERS)}"
-            )
+            forms = " or ".join(["NAME", *(f"NAME:{order}" for order in ORDERS)])
+            raise ValueError(f"kernel is {text!r}; write {forms}")
         return KernelChoice(kernel, ORDERS.get(order))
 
     @property
@@ -40,7 +39,9 @@ class KernelChoice:
 
     def __str__(self) -> str:
         orders = {fixed: name for name, fixed in ORDERS.items()}
-        return self.kernel + (f":{orders[self.deterministic]}" if self.deterministic is not None else "")
+        return self.kernel + (
+            f":{orders[self.deterministic]}" if self.deterministic is not None else ""
+        )
 
 
 def make_executor(choice: KernelChoice, device: torch.device, **options: Any) -> DCPExecutor:
@@ -66,9 +67,7 @@ def one_rank_step(
     return executor.prepare(plan)
 
 
-def ours(
-    batch: Batch, shape: AttentionShape, choice: KernelChoice, device: torch.device
-) -> Attend:
+def ours(batch: Batch, shape: AttentionShape, choice: KernelChoice, device: torch.device) -> Attend:
     """The attention call of a one-rank plan of the batch."""
     from dyncp.executor import attention
 

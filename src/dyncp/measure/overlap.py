@@ -3,14 +3,14 @@
 import math
 import statistics
 import threading
-import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dyncp.measure.timing import Repeats, Run, time_call, wait_for
+from dyncp.measure.timing import Repeats, Run, mark, seconds_between, time_call, wait_for
 from dyncp.measure.world import World
 
 # The copies that run beside a call take this many times as long as the call alone.
@@ -72,18 +72,17 @@ def _beside_stream(
 ) -> float:
     device = target.device
     one = time_call(lambda: target.copy_(source, non_blocking=True), device, repeats).seconds
-    stream, count = torch.cuda.Stream(device), 1 + math.ceil(BESIDE * alone / one)
-    seconds = []
+    stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    count, seconds = 1 + math.ceil(BESIDE * alone / one), []
     for _ in range(repeats.timed):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(stream):
             for _ in range(count):
                 target.copy_(source, non_blocking=True)
-        start.record()
+        start = mark(device)
         run()
-        end.record()
+        end = mark(device)
         wait_for(device)
-        seconds.append(1e-3 * start.elapsed_time(end))
+        seconds.append(seconds_between(start, end))
     return statistics.median(seconds)
 
 
@@ -100,6 +99,7 @@ def beside_messages(run: Run, world: World, repeats: Repeats) -> Overlap:
     for _ in range(repeats.timed):
         wait_for(world.device)
         dist.barrier()
+        wait_for(world.device)
         works = [work for _ in range(count) for work in _exchange(out, held, world)]
         seconds.append(_timed(run, world, on_device=True))
         for work in works:
@@ -118,14 +118,11 @@ def _exchange(out: Tensor, held: Tensor, world: World) -> list["dist.Work"]:
 def _timed(run: Run, world: World, *, on_device: bool = False) -> float:
     """Seconds of a call: of the current stream alone where `on_device`, so that messages may go
     on."""
-    if on_device and world.device.type == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        return 1e-3 * start.elapsed_time(end)
-    begin = time.perf_counter()
+    start = mark(world.device)
     run()
-    wait_for(world.device)
-    return time.perf_counter() - begin
+    end = mark(world.device)
+    if on_device and world.device.type == "cuda":
+        end.synchronize()
+    else:
+        wait_for(world.device)
+    return seconds_between(start, end)

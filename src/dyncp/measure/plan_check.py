@@ -1,8 +1,10 @@
 """One small plan on real or virtual ranks, against dense attention in fp64."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dyncp import masks
@@ -11,7 +13,9 @@ from dyncp.executor import DCPExecutor, Step, attention
 from dyncp.measure.dense import Results, dense_attention, relative_errors
 from dyncp.measure.inputs import Inputs, make_inputs
 from dyncp.measure.world import World
+from dyncp.plan import gather_samples
 from dyncp.planner import PlannerConfig, plan_batch
+from dyncp.topology import Topology
 
 # Several documents, one of them long enough to be cut, with two ranges per token.
 LENGTHS = (1200, 333, 96, 17)
@@ -19,6 +23,7 @@ SHAPES = {"cpu": AttentionShape(4, 2, 64, "fp32"), "cuda": AttentionShape(4, 2, 
 # Relative errors: bf16 has 8 bits, so results are right to about 0.4 %; twice rounded on the way.
 TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2}
 VIRTUAL_RANKS = 4
+TIMEOUT = 60.0  # seconds until a rank that does not answer is reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +44,18 @@ class PlanCheck:
 
 def check_plan(world: World, kernel: str = "auto") -> PlanCheck:
     """Runs the plan; all ranks call it together, and all get the result."""
-    from dyncp.topology import Topology
-
     shape, virtual = SHAPES[world.device.type], world.num_ranks == 1
     ranks = VIRTUAL_RANKS if virtual else world.num_ranks
     per_machine = ranks if virtual else world.ranks_per_machine
     batch = Batch.of([masks.lambda_shaped(n, sinks=16, window=200) for n in LENGTHS])
     config = PlannerConfig(solver="bisection")  # cuts: `auto` would leave so small a batch whole
     plan = plan_batch(batch, Topology(ranks // per_machine, per_machine), shape, config)
-    options = {"virtual_ranks": ranks} if virtual else {}
-    executor = DCPExecutor(kernel=kernel, device=world.device, **options)
+    executor = DCPExecutor(
+        kernel=kernel,
+        device=world.device,
+        virtual_ranks=ranks if virtual else None,
+        timeout=TIMEOUT,
+    )
     step = executor.prepare(plan)
     inputs = make_inputs(batch.num_tokens, shape, world.device)
     before = executor.transport.bytes_sent
@@ -74,5 +81,12 @@ def _run(step: Step, inputs: Inputs) -> Results:
 
 
 def _gather(step: Step, rows: Tensor) -> Tensor:
-    # The transport's own group gathers on the host.
-    return torch.cat(step.gather(rows.cpu() if step.plan.num_ranks > len(step.parts) else rows))
+    """Rows of all ranks in batch order."""
+    plan = step.plan
+    if len(step.parts) == plan.num_ranks:
+        parts = list(rows.split_with_sizes(plan.rows_per_rank.tolist()))
+    else:
+        held: list[Any] = [None] * plan.num_ranks
+        dist.all_gather_object(held, rows.double().cpu().numpy())
+        parts = [torch.from_numpy(part).to(rows.device) for part in held]
+    return torch.cat(gather_samples(plan, parts))

@@ -15,7 +15,7 @@ from dyncp.measure.noise import Noise
 from dyncp.measure.ours import KernelChoice, make_executor
 from dyncp.measure.recorded_kernel import RecordedKernel
 from dyncp.measure.timing import Repeats, Run, time_call
-from dyncp.plan import Op, Plan, RankPlan
+from dyncp.plan import Op, RankPlan
 from dyncp.transport import Transport
 
 
@@ -33,18 +33,6 @@ class CallTimes:
         return float(self.division_seconds.sum())
 
 
-def time_rank(
-    plan: Plan,
-    rank: int,
-    shape: AttentionShape,
-    choice: KernelChoice,
-    device: torch.device,
-    repeats: Repeats,
-) -> dict[Direction, CallTimes]:
-    """Forward and backward of rank `rank`."""
-    return time_part(plan.parts[rank], shape, choice, device, repeats)
-
-
 def time_part(
     part: RankPlan,
     shape: AttentionShape,
@@ -52,6 +40,7 @@ def time_part(
     device: torch.device,
     repeats: Repeats,
 ) -> dict[Direction, CallTimes]:
+    """Forward and backward of one rank."""
     kernel, step = _recorded_step(part, choice, device)
     inputs = make_inputs(step.num_rows, shape, device, seed=part.rank)
     run = forward(lambda q, k, v: attention(step, q, k, v), inputs)
@@ -72,8 +61,7 @@ def _recorded_step(
 
     plain = make_executor(choice, device, transport=transport())
     kernel = RecordedKernel(plain.kernel, device)
-    options = choice.options | {"kernel": kernel}
-    executor = DCPExecutor(device=device, transport=transport(), **options)
+    executor = DCPExecutor(device=device, transport=transport(), kernel=kernel)
     return kernel, executor.prepare(part)
 
 

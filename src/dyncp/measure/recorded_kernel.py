@@ -1,12 +1,11 @@
 """A kernel that notes what each of its calls takes, division by division."""
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from dyncp.measure.timing import wait_for
+from dyncp.measure.timing import mark, seconds_between, wait_for
 
 
 class RecordedKernel:
@@ -27,21 +26,12 @@ class RecordedKernel:
         self._record(self._inner.attend_backward, args, options)
 
     def _record(self, function: Callable[..., None], args: Any, options: Any) -> None:
-        start = self._mark()
+        start = mark(self._device)
         function(*args, **options)
-        self._marks.append((start, self._mark()))
-
-    def _mark(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        self._marks.append((start, mark(self._device)))
 
     def take(self) -> list[float]:
         """Seconds of all calls since the last time, in order."""
         wait_for(self._device)
         marks, self._marks = self._marks, []
-        if self._device.type != "cuda":
-            return [end - start for start, end in marks]
-        return [1e-3 * start.elapsed_time(end) for start, end in marks]
+        return [seconds_between(start, end) for start, end in marks]

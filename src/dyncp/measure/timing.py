@@ -10,10 +10,9 @@ import torch
 
 # Larger than the second-level cache of any GPU so far: writing it leaves nothing of the inputs.
 FLUSH_BYTES = 256 << 20
-# Cycles that a GPU idles before a timed call, so that the host has queued all of it by then: first
-# a guess (about 5 ms), then this many times the host time that was seen.
-FIRST_HEAD_START, HEAD_START = 10_000_000, 3.0
-CYCLES_PER_SECOND = 2e9
+# Before a timed call a GPU idles for this many times the host's time, so that the host has queued
+# all of it by then; at most so many cycles (50 ms).
+HEAD_START, MOST_CYCLES, CYCLES_PER_SECOND = 2.0, 100_000_000, 2e9
 
 Run = Callable[[], Any]
 
@@ -51,9 +50,28 @@ def time_call(run: Run, device: torch.device, repeats: Repeats | None = None) ->
     for _ in range(repeats.warm_up):
         run()
     wait_for(device)
-    times = _cuda_times if device.type == "cuda" else _host_times
-    device_seconds, host_seconds = zip(*times(run, device, repeats), strict=True)
-    return Timed(statistics.median(device_seconds), statistics.median(host_seconds), repeats.timed)
+    host = [_host_seconds(run, device) for _ in range(repeats.timed)]
+    host_seconds = statistics.median(host)
+    if device.type != "cuda":
+        return Timed(host_seconds, host_seconds, repeats.timed)
+    seconds = statistics.median(_cuda_seconds(run, device, repeats, max(host)))
+    return Timed(seconds, host_seconds, repeats.timed)
+
+
+def mark(device: torch.device) -> Any:
+    """A point in time: of the current stream, or on the host."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def seconds_between(start: Any, end: Any) -> float:
+    """Between two marks; the device must have passed the second."""
+    if isinstance(start, float):
+        return float(end - start)
+    return 1e-3 * float(start.elapsed_time(end))
 
 
 def wait_for(device: torch.device) -> None:
@@ -61,42 +79,25 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _host_times(run: Run, _: torch.device, repeats: Repeats) -> list[tuple[float, float]]:
-    times = []
-    for _repeat in range(repeats.timed):
-        start = time.perf_counter()
-        run()
-        seconds = time.perf_counter() - start
-        times.append((seconds, seconds))
-    return times
+def _host_seconds(run: Run, device: torch.device) -> float:
+    """Until the call returns, on an idle device."""
+    start = time.perf_counter()
+    run()
+    seconds = time.perf_counter() - start
+    wait_for(device)
+    return seconds
 
 
-def _cuda_times(run: Run, device: torch.device, repeats: Repeats) -> list[tuple[float, float]]:
-    times, cycles = [], FIRST_HEAD_START
+def _cuda_seconds(run: Run, device: torch.device, repeats: Repeats, host: float) -> list[float]:
+    cycles = min(MOST_CYCLES, int(HEAD_START * host * CYCLES_PER_SECOND))
     cache = torch.empty(FLUSH_BYTES if repeats.flush else 0, dtype=torch.uint8, device=device)
-    for _repeat in range(repeats.timed):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    seconds = []
+    for _ in range(repeats.timed):
         cache.zero_()
         torch.cuda._sleep(cycles)
-        start.record()
-        before = time.perf_counter()
+        start = mark(device)
         run()
-        host = time.perf_counter() - before
-        end.record()
-        torch.cuda.synchronize(device)
-        times.append((1e-3 * start.elapsed_time(end), host))
-        cycles = max(cycles, int(HEAD_START * host * CYCLES_PER_SECOND))
-    return times
-
-
-def back_to_back_seconds(run: Run, device: torch.device, repeats: Repeats | None = None) -> float:
-    """Seconds per call of calls that follow each other: host or device, whichever is slower."""
-    repeats = repeats or Repeats()
-    for _ in range(repeats.warm_up):
-        run()
-    wait_for(device)
-    start = time.perf_counter()
-    for _ in range(repeats.timed):
-        run()
-    wait_for(device)
-    return (time.perf_counter() - start) / repeats.timed
+        end = mark(device)
+        wait_for(device)
+        seconds.append(seconds_between(start, end))
+    return seconds
