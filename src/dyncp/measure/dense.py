@@ -50,9 +50,8 @@ def _attend_rows(
 ) -> None:
     heads = k.shape[1]
     scale = q.shape[2] ** -0.5
-    queries, gradient = (
-        x[rows].view(-1, heads, x.shape[1] // heads, x.shape[2]) for x in (q, dout)
-    )
+    groups = (-1, heads, q.shape[1] // heads, q.shape[2])
+    queries, gradient = q[rows].view(groups), dout[rows].view(groups)
     scores = torch.einsum("qhgd,khd->hgqk", queries, k) * scale
     key = torch.arange(len(k), device=q.device)
     allowed = ((key >= ranges[..., :1]) & (key < ranges[..., 1:])).any(dim=1)

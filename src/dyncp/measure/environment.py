@@ -44,7 +44,8 @@ def _backends() -> list[str]:
 def _nccl_version() -> str | None:
     if not (torch.cuda.is_available() and dist.is_available() and dist.is_nccl_available()):
         return None
-    return ".".join(map(str, torch.cuda.nccl.version()))
+    numbers: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return ".".join(map(str, numbers))
 
 
 def describe_devices() -> list[dict[str, Any]]:

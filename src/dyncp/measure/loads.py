@@ -11,6 +11,9 @@ from dyncp.cost import CostModel
 from dyncp.masks import Mask
 from dyncp.plan import Plan, RankPlan
 
+# sequence → (query block, key block) → kernel tiles, so that each is counted once
+Touched = dict[int, dict[tuple[int, int], int]]
+
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -31,7 +34,7 @@ class Load:
 
 def plan_loads(plan: Plan, batch: Batch, direction: Direction, cost: CostModel) -> list[Load]:
     """All divisions of all ranks that have tiles, in the order of ranks and divisions."""
-    touched = {index: {} for index in range(len(batch.lengths))}  # type: dict[int, dict[tuple[int, int], int]]
+    touched: Touched = {index: {} for index in range(len(batch.lengths))}
     return [
         load for part in plan.parts for load in _rank_loads(part, batch, direction, cost, touched)
     ]
@@ -42,7 +45,7 @@ def _rank_loads(
     batch: Batch,
     direction: Direction,
     cost: CostModel,
-    touched: dict[int, dict[tuple[int, int], int]],
+    touched: Touched,
 ) -> Iterator[Load]:
     mask = part.mask_plan(DEFAULT_MASK)
     tiles, division = mask.tiles, mask.program(direction).tile_division
@@ -69,9 +72,7 @@ def _rank_loads(
         )
 
 
-def _kernel_tiles(
-    part: RankPlan, batch: Batch, side: int, touched: dict[int, dict[tuple[int, int], int]]
-) -> Int64:
+def _kernel_tiles(part: RankPlan, batch: Batch, side: int, touched: Touched) -> Int64:
     """Kernel tiles that each tile touches, one head, if its blocks start on their borders."""
     tiles, blocks = part.mask_plan(DEFAULT_MASK).tiles, part.blocks
     counts = np.zeros(len(tiles.q_block), np.int64)

@@ -94,7 +94,7 @@ def _cuda_seconds(run: Run, device: torch.device, repeats: Repeats, host: float)
     seconds = []
     for _ in range(repeats.timed):
         cache.zero_()
-        torch.cuda._sleep(cycles)
+        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
         start = mark(device)
         run()
         end = mark(device)
