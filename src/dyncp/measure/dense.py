@@ -9,8 +9,8 @@ from dyncp.blocks import DEFAULT_MASK, Batch
 from dyncp.masks import Mask
 from dyncp.measure.inputs import Inputs
 
-# Scores of one chunk of rows, over all heads: 1 GiB in fp64.
-CHUNK_SCORES = 1 << 27
+# Scores of one chunk of rows, over all heads: 512 MiB in fp64.
+CHUNK_SCORES = 1 << 26
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,7 +12,7 @@ from dyncp.measure.inputs import Inputs
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class Unavailable(Exception):  # noqa: N818 - not an error: a reason to leave something out
+class Unavailable(ValueError):  # noqa: N818 - mostly a reason to leave something out
     """Why an implementation cannot run here, or not with this mask."""
 
 

@@ -48,12 +48,8 @@ def make_executor(choice: KernelChoice, device: torch.device, **options: Any) ->
     """An executor with this kernel; raises Unavailable with the reason where it cannot run here."""
     try:
         return DCPExecutor(device=device, **choice.options, **options)
-    except (ImportError, RuntimeError, TypeError) as error:
+    except (ImportError, RuntimeError, TypeError, ValueError) as error:
         raise Unavailable(str(error).splitlines()[0]) from error
-    except ValueError as error:
-        if f"kernel is {choice.kernel!r}" in str(error):  # no kernel of that name
-            raise Unavailable(str(error)) from error
-        raise
 
 
 def one_rank_step(
@@ -64,7 +60,10 @@ def one_rank_step(
     executor = make_executor(choice, device, virtual_ranks=1)
     order = plan.parts[0].local_coordinates
     assert (order == range(batch.num_tokens)).all(), "one rank keeps the batch's order"
-    return executor.prepare(plan)
+    try:
+        return executor.prepare(plan)
+    except ValueError as error:  # the kernel cannot run on this device
+        raise Unavailable(str(error)) from error
 
 
 def ours(batch: Batch, shape: AttentionShape, choice: KernelChoice, device: torch.device) -> Attend:

@@ -1,6 +1,5 @@
 """One rank's real kernels from a real plan, timed without its peers."""
 
-import statistics
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,11 +75,11 @@ def _time(
     kernel.take()
     timed = time_call(run, device, repeats)
     divisions = _call_divisions(part, direction)
-    seconds = kernel.take()
-    repeated = np.asarray(seconds).reshape(-1, len(divisions))[-repeats.timed :]
-    medians = [statistics.median(column) for column in repeated.T]
-    count = max(divisions, default=-1) + 1
-    by_division = np.bincount(divisions, medians, count) if divisions else np.zeros(count)
+    calls = np.asarray(kernel.take())
+    if not divisions:  # a rank without tiles
+        return CallTimes(timed.seconds, timed.host_seconds, np.zeros(1))
+    medians = np.median(calls.reshape(-1, len(divisions))[-repeats.timed :], axis=0)
+    by_division = np.bincount(divisions, medians)
     return CallTimes(timed.seconds, timed.host_seconds, by_division.astype(np.float64))
 
 
