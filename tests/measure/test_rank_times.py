@@ -84,9 +84,8 @@ def test_kernel_tiles_of_known_blocks():
 
 
 def test_a_rank_without_tiles_is_timed_too():
-    plan = plan_batch(
-        Batch.of([masks.causal(40)]), Topology(1, 2), SHAPE, PlannerConfig("zigzag/cp1")
-    )
+    config = PlannerConfig(solver="zigzag/cp1")
+    plan = plan_batch(Batch.of([masks.causal(40)]), Topology(1, 2), SHAPE, config)
     idle = int(np.flatnonzero(plan.parts[0].tokens_per_rank == 0)[0])
     times = time_part(plan.parts[idle], SHAPE, KernelChoice("cpu"), CPU, Repeats(2, 0))
     assert all(measured.kernel_seconds == 0 for measured in times.values())

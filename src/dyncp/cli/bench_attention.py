@@ -5,6 +5,7 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from dyncp.blocks import Batch
 from dyncp.cli.attention_table import draw_ranks, draw_virtual
 from dyncp.cli.command import Command
 from dyncp.cli.measure_options import (
@@ -167,12 +168,17 @@ def _output(
         return json.dumps(about | found)
     head = (
         f"{about['device']}, kernel {setting.choice}; {shape_text(setting.cost.shape)}\n"
-        f"{batch.num_tokens:,} tokens in {len(batch.lengths)} sequences, mask {args.mask}; "
+        f"{batch.num_tokens:,} tokens in {_sequences(batch)}, mask {args.mask}; "
         f"{topology.machines} × {topology.ranks_per_machine} "
         f"{'real' if under_torchrun() else 'virtual'} ranks, profile {setting.cost.profile.name}\n"
     )
     draw = draw_ranks if under_torchrun() else draw_virtual
     return "\n".join([head, *draw(found)])
+
+
+def _sequences(batch: Batch) -> str:
+    count = len(batch.lengths)
+    return f"{count} sequence{'s' if count > 1 else ''}"
 
 
 command = Command(

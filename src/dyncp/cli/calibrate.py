@@ -100,7 +100,8 @@ def _output(args: Namespace, setting: "CalibrateSetting", found: "Calibration") 
     device = device_text(setting.world.device)
     if args.json:
         return json.dumps({"device": device} | _as_json(found))
-    head = f"{device}; {shape_text(setting.shape)}; {setting.world.num_ranks} ranks\n"
+    ranks = setting.world.num_ranks
+    head = f"{device}; {shape_text(setting.shape)}; {ranks} rank{'s' if ranks > 1 else ''}\n"
     tail = f"\nWritten to {args.save}; use it as `dyncp plan --profile {args.save}`."
     return "\n".join([head, *draw_calibration(setting.base, found), tail])
 

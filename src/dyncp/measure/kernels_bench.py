@@ -1,5 +1,6 @@
 """Kernels beside each other: masks × lengths × implementations on one device."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +18,8 @@ from dyncp.measure.kernel_seconds import attention_seconds, kernel_seconds
 from dyncp.measure.mask_cases import MaskCase, mask_case
 from dyncp.measure.ours import KernelChoice, ours
 from dyncp.measure.timing import Repeats, Run, time_call
+
+logger = logging.getLogger(__name__)
 
 # fp64 scores of more tokens take too long.
 MOST_CHECKED_TOKENS = 16384
@@ -129,7 +132,8 @@ def _bench_one(
         return KernelRow(**row, **_measure(case, build(), inputs, expected, setting))
     except Unavailable as reason:
         return KernelRow(**row, reason=str(reason))
-    except (RuntimeError, torch.OutOfMemoryError) as error:  # torch: "No available kernel", ...
+    except Exception as error:  # others' kernels fail in their own ways; the rest goes on
+        logger.debug("%s failed", name, exc_info=True)
         return KernelRow(**row, reason=_first_line(error))
 
 
