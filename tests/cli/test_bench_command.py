@@ -1,10 +1,13 @@
 """`dyncp bench`: real measurements of tiny sizes, on virtual and on real ranks."""
 
 import json
+import shlex
+from pathlib import Path
 
 import pytest
 
 from dyncp.cli import main
+from dyncp.cli.entry import build_parser
 from torchrun import run_under_torchrun
 
 SHAPE = ["--q-heads", "2", "--kv-heads", "1", "--head-dim", "16"]
@@ -71,8 +74,11 @@ def test_virtual_ranks_are_measured_and_predicted(capsys):
             assert all(row["over_alone"] > 0 and row["call_over_alone"] > 0 for row in busy)
 
 
-def test_the_attention_table_has_a_line_per_method_and_direction(capsys):
-    out = run(capsys, *ATTENTION, "--virtual-ranks", "2", "--methods", "zigzag")
+def test_the_attention_table_has_a_line_per_method_and_direction(capsys, tmp_path):
+    words = ["--virtual-ranks", "2", "--methods", "zigzag", "--raw", str(tmp_path / "raw.json")]
+    out = run(capsys, *ATTENTION, *words)
+    assert "kernel auto (cpu)" in out
+    assert set(json.loads((tmp_path / "raw.json").read_text())["methods"]) == {"zigzag"}
     assert "the whole batch on one rank, backward: kernels" in out
     assert sum(line.startswith("zigzag") for line in out.splitlines()) == 2
     assert "predicted − measured" in out
@@ -107,6 +113,7 @@ def test_real_ranks_are_measured_beside_the_prediction():
         (["attention", "--ranks-per-machine", "3"], "3, which does not divide the 4 virtual"),
         (["attention", "--profile", "/no/mine.json"], "profile /no/mine.json cannot be read"),
         (["attention", "--topology", "moon"], "profile is 'moon'; choose one of p4de"),
+        (["attention", "--raw", "/no/folder/raw.json"], "the folder /no/folder does not exist"),
         (["attention", "--tokens", "0"], "--tokens is 0; a batch needs at least 1"),
         (["attention", "--kernel", "abacus", "--tokens", "64"], "abacus"),
     ],
@@ -118,3 +125,17 @@ def test_mistakes_are_one_line_with_the_choices(capsys, words, message):
     assert not output.out
     assert output.err.strip().splitlines()[-1].startswith("dyncp: error: ")
     assert message in output.err
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "bench.md").read_text(encoding="utf-8")
+SHOWN = [
+    line.removeprefix("$ ").partition(" #")[0].strip()
+    for line in PAGE.splitlines()
+    if line.startswith(("$ dyncp ", "dyncp ", "torchrun "))
+]
+
+
+@pytest.mark.parametrize("line", SHOWN)
+def test_documented_command_lines_are_understood(line):
+    words = shlex.split(line)
+    build_parser().parse_args(words[words.index("dyncp") + 1 :])

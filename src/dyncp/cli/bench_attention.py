@@ -1,7 +1,7 @@
 """`dyncp bench attention`: plans measured rank by rank, predicted times beside measured ones."""
 
-import json
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +11,14 @@ from dyncp.cli.command import Command
 from dyncp.cli.measure_options import (
     PRESETS,
     add_device_option,
+    add_output_options,
     add_repeats_option,
     add_shape_options,
+    check_raw,
     repeats_of,
     shape_of,
     shape_text,
+    show,
     words,
 )
 from dyncp.cli.options import (
@@ -71,7 +74,8 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--methods",
         default="auto,zigzag",
-        help=f"auto is dyncp's planner; choose from {', '.join(METHODS)} (default %(default)s)",
+        help=f"auto is dyncp's planner; choose from {', '.join(METHODS)}, or all "
+        "(default %(default)s)",
     )
     parser.add_argument(
         "--kernel",
@@ -81,7 +85,7 @@ def add_options(parser: ArgumentParser) -> None:
     add_shape_options(parser)
     add_device_option(parser)
     add_repeats_option(parser, 5)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    add_output_options(parser)
 
 
 def run(args: Namespace) -> int:
@@ -90,6 +94,7 @@ def run(args: Namespace) -> int:
             f"--virtual-ranks is {args.virtual_ranks}, but torchrun runs real ranks; give one or "
             "the other"
         )
+    check_raw(args)
     with open_world(args.device) as world:
         setting = _setting(args, world)
         progress = Progress()
@@ -101,7 +106,8 @@ def run(args: Namespace) -> int:
         found = _measure(setting, tell)
         progress.clear()
         if world.first:
-            print(_output(args, world, setting, found))
+            about = _about(args, world, setting)
+            show(args, about | found, _lines(about, setting, found))
     return 0
 
 
@@ -147,33 +153,39 @@ def _topology(args: Namespace, world: "World", cost: CostModel) -> Topology:
     return cost.profile.topology(ranks // per_machine, per_machine)
 
 
-def _output(
-    args: Namespace, world: "World", setting: "AttentionSetting", found: dict[str, Any]
-) -> str:
+def _about(args: Namespace, world: "World", setting: "AttentionSetting") -> dict[str, Any]:
+    from dyncp.measure.ours import kernel_name
     from dyncp.measure.world import device_text
 
-    topology, batch = setting.topology, setting.batch
-    about = {
+    topology = setting.topology
+    return {
         "device": device_text(world.device),
         "kernel": str(setting.choice),
+        "kernel_name": kernel_name(setting.choice, world.device),
         "shape": asdict(setting.cost.shape),
         "mask": args.mask,
-        "lengths": list(batch.lengths),
+        "lengths": list(setting.batch.lengths),
         "profile": asdict(setting.cost.profile),
         "machines": topology.machines,
         "ranks_per_machine": topology.ranks_per_machine,
         "virtual": not under_torchrun(),
     }
-    if args.json:
-        return json.dumps(about | found)
-    head = (
-        f"{about['device']}, kernel {setting.choice}; {shape_text(setting.cost.shape)}\n"
-        f"{batch.num_tokens:,} tokens in {_sequences(batch)}, mask {args.mask}; "
-        f"{topology.machines} × {topology.ranks_per_machine} "
-        f"{'real' if under_torchrun() else 'virtual'} ranks, profile {setting.cost.profile.name}\n"
+
+
+def _lines(
+    about: dict[str, Any], setting: "AttentionSetting", found: dict[str, Any]
+) -> Iterator[str]:
+    batch, kernel, name = setting.batch, about["kernel"], about["kernel_name"]
+    kind = "virtual" if about["virtual"] else "real"
+    chosen = f" ({name})" if name not in kernel else ""
+    yield f"{about['device']}, kernel {kernel}{chosen}; {shape_text(setting.cost.shape)}"
+    yield (
+        f"{batch.num_tokens:,} tokens in {_sequences(batch)}, mask {about['mask']}; "
+        f"{about['machines']} × {about['ranks_per_machine']} {kind} ranks, "
+        f"profile {about['profile']['name']}"
     )
-    draw = draw_ranks if under_torchrun() else draw_virtual
-    return "\n".join([head, *draw(found)])
+    yield ""
+    yield from (draw_virtual if about["virtual"] else draw_ranks)(found)
 
 
 def _sequences(batch: Batch) -> str:

@@ -1,6 +1,5 @@
 """`dyncp bench kernels`: masks × lengths × kernels, beside torch's and flash-attn-4's."""
 
-import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -10,12 +9,15 @@ from dyncp.cli.command import Command
 from dyncp.cli.kernels_table import draw_kernels
 from dyncp.cli.measure_options import (
     add_device_option,
+    add_output_options,
     add_repeats_option,
     add_shape_options,
+    check_raw,
     numbers,
     repeats_of,
     shape_of,
     shape_text,
+    show,
     words,
 )
 from dyncp.cli.progress import Progress
@@ -59,24 +61,22 @@ def add_options(parser: ArgumentParser) -> None:
         help="lengths whose results are compared with dense attention in fp64: smallest, all (up "
         "to 16,384 tokens) or none (default %(default)s)",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    add_output_options(parser)
 
 
 def run(args: Namespace) -> int:
     from dyncp.measure.kernels_bench import bench_kernels
-    from dyncp.measure.world import device_named, device_text
+    from dyncp.measure.world import device_text, open_device
 
-    device = device_named(args.device)
+    check_raw(args)
+    device = open_device(args.device)
     setting = _setting(args, device)
     progress, rows = Progress(), list["KernelRow"]()
     for row in bench_kernels(setting, progress.show_seldom):
         rows.append(row)
     progress.clear()
-    if args.json:
-        print(json.dumps(_as_json(setting, device_text(device), rows)))
-    else:
-        print(f"{device_text(device)}; {shape_text(setting.shape)}; median of {args.repeats}\n")
-        print("\n".join(draw_kernels(rows)))
+    head = f"{device_text(device)}; {shape_text(setting.shape)}; median of {args.repeats}\n"
+    show(args, _as_json(setting, device_text(device), rows), [head, *draw_kernels(rows)])
     return 0
 
 

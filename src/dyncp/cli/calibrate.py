@@ -1,7 +1,7 @@
 """`dyncp calibrate`: measures this machine into a profile for planner and simulator."""
 
-import json
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,11 +11,14 @@ from dyncp.cli.command import Command
 from dyncp.cli.measure_options import (
     PRESETS,
     add_device_option,
+    add_output_options,
     add_repeats_option,
     add_shape_options,
+    check_raw,
     numbers,
     shape_of,
     shape_text,
+    show,
     words,
 )
 from dyncp.cli.progress import Progress
@@ -54,7 +57,7 @@ def add_options(parser: ArgumentParser) -> None:
     add_shape_options(parser)
     add_device_option(parser)
     add_repeats_option(parser, 5)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    add_output_options(parser)
 
 
 def run(args: Namespace) -> int:
@@ -62,6 +65,7 @@ def run(args: Namespace) -> int:
 
     if not args.save.parent.is_dir():
         raise ValueError(f"--save is {args.save}; the folder {args.save.parent} does not exist")
+    check_raw(args)
     with open_world(args.device) as world:
         setting = _setting(args, world)
         progress = Progress()
@@ -69,7 +73,7 @@ def run(args: Namespace) -> int:
         progress.clear()
         if world.first:
             save_profile(found.profile, args.save)
-            print(_output(args, setting, found))
+            show(args, _as_json(setting, found), _lines(args, setting, found))
     return 0
 
 
@@ -94,20 +98,26 @@ def _setting(args: Namespace, world: "World") -> "CalibrateSetting":
     )
 
 
-def _output(args: Namespace, setting: "CalibrateSetting", found: "Calibration") -> str:
+def _lines(args: Namespace, setting: "CalibrateSetting", found: "Calibration") -> Iterator[str]:
     from dyncp.measure.world import device_text
 
-    device = device_text(setting.world.device)
-    if args.json:
-        return json.dumps({"device": device} | _as_json(found))
     ranks = setting.world.num_ranks
-    head = f"{device}; {shape_text(setting.shape)}; {ranks} rank{'s' if ranks > 1 else ''}\n"
-    tail = f"\nWritten to {args.save}; use it as `dyncp plan --profile {args.save}`."
-    return "\n".join([head, *draw_calibration(setting.base, found), tail])
+    yield (
+        f"{device_text(setting.world.device)}; {shape_text(setting.shape)}; "
+        f"{ranks} rank{'s' if ranks > 1 else ''}"
+    )
+    yield ""
+    yield from draw_calibration(setting.base, found)
+    yield ""
+    yield f"Written to {args.save}; use it as `dyncp plan --profile {args.save}`."
 
 
-def _as_json(found: "Calibration") -> dict[str, Any]:
+def _as_json(setting: "CalibrateSetting", found: "Calibration") -> dict[str, Any]:
+    from dyncp.measure.world import device_text
+
     return {
+        "device": device_text(setting.world.device),
+        "shape": asdict(setting.shape),
         "profile": asdict(found.profile),
         "rates": asdict(found.rates),
         "samples": [asdict(sample) for sample in found.samples],

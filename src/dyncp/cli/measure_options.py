@@ -1,7 +1,10 @@
 """Options of the commands that measure; what they leave open depends on the device."""
 
+import json
 from argparse import ArgumentParser, Namespace
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from dyncp.blocks import ITEM_BYTES, AttentionShape
 
@@ -40,6 +43,27 @@ def add_repeats_option(parser: ArgumentParser, default: int) -> None:
         default=default,
         help="timed calls, of which the median counts (default %(default)s)",
     )
+
+
+def add_output_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.add_argument(
+        "--raw", type=Path, metavar="FILE", help="write that JSON object, whatever is printed"
+    )
+
+
+def check_raw(args: Namespace) -> None:
+    """Before anything is measured."""
+    if args.raw is not None and not args.raw.parent.is_dir():
+        raise ValueError(f"--raw is {args.raw}; the folder {args.raw.parent} does not exist")
+
+
+def show(args: Namespace, numbers: Mapping[str, Any], lines: Iterable[str]) -> None:
+    """Prints the JSON object or the lines, and writes the file that was asked for."""
+    text = json.dumps(numbers)
+    if args.raw is not None:
+        args.raw.write_text(text + "\n", encoding="utf-8")
+    print(text if args.json else "\n".join(lines))
 
 
 def shape_of(args: Namespace, device: "torch.device") -> AttentionShape:

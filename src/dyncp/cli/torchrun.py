@@ -24,19 +24,16 @@ def open_world(device_name: str | None) -> "Iterator[World]":
     import torch
     import torch.distributed as dist
 
-    from dyncp.measure.world import World, device_named
+    from dyncp.measure.world import World, open_device
 
     if not under_torchrun():
-        yield World.alone(device_named(device_name))
+        yield World.alone(open_device(device_name))
         return
     local_rank, local = (int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    device = device_named(device_name, local_rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl"
-    else:
+    device = open_device(device_name, local_rank)
+    if device.type == "cpu":
         torch.set_num_threads(threads_per_rank(local))
-        backend = "gloo"
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, timeout=TIMEOUT)
     try:
         yield World(dist.get_rank(), dist.get_world_size(), local, device)

@@ -60,7 +60,7 @@ def diagnose(world: World, kernel: str = "auto", tell: Tell = lambda _: None) ->
         "ranks_per_machine": world.ranks_per_machine,
         "device": str(world.device),
     }
-    findings = [_same_versions(facts["versions"], world), _one_gpu_each(world)]
+    findings = [_same_versions(facts["versions"], world)]
     matrix = None
     if world.num_ranks > 1:
         tell("messages between ranks ...")
@@ -72,7 +72,7 @@ def diagnose(world: World, kernel: str = "auto", tell: Tell = lambda _: None) ->
     findings.append(finding)
     facts["plan"] = None if check is None else asdict(check)
     facts["kernel"] = None if check is None else _why(check.kernel, kernel, world)
-    return Diagnosis(facts, _of_all_ranks([f for f in findings if f is not None], world))
+    return Diagnosis(facts, _of_all_ranks(findings, world))
 
 
 def _of_all_ranks(findings: list[Finding], world: World) -> list[Finding]:
@@ -109,20 +109,6 @@ def _same_versions(versions: dict[str, str | None], world: World) -> Finding:
         False,
         f"ranks {', '.join(map(str, odd))} have other versions of {', '.join(names)} than rank 0: "
         "install the same everywhere",
-    )
-
-
-def _one_gpu_each(world: World) -> Finding | None:
-    if world.device.type != "cuda":
-        return None
-    seen = torch.cuda.device_count()
-    if seen >= world.ranks_per_machine:
-        return Finding("devices", True, f"{seen} GPUs for {world.ranks_per_machine} ranks")
-    return Finding(
-        "devices",
-        False,
-        f"this machine has {world.ranks_per_machine} ranks, but torch sees {seen} GPUs: start at "
-        f"most {seen} ranks here, or look at CUDA_VISIBLE_DEVICES",
     )
 
 

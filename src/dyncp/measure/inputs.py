@@ -15,6 +15,10 @@ DTYPES = {
 }
 
 
+# Hosts take seconds for tens of millions of random numbers: larger inputs repeat these rows.
+DRAWN_ROWS = 512
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Inputs:
     """q, dout: [tokens, q heads, dim]; k, v: [tokens, kv heads, dim]. q, k, v require gradients."""
@@ -41,11 +45,10 @@ def make_inputs(
     generator = torch.Generator().manual_seed(seed)
 
     def draw(heads: int) -> Tensor:
-        # On the host, tens of millions of numbers take seconds: repeat the first rows instead.
-        rows = min(tokens, 4096)
-        drawn = torch.randn(rows, heads, shape.head_dim, generator=generator)
-        drawn = drawn.to(device, DTYPES[shape.dtype])
-        return drawn if rows == tokens else _rolled(drawn, tokens)
+        rows = min(tokens, DRAWN_ROWS)
+        drawn = torch.randn(rows, heads * shape.head_dim, generator=generator)
+        drawn = _rolled(drawn.to(device, DTYPES[shape.dtype]), tokens)
+        return drawn.view(tokens, heads, shape.head_dim)
 
     q, k, v, dout = (
         draw(heads) for heads in (shape.q_heads, shape.kv_heads, shape.kv_heads, shape.q_heads)
@@ -54,6 +57,8 @@ def make_inputs(
 
 
 def _rolled(drawn: Tensor, tokens: int) -> Tensor:
-    """More rows: every repetition is rolled by one element more, so that no two rows are equal."""
+    """More rows: every repetition is rolled by one number more, so that no two rows are equal."""
+    if len(drawn) == tokens:
+        return drawn
     pieces = [drawn.roll(i, dims=-1) for i in range(-(-tokens // len(drawn)))]
-    return torch.cat(pieces)[:tokens].contiguous()
+    return torch.cat(pieces)[:tokens]

@@ -11,10 +11,11 @@ METHODS = (AUTO, *STATIC_METHODS)
 
 
 def check_methods(names: Sequence[str]) -> tuple[str, ...]:
+    """The methods named; "all" are all of them."""
     for name in names:
-        if name not in METHODS:
-            raise ValueError(f"method is {name!r}; choose from {', '.join(METHODS)}")
-    return tuple(dict.fromkeys(names))
+        if name not in (*METHODS, "all"):
+            raise ValueError(f"method is {name!r}; choose from {', '.join(METHODS)}, or all")
+    return METHODS if "all" in names else tuple(dict.fromkeys(names))
 
 
 def find_candidates(

@@ -52,6 +52,11 @@ def make_executor(choice: KernelChoice, device: torch.device, **options: Any) ->
         raise Unavailable(str(error).splitlines()[0]) from error
 
 
+def kernel_name(choice: KernelChoice, device: torch.device) -> str:
+    """Of the kernel that "auto" stands for here, too."""
+    return make_executor(choice, device, virtual_ranks=1).kernel.name
+
+
 def one_rank_step(
     batch: Batch, shape: AttentionShape, choice: KernelChoice, device: torch.device
 ) -> Step:

@@ -28,8 +28,10 @@ class World:
         return self.rank == 0
 
 
-def device_named(name: str | None, local_rank: int = 0) -> torch.device:
-    """The device called `name` ("cpu", "cuda", "cuda:1"); by default a GPU where there is one."""
+def open_device(name: str | None, local_rank: int = 0) -> torch.device:
+    """The device called `name` ("cpu", "cuda", "cuda:1"), now the current one; by default a GPU
+    where there is one. Without a number, rank `local_rank` of a machine has the GPU of that number.
+    """
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     kind = name.partition(":")[0]
@@ -37,7 +39,21 @@ def device_named(name: str | None, local_rank: int = 0) -> torch.device:
         raise ValueError(f"device is {name!r}; choose cpu or cuda")
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is 'cuda', but torch sees no CUDA GPU here; choose cpu")
-    return torch.device(f"cuda:{local_rank}" if name == "cuda" else name)
+    device = torch.device(f"cuda:{local_rank}" if name == "cuda" else name)
+    if kind == "cuda":
+        _use_gpu(device)
+    return device
+
+
+def _use_gpu(device: torch.device) -> None:
+    seen = torch.cuda.device_count()
+    assert device.index is not None
+    if device.index >= seen:
+        raise ValueError(
+            f"GPU {device.index} is asked for, but torch sees {seen}: start one rank per GPU, or "
+            "look at CUDA_VISIBLE_DEVICES"
+        )
+    torch.cuda.set_device(device)
 
 
 def device_text(device: torch.device) -> str:
