@@ -36,6 +36,7 @@ class NoiseChannel(NullChannel):
     def __init__(self, transport: Noise) -> None:
         super().__init__(transport)
         self._noise = transport
+        self._filled: dict[int, torch.cuda.Event] = {}  # by phase, on GPUs
 
     def launch(
         self, phase: int, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
@@ -43,3 +44,10 @@ class NoiseChannel(NullChannel):
         super().launch(phase, sends, {})
         for buffer in receives.values():
             buffer.view(torch.uint8).copy_(self._noise.bytes_like(buffer))
+            if buffer.is_cuda:  # messages have a stream of their own
+                self._filled[phase] = torch.cuda.current_stream(buffer.device).record_event()
+
+    def wait(self, phase: int) -> None:
+        filled = self._filled.pop(phase, None)
+        if filled is not None:
+            torch.cuda.current_stream().wait_event(filled)
