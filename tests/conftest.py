@@ -1,6 +1,7 @@
 """Settings for all tests."""
 
 import importlib
+import os
 
 import pytest
 import torch
@@ -9,6 +10,10 @@ from dyncp.plan import Direction
 
 # Test tensors are tiny: a second thread only adds waiting, and bits depend on the thread count.
 torch.set_num_threads(1)
+
+# Without a GPU, Triton's interpreter runs the kernels; triton reads this when they are defined.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # The name dyncp.executor.attention is the function; this is the module behind it.
 attention_module = importlib.import_module("dyncp.executor.attention")
@@ -24,7 +29,8 @@ def bytes_moved_equal_the_plans(monkeypatch):
         original = getattr(attention_module, name)
 
         def checked(step, options, *tensors, original=original, direction=direction):
-            q, k = tensors[0][:2] if isinstance(tensors[0], tuple) else tensors[:2]
+            given = tensors[0]
+            q, k = (given["q"], given["k"]) if isinstance(given, dict) else tensors[:2]
             before = step.transport.bytes_sent
             result = original(step, options, *tensors)
             declared = step.sent_bytes(options.mask, direction, step.shape_of(q, k))

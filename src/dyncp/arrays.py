@@ -6,6 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 Bool = npt.NDArray[np.bool_]
+UInt8 = npt.NDArray[np.uint8]
+Int16 = npt.NDArray[np.int16]
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Float64 = npt.NDArray[np.float64]

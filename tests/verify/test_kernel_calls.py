@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from verify_plans import planned_batches, rich_batch, rich_plan
 
 from dyncp import Batch, Plan
-from dyncp.executor.lowering import kernel_calls
+from dyncp.executor.kernel_calls import kernel_calls
 from dyncp.kernels import KernelCall, list_kernel_tiles
 from dyncp.plan import MaskPlan, OwnedBlocks, RankPlan
 from dyncp.verify import ListedKernelTiles, Violation, check_kernel_call

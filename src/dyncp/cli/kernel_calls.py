@@ -23,7 +23,7 @@ def check_kernel_calls(plan: Plan, batch: Batch) -> list[Violation]:
 
 def _calls(part: RankPlan, mask: MaskPlan) -> Iterator[tuple[ListedKernelTiles, np.ndarray]]:
     """Every kernel call of a mask on a rank, with the indices of its tiles."""
-    from dyncp.executor.lowering import kernel_calls  # late: torch takes seconds to import
+    from dyncp.executor.kernel_calls import kernel_calls  # late: torch takes seconds to import
     from dyncp.kernels import list_kernel_tiles
 
     side = part.slot_alignment

@@ -6,11 +6,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dyncp.executor.call import CallOptions, attend_backward, attend_forward
+from dyncp.executor.call import (
+    CallOptions,
+    attend_backward,
+    attend_forward,
+    empty_per_head,
+)
 from dyncp.executor.executor import DCPExecutor
 from dyncp.executor.recompute import CallRecord, in_backward
 from dyncp.executor.step import Step
-from dyncp.executor.workspace import accumulator_dtype
 from dyncp.plan import DEFAULT_MASK
 
 
@@ -27,7 +31,7 @@ class DCPAttn:
             raise ValueError(
                 f"kv has shape {tuple(kv.shape)}; expected [tokens, 2, kv_heads, head_dim]"
             )
-        return attention(step, q, *kv.unbind(1))
+        return _call(step, (q, kv), CallOptions(DEFAULT_MASK, q.shape[-1] ** -0.5), None)
 
 
 def attention(
@@ -45,16 +49,33 @@ def attention(
     `mask` names one of the plan's masks; `scale` multiplies the scores (default head_dim ** -0.5);
     `sink` [q_heads] are logits that take part in each row's softmax without a value.
     """
-    inputs = (q, k, v) if sink is None else (q, k, v, sink)
-    has_graph = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    options = CallOptions(mask, q.shape[-1] ** -0.5 if scale is None else float(scale))
+    return _call(step, (q, k, v), options, sink)
+
+
+def _call(
+    step: Step | DCPExecutor,
+    inputs: tuple[Tensor, ...],
+    options: CallOptions,
+    sink: Tensor | None,
+) -> Tensor:
+    """`inputs` are q, k, v, or q and packed kv, whose gradient is then packed, too."""
+    leaves = inputs if sink is None else (*inputs, sink)
+    has_graph = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
     handle, record = _resolve(step, has_graph=has_graph)
-    handle.check_mask(mask, backward=has_graph)
+    handle.check_mask(options.mask, backward=has_graph)
+    q, k, v = _unpacked(*inputs)
     handle.check_inputs(q, k, v)
     if sink is not None and sink.shape != (q.shape[1],):
         raise ValueError(f"sink has shape {tuple(sink.shape)}; expected [{q.shape[1]}] (q heads)")
-    options = CallOptions(mask, q.shape[-1] ** -0.5 if scale is None else float(scale))
-    out: Tensor = _Attention.apply(handle, record, options, q, k, v, sink)  # type: ignore[no-untyped-call]
+    out: Tensor = _Attention.apply(handle, record, options, sink, *inputs)  # type: ignore[no-untyped-call]
     return out
+
+
+def _unpacked(q: Tensor, k: Tensor, v: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    if v is None:
+        k, v = k.unbind(1)
+    return q, k, v
 
 
 def _resolve(step: Step | DCPExecutor, *, has_graph: bool) -> tuple[Step, CallRecord | None]:
@@ -81,30 +102,30 @@ class _Attention(torch.autograd.Function):
         step: Step,
         record: CallRecord | None,
         options: CallOptions,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
         sink: Tensor | None,
+        *inputs: Tensor,
     ) -> Tensor:
-        out, lse = attend_forward(step, options, q, k, v)
+        out, lse = attend_forward(step, options, *_unpacked(*inputs))
         if sink is not None:
             out, lse = _add_sink(out, lse, sink)
-        ctx.save_for_backward(q, k, v, out, lse, *(() if sink is None else (sink,)))
+        ctx.save_for_backward(out, lse, sink, *inputs)
         ctx.step, ctx.record, ctx.options = step, record, options
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-        q, k, v, out, lse, *sinks = ctx.saved_tensors
-        wide = accumulator_dtype(q.dtype)
-        delta = (dout.to(wide) * out.to(wide)).sum(dim=-1)
-        grads = attend_backward(ctx.step, ctx.options, (q, k, v), dout, lse, delta)
+        out, lse, sink, *inputs = ctx.saved_tensors
+        grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs)
+        names = ("q", "k", "v")
+        given = dict(zip(names, _unpacked(*inputs), strict=True))
+        given |= {"out": out, "lse": lse, "dout": dout}
+        results = {f"d{n}": grad for n, grad in zip(names, _unpacked(*grads), strict=True)}
+        attend_backward(ctx.step, ctx.options, given, results)
         if ctx.record is not None:
             ctx.record.done = True
-        dq, dk, dv = (grad.to(q.dtype) for grad in grads)
-        dsink = _sink_gradient(sinks[0], lse, delta) if sinks else None
-        return None, None, None, dq, dk, dv, dsink
+        dsink = None if sink is None else _sink_gradient(ctx.step, sink, lse, dout, out)
+        return None, None, None, dsink, *grads
 
 
 def _add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,7 +134,9 @@ def _add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     return (out * torch.exp(lse - total).unsqueeze(-1)).to(out.dtype), total
 
 
-def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+def _sink_gradient(step: Step, sink: Tensor, lse: Tensor, dout: Tensor, out: Tensor) -> Tensor:
     """−Σ rows (share of the sink) × delta: its value is 0, so only the normaliser moves."""
+    delta = empty_per_head(out)
+    step.engine.row_ops.row_sums(dout, out, delta)
     share = torch.exp(sink.to(lse.dtype) - lse)
     return -(share * delta).sum(dim=0).to(sink.dtype)

@@ -1,15 +1,21 @@
 """One attention call of a prepared step, forward and backward, on all ranks of this process."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from dyncp.executor.lowering import LoweredProgram
+from dyncp.executor.arena import Arena
+from dyncp.executor.layout import RankLayout, Views
 from dyncp.executor.run import Runner, drive
-from dyncp.executor.step import Step
-from dyncp.executor.workspace import Workspace, accumulator_dtype, with_slots
-from dyncp.plan import Direction, HeadGroup, Space
+from dyncp.executor.step import CallLayout, Step
+from dyncp.executor.workspace import Opener, Workspace
+from dyncp.kernels import SettlingKernel, accumulator_dtype
+from dyncp.plan import Direction, HeadGroup
+
+Tensors = dict[str, Tensor]
+KEY_TENSORS = ("k", "v", "dk", "dv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,95 +29,103 @@ class CallOptions:
 def attend_forward(
     step: Step, options: CallOptions, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Output like q, and log-sum-exp [tokens, q heads] in the accumulator dtype."""
+    """Output like q, and log-sum-exp [tokens, q heads] in the accumulator dtype, heads first in
+    memory."""
     q, k, v = _dense_rows(q, k, v)
-    groups = step.groups_of(q, k)
-    runs = []
-    for program, rows in step.programs(options.mask, Direction.FORWARD):
-        spaces = []
-        for g, group in enumerate(groups):
-            inputs = _group_inputs(program, g, group, q[rows], k[rows], v[rows])
-            num_rows = len(inputs["q"])
-            wide = accumulator_dtype(q.dtype)
-            inputs["out"] = torch.zeros_like(inputs["q"], dtype=wide)
-            inputs["lse"] = torch.full(
-                (num_rows, inputs["q"].shape[1]), -torch.inf, dtype=wide, device=q.device
-            )
-            spaces.append(Workspace(inputs, step.partial_dtype(q.dtype)))
-        runs.append((program, spaces))
-    _run(step, runs, options)
-    out = _join(runs, "out", groups).to(q.dtype)
-    return out, _join(runs, "lse", groups)
+    out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), empty_per_head(q)
+    layout = step.layout(options.mask, Direction.FORWARD, q, k)
+    _Call(step, layout, options.scale).run({"q": q, "k": k, "v": v}, {"out": out, "lse": lse})
+    return out, lse
 
 
-def attend_backward(
-    step: Step,
-    options: CallOptions,
-    inputs: tuple[Tensor, Tensor, Tensor],
-    dout: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v in the accumulator dtype, from dO, the final log-sum-exp and the row
-    sums of dO·O."""
-    q, k, v, dout = _dense_rows(*inputs, dout)
-    groups = step.groups_of(q, k)
-    runs = []
-    for program, rows in step.programs(options.mask, Direction.BACKWARD):
-        spaces = []
-        for g, group in enumerate(groups):
-            tensors = _group_inputs(program, g, group, q[rows], k[rows], v[rows])
-            heads, num_rows = _q_heads(group, q, k), len(tensors["q"])
-            for name, rows_of in (("dout", dout), ("lse", lse), ("delta", delta)):
-                tensors[name] = with_slots(rows_of[rows][:, heads], num_rows)
-            for name, like in (("dq", "q"), ("dk", "k"), ("dv", "v")):
-                tensors[name] = torch.zeros_like(tensors[like], dtype=accumulator_dtype(q.dtype))
-            spaces.append(Workspace(tensors, step.partial_dtype(q.dtype)))
-        runs.append((program, spaces))
-    _run(step, runs, options)
-    return _join(runs, "dq", groups), _join(runs, "dk", groups), _join(runs, "dv", groups)
+def attend_backward(step: Step, options: CallOptions, given: Tensors, results: Tensors) -> None:
+    """Writes the gradients dq, dk, dv of `results`, from q, k, v, out, dout and the log-sum-exps of
+    `given`."""
+    names = ("q", "k", "v", "dout", "out")
+    given = given | dict(zip(names, _dense_rows(*(given[n] for n in names)), strict=True))
+    layout = step.layout(options.mask, Direction.BACKWARD, given["q"], given["k"])
+    _Call(step, layout, options.scale).run(given, results)
+
+
+def empty_per_head(q: Tensor) -> Tensor:
+    """[rows, q heads] in the accumulator dtype, heads first in memory."""
+    dtype = accumulator_dtype(q.dtype)
+    return torch.empty(q.shape[1], q.shape[0], dtype=dtype, device=q.device).T
 
 
 def _dense_rows(*tensors: Tensor) -> list[Tensor]:
     """Kernels read rows whose last dimension is contiguous; other strides are free."""
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+    return [x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in tensors]
 
 
-def _q_heads(group: HeadGroup, q: Tensor, k: Tensor) -> slice:
-    repeat = q.shape[1] // k.shape[1]
-    first = group.first_kv_head * repeat
-    return slice(first, first + group.num_kv_heads * repeat)
+class _Call:
+    """All ranks of this process, in one direction."""
+
+    def __init__(self, step: Step, layout: CallLayout, scale: float) -> None:
+        self._engine, self._layout, self._scale = step.engine, layout, scale
+        self._heads = _heads_of(layout.groups, layout.shape.q_heads_per_kv_head)
+
+    def run(self, given: Tensors, results: Tensors) -> None:
+        engine, arena = self._engine, self._engine.arena()
+        self._layout.wait_for_indices()
+        arena.reset(self._layout.num_bytes)
+        runners, opened, first = [], [], 0
+        views = [self._views(arena, rank) for rank in self._layout.ranks]
+        for rank, view, channel in zip(
+            self._layout.ranks, views, engine.transport.open(), strict=True
+        ):
+            rows = slice(first, first + rank.lowered.local_rows)
+            first = rows.stop
+            opener, spaces = Opener(rank.lowered, view), []
+            for group in range(len(self._heads)):
+                own = self._cut(given, rows, group), self._cut(results, rows, group)
+                spaces.append(self._open(opener, group, *own, arena))
+                opened.append((opener, group, spaces[-1], own[1]))
+            parts = (engine.kernel, engine.row_ops, channel, engine.streams())
+            runners.append(Runner(rank, view, spaces, *parts, self._scale))
+        drive(runners)
+        for opener, group, workspace, own_results in opened:
+            opener.close(group, workspace, own_results)
+
+    def _views(self, arena: Arena, rank: RankLayout) -> Views:
+        base = arena.take(rank.num_bytes)
+        views = arena.kept(rank)
+        if views is None:
+            views = rank.views(base, self._layout.dtypes)
+            arena.keep(rank, views)
+        return cast(Views, views)
+
+    def _cut(self, tensors: Tensors, rows: slice, group: int) -> Tensors:
+        """A rank's rows of the heads of a group."""
+        if len(self._layout.ranks) > 1:
+            tensors = {name: tensor[rows] for name, tensor in tensors.items()}
+        if len(self._heads) > 1:
+            q_heads, kv_heads = self._heads[group]
+            tensors = {
+                name: tensor[:, kv_heads if name in KEY_TENSORS else q_heads]
+                for name, tensor in tensors.items()
+            }
+        return tensors
+
+    def _open(
+        self, opener: Opener, group: int, given: Tensors, results: Tensors, arena: Arena
+    ) -> Workspace:
+        workspace = opener.open(group, given, results)
+        if "out" in given:
+            delta = workspace.inputs["delta"][: len(given["out"])]
+            self._engine.row_ops.row_sums(given["dout"], given["out"], delta)
+            if self._engine.kernel.settles:
+                kernel = cast(SettlingKernel, self._engine.kernel)
+                q, k = workspace.inputs["q"], workspace.inputs["k"]
+                own = kernel.open_gradients(q, k, arena.take_fp32)
+                workspace = replace(workspace, own=own)
+        return workspace
 
 
-def _group_inputs(
-    program: LoweredProgram, g: int, group: HeadGroup, q: Tensor, k: Tensor, v: Tensor
-) -> dict[str, Tensor]:
-    kv_heads = slice(group.first_kv_head, group.first_kv_head + group.num_kv_heads)
-    q_rows, k_rows = (int(program.workspace_rows[space, g]) for space in (Space.Q, Space.KV))
-    return {
-        "q": with_slots(q[:, _q_heads(group, q, k)], q_rows),
-        "k": with_slots(k[:, kv_heads], k_rows),
-        "v": with_slots(v[:, kv_heads], k_rows),
-    }
-
-
-def _run(
-    step: Step, runs: list[tuple[LoweredProgram, list[Workspace]]], options: CallOptions
-) -> None:
-    channels = step.transport.open()
-    runners = [
-        Runner(program, spaces, step.kernel, channel, options.scale)
-        for (program, spaces), channel in zip(runs, channels, strict=True)
-    ]
-    drive(runners)
-
-
-def _join(
-    runs: list[tuple[LoweredProgram, list[Workspace]]], name: str, groups: tuple[HeadGroup, ...]
-) -> Tensor:
-    """Own rows of all ranks below each other, head groups side by side."""
-    ranks = []
-    for program, spaces in runs:
-        own = [space.tensors[name][: program.local_rows] for space in spaces]
-        ranks.append(own[0] if len(groups) == 1 else torch.cat(own, dim=1))
-    return ranks[0] if len(ranks) == 1 else torch.cat(ranks)
+def _heads_of(groups: tuple[HeadGroup, ...], repeat: int) -> list[tuple[slice, slice]]:
+    """q heads and kv heads of every group."""
+    heads = []
+    for group in groups:
+        first, end = group.first_kv_head, group.first_kv_head + group.num_kv_heads
+        heads.append((slice(first * repeat, end * repeat), slice(first, end)))
+    return heads

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dyncp.executor.lowering import lower_program
+from dyncp.executor.engine import Engine
 from dyncp.executor.recompute import CallLog
 from dyncp.executor.step import Step
-from dyncp.kernels import Kernel, choose_kernel
-from dyncp.plan import Direction, Plan, RankPlan
+from dyncp.kernels import Kernel, RowOps, choose_kernel, choose_row_ops
+from dyncp.plan import Plan, RankPlan
 from dyncp.transport import Distributed, InProcess, Transport
 
 
@@ -18,7 +18,9 @@ class DCPExecutor:
 
     Without a group it takes the world, or one rank where torch.distributed is not initialised.
     `virtual_ranks=N` drives N ranks in this process instead. `timeout` bounds every wait, seconds.
-    All ranks of the group create it together.
+    `deterministic` asks for a kernel that gives the same bits every time. `row_ops` replaces what
+    moves and merges rows, which is otherwise chosen by device. All ranks of the group create it
+    together.
     """
 
     def __init__(
@@ -29,13 +31,17 @@ class DCPExecutor:
         transport: Transport | None = None,
         virtual_ranks: int | None = None,
         device: torch.device | str = "cpu",
+        deterministic: bool = True,
         timeout: float = 600.0,
+        row_ops: RowOps | None = None,
     ) -> None:
         if sum(choice is not None for choice in (group, transport, virtual_ranks)) > 1:
             raise ValueError("give one of group=, transport= and virtual_ranks=, not several")
         self.device = _with_index(torch.device(device))
-        self.kernel = choose_kernel(kernel, self.device)
-        self.transport = transport or _transport(group, virtual_ranks, timeout)
+        self.kernel = choose_kernel(kernel, self.device, deterministic)
+        self.transport = transport or _transport(group, virtual_ranks, timeout, self.device)
+        row_ops = choose_row_ops(self.device) if row_ops is None else row_ops
+        self.engine = Engine(self.kernel, self.transport, self.device, row_ops)
         self.calls = CallLog()
         self._latest: Step | None = None
 
@@ -54,16 +60,7 @@ class DCPExecutor:
         """
         parts = self._own_parts(plan)
         self._agree(parts[0])
-        lowered = {
-            (name, direction): tuple(
-                lower_program(part, part.masks[name], direction, self.kernel, self.device)
-                for part in parts
-            )
-            for name in parts[0].masks
-            for direction in Direction
-            if direction is Direction.FORWARD or parts[0].masks[name].backward is not None
-        }
-        self._latest = Step(parts, lowered, self.kernel, self.transport, self.device)
+        self._latest = Step.prepare(parts, self.engine)
         return self._latest
 
     def _own_parts(self, plan: Plan | RankPlan) -> tuple[RankPlan, ...]:
@@ -113,9 +110,11 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _transport(group: Any, virtual_ranks: int | None, timeout: float) -> Transport:
+def _transport(
+    group: Any, virtual_ranks: int | None, timeout: float, device: torch.device
+) -> Transport:
     if virtual_ranks is not None:
         return InProcess(virtual_ranks)
     if group is None and not dist.is_initialized():
         return InProcess(1)
-    return Distributed(group, timeout)
+    return Distributed(group, timeout, device)

@@ -1,165 +1,192 @@
-"""Derives from a rank's plan what running it needs: kernel calls and the rows of payloads."""
+"""Derives from a rank's plan what running it needs, for any attention shape."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
-from dyncp.arrays import Int32, Int64
-from dyncp.kernels import Kernel, KernelCall
+from dyncp.arrays import Int64
+from dyncp.executor.kernel_calls import CallBuilder, places_of
+from dyncp.executor.streams import START
+from dyncp.kernels import IndexArrays, Kernel
 from dyncp.plan import (
     INPUT_SPACE,
     RESULT_SPACE,
+    Contributions,
     Direction,
+    KernelStyle,
     MaskPlan,
-    Messages,
     Op,
     Payload,
     Program,
     RankPlan,
     Space,
+    find_contributions,
 )
 
-_SPACE = INPUT_SPACE | RESULT_SPACE
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One payload of a message and its rows in the workspace of its head group."""
-
-    kind: Payload
-    head_group: int
-    row: int
-    tokens: int
-
-    @property
-    def rows(self) -> slice:
-        return slice(self.row, self.row + self.tokens)
-
-
-# phase → peer → payloads of that message, in the plan's order
-Mail = Mapping[int, Mapping[int, list[Entry]]]
+SETTLE = "SETTLE"  # beside the plan's instructions
 
 
 @dataclass(frozen=True, eq=False)
 class LoweredProgram:
-    """One direction of one mask on one rank, ready to run."""
+    """One direction of one mask on one rank."""
 
-    rank: int
+    part: RankPlan
+    mask: MaskPlan
     direction: Direction
-    local_rows: int
-    workspace_rows: Int32  # [spaces, head groups]
-    instructions: list[tuple[Op, int]]
+    style: KernelStyle
+    found: Contributions
+    place: Int64  # first row of every block, [spaces, head groups, blocks]
+    steps: list[tuple[int, Op | str, int]]  # time, what, its argument
     calls: Mapping[int, list[tuple[int, Any]]]  # division → (head group, the kernel's lowered call)
-    sends: Mail
-    receives: Mail
+    ready: Mapping[int, int]  # phase → time at which what it sends is there
+    marked: frozenset[int]  # times that some phase waits for
+    empty_rows: Mapping[tuple[Space, int], list[slice]]  # own rows that nothing is added to
+    # phase → rows of results that are sent though nothing was added to them (rings pass all on)
+    empty_sends: Mapping[int, list[tuple[Space, int, slice]]]
+    refilled: Mapping[int, list[tuple[Space, int, slice]]]  # phase → slots to clear, if settling
+
+    @property
+    def program(self) -> Program:
+        return self.mask.program(self.direction)
+
+    @property
+    def local_rows(self) -> int:
+        return self.part.local_rows
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.part.head_groups)
+
+    def rows(self, space: Space, group: int) -> int:
+        return int(self.program.workspace_rows[space, group])
+
+    def has_slots(self, space: Space, group: int) -> bool:
+        return self.rows(space, group) > self.local_rows
+
+
+def style_of(kernel: Kernel) -> KernelStyle:
+    multiple = int(getattr(kernel, "row_multiple", 1))
+    return KernelStyle(kernel.rounds_partials, kernel.settles, multiple)
 
 
 def lower_program(
-    part: RankPlan, mask: MaskPlan, direction: Direction, kernel: Kernel, device: torch.device
+    part: RankPlan, mask: MaskPlan, direction: Direction, kernel: Kernel, arrays: IndexArrays
 ) -> LoweredProgram:
-    program = mask.program(direction)
-    place = _places(part, program)
+    program, style = mask.program(direction), style_of(kernel)
+    found = find_contributions(part, mask, program, style)
+    builder, backward = CallBuilder(part, mask, program, found), direction is Direction.BACKWARD
     calls = {
-        int(division): [
-            (call.head_group, kernel.lower(call, device))
-            for call in kernel_calls(part, mask, program, int(division))
+        division: [
+            (call.head_group, kernel.lower(call, arrays, backward=backward))
+            for call in builder.calls(division)
         ]
-        for division in np.unique(program.tile_division)
+        for division in np.unique(program.tile_division).tolist()
     }
+    ready = _ready_times(part, program, found)
+    place = places_of(part, program)
     return LoweredProgram(
-        rank=part.rank,
+        part=part,
+        mask=mask,
         direction=direction,
-        local_rows=part.local_rows,
-        workspace_rows=program.workspace_rows,
-        instructions=[(Op(op), arg) for op, arg in program.instructions.tolist()],
+        style=style,
+        found=found,
+        place=place,
+        steps=_steps(program, found),
         calls=calls,
-        sends=_mail(part, program.sends, place),
-        receives=_mail(part, program.receives, place),
+        ready=ready,
+        marked=frozenset(ready.values()),
+        empty_rows=_empty_rows(part, program, found, direction),
+        empty_sends=_empty_sends(part, program, found, place),
+        refilled=_refilled_slots(part, program) if style.settles and backward else {},
     )
 
 
-def _places(part: RankPlan, program: Program) -> Int64:
-    """First row of every block in each workspace, [spaces, head groups, blocks]; -1: absent."""
-    place = np.tile(part.block_row, (len(Space), len(part.head_groups), 1))
-    slots = program.slots
-    place[slots.space, slots.head_group, slots.block] = slots.row
-    return place
+def _steps(program: Program, found: Contributions) -> list[tuple[int, Op | str, int]]:
+    """The instructions, with settling between them."""
+    steps: list[tuple[int, Op | str, int]] = [
+        (2 * i, Op(op), argument) for i, (op, argument) in enumerate(program.instructions.tolist())
+    ]
+    settled = np.unique(found.time[found.time % 2 == 1]).tolist()
+    return sorted(steps + [(time, SETTLE, time) for time in settled], key=lambda step: step[0])
 
 
-def _mail(part: RankPlan, messages: Messages, place: Int64) -> Mail:
-    mail: dict[int, dict[int, list[Entry]]] = {}
-    columns = (messages.phase, messages.peer, messages.kind, messages.head_group, messages.block)
-    for phase, peer, kind, group, block in zip(*(c.tolist() for c in columns), strict=True):
-        payload = Payload(kind)
-        row = int(place[_SPACE[payload], group, block])
-        entry = Entry(payload, group, row, int(part.blocks.tokens[block]))
-        mail.setdefault(phase, {}).setdefault(peer, []).append(entry)
-    return mail
+def _ready_times(part: RankPlan, program: Program, found: Contributions) -> dict[int, int]:
+    """When everything that a phase sends is there: own inputs from the start, received ones once
+    they are in their slots, results with their last contribution."""
+    sends, slots = program.sends, program.slots
+    shape = (len(Space), len(part.head_groups), len(part.blocks))
+    arrives, done = np.full(shape, START, np.int64), np.full(shape, START, np.int64)
+    arrives[slots.space, slots.head_group, slots.block] = 2 * slots.first
+    np.maximum.at(done, (found.space, found.head_group, found.block), found.time)
+    ready: dict[int, int] = dict.fromkeys(np.unique(sends.phase).tolist(), START)
+    for spaces, times in ((INPUT_SPACE, arrives), (RESULT_SPACE, done)):
+        space = _space_table(spaces)[sends.kind]
+        chosen = space >= 0
+        time = times[space, sends.head_group, sends.block][chosen]
+        for phase, at in zip(sends.phase[chosen].tolist(), time.tolist(), strict=True):
+            ready[phase] = max(ready[phase], at)
+    return ready
 
 
-def kernel_calls(
-    part: RankPlan, mask: MaskPlan, program: Program, division: int
-) -> list[KernelCall]:
-    """The kernel calls of a division, one per head group that has tiles in it."""
-    place, tiles = _places(part, program), mask.tiles
-    at = np.flatnonzero((program.instructions == (Op.COMPUTE, division)).all(axis=1))
-    assert len(at) == 1, f"division {division} is computed {len(at)} times"
-    calls = []
-    for group in np.unique(tiles.head_group[program.tile_division == division]):
-        chosen = (program.tile_division == division) & (tiles.head_group == group)
-        q_block, k_block = tiles.q_block[chosen], tiles.k_block[chosen]
-        q_row, k_row = place[Space.Q, group, q_block], place[Space.KV, group, k_block]
-        tokens = part.blocks.tokens
-        rectangles = np.stack([q_row, q_row + tokens[q_block], k_row, k_row + tokens[k_block]], 1)
-        q_coordinates, k_coordinates = (
-            _coordinates(part, program, space, int(group), int(at[0])) for space in Space
-        )
-        ranges = _row_ranges(part, mask, place[Space.Q, group], q_block, len(q_coordinates))
-        fresh = np.ones(len(q_coordinates), np.bool_)
-        used = _merged_before(mask, program, int(group), int(at[0]))
-        for q0, q1 in rectangles[np.isin(q_block, used), :2]:
-            fresh[q0:q1] = False
-        call = KernelCall(int(group), rectangles, q_coordinates, k_coordinates, ranges, fresh)
-        calls.append(call)
-    return calls
+def _space_table(spaces: Mapping[Payload, Space]) -> Int64:
+    return np.asarray([spaces.get(kind, -1) for kind in Payload])
 
 
-def _merged_before(mask: MaskPlan, program: Program, group: int, at: int) -> Int32:
-    """Query blocks whose accumulators hold something when instruction `at` starts."""
-    before = program.instructions[:at]
-    computed = before[before[:, 0] == Op.COMPUTE, 1]
-    waited = before[before[:, 0] == Op.WAIT, 1]
-    tiles, received = mask.tiles, program.receives
-    of_tiles = np.isin(program.tile_division, computed) & (tiles.head_group == group)
-    of_results = np.isin(received.phase, waited) & (received.head_group == group)
-    of_results &= received.kind == Payload.OUT
-    return np.concatenate([tiles.q_block[of_tiles], received.block[of_results]])
+def _empty_sends(
+    part: RankPlan, program: Program, found: Contributions, place: Int64
+) -> dict[int, list[tuple[Space, int, slice]]]:
+    sends, empty = program.sends, dict[int, list[tuple[Space, int, slice]]]()
+    touched = np.zeros(place.shape, np.bool_)
+    touched[found.space, found.head_group, found.block] = True
+    space = _space_table(RESULT_SPACE)[sends.kind]
+    for i in np.flatnonzero((space >= 0) & ~touched[space, sends.head_group, sends.block]).tolist():
+        group, block = int(sends.head_group[i]), int(sends.block[i])
+        first = int(place[space[i], group, block])
+        rows = slice(first, first + int(part.blocks.tokens[block]))
+        empty.setdefault(int(sends.phase[i]), []).append((Space(space[i]), group, rows))
+    return empty
 
 
-def _coordinates(part: RankPlan, program: Program, space: Space, group: int, at: int) -> Int64:
-    """Coordinate of every row of a workspace while instruction `at` runs; -1 for unused rows."""
-    coordinates = np.full(program.workspace_rows[space, group], -1, np.int64)
-    coordinates[: part.local_tokens] = part.local_coordinates
-    slots = program.slots
-    held = (slots.space == space) & (slots.head_group == group)
-    held &= (slots.first <= at) & (at <= slots.last)
-    for block, row in zip(slots.block[held], slots.row[held], strict=True):
-        tokens = part.blocks.tokens[block]
-        coordinates[row : row + tokens] = part.block_coordinate[block] + np.arange(tokens)
-    return coordinates
+def _empty_rows(
+    part: RankPlan, program: Program, found: Contributions, direction: Direction
+) -> dict[tuple[Space, int], list[slice]]:
+    empty = {}
+    spaces = (Space.Q,) if direction is Direction.FORWARD else tuple(Space)
+    for space in spaces:
+        for group in range(program.workspace_rows.shape[1]):
+            mine = (found.space == space) & (found.head_group == group)
+            without = np.setdiff1d(part.local_blocks, found.block[mine])
+            runs = _joined(part.block_row[without], part.blocks.tokens[without].astype(np.int64))
+            if part.local_tokens < part.local_rows:
+                runs.append(slice(part.local_tokens, part.local_rows))
+            if runs:
+                empty[space, group] = runs
+    return empty
 
 
-def _row_ranges(
-    part: RankPlan, mask: MaskPlan, place: Int64, q_blocks: Int32, num_rows: int
-) -> Int32:
-    """Key ranges of the rows of `q_blocks` as coordinates; other rows keep empty ranges."""
-    ranges = np.zeros((num_rows, mask.rows.num_ranges, 2), np.int32)
-    for block in np.unique(q_blocks):
-        start, end = int(part.blocks.start[block]), int(part.blocks.end[block])
-        offset = part.block_coordinate[block] - start
-        rows = slice(place[block], place[block] + end - start)
-        ranges[rows] = mask.rows.expand(int(block), start, end) + offset
-    return ranges
+def _joined(row: Int64, tokens: Int64) -> list[slice]:
+    """Neighbouring rows as one slice."""
+    runs: list[slice] = []
+    for first, count in zip(row.tolist(), tokens.tolist(), strict=True):
+        if runs and runs[-1].stop == first:
+            runs[-1] = slice(runs[-1].start, first + count)
+        else:
+            runs.append(slice(first, first + count))
+    return runs
+
+
+def _refilled_slots(part: RankPlan, program: Program) -> dict[int, list[tuple[Space, int, slice]]]:
+    """Slots whose rows held other blocks before, by the phase that fills them."""
+    slots, refilled = program.slots, dict[int, list[tuple[Space, int, slice]]]()
+    end = slots.row + part.blocks.tokens[slots.block]
+    for i in range(len(slots)):
+        before = (slots.space == slots.space[i]) & (slots.head_group == slots.head_group[i])
+        before &= (slots.first < slots.first[i]) & (slots.row < end[i]) & (end > slots.row[i])
+        if before.any():
+            phase = int(program.instructions[slots.first[i], 1])
+            rows = slice(int(slots.row[i]), int(end[i]))
+            entry = (Space(slots.space[i]), int(slots.head_group[i]), rows)
+            refilled.setdefault(phase, []).append(entry)
+    return refilled

@@ -1,14 +1,18 @@
 """Runs a rank's program. Resumable, so that one thread can drive many ranks."""
 
 from collections.abc import Generator, Sequence
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 
-from dyncp.executor.lowering import LoweredProgram
-from dyncp.executor.messages import Piece, allocate, pack, unpack
+from dyncp.executor.layout import Buffer, RankLayout, Settlement, Views
+from dyncp.executor.messages import ITEMS, Item, Move
+from dyncp.executor.streams import START, Streams
 from dyncp.executor.workspace import Workspace
-from dyncp.kernels import Kernel
-from dyncp.plan import Direction, Op
+from dyncp.kernels import Kernel, RowOps, SettlingKernel, Sums
+from dyncp.plan import Direction, Op, Space, sends_wide
+from dyncp.plan.rooms import OUTPUTS
 from dyncp.transport import Channel, TransportError
 
 
@@ -18,73 +22,146 @@ class Runner:
 
     def __init__(
         self,
-        program: LoweredProgram,
+        layout: RankLayout,
+        views: Views,
         workspaces: list[Workspace],
         kernel: Kernel,
+        row_ops: RowOps,
         channel: Channel,
+        streams: Streams,
         scale: float,
     ) -> None:
-        self._program, self._workspaces = program, workspaces
-        self._kernel, self._channel, self._scale = kernel, channel, scale
-        self._incoming: dict[int, dict[int, list[Piece]]] = {}
+        self._layout, self._views, self._workspaces = layout, views, workspaces
+        self._lowered = layout.lowered
+        self._kernel, self._row_ops, self._scale = kernel, row_ops, scale
+        self._channel, self._streams = channel, streams
+        self._sends_wide = sends_wide(self._lowered.part)
+        self._forward = self._lowered.direction is Direction.FORWARD
         self.last_finished = "none"
 
     def run(self) -> Generator[None, None, None]:
-        for op, argument in self._program.instructions:
+        marked = self._lowered.marked
+        self._streams.mark(START)
+        for time, op, argument in self._lowered.steps:
             if op is Op.WAIT:
                 while not self._channel.ready(argument):
                     yield
             try:
                 self._do(op, argument)
             except TransportError as error:
-                raise TransportError(self._where(f"{op.name} {argument}", error)) from error
-            self.last_finished = f"{op.name} {argument}"
+                raise TransportError(self._where(f"{_name(op)} {argument}", error)) from error
+            if time in marked:
+                self._streams.mark(time)
+            self.last_finished = f"{_name(op)} {argument}"
         try:
             self._channel.finish()
         except TransportError as error:
             raise TransportError(self._where("the end", error)) from error
+        self._streams.join()
 
     def _where(self, instruction: str, error: Exception) -> str:
-        direction = self._program.direction.name.lower()
+        direction = self._lowered.direction.name.lower()
         return f"{error} [{direction}, at {instruction}; last finished: {self.last_finished}]"
 
-    def _do(self, op: Op, argument: int) -> None:
+    def _do(self, op: Op | str, argument: int) -> None:
         if op is Op.LAUNCH:
             self._launch(argument)
         elif op is Op.WAIT:
             self._wait(argument)
-        else:
+        elif op is Op.COMPUTE:
             self._compute(argument)
+        else:
+            for settlement in self._layout.settlements[argument]:
+                self._settle(settlement)
 
     def _launch(self, phase: int) -> None:
-        sends = self._program.sends.get(phase, {})
-        messages = {peer: pack(entries, self._workspaces) for peer, entries in sends.items()}
-        buffers, pieces = {}, {}
-        for peer, entries in self._program.receives.get(phase, {}).items():
-            buffers[peer], pieces[peer] = allocate(entries, self._workspaces)
-        if pieces:
-            self._incoming[phase] = pieces
-        self._channel.launch(phase, messages, buffers)
+        sends, receives = self._views.sends.get(phase), self._views.receives.get(phase)
+        with self._streams.launching(self._lowered.ready.get(phase, START)):
+            if sends is not None:
+                self._clear_empty(phase)
+                for move in self._layout.sends[phase].moves:
+                    self._pack(move, sends)
+                self._streams.packed()
+            self._channel.launch(
+                phase, sends.peers if sends else {}, receives.peers if receives else {}
+            )
+
+    def _clear_empty(self, phase: int) -> None:
+        for space, group, rows in self._lowered.empty_sends.get(phase, ()):
+            workspace = self._workspaces[group]
+            for name in OUTPUTS[self._lowered.direction][space]:
+                self._sent(workspace.sums[name])[rows].zero_()
+            if self._forward:
+                workspace.inputs["lse"][rows].fill_(-torch.inf)
+
+    def _sent(self, sums: Sums) -> Tensor:
+        """Where results that leave are."""
+        return sums.wide if self._sends_wide and sums.wide is not None else sums.final
+
+    def _pack(self, move: Move, buffer: Buffer) -> None:
+        workspace, item = self._workspaces[move.group], ITEMS[move.field]
+        if item is Item.PARTIAL:
+            rows = self._sent(workspace.sums[move.field])
+        else:
+            rows = workspace.inputs[move.field]
+        self._row_ops.pack(move.table, rows, buffer.items[item])
 
     def _wait(self, phase: int) -> None:
         self._channel.wait(phase)
-        pieces = self._incoming.pop(phase)
-        for peer, entries in self._program.receives[phase].items():
-            unpack(entries, pieces[peer], self._workspaces)
+        self._streams.before_slots_change()
+        for space, group, rows in self._lowered.refilled.get(phase, ()):
+            own, kernel = self._workspaces[group].own, cast(SettlingKernel, self._kernel)
+            clear = kernel.clear_queries if space is Space.Q else kernel.clear_keys
+            clear(own, rows)
+        buffer = self._views.receives[phase]
+        for move in self._layout.receives[phase].moves:
+            self._accept(move, buffer)
+
+    def _accept(self, move: Move, buffer: Buffer) -> None:
+        """An input fills its slot, a result is merged into its rows."""
+        workspace, item = self._workspaces[move.group], ITEMS[move.field]
+        message = buffer.items[item]
+        if item is not Item.PARTIAL:
+            self._row_ops.unpack(move.table, message, workspace.inputs[move.field])
+        elif move.field == "out":
+            lse = buffer.items[Item.WIDE]
+            out = workspace.sums["out"]
+            self._row_ops.merge(move.table, message, lse, out, workspace.inputs["lse"])
+        else:
+            self._row_ops.add(move.table, message, workspace.sums[move.field])
 
     def _compute(self, division: int) -> None:
-        for group, lowered in self._program.calls[division]:
-            self._call_kernel(lowered, self._workspaces[group].tensors)
+        for group, lowered in self._lowered.calls[division]:
+            self._call_kernel(lowered, self._workspaces[group])
 
-    def _call_kernel(self, lowered: object, rows: dict[str, Tensor]) -> None:
+    def _call_kernel(self, lowered: Any, workspace: Workspace) -> None:
+        rows = workspace.inputs
         q, k, v, lse = rows["q"], rows["k"], rows["v"], rows["lse"]
-        if self._program.direction is Direction.FORWARD:
-            self._kernel.attend(lowered, q, k, v, self._scale, rows["out"], lse)
+        if self._forward:
+            self._kernel.attend(lowered, q, k, v, self._scale, workspace.sums["out"], lse)
         else:
-            grads = (rows["dq"], rows["dk"], rows["dv"])
+            grads = workspace.gradients()
             self._kernel.attend_backward(
                 lowered, (q, k, v), rows["dout"], lse, rows["delta"], self._scale, grads
             )
+
+    def _settle(self, settlement: Settlement) -> None:
+        kernel, rows = cast(SettlingKernel, self._kernel), settlement.rows
+        workspace = self._workspaces[settlement.group]
+        names = ("dq",) if settlement.space is Space.Q else ("dk", "dv")
+        if settlement.table is None:
+            targets = [workspace.sums[name].final[rows] for name in names]
+        else:
+            targets = [workspace.partial[name][: rows.stop - rows.start] for name in names]
+        settle = kernel.settle_queries if settlement.space is Space.Q else kernel.settle_keys
+        settle(workspace.own, rows, self._scale, *targets)
+        if settlement.table is not None:
+            for name, target in zip(names, targets, strict=True):
+                self._row_ops.add(settlement.table, target.view(-1), workspace.sums[name])
+
+
+def _name(op: Op | str) -> str:
+    return op if isinstance(op, str) else op.name
 
 
 def drive(runners: Sequence[Runner]) -> None:

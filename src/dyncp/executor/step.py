@@ -1,15 +1,25 @@
 """Step: the immutable handle of a prepared plan."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dyncp.executor.lowering import LoweredProgram
-from dyncp.kernels import Kernel
-from dyncp.plan import AttentionShape, Direction, HeadGroup, RankPlan, gather_samples
+from dyncp.executor.engine import Engine
+from dyncp.executor.layout import Dtypes, RankLayout, lay_out
+from dyncp.executor.lowering import LoweredProgram, lower_program, style_of
+from dyncp.kernels import IndexArrays
+from dyncp.plan import (
+    AttentionShape,
+    Direction,
+    HeadGroup,
+    Memory,
+    RankPlan,
+    gather_samples,
+    measure_memory,
+)
 from dyncp.transport import Transport
 
 DTYPES = {
@@ -22,6 +32,25 @@ _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 
 @dataclass(frozen=True, eq=False)
+class CallLayout:
+    """Where everything of a call lies, on all ranks of this process, for one attention shape."""
+
+    ranks: tuple[RankLayout, ...]
+    groups: tuple[HeadGroup, ...]
+    shape: AttentionShape
+    dtypes: Dtypes
+    sent: "torch.cuda.Event | None"  # when the index arrays are on the device
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(rank.num_bytes + rank.own_bytes for rank in self.ranks)
+
+    def wait_for_indices(self) -> None:
+        if self.sent is not None:
+            torch.cuda.current_stream().wait_event(self.sent)
+
+
+@dataclass(frozen=True, eq=False)
 class Step:
     """A plan made ready to run. Every attention layer of the step takes it.
 
@@ -30,9 +59,39 @@ class Step:
 
     parts: tuple[RankPlan, ...]  # of the ranks that this process drives
     lowered: Mapping[tuple[str, Direction], tuple[LoweredProgram, ...]]
-    kernel: Kernel
-    transport: Transport
-    device: torch.device
+    engine: Engine
+    layouts: dict[tuple[str, Direction, AttentionShape], CallLayout]
+
+    @staticmethod
+    def prepare(parts: tuple[RankPlan, ...], engine: Engine) -> "Step":
+        """Lowers a plan. All its index arrays go to the device in one copy, those of messages for
+        the plan's attention shape, or the latest call's where the plan fits any."""
+        arrays = IndexArrays(engine.device)
+        lowered = {
+            (name, direction): tuple(
+                lower_program(part, part.masks[name], direction, engine.kernel, arrays)
+                for part in parts
+            )
+            for name in parts[0].masks
+            for direction in Direction
+            if direction is Direction.FORWARD or parts[0].masks[name].backward is not None
+        }
+        shape = parts[0].shape if parts[0].shape.exact else engine.shape
+        step = Step(parts, lowered, engine, {})
+        keys = [(*key, shape) for key in lowered] if shape is not None else []
+        ranks = {key: step._lay_out(*key, arrays) for key in keys}
+        sent = arrays.send()
+        for key, laid_out in ranks.items():
+            step._add(*key, laid_out, sent)
+        return step
+
+    @property
+    def transport(self) -> Transport:
+        return self.engine.transport
+
+    @property
+    def device(self) -> torch.device:
+        return self.engine.device
 
     @property
     def plan(self) -> RankPlan:
@@ -47,26 +106,47 @@ class Step:
     def masks(self) -> tuple[str, ...]:
         return tuple(self.plan.masks)
 
-    def programs(self, mask: str, direction: Direction) -> Iterator[tuple[LoweredProgram, slice]]:
-        """Each rank's program with its rows of q and kv."""
-        first = 0
-        for program in self.lowered[mask, direction]:
-            yield program, slice(first, first + program.local_rows)
-            first += program.local_rows
+    def layout(self, mask: str, direction: Direction, q: Tensor, k: Tensor) -> CallLayout:
+        """Where everything of a call with these tensors lies; made once per shape."""
+        shape = self.shape_of(q, k)
+        self.engine.shape = shape
+        found = self.layouts.get((mask, direction, shape))
+        if found is None:
+            arrays = IndexArrays(self.device)
+            ranks = self._lay_out(mask, direction, shape, arrays)
+            found = self._add(mask, direction, shape, ranks, arrays.send())
+        return found
 
-    def groups_of(self, q: Tensor, k: Tensor) -> tuple[HeadGroup, ...]:
-        """The head groups of a call with these tensors."""
-        return self.plan.groups_for(self.shape_of(q, k))
+    def _lay_out(
+        self, mask: str, direction: Direction, shape: AttentionShape, arrays: IndexArrays
+    ) -> tuple[RankLayout, ...]:
+        return tuple(
+            lay_out(program, shape, self.engine.row_ops, arrays)
+            for program in self.lowered[mask, direction]
+        )
+
+    def _add(
+        self,
+        mask: str,
+        direction: Direction,
+        shape: AttentionShape,
+        ranks: tuple[RankLayout, ...],
+        sent: "torch.cuda.Event | None",
+    ) -> CallLayout:
+        dtype = _BY_NAME[shape.dtype]
+        dtypes = Dtypes(dtype, _BY_NAME[shape.partial_dtype or shape.dtype])
+        layout = CallLayout(ranks, self.plan.groups_for(shape), shape, dtypes, sent)
+        self.layouts[mask, direction, shape] = layout
+        return layout
 
     def shape_of(self, q: Tensor, k: Tensor) -> AttentionShape:
         """The attention shape of a call with these tensors."""
         partial = self.plan.shape.partial_dtype
         return AttentionShape(q.shape[1], k.shape[1], q.shape[2], DTYPES[q.dtype], partial)
 
-    def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Dtype in which partial results travel for inputs of `dtype`."""
-        name = self.plan.shape.partial_dtype
-        return dtype if name is None else _BY_NAME[name]
+    def memory(self, shape: AttentionShape | None = None) -> Memory:
+        """Bytes that a call takes on each of this process's ranks, with the executor's kernel."""
+        return measure_memory(self.parts, shape, style_of(self.engine.kernel))
 
     def check_mask(self, mask: str, *, backward: bool) -> None:
         plan = self.plan.mask_plan(mask)

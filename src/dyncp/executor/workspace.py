@@ -1,59 +1,99 @@
-"""Workspace: the rows of one head group on one rank during one call, own rows first."""
+"""Workspace: the tensors of one head group on one rank during one call, own rows first."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dyncp.kernels import merge_partial
-from dyncp.plan import INPUT_SPACE, Payload, Space
-
-ACCUMULATORS = {Space.Q: ("out", "dq"), Space.KV: ("dk", "dv")}
+from dyncp.executor.layout import Views
+from dyncp.executor.lowering import LoweredProgram
+from dyncp.executor.messages import space_of
+from dyncp.kernels import Gradients, Sums
+from dyncp.plan import Direction, Space
+from dyncp.plan.rooms import INPUTS, OUTPUTS
 
 
 @dataclass(frozen=True, eq=False)
 class Workspace:
-    """Named tensors of equal row numbers per space: q, dout, lse, delta, out, dq are query rows;
-    k, v, dk, dv are key rows."""
+    """`inputs` are q, k, v, in backward also dout and delta, and lse, which forward writes. `sums`
+    are out, or dq, dk, dv; `partial` is room for results before they are merged."""
 
-    tensors: dict[str, Tensor]
-    partial_dtype: torch.dtype
+    inputs: dict[str, Tensor]
+    sums: dict[str, Sums]
+    partial: dict[str, Tensor] = field(default_factory=dict)
+    own: Any = None  # accumulators of a settling kernel
 
-    @property
-    def device(self) -> torch.device:
-        return self.tensors["q"].device
+    def gradients(self) -> Gradients:
+        return Gradients(self.sums["dq"], self.sums["dk"], self.sums["dv"], self.own)
 
-    def accept(self, kind: Payload, rows: slice, fields: Mapping[str, Tensor]) -> None:
-        """Takes a received payload: an input fills its slot, a result is merged."""
-        if kind in INPUT_SPACE:
-            for name, value in fields.items():
-                self.tensors[name][rows] = value
-            self._reset_accumulators(INPUT_SPACE[kind], kind, rows)
-        elif kind is Payload.OUT:
-            out, lse = self.tensors["out"][rows], self.tensors["lse"][rows]
-            merge_partial(out, lse, fields["out"].to(out.dtype), fields["lse"])
+
+class Opener:
+    """Makes the workspaces of one rank from the caller's tensors and the rooms of the call."""
+
+    def __init__(self, lowered: LoweredProgram, views: Views) -> None:
+        self._lowered, self._rooms = lowered, views.rooms
+
+    def open(self, group: int, given: dict[str, Tensor], results: dict[str, Tensor]) -> Workspace:
+        """`given` are read, `results` written: the rank's own rows, this head group's heads."""
+        direction = self._lowered.direction
+        inputs = {
+            name: self._input(name, group, given[name])
+            for space in Space
+            for name in INPUTS[direction][space]
+        }
+        if direction is Direction.FORWARD:
+            inputs["lse"] = self._rooms.get(("lse", group), results["lse"])
         else:
-            for name, value in fields.items():
-                self.tensors[name][rows] += value
+            inputs["lse"] = self._input("lse", group, given["lse"])
+            inputs["delta"] = self._rooms["delta", group]
+            self._clear_tail(inputs["delta"])
+        names = [name for space in Space for name in OUTPUTS[direction][space]]
+        sums = {name: self._sums(name, group, results[name]) for name in names}
+        partial = {
+            name: self._rooms[f"{name}_partial", group]
+            for name in (*names, "lse")
+            if (f"{name}_partial", group) in self._rooms
+        }
+        if direction is Direction.FORWARD and "out" in partial:
+            out = sums["out"]
+            sums["out"] = Sums(out.final, out.wide, (partial["out"], partial["lse"]))
+        self._clear_empty_rows(group, inputs, sums)
+        return Workspace(inputs, sums, partial)
 
-    def _reset_accumulators(self, space: Space, kind: Payload, rows: slice) -> None:
-        """A slot may have held another block before."""
-        for name in ACCUMULATORS[space]:
-            if name in self.tensors:
-                self.tensors[name][rows] = 0
-        if kind is Payload.Q:
-            self.tensors["lse"][rows] = -torch.inf
+    def close(self, group: int, workspace: Workspace, results: dict[str, Tensor]) -> None:
+        """Copies own rows of results that lie in a room to where the caller gets them."""
+        for name, result in results.items():
+            if (name, group) in self._rooms:
+                inside = workspace.inputs[name] if name == "lse" else workspace.sums[name].final
+                result.copy_(inside[: len(result)])
 
+    def _input(self, name: str, group: int, own: Tensor) -> Tensor:
+        if (name, group) not in self._rooms:
+            return own
+        rows = self._rooms[name, group]
+        rows[: len(own)].copy_(own)
+        self._clear_tail(rows)
+        return rows
 
-def with_slots(own: Tensor, num_rows: int) -> Tensor:
-    """`own` rows followed by room for slots; the tensor itself where there are no slots."""
-    if num_rows == len(own):
-        return own
-    rows = own.new_zeros(num_rows, *own.shape[1:])
-    rows[: len(own)] = own
-    return rows
+    def _clear_tail(self, rows: Tensor) -> None:
+        """Rows between slots are read as part of kernel tiles: they count nothing, but 0 × NaN
+        would be NaN."""
+        if len(rows) > self._lowered.local_rows:
+            rows[self._lowered.local_rows :].zero_()
 
+    def _sums(self, name: str, group: int, result: Tensor) -> Sums:
+        final = self._rooms.get((name, group), result)
+        if final.dtype in (torch.float32, torch.float64):
+            return Sums(final, final)
+        return Sums(final, self._rooms.get((f"{name}_wide", group)))
 
-def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    def _clear_empty_rows(
+        self, group: int, inputs: dict[str, Tensor], sums: dict[str, Sums]
+    ) -> None:
+        """Rows that nothing is added to give 0, and log-sum-exp −∞."""
+        for name, summed in sums.items():
+            for rows in self._lowered.empty_rows.get((space_of(name), group), ()):
+                summed.final[rows].zero_()
+                if name == "out":
+                    inputs["lse"][rows].fill_(-torch.inf)

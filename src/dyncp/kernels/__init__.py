@@ -1,21 +1,35 @@
 """Kernels compute tiles into partial outputs and log-sum-exps."""
 
-from dyncp.kernels.call import KernelCall
+from dyncp.kernels.accumulate import accumulator_dtype
+from dyncp.kernels.call import Held, KernelCall, RowStates
 from dyncp.kernels.choose import KERNELS, choose_kernel
 from dyncp.kernels.cpu import CpuKernel
-from dyncp.kernels.kernel import Kernel
+from dyncp.kernels.index_arrays import Index, IndexArrays
+from dyncp.kernels.kernel import Gradients, Kernel, SettlingKernel, Sums
 from dyncp.kernels.kernel_tiles import KernelTiles, list_kernel_tiles
 from dyncp.kernels.merge import merge_partial
 from dyncp.kernels.reference import ReferenceKernel
+from dyncp.kernels.row_ops import RowOps, TorchRowOps, choose_row_ops
 
 __all__ = [
     "KERNELS",
     "CpuKernel",
+    "Gradients",
+    "Held",
+    "Index",
+    "IndexArrays",
     "Kernel",
     "KernelCall",
     "KernelTiles",
     "ReferenceKernel",
+    "RowOps",
+    "RowStates",
+    "SettlingKernel",
+    "Sums",
+    "TorchRowOps",
+    "accumulator_dtype",
     "choose_kernel",
+    "choose_row_ops",
     "list_kernel_tiles",
     "merge_partial",
 ]

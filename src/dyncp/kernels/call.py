@@ -1,8 +1,36 @@
 """KernelCall: the tiles of one division and head group, over one Q and one KV workspace."""
 
 from dataclasses import dataclass
+from enum import IntEnum
 
-from dyncp.arrays import Bool, Int32, Int64
+from dyncp.arrays import Bool, Int32, Int64, UInt8
+
+
+class Held(IntEnum):
+    """Where the sum of a row's contributions is, before and after a contribution to it.
+
+    A row with one contribution goes from NOTHING to FINAL, and nothing is ever added up. One with
+    three goes NOTHING → WIDE → WIDE → FINAL: added up in the accumulator dtype, and rounded to the
+    final one once. A kernel whose partial results are rounded anyway may leave the first one in
+    FINAL: NOTHING → FINAL → WIDE → FINAL.
+    """
+
+    NOTHING = 0
+    FINAL = 1  # in the tensor of the final dtype
+    WIDE = 2  # in the tensor of the accumulator dtype
+    UNTOUCHED = 3  # only as `after`: this contribution is not for this row
+
+
+@dataclass(frozen=True, eq=False)
+class RowStates:
+    """Where each row's sum is before and after one contribution, uint8[rows] of `Held`."""
+
+    before: UInt8
+    after: UInt8
+
+    @property
+    def touched(self) -> Bool:
+        return self.after != Held.UNTOUCHED
 
 
 @dataclass(frozen=True, eq=False)
@@ -12,7 +40,7 @@ class KernelCall:
     A row's coordinate is its sequence's offset in the batch plus its position there; unused rows
     have -1. A query row attends the keys whose coordinates lie in its ranges *and* whose
     (query, key) pair lies in one of the rectangles. Rows that no rectangle touches keep empty
-    ranges.
+    ranges, and are UNTOUCHED.
     """
 
     head_group: int
@@ -20,4 +48,5 @@ class KernelCall:
     q_coordinates: Int64  # [query rows]
     k_coordinates: Int64  # [key rows]
     ranges: Int32  # [query rows, R, 2], coordinates
-    fresh: Bool  # [query rows]: nothing was merged into this row's accumulators before this call
+    q_states: RowStates  # of out (forward) or dq (backward)
+    k_states: RowStates  # of dk and dv (backward)

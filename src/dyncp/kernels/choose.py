@@ -13,7 +13,11 @@ logger = logging.getLogger(__name__)
 KERNELS: dict[str, type] = {"cpu": CpuKernel, "reference": ReferenceKernel}
 
 
-def choose_kernel(kernel: str | Kernel, device: torch.device) -> Kernel:
+def choose_kernel(
+    kernel: str | Kernel,
+    device: torch.device,
+    deterministic: bool = True,  # noqa: ARG001
+) -> Kernel:
     """The kernel named (or given); "auto" takes `cpu` on the CPU and `reference` elsewhere."""
     if not isinstance(kernel, str):
         return kernel

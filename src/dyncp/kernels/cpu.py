@@ -1,10 +1,15 @@
 """Kernel `cpu`: torch's CPU flash kernels."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from dyncp.kernels.accumulate import Run, accumulator, list_runs, open_lse
 from dyncp.kernels.call import KernelCall
 from dyncp.kernels.cpu_jobs import Job, Shape, cut_into_jobs
+from dyncp.kernels.index_arrays import IndexArrays
+from dyncp.kernels.kernel import Gradients, Sums
 from dyncp.kernels.merge import merge_partial
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -14,27 +19,51 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 SAFE_TO_SQUARE = (1e-10, 1e15)
 
 
+@dataclass(frozen=True, slots=True)
+class CpuCall:
+    jobs: list[Job]
+    q_runs: list[Run]
+    k_runs: list[Run]
+
+
 class CpuKernel:
     """Every job of a call is one flash kernel over [kv heads, q heads per kv head, rows, dim]."""
 
     name = "cpu"
+    settles = False
+    rounds_partials = False
 
-    def lower(self, call: KernelCall, device: torch.device) -> list[Job]:
-        if device.type != "cpu":
-            raise ValueError(f"kernel 'cpu' runs on CPU tensors; the executor's device is {device}")
-        return cut_into_jobs(call)
+    def lower(self, call: KernelCall, arrays: IndexArrays, *, backward: bool) -> CpuCall:  # noqa: ARG002
+        if arrays.device.type != "cpu":
+            raise ValueError(
+                f"kernel 'cpu' runs on CPU tensors; the executor's device is {arrays.device}"
+            )
+        return CpuCall(cut_into_jobs(call), list_runs(call.q_states), list_runs(call.k_states))
 
     def attend(
         self,
-        lowered: list[Job],
+        lowered: CpuCall,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         scale: float,
+        out: Sums,
+        lse: Tensor,
+    ) -> None:
+        open_lse(lse, lowered.q_runs)
+        with accumulator(out, lowered.q_runs) as sums:
+            self._attend(lowered.jobs, (q, k, v), scale, sums, lse)
+
+    def _attend(
+        self,
+        jobs: list[Job],
+        inputs: tuple[Tensor, Tensor, Tensor],
+        scale: float,
         out: Tensor,
         lse: Tensor,
     ) -> None:
-        for job in lowered:
+        q, k, v = inputs
+        for job in jobs:
             queries, keys, values = _inputs(job, q, k, v)
             mask, empty = _mask(job, q.dtype)
             job_out, job_lse = _flash(
@@ -51,7 +80,24 @@ class CpuKernel:
 
     def attend_backward(
         self,
-        lowered: list[Job],
+        lowered: CpuCall,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        dout: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        scale: float,
+        grads: Gradients,
+    ) -> None:
+        with (
+            accumulator(grads.dq, lowered.q_runs) as dq,
+            accumulator(grads.dk, lowered.k_runs) as dk,
+            accumulator(grads.dv, lowered.k_runs) as dv,
+        ):
+            self._attend_backward(lowered.jobs, inputs, dout, lse, delta, scale, (dq, dk, dv))
+
+    def _attend_backward(
+        self,
+        jobs: list[Job],
         inputs: tuple[Tensor, Tensor, Tensor],
         dout: Tensor,
         lse: Tensor,
@@ -63,7 +109,7 @@ class CpuKernel:
         kv_heads = k.shape[1]
         out = _output_with_row_sum(dout, delta)
         lse = lse.masked_fill(lse == -torch.inf, 0.0)
-        for job in lowered:
+        for job in jobs:
             queries, keys, values = _inputs(job, q, k, v)
             mask, _ = _mask(job, q.dtype)
             job_dq, job_dk, job_dv = _flash_backward(

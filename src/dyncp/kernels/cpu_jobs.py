@@ -12,7 +12,7 @@ from enum import Enum
 import numpy as np
 
 from dyncp.arrays import Int64
-from dyncp.kernels.call import KernelCall
+from dyncp.kernels.call import Held, KernelCall
 
 PIECE = 256
 
@@ -26,7 +26,7 @@ class Shape(Enum):
 @dataclass(frozen=True, eq=False)
 class Job:
     """Query rows × key rows of a workspace. `ranges` are relative to the first key row (MASKED);
-    `first` says that the rows' accumulators are still empty, so that nothing needs merging."""
+    `first` says that the rows' sums are still empty, so that nothing needs merging."""
 
     rows: slice
     keys: slice
@@ -45,7 +45,7 @@ def cut_into_jobs(call: KernelCall) -> list[Job]:
 
 
 def _mark_first(jobs: list[Job], call: KernelCall) -> list[Job]:
-    empty, marked = call.fresh.copy(), []
+    empty, marked = call.q_states.before == Held.NOTHING, []
     for job in jobs:
         marked.append(replace(job, first=bool(empty[job.rows].all())))
         empty[job.rows] = False

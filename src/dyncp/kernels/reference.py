@@ -5,7 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dyncp.kernels.accumulate import Run, accumulator, list_runs, open_lse
 from dyncp.kernels.call import KernelCall
+from dyncp.kernels.index_arrays import IndexArrays
+from dyncp.kernels.kernel import Gradients, Sums
 from dyncp.kernels.kernel_tiles import KernelTiles, list_kernel_tiles
 from dyncp.kernels.merge import merge_partial
 
@@ -20,21 +23,31 @@ class _RowTile:
 
 
 @dataclass(frozen=True)
+class ReferenceCall:
+    tiles: list[_RowTile]
+    q_runs: list[Run]
+    k_runs: list[Run]
+
+
+@dataclass(frozen=True)
 class ReferenceKernel:
     """`rows` × `columns` is the size of its kernel tiles."""
 
     rows: int = 128
     columns: int = 128
     name: str = "reference"
+    settles: bool = False
+    rounds_partials: bool = False
 
-    def lower(self, call: KernelCall, device: torch.device) -> list[_RowTile]:
+    def lower(self, call: KernelCall, arrays: IndexArrays, *, backward: bool) -> ReferenceCall:  # noqa: ARG002
         tiles = list_kernel_tiles(call, self.rows, self.columns)
-        ranges = torch.from_numpy(tiles.ranges).to(device)
-        k_coordinates = torch.from_numpy(call.k_coordinates).to(device)
-        return [
+        ranges = torch.from_numpy(tiles.ranges).to(arrays.device)
+        k_coordinates = torch.from_numpy(call.k_coordinates).to(arrays.device)
+        row_tiles = [
             self._row_tile(tiles, int(q_tile), ranges, k_coordinates)
             for q_tile in dict.fromkeys(tiles.q_tile.tolist())
         ]
+        return ReferenceCall(row_tiles, list_runs(call.q_states), list_runs(call.k_states))
 
     def _row_tile(
         self, tiles: KernelTiles, q_tile: int, ranges: Tensor, k_coordinates: Tensor
@@ -53,15 +66,28 @@ class ReferenceKernel:
 
     def attend(
         self,
-        lowered: list[_RowTile],
+        lowered: ReferenceCall,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         scale: float,
+        out: Sums,
+        lse: Tensor,
+    ) -> None:
+        open_lse(lse, lowered.q_runs)
+        with accumulator(out, lowered.q_runs) as sums:
+            self._attend(lowered.tiles, (q, k, v), scale, sums, lse)
+
+    def _attend(
+        self,
+        tiles: list[_RowTile],
+        inputs: tuple[Tensor, Tensor, Tensor],
+        scale: float,
         out: Tensor,
         lse: Tensor,
     ) -> None:
-        for tile in lowered:
+        q, k, v = inputs
+        for tile in tiles:
             scores = _scores(q[tile.rows], k[tile.columns], scale, tile.allowed)
             tile_lse = scores.logsumexp(dim=-1)
             weights = _weights(scores, tile_lse)
@@ -72,7 +98,24 @@ class ReferenceKernel:
 
     def attend_backward(
         self,
-        lowered: list[_RowTile],
+        lowered: ReferenceCall,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        dout: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        scale: float,
+        grads: Gradients,
+    ) -> None:
+        with (
+            accumulator(grads.dq, lowered.q_runs) as dq,
+            accumulator(grads.dk, lowered.k_runs) as dk,
+            accumulator(grads.dv, lowered.k_runs) as dv,
+        ):
+            self._attend_backward(lowered.tiles, inputs, dout, lse, delta, scale, (dq, dk, dv))
+
+    def _attend_backward(
+        self,
+        tiles: list[_RowTile],
         inputs: tuple[Tensor, Tensor, Tensor],
         dout: Tensor,
         lse: Tensor,
@@ -81,7 +124,7 @@ class ReferenceKernel:
         grads: tuple[Tensor, Tensor, Tensor],
     ) -> None:
         (q, k, v), (dq, dk, dv) = inputs, grads
-        for tile in lowered:
+        for tile in tiles:
             keys, values = _per_q_head(k[tile.columns], q), _per_q_head(v[tile.columns], q)
             queries, gradient = q[tile.rows].double(), dout[tile.rows].double()
             scores = _scores(q[tile.rows], k[tile.columns], scale, tile.allowed)

@@ -2,9 +2,10 @@
 
 from dyncp.blocks import DEFAULT_MASK, ITEM_BYTES, AttentionShape, Direction, HeadGroup, Payload
 from dyncp.plan.codec import PlanDecodeError, decode_part, encode_part
+from dyncp.plan.contributions import Contributions, KernelStyle, find_contributions, sends_wide
 from dyncp.plan.layout import Layout
 from dyncp.plan.lower import lower
-from dyncp.plan.memory import Memory
+from dyncp.plan.memory import Memory, measure_memory
 from dyncp.plan.plan import Plan, batch_order, gather_samples
 from dyncp.plan.plan_file import PlanFileError, load_plan, save_plan
 from dyncp.plan.rank_plan import (
@@ -20,6 +21,7 @@ from dyncp.plan.rank_plan import (
     Slots,
     Space,
 )
+from dyncp.plan.rooms import Room, list_rooms
 from dyncp.plan.rows import RowRuns
 
 __all__ = [
@@ -28,8 +30,10 @@ __all__ = [
     "ITEM_BYTES",
     "RESULT_SPACE",
     "AttentionShape",
+    "Contributions",
     "Direction",
     "HeadGroup",
+    "KernelStyle",
     "Layout",
     "MaskPlan",
     "Memory",
@@ -43,14 +47,19 @@ __all__ = [
     "Program",
     "RankPlan",
     "RankTiles",
+    "Room",
     "RowRuns",
     "Slots",
     "Space",
     "batch_order",
     "decode_part",
     "encode_part",
+    "find_contributions",
     "gather_samples",
+    "list_rooms",
     "load_plan",
     "lower",
+    "measure_memory",
     "save_plan",
+    "sends_wide",
 ]

@@ -1,4 +1,4 @@
-"""Memory: the bytes of a plan's workspaces, known before anything runs."""
+"""Memory: the bytes that a plan's attention calls take, known before anything runs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,17 +6,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from dyncp.arrays import Int64, frozen
-from dyncp.blocks import AttentionShape, Direction, HeadGroup
-from dyncp.plan.rank_plan import Program, RankPlan, Space
+from dyncp.blocks import AttentionShape, Direction
+from dyncp.plan.contributions import KernelStyle
+from dyncp.plan.rank_plan import RankPlan
+from dyncp.plan.rooms import list_rooms
 
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """Bytes of every rank's workspaces in one attention call, int64[ranks] per direction.
+    """Bytes of every rank in one attention call, int64[ranks] per direction.
 
-    Accumulators, log-sum-exps and copies of inputs that get room for received blocks count; q, kv,
-    out and their gradients themselves, message buffers and a kernel's own scratch do not. With
-    several masks, each rank's largest call counts. `backward` is 0 in plans for evaluation.
+    Copies of inputs that get room for received blocks, sums in a wider dtype, row sums, partial
+    results and message buffers count; q, kv, out, log-sum-exps and gradients, which the caller
+    gives and gets, do not. With several masks, each rank's largest call counts. `backward` is 0 in
+    plans for evaluation.
     """
 
     forward: Int64
@@ -33,47 +36,27 @@ class Memory:
         return int(self.per_rank.max())
 
 
-def measure_memory(parts: Sequence[RankPlan], shape: AttentionShape | None = None) -> Memory:
-    """Memory of these ranks' parts; `shape` is that of the call (default: the plan's own)."""
-    both = [[_rank_bytes(part, direction, shape) for part in parts] for direction in Direction]
+def measure_memory(
+    parts: Sequence[RankPlan],
+    shape: AttentionShape | None = None,
+    style: KernelStyle | None = None,
+) -> Memory:
+    """Memory of these ranks' parts; `shape` is that of the call (default: the plan's own), `style`
+    what the kernel needs (default: one that merges inside)."""
+    style = KernelStyle() if style is None else style
+    both = [
+        [_rank_bytes(part, direction, shape or part.shape, style) for part in parts]
+        for direction in Direction
+    ]
     return Memory(*(frozen(column, np.int64) for column in both))
 
 
-def _rank_bytes(part: RankPlan, direction: Direction, shape: AttentionShape | None) -> int:
-    forward = direction is Direction.FORWARD
-    programs = [mask.forward if forward else mask.backward for mask in part.masks.values()]
-    needed = [_program_bytes(part, p, direction, shape) for p in programs if p is not None]
-    return max(needed, default=0)
-
-
-def _program_bytes(
-    part: RankPlan, program: Program, direction: Direction, shape: AttentionShape | None
+def _rank_bytes(
+    part: RankPlan, direction: Direction, shape: AttentionShape, style: KernelStyle
 ) -> int:
-    shape = part.shape if shape is None else shape
-    return sum(
-        _group_bytes(part.local_rows, program.workspace_rows[:, g].tolist(), group, shape)[
-            direction
-        ]
-        for g, group in enumerate(part.groups_for(shape))
-    )
-
-
-def _group_bytes(
-    local_rows: int, workspace_rows: list[int], group: HeadGroup, shape: AttentionShape
-) -> tuple[int, int]:
-    """Forward and backward bytes of one head group.
-
-    A tensor of inputs is copied to get room behind the own rows only where blocks are received;
-    otherwise the caller's is read. Forward: q, k, v | out, lse. Backward: q, dO, k, v, lse, delta |
-    dq, dk, dv, with the accumulators behind the bar always made anew.
-    """
-    q_rows, k_rows = workspace_rows[Space.Q], workspace_rows[Space.KV]
-    q_copied = q_rows if q_rows > local_rows else 0
-    k_copied = k_rows if k_rows > local_rows else 0
-    heads = group.num_kv_heads * shape.q_heads_per_kv_head
-    q_width, k_width = heads * shape.head_dim, 2 * group.num_kv_heads * shape.head_dim
-    item, wide = shape.item_bytes, shape.accumulator_bytes
-    forward = (q_copied * q_width + k_copied * k_width) * item + q_rows * (q_width + heads) * wide
-    backward = (2 * q_copied * q_width + k_copied * k_width) * item
-    backward += (2 * q_copied * heads + q_rows * q_width + k_rows * k_width) * wide
-    return forward, backward
+    needed = [
+        sum(room.num_bytes for room in list_rooms(part, mask, direction, shape, style))
+        for mask in part.masks.values()
+        if direction is Direction.FORWARD or mask.backward is not None
+    ]
+    return max(needed, default=0)

@@ -18,6 +18,7 @@ from dyncp.plan.codec import (
     join_parts,
     split_parts,
 )
+from dyncp.plan.contributions import KernelStyle
 from dyncp.plan.draw import draw_parts
 from dyncp.plan.explain import explain_parts
 from dyncp.plan.memory import Memory, measure_memory
@@ -65,9 +66,12 @@ class Plan:
         """Bytes that all ranks together send in one attention call of `shape`."""
         return sum(part.sent_bytes(name, direction, shape) for part in self.parts)
 
-    def memory(self, shape: AttentionShape | None = None) -> Memory:
-        """Workspace bytes of every rank in a call of `shape` (default: the one planned for)."""
-        return measure_memory(self.parts, shape)
+    def memory(
+        self, shape: AttentionShape | None = None, style: KernelStyle | None = None
+    ) -> Memory:
+        """Bytes that every rank takes in a call of `shape` (default: the one planned for), with a
+        kernel of `style` (default: one that merges inside)."""
+        return measure_memory(self.parts, shape, style)
 
     def explain(self) -> str:
         """What the plan does and costs, in a few lines: see `explain_parts`."""

@@ -14,11 +14,17 @@ from dyncp.transport.transport import TransportError
 class Distributed:
     """Ranks of a process group (or one-dimensional DeviceMesh); None is the world.
 
-    Opens a gloo group of its own over the same ranks, so that its messages never mix with the
-    model's. All ranks of the group must create it together, in the same order.
+    Opens groups of its own over the same ranks, so that its messages never mix with the model's:
+    gloo to agree on plans, and for messages gloo on the CPU and NCCL on GPUs. All ranks of the
+    group must create it together, in the same order.
     """
 
-    def __init__(self, group: Any = None, timeout: float = 600.0) -> None:
+    def __init__(
+        self,
+        group: Any = None,
+        timeout: float = 600.0,
+        device: torch.device | None = None,
+    ) -> None:
         if not dist.is_initialized():
             raise ValueError(
                 "torch.distributed is not initialised; call torch.distributed.init_process_group "
@@ -32,11 +38,19 @@ class Distributed:
         self.bytes_sent = 0
         self.global_ranks = tuple(members)
         self._members = members
-        self._group = dist.new_group(
-            members, timeout=self.timeout, backend="gloo", use_local_synchronization=True
+        self._group = self._data_group = self._open_group("gloo")
+        self.on_gpu = device is not None and device.type == "cuda"
+        if self.on_gpu:
+            self._data_group = self._open_group("nccl")
+
+    def _open_group(self, backend: str) -> Any:
+        return dist.new_group(
+            self._members, timeout=self.timeout, backend=backend, use_local_synchronization=True
         )
 
-    def open(self) -> "list[DistributedChannel]":
+    def open(self) -> "list[DistributedChannel] | list[NcclChannel]":
+        if self.on_gpu:
+            return [NcclChannel(self)]
         return [DistributedChannel(self, rank) for rank in self.ranks]
 
     def agree(self, word: bytes) -> list[bytes]:
@@ -58,7 +72,7 @@ class Distributed:
         padded = rows.new_zeros(most, *rows.shape[1:])
         padded[: len(rows)] = rows
         parts = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(parts, padded, group=self._group)
+        dist.all_gather(parts, padded, group=self._data_group)
         return [part[:count] for part, count in zip(parts, counts, strict=True)]
 
     def send(self, message: Tensor, peer: int, tag: int) -> Any:
@@ -67,6 +81,24 @@ class Distributed:
 
     def receive(self, buffer: Tensor, peer: int, tag: int) -> Any:
         return self._start(dist.irecv, buffer, peer, tag)
+
+    def exchange(
+        self, phase: int, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
+    ) -> list[Any]:
+        """Starts all messages of a phase as one group, on the current stream."""
+        self.bytes_sent += sum(message.nbytes for message in sends.values())
+        ops = [
+            dist.P2POp(function, tensor, self._members[peer], self._data_group)
+            for function, tensors in ((dist.irecv, receives), (dist.isend, sends))
+            for peer, tensor in tensors.items()
+        ]
+        try:
+            works: list[Any] = dist.batch_isend_irecv(ops)
+        except RuntimeError as error:
+            raise TransportError(
+                f"rank {self.ranks[0]} could not start its messages of phase {phase}: {error}"
+            ) from error
+        return works
 
     def _start(self, function: Callable[..., Any], tensor: Tensor, peer: int, tag: int) -> Any:
         try:
@@ -121,3 +153,30 @@ class DistributedChannel:
             raise TransportError(
                 f"rank {self._rank} waited {limit.total_seconds():g} s for {what} in vain"
             )
+
+
+class NcclChannel:
+    """Waiting only makes the current stream wait; NCCL's watchdog bounds it by the timeout."""
+
+    def __init__(self, transport: Distributed) -> None:
+        self.bytes_sent = 0
+        self._transport = transport
+        self._works: dict[int, list[Any]] = {}
+
+    def launch(
+        self, phase: int, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
+    ) -> None:
+        self.bytes_sent += sum(message.nbytes for message in sends.values())
+        self._works[phase] = self._transport.exchange(phase, sends, receives)
+
+    def ready(self, _phase: int) -> bool:
+        return True
+
+    def wait(self, phase: int) -> None:
+        for work in self._works.pop(phase):
+            work.wait()
+
+    def finish(self) -> None:
+        """The stream waits for all sends: the next call uses the same buffers."""
+        for phase in list(self._works):
+            self.wait(phase)

@@ -1,10 +1,26 @@
-"""Transport `in_process`: virtual ranks in one process, driven by one thread."""
+"""Transport `in_process`: virtual ranks in one process, driven by one thread.
+
+On a GPU, messages are copied on the stream that launches them, as soon as both ends are there;
+waiting makes the current stream wait for the copy, never the host.
+"""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-Mailbox = dict[tuple[int, int, int], Tensor]  # (source, target, phase)
+Address = tuple[int, int, int]  # source, target, phase
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """A message that lies in its receiver's buffer; on a GPU, once `copied` is reached."""
+
+    copied: "torch.cuda.Event | None"
+
+
+Mailbox = dict[Address, Tensor | Delivered]
 
 
 class InProcess:
@@ -20,8 +36,10 @@ class InProcess:
         self.bytes_sent = 0
 
     def open(self) -> "list[InProcessChannel]":
-        mailbox: Mailbox = {}  # of this call alone: one that failed leaves nothing behind
-        return [InProcessChannel(self, mailbox, rank) for rank in self.ranks]
+        # Of this call alone: one that failed leaves nothing behind.
+        mailbox: Mailbox = {}
+        posted: dict[Address, Tensor] = {}
+        return [InProcessChannel(self, mailbox, posted, rank) for rank in self.ranks]
 
     def agree(self, word: bytes) -> list[bytes]:
         return [word] * self.num_ranks
@@ -34,35 +52,55 @@ class InProcess:
 
 
 class InProcessChannel:
-    def __init__(self, transport: InProcess, mailbox: Mailbox, rank: int) -> None:
+    def __init__(
+        self, transport: InProcess, mailbox: Mailbox, posted: dict[Address, Tensor], rank: int
+    ) -> None:
         self.bytes_sent = 0
-        self._transport, self._mailbox, self._rank = transport, mailbox, rank
-        self._receives: dict[int, Mapping[int, Tensor]] = {}
+        self._transport, self._mailbox, self._posted = transport, mailbox, posted
+        self._rank = rank
+        self._receives: dict[int, list[Address]] = {}
 
     def launch(
         self, phase: int, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
     ) -> None:
         if receives:
-            self._receives[phase] = receives
+            self._receives[phase] = [(peer, self._rank, phase) for peer in receives]
+        for peer, buffer in receives.items():
+            self._posted[peer, self._rank, phase] = buffer
+            self._deliver((peer, self._rank, phase))
         for peer, message in sends.items():
             key = (self._rank, peer, phase)
             assert key not in self._mailbox, f"(source, target, phase) {key} was sent twice"
             self._mailbox[key] = message
             self.bytes_sent += message.nbytes
             self._transport.count(message.nbytes)
+            self._deliver(key)
+
+    def _deliver(self, key: Address) -> None:
+        message, buffer = self._mailbox.get(key), self._posted.get(key)
+        if not isinstance(message, Tensor) or buffer is None:
+            return
+        if message.nbytes != buffer.nbytes:
+            source, target, phase = key
+            raise ValueError(
+                f"rank {target} expects {buffer.nbytes} bytes from rank {source} in phase "
+                f"{phase}, but {message.nbytes} were sent: the ranks hold different plans"
+            )
+        buffer.copy_(message, non_blocking=True)
+        on_gpu = buffer.is_cuda
+        self._mailbox[key] = Delivered(
+            torch.cuda.current_stream(buffer.device).record_event() if on_gpu else None
+        )
 
     def ready(self, phase: int) -> bool:
-        return all((p, self._rank, phase) in self._mailbox for p in self._receives[phase])
+        return all(isinstance(self._mailbox.get(key), Delivered) for key in self._receives[phase])
 
     def wait(self, phase: int) -> None:
-        for peer, buffer in self._receives.pop(phase).items():
-            message = self._mailbox.pop((peer, self._rank, phase))
-            if message.nbytes != buffer.nbytes:
-                raise ValueError(
-                    f"rank {self._rank} expects {buffer.nbytes} bytes from rank {peer} in phase "
-                    f"{phase}, but {message.nbytes} were sent: the ranks hold different plans"
-                )
-            buffer.copy_(message)
+        for key in self._receives.pop(phase):
+            delivered = self._mailbox.pop(key)
+            assert isinstance(delivered, Delivered), f"{key} was waited for before it was ready"
+            if delivered.copied is not None:
+                delivered.copied.wait()
 
     def finish(self) -> None:
         assert not self._receives, f"phases {sorted(self._receives)} were never waited for"

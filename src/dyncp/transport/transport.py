@@ -13,7 +13,8 @@ class TransportError(RuntimeError):
 class Channel(Protocol):
     """One rank's end of the transport, for one attention call in one direction.
 
-    The phases of a call are launched in increasing order, each once, and waited for after that.
+    The phases of a call are launched in increasing order, each once, and waited for after that. On
+    a GPU, "starts" and "returns when" are meant for the current stream: the host never waits.
     """
 
     bytes_sent: int

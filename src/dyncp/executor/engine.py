@@ -1,0 +1,42 @@
+"""Engine: what all steps of an executor share."""
+
+import torch
+
+from dyncp.executor.arena import Arena
+from dyncp.executor.streams import DeviceStreams, HostStreams, Streams
+from dyncp.kernels import Kernel, RowOps
+from dyncp.plan import AttentionShape
+from dyncp.transport import Transport
+
+
+class Engine:
+    """Kernel, transport and memory. `shape` is that of the latest call: plans that fit any shape
+    are laid out for it in `prepare`, in the hope that the model stays the same."""
+
+    def __init__(
+        self, kernel: Kernel, transport: Transport, device: torch.device, row_ops: RowOps
+    ) -> None:
+        self.kernel, self.transport, self.device = kernel, transport, device
+        self.row_ops = row_ops
+        self.shape: AttentionShape | None = None
+        self._arenas: dict[int, Arena] = {}
+        self._communication: torch.cuda.Stream | None = None
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def arena(self) -> Arena:
+        """The memory for calls on the current stream: calls on one stream follow one another."""
+        key = torch.cuda.current_stream(self.device).cuda_stream if self.on_gpu else 0
+        if key not in self._arenas:
+            self._arenas[key] = Arena(self.device)
+        return self._arenas[key]
+
+    def streams(self) -> Streams:
+        if not self.on_gpu:
+            return HostStreams()
+        if self._communication is None:
+            stream = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
+            self._communication = stream
+        return DeviceStreams(self._communication)

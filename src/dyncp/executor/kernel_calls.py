@@ -1,0 +1,176 @@
+"""Derives the kernel calls of a rank's program: rows, coordinates, key ranges and row states."""
+
+import numpy as np
+
+from dyncp.arrays import Int32, Int64, UInt8
+from dyncp.compiled import compiled
+from dyncp.kernels import Held, KernelCall, RowStates
+from dyncp.plan import (
+    Contributions,
+    KernelStyle,
+    MaskPlan,
+    Op,
+    Program,
+    RankPlan,
+    Space,
+    find_contributions,
+)
+
+
+def kernel_calls(
+    part: RankPlan, mask: MaskPlan, program: Program, division: int
+) -> list[KernelCall]:
+    """The kernel calls of a division, one per head group that has tiles in it."""
+    return CallBuilder(part, mask, program).calls(division)
+
+
+def places_of(part: RankPlan, program: Program) -> Int64:
+    """First row of every block in each workspace, [spaces, head groups, blocks]; -1: absent."""
+    place = np.tile(part.block_row, (len(Space), len(part.head_groups), 1))
+    slots = program.slots
+    place[slots.space, slots.head_group, slots.block] = slots.row
+    return place
+
+
+class CallBuilder:
+    """Builds the calls of one program."""
+
+    def __init__(
+        self,
+        part: RankPlan,
+        mask: MaskPlan,
+        program: Program,
+        found: Contributions | None = None,
+    ) -> None:
+        self._part, self._mask, self._program = part, mask, program
+        self._place = places_of(part, program)
+        if found is None:
+            found = find_contributions(part, mask, program, KernelStyle())
+        self._found, self._before, self._after = found, before_of(found), after_of(found)
+        tiles = mask.tiles
+        # Tiles by division and head group: every call's are one slice of this order.
+        self._order = np.lexsort((tiles.head_group, program.tile_division))
+        self._run_bounds = np.searchsorted(mask.rows.block, np.arange(len(part.blocks) + 1))
+
+    def calls(self, division: int) -> list[KernelCall]:
+        divisions = self._program.tile_division[self._order]
+        mine = self._order[slice(*np.searchsorted(divisions, [division, division + 1]))]
+        groups, firsts = np.unique(self._mask.tiles.head_group[mine], return_index=True)
+        at = np.flatnonzero((self._program.instructions == (Op.COMPUTE, division)).all(axis=1))
+        assert len(at) == 1, f"division {division} is computed {len(at)} times"
+        bounds = [*firsts.tolist(), len(mine)]
+        return [
+            self._call(int(group), mine[first:end], int(at[0]))
+            for group, first, end in zip(groups, bounds[:-1], bounds[1:], strict=True)
+        ]
+
+    def _call(self, group: int, tiles: Int64, at: int) -> KernelCall:
+        q_block, k_block = self._mask.tiles.q_block[tiles], self._mask.tiles.k_block[tiles]
+        tokens = self._part.blocks.tokens
+        q_row, k_row = self._place[Space.Q, group, q_block], self._place[Space.KV, group, k_block]
+        rectangles = np.stack([q_row, q_row + tokens[q_block], k_row, k_row + tokens[k_block]], 1)
+        return KernelCall(
+            group,
+            rectangles,
+            self._coordinates(Space.Q, group, at),
+            self._coordinates(Space.KV, group, at),
+            self._ranges(group, np.unique(q_block)),
+            self._states(Space.Q, group, at),
+            self._states(Space.KV, group, at),
+        )
+
+    def _rows(self, space: Space, group: int) -> int:
+        return int(self._program.workspace_rows[space, group])
+
+    def _coordinates(self, space: Space, group: int, at: int) -> Int64:
+        """Coordinate of every row of a workspace while instruction `at` runs; -1: unused."""
+        coordinates = np.full(self._rows(space, group), -1, np.int64)
+        coordinates[: self._part.local_tokens] = self._part.local_coordinates
+        slots = self._program.slots
+        held = (slots.space == space) & (slots.head_group == group)
+        held &= (slots.first <= at) & (at <= slots.last)
+        block = slots.block[held]
+        first, tokens = self._part.block_coordinate[block], self._part.blocks.tokens[block]
+        _count_up(coordinates, slots.row[held].astype(np.int64), tokens.astype(np.int64), first)
+        return coordinates
+
+    def _ranges(self, group: int, blocks: Int32) -> Int32:
+        """Key ranges of the blocks' rows as coordinates; other rows keep empty ranges."""
+        runs, part = self._mask.rows, self._part
+        ranges = np.zeros((self._rows(Space.Q, group), runs.num_ranges, 2), np.int32)
+        start = part.blocks.start[blocks].astype(np.int64)
+        _expand_runs(
+            ranges.reshape(len(ranges), -1),
+            self._place[Space.Q, group, blocks],
+            start,
+            part.blocks.end[blocks].astype(np.int64),
+            part.block_coordinate[blocks] - start,
+            self._run_bounds[blocks],
+            self._run_bounds[blocks + 1],
+            runs.start,
+            runs.base.reshape(len(runs), -1),
+            runs.slope.reshape(len(runs), -1),
+        )
+        return ranges
+
+    def _states(self, space: Space, group: int, at: int) -> RowStates:
+        rows = self._rows(space, group)
+        before, after = np.zeros(rows, np.uint8), np.full(rows, Held.UNTOUCHED, np.uint8)
+        found = self._found
+        mine = (found.time == 2 * at) & (found.space == space) & (found.head_group == group)
+        block = found.block[mine]
+        place = self._place[space, group, block]
+        tokens = self._part.blocks.tokens[block].astype(np.int64)
+        _fill(before, place, tokens, self._before[mine])
+        _fill(after, place, tokens, self._after[mine])
+        return RowStates(before, after)
+
+
+def after_of(found: Contributions) -> UInt8:
+    return np.where(found.wide, Held.WIDE, Held.FINAL).astype(np.uint8)
+
+
+def before_of(found: Contributions) -> UInt8:
+    """What the contribution before left."""
+    before = np.zeros(len(found), np.uint8)
+    before[1:] = after_of(found)[:-1]
+    before[found.first] = Held.NOTHING
+    return before
+
+
+@compiled
+def _count_up(values: Int64, row: Int64, tokens: Int64, first: Int64) -> None:
+    for i in range(len(row)):
+        for step in range(tokens[i]):
+            values[row[i] + step] = first[i] + step
+
+
+@compiled
+def _fill(values: UInt8, row: Int64, tokens: Int64, value: UInt8) -> None:
+    for i in range(len(row)):
+        values[row[i] : row[i] + tokens[i]] = value[i]
+
+
+@compiled
+def _expand_runs(
+    ranges: Int32,
+    place: Int64,
+    start: Int64,
+    end: Int64,
+    offset: Int64,
+    first_run: Int64,
+    end_run: Int64,
+    run_start: Int32,
+    base: Int32,
+    slope: Int32,
+) -> None:
+    """Writes the rows of each block: a run's base plus its slope times the steps since its start,
+    plus the block's offset in coordinates."""
+    for i in range(len(place)):
+        for run in range(first_run[i], end_run[i]):
+            behind = run_start[run + 1] if run + 1 < end_run[i] else end[i]
+            for row in range(run_start[run], behind):
+                step = row - run_start[run]
+                for column in range(ranges.shape[1]):
+                    value = base[run, column] + slope[run, column] * step + offset[i]
+                    ranges[place[i] + row - start[i], column] = value

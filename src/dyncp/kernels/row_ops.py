@@ -1,0 +1,112 @@
+"""RowOps: moves rows between workspaces and messages, and merges received results.
+
+Rows are [rows, heads, dim] tensors, or [rows, heads] ones with any strides. A message is flat and
+holds segments: the rows of one block, one after the other. A table lists the segments of one
+launch; no two of them touch the same row.
+"""
+
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dyncp.arrays import Int64
+from dyncp.kernels.accumulate import accumulator_dtype
+from dyncp.kernels.call import Held
+from dyncp.kernels.index_arrays import IndexArrays
+from dyncp.kernels.kernel import Sums
+from dyncp.kernels.merge import merge_partial
+
+# Columns of a table of segments. `offset` and `lse_offset` count items of the message's dtype;
+# `before` and `after` are `Held` of the rows a result is merged into.
+ROW, OFFSET, COUNT, BEFORE, AFTER, LSE_OFFSET = range(6)
+
+
+class RowOps(Protocol):
+    """One launch each, for all segments of a table."""
+
+    def tables(self, segments: Int64, bounds: Int64, arrays: IndexArrays) -> list[Any]:
+        """Tables of the segments int64[segments, 6] between consecutive bounds."""
+
+    def pack(self, table: Any, rows: Tensor, message: Tensor) -> None:
+        """Copies rows into a message, in the message's dtype."""
+
+    def unpack(self, table: Any, message: Tensor, rows: Tensor) -> None:
+        """Copies a message into rows."""
+
+    def merge(
+        self, table: Any, message: Tensor, message_lse: Tensor, out: Sums, lse: Tensor
+    ) -> None:
+        """Merges partial outputs with log-sum-exps into rows, as the table's states say."""
+
+    def add(self, table: Any, message: Tensor, sums: Sums) -> None:
+        """Adds partial gradients to rows, as the table's states say."""
+
+    def row_sums(self, dout: Tensor, out: Tensor, delta: Tensor) -> None:
+        """delta [rows, heads] = Σ dO·O over the head's dimension, in delta's dtype."""
+
+
+class TorchRowOps:
+    """Plain torch, segment by segment."""
+
+    def tables(self, segments: Int64, bounds: Int64, arrays: IndexArrays) -> list[Any]:  # noqa: ARG002
+        lists, ends = segments.tolist(), bounds.tolist()
+        return [lists[first:end] for first, end in pairwise(ends)]
+
+    def pack(self, table: Any, rows: Tensor, message: Tensor) -> None:
+        for segment in table:
+            own = rows[segment[ROW] : segment[ROW] + segment[COUNT]]
+            _segment(message, segment[OFFSET], own).copy_(own)
+
+    def unpack(self, table: Any, message: Tensor, rows: Tensor) -> None:
+        for segment in table:
+            own = rows[segment[ROW] : segment[ROW] + segment[COUNT]]
+            own.copy_(_segment(message, segment[OFFSET], own))
+
+    def merge(
+        self, table: Any, message: Tensor, message_lse: Tensor, out: Sums, lse: Tensor
+    ) -> None:
+        for row, offset, count, before, after, lse_offset in table:
+            rows = slice(row, row + count)
+            new = _segment(message, offset, out.final[rows])
+            new_lse = _segment(message_lse, lse_offset, lse[rows])
+            if before == Held.NOTHING:
+                _target(out, after)[rows] = new.to(_target(out, after).dtype)
+                lse[rows] = new_lse
+                continue
+            old = _target(out, before)[rows].to(lse.dtype)
+            merge_partial(old, lse[rows], new.to(lse.dtype), new_lse)
+            _target(out, after)[rows] = old.to(_target(out, after).dtype)
+
+    def add(self, table: Any, message: Tensor, sums: Sums) -> None:
+        dtype = accumulator_dtype(sums.final.dtype)
+        for row, offset, count, before, after, _ in table:
+            rows = slice(row, row + count)
+            new = _segment(message, offset, sums.final[rows]).to(dtype)
+            if before != Held.NOTHING:
+                new = _target(sums, before)[rows].to(dtype) + new
+            _target(sums, after)[rows] = new.to(_target(sums, after).dtype)
+
+    def row_sums(self, dout: Tensor, out: Tensor, delta: Tensor) -> None:
+        delta.copy_((dout.to(delta.dtype) * out.to(delta.dtype)).sum(dim=-1))
+
+
+def _segment(message: Tensor, offset: int, like: Tensor) -> Tensor:
+    return message[offset : offset + like.numel()].view(like.shape)
+
+
+def _target(sums: Sums, held: int) -> Tensor:
+    if held == Held.FINAL:
+        return sums.final
+    assert sums.wide is not None, "a row is wide, but its sum has no such tensor"
+    return sums.wide
+
+
+def choose_row_ops(device: torch.device) -> RowOps:
+    """Triton on GPUs, plain torch elsewhere."""
+    if device.type != "cuda":
+        return TorchRowOps()
+    from dyncp.kernels.triton.rows import TritonRowOps
+
+    return TritonRowOps()

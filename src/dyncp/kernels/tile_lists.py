@@ -1,0 +1,255 @@
+"""Tile lists: which kernel tiles of a call are full and which partial, and the ranges inside.
+
+A GPU kernel works on kernel tiles of 128 × 128 rows. Full tiles need no mask. In partial ones a
+query row attends the key *rows* (not coordinates) that lie in its ranges. What the ranges say about
+full and unlisted tiles does not matter, so few ranges do: with tiles of 4 rows, a row that attends
+
+    keys   0 1 2 3 | 4 5 6 7 | 8 9 . .      tile 0 full for all rows of this query tile,
+    tile      full |    full | partial      tile 2 partial
+
+has the one range [8, 10), or [0, 10), whichever is at hand. Keys received in any order stay as
+simple: rows count, not positions.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dyncp.arrays import Bool, Int16, Int32, Int64, UInt8
+from dyncp.compiled import compiled, inner
+from dyncp.kernels.call import KernelCall
+
+SIDE = 128
+HALF = 64  # for kernels that gain from finer lists
+NONE, PARTIAL, FULL = 0, 1, 2
+HEAVY = 2.0
+
+
+@dataclass(frozen=True, eq=False)
+class KernelTileMap:
+    """State of every kernel tile, and the ranges of partial ones."""
+
+    state: UInt8  # [query tiles, key tiles]: NONE, PARTIAL or FULL
+    halves: UInt8 | None  # the same for tiles of half the side
+    ranges: Int32  # [R, 2, query rows in whole tiles]: key rows, half-open
+
+    @property
+    def num_ranges(self) -> int:
+        return int(self.ranges.shape[0])
+
+
+@dataclass(frozen=True, eq=False)
+class TileLists:
+    """The tiles of one side (query tiles, or key tiles) with those of the other side that they
+    meet: `partial[i, :partial_count[i]]`, and full ones as runs `[first, end)` of neighbours.
+
+    `order` has the tiles to run, those with most work first, so that the last ones to finish
+    are short. The first `num_heavy` have more than twice the mean work: of those, a kernel starts
+    all heads first."""
+
+    order: Int32
+    num_heavy: int
+    partial_count: Int32
+    partial: Int32
+    run_count: Int32
+    runs: Int32  # [tiles, runs, 2]
+
+
+def map_kernel_tiles(call: KernelCall, *, halves: bool = False) -> KernelTileMap:
+    """`halves` asks for the states of half tiles, too."""
+    num_rows, num_keys = len(call.q_coordinates), len(call.k_coordinates)
+    rectangles = _merge_neighbours(call.rectangles, call.k_coordinates)
+    first_coordinate = call.k_coordinates[rectangles[:, 2]]
+    size = (rectangles, first_coordinate, call.ranges, num_rows, num_keys)
+    state = _classify(*size, SIDE)
+    ranges = np.zeros((1, 2, len(state) * SIDE), np.int32)
+    most = _fill_ranges(ranges, state, rectangles, first_coordinate, call.ranges)
+    if most > 1:
+        ranges = np.zeros((most, 2, len(state) * SIDE), np.int32)
+        _fill_ranges(ranges, state, rectangles, first_coordinate, call.ranges)
+    return KernelTileMap(state, _classify(*size, HALF) if halves else None, ranges)
+
+
+def _classify(
+    rectangles: Int64,
+    first_coordinate: Int64,
+    ranges: Int32,
+    num_rows: int,
+    num_keys: int,
+    side: int,
+) -> UInt8:
+    """State of the tiles of side × side: full ones are whole, and all their pairs allowed."""
+    area = np.zeros((-(-num_rows // side), -(-num_keys // side)), np.int16)
+    _mark_tiles(area, rectangles, first_coordinate, ranges, side)
+    state: UInt8 = np.where(area == side * side, FULL, area != 0).astype(np.uint8)
+    return state
+
+
+def list_tiles_of(state: UInt8, touched: Bool, side: int = SIDE) -> TileLists:
+    """Lists of the first axis of `state`. `touched` says which rows the call is for; their
+    tiles are run, also those that meet nothing, since their results are 0."""
+    partial_count, run_count = (np.zeros(len(state), np.int32) for _ in range(2))
+    _count(state, partial_count, run_count)
+    partial = np.zeros((len(state), max(1, partial_count.max(initial=0))), np.int32)
+    runs = np.zeros((len(state), max(1, run_count.max(initial=0)), 2), np.int32)
+    work = np.zeros(len(state), np.int64)
+    _list(state, partial, runs, work)
+    run = np.unique(np.flatnonzero(touched) // side)
+    order = run[np.argsort(-work[run], kind="stable")]
+    num_heavy = int(np.count_nonzero(work[order] > HEAVY * work[order].mean())) if len(order) else 0
+    return TileLists(order.astype(np.int32), num_heavy, partial_count, partial, run_count, runs)
+
+
+def list_full_tiles(state: UInt8) -> tuple[Int32, Int32]:
+    """Count and indices of the full tiles along the first axis, [tiles] and [tiles, most]."""
+    count = (state == FULL).sum(axis=1, dtype=np.int32)
+    listed = np.zeros((len(state), max(1, int(count.max(initial=0)))), np.int32)
+    _list_state(state, FULL, listed)
+    return count, listed
+
+
+def _merge_neighbours(rectangles: Int64, k_coordinates: Int64) -> Int64:
+    """Joins rectangles of the same query rows whose keys continue each other, rows and coordinates;
+    ordered by query row and key row."""
+    ordered = rectangles[np.lexsort((rectangles[:, 2], rectangles[:, 0]))]
+    last = k_coordinates[ordered[:-1, 3] - 1]
+    follows = (ordered[1:, 0] == ordered[:-1, 0]) & (ordered[1:, 2] == ordered[:-1, 3])
+    follows &= k_coordinates[ordered[1:, 2]] == last + 1
+    head: Bool = np.append(True, ~follows)[: len(ordered)]
+    merged = ordered[head].copy()
+    merged[:, 3] = ordered[np.append(head[1:], True)[: len(ordered)], 3]
+    return merged
+
+
+@compiled
+def _mark_tiles(
+    area: Int16, rectangles: Int64, first_coordinate: Int64, ranges: Int32, side: int
+) -> None:
+    """Adds to `area` the pairs of pieces of tiles that are allowed throughout; a tile with a piece
+    that is allowed in part becomes -1 for good."""
+    for i in range(len(rectangles)):
+        q0, q1, k0, k1 = rectangles[i]
+        shift = k0 - first_coordinate[i]
+        for q_tile in range(q0 // side, (q1 - 1) // side + 1):
+            first, end = max(q0, q_tile * side), min(q1, (q_tile + 1) * side)
+            for r in range(ranges.shape[1]):
+                _mark_range(area[q_tile], ranges[first:end, r], shift, k0, k1, side)
+
+
+@inner
+def _mark_range(area: Int16, ranges: Int32, shift: int, k0: int, k1: int, side: int) -> None:
+    """One range of the rows of a query tile: keys between the latest start and the earliest end are
+    allowed throughout, other keys between the earliest start and the latest end in part."""
+    rows = len(ranges)
+    first, inside, until, end = k1, k0, k1, k0
+    for row in range(rows):
+        start = min(max(ranges[row, 0] + shift, k0), k1)
+        stop = min(max(ranges[row, 1] + shift, k0), k1)
+        if start >= stop:
+            start, stop = k1, k0
+        else:
+            first, end = min(first, start), max(end, stop)
+        inside, until = max(inside, start), min(until, stop)
+    if first >= end:
+        return
+    for k_tile in range(first // side, (end - 1) // side + 1):
+        piece, piece_end = max(k0, k_tile * side), min(k1, (k_tile + 1) * side)
+        if inside <= piece and piece_end <= until:
+            if area[k_tile] >= 0:
+                area[k_tile] += rows * (piece_end - piece)
+        else:
+            area[k_tile] = -1
+
+
+@compiled
+def _fill_ranges(
+    filled: Int32, state: UInt8, rectangles: Int64, first_coordinate: Int64, ranges: Int32
+) -> int:
+    """Fills ranges of key rows, as many as `filled` has room for; gives the most that a row has."""
+    partial_before = np.zeros(state.shape[1] + 1, np.int64)
+    spans = np.empty((len(rectangles) * ranges.shape[1] + 1, 2), np.int64)
+    most, i, tile = 1, 0, -1
+    while i < len(rectangles):
+        behind = i
+        while behind < len(rectangles) and rectangles[behind, 0] == rectangles[i, 0]:
+            behind += 1
+        for row in range(rectangles[i, 0], rectangles[i, 1]):
+            if row // SIDE != tile:
+                tile = row // SIDE
+                for k_tile in range(state.shape[1]):
+                    listed = state[tile, k_tile] == PARTIAL
+                    partial_before[k_tile + 1] = partial_before[k_tile] + listed
+            count = _spans_of_row(
+                spans, rectangles[i:behind], first_coordinate[i:behind], ranges[row], partial_before
+            )
+            most = max(most, count)
+            for r in range(min(count, filled.shape[0])):
+                filled[r, 0, row], filled[r, 1, row] = spans[r, 0], spans[r, 1]
+        i = behind
+    return most
+
+
+@inner
+def _spans_of_row(
+    spans: Int64, rectangles: Int64, first_coordinate: Int64, ranges: Int32, partial_before: Int64
+) -> int:
+    """Allowed key rows of one query row inside partial tiles, as few spans as possible."""
+    count = 0
+    for i in range(len(rectangles)):
+        k0, k1 = rectangles[i, 2], rectangles[i, 3]
+        shift = k0 - first_coordinate[i]
+        for r in range(len(ranges)):
+            start, end = max(ranges[r, 0] + shift, k0), min(ranges[r, 1] + shift, k1)
+            if start >= end or not _any_partial(partial_before, start, end):
+                continue
+            if count and not _any_partial(partial_before, spans[count - 1, 1], start):
+                spans[count - 1, 1] = end
+            else:
+                spans[count, 0], spans[count, 1] = start, end
+                count += 1
+    return count
+
+
+@inner
+def _any_partial(partial_before: Int64, start: int, end: int) -> bool:
+    """Whether a partial tile holds any of the key rows [start, end)."""
+    if start >= end:
+        return False
+    return partial_before[(end - 1) // SIDE + 1] > partial_before[start // SIDE]
+
+
+@compiled
+def _count(state: UInt8, partial_count: Int32, run_count: Int32) -> None:
+    for i in range(state.shape[0]):
+        before = NONE
+        for j in range(state.shape[1]):
+            partial_count[i] += state[i, j] == PARTIAL
+            run_count[i] += state[i, j] == FULL and before != FULL
+            before = state[i, j]
+
+
+@compiled
+def _list(state: UInt8, partial: Int32, runs: Int32, work: Int64) -> None:
+    for i in range(state.shape[0]):
+        num_partial, num_runs, before = 0, 0, NONE
+        for j in range(state.shape[1]):
+            if state[i, j] == PARTIAL:
+                partial[i, num_partial] = j
+                num_partial += 1
+            if state[i, j] == FULL:
+                if before != FULL:
+                    runs[i, num_runs, 0] = j
+                    num_runs += 1
+                runs[i, num_runs - 1, 1] = j + 1
+            work[i] += state[i, j] != NONE
+            before = state[i, j]
+
+
+@compiled
+def _list_state(state: UInt8, wanted: int, listed: Int32) -> None:
+    for i in range(state.shape[0]):
+        count = 0
+        for j in range(state.shape[1]):
+            if state[i, j] == wanted:
+                listed[i, count] = j
+                count += 1

@@ -1,0 +1,216 @@
+"""Kernel `triton`: the same bits every time, on any CUDA GPU from Ampere on."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from dyncp.kernels.call import Held, KernelCall, RowStates
+from dyncp.kernels.index_arrays import Index, IndexArrays
+from dyncp.kernels.kernel import Gradients, Sums
+from dyncp.kernels.tile_lists import HALF, SIDE, TileLists, list_tiles_of, map_kernel_tiles
+from dyncp.kernels.triton.backward import attend_backward_keys, attend_backward_queries
+from dyncp.kernels.triton.forward import attend_tiles
+from dyncp.kernels.triton.launch import Launch, Pieces, choose_launch
+
+LOG2E = 1.4426950408889634
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MOST_DIM, LEAST_DIM = 256, 16
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """Tile lists and row states of one side of a call, on the device."""
+
+    num_tiles: int
+    num_heavy: int
+    order: Index
+    run_count: Index
+    runs: Index
+    partial_count: Index
+    partial: Index
+    states: Index  # uint8[2, rows]
+    merges: bool
+
+    def lists(self, heads: int) -> tuple[int | Tensor, ...]:
+        return (
+            self.num_tiles,
+            self.num_heavy,
+            heads,
+            self.order.tensor,
+            self.run_count.tensor,
+            self.runs.tensor,
+            self.partial_count.tensor,
+            self.partial.tensor,
+        )
+
+    def widths(self) -> tuple[int, int]:
+        return self.runs.array.shape[1], self.partial.array.shape[1]
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    queries: Side
+    keys: Side | None  # backward
+    ranges: Index  # int32[R, 2, query rows in whole tiles]
+
+
+class TritonKernel:
+    """Merges inside its kernels, as the states of rows say."""
+
+    name = "triton"
+    settles = False
+    rounds_partials = False
+
+    def lower(self, call: KernelCall, arrays: IndexArrays, *, backward: bool) -> Lowered:
+        tiles = map_kernel_tiles(call, halves=backward)
+        queries = _side(list_tiles_of(tiles.state, call.q_states.touched), call.q_states, arrays)
+        keys = None
+        if tiles.halves is not None:
+            halves = np.ascontiguousarray(tiles.halves.T)
+            by_key = list_tiles_of(halves, call.k_states.touched, HALF)
+            keys = _side(by_key, call.k_states, arrays)
+        return Lowered(queries, keys, arrays.add(tiles.ranges))
+
+    def attend(
+        self,
+        lowered: Lowered,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        out: Sums,
+        lse: Tensor,
+    ) -> None:
+        side, wide = lowered.queries, _wide(out)
+        pieces, options = _options(lowered, side, q, k, "forward")
+        attend_tiles[(side.num_tiles * q.shape[1] * (SIDE // pieces.rows),)](
+            _matrix(q, pieces.rows), _matrix(k, pieces.keys), _matrix(v, pieces.keys),
+            out.final, wide, lse, out.final.stride(0), wide.stride(0), lse.stride(1),
+            scale * LOG2E, len(q),
+            *side.lists(q.shape[1]), lowered.ranges.tensor, lowered.ranges.array.shape[2],
+            side.states.tensor, *side.widths(), **options,
+        )  # fmt: skip
+
+    def attend_backward(
+        self,
+        lowered: Lowered,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        dout: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        scale: float,
+        grads: Gradients,
+    ) -> None:
+        q, k, v = inputs
+        ranges = (lowered.ranges.tensor, lowered.ranges.array.shape[2])
+        side, dq, wide = lowered.queries, grads.dq.final, _wide(grads.dq)
+        pieces, options = _options(lowered, side, q, k, "queries")
+        attend_backward_queries[(side.num_tiles * q.shape[1] * (SIDE // pieces.rows),)](
+            *_matrices(q, k, v, dout, pieces), lse, delta, dq, wide,
+            lse.stride(1), dq.stride(0), wide.stride(0), scale, len(q),
+            *side.lists(q.shape[1]), *ranges, side.states.tensor, *side.widths(), **options,
+        )  # fmt: skip
+        assert lowered.keys is not None, "this call was lowered for forward"
+        side, dk, dv = lowered.keys, grads.dk, grads.dv
+        pieces, options = _options(lowered, side, q, k, "keys")
+        attend_backward_keys[(side.num_tiles * k.shape[1] * (HALF // pieces.keys),)](
+            *_matrices(q, k, v, dout, pieces),
+            _vector(lse, pieces.rows), _vector(delta, pieces.rows),
+            dk.final, dv.final, _wide(dk), _wide(dv),
+            lse.stride(1), dk.final.stride(0), dv.final.stride(0), _wide(dk).stride(0),
+            scale, len(q), len(k), *side.lists(k.shape[1]),
+            _vector(ranges[0], pieces.rows), ranges[1], side.states.tensor, *side.widths(), **options,
+        )  # fmt: skip
+
+
+def _side(lists: TileLists, states: RowStates, arrays: IndexArrays) -> Side:
+    merges = bool((states.before != Held.NOTHING).any() or (states.after == Held.WIDE).any())
+    return Side(
+        len(lists.order),
+        lists.num_heavy,
+        arrays.add(lists.order),
+        arrays.add(lists.run_count),
+        arrays.add(lists.runs),
+        arrays.add(lists.partial_count),
+        arrays.add(lists.partial),
+        arrays.add(np.stack([states.before, states.after])),
+        merges,
+    )
+
+
+def _wide(sums: Sums) -> Tensor:
+    """Calls without a WIDE row never look at it."""
+    return sums.final if sums.wide is None else sums.wide
+
+
+def _matrix(rows: Tensor, block_rows: int) -> TensorDescriptor:
+    """[rows, heads × dim] for loads of `block_rows` of one head."""
+    num_rows, heads, dim = rows.shape
+    strides = [rows.stride(0), 1]
+    return TensorDescriptor(rows, [num_rows, heads * dim], strides, [block_rows, _padded(dim)])
+
+
+def _vector(numbers: Tensor, block: int) -> TensorDescriptor:
+    """All numbers in the order of memory, for loads of `block` of them."""
+    last = sum((n - 1) * step for n, step in zip(numbers.shape, numbers.stride(), strict=True))
+    return TensorDescriptor(numbers, [last + 1], [1], [block])
+
+
+def _matrices(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, pieces: Pieces
+) -> tuple[TensorDescriptor, ...]:
+    return (
+        _matrix(q, pieces.rows),
+        _matrix(k, pieces.keys),
+        _matrix(v, pieces.keys),
+        _matrix(dout, pieces.rows),
+    )
+
+
+def _padded(dim: int) -> int:
+    return max(64, 1 << (dim - 1).bit_length())
+
+
+def _options(
+    lowered: Lowered, side: Side, q: Tensor, k: Tensor, which: str
+) -> tuple[Pieces, dict[str, Any]]:
+    pieces, options = _shape_options(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2], which)
+    return pieces, options | {"NUM_RANGES": len(lowered.ranges), "MERGES": side.merges}
+
+
+@lru_cache
+def _shape_options(
+    device: torch.device, dtype: torch.dtype, q_heads: int, kv_heads: int, dim: int, which: str
+) -> tuple[Pieces, dict[str, Any]]:
+    check_supported(dtype, dim)
+    padded = _padded(dim)
+    launch: Launch = choose_launch(device, padded, dtype)
+    pieces: Pieces = getattr(launch, which)
+    return pieces, {
+        "GROUP": q_heads // kv_heads,
+        "DIM": dim,
+        "PADDED": padded,
+        "BLOCK_M": pieces.rows,
+        "BLOCK_N": pieces.keys,
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+        "num_warps": pieces.warps,
+        "num_stages": pieces.stages,
+    }
+
+
+def check_supported(dtype: torch.dtype, dim: int) -> None:
+    if dtype not in DTYPES:
+        raise ValueError(
+            f"kernel 'triton' takes {', '.join(map(str, DTYPES))}; q is {dtype}. "
+            "Kernel 'reference' takes fp64"
+        )
+    if not LEAST_DIM <= dim <= MOST_DIM or dim % 8:
+        raise ValueError(
+            f"kernel 'triton' takes head dims that are multiples of 8 from {LEAST_DIM} to "
+            f"{MOST_DIM}; q has {dim}"
+        )

@@ -1,0 +1,94 @@
+"""Kernels of every style, and both implementations of row operations, give dense attention."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cases import Case, Tensors, assert_equal, cases, run_dense, run_virtual
+from dyncp import AttentionShape, Batch, PlannerConfig, Topology, masks, plan_batch
+from dyncp.executor.kernel_calls import CallBuilder
+from dyncp.kernels import CpuKernel, Held, ReferenceKernel
+from dyncp.plan import Direction, KernelStyle, Layout, find_contributions
+from kernel_styles import RoundingKernel, SettlingReference
+from paced import plan_paced
+
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
+STYLES = st.sampled_from([RoundingKernel(), SettlingReference()])
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=SLOW)
+@given(case=cases(dtype="fp32"), kernel=STYLES)
+def test_kernels_that_round_or_settle_are_as_exact_as_others(case, kernel):
+    tensors = Tensors.draw(case)
+    expected = run_dense(case, "default", tensors, torch.float64)
+    assert_equal(run_virtual(case, "default", tensors, kernel=kernel), expected, 1e-5)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=SLOW)
+@given(case=cases(dtype="fp32", topology=Topology(2, 2), solvers=("random",)), kernel=STYLES)
+def test_they_are_exact_with_relays_that_sum_results(case, kernel):
+    tensors = Tensors.draw(case)
+    expected = run_dense(case, "default", tensors, torch.float64)
+    assert_equal(run_virtual(case, "default", tensors, kernel=kernel), expected, 1e-5)
+
+
+@pytest.mark.parametrize("solver", ["random", "zigzag", "rows"])
+@pytest.mark.parametrize("partial", [None, "fp32"])
+@pytest.mark.parametrize("kernel", [CpuKernel(), RoundingKernel(), SettlingReference()])
+def test_bf16_sums_are_rounded_once(solver, partial, kernel):
+    batch = Batch.of([masks.causal(90), masks.lambda_shaped(60, sinks=4, window=16)])
+    shape = AttentionShape(4, 2, 32, "bf16", partial)
+    config = PlannerConfig(solver, block_size=16, divisions=4, head_groups=2, layout=Layout(16, 4))
+    case = Case(batch, plan_batch(batch, Topology(1, 3), shape, config), shape, 0)
+    tensors = Tensors.draw(case)
+    exact = run_dense(case, "default", tensors, torch.float64).tensors()
+    plain = run_dense(case, "default", tensors, torch.bfloat16).tensors()
+    ours = run_virtual(case, "default", tensors, kernel=kernel).tensors()
+    for name, expected in exact.items():
+        allowed = 2 * (plain[name].double() - expected).abs().max()
+        assert (ours[name].double() - expected).abs().max() <= allowed, name
+
+
+@pytest.mark.parametrize("solver", ["random", "zigzag"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_triton_row_operations_in_whole_plans(solver, dtype):
+    pytest.importorskip("triton", reason="needs triton (pip install -e '.[test]')")
+    if torch.cuda.is_available():
+        pytest.skip("with a GPU, tests/gpu runs these on it")
+    from dyncp.kernels.triton.rows import TritonRowOps
+
+    batch, shape = Batch.of([masks.causal(50), masks.full(20)]), AttentionShape(4, 2, 8, dtype)
+    config = PlannerConfig(solver, block_size=9, divisions=3, head_groups=2, layout=Layout(8, 4))
+    case = Case(batch, plan_paced(batch, Topology(2, 2), shape, config), shape, 0)
+    tensors = Tensors.draw(case)
+    expected = run_dense(case, "default", tensors, torch.float64)
+    results = run_virtual(
+        case, "default", tensors, kernel=ReferenceKernel(8, 8), row_ops=TritonRowOps()
+    )
+    assert_equal(results, expected, 1e-5 if dtype == "fp32" else 3e-2)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
+@given(case=cases(), rounds=st.booleans())
+def test_states_follow_one_another_and_end_final(case, rounds):
+    """Every row of a call takes up where the contribution before left it."""
+    style = KernelStyle(rounds_partials=rounds)
+    for part in case.plan.parts:
+        mask = part.masks["default"]
+        for direction in Direction:
+            program = mask.program(direction)
+            found = find_contributions(part, mask, program, style)
+            key = np.stack([found.space, found.head_group, found.block])
+            last = np.append((np.diff(key) != 0).any(axis=0), True) if len(found) else []
+            assert not found.wide[last].any()
+            builder = CallBuilder(part, mask, program, found)
+            for division in np.unique(program.tile_division).tolist():
+                for call in builder.calls(division):
+                    touched = np.zeros(len(call.q_coordinates), np.bool_)
+                    for q0, q1, _, _ in call.rectangles.tolist():
+                        touched[q0:q1] = True
+                    assert ((call.q_states.after != Held.UNTOUCHED) == touched).all()
+                    if direction is Direction.FORWARD:
+                        assert (call.k_states.after == Held.UNTOUCHED).all()
