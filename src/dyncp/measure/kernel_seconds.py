@@ -8,9 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 from dyncp.measure.timing import Run, wait_for
 
 # Parts of the names of attention kernels, ours and others'; the rest packs, merges and rounds.
-ATTENTION_NAMES = (
-    "flash", "attend", "attention", "fmha", "sdpa", "add_dq", "add_dkv",
-)  # fmt: skip
+ATTENTION_NAMES = ("flash", "attend", "attention", "fmha", "sdpa")
 
 
 def kernel_seconds(run: Run, device: torch.device, repeats: int = 3) -> dict[str, float] | None:
