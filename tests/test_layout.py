@@ -34,9 +34,13 @@ ALLOWED = {
         "masks", "blocks", "placement", "plan", "planner", "dataloader", "executor", "kernels",
         "topology",
     },
+    "measure": {
+        "masks", "blocks", "placement", "plan", "planner", "cost", "simulate", "samplers",
+        "topology", "transport", "executor",
+    },
     "cli": {
         "masks", "blocks", "placement", "schedule", "plan", "verify", "planner", "cost",
-        "simulate", "samplers", "topology", "kernels", "executor", "train",
+        "simulate", "samplers", "topology", "kernels", "executor", "train", "measure",
     },
 }  # fmt: skip
 WITHOUT_TORCH = (

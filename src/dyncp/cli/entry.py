@@ -6,9 +6,18 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from dyncp.cli import masks, plan, simulate, train, verify
+from dyncp.cli import bench, calibrate, doctor, masks, plan, simulate, train, verify
 
-COMMANDS = (train.command, plan.command, simulate.command, verify.command, masks.command)
+COMMANDS = (
+    train.command,
+    plan.command,
+    simulate.command,
+    verify.command,
+    bench.command,
+    calibrate.command,
+    doctor.command,
+    masks.command,
+)
 
 USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 

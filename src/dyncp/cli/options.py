@@ -6,26 +6,37 @@ from pathlib import Path
 
 from dyncp import masks
 from dyncp.blocks import ITEM_BYTES, AttentionShape, Batch
-from dyncp.cost import MODELS, CostModel, ModelConfig, find_model, find_profile
+from dyncp.cost import (
+    MODELS,
+    CostModel,
+    ModelConfig,
+    Profile,
+    find_model,
+    find_profile,
+    load_profile,
+)
 from dyncp.cost import from_transformers_config as read_model
 from dyncp.placement import DEFAULT_TOLERANCES, Limits
 from dyncp.planner import AUTO, EFFORTS, OBJECTIVES, PlannerConfig
-from dyncp.samplers import NAMES
+from dyncp.samplers import NAMES, parse_sample, read_lengths, sample_lengths
 from dyncp.topology import PRESETS, Topology, preset
 
 COMPUTE_TOLERANCE, TOKEN_TOLERANCE = DEFAULT_TOLERANCES
 
 
-def add_lengths_options(parser: ArgumentParser, *, listed: bool) -> None:
-    """Where sequence lengths come from; with `listed`, also the command line itself."""
-    lengths = parser.add_mutually_exclusive_group(required=True)
+def add_lengths_options(parser: ArgumentParser, *, listed: bool, sample: str | None = None) -> None:
+    """Where sequence lengths come from; with `listed`, also the command line itself. `sample` is
+    the default; without one they have to be given."""
+    lengths = parser.add_mutually_exclusive_group(required=sample is None)
     if listed:
         lengths.add_argument("--lengths", help="sequence lengths, as in 4096,512,512")
     lengths.add_argument("--lengths-file", type=Path, help="one length per line, or a JSON list")
     lengths.add_argument(
         "--sample",
         metavar="NAME:SEED",
-        help=f"a length distribution, as in ldc:0; NAME is one of {', '.join(NAMES)}",
+        default=sample,
+        help=f"a length distribution, as in ldc:0; NAME is one of {', '.join(NAMES)}"
+        + ("" if sample is None else " (default %(default)s)"),
     )
     parser.add_argument(
         "--mask",
@@ -41,8 +52,18 @@ def add_cluster_options(parser: ArgumentParser) -> None:
         metavar="PRESET",
         help=f"kind of cluster: {', '.join(PRESETS)} (default %(default)s)",
     )
+    add_profile_option(parser)
     for name, default in (("machines", 4), ("ranks-per-machine", 8)):
         parser.add_argument(f"--{name}", type=int, default=default, help="(default %(default)s)")
+
+
+def add_profile_option(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="rates and links that `dyncp calibrate` measured, instead of the preset's",
+    )
 
 
 def add_attention_options(parser: ArgumentParser) -> None:
@@ -117,12 +138,18 @@ def add_limit_options(parser: ArgumentParser) -> None:
 
 
 def topology_of(args: Namespace) -> Topology:
+    if args.profile is not None:
+        return load_profile(args.profile).topology(args.machines, args.ranks_per_machine)
     return preset(args.topology, args.machines, args.ranks_per_machine)
+
+
+def profile_of(args: Namespace) -> Profile:
+    return find_profile(args.topology) if args.profile is None else load_profile(args.profile)
 
 
 def cost_of(args: Namespace) -> CostModel:
     shape = AttentionShape(args.q_heads, args.kv_heads, args.head_dim, args.dtype)
-    return CostModel(find_profile(args.topology), shape)
+    return CostModel(profile_of(args), shape)
 
 
 def limits_of(args: Namespace) -> Limits:
@@ -152,3 +179,18 @@ def check_tokens(args: Namespace) -> int:
     if tokens < 1:
         raise ValueError(f"--tokens is {tokens}; a batch needs at least 1")
     return tokens
+
+
+def lengths_of(args: Namespace) -> list[int]:
+    """The sequence lengths of one batch."""
+    if args.lengths_file is not None:
+        return read_lengths(args.lengths_file)
+    if getattr(args, "lengths", None) is None:
+        name, seed = parse_sample(args.sample)
+        return sample_lengths(name, check_tokens(args), seed)
+    try:
+        return [int(word) for word in args.lengths.split(",")]
+    except ValueError:
+        raise ValueError(
+            f"--lengths is {args.lengths!r}; expected whole numbers, as in 4096,512,512"
+        ) from None

@@ -14,9 +14,9 @@ from dyncp.cli.options import (
     add_lengths_options,
     add_limit_options,
     add_solver_options,
-    check_tokens,
     config_of,
     cost_of,
+    lengths_of,
     make_batch,
     model_of,
     topology_of,
@@ -26,7 +26,6 @@ from dyncp.cli.progress import Progress
 from dyncp.placement import static_candidates
 from dyncp.plan import save_plan
 from dyncp.planner import Choice, PlannerConfig, Task, choose, lower_choice
-from dyncp.samplers import parse_sample, read_lengths, sample_lengths
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -46,7 +45,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     topology, cost, model = topology_of(args), cost_of(args), model_of(args)
-    config, batch, shape = _config(args), make_batch(args, _lengths(args)), cost.shape
+    config, batch, shape = _config(args), make_batch(args, lengths_of(args)), cost.shape
     progress = Progress()
     progress.say(f"planning {batch.num_tokens:,} tokens for {topology.num_ranks} ranks ...")
 
@@ -88,20 +87,6 @@ def _write(path: Path, text: str) -> None:
 
 def _config(args: Namespace) -> PlannerConfig:
     return replace(config_of(args), block_size=args.block_size, seed=args.seed)
-
-
-def _lengths(args: Namespace) -> list[int]:
-    if args.lengths_file is not None:
-        return read_lengths(args.lengths_file)
-    if args.sample is not None:
-        name, seed = parse_sample(args.sample)
-        return sample_lengths(name, check_tokens(args), seed)
-    try:
-        return [int(word) for word in args.lengths.split(",")]
-    except ValueError:
-        raise ValueError(
-            f"--lengths is {args.lengths!r}; expected whole numbers, as in 4096,512,512"
-        ) from None
 
 
 def _text(result: dict[str, Any]) -> str:

@@ -130,7 +130,7 @@ def _per_batch(lengths: Lengths, outcomes: list[dict[str, Outcome]]) -> list[dic
 
 def _text(args: Namespace, setting: Setting, lengths: Lengths, summary: dict[str, Any]) -> str:
     topology = setting.topology
-    where = f"{args.topology}, {topology.machines} × {topology.ranks_per_machine} ranks"
+    where = f"{setting.cost.profile.name}, {topology.machines} × {topology.ranks_per_machine} ranks"
     for name, value in (("bandwidth", args.bandwidth), ("latency", args.latency)):
         where += "" if value == 1 else f", {name} × {value:g}"
     where += f", jitter {args.jitter:g}" if args.jitter else ""

@@ -14,6 +14,8 @@ class Profile:
     that are full; `kernel_tile` is their side in rows. `call_seconds` is what a kernel call costs
     on top of its tiles. `dense` is FLOP/s of the linear layers. `copy` is bytes per second of
     packing and unpacking messages. Links, NICs and `ordered_phases` are those of `Topology`.
+    `overlap_slowdown` is how many times longer attention takes while messages come in; it is
+    reported, and simulations do not use it.
     """
 
     name: str
@@ -28,6 +30,7 @@ class Profile:
     inter: Link
     nics: int
     ordered_phases: bool = True
+    overlap_slowdown: float = 1.0
 
     def __post_init__(self) -> None:
         for field in ("attention_forward", "attention_backward", "dense", "copy"):
@@ -37,6 +40,11 @@ class Profile:
         if not 0 <= self.call_seconds < math.inf:
             raise ValueError(
                 f"Profile.call_seconds is {self.call_seconds}; seconds from 0 on are allowed"
+            )
+        if not 1 <= self.overlap_slowdown < math.inf:
+            raise ValueError(
+                f"Profile.overlap_slowdown is {self.overlap_slowdown}; "
+                "factors from 1 on are allowed"
             )
         for field in ("kernel_tile", "ranks_per_machine", "nics"):
             if getattr(self, field) < 1:

@@ -4,13 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from dyncp.arrays import Int64
+from dyncp.arrays import Float64, Int64
 from dyncp.blocks import DEFAULT_MASK, BlockGraph, Direction
 from dyncp.cost import CostModel, ModelConfig
 from dyncp.placement import Placement
 from dyncp.plan import Plan
 from dyncp.schedule import Schedule
 from dyncp.simulate.attention_times import AttentionTimes, run_flow
+from dyncp.simulate.flow import with_compute
 from dyncp.simulate.from_plan import flow_of_plan
 from dyncp.simulate.from_schedule import flow_of_schedule
 from dyncp.simulate.simulated import Both, Simulated
@@ -65,11 +66,13 @@ def simulate_plan(
     *,
     layers: Mapping[str, int] | None = None,
     model: ModelConfig | None = None,
+    compute: Mapping[tuple[str, Direction], Float64] | None = None,
 ) -> Simulated:
     """The whole step of a plan.
 
     `layers` says how many attention layers use each mask; by default all layers of the model (one
-    without a model) use the first mask. With a model, the per-token work counts too.
+    without a model) use the first mask. With a model, the per-token work counts too. `compute` has
+    measured seconds, float64[ranks, divisions], in place of those of the cost model.
     """
     topology.check_ranks(plan.num_ranks, "plan")
     part = plan.parts[0]
@@ -77,7 +80,9 @@ def simulate_plan(
     def run(name: str, direction: Direction) -> AttentionTimes | None:
         if direction is Direction.BACKWARD and part.masks[name].backward is None:
             return None
-        return run_flow(flow_of_plan(plan, name, direction, cost), topology)
+        flow = flow_of_plan(plan, name, direction, cost)
+        measured = (compute or {}).get((name, direction))
+        return run_flow(flow if measured is None else with_compute(flow, measured), topology)
 
     return _simulate(list(part.masks), run, part.rows_per_rank, topology, cost, layers, model)
 

@@ -106,3 +106,12 @@ def make_flow(
     work[chosen] = seconds[rank[chosen], programs.argument[chosen]]
     total = float(loads.seconds.sum())
     return Flow(num_ranks, num_phases, programs, work, messages, total)
+
+
+def with_compute(flow: Flow, seconds: Float64) -> Flow:
+    """The flow with other seconds of computation, float64[ranks, divisions]."""
+    programs = flow.programs
+    rank = np.repeat(np.arange(flow.num_ranks), np.diff(programs.first))
+    chosen, work = programs.op == Op.COMPUTE, flow.work.copy()
+    work[chosen] = seconds[rank[chosen], programs.argument[chosen]]
+    return flow._replace(work=work)

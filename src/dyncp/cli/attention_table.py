@@ -1,0 +1,86 @@
+"""The tables of `dyncp bench attention`."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+DIRECTIONS = ("forward", "backward")
+
+
+def draw_virtual(found: Mapping[str, Any]) -> Iterator[str]:
+    """Kernel and call milliseconds over ranks, how they compare with one rank and with what was
+    predicted, then the step that the topology makes of them."""
+    yield from _alone(found["alone"])
+    yield (
+        f"{'':<22}{'':>9}{'kernels ms':^18}{'call ms':^18}{'host ms':>9}{'kernels × alone':^18}"
+        f"{'call × alone':^18}{'predicted − measured':^22}"
+    )
+    yield (
+        f"{'':<22}{'':>9}" + f"{'worst':>9}{'mean':>9}" * 2 + f"{'worst':>9}"
+        + f"{'worst':>9}{'mean':>9}" * 2 + f"{'worst':>11}{'mean':>11}"
+    )  # fmt: skip
+    for name, method in found["methods"].items():
+        for direction in DIRECTIONS:
+            if direction in method["summary"]:
+                label = name if direction == DIRECTIONS[0] else ""
+                yield f"{label:<22}{direction:>9}" + _summary(method["summary"][direction])
+    yield ""
+    yield from _steps(found["methods"])
+
+
+def _alone(alone: Mapping[str, Any]) -> Iterator[str]:
+    if alone["reason"]:
+        yield f"the whole batch on one rank could not be measured: {alone['reason']}"
+        return
+    for direction in DIRECTIONS:
+        if direction in alone:
+            times = alone[direction]
+            yield (
+                f"the whole batch on one rank, {direction}: kernels "
+                f"{1e3 * times['kernel_seconds']:.2f} ms, call {1e3 * times['call_seconds']:.2f} ms"
+            )
+    yield ""
+
+
+def _summary(summary: Mapping[str, Any]) -> str:
+    kernels, call, host = (
+        summary[column] for column in ("kernel_seconds", "call_seconds", "host_seconds")
+    )
+    text = "".join(f"{1e3 * c[w]:>9.2f}" for c in (kernels, call) for w in ("worst", "mean"))
+    text += f"{1e3 * host['worst']:>9.2f}"
+    for column in ("over_alone", "call_over_alone"):
+        ratio = summary[column]
+        text += (
+            f"{'–':>9}{'–':>9}" if ratio is None else f"{ratio['worst']:>9.3f}{ratio['mean']:>9.3f}"
+        )
+    error = summary["prediction_error"]
+    return text + f"{100 * error['worst']:>+9.1f} %{100 * error['mean']:>9.1f} %"
+
+
+def _steps(methods: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        f"{'one attention layer, ms':<31}{'predicted':^27}{'with measured kernels':^27}"
+        f"{'× first':>9}"
+    )
+    yield f"{'':<31}" + f"{'forward':>9}{'backward':>9}{'both':>9}" * 2
+    first = next(iter(methods.values()), None)
+    for name, method in methods.items():
+        text = f"{name + ' (' + method['solver'] + ')':<31}"
+        for times in (method["predicted"], method["with_measured_kernels"]):
+            for column in ("forward_seconds", "backward_seconds", "attention_seconds"):
+                text += f"{1e3 * times[column]:>9.2f}"
+        assert first is not None
+        base = first["with_measured_kernels"]["attention_seconds"]
+        yield text + f"{method['with_measured_kernels']['attention_seconds'] / base:>9.3f}"
+
+
+def draw_ranks(found: Mapping[str, Any]) -> Iterator[str]:
+    """Measured beside predicted, the slowest rank's."""
+    yield f"{'one attention layer, ms':<31}{'measured':>10}{'predicted':>11}{'difference':>12}"
+    for name, method in found["methods"].items():
+        for direction, measured in method["measured"].items():
+            label = f"{name} ({method['solver']})" if direction == DIRECTIONS[0] else ""
+            seconds, predicted = measured["seconds"], method["predicted"][direction]
+            yield (
+                f"{label:<22}{direction:>9}{1e3 * seconds:>10.2f}{1e3 * predicted:>11.2f}"
+                f"{100 * (predicted / seconds - 1):>+10.1f} %"
+            )

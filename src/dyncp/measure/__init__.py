@@ -1,0 +1,1 @@
+"""Measurements on real devices and ranks, for `dyncp bench`, `calibrate` and `doctor`."""

@@ -1,0 +1,141 @@
+"""`dyncp bench`: real measurements of tiny sizes, on virtual and on real ranks."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from dyncp.cli import main
+from dyncp.cli.entry import build_parser
+from torchrun import run_under_torchrun
+
+SHAPE = ["--q-heads", "2", "--kv-heads", "1", "--head-dim", "16"]
+KERNELS = ["bench", "kernels", "--device", "cpu", "--repeats", "2", *SHAPE]
+ATTENTION = ["bench", "attention", "--device", "cpu", "--repeats", "2", "--tokens", "600", *SHAPE]
+
+
+def run(capsys, *words: str) -> str:
+    assert main(words) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("what", ["kernels", "attention"])
+def test_each_bench_has_help_with_an_example(capsys, what):
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", what, "--help"])
+    assert stopped.value.code == 0
+    assert f"\n  dyncp bench {what}" in capsys.readouterr().out.partition("example")[2]
+
+
+def test_kernels_stand_beside_each_other_with_speed_and_error(capsys):
+    words = [*KERNELS, "--masks", "causal,lambda_shaped", "--lengths", "64,96", "--check", "all"]
+    found = json.loads(run(capsys, *words, "--json"))
+    ran = [row for row in found["rows"] if row["forward"]]
+    assert {row["implementation"] for row in ran} == {"cpu", "sdpa_flash", "sdpa_mask"}
+    assert {(row["mask"], row["tokens"]) for row in ran if row["implementation"] == "cpu"} == {
+        (mask, tokens) for mask in ("causal", "lambda_shaped") for tokens in (64, 96)
+    }
+    for row in ran:
+        assert max(row["errors"].values()) < 1e-5
+        for direction, factor in (("forward", 1.0), ("backward", 2.5)):
+            measured = row[direction]
+            flops = factor * 4 * row["pairs"] * 16 * 2
+            assert measured["flops"] == pytest.approx(flops / measured["seconds"])
+            assert measured["kernel_seconds"] is None  # no GPU
+    missing = {row["implementation"]: row["reason"] for row in found["rows"] if not row["forward"]}
+    assert "no backward on CPUs" in missing["flex"]
+
+
+def test_the_table_says_what_could_not_run(capsys):
+    out = run(capsys, *KERNELS, "--masks", "causal", "--lengths", "64", "--kernels", "cpu,abacus")
+    lines = out.splitlines()
+    assert any(line.startswith("causal") and " cpu " in line for line in lines)
+    assert any(line.startswith("abacus did not run: ") for line in lines)
+    assert "flash_attn_4 did not run: flash-attn-4 runs on CUDA GPUs only" in lines
+
+
+def test_virtual_ranks_are_measured_and_predicted(capsys):
+    words = [*ATTENTION, "--virtual-ranks", "4", "--ranks-per-machine", "2"]
+    found = json.loads(run(capsys, *words, "--methods", "auto,zigzag", "--json"))
+    assert set(found["methods"]) == {"auto", "zigzag"}
+    assert (found["machines"], found["ranks_per_machine"], found["virtual"]) == (2, 2, True)
+    for method in found["methods"].values():
+        for direction in ("forward", "backward"):
+            ranks = method["ranks"][direction]
+            assert [row["rank"] for row in ranks] == [0, 1, 2, 3]
+            assert sum(row["pairs"] for row in ranks) == found["alone"]["pairs"]
+            divisions = method["divisions"][direction]
+            measured = sum(row["measured_seconds"] for row in divisions)
+            assert measured == pytest.approx(sum(row["kernel_seconds"] for row in ranks))
+            slowest = max(row["kernel_seconds"] for row in ranks)
+            assert method["with_measured_kernels"][f"{direction}_seconds"] >= slowest
+            busy = [row for row in ranks if row["pairs"]]
+            assert all(row["over_alone"] > 0 and row["call_over_alone"] > 0 for row in busy)
+
+
+def test_the_attention_table_has_a_line_per_method_and_direction(capsys, tmp_path):
+    words = ["--virtual-ranks", "2", "--methods", "zigzag", "--raw", str(tmp_path / "raw.json")]
+    out = run(capsys, *ATTENTION, *words)
+    assert "kernel auto (cpu)" in out
+    assert set(json.loads((tmp_path / "raw.json").read_text())["methods"]) == {"zigzag"}
+    assert "the whole batch on one rank, backward: kernels" in out
+    assert sum(line.startswith("zigzag") for line in out.splitlines()) == 2
+    assert "predicted − measured" in out
+
+
+def test_real_ranks_are_measured_beside_the_prediction():
+    done = run_under_torchrun([*ATTENTION, "--methods", "auto,zigzag", "--json"])
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["virtual"] is False
+    assert found["ranks_per_machine"] == 2
+    for method in found["methods"].values():
+        for direction in ("forward", "backward"):
+            measured = method["measured"][direction]
+            assert len(measured["rank_seconds"]) == 2
+            assert measured["seconds"] > 0 < method["predicted"][direction]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["kernels", "--masks", "crooked"], "mask is 'crooked'; choose from causal"),
+        (["kernels", "--lengths", "12,x"], "--lengths is '12,x'; expected whole numbers"),
+        (["kernels", "--lengths", "0"], "--lengths is '0'; expected whole numbers from 1 on"),
+        (["kernels", "--baselines", "best"], "baseline is 'best'; choose from sdpa_flash"),
+        (["kernels", "--check", "some"], "check is 'some'; choose one of smallest, all, none"),
+        (["kernels", "--repeats", "0"], "repeats are 0"),
+        (["kernels", "--kernels", "cpu:slow"], "kernel is 'cpu:slow'; write NAME or"),
+        (["kernels", "--device", "abacus"], "device is 'abacus'; choose cpu or cuda"),
+        (["attention", "--methods", "best"], "method is 'best'; choose from auto, ring"),
+        (["attention", "--virtual-ranks", "0"], "--virtual-ranks is 0; at least 1"),
+        (["attention", "--ranks-per-machine", "3"], "3, which does not divide the 4 virtual"),
+        (["attention", "--profile", "/no/mine.json"], "profile /no/mine.json cannot be read"),
+        (["attention", "--topology", "moon"], "profile is 'moon'; choose one of p4de"),
+        (["attention", "--raw", "/no/folder/raw.json"], "the folder /no/folder does not exist"),
+        (["attention", "--tokens", "0"], "--tokens is 0; a batch needs at least 1"),
+        (["attention", "--kernel", "abacus", "--tokens", "64"], "abacus"),
+    ],
+)
+def test_mistakes_are_one_line_with_the_choices(capsys, words, message):
+    device = [] if "--device" in words else ["--device", "cpu"]
+    assert main(["bench", *words, *device]) == 2
+    output = capsys.readouterr()
+    assert not output.out
+    assert output.err.strip().splitlines()[-1].startswith("dyncp: error: ")
+    assert message in output.err
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "bench.md").read_text(encoding="utf-8")
+SHOWN = [
+    line.removeprefix("$ ").partition(" #")[0].strip()
+    for line in PAGE.splitlines()
+    if line.startswith(("$ dyncp ", "dyncp ", "torchrun "))
+]
+
+
+@pytest.mark.parametrize("line", SHOWN)
+def test_documented_command_lines_are_understood(line):
+    words = shlex.split(line)
+    build_parser().parse_args(words[words.index("dyncp") + 1 :])

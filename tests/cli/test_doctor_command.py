@@ -1,0 +1,96 @@
+"""`dyncp doctor`: finds what is wrong, and says so in one sentence."""
+
+import json
+
+import pytest
+import torch
+
+from dyncp.cli import main
+from dyncp.executor import DCPExecutor
+from dyncp.measure import doctor
+from dyncp.measure.doctor import Finding, diagnose
+from dyncp.measure.recorded_kernel import RecordedKernel
+from dyncp.measure.world import World
+from torchrun import run_under_torchrun
+
+CPU = torch.device("cpu")
+
+
+def test_a_healthy_machine_is_said_to_be_one(capsys):
+    assert main(["doctor", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert out.rstrip().endswith("All is well.")
+    assert "kernel cpu: the device is a CPU" in out
+
+
+def test_json_has_what_an_issue_needs(capsys):
+    assert main(["doctor", "--device", "cpu", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["healthy"]
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["plan"]["virtual"]
+    assert found["plan"]["bytes_moved"] > 0
+    assert set(found["plan"]["errors"]) == {"out", "dq", "dk", "dv"}
+
+
+class Silent(RecordedKernel):
+    """Computes nothing."""
+
+    def attend(self, *args, **options) -> None:
+        pass
+
+
+def test_a_kernel_that_computes_nothing_is_found(monkeypatch):
+    silent = Silent(DCPExecutor().kernel, CPU)
+    found = diagnose(World.alone(CPU), silent)
+    assert not found.healthy
+    [finding] = [finding for finding in found.findings if finding.name == "plan"]
+    assert "do not train with it" in finding.sentence
+
+
+def test_a_plan_that_cannot_run_is_a_finding_and_exit_code_1(capsys):
+    assert main(["doctor", "--device", "cpu", "--kernel", "abacus", "--json"]) == 1
+    output = capsys.readouterr()
+    assert json.loads(output.out)["plan"] is None
+    assert "dyncp: plan: a small plan could not run: ValueError: kernel is 'abacus'" in output.err
+
+
+def test_a_slow_link_is_named():
+    matrix = [[None if a == b else 1e9 for b in range(4)] for a in range(4)]
+    world = World(0, 4, 4, CPU)
+    assert doctor._links(matrix, world).passed
+    matrix[1][3] = matrix[3][1] = 1e7
+    finding = doctor._links(matrix, world)
+    assert not finding.passed
+    assert "ranks 1 and 3" in finding.sentence
+    # Between machines links may be slower than inside.
+    for a, b in ((0, 2), (0, 3), (1, 2), (1, 3)):
+        matrix[a][b] = matrix[b][a] = 1e7
+    assert doctor._links(matrix, World(0, 4, 2, CPU)).passed
+
+
+def test_the_first_rank_with_a_bad_finding_speaks():
+    good, bad = Finding("plan", True, "fine"), Finding("plan", False, "broken")
+    assert doctor._worst([(0, good), (1, good)]) == good
+    assert doctor._worst([(0, good), (1, bad)]).sentence == "rank 1: broken"
+
+
+def test_real_ranks_are_checked_together():
+    done = run_under_torchrun(["doctor", "--device", "cpu", "--json"])
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["healthy"]
+    assert found["plan"]["ranks"] == 2
+    assert not found["plan"]["virtual"]
+    assert found["plan"]["bytes_moved"] > 0
+    [[none, rate], _] = found["bytes_per_second"]
+    assert none is None
+    assert rate > 1e6
+
+
+@pytest.mark.parametrize("name", ["cuda", "abacus"])
+def test_a_device_that_is_not_there_is_a_mistake(capsys, name):
+    if name == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert main(["doctor", "--device", name]) == 2
+    assert f"device is '{name}'" in capsys.readouterr().err

@@ -1,0 +1,67 @@
+"""Fits give back what timings were made of."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dyncp.measure.attention_rates import CallSample, fit_rates
+from dyncp.measure.fit import fit_seconds
+
+RATES = st.floats(1e9, 1e15)
+OVERHEADS = st.floats(1e-7, 1e-3)
+
+
+@given(rate=RATES, overhead=OVERHEADS)
+def test_exact_timings_give_back_rate_and_overhead(rate, overhead):
+    work = rate * overhead * np.geomspace(0.01, 1000, 8)  # from all overhead to all work
+    columns = np.stack([np.ones(8), work], axis=1)
+    fit = fit_seconds(columns, overhead + work / rate)
+    assert fit.coefficients == pytest.approx([overhead, 1 / rate], rel=1e-6)
+    assert fit.worst_error < 1e-6
+
+
+@given(seed=st.integers(0, 1000), rate=RATES, overhead=OVERHEADS)
+def test_noise_of_five_percent_moves_the_result_little(seed, rate, overhead):
+    noise = 1 + 0.05 * np.random.default_rng(seed).uniform(-1, 1, 40)
+    work = rate * overhead * np.geomspace(0.01, 1000, 40)
+    columns = np.stack([np.ones(40), work], axis=1)
+    fit = fit_seconds(columns, (overhead + work / rate) * noise)
+    assert fit.coefficients == pytest.approx([overhead, 1 / rate], rel=0.05)
+
+
+def test_a_coefficient_that_would_be_negative_is_nothing():
+    work = np.asarray([1.0, 2.0, 4.0])
+    fit = fit_seconds(np.stack([np.ones(3), work], axis=1), np.asarray([0.5, 1.6, 3.9]))
+    assert fit.coefficients[0] == 0
+    assert fit.coefficients[1] == pytest.approx(0.8, rel=0.2)
+
+
+def test_too_few_measurements_and_no_time_are_refused():
+    with pytest.raises(ValueError, match="1 measurements cannot tell 2 coefficients apart"):
+        fit_seconds(np.ones((1, 2)), np.ones(1))
+    with pytest.raises(ValueError, match="above 0"):
+        fit_seconds(np.ones((2, 1)), np.zeros(2))
+
+
+def samples(forward: float, backward: float, call: float) -> list[CallSample]:
+    return [
+        CallSample("causal", 0, direction, flops, 0, 1, call + flops / rate, 1e-4)
+        for direction, rate, factor in (("forward", forward, 1.0), ("backward", backward, 2.5))
+        for flops in factor * np.geomspace(1e6, 1e13, 10)
+    ]
+
+
+def test_forward_and_backward_share_their_overhead():
+    rates = fit_rates(samples(600e12, 480e12, 20e-6))
+    assert (rates.forward, rates.backward) == pytest.approx((600e12, 480e12))
+    assert rates.call_seconds == pytest.approx(20e-6)
+    assert rates.forward_call_seconds == pytest.approx(rates.backward_call_seconds)
+
+
+def test_time_that_does_not_grow_with_work_is_refused():
+    odd = [replace(s, seconds=1 / s.flops) for s in samples(1, 1, 1)]
+    with pytest.raises(ValueError, match="does not grow with its work"):
+        fit_rates(odd)

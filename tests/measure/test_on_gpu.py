@@ -1,0 +1,62 @@
+"""The same measurements on a GPU; left out where there is none."""
+
+import pytest
+import torch
+
+from dyncp import AttentionShape
+from dyncp.cli import main
+from dyncp.measure import baselines
+from dyncp.measure.dense import dense_attention, relative_errors
+from dyncp.measure.implementation import Unavailable, results_of
+from dyncp.measure.inputs import make_inputs
+from dyncp.measure.kernel_seconds import attention_seconds, kernel_seconds
+from dyncp.measure.mask_cases import BUILDERS, mask_case
+from dyncp.measure.overlap import beside_copies
+from dyncp.measure.timing import Repeats, time_call
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+GPU = torch.device("cuda:0")
+SHAPE = AttentionShape(4, 2, 128, "bf16")
+
+
+def test_device_time_leaves_the_host_out():
+    x = torch.randn(4096, 4096, device=GPU, dtype=torch.bfloat16)
+    timed = time_call(lambda: x @ x, GPU)
+    assert 2 * 4096**3 / timed.seconds < 5e15
+    few = time_call(lambda: [x[:8].add(1) for _ in range(50)], GPU)
+    assert few.seconds < few.host_seconds * 2
+
+
+@pytest.mark.parametrize("name", baselines.BASELINES)
+@pytest.mark.parametrize("mask", BUILDERS)
+def test_other_implementations_are_dense_attention(name, mask):
+    case = mask_case(mask, 1024)
+    try:
+        attend = baselines.BASELINES[name](case, SHAPE, GPU)
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    inputs = make_inputs(1024, SHAPE, GPU)
+    errors = relative_errors(results_of(attend, inputs), dense_attention(case.batch, inputs))
+    assert max(errors.values()) < 2e-2
+
+
+def test_the_profiler_finds_attention_kernels():
+    inputs, case = make_inputs(2048, SHAPE, GPU), mask_case("causal", 2048)
+    attend = baselines.BASELINES["sdpa_flash"](case, SHAPE, GPU)
+    by_name = kernel_seconds(lambda: attend(*inputs.qkv), GPU)
+    whole = time_call(lambda: attend(*inputs.qkv), GPU).seconds
+    assert 0.2 * whole < attention_seconds(by_name) < 2 * whole
+
+
+def test_attention_beside_copies_is_not_faster():
+    inputs, case = make_inputs(8192, SHAPE, GPU), mask_case("causal", 8192)
+    attend = baselines.BASELINES["sdpa_flash"](case, SHAPE, GPU)
+    overlaps = beside_copies(lambda: attend(*inputs.qkv), GPU, Repeats(3, 1))
+    assert [overlap.kind for overlap in overlaps] == ["host", "device"]
+    assert all(1 <= overlap.slowdown < 20 for overlap in overlaps)
+
+
+def test_the_doctor_is_content(capsys):
+    assert main(["doctor"]) == 0
+    assert "All is well." in capsys.readouterr().out
