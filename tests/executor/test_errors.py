@@ -88,10 +88,14 @@ def test_the_part_of_another_rank_is_refused():
 def test_executor_options_are_checked():
     with pytest.raises(ValueError, match="not several"):
         DCPExecutor(transport=InProcess(2), virtual_ranks=2)
-    with pytest.raises(ValueError, match="kernel is 'fast'; choose one of auto, cpu, flash4, triton, reference"):
+    with pytest.raises(
+        ValueError, match="kernel is 'fast'; choose one of auto, cpu, flash4, triton, reference"
+    ):
         DCPExecutor(kernel="fast")
     for name in ("triton", "flash4"):
-        with pytest.raises(ValueError, match=f"kernel '{name}' is not available on cpu: it runs on"):
+        with pytest.raises(
+            ValueError, match=f"kernel '{name}' is not available on cpu: it runs on"
+        ):
             DCPExecutor(kernel=name)
     with pytest.raises(ValueError, match="num_ranks=0"):
         DCPExecutor(virtual_ranks=0)

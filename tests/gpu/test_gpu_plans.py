@@ -20,7 +20,9 @@ def check(batch, plan, shape, kernel, deterministic, dtype=torch.bfloat16, facto
     exact = dense(batch, tensors, scale, torch.float64)
     plain = dense(batch, tensors, scale, dtype)
     found = run(executor, plan, tensors, scale)
-    for name, mine, theirs, true in zip(("out", "dq", "dk", "dv"), found, plain, exact, strict=True):
+    for name, mine, theirs, true in zip(
+        ("out", "dq", "dk", "dv"), found, plain, exact, strict=True
+    ):
         assert error(mine, true) <= factor * error(theirs, true), name
     return executor, tensors, found
 
@@ -62,7 +64,9 @@ def test_heads_and_dims(kernel, deterministic, shape):
     check(batch, plan, shape, kernel, deterministic, dtype)
 
 
-@pytest.mark.parametrize(("dim", "dtype"), [(256, "bf16"), (72, "bf16"), (64, "fp32"), (128, "fp32")])
+@pytest.mark.parametrize(
+    ("dim", "dtype"), [(256, "bf16"), (72, "bf16"), (64, "fp32"), (128, "fp32")]
+)
 def test_triton_takes_other_dims_and_fp32(dim, dtype):
     needs("triton")
     shape = AttentionShape(4, 2, dim, dtype)

@@ -4,7 +4,6 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported; the device tests are in tests/gpu
 
-import numpy as np
 import pytest
 import torch
 from kernel_cases import dense, draw_call

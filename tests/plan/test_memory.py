@@ -18,8 +18,8 @@ from dyncp import (
 )
 from dyncp.executor.lowering import style_of
 from dyncp.kernels import Kernel, ReferenceKernel
-from dyncp.plan.rooms import padded_rows
 from dyncp.plan import KernelStyle, Layout
+from dyncp.plan.rooms import padded_rows
 from kernel_styles import RoundingKernel, SettlingReference
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]

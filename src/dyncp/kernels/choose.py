@@ -18,9 +18,7 @@ INSTALL_FLASH4 = "pip install 'dyncp[flash4]'"
 INSTALL_TRITON = "pip install triton"
 
 
-def choose_kernel(
-    kernel: str | Kernel, device: torch.device, deterministic: bool = True
-) -> Kernel:
+def choose_kernel(kernel: str | Kernel, device: torch.device, deterministic: bool = True) -> Kernel:
     """The kernel named (or given). "auto" takes `cpu` on the CPU; on a GPU `flash4` where it is
     installed and fits, else `triton`; the log says which and why."""
     if not isinstance(kernel, str):

@@ -65,9 +65,7 @@ def attend(
     q_starts, k_starts = _starts(shape)
     lists, aux = _lists(shape, q.shape[1])
     tensors = [x if q_starts is not None else x.unsqueeze(0) for x in (q, k, v, out, lse)]
-    _forward[key](
-        *tensors, scale, q_starts, k_starts, *(None,) * 6, lists, aux, None, None
-    )
+    _forward[key](*tensors, scale, q_starts, k_starts, *(None,) * 6, lists, aux, None, None)
 
 
 def _compile_forward(
@@ -197,7 +195,9 @@ def _backward_kernels(
     return _backward[key]
 
 
-def _compile_backward(q: Tensor, k: Tensor, shape: Shape) -> tuple[Compiled, Compiled, Compiled | None]:
+def _compile_backward(
+    q: Tensor, k: Tensor, shape: Shape
+) -> tuple[Compiled, Compiled, Compiled | None]:
     """One ordinary call whose results nobody needs."""
     options = _options(shape, q.shape[1])
     out, dout = torch.zeros_like(q), torch.zeros_like(q)

@@ -161,10 +161,14 @@ class Flash4Kernel:
     def settle_queries(self, own: Collected, rows: slice, scale: float, dq: Tensor) -> None:
         dim = _dim(own.q)
         varlen = isinstance(own.shape, flash.Varlen)
-        part = own.sums.dq if varlen else own.sums.dq[:, rows.start * dim : _padded(rows).stop * dim]
+        part = (
+            own.sums.dq if varlen else own.sums.dq[:, rows.start * dim : _padded(rows).stop * dim]
+        )
         flash.settle_queries(own.q, own.k, own.shape, part, scale, dq)
 
-    def settle_keys(self, own: Collected, rows: slice, scale: float, dk: Tensor, dv: Tensor) -> None:
+    def settle_keys(
+        self, own: Collected, rows: slice, scale: float, dk: Tensor, dv: Tensor
+    ) -> None:
         if own.written is not None:
             dk.copy_(own.sums.dk[rows])
             dv.copy_(own.sums.dv[rows])

@@ -5,7 +5,7 @@ from functools import cache
 from typing import Any
 
 import cutlass
-import cutlass.cute as cute
+from cutlass import cute
 from flash_attn.cute.utils import scalar_to_ssa
 
 

@@ -1,7 +1,6 @@
 """Two small Triton kernels around flash-attn-4's: merging its partial outputs, and log-sum-exps and
 row sums as its backward takes them."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

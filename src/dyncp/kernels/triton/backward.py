@@ -3,7 +3,15 @@
 import triton
 import triton.language as tl
 
-from dyncp.kernels.triton.forward import HALF, LOG2E, SIDE, between, choose_tile, in_ranges, load_block
+from dyncp.kernels.triton.forward import (
+    HALF,
+    LOG2E,
+    SIDE,
+    between,
+    choose_tile,
+    in_ranges,
+    load_block,
+)
 
 
 @triton.jit

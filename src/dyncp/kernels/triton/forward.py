@@ -45,9 +45,7 @@ def between(keys, start, end, KEYS_FIRST: tl.constexpr):
 
 
 @triton.jit
-def in_ranges(
-    ranges, range_stride, rows, keys, NUM_RANGES: tl.constexpr, KEYS_FIRST: tl.constexpr
-):
+def in_ranges(ranges, range_stride, rows, keys, NUM_RANGES: tl.constexpr, KEYS_FIRST: tl.constexpr):
     """bool[rows, keys], or [keys, rows]: the key row lies in one of the query row's ranges."""
     allowed = between(
         keys, tl.load(ranges + rows), tl.load(ranges + range_stride + rows), KEYS_FIRST
