@@ -1,6 +1,8 @@
 """Runs a function on real gloo ranks, each in its own process, always with a timeout."""
 
+import os
 import queue
+import signal
 import socket
 import time
 import traceback
@@ -37,6 +39,12 @@ def run_ranks(
         for process in processes:
             process.kill()
             process.join()
+
+
+def stop(pid: int) -> None:
+    """Stops a child process and waits until it has stopped: before, it may still answer."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
 
 
 def _collect(processes: list[Any], results: Any, deadline: float) -> list[Any]:
