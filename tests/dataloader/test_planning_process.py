@@ -29,6 +29,8 @@ from dyncp.dataloader.plan_worker import PlanRequest
 from dyncp.plan import decode_part
 from processes import stop
 
+pytestmark = pytest.mark.xdist_group("processes")
+
 BATCH = Batch.of([masks.causal(40), masks.sliding_window(9, window=2)])
 UNLUCKY = Batch.of([masks.causal(planner_faults.UNLUCKY)])
 ARGS = (Topology(1, 2), AttentionShape(4, 2, 8), PlannerConfig())
