@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+WORKERS ?= 2
 
 .PHONY: demo test lint format bench bench-planner bench-loader soak clean
 
@@ -15,8 +16,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## train a small decoder on 4 CPU processes and compare with one process
 	$(BIN)/dyncp train
 
+# Tests that start processes are one group, which runs on one worker.
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadgroup
 
 lint: $(READY)
 	$(BIN)/ruff check .

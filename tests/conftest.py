@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 
+from dyncp import Batch, PlannerConfig, Topology, masks, plan_batch
 from dyncp.plan import Direction
 
 # Test tensors are tiny: a second thread only adds waiting, and bits depend on the thread count.
@@ -17,6 +18,14 @@ if not torch.cuda.is_available():
 
 # The name dyncp.executor.attention is the function; this is the module behind it.
 attention_module = importlib.import_module("dyncp.executor.attention")
+
+
+def pytest_configure(config):
+    """Compiles before workers start: side by side they would all do it, and numba's caches of
+    functions with several signatures are not made for two writers."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        batch = Batch.of([masks.causal(900), masks.lambda_shaped(500), masks.causal(60)])
+        plan_batch(batch, Topology(2, 2), config=PlannerConfig(effort="quality"))
 
 
 @pytest.fixture(autouse=True)

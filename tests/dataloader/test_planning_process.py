@@ -27,6 +27,9 @@ from dyncp.dataloader.errors import PlanFailed, SampleError
 from dyncp.dataloader.plan_process import PlanProcess
 from dyncp.dataloader.plan_worker import PlanRequest
 from dyncp.plan import decode_part
+from processes import stop
+
+pytestmark = pytest.mark.xdist_group("processes")
 
 BATCH = Batch.of([masks.causal(40), masks.sliding_window(9, window=2)])
 UNLUCKY = Batch.of([masks.causal(planner_faults.UNLUCKY)])
@@ -59,7 +62,7 @@ def test_it_gives_the_plan_that_the_planner_gives_here_and_imports_no_torch(proc
 def test_a_killed_process_is_replaced_and_the_batch_planned_again(process):
     first = ask(process)
     pid = process.pid
-    os.kill(pid, signal.SIGSTOP)  # it cannot answer before it is killed
+    stop(pid)  # it cannot answer before it is killed
     threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
     assert ask(process).parts == first.parts
     assert process.pid != pid

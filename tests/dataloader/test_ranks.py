@@ -1,7 +1,5 @@
 """The loader on real gloo ranks: agreement, faults, resuming, replicas; no key is left behind."""
 
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -15,7 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from dyncp import AttentionShape, DCPDataLoader, DCPExecutor, PlannerConfig, masks
 from dyncp.dataloader.errors import BatchMismatch, PeerError, SampleError, StoreError
 from dyncp.dataloader.plan_store import SharedStore
-from processes import run_ranks
+from processes import run_ranks, stop
+
+pytestmark = pytest.mark.xdist_group("processes")
 
 LENGTHS = [5, 19, 3, 12, 1, 7, 20, 13, 2, 9, 11, 4]
 SAMPLES = [{"input_ids": [i] * n, "sample": [i] * n} for i, n in enumerate(LENGTHS)]
@@ -266,7 +266,7 @@ def test_a_store_that_does_not_answer_is_named_with_rank_and_key():
         other = SharedStore(client, "dyncp/run", rank=3, timeout=30)
         unconnected = SharedStore(client, "dyncp/run", rank=3, timeout=3)
         assert store.add("b1/left", 2) == other.add("b1/left", 0) == 2
-        os.kill(server.pid, signal.SIGSTOP)
+        stop(server.pid)
         with pytest.raises(StoreError, match="rank 3: the store did not answer add of key '"):
             store.add("b1/left", 1)
         with pytest.raises(StoreError, match=r"'dyncp/run/b1/left' within 3 s"):

@@ -23,6 +23,8 @@ from dyncp.plan import Layout, batch_order
 from dyncp.transport import TransportError
 from processes import run_ranks
 
+pytestmark = pytest.mark.xdist_group("processes")
+
 LENGTHS = [(33, 5, 1, 40), (70,), (3, 2, 1), (17, 29, 8, 8, 1)]
 MASKS = [masks.causal, masks.lambda_shaped(sinks=2, window=9), masks.shared_question, masks.full]
 SOLVERS = ["random", "zigzag", "whole_documents"]

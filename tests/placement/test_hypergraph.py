@@ -31,6 +31,7 @@ from dyncp.placement.hypergraph.build import Hypergraph, build_hypergraph, join_
 from dyncp.placement.hypergraph.client import WORKER, Worker
 from dyncp.placement.hypergraph.solve import place_hypergraph
 from dyncp.verify import check_plan
+from processes import stop
 from strategies import masks_of
 
 SHAPE = AttentionShape(8, 2, 128)
@@ -262,7 +263,7 @@ def test_a_worker_stays_for_the_next_request_and_is_replaced_when_killed(worker)
 def test_a_hanging_worker_is_killed_and_reported(worker):
     worker.partition(ring_of(60), 2, 0.1, 60.0)
     hanging = worker.pid
-    os.kill(hanging, signal.SIGSTOP)
+    stop(hanging)
     # More bytes than a pipe holds: sending must not hang either.
     with pytest.raises(SolverError, match=r"'hypergraph'.*no answer from its worker in 0\.2 s"):
         worker.partition(ring_of(60_000), 2, 0.1, 0.2)

@@ -21,6 +21,8 @@ from dyncp.train.loop import (
     train_on_ranks,
 )
 
+pytestmark = pytest.mark.xdist_group("processes")
+
 SHORT = ("train", "--steps", "3", "--max-length", "512")
 RESULT = StepResult(1, 1000, 3, 700, 4.5, 2_000_000, 8_000_000, 1.1, 1.2, 0.5)
 

@@ -7,20 +7,8 @@ from pathlib import Path
 from time import process_time
 from typing import Any
 
+from dyncp.cli import options
 from dyncp.cli.command import Command
-from dyncp.cli.options import (
-    add_attention_options,
-    add_cluster_options,
-    add_lengths_options,
-    add_limit_options,
-    add_solver_options,
-    config_of,
-    cost_of,
-    lengths_of,
-    make_batch,
-    model_of,
-    topology_of,
-)
 from dyncp.cli.plan_numbers import describe_candidate, dump_placement
 from dyncp.cli.progress import Progress
 from dyncp.placement import static_candidates
@@ -29,13 +17,13 @@ from dyncp.planner import Choice, PlannerConfig, Task, choose, lower_choice
 
 
 def add_options(parser: ArgumentParser) -> None:
-    add_lengths_options(parser, listed=True)
+    options.add_lengths_options(parser, listed=True)
     parser.add_argument("--tokens", type=int, default=131072, help="tokens of a --sample batch")
-    add_cluster_options(parser)
-    add_attention_options(parser)
+    options.add_cluster_options(parser)
+    options.add_attention_options(parser)
     parser.add_argument("--block-size", type=int, help="tokens (default: chosen per sequence)")
-    add_solver_options(parser)
-    add_limit_options(parser)
+    options.add_solver_options(parser)
+    options.add_limit_options(parser)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compare", action="store_true", help="plan with the static methods too")
     parser.add_argument("--save", type=Path, help="write a file for `dyncp verify`")
@@ -44,8 +32,8 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    topology, cost, model = topology_of(args), cost_of(args), model_of(args)
-    config, batch, shape = _config(args), make_batch(args, lengths_of(args)), cost.shape
+    topology, cost, model = options.topology_of(args), options.cost_of(args), options.model_of(args)
+    config, batch, shape = _config(args), options.make_batch(args, options.lengths_of(args)), cost.shape
     progress = Progress()
     progress.say(f"planning {batch.num_tokens:,} tokens for {topology.num_ranks} ranks ...")
 
@@ -86,7 +74,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _config(args: Namespace) -> PlannerConfig:
-    return replace(config_of(args), block_size=args.block_size, seed=args.seed)
+    return replace(options.config_of(args), block_size=args.block_size, seed=args.seed)
 
 
 def _text(result: dict[str, Any]) -> str:

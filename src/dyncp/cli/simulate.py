@@ -5,19 +5,8 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import asdict, replace
 from typing import Any
 
+from dyncp.cli import options
 from dyncp.cli.command import Command
-from dyncp.cli.options import (
-    add_attention_options,
-    add_cluster_options,
-    add_lengths_options,
-    add_limit_options,
-    add_solver_options,
-    config_of,
-    cost_of,
-    make_batch,
-    model_of,
-    topology_of,
-)
 from dyncp.cli.progress import Progress
 from dyncp.cli.simulate_batches import Lengths, find_lengths
 from dyncp.cli.simulate_methods import STATIC_METHODS, Outcome, Setting, run_batch
@@ -27,7 +16,7 @@ from dyncp.topology import Topology
 
 
 def add_options(parser: ArgumentParser) -> None:
-    add_lengths_options(parser, listed=False)
+    options.add_lengths_options(parser, listed=False)
     parser.add_argument(
         "--batches",
         type=int,
@@ -42,7 +31,7 @@ def add_options(parser: ArgumentParser) -> None:
         help="tokens of a batch; documents of a file are packed in order into batches of at most "
         "this many (default %(default)s)",
     )
-    add_cluster_options(parser)
+    options.add_cluster_options(parser)
     for name, what in (("bandwidth", "bandwidth"), ("latency", "latency")):
         parser.add_argument(
             f"--{name}", type=float, default=1.0, help=f"all links have this many times the {what}"
@@ -50,14 +39,14 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--jitter", type=float, default=0.0, help="ranks are up to this share slower, at random"
     )
-    add_attention_options(parser)
-    add_solver_options(parser)
+    options.add_attention_options(parser)
+    options.add_solver_options(parser)
     parser.add_argument(
         "--methods",
         default=",".join(STATIC_METHODS),
         help=f"static methods to compare with (default all: {', '.join(STATIC_METHODS)})",
     )
-    add_limit_options(parser)
+    options.add_limit_options(parser)
     parser.add_argument("--seed", type=int, default=0, help="of the solver and of --jitter")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
@@ -67,7 +56,7 @@ def run(args: Namespace) -> int:
     progress, count = Progress(), len(lengths.batches)
     outcomes = []
     for number, batch_lengths in enumerate(lengths.batches, start=1):
-        batch = make_batch(args, batch_lengths)
+        batch = options.make_batch(args, batch_lengths)
         progress.show(f"batch {number} of {count} ...")
 
         def tell(name: str, number: int = number) -> None:
@@ -86,11 +75,11 @@ def run(args: Namespace) -> int:
 
 
 def _setting(args: Namespace) -> Setting:
-    config = replace(config_of(args), seed=args.seed)
-    planned = _topology(args)
+    config = replace(options.config_of(args), seed=args.seed)
+    planned, methods = _topology(args), _methods(args.methods)
     topology = planned.jittered(args.jitter, args.seed) if args.jitter else planned
-    methods = _methods(args.methods)
-    return Setting(planned, topology, cost_of(args), model_of(args), config, methods)
+    cost, model = options.cost_of(args), options.model_of(args)
+    return Setting(planned, topology, cost, model, config, methods)
 
 
 def _topology(args: Namespace) -> Topology:
@@ -98,7 +87,7 @@ def _topology(args: Namespace) -> Topology:
         raise ValueError(f"--bandwidth is {args.bandwidth}; allowed are numbers above 0")
     if not args.latency >= 0:
         raise ValueError(f"--latency is {args.latency}; allowed are numbers from 0 on")
-    topology = topology_of(args).scaled(args.bandwidth, args.latency)
+    topology = options.topology_of(args).scaled(args.bandwidth, args.latency)
     if not 0 <= args.jitter < 1:
         raise ValueError(f"--jitter is {args.jitter}; allowed are shares from 0 to below 1")
     return topology

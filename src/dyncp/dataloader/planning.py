@@ -41,14 +41,17 @@ class Planning:
             config = replace(config, layout=layout)
         if options.evaluation:
             config = replace(config, forward_only=True)
+        asked = [options.max_tokens_per_rank, config.max_tokens_per_rank]
+        most = min((tokens for tokens in asked if tokens is not None), default=None)
+        config = replace(config, max_tokens_per_rank=most)
         return Planning(options, topology, shape, config, cost, model)
 
     def plan(self, process: PlanProcess, batch: Batch) -> PlanReply:
         """Every rank's part, from the planning process; PlanFailed says why there are none."""
-        args = (batch, self.topology, self.shape, self._limited(batch))
+        args = (batch, self.topology, self.shape, self.config)
         request = PlanRequest(self.options.plan_function, *args, self.cost, self.model)
         reply = process.plan(request)
-        most = self.options.max_tokens_per_rank
+        most = self.config.max_tokens_per_rank  # a plan_function of the user's may forget it
         if most is not None and reply.most_tokens > most:
             raise PlanFailed(
                 f"the planner gave a rank {reply.most_tokens} tokens, more than "
@@ -58,9 +61,10 @@ class Planning:
 
     def static_plan(self, batch: Batch) -> Plan:
         """The plan of the static method, made here: the same on every rank that makes it."""
-        config = replace(self.config, solver=STATIC_SOLVER, block_size=None, head_groups=1)
-        plan = plan_batch(batch, self.topology, self.shape, config)
-        most, found = self.options.max_tokens_per_rank, int(plan.parts[0].tokens_per_rank.max())
+        most = self.config.max_tokens_per_rank
+        plain = replace(self.config, block_size=None, head_groups=1, max_tokens_per_rank=None)
+        plan = plan_batch(batch, self.topology, self.shape, replace(plain, solver=STATIC_SOLVER))
+        found = int(plan.parts[0].tokens_per_rank.max())
         if most is not None and found > most:
             raise ValueError(
                 f"the static plan gives a rank {found} tokens, more than max_tokens_per_rank="
@@ -70,21 +74,10 @@ class Planning:
 
     def check_tokens(self, tokens: int, batch: int | None = None) -> None:
         """Raises ValueError for more tokens than all ranks may hold."""
-        most = self.options.max_tokens_per_rank
+        most = self.config.max_tokens_per_rank
         if most is not None and tokens > most * self.topology.num_ranks:
             what = "tokens_per_batch is" if batch is None else f"batch {batch} has"
             raise ValueError(
                 f"{what} {tokens}, but {self.topology.num_ranks} ranks with max_tokens_per_rank="
                 f"{most} hold {most * self.topology.num_ranks}; lower the one or raise the other"
             )
-
-    def _limited(self, batch: Batch) -> PlannerConfig:
-        """The config with a token limit that keeps every rank at or below max_tokens_per_rank."""
-        most = self.options.max_tokens_per_rank
-        if most is None:
-            return self.config
-        tolerance = most * self.topology.num_ranks / batch.num_tokens - 1
-        asked = self.config.limits.token_tolerance
-        tolerance = tolerance if asked is None else min(asked, tolerance)
-        limits = replace(self.config.limits, token_tolerance=max(0.0, tolerance))
-        return replace(self.config, limits=limits)

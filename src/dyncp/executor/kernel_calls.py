@@ -15,6 +15,7 @@ from dyncp.plan import (
     Space,
     find_contributions,
 )
+from dyncp.plan.contributions import RESULTS
 
 
 def kernel_calls(
@@ -82,7 +83,9 @@ class CallBuilder:
 
     def _is_alone(self, group: int) -> bool:
         of_group = self._program.tile_division[self._mask.tiles.head_group == group]
-        return bool((of_group == of_group[0]).all())
+        received = self._program.receives
+        results = RESULTS[received.kind] & (received.head_group == group)
+        return bool((of_group == of_group[0]).all() and not results.any())
 
     def _rows(self, space: Space, group: int) -> int:
         return int(self._program.workspace_rows[space, group])

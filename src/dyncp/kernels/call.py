@@ -50,4 +50,4 @@ class KernelCall:
     ranges: Int32  # [query rows, R, 2], coordinates
     q_states: RowStates  # of out (forward) or dq (backward)
     k_states: RowStates  # of dk and dv (backward)
-    alone: bool = False  # the only call of its head group in the program
+    alone: bool = False  # the only call of its head group in the program, and nothing is received

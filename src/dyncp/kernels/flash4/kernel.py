@@ -119,9 +119,9 @@ class Flash4Kernel:
             return
         own: Collected = grads.own
         rows, keys, (q, k, v) = lowered.rows, lowered.keys, inputs
-        padded = _padded(rows)
-        scaled_lse, copied_delta = own.scaled_lse[:, padded], own.delta[:, padded]
         places = None if lowered.places is None else lowered.places.tensor
+        padded = _padded(rows) if places is None else slice(None)
+        scaled_lse, copied_delta = own.scaled_lse[:, padded], own.delta[:, padded]
         scale_rows(lse[rows], delta[rows], places, scaled_lse, copied_delta)
         sums, cut = own.sums, (q[rows], k[keys], v[keys])
         dim = _dim(q)
@@ -214,7 +214,7 @@ def _lower_sequences(
     return Lowered(
         rows,
         keys,
-        _direct(call.q_states, rows),
+        _direct(call, rows),
         tuple(arrays.add(x) for x in starts) if several else (),
         _add_states(call.q_states, arrays),
         arrays.add(_places(sequences.q_starts)) if several and backward else None,
@@ -252,7 +252,7 @@ def _lower_lists(call: KernelCall, arrays: IndexArrays, backward: bool) -> Lower
     return Lowered(
         rows,
         keys,
-        _direct(call.q_states, rows),
+        _direct(call, rows),
         tuple(indices),
         _add_states(call.q_states, arrays),
     )
@@ -282,9 +282,12 @@ def _padded(rows: slice) -> slice:
     return slice(rows.start, -(-rows.stop // SIDE) * SIDE)
 
 
-def _direct(states: RowStates, rows: slice) -> bool:
+def _direct(call: KernelCall, rows: slice) -> bool:
+    """Whether results may be written where they belong: rows have no other contribution, and those
+    between them belong to nobody (flash-attn-4 writes 0 and −∞ there)."""
+    states = call.q_states
     only = (states.before[rows] == Held.NOTHING) & (states.after[rows] == Held.FINAL)
-    return bool(only.all())
+    return bool(call.alone or only.all())
 
 
 def _add_states(states: RowStates, arrays: IndexArrays) -> Index:

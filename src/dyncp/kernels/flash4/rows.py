@@ -66,7 +66,9 @@ def merge_partial(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_rows", "stride", "delta_stride", "padded_rows"])
+@triton.jit(
+    do_not_specialize=["num_rows", "stride", "delta_stride", "padded_rows", "padded_stride"]
+)
 def _scale_rows(
     lse,
     delta,
@@ -77,6 +79,7 @@ def _scale_rows(
     delta_stride,
     num_rows,
     padded_rows,
+    padded_stride,
     HAS_PLACES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -88,9 +91,9 @@ def _scale_rows(
     exists = (row >= 0) & (row < num_rows)
     value = tl.load(lse + head * stride + row, mask=exists, other=float("inf"))
     value = tl.where(value == float("-inf"), 0.0, value * LOG2E)
-    tl.store(scaled_lse + head * padded_rows + place, value, mask=place < padded_rows)
+    tl.store(scaled_lse + head * padded_stride + place, value, mask=place < padded_rows)
     sums = tl.load(delta + head * delta_stride + row, mask=exists, other=0.0)
-    tl.store(copied_delta + head * padded_rows + place, sums, mask=place < padded_rows)
+    tl.store(copied_delta + head * padded_stride + place, sums, mask=place < padded_rows)
 
 
 def scale_rows(
@@ -102,5 +105,6 @@ def scale_rows(
     block = 256
     _scale_rows[(triton.cdiv(padded, block), heads)](
         lse, delta, lse if places is None else places, scaled_lse, copied_delta,
-        lse.stride(1), delta.stride(1), len(lse), padded, places is not None, block, num_warps=4,
+        lse.stride(1), delta.stride(1), len(lse), padded, scaled_lse.stride(0),
+        places is not None, block, num_warps=4,
     )  # fmt: skip

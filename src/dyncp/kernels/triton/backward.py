@@ -61,7 +61,7 @@ def _add_dq(
 
 @triton.jit(
     do_not_specialize=[
-        "num_rows", "lse_stride", "range_stride", "most_runs", "most_partial",
+        "num_rows", "lse_stride", "delta_stride", "range_stride", "most_runs", "most_partial",
         "num_tiles", "num_heavy", "num_heads",
     ]
 )  # fmt: skip
@@ -75,6 +75,7 @@ def attend_backward_queries(
     final_pointer,
     wide_pointer,
     lse_stride,
+    delta_stride,
     final_stride,
     wide_stride,
     scale,
@@ -110,7 +111,7 @@ def attend_backward_queries(
     dout = load_block(dout_matrix, first_row, head, DIM, PADDED)
     lse = tl.load(lse_pointer + head * lse_stride + rows, mask=rows < num_rows, other=0.0)
     lse = _safe(lse, rows, num_rows)
-    delta = tl.load(delta_pointer + head * lse_stride + rows, mask=rows < num_rows, other=0.0)
+    delta = tl.load(delta_pointer + head * delta_stride + rows, mask=rows < num_rows, other=0.0)
     dq = tl.zeros([BLOCK_M, PADDED], tl.float32)
 
     for run in range(tl.load(run_count + tile)):
@@ -169,8 +170,8 @@ def _add_dkv(
 
 @triton.jit(
     do_not_specialize=[
-        "num_rows", "num_keys", "lse_stride", "range_stride", "most_runs", "most_partial",
-        "num_tiles", "num_heavy", "num_heads",
+        "num_rows", "num_keys", "lse_stride", "delta_stride", "range_stride", "most_runs", "most_partial",
+        "lse_shift", "delta_shift", "num_tiles", "num_heavy", "num_heads",
     ]
 )  # fmt: skip
 def attend_backward_keys(
@@ -185,6 +186,9 @@ def attend_backward_keys(
     wide_dk_pointer,
     wide_dv_pointer,
     lse_stride,
+    delta_stride,
+    lse_shift,
+    delta_shift,
     dk_stride,
     dv_stride,
     wide_stride,
@@ -226,15 +230,16 @@ def attend_backward_keys(
     pieces: tl.constexpr = HALF // BLOCK_M
     num_pieces = tl.load(partial_count + tile) * pieces
     for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
-        head_start = head * lse_stride
+        lse_start = head * lse_stride + lse_shift
+        delta_start = head * delta_stride + delta_shift
         for run in range(num_runs):
             first = tl.load(runs + (tile * most_runs + run) * 2) * HALF
             end = tl.load(runs + (tile * most_runs + run) * 2 + 1) * HALF
             for start in range(first, end, BLOCK_M):
                 q = q_matrix.load([start, head * DIM])
-                lse = lse_vector.load([head_start + start]) * LOG2E
+                lse = lse_vector.load([lse_start + start]) * LOG2E
                 dout = dout_matrix.load([start, head * DIM])
-                delta = delta_vector.load([head_start + start])
+                delta = delta_vector.load([delta_start + start])
                 dk, dv = _add_dkv(
                     dk, dv, k, v, q, dout, lse, delta, scale_log2, True, False, PRECISION
                 )
@@ -245,8 +250,8 @@ def attend_backward_keys(
             rows = start + tl.arange(0, BLOCK_M)
             q = q_matrix.load([start, head * DIM])
             dout = dout_matrix.load([start, head * DIM])
-            lse = _safe(lse_vector.load([head_start + start]), rows, num_rows)
-            delta = tl.where(rows < num_rows, delta_vector.load([head_start + start]), 0.0)
+            lse = _safe(lse_vector.load([lse_start + start]), rows, num_rows)
+            delta = tl.where(rows < num_rows, delta_vector.load([delta_start + start]), 0.0)
             allowed = _in_ranges_of(ranges_vector, range_stride, start, keys, NUM_RANGES)
             dk, dv = _add_dkv(
                 dk, dv, k, v, q, dout, lse, delta, scale_log2, allowed, True, PRECISION

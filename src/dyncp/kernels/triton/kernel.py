@@ -112,19 +112,22 @@ class TritonKernel:
         pieces, options = _options(lowered, side, q, k, "queries")
         attend_backward_queries[(side.num_tiles * q.shape[1] * (SIDE // pieces.rows),)](
             *_matrices(q, k, v, dout, pieces), lse, delta, dq, wide,
-            lse.stride(1), dq.stride(0), wide.stride(0), scale, len(q),
+            lse.stride(1), delta.stride(1), dq.stride(0), wide.stride(0), scale, len(q),
             *side.lists(q.shape[1]), *ranges, side.states.tensor, *side.widths(), **options,
         )  # fmt: skip
         assert lowered.keys is not None, "this call was lowered for forward"
         side, dk, dv = lowered.keys, grads.dk, grads.dv
         pieces, options = _options(lowered, side, q, k, "keys")
+        (lse_vector, lse_shift), (delta_vector, delta_shift), (ranges_vector, _) = (
+            _vector(x, pieces.rows) for x in (lse, delta, ranges[0])
+        )
         attend_backward_keys[(side.num_tiles * k.shape[1] * (HALF // pieces.keys),)](
-            *_matrices(q, k, v, dout, pieces),
-            _vector(lse, pieces.rows), _vector(delta, pieces.rows),
+            *_matrices(q, k, v, dout, pieces), lse_vector, delta_vector,
             dk.final, dv.final, _wide(dk), _wide(dv),
-            lse.stride(1), dk.final.stride(0), dv.final.stride(0), _wide(dk).stride(0),
+            lse.stride(1), delta.stride(1), lse_shift, delta_shift,
+            dk.final.stride(0), dv.final.stride(0), _wide(dk).stride(0),
             scale, len(q), len(k), *side.lists(k.shape[1]),
-            _vector(ranges[0], pieces.rows), ranges[1], side.states.tensor, *side.widths(), **options,
+            ranges_vector, ranges[1], side.states.tensor, *side.widths(), **options,
         )  # fmt: skip
 
 
@@ -155,10 +158,14 @@ def _matrix(rows: Tensor, block_rows: int) -> TensorDescriptor:
     return TensorDescriptor(rows, [num_rows, heads * dim], strides, [block_rows, _padded(dim)])
 
 
-def _vector(numbers: Tensor, block: int) -> TensorDescriptor:
-    """All numbers in the order of memory, for loads of `block` of them."""
+def _vector(numbers: Tensor, block: int) -> tuple[TensorDescriptor, int]:
+    """All numbers in the order of memory, for loads of `block` of them, and the place of the first:
+    descriptors begin on 16 bytes, virtual ranks' rows anywhere."""
     last = sum((n - 1) * step for n, step in zip(numbers.shape, numbers.stride(), strict=True))
-    return TensorDescriptor(numbers, [last + 1], [1], [block])
+    shift = numbers.data_ptr() % 16 // numbers.element_size()
+    size, start = last + 1 + shift, numbers.storage_offset() - shift
+    flat = numbers.as_strided((size,), (1,), start)
+    return TensorDescriptor(flat, [size], [1], [block]), shift
 
 
 def _matrices(

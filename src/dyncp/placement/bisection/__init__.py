@@ -4,7 +4,7 @@
 
 Geometric recursive bisection in several ways, then repair and local passes for the best of them:
 
-    problem ─► recurse (split, bands, heavy) ─► polish (refine, anneal) ─► solve
+    problem ─► recurse (split, cuts, bands, heavy) ─► polish (repair, refine, anneal) ─► solve
 
 Whole sequences are shared out first; one that must be cut is cut into bands of rows or columns, or
 between head groups, at the fewest bytes of data blocks that both sides need. Then tiles and blocks

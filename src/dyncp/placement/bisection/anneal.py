@@ -1,4 +1,4 @@
-"""A short annealing over the moves of refine.py and larger ones.
+"""A short annealing over the moves of moves.py and larger ones.
 
 A move is taken if it loses no more than a threshold that is drawn before the move is: temperature
 times an exponential variate. Load beyond a cap is allowed on the way, and costs `weight` bytes per
@@ -11,7 +11,7 @@ import numpy as np
 
 from dyncp.arrays import Float64, Int64
 from dyncp.compiled import compiled, inner
-from dyncp.placement.bisection.refine import (
+from dyncp.placement.bisection.moves import (
     State,
     block_gain,
     list_group,

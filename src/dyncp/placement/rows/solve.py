@@ -16,7 +16,7 @@ from dyncp.blocks import BLOCK_MULTIPLE, BlockGraph, choose_sizes_by_work
 from dyncp.placement.bisection.leveling import level_all
 from dyncp.placement.bisection.problem import Problem, make_problem
 from dyncp.placement.bisection.recurse import Budget, Way, owners, split
-from dyncp.placement.bisection.split import region_of_rows
+from dyncp.placement.bisection.regions import region_of_rows
 from dyncp.placement.placement import Limits, Placement
 from dyncp.placement.rows.homes import Homes, find_homes, find_needs, fold
 from dyncp.placement.rows.level import Rows, level, make_rows

@@ -1,0 +1,266 @@
+"""Moves of tiles and blocks, on counts of how many pins each hyperedge has per rank.
+
+With G head groups and B blocks, hyperedge b G + g is the query side of head group g of block b, and
+(B + b) G + g its key side; the pins of an edge are its tiles and, with one pin, the block's owner.
+An edge costs its size for every rank that it touches but one, and `extra` times its size for every
+machine but one: what crosses a border crosses it once and is passed on inside. So moving a pin
+gains where it leaves a rank (or machine) without pins, and loses where it comes to one that had
+none.
+"""
+
+from typing import NamedTuple
+
+from dyncp.arrays import Float64, Int32, Int64
+from dyncp.compiled import compiled, inner
+
+# A gain below this is one of rounding; loads may exceed their caps by this share.
+EPSILON = 1e-9
+
+
+class State(NamedTuple):
+    """A placement in work: `tile_rank` and what stands below it change."""
+
+    edges: Int64  # [tiles, 2]: query-side edge, key-side edge
+    start: Int64  # [edges + 1] into members
+    members: Int64  # tiles of each edge
+    size: Float64  # [edges] bytes per further rank
+    machine: Int64  # [ranks]
+    extra: float  # price of a byte between machines, less 1
+    groups: int
+    work: Float64  # [tiles]
+    tokens: Float64  # [blocks]
+    span: Int64  # [blocks, 2] first and end block of their sequences
+    caps: Float64  # [2]: work and tokens of a rank
+    tile_rank: Int64  # [tiles]
+    block_rank: Int64  # [blocks]
+    pins: Int32  # [edges, ranks] how many pins each edge has on each rank
+    on_machine: Int32  # [edges, machines] the same by machine
+    load: Float64  # [ranks] work
+    held: Float64  # [ranks] tokens
+
+
+@compiled
+def count_pins(state: State) -> float:
+    """Fills pins, load and held from the ranks of tiles and blocks; returns the cost."""
+    pins, on_machine, machine = state.pins, state.on_machine, state.machine
+    edges, tile_rank, block_rank = state.edges, state.tile_rank, state.block_rank
+    blocks, groups, size = len(block_rank), state.groups, state.size
+    for e in range(len(size)):
+        for r in range(len(machine)):
+            pins[e, r] = 0
+        for m in range(on_machine.shape[1]):
+            on_machine[e, m] = 0
+    for r in range(len(machine)):
+        state.load[r] = state.held[r] = 0.0
+    for t in range(len(tile_rank)):
+        r = tile_rank[t]
+        state.load[r] += state.work[t]
+        for i in range(2):
+            pins[edges[t, i], r] += 1
+            on_machine[edges[t, i], machine[r]] += 1
+    for b in range(blocks):
+        r = block_rank[b]
+        state.held[r] += state.tokens[b]
+        for i in range(2 * groups):
+            e = _owned_edge(b, i, groups, blocks)
+            pins[e, r] += 1
+            on_machine[e, machine[r]] += 1
+    return total_cost(pins, on_machine, size, state.extra)
+
+
+@compiled
+def total_cost(pins: Int32, on_machine: Int32, size: Float64, extra: float) -> float:
+    total = 0.0
+    for e in range(len(size)):
+        ranks, machines = -1, -1
+        for r in range(pins.shape[1]):
+            ranks += 1 if pins[e, r] > 0 else 0
+        for m in range(on_machine.shape[1]):
+            machines += 1 if on_machine[e, m] > 0 else 0
+        total += float(size[e] * (ranks + extra * machines))
+    return total
+
+
+# The innermost functions take plain arrays: handing on the whole state costs a reference count per
+# array and call, which made these passes 15 times slower.
+@inner
+def _owned_edge(b: int, i: int, groups: int, blocks: int) -> int:
+    """The i-th of the 2 × groups edges of a block."""
+    return b * groups + i if i < groups else (blocks + b - 1) * groups + i
+
+
+@inner
+def pin_gain(
+    pins: Int32,
+    on_machine: Int32,
+    machine: Int64,
+    size: Float64,
+    extra: float,
+    e: int,
+    n: int,
+    r: int,
+    s: int,
+) -> float:
+    """What one edge gains by moving n of its pins from rank r to rank s."""
+    factor = 0.0
+    if pins[e, r] == n:
+        factor += 1.0
+    if pins[e, s] == 0:
+        factor -= 1.0
+    if extra > 0 and machine[r] != machine[s]:
+        if on_machine[e, machine[r]] == n:
+            factor += extra
+        if on_machine[e, machine[s]] == 0:
+            factor -= extra
+    return float(size[e] * factor)
+
+
+@inner
+def move_pins(
+    pins: Int32, on_machine: Int32, machine: Int64, e: int, n: int, r: int, s: int
+) -> None:
+    pins[e, r] -= n
+    pins[e, s] += n
+    on_machine[e, machine[r]] -= n
+    on_machine[e, machine[s]] += n
+
+
+@inner
+def move_tile(
+    pins: Int32,
+    on_machine: Int32,
+    machine: Int64,
+    edges: Int64,
+    work: Float64,
+    load: Float64,
+    tile_rank: Int64,
+    t: int,
+    s: int,
+) -> None:
+    r = tile_rank[t]
+    for i in range(2):
+        move_pins(pins, on_machine, machine, edges[t, i], 1, r, s)
+    load[r] -= work[t]
+    load[s] += work[t]
+    tile_rank[t] = s
+
+
+@inner
+def move_block(
+    pins: Int32,
+    on_machine: Int32,
+    machine: Int64,
+    groups: int,
+    tokens: Float64,
+    held: Float64,
+    block_rank: Int64,
+    b: int,
+    s: int,
+) -> None:
+    r = block_rank[b]
+    for i in range(2 * groups):
+        e = _owned_edge(b, i, groups, len(block_rank))
+        move_pins(pins, on_machine, machine, e, 1, r, s)
+    held[r] -= tokens[b]
+    held[s] += tokens[b]
+    block_rank[b] = s
+
+
+@inner
+def put_tile(state: State, t: int, s: int) -> None:
+    """`move_tile` where speed does not matter."""
+    move_tile(
+        state.pins, state.on_machine, state.machine, state.edges, state.work, state.load,
+        state.tile_rank, t, s,
+    )  # fmt: skip
+
+
+@inner
+def put_block(state: State, b: int, s: int) -> None:
+    """`move_block` where speed does not matter."""
+    move_block(
+        state.pins, state.on_machine, state.machine, state.groups, state.tokens, state.held,
+        state.block_rank, b, s,
+    )  # fmt: skip
+
+
+@inner
+def block_gain(
+    pins: Int32,
+    on_machine: Int32,
+    machine: Int64,
+    size: Float64,
+    extra: float,
+    groups: int,
+    blocks: int,
+    b: int,
+    r: int,
+    s: int,
+) -> float:
+    """What is gained when a block moves from owner r to owner s."""
+    gain = 0.0
+    for i in range(2 * groups):
+        e = _owned_edge(b, i, groups, blocks)
+        gain += pin_gain(pins, on_machine, machine, size, extra, e, 1, r, s)
+    return gain
+
+
+@inner
+def list_group(start: Int64, members: Int64, tile_rank: Int64, e: int, r: int, tiles: Int64) -> int:
+    """Writes the tiles of edge e on rank r; returns how many."""
+    n = 0
+    for i in range(start[e], start[e + 1]):
+        if tile_rank[members[i]] == r:
+            tiles[n] = members[i]
+            n += 1
+    return n
+
+
+@inner
+def list_edges(edges: Int64, work: Float64, tiles: Int64, n: int, e: int, group: Int64) -> float:
+    """Writes edge e and the other edges of n of its tiles; returns the work of these tiles."""
+    moved, side = 0.0, 1 if edges[tiles[0], 0] == e else 0
+    group[0] = e
+    for i in range(n):
+        group[i + 1] = edges[tiles[i], side]
+        moved += work[tiles[i]]
+    return moved
+
+
+@inner
+def best_move(
+    pins: Int32,
+    on_machine: Int32,
+    machine: Int64,
+    size: Float64,
+    extra: float,
+    load: Float64,
+    group: Int64,
+    r: int,
+    most: float,
+    least: float,
+) -> tuple[float, int]:
+    """The rank with a load of at most `most` where tiles of one edge on rank r together gain most,
+    if more than `least` (else -1); the emptiest where several gain alike. `group` has that edge and
+    the other edge of each tile."""
+    e, n, freed = group[0], len(group) - 1, 0.0
+    for i in range(1, n + 1):
+        if pins[group[i], r] == 1:
+            freed += (1.0 + extra) * size[group[i]]
+    best, best_s = least, -1
+    if freed + (1.0 + extra) * size[e] <= least:
+        return best, best_s
+    for s in range(len(load)):
+        if s == r or load[s] > most:
+            continue
+        gain = pin_gain(pins, on_machine, machine, size, extra, e, n, r, s)
+        left = freed  # the most that others can still gain
+        for i in range(1, n + 1):
+            if gain + left < best:
+                break
+            gain += pin_gain(pins, on_machine, machine, size, extra, group[i], 1, r, s)
+            if pins[group[i], r] == 1:
+                left -= (1.0 + extra) * size[group[i]]
+        if gain > best or (gain == best and best_s >= 0 and load[s] < load[best_s]):
+            best, best_s = gain, s
+    return best, best_s
