@@ -1,6 +1,7 @@
 """Random kernel calls, and what they mean, computed densely in fp64."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -16,14 +17,14 @@ class Case:
 
 
 def draw_call(seed: int, *, num_ranges: int = 2, largest: int = 200, groups: int = 1) -> Case:
-    """Blocks of a few sequences, in any order in both workspaces, with gaps; some of their tiles."""
+    """Blocks of a few sequences, in any order in both workspaces, with gaps; some of the tiles."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, largest, rng.integers(1, 4))
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     blocks = []
     for s, length in enumerate(lengths):
         cuts = np.unique(np.concatenate([[0, length], rng.integers(0, length, rng.integers(0, 4))]))
-        blocks += [(s, a, b) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+        blocks += [(s, a, b) for a, b in pairwise(cuts)]
     q_place, q_coordinates = _lay_out(rng, blocks, offsets)
     k_place, k_coordinates = _lay_out(rng, blocks, offsets)
     ranges = np.zeros((len(q_coordinates), num_ranges, 2), np.int32)
@@ -77,8 +78,7 @@ def _draw_ranges(rng, a, b, length, num_ranges):
         edges = np.tile(np.sort(rng.integers(0, length + 1, 4)), (b - a, 1))
     else:
         edges = np.sort(rng.integers(0, length + 1, (b - a, 4)), axis=1)
-    ranges = edges.reshape(b - a, 2, 2)[:, :num_ranges]
-    return ranges
+    return edges.reshape(b - a, 2, 2)[:, :num_ranges]
 
 
 def _draw_states(rng, spans, num_rows):

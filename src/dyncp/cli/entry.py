@@ -4,7 +4,7 @@ import os
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 from dyncp.cli import bench, calibrate, doctor, masks, plan, simulate, train, verify
 
@@ -44,6 +44,13 @@ def main(words: Sequence[str] | None = None) -> int:
         return BROKEN_PIPE
 
 
+def _version() -> str:
+    try:
+        return version("dyncp")
+    except PackageNotFoundError:
+        return "(run from its source, not installed)"
+
+
 def build_parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="dyncp",
@@ -51,7 +58,7 @@ def build_parser() -> ArgumentParser:
         epilog="example:\n  dyncp train",
         formatter_class=RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"dyncp {version('dyncp')}")
+    parser.add_argument("--version", action="version", version=f"dyncp {_version()}")
     parser.add_argument(
         "--traceback", action="store_true", help="show where an error was raised, not only its text"
     )

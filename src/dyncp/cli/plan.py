@@ -33,7 +33,11 @@ def add_options(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     topology, cost, model = options.topology_of(args), options.cost_of(args), options.model_of(args)
-    config, batch, shape = _config(args), options.make_batch(args, options.lengths_of(args)), cost.shape
+    config, batch, shape = (
+        _config(args),
+        options.make_batch(args, options.lengths_of(args)),
+        cost.shape,
+    )
     progress = Progress()
     progress.say(f"planning {batch.num_tokens:,} tokens for {topology.num_ranks} ranks ...")
 

@@ -33,7 +33,7 @@ class Arena:
         if needed > self.capacity:
             size = needed if self.capacity == 0 else int(needed * HEADROOM)
             self._views.clear()
-            self._whole = self._whole[:0]  # frees the old buffer before the new one is taken
+            self._whole = self._whole.new_empty(0)  # frees the old buffer before the new one
             self._whole = torch.empty(size, dtype=torch.uint8, device=self.device)
         self.used = 0
 

@@ -115,6 +115,8 @@ class _Call:
     def _open(
         self, opener: Opener, group: int, given: Tensors, results: Tensors, arena: Arena
     ) -> Workspace:
+        if "out" in given:
+            given = given | {"lse": _aligned(given["lse"], arena)}
         workspace = opener.open(group, given, results)
         if "out" in given:
             delta = workspace.inputs["delta"][: len(given["out"])]
@@ -125,6 +127,16 @@ class _Call:
                 own = kernel.open_gradients(opener.calls_of(group), q, k, arena.take_fp32)
                 workspace = replace(workspace, own=own)
         return workspace
+
+
+def _aligned(lse: Tensor, arena: Arena) -> Tensor:
+    """GPU kernels load log-sum-exps 16 bytes at once; virtual ranks' rows begin anywhere."""
+    if lse.device.type != "cuda" or lse.data_ptr() % 16 == 0:
+        return lse
+    num_rows, heads = lse.shape
+    rows = padded_rows(num_rows)
+    copied = arena.take_fp32(heads * rows).view(heads, rows)[:, :num_rows].T
+    return copied.copy_(lse)
 
 
 def _heads_of(groups: tuple[HeadGroup, ...], repeat: int) -> list[tuple[slice, slice]]:

@@ -107,8 +107,8 @@ def lower_program(
 def _check_alignment(part: RankPlan, kernel: Kernel, style: KernelStyle) -> None:
     if part.slot_alignment % style.row_multiple:
         raise ValueError(
-            f"the plan aligns slots to {part.slot_alignment} rows, but kernel {kernel.name!r} needs "
-            f"multiples of {style.row_multiple}: plan with Layout(slot_alignment="
+            f"the plan aligns slots to {part.slot_alignment} rows, but kernel {kernel.name!r} "
+            f"needs multiples of {style.row_multiple}: plan with Layout(slot_alignment="
             f"{style.row_multiple}), or choose another kernel"
         )
 

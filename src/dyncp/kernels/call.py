@@ -30,7 +30,8 @@ class RowStates:
 
     @property
     def touched(self) -> Bool:
-        return self.after != Held.UNTOUCHED
+        touched: Bool = self.after != Held.UNTOUCHED
+        return touched
 
 
 @dataclass(frozen=True, eq=False)

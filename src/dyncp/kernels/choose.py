@@ -39,7 +39,7 @@ def best_kernel(device: torch.device) -> tuple[str, str]:
     """What "auto" takes on a device, and why."""
     if device.type == "cpu":
         return "cpu", "the device is a CPU"
-    refused = []
+    refused: list[str] = []
     for name in ("flash4", "triton"):
         missing = why_not(name, device)
         if not missing:
@@ -57,12 +57,18 @@ def why_not(kernel: str, device: torch.device) -> str:
     if device.type != "cuda":
         return "it runs on CUDA GPUs; choose cpu or reference"
     major = torch.cuda.get_device_capability(device)[0]
-    if kernel == "flash4":
-        if not _is_installed("flash_attn.cute"):
-            return f"flash-attn-4 is not installed; {INSTALL_FLASH4}"
-        if major != HOPPER:
-            return f"it runs on Hopper (compute capability 9), this GPU has {major}; choose triton"
-        return ""
+    return _why_not_flash4(major) if kernel == "flash4" else _why_not_triton(major)
+
+
+def _why_not_flash4(major: int) -> str:
+    if not _is_installed("flash_attn.cute"):
+        return f"flash-attn-4 is not installed; {INSTALL_FLASH4}"
+    if major != HOPPER:
+        return f"it runs on Hopper (compute capability 9), this GPU has {major}; choose triton"
+    return ""
+
+
+def _why_not_triton(major: int) -> str:
     if not _is_installed("triton"):
         return f"triton is not installed; {INSTALL_TRITON}"
     return "" if major >= AMPERE else f"it needs compute capability 8 or more, this GPU has {major}"
@@ -83,7 +89,7 @@ def _log_once(name: str, device: str, reason: str) -> None:
 @cache
 def _log_deterministic() -> None:
     logger.info(
-        "kernel 'flash4', deterministic=True: forward by flash-attn-4; backward by kernel 'triton', "
+        "kernel 'flash4', deterministic=True: forward by flash-attn-4, backward by kernel 'triton', "
         "since flash-attn-4 has no deterministic backward over lists of tiles on Hopper. "
         "deterministic=False is faster"
     )

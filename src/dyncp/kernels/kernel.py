@@ -38,8 +38,8 @@ class Kernel(Protocol):
     """Computes the tiles of a call into partial outputs and log-sum-exps, and their gradients.
 
     q, dout: [query rows, q heads, dim]; k, v: [key rows, kv heads, dim]; lse, delta: [query rows,
-    q heads] in the accumulator dtype; on GPUs heads come first in memory, each head's rows padded to
-    whole kernel tiles.
+    q heads] in the accumulator dtype; on GPUs heads come first in memory, each head's rows padded
+    to whole kernel tiles.
     """
 
     @property

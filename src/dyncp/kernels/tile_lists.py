@@ -64,8 +64,8 @@ def map_kernel_tiles(call: KernelCall, *, halves: bool = False) -> KernelTileMap
     state = _classify(*size, SIDE)
     ranges = np.zeros((1, 2, len(state) * SIDE), np.int32)
     most = _fill_ranges(ranges, state, rectangles, first_coordinate, call.ranges)
-    if most > 1:
-        ranges = np.zeros((most, 2, len(state) * SIDE), np.int32)
+    if most > 1:  # powers of two, empty ranges at the end: kernels are compiled for each number
+        ranges = np.zeros((1 << (most - 1).bit_length(), 2, len(state) * SIDE), np.int32)
         _fill_ranges(ranges, state, rectangles, first_coordinate, call.ranges)
     return KernelTileMap(state, _classify(*size, HALF) if halves else None, ranges)
 
@@ -215,7 +215,8 @@ def _any_partial(partial_before: Int64, start: int, end: int) -> bool:
     """Whether a partial tile holds any of the key rows [start, end)."""
     if start >= end:
         return False
-    return partial_before[(end - 1) // SIDE + 1] > partial_before[start // SIDE]
+    found: bool = partial_before[(end - 1) // SIDE + 1] > partial_before[start // SIDE]
+    return found
 
 
 @compiled

@@ -79,7 +79,8 @@ def _compile_forward(
     options |= _options(shape, q.shape[-2])
     with _watch(interface._flash_attn_fwd) as seen:
         interface._flash_attn_fwd(q, k, v, out=out, lse=lse, **options)
-    return seen[-1]
+    compiled: Compiled = seen[-1]
+    return compiled
 
 
 @contextmanager
@@ -95,8 +96,9 @@ def _watch(function: Any) -> Any:
             cache[key] = value
 
         def __getitem__(self, key: Any) -> Compiled:
-            seen.append(cache[key])
-            return seen[-1]
+            kernel: Compiled = cache[key]
+            seen.append(kernel)
+            return kernel
 
     function.compile_cache = Watched()
     try:
@@ -159,7 +161,7 @@ def attend_backward(
     main, _, _ = _backward_kernels(q, k, shape)
     q_starts, k_starts = _starts(shape)
     lists, aux = _lists(shape, q.shape[1])
-    tensors = (q, k, v, dout, lse_log2, delta, sums.dq, sums.dk, sums.dv)
+    tensors: tuple[Tensor, ...] = (q, k, v, dout, lse_log2, delta, sums.dq, sums.dk, sums.dv)
     if q_starts is None:
         tensors = tuple(x.unsqueeze(0) for x in tensors)
     main(*tensors, scale, q_starts, k_starts, *(None,) * 7, aux, lists, None)
@@ -202,7 +204,7 @@ def _compile_backward(
     options = _options(shape, q.shape[1])
     out, dout = torch.zeros_like(q), torch.zeros_like(q)
     lse = torch.zeros(q.shape[1], len(q), device=q.device)
-    tensors = (q, k, k, out, dout, lse)
+    tensors: tuple[Tensor, ...] = (q, k, k, out, dout, lse)
     if isinstance(shape, Varlen):
         options |= {"cu_seqlens_q": shape.q_starts, "cu_seqlens_k": shape.k_starts}
     else:

@@ -65,8 +65,8 @@ class Collected:
 
 
 class Flash4Kernel:
-    """`deterministic` takes the backward of kernel `triton`; otherwise dQ is added up by atomics, in
-    any order."""
+    """`deterministic` takes the backward of kernel `triton`; otherwise gradients are added up by
+    atomics, in any order."""
 
     name = "flash4"
     rounds_partials = True
@@ -149,14 +149,16 @@ class Flash4Kernel:
         dq = take(heads * q_rows * dim).view(heads, q_rows * dim)
         if heads == kv_heads:
             dk, dv = (take(heads * k_rows * dim).view(k_rows, heads, dim) for _ in range(2))
+            written: tuple[Tensor, Tensor] | None
             written = (_room_like(k, k_rows, take), _room_like(k, k_rows, take))
         else:
             dk, dv = (take(kv_heads * k_rows * dim).view(kv_heads, k_rows * dim) for _ in range(2))
             written = None
         for sums in (dq, dk, dv):
             sums.zero_()
-        row_room = [take(heads * q_rows).view(heads, q_rows) for _ in range(2)]
-        return Collected(q, k, shape, flash.Accumulators(dq, dk, dv), *row_room, written)
+        scaled_lse, delta = (take(heads * q_rows).view(heads, q_rows) for _ in range(2))
+        room = flash.Accumulators(dq, dk, dv)
+        return Collected(q, k, shape, room, scaled_lse, delta, written)
 
     def settle_queries(self, own: Collected, rows: slice, scale: float, dq: Tensor) -> None:
         dim = _dim(own.q)
@@ -240,8 +242,8 @@ def varlen_rows(rows: int, sequences: int, side: int) -> int:
 
 def _lower_lists(call: KernelCall, arrays: IndexArrays, backward: bool) -> Lowered:
     tiles = map_kernel_tiles(call)
-    q_hull = _hull(call.rectangles[:, :2])
-    k_hull = _hull_of_tiles(tiles.state.any(axis=0))
+    q_hull = _widened(_hull(call.rectangles[:, :2]), len(tiles.state))
+    k_hull = _widened(_hull_of_tiles(tiles.state.any(axis=0)), tiles.state.shape[1])
     state = tiles.state[q_hull, k_hull]
     rows, keys = _rows(q_hull, len(call.q_coordinates)), _rows(k_hull, len(call.k_coordinates))
     ranges = tiles.ranges[:, :, rows] - keys.start
@@ -267,6 +269,13 @@ def _flash_lists(state: UInt8) -> tuple[Int32, Int32, Int32, Int32]:
 def _hull(spans: Int64) -> slice:
     """From the first kernel tile with a row of the call to the last."""
     return slice(int(spans[:, 0].min()) // SIDE, (int(spans[:, 1].max()) - 1) // SIDE + 1)
+
+
+def _widened(tiles: slice, num_tiles: int) -> slice:
+    """At least two tiles where there are two: flash-attn-4 compiles calls of one piece apart."""
+    if tiles.stop - tiles.start > 1 or num_tiles == 1:
+        return tiles
+    return slice(tiles.start - 1, tiles.stop) if tiles.start else slice(0, 2)
 
 
 def _hull_of_tiles(used: Any) -> slice:
@@ -309,6 +318,6 @@ def _dim(q: Tensor) -> int:
 def check_supported(dtype: torch.dtype, dim: int) -> None:
     if dtype not in DTYPES or dim > MOST_DIM or dim % 8:
         raise ValueError(
-            f"kernel 'flash4' takes {', '.join(map(str, DTYPES))} and head dims up to {MOST_DIM} in "
-            f"steps of 8; q is {dtype} with head dim {dim}. Kernel 'triton' takes more"
+            f"kernel 'flash4' takes {', '.join(map(str, DTYPES))} and head dims up to {MOST_DIM} "
+            f"in steps of 8; q is {dtype} with head dim {dim}. Kernel 'triton' takes more"
         )

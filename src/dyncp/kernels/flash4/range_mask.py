@@ -14,11 +14,8 @@ def range_mask(num_ranges: int) -> Callable[..., Any]:
     """Whether a key row lies in one of the `num_ranges` ranges of the query row. The one auxiliary
     tensor is int32[2 × num_ranges, rows]: starts and ends. One range and two have functions of
     their own, which cost less than the general one."""
-    if num_ranges == 1:
-        return _one
-    if num_ranges == 2:
-        return _two
-    return _many(num_ranges)
+    masks: dict[int, Callable[..., Any]] = {1: _one, 2: _two}
+    return masks[num_ranges] if num_ranges in masks else _many(num_ranges)
 
 
 @cute.jit
@@ -49,4 +46,5 @@ def _many(num_ranges: int) -> Callable[..., Any]:
             allowed = allowed | ((key >= start) & (key < end))
         return allowed
 
-    return mask
+    made: Callable[..., Any] = mask
+    return made

@@ -11,8 +11,8 @@ from dyncp.kernels.call import KernelCall
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """Query rows q_starts[i]:q_starts[i + 1] see key rows k_starts[i]:k_starts[i + 1], causally from
-    the last row back; both begin at row 0."""
+    """Query rows q_starts[i]:q_starts[i + 1] see key rows k_starts[i]:k_starts[i + 1], causally
+    from the last row back; both begin at row 0."""
 
     q_starts: Int32
     k_starts: Int32

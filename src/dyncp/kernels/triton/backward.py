@@ -156,7 +156,7 @@ def _add_dkv(
     dk, dv, k, v, q, dout, lse, delta, scale_log2, allowed, MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Everything transposed, [keys, rows], so that the weights feed the next product as they are."""
+    """All transposed, [keys, rows], so that the weights feed the next product as they are."""
     scores = tl.dot(k, q.T, input_precision=PRECISION)
     weights = tl.exp2(scores * scale_log2 - lse[None, :])
     if MASKED:
@@ -170,8 +170,8 @@ def _add_dkv(
 
 @triton.jit(
     do_not_specialize=[
-        "num_rows", "num_keys", "lse_stride", "delta_stride", "range_stride", "most_runs", "most_partial",
-        "lse_shift", "delta_shift", "num_tiles", "num_heavy", "num_heads",
+        "num_rows", "num_keys", "lse_stride", "delta_stride", "range_stride", "most_runs",
+        "most_partial", "num_tiles", "num_heavy", "num_heads",
     ]
 )  # fmt: skip
 def attend_backward_keys(
@@ -187,8 +187,6 @@ def attend_backward_keys(
     wide_dv_pointer,
     lse_stride,
     delta_stride,
-    lse_shift,
-    delta_shift,
     dk_stride,
     dv_stride,
     wide_stride,
@@ -230,8 +228,8 @@ def attend_backward_keys(
     pieces: tl.constexpr = HALF // BLOCK_M
     num_pieces = tl.load(partial_count + tile) * pieces
     for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
-        lse_start = head * lse_stride + lse_shift
-        delta_start = head * delta_stride + delta_shift
+        lse_start = head * lse_stride
+        delta_start = head * delta_stride
         for run in range(num_runs):
             first = tl.load(runs + (tile * most_runs + run) * 2) * HALF
             end = tl.load(runs + (tile * most_runs + run) * 2 + 1) * HALF

@@ -118,13 +118,13 @@ class TritonKernel:
         assert lowered.keys is not None, "this call was lowered for forward"
         side, dk, dv = lowered.keys, grads.dk, grads.dv
         pieces, options = _options(lowered, side, q, k, "keys")
-        (lse_vector, lse_shift), (delta_vector, delta_shift), (ranges_vector, _) = (
+        lse_vector, delta_vector, ranges_vector = (
             _vector(x, pieces.rows) for x in (lse, delta, ranges[0])
         )
         attend_backward_keys[(side.num_tiles * k.shape[1] * (HALF // pieces.keys),)](
             *_matrices(q, k, v, dout, pieces), lse_vector, delta_vector,
             dk.final, dv.final, _wide(dk), _wide(dv),
-            lse.stride(1), delta.stride(1), lse_shift, delta_shift,
+            lse.stride(1), delta.stride(1),
             dk.final.stride(0), dv.final.stride(0), _wide(dk).stride(0),
             scale, len(q), len(k), *side.lists(k.shape[1]),
             ranges_vector, ranges[1], side.states.tensor, *side.widths(), **options,
@@ -158,14 +158,10 @@ def _matrix(rows: Tensor, block_rows: int) -> TensorDescriptor:
     return TensorDescriptor(rows, [num_rows, heads * dim], strides, [block_rows, _padded(dim)])
 
 
-def _vector(numbers: Tensor, block: int) -> tuple[TensorDescriptor, int]:
-    """All numbers in the order of memory, for loads of `block` of them, and the place of the first:
-    descriptors begin on 16 bytes, virtual ranks' rows anywhere."""
+def _vector(numbers: Tensor, block: int) -> TensorDescriptor:
+    """All numbers in the order of memory, for loads of `block` of them."""
     last = sum((n - 1) * step for n, step in zip(numbers.shape, numbers.stride(), strict=True))
-    shift = numbers.data_ptr() % 16 // numbers.element_size()
-    size, start = last + 1 + shift, numbers.storage_offset() - shift
-    flat = numbers.as_strided((size,), (1,), start)
-    return TensorDescriptor(flat, [size], [1], [block]), shift
+    return TensorDescriptor(numbers, [last + 1], [1], [block])
 
 
 def _matrices(
