@@ -60,7 +60,7 @@ def test_heads_and_dims(kernel, deterministic, shape):
     needs(kernel)
     batch = batch_of("lambda")
     dtype = torch.bfloat16 if shape.dtype == "bf16" else torch.float16
-    plan = plan_of(batch, shape, 4, "random", block_size=300, divisions=3)
+    plan = plan_of(batch, shape, 4, "rows", block_size=300, divisions=3)
     check(batch, plan, shape, kernel, deterministic, dtype)
 
 

@@ -89,8 +89,8 @@ def _log_once(name: str, device: str, reason: str) -> None:
 @cache
 def _log_deterministic() -> None:
     logger.info(
-        "kernel 'flash4', deterministic=True: forward by flash-attn-4, backward by kernel 'triton', "
-        "since flash-attn-4 has no deterministic backward over lists of tiles on Hopper. "
+        "kernel 'flash4', deterministic=True: forward by flash-attn-4, backward by 'triton': "
+        "flash-attn-4 has no deterministic backward over lists of tiles on Hopper. "
         "deterministic=False is faster"
     )
 
