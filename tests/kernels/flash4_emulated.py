@@ -1,0 +1,121 @@
+"""Kernel `flash4` with flash-attn-4's kernels emulated in torch, for machines without a GPU.
+
+What is emulated is only what flash-attn-4 does with its arguments; lowering, merging, collecting
+and settling are the real code.
+"""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import torch
+
+
+def import_flash4():
+    """`dyncp.kernels.flash4.kernel`, with stand-ins for the packages that it imports."""
+    for name in ("cutlass", "cutlass.cute", "flash_attn", "flash_attn.cute"):
+        sys.modules.setdefault(name, ModuleType(name))
+    sys.modules["cutlass"].cute = sys.modules["cutlass.cute"]
+    sys.modules["cutlass.cute"].jit = lambda function: function
+    for name in ("utils", "block_sparsity", "interface"):
+        module = ModuleType(f"flash_attn.cute.{name}")
+        module.AuxData = module.BlockSparseTensorsTorch = SimpleNamespace
+        module.scalar_to_ssa = None
+        sys.modules.setdefault(module.__name__, module)
+        setattr(sys.modules["flash_attn.cute"], name, sys.modules[module.__name__])
+    from dyncp.kernels.flash4 import kernel
+
+    kernel.flash.attend = attend
+    kernel.flash.attend_backward = attend_backward
+    kernel.flash.settle_queries = settle
+    kernel.flash.settle_keys = settle
+    return kernel
+
+
+def allowed_pairs(shape, num_rows, num_keys, *, backward):
+    """bool[rows, keys] that the kernel computes."""
+    rows, keys = torch.arange(num_rows), torch.arange(num_keys)
+    if shape is None or hasattr(shape, "q_starts"):
+        starts = ([0, num_rows], [0, num_keys]) if shape is None else (shape.q_starts, shape.k_starts)
+        allowed = torch.zeros(num_rows, num_keys, dtype=torch.bool)
+        for a, b, c, d in zip(*(s[i:][: len(s) - 1] for s in starts for i in (0, 1)), strict=True):
+            last = d - (b - 1 - rows[a:b]) - 1
+            allowed[a:b, c:d] = keys[c:d] <= last[:, None]
+        return allowed
+    tiles = torch.zeros(-(-num_rows // 128), -(-num_keys // 128), dtype=torch.int)
+    for count, listed, state in (
+        (shape.partial_count, shape.partial, 1),
+        (shape.full_count, shape.full, 2),
+    ):
+        for i in range(len(count)):
+            for j in listed[i, : count[i]].tolist():
+                if backward:
+                    tiles[j, i] = state
+                else:
+                    tiles[i, j] = state
+    tiles = tiles.repeat_interleave(128, 0).repeat_interleave(128, 1)[:num_rows, :num_keys]
+    inside = torch.zeros(num_rows, num_keys, dtype=torch.bool)
+    for start, end in shape.ranges.view(-1, 2, shape.ranges.shape[1]):
+        inside |= (keys >= start[:, None]) & (keys < end[:, None])
+    return (tiles == 2) | ((tiles == 1) & inside)
+
+
+def attend(q, k, v, scale, shape, out, lse):
+    allowed = allowed_pairs(shape, len(q), len(k), backward=False)
+    repeat = q.shape[1] // k.shape[1]
+    keys, values = (x.float().repeat_interleave(repeat, 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * scale
+    scores = scores.masked_fill(~allowed, -torch.inf)
+    sums = scores.logsumexp(-1)
+    weights = torch.exp(scores - sums.masked_fill(sums == -torch.inf, 0.0).unsqueeze(-1))
+    out.copy_(torch.einsum("hqk,khd->qhd", weights, values))
+    lse.copy_(sums)
+
+
+def attend_backward(inputs, dout, lse_log2, delta, scale, shape, sums):
+    """Collects [heads, rows, dim] in plain order, where flash-attn-4 has an order of its own."""
+    q, k, v = inputs
+    allowed = allowed_pairs(shape, len(q), len(k), backward=True)
+    place, k_place = slice(0, len(q)), slice(0, len(k))
+    if hasattr(shape, "q_starts"):
+        place, k_place = (_places(starts, side) for starts, side in ((shape.q_starts, 64), (shape.k_starts, 128)))
+    repeat = q.shape[1] // k.shape[1]
+    keys, values = (x.float().repeat_interleave(repeat, 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * scale
+    weights = torch.exp2(scores * 1.4426950408889634 - lse_log2[:, place].unsqueeze(-1))
+    weights = weights.masked_fill(~allowed, 0.0)
+    dweights = torch.einsum("qhd,khd->hqk", dout.float(), values)
+    dscores = weights * (dweights - delta[:, place].unsqueeze(-1))
+    dim = q.shape[2]
+    _rows(sums.dq, dim)[:, place] += torch.einsum("hqk,khd->hqd", dscores, keys)
+    for target, new in (
+        (sums.dk, torch.einsum("hqk,qhd->hkd", dscores, q.float())),
+        (sums.dv, torch.einsum("hqk,qhd->hkd", weights, dout.float())),
+    ):
+        new = new.view(k.shape[1], repeat, len(k), dim).sum(1)  # noqa: PLW2901
+        if target.ndim == 3:  # heads are not grouped: written, scaled
+            target.copy_((new * (scale if target is sums.dk else 1.0)).transpose(0, 1))
+        else:
+            _rows(target, dim)[:, k_place] += new
+
+
+def settle(q, k, shape, collected, scale, grad):
+    rows = _rows(collected, grad.shape[2])
+    place = slice(0, len(grad))
+    if hasattr(shape, "q_starts"):
+        queries = len(grad) == shape.q_starts[-1] and grad.shape[1] == q.shape[1]
+        place = _places(*((shape.q_starts, 64) if queries else (shape.k_starts, 128)))
+    grad.copy_((rows[:, place] * scale).transpose(0, 1))
+
+
+def _places(starts, side):
+    starts = starts.tolist()
+    rows = []
+    for i, (a, b) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+        first = (a + i * side) // side * side
+        rows += range(first, first + b - a)
+    return torch.tensor(rows)
+
+
+def _rows(flat, dim):
+    padded = -(-dim // 32) * 32
+    return flat.unflatten(1, (-1, padded))[..., :dim]

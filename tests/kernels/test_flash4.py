@@ -1,0 +1,44 @@
+"""Kernel `flash4` with flash-attn-4 emulated: everything around its kernels is the real code."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from flash4_emulated import import_flash4
+
+from cases import Case, Tensors, assert_equal, run_dense, run_virtual
+from dyncp import AttentionShape, Batch, PlannerConfig, Topology, masks, plan_batch
+
+MASKS = {
+    "causal": masks.causal,
+    "lambda": lambda length: masks.lambda_shaped(length, sinks=20, window=100),
+    "shared": masks.shared_question,
+}
+
+
+def kernel(deterministic):
+    return import_flash4().Flash4Kernel(deterministic=deterministic)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("solver", ["rows", "bisection", "random", "whole_documents"])
+@pytest.mark.parametrize("heads", [(2, 1), (2, 2)], ids=["grouped", "plain"])
+def test_plans_are_exact(mask, solver, heads):
+    batch = Batch.of([MASKS[mask](length) for length in (400, 65, 129, 1)])
+    shape = AttentionShape(*heads, 32, "bf16")
+    config = PlannerConfig(solver, block_size=90, divisions=3)
+    plan = plan_batch(batch, Topology(2, 2), shape, config)
+    case = Case(batch, plan, shape, 3)
+    tensors = Tensors.draw(case)
+    expected = run_dense(case, "default", tensors, torch.float64)
+    given = run_virtual(case, "default", tensors, kernel=kernel(False))
+    assert_equal(given, expected, 2e-2)
+
+
+def test_one_rank_runs_sequences_below_each_other():
+    batch = Batch.of([masks.causal(length) for length in (300, 65, 129, 1)])
+    shape = AttentionShape(4, 2, 32, "bf16")
+    case = Case(batch, plan_batch(batch, Topology(1, 1), shape), shape, 3)
+    tensors = Tensors.draw(case)
+    expected = run_dense(case, "default", tensors, torch.float64)
+    assert_equal(run_virtual(case, "default", tensors, kernel=kernel(False)), expected, 2e-2)
