@@ -36,17 +36,20 @@ def _merge_partial(
     head = tl.program_id(1)
     place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, PADDED)[None, :]
-    inside = (place < partial_rows)[:, None] & (columns < DIM)
+    row = first_row + place
+    wanted = (place < partial_rows) & (row < num_rows)
+    wanted &= tl.load(states + num_rows + row, mask=wanted, other=3) != 3
+    inside = wanted[:, None] & (columns < DIM)
     offsets = place.to(tl.int64)[:, None] * partial_stride + head * DIM + columns
     value = tl.load(partial + offsets, mask=inside, other=0.0).to(tl.float32)
     lse = tl.load(
         partial_lse + head * partial_lse_stride + place,
-        mask=place < partial_rows,
+        mask=wanted,
         other=float("-inf"),
     )
     store_merged(
         value, lse, final_pointer + head * DIM, wide_pointer + head * DIM,
-        lse_pointer + head * lse_stride, states, first_row + place, num_rows, final_stride,
+        lse_pointer + head * lse_stride, states, row, num_rows, final_stride,
         wide_stride, DIM, PADDED, True,
     )  # fmt: skip
 

@@ -100,6 +100,7 @@ def store_merged(
         value = value * (share * scaled)[:, None] + held * (held_share * scaled)[:, None]
         lse = tl.where(total > 0, shift + tl.log2(total) * LN2, float("-inf"))
         tl.store(wide_at, value, mask=(after == 2)[:, None] & is_column)
+        tl.debug_barrier()  # every warp has read the row's log-sum-exp before one replaces it
     tl.store(
         final_at,
         value.to(final_pointer.dtype.element_ty),
