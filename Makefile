@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= 2
 
-.PHONY: demo test lint format bench bench-planner bench-loader soak clean
+.PHONY: demo test lint format bench bench-planner bench-loader bench-gpu soak clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -44,6 +44,12 @@ bench-planner: $(READY)
 
 bench-loader: $(READY)  ## step time with and without look-ahead
 	$(BIN)/python -m benchmarks.loader
+
+bench-gpu: $(READY)  ## kernels, plans of 32 virtual ranks and 50 batches on one GPU
+	$(BIN)/dyncp bench kernels
+	$(BIN)/dyncp calibrate --kernel flash4:fast --save h200.json
+	$(BIN)/dyncp bench attention --kernel flash4:fast --profile h200.json --methods auto,zigzag
+	$(BIN)/python -m benchmarks.gpu_steps
 
 soak: $(READY)  ## 1,000 batches on 4 processes while planning goes wrong
 	$(BIN)/python -m benchmarks.soak

@@ -1,5 +1,6 @@
 """Chooses a kernel by name, or by what the device has."""
 
+import importlib.metadata
 import importlib.util
 import logging
 from functools import cache
@@ -14,6 +15,7 @@ logger = logging.getLogger(__name__)
 
 KERNELS = ("cpu", "flash4", "triton", "reference")
 AMPERE, HOPPER = 8, 9
+FLASH4_VERSION = "4.0.0b36"  # its compiled kernels are called directly: other versions may differ
 INSTALL_FLASH4 = "pip install 'dyncp[flash4]'"
 INSTALL_TRITON = "pip install triton"
 
@@ -63,6 +65,9 @@ def why_not(kernel: str, device: torch.device) -> str:
 def _why_not_flash4(major: int) -> str:
     if not _is_installed("flash_attn.cute"):
         return f"flash-attn-4 is not installed; {INSTALL_FLASH4}"
+    version = importlib.metadata.version("flash-attn-4")
+    if version != FLASH4_VERSION:
+        return f"flash-attn-4 {version} is installed, {FLASH4_VERSION} is needed; {INSTALL_FLASH4}"
     if major != HOPPER:
         return f"it runs on Hopper (compute capability 9), this GPU has {major}; choose triton"
     return ""
@@ -83,7 +88,8 @@ def _is_installed(module: str) -> bool:
 
 @cache
 def _log_once(name: str, device: str, reason: str) -> None:
-    logger.info("kernel %r on %s: %s", name, device, reason)
+    level = logging.WARNING if name == "reference" else logging.INFO
+    logger.log(level, "kernel %r on %s: %s", name, device, reason)
 
 
 @cache
