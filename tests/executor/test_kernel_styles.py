@@ -11,6 +11,7 @@ from dyncp import AttentionShape, Batch, PlannerConfig, Topology, masks, plan_ba
 from dyncp.executor.kernel_calls import CallBuilder
 from dyncp.kernels import CpuKernel, Held, ReferenceKernel
 from dyncp.plan import Direction, KernelStyle, Layout, find_contributions
+from interpreted import needs_interpreter
 from kernel_styles import RoundingKernel, SettlingReference
 from paced import plan_paced
 
@@ -51,12 +52,10 @@ def test_bf16_sums_are_rounded_once(solver, partial, kernel):
         assert (ours[name].double() - expected).abs().max() <= allowed, name
 
 
+@needs_interpreter
 @pytest.mark.parametrize("solver", ["random", "zigzag"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_triton_row_operations_in_whole_plans(solver, dtype):
-    pytest.importorskip("triton", reason="needs triton (pip install -e '.[test]')")
-    if torch.cuda.is_available():
-        pytest.skip("with a GPU, tests/gpu runs these on it")
     from dyncp.kernels.triton.rows import TritonRowOps
 
     batch, shape = Batch.of([masks.causal(50), masks.full(20)]), AttentionShape(4, 2, 8, dtype)

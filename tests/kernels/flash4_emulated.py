@@ -5,6 +5,7 @@ and settling are the real code.
 """
 
 import sys
+from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 
 import torch
@@ -35,9 +36,11 @@ def allowed_pairs(shape, num_rows, num_keys, *, backward):
     """bool[rows, keys] that the kernel computes."""
     rows, keys = torch.arange(num_rows), torch.arange(num_keys)
     if shape is None or hasattr(shape, "q_starts"):
-        starts = ([0, num_rows], [0, num_keys]) if shape is None else (shape.q_starts, shape.k_starts)
+        q_starts, k_starts = [0, num_rows], [0, num_keys]
+        if shape is not None:
+            q_starts, k_starts = shape.q_starts.tolist(), shape.k_starts.tolist()
         allowed = torch.zeros(num_rows, num_keys, dtype=torch.bool)
-        for a, b, c, d in zip(*(s[i:][: len(s) - 1] for s in starts for i in (0, 1)), strict=True):
+        for (a, b), (c, d) in zip(pairwise(q_starts), pairwise(k_starts), strict=True):
             last = d - (b - 1 - rows[a:b]) - 1
             allowed[a:b, c:d] = keys[c:d] <= last[:, None]
         return allowed
@@ -77,7 +80,7 @@ def attend_backward(inputs, dout, lse_log2, delta, scale, shape, sums):
     allowed = allowed_pairs(shape, len(q), len(k), backward=True)
     place, k_place = slice(0, len(q)), slice(0, len(k))
     if hasattr(shape, "q_starts"):
-        place, k_place = (_places(starts, side) for starts, side in ((shape.q_starts, 64), (shape.k_starts, 128)))
+        place, k_place = _places(shape.q_starts, 64), _places(shape.k_starts, 128)
     repeat = q.shape[1] // k.shape[1]
     keys, values = (x.float().repeat_interleave(repeat, 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * scale
@@ -108,9 +111,8 @@ def settle(q, k, shape, collected, scale, grad):
 
 
 def _places(starts, side):
-    starts = starts.tolist()
     rows = []
-    for i, (a, b) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+    for i, (a, b) in enumerate(pairwise(starts.tolist())):
         first = (a + i * side) // side * side
         rows += range(first, first + b - a)
     return torch.tensor(rows)

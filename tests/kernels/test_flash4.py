@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-
-pytest.importorskip("triton")
 from flash4_emulated import import_flash4
 
 from cases import Case, Tensors, assert_equal, run_dense, run_virtual
 from dyncp import AttentionShape, Batch, PlannerConfig, Topology, masks, plan_batch
+from interpreted import needs_interpreter
 
+pytestmark = needs_interpreter
 MASKS = {
     "causal": masks.causal,
     "lambda": lambda length: masks.lambda_shaped(length, sinks=20, window=100),
