@@ -91,7 +91,7 @@ class _Call:
             for group, opener in enumerate(place.openers):
                 own = self._cut(given, rows, group), self._cut(results, rows, group)
                 spaces.append(self._open(opener, *own, arena))
-                opened.append((opener, spaces[-1], own[1]))
+                opened.append((opener, own[1]))
             streams.append(engine.streams(has_messages=rank.lowered.has_messages))
             parts = (engine.kernel, engine.row_ops, channel, streams[-1])
             runners.append(Runner(rank, place.views, spaces, *parts, self._scale))
@@ -100,17 +100,16 @@ class _Call:
         finally:  # also of a call that failed: the next one uses the same memory
             for of_rank in streams:
                 of_rank.join()
-        for opener, workspace, own_results in opened:
+        for opener, own_results in opened:
             opener.close(own_results)
 
     def _places(self, arena: Arena) -> list[_Place]:
         layout = self._layout
-        bases = [arena.take(rank.num_bytes) for rank in layout.ranks]
         places = arena.kept(layout)
         if places is None:
-            places = []
-            for rank, base in zip(layout.ranks, bases, strict=True):
-                views, groups = rank.views(base, layout.dtypes), range(len(layout.groups))
+            places, groups = [], range(len(layout.groups))
+            for rank in layout.ranks:
+                views = rank.views(arena.take(rank.num_bytes), layout.dtypes)
                 places.append(_Place(views, [Opener(rank.lowered, views, g) for g in groups]))
             arena.keep(layout, places)
         return cast(list[_Place], places)
