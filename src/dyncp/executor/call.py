@@ -140,7 +140,7 @@ class _Call:
 
 def _aligned(lse: Tensor, arena: Arena) -> Tensor:
     """GPU kernels load log-sum-exps 16 bytes at once; virtual ranks' rows begin anywhere."""
-    if lse.device.type != "cuda" or lse.data_ptr() % 16 == 0:
+    if not lse.is_cuda or lse.data_ptr() % 16 == 0:
         return lse
     num_rows, heads = lse.shape
     rows = padded_rows(num_rows)
