@@ -20,12 +20,8 @@ class Arena:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.used = 0
-        self._whole = torch.empty(0, dtype=torch.uint8, device=device)
-        self._views: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-
-    @property
-    def capacity(self) -> int:
-        return len(self._whole)
+        self._allocate(0)
+        self._views: WeakKeyDictionary[Any, tuple[Any, int]] = WeakKeyDictionary()
 
     def reset(self, needed: int = 0) -> None:
         """Forgets all pieces; the next ones take up to `needed` bytes, if that is known."""
@@ -33,26 +29,37 @@ class Arena:
         if needed > self.capacity:
             size = needed if self.capacity == 0 else int(needed * HEADROOM)
             self._views.clear()
-            self._whole = self._whole.new_empty(0)  # frees the old buffer before the new one
-            self._whole = torch.empty(size, dtype=torch.uint8, device=self.device)
+            self._allocate(0)  # frees the old buffer before the new one
+            self._allocate(size)
         self.used = 0
+
+    def _allocate(self, size: int) -> None:
+        self._whole = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self._whole_fp32 = self._whole[: size // 4 * 4].view(torch.float32)
+        self.capacity = size
 
     def take(self, num_bytes: int) -> Tensor:
         """uint8[num_bytes], not cleared."""
-        first, num_bytes = self.used, -(-num_bytes // ALIGNMENT) * ALIGNMENT
-        self.used += num_bytes
-        if self.used > self.capacity:
-            self._views.clear()
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        return self._whole[first : self.used]
+        return self._piece(self._whole, num_bytes, 1)
 
     def take_fp32(self, items: int) -> Tensor:
-        return self.take(4 * items).view(torch.float32)[:items]
+        return self._piece(self._whole_fp32, items, 4)
+
+    def _piece(self, whole: Tensor, items: int, item_bytes: int) -> Tensor:
+        first = self.used // item_bytes
+        self.used += -(-items * item_bytes // ALIGNMENT) * ALIGNMENT
+        if self.used > self.capacity:
+            self._views.clear()
+            return torch.empty(items, dtype=whole.dtype, device=self.device)
+        return whole[first : first + items]
 
     def kept(self, key: Any) -> Any:
-        """What `keep` kept for `key` (views of pieces) if the buffer is still the same, or None."""
-        return self._views.get(key)
+        """What `keep` kept for `key` (views of the first pieces after a `reset`) if the buffer is
+        still the same, or None. Its pieces are then taken."""
+        views, used = self._views.get(key, (None, 0))
+        self.used += used
+        return views
 
     def keep(self, key: Any, views: Any) -> None:
         if self.used <= self.capacity:
-            self._views[key] = views
+            self._views[key] = views, self.used

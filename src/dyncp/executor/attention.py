@@ -10,11 +10,12 @@ from dyncp.executor.call import (
     CallOptions,
     attend_backward,
     attend_forward,
+    empty_like,
     empty_per_head,
 )
 from dyncp.executor.executor import DCPExecutor
 from dyncp.executor.recompute import CallRecord, in_backward
-from dyncp.executor.step import Step
+from dyncp.executor.step import Step, unpacked
 from dyncp.plan import DEFAULT_MASK
 
 
@@ -63,19 +64,11 @@ def _call(
     leaves = inputs if sink is None else (*inputs, sink)
     has_graph = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
     handle, record = _resolve(step, has_graph=has_graph)
-    handle.check_mask(options.mask, backward=has_graph)
-    q, k, v = _unpacked(*inputs)
-    handle.check_inputs(q, k, v)
-    if sink is not None and sink.shape != (q.shape[1],):
-        raise ValueError(f"sink has shape {tuple(sink.shape)}; expected [{q.shape[1]}] (q heads)")
+    handle.check(options.mask, inputs, backward=has_graph)
+    if sink is not None and sink.shape != (q_heads := inputs[0].shape[1],):
+        raise ValueError(f"sink has shape {tuple(sink.shape)}; expected [{q_heads}] (q heads)")
     out: Tensor = _Attention.apply(handle, record, options, sink, *inputs)  # type: ignore[no-untyped-call]
     return out
-
-
-def _unpacked(q: Tensor, k: Tensor, v: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    if v is None:
-        k, v = k.unbind(1)
-    return q, k, v
 
 
 def _resolve(step: Step | DCPExecutor, *, has_graph: bool) -> tuple[Step, CallRecord | None]:
@@ -105,7 +98,7 @@ class _Attention(torch.autograd.Function):
         sink: Tensor | None,
         *inputs: Tensor,
     ) -> Tensor:
-        out, lse = attend_forward(step, options, *_unpacked(*inputs))
+        out, lse = attend_forward(step, options, *unpacked(*inputs))
         if sink is not None:
             out, lse = _add_sink(out, lse, sink)
         ctx.save_for_backward(out, lse, sink, *inputs)
@@ -116,12 +109,10 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         out, lse, sink, *inputs = ctx.saved_tensors
-        grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs)
-        names = ("q", "k", "v")
-        given = dict(zip(names, _unpacked(*inputs), strict=True))
-        given |= {"out": out, "lse": lse, "dout": dout}
-        results = {f"d{n}": grad for n, grad in zip(names, _unpacked(*grads), strict=True)}
-        attend_backward(ctx.step, ctx.options, given, results)
+        grads = [empty_like(x) for x in inputs]
+        (q, k, v), (dq, dk, dv) = unpacked(*inputs), unpacked(*grads)
+        given = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout}
+        attend_backward(ctx.step, ctx.options, given, {"dq": dq, "dk": dk, "dv": dv})
         if ctx.record is not None:
             ctx.record.done = True
         dsink = None if sink is None else _sink_gradient(ctx.step, sink, lse, dout, out)

@@ -18,13 +18,11 @@ class Engine:
     ) -> None:
         self.kernel, self.transport, self.device = kernel, transport, device
         self.row_ops = row_ops
+        self.on_gpu = device.type == "cuda"
         self.shape: AttentionShape | None = None
         self._arenas: dict[int, Arena] = {}
         self._communication: torch.cuda.Stream | None = None
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.device.type == "cuda"
+        self._host_streams = HostStreams()
 
     def arena(self) -> Arena:
         """The memory for calls on the current stream: calls on one stream follow one another."""
@@ -33,9 +31,10 @@ class Engine:
             self._arenas[key] = Arena(self.device)
         return self._arenas[key]
 
-    def streams(self) -> Streams:
-        if not self.on_gpu:
-            return HostStreams()
+    def streams(self, *, has_messages: bool) -> Streams:
+        """For one rank's call. One without messages runs on the current stream alone."""
+        if not self.on_gpu or not has_messages:
+            return self._host_streams
         if self._communication is None:
             stream = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
             self._communication = stream

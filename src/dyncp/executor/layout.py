@@ -1,6 +1,7 @@
 """RankLayout: where everything of one call lies on one rank, for one attention shape."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from dyncp.executor.kernel_calls import after_of, before_of
 from dyncp.executor.lowering import LoweredProgram
-from dyncp.executor.messages import Item, Mail, lay_out_mail
+from dyncp.executor.messages import Item, Mail, Move, lay_out_mail
 from dyncp.kernels import Held, IndexArrays, RowOps, accumulator_dtype
 from dyncp.plan import AttentionShape, Contributions, Room, Space, list_rooms
 
@@ -44,10 +45,12 @@ class Settlement:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """The messages of one phase: one byte tensor per peer, and all of them by dtype."""
+    """The messages of one phase: one byte tensor per peer; all of them in the dtype of each move,
+    and in that of log-sum-exps."""
 
     peers: dict[int, Tensor]
-    items: dict[Item, Tensor]
+    moves: list[tuple[Move, Tensor]]
+    lse: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +70,12 @@ class RankLayout:
     receives: dict[int, Mail]
     settlements: dict[int, list[Settlement]]  # time → what settles then
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Without the accumulators of a settling kernel's own, which it takes itself."""
         return sum(room.num_bytes for room in self.rooms if room.name != "own")
 
-    @property
+    @cached_property
     def own_bytes(self) -> int:
         return sum(room.num_bytes for room in self.rooms if room.name == "own")
 
@@ -95,7 +98,8 @@ class RankLayout:
 
 def _buffer(memory: Tensor, mail: Mail, dtypes: Dtypes) -> Buffer:
     peers = {peer: memory[where] for peer, where in mail.peers.items()}
-    return Buffer(peers, {item: memory.view(dtypes.of(item)) for item in Item})
+    items = {item: memory.view(dtypes.of(item)) for item in Item}
+    return Buffer(peers, [(move, items[move.item]) for move in mail.moves], items[Item.WIDE])
 
 
 def _tensor(memory: Tensor, room: Room, dtypes: Dtypes) -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -51,9 +52,13 @@ class LoweredProgram:
     def program(self) -> Program:
         return self.mask.program(self.direction)
 
-    @property
+    @cached_property
     def local_rows(self) -> int:
         return self.part.local_rows
+
+    @cached_property
+    def has_messages(self) -> bool:
+        return any(op is Op.LAUNCH for _, op, _ in self.steps)
 
     @property
     def num_groups(self) -> int:

@@ -55,6 +55,7 @@ class Move:
 
     field: str
     group: int
+    item: Item
     table: Any
 
 
@@ -87,7 +88,7 @@ def lay_out_mail(
     tables = row_ops.tables(sections.segments[order], bounds, arrays)
     moves: dict[int, list[Move]] = {}
     for (phase, field, group, _), table in zip(key[:, bounds[:-1]].T.tolist(), tables, strict=True):
-        moves.setdefault(phase, []).append(Move(NAMES[field], group, table))
+        moves.setdefault(phase, []).append(Move(NAMES[field], group, ITEMS[NAMES[field]], table))
     return {phase: Mail(peers, moves[phase]) for phase, peers in sections.peers.items()}
 
 

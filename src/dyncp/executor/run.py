@@ -6,8 +6,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from dyncp.executor.layout import Buffer, RankLayout, Settlement, Views
-from dyncp.executor.messages import ITEMS, Item, Move
+from dyncp.executor.layout import RankLayout, Settlement, Views
+from dyncp.executor.messages import Item, Move
 from dyncp.executor.streams import START, Streams
 from dyncp.executor.workspace import Workspace
 from dyncp.kernels import Kernel, RowOps, SettlingKernel, Sums
@@ -37,22 +37,27 @@ class Runner:
         self._channel, self._streams = channel, streams
         self._sends_wide = sends_wide(self._lowered.part)
         self._forward = self._lowered.direction is Direction.FORWARD
-        self.last_finished = "none"
+        self.num_finished = 0
+
+    @property
+    def last_finished(self) -> str:
+        return _name(self._lowered.steps[self.num_finished - 1]) if self.num_finished else "none"
 
     def run(self) -> Generator[None, None, None]:
         marked = self._lowered.marked
         self._streams.mark(START)
-        for time, op, argument in self._lowered.steps:
+        for step in self._lowered.steps:
+            time, op, argument = step
             if op is Op.WAIT:
                 while not self._channel.ready(argument):
                     yield
             try:
                 self._do(op, argument)
             except TransportError as error:
-                raise TransportError(self._where(f"{_name(op)} {argument}", error)) from error
+                raise TransportError(self._where(_name(step), error)) from error
             if time in marked:
                 self._streams.mark(time)
-            self.last_finished = f"{_name(op)} {argument}"
+            self.num_finished += 1
         try:
             self._channel.finish()
         except TransportError as error:
@@ -78,8 +83,8 @@ class Runner:
         with self._streams.launching(self._lowered.ready.get(phase, START)):
             if sends is not None:
                 self._clear_empty(phase)
-                for move in self._layout.sends[phase].moves:
-                    self._pack(move, sends)
+                for move, message in sends.moves:
+                    self._pack(move, message)
                 self._streams.packed()
             self._channel.launch(
                 phase, sends.peers if sends else {}, receives.peers if receives else {}
@@ -97,13 +102,13 @@ class Runner:
         """Where results that leave are."""
         return sums.wide if self._sends_wide and sums.wide is not None else sums.final
 
-    def _pack(self, move: Move, buffer: Buffer) -> None:
-        workspace, item = self._workspaces[move.group], ITEMS[move.field]
-        if item is Item.PARTIAL:
+    def _pack(self, move: Move, message: Tensor) -> None:
+        workspace = self._workspaces[move.group]
+        if move.item is Item.PARTIAL:
             rows = self._sent(workspace.sums[move.field])
         else:
             rows = workspace.inputs[move.field]
-        self._row_ops.pack(move.table, rows, buffer.items[item])
+        self._row_ops.pack(move.table, rows, message)
 
     def _wait(self, phase: int) -> None:
         self._channel.wait(phase)
@@ -113,17 +118,15 @@ class Runner:
             clear = kernel.clear_queries if space is Space.Q else kernel.clear_keys
             clear(own, rows)
         buffer = self._views.receives[phase]
-        for move in self._layout.receives[phase].moves:
-            self._accept(move, buffer)
+        for move, message in buffer.moves:
+            self._accept(move, message, buffer.lse)
 
-    def _accept(self, move: Move, buffer: Buffer) -> None:
+    def _accept(self, move: Move, message: Tensor, lse: Tensor) -> None:
         """An input fills its slot, a result is merged into its rows."""
-        workspace, item = self._workspaces[move.group], ITEMS[move.field]
-        message = buffer.items[item]
-        if item is not Item.PARTIAL:
+        workspace = self._workspaces[move.group]
+        if move.item is not Item.PARTIAL:
             self._row_ops.unpack(move.table, message, workspace.inputs[move.field])
         elif move.field == "out":
-            lse = buffer.items[Item.WIDE]
             out = workspace.sums["out"]
             self._row_ops.merge(move.table, message, lse, out, workspace.inputs["lse"])
         else:
@@ -159,17 +162,18 @@ class Runner:
                 self._row_ops.add(settlement.table, target.view(-1), workspace.sums[name])
 
 
-def _name(op: Op | str) -> str:
-    return op if isinstance(op, str) else op.name
+def _name(step: tuple[int, Op | str, int]) -> str:
+    _, op, argument = step
+    return f"{op if isinstance(op, str) else op.name} {argument}"
 
 
 def drive(runners: Sequence[Runner]) -> None:
     """Runs all ranks of this process, round robin, to their ends."""
     active = [(runner, runner.run()) for runner in runners]
     while active:
-        before = [runner.last_finished for runner, _ in active]
+        before = [runner.num_finished for runner, _ in active]
         active = [(runner, steps) for runner, steps in active if _advance(steps)]
-        if active and before == [runner.last_finished for runner, _ in active]:
+        if active and before == [runner.num_finished for runner, _ in active]:
             stuck = ", ".join(runner.last_finished for runner, _ in active)
             raise TransportError(f"no virtual rank can go on; last finished instructions: {stuck}")
 

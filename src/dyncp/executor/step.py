@@ -1,7 +1,8 @@
 """Step: the immutable handle of a prepared plan."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -42,9 +43,18 @@ class CallLayout:
     dtypes: Dtypes
     arrivals: tuple[Arrival, ...]  # of the index arrays that it uses
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         return sum(rank.num_bytes + rank.own_bytes for rank in self.ranks)
+
+    @cached_property
+    def heads(self) -> list[tuple[slice, slice]]:
+        """q heads and kv heads of every head group."""
+        repeat, heads = self.shape.q_heads_per_kv_head, []
+        for group in self.groups:
+            first, end = group.first_kv_head, group.first_kv_head + group.num_kv_heads
+            heads.append((slice(first * repeat, end * repeat), slice(first, end)))
+        return heads
 
     def wait_for_indices(self) -> None:
         for arrival in self.arrivals:
@@ -63,6 +73,7 @@ class Step:
     engine: Engine
     arrival: Arrival
     layouts: dict[tuple[str, Direction, AttentionShape], CallLayout]
+    accepted: set[Any] = field(default_factory=set)  # calls that `check` found nothing wrong with
 
     @staticmethod
     def prepare(parts: tuple[RankPlan, ...], engine: Engine) -> "Step":
@@ -101,7 +112,7 @@ class Step:
     def plan(self) -> RankPlan:
         return self.parts[0]
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         """Rows that q and kv must have on this process."""
         return sum(part.local_rows for part in self.parts)
@@ -138,14 +149,23 @@ class Step:
 
     def shape_of(self, q: Tensor, k: Tensor) -> AttentionShape:
         """The attention shape of a call with these tensors."""
-        partial = self.plan.shape.partial_dtype
-        return AttentionShape(q.shape[1], k.shape[1], q.shape[2], DTYPES[q.dtype], partial)
+        _, heads, dim = q.shape
+        return _shape_of(heads, k.shape[1], dim, q.dtype, self.parts[0].shape.partial_dtype)
 
     def memory(self, shape: AttentionShape | None = None) -> Memory:
         """Bytes that a call takes on each of this process's ranks, with the executor's kernel."""
         return measure_memory(self.parts, shape, style_of(self.engine.kernel))
 
-    def check_mask(self, mask: str, *, backward: bool) -> None:
+    def check(self, mask: str, inputs: tuple[Tensor, ...], *, backward: bool) -> None:
+        """Raises ValueError where a call and the plan do not fit together. `inputs` are q, k, v, or
+        q and packed kv. Layers call alike: what was accepted once is not looked at again."""
+        call = (mask, backward, *[(x.shape, x.dtype, x.device) for x in inputs])
+        if call not in self.accepted:
+            self._check_mask(mask, backward=backward)
+            self._check_inputs(*unpacked(*inputs))
+            self.accepted.add(call)
+
+    def _check_mask(self, mask: str, *, backward: bool) -> None:
         plan = self.plan.mask_plan(mask)
         if backward and plan.backward is None:
             raise ValueError(
@@ -153,8 +173,7 @@ class Step:
                 "(forward_only) and has no backward; plan without it, or use torch.no_grad()"
             )
 
-    def check_inputs(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Raises ValueError where q, k, v and the plan do not fit together."""
+    def _check_inputs(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         _check_tensors(q, k, v)
         if q.shape[0] != self.num_rows:
             raise ValueError(
@@ -182,6 +201,20 @@ class Step:
             raise ValueError(f"gather got {len(rows)} rows; this step has {self.num_rows}")
         parts = self.transport.gather(rows, self.plan.rows_per_rank.tolist())
         return gather_samples(self.plan, parts)
+
+
+def unpacked(q: Tensor, k: Tensor, v: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v of q, k, v, or of q and packed kv."""
+    if v is None:
+        k, v = k.unbind(1)
+    return q, k, v
+
+
+@lru_cache
+def _shape_of(
+    q_heads: int, kv_heads: int, dim: int, dtype: torch.dtype, partial: str | None
+) -> AttentionShape:
+    return AttentionShape(q_heads, kv_heads, dim, DTYPES[dtype], partial)
 
 
 def _lay_out(

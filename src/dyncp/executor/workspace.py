@@ -1,6 +1,6 @@
 """Workspace: the tensors of one head group on one rank during one call, own rows first."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,14 +14,14 @@ from dyncp.plan import Direction, Space
 from dyncp.plan.rooms import INPUTS, OUTPUTS
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Workspace:
     """`inputs` are q, k, v, in backward also dout and delta, and lse, which forward writes. `sums`
     are out, or dq, dk, dv; `partial` is room for results before they are merged."""
 
     inputs: dict[str, Tensor]
     sums: dict[str, Sums]
-    partial: dict[str, Tensor] = field(default_factory=dict)
+    partial: dict[str, Tensor]
     own: Any = None  # accumulators of a settling kernel
 
     def gradients(self) -> Gradients:
@@ -29,76 +29,72 @@ class Workspace:
 
 
 class Opener:
-    """Makes the workspaces of one rank from the caller's tensors and the rooms of the call."""
+    """Makes the workspaces of one rank and head group from the caller's tensors and the rooms of
+    the call. All that is the same in every call is found here, before the first."""
 
-    def __init__(self, lowered: LoweredProgram, views: Views) -> None:
-        self._lowered, self._rooms = lowered, views.rooms
+    def __init__(self, lowered: LoweredProgram, views: Views, group: int) -> None:
+        own, direction = lowered.local_rows, lowered.direction
+        rooms = {name: room for (name, g), room in views.rooms.items() if g == group}
+        given = [name for space in Space for name in INPUTS[direction][space]]
+        results = [name for space in Space for name in OUTPUTS[direction][space]]
+        (results if direction is Direction.FORWARD else given).append("lse")
+        self.calls = [call for calls in lowered.calls.values() for g, call in calls if g == group]
+        partials = ((name, rooms.get(f"{name}_partial")) for name in results)
+        self.partial = {name: room for name, room in partials if room is not None}
+        self._inputs = {name: rooms[name] for name in (*given, "lse", "delta") if name in rooms}
+        self._copied = [(name, rooms[name][:own]) for name in given if name in rooms]
+        self._returned = [(name, rooms[name][:own]) for name in results if name in rooms]
+        # Rows between slots are read as part of kernel tiles: they count nothing, but 0 × NaN would
+        # be NaN.
+        read = (rooms[name] for name in (*given, "delta") if name in rooms)
+        self._tails = [room[own:] for room in read if len(room) > own]
+        self._sums = [
+            (name, rooms.get(name), rooms.get(f"{name}_wide"), self._partial_of(name))
+            for name in results
+            if name != "lse"
+        ]
+        self._empty = [
+            (name, rows)
+            for name, *_ in self._sums
+            for rows in lowered.empty_rows.get((space_of(name), group), ())
+        ]
+        self.own_delta = rooms["delta"][:own] if "delta" in rooms else None
 
-    def calls_of(self, group: int) -> list[Any]:
-        """The lowered kernel calls of a head group."""
-        calls = self._lowered.calls.values()
-        return [call for division in calls for g, call in division if g == group]
+    def _partial_of(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """Outputs are merged together with their log-sum-exps."""
+        is_merged = name == "out" and name in self.partial
+        return (self.partial["out"], self.partial["lse"]) if is_merged else None
 
-    def open(self, group: int, given: dict[str, Tensor], results: dict[str, Tensor]) -> Workspace:
+    def open_inputs(
+        self, given: dict[str, Tensor], results: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
         """`given` are read, `results` written: the rank's own rows, this head group's heads."""
-        direction = self._lowered.direction
-        inputs = {
-            name: self._input(name, group, given[name])
-            for space in Space
-            for name in INPUTS[direction][space]
-        }
-        if direction is Direction.FORWARD:
-            inputs["lse"] = self._rooms.get(("lse", group), results["lse"])
-        else:
-            inputs["lse"] = self._input("lse", group, given["lse"])
-            inputs["delta"] = self._rooms["delta", group]
-            self._clear_tail(inputs["delta"])
-        names = [name for space in Space for name in OUTPUTS[direction][space]]
-        sums = {name: self._sums(name, group, results[name]) for name in names}
-        partial = {
-            name: self._rooms[f"{name}_partial", group]
-            for name in (*names, "lse")
-            if (f"{name}_partial", group) in self._rooms
-        }
-        if direction is Direction.FORWARD and "out" in partial:
-            out = sums["out"]
-            sums["out"] = Sums(out.final, out.wide, (partial["out"], partial["lse"]))
-        self._clear_empty_rows(group, inputs, sums)
-        return Workspace(inputs, sums, partial)
+        for name, rows in self._copied:
+            rows.copy_(given[name])
+        for rows in self._tails:
+            rows.zero_()
+        inputs = given | self._inputs
+        if "lse" not in inputs:
+            inputs["lse"] = results["lse"]
+        return inputs
 
-    def close(self, group: int, workspace: Workspace, results: dict[str, Tensor]) -> None:
+    def open_sums(self, inputs: dict[str, Tensor], results: dict[str, Tensor]) -> dict[str, Sums]:
+        sums = {}
+        for name, room, wide, partial in self._sums:
+            final = results[name] if room is None else room
+            is_wide = final.dtype in (torch.float32, torch.float64)
+            sums[name] = Sums(final, final if is_wide else wide, partial)
+        self._clear_empty_rows(inputs, sums)
+        return sums
+
+    def close(self, results: dict[str, Tensor]) -> None:
         """Copies own rows of results that lie in a room to where the caller gets them."""
-        for name, result in results.items():
-            if (name, group) in self._rooms:
-                inside = workspace.inputs[name] if name == "lse" else workspace.sums[name].final
-                result.copy_(inside[: len(result)])
+        for name, rows in self._returned:
+            results[name].copy_(rows)
 
-    def _input(self, name: str, group: int, own: Tensor) -> Tensor:
-        if (name, group) not in self._rooms:
-            return own
-        rows = self._rooms[name, group]
-        rows[: len(own)].copy_(own)
-        self._clear_tail(rows)
-        return rows
-
-    def _clear_tail(self, rows: Tensor) -> None:
-        """Rows between slots are read as part of kernel tiles: they count nothing, but 0 × NaN
-        would be NaN."""
-        if len(rows) > self._lowered.local_rows:
-            rows[self._lowered.local_rows :].zero_()
-
-    def _sums(self, name: str, group: int, result: Tensor) -> Sums:
-        final = self._rooms.get((name, group), result)
-        if final.dtype in (torch.float32, torch.float64):
-            return Sums(final, final)
-        return Sums(final, self._rooms.get((f"{name}_wide", group)))
-
-    def _clear_empty_rows(
-        self, group: int, inputs: dict[str, Tensor], sums: dict[str, Sums]
-    ) -> None:
+    def _clear_empty_rows(self, inputs: dict[str, Tensor], sums: dict[str, Sums]) -> None:
         """Rows that nothing is added to give 0, and log-sum-exp −∞."""
-        for name, summed in sums.items():
-            for rows in self._lowered.empty_rows.get((space_of(name), group), ()):
-                summed.final[rows].zero_()
-                if name == "out":
-                    inputs["lse"][rows].fill_(-torch.inf)
+        for name, rows in self._empty:
+            sums[name].final[rows].zero_()
+            if name == "out":
+                inputs["lse"][rows].fill_(-torch.inf)

@@ -97,7 +97,7 @@ class TorchRowOps:
             _target(sums, after)[rows] = new.to(_target(sums, after).dtype)
 
     def row_sums(self, dout: Tensor, out: Tensor, delta: Tensor) -> None:
-        delta.copy_((dout.to(delta.dtype) * out.to(delta.dtype)).sum(dim=-1))
+        torch.sum(dout.to(delta.dtype) * out, dim=-1, out=delta)
 
 
 def states_table(states: RowStates, row_ops: RowOps, arrays: IndexArrays) -> Any:

@@ -158,7 +158,7 @@ class RankPlan:
         held = np.bincount(self.blocks.owner, self.blocks.tokens, self.num_ranks)
         return held.astype(np.int64)
 
-    @property
+    @cached_property
     def rows_per_rank(self) -> Int64:
         """Each rank's tokens, padded to `local_multiple`."""
         return -(-self.tokens_per_rank // self.local_multiple) * self.local_multiple
@@ -167,7 +167,7 @@ class RankPlan:
     def local_tokens(self) -> int:
         return int(self.tokens_per_rank[self.rank])
 
-    @property
+    @cached_property
     def local_rows(self) -> int:
         """Local tokens, padded to `local_multiple`."""
         return int(self.rows_per_rank[self.rank])

@@ -6,7 +6,7 @@ kernel behind it takes tensors of any size, so we keep it by what it was compile
 
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,12 +33,15 @@ class SparseLists:
     full_count: Tensor
     full: Tensor
     ranges: Tensor  # int32[2 × ranges, query rows]
+    by_heads: dict[int, tuple[Tensor | None, ...]] = field(default_factory=dict, init=False)
 
     def tensors(self, heads: int) -> tuple[Tensor | None, ...]:
         """[1, heads, tiles(, most)], the same lists for every head; and four that we do not use."""
-        counts = [x[None, None].expand(1, heads, -1) for x in (self.partial_count, self.full_count)]
-        lists = [x[None, None].expand(1, heads, -1, -1) for x in (self.partial, self.full)]
-        return counts[0], lists[0], counts[1], lists[1], None, None, None, None
+        if heads not in self.by_heads:
+            given = (self.partial_count, self.partial, self.full_count, self.full)
+            lists = [x.expand(1, heads, *x.shape) for x in given]
+            self.by_heads[heads] = (*lists, None, None, None, None)
+        return self.by_heads[heads]
 
 
 @dataclass(frozen=True, eq=False)

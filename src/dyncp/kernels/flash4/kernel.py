@@ -95,12 +95,13 @@ class Flash4Kernel:
         lse: Tensor,
     ) -> None:
         rows, keys = lowered.rows, lowered.keys
-        inputs = (q[rows], k[keys], v[keys], scale, lowered.shape())
+        inputs = (_part(q, rows), _part(k, keys), _part(v, keys), scale, lowered.shape())
         if lowered.direct:
-            flash.attend(*inputs, out.final[rows], lse.T[:, rows])
+            flash.attend(*inputs, _part(out.final, rows), _part(lse, rows).T)
             return
         assert out.partial is not None, "a call that is merged has no room for its partial output"
-        partial, partial_lse = (x[: rows.stop - rows.start] for x in out.partial)
+        first = slice(0, rows.stop - rows.start)
+        partial, partial_lse = (_part(x, first) for x in out.partial)
         flash.attend(*inputs, partial, partial_lse.T)
         merge_partial(partial, partial_lse.T, rows.start, lowered.states.tensor, out, lse)
 
@@ -122,8 +123,8 @@ class Flash4Kernel:
         places = None if lowered.places is None else lowered.places.tensor
         padded = _padded(rows) if places is None else slice(None)
         scaled_lse, copied_delta = own.scaled_lse[:, padded], own.delta[:, padded]
-        scale_rows(lse[rows], delta[rows], places, scaled_lse, copied_delta)
-        sums, cut = own.sums, (q[rows], k[keys], v[keys])
+        scale_rows(_part(lse, rows), _part(delta, rows), places, scaled_lse, copied_delta)
+        sums, cut = own.sums, (_part(q, rows), _part(k, keys), _part(v, keys))
         dim = _dim(q)
         parts = [
             x if places is not None else x[:, span.start * dim : _padded(span).stop * dim]
@@ -133,7 +134,7 @@ class Flash4Kernel:
             parts[1:] = [x[keys] for x in own.written]
         room = flash.Accumulators(*parts)
         flash.attend_backward(
-            cut, dout[rows], scaled_lse, copied_delta, scale, lowered.shape(), room
+            cut, _part(dout, rows), scaled_lse, copied_delta, scale, lowered.shape(), room
         )
         if own.written is not None:
             sums.dk[keys].add_(own.written[0][keys])
@@ -289,6 +290,11 @@ def _rows(tiles: slice, num_rows: int) -> slice:
 
 def _padded(rows: slice) -> slice:
     return slice(rows.start, -(-rows.stop // SIDE) * SIDE)
+
+
+def _part(x: Tensor, rows: slice) -> Tensor:
+    """x[rows], which costs host time where it is all of x."""
+    return x if x.shape[0] == rows.stop - rows.start else x[rows]
 
 
 def _direct(call: KernelCall, rows: slice) -> bool:

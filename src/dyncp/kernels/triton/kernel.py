@@ -1,6 +1,6 @@
 """Kernel `triton`: the same bits every time, on any CUDA GPU from Ampere on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -57,6 +57,13 @@ class Lowered:
     queries: Side
     keys: Side | None  # backward
     ranges: Index  # int32[R, 2, query rows in whole tiles]
+    vectors: dict[int, TensorDescriptor] = field(default_factory=dict)
+
+    def ranges_vector(self, block: int) -> TensorDescriptor:
+        """The ranges for loads of `block` numbers; made once they are on the device."""
+        if block not in self.vectors:
+            self.vectors[block] = _vector(self.ranges.tensor, block)
+        return self.vectors[block]
 
 
 class TritonKernel:
@@ -118,16 +125,15 @@ class TritonKernel:
         assert lowered.keys is not None, "this call was lowered for forward"
         side, dk, dv = lowered.keys, grads.dk, grads.dv
         pieces, options = _options(lowered, side, q, k, "keys")
-        lse_vector, delta_vector, ranges_vector = (
-            _vector(x, pieces.rows) for x in (lse, delta, ranges[0])
-        )
+        lse_vector, delta_vector = _vector(lse, pieces.rows), _vector(delta, pieces.rows)
         attend_backward_keys[(side.num_tiles * k.shape[1] * (HALF // pieces.keys),)](
             *_matrices(q, k, v, dout, pieces), lse_vector, delta_vector,
             dk.final, dv.final, _wide(dk), _wide(dv),
             lse.stride(1), delta.stride(1),
             dk.final.stride(0), dv.final.stride(0), _wide(dk).stride(0),
             scale, len(q), len(k), *side.lists(k.shape[1]),
-            ranges_vector, ranges[1], side.states.tensor, *side.widths(), **options,
+            lowered.ranges_vector(pieces.rows), ranges[1], side.states.tensor,
+            *side.widths(), **options,
         )  # fmt: skip
 
 
@@ -182,13 +188,21 @@ def _padded(dim: int) -> int:
 def _options(
     lowered: Lowered, side: Side, q: Tensor, k: Tensor, which: str
 ) -> tuple[Pieces, dict[str, Any]]:
-    pieces, options = _shape_options(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2], which)
-    return pieces, options | {"NUM_RANGES": len(lowered.ranges), "MERGES": side.merges}
+    _, q_heads, dim = q.shape
+    sizes = (q_heads, k.shape[1], dim, len(lowered.ranges))
+    return _options_of(q.device, q.dtype, *sizes, which, side.merges)
 
 
 @lru_cache
-def _shape_options(
-    device: torch.device, dtype: torch.dtype, q_heads: int, kv_heads: int, dim: int, which: str
+def _options_of(
+    device: torch.device,
+    dtype: torch.dtype,
+    q_heads: int,
+    kv_heads: int,
+    dim: int,
+    num_ranges: int,
+    which: str,
+    merges: bool,
 ) -> tuple[Pieces, dict[str, Any]]:
     check_supported(dtype, dim)
     padded = _padded(dim)
@@ -201,6 +215,8 @@ def _shape_options(
         "BLOCK_M": pieces.rows,
         "BLOCK_N": pieces.keys,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+        "NUM_RANGES": num_ranges,
+        "MERGES": merges,
         "num_warps": pieces.warps,
         "num_stages": pieces.stages,
     }
