@@ -5,7 +5,18 @@ import torch
 from flash4_emulated import import_flash4
 
 from cases import Case, Tensors, assert_equal, run_dense, run_virtual
-from dyncp import AttentionShape, Batch, PlannerConfig, Topology, masks, plan_batch
+from dyncp import (
+    AttentionShape,
+    Batch,
+    DCPExecutor,
+    PlannerConfig,
+    Topology,
+    attention,
+    masks,
+    plan_batch,
+)
+from dyncp.executor.engine import Engine
+from dyncp.kernels import CpuKernel
 from interpreted import needs_interpreter
 
 pytestmark = needs_interpreter
@@ -42,3 +53,15 @@ def test_one_rank_runs_sequences_below_each_other():
     tensors = Tensors.draw(case)
     expected = run_dense(case, "default", tensors, torch.float64)
     assert_equal(run_virtual(case, "default", tensors, kernel=kernel(False)), expected, 2e-2)
+
+
+def test_inputs_that_flash4_refuses_go_to_another_kernel_where_the_choice_was_free():
+    batch = Batch.of([masks.causal(50)])
+    step = DCPExecutor(kernel=kernel(True)).prepare(plan_batch(batch, Topology(1, 1)))
+    q, k = torch.randn(50, 4, 32), torch.randn(50, 2, 32)
+    with pytest.raises(ValueError, match=r"takes torch.* and head dims up to 128"):
+        attention(step, q, k, k)
+    engine = step.engine
+    engine.alternative = Engine(CpuKernel(), engine.transport, engine.device, engine.row_ops)
+    plain = DCPExecutor(kernel="cpu").prepare(plan_batch(batch, Topology(1, 1)))
+    assert torch.equal(attention(step, q, k, k), attention(plain, q, k, k))

@@ -4,6 +4,7 @@ import pytest
 import torch
 from kernel_cases import dense, draw_call
 
+from dyncp import Batch, DCPExecutor, Topology, attention, masks, plan_batch
 from dyncp.kernels.call import Held
 from dyncp.kernels.index_arrays import IndexArrays
 from dyncp.kernels.kernel import Gradients, Sums
@@ -129,3 +130,22 @@ def test_an_unknown_dtype_or_head_dim_is_an_error():
         q, k = torch.zeros(rows, 2, dim, dtype=dtype), torch.zeros(keys, 2, dim, dtype=dtype)
         with pytest.raises(ValueError, match=part):
             kernel.attend(lowered, q, k, k, 1.0, Sums(q, None), heads_first(rows, 2))
+
+
+@pytest.mark.parametrize("first", ["inputs", "gradient"])
+def test_tensors_with_heads_first_give_the_same(first):
+    """As transposed in many models: [heads, tokens, dim] in memory."""
+    plan = plan_batch(Batch.of([masks.causal(70)]), Topology(1, 1))
+    step = DCPExecutor(kernel=triton_kernel()).prepare(plan)
+    tensors = [draw((70, heads, 32), heads) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+
+    def run(*tensors):
+        q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
+        out = attention(step, q, k, v)
+        return out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3])
+
+    chosen = slice(0, 3) if first == "inputs" else slice(3, 4)
+    turned = list(tensors)
+    turned[chosen] = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in tensors[chosen]]
+    for given, expected in zip(run(*turned), run(*tensors), strict=True):
+        assert torch.equal(given, expected)

@@ -64,6 +64,7 @@ def _call(
     leaves = inputs if sink is None else (*inputs, sink)
     has_graph = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
     handle, record = _resolve(step, has_graph=has_graph)
+    handle = handle.fitting(inputs[0])
     handle.check(options.mask, inputs, backward=has_graph)
     if sink is not None and sink.shape != (q_heads := inputs[0].shape[1],):
         raise ValueError(f"sink has shape {tuple(sink.shape)}; expected [{q_heads}] (q heads)")

@@ -61,8 +61,11 @@ def empty_per_head(q: Tensor) -> Tensor:
 
 
 def _dense_rows(x: Tensor) -> Tensor:
-    """Kernels read rows whose last dimension is contiguous; other strides are free."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    """Kernels read rows whose heads lie next to each other; the stride of rows is free."""
+    _, heads, dim = x.shape
+    _, of_heads, of_dim = x.stride()
+    dense = (of_dim == 1 or dim == 1) and (of_heads == dim or heads == 1)
+    return x if dense else x.contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +81,12 @@ class _Call:
 
     def __init__(self, step: Step, layout: CallLayout, scale: float) -> None:
         self._engine, self._layout, self._scale = step.engine, layout, scale
+        self._num_bytes = step.num_bytes
 
     def run(self, given: Tensors, results: Tensors) -> None:
         engine, arena, layout = self._engine, self._engine.arena(), self._layout
         layout.wait_for_indices()
-        arena.reset(layout.num_bytes)
+        arena.reset(self._num_bytes)
         runners, opened, streams, first = [], [], [], 0
         places, channels = self._places(arena), engine.transport.open()
         for rank, place, channel in zip(layout.ranks, places, channels, strict=True):
@@ -139,8 +143,9 @@ class _Call:
 
 
 def _aligned(lse: Tensor, arena: Arena) -> Tensor:
-    """GPU kernels load log-sum-exps 16 bytes at once; virtual ranks' rows begin anywhere."""
-    if not lse.is_cuda or lse.data_ptr() % 16 == 0:
+    """GPU kernels load log-sum-exps 16 bytes at once. Virtual ranks' rows begin anywhere, and a
+    sink's log-sum-exps are not padded."""
+    if not lse.is_cuda or (lse.data_ptr() % 16 == 0 and lse.stride(1) % 4 == 0):
         return lse
     num_rows, heads = lse.shape
     rows = padded_rows(num_rows)

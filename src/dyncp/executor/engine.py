@@ -17,6 +17,7 @@ class Engine:
         self, kernel: Kernel, transport: Transport, device: torch.device, row_ops: RowOps
     ) -> None:
         self.kernel, self.transport, self.device = kernel, transport, device
+        self.alternative: Engine | None = None  # for inputs that the kernel refuses
         self.row_ops = row_ops
         self.on_gpu = device.type == "cuda"
         self.shape: AttentionShape | None = None

@@ -42,6 +42,9 @@ class DCPExecutor:
         self.transport = transport or _transport(group, virtual_ranks, timeout, self.device)
         row_ops = choose_row_ops(self.device) if row_ops is None else row_ops
         self.engine = Engine(self.kernel, self.transport, self.device, row_ops)
+        if kernel == "auto" and self.kernel.name == "flash4":
+            other = choose_kernel("triton", self.device, deterministic)
+            self.engine.alternative = Engine(other, self.transport, self.device, row_ops)
         self.calls = CallLog()
         self._latest: Step | None = None
 

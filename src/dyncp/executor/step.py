@@ -74,6 +74,7 @@ class Step:
     arrival: Arrival
     layouts: dict[tuple[str, Direction, AttentionShape], CallLayout]
     accepted: set[Any] = field(default_factory=set)  # calls that `check` found nothing wrong with
+    others: list["Step"] = field(default_factory=list)  # for another kernel
 
     @staticmethod
     def prepare(parts: tuple[RankPlan, ...], engine: Engine) -> "Step":
@@ -99,6 +100,24 @@ class Step:
         for (name, direction, of_shape), laid_out in ranks.items():
             step._add(name, direction, of_shape, laid_out, (step.arrival,))
         return step
+
+    def fitting(self, q: Tensor) -> "Step":
+        """This handle, or the plan prepared for another kernel where this one's refuses q and the
+        choice was left to the executor."""
+        kernel = self.engine.kernel
+        reason = kernel.refuses(q.dtype, q.shape[-1]) if hasattr(kernel, "refuses") else ""
+        if not reason:
+            return self
+        if self.engine.alternative is None:
+            raise ValueError(reason)
+        if not self.others:
+            self.others.append(Step.prepare(self.parts, self.engine.alternative))
+        return self.others[0]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the largest call so far, or to come: forward and backward share it."""
+        return max(layout.num_bytes for layout in self.layouts.values())
 
     @property
     def transport(self) -> Transport:

@@ -4,6 +4,7 @@ causal and varlen paths where a call is just that."""
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,10 @@ class Flash4Kernel:
         self.settles = not deterministic
         self._triton = TritonKernel()
 
+    def refuses(self, dtype: torch.dtype, dim: int) -> str:
+        """Why this kernel does not take such inputs; empty if it does."""
+        return _why_not(dtype, dim)
+
     def lower(self, call: KernelCall, arrays: IndexArrays, *, backward: bool) -> Any:
         if backward and not self.settles:
             return self._triton.lower(call, arrays, backward=True)
@@ -144,7 +149,6 @@ class Flash4Kernel:
         self, calls: list[Lowered], q: Tensor, k: Tensor, take: Callable[[int], Tensor]
     ) -> Collected:
         heads, kv_heads, dim = q.shape[1], k.shape[1], _dim(q)
-        check_supported(q.dtype, q.shape[2])
         q_rows, k_rows = _collected_rows(calls, len(q), len(k))
         shape = calls[0].shape() if calls else None
         dq = take(heads * q_rows * dim).view(heads, q_rows * dim)
@@ -321,9 +325,12 @@ def _dim(q: Tensor) -> int:
     return -(-q.shape[2] // 32) * 32
 
 
-def check_supported(dtype: torch.dtype, dim: int) -> None:
-    if dtype not in DTYPES or dim > MOST_DIM or dim % 8:
-        raise ValueError(
-            f"kernel 'flash4' takes {', '.join(map(str, DTYPES))} and head dims up to {MOST_DIM} "
-            f"in steps of 8; q is {dtype} with head dim {dim}. Kernel 'triton' takes more"
-        )
+@cache
+def _why_not(dtype: torch.dtype, dim: int) -> str:
+    if dtype in DTYPES and dim <= MOST_DIM and dim % 8 == 0:
+        return ""
+    return (
+        f"kernel 'flash4' takes {', '.join(map(str, DTYPES))} and head dims up to {MOST_DIM} in "
+        f"steps of 8; q is {dtype} with head dim {dim}. Kernel 'triton' takes more; kernel='auto' "
+        "finds the one that fits"
+    )
