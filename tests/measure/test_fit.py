@@ -82,6 +82,13 @@ def test_edges_and_longest_rows_are_told_apart_from_the_rest():
     assert rates.worst_error < 1e-6
 
 
+def test_edges_that_are_all_of_the_work_are_left_out():
+    alike = [replace(s, edge_flops=s.flops, row_flops=s.flops) for s in samples(6e14, 4e14, 1e-5)]
+    rates = fit_rates(alike)
+    assert (rates.forward, rates.backward) == pytest.approx((6e14, 4e14))
+    assert (rates.edge_forward, rates.tail_forward) == (1, 0)
+
+
 def test_time_that_does_not_grow_with_work_is_refused():
     odd = [replace(s, seconds=1 / s.flops) for s in samples(1, 1, 1)]
     with pytest.raises(ValueError, match="does not grow with its work"):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from dyncp.arrays import Float64
 from dyncp.blocks import Direction
 from dyncp.cost import CostModel
 from dyncp.measure.fit import Fit, fit_seconds
@@ -20,6 +21,9 @@ from dyncp.topology import Topology
 # From so many tokens on, plans for so many ranks: kernels have faster paths for whole sequences,
 # which cut ones seldom take. Shorter ones are mostly overhead.
 CUT_TOKENS, CUT_RANKS = 1024, 4
+# Below, edges and tails would be fitted to noise: timings for each coefficient, and the condition
+# number of their columns (2 to 5 with the default masks, 128 to 16,384 tokens).
+TIMINGS_PER_COEFFICIENT, MOST_ALIKE = 4, 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,10 @@ class CallSample:
     calls: int
     seconds: float
     host_seconds: float
+
+    @property
+    def work(self) -> tuple[float, float, float]:
+        return self.flops, self.edge_flops, self.row_flops
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,41 +114,66 @@ def _sample(
 
 def fit_rates(samples: Sequence[CallSample]) -> AttentionRates:
     """seconds = calls × overhead + (FLOPs + (edge − 1) × edge FLOPs + tail × row FLOPs) / rate,
-    with one overhead for both directions and the rest for each."""
+    with one overhead for both directions and the rest for each. Tails, and then edges, are left
+    out where the timings cannot tell them from plain work."""
     both = [[s for s in samples if s.direction == d.name.lower()] for d in Direction]
-    apart = [_fit(part) for part in both]
-    none = [0.0] * 3
-    columns = [[*_work(s), *none, s.calls] for s in both[0]] + [
-        [*none, *_work(s), s.calls] for s in both[1]
-    ]
-    fit = fit_seconds(np.asarray(columns), np.asarray([s.seconds for s in both[0] + both[1]]))
-    *found, call = fit.coefficients.tolist()
-    (forward, *more_forward), (backward, *more_backward) = found[:3], found[3:]
-    if not (forward and backward):
-        raise ValueError(
-            "the attention kernel's time does not grow with its work: too short or too noisy; "
-            "measure larger sizes or more repeats"
-        )
-    return AttentionRates(
-        1 / forward,
-        1 / backward,
-        1 + more_forward[0] / forward,
-        1 + more_backward[0] / backward,
-        more_forward[1] / forward,
-        more_backward[1] / backward,
-        call,
-        float(apart[0].coefficients[-1]),
-        float(apart[1].coefficients[-1]),
-        fit.mean_error,
-        fit.worst_error,
-        float(np.median([s.host_seconds for s in samples])),
+    seconds = np.asarray([s.seconds for s in both[0] + both[1]])
+    for terms in (3, 2, 1):
+        columns = _columns(both, terms)
+        if terms > 1 and not _tells_apart(columns, seconds):
+            continue
+        fit = fit_seconds(columns, seconds)
+        work = np.zeros((2, 3))
+        work[:, :terms] = fit.coefficients[:-1].reshape(2, terms)
+        if work[:, 0].all():
+            return _rates(work, fit, both, terms)
+    raise ValueError(
+        "the attention kernel's time does not grow with its work: too short or too noisy; "
+        "measure larger sizes or more repeats"
     )
 
 
-def _work(sample: CallSample) -> list[float]:
-    return [sample.flops, sample.edge_flops, sample.row_flops]
+def _columns(both: list[list[CallSample]], terms: int) -> Float64:
+    """Work of each direction in columns of its own, then calls: float64[samples, 2 × terms + 1]."""
+    columns = np.zeros((sum(map(len, both)), 2 * terms + 1))
+    row = 0
+    for index, part in enumerate(both):
+        for sample in part:
+            columns[row, index * terms : (index + 1) * terms] = sample.work[:terms]
+            columns[row, -1] = sample.calls
+            row += 1
+    return columns
 
 
-def _fit(samples: Sequence[CallSample]) -> Fit:
-    columns = np.asarray([[*_work(s), s.calls] for s in samples], np.float64)
-    return fit_seconds(columns, np.asarray([s.seconds for s in samples]))
+def _tells_apart(columns: Float64, seconds: Float64) -> bool:
+    """Whether there are enough timings, of works that differ enough."""
+    if len(columns) < TIMINGS_PER_COEFFICIENT * columns.shape[1]:
+        return False
+    relative = columns / seconds[:, None]
+    size = np.linalg.norm(relative, axis=0)
+    return bool(size.all() and np.linalg.cond(relative / size) < MOST_ALIKE)
+
+
+def _rates(work: Float64, fit: Fit, both: list[list[CallSample]], terms: int) -> AttentionRates:
+    (forward, edge_forward, tail_forward), (backward, edge_backward, tail_backward) = work.tolist()
+    apart = [_call_seconds(part, terms) for part in both]
+    return AttentionRates(
+        forward=1 / forward,
+        backward=1 / backward,
+        edge_forward=1 + edge_forward / forward,
+        edge_backward=1 + edge_backward / backward,
+        tail_forward=tail_forward / forward,
+        tail_backward=tail_backward / backward,
+        call_seconds=float(fit.coefficients[-1]),
+        forward_call_seconds=apart[0],
+        backward_call_seconds=apart[1],
+        mean_error=fit.mean_error,
+        worst_error=fit.worst_error,
+        host_seconds=float(np.median([s.host_seconds for part in both for s in part])),
+    )
+
+
+def _call_seconds(samples: Sequence[CallSample], terms: int) -> float:
+    """Of one direction alone."""
+    columns = np.asarray([[*s.work[:terms], s.calls] for s in samples], np.float64)
+    return float(fit_seconds(columns, np.asarray([s.seconds for s in samples])).coefficients[-1])
