@@ -69,6 +69,8 @@ def test_kernels_that_do_not_divide_into_calls_are_shared_out(caplog):
     kernels = [KernelRun("attend_tiles", 2.0)] * 3
     assert seconds_by_call(kernels, np.array([1.0, 3.0])).tolist() == [1.5, 4.5]
     assert "3 attention kernels in 2 kernel calls" in caplog.text
+    assert seconds_by_call([], np.array([1.0, 3.0])).tolist() == [1.0, 3.0]
+    assert "no attention kernels" in caplog.text
 
 
 @pytest.mark.parametrize("profile", [COST.profile, CALIBRATED], ids=["plain", "edges and tails"])

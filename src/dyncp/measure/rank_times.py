@@ -107,12 +107,16 @@ def seconds_by_call(kernels: Sequence[KernelRun], between_events: Float64) -> Fl
     """Seconds of the attention kernels of every call: every call has as many, in order.
 
     Three kernels of 1, 2 and 3 seconds in three calls are one each. Where kernels do not divide
-    into calls, their sum is shared out by the seconds between the events around the calls."""
+    into calls, their sum is shared out by the seconds between the events around the calls, which
+    also stand in where the profiler saw none."""
     seconds = np.asarray([kernel.seconds for kernel in kernels if kernel.is_attention])
     num_calls = len(between_events)
     if not num_calls:
         return between_events
-    if len(seconds) and len(seconds) % num_calls == 0:
+    if not len(seconds):
+        logger.warning("the profiler saw no attention kernels; events around the calls count")
+        return between_events
+    if len(seconds) % num_calls == 0:
         by_call: Float64 = seconds.reshape(num_calls, -1).sum(axis=1)
         return by_call
     logger.warning(
