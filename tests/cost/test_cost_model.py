@@ -1,5 +1,7 @@
 """What tiles, calls and copies cost."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 from dyncp import AttentionShape, Batch, masks
 from dyncp.blocks import Direction, build_graph
 from dyncp.cost import PROFILES, CostModel, find_profile
+from dyncp.cost.tails import CallTiles, longest_rows, tail_seconds
 from dyncp.topology import PRESETS
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -65,6 +68,57 @@ def test_a_large_causal_tile_runs_at_the_rate_of_the_profile() -> None:
     for direction, flops, rate in ((FORWARD, 4, 590e12), (BACKWARD, 10, 480e12)):
         seconds = COST.tile_seconds(pairs, np.array([n]), np.array([n]), 32, direction)[0]
         assert flops * pairs[0] * 128 * 32 / seconds == pytest.approx(rate, rel=0.01)
+
+
+def edge(pairs: int, rows: int, keys: int) -> float:
+    return float(COST.edge_area(np.array([pairs]), np.array([rows]), np.array([keys]))[0])
+
+
+def test_edges_are_in_one_kernel_tile_per_row_and_at_ragged_ends() -> None:
+    kernel_tile = 128 * 128
+    assert edge(1024 * 1024, 1024, 1024) == 0
+    assert edge(1024 * 1025 // 2, 1024, 1024) == 8 * kernel_tile  # causal
+    assert edge(1024 * 1000, 1024, 1000) == 8 * kernel_tile  # its last keys
+    assert edge(1000 * 1024, 1000, 1024) == pytest.approx(8 * kernel_tile)  # its last rows
+    assert edge(100 * 100, 100, 100) == area(100 * 100, 100, 100)
+
+
+@given(st.integers(1, 3000), st.integers(1, 3000), st.floats(0, 1))
+def test_edges_are_part_of_the_area(rows: int, keys: int, share: float) -> None:
+    pairs = max(1, round(rows * keys * share))
+    assert 0 <= edge(pairs, rows, keys) <= area(pairs, rows, keys)
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_kernel_tiles_with_edges_take_as_much_longer_as_the_profile_says(
+    direction: Direction,
+) -> None:
+    profile = replace(COST.profile, edge_forward=3.0, edge_backward=5.0)
+    cost = CostModel(profile, COST.shape)
+    n = np.array([1024])
+    plain, full = (COST.tile_seconds(p, n, n, 32, direction)[0] for p in (n * (n + 1) // 2, n * n))
+    causal = cost.tile_seconds(n * (n + 1) // 2, n, n, 32, direction)[0]
+    assert causal - plain == pytest.approx(full / 64 * 8 * (cost.edge_factor(direction) - 1))
+    assert cost.tile_seconds(n * n, n, n, 32, direction)[0] == full
+    graph = build_graph(Batch.of([masks.causal(1024)]), COST.shape, [1024])
+    assert cost.graph_tile_seconds(graph, "default", direction) == pytest.approx([causal])
+
+
+def test_the_longest_row_of_a_call_is_that_of_the_block_with_most_keys() -> None:
+    profile = replace(COST.profile, tail_forward=100.0, tail_backward=10.0)
+    cost = CostModel(profile, COST.shape)
+    # Cell 0: query block 0 attends key blocks 0 and 1, block 1 only block 1. Cell 2: one tile.
+    cell, q_block, k_block = (np.array(x) for x in ([0, 0, 0, 2], [0, 0, 1, 1], [0, 1, 1, 0]))
+    side = np.full(4, 256)
+    tiles = CallTiles(cell, np.zeros(4, np.int64), q_block, k_block, side * side, side, side)
+    for direction in Direction:
+        assert longest_rows(tiles, 3, direction, cost).tolist() == [512, 0, 256]
+        seconds = tail_seconds(tiles, 3, direction, cost)
+        assert seconds is not None
+        row = COST.tile_seconds(*(np.array([x]) for x in (128 * 512, 128, 512)), 1, direction)[0]
+        tail = (100.0, 10.0)[direction]
+        assert seconds.tolist() == pytest.approx([tail * row, 0, tail * row / 2])
+        assert tail_seconds(tiles, 3, direction, COST) is None
 
 
 def test_seconds_are_proportional_to_heads() -> None:

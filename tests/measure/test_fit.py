@@ -46,12 +46,22 @@ def test_too_few_measurements_and_no_time_are_refused():
         fit_seconds(np.ones((2, 1)), np.zeros(2))
 
 
-def samples(forward: float, backward: float, call: float) -> list[CallSample]:
-    return [
-        CallSample("causal", 0, direction, flops, 0, 1, call + flops / rate, 1e-4)
-        for direction, rate, factor in (("forward", forward, 1.0), ("backward", backward, 2.5))
-        for flops in factor * np.geomspace(1e6, 1e13, 10)
-    ]
+def samples(
+    forward: float,
+    backward: float,
+    call: float,
+    edges: tuple[float, float] = (1.0, 1.0),
+    tails: tuple[float, float] = (0.0, 0.0),
+) -> list[CallSample]:
+    """Timings that the cost model explains exactly, with work of many shapes."""
+    draw, found = np.random.default_rng(0), []
+    for index, (direction, rate) in enumerate((("forward", forward), ("backward", backward))):
+        for flops in np.geomspace(1e6, 1e13, 20):
+            edge, row = flops * draw.uniform(0, 0.5), flops * draw.uniform(0, 0.01)
+            work = flops + (edges[index] - 1) * edge + tails[index] * row
+            seconds = call + work / rate
+            found.append(CallSample("causal", 0, direction, flops, edge, row, 0, 1, seconds, 1e-4))
+    return found
 
 
 def test_forward_and_backward_share_their_overhead():
@@ -59,6 +69,24 @@ def test_forward_and_backward_share_their_overhead():
     assert (rates.forward, rates.backward) == pytest.approx((600e12, 480e12))
     assert rates.call_seconds == pytest.approx(20e-6)
     assert rates.forward_call_seconds == pytest.approx(rates.backward_call_seconds)
+    assert (rates.edge_forward, rates.edge_backward) == pytest.approx((1, 1))
+    assert (rates.tail_forward, rates.tail_backward) == pytest.approx((0, 0), abs=1e-6)
+
+
+def test_edges_and_longest_rows_are_told_apart_from_the_rest():
+    rates = fit_rates(samples(600e12, 480e12, 20e-6, edges=(3.5, 5.0), tails=(100.0, 20.0)))
+    assert (rates.forward, rates.backward) == pytest.approx((600e12, 480e12))
+    assert rates.call_seconds == pytest.approx(20e-6)
+    assert (rates.edge_forward, rates.edge_backward) == pytest.approx((3.5, 5.0))
+    assert (rates.tail_forward, rates.tail_backward) == pytest.approx((100, 20))
+    assert rates.worst_error < 1e-6
+
+
+def test_edges_that_are_all_of_the_work_are_left_out():
+    alike = [replace(s, edge_flops=s.flops, row_flops=s.flops) for s in samples(6e14, 4e14, 1e-5)]
+    rates = fit_rates(alike)
+    assert (rates.forward, rates.backward) == pytest.approx((6e14, 4e14))
+    assert (rates.edge_forward, rates.tail_forward) == (1, 0)
 
 
 def test_time_that_does_not_grow_with_work_is_refused():

@@ -1,17 +1,23 @@
 """The same measurements on a GPU; left out where there is none."""
 
+import time
+
 import pytest
 import torch
 
-from dyncp import AttentionShape
+from dyncp import AttentionShape, Topology, plan_batch
 from dyncp.cli import main
+from dyncp.cost import CostModel, find_profile
 from dyncp.measure import baselines
 from dyncp.measure.dense import dense_attention, relative_errors
 from dyncp.measure.implementation import Unavailable, results_of
 from dyncp.measure.inputs import make_inputs
-from dyncp.measure.kernel_seconds import attention_seconds, kernel_seconds
+from dyncp.measure.kernel_seconds import attention_seconds, kernel_seconds, profiled_kernels
+from dyncp.measure.loads import plan_loads
 from dyncp.measure.mask_cases import BUILDERS, mask_case
+from dyncp.measure.ours import KernelChoice
 from dyncp.measure.overlap import beside_copies
+from dyncp.measure.rank_times import time_part
 from dyncp.measure.timing import Repeats, time_call
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -47,6 +53,37 @@ def test_the_profiler_finds_attention_kernels():
     by_name = kernel_seconds(lambda: attend(*inputs.qkv), GPU)
     whole = time_call(lambda: attend(*inputs.qkv), GPU).seconds
     assert 0.2 * whole < attention_seconds(by_name) < 2 * whole
+
+
+def test_profiled_kernels_come_in_order_and_leave_pauses_out():
+    inputs, case = make_inputs(2048, SHAPE, GPU), mask_case("causal", 2048)
+    attend = baselines.BASELINES["sdpa_flash"](case, SHAPE, GPU)
+
+    def run() -> None:
+        inputs.qkv[0].exp()
+        for _ in range(2):
+            attend(*inputs.qkv)
+            torch.cuda.synchronize(GPU)
+            time.sleep(0.01)
+
+    run()
+    kernels = profiled_kernels(run, GPU)
+    assert not kernels[0].is_attention
+    assert sum(kernel.is_attention for kernel in kernels) == 2
+    assert sum(kernel.seconds for kernel in kernels) < 0.01
+
+
+@pytest.mark.parametrize("kernel", ["auto", "triton"])
+def test_every_call_of_a_rank_has_its_attention_kernels(kernel, caplog):
+    cost = CostModel(find_profile("h200"), SHAPE)
+    case = mask_case("lambda_shaped", 4096)
+    plan = plan_batch(case.batch, Topology(1, 2), SHAPE, cost=cost)
+    times = time_part(plan.parts[0], SHAPE, KernelChoice(kernel), GPU, Repeats(3, 2))
+    assert "shared out" not in caplog.text
+    for direction, measured in times.items():
+        loads = [x for x in plan_loads(plan, case.batch, direction, cost) if x.rank == 0]
+        assert set(measured.division_seconds.nonzero()[0]) == {x.division for x in loads}
+        assert 0 < measured.kernel_seconds + measured.other_seconds < 1.2 * measured.seconds
 
 
 def test_attention_beside_copies_is_not_faster():

@@ -1,5 +1,7 @@
 """Timed ranks: every kernel call is counted in its division, and loads are those of the plan."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,9 +11,10 @@ from hypothesis import strategies as st
 from dyncp import AttentionShape, Batch, Topology, masks, plan_batch
 from dyncp.blocks import Direction
 from dyncp.cost import CostModel, find_profile
+from dyncp.measure.kernel_seconds import KernelRun
 from dyncp.measure.loads import count_kernel_tiles, plan_loads, rank_pairs
 from dyncp.measure.ours import KernelChoice
-from dyncp.measure.rank_times import time_part
+from dyncp.measure.rank_times import seconds_by_call, time_part
 from dyncp.measure.timing import Repeats, time_call
 from dyncp.planner import PlannerConfig
 from dyncp.simulate import simulate_plan
@@ -21,6 +24,9 @@ CPU = torch.device("cpu")
 SHAPE = AttentionShape(4, 2, 16, "fp32")
 COST = CostModel(find_profile("cpu_gloo"), SHAPE)
 BATCH = Batch.of([masks.lambda_shaped(700, sinks=8, window=100), masks.causal(90)])
+CALIBRATED = replace(
+    COST.profile, edge_forward=3.0, edge_backward=5.0, tail_forward=90.0, tail_backward=20.0
+)
 CONFIG = PlannerConfig(solver="bisection", head_groups=2)
 PLAN = plan_batch(BATCH, Topology(1, 3), SHAPE, CONFIG)
 
@@ -49,14 +55,34 @@ def test_every_division_with_tiles_has_its_time(rank):
         assert measured.kernel_seconds > 0
 
 
+def test_attention_kernels_are_counted_in_their_calls_and_helpers_in_none():
+    names = ("FlashAttentionBackwardPreprocess", "attend_backward_queries", "merge_rows") * 2
+    kernels = [KernelRun(name, float(i)) for i, name in enumerate((*names, "attend_tiles", "sum"))]
+    assert [kernel.seconds for kernel in kernels if kernel.is_attention] == [1, 4, 6]
+    events = np.array([1.0, 2.0, 7.0])
+    assert seconds_by_call(kernels, events).tolist() == [1, 4, 6]
+    assert seconds_by_call(kernels, np.ones(1)).tolist() == [11]
+    assert seconds_by_call(kernels, np.zeros(0)).tolist() == []
+
+
+def test_kernels_that_do_not_divide_into_calls_are_shared_out(caplog):
+    kernels = [KernelRun("attend_tiles", 2.0)] * 3
+    assert seconds_by_call(kernels, np.array([1.0, 3.0])).tolist() == [1.5, 4.5]
+    assert "3 attention kernels in 2 kernel calls" in caplog.text
+    assert seconds_by_call([], np.array([1.0, 3.0])).tolist() == [1.0, 3.0]
+    assert "no attention kernels" in caplog.text
+
+
+@pytest.mark.parametrize("profile", [COST.profile, CALIBRATED], ids=["plain", "edges and tails"])
 @pytest.mark.parametrize("direction", Direction)
-def test_loads_add_up_to_what_the_batch_has_and_the_simulator_predicts(direction):
-    loads = plan_loads(PLAN, BATCH, direction, COST)
+def test_loads_add_up_to_what_the_batch_has_and_the_simulator_predicts(direction, profile):
+    cost = CostModel(profile, SHAPE)
+    loads = plan_loads(PLAN, BATCH, direction, cost)
     pairs = sum(mask.num_pairs for mask in BATCH.masks["default"])
     assert sum(load.pairs for load in loads) == pairs * SHAPE.q_heads
     assert rank_pairs(PLAN, COST).sum() == pairs * SHAPE.q_heads
     topology = find_profile("cpu_gloo").topology(1, 3)
-    run = simulate_plan(PLAN, topology, COST).attention["default"][direction]
+    run = simulate_plan(PLAN, topology, cost).attention["default"][direction]
     predicted = np.bincount([x.rank for x in loads], [x.predicted_seconds for x in loads])
     assert predicted == pytest.approx(run.rank_compute_seconds)
     for load in loads:

@@ -56,6 +56,20 @@ def assert_same_flow(case: Case) -> None:
 
 
 @given(cases())
+@settings(max_examples=20, deadline=None)
+def test_they_do_with_edges_and_tails_and_nothing_gets_faster(case: Case) -> None:
+    profile = replace(
+        case.cost.profile,
+        edge_forward=3.0, edge_backward=5.0, tail_forward=90.0, tail_backward=20.0,
+    )  # fmt: skip
+    slower = replace(case, cost=replace(case.cost, profile=profile))
+    assert_same_flow(slower)
+    for direction in Direction:
+        plain, more = run(case, direction), run(slower, direction)
+        assert (more.rank_compute_seconds >= plain.rank_compute_seconds * (1 - 1e-9)).all()
+
+
+@given(cases())
 @settings(max_examples=40, deadline=None)
 def test_a_schedule_and_its_plan_simulate_alike(case: Case) -> None:
     assert_same_flow(case)

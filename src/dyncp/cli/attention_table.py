@@ -11,11 +11,11 @@ def draw_virtual(found: Mapping[str, Any]) -> Iterator[str]:
     predicted, then the step that the topology makes of them."""
     yield from _alone(found["alone"])
     yield (
-        f"{'':<22}{'':>9}{'kernels ms':^18}{'call ms':^18}{'host ms':>9}{'kernels × alone':^18}"
-        f"{'call × alone':^18}{'predicted − measured':^22}"
+        f"{'':<22}{'':>9}{'kernels ms':^18}{'other kernels ms':^18}{'call ms':^18}{'host ms':>9}"
+        f"{'kernels × alone':^18}{'call × alone':^18}{'predicted − measured':^22}"
     )
     yield (
-        f"{'':<22}{'':>9}" + f"{'worst':>9}{'mean':>9}" * 2 + f"{'worst':>9}"
+        f"{'':<22}{'':>9}" + f"{'worst':>9}{'mean':>9}" * 3 + f"{'worst':>9}"
         + f"{'worst':>9}{'mean':>9}" * 2 + f"{'worst':>11}{'mean':>11}"
     )  # fmt: skip
     for name, method in found["methods"].items():
@@ -42,18 +42,19 @@ def _alone(alone: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _summary(summary: Mapping[str, Any]) -> str:
-    kernels, call, host = (
-        summary[column] for column in ("kernel_seconds", "call_seconds", "host_seconds")
-    )
-    text = "".join(f"{1e3 * c[w]:>9.2f}" for c in (kernels, call) for w in ("worst", "mean"))
-    text += f"{1e3 * host['worst']:>9.2f}"
+    columns = ("kernel_seconds", "other_seconds", "call_seconds")
+    text = "".join(_worst_and_mean(summary[column], 1e3, 2) for column in columns)
+    text += f"{1e3 * summary['host_seconds']['worst']:>9.2f}"
     for column in ("over_alone", "call_over_alone"):
-        ratio = summary[column]
-        text += (
-            f"{'–':>9}{'–':>9}" if ratio is None else f"{ratio['worst']:>9.3f}{ratio['mean']:>9.3f}"
-        )
+        text += _worst_and_mean(summary[column], 1, 3)
     error = summary["prediction_error"]
     return text + f"{100 * error['worst']:>+9.1f} %{100 * error['mean']:>9.1f} %"
+
+
+def _worst_and_mean(found: Mapping[str, float] | None, factor: float, digits: int) -> str:
+    if found is None:
+        return f"{'–':>9}" * 2
+    return "".join(f"{factor * found[which]:>9.{digits}f}" for which in ("worst", "mean"))
 
 
 def _steps(methods: Mapping[str, Any]) -> Iterator[str]:

@@ -14,6 +14,10 @@ RATES = (
     ("attention forward, TFLOP/s", "attention_forward", 1e12),
     ("attention backward, TFLOP/s", "attention_backward", 1e12),
     ("linear layers, TFLOP/s", "dense", 1e12),
+    ("kernel tiles with an edge, forward, ×", "edge_forward", 1),
+    ("kernel tiles with an edge, backward, ×", "edge_backward", 1),
+    ("longest row, forward, ×", "tail_forward", 1),
+    ("longest row, backward, ×", "tail_backward", 1),
     ("kernel call, µs", "call_seconds", 1e-6),
     ("packing, GB/s", "copy", 1e9),
 )
@@ -21,26 +25,26 @@ RATES = (
 
 def draw_calibration(base: Profile, found: "Calibration") -> Iterator[str]:
     profile, rates = found.profile, found.rates
-    yield f"{'':<34}{'measured':>14}{base.name:>14}"
+    yield f"{'':<40}{'measured':>14}{base.name:>14}"
     for label, field, unit in RATES:
         mine, theirs = (getattr(p, field) / unit for p in (profile, base))
-        yield f"{label:<34}{mine:>14.4g}{theirs:>14.4g}"
+        yield f"{label:<40}{mine:>14.4g}{theirs:>14.4g}"
     for label, name in (("inside a machine", "intra"), ("between machines", "inter")):
         link, assumed = getattr(profile, name), getattr(base, name)
         known = getattr(found, name) is not None
         yield (
-            f"{label + ', GB/s':<34}{_known(link.bandwidth / 1e9, known):>14}"
+            f"{label + ', GB/s':<40}{_known(link.bandwidth / 1e9, known):>14}"
             f"{assumed.bandwidth / 1e9:>14.4g}"
         )
         yield (
-            f"{label + ', µs':<34}{_known(1e6 * link.latency, known):>14}"
+            f"{label + ', µs':<40}{_known(1e6 * link.latency, known):>14}"
             f"{1e6 * assumed.latency:>14.4g}"
         )
     if found.all_gather is not None:
-        yield f"{'all-gather into a rank, GB/s':<34}{found.all_gather / 1e9:>14.4g}"
+        yield f"{'all-gather into a rank, GB/s':<40}{found.all_gather / 1e9:>14.4g}"
     for overlap in found.overlaps:
         label = f"attention beside {overlap.kind} copies, ×"
-        yield f"{label:<34}{overlap.slowdown:>14.3f}"
+        yield f"{label:<40}{overlap.slowdown:>14.3f}"
     yield ""
     yield (
         f"{len(found.samples)} kernel timings; the fit is off by {100 * rates.mean_error:.1f} % on "

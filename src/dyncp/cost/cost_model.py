@@ -43,6 +43,21 @@ class CostModel:
         area: Float64 = np.minimum(rows * whole, pairs * (whole / keys) + rows * (side / 2))
         return area
 
+    def edge_area(self, pairs: Numbers, rows: Numbers, keys: Numbers) -> Float64:
+        """The part of `kernel_area` in kernel tiles that are not full.
+
+        An edge of the mask runs through one kernel tile per row, and so does the end of keys that
+        are no multiple of t; the end of such rows runs through all that the last rows attend.
+        A causal 1024 × 1024 block with t = 128 has 8 such tiles, 131,072.
+        """
+        side = self.profile.kernel_tile
+        area = self.kernel_area(pairs, rows, keys)
+        whole = np.ceil(np.asarray(keys, np.float64) / side) * side
+        across = np.where(pairs < rows * whole, rows, 0)
+        along = np.where(rows % side > 0, area / np.maximum(rows, 1), 0)
+        edge: Float64 = np.minimum(area, side * (across + along))
+        return edge
+
     def flops(self, area: Numbers, heads: Numbers | int, direction: Direction) -> Float64:
         """4 × area × head_dim per q head forward, 2.5 times that backward."""
         forward = (
@@ -60,7 +75,27 @@ class CostModel:
     ) -> Float64:
         """Seconds of tiles with `pairs` allowed pairs out of rows × keys, for `heads` q heads."""
         area = self.kernel_area(pairs, rows, keys)
+        more = self.edge_factor(direction) - 1
+        if more:
+            area = area + more * self.edge_area(pairs, rows, keys)
         return self.flops(area, heads, direction) / self.attention_rate(direction)
+
+    def tail_seconds(self, keys: Numbers, direction: Direction) -> Float64:
+        """What calls take longer because one row of kernel tiles takes longest: `keys` are those
+        that the call's longest one covers (backward: the query rows, by key)."""
+        backward = direction is Direction.BACKWARD
+        tail = self.profile.tail_backward if backward else self.profile.tail_forward
+        row = self.flops(self.profile.kernel_tile * np.asarray(keys, np.float64), 1, direction)
+        return tail * row / self.attention_rate(direction)
+
+    def has_tail(self, direction: Direction) -> bool:
+        backward = direction is Direction.BACKWARD
+        return (self.profile.tail_backward if backward else self.profile.tail_forward) > 0
+
+    def edge_factor(self, direction: Direction) -> float:
+        """Seconds of a kernel tile that is not full over those of one that is."""
+        backward = direction is Direction.BACKWARD
+        return self.profile.edge_backward if backward else self.profile.edge_forward
 
     def attention_rate(self, direction: Direction) -> float:
         backward = direction is Direction.BACKWARD
@@ -81,8 +116,11 @@ class CostModel:
 
     def graph_tile_seconds(self, graph: BlockGraph, name: str, direction: Direction) -> Float64:
         """Seconds of every tile of mask `name`."""
-        flops = self.flops(_graph_area(self, graph, name), 1, direction)
-        return flops / self.attention_rate(direction)
+        more = self.edge_factor(direction) - 1
+        area = _graph_area(self, graph, name)
+        if more:
+            area = area + more * _graph_area(self, graph, name, edge=True)
+        return self.flops(area, 1, direction) / self.attention_rate(direction)
 
     def groups_for(
         self, planned: AttentionShape, groups: tuple[HeadGroup, ...]
@@ -98,11 +136,12 @@ class CostModel:
         return groups
 
 
-@lru_cache(maxsize=2)  # both directions are asked for, by scheduler and simulator
-def _graph_area(cost: CostModel, graph: BlockGraph, name: str) -> Float64:
-    """Kernel area × q heads of every tile."""
+@lru_cache(maxsize=4)  # both directions are asked for, by scheduler and simulator
+def _graph_area(cost: CostModel, graph: BlockGraph, name: str, *, edge: bool = False) -> Float64:
+    """Kernel area × q heads of every tile, or that of kernel tiles that are not full."""
     tiles, tokens = graph.tiles[name], graph.blocks.tokens
     heads = cost.heads_of(cost.groups_for(graph.shape, graph.head_groups))
     rows, keys = tokens[tiles.q_block], tokens[tiles.k_block]
-    area: Float64 = cost.kernel_area(tiles.pairs, rows, keys) * heads[tiles.head_group]
+    find = cost.edge_area if edge else cost.kernel_area
+    area: Float64 = find(tiles.pairs, rows, keys) * heads[tiles.head_group]
     return area

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from dyncp.topology import Link, Topology
 
+_SLOWDOWNS = ("overlap_slowdown", "edge_forward", "edge_backward")
+
 
 @dataclass(frozen=True, slots=True)
 class Profile:
@@ -15,7 +17,10 @@ class Profile:
     on top of its tiles. `dense` is FLOP/s of the linear layers. `copy` is bytes per second of
     packing and unpacking messages. Links, NICs and `ordered_phases` are those of `Topology`.
     `overlap_slowdown` is how many times longer attention takes while messages come in; it is
-    reported, and simulations do not use it.
+    reported, and simulations do not use it. `edge_forward` and `edge_backward` are how many times
+    longer a kernel tile takes that is not full: with a mask's edge or the end of a block in it.
+    `tail_forward` and `tail_backward` say how long a call's longest row of kernel tiles keeps it
+    from ending: as many times what the row takes at the full rate. The defaults leave both out.
     """
 
     name: str
@@ -31,6 +36,10 @@ class Profile:
     nics: int
     ordered_phases: bool = True
     overlap_slowdown: float = 1.0
+    edge_forward: float = 1.0
+    edge_backward: float = 1.0
+    tail_forward: float = 0.0
+    tail_backward: float = 0.0
 
     def __post_init__(self) -> None:
         for field in ("attention_forward", "attention_backward", "dense", "copy"):
@@ -41,11 +50,13 @@ class Profile:
             raise ValueError(
                 f"Profile.call_seconds is {self.call_seconds}; seconds from 0 on are allowed"
             )
-        if not 1 <= self.overlap_slowdown < math.inf:
-            raise ValueError(
-                f"Profile.overlap_slowdown is {self.overlap_slowdown}; "
-                "factors from 1 on are allowed"
-            )
+        for least, names in ((1, _SLOWDOWNS), (0, ("tail_forward", "tail_backward"))):
+            for field in names:
+                value = getattr(self, field)
+                if not least <= value < math.inf:
+                    raise ValueError(
+                        f"Profile.{field} is {value}; factors from {least} on are allowed"
+                    )
         for field in ("kernel_tile", "ranks_per_machine", "nics"):
             if getattr(self, field) < 1:
                 raise ValueError(f"Profile.{field} is {getattr(self, field)}; at least 1 is needed")

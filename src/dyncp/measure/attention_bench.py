@@ -91,6 +91,7 @@ def _describe_alone(alone: Alone) -> dict[str, Any]:
         found[NAMES[direction]] = {
             "call_seconds": times.seconds,
             "kernel_seconds": times.kernel_seconds,
+            "other_seconds": times.other_seconds,
             "host_seconds": times.host_seconds,
         }
     return found
@@ -156,6 +157,7 @@ def _describe_ranks(
             "call_seconds": t.seconds,
             "host_seconds": t.host_seconds,
             "kernel_seconds": t.kernel_seconds,
+            "other_seconds": t.other_seconds,
             "predicted_kernel_seconds": float(run.rank_compute_seconds[rank]),
             "over_alone": None,
             "call_over_alone": None,
@@ -172,8 +174,8 @@ def _summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Worst and mean over ranks."""
     found: dict[str, Any] = {}
     for column in (
-        "call_seconds", "kernel_seconds", "host_seconds", "predicted_kernel_seconds",
-        "over_alone", "call_over_alone",
+        "call_seconds", "kernel_seconds", "other_seconds", "host_seconds",
+        "predicted_kernel_seconds", "over_alone", "call_over_alone",
     ):  # fmt: skip
         values = [row[column] for row in rows if row[column] is not None]
         found[column] = {"worst": max(values), "mean": float(np.mean(values))} if values else None

@@ -86,6 +86,10 @@ def calibrate(setting: CalibrateSetting, tell: Tell = lambda _: None) -> Calibra
         attention_forward=rates.forward,
         attention_backward=rates.backward,
         call_seconds=rates.call_seconds,
+        edge_forward=rates.edge_forward,
+        edge_backward=rates.edge_backward,
+        tail_forward=rates.tail_forward,
+        tail_backward=rates.tail_backward,
         overlap_slowdown=overlaps[0].slowdown,
         **measured,
     )

@@ -39,7 +39,7 @@ def fit_seconds(columns: Float64, seconds: Float64) -> Fit:
     relative = columns / seconds[:, None]
     size = np.abs(relative).max(axis=0)  # work in FLOPs and calls differ by many powers of ten
     scaled = relative / np.where(size > 0, size, 1.0)
-    free, found = np.ones(columns.shape[1], np.bool_), np.zeros(columns.shape[1])
+    free, found = size > 0, np.zeros(columns.shape[1])
     while free.any():
         solved = np.linalg.lstsq(scaled[:, free], np.ones(len(seconds)), rcond=None)[0]
         if (solved >= 0).all():

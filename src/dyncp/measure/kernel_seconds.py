@@ -1,6 +1,7 @@
 """What the GPU's kernels of a call take, by name: the profiler's durations."""
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -9,6 +10,36 @@ from dyncp.measure.timing import Run, wait_for
 
 # Parts of the names of attention kernels, ours and others'; the rest packs, merges and rounds.
 ATTENTION_NAMES = ("flash", "attend", "attention", "fmha", "sdpa")
+
+# Their helpers, which are not the attention itself.
+HELPER_NAMES = ("preprocess", "postprocess", "combine", "merge")
+
+
+class KernelRun(NamedTuple):
+    """One kernel on the device."""
+
+    name: str
+    seconds: float
+
+    @property
+    def is_attention(self) -> bool:
+        """The products of attention, forward or backward, and not what prepares or merges."""
+        name = self.name.lower()
+        return any(part in name for part in ATTENTION_NAMES) and not any(
+            part in name for part in HELPER_NAMES
+        )
+
+
+def profiled_kernels(run: Run, device: torch.device) -> list[KernelRun]:
+    """Kernels, copies and fills of one call, which may only use the current stream, in the order
+    in which they ran. Time between them, when the device waits for the host, is in none."""
+    wait_for(device)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+        wait_for(device)
+    events = [e for e in profiler.events() or () if e.device_type.name == "CUDA"]
+    events.sort(key=lambda event: event.time_range.start)
+    return [KernelRun(e.name, 1e-6 * e.time_range.elapsed_us()) for e in events]
 
 
 def kernel_seconds(run: Run, device: torch.device, repeats: int = 3) -> dict[str, float] | None:

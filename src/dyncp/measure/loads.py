@@ -8,6 +8,7 @@ import numpy as np
 from dyncp.arrays import Float64, Int64
 from dyncp.blocks import DEFAULT_MASK, Batch, Direction
 from dyncp.cost import CostModel
+from dyncp.cost.tails import CallTiles, longest_rows
 from dyncp.masks import Mask
 from dyncp.plan import Plan, RankPlan
 
@@ -17,13 +18,16 @@ Touched = dict[int, dict[tuple[int, int], int]]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One division of one rank. `pairs`, `area` (of the cost model) and `kernel_tiles` count every
-    q head; `rows` and `keys` are those of the blocks that it reads, `calls` its kernel calls."""
+    """One division of one rank. `pairs`, `area` and `edge` (of the cost model) and `kernel_tiles`
+    count every q head; `rows` and `keys` are those of the blocks that it reads, `calls` its kernel
+    calls, `longest` the keys of their longest rows of kernel tiles."""
 
     rank: int
     division: int
     pairs: int
     area: float
+    edge: float
+    longest: float
     kernel_tiles: int
     tiles: int
     rows: int
@@ -52,8 +56,15 @@ def _rank_loads(
     tokens = part.blocks.tokens.astype(np.int64)
     heads = cost.heads_of(part.groups_for(cost.shape))[tiles.head_group]
     pairs = tiles.pairs.astype(np.int64)
-    area = cost.kernel_area(pairs, tokens[tiles.q_block], tokens[tiles.k_block]) * heads
-    seconds = cost.flops(area, 1, direction) / cost.attention_rate(direction)
+    sides = pairs, tokens[tiles.q_block], tokens[tiles.k_block]
+    area, edge = cost.kernel_area(*sides) * heads, cost.edge_area(*sides) * heads
+    seconds = cost.tile_seconds(*sides, heads, direction)
+    cell, group, q_block, k_block = (
+        x.astype(np.int64) for x in (division, tiles.head_group, tiles.q_block, tiles.k_block)
+    )
+    called = CallTiles(cell, group, q_block, k_block, *sides)
+    longest = longest_rows(called, int(division.max(initial=-1)) + 1, direction, cost)
+    tail = cost.tail_seconds(longest, direction)
     listed = heads * _kernel_tiles(part, batch, cost.profile.kernel_tile, touched)
     for number in np.unique(division).tolist():
         own = division == number
@@ -63,12 +74,14 @@ def _rank_loads(
             division=number,
             pairs=int((pairs * heads)[own].sum()),
             area=float(area[own].sum()),
+            edge=float(edge[own].sum()),
+            longest=float(longest[number]),
             kernel_tiles=int(listed[own].sum()),
             tiles=int(own.sum()),
             rows=int(tokens[np.unique(tiles.q_block[own])].sum()),
             keys=int(tokens[np.unique(tiles.k_block[own])].sum()),
             calls=calls,
-            predicted_seconds=float(seconds[own].sum() + cost.call_seconds(calls)),
+            predicted_seconds=float(seconds[own].sum() + cost.call_seconds(calls) + tail[number]),
         )
 
 

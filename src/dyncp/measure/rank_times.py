@@ -1,5 +1,7 @@
 """One rank's real kernels from a real plan, timed without its peers."""
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +12,7 @@ from dyncp.blocks import DEFAULT_MASK, AttentionShape, Direction
 from dyncp.executor import DCPExecutor, Step, attention
 from dyncp.measure.implementation import backward, forward
 from dyncp.measure.inputs import make_inputs
+from dyncp.measure.kernel_seconds import KernelRun, profiled_kernels
 from dyncp.measure.noise import Noise
 from dyncp.measure.ours import KernelChoice, make_executor
 from dyncp.measure.recorded_kernel import RecordedKernel
@@ -17,15 +20,25 @@ from dyncp.measure.timing import Repeats, Run, time_call
 from dyncp.plan import Op, RankPlan
 from dyncp.transport import Transport
 
+logger = logging.getLogger(__name__)
+
+# Profiled runs that durations of kernels are the mean of; they differ by a percent or two.
+PROFILED = 2
+
 
 @dataclass(frozen=True, eq=False)
 class CallTimes:
     """One attention call in one direction: the whole call on the device, the host until it
-    returns, and its kernel calls, in seconds by division (0 where a division has no tiles)."""
+    returns, and its kernel calls, in seconds by division (0 where a division has no tiles).
+
+    On GPUs the latter are the profiler's durations of the attention kernels, without pauses for
+    the host; `other_seconds` are those of all other kernels: packing, merging, rounding. On CPUs
+    whole kernel calls count, and `other_seconds` is None."""
 
     seconds: float
     host_seconds: float
     division_seconds: Float64
+    other_seconds: float | None = None
 
     @property
     def kernel_seconds(self) -> float:
@@ -76,11 +89,43 @@ def _time(
     timed = time_call(run, device, repeats)
     divisions = _call_divisions(part, direction)
     calls = np.asarray(kernel.take())
-    if not divisions:  # a rank without tiles
-        return CallTimes(timed.seconds, timed.host_seconds, np.zeros(1))
-    medians = np.median(calls.reshape(-1, len(divisions))[-repeats.timed :], axis=0)
-    by_division = np.bincount(divisions, medians)
-    return CallTimes(timed.seconds, timed.host_seconds, by_division.astype(np.float64))
+    num_calls, other = len(divisions), None
+    seconds = np.zeros(0)
+    if num_calls:  # else a rank without tiles
+        seconds = np.median(calls.reshape(-1, num_calls)[-repeats.timed :], axis=0)
+    if device.type == "cuda":
+        profiled = [profiled_kernels(run, device) for _ in range(PROFILED)]
+        kernel.take()
+        seconds = np.mean([seconds_by_call(kernels, seconds) for kernels in profiled], axis=0)
+        others = [k.seconds for kernels in profiled for k in kernels if not k.is_attention]
+        other = sum(others) / PROFILED
+    by_division = np.bincount(divisions, seconds, minlength=1) if num_calls else np.zeros(1)
+    return CallTimes(timed.seconds, timed.host_seconds, by_division.astype(np.float64), other)
+
+
+def seconds_by_call(kernels: Sequence[KernelRun], between_events: Float64) -> Float64:
+    """Seconds of the attention kernels of every call: every call has as many, in order.
+
+    Three kernels of 1, 2 and 3 seconds in three calls are one each. Where kernels do not divide
+    into calls, their sum is shared out by the seconds between the events around the calls, which
+    also stand in where the profiler saw none."""
+    seconds = np.asarray([kernel.seconds for kernel in kernels if kernel.is_attention])
+    num_calls = len(between_events)
+    if not num_calls:
+        return between_events
+    if not len(seconds):
+        logger.warning("the profiler saw no attention kernels; events around the calls count")
+        return between_events
+    if len(seconds) % num_calls == 0:
+        by_call: Float64 = seconds.reshape(num_calls, -1).sum(axis=1)
+        return by_call
+    logger.warning(
+        "the profiler saw %d attention kernels in %d kernel calls; their sum is shared out",
+        len(seconds),
+        num_calls,
+    )
+    shared: Float64 = seconds.sum() * between_events / between_events.sum()
+    return shared
 
 
 def _call_divisions(part: RankPlan, direction: Direction) -> list[int]:

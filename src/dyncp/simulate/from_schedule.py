@@ -5,6 +5,7 @@ import numpy as np
 from dyncp.arrays import Bool, Int64
 from dyncp.blocks import BlockGraph, Direction, bytes_per_token
 from dyncp.cost import CostModel
+from dyncp.cost.tails import CallTiles, tail_seconds
 from dyncp.placement import Placement
 from dyncp.plan.instructions import order_programs
 from dyncp.schedule import Schedule
@@ -45,8 +46,17 @@ def _loads(
     rank = placement.tile_rank[name].astype(np.int64)
     cell = rank * schedule.num_divisions + schedule.tile_division
     seconds = cost.graph_tile_seconds(graph, name, direction)
-    group = graph.tiles[name].head_group.astype(np.int64)
-    return Loads.of(cell, group, seconds, placement.num_ranks, schedule.num_divisions)
+    tiles, tokens = graph.tiles[name], graph.blocks.tokens
+    group = tiles.head_group.astype(np.int64)
+    tail = None
+    if cost.has_tail(direction):
+        q_block, k_block = (b.astype(np.int64) for b in (tiles.q_block, tiles.k_block))
+        called = CallTiles(
+            cell, group, q_block, k_block, tiles.pairs, tokens[q_block], tokens[k_block]
+        )
+        num_cells = placement.num_ranks * schedule.num_divisions
+        tail = tail_seconds(called, num_cells, direction, cost)
+    return Loads.of(cell, group, seconds, placement.num_ranks, schedule.num_divisions, tail)
 
 
 def _payloads(graph: BlockGraph, schedule: Schedule, cost: CostModel) -> Payloads:
