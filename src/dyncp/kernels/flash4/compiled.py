@@ -5,7 +5,7 @@ kernel behind it takes tensors of any size, so we keep it by what it was compile
 """
 
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,6 @@ from flash_attn.cute.utils import AuxData
 from torch import Tensor
 
 from dyncp.kernels.flash4.range_mask import range_mask
-from dyncp.kernels.flash4.row_order import last_rows_first
 from dyncp.kernels.tile_lists import SIDE
 
 Compiled = Callable[..., None]
@@ -81,8 +80,7 @@ def _compile_forward(
     else:
         q, k, v, out, lse = (x.unsqueeze(0) for x in (q, k, v, out, lse))
     options |= _options(shape, q.shape[-2])
-    order = last_rows_first() if isinstance(shape, SparseLists) else nullcontext()
-    with order, _watch(interface._flash_attn_fwd) as seen:
+    with _watch(interface._flash_attn_fwd) as seen:
         interface._flash_attn_fwd(q, k, v, out=out, lse=lse, **options)
     compiled: Compiled = seen[-1]
     return compiled
