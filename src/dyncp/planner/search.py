@@ -171,6 +171,9 @@ class Search:
 def search(task: Task) -> Choice:
     """The candidate with the shortest simulated step."""
     found = Search(task)
+    if task.topology.num_ranks == 1:  # nothing to place: sequences stay whole
+        found.consider("rows", find_solver("rows"), task.config.limits)
+        return found.choice()
     for name, solver, limits, cut in _dynamic(task):
         if not found.is_close:
             found.consider(name, solver, limits, cut)
