@@ -38,7 +38,7 @@ class SparseLists:
         """[1, heads, tiles(, most)], the same lists for every head; and four that we do not use."""
         if heads not in self.by_heads:
             given = (self.partial_count, self.partial, self.full_count, self.full)
-            lists = [x.expand(1, heads, *x.shape) for x in given]
+            lists = [x[None, None].expand(1, heads, *x.shape) for x in given]
             self.by_heads[heads] = (*lists, None, None, None, None)
         return self.by_heads[heads]
 
