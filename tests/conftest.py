@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import signal
 
 import pytest
 import torch
@@ -11,6 +12,10 @@ from dyncp.plan import Direction
 
 # Test tensors are tiny: a second thread only adds waiting, and bits depend on the thread count.
 torch.set_num_threads(1)
+
+# Tests that a shell runs in the background ignore SIGINT, and so does what they start, unless there
+# is a handler here.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Without a GPU, Triton's interpreter runs the kernels; triton reads this when they are defined.
 if not torch.cuda.is_available():
