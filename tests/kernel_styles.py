@@ -16,8 +16,8 @@ from dyncp.kernels import (
     RowStates,
     Sums,
     TorchRowOps,
-    states_table,
 )
+from dyncp.kernels.accumulate import list_runs
 from dyncp.plan.rooms import padded_rows
 
 
@@ -45,11 +45,10 @@ class RoundingKernel(ReferenceKernel):
             alone,
             call.k_states,
         )
-        table = states_table(call.q_states, TorchRowOps(), arrays)
-        return super().lower(fresh, arrays, backward=False), call.q_states, table
+        return super().lower(fresh, arrays, backward=False), call.q_states
 
     def attend(self, lowered, q, k, v, scale, out: Sums, lse: Tensor) -> None:
-        call, states, table = lowered
+        call, states = lowered
         touched = states.after != Held.UNTOUCHED
         if (states.before[touched] == Held.NOTHING).all():
             assert (states.after[touched] == Held.FINAL).all() or out.wide is not None
@@ -59,7 +58,13 @@ class RoundingKernel(ReferenceKernel):
         assert out.partial is not None, "merging needs room for the partial output"
         partial, partial_lse = out.partial
         super().attend(call, q, k, v, scale, Sums(partial, None), partial_lse)
-        TorchRowOps().merge_call(table, partial, partial_lse, out, lse)
+        heads, dim = q.shape[1:]
+        table = [
+            (row := run.rows.start, row * heads * dim, run.rows.stop - row, run.before, run.after,
+             row * heads)
+            for run in list_runs(states)
+        ]  # fmt: skip
+        TorchRowOps().merge(table, partial.reshape(-1), partial_lse.reshape(-1), out, lse)
 
 
 class SettlingReference(ReferenceKernel):

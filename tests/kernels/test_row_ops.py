@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dyncp.kernels import Held, IndexArrays, RowOps, RowStates, Sums, TorchRowOps, states_table
+from dyncp.kernels import Held, IndexArrays, RowOps, Sums, TorchRowOps
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytest.importorskip("triton", reason="needs triton (pip install -e '.[test]')")
@@ -145,27 +145,3 @@ def test_row_sums_of_output_and_its_gradient(rows, heads, dim, dtype):
         ops.row_sums(dout, out, delta[:rows])
         results.append(delta)
     close(results[1], results[0])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "dim"), SHAPES)
-def test_a_calls_results_merge_as_its_states_say(heads, dim, dtype):
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    rng = np.random.default_rng(3)
-    after = rng.choice([Held.FINAL, Held.WIDE, Held.UNTOUCHED], 9).repeat(10).astype(np.uint8)
-    before = rng.choice([Held.NOTHING, Held.FINAL, Held.WIDE], 9).repeat(10).astype(np.uint8)
-    results = []
-    for ops in (TorchRowOps(), triton_ops()):
-        arrays = IndexArrays(DEVICE)
-        table = states_table(RowStates(before, after), ops, arrays)
-        event = arrays.send()
-        if event is not None:
-            event.wait()
-        out, lse = draw_sums(heads, dim, dtype), draw(heads, 90, dtype=wide, seed=3).T
-        partial = draw(90, heads, dim, dtype=dtype, seed=4)
-        partial_lse = draw(heads, 90, dtype=wide, seed=5).T
-        ops.merge_call(table, partial, partial_lse, out, lse)
-        final, kept = (torch.from_numpy(after == held) for held in (Held.FINAL, Held.WIDE))
-        results.append((out.final[final], out.wide[kept], lse))
-    for given, expected in zip(results[1], results[0], strict=True):
-        close(given, expected)

@@ -9,7 +9,7 @@ from dyncp.kernels.kernel import Gradients, Kernel, SettlingKernel, Sums
 from dyncp.kernels.kernel_tiles import KernelTiles, list_kernel_tiles
 from dyncp.kernels.merge import merge_partial
 from dyncp.kernels.reference import ReferenceKernel
-from dyncp.kernels.row_ops import RowOps, TorchRowOps, choose_row_ops, states_table
+from dyncp.kernels.row_ops import RowOps, TorchRowOps, choose_row_ops
 
 __all__ = [
     "KERNELS",
@@ -32,5 +32,4 @@ __all__ = [
     "choose_row_ops",
     "list_kernel_tiles",
     "merge_partial",
-    "states_table",
 ]

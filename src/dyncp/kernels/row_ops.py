@@ -8,13 +8,12 @@ launch; no two of them touch the same row.
 from itertools import pairwise
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dyncp.arrays import Int64
-from dyncp.kernels.accumulate import accumulator_dtype, list_runs
-from dyncp.kernels.call import Held, RowStates
+from dyncp.kernels.accumulate import accumulator_dtype
+from dyncp.kernels.call import Held
 from dyncp.kernels.index_arrays import IndexArrays
 from dyncp.kernels.kernel import Sums
 from dyncp.kernels.merge import merge_partial
@@ -40,12 +39,6 @@ class RowOps(Protocol):
         self, table: Any, message: Tensor, message_lse: Tensor, out: Sums, lse: Tensor
     ) -> None:
         """Merges partial outputs with log-sum-exps into rows, as the table's states say."""
-
-    def merge_call(
-        self, table: Any, partial: Tensor, partial_lse: Tensor, out: Sums, lse: Tensor
-    ) -> None:
-        """The same for one call's results, which lie in rows like those of `out` and `lse`; the
-        table is that of `states_table`."""
 
     def add(self, table: Any, message: Tensor, sums: Sums) -> None:
         """Adds partial gradients to rows, as the table's states say."""
@@ -80,13 +73,6 @@ class TorchRowOps:
             new_lse = _segment(message_lse, lse_offset, lse[rows])
             _merge_rows(new, new_lse, out, lse, rows, before, after)
 
-    def merge_call(
-        self, table: Any, partial: Tensor, partial_lse: Tensor, out: Sums, lse: Tensor
-    ) -> None:
-        for row, _, count, before, after, _ in table:
-            rows = slice(row, row + count)
-            _merge_rows(partial[rows], partial_lse[rows], out, lse, rows, before, after)
-
     def add(self, table: Any, message: Tensor, sums: Sums) -> None:
         dtype = accumulator_dtype(sums.final.dtype)
         for row, offset, count, before, after, _ in table:
@@ -98,19 +84,6 @@ class TorchRowOps:
 
     def row_sums(self, dout: Tensor, out: Tensor, delta: Tensor) -> None:
         torch.sum(dout.to(delta.dtype) * out, dim=-1, out=delta)
-
-
-def states_table(states: RowStates, row_ops: RowOps, arrays: IndexArrays) -> Any:
-    """Table for `merge_call`: the rows that a call touches."""
-    segments = np.asarray(
-        [
-            (run.rows.start, run.rows.start, run.rows.stop - run.rows.start, run.before, run.after,
-             run.rows.start)
-            for run in list_runs(states)
-        ],
-        np.int64,
-    ).reshape(-1, 6)  # fmt: skip
-    return row_ops.tables(segments, np.asarray([0, len(segments)]), arrays)[0]
 
 
 def _merge_rows(

@@ -65,7 +65,7 @@ def _copy_rows(
 
 
 @triton.jit(
-    do_not_specialize=["first", "lse_stride", "new_lse_stride"],
+    do_not_specialize=["first", "lse_stride"],
     do_not_specialize_on_alignment=["lse", "message_lse"],
 )
 def _merge_rows(
@@ -77,12 +77,9 @@ def _merge_rows(
     message,
     message_lse,
     lse_stride,
-    new_lse_stride,
     FINAL_STRIDE: tl.constexpr,
     WIDE_STRIDE: tl.constexpr,
     LSE_ROW_STRIDE: tl.constexpr,
-    NEW_LSE_ROW_STRIDE: tl.constexpr,
-    OFFSET_UNIT: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     FINAL_HEAD: tl.constexpr,
@@ -96,7 +93,7 @@ def _merge_rows(
     """Merges partial outputs by their log-sum-exps, or (without HAS_LSE) adds gradients."""
     chunk = table + (first + tl.program_id(0)) * 8
     row = tl.load(chunk)
-    offset = tl.multiple_of(tl.load(chunk + 1) * OFFSET_UNIT, VECTOR)
+    offset = tl.multiple_of(tl.load(chunk + 1), VECTOR)
     count = tl.load(chunk + 2)
     before = tl.load(chunk + 3 + tl.zeros([ROWS], tl.int32))  # one number; masks need a tensor
     after = tl.load(chunk + 4 + tl.zeros([ROWS], tl.int32))
@@ -120,8 +117,7 @@ def _merge_rows(
         lse_offset = tl.load(chunk + 5)
         where_lse = lse + (row + step)[:, None] * LSE_ROW_STRIDE
         where_lse += head[None, :].to(tl.int64) * lse_stride
-        new_lse = message_lse + lse_offset + (skipped + step)[:, None] * NEW_LSE_ROW_STRIDE
-        new_lse += head[None, :].to(tl.int64) * new_lse_stride
+        new_lse = message_lse + lse_offset + (skipped + step)[:, None] * NUM_HEADS + head[None, :]
         nothing = float("-inf")
         mine = tl.load(where_lse, mask=of_head & (before != 0)[:, None], other=nothing)
         theirs = tl.load(new_lse, mask=of_head, other=nothing)
@@ -216,17 +212,10 @@ class TritonRowOps:
     def merge(
         self, table: Table, message: Tensor, message_lse: Tensor, out: Sums, lse: Tensor
     ) -> None:
-        _merge(table, message, message_lse, out, lse, (out.final.shape[1], 1, 1))
-
-    def merge_call(
-        self, table: Table, partial: Tensor, partial_lse: Tensor, out: Sums, lse: Tensor
-    ) -> None:
-        width = out.final.shape[1] * out.final.shape[2]
-        strides = (partial_lse.stride(0), partial_lse.stride(1), width)
-        _merge(table, partial, partial_lse, out, lse, strides)
+        _merge(table, message, message_lse, out, lse)
 
     def add(self, table: Table, message: Tensor, sums: Sums) -> None:
-        _merge(table, message, None, sums, None, (1, 1, 1))
+        _merge(table, message, None, sums, None)
 
     def row_sums(self, dout: Tensor, out: Tensor, delta: Tensor) -> None:
         num_rows, heads, dim = out.shape
@@ -250,25 +239,17 @@ def _copy(table: Table, rows: Tensor, message: Tensor, packs: bool) -> None:
 
 
 def _merge(
-    table: Table,
-    message: Tensor,
-    message_lse: Tensor | None,
-    sums: Sums,
-    lse: Tensor | None,
-    strides: tuple[int, int, int],
+    table: Table, message: Tensor, message_lse: Tensor | None, sums: Sums, lse: Tensor | None
 ) -> None:
-    """`strides` are those of the new log-sum-exps' rows and heads, and the unit of offsets."""
-    row_stride, head_stride, unit = strides
     final, (_, heads, dim) = sums.final, sums.final.shape
     wide = final if sums.wide is None else sums.wide
     rows, some_heads, columns = _merge_block(heads, dim)
     scores = wide if lse is None else lse  # only its dtype counts where gradients are added
     _merge_rows[(table.count, triton.cdiv(heads, some_heads), CHUNK // rows)](
         table.index.tensor, table.first, final, wide, scores, message,
-        scores if message_lse is None else message_lse, scores.stride(1), head_stride,
-        final.stride(0), wide.stride(0), scores.stride(0), row_stride, unit, heads, dim,
-        final.stride(1), sums.wide is not None, lse is not None, _vector(heads * dim, message),
-        rows, some_heads, columns, num_warps=WARPS,
+        scores if message_lse is None else message_lse, scores.stride(1), final.stride(0),
+        wide.stride(0), scores.stride(0), heads, dim, final.stride(1), sums.wide is not None,
+        lse is not None, _vector(heads * dim, message), rows, some_heads, columns, num_warps=WARPS,
     )  # fmt: skip
 
 
