@@ -33,10 +33,10 @@ def kernel(deterministic):
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("solver", ["rows", "bisection", "random", "whole_documents"])
-@pytest.mark.parametrize("heads", [(2, 1), (2, 2)], ids=["grouped", "plain"])
-def test_plans_are_exact(mask, solver, heads):
+@pytest.mark.parametrize("shape", [(2, 1, 32), (2, 2, 40)], ids=["grouped", "plain"])
+def test_plans_are_exact(mask, solver, shape):
     batch = Batch.of([MASKS[mask](length) for length in (400, 65, 129, 1)])
-    shape = AttentionShape(*heads, 32, "bf16")
+    shape = AttentionShape(*shape, "bf16")
     config = PlannerConfig(solver, block_size=90, divisions=3)
     plan = plan_batch(batch, Topology(2, 2), shape, config)
     case = Case(batch, plan, shape, 3)
@@ -55,7 +55,7 @@ def test_one_rank_runs_sequences_below_each_other():
     assert_equal(run_virtual(case, "default", tensors, kernel=kernel(False)), expected, 2e-2)
 
 
-def test_inputs_that_flash4_refuses_go_to_another_kernel_where_the_choice_was_free():
+def test_inputs_that_flash4_refuses_go_to_another_kernel_where_the_choice_was_free(caplog):
     batch = Batch.of([masks.causal(50)])
     step = DCPExecutor(kernel=kernel(True)).prepare(plan_batch(batch, Topology(1, 1)))
     q, k = torch.randn(50, 4, 32), torch.randn(50, 2, 32)
@@ -65,3 +65,17 @@ def test_inputs_that_flash4_refuses_go_to_another_kernel_where_the_choice_was_fr
     engine.alternative = Engine(CpuKernel(), engine.transport, engine.device, engine.row_ops)
     plain = DCPExecutor(kernel="cpu").prepare(plan_batch(batch, Topology(1, 1)))
     assert torch.equal(attention(step, q, k, k), attention(plain, q, k, k))
+    attention(step, q, k, k)
+    assert caplog.text.count("kernel 'cpu' takes over: kernel 'flash4' takes") == 1
+
+
+@pytest.mark.parametrize("shape", [(4, 2, 40), (2, 2, 40)], ids=["grouped", "plain"])
+def test_the_memory_of_a_call_is_the_predicted(shape):
+    batch = Batch.of([masks.lambda_shaped(300, sinks=20, window=100)])
+    shape = AttentionShape(*shape, "bf16")
+    case = Case(batch, plan_batch(batch, Topology(1, 1), shape), shape, 3)
+    step = DCPExecutor(kernel=kernel(False)).prepare(case.plan)
+    tensors = Tensors.draw(case)
+    q, k, v = (x.requires_grad_() for x in (tensors.q, tensors.k, tensors.v))
+    attention(step, q, k, v).backward(tensors.dout)
+    assert step.engine.arena().used == step.memory().backward[0]

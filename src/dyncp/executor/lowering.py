@@ -72,8 +72,8 @@ class LoweredProgram:
 
 
 def style_of(kernel: Kernel) -> KernelStyle:
-    multiple = int(getattr(kernel, "row_multiple", 1))
-    return KernelStyle(kernel.rounds_partials, kernel.settles, multiple)
+    multiples = (getattr(kernel, name, 1) for name in ("row_multiple", "dim_multiple"))
+    return KernelStyle(kernel.rounds_partials, kernel.settles, *multiples)
 
 
 def lower_program(

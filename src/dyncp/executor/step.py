@@ -1,8 +1,9 @@
 """Step: the immutable handle of a prepared plan."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from dyncp.plan import (
     measure_memory,
 )
 from dyncp.transport import Transport
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {
     torch.float64: "fp64",
@@ -111,6 +114,7 @@ class Step:
         if self.engine.alternative is None:
             raise ValueError(reason)
         if not self.others:
+            _warn_of_other_kernel(self.engine.alternative.kernel.name, reason)
             self.others.append(Step.prepare(self.parts, self.engine.alternative))
         return self.others[0]
 
@@ -274,3 +278,9 @@ def _describe(shape: Any) -> str:
         f"{shape.q_heads} q heads, {shape.kv_heads} kv heads, head_dim {shape.head_dim}, "
         f"{shape.dtype}"
     )
+
+
+@cache
+def _warn_of_other_kernel(name: str, reason: str) -> None:
+    """Once per reason."""
+    logger.warning("kernel %r takes over: %s", name, reason)

@@ -22,13 +22,14 @@ class KernelStyle:
     """What memory and order of additions depend on in a kernel.
 
     `rounds_partials`: its partial outputs come rounded, so the first one of a row need not be wide.
-    `settles`: gradients collect in accumulators of its own, with rows padded to `row_multiple`, and
-    are handed over by settling rather than by every call.
+    `settles`: gradients collect in accumulators of its own, with rows padded to `row_multiple` and
+    head dims to `dim_multiple`, and are handed over by settling rather than by every call.
     """
 
     rounds_partials: bool = False
     settles: bool = False
     row_multiple: int = 1
+    dim_multiple: int = 1
 
 
 @dataclass(frozen=True, eq=False)

@@ -144,12 +144,15 @@ class _Group:
     def own(self, style: KernelStyle) -> Iterator[Room]:
         """Sums of the gradients, and per-head values as the kernel takes them. Where heads are not
         grouped, dK and dV of a call are written before they are added."""
+        dim = -(-self.shape.head_dim // style.dim_multiple) * style.dim_multiple
         for space in Space:
             padded = -(-self.rows[space] // style.row_multiple) * style.row_multiple
             for _ in OUTPUTS[Direction.BACKWARD][space]:
-                yield self.tensor("own", space, padded, 4)
                 if space is Space.KV and self.shape.q_heads_per_kv_head == 1:
+                    yield self.tensor("own", space, padded, 4)
                     yield self.tensor("own", space, padded, self.shape.item_bytes)
+                else:
+                    yield Room("own", self.index, (padded, self.heads(space), dim), 4)
         for _ in ("lse", "delta"):
             yield self.per_head("own", self.rows[Space.Q])
 
