@@ -64,8 +64,5 @@ def attention_seconds(by_name: Mapping[str, float] | None) -> float | None:
     """Seconds of the attention kernels among them."""
     if by_name is None:
         return None
-    return sum(
-        seconds
-        for name, seconds in by_name.items()
-        if any(part in name.lower() for part in ATTENTION_NAMES)
-    )
+    runs = [KernelRun(name, seconds) for name, seconds in by_name.items()]
+    return sum(run.seconds for run in runs if run.is_attention)

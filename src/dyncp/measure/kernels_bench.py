@@ -133,6 +133,8 @@ def _bench_one(
     except Unavailable as reason:
         return KernelRow(**row, reason=str(reason))
     except Exception as error:  # others' kernels fail in their own ways; the rest goes on
+        if name not in setting.baselines:
+            raise
         logger.debug("%s failed", name, exc_info=True)
         return KernelRow(**row, reason=_first_line(error))
 

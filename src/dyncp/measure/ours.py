@@ -48,7 +48,7 @@ def make_executor(choice: KernelChoice, device: torch.device, **options: Any) ->
     """An executor with this kernel; raises Unavailable with the reason where it cannot run here."""
     try:
         return DCPExecutor(device=device, **choice.options, **options)
-    except (ImportError, RuntimeError, TypeError, ValueError) as error:
+    except (ImportError, ValueError) as error:
         raise Unavailable(str(error).splitlines()[0]) from error
 
 
