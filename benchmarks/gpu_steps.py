@@ -63,8 +63,10 @@ def run(kernel: str, deterministic: bool, plans: list[Plan]) -> None:
         del out, grads
         seen.append((compiled_kernels(), torch.cuda.memory_reserved()))
     (third, reserved), (last, reserved_last) = seen[min(2, len(seen) - 1)], seen[-1]
-    print(f"{name}: compiled kernels {third} after 3 batches, {last} after {len(plans)}; reserved "
-          f"{reserved / 1e9:.2f} GB, {reserved_last / 1e9:.2f} GB")  # fmt: skip
+    print(f"{name}: {len(third)} compiled kernels after 3 batches, {len(last)} after {len(plans)}; "
+          f"reserved {reserved / 1e9:.2f} GB, {reserved_last / 1e9:.2f} GB")  # fmt: skip
+    for kernel_name in sorted(last - third):
+        print(f"  new: {kernel_name[:300]}")
     del executor, step, q, kv, dout
     gc.collect()
     torch.cuda.empty_cache()
@@ -79,7 +81,7 @@ def draw(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return q.requires_grad_(), kv.requires_grad_(), dout
 
 
-def compiled_kernels() -> int:
+def compiled_kernels() -> set[str]:
     """Kernels that exist in this process: Triton's variants and flash-attn-4's."""
     from dyncp.kernels.triton import backward, forward, rows
 
@@ -87,14 +89,18 @@ def compiled_kernels() -> int:
         forward.attend_tiles, backward.attend_backward_queries, backward.attend_backward_keys,
         rows._copy_rows, rows._merge_rows, rows._row_sums,
     ]  # fmt: skip
-    count = 0
-    for function in functions:
-        count += sum(len(cache[0]) for cache in function.device_caches.values())
+    found = {
+        f"{function.__name__} {key}"
+        for function in functions
+        for cache in function.device_caches.values()
+        for key in cache[0]
+    }
     try:
         from dyncp.kernels.flash4 import compiled
     except ImportError:
-        return count
-    return count + len(compiled._forward) + len(compiled._backward)
+        return found
+    of_flash = {"forward": compiled._forward, "backward": compiled._backward}
+    return found | {f"flash4 {name} {key}" for name, cache in of_flash.items() for key in cache}
 
 
 if __name__ == "__main__":

@@ -11,18 +11,33 @@ from types import ModuleType, SimpleNamespace
 import torch
 
 
+class Absent(ModuleType):
+    """A module of a package that is not installed. Every name in it is a class that takes anything;
+    none of them is used."""
+
+    __path__ = ()
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {"__init__": lambda *_, **__: None, "__class_getitem__": type})
+
+
+ABSENT = ("cutlass", "cutlass.cute", "quack", "quack.layout_utils", "flash_attn", "flash_attn.cute")
+OF_FLASH = ("utils", "block_sparsity", "interface", "mask", "tile_scheduler")
+KERNELS = ("flash_fwd_sm90", "flash_bwd_sm90")
+
+
 def import_flash4():
     """`dyncp.kernels.flash4.kernel`, with stand-ins for the packages that it imports."""
-    for name in ("cutlass", "cutlass.cute", "flash_attn", "flash_attn.cute"):
-        sys.modules.setdefault(name, ModuleType(name))
-    sys.modules["cutlass"].cute = sys.modules["cutlass.cute"]
+    of_flash = [f"flash_attn.cute.{name}" for name in (*OF_FLASH, *KERNELS)]
+    for name in (*ABSENT, *of_flash):
+        parent, _, last = name.rpartition(".")
+        module = sys.modules.setdefault(name, Absent(name))
+        if parent:
+            setattr(sys.modules[parent], last, module)
     sys.modules["cutlass.cute"].jit = lambda function: function
-    for name in ("utils", "block_sparsity", "interface"):
-        module = ModuleType(f"flash_attn.cute.{name}")
-        module.AuxData = module.BlockSparseTensorsTorch = SimpleNamespace
-        module.scalar_to_ssa = None
-        sys.modules.setdefault(module.__name__, module)
-        setattr(sys.modules["flash_attn.cute"], name, sys.modules[module.__name__])
+    sys.modules["flash_attn.cute.utils"].AuxData = SimpleNamespace
     from dyncp.kernels.flash4 import kernel
 
     kernel.flash.attend = attend
@@ -58,7 +73,12 @@ def allowed_pairs(shape, num_rows, num_keys, *, backward):
     tiles = tiles.repeat_interleave(128, 0).repeat_interleave(128, 1)[:num_rows, :num_keys]
     inside = torch.zeros(num_rows, num_keys, dtype=torch.bool)
     for start, end in shape.ranges.view(-1, 2, shape.ranges.shape[1]):
-        inside |= (keys >= start[:, None]) & (keys < end[:, None])
+        if backward:
+            start, end = start[:num_keys], end[:num_keys]  # noqa: PLW2901
+            inside |= (rows[:, None] >= start) & (rows[:, None] < end)
+        else:
+            start, end = start[:num_rows, None], end[:num_rows, None]  # noqa: PLW2901
+            inside |= (keys >= start) & (keys < end)
     return (tiles == 2) | ((tiles == 1) & inside)
 
 

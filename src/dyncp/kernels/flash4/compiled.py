@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from flash_attn.cute import interface
+from flash_attn.cute import flash_bwd_sm90, flash_fwd_sm90, interface
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.utils import AuxData
 from torch import Tensor
 
-from dyncp.kernels.flash4.range_mask import range_mask
+from dyncp.kernels.flash4.range_mask import RangeMask, by_ranges
+from dyncp.kernels.flash4.tile_order import FirstTilesFirst, LastTilesFirst
 from dyncp.kernels.tile_lists import SIDE
 
 Compiled = Callable[..., None]
@@ -25,13 +26,14 @@ ROWS = 64  # of the pieces of dQ
 @dataclass(frozen=True, eq=False)
 class SparseLists:
     """Tile lists as flash-attn-4 takes them: counts [tiles] and indices [tiles, most], partial and
-    full, with the ranges of query rows."""
+    full; of query tiles with ranges of key rows forward, of key tiles with ranges of query rows
+    backward."""
 
     partial_count: Tensor
     partial: Tensor
     full_count: Tensor
     full: Tensor
-    ranges: Tensor  # int32[2 × ranges, query rows]
+    ranges: Tensor  # int32[2 × ranges, rows of whole tiles]
     by_heads: dict[int, tuple[Tensor | None, ...]] = field(default_factory=dict, init=False)
 
     def tensors(self, heads: int) -> tuple[Tensor | None, ...]:
@@ -80,10 +82,27 @@ def _compile_forward(
     else:
         q, k, v, out, lse = (x.unsqueeze(0) for x in (q, k, v, out, lse))
     options |= _options(shape, q.shape[-2])
-    with _watch(interface._flash_attn_fwd) as seen:
+    with _over_lists(shape), _watch(interface._flash_attn_fwd) as seen:
         interface._flash_attn_fwd(q, k, v, out=out, lse=lse, **options)
     compiled: Compiled = seen[-1]
     return compiled
+
+
+@contextmanager
+def _over_lists(shape: Shape) -> Any:
+    """Kernels over tile lists that are compiled inside have our mask and our order of tiles."""
+    if not isinstance(shape, SparseLists):
+        yield
+        return
+    orders = {flash_fwd_sm90: LastTilesFirst, flash_bwd_sm90: FirstTilesFirst}
+    kept = {module: (module.AttentionMask, module.SingleTileScheduler) for module in orders}
+    for module, order in orders.items():
+        module.AttentionMask, module.SingleTileScheduler = RangeMask, order
+    try:
+        yield
+    finally:
+        for module, names in kept.items():
+            module.AttentionMask, module.SingleTileScheduler = names
 
 
 @contextmanager
@@ -110,9 +129,9 @@ def _watch(function: Any) -> Any:
         function.compile_cache = cache
 
 
-def _kind(shape: Shape) -> Any:
+def _kind(shape: Shape) -> str:
     if isinstance(shape, SparseLists):
-        return len(shape.ranges) // 2
+        return "lists"
     return "causal" if shape is None else "varlen"
 
 
@@ -129,8 +148,7 @@ def _options(shape: Shape, heads: int) -> dict[str, Any]:
     if not isinstance(shape, SparseLists):
         return {"causal": True}
     lists = BlockSparseTensorsTorch(*shape.tensors(heads)[:4], block_size=(SIDE, SIDE))
-    mask = range_mask(len(shape.ranges) // 2)
-    return {"mask_mod": mask, "aux_tensors": [shape.ranges], "block_sparse_tensors": lists}
+    return {"mask_mod": by_ranges, "aux_tensors": [shape.ranges], "block_sparse_tensors": lists}
 
 
 def _lists(shape: Shape, heads: int) -> tuple[Any, AuxData]:
@@ -213,6 +231,7 @@ def _compile_backward(
     else:
         tensors = tuple(x.unsqueeze(0) for x in tensors)
     with (
+        _over_lists(shape),
         _watch(interface._flash_attn_bwd) as main,
         _watch(interface._bwd_postprocess_convert) as post,
     ):

@@ -10,7 +10,13 @@ from dyncp.kernels.call import Held, KernelCall, RowStates
 from dyncp.kernels.flash4 import compiled as flash
 from dyncp.kernels.flash4.sequences import Sequences, find_sequences
 from dyncp.kernels.index_arrays import Index, IndexArrays
-from dyncp.kernels.tile_lists import SIDE, list_full_tiles, list_tiles_of, map_kernel_tiles
+from dyncp.kernels.tile_lists import (
+    SIDE,
+    list_full_tiles,
+    list_tiles_of,
+    map_kernel_tiles,
+    turn_ranges,
+)
 
 MOST_SEQUENCES = 256  # above, its varlen path wants tables that we do not make
 
@@ -92,9 +98,10 @@ def _lower_lists(call: KernelCall, arrays: IndexArrays, backward: bool) -> Lower
     k_hull = _widened(_hull_of_tiles(tiles.state.any(axis=0)), tiles.state.shape[1])
     state = tiles.state[q_hull, k_hull]
     rows, keys = _rows(q_hull, len(call.q_coordinates)), _rows(k_hull, len(call.k_coordinates))
-    ranges = tiles.ranges[:, :, rows] - keys.start
     if backward:
-        state = state.T
+        state, ranges = state.T, turn_ranges(tiles)[:, :, padded(keys)] - rows.start
+    else:
+        ranges = tiles.ranges[:, :, padded(rows)] - keys.start
     lists = _flash_lists(np.ascontiguousarray(state))
     indices = [arrays.add(x) for x in (*lists, ranges.reshape(-1, ranges.shape[2]))]
     return Lowered(

@@ -1,50 +1,81 @@
-"""The mask function that flash-attn-4 compiles into its kernels: ranges of key rows."""
+"""How flash-attn-4 masks partial tiles: by ranges, a row of the accumulator at a time.
 
-from collections.abc import Callable
-from functools import cache
+Its own way asks a function for every pair, which makes a partial tile cost several full ones. Here
+every row of a thread's accumulator gets one word whose bits are its columns, put together from the
+row's ranges. Forward, rows are query rows and ranges are of key rows; backward, where flash-attn-4
+computes Kᵀ · Q, rows are key rows and ranges are of query rows.
+"""
+
 from typing import Any
 
 import cutlass
-from cutlass import cute
-from flash_attn.cute.utils import scalar_to_ssa
+from cutlass import Int32, Uint32, const_expr, cute
+from flash_attn.cute.mask import (
+    AttentionMask,
+    mask_r2p_lambda,
+    r2p_bitmask_above,
+    r2p_bitmask_below,
+    sm90_col_to_r2p_idx,
+)
+from flash_attn.cute.utils import AuxData
+from quack import layout_utils
 
 
-@cache
-def range_mask(num_ranges: int) -> Callable[..., Any]:
-    """Whether a key row lies in one of the `num_ranges` ranges of the query row. The one auxiliary
-    tensor is int32[2 × num_ranges, rows]: starts and ends. One range and two have functions of
-    their own, which cost less than the general one."""
-    masks: dict[int, Callable[..., Any]] = {1: _one, 2: _two}
-    return masks[num_ranges] if num_ranges in masks else _many(num_ranges)
+class RangeMask(AttentionMask):
+    """Takes the place of flash-attn-4's mask in kernels over tile lists. Full tiles need no mask:
+    they lie inside the sequences, too."""
 
-
-@cute.jit
-def _one(batch, head, row, key, seqlen_info, tensors):  # type: ignore[no-untyped-def] # noqa: ARG001
-    start = scalar_to_ssa(tensors[0][0, row[0]], cutlass.Int32)
-    end = scalar_to_ssa(tensors[0][1, row[0]], cutlass.Int32)
-    return (key >= start) & (key < end)
-
-
-@cute.jit
-def _two(batch, head, row, key, seqlen_info, tensors):  # type: ignore[no-untyped-def] # noqa: ARG001
-    start = scalar_to_ssa(tensors[0][0, row[0]], cutlass.Int32)
-    end = scalar_to_ssa(tensors[0][1, row[0]], cutlass.Int32)
-    second = scalar_to_ssa(tensors[0][2, row[0]], cutlass.Int32)
-    second_end = scalar_to_ssa(tensors[0][3, row[0]], cutlass.Int32)
-    return ((key >= start) & (key < end)) | ((key >= second) & (key < second_end))
-
-
-def _many(num_ranges: int) -> Callable[..., Any]:
     @cute.jit
-    def mask(batch, head, row, key, seqlen_info, tensors):  # type: ignore[no-untyped-def] # noqa: ARG001
-        start = scalar_to_ssa(tensors[0][0, row[0]], cutlass.Int32)
-        end = scalar_to_ssa(tensors[0][1, row[0]], cutlass.Int32)
-        allowed = (key >= start) & (key < end)
-        for r in cutlass.range_constexpr(1, num_ranges):
-            start = scalar_to_ssa(tensors[0][2 * r, row[0]], cutlass.Int32)
-            end = scalar_to_ssa(tensors[0][2 * r + 1, row[0]], cutlass.Int32)
-            allowed = allowed | ((key >= start) & (key < end))
-        return allowed
+    def apply_mask(  # type: ignore[no-untyped-def]
+        self,
+        acc_S,  # noqa: N803
+        batch_idx,
+        head_idx,
+        m_block,
+        n_block,
+        thr_mma,
+        mask_seqlen: cutlass.Constexpr[bool],
+        mask_causal: cutlass.Constexpr[bool],
+        mask_local: cutlass.Constexpr[bool] = False,
+        mask_mod: cutlass.Constexpr[Any] = None,
+        aux_data: AuxData = AuxData(),  # noqa: B008
+        fastdiv_mods=(None, None),
+    ) -> None:
+        if const_expr(mask_mod is not None):
+            sides = const_expr((self.tile_n, self.tile_m) if self.swap_AB else self.tile)
+            scores = layout_utils.reshape_acc_to_mn(acc_S)
+            places = layout_utils.reshape_acc_to_mn(
+                thr_mma.partition_C(cute.make_identity_tensor(sides))
+            )
+            tile, other = (n_block, m_block) if const_expr(self.swap_AB) else (m_block, n_block)
+            first = other * sides[1] + places[0][1]
+            ranges = aux_data.tensors[0]
+            for r in cutlass.range_constexpr(cute.size(scores.shape[0])):
+                row = tile * sides[0] + places[r, 0][0]
+                bits = _bits(ranges, 0, row, first)
+                for i in cutlass.range(1, cute.size(ranges.shape[0]) // 2, unroll=1):
+                    bits = bits | _bits(ranges, i, row, first)
+                mask_r2p_lambda(scores[r, None], lambda _: bits, rank1=True)  # noqa: B023
 
-    made: Callable[..., Any] = mask
-    return made
+    @property
+    def tile(self) -> tuple[int, int]:
+        return self.tile_m, self.tile_n
+
+
+@cute.jit
+def _bits(ranges, i, row, first):  # type: ignore[no-untyped-def]
+    """Of the columns from `first` on that a thread holds, those in range `i` of the row."""
+    start = sm90_col_to_r2p_idx(max(ranges[2 * i, row] - first, Int32(0)))
+    end = sm90_col_to_r2p_idx(max(ranges[2 * i + 1, row] - first, Int32(0)))
+    bits: Uint32 = r2p_bitmask_below(end, 0) & r2p_bitmask_above(start, 0)
+    return bits
+
+
+def by_ranges(*_: Any) -> Any:
+    """Tells flash-attn-4 that there is a mask; `RangeMask` does not call it."""
+    raise AssertionError("partial tiles are masked by RangeMask")
+
+
+# Flash-attn-4's name for what is compiled, also on disk: a new one with every change of this file
+# or of tile_order.py.
+by_ranges.__cute_hash__ = "dyncp-ranges-1"  # type: ignore[attr-defined]
