@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dyncp import AttentionShape, Batch, masks
 from dyncp.blocks import Direction, build_graph
 from dyncp.cost import PROFILES, CostModel, find_profile
-from dyncp.cost.tails import CallTiles, longest_rows, tail_seconds
+from dyncp.cost.kernel_calls import CallTiles, call_work, more_seconds
 from dyncp.topology import PRESETS
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -104,21 +104,47 @@ def test_kernel_tiles_with_edges_take_as_much_longer_as_the_profile_says(
     assert cost.graph_tile_seconds(graph, "default", direction) == pytest.approx([causal])
 
 
-def test_the_longest_row_of_a_call_is_that_of_the_block_with_most_keys() -> None:
-    profile = replace(COST.profile, tail_forward=100.0, tail_backward=10.0)
-    cost = CostModel(profile, COST.shape)
-    # Cell 0: query block 0 attends key blocks 0 and 1, block 1 only block 1. Cell 2: one tile.
-    cell, q_block, k_block = (np.array(x) for x in ([0, 0, 0, 2], [0, 0, 1, 1], [0, 1, 1, 0]))
-    side = np.full(4, 256)
-    tiles = CallTiles(cell, np.zeros(4, np.int64), q_block, k_block, side * side, side, side)
-    for direction in Direction:
-        assert longest_rows(tiles, 3, direction, cost).tolist() == [512, 0, 256]
-        seconds = tail_seconds(tiles, 3, direction, cost)
-        assert seconds is not None
-        row = COST.tile_seconds(*(np.array([x]) for x in (128 * 512, 128, 512)), 1, direction)[0]
-        tail = (100.0, 10.0)[direction]
-        assert seconds.tolist() == pytest.approx([tail * row, 0, tail * row / 2])
-        assert tail_seconds(tiles, 3, direction, COST) is None
+# Cell 0: query block 0 attends key blocks 0 and 1, block 1 only block 1. Cell 2: one tile.
+SIDE = np.full(4, 256)
+TILES = CallTiles(
+    *(np.array(x) for x in ([0, 0, 0, 2], [0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 1, 0])),
+    SIDE * SIDE, SIDE, SIDE, np.full(4, 32),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_calls_have_the_rows_of_their_blocks_and_the_longest_of_them(direction: Direction) -> None:
+    work = call_work(TILES, direction, COST)
+    assert work.cell.tolist() == [0, 2]
+    assert work.area.tolist() == [32 * 3 * 256 * 256, 32 * 256 * 256]
+    assert work.rows.tolist() == [32 * 4, 32 * 2]  # kernel tiles of 128 rows
+    assert work.longest.tolist() == [512, 256]
+    assert work.by_cell(3).rows.tolist() == [32 * 4, 0, 32 * 2]
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_rows_cost_keys_and_a_call_is_no_shorter_than_its_longest(direction: Direction) -> None:
+    def more(**changes: float) -> list[float]:
+        cost = CostModel(replace(COST.profile, **changes), COST.shape)
+        tiles = cost.tile_seconds(TILES.pairs, TILES.rows, TILES.keys, TILES.heads, direction)
+        found = more_seconds(TILES, tiles, 3, direction, cost)
+        assert found is not None
+        return found.tolist()
+
+    def seconds(pairs: float) -> float:
+        return float(COST.flops(np.array(pairs), 1, direction) / COST.attention_rate(direction))
+
+    rows = more(row_forward=100.0, row_backward=100.0)
+    assert rows == pytest.approx([seconds(100 * 128 * 128), 0, seconds(100 * 128 * 64)])
+    # 128 and 64 rows of kernel tiles on 2 lanes: half a row of two lanes stands idle at the end.
+    work = [32 * 3 * 256 * 256, 32 * 256 * 256]
+    idle = more(lanes=2)
+    assert idle == pytest.approx([seconds(work[0] / 128), 0, seconds(work[1] / 64)])
+    alone = more(lanes=1000)
+    longest = [1000 * 128 * 512, 1000 * 128 * 256]
+    assert alone == pytest.approx([seconds(longest[0] - work[0]), 0, seconds(longest[1] - work[1])])
+    tiles = COST.tile_seconds(TILES.pairs, TILES.rows, TILES.keys, TILES.heads, direction)
+    assert more_seconds(TILES, tiles, 3, direction, COST) is None
 
 
 def test_seconds_are_proportional_to_heads() -> None:

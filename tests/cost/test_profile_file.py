@@ -16,13 +16,13 @@ def test_a_saved_profile_loads_as_it_was(name: str, tmp_path: Path) -> None:
     assert load_profile(tmp_path / "profile.json") == find_profile(name)
 
 
-def test_edges_and_tails_survive_their_file_and_may_be_left_out(tmp_path: Path) -> None:
+def test_edges_and_rows_survive_their_file_and_may_be_left_out(tmp_path: Path) -> None:
     calibrated = replace(
-        find_profile("h200"), edge_forward=3.5, edge_backward=5.0, tail_forward=90.0
+        find_profile("h200"), edge_forward=3.5, edge_backward=5.0, row_forward=400.0, lanes=132
     )
     save_profile(calibrated, tmp_path / "profile.json")
     assert load_profile(tmp_path / "profile.json") == calibrated
-    new = ("edge_forward", "edge_backward", "tail_forward", "tail_backward")
+    new = ("edge_forward", "edge_backward", "row_forward", "row_backward", "lanes")
     older = write(tmp_path, **dict.fromkeys(new))
     assert load_profile(older) == find_profile("h200")
 
@@ -51,8 +51,9 @@ def write(folder: Path, **changes: Any) -> Path:
         ({"dense": True}, "dense is True; expected is number"),
         ({"dense": -1.0}, r"Profile.dense is -1\.0; a finite number above 0"),
         ({"call_seconds": -1.0}, r"Profile.call_seconds is -1\.0; seconds from 0 on"),
-        ({"edge_forward": 0.5}, r"Profile.edge_forward is 0\.5; factors from 1 on"),
-        ({"tail_backward": -1}, "Profile.tail_backward is -1; factors from 0 on"),
+        ({"edge_forward": 0.5}, r"Profile.edge_forward is 0\.5; numbers from 1 on"),
+        ({"row_backward": -1}, "Profile.row_backward is -1; numbers from 0 on"),
+        ({"lanes": -1}, "Profile.lanes is -1; numbers from 0 on"),
         ({"kernel_tile": 12.5}, r"kernel_tile is 12\.5; expected is integer"),
         ({"kernel_tile": 0}, "Profile.kernel_tile is 0; at least 1"),
         ({"intra": 5}, "intra is 5; an object with latency and bandwidth"),

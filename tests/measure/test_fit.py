@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dyncp.blocks import AttentionShape, Direction
+from dyncp.cost import CostModel, Profile, find_profile
 from dyncp.measure.attention_rates import CallSample, fit_rates
 from dyncp.measure.fit import fit_seconds
 
@@ -46,50 +48,55 @@ def test_too_few_measurements_and_no_time_are_refused():
         fit_seconds(np.ones((2, 1)), np.zeros(2))
 
 
-def samples(
-    forward: float,
-    backward: float,
-    call: float,
-    edges: tuple[float, float] = (1.0, 1.0),
-    tails: tuple[float, float] = (0.0, 0.0),
-) -> list[CallSample]:
+COST = CostModel(find_profile("h200"), AttentionShape(32, 8, 128))
+
+
+def samples(profile: Profile) -> list[CallSample]:
     """Timings that the cost model explains exactly, with work of many shapes."""
-    draw, found = np.random.default_rng(0), []
-    for index, (direction, rate) in enumerate((("forward", forward), ("backward", backward))):
-        for flops in np.geomspace(1e6, 1e13, 20):
-            edge, row = flops * draw.uniform(0, 0.5), flops * draw.uniform(0, 0.01)
-            work = flops + (edges[index] - 1) * edge + tails[index] * row
-            seconds = call + work / rate
-            found.append(CallSample("causal", 0, direction, flops, edge, row, 0, 1, seconds, 1e-4))
+    draw, found, cost = np.random.default_rng(0), [], CostModel(profile, COST.shape)
+    for direction in Direction:
+        for area in np.geomspace(1e6, 1e10, 30):
+            edge, rows = area * draw.uniform(0, 0.5), area / 128**2 / draw.uniform(2, 60)
+            longest = draw.uniform(200, 8000)
+            work = [np.array(x) for x in (area, edge, rows, longest)]
+            seconds = float(profile.call_seconds + cost.work_seconds(*work, direction))
+            name = direction.name.lower()
+            found.append(
+                CallSample("causal", 0, name, area, edge, rows, longest, 0, 1, seconds, 1e-4)
+            )
     return found
 
 
 def test_forward_and_backward_share_their_overhead():
-    rates = fit_rates(samples(600e12, 480e12, 20e-6))
-    assert (rates.forward, rates.backward) == pytest.approx((600e12, 480e12))
+    rates = fit_rates(samples(COST.profile), COST, 0)
+    assert (rates.forward, rates.backward) == pytest.approx((590e12, 480e12))
     assert rates.call_seconds == pytest.approx(20e-6)
     assert rates.forward_call_seconds == pytest.approx(rates.backward_call_seconds)
     assert (rates.edge_forward, rates.edge_backward) == pytest.approx((1, 1))
-    assert (rates.tail_forward, rates.tail_backward) == pytest.approx((0, 0), abs=1e-6)
+    assert (rates.row_forward, rates.row_backward) == pytest.approx((0, 0), abs=1e-6)
 
 
-def test_edges_and_longest_rows_are_told_apart_from_the_rest():
-    rates = fit_rates(samples(600e12, 480e12, 20e-6, edges=(3.5, 5.0), tails=(100.0, 20.0)))
-    assert (rates.forward, rates.backward) == pytest.approx((600e12, 480e12))
+def test_edges_rows_and_lanes_are_told_apart_from_the_rest():
+    profile = replace(
+        COST.profile, edge_forward=1.5, edge_backward=3.0, row_forward=400.0, row_backward=250.0,
+        lanes=132,
+    )  # fmt: skip
+    rates = fit_rates(samples(profile), COST, 132)
+    assert (rates.forward, rates.backward) == pytest.approx((590e12, 480e12))
     assert rates.call_seconds == pytest.approx(20e-6)
-    assert (rates.edge_forward, rates.edge_backward) == pytest.approx((3.5, 5.0))
-    assert (rates.tail_forward, rates.tail_backward) == pytest.approx((100, 20))
-    assert rates.worst_error < 1e-6
+    assert (rates.edge_forward, rates.edge_backward) == pytest.approx((1.5, 3.0))
+    assert (rates.row_forward, rates.row_backward) == pytest.approx((400, 250))
+    assert (rates.lanes, rates.worst_error) == (132, pytest.approx(0, abs=1e-6))
 
 
 def test_edges_that_are_all_of_the_work_are_left_out():
-    alike = [replace(s, edge_flops=s.flops, row_flops=s.flops) for s in samples(6e14, 4e14, 1e-5)]
-    rates = fit_rates(alike)
-    assert (rates.forward, rates.backward) == pytest.approx((6e14, 4e14))
-    assert (rates.edge_forward, rates.tail_forward) == (1, 0)
+    alike = [replace(s, edge=s.area, rows=s.area / 128**2) for s in samples(COST.profile)]
+    rates = fit_rates(alike, COST, 132)
+    assert (rates.forward, rates.backward) == pytest.approx((590e12, 480e12))
+    assert (rates.edge_forward, rates.row_forward, rates.lanes) == (1, 0, 0)
 
 
 def test_time_that_does_not_grow_with_work_is_refused():
-    odd = [replace(s, seconds=1 / s.flops) for s in samples(1, 1, 1)]
+    odd = [replace(s, seconds=1 / s.area) for s in samples(COST.profile)]
     with pytest.raises(ValueError, match="does not grow with its work"):
-        fit_rates(odd)
+        fit_rates(odd, COST, 0)

@@ -25,7 +25,12 @@ SHAPE = AttentionShape(4, 2, 16, "fp32")
 COST = CostModel(find_profile("cpu_gloo"), SHAPE)
 BATCH = Batch.of([masks.lambda_shaped(700, sinks=8, window=100), masks.causal(90)])
 CALIBRATED = replace(
-    COST.profile, edge_forward=3.0, edge_backward=5.0, tail_forward=90.0, tail_backward=20.0
+    COST.profile,
+    edge_forward=3.0,
+    edge_backward=5.0,
+    row_forward=400.0,
+    row_backward=250.0,
+    lanes=8,
 )
 CONFIG = PlannerConfig(solver="bisection", head_groups=2)
 PLAN = plan_batch(BATCH, Topology(1, 3), SHAPE, CONFIG)
@@ -73,7 +78,7 @@ def test_kernels_that_do_not_divide_into_calls_are_shared_out(caplog):
     assert "no attention kernels" in caplog.text
 
 
-@pytest.mark.parametrize("profile", [COST.profile, CALIBRATED], ids=["plain", "edges and tails"])
+@pytest.mark.parametrize("profile", [COST.profile, CALIBRATED], ids=["plain", "edges and rows"])
 @pytest.mark.parametrize("direction", Direction)
 def test_loads_add_up_to_what_the_batch_has_and_the_simulator_predicts(direction, profile):
     cost = CostModel(profile, SHAPE)

@@ -56,7 +56,8 @@ def fillings(draw):
     waits = rng.random(tiles) < draw(st.sampled_from([0.0, 0.5, 1.0]))
     division = np.where(waits, rng.integers(1, 5, tiles), 0)
     slow = waits & (rng.random(tiles) < draw(st.sampled_from([0.5, 1.0])))
-    work = Work(rng.integers(0, 3, tiles), rng.random(tiles), np.stack([waits - 1, waits - 1]))
+    use, block = np.stack([waits - 1, waits - 1]), rng.integers(0, 6, tiles)
+    work = Work(rng.integers(0, 3, tiles), rng.random(tiles), use, block)
     arrivals = np.cumsum(rng.random(draw(st.integers(1, 4)))) * draw(st.sampled_from([0, 1, 9]))
     return division, slow, work, Needs(arrivals, rng.random(draw(st.integers(0, 2))))
 
@@ -79,7 +80,7 @@ def test_local_tiles_fill_the_time_until_slow_inputs_arrive(arrival, at_start):
     """One rank: a slow tile for division 1 and five local ones of 1 s."""
     use = np.array([[0, -1, -1, -1, -1, -1]] * 2)
     division, slow = np.array([1, 0, 0, 0, 0, 0]), np.array([True] + [False] * 5)
-    work = Work(np.zeros(6, np.int64), np.ones(6), use)
+    work = Work(np.zeros(6, np.int64), np.ones(6), use, np.zeros(6, np.int64))
     needs = Needs(np.array([arrival]), np.array([1.0]))
     filled = fill(division, slow, work, needs, 1)
     assert (filled == 0).sum() == at_start == min(int(SAFETY * arrival), 5)

@@ -57,10 +57,10 @@ def assert_same_flow(case: Case) -> None:
 
 @given(cases())
 @settings(max_examples=20, deadline=None)
-def test_they_do_with_edges_and_tails_and_nothing_gets_faster(case: Case) -> None:
+def test_they_do_with_edges_and_rows_and_nothing_gets_faster(case: Case) -> None:
     profile = replace(
         case.cost.profile,
-        edge_forward=3.0, edge_backward=5.0, tail_forward=90.0, tail_backward=20.0,
+        edge_forward=3.0, edge_backward=5.0, row_forward=400.0, row_backward=250.0, lanes=8,
     )  # fmt: skip
     slower = replace(case, cost=replace(case.cost, profile=profile))
     assert_same_flow(slower)

@@ -16,8 +16,9 @@ RATES = (
     ("linear layers, TFLOP/s", "dense", 1e12),
     ("kernel tiles with an edge, forward, ×", "edge_forward", 1),
     ("kernel tiles with an edge, backward, ×", "edge_backward", 1),
-    ("longest row, forward, ×", "tail_forward", 1),
-    ("longest row, backward, ×", "tail_backward", 1),
+    ("a row of kernel tiles, forward, keys", "row_forward", 1),
+    ("a row of kernel tiles, backward, keys", "row_backward", 1),
+    ("rows of kernel tiles at a time", "lanes", 1),
     ("kernel call, µs", "call_seconds", 1e-6),
     ("packing, GB/s", "copy", 1e9),
 )

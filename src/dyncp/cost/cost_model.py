@@ -80,17 +80,32 @@ class CostModel:
             area = area + more * self.edge_area(pairs, rows, keys)
         return self.flops(area, heads, direction) / self.attention_rate(direction)
 
-    def tail_seconds(self, keys: Numbers, direction: Direction) -> Float64:
-        """What calls take longer because one row of kernel tiles takes longest: `keys` are those
-        that the call's longest one covers (backward: the query rows, by key)."""
-        backward = direction is Direction.BACKWARD
-        tail = self.profile.tail_backward if backward else self.profile.tail_forward
-        row = self.flops(self.profile.kernel_tile * np.asarray(keys, np.float64), 1, direction)
-        return tail * row / self.attention_rate(direction)
+    def work_seconds(
+        self, area: Numbers, edge: Numbers, rows: Numbers, longest: Numbers, direction: Direction
+    ) -> Float64:
+        """Seconds of kernel calls (`CallWork`), their overhead left out.
 
-    def has_tail(self, direction: Direction) -> bool:
+        `lanes` rows of kernel tiles run at a time, and each costs some keys more than it has. At
+        the end lanes stand idle, for half a row on average; no call is shorter than its longest
+        row."""
+        lanes, side, row = self.profile.lanes, self.profile.kernel_tile, self.row_keys(direction)
+        work = area + (self.edge_factor(direction) - 1) * edge + row * side * rows
+        spread = work * (1 + lanes / (2 * np.maximum(rows, 1)))
+        alone = lanes * side * (longest + row)
+        return self.flops(np.maximum(spread, alone), 1, direction) / self.attention_rate(direction)
+
+    def row_seconds(self, rows: float, heads: int, direction: Direction) -> float:
+        """What `rows` query rows (backward: key rows) cost on top in a call that meets them."""
+        area = np.asarray(self.row_keys(direction) * rows, np.float64)
+        return float(self.flops(area, heads, direction) / self.attention_rate(direction))
+
+    def knows_rows(self, direction: Direction) -> bool:
+        return self.profile.lanes > 0 or self.row_keys(direction) > 0
+
+    def row_keys(self, direction: Direction) -> float:
+        """What a row of kernel tiles costs on top, in keys."""
         backward = direction is Direction.BACKWARD
-        return (self.profile.tail_backward if backward else self.profile.tail_forward) > 0
+        return self.profile.row_backward if backward else self.profile.row_forward
 
     def edge_factor(self, direction: Direction) -> float:
         """Seconds of a kernel tile that is not full over those of one that is."""

@@ -19,8 +19,9 @@ class Profile:
     `overlap_slowdown` is how many times longer attention takes while messages come in; it is
     reported, and simulations do not use it. `edge_forward` and `edge_backward` are how many times
     longer a kernel tile takes that is not full: with a mask's edge or the end of a block in it.
-    `tail_forward` and `tail_backward` say how long a call's longest row of kernel tiles keeps it
-    from ending: as many times what the row takes at the full rate. The defaults leave both out.
+    `row_forward` and `row_backward` are what each row of kernel tiles in a call (backward: column)
+    costs on top, as many keys; `lanes` is how many of them run at a time, each on a processor of
+    its own, at the full rate all together. The defaults leave all of this out.
     """
 
     name: str
@@ -38,8 +39,9 @@ class Profile:
     overlap_slowdown: float = 1.0
     edge_forward: float = 1.0
     edge_backward: float = 1.0
-    tail_forward: float = 0.0
-    tail_backward: float = 0.0
+    row_forward: float = 0.0
+    row_backward: float = 0.0
+    lanes: int = 0
 
     def __post_init__(self) -> None:
         for field in ("attention_forward", "attention_backward", "dense", "copy"):
@@ -50,12 +52,12 @@ class Profile:
             raise ValueError(
                 f"Profile.call_seconds is {self.call_seconds}; seconds from 0 on are allowed"
             )
-        for least, names in ((1, _SLOWDOWNS), (0, ("tail_forward", "tail_backward"))):
+        for least, names in ((1, _SLOWDOWNS), (0, ("row_forward", "row_backward", "lanes"))):
             for field in names:
                 value = getattr(self, field)
                 if not least <= value < math.inf:
                     raise ValueError(
-                        f"Profile.{field} is {value}; factors from {least} on are allowed"
+                        f"Profile.{field} is {value}; numbers from {least} on are allowed"
                     )
         for field in ("kernel_tile", "ranks_per_machine", "nics"):
             if getattr(self, field) < 1:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dyncp.arrays import Float64
+from dyncp.arrays import Bool, Float64
 from dyncp.blocks import Direction
 from dyncp.cost import CostModel
 from dyncp.measure.fit import Fit, fit_seconds
@@ -21,44 +21,44 @@ from dyncp.topology import Topology
 # From so many tokens on, plans for so many ranks: kernels have faster paths for whole sequences,
 # which cut ones seldom take. Shorter ones are mostly overhead.
 CUT_TOKENS, CUT_RANKS = 1024, 4
-# Below, edges and tails would be fitted to noise: timings for each coefficient, and the condition
+# Below, edges and rows would be fitted to noise: timings for each coefficient, and the condition
 # number of their columns (2 to 5 with the default masks, 128 to 16,384 tokens).
 TIMINGS_PER_COEFFICIENT, MOST_ALIKE = 4, 30.0
+MOST_FITS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class CallSample:
-    """Kernel calls of one division in one direction, and what they took: FLOPs of the cost model's
-    area, of its part that is not full, and of the longest rows of kernel tiles, one head."""
+    """Kernel calls of one division in one direction, what they do in the cost model's terms (see
+    `CallWork`; several calls added up), and what they took."""
 
     mask: str
     tokens: int
     direction: str
-    flops: float
-    edge_flops: float
-    row_flops: float
+    area: float
+    edge: float
+    rows: float
+    longest: float
     pairs: int
     calls: int
     seconds: float
     host_seconds: float
 
-    @property
-    def work(self) -> tuple[float, float, float]:
-        return self.flops, self.edge_flops, self.row_flops
-
 
 @dataclass(frozen=True, slots=True)
 class AttentionRates:
-    """FLOP/s on full kernel tiles, factors of those that are not full and of the longest rows (see
-    Profile), seconds per call (both directions fitted together, and each alone), relative errors
-    of the fit, and the host's seconds per attention call."""
+    """What a profile says of kernels: FLOP/s on full kernel tiles, the factor of those that are not
+    full, keys that a row of kernel tiles costs on top, how many rows run at a time, seconds per
+    call (both directions fitted together, and each alone); relative errors of the fit, and the
+    host's seconds per attention call."""
 
     forward: float
     backward: float
     edge_forward: float
     edge_backward: float
-    tail_forward: float
-    tail_backward: float
+    row_forward: float
+    row_backward: float
+    lanes: int
     call_seconds: float
     forward_call_seconds: float
     backward_call_seconds: float
@@ -89,22 +89,19 @@ def sample_attention(
             for direction in times[0]:
                 for load in plan_loads(plan, case.batch, direction, cost):
                     measured = times[load.rank][direction]
-                    samples.append(_sample(load, measured, case, direction, cost))
+                    samples.append(_sample(load, measured, case, direction))
     return samples
 
 
-def _sample(
-    load: Load, measured: CallTimes, case: MaskCase, direction: Direction, cost: CostModel
-) -> CallSample:
-    work = np.asarray([load.area, load.edge, cost.profile.kernel_tile * load.longest])
-    flops, edge_flops, row_flops = cost.flops(work, 1, direction).tolist()
+def _sample(load: Load, measured: CallTimes, case: MaskCase, direction: Direction) -> CallSample:
     return CallSample(
         mask=case.name,
         tokens=case.tokens,
         direction=direction.name.lower(),
-        flops=flops,
-        edge_flops=edge_flops,
-        row_flops=row_flops,
+        area=load.area,
+        edge=load.edge,
+        rows=load.tile_rows,
+        longest=load.longest,
         pairs=load.pairs,
         calls=load.calls,
         seconds=float(measured.division_seconds[load.division]),
@@ -112,41 +109,77 @@ def _sample(
     )
 
 
-def fit_rates(samples: Sequence[CallSample]) -> AttentionRates:
-    """seconds = calls × overhead + (FLOPs + (edge − 1) × edge FLOPs + tail × row FLOPs) / rate,
-    with one overhead for both directions and the rest for each. Tails, and then edges, are left
-    out where the timings cannot tell them from plain work."""
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The cost model's seconds as sums of `terms` coefficients per direction (a pair, an edge's
+    pair, a row's pair) and one per call."""
+
+    terms: int
+    lanes: int
+    side: int
+
+    def fit(self, parts: list[list[CallSample]]) -> Fit:
+        """Samples of each direction. Whether a call is as long as its longest row depends on the
+        result, so it is fitted until that no longer changes."""
+        seconds = np.asarray([s.seconds for part in parts for s in part])
+        alone: Bool = np.zeros(len(seconds), np.bool_)
+        for _ in range(MOST_FITS):
+            fit = fit_seconds(self.columns(parts, alone), seconds)
+            spread, row = (
+                self.columns(parts, np.full(len(seconds), chosen)) @ fit.coefficients
+                for chosen in (False, True)
+            )
+            if (alone == (row > spread)).all():
+                break
+            alone = row > spread
+        errors = np.maximum(spread, row) / seconds - 1
+        return Fit(fit.coefficients, errors)
+
+    def columns(self, parts: list[list[CallSample]], alone: Bool) -> Float64:
+        """Work of each direction in columns of its own, then calls: float64[samples, directions ×
+        terms + 1]; `alone` says which samples are as long as their longest rows."""
+        columns = np.zeros((sum(map(len, parts)), len(parts) * self.terms + 1))
+        row = 0
+        for index, part in enumerate(parts):
+            own = slice(index * self.terms, (index + 1) * self.terms)
+            for sample in part:
+                columns[row, own] = self._work(sample, alone=bool(alone[row]))[: self.terms]
+                columns[row, -1] = sample.calls
+                row += 1
+        return columns
+
+    def _work(self, sample: CallSample, *, alone: bool) -> tuple[float, float, float]:
+        if alone:
+            lanes = self.lanes * self.side
+            return lanes * sample.longest, 0.0, lanes * sample.calls
+        idle = 1 + self.lanes * sample.calls / (2 * max(sample.rows, sample.calls))
+        return idle * sample.area, idle * sample.edge, idle * self.side * sample.rows
+
+
+def fit_rates(samples: Sequence[CallSample], cost: CostModel, lanes: int) -> AttentionRates:
+    """Rates with which the cost model's seconds come near to the measured ones: one overhead per
+    call for both directions, and the rest for each. Rows and lanes, and then edges, are left out
+    where the timings cannot tell them from plain work."""
     both = [[s for s in samples if s.direction == d.name.lower()] for d in Direction]
-    seconds = np.asarray([s.seconds for s in both[0] + both[1]])
     for terms in (3, 2, 1):
-        columns = _columns(both, terms)
-        if terms > 1 and not _tells_apart(columns, seconds):
+        model = Model(terms, lanes if terms == 3 else 0, cost.profile.kernel_tile)
+        if terms > 1 and not _tells_apart(both, model):
             continue
-        fit = fit_seconds(columns, seconds)
+        fit = model.fit(both)
         work = np.zeros((2, 3))
         work[:, :terms] = fit.coefficients[:-1].reshape(2, terms)
         if work[:, 0].all():
-            return _rates(work, fit, both, terms)
+            return _rates(work, fit, both, model, cost)
     raise ValueError(
         "the attention kernel's time does not grow with its work: too short or too noisy; "
         "measure larger sizes or more repeats"
     )
 
 
-def _columns(both: list[list[CallSample]], terms: int) -> Float64:
-    """Work of each direction in columns of its own, then calls: float64[samples, 2 × terms + 1]."""
-    columns = np.zeros((sum(map(len, both)), 2 * terms + 1))
-    row = 0
-    for index, part in enumerate(both):
-        for sample in part:
-            columns[row, index * terms : (index + 1) * terms] = sample.work[:terms]
-            columns[row, -1] = sample.calls
-            row += 1
-    return columns
-
-
-def _tells_apart(columns: Float64, seconds: Float64) -> bool:
+def _tells_apart(both: list[list[CallSample]], model: Model) -> bool:
     """Whether there are enough timings, of works that differ enough."""
+    seconds = np.asarray([s.seconds for part in both for s in part])
+    columns = model.columns(both, np.zeros(len(seconds), np.bool_))
     if len(columns) < TIMINGS_PER_COEFFICIENT * columns.shape[1]:
         return False
     relative = columns / seconds[:, None]
@@ -154,16 +187,20 @@ def _tells_apart(columns: Float64, seconds: Float64) -> bool:
     return bool(size.all() and np.linalg.cond(relative / size) < MOST_ALIKE)
 
 
-def _rates(work: Float64, fit: Fit, both: list[list[CallSample]], terms: int) -> AttentionRates:
-    (forward, edge_forward, tail_forward), (backward, edge_backward, tail_backward) = work.tolist()
-    apart = [_call_seconds(part, terms) for part in both]
+def _rates(
+    work: Float64, fit: Fit, both: list[list[CallSample]], model: Model, cost: CostModel
+) -> AttentionRates:
+    (forward, edge_forward, row_forward), (backward, edge_backward, row_backward) = work.tolist()
+    flops = [float(cost.flops(np.ones(1), 1, direction)[0]) for direction in Direction]
+    apart = [float(model.fit([part]).coefficients[-1]) for part in both]
     return AttentionRates(
-        forward=1 / forward,
-        backward=1 / backward,
+        forward=flops[0] / forward,
+        backward=flops[1] / backward,
         edge_forward=1 + edge_forward / forward,
         edge_backward=1 + edge_backward / backward,
-        tail_forward=tail_forward / forward,
-        tail_backward=tail_backward / backward,
+        row_forward=row_forward / forward,
+        row_backward=row_backward / backward,
+        lanes=model.lanes,
         call_seconds=float(fit.coefficients[-1]),
         forward_call_seconds=apart[0],
         backward_call_seconds=apart[1],
@@ -171,9 +208,3 @@ def _rates(work: Float64, fit: Fit, both: list[list[CallSample]], terms: int) ->
         worst_error=fit.worst_error,
         host_seconds=float(np.median([s.host_seconds for part in both for s in part])),
     )
-
-
-def _call_seconds(samples: Sequence[CallSample], terms: int) -> float:
-    """Of one direction alone."""
-    columns = np.asarray([[*s.work[:terms], s.calls] for s in samples], np.float64)
-    return float(fit_seconds(columns, np.asarray([s.seconds for s in samples])).coefficients[-1])

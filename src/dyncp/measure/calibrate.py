@@ -8,7 +8,7 @@ from dyncp.blocks import AttentionShape
 from dyncp.cost import CostModel, Profile
 from dyncp.executor import attention
 from dyncp.measure.attention_rates import AttentionRates, CallSample, fit_rates, sample_attention
-from dyncp.measure.device_rates import copy_rate, dense_rate
+from dyncp.measure.device_rates import copy_rate, dense_rate, num_lanes
 from dyncp.measure.implementation import forward
 from dyncp.measure.inputs import make_inputs
 from dyncp.measure.links import (
@@ -63,7 +63,7 @@ def calibrate(setting: CalibrateSetting, tell: Tell = lambda _: None) -> Calibra
     samples = sample_attention(
         setting.masks, setting.sizes, cost, setting.choice, world.device, repeats, tell
     )
-    rates = fit_rates(samples)
+    rates = fit_rates(samples, cost, num_lanes(world.device))
     tell("matrix products and copies ...")
     measured: dict[str, Any] = {
         "dense": dense_rate(world.device, setting.shape.dtype, repeats),
@@ -88,8 +88,9 @@ def calibrate(setting: CalibrateSetting, tell: Tell = lambda _: None) -> Calibra
         call_seconds=rates.call_seconds,
         edge_forward=rates.edge_forward,
         edge_backward=rates.edge_backward,
-        tail_forward=rates.tail_forward,
-        tail_backward=rates.tail_backward,
+        row_forward=rates.row_forward,
+        row_backward=rates.row_backward,
+        lanes=rates.lanes,
         overlap_slowdown=overlaps[0].slowdown,
         **measured,
     )

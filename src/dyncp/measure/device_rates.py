@@ -25,3 +25,11 @@ def copy_rate(device: torch.device, repeats: Repeats) -> float:
     target = torch.empty_like(source)
     timed = time_call(lambda: target.copy_(source), device, repeats)
     return source.nbytes / timed.seconds
+
+
+def num_lanes(device: torch.device) -> int:
+    """Rows of kernel tiles that run at a time: one on every processor of a GPU; 0 on CPUs, where
+    that is not modelled."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -8,7 +8,7 @@ import numpy as np
 from dyncp.arrays import Float64, Int64
 from dyncp.blocks import DEFAULT_MASK, Batch, Direction
 from dyncp.cost import CostModel
-from dyncp.cost.tails import CallTiles, longest_rows
+from dyncp.cost.kernel_calls import CallTiles, call_work
 from dyncp.masks import Mask
 from dyncp.plan import Plan, RankPlan
 
@@ -18,15 +18,16 @@ Touched = dict[int, dict[tuple[int, int], int]]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One division of one rank. `pairs`, `area` and `edge` (of the cost model) and `kernel_tiles`
-    count every q head; `rows` and `keys` are those of the blocks that it reads, `calls` its kernel
-    calls, `longest` the keys of their longest rows of kernel tiles."""
+    """One division of one rank. `pairs`, `area`, `edge` and `tile_rows` (of the cost model) and
+    `kernel_tiles` count every q head; `rows` and `keys` are those of the blocks that it reads,
+    `calls` its kernel calls, `longest` the keys of their longest rows of kernel tiles."""
 
     rank: int
     division: int
     pairs: int
     area: float
     edge: float
+    tile_rows: float
     longest: float
     kernel_tiles: int
     tiles: int
@@ -57,31 +58,31 @@ def _rank_loads(
     heads = cost.heads_of(part.groups_for(cost.shape))[tiles.head_group]
     pairs = tiles.pairs.astype(np.int64)
     sides = pairs, tokens[tiles.q_block], tokens[tiles.k_block]
-    area, edge = cost.kernel_area(*sides) * heads, cost.edge_area(*sides) * heads
-    seconds = cost.tile_seconds(*sides, heads, direction)
     cell, group, q_block, k_block = (
         x.astype(np.int64) for x in (division, tiles.head_group, tiles.q_block, tiles.k_block)
     )
-    called = CallTiles(cell, group, q_block, k_block, *sides)
-    longest = longest_rows(called, int(division.max(initial=-1)) + 1, direction, cost)
-    tail = cost.tail_seconds(longest, direction)
+    calls = call_work(CallTiles(cell, group, q_block, k_block, *sides, heads), direction, cost)
+    num_divisions = int(division.max(initial=-1)) + 1
+    work = calls.by_cell(num_divisions)
+    seconds = np.bincount(calls.cell, cost.work_seconds(*calls[1:], direction), num_divisions)
     listed = heads * _kernel_tiles(part, batch, cost.profile.kernel_tile, touched)
     for number in np.unique(division).tolist():
         own = division == number
-        calls = len(np.unique(tiles.head_group[own]))
+        num_calls = len(np.unique(tiles.head_group[own]))
         yield Load(
             rank=part.rank,
             division=number,
             pairs=int((pairs * heads)[own].sum()),
-            area=float(area[own].sum()),
-            edge=float(edge[own].sum()),
-            longest=float(longest[number]),
+            area=float(work.area[number]),
+            edge=float(work.edge[number]),
+            tile_rows=float(work.rows[number]),
+            longest=float(work.longest[number]),
             kernel_tiles=int(listed[own].sum()),
             tiles=int(own.sum()),
             rows=int(tokens[np.unique(tiles.q_block[own])].sum()),
             keys=int(tokens[np.unique(tiles.k_block[own])].sum()),
-            calls=calls,
-            predicted_seconds=float(seconds[own].sum() + cost.call_seconds(calls) + tail[number]),
+            calls=num_calls,
+            predicted_seconds=float(seconds[number] + cost.call_seconds(num_calls)),
         )
 
 

@@ -105,7 +105,8 @@ class Search:
             self.simulate(name, task.schedule(placed))
 
     def try_divisions(self) -> None:
-        """Schedules the best candidate in fewer and in more steps."""
+        """Schedules the best candidate in fewer and in more steps, and takes the best of each
+        direction."""
         assert self._best is not None
         _, _, candidate, simulated = self._best
         exposed = simulated.exposed_seconds
@@ -114,11 +115,18 @@ class Search:
         steps = _input_steps(candidate)
         if config.divisions is not None or exposed < HIDDEN * attention or steps < 2:
             return
+        tried, solver = [(DIVISIONS, candidate, simulated)], candidate.placement.solver
         for divisions in OTHER_DIVISIONS[config.effort]:
             if divisions > DIVISIONS > steps + 1:
                 continue  # there was room for more steps already
-            name = f"{candidate.placement.solver} in {divisions} steps"
-            self.simulate(name, self._task.schedule(candidate.placed, divisions))
+            other = self._task.schedule(candidate.placed, divisions)
+            found = self.simulate(f"{solver} in {divisions} steps", other)
+            tried.append((divisions, other, found))
+        out, forward, _ = min(tried, key=lambda entry: entry[2].forward_seconds)
+        back, backward, _ = min(tried, key=lambda entry: entry[2].backward_seconds)
+        if forward is not backward:
+            name = f"{solver} in {out} steps forward, {back} backward"
+            self.simulate(name, forward.with_backward(backward))
 
     def try_static(self) -> None:
         """Static methods, the most promising first, until none can be better."""
@@ -160,12 +168,13 @@ class Search:
         close = CLOSE if self._task.model is None else CLOSE_WITH_MODEL
         return missed == 0 and seconds <= close * simulated.ideal_seconds
 
-    def simulate(self, name: str, candidate: Candidate) -> None:
+    def simulate(self, name: str, candidate: Candidate) -> Simulated:
         simulated = self._task.simulate(candidate)
         missed, seconds = candidate.balance.missed, simulated.step_seconds
         self._tried.append(Tried(name, seconds, missed))
         if self._best is None or (missed, seconds) < self._best[:2]:
             self._best = missed, seconds, candidate, simulated
+        return simulated
 
 
 def search(task: Task) -> Choice:

@@ -41,14 +41,16 @@ def build_schedule(
     crossings = find_crossings(uses, pace.topology, joined=not placement.static)
     load = _load(uses, work, crossings, pace)
     results = bool(uses.result_bytes.any())
-    shares = share_phases(load, num_divisions, pace.least_seconds, results=results)
+    rows = float(graph.blocks.tokens.sum()) / placement.num_ranks
+    least, worth = pace.least_seconds(rows, direction), pace.division_seconds(rows, direction)
+    shares = share_phases(load, num_divisions, least, results=results)
     routes, arrives = _route(uses, crossings, shares, pace)
     earliest = np.append(arrives, 0)[work.use].max(axis=0)
     slow = _slow_tiles(work, routes)
     together = load.result_travel < SMALL * (load.local + load.near + load.far)
     needs = Needs(
         _slow_arrivals(uses, routes, load, shares, pace),
-        _result_seconds(uses, routes, work, earliest, slow, together, pace),
+        _result_seconds(uses, routes, work, earliest, slow, together, pace, worth),
     )
     tile_division = fill(earliest, slow, work, needs, placement.num_ranks)
     first, last = work.first_and_last(tile_division, len(uses))
@@ -132,9 +134,10 @@ def _result_seconds(
     slow: Bool,
     together: bool,
     pace: Pace,
+    worth: float,
 ) -> Float64:
     """How long the last results of slow tiles travel: in one step, or in two where they are first
-    summed inside a machine; no step where they take less than a kernel call."""
+    summed inside a machine; no step where they take less than a division is `worth`."""
     late = np.zeros(len(uses) + 1, np.bool_)
     late[work.use[:, slow & (division == division[slow].max(initial=0))]] = True
     late = late[:-1]
@@ -142,7 +145,7 @@ def _result_seconds(
     if together:
         late |= routes.crosses
     steps = np.array(travel_seconds(uses, routes, uses.result_bytes * late, pace.topology))
-    if steps.sum() < pace.call_seconds:
+    if steps.sum() < worth:
         return np.zeros(0)
     return steps if len(routes.passed_on) else steps.sum(keepdims=True)
 

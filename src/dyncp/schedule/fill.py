@@ -71,9 +71,9 @@ def _room(division: Int64, slow: Bool, work: Work, arrivals: Float64, num_ranks:
 
 
 def _middles(work: Work, tiles: Int64, kind: Int64) -> Float64:
-    """Where the middle of each tile stands when every rank runs these tiles by kind, small ones
-    first."""
-    order = np.lexsort((work.seconds[tiles], kind, work.rank[tiles]))
+    """Where the middle of each tile stands when every rank runs these tiles by kind, those of a
+    block together: every call that meets a block's rows costs something."""
+    order = np.lexsort((work.block[tiles], kind, work.rank[tiles]))
     by = tiles[order]
     own = np.bincount(work.rank[by], work.seconds[by], 1)
     closes = np.cumsum(work.seconds[by]) - (np.cumsum(own) - own)[work.rank[by]]

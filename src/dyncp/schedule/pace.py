@@ -16,11 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from dyncp.arrays import Float64
-from dyncp.blocks import BlockGraph
+from dyncp.blocks import BlockGraph, Direction
 from dyncp.cost import CostModel, find_profile
 from dyncp.topology import Topology
 
-# A phase should be worth this many kernel calls, since each further division costs one.
+# A phase should be worth this many kernel calls, since each further division costs one; and what
+# rows cost that one more call meets.
 CALLS_PER_PHASE = 5
 
 
@@ -36,14 +37,15 @@ class Pace:
         """One machine with p4de's figures."""
         return Pace(Topology(1, num_ranks), CostModel(find_profile("p4de"), graph.shape))
 
-    @property
-    def call_seconds(self) -> float:
-        return self.cost.profile.call_seconds
+    def least_seconds(self, rows: float, direction: Direction) -> float:
+        """What a phase should take at least, if ranks have so many rows."""
+        more = (CALLS_PER_PHASE - 1) * self.cost.profile.call_seconds
+        return more + self.division_seconds(rows, direction)
 
-    @property
-    def least_seconds(self) -> float:
-        """What a phase should take at least."""
-        return CALLS_PER_PHASE * self.call_seconds
+    def division_seconds(self, rows: float, direction: Direction) -> float:
+        """What one more division costs a rank with so many rows."""
+        again = self.cost.row_seconds(rows, self.cost.shape.q_heads, direction)
+        return self.cost.profile.call_seconds + again
 
 
 @dataclass(frozen=True, slots=True)

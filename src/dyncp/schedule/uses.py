@@ -29,12 +29,14 @@ class Uses:
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """Tiles: their ranks and seconds, and the use that brings each tile's query block and key
-    block, int64[2, tiles] (-1: local)."""
+    """Tiles: their ranks and seconds, the use that brings each tile's query block and key block,
+    int64[2, tiles] (-1: local), and the block whose rows the kernel works by: that of queries
+    forward, of keys backward."""
 
     rank: Int64
     seconds: Float64
     use: Int64
+    block: Int64
 
     @cached_property
     def local(self) -> Bool:
@@ -68,7 +70,7 @@ def _sides(graph: BlockGraph, placement: Placement, name: str) -> tuple[RemoteUs
 def find_uses(
     graph: BlockGraph, placement: Placement, name: str, direction: Direction, seconds: Float64
 ) -> tuple[Uses, Work]:
-    sides = _sides(graph, placement, name)
+    sides, tiles = _sides(graph, placement, name), graph.tiles[name]
     side = np.repeat([0, 1], [len(own) for own in sides])
     rank, block, group = (
         np.concatenate([getattr(own, field) for own in sides])
@@ -83,6 +85,9 @@ def find_uses(
     owner = placement.block_rank[block].astype(np.int64)
     of_keys = np.where(sides[1].of_tile < 0, -1, sides[1].of_tile + len(sides[0]))
     work = Work(
-        placement.tile_rank[name].astype(np.int64), seconds, np.stack([sides[0].of_tile, of_keys])
+        placement.tile_rank[name].astype(np.int64),
+        seconds,
+        np.stack([sides[0].of_tile, of_keys]),
+        (tiles.k_block if direction is Direction.BACKWARD else tiles.q_block).astype(np.int64),
     )
     return Uses(side, rank, block, group, owner, *sizes), work

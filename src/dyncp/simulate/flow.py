@@ -53,12 +53,12 @@ class Payloads(NamedTuple):
 
 
 class Loads(NamedTuple):
-    """Seconds of the tiles of every rank and division, their kernel calls, and what the longest
-    rows of these add (None: nothing)."""
+    """Seconds of the tiles of every rank and division, their kernel calls, and what the rows of
+    these add (None: nothing)."""
 
     seconds: Float64
     calls: Int64
-    tail: Float64 | None = None
+    more: Float64 | None = None
 
     @staticmethod
     def of(
@@ -67,10 +67,10 @@ class Loads(NamedTuple):
         seconds: Float64,
         ranks: int,
         divisions: int,
-        tail: Float64 | None = None,
+        more: Float64 | None = None,
     ) -> "Loads":
         """From tiles: `cell` is rank × divisions + division; one call per cell and head group.
-        `tail` has seconds by cell."""
+        `more` has seconds by cell."""
         num_cells, num_groups = ranks * divisions, int(group.max(initial=0)) + 1
         called: Bool = np.zeros((num_cells, num_groups), np.bool_)
         called[cell, group] = True
@@ -78,7 +78,7 @@ class Loads(NamedTuple):
         return Loads(
             total.reshape(ranks, divisions),
             called.sum(axis=1, dtype=np.int64).reshape(ranks, divisions),
-            None if tail is None else tail.reshape(ranks, divisions),
+            None if more is None else more.reshape(ranks, divisions),
         )
 
 
@@ -114,8 +114,8 @@ def make_flow(
         work[chosen] = cost.copy_seconds(size[at])
     chosen = programs.op == Op.COMPUTE
     seconds = loads.seconds + cost.call_seconds(loads.calls)
-    if loads.tail is not None:
-        seconds = seconds + loads.tail
+    if loads.more is not None:
+        seconds = seconds + loads.more
     work[chosen] = seconds[rank[chosen], programs.argument[chosen]]
     total = float(loads.seconds.sum())
     return Flow(num_ranks, num_phases, programs, work, messages, total)

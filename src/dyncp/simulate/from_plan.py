@@ -8,7 +8,7 @@ import numpy as np
 from dyncp.arrays import Int64, starts_of
 from dyncp.blocks import Direction, bytes_per_token
 from dyncp.cost import CostModel
-from dyncp.cost.tails import CallTiles, tail_seconds
+from dyncp.cost.kernel_calls import CallTiles, more_seconds
 from dyncp.plan import Op, Plan, Program, RankPlan
 from dyncp.simulate.flow import Flow, Loads, Payloads, Programs, join_messages, make_flow
 
@@ -77,6 +77,6 @@ def _loads(
     num_divisions = int(division.max(initial=0)) + 1
     rank = np.repeat(np.arange(plan.num_ranks), [len(t) for t in tiles])
     cell, num_cells = rank * num_divisions + division, plan.num_ranks * num_divisions
-    called = CallTiles(cell, group, q_block, k_block, pairs, rows, keys)
-    tail = tail_seconds(called, num_cells, direction, cost)
-    return Loads.of(cell, group, seconds, plan.num_ranks, num_divisions, tail)
+    called = CallTiles(cell, group, q_block, k_block, pairs, rows, keys, heads)
+    more = more_seconds(called, seconds, num_cells, direction, cost)
+    return Loads.of(cell, group, seconds, plan.num_ranks, num_divisions, more)

@@ -5,7 +5,7 @@ import numpy as np
 from dyncp.arrays import Bool, Int64
 from dyncp.blocks import BlockGraph, Direction, bytes_per_token
 from dyncp.cost import CostModel
-from dyncp.cost.tails import CallTiles, tail_seconds
+from dyncp.cost.kernel_calls import CallTiles, more_seconds
 from dyncp.placement import Placement
 from dyncp.plan.instructions import order_programs
 from dyncp.schedule import Schedule
@@ -48,15 +48,15 @@ def _loads(
     seconds = cost.graph_tile_seconds(graph, name, direction)
     tiles, tokens = graph.tiles[name], graph.blocks.tokens
     group = tiles.head_group.astype(np.int64)
-    tail = None
-    if cost.has_tail(direction):
+    more = None
+    if cost.knows_rows(direction):
         q_block, k_block = (b.astype(np.int64) for b in (tiles.q_block, tiles.k_block))
-        called = CallTiles(
-            cell, group, q_block, k_block, tiles.pairs, tokens[q_block], tokens[k_block]
-        )
+        heads = cost.heads_of(cost.groups_for(graph.shape, graph.head_groups))[group]
+        sides = tiles.pairs, tokens[q_block], tokens[k_block]
+        called = CallTiles(cell, group, q_block, k_block, *sides, heads)
         num_cells = placement.num_ranks * schedule.num_divisions
-        tail = tail_seconds(called, num_cells, direction, cost)
-    return Loads.of(cell, group, seconds, placement.num_ranks, schedule.num_divisions, tail)
+        more = more_seconds(called, seconds, num_cells, direction, cost)
+    return Loads.of(cell, group, seconds, placement.num_ranks, schedule.num_divisions, more)
 
 
 def _payloads(graph: BlockGraph, schedule: Schedule, cost: CostModel) -> Payloads:

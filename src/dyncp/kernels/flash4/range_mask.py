@@ -21,14 +21,14 @@ from flash_attn.cute.utils import AuxData
 from quack import layout_utils
 
 
-class RangeMask(AttentionMask):
+class RangeMask(AttentionMask):  # type: ignore[misc]
     """Takes the place of flash-attn-4's mask in kernels over tile lists. Full tiles need no mask:
     they lie inside the sequences, too."""
 
     @cute.jit
-    def apply_mask(  # type: ignore[no-untyped-def]
+    def apply_mask(
         self,
-        acc_S,  # noqa: N803
+        acc_S,
         batch_idx,
         head_idx,
         m_block,
@@ -38,7 +38,7 @@ class RangeMask(AttentionMask):
         mask_causal: cutlass.Constexpr[bool],
         mask_local: cutlass.Constexpr[bool] = False,
         mask_mod: cutlass.Constexpr[Any] = None,
-        aux_data: AuxData = AuxData(),  # noqa: B008
+        aux_data: AuxData = AuxData(),
         fastdiv_mods=(None, None),
     ) -> None:
         if const_expr(mask_mod is not None):
@@ -55,7 +55,7 @@ class RangeMask(AttentionMask):
                 bits = _bits(ranges, 0, row, first)
                 for i in cutlass.range(1, cute.size(ranges.shape[0]) // 2, unroll=1):
                     bits = bits | _bits(ranges, i, row, first)
-                mask_r2p_lambda(scores[r, None], lambda _: bits, rank1=True)  # noqa: B023
+                mask_r2p_lambda(scores[r, None], lambda _: bits, rank1=True)
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -63,7 +63,7 @@ class RangeMask(AttentionMask):
 
 
 @cute.jit
-def _bits(ranges, i, row, first):  # type: ignore[no-untyped-def]
+def _bits(ranges, i, row, first):
     """Of the columns from `first` on that a thread holds, those in range `i` of the row."""
     start = sm90_col_to_r2p_idx(max(ranges[2 * i, row] - first, Int32(0)))
     end = sm90_col_to_r2p_idx(max(ranges[2 * i + 1, row] - first, Int32(0)))
