@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dyncp.arrays import Bool, Int64
 from dyncp.executor.kernel_calls import after_of, before_of
 from dyncp.executor.lowering import LoweredProgram
 from dyncp.executor.messages import Item, Mail, Move, lay_out_mail
@@ -15,6 +17,7 @@ from dyncp.kernels import Held, IndexArrays, RowOps, accumulator_dtype
 from dyncp.plan import AttentionShape, Contributions, Room, Space, list_rooms
 
 PER_HEAD = ("lse", "delta", "lse_partial")
+MOST_BETWEEN = 1024  # rows between slots that are settled together
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +134,10 @@ def _settlements(
     for time in np.unique(found.time[found.time % 2 == 1]).tolist():
         for space in Space:
             for group, heads in enumerate(lowered.part.groups_for(shape)):
-                mine = (found.time == time) & (found.space == space) & (found.head_group == group)
+                here = (found.space == space) & (found.head_group == group)
                 repeat = shape.q_heads_per_kv_head if space is Space.Q else 1
                 width = heads.num_kv_heads * repeat * shape.head_dim
-                for rows, blocks in _settled_rows(lowered, found, mine):
+                for rows, blocks in _settled_rows(lowered, found, here, time):
                     table = _partial_table(lowered, found, blocks, width, row_ops, arrays)
                     entry = Settlement(space, group, rows, table)
                     settled.setdefault(time, []).append(entry)
@@ -142,19 +145,45 @@ def _settlements(
 
 
 def _settled_rows(
-    lowered: LoweredProgram, found: Contributions, mine: Any
-) -> list[tuple[slice, Any]]:
-    """Own rows together, slots one by one, each with the indices of its contributions."""
-    at = np.flatnonzero(mine)
+    lowered: LoweredProgram, found: Contributions, here: Bool, time: int
+) -> list[tuple[slice, Int64]]:
+    """Own rows together, slots that are near each other too, with the indices of their
+    contributions.
+
+    Rows between slots are settled as well. That changes nothing where slots get one contribution,
+    in its final form: those that have it stay as they are, the others are settled again. Other
+    slots are settled alone, and none across them."""
+    at, (first, end) = np.flatnonzero(here & (found.time == time)), _rows_of(lowered, found)
     own = lowered.part.blocks.owner[found.block[at]] == lowered.part.rank
-    rows: list[tuple[slice, Any]] = []
+    rows: list[tuple[slice, Int64]] = []
     if own.any():
         rows.append((slice(0, lowered.local_rows), at[own]))
-    for one in at[~own].tolist():
-        first = int(lowered.place[found.space[one], found.head_group[one], found.block[one]])
-        tokens = int(lowered.part.blocks.tokens[found.block[one]])
-        rows.append((slice(first, first + tokens), np.asarray([one])))
+    _, of_block, counts = np.unique(
+        np.where(here, found.block, -1), return_inverse=True, return_counts=True
+    )
+    one = (counts[of_block] == 1) & (after_of(found) == Held.FINAL)
+    others, at = here & ~one, at[~own]
+    rows += [(slice(int(first[i]), int(end[i])), np.asarray([i])) for i in at[~one[at]].tolist()]
+    near = at[one[at]][np.argsort(first[at[one[at]]])]
+    for run in _runs(first[near], end[near], first[others], end[others]):
+        rows.append((slice(int(first[near[run]][0]), int(end[near[run]][-1])), near[run]))
     return rows
+
+
+def _rows_of(lowered: LoweredProgram, found: Contributions) -> tuple[Int64, Int64]:
+    """First and last row of the block of every contribution."""
+    first = lowered.place[found.space, found.head_group, found.block]
+    return first, first + lowered.part.blocks.tokens[found.block]
+
+
+def _runs(first: Int64, end: Int64, kept_first: Int64, kept_end: Int64) -> list[slice]:
+    """Slots, ordered by row, in runs of near ones with none of the kept rows between them."""
+    starts = [0] if len(first) else []
+    for i in range(1, len(first)):
+        between = (kept_first < first[i]) & (kept_end > end[i - 1])
+        if first[i] - end[i - 1] > MOST_BETWEEN or between.any():
+            starts.append(i)
+    return [slice(a, b) for a, b in pairwise([*starts, len(first)])]
 
 
 def _partial_table(

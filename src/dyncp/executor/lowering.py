@@ -204,4 +204,21 @@ def _refilled_slots(part: RankPlan, program: Program) -> dict[int, list[tuple[Sp
             rows = slice(int(slots.row[i]), int(end[i]))
             entry = (Space(slots.space[i]), int(slots.head_group[i]), rows)
             refilled.setdefault(phase, []).append(entry)
-    return refilled
+    return {
+        phase: _joined_slots(entries, part.slot_alignment) for phase, entries in refilled.items()
+    }
+
+
+def _joined_slots(
+    entries: list[tuple[Space, int, slice]], alignment: int
+) -> list[tuple[Space, int, slice]]:
+    """Neighbours as one; rows behind a slot's last up to the alignment belong to nobody."""
+    joined: list[tuple[Space, int, slice]] = []
+    for space, group, rows in sorted(entries, key=lambda e: (e[0], e[1], e[2].start)):
+        if joined and joined[-1][:2] == (space, group):
+            last = joined[-1][2]
+            if rows.start <= -(-last.stop // alignment) * alignment:
+                joined[-1] = (space, group, slice(last.start, rows.stop))
+                continue
+        joined.append((space, group, rows))
+    return joined
