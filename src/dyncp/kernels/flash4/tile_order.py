@@ -7,8 +7,7 @@ most masks: forward the last query tiles, backward the first key tiles.
 
 from typing import Any
 
-from cutlass import Int32, const_expr
-from cutlass import cute
+from cutlass import Int32, const_expr, cute
 from flash_attn.cute.tile_scheduler import SingleTileScheduler, WorkTileInfo
 
 
