@@ -25,7 +25,12 @@ from dyncp.plan import Direction, Layout, batch_order
 from paced import plan_paced
 from strategies import masks_of
 
-TORCH = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+TORCH = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ def dense_attention(
         rows = slice(int(batch.offsets[index]), int(batch.offsets[index + 1]))
         keys, values = (x[rows].repeat_interleave(repeat, dim=1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q[rows], keys) * scale
-        allowed = torch.from_numpy(mask.dense())
+        allowed = torch.from_numpy(mask.dense()).to(q.device)
         scores = scores.masked_fill(~allowed, -torch.inf)
         if sink is not None:
             column = sink.to(q.dtype)[:, None, None].expand(-1, scores.shape[1], 1)

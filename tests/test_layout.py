@@ -36,7 +36,7 @@ ALLOWED = {
     },
     "measure": {
         "masks", "blocks", "placement", "plan", "planner", "cost", "simulate", "samplers",
-        "topology", "transport", "executor",
+        "topology", "transport", "kernels", "executor",
     },
     "cli": {
         "masks", "blocks", "placement", "schedule", "plan", "verify", "planner", "cost",

@@ -7,6 +7,7 @@ import torch
 
 from dyncp.cli import main
 from dyncp.executor import DCPExecutor
+from dyncp.kernels import choose
 from dyncp.measure import doctor
 from dyncp.measure.doctor import Finding, diagnose
 from dyncp.measure.recorded_kernel import RecordedKernel
@@ -21,6 +22,26 @@ def test_a_healthy_machine_is_said_to_be_one(capsys):
     out = capsys.readouterr().out
     assert out.rstrip().endswith("All is well.")
     assert "kernel cpu: the device is a CPU" in out
+
+
+def test_a_kernel_that_was_named_is_there_because_of_that(capsys):
+    assert main(["doctor", "--device", "cpu", "--kernel", "reference"]) == 0
+    assert "kernel reference: it was asked for" in capsys.readouterr().out
+
+
+def test_the_reason_of_the_kernel_is_that_of_the_log(caplog):
+    choose._log_once.cache_clear()
+    with caplog.at_level("INFO", "dyncp.kernels.choose"):
+        found = diagnose(World.alone(CPU)).facts["kernel"]
+    assert f"kernel {found['name']!r} on cpu: {found['reason']}" in caplog.text
+
+
+def test_the_reason_of_a_gpu_kernel_says_what_is_missing(monkeypatch):
+    missing = {"flash4": "it is not installed; install it", "triton": ""}
+    monkeypatch.setattr(choose, "why_not", lambda kernel, _: missing[kernel])
+    reason = choose.reason_for("auto", torch.device("cuda"))
+    assert "fastest" in reason
+    assert "'flash4' is not available: it is not installed; install it" in reason
 
 
 def test_json_has_what_an_issue_needs(capsys):

@@ -2,20 +2,78 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kernel_cases import draw_call
 
-from dyncp.kernels.tile_lists import FULL, HALF, PARTIAL, SIDE, list_tiles_of, map_kernel_tiles
+from dyncp import AttentionShape, Batch, PlannerConfig, Topology, masks, plan_batch
+from dyncp.executor.kernel_calls import kernel_calls
+from dyncp.kernels.tile_lists import (
+    FULL,
+    HALF,
+    NONE,
+    PARTIAL,
+    SIDE,
+    KernelTileMap,
+    list_tiles_of,
+    map_kernel_tiles,
+    turn_ranges,
+)
+from strategies import masks_of
+
+SHAPE = AttentionShape(2, 1, 16)
+
+
+def pairs_in(ranges, num_others):
+    """bool[rows, others] of ranges [R, 2, rows]."""
+    others = np.arange(num_others)
+    inside = np.zeros((ranges.shape[2], num_others), np.bool_)
+    for start, end in ranges:
+        inside |= (others >= start[:, None]) & (others < end[:, None])
+    return inside
+
+
+def spread(state, side=SIDE):
+    """The state of every pair."""
+    return state.repeat(side, 0).repeat(side, 1)
 
 
 def pairs_of(tiles, state, num_rows, num_keys):
     """bool[rows, keys] that a kernel computes from a map of kernel tiles."""
-    side = SIDE if state is tiles.state else HALF
-    state = state.repeat(side, 0).repeat(side, 1)[:num_rows, :num_keys]
-    keys = np.arange(num_keys)
-    inside = np.zeros((num_rows, num_keys), np.bool_)
-    for start, end in tiles.ranges[:, :, :num_rows]:
-        inside |= (keys >= start[:, None]) & (keys < end[:, None])
+    inside = pairs_in(tiles.ranges[:, :, :num_rows], num_keys)
+    state = spread(state, SIDE if state is tiles.state else HALF)[:num_rows, :num_keys]
     return (state == FULL) | ((state == PARTIAL) & inside)
+
+
+def calls_of(batch, topology, config):
+    """Kernel calls of all ranks, forward."""
+    for part in plan_batch(batch, topology, SHAPE, config).parts:
+        mask = part.masks["default"]
+        for division in np.unique(mask.forward.tile_division).tolist():
+            yield from kernel_calls(part, mask, mask.forward, division)
+
+
+@st.composite
+def planned_calls(draw):
+    """A few sequences under any masks, up to 4 ranges per token, in blocks anywhere."""
+    lengths = draw(st.lists(st.integers(1, 400), min_size=1, max_size=3))
+    batch = Batch.of([draw(masks_of(length)) for length in lengths])
+    config = PlannerConfig(
+        solver="random",
+        block_size=draw(st.sampled_from([50, 128, 300])),
+        divisions=draw(st.integers(2, 3)),
+        seed=draw(st.integers(0, 999)),
+    )
+    return list(calls_of(batch, Topology(1, draw(st.integers(1, 3))), config))
+
+
+def assert_turned(tiles):
+    turned = turn_ranges(tiles)
+    num_rows, num_keys = (count * SIDE for count in tiles.state.shape)
+    assert turned.shape[1:] == (2, num_keys)
+    partial = spread(tiles.state) == PARTIAL
+    by_row, by_key = pairs_in(tiles.ranges, num_keys), pairs_in(turned, num_rows)
+    assert np.array_equal(by_key.T & partial, by_row & partial)
 
 
 @pytest.mark.parametrize("seed", range(300))
@@ -41,3 +99,49 @@ def test_lists_hold_every_tile_once_and_most_work_comes_first(seed):
     work = (state > 0).sum(1)[lists.order]
     assert (np.diff(work) <= 0).all()
     assert set(lists.order) == set(range(9)) - {4}, "tiles with touched rows, and no others"
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_turned_ranges_allow_the_same_pairs_of_partial_tiles(seed):
+    case = draw_call(seed, num_ranges=1 + seed % 2, largest=700 if seed % 3 else 100)
+    assert_turned(map_kernel_tiles(case.call))
+
+
+@settings(max_examples=30, deadline=None)
+@given(planned_calls())
+def test_turned_ranges_of_plans_allow_the_same_pairs_of_partial_tiles(calls):
+    for call in calls:
+        assert_turned(map_kernel_tiles(call))
+
+
+def test_partial_tiles_with_a_full_one_between_give_one_range():
+    """A window of 256 keys: key 5 is attended by rows 5 to 260, of three query tiles."""
+    row, key = np.arange(4 * SIDE), np.arange(1, SIDE)
+    ranges = np.stack([np.maximum(row - 255, 0), np.minimum(row + 1, SIDE)])[None]
+    ranges[:, :, SIDE : 2 * SIDE] = 7  # a full tile: whatever
+    ranges[:, 0, 3 * SIDE :] = 0  # one that is not listed: the same
+    state = np.array([[PARTIAL], [FULL], [PARTIAL], [NONE]], np.uint8)
+    turned = turn_ranges(KernelTileMap(state, None, ranges.astype(np.int32)))
+    assert len(turned) == 1
+    assert np.array_equal(turned[0, :, 1:], [key, key + 256])
+    assert turned[0, :, 0].tolist() == [0, SIDE]  # the third tile has nothing for key 0
+
+
+def test_a_partial_tile_that_does_not_attend_a_key_parts_its_ranges():
+    row = np.arange(3 * SIDE)
+    ranges = np.stack([np.zeros_like(row), np.full_like(row, 10)])[None].astype(np.int32)
+    ranges[:, 0, SIDE : 2 * SIDE] = 5
+    state = np.full((3, 1), PARTIAL, np.uint8)
+    turned = turn_ranges(KernelTileMap(state, None, ranges))
+    assert turned[:, :, 4].tolist() == [[0, SIDE], [2 * SIDE, 3 * SIDE]]
+    assert turned[:, :, 5].tolist() == [[0, 3 * SIDE], [0, 0]]
+    assert turned[:, :, 10].tolist() == [[0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize(
+    "mask", [masks.causal, masks.lambda_shaped(sinks=20, window=300)], ids=["causal", "lambda"]
+)
+def test_keys_of_one_rank_have_one_range_of_query_rows(mask):
+    batch = Batch.of([mask(n) for n in (1500, 129, 1, 700)])
+    [call] = calls_of(batch, Topology(1, 1), PlannerConfig("rows"))
+    assert len(turn_ranges(map_kernel_tiles(call))) == 1

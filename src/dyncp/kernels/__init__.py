@@ -2,7 +2,7 @@
 
 from dyncp.kernels.accumulate import accumulator_dtype
 from dyncp.kernels.call import Held, KernelCall, RowStates
-from dyncp.kernels.choose import KERNELS, choose_kernel
+from dyncp.kernels.choose import KERNELS, choose_kernel, reason_for
 from dyncp.kernels.cpu import CpuKernel
 from dyncp.kernels.index_arrays import Index, IndexArrays
 from dyncp.kernels.kernel import Gradients, Kernel, SettlingKernel, Sums
@@ -32,4 +32,5 @@ __all__ = [
     "choose_row_ops",
     "list_kernel_tiles",
     "merge_partial",
+    "reason_for",
 ]

@@ -37,6 +37,11 @@ def choose_kernel(kernel: str | Kernel, device: torch.device, deterministic: boo
     return _make(kernel, deterministic)
 
 
+def reason_for(kernel: str | Kernel, device: torch.device) -> str:
+    """Why `choose_kernel` takes the kernel that it takes, in the words of the log."""
+    return best_kernel(device)[1] if kernel == "auto" else "it was asked for"
+
+
 def best_kernel(device: torch.device) -> tuple[str, str]:
     """What "auto" takes on a device, and why."""
     if device.type == "cpu":

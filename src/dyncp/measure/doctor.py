@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from dyncp.kernels import reason_for
 from dyncp.measure.environment import (
     describe_devices,
     describe_machine,
@@ -71,7 +71,8 @@ def diagnose(world: World, kernel: str = "auto", tell: Tell = lambda _: None) ->
     finding, check = _plan(world, kernel)
     findings.append(finding)
     facts["plan"] = None if check is None else asdict(check)
-    facts["kernel"] = None if check is None else _why(check.kernel, kernel, world)
+    reason = reason_for(kernel, world.device)
+    facts["kernel"] = None if check is None else {"name": check.kernel, "reason": reason}
     return Diagnosis(facts, _of_all_ranks(findings, world))
 
 
@@ -158,15 +159,3 @@ def _plan(world: World, kernel: str) -> tuple[Finding, PlanCheck | None]:
     return Finding(
         "plan", False, f"{text}, allowed is {check.tolerance:.0e}: do not train with it"
     ), check
-
-
-def _why(chosen: str, asked: str, world: World) -> dict[str, str]:
-    """Which kernel runs, and why."""
-    if asked != "auto":
-        return {"name": chosen, "reason": "it was asked for"}
-    if world.device.type == "cpu":
-        return {"name": chosen, "reason": "the device is a CPU"}
-    major, minor = torch.cuda.get_device_capability(world.device)
-    there = describe_versions()["flash-attn-4"]
-    flash = "flash-attn-4 is not installed" if there is None else f"flash-attn-4 is {there}"
-    return {"name": chosen, "reason": f"the GPU has capability {major}.{minor}, and {flash}"}
