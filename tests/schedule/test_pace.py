@@ -63,10 +63,10 @@ def fillings(draw):
 
 
 @settings(max_examples=300, deadline=None)
-@given(case=fillings())
-def test_fillers_run_after_their_inputs_and_slow_tiles_stay(case):
+@given(case=fillings(), by_rows=st.booleans())
+def test_fillers_run_after_their_inputs_and_slow_tiles_stay(case, by_rows):
     division, slow, work, needs = case
-    filled = fill(division, slow, work, needs, 3)
+    filled = fill(division, slow, work, needs, 3, by_rows=by_rows)
     assert (filled >= division).all()
     assert (filled[slow] == division[slow]).all()
     if division.any():
@@ -82,7 +82,7 @@ def test_local_tiles_fill_the_time_until_slow_inputs_arrive(arrival, at_start):
     division, slow = np.array([1, 0, 0, 0, 0, 0]), np.array([True] + [False] * 5)
     work = Work(np.zeros(6, np.int64), np.ones(6), use, np.zeros(6, np.int64))
     needs = Needs(np.array([arrival]), np.array([1.0]))
-    filled = fill(division, slow, work, needs, 1)
+    filled = fill(division, slow, work, needs, 1, by_rows=True)
     assert (filled == 0).sum() == at_start == min(int(SAFETY * arrival), 5)
     assert (filled[1:][filled[1:] > 0] == 2).all()  # behind the slow one, to hide its result
 

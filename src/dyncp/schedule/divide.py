@@ -52,7 +52,8 @@ def build_schedule(
         _slow_arrivals(uses, routes, load, shares, pace),
         _result_seconds(uses, routes, work, earliest, slow, together, pace, worth),
     )
-    tile_division = fill(earliest, slow, work, needs, placement.num_ranks)
+    by_rows = pace.cost.knows_rows(direction)
+    tile_division = fill(earliest, slow, work, needs, placement.num_ranks, by_rows=by_rows)
     first, last = work.first_and_last(tile_division, len(uses))
     arrives = np.where(routes.straight, first, arrives)
     leaves = _departures(last, routes, int(earliest.max(initial=0)) if together else 0)

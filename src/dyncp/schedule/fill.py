@@ -29,15 +29,20 @@ class Needs:
     results: Float64
 
 
-def fill(division: Int64, slow: Bool, work: Work, needs: Needs, num_ranks: int) -> Int64:
-    """Final divisions. `division` is the earliest that a tile's inputs allow."""
+def fill(
+    division: Int64, slow: Bool, work: Work, needs: Needs, num_ranks: int, *, by_rows: bool
+) -> Int64:
+    """Final divisions. `division` is the earliest that a tile's inputs allow. Fillers are taken
+    `by_rows`, those of a block together, where every call that meets a block's rows costs
+    something; otherwise small ones first."""
     end, steps = int(division.max(initial=0)), SAFETY * needs.results
     if end == 0:  # nothing travels
         return division.copy()
     room = _room(division, slow, work, SAFETY * needs.arrivals, num_ranks)
     filled = division.copy()
     local = np.flatnonzero(work.local & ~slow)
-    closes = _middles(work, local, np.zeros_like(local)) + work.seconds[local] / 2
+    turn = work.block if by_rows else work.seconds
+    closes = _middles(work, local, np.zeros_like(local), turn) + work.seconds[local] / 2
     at_start = local[closes <= room[work.rank[local], 0] + 1e-12]
     filled[at_start] = 0
     room -= np.bincount(work.rank[at_start], work.seconds[at_start], num_ranks)[:, None]
@@ -45,7 +50,8 @@ def fill(division: Int64, slow: Bool, work: Work, needs: Needs, num_ranks: int) 
     is_rest = ~slow
     is_rest[at_start] = False
     rest = np.flatnonzero(is_rest)
-    middle = _middles(work, rest, np.where(work.local[rest], end + 1, division[rest]))
+    kind = np.where(work.local[rest], end + 1, division[rest])
+    middle = _middles(work, rest, kind, turn)
     limits = np.maximum(room[:, 1:], 0.0)
     if len(steps) == 0:
         limits = limits[:, :-1]
@@ -70,10 +76,9 @@ def _room(division: Int64, slow: Bool, work: Work, arrivals: Float64, num_ranks:
     return room
 
 
-def _middles(work: Work, tiles: Int64, kind: Int64) -> Float64:
-    """Where the middle of each tile stands when every rank runs these tiles by kind, those of a
-    block together: every call that meets a block's rows costs something."""
-    order = np.lexsort((work.block[tiles], kind, work.rank[tiles]))
+def _middles(work: Work, tiles: Int64, kind: Int64, turn: Int64 | Float64) -> Float64:
+    """Where the middle of each tile stands when every rank runs these tiles by kind and turn."""
+    order = np.lexsort((turn[tiles], kind, work.rank[tiles]))
     by = tiles[order]
     own = np.bincount(work.rank[by], work.seconds[by], 1)
     closes = np.cumsum(work.seconds[by]) - (np.cumsum(own) - own)[work.rank[by]]

@@ -3,7 +3,7 @@
 Its own way asks a function for every pair, which makes a partial tile cost several full ones. Here
 every row of a thread's accumulator gets one word whose bits are its columns, put together from the
 row's ranges. Forward, rows are query rows and ranges are of key rows; backward, where flash-attn-4
-computes Kᵀ · Q, rows are key rows and ranges are of query rows.
+computes K · Qᵀ, rows are key rows and ranges are of query rows.
 """
 
 from typing import Any
