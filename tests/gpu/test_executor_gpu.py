@@ -18,6 +18,7 @@ from dyncp import (
 )
 from dyncp.plan import Direction, Layout, batch_order
 from paced import plan_paced
+from variants import KERNELS
 
 MASKS = {
     "causal": masks.causal,
@@ -169,6 +170,23 @@ def test_fifty_batches_in_a_row_reserve_no_more_memory_after_the_third():
         run(step, inputs, dout)
         reserved.append(torch.cuda.memory_reserved())
     assert max(reserved[3:]) <= reserved[2] * 1.05
+
+
+def num_compiled() -> int:
+    caches = [cache for kernel in KERNELS.values() for cache in kernel.device_caches.values()]
+    return sum(len(cache[0]) for cache in caches)
+
+
+def test_no_batch_compiles_after_warming_up():
+    executor = DCPExecutor(virtual_ranks=4, device="cuda", kernel="triton")
+    executor.warm_up(AttentionShape(8, 2, 64, "bf16"), most_ranges=16)
+    compiled = num_compiled()
+    for seed, mask in enumerate(MASKS):
+        for solver in SOLVERS:
+            case = make_case(mask, solver, Topology(1, 4), seed=seed)
+            step = executor.prepare(case.plan)
+            run(step, *local_inputs(step, case))
+    assert num_compiled() == compiled > 0
 
 
 def test_bytes_moved_are_those_of_the_plan():
