@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu_steps [--batches 50] [--tokens 32768] [--ranks 8]
 
-The executor is warmed up, and its memory reserved for 16 other batches like these. Prints, per
+The executor is warmed up, and its memory reserved for 32 other batches like these. Prints, per
 kernel, how long warming up took; workspaces reserved and needed; how many kernels were compiled and
 how much memory was reserved after the third batch and after the last, in all and for workspaces;
 and the workspace of a call beside what `plan.memory()` predicted.
@@ -23,7 +23,7 @@ from dyncp.samplers import sample_lengths
 
 SHAPE = AttentionShape(32, 8, 128, "bf16")
 KERNELS = (("flash4", False), ("flash4", True), ("triton", True))
-SAMPLES, FIRST_SAMPLE = 16, 1000  # batches that memory is reserved for, by seed
+SAMPLES, FIRST_SAMPLE = 32, 1000  # batches that memory is reserved for, by seed
 MASKS = (masks.causal, masks.lambda_shaped, masks.shared_question, masks.causal_blockwise)
 
 

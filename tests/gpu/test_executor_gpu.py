@@ -18,7 +18,6 @@ from dyncp import (
 )
 from dyncp.plan import Direction, Layout, batch_order
 from paced import plan_paced
-from variants import KERNELS
 
 MASKS = {
     "causal": masks.causal,
@@ -173,6 +172,8 @@ def test_fifty_batches_in_a_row_reserve_no_more_memory_after_the_third():
 
 
 def num_compiled() -> int:
+    from variants import KERNELS
+
     caches = [cache for kernel in KERNELS.values() for cache in kernel.device_caches.values()]
     return sum(len(cache[0]) for cache in caches)
 

@@ -6,7 +6,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-HEADROOM = 1.25  # of each growth after the first: batches differ, and growing twice is dearer
+HEADROOM = 1.25  # of growth after the first, and of memory reserved for samples: batches differ
 ALIGNMENT = 256
 
 

@@ -1,22 +1,21 @@
 """DCPExecutor: makes plans ready to run on a group of ranks."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from dyncp.executor.arena import HEADROOM
 from dyncp.executor.engine import Engine
 from dyncp.executor.lowering import style_of
 from dyncp.executor.recompute import CallLog
 from dyncp.executor.step import Step, dtypes_of
 from dyncp.executor.warm_up import warm_up
 from dyncp.kernels import Kernel, RowOps, choose_kernel, choose_row_ops
-from dyncp.plan import AttentionShape, Plan, RankPlan
+from dyncp.plan import AttentionShape, Memory, Plan, RankPlan
 from dyncp.transport import Distributed, InProcess, Transport
-
-RESERVED = 1.5  # times what sample batches need
 
 
 class DCPExecutor:
@@ -86,23 +85,23 @@ class DCPExecutor:
             heads = (kv_heads * shape.q_heads_per_kv_head, kv_heads)
             warm_up(engine, heads, shape.head_dim, dtypes, most_ranges)
 
-    def reserve(self, plans: Iterable[Plan], shape: AttentionShape | None = None) -> int:
-        """Takes memory for calls on the current stream now, so that it need not grow later: 1.5
-        times what the largest of these plans takes, on whichever rank. Returns the bytes.
+    def reserve(self, plans: Sequence[Plan], shape: AttentionShape | None = None) -> int:
+        """Takes memory for calls on the current stream now, so that it need not grow later: 25 %
+        more than the largest of these plans takes, on whichever rank. Returns the bytes.
 
-        The plans are samples of batches to come; `shape` is that of the calls (default: the plan's
+        The plans are samples of batches to come; `shape` is that of the calls (default: the plans'
         own). They are not run, and ranks may have different ones.
         """
-        needed = max(
-            (self._needed(plan, shape or plan.parts[0].shape) for plan in plans), default=0
-        )
-        self.engine.arena().reserve(int(needed * RESERVED))
-        return self.engine.arena().capacity
+        shape = plans[0].parts[0].shape if shape is None else shape
+        engine = self.engine.fitting(dtypes_of(shape).input, shape.head_dim)
+        arena, style = engine.arena(), style_of(engine.kernel)
+        needed = max(self._needed(plan.memory(shape, style)) for plan in plans)
+        arena.reserve(int(needed * HEADROOM))
+        return arena.capacity
 
-    def _needed(self, plan: Plan, shape: AttentionShape | None) -> int:
+    def _needed(self, memory: Memory) -> int:
         """Bytes of a plan's largest call, on as many ranks as this process has: those that take
         most, since ranks change places from batch to batch."""
-        memory = plan.memory(shape, style_of(self.engine.kernel))
         count = len(self.transport.ranks)
         return max(int(np.sort(of)[-count:].sum()) for of in (memory.forward, memory.backward))
 

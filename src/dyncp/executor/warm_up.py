@@ -83,7 +83,7 @@ def _list_calls(most_ranges: int) -> Iterator[tuple[KernelCall, bool]]:
     row = np.arange(ROWS, dtype=np.int32)
     whole = np.stack([0 * row, row + 1], axis=1)[:, None]
     halves = np.stack([row // (ROWS // 2) * (ROWS // 2), row + 1], axis=1)[:, None]
-    counts = [1 << power for power in range(most_ranges.bit_length())]
+    counts = [1 << power for power in range((most_ranges - 1).bit_length() + 1)]
     for ranges in (whole, halves, *(_stripes(count) for count in counts)):
         yield _call(ranges, Held.FINAL), False
         yield _call(ranges, Held.WIDE), True
