@@ -2,21 +2,28 @@
 
     python -m benchmarks.gpu_steps [--batches 50] [--tokens 32768] [--ranks 8]
 
-Prints, per kernel, how many kernels were compiled and how much memory was reserved after the third
-batch and after the last, and the workspace of a call beside what `plan.memory()` predicted.
+The executor is warmed up, and its memory reserved for 32 other batches like these. Prints, per
+kernel, how long warming up took; workspaces reserved and needed; how many kernels were compiled and
+how much memory was reserved after the third batch and after the last, in all and for workspaces;
+and the workspace of a call beside what `plan.memory()` predicted.
 """
 
 import argparse
 import gc
+import time
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from dyncp import AttentionShape, Batch, DCPAttn, DCPExecutor, Plan, Topology, masks, plan_batch
+from dyncp.executor.lowering import style_of
 from dyncp.kernels.choose import why_not
 from dyncp.samplers import sample_lengths
 
 SHAPE = AttentionShape(32, 8, 128, "bf16")
 KERNELS = (("flash4", False), ("flash4", True), ("triton", True))
+SAMPLES, FIRST_SAMPLE = 32, 1000  # batches that memory is reserved for, by seed
 MASKS = (masks.causal, masks.lambda_shaped, masks.shared_question, masks.causal_blockwise)
 
 
@@ -28,13 +35,15 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8)
     args = parser.parse_args()
     plans = [make_plan(seed, args.tokens, args.ranks) for seed in range(args.batches)]
+    samples = range(FIRST_SAMPLE, FIRST_SAMPLE + SAMPLES)
+    sampled = [make_plan(seed, args.tokens, args.ranks) for seed in samples]
     print(f"{args.batches} batches of {args.tokens:,} tokens on {args.ranks} virtual ranks")
     for kernel, deterministic in KERNELS:
         missing = why_not(kernel, torch.device("cuda"))
         if missing:
             print(f"{kernel}: {missing}")
         else:
-            run(kernel, deterministic, plans)
+            run(kernel, deterministic, plans, sampled)
 
 
 def make_plan(seed: int, tokens: int, ranks: int) -> Plan:
@@ -43,11 +52,22 @@ def make_plan(seed: int, tokens: int, ranks: int) -> Plan:
     return plan_batch(Batch.of([mask(length) for length in lengths]), Topology(1, ranks), SHAPE)
 
 
-def run(kernel: str, deterministic: bool, plans: list[Plan]) -> None:
+def run(kernel: str, deterministic: bool, plans: list[Plan], sampled: list[Plan]) -> None:
     name = kernel if kernel == "triton" else f"{kernel}, deterministic={deterministic}"
     executor = DCPExecutor(
         virtual_ranks=plans[0].num_ranks, device="cuda", kernel=kernel, deterministic=deterministic
     )
+    before = time.perf_counter()
+    executor.warm_up(SHAPE)
+    seconds, kernels = time.perf_counter() - before, len(compiled_kernels())
+    print(f"{name}: warmed up in {seconds:.1f} s, {kernels} compiled kernels")
+    style = style_of(executor.kernel)
+    needed = [
+        max(m.forward.sum(), m.backward.sum()) for m in (p.memory(None, style) for p in plans)
+    ]
+    print(f"{name}: workspaces reserved {executor.reserve(sampled) / 1e9:.2f} GB; needed "
+          f"{max(needed[:3]) / 1e9:.2f} GB by the first 3 batches, {max(needed) / 1e9:.2f} GB by "
+          f"all {len(plans)}")  # fmt: skip
     seen = []
     for number, plan in enumerate(plans):
         step = executor.prepare(plan)
@@ -61,15 +81,31 @@ def run(kernel: str, deterministic: bool, plans: list[Plan]) -> None:
                   f"{step.engine.arena().used / 1e6:,.1f} MB, predicted "
                   f"{declared.backward.sum() / 1e6:,.1f} MB")  # fmt: skip
         del out, grads
-        seen.append((compiled_kernels(), torch.cuda.memory_reserved()))
-    (third, reserved), (last, reserved_last) = seen[min(2, len(seen) - 1)], seen[-1]
-    print(f"{name}: {len(third)} compiled kernels after 3 batches, {len(last)} after {len(plans)}; "
-          f"reserved {reserved / 1e9:.2f} GB, {reserved_last / 1e9:.2f} GB")  # fmt: skip
-    for kernel_name in sorted(last - third):
+        seen.append(State.now(executor))
+    third, last = seen[min(2, len(seen) - 1)], seen[-1]
+    print(f"{name}: after 3 batches {third}")
+    print(f"{name}: after {len(plans)} batches {last}")
+    for kernel_name in sorted(last.kernels - third.kernels):
         print(f"  new: {kernel_name[:300]}")
     del executor, step, q, kv, dout
     gc.collect()
     torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True)
+class State:
+    kernels: set[str]
+    workspaces: int
+    reserved: int
+
+    @staticmethod
+    def now(executor: DCPExecutor) -> "State":
+        workspaces = executor.engine.arena().capacity
+        return State(compiled_kernels(), workspaces, torch.cuda.memory_reserved())
+
+    def __str__(self) -> str:
+        return (f"{len(self.kernels)} compiled kernels; {self.reserved / 1e9:.3f} GB reserved, "
+                f"{self.workspaces / 1e9:.3f} GB of them for workspaces")  # fmt: skip
 
 
 def draw(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -87,20 +123,25 @@ def compiled_kernels() -> set[str]:
 
     functions = [
         forward.attend_tiles, backward.attend_backward_queries, backward.attend_backward_keys,
-        rows._copy_rows, rows._merge_rows, rows._row_sums,
+        rows._copy_rows, rows._copy_per_head, rows._merge_rows, rows._row_sums,
     ]  # fmt: skip
-    found = {
-        f"{function.__name__} {key}"
+    try:
+        from dyncp.kernels.flash4 import compiled
+        from dyncp.kernels.flash4 import rows as flash_rows
+    except ImportError:
+        return variants(functions)
+    found = variants([*functions, flash_rows._merge_partial, flash_rows._scale_rows])
+    of_flash = {"forward": compiled._forward, "backward": compiled._backward}
+    return found | {f"flash4 {name} {key}" for name, cache in of_flash.items() for key in cache}
+
+
+def variants(functions: list[Any]) -> set[str]:
+    return {
+        f"{function.__name__} {function.do_not_specialize_on_alignment} {key}"
         for function in functions
         for cache in function.device_caches.values()
         for key in cache[0]
     }
-    try:
-        from dyncp.kernels.flash4 import compiled
-    except ImportError:
-        return found
-    of_flash = {"forward": compiled._forward, "backward": compiled._backward}
-    return found | {f"flash4 {name} {key}" for name, cache in of_flash.items() for key in cache}
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import torch
 from gpu_cases import (
     GPU,
     LENGTHS,
+    MASKS,
     SHAPE,
     draw_rows,
     each_choice,
@@ -29,6 +30,7 @@ from dyncp import (
     plan_batch,
 )
 from dyncp.plan import Layout
+from variants import KERNELS
 
 SMALL = AttentionShape(8, 2, 64, "bf16")
 
@@ -103,6 +105,24 @@ def test_fifty_batches_in_a_row_reserve_no_more_memory_after_the_third(kernel):
         run(step, draw_rows(step, SMALL))
         reserved.append(torch.cuda.memory_reserved())
     assert max(reserved[3:]) <= reserved[2] * 1.05
+
+
+def num_compiled() -> int:
+    caches = [cache for kernel in KERNELS.values() for cache in kernel.device_caches.values()]
+    return sum(len(cache[0]) for cache in caches)
+
+
+@only_triton
+def test_no_batch_compiles_after_warming_up(kernel):
+    executor = DCPExecutor(virtual_ranks=4, device=GPU, kernel=kernel)
+    executor.warm_up(SMALL, most_ranges=16)
+    compiled = num_compiled()
+    for mask in MASKS.values():
+        batch = Batch.of([mask(length) for length in LENGTHS])
+        for solver in ("rows", "bisection", "zigzag"):
+            step = executor.prepare(plan_of(batch, solver, SMALL))
+            run(step, draw_rows(step, SMALL))
+    assert num_compiled() == compiled > 0
 
 
 @each_kernel

@@ -69,6 +69,52 @@ def test_inputs_that_flash4_refuses_go_to_another_kernel_where_the_choice_was_fr
     assert caplog.text.count("kernel 'cpu' takes over: kernel 'flash4' takes") == 1
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_after_warming_up_no_batch_compiles(deterministic, monkeypatch):
+    from dyncp.kernels.triton.rows import TritonRowOps
+
+    shape, seen = AttentionShape(4, 2, 32, "bf16"), record_variants(monkeypatch)
+    chosen = {"kernel": kernel(deterministic), "row_ops": TritonRowOps()}
+    executors = [DCPExecutor(virtual_ranks=ranks, **chosen) for ranks in (1, 3)]
+    executors[0].warm_up(shape, most_ranges=32)
+    compiled = set(seen)
+    for seed, mask in enumerate([*MASKS.values(), masks.causal, masks.causal]):
+        lengths = [(400, 65, 129, 1), (700,), (150, 3, 140), (300, 300), (290, 20)][seed]
+        batch = Batch.of([mask(length) for length in lengths])
+        for executor, solver in zip(executors, ("auto", "rows"), strict=True):
+            ranks = Topology(1, executor.transport.num_ranks)
+            step = executor.prepare(plan_batch(batch, ranks, shape, PlannerConfig(solver)))
+            q = torch.zeros(step.num_rows, 4, 32, dtype=torch.bfloat16, requires_grad=True)
+            k = torch.zeros(step.num_rows, 2, 32, dtype=torch.bfloat16, requires_grad=True)
+            attention(step, q, k, k).sum().backward()
+    assert seen == compiled
+
+
+def record_variants(monkeypatch):
+    """The variants of kernels that are asked for from now on, none of which runs."""
+    from dyncp.kernels.flash4 import rows
+    from variants import KERNELS, Variants
+
+    flash, own = import_flash4().flash, {"merge": rows._merge_partial, "scale": rows._scale_rows}
+    variants = Variants(monkeypatch, KERNELS | own)
+
+    def recorder(name, inputs_and_shape):
+        def record(*args):
+            q, k, shape = inputs_and_shape(*args)
+            of_heads = (q.shape[1:], k.shape[1])
+            variants.seen.add((name, *of_heads, flash._kind(shape), flash._single(q, k)))
+
+        return record
+
+    backward = recorder("backward", lambda inputs, *rest: (*inputs[:2], rest[4]))
+    settle = recorder("backward", lambda *args: args[:3])
+    monkeypatch.setattr(flash, "attend", recorder("forward", lambda *args: (*args[:2], args[4])))
+    monkeypatch.setattr(flash, "attend_backward", backward)
+    monkeypatch.setattr(flash, "settle_queries", settle)
+    monkeypatch.setattr(flash, "settle_keys", settle)
+    return variants.seen
+
+
 @pytest.mark.parametrize("shape", [(4, 2, 40), (2, 2, 40)], ids=["grouped", "plain"])
 def test_the_memory_of_a_call_is_the_predicted(shape):
     batch = Batch.of([masks.lambda_shaped(300, sinks=20, window=100)])

@@ -6,7 +6,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-HEADROOM = 1.25  # of each growth after the first: batches differ, and growing twice is dearer
+HEADROOM = 1.25  # of growth after the first, and of memory reserved for samples: batches differ
 ALIGNMENT = 256
 
 
@@ -27,11 +27,18 @@ class Arena:
         """Forgets all pieces; the next ones take up to `needed` bytes, if that is known."""
         needed = max(needed, self.used)
         if needed > self.capacity:
-            size = needed if self.capacity == 0 else int(needed * HEADROOM)
-            self._views.clear()
-            self._allocate(0)  # frees the old buffer before the new one
-            self._allocate(size)
+            self._replace(needed if self.capacity == 0 else int(needed * HEADROOM))
         self.used = 0
+
+    def reserve(self, num_bytes: int) -> None:
+        """Makes the buffer at least so large."""
+        if num_bytes > self.capacity:
+            self._replace(num_bytes)
+
+    def _replace(self, size: int) -> None:
+        self._views.clear()
+        self._allocate(0)  # frees the old buffer before the new one
+        self._allocate(size)
 
     def _allocate(self, size: int) -> None:
         self._whole = torch.empty(size, dtype=torch.uint8, device=self.device)

@@ -1,5 +1,8 @@
 """Engine: what all steps of an executor share."""
 
+import logging
+from functools import cache
+
 import torch
 
 from dyncp.executor.arena import Arena
@@ -7,6 +10,8 @@ from dyncp.executor.streams import DeviceStreams, HostStreams, Streams
 from dyncp.kernels import Kernel, RowOps
 from dyncp.plan import AttentionShape
 from dyncp.transport import Transport
+
+logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -25,6 +30,18 @@ class Engine:
         self._communication: torch.cuda.Stream | None = None
         self._host_streams = HostStreams()
 
+    def fitting(self, dtype: torch.dtype, dim: int) -> "Engine":
+        """This engine, or the other one where its kernel refuses such inputs and the choice was
+        left to the executor."""
+        refuses = getattr(self.kernel, "refuses", None)
+        reason = "" if refuses is None else refuses(dtype, dim)
+        if not reason:
+            return self
+        if self.alternative is None:
+            raise ValueError(reason)
+        _warn_of_other_kernel(self.alternative.kernel.name, reason)
+        return self.alternative
+
     def arena(self) -> Arena:
         """The memory for calls on the current stream: calls on one stream follow one another."""
         key = torch.cuda.current_stream(self.device).cuda_stream if self.on_gpu else 0
@@ -40,3 +57,9 @@ class Engine:
             stream = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
             self._communication = stream
         return DeviceStreams(self._communication)
+
+
+@cache
+def _warn_of_other_kernel(name: str, reason: str) -> None:
+    """Once per reason."""
+    logger.warning("kernel %r takes over: %s", name, reason)

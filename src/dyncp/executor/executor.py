@@ -1,15 +1,20 @@
 """DCPExecutor: makes plans ready to run on a group of ranks."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from dyncp.executor.arena import HEADROOM
 from dyncp.executor.engine import Engine
+from dyncp.executor.lowering import style_of
 from dyncp.executor.recompute import CallLog
-from dyncp.executor.step import Step
+from dyncp.executor.step import Step, dtypes_of
+from dyncp.executor.warm_up import warm_up
 from dyncp.kernels import Kernel, RowOps, choose_kernel, choose_row_ops
-from dyncp.plan import Plan, RankPlan
+from dyncp.plan import AttentionShape, Memory, Plan, RankPlan
 from dyncp.transport import Distributed, InProcess, Transport
 
 
@@ -65,6 +70,40 @@ class DCPExecutor:
         self._agree(parts[0])
         self._latest = Step.prepare(parts, self.engine)
         return self._latest
+
+    def warm_up(self, shape: AttentionShape, *, head_groups: int = 1, most_ranges: int = 4) -> None:
+        """Compiles what attention of this shape can need, so that no step does later: for plans
+        with up to `head_groups`, and rows with up to `most_ranges` ranges of key rows (at most 64;
+        usual masks in blocks of 128 tokens or more have no more than 4).
+
+        Every rank may call it alone. It computes on a few rows of zeros and sends nothing.
+        """
+        dtypes = dtypes_of(shape)
+        engine = self.engine.fitting(dtypes.input, shape.head_dim)
+        groups = [g for n in range(1, head_groups + 1) for g in shape.head_groups(n)]
+        for kv_heads in sorted({group.num_kv_heads for group in groups}):
+            heads = (kv_heads * shape.q_heads_per_kv_head, kv_heads)
+            warm_up(engine, heads, shape.head_dim, dtypes, most_ranges)
+
+    def reserve(self, plans: Sequence[Plan], shape: AttentionShape | None = None) -> int:
+        """Takes memory for calls on the current stream now, so that it need not grow later: 25 %
+        more than the largest of these plans takes, on whichever rank. Returns the bytes.
+
+        The plans are samples of batches to come; `shape` is that of the calls (default: the plans'
+        own). They are not run, and ranks may have different ones.
+        """
+        shape = plans[0].parts[0].shape if shape is None else shape
+        engine = self.engine.fitting(dtypes_of(shape).input, shape.head_dim)
+        arena, style = engine.arena(), style_of(engine.kernel)
+        needed = max(self._needed(plan.memory(shape, style)) for plan in plans)
+        arena.reserve(int(needed * HEADROOM))
+        return arena.capacity
+
+    def _needed(self, memory: Memory) -> int:
+        """Bytes of a plan's largest call, on as many ranks as this process has: those that take
+        most, since ranks change places from batch to batch."""
+        count = len(self.transport.ranks)
+        return max(int(np.sort(of)[-count:].sum()) for of in (memory.forward, memory.backward))
 
     def _own_parts(self, plan: Plan | RankPlan) -> tuple[RankPlan, ...]:
         ranks = self.transport.ranks

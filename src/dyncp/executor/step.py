@@ -1,9 +1,8 @@
 """Step: the immutable handle of a prepared plan."""
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -24,8 +23,6 @@ from dyncp.plan import (
     measure_memory,
 )
 from dyncp.transport import Transport
-
-logger = logging.getLogger(__name__)
 
 DTYPES = {
     torch.float64: "fp64",
@@ -107,15 +104,11 @@ class Step:
     def fitting(self, q: Tensor) -> "Step":
         """This handle, or the plan prepared for another kernel where this one's refuses q and the
         choice was left to the executor."""
-        kernel = self.engine.kernel
-        reason = kernel.refuses(q.dtype, q.shape[-1]) if hasattr(kernel, "refuses") else ""
-        if not reason:
+        engine = self.engine.fitting(q.dtype, q.shape[-1])
+        if engine is self.engine:
             return self
-        if self.engine.alternative is None:
-            raise ValueError(reason)
         if not self.others:
-            _warn_of_other_kernel(self.engine.alternative.kernel.name, reason)
-            self.others.append(Step.prepare(self.parts, self.engine.alternative))
+            self.others.append(Step.prepare(self.parts, engine))
         return self.others[0]
 
     @property
@@ -164,9 +157,8 @@ class Step:
         ranks: tuple[RankLayout, ...],
         arrivals: tuple[Arrival, ...],
     ) -> CallLayout:
-        dtype = _BY_NAME[shape.dtype]
-        dtypes = Dtypes(dtype, _BY_NAME[shape.partial_dtype or shape.dtype])
-        layout = CallLayout(ranks, self.plan.groups_for(shape), shape, dtypes, arrivals)
+        groups = self.plan.groups_for(shape)
+        layout = CallLayout(ranks, groups, shape, dtypes_of(shape), arrivals)
         self.layouts[mask, direction, shape] = layout
         return layout
 
@@ -226,6 +218,10 @@ class Step:
         return gather_samples(self.plan, parts)
 
 
+def dtypes_of(shape: AttentionShape) -> Dtypes:
+    return Dtypes(_BY_NAME[shape.dtype], _BY_NAME[shape.partial_dtype or shape.dtype])
+
+
 def unpacked(q: Tensor, k: Tensor, v: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v of q, k, v, or of q and packed kv."""
     if v is None:
@@ -278,9 +274,3 @@ def _describe(shape: Any) -> str:
         f"{shape.q_heads} q heads, {shape.kv_heads} kv heads, head_dim {shape.head_dim}, "
         f"{shape.dtype}"
     )
-
-
-@cache
-def _warn_of_other_kernel(name: str, reason: str) -> None:
-    """Once per reason."""
-    logger.warning("kernel %r takes over: %s", name, reason)

@@ -54,7 +54,10 @@ class IndexArrays:
             return None
         stream = _side_stream(self.device)
         with torch.cuda.stream(stream):
-            self._point_into(host.to(self.device, non_blocking=True), starts)
+            # A power of two: the next plan's arrays fit where an older plan's were.
+            room = torch.empty(1 << total.bit_length(), dtype=torch.uint8, device=self.device)
+            room[:total].copy_(host, non_blocking=True)
+            self._point_into(room, starts)
             event: torch.cuda.Event = stream.record_event()
             return event
 

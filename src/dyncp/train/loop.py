@@ -97,6 +97,8 @@ def train_on_ranks(
     executor = DCPExecutor(
         virtual_ranks=virtual_ranks, kernel=config.kernel, device=device_of(config)
     )
+    if executor.device.type == "cuda":
+        executor.warm_up(config.decoder.attention_shape())
 
     def attend_for(_: LocalData, plan: Plan | RankPlan) -> Attend:
         return partial(DCPAttn.apply, executor.prepare(plan))

@@ -54,7 +54,10 @@ def lower_call(call: KernelCall, arrays: IndexArrays, *, backward: bool) -> Lowe
 
 def _takes_own_path(sequences: Sequences, call: KernelCall, backward: bool) -> bool:
     """One causal sequence collects gradients as lists of tiles do; several lie in another order,
-    which only a program of one call may use."""
+    which only a program of one call may use. Flash-attn-4 compiles calls of one piece apart: small
+    ones are not worth it."""
+    if sequences.q_starts[-1] <= flash.ROWS or sequences.k_starts[-1] <= SIDE:
+        return False
     count = len(sequences.q_starts) - 1
     return count == 1 or (count <= MOST_SEQUENCES and (call.alone or not backward))
 

@@ -12,7 +12,8 @@ ROWS = 32
 
 
 @triton.jit(
-    do_not_specialize=["first_row", "num_rows", "partial_rows", "partial_lse_stride", "lse_stride"]
+    do_not_specialize=["first_row", "num_rows", "partial_rows", "partial_lse_stride", "lse_stride"],
+    do_not_specialize_on_alignment=["partial_lse", "lse_pointer"],
 )
 def _merge_partial(
     partial,
@@ -60,17 +61,22 @@ def merge_partial(
     """Merges `partial` [rows, heads, dim] with log-sum-exps [heads, rows] into the rows from
     `first_row` on, as `states` uint8[2, all rows] says."""
     rows, heads, dim = partial.shape
-    wide = out.final if out.wide is None else out.wide
+    wide, wide_stride = out.wide, out.final.stride(0)
+    if wide is None:  # no row is WIDE: any memory of its dtype will do, it is not looked at
+        wide = partial_lse
+    else:
+        wide_stride = wide.stride(0)
     _merge_partial[(triton.cdiv(rows, ROWS), heads)](
         partial, partial_lse, out.final, wide, lse, states,
-        partial.stride(0), out.final.stride(0), wide.stride(0), partial_lse.stride(0),
+        partial.stride(0), out.final.stride(0), wide_stride, partial_lse.stride(0),
         lse.stride(1), first_row, rows, states.shape[1],
         DIM=dim, PADDED=triton.next_power_of_2(dim), ROWS=ROWS, num_warps=4,
     )  # fmt: skip
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "stride", "delta_stride", "padded_rows", "padded_stride"]
+    do_not_specialize=["num_rows", "stride", "delta_stride", "padded_rows", "padded_stride"],
+    do_not_specialize_on_alignment=["lse", "delta"],
 )
 def _scale_rows(
     lse,
@@ -107,7 +113,7 @@ def scale_rows(
     heads, padded = scaled_lse.shape
     block = 256
     _scale_rows[(triton.cdiv(padded, block), heads)](
-        lse, delta, lse if places is None else places, scaled_lse, copied_delta,
+        lse, delta, scaled_lse if places is None else places, scaled_lse, copied_delta,
         lse.stride(1), delta.stride(1), len(lse), padded, scaled_lse.stride(0),
         places is not None, block, num_warps=4,
     )  # fmt: skip

@@ -63,7 +63,8 @@ def _add_dq(
     do_not_specialize=[
         "num_rows", "lse_stride", "delta_stride", "range_stride", "most_runs", "most_partial",
         "num_tiles", "num_heavy", "num_heads",
-    ]
+    ],
+    do_not_specialize_on_alignment=["lse_pointer", "delta_pointer"],
 )  # fmt: skip
 def attend_backward_queries(
     q_matrix,

@@ -113,7 +113,8 @@ def store_merged(
     do_not_specialize=[
         "num_rows", "lse_stride", "range_stride", "most_runs", "most_partial", "num_tiles",
         "num_heavy", "num_heads",
-    ]
+    ],
+    do_not_specialize_on_alignment=["lse_pointer"],
 )  # fmt: skip
 def attend_tiles(
     q_matrix,

@@ -93,7 +93,7 @@ class TritonKernel:
         out: Sums,
         lse: Tensor,
     ) -> None:
-        side, wide = lowered.queries, _wide(out)
+        side, wide = lowered.queries, _wide(out, lowered.queries)
         pieces, options = _options(lowered, side, q, k, "forward")
         attend_tiles[(side.num_tiles * q.shape[1] * (SIDE // pieces.rows),)](
             _matrix(q, pieces.rows), _matrix(k, pieces.keys), _matrix(v, pieces.keys),
@@ -115,7 +115,8 @@ class TritonKernel:
     ) -> None:
         q, k, v = inputs
         ranges = (lowered.ranges.tensor, lowered.ranges.array.shape[2])
-        side, dq, wide = lowered.queries, grads.dq.final, _wide(grads.dq)
+        side, dq = lowered.queries, grads.dq.final
+        wide = _wide(grads.dq, side)
         pieces, options = _options(lowered, side, q, k, "queries")
         attend_backward_queries[(side.num_tiles * q.shape[1] * (SIDE // pieces.rows),)](
             *_matrices(q, k, v, dout, pieces), lse, delta, dq, wide,
@@ -124,13 +125,14 @@ class TritonKernel:
         )  # fmt: skip
         assert lowered.keys is not None, "this call was lowered for forward"
         side, dk, dv = lowered.keys, grads.dk, grads.dv
+        wide_dk, wide_dv = _wide(dk, side), _wide(dv, side)
         pieces, options = _options(lowered, side, q, k, "keys")
         lse_vector, delta_vector = _vector(lse, pieces.rows), _vector(delta, pieces.rows)
         attend_backward_keys[(side.num_tiles * k.shape[1] * (HALF // pieces.keys),)](
             *_matrices(q, k, v, dout, pieces), lse_vector, delta_vector,
-            dk.final, dv.final, _wide(dk), _wide(dv),
+            dk.final, dv.final, wide_dk, wide_dv,
             lse.stride(1), delta.stride(1),
-            dk.final.stride(0), dv.final.stride(0), _wide(dk).stride(0),
+            dk.final.stride(0), dv.final.stride(0), wide_dk.stride(0),
             scale, len(q), len(k), *side.lists(k.shape[1]),
             lowered.ranges_vector(pieces.rows), ranges[1], side.states.tensor,
             *side.widths(), **options,
@@ -152,9 +154,9 @@ def _side(lists: TileLists, states: RowStates, arrays: IndexArrays) -> Side:
     )
 
 
-def _wide(sums: Sums) -> Tensor:
-    """Calls without a WIDE row never look at it."""
-    return sums.final if sums.wide is None else sums.wide
+def _wide(sums: Sums, side: Side) -> Tensor:
+    """Calls that merge nothing never look at it: one kernel, whether other calls do or not."""
+    return sums.wide if side.merges and sums.wide is not None else sums.final
 
 
 def _matrix(rows: Tensor, block_rows: int) -> TensorDescriptor:

@@ -1,7 +1,7 @@
 """Row operations in Triton: one launch for all segments of a table.
 
-Sizes that change from batch to batch are plain arguments that are never specialised on; only head
-counts, dimensions, dtypes and alignment compile anew. A row's column c lies at
+Sizes and strides are plain arguments, and those that change from batch to batch are never
+specialised on; only head counts, dimensions and dtypes compile anew. A row's column c lies at
 `row × row stride + (c // dim) × head stride + c % dim`, which also describes log-sum-exps that lie
 heads first: they have dim 1.
 """
@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dyncp.arrays import Int64, starts_of
+from dyncp.kernels.accumulate import accumulator_dtype
 from dyncp.kernels.index_arrays import Index, IndexArrays
 from dyncp.kernels.kernel import Sums
 from dyncp.kernels.row_ops import COUNT, ROW
@@ -28,14 +29,13 @@ MERGE_ITEMS = 4096  # of one program: rows × heads × dim, held in registers in
 WARPS = 4
 
 
-@triton.jit(do_not_specialize=["first", "head_stride"])
-def _copy_rows(
+def _copy(
     table,
     first,
     rows,
     message,
     head_stride,
-    ROW_STRIDE: tl.constexpr,
+    row_stride,
     WIDTH: tl.constexpr,
     DIM: tl.constexpr,
     FLAT: tl.constexpr,
@@ -53,15 +53,24 @@ def _copy_rows(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (step < count) & (column < WIDTH)
     if FLAT:
-        own = rows + (row + step) * ROW_STRIDE + column
+        own = rows + (row + step) * row_stride + column
     else:
-        own = rows + (row + step) * ROW_STRIDE
+        own = rows + (row + step) * row_stride
         own += (column // DIM).to(tl.int64) * head_stride + column % DIM
     other = message + offset + (skipped + step) * WIDTH + column
     if PACKS:
         tl.store(other, tl.load(own, mask=inside).to(message.dtype.element_ty), mask=inside)
     else:
         tl.store(own, tl.load(other, mask=inside).to(rows.dtype.element_ty), mask=inside)
+
+
+_copy_rows = triton.jit(_copy, do_not_specialize=["first", "head_stride"])
+# Virtual ranks' log-sum-exps begin anywhere, and are few: one kernel for any alignment.
+_copy_per_head = triton.jit(
+    _copy,
+    do_not_specialize=["first", "head_stride"],
+    do_not_specialize_on_alignment=["rows"],
+)
 
 
 @triton.jit(
@@ -77,13 +86,12 @@ def _merge_rows(
     message,
     message_lse,
     lse_stride,
-    FINAL_STRIDE: tl.constexpr,
-    WIDE_STRIDE: tl.constexpr,
-    LSE_ROW_STRIDE: tl.constexpr,
+    final_stride,
+    wide_stride,
+    lse_row_stride,
     NUM_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     FINAL_HEAD: tl.constexpr,
-    HAS_WIDE: tl.constexpr,
     HAS_LSE: tl.constexpr,
     VECTOR: tl.constexpr,
     ROWS: tl.constexpr,
@@ -105,17 +113,16 @@ def _merge_rows(
     inside = of_head[:, :, None] & (column[None, None, :] < DIM)
     place = head[None, :, None] * DIM + column[None, None, :]
     new = message + offset + (skipped + step)[:, None, None] * (NUM_HEADS * DIM) + place
-    where_final = final + (row + step)[:, None, None] * FINAL_STRIDE
+    where_final = final + (row + step)[:, None, None] * final_stride
     where_final += head[None, :, None] * FINAL_HEAD + column[None, None, :]
     sum_dtype = lse.dtype.element_ty
     value = tl.load(new, mask=inside, other=0.0).to(sum_dtype)
     old = tl.load(where_final, mask=inside & (before == 1)[:, None, None], other=0.0).to(sum_dtype)
-    if HAS_WIDE:
-        where_wide = wide + (row + step)[:, None, None] * WIDE_STRIDE + place
-        old += tl.load(where_wide, mask=inside & (before == 2)[:, None, None], other=0.0)
+    where_wide = wide + (row + step)[:, None, None] * wide_stride + place
+    old += tl.load(where_wide, mask=inside & (before == 2)[:, None, None], other=0.0)
     if HAS_LSE:
         lse_offset = tl.load(chunk + 5)
-        where_lse = lse + (row + step)[:, None] * LSE_ROW_STRIDE
+        where_lse = lse + (row + step)[:, None] * lse_row_stride
         where_lse += head[None, :].to(tl.int64) * lse_stride
         new_lse = message_lse + lse_offset + (skipped + step)[:, None] * NUM_HEADS + head[None, :]
         nothing = float("-inf")
@@ -136,8 +143,7 @@ def _merge_rows(
     tl.store(
         where_final, value.to(final.dtype.element_ty), mask=inside & (after == 1)[:, None, None]
     )
-    if HAS_WIDE:
-        tl.store(where_wide, value, mask=inside & (after == 2)[:, None, None])
+    tl.store(where_wide, value, mask=inside & (after == 2)[:, None, None])
 
 
 @triton.jit(
@@ -149,11 +155,11 @@ def _row_sums(
     delta,
     num_rows,
     delta_stride,
-    DOUT_STRIDE: tl.constexpr,
+    dout_stride,
+    out_stride,
+    delta_row_stride,
     DOUT_HEAD: tl.constexpr,
-    OUT_STRIDE: tl.constexpr,
     OUT_HEAD: tl.constexpr,
-    DELTA_ROW_STRIDE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     ROWS: tl.constexpr,
@@ -167,10 +173,10 @@ def _row_sums(
     inside = of_head[:, :, None] & (column[None, None, :] < DIM)
     rows, heads, columns = row[:, None, None], head[None, :, None], column[None, None, :]
     sum_dtype = delta.dtype.element_ty
-    left = tl.load(dout + rows * DOUT_STRIDE + heads * DOUT_HEAD + columns, mask=inside, other=0.0)
-    right = tl.load(out + rows * OUT_STRIDE + heads * OUT_HEAD + columns, mask=inside, other=0.0)
+    left = tl.load(dout + rows * dout_stride + heads * DOUT_HEAD + columns, mask=inside, other=0.0)
+    right = tl.load(out + rows * out_stride + heads * OUT_HEAD + columns, mask=inside, other=0.0)
     total = tl.sum(left.to(sum_dtype) * right.to(sum_dtype), axis=2)
-    where = delta + row[:, None] * DELTA_ROW_STRIDE + head[None, :].to(tl.int64) * delta_stride
+    where = delta + row[:, None] * delta_row_stride + head[None, :].to(tl.int64) * delta_stride
     tl.store(where, total, mask=of_head)
 
 
@@ -204,10 +210,10 @@ class TritonRowOps:
         return [Table(index, a, b - a) for a, b in pairwise(before[bounds].tolist())]
 
     def pack(self, table: Table, rows: Tensor, message: Tensor) -> None:
-        _copy(table, rows, message, True)
+        _launch_copy(table, rows, message, True)
 
     def unpack(self, table: Table, message: Tensor, rows: Tensor) -> None:
-        _copy(table, rows, message, False)
+        _launch_copy(table, rows, message, False)
 
     def merge(
         self, table: Table, message: Tensor, message_lse: Tensor, out: Sums, lse: Tensor
@@ -223,33 +229,44 @@ class TritonRowOps:
             return
         rows, some_heads, columns = _merge_block(heads, dim)
         _row_sums[(triton.cdiv(num_rows, rows), triton.cdiv(heads, some_heads))](
-            dout, out, delta, num_rows, delta.stride(1), dout.stride(0), dout.stride(1),
-            out.stride(0), out.stride(1), delta.stride(0), heads, dim, rows, some_heads, columns,
-            num_warps=WARPS,
+            dout, out, delta, num_rows, delta.stride(1), dout.stride(0), out.stride(0),
+            delta.stride(0), _head_stride(dout), _head_stride(out), heads, dim, rows, some_heads,
+            columns, num_warps=WARPS,
         )  # fmt: skip
 
 
-def _copy(table: Table, rows: Tensor, message: Tensor, packs: bool) -> None:
-    heads, dim = rows.shape[1], rows.shape[2] if rows.ndim == 3 else 1
+def _launch_copy(table: Table, rows: Tensor, message: Tensor, packs: bool) -> None:
+    per_head = rows.ndim == 2
+    heads, dim = rows.shape[1], 1 if per_head else rows.shape[2]
     width, columns = heads * dim, _copy_columns(heads * dim)
-    _copy_rows[(table.count, triton.cdiv(width, columns))](
+    copy, flat = (_copy_per_head, False) if per_head else (_copy_rows, _head_stride(rows) == dim)
+    copy[(table.count, triton.cdiv(width, columns))](
         table.index.tensor, table.first, rows, message, rows.stride(1), rows.stride(0), width, dim,
-        rows.stride(1) == dim, _vector(width, message), packs, CHUNK, columns, num_warps=WARPS,
+        flat, _vector(width, message), packs, CHUNK, columns, num_warps=WARPS,
     )  # fmt: skip
+
+
+def _head_stride(rows: Tensor) -> int:
+    """That of a single head does not matter, and may be any number."""
+    return rows.stride(1) if rows.shape[1] > 1 else rows.shape[2]
 
 
 def _merge(
     table: Table, message: Tensor, message_lse: Tensor | None, sums: Sums, lse: Tensor | None
 ) -> None:
     final, (_, heads, dim) = sums.final, sums.final.shape
-    wide = final if sums.wide is None else sums.wide
+    wide, wide_stride = sums.wide, final.stride(0)
+    if wide is None:  # no row is WIDE: any memory will do, it is not looked at
+        wide = table.index.tensor.view(accumulator_dtype(final.dtype))
+    else:
+        wide_stride = wide.stride(0)
     rows, some_heads, columns = _merge_block(heads, dim)
     scores = wide if lse is None else lse  # only its dtype counts where gradients are added
     _merge_rows[(table.count, triton.cdiv(heads, some_heads), CHUNK // rows)](
         table.index.tensor, table.first, final, wide, scores, message,
         scores if message_lse is None else message_lse, scores.stride(1), final.stride(0),
-        wide.stride(0), scores.stride(0), heads, dim, final.stride(1), sums.wide is not None,
-        lse is not None, _vector(heads * dim, message), rows, some_heads, columns, num_warps=WARPS,
+        wide_stride, scores.stride(0), heads, dim, _head_stride(final), lse is not None,
+        _vector(heads * dim, message), rows, some_heads, columns, num_warps=WARPS,
     )  # fmt: skip
 
 
