@@ -18,9 +18,9 @@ from dyncp.measure.timing import Repeats
 from dyncp.planner import plan_batch
 from dyncp.topology import Topology
 
-# From so many tokens on, plans for so many ranks: kernels have faster paths for whole sequences,
-# which cut ones seldom take. Shorter ones are mostly overhead.
-CUT_TOKENS, CUT_RANKS = 1024, 4
+# From so many tokens on, plans for several ranks, with at most so many tokens each: kernels have
+# faster paths for whole sequences, which cut ones seldom take. Some of the ranks are timed.
+CUT_TOKENS, TOKENS_PER_RANK, TIMED_RANKS = 1024, 4096, 4
 # Below, edges and rows would be fitted to noise: timings for each coefficient, and the condition
 # number of their columns (2 to 5 with the default masks, 128 to 16,384 tokens).
 TIMINGS_PER_COEFFICIENT, MOST_ALIKE = 4, 30.0
@@ -77,20 +77,29 @@ def sample_attention(
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[CallSample]:
     """Times plans of all masks and sizes, forward and backward, division by division. From
-    `CUT_TOKENS` on they are cut for `CUT_RANKS` ranks."""
+    `CUT_TOKENS` on they are cut for several ranks, of which `TIMED_RANKS` are timed."""
     samples = []
     for mask in masks:
         for tokens in sizes:
             tell(f"attention kernel: {mask}, {tokens:,} tokens ...")
             case = mask_case(mask, tokens)
-            topology = Topology(1, CUT_RANKS if tokens >= CUT_TOKENS else 1)
-            plan = plan_batch(case.batch, topology, cost.shape, cost=cost)
-            times = [time_part(part, cost.shape, choice, device, repeats) for part in plan.parts]
+            plan = plan_batch(case.batch, Topology(1, _num_ranks(tokens)), cost.shape, cost=cost)
+            every = max(1, plan.num_ranks // TIMED_RANKS)
+            times = {
+                part.rank: time_part(part, cost.shape, choice, device, repeats)
+                for part in plan.parts[::every]
+            }
             for direction in times[0]:
                 for load in plan_loads(plan, case.batch, direction, cost):
-                    measured = times[load.rank][direction]
-                    samples.append(_sample(load, measured, case, direction))
+                    if load.rank in times:
+                        measured = times[load.rank][direction]
+                        samples.append(_sample(load, measured, case, direction))
     return samples
+
+
+def _num_ranks(tokens: int) -> int:
+    """16,384 tokens are cut for 4 ranks, 65,536 for 16."""
+    return max(TIMED_RANKS, tokens // TOKENS_PER_RANK) if tokens >= CUT_TOKENS else 1
 
 
 def _sample(load: Load, measured: CallTimes, case: MaskCase, direction: Direction) -> CallSample:
