@@ -61,7 +61,7 @@ class RoundingKernel(ReferenceKernel):
         heads, dim = q.shape[1:]
         table = [
             (row := run.rows.start, row * heads * dim, run.rows.stop - row, run.before, run.after,
-             row * heads)
+             row * heads, 0)
             for run in list_runs(states)
         ]  # fmt: skip
         TorchRowOps().merge(table, partial.reshape(-1), partial_lse.reshape(-1), out, lse)

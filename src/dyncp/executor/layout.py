@@ -198,7 +198,7 @@ def _partial_table(
     before, after = before_of(found)[at], after_of(found)[at]
     if (before == Held.NOTHING).all() and (after == Held.FINAL).all():
         return None
-    segments = np.zeros((len(at), 6), np.int64)
+    segments = np.zeros((len(at), 7), np.int64)
     segments[:, 0] = lowered.place[found.space[at], found.head_group[at], found.block[at]]
     segments[:, 1] = (segments[:, 0] - segments[:, 0].min()) * width
     segments[:, 2] = lowered.part.blocks.tokens[found.block[at]]

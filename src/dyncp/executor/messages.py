@@ -44,6 +44,12 @@ class Item(Enum):
     PARTIAL = "the dtype in which partial results travel"
 
 
+# Fields that travel in one launch with another: same heads, same dtype.
+SECONDS = {"k": "v", "q": "dout", "lse": "delta", "dk": "dv"}
+FAMILY, WHICH = np.arange(len(NAMES)), np.zeros(len(NAMES), np.int64)
+for _first, _second in SECONDS.items():
+    FAMILY[NAMES.index(_second)], WHICH[NAMES.index(_second)] = NAMES.index(_first), 1
+
 ITEMS = dict.fromkeys(("q", "k", "v", "dout"), Item.INPUT)
 ITEMS |= dict.fromkeys(("lse", "delta"), Item.WIDE)
 ITEMS |= dict.fromkeys(("out", "dq", "dk", "dv"), Item.PARTIAL)
@@ -51,9 +57,10 @@ ITEMS |= dict.fromkeys(("out", "dq", "dk", "dv"), Item.PARTIAL)
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One launch: a field of a head group between its workspace and the messages of a phase."""
+    """One launch: one or two fields of a head group between its workspace and the messages of a
+    phase."""
 
-    field: str
+    fields: tuple[str, ...]
     group: int
     item: Item
     table: Any
@@ -80,28 +87,33 @@ def lay_out_mail(
     sections = _Sections.of(lowered, messages, shape)
     if received:
         sections = sections.with_states(lowered)
-    key = np.stack([sections.phase, sections.field, sections.group, sections.turn])
-    order = np.lexsort(key[::-1])
-    key = key[:, order]
+    key = np.stack([sections.phase, FAMILY[sections.field], sections.group])
+    order = np.lexsort((sections.turn, *key[::-1]))
+    key, which = key[:, order], WHICH[sections.field[order]]
     changes = np.flatnonzero((np.diff(key) != 0).any(axis=0)) + 1
     bounds = np.concatenate([[0], changes, [len(order)]]) if len(order) else np.zeros(1, np.int64)
     tables = row_ops.tables(sections.segments[order], bounds, arrays)
+    paired = np.logical_or.reduceat(which > 0, bounds[:-1]).tolist() if len(order) else []
     moves: dict[int, list[Move]] = {}
-    for (phase, field, group, _), table in zip(key[:, bounds[:-1]].T.tolist(), tables, strict=True):
-        moves.setdefault(phase, []).append(Move(NAMES[field], group, ITEMS[NAMES[field]], table))
+    heads = zip(key[:, bounds[:-1]].T.tolist(), paired, tables, strict=True)
+    for (phase, family, group), two, table in heads:
+        name = NAMES[family]
+        fields = (name, SECONDS[name]) if two else (name,)
+        moves.setdefault(phase, []).append(Move(fields, group, ITEMS[name], table))
     return {phase: Mail(peers, moves[phase]) for phase, peers in sections.peers.items()}
 
 
 @dataclass(frozen=True, eq=False)
 class _Sections:
-    """One field of one payload each. `turn` counts the payloads of a phase for the same rows."""
+    """One field of one payload each. `turn` counts the payloads of a phase for the same rows,
+    which are added in this order."""
 
     entry: Int64  # index into the messages
     phase: Int64
     field: Int64
     group: Int64
     turn: Int64
-    segments: Int64  # [sections, 6], as RowOps wants them
+    segments: Int64  # [sections, 7], as RowOps wants them
     peers: Mapping[int, Mapping[int, slice]]
 
     @staticmethod
@@ -120,10 +132,10 @@ class _Sections:
         )
         offset, peers = _offsets(phase, peer, size)
         block = messages.block[entry]
-        segments = np.zeros((len(entry), 6), np.int64)
+        segments = np.zeros((len(entry), 7), np.int64)
         segments[:, 0] = lowered.place[SPACES[messages.kind[entry]], group, block]
         segments[:, 1] = offset // item[field]
-        segments[:, 2] = tokens
+        segments[:, 2], segments[:, 6] = tokens, WHICH[field]
         turn = np.zeros(len(entry), np.int64)
         return _Sections(entry, phase, field, group, turn, segments, peers)
 

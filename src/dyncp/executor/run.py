@@ -105,9 +105,9 @@ class Runner:
     def _pack(self, move: Move, message: Tensor) -> None:
         workspace = self._workspaces[move.group]
         if move.item is Item.PARTIAL:
-            rows = self._sent(workspace.sums[move.field])
+            rows = [self._sent(workspace.sums[field]) for field in move.fields]
         else:
-            rows = workspace.inputs[move.field]
+            rows = [workspace.inputs[field] for field in move.fields]
         self._row_ops.pack(move.table, rows, message)
 
     def _wait(self, phase: int) -> None:
@@ -125,12 +125,14 @@ class Runner:
         """An input fills its slot, a result is merged into its rows."""
         workspace = self._workspaces[move.group]
         if move.item is not Item.PARTIAL:
-            self._row_ops.unpack(move.table, message, workspace.inputs[move.field])
-        elif move.field == "out":
+            rows = [workspace.inputs[field] for field in move.fields]
+            self._row_ops.unpack(move.table, message, rows)
+        elif move.fields == ("out",):
             out = workspace.sums["out"]
             self._row_ops.merge(move.table, message, lse, out, workspace.inputs["lse"])
         else:
-            self._row_ops.add(move.table, message, workspace.sums[move.field])
+            sums = [workspace.sums[field] for field in move.fields]
+            self._row_ops.add(move.table, message, sums)
 
     def _compute(self, division: int) -> None:
         for group, lowered in self._lowered.calls[division]:
@@ -159,7 +161,7 @@ class Runner:
         settle(workspace.own, rows, self._scale, *targets)
         if settlement.table is not None:
             for name, target in zip(names, targets, strict=True):
-                self._row_ops.add(settlement.table, target.view(-1), workspace.sums[name])
+                self._row_ops.add(settlement.table, target.view(-1), [workspace.sums[name]])
 
 
 def _name(step: tuple[int, Op | str, int]) -> str:

@@ -132,21 +132,21 @@ def _take_fp32(device: torch.device) -> Callable[[int], Tensor]:
 def _move(engine: Engine, rows: _Rows) -> None:
     """Every row operation, on every kind of rows that travels."""
     row_ops, arrays, dtypes = engine.row_ops, IndexArrays(engine.device), rows.dtypes
-    segments = np.asarray([[0, 0, ROWS, Held.NOTHING, Held.FINAL, 0]], np.int64)
+    segments = np.asarray([[0, 0, ROWS, Held.NOTHING, Held.FINAL, 0, 0]], np.int64)
     table = row_ops.tables(segments, np.asarray([0, 1]), arrays)[0]
     Arrival(arrays).wait()
     q, k, per_head = rows.q, rows.k, rows.per_head
     row_ops.row_sums(q, q, per_head)
     message_lse = _message(per_head, dtypes.wide)
     for given, message in ((per_head, message_lse), *((x, _message(x, x.dtype)) for x in (q, k))):
-        row_ops.pack(table, given, message)
-        row_ops.unpack(table, message, given)
+        row_ops.pack(table, [given], message)
+        row_ops.unpack(table, message, [given])
     sends_wide = dtypes.partial != dtypes.input
     for given in (q, k):
         sums, message = rows.sums(given, wide=True), _message(given, dtypes.partial)
         sent = sums.wide if sends_wide and sums.wide is not None else sums.final
-        row_ops.pack(table, sent, message)
-        row_ops.add(table, message, sums)
+        row_ops.pack(table, [sent], message)
+        row_ops.add(table, message, [sums])
         if given is q:
             row_ops.merge(table, message, message_lse, sums, per_head)
 

@@ -2,9 +2,11 @@
 
 Rows are [rows, heads, dim] tensors, or [rows, heads] ones with any strides. A message is flat and
 holds segments: the rows of one block, one after the other. A table lists the segments of one
-launch; no two of them touch the same row.
+launch, those of one or of two tensors of the same shape. Results for the same rows are added in the
+order of the table; otherwise no two segments write the same row.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -19,20 +21,21 @@ from dyncp.kernels.kernel import Sums
 from dyncp.kernels.merge import merge_partial
 
 # Columns of a table of segments. `offset` and `lse_offset` count items of the message's dtype;
-# `before` and `after` are `Held` of the rows a result is merged into.
-ROW, OFFSET, COUNT, BEFORE, AFTER, LSE_OFFSET = range(6)
+# `before` and `after` are `Held` of the rows a result is merged into; `which` is 0, or 1 for the
+# second of two tensors.
+ROW, OFFSET, COUNT, BEFORE, AFTER, LSE_OFFSET, WHICH = range(7)
 
 
 class RowOps(Protocol):
     """One launch each, for all segments of a table."""
 
     def tables(self, segments: Int64, bounds: Int64, arrays: IndexArrays) -> list[Any]:
-        """Tables of the segments int64[segments, 6] between consecutive bounds."""
+        """Tables of the segments int64[segments, 7] between consecutive bounds."""
 
-    def pack(self, table: Any, rows: Tensor, message: Tensor) -> None:
+    def pack(self, table: Any, rows: Sequence[Tensor], message: Tensor) -> None:
         """Copies rows into a message, in the message's dtype."""
 
-    def unpack(self, table: Any, message: Tensor, rows: Tensor) -> None:
+    def unpack(self, table: Any, message: Tensor, rows: Sequence[Tensor]) -> None:
         """Copies a message into rows."""
 
     def merge(
@@ -40,7 +43,7 @@ class RowOps(Protocol):
     ) -> None:
         """Merges partial outputs with log-sum-exps into rows, as the table's states say."""
 
-    def add(self, table: Any, message: Tensor, sums: Sums) -> None:
+    def add(self, table: Any, message: Tensor, sums: Sequence[Sums]) -> None:
         """Adds partial gradients to rows, as the table's states say."""
 
     def row_sums(self, dout: Tensor, out: Tensor, delta: Tensor) -> None:
@@ -54,33 +57,33 @@ class TorchRowOps:
         lists, ends = segments.tolist(), bounds.tolist()
         return [lists[first:end] for first, end in pairwise(ends)]
 
-    def pack(self, table: Any, rows: Tensor, message: Tensor) -> None:
+    def pack(self, table: Any, rows: Sequence[Tensor], message: Tensor) -> None:
         for segment in table:
-            own = rows[segment[ROW] : segment[ROW] + segment[COUNT]]
+            own = rows[segment[WHICH]][segment[ROW] : segment[ROW] + segment[COUNT]]
             _segment(message, segment[OFFSET], own).copy_(own)
 
-    def unpack(self, table: Any, message: Tensor, rows: Tensor) -> None:
+    def unpack(self, table: Any, message: Tensor, rows: Sequence[Tensor]) -> None:
         for segment in table:
-            own = rows[segment[ROW] : segment[ROW] + segment[COUNT]]
+            own = rows[segment[WHICH]][segment[ROW] : segment[ROW] + segment[COUNT]]
             own.copy_(_segment(message, segment[OFFSET], own))
 
     def merge(
         self, table: Any, message: Tensor, message_lse: Tensor, out: Sums, lse: Tensor
     ) -> None:
-        for row, offset, count, before, after, lse_offset in table:
+        for row, offset, count, before, after, lse_offset, _ in table:
             rows = slice(row, row + count)
             new = _segment(message, offset, out.final[rows])
             new_lse = _segment(message_lse, lse_offset, lse[rows])
             _merge_rows(new, new_lse, out, lse, rows, before, after)
 
-    def add(self, table: Any, message: Tensor, sums: Sums) -> None:
-        dtype = accumulator_dtype(sums.final.dtype)
-        for row, offset, count, before, after, _ in table:
-            rows = slice(row, row + count)
-            new = _segment(message, offset, sums.final[rows]).to(dtype)
+    def add(self, table: Any, message: Tensor, sums: Sequence[Sums]) -> None:
+        dtype = accumulator_dtype(sums[0].final.dtype)
+        for row, offset, count, before, after, _, which in table:
+            rows, own = slice(row, row + count), sums[which]
+            new = _segment(message, offset, own.final[rows]).to(dtype)
             if before != Held.NOTHING:
-                new = _target(sums, before)[rows].to(dtype) + new
-            _target(sums, after)[rows] = new.to(_target(sums, after).dtype)
+                new = _target(own, before)[rows].to(dtype) + new
+            _target(own, after)[rows] = new.to(_target(own, after).dtype)
 
     def row_sums(self, dout: Tensor, out: Tensor, delta: Tensor) -> None:
         torch.sum(dout.to(delta.dtype) * out, dim=-1, out=delta)
