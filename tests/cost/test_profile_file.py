@@ -18,13 +18,13 @@ def test_a_saved_profile_loads_as_it_was(name: str, tmp_path: Path) -> None:
 
 def test_edges_and_rows_survive_their_file_and_may_be_left_out(tmp_path: Path) -> None:
     calibrated = replace(
-        find_profile("h200"), edge_forward=3.5, edge_backward=5.0, row_forward=400.0, lanes=132
+        find_profile("p4de"), edge_forward=3.5, edge_backward=5.0, row_forward=400.0, lanes=132
     )
     save_profile(calibrated, tmp_path / "profile.json")
     assert load_profile(tmp_path / "profile.json") == calibrated
     new = ("edge_forward", "edge_backward", "row_forward", "row_backward", "lanes")
     older = write(tmp_path, **dict.fromkeys(new))
-    assert load_profile(older) == find_profile("h200")
+    assert load_profile(older) == find_profile("p4de")
 
 
 def test_an_edited_file_changes_the_topology(tmp_path: Path) -> None:
@@ -34,9 +34,9 @@ def test_an_edited_file_changes_the_topology(tmp_path: Path) -> None:
 
 
 def write(folder: Path, **changes: Any) -> Path:
-    """The h200 profile with other entries; None removes one."""
+    """The p4de profile with other entries; None removes one."""
     path = folder / "profile.json"
-    save_profile(find_profile("h200"), path)
+    save_profile(find_profile("p4de"), path)
     entries = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({k: v for k, v in entries.items() if v is not None}))
     return path

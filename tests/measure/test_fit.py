@@ -48,7 +48,10 @@ def test_too_few_measurements_and_no_time_are_refused():
         fit_seconds(np.ones((2, 1)), np.zeros(2))
 
 
-COST = CostModel(find_profile("h200"), AttentionShape(32, 8, 128))
+PLAIN = replace(
+    find_profile("p4de"), attention_forward=590e12, attention_backward=480e12, call_seconds=20e-6
+)
+COST = CostModel(PLAIN, AttentionShape(32, 8, 128))
 
 
 def samples(profile: Profile) -> list[CallSample]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dyncp.measure.calibrate import CalibrateSetting, Calibration
     from dyncp.measure.world import World
 
-SIZES = {"cpu": "128,256,512,1024,2048", "cuda": "512,1024,2048,4096,8192,16384,32768,65536"}
+SIZES = {"cpu": "128,256,512,1024,2048", "cuda": "8192,16384,32768,65536"}
 MASKS = "causal,full,document_causal,lambda_shaped,shared_question"
 
 

@@ -1,5 +1,7 @@
 """Profiles by name, one for every preset of `dyncp.topology`."""
 
+from dataclasses import replace
+
 from dyncp.cost.profile import Profile
 from dyncp.topology import preset
 
@@ -31,10 +33,17 @@ PROFILES = {
         # Estimates: 0.6 and 0.5 of the 312 TFLOP/s vendor figure for attention, 0.65 for linear
         # layers; 2.0 TB/s memory.
         _profile("p4de", (190e12, 150e12), 200e12, 0.8e12, 20e-6, 128),
-        # Attention: measured on one H200 with a block-sparse two-range kernel, shared-question mask
-        # at 32K (other masks: 508 to 631 forward, 384 to 568 backward). Linear layers: an estimate
-        # below the 790 TFLOP/s measured for one large matrix product. 4.8 TB/s memory.
-        _profile("h200", (590e12, 480e12), 650e12, 1.9e12, 20e-6, 128),
+        # Attention: measured on one H200 with kernel flash4 (`dyncp calibrate`), but for the
+        # seconds per call, an estimate: launches and merging are not in the kernels' times. Linear
+        # layers: an estimate below the 800 TFLOP/s measured for one large matrix product.
+        replace(
+            _profile("h200", (830e12, 670e12), 650e12, 1.9e12, 10e-6, 128),
+            edge_forward=1.1,
+            edge_backward=1.2,
+            row_forward=450.0,
+            row_backward=230.0,
+            lanes=132,
+        ),
         # Estimates: the H200's shares of the vendor figure (989 TFLOP/s), applied to 2,500; 8 TB/s.
         _profile("gb200_nvl72", (1400e12, 1100e12), 1600e12, 3.2e12, 20e-6, 128),
         # Estimates for one core of a server CPU in fp32.
