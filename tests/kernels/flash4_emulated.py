@@ -127,6 +127,7 @@ def settle(q, k, shape, collected, scale, grad):
     if hasattr(shape, "q_starts"):
         queries = len(grad) == shape.q_starts[-1] and grad.shape[1] == q.shape[1]
         place = _places(*((shape.q_starts, 64) if queries else (shape.k_starts, 128)))
+        assert len(place) <= len(grad), "it writes all rows, whatever room there is"
     grad.copy_((rows[:, place] * scale).transpose(0, 1))
 
 

@@ -17,6 +17,7 @@ from dyncp import (
 )
 from dyncp.executor.engine import Engine
 from dyncp.kernels import CpuKernel
+from dyncp.plan import Layout
 from interpreted import needs_interpreter
 
 pytestmark = needs_interpreter
@@ -44,6 +45,18 @@ def test_plans_are_exact(mask, solver, shape):
     expected = run_dense(case, "default", tensors, torch.float64)
     given = run_virtual(case, "default", tensors, kernel=kernel(False))
     assert_equal(given, expected, 2e-2)
+
+
+@pytest.mark.parametrize("solver", ["ulysses", "rows", "zigzag"])
+def test_sequences_that_were_received_and_results_in_fp32_are_exact(solver):
+    """Ranks get whole sequences of others, in slots that are settled one by one."""
+    batch = Batch.of([masks.causal(length) for length in (256, 300, 200, 200)])
+    shape = AttentionShape(4, 2, 32, "bf16", "fp32")
+    config = PlannerConfig(solver, block_size=256, divisions=4, layout=Layout(128, 1))
+    case = Case(batch, plan_batch(batch, Topology(1, 4), shape, config), shape, 3)
+    tensors = Tensors.draw(case)
+    expected = run_dense(case, "default", tensors, torch.float64)
+    assert_equal(run_virtual(case, "default", tensors, kernel=kernel(False)), expected, 2e-2)
 
 
 def test_one_rank_runs_sequences_below_each_other():

@@ -176,7 +176,9 @@ def test_two_tensors_are_moved_and_added_to_at_once(heads, dim, dtype, alike):
             both[1] = both[1].contiguous()
         message = torch.zeros(80 * width, dtype=dtype, device=DEVICE)
         ops.pack(table, both, message)
-        back = [torch.zeros_like(own, dtype=torch.float32) for own in both]
+        back = list(torch.zeros(90, 2, heads, dim, device=DEVICE).unbind(1))
+        if not alike:
+            back[1] = back[1].contiguous()
         ops.unpack(table, message, back)
         sums = [draw_sums(heads, dim, dtype), draw_sums(heads, dim, dtype)]
         ops.add(table, draw(80 * width, dtype=dtype, seed=4), sums)

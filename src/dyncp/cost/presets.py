@@ -33,9 +33,10 @@ PROFILES = {
         # Estimates: 0.6 and 0.5 of the 312 TFLOP/s vendor figure for attention, 0.65 for linear
         # layers; 2.0 TB/s memory.
         _profile("p4de", (190e12, 150e12), 200e12, 0.8e12, 20e-6, 128),
-        # Attention: measured on one H200 with kernel flash4 (`dyncp calibrate`), but for the
-        # seconds per call, an estimate: launches and merging are not in the kernels' times. Linear
-        # layers: an estimate below the 800 TFLOP/s measured for one large matrix product.
+        # Attention: what several runs of `dyncp calibrate` measured on one H200 with kernel flash4,
+        # rounded, but for the seconds per call, an estimate: launches and merging are not in the
+        # kernels' times. Linear layers: an estimate below the 800 TFLOP/s measured for one large
+        # matrix product.
         replace(
             _profile("h200", (830e12, 670e12), 650e12, 1.9e12, 10e-6, 128),
             edge_forward=1.1,

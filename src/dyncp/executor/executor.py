@@ -72,9 +72,10 @@ class DCPExecutor:
         return self._latest
 
     def warm_up(self, shape: AttentionShape, *, head_groups: int = 1, most_ranges: int = 4) -> None:
-        """Compiles what attention of this shape can need, so that no step does later: for plans
-        with up to `head_groups`, and rows with up to `most_ranges` ranges of key rows (at most 64;
-        usual masks in blocks of 128 tokens or more have no more than 4).
+        """Compiles what attention of this shape can need on ranks with more than 128 rows, so that
+        no step does later: for plans with up to `head_groups`, and rows with up to `most_ranges`
+        ranges of key rows (at most 64; usual masks in blocks of 128 tokens or more have no more
+        than 4).
 
         Every rank may call it alone. It computes on a few rows of zeros and sends nothing.
         """
@@ -92,6 +93,8 @@ class DCPExecutor:
         The plans are samples of batches to come; `shape` is that of the calls (default: the plans'
         own). They are not run, and ranks may have different ones.
         """
+        if not plans:
+            raise ValueError("reserve() got no plans; give some of batches like those to come")
         shape = plans[0].parts[0].shape if shape is None else shape
         engine = self.engine.fitting(dtypes_of(shape).input, shape.head_dim)
         arena, style = engine.arena(), style_of(engine.kernel)

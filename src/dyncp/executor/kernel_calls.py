@@ -79,6 +79,7 @@ class CallBuilder:
             self._states(Space.Q, group, at),
             self._states(Space.KV, group, at),
             alone=self._is_alone(group),
+            in_place=all(self._rows(x, group) == self._part.local_rows for x in Space),
         )
 
     def _is_alone(self, group: int) -> bool:

@@ -38,7 +38,7 @@ class Dtypes:
 @dataclass(frozen=True, slots=True)
 class Settlement:
     """Rows whose gradients a settling kernel hands over: straight into the final tensors, or (with
-    tables, one per turn) into a partial buffer that is then added."""
+    a table) into a partial buffer that is then added."""
 
     space: Space
     group: int
@@ -151,8 +151,8 @@ def _settled_rows(
     contributions.
 
     Rows between slots are settled as well. That changes nothing where slots get one contribution,
-    in its final form: those that have it stay as they are, the others are settled again. Other
-    slots are settled alone, and none across them."""
+    settled here and in its final form: those that have it stay as they are, the others are settled
+    again. Other slots are settled alone, and none across them."""
     at, (first, end) = np.flatnonzero(here & (found.time == time)), _rows_of(lowered, found)
     own = lowered.part.blocks.owner[found.block[at]] == lowered.part.rank
     rows: list[tuple[slice, Int64]] = []
@@ -161,7 +161,7 @@ def _settled_rows(
     _, of_block, counts = np.unique(
         np.where(here, found.block, -1), return_inverse=True, return_counts=True
     )
-    one = (counts[of_block] == 1) & (after_of(found) == Held.FINAL)
+    one = (counts[of_block] == 1) & (after_of(found) == Held.FINAL) & (found.received < 0)
     others, at = here & ~one, at[~own]
     rows += [(slice(int(first[i]), int(end[i])), np.asarray([i])) for i in at[~one[at]].tolist()]
     near = at[one[at]][np.argsort(first[at[one[at]]])]

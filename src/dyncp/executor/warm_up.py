@@ -26,6 +26,7 @@ from dyncp.kernels import (
 
 ROWS = 256  # two kernel tiles: some kernels are compiled apart for a single one
 SCALE = 1.0
+MOST_RANGES = 64  # that lie apart in the first of them
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +69,8 @@ def warm_up(
     engine: Engine, heads: tuple[int, int], dim: int, dtypes: Dtypes, most_ranges: int
 ) -> None:
     """For a head group of so many q heads and kv heads, and calls of up to `most_ranges`."""
+    if not 1 <= most_ranges <= MOST_RANGES:
+        raise ValueError(f"most_ranges is {most_ranges}; from 1 to {MOST_RANGES} are allowed")
     for packed in (True, False):
         rows = _Rows.make(heads, dim, dtypes, engine.device, packed=packed)
         for call, wide in _list_calls(most_ranges):
@@ -102,7 +105,9 @@ def _call(ranges: Int32, after: Held) -> KernelCall:
     coordinates, rectangles = np.arange(ROWS), np.asarray([[0, ROWS, 0, ROWS]])
     states = RowStates(np.full(ROWS, Held.NOTHING, np.uint8), np.full(ROWS, after, np.uint8))
     alone = after is Held.FINAL
-    return KernelCall(0, rectangles, coordinates, coordinates, ranges, states, states, alone)
+    return KernelCall(
+        0, rectangles, coordinates, coordinates, ranges, states, states, alone, in_place=alone
+    )
 
 
 def _attend(engine: Engine, call: KernelCall, rows: _Rows, *, wide: bool) -> None:

@@ -51,4 +51,5 @@ class KernelCall:
     ranges: Int32  # [query rows, R, 2], coordinates
     q_states: RowStates  # of out (forward) or dq (backward)
     k_states: RowStates  # of dk and dv (backward)
-    alone: bool = False  # the only call of its head group in the program, and nothing is received
+    alone: bool = False  # the only call of its head group, and no results are received
+    in_place: bool = False  # all rows are the rank's own: no block is received

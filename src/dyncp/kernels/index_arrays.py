@@ -55,7 +55,7 @@ class IndexArrays:
         stream = _side_stream(self.device)
         with torch.cuda.stream(stream):
             # A power of two: the next plan's arrays fit where an older plan's were.
-            room = torch.empty(1 << total.bit_length(), dtype=torch.uint8, device=self.device)
+            room = torch.empty(1 << (total - 1).bit_length(), dtype=torch.uint8, device=self.device)
             room[:total].copy_(host, non_blocking=True)
             self._point_into(room, starts)
             event: torch.cuda.Event = stream.record_event()

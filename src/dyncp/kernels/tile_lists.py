@@ -23,7 +23,6 @@ SIDE = 128
 HALF = 64  # for kernels that gain from finer lists
 NONE, PARTIAL, FULL = 0, 1, 2
 HEAVY = 2.0
-COUNT = 0  # of the rows count, opened, ended that follow the ranges of key rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,14 +235,14 @@ def _any_partial(partial_before: Int64, start: int, end: int) -> bool:
 def _turn_ranges(turned: Int32, state: UInt8, ranges: Int32) -> int:
     """Fills ranges of query rows, as many as `turned` has room for; gives the most of a key row."""
     most = 1
-    runs = np.zeros((3, SIDE), np.int64)
+    runs = np.zeros((3, SIDE), np.int64)  # of every key: ranges, start of the open one, last end
     inside, line = np.zeros(SIDE, np.bool_), np.zeros(SIDE, np.bool_)
     partial_before = np.zeros(state.shape[0] + 1, np.int64)
     for k_tile in range(state.shape[1]):
         for q_tile in range(state.shape[0]):
             listed = state[q_tile, k_tile] == PARTIAL
             partial_before[q_tile + 1] = partial_before[q_tile] + listed
-        runs[COUNT] = 0
+        runs[0] = 0
         keys = turned[:, :, k_tile * SIDE : (k_tile + 1) * SIDE]
         for q_tile in range(state.shape[0]):
             if state[q_tile, k_tile] != PARTIAL:
@@ -256,7 +255,7 @@ def _turn_ranges(turned: Int32, state: UInt8, ranges: Int32) -> int:
             line[:] = False
             end = (q_tile + 1) * SIDE
             _close_ranges(keys, runs, inside, line, end, partial_before)
-        most = max(most, runs[COUNT].max())
+        most = max(most, runs[0].max())
     return most
 
 

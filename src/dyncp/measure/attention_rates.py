@@ -84,7 +84,7 @@ def sample_attention(
             tell(f"attention kernel: {mask}, {tokens:,} tokens ...")
             case = mask_case(mask, tokens)
             plan = plan_batch(case.batch, Topology(1, _num_ranks(tokens)), cost.shape, cost=cost)
-            every = max(1, plan.num_ranks // TIMED_RANKS)
+            every = -(-plan.num_ranks // TIMED_RANKS)
             times = {
                 part.rank: time_part(part, cost.shape, choice, device, repeats)
                 for part in plan.parts[::every]
@@ -129,7 +129,7 @@ class Model:
 
     def fit(self, parts: list[list[CallSample]]) -> Fit:
         """Samples of each direction. Whether a call is as long as its longest row depends on the
-        result, so it is fitted until that no longer changes."""
+        result, so it is fitted until that no longer changes, or for the last time."""
         seconds = np.asarray([s.seconds for part in parts for s in part])
         alone: Bool = np.zeros(len(seconds), np.bool_)
         for _ in range(MOST_FITS):

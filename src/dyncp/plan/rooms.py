@@ -126,7 +126,7 @@ class _Group:
         """Results of one call, or of settling, before they are merged."""
         merged = found.select((found.received < 0) & (~found.first | found.wide))
         if self.direction is Direction.FORWARD:
-            if style.rounds_partials and len(np.unique(found.time)) > 1:
+            if style.rounds_partials and (len(np.unique(found.time)) > 1 or found.wide.any()):
                 yield self.tensor("out_partial", Space.Q, self.rows[Space.Q], self.shape.item_bytes)
                 yield self.per_head("lse_partial", self.rows[Space.Q])
         elif style.settles:

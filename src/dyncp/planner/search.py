@@ -124,7 +124,7 @@ class Search:
             tried.append((divisions, other, found))
         out, forward, _ = min(tried, key=lambda entry: entry[2].forward_seconds)
         back, backward, _ = min(tried, key=lambda entry: entry[2].backward_seconds)
-        if forward is not backward:
+        if forward is not backward and not config.forward_only:
             name = f"{solver} in {out} steps forward, {back} backward"
             self.simulate(name, forward.with_backward(backward))
 

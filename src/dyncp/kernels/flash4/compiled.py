@@ -7,6 +7,7 @@ kernel behind it takes tensors of any size, so we keep it by what it was compile
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ class Varlen:
 
 Shape = SparseLists | Varlen | None  # None: causal, from the first row to the last
 
+_compiling = Lock()  # what is replaced meanwhile is flash-attn-4's
 _forward: dict[Any, Compiled] = {}
 _backward: dict[Any, tuple[Compiled, Compiled, Compiled | None]] = {}
 
@@ -82,7 +84,7 @@ def _compile_forward(
     else:
         q, k, v, out, lse = (x.unsqueeze(0) for x in (q, k, v, out, lse))
     options |= _options(shape, q.shape[-2])
-    with _over_lists(shape), _watch(interface._flash_attn_fwd) as seen:
+    with _compiling, _over_lists(shape), _watch(interface._flash_attn_fwd) as seen:
         interface._flash_attn_fwd(q, k, v, out=out, lse=lse, **options)
     compiled: Compiled = seen[-1]
     return compiled
@@ -231,6 +233,7 @@ def _compile_backward(
     else:
         tensors = tuple(x.unsqueeze(0) for x in tensors)
     with (
+        _compiling,
         _over_lists(shape),
         _watch(interface._flash_attn_bwd) as main,
         _watch(interface._bwd_postprocess_convert) as post,

@@ -54,12 +54,13 @@ def lower_call(call: KernelCall, arrays: IndexArrays, *, backward: bool) -> Lowe
 
 def _takes_own_path(sequences: Sequences, call: KernelCall, backward: bool) -> bool:
     """One causal sequence collects gradients as lists of tiles do; several lie in another order,
-    which only a program of one call may use. Flash-attn-4 compiles calls of one piece apart: small
-    ones are not worth it."""
+    which only a program of one call may use whose rows are settled all together. Flash-attn-4
+    compiles calls of one piece apart: small ones are not worth it."""
     if sequences.q_starts[-1] <= flash.ROWS or sequences.k_starts[-1] <= SIDE:
         return False
     count = len(sequences.q_starts) - 1
-    return count == 1 or (count <= MOST_SEQUENCES and (call.alone or not backward))
+    together = not backward or (call.alone and call.in_place)
+    return count == 1 or (count <= MOST_SEQUENCES and together)
 
 
 def _lower_sequences(
@@ -150,9 +151,11 @@ def padded(rows: slice) -> slice:
 def _direct(call: KernelCall, rows: slice) -> bool:
     """Whether results may be written where they belong: rows have no other contribution, and those
     between them belong to nobody (flash-attn-4 writes 0 and −∞ there)."""
-    states = call.q_states
-    only = (states.before[rows] == Held.NOTHING) & (states.after[rows] == Held.FINAL)
-    return bool(call.alone or only.all())
+    before, after = call.q_states.before[rows], call.q_states.after[rows]
+    only = (before == Held.NOTHING) & (after == Held.FINAL)
+    if call.alone:
+        only |= after == Held.UNTOUCHED
+    return bool(only.all())
 
 
 def _add_states(states: RowStates, arrays: IndexArrays) -> Index:

@@ -327,12 +327,14 @@ def _merge(
     lse: Tensor | None,
 ) -> None:
     final, (_, heads, dim) = sums[0].final, sums[0].final.shape
+    assert final.stride() == sums[-1].final.stride(), "two sums in one table lie alike"
     wide, wide_stride, wide_gap = sums[0].wide, final.stride(0), 0
     if wide is None:  # no row is WIDE: any memory will do, it is not looked at
         wide = table.index.tensor.view(accumulator_dtype(final.dtype))
     else:
         last = sums[-1].wide
-        assert last is not None, "of two sums, one has no wide tensor"
+        assert last is not None, "of two sums, both are wide or none"
+        assert last.stride() == wide.stride(), "two wide sums in one table lie alike"
         wide_stride, wide_gap = wide.stride(0), _gap(wide, last)
     rows, some_heads, columns = _merge_block(heads, dim)
     # Where gradients are added, only the dtype of log-sum-exps counts.
