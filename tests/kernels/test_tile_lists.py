@@ -17,8 +17,8 @@ from dyncp.kernels.tile_lists import (
     KernelTileMap,
     list_tiles_of,
     map_kernel_tiles,
-    turn_ranges,
 )
+from dyncp.kernels.turned_ranges import turn_ranges
 from strategies import masks_of
 
 SHAPE = AttentionShape(2, 1, 16)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from dyncp.blocks import AttentionShape, Direction
 from dyncp.cost import CostModel, Profile, find_profile
-from dyncp.measure.attention_rates import CallSample, fit_rates
+from dyncp.measure.attention_rates import fit_rates
+from dyncp.measure.call_samples import CallSample
 from dyncp.measure.fit import fit_seconds
 
 RATES = st.floats(1e9, 1e15)

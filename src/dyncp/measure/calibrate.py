@@ -7,7 +7,8 @@ from typing import Any
 from dyncp.blocks import AttentionShape
 from dyncp.cost import CostModel, Profile
 from dyncp.executor import attention
-from dyncp.measure.attention_rates import AttentionRates, CallSample, fit_rates, sample_attention
+from dyncp.measure.attention_rates import AttentionRates, fit_rates
+from dyncp.measure.call_samples import CallSample, sample_attention
 from dyncp.measure.device_rates import copy_rate, dense_rate, num_lanes
 from dyncp.measure.implementation import forward
 from dyncp.measure.inputs import make_inputs

@@ -15,8 +15,8 @@ from dyncp.kernels.tile_lists import (
     list_full_tiles,
     list_tiles_of,
     map_kernel_tiles,
-    turn_ranges,
 )
+from dyncp.kernels.turned_ranges import turn_ranges
 
 MOST_SEQUENCES = 256  # above, its varlen path wants tables that we do not make
 
