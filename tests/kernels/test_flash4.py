@@ -16,7 +16,7 @@ from dyncp import (
     plan_batch,
 )
 from dyncp.executor.engine import Engine
-from dyncp.kernels import CpuKernel
+from dyncp.kernels import CpuKernel, choose
 from dyncp.plan import Layout
 from interpreted import needs_interpreter
 
@@ -66,6 +66,17 @@ def test_one_rank_runs_sequences_below_each_other():
     tensors = Tensors.draw(case)
     expected = run_dense(case, "default", tensors, torch.float64)
     assert_equal(run_virtual(case, "default", tensors, kernel=kernel(False)), expected, 2e-2)
+
+
+def test_that_the_backward_is_another_kernels_is_logged_once(caplog):
+    import_flash4()
+    choose._log_deterministic.cache_clear()
+    with caplog.at_level("INFO", "dyncp.kernels.choose"):
+        assert choose._make("flash4", deterministic=False).settles
+        assert not caplog.records
+        for _ in range(2):
+            assert not choose._make("flash4", deterministic=True).settles
+    assert caplog.text.count("forward by flash-attn-4, backward by 'triton'") == 1
 
 
 def test_inputs_that_flash4_refuses_go_to_another_kernel_where_the_choice_was_free(caplog):
