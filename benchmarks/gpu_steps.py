@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from dyncp import AttentionShape, Batch, DCPAttn, DCPExecutor, Plan, Topology, masks, plan_batch
-from dyncp.executor.lowering import style_of
 from dyncp.kernels.choose import why_not
 from dyncp.samplers import sample_lengths
 
@@ -61,7 +60,7 @@ def run(kernel: str, deterministic: bool, plans: list[Plan], sampled: list[Plan]
     executor.warm_up(SHAPE)
     seconds, kernels = time.perf_counter() - before, len(compiled_kernels())
     print(f"{name}: warmed up in {seconds:.1f} s, {kernels} compiled kernels")
-    style = style_of(executor.kernel)
+    style = executor.engine.style
     needed = [
         max(m.forward.sum(), m.backward.sum()) for m in (p.memory(None, style) for p in plans)
     ]
@@ -123,14 +122,13 @@ def compiled_kernels() -> set[str]:
 
     functions = [
         forward.attend_tiles, backward.attend_backward_queries, backward.attend_backward_keys,
-        rows._copy_rows, rows._copy_per_head, rows._merge_rows, rows._row_sums,
+        rows._copy, rows._combine, rows._row_sums,
     ]  # fmt: skip
     try:
         from dyncp.kernels.flash4 import compiled
-        from dyncp.kernels.flash4 import rows as flash_rows
     except ImportError:
         return variants(functions)
-    found = variants([*functions, flash_rows._merge_partial, flash_rows._scale_rows])
+    found = variants(functions)
     of_flash = {"forward": compiled._forward, "backward": compiled._backward}
     return found | {f"flash4 {name} {key}" for name, cache in of_flash.items() for key in cache}
 

@@ -27,7 +27,7 @@ from dyncp.transport import Null
 class NoKernel:
     """Lowers nothing: what is left is the executor's own time."""
 
-    name, settles, rounds_partials = "none", False, False
+    name, merges, collects = "none", True, False
 
     def lower(self, call: object, arrays: IndexArrays, *, backward: bool) -> None:
         pass

@@ -48,6 +48,7 @@ def cases(
     dtype: str = "fp64",
     topology: Topology | None = None,
     solvers: tuple[str, ...] = tuple(sorted(SOLVERS)),
+    alignments: tuple[int, ...] = (1, 8, 128),
 ) -> Case:
     """Batches of up to 5 short sequences, placed in any way on up to 6 ranks, or on the machines of
     `topology`."""
@@ -62,7 +63,7 @@ def cases(
         head_groups=draw(st.integers(1, kv_heads)),
         divisions=draw(st.integers(2, 5)),
         seed=draw(st.integers(0, 999)),
-        layout=Layout(draw(st.sampled_from([1, 8, 128])), draw(st.sampled_from([1, 4]))),
+        layout=Layout(draw(st.sampled_from(alignments)), draw(st.sampled_from([1, 4]))),
     )
     batch = Batch.of([m | {} for m in masks])
     seed = draw(st.integers(0, 999))

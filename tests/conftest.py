@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dyncp import Batch, PlannerConfig, Topology, masks, plan_batch
+from dyncp.executor.call import Saved
 from dyncp.plan import Direction
 
 # Test tensors are tiny: a second thread only adds waiting, and bits depend on the thread count.
@@ -44,7 +45,7 @@ def bytes_moved_equal_the_plans(monkeypatch):
 
         def checked(step, options, *tensors, original=original, direction=direction):
             given = tensors[0]
-            q, k = (given["q"], given["k"]) if isinstance(given, dict) else tensors[:2]
+            q, k = (given.q, given.k) if isinstance(given, Saved) else tensors[:2]
             before = step.transport.bytes_sent
             result = original(step, options, *tensors)
             declared = step.sent_bytes(options.mask, direction, step.shape_of(q, k))

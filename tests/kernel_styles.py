@@ -1,111 +1,83 @@
-"""Kernels that behave like those on GPUs: one rounds its partial outputs, one settles gradients."""
+"""Kernels that behave like those on GPUs: one leaves the output of every call apart, one collects
+gradients."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dyncp.kernels import (
-    Gradients,
-    Held,
-    IndexArrays,
-    KernelCall,
-    ReferenceKernel,
-    RowStates,
-    Sums,
-    TorchRowOps,
-)
-from dyncp.kernels.accumulate import list_runs
-from dyncp.plan.rooms import padded_rows
+from dyncp.kernels import Gradients, Held, IndexArrays, KernelCall, ReferenceKernel, RowStates, Sums
+from dyncp.kernels.panels import rows_to_panels
+
+SIDE = 64  # rows that collected sums are padded to
+LOG2E = 1.4426950408889634
 
 
 class RoundingKernel(ReferenceKernel):
-    """Rounds every call's output to q's dtype and then merges it."""
+    """Rounds every call's output to q's dtype."""
 
     def __init__(self) -> None:
-        super().__init__(8, 8, name="rounding", rounds_partials=True)
+        super().__init__(8, 8, name="rounding", merges=False)
 
     def lower(self, call: KernelCall, arrays: IndexArrays, *, backward: bool) -> Any:
         if backward:
             return super().lower(call, arrays, backward=True)
         rows = len(call.q_coordinates)
-        touched = call.q_states.after != Held.UNTOUCHED
-        alone = RowStates(
-            np.zeros(rows, np.uint8),
-            np.where(touched, Held.FINAL, Held.UNTOUCHED).astype(np.uint8),
-        )
-        fresh = KernelCall(
+        fresh = RowStates(np.zeros(rows, np.uint8), np.full(rows, Held.FINAL, np.uint8))
+        alone = KernelCall(
             call.head_group,
             call.rectangles,
             call.q_coordinates,
             call.k_coordinates,
             call.ranges,
-            alone,
+            fresh,
             call.k_states,
+            call.q_rows,
+            call.k_rows,
         )
-        return super().lower(fresh, arrays, backward=False), call.q_states
+        return super().lower(alone, arrays, backward=False), call.q_rows
 
     def attend(self, lowered, q, k, v, scale, out: Sums, lse: Tensor) -> None:
-        call, states = lowered
-        touched = states.after != Held.UNTOUCHED
-        if (states.before[touched] == Held.NOTHING).all():
-            assert (states.after[touched] == Held.FINAL).all() or out.wide is not None
-            if (states.after[touched] == Held.FINAL).all():
-                super().attend(call, q, k, v, scale, Sums(out.final, None), lse)
-                return
-        assert out.partial is not None, "merging needs room for the partial output"
-        partial, partial_lse = out.partial
-        super().attend(call, q, k, v, scale, Sums(partial, None), partial_lse)
-        heads, dim = q.shape[1:]
-        table = [
-            (row := run.rows.start, row * heads * dim, run.rows.stop - row, run.before, run.after,
-             row * heads, 0)
-            for run in list_runs(states)
-        ]  # fmt: skip
-        TorchRowOps().merge(table, partial.reshape(-1), partial_lse.reshape(-1), out, lse)
+        call, rows = lowered
+        assert out.wide is None or out.wide is out.final
+        all_out, all_lse = torch.zeros_like(q), lse.new_zeros(q.shape[:2])
+        super().attend(call, q, k, v, scale, Sums(all_out), all_lse)
+        out.final.copy_(all_out[rows])
+        lse.copy_(all_lse[rows])
 
 
-class SettlingReference(ReferenceKernel):
-    """Collects gradients in fp32 until it is asked to settle."""
+class CollectingReference(ReferenceKernel):
+    """Collects gradients in panels; where heads are not grouped, it writes dK and dV of every call,
+    as flash-attn-4 does."""
+
+    row_multiple, dim_multiple = SIDE, 16
 
     def __init__(self) -> None:
-        super().__init__(8, 8, name="settling", settles=True)
+        super().__init__(8, 8, name="collecting", collects=True)
 
     def lower(self, call: KernelCall, arrays: IndexArrays, *, backward: bool) -> Any:
-        if backward:
-            for states in (call.q_states, call.k_states):
-                assert (states.after == Held.UNTOUCHED).all()
-        return super().lower(call, arrays, backward=backward)
-
-    def open_gradients(
-        self, calls: list[Any], q: Tensor, k: Tensor, take: Callable[[int], Tensor]
-    ) -> Any:
-        """Takes the room that a kernel like flash4 takes, and uses some of it."""
-        for _ in range(2):
-            take(q.shape[1] * padded_rows(len(q)))
-        if q.shape[1] == k.shape[1]:
-            for _ in range(2):
-                take(-(-k.numel() * k.element_size() // 4))
-        return [take(x.numel()).view(x.shape).zero_() for x in (q, k, k)]
+        lowered = super().lower(call, arrays, backward=backward)
+        return (lowered, call.k_rows) if backward else lowered
 
     def attend_backward(self, lowered, inputs, dout, lse, delta, scale, grads: Gradients) -> None:
-        own = [torch.zeros_like(x) for x in grads.own]
-        super()._attend_backward(lowered.tiles, inputs, dout, lse, delta, scale, tuple(own))
-        for collected, new in zip(grads.own, own, strict=True):
-            collected.add_(new)
+        """Log-sum-exps come in base 2, and sums are scaled later."""
+        (call, rows), num_rows = lowered, len(inputs[0])
+        dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in inputs)
+        lse, delta = lse[:num_rows] / LOG2E, delta[:num_rows]
+        super()._attend_backward(call.tiles, inputs, dout, lse, delta, scale, (dq, dk, dv))
+        _add(grads.dq.final, dq / scale)
+        if grads.dk.final.ndim == 3:
+            grads.dk.final.copy_(dk[rows])
+            grads.dv.final.copy_(dv[rows])
+        else:
+            _add(grads.dk.final, dk / scale)
+            _add(grads.dv.final, dv)
 
-    def settle_queries(self, own: Any, rows: slice, scale: float, dq: Tensor) -> None:
-        dq.copy_(own[0][rows])
 
-    def settle_keys(self, own: Any, rows: slice, scale: float, dk: Tensor, dv: Tensor) -> None:
-        dk.copy_(own[1][rows])
-        dv.copy_(own[2][rows])
-
-    def clear_queries(self, own: Any, rows: slice) -> None:
-        own[0][rows] = 0
-
-    def clear_keys(self, own: Any, rows: slice) -> None:
-        own[1][rows] = 0
-        own[2][rows] = 0
+def _add(panels: Tensor, rows: Tensor) -> None:
+    num_rows, heads, dim = rows.shape
+    width = -(-dim // 16) * 16
+    padded = rows.new_zeros(heads, panels.shape[1] // width, width)
+    padded[:, :num_rows, :dim] = rows.transpose(0, 1)
+    panels += rows_to_panels(padded).view(heads, -1)

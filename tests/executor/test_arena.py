@@ -17,45 +17,31 @@ from dyncp.executor.arena import Arena
 CPU = torch.device("cpu")
 
 
-def test_pieces_lie_behind_each_other_on_borders_of_256_bytes():
+def test_every_call_takes_the_same_buffer():
     arena = Arena(CPU)
-    arena.reset(1024)
-    first, second = arena.take(10), arena.take(300)
-    assert second.data_ptr() - first.data_ptr() == 256
-    assert arena.used == 256 + 512
-    arena.reset()
-    assert arena.take(5).data_ptr() == first.data_ptr()
+    first = arena.take(1000, 2000)
+    assert (len(first), arena.used, arena.capacity) == (1000, 1000, 2000)
+    assert arena.take(500).data_ptr() == first.data_ptr()
+    assert arena.used == 500
 
 
 def test_it_grows_exactly_at_first_and_with_headroom_later():
     arena = Arena(CPU)
-    arena.reset(1000)
+    arena.take(1000)
     assert arena.capacity == 1000
-    arena.reset(500)
+    arena.take(500)
     assert arena.capacity == 1000
-    arena.reset(2000)
+    arena.take(1500, 2000)
     assert arena.capacity == 2500
-
-
-def test_a_piece_that_does_not_fit_gets_memory_of_its_own_until_the_next_reset():
-    arena = Arena(CPU)
-    arena.reset(256)
-    arena.take(256)
-    extra = arena.take(512)
-    extra.fill_(1)
-    assert len(extra) == 512
-    arena.reset()
-    assert arena.capacity >= 768
 
 
 def test_views_are_kept_until_the_buffer_changes():
     arena, key = Arena(CPU), DCPExecutor()
-    arena.reset(256)
     views = arena.take(256)
     arena.keep(key, views)
-    arena.reset(256)
+    arena.take(256)
     assert arena.kept(key) is views
-    arena.reset(512)
+    arena.take(512)
     assert arena.kept(key) is None
 
 

@@ -10,25 +10,29 @@ from cases import Case, Tensors, assert_equal, cases, run_dense, run_virtual
 from dyncp import AttentionShape, Batch, PlannerConfig, Topology, masks, plan_batch
 from dyncp.executor.kernel_calls import CallBuilder
 from dyncp.kernels import CpuKernel, Held, ReferenceKernel
-from dyncp.plan import Direction, KernelStyle, Layout, find_contributions
+from dyncp.plan import Direction, Layout, find_contributions
 from interpreted import needs_interpreter
-from kernel_styles import RoundingKernel, SettlingReference
+from kernel_styles import CollectingReference, RoundingKernel
 from paced import plan_paced
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
-STYLES = st.sampled_from([RoundingKernel(), SettlingReference()])
+STYLES = st.sampled_from([RoundingKernel(), CollectingReference()])
+ALIGNED = (64, 128)  # slots begin where collected sums may
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=SLOW)
-@given(case=cases(dtype="fp32"), kernel=STYLES)
-def test_kernels_that_round_or_settle_are_as_exact_as_others(case, kernel):
+@given(case=cases(dtype="fp32", alignments=ALIGNED), kernel=STYLES)
+def test_kernels_that_round_or_collect_are_as_exact_as_others(case, kernel):
     tensors = Tensors.draw(case)
     expected = run_dense(case, "default", tensors, torch.float64)
     assert_equal(run_virtual(case, "default", tensors, kernel=kernel), expected, 1e-5)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=SLOW)
-@given(case=cases(dtype="fp32", topology=Topology(2, 2), solvers=("random",)), kernel=STYLES)
+@given(
+    case=cases(dtype="fp32", topology=Topology(2, 2), solvers=("random",), alignments=ALIGNED),
+    kernel=STYLES,
+)
 def test_they_are_exact_with_relays_that_sum_results(case, kernel):
     tensors = Tensors.draw(case)
     expected = run_dense(case, "default", tensors, torch.float64)
@@ -37,11 +41,11 @@ def test_they_are_exact_with_relays_that_sum_results(case, kernel):
 
 @pytest.mark.parametrize("solver", ["random", "zigzag", "rows"])
 @pytest.mark.parametrize("partial", [None, "fp32"])
-@pytest.mark.parametrize("kernel", [CpuKernel(), RoundingKernel(), SettlingReference()])
+@pytest.mark.parametrize("kernel", [CpuKernel(), RoundingKernel(), CollectingReference()])
 def test_bf16_sums_are_rounded_once(solver, partial, kernel):
     batch = Batch.of([masks.causal(90), masks.lambda_shaped(60, sinks=4, window=16)])
     shape = AttentionShape(4, 2, 32, "bf16", partial)
-    config = PlannerConfig(solver, block_size=16, divisions=4, head_groups=2, layout=Layout(16, 4))
+    config = PlannerConfig(solver, block_size=16, divisions=4, head_groups=2, layout=Layout(64, 4))
     case = Case(batch, plan_batch(batch, Topology(1, 3), shape, config), shape, 0)
     tensors = Tensors.draw(case)
     exact = run_dense(case, "default", tensors, torch.float64).tensors()
@@ -70,24 +74,22 @@ def test_triton_row_operations_in_whole_plans(solver, dtype):
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
-@given(case=cases(), rounds=st.booleans())
-def test_states_follow_one_another_and_end_final(case, rounds):
+@given(case=cases())
+def test_states_follow_one_another_and_say_what_is_touched(case):
     """Every row of a call takes up where the contribution before left it."""
-    style = KernelStyle(rounds_partials=rounds)
     for part in case.plan.parts:
         mask = part.masks["default"]
         for direction in Direction:
             program = mask.program(direction)
-            found = find_contributions(part, mask, program, style)
-            key = np.stack([found.space, found.head_group, found.block])
-            last = np.append((np.diff(key) != 0).any(axis=0), True) if len(found) else []
-            assert not found.wide[last].any()
+            found = find_contributions(part, mask, program)
+            assert (np.diff(found.time)[~found.first[1:]] > 0).all()
             builder = CallBuilder(part, mask, program, found)
             for division in np.unique(program.tile_division).tolist():
                 for call in builder.calls(division):
                     touched = np.zeros(len(call.q_coordinates), np.bool_)
                     for q0, q1, _, _ in call.rectangles.tolist():
                         touched[q0:q1] = True
+                        assert call.q_rows.start <= q0 < q1 <= call.q_rows.stop
                     assert ((call.q_states.after != Held.UNTOUCHED) == touched).all()
                     if direction is Direction.FORWARD:
                         assert (call.k_states.after == Held.UNTOUCHED).all()

@@ -1,7 +1,7 @@
 """Kernel `flash4` with flash-attn-4's kernels emulated in torch, for machines without a GPU.
 
-What is emulated is only what flash-attn-4 does with its arguments; lowering, merging, collecting
-and settling are the real code.
+What is emulated is only what flash-attn-4 does with its arguments; lowering, merging and collecting
+are the real code.
 """
 
 import sys
@@ -42,8 +42,6 @@ def import_flash4():
 
     kernel.flash.attend = attend
     kernel.flash.attend_backward = attend_backward
-    kernel.flash.settle_queries = settle
-    kernel.flash.settle_keys = settle
     return kernel
 
 
@@ -82,8 +80,17 @@ def allowed_pairs(shape, num_rows, num_keys, *, backward):
     return (tiles == 2) | ((tiles == 1) & inside)
 
 
+def read_rows(tensors, allowed, axis):
+    """Rows of tiles that the kernel does not look at may hold anything."""
+    tiles = torch.nn.functional.pad(allowed, (0, -allowed.shape[1] % 128, 0, -len(allowed) % 128))
+    tiles = tiles.unflatten(1, (-1, 128)).unflatten(0, (-1, 128)).any(3).any(1)
+    read = tiles.any(axis).repeat_interleave(128)[: allowed.shape[1 - axis]]
+    return [torch.where(read[:, None, None], x, 0.0) for x in tensors]
+
+
 def attend(q, k, v, scale, shape, out, lse):
     allowed = allowed_pairs(shape, len(q), len(k), backward=False)
+    k, v = read_rows((k, v), allowed, 0)
     repeat = q.shape[1] // k.shape[1]
     keys, values = (x.float().repeat_interleave(repeat, 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * scale
@@ -95,40 +102,31 @@ def attend(q, k, v, scale, shape, out, lse):
 
 
 def attend_backward(inputs, dout, lse_log2, delta, scale, shape, sums):
-    """Collects [heads, rows, dim] in plain order, where flash-attn-4 has an order of its own."""
     q, k, v = inputs
     allowed = allowed_pairs(shape, len(q), len(k), backward=True)
-    place, k_place = slice(0, len(q)), slice(0, len(k))
+    k, v = read_rows((k, v), allowed, 0)
+    q, dout = read_rows((q, dout), allowed, 1)
+    rows, keys_at = torch.arange(len(q)), torch.arange(len(k))
     if hasattr(shape, "q_starts"):
-        place, k_place = _places(shape.q_starts, 64), _places(shape.k_starts, 128)
+        side = 128 if q.shape[2] <= 64 else 64
+        rows, keys_at = _places(shape.q_starts, side), _places(shape.k_starts, 128)
     repeat = q.shape[1] // k.shape[1]
     keys, values = (x.float().repeat_interleave(repeat, 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * scale
-    weights = torch.exp2(scores * 1.4426950408889634 - lse_log2[:, place].unsqueeze(-1))
+    weights = torch.exp2(scores * 1.4426950408889634 - lse_log2[:, rows].unsqueeze(-1))
     weights = weights.masked_fill(~allowed, 0.0)
     dweights = torch.einsum("qhd,khd->hqk", dout.float(), values)
-    dscores = weights * (dweights - delta[:, place].unsqueeze(-1))
-    dim = q.shape[2]
-    _rows(sums.dq, dim)[:, place] += torch.einsum("hqk,khd->hqd", dscores, keys)
+    dscores = weights * (dweights - delta[:, rows].unsqueeze(-1))
+    _add(sums.dq, torch.einsum("hqk,khd->hqd", dscores, keys), rows)
     for target, new in (
         (sums.dk, torch.einsum("hqk,qhd->hkd", dscores, q.float())),
         (sums.dv, torch.einsum("hqk,qhd->hkd", weights, dout.float())),
     ):
-        new = new.view(k.shape[1], repeat, len(k), dim).sum(1)  # noqa: PLW2901
+        new = new.view(k.shape[1], repeat, len(k), q.shape[2]).sum(1)  # noqa: PLW2901
         if target.ndim == 3:  # heads are not grouped: written, scaled
             target.copy_((new * (scale if target is sums.dk else 1.0)).transpose(0, 1))
         else:
-            _rows(target, dim)[:, k_place] += new
-
-
-def settle(q, k, shape, collected, scale, grad):
-    rows = _rows(collected, grad.shape[2])
-    place = slice(0, len(grad))
-    if hasattr(shape, "q_starts"):
-        queries = len(grad) == shape.q_starts[-1] and grad.shape[1] == q.shape[1]
-        place = _places(*((shape.q_starts, 64) if queries else (shape.k_starts, 128)))
-        assert len(place) <= len(grad), "it writes all rows, whatever room there is"
-    grad.copy_((rows[:, place] * scale).transpose(0, 1))
+            _add(target, new, keys_at)
 
 
 def _places(starts, side):
@@ -139,6 +137,14 @@ def _places(starts, side):
     return torch.tensor(rows)
 
 
-def _rows(flat, dim):
-    padded = -(-dim // 32) * 32
-    return flat.unflatten(1, (-1, padded))[..., :dim]
+def _add(flat, rows, places):
+    """Adds [heads, rows, dim] where the registers of flash-attn-4's matrix units go: written out
+    number by number."""
+    dim = rows.shape[2]
+    width = -(-dim // 16) * 16
+    row, column = places[:, None], torch.arange(dim)[None, :]
+    group, within = row // 64, row % 64
+    thread = within // 16 * 32 + within % 8 * 4 + column % 8 // 2
+    register = within // 8 % 2 * 2 + column % 2
+    place = group * 64 * width + column // 8 * 512 + thread * 4 + register
+    flat[:, place.flatten()] += rows.flatten(1)

@@ -49,7 +49,8 @@ def draw_call(seed: int, *, num_ranges: int = 2, largest: int = 200, groups: int
         _draw_states(rng, rectangles[:, columns], n)
         for columns, n in (([0, 1], len(q_coordinates)), ([2, 3], len(k_coordinates)))
     ]
-    call = KernelCall(0, rectangles, q_coordinates, k_coordinates, ranges, *states)
+    rows = (slice(0, len(q_coordinates)), slice(0, len(k_coordinates)))
+    call = KernelCall(0, rectangles, q_coordinates, k_coordinates, ranges, *states, *rows)
     return Case(call, allowed)
 
 

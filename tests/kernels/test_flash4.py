@@ -49,7 +49,7 @@ def test_plans_are_exact(mask, solver, shape):
 
 @pytest.mark.parametrize("solver", ["ulysses", "rows", "zigzag"])
 def test_sequences_that_were_received_and_results_in_fp32_are_exact(solver):
-    """Ranks get whole sequences of others, in slots that are settled one by one."""
+    """Ranks get whole sequences of others."""
     batch = Batch.of([masks.causal(length) for length in (256, 300, 200, 200)])
     shape = AttentionShape(4, 2, 32, "bf16", "fp32")
     config = PlannerConfig(solver, block_size=256, divisions=4, layout=Layout(128, 1))
@@ -72,10 +72,10 @@ def test_that_the_backward_is_another_kernels_is_logged_once(caplog):
     import_flash4()
     choose._log_deterministic.cache_clear()
     with caplog.at_level("INFO", "dyncp.kernels.choose"):
-        assert choose._make("flash4", deterministic=False).settles
+        assert choose._make("flash4", deterministic=False).collects
         assert not caplog.records
         for _ in range(2):
-            assert not choose._make("flash4", deterministic=True).settles
+            assert not choose._make("flash4", deterministic=True).collects
     assert caplog.text.count("forward by flash-attn-4, backward by 'triton'") == 1
 
 
@@ -83,7 +83,7 @@ def test_inputs_that_flash4_refuses_go_to_another_kernel_where_the_choice_was_fr
     batch = Batch.of([masks.causal(50)])
     step = DCPExecutor(kernel=kernel(True)).prepare(plan_batch(batch, Topology(1, 1)))
     q, k = torch.randn(50, 4, 32), torch.randn(50, 2, 32)
-    with pytest.raises(ValueError, match=r"takes torch.* and head dims up to 128"):
+    with pytest.raises(ValueError, match=r"takes bf16 and fp16 and head dims from 16 to 128"):
         attention(step, q, k, k)
     engine = step.engine
     engine.alternative = Engine(CpuKernel(), engine.transport, engine.device, engine.row_ops)
@@ -116,11 +116,10 @@ def test_after_warming_up_no_batch_compiles(deterministic, monkeypatch):
 
 def record_variants(monkeypatch):
     """The variants of kernels that are asked for from now on, none of which runs."""
-    from dyncp.kernels.flash4 import rows
     from variants import KERNELS, Variants
 
-    flash, own = import_flash4().flash, {"merge": rows._merge_partial, "scale": rows._scale_rows}
-    variants = Variants(monkeypatch, KERNELS | own)
+    flash = import_flash4().flash
+    variants = Variants(monkeypatch, KERNELS)
 
     def recorder(name, inputs_and_shape):
         def record(*args):
@@ -131,11 +130,8 @@ def record_variants(monkeypatch):
         return record
 
     backward = recorder("backward", lambda inputs, *rest: (*inputs[:2], rest[4]))
-    settle = recorder("backward", lambda *args: args[:3])
     monkeypatch.setattr(flash, "attend", recorder("forward", lambda *args: (*args[:2], args[4])))
     monkeypatch.setattr(flash, "attend_backward", backward)
-    monkeypatch.setattr(flash, "settle_queries", settle)
-    monkeypatch.setattr(flash, "settle_keys", settle)
     return variants.seen
 
 

@@ -20,10 +20,10 @@ from dyncp.executor.lowering import style_of
 from dyncp.kernels import Kernel, ReferenceKernel
 from dyncp.plan import KernelStyle, Layout
 from dyncp.plan.rooms import padded_rows
-from kernel_styles import RoundingKernel, SettlingReference
+from kernel_styles import CollectingReference, RoundingKernel
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
-KERNELS = [ReferenceKernel(), RoundingKernel(), SettlingReference()]
+KERNELS = [ReferenceKernel(), RoundingKernel(), CollectingReference()]
 
 
 def taken(case: Case, name: str, kernel: Kernel) -> list[int]:
@@ -45,7 +45,8 @@ def taken(case: Case, name: str, kernel: Kernel) -> list[int]:
 @given(case=cases())
 def test_the_estimate_is_what_the_executor_takes(dtype, kernel, case):
     shape = AttentionShape(case.shape.q_heads, case.shape.kv_heads, case.shape.head_dim, dtype)
-    config = PlannerConfig("random", block_size=7, seed=case.seed, divisions=3)
+    layout = Layout(64) if kernel.collects else Layout()
+    config = PlannerConfig("random", block_size=7, seed=case.seed, divisions=3, layout=layout)
     plan = plan_batch(case.batch, Topology(1, case.plan.num_ranks), shape, config)
     calls = [taken(Case(case.batch, plan, shape, 0), name, kernel) for name in case.batch.masks]
     memory = plan.memory(style=style_of(kernel))
@@ -59,12 +60,12 @@ def test_the_estimate_is_what_the_executor_takes(dtype, kernel, case):
 
 @settings(max_examples=40, deadline=None, suppress_health_check=SLOW)
 @given(case=cases(num_ranks=1))
-def test_one_rank_takes_only_the_row_sums_of_backward(case):
+def test_one_rank_takes_only_the_row_sums_and_log_sum_exps_of_backward(case):
     forward, backward = taken(case, "default", ReferenceKernel())
     assert forward == 0
     groups = case.plan.parts[0].head_groups
     repeat, rows = case.shape.q_heads_per_kv_head, case.plan.parts[0].local_rows
-    sums = [8 * padded_rows(rows) * group.num_kv_heads * repeat for group in groups]
+    sums = [2 * 8 * padded_rows(rows) * group.num_kv_heads * repeat for group in groups]
     if len(case.plan.parts[0].masks["default"].backward.instructions):
         assert backward == sum(sums)
 
@@ -90,12 +91,25 @@ def test_a_plan_for_any_shape_says_the_bytes_of_a_given_one():
     assert plan.memory().peak == plan.memory(plan.parts[0].shape).peak
 
 
-def test_a_kernel_that_settles_takes_accumulators_of_its_own():
-    plan = plan_batch(Batch.of([masks.causal(256)]), Topology(), AttentionShape(2, 1, 64, "bf16"))
-    plain, settling = plan.memory(), plan.memory(style=KernelStyle(settles=True, row_multiple=128))
-    sums, per_head = 256 * 4 * 64 * 4, 2 * 256 * 2 * 4
-    assert settling.backward[0] - plain.backward[0] == sums + per_head
-    assert settling.forward[0] == plain.forward[0]
+def test_a_kernel_that_collects_takes_sums_of_its_own():
+    plan = plan_batch(Batch.of([masks.causal(256)]), Topology(), AttentionShape(2, 1, 72, "bf16"))
+    style = KernelStyle(collects=True, row_multiple=128, dim_multiple=16)
+    plain, collecting = plan.memory(), plan.memory(style=style)
+    assert collecting.backward[0] - plain.backward[0] == 256 * 4 * 80 * 4
+    assert collecting.forward[0] == plain.forward[0]
+
+
+def test_fixed_addresses_take_room_for_all_inputs_where_there_are_messages():
+    """Rank 1 needs the keys of rank 0; its queries stay where they are."""
+    shape = AttentionShape(2, 1, 16, "bf16")
+    config = PlannerConfig("zigzag", block_size=16, layout=Layout(16))
+    batch = Batch.of([masks.full(32)])
+    plan = plan_batch(batch, Topology(1, 2), shape, config)
+    fixed, free = (plan.memory(style=KernelStyle(fixed=x)).forward for x in (True, False))
+    # q, out and log-sum-exps, which have whole kernel tiles of rows.
+    assert (fixed - free).tolist() == [2 * 16 * 2 * 16 * 2 + 2 * 128 * 4] * 2
+    alone = plan_batch(batch, Topology(), shape)
+    assert alone.memory(style=KernelStyle(fixed=True)).peak == alone.memory().peak
 
 
 def test_a_plan_for_evaluation_has_no_backward():

@@ -8,10 +8,10 @@ from torch.autograd.function import once_differentiable
 
 from dyncp.executor.call import (
     CallOptions,
+    Saved,
     attend_backward,
     attend_forward,
     empty_like,
-    empty_per_head,
 )
 from dyncp.executor.executor import DCPExecutor
 from dyncp.executor.recompute import CallRecord, in_backward
@@ -64,8 +64,8 @@ def _call(
     leaves = inputs if sink is None else (*inputs, sink)
     has_graph = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
     handle, record = _resolve(step, has_graph=has_graph)
-    handle = handle.fitting(inputs[0])
     handle.check(options.mask, inputs, backward=has_graph)
+    handle = handle.fitting(inputs)
     if sink is not None and sink.shape != (q_heads := inputs[0].shape[1],):
         raise ValueError(f"sink has shape {tuple(sink.shape)}; expected [{q_heads}] (q heads)")
     out: Tensor = _Attention.apply(handle, record, options, sink, *inputs)  # type: ignore[no-untyped-call]
@@ -112,11 +112,10 @@ class _Attention(torch.autograd.Function):
         out, lse, sink, *inputs = ctx.saved_tensors
         grads = [empty_like(x) for x in inputs]
         (q, k, v), (dq, dk, dv) = unpacked(*inputs), unpacked(*grads)
-        given = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout}
-        attend_backward(ctx.step, ctx.options, given, {"dq": dq, "dk": dk, "dv": dv})
+        attend_backward(ctx.step, ctx.options, Saved(q, k, v, out, lse, dout), (dq, dk, dv))
         if ctx.record is not None:
             ctx.record.done = True
-        dsink = None if sink is None else _sink_gradient(ctx.step, sink, lse, dout, out)
+        dsink = None if sink is None else _sink_gradient(sink, lse, dout, out)
         return None, None, None, dsink, *grads
 
 
@@ -126,9 +125,9 @@ def _add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     return (out * torch.exp(lse - total).unsqueeze(-1)).to(out.dtype), total
 
 
-def _sink_gradient(step: Step, sink: Tensor, lse: Tensor, dout: Tensor, out: Tensor) -> Tensor:
-    """−Σ rows (share of the sink) × delta: its value is 0, so only the normaliser moves."""
-    delta = empty_per_head(out)
-    step.engine.row_ops.row_sums(dout, out, delta)
+def _sink_gradient(sink: Tensor, lse: Tensor, dout: Tensor, out: Tensor) -> Tensor:
+    """−Σ rows (share of the sink) × row sum of dO·O: its value is 0, so only the normaliser
+    moves."""
+    delta = (dout.to(lse.dtype) * out).sum(dim=-1)
     share = torch.exp(sink.to(lse.dtype) - lse)
     return -(share * delta).sum(dim=0).to(sink.dtype)

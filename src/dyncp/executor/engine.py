@@ -1,17 +1,24 @@
 """Engine: what all steps of an executor share."""
 
 import logging
+from collections.abc import Callable
 from functools import cache
 
 import torch
 
 from dyncp.executor.arena import Arena
+from dyncp.executor.graphs import Graphs
+from dyncp.executor.lowering import style_of
 from dyncp.executor.streams import DeviceStreams, HostStreams, Streams
 from dyncp.kernels import Kernel, RowOps
-from dyncp.plan import AttentionShape
+from dyncp.plan import AttentionShape, KernelStyle
 from dyncp.transport import Transport
 
 logger = logging.getLogger(__name__)
+
+
+class WrongResultsError(Exception):
+    """A kernel is not right for some shape on this device."""
 
 
 class Engine:
@@ -19,38 +26,72 @@ class Engine:
     are laid out for it in `prepare`, in the hope that the model stays the same."""
 
     def __init__(
-        self, kernel: Kernel, transport: Transport, device: torch.device, row_ops: RowOps
+        self,
+        kernel: Kernel,
+        transport: Transport,
+        device: torch.device,
+        row_ops: RowOps,
+        graphs: Graphs | None = None,
     ) -> None:
         self.kernel, self.transport, self.device = kernel, transport, device
         self.alternative: Engine | None = None  # for inputs that the kernel refuses
         self.row_ops = row_ops
+        self.graphs = Graphs.choose("auto", device) if graphs is None else graphs
         self.on_gpu = device.type == "cuda"
         self.shape: AttentionShape | None = None
+        # Compares a kernel with dense attention before its first use with a shape; None: it is
+        # trusted. Raises WrongResultsError.
+        self.check: Callable[[Engine, AttentionShape], None] | None = None
+        self._refused: dict[AttentionShape, str] = {}  # reasons; empty ones: the kernel is right
         self._arenas: dict[int, Arena] = {}
         self._communication: torch.cuda.Stream | None = None
         self._host_streams = HostStreams()
 
-    def fitting(self, dtype: torch.dtype, dim: int) -> "Engine":
-        """This engine, or the other one where its kernel refuses such inputs and the choice was
-        left to the executor."""
-        refuses = getattr(self.kernel, "refuses", None)
-        reason = "" if refuses is None else refuses(dtype, dim)
+    def like(self, transport: Transport) -> "Engine":
+        """The same on other ranks, without checks."""
+        return Engine(self.kernel, transport, self.device, self.row_ops, self.graphs)
+
+    def fitting(self, shape: AttentionShape) -> "Engine":
+        """This engine, or the other one where its kernel refuses such inputs or is wrong for them,
+        and the choice was left to the executor."""
+        reason = self._refused.get(shape)
+        if reason is None:
+            check = self.check
+            reason = self.examine(shape, lambda: check(self, shape) if check else None)
         if not reason:
             return self
         if self.alternative is None:
             raise ValueError(reason)
         _warn_of_other_kernel(self.alternative.kernel.name, reason)
-        return self.alternative
+        return self.alternative.fitting(shape)
+
+    def examine(self, shape: AttentionShape, check: Callable[[], None]) -> str:
+        """Why the kernel is not used for a shape, after `check`; empty if it is."""
+        refuses = getattr(self.kernel, "refuses", None)
+        reason = "" if refuses is None else refuses(shape)
+        if not reason:
+            try:
+                check()
+            except WrongResultsError as error:
+                reason = f"{error}; it is not used. Please report this"
+        self._refused[shape] = reason
+        return str(reason)
+
+    @property
+    def style(self) -> KernelStyle:
+        """What the memory of calls depends on."""
+        return style_of(self.kernel, fixed=self.graphs.wanted)
 
     def arena(self) -> Arena:
         """The memory for calls on the current stream: calls on one stream follow one another."""
-        key = torch.cuda.current_stream(self.device).cuda_stream if self.on_gpu else 0
+        # As torch.cuda.current_stream(...).cuda_stream, at a tenth of its host time.
+        key = torch._C._cuda_getCurrentRawStream(self.device.index) if self.on_gpu else 0
         if key not in self._arenas:
             self._arenas[key] = Arena(self.device)
         return self._arenas[key]
 
     def streams(self, *, has_messages: bool) -> Streams:
-        """For one rank's call. One without messages runs on the current stream alone."""
+        """For one rank's calls. One without messages runs on the current stream alone."""
         if not self.on_gpu or not has_messages:
             return self._host_streams
         if self._communication is None:

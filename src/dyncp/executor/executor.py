@@ -1,6 +1,7 @@
 """DCPExecutor: makes plans ready to run on a group of ranks."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,10 @@ import torch.distributed as dist
 
 from dyncp.executor.arena import HEADROOM
 from dyncp.executor.engine import Engine
-from dyncp.executor.lowering import style_of
+from dyncp.executor.graphs import Graphs
 from dyncp.executor.recompute import CallLog
-from dyncp.executor.step import Step, dtypes_of
-from dyncp.executor.warm_up import warm_up
+from dyncp.executor.step import Step
+from dyncp.executor.warm_up import check_kernel, warm_up
 from dyncp.kernels import Kernel, RowOps, choose_kernel, choose_row_ops
 from dyncp.plan import AttentionShape, Memory, Plan, RankPlan
 from dyncp.transport import Distributed, InProcess, Transport
@@ -24,8 +25,9 @@ class DCPExecutor:
     Without a group it takes the world, or one rank where torch.distributed is not initialised.
     `virtual_ranks=N` drives N ranks in this process instead. `timeout` bounds every wait, seconds.
     `deterministic` asks for a kernel that gives the same bits every time. `row_ops` replaces what
-    moves and merges rows, which is otherwise chosen by device. All ranks of the group create it
-    together.
+    moves and merges rows, which is otherwise chosen by device. `graphs` says whether what a plan
+    launches between two communication points is captured and replayed as one CUDA graph: "auto"
+    does so on GPUs. All ranks of the group create it together.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class DCPExecutor:
         deterministic: bool = True,
         timeout: float = 600.0,
         row_ops: RowOps | None = None,
+        graphs: bool | str = "auto",
     ) -> None:
         if sum(choice is not None for choice in (group, transport, virtual_ranks)) > 1:
             raise ValueError("give one of group=, transport= and virtual_ranks=, not several")
@@ -46,10 +49,14 @@ class DCPExecutor:
         self.kernel = choose_kernel(kernel, self.device, deterministic)
         self.transport = transport or _transport(group, virtual_ranks, timeout, self.device)
         row_ops = choose_row_ops(self.device) if row_ops is None else row_ops
-        self.engine = Engine(self.kernel, self.transport, self.device, row_ops)
+        shared = (self.transport, self.device, row_ops, Graphs.choose(graphs, self.device))
+        self.engine = Engine(self.kernel, *shared)
         if kernel == "auto" and self.kernel.name == "flash4":
             other = choose_kernel("triton", self.device, deterministic)
-            self.engine.alternative = Engine(other, self.transport, self.device, row_ops)
+            self.engine.alternative = Engine(other, *shared)
+        if self.device.type == "cuda":
+            for engine in self._engines():
+                engine.check = check_kernel
         self.calls = CallLog()
         self._latest: Step | None = None
 
@@ -77,14 +84,18 @@ class DCPExecutor:
         ranges of key rows (at most 64; usual masks in blocks of 128 tokens or more have no more
         than 4).
 
-        Every rank may call it alone. It computes on a few rows of zeros and sends nothing.
+        Every rank may call it alone. It runs small plans on virtual ranks, sends nothing, and
+        compares every result with dense attention: a kernel that is wrong is not used.
         """
-        dtypes = dtypes_of(shape)
-        engine = self.engine.fitting(dtypes.input, shape.head_dim)
-        groups = [g for n in range(1, head_groups + 1) for g in shape.head_groups(n)]
-        for kv_heads in sorted({group.num_kv_heads for group in groups}):
-            heads = (kv_heads * shape.q_heads_per_kv_head, kv_heads)
-            warm_up(engine, heads, shape.head_dim, dtypes, most_ranges)
+        for engine in self._engines():
+            try_it = partial(warm_up, engine, shape, head_groups, most_ranges)
+            if not engine.examine(shape, try_it):
+                break
+        self.engine.fitting(shape)
+
+    def _engines(self) -> list[Engine]:
+        other = self.engine.alternative
+        return [self.engine] if other is None else [self.engine, other]
 
     def reserve(self, plans: Sequence[Plan], shape: AttentionShape | None = None) -> int:
         """Takes memory for calls on the current stream now, so that it need not grow later: 25 %
@@ -96,9 +107,9 @@ class DCPExecutor:
         if not plans:
             raise ValueError("reserve() got no plans; give some of batches like those to come")
         shape = plans[0].parts[0].shape if shape is None else shape
-        engine = self.engine.fitting(dtypes_of(shape).input, shape.head_dim)
-        arena, style = engine.arena(), style_of(engine.kernel)
-        needed = max(self._needed(plan.memory(shape, style)) for plan in plans)
+        engine = self.engine.fitting(shape)
+        arena = engine.arena()
+        needed = max(self._needed(plan.memory(shape, engine.style)) for plan in plans)
         arena.reserve(int(needed * HEADROOM))
         return arena.capacity
 

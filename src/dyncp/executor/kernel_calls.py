@@ -7,15 +7,16 @@ from dyncp.compiled import compiled
 from dyncp.kernels import Held, KernelCall, RowStates
 from dyncp.plan import (
     Contributions,
-    KernelStyle,
     MaskPlan,
     Op,
     Program,
     RankPlan,
     Space,
+    call_rows,
     find_contributions,
+    has_messages,
+    places_of,
 )
-from dyncp.plan.contributions import RESULTS
 
 
 def kernel_calls(
@@ -25,16 +26,8 @@ def kernel_calls(
     return CallBuilder(part, mask, program).calls(division)
 
 
-def places_of(part: RankPlan, program: Program) -> Int64:
-    """First row of every block in each workspace, [spaces, head groups, blocks]; -1: absent."""
-    place = np.tile(part.block_row, (len(Space), len(part.head_groups), 1))
-    slots = program.slots
-    place[slots.space, slots.head_group, slots.block] = slots.row
-    return place
-
-
 class CallBuilder:
-    """Builds the calls of one program."""
+    """Builds the calls of one program, for kernel tiles of `multiple` rows."""
 
     def __init__(
         self,
@@ -42,12 +35,14 @@ class CallBuilder:
         mask: MaskPlan,
         program: Program,
         found: Contributions | None = None,
+        multiple: int = 1,
     ) -> None:
         self._part, self._mask, self._program = part, mask, program
         self._place = places_of(part, program)
         if found is None:
-            found = find_contributions(part, mask, program, KernelStyle())
+            found = find_contributions(part, mask, program)
         self._found, self._before, self._after = found, before_of(found), after_of(found)
+        self._rows = call_rows(part, mask, program, self._place, multiple)
         tiles = mask.tiles
         # Tiles by division and head group: every call's are one slice of this order.
         self._order = np.lexsort((tiles.head_group, program.tile_division))
@@ -61,11 +56,11 @@ class CallBuilder:
         assert len(at) == 1, f"division {division} is computed {len(at)} times"
         bounds = [*firsts.tolist(), len(mine)]
         return [
-            self._call(int(group), mine[first:end], int(at[0]))
+            self._call(int(group), mine[first:end], division, int(at[0]))
             for group, first, end in zip(groups, bounds[:-1], bounds[1:], strict=True)
         ]
 
-    def _call(self, group: int, tiles: Int64, at: int) -> KernelCall:
+    def _call(self, group: int, tiles: Int64, division: int, at: int) -> KernelCall:
         q_block, k_block = self._mask.tiles.q_block[tiles], self._mask.tiles.k_block[tiles]
         tokens = self._part.blocks.tokens
         q_row, k_row = self._place[Space.Q, group, q_block], self._place[Space.KV, group, k_block]
@@ -78,22 +73,20 @@ class CallBuilder:
             self._ranges(group, np.unique(q_block)),
             self._states(Space.Q, group, at),
             self._states(Space.KV, group, at),
+            *self._rows[division, group],
             alone=self._is_alone(group),
-            in_place=all(self._rows(x, group) == self._part.local_rows for x in Space),
         )
 
     def _is_alone(self, group: int) -> bool:
-        of_group = self._program.tile_division[self._mask.tiles.head_group == group]
-        received = self._program.receives
-        results = RESULTS[received.kind] & (received.head_group == group)
-        return bool((of_group == of_group[0]).all() and not results.any())
+        calls = [g for _, g in self._rows if g == group]
+        return len(calls) == 1 and not has_messages(self._program)
 
-    def _rows(self, space: Space, group: int) -> int:
+    def _num_rows(self, space: Space, group: int) -> int:
         return int(self._program.workspace_rows[space, group])
 
     def _coordinates(self, space: Space, group: int, at: int) -> Int64:
         """Coordinate of every row of a workspace while instruction `at` runs; -1: unused."""
-        coordinates = np.full(self._rows(space, group), -1, np.int64)
+        coordinates = np.full(self._num_rows(space, group), -1, np.int64)
         coordinates[: self._part.local_tokens] = self._part.local_coordinates
         slots = self._program.slots
         held = (slots.space == space) & (slots.head_group == group)
@@ -106,7 +99,7 @@ class CallBuilder:
     def _ranges(self, group: int, blocks: Int32) -> Int32:
         """Key ranges of the blocks' rows as coordinates; other rows keep empty ranges."""
         runs, part = self._mask.rows, self._part
-        ranges = np.zeros((self._rows(Space.Q, group), runs.num_ranges, 2), np.int32)
+        ranges = np.zeros((self._num_rows(Space.Q, group), runs.num_ranges, 2), np.int32)
         start = part.blocks.start[blocks].astype(np.int64)
         _expand_runs(
             ranges.reshape(len(ranges), -1),
@@ -123,10 +116,10 @@ class CallBuilder:
         return ranges
 
     def _states(self, space: Space, group: int, at: int) -> RowStates:
-        rows = self._rows(space, group)
+        rows = self._num_rows(space, group)
         before, after = np.zeros(rows, np.uint8), np.full(rows, Held.UNTOUCHED, np.uint8)
         found = self._found
-        mine = (found.time == 2 * at) & (found.space == space) & (found.head_group == group)
+        mine = (found.time == at) & (found.space == space) & (found.head_group == group)
         block = found.block[mine]
         place = self._place[space, group, block]
         tokens = self._part.blocks.tokens[block].astype(np.int64)

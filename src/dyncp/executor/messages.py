@@ -8,16 +8,12 @@ its bytes are exactly those of the payloads.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
-from typing import Any
 
 import numpy as np
 
 from dyncp.arrays import Int64, starts_of
-from dyncp.executor.kernel_calls import after_of, before_of
 from dyncp.executor.lowering import LoweredProgram
-from dyncp.kernels import IndexArrays, RowOps
-from dyncp.plan import INPUT_SPACE, RESULT_SPACE, AttentionShape, Messages, Payload, Space
+from dyncp.plan import AttentionShape, Messages, Payload
 from dyncp.plan.rooms import MESSAGE_ALIGNMENT
 
 # What a payload consists of, by the names of the workspace's tensors.
@@ -33,150 +29,63 @@ NAMES = ("q", "k", "v", "dout", "lse", "delta", "out", "dq", "dk", "dv")
 CODES = np.full((len(Payload), 4), -1, np.int64)
 for _kind, _fields in FIELDS.items():
     CODES[_kind, : len(_fields)] = [NAMES.index(field) for field in _fields]
-SPACES = np.asarray([int((INPUT_SPACE | RESULT_SPACE)[kind]) for kind in Payload])
-
-
-class Item(Enum):
-    """Dtype of a field in a message."""
-
-    INPUT = "q's dtype"
-    WIDE = "the accumulator dtype"
-    PARTIAL = "the dtype in which partial results travel"
-
-
-# Fields that travel in one launch with another: same heads, same dtype.
-SECONDS = {"k": "v", "q": "dout", "lse": "delta", "dk": "dv"}
-FAMILY, WHICH = np.arange(len(NAMES)), np.zeros(len(NAMES), np.int64)
-for _first, _second in SECONDS.items():
-    FAMILY[NAMES.index(_second)], WHICH[NAMES.index(_second)] = NAMES.index(_first), 1
-
-ITEMS = dict.fromkeys(("q", "k", "v", "dout"), Item.INPUT)
-ITEMS |= dict.fromkeys(("lse", "delta"), Item.WIDE)
-ITEMS |= dict.fromkeys(("out", "dq", "dk", "dv"), Item.PARTIAL)
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """One launch: one or two fields of a head group between its workspace and the messages of a
-    phase."""
-
-    fields: tuple[str, ...]
-    group: int
-    item: Item
-    table: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Mail:
-    """The messages of one phase, in one direction."""
-
-    peers: Mapping[int, slice]  # bytes of the phase's buffer
-    moves: list[Move]
-
-
-def lay_out_mail(
-    lowered: LoweredProgram,
-    shape: AttentionShape,
-    row_ops: RowOps,
-    arrays: IndexArrays,
-    *,
-    received: bool,
-) -> dict[int, Mail]:
-    """Mail of every phase in which this rank sends (or receives)."""
-    messages = lowered.program.receives if received else lowered.program.sends
-    sections = _Sections.of(lowered, messages, shape)
-    if received:
-        sections = sections.with_states(lowered)
-    key = np.stack([sections.phase, FAMILY[sections.field], sections.group])
-    order = np.lexsort((sections.turn, *key[::-1]))
-    key, which = key[:, order], WHICH[sections.field[order]]
-    changes = np.flatnonzero((np.diff(key) != 0).any(axis=0)) + 1
-    bounds = np.concatenate([[0], changes, [len(order)]]) if len(order) else np.zeros(1, np.int64)
-    tables = row_ops.tables(sections.segments[order], bounds, arrays)
-    paired = np.logical_or.reduceat(which > 0, bounds[:-1]).tolist() if len(order) else []
-    moves: dict[int, list[Move]] = {}
-    heads = zip(key[:, bounds[:-1]].T.tolist(), paired, tables, strict=True)
-    for (phase, family, group), two, table in heads:
-        name = NAMES[family]
-        fields = (name, SECONDS[name]) if two else (name,)
-        moves.setdefault(phase, []).append(Move(fields, group, ITEMS[name], table))
-    return {phase: Mail(peers, moves[phase]) for phase, peers in sections.peers.items()}
+RESULT_NAMES = ("out", "dq", "dk", "dv")
+IS_RESULT, IS_PER_HEAD, IS_KEY = (
+    np.asarray([name in names for name in NAMES])
+    for names in (RESULT_NAMES, ("lse", "delta"), ("k", "v", "dk", "dv"))
+)
 
 
 @dataclass(frozen=True, eq=False)
-class _Sections:
-    """One field of one payload each. `turn` counts the payloads of a phase for the same rows,
-    which are added in this order."""
+class Fields:
+    """One field of one payload each. `offset` counts bytes from the start of the phase's buffer;
+    `peers` are the slices of the peers' messages there."""
 
     entry: Int64  # index into the messages
     phase: Int64
-    field: Int64
+    name: Int64  # index into NAMES
+    kind: Int64
     group: Int64
-    turn: Int64
-    segments: Int64  # [sections, 7], as RowOps wants them
+    block: Int64
+    offset: Int64
     peers: Mapping[int, Mapping[int, slice]]
 
+    def __len__(self) -> int:
+        return len(self.entry)
+
+
+@dataclass(frozen=True, eq=False)
+class Widths:
+    """Items of a row of each field, int64[fields, head groups], and bytes of an item."""
+
+    items: Int64
+    item_bytes: Int64
+
     @staticmethod
-    def of(lowered: LoweredProgram, messages: Messages, shape: AttentionShape) -> "_Sections":
-        codes = CODES[messages.kind]
-        entry, column = np.nonzero(codes >= 0)
-        field, group = codes[entry, column], messages.head_group[entry].astype(np.int64)
-        item, row_bytes = _sizes(shape, lowered)
-        tokens = lowered.part.blocks.tokens[messages.block[entry]].astype(np.int64)
-        size = tokens * row_bytes[field, group]
-        evenness = np.gcd(row_bytes[field, group], MESSAGE_ALIGNMENT)
-        phase, peer = (column[entry].astype(np.int64) for column in (messages.phase, messages.peer))
-        order = np.lexsort((np.arange(len(entry)), -evenness, peer, phase))
-        entry, phase, peer, field, group, tokens, size = (
-            column[order] for column in (entry, phase, peer, field, group, tokens, size)
-        )
-        offset, peers = _offsets(phase, peer, size)
-        block = messages.block[entry]
-        segments = np.zeros((len(entry), 7), np.int64)
-        segments[:, 0] = lowered.place[SPACES[messages.kind[entry]], group, block]
-        segments[:, 1] = offset // item[field]
-        segments[:, 2], segments[:, 6] = tokens, WHICH[field]
-        turn = np.zeros(len(entry), np.int64)
-        return _Sections(entry, phase, field, group, turn, segments, peers)
-
-    def with_states(self, lowered: LoweredProgram) -> "_Sections":
-        """Results get the states of their rows, and log-sum-exps go with their outputs."""
-        found, received = lowered.found, lowered.program.receives
-        before, after = (np.zeros(len(received), np.uint8) for _ in range(2))
-        own = found.received >= 0
-        before[found.received[own]] = before_of(found)[own]
-        after[found.received[own]] = after_of(found)[own]
-        segments = self.segments.copy()
-        segments[:, 3], segments[:, 4] = before[self.entry], after[self.entry]
-        kind = received.kind[self.entry]
-        is_lse = (kind == Payload.OUT) & (self.field == NAMES.index("lse"))
-        lse_offset = np.zeros(len(received), np.int64)
-        lse_offset[self.entry[is_lse]] = segments[is_lse, 1]
-        segments[:, 5] = lse_offset[self.entry]
-        turn, kept = _turns(self, received), ~is_lse
-        return _Sections(
-            self.entry[kept],
-            self.phase[kept],
-            self.field[kept],
-            self.group[kept],
-            turn[kept],
-            segments[kept],
-            self.peers,
-        )
+    def of(lowered: LoweredProgram, shape: AttentionShape) -> "Widths":
+        kv_heads = np.asarray([group.num_kv_heads for group in lowered.part.groups_for(shape)])
+        heads = np.where(IS_KEY[:, None], kv_heads, kv_heads * shape.q_heads_per_kv_head)
+        items = np.where(IS_PER_HEAD[:, None], heads, heads * shape.head_dim)
+        sizes = (shape.item_bytes, shape.partial_bytes, shape.accumulator_bytes)
+        item_bytes = np.select([IS_PER_HEAD, IS_RESULT], [sizes[2], sizes[1]], sizes[0])
+        return Widths(items.astype(np.int64), item_bytes.astype(np.int64))
 
 
-def _turns(sections: _Sections, received: Messages) -> Int64:
-    """How many payloads for the same rows come before in the same phase, in the plan's order."""
-    block = received.block[sections.entry]
-    keys = np.stack([sections.phase, sections.field, sections.group, block])
-    order = np.lexsort((sections.entry, *keys[::-1]))
-    sorted_keys = keys[:, order]
-    same = (np.diff(sorted_keys) == 0).all(axis=0)
-    place = np.arange(len(order))
-    first = np.where(np.concatenate([np.zeros(min(1, len(order)), np.bool_), same]), 0, place)
-    turn = np.empty(len(order), np.int64)
-    turn[order] = place - np.maximum.accumulate(first) if len(order) else place
-    return turn
+def lay_out_messages(lowered: LoweredProgram, messages: Messages, widths: Widths) -> Fields:
+    codes = CODES[messages.kind]
+    entry, column = np.nonzero(codes >= 0)
+    name, group = codes[entry, column], messages.head_group[entry].astype(np.int64)
+    row_bytes = widths.items[name, group] * widths.item_bytes[name]
+    size = lowered.part.blocks.tokens[messages.block[entry]].astype(np.int64) * row_bytes
+    evenness = np.gcd(row_bytes, MESSAGE_ALIGNMENT)
+    phase, peer = (column[entry].astype(np.int64) for column in (messages.phase, messages.peer))
+    order = np.lexsort((np.arange(len(entry)), -evenness, peer, phase))
+    entry, phase, peer, name, group, size = (
+        column[order] for column in (entry, phase, peer, name, group, size)
+    )
+    offset, peers = _offsets(phase, peer, size)
+    kind, block = messages.kind[entry].astype(np.int64), messages.block[entry].astype(np.int64)
+    return Fields(entry, phase, name, kind, group, block, offset, peers)
 
 
 def _offsets(phase: Int64, peer: Int64, size: Int64) -> tuple[Int64, dict[int, dict[int, slice]]]:
@@ -197,23 +106,3 @@ def _offsets(phase: Int64, peer: Int64, size: Int64) -> tuple[Int64, dict[int, d
         start += -(-length // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT
     message = np.cumsum(new) - 1
     return before[:-1] - before[first][message] + message_start[message], peers
-
-
-def _sizes(shape: AttentionShape, lowered: LoweredProgram) -> tuple[Int64, Int64]:
-    """Bytes of an item of each field, and of a row of each field and head group."""
-    bytes_of = {
-        Item.INPUT: shape.item_bytes,
-        Item.WIDE: shape.accumulator_bytes,
-        Item.PARTIAL: shape.partial_bytes,
-    }
-    item = np.asarray([bytes_of[ITEMS[name]] for name in NAMES])
-    kv_heads = np.asarray([group.num_kv_heads for group in lowered.part.groups_for(shape)])
-    rows = []
-    for name in NAMES:
-        heads = kv_heads * (1 if name in ("k", "v", "dk", "dv") else shape.q_heads_per_kv_head)
-        rows.append(heads * (1 if ITEMS[name] is Item.WIDE else shape.head_dim))
-    return item, np.stack(rows) * item[:, None]
-
-
-def space_of(field: str) -> Space:
-    return Space.KV if field in ("k", "v", "dk", "dv") else Space.Q

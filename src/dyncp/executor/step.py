@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from dyncp.executor.engine import Engine
-from dyncp.executor.layout import Dtypes, RankLayout, lay_out
-from dyncp.executor.lowering import LoweredProgram, lower_program, style_of
+from dyncp.executor.layout import RankLayout, lay_out
+from dyncp.executor.lowering import LoweredProgram, lower_program
 from dyncp.executor.streams import Arrival
-from dyncp.kernels import IndexArrays
+from dyncp.kernels import Dtypes, IndexArrays
 from dyncp.plan import (
     AttentionShape,
     Direction,
-    HeadGroup,
     Memory,
     RankPlan,
     gather_samples,
@@ -38,23 +37,13 @@ class CallLayout:
     """Where everything of a call lies, on all ranks of this process, for one attention shape."""
 
     ranks: tuple[RankLayout, ...]
-    groups: tuple[HeadGroup, ...]
-    shape: AttentionShape
+    direction: Direction
     dtypes: Dtypes
     arrivals: tuple[Arrival, ...]  # of the index arrays that it uses
 
     @cached_property
     def num_bytes(self) -> int:
-        return sum(rank.num_bytes + rank.own_bytes for rank in self.ranks)
-
-    @cached_property
-    def heads(self) -> list[tuple[slice, slice]]:
-        """q heads and kv heads of every head group."""
-        repeat, heads = self.shape.q_heads_per_kv_head, []
-        for group in self.groups:
-            first, end = group.first_kv_head, group.first_kv_head + group.num_kv_heads
-            heads.append((slice(first * repeat, end * repeat), slice(first, end)))
-        return heads
+        return sum(rank.num_bytes for rank in self.ranks)
 
     def wait_for_indices(self) -> None:
         for arrival in self.arrivals:
@@ -83,7 +72,14 @@ class Step:
         arrays = IndexArrays(engine.device)
         lowered = {
             (name, direction): tuple(
-                lower_program(part, part.masks[name], direction, engine.kernel, arrays)
+                lower_program(
+                    part,
+                    part.masks[name],
+                    direction,
+                    engine.kernel,
+                    arrays,
+                    fixed=engine.graphs.wanted,
+                )
                 for part in parts
             )
             for name in parts[0].masks
@@ -101,10 +97,10 @@ class Step:
             step._add(name, direction, of_shape, laid_out, (step.arrival,))
         return step
 
-    def fitting(self, q: Tensor) -> "Step":
-        """This handle, or the plan prepared for another kernel where this one's refuses q and the
-        choice was left to the executor."""
-        engine = self.engine.fitting(q.dtype, q.shape[-1])
+    def fitting(self, inputs: tuple[Tensor, ...]) -> "Step":
+        """This handle, or the plan prepared for another kernel where this one's refuses such
+        tensors (q, k, v, or q and packed kv) and the choice was left to the executor."""
+        engine = self.engine.fitting(self.shape_of(*inputs[:2]))
         if engine is self.engine:
             return self
         if not self.others:
@@ -157,19 +153,18 @@ class Step:
         ranks: tuple[RankLayout, ...],
         arrivals: tuple[Arrival, ...],
     ) -> CallLayout:
-        groups = self.plan.groups_for(shape)
-        layout = CallLayout(ranks, groups, shape, dtypes_of(shape), arrivals)
+        layout = CallLayout(ranks, direction, dtypes_of(shape), arrivals)
         self.layouts[mask, direction, shape] = layout
         return layout
 
     def shape_of(self, q: Tensor, k: Tensor) -> AttentionShape:
-        """The attention shape of a call with these tensors."""
+        """The attention shape of a call with these tensors; k may be packed with v."""
         _, heads, dim = q.shape
-        return _shape_of(heads, k.shape[1], dim, q.dtype, self.parts[0].shape.partial_dtype)
+        return _shape_of(heads, k.shape[-2], dim, q.dtype, self.parts[0].shape.partial_dtype)
 
     def memory(self, shape: AttentionShape | None = None) -> Memory:
         """Bytes that a call takes on each of this process's ranks, with the executor's kernel."""
-        return measure_memory(self.parts, shape, style_of(self.engine.kernel))
+        return measure_memory(self.parts, shape, self.engine.style)
 
     def check(self, mask: str, inputs: tuple[Tensor, ...], *, backward: bool) -> None:
         """Raises ValueError where a call and the plan do not fit together. `inputs` are q, k, v, or
@@ -242,7 +237,23 @@ def _lay_out(
     engine: Engine,
     arrays: IndexArrays,
 ) -> tuple[RankLayout, ...]:
-    return tuple(lay_out(program, shape, engine.row_ops, arrays) for program in programs)
+    """Ranks of this process one after the other, in memory and in rows."""
+    ranks: list[RankLayout] = []
+    base = first_row = 0
+    for program in programs:
+        rank = lay_out(
+            program,
+            shape,
+            dtypes_of(shape),
+            engine.kernel,
+            engine.row_ops,
+            arrays,
+            base,
+            first_row,
+        )
+        ranks.append(rank)
+        base, first_row = base + rank.num_bytes, first_row + program.local_rows
+    return tuple(ranks)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -1,7 +1,7 @@
 """Streams: what runs side by side on a GPU, and what waits for what.
 
-Kernels, merges and unpacking run on the caller's stream. Packing and messages run on a stream of
-their own, so that they travel while divisions are computed. The host waits for neither.
+Kernels and everything that happens to rows run on the caller's stream, messages on one of their
+own, so that they travel while divisions are computed. The host waits for neither.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -10,8 +10,6 @@ from typing import Any
 import torch
 
 from dyncp.kernels import IndexArrays
-
-START = -1  # the time at which own rows are ready
 
 
 class HostStreams:
@@ -26,45 +24,48 @@ class HostStreams:
     def launching(self, ready: int) -> AbstractContextManager[Any]:  # noqa: ARG002
         return self._nothing
 
-    def packed(self) -> None:
-        pass
-
-    def before_slots_change(self) -> None:
-        pass
-
     def join(self) -> None:
         pass
 
 
 class DeviceStreams:
-    """One rank's streams during one call."""
+    """One rank's streams, the same in all its calls on the current stream."""
 
     def __init__(self, communication: torch.cuda.Stream) -> None:
         self._communication = communication
         self._compute = torch.cuda.current_stream(communication.device)
+        self._launching = _On(communication, self._compute)
         self._marks: dict[int, torch.cuda.Event] = {}
-        self._packed: torch.cuda.Event | None = None
+        self._done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def mark(self, time: int) -> None:
         """What the compute stream was given so far is what a launch may wait for by `time`."""
-        self._marks[time] = self._compute.record_event()
+        if time not in self._marks:
+            self._marks[time] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._marks[time].record(self._compute)
 
     def launching(self, ready: int) -> AbstractContextManager[Any]:
         """On the communication stream, as soon as the work up to `ready` is done."""
         self._communication.wait_event(self._marks[ready])
-        return torch.cuda.stream(self._communication)
-
-    def packed(self) -> None:
-        self._packed = self._communication.record_event()
-
-    def before_slots_change(self) -> None:
-        """A slot may be refilled when what was in it is packed."""
-        if self._packed is not None:
-            self._compute.wait_event(self._packed)
+        return self._launching
 
     def join(self) -> None:
         """The next call may use the same memory."""
-        self._compute.wait_stream(self._communication)
+        self._done.record(self._communication)
+        self._compute.wait_event(self._done)
+
+
+class _On:
+    """`torch.cuda.stream` for two known streams, at a tenth of its host time."""
+
+    def __init__(self, stream: torch.cuda.Stream, back: torch.cuda.Stream) -> None:
+        self._stream, self._back = stream, back
+
+    def __enter__(self) -> None:
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.set_stream(self._back)
 
 
 Streams = HostStreams | DeviceStreams

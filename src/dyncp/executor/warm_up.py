@@ -1,160 +1,155 @@
-"""Warming up: runs, on a few rows, all that batches of an attention shape can make kernels compile.
-No other rank takes part, and no plan is needed."""
+"""Warming up: runs small plans that make kernels compile all that batches of an attention shape can
+need, and compares every result with dense attention. No other rank takes part."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dyncp.arrays import Int32
-from dyncp.executor.call import empty_per_head
-from dyncp.executor.engine import Engine
-from dyncp.executor.layout import Dtypes
-from dyncp.executor.streams import Arrival
-from dyncp.kernels import (
-    Gradients,
-    Held,
-    IndexArrays,
-    KernelCall,
-    RowStates,
-    SettlingKernel,
-    Sums,
+from dyncp.executor.call import CallOptions, Saved, attend_backward, attend_forward
+from dyncp.executor.engine import Engine, WrongResultsError
+from dyncp.executor.step import DTYPES, Step
+from dyncp.plan import (
+    DEFAULT_MASK,
+    AttentionShape,
+    Mask,
+    Plan,
+    batch_order,
+    causal_rows,
+    sample_plan,
 )
+from dyncp.transport import InProcess
 
-ROWS = 256  # two kernel tiles: some kernels are compiled apart for a single one
-SCALE = 1.0
+BLOCK = 256  # rows: two kernel tiles, since some kernels are compiled apart for a single one
 MOST_RANGES = 64  # that lie apart in the first of them
+NUM_RANKS = 2
+# Norm of the error over that of the result. bf16 keeps 8 bits: a right kernel is off by 0.3 %, one
+# that adds up the wrong rows by 100 %.
+TOLERANCES = {"bf16": 2e-2, "fp16": 5e-3, "fp32": 1e-3, "fp64": 1e-9}
 
 
-@dataclass(frozen=True, eq=False)
-class _Rows:
-    """Inputs of one head group, all 0; k and v lie packed, or each by itself."""
-
-    dtypes: Dtypes
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    per_head: Tensor  # log-sum-exps, or row sums
-
-    @staticmethod
-    def make(
-        heads: tuple[int, int], dim: int, dtypes: Dtypes, device: torch.device, *, packed: bool
-    ) -> "_Rows":
-        q_heads, kv_heads = heads
-        q = torch.zeros(ROWS, q_heads, dim, dtype=dtypes.input, device=device)
-        size = (ROWS, 2, kv_heads, dim) if packed else (2, ROWS, kv_heads, dim)
-        k, v = torch.zeros(size, dtype=dtypes.input, device=device).unbind(1 if packed else 0)
-        return _Rows(dtypes, q, k, v, empty_per_head(q).zero_())
-
-    def sums(self, like: Tensor, *, wide: bool) -> Sums:
-        """Sums that lie like `like`, with or without a wide tensor, and with room for partials."""
-        final = torch.empty_strided(
-            like.shape, like.stride(), dtype=like.dtype, device=like.device
-        ).zero_()
-        if self.dtypes.wide == self.dtypes.input:
-            widened: Tensor | None = final
-        else:
-            zeros = torch.zeros(like.shape, dtype=self.dtypes.wide, device=like.device)
-            widened = zeros if wide else None
-        return Sums(final, widened, (torch.zeros_like(self.q), empty_per_head(self.q).zero_()))
-
-    def gradients(self, *, wide: bool) -> Gradients:
-        return Gradients(*(self.sums(x, wide=wide) for x in (self.q, self.k, self.v)))
-
-
-def warm_up(
-    engine: Engine, heads: tuple[int, int], dim: int, dtypes: Dtypes, most_ranges: int
-) -> None:
-    """For a head group of so many q heads and kv heads, and calls of up to `most_ranges`."""
+def warm_up(engine: Engine, shape: AttentionShape, head_groups: int, most_ranges: int) -> None:
+    """For plans of up to `head_groups`, calls of up to `most_ranges`. Raises WrongResultsError."""
     if not 1 <= most_ranges <= MOST_RANGES:
         raise ValueError(f"most_ranges is {most_ranges}; from 1 to {MOST_RANGES} are allowed")
-    for packed in (True, False):
-        rows = _Rows.make(heads, dim, dtypes, engine.device, packed=packed)
-        for call, wide in _list_calls(most_ranges):
-            _attend(engine, call, rows, wide=wide)
-        _move(engine, rows)
+    counts = [1 << power for power in range((most_ranges - 1).bit_length() + 1)]
+    for masks in (*_sequences(), *([_stripes(count)] for count in counts)):
+        for groups in range(1, min(head_groups, shape.kv_heads) + 1):
+            for packed in (True, False):
+                _try(engine, masks, shape, groups, packed=packed)
     if engine.on_gpu:
         torch.cuda.synchronize(engine.device)
 
 
-def _list_calls(most_ranges: int) -> Iterator[tuple[KernelCall, bool]]:
-    """One causal sequence, two, and masks of 1, 2, 4, ... ranges: each as the only contribution to
-    its rows, and as the first of several, with wide sums."""
-    row = np.arange(ROWS, dtype=np.int32)
-    whole = np.stack([0 * row, row + 1], axis=1)[:, None]
-    halves = np.stack([row // (ROWS // 2) * (ROWS // 2), row + 1], axis=1)[:, None]
-    counts = [1 << power for power in range((most_ranges - 1).bit_length() + 1)]
-    for ranges in (whole, halves, *(_stripes(count) for count in counts)):
-        yield _call(ranges, Held.FINAL), False
-        yield _call(ranges, Held.WIDE), True
+def check_kernel(engine: Engine, shape: AttentionShape) -> None:
+    """The least that says whether a kernel is right for a shape: its own path for one sequence and
+    for several, and lists of tiles. Once per process is enough. Raises WrongResultsError."""
+    key = (engine.kernel.name, engine.kernel.collects, engine.device, shape)
+    if key not in _right:
+        for masks in (*_sequences(), [_stripes(2)]):
+            _try(engine, masks, shape, 1, packed=False)
+        _right.add(key)
 
 
-def _stripes(num_ranges: int) -> Int32:
-    """Ranges that lie apart in partial tiles, so that none can be left out."""
-    step = ROWS // 2 // num_ranges
+_right: set[tuple[str, bool, torch.device, AttentionShape]] = set()
+
+
+def _sequences() -> Iterator[list[Mask]]:
+    """One causal sequence, and two."""
+    yield [causal_rows(2 * BLOCK)]
+    yield [causal_rows(BLOCK + 40), causal_rows(BLOCK - 40)]
+
+
+def _stripes(num_ranges: int) -> Mask:
+    """Ranges that lie apart in the first kernel tile, so that none can be left out, and all keys of
+    the second block: rows get several contributions."""
+    step = BLOCK // 2 // num_ranges
     start = np.arange(num_ranges) * step
-    ranges = np.stack([start, start + step // 2], axis=1).astype(np.int32)
-    return np.tile(ranges, (ROWS, 1, 1))
+    stripes = np.stack([start, start + step // 2], axis=1)
+    ranges = np.append(stripes, [[BLOCK, 2 * BLOCK]], axis=0).astype(np.int32)
+    return Mask(np.tile(ranges, (2 * BLOCK, 1, 1)))
 
 
-def _call(ranges: Int32, after: Held) -> KernelCall:
-    """All rows attend all keys that their ranges allow."""
-    coordinates, rectangles = np.arange(ROWS), np.asarray([[0, ROWS, 0, ROWS]])
-    states = RowStates(np.full(ROWS, Held.NOTHING, np.uint8), np.full(ROWS, after, np.uint8))
-    alone = after is Held.FINAL
-    return KernelCall(
-        0, rectangles, coordinates, coordinates, ranges, states, states, alone, in_place=alone
-    )
+def _try(
+    engine: Engine, masks: list[Mask], shape: AttentionShape, groups: int, *, packed: bool
+) -> None:
+    """On one rank, and on several with everything that travels between them."""
+    inputs = _draw(sum(len(mask.ranges) for mask in masks), shape, engine.device, packed=packed)
+    exact = _dense(masks, inputs)
+    for ranks in (1, NUM_RANKS):
+        plan = sample_plan(masks, ranks, shape, BLOCK, groups)
+        _compare(_run(engine, plan, inputs), exact, engine.kernel.name, shape, ranks)
 
 
-def _attend(engine: Engine, call: KernelCall, rows: _Rows, *, wide: bool) -> None:
-    """Forward and backward."""
-    kernel, arrays = engine.kernel, IndexArrays(engine.device)
-    forward = kernel.lower(call, arrays, backward=False)
-    backward = kernel.lower(call, arrays, backward=True)
-    Arrival(arrays).wait()
-    q, k, v, per_head = rows.q, rows.k, rows.v, rows.per_head
-    kernel.attend(forward, q, k, v, SCALE, rows.sums(q, wide=wide), empty_per_head(q))
-    grads = rows.gradients(wide=wide)
-    if not kernel.settles:
-        kernel.attend_backward(backward, (q, k, v), q, per_head, per_head, SCALE, grads)
-        return
-    settling, whole = cast(SettlingKernel, kernel), slice(0, ROWS)
-    own = settling.open_gradients([backward], q, k, _take_fp32(engine.device))
-    grads = Gradients(grads.dq, grads.dk, grads.dv, own)
-    kernel.attend_backward(backward, (q, k, v), q, per_head, per_head, SCALE, grads)
-    settling.settle_queries(own, whole, SCALE, grads.dq.final)
-    settling.settle_keys(own, whole, SCALE, grads.dk.final, grads.dv.final)
+def _compare(
+    results: list[Tensor], exact: list[Tensor], kernel: str, shape: AttentionShape, ranks: int
+) -> None:
+    for name, given, expected in zip(("out", "dq", "dk", "dv"), results, exact, strict=True):
+        error = float((given.double() - expected).norm() / expected.norm())
+        if not error <= TOLERANCES[shape.dtype]:  # nan, too
+            raise WrongResultsError(
+                f"kernel {kernel!r} is wrong here for {shape.q_heads} q heads, "
+                f"{shape.kv_heads} kv heads, head dim {shape.head_dim}, {shape.dtype}: "
+                f"relative error {error:.1g} of {name} on {ranks} rank{'s' * (ranks > 1)} "
+                f"(allowed is {TOLERANCES[shape.dtype]:g})"
+            )
 
 
-def _take_fp32(device: torch.device) -> Callable[[int], Tensor]:
-    return lambda items: torch.zeros(items, device=device)
+def _draw(
+    rows: int, shape: AttentionShape, device: torch.device, *, packed: bool
+) -> tuple[Tensor, ...]:
+    """q, k, v and dout; k and v lie packed, or each by itself."""
+    generator = torch.Generator().manual_seed(rows)
+    dtype = {name: dtype for dtype, name in DTYPES.items()}[shape.dtype]
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator).to(device, dtype)
+
+    q, dout = (draw(rows, shape.q_heads, shape.head_dim) for _ in range(2))
+    size = (rows, 2) if packed else (2, rows)
+    k, v = draw(*size, shape.kv_heads, shape.head_dim).unbind(1 if packed else 0)
+    return q, k, v, dout
 
 
-def _move(engine: Engine, rows: _Rows) -> None:
-    """Every row operation, on every kind of rows that travels."""
-    row_ops, arrays, dtypes = engine.row_ops, IndexArrays(engine.device), rows.dtypes
-    segments = np.asarray([[0, 0, ROWS, Held.NOTHING, Held.FINAL, 0, 0]], np.int64)
-    table = row_ops.tables(segments, np.asarray([0, 1]), arrays)[0]
-    Arrival(arrays).wait()
-    q, k, per_head = rows.q, rows.k, rows.per_head
-    row_ops.row_sums(q, q, per_head)
-    message_lse = _message(per_head, dtypes.wide)
-    for given, message in ((per_head, message_lse), *((x, _message(x, x.dtype)) for x in (q, k))):
-        row_ops.pack(table, [given], message)
-        row_ops.unpack(table, message, [given])
-    sends_wide = dtypes.partial != dtypes.input
-    for given in (q, k):
-        sums, message = rows.sums(given, wide=True), _message(given, dtypes.partial)
-        sent = sums.wide if sends_wide and sums.wide is not None else sums.final
-        row_ops.pack(table, [sent], message)
-        row_ops.add(table, message, [sums])
-        if given is q:
-            row_ops.merge(table, message, message_lse, sums, per_head)
+def _run(engine: Engine, plan: Plan, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    """Output and gradients of all rows, in the order of the batch."""
+    small = engine.like(InProcess(plan.num_ranks))
+    step = Step.prepare(tuple(plan.parts), small)
+    order = torch.from_numpy(batch_order(plan.parts[0])).to(engine.device)
+    place: Callable[[Tensor], Tensor] = lambda x: torch.empty_like(x).index_copy_(0, order, x)  # noqa: E731
+    packed = inputs[1].stride(0) != inputs[1].stride(1) * inputs[1].shape[1]
+    q, dout = place(inputs[0]), place(inputs[3])
+    pair = torch.stack([place(x) for x in inputs[1:3]], 1 if packed else 0)
+    k, v = pair.unbind(1 if packed else 0)
+    dk, dv = torch.empty_like(pair).unbind(1 if packed else 0)
+    options = CallOptions(DEFAULT_MASK, q.shape[2] ** -0.5)
+    out, lse = attend_forward(step, options, q, k, v)
+    results = (torch.empty_like(q), dk, dv)
+    attend_backward(step, options, Saved(q, k, v, out, lse, dout), results)
+    return [x[order] for x in (out, *results)]
 
 
-def _message(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(rows.numel(), dtype=dtype, device=rows.device)
+def _dense(masks: list[Mask], inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    """Output and gradients in fp64, sequence by sequence."""
+    q, k, v = (x.detach().double().requires_grad_() for x in inputs[:3])
+    outs, first = [], 0
+    with torch.enable_grad():
+        for mask in masks:
+            rows = slice(first, first + len(mask.ranges))
+            first = rows.stop
+            outs.append(_attend(mask, *(x[rows] for x in (q, k, v))))
+        out = torch.cat(outs)
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3].double())]
+
+
+def _attend(mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    ranges = torch.from_numpy(mask.ranges.astype(np.int64)).to(q.device)
+    key = torch.arange(len(k), device=q.device)
+    start, end = ranges[:, :, 0, None], ranges[:, :, 1, None]
+    allowed = ((key >= start) & (key < end)).any(dim=1)
+    repeat = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(repeat, dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[2] ** -0.5
+    weights = scores.masked_fill(~allowed, -torch.inf).softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights.nan_to_num(0.0), v)

@@ -5,8 +5,9 @@ from dyncp.kernels.call import Held, KernelCall, RowStates
 from dyncp.kernels.choose import KERNELS, choose_kernel, reason_for
 from dyncp.kernels.cpu import CpuKernel
 from dyncp.kernels.index_arrays import Index, IndexArrays
-from dyncp.kernels.kernel import Gradients, Kernel, SettlingKernel, Sums
+from dyncp.kernels.kernel import Gradients, Kernel, Sums
 from dyncp.kernels.kernel_tiles import KernelTiles, list_kernel_tiles
+from dyncp.kernels.memory import Dtypes, Memory
 from dyncp.kernels.merge import merge_partial
 from dyncp.kernels.reference import ReferenceKernel
 from dyncp.kernels.row_ops import RowOps, TorchRowOps, choose_row_ops
@@ -14,6 +15,7 @@ from dyncp.kernels.row_ops import RowOps, TorchRowOps, choose_row_ops
 __all__ = [
     "KERNELS",
     "CpuKernel",
+    "Dtypes",
     "Gradients",
     "Held",
     "Index",
@@ -21,10 +23,10 @@ __all__ = [
     "Kernel",
     "KernelCall",
     "KernelTiles",
+    "Memory",
     "ReferenceKernel",
     "RowOps",
     "RowStates",
-    "SettlingKernel",
     "Sums",
     "TorchRowOps",
     "accumulator_dtype",

@@ -11,8 +11,7 @@ class Held(IntEnum):
 
     A row with one contribution goes from NOTHING to FINAL, and nothing is ever added up. One with
     three goes NOTHING → WIDE → WIDE → FINAL: added up in the accumulator dtype, and rounded to the
-    final one once. A kernel whose partial results are rounded anyway may leave the first one in
-    FINAL: NOTHING → FINAL → WIDE → FINAL.
+    final one once; it stays WIDE where results are received for it, which are added later.
     """
 
     NOTHING = 0
@@ -51,5 +50,6 @@ class KernelCall:
     ranges: Int32  # [query rows, R, 2], coordinates
     q_states: RowStates  # of out (forward) or dq (backward)
     k_states: RowStates  # of dk and dv (backward)
-    alone: bool = False  # the only call of its head group, and no results are received
-    in_place: bool = False  # all rows are the rank's own: no block is received
+    q_rows: slice  # whole kernel tiles that it touches
+    k_rows: slice
+    alone: bool = False  # the only call of its head group, on a rank without messages

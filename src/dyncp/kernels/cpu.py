@@ -30,8 +30,8 @@ class CpuKernel:
     """Every job of a call is one flash kernel over [kv heads, q heads per kv head, rows, dim]."""
 
     name = "cpu"
-    settles = False
-    rounds_partials = False
+    merges = True
+    collects = False
 
     def lower(self, call: KernelCall, arrays: IndexArrays, *, backward: bool) -> CpuCall:  # noqa: ARG002
         if arrays.device.type != "cpu":
@@ -93,11 +93,11 @@ class CpuKernel:
             accumulator(grads.dk, lowered.k_runs) as dk,
             accumulator(grads.dv, lowered.k_runs) as dv,
         ):
-            self._attend_backward(lowered.jobs, inputs, dout, lse, delta, scale, (dq, dk, dv))
+            self._attend_backward(lowered, inputs, dout, lse, delta, scale, (dq, dk, dv))
 
     def _attend_backward(
         self,
-        jobs: list[Job],
+        lowered: CpuCall,
         inputs: tuple[Tensor, Tensor, Tensor],
         dout: Tensor,
         lse: Tensor,
@@ -107,9 +107,11 @@ class CpuKernel:
     ) -> None:
         (q, k, v), (dq, dk, dv) = inputs, grads
         kv_heads = k.shape[1]
-        out = _output_with_row_sum(dout, delta)
+        out = torch.empty_like(dout)
+        for run in lowered.q_runs:  # other rows may hold anything
+            out[run.rows] = _output_with_row_sum(dout[run.rows], delta[run.rows])
         lse = lse.masked_fill(lse == -torch.inf, 0.0)
-        for job in jobs:
+        for job in lowered.jobs:
             queries, keys, values = _inputs(job, q, k, v)
             mask, _ = _mask(job, q.dtype)
             job_dq, job_dk, job_dv = _flash_backward(

@@ -36,8 +36,8 @@ class ReferenceKernel:
     rows: int = 128
     columns: int = 128
     name: str = "reference"
-    settles: bool = False
-    rounds_partials: bool = False
+    merges: bool = True
+    collects: bool = False
 
     def lower(self, call: KernelCall, arrays: IndexArrays, *, backward: bool) -> ReferenceCall:  # noqa: ARG002
         tiles = list_kernel_tiles(call, self.rows, self.columns)

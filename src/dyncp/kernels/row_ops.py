@@ -1,115 +1,296 @@
-"""RowOps: moves rows between workspaces and messages, and merges received results.
+"""RowOps: everything that happens to rows outside attention, one launch for all that is due.
 
-Rows are [rows, heads, dim] tensors, or [rows, heads] ones with any strides. A message is flat and
-holds segments: the rows of one block, one after the other. A table lists the segments of one
-launch, those of one or of two tensors of the same shape. Results for the same rows are added in the
-order of the table; otherwise no two segments write the same row.
+`copy` moves rows from the caller's tensors and from received messages into workspaces and messages.
+`combine` adds up the contributions to rows, into the caller's results or into messages. What a
+launch does stands in a table; places in the executor's own memory count bytes from its start, so
+that a table holds wherever that memory lies.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from dyncp.arrays import Int64
-from dyncp.kernels.accumulate import accumulator_dtype
-from dyncp.kernels.call import Held
 from dyncp.kernels.index_arrays import IndexArrays
-from dyncp.kernels.kernel import Sums
+from dyncp.kernels.memory import Dtypes, Memory
 from dyncp.kernels.merge import merge_partial
+from dyncp.kernels.panels import ROWS, panels_to_rows
 
-# Columns of a table of segments. `offset` and `lse_offset` count items of the message's dtype;
-# `before` and `after` are `Held` of the rows a result is merged into; `which` is 0, or 1 for the
-# second of two tensors.
-ROW, OFFSET, COUNT, BEFORE, AFTER, LSE_OFFSET, WHICH = range(7)
+OWN = -1  # in the executor's own memory, not in one of the caller's tensors
+LOG2E = 1.4426950408889634
+
+
+class Kind(IntEnum):
+    """What is copied: rows, per-head values of rows, such in base 2 (of log-sum-exps, 0 for rows
+    that attend nothing), or zeros into rows."""
+
+    ROWS = 0
+    PER_HEAD = 1
+    BASE_2 = 2
+    ZEROS = 3
+
+
+class Copy(IntEnum):
+    """Columns of a table of copies. Rows have `WIDTH` items next to each other, per-head values as
+    many heads. A source is one of the caller's tensors, from row `FROM` and item `COLUMN` of every
+    row on, or the executor's own, from byte `FROM` on. Strides count items; `HEAD` is that of
+    per-head values."""
+
+    KIND = 0
+    COUNT = 1
+    WIDTH = 2
+    SOURCE = 3
+    FROM = 4
+    COLUMN = 5
+    FROM_ROW = 6
+    FROM_HEAD = 7
+    TO = 8
+    TO_ROW = 9
+    TO_HEAD = 10
+
+
+class Target(IntEnum):
+    """Columns of rows that contributions are added up for. They are `COUNT` rows of result number
+    `RESULT`, from row `AT` and head `HEAD` on, or of a message, from byte `AT` on, whose
+    log-sum-exps begin at byte `LSE`. Contributions are sources `FIRST` to `FIRST + NUM`."""
+
+    RESULT = 0
+    AT = 1
+    HEAD = 2
+    HEADS = 3
+    COUNT = 4
+    LSE = 5
+    FIRST = 6
+    NUM = 7
+
+
+class Form(IntEnum):
+    """How a contribution lies in memory: in q's dtype, as it travels, in the accumulator dtype, or
+    in `panels`."""
+
+    INPUT = 0
+    PARTIAL = 1
+    WIDE = 2
+    PANELS = 3
+
+
+class Source(IntEnum):
+    """Columns of contributions, all in the executor's own memory. `AT` is the first row's byte,
+    `ROW` the items between rows; for panels they are the first head's byte and the items between
+    heads, `PANEL_ROW` is the row there, and `DIM` the items of a row. Sums that are `SCALED` are
+    multiplied by the scale of scores; `CLEARED` ones are set to 0 when they were read."""
+
+    FORM = 0
+    AT = 1
+    ROW = 2
+    LSE = 3
+    LSE_ROW = 4
+    LSE_HEAD = 5
+    PANEL_ROW = 6
+    DIM = 7
+    SCALED = 8
+    CLEARED = 9
+
+
+class RowSum(IntEnum):
+    """Columns of rows whose row sums of dO·O are made, and whose log-sum-exps are copied: `COUNT`
+    of the caller's from `ROW` and head `HEAD` on, to bytes `DELTA` and `LSE`, heads `STRIDE` items
+    apart. `COUNT` to `PADDED` get row sum 0 and log-sum-exp +∞."""
+
+    ROW = 0
+    HEAD = 1
+    HEADS = 2
+    COUNT = 3
+    PADDED = 4
+    DELTA = 5
+    LSE = 6
+    STRIDE = 7
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Results:
+    """What the caller gets: out and its log-sum-exps [rows, heads], or gradients (dq, dk, dv)."""
+
+    rows: Sequence[Tensor]
+    lse: Tensor | None = None
 
 
 class RowOps(Protocol):
-    """One launch each, for all segments of a table."""
+    """Tables are made while a plan is prepared; each other call is one launch."""
 
-    def tables(self, segments: Int64, bounds: Int64, arrays: IndexArrays) -> list[Any]:
-        """Tables of the segments int64[segments, 7] between consecutive bounds."""
+    def copy_table(self, copies: Int64, dtypes: Dtypes, arrays: IndexArrays) -> Any:
+        """From int64[copies, columns of `Copy`]. No two of them write the same place."""
 
-    def pack(self, table: Any, rows: Sequence[Tensor], message: Tensor) -> None:
-        """Copies rows into a message, in the message's dtype."""
+    def copy(self, table: Any, memory: Memory, given: Sequence[Tensor], lse: Tensor | None) -> None:
+        """`given` are the caller's rows [rows, heads, dim], `lse` its log-sum-exps."""
 
-    def unpack(self, table: Any, message: Tensor, rows: Sequence[Tensor]) -> None:
-        """Copies a message into rows."""
+    def combine_table(
+        self,
+        targets: Int64,
+        sources: Int64,
+        dtypes: Dtypes,
+        arrays: IndexArrays,
+        *,
+        has_lse: bool,
+    ) -> Any:
+        """From int64[targets, columns of `Target`] and int64[sources, columns of `Source`]. With
+        `has_lse`, outputs are merged by their log-sum-exps; gradients are added."""
 
-    def merge(
-        self, table: Any, message: Tensor, message_lse: Tensor, out: Sums, lse: Tensor
+    def combine(self, table: Any, memory: Memory, results: Results, dim: int, scale: float) -> None:
+        """Rows without contributions get 0, and log-sum-exp −∞."""
+
+    def row_sum_table(self, rows: Int64, dtypes: Dtypes, arrays: IndexArrays) -> Any:
+        """From int64[rows, columns of `RowSum`]."""
+
+    def row_sums(
+        self, table: Any, memory: Memory, dout: Tensor, out: Tensor, lse: Tensor, *, base_2: bool
     ) -> None:
-        """Merges partial outputs with log-sum-exps into rows, as the table's states say."""
-
-    def add(self, table: Any, message: Tensor, sums: Sequence[Sums]) -> None:
-        """Adds partial gradients to rows, as the table's states say."""
-
-    def row_sums(self, dout: Tensor, out: Tensor, delta: Tensor) -> None:
-        """delta [rows, heads] = Σ dO·O over the head's dimension, in delta's dtype."""
+        """Row sums of dO·O and log-sum-exps as kernels take them, `base_2` or not."""
 
 
 class TorchRowOps:
-    """Plain torch, segment by segment."""
+    """Plain torch, entry by entry."""
 
-    def tables(self, segments: Int64, bounds: Int64, arrays: IndexArrays) -> list[Any]:  # noqa: ARG002
-        lists, ends = segments.tolist(), bounds.tolist()
-        return [lists[first:end] for first, end in pairwise(ends)]
+    def copy_table(self, copies: Int64, dtypes: Dtypes, arrays: IndexArrays) -> Any:  # noqa: ARG002
+        return copies.tolist()
 
-    def pack(self, table: Any, rows: Sequence[Tensor], message: Tensor) -> None:
-        for segment in table:
-            own = rows[segment[WHICH]][segment[ROW] : segment[ROW] + segment[COUNT]]
-            _segment(message, segment[OFFSET], own).copy_(own)
+    def copy(self, table: Any, memory: Memory, given: Sequence[Tensor], lse: Tensor | None) -> None:
+        for entry in table:
+            kind, count, width = entry[Copy.KIND], entry[Copy.COUNT], entry[Copy.WIDTH]
+            if kind in (Kind.ROWS, Kind.ZEROS):
+                flat, strides = memory.input, (entry[Copy.TO_ROW], 1)
+            else:
+                flat, strides = memory.wide, (entry[Copy.TO_ROW], entry[Copy.TO_HEAD])
+            target = _rows(flat, (count, width), strides, entry[Copy.TO])
+            if kind == Kind.ZEROS:
+                target.zero_()
+            else:
+                target.copy_(self._source(entry, flat, given, lse))
 
-    def unpack(self, table: Any, message: Tensor, rows: Sequence[Tensor]) -> None:
-        for segment in table:
-            own = rows[segment[WHICH]][segment[ROW] : segment[ROW] + segment[COUNT]]
-            own.copy_(_segment(message, segment[OFFSET], own))
+    def _source(
+        self, entry: list[int], flat: Tensor, given: Sequence[Tensor], lse: Tensor | None
+    ) -> Tensor:
+        kind, count, width = entry[Copy.KIND], entry[Copy.COUNT], entry[Copy.WIDTH]
+        rows = slice(entry[Copy.FROM], entry[Copy.FROM] + count)
+        columns = slice(entry[Copy.COLUMN], entry[Copy.COLUMN] + width)
+        if entry[Copy.SOURCE] == OWN:
+            head = 1 if kind == Kind.ROWS else entry[Copy.FROM_HEAD]
+            strides = (entry[Copy.FROM_ROW], head)
+            source = _rows(flat, (count, width), strides, entry[Copy.FROM])
+        elif kind == Kind.ROWS:
+            source = given[entry[Copy.SOURCE]][rows].flatten(1)[:, columns]
+        else:
+            assert lse is not None, "per-head values of the caller's are log-sum-exps"
+            source = lse[rows, columns]
+        return _base_2(source) if kind == Kind.BASE_2 else source
 
-    def merge(
-        self, table: Any, message: Tensor, message_lse: Tensor, out: Sums, lse: Tensor
+    def combine_table(
+        self,
+        targets: Int64,
+        sources: Int64,
+        dtypes: Dtypes,  # noqa: ARG002
+        arrays: IndexArrays,  # noqa: ARG002
+        *,
+        has_lse: bool,
+    ) -> Any:
+        return targets.tolist(), sources.tolist(), has_lse
+
+    def combine(self, table: Any, memory: Memory, results: Results, dim: int, scale: float) -> None:
+        targets, sources, has_lse = table
+        for target in targets:
+            first = target[Target.FIRST]
+            chosen = sources[first : first + target[Target.NUM]]
+            shape = (target[Target.COUNT], target[Target.HEADS], dim)
+            total, lse = self._total(chosen, shape, memory, has_lse, scale)
+            self._store(target, total, lse if has_lse else None, memory, results)
+
+    def _total(
+        self,
+        sources: list[list[int]],
+        shape: tuple[int, int, int],
+        memory: Memory,
+        has_lse: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        total = memory.wide.new_zeros(shape)
+        lse = memory.wide.new_full(shape[:2], -torch.inf)
+        for source in sources:
+            value = _contribution(source, shape, memory, scale)
+            if not has_lse:
+                total += value
+                continue
+            strides = (source[Source.LSE_ROW], source[Source.LSE_HEAD])
+            merge_partial(
+                total, lse, value, _rows(memory.wide, shape[:2], strides, source[Source.LSE])
+            )
+        return total, lse
+
+    def _store(
+        self,
+        target: list[int],
+        total: Tensor,
+        lse: Tensor | None,
+        memory: Memory,
+        results: Results,
     ) -> None:
-        for row, offset, count, before, after, lse_offset, _ in table:
-            rows = slice(row, row + count)
-            new = _segment(message, offset, out.final[rows])
-            new_lse = _segment(message_lse, lse_offset, lse[rows])
-            _merge_rows(new, new_lse, out, lse, rows, before, after)
+        count, heads, dim = total.shape
+        at, head = target[Target.AT], target[Target.HEAD]
+        if target[Target.RESULT] == OWN:
+            _rows(memory.partial, total.shape, (heads * dim, dim, 1), at).copy_(total)
+            if lse is not None:
+                _rows(memory.wide, lse.shape, (heads, 1), target[Target.LSE]).copy_(lse)
+            return
+        rows, heads_here = slice(at, at + count), slice(head, head + heads)
+        results.rows[target[Target.RESULT]][rows, heads_here] = total.to(results.rows[0].dtype)
+        if lse is not None and results.lse is not None:
+            results.lse[rows, heads_here] = lse
 
-    def add(self, table: Any, message: Tensor, sums: Sequence[Sums]) -> None:
-        dtype = accumulator_dtype(sums[0].final.dtype)
-        for row, offset, count, before, after, _, which in table:
-            rows, own = slice(row, row + count), sums[which]
-            new = _segment(message, offset, own.final[rows]).to(dtype)
-            if before != Held.NOTHING:
-                new = _target(own, before)[rows].to(dtype) + new
-            _target(own, after)[rows] = new.to(_target(own, after).dtype)
+    def row_sum_table(self, rows: Int64, dtypes: Dtypes, arrays: IndexArrays) -> Any:  # noqa: ARG002
+        return rows.tolist()
 
-    def row_sums(self, dout: Tensor, out: Tensor, delta: Tensor) -> None:
-        torch.sum(dout.to(delta.dtype) * out, dim=-1, out=delta)
-
-
-def _merge_rows(
-    new: Tensor, new_lse: Tensor, out: Sums, lse: Tensor, rows: slice, before: int, after: int
-) -> None:
-    target = _target(out, after)
-    if before == Held.NOTHING:
-        target[rows], lse[rows] = new.to(target.dtype), new_lse
-        return
-    old = _target(out, before)[rows].to(lse.dtype)
-    merge_partial(old, lse[rows], new.to(lse.dtype), new_lse)
-    target[rows] = old.to(target.dtype)
+    def row_sums(
+        self, table: Any, memory: Memory, dout: Tensor, out: Tensor, lse: Tensor, *, base_2: bool
+    ) -> None:
+        for row, head, heads, count, padded, delta_at, lse_at, stride in table:
+            rows, some = slice(row, row + count), slice(head, head + heads)
+            shape, strides = (padded, heads), (1, stride)
+            delta = _rows(memory.wide, shape, strides, delta_at)
+            own_lse = _rows(memory.wide, shape, strides, lse_at)
+            delta[:count] = (dout[rows, some].to(delta.dtype) * out[rows, some]).sum(dim=-1)
+            own_lse[:count] = _base_2(lse[rows, some]) if base_2 else lse[rows, some]
+            delta[count:], own_lse[count:] = 0.0, torch.inf
 
 
-def _segment(message: Tensor, offset: int, like: Tensor) -> Tensor:
-    return message[offset : offset + like.numel()].view(like.shape)
+def _rows(flat: Tensor, shape: Sequence[int], strides: Sequence[int], at: int) -> Tensor:
+    return flat.as_strided(shape, strides, flat.storage_offset() + at // flat.element_size())
 
 
-def _target(sums: Sums, held: int) -> Tensor:
-    if held == Held.FINAL:
-        return sums.final
-    assert sums.wide is not None, "a row is wide, but its sum has no such tensor"
-    return sums.wide
+def _base_2(lse: Tensor) -> Tensor:
+    return torch.where(lse == -torch.inf, 0.0, lse * LOG2E)
+
+
+def _contribution(
+    source: list[int], shape: tuple[int, int, int], memory: Memory, scale: float
+) -> Tensor:
+    form, (count, heads, dim) = source[Source.FORM], shape
+    if form != Form.PANELS:
+        flat = (memory.input, memory.partial, memory.wide)[form]
+        strides = (source[Source.ROW], dim, 1)
+        value = _rows(flat, shape, strides, source[Source.AT]).to(memory.wide.dtype)
+        return value * scale if source[Source.SCALED] else value
+    row, width = source[Source.PANEL_ROW], source[Source.DIM]
+    first, end = row // ROWS * ROWS, -(-(row + count) // ROWS) * ROWS
+    at = source[Source.AT] + first * width * memory.wide.element_size()
+    sums = _rows(memory.wide, (heads, end - first, width), (source[Source.ROW], width, 1), at)
+    value = panels_to_rows(sums)[:, row - first : row - first + count, :dim].transpose(0, 1)
+    value = value * scale if source[Source.SCALED] else value.clone()
+    if source[Source.CLEARED]:
+        sums.zero_()
+    return value
 
 
 def choose_row_ops(device: torch.device) -> RowOps:

@@ -1,18 +1,27 @@
 """Rooms: the tensors and message buffers that one attention call takes on a rank.
 
-What the caller gives and gets (q, k, v, out, their gradients) is read and written in place where a
-workspace has no slots. Where it has some, it is copied behind one another with the received blocks.
+What the caller gives and gets (q, k, v, out, their gradients) is read and written in place where
+nothing is received and no graph wants fixed addresses. Elsewhere it is copied, followed by the
+received blocks.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from dyncp.arrays import Int64, starts_of
 from dyncp.blocks import AttentionShape, Direction, HeadGroup, bytes_per_token
-from dyncp.plan.contributions import Contributions, KernelStyle, find_contributions
-from dyncp.plan.rank_plan import MaskPlan, Messages, RankPlan, Space
+from dyncp.plan.contributions import (
+    RESULTS,
+    SPACE_OF_RESULT,
+    Contributions,
+    KernelStyle,
+    find_contributions,
+)
+from dyncp.plan.places import call_rows, places_of
+from dyncp.plan.rank_plan import MaskPlan, Messages, Program, RankPlan, Space
 
 PER_HEAD_ROWS = 128  # per-head values are padded to whole kernel tiles, which GPUs load at once
 ALIGNMENT = 256  # bytes: every room starts on a border that GPU memory transactions like
@@ -25,6 +34,9 @@ OUTPUTS: dict[Direction, dict[Space, tuple[str, ...]]] = {
     Direction.FORWARD: {Space.Q: ("out",), Space.KV: ()},
     Direction.BACKWARD: {Space.Q: ("dq",), Space.KV: ("dk", "dv")},
 }
+SUMS = ("dq_sums", "dk_sums", "dv_sums")
+# Set to 0 at the start of a call, all together: sums, and per-head values of rows that nobody has.
+CLEARED = (*SUMS, "lse", "delta")
 
 
 def padded_rows(rows: int) -> int:
@@ -34,13 +46,15 @@ def padded_rows(rows: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """A tensor of head group `index`, or the messages of phase `index`."""
+    """A tensor of head group `index`, or the messages of phase `index`. `call` is the division
+    whose results it is for, if it is for those of one call."""
 
     name: str
     index: int
     shape: tuple[int, ...]  # as it lies in memory: per-head values have heads first
     item_bytes: int
     rows: int = 0  # of per-head values, whose rows are padded
+    call: int = -1
 
     @property
     def num_bytes(self) -> int:
@@ -58,103 +72,155 @@ def list_rooms(
     style: KernelStyle,
     found: Contributions | None = None,
 ) -> list[Room]:
-    """All rooms of one call; accumulators of the kernel's own are among them, named "own"."""
+    """All rooms of one call, those that are cleared at its start one after the other."""
     program = mask.program(direction)
-    found = find_contributions(part, mask, program, style) if found is None else found
+    found = find_contributions(part, mask, program) if found is None else found
+    rooms: list[Room] = []
     groups = part.groups_for(shape)
-    rooms = []
-    for g, group in enumerate(groups):
-        rows = tuple(program.workspace_rows[:, g].tolist())
-        mine = found.select(found.head_group == g)
-        of_group = _Group(g, group, shape, direction, part.local_rows, rows)
-        rooms += [
-            *of_group.workspaces(),
-            *of_group.sums(mine),
-            *of_group.partials(part, mine, style),
-        ]
-        if style.settles and direction is Direction.BACKWARD:
-            rooms += of_group.own(style)
+    for index, group in enumerate(groups):
+        rooms += _Group(index, group, shape, direction, style, part, mask, found).rooms()
+    rooms.sort(key=lambda room: room.name in CLEARED)
     for name, messages in (("send", program.sends), ("receive", program.receives)):
         rooms += _message_rooms(name, part, messages, bytes_per_token(shape, groups))
     return rooms
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
+class Residence:
+    """What of a head group lies in the executor's own memory; the rest is the caller's.
+
+    `inputs` and `results` are by workspace. A kernel that merges has results in place where no
+    results are received; one that does not, where it makes a single call."""
+
+    inputs: tuple[bool, bool]
+    results: tuple[bool, bool]
+
+    @staticmethod
+    def of(
+        part: RankPlan, mask: MaskPlan, program: Program, group: int, style: KernelStyle
+    ) -> "Residence":
+        fixed = style.fixed and has_messages(program)
+        slots = [int(rows) > part.local_rows for rows in program.workspace_rows[:, group]]
+        inputs = [fixed or some for some in slots]
+        received = program.receives
+        of_group = RESULTS[received.kind] & (received.head_group == group)
+        results = [
+            copied or bool((of_group & (SPACE_OF_RESULT[received.kind] == space)).any())
+            for space, copied in enumerate(inputs)
+        ]
+        backward = program is mask.backward
+        if backward and style.collects:
+            results = [True, True]
+        elif not backward and not style.merges:
+            calls = np.unique(program.tile_division[mask.tiles.head_group == group])
+            results[Space.Q] |= len(calls) > 1
+        return Residence((inputs[0], inputs[1]), (results[0], results[1]))
+
+
+def has_messages(program: Program) -> bool:
+    return len(program.sends) + len(program.receives) > 0
+
+
+@dataclass(frozen=True, eq=False)
 class _Group:
     index: int
     group: HeadGroup
     shape: AttentionShape
     direction: Direction
-    local_rows: int
-    rows: tuple[int, ...]  # per space
+    style: KernelStyle
+    part: RankPlan
+    mask: MaskPlan
+    found: Contributions
+
+    @cached_property
+    def program(self) -> Program:
+        return self.mask.program(self.direction)
+
+    @cached_property
+    def residence(self) -> Residence:
+        return Residence.of(self.part, self.mask, self.program, self.index, self.style)
+
+    def rooms(self) -> Iterator[Room]:
+        yield from self.inputs()
+        if self.direction is Direction.FORWARD:
+            yield from self.merged() if self.style.merges else self.outputs_of_calls()
+        else:
+            yield from self.collected() if self.style.collects else self.merged()
+
+    def num_rows(self, space: Space) -> int:
+        return int(self.program.workspace_rows[space, self.index])
 
     def heads(self, space: Space) -> int:
         repeat = self.shape.q_heads_per_kv_head if space is Space.Q else 1
         return self.group.num_kv_heads * repeat
 
-    def tensor(self, name: str, space: Space, rows: int, item: int) -> Room:
-        return Room(name, self.index, (rows, self.heads(space), self.shape.head_dim), item)
+    def tensor(self, name: str, space: Space, rows: int, item: int, call: int = -1) -> Room:
+        shape = (rows, self.heads(space), self.shape.head_dim)
+        return Room(name, self.index, shape, item, call=call)
 
-    def per_head(self, name: str, rows: int) -> Room:
+    def per_head(self, name: str, rows: int, call: int = -1) -> Room:
         shape = (self.heads(Space.Q), padded_rows(rows))
-        return Room(name, self.index, shape, self.shape.accumulator_bytes, rows)
+        return Room(name, self.index, shape, self.shape.accumulator_bytes, rows, call)
 
-    def workspaces(self) -> Iterator[Room]:
-        """Copies that get room for slots. Row sums of dO·O are made here in any case."""
+    def inputs(self) -> Iterator[Room]:
         for space in Space:
-            rows = self.rows[space]
-            if rows > self.local_rows:
-                names = INPUTS[self.direction][space] + OUTPUTS[self.direction][space]
+            if self.residence.inputs[space]:
+                for name in INPUTS[self.direction][space]:
+                    yield self.tensor(name, space, self.num_rows(space), self.shape.item_bytes)
+        if self.direction is Direction.BACKWARD:
+            for name in ("lse", "delta"):
+                yield self.per_head(name, self.sums_rows(Space.Q))
+
+    def merged(self) -> Iterator[Room]:
+        """Sums that calls add to, and those in another dtype where some row needs them."""
+        wide = self.shape.accumulator_bytes
+        for space in Space:
+            names, rows = OUTPUTS[self.direction][space], self.num_rows(space)
+            if self.residence.results[space]:
                 for name in names:
                     yield self.tensor(name, space, rows, self.shape.item_bytes)
-                if space is Space.Q:
+                if names == ("out",):
                     yield self.per_head("lse", rows)
-        if self.direction is Direction.BACKWARD:
-            yield self.per_head("delta", self.rows[Space.Q])
+            mine = (self.found.space == space) & (self.found.head_group == self.index)
+            if wide > self.shape.item_bytes and self.found.wide[mine].any():
+                for name in names:
+                    yield self.tensor(f"{name}_wide", space, rows, wide)
 
-    def sums(self, found: Contributions) -> Iterator[Room]:
-        """Accumulators, where some row is added up in another dtype than the final one."""
-        if self.shape.accumulator_bytes == self.shape.item_bytes:
+    def outputs_of_calls(self) -> Iterator[Room]:
+        if not self.residence.results[Space.Q]:
             return
-        for space in Space:
-            if found.wide[found.space == space].any():
-                for name in OUTPUTS[self.direction][space]:
-                    wide = self.shape.accumulator_bytes
-                    yield self.tensor(f"{name}_wide", space, self.rows[space], wide)
+        for division, (rows, _) in self.calls():
+            count = rows.stop - rows.start
+            yield self.tensor("out_call", Space.Q, count, self.shape.item_bytes, division)
+            yield self.per_head("lse_call", count, division)
 
-    def partials(self, part: RankPlan, found: Contributions, style: KernelStyle) -> Iterator[Room]:
-        """Results of one call, or of settling, before they are merged."""
-        merged = found.select((found.received < 0) & (~found.first | found.wide))
-        if self.direction is Direction.FORWARD:
-            if style.rounds_partials and (len(np.unique(found.time)) > 1 or found.wide.any()):
-                yield self.tensor("out_partial", Space.Q, self.rows[Space.Q], self.shape.item_bytes)
-                yield self.per_head("lse_partial", self.rows[Space.Q])
-        elif style.settles:
-            for space in Space:
-                rows = self._settled_rows(part, merged.block[merged.space == space])
-                for name in OUTPUTS[self.direction][space] if rows else ():
-                    yield self.tensor(f"{name}_partial", space, rows, self.shape.item_bytes)
+    def collected(self) -> Iterator[Room]:
+        """Where heads are not grouped, kernels write dK and dV of every call instead."""
+        grouped = self.shape.q_heads_per_kv_head > 1
+        dim = -(-self.shape.head_dim // self.style.dim_multiple) * self.style.dim_multiple
+        yield Room("dq_sums", self.index, (self.heads(Space.Q), self.sums_rows(Space.Q), dim), 4)
+        for name in ("dk", "dv"):
+            if grouped:
+                shape = (self.heads(Space.KV), self.sums_rows(Space.KV), dim)
+                yield Room(f"{name}_sums", self.index, shape, 4)
+                continue
+            for division, (_, rows) in self.calls():
+                count, item = rows.stop - rows.start, self.shape.item_bytes
+                yield self.tensor(f"{name}_call", Space.KV, count, item, division)
 
-    def _settled_rows(self, part: RankPlan, blocks: Int64) -> int:
-        """Own rows settle together, slots one by one."""
-        own = part.blocks.owner[blocks] == part.rank
-        slots = part.blocks.tokens[blocks[~own]].max(initial=0)
-        return max(self.local_rows if own.any() else 0, int(slots))
+    def sums_rows(self, space: Space) -> int:
+        """Whole kernel tiles. A sequence of the mask has a run of rows, or several."""
+        side, rows = self.style.row_multiple, self.num_rows(space)
+        most = self.style.most_sequences
+        if most and not has_messages(self.program) and len(self.calls()) == 1:
+            rows += (min(most, len(self.mask.rows)) + 1) * side
+        return -(-rows // side) * side
 
-    def own(self, style: KernelStyle) -> Iterator[Room]:
-        """Sums of the gradients, and per-head values as the kernel takes them. Where heads are not
-        grouped, dK and dV of a call are written before they are added."""
-        dim = -(-self.shape.head_dim // style.dim_multiple) * style.dim_multiple
-        for space in Space:
-            padded = -(-self.rows[space] // style.row_multiple) * style.row_multiple
-            for _ in OUTPUTS[Direction.BACKWARD][space]:
-                if space is Space.KV and self.shape.q_heads_per_kv_head == 1:
-                    yield self.tensor("own", space, padded, 4)
-                    yield self.tensor("own", space, padded, self.shape.item_bytes)
-                else:
-                    yield Room("own", self.index, (padded, self.heads(space), dim), 4)
-        for _ in ("lse", "delta"):
-            yield self.per_head("own", self.rows[Space.Q])
+    def calls(self) -> list[tuple[int, tuple[slice, slice]]]:
+        """Divisions of the group's calls, with the rows that they touch."""
+        place = places_of(self.part, self.program)
+        rows = call_rows(self.part, self.mask, self.program, place, self.style.row_multiple)
+        return [(division, hull) for (division, g), hull in rows.items() if g == self.index]
 
 
 def _message_rooms(

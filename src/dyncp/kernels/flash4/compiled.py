@@ -21,7 +21,8 @@ from dyncp.kernels.flash4.tile_order import FirstTilesFirst, LastTilesFirst
 from dyncp.kernels.tile_lists import SIDE
 
 Compiled = Callable[..., None]
-ROWS = 64  # of the pieces of dQ
+# Rows up to which flash-attn-4 has a single piece of queries backward: its largest.
+MOST_SINGLE = 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +59,7 @@ Shape = SparseLists | Varlen | None  # None: causal, from the first row to the l
 
 _compiling = Lock()  # what is replaced meanwhile is flash-attn-4's
 _forward: dict[Any, Compiled] = {}
-_backward: dict[Any, tuple[Compiled, Compiled, Compiled | None]] = {}
+_backward: dict[Any, Compiled] = {}
 
 
 def attend(
@@ -139,7 +140,7 @@ def _kind(shape: Shape) -> str:
 
 def _single(q: Tensor, k: Tensor) -> tuple[bool, bool]:
     """Flash-attn-4 compiles calls of one query piece or one key piece apart."""
-    return len(q) <= ROWS, len(k) <= SIDE
+    return len(q) <= (64 if q.shape[2] > 64 else MOST_SINGLE), len(k) <= SIDE
 
 
 def _starts(shape: Shape) -> tuple[Tensor | None, Tensor | None]:
@@ -181,7 +182,7 @@ def attend_backward(
     """Adds to `sums`. lse_log2 and delta: [heads, rows padded to 64]; rows that attend nothing have
     lse 0, rows behind the last have +∞."""
     q, k, v = inputs
-    main, _, _ = _backward_kernels(q, k, shape)
+    main = _backward_kernel(q, k, shape)
     q_starts, k_starts = _starts(shape)
     lists, aux = _lists(shape, q.shape[1])
     tensors: tuple[Tensor, ...] = (q, k, v, dout, lse_log2, delta, sums.dq, sums.dk, sums.dv)
@@ -190,39 +191,14 @@ def attend_backward(
     main(*tensors, scale, q_starts, k_starts, *(None,) * 7, aux, lists, None)
 
 
-def settle_queries(
-    q: Tensor, k: Tensor, shape: Shape, collected: Tensor, scale: float, dq: Tensor
-) -> None:
-    _, post, _ = _backward_kernels(q, k, shape)
-    starts = shape.q_starts if isinstance(shape, Varlen) else None
-    if starts is None:
-        collected, dq = collected.unsqueeze(0), dq.unsqueeze(0)
-    post(collected, dq, scale, starts, None, None, None)
-
-
-def settle_keys(
-    q: Tensor, k: Tensor, shape: Shape, collected: Tensor, scale: float, grad: Tensor
-) -> None:
-    _, _, post = _backward_kernels(q, k, shape)
-    assert post is not None, "without grouped heads dK and dV are not collected"
-    starts = shape.k_starts if isinstance(shape, Varlen) else None
-    if starts is None:
-        collected, grad = collected.unsqueeze(0), grad.unsqueeze(0)
-    post(collected, grad, scale, starts, None, None, None)
-
-
-def _backward_kernels(
-    q: Tensor, k: Tensor, shape: Shape
-) -> tuple[Compiled, Compiled, Compiled | None]:
+def _backward_kernel(q: Tensor, k: Tensor, shape: Shape) -> Compiled:
     key = (q.device, q.dtype, q.shape[1:], k.shape[1], _kind(shape), _single(q, k))
     if key not in _backward:
         _backward[key] = _compile_backward(q, k, shape)
     return _backward[key]
 
 
-def _compile_backward(
-    q: Tensor, k: Tensor, shape: Shape
-) -> tuple[Compiled, Compiled, Compiled | None]:
+def _compile_backward(q: Tensor, k: Tensor, shape: Shape) -> Compiled:
     """One ordinary call whose results nobody needs."""
     options = _options(shape, q.shape[1])
     out, dout = torch.zeros_like(q), torch.zeros_like(q)
@@ -232,11 +208,7 @@ def _compile_backward(
         options |= {"cu_seqlens_q": shape.q_starts, "cu_seqlens_k": shape.k_starts}
     else:
         tensors = tuple(x.unsqueeze(0) for x in tensors)
-    with (
-        _compiling,
-        _over_lists(shape),
-        _watch(interface._flash_attn_bwd) as main,
-        _watch(interface._bwd_postprocess_convert) as post,
-    ):
+    with _compiling, _over_lists(shape), _watch(interface._flash_attn_bwd) as seen:
         interface._flash_attn_bwd(*tensors, **options)
-    return main[-1], post[0], post[1] if len(post) > 1 else None
+    compiled: Compiled = seen[-1]
+    return compiled

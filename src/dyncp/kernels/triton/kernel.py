@@ -70,8 +70,8 @@ class TritonKernel:
     """Merges inside its kernels, as the states of rows say."""
 
     name = "triton"
-    settles = False
-    rounds_partials = False
+    merges = True
+    collects = False
 
     def lower(self, call: KernelCall, arrays: IndexArrays, *, backward: bool) -> Lowered:
         tiles = map_kernel_tiles(call, halves=backward)

@@ -1,18 +1,12 @@
-"""Row operations in Triton: one launch for all segments of a table.
+"""Row operations in Triton: one launch for all entries of a table.
 
-Where a table has segments of two tensors, kernels get the first and, in items, the gap to the
-second. Results for the same rows are added by one program, one after the other.
-
-Sizes and strides are plain arguments, and those that change from batch to batch are never
-specialised on; only head counts, dimensions and dtypes compile anew. A row's column c lies at
-`row × row stride + (c // dim) × head stride + c % dim`, which also describes log-sum-exps that lie
-heads first: they have dim 1.
+Entries are cut into chunks of a few rows, one program each, or one for every head. What changes
+from batch to batch stands in tables or is never specialised on; only head counts, dims and dtypes
+compile anew.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
-from itertools import pairwise
+from dataclasses import dataclass, field
 from math import gcd
 from typing import Any
 
@@ -22,348 +16,597 @@ import triton.language as tl
 from torch import Tensor
 
 from dyncp.arrays import Int64, starts_of
-from dyncp.kernels.accumulate import accumulator_dtype
 from dyncp.kernels.index_arrays import Index, IndexArrays
-from dyncp.kernels.kernel import Sums
-from dyncp.kernels.row_ops import COUNT, ROW, WHICH
-
-CHUNK = 16  # rows of one program
-CHUNK_COLUMNS = 9
-STRIDE = tl.constexpr(CHUNK_COLUMNS)
-COPY_COLUMNS = 1024  # of one program
-MERGE_ITEMS = 4096  # of one program: rows × heads × dim, held in registers in fp32
-WARPS = 4
-
-
-def _copy(
-    table,
-    first,
-    rows,
-    message,
-    head_stride,
-    gap: tl.int64,
-    only,
-    row_stride,
-    WIDTH: tl.constexpr,
-    DIM: tl.constexpr,
-    FLAT: tl.constexpr,
-    VECTOR: tl.constexpr,
-    PACKS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    chunk = table + (first + tl.program_id(0)) * STRIDE
-    row = tl.load(chunk)
-    offset = tl.multiple_of(tl.load(chunk + 1), VECTOR)
-    which = tl.load(chunk + 6)
-    count = tl.where((only < 0) | (which == only), tl.load(chunk + 2), 0)
-    skipped = tl.load(chunk + 7)
-    step = tl.arange(0, ROWS)[:, None]
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    inside = (step < count) & (column < WIDTH)
-    own = rows + tl.multiple_of(which * gap, VECTOR)
-    if FLAT:
-        own += (row + step) * row_stride + column
-    else:
-        own += (row + step) * row_stride
-        own += (column // DIM).to(tl.int64) * head_stride + column % DIM
-    other = message + offset + (skipped + step) * WIDTH + column
-    if PACKS:
-        tl.store(other, tl.load(own, mask=inside).to(message.dtype.element_ty), mask=inside)
-    else:
-        tl.store(own, tl.load(other, mask=inside).to(rows.dtype.element_ty), mask=inside)
-
-
-_copy_rows = triton.jit(_copy, do_not_specialize=["first", "head_stride", "gap", "only"])
-# Virtual ranks' log-sum-exps begin anywhere, and are few: one kernel for any alignment.
-_copy_per_head = triton.jit(
-    _copy,
-    do_not_specialize=["first", "head_stride", "gap", "only"],
-    do_not_specialize_on_alignment=["rows"],
+from dyncp.kernels.memory import Dtypes, Memory
+from dyncp.kernels.panels import COLUMNS, ROWS
+from dyncp.kernels.row_ops import (
+    LOG2E,
+    OWN,
+    Copy,
+    Form,
+    Kind,
+    Results,
+    RowSum,
+    Source,
+    Target,
 )
+
+COPY_ROWS, COPY_COLUMNS = 8, 512  # of one program
+WARPS = 4
+VECTOR_BYTES = 16
+
+# Columns of chunks, and numbers that entries hold, as Triton's constants.
+C_KIND, C_COUNT, C_WIDTH = (tl.constexpr(int(x)) for x in (Copy.KIND, Copy.COUNT, Copy.WIDTH))
+C_SOURCE, C_FROM, C_COLUMN = (tl.constexpr(int(x)) for x in (Copy.SOURCE, Copy.FROM, Copy.COLUMN))
+C_FROM_ROW, C_FROM_HEAD = (tl.constexpr(int(x)) for x in (Copy.FROM_ROW, Copy.FROM_HEAD))
+C_TO, C_TO_ROW, C_TO_HEAD = (tl.constexpr(int(x)) for x in (Copy.TO, Copy.TO_ROW, Copy.TO_HEAD))
+COPY_WIDTH = tl.constexpr(len(Copy))
+ZEROS, COPIES, BASE_2 = (tl.constexpr(int(x)) for x in (Kind.ZEROS, Kind.ROWS, Kind.BASE_2))
+T_RESULT, T_AT, T_HEAD = (tl.constexpr(int(x)) for x in (Target.RESULT, Target.AT, Target.HEAD))
+T_HEADS, T_COUNT, T_LSE = (tl.constexpr(int(x)) for x in (Target.HEADS, Target.COUNT, Target.LSE))
+T_FIRST, T_NUM = (tl.constexpr(int(x)) for x in (Target.FIRST, Target.NUM))
+T_SKIPPED, T_SHIFT = tl.constexpr(len(Target)), tl.constexpr(len(Target) + 1)
+TARGET_WIDTH = tl.constexpr(len(Target) + 2)
+S_FORM, S_AT, S_ROW = (tl.constexpr(int(x)) for x in (Source.FORM, Source.AT, Source.ROW))
+S_LSE, S_LSE_ROW = (tl.constexpr(int(x)) for x in (Source.LSE, Source.LSE_ROW))
+S_LSE_HEAD, S_PANEL_ROW = (tl.constexpr(int(x)) for x in (Source.LSE_HEAD, Source.PANEL_ROW))
+S_DIM, S_SCALED, S_CLEARED = (
+    tl.constexpr(int(x)) for x in (Source.DIM, Source.SCALED, Source.CLEARED)
+)
+SOURCE_WIDTH = tl.constexpr(len(Source))
+INPUT, PARTIAL, WIDE = (tl.constexpr(int(x)) for x in (Form.INPUT, Form.PARTIAL, Form.WIDE))
+PANELS = tl.constexpr(int(Form.PANELS))
+R_ROW, R_HEAD, R_HEADS = (tl.constexpr(int(x)) for x in (RowSum.ROW, RowSum.HEAD, RowSum.HEADS))
+R_COUNT, R_PADDED = (tl.constexpr(int(x)) for x in (RowSum.COUNT, RowSum.PADDED))
+R_DELTA, R_LSE, R_STRIDE = (tl.constexpr(int(x)) for x in (RowSum.DELTA, RowSum.LSE, RowSum.STRIDE))
+ROW_SUM_WIDTH = tl.constexpr(len(RowSum))
+CHUNK = tl.constexpr(16)  # rows of one program: a quarter of a group of panels
+GROUP_ROWS = tl.constexpr(ROWS)
+TO_LOG2 = tl.constexpr(LOG2E)
 
 
 @triton.jit
-def _share(mine, my_lse, theirs, their_lse):
-    """Both outputs times their shares of the joint one, and its log-sum-exp. Rows that attended
-    nothing have log-sum-exp −∞ and share 0, also when both sides have."""
-    nothing = float("-inf")
-    top = tl.maximum(my_lse, their_lse)
-    top = tl.where(top == nothing, 0.0, top)
-    my_share, their_share = tl.exp(my_lse - top), tl.exp(their_lse - top)
-    total = my_share + their_share
-    some = tl.where(total > 0, total, 1.0)
-    mine = mine * (my_share / some)[:, :, None]
-    theirs = theirs * (their_share / some)[:, :, None]
-    return mine, theirs, tl.where(total > 0, top + tl.log(some), nothing)
-
-
-@triton.jit(
-    do_not_specialize=["first", "lse_stride", "final_gap", "wide_gap"],
-    do_not_specialize_on_alignment=["lse", "message_lse"],
-)
-def _merge_rows(
-    table,
-    chains,
-    first,
-    final,
-    wide,
-    lse,
-    message,
-    message_lse,
-    lse_stride,
-    final_gap: tl.int64,
-    wide_gap: tl.int64,
-    final_stride,
-    wide_stride,
-    lse_row_stride,
-    NUM_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    FINAL_HEAD: tl.constexpr,
-    HAS_LSE: tl.constexpr,
+def _copy_items(
+    chunk,
+    kind,
+    begin,
+    items,
+    given_0,
+    given_1,
+    given_2,
+    given_3,
+    stride_0,
+    stride_1,
+    stride_2,
+    stride_3,
     VECTOR: tl.constexpr,
     ROWS: tl.constexpr,
-    HEADS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Merges partial outputs by their log-sum-exps, or (without HAS_LSE) adds gradients: those of a
-    chain of chunks for the same rows, in its order."""
-    start = tl.load(chains + first + tl.program_id(0))
-    chunk = table + start * STRIDE
-    row = tl.load(chunk)
-    count = tl.load(chunk + 2)
-    before = tl.load(chunk + 3 + tl.zeros([ROWS], tl.int32))  # one number; masks need a tensor
-    length = tl.load(chunk + 8)
-    step = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    column = tl.arange(0, COLUMNS)
-    of_head = (step[:, None] < count) & (head[None, :] < NUM_HEADS)
-    inside = of_head[:, :, None] & (column[None, None, :] < DIM)
-    place = head[None, :, None] * DIM + column[None, None, :]
-    where_final = final + (row + step)[:, None, None] * final_stride
-    where_final += head[None, :, None] * FINAL_HEAD + column[None, None, :]
-    where_wide = wide + (row + step)[:, None, None] * wide_stride + place
-    if not HAS_LSE:
-        which = tl.load(chunk + 6)
-        where_final += tl.multiple_of(which * final_gap, VECTOR)
-        where_wide += tl.multiple_of(which * wide_gap, VECTOR)
-    sum_dtype = lse.dtype.element_ty
-    total = tl.load(where_final, mask=inside & (before == 1)[:, None, None], other=0.0)
-    total = total.to(sum_dtype)
-    total += tl.load(where_wide, mask=inside & (before == 2)[:, None, None], other=0.0)
-    where_lse = lse + (row + step)[:, None] * lse_row_stride
-    where_lse += head[None, :].to(tl.int64) * lse_stride
-    nothing = float("-inf")
-    mine = tl.full([ROWS, HEADS], nothing, sum_dtype)
-    if HAS_LSE:
-        mine = tl.load(where_lse, mask=of_head & (before != 0)[:, None], other=nothing)
-    for i in range(length):
-        other = chunk + i * STRIDE
-        offset = tl.multiple_of(tl.load(other + 1), VECTOR)
-        of_segment = step + tl.load(other + 7)
-        new = message + offset + of_segment[:, None, None] * (NUM_HEADS * DIM) + place
-        value = tl.load(new, mask=inside, other=0.0).to(sum_dtype)
-        if HAS_LSE:
-            new_lse = message_lse + tl.load(other + 5) + of_segment[:, None] * NUM_HEADS
-            theirs = tl.load(new_lse + head[None, :], mask=of_head, other=nothing)
-            total, value, mine = _share(total, mine, value, theirs)
-        total += value
-    if HAS_LSE:
-        tl.debug_barrier()  # other warps of this program may still read the log-sum-exps
-        tl.store(where_lse, mine, mask=of_head)
-    after = tl.load(chunk + (length - 1) * STRIDE + 4 + tl.zeros([ROWS], tl.int32))
-    tl.store(
-        where_final, total.to(final.dtype.element_ty), mask=inside & (after == 1)[:, None, None]
-    )
-    tl.store(where_wide, total, mask=inside & (after == 2)[:, None, None])
+    source = tl.load(chunk + C_SOURCE)
+    step = tl.arange(0, ROWS)[:, None]
+    column = begin + tl.arange(0, COLUMNS)[None, :]
+    width = tl.multiple_of(tl.load(chunk + C_WIDTH), VECTOR)
+    inside = (step < tl.load(chunk + C_COUNT)) & (column < width)
+    place = tl.multiple_of(tl.load(chunk + C_COLUMN), VECTOR) + column
+    where = tl.load(chunk + C_FROM)
+    value = tl.zeros([ROWS, COLUMNS], items.dtype.element_ty)
+    if kind == COPIES:
+        row = where + step
+        if source < 0:
+            from_row = tl.multiple_of(tl.load(chunk + C_FROM_ROW), VECTOR)
+            own = items + tl.multiple_of(where, VECTOR) + step * from_row
+            value = tl.load(own + column, mask=inside, other=0.0)
+        elif source == 0:
+            own = given_0 + row * tl.multiple_of(stride_0, VECTOR)
+            value = tl.load(own + place, mask=inside, other=0.0)
+        elif source == 1:
+            own = given_1 + row * tl.multiple_of(stride_1, VECTOR)
+            value = tl.load(own + place, mask=inside, other=0.0)
+        elif source == 2:
+            own = given_2 + row * tl.multiple_of(stride_2, VECTOR)
+            value = tl.load(own + place, mask=inside, other=0.0)
+        else:
+            own = given_3 + row * tl.multiple_of(stride_3, VECTOR)
+            value = tl.load(own + place, mask=inside, other=0.0)
+    target = items + tl.multiple_of(tl.load(chunk + C_TO), VECTOR)
+    target += step * tl.multiple_of(tl.load(chunk + C_TO_ROW), VECTOR) + column
+    tl.store(target, value, mask=inside)
+
+
+@triton.jit
+def _copy_per_head(
+    chunk, kind, wide, lse, lse_row, lse_head, ROWS: tl.constexpr, HEADS: tl.constexpr
+):
+    source = tl.load(chunk + C_SOURCE)
+    step = tl.arange(0, ROWS)[:, None].to(tl.int64)
+    head = tl.arange(0, HEADS)[None, :].to(tl.int64)
+    inside = (step < tl.load(chunk + C_COUNT)) & (head < tl.load(chunk + C_WIDTH))
+    where = tl.load(chunk + C_FROM)
+    if source < 0:
+        place = step * tl.load(chunk + C_FROM_ROW) + head * tl.load(chunk + C_FROM_HEAD)
+        value = tl.load(wide + where + place, mask=inside, other=0.0)
+    else:
+        place = (where + step) * lse_row + (tl.load(chunk + C_COLUMN) + head) * lse_head
+        value = tl.load(lse + place, mask=inside, other=0.0)
+    if kind == BASE_2:
+        value = tl.where(value == float("-inf"), 0.0, value * TO_LOG2)
+    target = wide + tl.load(chunk + C_TO) + step * tl.load(chunk + C_TO_ROW)
+    tl.store(target + head * tl.load(chunk + C_TO_HEAD), value, mask=inside)
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "delta_stride"], do_not_specialize_on_alignment=["delta"]
+    do_not_specialize=["stride_0", "stride_1", "stride_2", "stride_3", "lse_row", "lse_head"],
+    do_not_specialize_on_alignment=["lse"],
+)
+def _copy(
+    table,
+    items,
+    wide,
+    given_0,
+    given_1,
+    given_2,
+    given_3,
+    lse,
+    stride_0,
+    stride_1,
+    stride_2,
+    stride_3,
+    lse_row,
+    lse_head,
+    VECTOR: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """One chunk of rows, `COLUMNS` of their items; or the per-head values of a chunk."""
+    chunk = table + tl.program_id(0).to(tl.int64) * COPY_WIDTH
+    kind = tl.load(chunk + C_KIND)
+    begin = tl.program_id(1) * COLUMNS
+    if begin < tl.load(chunk + C_WIDTH):
+        if (kind == COPIES) | (kind == ZEROS):
+            _copy_items(
+                chunk, kind, begin, items, given_0, given_1, given_2, given_3, stride_0, stride_1,
+                stride_2, stride_3, VECTOR, ROWS, COLUMNS,
+            )  # fmt: skip
+        else:
+            _copy_per_head(chunk, kind, wide, lse, lse_row, lse_head, ROWS, HEADS)
+
+
+@triton.jit
+def _panel_places(row, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """Offsets of 16 rows of sums in panels, [panels, 128], from row `row` of a head on, and which
+    of them exist."""
+    panel = tl.arange(0, PADDED // 8)[:, None]
+    step = tl.arange(0, 128)[None, :]
+    first = row // GROUP_ROWS * (GROUP_ROWS * DIM) + row % GROUP_ROWS * 8
+    return tl.multiple_of(first, 16) + panel * (GROUP_ROWS * 8) + step, panel < DIM // 8
+
+
+@triton.jit
+def _rows_of_panels(quarters, PADDED: tl.constexpr):
+    """[16, dim] of such sums (see `panels`)."""
+    panels = tl.reshape(quarters, [PADDED // 8, 8, 4, 2, 2])
+    return tl.reshape(tl.permute(panels, [3, 1, 0, 2, 4]), [CHUNK, PADDED])
+
+
+@triton.jit
+def _contribution(
+    chunk,
+    source,
+    items,
+    partial,
+    wide,
+    row,
+    head,
+    inside,
+    scale,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    SUMS_DIM: tl.constexpr,
+    HAS_PANELS: tl.constexpr,
+    ONLY_INPUT: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """[16, dim] of one contribution, in the accumulator dtype."""
+    at = tl.load(source + S_AT)
+    of_row = tl.load(source + S_ROW)
+    column = tl.arange(0, PADDED)[None, :]
+    place = row[:, None] * tl.multiple_of(of_row, VECTOR) + head * DIM + column
+    place += tl.multiple_of(at, VECTOR)
+    value = tl.zeros([CHUNK, PADDED], wide.dtype.element_ty)
+    if ONLY_INPUT:
+        value = tl.load(items + place, mask=inside, other=0.0).to(wide.dtype.element_ty)
+    else:
+        form = tl.load(source + S_FORM)
+        if form == INPUT:
+            value = tl.load(items + place, mask=inside, other=0.0).to(wide.dtype.element_ty)
+        elif form == PARTIAL:
+            value = tl.load(partial + place, mask=inside, other=0.0).to(wide.dtype.element_ty)
+        elif form == WIDE:
+            value = tl.load(wide + place, mask=inside, other=0.0)
+        elif HAS_PANELS:
+            first_row = tl.load(source + S_PANEL_ROW)
+            first_row += tl.load(chunk + T_SKIPPED) - tl.load(chunk + T_SHIFT)
+            flat, known = _panel_places(first_row, SUMS_DIM, PADDED)
+            sums = wide + tl.multiple_of(at + head.to(tl.int64) * of_row, 16) + flat
+            loaded = tl.load(sums, mask=known, other=0.0)
+            value = _rows_of_panels(loaded, PADDED)
+            if tl.load(source + S_CLEARED) != 0:
+                tl.store(sums, tl.zeros_like(loaded), mask=known)
+        if tl.load(source + S_SCALED) != 0:
+            value = value * scale
+    return value
+
+
+@triton.jit
+def _merged(total, scores, value, new):
+    """Both outputs by their shares of the joint one, and its log-sum-exp. Rows that attended
+    nothing have log-sum-exp −∞ and share 0, also when both sides have."""
+    top = tl.maximum(scores, new)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    share, new_share = tl.exp(scores - top), tl.exp(new - top)
+    both = share + new_share
+    some = tl.where(both > 0, both, 1.0)
+    total = total * (share / some)[:, None] + value * (new_share / some)[:, None]
+    return total, tl.where(both > 0, top + tl.log(some), float("-inf"))
+
+
+@triton.jit
+def _store_rows(
+    chunk,
+    partial,
+    result_0,
+    result_1,
+    result_2,
+    stride_0,
+    stride_1,
+    stride_2,
+    total,
+    row,
+    head,
+    inside,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Into a message, or one of the caller's results."""
+    result = tl.load(chunk + T_RESULT)
+    to = tl.load(chunk + T_AT)
+    column = tl.arange(0, PADDED)[None, :]
+    place = (tl.load(chunk + T_HEAD) + head) * DIM + column
+    to_row = (to + row)[:, None]
+    if result < 0:
+        message = partial + tl.multiple_of(to, VECTOR) + head * DIM + column
+        message += row[:, None] * tl.multiple_of(tl.load(chunk + T_HEADS) * DIM, VECTOR)
+        tl.store(message, total.to(partial.dtype.element_ty), mask=inside)
+    elif result == 0:
+        own = result_0 + to_row * tl.multiple_of(stride_0, VECTOR) + place
+        tl.store(own, total.to(result_0.dtype.element_ty), mask=inside)
+    elif result == 1:
+        own = result_1 + to_row * tl.multiple_of(stride_1, VECTOR) + place
+        tl.store(own, total.to(result_1.dtype.element_ty), mask=inside)
+    else:
+        own = result_2 + to_row * tl.multiple_of(stride_2, VECTOR) + place
+        tl.store(own, total.to(result_2.dtype.element_ty), mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=["stride_0", "stride_1", "stride_2", "scale", "lse_row", "lse_head"],
+    do_not_specialize_on_alignment=["lse"],
+)
+def _combine(
+    targets,
+    sources,
+    items,
+    partial,
+    wide,
+    result_0,
+    result_1,
+    result_2,
+    lse,
+    stride_0,
+    stride_1,
+    stride_2,
+    lse_row,
+    lse_head,
+    scale,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    SUMS_DIM: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    HAS_PANELS: tl.constexpr,
+    ONLY_INPUT: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """One chunk of up to 16 rows of one head. Row i of the block is row i − shift of the chunk,
+    so that sums in panels are loaded as they lie."""
+    chunk = targets + tl.program_id(0).to(tl.int64) * TARGET_WIDTH
+    head = tl.program_id(1)
+    if head < tl.load(chunk + T_HEADS):
+        row = tl.arange(0, CHUNK) - tl.load(chunk + T_SHIFT)
+        exists = (row >= 0) & (row < tl.load(chunk + T_COUNT))
+        row = row + tl.load(chunk + T_SKIPPED)  # of the entry
+        column = tl.arange(0, PADDED)[None, :]
+        inside = exists[:, None] & (column < DIM)
+        total = tl.zeros([CHUNK, PADDED], wide.dtype.element_ty)
+        scores = tl.full([CHUNK], float("-inf"), wide.dtype.element_ty)
+        first = tl.load(chunk + T_FIRST)
+        for i in range(tl.load(chunk + T_NUM)):
+            source = sources + (first + i) * SOURCE_WIDTH
+            value = _contribution(
+                chunk, source, items, partial, wide, row, head, inside, scale,
+                DIM, PADDED, SUMS_DIM, HAS_PANELS, ONLY_INPUT, VECTOR,
+            )  # fmt: skip
+            if HAS_LSE:
+                theirs = wide + tl.load(source + S_LSE) + row * tl.load(source + S_LSE_ROW)
+                theirs += head * tl.load(source + S_LSE_HEAD)
+                new = tl.load(theirs, mask=exists, other=float("-inf"))
+                total, scores = _merged(total, scores, value, new)
+            else:
+                total += value
+        _store_rows(
+            chunk, partial, result_0, result_1, result_2, stride_0, stride_1, stride_2, total, row,
+            head, inside, DIM, PADDED, VECTOR,
+        )  # fmt: skip
+        if HAS_LSE:
+            to = tl.load(chunk + T_AT)
+            if tl.load(chunk + T_RESULT) < 0:
+                own = tl.load(chunk + T_LSE) + row * tl.load(chunk + T_HEADS) + head
+                tl.store(wide + own, scores, mask=exists)
+            else:
+                own = (to + row) * lse_row + (tl.load(chunk + T_HEAD) + head) * lse_head
+                tl.store(lse + own, scores, mask=exists)
+
+
+@triton.jit(
+    do_not_specialize=["dout_stride", "out_stride", "lse_row", "lse_head"],
+    do_not_specialize_on_alignment=["lse"],
 )
 def _row_sums(
+    table,
+    wide,
     dout,
     out,
-    delta,
-    num_rows,
-    delta_stride,
+    lse,
     dout_stride,
     out_stride,
-    delta_row_stride,
-    DOUT_HEAD: tl.constexpr,
-    OUT_HEAD: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
+    lse_row,
+    lse_head,
     DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    HEADS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    PADDED: tl.constexpr,
+    LOG2: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    column = tl.arange(0, COLUMNS)
-    of_head = (row[:, None] < num_rows) & (head[None, :] < NUM_HEADS)
-    inside = of_head[:, :, None] & (column[None, None, :] < DIM)
-    rows, heads, columns = row[:, None, None], head[None, :, None], column[None, None, :]
-    sum_dtype = delta.dtype.element_ty
-    left = tl.load(dout + rows * dout_stride + heads * DOUT_HEAD + columns, mask=inside, other=0.0)
-    right = tl.load(out + rows * out_stride + heads * OUT_HEAD + columns, mask=inside, other=0.0)
-    total = tl.sum(left.to(sum_dtype) * right.to(sum_dtype), axis=2)
-    where = delta + row[:, None] * delta_row_stride + head[None, :].to(tl.int64) * delta_stride
-    tl.store(where, total, mask=of_head)
+    """One chunk of up to 16 rows of one head."""
+    chunk = table + tl.program_id(0).to(tl.int64) * ROW_SUM_WIDTH
+    own_head = tl.program_id(1)
+    if own_head < tl.load(chunk + R_HEADS):
+        head = tl.load(chunk + R_HEAD) + own_head
+        step = tl.arange(0, CHUNK).to(tl.int64)
+        exists = step < tl.load(chunk + R_COUNT)
+        row = tl.load(chunk + R_ROW) + step
+        column = tl.arange(0, PADDED)[None, :]
+        inside = exists[:, None] & (column < DIM)
+        place = row[:, None] * tl.multiple_of(dout_stride, VECTOR) + head * DIM + column
+        left = tl.load(dout + place, mask=inside, other=0.0)
+        place = row[:, None] * tl.multiple_of(out_stride, VECTOR) + head * DIM + column
+        right = tl.load(out + place, mask=inside, other=0.0)
+        sums = tl.sum(left.to(wide.dtype.element_ty) * right.to(wide.dtype.element_ty), axis=1)
+        scores = tl.load(lse + row * lse_row + head * lse_head, mask=exists, other=float("inf"))
+        if LOG2:
+            scores = tl.where(scores == float("-inf"), 0.0, scores * TO_LOG2)
+        to = own_head * tl.load(chunk + R_STRIDE) + step
+        stored = step < tl.load(chunk + R_PADDED)
+        tl.store(wide + tl.load(chunk + R_DELTA) + to, sums, mask=stored)
+        tl.store(wide + tl.load(chunk + R_LSE) + to, scores, mask=stored)
+
+
+# Compiled kernels of a table's launches, by how the caller's tensors are aligned.
+Handles = dict[tuple[int, ...], Any]
+
+
+def _launch(
+    kernel: Any, handles: Handles, key: tuple[int, ...], grid: tuple[int, int], args: list[Any]
+) -> None:
+    """`kernel[grid](*args)`. Triton takes some 50 µs of host time to find what it compiled; it is
+    asked once for each kind of launch of a table."""
+    handle = handles.get(key)
+    if handle is None:
+        handles[key] = kernel[grid](*args, num_warps=WARPS)
+    else:
+        handle[(*grid, 1)](*args)
+
+
+def _alignments(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple(x.data_ptr() % VECTOR_BYTES for x in tensors)
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
-    """Chunks `first` to `first + count` of an index array int64[chunks, 9]: the columns of a
-    segment, how many rows of it lie before the chunk, and how many chunks of the same rows begin
-    here. `chains` has the first of each of these."""
+class CopyTable:
+    """Chunks, the most columns and heads of one, and what their widths have in common."""
 
-    index: Index
-    first: int
+    chunks: Index
     count: int
-    chains: Index
-    first_chain: int
-    num_chains: int
+    most_columns: int
+    most_heads: int
+    vector: int
+    handles: Handles = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class CombineTable:
+    chunks: Index
+    sources: Index
+    count: int
+    most_heads: int
+    sums_dim: int  # 0: no panels
+    has_lse: bool
+    only_input: bool  # all contributions have q's dtype, and none is scaled
+    handles: Handles = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RowSumTable:
+    chunks: Index
+    count: int
+    most_heads: int
+    handles: Handles = field(default_factory=dict)
 
 
 class TritonRowOps:
-    """See `RowOps`."""
+    """See `RowOps`. Tables count bytes; their chunks count items of the dtype that is read."""
 
-    def tables(self, segments: Int64, bounds: Int64, arrays: IndexArrays) -> list[Any]:
-        """Segments are cut into chunks; all tables are parts of one index array."""
-        if len(bounds) < 2:
-            return []
-        pieces = -(-segments[:, COUNT] // CHUNK)
-        before = starts_of(pieces)
-        segment = np.repeat(np.arange(len(segments)), pieces)
-        skipped = (np.arange(before[-1]) - before[segment]) * CHUNK
-        chunks = np.zeros((len(segment), CHUNK_COLUMNS), np.int64)
-        chunks[:, :7] = segments[segment]
-        chunks[:, ROW] += skipped
-        chunks[:, COUNT] = np.minimum(chunks[:, COUNT] - skipped, CHUNK)
-        chunks[:, 7] = skipped
-        ends = before[bounds]
-        chunks, chains = _chained(chunks, np.repeat(np.arange(len(ends) - 1), np.diff(ends)))
-        index, starts = arrays.add(chunks), arrays.add(chains)
-        chain_ends = np.searchsorted(chains, ends).tolist()
-        parts = zip(pairwise(ends.tolist()), pairwise(chain_ends), strict=True)
-        return [Table(index, a, b - a, starts, c, d - c) for (a, b), (c, d) in parts]
+    def copy_table(self, copies: Int64, dtypes: Dtypes, arrays: IndexArrays) -> CopyTable | None:
+        if not len(copies):
+            return None
+        copies = copies.copy()
+        rows = np.isin(copies[:, Copy.KIND], (Kind.ROWS, Kind.ZEROS))
+        size = np.where(rows, dtypes.input.itemsize, dtypes.wide.itemsize)
+        own = copies[:, Copy.SOURCE] == OWN
+        copies[own, Copy.FROM] //= size[own]
+        copies[:, Copy.TO] //= size
+        entry, begin, end = _cut(copies[:, Copy.COUNT], COPY_ROWS)
+        chunks, own = copies[entry], own[entry]
+        chunks[:, Copy.COUNT] = end - begin
+        chunks[:, Copy.FROM] += begin * np.where(own, chunks[:, Copy.FROM_ROW], 1)
+        chunks[:, Copy.TO] += begin * chunks[:, Copy.TO_ROW]
+        widths = copies[rows, Copy.WIDTH]
+        return CopyTable(
+            arrays.add(chunks),
+            len(chunks),
+            int(widths.max(initial=1)),
+            int(copies[~rows, Copy.WIDTH].max(initial=1)),
+            _vector(widths.tolist(), dtypes.input.itemsize),
+        )
 
-    def pack(self, table: Table, rows: Sequence[Tensor], message: Tensor) -> None:
-        _copy_all(table, rows, message, True)
-
-    def unpack(self, table: Table, message: Tensor, rows: Sequence[Tensor]) -> None:
-        _copy_all(table, rows, message, False)
-
-    def merge(
-        self, table: Table, message: Tensor, message_lse: Tensor, out: Sums, lse: Tensor
+    def copy(
+        self, table: CopyTable | None, memory: Memory, given: Sequence[Tensor], lse: Tensor | None
     ) -> None:
-        _merge(table, message, message_lse, [out], lse)
-
-    def add(self, table: Table, message: Tensor, sums: Sequence[Sums]) -> None:
-        _merge(table, message, None, sums, None)
-
-    def row_sums(self, dout: Tensor, out: Tensor, delta: Tensor) -> None:
-        num_rows, heads, dim = out.shape
-        if not num_rows:
+        if table is None:
             return
-        rows, some_heads, columns = _merge_block(heads, dim)
-        _row_sums[(triton.cdiv(num_rows, rows), triton.cdiv(heads, some_heads))](
-            dout, out, delta, num_rows, delta.stride(1), dout.stride(0), out.stride(0),
-            delta.stride(0), _head_stride(dout), _head_stride(out), heads, dim, rows, some_heads,
-            columns, num_warps=WARPS,
-        )  # fmt: skip
+        tensors = [*given, *[memory.input] * (4 - len(given))]
+        per_head = memory.wide if lse is None else lse
+        lse_strides = (0, 0) if lse is None else lse.stride()
+        args = [
+            table.chunks.tensor, memory.input, memory.wide, *tensors, per_head,
+            *(x.stride(0) for x in tensors), *lse_strides,
+            table.vector, COPY_ROWS, COPY_COLUMNS, triton.next_power_of_2(table.most_heads),
+        ]  # fmt: skip
+        grid = (table.count, triton.cdiv(table.most_columns, COPY_COLUMNS))
+        _launch(_copy, table.handles, _alignments(given), grid, args)
+
+    def combine_table(
+        self,
+        targets: Int64,
+        sources: Int64,
+        dtypes: Dtypes,
+        arrays: IndexArrays,
+        *,
+        has_lse: bool,
+    ) -> CombineTable | None:
+        if not len(targets):
+            return None
+        targets, sources = targets.copy(), sources.copy()
+        own, wide = targets[:, Target.RESULT] == OWN, dtypes.wide.itemsize
+        targets[own, Target.AT] //= dtypes.partial.itemsize
+        targets[own, Target.LSE] //= wide
+        sizes = np.asarray([dtypes.input.itemsize, dtypes.partial.itemsize, wide, wide])
+        sources[:, Source.AT] //= sizes[sources[:, Source.FORM]]
+        sources[:, Source.LSE] //= wide
+        if dtypes.partial == dtypes.input:  # one way to read them, without a choice
+            sources[sources[:, Source.FORM] == Form.PARTIAL, Source.FORM] = Form.INPUT
+        plain = (sources[:, Source.FORM] == Form.INPUT) & (sources[:, Source.SCALED] == 0)
+        first, panels = targets[:, Target.FIRST], sources[:, Source.FORM] == Form.PANELS
+        starts = np.zeros(len(targets), np.int64)
+        some = targets[:, Target.NUM] > 0  # panels come first
+        starts[some] = np.where(
+            panels[first[some]], sources[first[some], Source.PANEL_ROW] % CHUNK.value, 0
+        )
+        entry, begin, end = _cut(targets[:, Target.COUNT], CHUNK.value, starts)
+        shift = (starts[entry] + begin) % CHUNK.value
+        chunks = np.concatenate([targets[entry], np.stack([begin, shift], axis=1)], axis=1)
+        chunks[:, Target.COUNT] = end - begin
+        return CombineTable(
+            arrays.add(chunks),
+            arrays.add(sources if len(sources) else np.zeros((1, len(Source)), np.int64)),
+            len(chunks),
+            int(targets[:, Target.HEADS].max()),
+            int(sources[panels, Source.DIM].max(initial=0)),
+            has_lse,
+            has_lse and dtypes.partial == dtypes.input and bool(plain.all()),
+        )
+
+    def combine(
+        self,
+        table: CombineTable | None,
+        memory: Memory,
+        results: Results,
+        dim: int,
+        scale: float,
+    ) -> None:
+        if table is None:
+            return
+        tensors = [*results.rows, *[memory.input] * (3 - len(results.rows))]
+        per_head = memory.wide if results.lse is None else results.lse
+        lse_strides = (0, 0) if results.lse is None else results.lse.stride()
+        size = max(memory.input.element_size(), memory.partial.element_size())
+        args = [
+            table.chunks.tensor, table.sources.tensor, memory.input, memory.partial, memory.wide,
+            *tensors, per_head, *(x.stride(0) for x in tensors), *lse_strides, scale,
+            dim, triton.next_power_of_2(max(COLUMNS, dim, table.sums_dim)),
+            max(COLUMNS, table.sums_dim), table.has_lse, table.sums_dim > 0, table.only_input,
+            _vector([dim], size),
+        ]  # fmt: skip
+        grid = (table.count, table.most_heads)
+        _launch(_combine, table.handles, _alignments(results.rows), grid, args)
+
+    def row_sum_table(self, rows: Int64, dtypes: Dtypes, arrays: IndexArrays) -> RowSumTable | None:
+        if not len(rows):
+            return None
+        rows = rows.copy()
+        rows[:, RowSum.DELTA] //= dtypes.wide.itemsize
+        rows[:, RowSum.LSE] //= dtypes.wide.itemsize
+        entry, begin, end = _cut(rows[:, RowSum.PADDED], CHUNK.value)
+        chunks = rows[entry]
+        chunks[:, RowSum.COUNT] = (chunks[:, RowSum.COUNT] - begin).clip(0, CHUNK.value)
+        chunks[:, RowSum.PADDED] = end - begin
+        for column in (RowSum.ROW, RowSum.DELTA, RowSum.LSE):
+            chunks[:, column] += begin
+        return RowSumTable(arrays.add(chunks), len(chunks), int(rows[:, RowSum.HEADS].max()))
+
+    def row_sums(
+        self,
+        table: RowSumTable | None,
+        memory: Memory,
+        dout: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        base_2: bool,
+    ) -> None:
+        if table is None:
+            return
+        dim, size = out.shape[2], out.element_size()
+        args = [
+            table.chunks.tensor, memory.wide, dout, out, lse, dout.stride(0), out.stride(0),
+            *lse.stride(), dim, triton.next_power_of_2(dim), base_2, _vector([dim], size),
+        ]  # fmt: skip
+        grid = (table.count, table.most_heads)
+        _launch(_row_sums, table.handles, _alignments((dout, out)), grid, args)
 
 
-def _chained(chunks: Int64, table: Int64) -> tuple[Int64, Int64]:
-    """The chunks of every table ordered so that those of the same rows follow each other, in their
-    order, and where such chains begin."""
-    key = np.stack([table, chunks[:, WHICH], chunks[:, ROW]])
-    order = np.lexsort(key[::-1])
-    chunks, key = chunks[order], key[:, order]
-    starts = np.flatnonzero(np.append(True, (np.diff(key) != 0).any(axis=0))[: len(chunks)])
-    chunks[starts, 8] = np.diff(np.append(starts, len(chunks)))
-    return chunks, starts
+def _cut(counts: Int64, size: int, starts: Int64 | int = 0) -> tuple[Int64, Int64, Int64]:
+    """Entries of `counts` rows in pieces that end on multiples of `size`, where an entry begins at
+    `starts`: entry, first row and end of every piece."""
+    starts = np.broadcast_to(np.asarray(starts, np.int64), counts.shape)
+    pieces = -(-(counts + starts) // size) * (counts > 0)
+    entry = np.repeat(np.arange(len(counts)), pieces)
+    number = np.arange(len(entry)) - starts_of(pieces)[entry]
+    begin = np.maximum(number * size - starts[entry], 0)
+    return entry, begin, np.minimum((number + 1) * size - starts[entry], counts[entry])
 
 
-def _copy_all(table: Table, rows: Sequence[Tensor], message: Tensor, packs: bool) -> None:
-    """In one launch where tensors lie alike."""
-    first, last = rows[0], rows[-1]
-    if first.stride() == last.stride():
-        _launch_copy(table, first, message, packs, _gap(first, last), -1)
-        return
-    for which, own in enumerate(rows):
-        _launch_copy(table, own, message, packs, 0, which)
-
-
-def _gap(first: Tensor, second: Tensor) -> int:
-    """Items from one to the other."""
-    return (second.data_ptr() - first.data_ptr()) // first.element_size()
-
-
-def _launch_copy(
-    table: Table, rows: Tensor, message: Tensor, packs: bool, gap: int, only: int
-) -> None:
-    per_head = rows.ndim == 2
-    heads, dim = rows.shape[1], 1 if per_head else rows.shape[2]
-    width, columns = heads * dim, _copy_columns(heads * dim)
-    copy, flat = (_copy_per_head, False) if per_head else (_copy_rows, _head_stride(rows) == dim)
-    copy[(table.count, triton.cdiv(width, columns))](
-        table.index.tensor, table.first, rows, message, rows.stride(1), gap, only, rows.stride(0),
-        width, dim, flat, _vector(width, message, gap), packs, CHUNK, columns, num_warps=WARPS,
-    )  # fmt: skip
-
-
-def _head_stride(rows: Tensor) -> int:
-    """That of a single head does not matter, and may be any number."""
-    return rows.stride(1) if rows.shape[1] > 1 else rows.shape[2]
-
-
-def _merge(
-    table: Table,
-    message: Tensor,
-    message_lse: Tensor | None,
-    sums: Sequence[Sums],
-    lse: Tensor | None,
-) -> None:
-    final, (_, heads, dim) = sums[0].final, sums[0].final.shape
-    assert final.stride() == sums[-1].final.stride(), "two sums in one table lie alike"
-    wide, wide_stride, wide_gap = sums[0].wide, final.stride(0), 0
-    if wide is None:  # no row is WIDE: any memory will do, it is not looked at
-        wide = table.index.tensor.view(accumulator_dtype(final.dtype))
-    else:
-        last = sums[-1].wide
-        assert last is not None, "of two sums, both are wide or none"
-        assert last.stride() == wide.stride(), "two wide sums in one table lie alike"
-        wide_stride, wide_gap = wide.stride(0), _gap(wide, last)
-    rows, some_heads, columns = _merge_block(heads, dim)
-    # Where gradients are added, only the dtype of log-sum-exps counts.
-    scores, strides = (wide, (1, 1)) if lse is None else (lse, lse.stride())
-    gap = _gap(final, sums[-1].final)
-    _merge_rows[(table.num_chains, triton.cdiv(heads, some_heads), CHUNK // rows)](
-        table.index.tensor, table.chains.tensor, table.first_chain, final, wide, scores, message,
-        scores if message_lse is None else message_lse, strides[1], gap, wide_gap,
-        final.stride(0), wide_stride, strides[0], heads, dim, _head_stride(final),
-        lse is not None, _vector(heads * dim, message, gap, wide_gap), rows, some_heads, columns,
-        num_warps=WARPS,
-    )  # fmt: skip
-
-
-def _vector(width: int, message: Tensor, *gaps: int) -> int:
-    """Items that segments of a message, and the second of two tensors, are aligned to."""
-    item = message.element_size()
-    return gcd(width * item, 16, *(gap * item for gap in gaps)) // item
-
-
-@cache
-def _copy_columns(width: int) -> int:
-    return min(int(triton.next_power_of_2(width)), COPY_COLUMNS)
-
-
-@cache
-def _merge_block(heads: int, dim: int) -> tuple[int, int, int]:
-    """Rows, heads and columns of one program: powers of two; rows divide a chunk."""
-    columns = int(triton.next_power_of_2(dim))
-    some_heads = min(int(triton.next_power_of_2(heads)), max(1, MERGE_ITEMS // columns))
-    rows = min(CHUNK, max(1, MERGE_ITEMS // (columns * some_heads)))
-    return rows, some_heads, columns
+def _vector(widths: Sequence[int], item_bytes: int) -> int:
+    """Items that rows of these widths are aligned to, at most 16 bytes of them."""
+    return gcd(VECTOR_BYTES, *(width * item_bytes for width in widths)) // item_bytes or 1
