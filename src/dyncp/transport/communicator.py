@@ -41,11 +41,7 @@ class Communicator:
         self._positions = {member: i for i, member in enumerate(members)}
         self._rank = rank
         self._classes = operations // 2
-
-    @property
-    def most_operations(self) -> int:
-        """Of one grouped call, where all ranks send to all."""
-        return 2 * min(self._classes, len(self.members) - 1)
+        self.largest_call = 0  # sends and receives, so far
 
     def start(
         self, phase: int, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
@@ -67,14 +63,16 @@ class Communicator:
         targets = tuple(self.members[i] for i in part.sends)
         coming = [self._op(dist.irecv, receives[peer], peer, phase) for peer in sources]
         leaving = [self._op(dist.isend, sends[peer], peer, phase) for peer in targets]
+        ops = coming + leaving
+        self.largest_call = max(self.largest_call, len(ops))
         try:
-            works = dist.batch_isend_irecv(coming + leaving)
+            works = dist.batch_isend_irecv(ops)
         except RuntimeError as error:
             raise TransportError(
                 f"rank {self._rank} could not start its messages of phase {phase} {self.name} "
                 f"machines, with {ranks_text({*sources, *targets})}: {error}"
             ) from error
-        if len(works) < len(coming) + len(leaving):  # NCCL: one work for the whole call
+        if len(works) < len(ops):  # NCCL: one work for the whole call
             return [Started(work, sources, targets) for work in works]
         ends = [((peer,), ()) for peer in sources] + [((), (peer,)) for peer in targets]
         return [Started(work, *end) for work, end in zip(works, ends, strict=True)]
