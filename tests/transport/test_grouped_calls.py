@@ -25,29 +25,50 @@ Pair = tuple[int, int]
 NUM_PHASES = 6
 
 
+HOW = ["gloo", "blocking", "joined"]
+
+
+class Joined:
+    """One work for a whole call, as NCCL returns it."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> bool:
+        return all(work.wait(timedelta(seconds=20)) for work in self._works)
+
+
 class Done:
     """What a blocking call returns."""
 
-    def wait(self, limit: timedelta | None = None) -> bool:
+    def wait(self, limit: timedelta) -> bool:
         return True
 
 
 @contextmanager
-def recorded_calls(blocking: bool) -> Iterator[list[tuple[str, int]]]:
-    """Group and number of operations of every grouped call. A blocking call returns when its
-    messages are through, which is the least that may go on at once over NCCL: what ends so cannot
-    deadlock. Gloo sends nothing before the receiver is there."""
+def recorded_calls(how: str) -> Iterator[list[tuple[str, int]]]:
+    """Group and number of operations of every grouped call. "joined" calls return what NCCL's do.
+    "blocking" ones return when their messages are through, which is the least that may go on at
+    once over NCCL: what ends so cannot deadlock. (Gloo sends nothing before the receiver is there.)
+    """
     calls, start = [], dist.batch_isend_irecv
 
     def batch_isend_irecv(ops: list[Any]) -> list[Any]:
         calls.append((ops[0].group.group_name, len(ops)))
         works = start(ops)
-        for work in works if blocking else ():
-            work.wait(timedelta(seconds=20))
-        return [Done() for _ in works] if blocking else works
+        if how == "blocking":
+            Joined(works).wait()
+            return [Done() for _ in works]
+        return [Joined(works)] if how == "joined" else works
 
     with mock.patch.object(dist, "batch_isend_irecv", batch_isend_irecv):
         yield calls
+
+
+def transport_of(how: str, settings: dict[str, Any]) -> Distributed:
+    transport = Distributed(timeout=30, **settings)
+    transport.on_gpu = how == "joined"  # waits as for NCCL
+    return transport
 
 
 def pairs_of(phase: int, num_ranks: int) -> set[Pair]:
@@ -67,10 +88,10 @@ def message(sender: int, receiver: int, phase: int) -> Tensor:
     return (torch.arange(length) + start).remainder(251).to(torch.uint8)
 
 
-def exchange(rank: int, num_ranks: int, blocking: bool, settings: dict[str, Any]) -> Any:
+def exchange(rank: int, num_ranks: int, how: str, settings: dict[str, Any]) -> Any:
     """Runs all phases twice, waits in another order than launched, and checks what came."""
-    transport = Distributed(timeout=30, **settings)
-    with recorded_calls(blocking) as calls:
+    transport = transport_of(how, settings)
+    with recorded_calls(how) as calls:
         for _ in range(2):
             _run_phases(transport, rank, num_ranks)
     names = [(one.name, one.group.group_name) for one in transport.communicators]
@@ -92,7 +113,7 @@ def _run_phases(transport: Distributed, rank: int, num_ranks: int) -> None:
     channel.finish()
 
 
-@pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize(
     ("num_ranks", "settings"),
     [
@@ -103,8 +124,8 @@ def _run_phases(transport: Distributed, rank: int, num_ranks: int) -> None:
         (4, {"ranks_per_machine": 1}),
     ],
 )
-def test_every_message_arrives_in_calls_below_the_limit(num_ranks, settings, blocking):
-    results = run_ranks(exchange, num_ranks, num_ranks, blocking, settings)
+def test_every_message_arrives_in_calls_below_the_limit(num_ranks, settings, how):
+    results = run_ranks(exchange, num_ranks, num_ranks, how, settings)
     limit = settings.get("grouped_operations", 128)
     for calls, _, _ in results:
         assert max(operations for _, operations in calls) <= limit
@@ -115,7 +136,7 @@ def test_every_message_arrives_in_calls_below_the_limit(num_ranks, settings, blo
 def test_there_are_two_communicators_and_no_unused_one():
     def names(num_ranks: int, per_machine: int | None) -> set[tuple[str, ...]]:
         settings = {"ranks_per_machine": per_machine}
-        results = run_ranks(exchange, num_ranks, num_ranks, False, settings)
+        results = run_ranks(exchange, num_ranks, num_ranks, "gloo", settings)
         return {tuple(name for name, _ in names) for _, names, _ in results}
 
     assert names(4, 2) == {("inside", "between")}
@@ -125,7 +146,7 @@ def test_there_are_two_communicators_and_no_unused_one():
 
 def test_calls_inside_machines_come_first_in_every_phase_on_every_rank():
     settings = {"grouped_operations": 128, "ranks_per_machine": 2}
-    for rank, (calls, names, machines) in enumerate(run_ranks(exchange, 4, 4, False, settings)):
+    for rank, (calls, names, machines) in enumerate(run_ranks(exchange, 4, 4, "gloo", settings)):
         assert machines == (0, 0, 1, 1)
         own = [name for group, _ in calls for name, one in names if one == group]
         expected = []
@@ -201,10 +222,10 @@ def make_case() -> Case:
     return Case(batch, plan_batch(batch, Topology(2, 3), shape, config), shape, 3)
 
 
-def attend(rank: int, blocking: bool, settings: dict[str, Any]) -> tuple[list[np.ndarray], int]:
-    case, transport = make_case(), Distributed(timeout=60, **settings)
+def attend(rank: int, how: str, settings: dict[str, Any]) -> tuple[list[np.ndarray], int]:
+    case, transport = make_case(), transport_of(how, settings)
     step = DCPExecutor(transport=transport).prepare(case.plan.parts[rank])
-    with recorded_calls(blocking) as calls:
+    with recorded_calls(how) as calls:
         rows = run_step(step, case, "default", Tensors.draw(case))
     assert {group for group, _ in calls} == {
         one.group.group_name for one in transport.communicators
@@ -212,10 +233,10 @@ def attend(rank: int, blocking: bool, settings: dict[str, Any]) -> tuple[list[np
     return [value.numpy() for value in rows], max(operations for _, operations in calls)
 
 
-@pytest.mark.parametrize("blocking", [False, True])
-def test_an_executor_has_the_bits_of_virtual_ranks_whatever_the_groups(blocking):
+@pytest.mark.parametrize("how", HOW)
+def test_an_executor_has_the_bits_of_virtual_ranks_whatever_the_groups(how):
     case, settings = make_case(), {"grouped_operations": 2, "ranks_per_machine": 3}
-    results = run_ranks(attend, 6, blocking, settings)
+    results = run_ranks(attend, 6, how, settings)
     assert {most for _, most in results} <= {1, 2}
     order, virtual = (
         batch_order(case.plan.parts[0]),
