@@ -91,10 +91,8 @@ def _wait_for_device(world: World, limit: float) -> None:
     """On a GPU only the stream has waited so far."""
     if world.device.type != "cuda":
         return
-    done, deadline = (
-        torch.cuda.current_stream(world.device).record_event(),
-        time.monotonic() + limit,
-    )
+    done = torch.cuda.current_stream(world.device).record_event()
+    deadline = time.monotonic() + limit
     while not done.query():
         if time.monotonic() > deadline:
             raise TransportError(
