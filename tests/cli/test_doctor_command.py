@@ -104,6 +104,9 @@ def test_real_ranks_are_checked_together():
     assert found["plan"]["ranks"] == 2
     assert not found["plan"]["virtual"]
     assert found["plan"]["bytes_moved"] > 0
+    assert found["groups"]["communicators"] == {"inside": 2}
+    assert found["groups"]["operations"] == 2
+    assert [one["name"] for one in found["findings"]] == ["versions", "links", "groups", "plan"]
     [[none, rate], _] = found["bytes_per_second"]
     assert none is None
     assert rate > 1e6

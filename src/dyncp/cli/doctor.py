@@ -1,4 +1,4 @@
-"""`dyncp doctor`: looks at devices, links and one plan; its JSON goes into an issue."""
+"""`dyncp doctor`: looks at devices, links, groups and one plan; its JSON goes into an issue."""
 
 import json
 import sys
@@ -95,7 +95,7 @@ def _matrix(matrix: list[list[float | None]] | None) -> Iterator[str]:
 
 command = Command(
     name="doctor",
-    summary="check devices, links and one plan, and print what to paste into an issue",
+    summary="check devices, links, groups and one plan, and print what to paste into an issue",
     examples=(
         "dyncp doctor",
         "torchrun --nproc-per-node 8 -m dyncp doctor --json",

@@ -1,4 +1,5 @@
-"""Doctor: what is installed, what the ranks see of each other, and whether a plan runs right."""
+"""Doctor: what is installed, what the ranks see of each other, whether all of them can send to all,
+and whether a plan runs right."""
 
 import logging
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from dyncp.measure.environment import (
     describe_versions,
     peer_access,
 )
+from dyncp.measure.group_check import GroupCheck, check_groups
 from dyncp.measure.links import bandwidth_matrix
 from dyncp.measure.plan_check import PlanCheck, check_plan
 from dyncp.measure.world import World
@@ -35,6 +37,9 @@ class Finding:
     name: str
     passed: bool
     sentence: str
+
+
+NOT_RUN = Finding("plan", False, "not run: the grouped calls between ranks have to work first")
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,14 +66,19 @@ def diagnose(world: World, kernel: str = "auto", tell: Tell = lambda _: None) ->
         "device": str(world.device),
     }
     findings = [_same_versions(facts["versions"], world)]
-    matrix = None
+    matrix, groups, in_groups = None, None, True
     if world.num_ranks > 1:
         tell("messages between ranks ...")
         matrix = bandwidth_matrix(world, MESSAGE_BYTES[world.device.type], tell)
         findings.append(_links(matrix, world))
+        tell("all ranks to all ranks in grouped calls ...")
+        finding, groups = _groups(world)
+        findings.append(finding)
+        in_groups = all(one.passed for one in _of_all_ranks([finding], world))
     facts["bytes_per_second"] = matrix
+    facts["groups"] = None if groups is None else asdict(groups)
     tell("one plan against dense attention ...")
-    finding, check = _plan(world, kernel)
+    finding, check = _plan(world, kernel) if in_groups else (NOT_RUN, None)
     findings.append(finding)
     facts["plan"] = None if check is None else asdict(check)
     reason = reason_for(kernel, world.device)
@@ -140,13 +150,37 @@ def _links(matrix: list[list[float | None]], world: World) -> Finding:
     )
 
 
+def _groups(world: World) -> tuple[Finding, GroupCheck | None]:
+    try:
+        check = check_groups(world)
+    except Exception as error:
+        logger.debug("the grouped calls failed", exc_info=True)
+        text = f"not all ranks could send to all: {_first_line(error)}"
+        return Finding("groups", False, text), None
+    groups = " and ".join(f"{name} ({ranks})" for name, ranks in check.communicators.items())
+    text = (
+        f"all {check.ranks} ranks sent to all over {check.backend}, {check.phases} phases at once: "
+        f"up to {check.operations} operations in a grouped call, {check.limit} are allowed; "
+        f"{check.machines} machine{'s' if check.machines > 1 else ''}, "
+        f"communicators (ranks): {groups}"
+    )
+    if check.passed:
+        return Finding("groups", True, text), check
+    sender, phase = check.wrong[0]
+    return Finding(
+        "groups",
+        False,
+        f"what came from rank {sender} in phase {phase} is not what it sent "
+        f"({len(check.wrong)} such messages): do not train over this network",
+    ), check
+
+
 def _plan(world: World, kernel: str) -> tuple[Finding, PlanCheck | None]:
     try:
         check = check_plan(world, kernel)
     except Exception as error:  # a doctor reports what is broken
         logger.debug("the plan failed", exc_info=True)
-        first = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        text = f"a small plan could not run: {type(error).__name__}: {first}"
+        text = f"a small plan could not run: {_first_line(error)}"
         return Finding("plan", False, text), None
     kind = "virtual" if check.virtual else "real"
     worst = max(check.errors.values())
@@ -159,3 +193,8 @@ def _plan(world: World, kernel: str) -> tuple[Finding, PlanCheck | None]:
     return Finding(
         "plan", False, f"{text}, allowed is {check.tolerance:.0e}: do not train with it"
     ), check
+
+
+def _first_line(error: Exception) -> str:
+    first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+    return f"{type(error).__name__}: {first}"
