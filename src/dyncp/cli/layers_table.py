@@ -13,13 +13,15 @@ COLUMNS = (
     ("wall / theirs", "wall_over_kernels", 1, 3),
     ("× plain", "wall_over_plain", 1, 3),
 )
-WIDTH = max(len(heading) for heading, *_ in COLUMNS) + 1
+WIDTHS = tuple(max(9, len(heading) + 2) for heading, *_ in COLUMNS)
 NAMES = {"dyncp": "dyncp", "plain": "plain", "none": "no attention"}
 
 
 def draw_layers(found: Mapping[str, Any], lengths: Mapping[str, Sequence[int]]) -> Iterator[str]:
     """Three lines for every rank, then worst and mean over ranks."""
-    headings = "".join(f"{heading:>{WIDTH}}" for heading, *_ in COLUMNS)
+    headings = "".join(
+        f"{heading:>{width}}" for (heading, *_), width in zip(COLUMNS, WIDTHS, strict=True)
+    )
     for group in found["summary"]:
         sample, mask = group["sample"], group["mask"]
         rows = [row for row in found["rows"] if (row["sample"], row["mask"]) == (sample, mask)]
@@ -29,7 +31,7 @@ def draw_layers(found: Mapping[str, Any], lengths: Mapping[str, Sequence[int]]) 
             f"{sample} ({count} sequence{'s' if count > 1 else ''}), {mask}, plan by "
             f"{rows[0]['solver']}"
         )
-        yield f"{'':<28}{'':<14}{'tokens':>9}{'Mpairs':>9}{headings}"
+        yield f"{'':<36}{'':<14}{'tokens':>9}{'Mpairs':>9}{headings}"
         for row in rows:
             yield from _rank(row)
         yield from _summary(group["attention"])
@@ -37,19 +39,15 @@ def draw_layers(found: Mapping[str, Any], lengths: Mapping[str, Sequence[int]]) 
 
 
 def _rank(row: Mapping[str, Any]) -> Iterator[str]:
-    plain = row["attention"]["plain"]["implementation"]
+    by_kind = row["attention"]
     labels = (
         f"rank {row['rank']} ({row['why']})",
-        f"  {row['messages']} messages",
-        f"  {plain}: {row['plain_documents']}",
+        f"  {by_kind['plain']['implementation']}: {row['plain_documents']}",
+        f"  {row['messages']} messages a layer",
     )
-    # What a label is about stands beside it where it can: messages are dyncp's, documents plain's.
-    order = (labels[0], labels[2], labels[1])
-    for label, (kind, measured) in zip(order, row["attention"].items(), strict=True):
-        yield (
-            f"{label:<28}{NAMES[kind]:<14}{row['tokens']:>9,}{1e-6 * measured['pairs']:>9.2f}"
-            + _numbers(measured)
-        )
+    for label, (kind, measured) in zip(labels, by_kind.items(), strict=True):
+        pairs = f"{1e-6 * measured['pairs']:>9.2f}" if measured["pairs"] else f"{'–':>9}"
+        yield f"{label:<36}{NAMES[kind]:<14}{row['tokens']:>9,}{pairs}" + _numbers(measured)
 
 
 def _summary(by_kind: Mapping[str, Any]) -> Iterator[str]:
@@ -57,14 +55,14 @@ def _summary(by_kind: Mapping[str, Any]) -> Iterator[str]:
         for kind, columns in by_kind.items():
             label = f"{which} of ranks" if kind == "dyncp" else ""
             values = {key: None if of is None else of[which] for key, of in columns.items()}
-            yield f"{label:<28}{NAMES[kind]:<14}{'':>9}{'':>9}" + _numbers(values)
+            yield f"{label:<36}{NAMES[kind]:<14}{'':>9}{'':>9}" + _numbers(values)
 
 
 def _numbers(measured: Mapping[str, float | None]) -> str:
     text = ""
-    for _, key, factor, digits in COLUMNS:
+    for (_, key, factor, digits), width in zip(COLUMNS, WIDTHS, strict=True):
         value = measured[key]
-        text += f"{'–':>{WIDTH}}" if value is None else f"{factor * value:>{WIDTH},.{digits}f}"
+        text += f"{'–':>{width}}" if value is None else f"{factor * value:>{width},.{digits}f}"
     return text
 
 

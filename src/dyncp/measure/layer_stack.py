@@ -89,7 +89,7 @@ class Layer(nn.Module):
 
     def _attention(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         q, k, v = (
-            linear(x, weight).unflatten(-1, (-1, self.head_dim))
+            linear(x, weight).view(len(x), -1, self.head_dim)
             for weight in (self.to_q, self.to_k, self.to_v)
         )
         out = attend(rotate(q, rotation), rotate(k, rotation), v)

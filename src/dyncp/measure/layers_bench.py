@@ -26,7 +26,7 @@ from dyncp.measure.stack_cases import (
     rank_cases,
     stack_run,
 )
-from dyncp.measure.steady import profile_steady, time_steady
+from dyncp.measure.steady import Kernels, has_profiler, profile_steady, time_steady
 from dyncp.measure.timing import Repeats, Run
 from dyncp.planner import Task, choose, lower_choice
 
@@ -57,8 +57,10 @@ def bench_layers(setting: LayersSetting, tell: Tell = lambda _: None) -> dict[st
     cases = _plan_all(setting, tell)
     bench = _Bench(setting, cases, tell)
     steady, reasons = bench.measure("time", time_steady)
-    kernels, later = bench.measure("kernels", profile_steady, skip=reasons)
-    reasons |= later
+    kernels: dict[Key, Kernels] = {}
+    if has_profiler(setting.stack.device):
+        kernels, failed = bench.measure("kernels", profile_steady, skip=reasons)
+        reasons |= failed
     rows = [
         describe_case(
             case,

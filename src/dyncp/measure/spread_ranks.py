@@ -1,5 +1,6 @@
 """Ranks of a plan that stand for all: those that differ most, and one in the middle."""
 
+import logging
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -7,6 +8,8 @@ import numpy as np
 from dyncp.arrays import Float64
 from dyncp.blocks import DEFAULT_MASK, Direction
 from dyncp.plan import Plan, RankPlan
+
+logger = logging.getLogger(__name__)
 
 
 def num_messages(part: RankPlan) -> int:
@@ -41,10 +44,13 @@ def spread_ranks(plan: Plan, pairs: Float64) -> dict[int, str]:
 
 
 def named_ranks(plan: Plan, ranks: Sequence[int]) -> dict[int, str]:
-    """Ranks that were asked for."""
+    """Ranks that were asked for; those without tokens are left out."""
+    found = {}
     for rank in ranks:
         if not 0 <= rank < plan.num_ranks:
             raise ValueError(f"rank is {rank}; the plan has ranks 0 to {plan.num_ranks - 1}")
-        if not plan.parts[rank].local_tokens:
-            raise ValueError(f"rank {rank} has no tokens in this plan; ask for another one")
-    return dict.fromkeys(ranks, "asked for")
+        if plan.parts[rank].local_tokens:
+            found[rank] = "asked for"
+        else:
+            logger.warning("rank %d has no tokens in the plan by %s", rank, plan.parts[0].solver)
+    return found

@@ -62,10 +62,13 @@ def _host(run: Run, device: torch.device, repeats: Repeats) -> float:
     return statistics.median(seconds)
 
 
-def profile_steady(run: Run, device: torch.device, repeats: Repeats) -> Kernels | None:
-    """The kernels of `run`; None where there is no GPU."""
-    if device.type != "cuda":
-        return None
+def has_profiler(device: torch.device) -> bool:
+    """Whether kernels on this device can be told apart from the host."""
+    return device.type == "cuda"
+
+
+def profile_steady(run: Run, device: torch.device, repeats: Repeats) -> Kernels:
+    """The kernels of `run` on a GPU."""
     for _ in range(repeats.warm_up):
         run()
 

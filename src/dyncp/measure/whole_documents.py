@@ -57,7 +57,7 @@ def _by_sdpa(documents: WholeDocuments, device: torch.device) -> Attend:
         return _after_others(documents, device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        cut = (x.split(documents.lengths) for x in (q, k, v))
+        cut = (torch.split(x, list(documents.lengths)) for x in (q, k, v))
         return torch.cat([_sdpa(*rows, is_causal=True) for rows in zip(*cut, strict=True)])
 
     return attend
