@@ -13,7 +13,7 @@ COLUMNS = (
     ("wall / theirs", "wall_over_kernels", 1, 3),
     ("× plain", "wall_over_plain", 1, 3),
 )
-WIDTHS = tuple(max(9, len(heading) + 2) for heading, *_ in COLUMNS)
+WIDTHS = tuple(max(10, len(heading) + 2) for heading, *_ in COLUMNS)
 NAMES = {"dyncp": "dyncp", "plain": "plain", "none": "no attention"}
 
 
