@@ -45,10 +45,11 @@ bench-planner: $(READY)
 bench-loader: $(READY)  ## step time with and without look-ahead
 	$(BIN)/python -m benchmarks.loader
 
-bench-gpu: $(READY)  ## kernels, plans of 32 virtual ranks and 50 batches on one GPU
+bench-gpu: $(READY)  ## kernels, plans of 32 virtual ranks, layers and 50 batches on one GPU
 	$(BIN)/dyncp bench kernels
 	$(BIN)/dyncp calibrate --kernel flash4:fast --save h200.json
 	$(BIN)/dyncp bench attention --kernel flash4:fast --profile h200.json --methods auto,zigzag
+	$(BIN)/dyncp bench layers --kernel flash4:fast --profile h200.json
 	$(BIN)/python -m benchmarks.gpu_steps
 
 soak: $(READY)  ## 1,000 batches on 4 processes while planning goes wrong

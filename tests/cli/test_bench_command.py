@@ -20,7 +20,7 @@ def run(capsys, *words: str) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("what", ["kernels", "attention"])
+@pytest.mark.parametrize("what", ["kernels", "attention", "layers"])
 def test_each_bench_has_help_with_an_example(capsys, what):
     with pytest.raises(SystemExit) as stopped:
         main(["bench", what, "--help"])
@@ -84,6 +84,53 @@ def test_the_attention_table_has_a_line_per_method_and_direction(capsys, tmp_pat
     assert "predicted − measured" in out
 
 
+LAYERS = [
+    *("bench", "layers", "--device", "cpu", "--repeats", "2", "--tokens", "1200"),
+    *("--layers", "1", "--sample", "ldc_x0.05:0,uniform:40", "--masks", "causal,lambda_shaped"),
+]
+
+
+def test_layers_are_measured_with_our_attention_plain_attention_and_none(capsys, tmp_path):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 9, "num_attention_heads": 2}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(sizes | {"intermediate_size": 48, "vocab_size": 99}))
+    words = [*LAYERS, "--model", str(config), "--rank", "1,3", "--kernel", "cpu", "--graphs", "off"]
+    found = json.loads(run(capsys, *words, "--json"))
+    assert found["shape"]["q_heads"] == found["shape"]["kv_heads"] == 2
+    assert (found["model"]["hidden"], found["model"]["layers"]) == (32, 1)
+    assert (found["machines"], found["ranks_per_machine"]) == (1, 4)
+    assert [(row["sample"], row["mask"], row["rank"]) for row in found["rows"]] == [
+        (sample, mask, rank)
+        for sample in ("ldc_x0.05:0", "uniform:40")
+        for mask in ("causal", "lambda_shaped")
+        for rank in (1, 3)
+    ]
+    for row in found["rows"]:
+        measured = row["attention"]
+        assert [one["implementation"] for one in measured.values()] == ["dyncp", "sdpa", "none"]
+        for one in measured.values():
+            assert 0 < one["wall_seconds"] == one["host_seconds"]
+            assert one["busy_share"] is one["kernels"] is one["kernel_seconds"] is None  # no GPU
+            ratio = one["wall_seconds"] / measured["plain"]["wall_seconds"]
+            assert one["wall_over_plain"] == pytest.approx(ratio)
+    for group in found["summary"]:
+        rows = [row for row in found["rows"] if row["sample"] == group["sample"]]
+        rows = [row["attention"]["dyncp"] for row in rows if row["mask"] == group["mask"]]
+        walls = [row["wall_seconds"] for row in rows]
+        mean = pytest.approx(sum(walls) / 2)
+        assert group["attention"]["dyncp"]["wall_seconds"] == {"worst": max(walls), "mean": mean}
+
+
+def test_the_layers_table_has_three_lines_per_rank_and_worst_and_mean(capsys):
+    out = run(capsys, *LAYERS, "--masks", "causal", "--rank", "0,2").splitlines()
+    assert "kernel auto (cpu), graphs auto; 1 layers: hidden 256" in out[0]
+    headings = ("wall ms", "busy", "host", "kernels", "their ms", "wall / theirs", "× plain")
+    assert sum(all(heading in line for heading in headings) for line in out) == 2
+    for start, count in (("rank 0 (asked", 2), ("  sdpa: ", 4), ("worst of", 2), ("mean of", 2)):
+        assert sum(line.startswith(start) for line in out) == count
+    assert sum("no attention" in line for line in out) == 8
+
+
 def test_real_ranks_are_measured_beside_the_prediction():
     done = run_under_torchrun([*ATTENTION, "--methods", "auto,zigzag", "--json"])
     assert done.returncode == 0, done.stderr
@@ -116,6 +163,15 @@ def test_real_ranks_are_measured_beside_the_prediction():
         (["attention", "--raw", "/no/folder/raw.json"], "the folder /no/folder does not exist"),
         (["attention", "--tokens", "0"], "--tokens is 0; a batch needs at least 1"),
         (["attention", "--kernel", "abacus", "--tokens", "64"], "abacus"),
+        (["layers", "--sample", "moon:1"], "length distribution is 'moon'; choose one of"),
+        (["layers", "--masks", "crooked"], "there is no mask 'crooked'; choices: causal"),
+        (["layers", "--masks", ""], "--masks is empty; at least one is needed"),
+        (["layers", "--rank", "one"], "--rank is 'one'; expected whole numbers"),
+        (["layers", "--rank", "9", "--tokens", "64"], "rank is 9; the plan has ranks 0 to 3"),
+        (["layers", "--layers", "0", "--tokens", "64"], "layers is 0; at least 1 is needed"),
+        (["layers", "--virtual-ranks", "0"], "--virtual-ranks is 0; at least 1"),
+        (["layers", "--model", "gpt"], "model is 'gpt'; choose one of llama3_8b"),
+        (["layers", "--kernel", "abacus", "--tokens", "64"], "abacus"),
     ],
 )
 def test_mistakes_are_one_line_with_the_choices(capsys, words, message):

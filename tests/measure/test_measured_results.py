@@ -70,8 +70,8 @@ def test_flash_attn_4_gets_documents_as_offsets():
         return q, None
 
     case = mask_case("document_causal", 1024)
-    q = torch.zeros(1024, 4, 16)
-    assert baselines._varlen(varlen, case, CPU)(q, q, q) is q
+    q, offsets = torch.zeros(1024, 4, 16), case.batch.offsets.tolist()
+    assert baselines.varlen(varlen, offsets, offsets, CPU)(q, q, q) is q
 
 
 @pytest.mark.parametrize(

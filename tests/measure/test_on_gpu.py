@@ -1,5 +1,6 @@
 """The same measurements on a GPU; left out where there is none."""
 
+import json
 import time
 
 import pytest
@@ -8,8 +9,9 @@ import torch
 from dyncp import AttentionShape, Topology, plan_batch
 from dyncp.cli import main
 from dyncp.cost import CostModel, find_profile
-from dyncp.measure import baselines
+from dyncp.measure import baselines, whole_documents
 from dyncp.measure.dense import dense_attention, relative_errors
+from dyncp.measure.equal_pairs import WholeDocuments
 from dyncp.measure.implementation import Unavailable, results_of
 from dyncp.measure.inputs import make_inputs
 from dyncp.measure.kernel_seconds import attention_seconds, kernel_seconds, profiled_kernels
@@ -97,3 +99,38 @@ def test_attention_beside_copies_is_not_faster():
 def test_the_doctor_is_content(capsys):
     assert main(["doctor"]) == 0
     assert "All is well." in capsys.readouterr().out
+
+
+def test_rows_after_others_are_those_of_dense_attention():
+    """flash-attn-4's causal documents end with their last key, however many rows they have."""
+    if whole_documents.plain_attention(GPU) != "flash_attn_4":
+        pytest.skip("needs flash-attn-4")
+    rows, before = 700, 333
+    inputs = make_inputs(rows + before, SHAPE, GPU)
+    flash = baselines.find_flash_attn_4(GPU)
+    attend = baselines.varlen(flash.flash_attn_varlen_func, (0, rows), (0, rows + before), GPU)
+    exact = whole_documents._after_others(WholeDocuments((rows,), before), GPU)
+    results = []
+    for function in (attend, exact):
+        out = function(inputs.q[before:], inputs.k, inputs.v)
+        grads = torch.autograd.grad(out, inputs.qkv, inputs.dout[before:])
+        results.append([out, *grads])
+    for ours, expected in zip(*results, strict=True):
+        assert (ours - expected).norm() < 2e-2 * expected.norm()
+
+
+@pytest.mark.parametrize("sample", ["ldc:0", "uniform:256"])
+def test_layers_keep_the_gpu_busy_for_some_of_the_time(capsys, sample):
+    words = ["--sample", sample, "--tokens", "16384", "--virtual-ranks", "4", "--layers", "1"]
+    words += ["--masks", "causal", "--rank", "1", "--repeats", "3", "--json"]
+    assert main(["bench", "layers", *words]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    for measured in row["attention"].values():
+        assert not measured["reason"]
+        assert measured["host_share"] > 0
+        assert 0 < measured["busy_share"] < 1.1
+        assert measured["kernels"] > 20
+        assert 0.5 * measured["kernel_seconds"] < measured["wall_seconds"]
+    ours, plain, none = row["attention"].values()
+    assert none["attention_kernel_seconds"] == 0 < plain["attention_kernel_seconds"]
+    assert none["kernels"] < ours["kernels"]

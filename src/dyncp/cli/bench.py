@@ -1,11 +1,11 @@
-"""`dyncp bench`: kernels beside each other, and the attention of whole plans."""
+"""`dyncp bench`: kernels beside each other, the attention of whole plans, and layers with it."""
 
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 
-from dyncp.cli import bench_attention, bench_kernels
+from dyncp.cli import bench_attention, bench_kernels, bench_layers
 from dyncp.cli.command import Command
 
-BENCHES = (bench_kernels.command, bench_attention.command)
+BENCHES = (bench_kernels.command, bench_attention.command, bench_layers.command)
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def run(args: Namespace) -> int:
 
 command = Command(
     name="bench",
-    summary="measure attention kernels, or plans rank by rank, beside what is predicted",
+    summary="measure attention kernels, plans rank by rank, or ranks inside a stack of layers",
     examples=tuple(bench.examples[0] for bench in BENCHES),
     add_options=add_options,
     run=run,

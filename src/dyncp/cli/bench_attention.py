@@ -142,7 +142,13 @@ def _setting(args: Namespace, world: "World") -> "AttentionSetting":
 def _topology(args: Namespace, world: "World", cost: CostModel) -> Topology:
     if under_torchrun():
         return cost.profile.topology(world.machines, world.ranks_per_machine)
-    ranks = RANKS[world.device.type] if args.virtual_ranks is None else args.virtual_ranks
+    return virtual_topology(args, world.device.type, cost)
+
+
+def virtual_topology(args: Namespace, kind: str, cost: CostModel) -> Topology:
+    """The machines that `--virtual-ranks` and `--ranks-per-machine` ask for, on this kind of
+    device."""
+    ranks = RANKS[kind] if args.virtual_ranks is None else args.virtual_ranks
     if ranks < 1:
         raise ValueError(f"--virtual-ranks is {ranks}; at least 1 is needed")
     per_machine = args.ranks_per_machine or min(ranks, RANKS_PER_MACHINE)

@@ -4,8 +4,9 @@ Each takes a mask case and gives a function of q, k, v, or raises Unavailable wi
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,21 +24,21 @@ MOST_MASKED_TOKENS = 8192
 Build = Callable[[MaskCase, AttentionShape, torch.device], Attend]
 
 
-def _heads_first(x: Tensor) -> Tensor:
+def heads_first(x: Tensor) -> Tensor:
     """[tokens, heads, dim] as [1, heads, tokens, dim], a view."""
     return x.transpose(0, 1).unsqueeze(0)
 
 
-def _rows_first(x: Tensor) -> Tensor:
+def rows_first(x: Tensor) -> Tensor:
     return x[0].transpose(0, 1)
 
 
 def _sdpa(backends: list[SDPBackend], **options: Any) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(backends):
-            query, key, value = (_heads_first(x) for x in (q, k, v))
+            query, key, value = (heads_first(x) for x in (q, k, v))
             out = scaled_dot_product_attention(query, key, value, enable_gqa=True, **options)
-            return _rows_first(out)
+            return rows_first(out)
 
     return attend
 
@@ -83,8 +84,8 @@ def flex(case: MaskCase, _shape: AttentionShape, device: torch.device) -> Attend
         )
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        heads = map(_heads_first, (q, k, v))
-        return _rows_first(compiled(*heads, block_mask=block_mask, enable_gqa=True))
+        heads = map(heads_first, (q, k, v))
+        return rows_first(compiled(*heads, block_mask=block_mask, enable_gqa=True))
 
     return attend
 
@@ -110,16 +111,22 @@ def _mask_mod(case: MaskCase, device: torch.device) -> Callable[..., Tensor]:
     return in_ranges
 
 
-def flash_attn_4(case: MaskCase, _shape: AttentionShape, device: torch.device) -> Attend:
-    """flash-attn-4's own masks: causal, full, and causal documents."""
+def find_flash_attn_4(device: torch.device) -> Any:
+    """flash-attn-4's module, where it is installed and can run."""
     if device.type != "cuda":
         raise Unavailable("flash-attn-4 runs on CUDA GPUs only")
     try:
-        flash: Any = import_module("flash_attn.cute")
+        return import_module("flash_attn.cute")
     except ImportError as error:
         raise Unavailable(f"flash-attn-4 is not installed ({error})") from error
+
+
+def flash_attn_4(case: MaskCase, _shape: AttentionShape, device: torch.device) -> Attend:
+    """flash-attn-4's own masks: causal, full, and causal documents."""
+    flash = find_flash_attn_4(device)
     if case.documents:
-        return _varlen(flash.flash_attn_varlen_func, case, device)
+        offsets = case.batch.offsets.tolist()
+        return varlen(flash.flash_attn_varlen_func, offsets, offsets, device)
     if not case.plain:
         raise Unavailable("no mask of this kind built in")
 
@@ -130,11 +137,15 @@ def flash_attn_4(case: MaskCase, _shape: AttentionShape, device: torch.device) -
     return attend
 
 
-def _varlen(function: Any, case: MaskCase, device: torch.device) -> Attend:
-    offsets = torch.tensor(case.batch.offsets.tolist(), dtype=torch.int32, device=device)
-    longest, known = max(case.batch.lengths), inspect.signature(function).parameters
-    options = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "causal": True}
-    options |= {name: longest for name in ("max_seqlen_q", "max_seqlen_k") if name in known}
+def varlen(function: Any, rows: Sequence[int], keys: Sequence[int], device: torch.device) -> Attend:
+    """flash-attn-4's function for causal documents, whose rows and keys begin and end at these
+    offsets. A document's last row attends its last key."""
+    known = inspect.signature(function).parameters
+    options: dict[str, Any] = {"causal": True}
+    for side, offsets in (("q", rows), ("k", keys)):
+        options[f"cu_seqlens_{side}"] = torch.tensor(offsets, dtype=torch.int32, device=device)
+        if f"max_seqlen_{side}" in known:
+            options[f"max_seqlen_{side}"] = max(end - start for start, end in pairwise(offsets))
     return lambda q, k, v: _output(function(q, k, v, **options))
 
 

@@ -16,6 +16,11 @@ class Unavailable(ValueError):  # noqa: N818 - mostly a reason to leave somethin
     """Why an implementation cannot run here, or not with this mask."""
 
 
+def first_line(error: Exception) -> str:
+    """What others' code failed with."""
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+
+
 def forward(attend: Attend, inputs: Inputs) -> Callable[[], Tensor]:
     """A forward call that keeps what backward needs."""
     return lambda: attend(*inputs.qkv)

@@ -16,10 +16,11 @@ HELPER_NAMES = ("preprocess", "postprocess", "combine", "merge")
 
 
 class KernelRun(NamedTuple):
-    """One kernel on the device."""
+    """One kernel on the device; `start` is on the profiler's clock."""
 
     name: str
     seconds: float
+    start: float = 0.0
 
     @property
     def is_attention(self) -> bool:
@@ -31,15 +32,18 @@ class KernelRun(NamedTuple):
 
 
 def profiled_kernels(run: Run, device: torch.device) -> list[KernelRun]:
-    """Kernels, copies and fills of one call, which may only use the current stream, in the order
-    in which they ran. Time between them, when the device waits for the host, is in none."""
+    """Kernels, copies and fills of one call, in the order in which they began. Time between them,
+    when the device waits for the host, is in none."""
     wait_for(device)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()
         wait_for(device)
     events = [e for e in profiler.events() or () if e.device_type.name == "CUDA"]
     events.sort(key=lambda event: event.time_range.start)
-    return [KernelRun(e.name, 1e-6 * e.time_range.elapsed_us()) for e in events]
+    return [
+        KernelRun(e.name, 1e-6 * e.time_range.elapsed_us(), 1e-6 * e.time_range.start)
+        for e in events
+    ]
 
 
 def kernel_seconds(run: Run, device: torch.device, repeats: int = 3) -> dict[str, float] | None:

@@ -12,7 +12,14 @@ from dyncp.blocks import AttentionShape
 from dyncp.cost import BACKWARD_FLOPS
 from dyncp.measure.baselines import BASELINES
 from dyncp.measure.dense import Results, dense_attention, relative_errors
-from dyncp.measure.implementation import Attend, Unavailable, backward, forward, results_of
+from dyncp.measure.implementation import (
+    Attend,
+    Unavailable,
+    backward,
+    first_line,
+    forward,
+    results_of,
+)
 from dyncp.measure.inputs import Inputs, make_inputs
 from dyncp.measure.kernel_seconds import attention_seconds, kernel_seconds
 from dyncp.measure.mask_cases import MaskCase, mask_case
@@ -136,11 +143,7 @@ def _bench_one(
         if name not in setting.baselines:
             raise
         logger.debug("%s failed", name, exc_info=True)
-        return KernelRow(**row, reason=_first_line(error))
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+        return KernelRow(**row, reason=first_line(error))
 
 
 def _measure(
