@@ -5,6 +5,9 @@ from dataclasses import replace
 from dyncp.cost.profile import Profile
 from dyncp.topology import preset
 
+# Where nothing says what plans are for.
+DEFAULT_PROFILE = "p4de"
+
 
 def _profile(
     name: str, attention: tuple[float, float], dense: float, copy: float, call: float, tile: int

@@ -17,7 +17,7 @@ import numpy as np
 
 from dyncp.arrays import Float64
 from dyncp.blocks import BlockGraph, Direction
-from dyncp.cost import CostModel, find_profile
+from dyncp.cost import DEFAULT_PROFILE, CostModel, find_profile
 from dyncp.topology import Topology
 
 # A phase should be worth this many kernel calls, since each further division costs one; and what
@@ -34,8 +34,8 @@ class Pace:
 
     @staticmethod
     def assumed(graph: BlockGraph, num_ranks: int) -> "Pace":
-        """One machine with p4de's figures."""
-        return Pace(Topology(1, num_ranks), CostModel(find_profile("p4de"), graph.shape))
+        """One machine with the figures of `DEFAULT_PROFILE`."""
+        return Pace(Topology(1, num_ranks), CostModel(find_profile(DEFAULT_PROFILE), graph.shape))
 
     def least_seconds(self, rows: float, direction: Direction) -> float:
         """What a phase should take at least, if ranks have so many rows."""
