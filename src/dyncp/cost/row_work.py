@@ -93,6 +93,27 @@ class Widths:
         self.per_head = heads * shape.accumulator_bytes
 
 
+def division_seconds(rows: float, direction: Direction, cost: CostModel) -> float:
+    """What one more division adds to the row work of a rank with `rows` rows, about: a launch that
+    unpacks, the gap before a call, and forward a contribution more to be read by the last."""
+    if not cost.knows_launches:
+        return 0.0
+    width = Widths(cost.shape, cost.shape.head_groups(1))
+    read = float((width.q + width.per_head).sum()) if direction is Direction.FORWARD else 0.0
+    return 2 * cost.profile.launch_seconds + rows * read / (2 * cost.profile.copy)
+
+
+def least_row_seconds(direction: Direction, cost: CostModel) -> float:
+    """What a rank's own row takes at least, launches not counted. Backward, row sums are made of
+    out and dout, accumulators are cleared, and rounded to dq, dk and dv; forward, outputs may be
+    written straight."""
+    if direction is Direction.FORWARD or not cost.knows_launches:
+        return 0.0
+    width = Widths(cost.shape, cost.shape.head_groups(1))
+    moved = 3 * width.q + width.kv + width.per_head + 2 * (width.q_wide + width.kv_wide)
+    return float(moved.sum()) / (2 * cost.profile.copy)
+
+
 @dataclass(frozen=True, eq=False)
 class Rows:
     """Who holds what in one direction of one mask: blocks with their `tokens` and `owner`s."""
