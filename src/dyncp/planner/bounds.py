@@ -35,13 +35,28 @@ def placed_seconds(task: Task, placed: Placed) -> float:
         seconds = task.cost.graph_tile_seconds(graph, name, direction)
         busy = np.bincount(rank, seconds, topology.num_ranks) / speed
         rows = held * least_row_seconds(direction, task.cost)
-        compute = float((busy + overhead + rows).max())
+        met = _met_seconds(task, placed, name, direction) / speed
+        compute = float((busy + met + overhead + rows).max())
         heads = _all_to_all_seconds(task, placed, direction)
         attention += max(compute, border * (1 + direction), heads, float(host))
         if task.model is not None:
             per_token += task.model.seconds_per_token(task.cost.profile, direction)
     layers = 1 if task.model is None else task.model.layers
     return layers * attention + per_token * float((held / speed).max())
+
+
+def _met_seconds(task: Task, placed: Placed, name: str, direction: Direction) -> Float64 | float:
+    """What the rows of blocks cost every rank that some of its calls meets: each counts once."""
+    cost, graph, ranks = task.cost, placed.graph, task.topology.num_ranks
+    if not cost.row_keys(direction):
+        return 0.0
+    tiles, blocks = graph.tiles[name], len(graph.blocks)
+    block = tiles.k_block if direction is Direction.BACKWARD else tiles.q_block
+    heads = cost.heads_of(cost.groups_for(graph.shape, graph.head_groups))
+    met = np.zeros((ranks, len(heads) * blocks), np.bool_)
+    met[placed.placement.tile_rank[name], tiles.head_group * blocks + block] = True
+    rows = met @ np.outer(heads, graph.blocks.tokens).reshape(-1).astype(np.float64)
+    return np.asarray(rows * cost.row_seconds(1.0, 1, direction), np.float64)
 
 
 def _overhead(cost: CostModel, calls: Int64) -> Float64:
