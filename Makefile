@@ -36,6 +36,7 @@ bench: $(READY)
 bench-planner: $(READY)
 	$(BIN)/python -m benchmarks.planner_bytes
 	$(BIN)/python -m benchmarks.planner_reference
+	$(BIN)/python -m benchmarks.whole_calls
 	$(BIN)/python -m benchmarks.planner_time
 	$(BIN)/python -m benchmarks.planner_time --model llama3_8b
 	$(BIN)/python -m benchmarks.planner_sensitivity

@@ -18,6 +18,7 @@ from dyncp import DCPExecutor, Plan, PlannerConfig, plan_batch
 from dyncp.executor.kernel_calls import CallBuilder
 from dyncp.executor.layout import lay_out
 from dyncp.executor.lowering import lower_program
+from dyncp.executor.step import dtypes_of
 from dyncp.kernels import IndexArrays, TorchRowOps
 from dyncp.plan import Direction, MaskPlan, Program, RankPlan
 from dyncp.topology import Topology
@@ -63,7 +64,15 @@ def measure(plan: Plan, kernel: str, repeats: int) -> list[float]:
         milliseconds(lambda: [build_calls(part, mask, p) for p in programs], repeats),
         milliseconds(
             lambda: [
-                lay_out(p, SHAPE, TorchRowOps(), IndexArrays(torch.device("cpu"))) for p in lowered
+                lay_out(
+                    p,
+                    SHAPE,
+                    dtypes_of(SHAPE),
+                    NoKernel(),
+                    TorchRowOps(),
+                    IndexArrays(torch.device("cpu")),
+                )
+                for p in lowered
             ],
             repeats,
         ),

@@ -71,6 +71,9 @@ def test_virtual_ranks_are_measured_and_predicted(capsys):
             slowest = max(row["kernel_seconds"] for row in ranks)
             assert method["with_measured_kernels"][f"{direction}_seconds"] >= slowest
             busy = [row for row in ranks if row["pairs"]]
+            assert all(row["predicted_call_seconds"] > 0 < row["call_seconds"] for row in busy)
+            summary = method["summary"][direction]
+            assert summary["call_prediction_error"]["mean"] >= 0
             assert all(row["over_alone"] > 0 and row["call_over_alone"] > 0 for row in busy)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dyncp import AttentionShape, Batch, masks
 from dyncp.blocks import Direction, build_graph
 from dyncp.cost import PROFILES, CostModel, find_profile
-from dyncp.cost.kernel_calls import CallTiles, call_work, more_seconds
+from dyncp.cost.kernel_calls import CallBlocks, CallTiles, call_work, more_seconds
 from dyncp.topology import PRESETS
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -114,7 +114,7 @@ TILES = CallTiles(
 
 @pytest.mark.parametrize("direction", Direction)
 def test_calls_have_the_rows_of_their_blocks_and_the_longest_of_them(direction: Direction) -> None:
-    work = call_work(TILES, direction, COST)
+    work = call_work(TILES, CallBlocks.of(TILES, direction), direction, COST)
     assert work.cell.tolist() == [0, 2]
     assert work.area.tolist() == [32 * 3 * 256 * 256, 32 * 256 * 256]
     assert work.rows.tolist() == [32 * 4, 32 * 2]  # kernel tiles of 128 rows
@@ -127,9 +127,8 @@ def test_rows_cost_keys_and_a_call_is_no_shorter_than_its_longest(direction: Dir
     def more(**changes: float) -> list[float]:
         cost = CostModel(replace(COST.profile, **changes), COST.shape)
         tiles = cost.tile_seconds(TILES.pairs, TILES.rows, TILES.keys, TILES.heads, direction)
-        found = more_seconds(TILES, tiles, 3, direction, cost)
-        assert found is not None
-        return found.tolist()
+        blocks = CallBlocks.of(TILES, direction)
+        return more_seconds(TILES, blocks, tiles, 3, direction, cost).tolist()
 
     def seconds(pairs: float) -> float:
         return float(COST.flops(np.array(pairs), 1, direction) / COST.attention_rate(direction))
@@ -143,8 +142,7 @@ def test_rows_cost_keys_and_a_call_is_no_shorter_than_its_longest(direction: Dir
     alone = more(lanes=1000)
     longest = [1000 * 128 * 512, 1000 * 128 * 256]
     assert alone == pytest.approx([seconds(longest[0] - work[0]), 0, seconds(longest[1] - work[1])])
-    tiles = COST.tile_seconds(TILES.pairs, TILES.rows, TILES.keys, TILES.heads, direction)
-    assert more_seconds(TILES, tiles, 3, direction, COST) is None
+    assert more() == pytest.approx([0, 0, 0])
 
 
 def test_seconds_are_proportional_to_heads() -> None:

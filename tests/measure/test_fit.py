@@ -12,6 +12,7 @@ from dyncp.cost import CostModel, Profile, find_profile
 from dyncp.measure.attention_rates import fit_rates
 from dyncp.measure.call_samples import CallSample
 from dyncp.measure.fit import fit_seconds
+from dyncp.measure.row_rates import WholeCall, fit_rows
 
 RATES = st.floats(1e9, 1e15)
 OVERHEADS = st.floats(1e-7, 1e-3)
@@ -104,3 +105,23 @@ def test_time_that_does_not_grow_with_work_is_refused():
     odd = [replace(s, seconds=1 / s.area) for s in samples(COST.profile)]
     with pytest.raises(ValueError, match="does not grow with its work"):
         fit_rates(odd, COST, 0)
+
+
+def whole(moved_bytes: float, launches: int, seconds: float) -> WholeCall:
+    return WholeCall("causal", 0, "forward", moved_bytes, launches, 10, 1.0 + seconds, 1.0, 2e-4)
+
+
+def test_copying_launches_and_host_are_found_in_whole_calls():
+    sizes = [(1e6 * size, launches) for size in (1, 30, 200, 900) for launches in (3, 8, 30)]
+    calls = [whole(size, count, size / 2 / 1.5e12 + count * 2e-6) for size, count in sizes]
+    found = fit_rows(calls)
+    assert found is not None
+    assert found.copy == pytest.approx(1.5e12, rel=1e-3)
+    assert found.launch_seconds == pytest.approx(2e-6, rel=1e-3)
+    assert found.host_seconds == pytest.approx(2e-5)
+    assert found.worst_error < 1e-3
+
+
+def test_few_whole_calls_or_ones_that_say_nothing_of_bytes_fit_nothing():
+    assert fit_rows([whole(1e6, 3, 1e-5)] * 3) is None
+    assert fit_rows([whole(1e9 / n, n, 1e-5 * n) for n in range(1, 12)]) is None

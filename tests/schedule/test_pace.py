@@ -1,5 +1,7 @@
 """How much travels in each phase, and which tiles fill the time until it is there."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,11 +9,13 @@ from hypothesis import strategies as st
 
 from dyncp import AttentionShape, Batch, Topology, masks
 from dyncp.blocks import Direction, build_graph
+from dyncp.cost import CostModel, find_profile
 from dyncp.placement import SOLVERS, Limits
-from dyncp.schedule import build_schedule
+from dyncp.schedule import Pace, build_schedule
 from dyncp.schedule.fill import SAFETY, Needs, fill
 from dyncp.schedule.pace import Load, share_phases
 from dyncp.schedule.uses import Work
+from dyncp.topology import preset
 
 SECONDS = st.just(0.0) | st.floats(1e-6, 1.0)
 
@@ -95,3 +99,33 @@ def test_without_communication_there_is_one_division(direction):
     schedule = build_schedule(graph, placement, "default", direction, 4)
     assert (schedule.num_divisions, schedule.num_phases) == (1, 0)
     assert not schedule.tile_division.any()
+
+
+def test_a_division_costs_its_launches_and_forward_what_is_merged_once_more():
+    shape, profile = AttentionShape(4, 2, 8), find_profile("h200")
+    plain = dataclasses.replace(profile, launch_seconds=0.0, host_seconds=0.0)
+    for direction in Direction:
+        whole, kernels = (
+            Pace(Topology(1, 4), CostModel(p, shape)).division_seconds(100, direction)
+            for p in (profile, plain)
+        )
+        out = 100 * 4 * (8 * 2 + 4) / (2 * profile.copy) if direction is Direction.FORWARD else 0.0
+        assert whole - kernels == pytest.approx(2 * profile.launch_seconds + out)
+
+
+def test_a_phase_is_worth_at_least_what_the_host_needs_for_it():
+    cost = CostModel(find_profile("h200"), AttentionShape(4, 2, 8), graphs=False)
+    least = Pace(Topology(1, 4), cost).least_seconds(100, Direction.FORWARD)
+    assert least == 3 * cost.profile.host_seconds_eager
+
+
+def test_where_the_host_is_slow_inputs_come_in_fewer_phases():
+    shape, topology = AttentionShape(32, 8, 128), preset("h200", 2, 2)
+    graph = build_graph(Batch.of([masks.causal(32768)]), shape, [2048])
+    placement = SOLVERS["rows"].place(graph, topology, Limits(), 0)
+    phases = []
+    for graphs in (True, False):
+        pace = Pace(topology, CostModel(find_profile("h200"), shape, graphs=graphs))
+        found = build_schedule(graph, placement, "default", Direction.BACKWARD, 8, pace)
+        phases.append(found.num_phases)
+    assert phases[1] < phases[0]

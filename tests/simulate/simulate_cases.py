@@ -85,9 +85,15 @@ Step = tuple[Op, int, float]  # instruction, argument, seconds
 
 
 def run_by_hand(
-    programs: list[list[Step]], messages: list[Message], topology: Topology
+    programs: list[list[Step]],
+    messages: list[Message],
+    topology: Topology,
+    *,
+    host: float = 0.0,
+    slowdown: float = 1.0,
 ) -> AttentionTimes:
-    """Simulates programs and messages that a test wrote down."""
+    """Simulates programs and messages that a test wrote down; `host` seconds per instruction, and
+    computing `slowdown` times longer beside messages."""
     steps = [step for program in programs for step in program]
     first = np.cumsum([0, *map(len, programs)])
     op, argument = (np.array([int(s[i]) for s in steps], np.int64) for i in (0, 1))
@@ -100,6 +106,8 @@ def run_by_hand(
         np.array([s[2] for s in steps], np.float64),
         Messages(phase, source, target, size),
         0.0,
+        host,
+        slowdown,
     )
     return run_flow(flow, topology)
 

@@ -12,11 +12,11 @@ def draw_virtual(found: Mapping[str, Any]) -> Iterator[str]:
     yield from _alone(found["alone"])
     yield (
         f"{'':<22}{'':>9}{'kernels ms':^18}{'other kernels ms':^18}{'call ms':^18}{'host ms':>9}"
-        f"{'kernels × alone':^18}{'call × alone':^18}{'predicted − measured':^22}"
+        f"{'kernels × alone':^18}{'call × alone':^18}{'predicted − measured: kernels, call':^44}"
     )
     yield (
         f"{'':<22}{'':>9}" + f"{'worst':>9}{'mean':>9}" * 3 + f"{'worst':>9}"
-        + f"{'worst':>9}{'mean':>9}" * 2 + f"{'worst':>11}{'mean':>11}"
+        + f"{'worst':>9}{'mean':>9}" * 2 + f"{'worst':>11}{'mean':>11}" * 2
     )  # fmt: skip
     for name, method in found["methods"].items():
         for direction in DIRECTIONS:
@@ -47,8 +47,10 @@ def _summary(summary: Mapping[str, Any]) -> str:
     text += f"{1e3 * summary['host_seconds']['worst']:>9.2f}"
     for column in ("over_alone", "call_over_alone"):
         text += _worst_and_mean(summary[column], 1, 3)
-    error = summary["prediction_error"]
-    return text + f"{100 * error['worst']:>+9.1f} %{100 * error['mean']:>9.1f} %"
+    for column in ("prediction_error", "call_prediction_error"):
+        error = summary[column]
+        text += f"{100 * error['worst']:>+9.1f} %{100 * error['mean']:>9.1f} %"
+    return text
 
 
 def _worst_and_mean(found: Mapping[str, float] | None, factor: float, digits: int) -> str:

@@ -9,12 +9,12 @@ from dyncp.blocks import Batch
 from dyncp.cli.attention_table import draw_ranks, draw_virtual
 from dyncp.cli.command import Command
 from dyncp.cli.measure_options import (
-    PRESETS,
     add_device_option,
     add_output_options,
     add_repeats_option,
     add_shape_options,
     check_raw,
+    preset_for,
     repeats_of,
     shape_of,
     shape_text,
@@ -62,8 +62,7 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--topology",
         metavar="PRESET",
-        help=f"links and predicted rates: {', '.join(TOPOLOGIES)} (default {PRESETS['cuda']}, on "
-        f"CPUs {PRESETS['cpu']})",
+        help=f"links and predicted rates: {', '.join(TOPOLOGIES)} (default: those of the device)",
     )
     add_profile_option(parser)
     parser.add_argument(
@@ -123,7 +122,7 @@ def _setting(args: Namespace, world: "World") -> "AttentionSetting":
     from dyncp.measure.ours import KernelChoice
 
     kind = world.device.type
-    args.topology = args.topology or PRESETS[kind]
+    args.topology = args.topology or preset_for(world.device)
     args.tokens = TOKENS[kind] if args.tokens is None else args.tokens
     shape = shape_of(args, world.device)
     cost = CostModel(profile_of(args), shape)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from dyncp.cli.calibrate_table import draw_calibration
 from dyncp.cli.command import Command
 from dyncp.cli.measure_options import (
-    PRESETS,
     add_device_option,
     add_output_options,
     add_repeats_option,
     add_shape_options,
     check_raw,
     numbers,
+    preset_for,
     shape_of,
     shape_text,
     show,
@@ -41,8 +41,7 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--base",
         metavar="PRESET",
-        help=f"for what cannot be measured here: {', '.join(PROFILES)} (default {PRESETS['cuda']}, "
-        f"on CPUs {PRESETS['cpu']})",
+        help=f"for what cannot be measured here: {', '.join(PROFILES)} (default: the device's)",
     )
     parser.add_argument(
         "--kernel",
@@ -87,7 +86,7 @@ def _setting(args: Namespace, world: "World") -> "CalibrateSetting":
     for mask in words(args.masks):
         mask_case(mask, 1)
     return CalibrateSetting(
-        base=find_profile(args.base or PRESETS[world.device.type]),
+        base=find_profile(args.base or preset_for(world.device)),
         name=args.name,
         shape=shape_of(args, world.device),
         choice=KernelChoice.of(args.kernel),
@@ -120,7 +119,9 @@ def _as_json(setting: "CalibrateSetting", found: "Calibration") -> dict[str, Any
         "shape": asdict(setting.shape),
         "profile": asdict(found.profile),
         "rates": asdict(found.rates),
+        "rows": None if found.rows is None else asdict(found.rows),
         "samples": [asdict(sample) for sample in found.samples],
+        "calls": [asdict(call) for call in found.calls],
         "intra": None if found.intra is None else asdict(found.intra),
         "inter": None if found.inter is None else asdict(found.inter),
         "all_gather_bytes_per_second": found.all_gather,

@@ -20,7 +20,10 @@ RATES = (
     ("a row of kernel tiles, backward, keys", "row_backward", 1),
     ("rows of kernel tiles at a time", "lanes", 1),
     ("kernel call, µs", "call_seconds", 1e-6),
-    ("packing, GB/s", "copy", 1e9),
+    ("between kernels, µs", "launch_seconds", 1e-6),
+    ("host per instruction, graphs, µs", "host_seconds", 1e-6),
+    ("host per instruction, no graphs, µs", "host_seconds_eager", 1e-6),
+    ("copying rows, GB/s", "copy", 1e9),
 )
 
 
@@ -52,6 +55,12 @@ def draw_calibration(base: Profile, found: "Calibration") -> Iterator[str]:
         f"average, {100 * rates.worst_error:.0f} % at worst; a call takes "
         f"{1e6 * rates.host_seconds:.0f} µs of host time"
     )
+    if found.rows is not None:
+        yield (
+            f"{len(found.calls)} whole calls; what they take besides kernels is off by "
+            f"{100 * found.rows.mean_error:.1f} % on average, {100 * found.rows.worst_error:.0f} % "
+            "at worst"
+        )
 
 
 def _known(value: float, known: bool) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dyncp.blocks import ITEM_BYTES, AttentionShape
+from dyncp.cost import profile_for_device, tell_profile
 
 if TYPE_CHECKING:
     import torch
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 
 # q heads, kv heads, head dim and dtype of what is measured, by kind of device.
 SHAPES = {"cpu": AttentionShape(4, 2, 64, "fp32"), "cuda": AttentionShape(32, 8, 128, "bf16")}
-PRESETS = {"cpu": "cpu_gloo", "cuda": "h200"}
 
 
 def add_device_option(parser: ArgumentParser) -> None:
@@ -73,6 +73,15 @@ def shape_of(args: Namespace, device: "torch.device") -> AttentionShape:
         for name in ("q_heads", "kv_heads", "head_dim", "dtype")
     )
     return AttentionShape(*values)
+
+
+def preset_for(device: "torch.device") -> str:
+    """The preset of what is measured."""
+    import torch
+
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    tell_profile(name, "--topology, --base or --profile choose another")
+    return profile_for_device(name).name
 
 
 def repeats_of(args: Namespace) -> "Repeats":

@@ -6,7 +6,9 @@ from pathlib import Path
 
 from dyncp import masks
 from dyncp.blocks import ITEM_BYTES, AttentionShape, Batch
+from dyncp.cli.device import gpu_name
 from dyncp.cost import (
+    DEFAULT_PROFILE,
     MODELS,
     CostModel,
     ModelConfig,
@@ -14,6 +16,8 @@ from dyncp.cost import (
     find_model,
     find_profile,
     load_profile,
+    profile_for_device,
+    tell_profile,
 )
 from dyncp.cost import from_transformers_config as read_model
 from dyncp.placement import DEFAULT_TOLERANCES, Limits
@@ -48,9 +52,9 @@ def add_lengths_options(parser: ArgumentParser, *, listed: bool, sample: str | N
 def add_cluster_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--topology",
-        default="p4de",
         metavar="PRESET",
-        help=f"kind of cluster: {', '.join(PRESETS)} (default %(default)s)",
+        help=f"kind of cluster: {', '.join(PRESETS)} (default: that of this machine's GPU, or "
+        f"{DEFAULT_PROFILE})",
     )
     add_profile_option(parser)
     for name, default in (("machines", 4), ("ranks-per-machine", 8)):
@@ -140,11 +144,21 @@ def add_limit_options(parser: ArgumentParser) -> None:
 def topology_of(args: Namespace) -> Topology:
     if args.profile is not None:
         return load_profile(args.profile).topology(args.machines, args.ranks_per_machine)
-    return preset(args.topology, args.machines, args.ranks_per_machine)
+    return preset(preset_of(args), args.machines, args.ranks_per_machine)
 
 
 def profile_of(args: Namespace) -> Profile:
-    return find_profile(args.topology) if args.profile is None else load_profile(args.profile)
+    return find_profile(preset_of(args)) if args.profile is None else load_profile(args.profile)
+
+
+def preset_of(args: Namespace) -> str:
+    """The preset asked for, or that of this machine's GPU."""
+    if args.topology is None:
+        device = gpu_name()
+        tell_profile(device, "--topology PRESET or --profile FILE choose another")
+        args.topology = profile_for_device(device).name
+    name: str = args.topology
+    return name
 
 
 def cost_of(args: Namespace) -> CostModel:

@@ -39,7 +39,8 @@ def run(args: Namespace) -> int:
         cost.shape,
     )
     progress = Progress()
-    progress.say(f"planning {batch.num_tokens:,} tokens for {topology.num_ranks} ranks ...")
+    where = f"{topology.num_ranks} ranks, profile {cost.profile.name}"
+    progress.say(f"planning {batch.num_tokens:,} tokens for {where} ...")
 
     choose(Task.of(batch, topology, shape, config, cost, model))  # warms up: compiled code
     start = process_time()

@@ -21,10 +21,12 @@ Numbers = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Prices the attention of `shape` on ranks like `profile` says."""
+    """Prices the attention of `shape` on ranks like `profile` says. `graphs`: whether plans are
+    replayed as CUDA graphs, which spares the host most of its work."""
 
     profile: Profile
     shape: AttentionShape
+    graphs: bool = True
 
     def kernel_area(self, pairs: Numbers, rows: Numbers, keys: Numbers) -> Float64:
         """Pairs that the kernel works through, those that the mask forbids included.
@@ -99,6 +101,16 @@ class CostModel:
         area = np.asarray(self.row_keys(direction) * rows, np.float64)
         return float(self.flops(area, heads, direction) / self.attention_rate(direction))
 
+    @property
+    def knows_launches(self) -> bool:
+        """Whether the profile says what a call takes besides its attention kernels."""
+        return self.profile.launch_seconds > 0
+
+    @property
+    def host_seconds(self) -> float:
+        """What the host needs to issue one instruction."""
+        return self.profile.host_seconds if self.graphs else self.profile.host_seconds_eager
+
     def knows_rows(self, direction: Direction) -> bool:
         return self.profile.lanes > 0 or self.row_keys(direction) > 0
 
@@ -117,7 +129,7 @@ class CostModel:
         return self.profile.attention_backward if backward else self.profile.attention_forward
 
     def call_seconds(self, num_calls: Numbers | int) -> Float64:
-        """Overhead of kernel calls, on top of their tiles."""
+        """Overhead of kernel calls, on top of their tiles; the gaps before them are left out."""
         return np.asarray(self.profile.call_seconds * num_calls, np.float64)
 
     def copy_seconds(self, num_bytes: Numbers | int) -> Float64:

@@ -39,19 +39,44 @@ class CallWork(NamedTuple):
         return CallWork(np.arange(num_cells), *(x.astype(np.float64) for x in sums))
 
 
+class CallBlocks(NamedTuple):
+    """Blocks whose rows calls work by (forward those of queries, backward of keys), one entry for
+    every call and block, ordered by call: numbers[entries]. `first` is one of their tiles, and
+    `of_tile`, numbers[tiles], the entry of each tile."""
+
+    cell: Int64
+    group: Int64
+    block: Int64
+    first: Int64
+    of_tile: Int64
+
+    @staticmethod
+    def of(tiles: CallTiles, direction: Direction) -> "CallBlocks":
+        block = tiles.k_block if direction is Direction.BACKWARD else tiles.q_block
+        num_groups, num_blocks = (int(x.max(initial=0)) + 1 for x in (tiles.group, block))
+        key = (tiles.cell * num_groups + tiles.group) * num_blocks + block
+        keys, first, of_tile = np.unique(key, return_index=True, return_inverse=True)
+        call, number = np.divmod(keys, num_blocks)
+        return CallBlocks(call // num_groups, call % num_groups, number, first, of_tile)
+
+
 def more_seconds(
-    tiles: CallTiles, tile_seconds: Float64, num_cells: int, direction: Direction, cost: CostModel
-) -> Float64 | None:
-    """What calls take on top of `tile_seconds`, float64[cells]; None where the profile says nothing
-    of rows."""
-    if not cost.knows_rows(direction):
-        return None
-    work = call_work(tiles, direction, cost)
+    tiles: CallTiles,
+    blocks: CallBlocks,
+    tile_seconds: Float64,
+    num_cells: int,
+    direction: Direction,
+    cost: CostModel,
+) -> Float64:
+    """What calls take on top of `tile_seconds`, float64[cells]."""
+    work = call_work(tiles, blocks, direction, cost)
     calls = np.bincount(work.cell, cost.work_seconds(*work[1:], direction), num_cells)
     return np.asarray(calls - np.bincount(tiles.cell, tile_seconds, num_cells), np.float64)
 
 
-def call_work(tiles: CallTiles, direction: Direction, cost: CostModel) -> CallWork:
+def call_work(
+    tiles: CallTiles, blocks: CallBlocks, direction: Direction, cost: CostModel
+) -> CallWork:
     """The calls that tiles make, ordered by cell.
 
     Forward, a row of kernel tiles covers what its query block attends in the call, the mean of its
@@ -60,17 +85,15 @@ def call_work(tiles: CallTiles, direction: Direction, cost: CostModel) -> CallWo
     """
     sides = tiles.pairs, tiles.rows, tiles.keys
     area, edge = cost.kernel_area(*sides), cost.edge_area(*sides)
-    backward = direction is Direction.BACKWARD
-    block, side = (tiles.k_block, tiles.keys) if backward else (tiles.q_block, tiles.rows)
-    num_groups, num_blocks = (int(x.max(initial=0)) + 1 for x in (tiles.group, block))
-    key = (tiles.cell * num_groups + tiles.group) * num_blocks + block
-    blocks, first, of_block = np.unique(key, return_index=True, return_inverse=True)
-    length = np.bincount(of_block, area / side, len(blocks))
-    calls, start, of_call = np.unique(blocks // num_blocks, return_index=True, return_inverse=True)
-    rows = (side * tiles.heads)[first] / cost.profile.kernel_tile
-    by_call = of_call[of_block]
+    side = tiles.keys if direction is Direction.BACKWARD else tiles.rows
+    length = np.bincount(blocks.of_tile, area / side, len(blocks.cell))
+    new = (np.diff(blocks.cell, prepend=-1) != 0) | (np.diff(blocks.group, prepend=-1) != 0)
+    start, of_call = np.flatnonzero(new), np.cumsum(new) - 1
+    calls = blocks.cell[start]
+    rows = (side * tiles.heads)[blocks.first] / cost.profile.kernel_tile
+    by_call = of_call[blocks.of_tile]
     return CallWork(
-        calls // num_groups,
+        calls,
         np.bincount(by_call, area * tiles.heads, len(calls)).astype(np.float64),
         np.bincount(by_call, edge * tiles.heads, len(calls)).astype(np.float64),
         np.bincount(of_call, rows, len(calls)).astype(np.float64),

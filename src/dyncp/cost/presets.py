@@ -5,6 +5,9 @@ from dataclasses import replace
 from dyncp.cost.profile import Profile
 from dyncp.topology import preset
 
+# Where nothing says what plans are for.
+DEFAULT_PROFILE = "p4de"
+
 
 def _profile(
     name: str, attention: tuple[float, float], dense: float, copy: float, call: float, tile: int
@@ -26,6 +29,14 @@ def _profile(
     )
 
 
+def _with_launches(profile: Profile) -> Profile:
+    """About 1.5 µs lie between kernels of a graph that follow each other. Replaying the graph of a
+    whole attention call cost the host 17 to 71 µs on an H200; an instruction that is a graph or a
+    group of messages is assumed to take 15. Launched from Python, calls of 15 to 60 instructions
+    took the host 2 to 8 ms there."""
+    return replace(profile, launch_seconds=1.5e-6, host_seconds=15e-6, host_seconds_eager=120e-6)
+
+
 # Copying reads and writes: about 0.4 of the memory's vendor figure.
 PROFILES = {
     profile.name: profile
@@ -34,19 +45,21 @@ PROFILES = {
         # layers; 2.0 TB/s memory.
         _profile("p4de", (190e12, 150e12), 200e12, 0.8e12, 20e-6, 128),
         # Attention: what several runs of `dyncp calibrate` measured on one H200 with kernel flash4,
-        # rounded, but for the seconds per call, an estimate: launches and merging are not in the
-        # kernels' times. Linear layers: an estimate below the 800 TFLOP/s measured for one large
-        # matrix product.
+        # rounded, but for the seconds per call, an estimate: what a kernel takes to begin and end.
+        # Linear layers: an estimate below the 800 TFLOP/s measured for one large matrix product.
+        # Attention took 1.19 to 1.21 times longer beside copies within the GPU's own memory, at all
+        # of its rate; messages take at most a fifth of that rate, so 1.1 is assumed beside them.
         replace(
-            _profile("h200", (830e12, 670e12), 650e12, 1.9e12, 10e-6, 128),
+            _with_launches(_profile("h200", (830e12, 670e12), 650e12, 1.9e12, 4e-6, 128)),
             edge_forward=1.1,
             edge_backward=1.2,
             row_forward=450.0,
             row_backward=230.0,
             lanes=132,
+            overlap_slowdown=1.1,
         ),
         # Estimates: the H200's shares of the vendor figure (989 TFLOP/s), applied to 2,500; 8 TB/s.
-        _profile("gb200_nvl72", (1400e12, 1100e12), 1600e12, 3.2e12, 20e-6, 128),
+        _with_launches(_profile("gb200_nvl72", (1400e12, 1100e12), 1600e12, 3.2e12, 4e-6, 128)),
         # Estimates for one core of a server CPU in fp32.
         _profile("cpu_gloo", (50e9, 40e9), 60e9, 4e9, 100e-6, 32),
     )

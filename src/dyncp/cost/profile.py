@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from dyncp.topology import Link, Topology
 
 _SLOWDOWNS = ("overlap_slowdown", "edge_forward", "edge_backward")
+_SECONDS = ("call_seconds", "launch_seconds", "host_seconds", "host_seconds_eager")
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,13 +16,18 @@ class Profile:
     `attention_forward` and `attention_backward` are FLOP/s of the attention kernel on kernel tiles
     that are full; `kernel_tile` is their side in rows. `call_seconds` is what a kernel call costs
     on top of its tiles. `dense` is FLOP/s of the linear layers. `copy` is bytes per second of
-    packing and unpacking messages. Links, NICs and `ordered_phases` are those of `Topology`.
-    `overlap_slowdown` is how many times longer attention takes while messages come in; it is
-    reported, and simulations do not use it. `edge_forward` and `edge_backward` are how many times
-    longer a kernel tile takes that is not full: with a mask's edge or the end of a block in it.
+    copying, as packing and unpacking of messages do: a byte read and written counts once. Links,
+    NICs and `ordered_phases` are those of `Topology`. `overlap_slowdown` is how many times longer
+    attention takes while messages come in or go out. `edge_forward` and `edge_backward` are how
+    many times longer a kernel tile takes that is not full: with a mask's edge or the end of a block
+    in it.
     `row_forward` and `row_backward` are what each row of kernel tiles in a call (backward: column)
     costs on top, as many keys; `lanes` is how many of them run at a time, each on a processor of
-    its own, at the full rate all together. The defaults leave all of this out.
+    its own, at the full rate all together. `launch_seconds` is the gap between kernels that follow
+    each other; where it is 0, a call is its attention kernels and the copies of messages, and
+    nothing else is priced (see row_work.py). `host_seconds` is what the host needs to issue one
+    instruction of a program when plans are replayed as graphs, `host_seconds_eager` when they are
+    not. The defaults leave all of this out.
     """
 
     name: str
@@ -42,16 +48,20 @@ class Profile:
     row_forward: float = 0.0
     row_backward: float = 0.0
     lanes: int = 0
+    launch_seconds: float = 0.0
+    host_seconds: float = 0.0
+    host_seconds_eager: float = 0.0
 
     def __post_init__(self) -> None:
         for field in ("attention_forward", "attention_backward", "dense", "copy"):
             value = getattr(self, field)
             if not 0 < value < math.inf:
                 raise ValueError(f"Profile.{field} is {value}; a finite number above 0 is needed")
-        if not 0 <= self.call_seconds < math.inf:
-            raise ValueError(
-                f"Profile.call_seconds is {self.call_seconds}; seconds from 0 on are allowed"
-            )
+        for field in _SECONDS:
+            if not 0 <= getattr(self, field) < math.inf:
+                raise ValueError(
+                    f"Profile.{field} is {getattr(self, field)}; seconds from 0 on are allowed"
+                )
         for least, names in ((1, _SLOWDOWNS), (0, ("row_forward", "row_backward", "lanes"))):
             for field in names:
                 value = getattr(self, field)

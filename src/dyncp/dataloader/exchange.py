@@ -41,7 +41,8 @@ GRACE_SECONDS = 10.0  # for the planning rank to give up first
 
 @dataclass(frozen=True)
 class Decision:
-    """Which plan a batch gets. `selection` and `batch` are fingerprints at the deciding rank."""
+    """Which plan a batch gets. `selection` and `batch` are fingerprints at the deciding rank,
+    `profile` names the profile that it plans with."""
 
     static: bool
     rank: int
@@ -52,6 +53,7 @@ class Decision:
     seconds: float = 0.0
     sizes: tuple[int, ...] = ()  # bytes of every rank's part
     reason: str = ""
+    profile: str = ""
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -78,8 +80,11 @@ class Exchange:
     """One iteration's use of the store. The planning thread publishes, the delivering thread does
     the rest."""
 
-    def __init__(self, store: Store, ranks: LoaderRanks, waiting: Waiting) -> None:
+    def __init__(
+        self, store: Store, ranks: LoaderRanks, waiting: Waiting, profile: str = ""
+    ) -> None:
         self._store, self._ranks, self._waiting = store, ranks, waiting
+        self._profile = profile
         self._own = ranks.rank or 0
         self._publishing, self._remembering = threading.Lock(), threading.Lock()
         self._settled = -1  # the last batch that this member left
@@ -104,6 +109,7 @@ class Exchange:
                 solver=reply.solver,
                 seconds=reply.seconds,
                 sizes=tuple(map(len, reply.parts)),
+                profile=self._profile,
             )
             if self._decide(step, selection, decision) != decision:
                 delete_quietly(self._store, keys)
@@ -111,7 +117,13 @@ class Exchange:
     def decide_static(self, step: int, selection: Selection, reason: str) -> None:
         with self._publishing:
             if selection.number > self._settled:
-                decision = Decision(True, self._own, selection.fingerprint, reason=reason)
+                decision = Decision(
+                    True,
+                    self._own,
+                    selection.fingerprint,
+                    reason=reason,
+                    profile=self._profile,
+                )
                 self._decide(step, selection, decision)
 
     def _decide(self, step: int, selection: Selection, decision: Decision) -> Decision:
@@ -135,6 +147,14 @@ class Exchange:
         decision = Decision.decode(self._store.get(key))
         if decision.selection != selection.fingerprint:
             self._disagree(selection, decision.rank, decision.selection, selection.fingerprint)
+        if decision.profile != self._profile:
+            self._fail(
+                BatchMismatch(
+                    f"ranks plan for different clusters: rank {decision.rank} for profile "
+                    f"{decision.profile}, rank {self._own} for {self._profile}; pass the same "
+                    "topology= or cost= on all ranks"
+                )
+            )
         return decision
 
     def part(self, selection: Selection, decision: Decision, rank: int) -> bytes:

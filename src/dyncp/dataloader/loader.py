@@ -13,6 +13,7 @@ from torch.distributed import distributed_c10d
 from dyncp.cost import CostModel
 from dyncp.dataloader.batch_data import Masking
 from dyncp.dataloader.batching import Batching
+from dyncp.dataloader.cluster import cluster_of
 from dyncp.dataloader.config import LoaderConfig
 from dyncp.dataloader.dataset import open_source
 from dyncp.dataloader.look_ahead import Background, LookAhead
@@ -45,8 +46,10 @@ class DCPDataLoader:
     for N ranks in this process, and yields whole Plans with the data of all ranks.
 
     `model` (an AttentionShape, a ModelConfig, a Transformers config, or a model that has one) tells
-    the planner what attention looks like; `dtype` is that of q and kv. `options` are the fields of
-    `LoaderConfig`: tokens_per_batch, accumulation_steps, shuffle, seed, lengths, look_ahead, ...
+    the planner what attention looks like; `dtype` is that of q and kv. `topology` and `cost` say
+    what plans are for; by default machines with devices like this process's, laid out by torchrun.
+    `options` are the fields of `LoaderConfig`: tokens_per_batch, accumulation_steps, shuffle, seed,
+    lengths, look_ahead, ...
 
     Every process makes its loaders in the same order and with equal arguments. `close` (or leaving
     a `with` block, or the end of the process) ends the planning process.
@@ -69,9 +72,8 @@ class DCPDataLoader:
     ) -> None:
         self.config = LoaderConfig.of(options)
         self.ranks = LoaderRanks.of(group, mesh, virtual_ranks)
-        self.topology = topology or self.ranks.topology()
-        self.topology.check_ranks(self.ranks.num_ranks, "loader")
         self.shape, sizes = shape_of(model, dtype)
+        self.topology, cost = cluster_of(self.ranks, topology, cost, self.shape)
         planner = planner or PlannerConfig()
         planning = Planning.of(self.config, self.topology, self.shape, planner, cost, sizes)
         self.metrics = LoaderMetrics()

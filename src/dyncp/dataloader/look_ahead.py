@@ -60,7 +60,8 @@ class LookAhead:
         waiting = Waiting(
             lambda: self._closing, self._stalled, config.plan_timeout, config.store_timeout
         )
-        self._exchange = Exchange(store, ranks, waiting)
+        profile = background.planning.profile_name
+        self._exchange = Exchange(store, ranks, waiting, profile)
         self._preparing = Preparing(config, ranks, background.planning, self._exchange)
         self._changed = threading.Condition()
         self._closing = False

@@ -63,7 +63,8 @@ class Planning:
         """The plan of the static method, made here: the same on every rank that makes it."""
         most = self.config.max_tokens_per_rank
         plain = replace(self.config, block_size=None, head_groups=1, max_tokens_per_rank=None)
-        plan = plan_batch(batch, self.topology, self.shape, replace(plain, solver=STATIC_SOLVER))
+        config = replace(plain, solver=STATIC_SOLVER)
+        plan = plan_batch(batch, self.topology, self.shape, config, cost=self.cost)
         found = int(plan.parts[0].tokens_per_rank.max())
         if most is not None and found > most:
             raise ValueError(
@@ -71,6 +72,10 @@ class Planning:
                 f"{most}; raise it, or lower tokens_per_batch"
             )
         return plan
+
+    @property
+    def profile_name(self) -> str:
+        return "" if self.cost is None else self.cost.profile.name
 
     def check_tokens(self, tokens: int, batch: int | None = None) -> None:
         """Raises ValueError for more tokens than all ranks may hold."""

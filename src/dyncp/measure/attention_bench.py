@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -105,9 +105,11 @@ def _describe(
     directions = list(times[0])
     compute = {(DEFAULT_MASK, d): _by_division([t[d] for t in times]) for d in directions}
     simulated = simulate_plan(plan, topology, cost, compute=compute)
+    divisions = {d: _division_rows(plan, setting, d, compute[DEFAULT_MASK, d]) for d in directions}
+    pairs = rank_pairs(plan, cost)
     ranks = {
         NAMES[d]: _describe_ranks(
-            [t[d] for t in times], predicted, d, alone, rank_pairs(plan, cost)
+            [t[d] for t in times], _predicted(predicted, d, divisions[d]), alone, pairs, d
         )
         for d in directions
     }
@@ -117,10 +119,26 @@ def _describe(
         "with_measured_kernels": _seconds(simulated),
         "ranks": ranks,
         "summary": {name: _summarise(rows) for name, rows in ranks.items()},
-        "divisions": {
-            NAMES[d]: _division_rows(plan, setting, d, compute[DEFAULT_MASK, d]) for d in directions
-        },
+        "divisions": {NAMES[d]: rows for d, rows in divisions.items()},
     }
+
+
+class Predicted(NamedTuple):
+    """Seconds of every rank's attention kernels and of its whole call, if it waits for nothing."""
+
+    kernels: Float64
+    calls: Float64
+
+
+def _predicted(
+    simulated: Simulated, direction: Direction, divisions: list[dict[str, Any]]
+) -> Predicted:
+    run = simulated.attention[DEFAULT_MASK][direction]
+    assert run is not None
+    calls = run.flow.call_seconds
+    rank = np.asarray([row["rank"] for row in divisions], np.int64)
+    seconds = np.asarray([row["predicted_seconds"] for row in divisions], np.float64)
+    return Predicted(np.bincount(rank, seconds, len(calls)).astype(np.float64), calls)
 
 
 def _seconds(simulated: Simulated) -> dict[str, float]:
@@ -142,13 +160,11 @@ def _by_division(times: list[CallTimes]) -> Float64:
 
 def _describe_ranks(
     times: list[CallTimes],
-    predicted: Simulated,
-    direction: Direction,
+    predicted: Predicted,
     alone: Alone,
     pairs: Float64,
+    direction: Direction,
 ) -> list[dict[str, Any]]:
-    run = predicted.attention[DEFAULT_MASK][direction]
-    assert run is not None
     rows = []
     for rank, t in enumerate(times):
         row = {
@@ -158,7 +174,8 @@ def _describe_ranks(
             "host_seconds": t.host_seconds,
             "kernel_seconds": t.kernel_seconds,
             "other_seconds": t.other_seconds,
-            "predicted_kernel_seconds": float(run.rank_compute_seconds[rank]),
+            "predicted_kernel_seconds": float(predicted.kernels[rank]),
+            "predicted_call_seconds": float(predicted.calls[rank]),
             "over_alone": None,
             "call_over_alone": None,
         }
@@ -175,20 +192,22 @@ def _summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for column in (
         "call_seconds", "kernel_seconds", "other_seconds", "host_seconds",
-        "predicted_kernel_seconds", "over_alone", "call_over_alone",
+        "predicted_kernel_seconds", "predicted_call_seconds", "over_alone", "call_over_alone",
     ):  # fmt: skip
         values = [row[column] for row in rows if row[column] is not None]
         found[column] = {"worst": max(values), "mean": float(np.mean(values))} if values else None
-    off = [
-        row["predicted_kernel_seconds"] / row["kernel_seconds"] - 1
-        for row in rows
-        if row["kernel_seconds"]
-    ]
-    found["prediction_error"] = {
-        "worst": max(off, key=abs, default=0.0),
-        "mean": float(np.mean(np.abs(off))) if off else 0.0,
-    }
+    found["prediction_error"] = _errors(rows, "kernel_seconds")
+    found["call_prediction_error"] = _errors(rows, "call_seconds")
     return found
+
+
+def _errors(rows: list[dict[str, Any]], column: str) -> dict[str, float]:
+    """Predicted over measured − 1: the worst, and the mean of absolute values. Ranks without tiles
+    have nothing to predict."""
+    some = [row for row in rows if row["kernel_seconds"]]
+    off = [row[f"predicted_{column}"] / row[column] - 1 for row in some]
+    mean = float(np.mean(np.abs(off))) if off else 0.0
+    return {"worst": max(off, key=abs, default=0.0), "mean": mean}
 
 
 def _division_rows(

@@ -20,8 +20,9 @@ from dyncp.measure.links import (
     measure_link,
 )
 from dyncp.measure.mask_cases import mask_case
-from dyncp.measure.ours import KernelChoice, one_rank_step
+from dyncp.measure.ours import KernelChoice, make_executor, one_rank_step
 from dyncp.measure.overlap import Overlap, beside_copies, beside_messages
+from dyncp.measure.row_rates import RowRates, WholeCall, fit_rows
 from dyncp.measure.timing import Repeats
 from dyncp.measure.world import World
 from dyncp.topology import Link
@@ -48,11 +49,14 @@ class CalibrateSetting:
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """The profile, and what it was made from. Links are None where there was nothing to measure."""
+    """The profile, and what it was made from. Links are None where there was nothing to measure,
+    `rows` where whole calls say nothing: on CPUs, and where they are few."""
 
     profile: Profile
     rates: AttentionRates
+    rows: RowRates | None
     samples: list[CallSample]
+    calls: list[WholeCall]
     intra: MeasuredLink | None
     inter: MeasuredLink | None
     all_gather: float | None
@@ -64,7 +68,7 @@ def calibrate(setting: CalibrateSetting, tell: Tell = lambda _: None) -> Calibra
     profile is that of rank 0."""
     world, repeats = setting.world, setting.repeats
     cost = CostModel(setting.base, setting.shape)
-    samples = sample_attention(
+    samples, calls = sample_attention(
         setting.masks, setting.sizes, cost, setting.choice, world.device, repeats, tell
     )
     rates = fit_rates(samples, cost, num_lanes(world.device))
@@ -73,6 +77,11 @@ def calibrate(setting: CalibrateSetting, tell: Tell = lambda _: None) -> Calibra
         "dense": dense_rate(world.device, setting.shape.dtype, repeats),
         "copy": copy_rate(world.device, repeats),
     }
+    rows = fit_rows(calls) if world.device.type == "cuda" else None
+    if rows is not None:
+        host = "host_seconds" if _replays(setting) else "host_seconds_eager"
+        measured |= {"copy": rows.copy, "launch_seconds": rows.launch_seconds}
+        measured[host] = rows.host_seconds
     tell("attention beside copies ...")
     overlaps = _overlaps(setting)
     tell("links ...")
@@ -98,7 +107,13 @@ def calibrate(setting: CalibrateSetting, tell: Tell = lambda _: None) -> Calibra
         overlap_slowdown=overlaps[0].slowdown,
         **measured,
     )
-    return Calibration(profile, rates, samples, intra, inter, gathered, overlaps)
+    return Calibration(profile, rates, rows, samples, calls, intra, inter, gathered, overlaps)
+
+
+def _replays(setting: CalibrateSetting) -> bool:
+    """Whether the executor replays plans as graphs here."""
+    executor = make_executor(setting.choice, setting.world.device, virtual_ranks=1)
+    return bool(getattr(executor, "graphs", False))
 
 
 def _overlaps(setting: CalibrateSetting) -> list[Overlap]:

@@ -11,6 +11,7 @@ from dyncp.measure.loads import Load, plan_loads
 from dyncp.measure.mask_cases import MaskCase, mask_case
 from dyncp.measure.ours import KernelChoice
 from dyncp.measure.rank_times import CallTimes, time_part
+from dyncp.measure.row_rates import WholeCall, whole_calls
 from dyncp.measure.timing import Repeats
 from dyncp.planner import plan_batch
 from dyncp.topology import Topology
@@ -46,10 +47,10 @@ def sample_attention(
     device: torch.device,
     repeats: Repeats,
     tell: Callable[[str], None] = lambda _: None,
-) -> list[CallSample]:
-    """Times plans of all masks and sizes, forward and backward, division by division. From
-    `CUT_TOKENS` on they are cut for several ranks, of which `TIMED_RANKS` are timed."""
-    samples = []
+) -> tuple[list[CallSample], list[WholeCall]]:
+    """Times plans of all masks and sizes, forward and backward, division by division and as whole
+    calls. From `CUT_TOKENS` on they are cut for several ranks, of which `TIMED_RANKS` are timed."""
+    samples, whole = list[CallSample](), list[WholeCall]()
     for mask in masks:
         for tokens in sizes:
             tell(f"attention kernel: {mask}, {tokens:,} tokens ...")
@@ -61,11 +62,12 @@ def sample_attention(
                 for part in plan.parts[::every]
             }
             for direction in times[0]:
+                whole += whole_calls(plan, times, direction, cost, mask)
                 for load in plan_loads(plan, case.batch, direction, cost):
                     if load.rank in times:
                         measured = times[load.rank][direction]
                         samples.append(_sample(load, measured, case, direction))
-    return samples
+    return samples, whole
 
 
 def _num_ranks(tokens: int) -> int:

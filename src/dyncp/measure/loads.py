@@ -8,7 +8,7 @@ import numpy as np
 from dyncp.arrays import Float64, Int64
 from dyncp.blocks import DEFAULT_MASK, Batch, Direction
 from dyncp.cost import CostModel
-from dyncp.cost.kernel_calls import CallTiles, call_work
+from dyncp.cost.kernel_calls import CallBlocks, CallTiles, call_work
 from dyncp.masks import Mask
 from dyncp.plan import Plan, RankPlan
 
@@ -61,7 +61,8 @@ def _rank_loads(
     cell, group, q_block, k_block = (
         x.astype(np.int64) for x in (division, tiles.head_group, tiles.q_block, tiles.k_block)
     )
-    calls = call_work(CallTiles(cell, group, q_block, k_block, *sides, heads), direction, cost)
+    called = CallTiles(cell, group, q_block, k_block, *sides, heads)
+    calls = call_work(called, CallBlocks.of(called, direction), direction, cost)
     num_divisions = int(division.max(initial=-1)) + 1
     work = calls.by_cell(num_divisions)
     seconds = np.bincount(calls.cell, cost.work_seconds(*calls[1:], direction), num_divisions)

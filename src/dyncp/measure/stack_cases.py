@@ -1,6 +1,5 @@
 """What runs inside a stack of layers: a rank of a plan, plain attention, or none."""
 
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -46,18 +45,8 @@ class StackSetting:
 
     def executor(self, rank: int, num_ranks: int) -> DCPExecutor:
         """One rank, whose peers are made up."""
-        options = graphs_option(self.graphs)
-        transport = Noise(rank, num_ranks)
-        return make_executor(self.choice, self.device, transport=transport, **options)
-
-
-def graphs_option(graphs: str) -> dict[str, str | bool]:
-    """For executors that can capture what they launch; others have no such option."""
-    if "graphs" in inspect.signature(DCPExecutor).parameters:
-        return {"graphs": GRAPHS[graphs]}
-    if graphs == "on":
-        raise ValueError("graphs is 'on', but this version's DCPExecutor has none; choose auto")
-    return {}
+        transport, graphs = Noise(rank, num_ranks), GRAPHS[self.graphs]
+        return make_executor(self.choice, self.device, transport=transport, graphs=graphs)
 
 
 @dataclass(frozen=True, eq=False)

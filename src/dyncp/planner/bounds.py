@@ -2,8 +2,10 @@
 
 import numpy as np
 
-from dyncp.arrays import Int64
+from dyncp.arrays import Float64, Int64
 from dyncp.blocks import Q_INPUT, Q_RESULT, BlockGraph, Direction, Payload
+from dyncp.cost import CostModel
+from dyncp.cost.row_work import least_row_seconds
 from dyncp.placement import Bound, find_remote_uses, whole_rows
 from dyncp.planner.candidate import Placed
 from dyncp.planner.task import Task
@@ -26,18 +28,48 @@ def placed_seconds(task: Task, placed: Placed) -> float:
     name = next(iter(graph.tiles))
     rank, speed = placement.tile_rank[name], topology.rank_speeds
     calls, border = _least_calls(placed, name), _border_seconds(task, placed, name)
+    held = np.bincount(placement.block_rank, graph.blocks.tokens, topology.num_ranks)
+    overhead, host = _overhead(task.cost, calls), _host_seconds(task.cost, calls).max()
     attention = per_token = 0.0
     for direction in list(Direction)[: 1 if task.config.forward_only else 2]:
         seconds = task.cost.graph_tile_seconds(graph, name, direction)
         busy = np.bincount(rank, seconds, topology.num_ranks) / speed
-        compute = float((busy + calls * task.cost.profile.call_seconds).max())
+        rows = held * least_row_seconds(direction, task.cost)
+        met = _met_seconds(task, placed, name, direction) / speed
+        compute = float((busy + met + overhead + rows).max())
         heads = _all_to_all_seconds(task, placed, direction)
-        attention += max(compute, border * (1 + direction), heads)
+        attention += max(compute, border * (1 + direction), heads, float(host))
         if task.model is not None:
             per_token += task.model.seconds_per_token(task.cost.profile, direction)
     layers = 1 if task.model is None else task.model.layers
-    held = np.bincount(placement.block_rank, graph.blocks.tokens, topology.num_ranks) / speed
-    return layers * attention + per_token * float(held.max())
+    return layers * attention + per_token * float((held / speed).max())
+
+
+def _met_seconds(task: Task, placed: Placed, name: str, direction: Direction) -> Float64 | float:
+    """What the rows of blocks cost every rank that some of its calls meets: each counts once."""
+    cost, graph, ranks = task.cost, placed.graph, task.topology.num_ranks
+    if not cost.row_keys(direction):
+        return 0.0
+    tiles, blocks = graph.tiles[name], len(graph.blocks)
+    block = tiles.k_block if direction is Direction.BACKWARD else tiles.q_block
+    heads = cost.heads_of(cost.groups_for(graph.shape, graph.head_groups))
+    met = np.zeros((ranks, len(heads) * blocks), np.bool_)
+    met[placed.placement.tile_rank[name], tiles.head_group * blocks + block] = True
+    rows = met @ np.outer(heads, graph.blocks.tokens).reshape(-1).astype(np.float64)
+    return np.asarray(rows * cost.row_seconds(1.0, 1, direction), np.float64)
+
+
+def _overhead(cost: CostModel, calls: Int64) -> Float64:
+    """What calls add to their tiles: their own overhead, and the launches of calls and of what is
+    unpacked between them."""
+    launches = 2 * calls - 1
+    return np.asarray(cost.call_seconds(calls) + launches * cost.profile.launch_seconds)
+
+
+def _host_seconds(cost: CostModel, calls: Int64) -> Float64:
+    """What the host needs to issue calls: start and end, and launch and wait of what further ones
+    wait for."""
+    return np.asarray(3 * calls * cost.host_seconds, np.float64)
 
 
 def _least_calls(placed: Placed, name: str) -> Int64:
@@ -121,11 +153,13 @@ def static_seconds(task: Task, whole: list[float], bound: Bound) -> float:
     work = bound.work if len(task.batch.masks) == 1 else 1 / ranks
     kv_bytes = 2 * cost.shape.kv_heads * cost.shape.head_dim * cost.shape.item_bytes
     speed = float(task.topology.rank_speeds.max())
+    calls = np.asarray(bound.calls)
+    overhead, host = float(_overhead(cost, calls)), float(_host_seconds(cost, calls))
     attention = per_token = 0.0
     for direction, seconds in zip(Direction, whole, strict=False):
-        compute = work * seconds / speed + bound.calls * cost.profile.call_seconds
+        compute = work * seconds / speed + overhead
         moved = kv_bytes * (2 if direction is Direction.BACKWARD else 1)
-        attention += max(compute, moved * bound.seconds_per_byte)
+        attention += max(compute, moved * bound.seconds_per_byte, host)
         if model is not None:
             per_token += model.seconds_per_token(cost.profile, direction)
     layers = 1 if model is None else model.layers

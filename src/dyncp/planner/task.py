@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from dyncp.blocks import AttentionShape, Batch
-from dyncp.cost import PROFILES, CostModel, ModelConfig, find_profile
+from dyncp.cost import PROFILES, CostModel, ModelConfig, profile_for_device, tell_profile
 from dyncp.placement import Limits, Solver
 from dyncp.planner.candidate import Candidate, Cut, Graphs, Placed, place_batch
 from dyncp.planner.config import PlannerConfig
@@ -11,7 +11,9 @@ from dyncp.schedule import Pace
 from dyncp.simulate import Simulated, simulate_schedules
 from dyncp.topology import Topology
 
-DEFAULT_PROFILE = "p4de"
+CHANGE = (
+    "pass topology=preset(name, machines, ranks), or cost=CostModel(profile, shape), for another"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,9 +77,13 @@ class Task:
 
 
 def default_cost(topology: Topology, shape: AttentionShape) -> CostModel:
-    """Costs by the profile that has the topology's name; bare topologies have p4de's links."""
-    name = topology.name if topology.name in PROFILES else DEFAULT_PROFILE
-    return CostModel(find_profile(name), shape)
+    """Costs by the profile that has the topology's name. Bare topologies have p4de's links and get
+    its costs, which the log says where there is something to plan."""
+    if topology.name in PROFILES:
+        return CostModel(PROFILES[topology.name], shape)
+    if topology.num_ranks > 1:
+        tell_profile(None, CHANGE)
+    return CostModel(profile_for_device(None), shape)
 
 
 def _limits(batch: Batch, topology: Topology, config: PlannerConfig) -> Limits:

@@ -17,12 +17,15 @@ import numpy as np
 
 from dyncp.arrays import Float64
 from dyncp.blocks import BlockGraph, Direction
-from dyncp.cost import CostModel, find_profile
+from dyncp.cost import DEFAULT_PROFILE, CostModel, find_profile
+from dyncp.cost.row_work import division_seconds
 from dyncp.topology import Topology
 
 # A phase should be worth this many kernel calls, since each further division costs one; and what
 # rows cost that one more call meets.
 CALLS_PER_PHASE = 5
+# Instructions of one more phase: its launch, its wait, and the division that waits for it.
+INSTRUCTIONS_PER_PHASE = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +37,21 @@ class Pace:
 
     @staticmethod
     def assumed(graph: BlockGraph, num_ranks: int) -> "Pace":
-        """One machine with p4de's figures."""
-        return Pace(Topology(1, num_ranks), CostModel(find_profile("p4de"), graph.shape))
+        """One machine with the figures of `DEFAULT_PROFILE`."""
+        return Pace(Topology(1, num_ranks), CostModel(find_profile(DEFAULT_PROFILE), graph.shape))
 
     def least_seconds(self, rows: float, direction: Direction) -> float:
-        """What a phase should take at least, if ranks have so many rows."""
+        """What a phase should take at least, if ranks have so many rows. What travels in less time
+        than the host needs for it is never hidden."""
         more = (CALLS_PER_PHASE - 1) * self.cost.profile.call_seconds
-        return more + self.division_seconds(rows, direction)
+        host = INSTRUCTIONS_PER_PHASE * self.cost.host_seconds
+        return max(more + self.division_seconds(rows, direction), host)
 
     def division_seconds(self, rows: float, direction: Direction) -> float:
         """What one more division costs a rank with so many rows."""
         again = self.cost.row_seconds(rows, self.cost.shape.q_heads, direction)
-        return self.cost.profile.call_seconds + again
+        moved = division_seconds(rows, direction, self.cost)
+        return self.cost.profile.call_seconds + again + moved
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ class AttentionTimes:
     @cached_property
     def step_rank(self) -> Int64:
         """Rank of every instruction."""
-        return np.repeat(np.arange(self.flow.num_ranks), np.diff(self.flow.programs.first))
+        return self.flow.step_rank
 
     @cached_property
     def rank_seconds(self) -> Float64:
@@ -53,6 +53,19 @@ class AttentionTimes:
         waited = self.steps["begin"] - self.steps["reached"]
         return self._per_rank(waited)
 
+    @cached_property
+    def rank_row_seconds(self) -> Float64:
+        """Time every rank packs, unpacks, merges and copies."""
+        other = self.flow.programs.op != Op.COMPUTE
+        return self._per_rank(np.where(other, self.steps["end"] - self.steps["begin"], 0))
+
+    @cached_property
+    def rank_host_seconds(self) -> Float64:
+        """Time every rank has nothing to do because the host has issued nothing more."""
+        before = np.concatenate([np.zeros(1), self.steps["end"][:-1]])[: len(self.steps)]
+        before[self.flow.programs.first[:-1][np.diff(self.flow.programs.first) > 0]] = 0.0
+        return self._per_rank(self.steps["reached"] - before)
+
     def _per_rank(self, step_seconds: Float64) -> Float64:
         total = np.bincount(self.step_rank, step_seconds, self.flow.num_ranks)
         return total.astype(np.float64)
@@ -69,8 +82,9 @@ class AttentionTimes:
 
     @property
     def exposed_seconds(self) -> float:
-        """What communication adds: the whole time minus the most kernel time of a rank. Waiting,
-        packing and unpacking all count, as far as they are not hidden."""
+        """What there is beside kernels: the whole time minus the most kernel time of a rank.
+        Waiting, for messages and the host, and row work all count, as far as they are not
+        hidden."""
         return self.seconds - self.compute_seconds
 
 

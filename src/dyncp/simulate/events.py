@@ -4,6 +4,9 @@ A rank runs ahead until it waits for a phase that has not arrived. A message tra
 ends have begun its phase. A port serves one message at a time, the smallest waiting number first;
 the head of a message goes on to the second port at once, so both work at the same time. Messages
 inside machines and over their borders do not wait for each other.
+
+Where messages slow computation down, a rank computes until an event of its own: whatever of its
+messages begins to travel meanwhile puts that off.
 """
 
 from dyncp.arrays import Int64
@@ -14,25 +17,44 @@ from dyncp.simulate.world import Record, Records
 
 LAUNCH, WAIT, COMPUTE = int(Op.LAUNCH), int(Op.WAIT), int(Op.COMPUTE)
 # Kinds of events; at equal times, smaller kinds go first.
-ARRIVED, LAUNCHED, READY, PORT_FREE = 0, 1, 2, 3
+ARRIVED, LAUNCHED, READY, PORT_FREE, COMPUTED = 0, 1, 2, 3, 4
 KIND = 1 << 40  # an event's key is kind × KIND + number of message, rank and phase, or port
 
 
 @inner
+def _delayed(end: float, first: float, until: float, slowdown: float) -> float:
+    """When a computation ends that would end at `end`, if messages travel from `first` to `until`.
+
+    With slowdown 2, what would take from 0 to 10 gets half as far as usual from 4 to 8: until 12.
+    """
+    if first >= end or until <= first:
+        return end
+    if (end - first) * slowdown <= until - first:
+        return first + (end - first) * slowdown
+    return end + (until - first) * (1 - 1 / slowdown)
+
+
+@inner
 def _advance(steps: Records, ranks: Records, cells: Records, events: Records, r: int) -> None:
-    """Runs rank r up to a wait for something that has not arrived."""
+    """Runs rank r up to a wait for something that has not arrived, or where messages slow it down,
+    to its next computation."""
     rank = ranks[r]
-    while rank.next < rank.last:
+    while rank.next < rank.last and not rank.computing:
         step = steps[rank.next]
-        step.reached = rank.clock
-        step.begin = rank.clock
+        step.reached = max(rank.clock, step.issued)
+        step.begin = step.reached
         if step.op == WAIT:
             cell = cells[r, step.argument]
             if cell.incoming > 0:
                 return
-            step.begin = max(rank.clock, cell.arrived)
+            step.begin = max(step.reached, cell.arrived)
         seconds = step.work / rank.speed if step.op == COMPUTE else step.work
         step.end = step.begin + seconds
+        if step.op == COMPUTE and rank.slowdown > 1:
+            step.end = _delayed(step.end, step.begin, rank.traffic, rank.slowdown)
+            rank.computing = 1
+            push(events, step.end, COMPUTED * KIND + r)
+            return
         rank.clock = step.end
         rank.next += 1
         if step.op == LAUNCH:
@@ -85,9 +107,45 @@ def _wait_at(port: Record, number: int, m: int, messages: Records, events: Recor
 
 
 @inner
-def _serve(port: Record, message: Record, time: float) -> None:
+def _computed(
+    steps: Records,
+    ranks: Records,
+    cells: Records,
+    events: Records,
+    r: int,
+    time: float,
+) -> None:
+    """Rank r is done with its computation, or would be, had messages not put that off."""
+    rank = ranks[r]
+    end = steps[rank.next].end
+    if end > time:
+        push(events, end, COMPUTED * KIND + r)
+        return
+    rank.computing = 0
+    rank.clock = end
+    rank.next += 1
+    _advance(steps, ranks, cells, events, r)
+
+
+@inner
+def _disturb(steps: Records, rank: Record, time: float, until: float) -> None:
+    """A message of a rank travels from now on."""
+    first = max(time, rank.traffic)
+    if until <= first:
+        return
+    rank.traffic = until
+    if rank.computing:
+        step = steps[rank.next]
+        step.end = _delayed(step.end, max(first, step.begin), until, rank.slowdown)
+
+
+@inner
+def _serve(steps: Records, ranks: Records, port: Record, message: Record, time: float) -> None:
     port.free = time + message.size / port.bandwidth
     port.moved += message.size
+    rank = ranks[message.source if message.hop == 0 else message.target]
+    if rank.slowdown > 1:
+        _disturb(steps, rank, time, port.free)
     if message.hop == 0:
         message.send = time
     message.receive = time
@@ -97,7 +155,14 @@ def _serve(port: Record, message: Record, time: float) -> None:
 
 @inner
 def _travel(
-    messages: Records, routes: Int64, ports: Records, events: Records, m: int, time: float
+    steps: Records,
+    ranks: Records,
+    messages: Records,
+    routes: Int64,
+    ports: Records,
+    events: Records,
+    m: int,
+    time: float,
 ) -> None:
     """Takes message m through its next ports until one is busy, or to its arrival."""
     message = messages[m]
@@ -107,23 +172,30 @@ def _travel(
         if port.free > time or port.waiting >= 0:
             _wait_at(port, number, m, messages, events)
             return
-        _serve(port, message, time)
+        _serve(steps, ranks, port, message, time)
     message.arrival = message.tail + message.latency
     push(events, message.arrival, ARRIVED * KIND + m)
 
 
 @inner
 def _next_at_port(
-    messages: Records, routes: Int64, ports: Records, events: Records, number: int, time: float
+    steps: Records,
+    ranks: Records,
+    messages: Records,
+    routes: Int64,
+    ports: Records,
+    events: Records,
+    number: int,
+    time: float,
 ) -> None:
     """Serves the first message that waits at a port."""
     port = ports[number]
     m = port.waiting
     port.waiting = messages[m].behind
-    _serve(port, messages[m], time)
+    _serve(steps, ranks, port, messages[m], time)
     if port.waiting >= 0:
         push(events, port.free, PORT_FREE * KIND + number)
-    _travel(messages, routes, ports, events, m, time)
+    _travel(steps, ranks, messages, routes, ports, events, m, time)
 
 
 @compiled
@@ -146,9 +218,11 @@ def run_events(
         time, key = pop(events)
         kind, number = key // KIND, key % KIND
         if kind == READY:
-            _travel(messages, routes, ports, events, number, time)
+            _travel(steps, ranks, messages, routes, ports, events, number, time)
         elif kind == PORT_FREE:
-            _next_at_port(messages, routes, ports, events, number, time)
+            _next_at_port(steps, ranks, messages, routes, ports, events, number, time)
+        elif kind == COMPUTED:
+            _computed(steps, ranks, cells, events, number, time)
         elif kind == LAUNCHED:
             r, phase = number // cells.shape[1], number % cells.shape[1]
             cells[r, ranks[r].launched].queued = phase

@@ -6,7 +6,11 @@ import numpy as np
 
 from dyncp.arrays import Bool, Float64, Int64
 from dyncp.cost import CostModel
+from dyncp.cost.row_work import Moved, Rows, Sent, Touched
 from dyncp.plan import Op
+
+# What programs begin and end with, where row work is priced: copying in, merging and copying out.
+START, END = len(Op), len(Op) + 1
 
 
 class Programs(NamedTuple):
@@ -33,7 +37,9 @@ class Messages(NamedTuple):
 
 class Flow(NamedTuple):
     """`work` is the seconds of every instruction on a rank of speed 1: packing (LAUNCH), unpacking
-    (WAIT) or computing. `tile_seconds` is that of all tiles together, kernel calls not included."""
+    (WAIT), computing, and what there is to do at START and END. `tile_seconds` is that of all tiles
+    together, kernel calls not included. The host needs `host_seconds` to issue an instruction;
+    computing takes `slowdown` times longer while messages come in or go out."""
 
     num_ranks: int
     num_phases: int
@@ -41,24 +47,29 @@ class Flow(NamedTuple):
     work: Float64
     messages: Messages
     tile_seconds: float
+    host_seconds: float = 0.0
+    slowdown: float = 1.0
 
+    @property
+    def step_rank(self) -> Int64:
+        """Rank of every instruction."""
+        return np.repeat(np.arange(self.num_ranks), np.diff(self.programs.first))
 
-class Payloads(NamedTuple):
-    """Everything that travels, piece by piece, int64[payloads] each."""
-
-    phase: Int64
-    source: Int64
-    target: Int64
-    size: Int64
+    @property
+    def call_seconds(self) -> Float64:
+        """Seconds of every rank's call if it never waited, for messages or for the host."""
+        total = np.bincount(self.step_rank, self.work, self.num_ranks)
+        return total.astype(np.float64)
 
 
 class Loads(NamedTuple):
-    """Seconds of the tiles of every rank and division, their kernel calls, and what the rows of
-    these add (None: nothing)."""
+    """Seconds of the tiles of every rank and division, their kernel calls, what the rows of these
+    add (None: nothing), and the query blocks that calls meet (None: not asked for)."""
 
     seconds: Float64
     calls: Int64
     more: Float64 | None = None
+    touched: Touched | None = None
 
     @staticmethod
     def of(
@@ -68,6 +79,7 @@ class Loads(NamedTuple):
         ranks: int,
         divisions: int,
         more: Float64 | None = None,
+        touched: Touched | None = None,
     ) -> "Loads":
         """From tiles: `cell` is rank × divisions + division; one call per cell and head group.
         `more` has seconds by cell."""
@@ -79,10 +91,11 @@ class Loads(NamedTuple):
             total.reshape(ranks, divisions),
             called.sum(axis=1, dtype=np.int64).reshape(ranks, divisions),
             None if more is None else more.reshape(ranks, divisions),
+            touched,
         )
 
 
-def join_messages(payloads: Payloads, num_ranks: int) -> Messages:
+def join_messages(payloads: Sent, num_ranks: int) -> Messages:
     """One message for the payloads of a phase, source and target."""
     distance = (payloads.target - payloads.source) % num_ranks
     key = (payloads.phase * num_ranks + distance) * num_ranks + payloads.source
@@ -100,31 +113,65 @@ def _sum_runs(key: Int64, size: Int64) -> tuple[Int64, Int64]:
 
 
 def make_flow(
-    loads: Loads, messages: Messages, programs: Programs, num_phases: int, cost: CostModel
+    loads: Loads, messages: Messages, programs: Programs, rows: Moved, cost: CostModel
 ) -> Flow:
-    num_ranks = len(loads.calls)
+    """`rows` has the seconds of row work (see `row_seconds`)."""
+    num_ranks, num_phases = rows.launch.shape
+    if cost.knows_launches:
+        programs = _with_ends(programs)
     rank = np.repeat(np.arange(num_ranks), np.diff(programs.first))
     work = np.zeros(len(rank))
-    copied = {Op.LAUNCH: messages.source, Op.WAIT: messages.target}
-    for op, end in copied.items():
-        cell = end * num_phases + messages.phase
-        size = np.bincount(cell, messages.size, num_ranks * num_phases)
-        chosen = programs.op == op
-        at = rank[chosen] * num_phases + programs.argument[chosen]
-        work[chosen] = cost.copy_seconds(size[at])
-    chosen = programs.op == Op.COMPUTE
     seconds = loads.seconds + cost.call_seconds(loads.calls)
+    seconds += cost.profile.launch_seconds * loads.calls
     if loads.more is not None:
-        seconds = seconds + loads.more
-    work[chosen] = seconds[rank[chosen], programs.argument[chosen]]
+        seconds += loads.more
+    start, end = rows.start[:, None], rows.end[:, None]
+    by_op = {
+        Op.LAUNCH: rows.launch,
+        Op.WAIT: rows.wait,
+        Op.COMPUTE: seconds,
+        START: start,
+        END: end,
+    }
+    for op, table in by_op.items():
+        chosen = programs.op == op
+        work[chosen] = table[rank[chosen], programs.argument[chosen]]
     total = float(loads.seconds.sum())
-    return Flow(num_ranks, num_phases, programs, work, messages, total)
+    host, slowdown = cost.host_seconds, cost.profile.overlap_slowdown
+    return Flow(num_ranks, num_phases, programs, work, messages, total, host, slowdown)
+
+
+def row_seconds(rows: Rows, sent: Sent, touched: Touched | None, cost: CostModel) -> Moved:
+    """Seconds of row work at every point; where the profile knows no launches, those of packing and
+    unpacking messages alone."""
+    if cost.knows_launches:
+        return rows.moved(sent, touched).seconds(cost)
+    nothing = np.zeros(rows.num_ranks)
+    launch, wait = (
+        cost.copy_seconds(rows.by_phase(end, sent, sent.size)) for end in (sent.source, sent.target)
+    )
+    return Moved(nothing, launch, wait, nothing)
+
+
+def _with_ends(programs: Programs) -> Programs:
+    """Programs that begin with START and end with END."""
+    op, argument = (
+        np.insert(
+            np.insert(column, programs.first[1:], behind),
+            programs.first[:-1] + np.arange(len(programs.first) - 1),
+            before,
+        )
+        for column, before, behind in (
+            (programs.op, START, END),
+            (programs.argument, 0, 0),
+        )
+    )
+    return Programs(op, argument, programs.first + 2 * np.arange(len(programs.first)))
 
 
 def with_compute(flow: Flow, seconds: Float64) -> Flow:
     """The flow with other seconds of computation, float64[ranks, divisions]."""
-    programs = flow.programs
-    rank = np.repeat(np.arange(flow.num_ranks), np.diff(programs.first))
+    programs, rank = flow.programs, flow.step_rank
     chosen, work = programs.op == Op.COMPUTE, flow.work.copy()
     work[chosen] = seconds[rank[chosen], programs.argument[chosen]]
     return flow._replace(work=work)

@@ -8,20 +8,49 @@ import numpy as np
 from dyncp.arrays import Int64, starts_of
 from dyncp.blocks import Direction, bytes_per_token
 from dyncp.cost import CostModel
-from dyncp.cost.kernel_calls import CallTiles, more_seconds
+from dyncp.cost.kernel_calls import CallBlocks, CallTiles, more_seconds
+from dyncp.cost.row_work import Moved, Rows, Sent, Touched, Widths
 from dyncp.plan import Op, Plan, Program, RankPlan
-from dyncp.simulate.flow import Flow, Loads, Payloads, Programs, join_messages, make_flow
+from dyncp.simulate.flow import Flow, Loads, Programs, join_messages, make_flow, row_seconds
 
 
 def flow_of_plan(plan: Plan, name: str, direction: Direction, cost: CostModel) -> Flow:
     """Flow of mask `name` in one direction."""
     programs = [part.mask_plan(name).program(direction) for part in plan.parts]
-    payloads = _payloads(plan.parts[0], programs, cost)
-    messages = join_messages(payloads, plan.num_ranks)
+    sent = _sent(plan.parts[0], programs, cost)
+    messages = join_messages(sent, plan.num_ranks)
     loads = _loads(plan, name, direction, programs, cost)
     joined = _programs(programs)
     num_phases = _count_phases(joined, int(messages.phase.max(initial=-1)))
-    return make_flow(loads, messages, joined, num_phases, cost)
+    rows = _rows(plan.parts[0], num_phases, loads.calls.shape[1], direction, cost)
+    seconds = row_seconds(rows, sent, loads.touched, cost)
+    return make_flow(loads, messages, joined, seconds, cost)
+
+
+def moved_by_plan(plan: Plan, name: str, direction: Direction, cost: CostModel) -> Moved:
+    """Bytes of row work at every point of every rank's program."""
+    programs = [part.mask_plan(name).program(direction) for part in plan.parts]
+    sent, loads = (
+        _sent(plan.parts[0], programs, cost),
+        _loads(plan, name, direction, programs, cost),
+    )
+    num_phases = _count_phases(_programs(programs), int(sent.phase.max(initial=-1)))
+    rows = _rows(plan.parts[0], num_phases, loads.calls.shape[1], direction, cost)
+    return rows.moved(sent, loads.touched)
+
+
+def _rows(
+    part: RankPlan, num_phases: int, num_divisions: int, direction: Direction, cost: CostModel
+) -> Rows:
+    return Rows(
+        part.num_ranks,
+        num_phases,
+        num_divisions,
+        part.blocks.tokens.astype(np.int64),
+        part.blocks.owner.astype(np.int64),
+        direction,
+        Widths(cost.shape, cost.groups_for(part.shape, part.head_groups)),
+    )
 
 
 def _joined(programs: Sequence[Program], column: Callable[[Program], Any]) -> Int64:
@@ -47,16 +76,19 @@ def _count_phases(programs: Programs, last: int) -> int:
     return 1 + max(last, int(arguments.max(initial=-1)))
 
 
-def _payloads(part: RankPlan, programs: Sequence[Program], cost: CostModel) -> Payloads:
+def _sent(part: RankPlan, programs: Sequence[Program], cost: CostModel) -> Sent:
     groups = cost.groups_for(part.shape, part.head_groups)
     kind = _joined(programs, lambda p: p.sends.kind)
     group = _joined(programs, lambda p: p.sends.head_group)
     block = _joined(programs, lambda p: p.sends.block)
     per_token = bytes_per_token(cost.shape, groups)[kind, group]
-    return Payloads(
+    return Sent(
         phase=_joined(programs, lambda p: p.sends.phase),
         source=np.repeat(np.arange(len(programs)), [len(p.sends) for p in programs]),
         target=_joined(programs, lambda p: p.sends.peer),
+        kind=kind,
+        group=group,
+        block=block,
         size=per_token * part.blocks.tokens[block],
     )
 
@@ -78,5 +110,8 @@ def _loads(
     rank = np.repeat(np.arange(plan.num_ranks), [len(t) for t in tiles])
     cell, num_cells = rank * num_divisions + division, plan.num_ranks * num_divisions
     called = CallTiles(cell, group, q_block, k_block, pairs, rows, keys, heads)
-    more = more_seconds(called, seconds, num_cells, direction, cost)
-    return Loads.of(cell, group, seconds, plan.num_ranks, num_divisions, more)
+    blocks, more = CallBlocks.of(called, direction), None
+    if cost.knows_rows(direction):
+        more = more_seconds(called, blocks, seconds, num_cells, direction, cost)
+    touched = None if direction is Direction.BACKWARD else Touched(*blocks[:3])
+    return Loads.of(cell, group, seconds, plan.num_ranks, num_divisions, more, touched)

@@ -5,7 +5,8 @@ import numpy as np
 from dyncp.arrays import Bool, Int64
 from dyncp.blocks import BlockGraph, Direction, bytes_per_token
 from dyncp.cost import CostModel
-from dyncp.cost.kernel_calls import CallTiles, more_seconds
+from dyncp.cost.kernel_calls import CallBlocks, CallTiles, more_seconds
+from dyncp.cost.row_work import Rows, Sent, Touched, Widths
 from dyncp.placement import Placement
 from dyncp.plan.instructions import order_programs
 from dyncp.schedule import Schedule
@@ -13,10 +14,10 @@ from dyncp.simulate.flow import (
     Flow,
     Loads,
     Messages,
-    Payloads,
     Programs,
     join_messages,
     make_flow,
+    row_seconds,
 )
 
 
@@ -30,9 +31,20 @@ def flow_of_schedule(
 ) -> Flow:
     """Flow of mask `name` in one direction."""
     loads = _loads(graph, placement, name, schedule, direction, cost)
-    messages = join_messages(_payloads(graph, schedule, cost), placement.num_ranks)
+    sent = _sent(graph, schedule, cost)
+    messages = join_messages(sent, placement.num_ranks)
     programs = _programs(schedule, loads, messages, placement.num_ranks)
-    return make_flow(loads, messages, programs, schedule.num_phases, cost)
+    rows = Rows(
+        placement.num_ranks,
+        schedule.num_phases,
+        schedule.num_divisions,
+        graph.blocks.tokens.astype(np.int64),
+        placement.block_rank.astype(np.int64),
+        direction,
+        Widths(cost.shape, cost.groups_for(graph.shape, graph.head_groups)),
+    )
+    seconds = row_seconds(rows, sent, loads.touched, cost)
+    return make_flow(loads, messages, programs, seconds, cost)
 
 
 def _loads(
@@ -48,25 +60,34 @@ def _loads(
     seconds = cost.graph_tile_seconds(graph, name, direction)
     tiles, tokens = graph.tiles[name], graph.blocks.tokens
     group = tiles.head_group.astype(np.int64)
-    more = None
-    if cost.knows_rows(direction):
+    more = touched = None
+    if cost.knows_rows(direction) or cost.knows_launches:
         q_block, k_block = (b.astype(np.int64) for b in (tiles.q_block, tiles.k_block))
         heads = cost.heads_of(cost.groups_for(graph.shape, graph.head_groups))[group]
         sides = tiles.pairs, tokens[q_block], tokens[k_block]
         called = CallTiles(cell, group, q_block, k_block, *sides, heads)
+        blocks = CallBlocks.of(called, direction)
         num_cells = placement.num_ranks * schedule.num_divisions
-        more = more_seconds(called, seconds, num_cells, direction, cost)
-    return Loads.of(cell, group, seconds, placement.num_ranks, schedule.num_divisions, more)
+        if cost.knows_rows(direction):
+            more = more_seconds(called, blocks, seconds, num_cells, direction, cost)
+        if direction is Direction.FORWARD:
+            touched = Touched(*blocks[:3])
+    ranks, divisions = placement.num_ranks, schedule.num_divisions
+    return Loads.of(cell, group, seconds, ranks, divisions, more, touched)
 
 
-def _payloads(graph: BlockGraph, schedule: Schedule, cost: CostModel) -> Payloads:
+def _sent(graph: BlockGraph, schedule: Schedule, cost: CostModel) -> Sent:
     moved = schedule.transfers
     groups = cost.groups_for(graph.shape, graph.head_groups)
     per_token = bytes_per_token(cost.shape, groups)[moved.kind, moved.head_group]
-    phase, source, target = (
-        column.astype(np.int64) for column in (moved.phase, moved.source, moved.target)
-    )
-    return Payloads(phase, source, target, per_token * graph.blocks.tokens[moved.block])
+    phase, source, target, kind, group, block = (
+        column.astype(np.int64)
+        for column in (
+            moved.phase, moved.source, moved.target, moved.kind, moved.head_group, moved.block,
+        )
+    )  # fmt: skip
+    size = per_token * graph.blocks.tokens[moved.block]
+    return Sent(phase, source, target, kind, group, block, size)
 
 
 def _programs(schedule: Schedule, loads: Loads, messages: Messages, num_ranks: int) -> Programs:

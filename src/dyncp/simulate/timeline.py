@@ -8,6 +8,7 @@ import numpy as np
 from dyncp.arrays import Float64, Int64
 from dyncp.plan import Op
 from dyncp.simulate.attention_times import AttentionTimes
+from dyncp.simulate.flow import END, START
 from dyncp.simulate.network import is_inside
 
 
@@ -22,7 +23,8 @@ class Lane(IntEnum):
 
 
 class Activity(IntEnum):
-    """What a lane does. COMPUTE is about a division, the others are about a phase."""
+    """What a lane does. COMPUTE is about a division, START and END are about the whole program, the
+    others about a phase."""
 
     COMPUTE = 0
     PACK = 1
@@ -30,6 +32,8 @@ class Activity(IntEnum):
     UNPACK = 3
     SEND = 4
     RECEIVE = 5
+    START = 6
+    END = 7
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +55,8 @@ class Timeline:
     def label(self, entry: int) -> str:
         """Like "compute 2", "wait 0" or "send 1 to 5"."""
         activity = Activity(int(self.activity[entry]))
+        if activity in (Activity.START, Activity.END):
+            return activity.name.lower()
         text = f"{activity.name.lower()} {self.number[entry]}"
         if activity is Activity.SEND:
             return f"{text} to {self.peer[entry]}"
@@ -73,7 +79,7 @@ Entries = tuple[Int64, Int64, Int64, Int64, Int64, Float64, Float64]
 def _step_entries(times: AttentionTimes) -> list[Entries]:
     programs, steps = times.flow.programs, times.steps
 
-    def entries(op: Op, activity: Activity, start: Float64, end: Float64) -> Entries:
+    def entries(op: int, activity: Activity, start: Float64, end: Float64) -> Entries:
         chosen = programs.op == op
         rank, number = times.step_rank[chosen], programs.argument[chosen]
         lane, what = np.full_like(rank, Lane.COMPUTE), np.full_like(rank, activity)
@@ -84,6 +90,8 @@ def _step_entries(times: AttentionTimes) -> list[Entries]:
         entries(Op.LAUNCH, Activity.PACK, steps["begin"], steps["end"]),
         entries(Op.WAIT, Activity.WAIT, steps["reached"], steps["begin"]),
         entries(Op.WAIT, Activity.UNPACK, steps["begin"], steps["end"]),
+        entries(START, Activity.START, steps["begin"], steps["end"]),
+        entries(END, Activity.END, steps["begin"], steps["end"]),
     ]
 
 

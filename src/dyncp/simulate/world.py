@@ -16,18 +16,21 @@ from dyncp.topology import Topology
 Records = npt.NDArray[Any]
 Record = Any  # one of them
 
-# An instruction: when it is reached, stops waiting, and ends.
+# An instruction: when the host has issued it; when it is reached, stops waiting, and ends.
 STEP = np.dtype(
     [
         ("op", np.int64),
         ("argument", np.int64),
         ("work", np.float64),
+        ("issued", np.float64),
         ("reached", np.float64),
         ("begin", np.float64),
         ("end", np.float64),
     ]
 )
-# A rank: its next instruction and the end of its program; how many of its phases are launched.
+# A rank: its next instruction and the end of its program; how many of its phases are launched;
+# how many times longer computing takes while its messages travel, whether it computes, and until
+# when its messages are known to travel.
 RANK = np.dtype(
     [
         ("next", np.int64),
@@ -35,6 +38,9 @@ RANK = np.dtype(
         ("clock", np.float64),
         ("speed", np.float64),
         ("launched", np.int64),
+        ("slowdown", np.float64),
+        ("computing", np.int64),
+        ("traffic", np.float64),
     ]
 )
 # A rank and phase: messages still to come in and the time of the last; where the cell's messages
@@ -121,13 +127,16 @@ def _steps(flow: Flow) -> Records:
     steps = np.zeros(len(flow.work), STEP)
     steps["op"], steps["argument"] = flow.programs.op, flow.programs.argument
     steps["work"] = flow.work
+    if flow.host_seconds:
+        number = np.arange(len(steps)) - flow.programs.first[flow.step_rank]
+        steps["issued"] = flow.host_seconds * (number + 1)
     return steps
 
 
 def _ranks(flow: Flow, topology: Topology) -> Records:
     ranks = np.zeros(flow.num_ranks, RANK)
     ranks["next"], ranks["last"] = flow.programs.first[:-1], flow.programs.first[1:]
-    ranks["speed"] = topology.rank_speeds
+    ranks["speed"], ranks["slowdown"] = topology.rank_speeds, flow.slowdown
     return ranks
 
 

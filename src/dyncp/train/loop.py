@@ -137,7 +137,7 @@ def _loader(config: TrainConfig, corpus: TextCorpus, virtual_ranks: int | None) 
         masks.by_name(config.mask),
         model=config.decoder.attention_shape(),
         virtual_ranks=virtual_ranks,
-        topology=preset("cpu_gloo", 1, ranks),
+        topology=preset("cpu_gloo", 1, ranks) if config.device == "cpu" else None,
         tokens_per_batch=config.batch_tokens,
         shuffle=True,
         epochs=None,
