@@ -106,7 +106,13 @@ def test_real_ranks_are_checked_together():
     assert found["plan"]["bytes_moved"] > 0
     assert found["groups"]["communicators"] == {"inside": 2}
     assert found["groups"]["operations"] == 2
-    assert [one["name"] for one in found["findings"]] == ["versions", "links", "groups", "plan"]
+    assert [one["name"] for one in found["findings"]] == [
+        "versions",
+        "links",
+        "groups",
+        "plan",
+        "graphs",
+    ]
     [[none, rate], _] = found["bytes_per_second"]
     assert none is None
     assert rate > 1e6

@@ -10,7 +10,7 @@ from dyncp import AttentionShape, Batch, PlannerConfig, masks, plan_batch
 from dyncp.blocks import Direction, Payload, bytes_per_token
 from dyncp.cost import CostModel, find_profile
 from dyncp.cost.row_work import Rows, Sent, Touched, Widths
-from dyncp.plan import KernelStyle, Space, find_contributions
+from dyncp.plan import Space, find_contributions
 from dyncp.simulate.from_plan import moved_by_plan
 from dyncp.topology import preset
 
@@ -21,10 +21,10 @@ Q, KV, PER_HEAD = 4 * 8 * 2, 2 * 2 * 8 * 2, 4 * 4  # bytes of a token
 TOKENS = 10
 
 
-def rows(direction: Direction) -> Rows:
+def rows(direction: Direction, *, fixed: bool = False) -> Rows:
     """Ranks 0 and 1 own a block of 10 tokens each."""
     tokens, owner = np.array([TOKENS, TOKENS]), np.array([0, 1])
-    return Rows(2, 2, 2, tokens, owner, direction, Widths(SHAPE, GROUPS))
+    return Rows(2, 2, 2, tokens, owner, direction, Widths(SHAPE, GROUPS), fixed)
 
 
 def sent(*payloads: tuple[int, int, int, Payload, int]) -> Sent:
@@ -44,6 +44,20 @@ def test_keys_that_travel_are_packed_at_the_start_and_unpacked_when_they_arrive(
     # Two partial outputs are read and one is written; rank 0 has one, which is final.
     assert found.end.tolist() == [0, 3 * 10 * (Q + PER_HEAD)]
     assert found.launches_per_rank.tolist() == [1, 3]
+
+
+def test_for_graphs_all_inputs_and_results_of_ranks_with_messages_are_copied() -> None:
+    touched = Touched(np.array([0, 2, 3]), np.zeros(3, np.int64), np.array([0, 1, 1]))
+    found = rows(Direction.FORWARD, fixed=True).moved(sent((0, 0, 1, Payload.KV, 0)), touched)
+    assert found.start.tolist() == [2 * 10 * (Q + 2 * KV), 2 * 10 * (Q + KV)]
+    assert found.end.tolist() == [2 * 10 * (Q + PER_HEAD), 3 * 10 * (Q + PER_HEAD)]
+
+
+def test_what_several_ranks_get_in_one_phase_is_packed_once() -> None:
+    twice = sent((0, 0, 1, Payload.KV, 0), (0, 0, 1, Payload.KV, 0), (1, 0, 1, Payload.KV, 0))
+    touched = Touched(np.array([0]), np.zeros(1, np.int64), np.array([0]))
+    found = rows(Direction.FORWARD).moved(twice, touched)
+    assert found.start[0] == 2 * 2 * 10 * KV
 
 
 def test_results_are_made_when_they_leave_and_merged_at_the_end() -> None:
@@ -76,9 +90,6 @@ def test_a_launch_costs_its_gap_and_its_bytes() -> None:
     assert seconds.launch[0, 0] == 0
 
 
-STYLE = KernelStyle(rounds_partials=True, settles=True)
-
-
 @pytest.mark.parametrize("solver", ["rows", "zigzag", "ulysses"])
 def test_forward_every_contribution_of_a_plan_is_read_once(solver: str) -> None:
     shape, topology = AttentionShape(8, 2, 64), preset("h200", 2, 2)
@@ -89,13 +100,17 @@ def test_forward_every_contribution_of_a_plan_is_read_once(solver: str) -> None:
     sizes = bytes_per_token(shape, plan.parts[0].head_groups)[Payload.OUT]
     for part in plan.parts:
         mask = part.mask_plan("default")
-        some = find_contributions(part, mask, mask.forward, STYLE)
+        some = find_contributions(part, mask, mask.forward)
         read: dict[bool, float] = defaultdict(float)
         for space, group, block in zip(some.space, some.head_group, some.block, strict=True):
             assert space == Space.Q
             own = bool(part.blocks.owner[block] == part.rank)
             read[own] += float(part.blocks.tokens[block] * sizes[group])
         sends, tokens = mask.forward.sends, part.blocks.tokens
+        received = mask.forward.receives
+        for at in np.flatnonzero(received.kind == Payload.OUT):
+            own = bool(part.blocks.owner[received.block[at]] == part.rank)
+            read[own] += float(tokens[received.block[at]] * sizes[received.head_group[at]])
         results = sends.kind == Payload.OUT
         written = (tokens[sends.block] * sizes[sends.head_group])[results].sum()
         passed = (sends.kind != Payload.OUT) & (part.blocks.owner[sends.block] != part.rank)

@@ -96,6 +96,6 @@ def diagnose_with_bad_groups(rank: int) -> list[Finding]:
 
 def test_no_plan_runs_where_a_rank_has_bad_groups():
     for findings in run_ranks(diagnose_with_bad_groups, 2):
-        assert [one.name for one in findings] == ["versions", "links", "groups", "plan"]
+        assert [one.name for one in findings] == ["versions", "links", "groups", "plan", "graphs"]
         assert findings[2].sentence == "rank 1: broken"
         assert findings[3].sentence.endswith("have to work first")

@@ -15,6 +15,7 @@ from dyncp import AttentionShape, Batch, DCPExecutor, Topology, attention, masks
 from dyncp.cost import CostModel, ModelConfig, find_profile
 from dyncp.measure import layers_bench, stack_cases, steady, whole_documents
 from dyncp.measure.equal_pairs import WholeDocuments, equal_pairs
+from dyncp.measure.implementation import Unavailable
 from dyncp.measure.kernel_seconds import KernelRun
 from dyncp.measure.layer_stack import LayerStack, pass_queries, rotate, rotation_of
 from dyncp.measure.layers_bench import LayersSetting, bench_layers
@@ -22,7 +23,7 @@ from dyncp.measure.layers_summary import describe_stack
 from dyncp.measure.loads import rank_pairs
 from dyncp.measure.ours import KernelChoice
 from dyncp.measure.spread_ranks import named_ranks, num_messages, spread_ranks
-from dyncp.measure.stack_cases import StackSetting, graphs_option, rank_cases, stack_run
+from dyncp.measure.stack_cases import StackSetting, rank_cases, stack_run
 from dyncp.measure.steady import Kernels, Steady, summarise, time_steady, union_seconds
 from dyncp.measure.timing import Repeats
 from dyncp.measure.whole_documents import attend_whole
@@ -242,18 +243,12 @@ def test_positions_are_those_in_the_sequence():
         assert abs(case.documents.pairs - case.pairs) <= max(case.rows, case.rows - case.pairs)
 
 
-class WithGraphs:
-    def __init__(self, *, graphs="auto"):
-        pass
-
-
-def test_graphs_are_asked_for_where_the_executor_has_them(monkeypatch):
-    monkeypatch.setattr(stack_cases, "DCPExecutor", WithGraphs)
-    assert [graphs_option(g)["graphs"] for g in ("auto", "on", "off")] == ["auto", True, False]
-    monkeypatch.setattr(stack_cases, "DCPExecutor", object)
-    assert graphs_option("off") == {}
-    with pytest.raises(ValueError, match="graphs is 'on'"):
-        graphs_option("on")
+def test_graphs_are_what_was_asked_for():
+    stack = StackSetting(MODEL, 1, SHAPE, KernelChoice("cpu"), CPU, graphs="off")
+    assert not stack.executor(0, 2).engine.graphs.wanted
+    stack = StackSetting(MODEL, 1, SHAPE, KernelChoice("cpu"), CPU, graphs="on")
+    with pytest.raises(Unavailable, match="graphs=True needs a CUDA GPU"):
+        stack.executor(0, 2)
 
 
 def test_plain_attention_that_fails_is_left_out_with_its_reason(monkeypatch):

@@ -16,12 +16,12 @@ from dyncp.cli.bench_attention import (
 from dyncp.cli.command import Command
 from dyncp.cli.layers_table import draw_layers
 from dyncp.cli.measure_options import (
-    PRESETS,
     SHAPES,
     add_device_option,
     add_output_options,
     add_repeats_option,
     check_raw,
+    preset_for,
     shape_text,
     show,
     words,
@@ -95,8 +95,8 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--topology",
         metavar="PRESET",
-        help=f"links and rates that plans are made for: {', '.join(TOPOLOGIES)} (default "
-        f"{PRESETS['cuda']}, on CPUs {PRESETS['cpu']})",
+        help=f"links and rates that plans are made for: {', '.join(TOPOLOGIES)} (default: "
+        "that of the device)",
     )
     add_profile_option(parser)
     parser.add_argument(
@@ -137,7 +137,7 @@ def _setting(args: Namespace, device: "torch.device") -> "LayersSetting":
     from dyncp.measure.timing import Repeats
 
     kind = device.type
-    args.topology = args.topology or PRESETS[kind]
+    args.topology = args.topology or preset_for(device)
     args.tokens = TOKENS[kind] if args.tokens is None else args.tokens
     model = _model(args, kind)
     shape = model.attention_shape(args.dtype or SHAPES[kind].dtype)

@@ -116,7 +116,8 @@ def least_row_seconds(direction: Direction, cost: CostModel) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Who holds what in one direction of one mask: blocks with their `tokens` and `owner`s."""
+    """Who holds what in one direction of one mask: blocks with their `tokens` and `owner`s. `fixed`
+    says that inputs are copied wherever anything travels, for graphs."""
 
     num_ranks: int
     num_phases: int
@@ -125,6 +126,7 @@ class Rows:
     owner: Int64
     direction: Direction
     widths: Widths
+    fixed: bool
 
     def moved(self, sent: Sent, touched: Touched | None) -> Moved:
         """Forward needs `touched`."""
@@ -132,11 +134,19 @@ class Rows:
         home = sent.source == known
         launch = self.by_phase(sent.source, sent, 2 * sent.size, comes & ~home)
         launch += self._results(sent, touched)
-        start = 2.0 * self._by_rank(sent.source, sent.size, comes & home)
+        start = 2.0 * self._by_rank(sent.source, sent.size, comes & home & self._first(sent))
         start += self._start(sent, comes)
         wait = self.by_phase(sent.target, sent, 2 * sent.size, comes)
         merged = self._by_rank(sent.target, sent.size, ~comes & (sent.target == known))
         return Moved(start, launch, wait, self._end(sent, comes, touched, merged))
+
+    def _first(self, sent: Sent) -> Bool:
+        """Payloads that several ranks get in one phase are packed once, since their messages are
+        mostly the same."""
+        packed = self._key(sent.kind, sent.source, sent) * self.num_phases + sent.phase
+        first = np.zeros(len(packed), np.bool_)
+        first[np.unique(packed, return_index=True)[1]] = True
+        return first
 
     @property
     def own(self) -> Float64:
@@ -153,6 +163,10 @@ class Rows:
             > 0
             for chosen in (comes & ~of_keys, comes & of_keys)
         ]
+        if self.fixed:  # where anything travels, all inputs are copied
+            takes_part = np.bincount(sent.source, minlength=self.num_ranks) > 0
+            takes_part |= np.bincount(sent.target, minlength=self.num_ranks) > 0
+            slots = [some | takes_part[:, None] for some in slots]
         if self.direction is Direction.FORWARD:
             return own * (slots[0] @ (2 * width.q) + slots[1] @ (2 * width.kv))
         # dout is read for the row sums already.
@@ -221,6 +235,9 @@ class Rows:
         several = (calls.reshape(self.num_ranks, groups) > 1).any(axis=1)
         slots = np.bincount(sent.target[comes & ~OF_KEYS[sent.kind]], minlength=self.num_ranks) > 0
         merges = several | slots | (merged > 0)
+        if self.fixed:
+            merges |= np.bincount(sent.source, minlength=self.num_ranks) > 0
+            merges |= np.bincount(sent.target, minlength=self.num_ranks) > 0
         return np.where(merges, own * row.sum() + read_by_rank + merged, 0.0)
 
     def _key(self, kind: Int64, rank: Int64, what: Sent | Touched) -> Int64:

@@ -8,7 +8,7 @@ from typing import Any
 from dyncp.executor.combining import list_combinations
 from dyncp.executor.copying import list_copies, list_row_sums
 from dyncp.executor.lowering import LoweredProgram
-from dyncp.executor.messages import Fields, Widths, lay_out_messages
+from dyncp.executor.messages import Fields, Widths, lay_out_messages, lay_out_sends
 from dyncp.executor.ready import ready_times
 from dyncp.executor.rooms import RoomMap
 from dyncp.kernels import Dtypes, IndexArrays, Kernel, RowOps
@@ -50,7 +50,7 @@ def lay_out(
     mask, direction, style = lowered.mask, lowered.direction, lowered.style
     listed = list_rooms(lowered.part, mask, direction, shape, style, lowered.found)
     rooms, widths = RoomMap(lowered, shape, listed, base), Widths.of(lowered, shape)
-    sends = lay_out_messages(lowered, lowered.program.sends, widths)
+    sends = lay_out_sends(lowered, widths)
     receives = lay_out_messages(lowered, lowered.program.receives, widths)
     ready = ready_times(lowered)
     copies = list_copies(lowered, rooms, widths, sends, receives, first_row)

@@ -1,20 +1,20 @@
 """Where every payload lies in its message, for one attention shape.
 
 All payloads of one phase and peer are one message; the messages of one phase lie behind each other
-in one buffer. A message has the sections with the most even rows first (rows of 256 bytes before
-log-sum-exps of 12), so that every section is aligned as well as its rows are, without padding, and
-its bytes are exactly those of the payloads.
+in one buffer, those with the same payloads in the same place. A message has the sections with the
+most even rows first (rows of 256 bytes before log-sum-exps of 12), so that every section is aligned
+as well as its rows are, without padding, and its bytes are exactly those of the payloads.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from dyncp.arrays import Int64, starts_of
 from dyncp.executor.lowering import LoweredProgram
 from dyncp.plan import AttentionShape, Messages, Payload
-from dyncp.plan.rooms import MESSAGE_ALIGNMENT
+from dyncp.plan.rooms import MESSAGE_ALIGNMENT, first_peers
 
 # What a payload consists of, by the names of the workspace's tensors.
 FIELDS = {
@@ -69,6 +69,19 @@ class Widths:
         sizes = (shape.item_bytes, shape.partial_bytes, shape.accumulator_bytes)
         item_bytes = np.select([IS_PER_HEAD, IS_RESULT], [sizes[2], sizes[1]], sizes[0])
         return Widths(items.astype(np.int64), item_bytes.astype(np.int64))
+
+
+def lay_out_sends(lowered: LoweredProgram, widths: Widths) -> Fields:
+    """Messages with the same payloads to several peers are one, which all of them get."""
+    sends = lowered.program.sends
+    first = first_peers(sends)
+    fields = lay_out_messages(lowered, sends.select(first == sends.peer), widths)
+    peers: dict[int, dict[int, slice]] = {}
+    for phase, peer, same in np.unique(
+        np.stack([sends.phase, sends.peer, first]), axis=1
+    ).T.tolist():
+        peers.setdefault(phase, {})[peer] = fields.peers[phase][same]
+    return replace(fields, peers=peers)
 
 
 def lay_out_messages(lowered: LoweredProgram, messages: Messages, widths: Widths) -> Fields:

@@ -113,7 +113,7 @@ def calibrate(setting: CalibrateSetting, tell: Tell = lambda _: None) -> Calibra
 def _replays(setting: CalibrateSetting) -> bool:
     """Whether the executor replays plans as graphs here."""
     executor = make_executor(setting.choice, setting.world.device, virtual_ranks=1)
-    return bool(getattr(executor, "graphs", False))
+    return executor.engine.graphs.wanted
 
 
 def _overlaps(setting: CalibrateSetting) -> list[Overlap]:

@@ -79,11 +79,26 @@ def diagnose(world: World, kernel: str = "auto", tell: Tell = lambda _: None) ->
     facts["groups"] = None if groups is None else asdict(groups)
     tell("one plan against dense attention ...")
     finding, check = _plan(world, kernel) if in_groups else (NOT_RUN, None)
-    findings.append(finding)
+    findings += [finding, _graphs(check)]
     facts["plan"] = None if check is None else asdict(check)
     reason = reason_for(kernel, world.device)
     facts["kernel"] = None if check is None else {"name": check.kernel, "reason": reason}
     return Diagnosis(facts, _of_all_ranks(findings, world))
+
+
+def _graphs(check: PlanCheck | None) -> Finding:
+    """Whether the plan gave the same when it was replayed."""
+    if check is None:
+        return Finding("graphs", False, "not run: the plan has to work first")
+    if check.replayed is None:
+        return Finding("graphs", True, "not used: CUDA graphs need a GPU")
+    worst = max(check.replayed.values())
+    text = f"the same plan replayed as CUDA graphs: relative error {worst:.1e}"
+    if check.allows(check.replayed):
+        return Finding("graphs", True, text)
+    return Finding(
+        "graphs", False, f"{text}, allowed is {check.tolerance:.0e}: use DCPExecutor(graphs=False)"
+    )
 
 
 def _of_all_ranks(findings: list[Finding], world: World) -> list[Finding]:

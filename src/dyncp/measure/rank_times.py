@@ -18,7 +18,6 @@ from dyncp.measure.ours import KernelChoice, make_executor
 from dyncp.measure.recorded_kernel import RecordedKernel
 from dyncp.measure.timing import Repeats, Run, time_call
 from dyncp.plan import Op, RankPlan
-from dyncp.transport import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -53,69 +52,64 @@ def time_part(
     repeats: Repeats,
 ) -> dict[Direction, CallTimes]:
     """Forward and backward of one rank."""
-    kernel, step = _recorded_step(part, choice, device)
+    recorded, step = _prepare(part, choice, device)
     inputs = make_inputs(step.num_rows, shape, device, seed=part.rank)
     run = forward(lambda q, k, v: attention(step, q, k, v), inputs)
-    times = {Direction.FORWARD: _time(run, kernel, part, Direction.FORWARD, device, repeats)}
+    times = {Direction.FORWARD: _time(run, recorded, part, Direction.FORWARD, device, repeats)}
     if part.mask_plan(DEFAULT_MASK).backward is not None:
         run_backward = backward(run(), inputs)
         times[Direction.BACKWARD] = _time(
-            run_backward, kernel, part, Direction.BACKWARD, device, repeats
+            run_backward, recorded, part, Direction.BACKWARD, device, repeats
         )
     return times
 
 
-def _recorded_step(
+def _prepare(
     part: RankPlan, choice: KernelChoice, device: torch.device
-) -> tuple[RecordedKernel, Step]:
-    def transport() -> Transport:
-        return Noise(part.rank, part.num_ranks)
-
-    plain = make_executor(choice, device, transport=transport())
-    kernel = RecordedKernel(plain.kernel, device)
-    executor = DCPExecutor(device=device, transport=transport(), kernel=kernel)
-    return kernel, executor.prepare(part)
+) -> tuple[RecordedKernel | None, Step]:
+    """On GPUs as it always runs, with graphs; on CPUs with a kernel that notes its times."""
+    executor = make_executor(choice, device, transport=Noise(part.rank, part.num_ranks))
+    if device.type == "cuda":
+        return None, executor.prepare(part)
+    recorded = RecordedKernel(executor.kernel, device)
+    executor = DCPExecutor(device=device, transport=executor.transport, kernel=recorded)
+    return recorded, executor.prepare(part)
 
 
 def _time(
     run: Run,
-    kernel: RecordedKernel,
+    recorded: RecordedKernel | None,
     part: RankPlan,
     direction: Direction,
     device: torch.device,
     repeats: Repeats,
 ) -> CallTimes:
-    kernel.take()
-    timed = time_call(run, device, repeats)
     divisions = _call_divisions(part, direction)
-    calls = np.asarray(kernel.take())
     num_calls, other = len(divisions), None
-    seconds = np.zeros(0)
-    if num_calls:  # else a rank without tiles
-        seconds = np.median(calls.reshape(-1, num_calls)[-repeats.timed :], axis=0)
-    if device.type == "cuda":
+    if recorded is None:
+        timed = time_call(run, device, repeats)
         profiled = [profiled_kernels(run, device) for _ in range(PROFILED)]
-        kernel.take()
-        seconds = np.mean([seconds_by_call(kernels, seconds) for kernels in profiled], axis=0)
+        seconds = np.mean([seconds_by_call(kernels, num_calls) for kernels in profiled], axis=0)
         others = [k.seconds for kernels in profiled for k in kernels if not k.is_attention]
         other = sum(others) / PROFILED
+    else:
+        recorded.take()
+        timed, seconds = time_call(run, device, repeats), np.zeros(0)
+        calls = np.asarray(recorded.take())
+        if num_calls:  # else a rank without tiles
+            seconds = np.median(calls.reshape(-1, num_calls)[-repeats.timed :], axis=0)
     by_division = np.bincount(divisions, seconds, minlength=1) if num_calls else np.zeros(1)
     return CallTimes(timed.seconds, timed.host_seconds, by_division.astype(np.float64), other)
 
 
-def seconds_by_call(kernels: Sequence[KernelRun], between_events: Float64) -> Float64:
+def seconds_by_call(kernels: Sequence[KernelRun], num_calls: int) -> Float64:
     """Seconds of the attention kernels of every call: every call has as many, in order.
 
     Three kernels of 1, 2 and 3 seconds in three calls are one each. Where kernels do not divide
-    into calls, their sum is shared out by the seconds between the events around the calls, which
-    also stand in where the profiler saw none."""
+    into calls, every call gets the same share."""
     seconds = np.asarray([kernel.seconds for kernel in kernels if kernel.is_attention])
-    num_calls = len(between_events)
     if not num_calls:
-        return between_events
-    if not len(seconds):
-        logger.warning("the profiler saw no attention kernels; events around the calls count")
-        return between_events
+        return np.zeros(0)
     if len(seconds) % num_calls == 0:
         by_call: Float64 = seconds.reshape(num_calls, -1).sum(axis=1)
         return by_call
@@ -124,8 +118,7 @@ def seconds_by_call(kernels: Sequence[KernelRun], between_events: Float64) -> Fl
         len(seconds),
         num_calls,
     )
-    shared: Float64 = seconds.sum() * between_events / between_events.sum()
-    return shared
+    return np.full(num_calls, seconds.sum() / num_calls)
 
 
 def _call_divisions(part: RankPlan, direction: Direction) -> list[int]:

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from dyncp.arrays import Int32, Int64, starts_of
+from dyncp.arrays import Bool, Int32, Int64, starts_of
 from dyncp.blocks import AttentionShape, Direction, HeadGroup, Payload, bytes_per_token
 from dyncp.placement import Balance
 from dyncp.plan.by_rank import ranges_of
@@ -79,6 +79,10 @@ class Messages:
 
     def __len__(self) -> int:
         return len(self.phase)
+
+    def select(self, chosen: Bool) -> "Messages":
+        columns = (self.phase, self.peer, self.kind, self.head_group, self.block)
+        return Messages(*(column[chosen] for column in columns))
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,10 +8,11 @@ received blocks.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
-from dyncp.arrays import Int64, starts_of
+from dyncp.arrays import Int32, Int64
 from dyncp.blocks import AttentionShape, Direction, HeadGroup, bytes_per_token
 from dyncp.plan.contributions import (
     RESULTS,
@@ -226,25 +227,27 @@ class _Group:
 def _message_rooms(
     name: str, part: RankPlan, messages: Messages, bytes_per_row: Int64
 ) -> Iterator[Room]:
-    for phase, (_, sizes) in message_sizes(part, messages, bytes_per_row).items():
-        padded = -(-sizes // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT
-        yield Room(name, phase, (int(padded.sum()),), 1)
-
-
-def message_sizes(
-    part: RankPlan, messages: Messages, bytes_per_row: Int64
-) -> dict[int, tuple[Int64, Int64]]:
-    """Peers and the bytes of their messages, by phase."""
+    if name == "send":  # messages with the same payloads are packed once
+        messages = messages.select(messages.peer == first_peers(messages))
     num_bytes = bytes_per_row[messages.kind, messages.head_group]
     num_bytes = num_bytes * part.blocks.tokens[messages.block]
     key = messages.phase.astype(np.int64) * part.num_ranks + messages.peer
     keys, message = np.unique(key, return_inverse=True)
     sizes = np.bincount(message, num_bytes, len(keys)).astype(np.int64)
-    phases, counts = np.unique(keys // part.num_ranks, return_counts=True)
-    bounds = starts_of(counts)
-    return {
-        phase: (keys[first:end] % part.num_ranks, sizes[first:end])
-        for phase, first, end in zip(
-            phases.tolist(), bounds[:-1].tolist(), bounds[1:].tolist(), strict=True
-        )
-    }
+    padded = -(-sizes // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT
+    phases, of_phase = np.unique(keys // part.num_ranks, return_inverse=True)
+    for phase, size in zip(phases.tolist(), np.bincount(of_phase, padded), strict=False):
+        yield Room(name, phase, (int(size),), 1)
+
+
+def first_peers(messages: Messages) -> Int32:
+    """The first peer that gets the same payloads in the same phase, int32[payloads]."""
+    first = messages.peer.copy()
+    key = np.stack([messages.phase, messages.peer])
+    starts = np.flatnonzero(np.append(True, (np.diff(key) != 0).any(axis=0))[: len(messages)])
+    payloads = np.stack([messages.kind, messages.head_group, messages.block], axis=1)
+    known: dict[tuple[int, bytes], int] = {}
+    for start, end in pairwise([*starts.tolist(), len(messages)]):
+        content = (int(messages.phase[start]), payloads[start:end].tobytes())
+        first[start:end] = known.setdefault(content, int(messages.peer[start]))
+    return first

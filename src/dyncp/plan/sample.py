@@ -7,7 +7,7 @@ import numpy as np
 from dyncp.arrays import frozen
 from dyncp.blocks import DEFAULT_MASK, AttentionShape, Batch, Direction, build_graph
 from dyncp.masks import Mask
-from dyncp.placement import Balance, Limits, Placement
+from dyncp.placement import Limits, Placement, measure_balance
 from dyncp.plan.layout import Layout
 from dyncp.plan.lower import lower
 from dyncp.plan.plan import Plan
@@ -42,7 +42,8 @@ def sample_plan(
         for direction in Direction
     )
     schedules = {DEFAULT_MASK: (forward, backward)}
-    return lower(graph, placement, schedules, Balance(1.0, 1.0, Limits()), Layout())
+    balance = measure_balance(graph, placement, Limits())
+    return lower(graph, placement, schedules, balance, Layout())
 
 
 def causal_rows(length: int) -> Mask:

@@ -50,6 +50,7 @@ def _rows(
         part.blocks.owner.astype(np.int64),
         direction,
         Widths(cost.shape, cost.groups_for(part.shape, part.head_groups)),
+        cost.graphs,
     )
 
 

@@ -42,6 +42,7 @@ def flow_of_schedule(
         placement.block_rank.astype(np.int64),
         direction,
         Widths(cost.shape, cost.groups_for(graph.shape, graph.head_groups)),
+        cost.graphs,
     )
     seconds = row_seconds(rows, sent, loads.touched, cost)
     return make_flow(loads, messages, programs, seconds, cost)

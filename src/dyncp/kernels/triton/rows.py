@@ -208,9 +208,15 @@ def _contribution(
     ONLY_INPUT: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """[16, dim] of one contribution, in the accumulator dtype."""
+    """[16, dim] of one contribution, in the accumulator dtype. All that says where it lies is
+    loaded before anything waits for some of it."""
     at = tl.load(source + S_AT)
     of_row = tl.load(source + S_ROW)
+    form = tl.load(source + S_FORM)
+    scaled = tl.load(source + S_SCALED)
+    cleared = tl.load(source + S_CLEARED)
+    first_row = tl.load(source + S_PANEL_ROW)
+    first_row += tl.load(chunk + T_SKIPPED) - tl.load(chunk + T_SHIFT)
     column = tl.arange(0, PADDED)[None, :]
     place = row[:, None] * tl.multiple_of(of_row, VECTOR) + head * DIM + column
     place += tl.multiple_of(at, VECTOR)
@@ -218,7 +224,6 @@ def _contribution(
     if ONLY_INPUT:
         value = tl.load(items + place, mask=inside, other=0.0).to(wide.dtype.element_ty)
     else:
-        form = tl.load(source + S_FORM)
         if form == INPUT:
             value = tl.load(items + place, mask=inside, other=0.0).to(wide.dtype.element_ty)
         elif form == PARTIAL:
@@ -226,15 +231,13 @@ def _contribution(
         elif form == WIDE:
             value = tl.load(wide + place, mask=inside, other=0.0)
         elif HAS_PANELS:
-            first_row = tl.load(source + S_PANEL_ROW)
-            first_row += tl.load(chunk + T_SKIPPED) - tl.load(chunk + T_SHIFT)
             flat, known = _panel_places(first_row, SUMS_DIM, PADDED)
             sums = wide + tl.multiple_of(at + head.to(tl.int64) * of_row, 16) + flat
             loaded = tl.load(sums, mask=known, other=0.0)
             value = _rows_of_panels(loaded, PADDED)
-            if tl.load(source + S_CLEARED) != 0:
+            if cleared != 0:
                 tl.store(sums, tl.zeros_like(loaded), mask=known)
-        if tl.load(source + S_SCALED) != 0:
+        if scaled != 0:
             value = value * scale
     return value
 
@@ -323,16 +326,17 @@ def _combine(
     so that sums in panels are loaded as they lie."""
     chunk = targets + tl.program_id(0).to(tl.int64) * TARGET_WIDTH
     head = tl.program_id(1)
+    first = tl.load(chunk + T_FIRST)
+    num_sources = tl.load(chunk + T_NUM)
+    row = tl.arange(0, CHUNK) - tl.load(chunk + T_SHIFT)
+    exists = (row >= 0) & (row < tl.load(chunk + T_COUNT))
+    row = row + tl.load(chunk + T_SKIPPED)  # of the entry
     if head < tl.load(chunk + T_HEADS):
-        row = tl.arange(0, CHUNK) - tl.load(chunk + T_SHIFT)
-        exists = (row >= 0) & (row < tl.load(chunk + T_COUNT))
-        row = row + tl.load(chunk + T_SKIPPED)  # of the entry
         column = tl.arange(0, PADDED)[None, :]
         inside = exists[:, None] & (column < DIM)
         total = tl.zeros([CHUNK, PADDED], wide.dtype.element_ty)
         scores = tl.full([CHUNK], float("-inf"), wide.dtype.element_ty)
-        first = tl.load(chunk + T_FIRST)
-        for i in range(tl.load(chunk + T_NUM)):
+        for i in range(num_sources):
             source = sources + (first + i) * SOURCE_WIDTH
             value = _contribution(
                 chunk, source, items, partial, wide, row, head, inside, scale,
@@ -381,11 +385,11 @@ def _row_sums(
     """One chunk of up to 16 rows of one head."""
     chunk = table + tl.program_id(0).to(tl.int64) * ROW_SUM_WIDTH
     own_head = tl.program_id(1)
+    head = tl.load(chunk + R_HEAD) + own_head
+    step = tl.arange(0, CHUNK).to(tl.int64)
+    exists = step < tl.load(chunk + R_COUNT)
+    row = tl.load(chunk + R_ROW) + step
     if own_head < tl.load(chunk + R_HEADS):
-        head = tl.load(chunk + R_HEAD) + own_head
-        step = tl.arange(0, CHUNK).to(tl.int64)
-        exists = step < tl.load(chunk + R_COUNT)
-        row = tl.load(chunk + R_ROW) + step
         column = tl.arange(0, PADDED)[None, :]
         inside = exists[:, None] & (column < DIM)
         place = row[:, None] * tl.multiple_of(dout_stride, VECTOR) + head * DIM + column

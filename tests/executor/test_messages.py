@@ -1,0 +1,44 @@
+"""Messages with the same payloads are packed once; what each peer gets stays the same."""
+
+import numpy as np
+import torch
+
+from dyncp import AttentionShape, Batch, DCPExecutor, PlannerConfig, Topology, masks, plan_batch
+from dyncp.executor.layout import lay_out
+from dyncp.executor.lowering import lower_program
+from dyncp.executor.step import dtypes_of
+from dyncp.kernels import IndexArrays, TorchRowOps
+from dyncp.plan import Direction, Messages
+from dyncp.plan.rooms import first_peers
+
+SHAPE = AttentionShape(4, 2, 16, "bf16")
+
+
+def test_the_first_peer_with_the_same_payloads_in_a_phase_is_found():
+    columns = np.array(
+        [
+            # phase, peer, kind, head group, block
+            [0, 1, 1, 0, 5], [0, 1, 1, 0, 6], [0, 2, 1, 0, 5], [0, 3, 1, 0, 5], [0, 3, 1, 0, 6],
+            [1, 1, 1, 0, 5], [1, 2, 1, 1, 5], [1, 4, 1, 0, 5],
+        ],
+        np.int32,
+    ).T  # fmt: skip
+    assert first_peers(Messages(*columns)).tolist() == [1, 1, 2, 1, 1, 1, 2, 1]
+    assert first_peers(Messages(*columns[:, :0])).tolist() == []
+
+
+def test_keys_that_several_ranks_need_are_packed_once():
+    batch = Batch.of([masks.causal(4000)])
+    plan = plan_batch(batch, Topology(1, 8), SHAPE, PlannerConfig("rows", block_size=500))
+    kernel, taken, sent = DCPExecutor().kernel, 0, 0
+    for part in plan.parts:
+        arrays = IndexArrays(torch.device("cpu"))
+        mask = part.masks["default"]
+        lowered = lower_program(part, mask, Direction.FORWARD, kernel, arrays)
+        layout = lay_out(lowered, SHAPE, dtypes_of(SHAPE), kernel, TorchRowOps(), arrays)
+        messages = [x for peers in layout.sends.peers.values() for x in peers.values()]
+        here = sum(where.stop - where.start for where in messages)
+        assert here == part.sent_bytes("default", Direction.FORWARD, SHAPE)
+        sent += here
+        taken += sum(r.num_bytes for (name, *_), r in layout.rooms.rooms.items() if name == "send")
+    assert taken < sent / 2
