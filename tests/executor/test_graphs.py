@@ -1,11 +1,14 @@
 """Graphs: who gets them, and when segments are captured. tests/gpu runs the graphs themselves."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from dyncp import DCPExecutor
 from dyncp.executor.graphs import Graphs
 from dyncp.executor.segments import MOST_SCALES, Frame, Segment
+from dyncp.kernels import ReferenceKernel
 from dyncp.kernels.row_ops import Results
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
@@ -24,11 +27,21 @@ def test_other_choices_are_refused():
 
 
 def test_gpus_have_them_unless_they_are_switched_off(caplog):
-    assert Graphs.choose("auto", GPU).wanted
-    assert Graphs.choose(True, GPU).wanted
+    kernel = SimpleNamespace(name="some", capturable=True)
+    assert Graphs.choose("auto", GPU, kernel).wanted
+    assert Graphs.choose(True, GPU, kernel).wanted
     with caplog.at_level("INFO", "dyncp.executor.graphs"):
-        assert not Graphs.choose(False, GPU).wanted
+        assert not Graphs.choose(False, GPU, kernel).wanted
     assert "not replayed as CUDA graphs: graphs=False was asked for" in caplog.text
+
+
+def test_kernels_that_cannot_be_captured_are_launched(caplog):
+    kernel = ReferenceKernel()
+    with caplog.at_level("INFO", "dyncp.executor.graphs"):
+        assert not Graphs.choose("auto", GPU, kernel).wanted
+    assert "calls of kernel 'reference' cannot be captured" in caplog.text
+    with pytest.raises(ValueError, match="graphs=True, but calls of kernel 'reference'"):
+        Graphs.choose(True, GPU, kernel)
 
 
 def test_anomaly_mode_launches_kernel_by_kernel_and_says_why(caplog):
@@ -52,9 +65,7 @@ class Graph:
 def graphs(monkeypatch):
     """Graphs that are captured, by scale."""
     made = {}
-    monkeypatch.setattr(
-        Segment, "_capture", lambda self, frame: made.setdefault(frame.scale, Graph())
-    )
+    monkeypatch.setattr(Segment, "_capture", lambda _, frame: made.setdefault(frame.scale, Graph()))
     return made
 
 
@@ -91,3 +102,16 @@ def test_work_that_needs_the_callers_tensors_is_always_launched(graphs):
             segment.run(given)
     assert len(launched) == 6
     assert not graphs
+
+
+def test_a_segment_that_cannot_be_captured_is_launched_from_then_on(monkeypatch, caplog):
+    def fail(*_):
+        raise RuntimeError("no room for a graph")
+
+    monkeypatch.setattr(Segment, "_capture", fail)
+    launched = []
+    segment = Segment([launched.append], fixed=True)
+    for _ in range(4):
+        segment.run(frame())
+    assert len(launched) == 4
+    assert caplog.text.count("could not be captured as a CUDA graph: no room for a graph") == 1

@@ -41,4 +41,4 @@ def test_keys_that_several_ranks_need_are_packed_once():
         assert here == part.sent_bytes("default", Direction.FORWARD, SHAPE)
         sent += here
         taken += sum(r.num_bytes for (name, *_), r in layout.rooms.rooms.items() if name == "send")
-    assert taken < sent / 2
+    assert taken < 0.7 * sent

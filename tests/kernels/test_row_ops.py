@@ -111,7 +111,7 @@ def test_rows_are_copied_from_given_tensors_and_from_own_memory(heads, dim, dtyp
         entries.append(
             row(Copy, KIND=Kind.ZEROS, COUNT=5, WIDTH=width, SOURCE=OWN, TO=at, TO_ROW=width)
         )
-        table = send(lambda arrays: ops.copy_table(np.stack(entries), dtypes, arrays))
+        table = send(lambda arrays: ops.copy_table(np.stack(entries), dim, dtypes, arrays))
         ops.copy(table, place.memory, tensors, None)
         return [workspace, message]
 
@@ -140,7 +140,7 @@ def test_values_that_lie_heads_first_are_packed_row_by_row(heads):
             row(Copy, KIND=Kind.BASE_2, COUNT=33, WIDTH=heads, SOURCE=4, FROM=2, TO=to_scaled,
                 TO_ROW=1, TO_HEAD=128),
         ]  # fmt: skip
-        table = send(lambda arrays: ops.copy_table(np.stack(entries), dtypes, arrays))
+        table = send(lambda arrays: ops.copy_table(np.stack(entries), 8, dtypes, arrays))
         ops.copy(table, place.memory, (), lse)
         return [packed, scaled, values, lse]
 

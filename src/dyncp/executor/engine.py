@@ -36,7 +36,7 @@ class Engine:
         self.kernel, self.transport, self.device = kernel, transport, device
         self.alternative: Engine | None = None  # for inputs that the kernel refuses
         self.row_ops = row_ops
-        self.graphs = Graphs.choose("auto", device) if graphs is None else graphs
+        self.graphs = Graphs.choose("auto", device, kernel) if graphs is None else graphs
         self.on_gpu = device.type == "cuda"
         self.shape: AttentionShape | None = None
         # Compares a kernel with dense attention before its first use with a shape; None: it is

@@ -49,7 +49,8 @@ class DCPExecutor:
         self.kernel = choose_kernel(kernel, self.device, deterministic)
         self.transport = transport or _transport(group, virtual_ranks, timeout, self.device)
         row_ops = choose_row_ops(self.device) if row_ops is None else row_ops
-        shared = (self.transport, self.device, row_ops, Graphs.choose(graphs, self.device))
+        replay = Graphs.choose(graphs, self.device, self.kernel)
+        shared = (self.transport, self.device, row_ops, replay)
         self.engine = Engine(self.kernel, *shared)
         if kernel == "auto" and self.kernel.name == "flash4":
             other = choose_kernel("triton", self.device, deterministic)

@@ -6,6 +6,8 @@ from functools import cache
 
 import torch
 
+from dyncp.kernels import Kernel
+
 logger = logging.getLogger(__name__)
 
 CHOICES = ("auto", True, False)
@@ -18,7 +20,8 @@ class Graphs:
     wanted: bool
 
     @staticmethod
-    def choose(choice: bool | str, device: torch.device) -> "Graphs":
+    def choose(choice: bool | str, device: torch.device, kernel: Kernel) -> "Graphs":
+        """Kernels say with `capturable` that their calls may be captured."""
         if choice not in CHOICES:
             raise ValueError(f"graphs is {choice!r}; choose one of 'auto', True, False")
         if device.type != "cuda":
@@ -29,6 +32,14 @@ class Graphs:
             return Graphs(False)
         if choice is False:
             _log_once("graphs=False was asked for")
+        elif not getattr(kernel, "capturable", False):
+            if choice is True:
+                raise ValueError(
+                    f"graphs=True, but calls of kernel {kernel.name!r} cannot be captured: leave "
+                    "it at 'auto', or choose kernel triton or flash4"
+                )
+            _log_once(f"calls of kernel {kernel.name!r} cannot be captured")
+            return Graphs(False)
         return Graphs(choice is not False)
 
     def replays(self) -> bool:

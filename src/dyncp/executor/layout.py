@@ -62,7 +62,7 @@ def lay_out(
         rooms,
         sends,
         receives,
-        {time: row_ops.copy_table(x, dtypes, arrays) for time, x in copies.items()},
+        {time: row_ops.copy_table(x, shape.head_dim, dtypes, arrays) for time, x in copies.items()},
         {
             time: row_ops.combine_table(*x, dtypes, arrays, has_lse=not lowered.backward)
             for time, x in combinations.items()

@@ -6,6 +6,7 @@ second captures it, and from then on it is replayed. Captured work uses the exec
 only. A graph belongs to one scale of scores, which is an argument of kernels.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from dyncp.kernels.row_ops import Results
+
+logger = logging.getLogger(__name__)
 
 # Scales of one plan's layers that have graphs: models have one or two.
 MOST_SCALES = 4
@@ -50,12 +53,22 @@ class Segment:
         if graph is not None:
             graph.replay()
         elif frame.scale in self._graphs:
-            graph = self._graphs[frame.scale] = self._capture(frame)
-            graph.replay()
+            self._capture_and_replay(frame)
         else:
             if len(self._graphs) < MOST_SCALES:
                 self._graphs[frame.scale] = None
             self._launch(frame)
+
+    def _capture_and_replay(self, frame: Frame) -> None:
+        try:
+            graph = self._capture(frame)
+        except RuntimeError as error:  # the work is right, and slower without
+            logger.warning("a segment could not be captured as a CUDA graph: %s", error)
+            self._fixed = False
+            self._launch(frame)
+        else:
+            self._graphs[frame.scale] = graph
+            graph.replay()
 
     def _launch(self, frame: Frame) -> None:
         for work in self._work:

@@ -122,8 +122,9 @@ class Results:
 class RowOps(Protocol):
     """Tables are made while a plan is prepared; each other call is one launch."""
 
-    def copy_table(self, copies: Int64, dtypes: Dtypes, arrays: IndexArrays) -> Any:
-        """From int64[copies, columns of `Copy`]. No two of them write the same place."""
+    def copy_table(self, copies: Int64, dim: int, dtypes: Dtypes, arrays: IndexArrays) -> Any:
+        """From int64[copies, columns of `Copy`], of heads of `dim` items. No two of them write the
+        same place."""
 
     def copy(self, table: Any, memory: Memory, given: Sequence[Tensor], lse: Tensor | None) -> None:
         """`given` are the caller's rows [rows, heads, dim], `lse` its log-sum-exps."""
@@ -155,7 +156,7 @@ class RowOps(Protocol):
 class TorchRowOps:
     """Plain torch, entry by entry."""
 
-    def copy_table(self, copies: Int64, dtypes: Dtypes, arrays: IndexArrays) -> Any:  # noqa: ARG002
+    def copy_table(self, copies: Int64, dim: int, dtypes: Dtypes, arrays: IndexArrays) -> Any:  # noqa: ARG002
         return copies.tolist()
 
     def copy(self, table: Any, memory: Memory, given: Sequence[Tensor], lse: Tensor | None) -> None:

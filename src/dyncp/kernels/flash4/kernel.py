@@ -28,6 +28,7 @@ class Flash4Kernel:
     atomics, in any order."""
 
     name = "flash4"
+    capturable = True  # its calls allocate nothing and wait for nothing
     merges = False
     row_multiple = SIDE
     dim_multiple = DIM_MULTIPLE

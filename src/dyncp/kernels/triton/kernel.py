@@ -70,6 +70,7 @@ class TritonKernel:
     """Merges inside its kernels, as the states of rows say."""
 
     name = "triton"
+    capturable = True  # its calls allocate nothing and wait for nothing
     merges = True
     collects = False
 

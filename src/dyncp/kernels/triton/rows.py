@@ -428,7 +428,7 @@ def _alignments(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class CopyTable:
-    """Chunks, the most columns and heads of one, and what their widths have in common."""
+    """Chunks, the most columns and heads of one, and items that can be loaded at once."""
 
     chunks: Index
     count: int
@@ -461,7 +461,9 @@ class RowSumTable:
 class TritonRowOps:
     """See `RowOps`. Tables count bytes; their chunks count items of the dtype that is read."""
 
-    def copy_table(self, copies: Int64, dtypes: Dtypes, arrays: IndexArrays) -> CopyTable | None:
+    def copy_table(
+        self, copies: Int64, dim: int, dtypes: Dtypes, arrays: IndexArrays
+    ) -> CopyTable | None:
         if not len(copies):
             return None
         copies = copies.copy()
@@ -481,7 +483,7 @@ class TritonRowOps:
             len(chunks),
             int(widths.max(initial=1)),
             int(copies[~rows, Copy.WIDTH].max(initial=1)),
-            _vector(widths.tolist(), dtypes.input.itemsize),
+            _vector(dim, dtypes.input.itemsize),
         )
 
     def copy(
@@ -560,7 +562,7 @@ class TritonRowOps:
             *tensors, per_head, *(x.stride(0) for x in tensors), *lse_strides, scale,
             dim, triton.next_power_of_2(max(COLUMNS, dim, table.sums_dim)),
             max(COLUMNS, table.sums_dim), table.has_lse, table.sums_dim > 0, table.only_input,
-            _vector([dim], size),
+            _vector(dim, size),
         ]  # fmt: skip
         grid = (table.count, table.most_heads)
         _launch(_combine, table.handles, _alignments(results.rows), grid, args)
@@ -594,7 +596,7 @@ class TritonRowOps:
         dim, size = out.shape[2], out.element_size()
         args = [
             table.chunks.tensor, memory.wide, dout, out, lse, dout.stride(0), out.stride(0),
-            *lse.stride(), dim, triton.next_power_of_2(dim), base_2, _vector([dim], size),
+            *lse.stride(), dim, triton.next_power_of_2(dim), base_2, _vector(dim, size),
         ]  # fmt: skip
         grid = (table.count, table.most_heads)
         _launch(_row_sums, table.handles, _alignments((dout, out)), grid, args)
@@ -611,6 +613,7 @@ def _cut(counts: Int64, size: int, starts: Int64 | int = 0) -> tuple[Int64, Int6
     return entry, begin, np.minimum((number + 1) * size - starts[entry], counts[entry])
 
 
-def _vector(widths: Sequence[int], item_bytes: int) -> int:
-    """Items that rows of these widths are aligned to, at most 16 bytes of them."""
-    return gcd(VECTOR_BYTES, *(width * item_bytes for width in widths)) // item_bytes or 1
+def _vector(dim: int, item_bytes: int) -> int:
+    """Items that heads of `dim` of them are aligned to, at most 16 bytes; `dense_rows` sees to it
+    that the caller's are, too."""
+    return gcd(VECTOR_BYTES, dim * item_bytes) // item_bytes
