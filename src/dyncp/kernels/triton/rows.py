@@ -66,6 +66,12 @@ TO_LOG2 = tl.constexpr(LOG2E)
 
 
 @triton.jit
+def _aligned(stride, VECTOR: tl.constexpr):
+    """An argument that VECTOR divides. Triton drops what `multiple_of` says of arguments."""
+    return stride // VECTOR * VECTOR
+
+
+@triton.jit
 def _copy_items(
     chunk,
     kind,
@@ -98,16 +104,16 @@ def _copy_items(
             own = items + tl.multiple_of(where, VECTOR) + step * from_row
             value = tl.load(own + column, mask=inside, other=0.0)
         elif source == 0:
-            own = given_0 + row * tl.multiple_of(stride_0, VECTOR)
+            own = given_0 + row * _aligned(stride_0, VECTOR)
             value = tl.load(own + place, mask=inside, other=0.0)
         elif source == 1:
-            own = given_1 + row * tl.multiple_of(stride_1, VECTOR)
+            own = given_1 + row * _aligned(stride_1, VECTOR)
             value = tl.load(own + place, mask=inside, other=0.0)
         elif source == 2:
-            own = given_2 + row * tl.multiple_of(stride_2, VECTOR)
+            own = given_2 + row * _aligned(stride_2, VECTOR)
             value = tl.load(own + place, mask=inside, other=0.0)
         else:
-            own = given_3 + row * tl.multiple_of(stride_3, VECTOR)
+            own = given_3 + row * _aligned(stride_3, VECTOR)
             value = tl.load(own + place, mask=inside, other=0.0)
     target = items + tl.multiple_of(tl.load(chunk + C_TO), VECTOR)
     target += step * tl.multiple_of(tl.load(chunk + C_TO_ROW), VECTOR) + column
@@ -236,6 +242,7 @@ def _contribution(
             loaded = tl.load(sums, mask=known, other=0.0)
             value = _rows_of_panels(loaded, PADDED)
             if cleared != 0:
+                tl.debug_barrier()  # other warps of this program may still read what is cleared
                 tl.store(sums, tl.zeros_like(loaded), mask=known)
         if scaled != 0:
             value = value * scale
@@ -284,13 +291,13 @@ def _store_rows(
         message += row[:, None] * tl.multiple_of(tl.load(chunk + T_HEADS) * DIM, VECTOR)
         tl.store(message, total.to(partial.dtype.element_ty), mask=inside)
     elif result == 0:
-        own = result_0 + to_row * tl.multiple_of(stride_0, VECTOR) + place
+        own = result_0 + to_row * _aligned(stride_0, VECTOR) + place
         tl.store(own, total.to(result_0.dtype.element_ty), mask=inside)
     elif result == 1:
-        own = result_1 + to_row * tl.multiple_of(stride_1, VECTOR) + place
+        own = result_1 + to_row * _aligned(stride_1, VECTOR) + place
         tl.store(own, total.to(result_1.dtype.element_ty), mask=inside)
     else:
-        own = result_2 + to_row * tl.multiple_of(stride_2, VECTOR) + place
+        own = result_2 + to_row * _aligned(stride_2, VECTOR) + place
         tl.store(own, total.to(result_2.dtype.element_ty), mask=inside)
 
 
@@ -392,9 +399,9 @@ def _row_sums(
     if own_head < tl.load(chunk + R_HEADS):
         column = tl.arange(0, PADDED)[None, :]
         inside = exists[:, None] & (column < DIM)
-        place = row[:, None] * tl.multiple_of(dout_stride, VECTOR) + head * DIM + column
+        place = row[:, None] * _aligned(dout_stride, VECTOR) + head * DIM + column
         left = tl.load(dout + place, mask=inside, other=0.0)
-        place = row[:, None] * tl.multiple_of(out_stride, VECTOR) + head * DIM + column
+        place = row[:, None] * _aligned(out_stride, VECTOR) + head * DIM + column
         right = tl.load(out + place, mask=inside, other=0.0)
         sums = tl.sum(left.to(wide.dtype.element_ty) * right.to(wide.dtype.element_ty), axis=1)
         scores = tl.load(lse + row * lse_row + head * lse_head, mask=exists, other=float("inf"))
