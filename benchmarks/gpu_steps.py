@@ -118,11 +118,11 @@ def draw(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def compiled_kernels() -> set[str]:
     """Kernels that exist in this process: Triton's variants and flash-attn-4's."""
-    from dyncp.kernels.triton import backward, forward, rows
+    from dyncp.kernels.triton import backward, forward, row_kernels
 
     functions = [
         forward.attend_tiles, backward.attend_backward_queries, backward.attend_backward_keys,
-        rows._copy, rows._combine, rows._row_sums,
+        row_kernels.copy_chunk, row_kernels.combine_chunk, row_kernels.row_sums_of_chunk,
     ]  # fmt: skip
     try:
         from dyncp.kernels.flash4 import compiled

@@ -3,15 +3,15 @@
 import importlib
 import inspect
 
-from dyncp.kernels.triton import backward, forward, rows
+from dyncp.kernels.triton import backward, forward, row_kernels
 
 KERNELS = {
     "attend_tiles": forward.attend_tiles,
     "attend_backward_queries": backward.attend_backward_queries,
     "attend_backward_keys": backward.attend_backward_keys,
-    "copy": rows._copy,
-    "combine": rows._combine,
-    "row_sums": rows._row_sums,
+    "copy": row_kernels.copy_chunk,
+    "combine": row_kernels.combine_chunk,
+    "row_sums": row_kernels.row_sums_of_chunk,
 }
 
 

@@ -15,7 +15,7 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from dyncp.kernels.triton import rows
+from dyncp.kernels.triton import row_kernels
 
 POINTERS = {"table": "i64", "targets": "i64", "sources": "i64", "wide": "fp32", "lse": "fp32"}
 CONSTANTS = {
@@ -26,8 +26,12 @@ CONSTANTS = {
                   "HAS_PANELS": True, "ONLY_INPUT": False, "VECTOR": 8},
     "row_sums": {"DIM": 128, "PADDED": 128, "LOG2": True, "VECTOR": 8},
 }
-KERNELS = {"copy": rows._copy, "outputs": rows._combine, "gradients": rows._combine,
-           "row_sums": rows._row_sums}
+KERNELS = {
+    "copy": row_kernels.copy_chunk,
+    "outputs": row_kernels.combine_chunk,
+    "gradients": row_kernels.combine_chunk,
+    "row_sums": row_kernels.row_sums_of_chunk,
+}
 found = {}
 for name, kernel in KERNELS.items():
     signature, aligned = {}, {}

@@ -19,10 +19,12 @@ from dyncp import (
 from dyncp.executor.lowering import style_of
 from dyncp.kernels import Kernel, ReferenceKernel
 from dyncp.plan import KernelStyle, Layout
+from dyncp.plan.memory import GRAPH_BYTES
 from dyncp.plan.rooms import padded_rows
 from kernel_styles import CollectingReference, RoundingKernel
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
+LAUNCH_AND_WAIT = 2
 KERNELS = [ReferenceKernel(), RoundingKernel(), CollectingReference()]
 
 
@@ -108,7 +110,12 @@ def test_fixed_addresses_take_room_for_all_inputs_where_there_are_messages():
     fixed, free = (plan.memory(style=KernelStyle(fixed=x)).forward for x in (True, False))
     # q, out and log-sum-exps, which have whole kernel tiles of rows.
     assert (fixed - free).tolist() == [2 * 16 * 2 * 16 * 2 + 2 * 128 * 4] * 2
+    assert plan.memory().graphs.tolist() == [0, 0]
+    points = [2 * (LAUNCH_AND_WAIT + 1)] * 2  # forward, and backward with as many phases or more
+    graphs = plan.memory(style=KernelStyle(fixed=True)).graphs
+    assert (graphs >= GRAPH_BYTES * np.asarray(points)).all()
     alone = plan_batch(batch, Topology(), shape)
+    assert not alone.memory(style=KernelStyle(fixed=True)).graphs.any()
     assert alone.memory(style=KernelStyle(fixed=True)).peak == alone.memory().peak
 
 

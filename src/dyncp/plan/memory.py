@@ -8,8 +8,10 @@ import numpy as np
 from dyncp.arrays import Int64, frozen
 from dyncp.blocks import AttentionShape, Direction
 from dyncp.plan.contributions import KernelStyle
-from dyncp.plan.rank_plan import RankPlan
-from dyncp.plan.rooms import list_rooms
+from dyncp.plan.rank_plan import Op, RankPlan
+from dyncp.plan.rooms import has_messages, list_rooms
+
+GRAPH_BYTES = 120_000  # 113 kB each on one H200: python -m benchmarks.graph_memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,16 +21,18 @@ class Memory:
     Copies of inputs that get room for received blocks, sums in a wider dtype, row sums, partial
     results and message buffers count; q, kv, out, log-sum-exps and gradients, which the caller
     gives and gets, do not. With several masks, each rank's largest call counts. `backward` is 0 in
-    plans for evaluation.
+    plans for evaluation. `graphs` is what the driver takes, at most, for the CUDA graphs of a
+    prepared plan while it is alive, where they are used: one for every communication point.
     """
 
     forward: Int64
     backward: Int64
+    graphs: Int64
 
     @property
     def per_rank(self) -> Int64:
-        """The larger direction of every rank."""
-        return np.maximum(self.forward, self.backward)
+        """The larger direction of every rank, with its graphs."""
+        return np.maximum(self.forward, self.backward) + self.graphs
 
     @property
     def peak(self) -> int:
@@ -48,7 +52,21 @@ def measure_memory(
         [_rank_bytes(part, direction, shape or part.shape, style) for part in parts]
         for direction in Direction
     ]
-    return Memory(*(frozen(column, np.int64) for column in both))
+    graphs = [_graph_bytes(part, style) for part in parts]
+    return Memory(*(frozen(column, np.int64) for column in (*both, graphs)))
+
+
+def _graph_bytes(part: RankPlan, style: KernelStyle) -> int:
+    if not style.fixed:
+        return 0
+    programs = [
+        program
+        for mask in part.masks.values()
+        for program in (mask.forward, mask.backward)
+        if program is not None and has_messages(program)
+    ]
+    points = [int((program.instructions[:, 0] != Op.COMPUTE).sum()) for program in programs]
+    return GRAPH_BYTES * (sum(points) + len(points))
 
 
 def _rank_bytes(
