@@ -7,7 +7,7 @@ from dyncp import AttentionShape, Batch, DCPExecutor, attention, masks, plan_bat
 from dyncp.executor.engine import Engine, WrongResultsError
 from dyncp.executor.warm_up import check_kernel
 from dyncp.kernels import CpuKernel
-from dyncp.plan import sample_plan
+from dyncp.plan import sample_plan, sample_ring
 from dyncp.plan.sample import causal_rows
 from dyncp.topology import Topology
 from dyncp.transport import InProcess
@@ -86,3 +86,11 @@ def test_sample_plans_are_right_and_move_everything_that_plans_can(ranks):
     if ranks > 1:
         kinds = {int(k) for part in plan.parts for k in part.masks["default"].backward.sends.kind}
         assert len(kinds) == 4  # keys and queries, and their gradients
+
+
+def test_slots_of_a_sample_ring_get_several_blocks():
+    mask = [causal_rows(600)]
+    plan = sample_ring(mask, 4, SHAPE, 150)
+    assert verify_plan(plan, Batch.of(mask)) == []
+    slots = [part.masks["default"].backward.slots for part in plan.parts]
+    assert any(len(set(slot.row.tolist())) < len(slot) for slot in slots)

@@ -18,12 +18,14 @@ from dyncp.plan import (
     batch_order,
     causal_rows,
     sample_plan,
+    sample_ring,
 )
 from dyncp.transport import InProcess
 
 BLOCK = 256  # rows: two kernel tiles, since some kernels are compiled apart for a single one
 MOST_RANGES = 64  # that lie apart in the first of them
 NUM_RANKS = 2
+RING_RANKS, RING_BLOCK = 4, 150  # blocks end inside kernel tiles
 # Norm of the error over that of the result. bf16 keeps 8 bits: a right kernel is off by 0.3 %, one
 # that adds up the wrong rows by 100 %.
 TOLERANCES = {"bf16": 2e-2, "fp16": 5e-3, "fp32": 1e-3, "fp64": 1e-9}
@@ -38,17 +40,20 @@ def warm_up(engine: Engine, shape: AttentionShape, head_groups: int, most_ranges
         for groups in range(1, min(head_groups, shape.kv_heads) + 1):
             for packed in (True, False):
                 _try(engine, masks, shape, groups, packed=packed)
+    _try_ring(engine, shape)
     if engine.on_gpu:
         torch.cuda.synchronize(engine.device)
 
 
 def check_kernel(engine: Engine, shape: AttentionShape) -> None:
     """The least that says whether a kernel is right for a shape: its own path for one sequence and
-    for several, and lists of tiles. Once per process is enough. Raises WrongResultsError."""
+    for several, lists of tiles, and a ring. Once per process is enough. Raises
+    WrongResultsError."""
     key = (engine.kernel.name, engine.kernel.collects, engine.device, shape)
     if key not in _right:
         for masks in (*_sequences(), [_stripes(2)]):
             _try(engine, masks, shape, 1, packed=False)
+        _try_ring(engine, shape)
         _right.add(key)
 
 
@@ -80,6 +85,15 @@ def _try(
     for ranks in (1, NUM_RANKS):
         plan = sample_plan(masks, ranks, shape, BLOCK, groups)
         _compare(_run(engine, plan, inputs), exact, engine.kernel.name, shape, ranks)
+
+
+def _try_ring(engine: Engine, shape: AttentionShape) -> None:
+    """Slots that get one block after the other."""
+    masks = [causal_rows(RING_RANKS * RING_BLOCK)]
+    inputs = _draw(RING_RANKS * RING_BLOCK, shape, engine.device, packed=False)
+    plan = sample_ring(masks, RING_RANKS, shape, RING_BLOCK)
+    results = _run(engine, plan, inputs)
+    _compare(results, _dense(masks, inputs), engine.kernel.name, shape, RING_RANKS)
 
 
 def _compare(

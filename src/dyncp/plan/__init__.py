@@ -25,7 +25,7 @@ from dyncp.plan.rank_plan import (
 )
 from dyncp.plan.rooms import Residence, Room, has_messages, list_rooms
 from dyncp.plan.rows import RowRuns
-from dyncp.plan.sample import causal_rows, sample_plan
+from dyncp.plan.sample import causal_rows, sample_plan, sample_ring
 
 __all__ = [
     "DEFAULT_MASK",
@@ -70,6 +70,7 @@ __all__ = [
     "measure_memory",
     "places_of",
     "sample_plan",
+    "sample_ring",
     "save_plan",
     "sends_wide",
 ]

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from dyncp.arrays import frozen
-from dyncp.blocks import DEFAULT_MASK, AttentionShape, Batch, Direction, build_graph
+from dyncp.blocks import DEFAULT_MASK, AttentionShape, Batch, BlockGraph, Direction, build_graph
 from dyncp.masks import Mask
-from dyncp.placement import Limits, Placement, measure_balance
+from dyncp.placement import Limits, Placement, Traffic, measure_balance
 from dyncp.plan.layout import Layout
 from dyncp.plan.lower import lower
 from dyncp.plan.plan import Plan
-from dyncp.schedule import build_schedule
+from dyncp.schedule import BUILDERS
 
 DIVISIONS = 3
 
@@ -26,8 +26,7 @@ def sample_plan(
     """Blocks go round the ranks, and so do tiles: queries, keys and results travel.
 
     On one rank, all tiles are one kernel call."""
-    batch = Batch.of(masks)
-    graph = build_graph(batch, shape, [block_size] * len(batch.lengths), head_groups)
+    graph = _graph(masks, shape, block_size, head_groups)
     tiles = graph.tiles[DEFAULT_MASK]
     tile_rank = (tiles.q_block + tiles.k_block) % num_ranks
     placement = Placement(
@@ -37,13 +36,38 @@ def sample_plan(
         "sample",
         static=False,
     )
+    return _plan(graph, placement)
+
+
+def sample_ring(
+    masks: Sequence[Mask], num_ranks: int, shape: AttentionShape, block_size: int
+) -> Plan:
+    """Keys and values go round a ring, with a kernel call at every hop: slots get one block after
+    the other, and results are passed on and added to."""
+    graph = _graph(masks, shape, block_size, 1)
+    owner = np.arange(len(graph.blocks)) % num_ranks
+    ring = np.zeros((len(owner), 1), np.int32)
+    traffic = Traffic("ring", (tuple(range(num_ranks)),), frozen(ring), frozen(owner[:, None]))
+    placement = Placement.where_queries_live(
+        graph, num_ranks, owner, "sample_ring", static=True, traffic=traffic
+    )
+    return _plan(graph, placement)
+
+
+def _graph(
+    masks: Sequence[Mask], shape: AttentionShape, block_size: int, head_groups: int
+) -> BlockGraph:
+    batch = Batch.of(masks)
+    return build_graph(batch, shape, [block_size] * len(batch.lengths), head_groups)
+
+
+def _plan(graph: BlockGraph, placement: Placement) -> Plan:
     forward, backward = (
-        build_schedule(graph, placement, DEFAULT_MASK, direction, DIVISIONS)
+        BUILDERS[placement.pattern](graph, placement, DEFAULT_MASK, direction, DIVISIONS)
         for direction in Direction
     )
-    schedules = {DEFAULT_MASK: (forward, backward)}
     balance = measure_balance(graph, placement, Limits())
-    return lower(graph, placement, schedules, balance, Layout())
+    return lower(graph, placement, {DEFAULT_MASK: (forward, backward)}, balance, Layout())
 
 
 def causal_rows(length: int) -> Mask:
