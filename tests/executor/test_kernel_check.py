@@ -94,3 +94,16 @@ def test_slots_of_a_sample_ring_get_several_blocks():
     assert verify_plan(plan, Batch.of(mask)) == []
     slots = [part.masks["default"].backward.slots for part in plan.parts]
     assert any(len(set(slot.row.tolist())) < len(slot) for slot in slots)
+
+
+def test_checks_do_not_mind_what_the_caller_is_in(caplog):
+    engine, shape = engine_of("cpu"), AttentionShape(2, 2, 16, "fp32")
+    with (
+        caplog.at_level("INFO", "dyncp.executor.warm_up"),
+        torch.inference_mode(),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        check_kernel(engine, shape)
+        check_kernel(engine, shape)
+        DCPExecutor().warm_up(shape, most_ranges=1)
+    assert caplog.text.count("compared with dense attention before its first use") == 1

@@ -1,7 +1,9 @@
 """Warming up: runs small plans that make kernels compile all that batches of an attention shape can
 need, and compares every result with dense attention. No other rank takes part."""
 
+import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -22,6 +24,8 @@ from dyncp.plan import (
 )
 from dyncp.transport import InProcess
 
+logger = logging.getLogger(__name__)
+
 BLOCK = 256  # rows: two kernel tiles, since some kernels are compiled apart for a single one
 MOST_RANGES = 64  # that lie apart in the first of them
 NUM_RANKS = 2
@@ -36,13 +40,18 @@ def warm_up(engine: Engine, shape: AttentionShape, head_groups: int, most_ranges
     if not 1 <= most_ranges <= MOST_RANGES:
         raise ValueError(f"most_ranges is {most_ranges}; from 1 to {MOST_RANGES} are allowed")
     counts = [1 << power for power in range((most_ranges - 1).bit_length() + 1)]
+    with _plain_mode(engine.device):
+        _try_all(engine, shape, head_groups, counts)
+    if engine.on_gpu:
+        torch.cuda.synchronize(engine.device)
+
+
+def _try_all(engine: Engine, shape: AttentionShape, head_groups: int, counts: list[int]) -> None:
     for masks in (*_sequences(), *([_stripes(count)] for count in counts)):
         for groups in range(1, min(head_groups, shape.kv_heads) + 1):
             for packed in (True, False):
                 _try(engine, masks, shape, groups, packed=packed)
     _try_ring(engine, shape)
-    if engine.on_gpu:
-        torch.cuda.synchronize(engine.device)
 
 
 def check_kernel(engine: Engine, shape: AttentionShape) -> None:
@@ -50,11 +59,38 @@ def check_kernel(engine: Engine, shape: AttentionShape) -> None:
     for several, lists of tiles, and a ring. Once per process is enough. Raises
     WrongResultsError."""
     key = (engine.kernel.name, engine.kernel.collects, engine.device, shape)
-    if key not in _right:
+    if key in _right:
+        return
+    if engine.on_gpu and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            f"kernel {engine.kernel.name!r} was not checked for this attention shape before a CUDA "
+            "graph was captured: call executor.warm_up(shape) first"
+        )
+    logger.info(
+        "kernel %r is compared with dense attention before its first use with %d q heads, %d kv "
+        "heads, head dim %d, %s; compiling may take a minute, and warm_up does it ahead",
+        engine.kernel.name,
+        shape.q_heads,
+        shape.kv_heads,
+        shape.head_dim,
+        shape.dtype,
+    )
+    with _plain_mode(engine.device):
         for masks in (*_sequences(), [_stripes(2)]):
             _try(engine, masks, shape, 1, packed=False)
         _try_ring(engine, shape)
-        _right.add(key)
+    _right.add(key)
+
+
+@contextmanager
+def _plain_mode(device: torch.device) -> Iterator[None]:
+    """Whatever the caller is in (evaluation, autocast), results are compared as they are."""
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(device.type, enabled=False),
+    ):
+        yield
 
 
 _right: set[tuple[str, bool, torch.device, AttentionShape]] = set()
