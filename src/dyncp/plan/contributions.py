@@ -55,16 +55,6 @@ class Contributions:
     def __len__(self) -> int:
         return len(self.time)
 
-    def select(self, chosen: Bool) -> "Contributions":
-        return Contributions(
-            self.time[chosen],
-            self.space[chosen],
-            self.head_group[chosen],
-            self.block[chosen],
-            self.first[chosen],
-            self.wide[chosen],
-        )
-
 
 def sends_wide(part: RankPlan) -> bool:
     """Whether partial results travel in another dtype than q's, and so from the wide sums."""
