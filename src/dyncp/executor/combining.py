@@ -259,13 +259,15 @@ class _Combinations:
         if runs:
             row = np.asarray([place for _, _, place, _ in runs], np.int64)
             key = np.asarray([self._run_key(code, group, i) for i in range(len(runs))], np.int64)
-            cleared = np.zeros(len(row), np.bool_)
+            cleared = np.zeros(len(row), np.int64)
         else:
             _, block, _ = self._contributions(space, group)
             block = np.unique(block)
             row = self._lowered.place[space, group, block]
             key = self._key(np.full(len(block), code), np.full(len(block), group), block)
-            cleared = np.isin(block, _refilled(self._lowered, space, group))
+            side = self._lowered.style.row_multiple
+            slot_rows = -(-self._part.blocks.tokens[block].astype(np.int64) // side) * side
+            cleared = slot_rows * np.isin(block, _refilled(self._lowered, space, group))
         sources = np.zeros((len(row), len(Source)), np.int64)
         sources[:, Source.FORM], sources[:, Source.AT] = Form.PANELS, self._rooms.at(room, group)
         sources[:, Source.ROW] = self._rooms.head_stride(room, group)

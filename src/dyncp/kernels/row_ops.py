@@ -82,7 +82,8 @@ class Source(IntEnum):
     """Columns of contributions, all in the executor's own memory. `AT` is the first row's byte,
     `ROW` the items between rows; for panels they are the first head's byte and the items between
     heads, `PANEL_ROW` is the row there, and `DIM` the items of a row. Sums that are `SCALED` are
-    multiplied by the scale of scores; `CLEARED` ones are set to 0 when they were read."""
+    multiplied by the scale of scores. `CLEARED` says how many rows of panels are set to 0 when they
+    were read, in whole groups from the first on: those of the whole slot."""
 
     FORM = 0
     AT = 1
@@ -290,7 +291,8 @@ def _contribution(
     value = panels_to_rows(sums)[:, row - first : row - first + count, :dim].transpose(0, 1)
     value = value * scale if source[Source.SCALED] else value.clone()
     if source[Source.CLEARED]:
-        sums.zero_()
+        size = (heads, source[Source.CLEARED] * width)
+        _rows(memory.wide, size, (source[Source.ROW], 1), at).zero_()
     return value
 
 

@@ -147,15 +147,16 @@ class TritonRowOps:
             sources[sources[:, Source.FORM] == Form.PARTIAL, Source.FORM] = Form.INPUT
         plain = (sources[:, Source.FORM] == Form.INPUT) & (sources[:, Source.SCALED] == 0)
         first, panels = targets[:, Target.FIRST], sources[:, Source.FORM] == Form.PANELS
-        starts = np.zeros(len(targets), np.int64)
-        some = targets[:, Target.NUM] > 0  # panels come first
-        starts[some] = np.where(
-            panels[first[some]], sources[first[some], Source.PANEL_ROW] % CHUNK.value, 0
-        )
-        entry, begin, end = _cut(targets[:, Target.COUNT], CHUNK.value, starts)
+        starts, rows = np.zeros(len(targets), np.int64), targets[:, Target.COUNT].copy()
+        some = np.flatnonzero(targets[:, Target.NUM] > 0)
+        some = some[panels[first[some]]]  # panels come first
+        starts[some] = sources[first[some], Source.PANEL_ROW] % CHUNK.value
+        rows[some] = np.maximum(rows[some], sources[first[some], Source.CLEARED])
+        entry, begin, end = _cut(rows, CHUNK.value, starts)
         shift = (starts[entry] + begin) % CHUNK.value
         chunks = np.concatenate([targets[entry], np.stack([begin, shift], axis=1)], axis=1)
-        chunks[:, Target.COUNT] = end - begin
+        # Chunks behind the last row of a slot only clear.
+        chunks[:, Target.COUNT] = np.minimum(end, chunks[:, Target.COUNT]) - begin
         return CombineTable(
             arrays.add(chunks),
             arrays.add(sources if len(sources) else np.zeros((1, len(Source)), np.int64)),
