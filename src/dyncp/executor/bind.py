@@ -39,7 +39,7 @@ class Instruction:
     phase: int
 
 
-Step = Segment | Mark | Instruction
+BoundStep = Segment | Mark | Instruction
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,12 +47,11 @@ class BoundRank:
     """`sends` and `receives` are one byte tensor per peer, by phase. `names` says which
     instruction every step belongs to."""
 
-    steps: list[Step]
+    steps: list[BoundStep]
     names: list[str]
     sends: dict[int, dict[int, Tensor]]
     receives: dict[int, dict[int, Tensor]]
     ready: dict[int, int]
-    has_messages: bool
 
 
 def bind_rank(
@@ -77,7 +76,6 @@ def bind_rank(
         buffers[0],
         buffers[1],
         dict(layout.ready),
-        layout.lowered.has_messages,
     )
 
 
@@ -88,7 +86,7 @@ class _Builder:
     dtypes: Dtypes
     kernel: Kernel
     row_ops: RowOps
-    steps: list[Step] = field(default_factory=list)
+    steps: list[BoundStep] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     _pending: list[Work] = field(default_factory=list)
 
@@ -117,7 +115,7 @@ class _Builder:
         self._pending += self._combine(len(lowered.instructions), to_results=True)
         self._flush("the end", fixed=False)
 
-    def _add(self, step: Step, name: str) -> None:
+    def _add(self, step: BoundStep, name: str) -> None:
         self.steps.append(step)
         self.names.append(name)
 

@@ -84,7 +84,7 @@ class Engine:
 
     def arena(self) -> Arena:
         """The memory for calls on the current stream: calls on one stream follow one another."""
-        # As torch.cuda.current_stream(...).cuda_stream, at a tenth of its host time.
+        # As torch.cuda.current_stream(...).cuda_stream, without making a stream object.
         key = torch._C._cuda_getCurrentRawStream(self.device.index) if self.on_gpu else 0
         if key not in self._arenas:
             self._arenas[key] = Arena(self.device)

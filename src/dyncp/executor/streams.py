@@ -56,7 +56,7 @@ class DeviceStreams:
 
 
 class _On:
-    """`torch.cuda.stream` for two known streams, at a tenth of its host time."""
+    """`torch.cuda.stream` for two known streams: it need not ask for the current one."""
 
     def __init__(self, stream: torch.cuda.Stream, back: torch.cuda.Stream) -> None:
         self._stream, self._back = stream, back

@@ -36,8 +36,8 @@ Handles = dict[tuple[int, ...], Any]
 def _launch(
     kernel: Any, handles: Handles, key: tuple[int, ...], grid: tuple[int, int], args: list[Any]
 ) -> None:
-    """`kernel[grid](*args)`. Triton takes some 50 µs of host time to find what it compiled; it is
-    asked once for each kind of launch of a table."""
+    """`kernel[grid](*args)`. Triton looks at every argument to find what it compiled: it is asked
+    once for each kind of launch of a table."""
     handle = handles.get(key)
     if handle is None:
         handles[key] = kernel[grid](*args, num_warps=WARPS)
