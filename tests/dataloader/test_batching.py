@@ -1,5 +1,8 @@
 """Batches are a function of order, lengths, budget and position."""
 
+import json
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,10 +18,14 @@ LENGTHS = (5, 9, 3, 12, 1, 7)
 SAMPLES = [{"input_ids": [i] * n, "tokens": n} for i, n in enumerate(LENGTHS)]
 
 
-def batching(samples=SAMPLES, replica=0, num_replicas=1, **options):
-    config = LoaderConfig(**options)
+TERMS = Terms(0, True, 6, 16, 2, None, "error", 16, 16)
+
+
+def batching(samples=SAMPLES, replica=0, num_replicas=1, window=1, **options):
+    config = LoaderConfig(window=window, **options)
     source = open_source(samples, config)
-    return Batching(source, config, config.budget(1), replica, num_replicas)
+    seconds = lambda length: float(length**2)  # noqa: E731
+    return Batching(source, config, config.budget(1), replica, num_replicas, seconds)
 
 
 def indices(steps):
@@ -168,9 +175,11 @@ def test_streams_refuse_what_needs_an_index():
     replicas=st.integers(1, 3),
     accumulation=st.integers(1, 3),
     epoch=st.integers(0, 2),
+    window=st.sampled_from([1, 2, 16]),
+    known=st.booleans(),
 )
 def test_every_sample_is_once_in_an_epoch_and_any_position_continues_it(
-    lengths, budget, replicas, accumulation, epoch
+    lengths, budget, replicas, accumulation, epoch, window, known
 ):
     samples = [{"input_ids": [0] * n} for n in lengths]
     options = {
@@ -179,7 +188,8 @@ def test_every_sample_is_once_in_an_epoch_and_any_position_continues_it(
         "tokens_per_batch": budget,
         "accumulation_steps": accumulation,
         "shuffle": True,
-        "lengths": lengths,
+        "lengths": lengths if known else None,
+        "window": window,
     }
     own = [
         [
@@ -194,7 +204,9 @@ def test_every_sample_is_once_in_an_epoch_and_any_position_continues_it(
     assert sorted(seen) == list(range(len(lengths)))
     assert all(s.num_tokens <= budget for batches in own for s in batches)
     for number, selection in enumerate(own[0]):
-        resumed = batching(**options).steps(selection.end)
+        saved = json.loads(json.dumps(to_state(selection.end, TERMS, replicas)))
+        position, _ = from_state(saved, TERMS, replicas, own_budget=True)
+        resumed = batching(**options).steps(position)
         rest = [s.fingerprint for step in resumed for s in step.selections]
         assert rest == [s.fingerprint for s in own[0][number + 1 :]]
 
@@ -219,16 +231,13 @@ def test_an_iteration_may_go_on_over_several_epochs():
     assert batches(samples=[], epochs=None) == []
 
 
-TERMS = Terms(0, True, 6, 16, 2, None, "error")
-
-
 def test_a_state_of_other_batches_is_refused():
     position = Position(epoch=1, samples=3, batches=2, total=5)
     state = to_state(position, TERMS, 1)
     assert from_state(state, TERMS, 1, own_budget=True) == (position, TERMS)
     with pytest.raises(ValueError, match="saved with seed=0, this loader has 1"):
-        from_state(state, Terms(1, *list(vars(TERMS).values())[1:]), 1, own_budget=True)
-    other = Terms(0, True, 6, 32, 2, None, "error")
+        from_state(state, replace(TERMS, seed=1), 1, own_budget=True)
+    other = replace(TERMS, tokens_per_batch=32)
     with pytest.raises(ValueError, match="saved with tokens_per_batch=16, this loader has 32"):
         from_state(state, other, 1, own_budget=True)
     assert from_state(state, other, 1, own_budget=False) == (position, TERMS)

@@ -19,19 +19,23 @@ def batches(loader):
 
 def test_a_dataset_with_a_column_of_lengths():
     dataset = datasets.Dataset.from_dict(COLUMNS)
-    with DCPDataLoader(dataset, masks.causal, lengths="num_tokens", tokens_per_batch=16) as loader:
+    with DCPDataLoader(
+        dataset, masks.causal, lengths="num_tokens", tokens_per_batch=16, window=1
+    ) as loader:
         assert len(loader) == 3
         assert batches(loader) == [[0, 1], [2, 3, 4], [5]]
     with pytest.raises(ValueError, match="the dataset's columns are input_ids, num_tokens"):
         DCPDataLoader(dataset, masks.causal, lengths="words")
-    with DCPDataLoader(dataset.with_format("torch"), masks.causal, tokens_per_batch=16) as loader:
+    with DCPDataLoader(
+        dataset.with_format("torch"), masks.causal, tokens_per_batch=16, window=1
+    ) as loader:
         assert batches(loader) == [[0, 1], [2, 3, 4], [5]]
 
 
 def test_an_iterable_dataset_resumes_by_its_own_state():
     def open_loader():
         stream = datasets.Dataset.from_dict(COLUMNS).to_iterable_dataset(num_shards=2)
-        return DCPDataLoader(stream, masks.causal, tokens_per_batch=16)
+        return DCPDataLoader(stream, masks.causal, tokens_per_batch=16, window=1)
 
     with open_loader() as loader:
         whole = batches(loader)

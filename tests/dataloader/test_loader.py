@@ -23,9 +23,11 @@ def test_two_arguments_are_enough():
 
 
 def test_batches_are_filled_up_to_the_token_budget():
-    assert ids(DCPDataLoader(SAMPLES, masks.causal, tokens_per_batch=16)) == [
-        [0, 1], [2, 3, 4], [5],
-    ]  # fmt: skip
+    options = {"tokens_per_batch": 16}
+    assert ids(DCPDataLoader(SAMPLES, masks.causal, **options)) == [[0, 2, 4, 5], [1], [3]]
+    in_order = [[0, 1], [2, 3, 4], [5]]
+    assert ids(DCPDataLoader(SAMPLES, masks.causal, window=1, **options)) == in_order
+    assert ids(DCPDataLoader(SAMPLES, masks.causal, evaluation=True, **options)) == in_order
 
 
 def test_every_sample_is_seen_once_in_an_order_of_seed_and_epoch():
@@ -38,14 +40,15 @@ def test_every_sample_is_seen_once_in_an_order_of_seed_and_epoch():
 
 
 def test_iterable_datasets_work_in_their_own_order():
-    loader = DCPDataLoader(iter(SAMPLES), masks.causal, tokens_per_batch=16)
+    loader = DCPDataLoader(iter(SAMPLES), masks.causal, tokens_per_batch=16, window=1)
     assert ids(loader) == [[0, 1], [2, 3, 4], [5]]
     with pytest.raises(ValueError, match="shuffle=True needs"):
         list(DCPDataLoader(iter(SAMPLES), masks.causal, shuffle=True))
 
 
 def test_items_are_counted_over_the_optimiser_step():
-    loader = DCPDataLoader(SAMPLES, masks.causal, tokens_per_batch=16, accumulation_steps=2)
+    options = {"tokens_per_batch": 16, "accumulation_steps": 2, "window": 1}
+    loader = DCPDataLoader(SAMPLES, masks.causal, **options)
     items = [int(data["num_items_in_batch"]) for data, _ in loader]
     assert items == [4 + 8 + 2 + 11 + 0] * 2 + [6]
 

@@ -245,6 +245,21 @@ def test_disagreements_have_both_fingerprints_and_reach_all_ranks():
     assert not store._values
 
 
+def test_replicas_that_deal_differently_are_noticed():
+    store = LocalStore()
+    waiting = Waiting(lambda: False, lambda: 0.0, 1.0, 1.0)
+    ranks = [LoaderRanks(0, 1, replica=replica, num_replicas=2) for replica in (0, 1)]
+    first, second = (Exchange(store, own, waiting) for own in ranks)
+    first.add_targets(SelectedStep(0, (SELECTION,), None, "f1"), 5)
+    with pytest.raises(BatchMismatch, match="dealt the batches of step 0 differently: the first h"):
+        second.add_targets(SelectedStep(0, (SELECTION,), None, "f2"), 5)
+    with pytest.raises(BatchMismatch, match="rank 0 of replica 1 f2"):
+        first.total_targets(SelectedStep(0, (SELECTION,), None, "f1"))
+    for exchange in (first, second):
+        exchange.close()
+    assert not store._values
+
+
 def test_other_failures_are_passed_on_once_and_closing_ends_waits():
     _, (first, second) = exchanges()
     first.tell_failure(ValueError("sample 3 is empty"))

@@ -1,11 +1,11 @@
 """Batches of an epoch: a function of the samples' order and lengths, the budget and a position.
 
-Ranks compute the same batches without talking. An optimiser step has `accumulation_steps` rounds;
-in a round every replica gets one batch:
+Ranks compute the same batches without talking: `fill` makes them, `deal` puts together those of a
+round. An optimiser step has `accumulation_steps` rounds; in a round every replica gets one batch:
 
-    batches        b0 b1 | b2 b3 || b4 b5 | b6 b7 || ...      2 replicas, 2 rounds per step
-    replica 0      b0      b2       b4      b6
-    replica 1         b1      b3       b5      b7
+    batches        b0 b3 | b1 b2 || b4 b6 | b5 b7 || ...      2 replicas, 2 rounds per step
+    replica 0      b0      b1       b4      b5
+    replica 1         b3      b2       b6      b7
 """
 
 import hashlib
@@ -17,11 +17,13 @@ from itertools import count, islice
 
 from dyncp.dataloader.config import Budget, LoaderConfig, check_budget
 from dyncp.dataloader.dataset import Entry, MapSource, Source
+from dyncp.dataloader.deal import DealState, deal_rounds
+from dyncp.dataloader.fill import FilledBatch, FillState, fill_batches
 from dyncp.dataloader.state import Position
 
 logger = logging.getLogger(__name__)
 
-Fit = Callable[[Entry, int | None], Entry | None]
+Seconds = Callable[[int], float]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,8 +45,7 @@ class Selection:
     @cached_property
     def fingerprint(self) -> str:
         """Of what every rank knows about the batch without reading samples."""
-        text = repr((self.end.epoch, self.number, [(e.index, e.length) for e in self.entries]))
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return _hash_of((self.end.epoch, self.number, _contents(self.entries)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +55,7 @@ class SelectedStep:
     number: int
     selections: tuple[Selection, ...]
     known_items: int | None  # targets of the whole step, where the step was begun before resuming
+    fingerprint: str = ""  # of the batches of all replicas
 
     def after(self, steps: int, batches: int) -> "SelectedStep":
         """The same step, numbered behind so many steps and batches of earlier epochs."""
@@ -61,22 +63,20 @@ class SelectedStep:
         return replace(self, number=self.number + steps, selections=selections)
 
 
-@dataclass(frozen=True, eq=False)
-class GatheredBatch:
-    """`read` is what `Position.samples` is after it: samples, or lists of a batch sampler."""
-
-    entries: tuple[Entry, ...]
-    read: int
-    full: bool = True
-
-
 class Batching:
-    """Cuts an epoch into optimiser steps, for one of `num_replicas` replicas."""
+    """Cuts an epoch into optimiser steps, for one of `num_replicas` replicas. `seconds` predicts
+    what a sample of so many tokens takes; by default all tokens take equally long."""
 
     def __init__(
-        self, source: Source, config: LoaderConfig, budget: Budget, replica: int, num_replicas: int
+        self,
+        source: Source,
+        config: LoaderConfig,
+        budget: Budget,
+        replica: int,
+        num_replicas: int,
+        seconds: Seconds = float,
     ) -> None:
-        self._source, self._config = source, config
+        self._source, self._config, self._seconds = source, config, seconds
         self._budget, self._replica, self._num_replicas = budget, replica, num_replicas
         self._per_step = config.accumulation_steps * num_replicas
 
@@ -100,19 +100,19 @@ class Batching:
 
     def epoch_steps(self, start: Position) -> Iterator[SelectedStep]:
         """The optimiser steps from a position to the end of its epoch."""
-        batches = self._batches(start)
-        if self._config.drop_last:
-            batches = _only_full(batches)
+        rounds = self._rounds(start)
         per_step, position = self._per_step, start
         while True:
             wanted = per_step - position.batches % per_step
-            group = list(islice(batches, wanted))
-            if not group or (len(group) < wanted and self._config.drop_last):
+            group = list(islice(rounds, wanted // self._num_replicas))
+            found = sum(len(batches) for batches, _ in group)
+            if not group or (found < wanted and self._config.drop_last):
                 return
             known = position.items if position.batches % per_step else None
             number = position.batches // per_step
-            selections = tuple(self._rounds(group, position))
-            yield SelectedStep(number, selections, known)
+            selections = tuple(self._own(group, position))
+            dealt = [_contents(batch.entries) for batches, _ in group for batch in batches]
+            yield SelectedStep(number, selections, known, _hash_of((position.epoch, dealt)))
             position = selections[-1].end
 
     def num_batches(self, start: Position) -> int:
@@ -129,60 +129,79 @@ class Batching:
         last = self._config.epochs
         return count(first) if last is None else range(first, max(last, first + 1))
 
-    def _rounds(self, group: list[GatheredBatch], start: Position) -> Iterator[Selection]:
-        replicas = self._num_replicas
-        for first in range(0, len(group), replicas):
-            batches = group[first : first + replicas]
-            done = first + len(batches)
-            last = batches[-1].entries[-1]
+    def _own(
+        self, rounds: list[tuple[list[FilledBatch], DealState]], start: Position
+    ) -> Iterator[Selection]:
+        """What this replica gets of these rounds."""
+        done = 0
+        for batches, after in rounds:
+            number = (start.batches + done) // self._num_replicas
+            done += len(batches)
             end = replace(
                 start,
-                samples=batches[-1].read,
+                samples=after.fill.samples,
+                taken=after.fill.taken,
+                dealt=after.dealt,
                 batches=start.batches + done,
                 total=start.total + done,
                 items=None,
-                dataset_state=last.dataset_state,
+                dataset_state=after.fill.dataset_state,
             )
-            number = (start.batches + first) // replicas
             if self._replica < len(batches):
                 yield Selection(number, batches[self._replica].entries, end)
             else:
                 shortest = min(batches[0].entries, key=lambda entry: entry.length)
                 yield Selection(number, (shortest,), end, filler=True)
 
-    def _batches(self, start: Position) -> Iterator[GatheredBatch]:
+    def _rounds(self, start: Position) -> Iterator[tuple[list[FilledBatch], DealState]]:
+        """Batches that the replicas train on at the same time."""
+        state = DealState(FillState(start.samples, start.taken, start.dataset_state), start.dealt)
+        fill, deal = self._config.windows(knows_lengths=self._source.knows_lengths)
         if self._config.batch_sampler is not None:
             assert isinstance(self._source, MapSource)
-            return self._sampled(self._source, start)
-        entries = self._source.entries(start)
-        return gather_batches(entries, self._budget_of, self._fit, start.total)
+            batches, deal = self._sampled(self._source, start), 1
+        else:
+            number = start.total - len(start.dealt)
+            entries = self._source.entries(start)
+            batches = fill_batches(entries, self._budget_of, self._fit, fill, state.fill, number)
+        if self._config.drop_last:
+            batches = (batch for batch in batches if batch.full)
+        return deal_rounds(batches, self._num_replicas, deal, self._seconds_of, state)
 
-    def _sampled(self, source: MapSource, start: Position) -> Iterator[GatheredBatch]:
+    def _seconds_of(self, batch: FilledBatch) -> float:
+        return sum(self._seconds(entry.length) for entry in batch.entries)
+
+    def _sampled(self, source: MapSource, start: Position) -> Iterator[FilledBatch]:
         sampler = self._config.batch_sampler
         assert sampler is not None
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(start.epoch)
-        for read, indices in enumerate(islice(sampler, start.samples, None), start.samples + 1):
-            fitted = (self._fit(entry, None) for entry in source.numbered(map(int, indices)))
-            entries = tuple(entry for entry in fitted if entry is not None)
+        for read, indices in enumerate(islice(sampler, start.samples, None), start.samples):
+            numbered = source.numbered(map(int, indices))
+            entries = tuple(piece for entry in numbered for piece in self._fit(entry, None))
             if entries:
-                yield GatheredBatch(entries, read)
+                yield FilledBatch(read, entries, FillState(read), FillState(read + 1))
 
     def _budget_of(self, number: int) -> int:
         if callable(self._budget):
             return check_budget(self._budget(number), f" for batch {number}")
         return self._budget
 
-    def _fit(self, entry: Entry, budget: int | None) -> Entry | None:
-        """The entry, cut or dropped (None) by the policy if it is longer than allowed."""
-        most = min(n for n in (self._config.max_length, budget, entry.length) if n is not None)
+    def _fit(self, entry: Entry, budget: int | None) -> list[Entry]:
+        """The entry, or what the policy makes of it if it is longer than allowed. Without a budget,
+        allowed is what any batch may hold."""
+        constant = None if callable(self._budget) else self._budget
+        if self._config.batch_sampler is not None:
+            constant = None
+        given = (self._config.max_length, constant if budget is None else budget, entry.length)
+        most = min(n for n in given if n is not None)
         if entry.length <= most:
-            return entry
+            return [entry]
         if self._config.too_long == "truncate":
-            return replace(entry, length=most)
+            return [replace(entry, length=most)]
         if self._config.too_long == "drop":
             logger.debug("sample %d is dropped: %d tokens", entry.index, entry.length)
-            return None
+            return []
         what = "max_length" if most == self._config.max_length else "tokens_per_batch"
         raise ValueError(
             f"sample {entry.index} has {entry.length} tokens, more than {what}={most}; raise it, "
@@ -190,28 +209,9 @@ class Batching:
         )
 
 
-def gather_batches(
-    entries: Iterable[Entry], budget: Callable[[int], int], fit: Fit, number: int = 0
-) -> Iterator[GatheredBatch]:
-    """Consecutive samples of at most `budget(number)` tokens together, number after number."""
-    batch: list[Entry] = []
-    used = 0
-    for entry in entries:
-        limited = fit(entry, None)
-        if limited is None:
-            continue
-        crowded = bool(batch) and used + limited.length > budget(number)
-        fitted = fit(entry, budget(number + crowded))  # the next budget may be another one
-        if fitted is None:
-            continue
-        if crowded:
-            yield GatheredBatch(tuple(batch), batch[-1].place + 1)
-            batch, used, number = [], 0, number + 1
-        batch.append(fitted)
-        used += fitted.length
-    if batch:
-        yield GatheredBatch(tuple(batch), batch[-1].place + 1, used == budget(number))
+def _contents(entries: Iterable[Entry]) -> list[tuple[int, int, int]]:
+    return [(entry.index, entry.start, entry.length) for entry in entries]
 
 
-def _only_full(batches: Iterator[GatheredBatch]) -> Iterator[GatheredBatch]:
-    return (batch for batch in batches if batch.full)
+def _hash_of(what: object) -> str:
+    return hashlib.blake2b(repr(what).encode(), digest_size=16).hexdigest()

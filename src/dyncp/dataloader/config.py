@@ -7,6 +7,8 @@ from typing import Any
 from dyncp.planner import plan_batch
 
 TOKENS_PER_RANK = 8192
+# Chosen by benchmarks/fill.py: how full batches and how level replicas get.
+WINDOW, WINDOW_READ = 16, 4
 TOO_LONG = ("error", "truncate", "drop")
 
 Budget = int | Callable[[int], int]
@@ -22,7 +24,10 @@ class LoaderConfig:
     `sampler` gives indices, `batch_sampler` lists of indices instead. `lengths` (array, or name of
     a column) spares reading samples to learn their lengths. Samples longer than `max_length`
     (None: the budget) are handled by `too_long`: error, truncate or drop. `drop_last` drops a last
-    batch or optimiser step that is not full. An iteration goes on to the end of epoch `epochs - 1`
+    batch or optimiser step that is not full. A batch is filled from the next samples of `window`
+    batches, and a round dealt to the replicas from the next `window` batches of each; 1 keeps the
+    order (None: 16, and 4 for dealing samples that have to be read first; 1 in evaluation).
+    An iteration goes on to the end of epoch `epochs - 1`
     (None: without end), looking ahead from one epoch to the next. `evaluation`: no shuffle,
     forward-only plans.
 
@@ -47,6 +52,7 @@ class LoaderConfig:
     max_length: int | None = None
     too_long: str = "error"
     drop_last: bool = False
+    window: int | None = None
     epochs: int | None = 1
     evaluation: bool = False
     max_tokens_per_rank: int | None = None
@@ -75,6 +81,7 @@ class LoaderConfig:
         for name, least in (
             ("accumulation_steps", 1), ("max_length", 1), ("max_tokens_per_rank", 1),
             ("local_multiple", 1), ("look_ahead", 0), ("log_every", 1), ("epochs", 1),
+            ("window", 1),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < least:
@@ -106,6 +113,15 @@ class LoaderConfig:
             raise ValueError(
                 "batch_sampler= makes the batches; tokens_per_batch= would have no effect"
             )
+
+    def windows(self, *, knows_lengths: bool) -> tuple[int, int]:
+        """From how many batches' samples a batch is filled, and from how many batches per replica
+        a round is dealt."""
+        if self.window is not None:
+            return self.window, self.window
+        if self.evaluation:
+            return 1, 1
+        return WINDOW, WINDOW if knows_lengths else WINDOW_READ
 
     def budget(self, num_ranks: int) -> Budget:
         """The token budget of a plan for `num_ranks` ranks."""

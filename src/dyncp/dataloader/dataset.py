@@ -19,14 +19,15 @@ from dyncp.dataloader.state import Position
 class Entry:
     """A sample in the order of an epoch: its place there, its index in the dataset, its tokens.
 
-    `sample` is there if it had to be read to learn its length; `dataset_state` is that of a stream
-    after it."""
+    Of a sample that is cut, `length` tokens from `start` on. `sample` is there if it had to be read
+    to learn its length; `dataset_state` is that of a stream after it."""
 
     place: int
     index: int
     length: int
     sample: Any = None
     dataset_state: Any = None
+    start: int = 0
 
 
 class Source(Protocol):

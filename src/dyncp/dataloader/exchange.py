@@ -10,6 +10,7 @@ tokens to those of the optimiser step; the sum is only there when every rank has
     r0/b7/static     digest of the static plan
     r0/b7/left       how many members need none of these any more; the last one deletes them
     s7/items, s7/total, s7/left     targets of step 7: how many so far, of all, taken by
+    s7/dealt                        fingerprint of the batches of all replicas
     end, ended, all_ended           number of batches, and how many ranks have come to the end
     error, closed                   a failed rank's message, closing
 """
@@ -36,6 +37,7 @@ from dyncp.dataloader.ranks import LoaderRanks
 logger = logging.getLogger(__name__)
 
 AGREED = 1 << 40  # one rank's agreement, added together with its number of targets
+STEP_KEYS = ("items", "total", "left", "dealt")
 GRACE_SECONDS = 10.0  # for the planning rank to give up first
 
 
@@ -197,7 +199,8 @@ class Exchange:
     def add_targets(self, step: SelectedStep, targets: int) -> None:
         """Says that this rank agrees on one batch of the step, and has so many targets in it."""
         key = f"s{step.number}/items"
-        self._remember(step.number, key, f"s{step.number}/total", f"s{step.number}/left")
+        self._remember(step.number, *(f"s{step.number}/{name}" for name in STEP_KEYS))
+        self._check_dealing(step)
         total = self._store.add(key, AGREED + targets)
         if total // AGREED == self._expected(step):
             self._store.set(f"s{step.number}/total", str(total % AGREED).encode())
@@ -215,9 +218,23 @@ class Exchange:
         total = int(self._store.get(key))
         self._forget_before(step.number)
         if self._store.add(f"s{step.number}/left", 1) == self._ranks.num_processes:
-            for name in ("items", "total", "left"):
+            for name in STEP_KEYS:
                 self._store.delete(f"s{step.number}/{name}")
         return total
+
+    def _check_dealing(self, step: SelectedStep) -> None:
+        """All replicas have to deal the same batches, or samples are lost or trained on twice."""
+        key = f"s{step.number}/dealt"
+        first = self._store.compare_set(key, step.fingerprint.encode()).decode()
+        if first != step.fingerprint:
+            self._fail(
+                BatchMismatch(
+                    f"replicas dealt the batches of step {step.number} differently: the first has "
+                    f"{first}, rank {self._own} of replica {self._ranks.replica} "
+                    f"{step.fingerprint}; every rank needs the same dataset, seed, epoch, budget, "
+                    "mask function, model= and cost="
+                )
+            )
 
     def _expected(self, step: SelectedStep) -> int:
         return self._ranks.num_processes * len(step.selections)

@@ -23,6 +23,7 @@ from dyncp.dataloader.plan_process import PlanProcess
 from dyncp.dataloader.plan_store import LocalStore, SharedStore, Store
 from dyncp.dataloader.planning import Planning
 from dyncp.dataloader.ranks import LoaderRanks
+from dyncp.dataloader.sample_seconds import SampleSeconds
 from dyncp.dataloader.state import Position, Terms, from_state, to_state
 from dyncp.plan import Plan, RankPlan
 from dyncp.planner import PlannerConfig
@@ -81,6 +82,9 @@ class DCPDataLoader:
         process = PlanProcess(self.config.plan_timeout)
         self._background = Background(
             self.config, self.ranks, source, Masking(mask_fn), planning, process, self.metrics
+        )
+        self._seconds = SampleSeconds(
+            mask_fn, cost, sizes, forward_only=planning.config.forward_only
         )
         self._budget = self.config.budget(self.ranks.num_ranks)
         if isinstance(self._budget, int) and self.config.batch_sampler is None:
@@ -166,12 +170,18 @@ class DCPDataLoader:
         self.close()
 
     def _batching(self) -> Batching:
-        ranks = self.ranks
-        source = self._background.source
-        return Batching(source, self.config, self._budget, ranks.replica, ranks.num_replicas)
+        return Batching(
+            self._background.source,
+            self.config,
+            self._budget,
+            self.ranks.replica,
+            self.ranks.num_replicas,
+            self._seconds,
+        )
 
     def _terms(self) -> Terms:
         by_budget = isinstance(self._budget, int) and self.config.batch_sampler is None
+        fill, deal = self.config.windows(knows_lengths=self._background.source.knows_lengths)
         return Terms(
             seed=self.config.seed,
             shuffle=self.config.shuffle,
@@ -180,6 +190,8 @@ class DCPDataLoader:
             accumulation_steps=self.config.accumulation_steps,
             max_length=self.config.max_length,
             too_long=self.config.too_long,
+            fill_window=fill,
+            deal_window=deal,
         )
 
     def _open_store(self) -> Store:

@@ -4,15 +4,19 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
 class Position:
     """Where the next batch starts. Counts are over all replicas, so that they mean the same on
-    another number of ranks: `samples` and `batches` of this epoch, and batches of `total` epochs
-    (which a budget schedule sees). Inside an optimiser step `items` is its number of targets.
-    `dataset_state` is what an iterable dataset says of its own position."""
+    another number of ranks: `batches` of this epoch, and batches of `total` epochs (which a budget
+    schedule sees). Inside an optimiser step `items` is its number of targets.
+
+    The first `samples` samples of the epoch's order are in those batches; of the samples after
+    them `taken` are too (place, first token). The batches that the rest fills are numbered from 0:
+    `dealt` of them were dealt already. `dataset_state` is what an iterable dataset says of itself
+    after the first `samples`."""
 
     epoch: int = 0
     samples: int = 0
@@ -20,6 +24,8 @@ class Position:
     total: int = 0
     items: int | None = None
     dataset_state: Any = None
+    taken: tuple[tuple[int, int], ...] = ()
+    dealt: tuple[int, ...] = ()
 
     @property
     def started(self) -> bool:
@@ -41,6 +47,8 @@ class Terms:
     accumulation_steps: int
     max_length: int | None
     too_long: str
+    fill_window: int
+    deal_window: int
 
 
 def to_state(position: Position, terms: Terms, num_replicas: int) -> dict[str, Any]:
@@ -73,10 +81,17 @@ def from_state(
                 f"loader state was saved with {name}={value}, this loader has "
                 f"{getattr(terms, name)}; the batches after it would not be the next ones"
             )
-    position = Position(**state["position"])
+    position = _position(state["position"])
     if state["num_replicas"] != num_replicas:
         position = _on_other_replicas(position, terms, state["num_replicas"], num_replicas)
     return position, terms
+
+
+def _position(values: Mapping[str, Any]) -> Position:
+    """JSON and torch.load make lists of tuples."""
+    taken = tuple((int(place), int(start)) for place, start in values.get("taken", ()))
+    dealt = tuple(map(int, values.get("dealt", ())))
+    return Position(**{**values, "taken": taken, "dealt": dealt})
 
 
 def _on_other_replicas(position: Position, terms: Terms, before: int, now: int) -> Position:

@@ -1,0 +1,149 @@
+"""Batches are filled from a window of samples, and dealt so that replicas take equally long."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dyncp import AttentionShape, masks
+from dyncp.cost import MODELS, CostModel, find_profile
+from dyncp.dataloader.batching import Batching
+from dyncp.dataloader.config import LoaderConfig
+from dyncp.dataloader.dataset import Entry, open_source
+from dyncp.dataloader.deal import level_round
+from dyncp.dataloader.fill import best_subset, fill_batches
+from dyncp.dataloader.sample_seconds import SampleSeconds
+from dyncp.dataloader.state import Position
+from dyncp.samplers.sample import find_distribution
+
+BUDGET = 32_768
+MODEL = MODELS["llama3_8b"]
+COST = CostModel(find_profile("p4de"), MODEL.attention_shape())
+
+
+def drawn(name, count, budget=BUDGET):
+    lengths = find_distribution(name)(np.random.default_rng(0), budget)
+    return [min(next(lengths), budget) for _ in range(count)]
+
+
+def fill(lengths, budget, window=16):
+    entries = [Entry(place, place, length) for place, length in enumerate(lengths)]
+    return list(fill_batches(entries, lambda _: budget, lambda entry, _: [entry], window))
+
+
+def rounds(lengths, replicas, budget=BUDGET, **options):
+    """Every replica's batches, and the seconds that each takes."""
+    config = LoaderConfig(lengths=lengths, tokens_per_batch=budget, **options)
+    source = open_source([None] * len(lengths), config)
+    seconds = SampleSeconds(masks.causal, COST, MODEL, forward_only=False)
+    own = [
+        [
+            sum(seconds(entry.length) for entry in selection.entries)
+            for step in Batching(source, config, budget, r, replicas, seconds).steps(Position())
+            for selection in step.selections
+            if not selection.filler
+        ]
+        for r in range(replicas)
+    ]
+    return list(zip(*own, strict=False))
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=st.lists(st.integers(1, 30), max_size=9), room=st.integers(1, 60))
+def test_the_best_subset_is_that_of_all_subsets(lengths, room):
+    chosen = best_subset(lengths, room, room)
+    sums = {sum(c) for n in range(len(lengths) + 1) for c in combinations(lengths, n)}
+    assert sum(lengths[number] for number in chosen) == max(s for s in sums if s <= room)
+    assert len(set(chosen)) == len(chosen)
+
+
+def test_large_rooms_are_filled_to_a_fraction_without_overflowing():
+    lengths = [3_000_001, 2_999_999, 1_500_000, 498_000]
+    chosen = best_subset(lengths, 8_000_000, 8_000_000)
+    used = sum(lengths[number] for number in chosen)
+    assert 7_997_000 < used <= 8_000_000
+
+
+def test_the_oldest_sample_opens_the_next_batch():
+    batches = fill([6, 7, 8, 9, 4, 3, 2, 1], 10)
+    assert [[entry.place for entry in batch.entries] for batch in batches] == [
+        [0, 4], [1, 5], [2, 6], [3, 7],
+    ]  # fmt: skip
+    assert [batch.full for batch in batches] == [True, True, True, True]
+    assert [batch.before.samples for batch in batches] == [0, 1, 2, 3]
+    assert batches[1].before.taken == ((4, 0),)
+
+
+def test_samples_that_fit_together_stay_together():
+    lengths = [3, 90, 5, 1, 1]
+    assert [len(batch.entries) for batch in fill(lengths, 100)] == [5]
+    assert [len(batch.entries) for batch in fill(lengths, 1000)] == [5]
+
+
+def test_the_window_bounds_what_is_looked_at():
+    lengths = [60] * 12 + [40]
+    first = {window: len(fill(lengths, 100, window)[0].entries) for window in (1, 4, 16)}
+    assert first == {1: 1, 4: 1, 16: 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "budget"), [("ldc", 32_768), ("longalign", 131_072), ("training_documents", 65_536)]
+)
+def test_batches_are_at_least_97_percent_full(name, budget):
+    lengths = drawn(name, 3000, budget)
+    batches = fill(lengths, budget)
+    assert sorted(entry.place for batch in batches for entry in batch.entries) == list(range(3000))
+    assert all(sum(entry.length for entry in batch.entries) <= budget for batch in batches)
+    assert sum(lengths) > 0.97 * budget * len(batches)
+    assert sum(lengths) < 0.93 * budget * len(fill(lengths, budget, 1))  # in order
+
+
+def test_samples_wait_for_few_batches():
+    batches = fill(drawn("ldc", 3000), BUDGET)
+    ages = [batch.entries[0].place for batch in batches]
+    assert ages == sorted(ages)
+    in_order = fill(drawn("ldc", 3000), BUDGET, 1)
+    place_of = {e.place: number for number, b in enumerate(in_order) for e in b.entries}
+    late = [number - place_of[e.place] for number, b in enumerate(batches) for e in b.entries]
+    assert max(late) <= 16
+
+
+def test_a_round_has_the_oldest_batch_and_those_that_leave_the_least_time_idle():
+    assert level_round([4, 9, 5, 4, 8, 5], 3) == [0, 2, 3]
+    assert level_round([9, 5, 8, 5], 2) == [0, 2]
+    assert level_round([5, 1, 9], 2) == [0, 1]
+    assert level_round([5, 1], 3) == [0, 1]
+    assert level_round([2.0], 1) == [0]
+
+
+def test_replicas_take_equally_long():
+    lengths = drawn("ldc", 6000)
+    level, before = rounds(lengths, 8), rounds(lengths, 8, window=1)
+    ratio, ratio_before = (
+        sum(max(r) for r in found) / sum(sum(r) / len(r) for r in found)
+        for found in (level, before)
+    )
+    assert ratio < 1.03
+    assert ratio_before > 1.3
+
+
+def test_seconds_of_a_sample_follow_its_mask():
+    def seconds(mask_fn, length, model=MODEL, forward_only=False):
+        return SampleSeconds(mask_fn, COST, model, forward_only=forward_only)(length)
+
+    causal = [seconds(masks.causal, length) for length in (1000, 10_000, 100_000)]
+    assert causal[1] > 10 * causal[0]
+    assert causal[2] > 20 * causal[1]
+    local = [seconds(masks.sliding_window(window=512), length) for length in (10_000, 100_000)]
+    assert 9.5 * local[0] < local[1] < 10.5 * local[0]
+    assert local[1] < causal[2] / 2
+    both = masks.named(default=masks.causal, local=masks.sliding_window(window=512))
+    assert local[1] < seconds(both, 100_000) < causal[2]
+    by_sample = masks.prefix_lm(prefix=lambda sample: sample["prefix"])
+    assert seconds(by_sample, 10_000) == seconds(lambda _: None, 10_000) == causal[1]
+    assert seconds(masks.causal, 1000, forward_only=True) < causal[0] / 2
+    assert seconds(masks.causal, 1000, model=None) == pytest.approx(causal[0], rel=0.1)
+    small = CostModel(COST.profile, AttentionShape(8, 2, 64))
+    assert SampleSeconds(masks.causal, small, None, forward_only=False)(1000) < causal[0] / 10
