@@ -100,7 +100,7 @@ class Batching:
 
     def epoch_steps(self, start: Position) -> Iterator[SelectedStep]:
         """The optimiser steps from a position to the end of its epoch."""
-        rounds = self._rounds(start)
+        rounds = self.rounds(start)
         per_step, position = self._per_step, start
         while True:
             wanted = per_step - position.batches % per_step
@@ -153,7 +153,7 @@ class Batching:
                 shortest = min(batches[0].entries, key=lambda entry: entry.length)
                 yield Selection(number, (shortest,), end, filler=True)
 
-    def _rounds(self, start: Position) -> Iterator[tuple[list[FilledBatch], DealState]]:
+    def rounds(self, start: Position) -> Iterator[tuple[list[FilledBatch], DealState]]:
         """Batches that the replicas train on at the same time."""
         state = DealState(FillState(start.samples, start.taken, start.dataset_state), start.dealt)
         fill, deal = self._config.windows(knows_lengths=self._source.knows_lengths)

@@ -1,4 +1,4 @@
-"""SampleSeconds: what a sample of so many tokens takes to train on, predicted alike on all ranks."""
+"""SampleSeconds: what training on a sample of so many tokens takes, equal on all ranks."""
 
 from bisect import bisect_right
 from typing import Any
