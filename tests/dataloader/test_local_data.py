@@ -107,7 +107,8 @@ def test_targets_of_all_ranks_add_up_to_the_number_of_items(lengths, num_ranks):
     samples = [{"input_ids": list(range(n))} for n in lengths]
     _, data = make(samples, num_ranks=num_ranks)
     found = sum(int((part["shift_labels"] != NO_TARGET).sum()) for part in data)
-    assert found == data[0]["num_items_in_batch"] == sum(lengths) - len(lengths)
+    assert found == sum(lengths) - len(lengths)
+    assert data[0]["num_items_in_batch"] == max(1, found)
 
 
 def test_virtual_ranks_get_the_rows_of_all_ranks():

@@ -9,7 +9,6 @@ round. An optimiser step has `accumulation_steps` rounds; in a round every repli
 """
 
 import hashlib
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,9 +18,8 @@ from dyncp.dataloader.config import Budget, LoaderConfig, check_budget
 from dyncp.dataloader.dataset import Entry, MapSource, Source
 from dyncp.dataloader.deal import DealState, deal_rounds
 from dyncp.dataloader.fill import FilledBatch, FillState, fill_batches
+from dyncp.dataloader.skipping import Skipped, why
 from dyncp.dataloader.state import Position
-
-logger = logging.getLogger(__name__)
 
 Seconds = Callable[[int], float]
 
@@ -65,7 +63,8 @@ class SelectedStep:
 
 class Batching:
     """Cuts an epoch into optimiser steps, for one of `num_replicas` replicas. `seconds` predicts
-    what a sample of so many tokens takes; by default all tokens take equally long."""
+    what a sample of so many tokens takes; by default all tokens take equally long. Samples that are
+    left out are counted in `skipped`."""
 
     def __init__(
         self,
@@ -75,7 +74,9 @@ class Batching:
         replica: int,
         num_replicas: int,
         seconds: Seconds = float,
+        skipped: Skipped | None = None,
     ) -> None:
+        self._skipped = Skipped(told=0) if skipped is None else skipped
         self._source, self._config, self._seconds = source, config, seconds
         self._budget, self._replica, self._num_replicas = budget, replica, num_replicas
         self._per_step = config.accumulation_steps * num_replicas
@@ -195,18 +196,26 @@ class Batching:
             constant = None
         given = (self._config.max_length, constant if budget is None else budget, entry.length)
         most = min(n for n in given if n is not None)
+        if not entry.length:
+            self._skipped.add(why(entry.sample), entry.index, entry.sample or "no tokens")
+            return []
         if entry.length <= most:
             return [entry]
         if self._config.too_long == "truncate":
             return [replace(entry, length=most)]
-        if self._config.too_long == "drop":
-            logger.debug("sample %d is dropped: %d tokens", entry.index, entry.length)
-            return []
         what = "max_length" if most == self._config.max_length else "tokens_per_batch"
-        raise ValueError(
-            f"sample {entry.index} has {entry.length} tokens, more than {what}={most}; raise it, "
-            "shorten the sample, or choose too_long='truncate' or 'drop'"
-        )
+        found = f"{entry.length} tokens, more than {what}={most}"
+        if self._config.too_long == "drop":
+            self._skipped.add("too_long", entry.index, found)
+            return []
+        if self._config.too_long == "split" and budget is None:
+            starts = range(0, entry.length, most)
+            return [replace(entry, start=s, length=min(most, entry.length - s)) for s in starts]
+        if self._config.too_long == "split":
+            hint = "set max_length to the smallest budget, so that no piece is longer"
+        else:
+            hint = "shorten the sample, or choose too_long='truncate', 'drop' or 'split'"
+        raise ValueError(f"sample {entry.index} has {found}; raise it, {hint}")
 
 
 def _contents(entries: Iterable[Entry]) -> list[tuple[int, int, int]]:

@@ -9,7 +9,8 @@ from dyncp.planner import plan_batch
 TOKENS_PER_RANK = 8192
 # Chosen by benchmarks/fill.py: how full batches and how level replicas get.
 WINDOW, WINDOW_READ = 16, 4
-TOO_LONG = ("error", "truncate", "drop")
+TOO_LONG = ("error", "truncate", "drop", "split")
+LEFT_OUT = ("error", "drop")  # bad and empty samples
 
 Budget = int | Callable[[int], int]
 
@@ -23,7 +24,9 @@ class LoaderConfig:
     `accumulation_steps` batches make one optimiser step. `shuffle` is by `seed` and epoch;
     `sampler` gives indices, `batch_sampler` lists of indices instead. `lengths` (array, or name of
     a column) spares reading samples to learn their lengths. Samples longer than `max_length`
-    (None: the budget) are handled by `too_long`: error, truncate or drop. `drop_last` drops a last
+    (None: the budget) are handled by `too_long`: error, truncate, drop or split; `bad_samples` that
+    cannot be read or are no samples, and `empty_samples` without tokens: error or drop. What is
+    dropped is counted in the metrics. `drop_last` drops a last
     batch or optimiser step that is not full. A batch is filled from the next samples of `window`
     batches, and a round dealt to the replicas from the next `window` batches of each; 1 keeps the
     order (None: 16, and 4 for dealing samples that have to be read first; 1 in evaluation).
@@ -51,6 +54,8 @@ class LoaderConfig:
     lengths: Any = None
     max_length: int | None = None
     too_long: str = "error"
+    bad_samples: str = "error"
+    empty_samples: str = "error"
     drop_last: bool = False
     window: int | None = None
     epochs: int | None = 1
@@ -91,8 +96,19 @@ class LoaderConfig:
         for name in ("plan_timeout", "store_timeout"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; seconds above 0 are needed")
-        if self.too_long not in TOO_LONG:
-            raise ValueError(f"too_long is {self.too_long!r}; choose one of {', '.join(TOO_LONG)}")
+        for name, allowed in (
+            ("too_long", TOO_LONG), ("bad_samples", LEFT_OUT), ("empty_samples", LEFT_OUT),
+        ):  # fmt: skip
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}; choose one of {', '.join(allowed)}"
+                )
+        if self.bad_samples == "drop" and self.lengths is not None:
+            raise ValueError(
+                "bad_samples='drop' needs every sample to be read before batches are made; with "
+                "lengths= they are made first. Leave lengths= out, or give bad samples the length "
+                "0 and empty_samples='drop'"
+            )
         self._check_order()
 
     def _check_order(self) -> None:

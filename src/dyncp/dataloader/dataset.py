@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
@@ -11,7 +12,8 @@ from torch.utils.data import IterableDataset
 from dyncp.arrays import Int64
 from dyncp.dataloader.config import LoaderConfig
 from dyncp.dataloader.errors import SampleError
-from dyncp.dataloader.samples import input_ids_of, truncate
+from dyncp.dataloader.samples import cut_sample, input_ids_of
+from dyncp.dataloader.skipping import read_sample
 from dyncp.dataloader.state import Position
 
 
@@ -20,7 +22,8 @@ class Entry:
     """A sample in the order of an epoch: its place there, its index in the dataset, its tokens.
 
     Of a sample that is cut, `length` tokens from `start` on. `sample` is there if it had to be read
-    to learn its length; `dataset_state` is that of a stream after it."""
+    to learn its length; without tokens it is the reason why the sample is left out. `dataset_state`
+    is that of a stream after it."""
 
     place: int
     index: int
@@ -73,7 +76,9 @@ class MapSource:
     def __init__(self, dataset: Any, config: LoaderConfig) -> None:
         self._dataset, self._config = dataset, config
         self.num_samples: int | None = len(dataset)
-        self._lengths = None if config.lengths is None else find_lengths(dataset, config.lengths)
+        least = 0 if config.empty_samples == "drop" else 1
+        given = config.lengths
+        self._lengths = None if given is None else find_lengths(dataset, given, least)
         self.knows_lengths = self._lengths is not None
 
     def entries(self, position: Position) -> Iterator[Entry]:
@@ -86,14 +91,15 @@ class MapSource:
             if self._lengths is not None:
                 yield Entry(place, index, int(self._lengths[index]))
             else:
-                sample = self._read(index)
-                yield Entry(place, index, len(input_ids_of(sample, index)), sample)
+                length, sample = read_sample(partial(self._read, index), index, self._config)
+                yield Entry(place, index, length, sample)
 
     def sample(self, entry: Entry) -> Any:
-        sample = self._read(entry.index) if entry.sample is None else entry.sample
-        if entry.sample is None:
-            self._check_length(entry, len(input_ids_of(sample, entry.index)))
-        return truncate(sample, entry.length, entry.index, self._config.token_fields)
+        if entry.sample is not None:
+            return cut_to(entry, entry.sample, self._config)
+        length, sample = read_sample(partial(self._read, entry.index), entry.index, self._config)
+        self._check_length(entry, length)
+        return cut_to(entry, sample, self._config)
 
     def _check_length(self, entry: Entry, found: int) -> None:
         assert self._lengths is not None
@@ -139,9 +145,10 @@ class StreamSource:
             self._dataset.load_state_dict(position.dataset_state if resumes else self._first_state)
         samples = self._samples(position.samples if resumes else 0)
         skipped = 0 if resumes else position.samples
-        for place, sample in islice(samples, skipped, None):
+        for place, found in islice(samples, skipped, None):
             state = self._dataset.state_dict() if self._stateful else None
-            yield Entry(place, place, len(input_ids_of(sample, place)), sample, state)
+            length, sample = read_sample(partial(_itself, found), place, self._config)
+            yield Entry(place, place, length, sample, state)
 
     def _samples(self, place: int) -> Iterator[tuple[int, Any]]:
         samples = iter(self._dataset)
@@ -156,10 +163,21 @@ class StreamSource:
             place += 1
 
     def sample(self, entry: Entry) -> Any:
-        return truncate(entry.sample, entry.length, entry.index, self._config.token_fields)
+        return cut_to(entry, entry.sample, self._config)
 
 
-def find_lengths(dataset: Any, lengths: Any) -> Int64:
+def cut_to(entry: Entry, sample: Any, config: LoaderConfig) -> Any:
+    """The part of a sample that the entry stands for."""
+    if len(input_ids_of(sample, entry.index)) == entry.length:
+        return sample
+    return cut_sample(sample, entry.start, entry.length, config.token_fields)
+
+
+def _itself(sample: Any) -> Any:
+    return sample
+
+
+def find_lengths(dataset: Any, lengths: Any, least: int = 1) -> Int64:
     """Tokens of every sample: an array as given, or a column of the dataset by its name."""
     if isinstance(lengths, str):
         lengths = _column(dataset, lengths)
@@ -169,9 +187,12 @@ def find_lengths(dataset: Any, lengths: Any) -> Int64:
             f"lengths is {array.dtype} of shape {array.shape}; one integer per sample is needed, "
             f"and the dataset has {len(dataset)}"
         )
-    if len(array) and array.min() < 1:
+    if len(array) and array.min() < least:
         at = int(array.argmin())
-        raise ValueError(f"lengths says {array[at]} tokens for sample {at}; at least 1 is needed")
+        hint = "" if array[at] else ", or empty_samples='drop'"
+        raise ValueError(
+            f"lengths says {array[at]} tokens for sample {at}; at least {least} is needed{hint}"
+        )
     return array.astype(np.int64)
 
 

@@ -21,6 +21,10 @@ class SampleError(RuntimeError):
         self.index = index
 
 
+class EmptySample(ValueError):  # noqa: N818 (what it is, not only that it is wrong)
+    """A sample has no tokens."""
+
+
 class PlanFailed(RuntimeError):  # noqa: N818 (not an error of the run: the batch gets a static plan)
     """The planner gave no plan for a batch; the text is the reason."""
 

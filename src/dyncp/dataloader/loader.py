@@ -24,6 +24,7 @@ from dyncp.dataloader.plan_store import LocalStore, SharedStore, Store
 from dyncp.dataloader.planning import Planning
 from dyncp.dataloader.ranks import LoaderRanks
 from dyncp.dataloader.sample_seconds import SampleSeconds
+from dyncp.dataloader.skipping import Skipped
 from dyncp.dataloader.state import Position, Terms, from_state, to_state
 from dyncp.plan import Plan, RankPlan
 from dyncp.planner import PlannerConfig
@@ -122,7 +123,7 @@ class DCPDataLoader:
                 "array, or the name of a column) to know it without reading them"
             )
         start = Position(self.epoch, total=self._position.total - self._position.batches)
-        return self._batching().num_batches(start)
+        return self._batching(Skipped(told=0)).num_batches(start)
 
     def __iter__(self) -> Iterator[Batch]:
         """From the start of the epoch, or once from where `load_state_dict` says."""
@@ -140,7 +141,7 @@ class DCPDataLoader:
                 self._log()
                 self._position = prepared.end
                 yield prepared.data, prepared.plan
-            self._position = self._position.next_epoch(self.epoch)
+            self._position = self._position.next_epoch(self.epoch + 1)
         finally:
             look_ahead.close()
 
@@ -169,7 +170,7 @@ class DCPDataLoader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _batching(self) -> Batching:
+    def _batching(self, skipped: Skipped | None = None) -> Batching:
         return Batching(
             self._background.source,
             self.config,
@@ -177,6 +178,7 @@ class DCPDataLoader:
             self.ranks.replica,
             self.ranks.num_replicas,
             self._seconds,
+            self.metrics.skipped if skipped is None else skipped,
         )
 
     def _terms(self) -> Terms:

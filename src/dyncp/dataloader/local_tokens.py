@@ -37,7 +37,7 @@ def local_data(
 
     `shift_labels` are the next-token targets, shifted before the sequences are cut (-100: none).
     `num_items_in_batch` is the number of targets of the whole optimiser step (default: of this
-    batch). `token_fields` names further fields and the dimension that runs over their tokens: a
+    batch), at least 1. `token_fields` names further fields and the dimension that runs over their tokens: a
     [3, tokens] field with dimension 1 becomes [3, 1, rows], a [tokens, width] field with dimension
     0 becomes [1, rows, width]. A sample's own `labels` and `position_ids` win. For a whole Plan
     (virtual ranks) the rows of all ranks follow one another.
@@ -58,7 +58,7 @@ def local_data(
     )
     if num_items_in_batch is None:
         num_items_in_batch = count_targets(samples, batch)
-    return data | {"num_items_in_batch": torch.tensor(num_items_in_batch)}
+    return data | {"num_items_in_batch": divisor(num_items_in_batch)}
 
 
 def local_rows(
@@ -88,6 +88,12 @@ def local_rows(
         for name, values in parts.items()
     }
     return {name: _take(value, dims[name], taken, name) for name, value in fields.items()}
+
+
+def divisor(targets: int) -> Tensor:
+    """What losses are divided by: the targets, or 1 where there are none, which makes the loss of
+    such a step 0 and not NaN."""
+    return torch.tensor(max(1, targets))
 
 
 def without_targets(data: dict[str, Tensor]) -> dict[str, Tensor]:

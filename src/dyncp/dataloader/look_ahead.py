@@ -15,14 +15,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 
-import torch
-
 from dyncp.dataloader.batch_data import BatchData, Masking
 from dyncp.dataloader.batching import SelectedStep
 from dyncp.dataloader.config import LoaderConfig
 from dyncp.dataloader.dataset import Source
 from dyncp.dataloader.errors import Closed, PeerError, PlanFailed
 from dyncp.dataloader.exchange import Exchange, Waiting
+from dyncp.dataloader.local_tokens import divisor
 from dyncp.dataloader.metrics import LoaderMetrics
 from dyncp.dataloader.plan_process import PlanProcess
 from dyncp.dataloader.plan_store import Store
@@ -222,7 +221,7 @@ class LookAhead:
             self._changed.notify_all()
 
     def _finish(self, item: Prepared, items: int) -> Prepared:
-        data = item.data | {"num_items_in_batch": torch.tensor(items)}
+        data = item.data | {"num_items_in_batch": divisor(items)}
         return replace(item, data=data, end=replace(item.end, items=items))
 
     # Between the threads

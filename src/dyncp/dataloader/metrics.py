@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from dyncp.dataloader.skipping import Skipped
 from dyncp.plan import RankPlan
 
 KEPT = 1000  # batches that percentiles are of
@@ -55,6 +56,7 @@ class LoaderMetrics:
         self.restarts = 0  # planning processes that were replaced
         self.stall_seconds = 0.0
         self.solvers: Counter[str] = Counter()
+        self.skipped = Skipped()  # samples that were left out, by why
         self._records: deque[BatchRecord] = deque(maxlen=KEPT)
         self._lock = threading.Lock()
 
@@ -89,6 +91,7 @@ class LoaderMetrics:
             "restarts": self.restarts,
             "stall_seconds": self.stall_seconds,
             "solvers": solvers,
+            "skipped": dict(self.skipped.counts),
         }
         for name in ("plan_seconds", "stall_seconds"):
             values = [getattr(record, name) for record in records] or [0.0]

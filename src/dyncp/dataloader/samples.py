@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dyncp.dataloader.errors import SampleError
+from dyncp.dataloader.errors import EmptySample, SampleError
 from dyncp.masks import Mask
 
 NO_TARGET = -100
@@ -21,7 +21,7 @@ def input_ids_of(sample: Any, index: int) -> Tensor:
         raise ValueError(f"sample {index} is {given}; expected a dict with at least 'input_ids'")
     ids = torch.as_tensor(sample["input_ids"])
     if ids.ndim != 1 or not len(ids):
-        raise ValueError(
+        raise (EmptySample if ids.shape == (0,) else ValueError)(
             f"input_ids of sample {index} has shape {tuple(ids.shape)}; expected [tokens], "
             "at least one token"
         )
@@ -56,15 +56,16 @@ def checked_masks(result: Any, length: int, index: int) -> dict[str, Mask] | Mas
     return dict(result) if isinstance(result, Mapping) else result
 
 
-def truncate(sample: Any, length: int, index: int, token_fields: Mapping[str, int]) -> Any:
-    """The sample cut to its first `length` tokens: ids, labels, positions and token fields."""
-    if len(input_ids_of(sample, index)) == length:
-        return sample
+def cut_sample(
+    sample: Mapping[str, Any], start: int, length: int, token_fields: Mapping[str, int]
+) -> dict[str, Any]:
+    """`length` tokens of the sample from `start` on: ids, labels, positions and token fields."""
     cut = dict(sample)
     for name, dim in (dict.fromkeys(TOKEN_NAMES, 0) | dict(token_fields)).items():
         if name in sample:
             value = torch.as_tensor(sample[name])
-            cut[name] = value.narrow(dim, 0, min(length, value.shape[dim]))
+            first = min(start, value.shape[dim])
+            cut[name] = value.narrow(dim, first, min(length, value.shape[dim] - first))
     return cut
 
 
