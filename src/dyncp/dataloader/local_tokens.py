@@ -37,10 +37,10 @@ def local_data(
 
     `shift_labels` are the next-token targets, shifted before the sequences are cut (-100: none).
     `num_items_in_batch` is the number of targets of the whole optimiser step (default: of this
-    batch), at least 1. `token_fields` names further fields and the dimension that runs over their tokens: a
-    [3, tokens] field with dimension 1 becomes [3, 1, rows], a [tokens, width] field with dimension
-    0 becomes [1, rows, width]. A sample's own `labels` and `position_ids` win. For a whole Plan
-    (virtual ranks) the rows of all ranks follow one another.
+    batch), at least 1. `token_fields` names further fields and the dimension that runs over their
+    tokens: a [3, tokens] field with dimension 1 becomes [3, 1, rows], a [tokens, width] field with
+    dimension 0 becomes [1, rows, width]. A sample's own `labels` and `position_ids` win. For a
+    whole Plan (virtual ranks) the rows of all ranks follow one another.
     """
     if plan.fingerprint != batch.fingerprint:
         raise ValueError(
