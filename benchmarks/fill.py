@@ -21,7 +21,7 @@ import numpy as np
 from dyncp import masks
 from dyncp.cost import CostModel, find_model, find_profile
 from dyncp.dataloader.batching import Batching
-from dyncp.dataloader.config import WINDOW, LoaderConfig
+from dyncp.dataloader.config import LoaderConfig
 from dyncp.dataloader.dataset import Entry, open_source
 from dyncp.dataloader.sample_seconds import SampleSeconds
 from dyncp.dataloader.state import Position
@@ -63,7 +63,9 @@ def epoch_lengths(name: str, tokens: int, seed: int) -> list[int]:
     raise AssertionError("the distribution ended")
 
 
-def rounds(lengths: list[int], tokens: int, replicas: int, window: int, policy: str) -> list[Round]:
+def rounds(
+    lengths: list[int], tokens: int, replicas: int, window: int | None, policy: str
+) -> list[Round]:
     """Each round's batches, by replica."""
     config = LoaderConfig(
         tokens_per_batch=tokens, lengths=lengths, shuffle=True, window=window, too_long=policy
@@ -114,7 +116,7 @@ def table(name: str, tokens: int, args: argparse.Namespace) -> None:
     middle = perf_counter()
     filled = rounds(lengths, tokens, 1, args.window, args.too_long)
     end = perf_counter()
-    print(f"  {'':12}{'window 1':>10}{f'window {args.window}':>11}")
+    print(f"  {'':12}{'window 1':>10}{'window ' + str(args.window or ''):>11}")
     print(f"  {'fill':12}{fill_of(plain, tokens):10.4f}{fill_of(filled, tokens):11.4f}", end="")
     print(f"   whole epoch {whole_epoch(lengths, tokens):.4f}" * (args.too_long == "truncate"))
     print(f"  {'batches':12}{len(plain):10,}{len(filled):11,}")
@@ -134,7 +136,7 @@ def main() -> None:
     parser.add_argument("--sample", nargs="*", default=SAMPLES)
     parser.add_argument("--tokens", nargs="*", type=int, default=TOKENS)
     parser.add_argument("--replicas", nargs="*", type=int, default=REPLICAS)
-    parser.add_argument("--window", type=int, default=WINDOW)
+    parser.add_argument("--window", type=int, help="default: that of the loader")
     parser.add_argument("--too-long", default="truncate")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -1,6 +1,6 @@
 """LoaderConfig: the options of DCPDataLoader, checked when it is built. Needs no torch."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -8,7 +8,10 @@ from dyncp.planner import plan_batch
 
 TOKENS_PER_RANK = 8192
 # Chosen by benchmarks/fill.py: how full batches and how level replicas get.
-WINDOW, WINDOW_READ = 16, 4
+FILL_WINDOW, DEAL_WINDOW, DEAL_WINDOW_READ = 32, 16, 4
+MADE_FIELDS = (
+    "input_ids", "labels", "position_ids", "shift_labels", "sample_ids", "num_items_in_batch",
+)  # fmt: skip
 TOO_LONG = ("error", "truncate", "drop", "split")
 LEFT_OUT = ("error", "drop")  # bad and empty samples
 
@@ -29,7 +32,7 @@ class LoaderConfig:
     dropped is counted in the metrics. `drop_last` drops a last
     batch or optimiser step that is not full. A batch is filled from the next samples of `window`
     batches, and a round dealt to the replicas from the next `window` batches of each; 1 keeps the
-    order (None: 16, and 4 for dealing samples that have to be read first; 1 in evaluation).
+    order (None: 32 and 16, or 4 where samples have to be read to be dealt; 1 in evaluation).
     An iteration goes on to the end of epoch `epochs - 1`
     (None: without end), looking ahead from one epoch to the next. `evaluation`: no shuffle,
     forward-only plans.
@@ -41,8 +44,10 @@ class LoaderConfig:
     `plan_function` is called in place of `dyncp.plan_batch`: a function of a module that the
     planning process can import, with the same arguments.
 
-    Data: `token_fields` names further fields and their token dimension; `pin_memory` (None: where
-    CUDA is there). `log_every` batches, rank 0 logs one line of metrics.
+    Data: `token_fields` names further fields and their token dimension, `sample_fields` those that
+    belong to whole samples; `sample_ids` adds every token's sample. `collate(local_data, samples)`
+    gives what is yielded instead of the local data. `pin_memory` (None: where CUDA is there).
+    Every `log_every` batches, rank 0 logs one line of metrics.
     """
 
     tokens_per_batch: Budget | None = None
@@ -67,6 +72,9 @@ class LoaderConfig:
     store_timeout: float = 300.0
     plan_function: Callable[..., Any] = plan_batch
     token_fields: Mapping[str, int] = field(default_factory=dict)
+    sample_fields: Sequence[str] = ()
+    sample_ids: bool = False
+    collate: Callable[[dict[str, Any], list[Any]], Mapping[str, Any]] | None = None
     pin_memory: bool | None = None
     log_every: int | None = None
 
@@ -110,6 +118,7 @@ class LoaderConfig:
                 "0 and empty_samples='drop'"
             )
         self._check_order()
+        self._check_fields()
 
     def _check_order(self) -> None:
         given = [
@@ -130,6 +139,24 @@ class LoaderConfig:
                 "batch_sampler= makes the batches; tokens_per_batch= would have no effect"
             )
 
+    def _check_fields(self) -> None:
+        if isinstance(self.sample_fields, str):
+            raise ValueError(
+                f"sample_fields is {self.sample_fields!r}; a list of names is needed, such as "
+                f"[{self.sample_fields!r}]"
+            )
+        made = {*MADE_FIELDS, *self.token_fields} & set(self.sample_fields)
+        if made:
+            raise ValueError(
+                f"sample_fields has {', '.join(sorted(made))}, which the local data has by token "
+                "already; leave it out"
+            )
+        if self.collate is not None and not callable(self.collate):
+            raise ValueError(
+                f"collate is {type(self.collate).__name__}; allowed is a function of the local "
+                "data and the samples"
+            )
+
     def windows(self, *, knows_lengths: bool) -> tuple[int, int]:
         """From how many batches' samples a batch is filled, and from how many batches per replica
         a round is dealt."""
@@ -137,7 +164,7 @@ class LoaderConfig:
             return self.window, self.window
         if self.evaluation:
             return 1, 1
-        return WINDOW, WINDOW if knows_lengths else WINDOW_READ
+        return FILL_WINDOW, DEAL_WINDOW if knows_lengths else DEAL_WINDOW_READ
 
     def budget(self, num_ranks: int) -> Budget:
         """The token budget of a plan for `num_ranks` ranks."""

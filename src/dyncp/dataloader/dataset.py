@@ -1,6 +1,7 @@
 """Access to datasets: by index (lists, torch and Hugging Face datasets), or as streams."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -46,6 +47,10 @@ class Source(Protocol):
     def sample(self, entry: Entry) -> Any:
         """The sample of an entry, cut to the entry's length."""
 
+    def by_lengths(self) -> "Source | None":
+        """The same samples in the same order without reading any; None if not all lengths are
+        known yet."""
+
 
 def open_source(dataset: Any, config: LoaderConfig) -> Source:
     if is_map_style(dataset):
@@ -80,6 +85,7 @@ class MapSource:
         given = config.lengths
         self._lengths = None if given is None else find_lengths(dataset, given, least)
         self.knows_lengths = self._lengths is not None
+        self._found = np.full(len(dataset), -1, np.int64)  # lengths of samples that were read
 
     def entries(self, position: Position) -> Iterator[Entry]:
         order = islice(self._order(position.epoch), position.samples, None)
@@ -92,6 +98,7 @@ class MapSource:
                 yield Entry(place, index, int(self._lengths[index]))
             else:
                 length, sample = read_sample(partial(self._read, index), index, self._config)
+                self._found[index] = length
                 yield Entry(place, index, length, sample)
 
     def sample(self, entry: Entry) -> Any:
@@ -100,6 +107,16 @@ class MapSource:
         length, sample = read_sample(partial(self._read, entry.index), entry.index, self._config)
         self._check_length(entry, length)
         return cut_to(entry, sample, self._config)
+
+    def by_lengths(self) -> "MapSource | None":
+        if self.knows_lengths:
+            return self
+        lengths = self._found if (self._found >= 0).all() else lengths_in_memory(self._dataset)
+        if lengths is None:
+            return None
+        counting = copy(self)  # which does not know lengths either, and so fills the same batches
+        counting._lengths = lengths
+        return counting
 
     def _check_length(self, entry: Entry, found: int) -> None:
         assert self._lengths is not None
@@ -165,6 +182,9 @@ class StreamSource:
     def sample(self, entry: Entry) -> Any:
         return cut_to(entry, entry.sample, self._config)
 
+    def by_lengths(self) -> None:
+        return None
+
 
 def cut_to(entry: Entry, sample: Any, config: LoaderConfig) -> Any:
     """The part of a sample that the entry stands for."""
@@ -194,6 +214,19 @@ def find_lengths(dataset: Any, lengths: Any, least: int = 1) -> Int64:
             f"lengths says {array[at]} tokens for sample {at}; at least {least} is needed{hint}"
         )
     return array.astype(np.int64)
+
+
+def lengths_in_memory(dataset: Any) -> Int64 | None:
+    """Tokens of every sample of a list of plain samples; None for anything else."""
+    if not isinstance(dataset, list | tuple):
+        return None
+    if not all(isinstance(sample, dict) and sample.keys() >= {"input_ids"} for sample in dataset):
+        return None
+    if any(sample.keys() & {"attention_mask", "padding_mask"} for sample in dataset):
+        return None
+    if not all(isinstance(sample["input_ids"], Sized) for sample in dataset):
+        return None
+    return np.array([len(sample["input_ids"]) for sample in dataset], np.int64)
 
 
 def _column(dataset: Any, name: str) -> Any:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from dyncp.cost import CostModel
@@ -15,7 +14,7 @@ from dyncp.dataloader.batch_data import Masking
 from dyncp.dataloader.batching import Batching
 from dyncp.dataloader.cluster import cluster_of
 from dyncp.dataloader.config import LoaderConfig
-from dyncp.dataloader.dataset import open_source
+from dyncp.dataloader.dataset import Source, open_source
 from dyncp.dataloader.look_ahead import Background, LookAhead
 from dyncp.dataloader.metrics import LoaderMetrics
 from dyncp.dataloader.model_shape import shape_of, tell_assumption
@@ -24,7 +23,6 @@ from dyncp.dataloader.plan_store import LocalStore, SharedStore, Store
 from dyncp.dataloader.planning import Planning
 from dyncp.dataloader.ranks import LoaderRanks
 from dyncp.dataloader.sample_seconds import SampleSeconds
-from dyncp.dataloader.skipping import Skipped
 from dyncp.dataloader.state import Position, Terms, from_state, to_state
 from dyncp.plan import Plan, RankPlan
 from dyncp.planner import PlannerConfig
@@ -32,7 +30,7 @@ from dyncp.topology import Topology
 
 logger = logging.getLogger(__name__)
 
-Batch = tuple[dict[str, Tensor], RankPlan | Plan]
+Batch = tuple[dict[str, Any], RankPlan | Plan]
 
 # Loaders that processes have made together, by their global ranks: the same number on all of them.
 _made: dict[tuple[int, ...], int] = {}
@@ -91,6 +89,7 @@ class DCPDataLoader:
         if isinstance(self._budget, int) and self.config.batch_sampler is None:
             planning.check_tokens(self._budget)
         self._position, self._resuming = Position(), False
+        self._counted: dict[Any, int] = {}  # batches of the epoch that len was asked for last
         self._number, self._iterations = _next_number(self.ranks), 0
         self._open = _Open(process)
         self._finalizer = weakref.finalize(self, self._open.close)
@@ -113,17 +112,22 @@ class DCPDataLoader:
             self._position, self._resuming = self._position.next_epoch(epoch), False
 
     def __len__(self) -> int:
-        """Batches that each rank gets in an epoch."""
-        sampler, reads = self.config.batch_sampler, not self._background.source.knows_lengths
-        if reads and isinstance(sampler, Sized):
+        """Batches that each rank gets in this epoch. Known where the lengths of all samples are: by
+        `lengths=`, of lists, and of other datasets once an epoch has read them all."""
+        sampler, source = self.config.batch_sampler, self._background.source
+        if not source.knows_lengths and isinstance(sampler, Sized):
             return self._batching().num_rounds(len(sampler))
-        if reads:
-            raise TypeError(
-                "the number of batches depends on the lengths of all samples; pass lengths= (an "
-                "array, or the name of a column) to know it without reading them"
-            )
         start = Position(self.epoch, total=self._position.total - self._position.batches)
-        return self._batching(Skipped(told=0)).num_batches(start)
+        key = start.epoch, start.total if callable(self._budget) else 0, self._budget
+        if key not in self._counted:
+            by_length = source.by_lengths()
+            if by_length is None:
+                raise TypeError(
+                    "the number of batches depends on the lengths of all samples; pass lengths= "
+                    "(an array, or the name of a column) to know it before an epoch has read them"
+                )
+            self._counted = {key: self._batching(by_length).num_batches(start)}
+        return self._counted[key]
 
     def __iter__(self) -> Iterator[Batch]:
         """From the start of the epoch, or once from where `load_state_dict` says."""
@@ -170,15 +174,16 @@ class DCPDataLoader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _batching(self, skipped: Skipped | None = None) -> Batching:
+    def _batching(self, source: Source | None = None) -> Batching:
+        """Of the loader's own source, or of one that only counts."""
         return Batching(
-            self._background.source,
+            source or self._background.source,
             self.config,
             self._budget,
             self.ranks.replica,
             self.ranks.num_replicas,
             self._seconds,
-            self.metrics.skipped if skipped is None else skipped,
+            self.metrics.skipped if source is None else None,
         )
 
     def _terms(self) -> Terms:

@@ -69,8 +69,8 @@ def local_rows(
 ) -> dict[str, Tensor]:
     """The fields of `local_data`, from those sequences alone that this rank has tokens of."""
     lengths = _part(plan).lengths
-    rows = _batch_rows(plan)
-    needed = _sequences_of(rows, lengths)
+    rows = batch_rows(plan)
+    needed = sequences_of(rows, lengths)
     if not len(needed) and token_fields:
         needed = np.zeros(1, np.int64)  # for the dtypes and widths of fields without rows
     dims = dict.fromkeys(PLAIN_FIELDS, 0) | dict(token_fields)
@@ -139,7 +139,7 @@ def _part(plan: RankPlan | Plan) -> RankPlan:
     return plan.parts[0] if isinstance(plan, Plan) else plan
 
 
-def _sequences_of(rows: Int64, lengths: Int32) -> Int64:
+def sequences_of(rows: Int64, lengths: Int32) -> Int64:
     """Sequences that have tokens among these rows."""
     found = np.unique(np.searchsorted(starts_of(lengths), rows[rows >= 0], side="right") - 1)
     return found.astype(np.int64)
@@ -153,7 +153,7 @@ def _rows_among(rows: Int64, lengths: Int32, needed: Int64) -> Int64:
     return np.where(rows < 0, -1, rows + shift[sequence.clip(0, len(lengths) - 1)])
 
 
-def _batch_rows(plan: RankPlan | Plan) -> Int64:
+def batch_rows(plan: RankPlan | Plan) -> Int64:
     """The token of the batch in every local row; -1 for padding rows."""
     parts = plan.parts if isinstance(plan, Plan) else (plan,)
     padded = [

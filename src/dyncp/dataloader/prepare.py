@@ -14,6 +14,7 @@ from dyncp.dataloader.local_tokens import local_rows, num_targets, without_targe
 from dyncp.dataloader.metrics import BatchRecord
 from dyncp.dataloader.planning import Planning
 from dyncp.dataloader.ranks import LoaderRanks
+from dyncp.dataloader.sample_data import add_sample_data
 from dyncp.dataloader.samples import layout_mask
 from dyncp.dataloader.state import Position
 from dyncp.masks import Mask
@@ -34,7 +35,7 @@ class AgreedPlan(RankPlan):
 class Prepared:
     """A batch ready for training; `targets` are those of this rank's tokens."""
 
-    data: dict[str, Tensor]
+    data: dict[str, Any]
     plan: RankPlan | Plan
     end: Position
     record: BatchRecord
@@ -61,10 +62,10 @@ class Preparing:
             self._static(step, batch, decision) if decision.static else self._part(batch, decision)
         )
         self._exchange.leave(selection, decision)
-        data = self._data(batch, plan)
+        data, targets = self._data(batch, plan)
         part = plan.parts[0] if isinstance(plan, Plan) else plan
         record = BatchRecord.of(part, decision.seconds, size, static=decision.static)
-        targets = num_targets(data) if self._ranks.counts_targets else 0
+        targets = targets if self._ranks.counts_targets else 0
         return Prepared(data, plan, selection.end, record, targets)
 
     def _part(self, batch: BatchData, decision: Decision) -> tuple[RankPlan | Plan, int]:
@@ -96,13 +97,19 @@ class Preparing:
         values = {field.name: getattr(part, field.name) for field in fields(RankPlan)}
         return AgreedPlan(**values, agreed_by=self._ranks.group_ranks)
 
-    def _data(self, batch: BatchData, plan: RankPlan | Plan) -> dict[str, Tensor]:
-        data = local_rows(
+    def _data(self, batch: BatchData, plan: RankPlan | Plan) -> tuple[dict[str, Any], int]:
+        """This rank's data, and its number of targets."""
+        data: dict[str, Any] = local_rows(
             plan, batch.sample, lambda number: _layout(batch, number), self._config.token_fields
         )
         if batch.selection.filler:
             data = without_targets(data)
-        return {name: value.pin_memory() for name, value in data.items()} if self._pins else data
+        targets = num_targets(data)
+        data = add_sample_data(data, batch, plan, self._config)
+        return {name: self._pinned(value) for name, value in data.items()}, targets
+
+    def _pinned(self, value: Any) -> Any:
+        return value.pin_memory() if self._pins and isinstance(value, Tensor) else value
 
 
 def _layout(batch: BatchData, number: int) -> Mask:
