@@ -1,6 +1,7 @@
 """BatchData: the samples and masks of one batch, read and made when they are needed."""
 
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 from dyncp.blocks import Batch
@@ -55,6 +56,11 @@ class BatchData:
                 self._samples[number] = self._source.sample(self.selection.entries[number])
             return self._samples[number]
 
+    def read_ahead(self, numbers: Iterable[int]) -> None:
+        """Samples that will be asked for soon."""
+        entries = self.selection.entries
+        self._source.read_ahead(entries[n] for n in numbers if n not in self._samples)
+
     def masks(self, number: int) -> dict[str, Mask] | Mask:
         """The mask, or masks by name, of the batch's sample `number`."""
         with self._lock:
@@ -67,6 +73,8 @@ class BatchData:
         with self._lock:
             if self._batch is None:
                 numbers = range(len(self.selection.entries))
+                if not self.without_reading():
+                    self.read_ahead(numbers)
                 indices = [entry.index for entry in self.selection.entries]
                 self._batch = Batch.of([self.masks(number) for number in numbers], indices)
             return self._batch

@@ -178,7 +178,7 @@ class Batching:
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(start.epoch)
         for read, indices in enumerate(islice(sampler, start.samples, None), start.samples):
-            numbered = source.numbered(map(int, indices))
+            numbered = source.numbered(map(int, indices), start.epoch)
             entries = tuple(piece for entry in numbered for piece in self._fit(entry, None))
             if entries:
                 yield FilledBatch(read, entries, FillState(read), FillState(read + 1))

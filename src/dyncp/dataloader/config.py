@@ -46,7 +46,8 @@ class LoaderConfig:
 
     Data: `token_fields` names further fields and their token dimension, `sample_fields` those that
     belong to whole samples; `sample_ids` adds every token's sample. `collate(local_data, samples)`
-    gives what is yielded instead of the local data. `pin_memory` (None: where CUDA is there).
+    gives what is yielded instead of the local data. `num_workers` processes read samples ahead (0:
+    the loader's own threads). `pin_memory` (None: where CUDA is there).
     Every `log_every` batches, rank 0 logs one line of metrics.
     """
 
@@ -75,6 +76,7 @@ class LoaderConfig:
     sample_fields: Sequence[str] = ()
     sample_ids: bool = False
     collate: Callable[[dict[str, Any], list[Any]], Mapping[str, Any]] | None = None
+    num_workers: int = 0
     pin_memory: bool | None = None
     log_every: int | None = None
 
@@ -94,7 +96,7 @@ class LoaderConfig:
         for name, least in (
             ("accumulation_steps", 1), ("max_length", 1), ("max_tokens_per_rank", 1),
             ("local_multiple", 1), ("look_ahead", 0), ("log_every", 1), ("epochs", 1),
-            ("window", 1),
+            ("window", 1), ("num_workers", 0),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < least:

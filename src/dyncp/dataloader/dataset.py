@@ -1,6 +1,6 @@
 """Access to datasets: by index (lists, torch and Hugging Face datasets), or as streams."""
 
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset
 from dyncp.arrays import Int64
 from dyncp.dataloader.config import LoaderConfig
 from dyncp.dataloader.errors import SampleError
+from dyncp.dataloader.reading import Reader
 from dyncp.dataloader.samples import cut_sample, input_ids_of
 from dyncp.dataloader.skipping import read_sample
 from dyncp.dataloader.state import Position
@@ -32,6 +33,7 @@ class Entry:
     sample: Any = None
     dataset_state: Any = None
     start: int = 0
+    epoch: int = 0
 
 
 class Source(Protocol):
@@ -47,6 +49,15 @@ class Source(Protocol):
     def sample(self, entry: Entry) -> Any:
         """The sample of an entry, cut to the entry's length."""
 
+    def read_ahead(self, entries: Iterable[Entry]) -> None:
+        """Samples that will be asked for soon."""
+
+    def open(self) -> None:
+        """Starts reading workers."""
+
+    def close(self) -> None:
+        """Ends reading workers."""
+
     def by_lengths(self) -> "Source | None":
         """The same samples in the same order without reading any; None if not all lengths are
         known yet."""
@@ -60,6 +71,7 @@ def open_source(dataset: Any, config: LoaderConfig) -> Source:
         ("sampler=", config.sampler is not None),
         ("batch_sampler=", config.batch_sampler is not None),
         ("lengths=", config.lengths is not None),
+        ("num_workers=", config.num_workers > 0),
     ):
         if given:
             raise ValueError(
@@ -85,28 +97,40 @@ class MapSource:
         given = config.lengths
         self._lengths = None if given is None else find_lengths(dataset, given, least)
         self.knows_lengths = self._lengths is not None
+        self._reader = Reader(dataset, config.num_workers, config.seed)
         self._found = np.full(len(dataset), -1, np.int64)  # lengths of samples that were read
 
     def entries(self, position: Position) -> Iterator[Entry]:
         order = islice(self._order(position.epoch), position.samples, None)
-        return self.numbered(order, position.samples)
+        return self.numbered(order, position.epoch, position.samples)
 
-    def numbered(self, indices: Iterator[int], first: int = 0) -> Iterator[Entry]:
+    def numbered(self, indices: Iterable[int], epoch: int, first: int = 0) -> Iterator[Entry]:
         """Entries of these indices; samples are only read where their lengths are not known."""
-        for place, index in enumerate(indices, first):
-            if self._lengths is not None:
-                yield Entry(place, index, int(self._lengths[index]))
-            else:
-                length, sample = read_sample(partial(self._read, index), index, self._config)
-                self._found[index] = length
-                yield Entry(place, index, length, sample)
+        if self._lengths is not None:
+            for place, index in enumerate(indices, first):
+                yield Entry(place, index, int(self._lengths[index]), epoch=epoch)
+            return
+        for place, (index, read) in enumerate(self._reader.in_order(indices, epoch), first):
+            length, sample = read_sample(read, index, self._config)
+            self._found[index] = length
+            yield Entry(place, index, length, sample, epoch=epoch)
 
     def sample(self, entry: Entry) -> Any:
         if entry.sample is not None:
             return cut_to(entry, entry.sample, self._config)
-        length, sample = read_sample(partial(self._read, entry.index), entry.index, self._config)
+        read = partial(self._reader.read, (entry.epoch, entry.index))
+        length, sample = read_sample(read, entry.index, self._config)
         self._check_length(entry, length)
         return cut_to(entry, sample, self._config)
+
+    def read_ahead(self, entries: Iterable[Entry]) -> None:
+        self._reader.ahead((e.epoch, e.index) for e in entries if e.sample is None)
+
+    def open(self) -> None:
+        self._reader.start()
+
+    def close(self) -> None:
+        self._reader.close()
 
     def by_lengths(self) -> "MapSource | None":
         if self.knows_lengths:
@@ -134,12 +158,6 @@ class MapSource:
             return iter(range(self.num_samples or 0))
         order = np.random.default_rng((self._config.seed, epoch)).permutation(self.num_samples or 0)
         return iter(order.tolist())
-
-    def _read(self, index: int) -> Any:
-        try:
-            return self._dataset[index]
-        except Exception as error:
-            raise SampleError(index, "reading", error) from error
 
 
 class StreamSource:
@@ -181,6 +199,15 @@ class StreamSource:
 
     def sample(self, entry: Entry) -> Any:
         return cut_to(entry, entry.sample, self._config)
+
+    def read_ahead(self, entries: Iterable[Entry]) -> None:
+        """A stream has been read."""
+
+    def open(self) -> None:
+        """A stream is read in the loader's thread."""
+
+    def close(self) -> None:
+        """Nothing is open."""
 
     def by_lengths(self) -> None:
         return None

@@ -91,7 +91,7 @@ class DCPDataLoader:
         self._position, self._resuming = Position(), False
         self._counted: dict[Any, int] = {}  # batches of the epoch that len was asked for last
         self._number, self._iterations = _next_number(self.ranks), 0
-        self._open = _Open(process)
+        self._open = _Open(process, source)
         self._finalizer = weakref.finalize(self, self._open.close)
         if model is None:
             tell_assumption(self.ranks.rank)
@@ -135,6 +135,7 @@ class DCPDataLoader:
         if not self._resuming:
             self._position = self._position.next_epoch(self.epoch)
         start, self._resuming = self._position, False
+        self._background.source.open()
         batching = self._batching()
         steps, first = batching.steps(start), batching.first_number(start)
         look_ahead = LookAhead(self._background, steps, self._open_store(), first)
@@ -221,8 +222,8 @@ class DCPDataLoader:
 class _Open:
     """What has to be closed, apart from the loader itself, so that it can be collected."""
 
-    def __init__(self, process: PlanProcess) -> None:
-        self.process = process
+    def __init__(self, process: PlanProcess, source: Source) -> None:
+        self.process, self.source = process, source
         self.look_ahead: LookAhead | None = None
 
     def close_iteration(self) -> None:
@@ -233,6 +234,7 @@ class _Open:
     def close(self) -> None:
         self.close_iteration()
         self.process.close()
+        self.source.close()
 
 
 def _next_number(ranks: LoaderRanks) -> str:

@@ -90,6 +90,12 @@ def local_rows(
     return {name: _take(value, dims[name], taken, name) for name, value in fields.items()}
 
 
+def local_sequences(plan: RankPlan | Plan) -> list[int]:
+    """Sequences of the batch that this rank has tokens of, in the batch's order."""
+    found: list[int] = sequences_of(batch_rows(plan), _part(plan).lengths).tolist()
+    return found
+
+
 def divisor(targets: int) -> Tensor:
     """What losses are divided by: the targets, or 1 where there are none, which makes the loss of
     such a step 0 and not NaN."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from dyncp.dataloader.batch_data import BatchData
 from dyncp.dataloader.config import LoaderConfig
 from dyncp.dataloader.exchange import Decision, Exchange
-from dyncp.dataloader.local_tokens import local_rows, num_targets, without_targets
+from dyncp.dataloader.local_tokens import local_rows, local_sequences, num_targets, without_targets
 from dyncp.dataloader.metrics import BatchRecord
 from dyncp.dataloader.planning import Planning
 from dyncp.dataloader.ranks import LoaderRanks
@@ -99,6 +99,7 @@ class Preparing:
 
     def _data(self, batch: BatchData, plan: RankPlan | Plan) -> tuple[dict[str, Any], int]:
         """This rank's data, and its number of targets."""
+        batch.read_ahead(local_sequences(plan))
         data: dict[str, Any] = local_rows(
             plan, batch.sample, lambda number: _layout(batch, number), self._config.token_fields
         )

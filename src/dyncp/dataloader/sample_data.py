@@ -9,7 +9,7 @@ import torch
 from dyncp.arrays import starts_of
 from dyncp.dataloader.batch_data import BatchData
 from dyncp.dataloader.config import LoaderConfig
-from dyncp.dataloader.local_tokens import batch_rows, sequences_of
+from dyncp.dataloader.local_tokens import batch_rows, local_sequences
 from dyncp.plan import Plan, RankPlan
 
 NO_SAMPLE = -1
@@ -29,7 +29,7 @@ def add_sample_data(
         sequence = np.searchsorted(starts_of(lengths), rows.clip(0), side="right") - 1
         ids = np.where((rows < 0) | filler, NO_SAMPLE, indices[sequence.clip(0, len(indices) - 1)])
         data["sample_ids"] = torch.from_numpy(ids)[None]
-    numbers = [] if filler else sequences_of(rows, lengths).tolist()
+    numbers = [] if filler else local_sequences(plan)
     samples = [batch.sample(number) for number in numbers]
     for name in config.sample_fields:
         data[name] = [
