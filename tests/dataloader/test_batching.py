@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -209,6 +210,26 @@ def test_every_sample_is_once_in_an_epoch_and_any_position_continues_it(
         resumed = batching(**options).steps(position)
         rest = [s.fingerprint for step in resumed for s in step.selections]
         assert rest == [s.fingerprint for s in own[0][number + 1 :]]
+
+
+@pytest.mark.parametrize(("before", "now"), [(4, 2), (2, 4), (4, 1), (1, 3)])
+def test_another_number_of_replicas_trains_on_the_rest(before, now):
+    lengths = np.random.default_rng(0).integers(1, 60, 300).tolist()
+    options = {"samples": [None] * 300, "lengths": lengths, "tokens_per_batch": 64, "shuffle": True}
+
+    def trained(replicas, start, steps=None):
+        own = []
+        for replica in range(replicas):
+            found = batching(replica=replica, num_replicas=replicas, window=8, **options)
+            own.append(list(islice(found.steps(start), steps)))
+        selections = [s for steps in own for step in steps for s in step.selections]
+        return [e.index for s in selections if not s.filler for e in s.entries], own[0][-1]
+
+    first, last = trained(before, Position(), 12)
+    position = last.selections[-1].end
+    assert position.dealt or before == 1
+    rest, _ = trained(now, position)
+    assert sorted(first + rest) == list(range(300))
 
 
 def test_an_iteration_may_go_on_over_several_epochs():

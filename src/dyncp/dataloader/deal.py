@@ -45,7 +45,7 @@ def deal_rounds(
             if dealt is None:
                 dealt = {batch.number + offset for offset in start.dealt}
             if batch.number not in dealt:
-                waiting.append((batch, seconds(batch)))
+                waiting.append((batch, seconds(batch) if replicas > 1 else 0.0))
             end = batch.after
         if not waiting:
             return
