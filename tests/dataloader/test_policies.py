@@ -164,6 +164,19 @@ def test_padding_is_left_out():
         assert data["num_items_in_batch"] == 2
 
 
+def test_padded_samples_are_cut_without_their_padding():
+    sample = {"input_ids": [9, 1, 2, 3, 4, 5], "attention_mask": [0, 1, 1, 1, 1, 1]}
+    seen = []
+
+    def mask_fn(sample):
+        seen.append((list(sample["input_ids"]), list(sample["attention_mask"])))
+        return masks.causal(sample)
+
+    for data, _ in DCPDataLoader([sample], mask_fn, max_length=3, too_long="split"):
+        assert data["input_ids"].tolist() == [[1, 2, 3, 4, 5]]
+    assert seen == [([1, 2, 3], [1, 1, 1]), ([4, 5], [1, 1])]
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

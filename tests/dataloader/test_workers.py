@@ -16,6 +16,8 @@ from torch.utils.data import Dataset
 from dyncp import DCPDataLoader, masks
 from dyncp.dataloader.errors import SampleError
 
+pytestmark = pytest.mark.xdist_group("processes")
+
 LENGTHS = [5, 9, 3, 12, 1, 7] * 3
 
 

@@ -14,8 +14,8 @@ REFUSED = ("padding_mask", "key_padding_mask")
 def without_padding(sample: Any, index: int, token_fields: Mapping[str, int]) -> Any:
     """The sample without the tokens before the first and after the last that `attention_mask` says
     1 of. Fields that `token_fields` declares are the user's own, whatever their name."""
-    if not isinstance(sample, Mapping) or torch.as_tensor(sample.get("input_ids", 0)).ndim != 1:
-        return sample  # no sample: said where its tokens are read
+    if not isinstance(sample, Mapping):
+        return sample  # said where its tokens are read
     refused = [name for name in REFUSED if name in sample and name not in token_fields]
     if refused:
         raise ValueError(
@@ -25,11 +25,12 @@ def without_padding(sample: Any, index: int, token_fields: Mapping[str, int]) ->
         )
     if sample.get("attention_mask") is None or "attention_mask" in token_fields:
         return sample
+    if torch.as_tensor(sample.get("input_ids", 0)).ndim != 1:
+        return sample
     first, last = _kept(sample, index)
     if (first, last) == (0, len(sample["input_ids"])):
         return sample
-    fields = {**token_fields, "attention_mask": 0}
-    return cut_sample(sample, first, last - first, fields)
+    return cut_sample(sample, first, last - first, token_fields)
 
 
 def _kept(sample: Mapping[str, Any], index: int) -> tuple[int, int]:

@@ -59,10 +59,11 @@ def checked_masks(result: Any, length: int, index: int) -> dict[str, Mask] | Mas
 def cut_sample(
     sample: Mapping[str, Any], start: int, length: int, token_fields: Mapping[str, int]
 ) -> dict[str, Any]:
-    """`length` tokens of the sample from `start` on: ids, labels, positions and token fields."""
+    """`length` tokens of the sample from `start` on, in all fields with one entry per token."""
     cut = dict(sample)
-    for name, dim in (dict.fromkeys(TOKEN_NAMES, 0) | dict(token_fields)).items():
-        if name in sample:
+    names = (*TOKEN_NAMES, "attention_mask")
+    for name, dim in (dict.fromkeys(names, 0) | dict(token_fields)).items():
+        if sample.get(name) is not None:
             value = torch.as_tensor(sample[name])
             first = min(start, value.shape[dim])
             cut[name] = value.narrow(dim, first, min(length, value.shape[dim] - first))
