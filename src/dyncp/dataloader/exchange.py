@@ -200,7 +200,8 @@ class Exchange:
         """Says that this rank agrees on one batch of the step, and has so many targets in it."""
         key = f"s{step.number}/items"
         self._remember(step.number, *(f"s{step.number}/{name}" for name in STEP_KEYS))
-        self._check_dealing(step)
+        if self._ranks.num_replicas > 1:
+            self._check_dealing(step)
         total = self._store.add(key, AGREED + targets)
         if total // AGREED == self._expected(step):
             self._store.set(f"s{step.number}/total", str(total % AGREED).encode())
