@@ -6,9 +6,11 @@
 
 An epoch has samples of 2,048 batches; those longer than a batch are cut to its budget. `fill` is
 the share of the budget that batches use, `whole epoch` what best fit of all samples, the longest
-first, reaches, and `at most` what no way to fill them exceeds. Rounds of N replicas: tokens, attention pairs and predicted seconds of the busiest
-replica over their mean, added up over the rounds; `idle` is the time that replicas wait for it.
-Seconds are those of Llama-3-8B on A100s, causal attention.
+first, reaches, and `at most` what no way to fill them exceeds.
+
+Rounds of N replicas: tokens, attention pairs and predicted seconds of the busiest replica over
+their mean, added up over the rounds; `idle` is the time that replicas wait for it. Seconds are
+those of Llama-3-8B on A100s, causal attention.
 """
 
 import argparse

@@ -178,9 +178,10 @@ def test_streams_refuse_what_needs_an_index():
     epoch=st.integers(0, 2),
     window=st.sampled_from([1, 2, 16]),
     known=st.booleans(),
+    too_long=st.sampled_from(["error", "truncate", "drop", "split"]),
 )
 def test_every_sample_is_once_in_an_epoch_and_any_position_continues_it(
-    lengths, budget, replicas, accumulation, epoch, window, known
+    lengths, budget, replicas, accumulation, epoch, window, known, too_long
 ):
     samples = [{"input_ids": [0] * n} for n in lengths]
     options = {
@@ -191,6 +192,8 @@ def test_every_sample_is_once_in_an_epoch_and_any_position_continues_it(
         "shuffle": True,
         "lengths": lengths if known else None,
         "window": window,
+        "too_long": too_long,
+        "max_length": None if too_long == "error" else 12,
     }
     own = [
         [
@@ -201,8 +204,14 @@ def test_every_sample_is_once_in_an_epoch_and_any_position_continues_it(
         for r in range(replicas)
     ]
     assert len({len(batches) for batches in own}) == 1
-    seen = [e.index for batches in own for s in batches if not s.filler for e in s.entries]
-    assert sorted(seen) == list(range(len(lengths)))
+    seen = [e for batches in own for s in batches if not s.filler for e in s.entries]
+    expected = {
+        "error": [(i, 0, n) for i, n in enumerate(lengths)],
+        "truncate": [(i, 0, min(n, 12)) for i, n in enumerate(lengths)],
+        "drop": [(i, 0, n) for i, n in enumerate(lengths) if n <= 12],
+        "split": [(i, s, min(12, n - s)) for i, n in enumerate(lengths) for s in range(0, n, 12)],
+    }
+    assert sorted((e.index, e.start, e.length) for e in seen) == expected[too_long]
     assert all(s.num_tokens <= budget for batches in own for s in batches)
     for number, selection in enumerate(own[0]):
         saved = json.loads(json.dumps(to_state(selection.end, TERMS, replicas)))

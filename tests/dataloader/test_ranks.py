@@ -240,6 +240,36 @@ def test_replicas_train_on_different_batches_and_tensor_parallel_peers_on_the_sa
     assert not (first[0] | first[1]) & (first[2] | first[3])
 
 
+LONG = [3 + 17 * i % 40 for i in range(120)]
+
+
+def resume_replicas(rank, state, steps):
+    """Tokens of every sample in so many steps from a state on, and the state after them."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "cp"))
+    samples = [{"input_ids": [i] * n} for i, n in enumerate(LONG)]
+    options = {"tokens_per_batch": 64, "shuffle": True, "lengths": LONG, "sample_ids": True}
+    with DCPDataLoader(samples, masks.causal, mesh=mesh, window=4, **options) as loader:
+        if state is not None:
+            loader.load_state_dict(state)
+        seen = Counter()
+        for _, (data, _) in zip(range(steps), loader, strict=False):
+            seen.update(data["sample_ids"].flatten().tolist())
+            state = loader.state_dict()
+    return seen, state
+
+
+def test_dealt_batches_resume_on_other_replicas_with_every_sample_once():
+    first = run_ranks(resume_replicas, 4, None, 5)
+    state = first[0][1]
+    assert [found for _, found in first] == [state] * 4
+    assert state["position"]["dealt"]
+    same = run_ranks(resume_replicas, 4, state, 1000)
+    fewer = run_ranks(resume_replicas, 2, state, 1000)
+    for rest in (same, fewer):
+        seen = sum((counts for counts, _ in [*first, *rest]), Counter())
+        assert {i: n for i, n in seen.items() if i >= 0} == dict(enumerate(LONG))
+
+
 def check_peers(shared):
     """Peers get the same; targets are counted once."""
     assert shared[0] == shared[1]
