@@ -255,6 +255,7 @@ def resume_replicas(rank, state, steps):
         for _, (data, _) in zip(range(steps), loader, strict=False):
             seen.update(data["sample_ids"].flatten().tolist())
             state = loader.state_dict()
+    dist.barrier()  # rank 0 has the store
     return seen, state
 
 
