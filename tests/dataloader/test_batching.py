@@ -1,11 +1,15 @@
 """Batches are a function of order, lengths, budget and position."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 
+from dyncp import masks
+from dyncp.dataloader.batch_data import BatchData, Masking
 from dyncp.dataloader.batching import Batching
 from dyncp.dataloader.config import LoaderConfig
 from dyncp.dataloader.dataset import MapSource, find_lengths, open_source
@@ -53,7 +57,7 @@ def test_a_truncated_sample_is_cut_in_all_its_token_fields():
     config = LoaderConfig(max_length=4, too_long="truncate", token_fields={"grid": 1})
     source = open_source([sample], config)
     (step,) = Batching(source, config, 8, 0, 1).steps(Position())
-    cut = source.sample(step.selections[0].entries[0])
+    cut = BatchData(step.selections[0], source, Masking(masks.causal), config).sample(0)
     assert len(cut["input_ids"]) == len(cut["labels"]) == 4
     assert cut["grid"].shape == (3, 4)
 
@@ -82,7 +86,8 @@ def test_samplers_say_the_order_or_the_batches():
     assert batches(sampler=[5, 3, 0], tokens_per_batch=16) == [[5], [3], [0]]
     made = [[0, 5], [3], [1, 2, 4]]
     assert batches(batch_sampler=made) == made
-    assert batches(batch_sampler=made, start=Position(samples=1, batches=1)) == made[1:]
+    first = next(batching(batch_sampler=made).steps(Position())).selections[-1].end
+    assert batches(batch_sampler=made, start=first) == made[1:]
     for wrong in (
         {"shuffle": True, "sampler": [0]},
         {"sampler": [0], "batch_sampler": [[0]]},
@@ -119,7 +124,7 @@ def test_lengths_that_are_wrong_are_noticed_when_the_sample_is_read():
     source = MapSource(SAMPLES, LoaderConfig(lengths=[5, 9, 4, 12, 1, 7]))
     entries = list(source.entries(Position()))
     with pytest.raises(ValueError, match="sample 2 has 3 tokens; lengths= says 4"):
-        source.sample(entries[2])
+        source.read(entries[2])
 
 
 class Stream(IterableDataset):
@@ -219,7 +224,7 @@ def test_an_iteration_may_go_on_over_several_epochs():
     assert batches(samples=[], epochs=None) == []
 
 
-TERMS = Terms(0, True, 6, 16, 2, None, "error")
+TERMS = Terms(0, True, "", "samples", 6, 16, "", 2, None, "error", False)
 
 
 def test_a_state_of_other_batches_is_refused():
@@ -227,8 +232,8 @@ def test_a_state_of_other_batches_is_refused():
     state = to_state(position, TERMS, 1)
     assert from_state(state, TERMS, 1, own_budget=True) == (position, TERMS)
     with pytest.raises(ValueError, match="saved with seed=0, this loader has 1"):
-        from_state(state, Terms(1, *list(vars(TERMS).values())[1:]), 1, own_budget=True)
-    other = Terms(0, True, 6, 32, 2, None, "error")
+        from_state(state, replace(TERMS, seed=1), 1, own_budget=True)
+    other = replace(TERMS, tokens_per_batch=32)
     with pytest.raises(ValueError, match="saved with tokens_per_batch=16, this loader has 32"):
         from_state(state, other, 1, own_budget=True)
     assert from_state(state, other, 1, own_budget=False) == (position, TERMS)

@@ -12,7 +12,7 @@ from dyncp import AttentionShape, Batch, DCPDataLoader, PlannerConfig, masks
 from dyncp.cost import ModelConfig
 from dyncp.dataloader.batching import SelectedStep, Selection
 from dyncp.dataloader.config import LoaderConfig
-from dyncp.dataloader.dataset import Entry
+from dyncp.dataloader.entry import Entry
 from dyncp.dataloader.errors import BatchMismatch, Closed, PeerError
 from dyncp.dataloader.exchange import Exchange, Waiting
 from dyncp.dataloader.model_shape import shape_of

@@ -29,6 +29,8 @@ OPTIONS = {
     "planner": PlannerConfig("bisection", block_size=4),
 }
 
+PROBES = {0, 5, 11}  # samples that stand for the dataset, read by all
+
 
 class Reading:
     """Knows which samples were read."""
@@ -125,7 +127,8 @@ def test_every_sample_is_trained_on_once_and_ranks_hold_parts_of_one_plan(four_r
 def test_a_rank_reads_only_the_samples_that_it_holds_tokens_of(four_ranks):
     for result in four_ranks:
         assert result["held"] <= result["read"]
-        assert len(result["read"] - result["held"]) <= 1  # one, for the dtype of an empty part
+        more = result["read"] - result["held"] - PROBES
+        assert len(more) <= 1  # one, for the dtype of an empty part
     assert any(len(result["read"]) < len(SAMPLES) for result in four_ranks)
 
 

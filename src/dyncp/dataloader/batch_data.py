@@ -5,21 +5,24 @@ from typing import Any
 
 from dyncp.blocks import Batch
 from dyncp.dataloader.batching import Selection
+from dyncp.dataloader.config import LoaderConfig
 from dyncp.dataloader.dataset import Source
-from dyncp.dataloader.samples import checked_masks, masks_of
+from dyncp.dataloader.entry import Entry
+from dyncp.dataloader.generators import Drawing
+from dyncp.dataloader.samples import checked_masks, cut_masks, masks_of, truncate
 from dyncp.masks import Mask, MaskFunction, NamedMasks
 
 
 class Masking:
     """Calls the mask function: with a length where that is all it needs, else with the sample."""
 
-    def __init__(self, mask_fn: Any) -> None:
+    def __init__(self, mask_fn: Any, seed: int = 0) -> None:
         if not callable(mask_fn):
             raise ValueError(
                 f"mask_fn is {type(mask_fn).__name__}; allowed is a function of a sample, such as "
                 "masks.causal"
             )
-        self.mask_fn = mask_fn
+        self._mask_fn, self._seed = mask_fn, seed
         self.takes_lengths = isinstance(mask_fn, MaskFunction | NamedMasks)
 
     def by_length(self, length: int, index: int) -> dict[str, Mask] | Mask | None:
@@ -27,18 +30,26 @@ class Masking:
         if not self.takes_lengths:
             return None
         try:
-            return checked_masks(self.mask_fn(length), length, index)
+            return checked_masks(self._mask_fn(length), length, index)
         except Exception:  # a parameter comes from the sample; a real mistake shows there too
             self.takes_lengths = False
             return None
+
+    def of_sample(self, sample: Any, entry: Entry) -> dict[str, Mask] | Mask:
+        """The mask of a sample, in its whole length."""
+        drawing = Drawing(self._seed, entry.epoch, entry.index, "mask")
+        return masks_of(self._mask_fn, sample, entry.index, drawing)
 
 
 class BatchData:
     """Two threads use it: one plans, one cuts local data."""
 
-    def __init__(self, selection: Selection, source: Source, masking: Masking) -> None:
+    def __init__(
+        self, selection: Selection, source: Source, masking: Masking, config: LoaderConfig
+    ) -> None:
         self.selection = selection
-        self._source, self._masking = source, masking
+        self._source, self._masking, self._config = source, masking, config
+        self._read: dict[int, Any] = {}
         self._samples: dict[int, Any] = {}
         self._masks: dict[int, dict[str, Mask] | Mask] = {}
         self._batch: Batch | None = None
@@ -49,10 +60,12 @@ class BatchData:
         return [entry.length for entry in self.selection.entries]
 
     def sample(self, number: int) -> Any:
-        """The batch's sample `number`."""
+        """The batch's sample `number`, cut to its length there."""
         with self._lock:
             if number not in self._samples:
-                self._samples[number] = self._source.sample(self.selection.entries[number])
+                entry, fields = self.selection.entries[number], self._config.token_fields
+                whole = self._whole(number)
+                self._samples[number] = truncate(whole, entry.length, entry.index, fields)
             return self._samples[number]
 
     def masks(self, number: int) -> dict[str, Mask] | Mask:
@@ -76,9 +89,16 @@ class BatchData:
         return not self._source.knows_lengths or self._masking.takes_lengths
 
     def _make_masks(self, number: int) -> dict[str, Mask] | Mask:
-        entry = self.selection.entries[number]
-        if self._source.knows_lengths and number not in self._samples:
-            masks = self._masking.by_length(entry.length, entry.index)
-            if masks is not None:
-                return masks
-        return masks_of(self._masking.mask_fn, self.sample(number), entry.index)
+        """Of the sample as the dataset gave it, then cut as the sample is: a mask may be made of
+        any of its fields."""
+        entry, masks = self.selection.entries[number], None
+        if self._source.knows_lengths:
+            masks = self._masking.by_length(entry.whole, entry.index)
+        if masks is None:
+            masks = self._masking.of_sample(self._whole(number), entry)
+        return cut_masks(masks, entry.length)
+
+    def _whole(self, number: int) -> Any:
+        if number not in self._read:
+            self._read[number] = self._source.read(self.selection.entries[number])
+        return self._read[number]

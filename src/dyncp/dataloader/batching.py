@@ -16,7 +16,8 @@ from functools import cached_property
 from itertools import count, islice
 
 from dyncp.dataloader.config import Budget, LoaderConfig, check_budget
-from dyncp.dataloader.dataset import Entry, MapSource, Source
+from dyncp.dataloader.dataset import MapSource, Source
+from dyncp.dataloader.entry import Entry
 from dyncp.dataloader.state import Position
 
 logger = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ class Batching:
         """The optimiser steps from a position to the end of the last epoch. Batches and steps are
         numbered on from one epoch to the next."""
         position, steps, batches = start, 0, 0
-        for epoch in self._epochs(start.epoch):
+        for _ in self._epochs(start.epoch):
             for step in self.epoch_steps(position):
                 yield step.after(steps, batches)
                 position = step.selections[-1].end
@@ -92,7 +93,11 @@ class Batching:
                 return  # an empty dataset
             steps += -(-position.batches // self._per_step)
             batches += self.first_number(position)
-            position = position.next_epoch(epoch + 1)
+            position = self.next_epoch(position)
+
+    def next_epoch(self, position: Position) -> Position:
+        """The start of the epoch after that of a position, which has been read to its end."""
+        return self._source.start(position.next_epoch(position.epoch + 1))
 
     def first_number(self, position: Position) -> int:
         """Number of the first batch that a replica gets from a position on."""
@@ -158,19 +163,15 @@ class Batching:
         return gather_batches(entries, self._budget_of, self._fit, start.total)
 
     def _sampled(self, source: MapSource, start: Position) -> Iterator[GatheredBatch]:
-        sampler = self._config.batch_sampler
-        assert sampler is not None
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(start.epoch)
-        for read, indices in enumerate(islice(sampler, start.samples, None), start.samples + 1):
-            fitted = (self._fit(entry, None) for entry in source.numbered(map(int, indices)))
+        for read, listed in enumerate(source.lists(start), start.samples + 1):
+            fitted = (self._fit(entry, None) for entry in listed)
             entries = tuple(entry for entry in fitted if entry is not None)
             if entries:
                 yield GatheredBatch(entries, read)
 
     def _budget_of(self, number: int) -> int:
         if callable(self._budget):
-            return check_budget(self._budget(number), f" for batch {number}")
+            return check_budget(self._budget(number), number)
         return self._budget
 
     def _fit(self, entry: Entry, budget: int | None) -> Entry | None:

@@ -1,7 +1,10 @@
 """Access to datasets: by index (lists, torch and Hugging Face datasets), or as streams."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import cached_property
 from itertools import islice
 from typing import Any, Protocol
 
@@ -10,23 +13,13 @@ from torch.utils.data import IterableDataset
 
 from dyncp.arrays import Int64
 from dyncp.dataloader.config import LoaderConfig
+from dyncp.dataloader.entry import Entry
 from dyncp.dataloader.errors import SampleError
-from dyncp.dataloader.samples import input_ids_of, truncate
+from dyncp.dataloader.generators import Drawing
+from dyncp.dataloader.order import SampledOrder, digest_of
+from dyncp.dataloader.samples import input_ids_of, sample_bytes
 from dyncp.dataloader.state import Position
-
-
-@dataclass(frozen=True, eq=False)
-class Entry:
-    """A sample in the order of an epoch: its place there, its index in the dataset, its tokens.
-
-    `sample` is there if it had to be read to learn its length; `dataset_state` is that of a stream
-    after it."""
-
-    place: int
-    index: int
-    length: int
-    sample: Any = None
-    dataset_state: Any = None
+from dyncp.dataloader.stream import StreamSource
 
 
 class Source(Protocol):
@@ -36,11 +29,23 @@ class Source(Protocol):
     knows_lengths: bool  # without reading samples
     random_access: bool
 
+    def start(self, position: Position) -> Position:
+        """The position, with what is needed to begin there once more, if it is an epoch's start."""
+
+    def rewind(self, position: Position) -> Position:
+        """The start of the position's epoch."""
+
     def entries(self, position: Position) -> Iterator[Entry]:
         """The samples from a position on; lengths are those of the dataset."""
 
-    def sample(self, entry: Entry) -> Any:
-        """The sample of an entry, cut to the entry's length."""
+    def read(self, entry: Entry) -> Any:
+        """The sample of an entry, as the dataset gives it."""
+
+    def identity(self) -> str:
+        """Stands for the dataset; equal for equal ones."""
+
+    def probes(self) -> list[int]:
+        """Indices of the samples that were read for it."""
 
 
 def open_source(dataset: Any, config: LoaderConfig) -> Source:
@@ -74,88 +79,92 @@ class MapSource:
         self.num_samples: int | None = len(dataset)
         self._lengths = None if config.lengths is None else find_lengths(dataset, config.lengths)
         self.knows_lengths = self._lengths is not None
+        self._sampled = None if config.order is None else SampledOrder(config.order, config.seed)
+        self._reading = threading.Lock()  # datasets need not be safe in several threads
+
+    def start(self, position: Position) -> Position:
+        if self._sampled is None or position.dataset_state is not None:
+            return position
+        return replace(position, dataset_state=self._sampled.start())
+
+    def rewind(self, position: Position) -> Position:
+        start, state = position.next_epoch(position.epoch), position.dataset_state
+        if self._sampled is None or state is None:
+            return start
+        return replace(start, dataset_state=self._sampled.rewind(state))
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Inside it the order may be read without a trace."""
+        return nullcontext() if self._sampled is None else self._sampled.aside()
 
     def entries(self, position: Position) -> Iterator[Entry]:
-        order = islice(self._order(position.epoch), position.samples, None)
-        return self.numbered(order, position.samples)
+        for place, (index, state) in enumerate(self._order(position), position.samples):
+            yield self._entry(place, int(index), position.epoch, state)
 
-    def numbered(self, indices: Iterator[int], first: int = 0) -> Iterator[Entry]:
-        """Entries of these indices; samples are only read where their lengths are not known."""
-        for place, index in enumerate(indices, first):
-            if self._lengths is not None:
-                yield Entry(place, index, int(self._lengths[index]))
-            else:
-                sample = self._read(index)
-                yield Entry(place, index, len(input_ids_of(sample, index)), sample)
+    def lists(self, position: Position) -> Iterator[list[Entry]]:
+        """The entries of every list of a batch sampler."""
+        assert self._sampled is not None
+        for indices, state in self._sampled.items(self.start(position)):
+            yield [self._entry(n, int(i), position.epoch, state) for n, i in enumerate(indices)]
 
-    def sample(self, entry: Entry) -> Any:
-        sample = self._read(entry.index) if entry.sample is None else entry.sample
-        if entry.sample is None:
-            self._check_length(entry, len(input_ids_of(sample, entry.index)))
-        return truncate(sample, entry.length, entry.index, self._config.token_fields)
+    def read(self, entry: Entry) -> Any:
+        if entry.sample is not None:
+            return entry.sample
+        sample = self._read(entry.index, entry.epoch)
+        self._check_length(entry, len(input_ids_of(sample, entry.index)))
+        return sample
+
+    def identity(self) -> str:
+        return self._identity
+
+    @cached_property
+    def _identity(self) -> str:
+        """Of the lengths, if they are known, and of a few samples, which are read for it."""
+        lengths = "" if self._lengths is None else digest_of(self._lengths.tobytes())
+        read = ", ".join(f"{index}: {self._read_digest(index)}" for index in self.probes())
+        return f"samples {read}" + (f", lengths {lengths}" if lengths else "")
+
+    def probes(self) -> list[int]:
+        """Indices of samples that stand for the dataset: first, middle and last."""
+        last = (self.num_samples or 0) - 1
+        return sorted({0, last // 2, last}) if last >= 0 else []
+
+    def _read_digest(self, index: int) -> str:
+        try:
+            sample = self._read(index, 0)
+            return digest_of(sample_bytes(sample, index, self._config.token_fields))
+        except Exception as error:  # one that is not in the sampler's order, perhaps
+            return type(error).__name__
+
+    def _entry(self, place: int, index: int, epoch: int, state: Any) -> Entry:
+        if self._lengths is not None:
+            length, sample = int(self._lengths[index]), None
+        else:
+            sample = self._read(index, epoch)
+            length = len(input_ids_of(sample, index))
+        return Entry(place, index, length, sample, state, epoch, length)
 
     def _check_length(self, entry: Entry, found: int) -> None:
-        assert self._lengths is not None
-        if found != self._lengths[entry.index]:
+        if found != entry.whole:
             raise ValueError(
-                f"sample {entry.index} has {found} tokens; lengths= says "
-                f"{self._lengths[entry.index]}"
+                f"sample {entry.index} has {found} tokens; lengths= says {entry.whole}"
             )
 
-    def _order(self, epoch: int) -> Iterator[int]:
-        if self._config.sampler is not None:
-            _set_epoch(self._config.sampler, epoch)
-            return map(int, self._config.sampler)
-        if not self._config.shuffle:
-            return iter(range(self.num_samples or 0))
-        order = np.random.default_rng((self._config.seed, epoch)).permutation(self.num_samples or 0)
-        return iter(order.tolist())
+    def _order(self, position: Position) -> Iterator[tuple[int, Any]]:
+        if self._sampled is not None:
+            return self._sampled.items(self.start(position))
+        indices: Iterable[int] = range(self.num_samples or 0)
+        if self._config.shuffle:
+            rng = np.random.default_rng((self._config.seed, position.epoch))
+            indices = rng.permutation(self.num_samples or 0).tolist()
+        return ((index, None) for index in islice(indices, position.samples, None))
 
-    def _read(self, index: int) -> Any:
+    def _read(self, index: int, epoch: int) -> Any:
         try:
-            return self._dataset[index]
+            with self._reading, Drawing(self._config.seed, epoch, index):
+                return self._dataset[index]
         except Exception as error:
             raise SampleError(index, "reading", error) from error
-
-
-class StreamSource:
-    """Every rank reads the whole stream. A dataset with `state_dict` resumes by its own state,
-    others by reading again what was read before."""
-
-    random_access = False
-    knows_lengths = False
-    num_samples: int | None = None
-
-    def __init__(self, dataset: Any, config: LoaderConfig) -> None:
-        self._dataset, self._config = dataset, config
-        self._stateful = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
-        self._first_state = dataset.state_dict() if self._stateful else None
-
-    def entries(self, position: Position) -> Iterator[Entry]:
-        _set_epoch(self._dataset, position.epoch)
-        resumes = self._stateful and position.dataset_state is not None
-        if self._stateful:
-            self._dataset.load_state_dict(position.dataset_state if resumes else self._first_state)
-        samples = self._samples(position.samples if resumes else 0)
-        skipped = 0 if resumes else position.samples
-        for place, sample in islice(samples, skipped, None):
-            state = self._dataset.state_dict() if self._stateful else None
-            yield Entry(place, place, len(input_ids_of(sample, place)), sample, state)
-
-    def _samples(self, place: int) -> Iterator[tuple[int, Any]]:
-        samples = iter(self._dataset)
-        while True:
-            try:
-                sample = next(samples)
-            except StopIteration:
-                return
-            except Exception as error:
-                raise SampleError(place, "reading", error) from error
-            yield place, sample
-            place += 1
-
-    def sample(self, entry: Entry) -> Any:
-        return truncate(entry.sample, entry.length, entry.index, self._config.token_fields)
 
 
 def find_lengths(dataset: Any, lengths: Any) -> Int64:
@@ -189,9 +198,3 @@ def _column(dataset: Any, name: str) -> Any:
         f"lengths is {name!r}, but {type(dataset).__name__} has no columns; give an array of "
         "lengths instead"
     )
-
-
-def _set_epoch(what: Any, epoch: int) -> None:
-    """Samplers and datasets that shuffle themselves do it by epoch."""
-    if hasattr(what, "set_epoch"):
-        what.set_epoch(epoch)

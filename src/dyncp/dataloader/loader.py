@@ -4,6 +4,7 @@ import logging
 import os
 import weakref
 from collections.abc import Iterator, Mapping, Sized
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -14,11 +15,12 @@ from dyncp.cost import CostModel
 from dyncp.dataloader.batch_data import Masking
 from dyncp.dataloader.batching import Batching
 from dyncp.dataloader.cluster import cluster_of
-from dyncp.dataloader.config import LoaderConfig
-from dyncp.dataloader.dataset import open_source
+from dyncp.dataloader.config import LoaderConfig, describe_schedule, whole_number
+from dyncp.dataloader.dataset import MapSource, open_source
 from dyncp.dataloader.look_ahead import Background, LookAhead
 from dyncp.dataloader.metrics import LoaderMetrics
 from dyncp.dataloader.model_shape import shape_of, tell_assumption
+from dyncp.dataloader.order import describe_sampler
 from dyncp.dataloader.plan_process import PlanProcess
 from dyncp.dataloader.plan_store import LocalStore, SharedStore, Store
 from dyncp.dataloader.planning import Planning
@@ -80,11 +82,18 @@ class DCPDataLoader:
         source = open_source(dataset, self.config)
         process = PlanProcess(self.config.plan_timeout)
         self._background = Background(
-            self.config, self.ranks, source, Masking(mask_fn), planning, process, self.metrics
+            self.config,
+            self.ranks,
+            source,
+            Masking(mask_fn, self.config.seed),
+            planning,
+            process,
+            self.metrics,
         )
         self._budget = self.config.budget(self.ranks.num_ranks)
         if isinstance(self._budget, int) and self.config.batch_sampler is None:
             planning.check_tokens(self._budget)
+        self._schedule = describe_schedule(self._budget)
         self._position, self._resuming = Position(), False
         self._number, self._iterations = _next_number(self.ranks), 0
         self._open = _Open(process)
@@ -103,8 +112,11 @@ class DCPDataLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the permutation of the next iteration. It begins at the start of the epoch,
-        unless this is the epoch that `load_state_dict` is in the middle of."""
+        unless this is the epoch that `load_state_dict` is in the middle of. An iteration that is
+        under way ends."""
+        epoch = whole_number("epoch", epoch, 0)
         if epoch != self._position.epoch:
+            self._open.close_iteration()
             self._position, self._resuming = self._position.next_epoch(epoch), False
 
     def __len__(self) -> int:
@@ -117,41 +129,53 @@ class DCPDataLoader:
                 "the number of batches depends on the lengths of all samples; pass lengths= (an "
                 "array, or the name of a column) to know it without reading them"
             )
-        start = Position(self.epoch, total=self._position.total - self._position.batches)
-        return self._batching().num_batches(start)
+        start = self._start()
+        source = self._background.source
+        assert isinstance(source, MapSource)
+        start = replace(source.rewind(start), total=start.total - start.batches)
+        with source.aside():
+            return self._batching().num_batches(start)
 
     def __iter__(self) -> Iterator[Batch]:
-        """From the start of the epoch, or once from where `load_state_dict` says."""
+        """From the start of the epoch, or once from where `load_state_dict` says. An iteration that
+        is under way ends: there is one at a time."""
         self._open.close_iteration()
-        if not self._resuming:
-            self._position = self._position.next_epoch(self.epoch)
-        start, self._resuming = self._position, False
-        batching = self._batching()
+        if not self._resuming and self._position.started:  # broken off
+            self._position = self._background.source.rewind(self._position)
+        start, batching = self._start(), self._batching()
         steps, first = batching.steps(start), batching.first_number(start)
         look_ahead = LookAhead(self._background, steps, self._open_store(), first)
         self._open.look_ahead = look_ahead
+        return self._batches(look_ahead, batching)
+
+    def _batches(self, look_ahead: LookAhead, batching: Batching) -> Iterator[Batch]:
         try:
             while (prepared := look_ahead.take()) is not None:
                 self.metrics.record(prepared.record)
                 self._log()
-                self._position = prepared.end
+                self._position, self._resuming = prepared.end, False
                 yield prepared.data, prepared.plan
-            self._position = self._position.next_epoch(self.epoch)
+            if self._position.started:
+                self._position = batching.next_epoch(self._position)
+            self._resuming = False
         finally:
             look_ahead.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this loader is: behind the batch that was yielded last. Equal on all ranks."""
-        return to_state(self._position, self._terms(), self.ranks.num_replicas)
+        """Where this loader is: behind the batch that was yielded last, or, after the loop, at the
+        start of the next epoch. Equal on all ranks. Refused where the dataset's or sampler's part
+        of it could not be restored."""
+        return to_state(self._start(), self._terms(), self.ranks.num_replicas)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the next iteration begin with the batch after those of the state, also on another
-        number of ranks."""
+        number of ranks. An iteration that is under way ends."""
         own = self.config.tokens_per_batch is not None
         terms = self._terms()
         replicas = self.ranks.num_replicas
-        self._position, terms = from_state(state, terms, replicas, own_budget=own)
-        self._resuming = True
+        position, terms = from_state(state, terms, replicas, own_budget=own)
+        self._open.close_iteration()
+        self._position, self._resuming = position, True
         if terms.tokens_per_batch is not None:
             self._budget = terms.tokens_per_batch
 
@@ -165,6 +189,11 @@ class DCPDataLoader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _start(self) -> Position:
+        """Where the next batch starts, with what is needed to begin there once more."""
+        self._position = self._background.source.start(self._position)
+        return self._position
+
     def _batching(self) -> Batching:
         ranks = self.ranks
         source = self._background.source
@@ -175,11 +204,15 @@ class DCPDataLoader:
         return Terms(
             seed=self.config.seed,
             shuffle=self.config.shuffle,
+            order=describe_sampler(self.config.order),
+            dataset=self._background.source.identity(),
             num_samples=self._background.source.num_samples,
             tokens_per_batch=self._budget if by_budget else None,  # type: ignore[arg-type]
+            schedule=self._schedule,
             accumulation_steps=self.config.accumulation_steps,
             max_length=self.config.max_length,
             too_long=self.config.too_long,
+            drop_last=self.config.drop_last,
         )
 
     def _open_store(self) -> Store:

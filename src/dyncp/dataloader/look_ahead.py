@@ -86,10 +86,12 @@ class LookAhead:
             start = self._asked_at = perf_counter()
             self._changed.notify_all()
             try:
-                while not self._ready:
-                    if self._closing:
-                        raise RuntimeError("this iteration of the loader was closed")
-                    self._changed.wait()
+                self._changed.wait_for(lambda: self._closing or self._ready)
+                if self._closing:
+                    raise RuntimeError(
+                        "this iteration of the loader was closed: by close(), load_state_dict, "
+                        "set_epoch or a later iter(loader)"
+                    )
             finally:
                 self._asked_at = None
             item = self._ready.popleft()
@@ -158,7 +160,7 @@ class LookAhead:
             if step is None:
                 break
             batches = [
-                BatchData(selection, background.source, background.masking)
+                BatchData(selection, background.source, background.masking, background.config)
                 for selection in step.selections
             ]
             with self._changed:

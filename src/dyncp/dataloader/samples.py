@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dyncp.dataloader.errors import SampleError
+from dyncp.dataloader.generators import Drawing
 from dyncp.masks import Mask
 
 NO_TARGET = -100
@@ -19,22 +20,50 @@ def input_ids_of(sample: Any, index: int) -> Tensor:
     if not isinstance(sample, Mapping) or "input_ids" not in sample:
         given = sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__
         raise ValueError(f"sample {index} is {given}; expected a dict with at least 'input_ids'")
-    ids = torch.as_tensor(sample["input_ids"])
+    ids = _tensor(sample["input_ids"], "input_ids", index)
     if ids.ndim != 1 or not len(ids):
         raise ValueError(
             f"input_ids of sample {index} has shape {tuple(ids.shape)}; expected [tokens], "
             "at least one token"
         )
-    if ids.dtype.is_floating_point:
-        raise ValueError(f"input_ids of sample {index} is {ids.dtype}; expected integers")
-    return ids.long()
+    return _integers(ids, "input_ids", index)
 
 
-def masks_of(mask_fn: Any, sample: Mapping[str, Any], index: int) -> dict[str, Mask] | Mask:
+def _tensor(value: Any, name: str, index: int) -> Tensor:
+    try:
+        return torch.as_tensor(value)
+    except Exception as error:
+        raise ValueError(
+            f"{name} of sample {index} is {type(value).__name__} and cannot be a tensor: {error}; "
+            "expected numbers"
+        ) from error
+
+
+def _integers(value: Tensor, name: str, index: int) -> Tensor:
+    if value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool:
+        raise ValueError(f"{name} of sample {index} is {value.dtype}; expected integers")
+    return value.long()
+
+
+def sample_bytes(sample: Any, index: int, token_fields: Mapping[str, int]) -> bytes:
+    """All that a rank takes of a sample: ids, labels, positions and token fields."""
+    parts = [input_ids_of(sample, index).numpy().tobytes()]
+    for name in dict.fromkeys([*TOKEN_NAMES[1:], *token_fields]):
+        if name in sample:
+            value = _tensor(sample[name], name, index).detach().cpu().contiguous()
+            parts.append(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+            parts.append(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return b"".join(parts)
+
+
+def masks_of(
+    mask_fn: Any, sample: Mapping[str, Any], index: int, drawing: Drawing
+) -> dict[str, Mask] | Mask:
     """What the mask function says for the sample; checked against its length."""
     length = len(input_ids_of(sample, index))
     try:
-        result = mask_fn(sample)
+        with drawing:
+            result = mask_fn(sample)
     except Exception as error:
         raise SampleError(index, "the mask", error) from error
     return checked_masks(result, length, index)
@@ -63,16 +92,33 @@ def truncate(sample: Any, length: int, index: int, token_fields: Mapping[str, in
     cut = dict(sample)
     for name, dim in (dict.fromkeys(TOKEN_NAMES, 0) | dict(token_fields)).items():
         if name in sample:
-            value = torch.as_tensor(sample[name])
+            value = _tensor(sample[name], name, index)
             cut[name] = value.narrow(dim, 0, min(length, value.shape[dim]))
     return cut
+
+
+def cut_masks(masks: dict[str, Mask] | Mask, length: int) -> dict[str, Mask] | Mask:
+    """Masks of the first `length` tokens of what they are for."""
+    if isinstance(masks, Mask):
+        return _cut_mask(masks, length)
+    return {name: _cut_mask(mask, length) for name, mask in masks.items()}
+
+
+def _cut_mask(mask: Mask, length: int) -> Mask:
+    if mask.length == length:
+        return mask
+    positions = None if mask.positions is None else mask.positions[:length]
+    targets = None if mask.targets is None else mask.targets[:length]
+    if targets is not None:
+        targets = np.where(targets < length, targets, -1)
+    return Mask(mask.ranges[:length].clip(max=length), positions, targets, mask.name)
 
 
 def token_field(sample: Mapping[str, Any], name: str, length: int, dim: int, index: int) -> Tensor:
     """A field with one entry per token along `dim`."""
     if name not in sample:
         raise ValueError(f"sample {index} has no field {name!r}, which token_fields declares")
-    value = torch.as_tensor(sample[name])
+    value = _tensor(sample[name], name, index)
     if not -value.ndim <= dim < value.ndim or value.shape[dim] != length:
         raise ValueError(
             f"field {name!r} of sample {index} has shape {tuple(value.shape)}; expected "
@@ -85,7 +131,7 @@ def labels_of(sample: Mapping[str, Any], ids: Tensor, index: int) -> Tensor:
     """The sample's own labels, or its token ids."""
     if "labels" not in sample:
         return ids
-    return token_field(sample, "labels", len(ids), 0, index).long()
+    return _integers(token_field(sample, "labels", len(ids), 0, index), "labels", index)
 
 
 def shift_labels(labels: Tensor, mask: Mask) -> Tensor:

@@ -1,10 +1,16 @@
-"""Position: how far an iteration has come, and its form in `state_dict`."""
+"""Position: how far an iteration has come, and its form in `state_dict`.
+
+A state has the same keys at any time, and plain values: torch.distributed.checkpoint loads a saved
+state into that of a new loader, key by key.
+"""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-VERSION = 1
+from dyncp.dataloader.state_text import from_text, to_text
+
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -12,7 +18,8 @@ class Position:
     """Where the next batch starts. Counts are over all replicas, so that they mean the same on
     another number of ranks: `samples` and `batches` of this epoch, and batches of `total` epochs
     (which a budget schedule sees). Inside an optimiser step `items` is its number of targets.
-    `dataset_state` is what an iterable dataset says of its own position."""
+    `dataset_state` is what the source needs to go on from here (None: an epoch that nothing is
+    known of yet)."""
 
     epoch: int = 0
     samples: int = 0
@@ -26,27 +33,33 @@ class Position:
         return self.batches > 0
 
     def next_epoch(self, epoch: int) -> "Position":
-        """The start of an epoch after this one."""
+        """The start of another epoch."""
         return Position(epoch, total=self.total)
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What has to be equal for a state to mean the same batches."""
+    """What has to be equal for a state to mean the same batches. `order`, `schedule` and `dataset`
+    stand for the sampler, the budget schedule and the samples."""
 
     seed: int
     shuffle: bool
+    order: str
+    dataset: str
     num_samples: int | None
     tokens_per_batch: int | None  # None: a schedule, or batches of a sampler
+    schedule: str
     accumulation_steps: int
     max_length: int | None
     too_long: str
+    drop_last: bool
 
 
 def to_state(position: Position, terms: Terms, num_replicas: int) -> dict[str, Any]:
+    values = {field.name: getattr(position, field.name) for field in fields(Position)}
     return {
         "version": VERSION,
-        "position": asdict(position),
+        "position": {name: _leaf(value) for name, value in values.items()},
         "terms": asdict(terms),
         "num_replicas": num_replicas,
     }
@@ -60,10 +73,7 @@ def from_state(
     Unless the budget was given (`own_budget`), that of the state is taken over: the default depends
     on the number of ranks.
     """
-    if state.get("version") != VERSION:
-        raise ValueError(
-            f"loader state has version {state.get('version')!r}; this dyncp reads {VERSION}"
-        )
+    _check_keys(state)
     saved = Terms(**state["terms"])
     if not own_budget:
         terms = replace(terms, tokens_per_batch=saved.tokens_per_batch)
@@ -73,10 +83,28 @@ def from_state(
                 f"loader state was saved with {name}={value}, this loader has "
                 f"{getattr(terms, name)}; the batches after it would not be the next ones"
             )
-    position = Position(**state["position"])
+    values = state["position"].items()
+    position = Position(**{k: from_text(v) if isinstance(v, str) else v for k, v in values})
     if state["num_replicas"] != num_replicas:
         position = _on_other_replicas(position, terms, state["num_replicas"], num_replicas)
     return position, terms
+
+
+def _leaf(value: Any) -> int | str | None:
+    return value if value is None or isinstance(value, int) else to_text(value)
+
+
+def _check_keys(state: Mapping[str, Any]) -> None:
+    if state.get("version") != VERSION:
+        raise ValueError(
+            f"loader state has version {state.get('version')!r}; this dyncp reads {VERSION}"
+        )
+    for name, kind in (("position", Position), ("terms", Terms)):
+        known, found = {field.name for field in fields(kind)}, set(state.get(name) or ())
+        if found != known:
+            raise ValueError(
+                f"loader state has {name} with {sorted(found)}; this dyncp reads {sorted(known)}"
+            )
 
 
 def _on_other_replicas(position: Position, terms: Terms, before: int, now: int) -> Position:
