@@ -180,12 +180,12 @@ def test_a_sampler_that_cannot_repeat_itself_is_refused():
         (
             {"lengths": LENGTHS},
             {"samples": [{"input_ids": [i + 1] * n} for i, n in enumerate(LENGTHS)]},
-            "saved with dataset=samples 0: ",
+            "saved with dataset=number of samples 10, sample 0 ",
         ),
         (
             {},
             {"samples": [*SAMPLES[:-1], {"input_ids": [9] * 5}]},
-            "saved with dataset=samples 0: ",
+            "saved with dataset=number of samples 10, sample 0 ",
         ),
     ],
 )

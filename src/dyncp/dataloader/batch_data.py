@@ -1,15 +1,18 @@
 """BatchData: the samples and masks of one batch, read and made when they are needed."""
 
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 from dyncp.blocks import Batch
 from dyncp.dataloader.batching import Selection
 from dyncp.dataloader.config import LoaderConfig
 from dyncp.dataloader.dataset import Source
+from dyncp.dataloader.decision import MARK, SampleMark
 from dyncp.dataloader.entry import Entry
 from dyncp.dataloader.generators import Drawing
-from dyncp.dataloader.samples import checked_masks, cut_masks, masks_of, truncate
+from dyncp.dataloader.order import digest_of
+from dyncp.dataloader.samples import checked_masks, cut_masks, masks_of, sample_bytes, truncate
 from dyncp.masks import Mask, MaskFunction, NamedMasks
 
 
@@ -35,6 +38,20 @@ class Masking:
             self.takes_lengths = False
             return None
 
+    def terms(self, source: Source) -> dict[str, str]:
+        """What stands for the function: its masks of a few samples."""
+        return {
+            f"masks of sample {index}": self._digest_of(sample, index)
+            for index, sample in source.probes().items()
+            if sample is not None
+        }
+
+    def _digest_of(self, sample: Any, index: int) -> str:
+        try:
+            return _digest_of_masks(self.of_sample(sample, Entry(0, index, 0)))
+        except Exception as error:  # one that is not trained on, perhaps; else it shows there
+            return type(error).__name__
+
     def of_sample(self, sample: Any, entry: Entry) -> dict[str, Mask] | Mask:
         """The mask of a sample, in its whole length."""
         drawing = Drawing(self._seed, entry.epoch, entry.index, "mask")
@@ -52,6 +69,7 @@ class BatchData:
         self._read: dict[int, Any] = {}
         self._samples: dict[int, Any] = {}
         self._masks: dict[int, dict[str, Mask] | Mask] = {}
+        self._contents: dict[int, str] = {}
         self._batch: Batch | None = None
         self._lock = threading.RLock()
 
@@ -84,6 +102,25 @@ class BatchData:
                 self._batch = Batch.of([self.masks(number) for number in numbers], indices)
             return self._batch
 
+    def marks(self) -> dict[int, SampleMark]:
+        """What this rank knows of the batch's samples by now: of masks that were made, and of
+        samples that were read."""
+        with self._lock:
+            for number in self._read:
+                if number not in self._contents:
+                    entry, fields = self.selection.entries[number], self._config.token_fields
+                    content = sample_bytes(self.sample(number), entry.index, fields)
+                    self._contents[number] = digest_of(content)[:MARK]
+            return {
+                number: SampleMark(
+                    entry.index,
+                    entry.length,
+                    _digest_of_masks(self._masks.get(number, {})),
+                    self._contents.get(number, ""),
+                )
+                for number, entry in enumerate(self.selection.entries)
+            }
+
     def without_reading(self) -> bool:
         """Whether `batch` reads no more samples than were read already."""
         return not self._source.knows_lengths or self._masking.takes_lengths
@@ -102,3 +139,9 @@ class BatchData:
         if number not in self._read:
             self._read[number] = self._source.read(self.selection.entries[number])
         return self._read[number]
+
+
+def _digest_of_masks(masks: Mapping[str, Mask] | Mask) -> str:
+    named = {"": masks} if isinstance(masks, Mask) else masks
+    text = [f"{name} {mask.digest.hex()}" for name, mask in sorted(named.items())]
+    return digest_of(repr(text).encode())[:MARK] if text else ""

@@ -12,6 +12,7 @@ import numpy as np
 from dyncp.planner import plan_batch
 
 TOKENS_PER_RANK = 8192
+STORE_TIMEOUT = 300.0
 TOO_LONG = ("error", "truncate", "drop")
 LEAST = {
     "tokens_per_batch": 1,
@@ -24,6 +25,11 @@ LEAST = {
     "log_every": 1,
     "epochs": 1,
 }
+# Options that may differ between ranks, and those that are compared by what they stand for.
+OWN_TERMS = {
+    "look_ahead", "plan_timeout", "store_timeout", "pin_memory", "log_every",
+    "sampler", "batch_sampler", "lengths",
+}  # fmt: skip
 SCHEDULE_BATCHES = 4096  # whose budgets are compared one by one
 
 Budget = int | Callable[[int], int]
@@ -70,7 +76,7 @@ class LoaderConfig:
     local_multiple: int = 1
     look_ahead: int = 4
     plan_timeout: float = 300.0
-    store_timeout: float = 300.0
+    store_timeout: float = STORE_TIMEOUT
     plan_function: Callable[..., Any] = plan_batch
     token_fields: Mapping[str, int] = field(default_factory=dict)
     pin_memory: bool | None = None
@@ -120,6 +126,16 @@ class LoaderConfig:
                 "batch_sampler= makes the batches; tokens_per_batch= would have no effect"
             )
 
+    def shared_terms(self) -> dict[str, str]:
+        """Options that have to be equal on all ranks, as texts."""
+        names = [field.name for field in fields(self) if field.name not in OWN_TERMS]
+        budget = self.tokens_per_batch
+        return {name: repr(getattr(self, name)) for name in names} | {
+            "tokens_per_batch": "a function" if callable(budget) else repr(budget),
+            "token_fields": repr(sorted(self.token_fields.items())),
+            "plan_function": describe_function(self.plan_function),
+        }
+
     @property
     def order(self) -> Iterable[Any] | None:
         """The sampler, or the batch sampler."""
@@ -168,6 +184,12 @@ def _budget_text(schedule: Callable[[int], int], number: int) -> str:
         return str(int(schedule(number)))
     except Exception as error:  # a list that ends, for example
         return type(error).__name__
+
+
+def describe_function(function: Any) -> str:
+    """A function's name; the type of another callable."""
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def check_plan_function(function: Any) -> None:

@@ -1,7 +1,7 @@
 """Access to datasets: by index (lists, torch and Hugging Face datasets), or as streams."""
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -41,11 +41,11 @@ class Source(Protocol):
     def read(self, entry: Entry) -> Any:
         """The sample of an entry, as the dataset gives it."""
 
-    def identity(self) -> str:
-        """Stands for the dataset; equal for equal ones."""
+    def terms(self) -> dict[str, str]:
+        """What stands for the dataset, by name; equal for equal ones."""
 
-    def probes(self) -> list[int]:
-        """Indices of the samples that were read for it."""
+    def probes(self) -> Mapping[int, Any]:
+        """A few samples by their indices, read once (None: that failed)."""
 
 
 def open_source(dataset: Any, config: LoaderConfig) -> Source:
@@ -114,27 +114,35 @@ class MapSource:
         self._check_length(entry, len(input_ids_of(sample, entry.index)))
         return sample
 
-    def identity(self) -> str:
-        return self._identity
+    def terms(self) -> dict[str, str]:
+        """Of lengths, if they are known, and of a few samples."""
+        terms = {"number of samples": str(self.num_samples)}
+        if self._lengths is not None:
+            terms["lengths"] = digest_of(self._lengths.tobytes())
+        for index, sample in self.probes().items():
+            terms[f"sample {index}"] = self._digest(sample, index)
+        return terms
+
+    def probes(self) -> Mapping[int, Any]:
+        return self._probes
 
     @cached_property
-    def _identity(self) -> str:
-        """Of the lengths, if they are known, and of a few samples, which are read for it."""
-        lengths = "" if self._lengths is None else digest_of(self._lengths.tobytes())
-        read = ", ".join(f"{index}: {self._read_digest(index)}" for index in self.probes())
-        return f"samples {read}" + (f", lengths {lengths}" if lengths else "")
-
-    def probes(self) -> list[int]:
-        """Indices of samples that stand for the dataset: first, middle and last."""
+    def _probes(self) -> dict[int, Any]:
+        """The first, middle and last sample."""
         last = (self.num_samples or 0) - 1
-        return sorted({0, last // 2, last}) if last >= 0 else []
+        return {i: self._probe(i) for i in sorted({0, last // 2, last})} if last >= 0 else {}
 
-    def _read_digest(self, index: int) -> str:
+    def _probe(self, index: int) -> Any:
         try:
-            sample = self._read(index, 0)
+            return self._read(index, 0)
+        except SampleError:  # it may not be in the sampler's order; if it is, it shows there
+            return None
+
+    def _digest(self, sample: Any, index: int) -> str:
+        try:
             return digest_of(sample_bytes(sample, index, self._config.token_fields))
-        except Exception as error:  # one that is not in the sampler's order, perhaps
-            return type(error).__name__
+        except ValueError:
+            return "not readable"
 
     def _entry(self, place: int, index: int, epoch: int, state: Any) -> Entry:
         if self._lengths is not None:

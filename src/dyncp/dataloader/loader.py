@@ -15,8 +15,14 @@ from dyncp.cost import CostModel
 from dyncp.dataloader.batch_data import Masking
 from dyncp.dataloader.batching import Batching
 from dyncp.dataloader.cluster import cluster_of
-from dyncp.dataloader.config import LoaderConfig, describe_schedule, whole_number
+from dyncp.dataloader.config import (
+    STORE_TIMEOUT,
+    LoaderConfig,
+    describe_schedule,
+    whole_number,
+)
 from dyncp.dataloader.dataset import MapSource, open_source
+from dyncp.dataloader.handshake import Handshake
 from dyncp.dataloader.look_ahead import Background, LookAhead
 from dyncp.dataloader.metrics import LoaderMetrics
 from dyncp.dataloader.model_shape import shape_of, tell_assumption
@@ -72,34 +78,37 @@ class DCPDataLoader:
         cost: CostModel | None = None,
         **options: Any,
     ) -> None:
-        self.config = LoaderConfig.of(options)
         self.ranks = LoaderRanks.of(group, mesh, virtual_ranks)
-        self.shape, sizes = shape_of(model, dtype)
-        self.topology, cost = cluster_of(self.ranks, topology, cost, self.shape)
-        planner = planner or PlannerConfig()
-        planning = Planning.of(self.config, self.topology, self.shape, planner, cost, sizes)
-        self.metrics = LoaderMetrics()
-        source = open_source(dataset, self.config)
-        process = PlanProcess(self.config.plan_timeout)
-        self._background = Background(
-            self.config,
-            self.ranks,
-            source,
-            Masking(mask_fn, self.config.seed),
-            planning,
-            process,
-            self.metrics,
-        )
-        self._budget = self.config.budget(self.ranks.num_ranks)
-        if isinstance(self._budget, int) and self.config.batch_sampler is None:
-            planning.check_tokens(self._budget)
-        self._schedule = describe_schedule(self._budget)
-        self._position, self._resuming = Position(), False
         self._number, self._iterations = _next_number(self.ranks), 0
-        self._open = _Open(process)
-        self._finalizer = weakref.finalize(self, self._open.close)
-        if model is None:
-            tell_assumption(self.ranks.rank)
+        with Handshake(self._open_store(STORE_TIMEOUT), self.ranks) as handshake:
+            self.config = LoaderConfig.of(options)
+            self.shape, sizes = shape_of(model, dtype)
+            self.topology, cost = cluster_of(self.ranks, topology, cost, self.shape)
+            planner = planner or PlannerConfig()
+            planning = Planning.of(self.config, self.topology, self.shape, planner, cost, sizes)
+            self.metrics = LoaderMetrics()
+            source = open_source(dataset, self.config)
+            process = PlanProcess(self.config.plan_timeout)
+            self._background = Background(
+                self.config,
+                self.ranks,
+                source,
+                Masking(mask_fn, self.config.seed),
+                planning,
+                process,
+                self.metrics,
+            )
+            self._budget = self.config.budget(self.ranks.num_ranks)
+            if isinstance(self._budget, int) and self.config.batch_sampler is None:
+                planning.check_tokens(self._budget)
+            self._schedule = describe_schedule(self._budget)
+            self._position, self._resuming = Position(), False
+            self._open = _Open(process)
+            self._finalizer = weakref.finalize(self, self._open.close, at_exit=True)
+            if model is None:
+                tell_assumption(self.ranks.rank)
+            bound = self.config.plan_timeout + self.config.store_timeout
+            handshake.compare(self._shared_terms(), bound)
 
     @property
     def epoch(self) -> int:
@@ -144,7 +153,8 @@ class DCPDataLoader:
             self._position = self._background.source.rewind(self._position)
         start, batching = self._start(), self._batching()
         steps, first = batching.steps(start), batching.first_number(start)
-        look_ahead = LookAhead(self._background, steps, self._open_store(), first)
+        store = self._open_store(self.config.store_timeout)
+        look_ahead = LookAhead(self._background, steps, store, first)
         self._open.look_ahead = look_ahead
         return self._batches(look_ahead, batching)
 
@@ -200,12 +210,14 @@ class DCPDataLoader:
         return Batching(source, self.config, self._budget, ranks.replica, ranks.num_replicas)
 
     def _terms(self) -> Terms:
+        source = self._background.source.terms()
+        lengths = source.pop("lengths", "")
         by_budget = isinstance(self._budget, int) and self.config.batch_sampler is None
         return Terms(
             seed=self.config.seed,
             shuffle=self.config.shuffle,
             order=describe_sampler(self.config.order),
-            dataset=self._background.source.identity(),
+            dataset=", ".join(f"{name} {text}" for name, text in source.items()),
             num_samples=self._background.source.num_samples,
             tokens_per_batch=self._budget if by_budget else None,  # type: ignore[arg-type]
             schedule=self._schedule,
@@ -213,18 +225,33 @@ class DCPDataLoader:
             max_length=self.config.max_length,
             too_long=self.config.too_long,
             drop_last=self.config.drop_last,
+            lengths=lengths,
         )
 
-    def _open_store(self) -> Store:
-        """A store of this iteration's keys: by run, restart, loader and iteration."""
-        self._iterations += 1
+    def _shared_terms(self) -> dict[str, str]:
+        """What has to be equal on all ranks, by name."""
+        background = self._background
+        if not self.ranks.shared:
+            return {}
+        return {
+            **self.config.shared_terms(),
+            **background.planning.shared_terms(),
+            **background.source.terms(),
+            **background.masking.terms(background.source),
+            "order": describe_sampler(self.config.order),
+            "schedule": self._schedule,
+        }
+
+    def _open_store(self, timeout: float) -> Store:
+        """A store of its own keys: by run, restart, loader and iteration (0: the handshake)."""
+        number, self._iterations = self._iterations, self._iterations + 1
         if not self.ranks.shared:
             return LocalStore()
         run = os.environ.get("TORCHELASTIC_RUN_ID", "run")
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        prefix = f"dyncp/{run}/{restart}/{self._number}/{self._iterations}"
+        prefix = f"dyncp/{run}/{restart}/{self._number}/{number}"
         store = distributed_c10d._get_default_store()
-        return SharedStore(store, prefix, dist.get_rank(), self.config.store_timeout)
+        return SharedStore(store, prefix, dist.get_rank(), timeout)
 
     def _log(self) -> None:
         every, first = self.config.log_every, not self.ranks.member and not self.ranks.replica
@@ -239,13 +266,13 @@ class _Open:
         self.process = process
         self.look_ahead: LookAhead | None = None
 
-    def close_iteration(self) -> None:
+    def close_iteration(self, *, at_exit: bool = False) -> None:
         if self.look_ahead is not None:
-            self.look_ahead.close()
+            self.look_ahead.close(at_exit=at_exit)
             self.look_ahead = None
 
-    def close(self) -> None:
-        self.close_iteration()
+    def close(self, *, at_exit: bool = False) -> None:
+        self.close_iteration(at_exit=at_exit)
         self.process.close()
 
 

@@ -53,6 +53,7 @@ class Terms:
     max_length: int | None
     too_long: str
     drop_last: bool
+    lengths: str = ""  # "": not given
 
 
 def to_state(position: Position, terms: Terms, num_replicas: int) -> dict[str, Any]:
@@ -78,10 +79,13 @@ def from_state(
     if not own_budget:
         terms = replace(terms, tokens_per_batch=saved.tokens_per_batch)
     for name, value in asdict(saved).items():
-        if getattr(terms, name) != value:
+        mine = getattr(terms, name)
+        if name == "lengths" and not (mine and value):
+            continue  # batches are the same, whoever knew their lengths
+        if mine != value:
             raise ValueError(
-                f"loader state was saved with {name}={value}, this loader has "
-                f"{getattr(terms, name)}; the batches after it would not be the next ones"
+                f"loader state was saved with {name}={value}, this loader has {mine}; the batches "
+                "after it would not be the next ones"
             )
     values = state["position"].items()
     position = Position(**{k: from_text(v) if isinstance(v, str) else v for k, v in values})

@@ -1,7 +1,7 @@
 """Datasets that can only be iterated. Every rank reads the whole stream."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -59,12 +59,12 @@ class StreamSource:
     def read(self, entry: Entry) -> Any:
         return entry.sample
 
-    def identity(self) -> str:
+    def terms(self) -> dict[str, str]:
         """Nothing is known of a stream before it is read."""
-        return ""
+        return {}
 
-    def probes(self) -> list[int]:
-        return []
+    def probes(self) -> Mapping[int, Any]:
+        return {}
 
     def _samples(self, place: int, epoch: int) -> Iterator[tuple[int, Any]]:
         with self._reading:
