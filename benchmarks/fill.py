@@ -24,7 +24,8 @@ from dyncp import masks
 from dyncp.cost import CostModel, find_model, find_profile
 from dyncp.dataloader.batching import Batching
 from dyncp.dataloader.config import LoaderConfig
-from dyncp.dataloader.dataset import Entry, open_source
+from dyncp.dataloader.dataset import open_source
+from dyncp.dataloader.entry import Entry
 from dyncp.dataloader.sample_seconds import SampleSeconds
 from dyncp.dataloader.state import Position
 from dyncp.samplers.sample import find_distribution

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 
+from dyncp import masks
+from dyncp.dataloader.batch_data import BatchData, Masking
 from dyncp.dataloader.batching import Batching
 from dyncp.dataloader.config import LoaderConfig
 from dyncp.dataloader.dataset import MapSource, find_lengths, open_source
@@ -19,7 +21,7 @@ LENGTHS = (5, 9, 3, 12, 1, 7)
 SAMPLES = [{"input_ids": [i] * n, "tokens": n} for i, n in enumerate(LENGTHS)]
 
 
-TERMS = Terms(0, True, 6, 16, 2, None, "error", 16, 16)
+TERMS = Terms(0, True, "", "samples", 6, 16, "", 2, None, "error", False, 16)
 
 
 def batching(samples=SAMPLES, replica=0, num_replicas=1, window=1, **options):
@@ -61,7 +63,7 @@ def test_a_truncated_sample_is_cut_in_all_its_token_fields():
     config = LoaderConfig(max_length=4, too_long="truncate", token_fields={"grid": 1})
     source = open_source([sample], config)
     (step,) = Batching(source, config, 8, 0, 1).steps(Position())
-    cut = source.sample(step.selections[0].entries[0])
+    cut = BatchData(step.selections[0], source, Masking(masks.causal), config).sample(0)
     assert len(cut["input_ids"]) == len(cut["labels"]) == 4
     assert cut["grid"].shape == (3, 4)
 
@@ -90,7 +92,8 @@ def test_samplers_say_the_order_or_the_batches():
     assert batches(sampler=[5, 3, 0], tokens_per_batch=16) == [[5], [3], [0]]
     made = [[0, 5], [3], [1, 2, 4]]
     assert batches(batch_sampler=made) == made
-    assert batches(batch_sampler=made, start=Position(samples=1, batches=1)) == made[1:]
+    first = next(batching(batch_sampler=made).steps(Position())).selections[-1].end
+    assert batches(batch_sampler=made, start=first) == made[1:]
     for wrong in (
         {"shuffle": True, "sampler": [0]},
         {"sampler": [0], "batch_sampler": [[0]]},
@@ -127,7 +130,7 @@ def test_lengths_that_are_wrong_are_noticed_when_the_sample_is_read():
     source = MapSource(SAMPLES, LoaderConfig(lengths=[5, 9, 4, 12, 1, 7]))
     entries = list(source.entries(Position()))
     with pytest.raises(ValueError, match="sample 2 has 3 tokens; lengths= says 4"):
-        source.sample(entries[2])
+        source.read(entries[2])
 
 
 class Stream(IterableDataset):

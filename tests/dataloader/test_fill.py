@@ -11,8 +11,9 @@ from dyncp import AttentionShape, masks
 from dyncp.cost import MODELS, CostModel, find_profile
 from dyncp.dataloader.batching import Batching
 from dyncp.dataloader.config import LoaderConfig
-from dyncp.dataloader.dataset import Entry, open_source
+from dyncp.dataloader.dataset import open_source
 from dyncp.dataloader.deal import level_round
+from dyncp.dataloader.entry import Entry
 from dyncp.dataloader.fill import best_subset, fill_batches
 from dyncp.dataloader.sample_seconds import SampleSeconds
 from dyncp.dataloader.state import Position

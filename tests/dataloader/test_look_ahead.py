@@ -2,26 +2,31 @@
 
 import json
 import logging
+import struct
 import time
 
 import pytest
 import torch
 from torch.utils.data import Dataset
 
-from dyncp import AttentionShape, Batch, DCPDataLoader, PlannerConfig, masks
+from dyncp import AttentionShape, Batch, DCPDataLoader, PlannerConfig, masks, plan_batch
 from dyncp.cost import ModelConfig
+from dyncp.dataloader.batch_data import BatchData, Masking
 from dyncp.dataloader.batching import SelectedStep, Selection
 from dyncp.dataloader.config import LoaderConfig
-from dyncp.dataloader.dataset import Entry
+from dyncp.dataloader.decision import Decision
+from dyncp.dataloader.entry import Entry
 from dyncp.dataloader.errors import BatchMismatch, Closed, PeerError
 from dyncp.dataloader.exchange import Exchange, Waiting
 from dyncp.dataloader.model_shape import shape_of
 from dyncp.dataloader.plan_store import LocalStore, chunk_keys
 from dyncp.dataloader.plan_worker import PlanReply
 from dyncp.dataloader.planning import Planning
+from dyncp.dataloader.prepare import Preparing
 from dyncp.dataloader.ranks import LoaderRanks
 from dyncp.dataloader.state import Position
-from dyncp.plan import encode_part
+from dyncp.plan import PlanDecodeError, encode_part
+from dyncp.plan.codec import decode_body
 from dyncp.samplers import sample_lengths
 from dyncp.topology import Topology, preset
 from dyncp.train.config import SIZES
@@ -228,6 +233,30 @@ def test_parts_travel_in_chunks(monkeypatch):
     assert not store._values
 
 
+def test_parts_of_another_rank_or_plan_are_refused():
+    plan, other = (plan_batch(Batch.of([masks.causal(n)], [4]), Topology(1, 2)) for n in (40, 41))
+    for parts in (plan.parts[::-1], other.parts):
+        _, (first, second) = exchanges()
+        encoded = tuple(encode_part(part) for part in parts)
+        reply = PlanReply(encoded, plan.digest, plan.fingerprint, "bisection", 20, 0.1)
+        first.publish(3, SELECTION, reply)
+        preparing = Preparing(LoaderConfig(), RANKS[1], None, second)
+        data = BatchData(SELECTION, None, Masking(masks.causal), LoaderConfig())
+        with pytest.raises(
+            PeerError, match=r"part of another plan: rank \d of 2, .*; agreed on was"
+        ):
+            preparing._part(data, second.decision(3, SELECTION))
+
+
+def test_texts_in_the_store_that_cannot_be_read_are_refused():
+    for text in (b"[" * 100_000, b"[]", b"{}", b'{"samples": 3}'):
+        with pytest.raises(PeerError, match="the store has "):
+            Decision.decode(text)
+    deep = b"[" * 100_000
+    with pytest.raises(PlanDecodeError, match="plan part is malformed"):
+        decode_body(struct.pack("<I", len(deep)) + deep, "00" * 16)
+
+
 def test_disagreements_have_both_fingerprints_and_reach_all_ranks():
     store, (first, second) = exchanges()
     first.publish(3, SELECTION, REPLY)
@@ -253,7 +282,7 @@ def test_replicas_that_deal_differently_are_noticed():
     first.add_targets(SelectedStep(0, (SELECTION,), None, "f1"), 5)
     with pytest.raises(BatchMismatch, match="dealt the batches of step 0 differently: the first h"):
         second.add_targets(SelectedStep(0, (SELECTION,), None, "f2"), 5)
-    with pytest.raises(BatchMismatch, match="rank 0 of replica 1 f2"):
+    with pytest.raises(BatchMismatch, match="rank 1 of replica 1 f2"):
         first.total_targets(SelectedStep(0, (SELECTION,), None, "f1"))
     for exchange in (first, second):
         exchange.close()
@@ -282,16 +311,16 @@ def test_an_epoch_of_another_length_is_noticed():
         second.finish(4)
 
 
-def test_ranks_that_never_come_to_an_agreement_are_counted():
+def test_ranks_that_never_come_to_an_agreement_are_named():
     _, (first, second) = exchanges(stalled=100.0)
     step = SelectedStep(0, (SELECTION,), None)
     first.add_targets(step, 5)
     with pytest.raises(
-        PeerError, match="rank 0 waited 2 s for all ranks to agree on step 0: 1 of 2"
+        PeerError, match="rank 0 waited 2 s for all ranks to agree on step 0: rank 1 has not begun"
     ):
         first.total_targets(step)
     second.finish(1)
-    with pytest.raises(PeerError, match="rank 1 waited 2 s for all ranks to end the epoch: 1 of 2"):
+    with pytest.raises(PeerError, match="rank 1 waited 2 s for all ranks to end the epoch: rank 0"):
         second.wait_for_all_ends()
 
 

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -81,6 +82,18 @@ def test_failures_of_the_planner_have_a_reason(process):
     with pytest.raises(PlanFailed, match=r"the planner did not answer within 0\.3 s"):
         ask(process, UNLUCKY, planner_faults.endless)
     assert process.pid is None
+
+
+def test_a_request_that_cannot_be_read_costs_no_process(process, monkeypatch):
+    ask(process)
+    pid = process.pid
+    missing = ModuleType("a_module_that_is_not_there")
+    monkeypatch.setitem(sys.modules, missing.__name__, missing)
+    exec("def plan(): pass", missing.__dict__)
+    with pytest.raises(PlanFailed, match=r"raised ModuleNotFoundError: .*\(reading the request\)"):
+        ask(process, function=missing.plan)
+    assert process.pid == pid
+    assert process.restarts == 0
 
 
 def test_it_ends_when_its_parent_is_killed():
@@ -189,6 +202,67 @@ def test_breaking_off_and_closing_leave_no_thread_and_no_process():
     pid = loader.planning_pid
     del loader, iterator
     assert wait_until(lambda: is_gone(pid))
+
+
+MAIN_SCRIPT = """
+from dyncp import DCPDataLoader, masks, plan_batch
+def own(*args, **keywords):
+    return plan_batch(*args, **keywords)
+for function in (own, lambda *args: None):
+    try:
+        DCPDataLoader([{"input_ids": [1]}], masks.causal, plan_function=function)
+    except ValueError as error:
+        print(error)
+"""
+
+
+def run_script(folder, text):
+    (folder / "script.py").write_text(text)
+    root = Path(dyncp.__file__).parents[1]
+    return subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+        env=os.environ | {"PYTHONPATH": str(root)},
+    )
+
+
+def test_a_plan_function_that_the_planning_process_cannot_get_is_refused(tmp_path):
+    first, second = run_script(tmp_path, MAIN_SCRIPT).stdout.splitlines()
+    assert "of the main script, which the planning process does not run; put it into a mod" in first
+    assert "which the planning process cannot get" in second
+
+
+EXITS = """
+import sys, threading, time, torch
+from dyncp import DCPDataLoader, masks
+class Slow:
+    def __len__(self):
+        return 300
+    def __getitem__(self, index):
+        time.sleep(0.02)
+        return {"input_ids": [1] * 40}
+loader = DCPDataLoader(Slow(), masks.causal, tokens_per_batch=80)
+iterator = iter(loader)
+"""
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "",
+        "next(iterator)",
+        "sys.loader, sys.iterator = loader, iterator; next(iterator)",
+        "loader.cycle = loader, iterator; next(iterator); del loader, iterator",
+        "threading.Thread(target=lambda: (time.sleep(0.5), next(iterator))).start()",
+        "threading.Thread(target=lambda: list(loader), daemon=True).start(); time.sleep(2)",
+    ],
+)
+def test_the_end_of_the_interpreter_is_quiet(tmp_path, end):
+    assert run_script(tmp_path, EXITS + end).stderr == ""
 
 
 SCRIPT = """

@@ -174,7 +174,7 @@ def test_padded_samples_are_cut_without_their_padding():
 
     for data, _ in DCPDataLoader([sample], mask_fn, max_length=3, too_long="split"):
         assert data["input_ids"].tolist() == [[1, 2, 3, 4, 5]]
-    assert seen == [([1, 2, 3], [1, 1, 1]), ([4, 5], [1, 1])]
+    assert seen == [([1, 2, 3, 4, 5], [1] * 5)] * 2  # the whole sample, for each piece
 
 
 @pytest.mark.parametrize(

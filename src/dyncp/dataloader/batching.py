@@ -15,8 +15,9 @@ from functools import cached_property
 from itertools import count, islice
 
 from dyncp.dataloader.config import Budget, LoaderConfig, check_budget
-from dyncp.dataloader.dataset import Entry, MapSource, Source
+from dyncp.dataloader.dataset import MapSource, Source
 from dyncp.dataloader.deal import DealState, deal_rounds
+from dyncp.dataloader.entry import Entry
 from dyncp.dataloader.fill import FilledBatch, FillState, fill_batches
 from dyncp.dataloader.skipping import Skipped, why
 from dyncp.dataloader.state import Position
@@ -85,7 +86,7 @@ class Batching:
         """The optimiser steps from a position to the end of the last epoch. Batches and steps are
         numbered on from one epoch to the next."""
         position, steps, batches = start, 0, 0
-        for epoch in self._epochs(start.epoch):
+        for _ in self._epochs(start.epoch):
             for step in self.epoch_steps(position):
                 yield step.after(steps, batches)
                 position = step.selections[-1].end
@@ -93,7 +94,11 @@ class Batching:
                 return  # an empty dataset
             steps += -(-position.batches // self._per_step)
             batches += self.first_number(position)
-            position = position.next_epoch(epoch + 1)
+            position = self.next_epoch(position)
+
+    def next_epoch(self, position: Position) -> Position:
+        """The start of the epoch after that of a position, which has been read to its end."""
+        return self._source.start(position.next_epoch(position.epoch + 1))
 
     def first_number(self, position: Position) -> int:
         """Number of the first batch that a replica gets from a position on."""
@@ -173,19 +178,18 @@ class Batching:
         return sum(self._seconds(entry.length) for entry in batch.entries)
 
     def _sampled(self, source: MapSource, start: Position) -> Iterator[FilledBatch]:
-        sampler = self._config.batch_sampler
-        assert sampler is not None
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(start.epoch)
-        for read, indices in enumerate(islice(sampler, start.samples, None), start.samples):
-            numbered = source.numbered(map(int, indices), start.epoch)
-            entries = tuple(piece for entry in numbered for piece in self._fit(entry, None))
+        before = FillState(start.samples, (), start.dataset_state)
+        for read, listed in enumerate(source.lists(start), start.samples):
+            entries = tuple(piece for entry in listed for piece in self._fit(entry, None))
+            state = listed[-1].dataset_state if listed else before.dataset_state
+            after = FillState(read + 1, (), state)
             if entries:
-                yield FilledBatch(read, entries, FillState(read), FillState(read + 1))
+                yield FilledBatch(read, entries, before, after)
+            before = after
 
     def _budget_of(self, number: int) -> int:
         if callable(self._budget):
-            return check_budget(self._budget(number), f" for batch {number}")
+            return check_budget(self._budget(number), number)
         return self._budget
 
     def _fit(self, entry: Entry, budget: int | None) -> list[Entry]:

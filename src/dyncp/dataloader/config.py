@@ -1,12 +1,18 @@
 """LoaderConfig: the options of DCPDataLoader, checked when it is built. Needs no torch."""
 
+import hashlib
+import operator
+import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import numpy as np
+
 from dyncp.planner import plan_batch
 
 TOKENS_PER_RANK = 8192
+STORE_TIMEOUT = 300.0
 # Chosen by benchmarks/fill.py: how full batches and how level replicas get.
 FILL_WINDOW, DEAL_WINDOW, DEAL_WINDOW_READ = 32, 16, 4
 MADE_FIELDS = (
@@ -14,6 +20,25 @@ MADE_FIELDS = (
 )  # fmt: skip
 TOO_LONG = ("error", "truncate", "drop", "split")
 LEFT_OUT = ("error", "drop")  # bad and empty samples
+LEAST = {
+    "tokens_per_batch": 1,
+    "accumulation_steps": 1,
+    "seed": 0,
+    "max_length": 1,
+    "max_tokens_per_rank": 1,
+    "local_multiple": 1,
+    "look_ahead": 0,
+    "log_every": 1,
+    "epochs": 1,
+    "window": 1,
+    "num_workers": 0,
+}
+# Options that may differ between ranks, and those that are compared by what they stand for.
+OWN_TERMS = {
+    "look_ahead", "plan_timeout", "store_timeout", "pin_memory", "log_every",
+    "sampler", "batch_sampler", "lengths", "sample_fields", "sample_ids", "collate", "num_workers",
+}  # fmt: skip
+SCHEDULE_BATCHES = 4096  # whose budgets are compared one by one
 
 Budget = int | Callable[[int], int]
 
@@ -70,7 +95,7 @@ class LoaderConfig:
     local_multiple: int = 1
     look_ahead: int = 4
     plan_timeout: float = 300.0
-    store_timeout: float = 300.0
+    store_timeout: float = STORE_TIMEOUT
     plan_function: Callable[..., Any] = plan_batch
     token_fields: Mapping[str, int] = field(default_factory=dict)
     sample_fields: Sequence[str] = ()
@@ -93,16 +118,10 @@ class LoaderConfig:
         return LoaderConfig(**options)
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("accumulation_steps", 1), ("max_length", 1), ("max_tokens_per_rank", 1),
-            ("local_multiple", 1), ("look_ahead", 0), ("log_every", 1), ("epochs", 1),
-            ("window", 1), ("num_workers", 0),
-        ):  # fmt: skip
+        for name, least in LEAST.items():
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} is {value}; at least {least} is needed")
-        if not callable(self.tokens_per_batch):
-            check_budget(self.tokens_per_batch)
+            if value is not None and not callable(value):
+                object.__setattr__(self, name, whole_number(name, value, least))
         for name in ("plan_timeout", "store_timeout"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; seconds above 0 are needed")
@@ -119,6 +138,7 @@ class LoaderConfig:
                 "lengths= they are made first. Leave lengths= out, or give bad samples the length "
                 "0 and empty_samples='drop'"
             )
+        check_plan_function(self.plan_function)
         self._check_order()
         self._check_fields()
 
@@ -168,6 +188,21 @@ class LoaderConfig:
             return 1, 1
         return FILL_WINDOW, DEAL_WINDOW if knows_lengths else DEAL_WINDOW_READ
 
+    def shared_terms(self) -> dict[str, str]:
+        """Options that have to be equal on all ranks, as texts."""
+        names = [field.name for field in fields(self) if field.name not in OWN_TERMS]
+        budget = self.tokens_per_batch
+        return {name: repr(getattr(self, name)) for name in names} | {
+            "tokens_per_batch": "a function" if callable(budget) else repr(budget),
+            "token_fields": repr(sorted(self.token_fields.items())),
+            "plan_function": describe_function(self.plan_function),
+        }
+
+    @property
+    def order(self) -> Iterable[Any] | None:
+        """The sampler, or the batch sampler."""
+        return self.batch_sampler if self.sampler is None else self.sampler
+
     def budget(self, num_ranks: int) -> Budget:
         """The token budget of a plan for `num_ranks` ranks."""
         if self.tokens_per_batch is not None:
@@ -178,8 +213,58 @@ class LoaderConfig:
         return per_rank * num_ranks
 
 
-def check_budget(tokens: int | None, where: str = "") -> int:
-    """The budget itself; raises ValueError for one that holds nothing."""
-    if tokens is not None and tokens < 1:
-        raise ValueError(f"tokens_per_batch is {tokens}{where}; at least 1 is needed")
-    return tokens or 0
+def whole_number(name: str, value: Any, least: int, where: str = "") -> int:
+    """An option as a plain int: one of numpy's compares and saves differently."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        text = f"{name} is {value!r}{where}; a whole number is needed"
+        raise ValueError(text) from None
+    if number < least:
+        raise ValueError(f"{name} is {number}{where}; at least {least} is needed")
+    return number
+
+
+def check_budget(tokens: Any, number: int) -> int:
+    """What a schedule gave for a batch; raises ValueError for a budget that holds nothing."""
+    return whole_number("tokens_per_batch", tokens, 1, f" for batch {number}")
+
+
+def describe_schedule(budget: Budget) -> str:
+    """Stands for the budgets that a schedule gives: of all early batches, and ever fewer of later
+    ones."""
+    if not callable(budget):
+        return ""
+    later = np.unique(np.geomspace(SCHEDULE_BATCHES, 1e7, 4 * SCHEDULE_BATCHES).astype(np.int64))
+    numbers = [*range(SCHEDULE_BATCHES), *later.tolist()]
+    budgets = [_budget_text(budget, number) for number in numbers]
+    return hashlib.blake2b(" ".join(budgets).encode(), digest_size=8).hexdigest()
+
+
+def _budget_text(schedule: Callable[[int], int], number: int) -> str:
+    try:
+        return str(int(schedule(number)))
+    except Exception as error:  # a list that ends, for example
+        return type(error).__name__
+
+
+def describe_function(function: Any) -> str:
+    """A function's name; the type of another callable."""
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def check_plan_function(function: Any) -> None:
+    """The planning process imports it by its name, which the main script has not got there."""
+    try:
+        pickled = pickle.dumps(function)
+    except Exception as error:
+        raise ValueError(
+            f"plan_function is {function!r}, which the planning process cannot get ({error}); give "
+            "a function of a module"
+        ) from None
+    if b"__main__" in pickled:
+        raise ValueError(
+            f"plan_function is {function!r} of the main script, which the planning process does "
+            "not run; put it into a module of its own and import it"
+        )

@@ -1,9 +1,10 @@
 """Access to datasets: by index (lists, torch and Hugging Face datasets), or as streams."""
 
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any, Protocol
 
@@ -12,28 +13,14 @@ from torch.utils.data import IterableDataset
 
 from dyncp.arrays import Int64
 from dyncp.dataloader.config import LoaderConfig
+from dyncp.dataloader.entry import Entry
 from dyncp.dataloader.errors import SampleError
+from dyncp.dataloader.order import SampledOrder, digest_of
 from dyncp.dataloader.reading import Reader
-from dyncp.dataloader.samples import cut_sample, input_ids_of
+from dyncp.dataloader.samples import sample_bytes
 from dyncp.dataloader.skipping import read_sample
 from dyncp.dataloader.state import Position
-
-
-@dataclass(frozen=True, eq=False)
-class Entry:
-    """A sample in the order of an epoch: its place there, its index in the dataset, its tokens.
-
-    Of a sample that is cut, `length` tokens from `start` on. `sample` is there if it had to be read
-    to learn its length; without tokens it is the reason why the sample is left out. `dataset_state`
-    is that of a stream after it."""
-
-    place: int
-    index: int
-    length: int
-    sample: Any = None
-    dataset_state: Any = None
-    start: int = 0
-    epoch: int = 0
+from dyncp.dataloader.stream import StreamSource
 
 
 class Source(Protocol):
@@ -43,11 +30,17 @@ class Source(Protocol):
     knows_lengths: bool  # without reading samples
     random_access: bool
 
+    def start(self, position: Position) -> Position:
+        """The position, with what is needed to begin there once more, if it is an epoch's start."""
+
+    def rewind(self, position: Position) -> Position:
+        """The start of the position's epoch."""
+
     def entries(self, position: Position) -> Iterator[Entry]:
         """The samples from a position on; lengths are those of the dataset."""
 
-    def sample(self, entry: Entry) -> Any:
-        """The sample of an entry, cut to the entry's length."""
+    def read(self, entry: Entry) -> Any:
+        """The sample of an entry, as the dataset gives it, without its padding."""
 
     def read_ahead(self, entries: Iterable[Entry]) -> None:
         """Samples that will be asked for soon."""
@@ -58,9 +51,15 @@ class Source(Protocol):
     def close(self) -> None:
         """Ends reading workers."""
 
-    def by_lengths(self) -> "Source | None":
+    def by_lengths(self) -> "MapSource | None":
         """The same samples in the same order without reading any; None if not all lengths are
         known yet."""
+
+    def terms(self) -> dict[str, str]:
+        """What stands for the dataset, by name; equal for equal ones."""
+
+    def probes(self) -> Mapping[int, Any]:
+        """A few samples by their indices, read once (None: that failed)."""
 
 
 def open_source(dataset: Any, config: LoaderConfig) -> Source:
@@ -97,31 +96,42 @@ class MapSource:
         given = config.lengths
         self._lengths = None if given is None else find_lengths(dataset, given, least)
         self.knows_lengths = self._lengths is not None
-        self._reader = Reader(dataset, config.num_workers, config.seed)
         self._found = np.full(len(dataset), -1, np.int64)  # lengths of samples that were read
+        self._reader = Reader(dataset, config.num_workers, config.seed)
+        self._sampled = None if config.order is None else SampledOrder(config.order, config.seed)
+
+    def start(self, position: Position) -> Position:
+        if self._sampled is None or position.dataset_state is not None:
+            return position
+        return replace(position, dataset_state=self._sampled.start())
+
+    def rewind(self, position: Position) -> Position:
+        start, state = position.next_epoch(position.epoch), position.dataset_state
+        if self._sampled is None or state is None:
+            return start
+        return replace(start, dataset_state=self._sampled.rewind(state))
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Inside it the order may be read without a trace."""
+        return nullcontext() if self._sampled is None else self._sampled.aside()
 
     def entries(self, position: Position) -> Iterator[Entry]:
-        order = islice(self._order(position.epoch), position.samples, None)
-        return self.numbered(order, position.epoch, position.samples)
+        return self._numbered(self._order(position), position.epoch, position.samples)
 
-    def numbered(self, indices: Iterable[int], epoch: int, first: int = 0) -> Iterator[Entry]:
-        """Entries of these indices; samples are only read where their lengths are not known."""
-        if self._lengths is not None:
-            for place, index in enumerate(indices, first):
-                yield Entry(place, index, int(self._lengths[index]), epoch=epoch)
-            return
-        for place, (index, read) in enumerate(self._reader.in_order(indices, epoch), first):
-            length, sample = read_sample(read, index, self._config)
-            self._found[index] = length
-            yield Entry(place, index, length, sample, epoch=epoch)
+    def lists(self, position: Position) -> Iterator[list[Entry]]:
+        """The entries of every list of a batch sampler."""
+        assert self._sampled is not None
+        for indices, state in self._sampled.items(self.start(position)):
+            listed = ((int(index), state) for index in indices)
+            yield list(self._numbered(listed, position.epoch, 0))
 
-    def sample(self, entry: Entry) -> Any:
+    def read(self, entry: Entry) -> Any:
         if entry.sample is not None:
-            return cut_to(entry, entry.sample, self._config)
+            return entry.sample
         read = partial(self._reader.read, (entry.epoch, entry.index))
         length, sample = read_sample(read, entry.index, self._config)
         self._check_length(entry, length)
-        return cut_to(entry, sample, self._config)
+        return sample
 
     def read_ahead(self, entries: Iterable[Entry]) -> None:
         self._reader.ahead((e.epoch, e.index) for e in entries if e.sample is None)
@@ -142,86 +152,66 @@ class MapSource:
         counting._lengths = lengths
         return counting
 
+    def terms(self) -> dict[str, str]:
+        """Of lengths, if they are known, and of a few samples."""
+        terms = {"number of samples": str(self.num_samples)}
+        if self._lengths is not None:
+            terms["lengths"] = digest_of(self._lengths.tobytes())
+        for index, sample in self.probes().items():
+            terms[f"sample {index}"] = self._digest(sample, index)
+        return terms
+
+    def probes(self) -> Mapping[int, Any]:
+        return self._probes
+
+    @cached_property
+    def _probes(self) -> dict[int, Any]:
+        """The first, middle and last sample."""
+        last = (self.num_samples or 0) - 1
+        return {i: self._probe(i) for i in sorted({0, last // 2, last})} if last >= 0 else {}
+
+    def _probe(self, index: int) -> Any:
+        try:
+            return self._reader.read_here((0, index))
+        except SampleError:  # it may not be in the sampler's order; if it is, it shows there
+            return None
+
+    def _digest(self, sample: Any, index: int) -> str:
+        try:
+            return digest_of(sample_bytes(sample, index, self._config.token_fields))
+        except ValueError:
+            return "not readable"
+
+    def _numbered(
+        self, order: Iterator[tuple[int, Any]], epoch: int, first: int
+    ) -> Iterator[Entry]:
+        """Entries of indices, each with the state after it; samples are only read where their
+        lengths are not known."""
+        if self._lengths is not None:
+            for place, (index, state) in enumerate(order, first):
+                length = int(self._lengths[index])
+                yield Entry(place, int(index), length, None, state, epoch, length)
+            return
+        read_in_order = enumerate(self._reader.in_order(order, epoch), first)
+        for place, (index, state, read) in read_in_order:
+            length, sample = read_sample(read, index, self._config)
+            self._found[index] = length
+            yield Entry(place, index, length, sample, state, epoch, length)
+
     def _check_length(self, entry: Entry, found: int) -> None:
-        assert self._lengths is not None
-        if found != self._lengths[entry.index]:
+        if found != entry.whole:
             raise ValueError(
-                f"sample {entry.index} has {found} tokens; lengths= says "
-                f"{self._lengths[entry.index]}"
+                f"sample {entry.index} has {found} tokens; lengths= says {entry.whole}"
             )
 
-    def _order(self, epoch: int) -> Iterator[int]:
-        if self._config.sampler is not None:
-            _set_epoch(self._config.sampler, epoch)
-            return map(int, self._config.sampler)
-        if not self._config.shuffle:
-            return iter(range(self.num_samples or 0))
-        order = np.random.default_rng((self._config.seed, epoch)).permutation(self.num_samples or 0)
-        return iter(order.tolist())
-
-
-class StreamSource:
-    """Every rank reads the whole stream. A dataset with `state_dict` resumes by its own state,
-    others by reading again what was read before."""
-
-    random_access = False
-    knows_lengths = False
-    num_samples: int | None = None
-
-    def __init__(self, dataset: Any, config: LoaderConfig) -> None:
-        self._dataset, self._config = dataset, config
-        self._stateful = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
-        self._first_state = dataset.state_dict() if self._stateful else None
-
-    def entries(self, position: Position) -> Iterator[Entry]:
-        _set_epoch(self._dataset, position.epoch)
-        resumes = self._stateful and position.dataset_state is not None
-        if self._stateful:
-            self._dataset.load_state_dict(position.dataset_state if resumes else self._first_state)
-        samples = self._samples(position.samples if resumes else 0)
-        skipped = 0 if resumes else position.samples
-        for place, found in islice(samples, skipped, None):
-            state = self._dataset.state_dict() if self._stateful else None
-            length, sample = read_sample(partial(_itself, found), place, self._config)
-            yield Entry(place, place, length, sample, state)
-
-    def _samples(self, place: int) -> Iterator[tuple[int, Any]]:
-        samples = iter(self._dataset)
-        while True:
-            try:
-                sample = next(samples)
-            except StopIteration:
-                return
-            except Exception as error:
-                raise SampleError(place, "reading", error) from error
-            yield place, sample
-            place += 1
-
-    def sample(self, entry: Entry) -> Any:
-        return cut_to(entry, entry.sample, self._config)
-
-    def read_ahead(self, entries: Iterable[Entry]) -> None:
-        """A stream has been read."""
-
-    def open(self) -> None:
-        """A stream is read in the loader's thread."""
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-    def by_lengths(self) -> None:
-        return None
-
-
-def cut_to(entry: Entry, sample: Any, config: LoaderConfig) -> Any:
-    """The part of a sample that the entry stands for."""
-    if len(input_ids_of(sample, entry.index)) == entry.length:
-        return sample
-    return cut_sample(sample, entry.start, entry.length, config.token_fields)
-
-
-def _itself(sample: Any) -> Any:
-    return sample
+    def _order(self, position: Position) -> Iterator[tuple[int, Any]]:
+        if self._sampled is not None:
+            return self._sampled.items(self.start(position))
+        indices: Iterable[int] = range(self.num_samples or 0)
+        if self._config.shuffle:
+            rng = np.random.default_rng((self._config.seed, position.epoch))
+            indices = rng.permutation(self.num_samples or 0).tolist()
+        return ((index, None) for index in islice(indices, position.samples, None))
 
 
 def find_lengths(dataset: Any, lengths: Any, least: int = 1) -> Int64:
@@ -271,9 +261,3 @@ def _column(dataset: Any, name: str) -> Any:
         f"lengths is {name!r}, but {type(dataset).__name__} has no columns; give an array of "
         "lengths instead"
     )
-
-
-def _set_epoch(what: Any, epoch: int) -> None:
-    """Samplers and datasets that shuffle themselves do it by epoch."""
-    if hasattr(what, "set_epoch"):
-        what.set_epoch(epoch)

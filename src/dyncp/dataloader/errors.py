@@ -1,5 +1,7 @@
 """What can go wrong while batches are prepared ahead."""
 
+from typing import Any
+
 
 class StoreError(RuntimeError):
     """The store did not answer, or the connection to it is gone."""
@@ -20,6 +22,10 @@ class SampleError(RuntimeError):
         super().__init__(f"{doing} of sample {index} raised {type(error).__name__}: {error}")
         self.index = index
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled with its text; the cause stays where it was raised."""
+        return _sample_error, (self.index, str(self))
+
 
 class EmptySample(ValueError):  # noqa: N818 (what it is, not only that it is wrong)
     """A sample has no tokens."""
@@ -31,3 +37,9 @@ class PlanFailed(RuntimeError):  # noqa: N818 (not an error of the run: the batc
 
 class Closed(Exception):  # noqa: N818 (never leaves the loader)
     """The iteration is being closed: threads leave what they are waiting for."""
+
+
+def _sample_error(index: int, text: str) -> SampleError:
+    error = SampleError.__new__(SampleError, text)
+    error.args, error.index = (text,), index
+    return error

@@ -8,26 +8,31 @@ tokens to those of the optimiser step; the sum is only there when every rank has
     r0/b7/decision   planned or static, with the fingerprint of the batch that was planned
     r0/b7/part/2     rank 2's encoded part (and part/2/1, ... if it is large)
     r0/b7/static     digest of the static plan
+    r0/b7/sample/3   what the first rank read of sample 3, which several ranks have tokens of
     r0/b7/left       how many members need none of these any more; the last one deletes them
     s7/items, s7/total, s7/left     targets of step 7: how many so far, of all, taken by
     s7/dealt                        fingerprint of the batches of all replicas
     end, ended, all_ended           number of batches, and how many ranks have come to the end
-    error, closed                   a failed rank's message, closing
+    at/2                            where process 2 is (see peers.py)
+    error, closed, closed/2         a failed rank's message, who has left
 """
 
 import json
 import logging
 import threading
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from dyncp.dataloader.batching import SelectedStep, Selection
+from dyncp.dataloader.decision import Decision, SampleMark, first_difference, read_json
 from dyncp.dataloader.errors import BatchMismatch, Closed, PeerError, StoreError
+from dyncp.dataloader.peers import Peers
 from dyncp.dataloader.plan_store import (
     Store,
     chunk_keys,
     delete_quietly,
     get_chunks,
+    linger,
     put_chunks,
     wait_for,
 )
@@ -38,32 +43,8 @@ logger = logging.getLogger(__name__)
 
 AGREED = 1 << 40  # one rank's agreement, added together with its number of targets
 STEP_KEYS = ("items", "total", "left", "dealt")
+ENDED = 1 << 62  # in place of a step: the end of the epoch
 GRACE_SECONDS = 10.0  # for the planning rank to give up first
-
-
-@dataclass(frozen=True)
-class Decision:
-    """Which plan a batch gets. `selection` and `batch` are fingerprints at the deciding rank,
-    `profile` names the profile that it plans with."""
-
-    static: bool
-    rank: int
-    selection: str
-    batch: str = ""
-    digest: str = ""
-    solver: str = ""
-    seconds: float = 0.0
-    sizes: tuple[int, ...] = ()  # bytes of every rank's part
-    reason: str = ""
-    profile: str = ""
-
-    def encode(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @staticmethod
-    def decode(text: bytes) -> "Decision":
-        values = json.loads(text)
-        return Decision(**values | {"sizes": tuple(values["sizes"])})
 
 
 @dataclass(frozen=True)
@@ -76,25 +57,37 @@ class Waiting:
     stalled: Callable[[], float]
     plan_timeout: float
     store_timeout: float
+    asked: Callable[[], int] = lambda: 0  # batches that training has taken or waits for
 
 
 class Exchange:
     """One iteration's use of the store. The planning thread publishes, the delivering thread does
     the rest."""
 
-    def __init__(
-        self, store: Store, ranks: LoaderRanks, waiting: Waiting, profile: str = ""
-    ) -> None:
+    def __init__(self, store: Store, ranks: LoaderRanks, waiting: Waiting) -> None:
         self._store, self._ranks, self._waiting = store, ranks, waiting
-        self._profile = profile
-        self._own = ranks.rank or 0
+        self._own = ranks.name()
+        self._agreed, self._agreed_batches = -1, 0  # last step that it agreed on; of the next one
         self._publishing, self._remembering = threading.Lock(), threading.Lock()
+        self._told = False  # the others why this rank failed
         self._settled = -1  # the last batch that this member left
         self._keys: dict[int, set[str]] = {}  # by step: keys that are deleted on closing
+        self._peers = Peers(store, ranks, self._status)
+        self._remember(-1, self._peers.key)
+
+    def start(self) -> None:
+        """From now on, others see signs of life."""
+        self._peers.start()
 
     # Decisions
 
-    def publish(self, step: int, selection: Selection, reply: PlanReply) -> None:
+    def publish(
+        self,
+        step: int,
+        selection: Selection,
+        reply: PlanReply,
+        samples: Sequence[SampleMark] = (),
+    ) -> None:
         with self._publishing:
             if selection.number <= self._settled:
                 return  # too late: decided otherwise, used and deleted
@@ -111,7 +104,7 @@ class Exchange:
                 solver=reply.solver,
                 seconds=reply.seconds,
                 sizes=tuple(map(len, reply.parts)),
-                profile=self._profile,
+                samples=tuple(samples),
             )
             if self._decide(step, selection, decision) != decision:
                 delete_quietly(self._store, keys)
@@ -119,13 +112,7 @@ class Exchange:
     def decide_static(self, step: int, selection: Selection, reason: str) -> None:
         with self._publishing:
             if selection.number > self._settled:
-                decision = Decision(
-                    True,
-                    self._own,
-                    selection.fingerprint,
-                    reason=reason,
-                    profile=self._profile,
-                )
+                decision = Decision(True, self._own, selection.fingerprint, reason=reason)
                 self._decide(step, selection, decision)
 
     def _decide(self, step: int, selection: Selection, decision: Decision) -> Decision:
@@ -139,7 +126,7 @@ class Exchange:
         self._remember(step, key, self._key(selection, "left"))
 
         def still_waiting() -> None:
-            self._look_around(selection.number)
+            self._look_around(selection.number, step, f"the plan of batch {selection.number}")
             bound = self._waiting.plan_timeout + GRACE_SECONDS
             if self._waiting.stalled() > bound:
                 reason = f"rank {self._own} heard nothing of a plan for {bound:g} s"
@@ -148,15 +135,7 @@ class Exchange:
         wait_for(self._store, key, still_waiting)
         decision = Decision.decode(self._store.get(key))
         if decision.selection != selection.fingerprint:
-            self._disagree(selection, decision.rank, decision.selection, selection.fingerprint)
-        if decision.profile != self._profile:
-            self._fail(
-                BatchMismatch(
-                    f"ranks plan for different clusters: rank {decision.rank} for profile "
-                    f"{decision.profile}, rank {self._own} for {self._profile}; pass the same "
-                    "topology= or cost= on all ranks"
-                )
-            )
+            self._disagree(selection, decision, decision.selection, selection.fingerprint)
         return decision
 
     def part(self, selection: Selection, decision: Decision, rank: int) -> bytes:
@@ -167,7 +146,29 @@ class Exchange:
     def check_batch(self, selection: Selection, decision: Decision, fingerprint: str) -> None:
         """Compares the batch that was planned with this rank's own."""
         if decision.batch and decision.batch != fingerprint:
-            self._disagree(selection, decision.rank, decision.batch, fingerprint)
+            self._disagree(selection, decision, decision.batch, fingerprint)
+
+    def check_samples(
+        self, selection: Selection, decision: Decision, mine: Mapping[int, SampleMark]
+    ) -> None:
+        """Compares what this rank knows of samples with what the deciding rank does."""
+        found = first_difference(decision.samples, mine)
+        if found is not None:
+            number, what = found
+            theirs = getattr(decision.samples[number], what)
+            self._differ(selection, number, what, decision.rank, theirs, mine[number])
+
+    def compare_shared(
+        self, step: int, selection: Selection, mine: Mapping[int, SampleMark]
+    ) -> None:
+        """Compares what was read of samples that other ranks have tokens of as well."""
+        for number, mark in mine.items():
+            key = self._key(selection, f"sample/{number}")
+            self._remember(step, key)
+            said = f"{self._own} {mark.content}"
+            rank, _, content = self._store.compare_set(key, said.encode()).decode().partition(" ")
+            if content != mark.content:
+                self._differ(selection, number, "content", int(rank), content, mark)
 
     def agree_on_static(self, step: int, selection: Selection, digest: str) -> None:
         """Compares the static plan that this rank made with that of the first rank."""
@@ -182,13 +183,14 @@ class Exchange:
                 )
             )
 
-    def leave(self, selection: Selection, decision: Decision) -> None:
+    def leave(self, selection: Selection, decision: Decision, shared: Sequence[int] = ()) -> None:
         """This member needs the batch's keys no more; the last one deletes them."""
         with self._publishing:
             self._settled = selection.number
         if self._store.add(self._key(selection, "left"), 1) < self._ranks.num_members:
             return
         names = ["decision", "left", *(["static"] if decision.static else [])]
+        names += [f"sample/{number}" for number in shared]
         for rank, size in enumerate(decision.sizes):
             names += chunk_keys(f"part/{rank}", size)
         for name in names:
@@ -203,6 +205,9 @@ class Exchange:
         if self._ranks.num_replicas > 1:
             self._check_dealing(step)
         total = self._store.add(key, AGREED + targets)
+        self._agreed_batches += 1
+        if self._agreed_batches == len(step.selections):
+            self._agreed, self._agreed_batches = step.number, 0
         if total // AGREED == self._expected(step):
             self._store.set(f"s{step.number}/total", str(total % AGREED).encode())
 
@@ -210,9 +215,9 @@ class Exchange:
         """Waits until all ranks of all replicas have agreed on all batches of the step."""
 
         def still_waiting() -> None:
-            self._look_around(step.selections[-1].number)
-            there = self._store.add(f"s{step.number}/items", 0) // AGREED
-            self._check_patience(f"agree on step {step.number}", there, self._expected(step))
+            what = f"all ranks to agree on step {step.number}"
+            self._look_around(step.selections[-1].number, step.number, what)
+            self._check_patience(what, step.number)
 
         key = f"s{step.number}/total"
         wait_for(self._store, key, still_waiting)
@@ -253,6 +258,7 @@ class Exchange:
                     f"another rank {found}; every rank needs the same dataset, lengths and options"
                 )
             )
+        self._agreed = ENDED
         if self._store.add("ended", 1) == self._ranks.num_processes:
             self._store.set("all_ended", b"1")
 
@@ -260,9 +266,9 @@ class Exchange:
         """Returns when all ranks have come to the same end."""
 
         def still_waiting() -> None:
-            self._look_around(-1)
-            there = self._store.add("ended", 0)
-            self._check_patience("end the epoch", there, self._ranks.num_processes)
+            what = "all ranks to end the epoch"
+            self._look_around(-1, ENDED, what)
+            self._check_patience(what, ENDED)
 
         wait_for(self._store, "all_ended", still_waiting)
 
@@ -270,34 +276,41 @@ class Exchange:
         """Lets the other ranks know why this one prepares no more batches."""
         if not isinstance(error, PeerError | StoreError | Closed):
             self._remember(-1, "error")
+            self._told = True
             text = {"rank": self._own, "mismatch": isinstance(error, BatchMismatch)}
             told = json.dumps(text | {"text": str(error)}).encode()
             self._store.compare_set("error", told)
 
     def close(self) -> None:
         """Deletes what is left in the store once all ranks have closed; never raises."""
+        self._peers.close()
         try:
-            own = self._ranks.replica * self._ranks.num_members + self._ranks.member
             left = sorted(key for keys in self._keys.values() for key in keys)
-            self._store.set(f"closed/{own}", json.dumps(left).encode())
+            report = {"taken": self._waiting.asked(), "keys": left}
+            self._store.set(f"closed/{self._ranks.process}", json.dumps(report).encode())
             if self._store.add("closed", 1) < self._ranks.num_processes:
+                if self._told:
+                    linger(self._store, "closed")
                 return
             reports = [f"closed/{process}" for process in range(self._ranks.num_processes)]
-            lists = [json.loads(self._store.get(report)) for report in reports]
+            lists = [json.loads(self._store.get(report))["keys"] for report in reports]
             for key in {*reports, "closed"}.union(*lists):
                 self._store.delete(key)
         except StoreError as error:
             logger.debug("closing: %s", error)
 
-    def _look_around(self, number: int) -> None:
-        """Raises if the iteration is closing, or another rank has failed or has no such batch."""
+    def _look_around(self, number: int, step: int, what: str) -> None:
+        """Raises if the iteration is closing, or another rank has failed, has left or has no such
+        batch."""
         if self._waiting.closing():
             raise Closed
         if self._store.has("error"):
-            told = json.loads(self._store.get("error"))
+            told = read_json(self._store.get("error"))
             if told["mismatch"]:
                 raise BatchMismatch(told["text"])
             raise PeerError(f"rank {told['rank']} failed: {told['text']}")
+        self._check_left(what)
+        self._peers.look(self._waiting.stalled(), what, step)
         if self._store.has("end"):
             end = int(self._store.get("end"))
             if end <= number:
@@ -309,23 +322,57 @@ class Exchange:
                     )
                 )
 
-    def _check_patience(self, what: str, there: int, expected: int) -> None:
+    def _check_left(self, what: str) -> None:
+        """Raises if a rank has left the iteration, which this one waits in."""
+        if not self._store.has("closed"):
+            return
+        for process in range(self._ranks.num_processes):
+            key = f"closed/{process}"
+            if self._store.has(key):
+                taken = read_json(self._store.get(key))["taken"]
+                raise PeerError(
+                    f"rank {self._ranks.name(process)} left this iteration after {taken} batches "
+                    f"(break, an exception or close()), while rank {self._own} waits for {what}; "
+                    "all ranks have to take equally many batches"
+                )
+
+    def _check_patience(self, what: str, step: int) -> None:
         """Raises when training has been waiting for the other ranks for longer than the bound."""
         bound = self._waiting.plan_timeout + self._waiting.store_timeout
         if self._waiting.stalled() > bound:
-            self._fail(
-                PeerError(
-                    f"rank {self._own} waited {bound:g} s for all ranks to {what}: "
-                    f"{there} of {expected} did"
-                )
-            )
+            where = self._peers.describe(step)
+            self._fail(PeerError(f"rank {self._own} waited {bound:g} s for {what}: {where}"))
 
-    def _disagree(self, selection: Selection, rank: int, theirs: str, mine: str) -> None:
+    def _status(self) -> dict[str, object]:
+        waits = self._waiting.stalled() > 0
+        return {"asked": self._waiting.asked(), "waiting": waits, "agreed": self._agreed}
+
+    def _differ(
+        self, selection: Selection, number: int, what: str, rank: int, theirs: str, mine: SampleMark
+    ) -> None:
         self._fail(
             BatchMismatch(
-                f"ranks disagree on batch {selection.number}: rank {rank} planned batch {theirs}, "
-                f"rank {self._own} has batch {mine}; every rank needs the same dataset, seed, "
-                "epoch, budget and mask function"
+                f"ranks disagree on sample {mine.index} (number {number} of batch "
+                f"{selection.number}): rank {rank} has {what} {theirs}, rank {self._own} "
+                f"{getattr(mine, what)}; every rank has to read the same "
+                "tokens and make the same masks: a dataset that shuffles or augments at random "
+                "needs a seed that all ranks share, or torch's own generator"
+            )
+        )
+
+    def _disagree(self, selection: Selection, decision: Decision, theirs: str, mine: str) -> None:
+        pairs = zip(decision.samples, selection.entries, strict=False)
+        other = [(a, b) for a, b in pairs if (a.index, a.length) != (b.index, b.length)]
+        first = ""
+        if other:
+            a, b = other[0]
+            first = f" (first, sample {a.index} of {a.length} tokens where this rank has sample "
+            first += f"{b.index} of {b.length})"
+        self._fail(
+            BatchMismatch(
+                f"ranks disagree on batch {selection.number}: rank {decision.rank} planned batch "
+                f"{theirs}{first}, rank {self._own} has batch {mine}; every rank needs the same "
+                "dataset, seed, epoch, budget, mask function and loaded state"
             )
         )
 

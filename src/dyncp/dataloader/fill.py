@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dyncp.dataloader.dataset import Entry
+from dyncp.dataloader.entry import Entry
 
 # A batch is full enough when it lacks a 200th of its budget.
 ENOUGH = 200

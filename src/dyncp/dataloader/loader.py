@@ -4,6 +4,7 @@ import logging
 import os
 import weakref
 from collections.abc import Iterator, Mapping, Sized
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -13,11 +14,18 @@ from dyncp.cost import CostModel
 from dyncp.dataloader.batch_data import Masking
 from dyncp.dataloader.batching import Batching
 from dyncp.dataloader.cluster import cluster_of
-from dyncp.dataloader.config import LoaderConfig
+from dyncp.dataloader.config import (
+    STORE_TIMEOUT,
+    LoaderConfig,
+    describe_schedule,
+    whole_number,
+)
 from dyncp.dataloader.dataset import Source, open_source
+from dyncp.dataloader.handshake import Handshake
 from dyncp.dataloader.look_ahead import Background, LookAhead
 from dyncp.dataloader.metrics import LoaderMetrics
 from dyncp.dataloader.model_shape import shape_of, tell_assumption
+from dyncp.dataloader.order import describe_sampler
 from dyncp.dataloader.plan_process import PlanProcess
 from dyncp.dataloader.plan_store import LocalStore, SharedStore, Store
 from dyncp.dataloader.planning import Planning
@@ -70,31 +78,41 @@ class DCPDataLoader:
         cost: CostModel | None = None,
         **options: Any,
     ) -> None:
-        self.config = LoaderConfig.of(options)
         self.ranks = LoaderRanks.of(group, mesh, virtual_ranks)
-        self.shape, sizes = shape_of(model, dtype)
-        self.topology, cost = cluster_of(self.ranks, topology, cost, self.shape)
-        planner = planner or PlannerConfig()
-        planning = Planning.of(self.config, self.topology, self.shape, planner, cost, sizes)
-        self.metrics = LoaderMetrics()
-        source = open_source(dataset, self.config)
-        process = PlanProcess(self.config.plan_timeout)
-        self._background = Background(
-            self.config, self.ranks, source, Masking(mask_fn), planning, process, self.metrics
-        )
-        self._seconds = SampleSeconds(
-            mask_fn, cost, sizes, forward_only=planning.config.forward_only
-        )
-        self._budget = self.config.budget(self.ranks.num_ranks)
-        if isinstance(self._budget, int) and self.config.batch_sampler is None:
-            planning.check_tokens(self._budget)
-        self._position, self._resuming = Position(), False
-        self._counted: dict[Any, int] = {}  # batches of the epoch that len was asked for last
         self._number, self._iterations = _next_number(self.ranks), 0
-        self._open = _Open(process, source)
-        self._finalizer = weakref.finalize(self, self._open.close)
-        if model is None:
-            tell_assumption(self.ranks.rank)
+        with Handshake(self._open_store(STORE_TIMEOUT), self.ranks) as handshake:
+            self.config = LoaderConfig.of(options)
+            self.shape, sizes = shape_of(model, dtype)
+            self.topology, cost = cluster_of(self.ranks, topology, cost, self.shape)
+            planner = planner or PlannerConfig()
+            planning = Planning.of(self.config, self.topology, self.shape, planner, cost, sizes)
+            self.metrics = LoaderMetrics()
+            source = open_source(dataset, self.config)
+            process = PlanProcess(self.config.plan_timeout)
+            self._background = Background(
+                self.config,
+                self.ranks,
+                source,
+                Masking(mask_fn, self.config.seed),
+                planning,
+                process,
+                self.metrics,
+            )
+            self._seconds = SampleSeconds(
+                mask_fn, cost, sizes, forward_only=planning.config.forward_only
+            )
+            self._budget = self.config.budget(self.ranks.num_ranks)
+            if isinstance(self._budget, int) and self.config.batch_sampler is None:
+                planning.check_tokens(self._budget)
+            self._schedule = describe_schedule(self._budget)
+            self._position, self._resuming = Position(), False
+            self._counted: dict[Any, int] = {}  # batches of the epoch that len was asked for last
+            self._open = _Open(process, source)
+            self._finalizer = weakref.finalize(self, self._open.close, at_exit=True)
+            if model is None:
+                tell_assumption(self.ranks.rank)
+            bound = self.config.plan_timeout + self.config.store_timeout
+            handshake.compare(self._shared_terms(), bound)
 
     @property
     def epoch(self) -> int:
@@ -107,8 +125,11 @@ class DCPDataLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the permutation of the next iteration. It begins at the start of the epoch,
-        unless this is the epoch that `load_state_dict` is in the middle of."""
+        unless this is the epoch that `load_state_dict` is in the middle of. An iteration that is
+        under way ends."""
+        epoch = whole_number("epoch", epoch, 0)
         if epoch != self._position.epoch:
+            self._open.close_iteration()
             self._position, self._resuming = self._position.next_epoch(epoch), False
 
     def __len__(self) -> int:
@@ -117,51 +138,62 @@ class DCPDataLoader:
         sampler, source = self.config.batch_sampler, self._background.source
         if not source.knows_lengths and isinstance(sampler, Sized):
             return self._batching().num_rounds(len(sampler))
-        start = Position(self.epoch, total=self._position.total - self._position.batches)
+        start = self._start()
+        start = replace(source.rewind(start), total=start.total - start.batches)
         key = start.epoch, start.total if callable(self._budget) else 0, self._budget
-        if key not in self._counted:
-            by_length = source.by_lengths()
-            if by_length is None:
+        if key not in self._counted or self.config.order is not None:
+            by_lengths = source.by_lengths()
+            if by_lengths is None:
                 raise TypeError(
                     "the number of batches depends on the lengths of all samples; pass lengths= "
                     "(an array, or the name of a column) to know it before an epoch has read them"
                 )
-            self._counted = {key: self._batching(by_length).num_batches(start)}
+            with by_lengths.aside():
+                self._counted = {key: self._batching(by_lengths).num_batches(start)}
         return self._counted[key]
 
     def __iter__(self) -> Iterator[Batch]:
-        """From the start of the epoch, or once from where `load_state_dict` says."""
+        """From the start of the epoch, or once from where `load_state_dict` says. An iteration that
+        is under way ends: there is one at a time."""
         self._open.close_iteration()
-        if not self._resuming:
-            self._position = self._position.next_epoch(self.epoch)
-        start, self._resuming = self._position, False
+        if not self._resuming and self._position.started:  # broken off
+            self._position = self._background.source.rewind(self._position)
         self._background.source.open()
-        batching = self._batching()
+        start, batching = self._start(), self._batching()
         steps, first = batching.steps(start), batching.first_number(start)
-        look_ahead = LookAhead(self._background, steps, self._open_store(), first)
+        store = self._open_store(self.config.store_timeout)
+        look_ahead = LookAhead(self._background, steps, store, first)
         self._open.look_ahead = look_ahead
+        return self._batches(look_ahead, batching)
+
+    def _batches(self, look_ahead: LookAhead, batching: Batching) -> Iterator[Batch]:
         try:
             while (prepared := look_ahead.take()) is not None:
                 self.metrics.record(prepared.record)
                 self._log()
-                self._position = prepared.end
+                self._position, self._resuming = prepared.end, False
                 yield prepared.data, prepared.plan
-            self._position = self._position.next_epoch(self.epoch + 1)
+            if self._position.started:
+                self._position = batching.next_epoch(self._position)
+            self._resuming = False
         finally:
             look_ahead.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this loader is: behind the batch that was yielded last. Equal on all ranks."""
-        return to_state(self._position, self._terms(), self.ranks.num_replicas)
+        """Where this loader is: behind the batch that was yielded last, or, after the loop, at the
+        start of the next epoch. Equal on all ranks. Refused where the dataset's or sampler's part
+        of it could not be restored."""
+        return to_state(self._start(), self._terms(), self.ranks.num_replicas)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the next iteration begin with the batch after those of the state, also on another
-        number of ranks."""
+        number of ranks. An iteration that is under way ends."""
         own = self.config.tokens_per_batch is not None
         terms = self._terms()
         replicas = self.ranks.num_replicas
-        self._position, terms = from_state(state, terms, replicas, own_budget=own)
-        self._resuming = True
+        position, terms = from_state(state, terms, replicas, own_budget=own)
+        self._open.close_iteration()
+        self._position, self._resuming = position, True
         if terms.tokens_per_batch is not None:
             self._budget = terms.tokens_per_batch
 
@@ -174,6 +206,11 @@ class DCPDataLoader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _start(self) -> Position:
+        """Where the next batch starts, with what is needed to begin there once more."""
+        self._position = self._background.source.start(self._position)
+        return self._position
 
     def _batching(self, source: Source | None = None) -> Batching:
         """Of the loader's own source, or of one that only counts."""
@@ -188,30 +225,49 @@ class DCPDataLoader:
         )
 
     def _terms(self) -> Terms:
+        source = self._background.source.terms()
+        lengths = source.pop("lengths", "")
         by_budget = isinstance(self._budget, int) and self.config.batch_sampler is None
-        fill, deal = self.config.windows(knows_lengths=self._background.source.knows_lengths)
         return Terms(
             seed=self.config.seed,
             shuffle=self.config.shuffle,
+            order=describe_sampler(self.config.order),
+            dataset=", ".join(f"{name} {text}" for name, text in source.items()),
             num_samples=self._background.source.num_samples,
             tokens_per_batch=self._budget if by_budget else None,  # type: ignore[arg-type]
+            schedule=self._schedule,
             accumulation_steps=self.config.accumulation_steps,
             max_length=self.config.max_length,
             too_long=self.config.too_long,
-            fill_window=fill,
-            deal_window=deal,
+            drop_last=self.config.drop_last,
+            window=self.config.windows(knows_lengths=self._background.source.knows_lengths)[0],
+            lengths=lengths,
         )
 
-    def _open_store(self) -> Store:
-        """A store of this iteration's keys: by run, restart, loader and iteration."""
-        self._iterations += 1
+    def _shared_terms(self) -> dict[str, str]:
+        """What has to be equal on all ranks, by name."""
+        background = self._background
+        if not self.ranks.shared:
+            return {}
+        return {
+            **self.config.shared_terms(),
+            **background.planning.shared_terms(),
+            **background.source.terms(),
+            **background.masking.terms(background.source),
+            "order": describe_sampler(self.config.order),
+            "schedule": self._schedule,
+        }
+
+    def _open_store(self, timeout: float) -> Store:
+        """A store of its own keys: by run, restart, loader and iteration (0: the handshake)."""
+        number, self._iterations = self._iterations, self._iterations + 1
         if not self.ranks.shared:
             return LocalStore()
         run = os.environ.get("TORCHELASTIC_RUN_ID", "run")
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        prefix = f"dyncp/{run}/{restart}/{self._number}/{self._iterations}"
+        prefix = f"dyncp/{run}/{restart}/{self._number}/{number}"
         store = distributed_c10d._get_default_store()
-        return SharedStore(store, prefix, dist.get_rank(), self.config.store_timeout)
+        return SharedStore(store, prefix, dist.get_rank(), timeout)
 
     def _log(self) -> None:
         every, first = self.config.log_every, not self.ranks.member and not self.ranks.replica
@@ -226,13 +282,13 @@ class _Open:
         self.process, self.source = process, source
         self.look_ahead: LookAhead | None = None
 
-    def close_iteration(self) -> None:
+    def close_iteration(self, *, at_exit: bool = False) -> None:
         if self.look_ahead is not None:
-            self.look_ahead.close()
+            self.look_ahead.close(at_exit=at_exit)
             self.look_ahead = None
 
-    def close(self) -> None:
-        self.close_iteration()
+    def close(self, *, at_exit: bool = False) -> None:
+        self.close_iteration(at_exit=at_exit)
         self.process.close()
         self.source.close()
 

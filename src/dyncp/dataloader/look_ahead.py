@@ -57,23 +57,27 @@ class LookAhead:
         self._background, self._steps, self._store = background, steps, store
         config, ranks = background.config, background.ranks
         waiting = Waiting(
-            lambda: self._closing, self._stalled, config.plan_timeout, config.store_timeout
+            lambda: self._closing,
+            self._stalled,
+            config.plan_timeout,
+            config.store_timeout,
+            lambda: self._asked,
         )
-        profile = background.planning.profile_name
-        self._exchange = Exchange(store, ranks, waiting, profile)
-        self._preparing = Preparing(config, ranks, background.planning, self._exchange)
         self._changed = threading.Condition()
-        self._closing = False
+        self._closing = self._at_exit = False
         self._failure: BaseException | None = None
         self._first = first  # number of the first batch
         self._asked = first  # batches before the one that training asks for next
         self._asked_at: float | None = None
+        self._exchange = Exchange(store, ranks, waiting)
+        self._preparing = Preparing(config, ranks, background.planning, self._exchange)
         self._selected: deque[tuple[SelectedStep, list[BatchData]] | BaseException] = deque()
         self._ready: deque[Prepared | BaseException] = deque()
         self._threads = [
             threading.Thread(target=self._guard, args=(loop, name), name=name, daemon=True)
             for loop, name in ((self._plan, "dyncp-plan"), (self._deliver, "dyncp-deliver"))
         ]
+        self._exchange.start()
         for thread in self._threads:
             thread.start()
 
@@ -85,10 +89,14 @@ class LookAhead:
             start = self._asked_at = perf_counter()
             self._changed.notify_all()
             try:
-                while not self._ready:
-                    if self._closing:
-                        raise RuntimeError("this iteration of the loader was closed")
-                    self._changed.wait()
+                self._changed.wait_for(lambda: self._closing or self._ready)
+                while self._at_exit:
+                    self._changed.wait()  # in a daemon thread, which ends with the interpreter
+                if self._closing:
+                    raise RuntimeError(
+                        "this iteration of the loader was closed: by close(), load_state_dict, "
+                        "set_epoch or a later iter(loader)"
+                    )
             finally:
                 self._asked_at = None
             item = self._ready.popleft()
@@ -99,9 +107,10 @@ class LookAhead:
         stall = perf_counter() - start
         return replace(item, record=item.record.taken(stall, depth))
 
-    def close(self) -> None:
+    def close(self, *, at_exit: bool = False) -> None:
         """Ends threads, and deletes keys when all ranks have closed. A plan in the making gets a
-        second, then its process is ended."""
+        second, then its process is ended. `at_exit` nobody needs an error any more."""
+        self._at_exit = self._at_exit or at_exit
         if threading.current_thread() in self._threads:  # collected as garbage there
             threading.Thread(target=self.close, daemon=True).start()
             return
@@ -157,7 +166,7 @@ class LookAhead:
             if step is None:
                 break
             batches = [
-                BatchData(selection, background.source, background.masking)
+                BatchData(selection, background.source, background.masking, background.config)
                 for selection in step.selections
             ]
             with self._changed:
@@ -188,7 +197,8 @@ class LookAhead:
         except PlanFailed as failure:
             self._exchange.decide_static(step.number, selection, str(failure))
         else:
-            self._exchange.publish(step.number, selection, reply)
+            samples = list(batch.marks().values())
+            self._exchange.publish(step.number, selection, reply, samples)
         finally:
             background.metrics.count_restarts(background.process.restarts - before)
 

@@ -30,7 +30,7 @@ def without_padding(sample: Any, index: int, token_fields: Mapping[str, int]) ->
     first, last = _kept(sample, index)
     if (first, last) == (0, len(sample["input_ids"])):
         return sample
-    return cut_sample(sample, first, last - first, token_fields)
+    return cut_sample(sample, first, last - first, index, token_fields)
 
 
 def _kept(sample: Mapping[str, Any], index: int) -> tuple[int, int]:

@@ -11,13 +11,14 @@ from typing import Any, Protocol
 
 from torch.distributed.distributed_c10d import PrefixStore
 
-from dyncp.dataloader.errors import StoreError
+from dyncp.dataloader.errors import PeerError, StoreError
 
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 4 << 20  # values over 8 MiB reset the connection of a TCPStore
 FIRST_POLL, LONGEST_POLL = 0.5e-3, 20e-3  # seconds; an answer takes 0.1 ms on one machine
 HURRY_SECONDS = 5.0
+LINGER_SECONDS = 3.0
 
 
 class Store(Protocol):
@@ -186,6 +187,15 @@ def delete_quietly(store: Store, keys: list[str]) -> None:
             store.delete(key)
 
 
+def linger(store: Store, key: str) -> None:
+    """Waits a little until the other ranks have deleted a key: with this process the store may end,
+    and they would read of that instead of the reason."""
+    end = monotonic() + LINGER_SECONDS
+    with suppress(StoreError):
+        while monotonic() < end and store.has(key):
+            sleep(LONGEST_POLL)
+
+
 def wait_for(store: Store, key: str, still_waiting: Callable[[], None]) -> None:
     """Returns when the key is there. `still_waiting` is called now and then, and may raise.
 
@@ -196,5 +206,10 @@ def wait_for(store: Store, key: str, still_waiting: Callable[[], None]) -> None:
         sleep(pause)
         pause = min(2 * pause, LONGEST_POLL)
         if monotonic() - asked > 10 * LONGEST_POLL:
-            still_waiting()
+            try:
+                still_waiting()
+            except PeerError:
+                if store.has(key):  # it came just before the other rank left
+                    return
+                raise
             asked = monotonic()

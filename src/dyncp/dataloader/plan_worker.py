@@ -68,6 +68,15 @@ def answer(request: PlanRequest) -> PlanReply:
         return PlanReply(error=text, seconds=perf_counter() - start)
 
 
+def answer_pickled(pickled: bytes) -> PlanReply:
+    """The same for a request that may not be readable here."""
+    try:
+        request = pickle.loads(pickled)
+    except Exception as error:
+        return PlanReply(error=f"{type(error).__name__}: {error} (reading the request)")
+    return answer(request)
+
+
 def reply_of(plan: Plan, start: float) -> PlanReply:
     return PlanReply(
         parts=tuple(encode_part(part) for part in plan.parts),
@@ -87,8 +96,12 @@ def send(connection: socket.socket, item: Any) -> None:
 
 def receive(connection: socket.socket) -> Any:
     """The next item; EOFError when the other side is gone."""
+    return pickle.loads(receive_bytes(connection))
+
+
+def receive_bytes(connection: socket.socket) -> bytes:
     (size,) = _HEAD.unpack(_receive_bytes(connection, _HEAD.size))
-    return pickle.loads(_receive_bytes(connection, size))
+    return _receive_bytes(connection, size)
 
 
 def _receive_bytes(connection: socket.socket, size: int) -> bytes:
@@ -104,25 +117,22 @@ def _receive_bytes(connection: socket.socket, size: int) -> bytes:
 
 def main(file_descriptor: int) -> None:
     connection = socket.socket(fileno=file_descriptor)
-    requests: queue.SimpleQueue[PlanRequest] = queue.SimpleQueue()
+    requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     for target, args in (
         (_read_requests, (connection, requests)),
         (_watch_parent, (os.getppid(),)),
     ):
         threading.Thread(target=target, args=args, daemon=True).start()
     while True:
-        send(connection, answer(requests.get()))
+        send(connection, answer_pickled(requests.get()))
 
 
-def _read_requests(connection: socket.socket, requests: "queue.SimpleQueue[PlanRequest]") -> None:
+def _read_requests(connection: socket.socket, requests: "queue.SimpleQueue[bytes]") -> None:
     try:
         while True:
-            requests.put(receive(connection))
+            requests.put(receive_bytes(connection))
     except (EOFError, OSError):
         os._exit(0)  # the parent is gone, or wants no more
-    except BaseException:  # a request that cannot be read: say why, and be replaced
-        traceback.print_exc()
-        os._exit(1)
 
 
 def _watch_parent(parent: int) -> None:

@@ -73,9 +73,14 @@ class Planning:
             )
         return plan
 
-    @property
-    def profile_name(self) -> str:
-        return "" if self.cost is None else self.cost.profile.name
+    def shared_terms(self) -> dict[str, str]:
+        """What has to be equal on all ranks, as texts."""
+        return {
+            "profile": "" if self.cost is None else self.cost.profile.name,
+            "topology": repr(self.topology),
+            "model": repr((self.shape, self.model)),
+            "planner": repr(self.config),
+        }
 
     def check_tokens(self, tokens: int, batch: int | None = None) -> None:
         """Raises ValueError for more tokens than all ranks may hold."""

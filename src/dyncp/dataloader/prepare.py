@@ -4,12 +4,15 @@ import logging
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dyncp.dataloader.batch_data import BatchData
 from dyncp.dataloader.config import LoaderConfig
-from dyncp.dataloader.exchange import Decision, Exchange
+from dyncp.dataloader.decision import Decision
+from dyncp.dataloader.errors import PeerError
+from dyncp.dataloader.exchange import Exchange
 from dyncp.dataloader.local_tokens import local_rows, local_sequences, num_targets, without_targets
 from dyncp.dataloader.metrics import BatchRecord
 from dyncp.dataloader.planning import Planning
@@ -26,9 +29,11 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, eq=False)
 class AgreedPlan(RankPlan):
     """A part that the ranks `agreed_by` (global ranks) have agreed on already: `prepare` of an
-    executor over these ranks reads that instead of asking them again."""
+    executor over these ranks reads that instead of asking them again. A `filler` stands in for a
+    batch that a replica lacks in the last round; its sample is another replica's."""
 
     agreed_by: tuple[int, ...] = ()
+    filler: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,23 +62,62 @@ class Preparing:
         selection = batch.selection
         decision = self._exchange.decision(step, selection)
         if batch.without_reading():
+            batch.batch()  # all of its masks
+        self._exchange.check_samples(selection, decision, batch.marks())
+        if batch.without_reading():
             self._exchange.check_batch(selection, decision, batch.batch().fingerprint)
         plan, size = (
             self._static(step, batch, decision) if decision.static else self._part(batch, decision)
         )
-        self._exchange.leave(selection, decision)
         data, targets = self._data(batch, plan)
         part = plan.parts[0] if isinstance(plan, Plan) else plan
+        shared = self._compare(step, batch, decision, part)
+        self._exchange.leave(selection, decision, shared)
         record = BatchRecord.of(part, decision.seconds, size, static=decision.static)
         targets = targets if self._ranks.counts_targets else 0
         return Prepared(data, plan, selection.end, record, targets)
+
+    def _compare(
+        self, step: int, batch: BatchData, decision: Decision, part: RankPlan
+    ) -> list[int]:
+        """Compares what was read here with other ranks; samples that several of them have."""
+        selection, shared = batch.selection, self._shared(part)
+        marks = batch.marks()
+        self._exchange.check_samples(selection, decision, marks)
+        mine = {n: marks[n] for n in shared if n in marks and marks[n].content}
+        self._exchange.compare_shared(step, selection, mine)
+        return shared
+
+    def _shared(self, part: RankPlan) -> list[int]:
+        if self._ranks.num_members == 1:
+            return []
+        if self._ranks.num_members > self._ranks.num_ranks:  # peers have all that a rank has
+            return list(range(len(part.lengths)))
+        owners = np.unique(np.stack([part.blocks.sequence, part.blocks.owner]), axis=1)[0]
+        sequences, ranks = np.unique(owners, return_counts=True)
+        return [int(number) for number in sequences[ranks > 1]]
 
     def _part(self, batch: BatchData, decision: Decision) -> tuple[RankPlan | Plan, int]:
         ranks = range(self._ranks.num_ranks) if self._ranks.rank is None else [self._ranks.rank]
         encoded = [self._exchange.part(batch.selection, decision, rank) for rank in ranks]
         parts = tuple(decode_part(part) for part in encoded)
+        for rank, part in zip(ranks, parts, strict=True):
+            self._check_part(part, rank, decision)
         size = max(map(len, encoded))
-        return (Plan(parts) if self._ranks.rank is None else self._agreed(parts[0])), size
+        if self._ranks.rank is None:
+            return Plan(parts), size
+        return self._agreed(parts[0], filler=batch.selection.filler), size
+
+    def _check_part(self, part: RankPlan, rank: int, decision: Decision) -> None:
+        found = (part.rank, part.num_ranks, part.digest, part.fingerprint)
+        wanted = (rank, self._ranks.num_ranks, decision.digest, decision.batch)
+        if found != wanted:
+            raise PeerError(
+                "the store has a part of another plan: rank {} of {}, plan {}, batch {}".format(
+                    *found
+                )
+                + "; agreed on was rank {} of {}, plan {}, batch {}".format(*wanted)
+            )
 
     def _static(
         self, step: int, batch: BatchData, decision: Decision
@@ -89,13 +133,13 @@ class Preparing:
         self._exchange.agree_on_static(step, batch.selection, plan.digest)
         if self._ranks.rank is None:
             return plan, 0
-        return self._agreed(plan.parts[self._ranks.rank]), 0
+        return self._agreed(plan.parts[self._ranks.rank], filler=batch.selection.filler), 0
 
-    def _agreed(self, part: RankPlan) -> RankPlan:
-        if not self._ranks.group_ranks:
+    def _agreed(self, part: RankPlan, *, filler: bool) -> RankPlan:
+        if not self._ranks.group_ranks and not filler:
             return part
         values = {field.name: getattr(part, field.name) for field in fields(RankPlan)}
-        return AgreedPlan(**values, agreed_by=self._ranks.group_ranks)
+        return AgreedPlan(**values, agreed_by=self._ranks.group_ranks, filler=filler)
 
     def _data(self, batch: BatchData, plan: RankPlan | Plan) -> tuple[dict[str, Any], int]:
         """This rank's data, and its number of targets."""

@@ -25,7 +25,17 @@ class LoaderRanks:
     num_replicas: int = 1
     counts_targets: bool = True  # False for all but one of the members with this rank
     group_ranks: tuple[int, ...] = ()  # global ranks that run the plan together
-    all_ranks: tuple[int, ...] = ()  # global ranks of all members of all replicas
+    all_ranks: tuple[int, ...] = ()  # global ranks of all members of all replicas, in that order
+
+    @property
+    def process(self) -> int:
+        """Number of this process among all members of all replicas."""
+        return self.replica * self.num_members + self.member
+
+    def name(self, process: int | None = None) -> int:
+        """Global rank of a process (default: this one), as messages name it."""
+        number = self.process if process is None else process
+        return self.all_ranks[number] if self.all_ranks else number
 
     @property
     def num_processes(self) -> int:
@@ -58,6 +68,11 @@ class LoaderRanks:
         if not dist.is_initialized():
             return LoaderRanks(0, 1)
         ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+        if dist.get_rank() not in ranks:
+            raise ValueError(
+                f"rank {dist.get_rank()} is not in the group of ranks {list(ranks)}; only these "
+                "make a loader over it"
+            )
         own = ranks.index(dist.get_rank())
         return LoaderRanks(own, len(ranks), own, len(ranks), group_ranks=ranks, all_ranks=ranks)
 
@@ -84,6 +99,7 @@ def _of_mesh(mesh: Any) -> LoaderRanks:
     at = dict(zip(names, own, strict=True))
     replicas = [name for name in names if name.startswith("dp")]
     peers = [name for name in names if name not in (*replicas, "cp")]
+    order = [names.index(name) for name in (*replicas, *peers, "cp")]
     return LoaderRanks(
         rank=at["cp"],
         num_ranks=sizes["cp"],
@@ -93,7 +109,7 @@ def _of_mesh(mesh: Any) -> LoaderRanks:
         num_replicas=math.prod(sizes[name] for name in replicas),
         counts_targets=not any(at[name] for name in peers),
         group_ranks=tuple(dist.get_process_group_ranks(mesh.get_group("cp"))),
-        all_ranks=tuple(sorted(mesh.mesh.flatten().tolist())),
+        all_ranks=tuple(mesh.mesh.permute(order).flatten().tolist()),
     )
 
 

@@ -5,7 +5,6 @@ seeded for every sample by the loader's seed, the epoch and the index, so that w
 depends neither on the workers nor on the rank that reads.
 """
 
-import hashlib
 import multiprocessing
 import os
 import pickle
@@ -24,6 +23,7 @@ import numpy as np
 import torch
 
 from dyncp.dataloader.errors import SampleError
+from dyncp.dataloader.generators import Drawing, seed_of
 
 AHEAD = 4  # samples per worker that are asked for before they are needed
 ALIVE_SECONDS = 1.0  # between two looks of a worker at its parent
@@ -41,6 +41,7 @@ class Reader:
         self._pool: ProcessPoolExecutor | None = None
         self._asked: dict[Key, Future[tuple[bool, bytes]]] = {}
         self._lock = threading.Lock()
+        self._reading = threading.Lock()  # datasets need not be safe in several threads
 
     def start(self) -> None:
         """Starts the workers, if there are to be any: in the thread that calls it, since threads
@@ -55,24 +56,26 @@ class Reader:
         )
         self._pool.submit(os.getpid)  # starts them
 
-    def in_order(self, indices: Iterable[int], epoch: int) -> Iterator[tuple[int, Read]]:
-        """Every index with a function that gives its sample."""
+    def in_order(
+        self, order: Iterable[tuple[int, Any]], epoch: int
+    ) -> Iterator[tuple[int, Any, Read]]:
+        """Every index and what comes with it, with a function that gives the sample."""
         if self._pool is None:
-            for index in indices:
-                yield index, partial(self._read_here, index)
+            for index, state in order:
+                yield int(index), state, partial(self.read_here, (epoch, int(index)))
             return
-        asked: deque[tuple[int, Future[tuple[bool, bytes]]]] = deque()
+        asked: deque[tuple[int, Any, Future[tuple[bool, bytes]]]] = deque()
         try:
-            for index in indices:
-                asked.append((index, self._ask((epoch, index))))
+            for index, state in order:
+                asked.append((int(index), state, self._ask((epoch, int(index)))))
                 if len(asked) > AHEAD * self._workers:
-                    first, future = asked.popleft()
-                    yield first, partial(self._answer, first, future)
+                    first, its_state, future = asked.popleft()
+                    yield first, its_state, partial(self._answer, first, future)
             while asked:
-                first, future = asked.popleft()
-                yield first, partial(self._answer, first, future)
+                first, its_state, future = asked.popleft()
+                yield first, its_state, partial(self._answer, first, future)
         finally:
-            for _, future in asked:
+            for *_, future in asked:
                 future.cancel()
 
     def ahead(self, keys: Iterable[Key]) -> None:
@@ -86,7 +89,7 @@ class Reader:
 
     def read(self, key: Key) -> Any:
         if self._pool is None:
-            return self._read_here(key[1])
+            return self.read_here(key)
         with self._lock:
             future = self._asked.pop(key, None)
         return self._answer(key[1], future or self._ask(key))
@@ -106,9 +109,12 @@ class Reader:
                 worker.kill()
                 worker.join()
 
-    def _read_here(self, index: int) -> Any:
+    def read_here(self, key: Key) -> Any:
+        """Without a worker."""
+        epoch, index = key
         try:
-            return self._dataset[index]
+            with self._reading, Drawing(self._seed, epoch, index):
+                return self._dataset[index]
         except Exception as error:
             raise SampleError(index, "reading", error) from error
 
@@ -117,7 +123,7 @@ class Reader:
         if pool is None:
             raise RuntimeError("the loader was closed while samples were read")
         try:
-            return pool.submit(_read, key[1], _seed(self._seed, *key))
+            return pool.submit(_read, self._seed, *key)
         except BrokenProcessPool as error:
             raise self._died(key[1]) from error
 
@@ -136,11 +142,6 @@ class Reader:
             f"a reading worker (num_workers={self._workers}) ended when sample {index} was to be "
             "read; it may have run out of memory, or the dataset ended its process"
         )
-
-
-def _seed(*what: int) -> int:
-    digest = hashlib.blake2b(repr(what).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 # In the workers
@@ -163,14 +164,16 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def _read(index: int, seed: int) -> tuple[bool, bytes]:
+def _read(loader_seed: int, epoch: int, index: int) -> tuple[bool, bytes]:
     """Whether there is a sample, and it or the error, pickled: tensors by value, not by files that
     both processes would have to keep open."""
+    seed = seed_of(loader_seed, epoch, index)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     try:
-        return True, pickle.dumps(_dataset[index], protocol=5)
+        with Drawing(loader_seed, epoch, index):  # as without workers
+            return True, pickle.dumps(_dataset[index], protocol=5)
     except Exception as error:
         return False, _pickled(error)
 

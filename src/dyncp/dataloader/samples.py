@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dyncp.dataloader.errors import EmptySample, SampleError
+from dyncp.dataloader.generators import Drawing
 from dyncp.masks import Mask
 
 NO_TARGET = -100
@@ -19,22 +20,50 @@ def input_ids_of(sample: Any, index: int) -> Tensor:
     if not isinstance(sample, Mapping) or "input_ids" not in sample:
         given = sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__
         raise ValueError(f"sample {index} is {given}; expected a dict with at least 'input_ids'")
-    ids = torch.as_tensor(sample["input_ids"])
+    ids = _tensor(sample["input_ids"], "input_ids", index)
     if ids.ndim != 1 or not len(ids):
         raise (EmptySample if ids.shape == (0,) else ValueError)(
             f"input_ids of sample {index} has shape {tuple(ids.shape)}; expected [tokens], "
             "at least one token"
         )
-    if ids.dtype.is_floating_point:
-        raise ValueError(f"input_ids of sample {index} is {ids.dtype}; expected integers")
-    return ids.long()
+    return _integers(ids, "input_ids", index)
 
 
-def masks_of(mask_fn: Any, sample: Mapping[str, Any], index: int) -> dict[str, Mask] | Mask:
+def _tensor(value: Any, name: str, index: int) -> Tensor:
+    try:
+        return torch.as_tensor(value)
+    except Exception as error:
+        raise ValueError(
+            f"{name} of sample {index} is {type(value).__name__} and cannot be a tensor: {error}; "
+            "expected numbers"
+        ) from error
+
+
+def _integers(value: Tensor, name: str, index: int) -> Tensor:
+    if value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool:
+        raise ValueError(f"{name} of sample {index} is {value.dtype}; expected integers")
+    return value.long()
+
+
+def sample_bytes(sample: Any, index: int, token_fields: Mapping[str, int]) -> bytes:
+    """All that a rank takes of a sample: ids, labels, positions and token fields."""
+    parts = [input_ids_of(sample, index).numpy().tobytes()]
+    for name in dict.fromkeys([*TOKEN_NAMES[1:], *token_fields]):
+        if name in sample:
+            value = _tensor(sample[name], name, index).detach().cpu().contiguous()
+            parts.append(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+            parts.append(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return b"".join(parts)
+
+
+def masks_of(
+    mask_fn: Any, sample: Mapping[str, Any], index: int, drawing: Drawing
+) -> dict[str, Mask] | Mask:
     """What the mask function says for the sample; checked against its length."""
     length = len(input_ids_of(sample, index))
     try:
-        result = mask_fn(sample)
+        with drawing:
+            result = mask_fn(sample)
     except Exception as error:
         raise SampleError(index, "the mask", error) from error
     return checked_masks(result, length, index)
@@ -57,24 +86,41 @@ def checked_masks(result: Any, length: int, index: int) -> dict[str, Mask] | Mas
 
 
 def cut_sample(
-    sample: Mapping[str, Any], start: int, length: int, token_fields: Mapping[str, int]
+    sample: Mapping[str, Any], start: int, length: int, index: int, token_fields: Mapping[str, int]
 ) -> dict[str, Any]:
     """`length` tokens of the sample from `start` on, in all fields with one entry per token."""
     cut = dict(sample)
     names = (*TOKEN_NAMES, "attention_mask")
     for name, dim in (dict.fromkeys(names, 0) | dict(token_fields)).items():
         if sample.get(name) is not None:
-            value = torch.as_tensor(sample[name])
+            value = _tensor(sample[name], name, index)
             first = min(start, value.shape[dim])
             cut[name] = value.narrow(dim, first, min(length, value.shape[dim] - first))
     return cut
+
+
+def cut_masks(masks: dict[str, Mask] | Mask, start: int, length: int) -> dict[str, Mask] | Mask:
+    """Masks of `length` tokens from `start` on of what they are for."""
+    if isinstance(masks, Mask):
+        return _cut_mask(masks, start, start + length)
+    return {name: _cut_mask(mask, start, start + length) for name, mask in masks.items()}
+
+
+def _cut_mask(mask: Mask, start: int, end: int) -> Mask:
+    if mask.length == end - start:
+        return mask
+    positions = None if mask.positions is None else mask.positions[start:end]
+    targets = None if mask.targets is None else mask.targets[start:end]
+    if targets is not None:
+        targets = np.where((targets >= start) & (targets < end), targets - start, -1)
+    return Mask(mask.ranges[start:end].clip(start, end) - start, positions, targets, mask.name)
 
 
 def token_field(sample: Mapping[str, Any], name: str, length: int, dim: int, index: int) -> Tensor:
     """A field with one entry per token along `dim`."""
     if name not in sample:
         raise ValueError(f"sample {index} has no field {name!r}, which token_fields declares")
-    value = torch.as_tensor(sample[name])
+    value = _tensor(sample[name], name, index)
     if not -value.ndim <= dim < value.ndim or value.shape[dim] != length:
         raise ValueError(
             f"field {name!r} of sample {index} has shape {tuple(value.shape)}; expected "
@@ -87,7 +133,7 @@ def labels_of(sample: Mapping[str, Any], ids: Tensor, index: int) -> Tensor:
     """The sample's own labels, or its token ids."""
     if "labels" not in sample:
         return ids
-    return token_field(sample, "labels", len(ids), 0, index).long()
+    return _integers(token_field(sample, "labels", len(ids), 0, index), "labels", index)
 
 
 def shift_labels(labels: Tensor, mask: Mask) -> Tensor:

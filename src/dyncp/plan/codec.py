@@ -39,6 +39,9 @@ _SCALARS = (
     "local_multiple",
     "declared_bytes",
 )
+MALFORMED = (
+    ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError, struct.error,
+)  # fmt: skip
 _to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -154,7 +157,7 @@ def decode_body(body: bytes, digest: str) -> RankPlan:
         check_part(part)
     except PlanDecodeError:
         raise
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, struct.error) as error:
+    except MALFORMED as error:
         raise PlanDecodeError(f"plan part is malformed: {error}") from error
     return part
 

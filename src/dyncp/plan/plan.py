@@ -59,6 +59,11 @@ class Plan:
         return self.parts[0].digest
 
     @property
+    def filler(self) -> bool:
+        """As `RankPlan.filler`."""
+        return self.parts[0].filler
+
+    @property
     def fingerprint(self) -> str:
         return self.parts[0].fingerprint
 

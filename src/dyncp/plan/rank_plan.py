@@ -152,6 +152,11 @@ class RankPlan:
     blocks: OwnedBlocks
     masks: Mapping[str, MaskPlan]
 
+    @property
+    def filler(self) -> bool:
+        """Whether the batch only stands in for one that is missing, and counts for nothing."""
+        return False
+
     @cached_property
     def local_blocks(self) -> Int64:
         """Blocks this rank owns, in the order of its rows."""

@@ -1,0 +1,234 @@
+"""Ranks that diverge are told at once who does what: on real gloo ranks, with long timeouts."""
+
+import logging
+import os
+import time
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.utils.data import IterableDataset
+
+from dyncp import DCPDataLoader, PlannerConfig, masks
+from dyncp.dataloader.errors import BatchMismatch, PeerError
+from processes import run_ranks
+
+pytestmark = pytest.mark.xdist_group("processes")
+
+LENGTHS = [40, 24, 33, 51, 18, 45, 29, 60]
+PLANNER = PlannerConfig("bisection", block_size=4)
+OPTIONS = {"tokens_per_batch": 64, "planner": PLANNER, "window": 1}
+
+
+class Tokens:
+    """Samples of random tokens."""
+
+    def __init__(self, draw):
+        self.draw = draw
+
+    def __len__(self):
+        return len(LENGTHS)
+
+    def __getitem__(self, index):
+        return {"input_ids": self.draw(index, LENGTHS[index])}
+
+
+class Stream(IterableDataset):
+    def __init__(self, draw):
+        self.draw = draw
+
+    def __iter__(self):
+        return iter([{"input_ids": self.draw(i, n)} for i, n in enumerate(LENGTHS)])
+
+
+def same(index, length):
+    return torch.full((length,), index)
+
+
+def by_rank(index, length):
+    return torch.full((length,), index + 100 * dist.get_rank())
+
+
+def later_by_rank(index, length):
+    """Differs in samples that no handshake reads."""
+    return by_rank(index, length) if index == 6 else same(index, length)
+
+
+def augmented(index, length):
+    return torch.randint(0, 1000, (length,))
+
+
+def causal_or_full(sample):
+    own = masks.full if dist.get_rank() and len(sample["input_ids"]) == 33 else masks.causal
+    return own(sample)
+
+
+def causal_or_full_lambda():
+    rank = dist.get_rank()
+    return lambda sample: masks.full(sample) if rank else masks.causal(sample)
+
+
+def outcome(make, act=list):
+    """The error of a loader, or its tokens; and how long it took."""
+    dist.barrier()
+    start = time.monotonic()
+    try:
+        with make() as loader:
+            result = act(loader)
+    except (BatchMismatch, PeerError, ValueError) as error:
+        result = f"{type(error).__name__}: {error}"
+    seconds = time.monotonic() - start
+    dist.barrier()
+    return result, seconds
+
+
+def tokens(loader):
+    return [data["input_ids"][0].tolist() for data, _ in loader]
+
+
+def read_differently(rank):
+    def error(dataset, mask_fn=masks.causal, **options):
+        return outcome(lambda: DCPDataLoader(dataset, mask_fn, **OPTIONS | options))[0]
+
+    lengths = {"lengths": LENGTHS}
+    results = {
+        "handshake": error(Tokens(by_rank), **lengths),
+        "shared": error(Tokens(later_by_rank), **lengths),
+        "all read": error(Tokens(later_by_rank)),
+        "stream": error(Stream(by_rank)),
+        "masks": error(Tokens(same), causal_or_full, **lengths),
+        "masks, all read": error(Tokens(same), causal_or_full),
+        "lambdas": error(Tokens(same), causal_or_full_lambda(), **lengths),
+        "accumulation": error(Tokens(same), accumulation_steps=1 + rank),
+        "raised": error(Tokens(same), look_ahead=-rank),
+    }
+
+    def run(**options):
+        make = partial(DCPDataLoader, Tokens(augmented), masks.causal, **OPTIONS | options)
+        return outcome(make, tokens)[0]
+
+    runs = run(), run(**lengths)
+    keys = distributed_c10d._get_default_store().list_keys()
+    dist.barrier()
+    return results, runs, sum("dyncp" in key for key in keys)
+
+
+@pytest.fixture(scope="module")
+def readers():
+    return run_ranks(read_differently, 2)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("handshake", "BatchMismatch: ranks made different loaders: sample 0 is "),
+        ("shared", "BatchMismatch: ranks disagree on sample 6 (number "),
+        ("all read", "BatchMismatch: ranks disagree on sample 6 (number "),
+        ("stream", "BatchMismatch: ranks disagree on sample 0 (number 0 of batch 0): rank 0 has "),
+        ("masks", "BatchMismatch: ranks disagree on sample 2 (number "),
+        ("masks, all read", "BatchMismatch: ranks disagree on sample 2 (number "),
+        ("lambdas", "BatchMismatch: ranks made different loaders: masks of sample 0 is "),
+        ("accumulation", "loaders: accumulation_steps is 1 on rank 0, 2 on rank 1; every rank"),
+    ],
+)
+def test_ranks_that_read_or_make_different_things_are_told_the_sample(readers, case, message):
+    first, second = (results[case] for results, _, _ in readers)
+    assert message in first
+    assert first == second
+
+
+def test_a_rank_that_cannot_make_its_loader_is_named(readers):
+    texts = [results["raised"] for results, _, _ in readers]
+    assert texts[0].startswith(
+        "PeerError: rank 1 could not make its loader: ValueError: look_ahead"
+    )
+    assert texts[1].startswith("ValueError: look_ahead is -1")
+
+
+def test_ranks_augment_alike_by_torchs_generator(readers):
+    (_, first, keys), (_, second, _) = readers
+    assert keys == 0
+    for one, other in zip(first, second, strict=True):
+        assert sum(map(len, one)) + sum(map(len, other)) == sum(LENGTHS)
+    assert first[0] == first[1]  # with and without lengths
+
+
+class Warnings(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+def take_unequally(rank):
+    """Rank 1 leaves, raises or lags; what rank 0 gets for it, and how soon."""
+    make = partial(DCPDataLoader, Tokens(same), masks.causal, look_ahead=0, **OPTIONS)
+
+    def leave(loader):
+        for number, _ in enumerate(loader):
+            if rank and number == 1:
+                break
+
+    def raise_(loader):
+        try:
+            for number, _ in enumerate(loader):
+                if rank and number == 1:
+                    raise ArithmeticError("loss is NaN")
+        except ArithmeticError:
+            pass
+
+    def lag(loader):
+        batches = iter(loader)
+        next(batches)
+        warnings = Warnings()
+        logging.getLogger("dyncp").addHandler(warnings)
+        if rank:
+            time.sleep(8)
+        next(batches)
+        return warnings.texts
+
+    return [outcome(make, act) for act in (leave, raise_, lag)]
+
+
+def test_a_rank_that_left_raised_or_lags_is_named_within_seconds():
+    (left, raised, lagging), others = run_ranks(take_unequally, 2)
+    for text, seconds in (left, raised):
+        assert text.startswith(
+            "PeerError: rank 1 left this iteration after 2 batches (break, an exc"
+        )
+        assert "while rank 0 waits for all ranks to agree on step 2" in text or "plan of" in text
+        assert seconds < 60
+    (warning,), _ = lagging
+    assert warning.startswith("rank 0 has waited 5 s for ")
+    assert "rank 1 has taken 1 batches and has not asked for the next one yet" in warning
+    assert others[2][0] == []
+
+
+def die(rank):
+    if not rank:
+        return outcome_of_death()
+    batches = iter(DCPDataLoader(Tokens(same), masks.causal, look_ahead=0, **OPTIONS))
+    next(batches)
+    time.sleep(2)
+    os._exit(1)
+
+
+def outcome_of_death():
+    with DCPDataLoader(Tokens(same), masks.causal, look_ahead=0, **OPTIONS) as loader:
+        start = time.monotonic()
+        try:
+            list(loader)
+        except PeerError as error:
+            return str(error), time.monotonic() - start
+    return None
+
+
+def test_a_rank_that_died_is_named_within_seconds():
+    text, seconds = run_ranks(die, 2)[0]
+    assert text.startswith("rank 0 waits in vain: rank 1 (process ")
+    assert text.endswith(" has ended")
+    assert seconds < 60
