@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import Dataset
 
@@ -59,7 +60,9 @@ def evaluate(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     options = OPTIONS | {"planner": PlannerConfig("bisection", block_size=2), "evaluation": True}
     with DCPDataLoader(SAMPLES, masks.causal, mesh=mesh, **options) as loader:
-        return [(data["sample_ids"].flatten().tolist(), data["url"]) for data, _ in loader]
+        found = [(data["sample_ids"].flatten().tolist(), data["url"]) for data, _ in loader]
+    dist.barrier()  # rank 0 has the store
+    return found
 
 
 @pytest.mark.xdist_group("processes")
