@@ -12,11 +12,12 @@ def draw_virtual(found: Mapping[str, Any]) -> Iterator[str]:
     yield from _alone(found["alone"])
     yield (
         f"{'':<22}{'':>9}{'kernels ms':^18}{'other kernels ms':^18}{'call ms':^18}{'host ms':>9}"
-        f"{'kernels × alone':^18}{'call × alone':^18}{'predicted − measured: kernels, call':^44}"
+        f"{'host / call':^18}{'kernels × alone':^18}{'call × alone':^18}"
+        f"{'predicted − measured: kernels, call':^44}"
     )
     yield (
         f"{'':<22}{'':>9}" + f"{'worst':>9}{'mean':>9}" * 3 + f"{'worst':>9}"
-        + f"{'worst':>9}{'mean':>9}" * 2 + f"{'worst':>11}{'mean':>11}" * 2
+        + f"{'worst':>9}{'mean':>9}" * 3 + f"{'worst':>11}{'mean':>11}" * 2
     )  # fmt: skip
     for name, method in found["methods"].items():
         for direction in DIRECTIONS:
@@ -45,7 +46,7 @@ def _summary(summary: Mapping[str, Any]) -> str:
     columns = ("kernel_seconds", "other_seconds", "call_seconds")
     text = "".join(_worst_and_mean(summary[column], 1e3, 2) for column in columns)
     text += f"{1e3 * summary['host_seconds']['worst']:>9.2f}"
-    for column in ("over_alone", "call_over_alone"):
+    for column in ("host_over_call", "over_alone", "call_over_alone"):
         text += _worst_and_mean(summary[column], 1, 3)
     for column in ("prediction_error", "call_prediction_error"):
         error = summary[column]

@@ -44,19 +44,18 @@ PROFILES = {
         # Estimates: 0.6 and 0.5 of the 312 TFLOP/s vendor figure for attention, 0.65 for linear
         # layers; 2.0 TB/s memory.
         _profile("p4de", (190e12, 150e12), 200e12, 0.8e12, 20e-6, 128),
-        # Attention: what several runs of `dyncp calibrate` measured on one H200 with kernel flash4,
-        # rounded, but for the seconds per call, an estimate: what a kernel takes to begin and end.
-        # Linear layers: an estimate below the 800 TFLOP/s measured for one large matrix product.
-        # Attention took 1.19 to 1.21 times longer beside copies within the GPU's own memory, at all
-        # of its rate; messages take at most a fifth of that rate, so 1.1 is assumed beside them.
+        # What `dyncp calibrate --kernel flash4:fast` measured on one H200, rounded. Linear layers: an
+        # estimate below the 803 TFLOP/s measured for one large matrix product. Host time: that of
+        # a fast host; inside a model it runs ahead of the GPU.
         replace(
-            _with_launches(_profile("h200", (830e12, 670e12), 650e12, 1.9e12, 4e-6, 128)),
-            edge_forward=1.1,
-            edge_backward=1.2,
-            row_forward=450.0,
-            row_backward=230.0,
+            _with_launches(_profile("h200", (845e12, 713e12), 650e12, 1.35e12, 0.0, 128)),
+            edge_forward=1.21,
+            edge_backward=1.39,
+            row_forward=530.0,
+            row_backward=300.0,
             lanes=132,
-            overlap_slowdown=1.1,
+            launch_seconds=0.25e-6,
+            overlap_slowdown=1.07,
         ),
         # Estimates: the H200's shares of the vendor figure (989 TFLOP/s), applied to 2,500; 8 TB/s.
         _with_launches(_profile("gb200_nvl72", (1400e12, 1100e12), 1600e12, 3.2e12, 4e-6, 128)),

@@ -1,10 +1,10 @@
-"""BoundRank: one rank's call, laid out in the executor's memory, as steps that only have to be run.
+"""One rank's call, laid out in the executor's memory, as steps that only have to be run.
 
 All that is the same in every call is found here, before the first: tensors, tables, and the
 arguments of kernels. What the caller brings comes with the `Frame`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,127 +12,145 @@ from torch import Tensor
 
 from dyncp.executor.copying import GIVEN
 from dyncp.executor.layout import RankLayout
+from dyncp.executor.order import (
+    Compute,
+    Launch,
+    Mark,
+    RowWork,
+    Stretch,
+    Wait,
+    long_stretches,
+    program_order,
+)
 from dyncp.executor.ready import START
 from dyncp.executor.rooms import Key
 from dyncp.executor.segments import Frame, Segment, Work
+from dyncp.executor.streams import Streams
 from dyncp.kernels import Dtypes, Gradients, Kernel, Memory, RowOps, Sums
 from dyncp.kernels.row_ops import Results
-from dyncp.plan import Op, Space, call_rows
+from dyncp.plan import Space, call_rows
 from dyncp.plan.rooms import INPUTS
 
 KEY_TENSORS = ("k", "v", "dk", "dv")
 NO_RESULTS = Results(())
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """What was given to the device so far is what phases that are ready at `time` wait for."""
+@dataclass(frozen=True, slots=True, eq=False)
+class PhaseMessages:
+    """One byte tensor per peer, each way, and the time at which the phase is ready. `arrived` is
+    an event that a graph waits for; None: the channel is asked."""
 
-    time: int
-
-
-@dataclass(frozen=True, slots=True)
-class Instruction:
-    """A communication point: LAUNCH or WAIT."""
-
-    op: Op
     phase: int
+    sends: Mapping[int, Tensor]
+    receives: Mapping[int, Tensor]
+    ready: int
+    arrived: Any
 
 
-BoundStep = Segment | Mark | Instruction
+@dataclass(frozen=True, slots=True, eq=False)
+class BoundStep:
+    """One thing to do, with the instruction that it belongs to. `waits` are phases whose messages
+    other ranks of this process must have sent before."""
 
-
-@dataclass(frozen=True, eq=False)
-class BoundRank:
-    """`sends` and `receives` are one byte tensor per peer, by phase. `names` says which
-    instruction every step belongs to."""
-
-    steps: list[BoundStep]
-    names: list[str]
-    sends: dict[int, dict[int, Tensor]]
-    receives: dict[int, dict[int, Tensor]]
-    ready: dict[int, int]
+    action: Segment | tuple[PhaseMessages, ...] | Wait | Mark
+    waits: tuple[int, ...]
+    name: str
 
 
 def bind_rank(
-    layout: RankLayout, base: Tensor, dtypes: Dtypes, kernel: Kernel, row_ops: RowOps
-) -> BoundRank:
+    layout: RankLayout,
+    base: Tensor,
+    dtypes: Dtypes,
+    kernel: Kernel,
+    row_ops: RowOps,
+    streams: Streams,
+) -> list[BoundStep]:
     """`base` is the memory of the whole call, uint8."""
-    builder = _Builder(layout, Memory.of(base, dtypes), dtypes, kernel, row_ops)
+    builder = _Builder(layout, base, Memory.of(base, dtypes), dtypes, kernel, row_ops, streams)
     builder.build()
-    buffers = [
-        {
-            phase: {
-                peer: base[start + where.start : start + where.stop]
-                for peer, where in fields.peers[phase].items()
-            }
-            for phase, start in ((phase, layout.rooms.at(name, phase)) for phase in fields.peers)
-        }
-        for name, fields in (("send", layout.sends), ("receive", layout.receives))
-    ]
-    return BoundRank(
-        builder.steps,
-        builder.names,
-        buffers[0],
-        buffers[1],
-        dict(layout.ready),
-    )
+    return builder.steps
 
 
 @dataclass
 class _Builder:
     layout: RankLayout
+    base: Tensor
     memory: Memory
     dtypes: Dtypes
     kernel: Kernel
     row_ops: RowOps
+    streams: Streams
     steps: list[BoundStep] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    _pending: list[Work] = field(default_factory=list)
 
     def build(self) -> None:
-        lowered = self.layout.lowered
-        marked = set(self.layout.ready.values())
+        layout, lowered = self.layout, self.layout.lowered
         fixed = lowered.style.fixed and lowered.has_messages
-        self._open()
-        self._flush("start", fixed=False)
-        if START in marked:
-            self._add(Mark(START), "start")
-        for time, (op, argument) in enumerate(lowered.instructions):
-            name = f"{op.name} {argument}"
-            if op is Op.COMPUTE:
-                self._pending += [
-                    self._call(argument, g, call) for g, call in lowered.calls[argument]
-                ]
+        order = long_stretches if fixed else program_order
+        row_work = {*layout.copies, *layout.combinations}
+        points = order(lowered.instructions, layout.ready, row_work)
+        inside = {p for x in points if isinstance(x.item, Stretch) for p in x.item.waits}
+        self._add_segment(self._open(), "start", fixed=False)
+        for point in points:
+            item = point.item
+            if isinstance(item, Stretch):
+                work = [w for x in item.items for w in self._work(x)]
+                self._add_segment(work, point.name, fixed=fixed, waits=item.waits)
+            elif isinstance(item, Launch):
+                messages = tuple(
+                    self._messages(phase, inside=phase in inside) for phase in item.phases
+                )
+                self.steps.append(BoundStep(messages, (), point.name))
             else:
-                self._flush(name, fixed=fixed)
-                self._add(Instruction(op, argument), name)
-            self._pending += self._row_work(time)
-            if time in marked:
-                self._flush(name, fixed=fixed)
-                self._add(Mark(time), name)
-        self._flush("the end", fixed=fixed)
-        self._pending += self._combine(len(lowered.instructions), to_results=True)
-        self._flush("the end", fixed=False)
+                waits = (item.phase,) if isinstance(item, Wait) else ()
+                self.steps.append(BoundStep(item, waits, point.name))
+        last = self._combine(len(lowered.instructions), to_results=True)
+        self._add_segment(list(last), "the end", fixed=False)
 
-    def _add(self, step: BoundStep, name: str) -> None:
-        self.steps.append(step)
-        self.names.append(name)
+    def _add_segment(
+        self, work: list[Work], name: str, *, fixed: bool, waits: tuple[int, ...] = ()
+    ) -> None:
+        if work:
+            self.steps.append(BoundStep(Segment(work, fixed=fixed), waits, name))
 
-    def _flush(self, name: str, *, fixed: bool) -> None:
-        if self._pending:
-            self._add(Segment(self._pending, fixed=fixed), name)
-            self._pending = []
+    def _messages(self, phase: int, *, inside: bool) -> PhaseMessages:
+        layout = self.layout
+        sends, receives = (
+            {
+                peer: self.base[start + where.start : start + where.stop]
+                for start in (layout.rooms.at(name, phase),)
+                for peer, where in fields.peers[phase].items()
+            }
+            if phase in fields.peers
+            else {}
+            for name, fields in (("send", layout.sends), ("receive", layout.receives))
+        )
+        arrived = self.streams.arrived(phase) if inside else None
+        return PhaseMessages(phase, sends, receives, layout.ready[phase], arrived)
 
-    def _open(self) -> None:
+    def _work(self, item: Wait | Mark | Compute | RowWork) -> Iterator[Work]:
+        streams = self.streams
+        if isinstance(item, Wait):
+            arrived = streams.arrived(item.phase)
+            yield lambda _: arrived.wait()
+        elif isinstance(item, Mark):
+            marked = streams.marked(item.time)
+            yield lambda _: marked.record()
+        elif isinstance(item, RowWork):
+            yield from self._row_work(item.time)
+        else:
+            for group, call in self.layout.lowered.calls[item.division]:
+                yield self._call(item.division, group, call)
+
+    def _open(self) -> list[Work]:
         """Row sums, cleared sums, and own rows: all that needs the caller's inputs."""
+        work: list[Work] = []
         lowered, memory, row_ops = self.layout.lowered, self.memory, self.row_ops
         if lowered.backward:
             cleared, sums = self.layout.rooms.cleared(memory), self.layout.row_sums
             base_2 = lowered.style.collects
             padded = lowered.local_rows > lowered.part.local_tokens
             if lowered.style.collects or lowered.has_messages or padded:
-                self._pending.append(lambda _: _zero(cleared))
+                work.append(lambda _: _zero(cleared))
 
             def row_sums(frame: Frame) -> None:
                 assert frame.out is not None
@@ -140,11 +158,11 @@ class _Builder:
                 dout = frame.given[GIVEN.index("dout")]
                 row_ops.row_sums(sums, memory, dout, frame.out, frame.lse, base_2=base_2)
 
-            self._pending.append(row_sums)
+            work.append(row_sums)
         table = self.layout.copies.get(START)
         if table is not None:
-            self._pending.append(lambda f: row_ops.copy(table, memory, f.given, f.lse))
-        self._pending += self._combine(START, to_results=False)
+            work.append(lambda f: row_ops.copy(table, memory, f.given, f.lse))
+        return [*work, *self._combine(START, to_results=False)]
 
     def _row_work(self, time: int) -> Iterator[Work]:
         """What is due after an instruction."""

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from dyncp.executor.arena import Arena
-from dyncp.executor.bind import BoundRank, bind_rank
+from dyncp.executor.bind import BoundStep, bind_rank
+from dyncp.executor.engine import Engine
+from dyncp.executor.layout import RankLayout
 from dyncp.executor.run import Runner, drive
 from dyncp.executor.segments import Frame
 from dyncp.executor.step import CallLayout, Step
 from dyncp.executor.streams import Streams
-from dyncp.kernels import accumulator_dtype
+from dyncp.kernels import Dtypes, accumulator_dtype
 from dyncp.kernels.row_ops import Results
 from dyncp.plan import Direction
 from dyncp.plan.rooms import padded_rows
@@ -37,8 +39,8 @@ def attend_forward(
     layout = step.layout(options.mask, Direction.FORWARD, q, k)
     out, lse = empty_like(q), empty_per_head(q)
     given = tuple(dense_rows(x) for x in (q, k, v))
-    replays = step.engine.graphs.replays()
-    _run(step, layout, Frame(given, None, None, Results((out,), lse), options.scale, replays))
+    use = step.engine.use_of_graphs()
+    _run(step, layout, Frame(given, None, None, Results((out,), lse), options.scale, *use))
     return out, lse
 
 
@@ -60,8 +62,8 @@ def attend_backward(
     """Writes the gradients of q, k and v."""
     layout = step.layout(options.mask, Direction.BACKWARD, saved.q, saved.k)
     given = tuple(dense_rows(x) for x in (saved.q, saved.k, saved.v, saved.dout))
-    out, replays = dense_rows(saved.out), step.engine.graphs.replays()
-    _run(step, layout, Frame(given, saved.lse, out, Results(grads), options.scale, replays))
+    out, use = dense_rows(saved.out), step.engine.use_of_graphs()
+    _run(step, layout, Frame(given, saved.lse, out, Results(grads), options.scale, *use))
 
 
 def empty_like(x: Tensor) -> Tensor:
@@ -92,15 +94,18 @@ def dense_rows(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    bound: BoundRank
+    steps: list[BoundStep]
     streams: Streams
 
 
 def _run(step: Step, layout: CallLayout, frame: Frame) -> None:
     engine, arena = step.engine, step.engine.arena()
-    ranks, channels = _bound_ranks(step, layout, arena), engine.transport.open()
+    ranks, channels = (
+        _bound_ranks(step, layout, arena, captured=frame.captured),
+        engine.transport.open(),
+    )
     runners = [
-        Runner(rank.bound, layout.direction, frame, channel, rank.streams)
+        Runner(rank.steps, layout.direction, frame, channel, rank.streams)
         for rank, channel in zip(ranks, channels, strict=True)
     ]
     try:
@@ -110,18 +115,22 @@ def _run(step: Step, layout: CallLayout, frame: Frame) -> None:
             rank.streams.join()
 
 
-def _bound_ranks(step: Step, layout: CallLayout, arena: Arena) -> list[_Rank]:
+def _bound_ranks(step: Step, layout: CallLayout, arena: Arena, *, captured: bool) -> list[_Rank]:
     base = arena.take(layout.num_bytes, step.num_bytes)
-    ranks = arena.kept(layout)
-    if ranks is None:  # the first call on this stream, or in this memory
+    kept = arena.kept(layout)
+    if kept is None:  # the first call on this stream, or in this memory
         layout.wait_for_indices()
-        engine = step.engine
-        ranks = [
-            _Rank(
-                bind_rank(rank, base, layout.dtypes, engine.kernel, engine.row_ops),
-                engine.streams(has_messages=rank.lowered.has_messages),
-            )
-            for rank in layout.ranks
-        ]
-        arena.keep(layout, ranks)
+        kept = {}
+        arena.keep(layout, kept)
+    ranks = kept.get(captured)
+    if ranks is None:
+        ranks = [_bind(rank, base, layout.dtypes, step.engine, captured) for rank in layout.ranks]
+        kept[captured] = ranks
     return cast(list[_Rank], ranks)
+
+
+def _bind(
+    layout: RankLayout, base: Tensor, dtypes: Dtypes, engine: Engine, captured: bool
+) -> _Rank:
+    streams = engine.streams(has_messages=layout.lowered.has_messages, captured=captured)
+    return _Rank(bind_rank(layout, base, dtypes, engine.kernel, engine.row_ops, streams), streams)

@@ -45,7 +45,6 @@ class Engine:
         self._refused: dict[AttentionShape, str] = {}  # reasons; empty ones: the kernel is right
         self._arenas: dict[int, Arena] = {}
         self._communication: torch.cuda.Stream | None = None
-        self._host_streams = HostStreams()
 
     def like(self, transport: Transport) -> "Engine":
         """The same on other ranks, without checks."""
@@ -90,14 +89,20 @@ class Engine:
             self._arenas[key] = Arena(self.device)
         return self._arenas[key]
 
-    def streams(self, *, has_messages: bool) -> Streams:
-        """For one rank's calls. One without messages runs on the current stream alone."""
+    def use_of_graphs(self) -> tuple[bool, bool]:
+        """Whether the call that begins now may use graphs, and whether the caller captures it."""
+        captured = self.on_gpu and torch.cuda.is_current_stream_capturing()
+        return self.graphs.replays(captured=captured), captured
+
+    def streams(self, *, has_messages: bool, captured: bool) -> Streams:
+        """For one rank's calls, which the caller captures or not. One without messages runs on the
+        current stream alone."""
         if not self.on_gpu or not has_messages:
-            return self._host_streams
+            return HostStreams()
         if self._communication is None:
             stream = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
             self._communication = stream
-        return DeviceStreams(self._communication)
+        return DeviceStreams(self._communication, external=not captured)
 
 
 @cache

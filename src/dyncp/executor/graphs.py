@@ -42,17 +42,16 @@ class Graphs:
             return Graphs(False)
         return Graphs(choice is not False)
 
-    def replays(self) -> bool:
-        """Whether the call that begins now may use graphs."""
+    def replays(self, *, captured: bool) -> bool:
+        """Whether the call that begins now may use graphs; `captured`: in one of the caller's."""
         if not self.wanted:
             return False
         if torch.is_anomaly_enabled():
             _log_once("autograd's anomaly mode is on")
             return False
-        if torch.cuda.is_current_stream_capturing():
+        if captured:
             _log_once("the caller captures a graph of its own")
-            return False
-        return True
+        return not captured
 
 
 @cache

@@ -2,10 +2,12 @@
 
 from collections.abc import Generator, Sequence
 
-from dyncp.executor.bind import BoundRank, Instruction, Mark
+from dyncp.executor.bind import BoundStep, PhaseMessages
+from dyncp.executor.order import Mark, Wait
+from dyncp.executor.ready import START
 from dyncp.executor.segments import Frame, Segment
 from dyncp.executor.streams import Streams
-from dyncp.plan import Direction, Op
+from dyncp.plan import Direction
 from dyncp.transport import Channel, TransportError
 
 
@@ -15,51 +17,56 @@ class Runner:
 
     def __init__(
         self,
-        bound: BoundRank,
+        steps: Sequence[BoundStep],
         direction: Direction,
         frame: Frame,
         channel: Channel,
         streams: Streams,
     ) -> None:
-        self._bound, self._direction, self._frame = bound, direction, frame
+        self._steps, self._direction, self._frame = steps, direction, frame
         self._channel, self._streams = channel, streams
         self.num_finished = 0
 
     @property
     def last_finished(self) -> str:
-        return self._bound.names[self.num_finished - 1] if self.num_finished else "none"
+        return self._steps[self.num_finished - 1].name if self.num_finished else "none"
 
     def run(self) -> Generator[None, None, None]:
-        for step, name in zip(self._bound.steps, self._bound.names, strict=True):
-            try:
-                if isinstance(step, Segment):
-                    step.run(self._frame)
-                elif isinstance(step, Mark):
-                    self._streams.mark(step.time)
-                else:
-                    while step.op is Op.WAIT and not self._channel.ready(step.phase):
-                        yield
-                    self._communicate(step)
-            except TransportError as error:
-                raise TransportError(self._where(name, error)) from error
-            self.num_finished += 1
+        name = "the end"
         try:
+            for step in self._steps:
+                name = step.name
+                for phase in step.waits:
+                    while not self._channel.ready(phase):
+                        yield
+                self._do(step.action)
+                self.num_finished += 1
+            name = "the end"
             self._channel.finish()
         except TransportError as error:
-            raise TransportError(self._where("the end", error)) from error
+            direction = self._direction.name.lower()
+            where = f"{direction}, at {name}; last finished: {self.last_finished}"
+            raise TransportError(f"{error} [{where}]") from error
 
-    def _where(self, instruction: str, error: Exception) -> str:
-        direction = self._direction.name.lower()
-        return f"{error} [{direction}, at {instruction}; last finished: {self.last_finished}]"
+    def _do(self, action: Segment | tuple[PhaseMessages, ...] | Wait | Mark) -> None:
+        if isinstance(action, Segment):
+            action.run(self._frame)
+        elif isinstance(action, tuple):
+            self._launch(action)
+        elif isinstance(action, Wait):
+            self._channel.wait(action.phase)
+        else:
+            self._streams.mark(action.time)
 
-    def _communicate(self, step: Instruction) -> None:
-        phase = step.phase
-        if step.op is Op.WAIT:
-            self._channel.wait(phase)
-            return
-        sends, receives = self._bound.sends.get(phase, {}), self._bound.receives.get(phase, {})
-        with self._streams.launching(self._bound.ready[phase]):
-            self._channel.launch(phase, sends, receives)
+    def _launch(self, phases: tuple[PhaseMessages, ...]) -> None:
+        """Each as soon as the device has reached its mark; later marks imply earlier ones."""
+        channel, streams, reached = self._channel, self._streams, START - 1
+        with streams.communicating():
+            for one in phases:
+                if one.ready > reached:
+                    streams.wait_for(one.ready)
+                    reached = one.ready
+                channel.launch(one.phase, one.sends, one.receives, one.arrived)
 
 
 def drive(runners: Sequence[Runner]) -> None:

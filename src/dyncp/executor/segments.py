@@ -32,6 +32,7 @@ class Frame:
     results: Results
     scale: float
     replays: bool = False  # graphs may be used
+    captured: bool = False  # by the caller, in a graph of its own
 
 
 Work = Callable[[Frame], None]

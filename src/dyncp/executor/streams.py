@@ -12,47 +12,87 @@ import torch
 from dyncp.kernels import IndexArrays
 
 
+class HostEvent:
+    """A point that work given in order has reached when it is asked for."""
+
+    def __init__(self) -> None:
+        self._recorded = False
+
+    def record(self) -> None:
+        self._recorded = True
+
+    def wait(self) -> None:
+        assert self._recorded, "waited for before it was recorded"
+        self._recorded = False
+
+
 class HostStreams:
-    """Everything happens in the order of the program: on the CPU, or on one stream."""
+    """Everything happens in the order in which it is given: on the CPU, or on one stream."""
 
     def __init__(self) -> None:
         self._nothing = nullcontext()
+        self._arrivals: dict[int, HostEvent] = {}
+
+    def marked(self, time: int) -> HostEvent:  # noqa: ARG002
+        return HostEvent()
+
+    def arrived(self, phase: int) -> HostEvent:
+        return self._arrivals.setdefault(phase, HostEvent())
 
     def mark(self, time: int) -> None:
         pass
 
-    def launching(self, ready: int) -> AbstractContextManager[Any]:  # noqa: ARG002
+    def communicating(self) -> AbstractContextManager[Any]:
         return self._nothing
+
+    def wait_for(self, ready: int) -> None:
+        pass
 
     def join(self) -> None:
         pass
 
 
 class DeviceStreams:
-    """One rank's streams, the same in all its calls on the current stream."""
+    """One rank's streams and events, the same in all its calls on the current stream. The
+    executor's graphs wait for messages and mark what is ready by `external` events, which others
+    record and wait for outside; a caller's graph has all of a call inside."""
 
-    def __init__(self, communication: torch.cuda.Stream) -> None:
-        self._communication = communication
+    def __init__(self, communication: torch.cuda.Stream, *, external: bool = True) -> None:
+        self._communication, self._external = communication, external
         self._compute = torch.cuda.current_stream(communication.device)
-        self._launching = _On(communication, self._compute)
+        self._communicating = _On(communication, self._compute)
         self._marks: dict[int, torch.cuda.Event] = {}
+        self._arrivals: dict[int, torch.cuda.Event] = {}
         self._done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def mark(self, time: int) -> None:
-        """What the compute stream was given so far is what a launch may wait for by `time`."""
-        if time not in self._marks:
-            self._marks[time] = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._marks[time].record(self._compute)
+    def marked(self, time: int) -> torch.cuda.Event:
+        """Reached when the compute stream has done all that it was given by `time`."""
+        return self._event(self._marks, time)
 
-    def launching(self, ready: int) -> AbstractContextManager[Any]:
-        """On the communication stream, as soon as the work up to `ready` is done."""
+    def arrived(self, phase: int) -> torch.cuda.Event:
+        """Reached when the messages of a phase are there."""
+        return self._event(self._arrivals, phase)
+
+    def mark(self, time: int) -> None:
+        self.marked(time).record(self._compute)
+
+    def communicating(self) -> AbstractContextManager[Any]:
+        """On the communication stream."""
+        return self._communicating
+
+    def wait_for(self, ready: int) -> None:
+        """Messages that are launched from now on wait for a mark."""
         self._communication.wait_event(self._marks[ready])
-        return self._launching
 
     def join(self) -> None:
         """The next call may use the same memory."""
         self._done.record(self._communication)
         self._compute.wait_event(self._done)
+
+    def _event(self, events: dict[int, torch.cuda.Event], key: int) -> torch.cuda.Event:
+        if key not in events:
+            events[key] = torch.cuda.Event(external=self._external)  # type: ignore[no-untyped-call]
+        return events[key]
 
 
 class _On:

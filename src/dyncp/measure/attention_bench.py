@@ -172,6 +172,7 @@ def _describe_ranks(
             "pairs": float(pairs[rank]),
             "call_seconds": t.seconds,
             "host_seconds": t.host_seconds,
+            "host_over_call": t.host_seconds / t.seconds,
             "kernel_seconds": t.kernel_seconds,
             "other_seconds": t.other_seconds,
             "predicted_kernel_seconds": float(predicted.kernels[rank]),
@@ -191,7 +192,7 @@ def _summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Worst and mean over ranks."""
     found: dict[str, Any] = {}
     for column in (
-        "call_seconds", "kernel_seconds", "other_seconds", "host_seconds",
+        "call_seconds", "kernel_seconds", "other_seconds", "host_seconds", "host_over_call",
         "predicted_kernel_seconds", "predicted_call_seconds", "over_alone", "call_over_alone",
     ):  # fmt: skip
         values = [row[column] for row in rows if row[column] is not None]

@@ -2,14 +2,16 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dyncp.arrays import Float64
 from dyncp.blocks import DEFAULT_MASK, AttentionShape, Direction
 from dyncp.executor import DCPExecutor, Step, attention
+from dyncp.measure.host_time import host_seconds_per_call
 from dyncp.measure.implementation import backward, forward
 from dyncp.measure.inputs import make_inputs
 from dyncp.measure.kernel_seconds import KernelRun, profiled_kernels
@@ -27,8 +29,9 @@ PROFILED = 2
 
 @dataclass(frozen=True, eq=False)
 class CallTimes:
-    """One attention call in one direction: the whole call on the device, the host until it
-    returns, and its kernel calls, in seconds by division (0 where a division has no tiles).
+    """One attention call in one direction: the whole call on the device, the host until it is
+    queued, one of several in a row, and its kernel calls, in seconds by division (0 where a
+    division has no tiles).
 
     On GPUs the latter are the profiler's durations of the attention kernels, without pauses for
     the host; `other_seconds` are those of all other kernels: packing, merging, rounding. On CPUs
@@ -54,13 +57,20 @@ def time_part(
     """Forward and backward of one rank."""
     recorded, step = _prepare(part, choice, device)
     inputs = make_inputs(step.num_rows, shape, device, seed=part.rank)
-    run = forward(lambda q, k, v: attention(step, q, k, v), inputs)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(step, q, k, v)
+
+    run, has_backward = forward(attend, inputs), part.mask_plan(DEFAULT_MASK).backward is not None
     times = {Direction.FORWARD: _time(run, recorded, part, Direction.FORWARD, device, repeats)}
-    if part.mask_plan(DEFAULT_MASK).backward is not None:
+    if has_backward:
         run_backward = backward(run(), inputs)
         times[Direction.BACKWARD] = _time(
             run_backward, recorded, part, Direction.BACKWARD, device, repeats
         )
+    if device.type == "cuda":
+        host = host_seconds_per_call(attend, inputs, device, repeats, backward=has_backward)
+        times = {way: replace(one, host_seconds=host[way]) for way, one in times.items()}
     return times
 
 

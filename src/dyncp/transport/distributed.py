@@ -56,6 +56,7 @@ class Distributed:
         self.grouped_operations = grouped_operations
         self.on_gpu = device is not None and device.type == "cuda"
         self._device = device if self.on_gpu else torch.device("cpu")
+        self._arrival_streams: dict[int, torch.cuda.Stream] = {}
         self._group = self._open_group("gloo", members)
         word = settings_word(ranks_per_machine, grouped_operations, here())
         self.machines = read_machines(self._every_word(word, "opening their groups", "get there"))
@@ -133,6 +134,12 @@ class Distributed:
                 phase, self._carried(communicator, sends), self._carried(communicator, receives)
             )
         return started
+
+    def arrival_stream(self, phase: int) -> torch.cuda.Stream:
+        """Phases have their own: neither later launches nor other phases wait for a phase."""
+        if phase not in self._arrival_streams:
+            self._arrival_streams[phase] = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        return self._arrival_streams[phase]
 
     def _carried(
         self, communicator: Communicator, messages: Mapping[int, Tensor]

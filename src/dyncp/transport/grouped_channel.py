@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from dyncp.transport.communicator import Started, ranks_text
@@ -20,6 +21,9 @@ class Starts(Protocol):
         self, phase: int, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
     ) -> Sequence[Started]: ...
 
+    def arrival_stream(self, phase: int) -> "torch.cuda.Stream":
+        """One that waits for nothing but the messages of a phase."""
+
 
 class GroupedChannel:
     """`limit` bounds every wait of the host. None on GPUs: there only the current stream waits, and
@@ -32,12 +36,20 @@ class GroupedChannel:
         self._leaving: list[tuple[int, Started]] = []
 
     def launch(
-        self, phase: int, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
+        self,
+        phase: int,
+        sends: Mapping[int, Tensor],
+        receives: Mapping[int, Tensor],
+        arrived: Any = None,
     ) -> None:
         self.bytes_sent += sum(message.nbytes for message in sends.values())
         started = self._transport.start(phase, sends, receives)
         self._arriving[phase] = [one for one in started if one.sources]
         self._leaving += [(phase, one) for one in started if not one.sources]
+        if arrived is not None:
+            with torch.cuda.stream(self._transport.arrival_stream(phase)):
+                self.wait(phase)
+                arrived.record()
 
     def ready(self, _phase: int) -> bool:
         return True

@@ -5,7 +5,8 @@ waiting makes the current stream wait for the copy, never the host.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,22 @@ class Delivered:
     copied: "torch.cuda.Event | None"
 
 
-Mailbox = dict[Address, Tensor | Delivered]
+@dataclass(slots=True)
+class Awaited:
+    """An event to record after so many more messages."""
+
+    messages: int
+    arrived: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Mailbox:
+    """What was sent, the buffers that messages go to, and who wants to know of a phase's last
+    one: by rank and phase."""
+
+    sent: dict[Address, Tensor | Delivered] = field(default_factory=dict)
+    posted: dict[Address, Tensor] = field(default_factory=dict)
+    awaited: dict[tuple[int, int], Awaited] = field(default_factory=dict)
 
 
 class InProcess:
@@ -36,10 +52,8 @@ class InProcess:
         self.bytes_sent = 0
 
     def open(self) -> "list[InProcessChannel]":
-        # Of this call alone: one that failed leaves nothing behind.
-        mailbox: Mailbox = {}
-        posted: dict[Address, Tensor] = {}
-        return [InProcessChannel(self, mailbox, posted, rank) for rank in self.ranks]
+        mailbox = Mailbox()  # of this call alone: one that failed leaves nothing behind
+        return [InProcessChannel(self, mailbox, rank) for rank in self.ranks]
 
     def agree(self, word: bytes) -> list[bytes]:
         return [word] * self.num_ranks
@@ -52,55 +66,65 @@ class InProcess:
 
 
 class InProcessChannel:
-    def __init__(
-        self, transport: InProcess, mailbox: Mailbox, posted: dict[Address, Tensor], rank: int
-    ) -> None:
+    def __init__(self, transport: InProcess, mailbox: Mailbox, rank: int) -> None:
         self.bytes_sent = 0
-        self._transport, self._mailbox, self._posted = transport, mailbox, posted
-        self._rank = rank
+        self._transport, self._mailbox, self._rank = transport, mailbox, rank
         self._receives: dict[int, list[Address]] = {}
 
     def launch(
-        self, phase: int, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
+        self,
+        phase: int,
+        sends: Mapping[int, Tensor],
+        receives: Mapping[int, Tensor],
+        arrived: Any = None,
     ) -> None:
         if receives:
             self._receives[phase] = [(peer, self._rank, phase) for peer in receives]
+        if arrived is not None:
+            self._mailbox.awaited[self._rank, phase] = Awaited(len(receives), arrived)
         for peer, buffer in receives.items():
-            self._posted[peer, self._rank, phase] = buffer
+            self._mailbox.posted[peer, self._rank, phase] = buffer
             self._deliver((peer, self._rank, phase))
         for peer, message in sends.items():
             key = (self._rank, peer, phase)
-            assert key not in self._mailbox, f"(source, target, phase) {key} was sent twice"
-            self._mailbox[key] = message
+            assert key not in self._mailbox.sent, f"(source, target, phase) {key} was sent twice"
+            self._mailbox.sent[key] = message
             self.bytes_sent += message.nbytes
             self._transport.count(message.nbytes)
             self._deliver(key)
 
     def _deliver(self, key: Address) -> None:
-        message, buffer = self._mailbox.get(key), self._posted.get(key)
+        source, target, phase = key
+        message, buffer = self._mailbox.sent.get(key), self._mailbox.posted.get(key)
         if not isinstance(message, Tensor) or buffer is None:
             return
         if message.nbytes != buffer.nbytes:
-            source, target, phase = key
             raise ValueError(
                 f"rank {target} expects {buffer.nbytes} bytes from rank {source} in phase "
                 f"{phase}, but {message.nbytes} were sent: the ranks hold different plans"
             )
         buffer.copy_(message, non_blocking=True)
         on_gpu = buffer.is_cuda
-        self._mailbox[key] = Delivered(
+        self._mailbox.sent[key] = Delivered(
             torch.cuda.current_stream(buffer.device).record_event() if on_gpu else None
         )
+        awaited = self._mailbox.awaited.get((target, phase))
+        if awaited is not None:
+            awaited.messages -= 1
+            if not awaited.messages:
+                awaited.arrived.record()
 
     def ready(self, phase: int) -> bool:
-        return all(isinstance(self._mailbox.get(key), Delivered) for key in self._receives[phase])
+        sent = self._mailbox.sent
+        return all(isinstance(sent.get(key), Delivered) for key in self._receives[phase])
 
     def wait(self, phase: int) -> None:
         for key in self._receives.pop(phase):
-            delivered = self._mailbox.pop(key)
+            delivered = self._mailbox.sent.pop(key)
             assert isinstance(delivered, Delivered), f"{key} was waited for before it was ready"
             if delivered.copied is not None:
                 delivered.copied.wait()
 
     def finish(self) -> None:
-        assert not self._receives, f"phases {sorted(self._receives)} were never waited for"
+        left = [p for p in self._receives if (self._rank, p) not in self._mailbox.awaited]
+        assert not left, f"phases {left} were never waited for"

@@ -4,6 +4,7 @@ For timing and memory measurements of one rank's compute without its peers; resu
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -32,13 +33,19 @@ class NullChannel:
         self._transport = transport
 
     def launch(
-        self, _phase: int, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
+        self,
+        _phase: int,
+        sends: Mapping[int, Tensor],
+        receives: Mapping[int, Tensor],
+        arrived: Any = None,
     ) -> None:
         sent = sum(message.nbytes for message in sends.values())
         self.bytes_sent += sent
         self._transport.bytes_sent += sent
         for buffer in receives.values():
             buffer.zero_()
+        if arrived is not None:
+            arrived.record()
 
     def ready(self, _phase: int) -> bool:
         return True

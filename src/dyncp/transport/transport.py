@@ -1,7 +1,7 @@
 """The protocol of all transports."""
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -20,12 +20,19 @@ class Channel(Protocol):
     bytes_sent: int
 
     def launch(
-        self, phase: int, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
+        self,
+        phase: int,
+        sends: Mapping[int, Tensor],
+        receives: Mapping[int, Tensor],
+        arrived: Any = None,
     ) -> None:
-        """Starts the messages of a phase: one contiguous byte tensor per peer rank, each way."""
+        """Starts the messages of a phase: one contiguous byte tensor per peer rank, each way. On a
+        GPU, `arrived` is an event to record when the receives are filled; such a phase is not
+        waited for by `wait`."""
 
     def ready(self, phase: int) -> bool:
-        """Whether `wait` can return without another rank of this process running first."""
+        """Whether `wait` can return without another rank of this process running first, and
+        whether `arrived` was recorded."""
 
     def wait(self, phase: int) -> None:
         """Returns when the phase's receives are filled; raises TransportError after the timeout."""

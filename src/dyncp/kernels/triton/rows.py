@@ -34,30 +34,33 @@ Handles = dict[tuple[int, ...], Any]
 
 
 def _launch(
-    kernel: Any, handles: Handles, key: tuple[int, ...], grid: tuple[int, int], args: list[Any]
+    kernel: Any,
+    handles: Handles,
+    grid: tuple[int, int, int],
+    tensors: Sequence[Tensor],
+    others: Sequence[Any],
 ) -> None:
-    """`kernel[grid](*args)`. Triton looks at every argument to find what it compiled: it is asked
-    once for each kind of launch of a table."""
+    """`kernel[grid](*tensors, *others)`. Triton looks at every argument to find what it compiled:
+    it is asked once for each kind of launch of a table. Compiled kernels take plain addresses,
+    which they need not ask the driver about."""
+    addresses = [x.data_ptr() for x in tensors]
+    key = tuple([address % VECTOR_BYTES for address in addresses])
     handle = handles.get(key)
     if handle is None:
-        handles[key] = kernel[grid](*args, num_warps=WARPS)
+        handles[key] = kernel[grid](*tensors, *others, num_warps=WARPS)
     else:
-        handle[(*grid, 1)](*args)
-
-
-def _alignments(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    return tuple(x.data_ptr() % VECTOR_BYTES for x in tensors)
+        handle[grid](*addresses, *others)
 
 
 @dataclass(frozen=True, slots=True)
 class CopyTable:
-    """Chunks, the most columns and heads of one, and items that can be loaded at once."""
+    """Chunks, and the sizes that the kernel is compiled for: items that can be loaded at once, and
+    heads of per-head values."""
 
     chunks: Index
-    count: int
-    most_columns: int
-    most_heads: int
+    grid: tuple[int, int, int]
     vector: int
+    heads: int
     handles: Handles = field(default_factory=dict)
 
 
@@ -65,8 +68,7 @@ class CopyTable:
 class CombineTable:
     chunks: Index
     sources: Index
-    count: int
-    most_heads: int
+    grid: tuple[int, int, int]
     sums_dim: int  # 0: no panels
     has_lse: bool
     only_input: bool  # all contributions have q's dtype, and none is scaled
@@ -76,8 +78,7 @@ class CombineTable:
 @dataclass(frozen=True, slots=True)
 class RowSumTable:
     chunks: Index
-    count: int
-    most_heads: int
+    grid: tuple[int, int, int]
     handles: Handles = field(default_factory=dict)
 
 
@@ -101,12 +102,12 @@ class TritonRowOps:
         chunks[:, Copy.FROM] += begin * np.where(own, chunks[:, Copy.FROM_ROW], 1)
         chunks[:, Copy.TO] += begin * chunks[:, Copy.TO_ROW]
         widths = copies[rows, Copy.WIDTH]
+        most_heads = int(copies[~rows, Copy.WIDTH].max(initial=1))
         return CopyTable(
             arrays.add(chunks),
-            len(chunks),
-            int(widths.max(initial=1)),
-            int(copies[~rows, Copy.WIDTH].max(initial=1)),
+            (len(chunks), triton.cdiv(int(widths.max(initial=1)), COPY_COLUMNS), 1),
             _vector(dim, dtypes.input.itemsize),
+            triton.next_power_of_2(most_heads),
         )
 
     def copy(
@@ -117,13 +118,12 @@ class TritonRowOps:
         tensors = [*given, *[memory.input] * (4 - len(given))]
         per_head = memory.wide if lse is None else lse
         lse_strides = (0, 0) if lse is None else lse.stride()
-        args = [
-            table.chunks.tensor, memory.input, memory.wide, *tensors, per_head,
-            *(x.stride(0) for x in tensors), *lse_strides,
-            table.vector, COPY_ROWS, COPY_COLUMNS, triton.next_power_of_2(table.most_heads),
+        pointers = [table.chunks.tensor, memory.input, memory.wide, *tensors, per_head]
+        others = [
+            *[x.stride(0) for x in tensors], *lse_strides,
+            table.vector, COPY_ROWS, COPY_COLUMNS, table.heads,
         ]  # fmt: skip
-        grid = (table.count, triton.cdiv(table.most_columns, COPY_COLUMNS))
-        _launch(copy_chunk, table.handles, _alignments(given), grid, args)
+        _launch(copy_chunk, table.handles, table.grid, pointers, others)
 
     def combine_table(
         self,
@@ -160,8 +160,7 @@ class TritonRowOps:
         return CombineTable(
             arrays.add(chunks),
             arrays.add(sources if len(sources) else np.zeros((1, len(Source)), np.int64)),
-            len(chunks),
-            int(targets[:, Target.HEADS].max()),
+            (len(chunks), int(targets[:, Target.HEADS].max()), 1),
             int(sources[panels, Source.DIM].max(initial=0)),
             has_lse,
             has_lse and dtypes.partial == dtypes.input and bool(plain.all()),
@@ -181,15 +180,17 @@ class TritonRowOps:
         per_head = memory.wide if results.lse is None else results.lse
         lse_strides = (0, 0) if results.lse is None else results.lse.stride()
         size = max(memory.input.element_size(), memory.partial.element_size())
-        args = [
+        pointers = [
             table.chunks.tensor, table.sources.tensor, memory.input, memory.partial, memory.wide,
-            *tensors, per_head, *(x.stride(0) for x in tensors), *lse_strides, scale,
+            *tensors, per_head,
+        ]  # fmt: skip
+        others = [
+            *[x.stride(0) for x in tensors], *lse_strides, scale,
             dim, triton.next_power_of_2(max(COLUMNS, dim, table.sums_dim)),
             max(COLUMNS, table.sums_dim), table.has_lse, table.sums_dim > 0, table.only_input,
             _vector(dim, size),
         ]  # fmt: skip
-        grid = (table.count, table.most_heads)
-        _launch(combine_chunk, table.handles, _alignments(results.rows), grid, args)
+        _launch(combine_chunk, table.handles, table.grid, pointers, others)
 
     def row_sum_table(self, rows: Int64, dtypes: Dtypes, arrays: IndexArrays) -> RowSumTable | None:
         if not len(rows):
@@ -203,7 +204,8 @@ class TritonRowOps:
         chunks[:, RowSum.PADDED] = end - begin
         for column in (RowSum.ROW, RowSum.DELTA, RowSum.LSE):
             chunks[:, column] += begin
-        return RowSumTable(arrays.add(chunks), len(chunks), int(rows[:, RowSum.HEADS].max()))
+        grid = (len(chunks), int(rows[:, RowSum.HEADS].max()), 1)
+        return RowSumTable(arrays.add(chunks), grid)
 
     def row_sums(
         self,
@@ -218,12 +220,12 @@ class TritonRowOps:
         if table is None:
             return
         dim, size = out.shape[2], out.element_size()
-        args = [
-            table.chunks.tensor, memory.wide, dout, out, lse, dout.stride(0), out.stride(0),
-            *lse.stride(), dim, triton.next_power_of_2(dim), base_2, _vector(dim, size),
+        pointers = [table.chunks.tensor, memory.wide, dout, out, lse]
+        others = [
+            dout.stride(0), out.stride(0), *lse.stride(), dim, triton.next_power_of_2(dim), base_2,
+            _vector(dim, size),
         ]  # fmt: skip
-        grid = (table.count, table.most_heads)
-        _launch(row_sums_of_chunk, table.handles, _alignments((dout, out)), grid, args)
+        _launch(row_sums_of_chunk, table.handles, table.grid, pointers, others)
 
 
 def _cut(counts: Int64, size: int, starts: Int64 | int = 0) -> tuple[Int64, Int64, Int64]:

@@ -1,0 +1,148 @@
+"""The order in which a rank's device and messages are given their work.
+
+On the CPU, and on GPUs without graphs, this is the program's own: everything is started where the
+plan says. With graphs as little as possible is left to the host: a stretch of computation is one
+graph, which itself waits for messages and marks what is ready to be sent. It ends only where it has
+to wait for messages that it makes ready itself. GPUs see the same either way, since messages wait
+for marks and not for the host.
+"""
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from dyncp.executor.ready import START
+from dyncp.plan import Op
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Starts the messages of these phases, in this order."""
+
+    phases: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """For the messages of a phase."""
+
+    phase: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What the device was given so far is what phases that are ready at `time` wait for."""
+
+    time: int
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    division: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowWork:
+    """Rows that are copied and added up after the instruction at `time`."""
+
+    time: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Work of the device, with no communication point of the host in it."""
+
+    items: tuple["Wait | Mark | Compute | RowWork", ...]
+
+    @property
+    def waits(self) -> tuple[int, ...]:
+        return tuple(item.phase for item in self.items if isinstance(item, Wait))
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One thing to do, and the instruction that it belongs to."""
+
+    item: Launch | Wait | Mark | Stretch
+    name: str
+
+
+Instructions = Sequence[tuple[Op, int]]
+
+
+def program_order(
+    instructions: Instructions, ready: Mapping[int, int], row_work: AbstractSet[int]
+) -> list[Point]:
+    """Every instruction by itself. `row_work` are the times after which there is some."""
+    marked, points = set(ready.values()), [Point(Mark(START), "start")]
+    for time, (op, argument) in enumerate(instructions):
+        name = f"{op.name} {argument}"
+        if op is Op.COMPUTE:
+            points.append(Point(Stretch((Compute(argument),)), name))
+        else:
+            points.append(Point(Launch((argument,)) if op is Op.LAUNCH else Wait(argument), name))
+        if time in row_work:
+            points.append(Point(Stretch((RowWork(time),)), name))
+        if time in marked:
+            points.append(Point(Mark(time), name))
+    return points
+
+
+def long_stretches(
+    instructions: Instructions, ready: Mapping[int, int], row_work: AbstractSet[int]
+) -> list[Point]:
+    """As few stretches as the dependencies between messages allow."""
+    return _LongStretches(instructions, ready, row_work).points
+
+
+class _LongStretches:
+    def __init__(
+        self, instructions: Instructions, ready: Mapping[int, int], row_work: AbstractSet[int]
+    ) -> None:
+        self._ready, self._row_work = ready, row_work
+        self._queue = [phase for op, phase in instructions if op is Op.LAUNCH]
+        self._items: list[Wait | Mark | Compute | RowWork] = []
+        self._marked = START  # the latest mark that the device was given
+        self.points = [Point(Mark(START), "start")]
+        self._launch("start")
+        for time, (op, argument) in enumerate(instructions):
+            self._add(time, op, argument)
+        self._close()
+
+    def _add(self, time: int, op: Op, argument: int) -> None:
+        if op is Op.COMPUTE:
+            self._items.append(Compute(argument))
+        elif op is Op.WAIT:
+            if argument in self._queue:  # this stretch makes ready what it would wait for
+                self._end(f"WAIT {argument}")
+            self._items.append(Wait(argument))
+        if time in self._row_work:
+            self._items.append(RowWork(time))
+        if time in self._ready.values():
+            self._items.append(Mark(time))
+
+    def _end(self, name: str) -> None:
+        if self._items:
+            self.points.append(Point(Stretch(tuple(self._items)), name))
+            marks = [item.time for item in self._items if isinstance(item, Mark)]
+            self._marked = max([self._marked, *marks])
+            self._items = []
+        self._launch(name)
+
+    def _launch(self, name: str) -> None:
+        """All that is ready, in order: phases are launched in the same order on all ranks."""
+        count = 0
+        while count < len(self._queue) and self._ready[self._queue[count]] <= self._marked:
+            count += 1
+        if count:
+            self.points.append(Point(Launch(tuple(self._queue[:count])), name))
+            del self._queue[:count]
+
+    def _close(self) -> None:
+        """What comes last is for the caller's tensors, outside any graph."""
+        waits: list[Wait] = []
+        while self._items and isinstance(last := self._items[-1], Wait):
+            waits.insert(0, last)
+            self._items.pop()
+        self._end("the end")
+        self.points += [Point(wait, "the end") for wait in waits]
