@@ -19,6 +19,8 @@ from torch.utils.data import Sampler
 from dyncp.dataloader.generators import Drawing, generator_states, set_generator_states
 from dyncp.dataloader.state import Position
 
+END = object()
+
 
 class SampledOrder:
     """What a sampler (indices) or batch sampler (lists of indices) gives, epoch by epoch."""
@@ -59,8 +61,8 @@ class SampledOrder:
         taken.check(position.samples, start["taken"], f"sampler {type(self._sampler).__name__}")
         while True:
             with self._lock, drawing:
-                item = next(items, None)
-            if item is None:
+                item = next(items, END)
+            if item is END:
                 return
             taken.add(_indices(item))
             yield item, start | {"taken": taken.text()}
