@@ -132,7 +132,13 @@ class Batching:
 
     def _epochs(self, first: int) -> Iterable[int]:
         last = self._config.epochs
-        return count(first) if last is None else range(first, max(last, first + 1))
+        if last is None:
+            return count(first)
+        if last == 1:  # whoever loops over epochs says which
+            return [first]
+        if first >= last:
+            logger.warning("all %d epochs are done; set_epoch begins one of them again", last)
+        return range(first, last)
 
     def _rounds(self, group: list[GatheredBatch], start: Position) -> Iterator[Selection]:
         replicas = self._num_replicas

@@ -102,6 +102,7 @@ class DCPDataLoader:
             if isinstance(self._budget, int) and self.config.batch_sampler is None:
                 planning.check_tokens(self._budget)
             self._schedule = describe_schedule(self._budget)
+            self._order = describe_sampler(self.config.order)
             self._position, self._resuming = Position(), False
             self._open = _Open(process)
             self._finalizer = weakref.finalize(self, self._open.close, at_exit=True)
@@ -216,7 +217,7 @@ class DCPDataLoader:
         return Terms(
             seed=self.config.seed,
             shuffle=self.config.shuffle,
-            order=describe_sampler(self.config.order),
+            order=self._order,
             dataset=", ".join(f"{name} {text}" for name, text in source.items()),
             num_samples=self._background.source.num_samples,
             tokens_per_batch=self._budget if by_budget else None,  # type: ignore[arg-type]
@@ -238,7 +239,7 @@ class DCPDataLoader:
             **background.planning.shared_terms(),
             **background.source.terms(),
             **background.masking.terms(background.source),
-            "order": describe_sampler(self.config.order),
+            "order": self._order,
             "schedule": self._schedule,
         }
 
