@@ -21,7 +21,7 @@ LENGTHS = (5, 9, 3, 12, 1, 7)
 SAMPLES = [{"input_ids": [i] * n, "tokens": n} for i, n in enumerate(LENGTHS)]
 
 
-TERMS = Terms(0, True, "", "samples", 6, 16, "", 2, None, "error", False, 16)
+TERMS = Terms(0, True, "", "samples", 6, 16, "", 2, None, "error", False, 16, "error", "error")
 
 
 def batching(samples=SAMPLES, replica=0, num_replicas=1, window=1, **options):
@@ -43,6 +43,13 @@ def batches(start=None, **options):
 def test_a_budget_may_follow_a_schedule():
     schedule = [5, 12, 14, 100]
     assert batches(tokens_per_batch=lambda number: schedule[number]) == [[0], [1, 2], [3, 4], [5]]
+    assert batches(tokens_per_batch=lambda number: schedule[number] + 0.5)[1:] == [
+        [1, 2],
+        [3, 4],
+        [5],
+    ]
+    with pytest.raises(ValueError, match="tokens_per_batch is nan for batch 0; a whole number"):
+        batches(tokens_per_batch=lambda _: float("nan"))
     with pytest.raises(ValueError, match="tokens_per_batch is 0 for batch 1; at least 1"):
         batches(tokens_per_batch=lambda number: 30 - 30 * number)
 
@@ -262,6 +269,7 @@ def test_an_iteration_may_go_on_over_several_epochs():
     for taken, (_, selection) in enumerate(both[:-1], 1):
         assert [s.end for _, s in own(2, selection.end)] == [s.end for _, s in both[taken:]]
     assert batches(samples=[], epochs=None) == []
+    assert own(2, Position(2)) == []  # a state that was saved after the last of them
 
 
 def test_a_state_of_other_batches_is_refused():
@@ -287,6 +295,8 @@ def test_options_are_checked_when_the_loader_is_made():
         ({"too_long": "cut"}, "too_long is 'cut'; choose one of error, truncate, drop"),
         ({"plan_timeout": 0}, "plan_timeout is 0; seconds above 0"),
         ({"tokens_per_batch": 0}, "tokens_per_batch is 0; at least 1"),
+        ({"tokens_per_batch": 16.5}, "tokens_per_batch is 16.5; a whole number is needed"),
+        ({"accumulation_steps": "2"}, "accumulation_steps is '2'; a whole number is needed"),
         ({"evaluation": True, "shuffle": True}, "evaluation=True keeps the dataset's order"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -189,13 +189,24 @@ def take_unequally(rank):
         if rank:
             time.sleep(8)
         next(batches)
-        return warnings.texts
+        return list(warnings.texts)
 
-    return [outcome(make, act) for act in (leave, raise_, lag)]
+    def run_ahead(loader):
+        """Rank 0 takes a batch more; then both train."""
+        warnings = Warnings()
+        logging.getLogger("dyncp").addHandler(warnings)
+        batches = iter(loader)
+        for _ in range(2 - rank):
+            next(batches)
+        time.sleep(13)
+        return list(warnings.texts)
+
+    ahead = partial(DCPDataLoader, Tokens(same), masks.causal, **OPTIONS)
+    return [*(outcome(make, act) for act in (leave, raise_, lag)), outcome(ahead, run_ahead)]
 
 
 def test_a_rank_that_left_raised_or_lags_is_named_within_seconds():
-    (left, raised, lagging), others = run_ranks(take_unequally, 2)
+    (left, raised, lagging, ahead), others = run_ranks(take_unequally, 2)
     for text, seconds in (left, raised):
         assert text.startswith(
             "PeerError: rank 1 left this iteration after 2 batches (break, an exc"
@@ -206,6 +217,9 @@ def test_a_rank_that_left_raised_or_lags_is_named_within_seconds():
     assert warning.startswith("rank 0 has waited 5 s for ")
     assert "rank 1 has taken 1 batches and has not asked for the next one yet" in warning
     assert others[2][0] == []
+    (warning,), _ = ahead
+    assert warning.startswith("ranks have taken different numbers of batches for 5 s, none waits")
+    assert "(0: 2, 1: 1)" in warning
 
 
 def die(rank):

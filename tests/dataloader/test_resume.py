@@ -94,7 +94,7 @@ class NumpySampler(Sampler):
         return iter(order)
 
 
-TERMS = Terms(0, True, "", "samples", 6, 16, "", 2, None, "error", False, 16)
+TERMS = Terms(0, True, "", "samples", 6, 16, "", 2, None, "error", False, 16, "error", "error")
 WEIGHTS = [1.0 + i % 3 for i in range(len(SAMPLES))]
 
 

@@ -9,6 +9,7 @@ round. An optimiser step has `accumulation_steps` rounds; in a round every repli
 """
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,6 +22,8 @@ from dyncp.dataloader.entry import Entry
 from dyncp.dataloader.fill import FilledBatch, FillState, fill_batches
 from dyncp.dataloader.skipping import Skipped, why
 from dyncp.dataloader.state import Position
+
+logger = logging.getLogger(__name__)
 
 Seconds = Callable[[int], float]
 
@@ -133,7 +136,13 @@ class Batching:
 
     def _epochs(self, first: int) -> Iterable[int]:
         last = self._config.epochs
-        return count(first) if last is None else range(first, max(last, first + 1))
+        if last is None:
+            return count(first)
+        if last == 1:  # whoever loops over epochs says which
+            return [first]
+        if first >= last:
+            logger.warning("all %d epochs are done; set_epoch begins one of them again", last)
+        return range(first, last)
 
     def _own(
         self, rounds: list[tuple[list[FilledBatch], DealState]], start: Position

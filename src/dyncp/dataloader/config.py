@@ -1,6 +1,7 @@
 """LoaderConfig: the options of DCPDataLoader, checked when it is built. Needs no torch."""
 
 import hashlib
+import math
 import operator
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,7 +39,7 @@ OWN_TERMS = {
     "look_ahead", "plan_timeout", "store_timeout", "pin_memory", "log_every",
     "sampler", "batch_sampler", "lengths", "sample_fields", "sample_ids", "collate", "num_workers",
 }  # fmt: skip
-SCHEDULE_BATCHES = 4096  # whose budgets are compared one by one
+SCHEDULE_BATCHES = 1024  # whose budgets are compared one by one
 
 Budget = int | Callable[[int], int]
 
@@ -216,7 +217,8 @@ class LoaderConfig:
 def whole_number(name: str, value: Any, least: int, where: str = "") -> int:
     """An option as a plain int: one of numpy's compares and saves differently."""
     try:
-        number = operator.index(value)
+        whole = isinstance(value, float) and value.is_integer()  # 1e5 is as good as 100_000
+        number = int(value) if whole else operator.index(value)
     except TypeError:
         text = f"{name} is {value!r}{where}; a whole number is needed"
         raise ValueError(text) from None
@@ -227,7 +229,8 @@ def whole_number(name: str, value: Any, least: int, where: str = "") -> int:
 
 def check_budget(tokens: Any, number: int) -> int:
     """What a schedule gave for a batch; raises ValueError for a budget that holds nothing."""
-    return whole_number("tokens_per_batch", tokens, 1, f" for batch {number}")
+    whole = math.floor(tokens) if isinstance(tokens, float) and math.isfinite(tokens) else tokens
+    return whole_number("tokens_per_batch", whole, 1, f" for batch {number}")
 
 
 def describe_schedule(budget: Budget) -> str:
@@ -235,7 +238,7 @@ def describe_schedule(budget: Budget) -> str:
     ones."""
     if not callable(budget):
         return ""
-    later = np.unique(np.geomspace(SCHEDULE_BATCHES, 1e7, 4 * SCHEDULE_BATCHES).astype(np.int64))
+    later = np.unique(np.geomspace(SCHEDULE_BATCHES, 1e7, SCHEDULE_BATCHES).astype(np.int64))
     numbers = [*range(SCHEDULE_BATCHES), *later.tolist()]
     budgets = [_budget_text(budget, number) for number in numbers]
     return hashlib.blake2b(" ".join(budgets).encode(), digest_size=8).hexdigest()

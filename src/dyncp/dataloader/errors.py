@@ -8,11 +8,11 @@ class StoreError(RuntimeError):
 
 
 class BatchMismatch(ValueError):  # noqa: N818 (a user's mistake: the ranks got different arguments)
-    """Ranks disagree on a batch: another dataset, seed or budget."""
+    """Ranks disagree: on options, on what they read of a sample, or on its masks."""
 
 
 class PeerError(RuntimeError):
-    """Another rank failed while it prepared batches."""
+    """Another rank failed while it prepared batches, left, or is gone."""
 
 
 class SampleError(RuntimeError):

@@ -1,7 +1,13 @@
 """Handshake: ranks that make a loader together compare what they make it of.
 
-Every rank writes its terms and waits for those of all others. One that cannot make its loader says
-so, and the others get PeerError instead of waiting for it.
+The first rank's terms count; every other compares its own with them. The loader is made when all
+have come and found them equal. One that differs, or cannot make its loader, says so: the others get
+its text instead of waiting for it.
+
+    terms            of the rank that came first
+    here/2, came     process 2 has come; how many have
+    all              all have
+    failed, left     a failed rank's message; the last to leave deletes the keys
 """
 
 import json
@@ -9,6 +15,7 @@ import logging
 from collections.abc import Mapping
 from time import monotonic
 from types import TracebackType
+from typing import Any
 
 from dyncp.dataloader.decision import read_json
 from dyncp.dataloader.errors import BatchMismatch, PeerError, StoreError
@@ -26,7 +33,7 @@ class Handshake:
 
     def __init__(self, store: Store, ranks: LoaderRanks) -> None:
         self._store, self._ranks = store, ranks
-        self._left = False
+        self._warn_after = WARN_SECONDS
 
     def __enter__(self) -> "Handshake":
         return self
@@ -35,77 +42,68 @@ class Handshake:
         self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None
     ) -> None:
         try:
-            if error is not None and not self._left:
-                self._say("failed", {"text": f"{type(error).__name__}: {error}"})
-                self._leave()
+            if error is not None and not isinstance(error, PeerError | StoreError):
+                mismatch = isinstance(error, BatchMismatch)
+                text = str(error) if mismatch else f"{type(error).__name__}: {error}"
+                self._say("failed", text=text, mismatch=mismatch)
+            self._leave()
             if error is not None:
                 linger(self._store, "left")
         except StoreError as second:
-            logger.debug("telling other ranks: %s", second)
+            logger.debug("leaving the handshake: %s", second)
         finally:
             self._store.close()
 
     def compare(self, terms: Mapping[str, str], timeout: float) -> None:
-        """Waits for all ranks, at most `timeout` seconds; BatchMismatch names the terms that differ
-        and who has which."""
-        self._say(f"hello/{self._ranks.process}", {"terms": dict(terms)})
-        missing = set(range(self._ranks.num_processes))
-        start, warned = monotonic(), [0.0]
+        """Waits for all ranks, at most `timeout` seconds; BatchMismatch says which terms differ."""
+        first = self._say("terms", terms=dict(terms))
+        self._check(first["terms"], first["rank"], terms)
+        self._store.set(f"here/{self._ranks.process}", b"1")
+        if self._store.add("came", 1) == self._ranks.num_processes:
+            self._store.set("all", b"1")
+        start = monotonic()
+        wait_for(self._store, "all", lambda: self._look_around(monotonic() - start, timeout))
 
-        def still_waiting() -> None:
-            if self._store.has("failed"):
-                told = read_json(self._store.get("failed"))
-                raise PeerError(f"rank {told['rank']} could not make its loader: {told['text']}")
-            waited = monotonic() - start
-            if waited < max(WARN_SECONDS, 2 * warned[0]):
-                return
-            warned[0] = waited
-            names = ", ".join(str(self._ranks.name(p)) for p in sorted(missing))
-            text = f"rank {self._ranks.name()} has waited {waited:.0f} s for rank {names} to make "
-            if waited > timeout:
-                raise PeerError(f"{text}this loader; all ranks make their loaders in one order")
-            logger.warning("%sthis loader", text)
+    def _look_around(self, waited: float, timeout: float) -> None:
+        if self._store.has("failed"):
+            told = read_json(self._store.get("failed"))
+            if told["mismatch"]:
+                raise BatchMismatch(told["text"])
+            raise PeerError(f"rank {told['rank']} could not make its loader: {told['text']}")
+        if waited < min(self._warn_after, timeout):
+            return
+        self._warn_after *= 2
+        processes = range(self._ranks.num_processes)
+        missing = [self._ranks.name(p) for p in processes if not self._store.has(f"here/{p}")]
+        text = f"rank {self._ranks.name()} has waited {waited:.0f} s for ranks {missing} to make "
+        if waited > timeout:
+            raise PeerError(f"{text}this loader; all ranks make their loaders in one order")
+        logger.warning("%sthis loader", text)
 
-        found: dict[int, dict[str, str]] = {}
-        try:
-            for process in sorted(missing):
-                wait_for(self._store, f"hello/{process}", still_waiting)
-                said = read_json(self._store.get(f"hello/{process}"))["terms"]
-                assert isinstance(said, dict)
-                found[process] = said
-                missing.discard(process)
-        finally:
-            self._leave()
-        self._check(found)
-
-    def _check(self, found: Mapping[int, Mapping[str, str]]) -> None:
-        names = sorted({name for terms in found.values() for name in terms})
-        different = [
-            name for name in names if len({terms.get(name) for terms in found.values()}) > 1
-        ]
-        if different:
-            told = "; ".join(self._differing(name, found) for name in different[:SHOWN])
-            raise BatchMismatch(
-                f"ranks made different loaders: {told}; every rank needs the same arguments, "
-                "samples and mask function"
+    def _check(self, theirs: Mapping[str, str], rank: int, mine: Mapping[str, str]) -> None:
+        names = [name for name in sorted({*theirs, *mine}) if theirs.get(name) != mine.get(name)]
+        if not names:
+            return
+        told = "; ".join(
+            f"{name} is "
+            + ", ".join(
+                f"{terms.get(name, 'nothing')} on rank {who}"
+                for who, terms in sorted({rank: theirs, self._ranks.name(): mine}.items())
             )
+            for name in names[:SHOWN]
+        )
+        raise BatchMismatch(
+            f"ranks made different loaders: {told}; every rank needs the same arguments, samples "
+            "and mask function"
+        )
 
-    def _differing(self, name: str, found: Mapping[int, Mapping[str, str]]) -> str:
-        by_value: dict[str, list[int]] = {}
-        for process, terms in found.items():
-            value = terms.get(name, "nothing")
-            by_value.setdefault(value, []).append(self._ranks.name(process))
-        told = [f"{value} on rank {', '.join(map(str, r))}" for value, r in by_value.items()]
-        return f"{name} is {', '.join(told)}"
-
-    def _say(self, key: str, text: Mapping[str, object]) -> None:
+    def _say(self, key: str, **text: Any) -> dict[str, Any]:
+        """What was said first under a key."""
         said = json.dumps({"rank": self._ranks.name(), **text})
-        self._store.compare_set(key, said.encode())
+        return read_json(self._store.compare_set(key, said.encode()))
 
     def _leave(self) -> None:
-        """The last rank deletes the keys."""
-        self._left = True
         if self._store.add("left", 1) == self._ranks.num_processes:
-            hellos = [f"hello/{process}" for process in range(self._ranks.num_processes)]
-            for key in (*hellos, "failed", "left"):
+            here = [f"here/{process}" for process in range(self._ranks.num_processes)]
+            for key in ("terms", "came", "all", "failed", *here, "left"):
                 self._store.delete(key)

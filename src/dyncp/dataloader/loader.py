@@ -105,6 +105,7 @@ class DCPDataLoader:
             if isinstance(self._budget, int) and self.config.batch_sampler is None:
                 planning.check_tokens(self._budget)
             self._schedule = describe_schedule(self._budget)
+            self._order = describe_sampler(self.config.order)
             self._position, self._resuming = Position(), False
             self._counted: dict[Any, int] = {}  # batches of the epoch that len was asked for last
             self._open = _Open(process, source)
@@ -231,7 +232,7 @@ class DCPDataLoader:
         return Terms(
             seed=self.config.seed,
             shuffle=self.config.shuffle,
-            order=describe_sampler(self.config.order),
+            order=self._order,
             dataset=", ".join(f"{name} {text}" for name, text in source.items()),
             num_samples=self._background.source.num_samples,
             tokens_per_batch=self._budget if by_budget else None,  # type: ignore[arg-type]
@@ -241,6 +242,8 @@ class DCPDataLoader:
             too_long=self.config.too_long,
             drop_last=self.config.drop_last,
             window=self.config.windows(knows_lengths=self._background.source.knows_lengths)[0],
+            bad_samples=self.config.bad_samples,
+            empty_samples=self.config.empty_samples,
             lengths=lengths,
         )
 
@@ -254,7 +257,7 @@ class DCPDataLoader:
             **background.planning.shared_terms(),
             **background.source.terms(),
             **background.masking.terms(background.source),
-            "order": describe_sampler(self.config.order),
+            "order": self._order,
             "schedule": self._schedule,
         }
 

@@ -19,6 +19,8 @@ from torch.utils.data import Sampler
 from dyncp.dataloader.generators import Drawing, generator_states, set_generator_states
 from dyncp.dataloader.state import Position
 
+END = object()
+
 
 class SampledOrder:
     """What a sampler (indices) or batch sampler (lists of indices) gives, epoch by epoch."""
@@ -59,8 +61,8 @@ class SampledOrder:
         taken.check(position.samples, start["taken"], f"sampler {type(self._sampler).__name__}")
         while True:
             with self._lock, drawing:
-                item = next(items, None)
-            if item is None:
+                item = next(items, END)
+            if item is END:
                 return
             taken.add(_indices(item))
             yield item, start | {"taken": taken.text()}
@@ -107,12 +109,19 @@ def describe_sampler(sampler: Any) -> str:
         return ""
     name = type(sampler).__name__
     if isinstance(sampler, list | tuple | range | np.ndarray | torch.Tensor):
-        items = [np.asarray(item, np.int64).tolist() for item in sampler]
-        return f"{name} of {len(items)} ({digest_of(repr(items).encode())})"
+        return f"{name} of {len(sampler)} ({digest_of(_content(sampler))})"
     told = [f"len={len(sampler)}"] if isinstance(sampler, Sized) else []
     if isinstance(sampler, Sampler) and type(sampler).__module__.startswith("torch.utils.data"):
         told += [_attribute(key, value) for key, value in vars(sampler).items() if key != "epoch"]
     return f"{name}({', '.join(text for text in told if text)})"
+
+
+def _content(items: Any) -> bytes:
+    try:
+        array = np.asarray(items, np.int64)
+        return repr(array.shape).encode() + array.tobytes()
+    except (TypeError, ValueError):  # lists of different lengths
+        return repr([np.asarray(item, np.int64).tolist() for item in items]).encode()
 
 
 def _attribute(key: str, value: Any) -> str:

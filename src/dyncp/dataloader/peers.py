@@ -24,6 +24,7 @@ from dyncp.dataloader.ranks import LoaderRanks
 logger = logging.getLogger(__name__)
 
 SIGN_SECONDS = 1.0
+WATCH_SIGNS = 5
 WARN_SECONDS = 5.0  # of waiting; then after twice as long, and so on
 SILENT_SECONDS = 5.0  # without a sign: said in warnings
 GONE_SECONDS = 60.0  # without a sign: no longer waited for; a busy interpreter may miss a few
@@ -37,6 +38,8 @@ class Peers:
         self._store, self._ranks, self._status = store, ranks, status
         self._seen: dict[int, tuple[int, float]] = {}  # by process: last sign, and when it changed
         self._looked_at = 0.0
+        self._asked: dict[int, int] = {}  # batches that ranks in training had taken, last watched
+        self._warned_of: dict[int, int] = {}
         self._warn_after = WARN_SECONDS
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._sign, name="dyncp-signs", daemon=True)
@@ -95,6 +98,23 @@ class Peers:
             return f"{name} waits for batch {sign['asked'] - 1} as well, and prepares it"
         return f"{name} has taken {sign['asked']} batches and has not asked for the next one yet"
 
+    def _watch(self) -> None:
+        """Warns if ranks have been at different batches for a while, all in training: one that
+        takes a batch more than others waits for them there, and not in the loader."""
+        signs = {p: self._sign_of(p) for p in range(self._ranks.num_processes)}
+        asked = {p: sign["asked"] for p, sign in signs.items() if sign and not sign["waiting"]}
+        stays = asked == self._asked and len(asked) == self._ranks.num_processes
+        self._asked = asked
+        if stays and len(set(asked.values())) > 1 and asked != self._warned_of:
+            self._warned_of = asked
+            places = ", ".join(f"{self._ranks.name(p)}: {taken}" for p, taken in asked.items())
+            logger.warning(
+                "ranks have taken different numbers of batches for %.0f s, none waits for the "
+                "loader (%s): one of them is ahead, or the others are busy",
+                WATCH_SIGNS * SIGN_SECONDS,
+                places,
+            )
+
     def _silent(self, process: int, sign: dict[str, Any]) -> float:
         number, since = self._seen.get(process, (-1, 0.0))
         if number != sign["number"]:
@@ -118,6 +138,8 @@ class Peers:
                 if self._ended.wait(SIGN_SECONDS):
                     return
                 number += 1
+                if number % WATCH_SIGNS == 0 and not self._ranks.process:
+                    self._watch()
         except StoreError as error:  # which whoever waits gets, too
             logger.debug("signs of life: %s", error)
 

@@ -59,6 +59,8 @@ class Terms:
     too_long: str
     drop_last: bool
     window: int  # that batches are filled from
+    bad_samples: str
+    empty_samples: str
     lengths: str = ""  # "": not given
 
 

@@ -1,6 +1,5 @@
 """Datasets that can only be iterated. Every rank reads the whole stream."""
 
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
@@ -29,7 +28,6 @@ class StreamSource:
         self._stateful = has_exact_state(dataset)
         self._first_state = dataset.state_dict() if self._stateful else None
         self._begun = False
-        self._reading = threading.Lock()
 
     def start(self, position: Position) -> Position:
         return position
@@ -81,8 +79,7 @@ class StreamSource:
         return {}
 
     def _samples(self, place: int, epoch: int) -> Iterator[tuple[int, Any]]:
-        with self._reading:
-            samples = iter(self._dataset)
+        samples = iter(self._dataset)
         if self._begun and samples is self._dataset:
             raise ValueError(
                 f"the dataset is a {type(self._dataset).__name__}, which can be iterated once; "
@@ -91,7 +88,7 @@ class StreamSource:
         self._begun = True
         while True:
             try:
-                with self._reading, Drawing(self._config.seed, epoch, place):
+                with Drawing(self._config.seed, epoch, place):
                     sample = next(samples)
             except StopIteration:
                 return
