@@ -34,11 +34,11 @@ def attend_forward(
 ) -> tuple[Tensor, Tensor]:
     """Output like q, and log-sum-exp [tokens, q heads] in the accumulator dtype, heads first in
     memory."""
-    layout = step.layout(options.mask, Direction.FORWARD, q, k)
     out, lse = empty_like(q), empty_per_head(q)
     given = tuple(dense_rows(x) for x in (q, k, v))
     replays = step.engine.graphs.replays()
-    _run(step, layout, Frame(given, None, None, Results((out,), lse), options.scale, replays))
+    frame = Frame(given, None, None, Results((out,), lse), options.scale, replays)
+    _run(step, options.mask, Direction.FORWARD, frame)
     return out, lse
 
 
@@ -58,10 +58,10 @@ def attend_backward(
     step: Step, options: CallOptions, saved: Saved, grads: tuple[Tensor, Tensor, Tensor]
 ) -> None:
     """Writes the gradients of q, k and v."""
-    layout = step.layout(options.mask, Direction.BACKWARD, saved.q, saved.k)
     given = tuple(dense_rows(x) for x in (saved.q, saved.k, saved.v, saved.dout))
     out, replays = dense_rows(saved.out), step.engine.graphs.replays()
-    _run(step, layout, Frame(given, saved.lse, out, Results(grads), options.scale, replays))
+    frame = Frame(given, saved.lse, out, Results(grads), options.scale, replays)
+    _run(step, options.mask, Direction.BACKWARD, frame)
 
 
 def empty_like(x: Tensor) -> Tensor:
@@ -96,7 +96,18 @@ class _Rank:
     streams: Streams
 
 
-def _run(step: Step, layout: CallLayout, frame: Frame) -> None:
+def _run(step: Step, mask: str, direction: Direction, frame: Frame) -> None:
+    """One call at a time: its memory, and the messages of its phases, are the executor's."""
+    engine = step.engine
+    if not engine.lock.acquire(blocking=False):
+        engine.wait_for_lock()
+    try:
+        _run_alone(step, step.layout(mask, direction, *frame.given[:2]), frame)
+    finally:
+        engine.lock.release()
+
+
+def _run_alone(step: Step, layout: CallLayout, frame: Frame) -> None:
     engine, arena = step.engine, step.engine.arena()
     ranks, channels = _bound_ranks(step, layout, arena), engine.transport.open()
     runners = [
@@ -116,12 +127,13 @@ def _bound_ranks(step: Step, layout: CallLayout, arena: Arena) -> list[_Rank]:
     if ranks is None:  # the first call on this stream, or in this memory
         layout.wait_for_indices()
         engine = step.engine
-        ranks = [
-            _Rank(
-                bind_rank(rank, base, layout.dtypes, engine.kernel, engine.row_ops),
-                engine.streams(has_messages=rank.lowered.has_messages),
-            )
-            for rank in layout.ranks
-        ]
+        with torch.inference_mode(False):  # calls in other modes use the same tensors
+            ranks = [
+                _Rank(
+                    bind_rank(rank, base, layout.dtypes, engine.kernel, engine.row_ops),
+                    engine.streams(has_messages=rank.lowered.has_messages),
+                )
+                for rank in layout.ranks
+            ]
         arena.keep(layout, ranks)
     return cast(list[_Rank], ranks)

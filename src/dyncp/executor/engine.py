@@ -1,6 +1,7 @@
 """Engine: what all steps of an executor share."""
 
 import logging
+import threading
 from collections.abc import Callable
 from functools import cache
 
@@ -34,6 +35,8 @@ class Engine:
         graphs: Graphs | None = None,
     ) -> None:
         self.kernel, self.transport, self.device = kernel, transport, device
+        # Held during a call: calls share memory and messages. Engines of one executor share it.
+        self.lock = threading.Lock()
         self.alternative: Engine | None = None  # for inputs that the kernel refuses
         self.row_ops = row_ops
         self.graphs = Graphs.choose("auto", device, kernel) if graphs is None else graphs
@@ -89,6 +92,17 @@ class Engine:
         if key not in self._arenas:
             self._arenas[key] = Arena(self.device)
         return self._arenas[key]
+
+    def wait_for_lock(self) -> None:
+        """Another thread's call is under way. Processes could order the two differently, and take
+        the messages of one for the other's: there it raises."""
+        if getattr(self.transport, "global_ranks", None) is not None:
+            raise RuntimeError(
+                "two threads call attention of one executor at the same time; ranks in processes "
+                "need one order of calls: call from one thread, or give every thread an executor "
+                "of its own"
+            )
+        self.lock.acquire()
 
     def streams(self, *, has_messages: bool) -> Streams:
         """For one rank's calls. One without messages runs on the current stream alone."""

@@ -55,6 +55,7 @@ class DCPExecutor:
         if kernel == "auto" and self.kernel.name == "flash4":
             other = choose_kernel("triton", self.device, deterministic)
             self.engine.alternative = Engine(other, *shared)
+            self.engine.alternative.lock = self.engine.lock
         if self.device.type == "cuda":
             for engine in self._engines():
                 engine.check = check_kernel

@@ -66,6 +66,7 @@ class Step:
     others: list["Step"] = field(default_factory=list)  # for another kernel
 
     @staticmethod
+    @torch.inference_mode(False)
     def prepare(parts: tuple[RankPlan, ...], engine: Engine) -> "Step":
         """Lowers a plan. All its index arrays go to the device in one copy, those of messages for
         the plan's attention shape, or the latest call's where the plan fits any."""
@@ -139,9 +140,10 @@ class Step:
         self.engine.shape = shape
         found = self.layouts.get((mask, direction, shape))
         if found is None:
-            arrays = IndexArrays(self.device)
-            ranks = _lay_out(self.lowered[mask, direction], shape, self.engine, arrays)
-            arrivals = (self.arrival, Arrival(arrays))
+            with torch.inference_mode(False):
+                arrays = IndexArrays(self.device)
+                ranks = _lay_out(self.lowered[mask, direction], shape, self.engine, arrays)
+                arrivals = (self.arrival, Arrival(arrays))
             found = self._add(mask, direction, shape, ranks, arrivals)
         return found
 
