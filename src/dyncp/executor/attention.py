@@ -1,6 +1,5 @@
 """What attention layers call: `DCPAttn.apply(step, q, kv)` and `attention(step, q, k, v)`."""
 
-import math
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
+from dyncp.checks import finite_number, instance_of
 from dyncp.executor.call import (
     CallOptions,
     Saved,
@@ -58,6 +58,7 @@ def attention(
     any finite number); `sink` [q_heads] are logits that take part in each row's softmax without a
     value.
     """
+    instance_of("mask", mask, str, "the name of one of the plan's masks")
     _check_types(q=q, k=k, v=v, **({} if sink is None else {"sink": sink}))
     if scale is None:
         scale = _default_scale(q)
@@ -68,8 +69,7 @@ def attention(
 
 def _check_types(**tensors: Tensor) -> None:
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise ValueError(f"{name} is {type(tensor).__name__}; expected a torch tensor")
+        instance_of(name, tensor, Tensor, "a torch tensor")
 
 
 def _default_scale(q: Tensor) -> float:
@@ -83,13 +83,7 @@ def _checked_scale(scale: Any) -> float:
             "scale is a tensor that requires gradients, and would get none; give a number, and "
             "multiply q by the tensor"
         )
-    try:
-        value = float(scale)
-    except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"scale is {scale!r}; a finite number is needed") from None
-    if not math.isfinite(value):
-        raise ValueError(f"scale is {value}; a finite number is needed")
-    return value
+    return finite_number("scale", scale)
 
 
 def _with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
@@ -123,10 +117,19 @@ def _eager_call(
     handle, record = _resolve(step, has_graph=has_graph)
     handle.check(options.mask, inputs, backward=has_graph)
     handle = handle.fitting(inputs)
-    if sink is not None and sink.shape != (q_heads := inputs[0].shape[1],):
-        raise ValueError(f"sink has shape {tuple(sink.shape)}; expected [{q_heads}] (q heads)")
+    if sink is not None:
+        _check_sink(sink, inputs[0])
     out: Tensor = _Attention.apply(handle, record, options, sink, *inputs)  # type: ignore[no-untyped-call]
     return out
+
+
+def _check_sink(sink: Tensor, q: Tensor) -> None:
+    if sink.shape != (q_heads := q.shape[1],):
+        raise ValueError(f"sink has shape {tuple(sink.shape)}; expected [{q_heads}] (q heads)")
+    if sink.device != q.device or not sink.is_floating_point():
+        raise ValueError(
+            f"sink is {sink.dtype} on {sink.device}; expected floating point on {q.device}, as q"
+        )
 
 
 _untraced_call = _disable_dynamo(_eager_call)  # torch.compiler.disable, which takes 1 s to import

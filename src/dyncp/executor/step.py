@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dyncp.checks import instance_of
 from dyncp.executor.engine import Engine
 from dyncp.executor.layout import RankLayout, lay_out
 from dyncp.executor.lowering import LoweredProgram, lower_program
@@ -209,8 +210,11 @@ class Step:
         """Per-token results `[num_rows, ...]` of all ranks as one tensor per sample, on every rank.
 
         All ranks of the group must call it together."""
-        if len(rows) != self.num_rows:
-            raise ValueError(f"gather got {len(rows)} rows; this step has {self.num_rows}")
+        instance_of("what gather got", rows, Tensor, "a torch tensor")
+        if not rows.ndim or len(rows) != self.num_rows:
+            raise ValueError(
+                f"gather got shape {tuple(rows.shape)}; this step has {self.num_rows} rows"
+            )
         parts = self.transport.gather(rows, self.plan.rows_per_rank.tolist())
         return gather_samples(self.plan, parts)
 
@@ -275,6 +279,11 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(
             f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit together; "
             "tokens and head_dim must be equal, and k and v alike"
+        )
+    if 0 in (*q.shape[1:], *k.shape[1:]):
+        raise ValueError(
+            f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}; at least one head and one entry "
+            "per head are needed"
         )
     if q.shape[1] % k.shape[1]:
         raise ValueError(

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dyncp.checks import whole_number
+
 Address = tuple[int, int, int]  # source, target, phase
 
 
@@ -27,11 +29,7 @@ class InProcess:
     """`num_ranks` virtual ranks that pass messages through a mailbox."""
 
     def __init__(self, num_ranks: int = 1) -> None:
-        if num_ranks < 1:
-            raise ValueError(
-                f"in_process transport got num_ranks={num_ranks}; at least 1 is needed"
-            )
-        self.num_ranks = num_ranks
+        self.num_ranks = num_ranks = whole_number("the number of virtual ranks", num_ranks, 1)
         self.ranks = tuple(range(num_ranks))
         self.bytes_sent = 0
 
