@@ -1,5 +1,6 @@
 """Checks of what users give: a sentence instead of a TypeError somewhere inside."""
 
+import json
 import operator
 from typing import Any
 
@@ -32,6 +33,14 @@ def finite_number(name: str, value: Any) -> float:
     if not abs(number) < float("inf"):
         raise ValueError(f"{name} is {value!r}; a finite number is needed")
     return number
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What a JSON text says; ValueError also where it is nested too deeply to be read."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def instance_of(name: str, value: Any, kinds: type | tuple[type, ...], expected: str) -> None:

@@ -25,6 +25,8 @@ from dyncp.plan.rank_plan import (
 )
 from dyncp.plan.rows import RowRuns
 
+# Of ranks, and of rows that others are padded to; nobody has more, and they become memory.
+MOST_MULTIPLE = 2**16
 _KINDS = {
     Direction.FORWARD: (Payload.Q, Payload.KV, Payload.OUT),
     Direction.BACKWARD: (Payload.KV, Payload.Q_DOUT, Payload.DQ, Payload.DKV),
@@ -53,7 +55,7 @@ def _require(condition: Any, sentence: str) -> None:
 def _check_scalars(part: RankPlan) -> None:
     for field in ("rank", "num_ranks", "slot_alignment", "local_multiple"):
         value = getattr(part, field)
-        _require(type(value) is int and 0 <= value < 2**24, f"{field} is {value!r}")
+        _require(type(value) is int and 0 <= value <= MOST_MULTIPLE, f"{field} is {value!r}")
     for field in ("fingerprint", "digest", "solver"):
         _require(isinstance(getattr(part, field), str), f"{field} is no text")
     _require(part.rank < part.num_ranks, f"rank {part.rank} is not below {part.num_ranks}")

@@ -15,7 +15,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         for field in ("slot_alignment", "local_multiple"):
-            object.__setattr__(self, field, whole_number(field, getattr(self, field), 1, 2**24 - 1))
+            object.__setattr__(self, field, whole_number(field, getattr(self, field), 1, 2**16))
 
     def pad_local(self, tokens: int) -> int:
         """Rows of a rank with `tokens` local tokens."""
