@@ -109,7 +109,7 @@ def _run(step: Step, mask: str, direction: Direction, frame: Frame) -> None:
 
 def _run_alone(step: Step, layout: CallLayout, frame: Frame) -> None:
     engine, arena = step.engine, step.engine.arena()
-    ranks, channels = _bound_ranks(step, layout, arena), engine.transport.open()
+    ranks, channels = _bound_ranks(step, layout, arena), engine.transport.open(layout.call)
     runners = [
         Runner(rank.bound, layout.direction, frame, channel, rank.streams)
         for rank, channel in zip(ranks, channels, strict=True)

@@ -17,6 +17,8 @@ from dyncp.transport import Transport
 
 logger = logging.getLogger(__name__)
 
+CLOSED = "the executor was closed: make another one to prepare and run plans"
+
 
 class WrongResultsError(Exception):
     """A kernel is not right for some shape on this device."""
@@ -47,6 +49,7 @@ class Engine:
         self.check: Callable[[Engine, AttentionShape], None] | None = None
         self._refused: dict[AttentionShape, str] = {}  # reasons; empty ones: the kernel is right
         self._arenas: dict[int, Arena] = {}
+        self._is_closed = False
         self._communication: torch.cuda.Stream | None = None
         self._host_streams = HostStreams()
 
@@ -90,8 +93,16 @@ class Engine:
         # As torch.cuda.current_stream(...).cuda_stream, without making a stream object.
         key = torch._C._cuda_getCurrentRawStream(self.device.index) if self.on_gpu else 0
         if key not in self._arenas:
+            if self._is_closed:
+                raise ValueError(CLOSED)
             self._arenas[key] = Arena(self.device)
         return self._arenas[key]
+
+    def close(self) -> None:
+        """Gives back the memory of calls; later ones raise."""
+        with self.lock:
+            self._arenas.clear()
+            self._is_closed = True
 
     def wait_for_lock(self) -> None:
         """Another thread's call is under way. Processes could order the two differently, and take

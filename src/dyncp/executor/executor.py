@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from dyncp.checks import finite_number, instance_of, whole_number
 from dyncp.executor.arena import HEADROOM
-from dyncp.executor.engine import Engine
+from dyncp.executor.engine import CLOSED, Engine
 from dyncp.executor.graphs import Graphs
 from dyncp.executor.recompute import CallLog
 from dyncp.executor.step import Step
@@ -65,6 +65,7 @@ class DCPExecutor:
             for engine in self._engines():
                 engine.check = check_kernel
         self.calls = CallLog()
+        self._is_closed, self._owns_transport = False, transport is None
         self._latest: Step | None = None
 
     @property
@@ -81,6 +82,8 @@ class DCPExecutor:
         Plans of a DCPDataLoader over the same ranks were agreed on before: nothing is sent.
         """
         instance_of("the plan of prepare()", plan, (Plan, RankPlan), "a Plan or a RankPlan")
+        if self._is_closed:
+            raise ValueError(CLOSED)
         parts = self._own_parts(plan)
         self._agree(parts[0])
         self._latest = Step.prepare(parts, self.engine)
@@ -103,6 +106,22 @@ class DCPExecutor:
             if not engine.examine(shape, try_it):
                 break
         self.engine.fitting(shape)
+
+    def close(self) -> None:
+        """Gives back memory, groups, sockets and threads. All ranks of the group call it together;
+        no plan can be prepared or run after that. `with DCPExecutor(...) as executor:` does it."""
+        if not self._is_closed:
+            self._is_closed, self._latest = True, None
+            for engine in self._engines():
+                engine.close()
+            if self._owns_transport:
+                self.transport.close()
+
+    def __enter__(self) -> "DCPExecutor":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _engines(self) -> list[Engine]:
         other = self.engine.alternative

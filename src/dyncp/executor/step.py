@@ -1,5 +1,6 @@
 """Step: the immutable handle of a prepared plan."""
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -41,6 +42,7 @@ class CallLayout:
     direction: Direction
     dtypes: Dtypes
     arrivals: tuple[Arrival, ...]  # of the index arrays that it uses
+    call: int = 0  # 16 bits that stand for plan, mask, direction and shape
 
     @cached_property
     def num_bytes(self) -> int:
@@ -156,7 +158,9 @@ class Step:
         ranks: tuple[RankLayout, ...],
         arrivals: tuple[Arrival, ...],
     ) -> CallLayout:
-        layout = CallLayout(ranks, direction, dtypes_of(shape), arrivals)
+        call = f"{self.plan.digest} {mask} {direction} {shape}"
+        number = zlib.crc32(call.encode()) & 0xFFFF
+        layout = CallLayout(ranks, direction, dtypes_of(shape), arrivals, number)
         self.layouts[mask, direction, shape] = layout
         return layout
 
@@ -214,6 +218,11 @@ class Step:
         if not rows.ndim or len(rows) != self.num_rows:
             raise ValueError(
                 f"gather got shape {tuple(rows.shape)}; this step has {self.num_rows} rows"
+            )
+        if rows.requires_grad and torch.is_grad_enabled() and len(self.parts) < self.plan.num_ranks:
+            raise ValueError(
+                "gather got rows that require gradients, which other ranks' rows would not get; "
+                "give rows.detach(), or call it under torch.no_grad()"
             )
         parts = self.transport.gather(rows, self.plan.rows_per_rank.tolist())
         return gather_samples(self.plan, parts)

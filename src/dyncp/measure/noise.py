@@ -23,7 +23,7 @@ class Noise(Null):
         self._fills: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.filled: dict[int, torch.cuda.Event] = {}  # by phase, on GPUs
 
-    def open(self) -> "list[NullChannel]":
+    def open(self, call: int = 0) -> "list[NullChannel]":  # noqa: ARG002
         return [NoiseChannel(self)]
 
     def fill(self, receives: Mapping[int, Tensor]) -> None:
