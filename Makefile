@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= 2
 
-.PHONY: demo test lint format bench bench-planner bench-loader bench-gpu soak clean
+.PHONY: demo test lint format bench bench-planner bench-loader bench-gpu drawn soak clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -52,6 +52,9 @@ bench-gpu: $(READY)  ## kernels, plans of 32 virtual ranks, layers and 50 batche
 	$(BIN)/dyncp bench attention --kernel flash4:fast --profile h200.json --methods auto,zigzag
 	$(BIN)/dyncp bench layers --kernel flash4:fast --profile h200.json
 	$(BIN)/python -m benchmarks.gpu_steps
+
+drawn: $(READY)  ## 10,000 drawn cases of the whole path against dense attention
+	$(BIN)/python -m benchmarks.drawn_cases
 
 soak: $(READY)  ## 1,000 batches on 4 processes while planning goes wrong
 	$(BIN)/python -m benchmarks.soak

@@ -51,7 +51,7 @@ DTYPES = {
     "fp16": torch.float16,
 }
 # Norm of the error over that of the result; and over the error of dense attention in that dtype.
-LEAST = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 3e-2, "fp16": 4e-3}
+LEAST = {"fp64": 1e-12, "fp32": 5e-5, "bf16": 3e-2, "fp16": 4e-3}
 TIMES_DENSE = 3.0
 OF_SINK = 4.0  # its gradient is a sum over all rows, of terms of both signs
 SECONDS_BETWEEN = 10.0

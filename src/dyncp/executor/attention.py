@@ -34,7 +34,8 @@ class DCPAttn:
 
         `step` is the handle of `executor.prepare(plan)`; the executor itself means its latest
         handle."""
-        _check_types(q=q, kv=kv)
+        if not (isinstance(q, Tensor) and isinstance(kv, Tensor)):
+            _refuse_types(q=q, kv=kv)
         if kv.ndim != 4 or kv.shape[1] != 2:
             raise ValueError(
                 f"kv has shape {tuple(kv.shape)}; expected [tokens, 2, kv_heads, head_dim]"
@@ -59,7 +60,8 @@ def attention(
     value.
     """
     instance_of("mask", mask, str, "the name of one of the plan's masks")
-    _check_types(q=q, k=k, v=v, **({} if sink is None else {"sink": sink}))
+    if not all(isinstance(x, Tensor) for x in (q, k, v)):
+        _refuse_types(q=q, k=k, v=v)
     if scale is None:
         scale = _default_scale(q)
     else:
@@ -67,7 +69,7 @@ def attention(
     return _call(step, (q, k, v), CallOptions(mask, scale), sink)
 
 
-def _check_types(**tensors: Tensor) -> None:
+def _refuse_types(**tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         instance_of(name, tensor, Tensor, "a torch tensor")
 
@@ -112,20 +114,23 @@ def _eager_call(
     sink: Tensor | None,
 ) -> Tensor:
     """`inputs` are q, k, v, or q and packed kv, whose gradient is then packed, too."""
+    if sink is not None:
+        _check_sink(sink, inputs[0])
     leaves = inputs if sink is None else (*inputs, sink)
     has_graph = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
     handle, record = _resolve(step, has_graph=has_graph)
     handle.check(options.mask, inputs, backward=has_graph)
     handle = handle.fitting(inputs)
-    if sink is not None:
-        _check_sink(sink, inputs[0])
     out: Tensor = _Attention.apply(handle, record, options, sink, *inputs)  # type: ignore[no-untyped-call]
     return out
 
 
 def _check_sink(sink: Tensor, q: Tensor) -> None:
-    if sink.shape != (q_heads := q.shape[1],):
-        raise ValueError(f"sink has shape {tuple(sink.shape)}; expected [{q_heads}] (q heads)")
+    instance_of("sink", sink, Tensor, "a torch tensor")
+    if sink.shape != q.shape[1:2]:
+        raise ValueError(
+            f"sink has shape {tuple(sink.shape)}; expected {list(q.shape[1:2])} (q heads)"
+        )
     if sink.device != q.device or not sink.is_floating_point():
         raise ValueError(
             f"sink is {sink.dtype} on {sink.device}; expected floating point on {q.device}, as q"

@@ -107,7 +107,7 @@ class Engine:
     def wait_for_lock(self) -> None:
         """Another thread's call is under way. Processes could order the two differently, and take
         the messages of one for the other's: there it raises."""
-        if getattr(self.transport, "global_ranks", None) is not None:
+        if self.transport.num_ranks > len(self.transport.ranks):
             raise RuntimeError(
                 "two threads call attention of one executor at the same time; ranks in processes "
                 "need one order of calls: call from one thread, or give every thread an executor "
