@@ -5,7 +5,7 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_autocast_enabled
 from torch._compile import _disable_dynamo
 
 from dyncp.checks import finite_number, instance_of
@@ -75,8 +75,12 @@ def _refuse_types(**tensors: Tensor) -> None:
 
 
 def _default_scale(q: Tensor) -> float:
-    dim = q.shape[-1] if q.ndim else 0
-    return float(dim**-0.5) if dim else 1.0  # a shape that fits nothing is refused later
+    if not q.ndim or not q.shape[-1]:
+        raise ValueError(
+            f"q has shape {tuple(q.shape)}; expected [tokens, heads, head_dim], with at least one "
+            "entry per head"
+        )
+    return float(q.shape[-1] ** -0.5)
 
 
 def _checked_scale(scale: Any) -> float:
@@ -157,7 +161,9 @@ def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def run(ctx: Any, *arguments: Any) -> Any:
-        devices = [name for name in ("cpu", "cuda") if torch.is_autocast_enabled(name)]
+        if not (is_autocast_enabled("cpu") or is_autocast_enabled("cuda")):
+            return function(ctx, *arguments)
+        devices = [name for name in ("cpu", "cuda") if is_autocast_enabled(name)]
         for name in devices:
             torch.set_autocast_enabled(name, False)
         try:
