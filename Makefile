@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= 2
 
-.PHONY: demo test lint format bench bench-planner bench-loader bench-fill bench-gpu soak clean
+.PHONY: demo test lint format bench bench-planner bench-loader bench-fill bench-gpu drawn soak clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -55,6 +55,9 @@ bench-gpu: $(READY)  ## kernels, plans of 32 virtual ranks, layers and 50 batche
 
 bench-fill: $(READY)  ## how full batches and how level replicas are, in order and from a window
 	$(BIN)/python -m benchmarks.fill
+
+drawn: $(READY)  ## 10,000 drawn cases of the whole path against dense attention
+	$(BIN)/python -m benchmarks.drawn_cases
 
 soak: $(READY)  ## 1,000 batches on 4 processes while planning goes wrong
 	$(BIN)/python -m benchmarks.soak

@@ -23,7 +23,7 @@ from dyncp import (
 from dyncp.placement import SOLVERS
 from dyncp.plan import Direction, Layout, batch_order
 from paced import plan_paced
-from strategies import masks_of
+from strategies import named_masks_of
 
 TORCH = {
     "fp64": torch.float64,
@@ -54,7 +54,7 @@ def cases(
     `topology`."""
     lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=5))
     names = draw(st.sampled_from([("default",), ("default", "local")]))
-    masks = [{name: draw(masks_of(length)) for name in names} for length in lengths]
+    batch = Batch.of([draw(named_masks_of(length, names)) for length in lengths])
     kv_heads, repeat = draw(st.integers(1, 4)), draw(st.sampled_from([1, 2, 3]))
     shape = AttentionShape(kv_heads * repeat, kv_heads, draw(st.sampled_from([1, 4, 8])), dtype)
     config = PlannerConfig(
@@ -65,7 +65,6 @@ def cases(
         seed=draw(st.integers(0, 999)),
         layout=Layout(draw(st.sampled_from(alignments)), draw(st.sampled_from([1, 4]))),
     )
-    batch = Batch.of([m | {} for m in masks])
     seed = draw(st.integers(0, 999))
     if topology is not None:
         return Case(batch, plan_paced(batch, topology, shape, config), shape, seed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,12 @@ ALWAYS_THERE = sorted(set(SOLVERS) - {"hypergraph"})
 def masks_of(length: int) -> st.SearchStrategy[Mask]:
     """Arbitrary valid masks of `length` tokens: random ranges and every builtin."""
     return st.one_of(range_masks_of(length), builtin_masks_of(length))
+
+
+@st.composite
+def named_masks_of(draw: Callable[..., Any], length: int, names: Sequence[str]) -> dict[str, Mask]:
+    """One mask per name. Positions and targets belong to the sequence, not to one of its masks."""
+    return {name: Mask(draw(masks_of(length)).ranges) for name in names}
 
 
 @st.composite

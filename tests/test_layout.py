@@ -11,9 +11,11 @@ import dyncp
 
 ROOT = Path(dyncp.__file__).parent
 
-# What each package may import, besides itself, `arrays`, `compiled` and the standard library.
+# What each package may import, besides itself, `arrays`, `checks`, `compiled` and the standard
+# library.
 ALLOWED = {
     "arrays": set(),
+    "checks": set(),
     "compiled": set(),
     "topology": set(),
     "samplers": set(),
@@ -73,7 +75,7 @@ SOURCES = [p for p in sorted(ROOT.rglob("*.py")) if not package_of(p).startswith
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_follow_the_stages(path):
     package = package_of(path)
-    found = imports_of(path) - {package, "arrays", "compiled", "torch"}
+    found = imports_of(path) - {package, "arrays", "checks", "compiled", "torch"}
     assert found <= ALLOWED[package], f"{package} must not import {found - ALLOWED[package]}"
 
 

@@ -1,8 +1,10 @@
 """Mistakes in what `plan` and `simulate` are given: one line with what was given and is allowed."""
 
+from dataclasses import replace
+
 import pytest
 
-from dyncp.cli import main
+from dyncp.cli import entry, main, plan
 
 BATCH = ["--lengths", "12"]
 
@@ -47,6 +49,14 @@ def mistake(capsys, words: list[str]) -> str:
         (["--lengths", "12,0"], "a sequence of 0 tokens was given; allowed is at least 1"),
         (["--lengths", "-5"], "a sequence of -5 tokens was given; allowed is at least 1"),
         (["--lengths-file", "/no/lengths.txt"], "/no/lengths.txt cannot be read"),
+        (["--lengths", str(2**31)], "a sequence of 2147483648 tokens was given; allowed are at"),
+        (["--sample", "ldc:0", "--tokens", str(10**30)], "at most 2,147,483,647 is allowed"),
+        ([*BATCH, "--head-dim", str(2**40)], "head_dim is 1099511627776; at most 16,384"),
+        ([*BATCH, "--divisions", str(2**40)], "divisions is 1099511627776; at most 1,024"),
+        ([*BATCH, "--block-size", str(2**40)], "block_size is 1099511627776; at most"),
+        ([*BATCH, "--machines", str(2**40)], "machines is 1099511627776; at most 65,536"),
+        ([*BATCH, "--model", "x" * 5000 + ".json"], "cannot be read: File name too long"),
+        ([*BATCH, "--mask", "shared_question:answers=1" + "0" * 30], "answers is 1000"),
     ],
 )
 def test_plan_names_the_mistake_and_the_choices(capsys, words, message):
@@ -71,6 +81,24 @@ def test_a_junk_lengths_file_is_named_with_the_place(capsys, tmp_path, command, 
     path = tmp_path / "lengths.txt"
     path.write_text(text)
     assert message in mistake(capsys, [command, "--lengths-file", str(path)])
+
+
+@pytest.mark.parametrize("option", ["--lengths-file", "--model", "--profile"])
+def test_deeply_nested_json_is_refused(capsys, tmp_path, option):
+    path = tmp_path / "deep.json"
+    path.write_text("[" * 100_000)
+    words = ["plan", option, str(path), *([] if option == "--lengths-file" else BATCH)]
+    assert "deep.json" in (line := mistake(capsys, words))
+    assert "nested too deeply" in line
+
+
+def test_more_memory_than_there_is_is_one_line(capsys, monkeypatch):
+    def too_large(_: object) -> int:
+        raise MemoryError("Unable to allocate 16.0 GiB")
+
+    monkeypatch.setattr(plan, "command", replace(plan.command, run=too_large))
+    monkeypatch.setattr(entry, "COMMANDS", (plan.command,))
+    assert "more memory than there is: Unable" in mistake(capsys, ["plan", *BATCH])
 
 
 def test_a_lengths_file_that_is_no_text_is_refused(capsys, tmp_path):

@@ -97,7 +97,7 @@ def test_executor_options_are_checked():
             ValueError, match=f"kernel '{name}' is not available on cpu: it runs on"
         ):
             DCPExecutor(kernel=name)
-    with pytest.raises(ValueError, match="num_ranks=0"):
+    with pytest.raises(ValueError, match="number of virtual ranks is 0; at least 1"):
         DCPExecutor(virtual_ranks=0)
     with pytest.raises(ValueError, match="rank=2 of 2"):
         Null(2, 2)

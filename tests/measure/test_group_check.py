@@ -38,12 +38,12 @@ def test_a_healthy_network_is_said_to_be_one():
 def spoil(rank: int) -> Finding:
     start = Communicator.start
 
-    def swap(self, phase, sends, receives):
+    def swap(self, phase, sends, receives, call):
         """Phase 2 has the messages of two peers the wrong way round."""
         peers = list(sends)
         swapped = phase == 2 and rank == 1
         sends = {b: sends[a] for a, b in zip(peers, peers[::-1], strict=True)} if swapped else sends
-        return start(self, phase, sends, receives)
+        return start(self, phase, sends, receives, call)
 
     with mock.patch.object(Communicator, "start", swap):
         return doctor._groups(world_of(rank, 3))[0]
@@ -61,10 +61,10 @@ def stay_away(rank: int) -> tuple[Finding, float]:
     begin = time.monotonic()
     start = Communicator.start
 
-    def start_late(self, phase, sends, receives):
+    def start_late(self, phase, sends, receives, call):
         if rank == 1 and phase == 1:
             time.sleep(12)
-        return start(self, phase, sends, receives)
+        return start(self, phase, sends, receives, call)
 
     def check(world):
         return check_groups(world, limit=3)

@@ -19,7 +19,7 @@ from dyncp.placement import (
     minimal_bytes,
     rows,
 )
-from strategies import masks_of
+from strategies import named_masks_of
 
 SHAPE, LIMITS = AttentionShape(8, 2, 128), Limits(0.1, 0.2)
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -66,7 +66,7 @@ def crossing_tokens(graph: BlockGraph, placement: Placement, topology: Topology)
 def test_any_batch_gets_a_total_map_that_depends_on_its_arguments_only(
     data, lengths, topology, names
 ):
-    chosen = [{name: data.draw(masks_of(n)) for name in names} for n in lengths]
+    chosen = [data.draw(named_masks_of(n, names)) for n in lengths]
     sizes = [data.draw(st.integers(1, 20)) for _ in lengths]
     graph = build_graph(Batch.of(chosen), SHAPE, sizes)
     first, second = place(graph, topology), rows.place(graph, topology, LIMITS, 7)

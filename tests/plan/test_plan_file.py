@@ -1,6 +1,7 @@
 """Plan files: what is saved comes back, and anything else is refused with its reason."""
 
 import hashlib
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -112,3 +113,23 @@ def test_files_that_are_not_there_are_named(tmp_path):
         load_plan(tmp_path)
     with pytest.raises(ValueError, match="cannot be written"):
         save_plan(tmp_path, *small())
+
+
+def test_a_small_file_that_declares_many_tokens_is_refused_before_memory_is_taken():
+    plan, batch = plan_batch(one := Batch.of([masks.causal(60)]), Topology()), one
+    written, meant = b'{"lengths":[60]', b'{"lengths":[2147483647]'
+    data = encode_plan_file(plan, batch)
+    head = data[: _HEAD.size]
+    size = int.from_bytes(data[_HEAD.size : _HEAD.size + 4], "little") + len(meant) - len(written)
+    body = size.to_bytes(4, "little") + data[_HEAD.size + 4 :].replace(written, meant, 1)
+    tracemalloc.start()
+    with pytest.raises(PlanFileError, match="its masks take 8,589,934,588 numbers"):
+        decode_plan_file(reseal(head + body))
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
+
+
+def test_deeply_nested_headers_are_refused():
+    deep = b"[" * 100_000
+    with pytest.raises(PlanFileError, match="nested too deeply"):
+        decode_plan_file(reseal(b" " * _HEAD.size + len(deep).to_bytes(4, "little") + deep))

@@ -26,7 +26,7 @@ from dyncp.plan import Layout, Op, lower
 from dyncp.planner import plan_with
 from dyncp.schedule import BUILDERS, Schedule
 from dyncp.verify import check_plan, verify_plan
-from strategies import masks_of
+from strategies import masks_of, named_masks_of
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 KV, DKV = Payload.KV, Payload.DKV
@@ -274,7 +274,7 @@ def test_every_candidate_gives_a_plan_without_violations(name):
 def static_cases(draw) -> Case:
     lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
     names = draw(st.sampled_from([("default",), ("default", "local")]))
-    batch = Batch.of([{name: draw(masks_of(n)) for name in names} for n in lengths])
+    batch = Batch.of([draw(named_masks_of(n, names)) for n in lengths])
     kv_heads = draw(st.sampled_from([1, 2, 3, 4, 6]))
     shape = AttentionShape(kv_heads * draw(st.integers(1, 2)), kv_heads, 4, "fp64")
     machines = draw(st.sampled_from([(1, 1), (1, 3), (2, 2), (2, 3), (3, 2), (1, 8)]))

@@ -12,7 +12,7 @@ from dyncp.arrays import Float64
 from dyncp.plan import Layout
 from dyncp.verify import Interpreted, interpret
 from paced import FAST_LINKS, SLOW_LINKS, plan_paced
-from strategies import ALWAYS_THERE, masks_of
+from strategies import ALWAYS_THERE, named_masks_of
 
 DIM = 3
 # Machines and ranks per machine.
@@ -24,7 +24,7 @@ def planned_batches(draw: Callable[..., Any]) -> tuple[Batch, Plan]:
     """Batches of up to 4 sequences with any masks, planned in any way, on up to 4 machines."""
     lengths = draw(st.lists(st.integers(1, 18), min_size=1, max_size=4))
     names = draw(st.sampled_from([["default"], ["default", "local"]]))
-    batch = Batch.of([{name: draw(masks_of(length)) for name in names} for length in lengths])
+    batch = Batch.of([draw(named_masks_of(length, names)) for length in lengths])
     kv_heads, repeat = draw(st.integers(1, 3)), draw(st.integers(1, 2))
     exact = draw(st.booleans())
     shape = AttentionShape(kv_heads * repeat, kv_heads, DIM, "fp64", exact=exact)

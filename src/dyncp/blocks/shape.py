@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass
 
+from dyncp.checks import whole_number
+
+# So that the bytes of any batch fit into int64.
+MOST_HEADS = MOST_HEAD_DIM = 2**14
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -31,8 +35,9 @@ class AttentionShape:
 
     def __post_init__(self) -> None:
         for field in ("q_heads", "kv_heads", "head_dim"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} is {getattr(self, field)}; at least 1 is needed")
+            most = MOST_HEAD_DIM if field == "head_dim" else MOST_HEADS
+            number = whole_number(field, getattr(self, field), 1, most)
+            object.__setattr__(self, field, number)
         if self.q_heads % self.kv_heads:
             raise ValueError(
                 f"kv_heads={self.kv_heads} does not divide q_heads={self.q_heads}; "
@@ -40,7 +45,8 @@ class AttentionShape:
             )
         for field in ("dtype", "partial_dtype"):
             value = getattr(self, field)
-            if value not in ITEM_BYTES and not (field == "partial_dtype" and value is None):
+            known = isinstance(value, str) and value in ITEM_BYTES
+            if not known and not (field == "partial_dtype" and value is None):
                 raise ValueError(f"{field} is {value!r}; choose one of {', '.join(ITEM_BYTES)}")
 
     @staticmethod

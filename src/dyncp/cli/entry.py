@@ -42,6 +42,12 @@ def main(words: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
+    except (OSError, MemoryError) as error:
+        if args.traceback:
+            raise
+        needs = "more memory than there is" if isinstance(error, MemoryError) else "another file"
+        print(f"dyncp: error: this needs {needs}: {error}", file=sys.stderr)
+        return USER_ERROR
 
 
 def _version() -> str:

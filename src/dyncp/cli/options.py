@@ -6,6 +6,7 @@ from pathlib import Path
 
 from dyncp import masks
 from dyncp.blocks import ITEM_BYTES, AttentionShape, Batch
+from dyncp.checks import whole_number
 from dyncp.cli.device import gpu_name
 from dyncp.cost import (
     DEFAULT_PROFILE,
@@ -192,7 +193,7 @@ def check_tokens(args: Namespace) -> int:
     tokens: int = args.tokens
     if tokens < 1:
         raise ValueError(f"--tokens is {tokens}; a batch needs at least 1")
-    return tokens
+    return whole_number("--tokens", tokens, 1)
 
 
 def lengths_of(args: Namespace) -> list[int]:

@@ -44,9 +44,9 @@ PROFILES = {
         # Estimates: 0.6 and 0.5 of the 312 TFLOP/s vendor figure for attention, 0.65 for linear
         # layers; 2.0 TB/s memory.
         _profile("p4de", (190e12, 150e12), 200e12, 0.8e12, 20e-6, 128),
-        # What `dyncp calibrate --kernel flash4:fast` measured on one H200, rounded. Linear layers: an
-        # estimate below the 803 TFLOP/s measured for one large matrix product. Host time: that of
-        # a fast host; inside a model it runs ahead of the GPU.
+        # What `dyncp calibrate --kernel flash4:fast` measured on one H200, rounded. Linear layers:
+        # an estimate below the 803 TFLOP/s measured for one large matrix product. Host time: that
+        # of a fast host; inside a model it runs ahead of the GPU.
         replace(
             _with_launches(_profile("h200", (845e12, 713e12), 650e12, 1.35e12, 0.0, 128)),
             edge_forward=1.21,

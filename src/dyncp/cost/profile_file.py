@@ -5,6 +5,7 @@ from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
+from dyncp.checks import parse_json
 from dyncp.cost.profile import Profile
 from dyncp.topology import Link
 
@@ -13,13 +14,16 @@ FORMAT = "dyncp-profile-1"
 
 def save_profile(profile: Profile, path: str | Path) -> None:
     text = json.dumps({"format": FORMAT} | asdict(profile), indent=2)
-    Path(path).write_text(text + "\n", encoding="utf-8")
+    try:
+        Path(path).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"profile {path} cannot be written: {error.strerror}") from error
 
 
 def load_profile(path: str | Path) -> Profile:
     """The profile of `save_profile`; raises ValueError that names the file and the field."""
     try:
-        entries = json.loads(Path(path).read_text(encoding="utf-8"))
+        entries = parse_json(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"profile {path} cannot be read: {error.strerror}") from error
     except ValueError as error:

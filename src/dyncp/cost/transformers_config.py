@@ -1,10 +1,10 @@
 """Reads the sizes of a model from a Transformers config.json."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dyncp.checks import parse_json
 from dyncp.cost.model_config import ModelConfig
 
 # Names that a size has in different families, the usual one first.
@@ -49,9 +49,9 @@ def from_transformers_config(source: str | Path | Mapping[str, Any]) -> ModelCon
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    path = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        path = path / "config.json" if path.is_dir() else path
+        config = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"model config {path} cannot be read: {error.strerror}") from error
     except ValueError as error:

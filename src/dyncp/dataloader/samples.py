@@ -9,7 +9,8 @@ from torch import Tensor
 
 from dyncp.dataloader.errors import EmptySample, SampleError
 from dyncp.dataloader.generators import Drawing
-from dyncp.masks import Mask
+from dyncp.masks import Mask, positions_and_targets
+from dyncp.masks.mask import normal_mask
 
 NO_TARGET = -100
 TOKEN_NAMES = ("input_ids", "labels", "position_ids")
@@ -143,6 +144,6 @@ def shift_labels(labels: Tensor, mask: Mask) -> Tensor:
 
 
 def layout_mask(masks: Mapping[str, Mask]) -> Mask:
-    """The mask that says positions and targets: the first that has its own, or any."""
-    own = [m for m in masks.values() if m.positions is not None or m.targets is not None]
-    return own[0] if own else next(iter(masks.values()))
+    """A mask with the positions and targets of the sequence, whichever of its masks set them."""
+    first = next(iter(masks.values()))
+    return normal_mask(first.ranges, *positions_and_targets(masks.values()), first.name)

@@ -36,7 +36,8 @@ class Arena:
         self._allocate(size)
 
     def _allocate(self, size: int) -> None:
-        self._whole = torch.empty(size, dtype=torch.uint8, device=self.device)
+        with torch.inference_mode(False):  # calls in other modes use it, too
+            self._whole = torch.empty(size, dtype=torch.uint8, device=self.device)
         self.capacity = size
 
     def kept(self, key: Any) -> Any:

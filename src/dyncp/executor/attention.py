@@ -1,11 +1,14 @@
 """What attention layers call: `DCPAttn.apply(step, q, kv)` and `attention(step, q, k, v)`."""
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch import Tensor, is_autocast_enabled
+from torch._compile import _disable_dynamo
 
+from dyncp.checks import finite_number, instance_of
 from dyncp.executor.call import (
     CallOptions,
     Saved,
@@ -14,9 +17,12 @@ from dyncp.executor.call import (
     empty_like,
 )
 from dyncp.executor.executor import DCPExecutor
-from dyncp.executor.recompute import CallRecord, in_backward
+from dyncp.executor.recompute import CallRecord, backward_comes_again
 from dyncp.executor.step import Step, unpacked
 from dyncp.plan import DEFAULT_MASK
+
+# Smaller factors on the scores leave the range of fp32, in which kernels have them.
+SMALLEST_SCALE = 1e-30
 
 
 class DCPAttn:
@@ -28,11 +34,13 @@ class DCPAttn:
 
         `step` is the handle of `executor.prepare(plan)`; the executor itself means its latest
         handle."""
+        if not (isinstance(q, Tensor) and isinstance(kv, Tensor)):
+            _refuse_types(q=q, kv=kv)
         if kv.ndim != 4 or kv.shape[1] != 2:
             raise ValueError(
                 f"kv has shape {tuple(kv.shape)}; expected [tokens, 2, kv_heads, head_dim]"
             )
-        return _call(step, (q, kv), CallOptions(DEFAULT_MASK, q.shape[-1] ** -0.5), None)
+        return _call(step, (q, kv), CallOptions(DEFAULT_MASK, _default_scale(q)), None)
 
 
 def attention(
@@ -47,11 +55,49 @@ def attention(
 ) -> Tensor:
     """Attention of one layer. q: [tokens, q_heads, head_dim]; k, v: [tokens, kv_heads, head_dim].
 
-    `mask` names one of the plan's masks; `scale` multiplies the scores (default head_dim ** -0.5);
-    `sink` [q_heads] are logits that take part in each row's softmax without a value.
+    `mask` names one of the plan's masks; `scale` multiplies the scores (default head_dim ** -0.5;
+    any finite number); `sink` [q_heads] are logits that take part in each row's softmax without a
+    value.
     """
-    options = CallOptions(mask, q.shape[-1] ** -0.5 if scale is None else float(scale))
-    return _call(step, (q, k, v), options, sink)
+    instance_of("mask", mask, str, "the name of one of the plan's masks")
+    if not all(isinstance(x, Tensor) for x in (q, k, v)):
+        _refuse_types(q=q, k=k, v=v)
+    if scale is None:
+        scale = _default_scale(q)
+    else:
+        q, scale = _with_positive_scale(q, _checked_scale(scale))
+    return _call(step, (q, k, v), CallOptions(mask, scale), sink)
+
+
+def _refuse_types(**tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        instance_of(name, tensor, Tensor, "a torch tensor")
+
+
+def _default_scale(q: Tensor) -> float:
+    if not q.ndim or not q.shape[-1]:
+        raise ValueError(
+            f"q has shape {tuple(q.shape)}; expected [tokens, heads, head_dim], with at least one "
+            "entry per head"
+        )
+    return float(q.shape[-1] ** -0.5)
+
+
+def _checked_scale(scale: Any) -> float:
+    if isinstance(scale, Tensor) and scale.requires_grad:
+        raise ValueError(
+            "scale is a tensor that requires gradients, and would get none; give a number, and "
+            "multiply q by the tensor"
+        )
+    return finite_number("scale", scale)
+
+
+def _with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """The same scores with a factor above 0: kernels find the largest score of a row before or
+    after they multiply, and mask with −∞."""
+    if scale < 0:
+        q, scale = -q, -scale
+    return (q, scale) if scale >= SMALLEST_SCALE else (q * scale, 1.0)
 
 
 def _call(
@@ -60,16 +106,42 @@ def _call(
     options: CallOptions,
     sink: Tensor | None,
 ) -> Tensor:
+    if torch.compiler.is_dynamo_compiling():  # a graph break: nothing here can be traced
+        return _untraced_call(step, inputs, options, sink)
+    return _eager_call(step, inputs, options, sink)
+
+
+def _eager_call(
+    step: Step | DCPExecutor,
+    inputs: tuple[Tensor, ...],
+    options: CallOptions,
+    sink: Tensor | None,
+) -> Tensor:
     """`inputs` are q, k, v, or q and packed kv, whose gradient is then packed, too."""
+    if sink is not None:
+        _check_sink(sink, inputs[0])
     leaves = inputs if sink is None else (*inputs, sink)
     has_graph = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
     handle, record = _resolve(step, has_graph=has_graph)
     handle.check(options.mask, inputs, backward=has_graph)
     handle = handle.fitting(inputs)
-    if sink is not None and sink.shape != (q_heads := inputs[0].shape[1],):
-        raise ValueError(f"sink has shape {tuple(sink.shape)}; expected [{q_heads}] (q heads)")
     out: Tensor = _Attention.apply(handle, record, options, sink, *inputs)  # type: ignore[no-untyped-call]
     return out
+
+
+def _check_sink(sink: Tensor, q: Tensor) -> None:
+    instance_of("sink", sink, Tensor, "a torch tensor")
+    if sink.shape != q.shape[1:2]:
+        raise ValueError(
+            f"sink has shape {tuple(sink.shape)}; expected {list(q.shape[1:2])} (q heads)"
+        )
+    if sink.device != q.device or not sink.is_floating_point():
+        raise ValueError(
+            f"sink is {sink.dtype} on {sink.device}; expected floating point on {q.device}, as q"
+        )
+
+
+_untraced_call = _disable_dynamo(_eager_call)  # torch.compiler.disable, which takes 1 s to import
 
 
 def _resolve(step: Step | DCPExecutor, *, has_graph: bool) -> tuple[Step, CallRecord | None]:
@@ -80,17 +152,34 @@ def _resolve(step: Step | DCPExecutor, *, has_graph: bool) -> tuple[Step, CallRe
             f"the first argument of attention is {type(step).__name__}; expected the handle that "
             "executor.prepare(plan) returns, or the executor"
         )
-    latest = step.latest
-    if in_backward():
-        step.calls.check_recomputation(latest)
-        return latest, None
-    return latest, step.calls.add(latest, has_graph=has_graph)
+    return step.calls.resolve(step.latest, has_graph=has_graph)
+
+
+def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Autocast would round what kernels compute with, in forward and wherever backward is
+    called."""
+
+    @wraps(function)
+    def run(ctx: Any, *arguments: Any) -> Any:
+        if not (is_autocast_enabled("cpu") or is_autocast_enabled("cuda")):
+            return function(ctx, *arguments)
+        devices = [name for name in ("cpu", "cuda") if is_autocast_enabled(name)]
+        for name in devices:
+            torch.set_autocast_enabled(name, False)
+        try:
+            return function(ctx, *arguments)
+        finally:
+            for name in devices:
+                torch.set_autocast_enabled(name, True)
+
+    return run
 
 
 class _Attention(torch.autograd.Function):
     """Saves q, k, v, out and log-sum-exp; received blocks are sent again in backward."""
 
     @staticmethod
+    @_without_autocast
     def forward(
         ctx: Any,
         step: Step,
@@ -107,16 +196,39 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @_without_autocast
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         out, lse, sink, *inputs = ctx.saved_tensors
-        grads = [empty_like(x) for x in inputs]
-        (q, k, v), (dq, dk, dv) = unpacked(*inputs), unpacked(*grads)
-        attend_backward(ctx.step, ctx.options, Saved(q, k, v, out, lse, dout), (dq, dk, dv))
-        if ctx.record is not None:
-            ctx.record.done = True
-        dsink = None if sink is None else _sink_gradient(sink, lse, dout, out)
+        with torch.no_grad():
+            grads = [empty_like(x) for x in inputs]
+            (q, k, v), (dq, dk, dv) = unpacked(*inputs), unpacked(*grads)
+            attend_backward(ctx.step, ctx.options, Saved(q, k, v, out, lse, dout), (dq, dk, dv))
+            if sink is not None:
+                grads.append(_sink_gradient(sink, lse, dout, out))
+        if not backward_comes_again():
+            ctx.record = None
+        if torch.is_grad_enabled():  # create_graph=True
+            leaves = inputs if sink is None else (*inputs, sink)
+            grads = list(_Once.apply(len(grads), *grads, dout, *leaves))  # type: ignore[no-untyped-call]
+        dsink = None if sink is None else grads.pop()
         return None, None, None, dsink, *grads
+
+
+class _Once(torch.autograd.Function):
+    """Keeps gradients connected to what they depend on, so that a second derivative raises instead
+    of being taken for 0."""
+
+    @staticmethod
+    def forward(ctx: Any, num_grads: int, *tensors: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
+        return tuple(grad.view_as(grad) for grad in tensors[:num_grads])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:  # noqa: ARG004
+        raise RuntimeError(
+            "attention was differentiated twice; dyncp has no second derivatives. Use "
+            "torch.nn.functional.scaled_dot_product_attention with SDPBackend.MATH on whole "
+            "sequences for Hessians"
+        )
 
 
 def _add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:

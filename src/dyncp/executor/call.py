@@ -36,11 +36,11 @@ def attend_forward(
 ) -> tuple[Tensor, Tensor]:
     """Output like q, and log-sum-exp [tokens, q heads] in the accumulator dtype, heads first in
     memory."""
-    layout = step.layout(options.mask, Direction.FORWARD, q, k)
     out, lse = empty_like(q), empty_per_head(q)
     given = tuple(dense_rows(x) for x in (q, k, v))
     use = step.engine.use_of_graphs()
-    _run(step, layout, Frame(given, None, None, Results((out,), lse), options.scale, *use))
+    frame = Frame(given, None, None, Results((out,), lse), options.scale, *use)
+    _run(step, options.mask, Direction.FORWARD, frame)
     return out, lse
 
 
@@ -60,10 +60,10 @@ def attend_backward(
     step: Step, options: CallOptions, saved: Saved, grads: tuple[Tensor, Tensor, Tensor]
 ) -> None:
     """Writes the gradients of q, k and v."""
-    layout = step.layout(options.mask, Direction.BACKWARD, saved.q, saved.k)
     given = tuple(dense_rows(x) for x in (saved.q, saved.k, saved.v, saved.dout))
     out, use = dense_rows(saved.out), step.engine.use_of_graphs()
-    _run(step, layout, Frame(given, saved.lse, out, Results(grads), options.scale, *use))
+    frame = Frame(given, saved.lse, out, Results(grads), options.scale, *use)
+    _run(step, options.mask, Direction.BACKWARD, frame)
 
 
 def empty_like(x: Tensor) -> Tensor:
@@ -98,12 +98,21 @@ class _Rank:
     streams: Streams
 
 
-def _run(step: Step, layout: CallLayout, frame: Frame) -> None:
+def _run(step: Step, mask: str, direction: Direction, frame: Frame) -> None:
+    """One call at a time: its memory, and the messages of its phases, are the executor's."""
+    engine = step.engine
+    if not engine.lock.acquire(blocking=False):
+        engine.wait_for_lock()
+    try:
+        _run_alone(step, step.layout(mask, direction, *frame.given[:2]), frame)
+    finally:
+        engine.lock.release()
+
+
+def _run_alone(step: Step, layout: CallLayout, frame: Frame) -> None:
     engine, arena = step.engine, step.engine.arena()
-    ranks, channels = (
-        _bound_ranks(step, layout, arena, captured=frame.captured),
-        engine.transport.open(),
-    )
+    ranks = _bound_ranks(step, layout, arena, captured=frame.captured)
+    channels = engine.transport.open(layout.call)
     runners = [
         Runner(rank.steps, layout.direction, frame, channel, rank.streams)
         for rank, channel in zip(ranks, channels, strict=True)
@@ -124,7 +133,8 @@ def _bound_ranks(step: Step, layout: CallLayout, arena: Arena, *, captured: bool
         arena.keep(layout, kept)
     ranks = kept.get(captured)
     if ranks is None:
-        ranks = [_bind(rank, base, layout.dtypes, step.engine, captured) for rank in layout.ranks]
+        with torch.inference_mode(False):  # calls in other modes use the same tensors
+            ranks = [_bind(x, base, layout.dtypes, step.engine, captured) for x in layout.ranks]
         kept[captured] = ranks
     return cast(list[_Rank], ranks)
 

@@ -1,6 +1,7 @@
 """Engine: what all steps of an executor share."""
 
 import logging
+import threading
 from collections.abc import Callable
 from functools import cache
 
@@ -15,6 +16,8 @@ from dyncp.plan import AttentionShape, KernelStyle
 from dyncp.transport import Transport
 
 logger = logging.getLogger(__name__)
+
+CLOSED = "the executor was closed: make another one to prepare and run plans"
 
 
 class WrongResultsError(Exception):
@@ -34,6 +37,8 @@ class Engine:
         graphs: Graphs | None = None,
     ) -> None:
         self.kernel, self.transport, self.device = kernel, transport, device
+        # Held during a call: calls share memory and messages. Engines of one executor share it.
+        self.lock = threading.Lock()
         self.alternative: Engine | None = None  # for inputs that the kernel refuses
         self.row_ops = row_ops
         self.graphs = Graphs.choose("auto", device, kernel) if graphs is None else graphs
@@ -44,6 +49,7 @@ class Engine:
         self.check: Callable[[Engine, AttentionShape], None] | None = None
         self._refused: dict[AttentionShape, str] = {}  # reasons; empty ones: the kernel is right
         self._arenas: dict[int, Arena] = {}
+        self._is_closed = False
         self._communication: torch.cuda.Stream | None = None
 
     def like(self, transport: Transport) -> "Engine":
@@ -86,8 +92,27 @@ class Engine:
         # As torch.cuda.current_stream(...).cuda_stream, without making a stream object.
         key = torch._C._cuda_getCurrentRawStream(self.device.index) if self.on_gpu else 0
         if key not in self._arenas:
+            if self._is_closed:
+                raise ValueError(CLOSED)
             self._arenas[key] = Arena(self.device)
         return self._arenas[key]
+
+    def close(self) -> None:
+        """Gives back the memory of calls; later ones raise."""
+        with self.lock:
+            self._arenas.clear()
+            self._is_closed = True
+
+    def wait_for_lock(self) -> None:
+        """Another thread's call is under way. Processes could order the two differently, and take
+        the messages of one for the other's: there it raises."""
+        if self.transport.num_ranks > len(self.transport.ranks):
+            raise RuntimeError(
+                "two threads call attention of one executor at the same time; ranks in processes "
+                "need one order of calls: call from one thread, or give every thread an executor "
+                "of its own"
+            )
+        self.lock.acquire()
 
     def use_of_graphs(self) -> tuple[bool, bool]:
         """Whether the call that begins now may use graphs, and whether the caller captures it."""

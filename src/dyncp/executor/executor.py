@@ -8,8 +8,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from dyncp.checks import finite_number, instance_of, whole_number
 from dyncp.executor.arena import HEADROOM
-from dyncp.executor.engine import Engine
+from dyncp.executor.engine import CLOSED, Engine
 from dyncp.executor.graphs import Graphs
 from dyncp.executor.recompute import CallLog
 from dyncp.executor.step import Step
@@ -45,7 +46,11 @@ class DCPExecutor:
     ) -> None:
         if sum(choice is not None for choice in (group, transport, virtual_ranks)) > 1:
             raise ValueError("give one of group=, transport= and virtual_ranks=, not several")
-        self.device = _with_index(torch.device(device))
+        if finite_number("timeout", timeout) <= 0:
+            raise ValueError(f"timeout is {timeout}; seconds above 0 are needed")
+        if transport is not None and not hasattr(transport, "agree"):
+            raise ValueError(f"transport is {type(transport).__name__}; expected a Transport")
+        self.device = _with_index(device)
         self.kernel = choose_kernel(kernel, self.device, deterministic)
         self.transport = transport or _transport(group, virtual_ranks, timeout, self.device)
         row_ops = choose_row_ops(self.device) if row_ops is None else row_ops
@@ -55,10 +60,12 @@ class DCPExecutor:
         if kernel == "auto" and self.kernel.name == "flash4":
             other = choose_kernel("triton", self.device, deterministic)
             self.engine.alternative = Engine(other, *shared)
+            self.engine.alternative.lock = self.engine.lock
         if self.device.type == "cuda":
             for engine in self._engines():
                 engine.check = check_kernel
         self.calls = CallLog()
+        self._is_closed, self._owns_transport = False, transport is None
         self._latest: Step | None = None
 
     @property
@@ -74,6 +81,9 @@ class DCPExecutor:
         All ranks of the group call it together; ranks that hold different plans all get the error.
         Plans of a DCPDataLoader over the same ranks were agreed on before: nothing is sent.
         """
+        instance_of("the plan of prepare()", plan, (Plan, RankPlan), "a Plan or a RankPlan")
+        if self._is_closed:
+            raise ValueError(CLOSED)
         parts = self._own_parts(plan)
         self._agree(parts[0])
         self._latest = Step.prepare(parts, self.engine)
@@ -88,11 +98,30 @@ class DCPExecutor:
         Every rank may call it alone. It runs small plans on virtual ranks, sends nothing, and
         compares every result with dense attention: a kernel that is wrong is not used.
         """
+        instance_of("shape", shape, AttentionShape, "an AttentionShape")
+        head_groups = whole_number("head_groups", head_groups, 1)
+        most_ranges = whole_number("most_ranges", most_ranges, 1)
         for engine in self._engines():
             try_it = partial(warm_up, engine, shape, head_groups, most_ranges)
             if not engine.examine(shape, try_it):
                 break
         self.engine.fitting(shape)
+
+    def close(self) -> None:
+        """Gives back memory, groups, sockets and threads. All ranks of the group call it together;
+        no plan can be prepared or run after that. `with DCPExecutor(...) as executor:` does it."""
+        if not self._is_closed:
+            self._is_closed, self._latest = True, None
+            for engine in self._engines():
+                engine.close()
+            if self._owns_transport:
+                self.transport.close()
+
+    def __enter__(self) -> "DCPExecutor":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _engines(self) -> list[Engine]:
         other = self.engine.alternative
@@ -107,7 +136,10 @@ class DCPExecutor:
         """
         if not plans:
             raise ValueError("reserve() got no plans; give some of batches like those to come")
+        for plan in plans:
+            instance_of("a plan of reserve()", plan, Plan, "a Plan")
         shape = plans[0].parts[0].shape if shape is None else shape
+        instance_of("shape", shape, AttentionShape, "an AttentionShape")
         engine = self.engine.fitting(shape)
         arena = engine.arena()
         needed = max(self._needed(plan.memory(shape, engine.style)) for plan in plans)
@@ -158,9 +190,14 @@ class DCPExecutor:
             raise ValueError(f"ranks hold {what}: {held}")
 
 
-def _with_index(device: torch.device) -> torch.device:
+def _with_index(device: torch.device | str) -> torch.device:
     """Tensors say `cuda:0` where users say `cuda`."""
-    return torch.empty(0, device=device).device
+    try:
+        found = torch.empty(0, device=torch.device(device)).device
+    except (RuntimeError, AssertionError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"device is {device!r}, which is not there: {reason}") from error
+    return found
 
 
 def _ranks(ranks: list[int]) -> str:

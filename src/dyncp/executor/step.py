@@ -1,5 +1,6 @@
 """Step: the immutable handle of a prepared plan."""
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dyncp.checks import instance_of
 from dyncp.executor.engine import Engine
 from dyncp.executor.layout import RankLayout, lay_out
 from dyncp.executor.lowering import LoweredProgram, lower_program
@@ -40,6 +42,7 @@ class CallLayout:
     direction: Direction
     dtypes: Dtypes
     arrivals: tuple[Arrival, ...]  # of the index arrays that it uses
+    call: int = 0  # 16 bits that stand for plan, mask, direction and shape
 
     @cached_property
     def num_bytes(self) -> int:
@@ -66,6 +69,7 @@ class Step:
     others: list["Step"] = field(default_factory=list)  # for another kernel
 
     @staticmethod
+    @torch.inference_mode(False)
     def prepare(parts: tuple[RankPlan, ...], engine: Engine) -> "Step":
         """Lowers a plan. All its index arrays go to the device in one copy, those of messages for
         the plan's attention shape, or the latest call's where the plan fits any."""
@@ -139,9 +143,10 @@ class Step:
         self.engine.shape = shape
         found = self.layouts.get((mask, direction, shape))
         if found is None:
-            arrays = IndexArrays(self.device)
-            ranks = _lay_out(self.lowered[mask, direction], shape, self.engine, arrays)
-            arrivals = (self.arrival, Arrival(arrays))
+            with torch.inference_mode(False):
+                arrays = IndexArrays(self.device)
+                ranks = _lay_out(self.lowered[mask, direction], shape, self.engine, arrays)
+                arrivals = (self.arrival, Arrival(arrays))
             found = self._add(mask, direction, shape, ranks, arrivals)
         return found
 
@@ -153,7 +158,9 @@ class Step:
         ranks: tuple[RankLayout, ...],
         arrivals: tuple[Arrival, ...],
     ) -> CallLayout:
-        layout = CallLayout(ranks, direction, dtypes_of(shape), arrivals)
+        call = f"{self.plan.digest} {mask} {direction} {shape}"
+        number = zlib.crc32(call.encode()) & 0xFFFF
+        layout = CallLayout(ranks, direction, dtypes_of(shape), arrivals, number)
         self.layouts[mask, direction, shape] = layout
         return layout
 
@@ -207,8 +214,16 @@ class Step:
         """Per-token results `[num_rows, ...]` of all ranks as one tensor per sample, on every rank.
 
         All ranks of the group must call it together."""
-        if len(rows) != self.num_rows:
-            raise ValueError(f"gather got {len(rows)} rows; this step has {self.num_rows}")
+        instance_of("what gather got", rows, Tensor, "a torch tensor")
+        if not rows.ndim or len(rows) != self.num_rows:
+            raise ValueError(
+                f"gather got shape {tuple(rows.shape)}; this step has {self.num_rows} rows"
+            )
+        if rows.requires_grad and torch.is_grad_enabled() and len(self.parts) < self.plan.num_ranks:
+            raise ValueError(
+                "gather got rows that require gradients, which other ranks' rows would not get; "
+                "give rows.detach(), or call it under torch.no_grad()"
+            )
         parts = self.transport.gather(rows, self.plan.rows_per_rank.tolist())
         return gather_samples(self.plan, parts)
 
@@ -273,6 +288,11 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(
             f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit together; "
             "tokens and head_dim must be equal, and k and v alike"
+        )
+    if 0 in (*q.shape[1:], *k.shape[1:]):
+        raise ValueError(
+            f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}; at least one head and one entry "
+            "per head are needed"
         )
     if q.shape[1] % k.shape[1]:
         raise ValueError(

@@ -14,6 +14,7 @@ from dyncp.kernels.reference import ReferenceKernel
 logger = logging.getLogger(__name__)
 
 KERNELS = ("cpu", "flash4", "triton", "reference")
+PROTOCOL = ("name", "merges", "collects", "lower", "attend", "attend_backward")
 AMPERE, HOPPER = 8, 9
 FLASH4_VERSION = "4.0.0b36"  # its compiled kernels are called directly: other versions may differ
 INSTALL_FLASH4 = "pip install 'dyncp[flash4]'"
@@ -24,6 +25,12 @@ def choose_kernel(kernel: str | Kernel, device: torch.device, deterministic: boo
     """The kernel named (or given). "auto" takes `cpu` on the CPU; on a GPU `flash4` where it is
     installed and fits, else `triton`; the log says which and why."""
     if not isinstance(kernel, str):
+        lacks = [name for name in PROTOCOL if not hasattr(kernel, name)]
+        if lacks:
+            raise ValueError(
+                f"kernel is {type(kernel).__name__}, which has no {lacks[0]}; give a name "
+                f"(auto, {', '.join(KERNELS)}) or a Kernel"
+            )
         return kernel
     if kernel == "auto":
         name, reason = best_kernel(device)

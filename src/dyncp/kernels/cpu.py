@@ -1,5 +1,7 @@
 """Kernel `cpu`: torch's CPU flash kernels."""
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,12 +13,14 @@ from dyncp.kernels.cpu_jobs import Job, Shape, cut_into_jobs
 from dyncp.kernels.index_arrays import IndexArrays
 from dyncp.kernels.kernel import Gradients, Sums
 from dyncp.kernels.merge import merge_partial
+from dyncp.kernels.row_tiles import RowTile, attend_tile, attend_tile_backward
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 # Largest gradients for which no square that matters leaves the range of fp32.
 SAFE_TO_SQUARE = (1e-10, 1e15)
+FEW = 8  # entries of dO that are looked at for the largest
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +31,11 @@ class CpuCall:
 
 
 class CpuKernel:
-    """Every job of a call is one flash kernel over [kv heads, q heads per kv head, rows, dim]."""
+    """Every job of a call is one flash kernel over [kv heads, q heads per kv head, rows, dim].
+
+    Torch's kernels multiply what a row may not see by 0, which keeps NaN and infinity. A job whose
+    results are not finite is computed again, row by row over the keys that each may see.
+    """
 
     name = "cpu"
     merges = True
@@ -69,6 +77,10 @@ class CpuKernel:
             job_out, job_lse = _flash(
                 queries, keys, values, 0.0, job.shape is Shape.CAUSAL, attn_mask=mask, scale=scale
             )
+            if not _all_finite(job_out):
+                for tile in _row_by_row(job):
+                    attend_tile(tile, inputs, scale, out, lse)
+                continue
             job_lse = job_lse.flatten(0, 1).T
             if empty is not None:  # torch gives a fully masked row log-sum-exp 0
                 job_lse = job_lse.masked_fill(empty.unsqueeze(-1), -torch.inf)
@@ -110,7 +122,7 @@ class CpuKernel:
         out = torch.empty_like(dout)
         for run in lowered.q_runs:  # other rows may hold anything
             out[run.rows] = _output_with_row_sum(dout[run.rows], delta[run.rows])
-        lse = lse.masked_fill(lse == -torch.inf, 0.0)
+        flash_lse = lse.masked_fill(lse == -torch.inf, 0.0)
         for job in lowered.jobs:
             queries, keys, values = _inputs(job, q, k, v)
             mask, _ = _mask(job, q.dtype)
@@ -120,12 +132,16 @@ class CpuKernel:
                 keys,
                 values,
                 _heads_first(out[job.rows], kv_heads),
-                _rows_last(lse[job.rows], kv_heads),
+                _rows_last(flash_lse[job.rows], kv_heads),
                 0.0,
                 job.shape is Shape.CAUSAL,
                 attn_mask=mask,
                 scale=scale,
             )
+            if not _all_finite(job_dq, job_dk, job_dv):
+                for tile in _row_by_row(job):
+                    attend_tile_backward(tile, inputs, dout, lse, delta, scale, grads)
+                continue
             dq[job.rows] += job_dq.permute(2, 0, 1, 3).flatten(1, 2)
             dk[job.keys] += job_dk.sum(dim=1, dtype=dk.dtype).transpose(0, 1)
             dv[job.keys] += job_dv.sum(dim=1, dtype=dv.dtype).transpose(0, 1)
@@ -155,11 +171,33 @@ def _mask(job: Job, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
     """Additive mask [rows, keys] in q's dtype (torch misreads others), and rows it empties."""
     if job.ranges is None:
         return None, None
-    ranges = torch.from_numpy(job.ranges).unsqueeze(-1)
-    key = torch.arange(job.keys.stop - job.keys.start)
-    allowed = ((key >= ranges[:, :, 0]) & (key < ranges[:, :, 1])).any(dim=1)
-    mask = torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, -torch.inf)
+    allowed = _allowed(job)
+    mask = torch.zeros(allowed.shape, dtype=dtype, device="cpu").masked_fill_(~allowed, -torch.inf)
     return mask, ~allowed.any(dim=1)
+
+
+def _allowed(job: Job) -> Tensor:
+    """bool [rows, keys]"""
+    size = (job.rows.stop - job.rows.start, job.keys.stop - job.keys.start)
+    if job.ranges is None:
+        everything = torch.ones(size, dtype=torch.bool, device="cpu")
+        return everything.tril() if job.shape is Shape.CAUSAL else everything
+    ranges = torch.from_numpy(job.ranges).unsqueeze(-1)
+    key = torch.arange(size[1], device="cpu")
+    return ((key >= ranges[:, :, 0]) & (key < ranges[:, :, 1])).any(dim=1)
+
+
+def _row_by_row(job: Job) -> Iterator[RowTile]:
+    columns = torch.arange(job.keys.start, job.keys.stop, device="cpu")
+    yield from RowTile(job.rows, columns, _allowed(job)).single_rows()
+
+
+def _all_finite(*tensors: Tensor) -> bool:
+    return all(math.isfinite(_sum(tensor).item()) for tensor in tensors)
+
+
+def _sum(x: Tensor) -> Tensor:
+    return x.sum(dtype=torch.float32) if x.dtype == torch.float16 else x.sum()
 
 
 def _output_with_row_sum(dout: Tensor, delta: Tensor) -> Tensor:
@@ -171,7 +209,22 @@ def _output_with_row_sum(dout: Tensor, delta: Tensor) -> Tensor:
     largest = dout.abs().amax().item() if dout.numel() else 0.0
     wide = dout.to(delta.dtype)
     if not SAFE_TO_SQUARE[0] < largest < SAFE_TO_SQUARE[1]:
-        wide, delta = wide / (largest or 1.0), delta / (largest or 1.0)
+        of_row = wide.abs().amax(dim=-1)
+        of_row = torch.where(of_row == 0, 1.0, of_row)
+        wide, delta = wide / of_row.unsqueeze(-1), delta / of_row
     length = torch.linalg.vecdot(wide, wide)
-    share = torch.where(length > 0, delta / length, 0.0)
-    return (wide * share.unsqueeze(-1)).to(dout.dtype)
+    share = torch.where(length == 0, 0.0, delta / length)
+    out = wide * share.unsqueeze(-1)
+    return out if out.dtype == dout.dtype else _rounded(out, wide, delta, dout.dtype)
+
+
+def _rounded(out: Tensor, wide: Tensor, delta: Tensor, dtype: torch.dtype) -> Tensor:
+    """`out` in 16 bits, with the same row sums as nearly as can be. Where the entries of dO are
+    alike, all are rounded the same way; so what is missing then is added to one of them."""
+    rounded = out.to(dtype)
+    missing = delta - torch.linalg.vecdot(wide, rounded.to(wide.dtype))
+    factor, at = wide[..., :FEW].abs().max(dim=-1, keepdim=True)  # any that is not 0 will do
+    factor = torch.copysign(factor, wide.gather(-1, at))
+    before = rounded.gather(-1, at)
+    after = (before + missing.unsqueeze(-1) / factor).to(dtype)
+    return rounded.scatter_(-1, at, torch.where(after.isfinite(), after, before))

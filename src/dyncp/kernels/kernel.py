@@ -38,7 +38,7 @@ class Kernel(Protocol):
 
     q, dout: [query rows, q heads, dim]; k, v: [key rows, kv heads, dim]; lse, delta: [query rows,
     q heads] in the accumulator dtype; heads come first in memory, each head's rows padded to whole
-    kernel tiles.
+    kernel tiles. `scale` is above 0.
     """
 
     @property

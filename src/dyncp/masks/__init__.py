@@ -13,7 +13,7 @@ from dyncp.masks.global_sliding import global_sliding
 from dyncp.masks.lambda_shaped import lambda_shaped
 from dyncp.masks.mask import Mask
 from dyncp.masks.mask_mod import from_mask_mod
-from dyncp.masks.named import NamedMasks, named
+from dyncp.masks.named import NamedMasks, named, positions_and_targets
 from dyncp.masks.pairs import count_batch_tile_pairs, count_tile_pairs, list_tiles
 from dyncp.masks.prefix_lm import prefix_lm
 from dyncp.masks.registry import ALIASES, BUILTIN, by_name
@@ -45,6 +45,7 @@ __all__ = [
     "list_tiles",
     "mask_function",
     "named",
+    "positions_and_targets",
     "prefix_lm",
     "shared_prefix",
     "shared_question",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, overload
 
+from dyncp.checks import MOST_TOKENS
 from dyncp.masks.mask import Mask
 
 Sample = Mapping[str, Any]
@@ -154,10 +155,14 @@ def from_sample(key: str) -> Any:
 
 
 def sequence_length(subject: int | Sample) -> int:
-    """Number of tokens of a length or a sample; at least 1."""
+    """Number of tokens of a length or a sample, from 1 to 2³¹ - 1."""
     length = _sample_length(subject) if isinstance(subject, Mapping) else _plain_length(subject)
     if length < 1:
         raise ValueError(f"a sequence of {length} tokens was given; allowed is at least 1")
+    if length > MOST_TOKENS:
+        raise ValueError(
+            f"a sequence of {length} tokens was given; allowed are at most {MOST_TOKENS:,}"
+        )
     return length
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,10 @@ class NamedMasks:
 
     def __call__(self, subject: int | Sample) -> dict[str, Mask]:
         result = {name: function(subject) for name, function in self.functions.items()}
-        _check_one_text(result)
+        lengths = {name: mask.length for name, mask in result.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"masks of one sample have different lengths: {lengths}")
+        positions_and_targets(result.values())
         return result
 
     def __repr__(self) -> str:
@@ -45,12 +48,12 @@ def named(**functions: AnyMaskFunction) -> NamedMasks:
     return NamedMasks(functions)
 
 
-def _check_one_text(masks: dict[str, Mask]) -> None:
-    lengths = {name: mask.length for name, mask in masks.items()}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(f"masks of one sample have different lengths: {lengths}")
+def positions_and_targets(masks: Iterable[Mask]) -> tuple[IntArray | None, IntArray | None]:
+    """Those of one sequence, which may have several masks: each comes from the masks that set it,
+    which have to set it alike; None is the default."""
     positions: IntArray | None = None
     targets: IntArray | None = None
-    for mask in masks.values():
+    for mask in masks:
         positions = agree("positions", positions, mask.positions)
         targets = agree("targets", targets, mask.targets)
+    return positions, targets

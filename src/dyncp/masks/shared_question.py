@@ -10,7 +10,9 @@ import numpy.typing as npt
 from dyncp.masks.compose import cover
 from dyncp.masks.function import mask_function
 from dyncp.masks.mask import Mask, packed_mask
-from dyncp.masks.parameters import at_least, between, lengths_of
+from dyncp.masks.parameters import between, lengths_of
+
+MOST_EMPTY = 1024  # answers of a sequence that is shorter; the others are empty
 
 
 @mask_function
@@ -63,7 +65,7 @@ def _parts(
 ) -> tuple[int, npt.NDArray[np.int64]]:
     """Length of the question and of every answer."""
     if np.ndim(answers) == 0:
-        number = at_least("shared_question", "answers", answers, 1)
+        number = between("shared_question", "answers", answers, 1, max(length, MOST_EMPTY))
         chosen = length // 5 if question is None else question
         chosen = between("shared_question", "question", chosen, 0, length)
         lengths = np.full(number, (length - chosen) // number)

@@ -24,7 +24,7 @@ class Noise(Null):
         self._fills: dict[int, tuple[Mapping[int, Tensor], Tensor, Tensor]] = {}
         self.filled: dict[int, torch.cuda.Event] = {}  # by phase, on GPUs
 
-    def open(self) -> "list[NullChannel]":
+    def open(self, call: int = 0) -> "list[NullChannel]":  # noqa: ARG002
         return [NoiseChannel(self)]
 
     def fill(self, receives: Mapping[int, Tensor]) -> None:

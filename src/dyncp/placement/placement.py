@@ -23,7 +23,8 @@ class Limits:
     def __post_init__(self) -> None:
         for field in ("compute_tolerance", "token_tolerance"):
             value = getattr(self, field)
-            if value is not None and not value >= 0:
+            number = value is None or isinstance(value, int | float)
+            if not number or (value is not None and not value >= 0):
                 raise ValueError(f"{field} is {value}; allowed are numbers from 0 on, or None")
 
     def missed(self, compute: float, tokens: float) -> float:

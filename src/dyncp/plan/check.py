@@ -10,6 +10,7 @@ import numpy as np
 
 from dyncp.arrays import Int64, starts_of
 from dyncp.blocks import Direction, Payload
+from dyncp.placement import Balance
 from dyncp.plan.rank_plan import (
     INPUT_SPACE,
     RESULT_SPACE,
@@ -24,6 +25,8 @@ from dyncp.plan.rank_plan import (
 )
 from dyncp.plan.rows import RowRuns
 
+# Of ranks, and of rows that others are padded to; nobody has more, and they become memory.
+MOST_MULTIPLE = 2**16
 _KINDS = {
     Direction.FORWARD: (Payload.Q, Payload.KV, Payload.OUT),
     Direction.BACKWARD: (Payload.KV, Payload.Q_DOUT, Payload.DQ, Payload.DKV),
@@ -34,7 +37,9 @@ def check_part(part: RankPlan) -> None:
     _check_scalars(part)
     _check_blocks(part.lengths, part.blocks, part.num_ranks)
     for name, mask in part.masks.items():
-        _require(len(part.declared_bytes[name]) == 2, f"mask {name!r} declares no two byte counts")
+        declared = part.declared_bytes[name]
+        counts = len(declared) == 2 and all(type(count) is int for count in declared)
+        _require(counts, f"mask {name!r} declares no two byte counts")
         _check_tiles(part, mask)
         _check_rows(part, mask.rows, mask.tiles.q_block)
         for direction, program in zip(Direction, (mask.forward, mask.backward), strict=True):
@@ -50,17 +55,25 @@ def _require(condition: Any, sentence: str) -> None:
 def _check_scalars(part: RankPlan) -> None:
     for field in ("rank", "num_ranks", "slot_alignment", "local_multiple"):
         value = getattr(part, field)
-        _require(type(value) is int and 0 <= value < 2**24, f"{field} is {value!r}")
+        _require(type(value) is int and 0 <= value <= MOST_MULTIPLE, f"{field} is {value!r}")
     for field in ("fingerprint", "digest", "solver"):
         _require(isinstance(getattr(part, field), str), f"{field} is no text")
     _require(part.rank < part.num_ranks, f"rank {part.rank} is not below {part.num_ranks}")
     _require(part.slot_alignment and part.local_multiple, "slot alignment or local multiple is 0")
+    _check_balance(part.balance)
     _require(part.masks, "the part has no mask")
     heads = 0
     for group in part.head_groups:
         _require(group.first_kv_head == heads and group.num_kv_heads > 0, "head groups leave gaps")
         heads += group.num_kv_heads
     _require(heads == part.shape.kv_heads, f"head groups hold {heads} kv heads")
+
+
+def _check_balance(balance: Balance) -> None:
+    for field in ("compute_max_over_mean", "tokens_max_over_mean"):
+        value = getattr(balance, field)
+        _require(type(value) in (int, float), f"{field} is {value!r}")
+    _require(isinstance(balance.reason, str), "the reason of the balance is no text")
 
 
 def _check_blocks(lengths: np.ndarray, blocks: OwnedBlocks, num_ranks: int) -> None:

@@ -18,6 +18,7 @@ from typing import Any, get_type_hints
 import numpy as np
 
 from dyncp.blocks import AttentionShape, HeadGroup
+from dyncp.checks import parse_json
 from dyncp.placement import Balance, Limits
 from dyncp.plan.check import check_part
 from dyncp.plan.rank_plan import MaskPlan, OwnedBlocks, RankPlan
@@ -164,7 +165,7 @@ def decode_body(body: bytes, digest: str) -> RankPlan:
 
 def _split_body(body: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     (length,) = struct.unpack_from("<I", body)
-    header, offset = json.loads(body[4 : 4 + length]), 4 + length
+    header, offset = parse_json(body[4 : 4 + length]), 4 + length
     arrays: dict[str, np.ndarray] = {}
     for name, dtype, shape in header["arrays"]:
         if not all(type(n) is int and n >= 0 for n in shape):

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from dyncp.checks import whole_number
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -13,8 +15,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         for field in ("slot_alignment", "local_multiple"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} is {getattr(self, field)}; at least 1 is needed")
+            object.__setattr__(self, field, whole_number(field, getattr(self, field), 1, 2**16))
 
     def pad_local(self, tokens: int) -> int:
         """Rows of a rank with `tokens` local tokens."""

@@ -19,6 +19,7 @@ import numpy as np
 
 from dyncp.arrays import Int32, frozen
 from dyncp.blocks import Batch, build_blocks
+from dyncp.checks import MOST_TOKENS, parse_json
 from dyncp.masks import Mask
 from dyncp.plan.codec import PLAN_MAGIC
 from dyncp.plan.plan import Plan
@@ -26,7 +27,9 @@ from dyncp.plan.rows import RowRuns, build_row_runs
 
 VERSION = 1
 MAGIC = b"DYNCPFIL"
-MOST_TOKENS = 2**31 - 1  # of a sequence: rows and ranges are int32
+# Numbers that the masks of a batch take when they are written out, 2 per token and range: 1 GiB
+# while they are. A few bytes of runs can stand for any number of rows.
+MOST_NUMBERS = 2**26
 _HEAD = struct.Struct("<8sI16s")
 _COLUMNS = ("block", "start", "base", "slope")
 
@@ -57,6 +60,8 @@ def load_plan(path: str | Path) -> tuple[Plan, Batch]:
 
 
 def encode_plan_file(plan: Plan, batch: Batch) -> bytes:
+    for masks in batch.masks.values():
+        _check_size(batch.num_tokens, 1 + max(mask.ranges.shape[1] for mask in masks))
     runs = {name: _runs_of(masks, batch.lengths) for name, masks in batch.masks.items()}
     header = {
         "lengths": batch.lengths,
@@ -78,7 +83,7 @@ def decode_plan_file(data: bytes) -> tuple[Plan, Batch]:
     body = _checked_body(data)
     try:
         (length,) = struct.unpack_from("<I", body)
-        header = json.loads(body[4 : 4 + length])
+        header = parse_json(body[4 : 4 + length])
         batch, end = _decode_batch(header, body, 4 + length)
     except PlanFileError:
         raise
@@ -138,6 +143,15 @@ def _decode_batch(header: Mapping[str, Any], body: bytes, offset: int) -> tuple[
     return Batch(lengths, masks, sample_ids), offset
 
 
+def _check_size(num_tokens: int, num_columns: int) -> None:
+    numbers = 2 * num_tokens * num_columns
+    if numbers > MOST_NUMBERS:
+        raise PlanFileError(
+            f"its masks take {numbers:,} numbers ({num_tokens:,} tokens with up to "
+            f"{num_columns - 1} key ranges); at most {MOST_NUMBERS:,} are read and written"
+        )
+
+
 def _take(body: bytes, offset: int, shape: Sequence[int]) -> tuple[Int32, int]:
     if not all(type(n) is int and n >= 0 for n in shape):
         raise PlanFileError(f"its runs have shape {list(shape)}")
@@ -150,6 +164,7 @@ def _take(body: bytes, offset: int, shape: Sequence[int]) -> tuple[Int32, int]:
 def _decode_masks(runs: RowRuns, lengths: Sequence[int], names: Sequence[str]) -> list[Mask]:
     if len(names) != len(lengths) or runs.num_ranges < 2:
         raise PlanFileError(f"it has {len(names)} masks for {len(lengths)} sequences")
+    _check_size(sum(lengths), runs.num_ranges)
     ordered = (np.diff(runs.block) >= 0).all()
     if not ordered or not np.array_equal(np.unique(runs.block), np.arange(len(lengths))):
         raise PlanFileError("its runs are not those of its sequences, one after the other")

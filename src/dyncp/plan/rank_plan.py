@@ -200,7 +200,7 @@ class RankPlan:
         return ranges_of(self.block_coordinate[own], self.blocks.tokens[own])
 
     def mask_plan(self, name: str) -> MaskPlan:
-        if name not in self.masks:
+        if not isinstance(name, str) or name not in self.masks:
             raise ValueError(f"mask {name!r} is not in this plan; it has {', '.join(self.masks)}")
         return self.masks[name]
 

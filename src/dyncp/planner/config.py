@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from dyncp.checks import MOST_TOKENS, instance_of, whole_number
 from dyncp.placement import Limits, find_solver
 from dyncp.plan import Layout
 
@@ -9,6 +10,14 @@ from dyncp.plan import Layout
 AUTO = "auto"
 EFFORTS = ("fast", "quality")
 OBJECTIVES = ("time", "bytes")
+# Names of options, the least and the most that they may be.
+WHOLE_NUMBERS = (
+    ("block_size", 1, MOST_TOKENS),
+    ("head_groups", 1, MOST_TOKENS),
+    ("divisions", 2, 1024),
+    ("max_tokens_per_rank", 1, MOST_TOKENS),
+    ("seed", 0, 2**63 - 1),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +49,18 @@ class PlannerConfig:
     solver_seconds: float = 600.0
 
     def __post_init__(self) -> None:
+        instance_of("solver", self.solver, str, "the name of one, or auto")
+        instance_of("limits", self.limits, Limits, "Limits")
+        instance_of("layout", self.layout, Layout, "a Layout")
         if self.solver != AUTO:
             find_solver(self.solver)
         _check_choice("effort", self.effort, EFFORTS)
         _check_choice("objective", self.objective, OBJECTIVES)
-        _check_least("block_size", self.block_size, 1, "token is")
-        _check_least("head_groups", self.head_groups, 1, "is")
-        _check_least("divisions", self.divisions, 2, "are")
-        _check_least("max_tokens_per_rank", self.max_tokens_per_rank, 1, "token is")
+        for name, least, most in WHOLE_NUMBERS:
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, whole_number(name, value, least, most))
+        instance_of("solver_seconds", self.solver_seconds, (int, float), "a number above 0")
         if not self.solver_seconds > 0:
             raise ValueError(f"solver_seconds is {self.solver_seconds}; a number above 0 is needed")
 
@@ -55,8 +68,3 @@ class PlannerConfig:
 def _check_choice(field: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{field} is {value!r}; choose one of {', '.join(allowed)}")
-
-
-def _check_least(field: str, value: int | None, least: int, unit: str) -> None:
-    if value is not None and value < least:
-        raise ValueError(f"{field} is {value}; at least {least} {unit} needed, or None")

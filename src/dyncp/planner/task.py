@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from dyncp.blocks import AttentionShape, Batch
+from dyncp.checks import instance_of
 from dyncp.cost import PROFILES, CostModel, ModelConfig, profile_for_device, tell_profile
 from dyncp.placement import Limits, Solver
 from dyncp.planner.candidate import Candidate, Cut, Graphs, Placed, place_batch
@@ -37,7 +38,15 @@ class Task:
     ) -> "Task":
         """Costs are by default those of the profile that has the topology's name (p4de's where
         none has). Limits get the token limit that `max_tokens_per_rank` means for this batch."""
-        shape, config = shape or AttentionShape.assumed(), config or PlannerConfig()
+        shape = AttentionShape.assumed() if shape is None else shape
+        config = PlannerConfig() if config is None else config
+        for name, value, kind in (
+            ("batch", batch, Batch),
+            ("topology", topology, Topology),
+            ("shape", shape, AttentionShape),
+            ("config", config, PlannerConfig),
+        ):
+            instance_of(name, value, kind, f"{kind.__name__}")
         config = replace(config, limits=_limits(batch, topology, config))
         return Task(batch, topology, shape, config, cost or default_cost(topology, shape), model)
 

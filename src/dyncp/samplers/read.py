@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from dyncp.checks import parse_json
+
 
 def read_lengths(path: str | Path) -> list[int]:
     """Lengths of a text file with one integer per line, or of a JSON list of integers.
@@ -33,11 +35,13 @@ def _number(line: str) -> int | str:
 
 def _read_json(text: str, path: str | Path) -> list[int]:
     try:
-        values = json.loads(text)
+        values = parse_json(text)
     except json.JSONDecodeError as error:
         raise ValueError(
             f"lengths file {path}, line {error.lineno}: not a JSON list: {error.msg}"
         ) from error
+    except ValueError as error:
+        raise ValueError(f"lengths file {path}: not a JSON list: {error}") from error
     return [_length(value, f"{path}, entry {n}") for n, value in enumerate(values, start=1)]
 
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dyncp.checks import whole_number
 from dyncp.samplers import distributions
 from dyncp.samplers.distributions import Distribution
 
@@ -59,8 +60,7 @@ def sample_lengths(name: str, total_tokens: int, seed: int = 0) -> list[int]:
 
     "ldc" with 131,072 tokens and seed 0 starts 3533, 2527, 6898.
     """
-    if total_tokens < 1:
-        raise ValueError(f"total_tokens is {total_tokens}; at least 1 is needed")
+    total_tokens = whole_number("total_tokens", total_tokens, 1)
     left, lengths = total_tokens, []
     for length in find_distribution(name)(np.random.default_rng(seed), total_tokens):
         lengths.append(min(length, left))

@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from dyncp.checks import instance_of
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -16,6 +18,8 @@ class Link:
     bandwidth: float
 
     def __post_init__(self) -> None:
+        for field in ("latency", "bandwidth"):
+            instance_of(f"Link.{field}", getattr(self, field), (int, float), "a number")
         if not 0 <= self.latency < math.inf:
             raise ValueError(f"Link.latency is {self.latency}; seconds from 0 on are allowed")
         if not 0 < self.bandwidth < math.inf:

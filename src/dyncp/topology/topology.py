@@ -1,17 +1,18 @@
 """Topology: machines with equally many ranks, their links and speeds."""
 
-import math
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from dyncp.arrays import Float64, frozen
+from dyncp.checks import finite_number, instance_of, whole_number
 from dyncp.topology.link import Link
 
 # Those of a p4de machine, see presets.py.
 DEFAULT_INTRA = Link(latency=5e-6, bandwidth=240e9)
 DEFAULT_INTER = Link(latency=20e-6, bandwidth=45e9)
 DEFAULT_NICS = 4
+MOST_RANKS = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +38,16 @@ class Topology:
 
     def __post_init__(self) -> None:
         for field in ("machines", "ranks_per_machine", "nics"):
-            if getattr(self, field) < 1:
-                raise ValueError(
-                    f"Topology.{field} is {getattr(self, field)}; at least 1 is needed"
-                )
+            value = whole_number(f"Topology.{field}", getattr(self, field), 1, MOST_RANKS)
+            object.__setattr__(self, field, value)
+        if self.num_ranks > MOST_RANKS:
+            raise ValueError(
+                f"Topology has {self.machines} × {self.ranks_per_machine} = {self.num_ranks} "
+                f"ranks; at most {MOST_RANKS:,} are allowed"
+            )
+        for field in ("intra", "inter"):
+            instance_of(f"Topology.{field}", getattr(self, field), Link, "a Link")
+        instance_of("Topology.speeds", self.speeds, (tuple, list), "a tuple with one per rank")
         if self.speeds:
             _check_speeds(self.speeds, self.num_ranks)
 
@@ -95,6 +102,6 @@ def _check_speeds(speeds: tuple[float, ...], num_ranks: int) -> None:
             f"Topology.speeds has {len(speeds)} entries for {num_ranks} ranks; "
             "one per rank is needed, or none"
         )
-    wrong = [speed for speed in speeds if not 0 < speed < math.inf]
+    wrong = [speed for speed in speeds if not finite_number("Topology.speeds", speed) > 0]
     if wrong:
         raise ValueError(f"Topology.speeds holds {wrong[0]}; finite numbers above 0 are needed")

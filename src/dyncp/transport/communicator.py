@@ -10,6 +10,8 @@ from torch import Tensor
 from dyncp.transport.cuts import Cut, cut
 from dyncp.transport.transport import TransportError
 
+CALLS, PHASES = 2**16, 2**15  # gloo's tags have 31 bits
+
 
 @dataclass(frozen=True, slots=True)
 class Started:
@@ -44,9 +46,14 @@ class Communicator:
         self.largest_call = 0  # sends and receives, so far
 
     def start(
-        self, phase: int, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
+        self,
+        phase: int,
+        sends: Mapping[int, Tensor],
+        receives: Mapping[int, Tensor],
+        call: int = 0,
     ) -> list[Started]:
-        """Starts messages, one per peer rank each way, on the current stream."""
+        """Starts messages, one per peer rank each way, on the current stream. `call` is below
+        `CALLS` and tells the messages of different calls apart."""
         parts = cut(
             self._positions[self._rank],
             len(self.members),
@@ -54,15 +61,21 @@ class Communicator:
             [self._positions[peer] for peer in receives],
             self._classes,
         )
-        return [one for part in parts for one in self._call(phase, part, sends, receives)]
+        tag = call * PHASES + phase % PHASES
+        return [one for part in parts for one in self._call(phase, tag, part, sends, receives)]
 
     def _call(
-        self, phase: int, part: Cut, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
+        self,
+        phase: int,
+        tag: int,
+        part: Cut,
+        sends: Mapping[int, Tensor],
+        receives: Mapping[int, Tensor],
     ) -> list[Started]:
         sources = tuple(self.members[i] for i in part.receives)
         targets = tuple(self.members[i] for i in part.sends)
-        coming = [self._op(dist.irecv, receives[peer], peer, phase) for peer in sources]
-        leaving = [self._op(dist.isend, sends[peer], peer, phase) for peer in targets]
+        coming = [self._op(dist.irecv, receives[peer], peer, tag) for peer in sources]
+        leaving = [self._op(dist.isend, sends[peer], peer, tag) for peer in targets]
         ops = coming + leaving
         self.largest_call = max(self.largest_call, len(ops))
         try:
@@ -77,10 +90,10 @@ class Communicator:
         ends = [((peer,), ()) for peer in sources] + [((), (peer,)) for peer in targets]
         return [Started(work, *end) for work, end in zip(works, ends, strict=True)]
 
-    def _op(self, function: Any, tensor: Tensor, peer: int, phase: int) -> dist.P2POp:
-        # Gloo tells phases apart by their tags, NCCL by the order of calls.
+    def _op(self, function: Any, tensor: Tensor, peer: int, tag: int) -> dist.P2POp:
+        # Gloo tells calls and phases apart by their tags, NCCL by the order of messages.
         to = self._global_ranks[self._positions[peer]]
-        return dist.P2POp(function, tensor, to, self.group, tag=phase)
+        return dist.P2POp(function, tensor, to, self.group, tag=tag)
 
 
 def ranks_text(ranks: set[int] | Sequence[int]) -> str:

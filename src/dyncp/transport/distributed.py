@@ -1,5 +1,6 @@
 """Transport `torch.distributed`: one rank per process, point-to-point messages over groups."""
 
+import hashlib
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -45,8 +46,7 @@ class Distributed:
                 "torch.distributed is not initialised; call torch.distributed.init_process_group "
                 "first, or leave group=None to run on one rank"
             )
-        group = group.get_group() if hasattr(group, "get_group") else group
-        members = dist.get_process_group_ranks(group or dist.group.WORLD)
+        members = _members_of(group)
         _check(len(members), ranks_per_machine, grouped_operations)
         self.timeout = timedelta(seconds=timeout)
         self.num_ranks = len(members)
@@ -57,6 +57,7 @@ class Distributed:
         self.on_gpu = device is not None and device.type == "cuda"
         self._device = device if self.on_gpu else torch.device("cpu")
         self._arrival_streams: dict[int, torch.cuda.Stream] = {}
+        self._opened: list[Any] = []
         self._group = self._open_group("gloo", members)
         word = settings_word(ranks_per_machine, grouped_operations, here())
         self.machines = read_machines(self._every_word(word, "opening their groups", "get there"))
@@ -88,12 +89,22 @@ class Distributed:
         return Communicator(name, group, members, global_ranks, rank, operations)
 
     def _open_group(self, backend: str, global_ranks: list[int]) -> Any:
-        return dist.new_group(
+        group = dist.new_group(
             global_ranks, timeout=self.timeout, backend=backend, use_local_synchronization=True
         )
+        self._opened.append(group)
+        return group
 
-    def open(self) -> list[GroupedChannel]:
-        return [GroupedChannel(self, None if self.on_gpu else self.timeout)]
+    def close(self) -> None:
+        """Gives back the groups, with their sockets and threads."""
+        while self._opened:
+            group = self._opened.pop()
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
+        self.communicators, self._group = (), None
+
+    def open(self, call: int = 0) -> list[GroupedChannel]:
+        return [GroupedChannel(self, None if self.on_gpu else self.timeout, call)]
 
     def agree(self, word: bytes) -> list[bytes]:
         return self._every_word(word, "agreeing on the plan", "call prepare")
@@ -104,26 +115,50 @@ class Distributed:
         try:
             dist.all_gather(words, mine, group=self._group)
         except RuntimeError as error:
-            raise TransportError(
-                f"rank {self.ranks[0]} of {self.num_ranks} got no answer from all other ranks "
-                f"while {doing}: a rank is gone, or did not {missed} within "
-                f"{self.timeout.total_seconds():g} s ({error})"
-            ) from error
+            raise self._no_answer(doing, missed, error) from error
         return [bytes(other.tolist()) for other in words]
 
     def gather(self, rows: Tensor, counts: list[int]) -> list[Tensor]:
-        """Every rank's `[counts[rank], ...]` tensor."""
+        """Every rank's `[counts[rank], ...]` tensor, of any dtype: bytes travel."""
         if self.num_ranks == 1:
             return [rows[: counts[0]]]
-        most = max(counts)
-        padded = rows.new_zeros(most, *rows.shape[1:])
+        self._check_alike(rows)
+        padded = rows.new_zeros(max(counts), *rows.shape[1:])
         padded[: len(rows)] = rows
-        parts = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(parts, padded, group=self.communicators[-1].group)  # has all ranks
-        return [part[:count] for part, count in zip(parts, counts, strict=True)]
+        mine = padded.flatten().view(torch.uint8)
+        parts = [torch.empty_like(mine) for _ in counts]
+        try:
+            dist.all_gather(parts, mine, group=self.communicators[-1].group)  # has all ranks
+        except RuntimeError as error:
+            raise self._no_answer("gathering rows", "call gather", error) from error
+        shaped = [part.view(rows.dtype).view(padded.shape) for part in parts]
+        return [part[:count] for part, count in zip(shaped, counts, strict=True)]
+
+    def _check_alike(self, rows: Tensor) -> None:
+        """Raises on all ranks unless they gather rows of one kind."""
+        kind = f"{rows.dtype} {list(rows.shape[1:])}"
+        word = hashlib.blake2b(kind.encode(), digest_size=16).digest()
+        words = self._every_word(word, "gathering rows", "call gather")
+        odd = [rank for rank, other in enumerate(words) if other != words[0]]
+        if odd:
+            raise ValueError(
+                f"gather got rows of {kind} on rank {self.ranks[0]}, and ranks 0 and {odd[0]} got "
+                "rows of different dtypes or shapes; give all ranks the same"
+            )
+
+    def _no_answer(self, doing: str, missed: str, error: Exception) -> TransportError:
+        return TransportError(
+            f"rank {self.ranks[0]} of {self.num_ranks} got no answer from all other ranks "
+            f"while {doing}: a rank is gone, or did not {missed} within "
+            f"{self.timeout.total_seconds():g} s ({error})"
+        )
 
     def start(
-        self, phase: int, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
+        self,
+        phase: int,
+        sends: Mapping[int, Tensor],
+        receives: Mapping[int, Tensor],
+        call: int = 0,
     ) -> list[Started]:
         """Starts the messages of a phase on the current stream: those inside machines, then those
         between them. All ranks make their grouped calls in this order."""
@@ -131,7 +166,10 @@ class Distributed:
         started: list[Started] = []
         for communicator in self.communicators:
             started += communicator.start(
-                phase, self._carried(communicator, sends), self._carried(communicator, receives)
+                phase,
+                self._carried(communicator, sends),
+                self._carried(communicator, receives),
+                call,
             )
         return started
 
@@ -153,6 +191,30 @@ class Distributed:
             for peer, message in messages.items()
             if (self.machines[peer] == machine) is inside
         }
+
+
+def _members_of(group: Any) -> list[int]:
+    """Global ranks of a group, which this process has to be one of."""
+    if hasattr(group, "get_group"):
+        if group.ndim != 1:
+            raise ValueError(
+                f"the DeviceMesh has {group.ndim} dimensions; give one of them, as mesh['cp']"
+            )
+        group = group.get_group()
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        outside = group is dist.GroupMember.NON_GROUP_MEMBER
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in the group; only its ranks create the executor"
+            if outside
+            else f"group is {type(group).__name__}; expected a ProcessGroup or a DeviceMesh"
+        )
+    members: list[int] = dist.get_process_group_ranks(group or dist.group.WORLD)
+    if dist.get_rank() not in members:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in the group, which has ranks {members}; only these "
+            "create the executor"
+        )
+    return members
 
 
 def _check(num_ranks: int, ranks_per_machine: int | None, grouped_operations: int) -> None:

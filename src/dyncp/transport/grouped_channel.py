@@ -10,6 +10,11 @@ from torch import Tensor
 from dyncp.transport.communicator import Started, ranks_text
 from dyncp.transport.transport import TransportError
 
+SAME_CALLS = (
+    "A rank is gone or slow, or made another attention call: all ranks have to make the same ones, "
+    "with the same plan, mask and shape, in the same order"
+)
+
 
 class Starts(Protocol):
     """A transport that starts the messages of a phase, on all its communicators."""
@@ -18,7 +23,7 @@ class Starts(Protocol):
     def ranks(self) -> tuple[int, ...]: ...
 
     def start(
-        self, phase: int, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
+        self, phase: int, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], call: int
     ) -> Sequence[Started]: ...
 
     def arrival_stream(self, phase: int) -> "torch.cuda.Stream":
@@ -27,11 +32,11 @@ class Starts(Protocol):
 
 class GroupedChannel:
     """`limit` bounds every wait of the host. None on GPUs: there only the current stream waits, and
-    NCCL's watchdog bounds that."""
+    NCCL's watchdog bounds that. `call` stands for what all ranks have to call together."""
 
-    def __init__(self, transport: Starts, limit: timedelta | None) -> None:
+    def __init__(self, transport: Starts, limit: timedelta | None, call: int = 0) -> None:
         self.bytes_sent = 0
-        self._transport, self._limit = transport, limit
+        self._transport, self._limit, self._call = transport, limit, call
         self._arriving: dict[int, list[Started]] = {}
         self._leaving: list[tuple[int, Started]] = []
 
@@ -43,7 +48,7 @@ class GroupedChannel:
         arrived: Any = None,
     ) -> None:
         self.bytes_sent += sum(message.nbytes for message in sends.values())
-        started = self._transport.start(phase, sends, receives)
+        started = self._transport.start(phase, sends, receives, self._call)
         self._arriving[phase] = [one for one in started if one.sources]
         self._leaving += [(phase, one) for one in started if not one.sources]
         if arrived is not None:
@@ -75,8 +80,10 @@ class GroupedChannel:
         try:
             done = work.wait() if limit is None else work.wait(limit)
         except RuntimeError as error:
-            raise TransportError(f"rank {rank} waited for {what} and got none: {error}") from error
+            raise TransportError(
+                f"rank {rank} waited for {what} and got none: {error}. {SAME_CALLS}"
+            ) from error
         if done is False and limit is not None:
             raise TransportError(
-                f"rank {rank} waited {limit.total_seconds():g} s for {what} in vain"
+                f"rank {rank} waited {limit.total_seconds():g} s for {what} in vain. {SAME_CALLS}"
             )

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dyncp.checks import whole_number
+
 Address = tuple[int, int, int]  # source, target, phase
 
 
@@ -43,15 +45,14 @@ class InProcess:
     """`num_ranks` virtual ranks that pass messages through a mailbox."""
 
     def __init__(self, num_ranks: int = 1) -> None:
-        if num_ranks < 1:
-            raise ValueError(
-                f"in_process transport got num_ranks={num_ranks}; at least 1 is needed"
-            )
-        self.num_ranks = num_ranks
+        self.num_ranks = num_ranks = whole_number("the number of virtual ranks", num_ranks, 1)
         self.ranks = tuple(range(num_ranks))
         self.bytes_sent = 0
 
-    def open(self) -> "list[InProcessChannel]":
+    def close(self) -> None:
+        """It holds nothing."""
+
+    def open(self, call: int = 0) -> "list[InProcessChannel]":  # noqa: ARG002
         mailbox = Mailbox()  # of this call alone: one that failed leaves nothing behind
         return [InProcessChannel(self, mailbox, rank) for rank in self.ranks]
 

@@ -54,8 +54,12 @@ class Transport(Protocol):
     def bytes_sent(self) -> int:
         """Bytes that this process's ranks have sent so far."""
 
-    def open(self) -> Sequence[Channel]:
-        """Channels for one call, one for each of this process's ranks."""
+    def open(self, call: int = 0) -> Sequence[Channel]:
+        """Channels for one call, one for each of this process's ranks. `call` (16 bits) stands for
+        plan, mask, direction and shape, which are the same on all ranks."""
+
+    def close(self) -> None:
+        """Gives back what it holds; nothing can be sent after that."""
 
     def agree(self, word: bytes) -> list[bytes]:
         """Every rank's word (equally long), in rank order, within the timeout."""

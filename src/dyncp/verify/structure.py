@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dyncp.blocks import AttentionShape, Direction, HeadGroup, Payload
-from dyncp.placement import Balance
+from dyncp.placement import Balance, Limits
 from dyncp.plan import MaskPlan, Messages, Op, OwnedBlocks, Plan, Program, RankPlan, RowRuns, Space
 from dyncp.verify.violation import Violation
 
@@ -63,7 +63,8 @@ def _check_part(plan: Plan, index: int, part: RankPlan) -> None:
     _check_blocks(part)
     for name, mask in part.masks.items():
         declared = part.declared_bytes.get(name, ())
-        _require(len(declared) == 2, 7, f"mask {name!r} does not declare its two byte counts")
+        fine = len(declared) == 2 and all(isinstance(count, int) for count in declared)
+        _require(fine, 7, f"mask {name!r} does not declare its two byte counts")
         try:
             _check_mask(part, mask)
         except _MalformedError as fault:
@@ -73,6 +74,7 @@ def _check_part(plan: Plan, index: int, part: RankPlan) -> None:
 def _check_types(part: RankPlan) -> None:
     for item, cls in ((part.shape, AttentionShape), (part.balance, Balance)):
         _require(isinstance(item, cls), 1, f"{item!r} is no {cls.__name__}")
+    _check_balance(part.balance)
     fine = all(isinstance(group, HeadGroup) for group in part.head_groups)
     _require(fine and part.head_groups, 1, f"head groups are {part.head_groups!r}")
     first = 0
@@ -82,6 +84,14 @@ def _check_types(part: RankPlan) -> None:
         first += group.num_kv_heads
     _require(first == part.shape.kv_heads, 1, f"head groups hold {first} kv heads")
     _check_dtypes(part, "part")
+
+
+def _check_balance(balance: Balance) -> None:
+    for field in ("compute_max_over_mean", "tokens_max_over_mean"):
+        value = getattr(balance, field)
+        _require(isinstance(value, int | float), 5, f"{field} is {value!r}")
+    _require(isinstance(balance.limits, Limits), 5, f"limits are {balance.limits!r}")
+    _require(isinstance(balance.reason, str), 5, f"the reason is {balance.reason!r}")
 
 
 def _check_dtypes(item: Any, name: str) -> None:

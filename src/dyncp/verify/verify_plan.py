@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from dyncp.blocks import Batch, Direction
+from dyncp.checks import instance_of
 from dyncp.plan import Plan
 from dyncp.verify.balance import check_balance
 from dyncp.verify.coverage import check_batch, check_rows, check_tiles
@@ -34,14 +35,17 @@ class Verified:
 def verify_plan(plan: Plan, batch: Batch) -> list[Violation]:
     """All invariants that the plan breaks, each with its sentence; an empty list when it is right.
 
-    A malformed plan gives violations too, never an exception. Invariant 6 belongs to kernel calls,
-    which are derived later: see `check_kernel_call`.
+    A malformed plan gives violations too, never an exception; what is no plan at all raises
+    ValueError. Invariant 6 belongs to kernel calls, which are derived later: see
+    `check_kernel_call`.
     """
     return list(examine_plan(plan, batch).violations)
 
 
 def examine_plan(plan: Plan, batch: Batch) -> Verified:
     """`verify_plan`, with the invariants that it could check."""
+    instance_of("the plan to verify", plan, Plan, "a whole Plan")
+    instance_of("its batch", batch, Batch, "the Batch it was made for")
     malformed = check_structure(plan)
     if malformed:
         return Verified(tuple(malformed), frozenset())
