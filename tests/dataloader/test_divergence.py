@@ -198,7 +198,7 @@ def take_unequally(rank):
         batches = iter(loader)
         for _ in range(2 - rank):
             next(batches)
-        time.sleep(13)
+        time.sleep(16)
         return list(warnings.texts)
 
     ahead = partial(DCPDataLoader, Tokens(same), masks.causal, **OPTIONS)
@@ -213,11 +213,11 @@ def test_a_rank_that_left_raised_or_lags_is_named_within_seconds():
         )
         assert "while rank 0 waits for all ranks to agree on step 2" in text or "plan of" in text
         assert seconds < 60
-    (warning,), _ = lagging
+    warning = lagging[0][0]
     assert warning.startswith("rank 0 has waited 5 s for ")
     assert "rank 1 has taken 1 batches and has not asked for the next one yet" in warning
     assert others[2][0] == []
-    (warning,), _ = ahead
+    warning = ahead[0][0]
     assert warning.startswith("ranks have taken different numbers of batches for 5 s, none waits")
     assert "(0: 2, 1: 1)" in warning
 
