@@ -100,14 +100,17 @@ class Reader:
         self._asked.clear()
         if pool is None:
             return
+        # The pool's own thread waits for its workers; a second one that did would confuse both.
         workers = list((pool._processes or {}).values())
+        thread: Any = pool._executor_manager_thread  # type: ignore[attr-defined,unused-ignore]
         pool.shutdown(wait=False, cancel_futures=True)
-        end = time.monotonic() + END_SECONDS
-        for worker in workers:
-            worker.join(max(0.0, end - time.monotonic()))
-            if worker.is_alive():
+        if thread is None:
+            return
+        thread.join(END_SECONDS)
+        if thread.is_alive():
+            for worker in workers:
                 worker.kill()
-                worker.join()
+            thread.join()
 
     def read_here(self, key: Key) -> Any:
         """Without a worker."""
