@@ -30,7 +30,10 @@ MASKS = ["causal", "lambda_shaped", "causal_blockwise", "shared_question", "full
 
 
 def make_task(lengths, mask="causal", ranks=(2, 2), model=None, **options) -> Task:
-    batch = Batch.of([masks.by_name(mask)(n) for n in lengths])
+    """`mask` may be several names with + between them: each is a mask of its own."""
+    names = mask.split("+")
+    made = [{name: masks.by_name(name)(n) for name in names} for n in lengths]
+    batch = Batch.of(made if len(names) > 1 else [own[mask] for own in made])
     config = PlannerConfig(**options)
     return Task.of(batch, preset("p4de", *ranks), SHAPE, config, COST, model)
 
@@ -50,6 +53,44 @@ def test_no_static_method_is_predicted_to_be_faster(lengths, model):
         assert seconds <= other * (1 + 1e-12), name
 
 
+def test_all_masks_are_priced_by_their_layers():
+    """The choice for few causal layers is not that for many, and each is the best for its own."""
+    few, many = ({"causal": n, "lambda_shaped": 40 - n} for n in (1, 39))
+    tasks = [make_task(LENGTHS[0], "causal+lambda_shaped", (2, 4), layers=n) for n in (few, many)]
+    found = [search(task) for task in tasks]
+    assert [dict(choice.simulated.layers) for choice in found] == [few, many]
+    for task, other in zip(tasks, reversed(found), strict=True):
+        mine = search(task).simulated.step_seconds
+        assert mine <= task.simulate(other.candidate).step_seconds * (1 + 1e-12)
+        assert all(mine <= seconds * (1 + 1e-12) for seconds in static_times(task).values())
+    light, heavy = (
+        sum(times.seconds for times in choice.simulated.attention["causal"]) for choice in found
+    )
+    assert heavy < light
+
+
+def test_masks_have_equally_many_layers_where_none_are_given():
+    task = make_task(LENGTHS[0], "causal+lambda_shaped")
+    assert task.layers == {"causal": 1, "lambda_shaped": 1}
+    model = find_model("llama3_8b")
+    task = make_task(LENGTHS[0], "causal+lambda_shaped", model=model)
+    assert task.layers == {"causal": 16, "lambda_shaped": 16}
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ({"local": 1}, "layers names mask 'local'; the plan has causal, lambda_shaped"),
+        ({"causal": 0}, "at least one layer is needed"),
+        ({"causal": 1.5}, r"layers\['causal'\] is 1.5"),
+        ([1, 2], "layers is .*; expected numbers of layers by mask name"),
+    ],
+)
+def test_wrong_layers_are_refused(layers, message):
+    with pytest.raises(ValueError, match=message):
+        search(make_task(LENGTHS[2], "causal+lambda_shaped", layers=layers))
+
+
 def test_forward_only_plans_compare_forward_alone():
     task = make_task(LENGTHS[0], forward_only=True)
     seconds = search(task).simulated.step_seconds
@@ -59,12 +100,16 @@ def test_forward_only_plans_compare_forward_alone():
 @settings(max_examples=25, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 6000), min_size=1, max_size=8),
-    mask=st.sampled_from(MASKS),
+    mask=st.sampled_from([*MASKS, "causal+lambda_shaped"]),
     ranks=st.sampled_from([(1, 4), (2, 2), (2, 4)]),
     model=st.sampled_from([None, "llama3_8b"]),
+    some=st.sampled_from([0, 1, 5]),
 )
-def test_bounds_of_static_methods_are_never_above_what_is_simulated(lengths, mask, ranks, model):
-    task = make_task(lengths, mask, ranks, find_model(model) if model else None)
+def test_bounds_of_static_methods_are_never_above_what_is_simulated(
+    lengths, mask, ranks, model, some
+):
+    layers = {"causal": some, "lambda_shaped": 2} if "+" in mask else None
+    task = make_task(lengths, mask, ranks, find_model(model) if model else None, layers=layers)
     solvers = static_candidates(task.batch.lengths, SHAPE, task.topology)
     graph = task.place(SOLVERS["rows"]).graph
     bounds, whole = StaticBounds(graph, task.topology), whole_seconds(task, graph)

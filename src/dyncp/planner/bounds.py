@@ -24,25 +24,44 @@ def bound_misses(task: Task, bound: Bound) -> float:
 
 def placed_seconds(task: Task, placed: Placed) -> float:
     """Step seconds that a placement needs at least, whatever its schedule."""
-    graph, placement, topology = placed.graph, placed.placement, task.topology
-    name = next(iter(graph.tiles))
-    rank, speed = placement.tile_rank[name], topology.rank_speeds
+    held = _held(placed)
+    attention = sum(
+        layers * _attention_seconds(task, placed, name, held)
+        for name, layers in task.layers.items()
+        if layers
+    )
+    return attention + _per_token(task) * float((held / task.topology.rank_speeds).max())
+
+
+def _held(placed: Placed) -> Float64:
+    """Tokens of every rank."""
+    placement, tokens = placed.placement, placed.graph.blocks.tokens
+    return np.bincount(placement.block_rank, tokens, placement.num_ranks).astype(np.float64)
+
+
+def _per_token(task: Task) -> float:
+    """Seconds of a token outside attention."""
+    if task.model is None:
+        return 0.0
+    profile = task.cost.profile
+    return sum(task.model.seconds_per_token(profile, direction) for direction in task.directions)
+
+
+def _attention_seconds(task: Task, placed: Placed, name: str, held: Float64) -> float:
+    """Of one layer with mask `name`, forward and backward, at least."""
+    graph, ranks, speed = placed.graph, task.topology.num_ranks, task.topology.rank_speeds
     calls, border = _least_calls(placed, name), _border_seconds(task, placed, name)
-    held = np.bincount(placement.block_rank, graph.blocks.tokens, topology.num_ranks)
     overhead, host = _overhead(task.cost, calls), _host_seconds(task.cost, calls).max()
-    attention = per_token = 0.0
-    for direction in list(Direction)[: 1 if task.config.forward_only else 2]:
+    total = 0.0
+    for direction in task.directions:
         seconds = task.cost.graph_tile_seconds(graph, name, direction)
-        busy = np.bincount(rank, seconds, topology.num_ranks) / speed
+        busy = np.bincount(placed.placement.tile_rank[name], seconds, ranks) / speed
         rows = held * least_row_seconds(direction, task.cost)
         met = _met_seconds(task, placed, name, direction) / speed
         compute = float((busy + met + overhead + rows).max())
         heads = _all_to_all_seconds(task, placed, direction)
-        attention += max(compute, border * (1 + direction), heads, float(host))
-        if task.model is not None:
-            per_token += task.model.seconds_per_token(task.cost.profile, direction)
-    layers = 1 if task.model is None else task.model.layers
-    return layers * attention + per_token * float((held / speed).max())
+        total += max(compute, border * (1 + direction), heads, float(host))
+    return total
 
 
 def _met_seconds(task: Task, placed: Placed, name: str, direction: Direction) -> Float64 | float:
@@ -131,36 +150,35 @@ def _border_seconds(task: Task, placed: Placed, name: str) -> float:
     return float(busiest) / topology.inter.bandwidth
 
 
-def whole_seconds(task: Task, graph: BlockGraph) -> list[float]:
-    """Attention seconds of the batch on one rank at least, forward and backward.
+def whole_seconds(task: Task, graph: BlockGraph) -> dict[str, list[float]]:
+    """Attention seconds of the batch on one rank at least, by mask, forward and backward.
 
     Those of its pairs, or, of long sequences, nearly those of the uncut sequence: cutting adds to
     what kernels work through, save for rounding to kernel tiles."""
-    pairs, rows = whole_rows(graph)
-    heads, cost = task.cost.shape.q_heads, task.cost
-    is_long = rows >= LONG * cost.profile.kernel_tile
-    least = np.where(is_long, CERTAIN * cost.kernel_area(pairs, rows, rows), pairs)
-    directions = list(Direction)[: 1 if task.config.forward_only else 2]
-    return [
-        float(cost.flops(least, heads, direction).sum()) / cost.attention_rate(direction)
-        for direction in directions
-    ]
+    heads, cost, found = task.cost.shape.q_heads, task.cost, {}
+    for name in graph.tiles:
+        pairs, rows = whole_rows(graph, name)
+        is_long = rows >= LONG * cost.profile.kernel_tile
+        least = np.where(is_long, CERTAIN * cost.kernel_area(pairs, rows, rows), pairs)
+        found[name] = [
+            float(cost.flops(least, heads, direction).sum()) / cost.attention_rate(direction)
+            for direction in task.directions
+        ]
+    return found
 
 
-def static_seconds(task: Task, whole: list[float], bound: Bound) -> float:
+def static_seconds(task: Task, whole: dict[str, list[float]], bound: Bound) -> float:
     """Step seconds that a static method needs at least; `whole` are those of `whole_seconds`."""
-    cost, model, ranks = task.cost, task.model, task.topology.num_ranks
+    cost, ranks = task.cost, task.topology.num_ranks
     work = bound.work if len(task.batch.masks) == 1 else 1 / ranks
     kv_bytes = 2 * cost.shape.kv_heads * cost.shape.head_dim * cost.shape.item_bytes
     speed = float(task.topology.rank_speeds.max())
     calls = np.asarray(bound.calls)
     overhead, host = float(_overhead(cost, calls)), float(_host_seconds(cost, calls))
-    attention = per_token = 0.0
-    for direction, seconds in zip(Direction, whole, strict=False):
-        compute = work * seconds / speed + overhead
-        moved = kv_bytes * (2 if direction is Direction.BACKWARD else 1)
-        attention += max(compute, moved * bound.seconds_per_byte, host)
-        if model is not None:
-            per_token += model.seconds_per_token(cost.profile, direction)
-    layers = 1 if model is None else model.layers
-    return layers * attention + per_token * bound.tokens * task.batch.num_tokens / speed
+    attention = 0.0
+    for name, layers in task.layers.items():
+        for direction, seconds in zip(task.directions, whole[name], strict=True):
+            compute = work * seconds / speed + overhead
+            moved = kv_bytes * (2 if direction is Direction.BACKWARD else 1)
+            attention += layers * max(compute, moved * bound.seconds_per_byte, host)
+    return attention + _per_token(task) * bound.tokens * task.batch.num_tokens / speed

@@ -66,10 +66,11 @@ class Candidate:
     schedules: Mapping[str, tuple[Schedule, Schedule | None]]
     cpu_seconds: Mapping[str, float]
 
-    def with_backward(self, other: "Candidate") -> "Candidate":
-        """This one's forward schedules and the other's backward ones."""
-        both = {name: (own[0], other.schedules[name][1]) for name, own in self.schedules.items()}
-        return Candidate(self.placed, both, self.cpu_seconds)
+    def with_schedules(
+        self, schedules: Mapping[str, tuple[Schedule, Schedule | None]]
+    ) -> "Candidate":
+        """The same placement, scheduled otherwise."""
+        return Candidate(self.placed, schedules, self.cpu_seconds)
 
     @property
     def graph(self) -> BlockGraph:

@@ -1,5 +1,6 @@
 """PlannerConfig: the choices of the planner, checked when it is built."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dyncp.checks import MOST_TOKENS, instance_of, whole_number
@@ -30,9 +31,10 @@ class PlannerConfig:
     `block_size` fixes the block size (default: chosen per sequence by the solver's method);
     `head_groups` is into how many groups of kv heads attention is split (None: tried out);
     `divisions` is the most steps in which inputs come, per direction (None: tried out).
-    `forward_only` plans evaluation. `limits` are limits that a plan must keep where it can;
-    `max_tokens_per_rank` is one that it always keeps. A solver that takes longer than
-    `solver_seconds` is given up.
+    `layers` says how many attention layers use each mask by name (default: equally many): plans are
+    chosen by the time of all of them. `forward_only` plans evaluation. `limits` are limits that a
+    plan must keep where it can; `max_tokens_per_rank` is one that it always keeps. A solver that
+    takes longer than `solver_seconds` is given up.
     """
 
     solver: str = AUTO
@@ -47,6 +49,7 @@ class PlannerConfig:
     objective: str = "time"
     max_tokens_per_rank: int | None = None
     solver_seconds: float = 600.0
+    layers: Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
         instance_of("solver", self.solver, str, "the name of one, or auto")
@@ -56,6 +59,10 @@ class PlannerConfig:
             find_solver(self.solver)
         _check_choice("effort", self.effort, EFFORTS)
         _check_choice("objective", self.objective, OBJECTIVES)
+        if self.layers is not None:
+            instance_of("layers", self.layers, Mapping, "numbers of layers by mask name")
+            layers = {n: whole_number(f"layers[{n!r}]", x, 0) for n, x in self.layers.items()}
+            object.__setattr__(self, "layers", layers)
         for name, least, most in WHOLE_NUMBERS:
             value = getattr(self, name)
             if value is not None:

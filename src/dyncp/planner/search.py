@@ -6,7 +6,7 @@ simulated when what it needs at least (see placement/static/bounds.py) is less t
 So no static method that keeps the limits is predicted to be faster than the choice.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,7 +24,8 @@ from dyncp.planner.bounds import bound_misses, placed_seconds, static_seconds, w
 from dyncp.planner.candidate import DIVISIONS, Candidate, Cut, Placed
 from dyncp.planner.guard import run_bounded, warn_replaced
 from dyncp.planner.task import Task
-from dyncp.simulate import Simulated
+from dyncp.schedule import Schedule
+from dyncp.simulate import AttentionTimes, Simulated
 
 # Shares of the compute tolerance that `rows` is tried with, by effort.
 TIGHTER = {"fast": (1.0, 0.5), "quality": (1.0, 0.85, 0.7, 0.55, 0.4, 0.25)}
@@ -105,8 +106,8 @@ class Search:
             self.simulate(name, task.schedule(placed))
 
     def try_divisions(self) -> None:
-        """Schedules the best candidate in fewer and in more steps, and takes the best of each
-        direction."""
+        """Schedules the best candidate in fewer and in more steps, and takes the best for each mask
+        and direction."""
         assert self._best is not None
         _, _, candidate, simulated = self._best
         exposed = simulated.exposed_seconds
@@ -115,18 +116,16 @@ class Search:
         steps = _input_steps(candidate)
         if config.divisions is not None or exposed < HIDDEN * attention or steps < 2:
             return
-        tried, solver = [(DIVISIONS, candidate, simulated)], candidate.placement.solver
+        tried, solver = [(candidate, simulated)], candidate.placement.solver
         for divisions in OTHER_DIVISIONS[config.effort]:
             if divisions > DIVISIONS > steps + 1:
                 continue  # there was room for more steps already
             other = self._task.schedule(candidate.placed, divisions)
             found = self.simulate(f"{solver} in {divisions} steps", other)
-            tried.append((divisions, other, found))
-        out, forward, _ = min(tried, key=lambda entry: entry[2].forward_seconds)
-        back, backward, _ = min(tried, key=lambda entry: entry[2].backward_seconds)
-        if forward is not backward and not config.forward_only:
-            name = f"{solver} in {out} steps forward, {back} backward"
-            self.simulate(name, forward.with_backward(backward))
+            tried.append((other, found))
+        best = _best_schedules(tried)
+        if all(best != own.schedules for own, _ in tried):
+            self.simulate(f"{solver} in other steps by direction", candidate.with_schedules(best))
 
     def try_static(self) -> None:
         """Static methods, the most promising first, until none can be better."""
@@ -230,6 +229,22 @@ def _tolerances(task: Task) -> Iterator[Limits]:
         yield Limits(compute, min(tokens, most))
     if free:
         yield Limits(LOOSE[0], min(tokens, TOKENS[effort][-1]))
+
+
+def _best_schedules(
+    tried: Sequence[tuple[Candidate, Simulated]],
+) -> dict[str, tuple[Schedule, Schedule | None]]:
+    """The fastest of every mask and direction."""
+    best: dict[str, tuple[Schedule, Schedule | None]] = {}
+    for name in tried[0][0].schedules:
+        forward, _ = min(tried, key=lambda one: one[1].attention[name][0].seconds)
+        backward, _ = min(tried, key=lambda one: _seconds(one[1].attention[name][1]))
+        best[name] = forward.schedules[name][0], backward.schedules[name][1]
+    return best
+
+
+def _seconds(times: AttentionTimes | None) -> float:
+    return 0.0 if times is None else times.seconds
 
 
 def _input_steps(candidate: Candidate) -> int:

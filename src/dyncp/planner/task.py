@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass, field, replace
 
-from dyncp.blocks import AttentionShape, Batch
+from dyncp.blocks import AttentionShape, Batch, Direction
 from dyncp.checks import instance_of
 from dyncp.cost import PROFILES, CostModel, ModelConfig, profile_for_device, tell_profile
 from dyncp.placement import Limits, Solver
 from dyncp.planner.candidate import Candidate, Cut, Graphs, Placed, place_batch
 from dyncp.planner.config import PlannerConfig
 from dyncp.schedule import Pace
-from dyncp.simulate import Simulated, simulate_schedules
+from dyncp.simulate import Simulated, layers_by_mask, simulate_schedules
 from dyncp.topology import Topology
 
 CHANGE = (
@@ -51,6 +51,16 @@ class Task:
         return Task(batch, topology, shape, config, cost or default_cost(topology, shape), model)
 
     @property
+    def layers(self) -> dict[str, float]:
+        """How many layers of the step use each mask."""
+        return layers_by_mask(list(self.batch.masks), self.config.layers, self.model)
+
+    @property
+    def directions(self) -> tuple[Direction, ...]:
+        """Those that are planned."""
+        return (Direction.FORWARD,) if self.config.forward_only else tuple(Direction)
+
+    @property
     def pace(self) -> Pace:
         return Pace(self.topology, self.cost)
 
@@ -80,6 +90,7 @@ class Task:
             candidate.schedules,
             self.topology,
             self.cost,
+            layers=self.config.layers,
             model=self.model,
             local_multiple=self.config.layout.local_multiple,
         )

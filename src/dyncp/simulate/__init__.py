@@ -1,7 +1,12 @@
 """Event simulation: how long a plan takes, and what every rank and link does meanwhile."""
 
 from dyncp.simulate.attention_times import AttentionTimes
-from dyncp.simulate.entries import simulate_plan, simulate_schedule, simulate_schedules
+from dyncp.simulate.entries import (
+    layers_by_mask,
+    simulate_plan,
+    simulate_schedule,
+    simulate_schedules,
+)
 from dyncp.simulate.simulated import Simulated
 from dyncp.simulate.timeline import Activity, Lane, Timeline, make_timeline
 from dyncp.simulate.trace import trace
@@ -12,6 +17,7 @@ __all__ = [
     "Lane",
     "Simulated",
     "Timeline",
+    "layers_by_mask",
     "make_timeline",
     "simulate_plan",
     "simulate_schedule",

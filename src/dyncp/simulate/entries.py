@@ -39,7 +39,7 @@ def simulate_schedules(
     topology: Topology,
     cost: CostModel,
     *,
-    layers: Mapping[str, int] | None = None,
+    layers: Mapping[str, float] | None = None,
     model: ModelConfig | None = None,
     local_multiple: int = 1,
 ) -> Simulated:
@@ -64,15 +64,15 @@ def simulate_plan(
     topology: Topology,
     cost: CostModel,
     *,
-    layers: Mapping[str, int] | None = None,
+    layers: Mapping[str, float] | None = None,
     model: ModelConfig | None = None,
     compute: Mapping[tuple[str, Direction], Float64] | None = None,
 ) -> Simulated:
     """The whole step of a plan.
 
-    `layers` says how many attention layers use each mask; by default all layers of the model (one
-    without a model) use the first mask. With a model, the per-token work counts too. `compute` has
-    measured seconds, float64[ranks, divisions], in place of those of the cost model.
+    `layers` says how many attention layers use each mask; by default each mask has its equal share
+    of the model's layers (one layer without a model). With a model, the per-token work counts too.
+    `compute` has measured seconds, float64[ranks, divisions], in place of those of the cost model.
     """
     topology.check_ranks(plan.num_ranks, "plan")
     part = plan.parts[0]
@@ -96,10 +96,10 @@ def _simulate(
     rows: Int64,
     topology: Topology,
     cost: CostModel,
-    layers: Mapping[str, int] | None,
+    layers: Mapping[str, float] | None,
     model: ModelConfig | None,
 ) -> Simulated:
-    counts = _layers(names, layers, model)
+    counts = layers_by_mask(names, layers, model)
     attention = {name: _both(run, name) for name in names}
     speed = topology.rank_speeds
     has_backward = any(backward is not None for _, backward in attention.values())
@@ -121,11 +121,13 @@ def _both(run: Run, name: str) -> Both:
     return forward, run(name, Direction.BACKWARD)
 
 
-def _layers(
-    names: Sequence[str], layers: Mapping[str, int] | None, model: ModelConfig | None
-) -> dict[str, int]:
+def layers_by_mask(
+    names: Sequence[str], layers: Mapping[str, float] | None, model: ModelConfig | None
+) -> dict[str, float]:
+    """How many layers use each mask; see `simulate_plan`."""
     if layers is None:
-        layers = {names[0]: 1 if model is None else model.layers}
+        each = 1 if model is None else model.layers / len(names)
+        return dict.fromkeys(names, each)
     for name, count in layers.items():
         if name not in names:
             raise ValueError(f"layers names mask {name!r}; the plan has {', '.join(names)}")

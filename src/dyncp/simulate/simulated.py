@@ -19,12 +19,12 @@ class Simulated:
     """
 
     attention: Mapping[str, Both]
-    layers: Mapping[str, int]
+    layers: Mapping[str, float]
     token_seconds: float
     ideal_seconds: float
 
     @property
-    def num_layers(self) -> int:
+    def num_layers(self) -> float:
         return sum(self.layers.values())
 
     @property

@@ -46,9 +46,11 @@ class StaticBounds:
         self._graph, self._topology = graph, topology
         self._lengths = graph.batch.lengths
         self._has_short = min(self._lengths) < SHORT * topology.num_ranks
-        pairs, rows = whole_rows(graph)
         # Causal or more: the last rows of a sequence use the keys of all ranks, hop after hop.
-        self._is_dense = not self._has_short and bool((pairs >= DENSE * rows**2).all())
+        self._is_dense = not self._has_short and all(
+            bool((pairs >= DENSE * rows**2).all())
+            for pairs, rows in (whole_rows(graph, name) for name in graph.tiles)
+        )
         self._load = np.ascontiguousarray(sequence_load(graph)[:, ::-1])  # work, tokens
         self._row_work = block_work(graph) / max(float(block_work(graph).sum()), 1.0)
         self._deal = cache(lambda groups: deal_loads(self._load, groups))
@@ -130,9 +132,9 @@ class StaticBounds:
         return 0.0
 
 
-def whole_rows(graph: BlockGraph) -> tuple[Int64, Int64]:
-    """Pairs and length of every sequence under the first mask."""
-    tiles = next(iter(graph.tiles.values()))
+def whole_rows(graph: BlockGraph, name: str) -> tuple[Int64, Int64]:
+    """Pairs and length of every sequence under mask `name`."""
+    tiles = graph.tiles[name]
     lengths = np.asarray(graph.batch.lengths, np.int64)
     pairs = np.bincount(graph.blocks.sequence[tiles.q_block], tiles.pairs, len(lengths))
     return (pairs / len(graph.head_groups)).astype(np.int64), lengths
