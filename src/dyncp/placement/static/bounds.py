@@ -21,7 +21,7 @@ from dyncp.placement.static.methods import METHODS, Method
 from dyncp.topology import Topology
 
 # Chunks end on whole tokens, and work inside a block is taken to be even: estimates from chunks
-# count with this share, and not at all where sequences have few tokens per rank.
+# count with this share, and not at all for sequences that have few tokens per rank.
 CERTAIN, SHORT = 0.95, 8
 # Share of all pairs that causal masks allow at least.
 DENSE = 0.5
@@ -45,12 +45,11 @@ class StaticBounds:
     def __init__(self, graph: BlockGraph, topology: Topology) -> None:
         self._graph, self._topology = graph, topology
         self._lengths = graph.batch.lengths
-        self._has_short = min(self._lengths) < SHORT * topology.num_ranks
+        self._is_long = np.asarray(self._lengths) >= SHORT * topology.num_ranks
         # Causal or more: the last rows of a sequence use the keys of all ranks, hop after hop.
-        self._is_dense = not self._has_short and all(
-            bool((pairs >= DENSE * rows**2).all())
-            for pairs, rows in (whole_rows(graph, name) for name in graph.tiles)
-        )
+        self._is_dense = self._is_long.copy()
+        for pairs, rows in (whole_rows(graph, name) for name in graph.tiles):
+            self._is_dense &= pairs >= DENSE * rows**2
         self._load = np.ascontiguousarray(sequence_load(graph)[:, ::-1])  # work, tokens
         self._row_work = block_work(graph) / max(float(block_work(graph).sum()), 1.0)
         self._deal = cache(lambda groups: deal_loads(self._load, groups))
@@ -70,13 +69,17 @@ class StaticBounds:
         return Bound(
             self._work(method, share, degree, heads),
             tokens / degree,
-            degree // heads if method.pattern == "ring" and self._is_dense else 1,
+            degree // heads if method.pattern == "ring" and self._every_rank(share) else 1,
             self._seconds_per_byte(method, tokens * sum(self._lengths), degree, heads),
         )
 
+    def _every_rank(self, share: Float64) -> bool:
+        """Whether ranks use the keys of all ranks of their group, whichever group has most work."""
+        return bool(self._is_dense.any() if len(share) == 1 else self._is_dense.all())
+
     def _work(self, method: Method, share: Float64, degree: int, heads: int) -> float:
         contexts, even = degree // heads, float(share[:, 0].max()) / degree
-        if method.spread is None or contexts == 1 or self._has_short:
+        if method.spread is None or contexts == 1 or not self._is_long.any():
             return even
         halves = 1 if method.spread is contiguous_ranks else 2
         chunks = self._chunks(halves * contexts)
@@ -87,8 +90,8 @@ class StaticBounds:
         return max(even, CERTAIN * float(by_rank.max()) / heads)
 
     def _chunk_work(self, count: int) -> Float64:
-        """Share of the batch's work in each of `count` chunks of every sequence. Blocks that span
-        chunks are shared out by length."""
+        """Share of the batch's work in each of `count` chunks of every long sequence. Blocks that
+        span chunks are shared out by length."""
         # One running sum per sequence s, over [2 s, 2 s + 1].
         blocks, lengths = self._graph.blocks, np.asarray(self._lengths, np.float64)
         sequence, sums = blocks.sequence, np.cumsum(self._row_work)
@@ -99,7 +102,8 @@ class StaticBounds:
         )
         sums = np.insert(sums - before[sequence], first, 0)
         at = 2 * np.arange(len(lengths))[:, None] + np.arange(count + 1) / count
-        return np.diff(np.interp(at.ravel(), ends, sums).reshape(at.shape), axis=1)
+        work = np.diff(np.interp(at.ravel(), ends, sums).reshape(at.shape), axis=1)
+        return np.where(self._is_long[:, None], work, 0.0)
 
     def _hybrid(self, name: str) -> Bound:
         budget = re.fullmatch(r"megatron_hybrid(?:/tokens(\d+))?", name)
@@ -107,7 +111,7 @@ class StaticBounds:
             raise ValueError(f"static method is {name!r}; choose one of {', '.join(METHODS)}")
         tokens = None if budget[1] is None else int(budget[1])
         ranks = self._topology.num_ranks
-        if self._has_short:
+        if not self._is_long.all():
             return Bound(1 / ranks, 1 / ranks, 1, 0.0)
         shares = hybrid_shares(self._load, self._lengths, ranks, tokens)
         work, held = CERTAIN * shares.max(axis=0)
