@@ -140,6 +140,26 @@ def test_limits_asked_for_come_before_time():
     assert all(t.missed > 0 or t.pruned for t in faster)
 
 
+@pytest.mark.parametrize("lengths", [(1,) * 2000 + (65537,), (100003,) + (29,) * 1071], ids=len)
+@pytest.mark.parametrize("mask", ["lambda_shaped", "causal_blockwise"])
+def test_limits_are_kept_at_little_cost_where_some_blocks_are_heavy(lengths, mask):
+    limits = Limits(0.1, 0.2)
+    free, limited = (
+        search(make_task(lengths, mask, (4, 8), **options)) for options in ({}, {"limits": limits})
+    )
+    assert limited.candidate.balance.missed == 0
+    assert limited.simulated.step_seconds <= 1.4 * free.simulated.step_seconds
+
+
+def test_limits_that_cost_much_are_warned_of(caplog):
+    task = make_task((1024,) * 9, limits=Limits(0.0123, 0.0123))
+    with caplog.at_level(logging.WARNING, "dyncp.planner.search"):
+        choices = [search(task) for _ in range(2)]
+    assert choices[0].candidate.balance.missed == 0
+    assert "keeping the limits (compute 0.0123, tokens 0.0123) takes" in caplog.text
+    assert caplog.text.count("times as long as without") == 1
+
+
 def test_the_choice_is_explained_by_the_plan():
     task = make_task(LENGTHS[0], ranks=(1, 4))
     choice = search(task)

@@ -6,6 +6,7 @@ simulated when what it needs at least (see placement/static/bounds.py) is less t
 So no static method that keeps the limits is predicted to be faster than the choice.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,6 +28,9 @@ from dyncp.planner.task import Task
 from dyncp.schedule import Schedule
 from dyncp.simulate import AttentionTimes, Simulated
 
+logger = logging.getLogger(__name__)
+_warned: set[str] = set()
+
 # Shares of the compute tolerance that `rows` is tried with, by effort.
 TIGHTER = {"fast": (1.0, 0.5), "quality": (1.0, 0.85, 0.7, 0.55, 0.4, 0.25)}
 # Tolerances (compute, tokens) tried besides where none are asked for: imbalance can be cheaper than
@@ -37,6 +41,9 @@ LOOSE = (0.2, 0.4)
 TOKENS = {"fast": (0.01, 0.005), "quality": (0.05, 0.02, 0.01, 0.005, 0.0025)}
 OTHER_SOLVERS = {"fast": (), "quality": ("bisection", "bisection_quality", "whole_documents")}
 OTHER_DIVISIONS = {"fast": (2, 8), "quality": (2, 3, 6, 8, 12)}
+# Tried where limits are missed, or cost more than this factor: with smaller blocks, and with tiles
+# that may run anywhere.
+OTHER_WAYS, COSTLY = ("rows_fine", "bisection", "bisection_quality"), 1.3
 # Times the ideal: a step that effort "fast" is content with, for attention alone and with a model.
 CLOSE, CLOSE_WITH_MODEL = 1.05, 1.01
 # Less exposed communication than this share of attention is not worth other divisions.
@@ -158,6 +165,32 @@ class Search:
         return self._best is not None
 
     @property
+    def keeps_limits(self) -> bool:
+        """Whether the best keeps the limits, and is not much slower for it."""
+        return self._best is not None and self._best[0] == 0 and self._limits_cost <= COSTLY
+
+    @property
+    def _limits_cost(self) -> float:
+        """The best candidate's seconds over those of the fastest, which may miss limits."""
+        assert self._best is not None
+        return self._best[1] / min(tried.seconds for tried in self._tried if not tried.pruned)
+
+    def warn_of_limits(self) -> None:
+        """Says what limits cost, where that is much; once for the same limits."""
+        if self._best is None or self._best[0] or self._limits_cost <= COSTLY:
+            return
+        limits = _describe(self._task.config.limits)
+        if limits not in _warned:
+            _warned.add(limits)
+            logger.warning(
+                "keeping the limits (%s) takes %.3f ms a step, %.1f times as long as without; "
+                "larger ones would be faster. Other batches with these limits are not told",
+                limits,
+                1e3 * self._best[1],
+                self._limits_cost,
+            )
+
+    @property
     def is_close(self) -> bool:
         """Whether the best keeps the limits and is so near its ideal that other dynamic candidates
         are not worth their time."""
@@ -185,9 +218,13 @@ def search(task: Task) -> Choice:
     for name, solver, limits, cut in _dynamic(task):
         if not found.is_close:
             found.consider(name, solver, limits, cut)
+    if found.found and not found.keeps_limits:
+        for name in OTHER_WAYS:
+            found.consider(name, find_solver(name), task.config.limits)
     if found.found:
         found.try_divisions()
     found.try_static()
+    found.warn_of_limits()
     return found.choice()
 
 
