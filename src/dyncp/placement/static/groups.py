@@ -4,6 +4,7 @@ import numpy as np
 
 from dyncp.arrays import Float64, Int64
 from dyncp.blocks import BlockGraph
+from dyncp.compiled import compiled
 
 
 def deal_sequences(graph: BlockGraph, num_groups: int) -> Int64:
@@ -19,10 +20,20 @@ def deal_sequences(graph: BlockGraph, num_groups: int) -> Int64:
 
 def deal_loads(load: Float64, num_groups: int) -> Int64:
     """As `deal_sequences`, from the shares that `sequence_load` gives."""
+    return _deal(load, np.argsort(-load.max(axis=1), kind="stable"), num_groups)
+
+
+@compiled
+def _deal(load: Float64, order: Int64, num_groups: int) -> Int64:
     group_load, group = np.zeros((num_groups, 2)), np.zeros(len(load), np.int64)
-    for sequence in np.argsort(-load.max(axis=1), kind="stable"):
-        group[sequence] = (group_load + load[sequence]).max(axis=1).argmin()
-        group_load[group[sequence]] += load[sequence]
+    for sequence in order:
+        least, chosen = np.inf, 0
+        for g in range(num_groups):
+            most = max(group_load[g, 0] + load[sequence, 0], group_load[g, 1] + load[sequence, 1])
+            if most < least:
+                least, chosen = most, g
+        group[sequence] = chosen
+        group_load[chosen] += load[sequence]
     return group
 
 
