@@ -4,6 +4,7 @@ something goes wrong, and says what is still open afterwards."""
 import faulthandler
 import hashlib
 import json
+import multiprocessing
 import os
 import signal
 import threading
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +35,7 @@ SIZES = DecoderConfig(layers=1, hidden=16, q_heads=2, kv_heads=1, head_dim=8, ff
 SEGMENT_SECONDS, COLLECTIVE_SECONDS = 240, 60
 STOPPED_SECONDS, SLOW_SECONDS = 0.5, 0.2
 PLANNER_FAULTS = ("kill planner", "stop planner")
+READING_FAULTS = ("slow reads", "other tokens", "bad sample")
 FATAL = ("other tokens", "bad sample", "raises", "killed")
 
 
@@ -83,22 +86,27 @@ class Segment(NamedTuple):
 
 
 class Reading:
-    """Gives samples; on this rank it can become slow, wrong or impossible."""
+    """Gives samples. A file named like one of `READING_FAULTS` in `folder` makes it go wrong: in
+    processes that read ahead, too."""
 
-    def __init__(self, samples: int) -> None:
+    def __init__(self, samples: int, folder: Path | None = None) -> None:
         rng = np.random.default_rng(SEED)
         self.lengths = np.clip(rng.lognormal(3, 0.8, samples), 2, 120).astype(int).tolist()
-        self.slow = self.wrong = self.broken = False
+        self.folder = folder
 
     def sample(self, index: int) -> dict[str, Any]:
         """Every token knows its sample."""
-        if self.broken:
+        faults = os.listdir(self.folder) if self.folder else ()
+        if "bad sample" in faults:
             raise OSError("disk on fire")
-        if self.slow and index % 7 == 0:
+        if "slow reads" in faults and index % 7 == 0:
             time.sleep(SLOW_SECONDS)
         length = self.lengths[index]
         tokens = np.random.default_rng((SEED, index)).integers(0, 64, length)
-        return {"input_ids": (tokens + self.wrong) % 64, "sample": np.full(length, index)}
+        return {
+            "input_ids": (tokens + ("other tokens" in faults)) % 64,
+            "sample": np.full(length, index),
+        }
 
 
 class Samples(Dataset[dict[str, Any]]):
@@ -163,7 +171,9 @@ class Training:
 
     def __init__(self, segment: Segment, rank: int, mesh: Any) -> None:
         self.segment, self.rank = segment, rank
-        self.reading = Reading(segment.samples)
+        self.faults = segment.folder / f"faults-{rank}"
+        self.faults.mkdir()
+        self.reading = Reading(segment.samples, self.faults)
         self.model = _model()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.executor = DCPExecutor(mesh["cp"], timeout=COLLECTIVE_SECONDS)
@@ -231,9 +241,8 @@ class Training:
             os.kill(pid, signal.SIGSTOP)
             self.timers.append(threading.Timer(STOPPED_SECONDS, _continue, (pid,)))
             self.timers[-1].start()
-        self.reading.slow |= kind == "slow reads"
-        self.reading.wrong |= kind == "other tokens"
-        self.reading.broken |= kind == "bad sample"
+        if kind in READING_FAULTS:
+            (self.faults / kind).touch()
         if kind in ("raises", "killed"):
             (self.segment.folder / "fault").write_text(str(time.time()))
         if kind == "killed":
@@ -310,6 +319,8 @@ def run_rank(rank: int, segment: Segment, port: int) -> None:
     layout = (segment.replicas, segment.ranks)
     mesh = init_device_mesh("cpu", layout, mesh_dim_names=("dp", "cp"))
     sum_over_ranks(torch.zeros(1))
+    multiprocessing.set_start_method("fork", force=True)  # for processes that read ahead
+    resource_tracker.ensure_running()  # Python's own, which stays
     before = still_open()
     result = train(segment, rank, mesh)
     result["left"] = left_since(before)

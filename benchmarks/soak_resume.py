@@ -22,6 +22,7 @@ import multiprocessing
 import os
 import random
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -119,6 +120,8 @@ class Soak:
         """Runs it, and checks what its ranks say and leave."""
         for old in [*segment.folder.glob("result-*"), *segment.folder.glob("fault")]:
             old.unlink()
+        for rank in range(4):
+            shutil.rmtree(segment.folder / f"faults-{rank}", ignore_errors=True)
         before, known = marked_processes(), temporary_files()
         ran: list[Any] = []
         store = dist.TCPStore("127.0.0.1", 0, is_master=True)
@@ -128,7 +131,8 @@ class Soak:
             self.check_rank(segment, rank, result, ran[rank])
         keys = [key for key in store.list_keys() if "dyncp" in key]
         orphans = wait_until_empty(lambda: sorted(marked_processes() - before), 10)
-        expected = {"checkpoint.pt", "fault", *(f"result-{rank}.json" for rank in results)}
+        expected = {"checkpoint.pt", "fault"}
+        expected |= {f"result-{rank}.json" for rank in results} | {f"faults-{r}" for r in results}
         files = {path.name for path in segment.folder.iterdir()} - expected
         files |= temporary_files() - known
         for what, found in (
