@@ -320,6 +320,10 @@ def test_ranks_that_never_come_to_an_agreement_are_named():
     ):
         first.total_targets(step)
     second.finish(1)
+    with pytest.raises(PeerError, match="rank 0 waited 2 s"):  # which gave up, and said why
+        second.wait_for_all_ends()
+    _, (_, second) = exchanges(stalled=100.0)
+    second.finish(1)
     with pytest.raises(PeerError, match="rank 1 waited 2 s for all ranks to end the epoch: rank 0"):
         second.wait_for_all_ends()
 
