@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -29,6 +30,7 @@ WARN_SECONDS = 5.0  # of waiting; then after twice as long, and so on
 SILENT_SECONDS = 5.0  # without a sign: said in warnings
 GONE_SECONDS = 60.0  # without a sign: no longer waited for; a busy interpreter may miss a few
 HOST = socket.gethostname()
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Peers:
@@ -143,7 +145,7 @@ class Peers:
         number = 0
         try:
             while True:
-                sign = self._status() | {"number": number, "host": HOST, "pid": os.getpid()}
+                sign = self._status() | {"number": number} | _own_place()
                 self._store.set(self.key, json.dumps(sign).encode())
                 if self._ended.wait(SIGN_SECONDS):
                     return
@@ -159,8 +161,17 @@ def _place(sign: dict[str, Any]) -> str:
 
 
 def _has_ended(sign: dict[str, Any]) -> bool:
-    """Whether it is certain, which it can be on this machine only."""
-    return sign["host"] == HOST and not _alive(sign["pid"])
+    """Whether it is certain, which it can be only where process ids mean the same."""
+    return sign["ids"] == _own_place()["ids"] and not _alive(sign["pid"])
+
+
+def _own_place() -> dict[str, Any]:
+    """Host names may be equal on several machines, and in containers with process ids of their own:
+    `ids` is the boot and the namespace that an id belongs to."""
+    ids = HOST
+    with suppress(OSError):  # not Linux
+        ids = f"{BOOT_ID.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    return {"host": HOST, "pid": os.getpid(), "ids": ids}
 
 
 def _alive(pid: int) -> bool:
