@@ -183,6 +183,7 @@ class Training:
         self.log: list[dict[str, Any]] = []  # of every round since the start of the run
         self.timers: list[threading.Timer] = []
         self.static = 0
+        self.all_prepared = False  # before another rank failed: the loader waits for nobody
 
     def run(self) -> None:
         self.resume()
@@ -296,7 +297,7 @@ class Training:
 
     def reason(self, error: Exception) -> Exception:
         """What the loader says of an error that came from elsewhere: a message or a sum over ranks
-        that another rank took no part in."""
+        that another rank took no part in. Nothing, if all of the epoch had been prepared."""
         if isinstance(error, PeerError | BatchMismatch | SampleError | ArithmeticError):
             return error
         try:
@@ -304,6 +305,7 @@ class Training:
                 pass
         except Exception as reason:
             return reason
+        self.all_prepared = True
         return error
 
 
@@ -345,6 +347,7 @@ def train(segment: Segment, rank: int, mesh: Any) -> dict[str, Any]:
     return {
         "first": first,
         "error": None if error is None else f"{type(error).__name__}: {error}",
+        "all_prepared": training.all_prepared,
         "at": at,
         "rounds": training.rounds,
         "static": training.static,

@@ -18,9 +18,9 @@ from dyncp.dataloader.fill import FilledBatch, FillState
 
 @dataclass(frozen=True)
 class DealState:
-    """Between two rounds: `fill` is the state before the oldest batch that waits, or behind all that
-    were read; `dealt` says which ones from there on do not wait (1 is the second one). Those that
-    more replicas dealt are kept until fewer have come past them."""
+    """Between two rounds: `fill` is the state before the oldest batch that waits, or behind all
+    that were read; `dealt` says which ones from there on do not wait (1 is the second one). Those
+    that more replicas dealt are kept until fewer have come past them."""
 
     fill: FillState
     dealt: tuple[int, ...] = ()
