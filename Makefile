@@ -59,8 +59,9 @@ bench-fill: $(READY)  ## how full batches and how level replicas are, in order a
 drawn: $(READY)  ## 10,000 drawn cases of the whole path against dense attention
 	$(BIN)/python -m benchmarks.drawn_cases
 
-soak: $(READY)  ## 1,000 batches on 4 processes while planning goes wrong
+soak: $(READY)  ## 1,000 batches on 4 processes while planning, reading and ranks go wrong
 	$(BIN)/python -m benchmarks.soak
+	$(BIN)/python -m benchmarks.soak_resume
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info

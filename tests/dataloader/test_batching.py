@@ -251,6 +251,23 @@ def test_another_number_of_replicas_trains_on_the_rest(before, now):
     assert sorted(first + rest) == list(range(300))
 
 
+@pytest.mark.parametrize("replicas", [(4, 1, 1, 1), (4, 2, 1, 2), (2, 1, 2, 4, 1)])
+def test_replicas_may_change_again_before_all_batches_dealt_ahead_are_passed(replicas):
+    lengths = np.random.default_rng(5).integers(1, 17, 300).tolist()
+    samples = [{"input_ids": [i] * n} for i, n in enumerate(lengths)]
+    options = {"samples": samples, "lengths": lengths, "tokens_per_batch": 16, "window": 8}
+    position, trained = Position(), []
+    for turn, number in enumerate(replicas):
+        last = turn == len(replicas) - 1
+        for replica in range(number):
+            found = batching(replica=replica, num_replicas=number, **options)
+            steps = list(islice(found.steps(position), None if last else 4))
+            selections = [one for step in steps for one in step.selections if not one.filler]
+            trained += [entry.index for one in selections for entry in one.entries]
+        position = steps[-1].selections[-1].end
+    assert sorted(trained) == list(range(len(lengths)))
+
+
 def test_an_iteration_may_go_on_over_several_epochs():
     def own(epochs, start):
         options = {"tokens_per_batch": 16, "shuffle": True, "lengths": LENGTHS, "epochs": epochs}

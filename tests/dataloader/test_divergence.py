@@ -246,3 +246,53 @@ def test_a_rank_that_died_is_named_within_seconds():
     assert text.startswith("rank 0 waits in vain: rank 1 (process ")
     assert text.endswith(" has ended")
     assert seconds < 60
+
+
+def follow(rank):
+    """Rank 2 dies and rank 1 leaves, as training would when a message fails; rank 0 comes last."""
+    with DCPDataLoader(Tokens(same), masks.causal, look_ahead=0, **OPTIONS) as loader:
+        batches = iter(loader)
+        next(batches)
+        if rank == 2:
+            time.sleep(2)
+            os._exit(1)
+        time.sleep(4)
+        try:
+            if not rank:
+                time.sleep(2)
+                next(batches)
+        except PeerError as error:
+            text = str(error)
+        else:
+            return None
+    return text, num_keys()
+
+
+def num_keys():
+    return sum("dyncp" in key for key in distributed_c10d._get_default_store().list_keys())
+
+
+def test_a_rank_that_died_is_named_although_another_one_left_and_no_keys_stay():
+    text, keys = run_ranks(follow, 3)[0]
+    assert text.startswith("rank 0 waits in vain: rank 2 (process ")
+    assert keys == 0
+
+
+def leave_in_turn(rank):
+    with DCPDataLoader(Tokens(same), masks.causal, look_ahead=0, **OPTIONS) as loader:
+        batches = iter(loader)
+        next(batches)
+        time.sleep(4 - 2 * rank)
+        try:
+            if not rank:
+                next(batches)
+        except PeerError as error:
+            return str(error)
+    time.sleep(2 + 2 * rank)  # its process stays
+    return None
+
+
+def test_of_ranks_that_left_the_first_is_named_first():
+    text = run_ranks(leave_in_turn, 3)[0]
+    assert text.startswith("rank 2 left this iteration after 1 batches (break, an exc")
+    assert "close()), then rank 1, while rank 0 waits" in text

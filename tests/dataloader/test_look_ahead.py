@@ -200,16 +200,16 @@ def exchanges(stalled=0.0):
 
 def test_the_first_decision_counts_and_the_last_member_deletes_the_keys():
     store, (first, second) = exchanges()
-    first.decide_static(3, SELECTION, "the planner raised")
-    second.publish(3, SELECTION, REPLY)  # too late
+    first.decide_static(SELECTION, "the planner raised")
+    second.publish(SELECTION, REPLY)  # too late
     for exchange in (first, second):
         decision = exchange.decision(3, SELECTION)
         assert decision.static
         assert decision.reason == "the planner raised"
-        exchange.agree_on_static(3, SELECTION, "d2")
+        exchange.agree_on_static(SELECTION, "d2")
         exchange.leave(SELECTION, decision)
     assert not store._values
-    second.publish(3, SELECTION, REPLY)  # even later: nobody would delete it
+    second.publish(SELECTION, REPLY)  # even later: nobody would delete it
     assert not store._values
 
 
@@ -223,7 +223,7 @@ def test_a_rank_that_hears_of_no_plan_decides_for_all():
 def test_parts_travel_in_chunks(monkeypatch):
     monkeypatch.setattr("dyncp.dataloader.plan_store.CHUNK_BYTES", 4)
     store, (first, second) = exchanges()
-    first.publish(3, SELECTION, REPLY)
+    first.publish(SELECTION, REPLY)
     assert chunk_keys("part/1", 9) == ["part/1", "part/1/1", "part/1/2"]
     assert sum("part/1" in key for key in store._values) == 3
     decision = second.decision(3, SELECTION)
@@ -239,7 +239,7 @@ def test_parts_of_another_rank_or_plan_are_refused():
         _, (first, second) = exchanges()
         encoded = tuple(encode_part(part) for part in parts)
         reply = PlanReply(encoded, plan.digest, plan.fingerprint, "bisection", 20, 0.1)
-        first.publish(3, SELECTION, reply)
+        first.publish(SELECTION, reply)
         preparing = Preparing(LoaderConfig(), RANKS[1], None, second)
         data = BatchData(SELECTION, None, Masking(masks.causal), LoaderConfig())
         with pytest.raises(
@@ -259,7 +259,7 @@ def test_texts_in_the_store_that_cannot_be_read_are_refused():
 
 def test_disagreements_have_both_fingerprints_and_reach_all_ranks():
     store, (first, second) = exchanges()
-    first.publish(3, SELECTION, REPLY)
+    first.publish(SELECTION, REPLY)
     other = Selection(3, (Entry(0, 5, 10),), Position(batches=4))
     with pytest.raises(BatchMismatch) as caught:
         second.decision(3, other)
@@ -319,6 +319,10 @@ def test_ranks_that_never_come_to_an_agreement_are_named():
         PeerError, match="rank 0 waited 2 s for all ranks to agree on step 0: rank 1 has not begun"
     ):
         first.total_targets(step)
+    second.finish(1)
+    with pytest.raises(PeerError, match="rank 0 waited 2 s"):  # which gave up, and said why
+        second.wait_for_all_ends()
+    _, (_, second) = exchanges(stalled=100.0)
     second.finish(1)
     with pytest.raises(PeerError, match="rank 1 waited 2 s for all ranks to end the epoch: rank 0"):
         second.wait_for_all_ends()

@@ -18,8 +18,9 @@ from dyncp.dataloader.fill import FilledBatch, FillState
 
 @dataclass(frozen=True)
 class DealState:
-    """Between two rounds: `fill` is the state before the oldest batch that waits, `dealt` says
-    which ones after it do not (1 is the next one)."""
+    """Between two rounds: `fill` is the state before the oldest batch that waits, or behind all
+    that were read; `dealt` says which ones from there on do not wait (1 is the second one). Those
+    that more replicas dealt are kept until fewer have come past them."""
 
     fill: FillState
     dealt: tuple[int, ...] = ()
@@ -39,27 +40,23 @@ def deal_rounds(
     most = window * replicas if replicas > 1 else 1
     waiting: list[tuple[FilledBatch, float]] = []
     dealt: set[int] | None = None  # numbers of batches after the oldest that waits
-    end = start.fill
+    end, following = start.fill, 0  # the state behind the last batch that was read; the next one
     while True:
         while len(waiting) < most and (batch := next(batches, None)) is not None:
             if dealt is None:
                 dealt = {batch.number + offset for offset in start.dealt}
             if batch.number not in dealt:
                 waiting.append((batch, seconds(batch) if replicas > 1 else 0.0))
-            end = batch.after
+            end, following = batch.after, batch.number + 1
         if not waiting:
             return
         chosen = set(level_round([time for _, time in waiting], replicas))
         taken = [batch for number, (batch, _) in enumerate(waiting) if number in chosen]
         waiting = [item for number, item in enumerate(waiting) if number not in chosen]
         dealt = (dealt or set()).union(batch.number for batch in taken)
-        if waiting:
-            oldest = waiting[0][0]
-            dealt = {number for number in dealt if number > oldest.number}
-            offsets = tuple(sorted(number - oldest.number for number in dealt))
-            yield taken, DealState(oldest.before, offsets)
-        else:
-            yield taken, DealState(end)
+        first, fill = (waiting[0][0].number, waiting[0][0].before) if waiting else (following, end)
+        dealt = {number for number in dealt if number >= first}
+        yield taken, DealState(fill, tuple(sorted(number - first for number in dealt)))
 
 
 def level_round(times: Sequence[float], replicas: int) -> list[int]:

@@ -14,7 +14,8 @@ tokens to those of the optimiser step; the sum is only there when every rank has
     s7/dealt                        fingerprint of the batches of all replicas
     end, ended, all_ended           number of batches, and how many ranks have come to the end
     at/2                            where process 2 is (see peers.py)
-    error, closed, closed/2         a failed rank's message, who has left
+    error                           a failed rank's message
+    leaving, closed, closed/2       how many are leaving, how many have left; as which one, and when
 """
 
 import json
@@ -68,12 +69,10 @@ class Exchange:
         self._store, self._ranks, self._waiting = store, ranks, waiting
         self._own = ranks.name()
         self._agreed, self._agreed_batches = -1, 0  # last step that it agreed on; of the next one
-        self._publishing, self._remembering = threading.Lock(), threading.Lock()
+        self._publishing = threading.Lock()
         self._told = False  # the others why this rank failed
         self._settled = -1  # the last batch that this member left
-        self._keys: dict[int, set[str]] = {}  # by step: keys that are deleted on closing
         self._peers = Peers(store, ranks, self._status)
-        self._remember(-1, self._peers.key)
 
     def start(self) -> None:
         """From now on, others see signs of life."""
@@ -83,7 +82,6 @@ class Exchange:
 
     def publish(
         self,
-        step: int,
         selection: Selection,
         reply: PlanReply,
         samples: Sequence[SampleMark] = (),
@@ -94,7 +92,6 @@ class Exchange:
             keys: list[str] = []
             for rank, part in enumerate(reply.parts):
                 keys += put_chunks(self._store, self._key(selection, f"part/{rank}"), part)
-            self._remember(step, *keys)
             decision = Decision(
                 static=False,
                 rank=self._own,
@@ -106,31 +103,29 @@ class Exchange:
                 sizes=tuple(map(len, reply.parts)),
                 samples=tuple(samples),
             )
-            if self._decide(step, selection, decision) != decision:
+            if self._decide(selection, decision) != decision:
                 delete_quietly(self._store, keys)
 
-    def decide_static(self, step: int, selection: Selection, reason: str) -> None:
+    def decide_static(self, selection: Selection, reason: str) -> None:
         with self._publishing:
             if selection.number > self._settled:
                 decision = Decision(True, self._own, selection.fingerprint, reason=reason)
-                self._decide(step, selection, decision)
+                self._decide(selection, decision)
 
-    def _decide(self, step: int, selection: Selection, decision: Decision) -> Decision:
+    def _decide(self, selection: Selection, decision: Decision) -> Decision:
         key = self._key(selection, "decision")
-        self._remember(step, key)
         return Decision.decode(self._store.compare_set(key, decision.encode()))
 
     def decision(self, step: int, selection: Selection) -> Decision:
         """Waits for the decision; makes it if nobody else does within the bound."""
         key = self._key(selection, "decision")
-        self._remember(step, key, self._key(selection, "left"))
 
         def still_waiting() -> None:
             self._look_around(selection.number, step, f"the plan of batch {selection.number}")
             bound = self._waiting.plan_timeout + GRACE_SECONDS
             if self._waiting.stalled() > bound:
                 reason = f"rank {self._own} heard nothing of a plan for {bound:g} s"
-                self.decide_static(step, selection, reason)
+                self.decide_static(selection, reason)
 
         wait_for(self._store, key, still_waiting)
         decision = Decision.decode(self._store.get(key))
@@ -158,22 +153,18 @@ class Exchange:
             theirs = getattr(decision.samples[number], what)
             self._differ(selection, number, what, decision.rank, theirs, mine[number])
 
-    def compare_shared(
-        self, step: int, selection: Selection, mine: Mapping[int, SampleMark]
-    ) -> None:
+    def compare_shared(self, selection: Selection, mine: Mapping[int, SampleMark]) -> None:
         """Compares what was read of samples that other ranks have tokens of as well."""
         for number, mark in mine.items():
             key = self._key(selection, f"sample/{number}")
-            self._remember(step, key)
             said = f"{self._own} {mark.content}"
             rank, _, content = self._store.compare_set(key, said.encode()).decode().partition(" ")
             if content != mark.content:
                 self._differ(selection, number, "content", int(rank), content, mark)
 
-    def agree_on_static(self, step: int, selection: Selection, digest: str) -> None:
+    def agree_on_static(self, selection: Selection, digest: str) -> None:
         """Compares the static plan that this rank made with that of the first rank."""
         key = self._key(selection, "static")
-        self._remember(step, key)
         first = self._store.compare_set(key, digest.encode()).decode()
         if first != digest:
             self._fail(
@@ -201,7 +192,6 @@ class Exchange:
     def add_targets(self, step: SelectedStep, targets: int) -> None:
         """Says that this rank agrees on one batch of the step, and has so many targets in it."""
         key = f"s{step.number}/items"
-        self._remember(step.number, *(f"s{step.number}/{name}" for name in STEP_KEYS))
         if self._ranks.num_replicas > 1:
             self._check_dealing(step)
         total = self._store.add(key, AGREED + targets)
@@ -222,7 +212,6 @@ class Exchange:
         key = f"s{step.number}/total"
         wait_for(self._store, key, still_waiting)
         total = int(self._store.get(key))
-        self._forget_before(step.number)
         if self._store.add(f"s{step.number}/left", 1) == self._ranks.num_processes:
             for name in STEP_KEYS:
                 self._store.delete(f"s{step.number}/{name}")
@@ -249,7 +238,6 @@ class Exchange:
 
     def finish(self, num_batches: int) -> None:
         """This rank's epoch ends after so many batches; others' must too."""
-        self._remember(-1, "end", "ended", "all_ended")
         found = int(self._store.compare_set("end", str(num_batches).encode()))
         if found != num_batches:
             self._fail(
@@ -275,26 +263,28 @@ class Exchange:
     def tell_failure(self, error: BaseException) -> None:
         """Lets the other ranks know why this one prepares no more batches."""
         if not isinstance(error, PeerError | StoreError | Closed):
-            self._remember(-1, "error")
-            self._told = True
-            text = {"rank": self._own, "mismatch": isinstance(error, BatchMismatch)}
-            told = json.dumps(text | {"text": str(error)}).encode()
-            self._store.compare_set("error", told)
+            self._tell(error)
+
+    def _tell(self, error: BaseException) -> None:
+        self._told = True
+        kinds = {"mismatch": BatchMismatch, "peer": PeerError}
+        kind = next((name for name, kind in kinds.items() if isinstance(error, kind)), "own")
+        told = {"rank": self._own, "kind": kind, "text": str(error)}
+        self._store.compare_set("error", json.dumps(told).encode())
 
     def close(self) -> None:
-        """Deletes what is left in the store once all ranks have closed; never raises."""
+        """The last rank deletes what is left in the store. Ranks whose processes have ended are not
+        waited for. Never raises."""
         self._peers.close()
         try:
-            left = sorted(key for keys in self._keys.values() for key in keys)
-            report = {"taken": self._waiting.asked(), "keys": left}
+            report = {"taken": self._waiting.asked(), "order": self._store.add("leaving", 1)}
             self._store.set(f"closed/{self._ranks.process}", json.dumps(report).encode())
-            if self._store.add("closed", 1) < self._ranks.num_processes:
+            ended = len(self._peers.ended())  # before the last one can delete what it reads
+            if self._store.add("closed", 1) + ended < self._ranks.num_processes:
                 if self._told:
                     linger(self._store, "closed")
                 return
-            reports = [f"closed/{process}" for process in range(self._ranks.num_processes)]
-            lists = [json.loads(self._store.get(report))["keys"] for report in reports]
-            for key in {*reports, "closed"}.union(*lists):
+            for key in self._store.list_keys():
                 self._store.delete(key)
         except StoreError as error:
             logger.debug("closing: %s", error)
@@ -306,11 +296,15 @@ class Exchange:
             raise Closed
         if self._store.has("error"):
             told = read_json(self._store.get("error"))
-            if told["mismatch"]:
+            if told["kind"] == "mismatch":
                 raise BatchMismatch(told["text"])
-            raise PeerError(f"rank {told['rank']} failed: {told['text']}")
+            own = "" if told["kind"] == "peer" else f"rank {told['rank']} failed: "
+            raise PeerError(own + told["text"])
         self._check_left(what)
-        self._peers.look(self._waiting.stalled(), what, step)
+        try:
+            self._peers.look(self._waiting.stalled(), what, step)
+        except PeerError as error:
+            self._fail(error)
         if self._store.has("end"):
             end = int(self._store.get("end"))
             if end <= number:
@@ -323,18 +317,25 @@ class Exchange:
                 )
 
     def _check_left(self, what: str) -> None:
-        """Raises if a rank has left the iteration, which this one waits in."""
+        """Raises if a rank has left the iteration, which this one waits in. One that ended without
+        a word comes first: others may have left because of it."""
         if not self._store.has("closed"):
             return
+        for ended in self._peers.ended().items():
+            self._fail(self._peers.in_vain(*ended))
+        left = {}
         for process in range(self._ranks.num_processes):
             key = f"closed/{process}"
             if self._store.has(key):
-                taken = read_json(self._store.get(key))["taken"]
-                raise PeerError(
-                    f"rank {self._ranks.name(process)} left this iteration after {taken} batches "
-                    f"(break, an exception or close()), while rank {self._own} waits for {what}; "
-                    "all ranks have to take equally many batches"
-                )
+                left[process] = read_json(self._store.get(key))
+        if left:
+            first, *others = sorted(left, key=lambda process: int(left[process]["order"]))
+            then = "".join(f", then rank {self._ranks.name(process)}" for process in others)
+            raise PeerError(
+                f"rank {self._ranks.name(first)} left this iteration after {left[first]['taken']} "
+                f"batches (break, an exception or close()){then}, while rank {self._own} waits for "
+                f"{what}; all ranks have to take equally many batches"
+            )
 
     def _check_patience(self, what: str, step: int) -> None:
         """Raises when training has been waiting for the other ranks for longer than the bound."""
@@ -377,18 +378,8 @@ class Exchange:
         )
 
     def _fail(self, error: Exception) -> None:
-        self.tell_failure(error)
+        self._tell(error)
         raise error
 
     def _key(self, selection: Selection, name: str) -> str:
         return f"r{self._ranks.replica}/b{selection.number}/{name}"
-
-    def _remember(self, step: int, *keys: str) -> None:
-        with self._remembering:
-            self._keys.setdefault(step, set()).update(keys)
-
-    def _forget_before(self, step: int) -> None:
-        """All ranks have left the steps before one that all have agreed on."""
-        with self._remembering:
-            for old in [known for known in self._keys if 0 <= known < step]:
-                del self._keys[old]

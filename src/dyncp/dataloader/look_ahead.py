@@ -173,7 +173,7 @@ class LookAhead:
                 self._selected.append((step, batches))
                 self._changed.notify_all()
             for batch in batches:
-                self._plan_batch(step, batch)
+                self._plan_batch(batch)
             number = step.selections[-1].number + 1
         self._exchange.finish(number)
         with self._changed:
@@ -184,7 +184,7 @@ class LookAhead:
         """Whether the step that begins with batch `first` is within the look-ahead."""
         return first < self._asked + self._background.config.look_ahead
 
-    def _plan_batch(self, step: SelectedStep, batch: BatchData) -> None:
+    def _plan_batch(self, batch: BatchData) -> None:
         if self._closing:
             raise Closed
         background, selection = self._background, batch.selection
@@ -195,10 +195,10 @@ class LookAhead:
         try:
             reply = background.planning.plan(background.process, batch.batch())
         except PlanFailed as failure:
-            self._exchange.decide_static(step.number, selection, str(failure))
+            self._exchange.decide_static(selection, str(failure))
         else:
             samples = list(batch.marks().values())
-            self._exchange.publish(step.number, selection, reply, samples)
+            self._exchange.publish(selection, reply, samples)
         finally:
             background.metrics.count_restarts(background.process.restarts - before)
 

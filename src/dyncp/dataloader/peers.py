@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -29,6 +30,7 @@ WARN_SECONDS = 5.0  # of waiting; then after twice as long, and so on
 SILENT_SECONDS = 5.0  # without a sign: said in warnings
 GONE_SECONDS = 60.0  # without a sign: no longer waited for; a busy interpreter may miss a few
 HOST = socket.gethostname()
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Peers:
@@ -79,14 +81,24 @@ class Peers:
         late = [(p, sign) for p, sign in found if sign is None or sign["agreed"] < step]
         return "; ".join(self._where(*one) for one in late) or "all others have come this far"
 
+    def ended(self) -> dict[int, dict[str, Any]]:
+        """The last signs of processes on this machine that ended before they could close."""
+        others = [p for p in range(self._ranks.num_processes) if p != self._ranks.process]
+        signs = {process: self._sign_of(process) for process in others}
+        ended = {p: sign for p, sign in signs.items() if sign and _has_ended(sign)}
+        return {p: sign for p, sign in ended.items() if not self._store.has(f"closed/{p}")}
+
+    def in_vain(self, process: int, sign: dict[str, Any]) -> PeerError:
+        name = f"rank {self._ranks.name(process)} ({_place(sign)})"
+        return PeerError(f"{self._own()} waits in vain: {name} has ended")
+
     def _where(self, process: int, sign: dict[str, Any] | None) -> str:
         name = f"rank {self._ranks.name(process)}"
         if sign is None:
             return f"{name} has not begun this iteration"
-        silent = self._silent(process, sign)
-        place = f"process {sign['pid']} on {sign['host']}"
-        if silent > SILENT_SECONDS and sign["host"] == HOST and not _alive(sign["pid"]):
-            raise PeerError(f"{self._own()} waits in vain: {name} ({place}) has ended")
+        silent, place = self._silent(process, sign), _place(sign)
+        if silent > SILENT_SECONDS and _has_ended(sign):
+            raise self.in_vain(process, sign)
         if silent > GONE_SECONDS:
             raise PeerError(
                 f"{self._own()} waits in vain: {name} ({place}) has given no sign of life for "
@@ -133,7 +145,7 @@ class Peers:
         number = 0
         try:
             while True:
-                sign = self._status() | {"number": number, "host": HOST, "pid": os.getpid()}
+                sign = self._status() | {"number": number} | _own_place()
                 self._store.set(self.key, json.dumps(sign).encode())
                 if self._ended.wait(SIGN_SECONDS):
                     return
@@ -142,6 +154,24 @@ class Peers:
                     self._watch()
         except StoreError as error:  # which whoever waits gets, too
             logger.debug("signs of life: %s", error)
+
+
+def _place(sign: dict[str, Any]) -> str:
+    return f"process {sign['pid']} on {sign['host']}"
+
+
+def _has_ended(sign: dict[str, Any]) -> bool:
+    """Whether it is certain, which it can be only where process ids mean the same."""
+    return sign["ids"] == _own_place()["ids"] and not _alive(sign["pid"])
+
+
+def _own_place() -> dict[str, Any]:
+    """Host names may be equal on several machines, and in containers with process ids of their own:
+    `ids` is the boot and the namespace that an id belongs to."""
+    ids = HOST
+    with suppress(OSError):  # not Linux
+        ids = f"{BOOT_ID.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    return {"host": HOST, "pid": os.getpid(), "ids": ids}
 
 
 def _alive(pid: int) -> bool:

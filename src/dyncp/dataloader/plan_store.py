@@ -39,6 +39,8 @@ class Store(Protocol):
 
     def delete(self, key: str) -> None: ...
 
+    def list_keys(self) -> list[str]: ...
+
     def hurry(self) -> None:
         """From now on, wait a few seconds for an answer at most: nothing depends on it."""
 
@@ -74,6 +76,9 @@ class LocalStore:
 
     def delete(self, key: str) -> None:
         self._values.pop(key, None)
+
+    def list_keys(self) -> list[str]:
+        return list(self._values)
 
     def hurry(self) -> None:
         pass
@@ -116,6 +121,9 @@ class SharedStore:
     def delete(self, key: str) -> None:
         self._call("delete_key", key)
 
+    def list_keys(self) -> list[str]:
+        return list(self._call("list_keys"))
+
     def hurry(self) -> None:
         self._timeout = min(self._timeout, HURRY_SECONDS)
 
@@ -123,11 +131,12 @@ class SharedStore:
         self._calls.put(None)
         self._thread.join(1.0)
 
-    def _call(self, name: str, key: Any, *args: Any) -> Any:
+    def _call(self, name: str, *args: Any) -> Any:
         if self._broken is not None:
             raise self._broken
         answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._calls.put((lambda client: getattr(client, name)(key, *args), answers))
+        self._calls.put((lambda client: getattr(client, name)(*args), answers))
+        key = args[0] if args else "*"
         text = f"{self._prefix}/{key[0] if isinstance(key, list) else key}"
         try:
             result, error = answers.get(timeout=self._timeout)

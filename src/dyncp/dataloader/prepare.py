@@ -67,25 +67,23 @@ class Preparing:
         if batch.without_reading():
             self._exchange.check_batch(selection, decision, batch.batch().fingerprint)
         plan, size = (
-            self._static(step, batch, decision) if decision.static else self._part(batch, decision)
+            self._static(batch, decision) if decision.static else self._part(batch, decision)
         )
         data, targets = self._data(batch, plan)
         part = plan.parts[0] if isinstance(plan, Plan) else plan
-        shared = self._compare(step, batch, decision, part)
+        shared = self._compare(batch, decision, part)
         self._exchange.leave(selection, decision, shared)
         record = BatchRecord.of(part, decision.seconds, size, static=decision.static)
         targets = targets if self._ranks.counts_targets else 0
         return Prepared(data, plan, selection.end, record, targets)
 
-    def _compare(
-        self, step: int, batch: BatchData, decision: Decision, part: RankPlan
-    ) -> list[int]:
+    def _compare(self, batch: BatchData, decision: Decision, part: RankPlan) -> list[int]:
         """Compares what was read here with other ranks; samples that several of them have."""
         selection, shared = batch.selection, self._shared(part)
         marks = batch.marks()
         self._exchange.check_samples(selection, decision, marks)
         mine = {n: marks[n] for n in shared if n in marks and marks[n].content}
-        self._exchange.compare_shared(step, selection, mine)
+        self._exchange.compare_shared(selection, mine)
         return shared
 
     def _shared(self, part: RankPlan) -> list[int]:
@@ -119,9 +117,7 @@ class Preparing:
                 + "; agreed on was rank {} of {}, plan {}, batch {}".format(*wanted)
             )
 
-    def _static(
-        self, step: int, batch: BatchData, decision: Decision
-    ) -> tuple[RankPlan | Plan, int]:
+    def _static(self, batch: BatchData, decision: Decision) -> tuple[RankPlan | Plan, int]:
         if not self._ranks.member:
             logger.warning(
                 "batch %d of epoch %d gets a static plan: %s",
@@ -130,7 +126,7 @@ class Preparing:
                 decision.reason,
             )
         plan = self._planning.static_plan(batch.batch())
-        self._exchange.agree_on_static(step, batch.selection, plan.digest)
+        self._exchange.agree_on_static(batch.selection, plan.digest)
         if self._ranks.rank is None:
             return plan, 0
         return self._agreed(plan.parts[self._ranks.rank], filler=batch.selection.filler), 0
