@@ -98,10 +98,14 @@ def open_loader(documents: Documents, args: argparse.Namespace, depth: int) -> D
     )
 
 
+# Keeps a core busy for as long as its parent lives.
+BUSY = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
+
+
 @contextmanager
 def load_beside(processes: int) -> Iterator[None]:
     """Processes that keep a core busy each, while other work is measured."""
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(processes)]
     try:
         yield
     finally:
