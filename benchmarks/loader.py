@@ -1,19 +1,26 @@
 """Time per training step with the loader: planned ahead, without look-ahead, and precomputed.
 
     python -m benchmarks.loader
+    python -m benchmarks.loader --load 2
     python -m benchmarks.loader --steps 40 --sample single --solver auto --busy
 
-This process is rank 0 of 32 (4 machines × 8). Its one planning process plans every batch of 131,072
-tokens, which 32 ranks would take turns at. A step waits 0.5 s, as for a GPU (--busy: computes with
-one thread). The precomputed run takes the same batches from a list.
+This process is rank 0 of 32 (4 machines × 8). It plans every batch of 131,072 tokens, which 32
+ranks would take turns at. A step waits 0.3 s, as for a GPU (--busy: computes with one thread). The
+precomputed run takes the same batches from a list, with the same load beside it (--load: processes
+that never rest).
 """
 
 import argparse
-from collections.abc import Iterable
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from statistics import mean, median
 from time import perf_counter, sleep
 from typing import Any
 
+import numpy as np
 import torch
 
 from dyncp import AttentionShape, DCPDataLoader, PlannerConfig, masks
@@ -43,14 +50,28 @@ class Documents:
         return {"input_ids": torch.full((self.lengths[index],), index % 50_000)}
 
 
-def train(batches: Iterable[Any], seconds: float, *, busy: bool) -> list[float]:
-    """Seconds of every step, from asking for its batch to asking for the next one."""
-    times = []
+@dataclass(frozen=True)
+class Times:
+    """Seconds of every step, from asking for its batch to asking for the next one, and of the wait
+    for its batch."""
+
+    steps: list[float]
+    waits: list[float]
+
+    @property
+    def mean(self) -> float:
+        """Of all steps after the first, which starts processes."""
+        return mean(self.steps[1:])
+
+
+def train(batches: Iterable[Any], seconds: float, *, busy: bool) -> Times:
+    times = Times([], [])
     start = perf_counter()
     for _ in batches:
+        times.waits.append(perf_counter() - start)
         compute(seconds) if busy else sleep(seconds)
         now = perf_counter()
-        times.append(now - start)
+        times.steps.append(now - start)
         start = now
     return times
 
@@ -73,51 +94,75 @@ def open_loader(documents: Documents, args: argparse.Namespace, depth: int) -> D
         batch_sampler=documents.batches,
         lengths=documents.lengths,
         look_ahead=depth,
+        num_planners=args.planners,
     )
 
 
-def report(name: str, times: list[float], least: float, note: str = "") -> float:
-    later = times[1:]
+# Keeps a core busy for as long as its parent lives.
+BUSY = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
+
+
+@contextmanager
+def load_beside(processes: int) -> Iterator[None]:
+    """Processes that keep a core busy each, while other work is measured."""
+    busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+def report(name: str, times: Times, least: float, note: str = "") -> None:
+    later, waits = times.steps[1:], times.waits[1:]
     print(
-        f"{name:<22}{times[0]:9.3f}{median(later):9.4f}{mean(later):9.4f}{max(later):9.3f}"
-        f"{mean(later) / least:9.4f}  {note}",
+        f"{name:<20}{times.steps[0]:8.3f}{median(later):8.4f}{times.mean:8.4f}{max(later):8.3f}"
+        f"{times.mean / least:8.4f}{mean(waits):8.4f}{np.percentile(waits, 99):8.4f}  {note}",
         flush=True,
     )
-    return mean(later)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=0.5, help="of a step (default 0.5)")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--seconds", type=float, default=0.3, help="of a step (default 0.3)")
     parser.add_argument("--sample", default="ldc", help="distribution of lengths (default ldc)")
     parser.add_argument("--mask", default="causal")
     parser.add_argument("--solver", default=PlannerConfig().solver)
     parser.add_argument("--look-ahead", type=int, default=LoaderConfig().look_ahead)
+    parser.add_argument("--planners", type=int, help="planning processes (default: the loader's)")
+    parser.add_argument("--load", type=int, default=0, help="busy processes beside it (default 0)")
     parser.add_argument("--busy", action="store_true", help="compute instead of waiting")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    with load_beside(args.load):
+        measure(args)
+
+
+def measure(args: argparse.Namespace) -> None:
     documents = Documents(args.sample, args.steps)
     print(f"{args.steps} batches of {TOKENS:,} tokens ({args.sample}, {args.mask}), 32 ranks,")
-    print(f"solver {args.solver}, steps of {args.seconds:g} s, 1 planning process\n")
-    print(f"{'seconds per step':<22}{'first':>9}{'median':>9}{'mean':>9}{'largest':>9}{'ratio':>9}")
+    print(f"solver {args.solver}, steps of {args.seconds:g} s, {args.load} busy processes beside\n")
+    columns = ("first", "median", "mean", "largest", "ratio", "wait", "p99")
+    print(f"{'seconds per step':<20}" + "".join(f"{column:>8}" for column in columns))
     with open_loader(documents, args, args.look_ahead) as loader:
         precomputed = list(loader)
-        planning = loader.metrics.snapshot()
     times = train(precomputed, args.seconds, busy=args.busy)
-    least = report("precomputed", times, mean(times[1:]))
+    least = times.mean
+    report("precomputed", times, least)
     with open_loader(documents, args, args.look_ahead) as loader:
         times = train(loader, args.seconds, busy=args.busy)
+        planners = len(loader.planning_pids)
         report(f"look-ahead {args.look_ahead}", times, least, loader.metrics.line())
-        ahead = loader.metrics.snapshot()
+        part_bytes = loader.metrics.snapshot()["part_bytes"]
     with open_loader(documents, args, 0) as loader:
         times = train(loader, args.seconds, busy=args.busy)
-        none = report("without look-ahead", times, least)
+        report("without look-ahead", times, least)
         plan = mean(loader.metrics.plan_times()[1:])
-    print(
-        f"\nwithout look-ahead a step takes {none - least:.3f} s longer; a plan takes {plan:.3f} s"
-    )
-    print(f"largest part of a rank: {max(planning['part_bytes'], ahead['part_bytes']):,} bytes")
+    longer = times.mean - least
+    print(f"\n{planners} planning processes; largest part of a rank: {part_bytes:,} bytes")
+    print(f"without look-ahead a step takes {longer:.3f} s longer; a plan takes {plan:.3f} s")
 
 
 if __name__ == "__main__":

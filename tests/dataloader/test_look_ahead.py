@@ -77,6 +77,16 @@ def test_the_queue_is_bounded_by_the_look_ahead():
     assert loader.metrics.batches == 6
 
 
+def test_a_queue_that_runs_low_is_made_longer_up_to_a_bound():
+    dataset = Counting()
+    options = {"batch_sampler": [[i % 6] for i in range(60)], "look_ahead": 2}
+    with DCPDataLoader(dataset, masks.causal, **options) as loader:
+        iterator = iter(loader)
+        for _ in range(40):  # faster than they are planned
+            next(iterator)
+        assert 40 + 2 < wait_for_reads(dataset, 40 + 8) <= 40 + 8
+
+
 def test_metrics_say_what_planning_took_and_what_the_plans_are(caplog):
     samples = [{"input_ids": [0] * n} for n in LENGTHS]
     with (

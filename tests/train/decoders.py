@@ -46,7 +46,7 @@ def one_batch(documents: Any, mask_fn: Any, ranks: int, solver: str) -> tuple[An
         tokens_per_batch=10_000,
         planner=PlannerConfig(solver=solver, block_size=None if solver == "zigzag" else 8),
     )
-    with mock.patch.object(PlanProcess, "plan", plan_here):
+    with mock.patch.multiple(PlanProcess, plan=plan_here, start=lambda _: None):
         ((data, plan),) = list(loader)
     return data, DCPExecutor(virtual_ranks=ranks).prepare(plan)
 

@@ -3,6 +3,7 @@
 import hashlib
 import math
 import operator
+import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -33,12 +34,15 @@ LEAST = {
     "epochs": 1,
     "window": 1,
     "num_workers": 0,
+    "num_planners": 1,
 }
 # Options that may differ between ranks, and those that are compared by what they stand for.
 OWN_TERMS = {
     "look_ahead", "plan_timeout", "store_timeout", "pin_memory", "log_every",
     "sampler", "batch_sampler", "lengths", "sample_fields", "sample_ids", "collate", "num_workers",
+    "num_planners",
 }  # fmt: skip
+MOST_PLANNERS = 4  # by default
 SCHEDULE_BATCHES = 1024  # whose budgets are compared one by one
 
 Budget = int | Callable[[int], int]
@@ -65,8 +69,11 @@ class LoaderConfig:
 
     Plans: no rank gets more than `max_tokens_per_rank` tokens; local rows are padded to
     `local_multiple`. `look_ahead` is the number of batches that are prepared before they are asked
-    for. A planner that gives no plan within `plan_timeout` seconds is replaced for that batch by a
-    static method; `store_timeout` bounds every answer of the store and of the other ranks.
+    for, and up to four times as many where that proves too few. `num_planners` processes plan, with
+    the same result (None: one for each batch that this rank plans ahead, at most 4 and its share of
+    the cores). A planner that gives no plan within `plan_timeout` seconds is replaced for that
+    batch by a static method; `store_timeout` bounds every answer of the store and of the other
+    ranks.
     `plan_function` is called in place of `dyncp.plan_batch`: a function of a module that the
     planning process can import, with the same arguments.
 
@@ -95,6 +102,7 @@ class LoaderConfig:
     max_tokens_per_rank: int | None = None
     local_multiple: int = 1
     look_ahead: int = 4
+    num_planners: int | None = None
     plan_timeout: float = 300.0
     store_timeout: float = STORE_TIMEOUT
     plan_function: Callable[..., Any] = plan_batch
@@ -188,6 +196,16 @@ class LoaderConfig:
         if self.evaluation:
             return 1, 1
         return FILL_WINDOW, DEAL_WINDOW if knows_lengths else DEAL_WINDOW_READ
+
+    def planning_processes(self, members: int) -> int:
+        """How many plan on a rank that takes turns with `members` ranks, itself included."""
+        if self.num_planners is not None:
+            return self.num_planners
+        affinity = getattr(os, "sched_getaffinity", None)
+        cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+        share = cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        own_batches = -(-self.look_ahead // members)
+        return max(1, min(own_batches, share, MOST_PLANNERS))
 
     def shared_terms(self) -> dict[str, str]:
         """Options that have to be equal on all ranks, as texts."""

@@ -60,7 +60,7 @@ class DCPDataLoader:
     lengths, look_ahead, ...
 
     Every process makes its loaders in the same order and with equal arguments. `close` (or leaving
-    a `with` block, or the end of the process) ends the planning process.
+    a `with` block, or the end of the process) ends the planning processes.
     """
 
     def __init__(
@@ -88,14 +88,17 @@ class DCPDataLoader:
             planning = Planning.of(self.config, self.topology, self.shape, planner, cost, sizes)
             self.metrics = LoaderMetrics()
             source = open_source(dataset, self.config)
-            process = PlanProcess(self.config.plan_timeout)
+            processes = tuple(
+                PlanProcess(self.config.plan_timeout)
+                for _ in range(self.config.planning_processes(self.ranks.num_members))
+            )
             self._background = Background(
                 self.config,
                 self.ranks,
                 source,
                 Masking(mask_fn, self.config.seed),
                 planning,
-                process,
+                processes,
                 self.metrics,
             )
             self._seconds = SampleSeconds(
@@ -108,7 +111,7 @@ class DCPDataLoader:
             self._order = describe_sampler(self.config.order)
             self._position, self._resuming = Position(), False
             self._counted: dict[Any, int] = {}  # batches of the epoch that len was asked for last
-            self._open = _Open(process, source)
+            self._open = _Open(processes, source)
             self._finalizer = weakref.finalize(self, self._open.close, at_exit=True)
             if model is None:
                 tell_assumption(self.ranks.rank)
@@ -121,8 +124,14 @@ class DCPDataLoader:
 
     @property
     def planning_pid(self) -> int | None:
-        """Process id of the planning process, while one runs."""
-        return self._background.process.pid
+        """Process id of the first planning process, while it runs."""
+        return self._background.processes[0].pid
+
+    @property
+    def planning_pids(self) -> list[int]:
+        """Process ids of all planning processes that run."""
+        pids = [process.pid for process in self._background.processes]
+        return [pid for pid in pids if pid is not None]
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the permutation of the next iteration. It begins at the start of the epoch,
@@ -199,7 +208,7 @@ class DCPDataLoader:
             self._budget = terms.tokens_per_batch
 
     def close(self) -> None:
-        """Ends the iteration and the planning process. The loader may be iterated again."""
+        """Ends the iteration and the planning processes. The loader may be iterated again."""
         self._open.close()
 
     def __enter__(self) -> "DCPDataLoader":
@@ -281,8 +290,8 @@ class DCPDataLoader:
 class _Open:
     """What has to be closed, apart from the loader itself, so that it can be collected."""
 
-    def __init__(self, process: PlanProcess, source: Source) -> None:
-        self.process, self.source = process, source
+    def __init__(self, processes: tuple[PlanProcess, ...], source: Source) -> None:
+        self.processes, self.source = processes, source
         self.look_ahead: LookAhead | None = None
 
     def close_iteration(self, *, at_exit: bool = False) -> None:
@@ -292,7 +301,8 @@ class _Open:
 
     def close(self, *, at_exit: bool = False) -> None:
         self.close_iteration(at_exit=at_exit)
-        self.process.close()
+        for process in self.processes:
+            process.close()
         self.source.close()
 
 

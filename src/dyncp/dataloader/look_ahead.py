@@ -1,10 +1,12 @@
-"""LookAhead: prepares the next batches in the background, in two threads.
+"""LookAhead: prepares the next batches in the background, in threads.
 
-    planning thread      selects batches; asks the planning process for those that this rank plans
+    selecting thread     selects batches, makes the masks of those that this rank plans
+    planning threads     ask a planning process each for plans, and publish them
     delivering thread    waits for each batch's decision, cuts local data, counts targets
 
 Batches of an optimiser step are ready together, when all ranks have agreed on all of them. A batch
-is selected once training has asked for one that is `depth` batches (or one step) before it.
+is selected once training has asked for one that is `depth` batches (or one step) before it; `depth`
+grows while few batches are ready.
 """
 
 import logging
@@ -13,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from time import perf_counter
+from time import monotonic, perf_counter
 
 from dyncp.dataloader.batch_data import BatchData, Masking
 from dyncp.dataloader.batching import SelectedStep
@@ -33,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 END_SECONDS = 1.0  # that a plan in the making gets when an iteration is closed
 JOIN_SECONDS = 10.0
+DEEPEST = 4  # times `look_ahead`, where the queue runs low
+HELPED_TOKENS = 16_384  # a smaller batch is planned sooner than a second process starts
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +48,7 @@ class Background:
     source: Source
     masking: Masking
     planning: Planning
-    process: PlanProcess
+    processes: tuple[PlanProcess, ...]
     metrics: LoaderMetrics
 
 
@@ -69,22 +73,32 @@ class LookAhead:
         self._first = first  # number of the first batch
         self._asked = first  # batches before the one that training asks for next
         self._asked_at: float | None = None
+        self._depth = config.look_ahead
         self._exchange = Exchange(store, ranks, waiting)
         self._preparing = Preparing(config, ranks, background.planning, self._exchange)
         self._selected: deque[tuple[SelectedStep, list[BatchData]] | BaseException] = deque()
+        self._unplanned: deque[tuple[SelectedStep, BatchData]] = deque()
+        self._unpublished = 0  # batches that are not planned yet, or just being planned
         self._ready: deque[Prepared | BaseException] = deque()
-        self._threads = [
-            threading.Thread(target=self._guard, args=(loop, name), name=name, daemon=True)
-            for loop, name in ((self._plan, "dyncp-plan"), (self._deliver, "dyncp-deliver"))
-        ]
+        self._selecting = self._thread(self._select, "dyncp-select")
+        self._planning = {
+            process: self._thread(partial(self._plan, process), "dyncp-plan")
+            for process in background.processes
+        }
+        self._delivering = self._thread(self._deliver, "dyncp-deliver")
+        self._threads = [self._selecting, *self._planning.values(), self._delivering]
         self._exchange.start()
         for thread in self._threads:
             thread.start()
+
+    def _thread(self, loop: Callable[[], None], name: str) -> threading.Thread:
+        return threading.Thread(target=self._guard, args=(loop, name), name=name, daemon=True)
 
     def take(self) -> Prepared | None:
         """The next batch; None at the end of the epoch."""
         with self._changed:
             depth = len(self._ready)
+            self._deepen(depth)
             self._asked += 1
             start = self._asked_at = perf_counter()
             self._changed.notify_all()
@@ -107,6 +121,12 @@ class LookAhead:
         stall = perf_counter() - start
         return replace(item, record=item.record.taken(stall, depth))
 
+    def _deepen(self, ready: int) -> None:
+        """Looks further ahead where the queue ran low: it then lasts for longer."""
+        usual = self._background.config.look_ahead
+        if ready <= usual // 4 and self._asked >= self._first + usual:  # it has been filled once
+            self._depth = min(self._depth + 1, DEEPEST * usual)
+
     def close(self, *, at_exit: bool = False) -> None:
         """Ends threads, and deletes keys when all ranks have closed. A plan in the making gets a
         second, then its process is ended. `at_exit` nobody needs an error any more."""
@@ -119,19 +139,24 @@ class LookAhead:
                 return
             self._closing = True
             self._changed.notify_all()
-        planning, delivering = self._threads
-        planning.join(END_SECONDS)
-        if planning.is_alive():
-            self._background.process.interrupt()
-            planning.join(JOIN_SECONDS)
-            self._background.process.close()
-        delivering.join(JOIN_SECONDS)
+        self._end_planning()
+        for thread in (self._selecting, self._delivering):
+            thread.join(JOIN_SECONDS)
         if any(thread.is_alive() for thread in self._threads):
             logger.warning("a thread of the loader is stuck in the dataset or the mask function")
             return
         self._store.hurry()
         self._exchange.close()
         self._store.close()
+
+    def _end_planning(self) -> None:
+        end = monotonic() + END_SECONDS
+        for process, thread in self._planning.items():
+            thread.join(max(0.0, end - monotonic()))
+            if thread.is_alive():
+                process.interrupt()
+                thread.join(JOIN_SECONDS)
+                process.close()
 
     def _guard(self, loop: Callable[[], None], name: str) -> None:
         """Whatever stops a thread reaches the training loop, behind the batches before it."""
@@ -145,7 +170,7 @@ class LookAhead:
             elif isinstance(error, PeerError):  # this rank's own failure, as the others see it
                 error = self._failure
             self._tell_failure(error)
-            queue = self._selected if name == "dyncp-plan" else self._ready
+            queue = self._ready if name == "dyncp-deliver" else self._selected
             with self._changed:
                 queue.append(error)
                 self._changed.notify_all()
@@ -156,15 +181,26 @@ class LookAhead:
         except Exception as second:  # the store is what failed
             logger.debug("telling other ranks: %s", second)
 
-    # The planning thread
+    # The selecting thread
 
-    def _plan(self) -> None:
+    def _select(self) -> None:
+        try:
+            number = self._select_batches()
+        finally:  # also an error comes after the batches before it
+            self._wait_until(lambda: not self._unpublished)
+        self._exchange.finish(number)
+        with self._changed:
+            self._selected.append(StopIteration())
+            self._changed.notify_all()
+
+    def _select_batches(self) -> int:
+        """To the end of the epoch; returns how many batches there are."""
         background, number = self._background, self._first
         while True:
             self._wait_until(partial(self._may_select, number))
             step = next(self._steps, None)
             if step is None:
-                break
+                return number
             batches = [
                 BatchData(selection, background.source, background.masking, background.config)
                 for selection in step.selections
@@ -173,34 +209,67 @@ class LookAhead:
                 self._selected.append((step, batches))
                 self._changed.notify_all()
             for batch in batches:
-                self._plan_batch(batch)
+                self._select_batch(batch)
             number = step.selections[-1].number + 1
-        self._exchange.finish(number)
-        with self._changed:
-            self._selected.append(StopIteration())
-            self._changed.notify_all()
 
     def _may_select(self, first: int) -> bool:
         """Whether the step that begins with batch `first` is within the look-ahead."""
-        return first < self._asked + self._background.config.look_ahead
+        return first < self._asked + self._depth
 
-    def _plan_batch(self, batch: BatchData) -> None:
+    def _select_batch(self, batch: BatchData) -> None:
         if self._closing:
             raise Closed
         background, selection = self._background, batch.selection
         background.planning.check_tokens(selection.num_tokens, selection.number)
         if not background.ranks.plans(selection.number):
             return
-        before = background.process.restarts
+        batch.batch()
+        with self._changed:
+            self._unplanned.append(batch)
+            self._unpublished += 1
+            self._changed.notify_all()
+
+    # The planning threads
+
+    def _plan(self, process: PlanProcess) -> None:
+        """The first one starts its process before there is a batch; the others help with batches
+        that take long."""
+        first = process is self._background.processes[0]
+        if first:
+            process.start()
+        least = 0 if first else HELPED_TOKENS
+        while True:
+            batch = self._next_unplanned(least)
+            try:
+                self._plan_batch(process, batch)
+            finally:
+                with self._changed:
+                    self._unpublished -= 1
+                    self._changed.notify_all()
+
+    def _next_unplanned(self, least: int) -> BatchData:
+        """Waits for a batch of at least so many tokens."""
+        queue = self._unplanned
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closing or (queue and queue[0].selection.num_tokens >= least)
+            )
+            if self._closing:
+                raise Closed
+            return queue.popleft()
+
+    def _plan_batch(self, process: PlanProcess, batch: BatchData) -> None:
+        background, selection = self._background, batch.selection
+        before = process.restarts
         try:
-            reply = background.planning.plan(background.process, batch.batch())
+            reply = background.planning.plan(process, batch.batch())
         except PlanFailed as failure:
             self._exchange.decide_static(selection, str(failure))
         else:
             samples = list(batch.marks().values())
             self._exchange.publish(selection, reply, samples)
         finally:
-            background.metrics.count_restarts(background.process.restarts - before)
+            background.metrics.count_restarts(process.restarts - before)
 
     # The delivering thread
 

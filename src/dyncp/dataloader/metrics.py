@@ -74,7 +74,8 @@ class LoaderMetrics:
             self._records.append(record)
 
     def count_restarts(self, number: int) -> None:
-        self.restarts += number
+        with self._lock:  # several threads plan
+            self.restarts += number
 
     def plan_times(self) -> list[float]:
         """Seconds of the latest plans, one per batch."""

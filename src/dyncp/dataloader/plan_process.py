@@ -40,6 +40,12 @@ class PlanProcess:
         process = self._process
         return None if process is None or process.poll() is not None else process.pid
 
+    def start(self) -> None:
+        """Starts the process before there is something to plan; `plan` says what prevents it."""
+        if self._connection is None:
+            with suppress(OSError):
+                self._start()
+
     def plan(self, request: PlanRequest) -> PlanReply:
         """Plans; a process that died is replaced and asked again. PlanFailed says why there is no
         plan: the planner raised, did not answer in time, or died over and over."""
