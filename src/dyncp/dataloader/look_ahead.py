@@ -77,7 +77,7 @@ class LookAhead:
         self._exchange = Exchange(store, ranks, waiting)
         self._preparing = Preparing(config, ranks, background.planning, self._exchange)
         self._selected: deque[tuple[SelectedStep, list[BatchData]] | BaseException] = deque()
-        self._unplanned: deque[tuple[SelectedStep, BatchData]] = deque()
+        self._unplanned: deque[BatchData] = deque()
         self._unpublished = 0  # batches that are not planned yet, or just being planned
         self._ready: deque[Prepared | BaseException] = deque()
         self._selecting = self._thread(self._select, "dyncp-select")
