@@ -79,6 +79,7 @@ def _main(
             world_size=num_ranks,
             timeout=timedelta(seconds=60),
         )
+        dist.barrier()  # a rank that ends while others still connect would fail them
         results.put((rank, function(rank, *args), ""))
     except BaseException:
         results.put((rank, None, traceback.format_exc()))

@@ -32,17 +32,18 @@ def run_module(*words):
 
 
 def test_kills_slow_plans_and_planner_errors_change_no_loss_and_leave_nothing_behind():
-    run = run_module("benchmarks.soak", *WORDS)
-    assert run.stdout, run.stderr
-    summary = json.loads(run.stdout)
+    soak = run_module("benchmarks.soak", *WORDS)
+    assert soak.stdout, soak.stderr
+    summary = json.loads(soak.stdout)
     assert summary["wrong"] == []
     plain, killed, failed = summary["runs"].values()
     assert plain["batches"] == killed["batches"] == failed["batches"] >= 20
     assert killed["batches_of_equal_bits"] == plain["batches"]
-    assert killed["processes_replaced"] == failed["processes_replaced"] == 2
+    # One that is killed when all batches are planned is not replaced.
+    assert all(1 <= run["processes_replaced"] <= 2 for run in (killed, failed))
     assert failed["static_plans"] > 0
     assert (
-        run.stderr.count("gets a static plan: the planner raised RuntimeError: inj")
+        soak.stderr.count("gets a static plan: the planner raised RuntimeError: inj")
         == (failed["static_plans"])
     )
     for table in (killed["table"], failed["table"]):
