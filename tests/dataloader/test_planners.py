@@ -3,8 +3,6 @@
 import os
 import signal
 import threading
-import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from dyncp import DCPDataLoader, PlannerConfig, masks
 from dyncp.dataloader import LoaderConfig
 from dyncp.dataloader.errors import SampleError
 from dyncp.dataloader.look_ahead import HELPED_TOKENS
+from processes import is_gone, wait_until
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -169,17 +168,3 @@ def test_processes_are_as_many_as_there_are_cores_and_batches_to_plan_ahead(
     if local:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
     assert LoaderConfig(**options).planning_processes(members) == processes
-
-
-def is_gone(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except FileNotFoundError:
-        return True
-
-
-def wait_until(condition, seconds=20):
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return bool(condition())

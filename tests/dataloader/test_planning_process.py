@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from types import ModuleType
 
@@ -28,7 +27,7 @@ from dyncp.dataloader.errors import PlanFailed, SampleError
 from dyncp.dataloader.plan_process import PlanProcess
 from dyncp.dataloader.plan_worker import PlanRequest
 from dyncp.plan import decode_part
-from processes import stop
+from processes import is_gone, stop, wait_until
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -118,20 +117,6 @@ input()
     parent.kill()
     parent.communicate()
     assert wait_until(lambda: is_gone(pid))
-
-
-def is_gone(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except FileNotFoundError:
-        return True
-
-
-def wait_until(condition, seconds=20):
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
 
 
 SAMPLES = [{"input_ids": [i] * n} for i, n in enumerate((5, 9, 13, 12, 1, 7))]

@@ -108,8 +108,9 @@ class DCPExecutor:
         self.engine.fitting(shape)
 
     def close(self) -> None:
-        """Gives back memory, groups, sockets and threads. All ranks of the group call it together;
-        no plan can be prepared or run after that. `with DCPExecutor(...) as executor:` does it."""
+        """Gives back its memory; its process groups serve the next executor over the same ranks.
+        All ranks of the group call it together; no plan can be prepared or run after that.
+        `with DCPExecutor(...) as executor:` does it."""
         if not self._is_closed:
             self._is_closed, self._latest = True, None
             for engine in self._engines():

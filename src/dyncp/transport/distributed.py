@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dyncp.transport.communicator import Communicator, Started
 from dyncp.transport.grouped_channel import GroupedChannel
+from dyncp.transport.groups import close_group, open_group
 from dyncp.transport.machines import here, read_machines, settings_word
 from dyncp.transport.transport import TransportError
 
@@ -57,7 +58,8 @@ class Distributed:
         self.on_gpu = device is not None and device.type == "cuda"
         self._device = device if self.on_gpu else torch.device("cpu")
         self._arrival_streams: dict[int, torch.cuda.Stream] = {}
-        self._opened: list[Any] = []
+        self._opened: list[tuple[Any, str, list[int]]] = []
+        self._unfinished = 0  # calls that began and have not ended well
         self._group = self._open_group("gloo", members)
         word = settings_word(ranks_per_machine, grouped_operations, here())
         self.machines = read_machines(self._every_word(word, "opening their groups", "get there"))
@@ -89,33 +91,32 @@ class Distributed:
         return Communicator(name, group, members, global_ranks, rank, operations)
 
     def _open_group(self, backend: str, global_ranks: list[int]) -> Any:
-        group = dist.new_group(
-            global_ranks, timeout=self.timeout, backend=backend, use_local_synchronization=True
-        )
-        self._opened.append(group)
+        group = open_group(backend, global_ranks, self.timeout)
+        self._opened.append((group, backend, global_ranks))
         return group
 
     def close(self) -> None:
-        """Gives back the groups, with their sockets and threads."""
-        while self._opened:
-            group = self._opened.pop()
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
+        """Gives back the groups, which the next transport over these ranks uses again."""
+        for group, backend, ranks in self._opened:
+            close_group(group, backend, ranks, self.timeout, failed=self._unfinished > 0)
+        self._opened.clear()
         self.communicators, self._group = (), None
 
     def open(self, call: int = 0) -> list[GroupedChannel]:
+        self._unfinished += 1
         return [GroupedChannel(self, None if self.on_gpu else self.timeout, call)]
 
     def agree(self, word: bytes) -> list[bytes]:
         return self._every_word(word, "agreeing on the plan", "call prepare")
 
+    def finished(self) -> None:
+        """All messages of a call have left and arrived."""
+        self._unfinished -= 1
+
     def _every_word(self, word: bytes, doing: str, missed: str) -> list[bytes]:
         mine = torch.frombuffer(bytearray(word), dtype=torch.uint8)
         words = [torch.empty_like(mine) for _ in range(self.num_ranks)]
-        try:
-            dist.all_gather(words, mine, group=self._group)
-        except RuntimeError as error:
-            raise self._no_answer(doing, missed, error) from error
+        self._all_gather(words, mine, self._group, doing, missed)
         return [bytes(other.tolist()) for other in words]
 
     def gather(self, rows: Tensor, counts: list[int]) -> list[Tensor]:
@@ -127,10 +128,8 @@ class Distributed:
         padded[: len(rows)] = rows
         mine = padded.flatten().view(torch.uint8)
         parts = [torch.empty_like(mine) for _ in counts]
-        try:
-            dist.all_gather(parts, mine, group=self.communicators[-1].group)  # has all ranks
-        except RuntimeError as error:
-            raise self._no_answer("gathering rows", "call gather", error) from error
+        everyone = self.communicators[-1].group
+        self._all_gather(parts, mine, everyone, "gathering rows", "call gather")
         shaped = [part.view(rows.dtype).view(padded.shape) for part in parts]
         return [part[:count] for part, count in zip(shaped, counts, strict=True)]
 
@@ -146,12 +145,19 @@ class Distributed:
                 "rows of different dtypes or shapes; give all ranks the same"
             )
 
-    def _no_answer(self, doing: str, missed: str, error: Exception) -> TransportError:
-        return TransportError(
-            f"rank {self.ranks[0]} of {self.num_ranks} got no answer from all other ranks "
-            f"while {doing}: a rank is gone, or did not {missed} within "
-            f"{self.timeout.total_seconds():g} s ({error})"
-        )
+    def _all_gather(
+        self, parts: list[Tensor], mine: Tensor, group: Any, doing: str, missed: str
+    ) -> None:
+        self._unfinished += 1
+        try:
+            dist.all_gather(parts, mine, group=group)
+        except RuntimeError as error:
+            raise TransportError(
+                f"rank {self.ranks[0]} of {self.num_ranks} got no answer from all other ranks "
+                f"while {doing}: a rank is gone, or did not {missed} within "
+                f"{self.timeout.total_seconds():g} s ({error})"
+            ) from error
+        self._unfinished -= 1
 
     def start(
         self,

@@ -26,6 +26,9 @@ class Starts(Protocol):
         self, phase: int, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], call: int
     ) -> Sequence[Started]: ...
 
+    def finished(self) -> None:
+        """Told when all messages of a call have left and arrived."""
+
     def arrival_stream(self, phase: int) -> "torch.cuda.Stream":
         """One that waits for nothing but the messages of a phase."""
 
@@ -74,6 +77,7 @@ class GroupedChannel:
                 one.work, f"{ranks_text(one.targets)} to take its message of phase {phase}"
             )
         self._leaving.clear()
+        self._transport.finished()
 
     def _complete(self, work: Any, what: str) -> None:
         rank, limit = self._transport.ranks[0], self._limit
