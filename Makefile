@@ -39,6 +39,7 @@ bench-planner: $(READY)
 	$(BIN)/python -m benchmarks.whole_calls
 	$(BIN)/python -m benchmarks.planner_time
 	$(BIN)/python -m benchmarks.planner_time --model llama3_8b
+	$(BIN)/python -m benchmarks.planner_networks
 	$(BIN)/python -m benchmarks.planner_sensitivity
 	$(BIN)/python -m benchmarks.planner_sensitivity --model llama3_8b
 	$(BIN)/python -m benchmarks.planner_speed

@@ -20,7 +20,7 @@ from dyncp.placement import (
 from dyncp.planner import Task, choose, search
 from dyncp.planner.bounds import placed_seconds, static_seconds, whole_seconds
 from dyncp.planner.search import Search
-from dyncp.topology import preset
+from dyncp.topology import Link, Topology, preset
 from dyncp.verify import check_plan
 
 SHAPE = AttentionShape(8, 2, 128)
@@ -217,6 +217,44 @@ def test_max_tokens_per_rank_is_kept_or_refused():
         choose(make_task((1, 1, 1, 1, 1, 5000), block_size=5000, max_tokens_per_rank=1300))
 
 
+# Links that are slow beside the GPUs: 25 Gb/s everywhere, and PCIe with 100 Gb/s per machine.
+SLOW_NETWORKS = {
+    "ethernet": Topology(8, 1, Link(3e-5, 3.1e9), Link(3e-5, 3.1e9), 1),
+    "pcie": Topology(2, 4, Link(1e-5, 25e9), Link(2e-5, 12.5e9), 1),
+}
+
+
+def slow_task(network: str, lengths, mask: str, **options) -> Task:
+    task = make_task(lengths, mask, **options)
+    return Task.of(task.batch, SLOW_NETWORKS[network], SHAPE, task.config, COST)
+
+
+@pytest.mark.parametrize("network", SLOW_NETWORKS)
+@pytest.mark.parametrize("mask", ["lambda_shaped", "shared_question"])
+def test_on_slow_networks_moves_find_what_no_method_has(network, mask):
+    task = slow_task(network, (40_000, 16_000, 9_000, 3_000, 500), mask)
+    found = search(task)
+    assert found.candidate.placement.solver == "timed"
+    best = min(static_times(task).values())
+    assert found.simulated.step_seconds < 0.9 * best
+    check_plan(found.candidate.lower(task.config.layout), task.batch)
+
+
+@pytest.mark.parametrize("network", SLOW_NETWORKS)
+def test_on_slow_networks_limits_are_kept(network):
+    limits = Limits(0.1, 0.2)
+    found = search(slow_task(network, (9_000, 6_000, 3_000, 500), "causal", limits=limits))
+    assert found.candidate.balance.missed == 0
+
+
+def test_where_one_start_fails_others_are_improved(monkeypatch, caplog):
+    monkeypatch.setitem(SOLVERS, "bisection", Solver("bisection", broken))
+    with caplog.at_level(logging.WARNING, "dyncp.planner"):
+        found = search(slow_task("ethernet", (40_000, 9_000, 3_000), "lambda_shaped"))
+    assert found.candidate.placement.solver == "timed"
+    assert "solver bisection failed (RuntimeError: no luck)" in caplog.text
+
+
 def broken(*_args):
     raise RuntimeError("no luck")
 
@@ -225,7 +263,7 @@ def test_a_solver_that_fails_is_replaced_with_one_warning(monkeypatch, caplog):
     monkeypatch.setitem(SOLVERS, "rows", Solver("rows", broken))
     with caplog.at_level(logging.WARNING, "dyncp.planner"):
         choice = choose(make_task(LENGTHS[0], solver="rows"))
-    assert choice.candidate.placement.static
+    assert choice.candidate.placement.solver != "rows"
     assert "solver rows failed (RuntimeError: no luck); planning goes on with" in caplog.text
     found = Search(make_task(LENGTHS[0]))
     with pytest.raises(RuntimeError, match="no solver could plan"):

@@ -30,6 +30,7 @@ from dyncp.placement.static import (
     whole_rows,
     with_degree,
 )
+from dyncp.placement.timed import Prices, improve
 from dyncp.placement.whole_documents import whole_documents
 
 SOLVERS = {
@@ -65,6 +66,7 @@ __all__ = [
     "Bound",
     "Limits",
     "Placement",
+    "Prices",
     "RemoteUses",
     "Solver",
     "StaticBounds",
@@ -73,6 +75,7 @@ __all__ = [
     "find_remote_uses",
     "find_solver",
     "hybrid_with_budget",
+    "improve",
     "measure_balance",
     "minimal_bytes",
     "static_candidates",

@@ -30,21 +30,13 @@ def placed_seconds(task: Task, placed: Placed) -> float:
         for name, layers in task.layers.items()
         if layers
     )
-    return attention + _per_token(task) * float((held / task.topology.rank_speeds).max())
+    return attention + task.token_seconds * float((held / task.topology.rank_speeds).max())
 
 
 def _held(placed: Placed) -> Float64:
     """Tokens of every rank."""
     placement, tokens = placed.placement, placed.graph.blocks.tokens
     return np.bincount(placement.block_rank, tokens, placement.num_ranks).astype(np.float64)
-
-
-def _per_token(task: Task) -> float:
-    """Seconds of a token outside attention."""
-    if task.model is None:
-        return 0.0
-    profile = task.cost.profile
-    return sum(task.model.seconds_per_token(profile, direction) for direction in task.directions)
 
 
 def _attention_seconds(task: Task, placed: Placed, name: str, held: Float64) -> float:
@@ -181,4 +173,4 @@ def static_seconds(task: Task, whole: dict[str, list[float]], bound: Bound) -> f
             compute = work * seconds / speed + overhead
             moved = kv_bytes * (2 if direction is Direction.BACKWARD else 1)
             attention += layers * max(compute, moved * bound.seconds_per_byte, host)
-    return attention + _per_token(task) * bound.tokens * task.batch.num_tokens / speed
+    return attention + task.token_seconds * bound.tokens * task.batch.num_tokens / speed

@@ -1,9 +1,11 @@
 """Search: the candidate of the shortest simulated step, static methods included.
 
 Dynamic candidates come first: solver `rows` under the limits asked for and under tighter ones. The
-best of them is scheduled in fewer and in more steps. A static method is only placed, scheduled and
-simulated when what it needs at least (see placement/static/bounds.py) is less than the best so far.
-So no static method that keeps the limits is predicted to be faster than the choice.
+best of them is scheduled in fewer and in more steps. Where links are slow, placements are improved
+by moves (see placement/timed), from there and from other starts. A static method is only placed,
+scheduled and simulated when what it needs at least (see placement/static/bounds.py) is less than
+the best so far, and where one is best, moves go on from it. So no static method that keeps the
+limits is predicted to be faster than the choice.
 """
 
 import logging
@@ -36,6 +38,10 @@ TIGHTER = {"fast": (1.0, 0.5), "quality": (1.0, 0.85, 0.7, 0.55, 0.4, 0.25)}
 # Tolerances (compute, tokens) tried besides where none are asked for: imbalance can be cheaper than
 # bytes.
 LOOSE = (0.2, 0.4)
+# Estimated step over its computation from which on placements are improved by moves, and where
+# these start besides: sequences cut less, and tiles on any rank.
+SLOW_LINKS = {"fast": 1.3, "quality": 1.0}
+OTHER_STARTS = (("rows", Limits(1.0, 2.0)), ("bisection", Limits(*LOOSE)))
 # Token tolerances that are tried when tokens cost time: the fullest rank sets that of all per-token
 # work.
 TOKENS = {"fast": (0.01, 0.005), "quality": (0.05, 0.02, 0.01, 0.005, 0.0025)}
@@ -89,8 +95,15 @@ class Search:
         self._best: tuple[float, float, Candidate, Simulated] | None = None
 
     def consider(self, name: str, solver: Solver, limits: Limits, cut: Cut | None = None) -> None:
-        """Places, and where that can be the best, schedules and simulates. A solver that fails is
-        left out with a warning."""
+        """Places, and where that can be the best, schedules and simulates."""
+        placed = self._place(name, solver, limits, cut)
+        if placed is not None:
+            self._follow(name, placed)
+
+    def _place(
+        self, name: str, solver: Solver, limits: Limits, cut: Cut | None = None
+    ) -> Placed | None:
+        """A solver that fails is left out with a warning."""
         task = self._task
         try:
             placed = run_bounded(
@@ -100,17 +113,51 @@ class Search:
             raise
         except Exception as error:
             warn_replaced(name, error, "other candidates")
-            return
-        if limits != task.config.limits:  # what counts are the limits asked for
-            balance = measure_balance(
-                placed.graph, placed.placement, task.config.limits, task.topology.rank_speeds
-            )
-            placed = replace(placed, balance=balance)
+            return None
+        if limits == task.config.limits:
+            return placed
+        # What counts are the limits asked for.
+        balance = measure_balance(
+            placed.graph, placed.placement, task.config.limits, task.topology.rank_speeds
+        )
+        return replace(placed, balance=balance)
+
+    def _follow(self, name: str, placed: Placed) -> None:
+        """Schedules and simulates a placement that can be the best."""
+        task = self._task
         missed, seconds = placed.balance.missed, placed_seconds(task, placed)
         if self._best is not None and (missed, seconds) >= self._best[:2]:
             self._tried.append(Tried(name, seconds, missed, pruned=True))
         else:
             self.simulate(name, task.schedule(placed))
+
+    def try_improved(self) -> bool:
+        """Moves on from the best placement, and, where links are slow, from placements that cut
+        less and otherwise. Returns whether one of these is the best now."""
+        assert self._best is not None
+        task, best = self._task, self._best[2]
+        if not self._improve(best.placement.solver, best.placed, SLOW_LINKS[task.config.effort]):
+            return False
+        loose = task.config.limits.compute_tolerance is None
+        for name, limits in OTHER_STARTS if loose else ():
+            placed = self._place(name, find_solver(name), limits)
+            if placed is not None:
+                self._improve(f"{name} within {_describe(limits)}", placed)
+        return self._best[2] is not best
+
+    def try_improved_static(self) -> None:
+        """Moves on from a static method, where one is best."""
+        assert self._best is not None
+        best = self._best[2]
+        if best.placement.static and self._improve(best.placement.solver, best.placed):
+            self.try_divisions()
+
+    def _improve(self, name: str, placed: Placed, worth: float = 1.0) -> bool:
+        improved = self._task.improve(placed, worth)
+        if improved is None:
+            return False
+        self._follow(f"timed from {name}", improved)
+        return True
 
     def try_divisions(self) -> None:
         """Schedules the best candidate in fewer and in more steps, and takes the best for each mask
@@ -223,7 +270,10 @@ def search(task: Task) -> Choice:
             found.consider(name, find_solver(name), task.config.limits)
     if found.found:
         found.try_divisions()
+        if not found.is_close and found.try_improved():
+            found.try_divisions()
     found.try_static()
+    found.try_improved_static()
     found.warn_of_limits()
     return found.choice()
 

@@ -1,11 +1,14 @@
 """Task: what is planned, for what cluster, model and costs."""
 
 from dataclasses import dataclass, field, replace
+from time import process_time
 
-from dyncp.blocks import AttentionShape, Batch, Direction
+import numpy as np
+
+from dyncp.blocks import AttentionShape, Batch, BlockGraph, Direction
 from dyncp.checks import instance_of
 from dyncp.cost import PROFILES, CostModel, ModelConfig, profile_for_device, tell_profile
-from dyncp.placement import Limits, Solver
+from dyncp.placement import Limits, Prices, Solver, improve, measure_balance
 from dyncp.planner.candidate import Candidate, Cut, Graphs, Placed, place_batch
 from dyncp.planner.config import PlannerConfig
 from dyncp.schedule import Pace
@@ -78,6 +81,40 @@ class Task:
             seed=config.seed,
             graphs=self._graphs,
         )
+
+    def improve(self, placed: Placed, worth: float = 1.0) -> Placed | None:
+        """The batch placed anew by moves that shorten the estimated step; None where there are
+        none, or where it is estimated to take less than `worth` times its computation."""
+        start, graph, limits = process_time(), placed.graph, self.config.limits
+        prices = self._prices(graph)
+        found = improve(graph, placed.placement, self.topology, limits, prices, worth=worth)
+        if found is None:
+            return None
+        balance = measure_balance(graph, found, limits, self.topology.rank_speeds)
+        seconds = dict(placed.cpu_seconds)
+        seconds["placement"] += process_time() - start
+        return Placed(graph, found, balance, seconds)
+
+    def _prices(self, graph: BlockGraph) -> Prices:
+        cost, planned = self.cost, self.directions
+        seconds = {
+            name: np.column_stack(
+                [
+                    cost.graph_tile_seconds(graph, name, direction) * (direction in planned)
+                    for direction in Direction
+                ]
+            )
+            for name in graph.tiles
+        }
+        return Prices(seconds, self.layers, self.token_seconds, forward_only=len(planned) == 1)
+
+    @property
+    def token_seconds(self) -> float:
+        """Seconds of a token outside attention."""
+        if self.model is None:
+            return 0.0
+        profile = self.cost.profile
+        return sum(self.model.seconds_per_token(profile, d) for d in self.directions)
 
     def schedule(self, placed: Placed, divisions: int | None = None) -> Candidate:
         divisions = self.config.divisions or divisions
