@@ -31,7 +31,7 @@ from dyncp.placement.static import (
     with_degree,
 )
 from dyncp.placement.timed import Prices, improve
-from dyncp.placement.whole_documents import whole_documents
+from dyncp.placement.whole_documents import uncut, whole_documents
 
 SOLVERS = {
     solver.name: solver
@@ -44,6 +44,7 @@ SOLVERS = {
         rows_fine,
         hypergraph,
         whole_documents,
+        uncut,
         *STATIC_SOLVERS,
         random,
     )

@@ -1,16 +1,18 @@
-"""Whole documents: a sequence is split only when it is longer than a rank's fair share of tokens.
+"""Whole documents: few bytes, no promise of balance.
 
-The longest sequence goes first. One that needs n ranks is spread in zigzag over the n least loaded
-ones; all others stay whole on the least loaded rank. Few bytes, no promise of balance.
+`whole_documents` splits a sequence only when it is longer than a rank's fair share of tokens. The
+longest sequence goes first. One that needs n ranks is spread in zigzag over the n least loaded
+ones; all others stay whole on the least loaded rank. `uncut` splits none.
 """
 
 import numpy as np
 
 from dyncp.arrays import Float64, Int64
-from dyncp.blocks import BlockGraph, TokenBlocks
+from dyncp.blocks import BlockGraph, TokenBlocks, choose_sizes_by_work
 from dyncp.placement.placement import Limits, Placement
 from dyncp.placement.solver import Solver
 from dyncp.placement.static.chunks import zigzag_ranks
+from dyncp.placement.static.groups import deal_sequences
 from dyncp.topology import Topology
 
 
@@ -32,6 +34,11 @@ def place_whole_documents(
     )
 
 
+def place_uncut(graph: BlockGraph, topology: Topology, _limits: Limits, _seed: int) -> Placement:
+    rank = deal_sequences(graph, topology.num_ranks)[graph.blocks.sequence]
+    return Placement.where_queries_live(graph, topology.num_ranks, rank, "uncut", static=False)
+
+
 def _spread(blocks: TokenBlocks, own: slice, length: int, num_ranks: int) -> Int64:
     part = TokenBlocks(blocks.sequence[own], blocks.start[own], blocks.end[own])
     return zigzag_ranks(part, np.full(len(part), length), num_ranks)
@@ -47,3 +54,4 @@ def _relative_load(graph: BlockGraph) -> Float64:
 
 
 whole_documents = Solver("whole_documents", place_whole_documents)
+uncut = Solver("uncut", place_uncut, choose_sizes_by_work)

@@ -39,9 +39,11 @@ TIGHTER = {"fast": (1.0, 0.5), "quality": (1.0, 0.85, 0.7, 0.55, 0.4, 0.25)}
 # bytes.
 LOOSE = (0.2, 0.4)
 # Estimated step over its computation from which on placements are improved by moves, and where
-# these start besides: sequences cut less, and tiles on any rank.
-SLOW_LINKS = {"fast": 1.3, "quality": 1.0}
-OTHER_STARTS = (("rows", Limits(1.0, 2.0)), ("bisection", Limits(*LOOSE)))
+# these start besides: sequences cut less or not at all, and tiles on any rank.
+SLOW_LINKS = {"fast": 1.45, "quality": 1.0}
+FEW_STARTS = (("rows", Limits(1.0, 2.0)), ("bisection", Limits(*LOOSE)), ("uncut", Limits()))
+MORE_STARTS = (("rows", Limits(0.1, 0.2)), ("rows_fine", Limits(*LOOSE)))
+OTHER_STARTS = {"fast": FEW_STARTS, "quality": FEW_STARTS + MORE_STARTS}
 # Token tolerances that are tried when tokens cost time: the fullest rank sets that of all per-token
 # work.
 TOKENS = {"fast": (0.01, 0.005), "quality": (0.05, 0.02, 0.01, 0.005, 0.0025)}
@@ -52,6 +54,8 @@ OTHER_DIVISIONS = {"fast": (2, 8), "quality": (2, 3, 6, 8, 12)}
 OTHER_WAYS, COSTLY = ("rows_fine", "bisection", "bisection_quality"), 1.3
 # Times the ideal: a step that effort "fast" is content with, for attention alone and with a model.
 CLOSE, CLOSE_WITH_MODEL = 1.05, 1.01
+# Times the best: candidates that are scheduled in other numbers of steps.
+FAR = 1.25
 # Less exposed communication than this share of attention is not worth other divisions.
 HIDDEN = 0.02
 
@@ -87,12 +91,22 @@ class Choice:
         return "\n".join(lines)
 
 
+# By how much a candidate misses the limits, its simulation, and itself.
+Followed = tuple[float, Simulated, Candidate]
+
+
+def _key(followed: Followed) -> tuple[float, float]:
+    return followed[0], followed[1].step_seconds
+
+
 class Search:
     """Looks at candidates one by one and keeps the best: limits first, then time."""
 
     def __init__(self, task: Task) -> None:
         self._task, self._tried = task, list[Tried]()
         self._best: tuple[float, float, Candidate, Simulated] | None = None
+        # The best of every solver, before other numbers of steps are tried.
+        self._by_solver = dict[str, Followed]()
 
     def consider(self, name: str, solver: Solver, limits: Limits, cut: Cut | None = None) -> None:
         """Places, and where that can be the best, schedules and simulates."""
@@ -128,29 +142,34 @@ class Search:
         missed, seconds = placed.balance.missed, placed_seconds(task, placed)
         if self._best is not None and (missed, seconds) >= self._best[:2]:
             self._tried.append(Tried(name, seconds, missed, pruned=True))
-        else:
-            self.simulate(name, task.schedule(placed))
+            return
+        candidate = task.schedule(placed)
+        found = missed, self.simulate(name, candidate), candidate
+        solver = candidate.placement.solver
+        best = self._by_solver.get(solver)
+        if best is None or _key(found) < _key(best):
+            self._by_solver[solver] = found
 
-    def try_improved(self) -> bool:
+    def try_improved(self) -> None:
         """Moves on from the best placement, and, where links are slow, from placements that cut
-        less and otherwise. Returns whether one of these is the best now."""
+        less and otherwise."""
         assert self._best is not None
         task, best = self._task, self._best[2]
         if not self._improve(best.placement.solver, best.placed, SLOW_LINKS[task.config.effort]):
-            return False
+            return
         loose = task.config.limits.compute_tolerance is None
-        for name, limits in OTHER_STARTS if loose else ():
+        for name, limits in OTHER_STARTS[task.config.effort] if loose else ():
             placed = self._place(name, find_solver(name), limits)
             if placed is not None:
-                self._improve(f"{name} within {_describe(limits)}", placed)
-        return self._best[2] is not best
+                self._follow(name, placed)
+                self._improve(name, placed)
 
     def try_improved_static(self) -> None:
         """Moves on from a static method, where one is best."""
         assert self._best is not None
         best = self._best[2]
         if best.placement.static and self._improve(best.placement.solver, best.placed):
-            self.try_divisions()
+            self.try_divisions(*({best.placement.solver, "timed"} & self._by_solver.keys()))
 
     def _improve(self, name: str, placed: Placed, worth: float = 1.0) -> bool:
         improved = self._task.improve(placed, worth)
@@ -159,15 +178,21 @@ class Search:
         self._follow(f"timed from {name}", improved)
         return True
 
-    def try_divisions(self) -> None:
-        """Schedules the best candidate in fewer and in more steps, and takes the best for each mask
-        and direction."""
+    def try_divisions(self, *solvers: str) -> None:
+        """Schedules the best candidate of every solver (or of these) in fewer and in more steps, if
+        it is not far from the best."""
         assert self._best is not None
-        _, _, candidate, simulated = self._best
+        for solver in solvers or tuple(self._by_solver):
+            missed, simulated, candidate = self._by_solver[solver]
+            if missed <= self._best[0] and simulated.step_seconds <= FAR * self._best[1]:
+                self.divide(candidate, simulated)
+
+    def divide(self, candidate: Candidate, simulated: Simulated) -> None:
+        """Schedules a candidate in fewer and in more steps, and takes the best for each mask and
+        direction."""
         exposed = simulated.exposed_seconds
         attention = simulated.forward_seconds + simulated.backward_seconds
-        config = self._task.config
-        steps = _input_steps(candidate)
+        config, steps = self._task.config, _input_steps(candidate)
         if config.divisions is not None or exposed < HIDDEN * attention or steps < 2:
             return
         tried, solver = [(candidate, simulated)], candidate.placement.solver
@@ -268,10 +293,10 @@ def search(task: Task) -> Choice:
     if found.found and not found.keeps_limits:
         for name in OTHER_WAYS:
             found.consider(name, find_solver(name), task.config.limits)
+    if found.found and not found.is_close:
+        found.try_improved()
     if found.found:
         found.try_divisions()
-        if not found.is_close and found.try_improved():
-            found.try_divisions()
     found.try_static()
     found.try_improved_static()
     found.warn_of_limits()
@@ -280,10 +305,10 @@ def search(task: Task) -> Choice:
 
 def search_divisions(task: Task, placed: Placed) -> Choice:
     """The best number of divisions for one placement."""
-    found = Search(task)
-    found.simulate(placed.placement.solver, task.schedule(placed))
+    found, candidate = Search(task), task.schedule(placed)
+    simulated = found.simulate(placed.placement.solver, candidate)
     if not placed.placement.static:
-        found.try_divisions()
+        found.divide(candidate, simulated)
     return found.choice()
 
 
