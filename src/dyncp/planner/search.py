@@ -5,12 +5,13 @@ best of them is scheduled in fewer and in more steps. Where links are slow, plac
 by moves (see placement/timed), from there and from other starts. A static method is only placed,
 scheduled and simulated when what it needs at least (see placement/static/bounds.py) is less than
 the best so far, and where one is best, moves go on from it. So no static method that keeps the
-limits is predicted to be faster than the choice.
+limits is predicted to be faster than the choice (by more than a sixth, where it cuts a batch into
+ten times as many tiles).
 """
 
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -25,70 +26,42 @@ from dyncp.placement import (
 )
 from dyncp.planner.bounds import bound_misses, placed_seconds, static_seconds, whole_seconds
 from dyncp.planner.candidate import DIVISIONS, Candidate, Cut, Placed
+from dyncp.planner.choice import Choice, Tried
 from dyncp.planner.guard import run_bounded, warn_replaced
 from dyncp.planner.task import Task
+from dyncp.planner.ways import (
+    WAYS_TO_KEEP_LIMITS,
+    describe_limits,
+    dynamic_ways,
+    other_starts,
+    predicted_tiles,
+)
 from dyncp.schedule import Schedule
 from dyncp.simulate import AttentionTimes, Simulated
 
 logger = logging.getLogger(__name__)
 _warned: set[str] = set()
 
-# Shares of the compute tolerance that `rows` is tried with, by effort.
-TIGHTER = {"fast": (1.0, 0.5), "quality": (1.0, 0.85, 0.7, 0.55, 0.4, 0.25)}
-# Tolerances (compute, tokens) tried besides where none are asked for: imbalance can be cheaper than
-# bytes.
-LOOSE = (0.2, 0.4)
-# Estimated step over its computation from which on placements are improved by moves, and where
-# these start besides: sequences cut less or not at all, and tiles on any rank.
+# Estimated step over its computation from which on placements are improved by moves.
 SLOW_LINKS = {"fast": 1.45, "quality": 1.0}
-FEW_STARTS = (("rows", Limits(1.0, 2.0)), ("bisection", Limits(*LOOSE)), ("uncut", Limits()))
-MORE_STARTS = (("rows", Limits(0.1, 0.2)), ("rows_fine", Limits(*LOOSE)))
-OTHER_STARTS = {"fast": FEW_STARTS, "quality": FEW_STARTS + MORE_STARTS}
-# Token tolerances that are tried when tokens cost time: the fullest rank sets that of all per-token
-# work.
-TOKENS = {"fast": (0.01, 0.005), "quality": (0.05, 0.02, 0.01, 0.005, 0.0025)}
-OTHER_SOLVERS = {"fast": (), "quality": ("bisection", "bisection_quality", "whole_documents")}
+# Share of the simulated step that the estimate has to see: it knows no latencies and launches.
+SEEN = 0.5
 OTHER_DIVISIONS = {"fast": (2, 8), "quality": (2, 3, 6, 8, 12)}
-# Tried where limits are missed, or cost more than this factor: with smaller blocks, and with tiles
-# that may run anywhere.
-OTHER_WAYS, COSTLY = ("rows_fine", "bisection", "bisection_quality"), 1.3
+# Limits that cost more than this factor are worth more candidates, and a warning.
+COSTLY = 1.3
+# Tiles of all candidates, after which no more are looked at: some seconds of work. Of batches with
+# more tiles than LARGE only the first dynamic candidate is.
+MOST_TILES = {"fast": 6_000_000, "quality": 60_000_000}
+LARGE = {"fast": 300_000, "quality": 3_000_000}
 # Times the ideal: a step that effort "fast" is content with, for attention alone and with a model.
 CLOSE, CLOSE_WITH_MODEL = 1.05, 1.01
 # Times the best: candidates that are scheduled in other numbers of steps.
 FAR = 1.25
+# A placement of so many times the best one's tiles, which needs at least this share of its time, is
+# not looked at further.
+FINER, NEARLY = 10, 0.85
 # Less exposed communication than this share of attention is not worth other divisions.
 HIDDEN = 0.02
-
-
-@dataclass(frozen=True, slots=True)
-class Tried:
-    """A candidate that was looked at: seconds of its simulated step, or (pruned) a lower bound;
-    `missed` says by how much it misses the limits asked for."""
-
-    name: str
-    seconds: float
-    missed: float = 0.0
-    pruned: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class Choice:
-    """The best candidate, its simulation, and all that it was chosen from."""
-
-    candidate: Candidate
-    simulated: Simulated
-    tried: tuple[Tried, ...]
-
-    def explain(self, most: int = 5) -> str:
-        """The fastest candidates, and how many were simulated and pruned."""
-        simulated = sorted((t for t in self.tried if not t.pruned), key=lambda t: t.seconds)
-        lines = [
-            f"{1e3 * t.seconds:10.3f} ms  {t.name}" + (" (over a limit)" if t.missed else "")
-            for t in simulated[:most]
-        ]
-        pruned = len(self.tried) - len(simulated)
-        lines.append(f"{len(simulated)} candidates simulated, {pruned} ruled out by their bounds")
-        return "\n".join(lines)
 
 
 # By how much a candidate misses the limits, its simulation, and itself.
@@ -103,7 +76,7 @@ class Search:
     """Looks at candidates one by one and keeps the best: limits first, then time."""
 
     def __init__(self, task: Task) -> None:
-        self._task, self._tried = task, list[Tried]()
+        self._task, self._tried, self._tiles = task, list[Tried](), 0
         self._best: tuple[float, float, Candidate, Simulated] | None = None
         # The best of every solver, before other numbers of steps are tried.
         self._by_solver = dict[str, Followed]()
@@ -119,6 +92,8 @@ class Search:
     ) -> Placed | None:
         """A solver that fails is left out with a warning."""
         task = self._task
+        if self._leaves_out(name, solver):
+            return None
         try:
             placed = run_bounded(
                 lambda: task.place(solver, limits, cut), task.config.solver_seconds, name
@@ -136,11 +111,22 @@ class Search:
         )
         return replace(placed, balance=balance)
 
+    def _leaves_out(self, name: str, solver: Solver) -> bool:
+        """Counts a candidate's tiles, as far as these are known."""
+        tiles = predicted_tiles(self._task, solver)
+        if self._best is not None and self._tiles + tiles > MOST_TILES[self._task.config.effort]:
+            self._tried.append(Tried(name, np.inf, pruned=True, left_out=True))
+            return True
+        self._tiles += tiles
+        return False
+
     def _follow(self, name: str, placed: Placed) -> None:
         """Schedules and simulates a placement that can be the best."""
         task = self._task
         missed, seconds = placed.balance.missed, placed_seconds(task, placed)
-        if self._best is not None and (missed, seconds) >= self._best[:2]:
+        if self._best is not None and (
+            (missed, seconds) >= self._best[:2] or self._too_fine(placed, seconds)
+        ):
             self._tried.append(Tried(name, seconds, missed, pruned=True))
             return
         candidate = task.schedule(placed)
@@ -150,15 +136,24 @@ class Search:
         if best is None or _key(found) < _key(best):
             self._by_solver[solver] = found
 
+    def _too_fine(self, placed: Placed, seconds: float) -> bool:
+        """Whether a placement has so many more tiles than the best that scheduling it takes longer
+        than all the rest, and next to nothing to gain."""
+        assert self._best is not None
+        tiles, ours = (
+            sum(map(len, own.tiles.values())) for own in (placed.graph, self._best[2].graph)
+        )
+        return tiles > FINER * ours and seconds > NEARLY * self._best[1]
+
     def try_improved(self) -> None:
         """Moves on from the best placement, and, where links are slow, from placements that cut
         less and otherwise."""
         assert self._best is not None
         task, best = self._task, self._best[2]
-        if not self._improve(best.placement.solver, best.placed, SLOW_LINKS[task.config.effort]):
+        worth, least = SLOW_LINKS[task.config.effort], SEEN * self._best[1]
+        if not self._improve(best.placement.solver, best.placed, worth, least):
             return
-        loose = task.config.limits.compute_tolerance is None
-        for name, limits in OTHER_STARTS[task.config.effort] if loose else ():
+        for name, limits in other_starts(task):
             placed = self._place(name, find_solver(name), limits)
             if placed is not None:
                 self._follow(name, placed)
@@ -171,8 +166,8 @@ class Search:
         if best.placement.static and self._improve(best.placement.solver, best.placed):
             self.try_divisions(*({best.placement.solver, "timed"} & self._by_solver.keys()))
 
-    def _improve(self, name: str, placed: Placed, worth: float = 1.0) -> bool:
-        improved = self._task.improve(placed, worth)
+    def _improve(self, name: str, placed: Placed, worth: float = 1.0, least: float = 0.0) -> bool:
+        improved = self._task.improve(placed, worth, least)
         if improved is None:
             return False
         self._follow(f"timed from {name}", improved)
@@ -196,9 +191,13 @@ class Search:
         if config.divisions is not None or exposed < HIDDEN * attention or steps < 2:
             return
         tried, solver = [(candidate, simulated)], candidate.placement.solver
+        tiles = sum(map(len, candidate.graph.tiles.values()))
         for divisions in OTHER_DIVISIONS[config.effort]:
             if divisions > DIVISIONS > steps + 1:
                 continue  # there was room for more steps already
+            if self._tiles + tiles > MOST_TILES[config.effort]:
+                continue
+            self._tiles += tiles
             other = self._task.schedule(candidate.placed, divisions)
             found = self.simulate(f"{solver} in {divisions} steps", other)
             tried.append((other, found))
@@ -237,6 +236,14 @@ class Search:
         return self._best is not None
 
     @property
+    def is_large(self) -> bool:
+        """Whether candidates have so many tiles that few of them are looked at."""
+        if self._best is None:
+            return False
+        tiles = sum(map(len, self._best[2].graph.tiles.values()))
+        return tiles > LARGE[self._task.config.effort]
+
+    @property
     def keeps_limits(self) -> bool:
         """Whether the best keeps the limits, and is not much slower for it."""
         return self._best is not None and self._best[0] == 0 and self._limits_cost <= COSTLY
@@ -251,7 +258,7 @@ class Search:
         """Says what limits cost, where that is much; once for the same limits."""
         if self._best is None or self._best[0] or self._limits_cost <= COSTLY:
             return
-        limits = _describe(self._task.config.limits)
+        limits = describe_limits(self._task.config.limits)
         if limits not in _warned:
             _warned.add(limits)
             logger.warning(
@@ -287,13 +294,13 @@ def search(task: Task) -> Choice:
     if task.topology.num_ranks == 1:  # nothing to place: sequences stay whole
         found.consider("rows", find_solver("rows"), task.config.limits)
         return found.choice()
-    for name, solver, limits, cut in _dynamic(task):
-        if not found.is_close:
+    for name, solver, limits, cut in dynamic_ways(task):
+        if not (found.is_close or found.is_large):
             found.consider(name, solver, limits, cut)
     if found.found and not found.keeps_limits:
-        for name in OTHER_WAYS:
+        for name in WAYS_TO_KEEP_LIMITS:
             found.consider(name, find_solver(name), task.config.limits)
-    if found.found and not found.is_close:
+    if found.found and not (found.is_close or found.is_large):
         found.try_improved()
     if found.found:
         found.try_divisions()
@@ -310,37 +317,6 @@ def search_divisions(task: Task, placed: Placed) -> Choice:
     if not placed.placement.static:
         found.divide(candidate, simulated)
     return found.choice()
-
-
-def _dynamic(task: Task) -> Iterator[tuple[str, Solver, Limits, Cut | None]]:
-    config = task.config
-    solver = find_solver("rows" if task.model is None else "rows_fine")
-    for limits in dict.fromkeys(_tolerances(task)):
-        yield f"{solver.name} within {_describe(limits)}", solver, limits, None
-    limits = Limits(*config.limits.tolerances)
-    for name in OTHER_SOLVERS[config.effort]:
-        yield name, find_solver(name), limits, None
-        if config.head_groups is None and name.startswith("bisection"):
-            for groups in head_group_counts(task)[1:]:
-                cut = Cut(config.block_size, groups)
-                yield f"{name} with {groups} head groups", find_solver(name), limits, cut
-
-
-def _tolerances(task: Task) -> Iterator[Limits]:
-    """Tolerances that `rows` is tried with: tighter than those asked for, and looser where none
-    are."""
-    asked, effort = task.config.limits, task.config.effort
-    compute, tokens = asked.tolerances.tolist()
-    free = asked.compute_tolerance is None
-    if task.model is None:
-        yield from (Limits(share * compute, tokens) for share in TIGHTER[effort])
-        if free:
-            yield Limits(LOOSE[0], LOOSE[1] if asked.token_tolerance is None else tokens)
-        return
-    for most in TOKENS[effort]:
-        yield Limits(compute, min(tokens, most))
-    if free:
-        yield Limits(LOOSE[0], min(tokens, TOKENS[effort][-1]))
 
 
 def _best_schedules(
@@ -363,15 +339,3 @@ def _input_steps(candidate: Candidate) -> int:
     """Divisions that wait for inputs, in the direction that has more of them."""
     schedules = [own for both in candidate.schedules.values() for own in both if own is not None]
     return max(len(np.unique(s.phase_feeds[s.phase_feeds < s.num_divisions])) for s in schedules)
-
-
-def head_group_counts(task: Task) -> list[int]:
-    """Into how many groups the kv heads can be split."""
-    if not task.shape.exact:
-        return [1]
-    return [n for n in range(1, task.shape.kv_heads + 1) if task.shape.kv_heads % n == 0]
-
-
-def _describe(limits: Limits) -> str:
-    named = {"compute": limits.compute_tolerance, "tokens": limits.token_tolerance}
-    return ", ".join(f"{what} {share:.3g}" for what, share in named.items() if share is not None)

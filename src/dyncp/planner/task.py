@@ -82,12 +82,13 @@ class Task:
             graphs=self._graphs,
         )
 
-    def improve(self, placed: Placed, worth: float = 1.0) -> Placed | None:
+    def improve(self, placed: Placed, worth: float = 1.0, least: float = 0.0) -> Placed | None:
         """The batch placed anew by moves that shorten the estimated step; None where there are
-        none, or where it is estimated to take less than `worth` times its computation."""
+        none, or where it is estimated to take less than `worth` times its computation or than
+        `least` seconds."""
         start, graph, limits = process_time(), placed.graph, self.config.limits
         prices = self._prices(graph)
-        found = improve(graph, placed.placement, self.topology, limits, prices, worth=worth)
+        found = improve(graph, placed.placement, self.topology, limits, prices, worth, least)
         if found is None:
             return None
         balance = measure_balance(graph, found, limits, self.topology.rank_speeds)

@@ -36,17 +36,17 @@ def improve(
     topology: Topology,
     limits: Limits,
     prices: Prices,
-    *,
     worth: float = 1.0,
+    least: float = 0.0,
 ) -> Placement | None:
     """A placement with a shorter estimated step; blocks travel only where they are used. Limits
     that are kept stay so. None where nothing was found, or where the step is estimated to take less
-    than `worth` times the computation alone."""
+    than `worth` times the computation alone, or than `least` seconds."""
     if _num_edges(graph) * topology.num_ranks > MOST_COUNTS:
         return None
     step = _make_estimate(graph, placement, topology, limits, prices)
     start = estimate(step, HIGH)
-    if start < worth * _alone(step):
+    if start < max(worth * _alone(step), least / _unit(prices, topology)):
         return None
     for power, most in SWEEPS:
         sweep(step, most, power)
@@ -67,6 +67,12 @@ def _placement(graph: BlockGraph, step: StepEstimate) -> Placement:
     return Placement(len(step.slow), frozen(step.block_rank), tile_rank, "timed", static=False)
 
 
+def _unit(prices: Prices, topology: Topology) -> float:
+    """What estimates count seconds in."""
+    total = sum(float(seconds.sum()) for seconds in prices.tile_seconds.values())
+    return max(total / topology.num_ranks, 1e-12)
+
+
 def _alone(step: StepEstimate) -> float:
     """The estimate if nothing travelled and all were level."""
     return float((step.weight * step.busy[:, : len(step.slow)].mean(axis=1)).sum())
@@ -80,7 +86,7 @@ def _make_estimate(
     tile = np.concatenate([_edges(graph, mask, name) for mask, name in enumerate(names)])
     seconds = np.concatenate([prices.tile_seconds[name] for name in names])
     work = np.concatenate([graph.tile_work(name) for name in names])
-    unit = max(float(seconds.sum()) / ranks, 1e-12)  # seconds are counted in this
+    unit = _unit(prices, topology)
     both = np.concatenate([tile[:, 0], tile[:, 1]])
     tokens = graph.blocks.tokens.astype(np.float64)
     rows = 2 * len(names) + 1
