@@ -1,8 +1,13 @@
 """Compiled code is kept where there is room, and works without."""
 
+import importlib
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
+
+import pytest
 
 FUNCTION = """
 import logging
@@ -48,3 +53,51 @@ def test_a_full_disk_is_told_once_and_hurts_nobody(tmp_path):
     result = run(FULL, str(tmp_path))
     assert result.stdout == "[0]\n", result.stderr
     assert result.stderr.count("compiled code is not kept") == 1
+
+
+TOGETHER = """
+import sys, time
+from module import slow_to_compile
+while time.time() < float(sys.argv[1]):
+    pass
+assert slow_to_compile(3.0) == 6.0
+print(sum(slow_to_compile.stats.cache_misses.values()))
+"""
+
+MODULE = """
+from dyncp.compiled import compiled, inner
+
+@inner
+def twice(x):
+    return x + x
+
+@compiled
+def slow_to_compile(x):
+    return twice(x)
+"""
+
+
+def test_processes_that_start_together_compile_once(tmp_path):
+    (tmp_path / "module.py").write_text(MODULE)
+    env = os.environ | {"PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    start = str(time.time() + 4)
+    command = [sys.executable, "-c", TOGETHER, start]
+    ranks = [
+        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(3)
+    ]
+    misses = [rank.communicate(timeout=60)[0].strip() for rank in ranks]
+    assert sorted(misses) == ["0", "0", "1"]
+
+
+def test_a_process_that_waits_too_long_compiles_for_itself(tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr("dyncp.compiled.WAIT_SECONDS", 0.1)
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "slow_module.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = importlib.import_module("slow_module").slow_to_compile
+    folder = Path(made._cache.cache_path)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "compiling.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert made(3.0) == 6.0

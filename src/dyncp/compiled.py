@@ -5,20 +5,32 @@ Python and are kept in their callers' caches; dividing by zero gives infinity ra
 and an exception.
 
 What was compiled is kept on disk, where there is room: beside the code, in the user's cache folder,
-or in NUMBA_CACHE_DIR. Where there is none, every process compiles anew.
+or in NUMBA_CACHE_DIR. Processes that start together take turns: one compiles a function, the others
+wait and load it. Where there is no room, every process compiles anew.
 """
 
 import logging
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import numba
+
+try:
+    import fcntl
+except ImportError:  # not on Windows: every process compiles for itself
+    fcntl = None  # type: ignore[assignment]
 
 logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+# As long as another process may take for one function with all that it calls.
+WAIT_SECONDS = 60.0
 NO_WRAPPERS: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 
@@ -31,8 +43,55 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
         _warn_once(str(error))
     else:
         made._cache.save_overload = _saving_where_possible(made._cache.save_overload)
+        made.compile = _taking_turns(made.compile, Path(made._cache.cache_path))
     kept: Callable[P, R] = made
     return kept
+
+
+def _taking_turns(compile_: Callable[..., Any], folder: Path) -> Callable[..., Any]:
+    def compile_alone(*arguments: Any) -> Any:
+        with _turn(folder):
+            return compile_(*arguments)  # loads what another process has compiled meanwhile
+
+    return compile_alone
+
+
+_turns = threading.RLock()  # compiling a function compiles those that it calls
+_held: list[Path] = []
+
+
+@contextmanager
+def _turn(folder: Path) -> Iterator[None]:
+    """While no other process compiles for the same folder. One that waits too long goes on."""
+    with _turns:
+        if fcntl is None or _held:
+            yield
+            return
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = (folder / "compiling.lock").open("w")
+        except OSError:  # nowhere to write
+            yield
+            return
+        with lock:
+            _held.append(folder)
+            try:
+                _wait_for(lock)
+                yield
+            finally:
+                _held.clear()
+
+
+def _wait_for(lock: Any) -> None:
+    end = time.monotonic() + WAIT_SECONDS
+    while time.monotonic() < end:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # closing the file ends it
+            return
+        except BlockingIOError:
+            time.sleep(0.01)
+        except OSError:  # no locks on this file system
+            return
 
 
 def _saving_where_possible(save: Callable[..., None]) -> Callable[..., None]:
