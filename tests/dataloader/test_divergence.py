@@ -248,6 +248,26 @@ def test_a_rank_that_died_is_named_within_seconds():
     assert seconds < 60
 
 
+def die_between_epochs(rank):
+    with DCPDataLoader(Tokens(same), masks.causal, look_ahead=0, **OPTIONS) as loader:
+        list(loader)
+        if rank:
+            os._exit(1)
+        start = time.monotonic()
+        try:
+            list(loader)
+        except PeerError as error:
+            return str(error), time.monotonic() - start
+    return None
+
+
+def test_a_rank_that_died_between_epochs_is_named_within_seconds():
+    text, seconds = run_ranks(die_between_epochs, 2)[0]
+    assert text.startswith("rank 0 waits in vain: rank 1 (process ")
+    assert text.endswith(" has ended")
+    assert seconds < 60
+
+
 def follow(rank):
     """Rank 2 dies and rank 1 leaves, as training would when a message fails; rank 0 comes last."""
     with DCPDataLoader(Tokens(same), masks.causal, look_ahead=0, **OPTIONS) as loader:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from dyncp.dataloader.batching import SelectedStep, Selection
 from dyncp.dataloader.decision import Decision, SampleMark, first_difference, read_json
 from dyncp.dataloader.errors import BatchMismatch, Closed, PeerError, StoreError
-from dyncp.dataloader.peers import Peers
+from dyncp.dataloader.peers import Peers, Place
 from dyncp.dataloader.plan_store import (
     Store,
     chunk_keys,
@@ -65,14 +65,16 @@ class Exchange:
     """One iteration's use of the store. The planning thread publishes, the delivering thread does
     the rest."""
 
-    def __init__(self, store: Store, ranks: LoaderRanks, waiting: Waiting) -> None:
+    def __init__(
+        self, store: Store, ranks: LoaderRanks, waiting: Waiting, places: Sequence[Place] = ()
+    ) -> None:
         self._store, self._ranks, self._waiting = store, ranks, waiting
         self._own = ranks.name()
         self._agreed, self._agreed_batches = -1, 0  # last step that it agreed on; of the next one
         self._publishing = threading.Lock()
         self._told = False  # the others why this rank failed
         self._settled = -1  # the last batch that this member left
-        self._peers = Peers(store, ranks, self._status)
+        self._peers = Peers(store, ranks, self._status, places)
 
     def start(self) -> None:
         """From now on, others see signs of life."""

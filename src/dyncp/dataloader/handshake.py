@@ -5,8 +5,8 @@ have come and found them equal. One that differs, or cannot make its loader, say
 its text instead of waiting for it.
 
     terms            of the rank that came first
-    here/2, came     process 2 has come; how many have
-    all              all have
+    here/2, came     process 2 has come, and where it runs; how many have
+    all              all have, and where they run
     failed, left     a failed rank's message; the last to leave deletes the keys
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 
 from dyncp.dataloader.decision import read_json
 from dyncp.dataloader.errors import BatchMismatch, PeerError, StoreError
-from dyncp.dataloader.peers import WARN_SECONDS
+from dyncp.dataloader.peers import WARN_SECONDS, Place, own_place
 from dyncp.dataloader.plan_store import Store, linger, wait_for
 from dyncp.dataloader.ranks import LoaderRanks
 
@@ -54,15 +54,30 @@ class Handshake:
         finally:
             self._store.close()
 
-    def compare(self, terms: Mapping[str, str], timeout: float) -> None:
-        """Waits for all ranks, at most `timeout` seconds; BatchMismatch says which terms differ."""
+    def compare(self, terms: Mapping[str, str], timeout: float) -> list[Place]:
+        """Waits for all ranks, at most `timeout` seconds; BatchMismatch says which terms differ.
+        Returns where the processes run."""
         first = self._say("terms", terms=dict(terms))
         self._check(first["terms"], first["rank"], terms)
-        self._store.set(f"here/{self._ranks.process}", b"1")
+        self._store.set(f"here/{self._ranks.process}", json.dumps(own_place()).encode())
         if self._store.add("came", 1) == self._ranks.num_processes:
-            self._store.set("all", b"1")
+            self._store.set("all", json.dumps(self._places()).encode())
         start = monotonic()
         wait_for(self._store, "all", lambda: self._look_around(monotonic() - start, timeout))
+        told = read_json(self._store.get("all"))
+        return [dict(told["machines"][machine], pid=pid) for machine, pid in told["processes"]]
+
+    def _places(self) -> dict[str, Any]:
+        """Of all processes: what those of one machine share stands there once."""
+        machines: list[dict[str, Any]] = []
+        processes = []
+        for process in range(self._ranks.num_processes):
+            place = dict(read_json(self._store.get(f"here/{process}")))
+            pid = place.pop("pid")
+            if place not in machines:
+                machines.append(place)
+            processes.append((machines.index(place), pid))
+        return {"machines": machines, "processes": processes}
 
     def _look_around(self, waited: float, timeout: float) -> None:
         if self._store.has("failed"):

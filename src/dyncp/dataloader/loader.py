@@ -116,7 +116,8 @@ class DCPDataLoader:
             if model is None:
                 tell_assumption(self.ranks.rank)
             bound = self.config.plan_timeout + self.config.store_timeout
-            handshake.compare(self._shared_terms(), bound)
+            places = handshake.compare(self._shared_terms(), bound)
+            self._background = replace(self._background, places=places)
 
     @property
     def epoch(self) -> int:

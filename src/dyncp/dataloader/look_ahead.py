@@ -12,7 +12,7 @@ grows while few batches are ready.
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic, perf_counter
@@ -25,6 +25,7 @@ from dyncp.dataloader.errors import Closed, PeerError, PlanFailed
 from dyncp.dataloader.exchange import Exchange, Waiting
 from dyncp.dataloader.local_tokens import divisor
 from dyncp.dataloader.metrics import LoaderMetrics
+from dyncp.dataloader.peers import Place
 from dyncp.dataloader.plan_process import PlanProcess
 from dyncp.dataloader.plan_store import Store
 from dyncp.dataloader.planning import Planning
@@ -50,6 +51,7 @@ class Background:
     planning: Planning
     processes: tuple[PlanProcess, ...]
     metrics: LoaderMetrics
+    places: Sequence[Place] = ()  # where the ranks' processes run, once that is known
 
 
 class LookAhead:
@@ -74,7 +76,7 @@ class LookAhead:
         self._asked = first  # batches before the one that training asks for next
         self._asked_at: float | None = None
         self._depth = config.look_ahead
-        self._exchange = Exchange(store, ranks, waiting)
+        self._exchange = Exchange(store, ranks, waiting, background.places)
         self._preparing = Preparing(config, ranks, background.planning, self._exchange)
         self._selected: deque[tuple[SelectedStep, list[BatchData]] | BaseException] = deque()
         self._unplanned: deque[BatchData] = deque()

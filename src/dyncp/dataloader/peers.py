@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
@@ -30,14 +30,22 @@ WARN_SECONDS = 5.0  # of waiting; then after twice as long, and so on
 SILENT_SECONDS = 5.0  # without a sign: said in warnings
 GONE_SECONDS = 60.0  # without a sign: no longer waited for; a busy interpreter may miss a few
 HOST = socket.gethostname()
+Place = dict[str, Any]  # where a process runs: see `own_place`
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Peers:
     """Writes this rank's signs from a thread of its own, and reads those of the others."""
 
-    def __init__(self, store: Store, ranks: LoaderRanks, status: Callable[[], Any]) -> None:
-        self._store, self._ranks, self._status = store, ranks, status
+    def __init__(
+        self,
+        store: Store,
+        ranks: LoaderRanks,
+        status: Callable[[], Any],
+        places: Sequence[Place] = (),
+    ) -> None:
+        """`places` are those of all processes when they made the loader, where they are known."""
+        self._store, self._ranks, self._status, self._places = store, ranks, status, places
         self._seen: dict[int, tuple[int, float]] = {}  # by process: last sign, and when it changed
         self._looked_at = 0.0
         self._asked: dict[int, int] = {}  # batches that ranks in training had taken, last watched
@@ -84,7 +92,7 @@ class Peers:
     def ended(self) -> dict[int, dict[str, Any]]:
         """The last signs of processes on this machine that ended before they could close."""
         others = [p for p in range(self._ranks.num_processes) if p != self._ranks.process]
-        signs = {process: self._sign_of(process) for process in others}
+        signs = {process: self._sign_of(process) or self._place_of(process) for process in others}
         ended = {p: sign for p, sign in signs.items() if sign and _has_ended(sign)}
         return {p: sign for p, sign in ended.items() if not self._store.has(f"closed/{p}")}
 
@@ -95,6 +103,9 @@ class Peers:
     def _where(self, process: int, sign: dict[str, Any] | None) -> str:
         name = f"rank {self._ranks.name(process)}"
         if sign is None:
+            known = self._place_of(process)
+            if known is not None and _has_ended(known):
+                raise self.in_vain(process, known)
             return f"{name} has not begun this iteration"
         silent, place = self._silent(process, sign), _place(sign)
         if silent > SILENT_SECONDS and _has_ended(sign):
@@ -134,6 +145,9 @@ class Peers:
             self._seen[process] = sign["number"], since
         return monotonic() - since
 
+    def _place_of(self, process: int) -> Place | None:
+        return self._places[process] if self._places else None
+
     def _sign_of(self, process: int) -> dict[str, Any] | None:
         key = f"at/{process}"
         return dict(read_json(self._store.get(key))) if self._store.has(key) else None
@@ -145,7 +159,7 @@ class Peers:
         number = 0
         try:
             while True:
-                sign = self._status() | {"number": number} | _own_place()
+                sign = self._status() | {"number": number} | own_place()
                 self._store.set(self.key, json.dumps(sign).encode())
                 if self._ended.wait(SIGN_SECONDS):
                     return
@@ -162,10 +176,10 @@ def _place(sign: dict[str, Any]) -> str:
 
 def _has_ended(sign: dict[str, Any]) -> bool:
     """Whether it is certain, which it can be only where process ids mean the same."""
-    return sign["ids"] == _own_place()["ids"] and not _alive(sign["pid"])
+    return sign["ids"] == own_place()["ids"] and not _alive(sign["pid"])
 
 
-def _own_place() -> dict[str, Any]:
+def own_place() -> Place:
     """Host names may be equal on several machines, and in containers with process ids of their own:
     `ids` is the boot and the namespace that an id belongs to."""
     ids = HOST
