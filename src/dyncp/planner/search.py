@@ -153,8 +153,8 @@ class Search:
         worth, least = SLOW_LINKS[task.config.effort], SEEN * self._best[1]
         if not self._improve(best.placement.solver, best.placed, worth, least):
             return
-        for name, limits in other_starts(task):
-            placed = self._place(name, find_solver(name), limits)
+        for name, limits, cut in other_starts(task):
+            placed = self._place(name, find_solver(name), limits, cut)
             if placed is not None:
                 self._follow(name, placed)
                 self._improve(name, placed)

@@ -1,6 +1,6 @@
 """Ways to place a batch that the search tries."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -58,11 +58,14 @@ def _tolerances(task: Task) -> Iterator[Limits]:
         yield Limits(LOOSE[0], min(tokens, TOKENS[effort][-1]))
 
 
-def other_starts(task: Task) -> Sequence[tuple[str, Limits]]:
-    """Solvers, with their limits, from whose placements moves start besides the best one's."""
-    if task.config.limits.compute_tolerance is None:
-        return OTHER_STARTS[task.config.effort]
-    return [(name, task.config.limits) for name in WAYS_TO_KEEP_LIMITS]
+def other_starts(task: Task) -> Iterator[tuple[str, Limits, Cut | None]]:
+    """Solvers, with limits and cuts, from whose placements moves start besides the best one's."""
+    if task.config.limits.compute_tolerance is not None:
+        yield from ((name, task.config.limits, None) for name in WAYS_TO_KEEP_LIMITS)
+        return
+    yield from ((name, limits, None) for name, limits in OTHER_STARTS[task.config.effort])
+    # Sequences that stay whole need no borders of blocks, which cost kernel tiles.
+    yield "uncut", Limits(), Cut(max(task.batch.lengths), task.config.head_groups or 1)
 
 
 def head_group_counts(task: Task) -> list[int]:
