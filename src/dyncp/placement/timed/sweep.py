@@ -12,8 +12,8 @@ from dyncp.placement.timed.unit import Unit, list_unit, make_unit, put_unit, wri
 WORTH_MOVE, WORTH_SWEEP = 1e-5, 0.01
 # Ranks that are tried: of the same sequence, and the least busy, of all and of the machine.
 RELATED, NEAR, FAR = 4, 3, 3
-# Sweeping ends after so many changes of edges, some 0.3 s of them.
-MOST_PINS = 20_000_000
+# Sweeping ends when so many edges and resources have been looked at, which takes some 50 ms.
+MOST_LOOKED_AT = 6_000_000
 # A resource is busy that has this share of the busiest.
 HOT = 0.8
 
@@ -122,12 +122,12 @@ def sweep(step: StepEstimate, most: int, power: int) -> None:
             for b in range(len(step.block_rank)):
                 first, end, r = step.span[b, 0], step.span[b, 1], step.block_rank[b]
                 alone = end - first == 1 if single else done[r] == first
-                if alone or not hot[r] or spent > MOST_PINS:
+                if alone or not hot[r] or spent > MOST_LOOKED_AT:
                     continue
                 done[r] = first
                 list_unit(step, unit, b if single else first, b + 1 if single else end, r)
                 size = _find_targets(step, b, r, target, known)
-                spent += size * unit.sizes[2]
+                spent += size * (unit.sizes[2] + step.busy.shape[1])
                 found = _move(step, unit, r, target, size, now, power)
                 if found < now:
                     now = found
