@@ -116,7 +116,7 @@ def test_bounds_of_static_methods_are_never_above_what_is_simulated(
     for solver in solvers:
         placed = task.place(solver)
         seconds = task.simulate(task.schedule(placed)).step_seconds
-        bound = bounds.of(solver.name)
+        bound = bounds.of(solver.degrees)
         assert static_seconds(task, whole, bound) <= seconds * (1 + 1e-9), solver.name
         assert placed_seconds(task, placed) <= seconds * (1 + 1e-9), solver.name
         ranks_ = task.topology.num_ranks

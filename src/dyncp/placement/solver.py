@@ -10,12 +10,24 @@ from dyncp.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
+class Degrees:
+    """Of a static method: ranks in a group and how many of them split heads (None: all, and as the
+    method says), or the tokens of one document that a rank may have."""
+
+    method: str
+    ranks: int | None = None
+    heads: int | None = None
+    tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Solver:
     """A function of its arguments and nothing else: same batch, same seed, same placement.
 
     `block_sizes` cuts the sequences the way the method needs, and `head_groups` is how many groups
     it needs the heads in (None: as the planner is told). A method whose degrees depend on model and
-    ranks is fitted to them first; degrees that are not possible raise ValueError there.
+    ranks is fitted to them first; degrees that are not possible raise ValueError there. Static
+    methods say which `degrees` they have.
     """
 
     name: str
@@ -23,6 +35,7 @@ class Solver:
     block_sizes: Callable[[Sequence[int], int], Int64] = choose_block_sizes
     head_groups: int | None = None
     fit: "Callable[[AttentionShape, Topology], Solver] | None" = None
+    degrees: Degrees | None = None
 
     def fitted(self, shape: AttentionShape, topology: Topology) -> "Solver":
         """This solver for one attention shape and topology."""

@@ -211,7 +211,8 @@ class Search:
         graph, hopeful = self._any_graph(), []
         bounds, whole = StaticBounds(graph, task.topology), whole_seconds(task, graph)
         for solver in static_candidates(lengths, task.shape, task.topology):
-            bound = bounds.of(solver.name)
+            assert solver.degrees is not None, f"{solver.name} is not static"
+            bound = bounds.of(solver.degrees)
             missed, seconds = bound_misses(task, bound), static_seconds(task, whole, bound)
             hopeful.append((missed, seconds, solver))
         for missed, seconds, solver in sorted(hopeful, key=lambda entry: entry[:2]):

@@ -6,7 +6,6 @@ that balance chunks are at best even. How keys travel bounds the divisions, and 
 busiest link.
 """
 
-import re
 from dataclasses import dataclass
 from functools import cache
 
@@ -14,6 +13,7 @@ import numpy as np
 
 from dyncp.arrays import Float64, Int64
 from dyncp.blocks import BlockGraph
+from dyncp.placement.solver import Degrees
 from dyncp.placement.static.chunks import contiguous_ranks
 from dyncp.placement.static.groups import block_work, deal_loads, sequence_load
 from dyncp.placement.static.hybrid import hybrid_shares
@@ -55,14 +55,13 @@ class StaticBounds:
         self._deal = cache(lambda groups: deal_loads(self._load, groups))
         self._chunks = cache(self._chunk_work)
 
-    def of(self, name: str) -> Bound:
-        """Of the static method called `name`."""
-        found = re.fullmatch(r"(\w+?)(?:/cp(\d+))?(?:h(\d+))?", name)
-        if found is None or found[1] not in METHODS:
-            return self._hybrid(name)
-        method = METHODS[found[1]]
-        degree = int(found[2] or self._topology.num_ranks)
-        heads = degree if method.only_heads else int(found[3] or 1)
+    def of(self, degrees: Degrees) -> Bound:
+        """Of a static method with these degrees."""
+        if degrees.method not in METHODS:
+            return self._hybrid(degrees.tokens)
+        method = METHODS[degrees.method]
+        degree = degrees.ranks or self._topology.num_ranks
+        heads = degree if method.only_heads else degrees.heads or 1
         share = np.zeros((self._topology.num_ranks // degree, 2))
         np.add.at(share, self._deal(len(share)), self._load)
         tokens = float(share[:, 1].max())
@@ -105,11 +104,7 @@ class StaticBounds:
         work = np.diff(np.interp(at.ravel(), ends, sums).reshape(at.shape), axis=1)
         return np.where(self._is_long[:, None], work, 0.0)
 
-    def _hybrid(self, name: str) -> Bound:
-        budget = re.fullmatch(r"megatron_hybrid(?:/tokens(\d+))?", name)
-        if budget is None:
-            raise ValueError(f"static method is {name!r}; choose one of {', '.join(METHODS)}")
-        tokens = None if budget[1] is None else int(budget[1])
+    def _hybrid(self, tokens: int | None) -> Bound:
         ranks = self._topology.num_ranks
         if not self._is_long.all():
             return Bound(1 / ranks, 1 / ranks, 1, 0.0)

@@ -7,7 +7,7 @@ from functools import partial
 from dyncp.arrays import Int64
 from dyncp.blocks import AttentionShape, BlockGraph
 from dyncp.placement.placement import Limits, Placement
-from dyncp.placement.solver import Solver
+from dyncp.placement.solver import Degrees, Solver
 from dyncp.placement.static.grid import Grid, divisors
 from dyncp.placement.static.hybrid import hybrid_candidates, megatron_hybrid
 from dyncp.placement.static.methods import METHODS, Method
@@ -31,6 +31,7 @@ def with_degree(method: str, degree: int | None = None, heads: int | None = None
         partial(_block_sizes, chosen, degree),
         head_groups=heads,
         fit=partial(_fit, chosen, degree, heads),
+        degrees=Degrees(method, degree, heads),
     )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from dyncp.arrays import Float64, Int64, frozen
 from dyncp.blocks import BlockGraph, TokenBlocks
 from dyncp.placement.placement import Limits, Placement, Traffic
-from dyncp.placement.solver import Solver
+from dyncp.placement.solver import Degrees, Solver
 from dyncp.placement.static.chunks import zigzag_ranks
 from dyncp.placement.static.groups import sequence_load
 from dyncp.topology import Topology
@@ -39,7 +39,8 @@ def hybrid_candidates(lengths: Sequence[int], topology: Topology) -> list[Solver
 
 
 def _solver(name: str, budget: int | None) -> Solver:
-    return Solver(name, partial(_place, name, budget), partial(_block_sizes, budget))
+    place, sizes = partial(_place, name, budget), partial(_block_sizes, budget)
+    return Solver(name, place, sizes, degrees=Degrees("megatron_hybrid", tokens=budget))
 
 
 def group_sizes(lengths: Sequence[int], num_ranks: int, budget: int | None) -> Int64:
