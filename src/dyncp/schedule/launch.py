@@ -29,8 +29,7 @@ Column = npt.NDArray[Any] | np.int64
 
 # Kinds of phases in the order in which they are launched after the same division.
 FAR_INPUT, NEAR_INPUT, HOP, SUMMAND, NEAR_RESULT, FAR_RESULT = range(6)
-# A phase's code is its launch (division + 1), kind and, for far inputs, the division it feeds.
-KINDS, FED = 6, 1 << 20
+KINDS = 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,9 +52,10 @@ def number_launches(
     far, hop = routes.crosses, routes.relay >= 0
     after = np.where(hop, launches.arrives - 2, -1)
     kind = np.select([far, hop], [FAR_INPUT, HOP], NEAR_INPUT)
-    come = _codes(after, kind, launches.arrives)
+    code = Code(int(launches.arrives.max(initial=0)) + 1)
+    come = code.of(after, kind, launches.arrives)
     back = np.select([far, hop], [FAR_RESULT, SUMMAND], NEAR_RESULT)
-    go = _codes(launches.leaves, back, np.zeros_like(kind))
+    go = code.of(launches.leaves, back, np.zeros_like(kind))
     columns = []
     for side in (0, 1):
         at = np.flatnonzero(uses.side == side)
@@ -64,28 +64,40 @@ def number_launches(
         columns.append(_stack(come[at], source, rank, sent, *what))
         if result is not None:
             columns.append(_stack(go[at], rank, source, result, *what))
-    return _number(tile_division, np.concatenate(columns, axis=1))
+    return _number(tile_division, np.concatenate(columns, axis=1), code)
 
 
-def _codes(after: Column, kind: Column, feeds: Column) -> Int64:
-    return np.asarray(((after + 1) * KINDS + kind) * FED + feeds, np.int64)
+@dataclass(frozen=True, slots=True)
+class Code:
+    """Of a phase: the division that it is launched after, its kind and, for inputs, the division
+    that it feeds, of so many."""
+
+    feeds: int
+
+    def of(self, after: Column, kind: Column, feeds: Column) -> Int64:
+        return np.asarray(((after + 1) * KINDS + kind) * self.feeds + feeds, np.int64)
+
+    def split(self, codes: Int64) -> tuple[Int64, Int64, Int64]:
+        launch, feeds = np.divmod(codes, self.feeds)
+        return launch // KINDS - 1, launch % KINDS, feeds
 
 
 def _stack(code: Int64, source: Int64, target: Int64, payload: Payload, *what: Int64) -> Int64:
     return np.stack([code, source, target, np.full_like(code, payload), *what])
 
 
-def _number(tile_division: Int64, columns: Int64) -> Schedule:
+def _number(tile_division: Int64, columns: Int64, code: Code) -> Schedule:
     num_divisions = int(tile_division.max(initial=0)) + 1
-    codes, phase = np.unique(columns[0], return_inverse=True)
-    columns = np.concatenate([phase.reshape(1, -1), columns[1:]])
-    after, kind, feeds = codes // FED // KINDS - 1, codes // FED % KINDS, codes % FED
+    used = np.bincount(columns[0]) > 0
+    codes = np.flatnonzero(used)
+    columns[0] = (np.cumsum(used) - 1)[columns[0]]
+    after, kind, feeds = code.split(codes)
     return Schedule(
         num_divisions=num_divisions,
         tile_division=frozen(tile_division),
         transfers=Transfers(*map(frozen, columns[:, _order(columns)])),
         phase_after_division=frozen(np.minimum(after, num_divisions - 1)),
-        phase_after_phase=frozen(_waits_for(codes, after, kind, feeds)),
+        phase_after_phase=frozen(_waits_for(codes, code)),
         phase_feeds=frozen(np.where(kind >= SUMMAND, num_divisions, feeds)),
     )
 
@@ -102,12 +114,13 @@ def _order(columns: Int64) -> Int64:
     return np.argsort(key, kind="stable")
 
 
-def _waits_for(codes: Int64, after: Int64, kind: Int64, feeds: Int64) -> Int64:
+def _waits_for(codes: Int64, code: Code) -> Int64:
     """The phase that must have arrived: what is passed on for a division came for the one before
     it, and sums are made of the results that left one division earlier."""
+    after, kind, feeds = code.split(codes)
     hop, total = kind == HOP, kind == FAR_RESULT
     waits_for = np.full_like(codes, -1)
-    waits_for[hop] = _codes(np.int64(-1), np.int64(FAR_INPUT), feeds[hop] - 1)
-    waits_for[total] = _codes(after[total] - 1, np.int64(SUMMAND), np.int64(0))
-    phase = {int(code): number for number, code in enumerate(codes)}
-    return np.array([phase.get(int(code), -1) for code in waits_for], np.int64)
+    waits_for[hop] = code.of(np.int64(-1), np.int64(FAR_INPUT), feeds[hop] - 1)
+    waits_for[total] = code.of(after[total] - 1, np.int64(SUMMAND), np.int64(0))
+    phase = {int(own): number for number, own in enumerate(codes)}
+    return np.array([phase.get(int(own), -1) for own in waits_for], np.int64)
