@@ -249,6 +249,15 @@ def test_on_slow_networks_limits_are_kept(network):
     assert found.candidate.balance.missed == 0
 
 
+@pytest.mark.parametrize("effort", ["fast", "quality"])
+@pytest.mark.parametrize("limits", [Limits(), Limits(0.1, 0.2)], ids=["free", "limited"])
+def test_masks_that_allow_nothing_are_planned(effort, limits):
+    nothing = masks.Mask(np.zeros((138, 1, 2), np.int64))
+    config = PlannerConfig(effort=effort, limits=limits)
+    for topology in (preset("p4de", 2, 2), *SLOW_NETWORKS.values()):
+        check_plan(plan_batch(Batch.of([nothing]), topology, SHAPE, config), Batch.of([nothing]))
+
+
 def test_where_one_start_fails_others_are_improved(monkeypatch, caplog):
     monkeypatch.setitem(SOLVERS, "bisection", Solver("bisection", broken))
     with caplog.at_level(logging.WARNING, "dyncp.planner"):

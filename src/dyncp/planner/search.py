@@ -253,7 +253,8 @@ class Search:
     def _limits_cost(self) -> float:
         """The best candidate's seconds over those of the fastest, which may miss limits."""
         assert self._best is not None
-        return self._best[1] / min(tried.seconds for tried in self._tried if not tried.pruned)
+        least = min(tried.seconds for tried in self._tried if not tried.pruned)
+        return self._best[1] / least if least else 1.0  # masks may allow nothing at all
 
     def warn_of_limits(self) -> None:
         """Says what limits cost, where that is much; once for the same limits."""
