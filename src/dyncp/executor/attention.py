@@ -54,11 +54,11 @@ def attention(
 
 
 class DCPAttn:
-    """Attention under the name that autograd functions have: `DCPAttn.apply(step, q, kv)`."""
+    """`DCPAttn.apply(step, q, kv)` is an alias of `attention(step, q, kv)`."""
 
     @staticmethod
     def apply(step: Step | DCPExecutor, q: Tensor, kv: Tensor) -> Tensor:
-        """The same as `attention(step, q, kv)`."""
+        """See `attention`."""
         return attention(step, q, kv)
 
 

@@ -200,8 +200,8 @@ class DCPExecutor:
 
 
 def _default_device(group: Any, *, with_processes: bool) -> str:
-    """Without processes inputs may be anywhere, and a mistake is found in the first call; the
-    groups of processes are opened for one device before that."""
+    """CUDA for processes that talk over NCCL. Inputs would tell, but kernel, groups and memory are
+    chosen before the first call."""
     if not torch.cuda.is_available():
         return "cpu"
     device, reason = "cpu", "the ranks are not processes"
