@@ -4,7 +4,7 @@
     executor = DCPExecutor(group=group)
     for local_data, plan in loader:
         step = executor.prepare(plan)
-        loss = model(local_data, step)        # layers call DCPAttn.apply(step, q, kv)
+        loss = model(local_data, step)        # layers call attention(step, q, k, v)
 
 Planning (masks to plan) needs no torch; the names that do are loaded on first use.
 """
@@ -14,23 +14,48 @@ from typing import TYPE_CHECKING, Any
 
 from dyncp import masks
 from dyncp.blocks import AttentionShape, Batch
-from dyncp.plan import Plan, RankPlan
+from dyncp.cost import (
+    CostModel,
+    ModelConfig,
+    Profile,
+    find_model,
+    find_profile,
+    load_profile,
+    save_profile,
+)
+from dyncp.placement import Limits
+from dyncp.plan import Layout, Plan, RankPlan, load_plan, save_plan
 from dyncp.planner import PlannerConfig, plan_batch
-from dyncp.topology import Topology
+from dyncp.topology import Link, Topology, preset
 
 if TYPE_CHECKING:
-    from dyncp.dataloader import DCPDataLoader, local_data, undo_gradient_average
+    from dyncp.dataloader import (
+        BatchMismatch,
+        DCPDataLoader,
+        PeerError,
+        SampleError,
+        StoreError,
+        local_data,
+        undo_gradient_average,
+    )
     from dyncp.executor import DCPAttn, DCPExecutor, Step, attention
+    from dyncp.transport import Distributed, TransportError
 
     DCPDataloader = DCPDataLoader
 
 _LAZY = {
+    "BatchMismatch": "dyncp.dataloader",
     "DCPAttn": "dyncp.executor",
-    "DCPExecutor": "dyncp.executor",
-    "Step": "dyncp.executor",
-    "attention": "dyncp.executor",
     "DCPDataLoader": "dyncp.dataloader",
     "DCPDataloader": "dyncp.dataloader",
+    "DCPExecutor": "dyncp.executor",
+    "Distributed": "dyncp.transport",
+    "PeerError": "dyncp.dataloader",
+    "SampleError": "dyncp.dataloader",
+    "Step": "dyncp.executor",
+    "StoreError": "dyncp.dataloader",
+    "TransportError": "dyncp.transport",
+    "attention": "dyncp.executor",
     "local_data": "dyncp.dataloader",
     "undo_gradient_average": "dyncp.dataloader",
 }
@@ -38,19 +63,38 @@ _LAZY = {
 __all__ = [
     "AttentionShape",
     "Batch",
+    "BatchMismatch",
+    "CostModel",
     "DCPAttn",
     "DCPDataLoader",
     "DCPDataloader",
     "DCPExecutor",
+    "Distributed",
+    "Layout",
+    "Limits",
+    "Link",
+    "ModelConfig",
+    "PeerError",
     "Plan",
     "PlannerConfig",
+    "Profile",
     "RankPlan",
+    "SampleError",
     "Step",
+    "StoreError",
     "Topology",
+    "TransportError",
     "attention",
+    "find_model",
+    "find_profile",
+    "load_plan",
+    "load_profile",
     "local_data",
     "masks",
     "plan_batch",
+    "preset",
+    "save_plan",
+    "save_profile",
     "undo_gradient_average",
 ]
 
@@ -59,3 +103,7 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'dyncp' has no attribute {name!r}")
     return getattr(import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

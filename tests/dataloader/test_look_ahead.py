@@ -172,9 +172,10 @@ def test_a_model_says_its_shape_in_many_ways():
     assert shape_of(None) == (AttentionShape.assumed(), None)
     assert shape_of(sizes) == (AttentionShape(8, 2, 16, "bf16"), sizes)
     assert shape_of(config) == (AttentionShape(8, 2, 16, "fp16"), sizes)
-    assert shape_of(TransformersConfig()) == (AttentionShape(8, 2, 16, "bf16"), sizes)
+    assert shape_of(TransformersConfig()) == (AttentionShape(8, 2, 16, "fp16"), sizes)
     assert shape_of(model) == (AttentionShape(8, 2, 16, "bf16"), sizes)
-    assert shape_of(model, "fp32")[0].dtype == "fp32"
+    for dtype in ("fp32", torch.float32):
+        assert shape_of(model, dtype)[0].dtype == shape_of(None, dtype)[0].dtype == "fp32"
     assert shape_of(Decoder(SIZES["tiny"]))[0] == SIZES["tiny"].attention_shape("fp32")
     with pytest.raises(ValueError, match="model is int; allowed are an AttentionShape, a Mod"):
         shape_of(3)

@@ -7,6 +7,7 @@ import os
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from gpu_cases import LENGTHS, MASKS, SHAPE, draw_rows, has_relays, plan_of, prepare, run
 
 from dyncp import Batch, DCPExecutor
@@ -70,3 +71,14 @@ def test_nccl_ranks_have_the_bits_of_virtual_ranks(graphs, settings):
                 found = np.concatenate([results[at][i] for results in by_rank])
                 assert np.array_equal(found, whole.float().cpu().numpy()), (case, call, i)
             at += 1
+
+
+def default_devices(rank: int) -> list[str]:
+    """Of executors over NCCL and over gloo, and of virtual ranks."""
+    torch.cuda.set_device(0)
+    made = [DCPExecutor(dist.new_group(backend=backend)) for backend in ("nccl", "gloo")]
+    return [str(executor.device) for executor in (*made, DCPExecutor(virtual_ranks=2))]
+
+
+def test_ranks_that_talk_over_nccl_run_on_their_gpu_unless_told_otherwise():
+    assert run_ranks(default_devices, 1) == [["cuda:0", "cpu", "cpu"]]

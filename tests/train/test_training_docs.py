@@ -32,7 +32,7 @@ def results_of_rank(rank):
     names = run_page()
     model, plain = names["model"], names["local_loss"]
     data, plan = next(iter(names["loader"]))
-    attend = names["partial"](names["DCPAttn"].apply, names["executor"].prepare(plan))
+    attend = names["partial"](names["attention"], names["executor"].prepare(plan))
 
     def flat_gradients():
         gradient = torch.cat([p.grad.flatten() for p in model.parameters()]).numpy()

@@ -10,11 +10,18 @@ from dyncp.blocks.build import (
 )
 from dyncp.blocks.graph import BlockGraph, Tiles, TokenBlock, TokenBlocks
 from dyncp.blocks.payload import Q_INPUT, Q_RESULT, Direction, Payload, bytes_per_token
-from dyncp.blocks.shape import ITEM_BYTES, AttentionShape, HeadGroup
+from dyncp.blocks.shape import (
+    DTYPE_NAMES,
+    ITEM_BYTES,
+    AttentionShape,
+    HeadGroup,
+    dtype_name,
+)
 
 __all__ = [
     "BLOCK_MULTIPLE",
     "DEFAULT_MASK",
+    "DTYPE_NAMES",
     "ITEM_BYTES",
     "Q_INPUT",
     "Q_RESULT",
@@ -32,4 +39,5 @@ __all__ = [
     "bytes_per_token",
     "choose_block_sizes",
     "choose_sizes_by_work",
+    "dtype_name",
 ]

@@ -1,12 +1,21 @@
 """Head counts, head dimension and dtypes of the attention a plan is made for."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from dyncp.checks import whole_number
 
 # So that the bytes of any batch fit into int64.
 MOST_HEADS = MOST_HEAD_DIM = 2**14
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+DTYPE_NAMES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def dtype_name(dtype: Any) -> str | None:
+    """The name of a dtype: bf16 of torch.bfloat16, "bfloat16" and "bf16". None for other dtypes.
+    Compares texts, since planning does without torch."""
+    text = str(dtype).removeprefix("torch.")
+    return text if text in ITEM_BYTES else DTYPE_NAMES.get(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +30,7 @@ class HeadGroup:
 class AttentionShape:
     """Shape of one attention layer.
 
+    `dtype` is that of q, k and v: a name ("bf16") or a torch dtype, which is kept by its name.
     `partial_dtype` is the dtype in which partial outputs and gradients travel (default: `dtype`).
     With `exact=False` the numbers are an assumption for pricing only: the plan has one head group
     and fits any head counts, head dimension and dtype.
@@ -29,8 +39,8 @@ class AttentionShape:
     q_heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
-    dtype: str = "bf16"
-    partial_dtype: str | None = None
+    dtype: str | Any = "bf16"
+    partial_dtype: str | Any | None = None
     exact: bool = True
 
     def __post_init__(self) -> None:
@@ -43,11 +53,10 @@ class AttentionShape:
                 f"kv_heads={self.kv_heads} does not divide q_heads={self.q_heads}; "
                 "every kv head serves the same number of q heads"
             )
-        for field in ("dtype", "partial_dtype"):
-            value = getattr(self, field)
-            known = isinstance(value, str) and value in ITEM_BYTES
-            if not known and not (field == "partial_dtype" and value is None):
-                raise ValueError(f"{field} is {value!r}; choose one of {', '.join(ITEM_BYTES)}")
+        object.__setattr__(self, "dtype", _checked_dtype("dtype", self.dtype))
+        if self.partial_dtype is not None:
+            partial = _checked_dtype("partial_dtype", self.partial_dtype)
+            object.__setattr__(self, "partial_dtype", partial)
 
     @staticmethod
     def assumed() -> "AttentionShape":
@@ -85,3 +94,13 @@ class AttentionShape:
         size, larger = divmod(self.kv_heads, num_groups)
         sizes = [size + 1] * larger + [size] * (num_groups - larger)
         return tuple(HeadGroup(sum(sizes[:i]), n) for i, n in enumerate(sizes))
+
+
+def _checked_dtype(field: str, dtype: Any) -> str:
+    name = dtype_name(dtype)
+    if name is None:
+        raise ValueError(
+            f"{field} is {dtype!r}; choose one of {', '.join(ITEM_BYTES)}, or of torch's "
+            f"{', '.join(DTYPE_NAMES)}"
+        )
+    return name

@@ -1,6 +1,7 @@
 """ModelConfig: what a Transformer does per token outside attention."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from dyncp.blocks import AttentionShape, Direction
 from dyncp.cost.profile import Profile
@@ -56,7 +57,7 @@ class ModelConfig:
     def seconds_per_token(self, profile: Profile, direction: Direction) -> float:
         return self.flops_per_token(direction) / profile.dense
 
-    def attention_shape(self, dtype: str = "bf16") -> AttentionShape:
+    def attention_shape(self, dtype: str | Any = "bf16") -> AttentionShape:
         return AttentionShape(self.heads, self.kv_heads, self.head_dim, dtype)
 
 

@@ -46,43 +46,12 @@ MOST_PLANNERS = 4  # by default
 SCHEDULE_BATCHES = 1024  # whose budgets are compared one by one
 
 Budget = int | Callable[[int], int]
+Collate = Callable[[dict[str, Any], list[Any]], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class LoaderConfig:
-    """All have defaults; docs/dataloader.md explains them.
-
-    Batches: `tokens_per_batch` is the budget of one plan, all its ranks together (None: 8,192 per
-    rank); a function gets the number of batches so far and gives the budget of the next one.
-    `accumulation_steps` batches make one optimiser step. `shuffle` is by `seed` and epoch;
-    `sampler` gives indices, `batch_sampler` lists of indices instead. `lengths` (array, or name of
-    a column) spares reading samples to learn their lengths. Samples longer than `max_length`
-    (None: the budget) are handled by `too_long`: error, truncate, drop or split; `bad_samples` that
-    cannot be read or are no samples, and `empty_samples` without tokens: error or drop. What is
-    dropped is counted in the metrics. `drop_last` drops a last
-    batch or optimiser step that is not full. A batch is filled from the next samples of `window`
-    batches, and a round dealt to the replicas from the next `window` batches of each; 1 keeps the
-    order (None: 32 and 16, or 4 where samples have to be read to be dealt; 1 in evaluation).
-    An iteration goes on to the end of epoch `epochs - 1`
-    (None: without end), looking ahead from one epoch to the next. `evaluation`: no shuffle,
-    forward-only plans.
-
-    Plans: no rank gets more than `max_tokens_per_rank` tokens; local rows are padded to
-    `local_multiple`. `look_ahead` is the number of batches that are prepared before they are asked
-    for, and up to four times as many where that proves too few. `num_planners` processes plan, with
-    the same result (None: one for each batch that this rank plans ahead, at most 4 and its share of
-    the cores). A planner that gives no plan within `plan_timeout` seconds is replaced for that
-    batch by a static method; `store_timeout` bounds every answer of the store and of the other
-    ranks.
-    `plan_function` is called in place of `dyncp.plan_batch`: a function of a module that the
-    planning process can import, with the same arguments.
-
-    Data: `token_fields` names further fields and their token dimension, `sample_fields` those that
-    belong to whole samples; `sample_ids` adds every token's sample. `collate(local_data, samples)`
-    gives what is yielded instead of the local data. `num_workers` processes read samples ahead (0:
-    the loader's own threads). `pin_memory` (None: where CUDA is there).
-    Every `log_every` batches, rank 0 logs one line of metrics.
-    """
+    """Defaults of the options, and their checks. `DCPDataLoader` says what they mean."""
 
     tokens_per_batch: Budget | None = None
     accumulation_steps: int = 1
@@ -109,22 +78,16 @@ class LoaderConfig:
     token_fields: Mapping[str, int] = field(default_factory=dict)
     sample_fields: Sequence[str] = ()
     sample_ids: bool = False
-    collate: Callable[[dict[str, Any], list[Any]], Mapping[str, Any]] | None = None
+    collate: Collate | None = None
     num_workers: int = 0
     pin_memory: bool | None = None
     log_every: int | None = None
 
     @staticmethod
-    def of(options: Mapping[str, Any]) -> "LoaderConfig":
-        """The config of these keywords; unknown ones are refused with the list of all."""
-        known = [f.name for f in fields(LoaderConfig)]
-        unknown = [name for name in options if name not in known]
-        if unknown:
-            raise TypeError(
-                f"DCPDataLoader has no option {', '.join(unknown)}; allowed are model, group, "
-                f"mesh, virtual_ranks, topology, planner, cost, dtype, {', '.join(known)}"
-            )
-        return LoaderConfig(**options)
+    def of(arguments: Mapping[str, Any]) -> "LoaderConfig":
+        """From the arguments of DCPDataLoader, of which those that are options count."""
+        options = {field.name: arguments[field.name] for field in fields(LoaderConfig)}
+        return LoaderConfig(**options | {"token_fields": options["token_fields"] or {}})
 
     def __post_init__(self) -> None:
         for name, least in LEAST.items():

@@ -3,10 +3,11 @@
 import logging
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -16,6 +17,8 @@ from dyncp.dataloader.batching import Batching
 from dyncp.dataloader.cluster import cluster_of
 from dyncp.dataloader.config import (
     STORE_TIMEOUT,
+    Budget,
+    Collate,
     LoaderConfig,
     describe_schedule,
     whole_number,
@@ -54,34 +57,91 @@ class DCPDataLoader:
     for N ranks in this process, and yields whole Plans with the data of all ranks.
 
     `model` (an AttentionShape, a ModelConfig, a Transformers config, or a model that has one) tells
-    the planner what attention looks like; `dtype` is that of q and kv. `topology` and `cost` say
-    what plans are for; by default machines with devices like this process's, laid out by torchrun.
-    `options` are the fields of `LoaderConfig`: tokens_per_batch, accumulation_steps, shuffle, seed,
-    lengths, look_ahead, ...
+    the planner what attention looks like; `dtype` is that of q and kv, as a name ("bf16") or a
+    torch dtype. `topology` and `cost` say what plans are for; by default machines with devices like
+    this process's, laid out by torchrun. docs/dataloader.md has a table of the other options.
+
+    Batches: `tokens_per_batch` is the budget of one plan, all its ranks together (None: 8,192 per
+    rank); a function gets the number of batches so far and gives the budget of the next one.
+    `accumulation_steps` batches make one optimiser step. `shuffle` is by `seed` and epoch;
+    `sampler` gives indices, `batch_sampler` lists of indices instead. `lengths` (array, or name of
+    a column) spares reading samples to learn their lengths. Samples longer than `max_length`
+    (None: the budget) are handled by `too_long`: error, truncate, drop or split; `bad_samples` that
+    cannot be read or are no samples, and `empty_samples` without tokens: error or drop. What is
+    dropped is counted in the metrics. `drop_last` drops a last batch or optimiser step that is not
+    full. A batch is filled from the next samples of `window` batches, and a round dealt to the
+    replicas from the next `window` batches of each; 1 keeps the order (None: 32 and 16, or 4 where
+    samples have to be read to be dealt; 1 in evaluation). An iteration goes on to the end of epoch
+    `epochs - 1` (None: without end), looking ahead from one epoch to the next. `evaluation`: no
+    shuffle, forward-only plans.
+
+    Plans: no rank gets more than `max_tokens_per_rank` tokens; local rows are padded to
+    `local_multiple`. `look_ahead` is the number of batches that are prepared before they are asked
+    for, and up to four times as many where that proves too few. `num_planners` processes plan, with
+    the same result (None: one for each batch that this rank plans ahead, at most 4 and its share of
+    the cores). A planner that gives no plan within `plan_timeout` seconds is replaced for that
+    batch by a static method; `store_timeout` bounds every answer of the store and of the other
+    ranks. `plan_function` is called in place of `dyncp.plan_batch`: a function of a module that the
+    planning process can import, with the same arguments.
+
+    Data: `token_fields` names further fields and their token dimension, `sample_fields` those that
+    belong to whole samples; `sample_ids` adds every token's sample. `collate(local_data, samples)`
+    gives what is yielded instead of the local data. `num_workers` processes read samples ahead (0:
+    the loader's own threads). `pin_memory` (None: where CUDA is there). Every `log_every` batches,
+    rank 0 logs one line of metrics.
 
     Every process makes its loaders in the same order and with equal arguments. `close` (or leaving
     a `with` block, or the end of the process) ends the planning processes.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         dataset: Any,
         mask_fn: Any,
         *,
         model: Any = None,
-        dtype: str | None = None,
+        dtype: str | torch.dtype | None = None,
         group: Any = None,
         mesh: Any = None,
         virtual_ranks: int | None = None,
         topology: Topology | None = None,
         planner: PlannerConfig | None = None,
         cost: CostModel | None = None,
-        **options: Any,
+        tokens_per_batch: Budget | None = LoaderConfig.tokens_per_batch,
+        accumulation_steps: int = LoaderConfig.accumulation_steps,
+        shuffle: bool = LoaderConfig.shuffle,
+        seed: int = LoaderConfig.seed,
+        sampler: Iterable[int] | None = LoaderConfig.sampler,
+        batch_sampler: Iterable[Iterable[int]] | None = LoaderConfig.batch_sampler,
+        lengths: Any = LoaderConfig.lengths,
+        max_length: int | None = LoaderConfig.max_length,
+        too_long: str = LoaderConfig.too_long,
+        bad_samples: str = LoaderConfig.bad_samples,
+        empty_samples: str = LoaderConfig.empty_samples,
+        drop_last: bool = LoaderConfig.drop_last,
+        window: int | None = LoaderConfig.window,
+        epochs: int | None = LoaderConfig.epochs,
+        evaluation: bool = LoaderConfig.evaluation,
+        max_tokens_per_rank: int | None = LoaderConfig.max_tokens_per_rank,
+        local_multiple: int = LoaderConfig.local_multiple,
+        look_ahead: int = LoaderConfig.look_ahead,
+        num_planners: int | None = LoaderConfig.num_planners,
+        plan_timeout: float = LoaderConfig.plan_timeout,
+        store_timeout: float = LoaderConfig.store_timeout,
+        plan_function: Callable[..., Any] = LoaderConfig.plan_function,
+        token_fields: Mapping[str, int] | None = None,
+        sample_fields: Sequence[str] = LoaderConfig.sample_fields,
+        sample_ids: bool = LoaderConfig.sample_ids,
+        collate: Collate | None = LoaderConfig.collate,
+        num_workers: int = LoaderConfig.num_workers,
+        pin_memory: bool | None = LoaderConfig.pin_memory,
+        log_every: int | None = LoaderConfig.log_every,
     ) -> None:
+        arguments = locals()
         self.ranks = LoaderRanks.of(group, mesh, virtual_ranks)
         self._number, self._iterations = _next_number(self.ranks), 0
         with Handshake(self._open_store(STORE_TIMEOUT), self.ranks) as handshake:
-            self.config = LoaderConfig.of(options)
+            self.config = LoaderConfig.of(arguments)
             self.shape, sizes = shape_of(model, dtype)
             self.topology, cost = cluster_of(self.ranks, topology, cost, self.shape)
             planner = planner or PlannerConfig()

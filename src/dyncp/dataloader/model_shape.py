@@ -3,35 +3,32 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from dyncp.blocks import AttentionShape
+from dyncp.blocks import AttentionShape, dtype_name
 from dyncp.cost import ModelConfig, from_transformers_config
 
 logger = logging.getLogger(__name__)
 
-DTYPE_NAMES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
-
-def shape_of(model: Any, dtype: str | None = None) -> tuple[AttentionShape, ModelConfig | None]:
+def shape_of(model: Any, dtype: Any = None) -> tuple[AttentionShape, ModelConfig | None]:
     """The attention shape of `model`, and its sizes where they are known.
 
-    `dtype` is that of q and kv ("bf16", ...); by default what the model or its config says.
+    `dtype` is that of q and kv ("bf16", or torch's); by default what the model or its config says.
     """
-    if model is None:
-        return AttentionShape.assumed(), None
-    if isinstance(model, AttentionShape):
-        return (replace(model, dtype=dtype) if dtype else model), None
+    if model is None or isinstance(model, AttentionShape):
+        shape = AttentionShape.assumed() if model is None else model
+        return (replace(shape, dtype=dtype) if dtype else shape), None
     if isinstance(model, ModelConfig):
         return model.attention_shape(dtype or "bf16"), model
     config = getattr(model, "config", model)  # a Transformers model, or a config
-    chosen = dtype or _dtype_of(model) or _dtype_of(config) or "bf16"
+    entries = config.to_dict() if hasattr(config, "to_dict") else config
+    chosen = dtype or _dtype_of(model) or _dtype_of(config) or _dtype_of(entries) or "bf16"
     if hasattr(config, "attention_shape"):
         return config.attention_shape(chosen), None
-    if hasattr(config, "to_dict"):
-        config = config.to_dict()
-    if isinstance(config, Mapping):
-        sizes = from_transformers_config(config)
+    if isinstance(entries, Mapping):
+        sizes = from_transformers_config(entries)
         return sizes.attention_shape(chosen), sizes
     raise ValueError(
         f"model is {type(model).__name__}; allowed are an AttentionShape, a ModelConfig, a "
@@ -51,9 +48,8 @@ def tell_assumption(rank: int | None) -> None:
 
 def _dtype_of(model: Any) -> str | None:
     """The dtype that a model's weights or its config have, by our name."""
-    found = next((getattr(model, name, None) for name in ("dtype", "torch_dtype")), None)
-    if isinstance(model, Mapping):
-        found = model.get("dtype") or model.get("torch_dtype")
+    of = model.get if isinstance(model, Mapping) else partial(getattr, model)
+    found = of("dtype", None) or of("torch_dtype", None)
     if found is None and hasattr(model, "parameters"):
         found = next((weight.dtype for weight in model.parameters()), None)
-    return DTYPE_NAMES.get(str(found).removeprefix("torch."))
+    return dtype_name(found)

@@ -1,4 +1,4 @@
-"""What attention layers call: `DCPAttn.apply(step, q, kv)` and `attention(step, q, k, v)`."""
+"""What attention layers call: `attention(step, q, k, v)`, or `attention(step, q, kv)`."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -25,53 +25,58 @@ from dyncp.plan import DEFAULT_MASK
 SMALLEST_SCALE = 1e-30
 
 
-class DCPAttn:
-    """`out = DCPAttn.apply(step, q, kv)`: attention of one layer under the step's plan."""
-
-    @staticmethod
-    def apply(step: Step | DCPExecutor, q: Tensor, kv: Tensor) -> Tensor:
-        """q is [tokens, q_heads, head_dim], kv is [tokens, 2, kv_heads, head_dim], out is like q.
-
-        `step` is the handle of `executor.prepare(plan)`; the executor itself means its latest
-        handle."""
-        if not (isinstance(q, Tensor) and isinstance(kv, Tensor)):
-            _refuse_types(q=q, kv=kv)
-        if kv.ndim != 4 or kv.shape[1] != 2:
-            raise ValueError(
-                f"kv has shape {tuple(kv.shape)}; expected [tokens, 2, kv_heads, head_dim]"
-            )
-        return _call(step, (q, kv), CallOptions(DEFAULT_MASK, _default_scale(q)), None)
-
-
 def attention(
     step: Step | DCPExecutor,
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None = None,
     *,
     mask: str = DEFAULT_MASK,
     scale: float | None = None,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one layer. q: [tokens, q_heads, head_dim]; k, v: [tokens, kv_heads, head_dim].
+    """Attention of one layer: `attention(step, q, k, v)`, or `attention(step, q, kv)`.
 
+    q and the result are [tokens, q_heads, head_dim]; k and v are [tokens, kv_heads, head_dim], or
+    packed as one tensor [tokens, 2, kv_heads, head_dim], whose gradient is then packed, too.
+
+    `step` is the handle of `executor.prepare(plan)`; the executor itself means its latest handle.
     `mask` names one of the plan's masks; `scale` multiplies the scores (default head_dim ** -0.5;
     any finite number); `sink` [q_heads] are logits that take part in each row's softmax without a
     value.
     """
+    inputs = _checked_kv(q, k) if v is None else _checked_qkv(q, k, v)
     instance_of("mask", mask, str, "the name of one of the plan's masks")
-    if not all(isinstance(x, Tensor) for x in (q, k, v)):
-        _refuse_types(q=q, k=k, v=v)
     if scale is None:
-        scale = _default_scale(q)
-    else:
-        q, scale = _with_positive_scale(q, _checked_scale(scale))
-    return _call(step, (q, k, v), CallOptions(mask, scale), sink)
+        return _call(step, inputs, CallOptions(mask, _default_scale(q)), sink)
+    q, scale = _with_positive_scale(q, _checked_scale(scale))
+    return _call(step, (q, *inputs[1:]), CallOptions(mask, scale), sink)
 
 
-def _refuse_types(**tensors: Tensor) -> None:
-    for name, tensor in tensors.items():
+class DCPAttn:
+    """`DCPAttn.apply(step, q, kv)` is an alias of `attention(step, q, kv)`."""
+
+    @staticmethod
+    def apply(step: Step | DCPExecutor, q: Tensor, kv: Tensor) -> Tensor:
+        """See `attention`."""
+        return attention(step, q, kv)
+
+
+def _checked_kv(q: Tensor, kv: Tensor) -> tuple[Tensor, ...]:
+    for name, tensor in (("q", q), ("kv", kv)):
         instance_of(name, tensor, Tensor, "a torch tensor")
+    if kv.ndim != 4 or kv.shape[1] != 2:
+        raise ValueError(
+            f"kv has shape {tuple(kv.shape)}; expected [tokens, 2, kv_heads, head_dim], or k and v "
+            "as two tensors"
+        )
+    return q, kv
+
+
+def _checked_qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        instance_of(name, tensor, Tensor, "a torch tensor")
+    return q, k, v
 
 
 def _default_scale(q: Tensor) -> float:

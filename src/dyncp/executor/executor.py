@@ -1,5 +1,6 @@
 """DCPExecutor: makes plans ready to run on a group of ranks."""
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -19,12 +20,16 @@ from dyncp.kernels import Kernel, RowOps, choose_kernel, choose_row_ops
 from dyncp.plan import AttentionShape, Memory, Plan, RankPlan
 from dyncp.transport import Distributed, InProcess, Transport
 
+logger = logging.getLogger(__name__)
+
 
 class DCPExecutor:
     """Runs plans on the ranks of `group` (ProcessGroup or one-dimensional DeviceMesh).
 
     Without a group it takes the world, or one rank where torch.distributed is not initialised.
-    `virtual_ranks=N` drives N ranks in this process instead. `timeout` bounds every wait, seconds.
+    `virtual_ranks=N` drives N ranks in this process instead. `device` is where q, k and v are: by
+    default this process's current GPU where the group has NCCL (or the mesh is one of GPUs), and
+    the CPU everywhere else; the log says which. `timeout` bounds every wait, seconds.
     `deterministic` asks for a kernel that gives the same bits every time. `row_ops` replaces what
     moves and merges rows, which is otherwise chosen by device. `graphs` says whether what a plan
     launches between two communication points is captured and replayed as one CUDA graph: "auto"
@@ -38,7 +43,7 @@ class DCPExecutor:
         kernel: str | Kernel = "auto",
         transport: Transport | None = None,
         virtual_ranks: int | None = None,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
         deterministic: bool = True,
         timeout: float = 600.0,
         row_ops: RowOps | None = None,
@@ -50,6 +55,9 @@ class DCPExecutor:
             raise ValueError(f"timeout is {timeout}; seconds above 0 are needed")
         if transport is not None and not hasattr(transport, "agree"):
             raise ValueError(f"transport is {type(transport).__name__}; expected a Transport")
+        if device is None:
+            with_processes = transport is None and virtual_ranks is None and dist.is_initialized()
+            device = _default_device(group, with_processes=with_processes)
         self.device = _with_index(device)
         self.kernel = choose_kernel(kernel, self.device, deterministic)
         self.transport = transport or _transport(group, virtual_ranks, timeout, self.device)
@@ -189,6 +197,22 @@ class DCPExecutor:
             batches = len({word[:16] for word in plans})
             what = "different batches" if batches > 1 else "different plans of the same batch"
             raise ValueError(f"ranks hold {what}: {held}")
+
+
+def _default_device(group: Any, *, with_processes: bool) -> str:
+    """CUDA for processes that talk over NCCL. Inputs would tell, but kernel, groups and memory are
+    chosen before the first call."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    device, reason = "cpu", "the ranks are not processes"
+    if with_processes and hasattr(group, "get_group"):
+        device, reason = group.device_type, "the DeviceMesh has this type"
+    elif with_processes and (group is None or isinstance(group, dist.ProcessGroup)):
+        has_nccl = "cuda:nccl" in dist.get_backend_config(group)
+        device = "cuda" if has_nccl else "cpu"
+        reason = f"the process group has {'NCCL' if has_nccl else 'no NCCL'}"
+    logger.info("device %r: %s; pass device= for another", device, reason)
+    return device
 
 
 def _with_index(device: torch.device | str) -> torch.device:

@@ -66,7 +66,7 @@ class CallLog:
 _UNCERTAIN = (
     "attention was called through the executor during backward (activation checkpointing), and "
     "which plan its forward had is not certain; pass the handle of prepare() to the layers: "
-    "DCPAttn.apply(step, q, kv)"
+    "attention(step, q, k, v)"
 )
 
 

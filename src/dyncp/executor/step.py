@@ -16,6 +16,7 @@ from dyncp.executor.lowering import LoweredProgram, lower_program
 from dyncp.executor.streams import Arrival
 from dyncp.kernels import Dtypes, IndexArrays
 from dyncp.plan import (
+    DTYPE_NAMES,
     AttentionShape,
     Direction,
     Memory,
@@ -25,12 +26,7 @@ from dyncp.plan import (
 )
 from dyncp.transport import Transport
 
-DTYPES = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-}
+DTYPES: dict[torch.dtype, str] = {getattr(torch, x): name for x, name in DTYPE_NAMES.items()}
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 
@@ -199,7 +195,10 @@ class Step:
                 f"{self.num_rows} local rows"
             )
         if q.device != self.device:
-            raise ValueError(f"q is on {q.device}; this step was prepared for {self.device}")
+            raise ValueError(
+                f"q is on {q.device}; this step was prepared for {self.device}: move q, k and v "
+                f"there, or make the executor with device={str(q.device)!r}"
+            )
         planned, shape = self.plan.shape, self.shape_of(q, k)
         if planned.exact and shape != planned:
             raise ValueError(

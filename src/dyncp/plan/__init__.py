@@ -1,6 +1,14 @@
 """Fifth stage: per-rank plans, their binary form, and the way back from ranks to samples."""
 
-from dyncp.blocks import DEFAULT_MASK, ITEM_BYTES, AttentionShape, Direction, HeadGroup, Payload
+from dyncp.blocks import (
+    DEFAULT_MASK,
+    DTYPE_NAMES,
+    ITEM_BYTES,
+    AttentionShape,
+    Direction,
+    HeadGroup,
+    Payload,
+)
 from dyncp.masks import Mask
 from dyncp.plan.codec import PlanDecodeError, decode_part, encode_part
 from dyncp.plan.contributions import Contributions, KernelStyle, find_contributions, sends_wide
@@ -29,6 +37,7 @@ from dyncp.plan.sample import causal_rows, sample_plan, sample_ring
 
 __all__ = [
     "DEFAULT_MASK",
+    "DTYPE_NAMES",
     "INPUT_SPACE",
     "ITEM_BYTES",
     "RESULT_SPACE",

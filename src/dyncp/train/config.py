@@ -1,6 +1,7 @@
 """What to train and how, checked when it is built. Needs no torch."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from dyncp import masks
 from dyncp.blocks import AttentionShape
@@ -24,7 +25,7 @@ class DecoderConfig:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
 
-    def attention_shape(self, dtype: str = "fp32") -> AttentionShape:
+    def attention_shape(self, dtype: str | Any = "fp32") -> AttentionShape:
         """The shape of its attention layers, for the planner."""
         return AttentionShape(self.q_heads, self.kv_heads, self.head_dim, dtype)
 

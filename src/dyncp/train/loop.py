@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dyncp import masks
 from dyncp.dataloader import DCPDataLoader
-from dyncp.executor import DCPAttn, DCPExecutor
+from dyncp.executor import DCPExecutor, attention
 from dyncp.kernels import choose_kernel
 from dyncp.placement import DEFAULT_TOLERANCES, Limits
 from dyncp.plan import Plan, RankPlan
@@ -101,7 +101,7 @@ def train_on_ranks(
         executor.warm_up(config.decoder.attention_shape())
 
     def attend_for(_: LocalData, plan: Plan | RankPlan) -> Attend:
-        return partial(DCPAttn.apply, executor.prepare(plan))
+        return partial(attention, executor.prepare(plan))
 
     loader = _loader(config, corpus, virtual_ranks)
     return _train(config, loader, attend_for, lambda: executor.transport.bytes_sent)

@@ -4,7 +4,7 @@ A rank holds some tokens of some documents. All layers but attention treat every
 they need not know. Attention is a callable, `attend(q, kv) -> out`:
 
     step = executor.prepare(plan)
-    logits = decoder(local_data, partial(DCPAttn.apply, step))
+    logits = decoder(local_data, partial(attention, step))
 
 RoPE takes the positions from the data, because a token's row on this rank is not its position.
 """
