@@ -1,8 +1,8 @@
 """Machines out of network namespaces, with links of a chosen rate. Needs root.
 
-Every rank has a namespace with two interfaces: `inside` leads to the ranks of its machine, `between`
-to all others, over a link that it shares with its machine. Bridges and all other ends are in one
-more namespace, the hub:
+Every rank has a namespace with two interfaces: `inside` leads to the ranks of its machine,
+`between` to all others, over a link that it shares with its machine. Bridges and all other ends are
+in one more namespace, the hub:
 
     rank 0 ─ inside ══╗                  machine 0                       machine 1
     rank 1 ─ inside ══╩ bridge
@@ -17,11 +17,9 @@ packets through at once. Queues are long enough that nothing is dropped.
 import os
 import subprocess
 from dataclasses import dataclass
-from typing import Any
 
-MBIT = 125_000  # bytes per second
 # Bytes of a packet before it is cut into frames, and what a token bucket lets through at once.
-PACKET, BURST = 16_384, 20_000
+PACKET, BURST = 8_192, 10_000
 QUEUE = 64 << 20
 # Bytes that a connection may have on its way: more would only wait in queues, in front of others'.
 IN_FLIGHT = 131_072
@@ -112,7 +110,17 @@ class Namespaces:
         for side in ("inside", "between"):
             ends = (name, side), (self._hub, f"{side[0]}{rank}")
             _connect(*ends)
-            _run("ip", "-n", self._hub, "link", "set", "dev", ends[1][1], "master", f"{side}{machine}")
+            _run(
+                "ip",
+                "-n",
+                self._hub,
+                "link",
+                "set",
+                "dev",
+                ends[1][1],
+                "master",
+                f"{side}{machine}",
+            )
             if side == "inside":
                 for end in ends:
                     _shape(*end, self.rates.inside)
@@ -137,9 +145,8 @@ def _shape(space: str, end: str, rate: int) -> None:
 
 
 def _run(*command: str) -> None:
-    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 30, "check": False}
     try:
-        done = subprocess.run(command, **options)
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NotAllowedError(f"{command[0]}: {error}") from error
     if done.returncode:

@@ -37,7 +37,7 @@ class Predicted:
         return sum(times.seconds for times in self.times)
 
 
-def make_profile(topology: Topology, flops: float, call_seconds: float) -> Profile:
+def make_profile(topology: Topology, flops: float) -> Profile:
     """Computation at `flops` per second in both directions, row work for nothing."""
     return Profile(
         name=topology.name,
@@ -45,7 +45,7 @@ def make_profile(topology: Topology, flops: float, call_seconds: float) -> Profi
         attention_backward=flops,
         dense=flops,
         copy=1e18,
-        call_seconds=call_seconds,
+        call_seconds=0.0,
         kernel_tile=32,
         ranks_per_machine=topology.ranks_per_machine,
         intra=topology.intra,
@@ -98,9 +98,7 @@ def _dynamic(task: Task, name: str, placed: Placed) -> Iterator[tuple[str, Candi
         yield f"timed from {name}", search_divisions(task, improved).candidate
 
 
-def _predict(
-    name: str, static: bool, plan: Plan, topology: Topology, cost: CostModel
-) -> Predicted:
+def _predict(name: str, static: bool, plan: Plan, topology: Topology, cost: CostModel) -> Predicted:
     forward, backward = simulate_plan(plan, topology, cost).attention[DEFAULT_MASK]
     assert backward is not None
     return Predicted(name, static, plan, (forward, backward))

@@ -26,7 +26,7 @@ from dyncp.transport.grouped_channel import GroupedChannel
 
 PORT = 29_500
 TIMEOUT = 60.0  # seconds of any wait
-SOON = 0.005  # seconds until all ranks start together
+SOON = 0.02  # seconds until all ranks start together
 
 
 class WaitingKernel:
