@@ -37,44 +37,43 @@ CASES = (
     "4:single:causal:0",
 )
 RANKS_PER_MACHINE = 2
-TOKENS = {2: 8192, 4: 12_288}  # of a batch, by machines
+TOKENS = {2: 8192, 4: 10_240}  # of a batch, by machines
 RATES = Rates(inside=400, between=100)
 # Computation takes about as long as messages: attention of 8 heads in FLOP/s.
 FLOPS = 100e9
-SIZES = (1 << 10, 512 << 10, 2 << 20)  # of messages that links are measured with
-SENT = 8  # times each
+PAYLOAD = 1448 / 1514  # share of the rate that is no headers
+# Messages that links are measured with, in bytes, and how often.
+LARGE = (512 << 10, 2 << 20)
+SENT = 8
 
 
 def measure_links(ranks: Ranks, machines: int) -> Topology:
-    """What messages take while all ranks send to their neighbours on the machine, and to their
-    counterparts on the next one."""
+    """Links as they are shaped, with the latency of small messages."""
+    num_ranks = machines * RANKS_PER_MACHINE
     inside, between = (
-        _measure_link(ranks, num_ranks=machines * RANKS_PER_MACHINE, distance=distance)
-        for distance in (1, RANKS_PER_MACHINE)
+        _make_link(ranks, num_ranks, name, target, getattr(RATES, name))
+        for name, target in (("inside", 1), ("between", num_ranks - 1))
     )
-    whole = Link(between.latency, between.bandwidth * RANKS_PER_MACHINE)
     return Topology(
-        machines, RANKS_PER_MACHINE, inside, whole, nics=1, ordered_phases=False, name="shaped"
+        machines, RANKS_PER_MACHINE, inside, between, nics=1, ordered_phases=False, name="shaped"
     )
 
 
-def _measure_link(ranks: Ranks, num_ranks: int, distance: int) -> Link:
-    """Latency of small messages, and the bandwidth that large ones of two sizes differ by."""
-    small, large, larger = (_send(ranks, num_ranks, distance, size) for size in SIZES)
-    return Link(small, (SIZES[2] - SIZES[1]) / (larger - large))
+def _make_link(ranks: Ranks, num_ranks: int, name: str, target: int, rate: int) -> Link:
+    """From what messages of rank 0 take, at best."""
 
+    def seconds(size: int) -> float:
+        command = {"do": "send", "messages": [(0, target, size)], "repeats": SENT}
+        return min(map(max, zip(*ranks.ask([command] * num_ranks), strict=True)))
 
-def _send(ranks: Ranks, num_ranks: int, distance: int, size: int) -> float:
-    """Seconds until all have a message of this size, at best."""
-
-    def target(rank: int) -> int:
-        inside = distance < RANKS_PER_MACHINE
-        return rank ^ 1 if inside else (rank + distance) % num_ranks
-
-    messages = [(rank, target(rank), size) for rank in range(num_ranks)]
-    command = {"do": "send", "messages": messages, "repeats": SENT}
-    answers = ranks.ask([command] * num_ranks)
-    return min(map(max, zip(*answers, strict=True)))
+    link = Link(seconds(1), PAYLOAD * rate * 1e6 / 8)
+    measured = (LARGE[1] - LARGE[0]) / (seconds(LARGE[1]) - seconds(LARGE[0]))
+    print(
+        f"{name} machines: {link.bandwidth / 1e6:.2f} MB/s ({measured / 1e6:.2f} measured), "
+        f"{1e3 * link.latency:.1f} ms",
+        flush=True,
+    )
+    return link
 
 
 def run_plan(ranks: Ranks, predicted: Predicted, repeats: int, folder: Path) -> tuple[float, float]:
@@ -130,11 +129,6 @@ def run_network(machines: int, cases: Sequence[Case], repeats: int) -> Iterator[
     """All cases on this many machines."""
     with Namespaces(machines, RANKS_PER_MACHINE, RATES) as net, Ranks(net) as ranks:
         topology = measure_links(ranks, machines)
-        for name, link in (("inside", topology.intra), ("between", topology.inter)):
-            print(
-                f"{machines} × {RANKS_PER_MACHINE}, {name} machines: {link.bandwidth / 1e6:.1f} "
-                f"MB/s, {1e3 * link.latency:.2f} ms; shaped to {getattr(RATES, name) / 8:.1f} MB/s"
-            )
         profile = make_profile(topology, FLOPS)
         for case in cases:
             yield from run_case(ranks, case, topology, profile, repeats)

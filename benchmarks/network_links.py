@@ -10,19 +10,24 @@ in one more namespace, the hub:
     rank 1 ─ between ─╨ bridge ══ bridge of all machines ══ bridge ─╥─ between ─ rank 2
                                                                     ╙─ between ─ rank 3
 
-Double lines are shaped at both ends, each way on its own: a token bucket (tbf) that lets a few
-packets through at once. Queues are long enough that nothing is dropped.
+Double lines are shaped at both ends, each way on its own, by a token bucket (htb). Small packets
+(acknowledgements, and gloo's notes that a receiver is there) overtake data: behind the data of
+others they would come tens of milliseconds late, and slow down whoever sends both ways. Queues are
+long enough that nothing is dropped.
 """
 
 import os
 import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 
 # Bytes of a packet before it is cut into frames, and what a token bucket lets through at once.
 PACKET, BURST = 8_192, 10_000
 QUEUE = 64 << 20
+NAMESPACES = Path("/run/netns")
+SMALL = 256  # a power of two: shorter packets go first
 # Bytes that a connection may have on its way: more would only wait in queues, in front of others'.
-IN_FLIGHT = 131_072
+IN_FLIGHT = 32_768
 SETTINGS = {
     "net.ipv4.tcp_congestion_control": "reno",
     "net.ipv4.tcp_slow_start_after_idle": "0",
@@ -59,6 +64,7 @@ class Namespaces:
         return f"10.77.{rank // 200}.{rank % 200 + 1}"
 
     def __enter__(self) -> "Namespaces":
+        _remove_left_over()
         try:
             self._build()
         except BaseException:
@@ -68,7 +74,7 @@ class Namespaces:
 
     def __exit__(self, *_: object) -> None:
         for name in reversed(self._made):
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+            _delete(name)
         self._made.clear()
 
     @property
@@ -131,6 +137,19 @@ class Namespaces:
             _run("ip", "-n", name, "route", "add", to, "dev", "inside", "src", own)
 
 
+def _delete(namespace: str) -> None:
+    command = ["ip", "netns", "delete", namespace]
+    subprocess.run(command, check=False, capture_output=True, timeout=30)
+
+
+def _remove_left_over() -> None:
+    """Namespaces of processes that were killed before they could remove them."""
+    for path in NAMESPACES.glob("dyncp*-*"):
+        process = path.name.removeprefix("dyncp").partition("-")[0]
+        if process.isdigit() and not Path(f"/proc/{process}").exists():
+            _delete(path.name)
+
+
 def _connect(one: tuple[str, str], other: tuple[str, str]) -> None:
     """A cable between two interfaces, each a namespace and a name."""
     peer = ["type", "veth", "peer", "name", other[1], "netns", other[0]]
@@ -140,8 +159,19 @@ def _connect(one: tuple[str, str], other: tuple[str, str]) -> None:
 
 
 def _shape(space: str, end: str, rate: int) -> None:
-    bucket = ["rate", f"{rate}mbit", "burst", f"{BURST}b", "limit", f"{QUEUE}b"]
-    _run("tc", "-n", space, "qdisc", "add", "dev", end, "root", "tbf", *bucket)
+    """All packets share the rate; small ones go first."""
+    tc = ["tc", "-n", space]
+    where = ["dev", end, "parent"]
+    bucket = ["htb", "rate", f"{rate}mbit", "burst", f"{BURST}b", "cburst", f"{BURST}b"]
+    share = ["htb", "rate", f"{rate // 2}mbit", "ceil", *bucket[2:], "quantum", f"{PACKET}"]
+    _run(*tc, "qdisc", "add", "dev", end, "root", "handle", "1:", "htb", "default", "3")
+    _run(*tc, "class", "add", *where, "1:", "classid", "1:1", *bucket)
+    for number, prio in ((2, 0), (3, 1)):
+        own = f"1:{number}"
+        _run(*tc, "class", "add", *where, "1:1", "classid", own, *share, "prio", str(prio))
+        _run(*tc, "qdisc", "add", *where, own, "pfifo", "limit", str(QUEUE // PACKET))
+    small = ["match", "u16", "0", hex(0x10000 - SMALL), "at", "2"]  # the length of an IP packet
+    _run(*tc, "filter", "add", *where, "1:", "protocol", "ip", "u32", *small, "flowid", "1:2")
 
 
 def _run(*command: str) -> None:

@@ -20,7 +20,7 @@ from dyncp.topology import Topology
 
 AUTO = "auto"
 # Static plans that take so many times longer than the fastest are left out.
-MUCH_SLOWER = 2.5
+MUCH_SLOWER = 2.0
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,6 +27,18 @@ from dyncp.transport.grouped_channel import GroupedChannel
 PORT = 29_500
 TIMEOUT = 60.0  # seconds of any wait
 SOON = 0.02  # seconds until all ranks start together
+AT_ONCE = 5e-4  # seconds that waiting for messages takes that are there
+
+
+class Device:
+    """Computes beside its host: `ready` is when it has done all it was given so far and has all
+    messages that it was told to wait for."""
+
+    ready = 0.0
+
+    def compute(self, seconds: float) -> None:
+        self.ready += seconds
+        sleep_until(self.ready)
 
 
 class WaitingKernel:
@@ -34,14 +46,15 @@ class WaitingKernel:
 
     name, merges, collects = "waiting", True, False
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device) -> None:
         self.seconds: list[float] = []
+        self._device = device
 
     def lower(self, *_: Any, **__: Any) -> None:
         pass
 
     def attend(self, *_: Any) -> None:
-        sleep_until(time.monotonic() + self.seconds.pop(0))
+        self._device.compute(self.seconds.pop(0))
 
     attend_backward = attend
 
@@ -54,11 +67,13 @@ class NoRowOps:
 
 
 class TimedTransport(Distributed):
-    """Notes when phases are launched, waited for and there: (what, phase, when)."""
+    """Notes when phases are launched, waited for and there: (what, phase, when). The device waits
+    for those that are not there yet."""
 
-    def __init__(self, ranks_per_machine: int) -> None:
+    def __init__(self, ranks_per_machine: int, device: Device) -> None:
         super().__init__(timeout=TIMEOUT, ranks_per_machine=ranks_per_machine)
         self.noted: list[tuple[str, int, float]] = []
+        self.device = device
 
     def note(self, what: str, phase: int) -> None:
         self.noted.append((what, phase, time.monotonic()))
@@ -83,8 +98,12 @@ class TimedChannel(GroupedChannel):
 
     def wait(self, phase: int) -> None:
         self._transport.note("reach", phase)
+        reached = time.monotonic()
         super().wait(phase)
         self._transport.note("arrive", phase)
+        arrived = time.monotonic()
+        if arrived > reached + AT_ONCE:
+            self._transport.device.ready = max(self._transport.device.ready, arrived)
 
 
 def sleep_until(when: float) -> None:
@@ -96,8 +115,9 @@ def sleep_until(when: float) -> None:
 class Rank:
     def __init__(self, rank: int, num_ranks: int, ranks_per_machine: int) -> None:
         self.rank, self.num_ranks = rank, num_ranks
-        self._transport = TimedTransport(ranks_per_machine)
-        self._kernel = WaitingKernel()
+        self._device = Device()
+        self._transport = TimedTransport(ranks_per_machine, self._device)
+        self._kernel = WaitingKernel(self._device)
         self._executor = DCPExecutor(
             transport=self._transport, kernel=self._kernel, row_ops=NoRowOps()
         )
@@ -149,7 +169,7 @@ class Rank:
 
     def _time(self, call: Any) -> dict[str, Any]:
         start = self._common_start()
-        self._transport.noted = []
+        self._transport.noted, self._device.ready = [], start
         sleep_until(start)
         call()
         seconds = time.monotonic() - start
