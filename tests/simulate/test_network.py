@@ -171,6 +171,18 @@ def test_messages_between_two_ranks_travel_one_after_the_other() -> None:
     assert times.messages["arrival"].tolist() == [1 + 5, 1 + 6]
 
 
+def test_a_sender_hears_of_its_receiver_behind_what_comes_from_there() -> None:
+    """Rank 1 sends for 10 seconds, and launches the receive of phase 1 at second 3."""
+    programs = [
+        [(LAUNCH, 0, 0.0), (LAUNCH, 1, 0.0), (WAIT, 0, 0.0)],
+        [(LAUNCH, 0, 0.0), (COMPUTE, 0, 3.0), (LAUNCH, 1, 0.0), (WAIT, 1, 0.0)],
+    ]
+    messages = [(0, 1, 0, 100.0), (1, 0, 1, 10.0)]
+    times = run_by_hand(programs, messages, unordered(1, 2))
+    assert times.messages["send"].tolist() == [0.5, 0.5 + 10 + 0.5]
+    assert times.messages["arrival"].tolist() == [1 + 10, 1 + 10 + 1 + 0.5]
+
+
 @given(exchanges(), st.sampled_from([1, 2, 4]))
 @settings(max_examples=60, deadline=None)
 def test_ports_that_are_shared_carry_what_they_can(

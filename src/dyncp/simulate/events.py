@@ -71,12 +71,11 @@ def _begin_phases(
     events: Records,
     r: int,
     time: float,
-    ordered: bool,
 ) -> None:
-    """Lets rank r's launched phases travel: ordered ones one after the other."""
+    """Lets rank r's launched phases travel, one after the other."""
     for border in range(2):
         while queues[r, border, 0] < ranks[r].launched:
-            if ordered and queues[r, border, 1] > 0:
+            if queues[r, border, 1] > 0:
                 break
             cell = cells[r, cells[r, queues[r, border, 0]].queued]
             queues[r, border, 0] += 1
@@ -107,7 +106,7 @@ def _wait_at(port: Record, number: int, m: int, messages: Records, events: Recor
 
 
 @inner
-def _computed(
+def computed(
     steps: Records,
     ranks: Records,
     cells: Records,
@@ -199,37 +198,15 @@ def _next_at_port(
 
 
 @inner
-def happen(
-    steps: Records,
-    ranks: Records,
-    cells: Records,
-    messages: Records,
-    touching: Int64,
-    events: Records,
-    queues: Int64,
-    time: float,
-    key: int,
-    ordered: bool,
+def arrive(
+    steps: Records, ranks: Records, cells: Records, events: Records, message: Record
 ) -> None:
-    """What is no matter of ports: a rank has computed or launched, or a message is there."""
-    kind, number = key // KIND, key % KIND
-    if kind == COMPUTED:
-        _computed(steps, ranks, cells, events, number, time)
-    elif kind == LAUNCHED:
-        r, phase = number // cells.shape[1], number % cells.shape[1]
-        cells[r, ranks[r].launched].queued = phase
-        ranks[r].launched += 1
-        _begin_phases(ranks, queues, cells, messages, touching, events, r, time, ordered)
-    else:
-        message = messages[number]
-        cell = cells[message.target, message.phase]
-        cell.incoming -= 1
-        cell.arrived = time
-        if cell.incoming == 0:
-            advance(steps, ranks, cells, events, message.target)
-        for r in (message.source, message.target):
-            queues[r, message.border, 1] -= 1
-            _begin_phases(ranks, queues, cells, messages, touching, events, r, time, ordered)
+    """A message is there: its rank goes on if nothing else of the phase is missing."""
+    cell = cells[message.target, message.phase]
+    cell.incoming -= 1
+    cell.arrived = message.arrival
+    if cell.incoming == 0:
+        advance(steps, ranks, cells, events, message.target)
 
 
 @compiled
@@ -254,5 +231,16 @@ def run_events(
             _travel(steps, ranks, messages, routes, ports, events, number, time)
         elif kind == PORT_FREE:
             _next_at_port(steps, ranks, messages, routes, ports, events, number, time)
+        elif kind == COMPUTED:
+            computed(steps, ranks, cells, events, number, time)
+        elif kind == LAUNCHED:
+            r, phase = number // cells.shape[1], number % cells.shape[1]
+            cells[r, ranks[r].launched].queued = phase
+            ranks[r].launched += 1
+            _begin_phases(ranks, queues, cells, messages, touching, events, r, time)
         else:
-            happen(steps, ranks, cells, messages, touching, events, queues, time, key, True)
+            message = messages[number]
+            arrive(steps, ranks, cells, events, message)
+            for r in (message.source, message.target):
+                queues[r, message.border, 1] -= 1
+                _begin_phases(ranks, queues, cells, messages, touching, events, r, time)
