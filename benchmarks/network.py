@@ -150,7 +150,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.5, help="of runs of a plan")
     options = parser.parse_args()
     cases = [parse_case(text) for text in options.cases.split(",")]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # removes namespaces
     outcomes: list[Outcome] = []
     try:
         for machines, own in groupby(cases, key=lambda case: case[0]):
@@ -163,4 +162,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # removes namespaces
     main()
