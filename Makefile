@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= 2
 
-.PHONY: demo test lint format bench bench-planner bench-loader bench-fill bench-gpu drawn soak clean
+.PHONY: demo test lint format bench bench-planner bench-loader bench-fill bench-gpu bench-network drawn soak clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -46,6 +46,9 @@ bench-planner: $(READY)
 
 bench-loader: $(READY)  ## step time with and without look-ahead
 	$(BIN)/python -m benchmarks.loader
+
+bench-network: $(READY)  ## predicted and measured time of plans over shaped links; needs root
+	$(BIN)/python -m benchmarks.network
 
 bench-gpu: $(READY)  ## kernels, plans of 32 virtual ranks, layers and 50 batches on one GPU
 	$(BIN)/dyncp bench kernels

@@ -1,5 +1,6 @@
 """Messages written by hand take the seconds that one can work out on paper."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulate_cases import Message, exchange, run_by_hand, simple_topology
 
+from dyncp.arrays import Int64
 from dyncp.plan import Op
-from dyncp.simulate.network import nic_of
+from dyncp.simulate.network import nic_of, routes
 from dyncp.topology import Link, Topology
 
 LAUNCH, WAIT, COMPUTE = Op.LAUNCH, Op.WAIT, Op.COMPUTE
@@ -136,6 +138,71 @@ def test_ordered_phases_travel_one_after_the_other(ordered: bool, seconds: float
     times = run_by_hand(programs, [(0, 0, 1, 50.0), (1, 0, 2, 10.0)], topology)
     assert times.rank_seconds[1] == 5 + 1 + 5
     assert times.rank_seconds[2] == seconds
+
+
+def unordered(machines: int, ranks: int, nics: int = 1) -> Topology:
+    return replace(simple_topology(machines, ranks, nics), ordered_phases=False)
+
+
+def test_messages_of_unordered_phases_share_a_port_evenly() -> None:
+    messages = [(0, 0, 1, 50.0), (1, 0, 2, 10.0)]
+    programs = [
+        [(LAUNCH, 0, 0.0), (LAUNCH, 1, 0.0)],
+        [(LAUNCH, 0, 0.0), (WAIT, 0, 0.0)],
+        [(LAUNCH, 1, 0.0), (WAIT, 1, 0.0)],
+    ]
+    times = run_by_hand(programs, messages, unordered(1, 3))
+    assert times.messages["arrival"].tolist() == pytest.approx([1 + 6, 1 + 2])
+
+
+def test_shares_that_others_cannot_use_are_given_away() -> None:
+    """Ranks 0, 1 and 3 send to rank 2, which gives each a third; rank 0 has the rest for rank 4."""
+    messages = [(0, 0, 2, 20.0), (0, 1, 2, 20.0), (0, 3, 2, 20.0), (0, 0, 4, 40.0)]
+    times = exchange(5, messages, unordered(1, 5))
+    assert times.messages["arrival"].tolist() == pytest.approx([1 + 6, 1 + 6, 1 + 6, 1 + 6])
+
+
+def test_messages_between_two_ranks_travel_one_after_the_other() -> None:
+    programs = [
+        [(LAUNCH, 0, 0.0), (LAUNCH, 1, 0.0)],
+        [(LAUNCH, 0, 0.0), (LAUNCH, 1, 0.0), (WAIT, 1, 0.0)],
+    ]
+    times = run_by_hand(programs, [(0, 0, 1, 50.0), (1, 0, 1, 10.0)], unordered(1, 2))
+    assert times.messages["arrival"].tolist() == [1 + 5, 1 + 6]
+
+
+def test_a_sender_hears_of_its_receiver_behind_what_comes_from_there() -> None:
+    """Rank 1 sends for 10 seconds, and launches the receive of phase 1 at second 3."""
+    programs = [
+        [(LAUNCH, 0, 0.0), (LAUNCH, 1, 0.0), (WAIT, 0, 0.0)],
+        [(LAUNCH, 0, 0.0), (COMPUTE, 0, 3.0), (LAUNCH, 1, 0.0), (WAIT, 1, 0.0)],
+    ]
+    messages = [(0, 1, 0, 100.0), (1, 0, 1, 10.0)]
+    times = run_by_hand(programs, messages, unordered(1, 2))
+    assert times.messages["send"].tolist() == [0.5, 0.5 + 10 + 0.5]
+    assert times.messages["arrival"].tolist() == [1 + 10, 1 + 10 + 1 + 0.5]
+
+
+@given(exchanges(), st.sampled_from([1, 2, 4]))
+@settings(max_examples=60, deadline=None)
+def test_ports_that_are_shared_carry_what_they_can(
+    case: tuple[int, int, list[Message]], nics: int
+) -> None:
+    """Never more than their bandwidth, and some port that a message uses is always busy."""
+    machines, ranks, messages = case
+    topology = unordered(machines, ranks, nics).scaled(latency=0.0)
+    times = exchange(machines * ranks, messages, topology)
+    moved, bandwidth = times.ports["moved"], times.ports["bandwidth"]
+    busy = moved / bandwidth
+    assert (times.ports["free"] >= busy * (1 - 1e-9)).all()
+    arrival = times.messages["arrival"]
+    for i, (source, out_of) in enumerate(routes(topology, *_ends(messages))):
+        assert arrival[i] <= (busy[source] + busy[out_of]) * (1 + 1e-9)
+
+
+def _ends(messages: list[Message]) -> tuple[Int64, Int64]:
+    source, target = (np.array([message[i] for message in messages]) for i in (1, 2))
+    return source, target
 
 
 @pytest.mark.parametrize("far", [True, False])

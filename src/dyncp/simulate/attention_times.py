@@ -9,6 +9,7 @@ from dyncp.arrays import Float64, Int64
 from dyncp.plan import Op
 from dyncp.simulate.events import run_events
 from dyncp.simulate.flow import Flow
+from dyncp.simulate.shared import run_shared
 from dyncp.simulate.world import Records, make_world
 from dyncp.topology import Topology
 
@@ -91,7 +92,8 @@ class AttentionTimes:
 def run_flow(flow: Flow, topology: Topology) -> AttentionTimes:
     topology.check_ranks(flow.num_ranks, "plan")
     world = make_world(flow, topology)
-    run_events(*world, topology.ordered_phases)
+    run = run_events if topology.ordered_phases else run_shared
+    run(*world)
     stuck = np.flatnonzero(world.ranks["next"] < world.ranks["last"])
     if len(stuck):
         step = world.steps[world.ranks["next"][stuck[0]]]

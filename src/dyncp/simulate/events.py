@@ -1,4 +1,4 @@
-"""The event loop: ranks run their programs, messages pass ports.
+"""The event loop: ranks run their programs, messages of ordered phases pass ports.
 
 A rank runs ahead until it waits for a phase that has not arrived. A message travels once both its
 ends have begun its phase. A port serves one message at a time, the smallest waiting number first;
@@ -35,7 +35,7 @@ def _delayed(end: float, first: float, until: float, slowdown: float) -> float:
 
 
 @inner
-def _advance(steps: Records, ranks: Records, cells: Records, events: Records, r: int) -> None:
+def advance(steps: Records, ranks: Records, cells: Records, events: Records, r: int) -> None:
     """Runs rank r up to a wait for something that has not arrived, or where messages slow it down,
     to its next computation."""
     rank = ranks[r]
@@ -71,12 +71,11 @@ def _begin_phases(
     events: Records,
     r: int,
     time: float,
-    ordered: bool,
 ) -> None:
-    """Lets rank r's launched phases travel: ordered ones one after the other."""
+    """Lets rank r's launched phases travel, one after the other."""
     for border in range(2):
         while queues[r, border, 0] < ranks[r].launched:
-            if ordered and queues[r, border, 1] > 0:
+            if queues[r, border, 1] > 0:
                 break
             cell = cells[r, cells[r, queues[r, border, 0]].queued]
             queues[r, border, 0] += 1
@@ -107,7 +106,7 @@ def _wait_at(port: Record, number: int, m: int, messages: Records, events: Recor
 
 
 @inner
-def _computed(
+def computed(
     steps: Records,
     ranks: Records,
     cells: Records,
@@ -124,11 +123,11 @@ def _computed(
     rank.computing = 0
     rank.clock = end
     rank.next += 1
-    _advance(steps, ranks, cells, events, r)
+    advance(steps, ranks, cells, events, r)
 
 
 @inner
-def _disturb(steps: Records, rank: Record, time: float, until: float) -> None:
+def disturb(steps: Records, rank: Record, time: float, until: float) -> None:
     """A message of a rank travels from now on."""
     first = max(time, rank.traffic)
     if until <= first:
@@ -145,7 +144,7 @@ def _serve(steps: Records, ranks: Records, port: Record, message: Record, time: 
     port.moved += message.size
     rank = ranks[message.source if message.hop == 0 else message.target]
     if rank.slowdown > 1:
-        _disturb(steps, rank, time, port.free)
+        disturb(steps, rank, time, port.free)
     if message.hop == 0:
         message.send = time
     message.receive = time
@@ -198,6 +197,18 @@ def _next_at_port(
     _travel(steps, ranks, messages, routes, ports, events, m, time)
 
 
+@inner
+def arrive(
+    steps: Records, ranks: Records, cells: Records, events: Records, message: Record
+) -> None:
+    """A message is there: its rank goes on if nothing else of the phase is missing."""
+    cell = cells[message.target, message.phase]
+    cell.incoming -= 1
+    cell.arrived = message.arrival
+    if cell.incoming == 0:
+        advance(steps, ranks, cells, events, message.target)
+
+
 @compiled
 def run_events(
     steps: Records,
@@ -209,11 +220,10 @@ def run_events(
     ports: Records,
     events: Records,
     queues: Int64,
-    ordered: bool,
 ) -> None:
     """Runs a world to its end, in place. A rank whose `next` is not `last` then is stuck."""
     for r in range(len(ranks)):
-        _advance(steps, ranks, cells, events, r)
+        advance(steps, ranks, cells, events, r)
     while events[0].key > 0:
         time, key = pop(events)
         kind, number = key // KIND, key % KIND
@@ -222,19 +232,15 @@ def run_events(
         elif kind == PORT_FREE:
             _next_at_port(steps, ranks, messages, routes, ports, events, number, time)
         elif kind == COMPUTED:
-            _computed(steps, ranks, cells, events, number, time)
+            computed(steps, ranks, cells, events, number, time)
         elif kind == LAUNCHED:
             r, phase = number // cells.shape[1], number % cells.shape[1]
             cells[r, ranks[r].launched].queued = phase
             ranks[r].launched += 1
-            _begin_phases(ranks, queues, cells, messages, touching, events, r, time, ordered)
+            _begin_phases(ranks, queues, cells, messages, touching, events, r, time)
         else:
             message = messages[number]
-            cell = cells[message.target, message.phase]
-            cell.incoming -= 1
-            cell.arrived = time
-            if cell.incoming == 0:
-                _advance(steps, ranks, cells, events, message.target)
+            arrive(steps, ranks, cells, events, message)
             for r in (message.source, message.target):
                 queues[r, message.border, 1] -= 1
-                _begin_phases(ranks, queues, cells, messages, touching, events, r, time, ordered)
+                _begin_phases(ranks, queues, cells, messages, touching, events, r, time)

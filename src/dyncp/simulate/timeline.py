@@ -64,7 +64,8 @@ class Timeline:
 
 
 def make_timeline(times: AttentionTimes) -> Timeline:
-    """All lanes of all ranks. A lane never does two things at once."""
+    """All lanes of all ranks. A lane never does two things at once, but for messages that share a
+    link, where phases are not ordered."""
     parts = [*_step_entries(times), *_message_entries(times)]
     columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
     some = columns[6] > columns[5]
@@ -96,10 +97,13 @@ def _step_entries(times: AttentionTimes) -> list[Entries]:
 
 
 def _message_entries(times: AttentionTimes) -> list[Entries]:
-    """Time in the first port (sending) and in the second (receiving)."""
+    """Time in the first port (sending) and in the second (receiving); where messages share ports,
+    that of the message."""
     messages, topology = times.flow.messages, times.topology
     inside = is_inside(topology, messages.source, messages.target)
     busy = messages.size / np.where(inside, topology.intra.bandwidth, topology.nic_bandwidth)
+    if not topology.ordered_phases:
+        busy = times.messages["tail"] - times.messages["send"]
 
     def entries(
         rank: Int64, peer: Int64, lanes: tuple[Lane, Lane], activity: Activity, start: Float64

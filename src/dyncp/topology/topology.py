@@ -24,7 +24,7 @@ class Topology:
     `speeds` are the ranks' compute speeds relative to the profile (empty: all 1.0; 0.5 takes twice
     as long). With `ordered_phases` a rank's phase starts to travel only when its earlier ones have
     arrived, inside machines and between them apart, as on two NCCL communicators; without, every
-    launched message may travel.
+    launched message may travel, and those under way share links evenly, as over gloo.
     """
 
     machines: int = 1

@@ -1,0 +1,185 @@
+"""Machines out of network namespaces, with links of a chosen rate. Needs root.
+
+Every rank has a namespace with two interfaces: `inside` leads to the ranks of its machine,
+`between` to all others, over a link that it shares with its machine. Bridges and all other ends are
+in one more namespace, the hub:
+
+    rank 0 ─ inside ══╗                  machine 0                       machine 1
+    rank 1 ─ inside ══╩ bridge
+    rank 0 ─ between ─╖
+    rank 1 ─ between ─╨ bridge ══ bridge of all machines ══ bridge ─╥─ between ─ rank 2
+                                                                    ╙─ between ─ rank 3
+
+Double lines are shaped at both ends, each way on its own, by a token bucket (htb). Small packets
+(acknowledgements, and gloo's notes that a receiver is there) overtake data: behind the data of
+others they would come tens of milliseconds late, and slow down whoever sends both ways. Queues are
+long enough that nothing is dropped.
+"""
+
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+# Bytes of a packet before it is cut into frames, and what a token bucket lets through at once.
+PACKET, BURST = 8_192, 10_000
+QUEUE = 64 << 20
+NAMESPACES = Path("/run/netns")
+SMALL = 256  # a power of two: shorter packets go first
+# Bytes that a connection may have on its way: more would only wait in queues, in front of others'.
+IN_FLIGHT = 32_768
+SETTINGS = {
+    "net.ipv4.tcp_congestion_control": "reno",
+    "net.ipv4.tcp_slow_start_after_idle": "0",
+    "net.ipv4.tcp_wmem": f"4096 {IN_FLIGHT} {IN_FLIGHT}",
+}
+
+
+class NotAllowedError(Exception):
+    """Why namespaces or shaped links cannot be made here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Megabits per second each way: of every rank inside its machine, of every machine."""
+
+    inside: int
+    between: int
+
+
+class Namespaces:
+    """`with Namespaces(machines, ranks_per_machine, rates) as net:` makes them, and removes them
+    at the end, with all interfaces in them."""
+
+    def __init__(self, machines: int, ranks_per_machine: int, rates: Rates) -> None:
+        self.machines, self.ranks_per_machine, self.rates = machines, ranks_per_machine, rates
+        self.num_ranks = machines * ranks_per_machine
+        self._prefix, self._made = f"dyncp{os.getpid()}", list[str]()
+
+    def name(self, rank: int) -> str:
+        return f"{self._prefix}-rank{rank}"
+
+    @staticmethod
+    def address(rank: int) -> str:
+        return f"10.77.{rank // 200}.{rank % 200 + 1}"
+
+    def __enter__(self) -> "Namespaces":
+        _remove_left_over()
+        try:
+            self._build()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in reversed(self._made):
+            _delete(name)
+        self._made.clear()
+
+    @property
+    def _hub(self) -> str:
+        return f"{self._prefix}-hub"
+
+    def _build(self) -> None:
+        self._make_namespace(self._hub)
+        self._make_bridge("core")
+        for machine in range(self.machines):
+            self._make_machine(machine)
+        for rank in range(self.num_ranks):
+            self._make_rank(rank)
+
+    def _make_namespace(self, name: str) -> None:
+        _run("ip", "netns", "add", name)
+        self._made.append(name)
+        _run("ip", "-n", name, "link", "set", "dev", "lo", "up")
+
+    def _make_bridge(self, name: str) -> None:
+        _run("ip", "-n", self._hub, "link", "add", "name", name, "type", "bridge")
+        _run("ip", "-n", self._hub, "link", "set", "dev", name, "up")
+
+    def _make_machine(self, machine: int) -> None:
+        inside, between = f"inside{machine}", f"between{machine}"
+        self._make_bridge(inside)
+        self._make_bridge(between)
+        ends = (self._hub, f"up{machine}"), (self._hub, f"down{machine}")
+        _connect(*ends)
+        for (space, end), bridge in zip(ends, (between, "core"), strict=True):
+            _run("ip", "-n", space, "link", "set", "dev", end, "master", bridge)
+            _shape(space, end, self.rates.between)
+
+    def _make_rank(self, rank: int) -> None:
+        name, machine = self.name(rank), rank // self.ranks_per_machine
+        self._make_namespace(name)
+        for setting, value in SETTINGS.items():
+            _run("ip", "netns", "exec", name, "sysctl", "-qw", f"{setting}={value}")
+        for side in ("inside", "between"):
+            ends = (name, side), (self._hub, f"{side[0]}{rank}")
+            _connect(*ends)
+            _run(
+                "ip",
+                "-n",
+                self._hub,
+                "link",
+                "set",
+                "dev",
+                ends[1][1],
+                "master",
+                f"{side}{machine}",
+            )
+            if side == "inside":
+                for end in ends:
+                    _shape(*end, self.rates.inside)
+        _run("ip", "-n", name, "address", "add", f"{self.address(rank)}/16", "dev", "between")
+        first = machine * self.ranks_per_machine
+        for peer in set(range(first, first + self.ranks_per_machine)) - {rank}:
+            to, own = f"{self.address(peer)}/32", self.address(rank)
+            _run("ip", "-n", name, "route", "add", to, "dev", "inside", "src", own)
+
+
+def _delete(namespace: str) -> None:
+    command = ["ip", "netns", "delete", namespace]
+    subprocess.run(command, check=False, capture_output=True, timeout=30)
+
+
+def _remove_left_over() -> None:
+    """Namespaces of processes that were killed before they could remove them."""
+    for path in NAMESPACES.glob("dyncp*-*"):
+        process = path.name.removeprefix("dyncp").partition("-")[0]
+        if process.isdigit() and not Path(f"/proc/{process}").exists():
+            _delete(path.name)
+
+
+def _connect(one: tuple[str, str], other: tuple[str, str]) -> None:
+    """A cable between two interfaces, each a namespace and a name."""
+    peer = ["type", "veth", "peer", "name", other[1], "netns", other[0]]
+    _run("ip", "link", "add", "name", one[1], "netns", one[0], *peer)
+    for space, end in (one, other):
+        _run("ip", "-n", space, "link", "set", "dev", end, "gso_max_size", str(PACKET), "up")
+
+
+def _shape(space: str, end: str, rate: int) -> None:
+    """All packets share the rate; small ones go first."""
+    tc = ["tc", "-n", space]
+    where = ["dev", end, "parent"]
+    bucket = ["htb", "rate", f"{rate}mbit", "burst", f"{BURST}b", "cburst", f"{BURST}b"]
+    share = ["htb", "rate", f"{rate // 2}mbit", "ceil", *bucket[2:], "quantum", f"{PACKET}"]
+    _run(*tc, "qdisc", "add", "dev", end, "root", "handle", "1:", "htb", "default", "3")
+    _run(*tc, "class", "add", *where, "1:", "classid", "1:1", *bucket)
+    for number, prio in ((2, 0), (3, 1)):
+        own = f"1:{number}"
+        _run(*tc, "class", "add", *where, "1:1", "classid", own, *share, "prio", str(prio))
+        _run(*tc, "qdisc", "add", *where, own, "pfifo", "limit", str(QUEUE // PACKET))
+    small = ["match", "u16", "0", hex(0x10000 - SMALL), "at", "2"]  # the length of an IP packet
+    _run(*tc, "filter", "add", *where, "1:", "protocol", "ip", "u32", *small, "flowid", "1:2")
+
+
+def _run(*command: str) -> None:
+    try:
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NotAllowedError(f"{command[0]}: {error}") from error
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip().splitlines()
+        reason = said[0] if said else f"exit status {done.returncode}"
+        raise NotAllowedError(f"{' '.join(command)}: {reason}")
