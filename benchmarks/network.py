@@ -5,10 +5,10 @@
 Network namespaces stand for machines, and token buckets limit the rate of their links (see
 network_links.py). Every rank is a process that runs the executor over gloo; computing is replaced
 by waiting for as long as the cost model says, so that two cores suffice for eight ranks. Links are
-measured first. A case is machines:lengths:mask:seed, with two ranks per machine and 8,192 tokens.
-Printed are milliseconds of one attention layer, predicted and measured, forward and backward, the
-fastest of some runs for each direction. Where namespaces cannot be made it says why and ends
-without an error.
+measured first. A case is machines:lengths:mask:seed, with two ranks per machine and 8,192 tokens,
+or with :tokens besides. Printed are milliseconds of one attention layer, predicted and measured,
+forward and backward, the fastest of some runs for each direction. Where namespaces cannot be made
+it says why and ends without an error.
 """
 
 import argparse
@@ -33,7 +33,7 @@ CASES = (
     "2:ldc_x0.25:lambda:1",
     "2:single:causal:0",
     "4:ldc_x0.5:causal:1",
-    "4:ldc_x0.25:shared:0",
+    "4:ldc_x0.25:shared:0:16384",
     "4:single:causal:0",
 )
 RANKS_PER_MACHINE = 2
@@ -138,10 +138,10 @@ def run_network(machines: int, cases: Sequence[Case], seconds: float) -> Iterato
 
 def parse_case(text: str) -> tuple[int, Case]:
     parts = text.split(":")
-    if len(parts) != 4:
-        raise ValueError(f"case is {text!r}; write machines:lengths:mask:seed")
-    machines, sample, mask, seed = parts
-    return int(machines), Case(sample, mask, int(seed), TOKENS)
+    if len(parts) not in (4, 5):
+        raise ValueError(f"case is {text!r}; write machines:lengths:mask:seed, or :tokens besides")
+    machines, sample, mask, seed, *tokens = parts
+    return int(machines), Case(sample, mask, int(seed), int(tokens[0]) if tokens else TOKENS)
 
 
 def main() -> None:
