@@ -323,6 +323,7 @@ def run_rank(rank: int, segment: Segment, port: int) -> None:
     sum_over_ranks(torch.zeros(1))
     multiprocessing.set_start_method("fork", force=True)  # for processes that read ahead
     resource_tracker.ensure_running()  # Python's own, which stays
+    DCPExecutor(mesh["cp"], timeout=COLLECTIVE_SECONDS).close()  # as do groups, for the next one
     before = still_open()
     result = train(segment, rank, mesh)
     result["left"] = left_since(before)

@@ -44,6 +44,8 @@ _warned: set[str] = set()
 
 # Estimated step over its computation from which on placements are improved by moves.
 SLOW_LINKS = {"fast": 1.45, "quality": 1.0}
+# Attention of so many seconds per layer is worth the time in any case.
+LONG = 0.05
 # Share of the simulated step that the estimate has to see: it knows no latencies and launches.
 SEEN = 0.5
 OTHER_DIVISIONS = {"fast": (2, 8), "quality": (2, 3, 6, 8, 12)}
@@ -151,6 +153,8 @@ class Search:
         assert self._best is not None
         task, best = self._task, self._best[2]
         worth, least = SLOW_LINKS[task.config.effort], SEEN * self._best[1]
+        if self._best[3].forward_seconds + self._best[3].backward_seconds > LONG:
+            worth = 1.0
         if not self._improve(best.placement.solver, best.placed, worth, least):
             return
         for name, limits, cut in other_starts(task):
