@@ -1,5 +1,6 @@
 """Chooses a kernel by name, or by what the device has."""
 
+import importlib
 import importlib.metadata
 import importlib.util
 import logging
@@ -77,18 +78,20 @@ def why_not(kernel: str, device: torch.device) -> str:
 def _why_not_flash4(major: int) -> str:
     if not _is_installed("flash_attn.cute"):
         return f"flash-attn-4 is not installed; {INSTALL_FLASH4}"
-    version = importlib.metadata.version("flash-attn-4")
+    version = _version("flash-attn-4")
     if version != FLASH4_VERSION:
         return f"flash-attn-4 {version} is installed, {FLASH4_VERSION} is needed; {INSTALL_FLASH4}"
     if major != HOPPER:
         return f"it runs on Hopper (compute capability 9), this GPU has {major}; choose triton"
-    return ""
+    return _why_not_imported("flash_attn.cute", INSTALL_FLASH4)
 
 
 def _why_not_triton(major: int) -> str:
     if not _is_installed("triton"):
         return f"triton is not installed; {INSTALL_TRITON}"
-    return "" if major >= AMPERE else f"it needs compute capability 8 or more, this GPU has {major}"
+    if major < AMPERE:
+        return f"it needs compute capability 8 or more, this GPU has {major}"
+    return _why_not_imported("triton", INSTALL_TRITON)
 
 
 def _is_installed(module: str) -> bool:
@@ -96,6 +99,24 @@ def _is_installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
         return False
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
+@cache
+def _why_not_imported(module: str, install: str) -> str:
+    """A package may be there and broken: a half-finished install, or another CUDA's libraries."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        return f"{module} is installed and fails to import ({reason}); reinstall it: {install}"
+    return ""
 
 
 @cache
