@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dyncp.executor import DCPExecutor, Step, attention
+from dyncp.kernels import Kernel
 from dyncp.measure.inputs import DTYPES
 from dyncp.plan.codec import decode_part
 from dyncp.transport import Distributed
@@ -41,10 +42,10 @@ class Device:
         sleep_until(self.ready)
 
 
-class WaitingKernel:
+class WaitingKernel(Kernel):
     """Every call takes the next of `seconds`, and computes nothing."""
 
-    name, merges, collects = "waiting", True, False
+    name = "waiting"
 
     def __init__(self, device: Device) -> None:
         self.seconds: list[float] = []
