@@ -23,7 +23,7 @@ from dyncp.kernels import Kernel
 from dyncp.measure.inputs import DTYPES
 from dyncp.plan.codec import decode_part
 from dyncp.transport import Distributed
-from dyncp.transport.grouped_channel import GroupedChannel
+from dyncp.transport.communicator import GroupedChannel
 
 PORT = 29_500
 TIMEOUT = 60.0  # seconds of any wait

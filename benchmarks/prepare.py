@@ -15,9 +15,8 @@ import torch
 
 from benchmarks.cases import MASKS, SHAPE, TOKENS, Case, cluster
 from dyncp import DCPExecutor, Plan, PlannerConfig, plan_batch
-from dyncp.executor.kernel_calls import CallBuilder
+from dyncp.executor.kernel_calls import CallBuilder, lower_program
 from dyncp.executor.layout import lay_out
-from dyncp.executor.lowering import lower_program
 from dyncp.executor.step import dtypes_of
 from dyncp.kernels import IndexArrays, Kernel, TorchRowOps
 from dyncp.plan import Direction, MaskPlan, Program, RankPlan
