@@ -66,12 +66,6 @@ class Candidate:
     schedules: Mapping[str, tuple[Schedule, Schedule | None]]
     cpu_seconds: Mapping[str, float]
 
-    def with_schedules(
-        self, schedules: Mapping[str, tuple[Schedule, Schedule | None]]
-    ) -> "Candidate":
-        """The same placement, scheduled otherwise."""
-        return Candidate(self.placed, schedules, self.cpu_seconds)
-
     @property
     def graph(self) -> BlockGraph:
         return self.placed.graph
