@@ -123,12 +123,16 @@ def _fill_histograms(
     rows: IntArray, row: int, end_row: int, size: int, numbers: PairCounts, sums: PairCounts
 ) -> tuple[int, int]:
     """Adds the ranges of rows [row, end_row); gives the first and last key block they touch."""
-    first, last = len(numbers), -1
+    first, last, start_block, end_block = len(numbers), -1, 0, 0
     for token in range(row, end_row):
         for column in range(rows.shape[1]):
             start, end = rows[token, column, 0], rows[token, column, 1]
             if start < end:
-                start_block, end_block = start // size, end // size
+                # Mostly those of the row before, and dividing takes long.
+                if not start_block * size <= start < (start_block + 1) * size:
+                    start_block = start // size
+                if not end_block * size <= end < (end_block + 1) * size:
+                    end_block = end // size
                 numbers[start_block] += 1
                 sums[start_block] += start
                 numbers[end_block] -= 1

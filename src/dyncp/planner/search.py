@@ -51,6 +51,9 @@ _warned: set[str] = set()
 SLOW_LINKS = {"fast": 1.45, "quality": 1.0}
 # Attention of so many seconds per layer is worth the time in any case.
 LONG = 0.05
+# On more ranks than these, where placing takes long, moves start from other placements only if
+# those from the best have brought its step below this share.
+MANY_RANKS, PAYS = 64, 0.97
 # Share of the simulated step that the estimate has to see: it knows no latencies and launches.
 SEEN = 0.5
 OTHER_DIVISIONS = {"fast": (2, 8), "quality": (2, 3, 6, 8, 12)}
@@ -182,7 +185,7 @@ class Search:
     def _too_fine(self, placed: Placed, seconds: float) -> bool:
         """Whether a placement has so many more tiles than the best that scheduling it takes longer
         than all the rest, and next to nothing to gain."""
-        if self._best is None:
+        if self._best is None or placed.balance.missed < self._best.key[0]:
             return False
         tiles = sum(map(len, placed.graph.tiles.values()))
         return tiles > FINER * self._best.num_tiles and seconds > NEARLY * self._best.key[1]
@@ -196,6 +199,9 @@ class Search:
         if simulated.forward_seconds + simulated.backward_seconds > LONG:
             worth = 1.0
         if not self._improve(best.placement.solver, best.placed, worth, least):
+            return
+        paid = self._best.simulated.step_seconds < PAYS * simulated.step_seconds
+        if task.topology.num_ranks > MANY_RANKS and not paid:
             return
         for name, limits, cut in other_starts(task):
             placed = self._place(name, find_solver(name), limits, cut)
