@@ -118,6 +118,8 @@ class Search:
         task = self._task
         if self._leaves_out(name, solver):
             return None
+        if solver.degrees is not None:  # static methods cannot hang
+            return task.place(solver, limits, cut)
         try:
             placed = run_bounded(
                 lambda: task.place(solver, limits, cut), task.config.solver_seconds, name

@@ -48,7 +48,8 @@ def group_sizes(lengths: Sequence[int], num_ranks: int, budget: int | None) -> I
     one document that is the whole batch gets all ranks (or the power of two below)."""
     most = 1 << (num_ranks.bit_length() - 1)
     share = -(-sum(lengths) // most) if budget is None else budget
-    sizes = np.asarray([1 << (-(-length // share) - 1).bit_length() for length in lengths])
+    needed = -(-np.asarray(lengths, np.int64) // share)
+    sizes = 1 << np.frexp((needed - 1).astype(np.float64))[1].astype(np.int64)  # powers of two
     if sizes.max() > most:
         raise ValueError(
             f"a document of {max(lengths)} tokens needs {sizes.max()} ranks with {share} tokens "
