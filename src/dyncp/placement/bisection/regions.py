@@ -24,7 +24,8 @@ class Region(NamedTuple):
         """The blocks of all rows, counted from their sequences' first."""
         begin, counts = self.pieces[:, 1], self.pieces[:, 2] - self.pieces[:, 1]
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        return self.lines[np.repeat(begin, counts) + within]
+        rows: Int64 = self.lines[np.repeat(begin, counts) + within]
+        return rows
 
 
 def whole_batch(problem: Problem) -> Region:
