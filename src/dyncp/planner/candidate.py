@@ -38,6 +38,10 @@ class Placed:
     balance: Balance
     cpu_seconds: Mapping[str, float]
 
+    @property
+    def num_tiles(self) -> int:
+        return sum(map(len, self.graph.tiles.values()))
+
     def schedule(
         self, divisions: int | None, pace: Pace, *, forward_only: bool = False
     ) -> "Candidate":

@@ -91,10 +91,6 @@ class Followed:
     def solver(self) -> str:
         return self.candidate.placement.solver
 
-    @property
-    def num_tiles(self) -> int:
-        return sum(map(len, self.candidate.graph.tiles.values()))
-
 
 class Search:
     """Looks at candidates one by one and keeps the best: limits first, then time."""
@@ -102,14 +98,29 @@ class Search:
     def __init__(self, task: Task) -> None:
         self._task, self._tried, self._tiles = task, list[Tried](), 0
         self._best: Followed | None = None
+        # Whether dynamic candidates have so many tiles that few of them are looked at.
+        self.is_large = False
         # The best of every solver, before other numbers of steps are tried.
         self._by_solver = dict[str, Followed]()
 
-    def consider(self, name: str, solver: Solver, limits: Limits, cut: Cut | None = None) -> None:
-        """Places, and where that can be the best, schedules and simulates."""
+    def consider(
+        self,
+        name: str,
+        solver: Solver,
+        limits: Limits,
+        cut: Cut | None = None,
+        *,
+        dynamic: bool = False,
+    ) -> None:
+        """Places, and where that can be the best, schedules and simulates. Before a `dynamic` one
+        that is large, static methods have their turn: they are simpler."""
         placed = self._place(name, solver, limits, cut)
-        if placed is not None:
-            self.follow(name, placed)
+        if placed is None:
+            return
+        if dynamic and placed.num_tiles > LARGE[self._task.config.effort]:
+            self.is_large = True
+            self.try_static(placed)
+        self.follow(name, placed)
 
     def _place(
         self, name: str, solver: Solver, limits: Limits, cut: Cut | None = None
@@ -189,8 +200,8 @@ class Search:
         than all the rest, and next to nothing to gain."""
         if self._best is None or placed.balance.missed < self._best.key[0]:
             return False
-        tiles = sum(map(len, placed.graph.tiles.values()))
-        return tiles > FINER * self._best.num_tiles and seconds > NEARLY * self._best.key[1]
+        is_finer = placed.num_tiles > FINER * self._best.candidate.placed.num_tiles
+        return is_finer and seconds > NEARLY * self._best.key[1]
 
     def try_improved(self) -> None:
         """Moves on from the best placement, and, where links are slow, from placements that cut
@@ -231,7 +242,8 @@ class Search:
         """Schedules the best candidate of every solver (or of these) in fewer and in more steps, if
         it is not far from the best."""
         assert self._best is not None
-        for solver in solvers or tuple(self._by_solver):
+        dynamic = (s for s, own in self._by_solver.items() if not own.candidate.placement.static)
+        for solver in solvers or tuple(dynamic):
             followed, (least, best) = self._by_solver[solver], self._best.key
             missed, seconds = followed.key
             if missed <= least and seconds <= FAR * best:
@@ -271,17 +283,19 @@ class Search:
             best = min(best, other, key=lambda one: one.times.seconds)
         return best
 
-    def try_static(self) -> None:
-        """Static methods, the most promising first, until none can be better."""
+    def try_static(self, dynamic: Placed | None = None) -> None:
+        """Static methods, the most promising first, until none can be better. Those that cut more
+        than a `dynamic` placement come last, if there is one."""
         task, lengths = self._task, self._task.batch.lengths
-        graph, hopeful = self._any_graph(), []
+        graph, hopeful = self._any_graph() if dynamic is None else dynamic.graph, []
+        most = np.inf if dynamic is None else 1.1 * dynamic.num_tiles
         bounds, whole = StaticBounds(graph, task.topology), whole_seconds(task, graph)
         for solver in static_candidates(lengths, task.shape, task.topology):
             assert solver.degrees is not None, f"{solver.name} is not static"
             bound = bounds.of(solver.degrees)
             missed, seconds = bound_misses(task, bound), static_seconds(task, whole, bound)
-            hopeful.append((missed, seconds, solver))
-        for missed, seconds, solver in sorted(hopeful, key=lambda entry: entry[:2]):
+            hopeful.append((missed, predicted_tiles(task, solver) > most, seconds, solver))
+        for missed, _, seconds, solver in sorted(hopeful, key=lambda entry: entry[:3]):
             if self._best is not None and (missed, seconds) >= self._best.key:
                 self._tried.append(Tried(solver.name, seconds, missed, pruned=True))
             else:
@@ -300,11 +314,6 @@ class Search:
     @property
     def found(self) -> bool:
         return self._best is not None
-
-    @property
-    def is_large(self) -> bool:
-        """Whether candidates have so many tiles that few of them are looked at."""
-        return self._best is not None and self._best.num_tiles > LARGE[self._task.config.effort]
 
     @property
     def keeps_limits(self) -> bool:
@@ -352,7 +361,7 @@ def search(task: Task) -> Choice:
         return found.choice()
     for name, solver, limits, cut in dynamic_ways(task):
         if not (found.is_close or found.is_large):
-            found.consider(name, solver, limits, cut)
+            found.consider(name, solver, limits, cut, dynamic=True)
     if found.found and not found.keeps_limits:
         for name in WAYS_TO_KEEP_LIMITS:
             found.consider(name, find_solver(name), task.config.limits)
@@ -360,7 +369,8 @@ def search(task: Task) -> Choice:
         found.try_improved()
     if found.found:
         found.try_divisions()
-    found.try_static()
+    if not found.is_large:
+        found.try_static()
     found.try_improved_static()
     found.warn_of_limits()
     return found.choice()
