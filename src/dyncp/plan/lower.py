@@ -4,9 +4,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from dyncp.arrays import Int64, frozen
+from dyncp.arrays import Int64, distinct_pairs, frozen
 from dyncp.blocks import BlockGraph
-from dyncp.blocks.counting_sort import distinct_pairs
 from dyncp.placement import Balance, Placement
 from dyncp.plan.layout import Layout
 from dyncp.plan.plan import Plan

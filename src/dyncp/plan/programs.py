@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dyncp.arrays import Bool, Int32, Int64, frozen
+from dyncp.arrays import Bool, Int32, Int64, frozen, sorted_order
 from dyncp.blocks import BlockGraph
-from dyncp.blocks.counting_sort import sorted_order
 from dyncp.placement import Placement
 from dyncp.plan.by_rank import bounds_of_ranks, split_by_rank
 from dyncp.plan.instructions import index_instructions, order_programs

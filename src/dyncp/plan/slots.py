@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dyncp.arrays import Int64
+from dyncp.arrays import Int64, sorted_order
 from dyncp.blocks import Payload
-from dyncp.blocks.counting_sort import sorted_order
 from dyncp.compiled import compiled, inner
 from dyncp.plan.rank_plan import INPUT_SPACE, RESULT_SPACE, Space
 

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dyncp.arrays import Int64, frozen
+from dyncp.arrays import Int64, frozen, sorted_order
 from dyncp.blocks import Payload
-from dyncp.blocks.counting_sort import sorted_order
 from dyncp.schedule.schedule import Schedule, Transfers
 
 Column = npt.NDArray[Any]

@@ -5,8 +5,8 @@ import numpy as np
 from dyncp.arrays import Bool, Int64
 from dyncp.blocks import BlockGraph, Direction, bytes_per_token
 from dyncp.cost import CostModel
-from dyncp.cost.kernel_calls import CallBlocks, CallTiles, more_seconds
-from dyncp.cost.row_work import Rows, Sent, Touched, Widths
+from dyncp.cost.cost_model import CallBlocks, CallTiles, more_seconds
+from dyncp.cost.row_work import RowBytes, RowWork, Sent, Touched
 from dyncp.placement import Placement
 from dyncp.plan.instructions import order_programs
 from dyncp.schedule import Schedule
@@ -34,14 +34,14 @@ def flow_of_schedule(
     sent = _sent(graph, schedule, cost)
     messages = join_messages(sent, placement.num_ranks)
     programs = _programs(schedule, loads, messages, placement.num_ranks)
-    rows = Rows(
+    rows = RowWork(
         placement.num_ranks,
         schedule.num_phases,
         schedule.num_divisions,
         graph.blocks.tokens.astype(np.int64),
         placement.block_rank.astype(np.int64),
         direction,
-        Widths(cost.shape, cost.groups_for(graph.shape, graph.head_groups)),
+        RowBytes(cost.shape, cost.groups_for(graph.shape, graph.head_groups)),
         cost.graphs,
     )
     seconds = row_seconds(rows, sent, loads.touched, cost)
