@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dyncp.arrays import Float64, frozen
-from dyncp.checks import finite_number, instance_of, whole_number
+from dyncp.checks import MOST_RANKS, finite_number, instance_of, whole_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,6 @@ class Link:
 DEFAULT_INTRA = Link(latency=5e-6, bandwidth=240e9)
 DEFAULT_INTER = Link(latency=20e-6, bandwidth=45e9)
 DEFAULT_NICS = 4
-MOST_RANKS = 2**16
 
 
 @dataclass(frozen=True, slots=True)

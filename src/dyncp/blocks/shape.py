@@ -127,6 +127,15 @@ class Direction(IntEnum):
     BACKWARD = 1
 
 
+# By kind: whether tiles read it (otherwise they produce it), and whether it belongs to a key block.
+IS_INPUT = np.isin(np.arange(len(Payload)), [Payload.Q, Payload.KV, Payload.Q_DOUT])
+OF_KEYS = np.isin(np.arange(len(Payload)), [Payload.KV, Payload.DKV])
+# What travels for a query block and for a key block, by direction.
+Q_KINDS = {
+    Direction.FORWARD: (Payload.Q, Payload.OUT),
+    Direction.BACKWARD: (Payload.Q_DOUT, Payload.DQ),
+}
+K_KINDS = {Direction.FORWARD: (Payload.KV,), Direction.BACKWARD: (Payload.KV, Payload.DKV)}
 # What a query block sends and gets back, by direction.
 Q_INPUT = {Direction.FORWARD: Payload.Q, Direction.BACKWARD: Payload.Q_DOUT}
 Q_RESULT = {Direction.FORWARD: Payload.OUT, Direction.BACKWARD: Payload.DQ}

@@ -23,11 +23,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dyncp.arrays import Bool, Float64, Int64
-from dyncp.blocks import AttentionShape, Direction, HeadGroup, Payload
+from dyncp.blocks import IS_INPUT, OF_KEYS, AttentionShape, Direction, HeadGroup, Payload
 from dyncp.cost.cost_model import CostModel
-
-INPUTS = np.isin(np.arange(len(Payload)), [Payload.Q, Payload.KV, Payload.Q_DOUT])
-OF_KEYS = np.isin(np.arange(len(Payload)), [Payload.KV, Payload.DKV])
 
 
 class Sent(NamedTuple):
@@ -130,7 +127,7 @@ class RowWork:
 
     def moved(self, sent: Sent, touched: Touched | None) -> Moved:
         """Forward needs `touched`."""
-        comes, known = INPUTS[sent.kind], self.owner[sent.block]
+        comes, known = IS_INPUT[sent.kind], self.owner[sent.block]
         home = sent.source == known
         launch = self.by_phase(sent.source, sent, 2 * sent.size, comes & ~home)
         launch += self._results(sent, touched)
@@ -180,7 +177,7 @@ class RowWork:
     def _results(self, sent: Sent, touched: Touched | None) -> Float64:
         """Of results that leave, by rank and phase: they are written, and what they are made of is
         read."""
-        at = np.flatnonzero(~INPUTS[sent.kind])
+        at = np.flatnonzero(~IS_INPUT[sent.kind])
         results = Sent(*(column[at] for column in sent))
         sizes, width = results.size, self.widths
         kind, key = results.kind, self._key(results.kind, results.source, results)

@@ -14,7 +14,7 @@ import numpy as np
 from dyncp.arrays import Int64, starts_of
 from dyncp.executor.lowering import LoweredProgram
 from dyncp.plan import AttentionShape, Messages, Payload
-from dyncp.plan.rooms import MESSAGE_ALIGNMENT, first_peers
+from dyncp.plan.buffers import MESSAGE_ALIGNMENT, first_peers
 
 # What a payload consists of, by the names of the workspace's tensors.
 FIELDS = {
