@@ -9,7 +9,7 @@ from dyncp.executor.layout import lay_out
 from dyncp.executor.step import dtypes_of
 from dyncp.kernels import IndexArrays, TorchRowOps
 from dyncp.plan import Direction, Messages
-from dyncp.plan.rooms import first_peers
+from dyncp.plan.buffers import first_peers
 
 SHAPE = AttentionShape(4, 2, 16, "bf16")
 

@@ -29,7 +29,7 @@ from dyncp.executor.streams import Streams
 from dyncp.kernels import Dtypes, Gradients, Kernel, Memory, RowOps, Sums
 from dyncp.kernels.row_ops import Results
 from dyncp.plan import Space, call_rows
-from dyncp.plan.rooms import INPUTS
+from dyncp.plan.buffers import INPUTS
 
 KEY_TENSORS = ("k", "v", "dk", "dv")
 NO_RESULTS = Results(())

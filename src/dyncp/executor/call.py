@@ -18,7 +18,7 @@ from dyncp.executor.streams import Streams
 from dyncp.kernels import Dtypes, accumulator_dtype
 from dyncp.kernels.row_ops import Results
 from dyncp.plan import Direction
-from dyncp.plan.rooms import padded_rows
+from dyncp.plan.buffers import padded_rows
 from dyncp.transport import Channel, TransportError
 
 

@@ -13,7 +13,7 @@ from dyncp.kernels import Kernel
 from dyncp.kernels.kernel import SequenceRows
 from dyncp.kernels.row_ops import OWN, Form, Source, Target
 from dyncp.plan import Op, Space, call_rows
-from dyncp.plan.rooms import OUTPUTS
+from dyncp.plan.buffers import OUTPUTS
 
 LSE = NAMES.index("lse")
 # Results in the order in which the caller gets them.

@@ -16,7 +16,7 @@ from dyncp.executor.recompute import CallLog
 from dyncp.executor.step import Step
 from dyncp.executor.warm_up import check_kernel, warm_up
 from dyncp.kernels import Kernel, RowOps, choose_kernel, choose_row_ops
-from dyncp.plan import AttentionShape, Memory, Plan, RankPlan
+from dyncp.plan import AttentionShape, MemoryUse, Plan, RankPlan
 from dyncp.transport import Distributed, InProcess, Transport
 
 logger = logging.getLogger(__name__)
@@ -154,7 +154,7 @@ class DCPExecutor:
         arena.reserve(int(needed * HEADROOM))
         return arena.capacity
 
-    def _needed(self, memory: Memory) -> int:
+    def _needed(self, memory: MemoryUse) -> int:
         """Bytes of a plan's largest call, on as many ranks as this process has: those that take
         most, since ranks change places from batch to batch."""
         count = len(self.transport.ranks)

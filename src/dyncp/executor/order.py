@@ -15,8 +15,8 @@ import numpy as np
 
 from dyncp.arrays import Int32, Int64
 from dyncp.executor.kernel_calls import LoweredProgram
-from dyncp.plan import Op, Space
-from dyncp.plan.contributions import RESULTS, block_keys, result_keys, times_of
+from dyncp.plan import IS_INPUT, Op, Space
+from dyncp.plan.workspace import block_keys, result_keys, times_of
 
 START = -1  # the time at which own rows are ready
 
@@ -38,9 +38,9 @@ def send_times(lowered: LoweredProgram) -> Int64:
     times = np.full(len(sends), START, np.int64)
     arrived = waits[received.phase] if len(received) else np.zeros(0, np.int64)
 
-    relayed = np.flatnonzero(~RESULTS[sends.kind] & (part.blocks.owner[sends.block] != part.rank))
+    relayed = np.flatnonzero(IS_INPUT[sends.kind] & (part.blocks.owner[sends.block] != part.rank))
     if len(relayed):
-        inputs = ~RESULTS[received.kind]
+        inputs = IS_INPUT[received.kind]
         came = (received.kind[inputs], received.head_group[inputs], received.block[inputs])
         known = _payload_keys(*came, num_blocks)
         order = np.argsort(known)
@@ -48,11 +48,11 @@ def send_times(lowered: LoweredProgram) -> Int64:
         at = np.searchsorted(known[order], _payload_keys(*wanted, num_blocks))
         times[relayed] = arrived[inputs][order][at]
 
-    results = np.flatnonzero(RESULTS[sends.kind])
+    results = np.flatnonzero(~IS_INPUT[sends.kind])
     if len(results):
         computed = block_keys(found.space, found.head_group, found.block, num_blocks)
         keys = np.concatenate([computed, result_keys(received, num_blocks)])
-        when = np.concatenate([found.time, arrived[RESULTS[received.kind]]])
+        when = np.concatenate([found.time, arrived[~IS_INPUT[received.kind]]])
         last = np.full(len(part.head_groups) * len(Space) * num_blocks, START, np.int64)
         np.maximum.at(last, keys, when)
         times[results] = last[result_keys(sends, num_blocks)]

@@ -12,8 +12,8 @@ from torch import Tensor
 from dyncp.arrays import Int64, starts_of
 from dyncp.executor.kernel_calls import LoweredProgram
 from dyncp.kernels import Memory
-from dyncp.plan import AttentionShape, Messages, Payload, Residence, Room
-from dyncp.plan.rooms import CLEARED, MESSAGE_ALIGNMENT, SUMS, first_peers
+from dyncp.plan import AttentionShape, Buffer, Messages, Payload, Staging
+from dyncp.plan.buffers import CLEARED, MESSAGE_ALIGNMENT, SUMS, first_peers
 
 # What a payload consists of, by the names of the workspace's tensors.
 FIELDS = {
@@ -128,18 +128,18 @@ class RoomMap:
     """Bytes count from the start of the call's memory."""
 
     def __init__(
-        self, lowered: LoweredProgram, shape: AttentionShape, rooms: list[Room], base: int
+        self, lowered: LoweredProgram, shape: AttentionShape, rooms: list[Buffer], base: int
     ) -> None:
         sizes = [room.num_bytes for room in rooms]
         starts = list(accumulate(sizes, initial=base))
         self.shape, self.groups = shape, lowered.part.groups_for(shape)
         self.num_bytes = starts[-1] - base
-        self.rooms: dict[Key, Room] = {(r.name, r.index, r.call): r for r in rooms}
+        self.rooms: dict[Key, Buffer] = {(r.name, r.index, r.call): r for r in rooms}
         self.starts: dict[Key, int] = dict(zip(self.rooms, starts, strict=False))
         cleared = [i for i, room in enumerate(rooms) if room.name in CLEARED]
         self._cleared = (starts[cleared[0]], starts[cleared[-1] + 1]) if cleared else (0, 0)
         self.residence = [
-            Residence.of(lowered.part, lowered.mask, lowered.program, group, lowered.style)
+            Staging.of(lowered.part, lowered.mask, lowered.program, group, lowered.style)
             for group in range(len(self.groups))
         ]
 

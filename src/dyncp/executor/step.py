@@ -19,7 +19,7 @@ from dyncp.plan import (
     DTYPE_NAMES,
     AttentionShape,
     Direction,
-    Memory,
+    MemoryUse,
     RankPlan,
     gather_samples,
     measure_memory,
@@ -109,7 +109,7 @@ class Step:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the largest call so far, or to come: forward and backward share it."""
+        """MemoryUse of the largest call so far, or to come: forward and backward share it."""
         return max(layout.num_bytes for layout in self.layouts.values())
 
     @property
@@ -165,7 +165,7 @@ class Step:
         _, heads, dim = q.shape
         return _shape_of(heads, k.shape[-2], dim, q.dtype, self.parts[0].shape.partial_dtype)
 
-    def memory(self, shape: AttentionShape | None = None) -> Memory:
+    def memory(self, shape: AttentionShape | None = None) -> MemoryUse:
         """Bytes that a call takes on each of this process's ranks, with the executor's kernel."""
         return measure_memory(self.parts, shape, self.engine.style)
 

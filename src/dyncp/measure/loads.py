@@ -8,7 +8,7 @@ import numpy as np
 from dyncp.arrays import Float64, Int64
 from dyncp.blocks import DEFAULT_MASK, Batch, Direction
 from dyncp.cost import CostModel
-from dyncp.cost.kernel_calls import CallBlocks, CallTiles, call_work
+from dyncp.cost.cost_model import CallBlocks, CallTiles, call_work
 from dyncp.masks import Mask
 from dyncp.plan import Plan, RankPlan
 

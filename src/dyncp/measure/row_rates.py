@@ -10,7 +10,7 @@ from dyncp.cost import CostModel
 from dyncp.measure.fit import fit_seconds
 from dyncp.measure.rank_times import CallTimes
 from dyncp.plan import Op, Plan
-from dyncp.simulate.from_plan import moved_by_plan
+from dyncp.simulate.from_plan import row_bytes_of_plan
 
 # Below, bytes are not told from launches: timings, and the share of the seconds that are bytes.
 LEAST_TIMINGS, LEAST_SHARE = 8, 0.01
@@ -55,7 +55,7 @@ def whole_calls(
     mask: str,
 ) -> list[WholeCall]:
     """Of the ranks that were timed."""
-    moved = moved_by_plan(plan, DEFAULT_MASK, direction, cost)
+    moved = row_bytes_of_plan(plan, DEFAULT_MASK, direction, cost)
     found = []
     for rank, measured in times.items():
         program = plan.parts[rank].mask_plan(DEFAULT_MASK).program(direction)

@@ -8,8 +8,8 @@ from dyncp.arrays import frozen
 from dyncp.blocks import DEFAULT_MASK, AttentionShape, Batch, BlockGraph, Direction, build_graph
 from dyncp.masks import Mask
 from dyncp.placement import Limits, Placement, Traffic, measure_balance
-from dyncp.plan.layout import Layout
-from dyncp.plan.lower import lower
+from dyncp.plan.assemble import assemble_plan
+from dyncp.plan.format import Layout
 from dyncp.plan.plan import Plan
 from dyncp.schedule import BUILDERS
 
@@ -67,7 +67,7 @@ def _plan(graph: BlockGraph, placement: Placement) -> Plan:
         for direction in Direction
     )
     balance = measure_balance(graph, placement, Limits())
-    return lower(graph, placement, {DEFAULT_MASK: (forward, backward)}, balance, Layout())
+    return assemble_plan(graph, placement, {DEFAULT_MASK: (forward, backward)}, balance, Layout())
 
 
 def causal_rows(length: int) -> Mask:

@@ -1,12 +1,92 @@
-"""Invariant 7: declared bytes are those of the transfers, and those the hypergraph asks for."""
+"""What a plan declares: balance (invariant 5), bytes (7), batch fingerprint and plan digest (8)."""
+
+import math
 
 import numpy as np
 
 from dyncp.arrays import Int64
-from dyncp.blocks import ITEM_BYTES, Direction, Payload
+from dyncp.blocks import ITEM_BYTES, Batch, Direction, Payload
 from dyncp.plan import Plan, RankPlan
 from dyncp.verify.coverage import collect_tiles
 from dyncp.verify.violation import Findings
+
+
+def check_identity(plan: Plan, batch: Batch, findings: Findings) -> None:
+    """Fingerprints are the batch's, digests those of the plan as it is."""
+    digest = _digest(plan)
+    for part in plan.parts:
+        if part.fingerprint != batch.fingerprint:
+            findings.add(
+                8,
+                f"rank {part.rank}: the part's batch fingerprint is {part.fingerprint}, the "
+                f"batch's is {batch.fingerprint}",
+            )
+        if part.digest != digest:
+            findings.add(
+                8,
+                f"rank {part.rank}: the part's plan digest is {part.digest}, that of the plan as "
+                f"it is {digest}",
+            )
+
+
+def _digest(plan: Plan) -> str:
+    """Digest of the plan as it is; a plan that has no binary form has none."""
+    try:
+        return Plan.of(plan.parts).digest
+    except (TypeError, ValueError, KeyError) as error:
+        return f"none ({error!r})"
+
+
+def check_balance(plan: Plan, findings: Findings) -> None:
+    measured = {"compute": _fullest(_work(plan)), "tokens": _fullest(_tokens(plan))}
+    for part in plan.parts:
+        declared = part.balance
+        limits = declared.limits
+        for what, given, tolerance in (
+            ("compute", declared.compute_max_over_mean, limits.compute_tolerance),
+            ("tokens", declared.tokens_max_over_mean, limits.token_tolerance),
+        ):
+            true = measured[what]
+            if not math.isclose(given, true, rel_tol=1e-9):
+                findings.add(
+                    5,
+                    f"rank {part.rank}: declares {what} max/mean {given:.6g}; the tiles and blocks "
+                    f"give {true:.6g}",
+                )
+            if (
+                tolerance is not None
+                and true > (1 + tolerance) * (1 + 1e-12)
+                and not declared.reason
+            ):
+                findings.add(
+                    5,
+                    f"rank {part.rank}: {what} max/mean is {true:.6g}, over the limit of "
+                    f"{1 + tolerance:.6g}, and the plan gives no reason",
+                )
+
+
+def _work(plan: Plan) -> Int64:
+    """Pairs × q heads of all masks, per rank."""
+    work = np.zeros(len(plan.parts), np.int64)
+    for rank, part in enumerate(plan.parts):
+        heads = np.asarray([g.num_kv_heads for g in part.head_groups], np.int64)
+        heads *= part.shape.q_heads // part.shape.kv_heads
+        for mask in part.masks.values():
+            work[rank] += int((mask.tiles.pairs * heads[mask.tiles.head_group]).sum())
+    return work
+
+
+def _tokens(plan: Plan) -> Int64:
+    blocks = plan.parts[0].blocks
+    tokens = np.zeros(len(plan.parts), np.int64)
+    np.add.at(tokens, blocks.owner, blocks.end - blocks.start)
+    return tokens
+
+
+def _fullest(load: Int64) -> float:
+    total = int(load.sum())
+    return int(load.max()) * len(load) / total if total else 1.0
+
 
 # What a query block and a key block send out and get back, per direction.
 _Q_KINDS = {

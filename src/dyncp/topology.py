@@ -1,18 +1,41 @@
-"""Topology: machines with equally many ranks, their links and speeds."""
+"""The machines and ranks a plan is made for, the links between them, and clusters by name."""
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from dyncp.arrays import Float64, frozen
-from dyncp.checks import finite_number, instance_of, whole_number
-from dyncp.topology.link import Link
+from dyncp.checks import MOST_RANKS, finite_number, instance_of, whole_number
 
-# Those of a p4de machine, see presets.py.
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """`latency` in seconds per message, `bandwidth` in bytes per second each way.
+
+    Inside a machine the bandwidth is that of one rank's port, between machines that of all of a
+    machine's NICs together.
+    """
+
+    latency: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        for field in ("latency", "bandwidth"):
+            instance_of(f"Link.{field}", getattr(self, field), (int, float), "a number")
+        if not 0 <= self.latency < math.inf:
+            raise ValueError(f"Link.latency is {self.latency}; it must be finite and at least 0")
+        if not 0 < self.bandwidth < math.inf:
+            raise ValueError(f"Link.bandwidth is {self.bandwidth}; it must be finite and above 0")
+
+    def scaled(self, bandwidth: float, latency: float) -> "Link":
+        return Link(self.latency * latency, self.bandwidth * bandwidth)
+
+
+# Those of a p4de machine, see PRESETS.
 DEFAULT_INTRA = Link(latency=5e-6, bandwidth=240e9)
 DEFAULT_INTER = Link(latency=20e-6, bandwidth=45e9)
 DEFAULT_NICS = 4
-MOST_RANKS = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +112,9 @@ class Topology:
         return replace(self, intra=intra, inter=inter)
 
     def jittered(self, spread: float, seed: int) -> "Topology":
-        """Every rank up to `spread` (a share from 0 to below 1) slower, at random."""
+        """Every rank slower by a random share below `spread`, which is at least 0 and below 1."""
         if not 0 <= spread < 1:
-            raise ValueError(f"spread is {spread}; allowed are shares from 0 to below 1")
+            raise ValueError(f"spread is {spread}; it must be at least 0 and below 1")
         slower = 1 - spread * np.random.default_rng(seed).random(self.num_ranks)
         return replace(self, speeds=tuple((self.rank_speeds * slower).tolist()))
 
@@ -100,8 +123,36 @@ def _check_speeds(speeds: tuple[float, ...], num_ranks: int) -> None:
     if len(speeds) != num_ranks:
         raise ValueError(
             f"Topology.speeds has {len(speeds)} entries for {num_ranks} ranks; "
-            "one per rank is needed, or none"
+            "give one per rank, or none"
         )
     wrong = [speed for speed in speeds if not finite_number("Topology.speeds", speed) > 0]
     if wrong:
-        raise ValueError(f"Topology.speeds holds {wrong[0]}; finite numbers above 0 are needed")
+        raise ValueError(f"Topology.speeds holds {wrong[0]}; speeds must be finite and above 0")
+
+
+# Clusters by name. Bandwidths are vendor figures times the share that large messages are assumed to
+# reach: 0.8 of NVLink, 0.9 of a NIC. Latencies are assumptions. `dyncp calibrate` measures both.
+PRESETS = {
+    # 8 × A100-80G. NVSwitch: 600 GB/s per GPU, both ways together. 4 × 100 Gb/s per machine, one
+    # for every two GPUs.
+    "p4de": Topology(1, 8, DEFAULT_INTRA, DEFAULT_INTER, DEFAULT_NICS),
+    # 8 × H200. NVLink 4: 900 GB/s per GPU, both ways together. One 400 Gb/s NIC per GPU.
+    "h200": Topology(1, 8, Link(5e-6, 360e9), Link(15e-6, 360e9), 8),
+    # 72 × B200 in one NVLink domain, which counts as one machine here. NVLink 5: 1.8 TB/s per GPU,
+    # both ways together. One 400 Gb/s NIC per GPU.
+    "gb200_nvl72": Topology(1, 72, Link(5e-6, 720e9), Link(15e-6, 3240e9), 72),
+    # Processes of one machine over loopback, 10 Gb/s Ethernet between machines. Estimates.
+    "cpu_gloo": Topology(1, 4, Link(100e-6, 1.5e9), Link(150e-6, 1.1e9), 1, ordered_phases=False),
+}
+
+
+def preset(name: str, machines: int = 1, ranks_per_machine: int | None = None) -> Topology:
+    """A cluster of `machines` machines; by default with as many ranks as the preset's machine has.
+
+    With fewer ranks than that a machine keeps its NICs, and a rank still uses one of them.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"topology preset is {name!r}; choose one of {', '.join(PRESETS)}")
+    base = PRESETS[name]
+    ranks = base.ranks_per_machine if ranks_per_machine is None else ranks_per_machine
+    return replace(base, machines=machines, ranks_per_machine=ranks, name=name)

@@ -1,7 +1,8 @@
-"""Interval arithmetic on the key ranges of every token: what `&`, `|` and named masks are made of.
+"""Interval arithmetic on the key ranges of every token: behind `&`, `|` and the named masks.
 
-Everything works on arrays `starts` and `ends` of shape `[R, tokens]` (a token's ranges below each
-other) and for all tokens at once. In results an empty range is `(length, length)` and comes last.
+Everything works on arrays `starts` and `ends` of shape `[R, tokens]` (a column has the
+ranges of one token), for all tokens at once. Empty ranges come last in results, as `(length,
+length)`.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def _sort_ranges(starts: IntArray, ends: IntArray, ranges: IntArray, token: int)
 
 
 def agree(what: str, left: IntArray | None, right: IntArray | None) -> IntArray | None:
-    """The positions or targets of two masks put together: one side's, or both if they are equal."""
+    """Positions or targets of two combined masks, of the one that sets them; both must agree."""
     if left is None or right is None:
         return right if left is None else left
     if not np.array_equal(left, right):

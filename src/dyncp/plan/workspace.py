@@ -1,8 +1,8 @@
-"""Contributions: what kernel calls add to each block's output or gradient on a rank, in order.
+"""Workspaces: where blocks lie, which rows kernel calls touch, and what they add to each block.
 
-A call contributes to the rows of every block that it touches. Results that are received for the
-same rows are added after the last call, when the sum leaves the rank or the call ends. With one
-contribution there is nothing to add up.
+A call contributes to the rows of every block that it touches. Results received for the same rows
+are added after the last call, when the sum leaves the rank or the call ends. A single contribution
+needs no adding up.
 """
 
 from dataclasses import dataclass
@@ -10,11 +10,49 @@ from dataclasses import dataclass
 import numpy as np
 
 from dyncp.arrays import Bool, Int32, Int64
-from dyncp.blocks import Payload
-from dyncp.plan.rank_plan import RESULT_SPACE, MaskPlan, Messages, Op, Program, RankPlan, Space
+from dyncp.blocks import IS_INPUT, OF_KEYS
+from dyncp.plan.format import MaskPlan, Messages, Op, Program, RankPlan, Space
 
-RESULTS = np.asarray([kind in RESULT_SPACE for kind in Payload])
-SPACE_OF_RESULT = np.asarray([RESULT_SPACE.get(kind, -1) for kind in Payload])
+
+def places_of(part: RankPlan, program: Program) -> Int64:
+    """First row of every block in each workspace, [spaces, head groups, blocks]; -1: absent."""
+    place = np.tile(part.block_row, (len(Space), len(part.head_groups), 1))
+    slots = program.slots
+    place[slots.space, slots.head_group, slots.block] = slots.row
+    return place
+
+
+def call_rows(
+    part: RankPlan, mask: MaskPlan, program: Program, place: Int64, multiple: int
+) -> dict[tuple[int, int], tuple[slice, slice]]:
+    """Query rows and key rows of every kernel call, by division and head group: from the first
+    kernel tile of `multiple` rows that it touches to the last, at least two where there are two."""
+    tiles, tokens = mask.tiles, part.blocks.tokens
+    groups = len(part.head_groups)
+    key = program.tile_division.astype(np.int64) * groups + tiles.head_group
+    calls, of_call = np.unique(key, return_inverse=True)
+    hulls = []
+    for space, block in ((Space.Q, tiles.q_block), (Space.KV, tiles.k_block)):
+        first = place[space, tiles.head_group, block]
+        low = np.full(len(calls), np.iinfo(np.int64).max)
+        high = np.zeros(len(calls), np.int64)
+        np.minimum.at(low, of_call, first)
+        np.maximum.at(high, of_call, first + tokens[block])
+        rows = program.workspace_rows[space][calls % groups]
+        hulls.append(_whole_tiles(low, high, rows.astype(np.int64), multiple))
+    return {
+        (call // groups, call % groups): (slice(*q), slice(*k))
+        for call, q, k in zip(calls.tolist(), *(h.tolist() for h in hulls), strict=True)
+    }
+
+
+def _whole_tiles(low: Int64, high: Int64, rows: Int64, multiple: int) -> Int64:
+    """[first, end) of each hull. A single tile gets a neighbour, the one before it if there is."""
+    first, end = low // multiple, -(-high // multiple)
+    single = (end - first == 1) & (rows > multiple)
+    before = single & (first > 0)
+    first, end = first - before, end + (single & ~before)
+    return np.stack([first * multiple, np.minimum(end * multiple, rows)], axis=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +137,8 @@ def times_of(program: Program, op: Op) -> Int64:
 
 def result_keys(messages: Messages, num_blocks: int) -> Int64:
     """`block_keys` of the results among these payloads."""
-    at = np.flatnonzero(RESULTS[messages.kind])
-    space = SPACE_OF_RESULT[messages.kind[at]]
+    at = np.flatnonzero(~IS_INPUT[messages.kind])
+    space = OF_KEYS[messages.kind[at]].astype(np.int64)
     return block_keys(space, messages.head_group[at], messages.block[at], num_blocks)
 
 

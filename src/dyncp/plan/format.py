@@ -1,24 +1,49 @@
-"""RankPlan: everything one rank needs to run its part of a batch, as compact arrays."""
+"""The format of plans: RankPlan has all that one rank needs to run a batch, as compact arrays."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
 
 import numpy as np
 
-from dyncp.arrays import Bool, Int32, Int64, starts_of
-from dyncp.blocks import AttentionShape, Direction, HeadGroup, Payload, bytes_per_token
+from dyncp.arrays import Bool, Int32, Int64, ranges_of, starts_of
+from dyncp.blocks import (
+    IS_INPUT,
+    OF_KEYS,
+    AttentionShape,
+    Direction,
+    HeadGroup,
+    Payload,
+    bytes_per_token,
+)
+from dyncp.checks import MOST_RANKS, whole_number
 from dyncp.placement import Balance
-from dyncp.plan.by_rank import ranges_of
-from dyncp.plan.rows import RowRuns
+from dyncp.plan.row_ranges import RowRuns
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How rows are laid out: slots start on multiples of `slot_alignment` (the kernel-tile border),
+    a rank's local rows are padded to `local_multiple`."""
+
+    slot_alignment: int = 128
+    local_multiple: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("slot_alignment", "local_multiple"):
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), 1, MOST_RANKS))
+
+    def pad_local(self, tokens: Int64) -> Int64:
+        """Rows of ranks with these numbers of local tokens."""
+        return -(-tokens // self.local_multiple) * self.local_multiple
 
 
 class Op(IntEnum):
     """One instruction of a rank's program, with its argument."""
 
     LAUNCH = 0  # start the sends and receives of a phase
-    WAIT = 1  # until what this rank receives in a phase is there; unpack inputs, merge results
+    WAIT = 1  # until everything this rank receives in a phase has arrived; unpack inputs
     COMPUTE = 2  # the tiles of a division
 
 
@@ -29,9 +54,9 @@ class Space(IntEnum):
     KV = 1
 
 
-# Where a received input is put; results are merged into rows that are there already.
-INPUT_SPACE = {Payload.Q: Space.Q, Payload.Q_DOUT: Space.Q, Payload.KV: Space.KV}
-RESULT_SPACE = {Payload.OUT: Space.Q, Payload.DQ: Space.Q, Payload.DKV: Space.KV}
+# Where a received input is put; results are merged into rows that are already there.
+INPUT_SPACE = {kind: Space(int(OF_KEYS[kind])) for kind in Payload if IS_INPUT[kind]}
+RESULT_SPACE = {kind: Space(int(OF_KEYS[kind])) for kind in Payload if not IS_INPUT[kind]}
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,6 +150,12 @@ class MaskPlan:
     forward: Program
     backward: Program | None
 
+    def programs(self) -> Iterator[tuple[Direction, Program]]:
+        """The directions that the mask is planned for, with their programs."""
+        yield Direction.FORWARD, self.forward
+        if self.backward is not None:
+            yield Direction.BACKWARD, self.backward
+
     def program(self, direction: Direction) -> Program:
         program = self.forward if Direction(direction) is Direction.FORWARD else self.backward
         if program is None:
@@ -134,7 +165,10 @@ class MaskPlan:
 
 @dataclass(frozen=True, eq=False)
 class RankPlan:
-    """The part of a plan that one rank receives. `digest` is that of the whole plan."""
+    """The part of a plan that one rank receives. `digest` is that of the whole plan.
+
+    `body` is the part's binary form without the digest, where it was encoded already (see
+    codec.py); a changed copy has none."""
 
     rank: int
     num_ranks: int
@@ -151,6 +185,7 @@ class RankPlan:
     lengths: Int32
     blocks: OwnedBlocks
     masks: Mapping[str, MaskPlan]
+    body: bytes | None = field(default=None, init=False, repr=False)
 
     @property
     def filler(self) -> bool:
