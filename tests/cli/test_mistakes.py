@@ -67,10 +67,10 @@ def test_plan_names_the_mistake_and_the_choices(capsys, words, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("12\n\nlong\n7\n", "lengths.txt, line 3: 'long' is no length; integers from 1 on are"),
-        ("12\n0\n", "lengths.txt, line 2: 0 is no length"),
-        ("12\n3.5\n", "lengths.txt, line 2: '3.5' is no length"),
-        ("[12, true]", "lengths.txt, entry 2: True is no length"),
+        ("12\n\nlong\n7\n", "lengths.txt, line 3: 'long' is not a length; lengths must be"),
+        ("12\n0\n", "lengths.txt, line 2: 0 is not a length"),
+        ("12\n3.5\n", "lengths.txt, line 2: '3.5' is not a length"),
+        ("[12, true]", "lengths.txt, entry 2: True is not a length"),
         ("[12,\n 7", "lengths.txt, line 2: not a JSON list"),
         ("", "lengths.txt has no lengths; at least one is needed"),
         ("\n \n", "lengths.txt has no lengths"),
