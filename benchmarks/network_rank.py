@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dyncp.calibrate.calls import DTYPES
 from dyncp.executor import DCPExecutor, Step, attention
-from dyncp.measure.inputs import DTYPES
 from dyncp.plan.codec import decode_part
 from dyncp.transport import Distributed
 from dyncp.transport.grouped_channel import GroupedChannel

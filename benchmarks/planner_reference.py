@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.cases import DATA, LIMITS, MASKS, cluster, geometric_mean, make_task
 from dyncp import Batch, PlannerConfig
-from dyncp.cli.plan_numbers import describe_traffic
+from dyncp.cli.plan import describe_traffic
 from dyncp.planner import choose, lower_choice
 
 CONFIG = PlannerConfig(objective="bytes", limits=LIMITS)
