@@ -11,7 +11,7 @@ from dyncp.plan.contributions import KernelStyle
 from dyncp.plan.rank_plan import Op, RankPlan
 from dyncp.plan.rooms import has_messages, list_rooms
 
-GRAPH_BYTES = 120_000  # 113 kB each on one H200: python -m benchmarks.graph_memory
+GRAPH_BYTES = 120_000  # 113 kB each on one H200: python -m benchmarks.gpu_memory graphs
 
 
 @dataclass(frozen=True, eq=False)
