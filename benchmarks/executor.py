@@ -37,7 +37,7 @@ from dyncp.executor.kernel_calls import CallBuilder
 from dyncp.executor.layout import lay_out
 from dyncp.executor.lowering import lower_program
 from dyncp.executor.step import dtypes_of
-from dyncp.kernels import IndexArrays, TorchRowOps
+from dyncp.kernels import IndexArrays, Kernel, TorchRowOps
 from dyncp.plan import Direction, MaskPlan, Program, RankPlan
 from dyncp.transport import Null
 
@@ -50,13 +50,18 @@ LENGTHS = {
 }
 
 
-class NoKernel:
+class NoKernel(Kernel):
     """Lowers nothing: what is left is the executor's own time."""
 
-    name, merges, collects = "none", True, False
+    name = "none"
 
     def lower(self, call: object, arrays: IndexArrays, *, backward: bool) -> None:
         pass
+
+    def attend(self, *_: object) -> None:
+        pass
+
+    attend_backward = attend
 
 
 def milliseconds(run: Callable[[], object], repeats: int) -> float:

@@ -25,6 +25,7 @@ from torch import Tensor
 from benchmarks.network_links import Namespaces
 from dyncp.calibrate.calls import DTYPES
 from dyncp.executor import DCPExecutor, Step, attention
+from dyncp.kernels import Kernel
 from dyncp.plan.codec import decode_part
 from dyncp.transport import Distributed
 from dyncp.transport.grouped_channel import GroupedChannel
@@ -114,10 +115,10 @@ class Device:
         sleep_until(self.ready)
 
 
-class WaitingKernel:
+class WaitingKernel(Kernel):
     """Every call takes the next of `seconds`, and computes nothing."""
 
-    name, merges, collects = "waiting", True, False
+    name = "waiting"
 
     def __init__(self, device: Device) -> None:
         self.seconds: list[float] = []

@@ -33,6 +33,7 @@ from dyncp.calibrate.timing import (
     wait_for,
 )
 from dyncp.executor import DCPExecutor, Step, attention
+from dyncp.kernels import IndexArrays, Kernel, KernelCall
 from dyncp.plan import Op, RankPlan
 from dyncp.transport import Null
 from dyncp.transport.null import NullChannel
@@ -64,15 +65,23 @@ class CallTimes:
         return float(self.division_seconds.sum())
 
 
-class RecordedKernel:
+class RecordedKernel(Kernel):
     """Wraps a kernel, and records the device time of every `attend` and `attend_backward`."""
 
-    def __init__(self, inner: Any, device: torch.device) -> None:
+    def __init__(self, inner: Kernel, device: torch.device) -> None:
         self._inner, self._device = inner, device
         self._marks: list[tuple[Any, Any]] = []
+        for name in Kernel.__annotations__:
+            setattr(self, name, getattr(inner, name))
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+    def lower(self, call: KernelCall, arrays: IndexArrays, *, backward: bool) -> Any:
+        return self._inner.lower(call, arrays, backward=backward)
+
+    def refuses(self, shape: AttentionShape) -> str:
+        return self._inner.refuses(shape)
+
+    def sequence_rows(self, lowered: Any, dim: int) -> Any:
+        return self._inner.sequence_rows(lowered, dim)
 
     def attend(self, *args: Any, **options: Any) -> None:
         self._record(self._inner.attend, args, options)

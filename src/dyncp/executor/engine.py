@@ -37,7 +37,7 @@ class Engine:
         graphs: Graphs | None = None,
     ) -> None:
         self.kernel, self.transport, self.device = kernel, transport, device
-        # Held during a call: calls share memory and messages. Engines of one executor share it.
+        # RowState during a call: calls share memory and messages. Engines of one executor share it.
         self.lock = threading.Lock()
         self.alternative: Engine | None = None  # for inputs that the kernel refuses
         self.row_ops = row_ops
@@ -72,15 +72,14 @@ class Engine:
 
     def examine(self, shape: AttentionShape, check: Callable[[], None]) -> str:
         """Why the kernel is not used for a shape, after `check`; empty if it is."""
-        refuses = getattr(self.kernel, "refuses", None)
-        reason = "" if refuses is None else refuses(shape)
+        reason = self.kernel.refuses(shape)
         if not reason:
             try:
                 check()
             except WrongResultsError as error:
                 reason = f"{error}; it is not used. Please report this"
         self._refused[shape] = reason
-        return str(reason)
+        return reason
 
     @property
     def style(self) -> KernelStyle:

@@ -32,7 +32,7 @@ class Graphs:
             return Graphs(False)
         if choice is False:
             _log_once("graphs=False was asked for")
-        elif not getattr(kernel, "capturable", False):
+        elif not kernel.capturable:
             if choice is True:
                 raise ValueError(
                     f"graphs=True, but calls of kernel {kernel.name!r} cannot be captured: leave "

@@ -4,7 +4,7 @@ import numpy as np
 
 from dyncp.arrays import Int32, Int64, UInt8
 from dyncp.compiled import compiled
-from dyncp.kernels import Held, KernelCall, RowStates
+from dyncp.kernels import KernelCall, RowState, RowStates
 from dyncp.plan import (
     Contributions,
     MaskPlan,
@@ -117,7 +117,7 @@ class CallBuilder:
 
     def _states(self, space: Space, group: int, at: int) -> RowStates:
         rows = self._num_rows(space, group)
-        before, after = np.zeros(rows, np.uint8), np.full(rows, Held.UNTOUCHED, np.uint8)
+        before, after = np.zeros(rows, np.uint8), np.full(rows, RowState.UNTOUCHED, np.uint8)
         found = self._found
         mine = (found.time == at) & (found.space == space) & (found.head_group == group)
         block = found.block[mine]
@@ -129,14 +129,14 @@ class CallBuilder:
 
 
 def after_of(found: Contributions) -> UInt8:
-    return np.where(found.wide, Held.WIDE, Held.FINAL).astype(np.uint8)
+    return np.where(found.wide, RowState.WIDE, RowState.FINAL).astype(np.uint8)
 
 
 def before_of(found: Contributions) -> UInt8:
     """What the contribution before left."""
     before = np.zeros(len(found), np.uint8)
     before[1:] = after_of(found)[:-1]
-    before[found.first] = Held.NOTHING
+    before[found.first] = RowState.NOTHING
     return before
 
 

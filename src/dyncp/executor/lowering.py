@@ -58,10 +58,14 @@ class LoweredProgram:
 
 
 def style_of(kernel: Kernel, *, fixed: bool = False) -> KernelStyle:
-    names = ("row_multiple", "dim_multiple")
-    multiples = {name: getattr(kernel, name, 1) for name in names}
-    most = getattr(kernel, "most_sequences", 0)
-    return KernelStyle(kernel.merges, kernel.collects, fixed, **multiples, most_sequences=most)
+    return KernelStyle(
+        kernel.merges,
+        kernel.collects,
+        fixed,
+        kernel.row_multiple,
+        kernel.dim_multiple,
+        kernel.most_sequences,
+    )
 
 
 def lower_program(
