@@ -28,7 +28,7 @@ from dyncp.dataloader.dataset import open_source
 from dyncp.dataloader.entry import Entry
 from dyncp.dataloader.sample_seconds import SampleSeconds
 from dyncp.dataloader.state import Position
-from dyncp.samplers.sample import find_distribution
+from dyncp.samplers import find_distribution
 
 BATCHES = 2048
 TOKENS = (32_768, 65_536, 131_072)

@@ -31,7 +31,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d
 
-from benchmarks.planner_faults import raising
+from benchmarks.cases import failing_planner
 from dyncp import DCPAttn, DCPDataLoader, DCPExecutor, masks
 from dyncp.train.config import DecoderConfig
 from dyncp.train.loop import sum_gradients, sum_over_ranks
@@ -98,7 +98,7 @@ class Run:
         self.rank, self.options = rank, options
         self.disturbed = name != RUNS[0]
         samples, self.lengths = make_samples(options.samples)
-        faults = {"plan_function": raising} if name == RUNS[2] else {}
+        faults = {"plan_function": failing_planner} if name == RUNS[2] else {}
         self.loader = DCPDataLoader(
             samples,
             masks.causal,

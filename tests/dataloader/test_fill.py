@@ -17,7 +17,7 @@ from dyncp.dataloader.entry import Entry
 from dyncp.dataloader.fill import best_subset, fill_batches
 from dyncp.dataloader.sample_seconds import SampleSeconds
 from dyncp.dataloader.state import Position
-from dyncp.samplers.sample import find_distribution
+from dyncp.samplers import find_distribution
 
 BUDGET = 32_768
 MODEL = MODELS["llama3_8b"]
