@@ -19,6 +19,7 @@ from dyncp.masks.prefix_lm import prefix_lm
 from dyncp.masks.registry import ALIASES, BUILTIN, by_name
 from dyncp.masks.shared_question import shared_question
 from dyncp.masks.sliding_window import sliding_window
+from dyncp.masks.within import within
 
 document = document_packed
 shared_prefix = shared_question
@@ -51,4 +52,5 @@ __all__ = [
     "shared_question",
     "sliding_window",
     "streaming_llm",
+    "within",
 ]

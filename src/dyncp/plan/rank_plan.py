@@ -169,8 +169,9 @@ class RankPlan:
 
     @cached_property
     def rows_per_rank(self) -> Int64:
-        """Each rank's tokens, padded to `local_multiple`."""
-        return -(-self.tokens_per_rank // self.local_multiple) * self.local_multiple
+        """Each rank's tokens, padded to `local_multiple`; above 1 also where there are none."""
+        tokens = self.tokens_per_rank.clip(int(self.local_multiple > 1))
+        return -(-tokens // self.local_multiple) * self.local_multiple
 
     @property
     def local_tokens(self) -> int:

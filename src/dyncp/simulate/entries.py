@@ -55,6 +55,7 @@ def simulate_schedules(
         return simulate_schedule(graph, placement, schedule, direction, topology, cost, name)
 
     tokens = np.bincount(placement.block_rank, graph.blocks.tokens, placement.num_ranks)
+    tokens = tokens.clip(int(local_multiple > 1))
     rows = np.ceil(tokens / local_multiple).astype(np.int64) * local_multiple
     return _simulate(list(schedules), run, rows, topology, cost, layers, model)
 
