@@ -24,6 +24,7 @@ from dyncp.masks.pairs import count_batch_tile_pairs, count_tile_pairs, list_til
 from dyncp.masks.prefix_lm import prefix_lm
 from dyncp.masks.shared_question import shared_question
 from dyncp.masks.sliding_window import sliding_window
+from dyncp.masks.within import within
 
 # What they are called in attention-gym, in prefix-sharing inference and in StreamingLLM.
 document = document_packed
@@ -57,6 +58,7 @@ __all__ = [
     "shared_question",
     "sliding_window",
     "streaming_llm",
+    "within",
 ]
 
 BUILTIN: dict[str, ParametricMask] = {

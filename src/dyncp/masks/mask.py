@@ -10,8 +10,10 @@ import numpy.typing as npt
 
 from dyncp.masks.pairs import draw_mask
 from dyncp.masks.ranges import IntArray, RangeOperator, agree, columns, intersect, merge, unite
+from dyncp.masks.runs import reach_other_runs
 
 AnyInts = npt.NDArray[np.integer]
+ROW_WINDOW = "sliding_window"  # the mask that counts rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,6 +145,9 @@ def packed_mask(ranges: IntArray, positions: IntArray, targets: IntArray, name: 
 
 
 def _combine(left: Mask, right: Mask, symbol: str, operator: RangeOperator) -> Mask:
+    if symbol == "&":
+        _check_distances(left, right)
+        _check_distances(right, left)
     if left.length != right.length:
         raise ValueError(
             f"masks of different lengths cannot be combined: {left.name!r} has {left.length} "
@@ -154,6 +159,19 @@ def _combine(left: Mask, right: Mask, symbol: str, operator: RangeOperator) -> M
         agree("targets", left.targets, right.targets),
         f"{_bracketed(left.name)} {symbol} {_bracketed(right.name)}",
     )
+
+
+def _check_distances(mask: Mask, window: Mask) -> None:
+    """Refuses a window of rows over a mask that sets positions which differ from rows where it
+    matters, as between a question and its second answer."""
+    if window.name != ROW_WINDOW or window.positions is not None or mask.positions is None:
+        return
+    if mask.length == window.length and reach_other_runs(mask.ranges, mask.positions):
+        raise ValueError(
+            f"sliding_window counts rows, and {mask.name!r} has tokens whose positions are not "
+            "their rows: the window would leave out what is near; use "
+            f"masks.within(masks.{mask.name}, window=...), which counts positions"
+        )
 
 
 def _bracketed(name: str) -> str:
