@@ -11,7 +11,12 @@ if TYPE_CHECKING:
     from dyncp.dataloader.errors import BatchMismatch, PeerError, SampleError, StoreError
     from dyncp.dataloader.loader import DCPDataLoader
     from dyncp.dataloader.local_tokens import count_targets, local_data
-    from dyncp.dataloader.loss import sum_gradients, sum_over_ranks, undo_gradient_average
+    from dyncp.dataloader.loss import (
+        next_token_loss,
+        sum_gradients,
+        sum_over_ranks,
+        undo_gradient_average,
+    )
     from dyncp.dataloader.metrics import LoaderMetrics
     from dyncp.dataloader.samples import NO_TARGET
 
@@ -28,6 +33,7 @@ _LAZY = {
     "StoreError": "errors",
     "count_targets": "local_tokens",
     "local_data": "local_tokens",
+    "next_token_loss": "loss",
     "sum_gradients": "loss",
     "sum_over_ranks": "loss",
     "undo_gradient_average": "loss",
@@ -45,6 +51,7 @@ __all__ = [
     "StoreError",
     "count_targets",
     "local_data",
+    "next_token_loss",
     "sum_gradients",
     "sum_over_ranks",
     "undo_gradient_average",

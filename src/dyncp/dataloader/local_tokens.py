@@ -11,6 +11,8 @@ from dyncp.arrays import Int32, Int64, starts_of
 from dyncp.blocks import Batch
 from dyncp.dataloader.samples import (
     NO_TARGET,
+    all_targets,
+    has_listed_targets,
     input_ids_of,
     labels_of,
     layout_mask,
@@ -23,6 +25,7 @@ from dyncp.plan import Plan, RankPlan
 # Value of padding rows (local_multiple); other fields are padded with 0.
 PLAIN_FIELDS = ("input_ids", "position_ids", "labels", "shift_labels")
 PADDING = {"labels": NO_TARGET, "shift_labels": NO_TARGET}
+LISTED = ("target_rows", "target_labels", "target_weights")
 
 
 def local_data(
@@ -37,11 +40,14 @@ def local_data(
 
     `shift_labels` are the next-token targets, shifted before the sequences are cut (-100: none).
     `num_items_in_batch` is the number of targets of the whole optimiser step (default: of this
-    batch), at least 1; `batch_fingerprint` says which batch it is. `token_fields` names further
-    fields and the dimension that runs over their tokens: a [3, tokens] field with dimension 1
-    becomes [3, 1, rows], a [tokens, width] field with dimension 0 becomes [1, rows, width]. A
-    sample's own `labels` and `position_ids` win. For a whole Plan (virtual ranks) the rows of all
-    ranks follow one another.
+    batch), at least 1; where masks say that targets have weights, the sum of these. Where a local
+    token has several targets, or weights, `target_rows`, `target_labels` and `target_weights`
+    [1, targets] list all targets of local rows, and tokens with several have none in
+    `shift_labels`: `next_token_loss` takes either. `batch_fingerprint` says which batch it is.
+    `token_fields` names further fields and the dimension that runs over their tokens: a [3, tokens]
+    field with dimension 1 becomes [3, 1, rows], a [tokens, width] field with dimension 0 becomes
+    [1, rows, width]. A sample's own `labels` and `position_ids` win. For a whole Plan (virtual
+    ranks) the rows of all ranks follow one another.
     """
     if plan.fingerprint != batch.fingerprint:
         raise ValueError(
@@ -77,11 +83,10 @@ def local_rows(
         needed = np.zeros(1, np.int64)  # for the dtypes and widths of fields without rows
     dims = dict.fromkeys(PLAIN_FIELDS, 0) | dict(token_fields)
     parts: dict[str, list[Tensor]] = {name: [] for name in dims}
-    for number in needed.tolist():
+    sequence_masks = [mask_of(number) for number in needed.tolist()]
+    for number, mask in zip(needed.tolist(), sequence_masks, strict=True):
         length = int(lengths[number])
-        for name, value in _sample_fields(
-            sample_of(number), mask_of(number), length, number, dims
-        ).items():
+        for name, value in _sample_fields(sample_of(number), mask, length, number, dims).items():
             parts[name].append(value)
     taken = torch.from_numpy(_rows_among(rows, lengths, needed))
     empty = torch.zeros(0, dtype=torch.int64)
@@ -89,7 +94,29 @@ def local_rows(
         name: torch.cat(values, dim=dims[name]) if values else empty
         for name, values in parts.items()
     }
-    return {name: _take(value, dims[name], taken, name) for name, value in fields.items()}
+    data = {name: _take(value, dims[name], taken, name) for name, value in fields.items()}
+    if any(map(has_listed_targets, sequence_masks)):
+        data |= _listed_targets(parts["labels"], sequence_masks, taken)
+    return data
+
+
+def _listed_targets(
+    labels: Sequence[Tensor], sequence_masks: Sequence[Mask], taken: Tensor
+) -> dict[str, Tensor]:
+    """All targets of the rows `taken` of these sequences, one after the other."""
+    found = [all_targets(*pair) for pair in zip(labels, sequence_masks, strict=True)]
+    starts = starts_of(np.asarray([mask.length for mask in sequence_masks]))
+    token = torch.cat([one.token + int(start) for one, start in zip(found, starts, strict=False)])
+    local = torch.full((int(starts[-1]),), -1)
+    own = (taken >= 0).nonzero().flatten()
+    local[taken[own]] = own
+    row = local[token]
+    here = row >= 0
+    return {
+        "target_rows": row[here][None],
+        "target_labels": torch.cat([one.label for one in found])[here][None],
+        "target_weights": torch.cat([one.weight for one in found])[here][None],
+    }
 
 
 def local_sequences(plan: RankPlan | Plan) -> list[int]:
@@ -111,21 +138,24 @@ def fingerprint_tensor(fingerprint: str) -> Tensor:
 
 def without_targets(data: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same tokens, trained on nothing."""
-    return data | {name: torch.full_like(data[name], NO_TARGET) for name in PADDING}
+    listed = {name: data[name][:, :0] for name in LISTED if name in data}
+    return data | listed | {name: torch.full_like(data[name], NO_TARGET) for name in PADDING}
 
 
 def num_targets(data: Mapping[str, Tensor]) -> int:
-    """Number of local tokens that have a target."""
+    """Targets of local tokens, by their weights."""
+    if "target_weights" in data:
+        return int(data["target_weights"].sum())
     return int((data["shift_labels"] != NO_TARGET).sum())
 
 
 def count_targets(samples: Sequence[Mapping[str, Any]], batch: Batch) -> int:
-    """Number of tokens of the batch that have a target."""
+    """Targets of the batch, by their weights."""
     total = 0
     for index, sample in enumerate(samples):
         labels = labels_of(sample, input_ids_of(sample, index), index)
-        targets = shift_labels(labels, layout_mask(_masks_of_sequence(batch, index)))
-        total += int((targets != NO_TARGET).sum())
+        targets = all_targets(labels, layout_mask(_masks_of_sequence(batch, index)))
+        total += int(targets.weight.sum())
     return total
 
 

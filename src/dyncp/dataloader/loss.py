@@ -5,11 +5,33 @@ whole optimiser step. The loss of the step is the sum over ranks, and so are the
 """
 
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from dyncp.dataloader.local_tokens import LISTED
+
+
+def next_token_loss(logits: Tensor, local_data: Mapping[str, Tensor]) -> Tensor:
+    """This rank's share of the loss: summed over ranks it is the mean over all targets of the
+    optimiser step, by their weights.
+
+    `logits` are [..., rows, vocabulary]; 16-bit ones are converted to fp32. Tokens with
+    several targets (`masks.prefix_tree`) train on each of them.
+    """
+    rows = logits.flatten(0, -2)
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    if "target_rows" in local_data:
+        row, label, weight = (local_data[name].flatten() for name in LISTED)
+        losses = cross_entropy(rows[row].to(wide), label, reduction="none") * weight
+    else:
+        label = local_data["shift_labels"].flatten()
+        losses = cross_entropy(rows.to(wide), label, reduction="none")
+    return losses.sum() / local_data["num_items_in_batch"]
 
 
 def undo_gradient_average(loss: Tensor, group: Any = None) -> Tensor:

@@ -140,7 +140,7 @@ class Preparing:
     def _agreed(self, part: RankPlan, *, filler: bool) -> RankPlan:
         if not self._ranks.group_ranks and not filler:
             return part
-        values = {field.name: getattr(part, field.name) for field in fields(RankPlan)}
+        values = {x.name: getattr(part, x.name) for x in fields(RankPlan) if x.init}
         return AgreedPlan(**values, agreed_by=self._ranks.group_ranks, filler=filler)
 
     def _data(self, batch: BatchData, plan: RankPlan | Plan) -> tuple[dict[str, Any], int]:

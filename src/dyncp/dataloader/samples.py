@@ -1,7 +1,7 @@
 """Reads samples: dicts with at least `input_ids`, a 1-D tensor, array or list of token ids."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -110,11 +110,15 @@ def cut_masks(masks: dict[str, Mask] | Mask, start: int, length: int) -> dict[st
 def _cut_mask(mask: Mask, start: int, end: int) -> Mask:
     if mask.length == end - start:
         return mask
-    positions = None if mask.positions is None else mask.positions[start:end]
+    positions, weights = (x if x is None else x[start:end] for x in (mask.positions, mask.weights))
     targets = None if mask.targets is None else mask.targets[start:end]
     if targets is not None:
         targets = np.where((targets >= start) & (targets < end), targets - start, -1)
-    return Mask(mask.ranges[start:end].clip(start, end) - start, positions, targets, mask.name)
+    branches = mask.branches
+    if branches is not None:
+        branches = branches[((branches >= start) & (branches < end)).all(axis=1)] - start
+    ranges = mask.ranges[start:end].clip(start, end) - start
+    return Mask(ranges, positions, targets, mask.name, branches, weights)
 
 
 def token_field(sample: Mapping[str, Any], name: str, length: int, dim: int, index: int) -> Tensor:
@@ -141,6 +145,36 @@ def shift_labels(labels: Tensor, mask: Mask) -> Tensor:
     """Each token's target: the label of its next token, or NO_TARGET where it has none."""
     targets = torch.from_numpy(np.array(mask.resolved_targets(), np.int64))
     return torch.where(targets >= 0, labels[targets.clamp_min(0)], NO_TARGET)
+
+
+class Targets(NamedTuple):
+    """All targets of a sequence: the token that predicts, the label, and how often it counts."""
+
+    token: Tensor
+    label: Tensor
+    weight: Tensor
+
+
+def all_targets(labels: Tensor, mask: Mask) -> Targets:
+    """Of tokens with one target and of those with several, in the order of tokens."""
+    single = mask.resolved_targets()
+    token = np.flatnonzero(single >= 0)
+    target = single[token]
+    if mask.branches is not None:
+        token = np.concatenate([token, mask.branches[:, 0]])
+        target = np.concatenate([target, mask.branches[:, 1]])
+        order = np.argsort(token, kind="stable")
+        token, target = token[order], target[order]
+    weight = np.ones(len(token), np.int64) if mask.weights is None else mask.weights[target]
+    found = [torch.from_numpy(np.array(x, np.int64)) for x in (token, target, weight)]
+    label = labels[found[1]]
+    trained = label != NO_TARGET
+    return Targets(found[0][trained], label[trained], found[2][trained])
+
+
+def has_listed_targets(mask: Mask) -> bool:
+    """Whether one label per token cannot say what is trained."""
+    return mask.branches is not None or mask.weights is not None
 
 
 def layout_mask(masks: Mapping[str, Mask]) -> Mask:
