@@ -25,7 +25,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from benchmarks.planner_faults import raising
 from dyncp import DCPAttn, DCPDataLoader, DCPExecutor, masks
-from dyncp.dataloader.errors import BatchMismatch, PeerError, SampleError
+from dyncp.dataloader import BatchMismatch, PeerError, SampleError
 from dyncp.train.config import DecoderConfig
 from dyncp.train.loop import sum_gradients, sum_over_ranks
 from dyncp.train.model import Decoder, local_loss
