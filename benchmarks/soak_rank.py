@@ -33,7 +33,7 @@ from dyncp import (
     sum_gradients,
     sum_over_ranks,
 )
-from dyncp.dataloader.errors import BatchMismatch, PeerError, SampleError
+from dyncp.dataloader import BatchMismatch, PeerError, SampleError
 from dyncp.train.config import DecoderConfig
 from dyncp.train.model import Decoder
 

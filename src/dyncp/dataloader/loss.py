@@ -1,4 +1,4 @@
-"""Losses and gradients under context parallelism.
+"""Targets, losses and gradients under context parallelism.
 
 A rank's loss is the sum over its own targets divided by `num_items_in_batch`, the targets of the
 whole optimiser step. The loss of the step is the sum over ranks, and so are the gradients.
@@ -6,14 +6,48 @@ whole optimiser step. The loss of the step is the sum over ranks, and so are the
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from dyncp.dataloader.local_tokens import LISTED
+from dyncp.dataloader.samples import NO_TARGET
+from dyncp.masks import Mask
+
+LISTED = ("target_rows", "target_labels", "target_weights")
+
+
+class Targets(NamedTuple):
+    """All targets of a sequence: the token that predicts, the label, and how often it counts."""
+
+    token: Tensor
+    label: Tensor
+    weight: Tensor
+
+
+def all_targets(labels: Tensor, mask: Mask) -> Targets:
+    """Of tokens with one target and of those with several, in the order of tokens."""
+    single = mask.resolved_targets()
+    token = np.flatnonzero(single >= 0)
+    target = single[token]
+    if mask.branches is not None:
+        token = np.concatenate([token, mask.branches[:, 0]])
+        target = np.concatenate([target, mask.branches[:, 1]])
+        order = np.argsort(token, kind="stable")
+        token, target = token[order], target[order]
+    weight = np.ones(len(token), np.int64) if mask.weights is None else mask.weights[target]
+    found = [torch.from_numpy(np.array(x, np.int64)) for x in (token, target, weight)]
+    label = labels[found[1]]
+    trained = label != NO_TARGET
+    return Targets(found[0][trained], label[trained], found[2][trained])
+
+
+def has_listed_targets(mask: Mask) -> bool:
+    """Whether one label per token cannot say what is trained."""
+    return mask.branches is not None or mask.weights is not None
 
 
 def next_token_loss(logits: Tensor, local_data: Mapping[str, Tensor]) -> Tensor:

@@ -189,8 +189,7 @@ class DCPExecutor:
 
     def _agree(self, part: RankPlan) -> None:
         """Asks all ranks, unless the loader did so while it prefetched the plan."""
-        agreed = getattr(part, "agreed_by", None)  # dataloader's AgreedPlan
-        if agreed and agreed == getattr(self.transport, "global_ranks", None):
+        if part.agreed_by and part.agreed_by == getattr(self.transport, "global_ranks", None):
             return
         words = self.transport.agree(bytes.fromhex(part.fingerprint + part.digest))
         plans: dict[bytes, list[int]] = {}

@@ -194,6 +194,11 @@ class RankPlan:
         """Whether the batch only stands in for one that is missing, and counts for nothing."""
         return False
 
+    @property
+    def agreed_by(self) -> tuple[int, ...]:
+        """Global ranks that have agreed on this plan; the data loader's plans have some."""
+        return ()
+
     @cached_property
     def local_blocks(self) -> Int64:
         """Blocks this rank owns, in the order of its rows."""

@@ -1,29 +1,33 @@
-"""LoaderConfig: the options of DCPDataLoader, checked when it is built. Needs no torch."""
+"""The options of DCPDataLoader: their defaults, and checks when a loader is made. No torch."""
 
 import hashlib
 import math
-import operator
 import os
 import pickle
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 
+from dyncp.checks import whole_number
 from dyncp.planner import plan_batch
 
 TOKENS_PER_RANK = 8192
 STORE_TIMEOUT = 300.0
-# Chosen by benchmarks/fill.py: how full batches and how level replicas get.
+# Chosen by benchmarks/fill.py: how full batches and how balanced replicas get.
 FILL_WINDOW, DEAL_WINDOW, DEAL_WINDOW_READ = 32, 16, 4
-MADE_FIELDS = (
+RESERVED_FIELDS = (
     "input_ids", "labels", "position_ids", "shift_labels", "sample_ids", "num_items_in_batch",
-    "batch_fingerprint",
+    "batch_fingerprint", "target_rows", "target_labels", "target_weights",
 )  # fmt: skip
-TOO_LONG = ("error", "truncate", "drop", "split")
-LEFT_OUT = ("error", "drop")  # bad and empty samples
-LEAST = {
+CHOICES = {
+    "too_long": ("error", "truncate", "drop", "split"),
+    "bad_samples": ("error", "drop"),
+    "empty_samples": ("error", "drop"),
+}
+MINIMUM = {
     "tokens_per_batch": 1,
     "accumulation_steps": 1,
     "seed": 0,
@@ -37,14 +41,14 @@ LEAST = {
     "num_workers": 0,
     "num_planners": 1,
 }
-# Options that may differ between ranks, and those that are compared by what they stand for.
-OWN_TERMS = {
+# Options that may differ between ranks, and those that are compared by their contents elsewhere.
+NOT_COMPARED = {
     "look_ahead", "plan_timeout", "store_timeout", "pin_memory", "log_every",
     "sampler", "batch_sampler", "lengths", "sample_fields", "sample_ids", "collate", "num_workers",
     "num_planners",
 }  # fmt: skip
-MOST_PLANNERS = 4  # by default
-SCHEDULE_BATCHES = 1024  # whose budgets are compared one by one
+MAX_PLANNERS = 4  # by default
+SCHEDULE_BATCHES = 1024  # of which every budget is compared
 
 Budget = int | Callable[[int], int]
 Collate = Callable[[dict[str, Any], list[Any]], Mapping[str, Any]]
@@ -52,7 +56,7 @@ Collate = Callable[[dict[str, Any], list[Any]], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class LoaderConfig:
-    """Defaults of the options, and their checks. `DCPDataLoader` says what they mean."""
+    """The options and their defaults. `DCPDataLoader` says what they mean."""
 
     tokens_per_batch: Budget | None = None
     accumulation_steps: int = 1
@@ -86,32 +90,30 @@ class LoaderConfig:
 
     @staticmethod
     def of(arguments: Mapping[str, Any]) -> "LoaderConfig":
-        """From the arguments of DCPDataLoader, of which those that are options count."""
+        """From the arguments of DCPDataLoader, including those that are not options."""
         options = {field.name: arguments[field.name] for field in fields(LoaderConfig)}
         return LoaderConfig(**options | {"token_fields": options["token_fields"] or {}})
 
     def __post_init__(self) -> None:
-        for name, least in LEAST.items():
+        for name, minimum in MINIMUM.items():
             value = getattr(self, name)
             if value is not None and not callable(value):
-                object.__setattr__(self, name, whole_number(name, value, least))
+                object.__setattr__(self, name, integer_option(name, value, minimum))
         for name in ("plan_timeout", "store_timeout"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; seconds above 0 are needed")
-        for name, allowed in (
-            ("too_long", TOO_LONG), ("bad_samples", LEFT_OUT), ("empty_samples", LEFT_OUT),
-        ):  # fmt: skip
+                raise ValueError(f"{name} is {getattr(self, name)}; must be positive (seconds)")
+        for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r}; choose one of {', '.join(allowed)}"
                 )
         if self.bad_samples == "drop" and self.lengths is not None:
             raise ValueError(
-                "bad_samples='drop' needs every sample to be read before batches are made; with "
-                "lengths= they are made first. Leave lengths= out, or give bad samples the length "
-                "0 and empty_samples='drop'"
+                "bad_samples='drop' must read every sample before batches are made; with lengths= "
+                "batches are made first. Omit lengths=, or give bad samples the length 0 with "
+                "empty_samples='drop'"
             )
-        check_plan_function(self.plan_function)
+        _check_plan_function(self.plan_function)
         self._check_order()
         self._check_fields()
 
@@ -126,9 +128,9 @@ class LoaderConfig:
             if used
         ]
         if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} both say the order; give one of them")
+            raise ValueError(f"{' and '.join(given)} both set the order; pass only one of them")
         if self.evaluation and self.shuffle:
-            raise ValueError("evaluation=True keeps the dataset's order; leave shuffle=True out")
+            raise ValueError("evaluation=True keeps the dataset's order; do not pass shuffle=True")
         if self.batch_sampler is not None and self.tokens_per_batch is not None:
             raise ValueError(
                 "batch_sampler= makes the batches; tokens_per_batch= would have no effect"
@@ -137,24 +139,24 @@ class LoaderConfig:
     def _check_fields(self) -> None:
         if isinstance(self.sample_fields, str):
             raise ValueError(
-                f"sample_fields is {self.sample_fields!r}; a list of names is needed, such as "
+                f"sample_fields is {self.sample_fields!r}; expected a list of names, such as "
                 f"[{self.sample_fields!r}]"
             )
-        made = {*MADE_FIELDS, *self.token_fields} & set(self.sample_fields)
+        made = {*RESERVED_FIELDS, *self.token_fields} & set(self.sample_fields)
         if made:
             raise ValueError(
-                f"sample_fields has {', '.join(sorted(made))}, which the local data has by token "
-                "already; leave it out"
+                f"sample_fields has {', '.join(sorted(made))}, which the local data already has "
+                "for every token; remove it"
             )
         if self.collate is not None and not callable(self.collate):
             raise ValueError(
-                f"collate is {type(self.collate).__name__}; allowed is a function of the local "
-                "data and the samples"
+                f"collate is {type(self.collate).__name__}; expected a function of the local data "
+                "and the samples"
             )
 
     def windows(self, *, knows_lengths: bool) -> tuple[int, int]:
-        """From how many batches' samples a batch is filled, and from how many batches per replica
-        a round is dealt."""
+        """How many batches' samples a batch is filled from, and how many batches per replica a
+        round is dealt from."""
         if self.window is not None:
             return self.window, self.window
         if self.evaluation:
@@ -162,23 +164,25 @@ class LoaderConfig:
         return FILL_WINDOW, DEAL_WINDOW if knows_lengths else DEAL_WINDOW_READ
 
     def planning_processes(self, members: int) -> int:
-        """How many plan on a rank that takes turns with `members` ranks, itself included."""
+        """Number of planning processes of a rank that takes turns with `members` ranks."""
         if self.num_planners is not None:
             return self.num_planners
         affinity = getattr(os, "sched_getaffinity", None)
         cores = len(affinity(0)) if affinity else os.cpu_count() or 1
         share = cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         own_batches = -(-self.look_ahead // members)
-        return max(1, min(own_batches, share, MOST_PLANNERS))
+        return max(1, min(own_batches, share, MAX_PLANNERS))
 
-    def shared_terms(self) -> dict[str, str]:
-        """Options that have to be equal on all ranks, as texts."""
-        names = [field.name for field in fields(self) if field.name not in OWN_TERMS]
+    def shared_settings(self) -> dict[str, str]:
+        """Options that must be equal on all ranks, as texts."""
+        names = [field.name for field in fields(self) if field.name not in NOT_COMPARED]
         budget = self.tokens_per_batch
+        function = self.plan_function
+        named = function if hasattr(function, "__qualname__") else type(function)
         return {name: repr(getattr(self, name)) for name in names} | {
             "tokens_per_batch": "a function" if callable(budget) else repr(budget),
             "token_fields": repr(sorted(self.token_fields.items())),
-            "plan_function": describe_function(self.plan_function),
+            "plan_function": f"{named.__module__}.{named.__qualname__}",
         }
 
     @property
@@ -196,34 +200,32 @@ class LoaderConfig:
         return per_rank * num_ranks
 
 
-def whole_number(name: str, value: Any, least: int, where: str = "") -> int:
-    """An option as a plain int: one of numpy's compares and saves differently."""
-    try:
-        whole = isinstance(value, float) and value.is_integer()  # 1e5 is as good as 100_000
-        number = int(value) if whole else operator.index(value)
-    except TypeError:
-        text = f"{name} is {value!r}{where}; a whole number is needed"
-        raise ValueError(text) from None
-    if number < least:
-        raise ValueError(f"{name} is {number}{where}; at least {least} is needed")
-    return number
+def integer_option(name: str, value: Any, minimum: int) -> int:
+    """An option as a plain int; 1e5 is as good as 100_000."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return whole_number(name, value, minimum, sys.maxsize)
 
 
 def check_budget(tokens: Any, number: int) -> int:
-    """What a schedule gave for a batch; raises ValueError for a budget that holds nothing."""
+    """What a budget schedule returned for a batch."""
     whole = math.floor(tokens) if isinstance(tokens, float) and math.isfinite(tokens) else tokens
-    return whole_number("tokens_per_batch", whole, 1, f" for batch {number}")
+    return integer_option(f"tokens_per_batch of batch {number}", whole, 1)
+
+
+def digest_of(data: bytes, size: int = 8) -> str:
+    """Equal for equal data, in hexadecimal."""
+    return hashlib.blake2b(data, digest_size=size).hexdigest()
 
 
 def describe_schedule(budget: Budget) -> str:
-    """Stands for the budgets that a schedule gives: of all early batches, and ever fewer of later
-    ones."""
+    """A digest of a schedule's budgets: of all early batches, and of ever fewer later ones."""
     if not callable(budget):
         return ""
     later = np.unique(np.geomspace(SCHEDULE_BATCHES, 1e7, SCHEDULE_BATCHES).astype(np.int64))
     numbers = [*range(SCHEDULE_BATCHES), *later.tolist()]
     budgets = [_budget_text(budget, number) for number in numbers]
-    return hashlib.blake2b(" ".join(budgets).encode(), digest_size=8).hexdigest()
+    return digest_of(" ".join(budgets).encode())
 
 
 def _budget_text(schedule: Callable[[int], int], number: int) -> str:
@@ -233,23 +235,17 @@ def _budget_text(schedule: Callable[[int], int], number: int) -> str:
         return type(error).__name__
 
 
-def describe_function(function: Any) -> str:
-    """A function's name; the type of another callable."""
-    named = function if hasattr(function, "__qualname__") else type(function)
-    return f"{named.__module__}.{named.__qualname__}"
-
-
-def check_plan_function(function: Any) -> None:
-    """The planning process imports it by its name, which the main script has not got there."""
+def _check_plan_function(function: Any) -> None:
+    """The planning process imports it by name; it does not run the main script."""
     try:
         pickled = pickle.dumps(function)
     except Exception as error:
         raise ValueError(
-            f"plan_function is {function!r}, which the planning process cannot get ({error}); give "
-            "a function of a module"
+            f"plan_function is {function!r}, which cannot be sent to the planning process "
+            f"({error}); pass a function of a module"
         ) from None
     if b"__main__" in pickled:
         raise ValueError(
             f"plan_function is {function!r} of the main script, which the planning process does "
-            "not run; put it into a module of its own and import it"
+            "not run; move it to a module and import it"
         )

@@ -1,6 +1,10 @@
-"""The store that ranks share plans through: a client of their own, and one for a single process."""
+"""The key-value store that ranks talk through, and the errors that tell them apart.
 
-import logging
+`SharedStore` is a client of the process group's store; `LocalStore` stands in for it in a single
+process. Plans and decisions (decision.py), heartbeats and failures (peers.py) are its contents.
+"""
+
+import json
 import queue
 import threading
 from collections.abc import Callable
@@ -11,44 +15,52 @@ from typing import Any, Protocol
 
 from torch.distributed.distributed_c10d import PrefixStore
 
-from dyncp.dataloader.errors import PeerError, StoreError
-
-logger = logging.getLogger(__name__)
-
 CHUNK_BYTES = 4 << 20  # values over 8 MiB reset the connection of a TCPStore
 FIRST_POLL, LONGEST_POLL = 0.5e-3, 20e-3  # seconds; an answer takes 0.1 ms on one machine
 HURRY_SECONDS = 5.0
 LINGER_SECONDS = 3.0
 
 
+class StoreError(RuntimeError):
+    """The store did not answer, or the connection to it is lost."""
+
+
+class BatchMismatch(ValueError):  # noqa: N818 (a user's mistake: the ranks got different arguments)
+    """Ranks disagree on options, on the content of a sample, or on its masks."""
+
+
+class PeerError(RuntimeError):
+    """Another rank failed while preparing batches, left the loop, or is gone."""
+
+
 class Store(Protocol):
-    """Small values by key. Only `add` and `compare_set` are used for keys of several writers."""
+    """Small values by key. Keys with several writers only use `add` and `compare_set`."""
 
     def set(self, key: str, value: bytes) -> None: ...
 
     def get(self, key: str) -> bytes:
-        """The value of a key that is there."""
+        """The value of a key that exists."""
 
     def has(self, key: str) -> bool: ...
 
     def add(self, key: str, amount: int) -> int:
-        """The sum after adding to it."""
+        """Adds to a counter; returns the new sum."""
 
     def compare_set(self, key: str, value: bytes) -> bytes:
-        """Sets the key unless it is set; its value after that."""
+        """Sets the key unless it is set; returns its value."""
 
     def delete(self, key: str) -> None: ...
 
     def list_keys(self) -> list[str]: ...
 
     def hurry(self) -> None:
-        """From now on, wait a few seconds for an answer at most: nothing depends on it."""
+        """From now on, waits at most a few seconds for an answer: only clean-up is left."""
 
     def close(self) -> None: ...
 
 
 class LocalStore:
-    """For a process that shares nothing."""
+    """For a process that is alone."""
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
@@ -88,10 +100,10 @@ class LocalStore:
 
 
 class SharedStore:
-    """A client of the process group's store, with a connection and a thread of its own.
+    """A client of the process group's store, with its own connection and thread.
 
-    The thread bounds every call: a TCPStore whose server hangs answers most calls never, whatever
-    its timeout."""
+    The thread bounds every call: most calls to a TCPStore whose server hangs never return, whatever
+    timeout is set."""
 
     def __init__(self, store: Any, prefix: str, rank: int, timeout: float) -> None:
         self._prefix, self._rank, self._timeout = prefix, rank, timeout
@@ -159,17 +171,16 @@ class SharedStore:
         while (call := self._calls.get()) is not None:
             act, answers = call
             try:
-                client = client or connect(store, self._prefix, self._timeout)
+                client = client or self._connect(store)
                 answers.put((act(client), None))
             except Exception as error:
                 answers.put((None, error))
 
-
-def connect(store: Any, prefix: str, timeout: float) -> PrefixStore:
-    """A connection of its own to the same store, as far as its kind has connections."""
-    client = store.clone()
-    client.set_timeout(timedelta(seconds=timeout))
-    return PrefixStore(prefix, client)
+    def _connect(self, store: Any) -> PrefixStore:
+        """A connection of its own, if the store's kind has connections."""
+        client = store.clone()
+        client.set_timeout(timedelta(seconds=self._timeout))
+        return PrefixStore(self._prefix, client)
 
 
 def put_chunks(store: Store, key: str, data: bytes) -> list[str]:
@@ -189,16 +200,9 @@ def chunk_keys(key: str, size: int) -> list[str]:
     return [key, *(f"{key}/{number}" for number in more)]
 
 
-def delete_quietly(store: Store, keys: list[str]) -> None:
-    """For closing, when the store may be gone already."""
-    with suppress(StoreError):
-        for key in keys:
-            store.delete(key)
-
-
 def linger(store: Store, key: str) -> None:
-    """Waits a little until the other ranks have deleted a key: with this process the store may end,
-    and they would read of that instead of the reason."""
+    """Waits briefly for the other ranks to delete a key: this process may host the store, and they
+    would see a lost connection instead of the reason."""
     end = monotonic() + LINGER_SECONDS
     with suppress(StoreError):
         while monotonic() < end and store.has(key):
@@ -206,10 +210,10 @@ def linger(store: Store, key: str) -> None:
 
 
 def wait_for(store: Store, key: str, still_waiting: Callable[[], None]) -> None:
-    """Returns when the key is there. `still_waiting` is called now and then, and may raise.
+    """Returns when the key exists. `still_waiting` is called now and then, and may raise.
 
-    It asks instead of blocking in the store: a blocked call cannot be ended, and its timeout makes
-    c10d write warnings."""
+    It polls instead of blocking in the store: a blocked call cannot be interrupted, and its timeout
+    makes c10d log warnings."""
     pause, asked = FIRST_POLL, monotonic()
     while not store.has(key):
         sleep(pause)
@@ -218,7 +222,18 @@ def wait_for(store: Store, key: str, still_waiting: Callable[[], None]) -> None:
             try:
                 still_waiting()
             except PeerError:
-                if store.has(key):  # it came just before the other rank left
+                if store.has(key):  # it was set just before the other rank left
                     return
                 raise
             asked = monotonic()
+
+
+def read_json(text: bytes) -> dict[str, Any]:
+    """A dict that another rank wrote; PeerError if it cannot be read."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PeerError(f"the store has a text that cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise PeerError(f"the store has {type(values).__name__} where a dict was expected")
+    return values
