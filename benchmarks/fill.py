@@ -27,7 +27,7 @@ from dyncp.dataloader.dataset import SampleEntry, open_source
 from dyncp.dataloader.options import LoaderConfig
 from dyncp.dataloader.planning import SampleSeconds
 from dyncp.dataloader.state import Position
-from dyncp.samplers.sample import find_distribution
+from dyncp.samplers import find_distribution
 
 BATCHES = 2048
 TOKENS = (32_768, 65_536, 131_072)

@@ -31,10 +31,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d
 
-from benchmarks.planner_faults import raising
-from dyncp import DCPAttn, DCPDataLoader, DCPExecutor, masks
+from benchmarks.cases import failing_planner
+from dyncp import DCPAttn, DCPDataLoader, DCPExecutor, masks, sum_gradients, sum_over_ranks
 from dyncp.train.config import DecoderConfig
-from dyncp.train.loop import sum_gradients, sum_over_ranks
 from dyncp.train.model import Decoder, local_loss
 
 RUNS = ("undisturbed", "kills and slow plans", "kills, slow plans, errors")
@@ -98,7 +97,7 @@ class Run:
         self.rank, self.options = rank, options
         self.disturbed = name != RUNS[0]
         samples, self.lengths = make_samples(options.samples)
-        faults = {"plan_function": raising} if name == RUNS[2] else {}
+        faults = {"plan_function": failing_planner} if name == RUNS[2] else {}
         self.loader = DCPDataLoader(
             samples,
             masks.causal,

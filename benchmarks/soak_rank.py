@@ -23,11 +23,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import Dataset, IterableDataset
 
-from benchmarks.planner_faults import raising
-from dyncp import DCPAttn, DCPDataLoader, DCPExecutor, masks
+from benchmarks.cases import failing_planner
+from dyncp import DCPAttn, DCPDataLoader, DCPExecutor, masks, sum_gradients, sum_over_ranks
 from dyncp.dataloader import BatchMismatch, PeerError, SampleError
 from dyncp.train.config import DecoderConfig
-from dyncp.train.loop import sum_gradients, sum_over_ranks
 from dyncp.train.model import Decoder, local_loss
 
 SEED, BUDGET = 3, 160
@@ -151,7 +150,7 @@ def make_loader(segment: Segment, reading: Reading, mesh: Any) -> DCPDataLoader:
     if scenario.dataset == "stream":
         dataset, options = Stream(reading), {}
     if scenario.planner_raises and segment.events:
-        options["plan_function"] = raising
+        options["plan_function"] = failing_planner
     return DCPDataLoader(
         dataset,
         masks.causal,

@@ -37,13 +37,13 @@ ALLOWED = {
         "masks", "blocks", "placement", "plan", "planner", "dataloader", "executor", "kernels",
         "topology",
     },
-    "measure": {
-        "masks", "blocks", "placement", "plan", "planner", "cost", "simulate", "samplers",
-        "topology", "transport", "kernels", "executor",
+    "calibrate": {
+        "masks", "blocks", "plan", "planner", "cost", "simulate", "samplers", "topology",
+        "transport", "kernels", "executor",
     },
     "cli": {
         "masks", "blocks", "placement", "schedule", "plan", "verify", "planner", "cost",
-        "simulate", "samplers", "topology", "kernels", "executor", "train", "measure",
+        "simulate", "samplers", "topology", "kernels", "executor", "train", "calibrate",
     },
 }  # fmt: skip
 WITHOUT_TORCH = (

@@ -15,7 +15,7 @@ from dyncp.dataloader.filling import best_subset, fill_batches
 from dyncp.dataloader.options import LoaderConfig
 from dyncp.dataloader.planning import SampleSeconds
 from dyncp.dataloader.state import Position
-from dyncp.samplers.sample import find_distribution
+from dyncp.samplers import find_distribution
 
 BUDGET = 32_768
 MODEL = MODELS["llama3_8b"]

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dyncp.dataloader.loader import DCPDataLoader
-    from dyncp.dataloader.local_fields import count_targets, local_data, undo_gradient_average
+    from dyncp.dataloader.local_fields import (
+        count_targets,
+        local_data,
+        sum_gradients,
+        sum_over_ranks,
+        undo_gradient_average,
+    )
     from dyncp.dataloader.metrics import LoaderMetrics
     from dyncp.dataloader.options import LoaderConfig
     from dyncp.dataloader.reading import SampleError
@@ -28,6 +34,8 @@ _LAZY = {
     "StoreError": "store",
     "count_targets": "local_fields",
     "local_data": "local_fields",
+    "sum_gradients": "local_fields",
+    "sum_over_ranks": "local_fields",
     "undo_gradient_average": "local_fields",
 }
 
@@ -43,6 +51,8 @@ __all__ = [
     "StoreError",
     "count_targets",
     "local_data",
+    "sum_gradients",
+    "sum_over_ranks",
     "undo_gradient_average",
 ]
 

@@ -138,6 +138,8 @@ class DCPDataLoader:
     ) -> None:
         arguments = locals()
         self.ranks = LoaderRanks.of(group, mesh, virtual_ranks)
+        chosen = (group, mesh, virtual_ranks)
+        self._is_alone = all(x is None for x in chosen) and not dist.is_initialized()
         self._number, self._iterations = _next_number(self.ranks), 0
         with Handshake(self._open_store(STORE_TIMEOUT), self.ranks) as handshake:
             self.config = LoaderConfig.of(arguments)
@@ -230,6 +232,12 @@ class DCPDataLoader:
         """From the start of the epoch, or from a state that has just been loaded. Ends a running
         iteration: there is one at a time."""
         self._resources.close_iteration()
+        if self._is_alone and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError(
+                "this loader was made before torch.distributed was initialised and gives one rank "
+                f"all data, but there are {dist.get_world_size()}; make it after "
+                "init_process_group, or pass virtual_ranks=1"
+            )
         if not self._resuming and self._position.started:  # the last iteration was broken off
             self._position = self._context.source.rewind(self._position)
         self._context.source.open()

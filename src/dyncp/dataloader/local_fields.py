@@ -7,18 +7,20 @@ Transformers, and what its loss is divided by.
     token_fields               one per row, in their own layout
     sample_ids, sample_fields  which samples the rows are from; values of whole samples
     num_items_in_batch         []           targets of the optimiser step, on all ranks
+    batch_fingerprint          [2]          which batch it is
 
 A rank's loss is the sum over its own targets divided by `num_items_in_batch`. The loss of the step
 is the sum over ranks, and so are the gradients.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from dyncp.arrays import Int32, Int64, starts_of
 from dyncp.blocks import Batch
@@ -48,10 +50,11 @@ def local_data(
 
     `shift_labels` are the next-token targets, shifted before the sequences are cut (-100: none).
     `num_items_in_batch` is the number of targets of the whole optimiser step (default: of this
-    batch), at least 1. `token_fields` names further fields and the dimension that runs over their
-    tokens: a [3, tokens] field with dimension 1 becomes [3, 1, rows], a [tokens, width] field with
-    dimension 0 becomes [1, rows, width]. A sample's own `labels` and `position_ids` take
-    precedence. For a whole Plan (virtual ranks) the rows of all ranks are concatenated.
+    batch), at least 1; `batch_fingerprint` says which batch it is. `token_fields` names further
+    fields and the dimension that runs over their tokens: a [3, tokens] field with dimension 1
+    becomes [3, 1, rows], a [tokens, width] field with dimension 0 becomes [1, rows, width]. A
+    sample's own `labels` and `position_ids` take precedence. For a whole Plan (virtual ranks) the
+    rows of all ranks are concatenated.
     """
     if plan.fingerprint != batch.fingerprint:
         raise ValueError(
@@ -69,7 +72,10 @@ def local_data(
     )
     if num_items_in_batch is None:
         num_items_in_batch = count_targets(samples, batch)
-    return data | {"num_items_in_batch": loss_divisor(num_items_in_batch)}
+    return data | {
+        "num_items_in_batch": loss_divisor(num_items_in_batch),
+        "batch_fingerprint": fingerprint_tensor(plan.fingerprint),
+    }
 
 
 def local_rows(
@@ -148,6 +154,11 @@ def _collated(data: dict[str, Any], samples: list[Any], config: LoaderConfig) ->
             f"collate gave {type(found).__name__}; expected the local data, with further fields"
         )
     return dict(found)
+
+
+def fingerprint_tensor(fingerprint: str) -> Tensor:
+    """A batch's fingerprint as int64[2]: local data consists of tensors only."""
+    return torch.from_numpy(np.frombuffer(bytes.fromhex(fingerprint), np.int64).copy())
 
 
 # Rows
@@ -262,3 +273,40 @@ def undo_gradient_average(loss: Tensor, group: Any = None) -> Tensor:
     an initialised process group it returns the loss itself.
     """
     return loss * dist.get_world_size(group) if dist.is_initialized() else loss
+
+
+def sum_over_ranks(tensor: Tensor, group: Any = None) -> Tensor:
+    """Replaces the tensor by its sum over `group` (default: the world), and returns it."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+def sum_gradients(model: nn.Module, group: Any = None) -> None:
+    """Replaces all gradients by their sums over `group`, in one all-reduce per dtype.
+
+    A parameter that this rank did not use, such as an expert that none of its tokens chose, gets
+    the other ranks' sum; one that no rank used stays without a gradient.
+    """
+    if not dist.is_initialized():
+        return
+    by_kind: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = defaultdict(list)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            by_kind[parameter.dtype, parameter.device].append(parameter)
+    for parameters in by_kind.values():
+        _sum_gradients_of(parameters, group)
+
+
+def _sum_gradients_of(parameters: list[nn.Parameter], group: Any) -> None:
+    """The number of ranks that used each parameter is summed in the same message."""
+    used = parameters[0].new_tensor([float(p.grad is not None) for p in parameters])
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    flat = torch.cat([used, *(gradient.flatten() for gradient in gradients)])
+    total = sum_over_ranks(flat.detach(), group)
+    users, *sums = torch.split(total, [len(parameters), *(p.numel() for p in parameters)])
+    for parameter, num_users, gradient in zip(parameters, users.tolist(), sums, strict=True):
+        if parameter.grad is not None:
+            parameter.grad.copy_(gradient.view_as(parameter))
+        elif num_users:
+            parameter.grad = gradient.view_as(parameter).clone()

@@ -21,7 +21,7 @@ from dyncp.cost import (
     profile_for_device,
     tell_profile,
 )
-from dyncp.cost.device_profiles import CPU
+from dyncp.cost.profile import CPU
 from dyncp.dataloader.options import LoaderConfig
 from dyncp.dataloader.planning_process import PlanFailed, PlanProcess, PlanReply, PlanRequest
 from dyncp.dataloader.ranks import LoaderRanks

@@ -20,6 +20,7 @@ from dyncp.dataloader.dataset import SampleEntry, SampleSource
 from dyncp.dataloader.decision import Decision, PlanExchange, SampleDigests
 from dyncp.dataloader.local_fields import (
     add_sample_data,
+    fingerprint_tensor,
     layout_mask,
     local_rows,
     local_sequences,
@@ -321,7 +322,7 @@ class BatchPreparer:
     def _agreed(self, part: RankPlan, *, filler: bool) -> RankPlan:
         if not self._ranks.group_ranks and not filler:
             return part
-        values = {field.name: getattr(part, field.name) for field in fields(RankPlan)}
+        values = {f.name: getattr(part, f.name) for f in fields(RankPlan) if f.init}
         return AgreedPlan(**values, agreed_by=self._ranks.group_ranks, filler=filler)
 
     def _data(self, batch: BatchData, plan: RankPlan | Plan) -> tuple[dict[str, Any], int]:
@@ -331,6 +332,7 @@ class BatchPreparer:
         if batch.selection.filler:
             rows = without_targets(rows)
         targets = num_targets(rows)
+        rows["batch_fingerprint"] = fingerprint_tensor(plan.fingerprint)
         data = add_sample_data(rows, plan, batch.selection, batch.sample, self._config)
         return {name: self._pinned(value) for name, value in data.items()}, targets
 

@@ -8,6 +8,7 @@ from functools import cache
 
 import torch
 
+from dyncp.checks import instance_of
 from dyncp.kernels.cpu import CpuKernel
 from dyncp.kernels.kernel import Kernel
 from dyncp.kernels.reference import ReferenceKernel
@@ -15,7 +16,6 @@ from dyncp.kernels.reference import ReferenceKernel
 logger = logging.getLogger(__name__)
 
 KERNELS = ("cpu", "flash4", "triton", "reference")
-PROTOCOL = ("name", "merges", "collects", "lower", "attend", "attend_backward")
 AMPERE, HOPPER = 8, 9
 FLASH4_VERSION = "4.0.0b36"  # its compiled kernels are called directly: other versions may differ
 INSTALL_FLASH4 = "pip install 'dyncp[flash4]'"
@@ -26,12 +26,8 @@ def choose_kernel(kernel: str | Kernel, device: torch.device, deterministic: boo
     """The kernel named (or given). "auto" takes `cpu` on the CPU; on a GPU `flash4` where it is
     installed and fits, else `triton`; the log says which and why."""
     if not isinstance(kernel, str):
-        lacks = [name for name in PROTOCOL if not hasattr(kernel, name)]
-        if lacks:
-            raise ValueError(
-                f"kernel is {type(kernel).__name__}, which has no {lacks[0]}; give a name "
-                f"(auto, {', '.join(KERNELS)}) or a Kernel"
-            )
+        expected = f"a dyncp.kernels.Kernel, or one of auto, {', '.join(KERNELS)}"
+        instance_of("kernel", kernel, Kernel, expected)
         return kernel
     if kernel == "auto":
         name, reason = best_kernel(device)
