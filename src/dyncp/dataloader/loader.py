@@ -236,7 +236,7 @@ class DCPDataLoader:
             raise ValueError(
                 "this loader was made before torch.distributed was initialised and gives one rank "
                 f"all data, but there are {dist.get_world_size()}; make it after "
-                "init_process_group, or give virtual_ranks=1"
+                "init_process_group, or pass virtual_ranks=1"
             )
         if not self._resuming and self._position.started:  # the last iteration was broken off
             self._position = self._context.source.rewind(self._position)
