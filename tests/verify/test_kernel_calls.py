@@ -9,28 +9,77 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from verify_plans import planned_batches, rich_batch, rich_plan
 
-from dyncp import Batch, Plan
+from dyncp import AttentionShape, Batch, Plan, PlannerConfig, Topology, masks, plan_batch
 from dyncp.executor.kernel_calls import kernel_calls
 from dyncp.kernels import KernelCall, list_kernel_tiles
-from dyncp.plan import MaskPlan, OwnedBlocks, RankPlan
+from dyncp.kernels.tile_lists import HALF, SIDE, TileLists, list_tiles_of, map_kernel_tiles
+from dyncp.plan import MaskPlan, OwnedBlocks, Program, RankPlan
 from dyncp.verify import ListedKernelTiles, Violation, check_kernel_call
 
+LISTED = ("q_tile", "k_tile", "full")
 TILE_SIZES = st.sampled_from([4, 8, 16, 128])
 
 
+def program_calls(
+    part: RankPlan, mask: MaskPlan, program: Program
+) -> Iterator[tuple[KernelCall, np.ndarray]]:
+    """All kernel calls of a program, each with the indices of its tiles."""
+    for division in np.unique(program.tile_division).tolist():
+        for call in kernel_calls(part, mask, program, division):
+            mine = program.tile_division == division
+            yield call, np.flatnonzero(mine & (mask.tiles.head_group == call.head_group))
+
+
 def calls_of(part: RankPlan, mask: MaskPlan) -> Iterator[tuple[KernelCall, np.ndarray]]:
-    """All kernel calls of a mask on a rank, each with the indices of its tiles."""
     for _, program in mask.programs():
-        for division in np.unique(program.tile_division).tolist():
-            for call in kernel_calls(part, mask, program, division):
-                mine = program.tile_division == division
-                yield call, np.flatnonzero(mine & (mask.tiles.head_group == call.head_group))
+        yield from program_calls(part, mask, program)
+
+
+def backward_calls_of(part: RankPlan, mask: MaskPlan) -> Iterator[tuple[KernelCall, np.ndarray]]:
+    """Only they touch key rows. Forward ones, in plans without backward."""
+    *_, (_, program) = mask.programs()
+    yield from program_calls(part, mask, program)
 
 
 def listed_tiles(call: KernelCall, rows: int, columns: int) -> ListedKernelTiles:
+    """What `reference` works from."""
     tiles = list_kernel_tiles(call, rows, columns)
-    listed = (tiles.rows, tiles.columns, tiles.q_tile, tiles.k_tile, tiles.ranges)
-    return ListedKernelTiles(*listed, call.q_coordinates, call.k_coordinates)
+    partial, keys = np.zeros(len(tiles.q_tile), np.bool_), call.k_coordinates
+    listed = (tiles.rows, tiles.columns, tiles.q_tile, tiles.k_tile, partial, tiles.ranges)
+    return ListedKernelTiles(*listed, keys, call.q_coordinates, keys)
+
+
+def entries_of(lists: TileLists) -> np.ndarray:
+    """[entries, 3]: tile, tile of the other side, and whether it is full, as a GPU goes through."""
+    entries = []
+    for tile in lists.order.tolist():
+        partial = lists.partial[tile, : lists.partial_count[tile]].tolist()
+        runs = lists.runs[tile, : lists.run_count[tile]].tolist()
+        entries += [(tile, other, 0) for other in partial]
+        entries += [(tile, other, 1) for first, end in runs for other in range(first, end)]
+    return np.array(entries, np.int64).reshape(-1, 3)
+
+
+def gpu_tiles(call: KernelCall) -> Iterator[ListedKernelTiles]:
+    """What GPU kernels work from: by query tiles, and backward by key tiles of half the side."""
+    tiles = map_kernel_tiles(call, halves=True)
+    by_query = entries_of(list_tiles_of(tiles.state, call.q_states.touched))
+    halves = np.ascontiguousarray(tiles.halves.T)
+    by_key = entries_of(list_tiles_of(halves, call.k_states.touched, HALF))[:, [1, 0, 2]]
+    rows = len(call.q_coordinates)
+    ranges = np.moveaxis(tiles.ranges[:, :, :rows], 2, 0)
+    for side, (q_tile, k_tile, full) in ((SIDE, by_query.T), (HALF, by_key.T)):
+        yield ListedKernelTiles(
+            side,
+            side,
+            q_tile,
+            k_tile,
+            full.astype(np.bool_),
+            ranges,
+            np.arange(len(call.k_coordinates)),
+            call.q_coordinates,
+            call.k_coordinates,
+        )
 
 
 def check(
@@ -51,6 +100,53 @@ def test_listed_kernel_tiles_allow_exactly_the_pairs_of_the_calls_tiles(
             for call, own in calls_of(part, mask):
                 listed = listed_tiles(call, rows, columns)
                 assert check(batch, name, part.blocks, mask, own, listed) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(planned_batches())
+def test_the_tile_lists_of_gpu_kernels_allow_exactly_the_pairs_of_the_calls_tiles(
+    case: tuple[Batch, Plan],
+) -> None:
+    batch, plan = case
+    for part in plan.parts:
+        for name, mask in part.masks.items():
+            for call, own in backward_calls_of(part, mask):
+                for listed in gpu_tiles(call):
+                    assert check(batch, name, part.blocks, mask, own, listed) == []
+
+
+def long_plan() -> tuple[Batch, Plan]:
+    """Long enough for full tiles of 128 rows."""
+    batch = Batch.of([masks.lambda_shaped(900, sinks=200, window=500), masks.causal(300)])
+    config = PlannerConfig("bisection", block_size=150, head_groups=1)
+    return batch, plan_batch(batch, Topology(1, 2), AttentionShape(2, 1, 16), config)
+
+
+def test_full_tiles_of_gpu_kernels_hold_allowed_pairs_only() -> None:
+    batch, plan = long_plan()
+    num_full = 0
+    for part in plan.parts:
+        mask = part.masks["default"]
+        for call, own in backward_calls_of(part, mask):
+            for listed in gpu_tiles(call):
+                num_full += int(listed.full.sum())
+                assert check(batch, "default", part.blocks, mask, own, listed) == []
+                wrong = replace(listed, full=np.ones_like(listed.full))
+                assert check(batch, "default", part.blocks, mask, own, wrong)
+    assert num_full > 10
+
+
+def test_key_rows_that_hold_nothing_are_found() -> None:
+    batch, plan = long_plan()
+    part = plan.parts[0]
+    mask = part.masks["default"]
+    call, own = next(backward_calls_of(part, mask))
+    listed = next(gpu_tiles(call))
+    keys = listed.k_coordinates.copy()
+    keys[int(listed.ranges[listed.q_tile[0] * SIDE, 0, 0])] = -1
+    gaps = replace(listed, k_coordinates=keys)
+    violations = check(batch, "default", part.blocks, mask, own, gaps)
+    assert any("rows that hold no key" in violation.sentence for violation in violations)
 
 
 def sample_calls() -> Iterator[tuple[OwnedBlocks, MaskPlan, KernelCall, np.ndarray]]:
@@ -75,7 +171,7 @@ def test_a_missing_kernel_tile_is_found(size: int) -> None:
     found = 0
     for blocks, mask, call, own in sample_calls():
         listed = listed_tiles(call, size, size)
-        short = replace(listed, q_tile=listed.q_tile[1:], k_tile=listed.k_tile[1:])
+        short = replace(listed, **{f: getattr(listed, f)[1:] for f in LISTED})
         violations = check(rich_batch(), "default", blocks, mask, own, short)
         found += any("is computed 0 times" in v.sentence for v in violations)
     assert found > 3
@@ -84,8 +180,8 @@ def test_a_missing_kernel_tile_is_found(size: int) -> None:
 def test_a_kernel_tile_listed_twice_is_found() -> None:
     blocks, mask, call, own = next(sample_calls())
     listed = listed_tiles(call, 16, 16)
-    q_tile, k_tile = (np.append(tile, tile[0]) for tile in (listed.q_tile, listed.k_tile))
-    twice = replace(listed, q_tile=q_tile, k_tile=k_tile)
+    columns = {f: getattr(listed, f) for f in LISTED}
+    twice = replace(listed, **{f: np.append(column, column[0]) for f, column in columns.items()})
     violations = check(rich_batch(), "default", blocks, mask, own, twice)
     assert any("is computed 2 times" in v.sentence for v in violations)
 
