@@ -13,7 +13,7 @@ import gc
 import torch
 
 from dyncp import AttentionShape, DCPAttn, DCPExecutor, Step
-from dyncp.executor.segments import Segment
+from dyncp.executor.graphs import Segment
 from dyncp.plan import causal_rows, sample_plan
 
 SHAPE = AttentionShape(4, 2, 64, "bf16")

@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dyncp.executor import DCPExecutor, Step, attention
+from dyncp.kernels import Kernel
 from dyncp.measure.inputs import DTYPES
 from dyncp.plan.codec import decode_part
 from dyncp.transport import Distributed
-from dyncp.transport.grouped_channel import GroupedChannel
+from dyncp.transport.communicator import GroupedChannel
 
 PORT = 29_500
 TIMEOUT = 60.0  # seconds of any wait
@@ -41,10 +42,10 @@ class Device:
         sleep_until(self.ready)
 
 
-class WaitingKernel:
+class WaitingKernel(Kernel):
     """Every call takes the next of `seconds`, and computes nothing."""
 
-    name, merges, collects = "waiting", True, False
+    name = "waiting"
 
     def __init__(self, device: Device) -> None:
         self.seconds: list[float] = []

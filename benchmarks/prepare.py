@@ -15,23 +15,27 @@ import torch
 
 from benchmarks.cases import MASKS, SHAPE, TOKENS, Case, cluster
 from dyncp import DCPExecutor, Plan, PlannerConfig, plan_batch
-from dyncp.executor.kernel_calls import CallBuilder
+from dyncp.executor.kernel_calls import CallBuilder, lower_program
 from dyncp.executor.layout import lay_out
-from dyncp.executor.lowering import lower_program
 from dyncp.executor.step import dtypes_of
-from dyncp.kernels import IndexArrays, TorchRowOps
+from dyncp.kernels import IndexArrays, Kernel, TorchRowOps
 from dyncp.plan import Direction, MaskPlan, Program, RankPlan
 from dyncp.topology import Topology
 from dyncp.transport import Null
 
 
-class NoKernel:
+class NoKernel(Kernel):
     """Lowers nothing: what is left is the executor's own time."""
 
-    name, merges, collects = "none", True, False
+    name = "none"
 
     def lower(self, call: object, arrays: IndexArrays, *, backward: bool) -> None:
         pass
+
+    def attend(self, *_: object) -> None:
+        pass
+
+    attend_backward = attend
 
 
 def milliseconds(run: Callable[[], object], repeats: int) -> float:

@@ -4,8 +4,8 @@ import numpy as np
 import torch
 
 from dyncp import AttentionShape, Batch, DCPExecutor, PlannerConfig, Topology, masks, plan_batch
+from dyncp.executor.kernel_calls import lower_program
 from dyncp.executor.layout import lay_out
-from dyncp.executor.lowering import lower_program
 from dyncp.executor.step import dtypes_of
 from dyncp.kernels import IndexArrays, TorchRowOps
 from dyncp.plan import Direction, Messages

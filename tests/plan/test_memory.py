@@ -16,7 +16,7 @@ from dyncp import (
     masks,
     plan_batch,
 )
-from dyncp.executor.lowering import style_of
+from dyncp.executor.kernel_calls import style_of
 from dyncp.kernels import Kernel, ReferenceKernel
 from dyncp.plan import KernelStyle, Layout
 from dyncp.plan.buffers import GRAPH_BYTES, padded_rows

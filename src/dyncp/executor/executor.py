@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dyncp.checks import finite_number, instance_of, whole_number
-from dyncp.executor.arena import HEADROOM
-from dyncp.executor.engine import CLOSED, Engine
+from dyncp.executor.engine import CLOSED, HEADROOM, Engine
 from dyncp.executor.graphs import Graphs
 from dyncp.executor.recompute import CallLog
 from dyncp.executor.step import Step

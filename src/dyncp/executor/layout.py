@@ -7,10 +7,9 @@ from typing import Any
 
 from dyncp.executor.combining import list_combinations
 from dyncp.executor.copying import list_copies, list_row_sums
-from dyncp.executor.lowering import LoweredProgram
-from dyncp.executor.messages import Fields, Widths, lay_out_messages, lay_out_sends
-from dyncp.executor.ready import ready_times
-from dyncp.executor.rooms import RoomMap
+from dyncp.executor.kernel_calls import LoweredProgram
+from dyncp.executor.order import ready_times
+from dyncp.executor.rooms import Fields, RoomMap, Widths, lay_out_messages, lay_out_sends
 from dyncp.kernels import Dtypes, IndexArrays, Kernel, RowOps
 from dyncp.plan import AttentionShape, list_buffers
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from dyncp.checks import instance_of
 from dyncp.executor.engine import Engine
+from dyncp.executor.kernel_calls import LoweredProgram, lower_program
 from dyncp.executor.layout import RankLayout, lay_out
-from dyncp.executor.lowering import LoweredProgram, lower_program
 from dyncp.executor.streams import Arrival
 from dyncp.kernels import Dtypes, IndexArrays
 from dyncp.plan import (

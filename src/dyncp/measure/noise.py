@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dyncp.transport import Null
-from dyncp.transport.null import NullChannel
+from dyncp.transport.transport import NullChannel
 
 
 class Noise(Null):

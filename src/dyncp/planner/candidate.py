@@ -38,6 +38,10 @@ class Placed:
     balance: Balance
     cpu_seconds: Mapping[str, float]
 
+    @property
+    def num_tiles(self) -> int:
+        return sum(map(len, self.graph.tiles.values()))
+
     def schedule(
         self, divisions: int | None, pace: Pace, *, forward_only: bool = False
     ) -> "Candidate":
@@ -65,12 +69,6 @@ class Candidate:
     placed: Placed
     schedules: Mapping[str, tuple[Schedule, Schedule | None]]
     cpu_seconds: Mapping[str, float]
-
-    def with_schedules(
-        self, schedules: Mapping[str, tuple[Schedule, Schedule | None]]
-    ) -> "Candidate":
-        """The same placement, scheduled otherwise."""
-        return Candidate(self.placed, schedules, self.cpu_seconds)
 
     @property
     def graph(self) -> BlockGraph:
