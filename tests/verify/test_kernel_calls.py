@@ -10,35 +10,14 @@ from hypothesis import strategies as st
 from verify_plans import planned_batches, rich_batch, rich_plan
 
 from dyncp import AttentionShape, Batch, Plan, PlannerConfig, Topology, masks, plan_batch
-from dyncp.executor.kernel_calls import kernel_calls
+from dyncp.cli.kernel_calls import gpu_kernel_tiles, kernel_calls_of
 from dyncp.kernels import KernelCall, list_kernel_tiles
-from dyncp.kernels.tile_lists import HALF, SIDE, TileLists, list_tiles_of, map_kernel_tiles
-from dyncp.plan import MaskPlan, OwnedBlocks, Program, RankPlan
+from dyncp.kernels.tile_lists import SIDE
+from dyncp.plan import MaskPlan, OwnedBlocks
 from dyncp.verify import ListedKernelTiles, Violation, check_kernel_call
 
 LISTED = ("q_tile", "k_tile", "full")
 TILE_SIZES = st.sampled_from([4, 8, 16, 128])
-
-
-def program_calls(
-    part: RankPlan, mask: MaskPlan, program: Program
-) -> Iterator[tuple[KernelCall, np.ndarray]]:
-    """All kernel calls of a program, each with the indices of its tiles."""
-    for division in np.unique(program.tile_division).tolist():
-        for call in kernel_calls(part, mask, program, division):
-            mine = program.tile_division == division
-            yield call, np.flatnonzero(mine & (mask.tiles.head_group == call.head_group))
-
-
-def calls_of(part: RankPlan, mask: MaskPlan) -> Iterator[tuple[KernelCall, np.ndarray]]:
-    for _, program in mask.programs():
-        yield from program_calls(part, mask, program)
-
-
-def backward_calls_of(part: RankPlan, mask: MaskPlan) -> Iterator[tuple[KernelCall, np.ndarray]]:
-    """Only they touch key rows. Forward ones, in plans without backward."""
-    *_, (_, program) = mask.programs()
-    yield from program_calls(part, mask, program)
 
 
 def listed_tiles(call: KernelCall, rows: int, columns: int) -> ListedKernelTiles:
@@ -47,39 +26,6 @@ def listed_tiles(call: KernelCall, rows: int, columns: int) -> ListedKernelTiles
     partial, keys = np.zeros(len(tiles.q_tile), np.bool_), call.k_coordinates
     listed = (tiles.rows, tiles.columns, tiles.q_tile, tiles.k_tile, partial, tiles.ranges)
     return ListedKernelTiles(*listed, keys, call.q_coordinates, keys)
-
-
-def entries_of(lists: TileLists) -> np.ndarray:
-    """[entries, 3]: tile, tile of the other side, and whether it is full, as a GPU goes through."""
-    entries = []
-    for tile in lists.order.tolist():
-        partial = lists.partial[tile, : lists.partial_count[tile]].tolist()
-        runs = lists.runs[tile, : lists.run_count[tile]].tolist()
-        entries += [(tile, other, 0) for other in partial]
-        entries += [(tile, other, 1) for first, end in runs for other in range(first, end)]
-    return np.array(entries, np.int64).reshape(-1, 3)
-
-
-def gpu_tiles(call: KernelCall) -> Iterator[ListedKernelTiles]:
-    """What GPU kernels work from: by query tiles, and backward by key tiles of half the side."""
-    tiles = map_kernel_tiles(call, halves=True)
-    by_query = entries_of(list_tiles_of(tiles.state, call.q_states.touched))
-    halves = np.ascontiguousarray(tiles.halves.T)
-    by_key = entries_of(list_tiles_of(halves, call.k_states.touched, HALF))[:, [1, 0, 2]]
-    rows = len(call.q_coordinates)
-    ranges = np.moveaxis(tiles.ranges[:, :, :rows], 2, 0)
-    for side, (q_tile, k_tile, full) in ((SIDE, by_query.T), (HALF, by_key.T)):
-        yield ListedKernelTiles(
-            side,
-            side,
-            q_tile,
-            k_tile,
-            full.astype(np.bool_),
-            ranges,
-            np.arange(len(call.k_coordinates)),
-            call.q_coordinates,
-            call.k_coordinates,
-        )
 
 
 def check(
@@ -97,7 +43,7 @@ def test_listed_kernel_tiles_allow_exactly_the_pairs_of_the_calls_tiles(
     batch, plan = case
     for part in plan.parts:
         for name, mask in part.masks.items():
-            for call, own in calls_of(part, mask):
+            for call, own in kernel_calls_of(part, mask):
                 listed = listed_tiles(call, rows, columns)
                 assert check(batch, name, part.blocks, mask, own, listed) == []
 
@@ -110,8 +56,8 @@ def test_the_tile_lists_of_gpu_kernels_allow_exactly_the_pairs_of_the_calls_tile
     batch, plan = case
     for part in plan.parts:
         for name, mask in part.masks.items():
-            for call, own in backward_calls_of(part, mask):
-                for listed in gpu_tiles(call):
+            for call, own in kernel_calls_of(part, mask):
+                for listed in gpu_kernel_tiles(call):
                     assert check(batch, name, part.blocks, mask, own, listed) == []
 
 
@@ -127,8 +73,8 @@ def test_full_tiles_of_gpu_kernels_hold_allowed_pairs_only() -> None:
     num_full = 0
     for part in plan.parts:
         mask = part.masks["default"]
-        for call, own in backward_calls_of(part, mask):
-            for listed in gpu_tiles(call):
+        for call, own in kernel_calls_of(part, mask):
+            for listed in gpu_kernel_tiles(call):
                 num_full += int(listed.full.sum())
                 assert check(batch, "default", part.blocks, mask, own, listed) == []
                 wrong = replace(listed, full=np.ones_like(listed.full))
@@ -140,8 +86,8 @@ def test_key_rows_that_hold_nothing_are_found() -> None:
     batch, plan = long_plan()
     part = plan.parts[0]
     mask = part.masks["default"]
-    call, own = next(backward_calls_of(part, mask))
-    listed = next(gpu_tiles(call))
+    call, own = next(kernel_calls_of(part, mask))
+    listed = next(gpu_kernel_tiles(call))
     keys = listed.k_coordinates.copy()
     keys[int(listed.ranges[listed.q_tile[0] * SIDE, 0, 0])] = -1
     gaps = replace(listed, k_coordinates=keys)
@@ -152,7 +98,7 @@ def test_key_rows_that_hold_nothing_are_found() -> None:
 def sample_calls() -> Iterator[tuple[OwnedBlocks, MaskPlan, KernelCall, np.ndarray]]:
     for part in rich_plan().parts:
         mask = part.masks["default"]
-        for call, own in calls_of(part, mask):
+        for call, own in kernel_calls_of(part, mask):
             yield part.blocks, mask, call, own
 
 
