@@ -39,7 +39,7 @@ def kernel_calls_of(part: RankPlan, mask: MaskPlan) -> Iterator[tuple["KernelCal
 
 
 def gpu_kernel_tiles(call: "KernelCall") -> Iterator[ListedKernelTiles]:
-    """The tile lists of GPU kernels: by query tiles, and backward also by key tiles of half size."""
+    """The tile lists of GPU kernels: by query tiles, backward also by key tiles of half size."""
     from dyncp.kernels.tile_lists import HALF, SIDE, list_tiles_of, map_kernel_tiles
 
     tiles = map_kernel_tiles(call, halves=True)

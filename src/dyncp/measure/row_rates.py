@@ -10,7 +10,7 @@ from dyncp.cost import CostModel
 from dyncp.measure.fit import fit_seconds
 from dyncp.measure.rank_times import CallTimes
 from dyncp.plan import Op, Plan
-from dyncp.simulate.from_plan import row_bytes_of_plan
+from dyncp.simulate.flow import row_bytes_of_plan
 
 # Below, bytes are not told from launches: timings, and the share of the seconds that are bytes.
 LEAST_TIMINGS, LEAST_SHARE = 8, 0.01
