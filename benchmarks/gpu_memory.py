@@ -33,7 +33,7 @@ from dyncp import (
     masks,
     plan_batch,
 )
-from dyncp.executor.segments import Segment
+from dyncp.executor.graphs import Segment
 from dyncp.kernels.choose import why_not
 from dyncp.plan import causal_rows, sample_plan
 from dyncp.samplers import sample_lengths

@@ -32,9 +32,8 @@ import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d
 
 from benchmarks.cases import failing_planner
-from dyncp import DCPAttn, DCPDataLoader, DCPExecutor, masks
+from dyncp import DCPAttn, DCPDataLoader, DCPExecutor, masks, sum_gradients, sum_over_ranks
 from dyncp.train.config import DecoderConfig
-from dyncp.train.loop import sum_gradients, sum_over_ranks
 from dyncp.train.model import Decoder, local_loss
 
 RUNS = ("undisturbed", "kills and slow plans", "kills, slow plans, errors")

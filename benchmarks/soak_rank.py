@@ -24,10 +24,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import Dataset, IterableDataset
 
 from benchmarks.cases import failing_planner
-from dyncp import DCPAttn, DCPDataLoader, DCPExecutor, masks
+from dyncp import DCPAttn, DCPDataLoader, DCPExecutor, masks, sum_gradients, sum_over_ranks
 from dyncp.dataloader.errors import BatchMismatch, PeerError, SampleError
 from dyncp.train.config import DecoderConfig
-from dyncp.train.loop import sum_gradients, sum_over_ranks
 from dyncp.train.model import Decoder, local_loss
 
 SEED, BUDGET = 3, 160

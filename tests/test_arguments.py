@@ -43,7 +43,7 @@ def step():
         (lambda: Batch.of([masks.causal]), "entry 0 of a batch is masks.causal; expected a Mask"),
         (lambda: Batch.of([{"default": 3}]), "expected a Mask"),
         (lambda: Batch((3.5,), {"default": (masks.causal(3),)}), "a length is 3.5; a whole"),
-        (lambda: masks.causal(2**31), "2147483648 tokens was given; allowed are at most"),
+        (lambda: masks.causal(2**31), "length of a sequence is 2147483648; at most"),
         (lambda: AttentionShape(8, 2, 1.5), "head_dim is 1.5; a whole number"),
         (lambda: AttentionShape("8", 2), "q_heads is '8'; a whole number"),
         (lambda: AttentionShape(True, 1), "q_heads is True; a whole number"),

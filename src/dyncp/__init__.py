@@ -36,6 +36,8 @@ if TYPE_CHECKING:
         SampleError,
         StoreError,
         local_data,
+        sum_gradients,
+        sum_over_ranks,
         undo_gradient_average,
     )
     from dyncp.executor import DCPAttn, DCPExecutor, Step, attention
@@ -57,6 +59,8 @@ _LAZY = {
     "TransportError": "dyncp.transport",
     "attention": "dyncp.executor",
     "local_data": "dyncp.dataloader",
+    "sum_gradients": "dyncp.dataloader",
+    "sum_over_ranks": "dyncp.dataloader",
     "undo_gradient_average": "dyncp.dataloader",
 }
 
@@ -95,6 +99,8 @@ __all__ = [
     "preset",
     "save_plan",
     "save_profile",
+    "sum_gradients",
+    "sum_over_ranks",
     "undo_gradient_average",
 ]
 

@@ -12,7 +12,7 @@ from dyncp import AttentionShape, Batch, masks
 from dyncp.blocks import BlockGraph, Direction, build_graph
 from dyncp.cost import CostModel, Profile, find_profile
 from dyncp.placement import Limits, Placement, find_solver, measure_balance
-from dyncp.plan import Layout, Op, Plan, lower
+from dyncp.plan import Layout, Op, Plan, assemble_plan
 from dyncp.schedule import BUILDERS, Schedule
 from dyncp.simulate import AttentionTimes
 from dyncp.simulate.attention_times import run_flow
@@ -32,7 +32,7 @@ class Case:
 
     def plan(self) -> Plan:
         balance = measure_balance(self.graph, self.placement, Limits())
-        return lower(self.graph, self.placement, self.schedules, balance, Layout())
+        return assemble_plan(self.graph, self.placement, self.schedules, balance, Layout())
 
 
 def make_case(

@@ -13,9 +13,16 @@ from decoders import (
     random_documents,
 )
 
-from dyncp import DCPAttn, DCPDataLoader, DCPExecutor, PlannerConfig, masks
+from dyncp import (
+    DCPAttn,
+    DCPDataLoader,
+    DCPExecutor,
+    PlannerConfig,
+    masks,
+    sum_gradients,
+    sum_over_ranks,
+)
 from dyncp.train.dense import DenseAttention
-from dyncp.train.loop import sum_gradients, sum_over_ranks
 from dyncp.train.model import local_loss, rope_rotation, rotate, token_losses
 from processes import run_ranks
 

@@ -14,14 +14,13 @@ from dyncp.executor.kernel_calls import kernel_calls
 from dyncp.kernels import KernelCall, list_kernel_tiles
 from dyncp.plan import MaskPlan, OwnedBlocks, RankPlan
 from dyncp.verify import ListedKernelTiles, Violation, check_kernel_call
-from dyncp.verify.structure import programs_of
 
 TILE_SIZES = st.sampled_from([4, 8, 16, 128])
 
 
 def calls_of(part: RankPlan, mask: MaskPlan) -> Iterator[tuple[KernelCall, np.ndarray]]:
     """All kernel calls of a mask on a rank, each with the indices of its tiles."""
-    for _, program in programs_of(mask):
+    for _, program in mask.programs():
         for division in np.unique(program.tile_division).tolist():
             for call in kernel_calls(part, mask, program, division):
                 mine = program.tile_division == division

@@ -36,7 +36,7 @@ from dyncp.executor import DCPExecutor, Step, attention
 from dyncp.kernels import IndexArrays, Kernel, KernelCall
 from dyncp.plan import Op, RankPlan
 from dyncp.transport import Null
-from dyncp.transport.null import NullChannel
+from dyncp.transport.transport import NullChannel
 
 logger = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ from dyncp.calibrate.fit import CallSample, WholeCall
 from dyncp.calibrate.one_rank import CallTimes, time_part
 from dyncp.calibrate.timing import Repeats, time_call
 from dyncp.cost import CostModel
-from dyncp.cost.kernel_calls import CallBlocks, CallTiles, call_work
+from dyncp.cost.cost_model import CallBlocks, CallTiles, call_work
 from dyncp.plan import Op, Plan, RankPlan
 from dyncp.planner import plan_batch
-from dyncp.simulate.from_plan import moved_by_plan
+from dyncp.simulate.from_plan import row_bytes_of_plan
 from dyncp.topology import Topology
 
 # Batches of at least this many tokens are planned for several ranks, with at most so many tokens
@@ -91,7 +91,7 @@ def _whole_calls(
     plan: Plan, times: dict[int, CallTimes], direction: Direction, cost: CostModel, mask: str
 ) -> Iterator[WholeCall]:
     """The calls of the ranks that were timed."""
-    moved = moved_by_plan(plan, DEFAULT_MASK, direction, cost)
+    moved = row_bytes_of_plan(plan, DEFAULT_MASK, direction, cost)
     for rank, measured in times.items():
         program = plan.parts[rank].mask_plan(DEFAULT_MASK).program(direction)
         groups = len(plan.parts[rank].groups_for(cost.shape))

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from dyncp.dataloader.errors import BatchMismatch, PeerError, SampleError, StoreError
     from dyncp.dataloader.loader import DCPDataLoader
     from dyncp.dataloader.local_tokens import count_targets, local_data
-    from dyncp.dataloader.loss import undo_gradient_average
+    from dyncp.dataloader.loss import sum_gradients, sum_over_ranks, undo_gradient_average
     from dyncp.dataloader.metrics import LoaderMetrics
     from dyncp.dataloader.samples import NO_TARGET
 
@@ -28,6 +28,8 @@ _LAZY = {
     "StoreError": "errors",
     "count_targets": "local_tokens",
     "local_data": "local_tokens",
+    "sum_gradients": "loss",
+    "sum_over_ranks": "loss",
     "undo_gradient_average": "loss",
 }
 
@@ -43,6 +45,8 @@ __all__ = [
     "StoreError",
     "count_targets",
     "local_data",
+    "sum_gradients",
+    "sum_over_ranks",
     "undo_gradient_average",
 ]
 

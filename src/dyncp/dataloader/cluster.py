@@ -4,7 +4,7 @@ import torch
 
 from dyncp.blocks import AttentionShape
 from dyncp.cost import PROFILES, CostModel, Profile, profile_for_device, tell_profile
-from dyncp.cost.device_profiles import CPU
+from dyncp.cost.profile import CPU
 from dyncp.dataloader.ranks import LoaderRanks
 from dyncp.topology import Topology
 

@@ -19,6 +19,7 @@ STORE_TIMEOUT = 300.0
 FILL_WINDOW, DEAL_WINDOW, DEAL_WINDOW_READ = 32, 16, 4
 MADE_FIELDS = (
     "input_ids", "labels", "position_ids", "shift_labels", "sample_ids", "num_items_in_batch",
+    "batch_fingerprint",
 )  # fmt: skip
 TOO_LONG = ("error", "truncate", "drop", "split")
 LEFT_OUT = ("error", "drop")  # bad and empty samples

@@ -139,6 +139,8 @@ class DCPDataLoader:
     ) -> None:
         arguments = locals()
         self.ranks = LoaderRanks.of(group, mesh, virtual_ranks)
+        chosen = (group, mesh, virtual_ranks)
+        self._is_alone = all(x is None for x in chosen) and not dist.is_initialized()
         self._number, self._iterations = _next_number(self.ranks), 0
         with Handshake(self._open_store(STORE_TIMEOUT), self.ranks) as handshake:
             self.config = LoaderConfig.of(arguments)
@@ -227,6 +229,12 @@ class DCPDataLoader:
         """From the start of the epoch, or once from where `load_state_dict` says. An iteration that
         is under way ends: there is one at a time."""
         self._open.close_iteration()
+        if self._is_alone and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError(
+                "this loader was made before torch.distributed was initialised and gives one rank "
+                f"all data, but there are {dist.get_world_size()}; make it after "
+                "init_process_group, or give virtual_ranks=1"
+            )
         if not self._resuming and self._position.started:  # broken off
             self._position = self._background.source.rewind(self._position)
         self._background.source.open()

@@ -37,10 +37,11 @@ def local_data(
 
     `shift_labels` are the next-token targets, shifted before the sequences are cut (-100: none).
     `num_items_in_batch` is the number of targets of the whole optimiser step (default: of this
-    batch), at least 1. `token_fields` names further fields and the dimension that runs over their
-    tokens: a [3, tokens] field with dimension 1 becomes [3, 1, rows], a [tokens, width] field with
-    dimension 0 becomes [1, rows, width]. A sample's own `labels` and `position_ids` win. For a
-    whole Plan (virtual ranks) the rows of all ranks follow one another.
+    batch), at least 1; `batch_fingerprint` says which batch it is. `token_fields` names further
+    fields and the dimension that runs over their tokens: a [3, tokens] field with dimension 1
+    becomes [3, 1, rows], a [tokens, width] field with dimension 0 becomes [1, rows, width]. A
+    sample's own `labels` and `position_ids` win. For a whole Plan (virtual ranks) the rows of all
+    ranks follow one another.
     """
     if plan.fingerprint != batch.fingerprint:
         raise ValueError(
@@ -58,7 +59,8 @@ def local_data(
     )
     if num_items_in_batch is None:
         num_items_in_batch = count_targets(samples, batch)
-    return data | {"num_items_in_batch": divisor(num_items_in_batch)}
+    marks = {"batch_fingerprint": fingerprint_tensor(plan.fingerprint)}
+    return data | {"num_items_in_batch": divisor(num_items_in_batch)} | marks
 
 
 def local_rows(
@@ -100,6 +102,11 @@ def divisor(targets: int) -> Tensor:
     """What losses are divided by: the targets, or 1 where there are none, which makes the loss of
     such a step 0 and not NaN."""
     return torch.tensor(max(1, targets))
+
+
+def fingerprint_tensor(fingerprint: str) -> Tensor:
+    """A batch's fingerprint as int64[2]: local data carry tensors only."""
+    return torch.from_numpy(np.frombuffer(bytes.fromhex(fingerprint), np.int64).copy())
 
 
 def without_targets(data: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -13,7 +13,13 @@ from dyncp.dataloader.config import LoaderConfig
 from dyncp.dataloader.decision import Decision
 from dyncp.dataloader.errors import PeerError
 from dyncp.dataloader.exchange import Exchange
-from dyncp.dataloader.local_tokens import local_rows, local_sequences, num_targets, without_targets
+from dyncp.dataloader.local_tokens import (
+    fingerprint_tensor,
+    local_rows,
+    local_sequences,
+    num_targets,
+    without_targets,
+)
 from dyncp.dataloader.metrics import BatchRecord
 from dyncp.dataloader.planning import Planning
 from dyncp.dataloader.ranks import LoaderRanks
@@ -146,6 +152,7 @@ class Preparing:
         if batch.selection.filler:
             data = without_targets(data)
         targets = num_targets(data)
+        data["batch_fingerprint"] = fingerprint_tensor(plan.fingerprint)
         data = add_sample_data(data, batch, plan, self._config)
         return {name: self._pinned(value) for name, value in data.items()}, targets
 

@@ -7,14 +7,13 @@ import numpy as np
 
 from dyncp.arrays import Bool, Int64
 from dyncp.executor.copying import message_starts, sequence_rows
-from dyncp.executor.lowering import LoweredProgram
-from dyncp.executor.messages import IS_RESULT, NAMES, Fields, Widths
-from dyncp.executor.rooms import RoomMap
+from dyncp.executor.kernel_calls import LoweredProgram
+from dyncp.executor.rooms import IS_RESULT, NAMES, Fields, RoomMap, Widths
 from dyncp.kernels import Kernel
 from dyncp.kernels.kernel import SequenceRows
 from dyncp.kernels.row_ops import OWN, Form, Source, Target
 from dyncp.plan import Op, Space, call_rows
-from dyncp.plan.rooms import OUTPUTS
+from dyncp.plan.buffers import OUTPUTS
 
 LSE = NAMES.index("lse")
 # Results in the order in which the caller gets them.

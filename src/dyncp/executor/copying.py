@@ -4,16 +4,15 @@ on into other messages."""
 import numpy as np
 
 from dyncp.arrays import Bool, Int64
-from dyncp.executor.lowering import LoweredProgram
-from dyncp.executor.messages import IS_KEY, IS_PER_HEAD, IS_RESULT, NAMES, Fields, Widths
-from dyncp.executor.ready import START
-from dyncp.executor.rooms import RoomMap
+from dyncp.executor.kernel_calls import LoweredProgram
+from dyncp.executor.order import START
+from dyncp.executor.rooms import IS_KEY, IS_PER_HEAD, IS_RESULT, NAMES, Fields, RoomMap, Widths
 from dyncp.kernels import Kernel
 from dyncp.kernels.kernel import SequenceRows
 from dyncp.kernels.row_ops import OWN, Copy, Kind, RowSum
 from dyncp.plan import Op, Space
-from dyncp.plan.contributions import times_of
-from dyncp.plan.rooms import INPUTS
+from dyncp.plan.buffers import INPUTS
+from dyncp.plan.workspace import times_of
 
 # The caller's tensors, in the order in which `RowOps.copy` gets them.
 GIVEN = ("q", "k", "v", "dout")

@@ -8,16 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from dyncp.masks.check import (
-    default_positions,
-    default_targets,
-    frozen,
-    normal_positions,
-    normal_ranges,
-    normal_targets,
-)
-from dyncp.masks.compose import IntArray, RangeOperator, agree, intersect, unite
-from dyncp.masks.draw import draw_mask
+from dyncp.masks.pairs import draw_mask
+from dyncp.masks.ranges import IntArray, RangeOperator, agree, columns, intersect, merge, unite
+from dyncp.masks.runs import reach_other_runs
+
+AnyInts = npt.NDArray[np.integer]
+ROW_WINDOW = "sliding_window"  # the mask that counts rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,9 +46,9 @@ class Mask:
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__
-        set_field(self, "ranges", normal_ranges(self.name, self.ranges))
-        set_field(self, "positions", normal_positions(self.name, self.positions, self.length))
-        set_field(self, "targets", normal_targets(self.name, self.targets, self.length))
+        set_field(self, "ranges", _normal_ranges(self.name, self.ranges))
+        set_field(self, "positions", _normal_positions(self.name, self.positions, self.length))
+        set_field(self, "targets", _normal_targets(self.name, self.targets, self.length))
 
     @property
     def length(self) -> int:
@@ -127,12 +123,12 @@ def normal_mask(
     targets: IntArray | None = None,
     name: str = "mask",
 ) -> Mask:
-    """A mask of arrays that are in normal form already; takes them over, unchecked and uncopied."""
+    """A mask of arrays already in normal form; takes them over without checks or copies."""
     mask = object.__new__(Mask)
     set_field = object.__setattr__
-    set_field(mask, "ranges", frozen(ranges))
-    set_field(mask, "positions", None if positions is None else frozen(positions))
-    set_field(mask, "targets", None if targets is None else frozen(targets))
+    set_field(mask, "ranges", read_only(ranges))
+    set_field(mask, "positions", None if positions is None else read_only(positions))
+    set_field(mask, "targets", None if targets is None else read_only(targets))
     set_field(mask, "name", name)
     set_field(mask, "_digest", None)
     return mask
@@ -149,6 +145,9 @@ def packed_mask(ranges: IntArray, positions: IntArray, targets: IntArray, name: 
 
 
 def _combine(left: Mask, right: Mask, symbol: str, operator: RangeOperator) -> Mask:
+    if symbol == "&":
+        _check_distances(left, right)
+        _check_distances(right, left)
     if left.length != right.length:
         raise ValueError(
             f"masks of different lengths cannot be combined: {left.name!r} has {left.length} "
@@ -160,6 +159,19 @@ def _combine(left: Mask, right: Mask, symbol: str, operator: RangeOperator) -> M
         agree("targets", left.targets, right.targets),
         f"{_bracketed(left.name)} {symbol} {_bracketed(right.name)}",
     )
+
+
+def _check_distances(mask: Mask, window: Mask) -> None:
+    """Refuses a window of rows over a mask that sets positions which differ from rows where it
+    matters, as between a question and its second answer."""
+    if window.name != ROW_WINDOW or window.positions is not None or mask.positions is None:
+        return
+    if mask.length == window.length and reach_other_runs(mask.ranges, mask.positions):
+        raise ValueError(
+            f"sliding_window counts rows, and {mask.name!r} has tokens whose positions are not "
+            "their rows: the window would leave out what is near; use "
+            f"masks.within(masks.{mask.name}, window=...), which counts positions"
+        )
 
 
 def _bracketed(name: str) -> str:
@@ -181,3 +193,107 @@ def _digest(mask: Mask) -> bytes:
         if values is not None:
             state.update(np.ascontiguousarray(values, "<i4").data)
     return state.digest()
+
+
+def _normal_ranges(name: str, given: npt.ArrayLike) -> IntArray:
+    """Checked, merged and read-only copy of user ranges (see `Mask` for the normal form)."""
+    ranges = _integers(name, "ranges", given)
+    if ranges.ndim != 3 or ranges.shape[2] != 2 or 0 in ranges.shape:
+        raise ValueError(
+            f"mask {name!r}: ranges have shape {ranges.shape}; they must have shape "
+            "[tokens, R, 2] with at least one token and one range per token"
+        )
+    length = ranges.shape[0]
+    starts, ends = ranges[:, :, 0], ranges[:, :, 1]
+    _refuse(name, ranges, starts > ends, "runs backwards; allowed is start <= end")
+    outside = (starts < 0) | (ends > length)
+    _refuse(name, ranges, outside, f"leaves the sequence; allowed is 0 <= start, end <= {length}")
+    _refuse_disorder(name, ranges)
+    return read_only(merge(*columns(ranges)))
+
+
+def _refuse_disorder(name: str, ranges: AnyInts) -> None:
+    """Every range must start at or after the end of those before it; empty ones do not count."""
+    if ranges.shape[1] == 1:
+        return
+    starts, ends = ranges[:, :, 0], ranges[:, :, 1]
+    filled = starts < ends
+    reached = np.maximum.accumulate(np.where(filled, ends, 0), axis=1)
+    disorder = np.zeros_like(filled)
+    disorder[:, 1:] = filled[:, 1:] & (starts[:, 1:] < reached[:, :-1])
+    _refuse(
+        name,
+        ranges,
+        disorder,
+        "overlaps or comes before an earlier range of that token; allowed are sorted, disjoint "
+        "ranges (to unite masks use |)",
+    )
+
+
+def _refuse(name: str, ranges: AnyInts, wrong: npt.NDArray[np.bool_], why: str) -> None:
+    if wrong.any():
+        token, column = (int(index) for index in np.argwhere(wrong)[0])
+        start, end = ranges[token, column]
+        raise ValueError(
+            f"mask {name!r}: range {column} of token {token} is [{start}, {end}), which {why}"
+        )
+
+
+def _normal_positions(name: str, given: npt.ArrayLike | None, length: int) -> IntArray | None:
+    most = np.iinfo(np.int32).max
+    default = default_positions(length)
+    return _per_token(name, "positions", given, default, (0, most), "0 to 2^31 - 1")
+
+
+def _normal_targets(name: str, given: npt.ArrayLike | None, length: int) -> IntArray | None:
+    allowed = f"the index of a token, 0 to {length - 1}, or -1 for none"
+    return _per_token(name, "targets", given, default_targets(length), (-1, length - 1), allowed)
+
+
+def _per_token(
+    name: str,
+    what: str,
+    given: npt.ArrayLike | None,
+    default: IntArray,
+    limits: tuple[int, int],
+    allowed: str,
+) -> IntArray | None:
+    """Checked read-only copy; None where the values are the default ones."""
+    if given is None:
+        return None
+    values = _integers(name, what, given)
+    if values.shape != default.shape:
+        raise ValueError(
+            f"mask {name!r}: {what} have shape {values.shape}; they must have shape "
+            f"({len(default)},), one for every token"
+        )
+    outside = (values < limits[0]) | (values > limits[1])
+    if outside.any():
+        token = int(np.argmax(outside))
+        raise ValueError(f"mask {name!r}: {what}[{token}] is {values[token]}; allowed is {allowed}")
+    return None if np.array_equal(values, default) else read_only(values.astype(np.int32))
+
+
+def default_positions(length: int) -> IntArray:
+    """0, 1, ..., length-1."""
+    return np.arange(length, dtype=np.int32)
+
+
+def default_targets(length: int) -> IntArray:
+    """1, 2, ..., length-1, -1."""
+    targets = np.arange(1, length + 1, dtype=np.int32)
+    targets[-1] = -1
+    return targets
+
+
+def read_only(array: IntArray) -> IntArray:
+    """The same array, read-only from now on."""
+    array.flags.writeable = False
+    return array
+
+
+def _integers(name: str, what: str, given: npt.ArrayLike) -> AnyInts:
+    values = np.asarray(given)
+    if not np.issubdtype(values.dtype, np.integer):
+        raise ValueError(f"mask {name!r}: {what} have dtype {values.dtype}; they must be integers")
+    return values

@@ -23,7 +23,7 @@ from dyncp.checks import MOST_TOKENS, parse_json
 from dyncp.masks import Mask
 from dyncp.plan.codec import PLAN_MAGIC
 from dyncp.plan.plan import Plan
-from dyncp.plan.rows import RowRuns, build_row_runs
+from dyncp.plan.row_ranges import RowRuns, build_row_runs
 
 VERSION = 1
 MAGIC = b"DYNCPFIL"

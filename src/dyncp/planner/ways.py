@@ -13,8 +13,8 @@ TIGHTER = {"fast": (1.0, 0.5), "quality": (1.0, 0.85, 0.7, 0.55, 0.4, 0.25)}
 # Tolerances (compute, tokens) tried besides where none are asked for: imbalance can be cheaper than
 # bytes.
 LOOSE = (0.2, 0.4)
-# Where moves start besides the best placement: sequences cut less or not at all, tiles on any rank.
-FEW_STARTS = (("rows", Limits(1.0, 2.0)), ("bisection", Limits(*LOOSE)), ("uncut", Limits()))
+# Where moves start besides the best placement: sequences cut less, tiles on any rank.
+FEW_STARTS = (("rows", Limits(1.0, 2.0)), ("bisection", Limits(*LOOSE)))
 MORE_STARTS = (("rows", Limits(0.1, 0.2)), ("rows_fine", Limits(*LOOSE)))
 OTHER_STARTS = {"fast": FEW_STARTS, "quality": FEW_STARTS + MORE_STARTS}
 # Token tolerances that are tried when tokens cost time: the fullest rank sets that of all per-token

@@ -2,7 +2,9 @@
 
 from dyncp.simulate.attention_times import AttentionTimes
 from dyncp.simulate.entries import (
+    join_times,
     layers_by_mask,
+    rows_per_rank,
     simulate_plan,
     simulate_schedule,
     simulate_schedules,
@@ -17,8 +19,10 @@ __all__ = [
     "Lane",
     "Simulated",
     "Timeline",
+    "join_times",
     "layers_by_mask",
     "make_timeline",
+    "rows_per_rank",
     "simulate_plan",
     "simulate_schedule",
     "simulate_schedules",

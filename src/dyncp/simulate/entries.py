@@ -54,9 +54,16 @@ def simulate_schedules(
             return None
         return simulate_schedule(graph, placement, schedule, direction, topology, cost, name)
 
+    attention = {name: _both(run, name) for name in schedules}
+    rows = rows_per_rank(graph, placement, local_multiple)
+    return join_times(attention, rows, topology, cost, layers, model)
+
+
+def rows_per_rank(graph: BlockGraph, placement: Placement, local_multiple: int) -> Int64:
+    """Rows that every rank holds: its tokens, rounded up to a multiple."""
     tokens = np.bincount(placement.block_rank, graph.blocks.tokens, placement.num_ranks)
-    rows = np.ceil(tokens / local_multiple).astype(np.int64) * local_multiple
-    return _simulate(list(schedules), run, rows, topology, cost, layers, model)
+    tokens = tokens.clip(int(local_multiple > 1))
+    return np.ceil(tokens / local_multiple).astype(np.int64) * local_multiple
 
 
 def simulate_plan(
@@ -84,23 +91,20 @@ def simulate_plan(
         measured = (compute or {}).get((name, direction))
         return run_flow(flow if measured is None else with_compute(flow, measured), topology)
 
-    return _simulate(list(part.masks), run, part.rows_per_rank, topology, cost, layers, model)
+    attention = {name: _both(run, name) for name in part.masks}
+    return join_times(attention, part.rows_per_rank, topology, cost, layers, model)
 
 
-Run = Callable[[str, Direction], AttentionTimes | None]
-
-
-def _simulate(
-    names: Sequence[str],
-    run: Run,
+def join_times(
+    attention: Mapping[str, Both],
     rows: Int64,
     topology: Topology,
     cost: CostModel,
     layers: Mapping[str, float] | None,
     model: ModelConfig | None,
 ) -> Simulated:
-    counts = layers_by_mask(names, layers, model)
-    attention = {name: _both(run, name) for name in names}
+    """The step of masks that were simulated one by one; ranks hold `rows`."""
+    counts = layers_by_mask(list(attention), layers, model)
     speed = topology.rank_speeds
     has_backward = any(backward is not None for _, backward in attention.values())
     per_token = _seconds_per_token(cost, model, has_backward)
@@ -113,6 +117,9 @@ def _simulate(
     token_seconds = per_token * float((rows / speed).max())
     ideal = (tiles + per_token * float(rows.sum())) / float(speed.sum())
     return Simulated(attention, counts, token_seconds, ideal)
+
+
+Run = Callable[[str, Direction], AttentionTimes | None]
 
 
 def _both(run: Run, name: str) -> Both:

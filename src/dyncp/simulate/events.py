@@ -91,18 +91,42 @@ def _begin_phases(
 
 @inner
 def _wait_at(port: Record, number: int, m: int, messages: Records, events: Records) -> None:
-    """Queues message m at a port, behind those with smaller numbers."""
-    ahead = port.waiting
-    if ahead < 0:
+    """Queues message m at a port: a pairing heap, since queues are long on many ranks."""
+    messages[m].behind = -1
+    if port.waiting < 0:
         push(events, port.free, PORT_FREE * KIND + number)
-    if ahead < 0 or m < ahead:
-        messages[m].behind = ahead
         port.waiting = m
-        return
-    while messages[ahead].behind >= 0 and messages[ahead].behind < m:
-        ahead = messages[ahead].behind
-    messages[m].behind = messages[ahead].behind
-    messages[ahead].behind = m
+    else:
+        port.waiting = _meld(messages, port.waiting, m)
+
+
+@inner
+def _meld(messages: Records, a: int, b: int) -> int:
+    """Joins two heaps; returns the first message, behind which the other's stands."""
+    first, other = min(a, b), max(a, b)
+    messages[other].beside = messages[first].behind
+    messages[first].behind = other
+    return first
+
+
+@inner
+def _without_first(messages: Records, first: int) -> int:
+    """The heap of those behind its first message; -1 where there are none."""
+    pairs, left = -1, messages[first].behind
+    while left >= 0:  # two by two, then all pairs
+        one, two, left = left, messages[left].beside, -1
+        if two >= 0:
+            left = messages[two].beside
+            one = _meld(messages, one, two)
+        messages[one].beside = pairs
+        pairs = one
+    heap = pairs
+    pairs = messages[heap].beside if heap >= 0 else -1
+    while pairs >= 0:
+        rest = messages[pairs].beside
+        heap = _meld(messages, heap, pairs)
+        pairs = rest
+    return heap
 
 
 @inner
@@ -190,7 +214,7 @@ def _next_at_port(
     """Serves the first message that waits at a port."""
     port = ports[number]
     m = port.waiting
-    port.waiting = messages[m].behind
+    port.waiting = _without_first(messages, m)
     _serve(steps, ranks, port, messages[m], time)
     if port.waiting >= 0:
         push(events, port.free, PORT_FREE * KIND + number)

@@ -6,7 +6,7 @@ import numpy as np
 
 from dyncp.arrays import Bool, Float64, Int64
 from dyncp.cost import CostModel
-from dyncp.cost.row_work import Moved, Rows, Sent, Touched
+from dyncp.cost.row_work import Moved, RowWork, Sent, Touched
 from dyncp.plan import Op
 
 # What programs begin and end with, where row work is priced: copying in, merging and copying out.
@@ -141,7 +141,7 @@ def make_flow(
     return Flow(num_ranks, num_phases, programs, work, messages, total, host, slowdown)
 
 
-def row_seconds(rows: Rows, sent: Sent, touched: Touched | None, cost: CostModel) -> Moved:
+def row_seconds(rows: RowWork, sent: Sent, touched: Touched | None, cost: CostModel) -> Moved:
     """Seconds of row work at every point; where the profile knows no launches, those of packing and
     unpacking messages alone."""
     if cost.knows_launches:

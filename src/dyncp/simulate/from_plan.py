@@ -8,8 +8,8 @@ import numpy as np
 from dyncp.arrays import Int64, starts_of
 from dyncp.blocks import Direction, bytes_per_token
 from dyncp.cost import CostModel
-from dyncp.cost.kernel_calls import CallBlocks, CallTiles, more_seconds
-from dyncp.cost.row_work import Moved, Rows, Sent, Touched, Widths
+from dyncp.cost.cost_model import CallBlocks, CallTiles, more_seconds
+from dyncp.cost.row_work import Moved, RowBytes, RowWork, Sent, Touched
 from dyncp.plan import Op, Plan, Program, RankPlan
 from dyncp.simulate.flow import Flow, Loads, Programs, join_messages, make_flow, row_seconds
 
@@ -27,7 +27,7 @@ def flow_of_plan(plan: Plan, name: str, direction: Direction, cost: CostModel) -
     return make_flow(loads, messages, joined, seconds, cost)
 
 
-def moved_by_plan(plan: Plan, name: str, direction: Direction, cost: CostModel) -> Moved:
+def row_bytes_of_plan(plan: Plan, name: str, direction: Direction, cost: CostModel) -> Moved:
     """Bytes of row work at every point of every rank's program."""
     programs = [part.mask_plan(name).program(direction) for part in plan.parts]
     sent, loads = (
@@ -41,15 +41,15 @@ def moved_by_plan(plan: Plan, name: str, direction: Direction, cost: CostModel) 
 
 def _rows(
     part: RankPlan, num_phases: int, num_divisions: int, direction: Direction, cost: CostModel
-) -> Rows:
-    return Rows(
+) -> RowWork:
+    return RowWork(
         part.num_ranks,
         num_phases,
         num_divisions,
         part.blocks.tokens.astype(np.int64),
         part.blocks.owner.astype(np.int64),
         direction,
-        Widths(cost.shape, cost.groups_for(part.shape, part.head_groups)),
+        RowBytes(cost.shape, cost.groups_for(part.shape, part.head_groups)),
         cost.graphs,
     )
 

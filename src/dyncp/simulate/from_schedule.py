@@ -2,18 +2,16 @@
 
 import numpy as np
 
-from dyncp.arrays import Bool, Int64
 from dyncp.blocks import BlockGraph, Direction, bytes_per_token
 from dyncp.cost import CostModel
-from dyncp.cost.kernel_calls import CallBlocks, CallTiles, more_seconds
-from dyncp.cost.row_work import Rows, Sent, Touched, Widths
+from dyncp.cost.cost_model import CallBlocks, CallTiles, more_seconds
+from dyncp.cost.row_work import RowBytes, RowWork, Sent, Touched
 from dyncp.placement import Placement
-from dyncp.plan.instructions import order_programs
+from dyncp.plan.assemble import order_instructions
 from dyncp.schedule import Schedule
 from dyncp.simulate.flow import (
     Flow,
     Loads,
-    Messages,
     Programs,
     join_messages,
     make_flow,
@@ -33,15 +31,17 @@ def flow_of_schedule(
     loads = _loads(graph, placement, name, schedule, direction, cost)
     sent = _sent(graph, schedule, cost)
     messages = join_messages(sent, placement.num_ranks)
-    programs = _programs(schedule, loads, messages, placement.num_ranks)
-    rows = Rows(
+    sends, receives = (messages.source, messages.phase), (messages.target, messages.phase)
+    steps, first = order_instructions(schedule, sends, receives, loads.calls > 0)
+    programs = Programs(steps[:, 0].copy(), steps[:, 1].copy(), first)
+    rows = RowWork(
         placement.num_ranks,
         schedule.num_phases,
         schedule.num_divisions,
         graph.blocks.tokens.astype(np.int64),
         placement.block_rank.astype(np.int64),
         direction,
-        Widths(cost.shape, cost.groups_for(graph.shape, graph.head_groups)),
+        RowBytes(cost.shape, cost.groups_for(graph.shape, graph.head_groups)),
         cost.graphs,
     )
     seconds = row_seconds(rows, sent, loads.touched, cost)
@@ -89,23 +89,3 @@ def _sent(graph: BlockGraph, schedule: Schedule, cost: CostModel) -> Sent:
     )  # fmt: skip
     size = per_token * graph.blocks.tokens[moved.block]
     return Sent(phase, source, target, kind, group, block, size)
-
-
-def _programs(schedule: Schedule, loads: Loads, messages: Messages, num_ranks: int) -> Programs:
-    receives = _marked(messages.target, messages.phase, num_ranks, schedule.num_phases)
-    sends = _marked(messages.source, messages.phase, num_ranks, schedule.num_phases)
-    steps, first = order_programs(
-        sends | receives,
-        receives,
-        loads.calls > 0,
-        schedule.phase_after_division,
-        schedule.phase_after_phase,
-        schedule.phase_feeds,
-    )
-    return Programs(steps[:, 0].copy(), steps[:, 1].copy(), first)
-
-
-def _marked(rank: Int64, phase: Int64, num_ranks: int, num_phases: int) -> Bool:
-    marked: Bool = np.zeros((num_ranks, num_phases), np.bool_)
-    marked[rank, phase] = True
-    return marked

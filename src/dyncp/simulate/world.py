@@ -56,7 +56,7 @@ CELL = np.dtype(
 )
 # A message: whether it crosses a machine's border (1) or not (0), ends that have begun its phase,
 # ports passed, when its first and second port started,
-# when both are through, and who waits behind it at a port (-1: nobody).
+# when both are through, and who waits behind it at a port, and beside it there (-1: nobody).
 MESSAGE = np.dtype(
     [
         ("phase", np.int64),
@@ -72,6 +72,7 @@ MESSAGE = np.dtype(
         ("tail", np.float64),
         ("arrival", np.float64),
         ("behind", np.int64),
+        ("beside", np.int64),
     ]
 )
 # A port: when it is free, the first message that waits (-1: none), bytes that have passed.
@@ -160,5 +161,5 @@ def _messages(messages: Messages, topology: Topology) -> Records:
         records[name] = column
     inside = is_inside(topology, messages.source, messages.target)
     records["latency"] = np.where(inside, topology.intra.latency, topology.inter.latency)
-    records["border"], records["behind"] = ~inside, -1
+    records["border"], records["behind"], records["beside"] = ~inside, -1, -1
     return records

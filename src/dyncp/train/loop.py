@@ -12,10 +12,10 @@ from time import perf_counter
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from dyncp import masks
-from dyncp.dataloader import DCPDataLoader
+from dyncp.dataloader import DCPDataLoader, sum_gradients, sum_over_ranks
 from dyncp.executor import DCPExecutor, attention
 from dyncp.kernels import choose_kernel
 from dyncp.placement import DEFAULT_TOLERANCES, Limits
@@ -111,23 +111,6 @@ def ring_bytes(config: TrainConfig, tokens: int, num_ranks: int) -> int:
     """Bytes that ring attention moves in a step: K and V of all tokens visit all other ranks, in
     backward once more, together with their gradients."""
     return 3 * (num_ranks - 1) * tokens * config.decoder.kv_values * torch.float32.itemsize
-
-
-def sum_over_ranks(tensor: Tensor) -> Tensor:
-    if dist.is_initialized():
-        dist.all_reduce(tensor)
-    return tensor
-
-
-def sum_gradients(model: nn.Module) -> None:
-    """Replaces all gradients by their sums over ranks, in one message."""
-    if not dist.is_initialized():
-        return
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]  # all, on every rank
-    flat = sum_over_ranks(torch.cat([gradient.flatten() for gradient in gradients]))
-    totals = torch.split(flat, [gradient.numel() for gradient in gradients])
-    for gradient, total in zip(gradients, totals, strict=True):
-        gradient.copy_(total.view_as(gradient))
 
 
 def _loader(config: TrainConfig, corpus: TextCorpus, virtual_ranks: int | None) -> DCPDataLoader:

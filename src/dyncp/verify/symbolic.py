@@ -9,10 +9,9 @@ from dyncp.arrays import Int32, Int64
 from dyncp.blocks import Direction
 from dyncp.plan import INPUT_SPACE, RESULT_SPACE, Plan, Program, RankPlan, RankTiles, Space
 from dyncp.verify.coverage import AllTiles, collect_tiles, tile_key
-from dyncp.verify.drive import drive
-from dyncp.verify.mail import Entry, describe, entries_by_phase
-from dyncp.verify.rank_state import Key, RankState
+from dyncp.verify.messages import Entry, describe, drive, entries_by_phase
 from dyncp.verify.violation import Findings
+from dyncp.verify.workspaces import Key, RankState
 
 # Which side of the tiles accumulates a result: out in forward, dq and dk, dv in backward.
 RESULT_SPACES = {Direction.FORWARD: (Space.Q,), Direction.BACKWARD: (Space.Q, Space.KV)}

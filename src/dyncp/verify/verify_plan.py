@@ -5,16 +5,13 @@ from dataclasses import dataclass
 from dyncp.blocks import Batch, Direction
 from dyncp.checks import instance_of
 from dyncp.plan import Plan
-from dyncp.verify.balance import check_balance
 from dyncp.verify.coverage import check_batch, check_rows, check_tiles
-from dyncp.verify.identity import check_identity
-from dyncp.verify.mail import check_mail
-from dyncp.verify.order import check_order
-from dyncp.verify.slots import check_slots, fits
-from dyncp.verify.structure import check_structure, programs_of
+from dyncp.verify.declared import check_balance, check_identity, check_traffic
+from dyncp.verify.messages import check_mail, check_order
+from dyncp.verify.structure import check_parts
 from dyncp.verify.symbolic import run_symbolically
-from dyncp.verify.traffic import check_traffic
 from dyncp.verify.violation import INVARIANTS, Findings, PlanError, Violation
+from dyncp.verify.workspaces import check_slots, fits
 
 # Those that a plan alone can break; kernel calls (6) are derived later.
 OF_PLANS = frozenset(INVARIANTS) - {6}
@@ -46,7 +43,7 @@ def examine_plan(plan: Plan, batch: Batch) -> Verified:
     """`verify_plan`, with the invariants that it could check."""
     instance_of("the plan to verify", plan, Plan, "a whole Plan")
     instance_of("its batch", batch, Batch, "the Batch it was made for")
-    malformed = check_structure(plan)
+    malformed = check_parts(plan)
     if malformed:
         return Verified(tuple(malformed), frozenset())
     findings, checked = Findings(), OF_PLANS
@@ -79,7 +76,7 @@ def _check_mask(plan: Plan, batch: Batch, name: str, findings: Findings) -> bool
         check_traffic(plan, name, direction, findings)
     followed = [
         _check_direction(plan, name, direction, findings)
-        for direction, _ in programs_of(plan.parts[0].masks[name])
+        for direction, _ in plan.parts[0].masks[name].programs()
     ]
     return all(followed)
 
