@@ -36,6 +36,7 @@ ALLOWED = {
         "masks", "blocks", "placement", "plan", "planner", "dataloader", "executor", "kernels",
         "topology",
     },
+    "integrations": {"masks", "blocks", "cost", "plan", "executor", "dataloader"},
     "measure": {
         "masks", "blocks", "placement", "plan", "planner", "cost", "simulate", "samplers",
         "topology", "transport", "kernels", "executor",
