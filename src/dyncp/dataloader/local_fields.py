@@ -215,6 +215,8 @@ def _rows_among(rows: Int64, lengths: Int32, needed: Int64) -> Int64:
 def _take(value: Tensor, dim: int, rows: Tensor, name: str) -> Tensor:
     """Local rows along `dim`, with a batch dimension of 1 before it."""
     dim %= value.ndim
+    if not value.shape[dim]:  # a rank that only has padding rows
+        value = value.new_zeros([max(n, 1) if i == dim else n for i, n in enumerate(value.shape)])
     taken = value.index_select(dim, rows.clamp_min(0))
     padding = rows < 0
     if padding.any():
