@@ -204,6 +204,7 @@ def _with_rows(x: Tensor, extra: int, value: int) -> Tensor:
 
 
 def _first_rows(value: Any, rows: int) -> Any:
+    """Copies where rows are taken away: FSDP warns of views."""
     if isinstance(value, tuple):
-        return tuple(x[:, :rows] for x in value)
-    return value[:, :rows]
+        return tuple(_first_rows(x, rows) for x in value)
+    return value if value.shape[1] == rows else value[:, :rows].clone()
