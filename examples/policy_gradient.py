@@ -32,7 +32,6 @@ def rollouts() -> tuple[list[dict], list[torch.Tensor]]:
 
 
 def main() -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(SIZES)
     attached, executor = attach(model), DCPExecutor()
@@ -40,8 +39,9 @@ def main() -> None:
 
     samples, advantages = rollouts()
     batch = Batch.of([attached.masks(masks.causal)(sample) for sample in samples])
-    plan = plan_batch(batch, Topology(1, ranks), attached.shape()).parts[rank]
-    step, data = executor.prepare(plan), local_data(samples, batch, plan)
+    plan = plan_batch(batch, Topology(1, executor.num_ranks), attached.shape())
+    step = executor.prepare(plan)
+    data = local_data(samples, batch, step.plan)
     inputs = {name: data[name] for name in ("input_ids", "position_ids", "batch_fingerprint")}
     targets, advantage = data["shift_labels"][0], step.shard(advantages)
     old = None
@@ -65,7 +65,7 @@ def main() -> None:
         optimizer.step()
         total = loss.detach().clone()
         dist.all_reduce(total)
-        if rank == 0:
+        if dist.get_rank() == 0:
             print(f"step {number}: loss {total:.6f}, penalty {penalty:.6e}")
 
 
