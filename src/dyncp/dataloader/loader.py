@@ -190,11 +190,6 @@ class DCPDataLoader:
         return self._position.epoch
 
     @property
-    def planning_pid(self) -> int | None:
-        """Process id of the first planning process, if it is running."""
-        return self._context.processes[0].pid
-
-    @property
     def planning_pids(self) -> list[int]:
         """Process ids of all running planning processes."""
         pids = [process.pid for process in self._context.processes]

@@ -26,7 +26,7 @@ from dyncp.arrays import Int32, Int64, starts_of
 from dyncp.blocks import Batch
 from dyncp.dataloader.batching import SelectedBatch
 from dyncp.dataloader.options import LoaderConfig
-from dyncp.dataloader.samples import NO_TARGET, input_ids_of, labels_of, token_field
+from dyncp.dataloader.sample_format import NO_TARGET, input_ids_of, labels_of, token_field
 from dyncp.masks import Mask, positions_and_targets
 from dyncp.masks.mask import normal_mask
 from dyncp.plan import Plan, RankPlan

@@ -32,7 +32,7 @@ from dyncp.dataloader.options import LoaderConfig, digest_of
 from dyncp.dataloader.planning import BatchPlanner
 from dyncp.dataloader.ranks import LoaderRanks
 from dyncp.dataloader.reading import SampleError, SeededRandom
-from dyncp.dataloader.samples import cut_sample, input_ids_of, sample_bytes
+from dyncp.dataloader.sample_format import cut_sample, input_ids_of, sample_bytes
 from dyncp.dataloader.state import Position
 from dyncp.dataloader.store import PeerError
 from dyncp.masks import Mask, MaskFunction, NamedMasks

@@ -91,7 +91,7 @@ class LoaderRanks:
         """From a ProcessGroup or one-dimensional DeviceMesh, a mesh with a dimension "cp", or the
         world; a single rank if torch.distributed is not initialised."""
         if sum(choice is not None for choice in (group, mesh, virtual_ranks)) > 1:
-            raise ValueError("give one of group=, mesh= and virtual_ranks=, not several")
+            raise ValueError("pass only one of group=, mesh= and virtual_ranks=")
         if isinstance(group, LoaderRanks):  # benchmarks: one rank of a group that does not exist
             return group
         if virtual_ranks is not None:
