@@ -215,8 +215,8 @@ def run_script(folder, text):
 
 def test_a_plan_function_that_the_planning_process_cannot_get_is_refused(tmp_path):
     first, second = run_script(tmp_path, MAIN_SCRIPT).stdout.splitlines()
-    assert "of the main script, which the planning process does not run; put it into a mod" in first
-    assert "which the planning process cannot get" in second
+    assert "of the main script, which the planning process does not run; move it to a mod" in first
+    assert "which cannot be sent to the planning process" in second
 
 
 EXITS = """

@@ -183,7 +183,7 @@ class DCPDataLoader:
         self._position, self._resuming = Position(), False
         self._counted: dict[Any, int] = {}  # batches of the epoch that len was asked for last
         self._resources = _Resources(processes, source)
-        self._finalizer = weakref.finalize(self, self._resources.close, at_exit=True)
+        weakref.finalize(self, self._resources.close, at_exit=True)
 
     @property
     def epoch(self) -> int:

@@ -54,6 +54,7 @@ class MaskMaker:
                 "masks.causal"
             )
         self._mask_fn, self._seed = mask_fn, seed
+        # Until a call shows that it needs the sample.
         self.takes_lengths = isinstance(mask_fn, MaskFunction | NamedMasks)
 
     def of_length(self, length: int, index: int) -> SampleMasks | None:
