@@ -139,9 +139,7 @@ def run_plan(
         commands.append({"do": "run", "part": str(path), "seconds": waits, "repeats": 1 + repeats})
     answers = ranks.ask(commands)
     forward, backward = (
-        min(
-            max(answer[run][side]["seconds"] for answer in answers) for run in range(1, 1 + repeats)
-        )
+        min(max(answer[run][side] for answer in answers) for run in range(1, 1 + repeats))
         for side in (0, 1)
     )
     return forward, backward

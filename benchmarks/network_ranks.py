@@ -13,7 +13,7 @@ import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,11 @@ from dyncp.plan.codec import decode_part
 from dyncp.transport import Distributed
 from dyncp.transport.communicator import GroupedChannel
 
-ENDING = 5.0  # seconds that processes get to end by themselves
+ENDING = 5.0  # seconds that killed processes get to end
 PORT = 29_500
 TIMEOUT = 60.0  # seconds of any wait
 SOON = 0.02  # seconds until all ranks start together
-AT_ONCE = 5e-4  # seconds that waiting for messages takes that are there
+AT_ONCE = 5e-4  # seconds that waiting takes for messages that are there
 
 
 class RankFailedError(Exception):
@@ -140,41 +140,24 @@ class NoRowOps:
         return lambda *_, **__: None
 
 
-class TimedTransport(Distributed):
-    """Notes when phases are launched, waited for and there: (what, phase, when). The device waits
-    for those that are not there yet."""
+class DeviceTransport(Distributed):
+    """Tells the device when messages arrive that it had to wait for."""
 
     def __init__(self, ranks_per_machine: int, device: Device) -> None:
         super().__init__(timeout=TIMEOUT, ranks_per_machine=ranks_per_machine)
-        self.noted: list[tuple[str, int, float]] = []
         self.device = device
-
-    def note(self, what: str, phase: int) -> None:
-        self.noted.append((what, phase, time.monotonic()))
 
     def open(self, call: int = 0) -> list[GroupedChannel]:
         self._unfinished += 1
-        return [TimedChannel(self, self.timeout, call)]
+        return [DeviceChannel(self, self.timeout, call)]
 
 
-class TimedChannel(GroupedChannel):
-    _transport: TimedTransport
-
-    def launch(
-        self,
-        phase: int,
-        sends: Mapping[int, Tensor],
-        receives: Mapping[int, Tensor],
-        arrived: Any = None,
-    ) -> None:
-        self._transport.note("launch", phase)
-        super().launch(phase, sends, receives, arrived)
+class DeviceChannel(GroupedChannel):
+    _transport: DeviceTransport
 
     def wait(self, phase: int) -> None:
-        self._transport.note("reach", phase)
         reached = time.monotonic()
         super().wait(phase)
-        self._transport.note("arrive", phase)
         arrived = time.monotonic()
         if arrived > reached + AT_ONCE:
             self._transport.device.ready = max(self._transport.device.ready, arrived)
@@ -190,7 +173,7 @@ class Rank:
     def __init__(self, rank: int, num_ranks: int, ranks_per_machine: int) -> None:
         self.rank, self.num_ranks = rank, num_ranks
         self._device = Device()
-        self._transport = TimedTransport(ranks_per_machine, self._device)
+        self._transport = DeviceTransport(ranks_per_machine, self._device)
         self._kernel = WaitingKernel(self._device)
         self._executor = DCPExecutor(
             transport=self._transport, kernel=self._kernel, row_ops=NoRowOps()
@@ -213,11 +196,11 @@ class Rank:
             channel.wait(0)
             channel.finish()
 
-        return [float(self._time(exchange)["seconds"]) for _ in range(repeats)]
+        return [self._time(exchange) for _ in range(repeats)]
 
     def run(
         self, path: Path, seconds: tuple[list[float], list[float]], repeats: int
-    ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    ) -> list[tuple[float, float]]:
         """Forward and backward of a plan, `seconds` being those of its kernel calls."""
         part = decode_part(path.read_bytes())
         step = self._executor.prepare(part)
@@ -231,7 +214,7 @@ class Rank:
 
     def _both(
         self, step: Step, inputs: tuple[Tensor, ...], seconds: tuple[list[float], list[float]]
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    ) -> tuple[float, float]:
         q, k, v = inputs
         out: list[Tensor] = []
         self._kernel.seconds = list(seconds[0])
@@ -241,14 +224,12 @@ class Rank:
         backward = self._time(lambda: torch.autograd.grad(out[0], inputs, dout))
         return forward, backward
 
-    def _time(self, call: Any) -> dict[str, Any]:
-        start = self._common_start()
-        self._transport.noted, self._device.ready = [], start
+    def _time(self, call: Callable[[], object]) -> float:
+        """Seconds of a call that all ranks start together."""
+        self._device.ready = start = self._common_start()
         sleep_until(start)
         call()
-        seconds = time.monotonic() - start
-        noted = [(what, phase, when - start) for what, phase, when in self._transport.noted]
-        return {"seconds": seconds, "noted": noted}
+        return time.monotonic() - start
 
     def _common_start(self) -> float:
         dist.barrier()

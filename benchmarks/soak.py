@@ -32,9 +32,17 @@ import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d
 
 from benchmarks.cases import failing_planner
-from dyncp import DCPAttn, DCPDataLoader, DCPExecutor, masks, sum_gradients, sum_over_ranks
+from dyncp import (
+    DCPAttn,
+    DCPDataLoader,
+    DCPExecutor,
+    masks,
+    next_token_loss,
+    sum_gradients,
+    sum_over_ranks,
+)
 from dyncp.train.config import DecoderConfig
-from dyncp.train.model import Decoder, local_loss
+from dyncp.train.model import Decoder
 
 RUNS = ("undisturbed", "kills and slow plans", "kills, slow plans, errors")
 SEED, STOPPED_SECONDS = 3, 0.5
@@ -155,7 +163,7 @@ class Run:
         if last is not None and last.static:
             self.static.append(number)
         logits = self.model(data, partial(DCPAttn.apply, self.executor.prepare(plan)))
-        loss = local_loss(logits, data)
+        loss = next_token_loss(logits, data)
         self.optimizer.zero_grad()
         loss.backward()
         sum_gradients(self.model)

@@ -37,6 +37,7 @@ ALLOWED = {
         "masks", "blocks", "placement", "plan", "planner", "dataloader", "executor", "kernels",
         "topology",
     },
+    "integrations": {"masks", "blocks", "cost", "plan", "executor", "dataloader"},
     "calibrate": {
         "masks", "blocks", "plan", "planner", "cost", "simulate", "samplers", "topology",
         "transport", "kernels", "executor",

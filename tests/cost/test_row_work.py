@@ -11,7 +11,7 @@ from dyncp.blocks import Direction, Payload, bytes_per_token
 from dyncp.cost import CostModel, find_profile
 from dyncp.cost.row_work import RowBytes, RowWork, Sent, Touched
 from dyncp.plan import Space, find_contributions
-from dyncp.simulate.from_plan import row_bytes_of_plan
+from dyncp.simulate.flow import row_bytes_of_plan
 from dyncp.topology import preset
 
 SHAPE = AttentionShape(4, 2, 8)

@@ -16,7 +16,7 @@ from dyncp.cost import CostModel
 from dyncp.cost.cost_model import CallBlocks, CallTiles, call_work
 from dyncp.plan import Op, Plan, RankPlan
 from dyncp.planner import plan_batch
-from dyncp.simulate.from_plan import row_bytes_of_plan
+from dyncp.simulate.flow import row_bytes_of_plan
 from dyncp.topology import Topology
 
 # Batches of at least this many tokens are planned for several ranks, with at most so many tokens

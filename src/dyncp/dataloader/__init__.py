@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dyncp.dataloader.loader import DCPDataLoader
-    from dyncp.dataloader.local_fields import (
-        count_targets,
-        local_data,
+    from dyncp.dataloader.local_fields import count_targets, local_data
+    from dyncp.dataloader.loss import (
+        next_token_loss,
         sum_gradients,
         sum_over_ranks,
         undo_gradient_average,
@@ -34,9 +34,10 @@ _LAZY = {
     "StoreError": "store",
     "count_targets": "local_fields",
     "local_data": "local_fields",
-    "sum_gradients": "local_fields",
-    "sum_over_ranks": "local_fields",
-    "undo_gradient_average": "local_fields",
+    "next_token_loss": "loss",
+    "sum_gradients": "loss",
+    "sum_over_ranks": "loss",
+    "undo_gradient_average": "loss",
 }
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "StoreError",
     "count_targets",
     "local_data",
+    "next_token_loss",
     "sum_gradients",
     "sum_over_ranks",
     "undo_gradient_average",

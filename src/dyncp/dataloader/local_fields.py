@@ -7,24 +7,22 @@ Transformers, and what its loss is divided by.
     token_fields               one per row, in their own layout
     sample_ids, sample_fields  which samples the rows are from; values of whole samples
     num_items_in_batch         []           targets of the optimiser step, on all ranks
-    batch_fingerprint          [2]          which batch it is
 
 A rank's loss is the sum over its own targets divided by `num_items_in_batch`. The loss of the step
 is the sum over ranks, and so are the gradients.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from dyncp.arrays import Int32, Int64, starts_of
 from dyncp.blocks import Batch
 from dyncp.dataloader.batching import SelectedBatch
+from dyncp.dataloader.loss import LISTED, all_targets, has_listed_targets
 from dyncp.dataloader.options import LoaderConfig
 from dyncp.dataloader.sample_format import NO_TARGET, input_ids_of, labels_of, token_field
 from dyncp.masks import Mask, positions_and_targets
@@ -50,9 +48,12 @@ def local_data(
 
     `shift_labels` are the next-token targets, shifted before the sequences are cut (-100: none).
     `num_items_in_batch` is the number of targets of the whole optimiser step (default: of this
-    batch), at least 1; `batch_fingerprint` says which batch it is. `token_fields` names further
-    fields and the dimension that runs over their tokens: a [3, tokens] field with dimension 1
-    becomes [3, 1, rows], a [tokens, width] field with dimension 0 becomes [1, rows, width]. A
+    batch), at least 1; where masks weigh targets, the sum of their weights. Where a local token has
+    several targets, or weights, `target_rows`, `target_labels` and `target_weights` [1, targets]
+    list all targets of local rows, and tokens with several have none in `shift_labels`:
+    `next_token_loss` takes either. `batch_fingerprint` says which batch it is. `token_fields` names
+    further fields and the dimension that runs over their tokens: a [3, tokens] field with dimension
+    1 becomes [3, 1, rows], a [tokens, width] field with dimension 0 becomes [1, rows, width]. A
     sample's own `labels` and `position_ids` take precedence. For a whole Plan (virtual ranks) the
     rows of all ranks are concatenated.
     """
@@ -72,10 +73,8 @@ def local_data(
     )
     if num_items_in_batch is None:
         num_items_in_batch = count_targets(samples, batch)
-    return data | {
-        "num_items_in_batch": loss_divisor(num_items_in_batch),
-        "batch_fingerprint": fingerprint_tensor(plan.fingerprint),
-    }
+    marks = {"batch_fingerprint": fingerprint_tensor(plan.fingerprint)}
+    return data | {"num_items_in_batch": loss_divisor(num_items_in_batch)} | marks
 
 
 def local_rows(
@@ -92,11 +91,10 @@ def local_rows(
         needed = np.zeros(1, np.int64)  # for the dtypes and widths of fields without rows
     dims = dict.fromkeys(PLAIN_FIELDS, 0) | dict(token_fields)
     parts: dict[str, list[Tensor]] = {name: [] for name in dims}
-    for number in needed.tolist():
+    sequence_masks = [mask_of(number) for number in needed.tolist()]
+    for number, mask in zip(needed.tolist(), sequence_masks, strict=True):
         length = int(lengths[number])
-        for name, value in _sample_fields(
-            sample_of(number), mask_of(number), length, number, dims
-        ).items():
+        for name, value in _sample_fields(sample_of(number), mask, length, number, dims).items():
             parts[name].append(value)
     taken = torch.from_numpy(_rows_among(rows, lengths, needed))
     empty = torch.zeros(0, dtype=torch.int64)
@@ -104,7 +102,29 @@ def local_rows(
         name: torch.cat(values, dim=dims[name]) if values else empty
         for name, values in parts.items()
     }
-    return {name: _take(value, dims[name], taken, name) for name, value in fields.items()}
+    data = {name: _take(value, dims[name], taken, name) for name, value in fields.items()}
+    if any(map(has_listed_targets, sequence_masks)):
+        data |= _listed_targets(parts["labels"], sequence_masks, taken)
+    return data
+
+
+def _listed_targets(
+    labels: Sequence[Tensor], sequence_masks: Sequence[Mask], taken: Tensor
+) -> dict[str, Tensor]:
+    """All targets of the rows `taken` of these sequences, one after the other."""
+    found = [all_targets(*pair) for pair in zip(labels, sequence_masks, strict=True)]
+    starts = starts_of(np.asarray([mask.length for mask in sequence_masks]))
+    token = torch.cat([one.token + int(start) for one, start in zip(found, starts, strict=False)])
+    local = torch.full((int(starts[-1]),), -1)
+    own = (taken >= 0).nonzero().flatten()
+    local[taken[own]] = own
+    row = local[token]
+    here = row >= 0
+    return {
+        "target_rows": row[here][None],
+        "target_labels": torch.cat([one.label for one in found])[here][None],
+        "target_weights": torch.cat([one.weight for one in found])[here][None],
+    }
 
 
 def add_sample_data(
@@ -156,11 +176,6 @@ def _collated(data: dict[str, Any], samples: list[Any], config: LoaderConfig) ->
     return dict(found)
 
 
-def fingerprint_tensor(fingerprint: str) -> Tensor:
-    """A batch's fingerprint as int64[2]: local data consists of tensors only."""
-    return torch.from_numpy(np.frombuffer(bytes.fromhex(fingerprint), np.int64).copy())
-
-
 # Rows
 
 
@@ -200,6 +215,8 @@ def _rows_among(rows: Int64, lengths: Int32, needed: Int64) -> Int64:
 def _take(value: Tensor, dim: int, rows: Tensor, name: str) -> Tensor:
     """Local rows along `dim`, with a batch dimension of 1 before it."""
     dim %= value.ndim
+    if not value.shape[dim]:  # a rank that only has padding rows
+        value = value.new_zeros([max(n, 1) if i == dim else n for i, n in enumerate(value.shape)])
     taken = value.index_select(dim, rows.clamp_min(0))
     padding = rows < 0
     if padding.any():
@@ -241,72 +258,34 @@ def _shift_labels(labels: Tensor, mask: Mask) -> Tensor:
     return torch.where(targets >= 0, labels[targets.clamp_min(0)], NO_TARGET)
 
 
+def fingerprint_tensor(fingerprint: str) -> Tensor:
+    """A batch's fingerprint as int64[2]: local data carry tensors only."""
+    return torch.from_numpy(np.frombuffer(bytes.fromhex(fingerprint), np.int64).copy())
+
+
 def without_targets(data: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same tokens without targets."""
-    return data | {name: torch.full_like(data[name], NO_TARGET) for name in PADDING}
+    listed = {name: data[name][:, :0] for name in LISTED if name in data}
+    return data | listed | {name: torch.full_like(data[name], NO_TARGET) for name in PADDING}
 
 
 def num_targets(data: Mapping[str, Tensor]) -> int:
-    """Number of local tokens that have a target."""
+    """Targets of local tokens, by their weights."""
+    if "target_weights" in data:
+        return int(data["target_weights"].sum())
     return int((data["shift_labels"] != NO_TARGET).sum())
 
 
 def count_targets(samples: Sequence[Mapping[str, Any]], batch: Batch) -> int:
-    """Number of tokens of the batch that have a target."""
+    """Targets of the batch, by their weights."""
     total = 0
     for index, sample in enumerate(samples):
         labels = labels_of(sample, input_ids_of(sample, index), index)
-        targets = _shift_labels(labels, layout_mask(_masks_of_sequence(batch, index)))
-        total += int((targets != NO_TARGET).sum())
+        targets = all_targets(labels, layout_mask(_masks_of_sequence(batch, index)))
+        total += int(targets.weight.sum())
     return total
 
 
 def loss_divisor(targets: int) -> Tensor:
     """The number of targets; 1 if there are none, so that the loss is 0 and not NaN."""
     return torch.tensor(max(1, targets))
-
-
-def undo_gradient_average(loss: Tensor, group: Any = None) -> Tensor:
-    """The loss to call backward on if a wrapper (DDP, FSDP) averages gradients over `group`.
-
-    Averaging divides the sum over ranks by their number; this multiplies by it beforehand. Without
-    an initialised process group it returns the loss itself.
-    """
-    return loss * dist.get_world_size(group) if dist.is_initialized() else loss
-
-
-def sum_over_ranks(tensor: Tensor, group: Any = None) -> Tensor:
-    """Replaces the tensor by its sum over `group` (default: the world), and returns it."""
-    if dist.is_initialized():
-        dist.all_reduce(tensor, group=group)
-    return tensor
-
-
-def sum_gradients(model: nn.Module, group: Any = None) -> None:
-    """Replaces all gradients by their sums over `group`, in one all-reduce per dtype.
-
-    A parameter that this rank did not use, such as an expert that none of its tokens chose, gets
-    the other ranks' sum; one that no rank used stays without a gradient.
-    """
-    if not dist.is_initialized():
-        return
-    by_kind: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = defaultdict(list)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            by_kind[parameter.dtype, parameter.device].append(parameter)
-    for parameters in by_kind.values():
-        _sum_gradients_of(parameters, group)
-
-
-def _sum_gradients_of(parameters: list[nn.Parameter], group: Any) -> None:
-    """The number of ranks that used each parameter is summed in the same message."""
-    used = parameters[0].new_tensor([float(p.grad is not None) for p in parameters])
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    flat = torch.cat([used, *(gradient.flatten() for gradient in gradients)])
-    total = sum_over_ranks(flat.detach(), group)
-    users, *sums = torch.split(total, [len(parameters), *(p.numel() for p in parameters)])
-    for parameter, num_users, gradient in zip(parameters, users.tolist(), sums, strict=True):
-        if parameter.grad is not None:
-            parameter.grad.copy_(gradient.view_as(parameter))
-        elif num_users:
-            parameter.grad = gradient.view_as(parameter).clone()

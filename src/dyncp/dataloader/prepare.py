@@ -118,11 +118,15 @@ def _cut_masks(masks: SampleMasks, start: int, length: int) -> SampleMasks:
 def _cut_mask(mask: Mask, start: int, end: int) -> Mask:
     if mask.length == end - start:
         return mask
-    positions = None if mask.positions is None else mask.positions[start:end]
+    positions, weights = (x if x is None else x[start:end] for x in (mask.positions, mask.weights))
     targets = None if mask.targets is None else mask.targets[start:end]
     if targets is not None:
         targets = np.where((targets >= start) & (targets < end), targets - start, -1)
-    return Mask(mask.ranges[start:end].clip(start, end) - start, positions, targets, mask.name)
+    branches = mask.branches
+    if branches is not None:
+        branches = branches[((branches >= start) & (branches < end)).all(axis=1)] - start
+    ranges = mask.ranges[start:end].clip(start, end) - start
+    return Mask(ranges, positions, targets, mask.name, branches, weights)
 
 
 def _masks_digest(masks: Mapping[str, Mask] | Mask) -> str:
@@ -323,7 +327,7 @@ class BatchPreparer:
     def _agreed(self, part: RankPlan, *, filler: bool) -> RankPlan:
         if not self._ranks.group_ranks and not filler:
             return part
-        values = {f.name: getattr(part, f.name) for f in fields(RankPlan) if f.init}
+        values = {field.name: getattr(part, field.name) for field in fields(RankPlan) if field.init}
         return AgreedPlan(**values, agreed_by=self._ranks.group_ranks, filler=filler)
 
     def _data(self, batch: BatchData, plan: RankPlan | Plan) -> tuple[dict[str, Any], int]:

@@ -81,7 +81,7 @@ def _within(mask: Mask, window: int | None, chunk: int | None) -> Mask:
         low = position // chunk * chunk
         high = low + chunk
     name = f"{mask.name} within {window if window is not None else chunk}"
-    return normal_mask(_clip(mask, low, high), mask.positions, mask.targets, name)
+    return normal_mask(_clip(mask, low, high), *mask.marks, name)
 
 
 def _clip(mask: Mask, low: npt.NDArray[np.int64], high: npt.NDArray[np.int64]) -> IntArray:

@@ -25,6 +25,9 @@ from dyncp.blocks import IS_INPUT, OF_KEYS, BlockGraph
 from dyncp.compiled import compiled, inner
 from dyncp.placement import Balance, Placement
 from dyncp.plan.format import (
+    COMPUTE,
+    LAUNCH,
+    WAIT,
     Layout,
     MaskPlan,
     Messages,
@@ -43,7 +46,6 @@ from dyncp.schedule import Schedule
 
 Schedules = Mapping[str, tuple[Schedule, Schedule | None]]
 Table = TypeVar("Table")
-LAUNCH, WAIT, COMPUTE = int(Op.LAUNCH), int(Op.WAIT), int(Op.COMPUTE)
 
 
 def assemble_plan(

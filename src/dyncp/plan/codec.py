@@ -145,7 +145,9 @@ def _plain(item: Any) -> dict[str, Any]:
 
 
 def _checksum(digest: bytes, body: bytes) -> bytes:
-    return hashlib.blake2b(digest + body, digest_size=16).digest()
+    checksum = hashlib.blake2b(digest, digest_size=16)
+    checksum.update(body)
+    return checksum.digest()
 
 
 def decode_part(data: bytes) -> RankPlan:

@@ -49,6 +49,9 @@ class Op(IntEnum):
     COMPUTE = 2  # the tiles of a division
 
 
+LAUNCH, WAIT, COMPUTE = (int(op) for op in Op)  # compiled code takes no enums
+
+
 class Space(IntEnum):
     """The two workspaces of a head group: own rows first, then slots for received blocks."""
 

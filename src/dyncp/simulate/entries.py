@@ -10,11 +10,8 @@ from dyncp.cost import CostModel, ModelConfig
 from dyncp.placement import Placement
 from dyncp.plan import Plan
 from dyncp.schedule import Schedule
-from dyncp.simulate.attention_times import AttentionTimes, run_flow
-from dyncp.simulate.flow import with_compute
-from dyncp.simulate.from_plan import flow_of_plan
-from dyncp.simulate.from_schedule import flow_of_schedule
-from dyncp.simulate.simulated import Both, Simulated
+from dyncp.simulate.flow import flow_of_plan, flow_of_schedule, with_compute
+from dyncp.simulate.results import AttentionTimes, Both, Simulated, run_flow
 from dyncp.topology import Topology
 
 

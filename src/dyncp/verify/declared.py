@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from dyncp.arrays import Int64
-from dyncp.blocks import ITEM_BYTES, Batch, Direction, Payload
+from dyncp.blocks import ITEM_BYTES, K_KINDS, Q_KINDS, Batch, Direction, Payload
 from dyncp.plan import Plan, RankPlan
 from dyncp.verify.coverage import collect_tiles
 from dyncp.verify.violation import Findings
@@ -88,14 +88,6 @@ def _fullest(load: Int64) -> float:
     return int(load.max()) * len(load) / total if total else 1.0
 
 
-# What a query block and a key block send out and get back, per direction.
-_Q_KINDS = {
-    Direction.FORWARD: (Payload.Q, Payload.OUT),
-    Direction.BACKWARD: (Payload.Q_DOUT, Payload.DQ),
-}
-_K_KINDS = {Direction.FORWARD: (Payload.KV,), Direction.BACKWARD: (Payload.KV, Payload.DKV)}
-
-
 def check_traffic(plan: Plan, name: str, direction: Direction, findings: Findings) -> None:
     where = f"mask {name!r}, {direction.name.lower()}"
     present = plan.parts[0].masks[name].backward is not None or direction is Direction.FORWARD
@@ -152,7 +144,7 @@ def _needed_bytes(plan: Plan, name: str, direction: Direction) -> int:
     """Σ size × (ranks that a block's tiles and its owner are on − 1)."""
     part, tiles = plan.parts[0], collect_tiles(plan, name)
     sizes, blocks, total = payload_sizes(part), part.blocks, 0
-    for side, kinds in ((tiles.q_block, _Q_KINDS), (tiles.k_block, _K_KINDS)):
+    for side, kinds in ((tiles.q_block, Q_KINDS), (tiles.k_block, K_KINDS)):
         touched = np.zeros((len(part.head_groups), len(blocks), len(plan.parts)), np.bool_)
         touched[tiles.head_group, side, tiles.rank] = True
         touched[:, np.arange(len(blocks)), blocks.owner] = True

@@ -13,9 +13,9 @@ import numpy.typing as npt
 from dyncp.arrays import Float64
 from dyncp.blocks import Batch, Direction, HeadGroup
 from dyncp.plan import Plan
-from dyncp.verify.messages import drive, entries_by_phase
+from dyncp.verify.messages import entries_by_phase, run_programs
 from dyncp.verify.numeric import NumericRank, attend, attend_backward
-from dyncp.verify.structure import check_parts
+from dyncp.verify.verify_plan import check_parts
 from dyncp.verify.violation import PlanError
 from dyncp.verify.workspaces import fits
 
@@ -100,7 +100,7 @@ def _run(
         if not fits(part, part.masks[name].program(direction)):
             raise PlanError(f"rank {part.rank}: its slots do not fit into its workspaces")
     ranks = [NumericRank(part, part.masks[name], direction, groups, start) for part in plan.parts]
-    stuck = drive([rank.program for rank in ranks], _NumericMachine(ranks, scale))
+    stuck = run_programs([rank.program for rank in ranks], _NumericRun(ranks, scale))
     if stuck:
         raise PlanError(
             f"the plan is stuck ({direction.name.lower()}): {'; '.join(map(str, stuck))}"
@@ -108,28 +108,28 @@ def _run(
     end = {field: np.full_like(rows, np.nan) for field, rows in start.items()}
     for rank in ranks:
         for field, rows in end.items():
-            rows[rank.coordinates] = rank.own(field)
+            rows[rank.coordinates] = rank.local(field)
     return end
 
 
-class _NumericMachine:
+class _NumericRun:
     """Instructions on real numbers; messages are flat arrays in a mailbox."""
 
     def __init__(self, ranks: list[NumericRank], scale: float) -> None:
         self._ranks, self._scale = ranks, scale
         self._sends = [entries_by_phase(rank.program.sends) for rank in ranks]
         self._receives = [entries_by_phase(rank.program.receives) for rank in ranks]
-        self._mailbox: dict[tuple[int, int, int], Float64] = {}
+        self._in_flight: dict[tuple[int, int, int], Float64] = {}
 
     def launch(self, rank: int, phase: int, at: int) -> None:  # noqa: ARG002
         for peer, entries in self._sends[rank].get(phase, {}).items():
-            if (rank, peer, phase) in self._mailbox:
+            if (rank, peer, phase) in self._in_flight:
                 raise PlanError(f"rank {rank} launches phase {phase} while it is on its way")
-            self._mailbox[rank, peer, phase] = self._ranks[rank].pack(entries)
+            self._in_flight[rank, peer, phase] = self._ranks[rank].pack(entries)
 
     def wait(self, rank: int, phase: int, at: int) -> None:  # noqa: ARG002
         for peer, entries in self._receives[rank].get(phase, {}).items():
-            message = self._mailbox.pop((peer, rank, phase), None)
+            message = self._in_flight.pop((peer, rank, phase), None)
             if message is None:
                 raise PlanError(
                     f"rank {rank} waits in phase {phase} for a message that rank {peer} does "

@@ -76,17 +76,17 @@ def _check_waits(
 
 
 # A message is identified by (source, target, phase), an entry in it by (kind, head group, block).
-Envelope = tuple[int, int, int]
+MessageKey = tuple[int, int, int]
 Entry = tuple[int, int, int]
 
 
 def entries_by_phase(messages: Messages) -> dict[int, dict[int, list[Entry]]]:
     """phase → peer → entries, in the order of the list."""
-    mail: dict[int, dict[int, list[Entry]]] = {}
+    phases: dict[int, dict[int, list[Entry]]] = {}
     columns = (messages.phase, messages.peer, messages.kind, messages.head_group, messages.block)
     for phase, peer, kind, group, block in zip(*(c.tolist() for c in columns), strict=True):
-        mail.setdefault(phase, {}).setdefault(peer, []).append((kind, group, block))
-    return mail
+        phases.setdefault(phase, {}).setdefault(peer, []).append((kind, group, block))
+    return phases
 
 
 def describe(entry: Entry) -> str:
@@ -94,27 +94,27 @@ def describe(entry: Entry) -> str:
     return f"{Payload(kind).name} of block {block}, head group {group}"
 
 
-def check_mail(where: str, programs: Sequence[Program], findings: Findings) -> None:
+def check_messages(where: str, programs: Sequence[Program], findings: Findings) -> None:
     """Compares all ranks' sends with all ranks' receives; `where` names mask and direction."""
-    sent: dict[Envelope, list[Entry]] = {}
-    received: dict[Envelope, list[Entry]] = {}
+    sent: dict[MessageKey, list[Entry]] = {}
+    received: dict[MessageKey, list[Entry]] = {}
     for rank, program in enumerate(programs):
         for phase, peers in entries_by_phase(program.sends).items():
             sent |= {(rank, peer, phase): entries for peer, entries in peers.items()}
         for phase, peers in entries_by_phase(program.receives).items():
             received |= {(peer, rank, phase): entries for peer, entries in peers.items()}
         _check_listed(where, rank, program, findings)
-    for envelope in sorted(sent.keys() | received.keys()):
-        pair = (sent.get(envelope, []), received.get(envelope, []))
-        _compare(where, envelope, *pair, findings)
+    for message in sorted(sent.keys() | received.keys()):
+        pair = (sent.get(message, []), received.get(message, []))
+        _compare(where, message, *pair, findings)
 
 
 def _compare(
-    where: str, envelope: Envelope, sent: list[Entry], received: list[Entry], findings: Findings
+    where: str, message: MessageKey, sent: list[Entry], received: list[Entry], findings: Findings
 ) -> None:
     if sent == received and len(set(sent)) == len(sent):
         return
-    source, target, phase = envelope
+    source, target, phase = message
     for given, asked, sentence in (
         (sent, received, f"rank {source} sends {{}} to rank {target}, which has no receive for it"),
         (received, sent, f"rank {target} receives {{}} from rank {source}, which does not send it"),
@@ -137,7 +137,7 @@ def _compare(
 
 
 def _check_listed(where: str, rank: int, program: Program, findings: Findings) -> None:
-    """Results are merged as they are listed, so the list's order is the merge order."""
+    """Received results are merged in the order of the list, which is therefore fixed."""
     for messages, invariant, side in (
         (program.sends, 3, "sends"),
         (program.receives, 4, "receives"),
@@ -161,7 +161,7 @@ def _check_listed(where: str, rank: int, program: Program, findings: Findings) -
             )
 
 
-class Machine(Protocol):
+class Actions(Protocol):
     """What the instructions do; `at` is the index of the instruction in the rank's program."""
 
     def launch(self, rank: int, phase: int, at: int) -> None: ...
@@ -173,7 +173,7 @@ class Machine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """A rank that can not go on at instruction `at`, because `peer` has not launched `phase`."""
+    """A rank that cannot go on at instruction `at`, because `peer` has not launched `phase`."""
 
     rank: int
     at: int
@@ -188,7 +188,7 @@ class Stuck:
         )
 
 
-class _Launches:
+class _LaunchedPhases:
     """Who has launched what."""
 
     def __init__(self, programs: Sequence[Program]) -> None:
@@ -218,10 +218,18 @@ def _partners(program: Program) -> dict[int, set[int]]:
     return partners
 
 
-def drive(programs: Sequence[Program], machine: Machine) -> list[Stuck]:
-    """Runs all programs as far as they go; the ranks that do not reach their ends come back."""
+def run_programs(programs: Sequence[Program], actions: Actions) -> list[Stuck]:
+    """Runs all programs as far as they go; returns the ranks that do not reach their ends.
+
+    A wait for a phase returns when every rank that takes part in that phase, and in any phase this
+    rank launched before it, has launched them: the strictest transport (grouped messages on one
+    stream) finishes phases in the order of their launches. Two ranks can wait for each other:
+
+        rank 0: WAIT 0, LAUNCH 1        waits for rank 1 to launch phase 0
+        rank 1: WAIT 1, LAUNCH 0        waits for rank 0 to launch phase 1
+    """
     steps = [[(Op(op), argument) for op, argument in p.instructions.tolist()] for p in programs]
-    launches, position, moved = _Launches(programs), [0] * len(programs), True
+    launches, position, moved = _LaunchedPhases(programs), [0] * len(programs), True
 
     def blocked(rank: int) -> tuple[int, int] | None:
         op, argument = steps[rank][position[rank]]
@@ -234,7 +242,7 @@ def drive(programs: Sequence[Program], machine: Machine) -> list[Stuck]:
                 op, argument = program[position[rank]]
                 if op is Op.LAUNCH:
                     launches.add(rank, argument)
-                _do(machine, op, rank, argument, position[rank])
+                _do(actions, op, rank, argument, position[rank])
                 position[rank] += 1
                 moved = True
     return [
@@ -244,10 +252,10 @@ def drive(programs: Sequence[Program], machine: Machine) -> list[Stuck]:
     ]
 
 
-def _do(machine: Machine, op: Op, rank: int, argument: int, at: int) -> None:
+def _do(actions: Actions, op: Op, rank: int, argument: int, at: int) -> None:
     if op is Op.LAUNCH:
-        machine.launch(rank, argument, at)
+        actions.launch(rank, argument, at)
     elif op is Op.WAIT:
-        machine.wait(rank, argument, at)
+        actions.wait(rank, argument, at)
     else:
-        machine.compute(rank, argument, at)
+        actions.compute(rank, argument, at)

@@ -218,7 +218,7 @@ class NumericRank:
             )
         return self._slice(space, group, block)
 
-    def own(self, name: str) -> Float64:
+    def local(self, name: str) -> Float64:
         """A field of the own tokens, head groups side by side."""
         count = len(self.coordinates)
         return np.concatenate([fields[name][:count] for fields in self._fields], axis=1)

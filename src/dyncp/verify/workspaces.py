@@ -135,7 +135,10 @@ class Partial:
 
 
 class RankState:
-    """Rows, slots and accumulators of one rank in one direction of one mask."""
+    """What one rank holds while its program is executed symbolically, for one mask and direction.
+
+    Every workspace row knows which block was written there last, and every block's accumulator the
+    tiles that went into it. Nothing is computed, so plans of any size can be followed."""
 
     def __init__(self, where: str, part: RankPlan, program: Program, findings: Findings) -> None:
         self.where = f"{where}, rank {part.rank}"
@@ -164,15 +167,15 @@ class RankState:
         return self.partials[key]
 
     def holds(self, key: Key, at: int) -> bool:
-        """Whether all rows of the block's place hold the block; counts as a use of its slot."""
+        """Whether all of the block's rows hold it; counts as a use of its slot."""
         if key not in self._place:
             return False
         if key in self._slot:
             self._used[self._slot[key]] = at
         return bool((self._rows_of(key) == key[2]).all())
 
-    def found(self, key: Key) -> str:
-        """What is in the block's place, for a sentence."""
+    def describe_rows(self, key: Key) -> str:
+        """What is in the block's rows, for a sentence."""
         if key not in self._place:
             return "it neither owns the block nor has a slot for it"
         others = np.setdiff1d(self._rows_of(key), [key[2], -1]).tolist()

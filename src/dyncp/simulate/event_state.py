@@ -1,6 +1,13 @@
-"""World: the state of a simulation, one array of records per kind of thing.
+"""The state of a simulation, one array of records per kind of thing, and the ports of a topology.
 
-Compiled functions get few arrays this way: handing on dozens cost more than the events themselves.
+Compiled functions get few arrays this way: passing dozens cost more than the events themselves.
+
+A message passes two ports: inside a machine its source's and its target's own, between machines the
+NIC of its source and that of its target. Every port works each way on its own. With n ranks and m
+NICs in all machines the ports are numbered
+
+    0 to n     out of a rank      2n to 2n + m        out of a NIC
+    n to 2n    into a rank        2n + m to 2n + 2m   into a NIC
 """
 
 from typing import Any, NamedTuple
@@ -8,9 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dyncp.arrays import Int64, starts_of
-from dyncp.simulate.flow import Flow, Messages
-from dyncp.simulate.network import is_inside, port_bandwidths, routes
+from dyncp.arrays import Bool, Float64, Int64, starts_of
+from dyncp.simulate.flow import Flow, FlowMessages
 from dyncp.topology import Topology
 
 Records = npt.NDArray[Any]
@@ -87,7 +93,7 @@ PORT = np.dtype(
 EVENT = np.dtype([("time", np.float64), ("key", np.int64)])
 
 
-class World(NamedTuple):
+class EventState(NamedTuple):
     """`cells` are [ranks, phases], `routes` [messages, 2]. `touching` lists the messages of every
     cell; `events` is the queue. `queues` are [ranks, 2, 2]: of messages inside machines and of
     those over borders, how many phases have begun, in the order of `Cell.queued`, and how many
@@ -104,14 +110,14 @@ class World(NamedTuple):
     queues: Int64
 
 
-def make_world(flow: Flow, topology: Topology) -> World:
+def make_event_state(flow: Flow, topology: Topology) -> EventState:
     messages = flow.messages
     cells, touching = _cells(flow)
     bandwidths = port_bandwidths(topology)
     ports = np.zeros(len(bandwidths), PORT)
     ports["bandwidth"], ports["waiting"] = bandwidths, -1
     capacity = 1 + len(flow.work) + len(messages.phase) + len(ports)
-    return World(
+    return EventState(
         _steps(flow),
         _ranks(flow, topology),
         cells,
@@ -155,7 +161,7 @@ def _cells(flow: Flow) -> tuple[Records, Int64]:
     return cells, touching
 
 
-def _messages(messages: Messages, topology: Topology) -> Records:
+def _messages(messages: FlowMessages, topology: Topology) -> Records:
     records = np.zeros(len(messages.phase), MESSAGE)
     for name, column in messages._asdict().items():
         records[name] = column
@@ -163,3 +169,31 @@ def _messages(messages: Messages, topology: Topology) -> Records:
     records["latency"] = np.where(inside, topology.intra.latency, topology.inter.latency)
     records["border"], records["behind"], records["beside"] = ~inside, -1, -1
     return records
+
+
+def port_bandwidths(topology: Topology) -> Float64:
+    """Bytes per second of every port."""
+    own, nics = 2 * topology.num_ranks, 2 * topology.machines * topology.nics
+    return np.repeat([topology.intra.bandwidth, topology.nic_bandwidth], [own, nics])
+
+
+def is_inside(topology: Topology, source: Int64, target: Int64) -> Bool:
+    """Which messages stay inside a machine."""
+    inside: Bool = source // topology.ranks_per_machine == target // topology.ranks_per_machine
+    return inside
+
+
+def nic_of(topology: Topology, rank: Int64) -> Int64:
+    """The NIC of every rank, counted over all machines."""
+    machine, local = np.divmod(rank, topology.ranks_per_machine)
+    nic: Int64 = machine * topology.nics + local * topology.nics // topology.ranks_per_machine
+    return nic
+
+
+def routes(topology: Topology, source: Int64, target: Int64) -> Int64:
+    """The two ports of every message, int64[messages, 2]."""
+    n, m = topology.num_ranks, topology.machines * topology.nics
+    inside = np.stack([source, n + target], axis=1)
+    out_of, into = nic_of(topology, source), nic_of(topology, target)
+    between = np.stack([2 * n + out_of, 2 * n + m + into], axis=1)
+    return np.where(is_inside(topology, source, target)[:, None], inside, between)
