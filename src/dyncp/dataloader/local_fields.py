@@ -6,7 +6,8 @@ Transformers.
     position_ids               [1, rows]    the sample's own, or the mask's
     token_fields               one per row, in their own layout
     sample_ids, sample_fields  which samples the rows are from; values of whole samples
-    target_rows, target_labels, target_weights    [1, targets], if tokens have several targets
+    target_rows, target_labels, target_weights, target_tokens
+                               [1, targets], if tokens have several targets or weights
     num_items_in_batch         []           targets of the optimiser step, on all ranks
     batch_fingerprint          [2]          which batch it is
 """
@@ -48,13 +49,13 @@ def local_data(
     `shift_labels` are the next-token targets, shifted before the sequences are cut (-100: none).
     `num_items_in_batch` is the number of targets of the whole optimiser step (default: of this
     batch), at least 1; if masks weigh targets, the sum of their weights. If a local token has
-    several targets, or weights, `target_rows`, `target_labels` and `target_weights` [1, targets]
-    list all targets of local rows, and tokens with several have none in `shift_labels`:
-    `next_token_loss` takes either. `batch_fingerprint` says which batch it is. `token_fields` names
-    further fields and the dimension that runs over their tokens: a [3, tokens] field with dimension
-    1 becomes [3, 1, rows], a [tokens, width] field with dimension 0 becomes [1, rows, width]. A
-    sample's own `labels` and `position_ids` take precedence. For a whole Plan (virtual ranks) the
-    rows of all ranks are concatenated.
+    several targets, or weights, `target_rows`, `target_labels`, `target_weights` and
+    `target_tokens` (places in the batch) [1, targets] list all targets of local rows, and tokens
+    with several have none in `shift_labels`: `next_token_loss` takes either. `batch_fingerprint`
+    says which batch it is. `token_fields` names further fields and the dimension that runs over
+    their tokens: a [3, tokens] field with dimension 1 becomes [3, 1, rows], a [tokens, width] field
+    with dimension 0 becomes [1, rows, width]. A sample's own `labels` and `position_ids` take
+    precedence. For a whole Plan (virtual ranks) the rows of all ranks are concatenated.
     """
     if plan.fingerprint != batch.fingerprint:
         raise ValueError(
@@ -105,14 +106,15 @@ def local_rows(
     }
     data = {name: _take(value, dims[name], taken, name) for name, value in fields.items()}
     if any(map(has_listed_targets, sequence_masks)):
-        data |= _listed_targets(parts["labels"], sequence_masks, taken)
+        offsets = starts_of(lengths)[needed].tolist()
+        data |= _listed_targets(parts["labels"], sequence_masks, offsets, taken)
     return data
 
 
 def _listed_targets(
-    labels: Sequence[Tensor], sequence_masks: Sequence[Mask], taken: Tensor
+    labels: Sequence[Tensor], sequence_masks: Sequence[Mask], offsets: Sequence[int], taken: Tensor
 ) -> dict[str, Tensor]:
-    """All targets of the rows `taken` of these sequences, concatenated."""
+    """All targets of the rows `taken` of these sequences, which begin at `offsets` in the batch."""
     found = [all_targets(*pair) for pair in zip(labels, sequence_masks, strict=True)]
     starts = starts_of(np.asarray([mask.length for mask in sequence_masks]))
     token = torch.cat([one.token + int(start) for one, start in zip(found, starts, strict=False)])
@@ -125,6 +127,9 @@ def _listed_targets(
         "target_rows": row[here][None],
         "target_labels": torch.cat([one.label for one in found])[here][None],
         "target_weights": torch.cat([one.weight for one in found])[here][None],
+        "target_tokens": torch.cat(
+            [one.target + offset for one, offset in zip(found, offsets, strict=True)]
+        )[here][None],
     }
 
 

@@ -17,13 +17,15 @@ from torch.nn.functional import cross_entropy
 from dyncp.dataloader.sample_format import NO_TARGET
 from dyncp.masks import Mask
 
-LISTED = ("target_rows", "target_labels", "target_weights")
+LISTED = ("target_rows", "target_labels", "target_weights", "target_tokens")
 
 
 class Targets(NamedTuple):
-    """All targets of a sequence: the token that predicts, the label, and how often it counts."""
+    """All targets of a sequence: the token that predicts, the token that is predicted, its label,
+    and how often it counts."""
 
     token: Tensor
+    target: Tensor
     label: Tensor
     weight: Tensor
 
@@ -42,7 +44,8 @@ def all_targets(labels: Tensor, mask: Mask) -> Targets:
     found = [torch.from_numpy(np.array(x, np.int64)) for x in (token, target, weight)]
     label = labels[found[1]]
     trained = label != NO_TARGET
-    return Targets(found[0][trained], label[trained], found[2][trained])
+    predicting, predicted, counted = (x[trained] for x in found)
+    return Targets(predicting, predicted, label[trained], counted)
 
 
 def has_listed_targets(mask: Mask) -> bool:
@@ -60,7 +63,7 @@ def next_token_loss(logits: Tensor, local_data: Mapping[str, Tensor]) -> Tensor:
     rows = logits.flatten(0, -2)
     wide = torch.promote_types(rows.dtype, torch.float32)
     if "target_rows" in local_data:
-        row, label, weight = (local_data[name].flatten() for name in LISTED)
+        row, label, weight = (local_data[name].flatten() for name in LISTED[:3])
         losses = cross_entropy(rows[row].to(wide), label, reduction="none") * weight
     else:
         label = local_data["shift_labels"].flatten()
