@@ -17,7 +17,7 @@ from dyncp import (
     masks,
     plan_batch,
 )
-from dyncp.dataloader.samples import layout_mask
+from dyncp.dataloader.local_fields import layout_mask
 from dyncp.masks import Mask
 from dyncp.plan import Plan, load_plan, save_plan
 from dyncp.verify import verify_plan

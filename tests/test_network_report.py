@@ -3,8 +3,8 @@ Nothing here needs root."""
 
 import pytest
 from benchmarks import network
+from benchmarks.network import Outcome, count_pairs, summarize
 from benchmarks.network_links import NotAllowedError
-from benchmarks.network_report import Outcome, count_pairs, summarize
 
 
 def outcome(name: str, predicted: float, measured: float, batch: str = "one") -> Outcome:

@@ -9,8 +9,7 @@ import torch
 
 import planner_faults
 from dyncp import DCPDataLoader, PlannerConfig, masks
-from dyncp.dataloader import LoaderConfig
-from dyncp.dataloader.errors import SampleError
+from dyncp.dataloader import LoaderConfig, SampleError
 from dyncp.dataloader.look_ahead import HELPED_TOKENS
 from processes import is_gone, wait_until
 

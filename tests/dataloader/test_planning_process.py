@@ -23,9 +23,8 @@ from dyncp import (
     masks,
     plan_batch,
 )
-from dyncp.dataloader.errors import PlanFailed, SampleError
-from dyncp.dataloader.plan_process import PlanProcess
-from dyncp.dataloader.plan_worker import PlanRequest
+from dyncp.dataloader import SampleError
+from dyncp.dataloader.planning_process import PlanFailed, PlanProcess, PlanRequest
 from dyncp.plan import decode_part
 from processes import is_gone, stop, wait_until
 
@@ -97,8 +96,7 @@ def test_a_request_that_cannot_be_read_costs_no_process(process, monkeypatch):
 
 def test_it_ends_when_its_parent_is_killed():
     code = """
-from dyncp.dataloader.plan_process import PlanProcess
-from dyncp.dataloader.plan_worker import PlanRequest
+from dyncp.dataloader.planning_process import PlanProcess, PlanRequest
 from dyncp import *
 process = PlanProcess(60)
 batch = Batch.of([masks.causal(4)])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from verify_plans import planned_batches, rich_batch, rich_plan
 
 from dyncp import AttentionShape, Batch, Plan, PlannerConfig, Topology, masks, plan_batch
-from dyncp.cli.kernel_calls import gpu_kernel_tiles, kernel_calls_of
+from dyncp.cli.verify import gpu_kernel_tiles, kernel_calls_of
 from dyncp.kernels import KernelCall, list_kernel_tiles
 from dyncp.kernels.tile_lists import SIDE
 from dyncp.plan import MaskPlan, OwnedBlocks

@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -13,6 +13,7 @@ from dyncp.checks import instance_of
 from dyncp.executor.engine import Engine
 from dyncp.executor.kernel_calls import LoweredProgram, lower_program
 from dyncp.executor.layout import RankLayout, lay_out
+from dyncp.executor.numbers import number_of
 from dyncp.executor.streams import Arrival
 from dyncp.kernels import Dtypes, IndexArrays
 from dyncp.plan import (
@@ -49,20 +50,28 @@ class CallLayout:
             arrival.wait()
 
 
-@dataclass(frozen=True, eq=False)
 class Step:
     """A plan made ready to run. Every attention layer of the step takes it.
 
     With virtual ranks, q, kv and out hold the rows of rank 0, then those of rank 1, and so on.
+
+    It is no dataclass: wrappers (FSDP's mixed precision) take those apart and build them anew at
+    every module that gets one.
     """
 
-    parts: tuple[RankPlan, ...]  # of the ranks that this process drives
-    lowered: Mapping[tuple[str, Direction], tuple[LoweredProgram, ...]]
-    engine: Engine
-    arrival: Arrival
-    layouts: dict[tuple[str, Direction, AttentionShape], CallLayout]
-    accepted: set[Any] = field(default_factory=set)  # calls that `check` found nothing wrong with
-    others: list["Step"] = field(default_factory=list)  # for another kernel
+    def __init__(
+        self,
+        parts: tuple[RankPlan, ...],
+        lowered: Mapping[tuple[str, Direction], tuple[LoweredProgram, ...]],
+        engine: Engine,
+        arrival: Arrival,
+        layouts: dict[tuple[str, Direction, AttentionShape], CallLayout],
+    ) -> None:
+        self.parts = parts  # of the ranks that this process drives
+        self.lowered, self.engine, self.arrival, self.layouts = lowered, engine, arrival, layouts
+        self.accepted: set[Any] = set()  # calls that `check` found nothing wrong with
+        self.others: list[Step] = []  # for another kernel
+        self.number = number_of(self)  # stands for it in compiled graphs
 
     @staticmethod
     @torch.inference_mode(False)
@@ -123,6 +132,11 @@ class Step:
     @property
     def plan(self) -> RankPlan:
         return self.parts[0]
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the plan's batch, which its local data have, too."""
+        return self.plan.fingerprint
 
     @cached_property
     def num_rows(self) -> int:

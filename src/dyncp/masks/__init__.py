@@ -22,8 +22,10 @@ from dyncp.masks.mask import Mask
 from dyncp.masks.mask_mod import from_mask_mod
 from dyncp.masks.pairs import count_batch_tile_pairs, count_tile_pairs, list_tiles
 from dyncp.masks.prefix_lm import prefix_lm
+from dyncp.masks.prefix_tree import prefix_tree
 from dyncp.masks.shared_question import shared_question
 from dyncp.masks.sliding_window import sliding_window
+from dyncp.masks.within import within
 
 # What they are called in attention-gym, in prefix-sharing inference and in StreamingLLM.
 document = document_packed
@@ -53,10 +55,12 @@ __all__ = [
     "named",
     "positions_and_targets",
     "prefix_lm",
+    "prefix_tree",
     "shared_prefix",
     "shared_question",
     "sliding_window",
     "streaming_llm",
+    "within",
 ]
 
 BUILTIN: dict[str, ParametricMask] = {
@@ -72,6 +76,7 @@ BUILTIN: dict[str, ParametricMask] = {
         document_packed,
         global_sliding,
         block_causal,
+        prefix_tree,
     )
 }
 

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dyncp.checks import whole_number
-from dyncp.masks.mask import Mask
-from dyncp.masks.ranges import IntArray, agree
+from dyncp.masks.mask import Marks, Mask
+from dyncp.masks.ranges import agree
 
 Sample = Mapping[str, Any]
 
@@ -257,12 +257,11 @@ def named(**functions: AnyMaskFunction) -> NamedMasks:
     return NamedMasks(functions)
 
 
-def positions_and_targets(masks: Iterable[Mask]) -> tuple[IntArray | None, IntArray | None]:
-    """Positions and targets of one sequence with several masks. The masks that set them must agree;
-    None is the default."""
-    positions: IntArray | None = None
-    targets: IntArray | None = None
+def positions_and_targets(masks: Iterable[Mask]) -> Marks:
+    """Positions, targets, branches and weights of one sequence with several masks. The masks that
+    set them must agree; None is the default."""
+    marks = Marks()
     for mask in masks:
-        positions = agree("positions", positions, mask.positions)
-        targets = agree("targets", targets, mask.targets)
-    return positions, targets
+        pairs = zip(Marks._fields, marks, mask.marks, strict=True)
+        marks = Marks(*(agree(what, *pair) for what, *pair in pairs))
+    return marks

@@ -114,8 +114,10 @@ def agree(what: str, left: IntArray | None, right: IntArray | None) -> IntArray 
     """Positions or targets of two combined masks, of the one that sets them; both must agree."""
     if left is None or right is None:
         return right if left is None else left
+    if left.shape != right.shape:
+        raise ValueError(f"two masks disagree about {what}: only one of them may set {what}")
     if not np.array_equal(left, right):
-        token = int(np.argmax(left != right))
+        token = int(np.argmax((left != right).reshape(len(left), -1).any(axis=1)))
         raise ValueError(
             f"two masks disagree about {what}: token {token} has {left[token]} in one and "
             f"{right[token]} in the other; only one of them may set {what}, or both the same"

@@ -25,7 +25,8 @@ from dyncp.plan.row_ranges import RowRuns
 @dataclass(frozen=True, slots=True)
 class Layout:
     """How rows are laid out: slots start on multiples of `slot_alignment` (the kernel-tile border),
-    a rank's local rows are padded to `local_multiple`."""
+    a rank's local rows are padded to `local_multiple`. Above 1, a rank without tokens has so many
+    rows, too: models that cannot take none run everywhere."""
 
     slot_alignment: int = 128
     local_multiple: int = 1
@@ -36,6 +37,7 @@ class Layout:
 
     def pad_local(self, tokens: Int64) -> Int64:
         """Rows of ranks with these numbers of local tokens."""
+        tokens = np.maximum(tokens, int(self.local_multiple > 1))
         return -(-tokens // self.local_multiple) * self.local_multiple
 
 
@@ -195,6 +197,11 @@ class RankPlan:
         """Whether the batch only stands in for one that is missing, and counts for nothing."""
         return False
 
+    @property
+    def agreed_by(self) -> tuple[int, ...]:
+        """Global ranks that have agreed on this plan; the data loader's plans have some."""
+        return ()
+
     @cached_property
     def local_blocks(self) -> Int64:
         """Blocks this rank owns, in the order of its rows."""
@@ -207,8 +214,9 @@ class RankPlan:
 
     @cached_property
     def rows_per_rank(self) -> Int64:
-        """Each rank's tokens, padded to `local_multiple`."""
-        return -(-self.tokens_per_rank // self.local_multiple) * self.local_multiple
+        """Each rank's tokens, padded to `local_multiple`; above 1 also where there are none."""
+        tokens = self.tokens_per_rank.clip(int(self.local_multiple > 1))
+        return -(-tokens // self.local_multiple) * self.local_multiple
 
     @property
     def local_tokens(self) -> int:

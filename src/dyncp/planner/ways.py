@@ -23,7 +23,7 @@ TOKENS = {"fast": (0.01, 0.005), "quality": (0.05, 0.02, 0.01, 0.005, 0.0025)}
 OTHER_SOLVERS = {"fast": (), "quality": ("bisection", "bisection_quality", "whole_documents")}
 
 # Tried where limits are missed or cost much: smaller blocks, and tiles that may run anywhere.
-WAYS_TO_KEEP_LIMITS = ("rows_fine", "bisection", "bisection_quality")
+WAYS_TO_KEEP_LIMITS = ("rows_fine", "bisection_quality")
 
 
 def dynamic_ways(task: Task) -> Iterator[tuple[str, Solver, Limits, Cut | None]]:

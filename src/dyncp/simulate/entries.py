@@ -59,6 +59,7 @@ def simulate_schedules(
 def rows_per_rank(graph: BlockGraph, placement: Placement, local_multiple: int) -> Int64:
     """Rows that every rank holds: its tokens, rounded up to a multiple."""
     tokens = np.bincount(placement.block_rank, graph.blocks.tokens, placement.num_ranks)
+    tokens = tokens.clip(int(local_multiple > 1))
     return np.ceil(tokens / local_multiple).astype(np.int64) * local_multiple
 
 

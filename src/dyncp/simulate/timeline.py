@@ -130,8 +130,8 @@ SAME_TIME = 1e-12  # seconds
 
 
 def trace(simulated: Simulated, path: str | Path) -> None:
-    """One process per machine, one thread per rank and track (more where messages share a
-    link). Has one layer of every mask, first forward, then backward."""
+    """One process per machine, one thread per rank and track (more where messages share a link).
+    Has one layer of every mask, first forward, then backward."""
     runs = list(simulated.runs())
     topology = runs[0][1].topology
     events, offset = list[dict[str, Any]](), 0.0

@@ -11,9 +11,11 @@ from dyncp.verify.violation import Findings
 
 
 def local_rows(part: RankPlan) -> int:
-    """Own tokens of a rank, padded to `local_multiple`."""
+    """Own tokens of a rank, padded to `local_multiple`; above 1 also where there are none."""
     own = part.blocks.owner == part.rank
     tokens = int((part.blocks.end[own] - part.blocks.start[own]).sum())
+    if not tokens:
+        return part.local_multiple if part.local_multiple > 1 else 0
     return -(-tokens // part.local_multiple) * part.local_multiple
 
 
