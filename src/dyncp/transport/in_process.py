@@ -62,6 +62,9 @@ class InProcess:
     def gather(self, rows: Tensor, counts: list[int]) -> list[Tensor]:
         return list(rows.split_with_sizes(counts))
 
+    def sum(self, numbers: Tensor) -> Tensor:
+        return numbers
+
     def count(self, num_bytes: int) -> None:
         self.bytes_sent += num_bytes
 

@@ -67,6 +67,9 @@ class Transport(Protocol):
     def gather(self, rows: Tensor, counts: list[int]) -> list[Tensor]:
         """Every rank's `[counts[rank], ...]` tensor; `rows` has those of this process's ranks."""
 
+    def sum(self, numbers: Tensor) -> Tensor:
+        """The sum of all processes' tensors, which are alike."""
+
 
 class Null:
     def __init__(self, rank: int, num_ranks: int) -> None:
@@ -87,6 +90,9 @@ class Null:
 
     def gather(self, rows: Tensor, counts: list[int]) -> list[Tensor]:
         return [rows.new_zeros(count, *rows.shape[1:]) for count in counts]
+
+    def sum(self, numbers: Tensor) -> Tensor:
+        return numbers
 
 
 class NullChannel:
