@@ -56,7 +56,7 @@ LONG = 0.05
 MANY_RANKS, PAYS = 64, 0.97
 # Share of the simulated step that the estimate has to see: it knows no latencies and launches.
 SEEN = 0.5
-OTHER_DIVISIONS = {"fast": (2, 8), "quality": (2, 3, 6, 8, 12)}
+OTHER_DIVISIONS = {"fast": (8, 2), "quality": (2, 3, 6, 8, 12)}
 # Limits that cost more than this factor are worth more candidates, and a warning.
 COSTLY = 1.3
 # Tiles of all candidates, after which no more are looked at: some seconds of work. Of batches with
@@ -280,7 +280,10 @@ class Search:
                 continue
             self._tiles += tiles
             other = self._task.run_part(placed, part, divisions)
-            best = min(best, other, key=lambda one: one.times.seconds)
+            if other.times.seconds < best.times.seconds:
+                best = other
+                if effort == "fast":  # where fewer are better, more are not
+                    break
         return best
 
     def try_static(self, dynamic: Placed | None = None) -> None:
