@@ -209,7 +209,7 @@ class Search:
         assert self._best is not None
         task, best, simulated = self._task, self._best.candidate, self._best.simulated
         worth, least = SLOW_LINKS[task.config.effort], SEEN * simulated.step_seconds
-        if simulated.forward_seconds + simulated.backward_seconds > LONG:
+        if simulated.layer_seconds > LONG:
             worth = 1.0
         if not self._improve(best.placement.solver, best.placed, worth, least):
             return
@@ -319,6 +319,15 @@ class Search:
         return self._best is not None
 
     @property
+    def is_worth_more(self) -> bool:
+        """Whether layers take so long that the time for more candidates does not matter."""
+        task, best = self._task, self._best
+        if best is None or task.config.effort != "fast" or self.is_close or self.is_large:
+            return False
+        few = 1 < task.topology.num_ranks <= MANY_RANKS
+        return few and best.simulated.layer_seconds > LONG
+
+    @property
     def keeps_limits(self) -> bool:
         """Whether the best keeps the limits, and is not much slower for it."""
         return self._best is not None and self._best.key[0] == 0 and self._limits_cost <= COSTLY
@@ -357,11 +366,20 @@ class Search:
 
 
 def search(task: Task) -> Choice:
-    """The candidate with the shortest simulated step."""
+    """The candidate with the shortest simulated step. Where layers take long, effort "fast" has
+    the time for "quality", too."""
+    found = _search(task)
+    if not found.is_worth_more:
+        return found.choice()
+    other = _search(replace(task, config=replace(task.config, effort="quality")))
+    return found.choice().better(other.choice())
+
+
+def _search(task: Task) -> Search:
     found = Search(task)
     if task.topology.num_ranks == 1:  # nothing to place: sequences stay whole
         found.consider("rows", find_solver("rows"), task.config.limits)
-        return found.choice()
+        return found
     for name, solver, limits, cut in dynamic_ways(task):
         if not (found.is_close or found.is_large):
             found.consider(name, solver, limits, cut, dynamic=True)
@@ -376,7 +394,7 @@ def search(task: Task) -> Choice:
         found.try_static()
     found.try_improved_static()
     found.warn_of_limits()
-    return found.choice()
+    return found
 
 
 def search_divisions(task: Task, placed: Placed) -> Choice:
