@@ -57,6 +57,8 @@ class Attached:
         model.set_attn_implementation(NAME)
         self._check_implementation()
         self._coefficient = take_coefficient(model)
+        if model.get_output_embeddings() is not None and model.loss_type is None:
+            model.loss_type = "ForCausalLM"  # what it takes anyway, without a warning
         self._hooks = (
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(self._after, with_kwargs=True),
@@ -123,7 +125,7 @@ class Attached:
         if kwargs.get("shift_labels") is not None:
             targets = _with_rows(kwargs["shift_labels"], extra, NO_TARGET)
             kwargs["labels"] = kwargs["shift_labels"] = targets
-        kwargs["dyncp_step"] = Call(step, self.layers, rows)
+        kwargs["dyncp_step"] = Call(step, self.layers, rows, extra)
         return (), kwargs | {"use_cache": False}
 
     def _after(self, model: Any, _: Any, kwargs: dict[str, Any], output: Any) -> Any:
@@ -141,7 +143,7 @@ class Attached:
         if router and output.get("loss") is not None:
             self._add_auxiliary(output, call.step, kwargs["position_ids"])
         for name in ("logits", "last_hidden_state", "hidden_states"):
-            if output.get(name) is not None:
+            if call.extra and output.get(name) is not None:
                 output[name] = _first_rows(output[name], call.rows)
         return output
 
