@@ -129,7 +129,7 @@ def _for_any_number(made: Any) -> Any:
     template = made.get_call_template
 
     def without_literals(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        known = {name: numba.types.unliteral(kind) for name, kind in keywords.items()}
+        known = {name: numba.types.unliteral(kind) for name, kind in keywords.items()}  # type: ignore[no-untyped-call]
         return template(tuple(map(numba.types.unliteral, arguments)), known)
 
     made.get_call_template = without_literals

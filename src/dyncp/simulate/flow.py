@@ -69,8 +69,8 @@ class Flow(NamedTuple):
 
 
 class _Layer(NamedTuple):
-    """One direction of one mask on all ranks: its tiles, with rank, division and seconds of each,
-    and what travels. `tokens` and `owner` are those of the blocks, `groups` the head groups that
+    """One direction of one mask on all ranks: its tiles, with place and seconds of each, and what
+    travels. `tokens` and `owner` are those of the blocks, `groups` the head groups that
     the cost model's shape has."""
 
     num_ranks: int
@@ -80,8 +80,7 @@ class _Layer(NamedTuple):
     tokens: Int64
     owner: Int64
     tiles: Tiles
-    tile_rank: Int64
-    tile_division: Int64
+    cell: Int64  # rank × divisions + division of every tile
     tile_seconds: Float64
     transfers: Transfers
 
@@ -89,17 +88,12 @@ class _Layer(NamedTuple):
         moved = self.transfers
         size = bytes_per_token(cost.shape, self.groups)[moved.kind, moved.head_group]
         phase, source, target, kind, group, block = (
-            column.astype(np.int64)
+            column.astype(np.int64, copy=False)
             for column in (
                 moved.phase, moved.source, moved.target, moved.kind, moved.head_group, moved.block,
             )
         )  # fmt: skip
         return Sent(phase, source, target, kind, group, block, size * self.tokens[block])
-
-    @property
-    def cell(self) -> Int64:
-        """rank × divisions + division of every tile."""
-        return self.tile_rank * self.num_divisions + self.tile_division
 
     def calls(self) -> Int64:
         """Kernel calls, one per head group, int64[ranks, divisions]."""
@@ -116,7 +110,7 @@ class _Layer(NamedTuple):
     def call_tiles(self, cost: CostModel) -> CallTiles:
         tiles = self.tiles
         columns = (tiles.head_group, tiles.q_block, tiles.k_block)
-        group, q_block, k_block = (column.astype(np.int64) for column in columns)
+        group, q_block, k_block = (column.astype(np.int64, copy=False) for column in columns)
         sides = tiles.pairs, self.tokens[q_block], self.tokens[k_block]
         heads = cost.heads_of(self.groups)[group]
         return CallTiles(self.cell, group, q_block, k_block, *sides, heads)
@@ -163,8 +157,8 @@ def flow_of_schedule(
         graph.blocks.tokens.astype(np.int64),
         placement.block_rank.astype(np.int64),
         graph.tiles[name],
-        placement.tile_rank[name].astype(np.int64),
-        schedule.tile_division.astype(np.int64),
+        placement.tile_rank[name].astype(np.int64) * schedule.num_divisions
+        + schedule.tile_division,
         cost.graph_tile_seconds(graph, name, direction),
         schedule.transfers,
     )
@@ -197,13 +191,13 @@ def _layer_of_plan(plan: Plan, name: str, direction: Direction, cost: CostModel)
     part, masks = plan.parts[0], [part.mask_plan(name) for part in plan.parts]
     programs = [mask.program(direction) for mask in masks]
     groups, tokens = cost.groups_for(part.shape, part.head_groups), part.blocks.tokens
-    tiles = Tiles(
-        *(
-            np.concatenate([getattr(mask.tiles, column) for mask in masks])
-            for column in ("q_block", "k_block", "head_group", "pairs")
-        )
-    )
+
+    def of_tiles(column: str) -> Any:
+        return np.concatenate([getattr(mask.tiles, column) for mask in masks]).astype(np.int64)
+
+    tiles = Tiles(*map(of_tiles, ("q_block", "k_block", "head_group", "pairs")))
     division = _joined(programs, lambda p: p.tile_division)
+    num_divisions = int(division.max(initial=0)) + 1
     ranks = np.arange(plan.num_ranks)
     transfers = Transfers(
         phase=_joined(programs, lambda p: p.sends.phase),
@@ -217,14 +211,13 @@ def _layer_of_plan(plan: Plan, name: str, direction: Direction, cost: CostModel)
     heads = cost.heads_of(groups)[tiles.head_group]
     return _Layer(
         plan.num_ranks,
-        int(division.max(initial=0)) + 1,
+        num_divisions,
         direction,
         groups,
         tokens.astype(np.int64),
         part.blocks.owner.astype(np.int64),
         tiles,
-        np.repeat(ranks, [len(mask.tiles) for mask in masks]),
-        division,
+        np.repeat(ranks, [len(mask.tiles) for mask in masks]) * num_divisions + division,
         cost.tile_seconds(tiles.pairs, rows, keys, heads, direction),
         transfers,
     )

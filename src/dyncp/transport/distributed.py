@@ -4,7 +4,7 @@ import hashlib
 import socket
 import struct
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -224,6 +224,14 @@ class Distributed:
         shaped = [part.view(rows.dtype).view(padded.shape) for part in parts]
         return [part[:count] for part, count in zip(shaped, counts, strict=True)]
 
+    def sum(self, numbers: Tensor) -> Tensor:
+        """Ranks that sum tensors of different sizes or dtypes are not told: `gather` was before."""
+        total, everyone = numbers.clone(), self.communicators[-1].group
+        self._collective(
+            lambda: dist.all_reduce(total, group=everyone), "summing gradients", "run backward"
+        )
+        return total
+
     def _check_alike(self, rows: Tensor) -> None:
         """Raises on all ranks unless they gather rows of one kind."""
         kind = f"{rows.dtype} {list(rows.shape[1:])}"
@@ -239,9 +247,12 @@ class Distributed:
     def _all_gather(
         self, parts: list[Tensor], mine: Tensor, group: Any, doing: str, missed: str
     ) -> None:
+        self._collective(lambda: dist.all_gather(parts, mine, group=group), doing, missed)
+
+    def _collective(self, run: Callable[[], Any], doing: str, missed: str) -> None:
         self._unfinished += 1
         try:
-            dist.all_gather(parts, mine, group=group)
+            run()
         except RuntimeError as error:
             raise TransportError(
                 f"rank {self.ranks[0]} of {self.num_ranks} got no answer from all other ranks "

@@ -51,6 +51,10 @@ class Transport(Protocol):
     def ranks(self) -> tuple[int, ...]: ...
 
     @property
+    def global_ranks(self) -> tuple[int, ...]:
+        """Of processes: the ranks of the world that they are; empty elsewhere."""
+
+    @property
     def bytes_sent(self) -> int:
         """Bytes that this process's ranks have sent so far."""
 
@@ -67,6 +71,9 @@ class Transport(Protocol):
     def gather(self, rows: Tensor, counts: list[int]) -> list[Tensor]:
         """Every rank's `[counts[rank], ...]` tensor; `rows` has those of this process's ranks."""
 
+    def sum(self, numbers: Tensor) -> Tensor:
+        """The sum of all processes' tensors, which are alike."""
+
 
 class Null:
     def __init__(self, rank: int, num_ranks: int) -> None:
@@ -74,6 +81,7 @@ class Null:
             raise ValueError(f"null transport got rank={rank} of {num_ranks} ranks")
         self.num_ranks = num_ranks
         self.ranks = (rank,)
+        self.global_ranks: tuple[int, ...] = ()
         self.bytes_sent = 0
 
     def close(self) -> None:
@@ -87,6 +95,9 @@ class Null:
 
     def gather(self, rows: Tensor, counts: list[int]) -> list[Tensor]:
         return [rows.new_zeros(count, *rows.shape[1:]) for count in counts]
+
+    def sum(self, numbers: Tensor) -> Tensor:
+        return numbers
 
 
 class NullChannel:

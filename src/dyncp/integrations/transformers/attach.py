@@ -82,17 +82,19 @@ class Attached:
         mesh: Any = options.get("mesh")
         names = getattr(mesh, "mesh_dim_names", None) or ()
         if "tp" in names and options["model"] is self.model:
-            options["model"] = self._shape(mesh["tp"].size(), options.pop("dtype"))
+            options["model"] = self.shape(mesh["tp"].size(), options.pop("dtype"))
         return DCPDataLoader(dataset, self.masks(mask_fn), **options)
 
-    def _shape(self, parts: int, dtype: str | torch.dtype | None) -> Any:
+    def shape(self, parts: int = 1, dtype: str | torch.dtype | None = None) -> Any:
+        """The AttentionShape of its layers, for loops that plan batches themselves; `parts` is the
+        degree of tensor parallelism."""
         sizes = from_transformers_config(self.config.to_dict())
         if sizes.heads % parts or sizes.kv_heads % parts:
             raise ValueError(
                 f"the model has {sizes.heads} q heads and {sizes.kv_heads} kv heads; the {parts} "
                 "ranks of mesh dimension 'tp' have to divide them"
             )
-        shape = sizes.attention_shape(dtype or self.model.dtype)
+        shape = sizes.attention_shape(dtype or self.dtype or self.model.dtype)
         kind = type(shape)
         return kind(shape.q_heads // parts, shape.kv_heads // parts, shape.head_dim, shape.dtype)
 
@@ -202,6 +204,7 @@ def _with_rows(x: Tensor, extra: int, value: int) -> Tensor:
 
 
 def _first_rows(value: Any, rows: int) -> Any:
+    """Copies where rows are taken away: FSDP warns of views."""
     if isinstance(value, tuple):
-        return tuple(x[:, :rows] for x in value)
-    return value[:, :rows]
+        return tuple(_first_rows(x, rows) for x in value)
+    return value if value.shape[1] == rows else value[:, :rows].clone()
