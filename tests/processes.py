@@ -29,7 +29,7 @@ def run_ranks(
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "hypothesis", "pytest", "dyncp", "dyncp.dataloader"])
     results = context.Queue()
-    port = _free_port()
+    port = free_port()
     processes = [
         context.Process(target=_main, args=(function, rank, num_ranks, port, results, args))
         for rank in range(num_ranks)
@@ -86,7 +86,7 @@ def _main(
         results.put((rank, None, traceback.format_exc()))
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
         SampleError,
         StoreError,
         local_data,
+        next_token_loss,
+        sum_gradients,
+        sum_over_ranks,
         undo_gradient_average,
     )
     from dyncp.executor import DCPAttn, DCPExecutor, Step, attention
@@ -57,6 +60,9 @@ _LAZY = {
     "TransportError": "dyncp.transport",
     "attention": "dyncp.executor",
     "local_data": "dyncp.dataloader",
+    "next_token_loss": "dyncp.dataloader",
+    "sum_gradients": "dyncp.dataloader",
+    "sum_over_ranks": "dyncp.dataloader",
     "undo_gradient_average": "dyncp.dataloader",
 }
 
@@ -91,10 +97,13 @@ __all__ = [
     "load_profile",
     "local_data",
     "masks",
+    "next_token_loss",
     "plan_batch",
     "preset",
     "save_plan",
     "save_profile",
+    "sum_gradients",
+    "sum_over_ranks",
     "undo_gradient_average",
 ]
 

@@ -2,16 +2,27 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cases import cases
-from dyncp import AttentionShape, Batch, PlannerConfig, Topology, masks, plan_batch
+from dyncp import (
+    AttentionShape,
+    Batch,
+    DCPExecutor,
+    PlannerConfig,
+    Topology,
+    attention,
+    masks,
+    plan_batch,
+)
 from dyncp.blocks import Direction, build_blocks
 from dyncp.placement import Limits
 from dyncp.plan import Layout, Op, Payload
-from dyncp.plan.rows import build_row_runs
-from dyncp.plan.slots import assign_slot_rows
+from dyncp.plan.row_ranges import build_row_runs
+from dyncp.plan.slots import Lifetimes, place_slots
+from dyncp.verify import verify_plan
 from paced import plan_paced
 from strategies import masks_of
 
@@ -49,7 +60,9 @@ def test_slots_never_overlap_while_in_use_and_reuse_what_is_free(spans):
     first = np.array([min(a, b) for a, b, _ in spans], np.int64)
     last = np.array([max(a, b) for a, b, _ in spans], np.int64)
     size = np.array([n * 8 for _, _, n in spans], np.int64)
-    rows, end = assign_slot_rows(first, last, size, 16)
+    zeros, one_rank = np.zeros(len(spans), np.int64), np.array([0, len(spans)])
+    slots = Lifetimes(zeros, zeros, np.arange(len(spans)), zeros, first, last, one_rank)
+    rows, workspace_rows = place_slots(slots, size, 1, np.array([16]), 8)
     assert (rows % 8 == 0).all()
     assert (rows >= 16).all()
     for i in range(len(spans)):
@@ -57,7 +70,7 @@ def test_slots_never_overlap_while_in_use_and_reuse_what_is_free(spans):
             together = first[i] <= last[j] and first[j] <= last[i]
             apart = rows[i] + size[i] <= rows[j] or rows[j] + size[j] <= rows[i]
             assert apart or not together
-    assert end == max([16, *(rows + size)])
+    assert workspace_rows[0, 0, 0] == max([16, *(rows + size)])
 
 
 def test_slots_are_reused_by_later_divisions():
@@ -128,6 +141,20 @@ def test_local_rows_are_padded_to_a_multiple():
     plan = plan_batch(batch, Topology(1, 2), config=PlannerConfig(layout=layout))
     assert all(part.local_rows % 8 == 0 for part in plan.parts)
     assert sum(part.local_tokens for part in plan.parts) == 18
+
+
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_with_a_multiple_above_1_ranks_without_tokens_have_rows_too(multiple):
+    batch, shape = Batch.of([masks.causal(5)]), AttentionShape(2, 1, 8, "fp64")
+    config = PlannerConfig(block_size=5, layout=Layout(local_multiple=multiple))
+    plan = plan_batch(batch, Topology(1, 3), shape, config)
+    empty = 0 if multiple == 1 else 8
+    assert sorted(part.local_rows for part in plan.parts) == [empty, empty, max(5, empty)]
+    assert verify_plan(plan, batch) == []
+    step = DCPExecutor(virtual_ranks=3).prepare(plan)
+    q = torch.randn(step.num_rows, 2, 8, dtype=torch.float64)
+    out = step.gather(attention(step, q, q[:, :1], q[:, :1]))
+    assert [len(sample) for sample in out] == [5]
 
 
 def test_a_limit_that_is_not_met_is_said_with_its_numbers():

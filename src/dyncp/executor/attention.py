@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, is_autocast_enabled
 from torch._compile import _disable_dynamo
+from torch.nn.functional import pad
 
 from dyncp.checks import finite_number, instance_of
 from dyncp.executor.call import (
@@ -34,6 +35,7 @@ def attention(
     mask: str = DEFAULT_MASK,
     scale: float | None = None,
     sink: Tensor | None = None,
+    padded: bool = False,
 ) -> Tensor:
     """Attention of one layer: `attention(step, q, k, v)`, or `attention(step, q, kv)`.
 
@@ -43,14 +45,17 @@ def attention(
     `step` is the handle of `executor.prepare(plan)`; the executor itself means its latest handle.
     `mask` names one of the plan's masks; `scale` multiplies the scores (default head_dim ** -0.5;
     any finite number); `sink` [q_heads] are logits that take part in each row's softmax without a
-    value.
+    value. With `padded`, tensors may have further rows behind the plan's: they take no part, and
+    their results are 0.
     """
     inputs = _checked_kv(q, k) if v is None else _checked_qkv(q, k, v)
     instance_of("mask", mask, str, "the name of one of the plan's masks")
     if scale is None:
-        return _call(step, inputs, CallOptions(mask, _default_scale(q)), sink)
-    q, scale = _with_positive_scale(q, _checked_scale(scale))
-    return _call(step, (q, *inputs[1:]), CallOptions(mask, scale), sink)
+        scale = _default_scale(q)
+    else:
+        q, scale = _with_positive_scale(q, _checked_scale(scale))
+    options = CallOptions(mask, scale)
+    return _call(step, (q, *inputs[1:]), options, sink, padded=padded)
 
 
 class DCPAttn:
@@ -110,10 +115,31 @@ def _call(
     inputs: tuple[Tensor, ...],
     options: CallOptions,
     sink: Tensor | None,
+    *,
+    padded: bool,
 ) -> Tensor:
-    if torch.compiler.is_dynamo_compiling():  # a graph break: nothing here can be traced
-        return _untraced_call(step, inputs, options, sink)
-    return _eager_call(step, inputs, options, sink)
+    if not torch.compiler.is_dynamo_compiling():
+        return _padded_call(step, inputs, options, sink, padded=padded)
+    if isinstance(step, Step):  # one opaque operator of the graph: see traced.py
+        tensors = (step.number, *unpacked(*inputs), sink)
+        out: Tensor = torch.ops.dyncp.attention(*tensors, options.mask, options.scale, padded)[0]
+        return out
+    return _untraced_call(step, inputs, options, sink, padded=padded)  # a graph break
+
+
+def _padded_call(
+    step: Step | DCPExecutor,
+    inputs: tuple[Tensor, ...],
+    options: CallOptions,
+    sink: Tensor | None,
+    *,
+    padded: bool,
+) -> Tensor:
+    if not padded:
+        return _eager_call(step, inputs, options, sink)
+    rows = (step if isinstance(step, Step) else step.latest).num_rows
+    out = _eager_call(step, tuple(x[:rows] for x in inputs), options, sink)
+    return pad(out, (0, 0, 0, 0, 0, len(inputs[0]) - rows))
 
 
 def _eager_call(
@@ -123,15 +149,22 @@ def _eager_call(
     sink: Tensor | None,
 ) -> Tensor:
     """`inputs` are q, k, v, or q and packed kv, whose gradient is then packed, too."""
-    if sink is not None:
-        _check_sink(sink, inputs[0])
     leaves = inputs if sink is None else (*inputs, sink)
     has_graph = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
     handle, record = _resolve(step, has_graph=has_graph)
-    handle.check(options.mask, inputs, backward=has_graph)
-    handle = handle.fitting(inputs)
+    handle = check_call(handle, inputs, options.mask, sink, backward=has_graph)
     out: Tensor = _Attention.apply(handle, record, options, sink, *inputs)  # type: ignore[no-untyped-call]
     return out
+
+
+def check_call(
+    step: Step, inputs: tuple[Tensor, ...], mask: str, sink: Tensor | None, *, backward: bool
+) -> Step:
+    """Raises ValueError where a call does not fit the plan; gives the step for its kernel."""
+    if sink is not None:
+        _check_sink(sink, inputs[0])
+    step.check(mask, inputs, backward=backward)
+    return step.fitting(inputs)
 
 
 def _check_sink(sink: Tensor, q: Tensor) -> None:
@@ -146,7 +179,7 @@ def _check_sink(sink: Tensor, q: Tensor) -> None:
         )
 
 
-_untraced_call = _disable_dynamo(_eager_call)  # torch.compiler.disable, which takes 1 s to import
+_untraced_call = _disable_dynamo(_padded_call)  # torch.compiler.disable, which takes 1 s to import
 
 
 def _resolve(step: Step | DCPExecutor, *, has_graph: bool) -> tuple[Step, CallRecord | None]:
@@ -160,19 +193,19 @@ def _resolve(step: Step | DCPExecutor, *, has_graph: bool) -> tuple[Step, CallRe
     return step.calls.resolve(step.latest, has_graph=has_graph)
 
 
-def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
     """Autocast would round what kernels compute with, in forward and wherever backward is
     called."""
 
     @wraps(function)
-    def run(ctx: Any, *arguments: Any) -> Any:
+    def run(*arguments: Any) -> Any:
         if not (is_autocast_enabled("cpu") or is_autocast_enabled("cuda")):
-            return function(ctx, *arguments)
+            return function(*arguments)
         devices = [name for name in ("cpu", "cuda") if is_autocast_enabled(name)]
         for name in devices:
             torch.set_autocast_enabled(name, False)
         try:
-            return function(ctx, *arguments)
+            return function(*arguments)
         finally:
             for name in devices:
                 torch.set_autocast_enabled(name, True)
@@ -184,7 +217,7 @@ class _Attention(torch.autograd.Function):
     """Saves q, k, v, out and log-sum-exp; received blocks are sent again in backward."""
 
     @staticmethod
-    @_without_autocast
+    @without_autocast
     def forward(
         ctx: Any,
         step: Step,
@@ -193,23 +226,21 @@ class _Attention(torch.autograd.Function):
         sink: Tensor | None,
         *inputs: Tensor,
     ) -> Tensor:
-        out, lse = attend_forward(step, options, *unpacked(*inputs))
-        if sink is not None:
-            out, lse = _add_sink(out, lse, sink)
+        out, lse = forward_with_sink(step, options, sink, *unpacked(*inputs))
         ctx.save_for_backward(out, lse, sink, *inputs)
         ctx.step, ctx.record, ctx.options = step, record, options
         return out
 
     @staticmethod
-    @_without_autocast
+    @without_autocast
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         out, lse, sink, *inputs = ctx.saved_tensors
         with torch.no_grad():
             grads = [empty_like(x) for x in inputs]
-            (q, k, v), (dq, dk, dv) = unpacked(*inputs), unpacked(*grads)
-            attend_backward(ctx.step, ctx.options, Saved(q, k, v, out, lse, dout), (dq, dk, dv))
-            if sink is not None:
-                grads.append(_sink_gradient(sink, lse, dout, out))
+            saved = Saved(*unpacked(*inputs), out, lse, dout)
+            dsink = backward_with_sink(ctx.step, ctx.options, sink, saved, unpacked(*grads))
+            if dsink is not None:
+                grads.append(dsink)
         if not backward_comes_again():
             ctx.record = None
         if torch.is_grad_enabled():  # create_graph=True
@@ -234,6 +265,26 @@ class _Once(torch.autograd.Function):
             "torch.nn.functional.scaled_dot_product_attention with SDPBackend.MATH on whole "
             "sequences for Hessians"
         )
+
+
+def forward_with_sink(
+    step: Step, options: CallOptions, sink: Tensor | None, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp, as `attend_forward`."""
+    out, lse = attend_forward(step, options, q, k, v)
+    return (out, lse) if sink is None else _add_sink(out, lse, sink)
+
+
+def backward_with_sink(
+    step: Step,
+    options: CallOptions,
+    sink: Tensor | None,
+    saved: Saved,
+    grads: tuple[Tensor, Tensor, Tensor],
+) -> Tensor | None:
+    """Writes the gradients of q, k and v, and gives that of the sink."""
+    attend_backward(step, options, saved, grads)
+    return None if sink is None else _sink_gradient(sink, saved.lse, saved.dout, saved.out)
 
 
 def _add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Exact numbers of allowed pairs per (query block, key block), by interval arithmetic.
+"""Exact pair counts per (query block, key block) by interval arithmetic, and drawings from them.
 
 In a row with the range [s, e), the allowed keys below x are max(x - s, 0) - max(x - e, 0). At the
 border x of a key block, the sum over the rows of a query block therefore needs only how many starts
@@ -20,10 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dyncp.compiled import compiled
-from dyncp.masks.compose import IntArray
+from dyncp.masks.ranges import IntArray
 
 if TYPE_CHECKING:
     from dyncp.masks.mask import Mask
+
 
 PairCounts = npt.NDArray[np.int64]
 
@@ -161,3 +162,34 @@ def _fill_histograms(
                 sums[end_block] -= end
                 first, last = min(first, start_block), max(last, end_block)
     return first, last
+
+
+SHADES = "·░▒█"  # no pair, some, half of them or more, all
+
+
+def draw_mask(mask: Mask, width: int = 64) -> str:
+    """A line of numbers, then one line per query block: queries go down, keys to the right.
+
+    A cell is █ if all its pairs are allowed, ▒ from half of them on, ░ below, · if none is.
+
+        sliding_window: 4 tokens, 7 pairs, density 43.8 %
+        █···
+        ██··
+        ·██·
+        ··██
+    """
+    if width < 1:
+        raise ValueError(f"width is {width}; allowed is at least 1 cell")
+    block_size = -(-mask.length // width)
+    pairs = count_tile_pairs(mask, block_size)
+    edges = np.minimum(np.arange(len(pairs) + 1) * block_size, mask.length)
+    possible = np.diff(edges)[:, None] * np.diff(edges)
+    shades = (pairs > 0) * 1 + (2 * pairs >= possible) + (pairs == possible)
+    rows = ["".join(SHADES[shade] for shade in row) for row in shades]
+    return "\n".join([_caption(mask), *rows])
+
+
+def _caption(mask: Mask) -> str:
+    density = 100 * mask.num_pairs / mask.length**2
+    numbers = f"{mask.length:,} tokens, {mask.num_pairs:,} pairs, density {density:.3g} %"
+    return f"{mask.name}: {numbers}"

@@ -9,7 +9,7 @@ import numpy as np
 from dyncp.arrays import Int64
 from dyncp.blocks import AttentionShape, Batch, BlockGraph, Direction, build_graph
 from dyncp.placement import Balance, Limits, Placement, Solver, check_placement, measure_balance
-from dyncp.plan import Layout, Plan, lower
+from dyncp.plan import Layout, Plan, assemble_plan
 from dyncp.schedule import BUILDERS, Pace, Schedule
 from dyncp.topology import Topology
 
@@ -83,7 +83,7 @@ class Candidate:
         return self.placed.balance
 
     def lower(self, layout: Layout) -> Plan:
-        return lower(self.graph, self.placement, self.schedules, self.balance, layout)
+        return assemble_plan(self.graph, self.placement, self.schedules, self.balance, layout)
 
 
 def place_batch(

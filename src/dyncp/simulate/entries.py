@@ -10,11 +10,8 @@ from dyncp.cost import CostModel, ModelConfig
 from dyncp.placement import Placement
 from dyncp.plan import Plan
 from dyncp.schedule import Schedule
-from dyncp.simulate.attention_times import AttentionTimes, run_flow
-from dyncp.simulate.flow import with_compute
-from dyncp.simulate.from_plan import flow_of_plan
-from dyncp.simulate.from_schedule import flow_of_schedule
-from dyncp.simulate.simulated import Both, Simulated
+from dyncp.simulate.flow import flow_of_plan, flow_of_schedule, with_compute
+from dyncp.simulate.results import AttentionTimes, Both, Simulated, run_flow
 from dyncp.topology import Topology
 
 
@@ -62,6 +59,7 @@ def simulate_schedules(
 def rows_per_rank(graph: BlockGraph, placement: Placement, local_multiple: int) -> Int64:
     """Rows that every rank holds: its tokens, rounded up to a multiple."""
     tokens = np.bincount(placement.block_rank, graph.blocks.tokens, placement.num_ranks)
+    tokens = tokens.clip(int(local_multiple > 1))
     return np.ceil(tokens / local_multiple).astype(np.int64) * local_multiple
 
 

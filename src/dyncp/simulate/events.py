@@ -11,11 +11,43 @@ messages begins to travel meanwhile puts that off.
 
 from dyncp.arrays import Int64
 from dyncp.compiled import compiled, inner
-from dyncp.plan import Op
-from dyncp.simulate.queue import pop, push
-from dyncp.simulate.world import Record, Records
+from dyncp.plan.format import COMPUTE, LAUNCH, WAIT
+from dyncp.simulate.event_state import Record, Records
 
-LAUNCH, WAIT, COMPUTE = int(Op.LAUNCH), int(Op.WAIT), int(Op.COMPUTE)
+
+@inner
+def push(queue: Records, time: float, key: int) -> None:
+    at = queue[0].key + 1
+    queue[0].key = at
+    while at > 1:
+        parent = queue[at // 2]
+        if parent.time < time or (parent.time == time and parent.key < key):
+            break
+        queue[at].time, queue[at].key = parent.time, parent.key
+        at //= 2
+    queue[at].time, queue[at].key = time, key
+
+
+@inner
+def pop(queue: Records) -> tuple[float, int]:
+    first_time, first_key, size = queue[1].time, queue[1].key, queue[0].key
+    time, key, at = queue[size].time, queue[size].key, 1
+    while 2 * at < size:
+        child, other = 2 * at, 2 * at + 1
+        if other < size and (
+            queue[other].time < queue[child].time
+            or (queue[other].time == queue[child].time and queue[other].key < queue[child].key)
+        ):
+            child = other
+        if time < queue[child].time or (time == queue[child].time and key < queue[child].key):
+            break
+        queue[at].time, queue[at].key = queue[child].time, queue[child].key
+        at = child
+    queue[at].time, queue[at].key = time, key
+    queue[0].key = size - 1
+    return first_time, first_key
+
+
 # Kinds of events; at equal times, smaller kinds go first.
 ARRIVED, LAUNCHED, READY, PORT_FREE, COMPUTED = 0, 1, 2, 3, 4
 KIND = 1 << 40  # an event's key is kind × KIND + number of message, rank and phase, or port
@@ -245,7 +277,7 @@ def run_events(
     events: Records,
     queues: Int64,
 ) -> None:
-    """Runs a world to its end, in place. A rank whose `next` is not `last` then is stuck."""
+    """Runs a state to its end, in place. A rank whose `next` is not `last` then is stuck."""
     for r in range(len(ranks)):
         advance(steps, ranks, cells, events, r)
     while events[0].key > 0:

@@ -12,10 +12,10 @@ from time import perf_counter
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from dyncp import masks
-from dyncp.dataloader import DCPDataLoader
+from dyncp.dataloader import DCPDataLoader, next_token_loss, sum_gradients, sum_over_ranks
 from dyncp.executor import DCPExecutor, attention
 from dyncp.kernels import choose_kernel
 from dyncp.placement import DEFAULT_TOLERANCES, Limits
@@ -25,7 +25,7 @@ from dyncp.topology import preset
 from dyncp.train.config import TrainConfig
 from dyncp.train.corpus import TextCorpus
 from dyncp.train.dense import DenseAttention
-from dyncp.train.model import Attend, Decoder, local_loss
+from dyncp.train.model import Attend, Decoder
 
 LocalData = dict[str, Tensor]
 AttendFor = Callable[[LocalData, Plan | RankPlan], Attend]
@@ -113,23 +113,6 @@ def ring_bytes(config: TrainConfig, tokens: int, num_ranks: int) -> int:
     return 3 * (num_ranks - 1) * tokens * config.decoder.kv_values * torch.float32.itemsize
 
 
-def sum_over_ranks(tensor: Tensor) -> Tensor:
-    if dist.is_initialized():
-        dist.all_reduce(tensor)
-    return tensor
-
-
-def sum_gradients(model: nn.Module) -> None:
-    """Replaces all gradients by their sums over ranks, in one message."""
-    if not dist.is_initialized():
-        return
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]  # all, on every rank
-    flat = sum_over_ranks(torch.cat([gradient.flatten() for gradient in gradients]))
-    totals = torch.split(flat, [gradient.numel() for gradient in gradients])
-    for gradient, total in zip(gradients, totals, strict=True):
-        gradient.copy_(total.view_as(gradient))
-
-
 def _loader(config: TrainConfig, corpus: TextCorpus, virtual_ranks: int | None) -> DCPDataLoader:
     ranks = virtual_ranks or (dist.get_world_size() if dist.is_initialized() else 1)
     return DCPDataLoader(
@@ -169,7 +152,7 @@ def _train(
             started, sent = perf_counter(), bytes_sent()
             data, plan = next(batches)
             data = {name: value.to(device, non_blocking=True) for name, value in data.items()}
-            loss = local_loss(model(data, attend_for(data, plan)), data)
+            loss = next_token_loss(model(data, attend_for(data, plan)), data)
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             sum_gradients(model)

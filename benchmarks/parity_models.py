@@ -1,0 +1,105 @@
+"""Tiny random models of every architecture that `dyncp.integrations.transformers` runs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+VOCABULARY, POSITIONS, WINDOW = 97, 2048, 24
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": POSITIONS,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+LOCAL = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+def config_of(name: str, **options: Any) -> Any:
+    """The config of a tiny model; `options` go on top."""
+    import transformers as hf
+
+    kinds: dict[str, tuple[str, dict[str, Any]]] = {
+        "llama": ("LlamaConfig", {}),
+        "llama dynamic rope": (
+            "LlamaConfig",
+            {
+                "max_position_embeddings": 64,
+                "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+            },
+        ),
+        "qwen3": ("Qwen3Config", {"head_dim": 8}),
+        "qwen3_moe": ("Qwen3MoeConfig", {"head_dim": 8, "output_router_logits": True} | EXPERTS),
+        "mistral": ("MistralConfig", {"sliding_window": WINDOW}),
+        "gemma3": ("Gemma3TextConfig", {"head_dim": 8, "query_pre_attn_scalar": 12} | LOCAL),
+        "gpt_neox": ("GPTNeoXConfig", {"num_key_value_heads": 4}),
+        "phi3": ("Phi3Config", {}),
+        "phi3 longrope": (
+            "Phi3Config",
+            {
+                "original_max_position_embeddings": 64,
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "short_factor": [1.0] * 4,
+                    "long_factor": [1.0, 1.5, 2.0, 3.0],
+                    "original_max_position_embeddings": 64,
+                },
+            },
+        ),
+        "olmo2": ("Olmo2Config", {}),
+        "olmo3": ("Olmo3Config", LOCAL),
+        "gpt2": ("GPT2Config", {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
+        "granite": ("GraniteConfig", {"attention_multiplier": 0.2, "residual_multiplier": 0.5}),
+        "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0]}),
+        "cohere2": ("Cohere2Config", {"head_dim": 8} | LOCAL),
+        "opt": ("OPTConfig", {"dropout": 0.0, "ffn_dim": 48, "word_embed_proj_dim": 32}),
+        "gpt_oss": (
+            "GptOssConfig",
+            {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2} | LOCAL,
+        ),
+    }
+    kind, own = kinds[name]
+    sizes = dict(SIZES)
+    if name == "gpt2":
+        sizes = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4}
+        sizes["n_positions"] = POSITIONS
+    if name == "opt":
+        sizes["num_key_value_heads"] = 4
+    return getattr(hf, kind)(**sizes | own | options)
+
+
+NAMES = (
+    "llama", "llama dynamic rope", "qwen3", "qwen3_moe", "mistral", "gemma3", "gpt_neox", "phi3",
+    "phi3 longrope", "olmo2", "olmo3", "gpt2", "granite", "smollm3", "cohere2", "opt", "gpt_oss",
+)  # fmt: skip
+
+
+def make_model(name: str, seed: int = 0, **options: Any) -> Any:
+    """A model with random weights, in fp32; the same on all ranks."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config_of(name, **options), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():  # also those that begin as 0: sinks and biases
+            parameter.add_(torch.randn(parameter.shape) * 0.02)
+    return model
+
+
+def documents(count: int, seed: int = 0, longest: int = 300) -> list[dict[str, torch.Tensor]]:
+    """Long-tailed: most are short, a few are long."""
+    random = torch.Generator().manual_seed(seed)
+    lengths = (torch.rand(count, generator=random) ** 4 * longest + 3).long().tolist()
+    lengths[::5] = [longest - 7 * i for i in range(len(lengths[::5]))]
+    return [{"input_ids": torch.randint(VOCABULARY, (n,), generator=random)} for n in lengths]
+
+
+Dense = Callable[[Any, Any], Any]

@@ -1,0 +1,212 @@
+"""attach: a Transformers model whose attention layers run under dyncp."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dyncp.cost import from_transformers_config
+from dyncp.dataloader import NO_TARGET, DCPDataLoader
+from dyncp.executor import Step
+from dyncp.integrations.transformers import operators as _operators  # registers them  # noqa: F401
+from dyncp.integrations.transformers.experts import COEFFICIENT, auxiliary_share, take_coefficient
+from dyncp.integrations.transformers.functions import NAME, Call, attend, mask_marker
+from dyncp.integrations.transformers.layers import (
+    check_model,
+    layer_masks,
+    needs_largest_position,
+)
+from dyncp.integrations.transformers.model_masks import model_masks
+
+# Rows of a rank are padded to so many: matrix units want multiples of 8, and no rank has none.
+ROWS = 8
+# What a model may be called with. Others are refused unless they are None or False.
+KEYWORDS = frozenset({
+    "batch_fingerprint", "dyncp_step", "input_ids", "inputs_embeds", "labels", "num_items_in_batch",
+    "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "shift_labels",
+})  # fmt: skip
+
+
+def attach(
+    model: Any, *, dtype: str | torch.dtype | None = None, untested: bool = False
+) -> "Attached":
+    """Makes the attention layers of a Transformers model call dyncp.
+
+    The model is then called as `model(**local_data, dyncp_step=step)`, with the local data of a
+    DCPDataLoader and the step of their plan. `dtype` is that of q, k and v if it is not that of the
+    weights: under autocast, or FSDP's mixed precision. Call it before the model is wrapped or
+    compiled. What cannot be honoured is refused, here or in the first forward.
+    """
+    return Attached(model, check_model(model, untested=untested), dtype)
+
+
+class Attached:
+    """A model under dyncp. `loader` and `masks` give it what its layers need; `detach` ends it."""
+
+    def __init__(self, model: Any, config: Any, dtype: str | torch.dtype | None) -> None:
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        self.model, self.config, self.dtype = model, config, dtype
+        self.layers = layer_masks(config)
+        self._needs_largest = needs_largest_position(config)
+        self._before_attach = model.config._attn_implementation
+        AttentionInterface.register(NAME, attend)
+        AttentionMaskInterface.register(NAME, mask_marker)
+        model.set_attn_implementation(NAME)
+        self._check_implementation()
+        self._coefficient = take_coefficient(model)
+        if model.get_output_embeddings() is not None and model.loss_type is None:
+            model.loss_type = "ForCausalLM"  # what it takes anyway, without a warning
+        self._hooks = (
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_hook(self._after, with_kwargs=True),
+        )
+
+    def detach(self) -> None:
+        """Gives the model back the attention that it had."""
+        for hook in self._hooks:
+            hook.remove()
+        self.model.set_attn_implementation(self._before_attach)
+        if hasattr(self.model, COEFFICIENT):
+            setattr(self.model, COEFFICIENT, self._coefficient)
+
+    def masks(self, mask_fn: Any) -> Callable[[Any], Any]:
+        """For DCPDataLoader: the masks that the model's layers need, by name, made of the masks of
+        samples. Windows and chunks are cut out of those by position."""
+        return model_masks(mask_fn, dict.fromkeys(self.layers))
+
+    def loader(self, dataset: Any, mask_fn: Any, **options: Any) -> DCPDataLoader:
+        """A DCPDataLoader for this model; takes the same options. With a mesh that has a dimension
+        "tp", attention layers are taken to have their share of the heads."""
+        options = {"local_multiple": ROWS, "dtype": self.dtype, "model": self.model} | options
+        mesh: Any = options.get("mesh")
+        names = getattr(mesh, "mesh_dim_names", None) or ()
+        if "tp" in names and options["model"] is self.model:
+            options["model"] = self.shape(mesh["tp"].size(), options.pop("dtype"))
+        return DCPDataLoader(dataset, self.masks(mask_fn), **options)
+
+    def shape(self, parts: int = 1, dtype: str | torch.dtype | None = None) -> Any:
+        """The AttentionShape of its layers, for loops that plan batches themselves; `parts` is the
+        degree of tensor parallelism."""
+        sizes = from_transformers_config(self.config.to_dict())
+        if sizes.heads % parts or sizes.kv_heads % parts:
+            raise ValueError(
+                f"the model has {sizes.heads} q heads and {sizes.kv_heads} kv heads; the {parts} "
+                "ranks of mesh dimension 'tp' have to divide them"
+            )
+        shape = sizes.attention_shape(dtype or self.dtype or self.model.dtype)
+        kind = type(shape)
+        return kind(shape.q_heads // parts, shape.kv_heads // parts, shape.head_dim, shape.dtype)
+
+    def _check_implementation(self) -> None:
+        found = self.config._attn_implementation
+        if found != NAME:
+            raise ValueError(
+                f"the attention of {type(self.model).__name__} is {found!r}, not {NAME!r}: it did "
+                "not take effect, or was set to another one after attach"
+            )
+
+    def _before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Checks what the model is called with, and fills up rows."""
+        self._check_implementation()
+        step = _check_call(args, kwargs)
+        batch = kwargs.pop("batch_fingerprint", None)
+        rows = kwargs["position_ids"].shape[1]
+        extra = 1 if self._needs_largest or rows == 0 else 0
+        positions = torch.ops.dyncp.enter(
+            step.number, kwargs["position_ids"], batch, extra, self._needs_largest
+        )
+        kwargs["position_ids"] = positions
+        for name in ("input_ids", "inputs_embeds"):
+            if kwargs.get(name) is not None:
+                kwargs[name] = _with_rows(kwargs[name], extra, 0)
+        if kwargs.get("shift_labels") is not None:
+            targets = _with_rows(kwargs["shift_labels"], extra, NO_TARGET)
+            kwargs["labels"] = kwargs["shift_labels"] = targets
+        kwargs["dyncp_step"] = Call(step, self.layers, rows, extra)
+        return (), kwargs | {"use_cache": False}
+
+    def _after(self, model: Any, _: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        """Checks that all layers have called dyncp; takes the added rows away."""
+        call: Call = kwargs["dyncp_step"]
+        missing = [number for number in range(len(self.layers)) if number not in call.seen]
+        if missing:
+            raise ValueError(
+                f"layers {missing} of {type(model).__name__} did not call dyncp's attention; their "
+                "results are of this rank's tokens alone"
+            )
+        if not isinstance(output, dict):  # Transformers' ModelOutput
+            raise ValueError("the model gave a tuple; call it without return_dict=False")
+        router = output.get("router_logits")
+        if router and output.get("loss") is not None:
+            self._add_auxiliary(output, call.step, kwargs["position_ids"])
+        for name in ("logits", "last_hidden_state", "hidden_states"):
+            if call.extra and output.get(name) is not None:
+                output[name] = _first_rows(output[name], call.rows)
+        return output
+
+    def _add_auxiliary(self, output: Any, step: Step, positions: Tensor) -> None:
+        if not hasattr(self.model, COEFFICIENT):
+            raise ValueError(
+                f"{type(self.model).__name__} gave router_logits and has no {COEFFICIENT}; dyncp "
+                "does not know its auxiliary loss: call it without output_router_logits"
+            )
+        chosen = self.config.num_experts_per_tok
+        share = auxiliary_share(output["router_logits"], chosen, step, positions)
+        output["aux_loss"] = share
+        output["loss"] = output["loss"] + self._coefficient * share
+
+
+def _check_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
+    step = kwargs.get("dyncp_step")
+    if args or not isinstance(step, Step):
+        raise ValueError(
+            "an attached model was called without its step, or with positional arguments; call "
+            "model(**local_data, dyncp_step=executor.prepare(plan))"
+        )
+    for name, value in kwargs.items():
+        if name not in KEYWORDS and value is not None and value is not False:
+            raise ValueError(_refusal(name))
+    if kwargs.get("position_ids") is None or kwargs["position_ids"].ndim != 2:
+        raise ValueError(
+            "an attached model needs position_ids [1, rows]: the place of a token on its rank is "
+            "not its position; the loader's local data have them"
+        )
+    if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
+        raise ValueError(
+            "the model got labels without shift_labels; it would shift them inside this rank's "
+            "rows, where the next row is often not the next token. The loader's local data have "
+            "both"
+        )
+    if kwargs.get("shift_labels") is not None and kwargs.get("num_items_in_batch") is None:
+        raise ValueError(
+            "the model got labels without num_items_in_batch; its loss would be a mean over this "
+            "rank's targets. The loader's local data have the number of all ranks"
+        )
+    return step
+
+
+def _refusal(name: str) -> str:
+    reasons = {
+        "attention_mask": "plans have the masks, and the loader leaves padding out",
+        "output_attentions": "scores are not kept",
+        "logits_to_keep": "the last rows of a rank are not the last tokens",
+        "past_key_values": "tokens of a cache are on no rank",
+        "use_cache": "a rank's keys are not those of a sequence",
+    }
+    reason = reasons.get(name, "dyncp does not know what it would do to this rank's rows")
+    return f"an attached model was called with {name}: {reason}. Leave it out"
+
+
+def _with_rows(x: Tensor, extra: int, value: int) -> Tensor:
+    """[1, rows, ...] with `extra` rows of `value` at the end."""
+    return pad(x, (0, 0) * (x.ndim - 2) + (0, extra), value=value) if extra else x
+
+
+def _first_rows(value: Any, rows: int) -> Any:
+    """Copies where rows are taken away: FSDP warns of views."""
+    if isinstance(value, tuple):
+        return tuple(_first_rows(x, rows) for x in value)
+    return value if value.shape[1] == rows else value[:, :rows].clone()
