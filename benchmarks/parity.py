@@ -15,6 +15,7 @@ compiled  torch.compile(fullgraph=True)
 """
 
 import argparse
+import copy
 import io
 import os
 import queue
@@ -242,7 +243,7 @@ def rank_main(rank: int, num_ranks: int, port: int, jobs: list[Any], results: An
     )
     for case, state, steps in jobs:
         started = perf_counter()
-        outcome = train_on_rank(case, state, steps)
+        outcome = train_on_rank(case, copy.deepcopy(state), steps)  # processes share its tensors
         if rank == 0:
             print(*case, f"{perf_counter() - started:.1f} s", file=sys.stderr)
             results.put(_bytes_of(outcome))

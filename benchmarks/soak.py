@@ -73,7 +73,7 @@ def make_samples(number: int) -> tuple[list[dict[str, Any]], list[int]]:
 def disturb(loader: DCPDataLoader, number: int, rank: int, options: Options) -> None:
     """Kills this rank's planning process, or stops it for a while, when it is its turn."""
     turn, offset = divmod(number, options.every)
-    pid = loader.planning_pid
+    pid = next(iter(loader.planning_pids), None)
     if pid is None:
         return
     if offset == options.every // 2 and rank == turn % options.ranks:

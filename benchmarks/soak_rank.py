@@ -242,7 +242,7 @@ class Training:
                 self.happen(event.kind)
 
     def happen(self, kind: str) -> None:
-        pid = self.loader.planning_pid
+        pid = next(iter(self.loader.planning_pids), None)
         if kind == "kill planner" and pid is not None:
             os.kill(pid, signal.SIGKILL)
         elif kind == "stop planner" and pid is not None:

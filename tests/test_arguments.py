@@ -62,7 +62,7 @@ def step():
         (lambda: plan_batch(BATCH, Topology(), None, "rows"), "config is str; expected Planner"),
         (lambda: DCPExecutor(virtual_ranks=1.5), "virtual ranks is 1.5; a whole number"),
         (lambda: DCPExecutor(device="moon"), "device is 'moon', which is not there"),
-        (lambda: DCPExecutor(kernel=3), "kernel is int, which has no name; give a name"),
+        (lambda: DCPExecutor(kernel=3), "kernel is int; expected a dyncp.kernels.Kernel"),
         (lambda: DCPExecutor(transport="tcp"), "transport is str; expected a Transport"),
         (lambda: DCPExecutor(timeout=NAN), "timeout is nan; a finite number"),
         (lambda: DCPExecutor().prepare(None), "prepare.. is NoneType; expected a Plan"),

@@ -127,10 +127,11 @@ def inner(function: Callable[P, R]) -> Callable[P, R]:
 def _for_any_number(made: Any) -> Any:
     """Compiles once for all whole numbers; numba would again for each that a caller writes out."""
     template = made.get_call_template
+    any_of: Callable[[Any], Any] = numba.types.unliteral
 
     def without_literals(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        known = {name: numba.types.unliteral(kind) for name, kind in keywords.items()}  # type: ignore[no-untyped-call]
-        return template(tuple(map(numba.types.unliteral, arguments)), known)
+        known = {name: any_of(kind) for name, kind in keywords.items()}
+        return template(tuple(map(any_of, arguments)), known)
 
     made.get_call_template = without_literals
     return made

@@ -259,7 +259,7 @@ def die_between_epochs(rank):
 @pytest.mark.parametrize("dies", [die, die_between_epochs])
 def test_a_rank_that_died_is_named_within_seconds(dies):
     text, seconds = run_ranks(dies, 2)[0]
-    assert text.startswith("rank 0 cannot go on: rank 1 (process ")
+    assert text.startswith("rank 0 cannot continue: rank 1 (process ")
     assert text.endswith(" has ended")
     assert seconds < 60
 
@@ -290,7 +290,7 @@ def num_keys():
 
 def test_a_rank_that_died_is_named_although_another_one_left_and_no_keys_stay():
     text, keys = run_ranks(follow, 3)[0]
-    assert text.startswith("rank 0 cannot go on: rank 2 (process ")
+    assert text.startswith("rank 0 cannot continue: rank 2 (process ")
     assert keys == 0
 
 

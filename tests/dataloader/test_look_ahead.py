@@ -12,11 +12,11 @@ from torch.utils.data import Dataset
 from dyncp import AttentionShape, Batch, DCPDataLoader, PlannerConfig, masks, plan_batch
 from dyncp.cost import ModelConfig
 from dyncp.dataloader.batching import SelectedBatch, SelectedStep
-from dyncp.dataloader.dataset import SampleEntry
+from dyncp.dataloader.dataset import SampleEntry, open_source
 from dyncp.dataloader.decision import Decision, PlanExchange
 from dyncp.dataloader.options import LoaderConfig
 from dyncp.dataloader.peers import Peers, WaitConditions
-from dyncp.dataloader.planning import BatchPlanner, model_shape
+from dyncp.dataloader.planning import BatchPlanner
 from dyncp.dataloader.planning_process import Closed, PlanReply
 from dyncp.dataloader.prepare import BatchData, BatchPreparer, MaskMaker
 from dyncp.dataloader.ranks import LoaderRanks
@@ -165,17 +165,20 @@ def test_a_model_says_its_shape_in_many_ways():
     class TransformersModel(torch.nn.Linear):
         config = TransformersConfig()
 
+    def shape(model, dtype=None):
+        samples = [{"input_ids": [0] * 4}]
+        with DCPDataLoader(samples, masks.causal, model=model, dtype=dtype) as loader:
+            return loader.shape
+
     model = TransformersModel(2, 2, dtype=torch.bfloat16)
-    assert model_shape(None) == (AttentionShape.assumed(), None)
-    assert model_shape(sizes) == (AttentionShape(8, 2, 16, "bf16"), sizes)
-    assert model_shape(config) == (AttentionShape(8, 2, 16, "fp16"), sizes)
-    assert model_shape(TransformersConfig()) == (AttentionShape(8, 2, 16, "fp16"), sizes)
-    assert model_shape(model) == (AttentionShape(8, 2, 16, "bf16"), sizes)
+    assert shape(None) == AttentionShape.assumed()
+    assert shape(sizes) == shape(model) == AttentionShape(8, 2, 16, "bf16")
+    assert shape(config) == shape(TransformersConfig()) == AttentionShape(8, 2, 16, "fp16")
     for dtype in ("fp32", torch.float32):
-        assert model_shape(model, dtype)[0].dtype == model_shape(None, dtype)[0].dtype == "fp32"
-    assert model_shape(Decoder(SIZES["tiny"]))[0] == SIZES["tiny"].attention_shape("fp32")
+        assert shape(model, dtype).dtype == shape(None, dtype).dtype == "fp32"
+    assert shape(Decoder(SIZES["tiny"])) == SIZES["tiny"].attention_shape("fp32")
     with pytest.raises(ValueError, match="model is int; expected an AttentionShape, a Mod"):
-        model_shape(3)
+        shape(3)
 
 
 @pytest.mark.parametrize("sample", ["ldc", "single", "training_documents"])
@@ -227,9 +230,9 @@ def test_the_first_decision_counts_and_the_last_member_deletes_the_keys():
         assert decision.reason == "the planner raised"
         exchange.check_static(SELECTION, "d2")
         exchange.leave(SELECTION, decision)
-    assert not store._values
+    assert not store.list_keys()
     second.publish(SELECTION, REPLY)  # even later: nobody would delete it
-    assert not store._values
+    assert not store.list_keys()
 
 
 def test_a_rank_that_hears_of_no_plan_decides_for_all():
@@ -244,27 +247,30 @@ def test_parts_travel_in_chunks(monkeypatch):
     store, (first, second) = exchanges()
     first.publish(SELECTION, REPLY)
     assert chunk_keys("part/1", 9) == ["part/1", "part/1/1", "part/1/2"]
-    assert sum("part/1" in key for key in store._values) == 3
+    assert sum("part/1" in key for key in store.list_keys()) == 3
     decision = second.decision(3, SELECTION)
     assert second.part(SELECTION, decision, 1) == b"part of 1"
     for exchange in (first, second):
         exchange.leave(SELECTION, decision)
-    assert not store._values
+    assert not store.list_keys()
 
 
 def test_parts_of_another_rank_or_plan_are_refused():
-    plan, other = (plan_batch(Batch.of([masks.causal(n)], [4]), Topology(1, 2)) for n in (40, 41))
+    plan, other = (plan_batch(Batch.of([masks.causal(n)], [0]), Topology(1, 2)) for n in (40, 41))
+    selection = SelectedBatch(3, (SampleEntry(0, 0, 40, whole=40),), Position(batches=4))
+    config = LoaderConfig(lengths=[40])
+    source = open_source([{"input_ids": [0] * 40}], config)
     for parts in (plan.parts[::-1], other.parts):
         _, (first, second) = exchanges()
         encoded = tuple(encode_part(part) for part in parts)
         reply = PlanReply(encoded, plan.digest, plan.fingerprint, "bisection", 20, 0.1)
-        first.publish(SELECTION, reply)
-        preparing = BatchPreparer(LoaderConfig(), RANKS[1], None, second)
-        data = BatchData(SELECTION, None, MaskMaker(masks.causal), LoaderConfig())
+        first.publish(selection, reply)
+        preparer = BatchPreparer(config, RANKS[1], None, second)
+        batch = BatchData(selection, source, MaskMaker(masks.causal), config)
         with pytest.raises(
             PeerError, match=r"part of another plan: rank \d of 2, .*; expected rank"
         ):
-            preparing._planned(data, second.decision(3, SELECTION))
+            preparer.prepare(3, batch)
 
 
 def test_texts_in_the_store_that_cannot_be_read_are_refused():
@@ -291,7 +297,7 @@ def test_disagreements_have_both_fingerprints_and_reach_all_ranks():
         first.decision(4, SelectedBatch(4, SELECTION.entries, Position()))
     for peers in (first_peers, second_peers):
         peers.close()
-    assert not store._values
+    assert not store.list_keys()
 
 
 def test_replicas_that_deal_differently_are_noticed():
@@ -305,7 +311,7 @@ def test_replicas_that_deal_differently_are_noticed():
         first.total_targets(SelectedStep(0, (SELECTION,), None, "f1"))
     for peers in (first_peers, second_peers):
         peers.close()
-    assert not store._values
+    assert not store.list_keys()
 
 
 def test_other_failures_are_passed_on_once_and_closing_ends_waits():

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dyncp.dataloader.metrics import LoaderMetrics
     from dyncp.dataloader.options import LoaderConfig
     from dyncp.dataloader.reading import SampleError
-    from dyncp.dataloader.samples import NO_TARGET
+    from dyncp.dataloader.sample_format import NO_TARGET
     from dyncp.dataloader.store import BatchMismatch, PeerError, StoreError
 
     DCPDataloader = DCPDataLoader
@@ -28,7 +28,7 @@ _LAZY = {
     "DCPDataLoader": "loader",
     "LoaderConfig": "options",
     "LoaderMetrics": "metrics",
-    "NO_TARGET": "samples",
+    "NO_TARGET": "sample_format",
     "PeerError": "store",
     "SampleError": "reading",
     "StoreError": "store",

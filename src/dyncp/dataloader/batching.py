@@ -27,7 +27,7 @@ from dyncp.dataloader.dataset import IndexedSource, SampleEntry, SampleSource
 from dyncp.dataloader.filling import FilledBatch, FillState, fill_batches
 from dyncp.dataloader.metrics import Skipped
 from dyncp.dataloader.options import Budget, LoaderConfig, check_budget, digest_of
-from dyncp.dataloader.samples import skip_reason
+from dyncp.dataloader.sample_format import skip_reason
 from dyncp.dataloader.state import Position
 
 logger = logging.getLogger(__name__)

@@ -1,13 +1,14 @@
 """Datasets as samples in the order of an epoch: by index (`IndexedSource`: lists, torch and Hugging
 Face datasets) or by iteration (`StreamSource`), from any position on."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from torch.utils.data import IterableDataset
@@ -15,8 +16,8 @@ from torch.utils.data import IterableDataset
 from dyncp.arrays import Int64
 from dyncp.dataloader.options import LoaderConfig, digest_of
 from dyncp.dataloader.reading import Reader, SampleError, SeededRandom
+from dyncp.dataloader.sample_format import read_sample, sample_bytes
 from dyncp.dataloader.sample_order import OrderDigest, SamplerOrder, set_epoch
-from dyncp.dataloader.samples import read_sample, sample_bytes
 from dyncp.dataloader.state import Position
 
 
@@ -38,42 +39,50 @@ class SampleEntry:
     start: int = 0
 
 
-class SampleSource(Protocol):
-    """Samples in the order of an epoch."""
+class SampleSource(ABC):
+    """Samples in the order of an epoch. The defaults are those of a stream, of which nothing is
+    known before it is read."""
 
-    num_samples: int | None  # None: unknown
-    knows_lengths: bool  # without reading samples
+    num_samples: int | None = None  # None: unknown
+    knows_lengths = False  # without reading samples
 
-    def start(self, position: Position) -> Position:
-        """The position; at an epoch's start, with what is needed to begin there again."""
-
-    def rewind(self, position: Position) -> Position:
-        """The start of the position's epoch."""
-
+    @abstractmethod
     def entries(self, position: Position) -> Iterator[SampleEntry]:
         """The samples from a position on; lengths are those of the dataset."""
 
     def read(self, entry: SampleEntry) -> Any:
         """The whole sample of an entry, without its padding."""
+        return entry.sample
 
-    def read_ahead(self, entries: Iterable[SampleEntry]) -> None:
-        """Announces samples that will be read soon."""
+    def start(self, position: Position) -> Position:
+        """The position; at an epoch's start, with what is needed to begin there again."""
+        return position
 
-    def open(self) -> None:
-        """Starts reading workers."""
-
-    def close(self) -> None:
-        """Ends reading workers."""
+    def rewind(self, position: Position) -> Position:
+        """The start of the position's epoch."""
+        return position.next_epoch(position.epoch)
 
     def by_lengths(self) -> "IndexedSource | None":
         """The same samples in the same order without reading any; None unless all lengths are
         known."""
+        return None
 
     def identity(self) -> dict[str, str]:
         """What the dataset is recognised by; equal for equal datasets."""
+        return {}
 
     def probes(self) -> Mapping[int, Any]:
         """A few samples by index, read once (None: reading failed)."""
+        return {}
+
+    def read_ahead(self, entries: Iterable[SampleEntry]) -> None:  # noqa: B027
+        """Announces samples that will be read soon."""
+
+    def open(self) -> None:  # noqa: B027
+        """Starts reading workers."""
+
+    def close(self) -> None:  # noqa: B027
+        """Ends reading workers."""
 
 
 def open_source(dataset: Any, config: LoaderConfig) -> SampleSource:
@@ -95,13 +104,13 @@ def open_source(dataset: Any, config: LoaderConfig) -> SampleSource:
     return StreamSource(dataset, config)
 
 
-class IndexedSource:
+class IndexedSource(SampleSource):
     """A dataset with `__len__` and `__getitem__`. Samples are read for their lengths only if these
     are not given."""
 
     def __init__(self, dataset: Any, config: LoaderConfig) -> None:
         self._dataset, self._config = dataset, config
-        self.num_samples: int | None = len(dataset)
+        self.num_samples = len(dataset)
         least = 0 if config.empty_samples == "drop" else 1
         given = config.lengths
         self._lengths = None if given is None else find_lengths(dataset, given, least)
@@ -269,26 +278,17 @@ def _column(dataset: Any, name: str) -> Any:
     )
 
 
-class StreamSource:
+class StreamSource(SampleSource):
     """A dataset that can only be iterated; every rank reads all of it.
 
     One with `state_dict` resumes from its own state, unless that is known to be incomplete; others
     by reading again what was read before, which must be the same."""
-
-    knows_lengths = False
-    num_samples: int | None = None
 
     def __init__(self, dataset: Any, config: LoaderConfig) -> None:
         self._dataset, self._config = dataset, config
         self._stateful = _has_exact_state(dataset)
         self._first_state = dataset.state_dict() if self._stateful else None
         self._begun = False
-
-    def start(self, position: Position) -> Position:
-        return position
-
-    def rewind(self, position: Position) -> Position:
-        return position.next_epoch(position.epoch)
 
     def entries(self, position: Position) -> Iterator[SampleEntry]:
         saved = position.dataset_state or {}
@@ -310,28 +310,6 @@ class StreamSource:
                 taken.add(self._bytes_of(found, place))
                 state = {"taken": taken.text()}
             yield SampleEntry(place, place, length, sample, state, position.epoch, length)
-
-    def read(self, entry: SampleEntry) -> Any:
-        return entry.sample
-
-    def read_ahead(self, entries: Iterable[SampleEntry]) -> None:
-        """A stream has been read."""
-
-    def open(self) -> None:
-        """A stream is read in the loader's thread."""
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-    def by_lengths(self) -> None:
-        return None
-
-    def identity(self) -> dict[str, str]:
-        """Nothing is known of a stream before it is read."""
-        return {}
-
-    def probes(self) -> Mapping[int, Any]:
-        return {}
 
     def _samples(self, place: int, epoch: int) -> Iterator[tuple[int, Any]]:
         samples = iter(self._dataset)

@@ -23,7 +23,7 @@ SHORT_SHARE = 16
 # Sums are computed in units of a 131,072nd of the room.
 MOST_SUMS = 1 << 17
 
-Key = tuple[int, int]  # a sample's place in the epoch, and where its tokens begin (pieces)
+PieceKey = tuple[int, int]  # a sample's place in the epoch, and where its tokens begin (pieces)
 Fit = Callable[[SampleEntry, int | None], list[SampleEntry]]
 
 
@@ -33,7 +33,7 @@ class FillState:
     from there on. `dataset_state` is the source's state at that place."""
 
     samples: int = 0
-    taken: tuple[Key, ...] = ()
+    taken: tuple[PieceKey, ...] = ()
     dataset_state: Any = None
 
 
@@ -55,7 +55,7 @@ class _WaitingSample:
     dataset_state: Any  # before the sample
 
     @property
-    def key(self) -> Key:
+    def key(self) -> PieceKey:
         return self.entry.place, self.entry.start
 
 

@@ -183,16 +183,11 @@ class DCPDataLoader:
         self._position, self._resuming = Position(), False
         self._counted: dict[Any, int] = {}  # batches of the epoch that len was asked for last
         self._resources = _Resources(processes, source)
-        self._finalizer = weakref.finalize(self, self._resources.close, at_exit=True)
+        weakref.finalize(self, self._resources.close, at_exit=True)
 
     @property
     def epoch(self) -> int:
         return self._position.epoch
-
-    @property
-    def planning_pid(self) -> int | None:
-        """Process id of the first planning process, if it is running."""
-        return self._context.processes[0].pid
 
     @property
     def planning_pids(self) -> list[int]:

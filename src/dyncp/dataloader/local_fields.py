@@ -1,15 +1,15 @@
 """The contents of `local_data`: a rank's part of a batch as a dict of tensors, named as in
-Transformers, and what its loss is divided by.
+Transformers.
 
     input_ids, labels          [1, rows]    the sample's own labels, or its ids
     shift_labels               [1, rows]    next-token targets (-100: none)
     position_ids               [1, rows]    the sample's own, or the mask's
     token_fields               one per row, in their own layout
     sample_ids, sample_fields  which samples the rows are from; values of whole samples
+    target_rows, target_labels, target_weights, target_tokens
+                               [1, targets], if tokens have several targets or weights
     num_items_in_batch         []           targets of the optimiser step, on all ranks
-
-A rank's loss is the sum over its own targets divided by `num_items_in_batch`. The loss of the step
-is the sum over ranks, and so are the gradients.
+    batch_fingerprint          [2]          which batch it is
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ from dyncp.blocks import Batch
 from dyncp.dataloader.batching import SelectedBatch
 from dyncp.dataloader.loss import LISTED, all_targets, has_listed_targets
 from dyncp.dataloader.options import LoaderConfig
-from dyncp.dataloader.samples import NO_TARGET, input_ids_of, labels_of, token_field
+from dyncp.dataloader.sample_format import NO_TARGET, input_ids_of, labels_of, token_field
 from dyncp.masks import Mask, positions_and_targets
 from dyncp.masks.mask import normal_mask
 from dyncp.plan import Plan, RankPlan
@@ -48,14 +48,14 @@ def local_data(
 
     `shift_labels` are the next-token targets, shifted before the sequences are cut (-100: none).
     `num_items_in_batch` is the number of targets of the whole optimiser step (default: of this
-    batch), at least 1; where masks weigh targets, the sum of their weights. Where a local token has
-    several targets, or weights, `target_rows`, `target_labels` and `target_weights` [1, targets]
-    list all targets of local rows, and tokens with several have none in `shift_labels`:
-    `next_token_loss` takes either. `batch_fingerprint` says which batch it is. `token_fields` names
-    further fields and the dimension that runs over their tokens: a [3, tokens] field with dimension
-    1 becomes [3, 1, rows], a [tokens, width] field with dimension 0 becomes [1, rows, width]. A
-    sample's own `labels` and `position_ids` take precedence. For a whole Plan (virtual ranks) the
-    rows of all ranks are concatenated.
+    batch), at least 1; if masks weigh targets, the sum of their weights. If a local token has
+    several targets, or weights, `target_rows`, `target_labels`, `target_weights` and
+    `target_tokens` (places in the batch) [1, targets] list all targets of local rows, and tokens
+    with several have none in `shift_labels`: `next_token_loss` takes either. `batch_fingerprint`
+    says which batch it is. `token_fields` names further fields and the dimension that runs over
+    their tokens: a [3, tokens] field with dimension 1 becomes [3, 1, rows], a [tokens, width] field
+    with dimension 0 becomes [1, rows, width]. A sample's own `labels` and `position_ids` take
+    precedence. For a whole Plan (virtual ranks) the rows of all ranks are concatenated.
     """
     if plan.fingerprint != batch.fingerprint:
         raise ValueError(
@@ -73,8 +73,10 @@ def local_data(
     )
     if num_items_in_batch is None:
         num_items_in_batch = count_targets(samples, batch)
-    marks = {"batch_fingerprint": fingerprint_tensor(plan.fingerprint)}
-    return data | {"num_items_in_batch": loss_divisor(num_items_in_batch)} | marks
+    return data | {
+        "num_items_in_batch": loss_divisor(num_items_in_batch),
+        "batch_fingerprint": fingerprint_tensor(plan.fingerprint),
+    }
 
 
 def local_rows(
@@ -104,14 +106,15 @@ def local_rows(
     }
     data = {name: _take(value, dims[name], taken, name) for name, value in fields.items()}
     if any(map(has_listed_targets, sequence_masks)):
-        data |= _listed_targets(parts["labels"], sequence_masks, taken)
+        offsets = starts_of(lengths)[needed].tolist()
+        data |= _listed_targets(parts["labels"], sequence_masks, offsets, taken)
     return data
 
 
 def _listed_targets(
-    labels: Sequence[Tensor], sequence_masks: Sequence[Mask], taken: Tensor
+    labels: Sequence[Tensor], sequence_masks: Sequence[Mask], offsets: Sequence[int], taken: Tensor
 ) -> dict[str, Tensor]:
-    """All targets of the rows `taken` of these sequences, one after the other."""
+    """All targets of the rows `taken` of these sequences, which begin at `offsets` in the batch."""
     found = [all_targets(*pair) for pair in zip(labels, sequence_masks, strict=True)]
     starts = starts_of(np.asarray([mask.length for mask in sequence_masks]))
     token = torch.cat([one.token + int(start) for one, start in zip(found, starts, strict=False)])
@@ -124,6 +127,9 @@ def _listed_targets(
         "target_rows": row[here][None],
         "target_labels": torch.cat([one.label for one in found])[here][None],
         "target_weights": torch.cat([one.weight for one in found])[here][None],
+        "target_tokens": torch.cat(
+            [one.target + offset for one, offset in zip(found, offsets, strict=True)]
+        )[here][None],
     }
 
 
@@ -239,7 +245,7 @@ def _sample_fields(
     return fields
 
 
-# Targets and losses
+# Targets
 
 
 def layout_mask(masks: Mapping[str, Mask]) -> Mask:
@@ -259,7 +265,7 @@ def _shift_labels(labels: Tensor, mask: Mask) -> Tensor:
 
 
 def fingerprint_tensor(fingerprint: str) -> Tensor:
-    """A batch's fingerprint as int64[2]: local data carry tensors only."""
+    """A batch's fingerprint as int64[2]: local data consists of tensors only."""
     return torch.from_numpy(np.frombuffer(bytes.fromhex(fingerprint), np.int64).copy())
 
 

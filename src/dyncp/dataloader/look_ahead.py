@@ -32,9 +32,9 @@ from dyncp.dataloader.store import PeerError, Store
 
 logger = logging.getLogger(__name__)
 
-END_SECONDS = 1.0  # for a plan that is being made when an iteration is closed
+PLAN_END_SECONDS = 1.0  # for a plan that is being made when an iteration is closed
 JOIN_SECONDS = 10.0
-MAX_DEPTH = 4  # times `look_ahead`, if the queue runs low
+MAX_GROWTH = 4  # of `look_ahead`, if the queue runs low
 HELPED_TOKENS = 16_384  # planning a smaller batch takes less time than starting a process
 
 
@@ -126,7 +126,7 @@ class LookAhead:
         """Looks further ahead if the queue ran low."""
         usual = self._context.config.look_ahead
         if ready <= usual // 4 and self._asked >= self._first + usual:  # it has been filled once
-            self._depth = min(self._depth + 1, MAX_DEPTH * usual)
+            self._depth = min(self._depth + 1, MAX_GROWTH * usual)
 
     def close(self, *, at_exit: bool = False) -> None:
         """Ends the threads, and leaves the iteration. A plan that is being made gets a second, then
@@ -151,7 +151,7 @@ class LookAhead:
         self._store.close()
 
     def _end_planning(self) -> None:
-        end = monotonic() + END_SECONDS
+        end = monotonic() + PLAN_END_SECONDS
         for process, thread in self._planning.items():
             thread.join(max(0.0, end - monotonic()))
             if thread.is_alive():

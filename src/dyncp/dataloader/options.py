@@ -21,6 +21,7 @@ FILL_WINDOW, DEAL_WINDOW, DEAL_WINDOW_READ = 32, 16, 4
 RESERVED_FIELDS = (
     "input_ids", "labels", "position_ids", "shift_labels", "sample_ids", "num_items_in_batch",
     "batch_fingerprint", "target_rows", "target_labels", "target_weights",
+    "target_tokens",
 )  # fmt: skip
 CHOICES = {
     "too_long": ("error", "truncate", "drop", "split"),

@@ -197,7 +197,8 @@ class Peers:
             raise self._ended_error(process, beat)
         if silent > GONE_SECONDS:
             raise PeerError(
-                f"{self._name} cannot go on: {name} ({at}) has sent no heartbeat for {silent:.0f} s"
+                f"{self._name} cannot continue: {name} ({at}) has sent no heartbeat for "
+                f"{silent:.0f} s"
             )
         if silent > SILENT_SECONDS:
             return f"{name} has sent no heartbeat for {silent:.0f} s ({at})"
@@ -319,7 +320,7 @@ class Peers:
 
     def _ended_error(self, process: int, where: Location) -> PeerError:
         name = f"rank {self._ranks.name(process)} (process {where['pid']} on {where['host']})"
-        return PeerError(f"{self._name} cannot go on: {name} has ended")
+        return PeerError(f"{self._name} cannot continue: {name} has ended")
 
     def _others(self) -> list[int]:
         return [p for p in range(self._ranks.num_processes) if p != self._ranks.process]

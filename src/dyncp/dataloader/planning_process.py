@@ -21,7 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic, perf_counter
+from time import monotonic, perf_counter, sleep
 from typing import Any
 
 import dyncp
@@ -230,11 +230,8 @@ def _receive_bytes(connection: socket.socket, size: int) -> bytes:
 def main(file_descriptor: int) -> None:
     connection = socket.socket(fileno=file_descriptor)
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    for target, args in (
-        (_read_requests, (connection, requests)),
-        (_watch_parent, (os.getppid(),)),
-    ):
-        threading.Thread(target=target, args=args, daemon=True).start()
+    threading.Thread(target=_read_requests, args=(connection, requests), daemon=True).start()
+    exit_with_parent()
     while True:
         send(connection, _answer_pickled(requests.get()))
 
@@ -274,9 +271,13 @@ def _read_requests(connection: socket.socket, requests: "queue.SimpleQueue[bytes
         os._exit(0)  # the parent closed the connection
 
 
-def _watch_parent(parent: int) -> None:
-    """A forked child of the parent may keep the socket open after the parent has died."""
-    tick = threading.Event()
-    while not tick.wait(PARENT_CHECK_SECONDS):
-        if os.getppid() != parent:
-            os._exit(0)
+def exit_with_parent() -> None:
+    """Ends this process soon after its parent: one that was killed cannot do so, and a forked child
+    of it may keep the socket open."""
+
+    def watch(parent: int) -> None:
+        while os.getppid() == parent:
+            sleep(PARENT_CHECK_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, args=(os.getppid(),), daemon=True).start()

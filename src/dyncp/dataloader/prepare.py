@@ -32,7 +32,7 @@ from dyncp.dataloader.options import LoaderConfig, digest_of
 from dyncp.dataloader.planning import BatchPlanner
 from dyncp.dataloader.ranks import LoaderRanks
 from dyncp.dataloader.reading import SampleError, SeededRandom
-from dyncp.dataloader.samples import cut_sample, input_ids_of, sample_bytes
+from dyncp.dataloader.sample_format import cut_sample, input_ids_of, sample_bytes
 from dyncp.dataloader.state import Position
 from dyncp.dataloader.store import PeerError
 from dyncp.masks import Mask, MaskFunction, NamedMasks
@@ -54,6 +54,7 @@ class MaskMaker:
                 "masks.causal"
             )
         self._mask_fn, self._seed = mask_fn, seed
+        # Until a call shows that it needs the sample.
         self.takes_lengths = isinstance(mask_fn, MaskFunction | NamedMasks)
 
     def of_length(self, length: int, index: int) -> SampleMasks | None:

@@ -91,7 +91,7 @@ class LoaderRanks:
         """From a ProcessGroup or one-dimensional DeviceMesh, a mesh with a dimension "cp", or the
         world; a single rank if torch.distributed is not initialised."""
         if sum(choice is not None for choice in (group, mesh, virtual_ranks)) > 1:
-            raise ValueError("give one of group=, mesh= and virtual_ranks=, not several")
+            raise ValueError("pass only one of group=, mesh= and virtual_ranks=")
         if isinstance(group, LoaderRanks):  # benchmarks: one rank of a group that does not exist
             return group
         if virtual_ranks is not None:
@@ -194,7 +194,7 @@ class Handshake:
         if self._store.add("came", 1) == self._ranks.num_processes:
             self._store.set("all", json.dumps(self._locations()).encode())
         start = monotonic()
-        wait_for(self._store, "all", lambda: self._look_around(monotonic() - start, timeout))
+        wait_for(self._store, "all", lambda: self._check_others(monotonic() - start, timeout))
         told = read_json(self._store.get("all"))
         return [dict(told["machines"][machine], pid=pid) for machine, pid in told["processes"]]
 
@@ -210,7 +210,7 @@ class Handshake:
             processes.append((machines.index(location), pid))
         return {"machines": machines, "processes": processes}
 
-    def _look_around(self, waited: float, timeout: float) -> None:
+    def _check_others(self, waited: float, timeout: float) -> None:
         if self._store.has("failed"):
             told = read_json(self._store.get("failed"))
             if told["mismatch"]:
@@ -222,11 +222,10 @@ class Handshake:
         processes = range(self._ranks.num_processes)
         missing = [self._ranks.name(p) for p in processes if not self._store.has(f"here/{p}")]
         text = f"rank {self._ranks.name()} has waited {waited:.0f} s for ranks {missing} to make "
+        text += "this loader"
         if waited > timeout:
-            raise PeerError(
-                f"{text}this loader; all ranks must make their loaders in the same order"
-            )
-        logger.warning("%sthis loader", text)
+            raise PeerError(f"{text}; all ranks must make their loaders in the same order")
+        logger.warning("%s", text)
 
     def _check(self, theirs: Mapping[str, str], rank: int, mine: Mapping[str, str]) -> None:
         names = [name for name in sorted({*theirs, *mine}) if theirs.get(name) != mine.get(name)]

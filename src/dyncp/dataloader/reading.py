@@ -15,7 +15,6 @@ import pickle
 import random
 import signal
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -27,9 +26,10 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
+from dyncp.dataloader.planning_process import exit_with_parent
+
 AHEAD = 4  # samples per worker that are requested before they are needed
-PARENT_CHECK_SECONDS = 1.0
-END_SECONDS = 5.0  # for workers to finish what they are reading
+WORKER_END_SECONDS = 5.0  # for workers to finish what they are reading
 
 RANDOM_FUNCTIONS = (
     "bernoulli", "multinomial", "normal", "poisson", "rand", "rand_like", "randint", "randint_like",
@@ -45,7 +45,7 @@ RANDOM = {getattr(torch.Tensor, name) for name in RANDOM_METHODS} | {
     if not name.endswith("_like") or "generator" in getattr(torch.ops.aten, name).overloads()
 }
 
-Key = tuple[int, int]  # epoch, index
+SampleKey = tuple[int, int]  # epoch, index
 Read = Callable[[], Any]
 Answer = Future[tuple[bool, bytes]]
 
@@ -100,7 +100,7 @@ class Reader:
     def __init__(self, dataset: Any, workers: int, seed: int) -> None:
         self._dataset, self._workers, self._seed = dataset, workers, seed
         self._pool: ProcessPoolExecutor | None = None
-        self._requested: dict[Key, Answer] = {}
+        self._requested: dict[SampleKey, Answer] = {}
         self._lock = threading.Lock()
         self._reading = threading.Lock()  # datasets need not be thread-safe
 
@@ -139,7 +139,7 @@ class Reader:
             for *_, future in requested:
                 future.cancel()
 
-    def ahead(self, keys: Iterable[Key]) -> None:
+    def ahead(self, keys: Iterable[SampleKey]) -> None:
         """Announces samples that `read` will be called for."""
         if self._pool is None:
             return
@@ -148,14 +148,14 @@ class Reader:
                 if key not in self._requested:
                     self._requested[key] = self._request(key)
 
-    def read(self, key: Key) -> Any:
+    def read(self, key: SampleKey) -> Any:
         if self._pool is None:
             return self.read_here(key)
         with self._lock:
             future = self._requested.pop(key, None)
         return self._result(key[1], future or self._request(key))
 
-    def read_here(self, key: Key) -> Any:
+    def read_here(self, key: SampleKey) -> Any:
         """Reads a sample without a worker."""
         epoch, index = key
         try:
@@ -176,13 +176,13 @@ class Reader:
         pool.shutdown(wait=False, cancel_futures=True)
         if thread is None:
             return
-        thread.join(END_SECONDS)
+        thread.join(WORKER_END_SECONDS)
         if thread.is_alive():
             for worker in workers:
                 worker.kill()
             thread.join()
 
-    def _request(self, key: Key) -> Answer:
+    def _request(self, key: SampleKey) -> Answer:
         pool = self._pool
         if pool is None:
             raise RuntimeError("the loader was closed while samples were being read")
@@ -218,14 +218,7 @@ def _begin(dataset: Any) -> None:
     _dataset = dataset
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training process
     torch.set_num_threads(1)
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-
-
-def _end_with(parent: int) -> None:
-    """A parent that was killed cannot end its workers."""
-    while os.getppid() == parent:
-        time.sleep(PARENT_CHECK_SECONDS)
-    os._exit(1)
+    exit_with_parent()
 
 
 def _read(loader_seed: int, epoch: int, index: int) -> tuple[bool, bytes]:

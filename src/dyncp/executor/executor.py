@@ -133,6 +133,11 @@ class DCPExecutor:
             if self._owns_transport:
                 self.transport.close()
 
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that plans have to be made for."""
+        return self.transport.num_ranks
+
     def __enter__(self) -> "DCPExecutor":
         return self
 
@@ -189,7 +194,7 @@ class DCPExecutor:
 
     def _agree(self, part: RankPlan) -> None:
         """Asks all ranks, unless the loader did so while it prefetched the plan."""
-        if part.agreed_by and part.agreed_by == getattr(self.transport, "global_ranks", None):
+        if part.agreed_by and part.agreed_by == self.transport.global_ranks:
             return
         words = self.transport.agree(bytes.fromhex(part.fingerprint + part.digest))
         plans: dict[bytes, list[int]] = {}

@@ -56,7 +56,7 @@ LONG = 0.05
 MANY_RANKS, PAYS = 64, 0.97
 # Share of the simulated step that the estimate has to see: it knows no latencies and launches.
 SEEN = 0.5
-OTHER_DIVISIONS = {"fast": (2, 8), "quality": (2, 3, 6, 8, 12)}
+OTHER_DIVISIONS = {"fast": (8, 2), "quality": (2, 3, 6, 8, 12)}
 # Limits that cost more than this factor are worth more candidates, and a warning.
 COSTLY = 1.3
 # Tiles of all candidates, after which no more are looked at: some seconds of work. Of batches with
@@ -209,7 +209,7 @@ class Search:
         assert self._best is not None
         task, best, simulated = self._task, self._best.candidate, self._best.simulated
         worth, least = SLOW_LINKS[task.config.effort], SEEN * simulated.step_seconds
-        if simulated.forward_seconds + simulated.backward_seconds > LONG:
+        if simulated.layer_seconds > LONG:
             worth = 1.0
         if not self._improve(best.placement.solver, best.placed, worth, least):
             return
@@ -280,7 +280,10 @@ class Search:
                 continue
             self._tiles += tiles
             other = self._task.run_part(placed, part, divisions)
-            best = min(best, other, key=lambda one: one.times.seconds)
+            if other.times.seconds < best.times.seconds:
+                best = other
+                if effort == "fast":  # where fewer are better, more are not
+                    break
         return best
 
     def try_static(self, dynamic: Placed | None = None) -> None:
@@ -314,6 +317,15 @@ class Search:
     @property
     def found(self) -> bool:
         return self._best is not None
+
+    @property
+    def is_worth_more(self) -> bool:
+        """Whether layers take so long that the time for more candidates does not matter."""
+        task, best = self._task, self._best
+        if best is None or task.config.effort != "fast" or self.is_close or self.is_large:
+            return False
+        few = 1 < task.topology.num_ranks <= MANY_RANKS
+        return few and best.simulated.layer_seconds > LONG
 
     @property
     def keeps_limits(self) -> bool:
@@ -354,11 +366,20 @@ class Search:
 
 
 def search(task: Task) -> Choice:
-    """The candidate with the shortest simulated step."""
+    """The candidate with the shortest simulated step. Where layers take long, effort "fast" has
+    the time for "quality", too."""
+    found = _search(task)
+    if not found.is_worth_more:
+        return found.choice()
+    other = _search(replace(task, config=replace(task.config, effort="quality")))
+    return found.choice().better(other.choice())
+
+
+def _search(task: Task) -> Search:
     found = Search(task)
     if task.topology.num_ranks == 1:  # nothing to place: sequences stay whole
         found.consider("rows", find_solver("rows"), task.config.limits)
-        return found.choice()
+        return found
     for name, solver, limits, cut in dynamic_ways(task):
         if not (found.is_close or found.is_large):
             found.consider(name, solver, limits, cut, dynamic=True)
@@ -373,7 +394,7 @@ def search(task: Task) -> Choice:
         found.try_static()
     found.try_improved_static()
     found.warn_of_limits()
-    return found.choice()
+    return found
 
 
 def search_divisions(task: Task, placed: Placed) -> Choice:

@@ -42,15 +42,15 @@ def dynamic_ways(task: Task) -> Iterator[tuple[str, Solver, Limits, Cut | None]]
 
 
 def _tolerances(task: Task) -> Iterator[Limits]:
-    """Tolerances that `rows` is tried with: tighter than those asked for, and looser where none
-    are."""
+    """Tolerances that `rows` is tried with: looser than usual where none are asked for, which is
+    the best most often, and tighter."""
     asked, effort = task.config.limits, task.config.effort
     compute, tokens = asked.tolerances.tolist()
     free = asked.compute_tolerance is None
     if task.model is None:
-        yield from (Limits(share * compute, tokens) for share in TIGHTER[effort])
         if free:
             yield Limits(LOOSE[0], LOOSE[1] if asked.token_tolerance is None else tokens)
+        yield from (Limits(share * compute, tokens) for share in TIGHTER[effort])
         return
     for most in TOKENS[effort]:
         yield Limits(compute, min(tokens, most))

@@ -138,6 +138,11 @@ class Simulated:
         return self._per_layer(1, "seconds")
 
     @property
+    def layer_seconds(self) -> float:
+        """One attention layer, forward and backward."""
+        return self.forward_seconds + self.backward_seconds
+
+    @property
     def exposed_seconds(self) -> float:
         """What communication adds to one attention layer, forward and backward together."""
         return self._per_layer(0, "exposed_seconds") + self._per_layer(1, "exposed_seconds")
@@ -145,7 +150,7 @@ class Simulated:
     @property
     def attention_seconds(self) -> float:
         """All attention layers, forward and backward."""
-        return self.num_layers * (self.forward_seconds + self.backward_seconds)
+        return self.num_layers * self.layer_seconds
 
     @property
     def step_seconds(self) -> float:

@@ -48,6 +48,7 @@ class InProcess:
         self.num_ranks = num_ranks = whole_number("the number of virtual ranks", num_ranks, 1)
         self.ranks = tuple(range(num_ranks))
         self.bytes_sent = 0
+        self.global_ranks: tuple[int, ...] = ()
 
     def close(self) -> None:
         """It holds nothing."""

@@ -51,6 +51,10 @@ class Transport(Protocol):
     def ranks(self) -> tuple[int, ...]: ...
 
     @property
+    def global_ranks(self) -> tuple[int, ...]:
+        """Of processes: the ranks of the world that they are; empty elsewhere."""
+
+    @property
     def bytes_sent(self) -> int:
         """Bytes that this process's ranks have sent so far."""
 
@@ -77,6 +81,7 @@ class Null:
             raise ValueError(f"null transport got rank={rank} of {num_ranks} ranks")
         self.num_ranks = num_ranks
         self.ranks = (rank,)
+        self.global_ranks: tuple[int, ...] = ()
         self.bytes_sent = 0
 
     def close(self) -> None:

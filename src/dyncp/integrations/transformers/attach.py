@@ -57,6 +57,8 @@ class Attached:
         model.set_attn_implementation(NAME)
         self._check_implementation()
         self._coefficient = take_coefficient(model)
+        if model.get_output_embeddings() is not None and model.loss_type is None:
+            model.loss_type = "ForCausalLM"  # what it takes anyway, without a warning
         self._hooks = (
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(self._after, with_kwargs=True),
@@ -82,17 +84,19 @@ class Attached:
         mesh: Any = options.get("mesh")
         names = getattr(mesh, "mesh_dim_names", None) or ()
         if "tp" in names and options["model"] is self.model:
-            options["model"] = self._shape(mesh["tp"].size(), options.pop("dtype"))
+            options["model"] = self.shape(mesh["tp"].size(), options.pop("dtype"))
         return DCPDataLoader(dataset, self.masks(mask_fn), **options)
 
-    def _shape(self, parts: int, dtype: str | torch.dtype | None) -> Any:
+    def shape(self, parts: int = 1, dtype: str | torch.dtype | None = None) -> Any:
+        """The AttentionShape of its layers, for loops that plan batches themselves; `parts` is the
+        degree of tensor parallelism."""
         sizes = from_transformers_config(self.config.to_dict())
         if sizes.heads % parts or sizes.kv_heads % parts:
             raise ValueError(
                 f"the model has {sizes.heads} q heads and {sizes.kv_heads} kv heads; the {parts} "
                 "ranks of mesh dimension 'tp' have to divide them"
             )
-        shape = sizes.attention_shape(dtype or self.model.dtype)
+        shape = sizes.attention_shape(dtype or self.dtype or self.model.dtype)
         kind = type(shape)
         return kind(shape.q_heads // parts, shape.kv_heads // parts, shape.head_dim, shape.dtype)
 
@@ -121,7 +125,7 @@ class Attached:
         if kwargs.get("shift_labels") is not None:
             targets = _with_rows(kwargs["shift_labels"], extra, NO_TARGET)
             kwargs["labels"] = kwargs["shift_labels"] = targets
-        kwargs["dyncp_step"] = Call(step, self.layers, rows)
+        kwargs["dyncp_step"] = Call(step, self.layers, rows, extra)
         return (), kwargs | {"use_cache": False}
 
     def _after(self, model: Any, _: Any, kwargs: dict[str, Any], output: Any) -> Any:
@@ -139,7 +143,7 @@ class Attached:
         if router and output.get("loss") is not None:
             self._add_auxiliary(output, call.step, kwargs["position_ids"])
         for name in ("logits", "last_hidden_state", "hidden_states"):
-            if output.get(name) is not None:
+            if call.extra and output.get(name) is not None:
                 output[name] = _first_rows(output[name], call.rows)
         return output
 
@@ -202,6 +206,7 @@ def _with_rows(x: Tensor, extra: int, value: int) -> Tensor:
 
 
 def _first_rows(value: Any, rows: int) -> Any:
+    """Copies where rows are taken away: FSDP warns of views."""
     if isinstance(value, tuple):
-        return tuple(x[:, :rows] for x in value)
-    return value[:, :rows]
+        return tuple(_first_rows(x, rows) for x in value)
+    return value if value.shape[1] == rows else value[:, :rows].clone()

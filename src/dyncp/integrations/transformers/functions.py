@@ -21,8 +21,9 @@ HARMLESS = frozenset({
 class Call:
     """One forward of an attached model; what its layers get as `dyncp_step`."""
 
-    def __init__(self, step: Step, layers: tuple[LayerMask, ...], rows: int) -> None:
-        self.step, self.layers, self.rows = step, layers, rows
+    def __init__(self, step: Step, layers: tuple[LayerMask, ...], rows: int, extra: int) -> None:
+        self.step, self.layers = step, layers
+        self.rows, self.extra = rows, extra  # those of local data, and those added to them
         self.seen: set[int] = set()  # layers that have called
 
 
@@ -90,7 +91,8 @@ def _layer_of(module: Any, call: Call, marker: Any, others: dict[str, Any]) -> L
             f"layer {number} ({type(module).__name__}) was given mask {marker!r} and window "
             f"{window}; by the config its size is {layer.size}"
         )
-    if layer.name not in call.step.plan.masks:
+    compiling = torch.compiler.is_dynamo_compiling()  # the operator will say it when it runs
+    if not compiling and layer.name not in call.step.plan.masks:
         raise ValueError(
             f"layer {number} needs mask {layer.name!r}, and the plan has "
             f"{', '.join(call.step.plan.masks)}; make the loader by attached.loader(dataset, "

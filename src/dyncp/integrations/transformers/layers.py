@@ -81,6 +81,7 @@ def check_model(model: Any, *, untested: bool) -> Any:
             "models without a loss"
         )
     _check_config(config, name)
+    layer_masks(config)
     if config.model_type not in TESTED and not untested:
         raise ValueError(
             f"{name} ({config.model_type}) has not been compared with one process; tested are "

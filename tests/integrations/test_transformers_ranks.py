@@ -1,0 +1,120 @@
+"""Transformers models on 4 gloo ranks: losses and weights are those of one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("transformers", reason="the extra transformers is not installed")
+
+from benchmarks.parity import optimizer_of
+from benchmarks.parity_models import NAMES, make_model
+
+from dyncp import (
+    DCPExecutor,
+    local_data,
+    masks,
+    sum_gradients,
+    sum_over_ranks,
+    undo_gradient_average,
+)
+from dyncp.integrations.transformers import attach
+from hf_cases import plain_model, planned, whole_loss
+from processes import run_ranks
+
+pytestmark = pytest.mark.xdist_group("processes")
+RANKS, STEPS = 4, 3
+
+
+def losses_and_weights(model, executor, mask_fn=masks.causal, **options):
+    """Three steps of SGD with momentum under dyncp, on this rank."""
+    attach(model)
+    optimizer, losses = optimizer_of(model), []
+    for number in range(STEPS):
+        samples, batch, plan = planned(model.config, number, RANKS, mask_fn, **options)
+        part = plan.parts[dist.get_rank()]
+        loss = model(**local_data(samples, batch, part), dyncp_step=executor.prepare(part)).loss
+        loss.backward()
+        sum_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(sum_over_ranks(loss.detach().double()).item())
+    return losses, {name: p.detach().numpy() for name, p in model.named_parameters()}
+
+
+def alone(name, mask_fn=masks.causal):
+    model = plain_model(name)
+    optimizer, losses = optimizer_of(model), []
+    for number in range(STEPS):
+        loss = whole_loss(model, number, mask_fn)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: p.detach().numpy() for name, p in model.named_parameters()}
+
+
+def check(found, wanted):
+    (losses, weights), (wanted_losses, wanted_weights) = found, wanted
+    assert losses == pytest.approx(wanted_losses, rel=1e-5)
+    for name, weight in wanted_weights.items():
+        assert abs(weights[name] - weight).max() <= 1e-4 * abs(weight).max(), name
+
+
+def all_models(rank):
+    executor = DCPExecutor(timeout=60)
+    return [losses_and_weights(make_model(name), executor) for name in NAMES]
+
+
+def test_every_architecture_trains_as_in_one_process():
+    found = run_ranks(all_models, RANKS, timeout=280)[0]
+    for name, outcome in zip(NAMES, found, strict=True):
+        check(outcome, alone(name))
+
+
+QUESTION = masks.shared_question(answers=2)
+
+
+def special_cases(rank):
+    """Branches under local layers; ranks without tokens; the same under FSDP's mixed precision."""
+    executor = DCPExecutor(timeout=60)
+    branches = losses_and_weights(make_model("gemma3"), executor, QUESTION)
+    whole = {"solver": "whole_documents", "local_multiple": 1}
+    empty = losses_and_weights(make_model("gemma3"), executor, **whole)
+    moe = losses_and_weights(make_model("qwen3_moe"), executor, **whole)
+    rope = losses_and_weights(make_model("llama dynamic rope"), executor, **whole)
+    return branches, empty, moe, rope, sharded(executor)
+
+
+def sharded(executor):
+    """One step with FSDP2, checkpointing and mixed precision; whether the step passed untouched."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = make_model("llama")
+    attach(model, dtype="bf16")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    seen = []
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda _, __, kwargs: seen.append(kwargs["dyncp_step"].step), with_kwargs=True
+        )
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    samples, batch, plan = planned(model.config, 0, RANKS)
+    part = plan.parts[dist.get_rank()]
+    step = executor.prepare(part)
+    loss = model(**local_data(samples, batch, part), dyncp_step=step).loss
+    undo_gradient_average(loss).backward()
+    return sum_over_ranks(loss.detach().double()).item(), all(x is step for x in seen), len(seen)
+
+
+def test_branches_empty_ranks_experts_and_rescaled_rope_are_as_in_one_process():
+    branches, empty, moe, rope, fsdp = run_ranks(special_cases, RANKS, timeout=280)[0]
+    check(branches, alone("gemma3", QUESTION))
+    check(empty, alone("gemma3"))
+    check(moe, alone("qwen3_moe"))
+    check(rope, alone("llama dynamic rope"))
+    loss, untouched, calls = fsdp
+    assert loss == pytest.approx(alone("llama")[0][0], rel=1e-2)
+    assert untouched
+    assert calls == 4  # two layers, and once more in backward
