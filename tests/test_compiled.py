@@ -101,3 +101,15 @@ def test_a_process_that_waits_too_long_compiles_for_itself(tmp_path, monkeypatch
     with (folder / "compiling.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert made(3.0) == 6.0
+
+
+def test_numbers_that_callers_write_out_are_not_compiled_for():
+    code = """
+from dyncp.compiled import inner
+import numba
+add = inner(lambda a, b: a + b)
+call = numba.njit(lambda x: add(x, 1) + add(x, -2) + add(3, x))
+print(call(4), len(add.overloads))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["14", "1"]

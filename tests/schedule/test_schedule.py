@@ -1,6 +1,6 @@
 """Schedules: divisions, phases and their order."""
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 from hypothesis import HealthCheck, given, settings
@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from dyncp import AttentionShape, Batch, Topology, masks
 from dyncp.blocks import BlockGraph, Direction, Payload, build_graph
 from dyncp.placement import SOLVERS, Limits, Placement, minimal_bytes
-from dyncp.schedule import Schedule, build_schedule
+from dyncp.schedule import Schedule, build_schedule, entries
+from dyncp.schedule.entries import Entries, order_transfers, used_codes
 from paced import FAST_LINKS, SLOW_LINKS, pace_of
 from strategies import masks_of
 
@@ -260,3 +261,16 @@ def test_tiles_that_wait_for_nothing_fill_the_time_until_inputs_arrive():
         division = made.schedule.tile_division
         assert (division[~local] > 0).all()
         assert (division[local] == 0).all() == at_start
+
+
+def test_transfers_are_ordered_alike_where_no_number_has_room_for_them(monkeypatch):
+    draw = np.random.default_rng(0)
+    drawn = [
+        Entries(*draw.integers(9, size=(3, 200)), kind, *draw.integers(5, size=(2, 200)))
+        for kind in (Payload.KV, Payload.Q)
+    ]
+    codes = used_codes(drawn)
+    packed = order_transfers(drawn, codes)
+    monkeypatch.setattr(entries, "ROOM", 0)
+    for one, other in zip(astuple(packed), astuple(order_transfers(drawn, codes)), strict=True):
+        np.testing.assert_array_equal(one, other)

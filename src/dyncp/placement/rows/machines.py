@@ -20,7 +20,7 @@ from dyncp.placement.rows.level import Rows, level, make_rows
 from dyncp.topology import Topology
 
 # Pieces have at most this share of a machine.
-PIECES = (1.0, 0.85, 0.5)
+PIECES = (1.0, 0.93, 0.85, 0.5)
 MAX_MOVES = 100
 # Up to so many machines are also split off one by one.
 PEELED = 32
