@@ -36,7 +36,8 @@ def deal(load: Float64, order: Int64, group_load: Float64, group: Int64) -> None
             if most < least:
                 least, chosen = most, g
         group[sequence] = chosen
-        group_load[chosen] += load[sequence]
+        for what in range(2):  # adding rows would take seconds to compile
+            group_load[chosen, what] += load[sequence, what]
 
 
 def sequence_load(graph: BlockGraph) -> Float64:
