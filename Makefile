@@ -30,18 +30,18 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 bench: $(READY)
-	$(BIN)/python -m benchmarks.single_rank
-	$(BIN)/python -m benchmarks.stages
+	$(BIN)/python -m benchmarks.executor attention
+	$(BIN)/python -m benchmarks.planner_speed --only stages
 
 bench-planner: $(READY)
-	$(BIN)/python -m benchmarks.planner_bytes
-	$(BIN)/python -m benchmarks.planner_reference
-	$(BIN)/python -m benchmarks.whole_calls
-	$(BIN)/python -m benchmarks.planner_time
-	$(BIN)/python -m benchmarks.planner_time --model llama3_8b
-	$(BIN)/python -m benchmarks.planner_networks
-	$(BIN)/python -m benchmarks.planner_sensitivity
-	$(BIN)/python -m benchmarks.planner_sensitivity --model llama3_8b
+	$(BIN)/python -m benchmarks.planner_bytes best_known
+	$(BIN)/python -m benchmarks.planner_bytes published
+	$(BIN)/python -m benchmarks.planner_time cluster
+	$(BIN)/python -m benchmarks.planner_time cluster --model llama3_8b
+	$(BIN)/python -m benchmarks.planner_time networks
+	$(BIN)/python -m benchmarks.planner_sensitivity cluster
+	$(BIN)/python -m benchmarks.planner_sensitivity cluster --model llama3_8b
+	$(BIN)/python -m benchmarks.planner_sensitivity whole_calls
 	$(BIN)/python -m benchmarks.planner_speed
 
 bench-loader: $(READY)  ## step time with and without look-ahead
@@ -55,7 +55,7 @@ bench-gpu: $(READY)  ## kernels, plans of 32 virtual ranks, layers and 50 batche
 	$(BIN)/dyncp calibrate --kernel flash4:fast --save h200.json
 	$(BIN)/dyncp bench attention --kernel flash4:fast --profile h200.json --methods auto,zigzag
 	$(BIN)/dyncp bench layers --kernel flash4:fast --profile h200.json
-	$(BIN)/python -m benchmarks.gpu_steps
+	$(BIN)/python -m benchmarks.gpu_memory batches
 
 bench-fill: $(READY)  ## how full batches and how level replicas are, in order and from a window
 	$(BIN)/python -m benchmarks.fill

@@ -1,11 +1,15 @@
-"""What the benchmarks of the planner share: batches, the cluster, static methods, tables."""
+"""What benchmarks share: batches, the cluster, static methods, a planner that fails.
+
+Planning processes import this file, so it does without torch.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from dyncp import AttentionShape, Batch, PlannerConfig, masks
+from dyncp import AttentionShape, Batch, Plan, PlannerConfig, masks, plan_batch
 from dyncp.cost import CostModel, ModelConfig, find_profile
 from dyncp.masks import MaskFunction
 from dyncp.placement import Limits, static_candidates
@@ -30,6 +34,7 @@ LISTS = (*LONG_TAILED, "longalign", "uniform", "single")
 # Their lengths are the same for every seed.
 FIXED = ("uniform", "single")
 PAPER = ("ring", "zigzag", "loongtrain", "transformer_engine")
+FAILING = 120  # one sample in so many makes planning fail: about one batch in 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,4 +120,11 @@ def fastest(statics: Sequence[Static]) -> Static:
 
 
 def geometric_mean(ratios: Sequence[float]) -> float:
-    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+    return math.nan if not ratios else math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+def failing_planner(batch: Batch, *args: Any, **keywords: Any) -> Plan:
+    """`plan_batch`, but it raises for batches with certain samples, so once per epoch at least."""
+    if any(sample % FAILING == 0 for sample in batch.sample_ids):
+        raise RuntimeError("injected planner error")
+    return plan_batch(batch, *args, **keywords)

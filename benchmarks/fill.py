@@ -22,13 +22,12 @@ import numpy as np
 
 from dyncp import masks
 from dyncp.cost import CostModel, find_model, find_profile
-from dyncp.dataloader.batching import Batching
-from dyncp.dataloader.config import LoaderConfig
-from dyncp.dataloader.dataset import open_source
-from dyncp.dataloader.entry import Entry
-from dyncp.dataloader.sample_seconds import SampleSeconds
+from dyncp.dataloader.batching import BatchSelector
+from dyncp.dataloader.dataset import SampleEntry, open_source
+from dyncp.dataloader.options import LoaderConfig
+from dyncp.dataloader.planning import SampleSeconds
 from dyncp.dataloader.state import Position
-from dyncp.samplers.sample import find_distribution
+from dyncp.samplers import find_distribution
 
 BATCHES = 2048
 TOKENS = (32_768, 65_536, 131_072)
@@ -41,7 +40,7 @@ SECONDS = SampleSeconds(
     MODEL,
     forward_only=False,
 )
-Round = list[tuple[Entry, ...]]
+Round = list[tuple[SampleEntry, ...]]
 
 
 def lengths_of(name: str, tokens: int, seed: int) -> Iterator[int]:
@@ -74,8 +73,8 @@ def rounds(
         tokens_per_batch=tokens, lengths=lengths, shuffle=True, window=window, too_long=policy
     )
     source = open_source(range(len(lengths)), config)
-    batching = Batching(source, config, tokens, 0, replicas, SECONDS)
-    return [[batch.entries for batch in batches] for batches, _ in batching.rounds(Position())]
+    selector = BatchSelector(source, config, tokens, 0, replicas, SECONDS)
+    return [[batch.entries for batch in batches] for batches, _ in selector.rounds(Position())]
 
 
 def whole_epoch(lengths: list[int], tokens: int) -> float:

@@ -3,29 +3,40 @@
     sudo python -m benchmarks.network [--cases 2:ldc_x0.5:causal:0,...] [--seconds 2.5]
 
 Network namespaces stand for machines, and token buckets limit the rate of their links (see
-network_links.py). Every rank is a process that runs the executor over gloo; computing is replaced
-by waiting for as long as the cost model says, so that two cores suffice for eight ranks. Links are
-measured first. A case is machines:lengths:mask:seed, with two ranks per machine and 8,192 tokens,
-or with :tokens besides. Printed are milliseconds of one attention layer, predicted and measured,
-forward and backward, the fastest of some runs for each direction. Where namespaces cannot be made
-it says why and ends without an error.
+network_links.py). Every rank is a process that runs the executor over gloo (see network_ranks.py);
+computing is replaced by waiting for as long as the cost model says, so that two cores suffice for
+eight ranks. Links are measured first. A case is machines:lengths:mask:seed[:tokens], with two ranks
+per machine and 8,192 tokens by default. Printed are milliseconds of one attention layer, predicted
+and measured, forward and backward, the fastest of some runs for each direction; then errors, pairs
+of plans whose order was predicted right, and whether `auto` is fastest. Where namespaces cannot be
+made it says why and ends without an error.
 """
 
 import argparse
 import signal
+import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, groupby
 from pathlib import Path
 
-from benchmarks.cases import Case
+import numpy as np
+
+from benchmarks.cases import SHAPE, Case
 from benchmarks.network_links import Namespaces, NotAllowedError, Rates
-from benchmarks.network_plans import AUTO, Predicted, call_seconds, make_plans, make_profile
 from benchmarks.network_ranks import Ranks
-from benchmarks.network_report import Outcome, summarize
-from dyncp.cost import Profile
+from dyncp import PlannerConfig
+from dyncp.blocks import DEFAULT_MASK, Direction
+from dyncp.cost import CostModel, Profile
+from dyncp.placement import Limits, find_solver, static_candidates
+from dyncp.plan import Layout, Op, Plan
 from dyncp.plan.codec import encode_part
+from dyncp.planner import Candidate, Task, choose
+from dyncp.planner.candidate import Placed
+from dyncp.planner.search import search_divisions
+from dyncp.simulate import AttentionTimes, simulate_plan
 from dyncp.topology import Link, Topology
 
 CASES = (
@@ -42,10 +53,48 @@ RATES = Rates(inside=400, between=100)
 # Computation takes about as long as messages: attention of 8 heads in FLOP/s.
 FLOPS = 100e9
 LEAST, MOST = 2, 8  # runs of a plan that count
-PAYLOAD = 1448 / 1514  # share of the rate that is no headers
+PAYLOAD = 1448 / 1514  # share of the rate that is not headers
 # Messages that links are measured with, in bytes, and how often.
 LARGE = (512 << 10, 2 << 20)
 SENT = 8
+AUTO = "auto"
+# Static plans that take this many times as long as the fastest are left out.
+MUCH_SLOWER = 2.0
+# Pairs of plans that differ by less than this share, measured, can change places by chance.
+APART = 0.03
+# `auto` may take this many times as long as the fastest plan measured.
+AS_FAST = 1.02
+
+
+@dataclass(frozen=True, eq=False)
+class Predicted:
+    """A plan and its simulated calls, forward and backward. Plans of `auto` may be static, too."""
+
+    name: str
+    static: bool
+    plan: Plan
+    times: tuple[AttentionTimes, AttentionTimes]
+
+    @property
+    def seconds(self) -> float:
+        return sum(times.seconds for times in self.times)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A plan of a batch: predicted and measured seconds."""
+
+    batch: str
+    name: str
+    static: bool
+    auto: bool
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """0.05: it took 5 % longer than predicted."""
+        return self.measured / self.predicted - 1
 
 
 def measure_links(ranks: Ranks, machines: int) -> Topology:
@@ -90,9 +139,7 @@ def run_plan(
         commands.append({"do": "run", "part": str(path), "seconds": waits, "repeats": 1 + repeats})
     answers = ranks.ask(commands)
     forward, backward = (
-        min(
-            max(answer[run][side]["seconds"] for answer in answers) for run in range(1, 1 + repeats)
-        )
+        min(max(answer[run][side] for answer in answers) for run in range(1, 1 + repeats))
         for side in (0, 1)
     )
     return forward, backward
@@ -139,9 +186,173 @@ def run_network(machines: int, cases: Sequence[Case], seconds: float) -> Iterato
 def parse_case(text: str) -> tuple[int, Case]:
     parts = text.split(":")
     if len(parts) not in (4, 5):
-        raise ValueError(f"case is {text!r}; write machines:lengths:mask:seed, or :tokens besides")
+        raise ValueError(
+            f"case is {text!r}; write machines:lengths:mask:seed or the same with :tokens"
+        )
     machines, sample, mask, seed, *tokens = parts
     return int(machines), Case(sample, mask, int(seed), int(tokens[0]) if tokens else TOKENS)
+
+
+def make_profile(topology: Topology, flops: float) -> Profile:
+    """Computation at `flops` per second in both directions; row work costs nothing."""
+    return Profile(
+        name=topology.name,
+        attention_forward=flops,
+        attention_backward=flops,
+        dense=flops,
+        copy=1e18,
+        call_seconds=0.0,
+        kernel_tile=32,
+        ranks_per_machine=topology.ranks_per_machine,
+        intra=topology.intra,
+        inter=topology.inter,
+        nics=topology.nics,
+        ordered_phases=topology.ordered_phases,
+    )
+
+
+def make_plans(case: Case, topology: Topology, profile: Profile) -> list[Predicted]:
+    """One for every method, `auto` first; methods that give the same plan are one."""
+    cost = CostModel(profile, SHAPE)
+    batch = case.batch()
+
+    def task(**options: object) -> Task:
+        return Task.of(batch, topology, SHAPE, PlannerConfig(**options), cost)  # type: ignore[arg-type]
+
+    found: dict[str, Predicted] = {}
+    for name, candidate in _candidates(task):
+        plan = candidate.lower(Layout())
+        if plan.digest not in found:
+            static = candidate.placement.static
+            found[plan.digest] = _predict(name, static, plan, topology, cost)
+    fastest = min(one.seconds for one in found.values())
+    return [p for p in found.values() if not p.static or p.seconds < MUCH_SLOWER * fastest]
+
+
+def _candidates(task: Callable[..., Task]) -> Iterator[tuple[str, Candidate]]:
+    plain = task()
+    chosen = choose(plain).candidate
+    yield f"{AUTO} ({chosen.placement.solver})", chosen
+    yield "auto, quality", choose(task(effort="quality")).candidate
+    for name in ("rows", "bisection", "bisection_quality", "whole_documents"):
+        placed = plain.place(find_solver(name), Limits(0.1, 0.2))
+        yield from _dynamic(plain, name, placed)
+    statics = static_candidates(plain.batch.lengths, plain.shape, plain.topology)
+    scheduled = [plain.schedule(plain.place(solver)) for solver in statics]
+    best = min(scheduled, key=lambda one: plain.simulate(one).step_seconds)
+    yield from _dynamic(plain, best.placement.solver, best.placed)
+    for candidate in scheduled:
+        yield candidate.placement.solver, candidate
+
+
+def _dynamic(task: Task, name: str, placed: Placed) -> Iterator[tuple[str, Candidate]]:
+    """A placement, and what moves make of it."""
+    if not placed.placement.static:
+        yield name, search_divisions(task, placed).candidate
+    improved = task.improve(placed)
+    if improved is not None:
+        yield f"timed from {name}", search_divisions(task, improved).candidate
+
+
+def _predict(name: str, static: bool, plan: Plan, topology: Topology, cost: CostModel) -> Predicted:
+    forward, backward = simulate_plan(plan, topology, cost).attention[DEFAULT_MASK]
+    assert backward is not None
+    return Predicted(name, static, plan, (forward, backward))
+
+
+def call_seconds(predicted: Predicted, rank: int) -> tuple[list[float], list[float]]:
+    """Seconds of every kernel call of a rank, in program order, forward and backward; the head
+    groups of a division have equal shares."""
+    mask = predicted.plan.parts[rank].mask_plan(DEFAULT_MASK)
+    found: tuple[list[float], list[float]] = ([], [])
+    for direction in Direction:
+        flow, division_of = predicted.times[direction].flow, mask.program(direction).tile_division
+        own = slice(*flow.programs.first[rank : rank + 2])
+        for op, division, seconds in zip(
+            flow.programs.op[own], flow.programs.argument[own], flow.work[own], strict=True
+        ):
+            if op == Op.COMPUTE:
+                calls = len(np.unique(mask.tiles.head_group[division_of == division]))
+                found[direction].extend([float(seconds) / calls] * calls)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Of pairs of plans of one batch: how many, and in how many the predicted winner won."""
+
+    count: int
+    right: int
+
+    def __str__(self) -> str:
+        share = f" ({self.right / self.count:.1%})" if self.count else ""
+        return f"{self.right} of {self.count}{share}"
+
+
+def count_pairs(outcomes: Sequence[Outcome], apart: float = 0.0) -> Pairs:
+    """Pairs whose slower plan took more than 1 + `apart` times as long as the faster one."""
+    results = [
+        (one.predicted < other.predicted) == (one.measured < other.measured)
+        for own in by_batch(outcomes)
+        for one, other in combinations(own, 2)
+        if max(one.measured, other.measured) > (1 + apart) * min(one.measured, other.measured)
+    ]
+    return Pairs(len(results), sum(results))
+
+
+def by_batch(outcomes: Sequence[Outcome]) -> list[list[Outcome]]:
+    names = dict.fromkeys(outcome.batch for outcome in outcomes)
+    return [[outcome for outcome in outcomes if outcome.batch == name] for name in names]
+
+
+def summarize(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """Lines of text."""
+    kinds = {
+        "all": outcomes,
+        "dynamic": [one for one in outcomes if not one.static],
+        "static": [one for one in outcomes if one.static],
+    }
+    for name, own in kinds.items():
+        if own:
+            yield f"{name:8} {_errors(own)}"
+    if kinds["dynamic"] and kinds["static"]:
+        apart = _bias(kinds["dynamic"]) - _bias(kinds["static"])
+        yield f"dynamic plans took {apart:+.1%} longer than static ones, by what was predicted"
+    yield f"predicted winner won in {count_pairs(outcomes)} pairs"
+    yield f"                     in {count_pairs(outcomes, APART)} that differ by more than 3 %"
+    for own in by_batch(outcomes):
+        yield _standing(own)
+
+
+def _bias(outcomes: Sequence[Outcome]) -> float:
+    return statistics.median(one.error for one in outcomes)
+
+
+def _errors(outcomes: Sequence[Outcome]) -> str:
+    size = [abs(one.error) for one in outcomes]
+    worst = max(outcomes, key=lambda one: abs(one.error))
+    return (
+        f"{len(outcomes):4} plans: measured {_bias(outcomes):+.1%} in the median, error "
+        f"{statistics.median(size):.1%} in the median, {max(size):.1%} at worst "
+        f"({worst.name}, {worst.batch})"
+    )
+
+
+def _standing(outcomes: Sequence[Outcome]) -> str:
+    """How `auto` did in a batch."""
+    auto = next(one for one in outcomes if one.auto)
+    static = min((one for one in outcomes if one.static), key=lambda one: one.measured)
+    fastest = min(outcomes, key=lambda one: one.measured)
+    ratio = auto.measured / fastest.measured
+    place = "fastest" if fastest is auto else f"{ratio:.3f} × the fastest ({fastest.name})"
+    verdict = "" if ratio <= AS_FAST else ", TOO SLOW"
+    gain, predicted = (
+        getattr(static, what) / getattr(auto, what) for what in ("measured", "predicted")
+    )
+    return (
+        f"{auto.batch}: {auto.name} is {place}{verdict}; best static {static.name}: "
+        f"{gain:.2f} × its time measured, {predicted:.2f} predicted"
+    )
 
 
 def main() -> None:

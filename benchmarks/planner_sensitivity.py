@@ -1,19 +1,30 @@
-"""How many wins over static methods survive when the cluster is not as assumed.
+"""How plans fare when the cluster or the cost model is not as assumed.
 
-    python -m benchmarks.planner_sensitivity [--model llama3_8b] [--lists ldc,single]
+    python -m benchmarks.planner_sensitivity cluster [--model llama3_8b] [--lists ldc,single]
+    python -m benchmarks.planner_sensitivity whole_calls
 
-The cases of planner_time with seed 0. For every changed cluster: `as planned` simulates the plan
-that was made for the nominal one, `planned anew` plans for the changed one. Both stand against the
-static method that is best on the changed cluster, at its best DP × CP split. A win is a step that
-is no longer than that; ties within 0.5 % count as such.
+`cluster`: the cases of planner_time with seed 0. For every changed cluster, `as planned` simulates
+the plan that was made for the nominal one, `planned anew` plans for the changed one. Both are
+compared with the static method that is best on the changed cluster, at its best DP × CP split. A
+win is a step that is no longer than that; ties within 0.5 % count as wins.
+
+`whole_calls`: h200, 4 machines × 8 ranks, 131,072 tokens, 32 q heads, 8 kv heads, head dim 128,
+bf16. Every batch is planned twice: as if a call were its kernels (10 µs each on top) and messages,
+and by whole calls. Both plans are simulated as whole calls, with graphs and without. Columns have
+the most launches / waits / divisions of a rank, forward and backward, and the milliseconds of a
+layer.
 """
 
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from benchmarks.cases import (
     LISTS,
+    MASKS,
+    TOKENS,
     Case,
     cluster,
     geometric_mean,
@@ -21,12 +32,27 @@ from benchmarks.cases import (
     make_task,
     run_statics,
 )
-from dyncp.cost import ModelConfig, find_model
-from dyncp.planner import choose
-from dyncp.topology import Topology
+from dyncp import AttentionShape, Batch
+from dyncp.cost import CostModel, ModelConfig, find_model, find_profile
+from dyncp.plan import Op
+from dyncp.planner import Task, choose
+from dyncp.samplers import parse_sample, sample_lengths
+from dyncp.simulate import AttentionTimes, Simulated
+from dyncp.topology import Topology, preset
 
 TIE = 0.005
 JITTER, JITTER_SEEDS = 0.05, (0, 1, 2)
+SAMPLES = ("ldc:0", "training_documents:1", "ldc_x0.25:0")
+SHAPE, TOPOLOGY, PROFILE = AttentionShape(32, 8, 128), preset("h200", 4), find_profile("h200")
+# A cost model that knows kernels and messages only.
+KERNELS = replace(
+    PROFILE,
+    launch_seconds=0.0,
+    host_seconds=0.0,
+    host_seconds_eager=0.0,
+    overlap_slowdown=1.0,
+    call_seconds=10e-6,
+)
 
 
 def changed_clusters() -> dict[str, Topology]:
@@ -76,11 +102,19 @@ def draw_row(name: str, found: Sequence[Ratios]) -> str:
     return f"{name:<22}" + "   ".join(cells)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="adds the per-token work, as in llama3_8b")
-    parser.add_argument("--lists", default=",".join(LISTS))
-    args = parser.parse_args()
+def most(times: AttentionTimes) -> str:
+    programs = times.flow.programs
+    counts = (np.add.reduceat(programs.op == op, programs.first[:-1]).max() for op in Op)
+    return "/".join(str(int(count)) for count in counts)
+
+
+def describe(simulated: Simulated) -> str:
+    runs = ", ".join(most(times) for times in simulated.attention["default"] if times is not None)
+    both = 1e3 * (simulated.forward_seconds + simulated.backward_seconds)
+    return f"{runs:<22}{both:>6.2f}"
+
+
+def run_cluster(args: argparse.Namespace) -> None:
     model = None if args.model is None else find_model(args.model)
     clusters = changed_clusters()
     cases = list_cases([0], args.lists.split(","))
@@ -91,6 +125,35 @@ def main() -> None:
     print(f"{'':<22}{columns}   {columns}")
     for name in clusters:
         print(draw_row(name, [result[name] for result in results]))
+
+
+def run_whole_calls(_: argparse.Namespace) -> None:
+    print(f"{'batch, documents, mask':<40}{'host':<8}{'by kernels, ms':<30}by whole calls, ms")
+    for sample in SAMPLES:
+        name, seed = parse_sample(sample)
+        lengths = sample_lengths(name, TOKENS, seed)
+        for mask in ("causal", "lambda"):
+            batch = Batch.of([MASKS[mask](length) for length in lengths])
+            plain = choose(Task.of(batch, TOPOLOGY, SHAPE, None, CostModel(KERNELS, SHAPE)))
+            for graphs in (True, False):
+                cost = CostModel(PROFILE, SHAPE, graphs=graphs)
+                task = Task.of(batch, TOPOLOGY, SHAPE, None, cost)
+                found = [task.simulate(plain.candidate), choose(task).simulated]
+                label = f"{sample}, {len(lengths)}, {mask}"
+                columns = "  ".join(map(describe, found))
+                print(f"{label:<40}{'graphs' if graphs else 'eager':<8}{columns}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    tables = parser.add_subparsers(required=True)
+    cluster = tables.add_parser("cluster")
+    cluster.add_argument("--model", help="adds the per-token work, as in llama3_8b")
+    cluster.add_argument("--lists", default=",".join(LISTS))
+    cluster.set_defaults(run=run_cluster)
+    tables.add_parser("whole_calls").set_defaults(run=run_whole_calls)
+    args = parser.parse_args()
+    args.run(args)
 
 
 if __name__ == "__main__":

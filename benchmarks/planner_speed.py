@@ -1,11 +1,12 @@
 """How long planning takes: CPU milliseconds from lengths and masks to the plans of all ranks.
 
-    python -m benchmarks.planner_speed [--only table|curve|large|first] [--repeats 3]
+    python -m benchmarks.planner_speed [--only table|curve|large|first|stages] [--repeats 3]
 
 Forward and backward, default config, 8 q heads, 2 kv heads, head dim 128, one core. `table` has
 131,072 tokens on p4de, 4 × 8 ranks; `curve` long-tailed tokens, 4,096 for every rank; `large` the
 largest batches, each in a process of its own; `first` the first plan of a new process, with an
-empty and with a filled compile cache.
+empty and with a filled compile cache; `stages` single stages that the docs quote (pair counts,
+mask_mods, simulation, checks, bytes of a part), 131,072 tokens on 4 × 8 ranks, best of three.
 """
 
 import argparse
@@ -13,13 +14,19 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from resource import RUSAGE_SELF, getrusage
 from time import perf_counter, process_time
+from typing import Any
 
-from benchmarks.cases import LISTS, MASKS, Case, cluster, make_task
+from benchmarks.cases import LISTS, MASKS, TOKENS, Case, cluster, make_task
+from dyncp import PlannerConfig, masks
+from dyncp.masks import count_tile_pairs
+from dyncp.plan import encode_part
 from dyncp.planner import choose, lower_choice
+from dyncp.verify import check_plan
 
 TOKENS_PER_RANK = 4096
 BARS = {"single": 150}
@@ -31,6 +38,11 @@ LARGE = (
     (2**24, 128, "ldc causal", 1, 20),
     (2**24, 128, "ldc shared", 1, 20),
 )
+NEEDED: dict[str, dict[str, Any]] = {
+    "prefix_lm": {"prefix": 1000},
+    "document_packed": {"documents": [1024] * 128},
+    "prefix_tree": {"parents": [-1, *[0] * 127], "lengths": [1024] * 128},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +150,46 @@ def _run_apart(*options: str, cache_folder: str | None = None) -> str:
     return done.stdout.strip()
 
 
+def best(run: Callable[[], object], repeats: int = 3) -> float:
+    """Fewest milliseconds."""
+
+    def once() -> float:
+        start = perf_counter()
+        run()
+        return 1e3 * (perf_counter() - start)
+
+    return min(once() for _ in range(repeats))
+
+
+def time_masks() -> None:
+    print("\ncount_tile_pairs, blocks of 1,024:")
+    for name, function in masks.BUILTIN.items():
+        mask = function(TOKENS, **NEEDED.get(name, {}))
+        print(f"  {name:<20}{best(lambda mask=mask: count_tile_pairs(mask, 1024)):8.1f} ms")
+    took = best(lambda: masks.from_mask_mod(lambda _b, _h, q, k: q >= k, 16_384), 1)
+    print(f"from_mask_mod, 16,384 tokens: {took:.0f} ms")
+
+
+def time_plans() -> None:
+    print(f"\n{'simulation, check, largest part':<34}{'tiles':>8}{'ms':>9}{'ms':>9}{'bytes':>9}")
+    for sample in ("ldc", "single"):
+        batch = Case(sample, "causal").batch()
+        for solver in ("rows", "bisection", "zigzag"):
+            task = make_task(batch, PlannerConfig(solver))
+            choice = choose(task)
+            plan, candidate = lower_choice(task, choice), choice.candidate
+            simulated = best(lambda task=task, made=candidate: task.simulate(made))
+            checked = best(lambda plan=plan, batch=batch: check_plan(plan, batch), 1)
+            largest = max(len(encode_part(part)) for part in plan.parts)
+            tiles = len(candidate.graph.tiles["default"])
+            name = f"{sample} causal, {solver}"
+            print(f"{name:<34}{tiles:>8,}{simulated:>9.1f}{checked:>9.0f}{largest:>9,}")
+
+
 def main() -> None:
     start = perf_counter()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=("table", "curve", "large", "first"))
+    parser.add_argument("--only", choices=("table", "curve", "large", "first", "stages"))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--large", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--first", action="store_true", help=argparse.SUPPRESS)
@@ -161,6 +209,9 @@ def main() -> None:
         draw_large()
     if args.only in (None, "first"):
         draw_first()
+    if args.only in (None, "stages"):
+        time_masks()
+        time_plans()
 
 
 if __name__ == "__main__":

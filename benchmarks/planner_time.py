@@ -1,23 +1,37 @@
 """Simulated step times: the planner's choice beside every static method and the ideal.
 
-    python -m benchmarks.planner_time [--model llama3_8b] [--seeds 0,1] [--lists ldc,single]
+    python -m benchmarks.planner_time cluster [--model llama3_8b] [--seeds 0,1] [--lists ldc,single]
+    python -m benchmarks.planner_time networks [--networks pcie,ethernet] [--lists ldc] [--seeds 0]
 
-p4de, 4 machines × 8 ranks, 131,072 tokens, 8 q heads, 2 kv heads, head dim 128, bf16. `ideal` has
-no communication and no imbalance. Static methods have every DP × CP split; `paper` is the best of
-ring, zigzag, loongtrain and transformer_engine over all 32 ranks, `split` the best of them with
-every split. The last columns are planned within compute 1.10 and tokens 1.20 of the mean: `static`
-is the best static method that keeps these limits too, and `over` the best that does not. Ratios
-above 1 say how much slower others are.
+131,072 tokens on 32 ranks, 8 q heads, 2 kv heads, head dim 128, bf16. `ideal` has no communication
+and no imbalance; static methods have every DP × CP split.
+
+`cluster`: p4de, 4 machines × 8 ranks. `paper` is the best of ring, zigzag, loongtrain and
+transformer_engine over all 32 ranks, `split` the best of them with every split. The last columns
+are planned within compute 1.10 and tokens 1.20 of the mean: `static` is the best static method that
+keeps these limits too, and `over` the best that does not. Ratios above 1 say how much slower others
+are.
+
+`networks`: attention forward and backward in ms; `ratio` is the best static method over ours,
+`planning` the CPU time of the search. `one_link` has NVLink and one 100 Gb/s link per machine,
+`pcie` 25 GB/s inside machines and 100 Gb/s per machine, `ethernet` 32 machines of one rank with 25
+Gb/s.
 """
 
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from time import process_time
+
+import numpy as np
 
 from benchmarks.cases import (
     FIXED,
     LIMITS,
     LISTS,
+    MASKS,
+    SHAPE,
+    TOKENS,
     Case,
     Static,
     fastest,
@@ -27,12 +41,26 @@ from benchmarks.cases import (
     paper_baselines,
     run_statics,
 )
-from dyncp import PlannerConfig
-from dyncp.cost import ModelConfig, find_model
+from dyncp import Batch, PlannerConfig
+from dyncp.cost import PROFILES, CostModel, ModelConfig, find_model
 from dyncp.placement import Balance
-from dyncp.planner import choose
+from dyncp.planner import Task, choose, search
+from dyncp.samplers import sample_lengths
+from dyncp.topology import Link, Topology, preset
 
 SPARSE = ("lambda", "blockwise", "shared")
+NETWORKS = {
+    "one_link": Topology(4, 8, Link(5e-6, 240e9), Link(20e-6, 12.5e9), 1),
+    "pcie": Topology(4, 8, Link(10e-6, 25e9), Link(20e-6, 12.5e9), 1),
+    "ethernet": Topology(32, 1, Link(30e-6, 3.125e9), Link(30e-6, 3.125e9), 1),
+    "p4de": preset("p4de", 4),
+    "h200": preset("h200", 4),
+}
+SLOW = ("one_link", "pcie", "ethernet")
+# Means and deviations of the logarithm of lengths, and its least and greatest where it is uniform.
+LOGNORMAL = {"mixed": (8.2, 1.2), "short": (6.8, 0.9)}
+UNIFORM = {"long": (4096, 65536)}
+NETWORK_LISTS = ("ldc", "longalign", *LOGNORMAL, *UNIFORM)
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +168,7 @@ def _summarise_limits(results: Sequence[Result]) -> None:
 
 
 def _summarise_paper(results: Sequence[Result]) -> None:
-    """Against the paper's baselines, which the bars of 3× and 5× are for."""
+    """Against the paper's baselines."""
     for name, own in (
         ("causal, long-tailed × 0.5", [r for r in results if str(r.case).startswith("ldc_x0.5 c")]),
         ("causal", [r for r in results if r.case.mask == "causal"]),
@@ -156,21 +184,95 @@ def _summarise_paper(results: Sequence[Result]) -> None:
         )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="adds the per-token work, as in llama3_8b")
-    parser.add_argument("--seeds", default="0,1")
-    parser.add_argument("--lists", default=",".join(LISTS))
-    args = parser.parse_args()
+def draw_lengths(name: str, seed: int) -> list[int]:
+    """Lengths by name of a sampler, or drawn from a distribution of this file."""
+    if name not in LOGNORMAL and name not in UNIFORM:
+        return list(sample_lengths(name, TOKENS, seed))
+    random, lengths, left = np.random.default_rng(seed), [], TOKENS
+    while left:
+        if name in LOGNORMAL:
+            drawn = random.lognormal(*LOGNORMAL[name])
+        else:
+            drawn = np.exp(random.uniform(*np.log(UNIFORM[name])))
+        lengths.append(min(max(int(drawn), 16), left))
+        left -= lengths[-1]
+    return lengths
+
+
+def make_network_task(network: str, name: str, mask: str, seed: int) -> Task:
+    topology = NETWORKS[network]
+    cost = CostModel(PROFILES.get(topology.name, PROFILES["p4de"]), SHAPE)
+    batch = Batch.of([MASKS[mask](length) for length in draw_lengths(name, seed)])
+    return Task.of(batch, topology, SHAPE, cost=cost)
+
+
+def run_on_network(network: str, name: str, mask: str, seed: int) -> tuple[float, bool]:
+    """Best static method over ours, and whether ours is dynamic."""
+    task = make_network_task(network, name, mask, seed)
+    start = process_time()
+    found = search(task)
+    planning = process_time() - start
+    static = fastest(list(run_statics(make_network_task(network, name, mask, seed))))
+    ours, ideal = found.simulated.step_seconds, found.simulated.ideal_seconds
+    placement, ratio = found.candidate.placement, static.seconds / ours
+    print(
+        f"{network:9} {name:10} {mask:10} {seed:4} {1e3 * ideal:8.2f} {1e3 * ours:8.2f} "
+        f"{placement.solver:26} {1e3 * static.seconds:8.2f} {static.name:26} {ratio:6.2f} "
+        f"{1e3 * planning:6.0f} ms",
+        flush=True,
+    )
+    return ratio, not placement.static
+
+
+def run_cluster(args: argparse.Namespace) -> None:
     model = None if args.model is None else find_model(args.model)
-    seeds = [int(seed) for seed in args.seeds.split(",")]
     print(f"simulated step, {args.model or 'attention alone, one layer'}\n{HEADER}")
     results = []
-    for case in list_cases(seeds, args.lists.split(",")):
+    for case in list_cases(integers(args.seeds), args.lists.split(",")):
         results.append(run_case(case, model))
         print(draw_row(results[-1]), flush=True)
     print()
     summarise(results)
+
+
+def run_networks(args: argparse.Namespace) -> None:
+    run_on_network("p4de", "ldc", "causal", 0)  # compiles
+    print("network   lengths    mask       seed    ideal     ours", end=" ")
+    print(f"{'choice':26} {'static':>8} {'method':26} {'ratio':>6} planning")
+    for network in args.networks.split(","):
+        results = [
+            run_on_network(network, name, mask, seed)
+            for name in args.lists.split(",")
+            for mask in args.masks.split(",")
+            for seed in integers(args.seeds)
+        ]
+        ratios, dynamic = zip(*results, strict=True)
+        print(
+            f"{network}: ratio {geometric_mean(ratios):.2f} in the geometric mean, "
+            f"{min(ratios):.2f} at least; dynamic in {sum(dynamic)} of {len(dynamic)}"
+        )
+
+
+def integers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    tables = parser.add_subparsers(required=True)
+    cluster = tables.add_parser("cluster")
+    cluster.add_argument("--model", help="adds the per-token work, as in llama3_8b")
+    cluster.add_argument("--seeds", default="0,1")
+    cluster.add_argument("--lists", default=",".join(LISTS))
+    cluster.set_defaults(run=run_cluster)
+    networks = tables.add_parser("networks")
+    networks.add_argument("--networks", default=",".join(SLOW))
+    networks.add_argument("--lists", default=",".join(NETWORK_LISTS))
+    networks.add_argument("--masks", default=",".join(MASKS))
+    networks.add_argument("--seeds", default="0")
+    networks.set_defaults(run=run_networks)
+    args = parser.parse_args()
+    args.run(args)
 
 
 if __name__ == "__main__":

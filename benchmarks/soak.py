@@ -31,10 +31,18 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d
 
-from benchmarks.planner_faults import raising
-from dyncp import DCPAttn, DCPDataLoader, DCPExecutor, masks, sum_gradients, sum_over_ranks
+from benchmarks.cases import failing_planner
+from dyncp import (
+    DCPAttn,
+    DCPDataLoader,
+    DCPExecutor,
+    masks,
+    next_token_loss,
+    sum_gradients,
+    sum_over_ranks,
+)
 from dyncp.train.config import DecoderConfig
-from dyncp.train.model import Decoder, local_loss
+from dyncp.train.model import Decoder
 
 RUNS = ("undisturbed", "kills and slow plans", "kills, slow plans, errors")
 SEED, STOPPED_SECONDS = 3, 0.5
@@ -65,7 +73,7 @@ def make_samples(number: int) -> tuple[list[dict[str, Any]], list[int]]:
 def disturb(loader: DCPDataLoader, number: int, rank: int, options: Options) -> None:
     """Kills this rank's planning process, or stops it for a while, when it is its turn."""
     turn, offset = divmod(number, options.every)
-    pid = loader.planning_pid
+    pid = next(iter(loader.planning_pids), None)
     if pid is None:
         return
     if offset == options.every // 2 and rank == turn % options.ranks:
@@ -97,7 +105,7 @@ class Run:
         self.rank, self.options = rank, options
         self.disturbed = name != RUNS[0]
         samples, self.lengths = make_samples(options.samples)
-        faults = {"plan_function": raising} if name == RUNS[2] else {}
+        faults = {"plan_function": failing_planner} if name == RUNS[2] else {}
         self.loader = DCPDataLoader(
             samples,
             masks.causal,
@@ -155,7 +163,7 @@ class Run:
         if last is not None and last.static:
             self.static.append(number)
         logits = self.model(data, partial(DCPAttn.apply, self.executor.prepare(plan)))
-        loss = local_loss(logits, data)
+        loss = next_token_loss(logits, data)
         self.optimizer.zero_grad()
         loss.backward()
         sum_gradients(self.model)

@@ -23,11 +23,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import Dataset, IterableDataset
 
-from benchmarks.planner_faults import raising
-from dyncp import DCPAttn, DCPDataLoader, DCPExecutor, masks, sum_gradients, sum_over_ranks
-from dyncp.dataloader.errors import BatchMismatch, PeerError, SampleError
+from benchmarks.cases import failing_planner
+from dyncp import (
+    DCPAttn,
+    DCPDataLoader,
+    DCPExecutor,
+    masks,
+    next_token_loss,
+    sum_gradients,
+    sum_over_ranks,
+)
+from dyncp.dataloader import BatchMismatch, PeerError, SampleError
 from dyncp.train.config import DecoderConfig
-from dyncp.train.model import Decoder, local_loss
+from dyncp.train.model import Decoder
 
 SEED, BUDGET = 3, 160
 SIZES = DecoderConfig(layers=1, hidden=16, q_heads=2, kv_heads=1, head_dim=8, ffn=32, vocab=64)
@@ -150,7 +158,7 @@ def make_loader(segment: Segment, reading: Reading, mesh: Any) -> DCPDataLoader:
     if scenario.dataset == "stream":
         dataset, options = Stream(reading), {}
     if scenario.planner_raises and segment.events:
-        options["plan_function"] = raising
+        options["plan_function"] = failing_planner
     return DCPDataLoader(
         dataset,
         masks.causal,
@@ -204,7 +212,7 @@ class Training:
         last = self.loader.metrics.last
         self.static += last is not None and last.static
         logits = self.model(data, partial(DCPAttn.apply, self.executor.prepare(plan)))
-        loss = local_loss(logits, data)
+        loss = next_token_loss(logits, data)
         loss.backward()
         own = torch.cat([loss.detach()[None], self.tokens_of(data)])
         total, *tokens = sum_over_ranks(own).tolist()
@@ -234,7 +242,7 @@ class Training:
                 self.happen(event.kind)
 
     def happen(self, kind: str) -> None:
-        pid = self.loader.planning_pid
+        pid = next(iter(self.loader.planning_pids), None)
         if kind == "kill planner" and pid is not None:
             os.kill(pid, signal.SIGKILL)
         elif kind == "stop planner" and pid is not None:

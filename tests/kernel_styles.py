@@ -7,8 +7,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dyncp.kernels import Gradients, Held, IndexArrays, KernelCall, ReferenceKernel, RowStates, Sums
-from dyncp.kernels.panels import rows_to_panels
+from dyncp.kernels import (
+    Gradients,
+    IndexArrays,
+    KernelCall,
+    ReferenceKernel,
+    RowState,
+    RowStates,
+    Sums,
+)
+from dyncp.kernels.flash4.panels import rows_to_panels
 
 SIDE = 64  # rows that collected sums are padded to
 LOG2E = 1.4426950408889634
@@ -24,7 +32,7 @@ class RoundingKernel(ReferenceKernel):
         if backward:
             return super().lower(call, arrays, backward=True)
         rows = len(call.q_coordinates)
-        fresh = RowStates(np.zeros(rows, np.uint8), np.full(rows, Held.FINAL, np.uint8))
+        fresh = RowStates(np.zeros(rows, np.uint8), np.full(rows, RowState.FINAL, np.uint8))
         alone = KernelCall(
             call.head_group,
             call.rectangles,

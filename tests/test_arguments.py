@@ -17,7 +17,7 @@ from dyncp import (
     masks,
     plan_batch,
 )
-from dyncp.dataloader.samples import layout_mask
+from dyncp.dataloader.local_fields import layout_mask
 from dyncp.masks import Mask
 from dyncp.plan import Plan, load_plan, save_plan
 from dyncp.verify import verify_plan
@@ -43,7 +43,7 @@ def step():
         (lambda: Batch.of([masks.causal]), "entry 0 of a batch is masks.causal; expected a Mask"),
         (lambda: Batch.of([{"default": 3}]), "expected a Mask"),
         (lambda: Batch((3.5,), {"default": (masks.causal(3),)}), "a length is 3.5; a whole"),
-        (lambda: masks.causal(2**31), "2147483648 tokens was given; allowed are at most"),
+        (lambda: masks.causal(2**31), "length of a sequence is 2147483648; at most"),
         (lambda: AttentionShape(8, 2, 1.5), "head_dim is 1.5; a whole number"),
         (lambda: AttentionShape("8", 2), "q_heads is '8'; a whole number"),
         (lambda: AttentionShape(True, 1), "q_heads is True; a whole number"),
@@ -62,7 +62,7 @@ def step():
         (lambda: plan_batch(BATCH, Topology(), None, "rows"), "config is str; expected Planner"),
         (lambda: DCPExecutor(virtual_ranks=1.5), "virtual ranks is 1.5; a whole number"),
         (lambda: DCPExecutor(device="moon"), "device is 'moon', which is not there"),
-        (lambda: DCPExecutor(kernel=3), "kernel is int, which has no name; give a name"),
+        (lambda: DCPExecutor(kernel=3), "kernel is int; expected a dyncp.kernels.Kernel"),
         (lambda: DCPExecutor(transport="tcp"), "transport is str; expected a Transport"),
         (lambda: DCPExecutor(timeout=NAN), "timeout is nan; a finite number"),
         (lambda: DCPExecutor().prepare(None), "prepare.. is NoneType; expected a Plan"),

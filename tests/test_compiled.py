@@ -15,7 +15,7 @@ logging.basicConfig()
 {before}
 import numpy as np
 from dyncp.arrays import frozen
-from dyncp.plan.rows import _run_starts
+from dyncp.plan.row_ranges import _run_starts
 rows = frozen(np.arange(8))
 print(_run_starts(rows, 2, 4, frozen(np.array([0]))).tolist())
 """

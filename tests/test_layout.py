@@ -1,6 +1,7 @@
 """Imports follow the order of the stages, and planning works without torch."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,13 +38,13 @@ ALLOWED = {
         "topology",
     },
     "integrations": {"masks", "blocks", "cost", "plan", "executor", "dataloader"},
-    "measure": {
-        "masks", "blocks", "placement", "plan", "planner", "cost", "simulate", "samplers",
-        "topology", "transport", "kernels", "executor",
+    "calibrate": {
+        "masks", "blocks", "plan", "planner", "cost", "simulate", "samplers", "topology",
+        "transport", "kernels", "executor",
     },
     "cli": {
         "masks", "blocks", "placement", "schedule", "plan", "verify", "planner", "cost",
-        "simulate", "samplers", "topology", "kernels", "executor", "train", "measure",
+        "simulate", "samplers", "topology", "kernels", "executor", "train", "calibrate",
     },
 }  # fmt: skip
 WITHOUT_TORCH = (
@@ -78,6 +79,15 @@ def test_imports_follow_the_stages(path):
     package = package_of(path)
     found = imports_of(path) - {package, "arrays", "checks", "compiled", "torch"}
     assert found <= ALLOWED[package], f"{package} must not import {found - ALLOWED[package]}"
+
+
+def test_the_layout_page_lists_every_file_of_the_dataloader():
+    page = (ROOT.parents[1] / "docs/layout.md").read_text()
+    table = page.split("## Inside the dataloader")[1].split("\n## ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    listed = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    files = {path.stem for path in ROOT.glob("dataloader/*.py")} - {"__init__"}
+    assert sorted(listed) == sorted(files)
 
 
 @pytest.mark.parametrize("package", WITHOUT_TORCH)

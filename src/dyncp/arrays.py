@@ -1,9 +1,13 @@
-"""Array types of the planning stages, and the one way to make an array read-only."""
+"""Array types of the planning stages, read-only arrays, sorting, and tables ordered by rank."""
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+from dyncp.compiled import compiled
 
 Bool = npt.NDArray[np.bool_]
 UInt8 = npt.NDArray[np.uint8]
@@ -28,3 +32,77 @@ def frozen(values: Any, dtype: type[np.generic] = np.int32) -> npt.NDArray[Any]:
 def starts_of(sizes: npt.NDArray[Any]) -> Int64:
     """Offsets of consecutive pieces and their end: sizes [3, 1, 2] give [0, 3, 4, 6]."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
+
+
+Column = npt.NDArray[Any]
+
+
+def sorted_order(*columns: tuple[Column, int]) -> Int64:
+    """Like `np.lexsort`: the stable order by the last column, ties by the one before it, and so on.
+
+    Each column comes with its number of keys; its values are in [0, that number).
+    """
+    order = np.arange(len(columns[0][0]))
+    for keys, num_keys in columns:
+        order = _sort_pass(order, keys.astype(np.int64), num_keys)
+    return order
+
+
+@compiled
+def _sort_pass(order: Int64, keys: Int64, num_keys: int) -> Int64:
+    place = np.zeros(num_keys + 1, np.int64)
+    for key in keys:
+        place[key + 1] += 1
+    for key in range(num_keys):
+        place[key + 1] += place[key]
+    moved = np.empty_like(order)
+    for index in order:
+        key = keys[index]
+        moved[place[key]] = index
+        place[key] += 1
+    return moved
+
+
+def distinct_pairs(
+    major: Column, num_major: int, minor: Column, num_minor: int
+) -> tuple[Int64, Int64, Int64]:
+    """Distinct (major, minor), ordered, and for every given pair its index among them.
+
+    Majors [1, 0, 1] with minors [5, 7, 5] give [0, 1], [7, 5] and [1, 0, 1].
+    """
+    order = sorted_order((minor, num_minor), (major, num_major))
+    major, minor = (column[order].astype(np.int64) for column in (major, minor))
+    new = np.ones(len(order), np.bool_)
+    new[1:] = (major[1:] != major[:-1]) | (minor[1:] != minor[:-1])
+    index = np.empty(len(order), np.int64)
+    index[order] = np.cumsum(new) - 1
+    return major[new], minor[new], index
+
+
+Table = TypeVar("Table")
+
+
+def split_by_rank(
+    table: Callable[..., Table], columns: Sequence[npt.NDArray[Any]], of_rank: Int64
+) -> list[Table]:
+    """One table per rank, with read-only views: rank r has rows of_rank[r] to of_rank[r + 1].
+
+    Takes the columns over: nobody may write to them any more."""
+    for column in columns:
+        column.flags.writeable = False
+    return [
+        table(*[column[first:end] for column in columns])
+        for first, end in pairwise(of_rank.tolist())
+    ]
+
+
+def bounds_of_ranks(rank: Int64 | Int32, num_ranks: int) -> Int64:
+    """Where each rank's rows begin when rows are ordered by rank, and the end."""
+    return starts_of(np.bincount(rank, minlength=num_ranks))
+
+
+def ranges_of(first: Int64, counts: Int64 | Int32) -> Int64:
+    """first[i], first[i]+1, ... (counts[i] numbers) for every i: [5, 0], [2, 1] gives 5, 6, 0."""
+    starts = starts_of(counts)
+    step = np.arange(starts[-1])
+    return step + np.repeat(first - starts[:-1], counts)

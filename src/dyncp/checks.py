@@ -5,6 +5,7 @@ import operator
 from typing import Any
 
 MOST_TOKENS = 2**31 - 1  # of a batch: rows and key ranges are int32
+MOST_RANKS = 2**16  # of a plan; also the most rows that a multiple or an alignment may have
 
 
 def whole_number(name: str, value: Any, least: int, most: int = MOST_TOKENS) -> int:

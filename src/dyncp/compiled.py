@@ -36,7 +36,7 @@ NO_WRAPPERS: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": T
 
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
     """For functions that Python calls."""
-    made: Any = numba.njit(**OPTIONS)(function)
+    made: Any = _for_any_number(numba.njit(**OPTIONS)(function))
     try:
         made.enable_caching()
     except (RuntimeError, OSError) as error:  # nowhere to write
@@ -120,5 +120,18 @@ def _warn_once(reason: str) -> None:
 
 def inner(function: Callable[P, R]) -> Callable[P, R]:
     """For functions that only compiled ones call."""
-    made: Callable[P, R] = numba.njit(**OPTIONS, **NO_WRAPPERS)(function)
+    made: Callable[P, R] = _for_any_number(numba.njit(**OPTIONS, **NO_WRAPPERS)(function))
+    return made
+
+
+def _for_any_number(made: Any) -> Any:
+    """Compiles once for all whole numbers; numba would again for each that a caller writes out."""
+    template = made.get_call_template
+    any_of: Callable[[Any], Any] = numba.types.unliteral
+
+    def without_literals(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        known = {name: any_of(kind) for name, kind in keywords.items()}
+        return template(tuple(map(any_of, arguments)), known)
+
+    made.get_call_template = without_literals
     return made

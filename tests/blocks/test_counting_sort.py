@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dyncp.blocks.counting_sort import distinct_pairs, sorted_order
+from dyncp.arrays import distinct_pairs, sorted_order
 
 TABLES = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9), st.integers(0, 1)), max_size=40)
 

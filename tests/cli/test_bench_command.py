@@ -1,11 +1,15 @@
 """`dyncp bench`: real measurements of tiny sizes, on virtual and on real ranks."""
 
 import json
+import os
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import dyncp
 from dyncp.cli import main
 from dyncp.cli.entry import build_parser
 from torchrun import run_under_torchrun
@@ -26,6 +30,30 @@ def test_each_bench_has_help_with_an_example(capsys, what):
         main(["bench", what, "--help"])
     assert stopped.value.code == 0
     assert f"\n  dyncp bench {what}" in capsys.readouterr().out.partition("example")[2]
+
+
+def bench_help(where: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """`dyncp bench kernels --help` with dyncp from `where`, in another folder."""
+    return subprocess.run(
+        [sys.executable, "-m", "dyncp", "bench", "kernels", "--help"],
+        cwd=folder, env=os.environ | {"PYTHONPATH": str(where)},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def test_benchmarks_are_found_beside_the_source_from_any_folder(tmp_path):
+    done = bench_help(Path(dyncp.__file__).parents[1], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "--baselines" in done.stdout
+
+
+def test_an_installed_package_says_where_benchmarks_are(tmp_path):
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "dyncp").symlink_to(Path(dyncp.__file__).parent)
+    done = bench_help(tmp_path / "lib", tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("dyncp: error: `dyncp bench kernels` is part of the source")
+    assert done.stderr.count("\n") == 1
 
 
 def test_kernels_stand_beside_each_other_with_speed_and_error(capsys):
@@ -151,8 +179,8 @@ def test_real_ranks_are_measured_beside_the_prediction():
     ("words", "message"),
     [
         (["kernels", "--masks", "crooked"], "mask is 'crooked'; choose from causal"),
-        (["kernels", "--lengths", "12,x"], "--lengths is '12,x'; expected whole numbers"),
-        (["kernels", "--lengths", "0"], "--lengths is '0'; expected whole numbers from 1 on"),
+        (["kernels", "--lengths", "12,x"], "--lengths is '12,x'; expected positive integers"),
+        (["kernels", "--lengths", "0"], "--lengths is '0'; expected positive integers"),
         (["kernels", "--baselines", "best"], "baseline is 'best'; choose from sdpa_flash"),
         (["kernels", "--check", "some"], "check is 'some'; choose one of smallest, all, none"),
         (["kernels", "--repeats", "0"], "repeats are 0"),
@@ -169,7 +197,7 @@ def test_real_ranks_are_measured_beside_the_prediction():
         (["layers", "--sample", "moon:1"], "length distribution is 'moon'; choose one of"),
         (["layers", "--masks", "crooked"], "there is no mask 'crooked'; choices: causal"),
         (["layers", "--masks", ""], "--masks is empty; at least one is needed"),
-        (["layers", "--rank", "one"], "--rank is 'one'; expected whole numbers"),
+        (["layers", "--rank", "one"], "--rank is 'one'; expected integers"),
         (["layers", "--rank", "9", "--tokens", "64"], "rank is 9; the plan has ranks 0 to 3"),
         (["layers", "--layers", "0", "--tokens", "64"], "layers is 0; at least 1 is needed"),
         (["layers", "--virtual-ranks", "0"], "--virtual-ranks is 0; at least 1"),

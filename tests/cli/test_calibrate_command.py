@@ -63,7 +63,7 @@ def test_links_are_measured_between_real_ranks(tmp_path: Path):
         (["--save", "/no/such/folder/mine.json"], "the folder /no/such/folder does not exist"),
         (["--base", "moon"], "profile is 'moon'; choose one of p4de"),
         (["--masks", "crooked"], "mask is 'crooked'; choose from causal"),
-        (["--sizes", "few"], "--sizes is 'few'; expected whole numbers"),
+        (["--sizes", "few"], "--sizes is 'few'; expected positive integers"),
         (["--device", "abacus"], "device is 'abacus'; choose cpu or cuda"),
     ],
 )

@@ -72,7 +72,7 @@ def test_version(capsys):
         (["train", "--virtual-ranks", "-1"], ["-1 ranks"]),
         (["masks", "crooked"], ["crooked", "causal"]),
         (["masks", "sliding_window:width=3"], ["width", "window"]),
-        (["masks", "causal", "--length", "0"], ["0 tokens"]),
+        (["masks", "causal", "--length", "0"], ["length of a sequence is 0"]),
         (["masks", "prefix_lm"], ["prefix="]),
     ],
 )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dyncp import AttentionShape, Batch, masks
 from dyncp.blocks import Direction, build_graph
 from dyncp.cost import PROFILES, CostModel, find_profile
-from dyncp.cost.kernel_calls import CallBlocks, CallTiles, call_work, more_seconds
+from dyncp.cost.cost_model import CallBlocks, CallTiles, call_work, more_seconds
 from dyncp.topology import PRESETS
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD

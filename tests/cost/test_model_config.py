@@ -90,11 +90,11 @@ def test_configs_that_say_too_little_or_something_else_are_refused(tmp_path: Pat
     without = {key: value for key, value in LLAMA.items() if key != "vocab_size"}
     with pytest.raises(ValueError, match="no vocab_size; it has model_type, hidden_size"):
         from_transformers_config(without)
-    with pytest.raises(ValueError, match="hidden_size is '4096'; a whole number"):
+    with pytest.raises(ValueError, match="hidden_size is '4096'; it must be an integer"):
         from_transformers_config(LLAMA | {"hidden_size": "4096"})
     with pytest.raises(ValueError, match="multi-head latent attention is not modelled"):
         from_transformers_config(LLAMA | {"kv_lora_rank": 512})
-    with pytest.raises(ValueError, match=r"ModelConfig.heads is 0; at least 1"):
+    with pytest.raises(ValueError, match=r"ModelConfig.heads is 0; it must be at least 1"):
         from_transformers_config(LLAMA | {"num_attention_heads": 0})
     with pytest.raises(ValueError, match="nowhere cannot be read"):
         from_transformers_config(tmp_path / "nowhere")

@@ -9,9 +9,9 @@ import pytest
 from dyncp import AttentionShape, Batch, PlannerConfig, masks, plan_batch
 from dyncp.blocks import Direction, Payload, bytes_per_token
 from dyncp.cost import CostModel, find_profile
-from dyncp.cost.row_work import Rows, Sent, Touched, Widths
+from dyncp.cost.row_work import RowBytes, RowCosts, Sent, Touched
 from dyncp.plan import Space, find_contributions
-from dyncp.simulate.from_plan import moved_by_plan
+from dyncp.simulate.flow import row_bytes_of_plan
 from dyncp.topology import preset
 
 SHAPE = AttentionShape(4, 2, 8)
@@ -21,10 +21,10 @@ Q, KV, PER_HEAD = 4 * 8 * 2, 2 * 2 * 8 * 2, 4 * 4  # bytes of a token
 TOKENS = 10
 
 
-def rows(direction: Direction, *, fixed: bool = False) -> Rows:
+def rows(direction: Direction, *, fixed: bool = False) -> RowCosts:
     """Ranks 0 and 1 own a block of 10 tokens each."""
     tokens, owner = np.array([TOKENS, TOKENS]), np.array([0, 1])
-    return Rows(2, 2, 2, tokens, owner, direction, Widths(SHAPE, GROUPS), fixed)
+    return RowCosts(2, 2, 2, tokens, owner, direction, RowBytes(SHAPE, GROUPS), fixed)
 
 
 def sent(*payloads: tuple[int, int, int, Payload, int]) -> Sent:
@@ -96,7 +96,7 @@ def test_forward_every_contribution_of_a_plan_is_read_once(solver: str) -> None:
     batch = Batch.of([masks.causal(n) for n in (5000, 900, 300)])
     plan = plan_batch(batch, topology, shape, PlannerConfig(solver=solver))
     cost = CostModel(find_profile("h200"), shape)
-    found = moved_by_plan(plan, "default", Direction.FORWARD, cost)
+    found = row_bytes_of_plan(plan, "default", Direction.FORWARD, cost)
     sizes = bytes_per_token(shape, plan.parts[0].head_groups)[Payload.OUT]
     for part in plan.parts:
         mask = part.mask_plan("default")

@@ -11,24 +11,26 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 
 from dyncp import DCPDataLoader, masks
-from dyncp.dataloader.batch_data import BatchData, Masking
-from dyncp.dataloader.batching import Batching
-from dyncp.dataloader.config import LoaderConfig
-from dyncp.dataloader.dataset import MapSource, find_lengths, open_source
-from dyncp.dataloader.state import Position, Terms, from_state, to_state
+from dyncp.dataloader.batching import BatchSelector
+from dyncp.dataloader.dataset import IndexedSource, find_lengths, open_source
+from dyncp.dataloader.options import LoaderConfig
+from dyncp.dataloader.prepare import BatchData, MaskMaker
+from dyncp.dataloader.state import BatchSettings, Position, from_state, to_state
 
 LENGTHS = (5, 9, 3, 12, 1, 7)
 SAMPLES = [{"input_ids": [i] * n, "tokens": n} for i, n in enumerate(LENGTHS)]
 
 
-TERMS = Terms(0, True, "", "samples", 6, 16, "", 2, None, "error", False, 16, "error", "error")
+SETTINGS = BatchSettings(
+    0, True, "", "samples", 6, 16, "", 2, None, "error", False, 16, "error", "error"
+)
 
 
 def batching(samples=SAMPLES, replica=0, num_replicas=1, window=1, **options):
     config = LoaderConfig(window=window, **options)
     source = open_source(samples, config)
     seconds = lambda length: float(length**2)  # noqa: E731
-    return Batching(source, config, config.budget(1), replica, num_replicas, seconds)
+    return BatchSelector(source, config, config.budget(1), replica, num_replicas, seconds)
 
 
 def indices(steps):
@@ -48,9 +50,9 @@ def test_a_budget_may_follow_a_schedule():
         [3, 4],
         [5],
     ]
-    with pytest.raises(ValueError, match="tokens_per_batch is nan for batch 0; a whole number"):
+    with pytest.raises(ValueError, match="tokens_per_batch of batch 0 is nan; a whole number"):
         batches(tokens_per_batch=lambda _: float("nan"))
-    with pytest.raises(ValueError, match="tokens_per_batch is 0 for batch 1; at least 1"):
+    with pytest.raises(ValueError, match="tokens_per_batch of batch 1 is 0; at least 1"):
         batches(tokens_per_batch=lambda number: 30 - 30 * number)
 
 
@@ -69,8 +71,8 @@ def test_a_truncated_sample_is_cut_in_all_its_token_fields():
     sample = {"input_ids": list(range(6)), "labels": list(range(6)), "grid": np.zeros((3, 6))}
     config = LoaderConfig(max_length=4, too_long="truncate", token_fields={"grid": 1})
     source = open_source([sample], config)
-    (step,) = Batching(source, config, 8, 0, 1).steps(Position())
-    cut = BatchData(step.selections[0], source, Masking(masks.causal), config).sample(0)
+    (step,) = BatchSelector(source, config, 8, 0, 1).steps(Position())
+    cut = BatchData(step.selections[0], source, MaskMaker(masks.causal), config).sample(0)
     assert len(cut["input_ids"]) == len(cut["labels"]) == 4
     assert cut["grid"].shape == (3, 4)
 
@@ -106,7 +108,7 @@ def test_samplers_say_the_order_or_the_batches():
         {"sampler": [0], "batch_sampler": [[0]]},
         {"batch_sampler": [[0]], "tokens_per_batch": 8},
     ):
-        with pytest.raises(ValueError, match=r"give one of them|would have no effect"):
+        with pytest.raises(ValueError, match=r"pass only one of them|would have no effect"):
             LoaderConfig(**wrong)
 
 
@@ -125,16 +127,16 @@ def test_lengths_spare_reading():
     assert find_lengths(SAMPLES, "tokens").tolist() == list(LENGTHS)
     with pytest.raises(ValueError, match="sample 0 has no such field"):
         find_lengths(SAMPLES, "words")
-    with pytest.raises(ValueError, match="Unreadable has no columns; give an array"):
+    with pytest.raises(ValueError, match="Unreadable has no columns; pass an array"):
         find_lengths(Unreadable(), "tokens")
-    with pytest.raises(ValueError, match="one integer per sample is needed, and the dataset has 6"):
+    with pytest.raises(ValueError, match="one integer for each of the dataset's 6 samples"):
         find_lengths(SAMPLES, [1, 2])
     with pytest.raises(ValueError, match="says 0 tokens for sample 2"):
         find_lengths(SAMPLES, [1, 1, 0, 1, 1, 1])
 
 
 def test_lengths_that_are_wrong_are_noticed_when_the_sample_is_read():
-    source = MapSource(SAMPLES, LoaderConfig(lengths=[5, 9, 4, 12, 1, 7]))
+    source = IndexedSource(SAMPLES, LoaderConfig(lengths=[5, 9, 4, 12, 1, 7]))
     entries = list(source.entries(Position()))
     with pytest.raises(ValueError, match="sample 2 has 3 tokens; lengths= says 4"):
         source.read(entries[2])
@@ -224,8 +226,8 @@ def test_every_sample_is_once_in_an_epoch_and_any_position_continues_it(
     assert sorted((e.index, e.start, e.length) for e in seen) == expected[too_long]
     assert all(s.num_tokens <= budget for batches in own for s in batches)
     for number, selection in enumerate(own[0]):
-        saved = json.loads(json.dumps(to_state(selection.end, TERMS, replicas)))
-        position, _ = from_state(saved, TERMS, replicas, own_budget=True)
+        saved = json.loads(json.dumps(to_state(selection.end, SETTINGS, replicas)))
+        position, _ = from_state(saved, SETTINGS, replicas, own_budget=True)
         resumed = batching(**options).steps(position)
         rest = [s.fingerprint for step in resumed for s in step.selections]
         assert rest == [s.fingerprint for s in own[0][number + 1 :]]
@@ -291,18 +293,18 @@ def test_an_iteration_may_go_on_over_several_epochs():
 
 def test_a_state_of_other_batches_is_refused():
     position = Position(epoch=1, samples=3, batches=2, total=5)
-    state = to_state(position, TERMS, 1)
-    assert from_state(state, TERMS, 1, own_budget=True) == (position, TERMS)
+    state = to_state(position, SETTINGS, 1)
+    assert from_state(state, SETTINGS, 1, own_budget=True) == (position, SETTINGS)
     with pytest.raises(ValueError, match="saved with seed=0, this loader has 1"):
-        from_state(state, replace(TERMS, seed=1), 1, own_budget=True)
-    other = replace(TERMS, tokens_per_batch=32)
+        from_state(state, replace(SETTINGS, seed=1), 1, own_budget=True)
+    other = replace(SETTINGS, tokens_per_batch=32)
     with pytest.raises(ValueError, match="saved with tokens_per_batch=16, this loader has 32"):
         from_state(state, other, 1, own_budget=True)
-    assert from_state(state, other, 1, own_budget=False) == (position, TERMS)
+    assert from_state(state, other, 1, own_budget=False) == (position, SETTINGS)
     with pytest.raises(ValueError, match="inside an optimiser step of 2 replicas"):
-        from_state(state, TERMS, 2, own_budget=True)
+        from_state(state, SETTINGS, 2, own_budget=True)
     with pytest.raises(ValueError, match="state has version None"):
-        from_state({}, TERMS, 1, own_budget=True)
+        from_state({}, SETTINGS, 1, own_budget=True)
 
 
 def test_options_are_checked_when_the_loader_is_made():
@@ -310,7 +312,7 @@ def test_options_are_checked_when_the_loader_is_made():
         ({"look_ahead": -1}, "look_ahead is -1; at least 0"),
         ({"max_tokens_per_rank": 0}, "max_tokens_per_rank is 0; at least 1"),
         ({"too_long": "cut"}, "too_long is 'cut'; choose one of error, truncate, drop"),
-        ({"plan_timeout": 0}, "plan_timeout is 0; seconds above 0"),
+        ({"plan_timeout": 0}, "plan_timeout is 0; must be positive"),
         ({"tokens_per_batch": 0}, "tokens_per_batch is 0; at least 1"),
         ({"tokens_per_batch": 16.5}, "tokens_per_batch is 16.5; a whole number is needed"),
         ({"accumulation_steps": "2"}, "accumulation_steps is '2'; a whole number is needed"),

@@ -5,8 +5,8 @@ import torch
 
 from dyncp import AttentionShape, DCPDataLoader, masks
 from dyncp.cost import CostModel, find_profile
-from dyncp.dataloader.cluster import cluster_of
-from dyncp.dataloader.errors import BatchMismatch
+from dyncp.dataloader import BatchMismatch
+from dyncp.dataloader.planning import topology_and_cost
 from dyncp.dataloader.ranks import LoaderRanks
 from dyncp.topology import Topology, preset
 from processes import run_ranks
@@ -15,7 +15,7 @@ RANKS, SHAPE = LoaderRanks.of(virtual_ranks=4), AttentionShape()
 
 
 def names(topology=None, cost=None):
-    links, costs = cluster_of(RANKS, topology, cost, SHAPE)
+    links, costs = topology_and_cost(RANKS, topology, cost, SHAPE)
     return links.name, costs.profile.name
 
 

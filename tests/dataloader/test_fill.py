@@ -9,15 +9,13 @@ from hypothesis import strategies as st
 
 from dyncp import AttentionShape, masks
 from dyncp.cost import MODELS, CostModel, find_profile
-from dyncp.dataloader.batching import Batching
-from dyncp.dataloader.config import LoaderConfig
-from dyncp.dataloader.dataset import open_source
-from dyncp.dataloader.deal import level_round
-from dyncp.dataloader.entry import Entry
-from dyncp.dataloader.fill import best_subset, fill_batches
-from dyncp.dataloader.sample_seconds import SampleSeconds
+from dyncp.dataloader.batching import BatchSelector, balanced_round
+from dyncp.dataloader.dataset import SampleEntry, open_source
+from dyncp.dataloader.filling import best_subset, fill_batches
+from dyncp.dataloader.options import LoaderConfig
+from dyncp.dataloader.planning import SampleSeconds
 from dyncp.dataloader.state import Position
-from dyncp.samplers.sample import find_distribution
+from dyncp.samplers import find_distribution
 
 BUDGET = 32_768
 MODEL = MODELS["llama3_8b"]
@@ -30,7 +28,7 @@ def drawn(name, count, budget=BUDGET):
 
 
 def fill(lengths, budget, window=16):
-    entries = [Entry(place, place, length) for place, length in enumerate(lengths)]
+    entries = [SampleEntry(place, place, length) for place, length in enumerate(lengths)]
     return list(fill_batches(entries, lambda _: budget, lambda entry, _: [entry], window))
 
 
@@ -42,7 +40,9 @@ def rounds(lengths, replicas, budget=BUDGET, **options):
     own = [
         [
             sum(seconds(entry.length) for entry in selection.entries)
-            for step in Batching(source, config, budget, r, replicas, seconds).steps(Position())
+            for step in BatchSelector(source, config, budget, r, replicas, seconds).steps(
+                Position()
+            )
             for selection in step.selections
             if not selection.filler
         ]
@@ -112,11 +112,11 @@ def test_samples_wait_for_few_batches():
 
 
 def test_a_round_has_the_oldest_batch_and_those_that_leave_the_least_time_idle():
-    assert level_round([4, 9, 5, 4, 8, 5], 3) == [0, 2, 3]
-    assert level_round([9, 5, 8, 5], 2) == [0, 2]
-    assert level_round([5, 1, 9], 2) == [0, 1]
-    assert level_round([5, 1], 3) == [0, 1]
-    assert level_round([2.0], 1) == [0]
+    assert balanced_round([4, 9, 5, 4, 8, 5], 3) == [0, 2, 3]
+    assert balanced_round([9, 5, 8, 5], 2) == [0, 2]
+    assert balanced_round([5, 1, 9], 2) == [0, 1]
+    assert balanced_round([5, 1], 3) == [0, 1]
+    assert balanced_round([2.0], 1) == [0]
 
 
 def test_replicas_take_equally_long():

@@ -135,10 +135,22 @@ def test_the_number_of_items_may_span_several_batches():
         ({"input_ids": []}, {}, "at least one token"),
         ({"input_ids": [1.5]}, {}, "expected integers"),
         ({"input_ids": [True, False]}, {}, "is torch.bool; expected integers"),
-        ({"input_ids": None}, {}, "input_ids of sample 0 is NoneType and cannot be a tensor"),
-        ({"input_ids": "ab"}, {}, "input_ids of sample 0 is str and cannot be a tensor"),
-        ({"input_ids": [1, None]}, {}, "input_ids of sample 0 is list and cannot be a tensor"),
-        ({"input_ids": [1, 2], "labels": None}, {}, "labels of sample 0 is NoneType and cannot"),
+        (
+            {"input_ids": None},
+            {},
+            "input_ids of sample 0 is NoneType, which cannot be",
+        ),
+        (
+            {"input_ids": "ab"},
+            {},
+            "input_ids of sample 0 is str, which cannot be",
+        ),
+        (
+            {"input_ids": [1, None]},
+            {},
+            "input_ids of sample 0 is list, which cannot be",
+        ),
+        ({"input_ids": [1, 2], "labels": None}, {}, "labels of sample 0 is NoneType, which cannot"),
         (
             {"input_ids": [1, 2], "labels": [1.0, 2.0]},
             {},

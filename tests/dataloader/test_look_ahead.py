@@ -11,20 +11,17 @@ from torch.utils.data import Dataset
 
 from dyncp import AttentionShape, Batch, DCPDataLoader, PlannerConfig, masks, plan_batch
 from dyncp.cost import ModelConfig
-from dyncp.dataloader.batch_data import BatchData, Masking
-from dyncp.dataloader.batching import SelectedStep, Selection
-from dyncp.dataloader.config import LoaderConfig
-from dyncp.dataloader.decision import Decision
-from dyncp.dataloader.entry import Entry
-from dyncp.dataloader.errors import BatchMismatch, Closed, PeerError
-from dyncp.dataloader.exchange import Exchange, Waiting
-from dyncp.dataloader.model_shape import shape_of
-from dyncp.dataloader.plan_store import LocalStore, chunk_keys
-from dyncp.dataloader.plan_worker import PlanReply
-from dyncp.dataloader.planning import Planning
-from dyncp.dataloader.prepare import Preparing
+from dyncp.dataloader.batching import SelectedBatch, SelectedStep
+from dyncp.dataloader.dataset import SampleEntry, open_source
+from dyncp.dataloader.decision import Decision, PlanExchange
+from dyncp.dataloader.options import LoaderConfig
+from dyncp.dataloader.peers import Peers, WaitConditions
+from dyncp.dataloader.planning import BatchPlanner
+from dyncp.dataloader.planning_process import Closed, PlanReply
+from dyncp.dataloader.prepare import BatchData, BatchPreparer, MaskMaker
 from dyncp.dataloader.ranks import LoaderRanks
 from dyncp.dataloader.state import Position
+from dyncp.dataloader.store import BatchMismatch, LocalStore, PeerError, chunk_keys
 from dyncp.plan import PlanDecodeError, encode_part
 from dyncp.plan.codec import decode_body
 from dyncp.samplers import sample_lengths
@@ -168,17 +165,20 @@ def test_a_model_says_its_shape_in_many_ways():
     class TransformersModel(torch.nn.Linear):
         config = TransformersConfig()
 
+    def shape(model, dtype=None):
+        samples = [{"input_ids": [0] * 4}]
+        with DCPDataLoader(samples, masks.causal, model=model, dtype=dtype) as loader:
+            return loader.shape
+
     model = TransformersModel(2, 2, dtype=torch.bfloat16)
-    assert shape_of(None) == (AttentionShape.assumed(), None)
-    assert shape_of(sizes) == (AttentionShape(8, 2, 16, "bf16"), sizes)
-    assert shape_of(config) == (AttentionShape(8, 2, 16, "fp16"), sizes)
-    assert shape_of(TransformersConfig()) == (AttentionShape(8, 2, 16, "fp16"), sizes)
-    assert shape_of(model) == (AttentionShape(8, 2, 16, "bf16"), sizes)
+    assert shape(None) == AttentionShape.assumed()
+    assert shape(sizes) == shape(model) == AttentionShape(8, 2, 16, "bf16")
+    assert shape(config) == shape(TransformersConfig()) == AttentionShape(8, 2, 16, "fp16")
     for dtype in ("fp32", torch.float32):
-        assert shape_of(model, dtype)[0].dtype == shape_of(None, dtype)[0].dtype == "fp32"
-    assert shape_of(Decoder(SIZES["tiny"]))[0] == SIZES["tiny"].attention_shape("fp32")
-    with pytest.raises(ValueError, match="model is int; allowed are an AttentionShape, a Mod"):
-        shape_of(3)
+        assert shape(model, dtype).dtype == shape(None, dtype).dtype == "fp32"
+    assert shape(Decoder(SIZES["tiny"])) == SIZES["tiny"].attention_shape("fp32")
+    with pytest.raises(ValueError, match="model is int; expected an AttentionShape, a Mod"):
+        shape(3)
 
 
 @pytest.mark.parametrize("sample", ["ldc", "single", "training_documents"])
@@ -199,14 +199,25 @@ def test_a_ranks_part_of_a_large_batch_is_small(sample):
 
 
 RANKS = [LoaderRanks(rank, 2, rank, 2) for rank in range(2)]
-SELECTION = Selection(3, (Entry(0, 4, 10), Entry(1, 7, 2)), Position(batches=4))
+SELECTION = SelectedBatch(3, (SampleEntry(0, 4, 10), SampleEntry(1, 7, 2)), Position(batches=4))
 REPLY = PlanReply((b"part of 0", b"part of 1"), "d1", "f1", "bisection", 6, 0.1)
+
+
+def join(store, ranks, stalled=0.0, closing=False):
+    """A rank's exchange, and its view of its peers."""
+    conditions = WaitConditions(lambda: closing, lambda: stalled, 1.0, 1.0)
+    peers = Peers(store, ranks, conditions)
+    return PlanExchange(store, ranks, peers), peers
 
 
 def exchanges(stalled=0.0):
     store = LocalStore()
-    waiting = Waiting(lambda: False, lambda: stalled, 1.0, 1.0)
-    return store, [Exchange(store, ranks, waiting) for ranks in RANKS]
+    return store, [join(store, ranks, stalled)[0] for ranks in RANKS]
+
+
+def both_peers(stalled=0.0):
+    store = LocalStore()
+    return zip(*(join(store, ranks, stalled) for ranks in RANKS), strict=True)
 
 
 def test_the_first_decision_counts_and_the_last_member_deletes_the_keys():
@@ -217,11 +228,11 @@ def test_the_first_decision_counts_and_the_last_member_deletes_the_keys():
         decision = exchange.decision(3, SELECTION)
         assert decision.static
         assert decision.reason == "the planner raised"
-        exchange.agree_on_static(SELECTION, "d2")
+        exchange.check_static(SELECTION, "d2")
         exchange.leave(SELECTION, decision)
-    assert not store._values
+    assert not store.list_keys()
     second.publish(SELECTION, REPLY)  # even later: nobody would delete it
-    assert not store._values
+    assert not store.list_keys()
 
 
 def test_a_rank_that_hears_of_no_plan_decides_for_all():
@@ -232,31 +243,34 @@ def test_a_rank_that_hears_of_no_plan_decides_for_all():
 
 
 def test_parts_travel_in_chunks(monkeypatch):
-    monkeypatch.setattr("dyncp.dataloader.plan_store.CHUNK_BYTES", 4)
+    monkeypatch.setattr("dyncp.dataloader.store.CHUNK_BYTES", 4)
     store, (first, second) = exchanges()
     first.publish(SELECTION, REPLY)
     assert chunk_keys("part/1", 9) == ["part/1", "part/1/1", "part/1/2"]
-    assert sum("part/1" in key for key in store._values) == 3
+    assert sum("part/1" in key for key in store.list_keys()) == 3
     decision = second.decision(3, SELECTION)
     assert second.part(SELECTION, decision, 1) == b"part of 1"
     for exchange in (first, second):
         exchange.leave(SELECTION, decision)
-    assert not store._values
+    assert not store.list_keys()
 
 
 def test_parts_of_another_rank_or_plan_are_refused():
-    plan, other = (plan_batch(Batch.of([masks.causal(n)], [4]), Topology(1, 2)) for n in (40, 41))
+    plan, other = (plan_batch(Batch.of([masks.causal(n)], [0]), Topology(1, 2)) for n in (40, 41))
+    selection = SelectedBatch(3, (SampleEntry(0, 0, 40, whole=40),), Position(batches=4))
+    config = LoaderConfig(lengths=[40])
+    source = open_source([{"input_ids": [0] * 40}], config)
     for parts in (plan.parts[::-1], other.parts):
         _, (first, second) = exchanges()
         encoded = tuple(encode_part(part) for part in parts)
         reply = PlanReply(encoded, plan.digest, plan.fingerprint, "bisection", 20, 0.1)
-        first.publish(SELECTION, reply)
-        preparing = Preparing(LoaderConfig(), RANKS[1], None, second)
-        data = BatchData(SELECTION, None, Masking(masks.causal), LoaderConfig())
+        first.publish(selection, reply)
+        preparer = BatchPreparer(config, RANKS[1], None, second)
+        batch = BatchData(selection, source, MaskMaker(masks.causal), config)
         with pytest.raises(
-            PeerError, match=r"part of another plan: rank \d of 2, .*; agreed on was"
+            PeerError, match=r"part of another plan: rank \d of 2, .*; expected rank"
         ):
-            preparing._part(data, second.decision(3, SELECTION))
+            preparer.prepare(3, batch)
 
 
 def test_texts_in_the_store_that_cannot_be_read_are_refused():
@@ -269,9 +283,10 @@ def test_texts_in_the_store_that_cannot_be_read_are_refused():
 
 
 def test_disagreements_have_both_fingerprints_and_reach_all_ranks():
-    store, (first, second) = exchanges()
+    store = LocalStore()
+    (first, first_peers), (second, second_peers) = (join(store, ranks) for ranks in RANKS)
     first.publish(SELECTION, REPLY)
-    other = Selection(3, (Entry(0, 5, 10),), Position(batches=4))
+    other = SelectedBatch(3, (SampleEntry(0, 5, 10),), Position(batches=4))
     with pytest.raises(BatchMismatch) as caught:
         second.decision(3, other)
     text = str(caught.value)
@@ -279,69 +294,68 @@ def test_disagreements_have_both_fingerprints_and_reach_all_ranks():
     assert SELECTION.fingerprint in text
     assert other.fingerprint in text
     with pytest.raises(BatchMismatch, match="rank 0 planned batch"):
-        first.decision(4, Selection(4, SELECTION.entries, Position()))
-    for exchange in (first, second):
-        exchange.close()
-    assert not store._values
+        first.decision(4, SelectedBatch(4, SELECTION.entries, Position()))
+    for peers in (first_peers, second_peers):
+        peers.close()
+    assert not store.list_keys()
 
 
 def test_replicas_that_deal_differently_are_noticed():
     store = LocalStore()
-    waiting = Waiting(lambda: False, lambda: 0.0, 1.0, 1.0)
     ranks = [LoaderRanks(0, 1, replica=replica, num_replicas=2) for replica in (0, 1)]
-    first, second = (Exchange(store, own, waiting) for own in ranks)
+    (first, first_peers), (second, second_peers) = (join(store, own) for own in ranks)
     first.add_targets(SelectedStep(0, (SELECTION,), None, "f1"), 5)
     with pytest.raises(BatchMismatch, match="dealt the batches of step 0 differently: the first h"):
         second.add_targets(SelectedStep(0, (SELECTION,), None, "f2"), 5)
-    with pytest.raises(BatchMismatch, match="rank 1 of replica 1 f2"):
+    with pytest.raises(BatchMismatch, match="rank 1 of replica 1 has f2"):
         first.total_targets(SelectedStep(0, (SELECTION,), None, "f1"))
-    for exchange in (first, second):
-        exchange.close()
-    assert not store._values
+    for peers in (first_peers, second_peers):
+        peers.close()
+    assert not store.list_keys()
 
 
 def test_other_failures_are_passed_on_once_and_closing_ends_waits():
-    _, (first, second) = exchanges()
-    first.tell_failure(ValueError("sample 3 is empty"))
-    second.tell_failure(PeerError("rank 0 failed"))
+    (_, second), (first_peers, second_peers) = both_peers()
+    first_peers.tell_failure(ValueError("sample 3 is empty"))
+    second_peers.tell_failure(PeerError("rank 0 failed"))
     with pytest.raises(PeerError, match="rank 0 failed: sample 3 is empty"):
         second.decision(3, SELECTION)
-    waiting = Waiting(lambda: True, lambda: 0.0, 1.0, 1.0)
+    closing, _ = join(LocalStore(), RANKS[0], closing=True)
     with pytest.raises(Closed):
-        Exchange(LocalStore(), RANKS[0], waiting).decision(3, SELECTION)
+        closing.decision(3, SELECTION)
 
 
 def test_an_epoch_of_another_length_is_noticed():
-    _, (first, second) = exchanges()
-    first.finish(3)
+    (_, second), (first_peers, _) = both_peers()
+    first_peers.end_epoch(3)
     with pytest.raises(BatchMismatch, match="rank 1 is at batch 3, another rank has 3 batches"):
         second.decision(3, SELECTION)
-    _, (first, second) = exchanges()
-    first.finish(3)
+    _, (first_peers, second_peers) = both_peers()
+    first_peers.end_epoch(3)
     with pytest.raises(BatchMismatch, match="rank 1 has 4 batches, another rank 3"):
-        second.finish(4)
+        second_peers.end_epoch(4)
 
 
 def test_ranks_that_never_come_to_an_agreement_are_named():
-    _, (first, second) = exchanges(stalled=100.0)
+    (first, _), (_, second_peers) = both_peers(stalled=100.0)
     step = SelectedStep(0, (SELECTION,), None)
     first.add_targets(step, 5)
     with pytest.raises(
         PeerError, match="rank 0 waited 2 s for all ranks to agree on step 0: rank 1 has not begun"
     ):
         first.total_targets(step)
-    second.finish(1)
+    second_peers.end_epoch(1)
     with pytest.raises(PeerError, match="rank 0 waited 2 s"):  # which gave up, and said why
-        second.wait_for_all_ends()
-    _, (_, second) = exchanges(stalled=100.0)
-    second.finish(1)
+        second_peers.wait_for_all_ends()
+    _, (_, second_peers) = both_peers(stalled=100.0)
+    second_peers.end_epoch(1)
     with pytest.raises(PeerError, match="rank 1 waited 2 s for all ranks to end the epoch: rank 0"):
-        second.wait_for_all_ends()
+        second_peers.wait_for_all_ends()
 
 
 def test_static_plans_keep_the_planners_limits_in_mind():
-    planning = Planning.of(
+    planner = BatchPlanner(
         LoaderConfig(max_tokens_per_rank=3), Topology(1, 2), AttentionShape(), PlannerConfig()
     )
-    with pytest.raises(ValueError, match="the static plan gives a rank"):
-        planning.static_plan(Batch.of([masks.causal(9)]))
+    with pytest.raises(ValueError, match=r"the static plan assigns \d tokens to a rank"):
+        planner.static_plan(Batch.of([masks.causal(9)]))

@@ -23,9 +23,8 @@ from dyncp import (
     masks,
     plan_batch,
 )
-from dyncp.dataloader.errors import PlanFailed, SampleError
-from dyncp.dataloader.plan_process import PlanProcess
-from dyncp.dataloader.plan_worker import PlanRequest
+from dyncp.dataloader import SampleError
+from dyncp.dataloader.planning_process import PlanFailed, PlanProcess, PlanRequest
 from dyncp.plan import decode_part
 from processes import is_gone, stop, wait_until
 
@@ -97,8 +96,7 @@ def test_a_request_that_cannot_be_read_costs_no_process(process, monkeypatch):
 
 def test_it_ends_when_its_parent_is_killed():
     code = """
-from dyncp.dataloader.plan_process import PlanProcess
-from dyncp.dataloader.plan_worker import PlanRequest
+from dyncp.dataloader.planning_process import PlanProcess, PlanRequest
 from dyncp import *
 process = PlanProcess(60)
 batch = Batch.of([masks.causal(4)])
@@ -174,7 +172,7 @@ def test_breaking_off_and_closing_leave_no_thread_and_no_process():
         assert data["input_ids"].shape == (1, 14)
         break
     assert set(threading.enumerate()) == before
-    pid = loader.planning_pid
+    (pid,) = loader.planning_pids
     assert not is_gone(pid)  # for the next iteration
     iterator = iter(loader)
     next(iterator)
@@ -184,7 +182,7 @@ def test_breaking_off_and_closing_leave_no_thread_and_no_process():
     assert set(threading.enumerate()) == before
     assert is_gone(pid)
     assert len(list(loader)) == 4  # it may be used again
-    pid = loader.planning_pid
+    (pid,) = loader.planning_pids
     del loader, iterator
     assert wait_until(lambda: is_gone(pid))
 
@@ -217,8 +215,8 @@ def run_script(folder, text):
 
 def test_a_plan_function_that_the_planning_process_cannot_get_is_refused(tmp_path):
     first, second = run_script(tmp_path, MAIN_SCRIPT).stdout.splitlines()
-    assert "of the main script, which the planning process does not run; put it into a mod" in first
-    assert "which the planning process cannot get" in second
+    assert "of the main script, which the planning process does not run; move it to a mod" in first
+    assert "which cannot be sent to the planning process" in second
 
 
 EXITS = """
@@ -255,7 +253,7 @@ import time, torch
 from dyncp import DCPDataLoader, masks
 samples = [{"input_ids": [1] * 40}] * 500
 for data, plan in (loader := DCPDataLoader(samples, masks.causal, tokens_per_batch=80)):
-    print(loader.planning_pid, flush=True)
+    print(loader.planning_pids[0], flush=True)
     time.sleep(0.2)
 """
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from dyncp import DCPDataLoader, masks
-from dyncp.dataloader.errors import SampleError
+from dyncp.dataloader import SampleError
 
 
 class Documents(Dataset):
@@ -63,7 +63,7 @@ def test_bad_and_empty_samples_are_left_out_and_counted(caplog):
         found, skipped = all_ids(BAD, **options)
     assert found == [0, 0, 2, 6, 6, 6]
     assert skipped == {"bad": 3, "empty": 1}
-    assert "sample 1 is left out (bad): reading of sample 1 raised OSError: disk on fire" in (
+    assert "sample 1 is skipped (bad): reading of sample 1 raised OSError: disk on fire" in (
         caplog.text
     )
     with pytest.raises(SampleError, match="reading of sample 1 raised OSError"):
@@ -75,7 +75,7 @@ def test_bad_and_empty_samples_are_left_out_and_counted(caplog):
 
 
 def test_what_cannot_be_left_out_is_refused():
-    with pytest.raises(ValueError, match="bad_samples='drop' needs every sample to be read"):
+    with pytest.raises(ValueError, match="bad_samples='drop' must read every sample"):
         DCPDataLoader(BAD, masks.causal, bad_samples="drop", lengths=[1] * 7)
     with pytest.raises(ValueError, match="empty_samples is 'skip'; choose one of error, drop"):
         DCPDataLoader(BAD, masks.causal, empty_samples="skip")
@@ -180,10 +180,10 @@ def test_padded_samples_are_cut_without_their_padding():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"attention_mask": [1, 0, 1]}, "is 0 at token 1, between tokens that are no padding"),
-        ({"attention_mask": [1, 1]}, r"has shape \(2,\); expected one 1 .* each of its 3 tokens"),
-        ({"attention_mask": [1, 1, 2]}, r"expected one 1 \(token\) or 0"),
-        ({"attention_mask": [[1] * 3] * 3}, r"shape \(3, 3\).* is said by the mask function"),
+        ({"attention_mask": [1, 0, 1]}, "is 0 at token 1, between tokens that are not padding"),
+        ({"attention_mask": [1, 1]}, r"has shape \(2,\); expected a 1 .* each of its 3 tokens"),
+        ({"attention_mask": [1, 1, 2]}, r"expected a 1 \(token\) or 0"),
+        ({"attention_mask": [[1] * 3] * 3}, r"shape \(3, 3\).* the mask function says"),
         ({"padding_mask": [0, 0, 1]}, "sample 0 has a field 'padding_mask'"),
         ({"attention_mask": [0, 0, 0]}, "at least one token"),
     ],

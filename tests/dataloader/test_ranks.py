@@ -11,8 +11,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 from dyncp import AttentionShape, DCPDataLoader, DCPExecutor, PlannerConfig, masks
-from dyncp.dataloader.errors import BatchMismatch, PeerError, SampleError, StoreError
-from dyncp.dataloader.plan_store import SharedStore
+from dyncp.dataloader import SampleError
+from dyncp.dataloader.store import BatchMismatch, PeerError, SharedStore, StoreError
 from processes import run_ranks, stop
 
 pytestmark = pytest.mark.xdist_group("processes")

@@ -18,11 +18,10 @@ from torch.utils.data import (
 )
 
 from dyncp import DCPDataLoader, masks
-from dyncp.dataloader.batching import Batching
-from dyncp.dataloader.config import LoaderConfig
+from dyncp.dataloader.batching import BatchSelector
 from dyncp.dataloader.dataset import open_source
-from dyncp.dataloader.state import Position, Terms, from_state, to_state
-from dyncp.dataloader.state_text import from_text, to_text
+from dyncp.dataloader.options import LoaderConfig
+from dyncp.dataloader.state import BatchSettings, Position, from_state, from_text, to_state, to_text
 
 LENGTHS = (5, 9, 3, 12, 1, 7, 4, 8, 2, 6)
 SAMPLES = [{"input_ids": [i] * n} for i, n in enumerate(LENGTHS)]
@@ -63,15 +62,17 @@ def check_every_position(**make_options):
     def batches(start=None):
         options = {name: option() for name, option in make_options.items()}
         config = LoaderConfig(epochs=3, lengths=LENGTHS, **options)
-        steps = Batching(open_source(SAMPLES, config), config, 16, 0, 1).steps(start or Position())
+        steps = BatchSelector(open_source(SAMPLES, config), config, 16, 0, 1).steps(
+            start or Position()
+        )
         found = [selection for step in steps for selection in step.selections]
         return [[e.index for e in s.entries] for s in found], [s.end for s in found]
 
     whole, ends = batches()
     assert ends[-1].epoch == 2
     for before, end in enumerate(ends, 1):
-        state = json.loads(json.dumps(to_state(end, TERMS, 1)))
-        position, _ = from_state(state, TERMS, 1, own_budget=True)
+        state = json.loads(json.dumps(to_state(end, SETTINGS, 1)))
+        position, _ = from_state(state, SETTINGS, 1, own_budget=True)
         assert batches(position)[0] == whole[before:]
 
 
@@ -94,7 +95,9 @@ class NumpySampler(Sampler):
         return iter(order)
 
 
-TERMS = Terms(0, True, "", "samples", 6, 16, "", 2, None, "error", False, 16, "error", "error")
+SETTINGS = BatchSettings(
+    0, True, "", "samples", 6, 16, "", 2, None, "error", False, 16, "error", "error"
+)
 WEIGHTS = [1.0 + i % 3 for i in range(len(SAMPLES))]
 
 
@@ -265,7 +268,7 @@ def test_streams_that_cannot_be_read_again_are_refused():
             list(loader)
     with make(SAMPLES[:1].__iter__()) as loader:
         list(loader)
-        with pytest.raises(ValueError, match="a list_iterator, which can be iterated once"):
+        with pytest.raises(ValueError, match="a list_iterator, which can be iterated only"):
             list(loader)
 
 

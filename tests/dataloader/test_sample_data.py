@@ -43,9 +43,12 @@ def test_collate_adds_what_it_likes():
     ("options", "message"),
     [
         ({"sample_fields": ["title"]}, "sample 0 has no field 'title', which sample_fields decl"),
-        ({"sample_fields": "url"}, r"sample_fields is 'url'; a list of names .* \['url'\]"),
-        ({"sample_fields": ["labels"]}, "sample_fields has labels, which the local data has by"),
-        ({"collate": 3}, "collate is int; allowed is a function"),
+        (
+            {"sample_fields": "url"},
+            r"sample_fields is 'url'; expected a list of names, .* \['url'\]",
+        ),
+        ({"sample_fields": ["labels"]}, "sample_fields has labels, which the local data already"),
+        ({"collate": 3}, "collate is int; expected a function"),
         ({"collate": lambda _data, _samples: None}, "collate gave NoneType; expected the local"),
         ({"collate": lambda _data, samples: samples[9]}, "collate raised IndexError: list index"),
     ],

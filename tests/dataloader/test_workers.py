@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from dyncp import DCPDataLoader, masks
-from dyncp.dataloader.errors import SampleError
+from dyncp.dataloader import SampleError
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -97,7 +97,7 @@ def test_errors_in_workers_name_the_sample(lengths):
 def test_bad_samples_may_be_left_out_but_not_dead_workers():
     data = load(2, Documents([4, 5], OSError("disk on fire")), bad_samples="drop")
     assert sum(d["input_ids"].shape[1] for d in data) == 2 * (sum(LENGTHS) - 8)
-    with pytest.raises(RuntimeError, match=r"a reading worker \(num_workers=2\) ended when sample"):
+    with pytest.raises(RuntimeError, match=r"a reading worker \(num_workers=2\) died before"):
         load(2, Documents([4]), bad_samples="drop")
     assert not multiprocessing.active_children()
 

@@ -12,7 +12,7 @@ from dyncp import (
     masks,
     plan_batch,
 )
-from dyncp.executor.arena import Arena
+from dyncp.executor.engine import Arena
 
 CPU = torch.device("cpu")
 

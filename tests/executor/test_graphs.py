@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from dyncp import DCPExecutor
-from dyncp.executor.graphs import Graphs
-from dyncp.executor.segments import MOST_SCALES, Frame, Segment
+from dyncp.executor.graphs import MOST_SCALES, Frame, Graphs, Segment
 from dyncp.kernels import ReferenceKernel
 from dyncp.kernels.row_ops import Results
 

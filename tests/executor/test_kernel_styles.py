@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cases import Case, Tensors, assert_equal, cases, run_dense, run_virtual
 from dyncp import AttentionShape, Batch, PlannerConfig, Topology, masks, plan_batch
 from dyncp.executor.kernel_calls import CallBuilder
-from dyncp.kernels import CpuKernel, Held, ReferenceKernel
+from dyncp.kernels import CpuKernel, ReferenceKernel, RowState
 from dyncp.plan import Direction, Layout, find_contributions
 from interpreted import needs_interpreter
 from kernel_styles import CollectingReference, RoundingKernel
@@ -90,6 +90,6 @@ def test_states_follow_one_another_and_say_what_is_touched(case):
                     for q0, q1, _, _ in call.rectangles.tolist():
                         touched[q0:q1] = True
                         assert call.q_rows.start <= q0 < q1 <= call.q_rows.stop
-                    assert ((call.q_states.after != Held.UNTOUCHED) == touched).all()
+                    assert ((call.q_states.after != RowState.UNTOUCHED) == touched).all()
                     if direction is Direction.FORWARD:
-                        assert (call.k_states.after == Held.UNTOUCHED).all()
+                        assert (call.k_states.after == RowState.UNTOUCHED).all()

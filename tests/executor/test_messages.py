@@ -4,12 +4,12 @@ import numpy as np
 import torch
 
 from dyncp import AttentionShape, Batch, DCPExecutor, PlannerConfig, Topology, masks, plan_batch
+from dyncp.executor.kernel_calls import lower_program
 from dyncp.executor.layout import lay_out
-from dyncp.executor.lowering import lower_program
 from dyncp.executor.step import dtypes_of
 from dyncp.kernels import IndexArrays, TorchRowOps
 from dyncp.plan import Direction, Messages
-from dyncp.plan.rooms import first_peers
+from dyncp.plan.buffers import first_peers
 
 SHAPE = AttentionShape(4, 2, 16, "bf16")
 

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from cases import Tensors, assert_equal, cases, run_dense, run_virtual
 from dyncp import Topology
 from dyncp.executor.graphs import Graphs
-from dyncp.executor.lowering import lower_program
+from dyncp.executor.kernel_calls import lower_program
 from dyncp.executor.order import (
+    START,
     Compute,
     Launch,
     Mark,
@@ -19,8 +20,8 @@ from dyncp.executor.order import (
     Wait,
     long_stretches,
     program_order,
+    ready_times,
 )
-from dyncp.executor.ready import START, ready_times
 from dyncp.kernels import IndexArrays, ReferenceKernel
 from dyncp.plan import Direction, Op
 from kernel_styles import CollectingReference, RoundingKernel

@@ -18,7 +18,7 @@ from gpu_cases import (
 )
 
 from dyncp import Batch, DCPExecutor, attention
-from dyncp.executor.segments import Segment
+from dyncp.executor.graphs import Segment
 from dyncp.kernels.choose import why_not
 
 

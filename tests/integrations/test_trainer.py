@@ -92,9 +92,9 @@ def test_two_ranks_train_as_one_and_go_on_from_a_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     ("options", "more", "message"),
     [
-        ({"label_smoothing_factor": 0.1}, {}, "TrainerMixin got label_smoothing_factor"),
-        ({}, {"compute_metrics": len}, "TrainerMixin got compute_metrics"),
-        ({}, {"compute_loss_func": len}, "TrainerMixin got compute_loss_func"),
+        ({"label_smoothing_factor": 0.1}, {}, "this Trainer got label_smoothing_factor"),
+        ({}, {"compute_metrics": len}, "this Trainer got compute_metrics"),
+        ({}, {"compute_loss_func": len}, "this Trainer got compute_loss_func"),
     ],
 )
 def test_what_would_see_parts_of_sequences_is_refused(tmp_path, options, more, message):

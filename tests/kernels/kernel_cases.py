@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dyncp.kernels.call import Held, KernelCall, RowStates
+from dyncp.kernels.kernel import KernelCall, RowState, RowStates
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,10 @@ def _draw_ranges(rng, a, b, length, num_ranges):
 
 
 def _draw_states(rng, spans, num_rows):
-    before, after = np.zeros(num_rows, np.uint8), np.full(num_rows, Held.UNTOUCHED, np.uint8)
+    before, after = np.zeros(num_rows, np.uint8), np.full(num_rows, RowState.UNTOUCHED, np.uint8)
     for first, end in np.unique(spans, axis=0):
-        before[first:end] = rng.choice([Held.NOTHING, Held.FINAL, Held.WIDE])
-        after[first:end] = rng.choice([Held.FINAL, Held.WIDE])
+        before[first:end] = rng.choice([RowState.NOTHING, RowState.FINAL, RowState.WIDE])
+        after[first:end] = rng.choice([RowState.FINAL, RowState.WIDE])
     return RowStates(before, after)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dyncp.kernels import Dtypes, IndexArrays, Memory, RowOps, TorchRowOps
-from dyncp.kernels.panels import panels_to_rows, rows_to_panels
+from dyncp.kernels.flash4.panels import panels_to_rows, rows_to_panels
 from dyncp.kernels.row_ops import OWN, Copy, Form, Kind, Results, RowSum, Source, Target
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

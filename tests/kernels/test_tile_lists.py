@@ -17,8 +17,8 @@ from dyncp.kernels.tile_lists import (
     KernelTileMap,
     list_tiles_of,
     map_kernel_tiles,
+    transpose_ranges,
 )
-from dyncp.kernels.turned_ranges import turn_ranges
 from strategies import masks_of
 
 SHAPE = AttentionShape(2, 1, 16)
@@ -67,12 +67,12 @@ def planned_calls(draw):
     return list(calls_of(batch, Topology(1, draw(st.integers(1, 3))), config))
 
 
-def assert_turned(tiles):
-    turned = turn_ranges(tiles)
+def assert_transposed(tiles):
+    transposed = transpose_ranges(tiles)
     num_rows, num_keys = (count * SIDE for count in tiles.state.shape)
-    assert turned.shape[1:] == (2, num_keys)
+    assert transposed.shape[1:] == (2, num_keys)
     partial = spread(tiles.state) == PARTIAL
-    by_row, by_key = pairs_in(tiles.ranges, num_keys), pairs_in(turned, num_rows)
+    by_row, by_key = pairs_in(tiles.ranges, num_keys), pairs_in(transposed, num_rows)
     assert np.array_equal(by_key.T & partial, by_row & partial)
 
 
@@ -102,16 +102,16 @@ def test_lists_hold_every_tile_once_and_most_work_comes_first(seed):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_turned_ranges_allow_the_same_pairs_of_partial_tiles(seed):
+def test_transposed_ranges_allow_the_same_pairs_of_partial_tiles(seed):
     case = draw_call(seed, num_ranges=1 + seed % 2, largest=700 if seed % 3 else 100)
-    assert_turned(map_kernel_tiles(case.call))
+    assert_transposed(map_kernel_tiles(case.call))
 
 
 @settings(max_examples=30, deadline=None)
 @given(planned_calls())
-def test_turned_ranges_of_plans_allow_the_same_pairs_of_partial_tiles(calls):
+def test_transposed_ranges_of_plans_allow_the_same_pairs_of_partial_tiles(calls):
     for call in calls:
-        assert_turned(map_kernel_tiles(call))
+        assert_transposed(map_kernel_tiles(call))
 
 
 def test_partial_tiles_with_a_full_one_between_give_one_range():
@@ -121,10 +121,10 @@ def test_partial_tiles_with_a_full_one_between_give_one_range():
     ranges[:, :, SIDE : 2 * SIDE] = 7  # a full tile: whatever
     ranges[:, 0, 3 * SIDE :] = 0  # one that is not listed: the same
     state = np.array([[PARTIAL], [FULL], [PARTIAL], [NONE]], np.uint8)
-    turned = turn_ranges(KernelTileMap(state, None, ranges.astype(np.int32)))
-    assert len(turned) == 1
-    assert np.array_equal(turned[0, :, 1:], [key, key + 256])
-    assert turned[0, :, 0].tolist() == [0, SIDE]  # the third tile has nothing for key 0
+    transposed = transpose_ranges(KernelTileMap(state, None, ranges.astype(np.int32)))
+    assert len(transposed) == 1
+    assert np.array_equal(transposed[0, :, 1:], [key, key + 256])
+    assert transposed[0, :, 0].tolist() == [0, SIDE]  # the third tile has nothing for key 0
 
 
 def test_a_partial_tile_that_does_not_attend_a_key_parts_its_ranges():
@@ -132,10 +132,10 @@ def test_a_partial_tile_that_does_not_attend_a_key_parts_its_ranges():
     ranges = np.stack([np.zeros_like(row), np.full_like(row, 10)])[None].astype(np.int32)
     ranges[:, 0, SIDE : 2 * SIDE] = 5
     state = np.full((3, 1), PARTIAL, np.uint8)
-    turned = turn_ranges(KernelTileMap(state, None, ranges))
-    assert turned[:, :, 4].tolist() == [[0, SIDE], [2 * SIDE, 3 * SIDE]]
-    assert turned[:, :, 5].tolist() == [[0, 3 * SIDE], [0, 0]]
-    assert turned[:, :, 10].tolist() == [[0, 0], [0, 0]]
+    transposed = transpose_ranges(KernelTileMap(state, None, ranges))
+    assert transposed[:, :, 4].tolist() == [[0, SIDE], [2 * SIDE, 3 * SIDE]]
+    assert transposed[:, :, 5].tolist() == [[0, 3 * SIDE], [0, 0]]
+    assert transposed[:, :, 10].tolist() == [[0, 0], [0, 0]]
 
 
 @pytest.mark.parametrize(
@@ -144,4 +144,4 @@ def test_a_partial_tile_that_does_not_attend_a_key_parts_its_ranges():
 def test_keys_of_one_rank_have_one_range_of_query_rows(mask):
     batch = Batch.of([mask(n) for n in (1500, 129, 1, 700)])
     [call] = calls_of(batch, Topology(1, 1), PlannerConfig("rows"))
-    assert len(turn_ranges(map_kernel_tiles(call))) == 1
+    assert len(transpose_ranges(map_kernel_tiles(call))) == 1

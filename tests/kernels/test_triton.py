@@ -5,9 +5,8 @@ import torch
 from kernel_cases import dense, draw_call
 
 from dyncp import Batch, DCPExecutor, Topology, attention, masks, plan_batch
-from dyncp.kernels.call import Held
 from dyncp.kernels.index_arrays import IndexArrays
-from dyncp.kernels.kernel import Gradients, Sums
+from dyncp.kernels.kernel import Gradients, RowState, Sums
 from interpreted import needs_interpreter
 
 pytestmark = needs_interpreter
@@ -34,14 +33,14 @@ def held_rows(states, rows, heads, dim, seed):
     held = draw((rows, heads, dim), seed)
     before = torch.from_numpy(states.before).view(-1, 1, 1)
     sums = Sums(*(torch.full((rows, heads, dim), torch.nan) for _ in range(2)))
-    sums.final[:] = torch.where(before == Held.FINAL, held, torch.nan)
-    sums.wide[:] = torch.where(before == Held.WIDE, held, torch.nan)
-    return sums, torch.where(before == Held.NOTHING, 0.0, held)
+    sums.final[:] = torch.where(before == RowState.FINAL, held, torch.nan)
+    sums.wide[:] = torch.where(before == RowState.WIDE, held, torch.nan)
+    return sums, torch.where(before == RowState.NOTHING, 0.0, held)
 
 
 def result_of(sums, states):
     after = torch.from_numpy(states.after).view(-1, 1, 1)
-    return torch.where(after == Held.WIDE, sums.wide, sums.final)
+    return torch.where(after == RowState.WIDE, sums.wide, sums.final)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -54,7 +53,9 @@ def test_forward_merges_into_what_rows_hold(seed, dim):
     out, held = held_rows(states, rows, HEADS, dim, seed)
     lse = heads_first(rows, HEADS, -torch.inf)
     lse[:] = torch.where(
-        torch.from_numpy(states.before).view(-1, 1) == Held.NOTHING, -torch.inf, draw(lse.shape, 9)
+        torch.from_numpy(states.before).view(-1, 1) == RowState.NOTHING,
+        -torch.inf,
+        draw(lse.shape, 9),
     )
     held_lse = lse.double().clone()
     kernel, arrays = triton_kernel(), IndexArrays(CPU)
@@ -67,7 +68,7 @@ def test_forward_merges_into_what_rows_hold(seed, dim):
     share = torch.where(total == -torch.inf, 0.0, torch.exp(new_lse - total)).unsqueeze(-1)
     held_share = torch.where(held_lse == -torch.inf, 0.0, torch.exp(held_lse - total))
     expected = new * share + held.double() * held_share.unsqueeze(-1)
-    touched = torch.from_numpy(states.after) != Held.UNTOUCHED
+    touched = torch.from_numpy(states.after) != RowState.UNTOUCHED
     torch.testing.assert_close(
         result_of(out, states)[touched].double(), expected[touched], atol=1e-5, rtol=1e-5
     )
@@ -113,7 +114,7 @@ def test_backward_adds_to_what_rows_hold(seed, dim):
     ):
         if new.shape[1] != held.shape[1]:
             new = new.view(keys, KV_HEADS, repeat, dim).sum(2)  # noqa: PLW2901
-        touched = torch.from_numpy(states.after) != Held.UNTOUCHED
+        touched = torch.from_numpy(states.after) != RowState.UNTOUCHED
         want = new + held.double()
         torch.testing.assert_close(
             result_of(got, states)[touched].double(), want[touched], atol=1e-4, rtol=1e-4

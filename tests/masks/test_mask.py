@@ -78,11 +78,11 @@ def test_default_positions_and_targets_are_resolved_and_stored_as_none():
 @pytest.mark.parametrize(
     ("ranges", "message"),
     [
-        ([[0, 1]], r"shape \(1, 2\); allowed is \[tokens, R, 2\]"),
+        ([[0, 1]], r"shape \(1, 2\); they must have shape \[tokens, R, 2\]"),
         ([[[0, 1, 2]]], r"shape \(1, 1, 3\)"),
         (np.zeros((0, 1, 2), int), r"shape \(0, 1, 2\).*at least one token"),
         (np.zeros((2, 0, 2), int), r"shape \(2, 0, 2\).*one range"),
-        ([[[0.0, 1.0]]], "dtype float64; allowed is any integer"),
+        ([[[0.0, 1.0]]], "dtype float64; they must be integers"),
         ([[[False, True]]], "dtype bool"),
         ([[[0, 1]], [[2, 1]]], r"range 0 of token 1 is \[2, 1\).*backwards"),
         ([[[0, 1]], [[-1, 1]]], r"range 0 of token 1 is \[-1, 1\).*leaves.*end <= 2"),
@@ -102,8 +102,8 @@ def test_bad_ranges_are_refused_with_their_place(ranges, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"positions": [0]}, r"positions have shape \(1,\); allowed is \(2,\)"),
-        ({"targets": [[0, 1]]}, r"targets have shape \(1, 2\); allowed is \(2,\)"),
+        ({"positions": [0]}, r"positions have shape \(1,\); they must have shape \(2,\)"),
+        ({"targets": [[0, 1]]}, r"targets have shape \(1, 2\); they must have shape \(2,\)"),
         ({"positions": [0.5, 1.0]}, "positions have dtype float64"),
         ({"positions": [3, -1]}, r"positions\[1\] is -1"),
         ({"positions": [3, 2**31]}, r"positions\[1\] is 2147483648"),

@@ -98,12 +98,12 @@ def test_a_missing_parameter_is_named():
 @pytest.mark.parametrize(
     ("subject", "message"),
     [
-        (0, "0 tokens was given; allowed is at least 1"),
-        (-3, "-3 tokens"),
-        ({"input_ids": []}, "0 tokens"),
+        (0, "length of a sequence is 0; at least 1"),
+        (-3, "length of a sequence is -3"),
+        ({"input_ids": []}, "number of input_ids is 0; at least 1"),
         ({"tokens": [1]}, "no 'input_ids'; it has: tokens"),
-        ({"input_ids": np.zeros((2, 3))}, r"shape \(2, 3\); allowed is one axis"),
-        ("abc", "called with str; allowed are a length"),
+        ({"input_ids": np.zeros((2, 3))}, r"shape \(2, 3\); they must have one axis"),
+        ("abc", "called with str; give it a length"),
         (2.5, "called with float"),
         (True, "called with bool"),
         ([1, 2], "called with list"),

@@ -40,7 +40,7 @@ def test_parameters_follow_a_colon(text, expected):
         ("sliding_window:512", "'512' is not key=value"),
         ("sliding_window:window=", "'window=' is not key=value"),
         ("sliding_window:window=1,window=2", "window is given twice"),
-        ("sliding_window:window=wide", "window is 'wide'; allowed are a whole number"),
+        ("sliding_window:window=wide", "window is 'wide'; it must be an integer"),
         ("sliding_window:size=3", "no parameter size; allowed: window"),
     ],
 )

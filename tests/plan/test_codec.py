@@ -1,6 +1,7 @@
 """The binary form of plans: exact, small, and safe to read."""
 
 import struct
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -33,6 +34,12 @@ def test_a_decoded_plan_equals_the_encoded_one(case):
     assert Plan.decode(data).encode() == data
     for part in case.plan.parts:
         assert encode_part(decode_part(encode_part(part))) == encode_part(part)
+
+
+def test_a_changed_copy_of_a_part_is_encoded_anew():
+    part = small_plan().parts[0]
+    assert decode_part(encode_part(part)).solver == "random"
+    assert decode_part(encode_part(replace(part, solver="other"))).solver == "other"
 
 
 def test_every_part_carries_the_digest_of_the_whole_plan():

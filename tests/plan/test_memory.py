@@ -16,11 +16,10 @@ from dyncp import (
     masks,
     plan_batch,
 )
-from dyncp.executor.lowering import style_of
+from dyncp.executor.kernel_calls import style_of
 from dyncp.kernels import Kernel, ReferenceKernel
 from dyncp.plan import KernelStyle, Layout
-from dyncp.plan.memory import GRAPH_BYTES
-from dyncp.plan.rooms import padded_rows
+from dyncp.plan.buffers import GRAPH_BYTES, padded_rows
 from kernel_styles import CollectingReference, RoundingKernel
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]

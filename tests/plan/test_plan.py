@@ -20,8 +20,8 @@ from dyncp import (
 from dyncp.blocks import Direction, build_blocks
 from dyncp.placement import Limits
 from dyncp.plan import Layout, Op, Payload
-from dyncp.plan.rows import build_row_runs
-from dyncp.plan.slots import assign_slot_rows
+from dyncp.plan.row_ranges import build_row_runs
+from dyncp.plan.slots import Lifetimes, place_slots
 from dyncp.verify import verify_plan
 from paced import plan_paced
 from strategies import masks_of
@@ -60,7 +60,9 @@ def test_slots_never_overlap_while_in_use_and_reuse_what_is_free(spans):
     first = np.array([min(a, b) for a, b, _ in spans], np.int64)
     last = np.array([max(a, b) for a, b, _ in spans], np.int64)
     size = np.array([n * 8 for _, _, n in spans], np.int64)
-    rows, end = assign_slot_rows(first, last, size, 16)
+    zeros, one_rank = np.zeros(len(spans), np.int64), np.array([0, len(spans)])
+    slots = Lifetimes(zeros, zeros, np.arange(len(spans)), zeros, first, last, one_rank)
+    rows, workspace_rows = place_slots(slots, size, 1, np.array([16]), 8)
     assert (rows % 8 == 0).all()
     assert (rows >= 16).all()
     for i in range(len(spans)):
@@ -68,7 +70,7 @@ def test_slots_never_overlap_while_in_use_and_reuse_what_is_free(spans):
             together = first[i] <= last[j] and first[j] <= last[i]
             apart = rows[i] + size[i] <= rows[j] or rows[j] + size[j] <= rows[i]
             assert apart or not together
-    assert end == max([16, *(rows + size)])
+    assert workspace_rows[0, 0, 0] == max([16, *(rows + size)])
 
 
 def test_slots_are_reused_by_later_divisions():

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from dyncp.placement import (
 from dyncp.planner import Task, choose, search
 from dyncp.planner.bounds import placed_seconds, static_seconds, whole_seconds
 from dyncp.planner.search import Search
+from dyncp.samplers import sample_lengths
 from dyncp.topology import Link, Topology, preset
 from dyncp.verify import check_plan
 
@@ -185,6 +187,20 @@ def test_quality_is_never_slower_than_fast():
         for effort in ("fast", "quality")
     )
     assert quality <= fast * (1 + 1e-12)
+
+
+def test_fast_is_as_good_as_quality_where_layers_take_long():
+    """Planning takes less than a second here, a layer as long."""
+    slow = Topology(4, 2, Link(1e-3, 48e6), Link(1e-3, 12e6), 1)
+    profile = replace(COST.profile, attention_forward=1e11, attention_backward=1e11)
+    cost = CostModel(profile, SHAPE)
+    batch = make_task(sample_lengths("ldc_x0.25", 16384, 3), "shared_question").batch
+    fast, quality = (
+        search(Task.of(batch, slow, SHAPE, PlannerConfig(effort=effort), cost)).simulated
+        for effort in ("fast", "quality")
+    )
+    assert fast.layer_seconds > 0.05
+    assert fast.step_seconds <= quality.step_seconds * (1 + 1e-12)
 
 
 def test_fewest_bytes_is_another_objective():

@@ -7,8 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dyncp.samplers import NAMES, Sample, parse_sample, read_lengths, sample_lengths
-from dyncp.samplers.distributions import DOCUMENT_TOKENS
+from dyncp.samplers import (
+    DOCUMENT_TOKENS,
+    NAMES,
+    Sample,
+    parse_sample,
+    read_lengths,
+    sample_lengths,
+)
 
 TOTAL = 131072
 LDC = [
@@ -109,13 +115,13 @@ def test_lengths_are_read_from_lines_or_json(text: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("3\nlong\n", "line 2: 'long' is no length; integers from 1 on are"),
-        ("3\n\n-5", "line 3: '-5' is no length"),
-        ("0", "line 1: 0 is no length"),
-        ("3.5", "line 1: '3.5' is no length"),
-        ("[3, 4.5]", "entry 2: 4.5 is no length"),
-        ('["3"]', "entry 1: '3' is no length"),
-        ("[3, true]", "entry 2: True is no length"),
+        ("3\nlong\n", "line 2: 'long' is not a length; lengths must be positive integers"),
+        ("3\n\n-5", "line 3: '-5' is not a length"),
+        ("0", "line 1: 0 is not a length"),
+        ("3.5", "line 1: '3.5' is not a length"),
+        ("[3, 4.5]", "entry 2: 4.5 is not a length"),
+        ('["3"]', "entry 1: '3' is not a length"),
+        ("[3, true]", "entry 2: True is not a length"),
         ("[3,\n 4", "line 2: not a JSON list"),
         ("", "has no lengths; at least one is needed"),
         ("[]", "has no lengths"),

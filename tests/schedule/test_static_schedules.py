@@ -22,7 +22,7 @@ from dyncp.placement import (
     static_candidates,
 )
 from dyncp.placement.static.hybrid import group_sizes
-from dyncp.plan import Layout, Op, lower
+from dyncp.plan import Layout, Op, assemble_plan
 from dyncp.planner import plan_with
 from dyncp.schedule import BUILDERS, Schedule
 from dyncp.verify import check_plan, verify_plan
@@ -250,7 +250,7 @@ def test_only_static_plans_may_send_empty_partials():
         BUILDERS["ring"](graph, placement, "default", direction, 4) for direction in Direction
     ]
     balance = measure_balance(graph, placement, Limits())
-    plan = lower(graph, placement, {"default": tuple(schedules)}, balance, Layout(4))
+    plan = assemble_plan(graph, placement, {"default": tuple(schedules)}, balance, Layout(4))
     sentences = [v.sentence for v in verify_plan(plan, batch)]
     assert any("no tile has contributed" in s for s in sentences)
     assert any("the plan is not static" in s for s in sentences)

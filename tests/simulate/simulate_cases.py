@@ -12,11 +12,11 @@ from dyncp import AttentionShape, Batch, masks
 from dyncp.blocks import BlockGraph, Direction, build_graph
 from dyncp.cost import CostModel, Profile, find_profile
 from dyncp.placement import Limits, Placement, find_solver, measure_balance
-from dyncp.plan import Layout, Op, Plan, lower
+from dyncp.plan import Layout, Op, Plan, assemble_plan
 from dyncp.schedule import BUILDERS, Schedule
 from dyncp.simulate import AttentionTimes
-from dyncp.simulate.attention_times import run_flow
-from dyncp.simulate.flow import Flow, Messages, Programs
+from dyncp.simulate.flow import Flow, FlowMessages, Programs
+from dyncp.simulate.results import run_flow
 from dyncp.topology import Link, Topology, preset
 
 SOLVERS = ("whole_documents", "zigzag", "random")
@@ -32,7 +32,7 @@ class Case:
 
     def plan(self) -> Plan:
         balance = measure_balance(self.graph, self.placement, Limits())
-        return lower(self.graph, self.placement, self.schedules, balance, Layout())
+        return assemble_plan(self.graph, self.placement, self.schedules, balance, Layout())
 
 
 def make_case(
@@ -104,7 +104,7 @@ def run_by_hand(
         int(phase.max(initial=-1)) + 1,
         Programs(op, argument, first),
         np.array([s[2] for s in steps], np.float64),
-        Messages(phase, source, target, size),
+        FlowMessages(phase, source, target, size),
         0.0,
         host,
         slowdown,

@@ -11,7 +11,7 @@ from simulate_cases import Message, exchange, run_by_hand, simple_topology
 
 from dyncp.arrays import Int64
 from dyncp.plan import Op
-from dyncp.simulate.network import nic_of, routes
+from dyncp.simulate.event_state import nic_of, routes
 from dyncp.topology import Link, Topology
 
 LAUNCH, WAIT, COMPUTE = Op.LAUNCH, Op.WAIT, Op.COMPUTE

@@ -17,15 +17,14 @@ from dyncp.blocks import AttentionShape, Direction
 from dyncp.cost import MODELS, CostModel, find_profile
 from dyncp.simulate import (
     AttentionTimes,
-    Lane,
+    Track,
     make_timeline,
     simulate_plan,
     simulate_schedule,
     simulate_schedules,
     trace,
 )
-from dyncp.simulate.from_plan import flow_of_plan
-from dyncp.simulate.from_schedule import flow_of_schedule
+from dyncp.simulate.flow import flow_of_plan, flow_of_schedule
 from dyncp.topology import Topology, preset
 from strategies import ALWAYS_THERE
 
@@ -230,12 +229,12 @@ def test_a_cost_model_of_another_model_does_not_fit() -> None:
 def test_no_lane_does_two_things_at_once(case: Case, direction: Direction) -> None:
     times = run(case, direction)
     timeline = make_timeline(times)
-    same = (np.diff(timeline.rank) == 0) & (np.diff(timeline.lane) == 0)
+    same = (np.diff(timeline.rank) == 0) & (np.diff(timeline.track) == 0)
     if not case.topology.ordered_phases:  # messages share links
-        same &= timeline.lane[1:] == Lane.COMPUTE
+        same &= timeline.track[1:] == Track.COMPUTE
     assert (timeline.start[1:][same] >= timeline.end[:-1][same] - 1e-12).all()
     assert timeline.end.max(initial=0) <= times.seconds * (1 + 1e-9)
-    computing = (timeline.lane == Lane.COMPUTE) & (timeline.activity == 0)
+    computing = (timeline.track == Track.COMPUTE) & (timeline.activity == 0)
     computed = np.bincount(
         timeline.rank[computing],
         (timeline.end - timeline.start)[computing],
@@ -259,9 +258,9 @@ def test_a_trace_has_one_process_per_machine_and_no_overlap(name: str, tmp_path:
     for event in events:
         if event["ph"] == "X":
             lanes[event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
-            rank = event["tid"] // len(Lane) % case.topology.num_ranks
+            rank = event["tid"] // len(Track) % case.topology.num_ranks
             assert event["pid"] == case.topology.machine_of(rank)
-    assert {threads[lane] for lane in lanes} >= {"rank 0 compute", "rank 3 receive network"}
+    assert {threads[track] for track in lanes} >= {"rank 0 compute", "rank 3 receive network"}
     for spans in lanes.values():
         spans.sort()
         assert all(b[0] >= a[1] - 1e-6 for a, b in pairwise(spans))

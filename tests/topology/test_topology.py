@@ -25,15 +25,15 @@ def test_every_rank_needs_a_speed_above_zero() -> None:
     assert Topology(1, 3).rank_speeds.tolist() == [1, 1, 1]
     with pytest.raises(ValueError, match="speeds has 2 entries for 3 ranks"):
         Topology(1, 3, speeds=(1.0, 1.0))
-    with pytest.raises(ValueError, match=r"speeds holds 0\.0; finite numbers above 0"):
+    with pytest.raises(ValueError, match=r"speeds holds 0\.0; speeds must be finite and above 0"):
         Topology(1, 2, speeds=(1.0, 0.0))
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
 def test_links_need_sensible_numbers(value: float) -> None:
-    with pytest.raises(ValueError, match=r"Link.latency is .*; seconds from 0 on"):
+    with pytest.raises(ValueError, match=r"Link.latency is .*; it must be finite and at least 0"):
         Link(value, 1.0)
-    with pytest.raises(ValueError, match=r"Link.bandwidth is .*bytes per second above 0"):
+    with pytest.raises(ValueError, match=r"Link.bandwidth is .*; it must be finite and above 0"):
         Link(0.0, value)
 
 
@@ -70,5 +70,5 @@ def test_jitter_slows_ranks_down_by_at_most_the_spread() -> None:
     assert jittered == topology.jittered(0.2, seed=1)
     assert all(0.8 <= speed <= 1 for speed in jittered.speeds)
     assert len(set(jittered.speeds)) == 16
-    with pytest.raises(ValueError, match=r"spread is 1\.0; allowed are shares from 0 to below 1"):
+    with pytest.raises(ValueError, match=r"spread is 1\.0; it must be at least 0 and below 1"):
         topology.jittered(1.0, seed=0)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from dyncp import DCPAttn, DCPDataLoader, DCPExecutor, PlannerConfig, Step
-from dyncp.dataloader.plan_process import PlanProcess
-from dyncp.dataloader.plan_worker import PlanReply, PlanRequest, answer
+from dyncp.dataloader.planning_process import PlanProcess, PlanReply, PlanRequest, answer
 from dyncp.train.config import DecoderConfig
 from dyncp.train.dense import DenseAttention
 from dyncp.train.model import Decoder

@@ -19,11 +19,12 @@ from dyncp import (
     DCPExecutor,
     PlannerConfig,
     masks,
+    next_token_loss,
     sum_gradients,
     sum_over_ranks,
 )
 from dyncp.train.dense import DenseAttention
-from dyncp.train.model import local_loss, rope_rotation, rotate, token_losses
+from dyncp.train.model import rope_rotation, rotate, token_losses
 from processes import run_ranks
 
 MASKS = {
@@ -37,7 +38,7 @@ MASKS = {
 
 def loss_and_gradients(decoder, data, attend):
     logits = decoder(data, attend)
-    loss = local_loss(logits, data)
+    loss = next_token_loss(logits, data)
     decoder.zero_grad()
     loss.backward()
     return logits.detach(), loss.item(), {n: p.grad for n, p in decoder.named_parameters()}
@@ -80,7 +81,7 @@ def gradients_of_rank(rank):
         random_documents(2), masks.causal, tokens_per_batch=8, planner=PlannerConfig(block_size=2)
     )
     step = DCPExecutor(timeout=30).prepare(plan)
-    loss = local_loss(decoder(data, partial(DCPAttn.apply, step)), data)
+    loss = next_token_loss(decoder(data, partial(DCPAttn.apply, step)), data)
     loss.backward()
     sum_gradients(decoder)
     gradients = [p.grad.numpy() for p in decoder.parameters()]
@@ -109,7 +110,7 @@ def test_the_loss_is_the_mean_over_targets():
     losses = token_losses(logits, data)
     targets = data["shift_labels"].flatten() != -100
     assert targets.sum() == 8 + 3
-    torch.testing.assert_close(local_loss(logits, data), losses[targets].mean())
+    torch.testing.assert_close(next_token_loss(logits, data), losses[targets].mean())
     assert not losses[~targets].any()
 
 

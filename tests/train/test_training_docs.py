@@ -30,7 +30,7 @@ def two_ranks():
 def results_of_rank(rank):
     """The page's perplexities, and the gradients of one step: by DDP, and summed by hand."""
     names = run_page()
-    model, plain = names["model"], names["local_loss"]
+    model, plain = names["model"], names["next_token_loss"]
     data, plan = next(iter(names["loader"]))
     attend = names["partial"](names["attention"], names["executor"].prepare(plan))
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dyncp.transport.machines import here, read_machines, settings_word
+from dyncp.transport.distributed import here, read_machines, settings_word
 
 
 def test_ranks_are_on_one_machine_where_they_run_on_the_same_host():

@@ -16,7 +16,7 @@ from dyncp import AttentionShape, Batch, Plan, masks
 from dyncp.arrays import frozen
 from dyncp.blocks import BlockGraph, build_graph
 from dyncp.placement import Limits, Placement, measure_balance
-from dyncp.plan import Direction, Layout, Op, Payload, lower
+from dyncp.plan import Direction, Layout, Op, Payload, assemble_plan
 from dyncp.schedule import Schedule, Transfers
 from dyncp.verify import PlanError, check_plan, verify_plan
 
@@ -49,7 +49,7 @@ def relay_plan() -> Plan:
         "default": (schedule_of(graph, INPUTS), schedule_of(graph, [*INPUTS, *RESULTS])),
     }
     balance = measure_balance(graph, placement, Limits())
-    return lower(graph, placement, schedules, balance, Layout(4, 1))
+    return assemble_plan(graph, placement, schedules, balance, Layout(4, 1))
 
 
 def hurried(plan: Plan) -> Plan:

@@ -11,7 +11,7 @@ from verify_plans import rich_batch, rich_plan
 
 from dyncp import AttentionShape, Batch, Plan, PlannerConfig, Topology, masks, plan_batch
 from dyncp.cli import main
-from dyncp.cli.kernel_calls import check_kernel_calls
+from dyncp.cli.verify import check_kernel_calls
 from dyncp.plan import save_plan
 from dyncp.verify import INVARIANTS, compare_with_dense, examine_plan
 

@@ -21,7 +21,7 @@ from verify_edits import (
 )
 
 from dyncp.arrays import frozen
-from dyncp.plan import Direction, Op, Plan
+from dyncp.plan import Direction, Op, Plan, RowRuns
 
 
 def _without_tile(plan: Plan, rank: int, index: int) -> Plan:
@@ -144,9 +144,9 @@ def range_slope_changed(plan: Plan) -> Plan:
 @fault(1, "no row ranges", numerical=True)
 def row_ranges_of_a_block_missing(plan: Plan) -> Plan:
     rows = mask_of(plan, 2).rows
-    wanted = np.ones(len(plan.parts[2].blocks), np.bool_)
-    wanted[rows.block[0]] = False
-    return with_mask(plan, 2, rows=rows.of_blocks(wanted))
+    kept = rows.block != rows.block[0]
+    columns = (rows.block, rows.start, rows.base, rows.slope)
+    return with_mask(plan, 2, rows=RowRuns(*(frozen(column[kept]) for column in columns)))
 
 
 @fault(1, "computed never", numerical=True)

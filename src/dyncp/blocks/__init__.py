@@ -1,20 +1,31 @@
 """Second stage: a batch becomes token blocks and tiles, joined in a hypergraph."""
 
 from dyncp.blocks.batch import DEFAULT_MASK, Batch
-from dyncp.blocks.build import (
+from dyncp.blocks.graph import (
     BLOCK_MULTIPLE,
+    BlockGraph,
+    Tiles,
+    TokenBlock,
+    TokenBlocks,
     build_blocks,
     build_graph,
     choose_block_sizes,
     choose_sizes_by_work,
 )
-from dyncp.blocks.graph import BlockGraph, Tiles, TokenBlock, TokenBlocks
-from dyncp.blocks.payload import Q_INPUT, Q_RESULT, Direction, Payload, bytes_per_token
 from dyncp.blocks.shape import (
     DTYPE_NAMES,
+    IS_INPUT,
     ITEM_BYTES,
+    K_KINDS,
+    OF_KEYS,
+    Q_INPUT,
+    Q_KINDS,
+    Q_RESULT,
     AttentionShape,
+    Direction,
     HeadGroup,
+    Payload,
+    bytes_per_token,
     dtype_name,
 )
 
@@ -22,8 +33,12 @@ __all__ = [
     "BLOCK_MULTIPLE",
     "DEFAULT_MASK",
     "DTYPE_NAMES",
+    "IS_INPUT",
     "ITEM_BYTES",
+    "K_KINDS",
+    "OF_KEYS",
     "Q_INPUT",
+    "Q_KINDS",
     "Q_RESULT",
     "AttentionShape",
     "Batch",

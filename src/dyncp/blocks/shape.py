@@ -1,11 +1,16 @@
-"""Head counts, head dimension and dtypes of the attention a plan is made for."""
+"""The attention a plan is made for: heads and dtypes, and the payloads that ranks exchange."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
+import numpy as np
+
+from dyncp.arrays import Int64
 from dyncp.checks import whole_number
 
-# So that the bytes of any batch fit into int64.
+# The bytes of any batch then fit into int64.
 MOST_HEADS = MOST_HEAD_DIM = 2**14
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 DTYPE_NAMES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -13,7 +18,7 @@ DTYPE_NAMES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float1
 
 def dtype_name(dtype: Any) -> str | None:
     """The name of a dtype: bf16 of torch.bfloat16, "bfloat16" and "bf16". None for other dtypes.
-    Compares texts, since planning does without torch."""
+    Compares strings: planning never imports torch."""
     text = str(dtype).removeprefix("torch.")
     return text if text in ITEM_BYTES else DTYPE_NAMES.get(text)
 
@@ -104,3 +109,49 @@ def _checked_dtype(field: str, dtype: Any) -> str:
             f"{', '.join(DTYPE_NAMES)}"
         )
     return name
+
+
+class Payload(IntEnum):
+    """Kind of a transfer. A block's payload holds the rows of the block for one head group."""
+
+    Q = 0  # forward: queries
+    KV = 1  # both directions: keys and values
+    OUT = 2  # forward: partial output and its log-sum-exp
+    Q_DOUT = 3  # backward: queries, output gradients, log-sum-exp, row sums of dO·O
+    DQ = 4  # backward: partial gradient of the queries
+    DKV = 5  # backward: partial gradients of keys and values
+
+
+class Direction(IntEnum):
+    FORWARD = 0
+    BACKWARD = 1
+
+
+# By kind: whether tiles read it (otherwise they produce it), and whether it belongs to a key block.
+IS_INPUT = np.isin(np.arange(len(Payload)), [Payload.Q, Payload.KV, Payload.Q_DOUT])
+OF_KEYS = np.isin(np.arange(len(Payload)), [Payload.KV, Payload.DKV])
+# What travels for a query block and for a key block, by direction.
+Q_KINDS = {
+    Direction.FORWARD: (Payload.Q, Payload.OUT),
+    Direction.BACKWARD: (Payload.Q_DOUT, Payload.DQ),
+}
+K_KINDS = {Direction.FORWARD: (Payload.KV,), Direction.BACKWARD: (Payload.KV, Payload.DKV)}
+# What a query block sends and gets back, by direction.
+Q_INPUT = {Direction.FORWARD: Payload.Q, Direction.BACKWARD: Payload.Q_DOUT}
+Q_RESULT = {Direction.FORWARD: Payload.OUT, Direction.BACKWARD: Payload.DQ}
+
+
+def bytes_per_token(shape: AttentionShape, groups: Sequence[HeadGroup]) -> Int64:
+    """Bytes of one token's payload, int64[kinds, head groups]."""
+    rows = np.zeros((len(Payload), len(groups)), np.int64)
+    for g, group in enumerate(groups):
+        kv = group.num_kv_heads * shape.head_dim
+        q_heads = group.num_kv_heads * shape.q_heads_per_kv_head
+        q, row = q_heads * shape.head_dim, q_heads * shape.accumulator_bytes
+        rows[Payload.Q, g] = q * shape.item_bytes
+        rows[Payload.KV, g] = 2 * kv * shape.item_bytes
+        rows[Payload.OUT, g] = q * shape.partial_bytes + row
+        rows[Payload.Q_DOUT, g] = 2 * q * shape.item_bytes + 2 * row
+        rows[Payload.DQ, g] = q * shape.partial_bytes
+        rows[Payload.DKV, g] = 2 * kv * shape.partial_bytes
+    return rows

@@ -1,25 +1,65 @@
-"""`dyncp bench`: kernels beside each other, the attention of whole plans, and layers with it."""
+"""`dyncp bench`: runs the comparisons in the `benchmarks` folder of the source checkout."""
 
+import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
-from dyncp.cli import bench_attention, bench_kernels, bench_layers
-from dyncp.cli.command import Command
+import dyncp
+from dyncp.cli.arguments import Command
 
-BENCHES = (bench_kernels.command, bench_attention.command, bench_layers.command)
+USER_ERROR = 2
+BENCHES = {
+    "kernels": "measure attention kernels on many masks, beside torch's and flash-attn-4's",
+    "attention": "measure the attention of plans on virtual or real ranks, beside predictions",
+    "layers": "measure ranks of plans inside a stack of transformer layers, beside plain attention",
+}
+
+
+def load_benchmark(name: str) -> Command:
+    """The command of `benchmarks/NAME.py`: beside the `src` that dyncp runs from, or importable."""
+    checkout = Path(dyncp.__file__).parents[2]
+    if (checkout / "benchmarks" / f"{name}.py").exists() and str(checkout) not in sys.path:
+        sys.path.insert(0, str(checkout))
+    try:
+        found: Command = import_module(f"benchmarks.{name}").command
+    except ModuleNotFoundError as error:
+        if error.name not in ("benchmarks", f"benchmarks.{name}"):
+            raise
+        raise ValueError(
+            f"`dyncp bench {name}` is part of the source checkout, not of the installed package: "
+            "clone the repository, run `pip install -e .` in it, and try again"
+        ) from None
+    return found
+
+
+class BenchParser(ArgumentParser):
+    """Options of one benchmark. It is imported when they are parsed, so that other commands do not
+    wait for torch."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        try:
+            bench = load_benchmark(self.prog.split()[-1])
+        except ValueError as error:
+            self.exit(USER_ERROR, f"dyncp: error: {error}\n")
+        self.epilog = bench.epilog
+        bench.add_options(self)
+        self.set_defaults(bench=bench.run)
+        return super().parse_known_args(args, namespace)
 
 
 def add_options(parser: ArgumentParser) -> None:
-    benches = parser.add_subparsers(title="what", metavar="WHAT", required=True)
-    for bench in BENCHES:
-        options = benches.add_parser(
-            bench.name,
-            help=bench.summary,
-            description=f"{bench.summary[0].upper()}{bench.summary[1:]}.",
-            epilog=bench.epilog,
+    benches = parser.add_subparsers(
+        title="what", metavar="WHAT", required=True, parser_class=BenchParser
+    )
+    for name, summary in BENCHES.items():
+        benches.add_parser(
+            name,
+            help=summary,
+            description=f"{summary[0].upper()}{summary[1:]}.",
             formatter_class=RawDescriptionHelpFormatter,
         )
-        bench.add_options(options)
-        options.set_defaults(bench=bench.run)
 
 
 def run(args: Namespace) -> int:
@@ -30,7 +70,7 @@ def run(args: Namespace) -> int:
 command = Command(
     name="bench",
     summary="measure attention kernels, plans rank by rank, or ranks inside a stack of layers",
-    examples=tuple(bench.examples[0] for bench in BENCHES),
+    examples=tuple(f"dyncp bench {name}" for name in BENCHES),
     add_options=add_options,
     run=run,
 )

@@ -6,31 +6,42 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dyncp.cli.calibrate_table import draw_calibration
-from dyncp.cli.command import Command
-from dyncp.cli.measure_options import (
+from dyncp.cli.arguments import (
+    Command,
     add_device_option,
-    add_output_options,
+    add_kernel_option,
     add_repeats_option,
     add_shape_options,
-    check_raw,
-    numbers,
+    comma_separated,
+    positive_integers,
     preset_for,
     shape_of,
     shape_text,
-    show,
-    words,
 )
-from dyncp.cli.progress import Progress
-from dyncp.cli.torchrun import open_world
-from dyncp.cost import PROFILES, find_profile, save_profile
+from dyncp.cli.launch import open_world
+from dyncp.cli.output import Progress, add_output_options, check_raw, show
+from dyncp.cost import PROFILES, Profile, find_profile, save_profile
 
 if TYPE_CHECKING:
-    from dyncp.measure.calibrate import CalibrateSetting, Calibration
-    from dyncp.measure.world import World
-
+    from dyncp.calibrate import CalibrateSetting, Calibration, World
 SIZES = {"cpu": "128,256,512,1024,2048", "cuda": "8192,16384,32768,65536"}
 MASKS = "causal,full,document_causal,lambda_shaped,shared_question"
+# Label, field of the profile, and how many of its units make one of the label's.
+RATES = (
+    ("attention forward, TFLOP/s", "attention_forward", 1e12),
+    ("attention backward, TFLOP/s", "attention_backward", 1e12),
+    ("linear layers, TFLOP/s", "dense", 1e12),
+    ("kernel tiles with an edge, forward, ×", "edge_forward", 1),
+    ("kernel tiles with an edge, backward, ×", "edge_backward", 1),
+    ("a row of kernel tiles, forward, keys", "row_forward", 1),
+    ("a row of kernel tiles, backward, keys", "row_backward", 1),
+    ("rows of kernel tiles at a time", "lanes", 1),
+    ("kernel call, µs", "call_seconds", 1e-6),
+    ("between kernels, µs", "launch_seconds", 1e-6),
+    ("host per instruction, graphs, µs", "host_seconds", 1e-6),
+    ("host per instruction, no graphs, µs", "host_seconds_eager", 1e-6),
+    ("copying rows, GB/s", "copy", 1e9),
+)
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -43,11 +54,7 @@ def add_options(parser: ArgumentParser) -> None:
         metavar="PRESET",
         help=f"for what cannot be measured here: {', '.join(PROFILES)} (default: the device's)",
     )
-    parser.add_argument(
-        "--kernel",
-        default="auto",
-        help="NAME, NAME:fast or NAME:deterministic (default %(default)s)",
-    )
+    add_kernel_option(parser)
     parser.add_argument("--masks", default=MASKS, help="to fit with (default %(default)s)")
     parser.add_argument(
         "--sizes",
@@ -60,7 +67,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    from dyncp.measure.calibrate import calibrate
+    from dyncp.calibrate import calibrate
 
     if not args.save.parent.is_dir():
         raise ValueError(f"--save is {args.save}; the folder {args.save.parent} does not exist")
@@ -77,28 +84,27 @@ def run(args: Namespace) -> int:
 
 
 def _setting(args: Namespace, world: "World") -> "CalibrateSetting":
-    from dyncp.measure.calibrate import CalibrateSetting
-    from dyncp.measure.mask_cases import mask_case
-    from dyncp.measure.ours import KernelChoice
-    from dyncp.measure.timing import Repeats
+    from dyncp.calibrate import CalibrateSetting
+    from dyncp.calibrate.calls import KernelChoice, find_mask
+    from dyncp.calibrate.timing import Repeats
 
     sizes = SIZES[world.device.type] if args.sizes is None else args.sizes
-    for mask in words(args.masks):
-        mask_case(mask, 1)
+    for mask in comma_separated(args.masks):
+        find_mask(mask)
     return CalibrateSetting(
         base=find_profile(args.base or preset_for(world.device)),
         name=args.name,
         shape=shape_of(args, world.device),
         choice=KernelChoice.of(args.kernel),
-        masks=words(args.masks),
-        sizes=numbers(sizes, "--sizes"),
+        masks=comma_separated(args.masks),
+        sizes=positive_integers(sizes, "--sizes"),
         world=world,
         repeats=Repeats(timed=args.repeats, flush=False),
     )
 
 
 def _lines(args: Namespace, setting: "CalibrateSetting", found: "Calibration") -> Iterator[str]:
-    from dyncp.measure.world import device_text
+    from dyncp.calibrate.environment import device_text
 
     ranks = setting.world.num_ranks
     yield (
@@ -112,7 +118,7 @@ def _lines(args: Namespace, setting: "CalibrateSetting", found: "Calibration") -
 
 
 def _as_json(setting: "CalibrateSetting", found: "Calibration") -> dict[str, Any]:
-    from dyncp.measure.world import device_text
+    from dyncp.calibrate.environment import device_text
 
     return {
         "device": device_text(setting.world.device),
@@ -127,6 +133,47 @@ def _as_json(setting: "CalibrateSetting", found: "Calibration") -> dict[str, Any
         "all_gather_bytes_per_second": found.all_gather,
         "overlaps": [asdict(o) | {"slowdown": o.slowdown} for o in found.overlaps],
     }
+
+
+def draw_calibration(base: Profile, found: "Calibration") -> Iterator[str]:
+    profile, rates = found.profile, found.rates
+    yield f"{'':<40}{'measured':>14}{base.name:>14}"
+    for label, field, unit in RATES:
+        mine, theirs = (getattr(p, field) / unit for p in (profile, base))
+        yield f"{label:<40}{mine:>14.4g}{theirs:>14.4g}"
+    for label, name in (("inside a machine", "intra"), ("between machines", "inter")):
+        link, assumed = getattr(profile, name), getattr(base, name)
+        known = getattr(found, name) is not None
+        yield (
+            f"{label + ', GB/s':<40}{_known(link.bandwidth / 1e9, known):>14}"
+            f"{assumed.bandwidth / 1e9:>14.4g}"
+        )
+        yield (
+            f"{label + ', µs':<40}{_known(1e6 * link.latency, known):>14}"
+            f"{1e6 * assumed.latency:>14.4g}"
+        )
+    if found.all_gather is not None:
+        yield f"{'all-gather into a rank, GB/s':<40}{found.all_gather / 1e9:>14.4g}"
+    for overlap in found.overlaps:
+        label = f"attention beside {overlap.kind} copies, ×"
+        yield f"{label:<40}{overlap.slowdown:>14.3f}"
+    yield ""
+    yield (
+        f"{len(found.samples)} kernel timings; the fit is off by {100 * rates.mean_error:.1f} % on "
+        f"average, {100 * rates.worst_error:.0f} % at worst; a call takes "
+        f"{1e6 * rates.host_seconds:.0f} µs of host time"
+    )
+    if found.rows is not None:
+        yield (
+            f"{len(found.calls)} whole calls; what they take besides kernels is off by "
+            f"{100 * found.rows.mean_error:.1f} % on average, {100 * found.rows.worst_error:.0f} % "
+            "at worst"
+        )
+
+
+def _known(value: float, known: bool) -> str:
+    """A number, unless it was not measured and is the preset's."""
+    return f"{value:.4g}" if known else "as assumed"
 
 
 command = Command(

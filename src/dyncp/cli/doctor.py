@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from dyncp.cli.command import Command
-from dyncp.cli.measure_options import add_device_option
-from dyncp.cli.progress import Progress
-from dyncp.cli.torchrun import open_world
+from dyncp.cli.arguments import Command, add_device_option
+from dyncp.cli.launch import open_world
+from dyncp.cli.output import Progress
 
 if TYPE_CHECKING:
-    from dyncp.measure.doctor import Diagnosis
+    from dyncp.calibrate import Diagnosis
 
 SICK = 1
 MOST_RANKS_SHOWN = 16
@@ -26,7 +25,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    from dyncp.measure.doctor import diagnose
+    from dyncp.calibrate import diagnose
 
     with open_world(args.device) as world:
         progress = Progress()

@@ -1,4 +1,4 @@
-"""Runs a `dyncp` command line on several processes of this machine, and leaves none behind."""
+"""Runs `dyncp` on several processes: starts them with torchrun, or is one of them."""
 
 import os
 import signal
@@ -7,11 +7,16 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import IO, Any
+from datetime import timedelta
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dyncp.calibrate.environment import World
 
 GRACE_SECONDS = 40  # torchrun itself gives its workers 30 before it kills them
 COPY_SECONDS = 5  # for the last lines of ranks that are gone
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
+TIMEOUT = timedelta(minutes=10)
 
 
 def launch(words: Sequence[str], num_ranks: int, *, to_stderr: bool = False) -> int:
@@ -92,3 +97,30 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
     except subprocess.TimeoutExpired:
         process.kill()
     signal.signal(signal.SIGINT, before)
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+@contextmanager
+def open_world(device_name: str | None) -> "Iterator[World]":
+    """The world of torchrun's ranks, or of this process alone."""
+    import torch
+    import torch.distributed as dist
+
+    from dyncp.calibrate.environment import World, open_device
+
+    if not under_torchrun():
+        yield World.alone(open_device(device_name))
+        return
+    local_rank, local = (int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    device = open_device(device_name, local_rank)
+    torch.set_num_threads(threads_per_rank(local))
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=TIMEOUT)
+    try:
+        yield World(dist.get_rank(), dist.get_world_size(), local, device)
+    finally:
+        dist.destroy_process_group()

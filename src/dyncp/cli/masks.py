@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from typing import Any
 
 from dyncp import masks
-from dyncp.cli.command import Command
+from dyncp.cli.arguments import Command
 from dyncp.masks import Mask
 
 

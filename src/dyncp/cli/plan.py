@@ -7,23 +7,26 @@ from pathlib import Path
 from time import process_time
 from typing import Any
 
-from dyncp.cli import options
-from dyncp.cli.command import Command
-from dyncp.cli.plan_numbers import describe_candidate, dump_placement
-from dyncp.cli.progress import Progress
+import numpy as np
+
+from dyncp.cli import arguments
+from dyncp.cli.arguments import Command
+from dyncp.cli.output import Progress
 from dyncp.placement import static_candidates
 from dyncp.plan import save_plan
-from dyncp.planner import Choice, PlannerConfig, Task, choose, lower_choice
+from dyncp.planner import Candidate, Choice, PlannerConfig, Task, choose, lower_choice
+from dyncp.schedule import Schedule
+from dyncp.topology import Topology
 
 
 def add_options(parser: ArgumentParser) -> None:
-    options.add_lengths_options(parser, listed=True)
+    arguments.add_lengths_options(parser, listed=True)
     parser.add_argument("--tokens", type=int, default=131072, help="tokens of a --sample batch")
-    options.add_cluster_options(parser)
-    options.add_attention_options(parser)
+    arguments.add_cluster_options(parser)
+    arguments.add_attention_options(parser)
     parser.add_argument("--block-size", type=int, help="tokens (default: chosen per sequence)")
-    options.add_solver_options(parser)
-    options.add_limit_options(parser)
+    arguments.add_solver_options(parser)
+    arguments.add_limit_options(parser)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compare", action="store_true", help="plan with the static methods too")
     parser.add_argument("--save", type=Path, help="write a file for `dyncp verify`")
@@ -32,10 +35,14 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    topology, cost, model = options.topology_of(args), options.cost_of(args), options.model_of(args)
+    topology, cost, model = (
+        arguments.topology_of(args),
+        arguments.cost_of(args),
+        arguments.model_of(args),
+    )
     config, batch, shape = (
         _config(args),
-        options.make_batch(args, options.lengths_of(args)),
+        arguments.make_batch(args, arguments.lengths_of(args)),
         cost.shape,
     )
     progress = Progress()
@@ -79,7 +86,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _config(args: Namespace) -> PlannerConfig:
-    return replace(options.config_of(args), block_size=args.block_size, seed=args.seed)
+    return replace(arguments.config_of(args), block_size=args.block_size, seed=args.seed)
 
 
 def _text(result: dict[str, Any]) -> str:
@@ -117,6 +124,73 @@ def _row(name: str, numbers: dict[str, Any]) -> str:
         f"{numbers['tokens_max_over_mean']:>8.3f}{attention:>9.2f}"
         f"{1e3 * times['step_seconds']:>9.2f}"
     )
+
+
+def describe_candidate(candidate: Candidate, task: Task) -> dict[str, Any]:
+    """Solver, sizes, traffic, balance and simulated times."""
+    simulated, topology = task.simulate(candidate), task.topology
+    pairs = list(candidate.schedules.values())
+    return {
+        "solver": candidate.placement.solver,
+        "num_blocks": len(candidate.graph.blocks),
+        "num_tiles": sum(len(tiles) for tiles in candidate.graph.tiles.values()),
+        "forward": describe_traffic(candidate, topology, [forward for forward, _ in pairs]),
+        "backward": describe_traffic(
+            candidate, topology, [backward for _, backward in pairs if backward]
+        ),
+        "compute_max_over_mean": candidate.balance.compute_max_over_mean,
+        "tokens_max_over_mean": candidate.balance.tokens_max_over_mean,
+        "balance_reason": candidate.balance.reason,
+        "simulated": {
+            "forward_seconds": simulated.forward_seconds,
+            "backward_seconds": simulated.backward_seconds,
+            "exposed_seconds": simulated.exposed_seconds,
+            "token_seconds": simulated.token_seconds,
+            "step_seconds": simulated.step_seconds,
+            "ideal_seconds": simulated.ideal_seconds,
+        },
+    }
+
+
+def describe_traffic(
+    candidate: Candidate, topology: Topology, schedules: list[Schedule]
+) -> dict[str, int]:
+    """Bytes of one direction over all masks."""
+    graph, ranks = candidate.graph, topology.num_ranks
+    sent, received = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
+    between = 0
+    for schedule in schedules:
+        moved = schedule.transfers
+        size = graph.payload_bytes[moved.kind, moved.head_group] * graph.blocks.tokens[moved.block]
+        np.add.at(sent, moved.source, size)
+        np.add.at(received, moved.target, size)
+        machine = topology.ranks_per_machine
+        between += int(size[moved.source // machine != moved.target // machine].sum())
+    return {
+        "bytes": int(sent.sum()),
+        "inter_machine_bytes": between,
+        "max_rank_send_bytes": int(sent.max()),
+        "max_rank_recv_bytes": int(received.max()),
+        "divisions": max((schedule.num_divisions for schedule in schedules), default=0),
+    }
+
+
+def dump_placement(candidate: Candidate) -> dict[str, Any]:
+    """Blocks and tiles with their ranks and forward divisions, for independent checks."""
+    graph, placement = candidate.graph, candidate.placement
+    blocks = graph.blocks
+    columns = (blocks.sequence, blocks.start, blocks.end, placement.block_rank)
+    tiles = []
+    for name, own in graph.tiles.items():
+        division = candidate.schedules[name][0].tile_division
+        rank = placement.tile_rank[name]
+        fields = (own.q_block, own.k_block, own.head_group, rank, division, own.pairs)
+        tiles += np.stack([field.astype(np.int64) for field in fields], axis=1).tolist()
+    return {
+        "head_groups": [[g.first_kv_head, g.num_kv_heads] for g in graph.head_groups],
+        "blocks": np.stack(columns, axis=1).tolist(),
+        "tiles": tiles,
+    }
 
 
 command = Command(

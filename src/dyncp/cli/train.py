@@ -2,16 +2,19 @@
 
 import json
 import os
+import signal
 import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from dyncp.cli.command import Command
-from dyncp.cli.progress import Progress
-from dyncp.cli.train_report import conclusion, summarise
-from dyncp.cli.train_runs import run_as_rank, run_processes, run_reference, run_virtual
+from dyncp.cli.arguments import Command
+from dyncp.cli.launch import launch, open_world, under_torchrun
+from dyncp.cli.output import Progress
+from dyncp.cli.train_report import StepTable, conclusion, summarise
 from dyncp.train.config import SIZES, TrainConfig
 
 if TYPE_CHECKING:
@@ -26,6 +29,8 @@ Next:
   dyncp train --steps 3 --ranks 2               another number of ranks
   dyncp train --corpus DIR                      your own text files
   docs/training.md                              how to write this loop yourself"""
+# Files of the folder in which processes find the reference's losses and leave their results.
+REFERENCE, RESULTS = "reference.json", "results.json"
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -68,7 +73,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     config = _config(args)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # torchrun started this process
+    if under_torchrun():
         return _run_under_torchrun(args, config, int(os.environ["WORLD_SIZE"]))
     ranks = _num_ranks(args)
     Progress().say(_describe(config, ranks))
@@ -152,6 +157,78 @@ def _config(args: Namespace) -> TrainConfig:
         kernel=args.kernel,
         device=args.device,
     )
+
+
+def run_reference(config: TrainConfig) -> list[float]:
+    """Losses of the run in one process."""
+    from dyncp.train.loop import open_corpus, train_in_one_process
+
+    progress, losses = Progress(), []
+    progress.show(f"one process: step 1 of {config.steps}")
+    for result in train_in_one_process(config, open_corpus(config)):
+        losses.append(result.loss)
+        if result.step < config.steps:
+            done = f"last loss {result.loss:.4f}, {result.seconds:.1f} s"
+            progress.show(f"one process: step {result.step + 1} of {config.steps} ({done})")
+    progress.clear()
+    return losses
+
+
+def run_virtual(
+    config: TrainConfig, ranks: int, reference: Sequence[float] | None, *, to_stderr: bool
+) -> list["StepResult"]:
+    """All ranks in this process."""
+    from dyncp.train.loop import open_corpus, train_on_ranks
+
+    table = StepTable(config.steps, reference, to_stderr=to_stderr)
+    return _collect(train_on_ranks(config, open_corpus(config), ranks), table)
+
+
+def run_processes(
+    words: Sequence[str], ranks: int, reference: Sequence[float] | None, *, to_stderr: bool
+) -> tuple[int, list["StepResult"]]:
+    """Runs the command line `words` on `ranks` processes: exit code and results."""
+    from dyncp.train.loop import StepResult
+
+    Progress().say(f"starting {ranks} processes ...")
+    with TemporaryDirectory(prefix="dyncp-") as folder:
+        if reference is not None:
+            Path(folder, REFERENCE).write_text(json.dumps(reference))
+        code = launch([*words, "--exchange", folder], ranks, to_stderr=to_stderr)
+        results = [] if code else json.loads(Path(folder, RESULTS).read_text())
+    return code, [StepResult(**result) for result in results]
+
+
+def run_as_rank(
+    config: TrainConfig, exchange: Path | None, *, to_stderr: bool
+) -> list["StepResult"]:
+    """This process is one rank of torchrun; only rank 0 prints, and gets results."""
+    from dyncp.train.loop import open_corpus, train_on_ranks
+
+    table = None
+    with open_world(config.device) as world:
+        # torchrun stops its ranks by SIGTERM: the loader has a process to end.
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        if world.first:
+            table = StepTable(config.steps, _reference(exchange), to_stderr=to_stderr)
+        results = _collect(train_on_ranks(config, open_corpus(config)), table)
+    if world.first and exchange is not None:
+        Path(exchange, RESULTS).write_text(json.dumps([asdict(result) for result in results]))
+    return results if world.first else []
+
+
+def _reference(exchange: Path | None) -> list[float] | None:
+    path = None if exchange is None else exchange / REFERENCE
+    return json.loads(path.read_text()) if path is not None and path.exists() else None
+
+
+def _collect(steps: Iterable["StepResult"], table: StepTable | None) -> list["StepResult"]:
+    results = []
+    for result in steps:
+        results.append(result)
+        if table is not None:
+            table.add(result)
+    return results
 
 
 command = Command(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from dyncp.cli.progress import Progress
+from dyncp.cli.output import Progress
 
 if TYPE_CHECKING:
     from dyncp.train.config import TrainConfig

@@ -1,12 +1,17 @@
 """Seconds for tiles, copies and the per-token work outside attention."""
 
 from dyncp.cost.cost_model import BACKWARD_FLOPS, CostModel
-from dyncp.cost.device_profiles import profile_for_device, tell_profile
-from dyncp.cost.model_config import MODELS, ModelConfig, find_model
-from dyncp.cost.presets import DEFAULT_PROFILE, PROFILES, find_profile
-from dyncp.cost.profile import Profile
-from dyncp.cost.profile_file import load_profile, save_profile
-from dyncp.cost.transformers_config import from_transformers_config
+from dyncp.cost.model_config import MODELS, ModelConfig, find_model, from_transformers_config
+from dyncp.cost.profile import (
+    DEFAULT_PROFILE,
+    PROFILES,
+    Profile,
+    find_profile,
+    load_profile,
+    profile_for_device,
+    save_profile,
+    tell_profile,
+)
 
 __all__ = [
     "BACKWARD_FLOPS",

@@ -1,9 +1,12 @@
-"""ModelConfig: what a Transformer does per token outside attention."""
+"""ModelConfig: the per-token work of a Transformer outside attention, also from a config.json."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dyncp.blocks import AttentionShape, Direction
+from dyncp.checks import parse_json
 from dyncp.cost.profile import Profile
 
 
@@ -30,23 +33,21 @@ class ModelConfig:
         for field in ("hidden", "layers", "ffn", "vocab", "heads", "kv_heads", "head_dim"):
             if getattr(self, field) < 1:
                 raise ValueError(
-                    f"ModelConfig.{field} is {getattr(self, field)}; at least 1 is needed"
+                    f"ModelConfig.{field} is {getattr(self, field)}; it must be at least 1"
                 )
         if self.mlp_matrices not in (2, 3):
-            raise ValueError(
-                f"ModelConfig.mlp_matrices is {self.mlp_matrices}; allowed are 2 and 3"
-            )
+            raise ValueError(f"ModelConfig.mlp_matrices is {self.mlp_matrices}; it must be 2 or 3")
 
     @property
     def layer_weights(self) -> int:
-        """Weights that multiply a token in one layer: projections, router and MLP."""
+        """Weights of one layer that multiply every token: projections, router and MLP."""
         q_and_out = 2 * self.hidden * self.heads * self.head_dim
         k_and_v = 2 * self.hidden * self.kv_heads * self.head_dim
         mlp = self.mlp_matrices * self.hidden * self.ffn
         return q_and_out + k_and_v + mlp + self.hidden * self.experts
 
     def flops_per_token(self, direction: Direction) -> float:
-        """Of linear layers and output head; twice as many backward.
+        """FLOPs of the linear layers and the output head; backward takes twice as many.
 
         The embedding is a lookup, and norms and activations are left out: Llama-3-8B has 8.03e9
         weights, of which 0.53e9 are embeddings, so a token takes 2 × 7.50e9 FLOPs forward.
@@ -70,3 +71,81 @@ def find_model(name: str) -> ModelConfig:
             f"model is {name!r}; choose one of {', '.join(MODELS)}, or give a config.json"
         )
     return MODELS[name]
+
+
+# What a size is called in different model families, the usual name first.
+HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model")
+LAYERS_KEYS = ("num_hidden_layers", "n_layer", "num_layers")
+HEADS_KEYS = ("num_attention_heads", "n_head", "num_heads")
+FFN_KEYS = ("intermediate_size", "n_inner", "ffn_dim")
+EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+# Families whose MLP is two plain matrices.
+PLAIN_MLP = {
+    "bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "opt", "phi",
+    "starcoder2",
+}  # fmt: skip
+
+
+def from_transformers_config(source: str | Path | Mapping[str, Any]) -> ModelConfig:
+    """Sizes from a config.json (its path, its folder, or its content).
+
+    A mixture of experts counts the experts that one token is routed to, in every layer.
+    Tied embeddings change memory, not FLOPs.
+    """
+    config = source if isinstance(source, Mapping) else _read(Path(source))
+    if not any(key in config for key in HIDDEN_KEYS) and "text_config" in config:
+        config = config["text_config"]
+    if config.get("kv_lora_rank"):
+        raise ValueError(
+            "the config has kv_lora_rank: multi-head latent attention is not modelled; "
+            "give a ModelConfig with the sizes that fit best"
+        )
+    hidden, heads = _size(config, HIDDEN_KEYS), _size(config, HEADS_KEYS)
+    return ModelConfig(
+        hidden=hidden,
+        layers=_size(config, LAYERS_KEYS),
+        ffn=_ffn(config, hidden),
+        vocab=_size(config, ("vocab_size",)),
+        heads=heads,
+        kv_heads=_size(config, ("num_key_value_heads",), heads),
+        head_dim=_size(config, ("head_dim",), hidden // max(heads, 1)),
+        mlp_matrices=2 if config.get("model_type") in PLAIN_MLP else 3,
+        experts=_size(config, EXPERTS_KEYS, 0),
+    )
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        path = path / "config.json" if path.is_dir() else path
+        config = parse_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"model config {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"model config {path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"model config {path} is a {type(config).__name__}, not a JSON object")
+    return config
+
+
+def _ffn(config: Mapping[str, Any], hidden: int) -> int:
+    active = _size(config, ("num_experts_per_tok",), 0)
+    if not active:
+        return _size(
+            config, FFN_KEYS, 4 * hidden if config.get("model_type") in PLAIN_MLP else None
+        )
+    expert = _size(config, ("moe_intermediate_size", *FFN_KEYS))
+    shared = _size(config, ("shared_expert_intermediate_size",), 0)
+    return expert * (active + _size(config, ("n_shared_experts",), 0)) + shared
+
+
+def _size(config: Mapping[str, Any], names: tuple[str, ...], default: int | None = None) -> int:
+    for name in names:
+        value = config.get(name)
+        if value is None:
+            continue
+        if type(value) is not int or value < 0:
+            raise ValueError(f"model config: {name} is {value!r}; it must be an integer >= 0")
+        return value
+    if default is None:
+        raise ValueError(f"model config has no {' or '.join(names)}; it has {', '.join(config)}")
+    return default

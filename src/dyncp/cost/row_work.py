@@ -23,11 +23,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dyncp.arrays import Bool, Float64, Int64
-from dyncp.blocks import AttentionShape, Direction, HeadGroup, Payload
+from dyncp.blocks import IS_INPUT, OF_KEYS, AttentionShape, Direction, HeadGroup, Payload
 from dyncp.cost.cost_model import CostModel
-
-INPUTS = np.isin(np.arange(len(Payload)), [Payload.Q, Payload.KV, Payload.Q_DOUT])
-OF_KEYS = np.isin(np.arange(len(Payload)), [Payload.KV, Payload.DKV])
 
 
 class Sent(NamedTuple):
@@ -80,7 +77,7 @@ class Moved(NamedTuple):
         return np.asarray(sum((point > 0).sum(axis=1) for point in points), np.int64)
 
 
-class Widths:
+class RowBytes:
     """Bytes of one token's row, int64[head groups] each: of queries and of keys with values, as
     they are given, and of accumulators (`wide`); `per_head` of log-sum-exps or row sums."""
 
@@ -98,7 +95,7 @@ def division_seconds(rows: float, direction: Direction, cost: CostModel) -> floa
     unpacks, the gap before a call, and forward a contribution more to be read by the last."""
     if not cost.knows_launches:
         return 0.0
-    width = Widths(cost.shape, cost.shape.head_groups(1))
+    width = RowBytes(cost.shape, cost.shape.head_groups(1))
     read = float((width.q + width.per_head).sum()) if direction is Direction.FORWARD else 0.0
     return 2 * cost.profile.launch_seconds + rows * read / (2 * cost.profile.copy)
 
@@ -109,13 +106,13 @@ def least_row_seconds(direction: Direction, cost: CostModel) -> float:
     written straight."""
     if direction is Direction.FORWARD or not cost.knows_launches:
         return 0.0
-    width = Widths(cost.shape, cost.shape.head_groups(1))
+    width = RowBytes(cost.shape, cost.shape.head_groups(1))
     moved = 3 * width.q + width.kv + width.per_head + 2 * (width.q_wide + width.kv_wide)
     return float(moved.sum()) / (2 * cost.profile.copy)
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class RowCosts:
     """Who holds what in one direction of one mask: blocks with their `tokens` and `owner`s. `fixed`
     says that inputs are copied wherever anything travels, for graphs."""
 
@@ -125,12 +122,12 @@ class Rows:
     tokens: Int64
     owner: Int64
     direction: Direction
-    widths: Widths
+    widths: RowBytes
     fixed: bool
 
     def moved(self, sent: Sent, touched: Touched | None) -> Moved:
         """Forward needs `touched`."""
-        comes, known = INPUTS[sent.kind], self.owner[sent.block]
+        comes, known = IS_INPUT[sent.kind], self.owner[sent.block]
         home = sent.source == known
         launch = self.by_phase(sent.source, sent, 2 * sent.size, comes & ~home)
         launch += self._results(sent, touched)
@@ -180,7 +177,7 @@ class Rows:
     def _results(self, sent: Sent, touched: Touched | None) -> Float64:
         """Of results that leave, by rank and phase: they are written, and what they are made of is
         read."""
-        at = np.flatnonzero(~INPUTS[sent.kind])
+        at = np.flatnonzero(~IS_INPUT[sent.kind])
         results = Sent(*(column[at] for column in sent))
         sizes, width = results.size, self.widths
         kind, key = results.kind, self._key(results.kind, results.source, results)

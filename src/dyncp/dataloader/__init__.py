@@ -1,33 +1,40 @@
 """Batches, plans and local data for the training loop.
 
-Names are loaded on first use: the planning process imports `plan_worker` from here, without torch.
+Names are loaded on first use: the planning process imports `planning_process` without torch.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dyncp.dataloader.config import LoaderConfig
-    from dyncp.dataloader.errors import BatchMismatch, PeerError, SampleError, StoreError
     from dyncp.dataloader.loader import DCPDataLoader
-    from dyncp.dataloader.local_tokens import count_targets, local_data
-    from dyncp.dataloader.loss import sum_gradients, sum_over_ranks, undo_gradient_average
+    from dyncp.dataloader.local_fields import count_targets, local_data
+    from dyncp.dataloader.loss import (
+        next_token_loss,
+        sum_gradients,
+        sum_over_ranks,
+        undo_gradient_average,
+    )
     from dyncp.dataloader.metrics import LoaderMetrics
-    from dyncp.dataloader.samples import NO_TARGET
+    from dyncp.dataloader.options import LoaderConfig
+    from dyncp.dataloader.reading import SampleError
+    from dyncp.dataloader.sample_format import NO_TARGET
+    from dyncp.dataloader.store import BatchMismatch, PeerError, StoreError
 
     DCPDataloader = DCPDataLoader
 
 _LAZY = {
-    "BatchMismatch": "errors",
+    "BatchMismatch": "store",
     "DCPDataLoader": "loader",
-    "LoaderConfig": "config",
+    "LoaderConfig": "options",
     "LoaderMetrics": "metrics",
-    "NO_TARGET": "samples",
-    "PeerError": "errors",
-    "SampleError": "errors",
-    "StoreError": "errors",
-    "count_targets": "local_tokens",
-    "local_data": "local_tokens",
+    "NO_TARGET": "sample_format",
+    "PeerError": "store",
+    "SampleError": "reading",
+    "StoreError": "store",
+    "count_targets": "local_fields",
+    "local_data": "local_fields",
+    "next_token_loss": "loss",
     "sum_gradients": "loss",
     "sum_over_ranks": "loss",
     "undo_gradient_average": "loss",
@@ -45,6 +52,7 @@ __all__ = [
     "StoreError",
     "count_targets",
     "local_data",
+    "next_token_loss",
     "sum_gradients",
     "sum_over_ranks",
     "undo_gradient_average",

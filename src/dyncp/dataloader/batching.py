@@ -1,26 +1,33 @@
-"""Batches of an epoch: a function of the samples' order and lengths, the budget and a position.
+"""The batches of an epoch: a function of the samples' order and lengths, the budget and a position.
 
-Ranks compute the same batches without talking: `fill` makes them, `deal` puts together those of a
-round. An optimiser step has `accumulation_steps` rounds; in a round every replica gets one batch:
+All ranks compute the same batches without communicating. filling.py fills them; here they are dealt
+to replicas. An optimiser step has `accumulation_steps` rounds; in a round every replica gets one
+batch:
 
     batches        b0 b3 | b1 b2 || b4 b6 | b5 b7 || ...      2 replicas, 2 rounds per step
     replica 0      b0      b1       b4      b5
     replica 1         b3      b2       b6      b7
+
+A round has the oldest batch, so that none waits for ever, and those batches of the window that
+leave the replicas idle for the shortest time beside it. With 3 replicas and predicted seconds
+
+    waiting, oldest first    4 9 5 4 8 5        sorted by time    4 4 5 5 8 9
+
+the rounds are 4 4 5, then 9 8 5. Batches keep their numbers: another number of replicas is dealt
+the same batches.
 """
 
-import hashlib
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import count, islice
+from itertools import accumulate, count, islice
 
-from dyncp.dataloader.config import Budget, LoaderConfig, check_budget
-from dyncp.dataloader.dataset import MapSource, Source
-from dyncp.dataloader.deal import DealState, deal_rounds
-from dyncp.dataloader.entry import Entry
-from dyncp.dataloader.fill import FilledBatch, FillState, fill_batches
-from dyncp.dataloader.skipping import Skipped, why
+from dyncp.dataloader.dataset import IndexedSource, SampleEntry, SampleSource
+from dyncp.dataloader.filling import FilledBatch, FillState, fill_batches
+from dyncp.dataloader.metrics import Skipped
+from dyncp.dataloader.options import Budget, LoaderConfig, check_budget, digest_of
+from dyncp.dataloader.sample_format import skip_reason
 from dyncp.dataloader.state import Position
 
 logger = logging.getLogger(__name__)
@@ -28,15 +35,76 @@ logger = logging.getLogger(__name__)
 Seconds = Callable[[int], float]
 
 
+@dataclass(frozen=True)
+class DealState:
+    """Between two rounds: `fill` is the state before the oldest waiting batch, or after all batches
+    that were read; `dealt` are those from there on that have been dealt (1 is the second one).
+    Batches dealt to more replicas are kept here until fewer replicas have passed them."""
+
+    fill: FillState
+    dealt: tuple[int, ...] = ()
+
+
+def deal_rounds(
+    batches: Iterator[FilledBatch],
+    replicas: int,
+    window: int,
+    seconds: Callable[[FilledBatch], float],
+    start: DealState,
+) -> Iterator[tuple[list[FilledBatch], DealState]]:
+    """Rounds of one batch per replica (the last one may have fewer), with the state after each.
+
+    A round is chosen among the next `window` × `replicas` batches; `batches` begin at `start`.
+    """
+    most = window * replicas if replicas > 1 else 1
+    waiting: list[tuple[FilledBatch, float]] = []
+    dealt: set[int] | None = None  # numbers of batches after the oldest waiting one
+    end, following = start.fill, 0  # the state after the last batch that was read; the next number
+    while True:
+        while len(waiting) < most and (batch := next(batches, None)) is not None:
+            if dealt is None:
+                dealt = {batch.number + offset for offset in start.dealt}
+            if batch.number not in dealt:
+                waiting.append((batch, seconds(batch) if replicas > 1 else 0.0))
+            end, following = batch.after, batch.number + 1
+        if not waiting:
+            return
+        chosen = set(balanced_round([time for _, time in waiting], replicas))
+        taken = [batch for number, (batch, _) in enumerate(waiting) if number in chosen]
+        waiting = [item for number, item in enumerate(waiting) if number not in chosen]
+        dealt = (dealt or set()).union(batch.number for batch in taken)
+        first, fill = (waiting[0][0].number, waiting[0][0].before) if waiting else (following, end)
+        dealt = {number for number in dealt if number >= first}
+        yield taken, DealState(fill, tuple(sorted(number - first for number in dealt)))
+
+
+def balanced_round(times: Sequence[float], replicas: int) -> list[int]:
+    """Which of the waiting batches are dealt: the first, and those that leave the least idle time.
+
+    `balanced_round([4, 9, 5, 4, 8, 5], 3)` is [0, 2, 3].
+    """
+    order = sorted(range(len(times)), key=lambda number: (times[number], number))
+    sums = [0.0, *accumulate(times[number] for number in order)]
+    at = order.index(0)
+    firsts = range(max(0, at - replicas + 1), max(0, min(at, len(order) - replicas)) + 1)
+
+    def idle(first: int) -> float:
+        last = min(first + replicas, len(order))
+        return replicas * times[order[last - 1]] - (sums[last] - sums[first])
+
+    best = min(firsts, key=idle)
+    return sorted(order[best : best + replicas])
+
+
 @dataclass(frozen=True, eq=False)
-class Selection:
+class SelectedBatch:
     """A batch to prepare: its samples, and the position after it.
 
     `number` counts the replica's batches of the iteration. A *filler* stands in for a batch that a
-    replica lacks in the last round: it has no targets, and counts for nothing."""
+    replica lacks in the last round: it has no targets."""
 
     number: int
-    entries: tuple[Entry, ...]
+    entries: tuple[SampleEntry, ...]
     end: Position
     filler: bool = False
 
@@ -46,7 +114,7 @@ class Selection:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of what every rank knows about the batch without reading samples."""
+        """Of what all ranks know of the batch without reading samples."""
         return _hash_of((self.end.epoch, self.number, _contents(self.entries)))
 
 
@@ -55,24 +123,24 @@ class SelectedStep:
     """The batches of one optimiser step that one replica still has to train on."""
 
     number: int
-    selections: tuple[Selection, ...]
-    known_items: int | None  # targets of the whole step, where the step was begun before resuming
+    selections: tuple[SelectedBatch, ...]
+    known_items: int | None  # targets of the whole step, if it was begun before resuming
     fingerprint: str = ""  # of the batches of all replicas
 
     def after(self, steps: int, batches: int) -> "SelectedStep":
-        """The same step, numbered behind so many steps and batches of earlier epochs."""
+        """The same step, numbered after the steps and batches of earlier epochs."""
         selections = tuple(replace(s, number=s.number + batches) for s in self.selections)
         return replace(self, number=self.number + steps, selections=selections)
 
 
-class Batching:
-    """Cuts an epoch into optimiser steps, for one of `num_replicas` replicas. `seconds` predicts
-    what a sample of so many tokens takes; by default all tokens take equally long. Samples that are
-    left out are counted in `skipped`."""
+class BatchSelector:
+    """Divides an epoch into optimiser steps, for one of `num_replicas` replicas. `seconds` predicts
+    the time of a sample of so many tokens; by default all tokens take the same time. Samples that
+    are dropped are counted in `skipped`."""
 
     def __init__(
         self,
-        source: Source,
+        source: SampleSource,
         config: LoaderConfig,
         budget: Budget,
         replica: int,
@@ -80,7 +148,7 @@ class Batching:
         seconds: Seconds = float,
         skipped: Skipped | None = None,
     ) -> None:
-        self._skipped = Skipped(told=0) if skipped is None else skipped
+        self._skipped = Skipped(logged=0) if skipped is None else skipped
         self._source, self._config, self._seconds = source, config, seconds
         self._budget, self._replica, self._num_replicas = budget, replica, num_replicas
         self._per_step = config.accumulation_steps * num_replicas
@@ -138,16 +206,18 @@ class Batching:
         last = self._config.epochs
         if last is None:
             return count(first)
-        if last == 1:  # whoever loops over epochs says which
+        if last == 1:  # the user loops over epochs
             return [first]
         if first >= last:
-            logger.warning("all %d epochs are done; set_epoch begins one of them again", last)
+            logger.warning(
+                "all %d epochs are done; call set_epoch to train on one of them again", last
+            )
         return range(first, last)
 
     def _own(
         self, rounds: list[tuple[list[FilledBatch], DealState]], start: Position
-    ) -> Iterator[Selection]:
-        """What this replica gets of these rounds."""
+    ) -> Iterator[SelectedBatch]:
+        """This replica's batches of these rounds."""
         done = 0
         for batches, after in rounds:
             number = (start.batches + done) // self._num_replicas
@@ -163,17 +233,17 @@ class Batching:
                 dataset_state=after.fill.dataset_state,
             )
             if self._replica < len(batches):
-                yield Selection(number, batches[self._replica].entries, end)
+                yield SelectedBatch(number, batches[self._replica].entries, end)
             else:
                 shortest = min(batches[0].entries, key=lambda entry: entry.length)
-                yield Selection(number, (shortest,), end, filler=True)
+                yield SelectedBatch(number, (shortest,), end, filler=True)
 
     def rounds(self, start: Position) -> Iterator[tuple[list[FilledBatch], DealState]]:
         """Batches that the replicas train on at the same time."""
         state = DealState(FillState(start.samples, start.taken, start.dataset_state), start.dealt)
         fill, deal = self._config.windows(knows_lengths=self._source.knows_lengths)
         if self._config.batch_sampler is not None:
-            assert isinstance(self._source, MapSource)
+            assert isinstance(self._source, IndexedSource)
             batches, deal = self._sampled(self._source, start), 1
         else:
             number = start.total - len(start.dealt)
@@ -186,9 +256,9 @@ class Batching:
     def _seconds_of(self, batch: FilledBatch) -> float:
         return sum(self._seconds(entry.length) for entry in batch.entries)
 
-    def _sampled(self, source: MapSource, start: Position) -> Iterator[FilledBatch]:
+    def _sampled(self, source: IndexedSource, start: Position) -> Iterator[FilledBatch]:
         before = FillState(start.samples, (), start.dataset_state)
-        for read, listed in enumerate(source.lists(start), start.samples):
+        for read, listed in enumerate(source.batch_lists(start), start.samples):
             entries = tuple(piece for entry in listed for piece in self._fit(entry, None))
             state = listed[-1].dataset_state if listed else before.dataset_state
             after = FillState(read + 1, (), state)
@@ -201,16 +271,16 @@ class Batching:
             return check_budget(self._budget(number), number)
         return self._budget
 
-    def _fit(self, entry: Entry, budget: int | None) -> list[Entry]:
-        """The entry, or what the policy makes of it if it is longer than allowed. Without a budget,
-        allowed is what any batch may hold."""
+    def _fit(self, entry: SampleEntry, budget: int | None) -> list[SampleEntry]:
+        """The entry, or what `too_long` makes of it if it is too long: for a batch of this budget,
+        or (None) for any batch."""
         constant = None if callable(self._budget) else self._budget
         if self._config.batch_sampler is not None:
             constant = None
         given = (self._config.max_length, constant if budget is None else budget, entry.length)
         most = min(n for n in given if n is not None)
         if not entry.length:
-            self._skipped.add(why(entry.sample), entry.index, entry.sample or "no tokens")
+            self._skipped.add(skip_reason(entry.sample), entry.index, entry.sample or "no tokens")
             return []
         if entry.length <= most:
             return [entry]
@@ -231,9 +301,9 @@ class Batching:
         raise ValueError(f"sample {entry.index} has {found}; raise it, {hint}")
 
 
-def _contents(entries: Iterable[Entry]) -> list[tuple[int, int, int]]:
+def _contents(entries: Iterable[SampleEntry]) -> list[tuple[int, int, int]]:
     return [(entry.index, entry.start, entry.length) for entry in entries]
 
 
 def _hash_of(what: object) -> str:
-    return hashlib.blake2b(repr(what).encode(), digest_size=16).hexdigest()
+    return digest_of(repr(what).encode(), size=16)

@@ -1,70 +1,94 @@
-"""Access to datasets: by index (lists, torch and Hugging Face datasets), or as streams."""
+"""Datasets as samples in the order of an epoch: by index (`IndexedSource`: lists, torch and Hugging
+Face datasets) or by iteration (`StreamSource`), from any position on."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from torch.utils.data import IterableDataset
 
 from dyncp.arrays import Int64
-from dyncp.dataloader.config import LoaderConfig
-from dyncp.dataloader.entry import Entry
-from dyncp.dataloader.errors import SampleError
-from dyncp.dataloader.order import SampledOrder, digest_of
-from dyncp.dataloader.reading import Reader
-from dyncp.dataloader.samples import sample_bytes
-from dyncp.dataloader.skipping import read_sample
+from dyncp.dataloader.options import LoaderConfig, digest_of
+from dyncp.dataloader.reading import Reader, SampleError, SeededRandom
+from dyncp.dataloader.sample_format import read_sample, sample_bytes
+from dyncp.dataloader.sample_order import OrderDigest, SamplerOrder, set_epoch
 from dyncp.dataloader.state import Position
-from dyncp.dataloader.stream import StreamSource
 
 
-class Source(Protocol):
-    """Samples in the order of an epoch."""
+@dataclass(frozen=True, eq=False)
+class SampleEntry:
+    """A sample in the order of an epoch: its place there, its index in the dataset, its tokens.
 
-    num_samples: int | None  # None: unknown
-    knows_lengths: bool  # without reading samples
-    random_access: bool
+    `sample` is set if it had to be read to learn its length; with a length of 0 it is the reason
+    why the sample is dropped. `dataset_state` is what the source needs to continue after it.
+    `whole` is its length before it was cut to the `length` tokens from `start` on."""
+
+    place: int
+    index: int
+    length: int
+    sample: Any = None
+    dataset_state: Any = None
+    epoch: int = 0
+    whole: int = 0
+    start: int = 0
+
+
+class SampleSource(ABC):
+    """Samples in the order of an epoch. The defaults are those of a stream, of which nothing is
+    known before it is read."""
+
+    num_samples: int | None = None  # None: unknown
+    knows_lengths = False  # without reading samples
+
+    @abstractmethod
+    def entries(self, position: Position) -> Iterator[SampleEntry]:
+        """The samples from a position on; lengths are those of the dataset."""
+
+    def read(self, entry: SampleEntry) -> Any:
+        """The whole sample of an entry, without its padding."""
+        return entry.sample
 
     def start(self, position: Position) -> Position:
-        """The position, with what is needed to begin there once more, if it is an epoch's start."""
+        """The position; at an epoch's start, with what is needed to begin there again."""
+        return position
 
     def rewind(self, position: Position) -> Position:
         """The start of the position's epoch."""
+        return position.next_epoch(position.epoch)
 
-    def entries(self, position: Position) -> Iterator[Entry]:
-        """The samples from a position on; lengths are those of the dataset."""
+    def by_lengths(self) -> "IndexedSource | None":
+        """The same samples in the same order without reading any; None unless all lengths are
+        known."""
+        return None
 
-    def read(self, entry: Entry) -> Any:
-        """The sample of an entry, as the dataset gives it, without its padding."""
-
-    def read_ahead(self, entries: Iterable[Entry]) -> None:
-        """Samples that will be asked for soon."""
-
-    def open(self) -> None:
-        """Starts reading workers."""
-
-    def close(self) -> None:
-        """Ends reading workers."""
-
-    def by_lengths(self) -> "MapSource | None":
-        """The same samples in the same order without reading any; None if not all lengths are
-        known yet."""
-
-    def terms(self) -> dict[str, str]:
-        """What stands for the dataset, by name; equal for equal ones."""
+    def identity(self) -> dict[str, str]:
+        """What the dataset is recognised by; equal for equal datasets."""
+        return {}
 
     def probes(self) -> Mapping[int, Any]:
-        """A few samples by their indices, read once (None: that failed)."""
+        """A few samples by index, read once (None: reading failed)."""
+        return {}
+
+    def read_ahead(self, entries: Iterable[SampleEntry]) -> None:  # noqa: B027
+        """Announces samples that will be read soon."""
+
+    def open(self) -> None:  # noqa: B027
+        """Starts reading workers."""
+
+    def close(self) -> None:  # noqa: B027
+        """Ends reading workers."""
 
 
-def open_source(dataset: Any, config: LoaderConfig) -> Source:
-    if is_map_style(dataset):
-        return MapSource(dataset, config)
+def open_source(dataset: Any, config: LoaderConfig) -> SampleSource:
+    indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if indexed and not isinstance(dataset, IterableDataset):
+        return IndexedSource(dataset, config)
     for name, given in (
         ("shuffle=True", config.shuffle),
         ("sampler=", config.sampler is not None),
@@ -80,60 +104,58 @@ def open_source(dataset: Any, config: LoaderConfig) -> Source:
     return StreamSource(dataset, config)
 
 
-def is_map_style(dataset: Any) -> bool:
-    if isinstance(dataset, IterableDataset):
-        return False
-    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-
-
-class MapSource:
-    random_access = True
+class IndexedSource(SampleSource):
+    """A dataset with `__len__` and `__getitem__`. Samples are read for their lengths only if these
+    are not given."""
 
     def __init__(self, dataset: Any, config: LoaderConfig) -> None:
         self._dataset, self._config = dataset, config
-        self.num_samples: int | None = len(dataset)
+        self.num_samples = len(dataset)
         least = 0 if config.empty_samples == "drop" else 1
         given = config.lengths
         self._lengths = None if given is None else find_lengths(dataset, given, least)
         self.knows_lengths = self._lengths is not None
         self._found = np.full(len(dataset), -1, np.int64)  # lengths of samples that were read
         self._reader = Reader(dataset, config.num_workers, config.seed)
-        self._sampled = None if config.order is None else SampledOrder(config.order, config.seed)
+        self._sampler = None if config.order is None else SamplerOrder(config.order, config.seed)
 
     def start(self, position: Position) -> Position:
-        if self._sampled is None or position.dataset_state is not None:
+        if self._sampler is None or position.dataset_state is not None:
             return position
-        return replace(position, dataset_state=self._sampled.start())
+        return replace(position, dataset_state=self._sampler.start())
 
     def rewind(self, position: Position) -> Position:
         start, state = position.next_epoch(position.epoch), position.dataset_state
-        if self._sampled is None or state is None:
+        if self._sampler is None or state is None:
             return start
-        return replace(start, dataset_state=self._sampled.rewind(state))
+        return replace(start, dataset_state=self._sampler.rewind(state))
 
-    def aside(self) -> AbstractContextManager[None]:
-        """Inside it the order may be read without a trace."""
-        return nullcontext() if self._sampled is None else self._sampled.aside()
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """Inside this context, reading the order leaves no trace in a sampler."""
+        return nullcontext() if self._sampler is None else self._sampler.undisturbed()
 
-    def entries(self, position: Position) -> Iterator[Entry]:
-        return self._numbered(self._order(position), position.epoch, position.samples)
+    def entries(self, position: Position) -> Iterator[SampleEntry]:
+        return self._entries_of(self._order(position), position.epoch, position.samples)
 
-    def lists(self, position: Position) -> Iterator[list[Entry]]:
+    def batch_lists(self, position: Position) -> Iterator[list[SampleEntry]]:
         """The entries of every list of a batch sampler."""
-        assert self._sampled is not None
-        for indices, state in self._sampled.items(self.start(position)):
+        assert self._sampler is not None
+        for indices, state in self._sampler.items(self.start(position)):
             listed = ((int(index), state) for index in indices)
-            yield list(self._numbered(listed, position.epoch, 0))
+            yield list(self._entries_of(listed, position.epoch, 0))
 
-    def read(self, entry: Entry) -> Any:
+    def read(self, entry: SampleEntry) -> Any:
         if entry.sample is not None:
             return entry.sample
         read = partial(self._reader.read, (entry.epoch, entry.index))
         length, sample = read_sample(read, entry.index, self._config)
-        self._check_length(entry, length)
+        if length != entry.whole:
+            raise ValueError(
+                f"sample {entry.index} has {length} tokens; lengths= says {entry.whole}"
+            )
         return sample
 
-    def read_ahead(self, entries: Iterable[Entry]) -> None:
+    def read_ahead(self, entries: Iterable[SampleEntry]) -> None:
         self._reader.ahead((e.epoch, e.index) for e in entries if e.sample is None)
 
     def open(self) -> None:
@@ -142,24 +164,24 @@ class MapSource:
     def close(self) -> None:
         self._reader.close()
 
-    def by_lengths(self) -> "MapSource | None":
+    def by_lengths(self) -> "IndexedSource | None":
         if self.knows_lengths:
             return self
-        lengths = self._found if (self._found >= 0).all() else lengths_in_memory(self._dataset)
+        lengths = self._found if (self._found >= 0).all() else _lengths_in_memory(self._dataset)
         if lengths is None:
             return None
-        counting = copy(self)  # which does not know lengths either, and so fills the same batches
+        counting = copy(self)  # `knows_lengths` stays False, so that it fills the same batches
         counting._lengths = lengths
         return counting
 
-    def terms(self) -> dict[str, str]:
-        """Of lengths, if they are known, and of a few samples."""
-        terms = {"number of samples": str(self.num_samples)}
+    def identity(self) -> dict[str, str]:
+        """Digests of the lengths, if they are known, and of a few samples."""
+        identity = {"number of samples": str(self.num_samples)}
         if self._lengths is not None:
-            terms["lengths"] = digest_of(self._lengths.tobytes())
-        for index, sample in self.probes().items():
-            terms[f"sample {index}"] = self._digest(sample, index)
-        return terms
+            identity["lengths"] = digest_of(self._lengths.tobytes())
+        for index, sample in self._probes.items():
+            identity[f"sample {index}"] = self._digest(sample, index)
+        return identity
 
     def probes(self) -> Mapping[int, Any]:
         return self._probes
@@ -182,31 +204,24 @@ class MapSource:
         except ValueError:
             return "not readable"
 
-    def _numbered(
+    def _entries_of(
         self, order: Iterator[tuple[int, Any]], epoch: int, first: int
-    ) -> Iterator[Entry]:
-        """Entries of indices, each with the state after it; samples are only read where their
-        lengths are not known."""
+    ) -> Iterator[SampleEntry]:
+        """Entries of indices, each with the state after it."""
         if self._lengths is not None:
             for place, (index, state) in enumerate(order, first):
                 length = int(self._lengths[index])
-                yield Entry(place, int(index), length, None, state, epoch, length)
+                yield SampleEntry(place, int(index), length, None, state, epoch, length)
             return
         read_in_order = enumerate(self._reader.in_order(order, epoch), first)
         for place, (index, state, read) in read_in_order:
             length, sample = read_sample(read, index, self._config)
             self._found[index] = length
-            yield Entry(place, index, length, sample, state, epoch, length)
-
-    def _check_length(self, entry: Entry, found: int) -> None:
-        if found != entry.whole:
-            raise ValueError(
-                f"sample {entry.index} has {found} tokens; lengths= says {entry.whole}"
-            )
+            yield SampleEntry(place, index, length, sample, state, epoch, length)
 
     def _order(self, position: Position) -> Iterator[tuple[int, Any]]:
-        if self._sampled is not None:
-            return self._sampled.items(self.start(position))
+        if self._sampler is not None:
+            return self._sampler.items(self.start(position))
         indices: Iterable[int] = range(self.num_samples or 0)
         if self._config.shuffle:
             rng = np.random.default_rng((self._config.seed, position.epoch))
@@ -215,25 +230,25 @@ class MapSource:
 
 
 def find_lengths(dataset: Any, lengths: Any, least: int = 1) -> Int64:
-    """Tokens of every sample: an array as given, or a column of the dataset by its name."""
+    """Tokens of every sample: an array as given, or a column of the dataset by name."""
     if isinstance(lengths, str):
         lengths = _column(dataset, lengths)
     array = np.asarray(lengths)
     if array.shape != (len(dataset),) or array.dtype.kind not in "iu":
         raise ValueError(
-            f"lengths is {array.dtype} of shape {array.shape}; one integer per sample is needed, "
-            f"and the dataset has {len(dataset)}"
+            f"lengths is {array.dtype} of shape {array.shape}; expected one integer for each of "
+            f"the dataset's {len(dataset)} samples"
         )
     if len(array) and array.min() < least:
         at = int(array.argmin())
         hint = "" if array[at] else ", or empty_samples='drop'"
         raise ValueError(
-            f"lengths says {array[at]} tokens for sample {at}; at least {least} is needed{hint}"
+            f"lengths says {array[at]} tokens for sample {at}; must be at least {least}{hint}"
         )
     return array.astype(np.int64)
 
 
-def lengths_in_memory(dataset: Any) -> Int64 | None:
+def _lengths_in_memory(dataset: Any) -> Int64 | None:
     """Tokens of every sample of a list of plain samples; None for anything else."""
     if not isinstance(dataset, list | tuple):
         return None
@@ -258,6 +273,95 @@ def _column(dataset: Any, name: str) -> Any:
             raise ValueError(f"lengths is {name!r}, but sample {missing} has no such field")
         return [sample[name] for sample in dataset]
     raise ValueError(
-        f"lengths is {name!r}, but {type(dataset).__name__} has no columns; give an array of "
+        f"lengths is {name!r}, but {type(dataset).__name__} has no columns; pass an array of "
         "lengths instead"
     )
+
+
+class StreamSource(SampleSource):
+    """A dataset that can only be iterated; every rank reads all of it.
+
+    One with `state_dict` resumes from its own state, unless that is known to be incomplete; others
+    by reading again what was read before, which must be the same."""
+
+    def __init__(self, dataset: Any, config: LoaderConfig) -> None:
+        self._dataset, self._config = dataset, config
+        self._stateful = _has_exact_state(dataset)
+        self._first_state = dataset.state_dict() if self._stateful else None
+        self._begun = False
+
+    def entries(self, position: Position) -> Iterator[SampleEntry]:
+        saved = position.dataset_state or {}
+        self._check_kind(saved)
+        set_epoch(self._dataset, position.epoch)
+        if self._stateful:
+            self._dataset.load_state_dict(saved.get("stream", self._first_state))
+        taken, skipped = OrderDigest(), 0 if self._stateful else position.samples
+        samples = self._samples(position.samples - skipped, position.epoch)
+        for place, sample in islice(samples, skipped):
+            taken.add(self._bytes_of(sample, place))
+        if skipped:
+            taken.check(skipped, saved["taken"], f"dataset {type(self._dataset).__name__}")
+        for place, found in samples:
+            length, sample = read_sample(partial(_itself, found), place, self._config)
+            if self._stateful:
+                state = {"stream": self._dataset.state_dict()}
+            else:
+                taken.add(self._bytes_of(found, place))
+                state = {"taken": taken.text()}
+            yield SampleEntry(place, place, length, sample, state, position.epoch, length)
+
+    def _samples(self, place: int, epoch: int) -> Iterator[tuple[int, Any]]:
+        samples = iter(self._dataset)
+        if self._begun and samples is self._dataset:
+            raise ValueError(
+                f"the dataset is a {type(self._dataset).__name__}, which can be iterated only "
+                "once; pass a list, a Dataset or an IterableDataset for further epochs or resuming"
+            )
+        self._begun = True
+        while True:
+            try:
+                with SeededRandom(self._config.seed, epoch, place):
+                    sample = next(samples)
+            except StopIteration:
+                return
+            except Exception as error:
+                raise SampleError(place, "reading", error) from error
+            yield place, sample
+            place += 1
+
+    def _bytes_of(self, sample: Any, place: int) -> bytes:
+        try:
+            return sample_bytes(sample, place, self._config.token_fields)
+        except ValueError:  # one that is dropped
+            return b"left out"
+
+    def _check_kind(self, saved: dict[str, Any]) -> None:
+        wanted = "stream" if self._stateful else "taken"
+        if saved and wanted not in saved:
+            raise ValueError(
+                f"the loader state is of a stream {'without' if self._stateful else 'with'} a "
+                f"state_dict; this {type(self._dataset).__name__} is one "
+                f"{'with' if self._stateful else 'without'}"
+            )
+
+
+def _itself(sample: Any) -> Any:
+    return sample
+
+
+def _has_exact_state(dataset: Any) -> bool:
+    """Whether the next samples depend on nothing but the dataset's own state. Hugging Face's
+    `datasets` do not save a shuffle buffer: the samples in it would be lost."""
+    if not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):
+        return False
+    return not _has_shuffle_buffer(getattr(dataset, "_ex_iterable", None))
+
+
+def _has_shuffle_buffer(examples: Any) -> bool:
+    if examples is None:
+        return False
+    if "BufferShuffled" in type(examples).__name__:
+        return True
+    inner = [getattr(examples, "ex_iterable", None), *getattr(examples, "ex_iterables", ())]
+    return any(_has_shuffle_buffer(one) for one in inner)

@@ -1,37 +1,62 @@
-"""Decision: which plan a batch gets, and what the deciding rank knows of its samples."""
+"""Which plan a batch gets: `PlanExchange` publishes plans through the store, and all ranks agree.
+
+One member of a replica plans a batch and publishes every rank's part. The *decision* is set once,
+by whoever comes first, and says which plan all ranks use: the published one, or (if the planner
+failed, or nothing was heard of it in time) the static one, which every rank makes itself. Each rank
+then adds the targets of its own tokens to those of the optimiser step. The sum exists only when
+every rank has agreed on every batch of the step, so a mismatch is raised before any collective.
+
+    r0/b7/decision   planned or static, with the fingerprint of the batch that was planned
+    r0/b7/part/2     rank 2's encoded part (and part/2/1, ... if it is large)
+    r0/b7/static     digest of the static plan
+    r0/b7/sample/3   what the first rank read of sample 3, which several ranks have tokens of
+    r0/b7/left       how many members are done with these keys; the last one deletes them
+    s7/items, s7/total, s7/left     targets of step 7: so far; of all; how many have read it
+    s7/dealt                        fingerprint of the batches of all replicas
+
+peers.py has the other keys: heartbeats, errors, and the end of an epoch.
+"""
 
 import json
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
 
-from dyncp.dataloader.errors import PeerError
+from dyncp.dataloader.batching import SelectedBatch, SelectedStep
+from dyncp.dataloader.peers import Peers
+from dyncp.dataloader.planning_process import PlanReply
+from dyncp.dataloader.ranks import LoaderRanks
+from dyncp.dataloader.store import (
+    BatchMismatch,
+    PeerError,
+    Store,
+    StoreError,
+    chunk_keys,
+    get_chunks,
+    put_chunks,
+    read_json,
+    wait_for,
+)
 
-MARK = 8  # hex digits: enough to tell samples apart, and there may be a thousand in a batch
+AGREED = 1 << 40  # one rank's agreement, added together with its number of targets
+GRACE_SECONDS = 10.0  # after plan_timeout, for the planning rank to decide first
 
 
 @dataclass(frozen=True)
-class SampleMark:
-    """What a rank says of a sample of a batch: digests of its masks and of all that is taken from
-    it ("": not known here)."""
+class SampleDigests:
+    """What a rank knows of a sample of a batch: digests of its masks and of everything that is read
+    from it ("": not known here)."""
 
     index: int
     length: int
     masks: str = ""
     content: str = ""
 
-    def difference(self, other: "SampleMark") -> str:
-        """What both know and one has otherwise; "" if nothing."""
-        for name in ("masks", "content"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine and theirs and mine != theirs:
-                return name
-        return ""
-
 
 @dataclass(frozen=True)
 class Decision:
-    """Which plan a batch gets. `selection` and `batch` are fingerprints at the deciding rank."""
+    """Which plan a batch gets. `selection` and `batch` are fingerprints on the deciding rank."""
 
     static: bool
     rank: int
@@ -41,40 +66,227 @@ class Decision:
     solver: str = ""
     seconds: float = 0.0
     sizes: tuple[int, ...] = ()  # bytes of every rank's part
-    samples: tuple[SampleMark, ...] = ()
+    samples: tuple[SampleDigests, ...] = ()
     reason: str = ""
 
     def encode(self) -> bytes:
-        samples = [[m.index, m.length, m.masks, m.content] for m in self.samples]
+        samples = [[s.index, s.length, s.masks, s.content] for s in self.samples]
         return json.dumps(asdict(self) | {"samples": samples}).encode()
 
     @staticmethod
     def decode(text: bytes) -> "Decision":
         values = read_json(text)
         try:
-            samples = tuple(SampleMark(*mark) for mark in values["samples"])
+            samples = tuple(SampleDigests(*sample) for sample in values["samples"])
             sizes = tuple(map(int, values["sizes"]))
             return Decision(**values | {"sizes": sizes, "samples": samples})
         except (TypeError, KeyError, ValueError) as error:
             raise PeerError(f"the store has a decision that cannot be read: {error}") from error
 
 
-def read_json(text: bytes) -> dict[str, Any]:
-    """What another rank wrote; PeerError if it cannot be read."""
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise PeerError(f"the store has a text that cannot be read: {error}") from error
-    if not isinstance(values, dict):
-        raise PeerError(f"the store has {type(values).__name__} where a dict was written")
-    return values
+class PlanExchange:
+    """One iteration's plans in the store. Planning threads publish; the delivering thread does the
+    rest."""
 
+    def __init__(self, store: Store, ranks: LoaderRanks, peers: Peers) -> None:
+        self._store, self._ranks, self._peers = store, ranks, peers
+        self._rank = ranks.name()
+        self._agreed_batches = 0  # of the current step
+        self._publishing = threading.Lock()
+        self._last_left = -1  # number of the last batch that this member is done with
 
-def first_difference(
-    theirs: Sequence[SampleMark], mine: Mapping[int, SampleMark]
-) -> tuple[int, str] | None:
-    """Number in the batch of the first sample that two ranks have otherwise, and in what."""
-    for number, mark in sorted(mine.items()):
-        if number < len(theirs) and (what := mark.difference(theirs[number])):
-            return number, what
-    return None
+    # Deciding
+
+    def publish(
+        self, selection: SelectedBatch, reply: PlanReply, samples: Sequence[SampleDigests] = ()
+    ) -> None:
+        """Publishes a plan and decides for it, unless there is a decision."""
+        with self._publishing:
+            if selection.number <= self._last_left:
+                return  # too late: all ranks used another plan, and the keys are deleted
+            keys: list[str] = []
+            for rank, part in enumerate(reply.parts):
+                keys += put_chunks(self._store, self._key(selection, f"part/{rank}"), part)
+            decision = Decision(
+                static=False,
+                rank=self._rank,
+                selection=selection.fingerprint,
+                batch=reply.fingerprint,
+                digest=reply.digest,
+                solver=reply.solver,
+                seconds=reply.seconds,
+                sizes=tuple(map(len, reply.parts)),
+                samples=tuple(samples),
+            )
+            if self._decide(selection, decision) != decision:
+                with suppress(StoreError):
+                    for key in keys:
+                        self._store.delete(key)
+
+    def decide_static(self, selection: SelectedBatch, reason: str) -> None:
+        """Decides for the static plan, unless there is a decision."""
+        with self._publishing:
+            if selection.number > self._last_left:
+                decision = Decision(True, self._rank, selection.fingerprint, reason=reason)
+                self._decide(selection, decision)
+
+    def _decide(self, selection: SelectedBatch, decision: Decision) -> Decision:
+        key = self._key(selection, "decision")
+        return Decision.decode(self._store.compare_set(key, decision.encode()))
+
+    def decision(self, step: int, selection: SelectedBatch) -> Decision:
+        """Waits for the decision; makes it if no other rank does within the bound."""
+        key, what = self._key(selection, "decision"), f"the plan of batch {selection.number}"
+        conditions = self._peers.conditions
+        bound = conditions.plan_timeout + GRACE_SECONDS
+
+        def still_waiting() -> None:
+            self._peers.check(what, step, selection.number)
+            if conditions.stalled() > bound:
+                reason = f"rank {self._rank} heard nothing of a plan for {bound:g} s"
+                self.decide_static(selection, reason)
+
+        wait_for(self._store, key, still_waiting)
+        decision = Decision.decode(self._store.get(key))
+        self._check_fingerprint(selection, decision, decision.selection, selection.fingerprint)
+        return decision
+
+    def part(self, selection: SelectedBatch, decision: Decision, rank: int) -> bytes:
+        """The encoded part of a rank."""
+        key = self._key(selection, f"part/{rank}")
+        return get_chunks(self._store, key, decision.sizes[rank])
+
+    def leave(
+        self, selection: SelectedBatch, decision: Decision, shared: Sequence[int] = ()
+    ) -> None:
+        """This member is done with the batch's keys; the last one deletes them. `shared` are the
+        samples that `check_shared` compared on any rank."""
+        with self._publishing:
+            self._last_left = selection.number
+        if self._store.add(self._key(selection, "left"), 1) < self._ranks.num_members:
+            return
+        names = ["decision", "left", *(["static"] if decision.static else [])]
+        names += [f"sample/{number}" for number in shared]
+        for rank, size in enumerate(decision.sizes):
+            names += chunk_keys(f"part/{rank}", size)
+        for name in names:
+            self._store.delete(self._key(selection, name))
+
+    # Agreeing
+
+    def check_batch(self, selection: SelectedBatch, decision: Decision, fingerprint: str) -> None:
+        """Compares the batch that was planned with this rank's own."""
+        if decision.batch:
+            self._check_fingerprint(selection, decision, decision.batch, fingerprint)
+
+    def check_samples(
+        self, selection: SelectedBatch, decision: Decision, mine: Mapping[int, SampleDigests]
+    ) -> None:
+        """Compares what this rank knows of the samples with what the deciding rank does."""
+        for number, theirs in enumerate(decision.samples):
+            if number in mine:
+                for what in ("masks", "content"):
+                    self._check_digest(selection, number, what, decision.rank, theirs, mine[number])
+
+    def check_shared(self, selection: SelectedBatch, mine: Mapping[int, SampleDigests]) -> None:
+        """Compares the content of samples that other ranks have tokens of as well."""
+        for number, own in mine.items():
+            key = self._key(selection, f"sample/{number}")
+            said = f"{self._rank} {own.content}"
+            rank, _, content = self._store.compare_set(key, said.encode()).decode().partition(" ")
+            theirs = SampleDigests(own.index, own.length, content=content)
+            self._check_digest(selection, number, "content", int(rank), theirs, own)
+
+    def check_static(self, selection: SelectedBatch, digest: str) -> None:
+        """Compares the static plan that this rank made with the first rank's."""
+        key = self._key(selection, "static")
+        first = self._store.compare_set(key, digest.encode()).decode()
+        if first != digest:
+            self._peers.fail(
+                BatchMismatch(
+                    f"ranks made different static plans of batch {selection.number}: the first "
+                    f"has digest {first}, rank {self._rank} has {digest}"
+                )
+            )
+
+    def add_targets(self, step: SelectedStep, targets: int) -> None:
+        """Agrees on one batch of the step, in which this rank has so many targets."""
+        if self._ranks.num_replicas > 1:
+            self._check_dealing(step)
+        total = self._store.add(f"s{step.number}/items", AGREED + targets)
+        self._agreed_batches += 1
+        if self._agreed_batches == len(step.selections):
+            self._agreed_batches = 0
+            self._peers.agreed_on(step.number)
+        if total // AGREED == self._ranks.num_processes * len(step.selections):
+            self._store.set(f"s{step.number}/total", str(total % AGREED).encode())
+
+    def total_targets(self, step: SelectedStep) -> int:
+        """Waits until all ranks of all replicas have agreed on all batches of the step."""
+        key, last = f"s{step.number}/total", step.selections[-1].number
+        what = f"all ranks to agree on step {step.number}"
+        self._peers.wait_for(key, what, step.number, last)
+        total = int(self._store.get(key))
+        if self._store.add(f"s{step.number}/left", 1) == self._ranks.num_processes:
+            for name in ("items", "total", "left", "dealt"):
+                self._store.delete(f"s{step.number}/{name}")
+        return total
+
+    def _check_dealing(self, step: SelectedStep) -> None:
+        """All replicas must deal the same batches, or samples are lost or trained on twice."""
+        key = f"s{step.number}/dealt"
+        first = self._store.compare_set(key, step.fingerprint.encode()).decode()
+        if first != step.fingerprint:
+            self._peers.fail(
+                BatchMismatch(
+                    f"replicas dealt the batches of step {step.number} differently: the first has "
+                    f"{first}, rank {self._rank} of replica {self._ranks.replica} has "
+                    f"{step.fingerprint}; every rank needs the same dataset, seed, epoch, budget, "
+                    "mask function, model= and cost="
+                )
+            )
+
+    def _check_digest(
+        self,
+        selection: SelectedBatch,
+        number: int,
+        what: str,
+        rank: int,
+        theirs: SampleDigests,
+        mine: SampleDigests,
+    ) -> None:
+        their_digest, my_digest = getattr(theirs, what), getattr(mine, what)
+        if not their_digest or not my_digest or their_digest == my_digest:
+            return
+        self._peers.fail(
+            BatchMismatch(
+                f"ranks disagree on sample {mine.index} (number {number} of batch "
+                f"{selection.number}): rank {rank} has {what} {their_digest}, rank {self._rank} "
+                f"has {my_digest}; every rank must read the same tokens and make the same masks: a "
+                "dataset that shuffles or augments at random needs a seed that all ranks share, or "
+                "torch's own generator"
+            )
+        )
+
+    def _check_fingerprint(
+        self, selection: SelectedBatch, decision: Decision, theirs: str, mine: str
+    ) -> None:
+        if theirs == mine:
+            return
+        pairs = zip(decision.samples, selection.entries, strict=False)
+        other = [(a, b) for a, b in pairs if (a.index, a.length) != (b.index, b.length)]
+        first = ""
+        if other:
+            a, b = other[0]
+            first = f" (first, sample {a.index} of {a.length} tokens where this rank has sample "
+            first += f"{b.index} of {b.length})"
+        self._peers.fail(
+            BatchMismatch(
+                f"ranks disagree on batch {selection.number}: rank {decision.rank} planned batch "
+                f"{theirs}{first}, rank {self._rank} has batch {mine}; every rank needs the same "
+                "dataset, seed, epoch, budget, mask function and loaded state"
+            )
+        )
+
+    def _key(self, selection: SelectedBatch, name: str) -> str:
+        return f"r{self._ranks.replica}/b{selection.number}/{name}"

@@ -1,12 +1,12 @@
-"""LookAhead: prepares the next batches in the background, in threads.
+"""LookAhead: prepares the next batches in background threads.
 
     selecting thread     selects batches, makes the masks of those that this rank plans
-    planning threads     ask a planning process each for plans, and publish them
+    planning threads     each asks its planning process for plans, and publishes them
     delivering thread    waits for each batch's decision, cuts local data, counts targets
 
-Batches of an optimiser step are ready together, when all ranks have agreed on all of them. A batch
-is selected once training has asked for one that is `depth` batches (or one step) before it; `depth`
-grows while few batches are ready.
+The batches of an optimiser step become ready together, when all ranks have agreed on all of them. A
+batch is selected once training has asked for the batch `depth` batches (or one step) before it;
+`depth` grows while few batches are ready.
 """
 
 import logging
@@ -17,52 +17,50 @@ from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic, perf_counter
 
-from dyncp.dataloader.batch_data import BatchData, Masking
 from dyncp.dataloader.batching import SelectedStep
-from dyncp.dataloader.config import LoaderConfig
-from dyncp.dataloader.dataset import Source
-from dyncp.dataloader.errors import Closed, PeerError, PlanFailed
-from dyncp.dataloader.exchange import Exchange, Waiting
-from dyncp.dataloader.local_tokens import divisor
+from dyncp.dataloader.dataset import SampleSource
+from dyncp.dataloader.decision import PlanExchange
+from dyncp.dataloader.local_fields import loss_divisor
 from dyncp.dataloader.metrics import LoaderMetrics
-from dyncp.dataloader.peers import Place
-from dyncp.dataloader.plan_process import PlanProcess
-from dyncp.dataloader.plan_store import Store
-from dyncp.dataloader.planning import Planning
-from dyncp.dataloader.prepare import Prepared, Preparing
-from dyncp.dataloader.ranks import LoaderRanks
+from dyncp.dataloader.options import LoaderConfig
+from dyncp.dataloader.peers import Peers, WaitConditions
+from dyncp.dataloader.planning import BatchPlanner
+from dyncp.dataloader.planning_process import Closed, PlanFailed, PlanProcess
+from dyncp.dataloader.prepare import BatchData, BatchPreparer, MaskMaker, PreparedBatch
+from dyncp.dataloader.ranks import LoaderRanks, Location
+from dyncp.dataloader.store import PeerError, Store
 
 logger = logging.getLogger(__name__)
 
-END_SECONDS = 1.0  # that a plan in the making gets when an iteration is closed
+PLAN_END_SECONDS = 1.0  # for a plan that is being made when an iteration is closed
 JOIN_SECONDS = 10.0
-DEEPEST = 4  # times `look_ahead`, where the queue runs low
-HELPED_TOKENS = 16_384  # a smaller batch is planned sooner than a second process starts
+MAX_GROWTH = 4  # of `look_ahead`, if the queue runs low
+HELPED_TOKENS = 16_384  # planning a smaller batch takes less time than starting a process
 
 
 @dataclass(frozen=True, eq=False)
-class Background:
-    """What an iteration needs of its loader."""
+class LoaderContext:
+    """What an iteration needs from its loader."""
 
     config: LoaderConfig
     ranks: LoaderRanks
-    source: Source
-    masking: Masking
-    planning: Planning
+    source: SampleSource
+    mask_maker: MaskMaker
+    planner: BatchPlanner
     processes: tuple[PlanProcess, ...]
     metrics: LoaderMetrics
-    places: Sequence[Place] = ()  # where the ranks' processes run, once that is known
+    locations: Sequence[Location] = ()  # of all processes
 
 
 class LookAhead:
-    """One iteration. `take` gives the next batch, or raises what went wrong; `close` ends it."""
+    """One iteration. `take` returns the next batch, or raises what went wrong; `close` ends it."""
 
     def __init__(
-        self, background: Background, steps: Iterator[SelectedStep], store: Store, first: int
+        self, context: LoaderContext, steps: Iterator[SelectedStep], store: Store, first: int
     ) -> None:
-        self._background, self._steps, self._store = background, steps, store
-        config, ranks = background.config, background.ranks
-        waiting = Waiting(
+        self._context, self._steps, self._store = context, steps, store
+        config, ranks = context.config, context.ranks
+        conditions = WaitConditions(
             lambda: self._closing,
             self._stalled,
             config.plan_timeout,
@@ -76,27 +74,28 @@ class LookAhead:
         self._asked = first  # batches before the one that training asks for next
         self._asked_at: float | None = None
         self._depth = config.look_ahead
-        self._exchange = Exchange(store, ranks, waiting, background.places)
-        self._preparing = Preparing(config, ranks, background.planning, self._exchange)
+        self._peers = Peers(store, ranks, conditions, context.locations)
+        self._exchange = PlanExchange(store, ranks, self._peers)
+        self._preparer = BatchPreparer(config, ranks, context.planner, self._exchange)
         self._selected: deque[tuple[SelectedStep, list[BatchData]] | BaseException] = deque()
         self._unplanned: deque[BatchData] = deque()
-        self._unpublished = 0  # batches that are not planned yet, or just being planned
-        self._ready: deque[Prepared | BaseException] = deque()
+        self._unpublished = 0  # batches whose plans are not published yet
+        self._ready: deque[PreparedBatch | BaseException] = deque()
         self._selecting = self._thread(self._select, "dyncp-select")
         self._planning = {
             process: self._thread(partial(self._plan, process), "dyncp-plan")
-            for process in background.processes
+            for process in context.processes
         }
         self._delivering = self._thread(self._deliver, "dyncp-deliver")
         self._threads = [self._selecting, *self._planning.values(), self._delivering]
-        self._exchange.start()
+        self._peers.start()
         for thread in self._threads:
             thread.start()
 
     def _thread(self, loop: Callable[[], None], name: str) -> threading.Thread:
         return threading.Thread(target=self._guard, args=(loop, name), name=name, daemon=True)
 
-    def take(self) -> Prepared | None:
+    def take(self) -> PreparedBatch | None:
         """The next batch; None at the end of the epoch."""
         with self._changed:
             depth = len(self._ready)
@@ -124,14 +123,14 @@ class LookAhead:
         return replace(item, record=item.record.taken(stall, depth))
 
     def _deepen(self, ready: int) -> None:
-        """Looks further ahead where the queue ran low: it then lasts for longer."""
-        usual = self._background.config.look_ahead
+        """Looks further ahead if the queue ran low."""
+        usual = self._context.config.look_ahead
         if ready <= usual // 4 and self._asked >= self._first + usual:  # it has been filled once
-            self._depth = min(self._depth + 1, DEEPEST * usual)
+            self._depth = min(self._depth + 1, MAX_GROWTH * usual)
 
     def close(self, *, at_exit: bool = False) -> None:
-        """Ends threads, and deletes keys when all ranks have closed. A plan in the making gets a
-        second, then its process is ended. `at_exit` nobody needs an error any more."""
+        """Ends the threads, and leaves the iteration. A plan that is being made gets a second, then
+        its process is killed. `at_exit`, `take` raises no error any more."""
         self._at_exit = self._at_exit or at_exit
         if threading.current_thread() in self._threads:  # collected as garbage there
             threading.Thread(target=self.close, daemon=True).start()
@@ -148,11 +147,11 @@ class LookAhead:
             logger.warning("a thread of the loader is stuck in the dataset or the mask function")
             return
         self._store.hurry()
-        self._exchange.close()
+        self._peers.close()
         self._store.close()
 
     def _end_planning(self) -> None:
-        end = monotonic() + END_SECONDS
+        end = monotonic() + PLAN_END_SECONDS
         for process, thread in self._planning.items():
             thread.join(max(0.0, end - monotonic()))
             if thread.is_alive():
@@ -161,7 +160,7 @@ class LookAhead:
                 process.close()
 
     def _guard(self, loop: Callable[[], None], name: str) -> None:
-        """Whatever stops a thread reaches the training loop, behind the batches before it."""
+        """Whatever stops a thread is raised in the training loop, after the batches before it."""
         try:
             loop()
         except Closed:
@@ -169,7 +168,9 @@ class LookAhead:
         except BaseException as error:
             if self._failure is None:
                 self._failure = error
-            elif isinstance(error, PeerError):  # this rank's own failure, as the others see it
+            elif isinstance(
+                error, PeerError
+            ):  # this rank's own failure, reported back by the others
                 error = self._failure
             self._tell_failure(error)
             queue = self._ready if name == "dyncp-deliver" else self._selected
@@ -179,7 +180,7 @@ class LookAhead:
 
     def _tell_failure(self, error: BaseException) -> None:
         try:
-            self._exchange.tell_failure(error)
+            self._peers.tell_failure(error)
         except Exception as second:  # the store is what failed
             logger.debug("telling other ranks: %s", second)
 
@@ -188,23 +189,23 @@ class LookAhead:
     def _select(self) -> None:
         try:
             number = self._select_batches()
-        finally:  # also an error comes after the batches before it
+        finally:  # an error, too, comes after the batches before it
             self._wait_until(lambda: not self._unpublished)
-        self._exchange.finish(number)
+        self._peers.end_epoch(number)
         with self._changed:
             self._selected.append(StopIteration())
             self._changed.notify_all()
 
     def _select_batches(self) -> int:
         """To the end of the epoch; returns how many batches there are."""
-        background, number = self._background, self._first
+        context, number = self._context, self._first
         while True:
             self._wait_until(partial(self._may_select, number))
             step = next(self._steps, None)
             if step is None:
                 return number
             batches = [
-                BatchData(selection, background.source, background.masking, background.config)
+                BatchData(selection, context.source, context.mask_maker, context.config)
                 for selection in step.selections
             ]
             with self._changed:
@@ -221,9 +222,9 @@ class LookAhead:
     def _select_batch(self, batch: BatchData) -> None:
         if self._closing:
             raise Closed
-        background, selection = self._background, batch.selection
-        background.planning.check_tokens(selection.num_tokens, selection.number)
-        if not background.ranks.plans(selection.number):
+        context, selection = self._context, batch.selection
+        context.planner.check_tokens(selection.num_tokens, selection.number)
+        if not context.ranks.plans(selection.number):
             return
         batch.batch()
         with self._changed:
@@ -234,9 +235,8 @@ class LookAhead:
     # The planning threads
 
     def _plan(self, process: PlanProcess) -> None:
-        """The first one starts its process before there is a batch; the others help with batches
-        that take long."""
-        first = process is self._background.processes[0]
+        """The first process starts before there is a batch; the others help with large batches."""
+        first = process is self._context.processes[0]
         if first:
             process.start()
         least = 0 if first else HELPED_TOKENS
@@ -261,17 +261,17 @@ class LookAhead:
             return queue.popleft()
 
     def _plan_batch(self, process: PlanProcess, batch: BatchData) -> None:
-        background, selection = self._background, batch.selection
+        context, selection = self._context, batch.selection
         before = process.restarts
         try:
-            reply = background.planning.plan(process, batch.batch())
+            reply = context.planner.plan(process, batch.batch())
         except PlanFailed as failure:
             self._exchange.decide_static(selection, str(failure))
         else:
-            samples = list(batch.marks().values())
+            samples = list(batch.digests().values())
             self._exchange.publish(selection, reply, samples)
         finally:
-            background.metrics.count_restarts(process.restarts - before)
+            context.metrics.count_restarts(process.restarts - before)
 
     # The delivering thread
 
@@ -280,7 +280,7 @@ class LookAhead:
             self._wait_until(lambda: bool(self._selected))
             item = self._selected.popleft()
             if isinstance(item, StopIteration):
-                self._exchange.wait_for_all_ends()
+                self._peers.wait_for_all_ends()
             if isinstance(item, BaseException):
                 with self._changed:
                     self._ready.append(item)
@@ -291,7 +291,7 @@ class LookAhead:
     def _deliver_step(self, step: SelectedStep, batches: list[BatchData]) -> None:
         prepared = []
         for batch in batches:
-            item = self._preparing.prepare(step.number, batch)
+            item = self._preparer.prepare(step.number, batch)
             self._exchange.add_targets(step, item.targets)
             prepared.append(item)
         counted = self._exchange.total_targets(step)
@@ -301,8 +301,8 @@ class LookAhead:
             self._ready.extend(finished)
             self._changed.notify_all()
 
-    def _finish(self, item: Prepared, items: int) -> Prepared:
-        data = item.data | {"num_items_in_batch": divisor(items)}
+    def _finish(self, item: PreparedBatch, items: int) -> PreparedBatch:
+        data = item.data | {"num_items_in_batch": loss_divisor(items)}
         return replace(item, data=data, end=replace(item.end, items=items))
 
     # Between the threads

@@ -1,5 +1,6 @@
-"""LoaderMetrics: what planning takes, whether training waits for it, and what the plans are."""
+"""LoaderMetrics: planning times, how long training waited, the plans, and skipped samples."""
 
+import logging
 import threading
 from collections import Counter, deque
 from dataclasses import dataclass, replace
@@ -7,10 +8,29 @@ from typing import Any
 
 import numpy as np
 
-from dyncp.dataloader.skipping import Skipped
 from dyncp.plan import RankPlan
 
-KEPT = 1000  # batches that percentiles are of
+logger = logging.getLogger(__name__)
+
+KEPT = 1000  # batches that percentiles are taken over
+LOGGED = 3  # skipped samples of each kind that are named in a warning
+
+
+class Skipped:
+    """Counts skipped samples by reason; the first of each are logged."""
+
+    def __init__(self, logged: int = LOGGED) -> None:
+        self.counts: Counter[str] = Counter()
+        self._logged = logged
+        self._lock = threading.Lock()
+
+    def add(self, reason: str, index: int, text: object) -> None:
+        with self._lock:
+            self.counts[reason] += 1
+            count = self.counts[reason]
+        if count <= self._logged:
+            more = "; further ones are only counted" if count == self._logged else ""
+            logger.warning("sample %s is skipped (%s): %s%s", index, reason, text, more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +45,7 @@ class BatchRecord:
     compute_imbalance: float
     token_imbalance: float
     solver: str
-    static: bool  # the planner failed, and a static method stands in
+    static: bool  # the planner failed, and a static method replaced it
     stall_seconds: float = 0.0
     queue_depth: int = 0
 
@@ -48,7 +68,7 @@ class BatchRecord:
 
 
 class LoaderMetrics:
-    """Counts since the loader was made; percentiles of the last 1,000 batches."""
+    """Counts since the loader was made; percentiles over the last 1,000 batches."""
 
     def __init__(self) -> None:
         self.batches = 0
@@ -56,7 +76,7 @@ class LoaderMetrics:
         self.restarts = 0  # planning processes that were replaced
         self.stall_seconds = 0.0
         self.solvers: Counter[str] = Counter()
-        self.skipped = Skipped()  # samples that were left out, by why
+        self.skipped = Skipped()
         self._records: deque[BatchRecord] = deque(maxlen=KEPT)
         self._lock = threading.Lock()
 
@@ -110,7 +130,7 @@ class LoaderMetrics:
         return numbers
 
     def line(self) -> str:
-        """One line for people."""
+        """One line for the log."""
         now = self.snapshot()
         last = self.last
         text = (

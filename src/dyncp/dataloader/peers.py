@@ -1,191 +1,337 @@
-"""Peers: where the other ranks are, for a rank that waits for them.
+"""Peers: what a rank does while it waits for others, and when one of them fails, leaves or dies.
 
-Every rank writes a sign of life every second: which batch its training has asked for, whether it is
-waiting, up to which step it has agreed. A rank that has been waiting for seconds reads them, and
-warns with names. It fails at once for what cannot change (a rank that left, a process that ended);
-a rank that only trains on, or writes a checkpoint, is waited for.
+Every rank writes a heartbeat each second: which batch its training has asked for, whether it is
+waiting, and the last step it agreed on. A rank that waits looks at its peers:
+
+    a peer reported an error              the same error here (BatchMismatch), or PeerError with it
+    a peer left the loop (break, close)   PeerError that names it
+    a peer's process ended                PeerError: at once on this machine, else after
+                                          GONE_SECONDS without a heartbeat
+    a peer is late                        a warning after 5, 10, 20, ... s that says where it is;
+                                          PeerError after plan_timeout + store_timeout
+    a peer's epoch has other batches      BatchMismatch
+
+Only time during which training waits counts: a peer may be writing a checkpoint. An error is
+written to the store first, so that all ranks raise it. Keys, besides those of decision.py:
+
+    at/2                           heartbeat of process 2
+    error                          message of the first rank that failed
+    end, ended, all_ended          number of batches; how many ranks have come to the end
+    leaving, closed, closed/2      how many are leaving; how many have left; when process 2 did
 """
 
 import json
 import logging
 import os
-import socket
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, NoReturn
 
-from dyncp.dataloader.decision import read_json
-from dyncp.dataloader.errors import PeerError, StoreError
-from dyncp.dataloader.plan_store import Store
-from dyncp.dataloader.ranks import LoaderRanks
+from dyncp.dataloader.planning_process import Closed
+from dyncp.dataloader.ranks import WARN_SECONDS, LoaderRanks, Location, own_location
+from dyncp.dataloader.store import (
+    BatchMismatch,
+    PeerError,
+    Store,
+    StoreError,
+    linger,
+    read_json,
+    wait_for,
+)
 
 logger = logging.getLogger(__name__)
 
-SIGN_SECONDS = 1.0
-WATCH_SIGNS = 5
-WARN_SECONDS = 5.0  # of waiting; then after twice as long, and so on
-SILENT_SECONDS = 5.0  # without a sign: said in warnings
-GONE_SECONDS = 60.0  # without a sign: no longer waited for; a busy interpreter may miss a few
-HOST = socket.gethostname()
-Place = dict[str, Any]  # where a process runs: see `own_place`
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+HEARTBEAT_SECONDS = 1.0
+COMPARE_HEARTBEATS = 5  # between two comparisons of all ranks' batches, by rank 0
+SILENT_SECONDS = 5.0  # without a heartbeat: mentioned in warnings
+GONE_SECONDS = 60.0  # without a heartbeat: given up; a busy interpreter may miss a few
+END_OF_EPOCH = 1 << 62  # in place of a step
+Heartbeat = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class WaitConditions:
+    """When a wait ends early: `closing()` says that the iteration is being closed, `stalled()` for
+    how many seconds training has been waiting. `asked()` is the number of batches that training has
+    taken or waits for."""
+
+    closing: Callable[[], bool]
+    stalled: Callable[[], float]
+    plan_timeout: float
+    store_timeout: float
+    asked: Callable[[], int] = lambda: 0
 
 
 class Peers:
-    """Writes this rank's signs from a thread of its own, and reads those of the others."""
+    """One iteration's view of the other ranks. `locations` are those of all processes when they
+    made the loader, if known."""
 
     def __init__(
         self,
         store: Store,
         ranks: LoaderRanks,
-        status: Callable[[], Any],
-        places: Sequence[Place] = (),
+        conditions: WaitConditions,
+        locations: Sequence[Location] = (),
     ) -> None:
-        """`places` are those of all processes when they made the loader, where they are known."""
-        self._store, self._ranks, self._status, self._places = store, ranks, status, places
-        self._seen: dict[int, tuple[int, float]] = {}  # by process: last sign, and when it changed
+        self.conditions = conditions
+        self._store, self._ranks, self._locations = store, ranks, locations
+        self._name = f"rank {ranks.name()}"
+        self._agreed_step = -1
+        self._told_failure = False
+        self._last_beat: dict[int, tuple[int, float]] = {}  # by process: number, when it changed
         self._looked_at = 0.0
-        self._asked: dict[int, int] = {}  # batches that ranks in training had taken, last watched
+        self._asked: dict[int, int] = {}  # batches of ranks in training, at the last comparison
         self._warned_of: dict[int, int] = {}
         self._warn_after = WARN_SECONDS
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._sign, name="dyncp-signs", daemon=True)
+        self._thread = threading.Thread(target=self._beat, name="dyncp-heartbeat", daemon=True)
 
     def start(self) -> None:
+        """Starts the heartbeat."""
         if self._ranks.shared:
             self._thread.start()
 
-    @property
-    def key(self) -> str:
-        return f"at/{self._ranks.process}"
+    def agreed_on(self, step: int) -> None:
+        """From now on the heartbeat says that this rank has agreed on the step."""
+        self._agreed_step = step
 
-    def close(self) -> None:
-        self._ended.set()
-        if self._thread.is_alive():
-            self._thread.join(2 * SIGN_SECONDS)
+    # Waiting
 
-    def look(self, waited: float, what: str, step: int) -> None:
-        """Called while training has been waiting for `waited` seconds for others to agree on a
-        step. Warns now and then; raises PeerError for a rank that will never come."""
+    def wait_for(self, key: str, what: str, step: int, batch: int = -1) -> None:
+        """Waits for a key that other ranks set when they have come to the step; raises for a peer
+        that will never set it, or when training has waited for too long."""
+
+        def check() -> None:
+            self.check(what, step, batch)
+            bound = self.conditions.plan_timeout + self.conditions.store_timeout
+            if self.conditions.stalled() > bound:
+                where = self._describe(step)
+                self.fail(PeerError(f"{self._name} waited {bound:g} s for {what}: {where}"))
+
+        wait_for(self._store, key, check)
+
+    def check(self, what: str, step: int, batch: int) -> None:
+        """Raises if the iteration is closing, or a peer failed, left, died or has no such batch."""
+        if self.conditions.closing():
+            raise Closed
+        self._check_error()
+        self._check_left(what)
+        self._check_heartbeats(what, step)
+        if self._store.has("end"):
+            end = int(self._store.get("end"))
+            if end <= batch:
+                self.fail(
+                    BatchMismatch(
+                        f"ranks disagree on the epoch: {self._name} is at batch {batch}, "
+                        f"another rank has {end} batches; every rank needs the same dataset, "
+                        "lengths and options"
+                    )
+                )
+
+    def _check_error(self) -> None:
+        if not self._store.has("error"):
+            return
+        told = read_json(self._store.get("error"))
+        if told["kind"] == "mismatch":
+            raise BatchMismatch(told["text"])
+        prefix = "" if told["kind"] == "peer" else f"rank {told['rank']} failed: "
+        raise PeerError(prefix + told["text"])
+
+    def _check_left(self, what: str) -> None:
+        """A process that died is named first: others may have left because of it."""
+        if not self._store.has("closed"):
+            return
+        for process, where in self._dead().items():
+            self.fail(self._ended_error(process, where))
+        left = {}
+        for process in range(self._ranks.num_processes):
+            key = f"closed/{process}"
+            if self._store.has(key):
+                left[process] = read_json(self._store.get(key))
+        if left:
+            first, *others = sorted(left, key=lambda process: int(left[process]["order"]))
+            then = "".join(f", then rank {self._ranks.name(process)}" for process in others)
+            raise PeerError(
+                f"rank {self._ranks.name(first)} left this iteration after {left[first]['taken']} "
+                f"batches (break, an exception or close()){then}, while {self._name} waits for "
+                f"{what}; all ranks must take the same number of batches"
+            )
+
+    def _check_heartbeats(self, what: str, step: int) -> None:
+        """Once training has waited for a while: warns, and raises for a peer that is gone."""
+        waited = self.conditions.stalled()
         if waited < WARN_SECONDS:
             self._warn_after = WARN_SECONDS
             return
-        pause = max(SIGN_SECONDS, 0.02 * self._ranks.num_processes)  # they all ask one store
+        pause = max(HEARTBEAT_SECONDS, 0.02 * self._ranks.num_processes)  # all ask one store
         if monotonic() - self._looked_at < pause:
             return
         self._looked_at = monotonic()
-        text = self.describe(step)
+        try:
+            text = self._describe(step)
+        except PeerError as error:
+            self.fail(error)
         if waited >= self._warn_after:
             self._warn_after *= 2
-            logger.warning("%s has waited %.0f s for %s: %s", self._own(), waited, what, text)
+            logger.warning("%s has waited %.0f s for %s: %s", self._name, waited, what, text)
 
-    def describe(self, step: int) -> str:
+    def _describe(self, step: int) -> str:
         """Where the ranks are that have not agreed on a step; PeerError if one is gone."""
-        others = [p for p in range(self._ranks.num_processes) if p != self._ranks.process]
-        found = [(process, self._sign_of(process)) for process in others]
-        late = [(p, sign) for p, sign in found if sign is None or sign["agreed"] < step]
-        return "; ".join(self._where(*one) for one in late) or "all others have come this far"
+        found = [(process, self._heartbeat(process)) for process in self._others()]
+        late = [(p, beat) for p, beat in found if beat is None or beat["agreed"] < step]
+        return "; ".join(self._where(*one) for one in late) or "all other ranks have come this far"
 
-    def ended(self) -> dict[int, dict[str, Any]]:
-        """The last signs of processes on this machine that ended before they could close."""
-        others = [p for p in range(self._ranks.num_processes) if p != self._ranks.process]
-        signs = {process: self._sign_of(process) or self._place_of(process) for process in others}
-        ended = {p: sign for p, sign in signs.items() if sign and _has_ended(sign)}
-        return {p: sign for p, sign in ended.items() if not self._store.has(f"closed/{p}")}
-
-    def in_vain(self, process: int, sign: dict[str, Any]) -> PeerError:
-        name = f"rank {self._ranks.name(process)} ({_place(sign)})"
-        return PeerError(f"{self._own()} waits in vain: {name} has ended")
-
-    def _where(self, process: int, sign: dict[str, Any] | None) -> str:
+    def _where(self, process: int, beat: Heartbeat | None) -> str:
         name = f"rank {self._ranks.name(process)}"
-        if sign is None:
-            known = self._place_of(process)
+        if beat is None:
+            known = self._location(process)
             if known is not None and _has_ended(known):
-                raise self.in_vain(process, known)
+                raise self._ended_error(process, known)
             return f"{name} has not begun this iteration"
-        silent, place = self._silent(process, sign), _place(sign)
-        if silent > SILENT_SECONDS and _has_ended(sign):
-            raise self.in_vain(process, sign)
+        silent = self._silent_seconds(process, beat)
+        at = f"process {beat['pid']} on {beat['host']}"
+        if silent > SILENT_SECONDS and _has_ended(beat):
+            raise self._ended_error(process, beat)
         if silent > GONE_SECONDS:
             raise PeerError(
-                f"{self._own()} waits in vain: {name} ({place}) has given no sign of life for "
+                f"{self._name} cannot continue: {name} ({at}) has sent no heartbeat for "
                 f"{silent:.0f} s"
             )
         if silent > SILENT_SECONDS:
-            return f"{name} has given no sign of life for {silent:.0f} s ({place})"
-        if sign["waiting"]:
-            return f"{name} waits for batch {sign['asked'] - 1} as well, and prepares it"
-        return f"{name} has taken {sign['asked']} batches and has not asked for the next one yet"
+            return f"{name} has sent no heartbeat for {silent:.0f} s ({at})"
+        if beat["waiting"]:
+            return f"{name} is waiting for batch {beat['asked'] - 1} as well, and preparing it"
+        return f"{name} has taken {beat['asked']} batches and not asked for the next one"
 
-    def _watch(self) -> None:
-        """Warns if ranks have been at different batches for a while, all in training: one that
-        takes a batch more than others waits for them there, and not in the loader."""
-        signs = {p: self._sign_of(p) for p in range(self._ranks.num_processes)}
-        asked = {p: sign["asked"] for p, sign in signs.items() if sign and not sign["waiting"]}
+    # Failing and leaving
+
+    def fail(self, error: Exception) -> NoReturn:
+        """Raises the error here and on all other ranks."""
+        self._tell(error)
+        raise error
+
+    def tell_failure(self, error: BaseException) -> None:
+        """Tells the other ranks why this one prepares no more batches, unless they know."""
+        if not isinstance(error, PeerError | StoreError | Closed):
+            self._tell(error)
+
+    def _tell(self, error: BaseException) -> None:
+        self._told_failure = True
+        kinds = {"mismatch": BatchMismatch, "peer": PeerError}
+        kind = next((name for name, kind in kinds.items() if isinstance(error, kind)), "own")
+        told = {"rank": self._ranks.name(), "kind": kind, "text": str(error)}
+        self._store.compare_set("error", json.dumps(told).encode())
+
+    def end_epoch(self, num_batches: int) -> None:
+        """This rank has no more batches; all ranks must end after the same number."""
+        found = int(self._store.compare_set("end", str(num_batches).encode()))
+        if found != num_batches:
+            self.fail(
+                BatchMismatch(
+                    f"ranks disagree on the epoch: {self._name} has {num_batches} batches, "
+                    f"another rank {found}; every rank needs the same dataset, lengths and options"
+                )
+            )
+        self.agreed_on(END_OF_EPOCH)
+        if self._store.add("ended", 1) == self._ranks.num_processes:
+            self._store.set("all_ended", b"1")
+
+    def wait_for_all_ends(self) -> None:
+        """Returns when all ranks have come to the same end."""
+        self.wait_for("all_ended", "all ranks to end the epoch", END_OF_EPOCH)
+
+    def close(self) -> None:
+        """Leaves the iteration. The last rank deletes what is left in the store; processes that
+        died are not waited for. Never raises."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join(2 * HEARTBEAT_SECONDS)
+        try:
+            report = {"taken": self.conditions.asked(), "order": self._store.add("leaving", 1)}
+            self._store.set(f"closed/{self._ranks.process}", json.dumps(report).encode())
+            dead = len(self._dead())  # before the last one can delete what it reads
+            if self._store.add("closed", 1) + dead < self._ranks.num_processes:
+                if self._told_failure:
+                    linger(self._store, "closed")
+                return
+            for key in self._store.list_keys():
+                self._store.delete(key)
+        except StoreError as error:
+            logger.debug("closing: %s", error)
+
+    # Heartbeats
+
+    def _beat(self) -> None:
+        number = 0
+        try:
+            while True:
+                beat = {
+                    "number": number,
+                    "asked": self.conditions.asked(),
+                    "waiting": self.conditions.stalled() > 0,
+                    "agreed": self._agreed_step,
+                    **own_location(),
+                }
+                self._store.set(f"at/{self._ranks.process}", json.dumps(beat).encode())
+                if self._ended.wait(HEARTBEAT_SECONDS):
+                    return
+                number += 1
+                if number % COMPARE_HEARTBEATS == 0 and not self._ranks.process:
+                    self._compare_batches()
+        except StoreError as error:  # raised in the thread that waits, too
+            logger.debug("heartbeat: %s", error)
+
+    def _compare_batches(self) -> None:
+        """Warns if ranks have been at different batches for a while with none waiting here: the one
+        that is ahead waits for the others in a collective."""
+        beats = {p: self._heartbeat(p) for p in range(self._ranks.num_processes)}
+        asked = {p: beat["asked"] for p, beat in beats.items() if beat and not beat["waiting"]}
         stays = asked == self._asked and len(asked) == self._ranks.num_processes
         self._asked = asked
         if stays and len(set(asked.values())) > 1 and asked != self._warned_of:
             self._warned_of = asked
-            places = ", ".join(f"{self._ranks.name(p)}: {taken}" for p, taken in asked.items())
+            taken = ", ".join(f"{self._ranks.name(p)}: {count}" for p, count in asked.items())
             logger.warning(
-                "ranks have taken different numbers of batches for %.0f s, none waits for the "
+                "ranks have taken different numbers of batches for %.0f s, and none waits for the "
                 "loader (%s): one of them is ahead, or the others are busy",
-                WATCH_SIGNS * SIGN_SECONDS,
-                places,
+                COMPARE_HEARTBEATS * HEARTBEAT_SECONDS,
+                taken,
             )
 
-    def _silent(self, process: int, sign: dict[str, Any]) -> float:
-        number, since = self._seen.get(process, (-1, 0.0))
-        if number != sign["number"]:
-            since = monotonic()
-            self._seen[process] = sign["number"], since
-        return monotonic() - since
-
-    def _place_of(self, process: int) -> Place | None:
-        return self._places[process] if self._places else None
-
-    def _sign_of(self, process: int) -> dict[str, Any] | None:
+    def _heartbeat(self, process: int) -> Heartbeat | None:
         key = f"at/{process}"
         return dict(read_json(self._store.get(key))) if self._store.has(key) else None
 
-    def _own(self) -> str:
-        return f"rank {self._ranks.name()}"
+    def _silent_seconds(self, process: int, beat: Heartbeat) -> float:
+        number, since = self._last_beat.get(process, (-1, 0.0))
+        if number != beat["number"]:
+            since = monotonic()
+            self._last_beat[process] = beat["number"], since
+        return monotonic() - since
 
-    def _sign(self) -> None:
-        number = 0
-        try:
-            while True:
-                sign = self._status() | {"number": number} | own_place()
-                self._store.set(self.key, json.dumps(sign).encode())
-                if self._ended.wait(SIGN_SECONDS):
-                    return
-                number += 1
-                if number % WATCH_SIGNS == 0 and not self._ranks.process:
-                    self._watch()
-        except StoreError as error:  # which whoever waits gets, too
-            logger.debug("signs of life: %s", error)
+    def _dead(self) -> dict[int, Location]:
+        """Processes of this machine that ended without closing the iteration."""
+        known = {p: self._heartbeat(p) or self._location(p) for p in self._others()}
+        ended = {p: where for p, where in known.items() if where and _has_ended(where)}
+        return {p: where for p, where in ended.items() if not self._store.has(f"closed/{p}")}
 
+    def _ended_error(self, process: int, where: Location) -> PeerError:
+        name = f"rank {self._ranks.name(process)} (process {where['pid']} on {where['host']})"
+        return PeerError(f"{self._name} cannot continue: {name} has ended")
 
-def _place(sign: dict[str, Any]) -> str:
-    return f"process {sign['pid']} on {sign['host']}"
+    def _others(self) -> list[int]:
+        return [p for p in range(self._ranks.num_processes) if p != self._ranks.process]
 
-
-def _has_ended(sign: dict[str, Any]) -> bool:
-    """Whether it is certain, which it can be only where process ids mean the same."""
-    return sign["ids"] == own_place()["ids"] and not _alive(sign["pid"])
+    def _location(self, process: int) -> Location | None:
+        return self._locations[process] if self._locations else None
 
 
-def own_place() -> Place:
-    """Host names may be equal on several machines, and in containers with process ids of their own:
-    `ids` is the boot and the namespace that an id belongs to."""
-    ids = HOST
-    with suppress(OSError):  # not Linux
-        ids = f"{BOOT_ID.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-    return {"host": HOST, "pid": os.getpid(), "ids": ids}
+def _has_ended(where: Location) -> bool:
+    """Whether that is certain, which it can be only where process ids mean the same."""
+    return where["ids"] == own_location()["ids"] and not _alive(where["pid"])
 
 
 def _alive(pid: int) -> bool:

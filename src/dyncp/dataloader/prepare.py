@@ -1,6 +1,12 @@
-"""Prepares one batch on this rank: the agreed plan, and the tokens that it gives the rank."""
+"""Prepares one batch on this rank: its samples and masks, the agreed plan, and its local data.
+
+A sample is read, and a mask made, when it is first needed: `BatchData` caches them for the thread
+that plans the batch and the one that delivers it.
+"""
 
 import logging
+import threading
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -8,43 +14,237 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dyncp.dataloader.batch_data import BatchData
-from dyncp.dataloader.config import LoaderConfig
-from dyncp.dataloader.decision import Decision
-from dyncp.dataloader.errors import PeerError
-from dyncp.dataloader.exchange import Exchange
-from dyncp.dataloader.local_tokens import (
+from dyncp.blocks import Batch
+from dyncp.dataloader.batching import SelectedBatch
+from dyncp.dataloader.dataset import SampleEntry, SampleSource
+from dyncp.dataloader.decision import Decision, PlanExchange, SampleDigests
+from dyncp.dataloader.local_fields import (
+    add_sample_data,
     fingerprint_tensor,
+    layout_mask,
     local_rows,
     local_sequences,
     num_targets,
     without_targets,
 )
 from dyncp.dataloader.metrics import BatchRecord
-from dyncp.dataloader.planning import Planning
+from dyncp.dataloader.options import LoaderConfig, digest_of
+from dyncp.dataloader.planning import BatchPlanner
 from dyncp.dataloader.ranks import LoaderRanks
-from dyncp.dataloader.sample_data import add_sample_data
-from dyncp.dataloader.samples import layout_mask
+from dyncp.dataloader.reading import SampleError, SeededRandom
+from dyncp.dataloader.sample_format import cut_sample, input_ids_of, sample_bytes
 from dyncp.dataloader.state import Position
-from dyncp.masks import Mask
+from dyncp.dataloader.store import PeerError
+from dyncp.masks import Mask, MaskFunction, NamedMasks
 from dyncp.plan import Plan, RankPlan, decode_part
 
 logger = logging.getLogger(__name__)
 
+DIGITS = 8  # of a sample's digests: a decision may have a thousand of them
+SampleMasks = dict[str, Mask] | Mask  # by name, or one
+
+
+class MaskMaker:
+    """Calls the mask function: with a length if that is all it needs, else with the sample."""
+
+    def __init__(self, mask_fn: Any, seed: int = 0) -> None:
+        if not callable(mask_fn):
+            raise ValueError(
+                f"mask_fn is {type(mask_fn).__name__}; expected a function of a sample, such as "
+                "masks.causal"
+            )
+        self._mask_fn, self._seed = mask_fn, seed
+        # Until a call shows that it needs the sample.
+        self.takes_lengths = isinstance(mask_fn, MaskFunction | NamedMasks)
+
+    def of_length(self, length: int, index: int) -> SampleMasks | None:
+        """The mask of a sample known by its length alone; None if the sample must be read."""
+        if not self.takes_lengths:
+            return None
+        try:
+            return _checked(self._mask_fn(length), length, index)
+        except Exception:  # a parameter comes from the sample; a real mistake shows there too
+            self.takes_lengths = False
+            return None
+
+    def of_sample(self, sample: Any, entry: SampleEntry) -> SampleMasks:
+        """The mask of a whole sample."""
+        length = len(input_ids_of(sample, entry.index))
+        try:
+            with SeededRandom(self._seed, entry.epoch, entry.index, "mask"):
+                result = self._mask_fn(sample)
+        except Exception as error:
+            raise SampleError(entry.index, "the mask", error) from error
+        return _checked(result, length, entry.index)
+
+    def identity(self, source: SampleSource) -> dict[str, str]:
+        """Digests of the masks of a few samples, to compare with other ranks."""
+        return {
+            f"masks of sample {index}": self._digest(sample, index)
+            for index, sample in source.probes().items()
+            if sample is not None
+        }
+
+    def _digest(self, sample: Any, index: int) -> str:
+        try:
+            return _masks_digest(self.of_sample(sample, SampleEntry(0, index, 0)))
+        except Exception as error:  # the sample may not be trained on; if it is, it shows there
+            return type(error).__name__
+
+
+def _checked(result: Any, length: int, index: int) -> SampleMasks:
+    """The result of a mask function for a sample of this length."""
+    for mask in result.values() if isinstance(result, Mapping) else [result]:
+        if not isinstance(mask, Mask):
+            raise ValueError(
+                f"the mask function gave {type(mask).__name__} for sample {index}; expected a "
+                "Mask, or a dict of masks by name"
+            )
+        if mask.length != length:
+            raise ValueError(
+                f"the mask function gave a mask of {mask.length} tokens for sample {index}, "
+                f"which has {length}"
+            )
+    return dict(result) if isinstance(result, Mapping) else result
+
+
+def _cut_masks(masks: SampleMasks, start: int, length: int) -> SampleMasks:
+    """The masks of `length` tokens from `start` on."""
+    if isinstance(masks, Mask):
+        return _cut_mask(masks, start, start + length)
+    return {name: _cut_mask(mask, start, start + length) for name, mask in masks.items()}
+
+
+def _cut_mask(mask: Mask, start: int, end: int) -> Mask:
+    if mask.length == end - start:
+        return mask
+    positions, weights = (x if x is None else x[start:end] for x in (mask.positions, mask.weights))
+    targets = None if mask.targets is None else mask.targets[start:end]
+    if targets is not None:
+        targets = np.where((targets >= start) & (targets < end), targets - start, -1)
+    branches = mask.branches
+    if branches is not None:
+        branches = branches[((branches >= start) & (branches < end)).all(axis=1)] - start
+    ranges = mask.ranges[start:end].clip(start, end) - start
+    return Mask(ranges, positions, targets, mask.name, branches, weights)
+
+
+def _masks_digest(masks: Mapping[str, Mask] | Mask) -> str:
+    named = {"": masks} if isinstance(masks, Mask) else masks
+    text = [f"{name} {mask.digest.hex()}" for name, mask in sorted(named.items())]
+    return digest_of(repr(text).encode())[:DIGITS] if text else ""
+
+
+class BatchData:
+    """The samples and masks of one batch. Two threads use it: one plans, one delivers."""
+
+    def __init__(
+        self,
+        selection: SelectedBatch,
+        source: SampleSource,
+        mask_maker: MaskMaker,
+        config: LoaderConfig,
+    ) -> None:
+        self.selection = selection
+        self._source, self._mask_maker, self._config = source, mask_maker, config
+        self._read: dict[int, Any] = {}
+        self._samples: dict[int, Any] = {}
+        self._masks: dict[int, SampleMasks] = {}
+        self._contents: dict[int, str] = {}
+        self._batch: Batch | None = None
+        self._lock = threading.RLock()
+
+    def sample(self, number: int) -> Any:
+        """The batch's sample `number`, cut to the tokens that the batch takes of it."""
+        with self._lock:
+            if number not in self._samples:
+                entry, token_fields = self.selection.entries[number], self._config.token_fields
+                sample = self._whole(number)
+                if entry.length != entry.whole:
+                    sample = cut_sample(
+                        sample, entry.start, entry.length, entry.index, token_fields
+                    )
+                self._samples[number] = sample
+            return self._samples[number]
+
+    def read_ahead(self, numbers: Iterable[int]) -> None:
+        """Announces samples that will be needed soon."""
+        entries = self.selection.entries
+        self._source.read_ahead(entries[n] for n in numbers if n not in self._read)
+
+    def masks(self, number: int) -> SampleMasks:
+        """The mask, or masks by name, of the batch's sample `number`."""
+        with self._lock:
+            if number not in self._masks:
+                self._masks[number] = self._make_masks(number)
+            return self._masks[number]
+
+    def layout(self, number: int) -> Mask:
+        """A mask with the positions and targets of the batch's sample `number`."""
+        masks = self.masks(number)
+        return masks if isinstance(masks, Mask) else layout_mask(masks)
+
+    def batch(self) -> Batch:
+        """The batch as the planner sees it."""
+        with self._lock:
+            if self._batch is None:
+                numbers = range(len(self.selection.entries))
+                if not self.needs_no_reading():
+                    self.read_ahead(numbers)
+                indices = [entry.index for entry in self.selection.entries]
+                self._batch = Batch.of([self.masks(number) for number in numbers], indices)
+            return self._batch
+
+    def digests(self) -> dict[int, SampleDigests]:
+        """Of all samples, with the masks that have been made and the content that has been read."""
+        with self._lock:
+            for number in self._read:
+                if number not in self._contents:
+                    entry, token_fields = self.selection.entries[number], self._config.token_fields
+                    content = sample_bytes(self.sample(number), entry.index, token_fields)
+                    self._contents[number] = digest_of(content)[:DIGITS]
+            return {
+                number: SampleDigests(
+                    entry.index,
+                    entry.length,
+                    _masks_digest(self._masks.get(number, {})),
+                    self._contents.get(number, ""),
+                )
+                for number, entry in enumerate(self.selection.entries)
+            }
+
+    def needs_no_reading(self) -> bool:
+        """Whether `batch` reads no more samples than have been read."""
+        return not self._source.knows_lengths or self._mask_maker.takes_lengths
+
+    def _make_masks(self, number: int) -> SampleMasks:
+        """Of the whole sample, then cut: a mask may depend on any of its fields."""
+        entry, masks = self.selection.entries[number], None
+        if self._source.knows_lengths:
+            masks = self._mask_maker.of_length(entry.whole, entry.index)
+        if masks is None:
+            masks = self._mask_maker.of_sample(self._whole(number), entry)
+        return _cut_masks(masks, entry.start, entry.length)
+
+    def _whole(self, number: int) -> Any:
+        if number not in self._read:
+            self._read[number] = self._source.read(self.selection.entries[number])
+        return self._read[number]
+
 
 @dataclass(frozen=True, eq=False)
 class AgreedPlan(RankPlan):
-    """A part that the ranks `agreed_by` (global ranks) have agreed on already: `prepare` of an
-    executor over these ranks reads that instead of asking them again. A `filler` stands in for a
-    batch that a replica lacks in the last round; its sample is another replica's."""
+    """A part that the global ranks `agreed_by` have agreed on: `prepare` of an executor over these
+    ranks does not ask them again. A `filler` stands in for a batch that a replica lacks in the last
+    round; its sample is another replica's."""
 
     agreed_by: tuple[int, ...] = ()
     filler: bool = False
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared:
-    """A batch ready for training; `targets` are those of this rank's tokens."""
+class PreparedBatch:
+    """A batch that is ready for training. `targets` are those of this rank's tokens."""
 
     data: dict[str, Any]
     plan: RankPlan | Plan
@@ -53,27 +253,31 @@ class Prepared:
     targets: int = 0
 
 
-class Preparing:
+class BatchPreparer:
     """Turns decisions into plans and local data."""
 
     def __init__(
-        self, config: LoaderConfig, ranks: LoaderRanks, planning: Planning, exchange: Exchange
+        self,
+        config: LoaderConfig,
+        ranks: LoaderRanks,
+        planner: BatchPlanner,
+        exchange: PlanExchange,
     ) -> None:
         self._config, self._ranks = config, ranks
-        self._planning, self._exchange = planning, exchange
+        self._planner, self._exchange = planner, exchange
         wanted = config.pin_memory
         self._pins = torch.cuda.is_available() if wanted is None else wanted
 
-    def prepare(self, step: int, batch: BatchData) -> Prepared:
+    def prepare(self, step: int, batch: BatchData) -> PreparedBatch:
         selection = batch.selection
         decision = self._exchange.decision(step, selection)
-        if batch.without_reading():
-            batch.batch()  # all of its masks
-        self._exchange.check_samples(selection, decision, batch.marks())
-        if batch.without_reading():
+        if batch.needs_no_reading():
+            batch.batch()  # makes all of its masks
+        self._exchange.check_samples(selection, decision, batch.digests())
+        if batch.needs_no_reading():
             self._exchange.check_batch(selection, decision, batch.batch().fingerprint)
         plan, size = (
-            self._static(batch, decision) if decision.static else self._part(batch, decision)
+            self._static(batch, decision) if decision.static else self._planned(batch, decision)
         )
         data, targets = self._data(batch, plan)
         part = plan.parts[0] if isinstance(plan, Plan) else plan
@@ -81,27 +285,10 @@ class Preparing:
         self._exchange.leave(selection, decision, shared)
         record = BatchRecord.of(part, decision.seconds, size, static=decision.static)
         targets = targets if self._ranks.counts_targets else 0
-        return Prepared(data, plan, selection.end, record, targets)
+        return PreparedBatch(data, plan, selection.end, record, targets)
 
-    def _compare(self, batch: BatchData, decision: Decision, part: RankPlan) -> list[int]:
-        """Compares what was read here with other ranks; samples that several of them have."""
-        selection, shared = batch.selection, self._shared(part)
-        marks = batch.marks()
-        self._exchange.check_samples(selection, decision, marks)
-        mine = {n: marks[n] for n in shared if n in marks and marks[n].content}
-        self._exchange.compare_shared(selection, mine)
-        return shared
-
-    def _shared(self, part: RankPlan) -> list[int]:
-        if self._ranks.num_members == 1:
-            return []
-        if self._ranks.num_members > self._ranks.num_ranks:  # peers have all that a rank has
-            return list(range(len(part.lengths)))
-        owners = np.unique(np.stack([part.blocks.sequence, part.blocks.owner]), axis=1)[0]
-        sequences, ranks = np.unique(owners, return_counts=True)
-        return [int(number) for number in sequences[ranks > 1]]
-
-    def _part(self, batch: BatchData, decision: Decision) -> tuple[RankPlan | Plan, int]:
+    def _planned(self, batch: BatchData, decision: Decision) -> tuple[RankPlan | Plan, int]:
+        """The published plan, and the bytes of its largest part."""
         ranks = range(self._ranks.num_ranks) if self._ranks.rank is None else [self._ranks.rank]
         encoded = [self._exchange.part(batch.selection, decision, rank) for rank in ranks]
         parts = tuple(decode_part(part) for part in encoded)
@@ -116,14 +303,14 @@ class Preparing:
         found = (part.rank, part.num_ranks, part.digest, part.fingerprint)
         wanted = (rank, self._ranks.num_ranks, decision.digest, decision.batch)
         if found != wanted:
+            text = "rank {} of {}, plan {}, batch {}"
             raise PeerError(
-                "the store has a part of another plan: rank {} of {}, plan {}, batch {}".format(
-                    *found
-                )
-                + "; agreed on was rank {} of {}, plan {}, batch {}".format(*wanted)
+                f"the store has a part of another plan: {text.format(*found)}; expected "
+                f"{text.format(*wanted)}"
             )
 
     def _static(self, batch: BatchData, decision: Decision) -> tuple[RankPlan | Plan, int]:
+        """The static plan, made here: 0 bytes were sent."""
         if not self._ranks.member:
             logger.warning(
                 "batch %d of epoch %d gets a static plan: %s",
@@ -131,8 +318,8 @@ class Preparing:
                 batch.selection.end.epoch,
                 decision.reason,
             )
-        plan = self._planning.static_plan(batch.batch())
-        self._exchange.agree_on_static(batch.selection, plan.digest)
+        plan = self._planner.static_plan(batch.batch())
+        self._exchange.check_static(batch.selection, plan.digest)
         if self._ranks.rank is None:
             return plan, 0
         return self._agreed(plan.parts[self._ranks.rank], filler=batch.selection.filler), 0
@@ -140,26 +327,37 @@ class Preparing:
     def _agreed(self, part: RankPlan, *, filler: bool) -> RankPlan:
         if not self._ranks.group_ranks and not filler:
             return part
-        values = {field.name: getattr(part, field.name) for field in fields(RankPlan)}
+        values = {field.name: getattr(part, field.name) for field in fields(RankPlan) if field.init}
         return AgreedPlan(**values, agreed_by=self._ranks.group_ranks, filler=filler)
 
     def _data(self, batch: BatchData, plan: RankPlan | Plan) -> tuple[dict[str, Any], int]:
         """This rank's data, and its number of targets."""
         batch.read_ahead(local_sequences(plan))
-        data: dict[str, Any] = local_rows(
-            plan, batch.sample, lambda number: _layout(batch, number), self._config.token_fields
-        )
+        rows = local_rows(plan, batch.sample, batch.layout, self._config.token_fields)
         if batch.selection.filler:
-            data = without_targets(data)
-        targets = num_targets(data)
-        data["batch_fingerprint"] = fingerprint_tensor(plan.fingerprint)
-        data = add_sample_data(data, batch, plan, self._config)
+            rows = without_targets(rows)
+        targets = num_targets(rows)
+        rows["batch_fingerprint"] = fingerprint_tensor(plan.fingerprint)
+        data = add_sample_data(rows, plan, batch.selection, batch.sample, self._config)
         return {name: self._pinned(value) for name, value in data.items()}, targets
 
     def _pinned(self, value: Any) -> Any:
         return value.pin_memory() if self._pins and isinstance(value, Tensor) else value
 
+    def _compare(self, batch: BatchData, decision: Decision, part: RankPlan) -> list[int]:
+        """Compares what was read here with other ranks; returns the samples that several have."""
+        shared, digests = self._shared(part), batch.digests()
+        self._exchange.check_samples(batch.selection, decision, digests)
+        mine = {n: digests[n] for n in shared if n in digests and digests[n].content}
+        self._exchange.check_shared(batch.selection, mine)
+        return shared
 
-def _layout(batch: BatchData, number: int) -> Mask:
-    masks: Any = batch.masks(number)
-    return masks if isinstance(masks, Mask) else layout_mask(masks)
+    def _shared(self, part: RankPlan) -> list[int]:
+        """Samples that several members have tokens of."""
+        if self._ranks.num_members == 1:
+            return []
+        if self._ranks.num_members > self._ranks.num_ranks:  # peers have all that a rank has
+            return list(range(len(part.lengths)))
+        owners = np.unique(np.stack([part.blocks.sequence, part.blocks.owner]), axis=1)[0]
+        sequences, ranks = np.unique(owners, return_counts=True)
+        return [int(number) for number in sequences[ranks > 1]]

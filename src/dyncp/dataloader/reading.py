@@ -1,19 +1,22 @@
-"""Reader: reads samples by index, here or in worker processes that read ahead.
+"""Reads samples by index, here or in worker processes that read ahead, with random numbers that
+depend on the loader's seed, the epoch and the index alone.
 
-Workers only call `dataset[index]`. Their random generators (Python's, numpy's and torch's) are
-seeded for every sample by the loader's seed, the epoch and the index, so that what a dataset draws
-depends neither on the workers nor on the rank that reads.
+Datasets, samplers and mask functions run in background threads, where torch's global generator is
+shared with the training loop: what either draws would depend on the other's pace. In a
+`SeededRandom` context, which is local to its thread, torch's random functions that are given no
+generator use a seeded one instead. So all ranks draw the same numbers for a sample, whichever
+samples they read. Workers also seed Python's and numpy's generators for every sample.
 """
 
+import hashlib
 import multiprocessing
 import os
 import pickle
 import random
 import signal
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -21,31 +24,89 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
-from dyncp.dataloader.errors import SampleError
-from dyncp.dataloader.generators import Drawing, seed_of
+from dyncp.dataloader.planning_process import exit_with_parent
 
-AHEAD = 4  # samples per worker that are asked for before they are needed
-ALIVE_SECONDS = 1.0  # between two looks of a worker at its parent
-END_SECONDS = 5.0  # that workers get to finish what they are reading
+AHEAD = 4  # samples per worker that are requested before they are needed
+WORKER_END_SECONDS = 5.0  # for workers to finish what they are reading
 
-Key = tuple[int, int]  # epoch, index
+RANDOM_FUNCTIONS = (
+    "bernoulli", "multinomial", "normal", "poisson", "rand", "rand_like", "randint", "randint_like",
+    "randn", "randn_like", "randperm",
+)  # fmt: skip
+RANDOM_METHODS = (
+    "bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_",
+    "multinomial", "normal_", "random_", "uniform_",
+)  # fmt: skip
+RANDOM = {getattr(torch.Tensor, name) for name in RANDOM_METHODS} | {
+    getattr(torch, name)
+    for name in RANDOM_FUNCTIONS
+    if not name.endswith("_like") or "generator" in getattr(torch.ops.aten, name).overloads()
+}
+
+SampleKey = tuple[int, int]  # epoch, index
 Read = Callable[[], Any]
+Answer = Future[tuple[bool, bytes]]
+
+
+class SampleError(RuntimeError):
+    """The dataset or the mask function raised for a sample; the cause is what it raised."""
+
+    def __init__(self, index: int, doing: str, error: BaseException) -> None:
+        super().__init__(f"{doing} of sample {index} raised {type(error).__name__}: {error}")
+        self.index = index
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled with its text; the cause stays where it was raised."""
+        return _sample_error, (self.index, str(self))
+
+
+def _sample_error(index: int, text: str) -> SampleError:
+    error = SampleError.__new__(SampleError, text)
+    error.args, error.index = (text,), index
+    return error
+
+
+class SeededRandom(TorchFunctionMode):
+    """Inside this context, torch draws from a generator of this thread, seeded by `what`."""
+
+    def __init__(self, *what: object) -> None:
+        super().__init__()
+        self._generator = torch.Generator().manual_seed(_seed_of(*what))
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in RANDOM and kwargs.get("generator") is None and _on_cpu(args, kwargs):
+            kwargs = kwargs | {"generator": self._generator}
+        return func(*args, **kwargs)
+
+
+def _seed_of(*what: object) -> int:
+    digest = hashlib.blake2b(repr(what).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _on_cpu(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    devices = [value.device for value in args if isinstance(value, torch.Tensor)]
+    return all(torch.device(d).type == "cpu" for d in [*devices, kwargs.get("device") or "cpu"])
 
 
 class Reader:
-    """Without workers samples are read when they are asked for."""
+    """Reads `dataset[index]`; without workers, when the sample is needed."""
 
     def __init__(self, dataset: Any, workers: int, seed: int) -> None:
         self._dataset, self._workers, self._seed = dataset, workers, seed
         self._pool: ProcessPoolExecutor | None = None
-        self._asked: dict[Key, Future[tuple[bool, bytes]]] = {}
+        self._requested: dict[SampleKey, Answer] = {}
         self._lock = threading.Lock()
-        self._reading = threading.Lock()  # datasets need not be safe in several threads
+        self._reading = threading.Lock()  # datasets need not be thread-safe
 
     def start(self) -> None:
-        """Starts the workers, if there are to be any: in the thread that calls it, since threads
-        of the loader do not outlive an iteration."""
+        """Starts the workers, if there are any, in the calling thread: the loader's own threads end
+        with an iteration."""
         if not self._workers or self._pool is not None:
             return
         self._pool = ProcessPoolExecutor(
@@ -59,45 +120,54 @@ class Reader:
     def in_order(
         self, order: Iterable[tuple[int, Any]], epoch: int
     ) -> Iterator[tuple[int, Any, Read]]:
-        """Every index and what comes with it, with a function that gives the sample."""
+        """Every index with its state, and a function that returns the sample."""
         if self._pool is None:
             for index, state in order:
                 yield int(index), state, partial(self.read_here, (epoch, int(index)))
             return
-        asked: deque[tuple[int, Any, Future[tuple[bool, bytes]]]] = deque()
+        requested: deque[tuple[int, Any, Answer]] = deque()
         try:
             for index, state in order:
-                asked.append((int(index), state, self._ask((epoch, int(index)))))
-                if len(asked) > AHEAD * self._workers:
-                    first, its_state, future = asked.popleft()
-                    yield first, its_state, partial(self._answer, first, future)
-            while asked:
-                first, its_state, future = asked.popleft()
-                yield first, its_state, partial(self._answer, first, future)
+                requested.append((int(index), state, self._request((epoch, int(index)))))
+                if len(requested) > AHEAD * self._workers:
+                    first, its_state, future = requested.popleft()
+                    yield first, its_state, partial(self._result, first, future)
+            while requested:
+                first, its_state, future = requested.popleft()
+                yield first, its_state, partial(self._result, first, future)
         finally:
-            for *_, future in asked:
+            for *_, future in requested:
                 future.cancel()
 
-    def ahead(self, keys: Iterable[Key]) -> None:
-        """Samples that `read` will be asked for."""
+    def ahead(self, keys: Iterable[SampleKey]) -> None:
+        """Announces samples that `read` will be called for."""
         if self._pool is None:
             return
         with self._lock:
             for key in keys:
-                if key not in self._asked:
-                    self._asked[key] = self._ask(key)
+                if key not in self._requested:
+                    self._requested[key] = self._request(key)
 
-    def read(self, key: Key) -> Any:
+    def read(self, key: SampleKey) -> Any:
         if self._pool is None:
             return self.read_here(key)
         with self._lock:
-            future = self._asked.pop(key, None)
-        return self._answer(key[1], future or self._ask(key))
+            future = self._requested.pop(key, None)
+        return self._result(key[1], future or self._request(key))
+
+    def read_here(self, key: SampleKey) -> Any:
+        """Reads a sample without a worker."""
+        epoch, index = key
+        try:
+            with self._reading, SeededRandom(self._seed, epoch, index):
+                return self._dataset[index]
+        except Exception as error:
+            raise SampleError(index, "reading", error) from error
 
     def close(self) -> None:
-        """Ends the workers; `start` starts others."""
+        """Ends the workers; `start` starts new ones."""
         pool, self._pool = self._pool, None
-        self._asked.clear()
+        self._requested.clear()
         if pool is None:
             return
         # The pool's own thread waits for its workers; a second one that did would confuse both.
@@ -106,31 +176,22 @@ class Reader:
         pool.shutdown(wait=False, cancel_futures=True)
         if thread is None:
             return
-        thread.join(END_SECONDS)
+        thread.join(WORKER_END_SECONDS)
         if thread.is_alive():
             for worker in workers:
                 worker.kill()
             thread.join()
 
-    def read_here(self, key: Key) -> Any:
-        """Without a worker."""
-        epoch, index = key
-        try:
-            with self._reading, Drawing(self._seed, epoch, index):
-                return self._dataset[index]
-        except Exception as error:
-            raise SampleError(index, "reading", error) from error
-
-    def _ask(self, key: Key) -> Future[tuple[bool, bytes]]:
+    def _request(self, key: SampleKey) -> Answer:
         pool = self._pool
         if pool is None:
-            raise RuntimeError("the loader was closed while samples were read")
+            raise RuntimeError("the loader was closed while samples were being read")
         try:
             return pool.submit(_read, self._seed, *key)
         except BrokenProcessPool as error:
             raise self._died(key[1]) from error
 
-    def _answer(self, index: int, future: Future[tuple[bool, bytes]]) -> Any:
+    def _result(self, index: int, future: Answer) -> Any:
         try:
             found, answer = future.result()
         except BrokenProcessPool as error:
@@ -142,47 +203,40 @@ class Reader:
 
     def _died(self, index: int) -> RuntimeError:
         return RuntimeError(
-            f"a reading worker (num_workers={self._workers}) ended when sample {index} was to be "
-            "read; it may have run out of memory, or the dataset ended its process"
+            f"a reading worker (num_workers={self._workers}) died before it could read sample "
+            f"{index}; it may have run out of memory, or the dataset ended its process"
         )
 
 
 # In the workers
 
-_dataset: Any = None
+_dataset: Any = None  # set once per worker process, so that it is not sent with every request
 
 
 def _begin(dataset: Any) -> None:
-    global _dataset  # noqa: PLW0603 (a process has one)
+    global _dataset  # noqa: PLW0603
     _dataset = dataset
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training process
     torch.set_num_threads(1)
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-
-
-def _end_with(parent: int) -> None:
-    """A parent that was killed cannot end its workers."""
-    while os.getppid() == parent:
-        time.sleep(ALIVE_SECONDS)
-    os._exit(1)
+    exit_with_parent()
 
 
 def _read(loader_seed: int, epoch: int, index: int) -> tuple[bool, bytes]:
-    """Whether there is a sample, and it or the error, pickled: tensors by value, not by files that
-    both processes would have to keep open."""
-    seed = seed_of(loader_seed, epoch, index)
+    """Whether the sample could be read, and it or the error, pickled: tensors by value, not as
+    files that both processes would have to keep open."""
+    seed = _seed_of(loader_seed, epoch, index)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     try:
-        with Drawing(loader_seed, epoch, index):  # as without workers
+        with SeededRandom(loader_seed, epoch, index):  # as without workers
             return True, pickle.dumps(_dataset[index], protocol=5)
     except Exception as error:
         return False, _pickled(error)
 
 
 def _pickled(error: Exception) -> bytes:
-    """The error itself where it survives pickling, else one with its text."""
+    """The error itself if it survives pickling, else one with its text."""
     try:
         answer = pickle.dumps(error)
         pickle.loads(answer)

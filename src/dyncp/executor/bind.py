@@ -11,8 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from dyncp.executor.copying import GIVEN
+from dyncp.executor.graphs import Frame, Segment, Work
 from dyncp.executor.layout import RankLayout
 from dyncp.executor.order import (
+    START,
     Compute,
     Launch,
     Mark,
@@ -22,14 +24,12 @@ from dyncp.executor.order import (
     long_stretches,
     program_order,
 )
-from dyncp.executor.ready import START
 from dyncp.executor.rooms import Key
-from dyncp.executor.segments import Frame, Segment, Work
 from dyncp.executor.streams import Streams
 from dyncp.kernels import Dtypes, Gradients, Kernel, Memory, RowOps, Sums
 from dyncp.kernels.row_ops import Results
 from dyncp.plan import Space, call_rows
-from dyncp.plan.rooms import INPUTS
+from dyncp.plan.buffers import INPUTS
 
 KEY_TENSORS = ("k", "v", "dk", "dv")
 NO_RESULTS = Results(())

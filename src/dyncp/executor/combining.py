@@ -6,14 +6,14 @@ from collections.abc import Iterator
 import numpy as np
 
 from dyncp.arrays import Bool, Int64
-from dyncp.executor.copying import Run, message_starts, sequence_runs
-from dyncp.executor.lowering import LoweredProgram
-from dyncp.executor.messages import IS_RESULT, NAMES, Fields, Widths
-from dyncp.executor.rooms import RoomMap
+from dyncp.executor.copying import message_starts, sequence_rows
+from dyncp.executor.kernel_calls import LoweredProgram
+from dyncp.executor.rooms import IS_RESULT, NAMES, Fields, RoomMap, Widths
 from dyncp.kernels import Kernel
+from dyncp.kernels.kernel import SequenceRows
 from dyncp.kernels.row_ops import OWN, Form, Source, Target
 from dyncp.plan import Op, Space, call_rows
-from dyncp.plan.rooms import OUTPUTS
+from dyncp.plan.buffers import OUTPUTS
 
 LSE = NAMES.index("lse")
 # Results in the order in which the caller gets them.
@@ -136,9 +136,9 @@ class _Combinations:
             rows.append((part.local_tokens, padding, NO_SOURCES))
         return rows
 
-    def _runs(self, space: Space, group: int) -> list[Run]:
+    def _runs(self, space: Space, group: int) -> list[SequenceRows]:
         """Whole sequences, where the kernel keeps each from a border of its kernel tiles on."""
-        return sequence_runs(self._lowered, group, self._kernel, self._rooms.shape.head_dim, space)
+        return sequence_rows(self._lowered, group, self._kernel, self._rooms.shape.head_dim, space)
 
     def _run_key(self, name: int, group: int, index: int) -> int:
         return OF_RUNS + (name * len(self._rooms.groups) + group) * OF_RUNS + index

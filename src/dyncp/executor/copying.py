@@ -4,15 +4,15 @@ on into other messages."""
 import numpy as np
 
 from dyncp.arrays import Bool, Int64
-from dyncp.executor.lowering import LoweredProgram
-from dyncp.executor.messages import IS_KEY, IS_PER_HEAD, IS_RESULT, NAMES, Fields, Widths
-from dyncp.executor.ready import START
-from dyncp.executor.rooms import RoomMap
+from dyncp.executor.kernel_calls import LoweredProgram
+from dyncp.executor.order import START
+from dyncp.executor.rooms import IS_KEY, IS_PER_HEAD, IS_RESULT, NAMES, Fields, RoomMap, Widths
 from dyncp.kernels import Kernel
+from dyncp.kernels.kernel import SequenceRows
 from dyncp.kernels.row_ops import OWN, Copy, Kind, RowSum
 from dyncp.plan import Op, Space
-from dyncp.plan.contributions import times_of
-from dyncp.plan.rooms import INPUTS
+from dyncp.plan.buffers import INPUTS
+from dyncp.plan.workspace import times_of
 
 # The caller's tensors, in the order in which `RowOps.copy` gets them.
 GIVEN = ("q", "k", "v", "dout")
@@ -237,7 +237,9 @@ def list_row_sums(lowered: LoweredProgram, rooms: RoomMap, first_row: int, kerne
     wide = rooms.shape.accumulator_bytes
     for group in range(len(rooms.groups)):
         (q_heads, _), stride = rooms.heads[group], rooms.head_stride("lse", group)
-        for start, count, place, padded in own_runs(lowered, group, kernel, rooms.shape.head_dim):
+        for start, count, place, padded in own_sequence_rows(
+            lowered, group, kernel, rooms.shape.head_dim
+        ):
             entry = np.zeros(len(RowSum), np.int64)
             entry[RowSum.ROW], entry[RowSum.HEAD] = first_row + start, q_heads.start
             entry[RowSum.HEADS] = q_heads.stop - q_heads.start
@@ -249,23 +251,22 @@ def list_row_sums(lowered: LoweredProgram, rooms: RoomMap, first_row: int, kerne
     return np.stack(entries) if entries else np.zeros((0, len(RowSum)), np.int64)
 
 
-# First own row, rows, place, and rows there until the next kernel tile begins.
-Run = tuple[int, int, int, int]
-
-
-def own_runs(lowered: LoweredProgram, group: int, kernel: Kernel, dim: int) -> list[Run]:
+def own_sequence_rows(
+    lowered: LoweredProgram, group: int, kernel: Kernel, dim: int
+) -> list[SequenceRows]:
     """Query rows that lie together: whole sequences, or all of them."""
     tokens = lowered.part.local_tokens
-    return sequence_runs(lowered, group, kernel, dim, Space.Q) or [(0, tokens, 0, tokens)]
+    return sequence_rows(lowered, group, kernel, dim, Space.Q) or [
+        SequenceRows(0, tokens, 0, tokens)
+    ]
 
 
-def sequence_runs(
+def sequence_rows(
     lowered: LoweredProgram, group: int, kernel: Kernel, dim: int, space: Space
-) -> list[Run]:
+) -> list[SequenceRows]:
     """Whole sequences, where a kernel that collects keeps each from a border of its kernel tiles
     on; empty where rows lie in order."""
     calls = [call for calls in lowered.calls.values() for g, call in calls if g == group]
     if not lowered.backward or not lowered.style.most_sequences or len(calls) != 1:
         return []
-    runs: list[Run] = kernel.sequence_runs(calls[0], dim)[space]  # type: ignore[attr-defined]
-    return runs
+    return kernel.sequence_rows(calls[0], dim)[space]

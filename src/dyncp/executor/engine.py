@@ -4,16 +4,61 @@ import logging
 import threading
 from collections.abc import Callable
 from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
-from dyncp.executor.arena import Arena
 from dyncp.executor.graphs import Graphs
-from dyncp.executor.lowering import style_of
+from dyncp.executor.kernel_calls import style_of
 from dyncp.executor.streams import DeviceStreams, HostStreams, Streams
 from dyncp.kernels import Kernel, RowOps
 from dyncp.plan import AttentionShape, KernelStyle
 from dyncp.transport import Transport
+
+HEADROOM = 1.25  # of growth after the first, and of memory reserved for samples: batches differ
+
+
+class Arena:
+    """One buffer that every call takes anew. `used` are the bytes of the latest call."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.used = 0
+        self._views: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        self._allocate(0)
+
+    def take(self, num_bytes: int, needed: int = 0) -> Tensor:
+        """uint8[num_bytes], not cleared, until the next call; others will take up to `needed`."""
+        self.used, needed = num_bytes, max(num_bytes, needed)
+        if needed > self.capacity:
+            self._replace(needed if self.capacity == 0 else int(needed * HEADROOM))
+        return self._whole[:num_bytes]
+
+    def reserve(self, num_bytes: int) -> None:
+        """Makes the buffer at least so large."""
+        if num_bytes > self.capacity:
+            self._replace(num_bytes)
+
+    def _replace(self, size: int) -> None:
+        self._views.clear()
+        self._allocate(0)  # frees the old buffer before the new one
+        self._allocate(size)
+
+    def _allocate(self, size: int) -> None:
+        with torch.inference_mode(False):  # calls in other modes use it, too
+            self._whole = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self.capacity = size
+
+    def kept(self, key: Any) -> Any:
+        """What `keep` kept for `key` (views of the buffer) if the buffer is still the same, or
+        None."""
+        return self._views.get(key)
+
+    def keep(self, key: Any, views: Any) -> None:
+        self._views[key] = views
+
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +82,7 @@ class Engine:
         graphs: Graphs | None = None,
     ) -> None:
         self.kernel, self.transport, self.device = kernel, transport, device
-        # Held during a call: calls share memory and messages. Engines of one executor share it.
+        # RowState during a call: calls share memory and messages. Engines of one executor share it.
         self.lock = threading.Lock()
         self.alternative: Engine | None = None  # for inputs that the kernel refuses
         self.row_ops = row_ops
@@ -72,15 +117,14 @@ class Engine:
 
     def examine(self, shape: AttentionShape, check: Callable[[], None]) -> str:
         """Why the kernel is not used for a shape, after `check`; empty if it is."""
-        refuses = getattr(self.kernel, "refuses", None)
-        reason = "" if refuses is None else refuses(shape)
+        reason = self.kernel.refuses(shape)
         if not reason:
             try:
                 check()
             except WrongResultsError as error:
                 reason = f"{error}; it is not used. Please report this"
         self._refused[shape] = reason
-        return str(reason)
+        return reason
 
     @property
     def style(self) -> KernelStyle:

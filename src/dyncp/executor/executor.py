@@ -10,14 +10,13 @@ import torch
 import torch.distributed as dist
 
 from dyncp.checks import finite_number, instance_of, whole_number
-from dyncp.executor.arena import HEADROOM
-from dyncp.executor.engine import CLOSED, Engine
+from dyncp.executor.engine import CLOSED, HEADROOM, Engine
 from dyncp.executor.graphs import Graphs
 from dyncp.executor.recompute import CallLog
 from dyncp.executor.step import Step
 from dyncp.executor.warm_up import check_kernel, warm_up
 from dyncp.kernels import Kernel, RowOps, choose_kernel, choose_row_ops
-from dyncp.plan import AttentionShape, Memory, Plan, RankPlan
+from dyncp.plan import AttentionShape, MemoryUse, Plan, RankPlan
 from dyncp.transport import Distributed, InProcess, Transport
 
 logger = logging.getLogger(__name__)
@@ -134,6 +133,11 @@ class DCPExecutor:
             if self._owns_transport:
                 self.transport.close()
 
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that plans have to be made for."""
+        return self.transport.num_ranks
+
     def __enter__(self) -> "DCPExecutor":
         return self
 
@@ -163,7 +167,7 @@ class DCPExecutor:
         arena.reserve(int(needed * HEADROOM))
         return arena.capacity
 
-    def _needed(self, memory: Memory) -> int:
+    def _needed(self, memory: MemoryUse) -> int:
         """Bytes of a plan's largest call, on as many ranks as this process has: those that take
         most, since ranks change places from batch to batch."""
         count = len(self.transport.ranks)
@@ -190,8 +194,7 @@ class DCPExecutor:
 
     def _agree(self, part: RankPlan) -> None:
         """Asks all ranks, unless the loader did so while it prefetched the plan."""
-        agreed = getattr(part, "agreed_by", None)  # dataloader's AgreedPlan
-        if agreed and agreed == getattr(self.transport, "global_ranks", None):
+        if part.agreed_by and part.agreed_by == self.transport.global_ranks:
             return
         words = self.transport.agree(bytes.fromhex(part.fingerprint + part.digest))
         plans: dict[bytes, list[int]] = {}

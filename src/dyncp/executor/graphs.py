@@ -1,12 +1,22 @@
-"""Graphs: whether calls are replayed as CUDA graphs, and why not."""
+"""CUDA graphs: whether a call may use them, and segments, the work of a rank between two
+communication points, which is launched kernel by kernel or replayed as one graph.
+
+The first run of a segment launches its work, which also compiles what was not compiled yet; the
+second captures it, and from then on it is replayed. Captured work uses the executor's own memory
+only. A graph belongs to one scale of scores, which is an argument of kernels.
+"""
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from dyncp.kernels import Kernel
+from dyncp.kernels.row_ops import Results
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +42,7 @@ class Graphs:
             return Graphs(False)
         if choice is False:
             _log_once("graphs=False was asked for")
-        elif not getattr(kernel, "capturable", False):
+        elif not kernel.capturable:
             if choice is True:
                 raise ValueError(
                     f"graphs=True, but calls of kernel {kernel.name!r} cannot be captured: leave "
@@ -57,3 +67,82 @@ class Graphs:
 @cache
 def _log_once(reason: str) -> None:
     logger.info("calls are launched kernel by kernel, not replayed as CUDA graphs: %s", reason)
+
+
+# Scales of one plan's layers that have graphs: models have one or two.
+MOST_SCALES = 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Frame:
+    """What one attention call brings: the caller's tensors and the scale of scores."""
+
+    given: Sequence[Tensor]  # q, k, v; backward also dout
+    lse: Tensor | None  # backward
+    out: Tensor | None  # backward
+    results: Results
+    scale: float
+    replays: bool = False  # graphs may be used
+    captured: bool = False  # by the caller, in a graph of its own
+
+
+Work = Callable[[Frame], None]
+
+
+class Segment:
+    """Work of one rank without communication points in it. `fixed` says that it uses nothing of the
+    caller's, so that it can be captured."""
+
+    def __init__(self, work: Sequence[Work], *, fixed: bool) -> None:
+        self._work, self._fixed = tuple(work), fixed
+        self._graphs: dict[float, torch.cuda.CUDAGraph | None] = {}
+
+    def run(self, frame: Frame) -> None:
+        if not (frame.replays and self._fixed):
+            self._launch(frame)
+            return
+        graph = self._graphs.get(frame.scale)
+        if graph is not None:
+            graph.replay()
+        elif frame.scale in self._graphs:
+            self._capture_and_replay(frame)
+        else:
+            if len(self._graphs) < MOST_SCALES:
+                self._graphs[frame.scale] = None
+            self._launch(frame)
+
+    def _capture_and_replay(self, frame: Frame) -> None:
+        try:
+            graph = self._capture(frame)
+        except RuntimeError as error:  # the work is right, and slower without
+            logger.warning("a segment could not be captured as a CUDA graph: %s", error)
+            self._fixed = False
+            self._launch(frame)
+        else:
+            self._graphs[frame.scale] = graph
+            graph.replay()
+
+    def _launch(self, frame: Frame) -> None:
+        for work in self._work:
+            work(frame)
+
+    def _capture(self, frame: Frame) -> "torch.cuda.CUDAGraph":
+        """Capturing launches nothing, and waits for nothing: other threads may go on."""
+        graph: Any = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(_capture_stream(torch.cuda.current_device())):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                self._launch(frame)
+            finally:
+                graph.capture_end()
+        return graph  # type: ignore[no-any-return]
+
+
+_streams: dict[int, "torch.cuda.Stream"] = {}
+
+
+def _capture_stream(device: int) -> "torch.cuda.Stream":
+    """The caller's own may be the default one, on which nothing can be captured."""
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return _streams[device]

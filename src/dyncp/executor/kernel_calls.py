@@ -1,12 +1,19 @@
 """Derives the kernel calls of a rank's program: rows, coordinates, key ranges and row states."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
 import numpy as np
 
 from dyncp.arrays import Int32, Int64, UInt8
 from dyncp.compiled import compiled
-from dyncp.kernels import Held, KernelCall, RowStates
+from dyncp.kernels import IndexArrays, Kernel, KernelCall, RowState, RowStates
 from dyncp.plan import (
     Contributions,
+    Direction,
+    KernelStyle,
     MaskPlan,
     Op,
     Program,
@@ -117,7 +124,7 @@ class CallBuilder:
 
     def _states(self, space: Space, group: int, at: int) -> RowStates:
         rows = self._num_rows(space, group)
-        before, after = np.zeros(rows, np.uint8), np.full(rows, Held.UNTOUCHED, np.uint8)
+        before, after = np.zeros(rows, np.uint8), np.full(rows, RowState.UNTOUCHED, np.uint8)
         found = self._found
         mine = (found.time == at) & (found.space == space) & (found.head_group == group)
         block = found.block[mine]
@@ -129,14 +136,14 @@ class CallBuilder:
 
 
 def after_of(found: Contributions) -> UInt8:
-    return np.where(found.wide, Held.WIDE, Held.FINAL).astype(np.uint8)
+    return np.where(found.wide, RowState.WIDE, RowState.FINAL).astype(np.uint8)
 
 
 def before_of(found: Contributions) -> UInt8:
     """What the contribution before left."""
     before = np.zeros(len(found), np.uint8)
     before[1:] = after_of(found)[:-1]
-    before[found.first] = Held.NOTHING
+    before[found.first] = RowState.NOTHING
     return before
 
 
@@ -176,3 +183,83 @@ def _expand_runs(
                 for column in range(ranges.shape[1]):
                     value = base[run, column] + slope[run, column] * step + offset[i]
                     ranges[place[i] + row - start[i], column] = value
+
+
+@dataclass(frozen=True, eq=False)
+class LoweredProgram:
+    """One direction of one mask on one rank."""
+
+    part: RankPlan
+    mask: MaskPlan
+    direction: Direction
+    style: KernelStyle
+    found: Contributions
+    place: Int64  # first row of every block, [spaces, head groups, blocks]
+    calls: Mapping[int, list[tuple[int, Any]]]  # division → (head group, the kernel's lowered call)
+
+    @property
+    def program(self) -> Program:
+        return self.mask.program(self.direction)
+
+    @property
+    def backward(self) -> bool:
+        return self.direction is Direction.BACKWARD
+
+    @cached_property
+    def instructions(self) -> list[tuple[Op, int]]:
+        return [(Op(op), argument) for op, argument in self.program.instructions.tolist()]
+
+    @cached_property
+    def local_rows(self) -> int:
+        return self.part.local_rows
+
+    @cached_property
+    def has_messages(self) -> bool:
+        return has_messages(self.program)
+
+
+def style_of(kernel: Kernel, *, fixed: bool = False) -> KernelStyle:
+    return KernelStyle(
+        kernel.merges,
+        kernel.collects,
+        fixed,
+        kernel.row_multiple,
+        kernel.dim_multiple,
+        kernel.most_sequences,
+    )
+
+
+def lower_program(
+    part: RankPlan,
+    mask: MaskPlan,
+    direction: Direction,
+    kernel: Kernel,
+    arrays: IndexArrays,
+    *,
+    fixed: bool = False,
+) -> LoweredProgram:
+    """`fixed` as in `KernelStyle`."""
+    program, style = mask.program(direction), style_of(kernel, fixed=fixed)
+    _check_alignment(part, kernel, style)
+    found = find_contributions(part, mask, program)
+    builder = CallBuilder(part, mask, program, found, style.row_multiple)
+    calls = {
+        division: [
+            (
+                call.head_group,
+                kernel.lower(call, arrays, backward=direction is Direction.BACKWARD),
+            )
+            for call in builder.calls(division)
+        ]
+        for division in np.unique(program.tile_division).tolist()
+    }
+    return LoweredProgram(part, mask, direction, style, found, places_of(part, program), calls)
+
+
+def _check_alignment(part: RankPlan, kernel: Kernel, style: KernelStyle) -> None:
+    if part.slot_alignment % style.row_multiple:
+        raise ValueError(
+            f"the plan aligns slots to {part.slot_alignment} rows, but kernel {kernel.name!r} "
+            f"needs multiples of {style.row_multiple}: plan with Layout(slot_alignment="
+            f"{style.row_multiple}), or choose another kernel"
+        )

@@ -7,12 +7,11 @@ from typing import Any
 
 from dyncp.executor.combining import list_combinations
 from dyncp.executor.copying import list_copies, list_row_sums
-from dyncp.executor.lowering import LoweredProgram
-from dyncp.executor.messages import Fields, Widths, lay_out_messages, lay_out_sends
-from dyncp.executor.ready import ready_times
-from dyncp.executor.rooms import RoomMap
+from dyncp.executor.kernel_calls import LoweredProgram
+from dyncp.executor.order import ready_times
+from dyncp.executor.rooms import Fields, RoomMap, Widths, lay_out_messages, lay_out_sends
 from dyncp.kernels import Dtypes, IndexArrays, Kernel, RowOps
-from dyncp.plan import AttentionShape, list_rooms
+from dyncp.plan import AttentionShape, list_buffers
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +47,7 @@ def lay_out(
     """`base` is the first byte of the rank's rooms, `first_row` the first of its rows among those
     of this process."""
     mask, direction, style = lowered.mask, lowered.direction, lowered.style
-    listed = list_rooms(lowered.part, mask, direction, shape, style, lowered.found)
+    listed = list_buffers(lowered.part, mask, direction, shape, style, lowered.found)
     rooms, widths = RoomMap(lowered, shape, listed, base), Widths.of(lowered, shape)
     sends = lay_out_sends(lowered, widths)
     receives = lay_out_messages(lowered, lowered.program.receives, widths)

@@ -1,7 +1,7 @@
 """Step: the immutable handle of a prepared plan."""
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -9,20 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dyncp.checks import instance_of
 from dyncp.executor.engine import Engine
+from dyncp.executor.kernel_calls import LoweredProgram, lower_program
 from dyncp.executor.layout import RankLayout, lay_out
-from dyncp.executor.lowering import LoweredProgram, lower_program
 from dyncp.executor.numbers import number_of
+from dyncp.executor.shard import gather, shard
 from dyncp.executor.streams import Arrival
 from dyncp.kernels import Dtypes, IndexArrays
 from dyncp.plan import (
     DTYPE_NAMES,
     AttentionShape,
     Direction,
-    Memory,
+    MemoryUse,
     RankPlan,
-    gather_samples,
     measure_memory,
 )
 from dyncp.transport import Transport
@@ -118,7 +117,7 @@ class Step:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the largest call so far, or to come: forward and backward share it."""
+        """MemoryUse of the largest call so far, or to come: forward and backward share it."""
         return max(layout.num_bytes for layout in self.layouts.values())
 
     @property
@@ -179,7 +178,7 @@ class Step:
         _, heads, dim = q.shape
         return _shape_of(heads, k.shape[-2], dim, q.dtype, self.parts[0].shape.partial_dtype)
 
-    def memory(self, shape: AttentionShape | None = None) -> Memory:
+    def memory(self, shape: AttentionShape | None = None) -> MemoryUse:
         """Bytes that a call takes on each of this process's ranks, with the executor's kernel."""
         return measure_memory(self.parts, shape, self.engine.style)
 
@@ -223,22 +222,20 @@ class Step:
         """Bytes that this process's ranks send in one call, as the plan declares them."""
         return sum(part.sent_bytes(mask, direction, shape) for part in self.parts)
 
-    def gather(self, rows: Tensor) -> list[Tensor]:
+    def shard(self, values: Tensor | Sequence[Tensor], *, fill: float = 0) -> Tensor:
+        """This process's rows `[num_rows, ...]` of a per-token tensor of the batch, which all ranks
+        hold: `[tokens, ...]` of all sequences, concatenated, or a list with one tensor each. Rows
+        that only pad get `fill`. A rank's gradient is that of its own rows."""
+        return shard(self, values, fill)
+
+    def gather(self, rows: Tensor, *, loss: str | None = None) -> list[Tensor]:
         """Per-token results `[num_rows, ...]` of all ranks as one tensor per sample, on every rank.
 
-        All ranks of the group must call it together."""
-        instance_of("what gather got", rows, Tensor, "a torch tensor")
-        if not rows.ndim or len(rows) != self.num_rows:
-            raise ValueError(
-                f"gather got shape {tuple(rows.shape)}; this step has {self.num_rows} rows"
-            )
-        if rows.requires_grad and torch.is_grad_enabled() and len(self.parts) < self.plan.num_ranks:
-            raise ValueError(
-                "gather got rows that require gradients, which other ranks' rows would not get; "
-                "give rows.detach(), or call it under torch.no_grad()"
-            )
-        parts = self.transport.gather(rows, self.plan.rows_per_rank.tolist())
-        return gather_samples(self.plan, parts)
+        All ranks of the group must call it together. Rows that require gradients need `loss`:
+        "replicated" where every rank computes the same loss from what it gets (each takes the
+        gradient of its own rows), "summed" where the loss is the sum of what ranks compute (the
+        gradients of all ranks are added up)."""
+        return gather(self, rows, loss)
 
 
 def dtypes_of(shape: AttentionShape) -> Dtypes:

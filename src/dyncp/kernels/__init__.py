@@ -1,23 +1,18 @@
 """Kernels compute tiles into partial outputs and log-sum-exps."""
 
-from dyncp.kernels.accumulate import accumulator_dtype
-from dyncp.kernels.call import Held, KernelCall, RowStates
+from dyncp.kernels.accumulate import accumulator_dtype, merge_partial
 from dyncp.kernels.choose import KERNELS, choose_kernel, reason_for
 from dyncp.kernels.cpu import CpuKernel
 from dyncp.kernels.index_arrays import Index, IndexArrays
-from dyncp.kernels.kernel import Gradients, Kernel, Sums
-from dyncp.kernels.kernel_tiles import KernelTiles, list_kernel_tiles
-from dyncp.kernels.memory import Dtypes, Memory
-from dyncp.kernels.merge import merge_partial
-from dyncp.kernels.reference import ReferenceKernel
-from dyncp.kernels.row_ops import RowOps, TorchRowOps, choose_row_ops
+from dyncp.kernels.kernel import Gradients, Kernel, KernelCall, RowState, RowStates, Sums
+from dyncp.kernels.reference import KernelTiles, ReferenceKernel, list_kernel_tiles
+from dyncp.kernels.row_ops import Dtypes, Memory, RowOps, TorchRowOps, choose_row_ops
 
 __all__ = [
     "KERNELS",
     "CpuKernel",
     "Dtypes",
     "Gradients",
-    "Held",
     "Index",
     "IndexArrays",
     "Kernel",
@@ -26,6 +21,7 @@ __all__ = [
     "Memory",
     "ReferenceKernel",
     "RowOps",
+    "RowState",
     "RowStates",
     "Sums",
     "TorchRowOps",

@@ -13,8 +13,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dyncp.kernels.call import Held, RowStates
-from dyncp.kernels.kernel import Sums
+from dyncp.kernels.kernel import RowState, RowStates, Sums
+
+
+def merge_partial(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
+    """Merges a partial result into `out` [rows, heads, dim] and `lse` [rows, heads] in place.
+
+    Each partial output is a softmax over its own keys; its share of the whole is
+    exp(its log-sum-exp − the joint one). A side that attended nothing has log-sum-exp −∞ and
+    share 0, also when both have.
+    """
+    total = torch.logaddexp(lse, new_lse)
+    old_share, new_share = (_share(side, total) for side in (lse, new_lse))
+    out.mul_(old_share.unsqueeze(-1)).add_(new_out * new_share.unsqueeze(-1))
+    lse.copy_(total)
+
+
+def _share(lse: Tensor, total: Tensor) -> Tensor:
+    return torch.where(lse == -torch.inf, 0.0, torch.exp(lse - total))
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +38,8 @@ class Run:
     """Touched rows that lie together and have the same states."""
 
     rows: slice
-    before: Held
-    after: Held
+    before: RowState
+    after: RowState
 
 
 def list_runs(states: RowStates) -> list[Run]:
@@ -32,10 +48,10 @@ def list_runs(states: RowStates) -> list[Run]:
     changes = (np.diff(states.before) != 0) | (np.diff(states.after) != 0)
     bounds = [0, *(np.flatnonzero(changes) + 1).tolist(), len(states.after)]
     runs = [
-        Run(slice(first, end), Held(states.before[first]), Held(states.after[first]))
+        Run(slice(first, end), RowState(states.before[first]), RowState(states.after[first]))
         for first, end in pairwise(bounds)
     ]
-    return [run for run in runs if run.after is not Held.UNTOUCHED]
+    return [run for run in runs if run.after is not RowState.UNTOUCHED]
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -49,17 +65,17 @@ def accumulator(sums: Sums, runs: list[Run]) -> Iterator[Tensor]:
     if wide is None:
         wide = torch.empty_like(sums.final, dtype=accumulator_dtype(sums.final.dtype))
     for run in runs:
-        if run.before is Held.NOTHING:
+        if run.before is RowState.NOTHING:
             wide[run.rows] = 0
-        elif run.before is Held.FINAL and wide is not sums.final:
+        elif run.before is RowState.FINAL and wide is not sums.final:
             wide[run.rows] = sums.final[run.rows]
     yield wide
     for run in runs:
-        if run.after is Held.FINAL and wide is not sums.final:
+        if run.after is RowState.FINAL and wide is not sums.final:
             sums.final[run.rows] = wide[run.rows]
 
 
 def open_lse(lse: Tensor, runs: list[Run]) -> None:
     for run in runs:
-        if run.before is Held.NOTHING:
+        if run.before is RowState.NOTHING:
             lse[run.rows] = -torch.inf

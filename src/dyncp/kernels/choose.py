@@ -1,5 +1,6 @@
 """Chooses a kernel by name, or by what the device has."""
 
+import importlib
 import importlib.metadata
 import importlib.util
 import logging
@@ -7,6 +8,7 @@ from functools import cache
 
 import torch
 
+from dyncp.checks import instance_of
 from dyncp.kernels.cpu import CpuKernel
 from dyncp.kernels.kernel import Kernel
 from dyncp.kernels.reference import ReferenceKernel
@@ -14,7 +16,6 @@ from dyncp.kernels.reference import ReferenceKernel
 logger = logging.getLogger(__name__)
 
 KERNELS = ("cpu", "flash4", "triton", "reference")
-PROTOCOL = ("name", "merges", "collects", "lower", "attend", "attend_backward")
 AMPERE, HOPPER = 8, 9
 FLASH4_VERSION = "4.0.0b36"  # its compiled kernels are called directly: other versions may differ
 INSTALL_FLASH4 = "pip install 'dyncp[flash4]'"
@@ -25,12 +26,8 @@ def choose_kernel(kernel: str | Kernel, device: torch.device, deterministic: boo
     """The kernel named (or given). "auto" takes `cpu` on the CPU; on a GPU `flash4` where it is
     installed and fits, else `triton`; the log says which and why."""
     if not isinstance(kernel, str):
-        lacks = [name for name in PROTOCOL if not hasattr(kernel, name)]
-        if lacks:
-            raise ValueError(
-                f"kernel is {type(kernel).__name__}, which has no {lacks[0]}; give a name "
-                f"(auto, {', '.join(KERNELS)}) or a Kernel"
-            )
+        expected = f"a dyncp.kernels.Kernel, or one of auto, {', '.join(KERNELS)}"
+        instance_of("kernel", kernel, Kernel, expected)
         return kernel
     if kernel == "auto":
         name, reason = best_kernel(device)
@@ -77,18 +74,20 @@ def why_not(kernel: str, device: torch.device) -> str:
 def _why_not_flash4(major: int) -> str:
     if not _is_installed("flash_attn.cute"):
         return f"flash-attn-4 is not installed; {INSTALL_FLASH4}"
-    version = importlib.metadata.version("flash-attn-4")
+    version = _version("flash-attn-4")
     if version != FLASH4_VERSION:
         return f"flash-attn-4 {version} is installed, {FLASH4_VERSION} is needed; {INSTALL_FLASH4}"
     if major != HOPPER:
         return f"it runs on Hopper (compute capability 9), this GPU has {major}; choose triton"
-    return ""
+    return _why_not_imported("flash_attn.cute", INSTALL_FLASH4)
 
 
 def _why_not_triton(major: int) -> str:
     if not _is_installed("triton"):
         return f"triton is not installed; {INSTALL_TRITON}"
-    return "" if major >= AMPERE else f"it needs compute capability 8 or more, this GPU has {major}"
+    if major < AMPERE:
+        return f"it needs compute capability 8 or more, this GPU has {major}"
+    return _why_not_imported("triton", INSTALL_TRITON)
 
 
 def _is_installed(module: str) -> bool:
@@ -96,6 +95,24 @@ def _is_installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
         return False
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
+@cache
+def _why_not_imported(module: str, install: str) -> str:
+    """A package may be there and broken: a half-finished install, or another CUDA's libraries."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        return f"{module} is installed and fails to import ({reason}); reinstall it: {install}"
+    return ""
 
 
 @cache

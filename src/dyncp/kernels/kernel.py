@@ -1,17 +1,69 @@
-"""The protocol of all kernels."""
+"""What a kernel is asked to compute, and the base class of all kernels."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Protocol
+from enum import IntEnum
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from dyncp.kernels.call import KernelCall
+from dyncp.arrays import Bool, Int32, Int64, UInt8
 from dyncp.kernels.index_arrays import IndexArrays
+from dyncp.plan import AttentionShape
+
+
+class RowState(IntEnum):
+    """Where the sum of a row's contributions is, before and after a contribution to it.
+
+    A row with one contribution goes from NOTHING to FINAL, and nothing is ever added up. One with
+    three goes NOTHING → WIDE → WIDE → FINAL: added up in the accumulator dtype, and rounded to the
+    final one once; it stays WIDE where results are received for it, which are added later.
+    """
+
+    NOTHING = 0
+    FINAL = 1  # in the tensor of the final dtype
+    WIDE = 2  # in the tensor of the accumulator dtype
+    UNTOUCHED = 3  # only as `after`: this contribution is not for this row
+
+
+@dataclass(frozen=True, eq=False)
+class RowStates:
+    """Where each row's sum is before and after one contribution, uint8[rows] of `RowState`."""
+
+    before: UInt8
+    after: UInt8
+
+    @property
+    def touched(self) -> Bool:
+        touched: Bool = self.after != RowState.UNTOUCHED
+        return touched
+
+
+@dataclass(frozen=True, eq=False)
+class KernelCall:
+    """What a kernel is asked to compute, in rows of the workspaces.
+
+    A row's coordinate is its sequence's offset in the batch plus its position there; unused rows
+    have -1. A query row attends the keys whose coordinates lie in its ranges *and* whose
+    (query, key) pair lies in one of the rectangles. Rows that no rectangle touches keep empty
+    ranges, and are UNTOUCHED.
+    """
+
+    head_group: int
+    rectangles: Int64  # [tiles, 4]: query rows [q0, q1) × key rows [k0, k1)
+    q_coordinates: Int64  # [query rows]
+    k_coordinates: Int64  # [key rows]
+    ranges: Int32  # [query rows, R, 2], coordinates
+    q_states: RowStates  # of out (forward) or dq (backward)
+    k_states: RowStates  # of dk and dv (backward)
+    q_rows: slice  # whole kernel tiles that it touches
+    k_rows: slice
+    alone: bool = False  # the only call of its head group, on a rank without messages
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sums:
-    """Rows that contributions are added up in; `Held` says which tensor has a row's sum.
+    """Rows that contributions are added up in; `RowState` says which tensor has a row's sum.
 
     `final` has q's dtype, `wide` the accumulator dtype (fp32, fp64 for fp64 inputs); where the two
     are equal they are one tensor, and `wide` is None where no row is ever WIDE. A kernel that does
@@ -33,36 +85,66 @@ class Gradients:
     dv: Sums
 
 
-class Kernel(Protocol):
+class SequenceRows(NamedTuple):
+    """Rows of a whole sequence in a backward call."""
+
+    first: int  # of the rank's own rows
+    rows: int
+    place: int  # first row in sums
+    padded: int  # rows there, up to the border of kernel tiles
+
+
+class Kernel(ABC):
     """Computes the tiles of a call into partial outputs and log-sum-exps, and their gradients.
 
     q, dout: [query rows, q heads, dim]; k, v: [key rows, kv heads, dim]; lse, delta: [query rows,
     q heads] in the accumulator dtype; heads come first in memory, each head's rows padded to whole
-    kernel tiles. `scale` is above 0.
+    kernel tiles. `scale` is positive.
+
+    A kernel of your own sets `name` and defines the three abstract methods. The other attributes
+    describe kernels that need more from the executor; the defaults fit plain ones.
     """
 
-    @property
-    def name(self) -> str: ...
+    name: str
+    merges: bool = True
+    """Forward calls add up what they compute, as the states of rows say; otherwise each call leaves
+    an output of its own."""
+    collects: bool = False
+    """Gradients accumulate in sums in the kernel's own layout over all calls of a program; backward
+    then takes log-sum-exps in base 2."""
+    capturable: bool = False
+    """Calls allocate nothing and wait for nothing, so that CUDA graphs can capture them."""
+    row_multiple: int = 1
+    """Slots of received blocks, and the rows of sums, are padded to multiples of this."""
+    dim_multiple: int = 1
+    """The head dim of sums is padded to multiples of this."""
+    most_sequences: int = 0
+    """How many whole sequences, each aligned to its kernel tiles, one backward call may take."""
 
-    @property
-    def merges(self) -> bool:
-        """Whether forward calls add up what they compute, as the states of rows say; otherwise
-        each leaves an output of its own."""
+    def refuses(self, shape: AttentionShape) -> str:  # noqa: ARG002
+        """Why this kernel does not take such inputs; empty if it does."""
+        return ""
 
-    @property
-    def collects(self) -> bool:
-        """Whether gradients collect in sums of the kernel's own order, over all calls of a
-        program; backward then takes log-sum-exps in base 2."""
+    def sequence_rows(
+        self,
+        lowered: Any,  # noqa: ARG002
+        dim: int,  # noqa: ARG002
+    ) -> tuple[list[SequenceRows], list[SequenceRows]]:
+        """Of queries and of keys, where a backward call consists of whole sequences."""
+        return [], []
 
+    @abstractmethod
     def lower(self, call: KernelCall, arrays: IndexArrays, *, backward: bool) -> Any:
         """Whatever this kernel needs to run the call; made once in `prepare`. Numbers for the
         device are added to `arrays`, which sends them all at once."""
 
+    @abstractmethod
     def attend(
         self, lowered: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Sums, lse: Tensor
     ) -> None:
         """The attention of the call's tiles, into `out` and `lse`."""
 
+    @abstractmethod
     def attend_backward(
         self,
         lowered: Any,

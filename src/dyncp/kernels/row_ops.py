@@ -15,10 +15,37 @@ import torch
 from torch import Tensor
 
 from dyncp.arrays import Int64
+from dyncp.kernels.accumulate import accumulator_dtype, merge_partial
+from dyncp.kernels.flash4.panels import ROWS, panels_to_rows
 from dyncp.kernels.index_arrays import IndexArrays
-from dyncp.kernels.memory import Dtypes, Memory
-from dyncp.kernels.merge import merge_partial
-from dyncp.kernels.panels import ROWS, panels_to_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Dtypes:
+    """Of one call: q and other inputs, and partial results that travel."""
+
+    input: torch.dtype
+    partial: torch.dtype
+
+    @property
+    def wide(self) -> torch.dtype:
+        return accumulator_dtype(self.input)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Memory:
+    """All of it, three times: as items of the inputs' dtype, of the dtype in which partial results
+    travel, and of the accumulator dtype."""
+
+    input: Tensor
+    partial: Tensor
+    wide: Tensor
+
+    @staticmethod
+    def of(base: Tensor, dtypes: Dtypes) -> "Memory":
+        """`base` is uint8, and its bytes a multiple of 8."""
+        return Memory(*(base.view(x) for x in (dtypes.input, dtypes.partial, dtypes.wide)))
+
 
 OWN = -1  # in the executor's own memory, not in one of the caller's tensors
 LOG2E = 1.4426950408889634

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from dyncp.masks.compose import cover
-from dyncp.masks.function import mask_function
+from dyncp.masks.function import integer, mask_function
 from dyncp.masks.mask import Mask, normal_mask
-from dyncp.masks.parameters import at_least
+from dyncp.masks.ranges import cover
 
 
 @mask_function
@@ -21,6 +20,6 @@ def block_causal(length: int, chunk: int = 256) -> Mask:
     ████·
     █████
     """
-    chunk = min(at_least("block_causal", "chunk", chunk, 1), length)
+    chunk = min(integer("block_causal", "chunk", chunk, 1), length)
     chunk_end = (np.arange(length, dtype=np.int64) // chunk + 1) * chunk
     return normal_mask(cover(length, (0, np.minimum(chunk_end, length))), name="block_causal")

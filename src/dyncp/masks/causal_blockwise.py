@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from dyncp.masks.compose import cover
-from dyncp.masks.function import mask_function
+from dyncp.masks.function import integer, mask_function
 from dyncp.masks.mask import Mask, normal_mask
-from dyncp.masks.parameters import at_least
+from dyncp.masks.ranges import cover
 
 
 @mask_function
@@ -27,9 +26,9 @@ def causal_blockwise(length: int, block: int = 256, local: int = 2, sink: int = 
     ███████·
     ████████
     """
-    block = at_least("causal_blockwise", "block", block, 1)
-    local_tokens = min(block * at_least("causal_blockwise", "local", local, 0), length)
-    sink_tokens = min(block * at_least("causal_blockwise", "sink", sink, 0), length)
+    block = integer("causal_blockwise", "block", block, 1)
+    local_tokens = min(block * integer("causal_blockwise", "local", local, 0), length)
+    sink_tokens = min(block * integer("causal_blockwise", "sink", sink, 0), length)
     token = np.arange(length, dtype=np.int32)
     first = np.maximum(token - local_tokens, sink_tokens)
     first[(length - 1) // block * block :] = 0

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dyncp.masks.compose import cover
-from dyncp.masks.function import from_sample, mask_function
+from dyncp.masks.function import from_sample, lengths_of, mask_function
 from dyncp.masks.mask import Mask, packed_mask
-from dyncp.masks.parameters import lengths_of
+from dyncp.masks.ranges import cover
 
 
 @mask_function

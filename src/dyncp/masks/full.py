@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dyncp.masks.compose import cover
 from dyncp.masks.function import mask_function
 from dyncp.masks.mask import Mask, normal_mask
+from dyncp.masks.ranges import cover
 
 
 @mask_function

@@ -1,26 +1,29 @@
-"""`MaskFunction`: what `masks.causal` is. Takes a length or a sample and gives a mask."""
+"""Mask functions: `masks.causal` and its like, which make the mask of a length or a sample."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, overload
 
-from dyncp.checks import MOST_TOKENS
-from dyncp.masks.mask import Mask
+import numpy as np
+import numpy.typing as npt
+
+from dyncp.checks import whole_number
+from dyncp.masks.mask import Marks, Mask
+from dyncp.masks.ranges import agree
 
 Sample = Mapping[str, Any]
 
 
 class MaskFunction(ABC):
-    """Gives the mask of a sequence. All of these work:
+    """Makes the mask of a sequence. All of these work:
 
         masks.sliding_window(4096, window=512)      a length, with parameters: a Mask
-        masks.sliding_window(window=512)            parameters only: a mask function that has them
+        masks.sliding_window(window=512)            parameters only: a mask function with them bound
         masks.sliding_window(sample)                a sample with "input_ids": a Mask of its length
         masks.causal & masks.sliding_window         a mask function that combines two
 
@@ -154,16 +157,34 @@ def from_sample(key: str) -> Any:
     return SampleField(key)
 
 
-def sequence_length(subject: int | Sample) -> int:
-    """Number of tokens of a length or a sample, from 1 to 2³¹ - 1."""
-    length = _sample_length(subject) if isinstance(subject, Mapping) else _plain_length(subject)
-    if length < 1:
-        raise ValueError(f"a sequence of {length} tokens was given; allowed is at least 1")
-    if length > MOST_TOKENS:
+def integer(mask: str, parameter: str, value: object, least: int, most: int = 2**63 - 1) -> int:
+    """A parameter of a named mask as an int, if it is one between `least` and `most`."""
+    return whole_number(f"masks.{mask}: {parameter}", value, least, most)
+
+
+def lengths_of(mask: str, parameter: str, value: object) -> npt.NDArray[np.int64]:
+    """`value` as a list of lengths, none of them negative."""
+    lengths = np.asarray(value)
+    if lengths.ndim != 1 or len(lengths) == 0 or not np.issubdtype(lengths.dtype, np.integer):
+        raise ValueError(f"masks.{mask}: {parameter} is {value!r}; it must be a list of integers")
+    if lengths.min() < 0:
+        index = int(np.argmax(lengths < 0))
         raise ValueError(
-            f"a sequence of {length} tokens was given; allowed are at most {MOST_TOKENS:,}"
+            f"masks.{mask}: {parameter}[{index}] is {lengths[index]}; lengths must be at least 0"
         )
-    return length
+    return lengths.astype(np.int64)
+
+
+def sequence_length(subject: int | Sample) -> int:
+    """Number of tokens of a length or a sample."""
+    if isinstance(subject, Mapping):
+        return whole_number("the number of input_ids", _sample_length(subject), 1)
+    if isinstance(subject, bool) or not hasattr(subject, "__index__"):
+        raise ValueError(
+            f"a mask function was called with {type(subject).__name__}; give it a length (int) or "
+            'a sample (a mapping with "input_ids")'
+        )
+    return whole_number("the length of a sequence", subject, 1)
 
 
 def sample_of(subject: int | Sample) -> Sample | None:
@@ -175,20 +196,10 @@ def _sample_length(sample: Sample) -> int:
     ids = SampleField("input_ids")(sample)
     shape = getattr(ids, "shape", None)
     if shape is not None and len(shape) != 1:
-        raise ValueError(f"input_ids have shape {tuple(shape)}; allowed is one axis, the tokens")
-    return len(ids)
-
-
-def _plain_length(length: object) -> int:
-    try:
-        if isinstance(length, bool):
-            raise TypeError
-        return operator.index(length)  # type: ignore[arg-type]
-    except TypeError:
         raise ValueError(
-            f"a mask function was called with {type(length).__name__}; allowed are a length (int) "
-            'or a sample (mapping with "input_ids")'
-        ) from None
+            f"input_ids have shape {tuple(shape)}; they must have one axis, the tokens"
+        )
+    return len(ids)
 
 
 @functools.cache
@@ -206,3 +217,51 @@ def _text(value: object) -> str:
 
 def _with_parameters(function: ParametricMask, parameters: Mapping[str, Any]) -> ParametricMask:
     return function.with_parameters(parameters)
+
+
+AnyMaskFunction = Callable[[Any], Mask]
+
+
+@dataclass(frozen=True, repr=False)
+class NamedMasks:
+    """A function of a sample (or a length) that gives a mask for every name."""
+
+    functions: dict[str, AnyMaskFunction]
+
+    def __call__(self, subject: int | Sample) -> dict[str, Mask]:
+        result = {name: function(subject) for name, function in self.functions.items()}
+        lengths = {name: mask.length for name, mask in result.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"masks of one sample have different lengths: {lengths}")
+        positions_and_targets(result.values())
+        return result
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}={function!r}" for name, function in self.functions.items())
+        return f"masks.named({given})"
+
+
+def named(**functions: AnyMaskFunction) -> NamedMasks:
+    """One mask per name: `named(default=masks.causal, local=masks.sliding_window(window=1024))`.
+
+    A layer asks for its mask by name; "default" is the one of layers that do not ask. Positions and
+    targets belong to the sample: masks that set them must agree.
+    """
+    if not functions:
+        raise ValueError("masks.named needs at least one mask, such as default=masks.causal")
+    for name, function in functions.items():
+        if not callable(function):
+            raise ValueError(
+                f"masks.named: {name} is {type(function).__name__}; allowed is a mask function"
+            )
+    return NamedMasks(functions)
+
+
+def positions_and_targets(masks: Iterable[Mask]) -> Marks:
+    """Positions, targets, branches and weights of one sequence with several masks. The masks that
+    set them must agree; None is the default."""
+    marks = Marks()
+    for mask in masks:
+        pairs = zip(Marks._fields, marks, mask.marks, strict=True)
+        marks = Marks(*(agree(what, *pair) for what, *pair in pairs))
+    return marks

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from dyncp.masks.compose import cover
-from dyncp.masks.function import mask_function
+from dyncp.masks.function import integer, mask_function
 from dyncp.masks.mask import Mask, normal_mask
-from dyncp.masks.parameters import at_least
+from dyncp.masks.ranges import cover
 
 
 @mask_function
@@ -28,8 +27,8 @@ def global_sliding(
     █··███
     █···██
     """
-    num_global = min(at_least("global_sliding", "num_global", num_global, 0), length)
-    window = min(at_least("global_sliding", "window", window, 1), length)
+    num_global = min(integer("global_sliding", "num_global", num_global, 0), length)
+    window = min(integer("global_sliding", "window", window, 1), length)
     token = np.arange(length, dtype=np.int32)
     first = np.maximum(token - window + 1, 0)
     last = np.minimum(token + window, length)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from dyncp.masks.compose import cover
-from dyncp.masks.function import mask_function
+from dyncp.masks.function import integer, mask_function
 from dyncp.masks.mask import Mask, normal_mask
-from dyncp.masks.parameters import at_least
+from dyncp.masks.ranges import cover
 
 
 @mask_function
@@ -22,8 +21,8 @@ def lambda_shaped(length: int, sinks: int = 64, window: int = 4096) -> Mask:
     █··██·
     █···██
     """
-    sinks = min(at_least("lambda_shaped", "sinks", sinks, 0), length)
-    window = min(at_least("lambda_shaped", "window", window, 1), length)
+    sinks = min(integer("lambda_shaped", "sinks", sinks, 0), length)
+    window = min(integer("lambda_shaped", "window", window, 1), length)
     token = np.arange(length, dtype=np.int32)
     sink = (0, np.minimum(token + 1, sinks))
     ranges = cover(length, sink, (np.maximum(token - window + 1, 0), token + 1))

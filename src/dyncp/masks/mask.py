@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from dyncp.masks.check import (
-    default_positions,
-    default_targets,
-    frozen,
-    normal_positions,
-    normal_ranges,
-    normal_targets,
-)
-from dyncp.masks.compose import IntArray, RangeOperator, agree, intersect, unite
-from dyncp.masks.draw import draw_mask
+from dyncp.masks.pairs import draw_mask
+from dyncp.masks.ranges import IntArray, RangeOperator, agree, columns, intersect, merge, unite
 from dyncp.masks.runs import reach_other_runs
 
+AnyInts = npt.NDArray[np.integer]
 ROW_WINDOW = "sliding_window"  # the mask that counts rows
+
+
+class Marks(NamedTuple):
+    """What a mask says of tokens: see `Mask`; None is the default."""
+
+    positions: IntArray | None = None
+    targets: IntArray | None = None
+    branches: IntArray | None = None
+    weights: IntArray | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,11 +39,13 @@ class Mask:
 
     `positions` (`int32[tokens]`) is each token's position in its text; None means 0..tokens-1.
     `targets` (`int32[tokens]`) is the index of the token each one has to predict, -1 for none; None
-    means the next one in memory, and none for the last.
+    means the next one in memory, and none for the last. `branches` (`int32[n, 2]`) lists (token,
+    target) for tokens that have several targets; their entry in `targets` is -1. `weights`
+    (`int32[tokens]`) is how often each token counts as a target; None means once.
 
     Normal form: the ranges of a token are sorted, disjoint and do not touch (touching ones are
     merged); empty ranges come last, as (tokens, tokens); a column that is empty for all tokens is
-    dropped unless it is the only one; default positions and targets become None. So masks that
+    dropped unless it is the only one; branches are sorted; defaults become None. So masks that
     allow the same pairs have the same arrays. The arrays are read-only copies. Masks are equal when
     their arrays are; names do not count.
     """
@@ -49,13 +54,22 @@ class Mask:
     positions: IntArray | None = None
     targets: IntArray | None = None
     name: str = "mask"
+    branches: IntArray | None = None
+    weights: IntArray | None = None
     _digest: bytes | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__
-        set_field(self, "ranges", normal_ranges(self.name, self.ranges))
-        set_field(self, "positions", normal_positions(self.name, self.positions, self.length))
-        set_field(self, "targets", normal_targets(self.name, self.targets, self.length))
+        set_field(self, "ranges", _normal_ranges(self.name, self.ranges))
+        set_field(self, "positions", _normal_positions(self.name, self.positions, self.length))
+        set_field(self, "targets", _normal_targets(self.name, self.targets, self.length))
+        set_field(self, "branches", _normal_branches(self.name, self.branches, self.targets))
+        set_field(self, "weights", _normal_weights(self.name, self.weights, self.length))
+        if self.branches is not None and self.branches.max() >= self.length:
+            raise ValueError(
+                f"mask {self.name!r}: branches reach token {self.branches.max()}; the sequence "
+                f"has {self.length} tokens"
+            )
 
     @property
     def length(self) -> int:
@@ -84,6 +98,11 @@ class Mask:
         """Targets as an array, also where they are the default."""
         return default_targets(self.length) if self.targets is None else self.targets
 
+    @property
+    def marks(self) -> Marks:
+        """All that the mask says of tokens, besides which keys they attend."""
+        return Marks(self.positions, self.targets, self.branches, self.weights)
+
     def dense(self) -> npt.NDArray[np.bool_]:
         """`bool[tokens, tokens]`, true where query (row) may attend key (column)."""
         keys = np.arange(self.length, dtype=np.int32)
@@ -108,10 +127,8 @@ class Mask:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mask):
             return NotImplemented
-        return (
-            np.array_equal(self.ranges, other.ranges)
-            and _same(self.positions, other.positions)
-            and _same(self.targets, other.targets)
+        return np.array_equal(self.ranges, other.ranges) and all(
+            map(_same, self.marks, other.marks)
         )
 
     def __hash__(self) -> int:
@@ -121,33 +138,49 @@ class Mask:
         return f"<Mask {self.name}: {self.length} tokens, {self.num_pairs} pairs>"
 
     def __reduce__(self) -> tuple[object, ...]:
-        return normal_mask, (self.ranges, self.positions, self.targets, self.name)
+        return normal_mask, (self.ranges, *self.marks, self.name)
 
 
 def normal_mask(
     ranges: IntArray,
     positions: IntArray | None = None,
     targets: IntArray | None = None,
+    branches: IntArray | None = None,
+    weights: IntArray | None = None,
     name: str = "mask",
 ) -> Mask:
-    """A mask of arrays that are in normal form already; takes them over, unchecked and uncopied."""
+    """A mask of arrays already in normal form; takes them over without checks or copies."""
     mask = object.__new__(Mask)
     set_field = object.__setattr__
-    set_field(mask, "ranges", frozen(ranges))
-    set_field(mask, "positions", None if positions is None else frozen(positions))
-    set_field(mask, "targets", None if targets is None else frozen(targets))
+    set_field(mask, "ranges", read_only(ranges))
+    for field_name, values in zip(
+        Marks._fields, (positions, targets, branches, weights), strict=True
+    ):
+        set_field(mask, field_name, None if values is None else read_only(values))
     set_field(mask, "name", name)
     set_field(mask, "_digest", None)
     return mask
 
 
-def packed_mask(ranges: IntArray, positions: IntArray, targets: IntArray, name: str) -> Mask:
+def packed_mask(
+    ranges: IntArray,
+    positions: IntArray,
+    targets: IntArray,
+    name: str,
+    branches: IntArray | None = None,
+    weights: IntArray | None = None,
+) -> Mask:
     """`normal_mask`, but positions and targets may be the default ones."""
     length = len(ranges)
     default = (positions == default_positions(length)).all()
     next_in_memory = (targets == default_targets(length)).all()
     return normal_mask(
-        ranges, None if default else positions, None if next_in_memory else targets, name
+        ranges,
+        None if default else positions,
+        None if next_in_memory else targets,
+        branches,
+        weights,
+        name,
     )
 
 
@@ -160,12 +193,10 @@ def _combine(left: Mask, right: Mask, symbol: str, operator: RangeOperator) -> M
             f"masks of different lengths cannot be combined: {left.name!r} has {left.length} "
             f"tokens and {right.name!r} has {right.length}"
         )
-    return normal_mask(
-        operator(left.ranges, right.ranges),
-        agree("positions", left.positions, right.positions),
-        agree("targets", left.targets, right.targets),
-        f"{_bracketed(left.name)} {symbol} {_bracketed(right.name)}",
-    )
+    pairs = zip(Marks._fields, left.marks, right.marks, strict=True)
+    marks = Marks(*(agree(what, *pair) for what, *pair in pairs))
+    name = f"{_bracketed(left.name)} {symbol} {_bracketed(right.name)}"
+    return normal_mask(operator(left.ranges, right.ranges), *marks, name)
 
 
 def _check_distances(mask: Mask, window: Mask) -> None:
@@ -195,8 +226,141 @@ def _digest(mask: Mask) -> bytes:
     state = hashlib.blake2b(digest_size=16)
     state.update(np.array(mask.ranges.shape, "<i8").tobytes())
     state.update(np.ascontiguousarray(mask.ranges, "<i4").data)
-    for values in (mask.positions, mask.targets):
+    for values in mask.marks:
         state.update(b"default" if values is None else b"given")
         if values is not None:
             state.update(np.ascontiguousarray(values, "<i4").data)
     return state.digest()
+
+
+def _normal_ranges(name: str, given: npt.ArrayLike) -> IntArray:
+    """Checked, merged and read-only copy of user ranges (see `Mask` for the normal form)."""
+    ranges = _integers(name, "ranges", given)
+    if ranges.ndim != 3 or ranges.shape[2] != 2 or 0 in ranges.shape:
+        raise ValueError(
+            f"mask {name!r}: ranges have shape {ranges.shape}; they must have shape "
+            "[tokens, R, 2] with at least one token and one range per token"
+        )
+    length = ranges.shape[0]
+    starts, ends = ranges[:, :, 0], ranges[:, :, 1]
+    _refuse(name, ranges, starts > ends, "runs backwards; allowed is start <= end")
+    outside = (starts < 0) | (ends > length)
+    _refuse(name, ranges, outside, f"leaves the sequence; allowed is 0 <= start, end <= {length}")
+    _refuse_disorder(name, ranges)
+    return read_only(merge(*columns(ranges)))
+
+
+def _refuse_disorder(name: str, ranges: AnyInts) -> None:
+    """Every range must start at or after the end of those before it; empty ones do not count."""
+    if ranges.shape[1] == 1:
+        return
+    starts, ends = ranges[:, :, 0], ranges[:, :, 1]
+    filled = starts < ends
+    reached = np.maximum.accumulate(np.where(filled, ends, 0), axis=1)
+    disorder = np.zeros_like(filled)
+    disorder[:, 1:] = filled[:, 1:] & (starts[:, 1:] < reached[:, :-1])
+    _refuse(
+        name,
+        ranges,
+        disorder,
+        "overlaps or comes before an earlier range of that token; allowed are sorted, disjoint "
+        "ranges (to unite masks use |)",
+    )
+
+
+def _refuse(name: str, ranges: AnyInts, wrong: npt.NDArray[np.bool_], why: str) -> None:
+    if wrong.any():
+        token, column = (int(index) for index in np.argwhere(wrong)[0])
+        start, end = ranges[token, column]
+        raise ValueError(
+            f"mask {name!r}: range {column} of token {token} is [{start}, {end}), which {why}"
+        )
+
+
+def _normal_positions(name: str, given: npt.ArrayLike | None, length: int) -> IntArray | None:
+    most = np.iinfo(np.int32).max
+    default = default_positions(length)
+    return _per_token(name, "positions", given, default, (0, most), "0 to 2^31 - 1")
+
+
+def _normal_targets(name: str, given: npt.ArrayLike | None, length: int) -> IntArray | None:
+    allowed = f"the index of a token, 0 to {length - 1}, or -1 for none"
+    return _per_token(name, "targets", given, default_targets(length), (-1, length - 1), allowed)
+
+
+def _normal_branches(
+    name: str, given: npt.ArrayLike | None, targets: IntArray | None
+) -> IntArray | None:
+    """Sorted, without repetitions; `targets` are normal."""
+    if given is None or np.size(given) == 0:
+        return None
+    pairs = _integers(name, "branches", given)
+    if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.min() < 0:
+        raise ValueError(
+            f"mask {name!r}: branches have shape {pairs.shape} and values from {pairs.min()} on; "
+            "they must have shape [n, 2], (token, target) each, with indices from 0 on"
+        )
+    ordered = np.unique(pairs, axis=0).astype(np.int32)
+    tokens = ordered[:, 0]
+    single = targets is None or tokens.max() >= len(targets) or (targets[tokens] >= 0).any()
+    if single or len(ordered) != len(pairs):
+        raise ValueError(
+            f"mask {name!r}: tokens with branches have all their targets there, each once, and -1 "
+            "in targets"
+        )
+    return read_only(ordered)
+
+
+def _normal_weights(name: str, given: npt.ArrayLike | None, length: int) -> IntArray | None:
+    most = np.iinfo(np.int32).max
+    once = np.ones(length, np.int32)
+    return _per_token(name, "weights", given, once, (0, most), "0 to 2^31 - 1")
+
+
+def _per_token(
+    name: str,
+    what: str,
+    given: npt.ArrayLike | None,
+    default: IntArray,
+    limits: tuple[int, int],
+    allowed: str,
+) -> IntArray | None:
+    """Checked read-only copy; None where the values are the default ones."""
+    if given is None:
+        return None
+    values = _integers(name, what, given)
+    if values.shape != default.shape:
+        raise ValueError(
+            f"mask {name!r}: {what} have shape {values.shape}; they must have shape "
+            f"({len(default)},), one for every token"
+        )
+    outside = (values < limits[0]) | (values > limits[1])
+    if outside.any():
+        token = int(np.argmax(outside))
+        raise ValueError(f"mask {name!r}: {what}[{token}] is {values[token]}; allowed is {allowed}")
+    return None if np.array_equal(values, default) else read_only(values.astype(np.int32))
+
+
+def default_positions(length: int) -> IntArray:
+    """0, 1, ..., length-1."""
+    return np.arange(length, dtype=np.int32)
+
+
+def default_targets(length: int) -> IntArray:
+    """1, 2, ..., length-1, -1."""
+    targets = np.arange(1, length + 1, dtype=np.int32)
+    targets[-1] = -1
+    return targets
+
+
+def read_only(array: IntArray) -> IntArray:
+    """The same array, read-only from now on."""
+    array.flags.writeable = False
+    return array
+
+
+def _integers(name: str, what: str, given: npt.ArrayLike) -> AnyInts:
+    values = np.asarray(given)
+    if not np.issubdtype(values.dtype, np.integer):
+        raise ValueError(f"mask {name!r}: {what} have dtype {values.dtype}; they must be integers")
+    return values

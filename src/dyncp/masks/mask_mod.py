@@ -10,9 +10,9 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from dyncp.masks.compose import IntArray
 from dyncp.masks.function import MaskFunction, Sample, sequence_length
 from dyncp.masks.mask import Mask, normal_mask
+from dyncp.masks.ranges import IntArray
 
 MaskMod = Callable[[Any, Any, Any, Any], Any]
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from dyncp.masks.compose import cover
-from dyncp.masks.function import from_sample, mask_function
+from dyncp.masks.function import from_sample, integer, mask_function
 from dyncp.masks.mask import Mask, normal_mask
-from dyncp.masks.parameters import between
+from dyncp.masks.ranges import cover
 
 
 @mask_function
@@ -21,6 +20,6 @@ def prefix_lm(length: int, prefix: int = from_sample("prefix_length")) -> Mask:
     ████·
     █████
     """
-    prefix = between("prefix_lm", "prefix", prefix, 0, length)
+    prefix = integer("prefix_lm", "prefix", prefix, 0, length)
     token = np.arange(length, dtype=np.int32)
     return normal_mask(cover(length, (0, np.maximum(token + 1, prefix))), name="prefix_lm")

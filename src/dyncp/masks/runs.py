@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dyncp.masks.compose import IntArray
+from dyncp.masks.ranges import IntArray
 
 
 @dataclass(frozen=True, eq=False)

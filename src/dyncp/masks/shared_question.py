@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from dyncp.masks.compose import cover
-from dyncp.masks.function import mask_function
+from dyncp.masks.function import integer, lengths_of, mask_function
 from dyncp.masks.mask import Mask, packed_mask
-from dyncp.masks.parameters import between, lengths_of
+from dyncp.masks.ranges import cover
 
 MOST_EMPTY = 1024  # answers of a sequence that is shorter; the others are empty
 
@@ -65,9 +64,9 @@ def _parts(
 ) -> tuple[int, npt.NDArray[np.int64]]:
     """Length of the question and of every answer."""
     if np.ndim(answers) == 0:
-        number = between("shared_question", "answers", answers, 1, max(length, MOST_EMPTY))
+        number = integer("shared_question", "answers", answers, 1, max(length, MOST_EMPTY))
         chosen = length // 5 if question is None else question
-        chosen = between("shared_question", "question", chosen, 0, length)
+        chosen = integer("shared_question", "question", chosen, 0, length)
         lengths = np.full(number, (length - chosen) // number)
         lengths[-1] += (length - chosen) % number
         return chosen, lengths

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from dyncp.masks.compose import cover
-from dyncp.masks.function import mask_function
+from dyncp.masks.function import integer, mask_function
 from dyncp.masks.mask import Mask, normal_mask
-from dyncp.masks.parameters import at_least
+from dyncp.masks.ranges import cover
 
 
 @mask_function
@@ -21,7 +20,7 @@ def sliding_window(length: int, window: int = 4096) -> Mask:
     ··██·
     ···██
     """
-    window = min(at_least("sliding_window", "window", window, 1), length)
+    window = min(integer("sliding_window", "window", window, 1), length)
     token = np.arange(length, dtype=np.int32)
     ranges = cover(length, (np.maximum(token - window + 1, 0), token + 1))
     return normal_mask(ranges, name="sliding_window")

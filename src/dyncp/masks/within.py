@@ -12,10 +12,9 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
-from dyncp.masks.compose import IntArray, merge
-from dyncp.masks.function import MaskFunction, Sample
+from dyncp.masks.function import MaskFunction, Sample, integer
 from dyncp.masks.mask import Mask, normal_mask
-from dyncp.masks.parameters import at_least
+from dyncp.masks.ranges import IntArray, merge
 from dyncp.masks.runs import Runs
 
 
@@ -62,7 +61,7 @@ def within(
     if (window is None) == (chunk is None):
         raise ValueError(f"masks.within got window={window} and chunk={chunk}; give one of them")
     name = "window" if chunk is None else "chunk"
-    at_least("within", name, window if chunk is None else chunk, 1)
+    integer("within", name, window if chunk is None else chunk, 1)
     if isinstance(mask, Mask):
         return _within(mask, window, chunk)
     if not isinstance(mask, MaskFunction):
@@ -82,7 +81,7 @@ def _within(mask: Mask, window: int | None, chunk: int | None) -> Mask:
         low = position // chunk * chunk
         high = low + chunk
     name = f"{mask.name} within {window if window is not None else chunk}"
-    return normal_mask(_clip(mask, low, high), mask.positions, mask.targets, name)
+    return normal_mask(_clip(mask, low, high), *mask.marks, name)
 
 
 def _clip(mask: Mask, low: npt.NDArray[np.int64], high: npt.NDArray[np.int64]) -> IntArray:

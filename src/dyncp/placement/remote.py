@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dyncp.arrays import Int32, Int64
+from dyncp.arrays import Int32, Int64, distinct_pairs
 from dyncp.blocks import Q_INPUT, Q_RESULT, BlockGraph, Direction, Payload
-from dyncp.blocks.counting_sort import distinct_pairs
 from dyncp.placement.placement import Placement
 
 

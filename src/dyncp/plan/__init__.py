@@ -3,6 +3,7 @@
 from dyncp.blocks import (
     DEFAULT_MASK,
     DTYPE_NAMES,
+    IS_INPUT,
     ITEM_BYTES,
     AttentionShape,
     Direction,
@@ -10,17 +11,21 @@ from dyncp.blocks import (
     Payload,
 )
 from dyncp.masks import Mask
+from dyncp.plan.assemble import assemble_plan
+from dyncp.plan.buffers import (
+    Buffer,
+    MemoryUse,
+    Staging,
+    has_messages,
+    list_buffers,
+    measure_memory,
+)
+from dyncp.plan.check import PartError, check_structure
 from dyncp.plan.codec import PlanDecodeError, decode_part, encode_part
-from dyncp.plan.contributions import Contributions, KernelStyle, find_contributions, sends_wide
-from dyncp.plan.layout import Layout
-from dyncp.plan.lower import lower
-from dyncp.plan.memory import Memory, measure_memory
-from dyncp.plan.places import call_rows, places_of
-from dyncp.plan.plan import Plan, batch_order, gather_samples
-from dyncp.plan.plan_file import PlanFileError, load_plan, save_plan
-from dyncp.plan.rank_plan import (
+from dyncp.plan.format import (
     INPUT_SPACE,
     RESULT_SPACE,
+    Layout,
     MaskPlan,
     Messages,
     Op,
@@ -31,17 +36,28 @@ from dyncp.plan.rank_plan import (
     Slots,
     Space,
 )
-from dyncp.plan.rooms import Residence, Room, has_messages, list_rooms
-from dyncp.plan.rows import RowRuns
-from dyncp.plan.sample import causal_rows, sample_plan, sample_ring
+from dyncp.plan.plan import Plan, batch_order, gather_samples
+from dyncp.plan.plan_file import PlanFileError, load_plan, save_plan
+from dyncp.plan.row_ranges import RowRuns
+from dyncp.plan.sample_plans import causal_rows, sample_plan, sample_ring
+from dyncp.plan.workspace import (
+    Contributions,
+    KernelStyle,
+    call_rows,
+    find_contributions,
+    places_of,
+    sends_wide,
+)
 
 __all__ = [
     "DEFAULT_MASK",
     "DTYPE_NAMES",
     "INPUT_SPACE",
+    "IS_INPUT",
     "ITEM_BYTES",
     "RESULT_SPACE",
     "AttentionShape",
+    "Buffer",
     "Contributions",
     "Direction",
     "HeadGroup",
@@ -49,10 +65,11 @@ __all__ = [
     "Layout",
     "Mask",
     "MaskPlan",
-    "Memory",
+    "MemoryUse",
     "Messages",
     "Op",
     "OwnedBlocks",
+    "PartError",
     "Payload",
     "Plan",
     "PlanDecodeError",
@@ -60,22 +77,22 @@ __all__ = [
     "Program",
     "RankPlan",
     "RankTiles",
-    "Residence",
-    "Room",
     "RowRuns",
     "Slots",
     "Space",
+    "Staging",
+    "assemble_plan",
     "batch_order",
     "call_rows",
     "causal_rows",
+    "check_structure",
     "decode_part",
     "encode_part",
     "find_contributions",
     "gather_samples",
     "has_messages",
-    "list_rooms",
+    "list_buffers",
     "load_plan",
-    "lower",
     "measure_memory",
     "places_of",
     "sample_plan",

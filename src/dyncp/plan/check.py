@@ -1,19 +1,20 @@
-"""Checks that a part is well-formed: every index in it points at something that exists.
+"""Checks of a part, with the sentence and the invariant (docs/verify.md) of the first fault found.
 
-It says nothing about whether the plan is right (that is `verify`), only that running it can not
-read or write outside its arrays. Raises ValueError with the first fault found.
+`check_structure`: every index points at something that exists, so that the part can be followed;
+the verifier starts with it. `check_runnable`: running the part reads and writes nothing outside its
+buffers and waits for nothing that never comes. Whether the plan is right is for the verifier.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from dyncp.arrays import Int64, starts_of
-from dyncp.blocks import Direction, Payload
-from dyncp.placement import Balance
-from dyncp.plan.rank_plan import (
-    INPUT_SPACE,
-    RESULT_SPACE,
+from dyncp.blocks import K_KINDS, OF_KEYS, Q_KINDS, Direction
+from dyncp.checks import MOST_RANKS
+from dyncp.placement import Balance, Limits
+from dyncp.plan.format import (
     MaskPlan,
     Messages,
     Op,
@@ -23,183 +24,245 @@ from dyncp.plan.rank_plan import (
     Slots,
     Space,
 )
-from dyncp.plan.rows import RowRuns
+from dyncp.plan.row_ranges import RowRuns
 
-# Of ranks, and of rows that others are padded to; nobody has more, and they become memory.
-MOST_MULTIPLE = 2**16
-_KINDS = {
-    Direction.FORWARD: (Payload.Q, Payload.KV, Payload.OUT),
-    Direction.BACKWARD: (Payload.KV, Payload.Q_DOUT, Payload.DQ, Payload.DKV),
-}
+COVERAGE, INPUTS, MESSAGES, BALANCE, BYTES, IDENTITY = 1, 2, 3, 5, 7, 8
+
+
+class PartError(ValueError):
+    """A part that is malformed; `invariant` is the one that it breaks."""
+
+    def __init__(self, invariant: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.invariant = invariant
 
 
 def check_part(part: RankPlan) -> None:
+    """All checks: a part that passes is safe to run."""
+    check_structure(part)
+    check_runnable(part)
+
+
+def check_structure(part: RankPlan) -> None:
     _check_scalars(part)
+    _check_balance(part.balance)
+    _check_head_groups(part)
     _check_blocks(part.lengths, part.blocks, part.num_ranks)
     for name, mask in part.masks.items():
-        declared = part.declared_bytes[name]
+        declared = part.declared_bytes.get(name, ())
         counts = len(declared) == 2 and all(type(count) is int for count in declared)
-        _require(counts, f"mask {name!r} declares no two byte counts")
-        _check_tiles(part, mask)
-        _check_rows(part, mask.rows, mask.tiles.q_block)
-        for direction, program in zip(Direction, (mask.forward, mask.backward), strict=True):
-            if program is not None:
-                _check_program(part, mask, program, direction)
+        _require(counts, BYTES, f"mask {name!r} does not declare its two byte counts")
+        with _inside(f"mask {name!r}"):
+            _check_tiles(part, mask)
+            _check_rows(part, mask.rows, mask.tiles.q_block)
+            for direction, program in mask.programs():
+                with _inside(direction.name.lower()):
+                    _check_program(part, mask, program, direction)
 
 
-def _require(condition: Any, sentence: str) -> None:
+def check_runnable(part: RankPlan) -> None:
+    for name, mask in part.masks.items():
+        with _inside(f"mask {name!r}"):
+            _check_tile_pairs(part, mask)
+            _check_row_ranges(part, mask.rows)
+            for direction, program in mask.programs():
+                with _inside(direction.name.lower()):
+                    _check_instructions(program)
+                    _check_slot_rows(part, program)
+                    _check_present(part, mask, program)
+
+
+@contextmanager
+def _inside(where: str) -> Iterator[None]:
+    try:
+        yield
+    except PartError as error:
+        raise PartError(error.invariant, f"{where}: {error}") from None
+
+
+def _require(condition: Any, invariant: int, sentence: str) -> None:
     if not condition:
-        raise ValueError(sentence)
+        raise PartError(invariant, sentence)
+
+
+def _bounded(values: np.ndarray, bound: int, invariant: int, what: str) -> None:
+    _require(((values >= 0) & (values < bound)).all(), invariant, f"{what} is not in [0, {bound})")
+
+
+def _check_columns(table: Any, invariant: int, what: str) -> None:
+    shapes = {field: getattr(table, field).shape for field in table.__dataclass_fields__}
+    first = next(iter(shapes.values()))
+    alike = len(first) == 1 and set(shapes.values()) == {first}
+    _require(alike, invariant, f"the columns of {what} have shapes {shapes}")
 
 
 def _check_scalars(part: RankPlan) -> None:
-    for field in ("rank", "num_ranks", "slot_alignment", "local_multiple"):
+    for field, invariant, least in (
+        ("rank", IDENTITY, 0),
+        ("num_ranks", IDENTITY, 1),
+        ("slot_alignment", INPUTS, 1),
+        ("local_multiple", INPUTS, 1),
+    ):
         value = getattr(part, field)
-        _require(type(value) is int and 0 <= value <= MOST_MULTIPLE, f"{field} is {value!r}")
+        fits = type(value) is int and least <= value <= MOST_RANKS
+        _require(fits, invariant, f"{field} is {value!r}; {least} to {MOST_RANKS} is allowed")
     for field in ("fingerprint", "digest", "solver"):
-        _require(isinstance(getattr(part, field), str), f"{field} is no text")
-    _require(part.rank < part.num_ranks, f"rank {part.rank} is not below {part.num_ranks}")
-    _require(part.slot_alignment and part.local_multiple, "slot alignment or local multiple is 0")
-    _check_balance(part.balance)
-    _require(part.masks, "the part has no mask")
-    heads = 0
-    for group in part.head_groups:
-        _require(group.first_kv_head == heads and group.num_kv_heads > 0, "head groups leave gaps")
-        heads += group.num_kv_heads
-    _require(heads == part.shape.kv_heads, f"head groups hold {heads} kv heads")
+        value = getattr(part, field)
+        _require(isinstance(value, str), IDENTITY, f"{field} is {value!r}, not text")
+    below = part.rank < part.num_ranks
+    _require(below, IDENTITY, f"rank is {part.rank} of {part.num_ranks} ranks")
+    _require(part.masks, COVERAGE, "the part has no mask")
 
 
 def _check_balance(balance: Balance) -> None:
     for field in ("compute_max_over_mean", "tokens_max_over_mean"):
         value = getattr(balance, field)
-        _require(type(value) in (int, float), f"{field} is {value!r}")
-    _require(isinstance(balance.reason, str), "the reason of the balance is no text")
+        _require(type(value) in (int, float), BALANCE, f"{field} is {value!r}, not a number")
+    _require(isinstance(balance.limits, Limits), BALANCE, f"limits are {balance.limits!r}")
+    _require(
+        isinstance(balance.reason, str), BALANCE, f"the reason is {balance.reason!r}, not text"
+    )
+
+
+def _check_head_groups(part: RankPlan) -> None:
+    heads = 0
+    for group in part.head_groups:
+        follows = group.first_kv_head == heads and group.num_kv_heads > 0
+        _require(follows, COVERAGE, f"head groups {part.head_groups} are not consecutive")
+        heads += group.num_kv_heads
+    fits = heads == part.shape.kv_heads
+    _require(fits, COVERAGE, f"head groups hold {heads} of {part.shape.kv_heads} kv heads")
 
 
 def _check_blocks(lengths: np.ndarray, blocks: OwnedBlocks, num_ranks: int) -> None:
-    _require(lengths.ndim == 1 and len(lengths) and lengths.min() > 0, "lengths are not positive")
-    _columns(blocks, "blocks")
-    _inside(blocks.owner, num_ranks, "block owner")
-    _inside(blocks.sequence, len(lengths), "block sequence")
-    _require((blocks.end > blocks.start).all(), "a block is empty")
-    offset = starts_of(lengths)
-    start, end = offset[blocks.sequence] + blocks.start, offset[blocks.sequence] + blocks.end
-    _require(
-        len(start) and start[0] == 0 and end[-1] == offset[-1] and (start[1:] == end[:-1]).all(),
-        "blocks do not cover the sequences one after the other",
-    )
-    _require((blocks.end <= lengths[blocks.sequence]).all(), "a block leaves its sequence")
+    positive = lengths.ndim == 1 and len(lengths) and lengths.min() > 0
+    _require(positive, COVERAGE, "sequence lengths are not positive")
+    _check_columns(blocks, COVERAGE, "the block table")
+    _bounded(blocks.owner, num_ranks, COVERAGE, "a block's owner")
+    _bounded(blocks.sequence, len(lengths), COVERAGE, "a block's sequence")
+    _require((np.diff(blocks.sequence) >= 0).all(), COVERAGE, "blocks are not in batch order")
+    head = np.append(True, blocks.sequence[1:] != blocks.sequence[:-1])[: len(blocks)]
+    last = np.append(head[1:], True)[: len(blocks)]
+    right = blocks.end > blocks.start
+    right &= blocks.start == np.where(head, 0, np.roll(blocks.end, 1))
+    right &= ~last | (blocks.end == lengths[blocks.sequence])
+    missing = np.setdiff1d(np.arange(len(lengths)), blocks.sequence[right & head])
+    broken = np.append(blocks.sequence[~right], missing)
+    _require(not len(broken), COVERAGE, f"blocks do not partition sequence {broken[:1]}")
 
 
 def _check_tiles(part: RankPlan, mask: MaskPlan) -> None:
-    _columns(mask.tiles, "tiles")
-    _inside(mask.tiles.q_block, len(part.blocks), "tile query block")
-    _inside(mask.tiles.k_block, len(part.blocks), "tile key block")
-    _inside(mask.tiles.head_group, len(part.head_groups), "tile head group")
-    same = part.blocks.sequence[mask.tiles.q_block] == part.blocks.sequence[mask.tiles.k_block]
-    _require(same.all(), "a tile joins blocks of two sequences")
-    _require((mask.tiles.pairs > 0).all(), "a tile has no pairs")
+    tiles, num_blocks = mask.tiles, len(part.blocks)
+    _check_columns(tiles, COVERAGE, "tiles")
+    _bounded(tiles.q_block, num_blocks, COVERAGE, "a tile's query block")
+    _bounded(tiles.k_block, num_blocks, COVERAGE, "a tile's key block")
+    _bounded(tiles.head_group, len(part.head_groups), COVERAGE, "a tile's head group")
+
+
+def _check_tile_pairs(part: RankPlan, mask: MaskPlan) -> None:
+    _require((mask.tiles.pairs > 0).all(), COVERAGE, "a tile has no pairs")
+    sequence = part.blocks.sequence
+    same = sequence[mask.tiles.q_block] == sequence[mask.tiles.k_block]
+    _require(same.all(), COVERAGE, "a tile joins blocks of two sequences")
 
 
 def _check_rows(part: RankPlan, rows: RowRuns, q_blocks: np.ndarray) -> None:
     count = len(rows.block)
-    _require(rows.block.ndim == 1 and rows.start.shape == (count,), "row runs differ in number")
-    shape_fits = rows.base.ndim == 3 and rows.base.shape[0] == count and rows.base.shape[2] == 2
-    _require(shape_fits and rows.base.shape[1] > 0, f"row ranges have shape {rows.base.shape}")
-    _require(rows.slope.shape == rows.base.shape, "row slopes and ranges differ in shape")
-    _inside(rows.block, len(part.blocks), "row run block")
-    _require(np.isin(q_blocks, rows.block).all(), "a tile's query block has no key ranges")
-    if not count:
-        return
-    start, end = part.blocks.start[rows.block], part.blocks.end[rows.block]
-    head = np.append(True, rows.block[1:] != rows.block[:-1])
-    _require((np.diff(rows.block) >= 0).all(), "row runs are not ordered by block")
-    _require((rows.start[head] == start[head]).all(), "a block's row runs start late")
-    in_order = rows.start[1:] > rows.start[:-1]
-    _require(in_order[~head[1:]].all(), "a block's row runs are not in order")
-    _require((rows.start < end).all(), "a row run starts behind its block")
-    next_start = np.where(np.append(head[1:], True), end, np.append(rows.start[1:], 0))
-    steps = (next_start.astype(np.int64) - rows.start - 1)[:, None, None]
-    length = part.lengths[part.blocks.sequence[rows.block]][:, None, None]
+    fits = rows.block.shape == rows.start.shape == (count,) and rows.base.shape == rows.slope.shape
+    fits = fits and rows.base.ndim == 3 and rows.base.shape[::2] == (count, 2)
+    _require(fits and rows.base.shape[1] > 0, COVERAGE, "arrays of row ranges do not fit together")
+    _bounded(rows.block, len(part.blocks), COVERAGE, "the block of a row range")
+    bare = np.setdiff1d(q_blocks, rows.block)
+    _require(not len(bare), COVERAGE, f"query blocks {bare[:8]} have tiles but no row ranges")
+    same = rows.block[1:] == rows.block[:-1]
+    head = np.append(True, ~same)[:count]
+    for ordered in (
+        rows.block[1:] >= rows.block[:-1],
+        (rows.start[1:] > rows.start[:-1])[same],
+        rows.start[head] == part.blocks.start[rows.block[head]],
+        rows.start < part.blocks.end[rows.block],
+    ):
+        _require(ordered.all(), COVERAGE, "row ranges do not cover their blocks in order")
+
+
+def _check_row_ranges(part: RankPlan, rows: RowRuns) -> None:
+    sequence = part.blocks.sequence[rows.block]
+    steps = (rows.ends(part.blocks.end) - rows.start - 1)[:, None, None]
+    length = part.lengths[sequence][:, None, None]
     for ranges in (rows.base.astype(np.int64), rows.base + rows.slope.astype(np.int64) * steps):
-        _require(((ranges >= 0) & (ranges <= length)).all(), "a row's ranges leave its sequence")
+        inside = ((ranges >= 0) & (ranges <= length)).all()
+        _require(inside, COVERAGE, "a row's key ranges leave its sequence")
 
 
 def _check_program(part: RankPlan, mask: MaskPlan, program: Program, direction: Direction) -> None:
-    _require(program.tile_division.shape == mask.tiles.q_block.shape, "tiles without division")
-    instructions = program.instructions
-    _require(instructions.ndim == 2 and instructions.shape[1] == 2, "instructions are no pairs")
-    _inside(instructions[:, 0], len(Op), "instruction")
-    _require((instructions >= 0).all(), "an instruction has a negative argument")
-    _require(
-        len(np.unique(instructions, axis=0)) == len(instructions), "an instruction comes twice"
-    )
-    _check_messages(part, program.sends, direction)
-    _check_messages(part, program.receives, direction)
-    _check_covered(program, Op.COMPUTE, program.tile_division, "division is never computed")
-    _check_covered(program, Op.LAUNCH, program.sends.phase, "phase is never launched")
-    _check_covered(program, Op.LAUNCH, program.receives.phase, "phase is never launched")
-    _check_covered(program, Op.WAIT, program.receives.phase, "phase is never waited for")
-    _check_slots(part, program)
-    _check_held(part, mask, program)
-
-
-def _check_messages(part: RankPlan, messages: Messages, direction: Direction) -> None:
-    _columns(messages, "messages")
-    _inside(messages.peer, part.num_ranks, "peer")
-    _inside(messages.head_group, len(part.head_groups), "message head group")
-    _inside(messages.block, len(part.blocks), "message block")
-    _require((messages.phase >= 0).all(), "a message has a negative phase")
-    _require((messages.peer != part.rank).all(), "a rank sends to itself")
-    _require(np.isin(messages.kind, _KINDS[direction]).all(), "a payload is of no allowed kind")
-
-
-def _check_covered(program: Program, op: Op, used: np.ndarray, sentence: str) -> None:
-    named = program.instructions[program.instructions[:, 0] == op, 1]
-    _require(np.isin(used, named).all(), f"a {sentence}")
-
-
-def _check_slots(part: RankPlan, program: Program) -> None:
+    alike = program.tile_division.shape == mask.tiles.q_block.shape
+    _require(alike, COVERAGE, "tiles and their divisions differ in number")
+    instructions, rows = program.instructions, program.workspace_rows
+    pairs = instructions.ndim == 2 and instructions.shape[1] == 2
+    _require(pairs, MESSAGES, f"instructions have shape {instructions.shape}")
+    _bounded(instructions[:, 0], len(Op), MESSAGES, "an instruction")
+    for messages, side in ((program.sends, "send"), (program.receives, "receive")):
+        _check_messages(part, messages, direction, side)
     slots: Slots = program.slots
-    _columns(slots, "slots")
-    _inside(slots.space, len(Space), "slot space")
-    _inside(slots.head_group, len(part.head_groups), "slot head group")
-    _inside(slots.block, len(part.blocks), "slot block")
-    _inside(slots.first, len(program.instructions), "slot's first instruction")
-    _inside(slots.last, len(program.instructions), "slot's last instruction")
-    rows = program.workspace_rows
-    _require(rows.shape == (len(Space), len(part.head_groups)), "workspace rows have a wrong shape")
+    _check_columns(slots, INPUTS, "slots")
+    _bounded(slots.space, len(Space), INPUTS, "a slot's space")
+    _bounded(slots.head_group, len(part.head_groups), INPUTS, "a slot's head group")
+    _bounded(slots.block, len(part.blocks), INPUTS, "a slot's block")
+    fits = rows.shape == (len(Space), len(part.head_groups))
+    _require(fits, INPUTS, f"workspace rows have shape {rows.shape}")
+
+
+def _check_messages(part: RankPlan, messages: Messages, direction: Direction, side: str) -> None:
+    _check_columns(messages, MESSAGES, f"{side}s")
+    _bounded(messages.peer, part.num_ranks, MESSAGES, f"a {side}'s peer")
+    _bounded(messages.head_group, len(part.head_groups), MESSAGES, f"a {side}'s head group")
+    _bounded(messages.block, len(part.blocks), MESSAGES, f"a {side}'s block")
+    kinds = Q_KINDS[direction] + K_KINDS[direction]
+    travels = np.isin(messages.kind, kinds).all()
+    _require(travels, MESSAGES, f"a {side} is of a kind that does not travel in this direction")
+    _require((messages.peer != part.rank).all(), MESSAGES, f"a {side} is between a rank and itself")
+
+
+def _check_instructions(program: Program) -> None:
+    """Each comes once, and what tiles and messages need is among them."""
+    instructions = program.instructions
+    _require((instructions >= 0).all(), MESSAGES, "an instruction has a negative argument")
+    distinct = len(np.unique(instructions, axis=0)) == len(instructions)
+    _require(distinct, MESSAGES, "an instruction comes twice")
+    for op, used, sentence in (
+        (Op.COMPUTE, program.tile_division, "a division is never computed"),
+        (Op.LAUNCH, program.sends.phase, "a phase with sends is never launched"),
+        (Op.LAUNCH, program.receives.phase, "a phase with receives is never launched"),
+        (Op.WAIT, program.receives.phase, "a phase with receives is never waited for"),
+    ):
+        named = instructions[instructions[:, 0] == op, 1]
+        _require(np.isin(used, named).all(), MESSAGES, sentence)
+
+
+def _check_slot_rows(part: RankPlan, program: Program) -> None:
+    slots, rows, steps = program.slots, program.workspace_rows, len(program.instructions)
+    _bounded(slots.first, steps, INPUTS, "a slot's first instruction")
+    _bounded(slots.last, steps, INPUTS, "a slot's last instruction")
     tokens = part.blocks.tokens[slots.block].astype(np.int64)
     fits = slots.row.astype(np.int64) + tokens <= rows[slots.space, slots.head_group]
-    _require((slots.row >= part.local_rows).all() and fits.all(), "a slot is outside its workspace")
-    room = part.local_rows + (tokens + part.slot_alignment).sum() + part.slot_alignment
-    _require((rows >= part.local_rows).all() and (rows <= room).all(), "a workspace is oversized")
+    inside = (slots.row >= part.local_rows).all() and fits.all()
+    _require(inside, INPUTS, "a slot is outside its workspace")
+    most = part.local_rows + (tokens + part.slot_alignment).sum() + part.slot_alignment
+    sized = (rows >= part.local_rows).all() and (rows <= most).all()
+    _require(sized, INPUTS, "a workspace is smaller than its local rows or larger than its slots")
 
 
-def _check_held(part: RankPlan, mask: MaskPlan, program: Program) -> None:
+def _check_present(part: RankPlan, mask: MaskPlan, program: Program) -> None:
     """Every block that a tile or a message names is local or has a slot."""
-    tiles = mask.tiles
-    q_kinds = [kind for kind, space in (INPUT_SPACE | RESULT_SPACE).items() if space is Space.Q]
+    tiles, slots = mask.tiles, program.slots
     for space, blocks in ((Space.Q, tiles.q_block), (Space.KV, tiles.k_block)):
-        held = np.zeros((len(part.head_groups), len(part.blocks)), np.bool_)
-        held[:, part.local_blocks] = True
-        slots = program.slots
+        present = np.zeros((len(part.head_groups), len(part.blocks)), np.bool_)
+        present[:, part.local_blocks] = True
         chosen = slots.space == space
-        held[slots.head_group[chosen], slots.block[chosen]] = True
-        _require(
-            held[tiles.head_group, blocks].all(), "a tile's block is neither local nor in a slot"
-        )
+        present[slots.head_group[chosen], slots.block[chosen]] = True
+        there = present[tiles.head_group, blocks].all()
+        _require(there, INPUTS, "a tile's block is neither local nor in a slot")
         for messages in (program.sends, program.receives):
-            of_space = np.isin(messages.kind, q_kinds) == (space is Space.Q)
-            group, block = messages.head_group[of_space], messages.block[of_space]
-            _require(held[group, block].all(), "a message's block is neither local nor in a slot")
-
-
-def _columns(table: Any, name: str) -> None:
-    shapes = {field: getattr(table, field).shape for field in table.__dataclass_fields__}
-    first = next(iter(shapes.values()))
-    _require(len(first) == 1 and set(shapes.values()) == {first}, f"{name} has columns {shapes}")
-
-
-def _inside(values: np.ndarray | Int64, bound: int, what: str) -> None:
-    _require(((values >= 0) & (values < bound)).all(), f"a {what} is not in [0, {bound})")
+            mine = OF_KEYS[messages.kind] == (space is Space.KV)
+            there = present[messages.head_group[mine], messages.block[mine]].all()
+            _require(there, INPUTS, "a message's block is neither local nor in a slot")

@@ -9,7 +9,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from functools import cache, lru_cache
 from math import prod
 from operator import attrgetter
@@ -21,7 +21,7 @@ from dyncp.blocks import AttentionShape, HeadGroup
 from dyncp.checks import parse_json
 from dyncp.placement import Balance, Limits
 from dyncp.plan.check import check_part
-from dyncp.plan.rank_plan import MaskPlan, OwnedBlocks, RankPlan
+from dyncp.plan.format import MaskPlan, OwnedBlocks, RankPlan
 
 VERSION = 1
 PART_MAGIC = b"DYNCPRNK"
@@ -50,8 +50,20 @@ class PlanDecodeError(ValueError):
     """The bytes are not a plan of this version: truncated, changed, or something else."""
 
 
+def encode_parts(parts: Sequence[RankPlan]) -> tuple[RankPlan, ...]:
+    """The parts with the digest of the whole plan, each with its encoded body to be sent later."""
+    bodies = [encode_body(part) for part in parts]
+    digest = hashlib.blake2b(digest_size=16)
+    for body in bodies:
+        digest.update(hashlib.blake2b(body, digest_size=16).digest())
+    named = tuple(replace(part, digest=digest.hexdigest()) for part in parts)
+    for part, body in zip(named, bodies, strict=True):
+        object.__setattr__(part, "body", body)
+    return named
+
+
 def encode_part(part: RankPlan) -> bytes:
-    body = encode_body(part)
+    body = encode_body(part) if part.body is None else part.body
     digest = bytes.fromhex(part.digest)
     return _PART_HEAD.pack(PART_MAGIC, VERSION, digest, _checksum(digest, body)) + body
 
@@ -87,7 +99,7 @@ def _arrays_of(part: RankPlan) -> tuple[tuple[str, ...], list[np.ndarray]]:
 
 
 # The names of a part's arrays are the same for all ranks. Going through the fields anew for each,
-# and writing their list with json, took half of the time of lowering to 32 ranks.
+# and writing their list with json, took half of the time of assembling a plan for 32 ranks.
 @cache
 def _array_fields(
     name: str, cls: Hashable, skip: str
@@ -133,7 +145,9 @@ def _plain(item: Any) -> dict[str, Any]:
 
 
 def _checksum(digest: bytes, body: bytes) -> bytes:
-    return hashlib.blake2b(digest + body, digest_size=16).digest()
+    checksum = hashlib.blake2b(digest, digest_size=16)
+    checksum.update(body)
+    return checksum.digest()
 
 
 def decode_part(data: bytes) -> RankPlan:

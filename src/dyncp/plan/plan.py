@@ -1,28 +1,25 @@
 """Plan: the parts of all ranks."""
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from dyncp.arrays import Int64, starts_of
+from dyncp.arrays import Int64, ranges_of, starts_of
 from dyncp.blocks import DEFAULT_MASK, AttentionShape, Direction
-from dyncp.plan.by_rank import ranges_of
+from dyncp.plan.buffers import MemoryUse, measure_memory
 from dyncp.plan.codec import (
     PlanDecodeError,
     decode_part,
-    encode_body,
     encode_part,
+    encode_parts,
     join_parts,
     split_parts,
 )
-from dyncp.plan.contributions import KernelStyle
-from dyncp.plan.draw import draw_parts
-from dyncp.plan.explain import explain_parts
-from dyncp.plan.memory import Memory, measure_memory
-from dyncp.plan.rank_plan import RankPlan
+from dyncp.plan.format import RankPlan
+from dyncp.plan.text import draw_parts, explain_parts
+from dyncp.plan.workspace import KernelStyle
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,10 +36,7 @@ class Plan:
     @staticmethod
     def of(parts: Sequence[RankPlan]) -> "Plan":
         """Joins the parts and writes the digest of the whole plan into each."""
-        digest = hashlib.blake2b(digest_size=16)
-        for part in parts:
-            digest.update(hashlib.blake2b(encode_body(part), digest_size=16).digest())
-        return Plan(tuple(replace(part, digest=digest.hexdigest()) for part in parts))
+        return Plan(encode_parts(parts))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self.encode() == other.encode()
@@ -73,7 +67,7 @@ class Plan:
 
     def memory(
         self, shape: AttentionShape | None = None, style: KernelStyle | None = None
-    ) -> Memory:
+    ) -> MemoryUse:
         """Bytes that every rank takes in a call of `shape` (default: the one planned for), with a
         kernel of `style` (default: one that merges inside)."""
         return measure_memory(self.parts, shape, style)

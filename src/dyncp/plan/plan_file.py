@@ -23,9 +23,9 @@ from dyncp.checks import MOST_TOKENS, parse_json
 from dyncp.masks import Mask
 from dyncp.plan.codec import PLAN_MAGIC
 from dyncp.plan.plan import Plan
-from dyncp.plan.rows import RowRuns, build_row_runs
+from dyncp.plan.row_ranges import RowRuns, build_row_runs
 
-VERSION = 1
+VERSION = 2
 MAGIC = b"DYNCPFIL"
 # Numbers that the masks of a batch take when they are written out, 2 per token and range: 1 GiB
 # while they are. A few bytes of runs can stand for any number of rows.
@@ -70,6 +70,13 @@ def encode_plan_file(plan: Plan, batch: Batch) -> bytes:
             [name, runs[name].base.shape[:2], [mask.name for mask in masks]]
             for name, masks in batch.masks.items()
         ],
+        "marks": {
+            name: [
+                [x if x is None else x.tolist() for x in (mask.branches, mask.weights)]
+                for mask in masks
+            ]
+            for name, masks in batch.masks.items()
+        },
     }
     text = json.dumps(header, separators=(",", ":")).encode()
     arrays = [getattr(run, column) for run in runs.values() for column in _COLUMNS]
@@ -139,7 +146,9 @@ def _decode_batch(header: Mapping[str, Any], body: bytes, offset: int) -> tuple[
             array, offset = _take(body, offset, shape)
             arrays.append(array)
         runs = RowRuns(*arrays)
-        masks[str(name)] = tuple(_decode_masks(runs, lengths, [str(n) for n in mask_names]))
+        marks = header["marks"][name]
+        names = [str(n) for n in mask_names]
+        masks[str(name)] = tuple(_decode_masks(runs, lengths, names, marks))
     return Batch(lengths, masks, sample_ids), offset
 
 
@@ -161,8 +170,10 @@ def _take(body: bytes, offset: int, shape: Sequence[int]) -> tuple[Int32, int]:
     return frozen(np.frombuffer(body[offset:end], "<i4").reshape(shape)), end
 
 
-def _decode_masks(runs: RowRuns, lengths: Sequence[int], names: Sequence[str]) -> list[Mask]:
-    if len(names) != len(lengths) or runs.num_ranges < 2:
+def _decode_masks(
+    runs: RowRuns, lengths: Sequence[int], names: Sequence[str], marks: Sequence[Any]
+) -> list[Mask]:
+    if not len(names) == len(marks) == len(lengths) or runs.num_ranges < 2:
         raise PlanFileError(f"it has {len(names)} masks for {len(lengths)} sequences")
     _check_size(sum(lengths), runs.num_ranges)
     ordered = (np.diff(runs.block) >= 0).all()
@@ -174,5 +185,5 @@ def _decode_masks(runs: RowRuns, lengths: Sequence[int], names: Sequence[str]) -
         if start[0] != 0 or start[-1] >= length or (np.diff(start) <= 0).any():
             raise PlanFileError(f"the runs of sequence {sequence} do not cover its rows in order")
         rows = runs.expand(sequence, 0, length)
-        masks.append(Mask(rows[:, 1:], rows[:, 0, 0], rows[:, 0, 1], name))
+        masks.append(Mask(rows[:, 1:], rows[:, 0, 0], rows[:, 0, 1], name, *marks[sequence]))
     return masks

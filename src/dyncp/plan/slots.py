@@ -1,17 +1,14 @@
-"""Gives received blocks their slots: places in the workspaces that are reused when free again.
-
-All ranks at once: a column holds the values of rank 0, then those of rank 1, and so on.
-"""
+"""Slots: workspace rows for received blocks, reused once their block is no longer needed."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from dyncp.arrays import Int64
-from dyncp.blocks import Payload
-from dyncp.blocks.counting_sort import sorted_order
+from dyncp.arrays import Int32, Int64, sorted_order
 from dyncp.compiled import compiled, inner
-from dyncp.plan.rank_plan import INPUT_SPACE, RESULT_SPACE, Space
+from dyncp.plan.format import Space
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +26,7 @@ class Lifetimes:
 
 
 @dataclass(frozen=True, eq=False)
-class Uses:
+class BlockUses:
     """Blocks that instruction `at` of a rank needs, ordered by rank as `of_rank` says."""
 
     space: Int64
@@ -38,19 +35,17 @@ class Uses:
     at: Int64
     of_rank: Int64
 
-
-def _space_table(spaces: dict[Payload, Space]) -> Int64:
-    """Space of each kind of payload, -1 for those that have none."""
-    table = np.full(len(Payload), -1, np.int64)
-    for kind, space in spaces.items():
-        table[kind] = space
-    return table
-
-
-INPUT_SPACES, SPACES = _space_table(INPUT_SPACE), _space_table(INPUT_SPACE | RESULT_SPACE)
+    @staticmethod
+    def of(
+        space: npt.NDArray[Any], block: Int32, head_group: Int32, at: Int64, of_rank: Int64
+    ) -> "BlockUses":
+        space, block64, group = (x.astype(np.int64) for x in (space, block, head_group))
+        return BlockUses(space, block64, group, at, of_rank)
 
 
-def find_lifetimes(received: Uses, rank: Int64, uses: list[Uses], num_blocks: int) -> Lifetimes:
+def find_lifetimes(
+    received: BlockUses, rank: Int64, uses: list[BlockUses], num_blocks: int
+) -> Lifetimes:
     """A block stays from the WAIT that brings it (`received`, on `rank`) to the last of its uses on
     that rank: a COMPUTE that reads it, or a LAUNCH that sends its result or relays it."""
     num_groups = 1 + max(int(side.head_group.max(initial=0)) for side in (received, *uses))
@@ -117,17 +112,6 @@ def _aligned(rows: Int64, alignment: int) -> Int64:
     return -(-rows // alignment) * alignment
 
 
-def assign_slot_rows(first: Int64, last: Int64, size: Int64, first_row: int) -> tuple[Int64, int]:
-    """First row of each slot of one workspace, and the rows of the workspace, by first fit.
-
-    Slot i is in use from instruction first[i] to last[i] inclusive. `size` and `first_row` are
-    multiples of the slot alignment, so every slot starts on a border of it.
-    """
-    workspace, first_rows = np.zeros(len(first), np.int64), np.asarray([first_row], np.int64)
-    row, end = _fit_workspaces(workspace, 1, first, last, size, first_rows)
-    return row, int(end[0])
-
-
 def _fit_workspaces(
     workspace: Int64,
     num_workspaces: int,
@@ -136,8 +120,8 @@ def _fit_workspaces(
     size: Int64,
     first_row: Int64,
 ) -> tuple[Int64, Int64]:
-    """First fit in every workspace, the largest first of the slots that begin together. `first_row`
-    is that of equal shares of the workspaces."""
+    """First row of every slot and the end of every workspace, by first fit; of slots that begin
+    together the largest goes first. `first_row` holds for equal shares of the workspaces."""
     latest = 1 + int(last.max(initial=0))
     largest_first = np.argsort(-size, kind="stable")
     order = largest_first[
@@ -163,9 +147,9 @@ def _first_fit(
     size: Int64,
     gaps: Int64,
 ) -> None:
-    """`order` and `by_last` sort the slots by workspace and then by their begin and their end;
-    `gaps` is room for the (row, size) of free rows. Where no gap is large enough, one that touches
-    the end of the workspace grows with it."""
+    """`order` and `by_last` sort the slots by workspace, then by first and by last instruction;
+    `gaps` is scratch for the (row, size) of free rows. Where no gap is large enough, one that ends
+    with the workspace grows."""
     for workspace in range(len(end)):
         num_gaps, freed = int(np.int64(0)), bounds[workspace]  # a literal 0 is a type of its own
         for place in range(bounds[workspace], bounds[workspace + 1]):
@@ -176,10 +160,10 @@ def _first_fit(
             num_gaps = _join_gaps(gaps, num_gaps)
             row[slot] = end[workspace]
             for gap in range(num_gaps):
-                free, room = gaps[gap, 0], gaps[gap, 1]
-                if room >= size[slot] or free + room == end[workspace]:
+                free, space = gaps[gap, 0], gaps[gap, 1]
+                if space >= size[slot] or free + space == end[workspace]:
                     row[slot] = free
-                    gaps[gap, 0], gaps[gap, 1] = free + size[slot], max(room - size[slot], 0)
+                    gaps[gap, 0], gaps[gap, 1] = free + size[slot], max(space - size[slot], 0)
                     break
             end[workspace] = max(end[workspace], row[slot] + size[slot])
 

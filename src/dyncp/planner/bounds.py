@@ -8,6 +8,7 @@ from dyncp.cost import CostModel
 from dyncp.cost.row_work import least_row_seconds
 from dyncp.placement import Bound, find_remote_uses, whole_rows
 from dyncp.planner.candidate import Placed
+from dyncp.planner.parts import Part
 from dyncp.planner.task import Task
 
 # How much of an estimate counts as certain.
@@ -24,13 +25,22 @@ def bound_misses(task: Task, bound: Bound) -> float:
 
 def placed_seconds(task: Task, placed: Placed) -> float:
     """Step seconds that a placement needs at least, whatever its schedule."""
-    held = _held(placed)
-    attention = sum(
-        layers * _attention_seconds(task, placed, name, held)
-        for name, layers in task.layers.items()
-        if layers
-    )
-    return attention + task.token_seconds * float((held / task.topology.rank_speeds).max())
+    return sum(part_seconds(task, placed).values()) + held_seconds(task, placed)
+
+
+def held_seconds(task: Task, placed: Placed) -> float:
+    """What the per-token work of the fullest rank takes."""
+    return task.token_seconds * float((_held(placed) / task.topology.rank_speeds).max())
+
+
+def part_seconds(task: Task, placed: Placed) -> dict[Part, float]:
+    """What all layers of each mask and direction need at least."""
+    held, found = _held(placed), {}
+    for name, layers in task.layers.items():
+        least = _attention_seconds(task, placed, name, held) if layers else [0.0] * 2
+        for direction, seconds in zip(task.directions, least, strict=False):
+            found[name, direction] = layers * seconds
+    return found
 
 
 def _held(placed: Placed) -> Float64:
@@ -39,12 +49,12 @@ def _held(placed: Placed) -> Float64:
     return np.bincount(placement.block_rank, tokens, placement.num_ranks).astype(np.float64)
 
 
-def _attention_seconds(task: Task, placed: Placed, name: str, held: Float64) -> float:
-    """Of one layer with mask `name`, forward and backward, at least."""
+def _attention_seconds(task: Task, placed: Placed, name: str, held: Float64) -> list[float]:
+    """Of one layer with mask `name`, by direction, at least."""
     graph, ranks, speed = placed.graph, task.topology.num_ranks, task.topology.rank_speeds
     calls, border = _least_calls(placed, name), _border_seconds(task, placed, name)
     overhead, host = _overhead(task.cost, calls), _host_seconds(task.cost, calls).max()
-    total = 0.0
+    least = []
     for direction in task.directions:
         seconds = task.cost.graph_tile_seconds(graph, name, direction)
         busy = np.bincount(placed.placement.tile_rank[name], seconds, ranks) / speed
@@ -52,8 +62,8 @@ def _attention_seconds(task: Task, placed: Placed, name: str, held: Float64) -> 
         met = _met_seconds(task, placed, name, direction) / speed
         compute = float((busy + met + overhead + rows).max())
         heads = _all_to_all_seconds(task, placed, direction)
-        total += max(compute, border * (1 + direction), heads, float(host))
-    return total
+        least.append(max(compute, border * (1 + direction), heads, float(host)))
+    return least
 
 
 def _met_seconds(task: Task, placed: Placed, name: str, direction: Direction) -> Float64 | float:

@@ -9,7 +9,7 @@ import numpy as np
 from dyncp.arrays import Int64
 from dyncp.blocks import AttentionShape, Batch, BlockGraph, Direction, build_graph
 from dyncp.placement import Balance, Limits, Placement, Solver, check_placement, measure_balance
-from dyncp.plan import Layout, Plan, lower
+from dyncp.plan import Layout, Plan, assemble_plan
 from dyncp.schedule import BUILDERS, Pace, Schedule
 from dyncp.topology import Topology
 
@@ -37,6 +37,10 @@ class Placed:
     placement: Placement
     balance: Balance
     cpu_seconds: Mapping[str, float]
+
+    @property
+    def num_tiles(self) -> int:
+        return sum(map(len, self.graph.tiles.values()))
 
     def schedule(
         self, divisions: int | None, pace: Pace, *, forward_only: bool = False
@@ -66,12 +70,6 @@ class Candidate:
     schedules: Mapping[str, tuple[Schedule, Schedule | None]]
     cpu_seconds: Mapping[str, float]
 
-    def with_schedules(
-        self, schedules: Mapping[str, tuple[Schedule, Schedule | None]]
-    ) -> "Candidate":
-        """The same placement, scheduled otherwise."""
-        return Candidate(self.placed, schedules, self.cpu_seconds)
-
     @property
     def graph(self) -> BlockGraph:
         return self.placed.graph
@@ -85,7 +83,7 @@ class Candidate:
         return self.placed.balance
 
     def lower(self, layout: Layout) -> Plan:
-        return lower(self.graph, self.placement, self.schedules, self.balance, layout)
+        return assemble_plan(self.graph, self.placement, self.schedules, self.balance, layout)
 
 
 def place_batch(

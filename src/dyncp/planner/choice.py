@@ -26,6 +26,14 @@ class Choice:
     simulated: Simulated
     tried: tuple[Tried, ...]
 
+    def better(self, other: "Choice") -> "Choice":
+        """The better of two choices for the same batch; it knows of all candidates."""
+        best = min(
+            (self, other),
+            key=lambda one: (one.candidate.balance.missed, one.simulated.step_seconds),
+        )
+        return Choice(best.candidate, best.simulated, self.tried + other.tried)
+
     def explain(self, most: int = 5) -> str:
         """The fastest candidates, and how many were simulated and pruned."""
         simulated = sorted((t for t in self.tried if not t.pruned), key=lambda t: t.seconds)

@@ -10,8 +10,7 @@ ten times as many tiles).
 """
 
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -24,10 +23,17 @@ from dyncp.placement import (
     measure_balance,
     static_candidates,
 )
-from dyncp.planner.bounds import bound_misses, placed_seconds, static_seconds, whole_seconds
+from dyncp.planner.bounds import (
+    bound_misses,
+    held_seconds,
+    part_seconds,
+    static_seconds,
+    whole_seconds,
+)
 from dyncp.planner.candidate import DIVISIONS, Candidate, Cut, Placed
 from dyncp.planner.choice import Choice, Tried
 from dyncp.planner.guard import run_bounded, warn_replaced
+from dyncp.planner.parts import Part, PartRun, Runs
 from dyncp.planner.task import Task
 from dyncp.planner.ways import (
     WAYS_TO_KEEP_LIMITS,
@@ -36,8 +42,7 @@ from dyncp.planner.ways import (
     other_starts,
     predicted_tiles,
 )
-from dyncp.schedule import Schedule
-from dyncp.simulate import AttentionTimes, Simulated
+from dyncp.simulate import Simulated
 
 logger = logging.getLogger(__name__)
 _warned: set[str] = set()
@@ -46,9 +51,12 @@ _warned: set[str] = set()
 SLOW_LINKS = {"fast": 1.45, "quality": 1.0}
 # Attention of so many seconds per layer is worth the time in any case.
 LONG = 0.05
+# On more ranks than these, where placing takes long, moves start from other placements only if
+# those from the best have brought its step below this share.
+MANY_RANKS, PAYS = 64, 0.97
 # Share of the simulated step that the estimate has to see: it knows no latencies and launches.
 SEEN = 0.5
-OTHER_DIVISIONS = {"fast": (2, 8), "quality": (2, 3, 6, 8, 12)}
+OTHER_DIVISIONS = {"fast": (8, 2), "quality": (2, 3, 6, 8, 12)}
 # Limits that cost more than this factor are worth more candidates, and a warning.
 COSTLY = 1.3
 # Tiles of all candidates, after which no more are looked at: some seconds of work. Of batches with
@@ -66,12 +74,22 @@ FINER, NEARLY = 10, 0.85
 HIDDEN = 0.02
 
 
-# By how much a candidate misses the limits, its simulation, and itself.
-Followed = tuple[float, Simulated, Candidate]
+@dataclass(frozen=True, eq=False)
+class Followed:
+    """A candidate with its simulation, of the step and of its parts."""
 
+    candidate: Candidate
+    simulated: Simulated
+    runs: Runs
 
-def _key(followed: Followed) -> tuple[float, float]:
-    return followed[0], followed[1].step_seconds
+    @property
+    def key(self) -> tuple[float, float]:
+        """By how much it misses the limits, then its seconds: the least is the best."""
+        return self.candidate.balance.missed, self.simulated.step_seconds
+
+    @property
+    def solver(self) -> str:
+        return self.candidate.placement.solver
 
 
 class Search:
@@ -79,15 +97,30 @@ class Search:
 
     def __init__(self, task: Task) -> None:
         self._task, self._tried, self._tiles = task, list[Tried](), 0
-        self._best: tuple[float, float, Candidate, Simulated] | None = None
+        self._best: Followed | None = None
+        # Whether dynamic candidates have so many tiles that few of them are looked at.
+        self.is_large = False
         # The best of every solver, before other numbers of steps are tried.
         self._by_solver = dict[str, Followed]()
 
-    def consider(self, name: str, solver: Solver, limits: Limits, cut: Cut | None = None) -> None:
-        """Places, and where that can be the best, schedules and simulates."""
+    def consider(
+        self,
+        name: str,
+        solver: Solver,
+        limits: Limits,
+        cut: Cut | None = None,
+        *,
+        dynamic: bool = False,
+    ) -> None:
+        """Places, and where that can be the best, schedules and simulates. Before a `dynamic` one
+        that is large, static methods have their turn: they are simpler."""
         placed = self._place(name, solver, limits, cut)
-        if placed is not None:
-            self._follow(name, placed)
+        if placed is None:
+            return
+        if dynamic and placed.num_tiles > LARGE[self._task.config.effort]:
+            self.is_large = True
+            self.try_static(placed)
+        self.follow(name, placed)
 
     def _place(
         self, name: str, solver: Solver, limits: Limits, cut: Cut | None = None
@@ -96,6 +129,8 @@ class Search:
         task = self._task
         if self._leaves_out(name, solver):
             return None
+        if solver.degrees is not None:  # static methods cannot hang
+            return task.place(solver, limits, cut)
         try:
             placed = run_bounded(
                 lambda: task.place(solver, limits, cut), task.config.solver_seconds, name
@@ -122,147 +157,191 @@ class Search:
         self._tiles += tiles
         return False
 
-    def _follow(self, name: str, placed: Placed) -> None:
-        """Schedules and simulates a placement that can be the best."""
-        task = self._task
-        missed, seconds = placed.balance.missed, placed_seconds(task, placed)
-        if self._best is not None and (
-            (missed, seconds) >= self._best[:2] or self._too_fine(placed, seconds)
-        ):
-            self._tried.append(Tried(name, seconds, missed, pruned=True))
-            return
-        candidate = task.schedule(placed)
-        found = missed, self.simulate(name, candidate), candidate
-        solver = candidate.placement.solver
-        best = self._by_solver.get(solver)
-        if best is None or _key(found) < _key(best):
-            self._by_solver[solver] = found
+    def follow(self, name: str, placed: Placed) -> Followed | None:
+        """Schedules and simulates the parts of a placement, as long as it can be the best."""
+        task, runs = self._task, dict[Part, PartRun]()
+        least = part_seconds(task, placed)
+        seconds = sum(least.values()) + held_seconds(task, placed)
+        missed, worth = placed.balance.missed, self._worth(placed)
+        for part in task.parts:
+            if (missed, seconds) >= worth or self._too_fine(placed, seconds):
+                self._tried.append(Tried(name, seconds, missed, pruned=True))
+                return None
+            runs[part] = task.run_part(placed, part)
+            seconds += task.layers[part[0]] * runs[part].times.seconds - least[part]
+        found = self._keep(name, placed, runs)
+        best = self._by_solver.get(found.solver)
+        if best is None or found.key < best.key:
+            self._by_solver[found.solver] = found
+        return found
+
+    def _worth(self, placed: Placed) -> tuple[float, float]:
+        """What a placement must not miss more of the limits than, and be faster than: the best of
+        its solver, and the best of all, or nearly so if it can have other numbers of steps."""
+        if self._best is None:
+            return np.inf, np.inf
+        missed, seconds = self._best.key
+        if placed.placement.static:
+            return missed, seconds
+        own = self._by_solver.get(placed.placement.solver)
+        most = missed, FAR * seconds
+        return most if own is None else min(most, own.key)
+
+    def _keep(self, name: str, placed: Placed, runs: Runs) -> Followed:
+        found = Followed(*self._task.join(placed, runs), runs)
+        missed, seconds = found.key
+        self._tried.append(Tried(name, seconds, missed))
+        if self._best is None or found.key < self._best.key:
+            self._best = found
+        return found
 
     def _too_fine(self, placed: Placed, seconds: float) -> bool:
         """Whether a placement has so many more tiles than the best that scheduling it takes longer
         than all the rest, and next to nothing to gain."""
-        assert self._best is not None
-        tiles, ours = (
-            sum(map(len, own.tiles.values())) for own in (placed.graph, self._best[2].graph)
-        )
-        return tiles > FINER * ours and seconds > NEARLY * self._best[1]
+        if self._best is None or placed.balance.missed < self._best.key[0]:
+            return False
+        is_finer = placed.num_tiles > FINER * self._best.candidate.placed.num_tiles
+        return is_finer and seconds > NEARLY * self._best.key[1]
 
     def try_improved(self) -> None:
         """Moves on from the best placement, and, where links are slow, from placements that cut
         less and otherwise."""
         assert self._best is not None
-        task, best = self._task, self._best[2]
-        worth, least = SLOW_LINKS[task.config.effort], SEEN * self._best[1]
-        if self._best[3].forward_seconds + self._best[3].backward_seconds > LONG:
+        task, best, simulated = self._task, self._best.candidate, self._best.simulated
+        worth, least = SLOW_LINKS[task.config.effort], SEEN * simulated.step_seconds
+        if simulated.layer_seconds > LONG:
             worth = 1.0
         if not self._improve(best.placement.solver, best.placed, worth, least):
+            return
+        paid = self._best.simulated.step_seconds < PAYS * simulated.step_seconds
+        if task.topology.num_ranks > MANY_RANKS and not paid:
             return
         for name, limits, cut in other_starts(task):
             placed = self._place(name, find_solver(name), limits, cut)
             if placed is not None:
-                self._follow(name, placed)
+                self.follow(name, placed)
                 self._improve(name, placed)
 
     def try_improved_static(self) -> None:
         """Moves on from a static method, where one is best."""
         assert self._best is not None
-        best = self._best[2]
-        if best.placement.static and self._improve(best.placement.solver, best.placed):
-            self.try_divisions(*({best.placement.solver, "timed"} & self._by_solver.keys()))
+        best = self._best
+        if not best.candidate.placement.static:
+            return
+        if self._improve(best.solver, best.candidate.placed):
+            self.try_divisions(*({best.solver, "timed"} & self._by_solver.keys()))
 
     def _improve(self, name: str, placed: Placed, worth: float = 1.0, least: float = 0.0) -> bool:
         improved = self._task.improve(placed, worth, least)
         if improved is None:
             return False
-        self._follow(f"timed from {name}", improved)
+        self.follow(f"timed from {name}", improved)
         return True
 
     def try_divisions(self, *solvers: str) -> None:
         """Schedules the best candidate of every solver (or of these) in fewer and in more steps, if
         it is not far from the best."""
         assert self._best is not None
-        for solver in solvers or tuple(self._by_solver):
-            missed, simulated, candidate = self._by_solver[solver]
-            if missed <= self._best[0] and simulated.step_seconds <= FAR * self._best[1]:
-                self.divide(candidate, simulated)
+        dynamic = (s for s, own in self._by_solver.items() if not own.candidate.placement.static)
+        for solver in solvers or tuple(dynamic):
+            followed, (least, best) = self._by_solver[solver], self._best.key
+            missed, seconds = followed.key
+            if missed <= least and seconds <= FAR * best:
+                self.divide(followed)
 
-    def divide(self, candidate: Candidate, simulated: Simulated) -> None:
-        """Schedules a candidate in fewer and in more steps, and takes the best for each mask and
-        direction."""
-        exposed = simulated.exposed_seconds
-        attention = simulated.forward_seconds + simulated.backward_seconds
-        config, steps = self._task.config, _input_steps(candidate)
-        if config.divisions is not None or exposed < HIDDEN * attention or steps < 2:
+    def divide(self, followed: Followed) -> None:
+        """Schedules the parts of a candidate in fewer and in more steps; each has its own best."""
+        placed = followed.candidate.placed
+        if self._task.config.divisions is not None or placed.placement.pattern == "ring":
             return
-        tried, solver = [(candidate, simulated)], candidate.placement.solver
-        tiles = sum(map(len, candidate.graph.tiles.values()))
-        for divisions in OTHER_DIVISIONS[config.effort]:
+        most = max(run.input_steps for run in followed.runs.values())
+        if most < 2:
+            return
+        runs = {
+            part: self._best_steps(placed, part, run, most) for part, run in followed.runs.items()
+        }
+        if runs == followed.runs:
+            return
+        steps = {run.divisions for run in runs.values()}
+        how = f"{steps.pop()} steps" if len(steps) == 1 else "other steps by direction"
+        self._keep(f"{followed.solver} in {how}", placed, runs)
+
+    def _best_steps(self, placed: Placed, part: Part, run: PartRun, steps: int) -> PartRun:
+        """The part in the best number of steps, unless what travels is hidden already. Its inputs
+        or those of another come in so many steps now."""
+        effort, best = self._task.config.effort, run
+        if run.times.exposed_seconds < HIDDEN * run.times.seconds:
+            return run
+        for divisions in OTHER_DIVISIONS[effort]:
             if divisions > DIVISIONS > steps + 1:
                 continue  # there was room for more steps already
-            if self._tiles + tiles > MOST_TILES[config.effort]:
+            tiles = len(placed.graph.tiles[part[0]])
+            if self._tiles + tiles > MOST_TILES[effort]:
                 continue
             self._tiles += tiles
-            other = self._task.schedule(candidate.placed, divisions)
-            found = self.simulate(f"{solver} in {divisions} steps", other)
-            tried.append((other, found))
-        best = _best_schedules(tried)
-        if all(best != own.schedules for own, _ in tried):
-            self.simulate(f"{solver} in other steps by direction", candidate.with_schedules(best))
+            other = self._task.run_part(placed, part, divisions)
+            if other.times.seconds < best.times.seconds:
+                best = other
+                if effort == "fast":  # where fewer are better, more are not
+                    break
+        return best
 
-    def try_static(self) -> None:
-        """Static methods, the most promising first, until none can be better."""
+    def try_static(self, dynamic: Placed | None = None) -> None:
+        """Static methods, the most promising first, until none can be better. Those that cut more
+        than a `dynamic` placement come last, if there is one."""
         task, lengths = self._task, self._task.batch.lengths
-        graph, hopeful = self._any_graph(), []
+        graph, hopeful = self._any_graph() if dynamic is None else dynamic.graph, []
+        most = np.inf if dynamic is None else 1.1 * dynamic.num_tiles
         bounds, whole = StaticBounds(graph, task.topology), whole_seconds(task, graph)
         for solver in static_candidates(lengths, task.shape, task.topology):
             assert solver.degrees is not None, f"{solver.name} is not static"
             bound = bounds.of(solver.degrees)
             missed, seconds = bound_misses(task, bound), static_seconds(task, whole, bound)
-            hopeful.append((missed, seconds, solver))
-        for missed, seconds, solver in sorted(hopeful, key=lambda entry: entry[:2]):
-            if self._best is not None and (missed, seconds) >= self._best[:2]:
+            hopeful.append((missed, predicted_tiles(task, solver) > most, seconds, solver))
+        for missed, _, seconds, solver in sorted(hopeful, key=lambda entry: entry[:3]):
+            if self._best is not None and (missed, seconds) >= self._best.key:
                 self._tried.append(Tried(solver.name, seconds, missed, pruned=True))
             else:
                 self.consider(solver.name, solver, task.config.limits)
 
     def _any_graph(self) -> BlockGraph:
         if self._best is not None:
-            return self._best[2].graph
+            return self._best.candidate.graph
         return build_graph(self._task.batch, self._task.shape, self._task.batch.lengths)
 
     def choice(self) -> Choice:
         if self._best is None:
             raise RuntimeError("no solver could plan this batch; the warnings before say why")
-        _, _, candidate, simulated = self._best
-        return Choice(candidate, simulated, tuple(self._tried))
+        return Choice(self._best.candidate, self._best.simulated, tuple(self._tried))
 
     @property
     def found(self) -> bool:
         return self._best is not None
 
     @property
-    def is_large(self) -> bool:
-        """Whether candidates have so many tiles that few of them are looked at."""
-        if self._best is None:
+    def is_worth_more(self) -> bool:
+        """Whether layers take so long that the time for more candidates does not matter."""
+        task, best = self._task, self._best
+        if best is None or task.config.effort != "fast" or self.is_close or self.is_large:
             return False
-        tiles = sum(map(len, self._best[2].graph.tiles.values()))
-        return tiles > LARGE[self._task.config.effort]
+        few = 1 < task.topology.num_ranks <= MANY_RANKS
+        return few and best.simulated.layer_seconds > LONG
 
     @property
     def keeps_limits(self) -> bool:
         """Whether the best keeps the limits, and is not much slower for it."""
-        return self._best is not None and self._best[0] == 0 and self._limits_cost <= COSTLY
+        return self._best is not None and self._best.key[0] == 0 and self._limits_cost <= COSTLY
 
     @property
     def _limits_cost(self) -> float:
         """The best candidate's seconds over those of the fastest, which may miss limits."""
         assert self._best is not None
         least = min(tried.seconds for tried in self._tried if not tried.pruned)
-        return self._best[1] / least if least else 1.0  # masks may allow nothing at all
+        return self._best.key[1] / least if least else 1.0  # masks may allow nothing at all
 
     def warn_of_limits(self) -> None:
         """Says what limits cost, where that is much; once for the same limits."""
-        if self._best is None or self._best[0] or self._limits_cost <= COSTLY:
+        if self._best is None or self._best.key[0] or self._limits_cost <= COSTLY:
             return
         limits = describe_limits(self._task.config.limits)
         if limits not in _warned:
@@ -271,7 +350,7 @@ class Search:
                 "keeping the limits (%s) takes %.3f ms a step, %.1f times as long as without; "
                 "larger ones would be faster. Other batches with these limits are not told",
                 limits,
-                1e3 * self._best[1],
+                1e3 * self._best.key[1],
                 self._limits_cost,
             )
 
@@ -281,28 +360,29 @@ class Search:
         are not worth their time."""
         if self._best is None or self._task.config.effort != "fast":
             return False
-        missed, seconds, _, simulated = self._best
+        missed, seconds = self._best.key
         close = CLOSE if self._task.model is None else CLOSE_WITH_MODEL
-        return missed == 0 and seconds <= close * simulated.ideal_seconds
-
-    def simulate(self, name: str, candidate: Candidate) -> Simulated:
-        simulated = self._task.simulate(candidate)
-        missed, seconds = candidate.balance.missed, simulated.step_seconds
-        self._tried.append(Tried(name, seconds, missed))
-        if self._best is None or (missed, seconds) < self._best[:2]:
-            self._best = missed, seconds, candidate, simulated
-        return simulated
+        return missed == 0 and seconds <= close * self._best.simulated.ideal_seconds
 
 
 def search(task: Task) -> Choice:
-    """The candidate with the shortest simulated step."""
+    """The candidate with the shortest simulated step. Where layers take long, effort "fast" has
+    the time for "quality", too."""
+    found = _search(task)
+    if not found.is_worth_more:
+        return found.choice()
+    other = _search(replace(task, config=replace(task.config, effort="quality")))
+    return found.choice().better(other.choice())
+
+
+def _search(task: Task) -> Search:
     found = Search(task)
     if task.topology.num_ranks == 1:  # nothing to place: sequences stay whole
         found.consider("rows", find_solver("rows"), task.config.limits)
-        return found.choice()
+        return found
     for name, solver, limits, cut in dynamic_ways(task):
         if not (found.is_close or found.is_large):
-            found.consider(name, solver, limits, cut)
+            found.consider(name, solver, limits, cut, dynamic=True)
     if found.found and not found.keeps_limits:
         for name in WAYS_TO_KEEP_LIMITS:
             found.consider(name, find_solver(name), task.config.limits)
@@ -310,38 +390,17 @@ def search(task: Task) -> Choice:
         found.try_improved()
     if found.found:
         found.try_divisions()
-    found.try_static()
+    if not found.is_large:
+        found.try_static()
     found.try_improved_static()
     found.warn_of_limits()
-    return found.choice()
+    return found
 
 
 def search_divisions(task: Task, placed: Placed) -> Choice:
     """The best number of divisions for one placement."""
-    found, candidate = Search(task), task.schedule(placed)
-    simulated = found.simulate(placed.placement.solver, candidate)
-    if not placed.placement.static:
-        found.divide(candidate, simulated)
+    found = Search(task)
+    followed = found.follow(placed.placement.solver, placed)
+    if followed is not None and not placed.placement.static:
+        found.divide(followed)
     return found.choice()
-
-
-def _best_schedules(
-    tried: Sequence[tuple[Candidate, Simulated]],
-) -> dict[str, tuple[Schedule, Schedule | None]]:
-    """The fastest of every mask and direction."""
-    best: dict[str, tuple[Schedule, Schedule | None]] = {}
-    for name in tried[0][0].schedules:
-        forward, _ = min(tried, key=lambda one: one[1].attention[name][0].seconds)
-        backward, _ = min(tried, key=lambda one: _seconds(one[1].attention[name][1]))
-        best[name] = forward.schedules[name][0], backward.schedules[name][1]
-    return best
-
-
-def _seconds(times: AttentionTimes | None) -> float:
-    return 0.0 if times is None else times.seconds
-
-
-def _input_steps(candidate: Candidate) -> int:
-    """Divisions that wait for inputs, in the direction that has more of them."""
-    schedules = [own for both in candidate.schedules.values() for own in both if own is not None]
-    return max(len(np.unique(s.phase_feeds[s.phase_feeds < s.num_divisions])) for s in schedules)

@@ -9,10 +9,18 @@ from dyncp.blocks import AttentionShape, Batch, BlockGraph, Direction
 from dyncp.checks import instance_of
 from dyncp.cost import PROFILES, CostModel, ModelConfig, profile_for_device, tell_profile
 from dyncp.placement import Limits, Prices, Solver, improve, measure_balance
-from dyncp.planner.candidate import Candidate, Cut, Graphs, Placed, place_batch
+from dyncp.planner.candidate import DIVISIONS, Candidate, Cut, Graphs, Placed, place_batch
 from dyncp.planner.config import PlannerConfig
-from dyncp.schedule import Pace
-from dyncp.simulate import Simulated, layers_by_mask, simulate_schedules
+from dyncp.planner.parts import Part, PartRun, Runs
+from dyncp.schedule import BUILDERS, Pace
+from dyncp.simulate import (
+    Simulated,
+    join_times,
+    layers_by_mask,
+    rows_per_rank,
+    simulate_schedule,
+    simulate_schedules,
+)
 from dyncp.topology import Topology
 
 CHANGE = (
@@ -62,6 +70,11 @@ class Task:
     def directions(self) -> tuple[Direction, ...]:
         """Those that are planned."""
         return (Direction.FORWARD,) if self.config.forward_only else tuple(Direction)
+
+    @property
+    def parts(self) -> list[Part]:
+        """What is scheduled and simulated by itself, the longest first."""
+        return [(name, way) for way in reversed(self.directions) for name in self.batch.masks]
 
     @property
     def pace(self) -> Pace:
@@ -132,6 +145,30 @@ class Task:
             model=self.model,
             local_multiple=self.config.layout.local_multiple,
         )
+
+    def run_part(self, placed: Placed, part: Part, divisions: int | None = None) -> PartRun:
+        """Schedules and simulates one mask and direction."""
+        start, (graph, placement) = process_time(), (placed.graph, placed.placement)
+        steps = self.config.divisions or divisions or DIVISIONS
+        schedule = BUILDERS[placement.pattern](graph, placement, *part, steps, self.pace)
+        spent, (name, direction) = process_time() - start, part
+        times = simulate_schedule(
+            graph, placement, schedule, direction, self.topology, self.cost, name
+        )
+        return PartRun(steps, schedule, times, spent)
+
+    def join(self, placed: Placed, runs: Runs) -> tuple[Candidate, Simulated]:
+        """A placement with the schedules of all its parts, and its step."""
+        schedules, attention = {}, {}
+        for name in placed.graph.tiles:
+            forward, back = runs[name, Direction.FORWARD], runs.get((name, Direction.BACKWARD))
+            schedules[name] = forward.schedule, None if back is None else back.schedule
+            attention[name] = forward.times, None if back is None else back.times
+        seconds = {"schedule": sum(run.cpu_seconds for run in runs.values())}
+        candidate = Candidate(placed, schedules, dict(placed.cpu_seconds) | seconds)
+        rows = rows_per_rank(placed.graph, placed.placement, self.config.layout.local_multiple)
+        layers, model = self.config.layers, self.model
+        return candidate, join_times(attention, rows, self.topology, self.cost, layers, model)
 
 
 def default_cost(topology: Topology, shape: AttentionShape) -> CostModel:

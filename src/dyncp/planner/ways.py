@@ -13,8 +13,8 @@ TIGHTER = {"fast": (1.0, 0.5), "quality": (1.0, 0.85, 0.7, 0.55, 0.4, 0.25)}
 # Tolerances (compute, tokens) tried besides where none are asked for: imbalance can be cheaper than
 # bytes.
 LOOSE = (0.2, 0.4)
-# Where moves start besides the best placement: sequences cut less or not at all, tiles on any rank.
-FEW_STARTS = (("rows", Limits(1.0, 2.0)), ("bisection", Limits(*LOOSE)), ("uncut", Limits()))
+# Where moves start besides the best placement: sequences cut less, tiles on any rank.
+FEW_STARTS = (("rows", Limits(1.0, 2.0)), ("bisection", Limits(*LOOSE)))
 MORE_STARTS = (("rows", Limits(0.1, 0.2)), ("rows_fine", Limits(*LOOSE)))
 OTHER_STARTS = {"fast": FEW_STARTS, "quality": FEW_STARTS + MORE_STARTS}
 # Token tolerances that are tried when tokens cost time: the fullest rank sets that of all per-token
@@ -23,7 +23,7 @@ TOKENS = {"fast": (0.01, 0.005), "quality": (0.05, 0.02, 0.01, 0.005, 0.0025)}
 OTHER_SOLVERS = {"fast": (), "quality": ("bisection", "bisection_quality", "whole_documents")}
 
 # Tried where limits are missed or cost much: smaller blocks, and tiles that may run anywhere.
-WAYS_TO_KEEP_LIMITS = ("rows_fine", "bisection", "bisection_quality")
+WAYS_TO_KEEP_LIMITS = ("rows_fine", "bisection_quality")
 
 
 def dynamic_ways(task: Task) -> Iterator[tuple[str, Solver, Limits, Cut | None]]:
@@ -42,15 +42,15 @@ def dynamic_ways(task: Task) -> Iterator[tuple[str, Solver, Limits, Cut | None]]
 
 
 def _tolerances(task: Task) -> Iterator[Limits]:
-    """Tolerances that `rows` is tried with: tighter than those asked for, and looser where none
-    are."""
+    """Tolerances that `rows` is tried with: looser than usual where none are asked for, which is
+    the best most often, and tighter."""
     asked, effort = task.config.limits, task.config.effort
     compute, tokens = asked.tolerances.tolist()
     free = asked.compute_tolerance is None
     if task.model is None:
-        yield from (Limits(share * compute, tokens) for share in TIGHTER[effort])
         if free:
             yield Limits(LOOSE[0], LOOSE[1] if asked.token_tolerance is None else tokens)
+        yield from (Limits(share * compute, tokens) for share in TIGHTER[effort])
         return
     for most in TOKENS[effort]:
         yield Limits(compute, min(tokens, most))

@@ -18,8 +18,9 @@ from dyncp.arrays import Int32, Int64
 from dyncp.blocks import BlockGraph, Direction, Payload
 from dyncp.placement import Placement
 from dyncp.schedule.circle import Circle
+from dyncp.schedule.entries import Entries
 from dyncp.schedule.pace import Pace
-from dyncp.schedule.phases import Entries, number_phases
+from dyncp.schedule.phases import input_entries, number_phases, result_entries
 from dyncp.schedule.schedule import Schedule
 
 
@@ -64,10 +65,10 @@ def _entries(circle: Circle, routes: Routes, backward: bool) -> list[Entries]:
     here = circle.rank_at(index, hop)
     source = circle.ranks[circle.ring[index], _look_up(circle, routes.via, index, hop)]
     arrives = _look_up(circle, routes.arrives, index, hop)
-    entries = [Entries.inputs(arrives, source, here, Payload.KV, *what)]
+    entries = [input_entries(arrives, source, here, Payload.KV, *what)]
     if backward:
         leaves = _look_up(circle, routes.leaves, index, hop)
-        entries.append(Entries.results(leaves, here, source, Payload.DKV, *what))
+        entries.append(result_entries(leaves, here, source, Payload.DKV, *what))
     return entries
 
 
@@ -93,16 +94,17 @@ def _by_machine(circle: Circle, machine: Int32) -> Routes:
     rings, longest = circle.ranks.shape
     via, arrives, leaves = np.zeros((3, rings, longest, longest), np.int64)
     for ring, length in enumerate(circle.length.tolist()):
-        machines = machine[circle.ranks[ring, :length]]
-        mates = {int(m): np.flatnonzero(machines == m) for m in np.unique(machines)}
-        for home in range(length):
-            at = (ring, home)
-            turn = int(np.searchsorted(mates[int(machines[home])], home))
-            for places in mates.values():
-                relay = int(places[turn % len(places)])
-                via[at][places], arrives[at][places], leaves[at][places] = relay, 2, 2
-                via[at][relay], arrives[at][relay], leaves[at][relay] = home, 1, 3
-            near = mates[int(machines[home])]
-            via[at][near], arrives[at][near], leaves[at][near] = home, 1, 1
-            arrives[at][home] = 0
+        own, place = (ring, slice(length), slice(length)), np.arange(length)
+        _, at = np.unique(machine[circle.ranks[ring, :length]], return_inverse=True)
+        mates = np.bincount(at)
+        order = np.argsort(at, kind="stable")
+        first = np.cumsum(mates) - mates
+        turn = np.empty(length, np.int64)
+        turn[order] = place - first[at[order]]  # where a place stands among its mates
+        relay = order[first + turn[:, None] % mates][:, at]
+        is_relay, near = relay == place, at[:, None] == at
+        via[own] = np.where(is_relay | near, place[:, None], relay)
+        arrives[own] = np.where(is_relay | near, 1, 2)
+        leaves[own] = np.where(near, 1, np.where(is_relay, 3, 2))
+        arrives[ring, place, place] = 0
     return Routes(via, arrives, leaves)

@@ -21,8 +21,9 @@ import numpy.typing as npt
 
 from dyncp.arrays import Int64, frozen
 from dyncp.blocks import Payload
+from dyncp.schedule.entries import Entries, order_transfers, used_codes
 from dyncp.schedule.routes import Routes
-from dyncp.schedule.schedule import Schedule, Transfers
+from dyncp.schedule.schedule import Schedule
 from dyncp.schedule.uses import Uses
 
 Column = npt.NDArray[Any] | np.int64
@@ -56,15 +57,15 @@ def number_launches(
     come = code.of(after, kind, launches.arrives)
     back = np.select([far, hop], [FAR_RESULT, SUMMAND], NEAR_RESULT)
     go = code.of(launches.leaves, back, np.zeros_like(kind))
-    columns = []
+    entries = []
     for side in (0, 1):
         at = np.flatnonzero(uses.side == side)
         rank, source, what = uses.rank[at], routes.source[at], (uses.head_group[at], uses.block[at])
         sent, result = payloads[0][side], payloads[1][side]
-        columns.append(_stack(come[at], source, rank, sent, *what))
+        entries.append(Entries(come[at], source, rank, sent, *what))
         if result is not None:
-            columns.append(_stack(go[at], rank, source, result, *what))
-    return _number(tile_division, np.concatenate(columns, axis=1), code)
+            entries.append(Entries(go[at], rank, source, result, *what))
+    return _number(tile_division, entries, code)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,36 +83,17 @@ class Code:
         return launch // KINDS - 1, launch % KINDS, feeds
 
 
-def _stack(code: Int64, source: Int64, target: Int64, payload: Payload, *what: Int64) -> Int64:
-    return np.stack([code, source, target, np.full_like(code, payload), *what])
-
-
-def _number(tile_division: Int64, columns: Int64, code: Code) -> Schedule:
-    num_divisions = int(tile_division.max(initial=0)) + 1
-    used = np.bincount(columns[0]) > 0
-    codes = np.flatnonzero(used)
-    columns[0] = (np.cumsum(used) - 1)[columns[0]]
+def _number(tile_division: Int64, entries: list[Entries], code: Code) -> Schedule:
+    num_divisions, codes = int(tile_division.max(initial=0)) + 1, used_codes(entries)
     after, kind, feeds = code.split(codes)
     return Schedule(
         num_divisions=num_divisions,
         tile_division=frozen(tile_division),
-        transfers=Transfers(*map(frozen, columns[:, _order(columns)])),
+        transfers=order_transfers(entries, codes),
         phase_after_division=frozen(np.minimum(after, num_divisions - 1)),
         phase_after_phase=frozen(_waits_for(codes, code)),
         phase_feeds=frozen(np.where(kind >= SUMMAND, num_divisions, feeds)),
     )
-
-
-def _order(columns: Int64) -> Int64:
-    """By the first column, ties by the second, and so on: by one number that holds them all, where
-    it fits."""
-    most = columns.max(axis=1, initial=0) + 1
-    if np.prod(most.astype(np.float64)) >= 2**62:
-        return np.lexsort(columns[::-1])
-    key = columns[0].copy()
-    for column, count in zip(columns[1:], most[1:], strict=True):
-        key = key * count + column
-    return np.argsort(key, kind="stable")
 
 
 def _waits_for(codes: Int64, code: Code) -> Int64:

@@ -6,7 +6,6 @@ Inputs of division d travel while division d - 1 computes, its results while div
     phase         in(1)  in(2)  out(1)  in(3)  out(2)  in(4)  ...
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,47 +13,31 @@ import numpy.typing as npt
 
 from dyncp.arrays import Int64, frozen
 from dyncp.blocks import Payload
-from dyncp.blocks.counting_sort import sorted_order
-from dyncp.schedule.schedule import Schedule, Transfers
+from dyncp.schedule.entries import Entries, order_transfers, used_codes
+from dyncp.schedule.schedule import Schedule
 
 Column = npt.NDArray[Any]
 
 
-@dataclass(frozen=True, eq=False)
-class Entries:
-    """Transfers with launch codes instead of phases, int64[6, transfers]."""
-
-    rows: Int64
-
-    @staticmethod
-    def inputs(
-        division: Column,
-        source: Column,
-        target: Column,
-        kind: Payload,
-        group: Column,
-        block: Column,
-    ) -> "Entries":
-        """What must be there when `division` (from 1 on) computes."""
-        code = np.maximum(2 * division - 3, 0)
-        return Entries(_stack(code, source, target, kind, group, block))
-
-    @staticmethod
-    def results(
-        division: Column,
-        source: Column,
-        target: Column,
-        kind: Payload,
-        group: Column,
-        block: Column,
-    ) -> "Entries":
-        """What is complete when `division` is computed."""
-        return Entries(_stack(2 * division, source, target, kind, group, block))
+def input_entries(
+    division: Column, source: Column, target: Column, kind: Payload, group: Column, block: Column
+) -> Entries:
+    """What must be there when `division` (from 1 on) computes."""
+    return _entries(np.maximum(2 * division - 3, 0), source, target, kind, group, block)
 
 
-def _stack(code: Column, source: Column, target: Column, kind: Payload, *what: Column) -> Int64:
-    columns = np.broadcast_arrays(code, source, target, np.int64(kind), *what)
-    return np.stack(columns).astype(np.int64).reshape(len(columns), -1)
+def result_entries(
+    division: Column, source: Column, target: Column, kind: Payload, group: Column, block: Column
+) -> Entries:
+    """What is complete when `division` is computed."""
+    return _entries(2 * division, source, target, kind, group, block)
+
+
+def _entries(code: Column, source: Column, target: Column, kind: Payload, *what: Column) -> Entries:
+    code, source, target, group, block = (
+        own.astype(np.int64) for own in (code, source, target, *what)
+    )
+    return Entries(code, source, target, kind, group, block)
 
 
 def number_phases(
@@ -62,10 +45,7 @@ def number_phases(
 ) -> Schedule:
     """The schedule. With `relayed_results` a phase of results waits for the one before it, whose
     results its senders have summed into theirs."""
-    columns = np.concatenate([e.rows for e in entries], axis=1)
-    used = np.bincount(columns[0]) > 0
-    phase_code = np.flatnonzero(used)
-    columns[0] = (np.cumsum(used) - 1)[columns[0]]
+    phase_code = used_codes(entries)
     is_input = (phase_code % 2 == 1) | (phase_code == 0)
     division = np.where(is_input, (phase_code + 3) // 2, phase_code // 2)
     after_phase = np.where(is_input, _earlier(is_input), -1)
@@ -75,16 +55,11 @@ def number_phases(
     return Schedule(
         num_divisions=num_divisions,
         tile_division=frozen(tile_division),
-        transfers=Transfers(*map(frozen, columns[:, _order_transfers(columns)])),
+        transfers=order_transfers(entries, phase_code),
         phase_after_division=frozen(after_division),
         phase_after_phase=frozen(after_phase),
         phase_feeds=frozen(np.where(is_input, division, num_divisions)),
     )
-
-
-def _order_transfers(columns: Int64) -> Int64:
-    """By the first column, ties by the second, and so on."""
-    return sorted_order(*((column, int(column.max(initial=0)) + 1) for column in columns[::-1]))
 
 
 def _earlier(chosen: Column) -> Int64:

@@ -20,8 +20,9 @@ from dyncp.arrays import Bool, Int64
 from dyncp.blocks import Q_INPUT, Q_RESULT, BlockGraph, Direction, Payload
 from dyncp.placement import Placement
 from dyncp.schedule.circle import Circle
+from dyncp.schedule.entries import Entries
 from dyncp.schedule.pace import Pace
-from dyncp.schedule.phases import Entries, number_phases
+from dyncp.schedule.phases import input_entries, number_phases, result_entries
 from dyncp.schedule.schedule import Schedule
 
 
@@ -60,10 +61,10 @@ def _hops(circle: Circle, first: int, backward: bool) -> list[Entries]:
     what = (circle.head_group[index], circle.block[index])
     here = circle.rank_at(index, hop)
     division = hop + first - 1
-    entries = [Entries.inputs(division, circle.rank_at(index, hop - 1), here, Payload.KV, *what)]
+    entries = [input_entries(division, circle.rank_at(index, hop - 1), here, Payload.KV, *what)]
     if backward:
         onward = circle.rank_at(index, hop + 1)
-        entries.append(Entries.results(division, here, onward, Payload.DKV, *what))
+        entries.append(result_entries(division, here, onward, Payload.DKV, *what))
     return entries
 
 
@@ -78,6 +79,6 @@ def _all_to_all(
     there = [Q_INPUT[direction], Payload.KV]
     back = [Q_RESULT[direction], Payload.DKV] if backward else [Q_RESULT[direction]]
     return [
-        *(Entries.inputs(begin, owner, home, kind, *what) for kind in there),
-        *(Entries.results(end, home, owner, kind, *what) for kind in back),
+        *(input_entries(begin, owner, home, kind, *what) for kind in there),
+        *(result_entries(end, home, owner, kind, *what) for kind in back),
     ]

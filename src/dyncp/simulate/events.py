@@ -11,11 +11,43 @@ messages begins to travel meanwhile puts that off.
 
 from dyncp.arrays import Int64
 from dyncp.compiled import compiled, inner
-from dyncp.plan import Op
-from dyncp.simulate.queue import pop, push
-from dyncp.simulate.world import Record, Records
+from dyncp.plan.format import COMPUTE, LAUNCH, WAIT
+from dyncp.simulate.event_state import Record, Records
 
-LAUNCH, WAIT, COMPUTE = int(Op.LAUNCH), int(Op.WAIT), int(Op.COMPUTE)
+
+@inner
+def push(queue: Records, time: float, key: int) -> None:
+    at = queue[0].key + 1
+    queue[0].key = at
+    while at > 1:
+        parent = queue[at // 2]
+        if parent.time < time or (parent.time == time and parent.key < key):
+            break
+        queue[at].time, queue[at].key = parent.time, parent.key
+        at //= 2
+    queue[at].time, queue[at].key = time, key
+
+
+@inner
+def pop(queue: Records) -> tuple[float, int]:
+    first_time, first_key, size = queue[1].time, queue[1].key, queue[0].key
+    time, key, at = queue[size].time, queue[size].key, 1
+    while 2 * at < size:
+        child, other = 2 * at, 2 * at + 1
+        if other < size and (
+            queue[other].time < queue[child].time
+            or (queue[other].time == queue[child].time and queue[other].key < queue[child].key)
+        ):
+            child = other
+        if time < queue[child].time or (time == queue[child].time and key < queue[child].key):
+            break
+        queue[at].time, queue[at].key = queue[child].time, queue[child].key
+        at = child
+    queue[at].time, queue[at].key = time, key
+    queue[0].key = size - 1
+    return first_time, first_key
+
+
 # Kinds of events; at equal times, smaller kinds go first.
 ARRIVED, LAUNCHED, READY, PORT_FREE, COMPUTED = 0, 1, 2, 3, 4
 KIND = 1 << 40  # an event's key is kind × KIND + number of message, rank and phase, or port
@@ -91,18 +123,42 @@ def _begin_phases(
 
 @inner
 def _wait_at(port: Record, number: int, m: int, messages: Records, events: Records) -> None:
-    """Queues message m at a port, behind those with smaller numbers."""
-    ahead = port.waiting
-    if ahead < 0:
+    """Queues message m at a port: a pairing heap, since queues are long on many ranks."""
+    messages[m].behind = -1
+    if port.waiting < 0:
         push(events, port.free, PORT_FREE * KIND + number)
-    if ahead < 0 or m < ahead:
-        messages[m].behind = ahead
         port.waiting = m
-        return
-    while messages[ahead].behind >= 0 and messages[ahead].behind < m:
-        ahead = messages[ahead].behind
-    messages[m].behind = messages[ahead].behind
-    messages[ahead].behind = m
+    else:
+        port.waiting = _meld(messages, port.waiting, m)
+
+
+@inner
+def _meld(messages: Records, a: int, b: int) -> int:
+    """Joins two heaps; returns the first message, behind which the other's stands."""
+    first, other = min(a, b), max(a, b)
+    messages[other].beside = messages[first].behind
+    messages[first].behind = other
+    return first
+
+
+@inner
+def _without_first(messages: Records, first: int) -> int:
+    """The heap of those behind its first message; -1 where there are none."""
+    pairs, left = -1, messages[first].behind
+    while left >= 0:  # two by two, then all pairs
+        one, two, left = left, messages[left].beside, -1
+        if two >= 0:
+            left = messages[two].beside
+            one = _meld(messages, one, two)
+        messages[one].beside = pairs
+        pairs = one
+    heap = pairs
+    pairs = messages[heap].beside if heap >= 0 else -1
+    while pairs >= 0:
+        rest = messages[pairs].beside
+        heap = _meld(messages, heap, pairs)
+        pairs = rest
+    return heap
 
 
 @inner
@@ -190,7 +246,7 @@ def _next_at_port(
     """Serves the first message that waits at a port."""
     port = ports[number]
     m = port.waiting
-    port.waiting = messages[m].behind
+    port.waiting = _without_first(messages, m)
     _serve(steps, ranks, port, messages[m], time)
     if port.waiting >= 0:
         push(events, port.free, PORT_FREE * KIND + number)
@@ -221,7 +277,7 @@ def run_events(
     events: Records,
     queues: Int64,
 ) -> None:
-    """Runs a world to its end, in place. A rank whose `next` is not `last` then is stuck."""
+    """Runs a state to its end, in place. A rank whose `next` is not `last` then is stuck."""
     for r in range(len(ranks)):
         advance(steps, ranks, cells, events, r)
     while events[0].key > 0:

@@ -17,6 +17,7 @@ import numpy as np
 
 from dyncp.arrays import Bool, Float64, Int64
 from dyncp.compiled import compiled, inner
+from dyncp.simulate.event_state import Record, Records
 from dyncp.simulate.events import (
     ARRIVED,
     COMPUTED,
@@ -27,9 +28,9 @@ from dyncp.simulate.events import (
     arrive,
     computed,
     disturb,
+    pop,
+    push,
 )
-from dyncp.simulate.queue import pop, push
-from dyncp.simulate.world import Record, Records
 
 ALIKE = 1 + 1e-9  # shares that differ by less are equal
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dyncp import masks
-from dyncp.dataloader import DCPDataLoader, sum_gradients, sum_over_ranks
+from dyncp.dataloader import DCPDataLoader, next_token_loss, sum_gradients, sum_over_ranks
 from dyncp.executor import DCPExecutor, attention
 from dyncp.kernels import choose_kernel
 from dyncp.placement import DEFAULT_TOLERANCES, Limits
@@ -25,7 +25,7 @@ from dyncp.topology import preset
 from dyncp.train.config import TrainConfig
 from dyncp.train.corpus import TextCorpus
 from dyncp.train.dense import DenseAttention
-from dyncp.train.model import Attend, Decoder, local_loss
+from dyncp.train.model import Attend, Decoder
 
 LocalData = dict[str, Tensor]
 AttendFor = Callable[[LocalData, Plan | RankPlan], Attend]
@@ -152,7 +152,7 @@ def _train(
             started, sent = perf_counter(), bytes_sent()
             data, plan = next(batches)
             data = {name: value.to(device, non_blocking=True) for name, value in data.items()}
-            loss = local_loss(model(data, attend_for(data, plan)), data)
+            loss = next_token_loss(model(data, attend_for(data, plan)), data)
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             sum_gradients(model)

@@ -110,8 +110,3 @@ def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
 def token_losses(logits: Tensor, local_data: Mapping[str, Tensor]) -> Tensor:
     """Cross entropy of every local token with its target, 0 where it has none."""
     return cross_entropy(logits, local_data["shift_labels"].flatten(), reduction="none")
-
-
-def local_loss(logits: Tensor, local_data: Mapping[str, Tensor]) -> Tensor:
-    """This rank's share of the loss. Summed over ranks it is the mean over all targets."""
-    return token_losses(logits, local_data).sum() / local_data["num_items_in_batch"]

@@ -2,7 +2,6 @@
 
 from dyncp.transport.distributed import Distributed
 from dyncp.transport.in_process import InProcess
-from dyncp.transport.null import Null
-from dyncp.transport.transport import Channel, Transport, TransportError
+from dyncp.transport.transport import Channel, Null, Transport, TransportError
 
 __all__ = ["Channel", "Distributed", "InProcess", "Null", "Transport", "TransportError"]

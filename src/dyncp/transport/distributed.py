@@ -1,19 +1,110 @@
 """Transport `torch.distributed`: one rank per process, point-to-point messages over groups."""
 
 import hashlib
-from collections.abc import Mapping
+import socket
+import struct
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dyncp.transport.communicator import Communicator, Started
-from dyncp.transport.grouped_channel import GroupedChannel
-from dyncp.transport.groups import close_group, open_group
-from dyncp.transport.machines import here, read_machines, settings_word
+from dyncp.transport.communicator import Communicator, GroupedChannel, Started
 from dyncp.transport.transport import TransportError
+
+# Two machines may have the same host name; Linux also has a number for each boot.
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def here() -> str:
+    """This machine, in a word that no other one has. A container counts as a machine of its own."""
+    boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
+    return f"{socket.gethostname()} {boot}"
+
+
+def settings_word(ranks_per_machine: int | None, grouped_operations: int, machine: str) -> bytes:
+    """What a rank tells the others: 16 bytes of settings, 16 that stand for its machine."""
+    place = hashlib.sha256(machine.encode()).digest()[:16]
+    return struct.pack("<qq", ranks_per_machine or 0, grouped_operations) + place
+
+
+def read_machines(words: Sequence[bytes]) -> tuple[int, ...]:
+    """The machine of every rank, numbered in the order of their first ranks."""
+    odd = [rank for rank, word in enumerate(words) if word[:16] != words[0][:16]]
+    if odd:
+        raise ValueError(
+            f"rank {odd[0]} has {_settings(words[odd[0]])}, rank 0 has {_settings(words[0])}: "
+            "give all ranks the same"
+        )
+    per_machine, _ = struct.unpack("<qq", words[0][:16])
+    if per_machine:
+        return tuple(rank // per_machine for rank in range(len(words)))
+    places = [word[16:] for word in words]
+    number = {place: i for i, place in enumerate(dict.fromkeys(places))}
+    return tuple(number[place] for place in places)
+
+
+def _settings(word: bytes) -> str:
+    per_machine, operations = struct.unpack("<qq", word[:16])
+    return f"ranks_per_machine={per_machine or None}, grouped_operations={operations}"
+
+
+Key = tuple[str, tuple[int, ...], timedelta]
+
+
+@dataclass
+class _Kept:
+    """Process groups of closed transports, kept for the next one over the same ranks.
+
+    Torch names a group by its ranks and by how many groups there are. A group that is opened after
+    another one was destroyed can get that one's name, and with it the addresses that it left in the
+    store: ranks then connect to closed sockets. So no group is destroyed before the world is. Those
+    that ended well are used again; those on which a call failed may still hold its messages, and
+    stay open unused.
+    """
+
+    free: dict[Key, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    failed: list[Any] = field(default_factory=list)
+
+
+_by_world: dict[Any, _Kept] = {}  # of the present world alone: its end is theirs
+
+
+def open_group(backend: str, ranks: Sequence[int], timeout: timedelta) -> Any:
+    """A group of these ranks, which all open it together, in the same order."""
+    free = _of_this_world().free[backend, tuple(ranks), timeout]
+    if free:
+        return free.pop(0)
+    return dist.new_group(
+        list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True
+    )
+
+
+def close_group(
+    group: Any, backend: str, ranks: Sequence[int], timeout: timedelta, *, failed: bool
+) -> None:
+    """`failed`: messages may still be on their way over it."""
+    if not dist.is_initialized():
+        return
+    kept = _of_this_world()
+    if failed:
+        kept.failed.append(group)
+    else:
+        kept.free[backend, tuple(ranks), timeout].append(group)
+
+
+def _of_this_world() -> _Kept:
+    world = dist.group.WORLD
+    if world not in _by_world:
+        _by_world.clear()
+        _by_world[world] = _Kept()
+    return _by_world[world]
+
 
 # NCCL was seen to hang on grouped calls of more than 256 sends and receives: it cuts them itself
 # then, not in the same places on all ranks (pytorch/pytorch#174288).
@@ -133,6 +224,14 @@ class Distributed:
         shaped = [part.view(rows.dtype).view(padded.shape) for part in parts]
         return [part[:count] for part, count in zip(shaped, counts, strict=True)]
 
+    def sum(self, numbers: Tensor) -> Tensor:
+        """Ranks that sum tensors of different sizes or dtypes are not told: `gather` was before."""
+        total, everyone = numbers.clone(), self.communicators[-1].group
+        self._collective(
+            lambda: dist.all_reduce(total, group=everyone), "summing gradients", "run backward"
+        )
+        return total
+
     def _check_alike(self, rows: Tensor) -> None:
         """Raises on all ranks unless they gather rows of one kind."""
         kind = f"{rows.dtype} {list(rows.shape[1:])}"
@@ -148,9 +247,12 @@ class Distributed:
     def _all_gather(
         self, parts: list[Tensor], mine: Tensor, group: Any, doing: str, missed: str
     ) -> None:
+        self._collective(lambda: dist.all_gather(parts, mine, group=group), doing, missed)
+
+    def _collective(self, run: Callable[[], Any], doing: str, missed: str) -> None:
         self._unfinished += 1
         try:
-            dist.all_gather(parts, mine, group=group)
+            run()
         except RuntimeError as error:
             raise TransportError(
                 f"rank {self.ranks[0]} of {self.num_ranks} got no answer from all other ranks "

@@ -3,8 +3,13 @@
 Shares no arithmetic with planner, executor and kernels, so that it stays an independent oracle.
 """
 
-from dyncp.verify.compare import Comparison, compare_with_dense, num_scores
-from dyncp.verify.interpret import Interpreted, interpret
+from dyncp.verify.interpret import (
+    Comparison,
+    Interpreted,
+    compare_with_dense,
+    interpret,
+    num_scores,
+)
 from dyncp.verify.kernel_call import ListedKernelTiles, check_kernel_call
 from dyncp.verify.verify_plan import Verified, check_plan, examine_plan, verify_plan
 from dyncp.verify.violation import INVARIANTS, PlanError, Violation

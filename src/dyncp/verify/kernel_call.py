@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dyncp.arrays import Int32, Int64
+from dyncp.arrays import Bool, Int32, Int64
 from dyncp.blocks import Batch
 from dyncp.plan import OwnedBlocks
 from dyncp.verify.violation import Findings, Violation
@@ -12,14 +12,19 @@ from dyncp.verify.violation import Findings, Violation
 
 @dataclass(frozen=True, eq=False)
 class ListedKernelTiles:
-    """What a kernel works from, as plain arrays. A pair is computed where its kernel tile of
-    `rows` × `columns` is listed and the key's coordinate lies in the query row's ranges."""
+    """What a kernel works from, as plain arrays. Of a listed kernel tile of `rows` × `columns`, all
+    pairs are computed where it is `full`, otherwise those whose key lies in the query row's ranges.
+
+    Ranges count keys by `k_numbers`: their coordinates (`reference`), or their rows in the
+    workspace, 0, 1, 2, ... (tile lists of GPU kernels)."""
 
     rows: int
     columns: int
     q_tile: Int64  # [listed]
     k_tile: Int64  # [listed]
-    ranges: Int32 | Int64  # [query rows, R, 2], coordinates, cut to the call's key blocks
+    full: Bool  # [listed]
+    ranges: Int32 | Int64  # [query rows, R, 2]
+    k_numbers: Int64  # [key rows]
     q_coordinates: Int64  # [query rows], -1 where unused
     k_coordinates: Int64  # [key rows], -1 where unused
 
@@ -42,7 +47,11 @@ def check_kernel_call(
     if findings:
         return findings.violations()
     asked = _pairs_of_tiles(batch, mask_name, blocks, q_block, k_block)
-    given = _pairs_of_kernel_tiles(batch, listed)
+    given, unused = _pairs_of_kernel_tiles(batch, listed)
+    for query in np.flatnonzero(unused).tolist():
+        findings.add(
+            6, f"mask {mask_name!r}: the query at coordinate {query} attends rows that hold no key"
+        )
     for query, key in np.argwhere(asked != given).tolist():
         findings.add(
             6,
@@ -65,7 +74,12 @@ def _misplaced(batch: Batch, listed: ListedKernelTiles) -> list[str]:
             sentences.append(f"a listed kernel tile is outside the {count} of the {name} rows")
         if ((coordinates < -1) | (coordinates >= batch.num_tokens)).any():
             sentences.append(f"a {name} row has a coordinate outside the batch")
-    if len(listed.q_tile) != len(listed.k_tile) or len(listed.ranges) != len(listed.q_coordinates):
+    lengths = (
+        {len(listed.q_tile), len(listed.k_tile), len(listed.full)},
+        {len(listed.ranges), len(listed.q_coordinates)},
+        {len(listed.k_numbers), len(listed.k_coordinates)},
+    )
+    if max(map(len, lengths)) > 1:
         sentences.append("the arrays of the kernel call differ in length")
     return sentences
 
@@ -89,16 +103,23 @@ def _pairs_of_tiles(
     return pairs
 
 
-def _pairs_of_kernel_tiles(batch: Batch, listed: ListedKernelTiles) -> Int64:
-    """How often the kernel computes each pair; overlapping ranges and rows count as often."""
+def _pairs_of_kernel_tiles(batch: Batch, listed: ListedKernelTiles) -> tuple[Int64, Int64]:
+    """How often the kernel computes each pair, [tokens, tokens], overlapping ranges and rows as
+    often as they overlap; and how many unused key rows each query attends, [tokens]."""
     pairs = np.zeros((batch.num_tokens, batch.num_tokens), np.int64)
-    for q_tile, k_tile in zip(listed.q_tile.tolist(), listed.k_tile.tolist(), strict=True):
+    unused = np.zeros(batch.num_tokens, np.int64)
+    columns = (listed.q_tile, listed.k_tile, listed.full)
+    for q_tile, k_tile, full in zip(*(column.tolist() for column in columns), strict=True):
         rows = slice(q_tile * listed.rows, (q_tile + 1) * listed.rows)
-        columns = slice(k_tile * listed.columns, (k_tile + 1) * listed.columns)
-        queries, keys = listed.q_coordinates[rows], listed.k_coordinates[columns]
+        keys = slice(k_tile * listed.columns, (k_tile + 1) * listed.columns)
         start, end = listed.ranges[rows, :, :1], listed.ranges[rows, :, 1:]
-        allowed = ((keys >= start) & (keys < end)).sum(axis=1)
-        allowed *= (queries >= 0)[:, None] & (keys >= 0)
-        row, column = np.nonzero(allowed)
-        np.add.at(pairs, (queries[row], keys[column]), allowed[row, column])
-    return pairs
+        number = listed.k_numbers[keys]
+        times = ((number >= start) & (number < end)).sum(axis=1)
+        times = np.ones_like(times) if full else times
+        query, key = listed.q_coordinates[rows], listed.k_coordinates[keys]
+        row, column = np.nonzero(times * (query >= 0)[:, None])
+        real = key[column] >= 0
+        np.add.at(unused, query[row[~real]], 1)
+        row, column = row[real], column[real]
+        np.add.at(pairs, (query[row], key[column]), times[row, column])
+    return pairs, unused

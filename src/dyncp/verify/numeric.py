@@ -1,20 +1,88 @@
-"""One rank of the interpreter: workspaces with real numbers, filled and read by the plan's lists.
+"""One rank of the interpreter: plain fp64 attention over workspaces with real numbers.
 
-Rows that nothing was put into yet are NaN, so whatever reads them shows.
+Rows that nothing was written to are NaN, so that whatever reads them shows.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from dyncp.arrays import Float64, Int64
+from dyncp.arrays import Bool, Float64, Int64
 from dyncp.blocks import Direction, HeadGroup
 from dyncp.plan import INPUT_SPACE, RESULT_SPACE, MaskPlan, Payload, Program, RankPlan, Space
-from dyncp.verify.dense import allowed_pairs, attend, attend_backward, merge
-from dyncp.verify.mail import Entry, describe
-from dyncp.verify.ranges import decode_rows
-from dyncp.verify.slots import local_rows
+from dyncp.verify.coverage import decode_rows
+from dyncp.verify.messages import Entry, describe
 from dyncp.verify.violation import PlanError
+from dyncp.verify.workspaces import local_rows
+
+
+def allowed_pairs(ranges: Int64, first_key: int, last_key: int) -> Bool:
+    """bool[rows, keys]: keys in [first_key, last_key) that lie in the rows' ranges [rows, R, 2]."""
+    key = np.arange(first_key, last_key)
+    start, end = ranges[:, :, :1], ranges[:, :, 1:]
+    return np.asarray(((key >= start) & (key < end)).any(axis=1))
+
+
+def attend(
+    q: Float64, k: Float64, v: Float64, allowed: Bool, scale: float
+) -> tuple[Float64, Float64]:
+    """Output [rows, q heads, dim] and log-sum-exp [rows, q heads]; 0 and −∞ without any key."""
+    scores = _scores(q, k, allowed, scale)
+    top = scores.max(axis=2, keepdims=True)
+    weights = np.exp(scores - np.where(top == -np.inf, 0.0, top))
+    total = weights.sum(axis=2, keepdims=True)
+    shares = weights / np.where(total == 0, 1.0, total)
+    with np.errstate(divide="ignore"):
+        lse = (np.log(total) + top)[:, :, 0].T
+    return np.einsum("hqk,khd->qhd", shares, _repeat(v, q)), lse
+
+
+def attend_backward(
+    inputs: tuple[Float64, Float64, Float64],
+    allowed: Bool,
+    scale: float,
+    dout: Float64,
+    lse: Float64,
+    delta: Float64,
+) -> tuple[Float64, Float64, Float64]:
+    """This tile's share of dq, dk and dv, from the final log-sum-exp and the row sums of dO·O."""
+    q, k, v = inputs
+    norm = np.where(lse == -np.inf, 0.0, lse).T[:, :, None]
+    weights = np.exp(_scores(q, k, allowed, scale) - norm)
+    dweights = np.einsum("qhd,khd->hqk", dout, _repeat(v, q))
+    dscores = weights * (dweights - delta.T[:, :, None]) * scale
+    dq = np.einsum("hqk,khd->qhd", dscores, _repeat(k, q))
+    dk = np.einsum("hqk,qhd->khd", dscores, q)
+    dv = np.einsum("hqk,qhd->khd", weights, dout)
+    return dq, _reduce(dk, k), _reduce(dv, v)
+
+
+def merge(out: Float64, lse: Float64, more: Float64, more_lse: Float64) -> None:
+    """Merges a partial output and its log-sum-exp into `out` and `lse`, in place."""
+    with np.errstate(invalid="ignore"):  # NaN is how unfilled rows show
+        total = np.logaddexp(lse, more_lse)
+    safe = np.where(total == -np.inf, 0.0, total)
+    shares = (np.exp(side - safe)[:, :, None] for side in (lse, more_lse))
+    out[:] = sum(part * share for part, share in zip((out, more), shares, strict=True))
+    lse[:] = total
+
+
+def _scores(q: Float64, k: Float64, allowed: Bool, scale: float) -> Float64:
+    scores = np.einsum("qhd,khd->hqk", q, _repeat(k, q)) * scale
+    return np.where(allowed, scores, -np.inf)
+
+
+def _repeat(kv: Float64, q: Float64) -> Float64:
+    """Every kv head once for each q head that it serves."""
+    return np.repeat(kv, q.shape[1] // kv.shape[1], axis=1)
+
+
+def _reduce(grad: Float64, kv: Float64) -> Float64:
+    """Sum over the q heads of each kv head."""
+    rows, heads, dim = kv.shape
+    total: Float64 = grad.reshape(rows, heads, -1, dim).sum(axis=2)
+    return total
+
 
 # What payloads consist of, and which accumulators start anew when an input arrives.
 FIELDS = {
@@ -150,7 +218,7 @@ class NumericRank:
             )
         return self._slice(space, group, block)
 
-    def own(self, name: str) -> Float64:
+    def local(self, name: str) -> Float64:
         """A field of the own tokens, head groups side by side."""
         count = len(self.coordinates)
         return np.concatenate([fields[name][:count] for fields in self._fields], axis=1)

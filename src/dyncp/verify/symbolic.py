@@ -9,13 +9,12 @@ from dyncp.arrays import Int32, Int64
 from dyncp.blocks import Direction
 from dyncp.plan import INPUT_SPACE, RESULT_SPACE, Plan, Program, RankPlan, RankTiles, Space
 from dyncp.verify.coverage import AllTiles, collect_tiles, tile_key
-from dyncp.verify.drive import drive
-from dyncp.verify.mail import Entry, describe, entries_by_phase
-from dyncp.verify.rank_state import Key, RankState
+from dyncp.verify.messages import Entry, describe, entries_by_phase, run_programs
 from dyncp.verify.violation import Findings
+from dyncp.verify.workspaces import Key, RankState
 
 # Which side of the tiles accumulates a result: out in forward, dq and dk, dv in backward.
-RESULT_SPACES = {Direction.FORWARD: (Space.Q,), Direction.BACKWARD: (Space.Q, Space.KV)}
+ACCUMULATING = {Direction.FORWARD: (Space.Q,), Direction.BACKWARD: (Space.Q, Space.KV)}
 _SPACE_OF_KIND = {int(k): int(s) for k, s in (INPUT_SPACE | RESULT_SPACE).items()}
 _EMPTY: Int64 = np.zeros(0, np.int64)
 
@@ -24,26 +23,26 @@ def run_symbolically(plan: Plan, name: str, direction: Direction, findings: Find
     """Follows the programs of all ranks and reports what goes wrong on the way and at the end."""
     programs = [part.masks[name].program(direction) for part in plan.parts]
     where = f"mask {name!r}, {direction.name.lower()}"
-    machine = _SymbolicMachine(where, plan, name, direction, findings)
-    stuck = drive(programs, machine)
+    actions = _SymbolicRun(where, plan, name, direction, findings)
+    stuck = run_programs(programs, actions)
     for rank in stuck:
         findings.add(3, f"{where}: {rank}")
     if not stuck:
-        machine.check_end(collect_tiles(plan, name))
+        actions.check_end(collect_tiles(plan, name))
 
 
-class _SymbolicMachine:
+class _SymbolicRun:
     """Carries tile numbers between the ranks' accumulators instead of rows."""
 
     def __init__(
         self, where: str, plan: Plan, name: str, direction: Direction, findings: Findings
     ) -> None:
         programs = [part.masks[name].program(direction) for part in plan.parts]
-        self._accumulating = RESULT_SPACES[direction]
+        self._accumulating = ACCUMULATING[direction]
         self._static = plan.parts[0].static  # static methods send empty partials too
         self._sends = [entries_by_phase(program.sends) for program in programs]
         self._receives = [entries_by_phase(program.receives) for program in programs]
-        self._mailbox: dict[tuple[int, int, int], dict[Entry, Int64]] = {}
+        self._in_flight: dict[tuple[int, int, int], dict[Entry, Int64]] = {}
         self._states: list[RankState] = []
         self._work: list[dict[int, list[tuple[Key, Int64]]]] = []
         for part, program in zip(plan.parts, programs, strict=True):
@@ -69,7 +68,7 @@ class _SymbolicMachine:
 
     def launch(self, rank: int, phase: int, at: int) -> None:
         for peer, entries in self._sends[rank].get(phase, {}).items():
-            self._mailbox[rank, peer, phase] = {
+            self._in_flight[rank, peer, phase] = {
                 entry: self._pack(self._states[rank], entry, phase, at) for entry in entries
             }
 
@@ -77,7 +76,7 @@ class _SymbolicMachine:
         key = _key(entry)
         if not state.holds(key, at):
             invariant = 3 if entry[0] in INPUT_SPACE else 4
-            _report(state, invariant, "sends", entry, phase, f", but {state.found(key)}")
+            _report(state, invariant, "sends", entry, phase, f", but {state.describe_rows(key)}")
         if entry[0] in INPUT_SPACE:
             return _EMPTY
         partial = state.partial(key)
@@ -96,7 +95,7 @@ class _SymbolicMachine:
     def wait(self, rank: int, phase: int, at: int) -> None:
         state = self._states[rank]
         for peer, entries in self._receives[rank].get(phase, {}).items():
-            message = self._mailbox.get((peer, rank, phase), {})
+            message = self._in_flight.get((peer, rank, phase), {})
             for entry in entries:
                 if entry not in message:
                     continue  # nobody sends it, which the comparison of messages reports
@@ -109,7 +108,7 @@ class _SymbolicMachine:
         key = _key(entry)
         partial = state.partial(key)
         if not state.holds(key, at):
-            _report(state, 4, "merges", entry, phase, f", but {state.found(key)}")
+            _report(state, 4, "merges", entry, phase, f", but {state.describe_rows(key)}")
         if partial.sent_in is not None:
             sentence = f" after it sent its own partial in phase {partial.sent_in}"
             _report(state, 4, "merges", entry, phase, sentence)
@@ -124,7 +123,7 @@ class _SymbolicMachine:
         state = self._states[rank]
         for key, tiles in self._work[rank].get(division, []):
             if not state.holds(key, at):
-                sentence = f"division {division} reads {_name(key)}, but {state.found(key)}"
+                sentence = f"division {division} reads {_name(key)}, but {state.describe_rows(key)}"
                 state.report(2, sentence)
             if key[0] not in self._accumulating:
                 continue

@@ -1,20 +1,20 @@
 """verify_plan: the static checks of a whole plan, by symbolic execution of all ranks."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import numpy as np
 
 from dyncp.blocks import Batch, Direction
 from dyncp.checks import instance_of
-from dyncp.plan import Plan
-from dyncp.verify.balance import check_balance
+from dyncp.plan import PartError, Plan, RankPlan, check_structure
 from dyncp.verify.coverage import check_batch, check_rows, check_tiles
-from dyncp.verify.identity import check_identity
-from dyncp.verify.mail import check_mail
-from dyncp.verify.order import check_order
-from dyncp.verify.slots import check_slots, fits
-from dyncp.verify.structure import check_structure, programs_of
+from dyncp.verify.declared import check_balance, check_identity, check_traffic
+from dyncp.verify.messages import check_messages, check_order
 from dyncp.verify.symbolic import run_symbolically
-from dyncp.verify.traffic import check_traffic
 from dyncp.verify.violation import INVARIANTS, Findings, PlanError, Violation
+from dyncp.verify.workspaces import check_slots, fits
 
 # Those that a plan alone can break; kernel calls (6) are derived later.
 OF_PLANS = frozenset(INVARIANTS) - {6}
@@ -46,7 +46,7 @@ def examine_plan(plan: Plan, batch: Batch) -> Verified:
     """`verify_plan`, with the invariants that it could check."""
     instance_of("the plan to verify", plan, Plan, "a whole Plan")
     instance_of("its batch", batch, Batch, "the Batch it was made for")
-    malformed = check_structure(plan)
+    malformed = check_parts(plan)
     if malformed:
         return Verified(tuple(malformed), frozenset())
     findings, checked = Findings(), OF_PLANS
@@ -79,7 +79,7 @@ def _check_mask(plan: Plan, batch: Batch, name: str, findings: Findings) -> bool
         check_traffic(plan, name, direction, findings)
     followed = [
         _check_direction(plan, name, direction, findings)
-        for direction, _ in programs_of(plan.parts[0].masks[name])
+        for direction, _ in plan.parts[0].masks[name].programs()
     ]
     return all(followed)
 
@@ -87,7 +87,7 @@ def _check_mask(plan: Plan, batch: Batch, name: str, findings: Findings) -> bool
 def _check_direction(plan: Plan, name: str, direction: Direction, findings: Findings) -> bool:
     where = f"mask {name!r}, {direction.name.lower()}"
     programs = [part.masks[name].program(direction) for part in plan.parts]
-    check_mail(where, programs, findings)
+    check_messages(where, programs, findings)
     for part, program in zip(plan.parts, programs, strict=True):
         check_order(f"{where}, rank {part.rank}", program, findings)
         check_slots(where, part, program, findings)
@@ -95,3 +95,63 @@ def _check_direction(plan: Plan, name: str, direction: Direction, findings: Find
         return False
     run_symbolically(plan, name, direction, findings)
     return True
+
+
+def check_parts(plan: Plan) -> list[Violation]:
+    """The first structural fault of each part; while there is one, nothing else is looked at."""
+    if not plan.parts:
+        return [Violation(8, "the plan has no parts")]
+    found = [v for index, part in enumerate(plan.parts) for v in _faults(plan, index, part)]
+    return found or [Violation(1, sentence) for sentence in _differences(plan)]
+
+
+def _faults(plan: Plan, index: int, part: RankPlan) -> list[Violation]:
+    try:
+        if part.rank != index:
+            raise PartError(8, f"the part in this place is of rank {part.rank}")
+        if part.num_ranks != len(plan.parts):
+            raise PartError(
+                8, f"the part is of {part.num_ranks} ranks, the plan of {len(plan.parts)}"
+            )
+        _check_dtypes(part, "part")
+        check_structure(part)
+    except PartError as fault:
+        return [Violation(fault.invariant, f"rank {index}: {fault}")]
+    except (TypeError, KeyError, IndexError, AttributeError, ValueError) as error:
+        return [Violation(1, f"rank {index}: the part is malformed: {error!r}")]
+    return []
+
+
+def _check_dtypes(item: Any, name: str) -> None:
+    """Parts that were never encoded may hold anything."""
+    if isinstance(item, np.ndarray):
+        if item.dtype not in (np.int32, np.int64):
+            raise PartError(1, f"{name} holds {item.dtype}")
+    elif is_dataclass(item):
+        for entry in fields(item):
+            _check_dtypes(getattr(item, entry.name), f"{name}.{entry.name}")
+    elif isinstance(item, dict):
+        for key, value in item.items():
+            _check_dtypes(value, f"{name}[{key!r}]")
+
+
+def _differences(plan: Plan) -> Iterator[str]:
+    """What all parts must say alike, and do not."""
+    first = plan.parts[0]
+    for part in plan.parts[1:]:
+        alike = {
+            "shape": part.shape == first.shape,
+            "head groups": part.head_groups == first.head_groups,
+            "local multiple": part.local_multiple == first.local_multiple,
+            "sequence lengths": np.array_equal(part.lengths, first.lengths),
+            "masks": part.masks.keys() == first.masks.keys(),
+        }
+        for column in ("sequence", "start", "end", "owner"):
+            same = np.array_equal(getattr(part.blocks, column), getattr(first.blocks, column))
+            alike[f"block table (column {column})"] = same
+        for name in part.masks.keys() & first.masks.keys():
+            same = (part.masks[name].backward is None) == (first.masks[name].backward is None)
+            alike[f"backward program of mask {name!r}"] = same
+        for what, same in alike.items():
+            if not same:
+                yield f"rank {part.rank}: its {what} differs from that of rank 0"

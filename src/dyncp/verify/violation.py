@@ -34,7 +34,7 @@ class Violation:
 
 
 class PlanError(ValueError):
-    """A plan that breaks its invariants; the message has a sentence for each."""
+    """A plan that violates its invariants; the message has a sentence for each."""
 
     @staticmethod
     def of(violations: Iterable[Violation]) -> "PlanError":

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from dyncp.dataloader.local_tokens import batch_rows, fingerprint_tensor
+from dyncp.dataloader.local_fields import batch_rows, fingerprint_tensor
 from dyncp.executor.numbers import step_of
 from dyncp.executor.step import Step
 

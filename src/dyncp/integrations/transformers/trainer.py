@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dyncp.dataloader import NO_TARGET, DCPDataLoader, sum_over_ranks, undo_gradient_average
+from dyncp.dataloader import DCPDataLoader, sum_over_ranks, undo_gradient_average
+from dyncp.dataloader.local_tokens import num_targets
 from dyncp.executor import DCPExecutor
 from dyncp.integrations.transformers.attach import Attached, attach
 
@@ -144,8 +145,8 @@ class TrainerMixin:
             for inputs in dataloader:
                 moved: Any = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
                 loss: Tensor = self._run(model, moved).loss.double().cpu()
-                targets = (inputs["shift_labels"] != NO_TARGET).sum()
-                total += torch.stack([loss * inputs["num_items_in_batch"], targets.double()])
+                total[0] += loss * inputs["num_items_in_batch"]
+                total[1] += num_targets(inputs)
         summed, targets = sum_over_ranks(total.to(self.args.device)).tolist()
         metrics = {f"{metric_key_prefix}_loss": summed / max(targets, 1.0)}
         return EvalLoopOutput(None, None, metrics, len(dataloader.dataset))
@@ -187,6 +188,6 @@ def _check_arguments(args: Any, options: Mapping[str, Any]) -> None:
     for name, given in refused.items():
         if given:
             raise ValueError(
-                f"TrainerMixin got {name}, which does not know that a rank has parts of sequences; "
+                f"this Trainer got {name}, which does not know that a rank has parts of sequences; "
                 "leave it out"
             )

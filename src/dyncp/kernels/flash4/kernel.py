@@ -1,20 +1,165 @@
 """Kernel `flash4`: flash-attn-4 over lists of kernel tiles with ranges of key rows, or its own
 causal and varlen paths where a call is just that."""
 
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
-from dyncp.arrays import Int32
-from dyncp.kernels.call import KernelCall
+from dyncp.arrays import Int32, Int64, UInt8
+from dyncp.compiled import compiled
 from dyncp.kernels.flash4 import compiled as flash
-from dyncp.kernels.flash4.lowering import MOST_SEQUENCES, Lowered, lower_call, padded
-from dyncp.kernels.index_arrays import IndexArrays
-from dyncp.kernels.kernel import Gradients, Sums
-from dyncp.kernels.tile_lists import SIDE
+from dyncp.kernels.index_arrays import Index, IndexArrays
+from dyncp.kernels.kernel import Gradients, Kernel, KernelCall, SequenceRows, Sums
+from dyncp.kernels.tile_lists import (
+    SIDE,
+    list_full_tiles,
+    list_tiles_of,
+    map_kernel_tiles,
+    transpose_ranges,
+)
 from dyncp.kernels.triton.kernel import TritonKernel
 from dyncp.plan import AttentionShape
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """Query rows q_starts[i]:q_starts[i + 1] see key rows k_starts[i]:k_starts[i + 1], causally
+    from the last row back; both begin at row 0."""
+
+    q_starts: Int32
+    k_starts: Int32
+
+
+def find_sequences(call: KernelCall) -> Sequences | None:
+    """The sequences of a call that consists of nothing else."""
+    spans = np.zeros((len(call.q_coordinates), 2), np.int64)
+    order = np.lexsort((call.rectangles[:, 2], call.rectangles[:, 0]))
+    rectangles = call.rectangles[order]
+    if not _join_spans(spans, rectangles, call.k_coordinates, call.ranges):
+        return None
+    used = np.flatnonzero(spans[:, 1] > spans[:, 0])
+    if not len(used) or len(used) != used[-1] + 1:
+        return None
+    start, end = spans[: len(used)].T
+    head = np.append(True, start[1:] != start[:-1])
+    q_starts = np.append(np.flatnonzero(head), len(used))
+    grows = (np.diff(end) == 1) | head[1:]
+    last = end[q_starts[1:] - 1]
+    k_starts = np.append(0, last)
+    follows = (start[head] == k_starts[:-1]).all() and grows.all()
+    longer = (np.diff(k_starts) >= np.diff(q_starts)).all()
+    if not follows or not longer or rectangles[:, 1].max() > len(used):
+        return None
+    return Sequences(q_starts.astype(np.int32), k_starts.astype(np.int32))
+
+
+@compiled
+def _join_spans(spans: Int64, rectangles: Int64, k_coordinates: Int64, ranges: Int32) -> bool:
+    """Fills the one span of key rows of every query row; False where a row has several."""
+    for i in range(len(rectangles)):
+        q0, q1, k0, k1 = rectangles[i]
+        shift = k0 - k_coordinates[k0]
+        for row in range(q0, q1):
+            for r in range(ranges.shape[1]):
+                start = max(ranges[row, r, 0] + shift, k0)
+                end = min(ranges[row, r, 1] + shift, k1)
+                if start >= end:
+                    continue
+                if spans[row, 1] == spans[row, 0]:
+                    spans[row, 0], spans[row, 1] = start, end
+                elif spans[row, 1] == start:
+                    spans[row, 1] = end
+                else:
+                    return False
+    return True
+
+
+MOST_SEQUENCES = 256  # above, its varlen path wants tables that we do not make
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """`rows` and `keys` are the kernel tiles that the call touches; lists count from their starts.
+    `sequences` are those that are kept apart backward, if there are several."""
+
+    rows: slice
+    keys: slice
+    indices: tuple[Index, ...]  # of the lists or sequences; none: causal
+    sequences: Sequences | None = None
+    made: dict[int, Any] = field(default_factory=dict)
+
+    def shape(self) -> flash.Shape:
+        """What flash-attn-4 is told; made once the index arrays are on the device."""
+        if 0 not in self.made:
+            tensors = [index.tensor for index in self.indices]
+            kinds = {0: None, 2: flash.Varlen, 5: flash.SparseLists}
+            kind = kinds[len(tensors)]
+            self.made[0] = None if kind is None else kind(*tensors)
+        made: flash.Shape = self.made[0]
+        return made
+
+
+def lower_call(call: KernelCall, arrays: IndexArrays, *, backward: bool) -> Lowered:
+    sequences = find_sequences(call)
+    if sequences is not None and _takes_own_path(sequences, call, backward):
+        return _lower_sequences(sequences, arrays, backward)
+    return _lower_lists(call, arrays, backward)
+
+
+def _takes_own_path(sequences: Sequences, call: KernelCall, backward: bool) -> bool:
+    """One causal sequence collects gradients as lists of tiles do; several lie in another order,
+    which only a program of one call may use. Its rows must be those of the call. Flash-attn-4
+    compiles calls of one piece apart: small ones are not worth it."""
+    queries, keys = int(sequences.q_starts[-1]), int(sequences.k_starts[-1])
+    if queries <= flash.MOST_SINGLE or keys <= SIDE:
+        return False
+    if (call.q_rows.start, call.k_rows.start) != (0, 0) or call.rectangles[:, 3].max() > keys:
+        return False
+    count = len(sequences.q_starts) - 1
+    return count == 1 or (count <= MOST_SEQUENCES and (call.alone or not backward))
+
+
+def _lower_sequences(sequences: Sequences, arrays: IndexArrays, backward: bool) -> Lowered:
+    """Rows behind the last sequence are not part of the call: nobody reads what it leaves there."""
+    starts = (sequences.q_starts, sequences.k_starts)
+    rows, keys = (slice(0, int(x[-1])) for x in starts)
+    several = len(sequences.q_starts) > 2
+    return Lowered(
+        rows,
+        keys,
+        tuple(arrays.add(x) for x in starts) if several else (),
+        sequences if several and backward else None,
+    )
+
+
+def _lower_lists(call: KernelCall, arrays: IndexArrays, backward: bool) -> Lowered:
+    tiles, rows, keys = map_kernel_tiles(call), call.q_rows, call.k_rows
+    state = tiles.state[_tiles(rows), _tiles(keys)]
+    if backward:
+        state, ranges = state.T, transpose_ranges(tiles)[:, :, padded(keys)] - rows.start
+    else:
+        ranges = tiles.ranges[:, :, padded(rows)] - keys.start
+    lists = _flash_lists(np.ascontiguousarray(state))
+    indices = [arrays.add(x) for x in (*lists, ranges.reshape(-1, ranges.shape[2]))]
+    return Lowered(rows, keys, tuple(indices))
+
+
+def _flash_lists(state: UInt8) -> tuple[Int32, Int32, Int32, Int32]:
+    everything = np.ones(len(state) * SIDE, np.bool_)
+    lists = list_tiles_of(state, everything)
+    return lists.partial_count, lists.partial, *list_full_tiles(state)
+
+
+def _tiles(rows: slice) -> slice:
+    return slice(rows.start // SIDE, -(-rows.stop // SIDE))
+
+
+def padded(rows: slice) -> slice:
+    return slice(rows.start, -(-rows.stop // SIDE) * SIDE)
+
 
 DTYPES = ("bf16", "fp16")
 HEAD_DIMS = range(16, 128 + 1, 8)  # above, its kernel tiles are not 128 × 128
@@ -23,12 +168,12 @@ PANELS = 2  # axes of collected sums; rows have three
 WIDE_TILES = 64  # up to this head dim, its kernel tiles have 128 query rows backward, else 64
 
 
-class Flash4Kernel:
+class Flash4Kernel(Kernel):
     """`deterministic` takes the backward of kernel `triton`; otherwise gradients are added up by
     atomics, in any order."""
 
     name = "flash4"
-    capturable = True  # its calls allocate nothing and wait for nothing
+    capturable = True
     merges = False
     row_multiple = SIDE
     dim_multiple = DIM_MULTIPLE
@@ -101,21 +246,25 @@ class Flash4Kernel:
             flash.Accumulators(_panels(dq, rows, dim, whole=whole), dk, dv),
         )
 
-    def sequence_runs(
+    def sequence_rows(
         self, lowered: Lowered, dim: int
-    ) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, int, int, int]]]:
-        """First row, rows, place and rows there of whole sequences, of queries and of keys, where a
-        backward call consists of them: each begins on a border of its kernel tiles."""
+    ) -> tuple[list[SequenceRows], list[SequenceRows]]:
+        """Each sequence begins on a border of the kernel tiles."""
         if lowered.sequences is None:
             return [], []
         queries = SIDE if dim <= WIDE_TILES else SIDE // 2
         starts = lowered.sequences.q_starts, lowered.sequences.k_starts
-        return _runs(starts[0], queries), _runs(starts[1], SIDE)
+        return _aligned(starts[0], queries), _aligned(starts[1], SIDE)
 
 
-def _runs(starts: Int32, side: int) -> list[tuple[int, int, int, int]]:
+def _aligned(starts: Int32, side: int) -> list[SequenceRows]:
     return [
-        (first, end - first, (first + i * side) // side * side, -(-(end - first) // side) * side)
+        SequenceRows(
+            first,
+            end - first,
+            (first + i * side) // side * side,
+            -(-(end - first) // side) * side,
+        )
         for i, (first, end) in enumerate(pairwise(starts.tolist()))
     ]
 

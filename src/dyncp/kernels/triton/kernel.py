@@ -9,15 +9,58 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dyncp.kernels.call import Held, KernelCall, RowStates
 from dyncp.kernels.index_arrays import Index, IndexArrays
-from dyncp.kernels.kernel import Gradients, Sums
+from dyncp.kernels.kernel import Gradients, Kernel, KernelCall, RowState, RowStates, Sums
+from dyncp.kernels.row_ops import LOG2E
 from dyncp.kernels.tile_lists import HALF, SIDE, TileLists, list_tiles_of, map_kernel_tiles
 from dyncp.kernels.triton.backward import attend_backward_keys, attend_backward_queries
 from dyncp.kernels.triton.forward import attend_tiles
-from dyncp.kernels.triton.launch import Launch, Pieces, choose_launch
 
-LOG2E = 1.4426950408889634
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Query rows and key rows of a piece, warps per program and stages of the load pipeline."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How the three kernels are launched; pieces of `keys` are at most 64 × 64."""
+
+    forward: Pieces
+    queries: Pieces
+    keys: Pieces
+
+
+# Shared memory per program is about (rows + stages × 2 × keys) × head dim × item bytes.
+_HOPPER = {
+    64: Launch(Pieces(128, 128, 8, 3), Pieces(128, 128, 8, 2), Pieces(64, 64, 4, 2)),
+    128: Launch(Pieces(128, 128, 8, 3), Pieces(128, 128, 8, 2), Pieces(64, 64, 4, 2)),
+    256: Launch(Pieces(128, 64, 8, 2), Pieces(64, 32, 4, 2), Pieces(32, 64, 4, 2)),
+}
+_AMPERE = {
+    64: Launch(Pieces(128, 64, 4, 3), Pieces(64, 64, 4, 2), Pieces(64, 64, 4, 2)),
+    128: Launch(Pieces(128, 32, 4, 2), Pieces(64, 32, 4, 2), Pieces(32, 64, 4, 2)),
+    256: Launch(Pieces(64, 32, 4, 1), Pieces(32, 32, 4, 1), Pieces(32, 32, 4, 1)),
+}
+_FP32 = {
+    64: Launch(Pieces(64, 32, 4, 2), Pieces(32, 32, 4, 1), Pieces(32, 32, 4, 1)),
+    128: Launch(Pieces(32, 32, 4, 2), Pieces(32, 32, 4, 1), Pieces(32, 32, 4, 1)),
+    256: Launch(Pieces(32, 16, 4, 1), Pieces(16, 16, 4, 1), Pieces(16, 16, 4, 1)),
+}
+
+
+def choose_launch(device: torch.device, padded_dim: int, dtype: torch.dtype) -> Launch:
+    if dtype == torch.float32:
+        return _FP32[padded_dim]
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return (_HOPPER if hopper else _AMPERE)[padded_dim]
+
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_DIM, LEAST_DIM = 256, 16
 
@@ -66,13 +109,11 @@ class Lowered:
         return self.vectors[block]
 
 
-class TritonKernel:
+class TritonKernel(Kernel):
     """Merges inside its kernels, as the states of rows say."""
 
     name = "triton"
-    capturable = True  # its calls allocate nothing and wait for nothing
-    merges = True
-    collects = False
+    capturable = True
 
     def lower(self, call: KernelCall, arrays: IndexArrays, *, backward: bool) -> Lowered:
         tiles = map_kernel_tiles(call, halves=backward)
@@ -141,7 +182,9 @@ class TritonKernel:
 
 
 def _side(lists: TileLists, states: RowStates, arrays: IndexArrays) -> Side:
-    merges = bool((states.before != Held.NOTHING).any() or (states.after == Held.WIDE).any())
+    merges = bool(
+        (states.before != RowState.NOTHING).any() or (states.after == RowState.WIDE).any()
+    )
     return Side(
         len(lists.order),
         lists.num_heavy,

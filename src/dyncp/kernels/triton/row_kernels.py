@@ -8,7 +8,7 @@ rows are shifted in their block, so that sums in panels are loaded as they lie.
 import triton
 import triton.language as tl
 
-from dyncp.kernels.panels import ROWS
+from dyncp.kernels.flash4.panels import ROWS
 from dyncp.kernels.row_ops import LOG2E, Copy, Form, Kind, RowSum, Source, Target
 
 # Columns of chunks, and numbers that entries hold, as Triton's constants.

@@ -14,10 +14,20 @@ import triton
 from torch import Tensor
 
 from dyncp.arrays import Int64, starts_of
+from dyncp.kernels.flash4.panels import COLUMNS
 from dyncp.kernels.index_arrays import Index, IndexArrays
-from dyncp.kernels.memory import Dtypes, Memory
-from dyncp.kernels.panels import COLUMNS
-from dyncp.kernels.row_ops import OWN, Copy, Form, Kind, Results, RowSum, Source, Target
+from dyncp.kernels.row_ops import (
+    OWN,
+    Copy,
+    Dtypes,
+    Form,
+    Kind,
+    Memory,
+    Results,
+    RowSum,
+    Source,
+    Target,
+)
 from dyncp.kernels.triton.row_kernels import (
     CHUNK,
     combine_chunk,

@@ -22,8 +22,10 @@ class Region(NamedTuple):
     @property
     def rows(self) -> Int64:
         """The blocks of all rows, counted from their sequences' first."""
-        parts = [self.lines[piece[1] : piece[2]] for piece in self.pieces]
-        return np.concatenate([np.zeros(0, np.int64), *parts])
+        begin, counts = self.pieces[:, 1], self.pieces[:, 2] - self.pieces[:, 1]
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        rows: Int64 = self.lines[np.repeat(begin, counts) + within]
+        return rows
 
 
 def whole_batch(problem: Problem) -> Region:
@@ -56,8 +58,8 @@ def region_of_rows(problem: Problem, chosen: Bool) -> Region:
     row = problem.work_start[of_block] + lines[: len(blocks)] * stride
     running = np.append(0.0, np.cumsum(problem.work))
     per_block = np.stack([running[row + stride] - running[row], problem.tokens[blocks]], axis=1)
-    load = np.array([per_block[b : b + n].sum(axis=0) for b, n in zip(begin, counts, strict=True)])
-    return Region(pieces, lines, load.reshape(-1, 2))
+    load = np.add.reduceat(per_block, begin) if len(begin) else np.zeros((0, 2))
+    return Region(pieces, lines, load)
 
 
 class Parts(NamedTuple):

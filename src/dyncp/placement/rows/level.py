@@ -226,7 +226,9 @@ def _find_exchanges(
 @inner
 def _cheapest(rows: Rows, r: int, found: Int64, relief: Float64, size: int) -> int:
     """Which of the exchanges costs the fewest bytes per relief."""
-    unit = _EPSILON * rows.size.sum() + 1.0
+    unit = 1.0
+    for e in range(len(rows.size)):
+        unit += _EPSILON * rows.size[e]
     best, best_at = np.inf, -1
     for at in range(size):
         b, s, c = found[at, 0], found[at, 1], found[at, 2]
@@ -242,7 +244,8 @@ def _cheapest(rows: Rows, r: int, found: Int64, relief: Float64, size: int) -> i
 @inner
 def _list_members(rank: Int64, members: Int64, first: Int64) -> None:
     """Blocks of every rank: members[first[r] : first[r + 1]]."""
-    first[:] = 0
+    for r in range(len(first)):
+        first[r] = 0
     for b in range(len(rank)):
         first[rank[b] + 1] += 1
     for r in range(len(first) - 1):

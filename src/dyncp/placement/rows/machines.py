@@ -20,10 +20,12 @@ from dyncp.placement.rows.level import Rows, level, make_rows
 from dyncp.topology import Topology
 
 # Pieces have at most this share of a machine.
-PIECES = (1.0, 0.93, 0.85, 0.5)
+PIECES = (1.0, 0.85, 0.5)
 MAX_MOVES = 100
+# Up to so many machines are also split off one by one.
+PEELED = 32
 # The best ways before levelling are levelled.
-LEVELLED = 3
+LEVELLED = 5
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,8 +65,8 @@ def _ways(machines: Machines, sequence: Int64) -> Iterator[Int64]:
     batch = whole_batch(machines.problem)
     mean = np.maximum(machines.load.sum(axis=0) / machines.topology.num_ranks, 1e-9)
     budget = Budget(mean, machines.caps / mean - 1, 8.0)
-    for peel, sizes in product((False, True), (1, 5)):
-        way = Way(rows_only=True, peel=peel, sizes=sizes)
+    for peel in (False, True) if machines.topology.num_ranks <= PEELED else (False,):
+        way = Way(rows_only=True, peel=peel)
         regions = split(machines.problem, batch, machines.topology, budget, way)
         yield owners(machines.problem, list(regions))
 

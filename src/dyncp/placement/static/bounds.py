@@ -16,7 +16,12 @@ from dyncp.blocks import BlockGraph
 from dyncp.placement.solver import Degrees
 from dyncp.placement.static.chunks import contiguous_ranks
 from dyncp.placement.static.groups import block_work, deal_loads, sequence_load
-from dyncp.placement.static.hybrid import hybrid_shares
+from dyncp.placement.static.hybrid import (
+    deal_documents,
+    group_sizes,
+    hybrid_shares,
+    ring_seconds,
+)
 from dyncp.placement.static.methods import METHODS, Method
 from dyncp.topology import Topology
 
@@ -108,9 +113,11 @@ class StaticBounds:
         ranks = self._topology.num_ranks
         if not self._is_long.all():
             return Bound(1 / ranks, 1 / ranks, 1, 0.0)
-        shares = hybrid_shares(self._load, self._lengths, ranks, tokens)
-        work, held = CERTAIN * shares.max(axis=0)
-        return Bound(float(work), float(held), 1, 0.0)
+        sizes = group_sizes(self._lengths, ranks, tokens)
+        first = deal_documents(self._load, sizes, ranks)
+        work, held = CERTAIN * hybrid_shares(self._load, sizes, first, ranks).max(axis=0)
+        travels = ring_seconds(self._lengths, sizes, first, self._topology)
+        return Bound(float(work), float(held), 1, travels)
 
     def _seconds_per_byte(
         self, method: Method, group_tokens: float, degree: int, heads: int

@@ -20,21 +20,24 @@ def deal_sequences(graph: BlockGraph, num_groups: int) -> Int64:
 
 def deal_loads(load: Float64, num_groups: int) -> Int64:
     """As `deal_sequences`, from the shares that `sequence_load` gives."""
-    return _deal(load, np.argsort(-load.max(axis=1), kind="stable"), num_groups)
+    group = np.zeros(len(load), np.int64)
+    order = np.argsort(-load.max(axis=1), kind="stable")
+    deal(load, order, np.zeros((num_groups, 2)), group)
+    return group
 
 
 @compiled
-def _deal(load: Float64, order: Int64, num_groups: int) -> Int64:
-    group_load, group = np.zeros((num_groups, 2)), np.zeros(len(load), np.int64)
+def deal(load: Float64, order: Int64, group_load: Float64, group: Int64) -> None:
+    """Deals loads in this order to groups that have `group_load` already; writes their groups."""
     for sequence in order:
         least, chosen = np.inf, 0
-        for g in range(num_groups):
+        for g in range(len(group_load)):
             most = max(group_load[g, 0] + load[sequence, 0], group_load[g, 1] + load[sequence, 1])
             if most < least:
                 least, chosen = most, g
         group[sequence] = chosen
-        group_load[chosen] += load[sequence]
-    return group
+        for what in range(2):  # adding rows would take seconds to compile
+            group_load[chosen, what] += load[sequence, what]
 
 
 def sequence_load(graph: BlockGraph) -> Float64:

@@ -18,7 +18,7 @@ from dyncp.blocks import BlockGraph, TokenBlocks
 from dyncp.placement.placement import Limits, Placement, Traffic
 from dyncp.placement.solver import Degrees, Solver
 from dyncp.placement.static.chunks import zigzag_ranks
-from dyncp.placement.static.groups import sequence_load
+from dyncp.placement.static.groups import deal, sequence_load
 from dyncp.topology import Topology
 
 
@@ -48,7 +48,8 @@ def group_sizes(lengths: Sequence[int], num_ranks: int, budget: int | None) -> I
     one document that is the whole batch gets all ranks (or the power of two below)."""
     most = 1 << (num_ranks.bit_length() - 1)
     share = -(-sum(lengths) // most) if budget is None else budget
-    sizes = np.asarray([1 << (-(-length // share) - 1).bit_length() for length in lengths])
+    needed = -(-np.asarray(lengths, np.int64) // share)
+    sizes = 1 << np.frexp((needed - 1).astype(np.float64))[1].astype(np.int64)  # powers of two
     if sizes.max() > most:
         raise ValueError(
             f"a document of {max(lengths)} tokens needs {sizes.max()} ranks with {share} tokens "
@@ -74,7 +75,7 @@ def _place(
 ) -> Placement:
     num_ranks, lengths = topology.num_ranks, graph.batch.lengths
     sizes = group_sizes(lengths, num_ranks, budget)
-    first_rank = _deal(sequence_load(graph), sizes, num_ranks)
+    first_rank = deal_documents(sequence_load(graph), sizes, num_ranks)
     owner = first_rank[graph.blocks.sequence] + _positions(graph, sizes)
     rings, ring = _rings(first_rank, sizes)
     groups = len(graph.head_groups)
@@ -87,29 +88,47 @@ def _place(
     return Placement.where_queries_live(graph, num_ranks, owner, name, static=True, traffic=traffic)
 
 
-def hybrid_shares(
-    load: Float64, lengths: Sequence[int], num_ranks: int, budget: int | None
-) -> Float64:
-    """What each rank has of the batch's work and tokens if every document is split evenly."""
-    sizes = group_sizes(lengths, num_ranks, budget)
-    first = _deal(load, sizes, num_ranks)
-    shares = np.zeros((num_ranks, 2))
-    for document, size in enumerate(sizes.tolist()):
-        shares[first[document] : first[document] + size] += load[document] / size
+def hybrid_shares(load: Float64, sizes: Int64, first: Int64, num_ranks: int) -> Float64:
+    """What each rank has of the batch's work and tokens if every document is split evenly; `sizes`
+    are those of the documents' groups, which begin at rank `first`."""
+    shares, one = np.zeros((num_ranks, 2)), sizes == 1
+    np.add.at(shares, first[one], load[one])
+    for document in np.flatnonzero(~one).tolist():
+        begin, size = first[document], sizes[document]
+        shares[begin : begin + size] += load[document] / size
     return shares
 
 
-def _deal(load: Float64, sizes: Int64, num_ranks: int) -> Int64:
+def ring_seconds(lengths: Sequence[int], sizes: Int64, first: Int64, topology: Topology) -> float:
+    """Per byte of a token's keys and values: what these take on the busiest link at least, when all
+    of a document but a rank's own share goes from each rank of its group to the next."""
+    ranks = topology.ranks_per_machine
+    port, nic = np.zeros(topology.num_ranks), np.zeros(topology.machines)
+    for document in np.flatnonzero(sizes > 1).tolist():
+        begin, size, length = first[document], sizes[document], lengths[document]
+        moved = length - 2 * -(-length // (2 * size))
+        if ranks % size == 0:
+            port[begin : begin + size] += moved
+        else:  # over the borders of all machines that it has as a whole
+            nic[-(-begin // ranks) : (begin + size) // ranks] += moved
+    between = float(nic.max()) / topology.nic_bandwidth if topology.machines > 1 else 0.0
+    return max(float(port.max()) / topology.intra.bandwidth, between)
+
+
+def deal_documents(load: Float64, sizes: Int64, num_ranks: int) -> Int64:
     """First rank of every document's group: the most loaded per rank goes first, to the aligned
     group whose fullest rank stays lowest."""
     per_rank = load / sizes[:, None]
     rank_load, first = np.zeros((num_ranks, 2)), np.zeros(len(sizes), np.int64)
-    for document in np.lexsort((-per_rank.max(axis=1), -sizes)):
+    order = np.lexsort((-per_rank.max(axis=1), -sizes))
+    several = int((sizes > 1).sum())
+    for document in order[:several]:
         size = sizes[document]
         aligned = rank_load[: num_ranks // size * size].reshape(-1, size, 2)
         fullest = (aligned + per_rank[document]).max(axis=(1, 2))
         first[document] = fullest.argmin() * size
         rank_load[first[document] : first[document] + size] += per_rank[document]
+    deal(load, order[several:], rank_load, first)
     return first
 
 

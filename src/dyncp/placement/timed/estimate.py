@@ -120,7 +120,7 @@ def own(
 
 
 @inner
-def count_all(step: StepEstimate) -> None:
+def _count_all(step: StepEstimate) -> None:
     """Fills pins, users, busy and held from the ranks of tiles and blocks."""
     step.pins[:] = 0
     step.users[:] = 0
@@ -188,5 +188,5 @@ def seconds(busy: Float64, weight: Float64, ranks: int, power: int) -> float:
 @compiled
 def estimate(step: StepEstimate, power: int) -> float:
     """Counts all and estimates."""
-    count_all(step)
+    _count_all(step)
     return seconds(step.busy, step.weight, len(step.slow), power)

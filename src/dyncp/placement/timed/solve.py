@@ -10,6 +10,7 @@ from dyncp.blocks import BlockGraph, Payload
 from dyncp.placement.placement import Limits, Placement, measure_balance
 from dyncp.placement.timed.estimate import HIGH, LOW, StepEstimate, estimate
 from dyncp.placement.timed.sweep import sweep
+from dyncp.placement.timed.unit import make_unit
 from dyncp.topology import Topology
 
 # Most sweeps with a low and with a high power of means.
@@ -48,8 +49,9 @@ def improve(
     start = estimate(step, HIGH)
     if start < max(worth * _alone(step), least / _unit(prices, topology)):
         return None
+    unit = make_unit(step)
     for power, most in SWEEPS:
-        sweep(step, most, power)
+        sweep(step, unit, most, power)
     if estimate(step, HIGH) >= start and not placement.static:
         return None
     found = _placement(graph, step)

@@ -3,57 +3,65 @@ estimated to be shortest. Only those are tried that are on a rank with a busy re
 
 import numpy as np
 
-from dyncp.arrays import Bool, Int64
+from dyncp.arrays import Bool, Float64, Int64
 from dyncp.compiled import compiled, inner
 from dyncp.placement.timed.estimate import StepEstimate, estimate, seconds
-from dyncp.placement.timed.unit import Unit, list_unit, make_unit, put_unit, write_tiles
+from dyncp.placement.timed.unit import Unit, list_unit, put_unit
 
 # A move has to shorten the estimate by this share, a sweep by that one, or it is the last.
 WORTH_MOVE, WORTH_SWEEP = 1e-5, 0.01
 # Ranks that are tried: of the same sequence, and the least busy, of all and of the machine.
 RELATED, NEAR, FAR = 4, 3, 3
-# Sweeping ends when so many edges and resources have been looked at, which takes some 50 ms.
-MOST_LOOKED_AT = 6_000_000
+# Sweeping ends when so many edges and resources have been looked at, which takes some 25 ms.
+MOST_LOOKED_AT = 3_000_000
 # A resource is busy that has this share of the busiest.
 HOT = 0.8
 
 
+# Functions that are called often get arrays rather than the whole estimate: numba takes long to
+# compile those with many.
 @inner
-def _mark_hot(step: StepEstimate, hot: Bool) -> None:
+def _mark_hot(busy: Float64, weight: Float64, per_machine: int, hot: Bool) -> None:
     """Ranks with a busy resource, their own or their machine's."""
-    ranks, per_machine = len(step.slow), step.sizes[0]
+    ranks = len(hot)
     machines = ranks // per_machine
-    hot[:] = False
-    for row in range(len(step.busy)):
-        most = step.busy[row].max() * HOT
-        if most == 0 or step.weight[row] == 0:
+    for r in range(ranks):
+        hot[r] = False
+    for row in range(len(busy)):
+        most = 0.0
+        for at in range(busy.shape[1]):
+            most = max(most, HOT * busy[row, at])
+        if most == 0 or weight[row] == 0:
             continue
         for r in range(ranks):
             m = 3 * ranks + r // per_machine
             for at in (r, ranks + r, 2 * ranks + r, m, m + machines):
-                if step.busy[row, at] >= most:
+                if busy[row, at] >= most:
                     hot[r] = True
 
 
 @inner
-def _load(step: StepEstimate, s: int) -> float:
+def _load(busy: Float64, weight: Float64, s: int) -> float:
     total = 0.0
-    for row in range(len(step.busy)):
-        total += step.weight[row] * step.busy[row, s]
+    for row in range(len(busy)):
+        total += weight[row] * busy[row, s]
     return total
 
 
 @inner
-def _find_targets(step: StepEstimate, b: int, r: int, target: Int64, known: Bool) -> int:
+def _find_targets(
+    busy: Float64, weight: Float64, span: Int64, block_rank: Int64,
+    b: int, r: int, per_machine: int, target: Int64, known: Bool,
+) -> int:  # fmt: skip
     """Ranks for a unit of the sequence of block b that is on rank r."""
-    ranks, per_machine = len(step.slow), step.sizes[0]
-    known[:] = False
-    known[r] = True
+    ranks = len(known)
+    for s in range(ranks):
+        known[s] = s == r
     size = 0
     for way in (-1, 1):  # the nearest blocks on other ranks
         c = b + way
-        while step.span[b, 0] <= c < step.span[b, 1] and size < (2 if way < 0 else RELATED):
-            s = step.block_rank[c]
+        while span[b, 0] <= c < span[b, 1] and size < (2 if way < 0 else RELATED):
+            s = block_rank[c]
             if not known[s]:
                 known[s] = True
                 target[size] = s
@@ -65,7 +73,7 @@ def _find_targets(step: StepEstimate, b: int, r: int, target: Int64, known: Bool
             best, least = -1, np.inf
             for s in range(0 if far else home, ranks if far else home + per_machine):
                 if not known[s]:
-                    load = _load(step, s)
+                    load = _load(busy, weight, s)
                     if load < least:
                         best, least = s, load
             if best < 0:
@@ -77,9 +85,9 @@ def _find_targets(step: StepEstimate, b: int, r: int, target: Int64, known: Bool
 
 
 @inner
-def _fits(step: StepEstimate, unit: Unit, s: int) -> bool:
+def _fits(held: Float64, most: Float64, more: Float64, s: int) -> bool:
     for what in range(2):
-        if unit.held[what] > 0 and step.held[s, what] + unit.held[what] > step.most[s, what]:
+        if more[what] > 0 and held[s, what] + more[what] > most[s, what]:
             return False
     return True
 
@@ -92,7 +100,7 @@ def _move(
     best, best_s, at = now * (1 - WORTH_MOVE), r, r
     for i in range(size):
         s = target[i]
-        if not _fits(step, unit, s):
+        if not _fits(step.held, step.most, unit.held, s):
             continue
         put_unit(step, unit, at, s)
         at = s
@@ -103,22 +111,25 @@ def _move(
         put_unit(step, unit, at, best_s)
     if best_s == r:
         return now
-    write_tiles(step, unit, best_s)
+    for i in range(unit.sizes[0]):
+        step.tile_rank[unit.tiles[i]] = best_s
     return best
 
 
 @compiled
-def sweep(step: StepEstimate, most: int, power: int) -> None:
-    """Sweeps at most so many times."""
+def sweep(step: StepEstimate, unit: Unit, most: int, power: int) -> None:
+    """Sweeps at most so many times; `unit` is room for one."""
     ranks, spent = len(step.slow), 0
-    unit, target = make_unit(step), np.empty(RELATED + NEAR + FAR, np.int64)
+    target = np.empty(RELATED + NEAR + FAR, np.int64)
     hot, known = np.zeros(ranks, np.bool_), np.zeros(ranks, np.bool_)
+    done, per_machine = np.zeros(ranks, np.int64), step.sizes[0]
     now = estimate(step, power)
     for _ in range(most):
         before = now
         for single in range(2):
-            done = np.full(ranks, -1)  # first block of the last sequence whose part was tried
-            _mark_hot(step, hot)
+            for r in range(ranks):
+                done[r] = -1  # first block of the last sequence whose part was tried
+            _mark_hot(step.busy, step.weight, per_machine, hot)
             for b in range(len(step.block_rank)):
                 first, end, r = step.span[b, 0], step.span[b, 1], step.block_rank[b]
                 alone = end - first == 1 if single else done[r] == first
@@ -126,12 +137,15 @@ def sweep(step: StepEstimate, most: int, power: int) -> None:
                     continue
                 done[r] = first
                 list_unit(step, unit, b if single else first, b + 1 if single else end, r)
-                size = _find_targets(step, b, r, target, known)
+                size = _find_targets(
+                    step.busy, step.weight, step.span, step.block_rank, b, r, per_machine,
+                    target, known,
+                )  # fmt: skip
                 spent += size * (unit.sizes[2] + step.busy.shape[1])
                 found = _move(step, unit, r, target, size, now, power)
                 if found < now:
                     now = found
-                    _mark_hot(step, hot)
+                    _mark_hot(step.busy, step.weight, per_machine, hot)
         now = estimate(step, power)  # counted anew, since rounding adds up
         if now > before * (1 - WORTH_SWEEP):
             break

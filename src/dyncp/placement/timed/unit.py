@@ -22,7 +22,6 @@ class Unit(NamedTuple):
     held: Float64  # [2] tokens and work
 
 
-@inner
 def make_unit(step: StepEstimate) -> Unit:
     tiles, edges = len(step.tile_rank), len(step.size)
     return Unit(
@@ -44,9 +43,12 @@ def list_unit(step: StepEstimate, unit: Unit, first: int, end: int, r: int) -> N
     groups, masks = step.sizes[2], step.sizes[3]
     for i in range(unit.sizes[2]):
         unit.place[unit.edges[i]] = -1
-    unit.sizes[:] = 0
-    unit.load[:] = 0.0
-    unit.held[:] = 0.0
+    for i in range(3):
+        unit.sizes[i] = 0
+    for i in range(len(unit.load)):
+        unit.load[i] = 0.0
+    for i in range(2):
+        unit.held[i] = 0.0
     last = len(step.busy) - 1
     for b in range(first, end):
         if step.block_rank[b] == r:
@@ -110,9 +112,3 @@ def put_unit(step: StepEstimate, unit: Unit, r: int, s: int) -> None:
                 e = (side * blocks + b) * groups + g
                 own(size, machine, pins, users, busy, edge[e, 1], e, r, s)
         block_rank[b] = s
-
-
-@inner
-def write_tiles(step: StepEstimate, unit: Unit, s: int) -> None:
-    for i in range(unit.sizes[0]):
-        step.tile_rank[unit.tiles[i]] = s

@@ -1,0 +1,319 @@
+"""Times of the attention of plans: rank by rank on one device, or on real ranks."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dyncp.arrays import Float64
+from dyncp.blocks import DEFAULT_MASK, Batch, Direction
+from dyncp.calibrate.calls import (
+    KernelChoice,
+    backward,
+    forward,
+    make_executor,
+    make_inputs,
+)
+from dyncp.calibrate.one_rank import CallTimes, time_part
+from dyncp.calibrate.samples import plan_work, rank_pairs
+from dyncp.calibrate.timing import Repeats, wait_for
+from dyncp.cli.simulate import STATIC_METHODS, static_splits
+from dyncp.cost import CostModel
+from dyncp.executor import Step, attention
+from dyncp.plan import Plan
+from dyncp.planner import AUTO, Candidate, Task, choose, plan_batch
+from dyncp.simulate import Simulated, simulate_plan
+from dyncp.topology import Topology
+
+METHODS = (AUTO, *STATIC_METHODS)
+NAMES = {Direction.FORWARD: "forward", Direction.BACKWARD: "backward"}
+
+Tell = Callable[[str], None]
+
+
+def check_methods(names: Sequence[str]) -> tuple[str, ...]:
+    """The methods named; "all" stands for all of them."""
+    for name in names:
+        if name not in (*METHODS, "all"):
+            raise ValueError(f"method is {name!r}; choose from {', '.join(METHODS)}, or all")
+    return METHODS if "all" in names else tuple(dict.fromkeys(names))
+
+
+def find_candidates(task: Task, methods: Sequence[str], tell: Tell) -> dict[str, Candidate]:
+    """A candidate for each method; static ones have the split with the shortest simulated step."""
+    found: dict[str, Candidate] = {}
+    if AUTO in methods:
+        tell(f"planning with {AUTO} ...")
+        found[AUTO] = choose(task).candidate
+    best: dict[str, float] = {}
+    static = [name for name in methods if name != AUTO]
+    for names, candidate in static_splits(
+        task, static, lambda name: tell(f"planning with {name} ...")
+    ):
+        seconds = task.simulate(candidate).step_seconds
+        for name in names:
+            if seconds < best.get(name, float("inf")):
+                best[name], found[name] = seconds, candidate
+    return {name: found[name] for name in methods}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionSetting:
+    """Whose plans are measured (`task`), by which methods, with what."""
+
+    task: Task
+    methods: tuple[str, ...]
+    choice: KernelChoice
+    device: torch.device
+    repeats: Repeats = field(default_factory=lambda: Repeats(timed=5))
+
+    @property
+    def cost(self) -> CostModel:
+        return self.task.cost
+
+    @property
+    def topology(self) -> Topology:
+        return self.task.topology
+
+    @property
+    def batch(self) -> Batch:
+        return self.task.batch
+
+
+def bench_virtual_ranks(setting: AttentionSetting, tell: Tell = lambda _: None) -> dict[str, Any]:
+    """Every method's plan, one rank after the other on this device."""
+    tell("one rank with the whole batch ...")
+    alone = time_alone(setting)
+    found = {}
+    for name, candidate in find_candidates(setting.task, setting.methods, tell).items():
+        plan = candidate.lower(setting.task.config.layout)
+        times = []
+        for part in plan.parts:
+            tell(f"{name}: rank {part.rank} of {plan.num_ranks} ...")
+            times.append(
+                time_part(part, setting.cost.shape, setting.choice, setting.device, setting.repeats)
+            )
+        found[name] = _describe(plan, times, alone, setting)
+    return {"alone": _describe_alone(alone), "methods": found}
+
+
+@dataclass(frozen=True, eq=False)
+class Alone:
+    """The whole batch on one rank; `reason` says why it could not be measured."""
+
+    pairs: float
+    times: dict[Direction, CallTimes]
+    reason: str = ""
+
+
+def time_alone(setting: AttentionSetting) -> Alone:
+    """A one-rank plan of the same batch on the same kernel, which ranks are compared with."""
+    shape = setting.cost.shape
+    plan = plan_batch(setting.batch, Topology(), shape, cost=setting.cost)
+    pairs = float(rank_pairs(plan, setting.cost).sum())
+    try:
+        times = time_part(plan.parts[0], shape, setting.choice, setting.device, setting.repeats)
+    except torch.OutOfMemoryError as error:
+        return Alone(pairs, {}, str(error).splitlines()[0])
+    return Alone(pairs, times)
+
+
+def _describe_alone(alone: Alone) -> dict[str, Any]:
+    found: dict[str, Any] = {"pairs": alone.pairs, "reason": alone.reason}
+    for direction, times in alone.times.items():
+        found[NAMES[direction]] = {
+            "call_seconds": times.seconds,
+            "kernel_seconds": times.kernel_seconds,
+            "other_seconds": times.other_seconds,
+            "host_seconds": times.host_seconds,
+        }
+    return found
+
+
+def _describe(
+    plan: Plan, times: list[dict[Direction, CallTimes]], alone: Alone, setting: AttentionSetting
+) -> dict[str, Any]:
+    cost, topology = setting.cost, setting.topology
+    predicted = simulate_plan(plan, topology, cost)
+    directions = list(times[0])
+    compute = {(DEFAULT_MASK, d): _by_division([t[d] for t in times]) for d in directions}
+    simulated = simulate_plan(plan, topology, cost, compute=compute)
+    divisions = {d: _division_rows(plan, setting, d, compute[DEFAULT_MASK, d]) for d in directions}
+    pairs = rank_pairs(plan, cost)
+    ranks = {
+        NAMES[d]: _describe_ranks(
+            [t[d] for t in times], _predicted(predicted, d, divisions[d]), alone, pairs, d
+        )
+        for d in directions
+    }
+    return {
+        "solver": plan.parts[0].solver,
+        "predicted": _seconds(predicted),
+        "with_measured_kernels": _seconds(simulated),
+        "ranks": ranks,
+        "summary": {name: _summarise(rows) for name, rows in ranks.items()},
+        "divisions": {NAMES[d]: rows for d, rows in divisions.items()},
+    }
+
+
+class Predicted(NamedTuple):
+    """Seconds of every rank's attention kernels and of its whole call, without waiting."""
+
+    kernels: Float64
+    calls: Float64
+
+
+def _predicted(
+    simulated: Simulated, direction: Direction, divisions: list[dict[str, Any]]
+) -> Predicted:
+    run = simulated.attention[DEFAULT_MASK][direction]
+    assert run is not None
+    calls = run.flow.call_seconds
+    rank = np.asarray([row["rank"] for row in divisions], np.int64)
+    seconds = np.asarray([row["predicted_seconds"] for row in divisions], np.float64)
+    return Predicted(np.bincount(rank, seconds, len(calls)).astype(np.float64), calls)
+
+
+def _seconds(simulated: Simulated) -> dict[str, float]:
+    return {
+        "forward_seconds": simulated.forward_seconds,
+        "backward_seconds": simulated.backward_seconds,
+        "attention_seconds": simulated.forward_seconds + simulated.backward_seconds,
+        "exposed_seconds": simulated.exposed_seconds,
+    }
+
+
+def _by_division(times: list[CallTimes]) -> Float64:
+    """float64[ranks, divisions]."""
+    seconds = np.zeros((len(times), max(len(t.division_seconds) for t in times)))
+    for row, t in zip(seconds, times, strict=True):
+        row[: len(t.division_seconds)] = t.division_seconds
+    return seconds
+
+
+def _describe_ranks(
+    times: list[CallTimes],
+    predicted: Predicted,
+    alone: Alone,
+    pairs: Float64,
+    direction: Direction,
+) -> list[dict[str, Any]]:
+    rows = []
+    for rank, t in enumerate(times):
+        row = {
+            "rank": rank,
+            "pairs": float(pairs[rank]),
+            "call_seconds": t.seconds,
+            "host_seconds": t.host_seconds,
+            "host_over_call": t.host_seconds / t.seconds,
+            "kernel_seconds": t.kernel_seconds,
+            "other_seconds": t.other_seconds,
+            "predicted_kernel_seconds": float(predicted.kernels[rank]),
+            "predicted_call_seconds": float(predicted.calls[rank]),
+            "over_alone": None,
+            "call_over_alone": None,
+        }
+        if alone.times and pairs[rank]:
+            share, whole = float(pairs[rank]) / alone.pairs, alone.times[direction]
+            row["over_alone"] = t.kernel_seconds / (share * whole.kernel_seconds)
+            row["call_over_alone"] = t.seconds / (share * whole.seconds)
+        rows.append(row)
+    return rows
+
+
+def _summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Worst and mean over ranks."""
+    found: dict[str, Any] = {}
+    for column in (
+        "call_seconds", "kernel_seconds", "other_seconds", "host_seconds", "host_over_call",
+        "predicted_kernel_seconds", "predicted_call_seconds", "over_alone", "call_over_alone",
+    ):  # fmt: skip
+        values = [row[column] for row in rows if row[column] is not None]
+        found[column] = {"worst": max(values), "mean": float(np.mean(values))} if values else None
+    found["prediction_error"] = _errors(rows, "kernel_seconds")
+    found["call_prediction_error"] = _errors(rows, "call_seconds")
+    return found
+
+
+def _errors(rows: list[dict[str, Any]], column: str) -> dict[str, float]:
+    """Predicted over measured − 1: the worst, and the mean of absolute values. Ranks without tiles
+    have nothing to predict."""
+    some = [row for row in rows if row["kernel_seconds"]]
+    off = [row[f"predicted_{column}"] / row[column] - 1 for row in some]
+    mean = float(np.mean(np.abs(off))) if off else 0.0
+    return {"worst": max(off, key=abs, default=0.0), "mean": mean}
+
+
+def _division_rows(
+    plan: Plan, setting: AttentionSetting, direction: Direction, measured: Float64
+) -> list[dict[str, Any]]:
+    """What cost models are fitted to."""
+    return [
+        asdict(work) | {"measured_seconds": float(measured[work.rank, work.division])}
+        for work in plan_work(plan, direction, setting.cost)
+    ]
+
+
+def bench_ranks(setting: AttentionSetting, tell: Tell = lambda _: None) -> dict[str, Any]:
+    """Every method's plan on the ranks of the world; all ranks call it together."""
+    executor = make_executor(setting.choice, setting.device)
+    found = {}
+    for name, candidate in find_candidates(setting.task, setting.methods, tell).items():
+        tell(f"{name}: {setting.topology.num_ranks} ranks ...")
+        plan = candidate.lower(setting.task.config.layout)
+        simulated = simulate_plan(plan, setting.topology, setting.cost)
+        measured = time_step(executor.prepare(plan), setting)
+        predicted = {
+            "forward": simulated.forward_seconds,
+            "backward": simulated.backward_seconds,
+        }
+        found[name] = {
+            "solver": plan.parts[0].solver,
+            "measured": {k: v | _over(v["seconds"], predicted[k]) for k, v in measured.items()},
+            "predicted": predicted,
+            "exposed_seconds": simulated.exposed_seconds,
+        }
+    return {"methods": found}
+
+
+def _over(measured: float, predicted: float) -> dict[str, float]:
+    return {"predicted_over_measured": predicted / measured if measured else 0.0}
+
+
+def time_step(step: Step, setting: AttentionSetting) -> dict[str, dict[str, Any]]:
+    """Median over repeats of the slowest rank's seconds, and every rank's own median, by
+    direction."""
+    inputs = make_inputs(step.num_rows, setting.cost.shape, setting.device, seed=dist.get_rank())
+    run = forward(lambda q, k, v: attention(step, q, k, v), inputs)
+    measured = {NAMES[Direction.FORWARD]: _together(run, setting.device, setting.repeats)}
+    run_backward = backward(run(), inputs)
+    measured[NAMES[Direction.BACKWARD]] = _together(run_backward, setting.device, setting.repeats)
+    return measured
+
+
+def _together(run: Callable[[], Any], device: torch.device, repeats: Repeats) -> dict[str, Any]:
+    """All ranks start at a barrier; the call is over when the slowest is."""
+    for _ in range(repeats.warm_up):
+        run()
+    seconds = []
+    for _ in range(repeats.timed):
+        wait_for(device)
+        dist.barrier()
+        wait_for(device)
+        start = time.perf_counter()
+        run()
+        wait_for(device)
+        seconds.append(time.perf_counter() - start)
+    mine = torch.tensor(seconds, dtype=torch.float64, device=device)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    by_rank = torch.stack(every).cpu()
+    return {
+        "seconds": statistics.median(by_rank.amax(dim=0).tolist()),
+        "rank_seconds": by_rank.median(dim=1).values.tolist(),
+    }

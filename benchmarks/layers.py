@@ -1,0 +1,297 @@
+"""`dyncp bench layers`: ranks of plans inside a stack of transformer layers."""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from benchmarks.attention import RANKS, RANKS_PER_MACHINE, TOKENS, virtual_topology
+from benchmarks.layers_times import GRAPHS, WARM_UP, LayersSetting, StackSetting, bench_layers
+from dyncp import masks
+from dyncp.blocks import ITEM_BYTES, Batch
+from dyncp.calibrate.calls import KernelChoice, kernel_name
+from dyncp.calibrate.environment import device_text, open_device
+from dyncp.calibrate.timing import Repeats
+from dyncp.cli.arguments import (
+    SHAPES,
+    Command,
+    add_device_option,
+    add_kernel_option,
+    add_profile_option,
+    add_repeats_option,
+    check_tokens,
+    comma_separated,
+    model_of,
+    preset_for,
+    profile_of,
+    shape_text,
+)
+from dyncp.cli.bench import BENCHES
+from dyncp.cli.output import Progress, add_output_options, check_raw, show
+from dyncp.cost import CostModel, ModelConfig
+from dyncp.planner import Task
+from dyncp.samplers import NAMES, parse_sample, sample_lengths
+from dyncp.topology import PRESETS as TOPOLOGIES
+
+# A long-tailed batch, and one of 132 documents, most of them short.
+SAMPLES = "ldc:0,training_documents:12"
+MASKS = "causal,lambda_shaped,shared_question,causal_blockwise"
+MODEL = "llama3-8b"
+SMALL_MODEL = ModelConfig(256, 4, 512, 1024, 4, 2, 64)  # on CPUs
+# Heading, key, factor and digits of every column.
+COLUMNS = (
+    ("wall ms", "wall_seconds", 1e3, 2),
+    ("busy", "busy_share", 1, 3),
+    ("host", "host_share", 1, 3),
+    ("kernels", "kernels", 1, 0),
+    ("their ms", "kernel_seconds", 1e3, 2),
+    ("wall / theirs", "wall_over_kernels", 1, 3),
+    ("× plain", "wall_over_plain", 1, 3),
+)
+WIDTHS = tuple(max(10, len(heading) + 2) for heading, *_ in COLUMNS)
+ATTENTIONS = {"dyncp": "dyncp", "plain": "plain", "none": "no attention"}
+
+
+def add_options(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        help=f"{MODEL} or a config.json: sizes of the layers (default {MODEL}, on CPUs a small "
+        f"one: hidden {SMALL_MODEL.hidden}, {SMALL_MODEL.heads} heads)",
+    )
+    parser.add_argument("--layers", type=int, default=4, help="of the stack (default %(default)s)")
+    parser.add_argument(
+        "--dtype",
+        help=f"{', '.join(ITEM_BYTES)} (default {SHAPES['cuda'].dtype}, on CPUs "
+        f"{SHAPES['cpu'].dtype})",
+    )
+    parser.add_argument(
+        "--sample",
+        default=SAMPLES,
+        metavar="NAME:SEED,...",
+        help="length distributions of the batches, separated by commas; NAME is one of "
+        f"{', '.join(NAMES)} (default %(default)s)",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        help=f"of a batch (default {TOKENS['cuda']}, on CPUs {TOKENS['cpu']})",
+    )
+    parser.add_argument(
+        "--masks",
+        default=MASKS,
+        help="separated by commas; `dyncp masks` lists them (default %(default)s)",
+    )
+    parser.add_argument(
+        "--virtual-ranks",
+        type=int,
+        metavar="N",
+        help=f"ranks of the plans (default {RANKS['cuda']}, on CPUs {RANKS['cpu']})",
+    )
+    parser.add_argument(
+        "--ranks-per-machine",
+        type=int,
+        help=f"(default {RANKS_PER_MACHINE}, or all where there are fewer)",
+    )
+    parser.add_argument(
+        "--rank",
+        metavar="N,...",
+        help="ranks that run, separated by commas (default: those with the most pairs, the fewest, "
+        "and the most messages, and one in the middle)",
+    )
+    parser.add_argument(
+        "--topology",
+        metavar="PRESET",
+        help=f"links and rates that plans are made for: {', '.join(TOPOLOGIES)} (default: "
+        "that of the device)",
+    )
+    add_profile_option(parser)
+    add_kernel_option(parser)
+    parser.add_argument(
+        "--graphs",
+        choices=GRAPHS,
+        default="auto",
+        help="whether the executor captures what it launches (default %(default)s)",
+    )
+    add_device_option(parser)
+    add_repeats_option(parser, 10)
+    add_output_options(parser)
+
+
+def run(args: Namespace) -> int:
+    check_raw(args)
+    device = open_device(args.device)
+    setting = _setting(args, device)
+    progress = Progress()
+    found = bench_layers(setting, progress.show_seldom)
+    progress.clear()
+    about = _about(args, setting)
+    show(args, about | found, _lines(about, setting, found))
+    return 0
+
+
+def _setting(args: Namespace, device: torch.device) -> LayersSetting:
+    kind = device.type
+    args.topology = args.topology or preset_for(device)
+    args.tokens = TOKENS[kind] if args.tokens is None else args.tokens
+    model = _model(args, kind)
+    shape = model.attention_shape(args.dtype or SHAPES[kind].dtype)
+    cost = CostModel(profile_of(args), shape)
+    choice = KernelChoice.of(args.kernel)
+    return LayersSetting(
+        tasks=_tasks(args, cost, model, kind),
+        stack=StackSetting(model, args.layers, shape, choice, device, args.graphs),
+        ranks=_ranks(args.rank),
+        repeats=Repeats(args.repeats, WARM_UP),
+    )
+
+
+def _model(args: Namespace, kind: str) -> ModelConfig:
+    if args.model is None and kind == "cpu":
+        return SMALL_MODEL
+    args.model = args.model or MODEL
+    model = model_of(args)
+    assert model is not None
+    return model
+
+
+def _tasks(
+    args: Namespace, cost: CostModel, model: ModelConfig, kind: str
+) -> dict[tuple[str, str], Task]:
+    """What is planned, by sample and mask."""
+    topology = virtual_topology(args, kind, cost)
+    samples, names = comma_separated(args.sample), comma_separated(args.masks)
+    for option, given in (("--sample", samples), ("--masks", names)):
+        if not given:
+            raise ValueError(f"{option} is empty; at least one is needed")
+    tasks = {}
+    for sample in samples:
+        drawn = parse_sample(sample)
+        lengths = sample_lengths(drawn.name, check_tokens(args), drawn.seed)
+        for name in names:
+            mask = masks.by_name(name)
+            batch = Batch.of([mask(length) for length in lengths])
+            tasks[sample, name] = Task.of(batch, topology, cost.shape, None, cost, model)
+    return tasks
+
+
+def _ranks(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(word) for word in comma_separated(text))
+    except ValueError:
+        raise ValueError(f"--rank is {text!r}; expected integers, as in 0,7") from None
+
+
+def _about(args: Namespace, setting: LayersSetting) -> dict[str, Any]:
+    stack, task = setting.stack, next(iter(setting.tasks.values()))
+    return {
+        "device": device_text(stack.device),
+        "kernel": str(stack.choice),
+        "kernel_name": kernel_name(stack.choice, stack.device),
+        "graphs": stack.graphs,
+        "model": asdict(stack.model) | {"layers": stack.layers},
+        "shape": asdict(stack.shape),
+        "tokens": args.tokens,
+        "lengths": {
+            sample: list(task.batch.lengths) for (sample, _), task in setting.tasks.items()
+        },
+        "profile": asdict(task.cost.profile),
+        "machines": task.topology.machines,
+        "ranks_per_machine": task.topology.ranks_per_machine,
+        "repeats": setting.repeats.timed,
+    }
+
+
+def _lines(
+    about: Mapping[str, Any], setting: LayersSetting, found: Mapping[str, Any]
+) -> Iterator[str]:
+    model, name = about["model"], about["kernel_name"]
+    chosen = f" ({name})" if name not in about["kernel"] else ""
+    yield (
+        f"{about['device']}, kernel {about['kernel']}{chosen}, graphs {about['graphs']}; "
+        f"{model['layers']} layers: hidden {model['hidden']}, ffn {model['ffn']}, "
+        f"{shape_text(setting.stack.shape)}"
+    )
+    yield (
+        f"{about['tokens']:,} tokens planned for {about['machines']} × "
+        f"{about['ranks_per_machine']} ranks, profile {about['profile']['name']}; forward and "
+        f"backward of one rank, what it receives is random; median of {about['repeats']}"
+    )
+    yield from draw_layers(found, about["lengths"])
+
+
+def draw_layers(found: Mapping[str, Any], lengths: Mapping[str, Sequence[int]]) -> Iterator[str]:
+    """Three lines for every rank, then worst and mean over ranks."""
+    headings = "".join(
+        f"{heading:>{width}}" for (heading, *_), width in zip(COLUMNS, WIDTHS, strict=True)
+    )
+    for group in found["summary"]:
+        sample, mask = group["sample"], group["mask"]
+        rows = [row for row in found["rows"] if (row["sample"], row["mask"]) == (sample, mask)]
+        count = len(lengths[sample])
+        yield ""
+        yield (
+            f"{sample} ({count} sequence{'s' if count > 1 else ''}), {mask}, plan by "
+            f"{rows[0]['solver']}"
+        )
+        yield f"{'':<36}{'':<14}{'tokens':>9}{'Mpairs':>9}{headings}"
+        for row in rows:
+            yield from _rank(row)
+        yield from _summary(group["attention"])
+    yield from _reasons(found["rows"])
+
+
+def _rank(row: Mapping[str, Any]) -> Iterator[str]:
+    by_kind = row["attention"]
+    labels = (
+        f"rank {row['rank']} ({row['why']})",
+        f"  {by_kind['plain']['implementation']}: {row['plain_documents']}",
+        f"  {row['messages']} messages a layer",
+    )
+    for label, (kind, measured) in zip(labels, by_kind.items(), strict=True):
+        pairs = f"{1e-6 * measured['pairs']:>9.2f}" if measured["pairs"] else f"{'–':>9}"
+        yield f"{label:<36}{ATTENTIONS[kind]:<14}{row['tokens']:>9,}{pairs}" + _numbers(measured)
+
+
+def _summary(by_kind: Mapping[str, Any]) -> Iterator[str]:
+    for which in ("worst", "mean"):
+        for kind, columns in by_kind.items():
+            label = f"{which} of ranks" if kind == "dyncp" else ""
+            values = {key: None if of is None else of[which] for key, of in columns.items()}
+            yield f"{label:<36}{ATTENTIONS[kind]:<14}{'':>9}{'':>9}" + _numbers(values)
+
+
+def _numbers(measured: Mapping[str, float | None]) -> str:
+    text = ""
+    for (_, key, factor, digits), width in zip(COLUMNS, WIDTHS, strict=True):
+        value = measured[key]
+        text += f"{'–':>{width}}" if value is None else f"{factor * value:>{width},.{digits}f}"
+    return text
+
+
+def _reasons(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Why plain attention was not measured, every reason once."""
+    found = {
+        f"{one['implementation']} did not run: {one['reason']}": None
+        for row in rows
+        for one in row["attention"].values()
+        if one["reason"]
+    }
+    if found:
+        yield ""
+        yield from found
+
+
+command = Command(
+    name="layers",
+    summary=BENCHES["layers"],
+    examples=(
+        "dyncp bench layers --kernel flash4:fast",
+        "dyncp bench layers --sample ldc:0 --masks causal --rank 0,7 --graphs off --json",
+    ),
+    add_options=add_options,
+    run=run,
+)

@@ -1,0 +1,326 @@
+"""What a command is, and the options that several commands share."""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dyncp import masks
+from dyncp.blocks import ITEM_BYTES, AttentionShape, Batch
+from dyncp.checks import whole_number
+from dyncp.cost import (
+    DEFAULT_PROFILE,
+    MODELS,
+    CostModel,
+    ModelConfig,
+    Profile,
+    find_model,
+    find_profile,
+    load_profile,
+    profile_for_device,
+    tell_profile,
+)
+from dyncp.cost import from_transformers_config as read_model
+from dyncp.placement import DEFAULT_TOLERANCES, Limits
+from dyncp.planner import AUTO, EFFORTS, OBJECTIVES, PlannerConfig
+from dyncp.samplers import NAMES, parse_sample, read_lengths, sample_lengths
+from dyncp.topology import PRESETS, Topology, preset
+
+if TYPE_CHECKING:
+    import torch
+
+COMPUTE_TOLERANCE, TOKEN_TOLERANCE = DEFAULT_TOLERANCES
+# What commands that measure run by default, by kind of device.
+SHAPES = {"cpu": AttentionShape(4, 2, 64, "fp32"), "cuda": AttentionShape(32, 8, 128, "bf16")}
+# Importing torch takes seconds, and without one of these files it sees no GPU.
+DRIVER_FILES = ("nvidiactl", "dxg")
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A subcommand. `examples` stand in its help, one command line each.
+
+    `run` gets the parsed options, and in `words` the command line itself; it returns the exit code
+    and raises ValueError for user mistakes.
+    """
+
+    name: str
+    summary: str
+    examples: tuple[str, ...]
+    add_options: Callable[[ArgumentParser], None]
+    run: Callable[[Namespace], int]
+
+    @property
+    def epilog(self) -> str:
+        title = "examples:" if len(self.examples) > 1 else "example:"
+        return "\n".join([title, *(f"  {example}" for example in self.examples)])
+
+
+def add_lengths_options(parser: ArgumentParser, *, listed: bool, sample: str | None = None) -> None:
+    """Where sequence lengths come from: a file, a distribution or, with `listed`, the command line.
+    Without a default `sample`, one of them is required."""
+    lengths = parser.add_mutually_exclusive_group(required=sample is None)
+    if listed:
+        lengths.add_argument("--lengths", help="sequence lengths, as in 4096,512,512")
+    lengths.add_argument("--lengths-file", type=Path, help="one length per line, or a JSON list")
+    lengths.add_argument(
+        "--sample",
+        metavar="NAME:SEED",
+        default=sample,
+        help=f"a length distribution, as in ldc:0; NAME is one of {', '.join(NAMES)}"
+        + ("" if sample is None else " (default %(default)s)"),
+    )
+    parser.add_argument(
+        "--mask",
+        default="causal",
+        help="NAME[:key=value,...]; `dyncp masks` lists them (default %(default)s)",
+    )
+
+
+def add_cluster_options(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--topology",
+        metavar="PRESET",
+        help=f"kind of cluster: {', '.join(PRESETS)} (default: that of this machine's GPU, or "
+        f"{DEFAULT_PROFILE})",
+    )
+    add_profile_option(parser)
+    for name, default in (("machines", 4), ("ranks-per-machine", 8)):
+        parser.add_argument(f"--{name}", type=int, default=default, help="(default %(default)s)")
+
+
+def add_profile_option(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="rates and links that `dyncp calibrate` measured, instead of the preset's",
+    )
+
+
+def add_attention_options(parser: ArgumentParser) -> None:
+    for name, default in (("q-heads", 8), ("kv-heads", 2), ("head-dim", 128)):
+        parser.add_argument(
+            f"--{name}", type=int, default=default, help="of one layer (default %(default)s)"
+        )
+    parser.add_argument(
+        "--dtype", default="bf16", help=f"{', '.join(ITEM_BYTES)} (default %(default)s)"
+    )
+    parser.add_argument("--model", help="llama3-8b or a config.json: adds the per-token work")
+
+
+def add_solver_options(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--solver",
+        default=AUTO,
+        help="a name, a static method with degrees (zigzag/cp8), or auto: the best of all "
+        "(default %(default)s)",
+    )
+    parser.add_argument(
+        "--effort", default="fast", help=f"{' or '.join(EFFORTS)} (default %(default)s)"
+    )
+    parser.add_argument(
+        "--objective",
+        default="time",
+        help=f"what auto goes by: {' or '.join(OBJECTIVES)} (default %(default)s)",
+    )
+    parser.add_argument(
+        "--head-groups",
+        type=_count_or_auto,
+        default=1,
+        metavar="N|auto",
+        help="groups of kv heads that are placed independently (default %(default)s)",
+    )
+    parser.add_argument(
+        "--divisions",
+        type=_count_or_auto,
+        metavar="N|auto",
+        help="most divisions, the steps in which inputs arrive (default: searched)",
+    )
+
+
+def _count_or_auto(text: str) -> int | None:
+    return None if text == "auto" else int(text)
+
+
+def config_of(args: Namespace) -> PlannerConfig:
+    return PlannerConfig(
+        solver=args.solver,
+        effort=args.effort,
+        objective=args.objective,
+        head_groups=args.head_groups,
+        divisions=args.divisions,
+        limits=limits_of(args),
+    )
+
+
+def add_limit_options(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--compute-tolerance",
+        type=float,
+        help="share by which the fullest rank may exceed the mean (default: about "
+        f"{COMPUTE_TOLERANCE}, and more only where that makes the step shorter)",
+    )
+    parser.add_argument(
+        "--token-tolerance",
+        type=float,
+        help=f"the same for tokens (default: about {TOKEN_TOLERANCE}; with --model, where tokens "
+        "cost time, as little as pays)",
+    )
+
+
+def topology_of(args: Namespace) -> Topology:
+    if args.profile is not None:
+        return load_profile(args.profile).topology(args.machines, args.ranks_per_machine)
+    return preset(preset_of(args), args.machines, args.ranks_per_machine)
+
+
+def profile_of(args: Namespace) -> Profile:
+    return find_profile(preset_of(args)) if args.profile is None else load_profile(args.profile)
+
+
+def preset_of(args: Namespace) -> str:
+    """The preset asked for, or that of this machine's GPU."""
+    if args.topology is None:
+        device = gpu_name()
+        tell_profile(device, "--topology PRESET or --profile FILE choose another")
+        args.topology = profile_for_device(device).name
+    name: str = args.topology
+    return name
+
+
+def gpu_name() -> str | None:
+    """The GPU of this machine, as torch names it; None without a GPU or without torch."""
+    if not any((Path("/dev") / name).exists() for name in DRIVER_FILES):
+        return None
+    try:
+        import torch
+    except ImportError:
+        return None
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def cost_of(args: Namespace) -> CostModel:
+    shape = AttentionShape(args.q_heads, args.kv_heads, args.head_dim, args.dtype)
+    return CostModel(profile_of(args), shape)
+
+
+def limits_of(args: Namespace) -> Limits:
+    """The limits asked for; `--objective bytes` always has some."""
+    limits = Limits(args.compute_tolerance, args.token_tolerance)
+    return Limits(*limits.tolerances.tolist()) if args.objective == "bytes" else limits
+
+
+def model_of(args: Namespace) -> ModelConfig | None:
+    name: str | None = args.model
+    if name is None:
+        return None
+    if name.endswith(".json"):
+        return read_model(name)
+    written = name.replace("-", "_")
+    return find_model(written if written in MODELS else name)
+
+
+def make_batch(args: Namespace, lengths: Sequence[int]) -> Batch:
+    """One sequence of each length, all with the mask asked for."""
+    mask = masks.by_name(args.mask)
+    return Batch.of([mask(length) for length in lengths])
+
+
+def check_tokens(args: Namespace) -> int:
+    tokens: int = args.tokens
+    if tokens < 1:
+        raise ValueError(f"--tokens is {tokens}; a batch needs at least 1")
+    return whole_number("--tokens", tokens, 1)
+
+
+def lengths_of(args: Namespace) -> list[int]:
+    """The sequence lengths of one batch."""
+    if args.lengths_file is not None:
+        return read_lengths(args.lengths_file)
+    if getattr(args, "lengths", None) is None:
+        name, seed = parse_sample(args.sample)
+        return sample_lengths(name, check_tokens(args), seed)
+    try:
+        return [int(word) for word in args.lengths.split(",")]
+    except ValueError:
+        raise ValueError(
+            f"--lengths is {args.lengths!r}; expected integers, as in 4096,512,512"
+        ) from None
+
+
+def add_device_option(parser: ArgumentParser) -> None:
+    parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
+
+
+def add_kernel_option(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--kernel",
+        default="auto",
+        help="NAME, NAME:fast or NAME:deterministic (default %(default)s)",
+    )
+
+
+def add_shape_options(parser: ArgumentParser) -> None:
+    cpu, cuda = SHAPES["cpu"], SHAPES["cuda"]
+    for name in ("q_heads", "kv_heads", "head_dim"):
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=int,
+            help=f"of one layer (default {getattr(cuda, name)}, on CPUs {getattr(cpu, name)})",
+        )
+    parser.add_argument(
+        "--dtype",
+        help=f"{', '.join(ITEM_BYTES)} (default {cuda.dtype}, on CPUs {cpu.dtype})",
+    )
+
+
+def add_repeats_option(parser: ArgumentParser, default: int) -> None:
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=default,
+        help="timed calls, of which the median counts (default %(default)s)",
+    )
+
+
+def shape_of(args: Namespace, device: "torch.device") -> AttentionShape:
+    default = SHAPES[device.type]
+    values = (
+        getattr(args, name) if getattr(args, name) is not None else getattr(default, name)
+        for name in ("q_heads", "kv_heads", "head_dim", "dtype")
+    )
+    return AttentionShape(*values)
+
+
+def preset_for(device: "torch.device") -> str:
+    """The preset of the device that is measured."""
+    import torch
+
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    tell_profile(name, "--topology, --base or --profile choose another")
+    return profile_for_device(name).name
+
+
+def shape_text(shape: AttentionShape) -> str:
+    return (
+        f"{shape.q_heads} q heads, {shape.kv_heads} kv heads, head dim {shape.head_dim}, "
+        f"{shape.dtype}"
+    )
+
+
+def positive_integers(text: str, option: str) -> tuple[int, ...]:
+    """Those of a comma-separated list."""
+    try:
+        found = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1:
+        raise ValueError(f"{option} is {text!r}; expected positive integers, as in 1024,2048")
+    return found
+
+
+def comma_separated(text: str) -> tuple[str, ...]:
+    """The words of a comma-separated list, each once."""
+    return tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))

@@ -1,0 +1,297 @@
+"""The contents of `local_data`: a rank's part of a batch as a dict of tensors, named as in
+Transformers.
+
+    input_ids, labels          [1, rows]    the sample's own labels, or its ids
+    shift_labels               [1, rows]    next-token targets (-100: none)
+    position_ids               [1, rows]    the sample's own, or the mask's
+    token_fields               one per row, in their own layout
+    sample_ids, sample_fields  which samples the rows are from; values of whole samples
+    target_rows, target_labels, target_weights, target_tokens
+                               [1, targets], if tokens have several targets or weights
+    num_items_in_batch         []           targets of the optimiser step, on all ranks
+    batch_fingerprint          [2]          which batch it is
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dyncp.arrays import Int32, Int64, starts_of
+from dyncp.blocks import Batch
+from dyncp.dataloader.batching import SelectedBatch
+from dyncp.dataloader.loss import LISTED, all_targets, has_listed_targets
+from dyncp.dataloader.options import LoaderConfig
+from dyncp.dataloader.sample_format import NO_TARGET, input_ids_of, labels_of, token_field
+from dyncp.masks import Mask, positions_and_targets
+from dyncp.masks.mask import normal_mask
+from dyncp.plan import Plan, RankPlan
+
+PLAIN_FIELDS = ("input_ids", "position_ids", "labels", "shift_labels")
+PADDING = {"labels": NO_TARGET, "shift_labels": NO_TARGET}  # other fields are padded with 0
+NO_SAMPLE = -1
+
+SampleOf = Callable[[int], Mapping[str, Any]]
+
+
+def local_data(
+    samples: Sequence[Mapping[str, Any]],
+    batch: Batch,
+    plan: RankPlan | Plan,
+    *,
+    token_fields: Mapping[str, int] | None = None,
+    num_items_in_batch: int | None = None,
+) -> dict[str, Tensor]:
+    """This rank's tokens: `input_ids`, `position_ids`, `labels` and `shift_labels` as [1, rows].
+
+    `shift_labels` are the next-token targets, shifted before the sequences are cut (-100: none).
+    `num_items_in_batch` is the number of targets of the whole optimiser step (default: of this
+    batch), at least 1; if masks weigh targets, the sum of their weights. If a local token has
+    several targets, or weights, `target_rows`, `target_labels`, `target_weights` and
+    `target_tokens` (places in the batch) [1, targets] list all targets of local rows, and tokens
+    with several have none in `shift_labels`: `next_token_loss` takes either. `batch_fingerprint`
+    says which batch it is. `token_fields` names further fields and the dimension that runs over
+    their tokens: a [3, tokens] field with dimension 1 becomes [3, 1, rows], a [tokens, width] field
+    with dimension 0 becomes [1, rows, width]. A sample's own `labels` and `position_ids` take
+    precedence. For a whole Plan (virtual ranks) the rows of all ranks are concatenated.
+    """
+    if plan.fingerprint != batch.fingerprint:
+        raise ValueError(
+            f"the plan is for batch {plan.fingerprint}, but this is batch {batch.fingerprint}"
+        )
+    if len(samples) != len(batch.lengths):
+        raise ValueError(
+            f"got {len(samples)} samples; the batch has {len(batch.lengths)} sequences"
+        )
+    data = local_rows(
+        plan,
+        lambda number: samples[number],
+        lambda number: layout_mask(_masks_of_sequence(batch, number)),
+        token_fields or {},
+    )
+    if num_items_in_batch is None:
+        num_items_in_batch = count_targets(samples, batch)
+    return data | {
+        "num_items_in_batch": loss_divisor(num_items_in_batch),
+        "batch_fingerprint": fingerprint_tensor(plan.fingerprint),
+    }
+
+
+def local_rows(
+    plan: RankPlan | Plan,
+    sample_of: SampleOf,
+    mask_of: Callable[[int], Mask],
+    token_fields: Mapping[str, int],
+) -> dict[str, Tensor]:
+    """The fields of `local_data`, reading only the sequences that this rank has tokens of."""
+    lengths = _part(plan).lengths
+    rows = batch_rows(plan)
+    needed = _sequences_of(rows, lengths)
+    if not len(needed) and token_fields:
+        needed = np.zeros(1, np.int64)  # for the dtypes and widths of fields without rows
+    dims = dict.fromkeys(PLAIN_FIELDS, 0) | dict(token_fields)
+    parts: dict[str, list[Tensor]] = {name: [] for name in dims}
+    sequence_masks = [mask_of(number) for number in needed.tolist()]
+    for number, mask in zip(needed.tolist(), sequence_masks, strict=True):
+        length = int(lengths[number])
+        for name, value in _sample_fields(sample_of(number), mask, length, number, dims).items():
+            parts[name].append(value)
+    taken = torch.from_numpy(_rows_among(rows, lengths, needed))
+    empty = torch.zeros(0, dtype=torch.int64)
+    fields = {
+        name: torch.cat(values, dim=dims[name]) if values else empty
+        for name, values in parts.items()
+    }
+    data = {name: _take(value, dims[name], taken, name) for name, value in fields.items()}
+    if any(map(has_listed_targets, sequence_masks)):
+        offsets = starts_of(lengths)[needed].tolist()
+        data |= _listed_targets(parts["labels"], sequence_masks, offsets, taken)
+    return data
+
+
+def _listed_targets(
+    labels: Sequence[Tensor], sequence_masks: Sequence[Mask], offsets: Sequence[int], taken: Tensor
+) -> dict[str, Tensor]:
+    """All targets of the rows `taken` of these sequences, which begin at `offsets` in the batch."""
+    found = [all_targets(*pair) for pair in zip(labels, sequence_masks, strict=True)]
+    starts = starts_of(np.asarray([mask.length for mask in sequence_masks]))
+    token = torch.cat([one.token + int(start) for one, start in zip(found, starts, strict=False)])
+    local = torch.full((int(starts[-1]),), -1)
+    own = (taken >= 0).nonzero().flatten()
+    local[taken[own]] = own
+    row = local[token]
+    here = row >= 0
+    return {
+        "target_rows": row[here][None],
+        "target_labels": torch.cat([one.label for one in found])[here][None],
+        "target_weights": torch.cat([one.weight for one in found])[here][None],
+        "target_tokens": torch.cat(
+            [one.target + offset for one, offset in zip(found, offsets, strict=True)]
+        )[here][None],
+    }
+
+
+def add_sample_data(
+    data: Mapping[str, Tensor],
+    plan: RankPlan | Plan,
+    selection: SelectedBatch,
+    sample_of: SampleOf,
+    config: LoaderConfig,
+) -> dict[str, Any]:
+    """The local data with `sample_ids` and `sample_fields`, after the user's `collate`. Samples are
+    those that this rank has tokens of, in the batch's order; a filler has none."""
+    result: dict[str, Any] = dict(data)
+    if config.sample_ids:
+        result["sample_ids"] = _sample_ids(plan, selection)[None]
+    if not (config.sample_fields or config.collate):
+        return result
+    numbers = [] if selection.filler else local_sequences(plan)
+    samples = [sample_of(number) for number in numbers]
+    for name in config.sample_fields:
+        for number, sample in zip(numbers, samples, strict=True):
+            if name not in sample:
+                raise ValueError(
+                    f"sample {selection.entries[number].index} has no field {name!r}, which "
+                    "sample_fields declares"
+                )
+        result[name] = [sample[name] for sample in samples]
+    return _collated(result, samples, config) if config.collate else result
+
+
+def _sample_ids(plan: RankPlan | Plan, selection: SelectedBatch) -> Tensor:
+    """The sample's index in the dataset, for every local row."""
+    rows, lengths = batch_rows(plan), _part(plan).lengths
+    indices = np.array([entry.index for entry in selection.entries], np.int64)
+    sequence = np.searchsorted(starts_of(lengths), rows.clip(0), side="right") - 1
+    none = (rows < 0) | selection.filler
+    return torch.from_numpy(np.where(none, NO_SAMPLE, indices[sequence.clip(0, len(indices) - 1)]))
+
+
+def _collated(data: dict[str, Any], samples: list[Any], config: LoaderConfig) -> dict[str, Any]:
+    assert config.collate is not None
+    try:
+        found = config.collate(data, samples)
+    except Exception as error:
+        raise RuntimeError(f"collate raised {type(error).__name__}: {error}") from error
+    if not isinstance(found, Mapping):
+        raise ValueError(
+            f"collate gave {type(found).__name__}; expected the local data, with further fields"
+        )
+    return dict(found)
+
+
+# Rows
+
+
+def batch_rows(plan: RankPlan | Plan) -> Int64:
+    """The token of the batch in every local row; -1 for padding rows."""
+    parts = plan.parts if isinstance(plan, Plan) else (plan,)
+    padded = [
+        np.append(part.local_coordinates, np.full(part.local_rows - part.local_tokens, -1))
+        for part in parts
+    ]
+    return np.concatenate(padded).astype(np.int64)
+
+
+def local_sequences(plan: RankPlan | Plan) -> list[int]:
+    """Sequences of the batch that this rank has tokens of, in the batch's order."""
+    found: list[int] = _sequences_of(batch_rows(plan), _part(plan).lengths).tolist()
+    return found
+
+
+def _part(plan: RankPlan | Plan) -> RankPlan:
+    return plan.parts[0] if isinstance(plan, Plan) else plan
+
+
+def _sequences_of(rows: Int64, lengths: Int32) -> Int64:
+    found = np.unique(np.searchsorted(starts_of(lengths), rows[rows >= 0], side="right") - 1)
+    return found.astype(np.int64)
+
+
+def _rows_among(rows: Int64, lengths: Int32, needed: Int64) -> Int64:
+    """Rows of the batch as rows of its needed sequences, concatenated; -1 stays."""
+    shift = np.zeros(len(lengths), np.int64)
+    shift[needed] = starts_of(lengths[needed])[:-1] - starts_of(lengths)[needed]
+    sequence = np.searchsorted(starts_of(lengths), rows.clip(0), side="right") - 1
+    return np.where(rows < 0, -1, rows + shift[sequence.clip(0, len(lengths) - 1)])
+
+
+def _take(value: Tensor, dim: int, rows: Tensor, name: str) -> Tensor:
+    """Local rows along `dim`, with a batch dimension of 1 before it."""
+    dim %= value.ndim
+    if not value.shape[dim]:  # a rank that only has padding rows
+        value = value.new_zeros([max(n, 1) if i == dim else n for i, n in enumerate(value.shape)])
+    taken = value.index_select(dim, rows.clamp_min(0))
+    padding = rows < 0
+    if padding.any():
+        taken = taken.index_fill(dim, padding.nonzero().flatten(), PADDING.get(name, 0))
+    return taken.unsqueeze(dim)
+
+
+def _sample_fields(
+    sample: Mapping[str, Any], mask: Mask, length: int, index: int, dims: Mapping[str, int]
+) -> dict[str, Tensor]:
+    ids = input_ids_of(sample, index)
+    if len(ids) != length:
+        raise ValueError(f"sample {index} has {len(ids)} tokens; the batch's sequence has {length}")
+    labels = labels_of(sample, ids, index)
+    fields = {"input_ids": ids, "labels": labels, "shift_labels": _shift_labels(labels, mask)}
+    fields["position_ids"] = torch.from_numpy(np.array(mask.resolved_positions(), np.int64))
+    for name, dim in dims.items():
+        if name not in fields or (name == "position_ids" and name in sample):
+            fields[name] = token_field(sample, name, length, dim, index)
+    return fields
+
+
+# Targets
+
+
+def layout_mask(masks: Mapping[str, Mask]) -> Mask:
+    """A mask with the positions and targets of the sequence, whichever of its masks has them."""
+    first = next(iter(masks.values()))
+    return normal_mask(first.ranges, *positions_and_targets(masks.values()), first.name)
+
+
+def _masks_of_sequence(batch: Batch, index: int) -> dict[str, Any]:
+    return {name: masks[index] for name, masks in batch.masks.items()}
+
+
+def _shift_labels(labels: Tensor, mask: Mask) -> Tensor:
+    """Each token's target: the label of its next token, or NO_TARGET if there is none."""
+    targets = torch.from_numpy(np.array(mask.resolved_targets(), np.int64))
+    return torch.where(targets >= 0, labels[targets.clamp_min(0)], NO_TARGET)
+
+
+def fingerprint_tensor(fingerprint: str) -> Tensor:
+    """A batch's fingerprint as int64[2]: local data consists of tensors only."""
+    return torch.from_numpy(np.frombuffer(bytes.fromhex(fingerprint), np.int64).copy())
+
+
+def without_targets(data: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same tokens without targets."""
+    listed = {name: data[name][:, :0] for name in LISTED if name in data}
+    return data | listed | {name: torch.full_like(data[name], NO_TARGET) for name in PADDING}
+
+
+def num_targets(data: Mapping[str, Tensor]) -> int:
+    """Targets of local tokens, by their weights."""
+    if "target_weights" in data:
+        return int(data["target_weights"].sum())
+    return int((data["shift_labels"] != NO_TARGET).sum())
+
+
+def count_targets(samples: Sequence[Mapping[str, Any]], batch: Batch) -> int:
+    """Targets of the batch, by their weights."""
+    total = 0
+    for index, sample in enumerate(samples):
+        labels = labels_of(sample, input_ids_of(sample, index), index)
+        targets = all_targets(labels, layout_mask(_masks_of_sequence(batch, index)))
+        total += int(targets.weight.sum())
+    return total
+
+
+def loss_divisor(targets: int) -> Tensor:
+    """The number of targets; 1 if there are none, so that the loss is 0 and not NaN."""
+    return torch.tensor(max(1, targets))

@@ -1,0 +1,252 @@
+"""The options of DCPDataLoader: their defaults, and checks when a loader is made. No torch."""
+
+import hashlib
+import math
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from dyncp.checks import whole_number
+from dyncp.planner import plan_batch
+
+TOKENS_PER_RANK = 8192
+STORE_TIMEOUT = 300.0
+# Chosen by benchmarks/fill.py: how full batches and how balanced replicas get.
+FILL_WINDOW, DEAL_WINDOW, DEAL_WINDOW_READ = 32, 16, 4
+RESERVED_FIELDS = (
+    "input_ids", "labels", "position_ids", "shift_labels", "sample_ids", "num_items_in_batch",
+    "batch_fingerprint", "target_rows", "target_labels", "target_weights",
+    "target_tokens",
+)  # fmt: skip
+CHOICES = {
+    "too_long": ("error", "truncate", "drop", "split"),
+    "bad_samples": ("error", "drop"),
+    "empty_samples": ("error", "drop"),
+}
+MINIMUM = {
+    "tokens_per_batch": 1,
+    "accumulation_steps": 1,
+    "seed": 0,
+    "max_length": 1,
+    "max_tokens_per_rank": 1,
+    "local_multiple": 1,
+    "look_ahead": 0,
+    "log_every": 1,
+    "epochs": 1,
+    "window": 1,
+    "num_workers": 0,
+    "num_planners": 1,
+}
+# Options that may differ between ranks, and those that are compared by their contents elsewhere.
+NOT_COMPARED = {
+    "look_ahead", "plan_timeout", "store_timeout", "pin_memory", "log_every",
+    "sampler", "batch_sampler", "lengths", "sample_fields", "sample_ids", "collate", "num_workers",
+    "num_planners",
+}  # fmt: skip
+MAX_PLANNERS = 4  # by default
+SCHEDULE_BATCHES = 1024  # of which every budget is compared
+
+Budget = int | Callable[[int], int]
+Collate = Callable[[dict[str, Any], list[Any]], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class LoaderConfig:
+    """The options and their defaults. `DCPDataLoader` says what they mean."""
+
+    tokens_per_batch: Budget | None = None
+    accumulation_steps: int = 1
+    shuffle: bool = False
+    seed: int = 0
+    sampler: Iterable[int] | None = None
+    batch_sampler: Iterable[Iterable[int]] | None = None
+    lengths: Any = None
+    max_length: int | None = None
+    too_long: str = "error"
+    bad_samples: str = "error"
+    empty_samples: str = "error"
+    drop_last: bool = False
+    window: int | None = None
+    epochs: int | None = 1
+    evaluation: bool = False
+    max_tokens_per_rank: int | None = None
+    local_multiple: int = 1
+    look_ahead: int = 4
+    num_planners: int | None = None
+    plan_timeout: float = 300.0
+    store_timeout: float = STORE_TIMEOUT
+    plan_function: Callable[..., Any] = plan_batch
+    token_fields: Mapping[str, int] = field(default_factory=dict)
+    sample_fields: Sequence[str] = ()
+    sample_ids: bool = False
+    collate: Collate | None = None
+    num_workers: int = 0
+    pin_memory: bool | None = None
+    log_every: int | None = None
+
+    @staticmethod
+    def of(arguments: Mapping[str, Any]) -> "LoaderConfig":
+        """From the arguments of DCPDataLoader, including those that are not options."""
+        options = {field.name: arguments[field.name] for field in fields(LoaderConfig)}
+        return LoaderConfig(**options | {"token_fields": options["token_fields"] or {}})
+
+    def __post_init__(self) -> None:
+        for name, minimum in MINIMUM.items():
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                object.__setattr__(self, name, integer_option(name, value, minimum))
+        for name in ("plan_timeout", "store_timeout"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; must be positive (seconds)")
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}; choose one of {', '.join(allowed)}"
+                )
+        if self.bad_samples == "drop" and self.lengths is not None:
+            raise ValueError(
+                "bad_samples='drop' must read every sample before batches are made; with lengths= "
+                "batches are made first. Omit lengths=, or give bad samples the length 0 with "
+                "empty_samples='drop'"
+            )
+        _check_plan_function(self.plan_function)
+        self._check_order()
+        self._check_fields()
+
+    def _check_order(self) -> None:
+        given = [
+            name
+            for name, used in (
+                ("shuffle=True", self.shuffle),
+                ("sampler=", self.sampler is not None),
+                ("batch_sampler=", self.batch_sampler is not None),
+            )
+            if used
+        ]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} both set the order; pass only one of them")
+        if self.evaluation and self.shuffle:
+            raise ValueError("evaluation=True keeps the dataset's order; do not pass shuffle=True")
+        if self.batch_sampler is not None and self.tokens_per_batch is not None:
+            raise ValueError(
+                "batch_sampler= makes the batches; tokens_per_batch= would have no effect"
+            )
+
+    def _check_fields(self) -> None:
+        if isinstance(self.sample_fields, str):
+            raise ValueError(
+                f"sample_fields is {self.sample_fields!r}; expected a list of names, such as "
+                f"[{self.sample_fields!r}]"
+            )
+        made = {*RESERVED_FIELDS, *self.token_fields} & set(self.sample_fields)
+        if made:
+            raise ValueError(
+                f"sample_fields has {', '.join(sorted(made))}, which the local data already has "
+                "for every token; remove it"
+            )
+        if self.collate is not None and not callable(self.collate):
+            raise ValueError(
+                f"collate is {type(self.collate).__name__}; expected a function of the local data "
+                "and the samples"
+            )
+
+    def windows(self, *, knows_lengths: bool) -> tuple[int, int]:
+        """How many batches' samples a batch is filled from, and how many batches per replica a
+        round is dealt from."""
+        if self.window is not None:
+            return self.window, self.window
+        if self.evaluation:
+            return 1, 1
+        return FILL_WINDOW, DEAL_WINDOW if knows_lengths else DEAL_WINDOW_READ
+
+    def planning_processes(self, members: int) -> int:
+        """Number of planning processes of a rank that takes turns with `members` ranks."""
+        if self.num_planners is not None:
+            return self.num_planners
+        affinity = getattr(os, "sched_getaffinity", None)
+        cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+        share = cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        own_batches = -(-self.look_ahead // members)
+        return max(1, min(own_batches, share, MAX_PLANNERS))
+
+    def shared_settings(self) -> dict[str, str]:
+        """Options that must be equal on all ranks, as texts."""
+        names = [field.name for field in fields(self) if field.name not in NOT_COMPARED]
+        budget = self.tokens_per_batch
+        function = self.plan_function
+        named = function if hasattr(function, "__qualname__") else type(function)
+        return {name: repr(getattr(self, name)) for name in names} | {
+            "tokens_per_batch": "a function" if callable(budget) else repr(budget),
+            "token_fields": repr(sorted(self.token_fields.items())),
+            "plan_function": f"{named.__module__}.{named.__qualname__}",
+        }
+
+    @property
+    def order(self) -> Iterable[Any] | None:
+        """The sampler, or the batch sampler."""
+        return self.batch_sampler if self.sampler is None else self.sampler
+
+    def budget(self, num_ranks: int) -> Budget:
+        """The token budget of a plan for `num_ranks` ranks."""
+        if self.tokens_per_batch is not None:
+            return self.tokens_per_batch
+        per_rank = TOKENS_PER_RANK
+        if self.max_tokens_per_rank is not None:
+            per_rank = min(per_rank, self.max_tokens_per_rank)
+        return per_rank * num_ranks
+
+
+def integer_option(name: str, value: Any, minimum: int) -> int:
+    """An option as a plain int; 1e5 is as good as 100_000."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return whole_number(name, value, minimum, sys.maxsize)
+
+
+def check_budget(tokens: Any, number: int) -> int:
+    """What a budget schedule returned for a batch."""
+    whole = math.floor(tokens) if isinstance(tokens, float) and math.isfinite(tokens) else tokens
+    return integer_option(f"tokens_per_batch of batch {number}", whole, 1)
+
+
+def digest_of(data: bytes, size: int = 8) -> str:
+    """Equal for equal data, in hexadecimal."""
+    return hashlib.blake2b(data, digest_size=size).hexdigest()
+
+
+def describe_schedule(budget: Budget) -> str:
+    """A digest of a schedule's budgets: of all early batches, and of ever fewer later ones."""
+    if not callable(budget):
+        return ""
+    later = np.unique(np.geomspace(SCHEDULE_BATCHES, 1e7, SCHEDULE_BATCHES).astype(np.int64))
+    numbers = [*range(SCHEDULE_BATCHES), *later.tolist()]
+    budgets = [_budget_text(budget, number) for number in numbers]
+    return digest_of(" ".join(budgets).encode())
+
+
+def _budget_text(schedule: Callable[[int], int], number: int) -> str:
+    try:
+        return str(int(schedule(number)))
+    except Exception as error:  # a list that ends, for example
+        return type(error).__name__
+
+
+def _check_plan_function(function: Any) -> None:
+    """The planning process imports it by name; it does not run the main script."""
+    try:
+        pickled = pickle.dumps(function)
+    except Exception as error:
+        raise ValueError(
+            f"plan_function is {function!r}, which cannot be sent to the planning process "
+            f"({error}); pass a function of a module"
+        ) from None
+    if b"__main__" in pickled:
+        raise ValueError(
+            f"plan_function is {function!r} of the main script, which the planning process does "
+            "not run; move it to a module and import it"
+        )

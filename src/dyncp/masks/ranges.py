@@ -1,0 +1,125 @@
+"""Interval arithmetic on the key ranges of every token: behind `&`, `|` and the named masks.
+
+Everything works on arrays `starts` and `ends` of shape `[R, tokens]` (a column has the
+ranges of one token), for all tokens at once. Empty ranges come last in results, as `(length,
+length)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from dyncp.compiled import compiled, inner
+
+IntArray = npt.NDArray[np.int32]
+RangeOperator = Callable[[IntArray, IntArray], IntArray]
+
+
+def cover(length: int, *intervals: tuple[npt.ArrayLike, npt.ArrayLike]) -> IntArray:
+    """Ranges that cover, for every token, the union of intervals (starts, ends) that may overlap.
+
+    For tokens 0, 1, 2 of length 3, the sink [0, 1) and the window [i, i+1) give
+
+        cover(3, (0, 1), (i, i + 1))  ->  [0, 1) -      touching and overlapping ones are merged
+                                          [0, 2) -
+                                          [0, 1) [2, 3)
+    """
+    starts, ends = np.empty((2, len(intervals), length), np.int32)
+    for row, (start, end) in enumerate(intervals):
+        starts[row] = start
+        ends[row] = end
+    return merge(starts, ends)
+
+
+def intersect(left: IntArray, right: IntArray) -> IntArray:
+    """Intersection of two normal `[tokens, R, 2]` arrays: every range with every other.
+
+    [0, 4) [6, 9)  and  [2, 7)  ->  [2, 4) [6, 7)
+    """
+    a, b = columns(left), columns(right)
+    starts = np.maximum(a[0][:, None], b[0]).reshape(-1, len(left))
+    ends = np.minimum(a[1][:, None], b[1]).reshape(-1, len(left))
+    return merge(starts, ends)
+
+
+def unite(left: IntArray, right: IntArray) -> IntArray:
+    """Union of two normal `[tokens, R, 2]` arrays.
+
+    [0, 4) [6, 9)  or  [3, 5)  ->  [0, 5) [6, 9)
+    """
+    starts, ends = np.concatenate([columns(left), columns(right)], axis=1)
+    return merge(starts, ends)
+
+
+def columns(ranges: npt.NDArray[np.integer]) -> IntArray:
+    """`[tokens, R, 2]` as starts and ends, `[2, R, tokens]`."""
+    return np.array(ranges.T, np.int32, order="C")
+
+
+def merge(starts: IntArray, ends: IntArray) -> IntArray:
+    """Normal ranges `int32[tokens, R, 2]` of ranges in any order; empty and backward ones do not
+    count. Columns that are empty for every token are dropped; one always stays.
+
+    [3, 5) [0, 4) [6, 9) [8, 8)  ->  [0, 5) [6, 9)
+    """
+    num_ranges, length = starts.shape
+    ranges = np.empty((length, num_ranges, 2), np.int32)
+    most = max(_merge(starts, ends, ranges), 1)
+    return ranges if most == num_ranges else ranges[:, :most].copy()
+
+
+@compiled
+def _merge(starts: IntArray, ends: IntArray, ranges: IntArray) -> int:
+    """Fills `ranges`; gives the most ranges of a token."""
+    num_ranges, length = starts.shape
+    most = 0
+    for token in range(length):
+        count = _sort_ranges(starts, ends, ranges, token)
+        kept = min(count, 1)
+        for column in range(1, count):
+            start, end = ranges[token, column, 0], ranges[token, column, 1]
+            if start <= ranges[token, kept - 1, 1]:
+                ranges[token, kept - 1, 1] = max(end, ranges[token, kept - 1, 1])
+            else:
+                ranges[token, kept, 0], ranges[token, kept, 1] = start, end
+                kept += 1
+        for column in range(kept, num_ranges):
+            ranges[token, column, 0] = ranges[token, column, 1] = length
+        most = max(most, kept)
+    return most
+
+
+@inner
+def _sort_ranges(starts: IntArray, ends: IntArray, ranges: IntArray, token: int) -> int:
+    """Puts the ranges of a token that are not empty in order of their starts; gives their number.
+    Ranges mostly come in order, or in two lists that are."""
+    count = 0
+    for column in range(len(starts)):
+        start, end = starts[column, token], ends[column, token]
+        if start < end:
+            place = count
+            while place > 0 and ranges[token, place - 1, 0] > start:
+                ranges[token, place, 0] = ranges[token, place - 1, 0]
+                ranges[token, place, 1] = ranges[token, place - 1, 1]
+                place -= 1
+            ranges[token, place, 0], ranges[token, place, 1] = start, end
+            count += 1
+    return count
+
+
+def agree(what: str, left: IntArray | None, right: IntArray | None) -> IntArray | None:
+    """Positions or targets of two combined masks, of the one that sets them; both must agree."""
+    if left is None or right is None:
+        return right if left is None else left
+    if left.shape != right.shape:
+        raise ValueError(f"two masks disagree about {what}: only one of them may set {what}")
+    if not np.array_equal(left, right):
+        token = int(np.argmax((left != right).reshape(len(left), -1).any(axis=1)))
+        raise ValueError(
+            f"two masks disagree about {what}: token {token} has {left[token]} in one and "
+            f"{right[token]} in the other; only one of them may set {what}, or both the same"
+        )
+    return left

@@ -1,1 +1,0 @@
-"""Measurements on real devices and ranks, for `dyncp bench`, `calibrate` and `doctor`."""

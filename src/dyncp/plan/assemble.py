@@ -1,0 +1,333 @@
+"""Assembles a plan from a placement and its schedules: one independent part per rank.
+
+All ranks are built at once: a column holds the values of rank 0, then those of rank 1, and so on,
+and the parts of all ranks are views of these columns.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from dyncp.arrays import (
+    Bool,
+    Int32,
+    Int64,
+    bounds_of_ranks,
+    distinct_pairs,
+    frozen,
+    sorted_order,
+    split_by_rank,
+)
+from dyncp.blocks import IS_INPUT, OF_KEYS, BlockGraph
+from dyncp.compiled import compiled, inner
+from dyncp.placement import Balance, Placement
+from dyncp.plan.format import (
+    COMPUTE,
+    LAUNCH,
+    WAIT,
+    Layout,
+    MaskPlan,
+    Messages,
+    Op,
+    OwnedBlocks,
+    Program,
+    RankPlan,
+    RankTiles,
+    Slots,
+    Space,
+)
+from dyncp.plan.plan import Plan
+from dyncp.plan.row_ranges import RowRuns, build_row_runs, split_row_runs
+from dyncp.plan.slots import BlockUses, find_lifetimes, place_slots
+from dyncp.schedule import Schedule
+
+Schedules = Mapping[str, tuple[Schedule, Schedule | None]]
+Table = TypeVar("Table")
+
+
+def assemble_plan(
+    graph: BlockGraph, placement: Placement, schedules: Schedules, balance: Balance, layout: Layout
+) -> Plan:
+    """The whole plan. `schedules` has forward and (unless evaluating) backward per mask name."""
+    blocks = OwnedBlocks(
+        graph.blocks.sequence, graph.blocks.start, graph.blocks.end, placement.block_rank
+    )
+    tokens = np.bincount(placement.block_rank, graph.blocks.tokens, placement.num_ranks)
+    local_rows = layout.pad_local(tokens.astype(np.int64))
+    masks = {
+        name: _mask_plans(graph, placement, name, schedules[name], local_rows, layout)
+        for name in graph.tiles
+    }
+    declared = {
+        name: (_total_bytes(graph, pair[0]), _total_bytes(graph, pair[1]))
+        for name, pair in schedules.items()
+    }
+    lengths, fingerprint = frozen(graph.batch.lengths), graph.batch.fingerprint
+    parts = [
+        RankPlan(
+            rank=rank,
+            num_ranks=placement.num_ranks,
+            fingerprint=fingerprint,
+            digest="",
+            solver=placement.solver,
+            static=placement.static,
+            balance=balance,
+            shape=graph.shape,
+            head_groups=graph.head_groups,
+            slot_alignment=layout.slot_alignment,
+            local_multiple=layout.local_multiple,
+            declared_bytes=declared,
+            lengths=lengths,
+            blocks=blocks,
+            masks={name: of_ranks[rank] for name, of_ranks in masks.items()},
+        )
+        for rank in range(placement.num_ranks)
+    ]
+    return Plan.of(parts)
+
+
+def _total_bytes(graph: BlockGraph, schedule: Schedule | None) -> int:
+    if schedule is None:
+        return 0
+    transfers = schedule.transfers
+    per_token = graph.payload_bytes[transfers.kind, transfers.head_group]
+    return int((per_token * graph.blocks.tokens[transfers.block]).sum())
+
+
+@dataclass(frozen=True, eq=False)
+class _ByRank(Generic[Table]):
+    """The rows of a table ordered by rank: row i here is row `order[i]` there, and rank r has rows
+    bounds[r] to bounds[r + 1]."""
+
+    make: Callable[..., Table]
+    order: Int64
+    rank: Int64
+    bounds: Int64
+    table: Table
+
+    @staticmethod
+    def of(
+        make: Callable[..., Table],
+        columns: Sequence[npt.NDArray[Any]],
+        rank: Int32 | Int64,
+        num_ranks: int,
+    ) -> "_ByRank[Table]":
+        order = sorted_order((rank, num_ranks))
+        table = make(*(column[order] for column in columns))
+        bounds = bounds_of_ranks(rank, num_ranks)
+        return _ByRank(make, order, rank[order].astype(np.int64), bounds, table)
+
+    def split(self) -> list[Table]:
+        columns = [getattr(self.table, field.name) for field in fields(self.table)]  # type: ignore[arg-type]
+        return split_by_rank(self.make, columns, self.bounds)
+
+
+def _mask_plans(
+    graph: BlockGraph,
+    placement: Placement,
+    name: str,
+    schedules: tuple[Schedule, Schedule | None],
+    local_rows: Int64,
+    layout: Layout,
+) -> list[MaskPlan]:
+    """One mask's plan for every rank."""
+    every, num_ranks = graph.tiles[name], placement.num_ranks
+    columns = (every.q_block, every.k_block, every.head_group, every.pairs)
+    tiles = _ByRank.of(RankTiles, columns, placement.tile_rank[name], num_ranks)
+    forward = _programs(graph, tiles, schedules[0], local_rows, layout.slot_alignment)
+    backward: list[Program | None] = [None] * num_ranks
+    if schedules[1] is not None:
+        backward = [*_programs(graph, tiles, schedules[1], local_rows, layout.slot_alignment)]
+    of_ranks = (tiles.split(), _row_runs(graph, name, tiles, num_ranks), forward, backward)
+    return [MaskPlan(*values) for values in zip(*of_ranks, strict=True)]
+
+
+def _row_runs(
+    graph: BlockGraph, name: str, tiles: _ByRank[RankTiles], num_ranks: int
+) -> list[RowRuns]:
+    """Key ranges of the query blocks that each rank computes with."""
+    num_blocks = len(graph.blocks)
+    runs = build_row_runs([mask.ranges for mask in graph.batch.masks[name]], graph.blocks)
+    rank, block, _ = distinct_pairs(tiles.rank, num_ranks, tiles.table.q_block, num_blocks)
+    return split_row_runs(runs, num_blocks, rank, block, num_ranks)
+
+
+def _programs(
+    graph: BlockGraph,
+    tiles: _ByRank[RankTiles],
+    schedule: Schedule,
+    local_rows: Int64,
+    slot_alignment: int,
+) -> list[Program]:
+    """The programs of all ranks for one mask and direction; `local_rows` has the rows of each."""
+    num_ranks, moved = len(local_rows), schedule.transfers
+    sends, receives = (
+        _ByRank.of(
+            Messages,
+            (moved.phase, peer, moved.kind, moved.head_group, moved.block),
+            rank,
+            num_ranks,
+        )
+        for rank, peer in ((moved.source, moved.target), (moved.target, moved.source))
+    )
+    division = schedule.tile_division[tiles.order]
+    steps, first_step = order_instructions(
+        schedule,
+        (moved.source, moved.phase),
+        (moved.target, moved.phase),
+        _marked(tiles.rank, division, num_ranks, schedule.num_divisions),
+    )
+    at = _index_instructions(steps, first_step, max(schedule.num_phases, schedule.num_divisions))
+    slots, workspace_rows = _slots(
+        graph, tiles, division, sends, receives, at, local_rows, slot_alignment
+    )
+    columns = (
+        split_by_rank(_only, [division], tiles.bounds),
+        split_by_rank(_only, [frozen(steps)], first_step),
+        sends.split(),
+        receives.split(),
+        slots,
+        frozen(workspace_rows),
+    )
+    return [Program(*values) for values in zip(*columns, strict=True)]
+
+
+def _only(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    return column
+
+
+def _slots(
+    graph: BlockGraph,
+    tiles: _ByRank[RankTiles],
+    tile_division: Int32,
+    sends: _ByRank[Messages],
+    receives: _ByRank[Messages],
+    at: Int64,
+    local_rows: Int64,
+    alignment: int,
+) -> tuple[list[Slots], Int64]:
+    """Slots of every rank, and rows of every workspace; `at` is that of `_index_instructions`."""
+    read, sent, got = tiles.table, sends.table, receives.table
+    computed, launched = (
+        at[Op.COMPUTE, tiles.rank, tile_division],
+        at[Op.LAUNCH, sends.rank, sent.phase],
+    )
+    uses = [
+        BlockUses.of(np.full(len(read), space), block, read.head_group, computed, tiles.bounds)
+        for space, block in ((Space.Q, read.q_block), (Space.KV, read.k_block))
+    ]
+    uses.append(
+        BlockUses.of(OF_KEYS[sent.kind], sent.block, sent.head_group, launched, sends.bounds)
+    )
+    inputs = np.flatnonzero(IS_INPUT[got.kind])
+    rank, waited = receives.rank[inputs], at[Op.WAIT, receives.rank, got.phase][inputs]
+    columns = (OF_KEYS[got.kind[inputs]], got.block[inputs], got.head_group[inputs])
+    arriving = BlockUses.of(*columns, waited, bounds_of_ranks(rank, len(local_rows)))
+    spans = find_lifetimes(arriving, rank, uses, len(graph.blocks))
+    tokens, num_groups = graph.blocks.tokens.astype(np.int64), len(graph.head_groups)
+    row, rows = place_slots(spans, tokens, num_groups, local_rows, alignment)
+    found = (spans.space, spans.head_group, spans.block, row, spans.first, spans.last)
+    return split_by_rank(Slots, [frozen(column) for column in found], spans.of_rank), rows
+
+
+Column = Int32 | Int64
+
+
+def order_instructions(
+    schedule: Schedule,
+    sends: tuple[Column, Column],
+    receives: tuple[Column, Column],
+    computes: Bool,
+) -> tuple[Int64, Int64]:
+    """Instructions (op, argument) of all ranks, one rank after the other, and where each rank's
+    start. The simulator runs this same order before a plan is assembled.
+
+    Every phase is launched as early as the schedule allows and waited for as late as it allows.
+    `sends` and `receives` are (rank, phase) of every message, `computes` is bool[ranks, divisions].
+    """
+    size = len(computes), schedule.num_phases
+    receiving = _marked(*receives, *size)
+    taking_part = _marked(*sends, *size) | receiving
+    total = sum(int(np.count_nonzero(table)) for table in (taking_part, receiving, computes))
+    steps, first = np.empty((total, 2), np.int64), np.zeros(len(computes) + 1, np.int64)
+    feeds = schedule.phase_feeds
+    _order(
+        steps,
+        first,
+        taking_part,
+        receiving,
+        computes,
+        schedule.phase_after_division,
+        schedule.phase_after_phase.astype(np.int64),
+        feeds,
+        np.argsort(feeds, kind="stable"),
+    )
+    return steps, first
+
+
+def _marked(rank: Column, number: Column, num_ranks: int, num_numbers: int) -> Bool:
+    marked: Bool = np.zeros((num_ranks, num_numbers), np.bool_)
+    marked[rank, number] = True
+    return marked
+
+
+def _index_instructions(steps: Int64, first: Int64, width: int) -> Int64:
+    """Place of each instruction in its rank's program, int64[op, ranks, arguments below width]; -1
+    where a rank has no such instruction."""
+    counts = np.diff(first)
+    rank = np.repeat(np.arange(len(counts)), counts)
+    at = np.full((len(Op), len(counts), width), -1, np.int64)
+    at[steps[:, 0], rank, steps[:, 1]] = np.arange(len(steps)) - first[rank]
+    return at
+
+
+@compiled
+def _order(
+    steps: Int64,
+    first: Int64,
+    takes_part: Bool,
+    waiting: Bool,
+    computes: Bool,
+    after_division: Int32,
+    after_phase: Int64,
+    feeds: Int32,
+    by_feeds: Int64,
+) -> None:
+    """Fills `steps` and `first`; `waiting` marks what a rank receives and has not waited for yet;
+    it is used up."""
+    num_ranks, num_phases = takes_part.shape
+    num_divisions = computes.shape[1]
+    count = first[0]
+    for rank in range(num_ranks):
+        done = fed = 0  # divisions, and phases ordered by the division they feed
+        for phase in range(num_phases + 1):  # the one after the last is the end
+            at_end = phase == num_phases
+            if not at_end and not takes_part[rank, phase]:
+                continue
+            until = num_divisions if at_end else min(after_division[phase], num_divisions - 1)
+            while done <= until:
+                # Also without tiles: blocks that are only relayed must be here for what follows.
+                while fed < num_phases and feeds[by_feeds[fed]] <= done:
+                    count = _wait(steps, count, waiting, rank, by_feeds[fed])
+                    fed += 1
+                if done < num_divisions and computes[rank, done]:
+                    steps[count, 0], steps[count, 1] = COMPUTE, done
+                    count += 1
+                done += 1
+            if not at_end:
+                count = _wait(steps, count, waiting, rank, after_phase[phase])
+                steps[count, 0], steps[count, 1] = LAUNCH, phase
+                count += 1
+        first[rank + 1] = count
+
+
+@inner
+def _wait(steps: Int64, count: int, waiting: Bool, rank: int, phase: int) -> int:
+    if phase >= 0 and waiting[rank, phase]:
+        steps[count, 0], steps[count, 1] = WAIT, phase
+        waiting[rank, phase] = False
+        count += 1
+    return count

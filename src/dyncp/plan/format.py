@@ -1,0 +1,263 @@
+"""The format of plans: RankPlan has all that one rank needs to run a batch, as compact arrays."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import cached_property
+
+import numpy as np
+
+from dyncp.arrays import Bool, Int32, Int64, ranges_of, starts_of
+from dyncp.blocks import (
+    IS_INPUT,
+    OF_KEYS,
+    AttentionShape,
+    Direction,
+    HeadGroup,
+    Payload,
+    bytes_per_token,
+)
+from dyncp.checks import MOST_RANKS, whole_number
+from dyncp.placement import Balance
+from dyncp.plan.row_ranges import RowRuns
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How rows are laid out: slots start on multiples of `slot_alignment` (the kernel-tile border),
+    a rank's local rows are padded to `local_multiple`. Above 1, a rank without tokens has so many
+    rows, too: models that cannot take none run everywhere."""
+
+    slot_alignment: int = 128
+    local_multiple: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("slot_alignment", "local_multiple"):
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), 1, MOST_RANKS))
+
+    def pad_local(self, tokens: Int64) -> Int64:
+        """Rows of ranks with these numbers of local tokens."""
+        tokens = np.maximum(tokens, int(self.local_multiple > 1))
+        return -(-tokens // self.local_multiple) * self.local_multiple
+
+
+class Op(IntEnum):
+    """One instruction of a rank's program, with its argument."""
+
+    LAUNCH = 0  # start the sends and receives of a phase
+    WAIT = 1  # until everything this rank receives in a phase has arrived; unpack inputs
+    COMPUTE = 2  # the tiles of a division
+
+
+LAUNCH, WAIT, COMPUTE = (int(op) for op in Op)  # compiled code takes no enums
+
+
+class Space(IntEnum):
+    """The two workspaces of a head group: own rows first, then slots for received blocks."""
+
+    Q = 0
+    KV = 1
+
+
+# Where a received input is put; results are merged into rows that are already there.
+INPUT_SPACE = {kind: Space(int(OF_KEYS[kind])) for kind in Payload if IS_INPUT[kind]}
+RESULT_SPACE = {kind: Space(int(OF_KEYS[kind])) for kind in Payload if not IS_INPUT[kind]}
+
+
+@dataclass(frozen=True, eq=False)
+class OwnedBlocks:
+    """All token blocks of the batch with their owners, int32[blocks] each."""
+
+    sequence: Int32
+    start: Int32
+    end: Int32
+    owner: Int32
+
+    def __len__(self) -> int:
+        return len(self.sequence)
+
+    @property
+    def tokens(self) -> Int32:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, eq=False)
+class RankTiles:
+    """The tiles of one mask that this rank computes, ordered by head group, query and key block."""
+
+    q_block: Int32
+    k_block: Int32
+    head_group: Int32
+    pairs: Int64
+
+    def __len__(self) -> int:
+        return len(self.q_block)
+
+
+@dataclass(frozen=True, eq=False)
+class Messages:
+    """Payloads that this rank sends (or receives), ordered by phase, peer, kind, head group, block.
+
+    All payloads of one phase and peer travel as one message. Received results are merged in the
+    order in which they stand here."""
+
+    phase: Int32
+    peer: Int32
+    kind: Int32
+    head_group: Int32
+    block: Int32
+
+    def __len__(self) -> int:
+        return len(self.phase)
+
+    def select(self, chosen: Bool) -> "Messages":
+        columns = (self.phase, self.peer, self.kind, self.head_group, self.block)
+        return Messages(*(column[chosen] for column in columns))
+
+
+@dataclass(frozen=True, eq=False)
+class Slots:
+    """Places of received blocks in the workspaces; `row` is the first row there.
+
+    A slot holds its block from instruction `first` (the WAIT that fills it) to `last`."""
+
+    space: Int32
+    head_group: Int32
+    block: Int32
+    row: Int32
+    first: Int32
+    last: Int32
+
+    def __len__(self) -> int:
+        return len(self.space)
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """One direction of one mask on one rank. `instructions` is int32[n, 2]: Op and argument;
+    `workspace_rows` is int32[spaces, head groups]."""
+
+    tile_division: Int32
+    instructions: Int32
+    sends: Messages
+    receives: Messages
+    slots: Slots
+    workspace_rows: Int32
+
+
+@dataclass(frozen=True, eq=False)
+class MaskPlan:
+    """One mask's tiles, the key ranges of their query rows, and the programs (backward is None in
+    forward-only plans)."""
+
+    tiles: RankTiles
+    rows: RowRuns
+    forward: Program
+    backward: Program | None
+
+    def programs(self) -> Iterator[tuple[Direction, Program]]:
+        """The directions that the mask is planned for, with their programs."""
+        yield Direction.FORWARD, self.forward
+        if self.backward is not None:
+            yield Direction.BACKWARD, self.backward
+
+    def program(self, direction: Direction) -> Program:
+        program = self.forward if Direction(direction) is Direction.FORWARD else self.backward
+        if program is None:
+            raise ValueError("this plan was made for evaluation and has no backward schedule")
+        return program
+
+
+@dataclass(frozen=True, eq=False)
+class RankPlan:
+    """The part of a plan that one rank receives. `digest` is that of the whole plan.
+
+    `body` is the part's binary form without the digest, where it was encoded already (see
+    codec.py); a changed copy has none."""
+
+    rank: int
+    num_ranks: int
+    fingerprint: str
+    digest: str
+    solver: str
+    static: bool
+    balance: Balance
+    shape: AttentionShape
+    head_groups: tuple[HeadGroup, ...]
+    slot_alignment: int
+    local_multiple: int
+    declared_bytes: Mapping[str, tuple[int, int]]
+    lengths: Int32
+    blocks: OwnedBlocks
+    masks: Mapping[str, MaskPlan]
+    body: bytes | None = field(default=None, init=False, repr=False)
+
+    @property
+    def filler(self) -> bool:
+        """Whether the batch only stands in for one that is missing, and counts for nothing."""
+        return False
+
+    @property
+    def agreed_by(self) -> tuple[int, ...]:
+        """Global ranks that have agreed on this plan; the data loader's plans have some."""
+        return ()
+
+    @cached_property
+    def local_blocks(self) -> Int64:
+        """Blocks this rank owns, in the order of its rows."""
+        return np.flatnonzero(self.blocks.owner == self.rank)
+
+    @cached_property
+    def tokens_per_rank(self) -> Int64:
+        held = np.bincount(self.blocks.owner, self.blocks.tokens, self.num_ranks)
+        return held.astype(np.int64)
+
+    @cached_property
+    def rows_per_rank(self) -> Int64:
+        """Each rank's tokens, padded to `local_multiple`; above 1 also where there are none."""
+        tokens = self.tokens_per_rank.clip(int(self.local_multiple > 1))
+        return -(-tokens // self.local_multiple) * self.local_multiple
+
+    @property
+    def local_tokens(self) -> int:
+        return int(self.tokens_per_rank[self.rank])
+
+    @cached_property
+    def local_rows(self) -> int:
+        """Local tokens, padded to `local_multiple`."""
+        return int(self.rows_per_rank[self.rank])
+
+    @cached_property
+    def block_row(self) -> Int64:
+        """First local row of each block this rank owns; -1 for the others."""
+        row = np.full(len(self.blocks), -1, np.int64)
+        row[self.local_blocks] = starts_of(self.blocks.tokens[self.local_blocks])[:-1]
+        return row
+
+    @cached_property
+    def block_coordinate(self) -> Int64:
+        """Coordinate of each block's first token."""
+        return starts_of(self.lengths)[self.blocks.sequence] + self.blocks.start
+
+    @cached_property
+    def local_coordinates(self) -> Int64:
+        """Coordinate of every local token: its sequence's offset in the batch plus its position."""
+        own = self.local_blocks
+        return ranges_of(self.block_coordinate[own], self.blocks.tokens[own])
+
+    def mask_plan(self, name: str) -> MaskPlan:
+        if not isinstance(name, str) or name not in self.masks:
+            raise ValueError(f"mask {name!r} is not in this plan; it has {', '.join(self.masks)}")
+        return self.masks[name]
+
+    def sent_bytes(self, name: str, direction: Direction, shape: AttentionShape) -> int:
+        """Bytes this rank sends in one attention call of `shape`."""
+        sends = self.mask_plan(name).program(direction).sends
+        per_token = bytes_per_token(shape, self.groups_for(shape))
+        return int(
+            (per_token[sends.kind, sends.head_group] * self.blocks.tokens[sends.block]).sum()
+        )
+
+    def groups_for(self, shape: AttentionShape) -> tuple[HeadGroup, ...]:
+        """Head groups when the plan runs with `shape`; one group adapts to any head count."""
+        return self.head_groups if self.shape.exact else shape.head_groups(1)

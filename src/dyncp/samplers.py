@@ -1,0 +1,190 @@
+"""Sequence lengths to plan for: known distributions, and a user's own file."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dyncp.checks import parse_json, whole_number
+
+# Share (%) of 13.46 million training documents that have at most this many tokens.
+DOCUMENT_TOKENS = (
+    (100, 8.33),
+    (200, 18.56),
+    (500, 46.75),
+    (1024, 71.38),
+    (2048, 87.03),
+    (4096, 94.37),
+    (8192, 97.42),
+    (16384, 98.71),
+    (32768, 99.56),
+    (65536, 99.70),
+    (131072, 99.86),
+    (196608, 100.0),
+)
+LDC_MEDIAN, LDC_SIGMA, LDC_SHORTEST = 3000, 1.3, 256
+LONGALIGN_RANGE = 8192, 65536
+SFT_LONG_SHARE, SFT_SHORT_MEAN, SFT_LONG_RANGE = 0.0011, 1024, (8192, 65536)
+
+Lengths = Iterator[int]
+Distribution = Callable[[np.random.Generator, int], Lengths]
+
+
+def training_documents(rng: np.random.Generator, _total: int) -> Lengths:
+    """The table above, uniform inside a bin."""
+    most, share = np.array([0, *(m for m, _ in DOCUMENT_TOKENS)]), [s for _, s in DOCUMENT_TOKENS]
+    while True:
+        row = int(np.searchsorted(share, 100 * rng.random()))
+        yield int(rng.integers(most[row] + 1, most[row + 1] + 1))
+
+
+def ldc(scale: float) -> Distribution:
+    """Long-tailed pre-training mix: lognormal times a scale, then clipped to [256, total]."""
+
+    def draw(rng: np.random.Generator, total: int) -> Lengths:
+        while True:
+            length = rng.lognormal(np.log(LDC_MEDIAN), LDC_SIGMA) * scale
+            yield round(min(max(length, LDC_SHORTEST), total))
+
+    return draw
+
+
+def longalign(rng: np.random.Generator, _total: int) -> Lengths:
+    """Log-uniform from 8K to 64K: an assumption about LongAlign."""
+    while True:
+        yield round(np.exp(rng.uniform(*np.log(LONGALIGN_RANGE))))
+
+
+def sft_mixture(rng: np.random.Generator, _total: int) -> Lengths:
+    """99.89 % short samples with a mean of about 1K, 0.11 % long ones with a mean of about 37K.
+
+    The shapes are assumptions: exponential, and uniform from 8K to 64K.
+    """
+    while True:
+        if rng.random() < SFT_LONG_SHARE:
+            yield int(rng.integers(*SFT_LONG_RANGE, endpoint=True))
+        else:
+            yield 1 + int(rng.exponential(SFT_SHORT_MEAN))
+
+
+def uniform(length: int) -> Distribution:
+    """Every sequence has the same length."""
+
+    def draw(_rng: np.random.Generator, _total: int) -> Lengths:
+        while True:
+            yield length
+
+    return draw
+
+
+def single(_rng: np.random.Generator, total: int) -> Lengths:
+    """One sequence with all tokens."""
+    yield total
+
+
+PLAIN: dict[str, Distribution] = {
+    "training_documents": training_documents,
+    "ldc": ldc(1.0),
+    "longalign": longalign,
+    "sft_mixture": sft_mixture,
+    "uniform": uniform(8192),
+    "single": single,
+}
+# What may be asked for: `ldc_x` takes any scale, `uniform:` any length (8192 without).
+NAMES = (*PLAIN, "ldc_x0.5", "ldc_x2", "ldc_x4", "uniform:N")
+
+
+class Sample(NamedTuple):
+    """A distribution's name and the seed of the draw."""
+
+    name: str
+    seed: int
+
+
+def parse_sample(text: str) -> Sample:
+    """ "ldc:3" is ldc with seed 3, "ldc" has seed 0; "uniform:8192" has seed 0, "uniform:8192:3"
+    has seed 3."""
+    match = re.fullmatch(r"(uniform:\d+|[^:]+)(?::(\d+))?", text)
+    if match is None:
+        raise ValueError(
+            f"sample is {text!r}; write NAME or NAME:SEED, with NAME one of {', '.join(NAMES)}"
+        )
+    find_distribution(match[1])
+    return Sample(match[1], int(match[2] or 0))
+
+
+def find_distribution(name: str) -> Distribution:
+    """The distribution called `name`; raises ValueError that lists the names."""
+    if name in PLAIN:
+        return PLAIN[name]
+    scale = re.fullmatch(r"ldc_x(\d+(?:\.\d+)?)", name)
+    if scale and float(scale[1]) > 0:
+        return ldc(float(scale[1]))
+    length = re.fullmatch(r"uniform:(\d+)", name)
+    if length and int(length[1]) > 0:
+        return uniform(int(length[1]))
+    raise ValueError(f"length distribution is {name!r}; choose one of {', '.join(NAMES)}")
+
+
+def sample_lengths(name: str, total_tokens: int, seed: int = 0) -> list[int]:
+    """Lengths that add up to `total_tokens`: drawn until they reach it, the last one cut.
+
+    "ldc" with 131,072 tokens and seed 0 starts 3533, 2527, 6898.
+    """
+    total_tokens = whole_number("total_tokens", total_tokens, 1)
+    left, lengths = total_tokens, []
+    for length in find_distribution(name)(np.random.default_rng(seed), total_tokens):
+        lengths.append(min(length, left))
+        left -= lengths[-1]
+        if left == 0:
+            break
+    return lengths
+
+
+def read_lengths(path: str | Path) -> list[int]:
+    """Lengths of a text file with one integer per line, or of a JSON list of integers.
+
+    Empty lines are skipped; anything else raises ValueError that says where it stands.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"lengths file {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"lengths file {path} is not text: {error.reason}") from error
+    lengths = _read_json(text, path) if text.lstrip().startswith("[") else _read_lines(text, path)
+    if not lengths:
+        raise ValueError(f"lengths file {path} has no lengths; at least one is needed")
+    return lengths
+
+
+def _read_lines(text: str, path: str | Path) -> list[int]:
+    lines = ((n, line.strip()) for n, line in enumerate(text.splitlines(), start=1))
+    return [_length(_number(line), f"{path}, line {n}") for n, line in lines if line]
+
+
+def _number(line: str) -> int | str:
+    return int(line) if line.isascii() and line.isdigit() else line
+
+
+def _read_json(text: str, path: str | Path) -> list[int]:
+    try:
+        values = parse_json(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"lengths file {path}, line {error.lineno}: not a JSON list: {error.msg}"
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"lengths file {path}: not a JSON list: {error}") from error
+    return [_length(value, f"{path}, entry {n}") for n, value in enumerate(values, start=1)]
+
+
+def _length(value: Any, where: str) -> int:
+    if type(value) is not int or value < 1:  # a bool is an int, but no length
+        raise ValueError(
+            f"lengths file {where}: {value!r} is not a length; lengths must be positive integers"
+        )
+    return value

@@ -1,0 +1,140 @@
+"""The same measurements on a GPU; left out where there is none."""
+
+import json
+import time
+
+import pytest
+import torch
+from benchmarks import baselines
+from benchmarks.baselines import WholeDocuments
+from benchmarks.kernels import profile
+
+from dyncp import AttentionShape, Topology, plan_batch
+from dyncp.calibrate.calls import (
+    MASKS,
+    KernelChoice,
+    Unavailable,
+    make_inputs,
+    mask_case,
+)
+from dyncp.calibrate.dense import dense_attention, relative_errors, results_of
+from dyncp.calibrate.links import beside_copies
+from dyncp.calibrate.one_rank import time_part
+from dyncp.calibrate.samples import plan_work
+from dyncp.calibrate.timing import Repeats, profiled_kernels, time_call
+from dyncp.cli import main
+from dyncp.cost import CostModel, find_profile
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+GPU = torch.device("cuda:0")
+SHAPE = AttentionShape(4, 2, 128, "bf16")
+
+
+def test_device_time_leaves_the_host_out():
+    x = torch.randn(4096, 4096, device=GPU, dtype=torch.bfloat16)
+    timed = time_call(lambda: x @ x, GPU)
+    assert 2 * 4096**3 / timed.seconds < 5e15
+    few = time_call(lambda: [x[:8].add(1) for _ in range(50)], GPU)
+    assert few.seconds < few.host_seconds * 2
+
+
+@pytest.mark.parametrize("name", baselines.BASELINES)
+@pytest.mark.parametrize("mask", MASKS)
+def test_other_implementations_are_dense_attention(name, mask):
+    case = mask_case(mask, 1024)
+    try:
+        attend = baselines.BASELINES[name](case, GPU)
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    inputs = make_inputs(1024, SHAPE, GPU)
+    errors = relative_errors(results_of(attend, inputs), dense_attention(case.batch, inputs))
+    assert max(errors.values()) < 2e-2
+
+
+def test_the_profiler_finds_attention_kernels():
+    inputs, case = make_inputs(2048, SHAPE, GPU), mask_case("causal", 2048)
+    attend = baselines.BASELINES["sdpa_flash"](case, GPU)
+    seconds, by_name = profile(lambda: attend(*inputs.qkv), GPU)
+    whole = time_call(lambda: attend(*inputs.qkv), GPU).seconds
+    assert 0.2 * whole < seconds < 2 * whole
+    assert max(by_name.values()) <= seconds
+
+
+def test_profiled_kernels_come_in_order_and_leave_pauses_out():
+    inputs, case = make_inputs(2048, SHAPE, GPU), mask_case("causal", 2048)
+    attend = baselines.BASELINES["sdpa_flash"](case, GPU)
+
+    def run() -> None:
+        inputs.qkv[0].exp()
+        for _ in range(2):
+            attend(*inputs.qkv)
+            torch.cuda.synchronize(GPU)
+            time.sleep(0.01)
+
+    run()
+    kernels = profiled_kernels(run, GPU)
+    assert not kernels[0].is_attention
+    assert sum(kernel.is_attention for kernel in kernels) == 2
+    assert sum(kernel.seconds for kernel in kernels) < 0.01
+
+
+@pytest.mark.parametrize("kernel", ["auto", "triton"])
+def test_every_call_of_a_rank_has_its_attention_kernels(kernel, caplog):
+    cost = CostModel(find_profile("h200"), SHAPE)
+    case = mask_case("lambda_shaped", 4096)
+    plan = plan_batch(case.batch, Topology(1, 2), SHAPE, cost=cost)
+    times = time_part(plan.parts[0], SHAPE, KernelChoice(kernel), GPU, Repeats(3, 2))
+    assert "equal share" not in caplog.text
+    for direction, measured in times.items():
+        divisions = {x.division for x in plan_work(plan, direction, cost) if x.rank == 0}
+        assert set(measured.division_seconds.nonzero()[0]) == divisions
+        assert 0 < measured.kernel_seconds + measured.other_seconds < 1.2 * measured.seconds
+
+
+def test_attention_beside_copies_is_not_faster():
+    inputs, case = make_inputs(8192, SHAPE, GPU), mask_case("causal", 8192)
+    attend = baselines.BASELINES["sdpa_flash"](case, GPU)
+    overlaps = beside_copies(lambda: attend(*inputs.qkv), GPU, Repeats(3, 1))
+    assert [overlap.kind for overlap in overlaps] == ["host", "device"]
+    assert all(1 <= overlap.slowdown < 20 for overlap in overlaps)
+
+
+def test_the_doctor_is_content(capsys):
+    assert main(["doctor"]) == 0
+    assert "All is well." in capsys.readouterr().out
+
+
+def test_rows_after_others_are_those_of_dense_attention():
+    """flash-attn-4's causal documents end with their last key, however many rows they have."""
+    if baselines.plain_attention(GPU) != "flash_attn_4":
+        pytest.skip("needs flash-attn-4")
+    rows, before = 700, 333
+    inputs = make_inputs(rows + before, SHAPE, GPU)
+    flash = baselines.find_flash_attn_4(GPU)
+    attend = baselines.varlen(flash.flash_attn_varlen_func, (0, rows), (0, rows + before), GPU)
+    exact = baselines.sdpa_after_keys(WholeDocuments((rows,), before), GPU)
+    results = []
+    for function in (attend, exact):
+        out = function(inputs.q[before:], inputs.k, inputs.v)
+        grads = torch.autograd.grad(out, inputs.qkv, inputs.dout[before:])
+        results.append([out, *grads])
+    for ours, expected in zip(*results, strict=True):
+        assert (ours - expected).norm() < 2e-2 * expected.norm()
+
+
+@pytest.mark.parametrize("sample", ["ldc:0", "uniform:256"])
+def test_layers_keep_the_gpu_busy_for_some_of_the_time(capsys, sample):
+    words = ["--sample", sample, "--tokens", "16384", "--virtual-ranks", "4", "--layers", "1"]
+    words += ["--masks", "causal", "--rank", "1", "--repeats", "3", "--json"]
+    assert main(["bench", "layers", *words]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    for measured in row["attention"].values():
+        assert not measured["reason"]
+        assert measured["host_share"] > 0
+        assert 0 < measured["busy_share"] < 1.1
+        assert measured["kernels"] > 20
+        assert 0.5 * measured["kernel_seconds"] < measured["wall_seconds"]
+    ours, plain, none = row["attention"].values()
+    assert none["attention_kernel_seconds"] == 0 < plain["attention_kernel_seconds"]
+    assert none["kernels"] < ours["kernels"]
