@@ -331,8 +331,6 @@ def run_rank(rank: int, segment: Segment, port: int) -> None:
     multiprocessing.set_start_method("fork", force=True)  # for processes that read ahead
     resource_tracker.ensure_running()  # Python's own, which stays
     DCPExecutor(mesh["cp"], timeout=COLLECTIVE_SECONDS).close()  # as do groups, for the next one
-    if torch.cuda.is_available():
-        torch.zeros(1).pin_memory()  # the loader does; the driver's files stay open
     before = still_open()
     result = train(segment, rank, mesh)
     result["left"] = left_since(before)
