@@ -54,6 +54,7 @@ def _parameters(rng: np.random.Generator, name: str, length: int) -> dict[str, A
 
     cuts = np.sort(rng.integers(0, length + 1, some(0, 5)))
     documents = np.diff([0, *cuts.tolist(), length]).tolist()
+    nodes = [tokens for tokens in documents if tokens]
     choices: dict[str, dict[str, Any]] = {
         "sliding_window": {"window": some(1, length + 2)},
         "lambda_shaped": {"sinks": some(0, length + 2), "window": some(1, length + 2)},
@@ -71,6 +72,10 @@ def _parameters(rng: np.random.Generator, name: str, length: int) -> dict[str, A
             "causal": bool(some(0, 1)),
         },
         "block_causal": {"chunk": some(1, length + 2)},
+        "prefix_tree": {
+            "parents": [some(-1, node - 1) for node in range(len(nodes))],
+            "lengths": nodes,
+        },
     }
     return choices.get(name, {})
 
@@ -96,11 +101,22 @@ def _allowed(name: str, length: int, given: dict[str, Any]) -> Allowed:
         allowed = (i < number) | (j < number) | (abs(i - j) < given["window"])
     elif name == "prefix_lm":
         allowed, causal = (j <= i) | (j < given["prefix"]), False
+    elif name == "prefix_tree":
+        allowed = _above(given["parents"], given["lengths"])
     elif name == "block_causal":
         allowed, causal = j // given["chunk"] <= i // given["chunk"], False
     else:
         allowed, causal = np.ones((length, length), np.bool_), name == "causal"
     return np.logical_and(allowed, j <= i) if causal else allowed
+
+
+def _above(parents: list[int], lengths: list[int]) -> Allowed:
+    """Whether a token's node is another's own or one above it."""
+    above = np.eye(len(parents), dtype=np.bool_)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            above[node] |= above[parent]
+    return above.repeat(lengths, axis=0).repeat(lengths, axis=1)
 
 
 def _answer_of(length: int, answers: int, question: int) -> np.ndarray:

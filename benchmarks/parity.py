@@ -37,15 +37,27 @@ from dyncp import (
     DCPExecutor,
     PlannerConfig,
     masks,
+    next_token_loss,
     sum_gradients,
     sum_over_ranks,
     undo_gradient_average,
 )
 
+
+def branching(sample: Any) -> masks.Mask:
+    """A tree of five nodes, of any length; short texts stay whole."""
+    length = len(sample["input_ids"])
+    if length < 8:
+        return masks.causal(length)
+    part = length // 5
+    return masks.prefix_tree([-1, 0, 1, 1, 0], [length - 4 * part, part, part, part, part])
+
+
 MASKS = {
     "causal": masks.causal,
     "sliding_window": masks.sliding_window(window=50),
     "shared_question": masks.shared_question(answers=3),
+    "prefix_tree": branching,
 }
 WAYS = ("plain", "resumed", "fsdp", "ddp", "compiled")
 LOSSES, WEIGHTS = 1e-5, 1e-4
@@ -134,9 +146,7 @@ def dense_loss(model: Any, data: dict[str, Tensor], by_kind: dict[str, Tensor]) 
     inputs = {"input_ids": data["input_ids"], "position_ids": data["position_ids"]}
     inputs |= {"attention_mask": bias, "use_cache": False}
     logits = model(**inputs, output_router_logits=False).logits
-    targets = data["shift_labels"][0]
-    loss = torch.nn.functional.cross_entropy(logits[0], targets, reduction="sum")
-    loss = loss / data["num_items_in_batch"]
+    loss = next_token_loss(logits, data)
     if getattr(model.config, "output_router_logits", False):
         from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 

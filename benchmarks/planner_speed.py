@@ -41,6 +41,7 @@ LARGE = (
 NEEDED: dict[str, dict[str, Any]] = {
     "prefix_lm": {"prefix": 1000},
     "document_packed": {"documents": [1024] * 128},
+    "prefix_tree": {"parents": [-1, *[0] * 127], "lengths": [1024] * 128},
 }
 
 

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 import torch
+from hypothesis import settings
 
 from dyncp import Batch, PlannerConfig, Topology, masks, plan_batch
 from dyncp.executor.call import Saved
@@ -24,6 +25,10 @@ if not torch.cuda.is_available():
 
 # The name dyncp.executor.attention is the function; this is the module behind it.
 attention_module = importlib.import_module("dyncp.executor.attention")
+
+# The first case of a test may compile; on a busy machine that takes seconds.
+settings.register_profile("dyncp", deadline=None)
+settings.load_profile("dyncp")
 
 
 def pytest_configure(config):

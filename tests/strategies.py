@@ -73,7 +73,15 @@ def parameters_of(name: str, length: int) -> st.SearchStrategy[dict[str, Any]]:
         "global_sliding": {"num_global": some, "window": one_or_more, "causal": st.booleans()},
         "block_causal": {"chunk": one_or_more},
     }
-    return st.fixed_dictionaries(choices[name])
+    return trees_of(length) if name == "prefix_tree" else st.fixed_dictionaries(choices[name])
+
+
+@st.composite
+def trees_of(draw: Callable[..., Any], length: int) -> dict[str, list[int]]:
+    """Nodes whose lengths add up to `length`, each with an earlier parent or none."""
+    lengths = [part for part in draw(parts_of(length)) if part]
+    parents = [draw(st.integers(-1, node - 1)) for node in range(len(lengths))]
+    return {"parents": parents, "lengths": lengths}
 
 
 @st.composite

@@ -9,7 +9,7 @@ import pytest
 from dyncp import AttentionShape, Batch, PlannerConfig, masks, plan_batch
 from dyncp.blocks import Direction, Payload, bytes_per_token
 from dyncp.cost import CostModel, find_profile
-from dyncp.cost.row_work import RowBytes, RowWork, Sent, Touched
+from dyncp.cost.row_work import RowBytes, RowCosts, Sent, Touched
 from dyncp.plan import Space, find_contributions
 from dyncp.simulate.flow import row_bytes_of_plan
 from dyncp.topology import preset
@@ -21,10 +21,10 @@ Q, KV, PER_HEAD = 4 * 8 * 2, 2 * 2 * 8 * 2, 4 * 4  # bytes of a token
 TOKENS = 10
 
 
-def rows(direction: Direction, *, fixed: bool = False) -> RowWork:
+def rows(direction: Direction, *, fixed: bool = False) -> RowCosts:
     """Ranks 0 and 1 own a block of 10 tokens each."""
     tokens, owner = np.array([TOKENS, TOKENS]), np.array([0, 1])
-    return RowWork(2, 2, 2, tokens, owner, direction, RowBytes(SHAPE, GROUPS), fixed)
+    return RowCosts(2, 2, 2, tokens, owner, direction, RowBytes(SHAPE, GROUPS), fixed)
 
 
 def sent(*payloads: tuple[int, int, int, Payload, int]) -> Sent:

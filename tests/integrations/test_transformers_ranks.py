@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 pytest.importorskip("transformers", reason="the extra transformers is not installed")
 
-from benchmarks.parity import optimizer_of
+from benchmarks.parity import branching, optimizer_of
 from benchmarks.parity_models import NAMES, make_model
 
 from dyncp import (
@@ -82,7 +82,8 @@ def special_cases(rank):
     empty = losses_and_weights(make_model("gemma3"), executor, **whole)
     moe = losses_and_weights(make_model("qwen3_moe"), executor, **whole)
     rope = losses_and_weights(make_model("llama dynamic rope"), executor, **whole)
-    return branches, empty, moe, rope, sharded(executor)
+    trees = losses_and_weights(make_model("qwen3_moe"), executor, branching)
+    return branches, empty, moe, rope, trees, sharded(executor)
 
 
 def sharded(executor):
@@ -109,11 +110,12 @@ def sharded(executor):
 
 
 def test_branches_empty_ranks_experts_and_rescaled_rope_are_as_in_one_process():
-    branches, empty, moe, rope, fsdp = run_ranks(special_cases, RANKS, timeout=280)[0]
+    branches, empty, moe, rope, trees, fsdp = run_ranks(special_cases, RANKS, timeout=280)[0]
     check(branches, alone("gemma3", QUESTION))
     check(empty, alone("gemma3"))
     check(moe, alone("qwen3_moe"))
     check(rope, alone("llama dynamic rope"))
+    check(trees, alone("qwen3_moe", branching))
     loss, untouched, calls = fsdp
     assert loss == pytest.approx(alone("llama")[0][0], rel=1e-2)
     assert untouched

@@ -66,6 +66,14 @@ def block_causal_pair(i, j, length, chunk):
     return j // chunk <= i // chunk
 
 
+def prefix_tree_pair(i, j, length, parents, lengths):
+    node_of = [node for node, size in enumerate(lengths) for _ in range(size)]
+    above = node_of[i]
+    while above >= 0 and above != node_of[j]:
+        above = parents[above]
+    return j <= i and above == node_of[j]
+
+
 DEFINITIONS = {
     "causal": causal_pair,
     "full": full_pair,
@@ -77,6 +85,7 @@ DEFINITIONS = {
     "document_packed": document_packed_pair,
     "global_sliding": global_sliding_pair,
     "block_causal": block_causal_pair,
+    "prefix_tree": prefix_tree_pair,
 }
 
 
@@ -105,7 +114,7 @@ def test_a_builtin_mask_allows_exactly_the_pairs_of_its_definition(name, data, l
 @given(data=st.data(), length=st.integers(1, 24))
 def test_a_builtin_mask_is_in_normal_form(name, data, length):
     mask = masks.BUILTIN[name](length, **data.draw(parameters_of(name, length)))
-    again = masks.Mask(mask.ranges, mask.positions, mask.targets)
+    again = masks.Mask(mask.ranges, **mask.marks._asdict())
     np.testing.assert_array_equal(again.ranges, mask.ranges)
     assert again == mask
     assert again.digest == mask.digest

@@ -140,7 +140,14 @@ def test_mask_functions_compose():
 )
 def test_mask_functions_survive_pickling(function):
     again = pickle.loads(pickle.dumps(function))
-    sample = sample_of(7, document_lengths=[3, 4], prefix_length=2, question_length=3)
+    sample = sample_of(
+        7,
+        document_lengths=[3, 4],
+        prefix_length=2,
+        question_length=3,
+        parents=[-1, 0],
+        node_lengths=[3, 4],
+    )
     assert repr(again) == repr(function)
     assert again(sample) == function(sample)
 

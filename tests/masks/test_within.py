@@ -62,7 +62,7 @@ def test_a_window_of_rows_over_branches_is_refused():
     [
         ({}, "give one of them"),
         ({"window": 3, "chunk": 4}, "give one of them"),
-        ({"window": 0}, "window is 0; allowed is at least 1"),
+        ({"window": 0}, "window is 0; at least 1 is needed"),
     ],
 )
 def test_what_is_not_a_size_is_refused(arguments, message):

@@ -112,7 +112,7 @@ def least_row_seconds(direction: Direction, cost: CostModel) -> float:
 
 
 @dataclass(frozen=True, eq=False)
-class RowWork:
+class RowCosts:
     """Who holds what in one direction of one mask: blocks with their `tokens` and `owner`s. `fixed`
     says that inputs are copied wherever anything travels, for graphs."""
 

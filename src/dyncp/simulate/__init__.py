@@ -1,6 +1,7 @@
 """Event simulation: how long a plan takes, and what every rank and link does meanwhile."""
 
-from dyncp.simulate.entries import (
+from dyncp.simulate.results import AttentionTimes, Simulated
+from dyncp.simulate.run import (
     join_times,
     layers_by_mask,
     rows_per_rank,
@@ -8,7 +9,6 @@ from dyncp.simulate.entries import (
     simulate_schedule,
     simulate_schedules,
 )
-from dyncp.simulate.results import AttentionTimes, Simulated
 from dyncp.simulate.timeline import Activity, Timeline, Track, make_timeline, trace
 
 __all__ = [

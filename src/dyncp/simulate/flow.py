@@ -9,7 +9,7 @@ from dyncp.arrays import Bool, Float64, Int64, starts_of
 from dyncp.blocks import BlockGraph, Direction, HeadGroup, Tiles, bytes_per_token
 from dyncp.cost import CostModel
 from dyncp.cost.cost_model import CallBlocks, CallTiles, more_seconds
-from dyncp.cost.row_work import Moved, RowBytes, RowWork, Sent, Touched
+from dyncp.cost.row_work import Moved, RowBytes, RowCosts, Sent, Touched
 from dyncp.placement import Placement
 from dyncp.plan import Op, Plan, Program
 from dyncp.plan.assemble import order_instructions
@@ -127,8 +127,8 @@ class _Layer(NamedTuple):
         forward = self.direction is Direction.FORWARD
         return more, Touched(*blocks[:3]) if forward else None
 
-    def row_work(self, num_phases: int, cost: CostModel) -> RowWork:
-        return RowWork(
+    def row_work(self, num_phases: int, cost: CostModel) -> RowCosts:
+        return RowCosts(
             self.num_ranks,
             num_phases,
             self.num_divisions,
@@ -299,7 +299,7 @@ def _make_flow(
     return Flow(layer.num_ranks, num_phases, programs, work, messages, total, host, slowdown)
 
 
-def _row_seconds(rows: RowWork, sent: Sent, touched: Touched | None, cost: CostModel) -> Moved:
+def _row_seconds(rows: RowCosts, sent: Sent, touched: Touched | None, cost: CostModel) -> Moved:
     """Seconds of row work at every point; where the profile knows no launches, those of packing and
     unpacking messages alone."""
     if cost.knows_launches:

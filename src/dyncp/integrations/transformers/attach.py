@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dyncp.cost import from_transformers_config
-from dyncp.dataloader import NO_TARGET, DCPDataLoader
+from dyncp.dataloader import NO_TARGET, DCPDataLoader, next_token_loss
+from dyncp.dataloader.loss import LISTED
 from dyncp.executor import Step
 from dyncp.integrations.transformers import operators as _operators  # registers them  # noqa: F401
 from dyncp.integrations.transformers.experts import COEFFICIENT, auxiliary_share, take_coefficient
@@ -26,6 +27,7 @@ ROWS = 8
 KEYWORDS = frozenset({
     "batch_fingerprint", "dyncp_step", "input_ids", "inputs_embeds", "labels", "num_items_in_batch",
     "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "shift_labels",
+    *LISTED,
 })  # fmt: skip
 
 
@@ -122,10 +124,14 @@ class Attached:
         for name in ("input_ids", "inputs_embeds"):
             if kwargs.get(name) is not None:
                 kwargs[name] = _with_rows(kwargs[name], extra, 0)
+        listed = {name: kwargs.pop(name) for name in LISTED if name in kwargs}
+        if listed:  # tokens with several targets: the model's own loss knows one
+            listed["num_items_in_batch"] = kwargs.pop("num_items_in_batch")
+            kwargs["labels"] = kwargs["shift_labels"] = None
         if kwargs.get("shift_labels") is not None:
             targets = _with_rows(kwargs["shift_labels"], extra, NO_TARGET)
             kwargs["labels"] = kwargs["shift_labels"] = targets
-        kwargs["dyncp_step"] = Call(step, self.layers, rows, extra)
+        kwargs["dyncp_step"] = Call(step, self.layers, rows, extra, listed)
         return (), kwargs | {"use_cache": False}
 
     def _after(self, model: Any, _: Any, kwargs: dict[str, Any], output: Any) -> Any:
@@ -139,6 +145,8 @@ class Attached:
             )
         if not isinstance(output, dict):  # Transformers' ModelOutput
             raise ValueError("the model gave a tuple; call it without return_dict=False")
+        if call.listed:
+            output["loss"] = next_token_loss(output["logits"], call.listed)
         router = output.get("router_logits")
         if router and output.get("loss") is not None:
             self._add_auxiliary(output, call.step, kwargs["position_ids"])

@@ -1,5 +1,6 @@
 """The attention and the mask function that Transformers' layers call."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,8 +22,16 @@ HARMLESS = frozenset({
 class Call:
     """One forward of an attached model; what its layers get as `dyncp_step`."""
 
-    def __init__(self, step: Step, layers: tuple[LayerMask, ...], rows: int, extra: int) -> None:
+    def __init__(
+        self,
+        step: Step,
+        layers: tuple[LayerMask, ...],
+        rows: int,
+        extra: int,
+        listed: Mapping[str, Tensor],
+    ) -> None:
         self.step, self.layers = step, layers
+        self.listed = listed  # targets of tokens that have several, and the number of all
         self.rows, self.extra = rows, extra  # those of local data, and those added to them
         self.seen: set[int] = set()  # layers that have called
 

@@ -1,0 +1,193 @@
+"""TrainerMixin: Transformers' Trainer with dyncp's loader, losses, evaluation and resuming.
+
+class DynamicTrainer(TrainerMixin, Trainer):
+    pass
+
+trainer = DynamicTrainer(model, args, train_dataset=samples, mask_fn=masks.causal,
+                         loader_options={"tokens_per_batch": 65_536})
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dyncp.dataloader import DCPDataLoader, sum_over_ranks, undo_gradient_average
+from dyncp.dataloader.local_fields import num_targets
+from dyncp.executor import DCPExecutor
+from dyncp.integrations.transformers.attach import Attached, attach
+
+PLAN = "dyncp_plan"
+STATE_FILE = "dyncp_loader.json"
+
+
+class Batches:
+    """The loader as Trainer wants it: one dict per batch, with the plan in it."""
+
+    def __init__(self, loader: DCPDataLoader, dataset: Any) -> None:
+        self.loader, self.dataset, self.batch_sampler = loader, dataset, None
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.loader.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for local_data, plan in self.loader:
+            yield local_data | {PLAN: plan}
+
+
+class TrainerMixin:
+    """Goes before Trainer. `mask_fn` gives the masks of samples; `loader_options` go to
+    `DCPDataLoader`; `attached` is what `attach(model)` gave, if it was called before.
+
+    Batches are those of the loader: `tokens_per_batch` counts, not `per_device_train_batch_size`.
+    The loss is normalised by the targets of all ranks and accumulated batches, whatever
+    `average_tokens_across_devices` says.
+    """
+
+    model: Any
+    args: Any
+
+    def __init__(
+        self,
+        model: Any,
+        args: Any,
+        *,
+        mask_fn: Any,
+        loader_options: Mapping[str, Any] | None = None,
+        attached: Attached | None = None,
+        **options: Any,
+    ) -> None:
+        _check_arguments(args, options)
+        self._attached = attach(model) if attached is None else attached
+        self._mask_fn, self._loader_options = mask_fn, dict(loader_options or {})
+        self._executor: DCPExecutor | None = None
+        self._batches: Batches | None = None
+        super().__init__(model, args, **options)  # type: ignore[call-arg]
+        self.loss_is_scaled_for_ga = True  # by num_items_in_batch
+        seen: int = self.accelerator.num_processes  # type: ignore[attr-defined]
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if seen != ranks:
+            raise ValueError(
+                f"Trainer runs {seen} process{'' if seen == 1 else 'es'} and torch.distributed "
+                f"{ranks}: every rank would train by its own gradients; start it by torchrun or "
+                "accelerate launch"
+            )
+
+    def get_train_dataloader(self) -> Batches:
+        """The training loader; made once."""
+        if self._batches is None:
+            dataset: Any = self.train_dataset  # type: ignore[attr-defined]
+            defaults = {
+                "accumulation_steps": self.args.gradient_accumulation_steps,
+                "shuffle": True,
+                "seed": self.args.seed if self.args.data_seed is None else self.args.data_seed,
+            }
+            self._batches = Batches(self._loader(dataset, defaults), dataset)
+        return self._batches
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Batches:
+        """A loader over all of `eval_dataset` (default: the trainer's own)."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset  # type: ignore[attr-defined]
+        if isinstance(dataset, str):
+            dataset = self.eval_dataset[dataset]  # type: ignore[attr-defined]
+        return Batches(self._loader(dataset, {"evaluation": True}), dataset)
+
+    def _loader(self, dataset: Any, defaults: dict[str, Any]) -> DCPDataLoader:
+        options = self._loader_options
+        if defaults.get("evaluation"):
+            dropped = ("accumulation_steps", "batch_sampler", "lengths", "sampler", "shuffle")
+            options = {name: value for name, value in options.items() if name not in dropped}
+        return self._attached.loader(dataset, self._mask_fn, **defaults | options)
+
+    def _get_num_items_in_batch(self, *_: Any) -> None:
+        """The batches have it."""
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **_: Any
+    ) -> Any:
+        """The loss of the step's targets on this rank, times the ranks that gradients are averaged
+        over: logged means over ranks are then the loss of the step, too."""
+        outputs = self._run(model, inputs)
+        loss = undo_gradient_average(outputs.loss)
+        return (loss, outputs) if return_outputs else loss
+
+    def _run(self, model: Any, inputs: dict[str, Any]) -> Any:
+        inputs = dict(inputs)
+        if self._executor is None:
+            mesh = self._loader_options.get("mesh")
+            group = self._loader_options.get("group") if mesh is None else mesh["cp"]
+            self._executor = DCPExecutor(group, device=self.args.device)
+        step = self._executor.prepare(inputs.pop(PLAN))
+        return model(**inputs, dyncp_step=step)
+
+    def evaluation_loop(
+        self,
+        dataloader: Batches,
+        description: str,  # noqa: ARG002
+        prediction_loss_only: bool | None = None,  # noqa: ARG002
+        ignore_keys: list[str] | None = None,  # noqa: ARG002
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """The mean loss over all targets of the dataset, the same on all ranks."""
+        from transformers.trainer_utils import EvalLoopOutput
+
+        model = self.model_wrapped  # type: ignore[attr-defined]
+        model.eval()
+        total = torch.zeros(2, dtype=torch.float64)
+        with torch.no_grad(), dataloader.loader:
+            for inputs in dataloader:
+                moved: Any = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
+                loss: Tensor = self._run(model, moved).loss.double().cpu()
+                total[0] += loss * inputs["num_items_in_batch"]
+                total[1] += num_targets(inputs)
+        summed, targets = sum_over_ranks(total.to(self.args.device)).tolist()
+        metrics = {f"{metric_key_prefix}_loss": summed / max(targets, 1.0)}
+        return EvalLoopOutput(None, None, metrics, len(dataloader.dataset))
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        if self.args.should_save and self._batches is not None:
+            state: Any = self.state  # type: ignore[attr-defined]
+            folder = Path(self._get_output_dir(trial=trial))  # type: ignore[attr-defined]
+            file = folder / f"checkpoint-{state.global_step}" / STATE_FILE
+            file.write_text(json.dumps(self._batches.loader.state_dict()), encoding="utf-8")
+
+    def _run_epoch(self, **options: Any) -> None:
+        """A resumed epoch begins where the loader was, not by reading batches over again."""
+        skipped, folder = (
+            options["steps_trained_in_current_epoch"],
+            options["resume_from_checkpoint"],
+        )
+        if folder is not None and options["epoch"] == options["epochs_trained"]:
+            batches = self.get_train_dataloader()
+            text = (Path(folder) / STATE_FILE).read_text(encoding="utf-8")
+            batches.loader.load_state_dict(json.loads(text))
+            options["steps_trained_in_current_epoch"] = 0
+            options["steps_in_epoch"] -= skipped
+            done = skipped // self.args.gradient_accumulation_steps
+            options["num_update_steps_per_epoch"] -= done
+        super()._run_epoch(**options)  # type: ignore[misc]
+
+
+def _check_arguments(args: Any, options: Mapping[str, Any]) -> None:
+    refused = {
+        "label_smoothing_factor": args.label_smoothing_factor,
+        "compute_loss_func": options.get("compute_loss_func"),
+        "compute_metrics": options.get("compute_metrics"),
+        "data_collator": options.get("data_collator"),
+        "auto_find_batch_size": args.auto_find_batch_size,
+        "n_gpu > 1 (DataParallel)": args.n_gpu > 1,
+    }
+    for name, given in refused.items():
+        if given:
+            raise ValueError(
+                f"this Trainer got {name}, which does not know that a rank has parts of sequences; "
+                "leave it out"
+            )

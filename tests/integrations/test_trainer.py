@@ -1,0 +1,103 @@
+"""Transformers' Trainer under dyncp: the same run on one rank, on two, and resumed."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+transformers = pytest.importorskip("transformers", reason="the extra transformers is not installed")
+pytest.importorskip("accelerate", reason="the extra transformers is not installed")
+
+from accelerate.state import AcceleratorState  # noqa: E402
+from benchmarks.parity_models import documents, make_model  # noqa: E402
+
+from dyncp import PlannerConfig, masks  # noqa: E402
+from dyncp.integrations.transformers.trainer import TrainerMixin  # noqa: E402
+from processes import run_ranks  # noqa: E402
+
+pytestmark = pytest.mark.xdist_group("processes")
+OPTIONS = {"tokens_per_batch": 400, "planner": PlannerConfig(block_size=16), "look_ahead": 2}
+
+
+class DynamicTrainer(TrainerMixin, transformers.Trainer):
+    pass
+
+
+def trainer_of(folder, **options):
+    args = transformers.TrainingArguments(
+        output_dir=folder,
+        use_cpu=True,
+        optim="sgd",
+        optim_args="momentum=0.9",
+        learning_rate=0.05,
+        lr_scheduler_type="constant",
+        num_train_epochs=2,
+        gradient_accumulation_steps=2,
+        logging_steps=1,
+        save_steps=3,
+        report_to=[],
+        disable_tqdm=True,
+        average_tokens_across_devices=False,
+        **options,
+    )
+    samples = documents(24, longest=150)
+    return DynamicTrainer(
+        make_model("gemma3"),
+        args,
+        train_dataset=samples,
+        eval_dataset=samples[:7],
+        mask_fn=masks.causal,
+        loader_options=OPTIONS,
+    )
+
+
+def outcome_of(trainer, **options):
+    trainer.train(**options)
+    losses = [x["loss"] for x in trainer.state.log_history if "loss" in x]
+    weights = [p.detach().numpy() for p in trainer.model.parameters()]
+    return losses, weights, trainer.evaluate()["eval_loss"], trainer.state.max_steps
+
+
+def run_of_rank(rank, folder):
+    ranks = dist.get_world_size()
+    if ranks > 1:
+        with pytest.raises(ValueError, match="Trainer runs 1 process and"):
+            trainer_of(folder)
+        AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555"}  # dist is initialised
+    return outcome_of(trainer_of(folder))
+
+
+def check(found, wanted):
+    assert found[0] == pytest.approx(wanted[0][-len(found[0]) :], rel=1e-5)
+    for got, expected in zip(found[1], wanted[1], strict=True):
+        assert abs(got - expected).max() <= 1e-4 * abs(expected).max()
+    assert found[2] == pytest.approx(wanted[2], rel=1e-5)
+
+
+def test_two_ranks_train_as_one_and_go_on_from_a_checkpoint(tmp_path):
+    wanted = run_ranks(run_of_rank, 1, str(tmp_path / "one"), timeout=140)[0]
+    losses, _, _, steps = wanted
+    assert len(losses) == steps >= 4
+    assert losses[0] == pytest.approx(4.6, rel=0.02)  # ln 97
+    found = run_ranks(run_of_rank, 2, str(tmp_path / "two"), timeout=140)[0]
+    check(found, wanted)
+    trainer = trainer_of(str(tmp_path / "two"))
+    resumed = outcome_of(trainer, resume_from_checkpoint=str(tmp_path / "two" / "checkpoint-3"))
+    check(resumed, wanted)
+
+
+@pytest.mark.parametrize(
+    ("options", "more", "message"),
+    [
+        ({"label_smoothing_factor": 0.1}, {}, "this Trainer got label_smoothing_factor"),
+        ({}, {"compute_metrics": len}, "this Trainer got compute_metrics"),
+        ({}, {"compute_loss_func": len}, "this Trainer got compute_loss_func"),
+    ],
+)
+def test_what_would_see_parts_of_sequences_is_refused(tmp_path, options, more, message):
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **options)
+    with pytest.raises(ValueError, match=message):
+        DynamicTrainer(torch.nn.Linear(1, 1), args, mask_fn=masks.causal, **more)
