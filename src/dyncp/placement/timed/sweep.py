@@ -12,8 +12,8 @@ from dyncp.placement.timed.unit import Unit, list_unit, put_unit
 WORTH_MOVE, WORTH_SWEEP = 1e-5, 0.01
 # Ranks that are tried: of the same sequence, and the least busy, of all and of the machine.
 RELATED, NEAR, FAR = 4, 3, 3
-# Sweeping ends when so many edges and resources have been looked at, which takes some 25 ms.
-MOST_LOOKED_AT = 3_000_000
+# Sweeping ends when so many edges and resources have been looked at, which takes some 50 ms.
+MOST_LOOKED_AT = 6_000_000
 # A resource is busy that has this share of the busiest.
 HOT = 0.8
 
