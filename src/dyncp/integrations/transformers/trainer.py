@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dyncp.dataloader import DCPDataLoader, sum_over_ranks, undo_gradient_average
-from dyncp.dataloader.local_tokens import num_targets
+from dyncp.dataloader.local_fields import num_targets
 from dyncp.executor import DCPExecutor
 from dyncp.integrations.transformers.attach import Attached, attach
 
