@@ -89,8 +89,8 @@ def make_model(name: str, seed: int = 0, **options: Any) -> Any:
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config_of(name, **options), dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():  # also those that begin as 0: sinks and biases
-            parameter.add_(torch.randn(parameter.shape) * 0.02)
+        for parameter in model.parameters():  # also sinks and biases, and attention that matters
+            parameter.add_(torch.randn(parameter.shape) * 0.15)
     return model
 
 
