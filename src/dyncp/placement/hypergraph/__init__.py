@@ -8,7 +8,7 @@ holds the GIL, so it runs in a process of its own that may crash or hang without
 planner.
 """
 
-from dyncp.placement.hypergraph.error import SolverError
+from dyncp.placement.hypergraph.client import SolverError
 from dyncp.placement.hypergraph.solve import hypergraph
 
 __all__ = ["SolverError", "hypergraph"]

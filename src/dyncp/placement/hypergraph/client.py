@@ -19,7 +19,14 @@ import numpy as np
 from dyncp.arrays import Int64
 from dyncp.placement.hypergraph import worker
 from dyncp.placement.hypergraph.build import Hypergraph
-from dyncp.placement.hypergraph.error import SolverError
+
+
+class SolverError(RuntimeError):
+    """The solver gave no placement, for a reason that lies outside the batch."""
+
+    def __init__(self, solver: str, reason: str) -> None:
+        super().__init__(f"solver {solver!r} gave no placement: {reason}")
+
 
 NAME = "hypergraph"
 # The worker gets two chances: it may have died for reasons of its own, such as a lack of memory.
