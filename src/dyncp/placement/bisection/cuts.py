@@ -15,8 +15,7 @@ from dyncp.arrays import Float64, Int32, Int64
 from dyncp.compiled import inner
 from dyncp.placement.bisection.bands import best_band, miss, sum_lines
 from dyncp.placement.bisection.leveling import MAX_SWAPS, level_pieces
-from dyncp.placement.bisection.problem import Problem
-from dyncp.placement.bisection.regions import Parts
+from dyncp.placement.bisection.regions import Parts, Problem
 
 # Sequences that are tried for cutting, those with most work first.
 CUT_CANDIDATES = 3

@@ -7,8 +7,8 @@ import numpy as np
 from dyncp.arrays import Float64, Int32, Int64, starts_of
 from dyncp.placement.bisection.anneal import anneal
 from dyncp.placement.bisection.moves import State, count_pins, total_cost
-from dyncp.placement.bisection.problem import Cells, Problem, diagonal, find_cells
 from dyncp.placement.bisection.refine import improve
+from dyncp.placement.bisection.regions import Cells, Problem, diagonal, find_cells
 from dyncp.placement.bisection.repair import repair_tokens, repair_work
 from dyncp.topology import Topology
 

@@ -8,8 +8,7 @@ import numpy as np
 
 from dyncp.arrays import Float64, Int32, Int64
 from dyncp.placement.bisection.cuts import Taste
-from dyncp.placement.bisection.problem import Problem
-from dyncp.placement.bisection.regions import Region, whole_batch
+from dyncp.placement.bisection.regions import Problem, Region, whole_batch
 from dyncp.placement.bisection.split import Tree, split_region, write_ranks
 from dyncp.topology import Topology
 

@@ -4,8 +4,74 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dyncp.arrays import Bool, Float64, Int64
-from dyncp.placement.bisection.problem import Problem
+from dyncp.arrays import Bool, Float64, Int32, Int64, starts_of
+from dyncp.blocks import Q_INPUT, Q_RESULT, BlockGraph, Payload
+
+Q_KINDS = [kind for side in (Q_INPUT, Q_RESULT) for kind in side.values()]
+KV_KINDS = [Payload.KV, Payload.KV, Payload.DKV]  # forward, backward, gradient
+
+
+class Problem(NamedTuple):
+    """Blocks are numbered over the whole batch. `work` holds the blocks × blocks matrix of every
+    sequence, one after the other (sequence s from `work_start[s]`), over all masks and head
+    groups; `q_bytes` and `kv_bytes` are what a block's hyperedges cost per further rank, in both
+    directions together. Head group g has the share `group_end[g + 1] - group_end[g]` of all."""
+
+    work: Float64
+    work_start: Int64
+    first_block: Int64
+    tokens: Float64
+    q_bytes: Float64
+    kv_bytes: Float64
+    group_end: Float64
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.group_end) - 1
+
+
+class Cells(NamedTuple):
+    """The cells of `Problem.work` that have work, ordered: their index, query and key block."""
+
+    cell: Int64
+    q_block: Int64
+    k_block: Int64
+
+
+def make_problem(graph: BlockGraph) -> Problem:
+    sequences = np.arange(len(graph.batch.lengths) + 1)
+    first = np.searchsorted(graph.blocks.sequence, sequences).astype(np.int64)
+    num_blocks = np.diff(first)
+    work_start = starts_of(num_blocks**2)
+    work = np.zeros(work_start[-1])
+    for name, tiles in graph.tiles.items():
+        sequence = graph.blocks.sequence[tiles.q_block]
+        row, column = tiles.q_block - first[sequence], tiles.k_block - first[sequence]
+        cell = work_start[sequence] + row * num_blocks[sequence] + column
+        work += np.bincount(cell, graph.tile_work(name), len(work))
+    per_token = graph.payload_bytes.sum(axis=1)
+    tokens = graph.blocks.tokens.astype(np.float64)
+    q_bytes, kv_bytes = (tokens * per_token[kinds].sum() for kinds in (Q_KINDS, KV_KINDS))
+    heads = np.array([0, *(group.num_kv_heads for group in graph.head_groups)])
+    group_end = np.cumsum(heads) / heads.sum()
+    return Problem(work, work_start, first, tokens, q_bytes, kv_bytes, group_end)
+
+
+def find_cells(problem: Problem) -> Cells:
+    cell = np.flatnonzero(problem.work)
+    sequence = np.searchsorted(problem.work_start, cell, side="right") - 1
+    stride, first = np.diff(problem.first_block)[sequence], problem.first_block[sequence]
+    row, column = np.divmod(cell - problem.work_start[sequence], stride)
+    return Cells(cell, first + row, first + column)
+
+
+def diagonal(problem: Problem) -> Int64:
+    """The cell of every block with itself."""
+    stride = np.diff(problem.first_block)
+    sequence = np.repeat(np.arange(len(stride)), stride)
+    within = np.arange(len(problem.tokens)) - problem.first_block[sequence]
+    cells: Int64 = problem.work_start[sequence] + within * (stride[sequence] + 1)
+    return cells
 
 
 class Region(NamedTuple):
@@ -70,3 +136,37 @@ class Parts(NamedTuple):
     lines: Int64
     load: Float64
     span: Int64
+
+
+# A heavy row has more than this share of a rank's mean work.
+HEAVY = 0.5
+# It also has so many times the work of its sequence's mean row; a causal sequence's last has twice.
+UNUSUAL = 4.0
+
+
+def heavy_cells(problem: Problem, cells: Cells, num_ranks: int) -> Bool:
+    """Which cells are in heavy rows, but for their own diagonal."""
+    row = np.bincount(cells.q_block, problem.work[cells.cell], len(problem.tokens))
+    blocks = np.diff(problem.first_block)
+    sequence = np.repeat(np.arange(len(blocks)), blocks)
+    mean_row = (np.bincount(sequence, row, len(blocks)) / np.maximum(blocks, 1))[sequence]
+    heavy = (row > HEAVY * problem.work.sum() / num_ranks) & (row > UNUSUAL * mean_row)
+    chosen: Bool = heavy[cells.q_block] & (cells.q_block != cells.k_block)
+    return chosen
+
+
+def fold(problem: Problem, cells: Cells, chosen: Bool) -> Problem:
+    """The problem with the work of chosen cells added to the diagonal of their key blocks."""
+    work, moved = problem.work.copy(), cells.cell[chosen]
+    work[moved] = 0.0
+    np.add.at(work, _homes(problem, cells, chosen), problem.work[moved])
+    return problem._replace(work=work)
+
+
+def unfold(problem: Problem, cells: Cells, chosen: Bool, cell_rank: Int32) -> None:
+    """Chosen cells get the rank of their key block's diagonal."""
+    cell_rank[:, cells.cell[chosen]] = cell_rank[:, _homes(problem, cells, chosen)]
+
+
+def _homes(problem: Problem, cells: Cells, chosen: Bool) -> Int64:
+    return diagonal(problem)[cells.k_block[chosen]]

@@ -8,7 +8,6 @@ import numpy as np
 
 from dyncp.arrays import Float64, Int32, frozen
 from dyncp.blocks import BlockGraph, choose_sizes_by_work
-from dyncp.placement.bisection.heavy import fold, heavy_cells, unfold
 from dyncp.placement.bisection.polish import (
     Annealing,
     Links,
@@ -20,8 +19,8 @@ from dyncp.placement.bisection.polish import (
     polish,
     start_from,
 )
-from dyncp.placement.bisection.problem import Problem, make_problem
 from dyncp.placement.bisection.recurse import Budget, Way, bisect
+from dyncp.placement.bisection.regions import Problem, fold, heavy_cells, make_problem, unfold
 from dyncp.placement.placement import Limits, Placement
 from dyncp.placement.solver import Solver
 from dyncp.topology import Topology

@@ -7,8 +7,7 @@ import numpy as np
 from dyncp.arrays import Float64, Int32, Int64
 from dyncp.compiled import compiled, inner
 from dyncp.placement.bisection.cuts import BY_GROUPS, Taste, Trial, choose_cut, make_trial
-from dyncp.placement.bisection.problem import Problem
-from dyncp.placement.bisection.regions import Parts, Region
+from dyncp.placement.bisection.regions import Parts, Problem, Region
 
 
 class Tree(NamedTuple):

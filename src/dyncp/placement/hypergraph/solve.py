@@ -7,7 +7,7 @@ import numpy as np
 from dyncp.arrays import Float64, Int64, frozen
 from dyncp.blocks import BlockGraph
 from dyncp.placement.bisection.polish import Links, inter_price, make_pins, polish, start_from
-from dyncp.placement.bisection.problem import Problem, make_problem
+from dyncp.placement.bisection.regions import Problem, make_problem
 from dyncp.placement.hypergraph.build import Hypergraph, JoinedTiles, build_hypergraph, join_tiles
 from dyncp.placement.hypergraph.client import NAME, WORKER, check_installed
 from dyncp.placement.placement import Limits, Placement

@@ -10,9 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dyncp.arrays import Bool, Float64, Int64, starts_of
-from dyncp.placement.bisection.heavy import HEAVY
-from dyncp.placement.bisection.heavy import fold as fold_cells
-from dyncp.placement.bisection.problem import Cells, Problem, find_cells
+from dyncp.placement.bisection.regions import HEAVY, Cells, Problem, find_cells
+from dyncp.placement.bisection.regions import fold as fold_cells
 
 
 class Homes(NamedTuple):

@@ -11,7 +11,7 @@ import numpy as np
 
 from dyncp.arrays import Float64, Int32, Int64
 from dyncp.compiled import compiled, inner
-from dyncp.placement.bisection.problem import Problem
+from dyncp.placement.bisection.regions import Problem
 from dyncp.placement.rows.homes import Needs
 from dyncp.topology import Topology
 
