@@ -19,8 +19,8 @@ from dyncp.placement.bisection.polish import (
     polish,
     start_from,
 )
-from dyncp.placement.bisection.recurse import Budget, Way, bisect
 from dyncp.placement.bisection.regions import Problem, fold, heavy_cells, make_problem, unfold
+from dyncp.placement.bisection.split import Budget, Way, bisect
 from dyncp.placement.placement import Limits, Placement
 from dyncp.placement.solver import Solver
 from dyncp.topology import Topology

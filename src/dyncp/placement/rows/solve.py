@@ -14,8 +14,8 @@ import numpy as np
 from dyncp.arrays import Bool, Float64, Int32, Int64, frozen
 from dyncp.blocks import BLOCK_MULTIPLE, BlockGraph, choose_sizes_by_work
 from dyncp.placement.bisection.leveling import level_all
-from dyncp.placement.bisection.recurse import Budget, Way, owners, split
 from dyncp.placement.bisection.regions import Problem, make_problem, region_of_rows
+from dyncp.placement.bisection.split import Budget, Way, owners, split
 from dyncp.placement.placement import Limits, Placement
 from dyncp.placement.rows.homes import Homes, find_homes, find_needs, fold
 from dyncp.placement.rows.level import Rows, level, make_rows
