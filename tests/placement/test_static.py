@@ -20,8 +20,7 @@ from dyncp.placement import (
     with_degree,
 )
 from dyncp.placement.static import METHODS, static_solver
-from dyncp.placement.static.grid import Grid, divisors
-from dyncp.placement.static.groups import deal_sequences, sequence_load
+from dyncp.placement.static.grid import Grid, deal_sequences, divisors, sequence_load
 from dyncp.placement.static.hybrid import group_sizes
 from dyncp.placement.static.packed import (
     CHUNKS_PER_RANK,

@@ -12,7 +12,7 @@ from dyncp.blocks import BlockGraph, TokenBlocks, choose_sizes_by_work
 from dyncp.placement.placement import Limits, Placement
 from dyncp.placement.solver import Solver
 from dyncp.placement.static.chunks import zigzag_ranks
-from dyncp.placement.static.groups import deal_sequences
+from dyncp.placement.static.grid import deal_sequences
 from dyncp.topology import Topology
 
 

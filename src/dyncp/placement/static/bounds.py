@@ -15,7 +15,7 @@ from dyncp.arrays import Float64, Int64
 from dyncp.blocks import BlockGraph
 from dyncp.placement.solver import Degrees
 from dyncp.placement.static.chunks import contiguous_ranks
-from dyncp.placement.static.groups import block_work, deal_loads, sequence_load
+from dyncp.placement.static.grid import block_work, deal_loads, sequence_load
 from dyncp.placement.static.hybrid import (
     deal_documents,
     group_sizes,

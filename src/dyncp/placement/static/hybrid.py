@@ -18,7 +18,7 @@ from dyncp.blocks import BlockGraph, TokenBlocks
 from dyncp.placement.placement import Limits, Placement, Traffic
 from dyncp.placement.solver import Degrees, Solver
 from dyncp.placement.static.chunks import zigzag_ranks
-from dyncp.placement.static.groups import deal, sequence_load
+from dyncp.placement.static.grid import deal, sequence_load
 from dyncp.topology import Topology
 
 

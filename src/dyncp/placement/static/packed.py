@@ -14,7 +14,7 @@ import numpy as np
 
 from dyncp.arrays import Int64
 from dyncp.blocks import BlockGraph
-from dyncp.placement.static.groups import block_work
+from dyncp.placement.static.grid import block_work
 
 # MagiAttention wants at least 8 chunks per rank, so that a heap can balance them. Torch deals rows
 # of one kernel tile: on 131,072 tokens and 32 ranks 32 per rank, which takes 16 times the tiles and

@@ -7,8 +7,7 @@ import numpy as np
 from dyncp.arrays import Int64, frozen
 from dyncp.blocks import BlockGraph, TokenBlocks
 from dyncp.placement.placement import Placement, Traffic
-from dyncp.placement.static.grid import Grid
-from dyncp.placement.static.groups import deal_sequences
+from dyncp.placement.static.grid import Grid, deal_sequences
 from dyncp.placement.static.packed import chunk_work, packed_chunks
 from dyncp.topology import Topology
 
