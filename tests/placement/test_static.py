@@ -21,10 +21,10 @@ from dyncp.placement import (
 )
 from dyncp.placement.static import METHODS, static_solver
 from dyncp.placement.static.grid import Grid, deal_sequences, divisors, sequence_load
-from dyncp.placement.static.hybrid import group_sizes
-from dyncp.placement.static.packed import (
+from dyncp.placement.static.hybrid import (
     CHUNKS_PER_RANK,
     chunk_work,
+    group_sizes,
     heap_ranks,
     packed_chunks,
     snake_ranks,

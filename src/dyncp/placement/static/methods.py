@@ -14,7 +14,7 @@ from dyncp.placement.static.chunks import (
     zigzag_sizes,
 )
 from dyncp.placement.static.grid import Grid
-from dyncp.placement.static.packed import heap_ranks, packed_sizes, snake_ranks
+from dyncp.placement.static.hybrid import heap_ranks, packed_sizes, snake_ranks
 from dyncp.placement.static.place import (
     Deal,
     Spread,

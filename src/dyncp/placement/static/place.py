@@ -8,7 +8,7 @@ from dyncp.arrays import Int64, frozen
 from dyncp.blocks import BlockGraph, TokenBlocks
 from dyncp.placement.placement import Placement, Traffic
 from dyncp.placement.static.grid import Grid, deal_sequences
-from dyncp.placement.static.packed import chunk_work, packed_chunks
+from dyncp.placement.static.hybrid import chunk_work, packed_chunks
 from dyncp.topology import Topology
 
 # Place of every block among the ranks of its group: of blocks, sequence lengths and group size, or
