@@ -1,7 +1,12 @@
 """Static context parallelism: methods that cut and move the same way whatever the mask needs."""
 
-from dyncp.placement.static.bounds import Bound, StaticBounds, whole_rows
-from dyncp.placement.static.candidates import static_candidates, with_degree
+from dyncp.placement.static.candidates import (
+    Bound,
+    StaticBounds,
+    static_candidates,
+    whole_rows,
+    with_degree,
+)
 from dyncp.placement.static.hybrid import hybrid_with_budget, megatron_hybrid
 from dyncp.placement.static.methods import METHODS
 from dyncp.placement.static.named import static_solver

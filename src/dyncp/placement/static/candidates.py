@@ -1,17 +1,147 @@
 """Static methods as solvers: with given degrees, or all degrees that ranks and heads allow."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 
-from dyncp.arrays import Int64
+import numpy as np
+
+from dyncp.arrays import Float64, Int64
 from dyncp.blocks import AttentionShape, BlockGraph
 from dyncp.placement.placement import Limits, Placement
 from dyncp.placement.solver import Degrees, Solver
-from dyncp.placement.static.grid import Grid, divisors
-from dyncp.placement.static.hybrid import hybrid_candidates, megatron_hybrid
+from dyncp.placement.static.chunks import contiguous_ranks
+from dyncp.placement.static.grid import Grid, block_work, deal_loads, divisors, sequence_load
+from dyncp.placement.static.hybrid import (
+    deal_documents,
+    group_sizes,
+    hybrid_candidates,
+    hybrid_shares,
+    megatron_hybrid,
+    ring_seconds,
+)
 from dyncp.placement.static.methods import METHODS, Method
 from dyncp.topology import Topology
+
+# Chunks end on whole tokens, and work inside a block is taken to be even: estimates from chunks
+# count with this share, and not at all for sequences that have few tokens per rank.
+CERTAIN, SHORT = 0.95, 8
+# Share of all pairs that causal masks allow at least.
+DENSE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Least shares of the batch's work and tokens on the fullest rank, the kernel calls that it
+    makes at least, and the seconds per byte of a token's keys and values that forward communication
+    takes at least."""
+
+    work: float
+    tokens: float
+    calls: int
+    seconds_per_byte: float
+
+
+class StaticBounds:
+    """Bounds of static methods for one batch; `graph` is any graph of it."""
+
+    def __init__(self, graph: BlockGraph, topology: Topology) -> None:
+        self._graph, self._topology = graph, topology
+        self._lengths = graph.batch.lengths
+        self._is_long = np.asarray(self._lengths) >= SHORT * topology.num_ranks
+        # Causal or more: the last rows of a sequence use the keys of all ranks, hop after hop.
+        self._is_dense = self._is_long.copy()
+        for pairs, rows in (whole_rows(graph, name) for name in graph.tiles):
+            self._is_dense &= pairs >= DENSE * rows**2
+        self._load = np.ascontiguousarray(sequence_load(graph)[:, ::-1])  # work, tokens
+        self._row_work = block_work(graph) / max(float(block_work(graph).sum()), 1.0)
+        self._deal = cache(lambda groups: deal_loads(self._load, groups))
+        self._chunks = cache(self._chunk_work)
+
+    def of(self, degrees: Degrees) -> Bound:
+        """Of a static method with these degrees."""
+        if degrees.method not in METHODS:
+            return self._hybrid(degrees.tokens)
+        method = METHODS[degrees.method]
+        degree = degrees.ranks or self._topology.num_ranks
+        heads = degree if method.only_heads else degrees.heads or 1
+        share = np.zeros((self._topology.num_ranks // degree, 2))
+        np.add.at(share, self._deal(len(share)), self._load)
+        tokens = float(share[:, 1].max())
+        return Bound(
+            self._work(method, share, degree, heads),
+            tokens / degree,
+            degree // heads if method.pattern == "ring" and self._every_rank(share) else 1,
+            self._seconds_per_byte(method, tokens * sum(self._lengths), degree, heads),
+        )
+
+    def _every_rank(self, share: Float64) -> bool:
+        """Whether ranks use the keys of all ranks of their group, whichever group has most work."""
+        return bool(self._is_dense.any() if len(share) == 1 else self._is_dense.all())
+
+    def _work(self, method: Method, share: Float64, degree: int, heads: int) -> float:
+        contexts, even = degree // heads, float(share[:, 0].max()) / degree
+        if method.spread is None or contexts == 1 or not self._is_long.any():
+            return even
+        halves = 1 if method.spread is contiguous_ranks else 2
+        chunks = self._chunks(halves * contexts)
+        if halves == 2:
+            chunks = chunks[:, :contexts] + chunks[:, : contexts - 1 : -1]
+        by_rank = np.zeros((len(share), contexts))
+        np.add.at(by_rank, self._deal(len(share)), chunks)
+        return max(even, CERTAIN * float(by_rank.max()) / heads)
+
+    def _chunk_work(self, count: int) -> Float64:
+        """Share of the batch's work in each of `count` chunks of every long sequence. Blocks that
+        span chunks are shared out by length."""
+        # One running sum per sequence s, over [2 s, 2 s + 1].
+        blocks, lengths = self._graph.blocks, np.asarray(self._lengths, np.float64)
+        sequence, sums = blocks.sequence, np.cumsum(self._row_work)
+        first = np.searchsorted(sequence, np.arange(len(lengths)))
+        before = np.append(0, sums)[first]
+        ends = np.insert(
+            2 * sequence + blocks.end / lengths[sequence], first, 2 * np.arange(len(first))
+        )
+        sums = np.insert(sums - before[sequence], first, 0)
+        at = 2 * np.arange(len(lengths))[:, None] + np.arange(count + 1) / count
+        work = np.diff(np.interp(at.ravel(), ends, sums).reshape(at.shape), axis=1)
+        return np.where(self._is_long[:, None], work, 0.0)
+
+    def _hybrid(self, tokens: int | None) -> Bound:
+        ranks = self._topology.num_ranks
+        if not self._is_long.all():
+            return Bound(1 / ranks, 1 / ranks, 1, 0.0)
+        sizes = group_sizes(self._lengths, ranks, tokens)
+        first = deal_documents(self._load, sizes, ranks)
+        work, held = CERTAIN * hybrid_shares(self._load, sizes, first, ranks).max(axis=0)
+        travels = ring_seconds(self._lengths, sizes, first, self._topology)
+        return Bound(float(work), float(held), 1, travels)
+
+    def _seconds_per_byte(
+        self, method: Method, group_tokens: float, degree: int, heads: int
+    ) -> float:
+        """Per byte of one token's keys and values; a group has `group_tokens`."""
+        topology, contexts = self._topology, degree // heads
+        spans = degree > topology.ranks_per_machine
+        if method.pattern == "ring":
+            # Hop after hop, over the border where a ring spans machines.
+            crosses = spans and (not method.context_first or contexts > topology.ranks_per_machine)
+            bandwidth = topology.nic_bandwidth if crosses else topology.intra.bandwidth
+            return (contexts - 1) * group_tokens / contexts / heads / bandwidth
+        if method.pattern == "all_gather" and spans:
+            # What a machine does not own comes over its border, for each of its ranks or once.
+            machines = degree / topology.ranks_per_machine
+            copies = 1 if method.by_machine else topology.ranks_per_machine
+            return copies * group_tokens * (1 - 1 / machines) / topology.inter.bandwidth
+        return 0.0
+
+
+def whole_rows(graph: BlockGraph, name: str) -> tuple[Int64, Int64]:
+    """Pairs and length of every sequence under mask `name`."""
+    tiles = graph.tiles[name]
+    lengths = np.asarray(graph.batch.lengths, np.int64)
+    pairs = np.bincount(graph.blocks.sequence[tiles.q_block], tiles.pairs, len(lengths))
+    return (pairs / len(graph.head_groups)).astype(np.int64), lengths
 
 
 def with_degree(method: str, degree: int | None = None, heads: int | None = None) -> Solver:
