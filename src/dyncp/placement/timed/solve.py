@@ -9,8 +9,7 @@ from dyncp.arrays import Float64, Int64, frozen, starts_of
 from dyncp.blocks import BlockGraph, Payload
 from dyncp.placement.placement import Limits, Placement, measure_balance
 from dyncp.placement.timed.estimate import HIGH, LOW, StepEstimate, estimate
-from dyncp.placement.timed.sweep import sweep
-from dyncp.placement.timed.unit import make_unit
+from dyncp.placement.timed.sweep import make_unit, sweep
 from dyncp.topology import Topology
 
 # Most sweeps with a low and with a high power of means.
