@@ -12,12 +12,14 @@ from dyncp.placement.placement import (
     Balance,
     Limits,
     Placement,
+    RemoteUses,
     Traffic,
     check_placement,
+    find_remote_uses,
     measure_balance,
+    minimal_bytes,
 )
 from dyncp.placement.random import random
-from dyncp.placement.remote import RemoteUses, find_remote_uses, minimal_bytes
 from dyncp.placement.rows import rows, rows_fine
 from dyncp.placement.solver import Solver
 from dyncp.placement.static import (
