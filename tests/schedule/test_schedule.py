@@ -10,7 +10,7 @@ from dyncp import AttentionShape, Batch, Topology, masks
 from dyncp.blocks import BlockGraph, Direction, Payload, build_graph
 from dyncp.placement import SOLVERS, Limits, Placement, minimal_bytes
 from dyncp.schedule import Schedule, build_schedule, entries
-from dyncp.schedule.entries import Entries, order_transfers, used_codes
+from dyncp.schedule.phases import Entries, order_transfers, used_codes
 from paced import FAST_LINKS, SLOW_LINKS, pace_of
 from strategies import masks_of
 

@@ -17,9 +17,8 @@ import numpy as np
 from dyncp.arrays import Int32, Int64
 from dyncp.blocks import BlockGraph, Direction, Payload
 from dyncp.placement import Placement
-from dyncp.schedule.entries import Entries
 from dyncp.schedule.pace import Pace
-from dyncp.schedule.phases import input_entries, number_phases, result_entries
+from dyncp.schedule.phases import Entries, input_entries, number_phases, result_entries
 from dyncp.schedule.ring import Circle
 from dyncp.schedule.schedule import Schedule
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from dyncp.arrays import Int64, frozen
 from dyncp.blocks import Payload
-from dyncp.schedule.entries import Entries, order_transfers, used_codes
+from dyncp.schedule.phases import Entries, order_transfers, used_codes
 from dyncp.schedule.routes import Routes
 from dyncp.schedule.schedule import Schedule
 from dyncp.schedule.uses import Uses

@@ -21,9 +21,8 @@ import numpy as np
 from dyncp.arrays import Bool, Int64
 from dyncp.blocks import Q_INPUT, Q_RESULT, BlockGraph, Direction, Payload
 from dyncp.placement import Placement
-from dyncp.schedule.entries import Entries
 from dyncp.schedule.pace import Pace
-from dyncp.schedule.phases import input_entries, number_phases, result_entries
+from dyncp.schedule.phases import Entries, input_entries, number_phases, result_entries
 from dyncp.schedule.schedule import Schedule
 
 
