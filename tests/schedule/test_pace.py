@@ -12,8 +12,7 @@ from dyncp.blocks import Direction, build_graph
 from dyncp.cost import CostModel, find_profile
 from dyncp.placement import SOLVERS, Limits
 from dyncp.schedule import Pace, build_schedule
-from dyncp.schedule.fill import SAFETY, Needs, fill
-from dyncp.schedule.pace import Load, share_phases
+from dyncp.schedule.pace import SAFETY, Load, Needs, fill, share_phases
 from dyncp.schedule.uses import Work
 from dyncp.topology import preset
 

@@ -12,9 +12,8 @@ import numpy as np
 from dyncp.arrays import Bool, Float64, Int64
 from dyncp.blocks import BlockGraph, Direction
 from dyncp.placement import Placement
-from dyncp.schedule.fill import Needs, fill
 from dyncp.schedule.launch import Launches, number_launches
-from dyncp.schedule.pace import Load, Pace, share_phases
+from dyncp.schedule.pace import Load, Needs, Pace, fill, share_phases
 from dyncp.schedule.routes import Crossings, Routes, find_crossings, find_routes, travel_seconds
 from dyncp.schedule.schedule import Schedule
 from dyncp.schedule.uses import Uses, Work, find_uses, payloads
