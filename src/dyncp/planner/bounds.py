@@ -7,8 +7,7 @@ from dyncp.blocks import Q_INPUT, Q_RESULT, BlockGraph, Direction, Payload
 from dyncp.cost import CostModel
 from dyncp.cost.row_work import least_row_seconds
 from dyncp.placement import Bound, find_remote_uses, whole_rows
-from dyncp.planner.candidate import Placed
-from dyncp.planner.parts import Part
+from dyncp.planner.candidate import Part, Placed
 from dyncp.planner.task import Task
 
 # How much of an estimate counts as certain.

@@ -11,7 +11,30 @@ from dyncp.blocks import AttentionShape, Batch, BlockGraph, Direction, build_gra
 from dyncp.placement import Balance, Limits, Placement, Solver, check_placement, measure_balance
 from dyncp.plan import Layout, Plan, assemble_plan
 from dyncp.schedule import BUILDERS, Pace, Schedule
+from dyncp.simulate import AttentionTimes
 from dyncp.topology import Topology
+
+Part = tuple[str, Direction]
+
+
+@dataclass(frozen=True, eq=False)
+class PartRun:
+    """A part's schedule in at most so many steps, its simulation, and what scheduling took."""
+
+    divisions: int
+    schedule: Schedule
+    times: AttentionTimes
+    cpu_seconds: float
+
+    @property
+    def input_steps(self) -> int:
+        """Divisions that wait for inputs."""
+        feeds = self.schedule.phase_feeds
+        return len(np.unique(feeds[feeds < self.schedule.num_divisions]))
+
+
+Runs = Mapping[Part, PartRun]
+
 
 # Most steps in which inputs come, where the planner is not told.
 DIVISIONS = 4

@@ -30,10 +30,9 @@ from dyncp.planner.bounds import (
     static_seconds,
     whole_seconds,
 )
-from dyncp.planner.candidate import DIVISIONS, Candidate, Cut, Placed
+from dyncp.planner.candidate import DIVISIONS, Candidate, Cut, Part, PartRun, Placed, Runs
 from dyncp.planner.choice import Choice, Tried
 from dyncp.planner.guard import run_bounded, warn_replaced
-from dyncp.planner.parts import Part, PartRun, Runs
 from dyncp.planner.task import Task
 from dyncp.planner.ways import (
     WAYS_TO_KEEP_LIMITS,

@@ -9,9 +9,18 @@ from dyncp.blocks import AttentionShape, Batch, BlockGraph, Direction
 from dyncp.checks import instance_of
 from dyncp.cost import PROFILES, CostModel, ModelConfig, profile_for_device, tell_profile
 from dyncp.placement import Limits, Prices, Solver, improve, measure_balance
-from dyncp.planner.candidate import DIVISIONS, Candidate, Cut, Graphs, Placed, place_batch
+from dyncp.planner.candidate import (
+    DIVISIONS,
+    Candidate,
+    Cut,
+    Graphs,
+    Part,
+    PartRun,
+    Placed,
+    Runs,
+    place_batch,
+)
 from dyncp.planner.config import PlannerConfig
-from dyncp.planner.parts import Part, PartRun, Runs
 from dyncp.schedule import BUILDERS, Pace
 from dyncp.simulate import (
     Simulated,
