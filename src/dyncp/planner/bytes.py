@@ -3,9 +3,8 @@
 from dyncp.blocks import Direction
 from dyncp.placement import find_solver, minimal_bytes
 from dyncp.planner.candidate import Cut, Placed
-from dyncp.planner.choice import Choice, Tried
+from dyncp.planner.choice import Choice, Tried, head_group_counts
 from dyncp.planner.task import Task
-from dyncp.planner.ways import head_group_counts
 
 SOLVERS = {"fast": "bisection_bytes", "quality": "bisection_bytes_quality"}
 

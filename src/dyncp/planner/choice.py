@@ -1,9 +1,94 @@
 """Choice: the best candidate, and what it was chosen from."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dyncp.planner.candidate import Candidate
+import numpy as np
+
+from dyncp.placement import Limits, Solver, find_solver
+from dyncp.planner.candidate import Candidate, Cut
+from dyncp.planner.task import Task
 from dyncp.simulate import Simulated
+
+# Shares of the compute tolerance that `rows` is tried with, by effort.
+TIGHTER = {"fast": (1.0, 0.5), "quality": (1.0, 0.85, 0.7, 0.55, 0.4, 0.25)}
+# Tolerances (compute, tokens) tried besides where none are asked for: imbalance can be cheaper than
+# bytes.
+LOOSE = (0.2, 0.4)
+# Where moves start besides the best placement: sequences cut less, tiles on any rank.
+FEW_STARTS = (("rows", Limits(1.0, 2.0)), ("bisection", Limits(*LOOSE)))
+MORE_STARTS = (("rows", Limits(0.1, 0.2)), ("rows_fine", Limits(*LOOSE)))
+OTHER_STARTS = {"fast": FEW_STARTS, "quality": FEW_STARTS + MORE_STARTS}
+# Token tolerances that are tried when tokens cost time: the fullest rank sets that of all per-token
+# work.
+TOKENS = {"fast": (0.01, 0.005), "quality": (0.05, 0.02, 0.01, 0.005, 0.0025)}
+OTHER_SOLVERS = {"fast": (), "quality": ("bisection", "bisection_quality", "whole_documents")}
+
+# Tried where limits are missed or cost much: smaller blocks, and tiles that may run anywhere.
+WAYS_TO_KEEP_LIMITS = ("rows_fine", "bisection_quality")
+
+
+def dynamic_ways(task: Task) -> Iterator[tuple[str, Solver, Limits, Cut | None]]:
+    """Name, solver, limits and cut of dynamic candidates, the most promising first."""
+    config = task.config
+    solver = find_solver("rows" if task.model is None else "rows_fine")
+    for limits in dict.fromkeys(_tolerances(task)):
+        yield f"{solver.name} within {describe_limits(limits)}", solver, limits, None
+    limits = Limits(*config.limits.tolerances)
+    for name in OTHER_SOLVERS[config.effort]:
+        yield name, find_solver(name), limits, None
+        if config.head_groups is None and name.startswith("bisection"):
+            for groups in head_group_counts(task)[1:]:
+                cut = Cut(config.block_size, groups)
+                yield f"{name} with {groups} head groups", find_solver(name), limits, cut
+
+
+def _tolerances(task: Task) -> Iterator[Limits]:
+    """Tolerances that `rows` is tried with: looser than usual where none are asked for, which is
+    the best most often, and tighter."""
+    asked, effort = task.config.limits, task.config.effort
+    compute, tokens = asked.tolerances.tolist()
+    free = asked.compute_tolerance is None
+    if task.model is None:
+        if free:
+            yield Limits(LOOSE[0], LOOSE[1] if asked.token_tolerance is None else tokens)
+        yield from (Limits(share * compute, tokens) for share in TIGHTER[effort])
+        return
+    for most in TOKENS[effort]:
+        yield Limits(compute, min(tokens, most))
+    if free:
+        yield Limits(LOOSE[0], min(tokens, TOKENS[effort][-1]))
+
+
+def other_starts(task: Task) -> Iterator[tuple[str, Limits, Cut | None]]:
+    """Solvers, with limits and cuts, from whose placements moves start besides the best one's."""
+    if task.config.limits.compute_tolerance is not None:
+        yield from ((name, task.config.limits, None) for name in WAYS_TO_KEEP_LIMITS)
+        return
+    yield from ((name, limits, None) for name, limits in OTHER_STARTS[task.config.effort])
+    # Sequences that stay whole need no borders of blocks, which cost kernel tiles.
+    yield "uncut", Limits(), Cut(max(task.batch.lengths), task.config.head_groups or 1)
+
+
+def head_group_counts(task: Task) -> list[int]:
+    """Into how many groups the kv heads can be split."""
+    if not task.shape.exact:
+        return [1]
+    return [n for n in range(1, task.shape.kv_heads + 1) if task.shape.kv_heads % n == 0]
+
+
+def describe_limits(limits: Limits) -> str:
+    named = {"compute": limits.compute_tolerance, "tokens": limits.token_tolerance}
+    return ", ".join(f"{what} {share:.3g}" for what, share in named.items() if share is not None)
+
+
+def predicted_tiles(task: Task, solver: Solver) -> int:
+    """Tiles of a batch as a solver cuts it, if all masks were causal."""
+    lengths = np.asarray(task.batch.lengths, np.int64)
+    sizes = solver.block_sizes(task.batch.lengths, task.topology.num_ranks)
+    blocks = -(-lengths // np.maximum(sizes, 1))
+    groups = solver.head_groups or task.config.head_groups or 1
+    return int((blocks * (blocks + 1) // 2).sum()) * groups * len(task.batch.masks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,16 +31,17 @@ from dyncp.planner.bounds import (
     whole_seconds,
 )
 from dyncp.planner.candidate import DIVISIONS, Candidate, Cut, Part, PartRun, Placed, Runs
-from dyncp.planner.choice import Choice, Tried
-from dyncp.planner.guard import run_bounded, warn_replaced
-from dyncp.planner.task import Task
-from dyncp.planner.ways import (
+from dyncp.planner.choice import (
     WAYS_TO_KEEP_LIMITS,
+    Choice,
+    Tried,
     describe_limits,
     dynamic_ways,
     other_starts,
     predicted_tiles,
 )
+from dyncp.planner.guard import run_bounded, warn_replaced
+from dyncp.planner.task import Task
 from dyncp.simulate import Simulated
 
 logger = logging.getLogger(__name__)
