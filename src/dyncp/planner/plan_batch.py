@@ -9,9 +9,8 @@ from dyncp.plan import Plan
 from dyncp.planner.bytes import search_bytes
 from dyncp.planner.choice import Choice
 from dyncp.planner.config import AUTO, PlannerConfig
-from dyncp.planner.guard import run_bounded, warn_replaced
 from dyncp.planner.search import search, search_divisions
-from dyncp.planner.task import Task
+from dyncp.planner.task import Task, run_bounded, warn_replaced
 from dyncp.topology import Topology
 
 

@@ -40,8 +40,7 @@ from dyncp.planner.choice import (
     other_starts,
     predicted_tiles,
 )
-from dyncp.planner.guard import run_bounded, warn_replaced
-from dyncp.planner.task import Task
+from dyncp.planner.task import Task, run_bounded, warn_replaced
 from dyncp.simulate import Simulated
 
 logger = logging.getLogger(__name__)
