@@ -14,8 +14,7 @@ from dyncp.arrays import Float64, Int64
 from dyncp.placement.bisection.leveling import level_all
 from dyncp.placement.bisection.regions import Problem, whole_batch
 from dyncp.placement.bisection.split import Budget, Way, owners, split
-from dyncp.placement.rows.homes import Needs
-from dyncp.placement.rows.level import Rows, level, make_rows
+from dyncp.placement.rows.level import Needs, Rows, level, make_rows
 from dyncp.topology import Topology
 
 # Pieces have at most this share of a machine.

@@ -17,8 +17,7 @@ from dyncp.placement.bisection.leveling import level_all
 from dyncp.placement.bisection.regions import Problem, make_problem, region_of_rows
 from dyncp.placement.bisection.split import Budget, Way, owners, split
 from dyncp.placement.placement import Limits, Placement
-from dyncp.placement.rows.homes import Homes, find_homes, find_needs, fold
-from dyncp.placement.rows.level import Rows, level, make_rows
+from dyncp.placement.rows.level import Homes, Rows, find_homes, find_needs, fold, level, make_rows
 from dyncp.placement.rows.machines import Machines, place_machines
 from dyncp.placement.solver import Solver
 from dyncp.topology import Topology
