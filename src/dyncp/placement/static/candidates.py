@@ -10,9 +10,9 @@ from dyncp.arrays import Float64, Int64
 from dyncp.blocks import AttentionShape, BlockGraph
 from dyncp.placement.placement import Limits, Placement
 from dyncp.placement.solver import Degrees, Solver
-from dyncp.placement.static.chunks import contiguous_ranks
 from dyncp.placement.static.grid import Grid, block_work, deal_loads, divisors, sequence_load
 from dyncp.placement.static.hybrid import (
+    contiguous_ranks,
     deal_documents,
     group_sizes,
     hybrid_candidates,

@@ -18,9 +18,34 @@ from dyncp.arrays import Float64, Int64, frozen
 from dyncp.blocks import BlockGraph, TokenBlocks
 from dyncp.placement.placement import Limits, Placement, Traffic
 from dyncp.placement.solver import Degrees, Solver
-from dyncp.placement.static.chunks import zigzag_ranks
 from dyncp.placement.static.grid import block_work, deal, sequence_load
 from dyncp.topology import Topology
+
+
+def contiguous_ranks(blocks: TokenBlocks, lengths: Int64, num_ranks: int) -> Int64:
+    """Chunk of every block by its middle token; `lengths` is its sequence's, per block."""
+    middle = (blocks.start.astype(np.int64) + blocks.end) // 2
+    chunk: Int64 = middle * num_ranks // lengths
+    return chunk
+
+
+def zigzag_ranks(blocks: TokenBlocks, lengths: Int64, num_ranks: int) -> Int64:
+    """Zigzag rank of every block by its middle token; `lengths` is its sequence's, per block."""
+    chunk = contiguous_ranks(blocks, lengths, 2 * num_ranks)
+    ranks: Int64 = np.minimum(chunk, 2 * num_ranks - 1 - chunk)
+    return ranks
+
+
+def contiguous_sizes(lengths: Sequence[int], num_ranks: int) -> Int64:
+    """One block per rank."""
+    sizes: Int64 = -(-np.asarray(lengths, np.int64) // num_ranks)
+    return sizes
+
+
+def zigzag_sizes(lengths: Sequence[int], num_ranks: int) -> Int64:
+    """Two blocks per rank."""
+    return contiguous_sizes(lengths, 2 * num_ranks)
+
 
 # MagiAttention wants at least 8 chunks per rank, so that a heap can balance them. Torch deals rows
 # of one kernel tile: on 131,072 tokens and 32 ranks 32 per rank, which takes 16 times the tiles and

@@ -7,14 +7,16 @@ from dataclasses import dataclass, replace
 from dyncp.arrays import Int64, frozen
 from dyncp.blocks import AttentionShape, BlockGraph
 from dyncp.placement.placement import Placement
-from dyncp.placement.static.chunks import (
+from dyncp.placement.static.grid import Grid
+from dyncp.placement.static.hybrid import (
     contiguous_ranks,
     contiguous_sizes,
+    heap_ranks,
+    packed_sizes,
+    snake_ranks,
     zigzag_ranks,
     zigzag_sizes,
 )
-from dyncp.placement.static.grid import Grid
-from dyncp.placement.static.hybrid import heap_ranks, packed_sizes, snake_ranks
 from dyncp.placement.static.place import (
     Deal,
     Spread,
