@@ -4,12 +4,12 @@ from dyncp.placement.static.candidates import (
     Bound,
     StaticBounds,
     static_candidates,
+    static_solver,
     whole_rows,
     with_degree,
 )
 from dyncp.placement.static.hybrid import hybrid_with_budget, megatron_hybrid
 from dyncp.placement.static.methods import METHODS
-from dyncp.placement.static.named import static_solver
 
 STATIC_SOLVERS = (*(with_degree(name) for name in METHODS), megatron_hybrid)
 

@@ -1,5 +1,6 @@
 """Static methods as solvers: with given degrees, or all degrees that ranks and heads allow."""
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -17,11 +18,31 @@ from dyncp.placement.static.hybrid import (
     group_sizes,
     hybrid_candidates,
     hybrid_shares,
+    hybrid_with_budget,
     megatron_hybrid,
     ring_seconds,
 )
 from dyncp.placement.static.methods import METHODS, Method
 from dyncp.topology import Topology
+
+_DEGREES = re.compile(r"(?:cp(\d+))?(?:h(\d+))?")
+_BUDGET = re.compile(r"tokens(\d+)")
+
+
+def static_solver(name: str) -> Solver:
+    """The solver that has this name; ValueError if there is none."""
+    method, _, degrees = name.partition("/")
+    if method == megatron_hybrid.name:
+        budget = _BUDGET.fullmatch(degrees)
+        if degrees and budget is None:
+            raise ValueError(f"solver is {name!r}; write it as {method}/tokens4096")
+        return megatron_hybrid if budget is None else hybrid_with_budget(int(budget[1]))
+    found = _DEGREES.fullmatch(degrees)
+    if found is None:
+        raise ValueError(f"solver is {name!r}; write degrees as {method}/cp8 or {method}/cp8h2")
+    degree, heads = (None if value is None else int(value) for value in found.groups())
+    return with_degree(method, degree, heads)
+
 
 # Chunks end on whole tokens, and work inside a block is taken to be even: estimates from chunks
 # count with this share, and not at all for sequences that have few tokens per rank.
