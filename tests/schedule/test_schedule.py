@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dyncp import AttentionShape, Batch, Topology, masks
 from dyncp.blocks import BlockGraph, Direction, Payload, build_graph
 from dyncp.placement import SOLVERS, Limits, Placement, minimal_bytes
-from dyncp.schedule import Schedule, build_schedule, entries
+from dyncp.schedule import Schedule, build_schedule, phases
 from dyncp.schedule.phases import Entries, order_transfers, used_codes
 from paced import FAST_LINKS, SLOW_LINKS, pace_of
 from strategies import masks_of
@@ -271,6 +271,6 @@ def test_transfers_are_ordered_alike_where_no_number_has_room_for_them(monkeypat
     ]
     codes = used_codes(drawn)
     packed = order_transfers(drawn, codes)
-    monkeypatch.setattr(entries, "ROOM", 0)
+    monkeypatch.setattr(phases, "ROOM", 0)
     for one, other in zip(astuple(packed), astuple(order_transfers(drawn, codes)), strict=True):
         np.testing.assert_array_equal(one, other)

@@ -12,9 +12,9 @@ from torch import Tensor
 from dyncp.executor.engine import Engine
 from dyncp.executor.kernel_calls import LoweredProgram, lower_program
 from dyncp.executor.layout import RankLayout, lay_out
+from dyncp.executor.numbers import number_of
 from dyncp.executor.shard import gather, shard
 from dyncp.executor.streams import Arrival
-from dyncp.executor.traced import number_of
 from dyncp.kernels import Dtypes, IndexArrays
 from dyncp.plan import (
     DTYPE_NAMES,

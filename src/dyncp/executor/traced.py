@@ -4,10 +4,7 @@ A graph holds the number of its step (`Step.number`) instead of the step, so one
 batches. Everything is checked when the operator runs.
 """
 
-import copy
-import itertools
-import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,36 +17,8 @@ from dyncp.executor.attention import (
     without_autocast,
 )
 from dyncp.executor.call import CallOptions, Saved, empty_like, empty_per_head
+from dyncp.executor.numbers import step_of
 from dyncp.kernels import accumulator_dtype
-
-if TYPE_CHECKING:
-    from dyncp.executor.step import Step
-
-_counter = itertools.count(1)
-_by_number: weakref.WeakValueDictionary[int, "Step"] = weakref.WeakValueDictionary()
-
-
-class _Memory(bytearray):
-    step: "Step"
-
-
-def number_of(step: "Step") -> Tensor:
-    """A new number for a step, int64[] on the CPU."""
-    number, memory = next(_counter), _Memory(8)
-    memory.step = copy.copy(step)
-    _by_number[number] = memory.step
-    return torch.frombuffer(memory, dtype=torch.int64)[0].fill_(number)
-
-
-def step_of(number: Tensor) -> "Step":
-    """The step that a number stands for."""
-    found = _by_number.get(int(number))
-    if found is None:
-        raise ValueError(
-            "a compiled graph ran with a step that is gone; keep the handle of prepare() until its "
-            "backward has run"
-        )
-    return found
 
 
 @custom_op("dyncp::attention", mutates_args=())

@@ -163,6 +163,9 @@ def _excess(solver: str, compute: float, tokens: float, limits: Limits) -> str:
     return "; ".join(reasons)
 
 
+# What a placement makes travel: blocks that tiles read on ranks that do not own them.
+
+
 @dataclass(frozen=True, eq=False)
 class RemoteUses:
     """Distinct (rank, block, head group) of one side of the tiles, ordered, int64[uses] each.

@@ -17,6 +17,9 @@ from dyncp.topology import Topology
 Part = tuple[str, Direction]
 
 
+# Parts of a candidate: one mask and direction each, scheduled and simulated by itself.
+
+
 @dataclass(frozen=True, eq=False)
 class PartRun:
     """A part's schedule in at most so many steps, its simulation, and what scheduling took."""

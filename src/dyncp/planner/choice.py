@@ -28,6 +28,9 @@ OTHER_SOLVERS = {"fast": (), "quality": ("bisection", "bisection_quality", "whol
 WAYS_TO_KEEP_LIMITS = ("rows_fine", "bisection_quality")
 
 
+# Ways to place a batch that the search tries.
+
+
 def dynamic_ways(task: Task) -> Iterator[tuple[str, Solver, Limits, Cut | None]]:
     """Name, solver, limits and cut of dynamic candidates, the most promising first."""
     config = task.config

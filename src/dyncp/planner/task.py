@@ -41,6 +41,9 @@ Found = TypeVar("Found")
 log = logging.getLogger("dyncp.planner")
 
 
+# Runs solvers so that one that fails or hangs does not stop planning.
+
+
 class SolverTimeoutError(RuntimeError):
     """A solver did not answer in time."""
 

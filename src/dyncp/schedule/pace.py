@@ -106,6 +106,17 @@ def _next_share(
 SAFETY = 1.3
 
 
+# Fills divisions: tiles that wait for nothing slow hide what travels.
+#
+# What has to come farthest, over machine borders where there are any, decides the divisions (see
+# pace.py). All other tiles are fillers. They cover the time until slow inputs arrive; the rest runs
+# behind the slow tiles, where it hides their results on the way back: first those that need blocks
+# of the own machine, whose results have a way as well, then local ones.
+#
+#     division      0        1              2              3 and 4
+#                   local    slow + fill    slow + fill    near fillers, then local ones
+
+
 @dataclass(frozen=True, eq=False)
 class Needs:
     """Seconds: when slow inputs of each division (from 1 on) are there, and how long the last

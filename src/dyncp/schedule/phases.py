@@ -20,6 +20,9 @@ from dyncp.schedule.schedule import Schedule, Transfers
 ROOM = 63
 
 
+# Entries: transfers whose phases are not numbered yet, and how they become `Transfers`.
+
+
 class Entries(NamedTuple):
     """Transfers of one kind, int64[transfers] each, with codes that order their phases."""
 

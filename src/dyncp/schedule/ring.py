@@ -25,6 +25,8 @@ from dyncp.schedule.pace import Pace
 from dyncp.schedule.phases import Entries, input_entries, number_phases, result_entries
 from dyncp.schedule.schedule import Schedule
 
+# Circle: who is whose neighbour in the rings of a static placement.
+
 
 @dataclass(frozen=True, eq=False)
 class Circle:

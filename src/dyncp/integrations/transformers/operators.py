@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.library import custom_op
 
 from dyncp.dataloader.local_fields import batch_rows, fingerprint_tensor
+from dyncp.executor.numbers import step_of
 from dyncp.executor.step import Step
-from dyncp.executor.traced import step_of
 
 
 @custom_op("dyncp::enter", mutates_args=())

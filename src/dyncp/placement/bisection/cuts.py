@@ -20,6 +20,20 @@ from dyncp.placement.bisection.regions import Parts, Problem
 MAX_STARTS = 48
 
 
+# Cuts of one sequence's tiles: a band of rows (or columns) against the rest.
+#
+# With a = 0 the band [a, b) is a straight cut, otherwise a sandwich, which is what zigzag is.
+# Cutting rows costs the KV bytes of the columns that both sides then need:
+#
+#     A A . .        band of rows 1-2 against rows 0 and 3, causal: columns 0, 1 and 2 are needed on
+#     B B . .        both sides, column 3 only by A
+#     B B B .
+#     A A A A
+#
+# Compiled functions take plain arrays and write results into their arguments: handing on tuples of
+# arrays costs reference counts at run time and most of the time to compile.
+
+
 @inner
 def sum_lines(
     work: Float64,

@@ -23,6 +23,8 @@ from dyncp.placement.bisection.moves import (
 from dyncp.placement.bisection.regions import Cells, Problem, diagonal, find_cells
 from dyncp.topology import Topology
 
+# Takes load off ranks that have more than their caps, at the least loss.
+
 
 @compiled
 def repair_work(state: State, max_rounds: int) -> None:
@@ -158,6 +160,9 @@ def _swap_down(state: State, r: int, over: float) -> tuple[int, int]:
             if score < best:
                 best, best_b, best_c = score, b, c
     return best_b, best_c
+
+
+# Local passes over a placement: what gains moves where there is room.
 
 
 @compiled

@@ -11,6 +11,9 @@ Q_KINDS = [kind for side in (Q_INPUT, Q_RESULT) for kind in side.values()]
 KV_KINDS = [Payload.KV, Payload.KV, Payload.DKV]  # forward, backward, gradient
 
 
+# The batch as the bisection solver sees it: one work matrix per sequence, sizes per block.
+
+
 class Problem(NamedTuple):
     """Blocks are numbered over the whole batch. `work` holds the blocks × blocks matrix of every
     sequence, one after the other (sequence s from `work_start[s]`), over all masks and head
@@ -142,6 +145,13 @@ class Parts(NamedTuple):
 HEAVY = 0.5
 # It also has so many times the work of its sequence's mean row; a causal sequence's last has twice.
 UNUSUAL = 4.0
+
+
+# Heavy rows: those that attend so much that one rank could not compute them alone.
+#
+# The last rows of causal blockwise attend everything. No band of rows or columns suits them
+# together with the others, so they are first folded away: each of their tiles joins the diagonal
+# tile of its key block. The queries then travel to all ranks, which costs less than all keys to one.
 
 
 def heavy_cells(problem: Problem, cells: Cells, num_ranks: int) -> Bool:

@@ -193,6 +193,9 @@ def write_ranks(problem: Problem, parts: Parts, rank_of_node: Int32, cell_rank: 
 NO_NOISE = np.ones(1)
 
 
+# Recursive bisection along the topology: machines first, then the ranks of a machine.
+
+
 @dataclass(frozen=True, eq=False)
 class Budget:
     """Mean load of a rank (work, tokens), the share by which a rank may exceed it, and how many

@@ -20,6 +20,8 @@ from dyncp.arrays import Int64
 from dyncp.placement.hypergraph import worker
 from dyncp.placement.hypergraph.build import Hypergraph
 
+# SolverError: a solver could not run.
+
 
 class SolverError(RuntimeError):
     """The solver gave no placement, for a reason that lies outside the batch."""

@@ -18,6 +18,9 @@ from dyncp.topology import Topology
 LEAST_IMBALANCE, MOST_IMBALANCE = 0.01, 1.0
 
 
+# Splits a hypergraph along the topology: between the machines, then between each one's ranks.
+
+
 def split_along(
     hypergraph: Hypergraph, topology: Topology, tolerance: float, seed: int, timeout: float
 ) -> Int64:
@@ -61,6 +64,9 @@ def _deal(weight: Int64, parts: int) -> Int64:
 
 # One round of repair makes a limited number of moves; thousands of tiles may need more.
 MAX_ROUNDS = 8
+
+
+# Repair and local moves: the one place that uses the machinery of the bisection solver.
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,6 +15,12 @@ from dyncp.placement.bisection.regions import HEAVY, Cells, Problem, find_cells
 from dyncp.placement.bisection.regions import fold as fold_cells
 from dyncp.topology import Topology
 
+# Homes: every tile runs where one of its two blocks lives, its home.
+#
+# Usually that is the query block, so that only keys travel. A row that is too heavy for one rank
+# (the last rows of causal blockwise attend everything) is computed by the owners of its keys
+# instead; then its queries travel to them and partial outputs come back.
+
 
 class Homes(NamedTuple):
     """The cells of `Problem.work` that have work, ordered: their index, query and key block, and

@@ -29,6 +29,9 @@ _DEGREES = re.compile(r"(?:cp(\d+))?(?:h(\d+))?")
 _BUDGET = re.compile(r"tokens(\d+)")
 
 
+# Static solvers by name: "zigzag", "zigzag/cp8", "loongtrain/cp8h2", "megatron_hybrid".
+
+
 def static_solver(name: str) -> Solver:
     """The solver that has this name; ValueError if there is none."""
     method, _, degrees = name.partition("/")
@@ -49,6 +52,14 @@ def static_solver(name: str) -> Solver:
 CERTAIN, SHORT = 0.95, 8
 # Share of all pairs that causal masks allow at least.
 DENSE = 0.5
+
+
+# What a static method needs at least, from the loads of sequences alone.
+#
+# Whole sequences are dealt to groups of ranks. Methods that cut every sequence by itself give each
+# rank of a group the same chunks of all of them, so its work follows from the work of chunks; those
+# that balance chunks are at best even. How keys travel bounds the divisions, and the bytes on the
+# busiest link.
 
 
 @dataclass(frozen=True, slots=True)

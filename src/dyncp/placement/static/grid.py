@@ -23,6 +23,8 @@ from dyncp.blocks import BlockGraph
 from dyncp.compiled import compiled
 from dyncp.topology import Topology
 
+# Data parallelism: whole sequences are dealt to groups of ranks, the heaviest first.
+
 
 def deal_sequences(graph: BlockGraph, num_groups: int) -> Int64:
     """Group of every sequence: the longest goes first, always to the least loaded group.

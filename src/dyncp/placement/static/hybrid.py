@@ -21,6 +21,17 @@ from dyncp.placement.solver import Degrees, Solver
 from dyncp.placement.static.grid import block_work, deal, sequence_load
 from dyncp.topology import Topology
 
+# Chunks of equal length: where each block of a sequence lies among the ranks that share it.
+#
+# With 2 ranks and a causal mask (letters are ranks, rows are query chunks):
+#
+#     contiguous   A . . .       zigzag   A . . .
+#                  A A . .                B B . .
+#                  B B B .                B B B .
+#                  B B B B                A A A A
+#
+# Contiguous gives A 3 and B 7 of the tiles; zigzag, with chunks r and 2N − 1 − r on rank r, 5 each.
+
 
 def contiguous_ranks(blocks: TokenBlocks, lengths: Int64, num_ranks: int) -> Int64:
     """Chunk of every block by its middle token; `lengths` is its sequence's, per block."""
@@ -57,6 +68,15 @@ ROW_MULTIPLE = 128
 # Chunks from which on a sequence is cut into whole ones. On 33 long-tailed documents and 32 ranks
 # the quarters bring tokens max/mean from 1.11 (magi) and 1.20 (ptrr) to 1.06 and 1.05.
 LONG = 16
+
+
+# Packed chunks: methods that cut the packed batch, not each sequence, into equally long chunks.
+#
+# A group's sequences lie behind each other; a block belongs to the chunk of its middle token, so
+# that chunks end where blocks do. Lengths 6 and 2, four chunks of 2 tokens, blocks of 2:
+#
+#     tokens  0 1 | 2 3 | 4 5 | 6 7
+#     chunk     0     1     2     3       the second sequence is chunk 3
 
 
 def packed_sizes(lengths: Sequence[int], num_ranks: int) -> Int64:

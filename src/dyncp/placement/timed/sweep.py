@@ -9,6 +9,8 @@ from dyncp.arrays import Bool, Float64, Int64
 from dyncp.compiled import compiled, inner
 from dyncp.placement.timed.estimate import StepEstimate, estimate, own, pin, seconds
 
+# Units: blocks of one sequence on one rank, with the tiles that run there because of them.
+
 
 class Unit(NamedTuple):
     """Room for one unit; `sizes` says how many tiles, blocks and edges it has now."""
