@@ -219,12 +219,13 @@ def wrapped(model: Any, way: str) -> tuple[Any, torch.optim.Optimizer]:
     if way == "fsdp":
         from torch.distributed.fsdp import fully_shard
         from torch.distributed.tensor import init_device_mesh
+        from transformers.modeling_layers import GradientCheckpointingLayer
 
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
         for module in list(model.modules()):
-            if type(module).__name__.endswith(("DecoderLayer", "Block", "NeoXLayer")):
+            if isinstance(module, GradientCheckpointingLayer):
                 fully_shard(module, mesh=mesh)
         fully_shard(model, mesh=mesh)
     return model, optimizer_of(model)
