@@ -151,7 +151,8 @@ UNUSUAL = 4.0
 #
 # The last rows of causal blockwise attend everything. No band of rows or columns suits them
 # together with the others, so they are first folded away: each of their tiles joins the diagonal
-# tile of its key block. The queries then travel to all ranks, which costs less than all keys to one.
+# tile of its key block. The queries then travel to all ranks, which costs less than all keys to
+# one.
 
 
 def heavy_cells(problem: Problem, cells: Cells, num_ranks: int) -> Bool:
