@@ -1,6 +1,7 @@
 """Transformers' Trainer under dyncp: the same run on one rank, on two, and resumed."""
 
 import os
+from math import log
 
 import pytest
 import torch
@@ -81,7 +82,7 @@ def test_two_ranks_train_as_one_and_go_on_from_a_checkpoint(tmp_path):
     wanted = run_ranks(run_of_rank, 1, str(tmp_path / "one"), timeout=140)[0]
     losses, _, _, steps = wanted
     assert len(losses) == steps >= 4
-    assert losses[0] == pytest.approx(4.6, rel=0.02)  # ln 97
+    assert losses[0] == pytest.approx(log(97), rel=0.15)  # a mean over targets, of random weights
     found = run_ranks(run_of_rank, 2, str(tmp_path / "two"), timeout=140)[0]
     check(found, wanted)
     trainer = trainer_of(str(tmp_path / "two"))
