@@ -188,11 +188,7 @@ def _collated(data: dict[str, Any], samples: list[Any], config: LoaderConfig) ->
 def batch_rows(plan: RankPlan | Plan) -> Int64:
     """The token of the batch in every local row; -1 for padding rows."""
     parts = plan.parts if isinstance(plan, Plan) else (plan,)
-    padded = [
-        np.append(part.local_coordinates, np.full(part.local_rows - part.local_tokens, -1))
-        for part in parts
-    ]
-    return np.concatenate(padded).astype(np.int64)
+    return np.concatenate([part.row_coordinates for part in parts])
 
 
 def local_sequences(plan: RankPlan | Plan) -> list[int]:

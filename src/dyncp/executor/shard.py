@@ -21,18 +21,12 @@ LOSSES = ("replicated", "summed")
 
 def shard(step: "Step", values: Tensor | Sequence[Tensor], fill: float) -> Tensor:
     whole = _concatenated(step, values)
-    rows = [
-        np.append(part.local_coordinates, np.full(part.local_rows - part.local_tokens, -1))
-        for part in step.parts
-    ]
-    index = torch.from_numpy(np.concatenate(rows).astype(np.int64)).to(whole.device)
+    rows = np.concatenate([part.row_coordinates for part in step.parts])
+    index = torch.from_numpy(rows).to(whole.device)
     taken = whole.index_select(0, index.clamp_min(0))
-    padding = (index < 0).view(-1, *[1] * (taken.ndim - 1))
-    return taken.masked_fill(padding, fill) if sum(map(_padding_rows, step.parts)) else taken
-
-
-def _padding_rows(part: Any) -> int:
-    return int(part.local_rows - part.local_tokens)
+    if (rows >= 0).all():
+        return taken
+    return taken.masked_fill((index < 0).view(-1, *[1] * (taken.ndim - 1)), fill)
 
 
 def _concatenated(step: "Step", values: Tensor | Sequence[Tensor]) -> Tensor:

@@ -5,7 +5,7 @@ from dyncp.kernels.choose import KERNELS, choose_kernel, reason_for
 from dyncp.kernels.cpu import CpuKernel
 from dyncp.kernels.index_arrays import Index, IndexArrays
 from dyncp.kernels.kernel import Gradients, Kernel, KernelCall, RowState, RowStates, Sums
-from dyncp.kernels.reference import KernelTiles, ReferenceKernel, list_kernel_tiles
+from dyncp.kernels.reference import ReferenceKernel, list_kernel_tiles
 from dyncp.kernels.row_ops import Dtypes, Memory, RowOps, TorchRowOps, choose_row_ops
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "IndexArrays",
     "Kernel",
     "KernelCall",
-    "KernelTiles",
     "Memory",
     "ReferenceKernel",
     "RowOps",

@@ -245,6 +245,12 @@ class RankPlan:
         own = self.local_blocks
         return ranges_of(self.block_coordinate[own], self.blocks.tokens[own])
 
+    @cached_property
+    def row_coordinates(self) -> Int64:
+        """Coordinate of every local row; -1 for rows that only pad."""
+        padding = np.full(self.local_rows - self.local_tokens, -1)
+        return np.append(self.local_coordinates, padding).astype(np.int64)
+
     def mask_plan(self, name: str) -> MaskPlan:
         if not isinstance(name, str) or name not in self.masks:
             raise ValueError(f"mask {name!r} is not in this plan; it has {', '.join(self.masks)}")

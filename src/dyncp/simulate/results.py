@@ -56,12 +56,6 @@ class AttentionTimes:
         return self._per_rank(waited)
 
     @cached_property
-    def rank_row_seconds(self) -> Float64:
-        """Time every rank packs, unpacks, merges and copies."""
-        other = self.flow.programs.op != Op.COMPUTE
-        return self._per_rank(np.where(other, self.steps["end"] - self.steps["begin"], 0))
-
-    @cached_property
     def rank_host_seconds(self) -> Float64:
         """Time every rank has nothing to do because the host has issued nothing more."""
         before = np.concatenate([np.zeros(1), self.steps["end"][:-1]])[: len(self.steps)]

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from dyncp.dataloader.local_fields import batch_rows, fingerprint_tensor
+from dyncp.dataloader.local_fields import fingerprint_tensor
 from dyncp.executor.numbers import step_of
 from dyncp.executor.step import Step
 
@@ -59,7 +59,7 @@ def token_shares(number: Tensor, like: Tensor) -> Tensor:
     """Each row's share of all tokens of the batch, fp32[rows]: 0 for rows that only pad."""
     step = step_of(number)
     shares = torch.zeros(like.shape[1], dtype=torch.float32)
-    rows = np.concatenate([batch_rows(part) for part in step.parts])
+    rows = np.concatenate([part.row_coordinates for part in step.parts])
     shares[: len(rows)] = torch.from_numpy(rows >= 0) / float(step.plan.lengths.sum())
     return shares.to(like.device, non_blocking=True)
 
