@@ -81,7 +81,9 @@ def expected(name):
 
 def check(found, wanted):
     for got, true in zip(found, wanted, strict=True):
-        torch.testing.assert_close(torch.as_tensor(got), true, rtol=0, atol=1e-11 * true.abs().max())
+        torch.testing.assert_close(
+            torch.as_tensor(got), true, rtol=0, atol=1e-11 * true.abs().max()
+        )
 
 
 @pytest.mark.parametrize(("multiple", "solver"), [(1, "random"), (4, "random"), (1, "rows")])
@@ -100,7 +102,11 @@ def test_layers_with_state_are_exact_on_virtual_ranks(name, multiple, solver):
 
 CASES = [
     *[(name, 3, False) for name in BATCHES],
-    *[(name, 64, checkpointed) for name in ("branches", "packed") for checkpointed in (False, True)],
+    *[
+        (name, 64, checkpointed)
+        for name in ("branches", "packed")
+        for checkpointed in (False, True)
+    ],
     ("one long document", 3, True),
     ("one long document", 64, True),
 ]
@@ -209,7 +215,9 @@ def test_whole_documents_are_balanced_and_stay_at_home_where_they_can():
     batch = Batch.of([masks.causal(length) for length in lengths])
     for solver in ("whole_documents", "random"):
         config = PlannerConfig(solver=solver, block_size=5)
-        step = DCPExecutor(virtual_ranks=3).prepare(plan_batch(batch, Topology(1, 3), config=config))
+        step = DCPExecutor(virtual_ranks=3).prepare(
+            plan_batch(batch, Topology(1, 3), config=config)
+        )
         rows = step.contiguous
         assert rows.imbalance == max(rows.rows_per_rank) * 3 / 190 < 1.1
         if solver == "whole_documents":

@@ -1,4 +1,4 @@
-"""Rows in contiguous order, for layers with state: `step.to_contiguous`, `step.with_halo`, and back.
+"""Rows in contiguous order, for layers with state: `step.to_contiguous`, `step.add_halo`, back.
 
 plan/contiguous.py says which order that is; row_moves.py moves the rows.
 """
@@ -98,9 +98,7 @@ def _moves(name: str, order: ContiguousOrder, part: RankPlan) -> tuple[Move, Mov
     filled, counting = np.flatnonzero(order.token >= 0), np.flatnonzero(order.counts)
     return (
         Move(name, filled, own[order.token[filled]], order.row_bounds, own_bounds),
-        Move(
-            f"{name} back", own[order.token[counting]], counting, own_bounds, order.row_bounds
-        ),
+        Move(f"{name} back", own[order.token[counting]], counting, own_bounds, order.row_bounds),
     )
 
 

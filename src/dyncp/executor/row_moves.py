@@ -1,8 +1,8 @@
 """Rows between two orders of all ranks: each rank sends others just the rows that they need.
 
-An order of rows puts those of rank 0 first, then those of rank 1, and so on; rows are numbered over
-all ranks. A move is a list of (row of the result, row of the input). Rows of the result that it does
-not list are 0; those that it lists several times are sums.
+An order of rows puts those of rank 0 first, then those of rank 1, and so on; rows are numbered
+over all ranks. A move is a list of (row of the result, row of the input). Rows of the result that
+it does not list are 0; those that it lists several times are sums.
 """
 
 import zlib

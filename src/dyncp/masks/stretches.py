@@ -28,9 +28,10 @@ def find_stretches(masks: Sequence[Mask]) -> tuple[Ints, Ints]:
     A token follows the row before it if some mask lets it attend that row, or if its position is
     one more (windows and chunks may hide the row) and masks connect what lies before it with the
     rest. Else it follows the nearest key before it, if that has the position before its own. Else,
-    if its position is 0 and it attends nothing before it, it begins a document. shared_question(6, answers=2, question=2)
-    begins a document at 0, and has two stretches that follow token 1, at 2 and at 4; the first
-    follows the row before it anyway:  starts 0, 4  before -1, 1.
+    if its position is 0 and it attends nothing before it, it begins a document.
+
+    shared_question(6, answers=2, question=2) has the question and its first answer in one stretch
+    from 0 on, and the second answer in one from 4 on, which follows token 1.
     """
     length = masks[0].length
     positions = positions_and_targets(masks).positions
@@ -57,12 +58,11 @@ def find_stretches(masks: Sequence[Mask]) -> tuple[Ints, Ints]:
 
 def _attends_row_before(ranges: IntArray) -> Bools:
     row = np.arange(-1, len(ranges) - 1)[:, None]
-    found: Bools = ((ranges[:, :, 0] <= row) & (row < ranges[:, :, 1])).any(axis=1)
-    return found
+    return np.any((ranges[:, :, 0] <= row) & (row < ranges[:, :, 1]), axis=1)
 
 
 def _parted(masks: Sequence[Mask]) -> Bools:
-    """Whether no mask lets a token or a later one attend an earlier one, nor the other way round."""
+    """Whether no mask lets this or a later token attend an earlier one, nor the other way round."""
     length = masks[0].length
     token, parted = np.arange(length), np.ones(length, np.bool_)
     for mask in masks:

@@ -88,7 +88,10 @@ def _arrays_of(part: RankPlan) -> tuple[tuple[str, ...], list[np.ndarray]]:
     """Names and values of all arrays of a part."""
     names: tuple[str, ...] = ("lengths",)
     arrays = [part.lengths]
-    tables: list[tuple[str, Any, str]] = [("blocks", part.blocks, ""), ("stretches", part.stretches, "")]
+    tables: list[tuple[str, Any, str]] = [
+        ("blocks", part.blocks, ""),
+        ("stretches", part.stretches, ""),
+    ]
     for index, mask in enumerate(part.masks.values()):
         tables.append((f"masks.{index}", mask, "backward" if mask.backward is None else ""))
     for name, table, skip in tables:

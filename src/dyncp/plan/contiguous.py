@@ -219,7 +219,9 @@ def _arrange(
     padding = Layout(local_multiple=plan.local_multiple).pad_local(filled) - filled
     padded = np.flatnonzero(padding)  # ranks with one more piece
     rank, rows = np.append(rank, padded), np.append(rows, padding[padded])
-    document, start = (np.append(x, np.full_like(padded, y)) for x, y in ((document, -1), (start, 0)))
+    document, start = (
+        np.append(x, np.full_like(padded, y)) for x, y in ((document, -1), (start, 0))
+    )
     of_piece = np.append(segments.piece, num_pieces + np.arange(len(padded)))
     first = np.append(segments.first, np.zeros_like(padded))
     count = np.append(segments.count, padding[padded])
