@@ -58,7 +58,8 @@ def find_stretches(masks: Sequence[Mask]) -> tuple[Ints, Ints]:
 
 def _attends_row_before(ranges: IntArray) -> Bools:
     row = np.arange(-1, len(ranges) - 1)[:, None]
-    return np.any((ranges[:, :, 0] <= row) & (row < ranges[:, :, 1]), axis=1)
+    found: Bools = np.any((ranges[:, :, 0] <= row) & (row < ranges[:, :, 1]), axis=1)
+    return found
 
 
 def _parted(masks: Sequence[Mask]) -> Bools:

@@ -81,7 +81,8 @@ def _by_piece(forward: Callable[..., Tensor], x: Tensor, lengths: Sequence[int])
     part, as on the other ranks."""
     if not lengths:
         return forward(hidden_states=x.new_zeros(1, 1, x.shape[1]))[0, :0] + x
-    pieces, order = x.split_with_sizes(lengths), sorted(range(len(lengths)), key=lengths.__getitem__)
+    pieces = x.split_with_sizes(lengths)
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
     results: list[Tensor] = [x] * len(lengths)
     for group in _groups([lengths[i] for i in order]):
         chosen = [order[i] for i in group]
