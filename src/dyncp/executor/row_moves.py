@@ -110,6 +110,8 @@ def _of_rank(move: Move, rank: int, device: torch.device) -> RankMove:
 
 def _layers(target: Int64, source: Int64) -> list[Int64]:
     """Entries in groups that have each target once; the order of sources is that of additions."""
+    if np.bincount(target, minlength=1).max() <= 1:
+        return [np.arange(len(target))]
     order = np.lexsort((source, target))
     ordered = target[order]
     new = np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)]
