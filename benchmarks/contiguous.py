@@ -29,7 +29,7 @@ def seconds_of_one_rank(plan, halo: int | None) -> float:
     part, started = plan.parts[0], perf_counter()
     order = whole_documents(part) if halo is None else with_halo(part, halo)
     engine = DCPExecutor(virtual_ranks=plan.num_ranks).engine
-    rows = Contiguous("timed", order, (part,), engine)
+    rows = Contiguous(("there", "back"), order, (part,), engine)
     for direction in Direction:
         rows.sent_bytes(1, direction)
         rows.sent_bytes(1, direction, back=True)

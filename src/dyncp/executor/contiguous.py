@@ -30,9 +30,14 @@ class Contiguous:
     """
 
     def __init__(
-        self, name: str, order: ContiguousOrder, parts: Sequence[RankPlan], engine: Engine
+        self,
+        names: tuple[str, str],
+        order: ContiguousOrder,
+        parts: Sequence[RankPlan],
+        engine: Engine,
     ) -> None:
-        self.name, self._engine, self._digest = name, engine, parts[0].digest
+        """`names` are those of the calls that bring rows there and back."""
+        self._engine, self._digest = engine, parts[0].digest
         self._ranks = tuple(part.rank for part in parts)
         first, last = self._ranks[0], self._ranks[-1] + 1
         self.num_rows = int(order.row_bounds[last] - order.row_bounds[first])
@@ -41,7 +46,7 @@ class Contiguous:
         self.documents, self.starts = order.document[pieces], order.start[pieces]
         self.rows_per_rank = order.rows_per_rank
         self.imbalance = float(order.rows_per_rank.max() / order.rows_per_rank.mean())
-        self._there, self._back = _moves(name, order, parts[0])
+        self._there, self._back = _moves(names, order, parts[0])
         self._bound: dict[tuple[bool, Direction], BoundMove] = {}
 
     @cached_property
@@ -80,10 +85,9 @@ class Contiguous:
         moves = [self._move(direction, back=back) for direction in Direction]
         instance_of("what is moved", x, Tensor, "a torch tensor")
         if not x.ndim or len(x) != moves[0].num_rows:
-            what = f"in the order of {self.name}" if back else "of its own"
             raise ValueError(
-                f"{self.name}{' (back)' if back else ''} got shape {tuple(x.shape)}; this step has "
-                f"{moves[0].num_rows} rows {what}"
+                f"{moves[0].name} got shape {tuple(x.shape)}; this step has {moves[0].num_rows} "
+                f"{'rows in contiguous order' if back else 'rows'}"
             )
         there, gradient = (
             partial(run_move, move, engine=self._engine, plan=self._digest) for move in moves
@@ -92,13 +96,13 @@ class Contiguous:
         return result
 
 
-def _moves(name: str, order: ContiguousOrder, part: RankPlan) -> tuple[Move, Move]:
+def _moves(names: tuple[str, str], order: ContiguousOrder, part: RankPlan) -> tuple[Move, Move]:
     """From own rows into the order, and back from the rows that count."""
     own, own_bounds = batch_order(part), starts_of(part.rows_per_rank)
     filled, counting = np.flatnonzero(order.token >= 0), np.flatnonzero(order.counts)
     return (
-        Move(name, filled, own[order.token[filled]], order.row_bounds, own_bounds),
-        Move(f"{name} back", own[order.token[counting]], counting, own_bounds, order.row_bounds),
+        Move(names[0], filled, own[order.token[filled]], order.row_bounds, own_bounds),
+        Move(names[1], own[order.token[counting]], counting, own_bounds, order.row_bounds),
     )
 
 

@@ -226,7 +226,8 @@ class Step:
     def contiguous(self) -> Contiguous:
         """The rows of `to_contiguous`: whole documents, with their borders."""
         order = whole_documents(self.plan)
-        return Contiguous("to_contiguous", order, self.parts, self.engine)
+        names = "to_contiguous", "from_contiguous"
+        return Contiguous(names, order, self.parts, self.engine)
 
     def to_contiguous(self, x: Tensor) -> Tensor:
         """Rows `[num_rows, ...]` of all ranks as whole documents, `[contiguous.num_rows, ...]`: for
@@ -242,7 +243,8 @@ class Step:
         tokens = whole_number("halo", tokens, 0)
         if tokens not in self._halos:
             order = with_halo(self.plan, tokens)
-            self._halos[tokens] = Contiguous(f"halo {tokens}", order, self.parts, self.engine)
+            names = f"add_halo of {tokens}", f"drop_halo of {tokens}"
+            self._halos[tokens] = Contiguous(names, order, self.parts, self.engine)
         return self._halos[tokens]
 
     def add_halo(self, x: Tensor, tokens: int) -> Tensor:
