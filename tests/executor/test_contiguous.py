@@ -20,6 +20,7 @@ BATCHES = {
     "branches": [
         masks.prefix_tree([-1, 0, 1, 1, 0], [7, 5, 3, 9, 4]),
         masks.shared_question(20, answers=3),
+        masks.prefix_tree([-1, 0, 0, 1], [2, 1, 1, 4]),
     ],
 }
 

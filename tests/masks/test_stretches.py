@@ -19,6 +19,11 @@ KNOWN = {
     ),
     "answers": ([masks.shared_question(6, answers=2, question=2)], [0, 4], [-1, 1]),
     "a tree": ([masks.prefix_tree([-1, 0, 1, 1, 0], [4, 2, 3, 2, 5])], [0, 9, 11], [-1, 5, 3]),
+    "a branch below another one that ends where it begins": (
+        [masks.prefix_tree([-1, 0, 0, 1], [2, 1, 1, 1])],
+        [0, 3, 4],
+        [-1, 1, 2],
+    ),
     "chunks beside the whole": ([CHUNKS, CAUSAL], [0], [-1]),
     "windows in branches": (
         [masks.within(masks.shared_question(40, answers=2, question=20), window=4)],
@@ -32,6 +37,13 @@ UNCLEAR = {
     "a position that nothing goes before": (
         [Mask(masks.document_packed(5, documents=[2, 3]).ranges, positions=[0, 1, 7, 8, 9])],
         2,
+    ),
+    "two masks that tell different ones": (
+        [
+            Mask([[[0, 1]], [[1, 2]], [[2, 3]], [[key, key + 1]]], positions=[0, 0, 0, 1])
+            for key in (0, 1)
+        ],
+        3,
     ),
     "a document that looks back": (
         [Mask([[[0, 1]], [[0, 2]], [[2, 3]], [[0, 4]]], positions=[0, 1, 0, 1])],

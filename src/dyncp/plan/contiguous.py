@@ -202,9 +202,10 @@ def _refuse(plan: RankPlan, token: int) -> None:
     sequence = int(np.searchsorted(bounds, token, side="right")) - 1
     raise ValueError(
         f"which token comes before token {token - bounds[sequence]} of sequence {sequence} is not "
-        "clear, and layers with state need to know: its masks let it attend nothing near it, or "
-        "part it from all before it, while its position says otherwise. Give the mask positions "
-        "that begin at 0 in every document and go on in branches, as masks.document_packed does"
+        "clear, and layers with state need to know: no mask lets it attend the row before it, nor "
+        "(nearest) a token with the position before its own, nor does it begin a document at "
+        "position 0. Give the mask positions that begin at 0 in every document and go on in "
+        "branches, as masks.document_packed does"
     )
 
 
