@@ -66,8 +66,6 @@ class PlannedAttention(Module):
                 "results would be wrong without it"
             )
         step = _checked_step(attention_masks)
-        if q_BLNH.shape[0] != 1:
-            raise ValueError(f"the model got {q_BLNH.shape[0]} rows of tokens; local data have 1")
         q, k, v = (x.squeeze(0) for x in (q_BLNH, k_BLNH, v_BLNH))
         return attention(step, q, k, v, mask=self.mask, scale=scale).unsqueeze(0)
 
@@ -83,6 +81,8 @@ class PlannedGQAttention(GQAttention):
         self, x_BLD: Tensor, attention_masks: Any, positions: Tensor | None = None
     ) -> Tensor:
         step = _checked_step(attention_masks)
+        if x_BLD.shape[0] != 1:
+            raise ValueError(f"the model got {x_BLD.shape[0]} rows of tokens; local data have 1")
         if positions is None:
             raise ValueError(
                 "the model got no positions: RoPE would take the place of a token on its rank for "
@@ -218,10 +218,16 @@ class PlannedDataLoader(BaseDataLoader):
                 "order that is not (dp, tp): pipelines and torchtitan's own context parallelism "
                 "have to be off"
             )
-        options = {"local_multiple": lcm(ROWS, peers), "max_length": seq_len, "model": config.model}
-        dataset = config.samples(tokenizer)
-        self.loader = DCPDataLoader(dataset, config.mask_fn, mesh=mesh, **options | config.options)
         self.executor = DCPExecutor(mesh["cp"])
+        options: dict[str, Any] = {
+            "mesh": mesh,
+            "executor": self.executor,
+            "model": config.model,
+            "max_length": seq_len,
+            "local_multiple": lcm(ROWS, peers),
+        }
+        dataset = config.samples(tokenizer)
+        self.loader = DCPDataLoader(dataset, config.mask_fn, **options | config.options)
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
         for local_data, plan in self.loader:
