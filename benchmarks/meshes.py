@@ -83,7 +83,7 @@ def shard_weights(model: Any, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=shards)
 
 
-def train(sizes: tuple[int, ...], way: str) -> Outcome:
+def train(sizes: tuple[int, ...], way: str, epochs: int = 1) -> Outcome:
     """On this rank of a mesh."""
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=NAMES)
     model = make_model("llama")
@@ -95,7 +95,7 @@ def train(sizes: tuple[int, ...], way: str) -> Outcome:
     optimizer = optimizer_of(model)
     losses, documents, split = [], [], 0
     loader = attached.loader(
-        samples(), masks.causal, mesh=mesh, tokens_per_batch=TOKENS,
+        samples(), masks.causal, mesh=mesh, tokens_per_batch=TOKENS, epochs=epochs, shuffle=True,
         max_tokens_per_rank=TOKENS // sizes[2] + 16, planner=PlannerConfig(block_size=16),
     )  # fmt: skip
     with DCPExecutor(mesh["cp"], timeout=60) as executor, loader:
@@ -159,6 +159,7 @@ def compare(ranks: list[Outcome]) -> tuple[float, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--epochs", type=int, default=5, help="of 4 batches")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -166,16 +167,16 @@ def main() -> int:
     if dist.get_rank() == 0:
         print(f"{' x '.join(NAMES)}  way   steps  split over   losses  weights  seconds")
     meshes = [sizes for sizes in MESHES if math.prod(sizes) == dist.get_world_size()]
-    failed = [report(sizes, way) for sizes in meshes for way in options.ways]
+    failed = [report(sizes, way, options.epochs) for sizes in meshes for way in options.ways]
     dist.destroy_process_group()
     return int(any(failed))
 
 
-def report(sizes: tuple[int, ...], way: str) -> bool:
+def report(sizes: tuple[int, ...], way: str, epochs: int) -> bool:
     """Trains, and prints a row on rank 0; whether it differs by more than is allowed."""
     start = perf_counter()
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, train(sizes, way))
+    dist.all_gather_object(ranks, train(sizes, way, epochs))
     loss, weight = compare(ranks)
     if dist.get_rank() == 0:
         text = " x ".join(map(str, sizes))
