@@ -21,6 +21,7 @@ from dyncp import (
     undo_gradient_average,
 )
 from dyncp.integrations.transformers import attach
+from dyncp.integrations.transformers.trainer import TrainerMixin
 from processes import run_ranks
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -62,6 +63,8 @@ def check_refusals(rank):
     divide_heads(model, mesh)
     with pytest.raises(ValueError, match="If tensor parallelism does, give sum_gradients the m"):
         sum_gradients(model)
+    with pytest.raises(ValueError, match="the mesh has 2 ranks in dimension 'tp', with the same"):
+        TrainerMixin(model, None, mask_fn=masks.causal, loader_options={"mesh": mesh})
     sharded = fully_shard(torch.nn.Linear(4, 4), mesh=mesh["dp_shard", "cp"]._flatten("both"))
     with pytest.raises(ValueError, match="If FSDP shares it, that has happened already"):
         sum_gradients(sharded, mesh)

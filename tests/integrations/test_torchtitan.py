@@ -15,11 +15,12 @@ from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims, parallel_dims
 from torchtitan.distributed.utils import get_spmd_context, set_spmd_backend
-from torchtitan.models.common.attention import VarlenAttention
+from torchtitan.models.common.attention import ScaledDotProductAttention, VarlenAttention
 from torchtitan.models.deepseek_v3 import deepseekv3_configs
 from torchtitan.models.gpt_oss import gptoss_configs
 from torchtitan.models.llama3.parallelize import parallelize_llama
 from torchtitan.models.llama3.sharding import set_llama3_sharding_config
+from torchtitan.models.qwen3 import qwen3_configs
 from torchtitan.tools import utils
 
 from dyncp import (
@@ -52,6 +53,7 @@ DOCUMENTS = [
     torch.randint(VOCAB, (n,), generator=torch.Generator().manual_seed(n)) for n in LENGTHS
 ]
 SAMPLES = [{"input_ids": tokens} for tokens in DOCUMENTS]
+SHAPE = AttentionShape(4, 2, 8, "fp32")
 BACKEND = "partial_dtensor"  # torchtitan's default, spmd_types, needs a later torch for FSDP
 # Ranks of a plan, and of tensor parallelism; the other data-parallel ranks are replicas.
 MESHES = {"cp 4": (4, 1), "dp 2 x cp 2": (2, 1), "cp 2 x tp 2": (2, 2)}
@@ -61,11 +63,10 @@ def optimizer_of(model):
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def planned(ranks, numbers=(0, 1, 2)):
+def planned(ranks, numbers=(0, 1, 2), shape=SHAPE):
     """Local data and step of virtual ranks."""
     samples = [SAMPLES[number] for number in numbers]
     batch = Batch.of([masks.causal(len(sample["input_ids"])) for sample in samples])
-    shape = AttentionShape(4, 2, 8, "fp32")
     plan = plan_batch(batch, Topology(1, ranks), shape, PlannerConfig(block_size=16))
     step = DCPExecutor(virtual_ranks=ranks).prepare(plan)
     return local_data(samples, batch, plan), step
@@ -155,9 +156,17 @@ def test_a_llama_trains_as_in_one_process_with_fsdp_replicas_and_tensor_parallel
                 assert difference <= 1e-4 * abs(wanted).max(), (name, weight)
 
 
-def test_losses_and_gradients_are_those_of_torchtitans_own_attention():
-    data, step = planned(ranks=4)
-    model, plain = built(use_dyncp(tiny_llama())), built(tiny_llama())
+def tiny_qwen():
+    config = qwen3_configs["debugmodel"]("flex")
+    config.layers = config.layers[:1]
+    config.layers[0].attention.inner_attention = ScaledDotProductAttention.Config()
+    return config
+
+
+@pytest.mark.parametrize("config_of", [tiny_llama, tiny_qwen])
+def test_losses_and_gradients_are_those_of_torchtitans_own_attention(config_of):
+    data, step = planned(ranks=4, shape=attention_shape(config_of(), dtype=torch.float32))
+    model, plain = built(use_dyncp(config_of())), built(config_of())
     loss = next_token_loss(model(**model_inputs(data, step)), data)
     wanted = whole_loss(plain, DOCUMENTS[:3])
     loss.backward()
@@ -199,6 +208,8 @@ def test_windows_sinks_masks_of_models_and_other_attention_are_refused():
         use_dyncp(gptoss_configs["debugmodel"](moe_comm_backend="standard"))
     with pytest.raises(ValueError, match=r"layer 0 has .*Attention\.Config; dyncp replaces GQA"):
         use_dyncp(deepseekv3_configs["debugmodel"]("flex", "standard"))
+    with pytest.raises(ValueError, match="layer 0 balances its experts by the rows of ranks"):
+        use_dyncp(qwen3_configs["debugmodel_moe"]("flex"))
     with pytest.raises(ValueError, match="config is int; expected the config of a torchtitan"):
         use_dyncp(3)
     with pytest.raises(ValueError, match="layer 0 has PlannedGQAttention"):
