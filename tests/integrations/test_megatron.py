@@ -46,8 +46,8 @@ DOCUMENTS = [
     torch.randint(VOCAB, (n,), generator=torch.Generator().manual_seed(n)) for n in LENGTHS
 ]
 SAMPLES = [{"input_ids": tokens} for tokens in DOCUMENTS]
-# Ranks of a plan, and of tensor parallelism; the other data-parallel ranks are replicas.
-MESHES = {"cp 4": (4, 1), "dp 2 x cp 2": (2, 1), "cp 2 x tp 2": (2, 2)}
+# Ranks of a plan, and of tensor parallelism.
+MESHES = {"cp 4": (4, 1), "cp 2 x tp 2": (2, 2)}
 
 
 def optimizer_of(model):
@@ -112,18 +112,20 @@ def whole_loss(model, documents):
     total = torch.zeros(())
     for tokens in documents:
         positions = torch.arange(len(tokens))[None]
-        model.rotary_pos_emb.get_rotary_seq_len = lambda *_, at=positions: at
+        if model.position_embedding_type == "rope":
+            model.rotary_pos_emb.get_rotary_seq_len = lambda *_, at=positions: at
         losses = model(tokens[None], positions, None, labels=tokens.roll(-1)[None])
         total = total + losses[0, :-1].sum()
     return total / sum(len(tokens) - 1 for tokens in documents)
 
 
-def dense_model():
+def dense_model(positions="rope"):
     """With torch's attention and Megatron's RoPE at whole positions: its own need a GPU."""
     spec = layer_spec()
     spec.submodules.self_attention.submodules.core_attention = DenseAttention
-    model = tiny_gpt(spec)
-    model.rotary_pos_emb = PositionRotary(model.rotary_pos_emb)
+    model = tiny_gpt(spec, positions=positions)
+    if positions == "rope":
+        model.rotary_pos_emb = PositionRotary(model.rotary_pos_emb)
     return model
 
 
@@ -150,7 +152,7 @@ def share(name, weight, parts, number):
     return np.split(weight, parts, axis=1 if rows else 0)[number]
 
 
-def test_a_llama_trains_as_in_one_process_with_replicas_and_tensor_parallelism(megatron):
+def test_a_llama_trains_as_in_one_process_also_with_tensor_parallelism(megatron):
     start = {name: p.detach().numpy() for name, p in dense_model().named_parameters()}
     found = run_ranks(all_meshes, 4, start, timeout=280)
     for name, (_, tp) in MESHES.items():
@@ -174,6 +176,26 @@ def planned(ranks, numbers=(0, 1, 2)):
     shape = AttentionShape(4, 2, 8, "fp32")
     plan = plan_batch(batch, Topology(1, ranks), shape, PlannerConfig(block_size=16))
     return local_data(samples, batch, plan), DCPExecutor(virtual_ranks=ranks).prepare(plan)
+
+
+@pytest.mark.parametrize("positions", ["rope", "learned_absolute", "none"])
+def test_losses_and_gradients_are_those_of_documents_one_by_one(megatron, positions):
+    data, step = planned(ranks=4)
+    model = attach(tiny_gpt(with_dyncp(layer_spec()), positions=positions))
+    plain = dense_model(positions)
+    loss = loss_of(model(**model_inputs(data, step)), data)
+    wanted = whole_loss(plain, DOCUMENTS[:3])
+    loss.backward()
+    wanted.backward()
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (ours.grad - theirs.grad).abs().max() <= 1e-4 * theirs.grad.abs().max()
+
+
+def test_rope_by_local_index_is_refused(megatron):
+    data, step = planned(ranks=2)
+    with pytest.raises(ValueError, match="a token's place on its rank is not its position; call"):
+        tiny_gpt(with_dyncp(layer_spec()))(**model_inputs(data, step))
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -50,8 +50,15 @@ class StepParams(PackedSeqParams):
     """A step in place of packed sequences, with the positions [1, rows] of its rows."""
 
     def __init__(self, step: Step, positions: Tensor) -> None:
-        super().__init__()
         self.step, self.positions = step, positions
+
+    @property
+    def max_seqlen_q(self) -> int:
+        """Megatron's own RoPE asks for it."""
+        raise ValueError(
+            "the model's RoPE counts rows, and a token's place on its rank is not its position; "
+            "call attach(model) before it is trained"
+        )
 
 
 class PlannedAttention(MegatronModule):
