@@ -176,6 +176,19 @@ def test_losses_and_gradients_are_those_of_torchtitans_own_attention(config_of):
         assert (ours.grad - theirs.grad).abs().max() <= 1e-4 * theirs.grad.abs().max()
 
 
+def test_compiled_layers_are_whole_graphs_that_serve_all_batches():
+    graphs = []
+    model, plain = built(use_dyncp(tiny_llama(layers=1))), built(tiny_llama(layers=1))
+    for layer in model.layers.values():
+        layer.compile(backend=lambda graph, _: graphs.append(1) or graph.forward, fullgraph=True)
+    for numbers in ((0, 1, 2), (3, 4, 5), (6, 7), (8, 9, 10)):
+        data, step = planned(ranks=2, numbers=numbers)
+        loss = next_token_loss(model(**model_inputs(data, step)), data)
+        wanted = whole_loss(plain, [DOCUMENTS[number] for number in numbers])
+        assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
+    assert len(graphs) <= 2
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
