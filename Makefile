@@ -13,8 +13,8 @@ $(READY): pyproject.toml constraints.txt
 	-$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[hypergraph]'  # not on all platforms
 	touch $(READY)
 
-demo: $(READY)  ## train a small decoder on 4 CPU processes and compare with one process
-	$(BIN)/dyncp train
+demo: $(READY)  ## train a small Llama on 4 CPU processes and compare with plain Transformers in one
+	$(BIN)/python examples/demo.py
 
 # Tests that start processes are one group, which runs on one worker.
 test: $(READY)
