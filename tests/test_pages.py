@@ -1,0 +1,33 @@
+"""The code of pages that stand by themselves runs."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def blocks_of(page):
+    text = (DOCS / page).read_text()
+    for number, block in enumerate(re.findall(r"```python\n(.*?)```", text, re.DOTALL)):
+        yield compile(block, f"{page}, block {number}", "exec")
+
+
+def test_the_tutorial_shows_what_it_prints(capsys):
+    names = {}
+    for block in blocks_of("tutorial.md"):
+        exec(block, names)
+        printed = capsys.readouterr().out
+        assert printed in (DOCS / "tutorial.md").read_text(), printed
+    assert names["step"].transport.bytes_sent == 200
+
+
+def test_the_migration_page_runs():
+    names = {}
+    for block in blocks_of("migration.md"):
+        exec(block, names)
+    assert [len(document) for document in names["documents"]] == names["lengths"]
+    q, k, v = names["q"], names["k"], names["v"]
+    swapped = names["sdpa"](*(x.transpose(0, 1)[None] for x in (q, k, v)))
+    assert swapped[0].transpose(0, 1) == pytest.approx(names["out"])
