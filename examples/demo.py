@@ -85,29 +85,24 @@ def ring_bytes(tokens: int) -> int:
     return 4 * (RANKS - 1) * tokens * kv_values * torch.float32.itemsize
 
 
-def difference(found: dict[str, Any], expected: dict[str, Any]) -> float:
-    """The largest, in parts of the expected number; NaN if any is."""
-    parts = [abs(found[name] / expected[name] - 1) for name in ("loss", "norm")]
-    return float(torch.tensor(parts).max())
-
-
 def compare(expected: Rows, main: Rows, others: list[Rows]) -> float:
-    """Prints the table; the largest difference of all runs from the expected one."""
+    """Prints the table; the largest difference of any run from the expected one, in parts of the
+    expected number; NaN if any is."""
     print(f"\n{HEADER}")
-    worst = []
+    worst = 0.0
     for number, row in main.items():
-        runs = [others[0].get(number), row, others[1].get(number)]
-        differs = max(difference(run, expected[number]) for run in runs if run)
-        worst.append(differs)
-        losses = [expected[number], *runs]
-        shown = "".join(f"{run['loss']:>8.5f}" if run else f"{'-':>8}" for run in losses)
+        alone, runs = expected[number], [others[0].get(number), row, others[1].get(number)]
+        parts = [run[name] / alone[name] - 1 for run in runs if run for name in ("loss", "norm")]
+        differs = float(torch.tensor(parts).abs().max())
+        worst = float(torch.tensor([worst, differs]).max())
+        shown = "".join(f"{run['loss']:>8.5f}" if run else f"{'-':>8}" for run in (alone, *runs))
         print(
             f"{number:>5}{len(row['documents']):>5}{row['pieces']:>7}{shown}{differs:>8.0e}"
             f"{row['tokens'] / row['seconds']:>9,.0f}{row['imbalance']:>10.2f}"
             f"{row['moved_bytes'] / 1e6:>9.1f}{ring_bytes(row['tokens']) / 1e6:>8.1f}"
             f"{row['stall']:>6.2f}"
         )
-    return float(torch.tensor(worst).max())
+    return worst
 
 
 def main() -> int:
