@@ -5,9 +5,8 @@
         --data 'texts/**/*.txt' --tokens-per-batch 131072 --steps 1000 --checkpoint runs/llama
     torchrun --nproc-per-node 2 examples/train_llama.py --resume runs/llama/step-1000 --steps 2000
 
-Runs on GPUs over NCCL, or on CPUs over gloo. Documents of any length are trained on together: each
-attends only itself, and long ones are split over ranks. Without --model it is a small model that
-reads bytes; without --data it reads files of Python. `make demo` compares it with one process.
+Runs on GPUs over NCCL, or on CPUs over gloo. A document attends only itself; long ones are split
+over ranks. Without --model and --data a small model reads source files of Python, byte by byte.
 """
 
 import argparse
@@ -103,6 +102,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     loader = attached.loader(
         Texts(args), masks.by_name(args.mask), sample_ids=True, shuffle=True, epochs=None,
         tokens_per_batch=args.tokens_per_batch, accumulation_steps=args.accumulate, seed=args.seed,
+        executor=executor,
     )  # fmt: skip
     run = Checkpoint(model, optimizer, loader)
     if args.resume is not None:

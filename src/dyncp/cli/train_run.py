@@ -72,8 +72,8 @@ def check_hardware(args: Namespace, processes: int) -> None:
     """Raises ValueError for a kernel or device that `processes` ranks here cannot get."""
     if args.device == "cuda" and torch.cuda.device_count() < processes:
         raise ValueError(
-            f"device is 'cuda' for {processes} processes; this machine has "
-            f"{torch.cuda.device_count()} GPUs (--virtual-ranks runs all ranks on one)"
+            f"--device is cuda, for one GPU per process; torch sees {torch.cuda.device_count()} "
+            f"here, and {processes} are needed (--virtual-ranks runs all ranks on one)"
         )
     choose_kernel(args.kernel, torch.device(args.device))
 
@@ -106,7 +106,8 @@ def train_on_ranks(args: Namespace, virtual_ranks: int | None = None) -> Iterato
     if executor.device.type == "cuda":
         executor.warm_up(attached.shape())
     mask_fn = masks.by_name(args.mask)
-    loader = attached.loader(corpus, mask_fn, virtual_ranks=virtual_ranks, **_options(args))
+    ranks = {"virtual_ranks": virtual_ranks, "executor": executor}
+    loader = attached.loader(corpus, mask_fn, **ranks, **_options(args))
 
     def loss_of(data: dict[str, Tensor], plan: Plan | RankPlan) -> Tensor:
         loss: Tensor = model(**data, dyncp_step=executor.prepare(plan)).loss
