@@ -8,6 +8,7 @@ WORKERS ?= 2
 .PHONY: demo test lint format bench bench-planner bench-loader bench-fill bench-gpu bench-network drawn soak clean
 
 $(READY): pyproject.toml constraints.txt
+	@echo "installing PyTorch and the rest into $(VENV): about 2 GB, a few minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,lint]'
 	-$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[hypergraph]'  # not on all platforms

@@ -12,6 +12,7 @@ and compares losses and gradient norms at every step. The exit code is 1 if they
 
 import argparse
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -23,10 +24,11 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 from train_llama import SMALL, Texts, make_model, parse
 
-from dyncp import Batch, Topology, masks, plan_batch
+from dyncp import DCPExecutor, masks
 from dyncp.cli.launch import launch
+from dyncp.integrations.transformers import attach
 
-RANKS, FEWER = 4, 2
+RANKS, FEWER, CPU = 4, 2, torch.device("cpu")
 TOLERANCE = 1e-4  # relative; fp32 sums in another order differ by about 1e-6
 SCRIPT = str(Path(__file__).with_name("train_llama.py"))
 HEADER = (
@@ -41,6 +43,16 @@ Next:
   dyncp simulate --help                    is it worth it for your documents and your cluster?"""
 
 Rows = dict[int, dict[str, Any]]  # by step
+
+
+def compile_planner(args: argparse.Namespace) -> None:
+    """Plans one batch, so that ranks find compiled code on the disk."""
+    print("compiling the planner (once; about half a minute) ...", flush=True)
+    logging.getLogger("dyncp").setLevel(logging.ERROR)  # that it waits for the first plan
+    attached, executor = attach(make_model(args, CPU)), DCPExecutor(virtual_ranks=RANKS)
+    options = {"tokens_per_batch": args.tokens_per_batch, "virtual_ranks": RANKS}
+    with attached.loader(Texts(args), masks.causal, executor=executor, **options) as loader:
+        next(iter(loader))
 
 
 def on_ranks(title: str, num_ranks: int, words: list[str]) -> Rows:
@@ -58,7 +70,7 @@ def on_ranks(title: str, num_ranks: int, words: list[str]) -> Rows:
 def plain(args: argparse.Namespace, steps: Rows) -> Rows:
     """Losses and gradient norms of the same steps, without dyncp."""
     print("\nplain: Transformers in one process, one document after the other", flush=True)
-    texts, model = Texts(args), make_model(args, torch.device("cpu"))
+    texts, model = Texts(args), make_model(args, CPU)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
     found = {}
     for number, step in steps.items():
@@ -113,8 +125,7 @@ def main() -> int:
     given = vars(parser.parse_args())
     words = [str(x) for name in given for x in (f"--{name.replace('_', '-')}", given[name])]
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same everywhere: 4 processes on the CPU
-    print("compiling the planner; later starts load it ...", flush=True)
-    plan_batch(Batch.of([masks.causal(given["max_length"])]), Topology(1, RANKS))
+    compile_planner(parse(words))
     half = given["steps"] // 2
     with tempfile.TemporaryDirectory(prefix="dyncp-") as folder:
         save = ["--checkpoint", folder, "--save-every", str(half)]
