@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dyncp.checks import whole_number
+from dyncp.executor.contiguous import Contiguous, move_rows
 from dyncp.executor.engine import Engine
 from dyncp.executor.kernel_calls import LoweredProgram
 from dyncp.executor.layout import DTYPES, RankLayout, dtypes_of
@@ -23,6 +25,8 @@ from dyncp.plan import (
     MemoryUse,
     RankPlan,
     measure_memory,
+    whole_documents,
+    with_halo,
 )
 from dyncp.transport import Transport
 
@@ -67,6 +71,7 @@ class Step:
         self.lowered, self.engine, self.arrival, self.layouts = lowered, engine, arrival, layouts
         self.accepted: set[Any] = set()  # calls that `check` found nothing wrong with
         self.others: list[Step] = []  # for another kernel
+        self._halos: dict[int, Contiguous] = {}
         self.number = number_of(self)  # stands for it in compiled graphs
 
     @staticmethod
@@ -216,6 +221,41 @@ class Step:
         gradient of its own rows), "summed" where the loss is the sum of what ranks compute (the
         gradients of all ranks are added up)."""
         return gather(self, rows, loss)
+
+    @cached_property
+    def contiguous(self) -> Contiguous:
+        """The rows of `to_contiguous`: whole documents, with their borders."""
+        order = whole_documents(self.plan)
+        names = "to_contiguous", "from_contiguous"
+        return Contiguous(names, order, self.parts, self.engine)
+
+    def to_contiguous(self, x: Tensor) -> Tensor:
+        """Rows `[num_rows, ...]` of all ranks as whole documents, `[contiguous.num_rows, ...]`: for
+        layers with state. All ranks call it together."""
+        return move_rows(self.contiguous, x, self.number, back=False)
+
+    def from_contiguous(self, y: Tensor) -> Tensor:
+        """The way back of `to_contiguous`; rows that only pad are 0."""
+        return move_rows(self.contiguous, y, self.number, back=True)
+
+    def halo(self, tokens: int) -> Contiguous:
+        """The rows of `add_halo`: own ones, each piece behind the tokens before it."""
+        tokens = whole_number("halo", tokens, 0)
+        if tokens not in self._halos:
+            order = with_halo(self.plan, tokens)
+            names = f"add_halo of {tokens}", f"drop_halo of {tokens}"
+            self._halos[tokens] = Contiguous(names, order, self.parts, self.engine)
+        return self._halos[tokens]
+
+    def add_halo(self, x: Tensor, tokens: int) -> Tensor:
+        """Own rows `[num_rows, ...]` with the `tokens` before each piece of a document, `[halo(
+        tokens).num_rows, ...]`: for layers that look back so far, such as short convolutions. All
+        ranks call it together."""
+        return move_rows(self.halo(tokens), x, self.number, back=False)
+
+    def drop_halo(self, y: Tensor, tokens: int) -> Tensor:
+        """The way back of `add_halo`; rows that only pad are 0."""
+        return move_rows(self.halo(tokens), y, self.number, back=True)
 
 
 def unpacked(q: Tensor, k: Tensor, v: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:

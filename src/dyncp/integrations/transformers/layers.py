@@ -1,17 +1,32 @@
 """What the attention layers of a model need, read from its config; what cannot run is refused."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from dyncp.plan import DEFAULT_MASK
 
 # Architectures whose losses and weights equal those of one process: benchmarks/parity.py.
 TESTED = (
-    "cohere2", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "granite", "llama", "mistral", "olmo2",
-    "olmo3", "opt", "phi3", "qwen3", "qwen3_moe", "smollm3",
+    "cohere2", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "granite", "lfm2", "llama", "mistral",
+    "olmo2", "olmo3", "opt", "phi3", "qwen3", "qwen3_moe", "qwen3_next", "smollm3",
 )  # fmt: skip
 # RoPE whose frequencies depend on the largest position of the batch.
 RESCALED_ROPE = ("dynamic", "longrope")
+
+
+class Mixer(NamedTuple):
+    """Layers that mix tokens by state: the name of the module in a decoder layer; the config's name
+    for how many tokens it looks at, or None where its state is of whole documents."""
+
+    module: str
+    kernel: str | None = None
+
+
+# By architecture and type of layer; `mixers.py` runs them. Others are refused.
+MIXERS = {
+    ("lfm2", "conv"): Mixer("conv", "conv_L_cache"),
+    ("qwen3_next", "linear_attention"): Mixer("linear_attn"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +53,7 @@ def layer_masks(config: Any) -> tuple[LayerMask, ...]:
 
 
 def _layer_mask(number: int, kind: str, config: Any) -> LayerMask:
-    if kind == "full_attention":
+    if kind == "full_attention" or (config.model_type, kind) in MIXERS:
         return LayerMask()
     if kind == "sliding_attention":
         window = int(config.sliding_window)
@@ -48,8 +63,8 @@ def _layer_mask(number: int, kind: str, config: Any) -> LayerMask:
         return LayerMask(f"chunk_{chunk}", chunk=chunk)
     raise ValueError(
         f"layer {number} of {config.model_type} is of type {kind!r}, which needs whole sequences "
-        "in order, and ranks have parts of them; allowed are full_attention, sliding_attention and "
-        "chunked_attention"
+        "in order, and ranks have parts of them; allowed are full_attention, sliding_attention, "
+        f"chunked_attention and {', '.join(f'{kind} of {model}' for model, kind in MIXERS)}"
     )
 
 
