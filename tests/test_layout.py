@@ -33,10 +33,6 @@ ALLOWED = {
     "transport": {"plan"},
     "executor": {"plan", "kernels", "transport"},
     "dataloader": {"masks", "blocks", "cost", "plan", "planner", "topology"},
-    "train": {
-        "masks", "blocks", "placement", "plan", "planner", "dataloader", "executor", "kernels",
-        "topology",
-    },
     "integrations": {"masks", "blocks", "cost", "plan", "executor", "dataloader"},
     "calibrate": {
         "masks", "blocks", "plan", "planner", "cost", "simulate", "samplers", "topology",
@@ -44,7 +40,8 @@ ALLOWED = {
     },
     "cli": {
         "masks", "blocks", "placement", "schedule", "plan", "verify", "planner", "cost",
-        "simulate", "samplers", "topology", "kernels", "executor", "train", "calibrate",
+        "simulate", "samplers", "topology", "kernels", "executor", "dataloader", "calibrate",
+        "integrations",
     },
 }  # fmt: skip
 WITHOUT_TORCH = (

@@ -95,9 +95,12 @@ def assemble_plan(
 
 def stretches_of(batch: Batch) -> Stretches:
     """Those of all sequences, one after the other."""
-    start, before = [], []
+    start, before, known = [], [], {}
     for offset, masks in zip(batch.offsets, zip(*batch.masks.values(), strict=True), strict=False):
-        own, of_sequence = find_stretches(masks)
+        key = tuple(mask.digest for mask in masks)
+        if key not in known:
+            known[key] = find_stretches(masks)
+        own, of_sequence = known[key]
         start.append(own + offset)
         before.append(np.where(of_sequence < 0, of_sequence, of_sequence + offset))
     return Stretches(frozen(np.concatenate(start)), frozen(np.concatenate(before)))
