@@ -53,6 +53,7 @@ def compile_planner(args: argparse.Namespace) -> None:
     options = {"tokens_per_batch": args.tokens_per_batch, "virtual_ranks": RANKS}
     with attached.loader(Texts(args), masks.causal, executor=executor, **options) as loader:
         next(iter(loader))
+    attached.detach()  # models of one config share what it says of attention
 
 
 def on_ranks(title: str, num_ranks: int, words: list[str]) -> Rows:
