@@ -51,3 +51,16 @@ def test_the_page_of_hybrid_models_runs():
         exec(block, names)
         assert torch.equal(names["y"], x + 1)
     assert [len(borders) for borders in seen] == [len(step.halo(3).lengths) + 1, 4]
+
+
+def test_every_cell_of_the_support_page_has_a_test():
+    text = (DOCS / "support.md").read_text()
+    tables, tests = text.split("## The tests")
+    listed = dict(re.findall(r"^\| (\w) \| (.*) \|$", tests, re.MULTILINE))
+    cells = re.findall(r"\b(?:yes|refused) (\w)\b", tables) + re.findall(r"\((\w)\)", tables)
+    assert set(cells) == set(listed)
+    for names in listed.values():
+        for name in re.findall(r"`(.*?)`", names):
+            path, _, function = name.partition("::")
+            source = (DOCS.parent / path).read_text()
+            assert not function or f"def {function}(" in source, name
