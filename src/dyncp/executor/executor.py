@@ -14,6 +14,7 @@ from dyncp.executor.engine import CLOSED, HEADROOM, Engine
 from dyncp.executor.graphs import Graphs
 from dyncp.executor.recompute import CallLog
 from dyncp.executor.step import Step
+from dyncp.executor.unused import UnusedSteps
 from dyncp.executor.warm_up import check_kernel, warm_up
 from dyncp.kernels import Kernel, RowOps, choose_kernel, choose_row_ops
 from dyncp.plan import AttentionShape, MemoryUse, Plan, RankPlan
@@ -76,6 +77,7 @@ class DCPExecutor:
         self.calls = CallLog()
         self._is_closed, self._owns_transport = False, transport is None
         self._latest: Step | None = None
+        self._unused = UnusedSteps()
 
     @property
     def latest(self) -> Step:
@@ -99,9 +101,11 @@ class DCPExecutor:
                 f"alone, but there are {dist.get_world_size()}; make it after init_process_group, "
                 "or give virtual_ranks=1"
             )
+        self._unused.check()
         parts = self._own_parts(plan)
         self._agree(parts[0])
         self._latest = Step.prepare(parts, self.engine)
+        self._unused.add(self._latest)
         return self._latest
 
     def warm_up(self, shape: AttentionShape, *, head_groups: int = 1, most_ranges: int = 4) -> None:
