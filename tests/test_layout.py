@@ -37,7 +37,9 @@ ALLOWED = {
         "masks", "blocks", "placement", "plan", "planner", "dataloader", "executor", "kernels",
         "topology",
     },
-    "integrations": {"masks", "blocks", "cost", "plan", "executor", "dataloader"},
+    "integrations": {
+        "masks", "blocks", "cost", "plan", "planner", "executor", "dataloader", "topology",
+    },
     "calibrate": {
         "masks", "blocks", "plan", "planner", "cost", "simulate", "samplers", "topology",
         "transport", "kernels", "executor",

@@ -8,7 +8,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="the extra transformers is not installed")
 
-from benchmarks.parity_models import SIZES, config_of, make_model  # noqa: E402
+from benchmarks.parity_models import NAMES, SIZES, config_of, make_model  # noqa: E402
 
 from dyncp import DCPExecutor, local_data  # noqa: E402
 from dyncp.integrations.transformers import attach  # noqa: E402
@@ -57,6 +57,11 @@ def test_other_architectures_are_refused_until_compared_and_then_right(kind):
         found = step.gather(model(**data, dyncp_step=step).logits[0])
     for got, expected in zip(found, wanted, strict=True):
         assert (got - expected[0]).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tested_models_give_what_their_own_masks_give(name):
+    attach(make_model(name), untested=True)
 
 
 class TokenShift(Llama):

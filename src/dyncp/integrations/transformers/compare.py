@@ -18,7 +18,7 @@ from dyncp.blocks import Batch
 from dyncp.dataloader import local_data
 from dyncp.executor import DCPExecutor
 from dyncp.integrations.transformers.experts import COEFFICIENT
-from dyncp.integrations.transformers.layers import LayerMask
+from dyncp.integrations.transformers.layers import LayerMask, needs_largest_position
 from dyncp.masks import causal
 from dyncp.plan import Layout
 from dyncp.planner import PlannerConfig, plan_batch
@@ -62,9 +62,9 @@ class Trial:
         self.block_size = max(16, longest // 8)
         random = torch.Generator().manual_seed(0)
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
-        self.documents = [
-            torch.randint(vocabulary, (length,), generator=random) for length in (longest, 33, 5)
-        ]
+        # RoPE with a factor from the largest position makes documents depend on each other.
+        lengths = (longest,) if needs_largest_position(model) else (longest, 33, 5)
+        self.documents = [torch.randint(vocabulary, (n,), generator=random) for n in lengths]
         self.options = {"output_router_logits": True} if hasattr(model, COEFFICIENT) else {}
         self.wanted = [self._alone(ids) for ids in self.documents]
 
