@@ -11,8 +11,8 @@ plain     4 ranks, gradients summed by dyncp.sum_gradients
 resumed   saved after half of the steps, and resumed on 2 ranks
 fsdp      FSDP2, activation checkpointing, accumulation over 2 batches
 ddp       DistributedDataParallel
-compiled  torch.compile(fullgraph=True); OPT without fullgraph, since its code draws for layerdrop
-          in an `if` that torch.compile cannot follow, under dyncp or not
+compiled  torch.compile(fullgraph=True); OPT and dynamic RoPE without fullgraph: their code has an
+          `if` on a tensor that torch.compile cannot follow, under dyncp or not
 """
 
 import argparse
@@ -64,7 +64,8 @@ MASKS = {
 }
 WAYS = ("plain", "resumed", "fsdp", "ddp", "compiled")
 LOSSES, WEIGHTS = 1e-5, 1e-4
-RANKS, TOKENS, TIMEOUT = 4, 700, 300
+BRANCHING = ("opt", "llama dynamic rope")  # on tensors, in Transformers' code
+RANKS, TOKENS, TIMEOUT = 4, 700, 900
 PLANNER = PlannerConfig(block_size=16)  # documents are tiny
 
 
@@ -111,16 +112,16 @@ def train_alone(case: Case) -> Outcome:
     from dyncp.integrations.transformers.layers import layer_masks
     from dyncp.integrations.transformers.model_masks import model_masks
 
-    model = make_model(case.model)
-    if case.model == "gpt_oss":  # the only one with sinks
-        model.set_attn_implementation("eager")
+    model = plain_model(case)
     layers = layer_masks(model.config)
     kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * len(layers)
     mask_fn = model_masks(MASKS[case.mask], dict.fromkeys(layers))
     optimizer, losses = optimizer_of(model), []
     with batches(case, mask_fn, virtual_ranks=1) as loader:
         iterator = iter(loader)
-        for _ in range(case.steps):
+        for number in range(case.steps):
+            if case.way == "resumed" and number == case.steps // 2:
+                model, optimizer = loaded(case, model, optimizer)
             total = 0.0
             for _ in range(case.accumulation):
                 data, plan = next(iterator)
@@ -137,6 +138,23 @@ def train_alone(case: Case) -> Outcome:
             optimizer.zero_grad()
             losses.append(total)
     return Outcome(losses, {name: p.detach() for name, p in model.named_parameters()})
+
+
+def plain_model(case: Case) -> Any:
+    model = make_model(case.model)
+    if case.model == "gpt_oss":  # the only one with sinks
+        model.set_attn_implementation("eager")
+    return model
+
+
+def loaded(case: Case, model: Any, optimizer: Any) -> tuple[Any, torch.optim.SGD]:
+    """As from a checkpoint, which does not have everything: dynamic RoPE keeps the largest position
+    it has seen on the module."""
+    other = plain_model(case)
+    other.load_state_dict(model.state_dict())
+    again = optimizer_of(other)
+    again.load_state_dict(optimizer.state_dict())
+    return other, again
 
 
 def dense_bias(of_samples: list[masks.Mask]) -> Tensor:
@@ -226,7 +244,7 @@ def wrapped(case: Case) -> tuple[Any, Any, Any]:
     if case.way == "compiled":
         torch._dynamo.reset()
         weights = copy.deepcopy(model.state_dict())
-        compiled = torch.compile(model, fullgraph=case.model != "opt", backend="aot_eager")
+        compiled = torch.compile(model, fullgraph=case.model not in BRANCHING, backend="aot_eager")
         _compiled.clear()
         _compiled[case.model] = (model, attached, compiled), weights
         return model, attached, compiled
@@ -377,7 +395,7 @@ def main() -> int:
             failed += 1
             print(f"{case.model:20} {case.mask:16} {case.way:9} FAILED\n{got.failure}", flush=True)
             continue
-        key = case.model, case.mask, case.accumulation
+        key = case.model, case.mask, case.accumulation, case.way == "resumed"
         if key not in alone:
             alone[key] = train_alone(case)
         losses, weights = compare(case, got, alone[key])

@@ -193,7 +193,7 @@ def test_a_softcap_by_any_name_is_refused_and_one_of_logits_is_not():
 
 
 class PastHooks(torch.nn.Module):
-    """Calls forward itself, as PEFT's models do."""
+    """Calls forward itself, where hooks do not run."""
 
     def __init__(self, model):
         super().__init__()

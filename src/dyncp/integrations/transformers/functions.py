@@ -74,7 +74,7 @@ def attend(
         raise ValueError(
             f"{type(module).__name__} got no step: call model(**local_data, dyncp_step=step) on "
             "the model that attach got. Layers that do not hand keywords on, and wrappers that "
-            "call model.forward past its hooks (PEFT's), cannot run under dyncp; for generation, "
+            "call model.forward past its hooks, cannot run under dyncp; for generation, "
             "attached.detach() gives the model back its own attention"
         )
     layer = _layer_of(module, dyncp_step, attention_mask, others)

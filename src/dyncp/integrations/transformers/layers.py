@@ -72,7 +72,7 @@ def check_model(model: Any, *, untested: bool) -> Any:
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
             f"attach got {type(model).__name__}; expected a Transformers model, before it is "
-            "wrapped by DDP or PEFT, or compiled"
+            "wrapped by DDP or PEFT or compiled"
         )
     config, name = model.config.get_text_config(decoder=True), type(model).__name__
     if not model._can_set_attn_implementation():
