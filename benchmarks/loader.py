@@ -5,9 +5,9 @@
     python -m benchmarks.loader --steps 40 --sample single --solver auto --busy
 
 This process is rank 0 of 32 (4 machines × 8). It plans every batch of 131,072 tokens, which 32
-ranks would take turns at. A step waits 0.3 s, as for a GPU (--busy: computes with one thread). The
-precomputed run takes the same batches from a list, with the same load beside it (--load: processes
-that never rest).
+ranks would take turns at. A step prepares its plan and waits 0.3 s, as for a GPU (--busy: computes
+with one thread). The precomputed run takes the same batches from a list, all prepared, with the
+same load beside it (--load: processes that never rest).
 """
 
 import argparse
@@ -23,11 +23,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from dyncp import AttentionShape, DCPDataLoader, PlannerConfig, masks
+from dyncp import AttentionShape, DCPDataLoader, DCPExecutor, PlannerConfig, masks
 from dyncp.dataloader import LoaderConfig
 from dyncp.dataloader.ranks import LoaderRanks
 from dyncp.samplers import sample_lengths
 from dyncp.topology import preset
+from dyncp.transport import Null
 
 TOKENS = 131_072
 
@@ -52,11 +53,12 @@ class Documents:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of every step, from asking for its batch to asking for the next one, and of the wait
-    for its batch."""
+    """Seconds of every step, from asking for its batch to asking for the next one, of the wait for
+    its batch, and of preparing its plan."""
 
     steps: list[float]
     waits: list[float]
+    prepares: list[float]
 
     @property
     def mean(self) -> float:
@@ -64,11 +66,14 @@ class Times:
         return mean(self.steps[1:])
 
 
-def train(batches: Iterable[Any], seconds: float, *, busy: bool) -> Times:
-    times = Times([], [])
+def train(batches: Iterable[Any], executor: DCPExecutor | None, args: argparse.Namespace) -> Times:
+    times, seconds, busy = Times([], [], []), args.seconds, args.busy
     start = perf_counter()
-    for _ in batches:
+    for _, plan in batches:
         times.waits.append(perf_counter() - start)
+        if executor is not None:
+            executor.prepare(plan)
+        times.prepares.append(perf_counter() - start - times.waits[-1])
         compute(seconds) if busy else sleep(seconds)
         now = perf_counter()
         times.steps.append(now - start)
@@ -83,7 +88,12 @@ def compute(seconds: float) -> None:
         matrix @ matrix
 
 
-def open_loader(documents: Documents, args: argparse.Namespace, depth: int) -> DCPDataLoader:
+def open_loader(
+    documents: Documents,
+    args: argparse.Namespace,
+    depth: int,
+    executor: DCPExecutor | None = None,
+) -> DCPDataLoader:
     return DCPDataLoader(
         documents,
         masks.by_name(args.mask),
@@ -95,6 +105,7 @@ def open_loader(documents: Documents, args: argparse.Namespace, depth: int) -> D
         lengths=documents.lengths,
         look_ahead=depth,
         num_planners=args.planners,
+        executor=executor,
     )
 
 
@@ -117,8 +128,9 @@ def load_beside(processes: int) -> Iterator[None]:
 def report(name: str, times: Times, least: float, note: str = "") -> None:
     later, waits = times.steps[1:], times.waits[1:]
     print(
-        f"{name:<20}{times.steps[0]:8.3f}{median(later):8.4f}{times.mean:8.4f}{max(later):8.3f}"
-        f"{times.mean / least:8.4f}{mean(waits):8.4f}{np.percentile(waits, 99):8.4f}  {note}",
+        f"{name:<21}{times.steps[0]:8.3f}{median(later):8.4f}{times.mean:8.4f}{max(later):8.3f}"
+        f"{times.mean / least:8.4f}{mean(waits):8.4f}{np.percentile(waits, 99):8.4f}"
+        f"{mean(times.prepares[1:]):8.4f}  {note}",
         flush=True,
     )
 
@@ -144,20 +156,23 @@ def measure(args: argparse.Namespace) -> None:
     documents = Documents(args.sample, args.steps)
     print(f"{args.steps} batches of {TOKENS:,} tokens ({args.sample}, {args.mask}), 32 ranks,")
     print(f"solver {args.solver}, steps of {args.seconds:g} s, {args.load} busy processes beside\n")
-    columns = ("first", "median", "mean", "largest", "ratio", "wait", "p99")
-    print(f"{'seconds per step':<20}" + "".join(f"{column:>8}" for column in columns))
+    columns = ("first", "median", "mean", "largest", "ratio", "wait", "p99", "prepare")
+    print(f"{'seconds per step':<21}" + "".join(f"{column:>8}" for column in columns))
+    executor = DCPExecutor(transport=Null(0, 32))
     with open_loader(documents, args, args.look_ahead) as loader:
         precomputed = list(loader)
-    times = train(precomputed, args.seconds, busy=args.busy)
+    times = train(precomputed, None, args)
     least = times.mean
     report("precomputed", times, least)
-    with open_loader(documents, args, args.look_ahead) as loader:
-        times = train(loader, args.seconds, busy=args.busy)
+    with open_loader(documents, args, args.look_ahead, executor) as loader:
+        times = train(loader, executor, args)
         planners = len(loader.planning_pids)
         report(f"look-ahead {args.look_ahead}", times, least, loader.metrics.line())
         part_bytes = loader.metrics.snapshot()["part_bytes"]
+    with open_loader(documents, args, args.look_ahead) as loader:
+        report("prepared in the loop", train(loader, executor, args), least)
     with open_loader(documents, args, 0) as loader:
-        times = train(loader, args.seconds, busy=args.busy)
+        times = train(loader, executor, args)
         report("without look-ahead", times, least)
         plan = mean(loader.metrics.plan_times()[1:])
     longer = times.mean - least

@@ -34,7 +34,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from benchmarks.parity_models import NAMES, documents, make_model
+from benchmarks.parity_models import NAMES, documents, each_text_alone, make_model
 from dyncp import (
     DCPDataLoader,
     DCPExecutor,
@@ -164,6 +164,12 @@ def dense_bias(of_samples: list[masks.Mask]) -> Tensor:
 
 
 def dense_loss(model: Any, data: dict[str, Tensor], by_kind: dict[str, Tensor]) -> Tensor:
+    widest = by_kind.get("full_attention", next(iter(by_kind.values())))
+    with each_text_alone(model, widest, data["position_ids"]):
+        return _dense_loss(model, data, by_kind)
+
+
+def _dense_loss(model: Any, data: dict[str, Tensor], by_kind: dict[str, Tensor]) -> Tensor:
     bias: Any = by_kind if len(by_kind) > 1 else next(iter(by_kind.values()))
     inputs = {"input_ids": data["input_ids"], "position_ids": data["position_ids"]}
     inputs |= {"attention_mask": bias, "use_cache": False}

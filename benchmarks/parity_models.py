@@ -1,9 +1,12 @@
 """Tiny random models of every architecture that `dyncp.integrations.transformers` runs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 VOCABULARY, POSITIONS, WINDOW = 97, 2048, 24
 SIZES = {
@@ -19,6 +22,15 @@ SIZES = {
     "eos_token_id": None,
 }
 LOCAL = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "output_router_logits": True,
+}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
@@ -61,6 +73,14 @@ def config_of(name: str, **options: Any) -> Any:
         "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0]}),
         "cohere2": ("Cohere2Config", {"head_dim": 8} | LOCAL),
         "opt": ("OPTConfig", {"dropout": 0.0, "ffn_dim": 48, "word_embed_proj_dim": 32}),
+        "lfm2": (
+            "Lfm2Config",
+            {"layer_types": ["conv", "full_attention"], "conv_bias": True, "conv_L_cache": 4},
+        ),
+        "qwen3_next": (
+            "Qwen3NextConfig",
+            LINEAR | EXPERTS | {"shared_expert_intermediate_size": 16},
+        ),
         "gpt_oss": (
             "GptOssConfig",
             {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2} | LOCAL,
@@ -79,6 +99,7 @@ def config_of(name: str, **options: Any) -> Any:
 NAMES = (
     "llama", "llama dynamic rope", "qwen3", "qwen3_moe", "mistral", "gemma3", "gpt_neox", "phi3",
     "phi3 longrope", "olmo2", "olmo3", "gpt2", "granite", "smollm3", "cohere2", "opt", "gpt_oss",
+    "lfm2", "qwen3_next",
 )  # fmt: skip
 
 
@@ -100,6 +121,51 @@ def documents(count: int, seed: int = 0, longest: int = 300) -> list[dict[str, t
     lengths = (torch.rand(count, generator=random) ** 4 * longest + 3).long().tolist()
     lengths[::5] = [longest - 7 * i for i in range(len(lengths[::5]))]
     return [{"input_ids": torch.randint(VOCABULARY, (n,), generator=random)} for n in lengths]
+
+
+@contextmanager
+def each_text_alone(model: Any, bias: Tensor, positions: Tensor) -> Iterator[None]:
+    """Lets Transformers' convolutions and linear attention see one text at a time: in a row of
+    several documents they know no borders, and branches are not behind what they go on from.
+
+    A token's text is what masks (0 in `bias`) and positions say: before it comes the nearest token
+    that it attends and that has the position before its own."""
+    modules = [
+        module
+        for layer in model.modules()
+        for name in ("conv", "linear_attn")
+        if hasattr(module := getattr(layer, name, None), "layer_idx")
+    ]
+    lines = _lines(bias[0, 0] == 0, positions[0]) if modules else []
+    for module in modules:
+        module.forward = partial(_each_line, module.forward, lines)
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.forward
+
+
+def _lines(allowed: Tensor, positions: Tensor) -> list[list[int]]:
+    """Texts from their beginnings to each token that none goes on from."""
+    before = allowed.tril(-1) & (positions[None] == positions[:, None] - 1)
+    nearest = [max(row.nonzero().flatten().tolist(), default=-1) for row in before]
+    lines = []
+    for token in sorted(set(range(len(nearest))) - set(nearest)):
+        line = [token]
+        while nearest[line[-1]] >= 0:
+            line.append(nearest[line[-1]])
+        lines.append(line[::-1])
+    return lines
+
+
+def _each_line(
+    forward: Callable[..., Tensor], lines: list[list[int]], hidden_states: Tensor, **_: Any
+) -> Tensor:
+    result = torch.zeros_like(hidden_states)
+    for line in lines:
+        result[:, line] = forward(hidden_states=hidden_states[:, line])
+    return result
 
 
 Dense = Callable[[Any, Any], Any]

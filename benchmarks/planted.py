@@ -100,8 +100,8 @@ ERRORS = [
     Error(
         "convolutions and linear attention run on parts",
         LAYERS,
-        'if kind == "full_attention":',
-        'if kind in ("full_attention", "conv", "linear_attention"):',
+        'if kind == "full_attention" or',
+        'if kind in ("full_attention", "linear_attention") or',
         ONE,
         "attach and (convolutions or linear)",
     ),

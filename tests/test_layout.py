@@ -118,3 +118,16 @@ assert verify_plan(plan, Batch.of([masks.causal(100), masks.lambda_shaped(30)]))
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert result.returncode == 0, result.stderr
+
+
+def test_files_that_pages_name_exist():
+    top = ROOT.parents[1]
+    pages = [top / "README.md", *sorted(top.glob("docs/*.md"))]
+    folders = [top, ROOT, *(path for path in ROOT.iterdir() if path.is_dir())]
+    missing = [
+        f"{page.name}: {name}"
+        for page in pages
+        for name in re.findall(r"`([\w/]+\.py)`", page.read_text())
+        if "/" in name and not any((folder / name).exists() for folder in folders)
+    ]
+    assert not missing

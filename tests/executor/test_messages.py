@@ -6,7 +6,6 @@ import torch
 from dyncp import AttentionShape, Batch, DCPExecutor, PlannerConfig, Topology, masks, plan_batch
 from dyncp.executor.kernel_calls import lower_program
 from dyncp.executor.layout import lay_out
-from dyncp.executor.step import dtypes_of
 from dyncp.kernels import IndexArrays, TorchRowOps
 from dyncp.plan import Direction, Messages
 from dyncp.plan.buffers import first_peers
@@ -35,7 +34,7 @@ def test_keys_that_several_ranks_need_are_packed_once():
         arrays = IndexArrays(torch.device("cpu"))
         mask = part.masks["default"]
         lowered = lower_program(part, mask, Direction.FORWARD, kernel, arrays)
-        layout = lay_out(lowered, SHAPE, dtypes_of(SHAPE), kernel, TorchRowOps(), arrays)
+        layout = lay_out(lowered, SHAPE, kernel, TorchRowOps(), arrays)
         messages = [x for peers in layout.sends.peers.values() for x in peers.values()]
         here = sum(where.stop - where.start for where in messages)
         assert here == part.sent_bytes("default", Direction.FORWARD, SHAPE)

@@ -76,16 +76,8 @@ REFUSED = {
         lambda: transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**TINY)),
         r"softcap on attention scores \(attn_logit_softcapping=50.0\)",
     ),
-    "convolutions": (
-        lambda: transformers.Lfm2ForCausalLM(
-            transformers.Lfm2Config(**TINY, layer_types=["conv", "full_attention"])
-        ),
-        "layer 0 of lfm2 is of type 'conv'",
-    ),
     "linear attention": (
-        lambda: transformers.Qwen3NextForCausalLM(
-            transformers.Qwen3NextConfig(**TINY, num_experts=2, num_experts_per_tok=1)
-        ),
+        lambda: transformers.OlmoHybridForCausalLM(transformers.OlmoHybridConfig(**TINY)),
         "of type 'linear_attention', which needs whole sequences in order",
     ),
     "falcon": (

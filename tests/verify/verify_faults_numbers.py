@@ -14,6 +14,7 @@ from verify_edits import (
     table_of,
     tokens,
     transfers,
+    with_column,
     with_part,
     with_program,
     with_rows,
@@ -21,7 +22,7 @@ from verify_edits import (
 
 from dyncp.arrays import frozen
 from dyncp.placement import Limits
-from dyncp.plan import Op, Payload, Plan, RankPlan, Space
+from dyncp.plan import Op, Payload, Plan, RankPlan, Space, Stretches
 from dyncp.verify.declared import payload_sizes
 
 
@@ -93,6 +94,26 @@ def _with_transfer(plan: Plan, source: int, target: int, what: tuple) -> Plan:
 @fault(8, "fingerprint", numerical=False)
 def fingerprint_of_another_batch(plan: Plan) -> Plan:
     return with_part(plan, 2, fingerprint="0" * 32)
+
+
+@fault(8, "stretches (which token comes before which) are not the batch's", numerical=False)
+def stretches_of_another_text(plan: Plan) -> Plan:
+    part = plan.parts[2]
+    start = np.append(part.stretches.start, part.lengths.sum() - 1)
+    before = np.append(part.stretches.before, part.lengths.sum() - 2)
+    return with_part(plan, 2, stretches=Stretches(frozen(start), frozen(before)))
+
+
+@fault(8, "a stretch follows a token of another sequence", numerical=True)
+def stretch_that_follows_another_sequence(plan: Plan) -> Plan:
+    stretches = with_column(plan.parts[1].stretches, "before", -1, 0)
+    return with_part(plan, 1, stretches=stretches)
+
+
+@fault(8, "a sequence does not begin one", numerical=True)
+def stretches_that_leave_a_sequence_out(plan: Plan) -> Plan:
+    stretches = with_column(plan.parts[1].stretches, "start", -1, plan.parts[1].lengths.sum() - 1)
+    return with_part(plan, 1, stretches=stretches)
 
 
 @fault(8, "digest", numerical=False)

@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 from dyncp.cost import CostModel
 from dyncp.dataloader.batching import BatchSelector
 from dyncp.dataloader.dataset import SampleSource, open_source
-from dyncp.dataloader.look_ahead import LoaderContext, LookAhead
+from dyncp.dataloader.look_ahead import LoaderContext, LookAhead, PreparesAhead
 from dyncp.dataloader.metrics import LoaderMetrics
 from dyncp.dataloader.options import (
     STORE_TIMEOUT,
@@ -57,8 +57,9 @@ class DCPDataLoader:
     `model` (an AttentionShape, a ModelConfig, a Transformers config, or a model that has one) tells
     the planner what attention looks like; `dtype` is that of q and kv, as a name ("bf16") or a
     torch dtype. `topology` and `cost` describe the machines that plans are made for; by default,
-    machines with devices like this process's, in torchrun's layout. docs/dataloader.md has a table
-    of the other options.
+    machines with devices like this process's, in torchrun's layout. With `executor`, the one that
+    will run the plans, most of its `prepare(plan)` is done in the background. docs/dataloader.md
+    has a table of the other options.
 
     Batches: `tokens_per_batch` is the budget of one plan, over all its ranks (None: 8,192 per
     rank); a function of the number of batches so far returns the budget of the next one.
@@ -106,6 +107,7 @@ class DCPDataLoader:
         topology: Topology | None = None,
         planner: PlannerConfig | None = None,
         cost: CostModel | None = None,
+        executor: PreparesAhead | None = None,
         tokens_per_batch: Budget | None = LoaderConfig.tokens_per_batch,
         accumulation_steps: int = LoaderConfig.accumulation_steps,
         shuffle: bool = LoaderConfig.shuffle,
@@ -148,6 +150,7 @@ class DCPDataLoader:
             batch_planner = BatchPlanner(
                 self.config, self.topology, self.shape, planner or PlannerConfig(), cost, sizes
             )
+            _check_executor(executor, self.ranks)
             self._budget = self.config.budget(self.ranks.num_ranks)
             if isinstance(self._budget, int) and self.config.batch_sampler is None:
                 batch_planner.check_tokens(self._budget)
@@ -179,6 +182,7 @@ class DCPDataLoader:
             processes,
             self.metrics,
             locations,
+            executor,
         )
         self._position, self._resuming = Position(), False
         self._counted: dict[Any, int] = {}  # batches of the epoch that len was asked for last
@@ -374,6 +378,25 @@ class _Resources:
         for process in self.processes:
             process.close()
         self.source.close()
+
+
+def _check_executor(executor: Any, ranks: LoaderRanks) -> None:
+    if executor is None:
+        return
+    if not hasattr(executor, "prepare_ahead"):
+        raise ValueError(f"executor is {type(executor).__name__}; expected a DCPExecutor")
+    own = tuple(range(ranks.num_ranks)) if ranks.rank is None else (ranks.rank,)
+    runs, of = executor.transport.ranks, executor.transport.num_ranks
+    if (of, runs) != (ranks.num_ranks, own):
+        raise ValueError(
+            f"executor= runs rank {_listed(runs)} of {of}; this loader's plans are "
+            f"for rank {_listed(own)} of {ranks.num_ranks}: make both over the same group, or "
+            "with the same virtual_ranks"
+        )
+
+
+def _listed(ranks: tuple[int, ...]) -> str:
+    return f"{ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
 
 
 def _next_number(ranks: LoaderRanks) -> str:

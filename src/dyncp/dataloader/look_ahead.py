@@ -2,7 +2,8 @@
 
     selecting thread     selects batches, makes the masks of those that this rank plans
     planning threads     each asks its planning process for plans, and publishes them
-    delivering thread    waits for each batch's decision, cuts local data, counts targets
+    delivering thread    waits for each batch's decision, cuts local data, counts targets, lowers
+                         plans for the executor
 
 The batches of an optimiser step become ready together, when all ranks have agreed on all of them. A
 batch is selected once training has asked for the batch `depth` batches (or one step) before it;
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic, perf_counter
+from typing import Any, Protocol
 
 from dyncp.dataloader.batching import SelectedStep
 from dyncp.dataloader.dataset import SampleSource
@@ -29,6 +31,7 @@ from dyncp.dataloader.planning_process import Closed, PlanFailed, PlanProcess
 from dyncp.dataloader.prepare import BatchData, BatchPreparer, MaskMaker, PreparedBatch
 from dyncp.dataloader.ranks import LoaderRanks, Location
 from dyncp.dataloader.store import PeerError, Store
+from dyncp.plan import Plan, RankPlan
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +39,14 @@ PLAN_END_SECONDS = 1.0  # for a plan that is being made when an iteration is clo
 JOIN_SECONDS = 10.0
 MAX_GROWTH = 4  # of `look_ahead`, if the queue runs low
 HELPED_TOKENS = 16_384  # planning a smaller batch takes less time than starting a process
+
+
+class PreparesAhead(Protocol):
+    """What is asked of a DCPExecutor."""
+
+    transport: Any
+
+    def prepare_ahead(self, plan: Plan | RankPlan) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +61,7 @@ class LoaderContext:
     processes: tuple[PlanProcess, ...]
     metrics: LoaderMetrics
     locations: Sequence[Location] = ()  # of all processes
+    executor: PreparesAhead | None = None  # that will run the plans
 
 
 class LookAhead:
@@ -297,6 +309,9 @@ class LookAhead:
         counted = self._exchange.total_targets(step)
         items = counted if step.known_items is None else step.known_items
         finished = [self._finish(item, items) for item in prepared]
+        if self._context.executor is not None:
+            for item in finished:
+                self._context.executor.prepare_ahead(item.plan)
         with self._changed:
             self._ready.extend(finished)
             self._changed.notify_all()

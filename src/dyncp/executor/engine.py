@@ -136,10 +136,13 @@ class Engine:
         # As torch.cuda.current_stream(...).cuda_stream, without making a stream object.
         key = torch._C._cuda_getCurrentRawStream(self.device.index) if self.on_gpu else 0
         if key not in self._arenas:
-            if self._is_closed:
-                raise ValueError(CLOSED)
+            self.check_open()
             self._arenas[key] = Arena(self.device)
         return self._arenas[key]
+
+    def check_open(self) -> None:
+        if self._is_closed:
+            raise ValueError(CLOSED)
 
     def close(self) -> None:
         """Gives back the memory of calls; later ones raise."""

@@ -1,6 +1,7 @@
 """DCPExecutor: makes plans ready to run on a group of ranks."""
 
 import logging
+from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from dyncp.checks import finite_number, instance_of, whole_number
 from dyncp.executor.engine import CLOSED, HEADROOM, Engine
 from dyncp.executor.graphs import Graphs
+from dyncp.executor.lowering import PlanLowering
 from dyncp.executor.recompute import CallLog
 from dyncp.executor.step import Step
 from dyncp.executor.unused import UnusedSteps
@@ -21,6 +23,8 @@ from dyncp.plan import AttentionShape, MemoryUse, Plan, RankPlan
 from dyncp.transport import Distributed, InProcess, Transport
 
 logger = logging.getLogger(__name__)
+
+MOST_AHEAD = 64  # plans that are lowered and not prepared: some never are
 
 
 class DCPExecutor:
@@ -78,6 +82,7 @@ class DCPExecutor:
         self._is_closed, self._owns_transport = False, transport is None
         self._latest: Step | None = None
         self._unused = UnusedSteps()
+        self._ahead: OrderedDict[int, PlanLowering] = OrderedDict()  # by id of the first part
 
     @property
     def latest(self) -> Step:
@@ -104,9 +109,22 @@ class DCPExecutor:
         self._unused.check()
         parts = self._own_parts(plan)
         self._agree(parts[0])
-        self._latest = Step.prepare(parts, self.engine)
+        lowering = self._ahead.pop(id(parts[0]), None)
+        if lowering is None or lowering.parts != parts:
+            lowering = PlanLowering(parts, self.engine)
+        self._latest = Step.of(lowering)
         self._unused.add(self._latest)
         return self._latest
+
+    def prepare_ahead(self, plan: Plan | RankPlan) -> None:
+        """Does most of what `prepare` will do for this very plan, in any thread: it asks neither
+        the other ranks nor the device. `DCPDataLoader(..., executor=executor)` does it for every
+        batch in the background."""
+        instance_of("the plan of prepare_ahead()", plan, (Plan, RankPlan), "a Plan or a RankPlan")
+        parts = self._own_parts(plan)
+        self._ahead[id(parts[0])] = PlanLowering(parts, self.engine)
+        while len(self._ahead) > MOST_AHEAD:
+            self._ahead.popitem(last=False)
 
     def warm_up(self, shape: AttentionShape, *, head_groups: int = 1, most_ranges: int = 4) -> None:
         """Compiles what attention of this shape can need on ranks with more than 128 rows, so that
@@ -132,6 +150,7 @@ class DCPExecutor:
         `with DCPExecutor(...) as executor:` does it."""
         if not self._is_closed:
             self._is_closed, self._latest = True, None
+            self._ahead.clear()
             for engine in self._engines():
                 engine.close()
             if self._owns_transport:

@@ -5,13 +5,22 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from dyncp.executor.combining import list_combinations
 from dyncp.executor.copying import list_copies, list_row_sums
 from dyncp.executor.kernel_calls import LoweredProgram
 from dyncp.executor.order import ready_times
 from dyncp.executor.rooms import Fields, RoomMap, Widths, lay_out_messages, lay_out_sends
 from dyncp.kernels import Dtypes, IndexArrays, Kernel, RowOps
-from dyncp.plan import AttentionShape, list_buffers
+from dyncp.plan import DTYPE_NAMES, AttentionShape, list_buffers
+
+DTYPES: dict[torch.dtype, str] = {getattr(torch, x): name for x, name in DTYPE_NAMES.items()}
+_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+
+
+def dtypes_of(shape: AttentionShape) -> Dtypes:
+    return Dtypes(_BY_NAME[shape.dtype], _BY_NAME[shape.partial_dtype or shape.dtype])
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +46,6 @@ class RankLayout:
 def lay_out(
     lowered: LoweredProgram,
     shape: AttentionShape,
-    dtypes: Dtypes,
     kernel: Kernel,
     row_ops: RowOps,
     arrays: IndexArrays,
@@ -46,6 +54,7 @@ def lay_out(
 ) -> RankLayout:
     """`base` is the first byte of the rank's rooms, `first_row` the first of its rows among those
     of this process."""
+    dtypes = dtypes_of(shape)
     mask, direction, style = lowered.mask, lowered.direction, lowered.style
     listed = list_buffers(lowered.part, mask, direction, shape, style, lowered.found)
     rooms, widths = RoomMap(lowered, shape, listed, base), Widths.of(lowered, shape)

@@ -9,25 +9,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dyncp.checks import whole_number
+from dyncp.executor.contiguous import Contiguous, move_rows
 from dyncp.executor.engine import Engine
-from dyncp.executor.kernel_calls import LoweredProgram, lower_program
-from dyncp.executor.layout import RankLayout, lay_out
+from dyncp.executor.kernel_calls import LoweredProgram
+from dyncp.executor.layout import DTYPES, RankLayout, dtypes_of
+from dyncp.executor.lowering import PlanLowering, lay_out_ranks
 from dyncp.executor.numbers import number_of
 from dyncp.executor.shard import gather, shard
 from dyncp.executor.streams import Arrival
 from dyncp.kernels import Dtypes, IndexArrays
 from dyncp.plan import (
-    DTYPE_NAMES,
     AttentionShape,
     Direction,
     MemoryUse,
     RankPlan,
     measure_memory,
+    whole_documents,
+    with_halo,
 )
 from dyncp.transport import Transport
-
-DTYPES: dict[torch.dtype, str] = {getattr(torch, x): name for x, name in DTYPE_NAMES.items()}
-_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,39 +71,23 @@ class Step:
         self.lowered, self.engine, self.arrival, self.layouts = lowered, engine, arrival, layouts
         self.accepted: set[Any] = set()  # calls that `check` found nothing wrong with
         self.others: list[Step] = []  # for another kernel
+        self._halos: dict[int, Contiguous] = {}
         self.number = number_of(self)  # stands for it in compiled graphs
 
     @staticmethod
-    @torch.inference_mode(False)
     def prepare(parts: tuple[RankPlan, ...], engine: Engine) -> "Step":
-        """Lowers a plan. All its index arrays go to the device in one copy, those of messages for
-        the plan's attention shape, or the latest call's where the plan fits any."""
-        arrays = IndexArrays(engine.device)
-        lowered = {
-            (name, direction): tuple(
-                lower_program(
-                    part,
-                    part.masks[name],
-                    direction,
-                    engine.kernel,
-                    arrays,
-                    fixed=engine.graphs.wanted,
-                )
-                for part in parts
-            )
-            for name in parts[0].masks
-            for direction in Direction
-            if direction is Direction.FORWARD or parts[0].masks[name].backward is not None
-        }
-        shape = parts[0].shape if parts[0].shape.exact else engine.shape
-        ranks = {
-            (*key, shape): _lay_out(programs, shape, engine, arrays)
-            for key, programs in lowered.items()
-            if shape is not None
-        }
-        step = Step(parts, lowered, engine, Arrival(arrays), {})
-        for (name, direction, of_shape), laid_out in ranks.items():
-            step._add(name, direction, of_shape, laid_out, (step.arrival,))
+        """Lowers a plan, and sends its index arrays to the device."""
+        return Step.of(PlanLowering(parts, engine))
+
+    @staticmethod
+    @torch.inference_mode(False)
+    def of(lowering: PlanLowering) -> "Step":
+        """All index arrays go to the device in one copy."""
+        lowering.lay_out()  # a call since then may have told the shape
+        arrival = Arrival(lowering.arrays)
+        step = Step(lowering.parts, lowering.programs, lowering.engine, arrival, {})
+        for key, laid_out in lowering.layouts.items():
+            step._add(*key, laid_out, (arrival,))
         return step
 
     def fitting(self, inputs: tuple[Tensor, ...]) -> "Step":
@@ -154,7 +139,7 @@ class Step:
         if found is None:
             with torch.inference_mode(False):
                 arrays = IndexArrays(self.device)
-                ranks = _lay_out(self.lowered[mask, direction], shape, self.engine, arrays)
+                ranks = lay_out_ranks(self.lowered[mask, direction], shape, self.engine, arrays)
                 arrivals = (self.arrival, Arrival(arrays))
             found = self._add(mask, direction, shape, ranks, arrivals)
         return found
@@ -237,9 +222,40 @@ class Step:
         gradients of all ranks are added up)."""
         return gather(self, rows, loss)
 
+    @cached_property
+    def contiguous(self) -> Contiguous:
+        """The rows of `to_contiguous`: whole documents, with their borders."""
+        order = whole_documents(self.plan)
+        names = "to_contiguous", "from_contiguous"
+        return Contiguous(names, order, self.parts, self.engine)
 
-def dtypes_of(shape: AttentionShape) -> Dtypes:
-    return Dtypes(_BY_NAME[shape.dtype], _BY_NAME[shape.partial_dtype or shape.dtype])
+    def to_contiguous(self, x: Tensor) -> Tensor:
+        """Rows `[num_rows, ...]` of all ranks as whole documents, `[contiguous.num_rows, ...]`: for
+        layers with state. All ranks call it together."""
+        return move_rows(self.contiguous, x, self.number, back=False)
+
+    def from_contiguous(self, y: Tensor) -> Tensor:
+        """The way back of `to_contiguous`; rows that only pad are 0."""
+        return move_rows(self.contiguous, y, self.number, back=True)
+
+    def halo(self, tokens: int) -> Contiguous:
+        """The rows of `add_halo`: own ones, each piece behind the tokens before it."""
+        tokens = whole_number("halo", tokens, 0)
+        if tokens not in self._halos:
+            order = with_halo(self.plan, tokens)
+            names = f"add_halo of {tokens}", f"drop_halo of {tokens}"
+            self._halos[tokens] = Contiguous(names, order, self.parts, self.engine)
+        return self._halos[tokens]
+
+    def add_halo(self, x: Tensor, tokens: int) -> Tensor:
+        """Own rows `[num_rows, ...]` with the `tokens` before each piece of a document, `[halo(
+        tokens).num_rows, ...]`: for layers that look back so far, such as short convolutions. All
+        ranks call it together."""
+        return move_rows(self.halo(tokens), x, self.number, back=False)
+
+    def drop_halo(self, y: Tensor, tokens: int) -> Tensor:
+        """The way back of `add_halo`; rows that only pad are 0."""
+        return move_rows(self.halo(tokens), y, self.number, back=True)
 
 
 def unpacked(q: Tensor, k: Tensor, v: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -254,31 +270,6 @@ def _shape_of(
     q_heads: int, kv_heads: int, dim: int, dtype: torch.dtype, partial: str | None
 ) -> AttentionShape:
     return AttentionShape(q_heads, kv_heads, dim, DTYPES[dtype], partial)
-
-
-def _lay_out(
-    programs: tuple[LoweredProgram, ...],
-    shape: AttentionShape,
-    engine: Engine,
-    arrays: IndexArrays,
-) -> tuple[RankLayout, ...]:
-    """Ranks of this process one after the other, in memory and in rows."""
-    ranks: list[RankLayout] = []
-    base = first_row = 0
-    for program in programs:
-        rank = lay_out(
-            program,
-            shape,
-            dtypes_of(shape),
-            engine.kernel,
-            engine.row_ops,
-            arrays,
-            base,
-            first_row,
-        )
-        ranks.append(rank)
-        base, first_row = base + rank.num_bytes, first_row + program.local_rows
-    return tuple(ranks)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from dyncp.executor.call import CallOptions, Saved, attend_backward, attend_forward
 from dyncp.executor.engine import Engine, WrongResultsError
-from dyncp.executor.step import DTYPES, Step
+from dyncp.executor.layout import DTYPES
+from dyncp.executor.step import Step
 from dyncp.plan import (
     DEFAULT_MASK,
     AttentionShape,

@@ -78,6 +78,9 @@ class RowTile:
     columns: Tensor  # key rows
     allowed: Tensor  # bool [rows, columns]
 
+    def to(self, device: torch.device) -> "RowTile":
+        return RowTile(self.rows, self.columns.to(device), self.allowed.to(device))
+
     def parts(self, of_rows: Iterable[Tensor], of_columns: Iterable[Tensor]) -> Iterator["RowTile"]:
         """The tile, or its single rows where some of these tensors is not finite in it."""
         finite = all(x[self.rows].isfinite().all() for x in of_rows)
@@ -173,8 +176,8 @@ class ReferenceKernel(Kernel):
 
     def lower(self, call: KernelCall, arrays: IndexArrays, *, backward: bool) -> ReferenceCall:  # noqa: ARG002
         tiles = list_kernel_tiles(call, self.rows, self.columns)
-        ranges = torch.from_numpy(tiles.ranges).to(arrays.device)
-        k_coordinates = torch.from_numpy(call.k_coordinates).to(arrays.device)
+        ranges = torch.from_numpy(tiles.ranges)
+        k_coordinates = torch.from_numpy(call.k_coordinates)
         row_tiles = [
             self._row_tile(tiles, int(q_tile), ranges, k_coordinates)
             for q_tile in dict.fromkeys(tiles.q_tile.tolist())
@@ -187,11 +190,7 @@ class ReferenceKernel(Kernel):
         rows = slice(q_tile * self.rows, min((q_tile + 1) * self.rows, len(ranges)))
         columns = torch.cat(
             [
-                torch.arange(
-                    k * self.columns,
-                    min((k + 1) * self.columns, len(k_coordinates)),
-                    device=ranges.device,
-                )
+                torch.arange(k * self.columns, min((k + 1) * self.columns, len(k_coordinates)))
                 for k in tiles.k_tile[tiles.q_tile == q_tile].tolist()
             ]
         )
@@ -213,7 +212,7 @@ class ReferenceKernel(Kernel):
         open_lse(lse, lowered.q_runs)
         with accumulator(out, lowered.q_runs) as sums:
             for tile in lowered.tiles:
-                for part in tile.parts((q,), (k, v)):
+                for part in tile.to(q.device).parts((q,), (k, v)):
                     attend_tile(part, (q, k, v), scale, sums, lse)
 
     def attend_backward(
@@ -246,5 +245,5 @@ class ReferenceKernel(Kernel):
         q, k, v = inputs
         of_rows = (q, dout, lse.masked_fill(lse.isinf(), 0.0), delta)  # +∞: unused rows
         for tile in tiles:
-            for part in tile.parts(of_rows, (k, v)):
+            for part in tile.to(q.device).parts(of_rows, (k, v)):
                 attend_tile_backward(part, inputs, dout, lse, delta, scale, grads)

@@ -25,6 +25,7 @@ from dyncp.masks.prefix_lm import prefix_lm
 from dyncp.masks.prefix_tree import prefix_tree
 from dyncp.masks.shared_question import shared_question
 from dyncp.masks.sliding_window import sliding_window
+from dyncp.masks.stretches import find_stretches
 from dyncp.masks.within import within
 
 # What they are called in attention-gym, in prefix-sharing inference and in StreamingLLM.
@@ -46,6 +47,7 @@ __all__ = [
     "count_tile_pairs",
     "document",
     "document_packed",
+    "find_stretches",
     "from_mask_mod",
     "full",
     "global_sliding",

@@ -11,7 +11,7 @@ from dyncp.blocks import (
     Payload,
 )
 from dyncp.masks import Mask
-from dyncp.plan.assemble import assemble_plan
+from dyncp.plan.assemble import assemble_plan, stretches_of
 from dyncp.plan.buffers import (
     Buffer,
     MemoryUse,
@@ -22,6 +22,7 @@ from dyncp.plan.buffers import (
 )
 from dyncp.plan.check import PartError, check_structure
 from dyncp.plan.codec import PlanDecodeError, decode_part, encode_part
+from dyncp.plan.contiguous import ContiguousOrder, whole_documents, with_halo
 from dyncp.plan.format import (
     INPUT_SPACE,
     RESULT_SPACE,
@@ -35,6 +36,7 @@ from dyncp.plan.format import (
     RankTiles,
     Slots,
     Space,
+    Stretches,
 )
 from dyncp.plan.plan import Plan, batch_order, gather_samples
 from dyncp.plan.plan_file import PlanFileError, load_plan, save_plan
@@ -58,6 +60,7 @@ __all__ = [
     "RESULT_SPACE",
     "AttentionShape",
     "Buffer",
+    "ContiguousOrder",
     "Contributions",
     "Direction",
     "HeadGroup",
@@ -81,6 +84,7 @@ __all__ = [
     "Slots",
     "Space",
     "Staging",
+    "Stretches",
     "assemble_plan",
     "batch_order",
     "call_rows",
@@ -99,4 +103,7 @@ __all__ = [
     "sample_ring",
     "save_plan",
     "sends_wide",
+    "stretches_of",
+    "whole_documents",
+    "with_halo",
 ]

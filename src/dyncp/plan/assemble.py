@@ -21,8 +21,9 @@ from dyncp.arrays import (
     sorted_order,
     split_by_rank,
 )
-from dyncp.blocks import IS_INPUT, OF_KEYS, BlockGraph
+from dyncp.blocks import IS_INPUT, OF_KEYS, Batch, BlockGraph
 from dyncp.compiled import compiled, inner
+from dyncp.masks import find_stretches
 from dyncp.placement import Balance, Placement
 from dyncp.plan.format import (
     COMPUTE,
@@ -38,6 +39,7 @@ from dyncp.plan.format import (
     RankTiles,
     Slots,
     Space,
+    Stretches,
 )
 from dyncp.plan.plan import Plan
 from dyncp.plan.row_ranges import RowRuns, build_row_runs, split_row_runs
@@ -66,6 +68,7 @@ def assemble_plan(
         for name, pair in schedules.items()
     }
     lengths, fingerprint = frozen(graph.batch.lengths), graph.batch.fingerprint
+    stretches = stretches_of(graph.batch)
     parts = [
         RankPlan(
             rank=rank,
@@ -82,11 +85,25 @@ def assemble_plan(
             declared_bytes=declared,
             lengths=lengths,
             blocks=blocks,
+            stretches=stretches,
             masks={name: of_ranks[rank] for name, of_ranks in masks.items()},
         )
         for rank in range(placement.num_ranks)
     ]
     return Plan.of(parts)
+
+
+def stretches_of(batch: Batch) -> Stretches:
+    """Those of all sequences, one after the other."""
+    start, before, known = [], [], {}
+    for offset, masks in zip(batch.offsets, zip(*batch.masks.values(), strict=True), strict=False):
+        key = tuple(mask.digest for mask in masks)
+        if key not in known:
+            known[key] = find_stretches(masks)
+        own, of_sequence = known[key]
+        start.append(own + offset)
+        before.append(np.where(of_sequence < 0, of_sequence, of_sequence + offset))
+    return Stretches(frozen(np.concatenate(start)), frozen(np.concatenate(before)))
 
 
 def _total_bytes(graph: BlockGraph, schedule: Schedule | None) -> int:

@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from dyncp.arrays import starts_of
 from dyncp.blocks import K_KINDS, OF_KEYS, Q_KINDS, Direction
 from dyncp.checks import MOST_RANKS
+from dyncp.masks.stretches import UNCLEAR
 from dyncp.placement import Balance, Limits
 from dyncp.plan.format import (
     MaskPlan,
@@ -23,6 +25,7 @@ from dyncp.plan.format import (
     RankPlan,
     Slots,
     Space,
+    Stretches,
 )
 from dyncp.plan.row_ranges import RowRuns
 
@@ -48,6 +51,7 @@ def check_structure(part: RankPlan) -> None:
     _check_balance(part.balance)
     _check_head_groups(part)
     _check_blocks(part.lengths, part.blocks, part.num_ranks)
+    _check_stretches(part.lengths, part.stretches)
     for name, mask in part.masks.items():
         declared = part.declared_bytes.get(name, ())
         counts = len(declared) == 2 and all(type(count) is int for count in declared)
@@ -149,6 +153,18 @@ def _check_blocks(lengths: np.ndarray, blocks: OwnedBlocks, num_ranks: int) -> N
     missing = np.setdiff1d(np.arange(len(lengths)), blocks.sequence[right & head])
     broken = np.append(blocks.sequence[~right], missing)
     _require(not len(broken), COVERAGE, f"blocks do not partition sequence {broken[:1]}")
+
+
+def _check_stretches(lengths: np.ndarray, stretches: Stretches) -> None:
+    _check_columns(stretches, IDENTITY, "the table of stretches")
+    start, before, bounds = stretches.start, stretches.before, starts_of(lengths)
+    ordered = (np.diff(start) > 0).all() and not len(np.setdiff1d(bounds[:-1], start))
+    _require(ordered, IDENTITY, "stretches are not in order, or a sequence does not begin one")
+    inside = len(start) and start[-1] < bounds[-1] and (before >= UNCLEAR).all()
+    _require(inside and (before < start).all(), IDENTITY, "a stretch is not inside the batch")
+    sequence = np.searchsorted(bounds, np.stack([start, before.clip(0)]), side="right")
+    same = (before < 0) | (sequence[0] == sequence[1])
+    _require(same.all(), IDENTITY, "a stretch follows a token of another sequence")
 
 
 def _check_tiles(part: RankPlan, mask: MaskPlan) -> None:

@@ -21,9 +21,9 @@ from dyncp.blocks import AttentionShape, HeadGroup
 from dyncp.checks import parse_json
 from dyncp.placement import Balance, Limits
 from dyncp.plan.check import check_part
-from dyncp.plan.format import MaskPlan, OwnedBlocks, RankPlan
+from dyncp.plan.format import MaskPlan, OwnedBlocks, RankPlan, Stretches
 
-VERSION = 1
+VERSION = 2
 PART_MAGIC = b"DYNCPRNK"
 PLAN_MAGIC = b"DYNCPPLN"
 _PART_HEAD = struct.Struct("<8sI16s16s")
@@ -88,7 +88,10 @@ def _arrays_of(part: RankPlan) -> tuple[tuple[str, ...], list[np.ndarray]]:
     """Names and values of all arrays of a part."""
     names: tuple[str, ...] = ("lengths",)
     arrays = [part.lengths]
-    tables: list[tuple[str, Any, str]] = [("blocks", part.blocks, "")]
+    tables: list[tuple[str, Any, str]] = [
+        ("blocks", part.blocks, ""),
+        ("stretches", part.stretches, ""),
+    ]
     for index, mask in enumerate(part.masks.values()):
         tables.append((f"masks.{index}", mask, "backward" if mask.backward is None else ""))
     for name, table, skip in tables:
@@ -211,6 +214,7 @@ def _build(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray], digest: 
         head_groups=tuple(HeadGroup(first, count) for first, count in header["head_groups"]),
         lengths=arrays["lengths"],
         blocks=_restore(OwnedBlocks, "blocks", arrays),
+        stretches=_restore(Stretches, "stretches", arrays),
         masks=masks,
     )
 

@@ -82,6 +82,19 @@ class OwnedBlocks:
 
 
 @dataclass(frozen=True, eq=False)
+class Stretches:
+    """Tokens of the batch that follow each other in one text, by the coordinate of the first one;
+    `before` is that of the token before it, or what `masks/stretches.py` says instead. Layers with
+    state need them: see `contiguous.py`."""
+
+    start: Int32
+    before: Int32
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+
+@dataclass(frozen=True, eq=False)
 class RankTiles:
     """The tiles of one mask that this rank computes, ordered by head group, query and key block."""
 
@@ -189,6 +202,7 @@ class RankPlan:
     declared_bytes: Mapping[str, tuple[int, int]]
     lengths: Int32
     blocks: OwnedBlocks
+    stretches: Stretches
     masks: Mapping[str, MaskPlan]
     body: bytes | None = field(default=None, init=False, repr=False)
 

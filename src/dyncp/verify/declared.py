@@ -1,4 +1,4 @@
-"""What a plan declares: balance (invariant 5), bytes (7), batch fingerprint and plan digest (8)."""
+"""What a plan declares: balance (invariant 5), bytes (7), its batch and its own digest (8)."""
 
 import math
 
@@ -6,20 +6,27 @@ import numpy as np
 
 from dyncp.arrays import Int64
 from dyncp.blocks import ITEM_BYTES, K_KINDS, Q_KINDS, Batch, Direction, Payload
-from dyncp.plan import Plan, RankPlan
+from dyncp.plan import Plan, RankPlan, stretches_of
 from dyncp.verify.coverage import collect_tiles
 from dyncp.verify.violation import Findings
 
 
 def check_identity(plan: Plan, batch: Batch, findings: Findings) -> None:
-    """Fingerprints are the batch's, digests those of the plan as it is."""
-    digest = _digest(plan)
+    """Fingerprints and stretches are the batch's, digests those of the plan as it is."""
+    digest, stretches = _digest(plan), stretches_of(batch)
     for part in plan.parts:
         if part.fingerprint != batch.fingerprint:
             findings.add(
                 8,
                 f"rank {part.rank}: the part's batch fingerprint is {part.fingerprint}, the "
                 f"batch's is {batch.fingerprint}",
+            )
+        alike = np.array_equal(part.stretches.start, stretches.start)
+        if not (alike and np.array_equal(part.stretches.before, stretches.before)):
+            findings.add(
+                8,
+                f"rank {part.rank}: the part's stretches (which token comes before which) are not "
+                "the batch's",
             )
         if part.digest != digest:
             findings.add(

@@ -20,6 +20,7 @@ from dyncp.integrations.transformers.layers import (
     layer_masks,
     needs_largest_position,
 )
+from dyncp.integrations.transformers.mixers import Mixers
 from dyncp.integrations.transformers.model_masks import model_masks
 
 # Rows of a rank are padded to so many: matrix units want multiples of 8, and no rank has none.
@@ -66,6 +67,7 @@ class Attached:
         model.set_attn_implementation(NAME)
         self._check_implementation()
         self._coefficient = take_coefficient(model)
+        self._mixers = Mixers(model, config)
         if model.get_output_embeddings() is not None and model.loss_type is None:
             model.loss_type = "ForCausalLM"  # what it takes anyway, without a warning
         self._hooks = (
@@ -77,6 +79,7 @@ class Attached:
         """Gives the model back the attention that it had."""
         for hook in self._hooks:
             hook.remove()
+        self._mixers.detach()
         self.model.set_attn_implementation(self._before_attach)
         if hasattr(self.model, COEFFICIENT):
             setattr(self.model, COEFFICIENT, self._coefficient)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -10,13 +10,28 @@ from dyncp.plan import DEFAULT_MASK
 
 # Architectures whose losses and weights equal those of one process: benchmarks/parity.py.
 TESTED = (
-    "cohere2", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "granite", "llama", "mistral", "olmo2",
-    "olmo3", "opt", "phi3", "qwen3", "qwen3_moe", "smollm3",
+    "cohere2", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "granite", "lfm2", "llama", "mistral",
+    "olmo2", "olmo3", "opt", "phi3", "qwen3", "qwen3_moe", "qwen3_next", "smollm3",
 )  # fmt: skip
 # RoPE whose frequencies depend on the largest position of the batch.
 RESCALED_ROPE = ("dynamic", "longrope")
 # Modules that mix rows in the order in which they lie.
 ORDERED = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
+
+
+class Mixer(NamedTuple):
+    """Layers that mix tokens by state: the name of the module in a decoder layer; the config's name
+    for how many tokens it looks at, or None where its state is of whole documents."""
+
+    module: str
+    kernel: str | None = None
+
+
+# By architecture and type of layer; `mixers.py` runs them. Others are refused.
+MIXERS = {
+    ("lfm2", "conv"): Mixer("conv", "conv_L_cache"),
+    ("qwen3_next", "linear_attention"): Mixer("linear_attn"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +58,7 @@ def layer_masks(config: Any) -> tuple[LayerMask, ...]:
 
 
 def _layer_mask(number: int, kind: str, config: Any) -> LayerMask:
-    if kind == "full_attention":
+    if kind == "full_attention" or (config.model_type, kind) in MIXERS:
         return LayerMask()
     if kind == "sliding_attention":
         window = int(config.sliding_window)
@@ -53,8 +68,8 @@ def _layer_mask(number: int, kind: str, config: Any) -> LayerMask:
         return LayerMask(f"chunk_{chunk}", chunk=chunk)
     raise ValueError(
         f"layer {number} of {config.model_type} is of type {kind!r}, which needs whole sequences "
-        "in order, and ranks have parts of them; allowed are full_attention, sliding_attention and "
-        "chunked_attention"
+        "in order, and ranks have parts of them; allowed are full_attention, sliding_attention, "
+        f"chunked_attention and {', '.join(f'{kind} of {model}' for model, kind in MIXERS)}"
     )
 
 
@@ -110,8 +125,10 @@ def _is_tested(model: Any, config: Any) -> bool:
 
 
 def _check_modules(model: Any) -> None:
+    kind = model.config.get_text_config(decoder=True).model_type
+    handled = {mixer.module for (of, _), mixer in MIXERS.items() if of == kind}
     for path, module in _text_modules(model):
-        if isinstance(module, ORDERED):
+        if isinstance(module, ORDERED) and not handled & set(path.split(".")):
             raise ValueError(
                 f"{path} of {type(model).__name__} is {type(module).__name__}, which needs whole "
                 "sequences in order, and ranks have parts of them; dyncp cannot run it"

@@ -104,7 +104,15 @@ class TrainerMixin:
         if defaults.get("evaluation"):
             dropped = ("accumulation_steps", "batch_sampler", "lengths", "sampler", "shuffle")
             options = {name: value for name, value in options.items() if name not in dropped}
+        defaults["executor"] = self._get_executor()
         return self._attached.loader(dataset, self._mask_fn, **defaults | options)
+
+    def _get_executor(self) -> DCPExecutor:
+        if self._executor is None:
+            mesh = self._loader_options.get("mesh")
+            group = self._loader_options.get("group") if mesh is None else mesh["cp"]
+            self._executor = DCPExecutor(group, device=self.args.device)
+        return self._executor
 
     def _get_num_items_in_batch(self, *_: Any) -> None:
         """The batches have it."""
@@ -120,11 +128,7 @@ class TrainerMixin:
 
     def _run(self, model: Any, inputs: dict[str, Any]) -> Any:
         inputs = dict(inputs)
-        if self._executor is None:
-            mesh = self._loader_options.get("mesh")
-            group = self._loader_options.get("group") if mesh is None else mesh["cp"]
-            self._executor = DCPExecutor(group, device=self.args.device)
-        step = self._executor.prepare(inputs.pop(PLAN))
+        step = self._get_executor().prepare(inputs.pop(PLAN))
         return model(**inputs, dyncp_step=step)
 
     def evaluation_loop(

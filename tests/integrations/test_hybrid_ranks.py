@@ -1,0 +1,33 @@
+"""LFM2 and Qwen3-Next on 4 gloo ranks, where layers with state are hardest to get right."""
+
+import pytest
+
+pytest.importorskip("transformers", reason="the extra transformers is not installed")
+
+from benchmarks.parity import branching
+from benchmarks.parity_models import make_model
+from test_transformers_ranks import RANKS, alone, check, losses_and_weights
+
+from dyncp import DCPExecutor
+from processes import run_ranks
+
+pytestmark = pytest.mark.xdist_group("processes")
+HYBRID = ("lfm2", "qwen3_next")
+
+
+def hybrid_cases(rank):
+    """Three steps of both models, on ranks without rows, and with branches."""
+    executor = DCPExecutor(timeout=60)
+    whole = {"solver": "whole_documents", "local_multiple": 1}
+    found = {}
+    for name in HYBRID:
+        found[name, "empty ranks"] = losses_and_weights(make_model(name), executor, **whole)
+        found[name, "branches"] = losses_and_weights(make_model(name), executor, branching)
+    return found
+
+
+def test_empty_ranks_and_branches_are_as_in_one_process():
+    found = run_ranks(hybrid_cases, RANKS, timeout=280)[0]
+    for name in HYBRID:
+        check(found[name, "empty ranks"], alone(name))
+        check(found[name, "branches"], alone(name, branching))

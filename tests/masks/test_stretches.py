@@ -1,0 +1,62 @@
+"""Which token comes before which: what layers with state need to know of a batch."""
+
+import numpy as np
+import pytest
+
+from dyncp import Batch, Plan, Topology, masks, plan_batch
+from dyncp.masks import Mask, find_stretches
+
+CAUSAL = masks.causal(10)
+CHUNKS = masks.within(CAUSAL, chunk=4)
+KNOWN = {
+    "one document": ([CAUSAL], [0], [-1]),
+    "keys that windows and sinks hide": ([masks.lambda_shaped(30, sinks=2, window=3)], [0], [-1]),
+    "documents": ([masks.document_packed(9, documents=[2, 4, 3])], [0, 2, 6], [-1, -1, -1]),
+    "full documents": (
+        [masks.document_packed(5, documents=[2, 3], causal=False)],
+        [0, 2],
+        [-1, -1],
+    ),
+    "answers": ([masks.shared_question(6, answers=2, question=2)], [0, 4], [-1, 1]),
+    "a tree": ([masks.prefix_tree([-1, 0, 1, 1, 0], [4, 2, 3, 2, 5])], [0, 9, 11], [-1, 5, 3]),
+    "chunks beside the whole": ([CHUNKS, CAUSAL], [0], [-1]),
+    "windows in branches": (
+        [masks.within(masks.shared_question(40, answers=2, question=20), window=4)],
+        [0, 30],
+        [-1, 19],
+    ),
+}
+UNCLEAR = {
+    "chunks alone": ([CHUNKS], 4),
+    "documents without positions": ([Mask(masks.document_packed(5, documents=[2, 3]).ranges)], 2),
+    "a position that nothing goes before": (
+        [Mask(masks.document_packed(5, documents=[2, 3]).ranges, positions=[0, 1, 7, 8, 9])],
+        2,
+    ),
+    "a document that looks back": (
+        [Mask([[[0, 1]], [[0, 2]], [[2, 3]], [[0, 4]]], positions=[0, 1, 0, 1])],
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", KNOWN)
+def test_masks_and_positions_tell_what_comes_before(what):
+    given, starts, before = KNOWN[what]
+    found = find_stretches(given)
+    assert [x.tolist() for x in found] == [starts, before]
+
+
+@pytest.mark.parametrize("what", UNCLEAR)
+def test_what_they_do_not_tell_is_not_guessed(what):
+    given, token = UNCLEAR[what]
+    starts, before = find_stretches(given)
+    assert before[starts.tolist().index(token)] == -2
+
+
+def test_plans_have_the_stretches_of_all_sequences():
+    batch = Batch.of([masks.causal(7), masks.document_packed(9, documents=[2, 4, 3])])
+    plan = plan_batch(batch, Topology(1, 2))
+    for part in Plan.decode(plan.encode()).parts:
+        assert part.stretches.start.tolist() == [0, 7, 9, 13]
+        assert np.all(part.stretches.before == -1)
