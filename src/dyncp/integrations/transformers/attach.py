@@ -13,7 +13,12 @@ from dyncp.dataloader.loss import LISTED
 from dyncp.executor import Step
 from dyncp.integrations.transformers import operators as _operators  # registers them  # noqa: F401
 from dyncp.integrations.transformers.compare import compare
-from dyncp.integrations.transformers.experts import COEFFICIENT, auxiliary_share, take_coefficient
+from dyncp.integrations.transformers.experts import (
+    COEFFICIENT,
+    auxiliary_share,
+    install_recorders,
+    take_coefficient,
+)
 from dyncp.integrations.transformers.functions import NAME, Call, attend, mask_marker
 from dyncp.integrations.transformers.layers import (
     check_model,
@@ -68,6 +73,7 @@ class Attached:
         self._check_implementation()
         self._coefficient = take_coefficient(model)
         self._mixers = Mixers(model, config)
+        install_recorders(model)
         if model.get_output_embeddings() is not None and model.loss_type is None:
             model.loss_type = "ForCausalLM"  # what it takes anyway, without a warning
         self._hooks = (
