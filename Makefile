@@ -3,18 +3,22 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Megatron-Core, torchtitan and what its models import; not its trackers and datasets (300 MB).
+FRAMEWORKS := megatron-core torchtitan spmd_types tyro docstring_parser torchdata
 WORKERS ?= 2
 
 .PHONY: demo test lint format bench bench-planner bench-loader bench-fill bench-gpu bench-network drawn soak clean
 
 $(READY): pyproject.toml constraints.txt
+	@echo "installing PyTorch and the rest into $(VENV): about 2 GB, a few minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,lint]'
 	-$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[hypergraph]'  # not on all platforms
+	-$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt $(FRAMEWORKS)  # nor these
 	touch $(READY)
 
-demo: $(READY)  ## train a small decoder on 4 CPU processes and compare with one process
-	$(BIN)/dyncp train
+demo: $(READY)  ## train a small Llama on 4 CPU processes and compare with plain Transformers in one
+	$(BIN)/python examples/demo.py
 
 # Tests that start processes are one group, which runs on one worker.
 test: $(READY)

@@ -32,7 +32,9 @@ import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d
 
 from benchmarks.cases import failing_planner
+from benchmarks.decoder import Decoder
 from dyncp import (
+    AttentionShape,
     DCPAttn,
     DCPDataLoader,
     DCPExecutor,
@@ -41,12 +43,10 @@ from dyncp import (
     sum_gradients,
     sum_over_ranks,
 )
-from dyncp.train.config import DecoderConfig
-from dyncp.train.model import Decoder
 
 RUNS = ("undisturbed", "kills and slow plans", "kills, slow plans, errors")
 SEED, STOPPED_SECONDS = 3, 0.5
-SIZES = DecoderConfig(layers=1, hidden=16, q_heads=2, kv_heads=1, head_dim=8, ffn=32, vocab=64)
+SHAPE = AttentionShape(q_heads=2, kv_heads=1, head_dim=8, dtype="fp64")
 TOLERANCE = 1e-6
 
 
@@ -109,7 +109,7 @@ class Run:
         self.loader = DCPDataLoader(
             samples,
             masks.causal,
-            model=SIZES.attention_shape("fp64"),
+            model=SHAPE,
             tokens_per_batch=160,
             lengths=self.lengths,
             shuffle=True,
@@ -118,7 +118,7 @@ class Run:
             **faults,
         )
         torch.manual_seed(SEED)
-        self.model = Decoder(SIZES).double()
+        self.model = Decoder(SHAPE, layers=1, hidden=16, ffn=32, vocab=64).double()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.executor = DCPExecutor(timeout=120)
         self.losses: list[float] = []

@@ -24,7 +24,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import Dataset, IterableDataset
 
 from benchmarks.cases import failing_planner
+from benchmarks.decoder import Decoder
 from dyncp import (
+    AttentionShape,
     DCPAttn,
     DCPDataLoader,
     DCPExecutor,
@@ -34,11 +36,9 @@ from dyncp import (
     sum_over_ranks,
 )
 from dyncp.dataloader import BatchMismatch, PeerError, SampleError
-from dyncp.train.config import DecoderConfig
-from dyncp.train.model import Decoder
 
 SEED, BUDGET = 3, 160
-SIZES = DecoderConfig(layers=1, hidden=16, q_heads=2, kv_heads=1, head_dim=8, ffn=32, vocab=64)
+SHAPE = AttentionShape(q_heads=2, kv_heads=1, head_dim=8, dtype="fp64")
 SEGMENT_SECONDS, COLLECTIVE_SECONDS = 240, 60
 STOPPED_SECONDS, SLOW_SECONDS = 0.5, 0.2
 PLANNER_FAULTS = ("kill planner", "stop planner")
@@ -163,7 +163,7 @@ def make_loader(segment: Segment, reading: Reading, mesh: Any) -> DCPDataLoader:
         dataset,
         masks.causal,
         mesh=mesh,
-        model=SIZES.attention_shape("fp64"),
+        model=SHAPE,
         tokens_per_batch=BUDGET,
         accumulation_steps=scenario.accumulation,
         seed=SEED,
@@ -395,7 +395,7 @@ def wait_until_empty(left: Callable[[], list[str]], seconds: float) -> list[str]
 
 def _model() -> Decoder:
     torch.manual_seed(SEED)
-    return Decoder(SIZES).double()
+    return Decoder(SHAPE, layers=1, hidden=16, ffn=32, vocab=64).double()
 
 
 def _continue(pid: int) -> None:

@@ -2,17 +2,18 @@
 
     torchrun --nproc-per-node 4 examples/train_llama.py
     torchrun --nproc-per-node 8 examples/train_llama.py --model meta-llama/Llama-3.2-1B \
-        --data texts/ --tokens-per-batch 131072 --steps 1000 --checkpoint runs/llama
-    torchrun --nproc-per-node 2 examples/train_llama.py --checkpoint runs/llama --resume
+        --data 'texts/**/*.txt' --tokens-per-batch 131072 --steps 1000 --checkpoint runs/llama
+    torchrun --nproc-per-node 2 examples/train_llama.py --resume runs/llama/step-1000 --steps 2000
 
-Runs on GPUs over NCCL, or on CPUs over gloo. Documents of any length are trained on together: each
-attends only itself, and long ones are split over ranks. Without --model it is a small model that
-reads bytes; without --data it reads the source files of Python.
+Runs on GPUs over NCCL, or on CPUs over gloo. A document attends only itself; long ones are split
+over ranks. Without --model and --data a small model reads source files of Python, byte by byte.
 """
 
 import argparse
+import json
 import os
 import sysconfig
+from glob import glob
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -33,33 +34,27 @@ SMALL = LlamaConfig(
     vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
     num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=2**16,
 )  # fmt: skip
+PYTHON = str(Path(sysconfig.get_path("stdlib"), "email/**/*.py"))
 
 
 class Texts(torch.utils.data.Dataset):
     """Text files as samples {"input_ids": tokens}: one token per byte, or by a tokenizer."""
 
-    def __init__(self, folder: Path, suffix: str, max_length: int, tokenizer: Any) -> None:
-        self.files = sorted(f for f in folder.rglob(f"*{suffix}") if f.stat().st_size > 1)
-        self.max_length, self.tokenizer = max_length, tokenizer
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.files = sorted(f for f in glob(args.data, recursive=True) if os.path.getsize(f) > 1)
+        self.tokenizer = AutoTokenizer.from_pretrained(args.model) if args.model else None
+        self.max_length = args.max_length
+        if not self.files:
+            raise SystemExit(f"--data: no files are called {args.data}")
 
     def __len__(self) -> int:
         return len(self.files)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        text = self.files[index].read_bytes()
+        text = Path(self.files[index]).read_bytes()
         if self.tokenizer is not None:
-            ids = self.tokenizer(text.decode(errors="replace"))["input_ids"]
-        else:
-            ids = list(text)
-        return {"input_ids": torch.tensor(ids[: self.max_length])}
-
-
-def open_texts(args: argparse.Namespace) -> Texts:
-    tokenizer = AutoTokenizer.from_pretrained(args.model) if args.model else None
-    if args.data is not None:
-        return Texts(args.data, args.suffix, args.max_length, tokenizer)
-    folder = Path(sysconfig.get_path("stdlib")) / "email"
-    return Texts(folder, ".py", args.max_length, tokenizer)
+            text = self.tokenizer(text.decode(errors="replace"))["input_ids"]
+        return {"input_ids": torch.tensor(list(text[: self.max_length]))}
 
 
 def make_model(args: argparse.Namespace, device: torch.device) -> Any:
@@ -88,20 +83,12 @@ class Checkpoint:
 
     def state_dict(self) -> dict[str, Any]:
         weights, optimizer = get_state_dict(self.model, self.optimizer)
-        return {
-            "model": weights,
-            "optimizer": optimizer,
-            "loader": self.loader.state_dict(),
-            "steps": self.steps,
-        }
+        loader = self.loader.state_dict()
+        return {"model": weights, "optimizer": optimizer, "loader": loader, "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
+        weights = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(self.model, self.optimizer, **weights)
         self.loader.load_state_dict(state["loader"])
         self.steps = state["steps"]
 
@@ -113,85 +100,99 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
     executor = DCPExecutor(device=device)
     loader = attached.loader(
-        open_texts(args),
-        masks.by_name(args.mask),
-        tokens_per_batch=args.tokens_per_batch,
-        accumulation_steps=args.accumulation,
-        too_long="truncate",
-        shuffle=True,
-        seed=args.seed,
-        epochs=None,
-    )
+        Texts(args), masks.by_name(args.mask), sample_ids=True, shuffle=True, epochs=None,
+        tokens_per_batch=args.tokens_per_batch, accumulation_steps=args.accumulate, seed=args.seed,
+        executor=executor,
+    )  # fmt: skip
     run = Checkpoint(model, optimizer, loader)
-    if args.resume:
-        dcp.load({"run": run}, checkpoint_id=args.checkpoint)
+    if args.resume is not None:
+        dcp.load({"run": run}, checkpoint_id=args.resume)
     batches = iter(loader)
     while run.steps < args.steps:
-        start, sent, loss, tokens, stall = (
-            perf_counter(),
-            executor.transport.bytes_sent,
-            0.0,
-            0,
-            0.0,
-        )
-        for micro in range(args.accumulation):
+        start, sent, log = perf_counter(), executor.transport.bytes_sent, StepLog()
+        for micro in range(args.accumulate):
             data, plan = next(batches)
             data = {name: value.to(device, non_blocking=True) for name, value in data.items()}
-            model.set_requires_gradient_sync(micro + 1 == args.accumulation)
-            part = model(**data, dyncp_step=executor.prepare(plan)).loss
-            undo_gradient_average(part).backward()
-            loss, tokens = loss + part.detach(), tokens + int(plan.lengths.sum())
-            stall += loader.metrics.last.stall_seconds
-        clip_grad_norm_(model.parameters(), 1.0)
+            ids, step = data.pop("sample_ids"), executor.prepare(plan)
+            model.set_requires_gradient_sync(micro + 1 == args.accumulate)
+            loss = model(**data, dyncp_step=step).loss  # this rank's share
+            undo_gradient_average(loss).backward()
+            log.add(loss.item(), step.gather(ids[0]), plan, loader.metrics.last.stall_seconds)
+        norm = clip_grad_norm_(model.parameters(), 1.0).full_tensor().item()
         optimizer.step()
         optimizer.zero_grad()
         run.steps += 1
-        sent = executor.transport.bytes_sent - sent
-        totals = sum_over_ranks(torch.tensor([float(loss), float(sent)], device=device)).tolist()
+        own = torch.tensor([log.loss, executor.transport.bytes_sent - sent], dtype=torch.float64)
+        loss, moved = sum_over_ranks(own.to(device)).tolist()
         if dist.get_rank() == 0:
-            seconds = perf_counter() - start
-            print(
-                f"step {run.steps:>4}  loss {totals[0]:.6f}  {tokens / seconds:>9,.0f} tokens/s  "
-                f"{totals[1] / 1e6:>8.2f} MB moved  imbalance "
-                f"{plan.balance.compute_max_over_mean:.2f}  waited {stall:.2f} s",
-                flush=True,
-            )
-        if args.checkpoint is not None and run.steps in (args.steps, args.save_after):
-            dcp.save({"run": run}, checkpoint_id=args.checkpoint)
+            measured = {"step": run.steps, "loss": loss, "norm": norm, "moved_bytes": moved}
+            log.write(measured | {"seconds": perf_counter() - start}, args.log_file)
+        if args.checkpoint and (run.steps == args.steps or run.steps % args.save_every == 0):
+            dcp.save({"run": run}, checkpoint_id=args.checkpoint / f"step-{run.steps}")
     loader.close()
     executor.close()
 
 
-def parse() -> argparse.Namespace:
+class StepLog:
+    """What one optimiser step has trained on: a line on the screen, and one of JSON in a file."""
+
+    def __init__(self) -> None:
+        self.loss, self.stall, self.imbalance = 0.0, 0.0, 1.0
+        self.documents, self.tokens, self.pieces = [], 0, 0
+
+    def add(self, loss: float, ids: list[torch.Tensor], plan: Any, stall: float) -> None:
+        self.loss, self.stall = self.loss + loss, self.stall + stall
+        self.imbalance = max(self.imbalance, plan.balance.compute_max_over_mean)
+        self.documents += [int(of_tokens[0]) for of_tokens in ids]  # places in the dataset
+        self.tokens += int(plan.lengths.sum())
+        holders = zip(plan.blocks.sequence.tolist(), plan.blocks.owner.tolist(), strict=True)
+        self.pieces += len(set(holders))  # a document on three ranks has three
+
+    def write(self, measured: dict[str, float], path: Path | None) -> None:
+        row = vars(self) | measured
+        rate, moved = row["tokens"] / row["seconds"], row["moved_bytes"] / 1e6
+        print(
+            f"step {row['step']:>4}  loss {row['loss']:.6f}  norm {row['norm']:.4f}  "
+            f"{rate:>7,.0f} tokens/s  {moved:>7.2f} MB moved  imbalance {row['imbalance']:.2f}  "
+            f"waited {row['stall']:.2f} s",
+            flush=True,
+        )
+        if path is not None:
+            with path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", help="name or folder of a Transformers model")
-    parser.add_argument("--data", type=Path, help="folder of text files")
-    parser.add_argument("--suffix", default=".txt", help="of the text files")
-    parser.add_argument(
-        "--mask", default="causal", help="of documents, as `dyncp masks` lists them"
-    )
-    parser.add_argument("--max-length", type=int, default=16384, help="tokens of a document")
-    parser.add_argument("--tokens-per-batch", type=int, default=16384)
-    parser.add_argument("--accumulation", type=int, default=1, help="batches per optimiser step")
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--data", default=PYTHON, help="text files (default %(default)s)")
+    parser.add_argument("--mask", default="causal", help="of documents; `dyncp masks` lists them")
+    parser.add_argument("--max-length", type=int, default=8192, help="tokens of a document")
+    parser.add_argument("--tokens-per-batch", type=int, default=16384, help="of all ranks")
+    parser.add_argument("--accumulate", type=int, default=1, help="batches per optimiser step")
+    parser.add_argument("--steps", type=int, default=6, help="optimiser steps, from the start")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--checkpoint", type=Path, help="folder; saved after the last step")
-    parser.add_argument("--save-after", type=int, help="also save after so many steps")
-    parser.add_argument("--resume", action="store_true", help="from the checkpoint")
-    return parser.parse_args()
+    parser.add_argument("--checkpoint", type=Path, help="folder for step-N, also after the last")
+    parser.add_argument("--save-every", type=int, default=1000, help="steps between checkpoints")
+    parser.add_argument("--resume", type=Path, help="folder step-N of a checkpoint")
+    parser.add_argument("--log-file", type=Path, help="gets a line of JSON per step")
+    return parser.parse_args(words)
 
 
 def main() -> None:
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if on_gpu else "gloo")
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    try:
-        train(parse(), device)
-    finally:
-        dist.destroy_process_group()
+    args = parse()
+    if not dist.is_torchelastic_launched():
+        raise SystemExit("start it with torchrun --nproc-per-node N")
+    processes, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+    if 0 < gpus < processes:
+        raise SystemExit(f"{processes} processes, {gpus} GPUs; CUDA_VISIBLE_DEVICES= uses the CPU")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpus else torch.device("cpu")
+    if gpus:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo")
+    train(args, device)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -33,10 +33,6 @@ ALLOWED = {
     "transport": {"plan"},
     "executor": {"plan", "kernels", "transport"},
     "dataloader": {"masks", "blocks", "cost", "plan", "planner", "topology"},
-    "train": {
-        "masks", "blocks", "placement", "plan", "planner", "dataloader", "executor", "kernels",
-        "topology",
-    },
     "integrations": {
         "masks", "blocks", "cost", "plan", "planner", "executor", "dataloader", "topology",
     },
@@ -46,7 +42,8 @@ ALLOWED = {
     },
     "cli": {
         "masks", "blocks", "placement", "schedule", "plan", "verify", "planner", "cost",
-        "simulate", "samplers", "topology", "kernels", "executor", "train", "calibrate",
+        "simulate", "samplers", "topology", "kernels", "executor", "dataloader", "calibrate",
+        "integrations",
     },
 }  # fmt: skip
 WITHOUT_TORCH = (

@@ -26,8 +26,6 @@ from dyncp.plan import PlanDecodeError, encode_part
 from dyncp.plan.codec import decode_body
 from dyncp.samplers import sample_lengths
 from dyncp.topology import Topology, preset
-from dyncp.train.config import SIZES
-from dyncp.train.model import Decoder
 
 LENGTHS = (5, 9, 3, 12, 1, 7)
 
@@ -165,6 +163,9 @@ def test_a_model_says_its_shape_in_many_ways():
     class TransformersModel(torch.nn.Linear):
         config = TransformersConfig()
 
+    class OwnModel(torch.nn.Linear):
+        config = sizes
+
     def shape(model, dtype=None):
         samples = [{"input_ids": [0] * 4}]
         with DCPDataLoader(samples, masks.causal, model=model, dtype=dtype) as loader:
@@ -176,7 +177,7 @@ def test_a_model_says_its_shape_in_many_ways():
     assert shape(config) == shape(TransformersConfig()) == AttentionShape(8, 2, 16, "fp16")
     for dtype in ("fp32", torch.float32):
         assert shape(model, dtype).dtype == shape(None, dtype).dtype == "fp32"
-    assert shape(Decoder(SIZES["tiny"])) == SIZES["tiny"].attention_shape("fp32")
+    assert shape(OwnModel(2, 2)) == AttentionShape(8, 2, 16, "fp32")
     with pytest.raises(ValueError, match="model is int; expected an AttentionShape, a Mod"):
         shape(3)
 

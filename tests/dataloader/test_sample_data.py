@@ -1,5 +1,7 @@
 """Ids and fields of samples beside their tokens, a user's own fields, and the number of batches."""
 
+from collections import UserDict
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -99,6 +101,13 @@ def test_the_number_of_batches_is_known_of_lists_and_after_an_epoch():
     padded = [{"input_ids": [1, 2], "attention_mask": [1, 0]}]
     with pytest.raises(TypeError, match="before an epoch has read them"):
         len(DCPDataLoader(padded, masks.causal))
+
+
+def test_the_number_of_batches_is_known_of_what_a_tokenizer_gives():
+    """BatchEncodings are mappings, not dicts, with an attention_mask of ones."""
+    samples = [UserDict(input_ids=[1] * n, attention_mask=[1] * n) for n in LENGTHS]
+    with DCPDataLoader(samples, masks.causal, tokens_per_batch=16) as loader:
+        assert len(loader) == len(list(loader)) > 2
 
 
 def test_the_number_of_batches_is_counted_once_per_epoch():

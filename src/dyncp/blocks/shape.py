@@ -1,7 +1,7 @@
 """The attention a plan is made for: heads and dtypes, and the payloads that ranks exchange."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
@@ -84,6 +84,15 @@ class AttentionShape:
     def accumulator_bytes(self) -> int:
         """Item size of accumulators, log-sum-exps and row sums: fp32, or fp64 for fp64 inputs."""
         return 8 if self.dtype == "fp64" else 4
+
+    def divided(self, parts: int) -> "AttentionShape":
+        """What one of `parts` tensor-parallel ranks has: its share of the heads."""
+        if parts < 1 or self.q_heads % parts or self.kv_heads % parts:
+            raise ValueError(
+                f"attention has {self.q_heads} q heads and {self.kv_heads} kv heads; {parts} "
+                "tensor-parallel ranks cannot share them: their number has to divide both"
+            )
+        return replace(self, q_heads=self.q_heads // parts, kv_heads=self.kv_heads // parts)
 
     def head_groups(self, num_groups: int = 1) -> tuple[HeadGroup, ...]:
         """`num_groups` groups of (nearly) equal size: 5 kv heads in 2 groups are 3 and 2."""

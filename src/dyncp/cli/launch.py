@@ -20,7 +20,7 @@ TIMEOUT = timedelta(minutes=10)
 
 
 def launch(words: Sequence[str], num_ranks: int, *, to_stderr: bool = False) -> int:
-    """The exit code of `torchrun --nproc-per-node num_ranks -m dyncp WORDS`.
+    """The exit code of `torchrun --nproc-per-node num_ranks WORDS`.
 
     With `to_stderr`, what the ranks print on stdout goes to this process's stderr.
     """
@@ -29,7 +29,7 @@ def launch(words: Sequence[str], num_ranks: int, *, to_stderr: bool = False) -> 
     with _stopping_on_signals():
         # A session of its own: Ctrl-C reaches only us, and torchrun stops its workers in order.
         process = subprocess.Popen(
-            [*torchrun, *options, "-m", "dyncp", *words],
+            [*torchrun, *options, *words],
             env=_environment(num_ranks),
             stdout=sys.stderr.fileno() if to_stderr else None,
             stderr=subprocess.PIPE,

@@ -1,69 +1,63 @@
-"""`dyncp train`: trains a small decoder under dyncp and compares it with a run in one process."""
+"""`dyncp train`: trains a small Llama under dyncp and compares it with plain Transformers."""
 
 import json
+import math
 import os
 import signal
 import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import Any, TextIO
 
+from dyncp import masks
 from dyncp.cli.arguments import Command
 from dyncp.cli.launch import launch, open_world, under_torchrun
 from dyncp.cli.output import Progress
-from dyncp.cli.train_report import StepTable, conclusion, summarise
-from dyncp.train.config import SIZES, TrainConfig
+from dyncp.planner import PlannerConfig
 
-if TYPE_CHECKING:
-    from dyncp.train.loop import StepResult
-
-RANKS = 4
+RANKS, DEVICES = 4, ("cpu", "cuda")
 DISAGREEMENT = 1
-
+# Largest difference of a loss between the runs; fp32 sums in another order: 1e-6 after 8 steps.
+TOLERANCE = 1e-4
+# Files of the folder in which processes find the losses of one process, and leave their rows.
+REFERENCE, ROWS = "reference.json", "rows.json"
+HEADER = (
+    " step  tokens  docs  longest    loss  one process  difference"
+    "  moved MB  ring MB  imbalance  seconds"
+)
 NEXT = """\
 Next:
-  dyncp train --steps 3 --mask lambda_shaped    another mask: fewer pairs, fewer bytes
-  dyncp train --steps 3 --ranks 2               another number of ranks
-  dyncp train --corpus DIR                      your own text files
-  docs/training.md                              how to write this loop yourself"""
-# Files of the folder in which processes find the reference's losses and leave their results.
-REFERENCE, RESULTS = "reference.json", "results.json"
+  dyncp train --mask lambda_shaped     another mask: fewer pairs, fewer bytes
+  dyncp train --ranks 2                another number of ranks
+  dyncp train --corpus DIR             your own text files
+  examples/train_llama.py              the loop, to be copied: docs/transformers.md"""
 
 
 def add_options(parser: ArgumentParser) -> None:
-    default = TrainConfig()
     ranks = parser.add_mutually_exclusive_group()
     ranks.add_argument("--ranks", type=int, help=f"processes to train on (default {RANKS})")
     ranks.add_argument(
         "--virtual-ranks", type=int, metavar="N", help="N ranks inside one process instead"
     )
-    for name, kind, text in (
-        ("steps", int, "optimiser steps"),
-        ("model", str, f"size of the decoder: {', '.join(SIZES)}"),
-        ("mask", str, "NAME[:key=value,...]; `dyncp masks` lists them"),
-        ("max-length", int, "tokens at which documents are cut"),
-        ("solver", str, "how blocks and tiles get their ranks"),
-        ("kernel", str, "attention kernel"),
-        ("device", str, "cpu or cuda"),
-        ("seed", int, "of weights, order of documents, and solver"),
+    for name, value, text in (
+        ("steps", 6, "optimiser steps"),
+        ("mask", "causal", "NAME[:key=value,...]; `dyncp masks` lists them"),
+        ("max-length", 4096, "tokens at which documents are cut"),
+        ("solver", PlannerConfig().solver, "how blocks and tiles get their ranks"),
+        ("kernel", "auto", "attention kernel"),
+        ("device", "cpu", "cpu or cuda"),
+        ("seed", 0, "of weights, order of documents, and solver"),
     ):
-        value = getattr(default, name.replace("-", "_"))
-        parser.add_argument(f"--{name}", type=kind, default=value, help=f"{text} (default {value})")
-    parser.add_argument(
-        "--tokens-per-batch", type=int, help="of all ranks together (default: twice --max-length)"
-    )
-    parser.add_argument(
-        "--lr",
-        type=float,
-        default=default.learning_rate,
-        help="learning rate (default %(default)s)",
-    )
-    parser.add_argument(
-        "--corpus", metavar="DIR", help="folder of text files (default: Python's standard library)"
-    )
+        kind, shown = type(value), f"{text} (default {value})"
+        parser.add_argument(f"--{name}", type=kind, default=value, help=shown)
+    for name, kind, text in (
+        ("tokens-per-batch", int, "of all ranks together (default: twice --max-length)"),
+        ("corpus", str, "folder of text files (default: Python's standard library)"),
+    ):
+        parser.add_argument(f"--{name}", type=kind, help=text)
     parser.add_argument("--no-reference", action="store_true", help="skip the run in one process")
     parser.add_argument(
         "--json", action="store_true", help="one JSON object on stdout; the table goes to stderr"
@@ -72,171 +66,191 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    config = _config(args)
+    _check(args)
+    runs = _runs()
     if under_torchrun():
-        return _run_under_torchrun(args, config, int(os.environ["WORLD_SIZE"]))
-    ranks = _num_ranks(args)
-    Progress().say(_describe(config, ranks))
-    from dyncp.train.loop import check_hardware  # late: torch takes seconds to import
-
-    check_hardware(config, processes=1 if args.virtual_ranks else ranks)
-    reference = None if args.no_reference else run_reference(config)
+        return _run_as_rank(args, runs, int(os.environ["WORLD_SIZE"]))
+    ranks = next((n for n in (args.ranks, args.virtual_ranks) if n is not None), RANKS)
+    runs.check_hardware(args, processes=1 if args.virtual_ranks else ranks)
+    reference = None if args.no_reference else _losses_of_one_process(args, runs)
     if args.virtual_ranks or ranks == 1:
-        results = run_virtual(config, ranks, reference, to_stderr=args.json)
+        stream = sys.stderr if args.json else sys.stdout
+        rows = print_table(runs.train_on_ranks(args, ranks), reference, stream)
     else:
-        code, results = run_processes(args.words, ranks, reference, to_stderr=args.json)
+        code, rows = _run_processes(args, ranks, reference)
         if code:
             Progress().say(f"dyncp: error: the ranks ended with exit code {code}; see above")
             return code
-    return _conclude(args, config, ranks, results, reference)
+    return conclude(args, ranks, rows, reference)
 
 
-def _run_under_torchrun(args: Namespace, config: TrainConfig, ranks: int) -> int:
+def _check(args: Namespace) -> None:
+    for field, least in (("steps", 1), ("max_length", 2), ("ranks", 1), ("virtual_ranks", 1)):
+        value = getattr(args, field)
+        if value is not None and value < least:
+            name = field.replace("_", "-")
+            raise ValueError(f"--{name} is {value}; must be at least {least}")
+    if args.tokens_per_batch is not None and args.tokens_per_batch < args.max_length:
+        raise ValueError(
+            f"--tokens-per-batch is {args.tokens_per_batch}, less than the longest document "
+            f"(--max-length {args.max_length}); raise the one or lower the other"
+        )
+    if args.device not in DEVICES:
+        raise ValueError(f"--device is {args.device!r}; choose one of {', '.join(DEVICES)}")
+    masks.by_name(args.mask)
+    PlannerConfig(solver=args.solver)
+
+
+def _runs() -> ModuleType:
+    """Loaded late: torch and Transformers take seconds to import."""
+    try:
+        import transformers as _  # noqa: F401
+    except ImportError:
+        raise ValueError(
+            "dyncp train trains a Transformers model, and transformers is not installed; "
+            "pip install 'dyncp[transformers]'"
+        ) from None
+    from dyncp.cli import train_run
+
+    return train_run
+
+
+def _losses_of_one_process(args: Namespace, runs: ModuleType) -> list[float]:
+    progress, losses = Progress(), []
+    progress.show(f"one process, plain Transformers: step 1 of {args.steps}")
+    for row in runs.train_plain(args):
+        losses.append(row["loss"])
+        if row["step"] < args.steps:
+            done = f"loss {row['loss']:.4f}, {row['seconds']:.1f} s"
+            progress.show(f"one process: step {row['step'] + 1} of {args.steps} (last: {done})")
+    progress.clear()
+    return losses
+
+
+def _run_processes(
+    args: Namespace, ranks: int, reference: Sequence[float] | None
+) -> tuple[int, list[Any]]:
+    """Runs this command line on `ranks` processes: exit code and rows."""
+    Progress().say(f"starting {ranks} processes ...")
+    with TemporaryDirectory(prefix="dyncp-") as folder:
+        Path(folder, REFERENCE).write_text(json.dumps(reference))
+        words = ["-m", "dyncp", *args.words, "--exchange", folder]
+        code = launch(words, ranks, to_stderr=args.json)
+        return code, [] if code else json.loads(Path(folder, ROWS).read_text())
+
+
+def _run_as_rank(args: Namespace, runs: ModuleType, ranks: int) -> int:
+    """This process is one rank of torchrun's; rank 0 prints."""
     if args.virtual_ranks or args.ranks not in (None, ranks):
         raise ValueError(
             f"torchrun started {ranks} processes, which are the ranks; leave --ranks and "
             "--virtual-ranks out, or start without torchrun"
         )
-    results = run_as_rank(config, args.exchange, to_stderr=args.json and args.exchange is None)
-    if results and args.exchange is None:
-        return _conclude(args, config, ranks, results, None)
+    folder = args.exchange
+    reference = None if folder is None else json.loads((folder / REFERENCE).read_text())
+    with open_world(args.device) as world:
+        # torchrun stops its ranks by SIGTERM: the loader has a process to end.
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        steps = runs.train_on_ranks(args)
+        stream = sys.stderr if args.json and folder is None else sys.stdout
+        rows = print_table(steps, reference, stream if world.first else None)
+    if folder is None and world.first:
+        return conclude(args, ranks, rows, None)
+    if world.first:
+        (folder / ROWS).write_text(json.dumps(rows))
     return 0
 
 
-def _num_ranks(args: Namespace) -> int:
-    given = [number for number in (args.ranks, args.virtual_ranks) if number is not None]
-    ranks: int = given[0] if given else RANKS
-    if ranks < 1:
-        raise ValueError(f"{ranks} ranks were asked for; at least 1 is needed")
-    return ranks
+def print_table(
+    rows: Iterable[Any], reference: Sequence[float] | None, stream: TextIO | None
+) -> list[Any]:
+    """Prints rows as they come; `reference` are the losses of one process."""
+    found = []
+    for row in rows:
+        found.append(row)
+        if stream is not None:
+            head = f"{HEADER}\n" if len(found) == 1 else ""
+            print(f"{head}{_line(row, reference)}", file=stream, flush=True)
+    return found
 
 
-def _describe(config: TrainConfig, ranks: int) -> str:
-    size = config.decoder
-    return "\n".join(
-        [
-            f"model   {config.model}: {size.layers} layers, hidden {size.hidden}, "
-            f"{size.q_heads} q and {size.kv_heads} kv heads",
-            f"corpus  {config.corpus or 'the Python standard library'}, documents of up to "
-            f"{config.max_length:,} tokens",
-            f"batch   up to {config.batch_tokens:,} tokens; {config.steps} steps",
-            f"plan    mask {config.mask}, solver {config.solver}, {ranks} ranks",
-        ]
+def _line(row: Any, reference: Sequence[float] | None) -> str:
+    compared = f"{'-':>13}{'-':>12}"
+    if reference is not None:
+        alone = reference[row["step"] - 1]
+        compared = f"{alone:>13.4f}{abs(row['loss'] - alone):>12.1e}"
+    return (
+        f"{row['step']:>5}{row['tokens']:>8,}{row['documents']:>6}{row['longest']:>9,}"
+        f"{row['loss']:>8.4f}{compared}{row['moved_bytes'] / 1e6:>10,.1f}"
+        f"{row['ring_bytes'] / 1e6:>9,.1f}{row['compute_imbalance']:>11.2f}{row['seconds']:>9.1f}"
     )
 
 
-def _conclude(
-    args: Namespace,
-    config: TrainConfig,
-    ranks: int,
-    results: Sequence["StepResult"],
-    reference: Sequence[float] | None,
+def conclude(
+    args: Namespace, ranks: int, rows: Sequence[Any], reference: Sequence[float] | None
 ) -> int:
-    summary = summarise(config, ranks, results, reference)
+    """Prints what was found, and returns the exit code."""
+    summary = summarise(args, ranks, rows, reference)
     stream = sys.stderr if args.json else sys.stdout
-    print("", *conclusion(summary), "", NEXT, sep="\n", file=stream, flush=True)
+    print("", *summary["conclusion"], "", NEXT, sep="\n", file=stream, flush=True)
     if args.json:
         print(json.dumps(summary))
     if summary["agrees"] is not False:
         return 0
-    Progress().say(f"dyncp: error: {conclusion(summary)[0]}")
+    Progress().say(f"dyncp: error: {summary['conclusion'][0]}")
     return DISAGREEMENT
 
 
-def _config(args: Namespace) -> TrainConfig:
-    return TrainConfig(
-        model=args.model,
-        corpus=args.corpus,
-        max_length=args.max_length,
-        tokens_per_batch=args.tokens_per_batch,
-        mask=args.mask,
-        steps=args.steps,
-        learning_rate=args.lr,
-        seed=args.seed,
-        solver=args.solver,
-        kernel=args.kernel,
-        device=args.device,
-    )
+def summarise(
+    args: Namespace, ranks: int, rows: Sequence[Any], reference: Sequence[float] | None
+) -> dict[str, Any]:
+    """The JSON object."""
+    losses = [row["loss"] for row in rows]
+    difference = None if reference is None else largest_difference(losses, reference)
+    moved, ring = (sum(row[name] for row in rows) for name in ("moved_bytes", "ring_bytes"))
+    stalled = sum(row["stall_seconds"] for row in rows[1:])
+    agrees = None if difference is None else difference <= TOLERANCE
+    traffic = f"Attention moved {moved / 1e6:,.0f} MB; ring attention would have moved"
+    return {
+        **{name: getattr(args, name) for name in ("mask", "solver", "kernel", "device", "seed")},
+        "ranks": ranks,
+        "losses": losses,
+        "reference_losses": reference,
+        "largest_difference": difference,
+        "tolerance": TOLERANCE,
+        "agrees": agrees,
+        "moved_bytes": moved,
+        "ring_bytes": ring,
+        "steps": list(rows),
+        "conclusion": [
+            _agreement(ranks, difference, agrees),
+            *([f"{traffic} {ring / 1e6:,.0f} MB."] if ring else []),
+            f"Training waited {stalled:.2f} s for plans after the first step.",
+        ],
+    }
 
 
-def run_reference(config: TrainConfig) -> list[float]:
-    """Losses of the run in one process."""
-    from dyncp.train.loop import open_corpus, train_in_one_process
-
-    progress, losses = Progress(), []
-    progress.show(f"one process: step 1 of {config.steps}")
-    for result in train_in_one_process(config, open_corpus(config)):
-        losses.append(result.loss)
-        if result.step < config.steps:
-            done = f"last loss {result.loss:.4f}, {result.seconds:.1f} s"
-            progress.show(f"one process: step {result.step + 1} of {config.steps} ({done})")
-    progress.clear()
-    return losses
+def _agreement(ranks: int, difference: float | None, agrees: bool | None) -> str:
+    if difference is None:
+        return "Losses were not compared with a run in one process."
+    numbers = f"largest difference {difference:.1e}, tolerance {TOLERANCE:.0e}"
+    said = "Losses agree" if agrees else "LOSSES DIFFER"
+    return f"{said}: {ranks} rank{'s' * (ranks > 1)} and one process, {numbers}."
 
 
-def run_virtual(
-    config: TrainConfig, ranks: int, reference: Sequence[float] | None, *, to_stderr: bool
-) -> list["StepResult"]:
-    """All ranks in this process."""
-    from dyncp.train.loop import open_corpus, train_on_ranks
-
-    table = StepTable(config.steps, reference, to_stderr=to_stderr)
-    return _collect(train_on_ranks(config, open_corpus(config), ranks), table)
-
-
-def run_processes(
-    words: Sequence[str], ranks: int, reference: Sequence[float] | None, *, to_stderr: bool
-) -> tuple[int, list["StepResult"]]:
-    """Runs the command line `words` on `ranks` processes: exit code and results."""
-    from dyncp.train.loop import StepResult
-
-    Progress().say(f"starting {ranks} processes ...")
-    with TemporaryDirectory(prefix="dyncp-") as folder:
-        if reference is not None:
-            Path(folder, REFERENCE).write_text(json.dumps(reference))
-        code = launch([*words, "--exchange", folder], ranks, to_stderr=to_stderr)
-        results = [] if code else json.loads(Path(folder, RESULTS).read_text())
-    return code, [StepResult(**result) for result in results]
-
-
-def run_as_rank(
-    config: TrainConfig, exchange: Path | None, *, to_stderr: bool
-) -> list["StepResult"]:
-    """This process is one rank of torchrun; only rank 0 prints, and gets results."""
-    from dyncp.train.loop import open_corpus, train_on_ranks
-
-    table = None
-    with open_world(config.device) as world:
-        # torchrun stops its ranks by SIGTERM: the loader has a process to end.
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-        if world.first:
-            table = StepTable(config.steps, _reference(exchange), to_stderr=to_stderr)
-        results = _collect(train_on_ranks(config, open_corpus(config)), table)
-    if world.first and exchange is not None:
-        Path(exchange, RESULTS).write_text(json.dumps([asdict(result) for result in results]))
-    return results if world.first else []
-
-
-def _reference(exchange: Path | None) -> list[float] | None:
-    path = None if exchange is None else exchange / REFERENCE
-    return json.loads(path.read_text()) if path is not None and path.exists() else None
-
-
-def _collect(steps: Iterable["StepResult"], table: StepTable | None) -> list["StepResult"]:
-    results = []
-    for result in steps:
-        results.append(result)
-        if table is not None:
-            table.add(result)
-    return results
+def largest_difference(losses: Sequence[float], reference: Sequence[float]) -> float:
+    """NaN if any loss is."""
+    differences = [abs(a - b) for a, b in zip(losses, reference, strict=True)]
+    return math.nan if any(map(math.isnan, differences)) else max(differences)
 
 
 command = Command(
     name="train",
-    summary="train a small decoder on several ranks and compare its losses with one process",
+    summary="train a small Llama on several ranks and compare its losses with one process",
     examples=(
         "dyncp train",
         "dyncp train --ranks 2 --steps 3 --mask sliding_window:window=1024",
+        "dyncp train --virtual-ranks 4 --device cuda",
         "torchrun --nproc-per-node 4 -m dyncp train --steps 5",
     ),
     add_options=add_options,

@@ -1,7 +1,7 @@
 """ModelConfig: the per-token work of a Transformer outside attention, also from a config.json."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,13 @@ class ModelConfig:
 
     def seconds_per_token(self, profile: Profile, direction: Direction) -> float:
         return self.flops_per_token(direction) / profile.dense
+
+    def divided(self, parts: int) -> "ModelConfig":
+        """What one of `parts` tensor-parallel ranks computes: its share of heads, MLP and
+        vocabulary."""
+        shape = self.attention_shape().divided(parts)
+        ffn, vocab = -(-self.ffn // parts), -(-self.vocab // parts)
+        return replace(self, heads=shape.q_heads, kv_heads=shape.kv_heads, ffn=ffn, vocab=vocab)
 
     def attention_shape(self, dtype: str | Any = "bf16") -> AttentionShape:
         return AttentionShape(self.heads, self.kv_heads, self.head_dim, dtype)

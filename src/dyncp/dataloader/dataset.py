@@ -252,13 +252,19 @@ def _lengths_in_memory(dataset: Any) -> Int64 | None:
     """Tokens of every sample of a list of plain samples; None for anything else."""
     if not isinstance(dataset, list | tuple):
         return None
-    if not all(isinstance(sample, dict) and sample.keys() >= {"input_ids"} for sample in dataset):
+    lengths = [_plain_length(sample) for sample in dataset]
+    return None if None in lengths else np.array(lengths, np.int64)
+
+
+def _plain_length(sample: Any) -> int | None:
+    """Its tokens, if they are there and none is marked as padding."""
+    if not isinstance(sample, Mapping) or "padding_mask" in sample:
         return None
-    if any(sample.keys() & {"attention_mask", "padding_mask"} for sample in dataset):
+    tokens, mask = sample.get("input_ids"), sample.get("attention_mask")
+    if not isinstance(tokens, Sized):
         return None
-    if not all(isinstance(sample["input_ids"], Sized) for sample in dataset):
-        return None
-    return np.array([len(sample["input_ids"]) for sample in dataset], np.int64)
+    plain = mask is None or np.array_equal(mask, np.ones(len(tokens)))  # tokenizers give ones
+    return len(tokens) if plain else None
 
 
 def _column(dataset: Any, name: str) -> Any:

@@ -50,7 +50,8 @@ class DCPDataLoader:
     `dataset` has samples (dicts with `input_ids`) by index or by iteration; `mask_fn(sample)`
     returns a sample's mask, or several by name. `group` (ProcessGroup or one-dimensional
     DeviceMesh) runs the plans; by default the world, or one rank. `mesh` is a DeviceMesh whose
-    dimension "cp" runs the plans; dimensions named dp... are replicas, which get different batches.
+    dimension "cp" runs the plans; dimensions named dp... are replicas, which get different batches;
+    the ranks of "tp" get the same data, and their share of the heads of `model`.
     `virtual_ranks=N` plans for N ranks in this process, and yields whole Plans with the data of all
     ranks.
 
@@ -145,7 +146,7 @@ class DCPDataLoader:
         self._number, self._iterations = _next_number(self.ranks), 0
         with Handshake(self._open_store(STORE_TIMEOUT), self.ranks) as handshake:
             self.config = LoaderConfig.of(arguments)
-            self.shape, sizes = model_shape(model, dtype)
+            self.shape, sizes = model_shape(model, dtype, self.ranks.tensor_parallel)
             self.topology, cost = topology_and_cost(self.ranks, topology, cost, self.shape)
             batch_planner = BatchPlanner(
                 self.config, self.topology, self.shape, planner or PlannerConfig(), cost, sizes

@@ -4,6 +4,7 @@ A rank's loss is the sum over its own targets divided by `num_items_in_batch`, t
 whole optimiser step. The loss of the step is the sum over ranks, and so are the gradients.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from dyncp.dataloader.ranks import data_dimensions
 from dyncp.dataloader.sample_format import NO_TARGET
 from dyncp.masks import Mask
 
@@ -71,47 +73,92 @@ def next_token_loss(logits: Tensor, local_data: Mapping[str, Tensor]) -> Tensor:
     return losses.sum() / local_data["num_items_in_batch"]
 
 
+def _groups(group: Any) -> list[Any]:
+    """The process groups over which ranks have different tokens, one for each dimension of a mesh.
+    Sums over one after the other are sums over all of them."""
+    if not dist.is_initialized():
+        return []
+    if not hasattr(group, "get_group"):
+        return [group or dist.group.WORLD]
+    if group.ndim == 1:
+        return [group.get_group()]
+    names = data_dimensions(group)
+    if not names:
+        raise ValueError(
+            f"mesh has dimensions {list(group.mesh_dim_names or ())}; name those of ranks with "
+            "different tokens dp... and 'cp', or pass a group"
+        )
+    return [group.get_group(name) for name in names]
+
+
 def undo_gradient_average(loss: Tensor, group: Any = None) -> Tensor:
-    """The loss to call backward on if a wrapper (DDP, FSDP) averages gradients over `group`.
+    """The loss to call backward on if a wrapper (DDP, FSDP) averages gradients over `group`: a
+    process group (default: the world), or a DeviceMesh, of which dimensions dp... and cp count.
 
     Averaging divides the sum over ranks by their number; this multiplies by it beforehand. Without
     an initialised process group it returns the loss itself.
     """
-    return loss * dist.get_world_size(group) if dist.is_initialized() else loss
+    ranks = math.prod(dist.get_world_size(one) for one in _groups(group))
+    return loss * ranks if ranks > 1 else loss
 
 
 def sum_over_ranks(tensor: Tensor, group: Any = None) -> Tensor:
-    """Replaces the tensor by its sum over `group` (default: the world), and returns it."""
-    if dist.is_initialized():
-        dist.all_reduce(tensor, group=group)
+    """Replaces the tensor by its sum over `group` (see `undo_gradient_average`); returns it."""
+    for one in _groups(group):
+        dist.all_reduce(tensor, group=one)
     return tensor
 
 
 def sum_gradients(model: nn.Module, group: Any = None) -> None:
-    """Replaces all gradients by their sums over `group`, in one all-reduce per dtype.
+    """Replaces all gradients by their sums over `group` (see `undo_gradient_average`), in one
+    all-reduce per dtype.
 
     A parameter that this rank did not use, such as an expert that none of its tokens chose, gets
-    the other ranks' sum; one that no rank used stays without a gradient.
+    the other ranks' sum; one that no rank used stays without a gradient. Of parameters that tensor
+    parallelism divides, ranks sum their shares.
     """
-    if not dist.is_initialized():
-        return
     by_kind: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = defaultdict(list)
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad:
+            _check_not_summed(name, parameter, group)
             by_kind[parameter.dtype, parameter.device].append(parameter)
     for parameters in by_kind.values():
         _sum_gradients_of(parameters, group)
 
 
+def _check_not_summed(name: str, parameter: nn.Parameter, group: Any) -> None:
+    mesh: Any = getattr(parameter, "device_mesh", None)  # of a DTensor
+    if mesh is None:
+        return
+    for one in _groups(group):
+        ranks = set(dist.get_process_group_ranks(one))
+        shared = sorted(ranks.intersection(mesh.mesh.flatten().tolist()))
+        if len(shared) > 1:
+            raise ValueError(
+                f"ranks {shared} share parameter {name}, and its gradients were to be summed over "
+                "them. If FSDP shares it, that has happened already: leave sum_gradients out. If "
+                "tensor parallelism does, give sum_gradients the mesh, or the group of 'cp'"
+            )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's share of a DTensor."""
+    share: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return share
+
+
 def _sum_gradients_of(parameters: list[nn.Parameter], group: Any) -> None:
     """The number of ranks that used each parameter is summed in the same message."""
-    used = parameters[0].new_tensor([float(p.grad is not None) for p in parameters])
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    flat = torch.cat([used, *(gradient.flatten() for gradient in gradients)])
+    used = [float(p.grad is not None) for p in parameters]
+    gradients = [_local(torch.zeros_like(p) if p.grad is None else p.grad) for p in parameters]
+    flat = torch.cat([gradients[0].new_tensor(used), *(x.flatten() for x in gradients)])
     total = sum_over_ranks(flat.detach(), group)
-    users, *sums = torch.split(total, [len(parameters), *(p.numel() for p in parameters)])
-    for parameter, num_users, gradient in zip(parameters, users.tolist(), sums, strict=True):
+    users, *sums = torch.split(total, [len(used), *(x.numel() for x in gradients)])
+    for parameter, num_users, gradient, summed in zip(
+        parameters, users.tolist(), gradients, sums, strict=True
+    ):
         if parameter.grad is not None:
-            parameter.grad.copy_(gradient.view_as(parameter))
+            gradient.copy_(summed.view_as(gradient))
         elif num_users:
-            parameter.grad = gradient.view_as(parameter).clone()
+            parameter.grad = torch.zeros_like(parameter)
+            _local(parameter.grad).copy_(summed.view_as(gradient))

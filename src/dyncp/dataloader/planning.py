@@ -40,23 +40,27 @@ OVERRIDE_HINT = (
 )
 
 
-def model_shape(model: Any, dtype: Any = None) -> tuple[AttentionShape, ModelConfig | None]:
-    """The attention shape of `model`, and its sizes if they are known.
+def model_shape(
+    model: Any, dtype: Any = None, parts: int = 1
+) -> tuple[AttentionShape, ModelConfig | None]:
+    """The attention shape of `model` on one rank, and its sizes there if they are known.
 
     `dtype` is that of q and kv ("bf16", or torch's); by default the model's or its config's.
+    `parts` tensor-parallel ranks share a model; an AttentionShape is that of one rank already.
     """
     if model is None or isinstance(model, AttentionShape):
         shape = AttentionShape.assumed() if model is None else model
         return (replace(shape, dtype=dtype) if dtype else shape), None
     if isinstance(model, ModelConfig):
+        model = model.divided(parts)
         return model.attention_shape(dtype or "bf16"), model
     config = getattr(model, "config", model)  # a Transformers model, or a config
     entries = config.to_dict() if hasattr(config, "to_dict") else config
     chosen = dtype or _dtype_of(model) or _dtype_of(config) or _dtype_of(entries) or "bf16"
     if hasattr(config, "attention_shape"):
-        return config.attention_shape(chosen), None
+        return config.attention_shape(chosen).divided(parts), None
     if isinstance(entries, Mapping):
-        sizes = from_transformers_config(entries)
+        sizes = from_transformers_config(entries).divided(parts)
         return sizes.attention_shape(chosen), sizes
     raise ValueError(
         f"model is {type(model).__name__}; expected an AttentionShape, a ModelConfig, a "

@@ -61,6 +61,7 @@ class LoaderRanks:
     replica: int = 0
     num_replicas: int = 1
     counts_targets: bool = True  # False for all but one of the members with this rank
+    tensor_parallel: int = 1  # members that share the heads of a layer
     group_ranks: tuple[int, ...] = ()  # global ranks that run the plan together
     all_ranks: tuple[int, ...] = ()  # global ranks of all members of all replicas, in that order
 
@@ -127,7 +128,8 @@ class LoaderRanks:
 
 
 def _of_mesh(mesh: Any) -> LoaderRanks:
-    """Dimensions named dp... are replicas, "cp" runs plans; all others share the data."""
+    """Dimensions named dp... are replicas, "cp" runs plans; all others share the data, and "tp" the
+    heads, too."""
     names = mesh.mesh_dim_names or ()
     if "cp" not in names:
         raise ValueError(
@@ -135,7 +137,7 @@ def _of_mesh(mesh: Any) -> LoaderRanks:
         )
     sizes, own = dict(zip(names, mesh.shape, strict=True)), mesh.get_coordinate()
     at = dict(zip(names, own, strict=True))
-    replicas = [name for name in names if name.startswith("dp")]
+    replicas = [name for name in data_dimensions(mesh) if name != "cp"]
     peers = [name for name in names if name not in (*replicas, "cp")]
     order = [names.index(name) for name in (*replicas, *peers, "cp")]
     return LoaderRanks(
@@ -146,9 +148,16 @@ def _of_mesh(mesh: Any) -> LoaderRanks:
         replica=_flat(replicas, at, sizes),
         num_replicas=math.prod(sizes[name] for name in replicas),
         counts_targets=not any(at[name] for name in peers),
+        tensor_parallel=sizes.get("tp", 1),
         group_ranks=tuple(dist.get_process_group_ranks(mesh.get_group("cp"))),
         all_ranks=tuple(mesh.mesh.permute(order).flatten().tolist()),
     )
+
+
+def data_dimensions(mesh: Any) -> list[str]:
+    """Dimensions of a mesh along which ranks have different tokens: dp... and "cp"."""
+    names = mesh.mesh_dim_names or ()
+    return [name for name in names if name == "cp" or name.startswith("dp")]
 
 
 def _flat(names: list[str], at: dict[str, int], sizes: dict[str, int]) -> int:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dyncp.blocks import AttentionShape
 from dyncp.cost import from_transformers_config
 from dyncp.dataloader import NO_TARGET, DCPDataLoader, next_token_loss
 from dyncp.dataloader.loss import LISTED
@@ -96,27 +97,15 @@ class Attached:
         return model_masks(mask_fn, dict.fromkeys(self.layers))
 
     def loader(self, dataset: Any, mask_fn: Any, **options: Any) -> DCPDataLoader:
-        """A DCPDataLoader for this model; takes the same options. With a mesh that has a dimension
-        "tp", attention layers are taken to have their share of the heads."""
+        """A DCPDataLoader for this model; takes the same options."""
         options = {"local_multiple": ROWS, "dtype": self.dtype, "model": self.model} | options
-        mesh: Any = options.get("mesh")
-        names = getattr(mesh, "mesh_dim_names", None) or ()
-        if "tp" in names and options["model"] is self.model:
-            options["model"] = self.shape(mesh["tp"].size(), options.pop("dtype"))
         return DCPDataLoader(dataset, self.masks(mask_fn), **options)
 
-    def shape(self, parts: int = 1, dtype: str | torch.dtype | None = None) -> Any:
-        """The AttentionShape of its layers, for loops that plan batches themselves; `parts` is the
-        degree of tensor parallelism."""
+    def shape(self, parts: int = 1) -> AttentionShape:
+        """The shape of its layers, for loops that plan batches themselves; `parts` is the degree of
+        tensor parallelism."""
         sizes = from_transformers_config(self.config.to_dict())
-        if sizes.heads % parts or sizes.kv_heads % parts:
-            raise ValueError(
-                f"the model has {sizes.heads} q heads and {sizes.kv_heads} kv heads; the {parts} "
-                "ranks of mesh dimension 'tp' have to divide them"
-            )
-        shape = sizes.attention_shape(dtype or self.dtype or self.model.dtype)
-        kind = type(shape)
-        return kind(shape.q_heads // parts, shape.kv_heads // parts, shape.head_dim, shape.dtype)
+        return sizes.attention_shape(self.dtype or self.model.dtype).divided(parts)
 
     def _check_implementation(self) -> None:
         found = self.config._attn_implementation

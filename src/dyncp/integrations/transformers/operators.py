@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from dyncp.dataloader.local_fields import fingerprint_tensor
 from dyncp.executor.numbers import step_of
 from dyncp.executor.step import Step
+from dyncp.integrations.batch_check import check_batch
 
 
 @custom_op("dyncp::enter", mutates_args=())
@@ -17,7 +17,7 @@ def enter(
     """Positions [1, rows + extra] of local data that belong to the step: `extra` rows are at the
     end, with position 0, or the `largest` of all ranks."""
     step = step_of(number)
-    _check_batch(step, positions, batch)
+    check_batch(step, positions, batch)
     if not extra:
         return positions.clone()
     fill = positions.new_zeros(1, extra)
@@ -35,23 +35,6 @@ def _(
     largest: bool,  # noqa: ARG001
 ) -> Tensor:
     return positions.new_empty(1, positions.shape[1] + extra)
-
-
-def _check_batch(step: Step, positions: Tensor, batch: Tensor | None) -> None:
-    if batch is not None:
-        own = fingerprint_tensor(step.fingerprint)
-        if batch.is_cuda:  # not waited for
-            torch._assert_async((batch == own.to(batch.device, non_blocking=True)).all())
-        elif not torch.equal(batch, own):
-            raise ValueError(
-                "local data and step are of different batches: the loader gives them together, as "
-                "(local_data, plan); prepare that plan"
-            )
-    if positions.shape[1] != step.num_rows:
-        raise ValueError(
-            f"local data have {positions.shape[1]} rows and the step's plan {step.num_rows}: they "
-            "are of different batches, or not this rank's"
-        )
 
 
 @custom_op("dyncp::token_shares", mutates_args=())

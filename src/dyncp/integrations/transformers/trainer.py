@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dyncp.dataloader import DCPDataLoader, sum_over_ranks, undo_gradient_average
 from dyncp.dataloader.local_fields import num_targets
+from dyncp.dataloader.ranks import data_dimensions
 from dyncp.executor import DCPExecutor
 from dyncp.integrations.transformers.attach import Attached, attach
 
@@ -64,6 +65,7 @@ class TrainerMixin:
         attached: Attached | None = None,
         **options: Any,
     ) -> None:
+        _check_mesh((loader_options or {}).get("mesh"))
         _check_arguments(args, options)
         self._attached = attach(model) if attached is None else attached
         self._mask_fn, self._loader_options = mask_fn, dict(loader_options or {})
@@ -178,6 +180,17 @@ class TrainerMixin:
             done = skipped // self.args.gradient_accumulation_steps
             options["num_update_steps_per_epoch"] -= done
         super()._run_epoch(**options)  # type: ignore[misc]
+
+
+def _check_mesh(mesh: Any) -> None:
+    """Trainer averages gradients over all processes."""
+    for name in () if mesh is None else mesh.mesh_dim_names or ():
+        if name not in data_dimensions(mesh) and mesh[name].size() > 1:
+            raise ValueError(
+                f"the mesh has {mesh[name].size()} ranks in dimension {name!r}, with the same "
+                "tokens, and Trainer takes all processes for ranks with different ones; allowed "
+                "are dimensions dp... and 'cp'. Write the loop for others (docs/parallelism.md)"
+            )
 
 
 def _check_arguments(args: Any, options: Mapping[str, Any]) -> None:

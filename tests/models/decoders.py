@@ -1,24 +1,32 @@
 """A decoder small enough for fp64, on virtual ranks and dense."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
+from benchmarks.decoder import Decoder
 from torch import Tensor
 
-from dyncp import DCPAttn, DCPDataLoader, DCPExecutor, PlannerConfig, Step
+from dense import dense_attention
+from dyncp import (
+    AttentionShape,
+    Batch,
+    DCPAttn,
+    DCPDataLoader,
+    DCPExecutor,
+    PlannerConfig,
+    Step,
+)
 from dyncp.dataloader.planning_process import PlanProcess, PlanReply, PlanRequest, answer
-from dyncp.train.config import DecoderConfig
-from dyncp.train.dense import DenseAttention
-from dyncp.train.model import Decoder
 
-SIZES = DecoderConfig(layers=2, hidden=16, q_heads=4, kv_heads=2, head_dim=8, ffn=24, vocab=31)
+SHAPE, VOCABULARY = AttentionShape(q_heads=4, kv_heads=2, head_dim=8, dtype="fp64"), 31
 
 
 def new_decoder() -> Decoder:
     torch.manual_seed(3)
-    decoder = Decoder(SIZES).double()
+    decoder = Decoder(SHAPE, layers=2, hidden=16, ffn=24, vocab=VOCABULARY).double()
     for parameter in decoder.parameters():  # larger than for training: attention has to matter
         torch.nn.init.normal_(parameter, std=0.5)
     return decoder
@@ -26,7 +34,7 @@ def new_decoder() -> Decoder:
 
 def random_documents(*lengths: int) -> list[dict[str, Tensor]]:
     draw = torch.Generator().manual_seed(5)
-    return [{"input_ids": torch.randint(SIZES.vocab, (n,), generator=draw)} for n in lengths]
+    return [{"input_ids": torch.randint(VOCABULARY, (n,), generator=draw)} for n in lengths]
 
 
 def plan_here(_: PlanProcess, request: PlanRequest) -> PlanReply:
@@ -54,5 +62,7 @@ def attend_under(step: Step) -> Any:
     return partial(DCPAttn.apply, step)
 
 
-def dense_attend(documents: Any, mask_fn: Any) -> DenseAttention:
-    return DenseAttention([mask_fn(document) for document in documents], torch.float64)
+def dense_attend(documents: Any, mask_fn: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """Attention without dyncp, for whole documents that follow one another."""
+    batch, scale = Batch.of([mask_fn(document) for document in documents]), SHAPE.head_dim**-0.5
+    return lambda q, kv: dense_attention(batch, "default", q, *kv.unbind(1), scale)

@@ -1,17 +1,11 @@
-"""The decoder under dyncp is the decoder in one process."""
+"""A model of one's own under dyncp is the model in one process."""
 
 from functools import partial
 
 import pytest
 import torch
-from decoders import (
-    SIZES,
-    attend_under,
-    dense_attend,
-    new_decoder,
-    one_batch,
-    random_documents,
-)
+from benchmarks.decoder import token_losses
+from decoders import attend_under, dense_attend, new_decoder, one_batch, random_documents
 
 from dyncp import (
     DCPAttn,
@@ -23,8 +17,6 @@ from dyncp import (
     sum_gradients,
     sum_over_ranks,
 )
-from dyncp.train.dense import DenseAttention
-from dyncp.train.model import rope_rotation, rotate, token_losses
 from processes import run_ranks
 
 MASKS = {
@@ -112,35 +104,3 @@ def test_the_loss_is_the_mean_over_targets():
     assert targets.sum() == 8 + 3
     torch.testing.assert_close(next_token_loss(logits, data), losses[targets].mean())
     assert not losses[~targets].any()
-
-
-def test_rope_scores_depend_on_distance_only():
-    q, k = torch.randn(2, 1, 1, SIZES.head_dim, dtype=torch.float64)
-
-    def score(q_position, k_position):
-        positions = torch.tensor([q_position, k_position])
-        cos, sin = rope_rotation(positions, SIZES, torch.float64)
-        return (rotate(q, (cos[:1], sin[:1])) * rotate(k, (cos[1:], sin[1:]))).sum()
-
-    torch.testing.assert_close(score(5, 2), score(1005, 1002))
-    assert abs(score(5, 2) - score(5, 3)) > 1e-6
-
-
-def test_dense_attention_in_pieces_is_attention_of_the_whole_document(monkeypatch):
-    mask = masks.lambda_shaped(70, sinks=2, window=9) | masks.shared_question(70, answers=3)
-    q, kv = torch.randn(70, 4, 8), torch.randn(70, 2, 2, 8)
-    whole = DenseAttention([mask])(q, kv)
-    monkeypatch.setattr("dyncp.train.dense.ROWS", 16)
-    torch.testing.assert_close(DenseAttention([mask])(q, kv), whole)
-
-
-def test_dense_attention_gives_zero_for_rows_that_attend_nothing():
-    ranges = [[[0, 0]], [[0, 2]], [[1, 3]]]
-    q = torch.randn(3, 4, 8, dtype=torch.float64, requires_grad=True)
-    kv = torch.randn(3, 2, 2, 8, dtype=torch.float64)
-    out = DenseAttention([masks.Mask(ranges)], torch.float64)(q, kv)
-    out.sum().backward()
-    assert not out[0].any()
-    assert not q.grad[0].any()
-    assert out[1:].any(dim=-1).all()
-    assert q.grad.isfinite().all()

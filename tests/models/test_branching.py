@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from benchmarks.decoder import token_losses
 from decoders import attend_under, dense_attend, new_decoder, one_batch, random_documents
 
 from dyncp import masks
-from dyncp.train.model import token_losses
 
 QUESTION, ANSWERS = 13, (11, 1, 24, 6)
 

@@ -32,7 +32,7 @@ def results_of_rank(rank):
     names = run_page()
     model, plain = names["model"], names["next_token_loss"]
     data, plan = next(iter(names["loader"]))
-    attend = names["partial"](names["attention"], names["executor"].prepare(plan))
+    step = names["executor"].prepare(plan)
 
     def flat_gradients():
         gradient = torch.cat([p.grad.flatten() for p in model.parameters()]).numpy()
@@ -40,9 +40,9 @@ def results_of_rank(rank):
         return gradient
 
     model.zero_grad()
-    names["undo_gradient_average"](plain(names["wrapped"](data, attend), data)).backward()
+    names["undo_gradient_average"](plain(names["wrapped"](data, step), data)).backward()
     averaged = flat_gradients()
-    plain(names["Decoder"].forward(model, data, attend), data).backward()
+    plain(model(data, step), data).backward()
     names["sum_gradients"](model)
     return names["perplexity"], averaged, flat_gradients()
 

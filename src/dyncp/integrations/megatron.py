@@ -1,0 +1,261 @@
+"""Megatron-Core's GPTModel under dyncp: `with_dyncp(spec)`, `attach(model)`, then
+`model(**model_inputs(data, step))`.
+
+Megatron hands `packed_seq_params` from the model down to every layer; here they hold the step and
+the positions of its rows. To Megatron the ranks of a plan are data-parallel ranks. Its own context
+parallelism stays off. Needs megatron-core; nothing of it is replaced at import.
+"""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from dyncp.blocks import AttentionShape
+from dyncp.dataloader import NO_TARGET
+from dyncp.dataloader.loss import LISTED
+from dyncp.executor import Step, attention
+from dyncp.integrations.batch_check import check_batch
+from dyncp.integrations.meshes import make_mesh
+
+# Options of a TransformerConfig that dyncp does not have, with the value that switches them off.
+REFUSED = {
+    "attention_dropout": 0.0,
+    "context_parallel_size": 1,
+    "experimental_attention_variant": None,
+    "fp8_dot_product_attention": False,
+    "hybrid_context_parallel": False,
+    "log_max_attention_logit": False,
+    "mtp_num_layers": None,
+    "multi_latent_attention": False,
+    "pipeline_model_parallel_size": 1,
+    "qk_clip": False,
+    "softmax_type": "vanilla",
+    "window_size": None,
+}
+POSITIONS = ("rope", "learned_absolute", "none")
+
+
+class StepParams(PackedSeqParams):
+    """A step in place of packed sequences, with the positions [1, rows] of its rows."""
+
+    def __init__(self, step: Step, positions: Tensor) -> None:
+        self.step, self.positions = step, positions
+
+    @property
+    def max_seqlen_q(self) -> int:
+        """Megatron's own RoPE asks for it."""
+        raise ValueError(
+            "the model's RoPE counts rows, and a token's place on its rank is not its position; "
+            "call attach(model) before it is trained"
+        )
+
+
+class PlannedAttention(MegatronModule):
+    """The core attention of a layer: dyncp's, by the step in `packed_seq_params`."""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        attention_dropout: float | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        check_config(config)
+        if attention_type != "self" or attn_mask_type != AttnMaskType.causal or attention_dropout:
+            raise ValueError(
+                f"layer {layer_number} has {attention_type} attention with mask "
+                f"{attn_mask_type.name} and dropout {attention_dropout}; dyncp has self attention "
+                "with causal masks, made smaller by the plan, and no dropout"
+            )
+        self.scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        attn_mask_type: Any = None,  # noqa: ARG002
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """q, k and v are [rows, 1, heads, head_dim], with this rank's heads; [rows, 1, width]."""
+        if attention_mask is not None or attention_bias is not None:
+            raise ValueError(
+                "the model got an attention mask or bias; plans have the masks, and dyncp has no "
+                "biases: call model(**model_inputs(local_data, step))"
+            )
+        if query.shape[1] != 1:
+            raise ValueError(f"the model got {query.shape[1]} rows of tokens; local data have 1")
+        step = _checked(packed_seq_params).step
+        q, k, v = (x.squeeze(1) for x in (query, key, value))
+        return attention(step, q, k, v, scale=self.scale).flatten(1).unsqueeze(1)
+
+
+class PositionRotary(nn.Module):
+    """RoPE by the positions of rows. Megatron's own counts rows, and needs a GPU."""
+
+    def __init__(self, rotary: Any) -> None:
+        super().__init__()
+        self.rotary = rotary
+
+    def get_rotary_seq_len(
+        self,
+        inference_context: Any,  # noqa: ARG002
+        transformer: Any,  # noqa: ARG002
+        transformer_input: Any,  # noqa: ARG002
+        transformer_config: Any,  # noqa: ARG002
+        packed_seq_params: Any = None,
+        **_: Any,
+    ) -> Tensor:
+        """What Megatron calls `forward` with: here positions, in place of a length."""
+        return _checked(packed_seq_params).positions
+
+    def forward(self, positions: Tensor, **_: Any) -> Tensor:
+        """Angles [rows, 1, 1, dim]."""
+        frequencies = self.rotary.inv_freq.to(positions.device)
+        place = positions.flatten().to(frequencies.dtype)
+        if self.rotary.seq_len_interpolation_factor is not None:
+            place = place / self.rotary.seq_len_interpolation_factor
+        angles = torch.outer(place, frequencies)
+        if self.rotary.rotary_interleaved:
+            return angles.repeat_interleave(2, dim=-1)[:, None, None]
+        return torch.cat([angles, angles], dim=-1)[:, None, None]
+
+
+def with_dyncp(spec: Any) -> Any:
+    """A copy of a layer spec (as `get_gpt_layer_local_spec` or `..._with_transformer_engine_spec`
+    give it) with dyncp's core attention."""
+    spec = deepcopy(spec)
+    layer: Any = getattr(spec.submodules, "self_attention", None)
+    if getattr(layer, "module", None) is not SelfAttention:
+        found = getattr(getattr(layer, "module", None), "__name__", "none")
+        raise ValueError(
+            f"the layer spec has self attention {found}; allowed is SelfAttention: others (latent, "
+            "linear attention) would be wrong without an error"
+        )
+    layer.submodules.core_attention = PlannedAttention
+    return spec
+
+
+def attach(model: Any) -> Any:
+    """Checks a GPTModel of layers from `with_dyncp`, gives it RoPE by position, and returns it."""
+    if not isinstance(model, GPTModel):
+        raise ValueError(f"model is {type(model).__name__}; expected Megatron-Core's GPTModel")
+    check_config(model.config)
+    for number, layer in enumerate(model.decoder.layers):
+        found = layer.self_attention.core_attention
+        if not isinstance(found, PlannedAttention):
+            raise ValueError(
+                f"layer {number} has {type(found).__name__}, which attends this rank's rows alone; "
+                "make the model with with_dyncp(spec)"
+            )
+    kind = model.position_embedding_type
+    if kind not in POSITIONS:
+        raise ValueError(
+            f"position_embedding_type is {kind!r}; allowed are {', '.join(POSITIONS)}: others take "
+            "a token's place on its rank for its position"
+        )
+    if kind == "rope":
+        model.rotary_pos_emb = PositionRotary(model.rotary_pos_emb)
+    return model
+
+
+def check_config(config: Any) -> None:
+    """Raises ValueError for what results would be wrong without."""
+    for name, off in REFUSED.items():
+        value = getattr(config, name, off)
+        if value != off:
+            raise ValueError(
+                f"the TransformerConfig has {name}={value!r}, which dyncp does not have beside its "
+                f"own context parallelism; set it to {off!r}"
+            )
+    if config.num_moe_experts and config.moe_aux_loss_coeff:
+        raise ValueError(
+            f"moe_aux_loss_coeff is {config.moe_aux_loss_coeff}: Megatron takes the mean of every "
+            "rank's own tokens, which is another loss where ranks have different numbers of them; "
+            "set it to 0"
+        )
+
+
+def attention_shape(config: Any, dtype: Any = None) -> AttentionShape:
+    """What one rank's layers give attention, for `DCPDataLoader(model=)`."""
+    kv_heads = config.num_query_groups or config.num_attention_heads
+    heads = (config.num_attention_heads, kv_heads, config.kv_channels)
+    shape = AttentionShape(*heads, config.params_dtype if dtype is None else dtype)
+    return shape.divided(config.tensor_model_parallel_size)
+
+
+def plan_mesh(cp: int | None = None) -> DeviceMesh:
+    """The mesh (dp, cp, tp) of a loader and, by `mesh["cp"]`, of an executor, after
+    `initialize_model_parallel`. `cp` of the data-parallel ranks run a plan together (default:
+    all)."""
+    for what, size in (
+        ("context", parallel_state.get_context_parallel_world_size()),
+        ("pipeline", parallel_state.get_pipeline_model_parallel_world_size()),
+    ):
+        if size > 1:
+            raise ValueError(
+                f"Megatron's own {what} parallelism has {size} ranks; set {what}_parallel_size (or "
+                f"{what}_model_parallel_size) to 1, and its ranks become data-parallel"
+            )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    data_ranks = parallel_state.get_data_parallel_world_size()
+    tensor_group = parallel_state.get_tensor_model_parallel_group()
+    mesh = make_mesh(device, data_ranks, tensor_group.size(), cp)
+    if mesh["tp"].mesh.tolist() != dist.get_process_group_ranks(tensor_group):
+        raise ValueError(
+            f"Megatron's tensor-parallel ranks are {dist.get_process_group_ranks(tensor_group)}; "
+            "expected neighbours, as in its default order tp-cp-ep-dp-pp"
+        )
+    return mesh
+
+
+def model_inputs(local_data: Mapping[str, Tensor], step: Step) -> dict[str, Any]:
+    """What the model is called with, if the local data are the step's. It then gives the losses of
+    rows [1, rows], for `loss_of`."""
+    if any(name in local_data for name in LISTED):
+        raise ValueError(
+            "the batch has tokens with several targets or weights (prefix trees), and Megatron's "
+            "loss knows one; call the model without labels, and take dyncp.next_token_loss"
+        )
+    positions = local_data["position_ids"]
+    check_batch(step, positions, local_data.get("batch_fingerprint"))
+    return {
+        "input_ids": local_data["input_ids"],
+        "position_ids": positions,
+        "attention_mask": None,
+        "labels": local_data["shift_labels"].clamp_min(0),
+        "packed_seq_params": StepParams(step, positions),
+    }
+
+
+def loss_of(losses: Tensor, local_data: Mapping[str, Tensor]) -> Tensor:
+    """This rank's share of the step's loss, from the losses [1, rows] that the model gave."""
+    trained = local_data["shift_labels"] != NO_TARGET
+    return losses.float()[trained].sum() / local_data["num_items_in_batch"]
+
+
+def _checked(params: Any) -> StepParams:
+    if not isinstance(params, StepParams):
+        raise ValueError(
+            f"packed_seq_params is {type(params).__name__}; expected the step of this batch: call "
+            "model(**model_inputs(local_data, executor.prepare(plan)))"
+        )
+    return params

@@ -1,0 +1,258 @@
+"""torchtitan models under dyncp: `use_dyncp(config)`, then `model(**model_inputs(data, step))`.
+
+torchtitan hands its attention masks from the model down to every layer; here they are the step. To
+torchtitan the ranks of a plan are data-parallel ranks: they hold different tokens, FSDP sums their
+gradients, and the loss is divided by the targets of all of them. Its own context parallelism stays
+off. Needs torchtitan; nothing of it is replaced.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from math import lcm
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.models.common.attention import (
+    FlexAttention,
+    GQAttention,
+    ScaledDotProductAttention,
+    VarlenAttention,
+)
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.protocols.module import Module
+
+from dyncp.blocks import AttentionShape
+from dyncp.dataloader import DCPDataLoader
+from dyncp.dataloader.loss import LISTED
+from dyncp.executor import DCPExecutor, Step, attention
+from dyncp.integrations.batch_check import check_batch
+from dyncp.integrations.meshes import make_mesh
+from dyncp.plan import DEFAULT_MASK
+
+CAUSAL = (-1, 0)  # VarlenAttention's window without a limit
+ROWS = 8  # rows of a rank are a multiple: matrix units want it, and no rank has none
+
+
+class PlannedAttention(Module):
+    """The inner attention of a layer: dyncp's, by the step that arrives in place of masks."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        mask: str = DEFAULT_MASK  # one of the plan's
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.mask = config.mask
+
+    def forward(
+        self,
+        q_BLNH: Tensor,
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
+        *,
+        attention_masks: Any = None,
+        scale: float | None = None,
+        enable_gqa: bool = False,  # noqa: ARG002
+        **others: Any,
+    ) -> Tensor:
+        """q, k and v are [1, rows, heads, head_dim], with this rank's heads."""
+        unknown = [name for name, given in others.items() if given is not None]
+        if unknown:
+            raise ValueError(
+                f"the layer gives attention {', '.join(unknown)}, which dyncp does not have; "
+                "results would be wrong without it"
+            )
+        step = _checked_step(attention_masks)
+        q, k, v = (x.squeeze(0) for x in (q_BLNH, k_BLNH, v_BLNH))
+        return attention(step, q, k, v, mask=self.mask, scale=scale).unsqueeze(0)
+
+
+class PlannedGQAttention(GQAttention):
+    """GQAttention that is not called without the positions of its rows."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GQAttention.Config):
+        pass
+
+    def forward(
+        self, x_BLD: Tensor, attention_masks: Any, positions: Tensor | None = None
+    ) -> Tensor:
+        step = _checked_step(attention_masks)
+        if x_BLD.shape[0] != 1:
+            raise ValueError(f"the model got {x_BLD.shape[0]} rows of tokens; local data have 1")
+        if positions is None:
+            raise ValueError(
+                "the model got no positions: RoPE would take the place of a token on its rank for "
+                "its position; call model(**model_inputs(local_data, step))"
+            )
+        if not torch.compiler.is_compiling():  # graphs are for any number of rows
+            check_batch(step, positions, None)
+        out: Tensor = super().forward(x_BLD, attention_masks, positions)
+        return out
+
+
+def use_dyncp(config: Any, *, mask: str = DEFAULT_MASK) -> Any:
+    """Puts dyncp's attention into the layers of a model config (Llama 3, Qwen 3), and returns it.
+
+    Call it before the config is updated from a job's and built. `mask` names the plan's mask. What
+    cannot be honoured is refused: windows, sinks, latent and linear attention.
+    """
+    if not isinstance(config, Decoder.Config):
+        raise ValueError(
+            f"config is {type(config).__name__}; expected the config of a torchtitan decoder, such "
+            "as llama3_configs['8B'](attn_backend='flex')"
+        )
+    owner: Any = config._owner
+    if owner.get_attention_masks is not Decoder.get_attention_masks:
+        raise ValueError(
+            f"{owner.__name__} makes masks of its own (windows, say), and plans would not have "
+            "them; allowed are decoders whose layers attend whole documents"
+        )
+    layers = [_with_dyncp(number, layer, mask) for number, layer in enumerate(config.layers)]
+    for layer, replaced in zip(config.layers, layers, strict=True):
+        layer.attention = replaced
+    return config
+
+
+def _with_dyncp(number: int, layer: Any, mask: str) -> Any:
+    found = layer.attention
+    if layer.moe is not None and layer.moe.load_balance_coeff:
+        raise ValueError(
+            f"layer {number} balances its experts by the rows of ranks, and some of them only pad; "
+            "set load_balance_coeff=None"
+        )
+    if type(found) is not GQAttention.Config:
+        kind = "no attention" if found is None else type(found).__qualname__
+        raise ValueError(
+            f"layer {number} has {kind}; dyncp replaces GQAttention only, and others (sinks, "
+            "latent or linear attention) would be wrong without an error"
+        )
+    inner = found.inner_attention
+    known = (FlexAttention.Config, ScaledDotProductAttention.Config, VarlenAttention.Config)
+    window = getattr(inner, "window_size", CAUSAL)
+    if not isinstance(inner, known) or tuple(window) != CAUSAL:
+        raise ValueError(
+            f"layer {number} has inner attention {type(inner).__qualname__} with window {window}; "
+            "allowed are FlexAttention, VarlenAttention and ScaledDotProductAttention without a "
+            "window. Windows are masks of the plan: masks.sliding_window"
+        )
+    kept = {entry.name: getattr(found, entry.name) for entry in fields(found)}
+    kept["inner_attention"] = PlannedAttention.Config(mask=mask)
+    return PlannedGQAttention.Config(**kept)
+
+
+def attention_shape(config: Any, tp: int = 1, dtype: Any = "bf16") -> AttentionShape:
+    """What one rank's layers give attention, for `DCPDataLoader(model=)`; `tp` ranks share the
+    heads."""
+    layer = config.first_attention
+    kv_heads = layer.n_kv_heads or layer.n_heads
+    head_dim = layer.head_dim or layer.dim // layer.n_heads
+    return AttentionShape(layer.n_heads, kv_heads, head_dim, dtype).divided(tp)
+
+
+def plan_mesh(parallel_dims: Any, cp: int | None = None) -> DeviceMesh:
+    """The mesh (dp, cp, tp) of a loader and, by `mesh["cp"]`, of an executor.
+
+    `cp` ranks run a plan together (default: all data-parallel ranks); it divides these, and the
+    others are replicas. torchtitan's own context parallelism and pipelines are refused.
+    """
+    if parallel_dims.cp > 1:
+        raise ValueError(
+            f"torchtitan's own context_parallel_degree is {parallel_dims.cp}: it would cut rows "
+            "that dyncp has cut already. Set it to 1, and give its ranks to "
+            "data_parallel_shard_degree"
+        )
+    if parallel_dims.pp > 1:
+        raise ValueError(
+            f"pipeline_parallel_degree is {parallel_dims.pp}: torchtitan's stages take batches "
+            "of equal sizes, and plans give ranks different numbers of rows. Set it to 1"
+        )
+    dp = parallel_dims.dp_replicate * parallel_dims.dp_shard
+    return make_mesh(parallel_dims.world_mesh.device_type, dp, parallel_dims.tp, cp)
+
+
+def model_inputs(local_data: Mapping[str, Tensor], step: Step) -> dict[str, Any]:
+    """What the model is called with, if the local data are the step's."""
+    positions = local_data["position_ids"]
+    check_batch(step, positions, local_data.get("batch_fingerprint"))
+    return {
+        "tokens": local_data["input_ids"], "positions": positions, "attention_masks": step,
+    }  # fmt: skip
+
+
+class PlannedDataLoader(BaseDataLoader):
+    """torchtitan's trainer with dyncp's batches: `Trainer.Config(dataloader=Config(...))`.
+
+    A batch has its step as `attention_masks`, which the trainer passes on to the model. `samples`
+    (called with the tokenizer) gives the dataset, `mask_fn` the masks of its samples; `options` are
+    those of DCPDataLoader; `cp` is the number of ranks that run a plan together.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        samples: Callable[[Any], Any]
+        mask_fn: Any
+        model: AttentionShape | None = None
+        cp: int | None = None
+        options: dict[str, Any] = field(default_factory=dict)
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dp_world_size: int,
+        dp_rank: int,
+        tokenizer: Any,
+        seq_len: int,
+        **_: Any,
+    ) -> None:
+        from torchtitan.tools.utils import device_type
+
+        peers = dist.get_world_size() // dp_world_size
+        mesh = make_mesh(device_type, dp_world_size, peers, config.cp)
+        if mesh["dp"].get_local_rank() * mesh["cp"].size() + mesh["cp"].get_local_rank() != dp_rank:
+            raise ValueError(
+                f"rank {dist.get_rank()} is data-parallel rank {dp_rank} of {dp_world_size} in an "
+                "order that is not (dp, tp): pipelines and torchtitan's own context parallelism "
+                "have to be off"
+            )
+        self.executor = DCPExecutor(mesh["cp"])
+        options: dict[str, Any] = {
+            "mesh": mesh,
+            "executor": self.executor,
+            "model": config.model,
+            "max_length": seq_len,
+            "local_multiple": lcm(ROWS, peers),
+        }
+        dataset = config.samples(tokenizer)
+        self.loader = DCPDataLoader(dataset, config.mask_fn, **options | config.options)
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
+        for local_data, plan in self.loader:
+            listed = [name for name in LISTED if name in local_data]
+            if listed:
+                raise ValueError(
+                    "the batch has tokens with several targets or weights (prefix trees), and "
+                    "torchtitan's losses know one; write the loop with dyncp.next_token_loss"
+                )
+            inputs = model_inputs(local_data, self.executor.prepare(plan))
+            yield {"input": inputs.pop("tokens"), **inputs}, local_data["shift_labels"]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state)
+
+
+def _checked_step(step: Any) -> Step:
+    if not isinstance(step, Step):
+        raise ValueError(
+            f"attention_masks is {type(step).__name__}; expected the step of this batch: call "
+            "model(**model_inputs(local_data, executor.prepare(plan)))"
+        )
+    return step

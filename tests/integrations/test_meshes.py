@@ -1,0 +1,84 @@
+"""A Llama over meshes of replicas, shards, context and tensor parallelism: as in one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+pytest.importorskip("transformers", reason="the extra transformers is not installed")
+
+from benchmarks.meshes import NAMES, compare, divide_heads, samples, train
+from benchmarks.parity_models import make_model
+
+from dyncp import (
+    BatchMismatch,
+    DCPDataLoader,
+    ModelConfig,
+    masks,
+    sum_gradients,
+    sum_over_ranks,
+    undo_gradient_average,
+)
+from dyncp.integrations.transformers import attach
+from dyncp.integrations.transformers.trainer import TrainerMixin
+from processes import run_ranks
+
+pytestmark = pytest.mark.xdist_group("processes")
+
+CASES = {
+    "shards and tensors": ((1, 1, 2, 2), "fsdp"),
+    "replicas": ((2, 1, 2, 1), "fsdp"),
+    "sums and tensors": ((1, 1, 2, 2), "sums"),
+}
+
+
+def on_meshes(rank):
+    outcomes = {name: train(*case) for name, case in CASES.items()}
+    check_factors()
+    check_refusals(rank)
+    return outcomes
+
+
+def check_factors():
+    """Of a mesh, ranks with other tokens count: replicas, shards and cp."""
+    mesh = init_device_mesh("cpu", (1, 2, 1, 2), mesh_dim_names=NAMES)
+    one = torch.ones(())
+    assert undo_gradient_average(one, mesh) == sum_over_ranks(one.clone(), mesh) == 2
+    assert undo_gradient_average(one, mesh["tp"]) == 2
+    assert undo_gradient_average(one) == 4
+
+
+def check_refusals(rank):
+    """Tensor-parallel ranks that disagree, heads that cannot be shared, and gradients that would be
+    summed twice, or over ranks with other shares."""
+    mesh = init_device_mesh("cpu", (1, 1, 2, 2), mesh_dim_names=NAMES)
+    with pytest.raises(BatchMismatch, match="ranks made different loaders"):
+        DCPDataLoader(samples()[rank % 2 :], masks.causal, mesh=mesh)
+    with pytest.raises(ValueError, match="3 kv heads; 2 tensor-parallel ranks cannot share"):
+        DCPDataLoader(samples(), masks.causal, mesh=mesh, model=ModelConfig(24, 1, 8, 97, 6, 3, 4))
+    model = make_model("llama")
+    attached = attach(model)
+    assert attached.loader(samples(), masks.causal, mesh=mesh).shape == attached.shape(2)
+    divide_heads(model, mesh)
+    with pytest.raises(ValueError, match="If tensor parallelism does, give sum_gradients the m"):
+        sum_gradients(model)
+    with pytest.raises(ValueError, match="the mesh has 2 ranks in dimension 'tp', with the same"):
+        TrainerMixin(model, None, mask_fn=masks.causal, loader_options={"mesh": mesh})
+    sharded = fully_shard(torch.nn.Linear(4, 4), mesh=mesh["dp_shard", "cp"]._flatten("both"))
+    with pytest.raises(ValueError, match="If FSDP shares it, that has happened already"):
+        sum_gradients(sharded, mesh)
+    with pytest.raises(ValueError, match=r"name those of ranks with different tokens dp\.\.\. and"):
+        sum_over_ranks(torch.ones(()), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")))
+    dist.barrier()
+
+
+def test_a_llama_trains_as_in_one_process_on_meshes_of_four_dimensions():
+    found = run_ranks(on_meshes, 4, timeout=280)
+    for name in CASES:
+        ranks = [outcomes[name] for outcomes in found]
+        assert ranks[0].split == 2
+        assert len(ranks[0].losses) > 1
+        loss, weight = compare(ranks)
+        assert loss < 1e-5, name
+        assert weight < 1e-4, name
