@@ -11,7 +11,8 @@ plain     4 ranks, gradients summed by dyncp.sum_gradients
 resumed   saved after half of the steps, and resumed on 2 ranks
 fsdp      FSDP2, activation checkpointing, accumulation over 2 batches
 ddp       DistributedDataParallel
-compiled  torch.compile(fullgraph=True)
+compiled  torch.compile(fullgraph=True); OPT and dynamic RoPE without fullgraph: their code has an
+          `if` on a tensor that torch.compile cannot follow, under dyncp or not
 """
 
 import argparse
@@ -21,6 +22,8 @@ import os
 import queue
 import socket
 import sys
+import traceback
+from collections.abc import Iterator
 from datetime import timedelta
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -61,7 +64,8 @@ MASKS = {
 }
 WAYS = ("plain", "resumed", "fsdp", "ddp", "compiled")
 LOSSES, WEIGHTS = 1e-5, 1e-4
-RANKS, TOKENS, TIMEOUT = 4, 700, 300
+BRANCHING = ("opt", "llama dynamic rope")  # on tensors, in Transformers' code
+RANKS, TOKENS, TIMEOUT = 4, 700, 900
 PLANNER = PlannerConfig(block_size=16)  # documents are tiny
 
 
@@ -81,6 +85,7 @@ class Outcome(NamedTuple):
     weights: dict[str, Tensor]
     split: int = 0  # documents that several ranks had
     state: Any = None
+    failure: str = ""
 
 
 def batches(case: Case, mask_fn: Any, **options: Any) -> DCPDataLoader:
@@ -107,16 +112,16 @@ def train_alone(case: Case) -> Outcome:
     from dyncp.integrations.transformers.layers import layer_masks
     from dyncp.integrations.transformers.model_masks import model_masks
 
-    model = make_model(case.model)
-    if case.model == "gpt_oss":  # the only one with sinks
-        model.set_attn_implementation("eager")
+    model = plain_model(case)
     layers = layer_masks(model.config)
     kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * len(layers)
     mask_fn = model_masks(MASKS[case.mask], dict.fromkeys(layers))
     optimizer, losses = optimizer_of(model), []
     with batches(case, mask_fn, virtual_ranks=1) as loader:
         iterator = iter(loader)
-        for _ in range(case.steps):
+        for number in range(case.steps):
+            if case.way == "resumed" and number == case.steps // 2:
+                model, optimizer = loaded(case, model, optimizer)
             total = 0.0
             for _ in range(case.accumulation):
                 data, plan = next(iterator)
@@ -133,6 +138,23 @@ def train_alone(case: Case) -> Outcome:
             optimizer.zero_grad()
             losses.append(total)
     return Outcome(losses, {name: p.detach() for name, p in model.named_parameters()})
+
+
+def plain_model(case: Case) -> Any:
+    model = make_model(case.model)
+    if case.model == "gpt_oss":  # the only one with sinks
+        model.set_attn_implementation("eager")
+    return model
+
+
+def loaded(case: Case, model: Any, optimizer: Any) -> tuple[Any, torch.optim.SGD]:
+    """As from a checkpoint, which does not have everything: dynamic RoPE keeps the largest position
+    it has seen on the module."""
+    other = plain_model(case)
+    other.load_state_dict(model.state_dict())
+    again = optimizer_of(other)
+    again.load_state_dict(optimizer.state_dict())
+    return other, again
 
 
 def dense_bias(of_samples: list[masks.Mask]) -> Tensor:
@@ -164,13 +186,10 @@ def _dense_loss(model: Any, data: dict[str, Tensor], by_kind: dict[str, Tensor])
 
 def train_on_rank(case: Case, state: Any = None, steps: int | None = None) -> Outcome:
     """This rank's part of a run under dyncp; `state` is that of an earlier one."""
-    from dyncp.integrations.transformers import attach
-
-    model = make_model(case.model)
-    attached = attach(model)
+    model, attached, run = wrapped(case)
     if state is not None:
         model.load_state_dict(state["model"], strict=False)  # tied weights are in it once
-    run, optimizer = wrapped(model, case.way)
+    optimizer = optimizer_of(model)
     if state is not None:
         optimizer.load_state_dict(state["optimizer"])
     executor = DCPExecutor(timeout=60)
@@ -215,26 +234,48 @@ def loader_of(case: Case, attached: Any, state: Any) -> DCPDataLoader:
     return loader
 
 
-def wrapped(model: Any, way: str) -> tuple[Any, torch.optim.Optimizer]:
-    if way == "compiled":
-        torch._dynamo.reset()
-        return torch.compile(model, fullgraph=True, backend="aot_eager"), optimizer_of(model)
-    if way == "ddp":
-        parallel = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
-        return parallel, optimizer_of(model)
-    if way == "fsdp":
-        from torch.distributed.fsdp import fully_shard
-        from torch.distributed.tensor import init_device_mesh
-        from transformers.modeling_layers import GradientCheckpointingLayer
+_compiled: dict[str, Any] = {}  # the latest one, and its weights at the start
 
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()
-        for module in list(model.modules()):
-            if isinstance(module, GradientCheckpointingLayer):
-                fully_shard(module, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    return model, optimizer_of(model)
+
+def wrapped(case: Case) -> tuple[Any, Any, Any]:
+    """A model, what attach gave, and what is called."""
+    from dyncp.integrations.transformers import attach
+
+    if case.way == "compiled" and case.model in _compiled:  # masks change nothing in its graphs
+        found, weights = _compiled[case.model]
+        found[0].load_state_dict(weights)
+        return found
+    model = make_model(case.model)
+    attached = attach(model)
+    if case.way == "compiled":
+        torch._dynamo.reset()
+        weights = copy.deepcopy(model.state_dict())
+        compiled = torch.compile(model, fullgraph=case.model not in BRANCHING, backend="aot_eager")
+        _compiled.clear()
+        _compiled[case.model] = (model, attached, compiled), weights
+        return model, attached, compiled
+    if case.way == "ddp":
+        unused = case.model in ("qwen3_moe", "gpt_oss")  # experts that no token chose
+        parallel = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=unused)
+        return model, attached, parallel
+    if case.way == "fsdp":
+        shard(model)
+    return model, attached, model
+
+
+def shard(model: Any) -> None:
+    """FSDP2 with activation checkpointing."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import init_device_mesh
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    for module in list(model.modules()):
+        if isinstance(module, GradientCheckpointingLayer):
+            fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
 
 def split_documents(plan: Any) -> int:
@@ -260,7 +301,11 @@ def rank_main(rank: int, num_ranks: int, port: int, jobs: list[Any], results: An
     )
     for case, state, steps in jobs:
         started = perf_counter()
-        outcome = train_on_rank(case, copy.deepcopy(state), steps)  # processes share its tensors
+        try:
+            outcome = train_on_rank(case, copy.deepcopy(state), steps)  # processes share tensors
+        except Exception:
+            outcome = Outcome([], {}, failure=traceback.format_exc())
+            _loaders.clear()
         if rank == 0:
             print(*case, f"{perf_counter() - started:.1f} s", file=sys.stderr)
             results.put(_bytes_of(outcome))
@@ -268,7 +313,8 @@ def rank_main(rank: int, num_ranks: int, port: int, jobs: list[Any], results: An
     dist.destroy_process_group()
 
 
-def on_ranks(num_ranks: int, jobs: list[Any]) -> list[Outcome]:
+def on_ranks(num_ranks: int, jobs: list[Any]) -> Iterator[Outcome]:
+    """The outcomes of jobs, in their order, as they come."""
     context = mp.get_context("spawn")
     results = context.Queue()
     with socket.socket() as probe:
@@ -279,7 +325,8 @@ def on_ranks(num_ranks: int, jobs: list[Any]) -> list[Outcome]:
     for process in processes:
         process.start()
     try:
-        return [_next_result(results, processes) for _ in jobs]
+        for _ in jobs:
+            yield _next_result(results, processes)
     finally:
         for process in processes:
             process.join(0 if sys.exc_info()[0] else 20)
@@ -305,20 +352,20 @@ def _bytes_of(outcome: Outcome) -> bytes:
     return file.getvalue()
 
 
-def run(cases: list[Case]) -> list[Outcome]:
-    """All cases in one set of processes; the second halves of resumed ones in another, of 2."""
+def run(cases: list[Case]) -> Iterator[tuple[Case, Outcome]]:
+    """All cases in one set of processes; then the second halves of resumed ones in one of 2."""
     halves = {c: c.steps // 2 if c.way == "resumed" else None for c in cases}
+    begun: list[tuple[Case, Outcome]] = []
     first = on_ranks(RANKS, [(case, None, halves[case]) for case in cases])
-    resumed = [
-        (case, outcome.state, case.steps - case.steps // 2)
-        for case, outcome in zip(cases, first, strict=True)
-        if halves[case]
-    ]
-    second = iter(on_ranks(2, resumed) if resumed else [])
-    return [
-        o if not halves[c] else (later := next(second))._replace(losses=o.losses + later.losses)
-        for c, o in zip(cases, first, strict=True)
-    ]
+    for case, outcome in zip(cases, first, strict=True):
+        if halves[case] is None or outcome.failure:
+            yield case, outcome
+        else:
+            begun.append((case, outcome))
+    if begun:
+        rest = on_ranks(2, [(c, o.state, c.steps - c.steps // 2) for c, o in begun])
+        for (case, half), later in zip(begun, rest, strict=True):
+            yield case, later._replace(losses=half.losses + later.losses)
 
 
 def compare(case: Case, got: Outcome, wanted: Outcome) -> tuple[float, float]:
@@ -344,13 +391,17 @@ def main() -> int:
     cases = [
         Case(model, mask, way, options.steps)
         for model in options.models.split(",")
-        for mask in options.masks.split(",")
         for way in options.ways.split(",")
+        for mask in options.masks.split(",")
     ]
     alone: dict[Any, Outcome] = {}
     print(f"{'model':20} {'mask':16} {'way':9} {'losses':>8} {'weights':>8} {'split':>6}")
-    for case, got in zip(cases, run(cases), strict=True):
-        key = case.model, case.mask, case.accumulation
+    for case, got in run(cases):
+        if got.failure:
+            failed += 1
+            print(f"{case.model:20} {case.mask:16} {case.way:9} FAILED\n{got.failure}", flush=True)
+            continue
+        key = case.model, case.mask, case.accumulation, case.way == "resumed"
         if key not in alone:
             alone[key] = train_alone(case)
         losses, weights = compare(case, got, alone[key])

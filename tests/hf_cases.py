@@ -12,7 +12,7 @@ from dyncp.integrations.transformers.layers import layer_masks
 from dyncp.integrations.transformers.model_masks import model_masks
 from dyncp.plan import Layout
 
-LENGTHS = [(150, 9, 31, 4), (12, 180, 40), (3, 77, 5, 60)]
+LENGTHS = [(150, 9, 31, 4), (12, 180, 40), (3, 77, 5, 60), (14, 9)]
 
 
 def samples_of(number: int) -> list[dict[str, Tensor]]:

@@ -33,7 +33,9 @@ ALLOWED = {
     "transport": {"plan"},
     "executor": {"plan", "kernels", "transport"},
     "dataloader": {"masks", "blocks", "cost", "plan", "planner", "topology"},
-    "integrations": {"masks", "blocks", "cost", "plan", "executor", "dataloader"},
+    "integrations": {
+        "masks", "blocks", "cost", "plan", "planner", "executor", "dataloader", "topology",
+    },
     "calibrate": {
         "masks", "blocks", "plan", "planner", "cost", "simulate", "samplers", "topology",
         "transport", "kernels", "executor",

@@ -6,7 +6,7 @@ pytest.importorskip("transformers", reason="the extra transformers is not instal
 
 from benchmarks.parity import branching
 from benchmarks.parity_models import make_model
-from test_transformers_ranks import RANKS, alone, check, losses_and_weights
+from test_transformers_ranks import RANKS, SMALL, alone, check, losses_and_weights
 
 from dyncp import DCPExecutor
 from processes import run_ranks
@@ -18,7 +18,7 @@ HYBRID = ("lfm2", "qwen3_next")
 def hybrid_cases(rank):
     """Three steps of both models, on ranks without rows, and with branches."""
     executor = DCPExecutor(timeout=60)
-    whole = {"solver": "whole_documents", "local_multiple": 1}
+    whole = {"solver": "whole_documents", "local_multiple": 1, "numbers": SMALL}
     found = {}
     for name in HYBRID:
         found[name, "empty ranks"] = losses_and_weights(make_model(name), executor, **whole)
@@ -29,5 +29,5 @@ def hybrid_cases(rank):
 def test_empty_ranks_and_branches_are_as_in_one_process():
     found = run_ranks(hybrid_cases, RANKS, timeout=280)[0]
     for name in HYBRID:
-        check(found[name, "empty ranks"], alone(name))
+        check(found[name, "empty ranks"], alone(name, numbers=SMALL))
         check(found[name, "branches"], alone(name, branching))

@@ -320,3 +320,13 @@ def test_of_fifty_batches_the_first_two_compile():
             assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
     assert graphs[1] == graphs[3]
     assert graphs[4] == graphs[-1]  # one more without gradients
+
+
+def test_a_model_that_gives_router_logits_compiles_as_one_graph():
+    torch._dynamo.reset()
+    model = make_model("qwen3_moe")
+    attach(model)
+    data, step = virtual(model.config)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    loss = compiled(**data, dyncp_step=step).loss
+    assert loss.item() == pytest.approx(model(**data, dyncp_step=step).loss.item(), rel=1e-6)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 pytest.importorskip("transformers", reason="the extra transformers is not installed")
 
 from benchmarks.parity import branching, optimizer_of
-from benchmarks.parity_models import NAMES, make_model
+from benchmarks.parity_models import NAMES, config_of, make_model
 
 from dyncp import (
     DCPExecutor,
@@ -22,14 +22,15 @@ from hf_cases import plain_model, planned, whole_loss
 from processes import run_ranks
 
 pytestmark = pytest.mark.xdist_group("processes")
-RANKS, STEPS = 4, 3
+RANKS, BATCHES = 4, (0, 1, 2)
+SMALL = (3, 0, 3)  # the first and the last have two documents, which stay whole
 
 
-def losses_and_weights(model, executor, mask_fn=masks.causal, **options):
+def losses_and_weights(model, executor, mask_fn=masks.causal, numbers=BATCHES, **options):
     """Three steps of SGD with momentum under dyncp, on this rank."""
     attach(model)
     optimizer, losses = optimizer_of(model), []
-    for number in range(STEPS):
+    for number in numbers:
         samples, batch, plan = planned(model.config, number, RANKS, mask_fn, **options)
         part = plan.parts[dist.get_rank()]
         loss = model(**local_data(samples, batch, part), dyncp_step=executor.prepare(part)).loss
@@ -41,10 +42,10 @@ def losses_and_weights(model, executor, mask_fn=masks.causal, **options):
     return losses, {name: p.detach().numpy() for name, p in model.named_parameters()}
 
 
-def alone(name, mask_fn=masks.causal):
+def alone(name, mask_fn=masks.causal, numbers=BATCHES):
     model = plain_model(name)
     optimizer, losses = optimizer_of(model), []
-    for number in range(STEPS):
+    for number in numbers:
         loss = whole_loss(model, number, mask_fn)
         loss.backward()
         optimizer.step()
@@ -78,7 +79,7 @@ def special_cases(rank):
     """Branches under local layers; ranks without tokens; the same under FSDP's mixed precision."""
     executor = DCPExecutor(timeout=60)
     branches = losses_and_weights(make_model("gemma3"), executor, QUESTION)
-    whole = {"solver": "whole_documents", "local_multiple": 1}
+    whole = {"solver": "whole_documents", "local_multiple": 1, "numbers": SMALL}
     empty = losses_and_weights(make_model("gemma3"), executor, **whole)
     moe = losses_and_weights(make_model("qwen3_moe"), executor, **whole)
     rope = losses_and_weights(make_model("llama dynamic rope"), executor, **whole)
@@ -112,9 +113,11 @@ def sharded(executor):
 def test_branches_empty_ranks_experts_and_rescaled_rope_are_as_in_one_process():
     branches, empty, moe, rope, trees, fsdp = run_ranks(special_cases, RANKS, timeout=280)[0]
     check(branches, alone("gemma3", QUESTION))
-    check(empty, alone("gemma3"))
-    check(moe, alone("qwen3_moe"))
-    check(rope, alone("llama dynamic rope"))
+    plan = planned(config_of("gemma3"), 3, RANKS, local_multiple=1)[2]
+    assert min(part.local_rows for part in plan.parts) == 0
+    check(empty, alone("gemma3", numbers=SMALL))
+    check(moe, alone("qwen3_moe", numbers=SMALL))
+    check(rope, alone("llama dynamic rope", numbers=SMALL))
     check(trees, alone("qwen3_moe", branching))
     loss, untouched, calls = fsdp
     assert loss == pytest.approx(alone("llama")[0][0], rel=1e-2)

@@ -16,6 +16,7 @@ from dyncp.executor.graphs import Graphs
 from dyncp.executor.lowering import PlanLowering
 from dyncp.executor.recompute import CallLog
 from dyncp.executor.step import Step
+from dyncp.executor.unused import UnusedSteps
 from dyncp.executor.warm_up import check_kernel, warm_up
 from dyncp.kernels import Kernel, RowOps, choose_kernel, choose_row_ops
 from dyncp.plan import AttentionShape, MemoryUse, Plan, RankPlan
@@ -80,6 +81,7 @@ class DCPExecutor:
         self.calls = CallLog()
         self._is_closed, self._owns_transport = False, transport is None
         self._latest: Step | None = None
+        self._unused = UnusedSteps()
         self._ahead: OrderedDict[int, PlanLowering] = OrderedDict()  # by id of the first part
 
     @property
@@ -104,12 +106,14 @@ class DCPExecutor:
                 f"alone, but there are {dist.get_world_size()}; make it after init_process_group, "
                 "or give virtual_ranks=1"
             )
+        self._unused.check()
         parts = self._own_parts(plan)
         self._agree(parts[0])
         lowering = self._ahead.pop(id(parts[0]), None)
         if lowering is None or lowering.parts != parts:
             lowering = PlanLowering(parts, self.engine)
         self._latest = Step.of(lowering)
+        self._unused.add(self._latest)
         return self._latest
 
     def prepare_ahead(self, plan: Plan | RankPlan) -> None:

@@ -13,7 +13,13 @@ from dyncp.dataloader import NO_TARGET, DCPDataLoader, next_token_loss
 from dyncp.dataloader.loss import LISTED
 from dyncp.executor import Step
 from dyncp.integrations.transformers import operators as _operators  # registers them  # noqa: F401
-from dyncp.integrations.transformers.experts import COEFFICIENT, auxiliary_share, take_coefficient
+from dyncp.integrations.transformers.compare import compare
+from dyncp.integrations.transformers.experts import (
+    COEFFICIENT,
+    auxiliary_share,
+    install_recorders,
+    take_coefficient,
+)
 from dyncp.integrations.transformers.functions import NAME, Call, attend, mask_marker
 from dyncp.integrations.transformers.layers import (
     check_model,
@@ -41,9 +47,15 @@ def attach(
     The model is then called as `model(**local_data, dyncp_step=step)`, with the local data of a
     DCPDataLoader and the step of their plan. `dtype` is that of q, k and v if it is not that of the
     weights: under autocast, or FSDP's mixed precision. Call it before the model is wrapped or
-    compiled. What cannot be honoured is refused, here or in the first forward.
+    compiled. What cannot be honoured is refused, here or in the first forward. `untested=True` is
+    for architectures without parity runs: a small batch on virtual ranks has to give what the
+    model's own attention gives.
     """
-    return Attached(model, check_model(model, untested=untested), dtype)
+    config = check_model(model, untested=untested)
+    if not untested:
+        return Attached(model, config, dtype)
+    attached: Attached = compare(model, layer_masks(config), lambda: Attached(model, config, dtype))
+    return attached
 
 
 class Attached:
@@ -54,7 +66,7 @@ class Attached:
 
         self.model, self.config, self.dtype = model, config, dtype
         self.layers = layer_masks(config)
-        self._needs_largest = needs_largest_position(config)
+        self._needs_largest = needs_largest_position(model)
         self._before_attach = model.config._attn_implementation
         AttentionInterface.register(NAME, attend)
         AttentionMaskInterface.register(NAME, mask_marker)
@@ -62,6 +74,7 @@ class Attached:
         self._check_implementation()
         self._coefficient = take_coefficient(model)
         self._mixers = Mixers(model, config)
+        install_recorders(model)
         if model.get_output_embeddings() is not None and model.loss_type is None:
             model.loss_type = "ForCausalLM"  # what it takes anyway, without a warning
         self._hooks = (

@@ -40,3 +40,15 @@ def take_coefficient(model: Any) -> float:
     if hasattr(model, COEFFICIENT):
         setattr(model, COEFFICIENT, 0.0)
     return coefficient
+
+
+def install_recorders(model: Any) -> None:
+    """Hooks that give router logits. Transformers installs them in the first call that asks for
+    these, behind a lock that torch.compile cannot enter."""
+    from transformers import PreTrainedModel
+    from transformers.utils.output_capturing import maybe_install_capturing_hooks
+
+    if hasattr(model, COEFFICIENT):
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):
+                maybe_install_capturing_hooks(module)

@@ -72,9 +72,10 @@ def attend(
     """Attention of one layer, as Transformers calls it: q, k and v are [1, heads, rows, dim]."""
     if not isinstance(dyncp_step, Call):
         raise ValueError(
-            "an attached model was called without its step: call model(**local_data, "
-            "dyncp_step=step) on the model that attach got; for generation, "
-            "attached.detach() gives it back its own attention"
+            f"{type(module).__name__} got no step: call model(**local_data, dyncp_step=step) on "
+            "the model that attach got. Layers that do not hand keywords on, and wrappers that "
+            "call model.forward past its hooks, cannot run under dyncp; for generation, "
+            "attached.detach() gives the model back its own attention"
         )
     layer = _layer_of(module, dyncp_step, attention_mask, others)
     _check_options(module, query, dropout, others)
@@ -122,7 +123,8 @@ def _check_options(module: Any, query: Tensor, dropout: float, others: dict[str,
         for name, given in others.items()
         if name not in HARMLESS and given is not None and given is not False
     ]
-    if unknown or others.get("is_causal") is False:
+    is_causal = others.get("is_causal")
+    if unknown or (getattr(module, "is_causal", True) if is_causal is None else is_causal) is False:
         raise ValueError(
             f"{type(module).__name__} gives attention {', '.join(unknown) or 'is_causal=False'}, "
             "which dyncp does not have; results would be wrong without it"

@@ -1,7 +1,10 @@
 """What the attention layers of a model need, read from its config; what cannot run is refused."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from torch import nn
 
 from dyncp.plan import DEFAULT_MASK
 
@@ -12,6 +15,8 @@ TESTED = (
 )  # fmt: skip
 # RoPE whose frequencies depend on the largest position of the batch.
 RESCALED_ROPE = ("dynamic", "longrope")
+# Modules that mix rows in the order in which they lie.
+ORDERED = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
 
 
 class Mixer(NamedTuple):
@@ -82,7 +87,7 @@ def check_model(model: Any, *, untested: bool) -> Any:
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
             f"attach got {type(model).__name__}; expected a Transformers model, before it is "
-            "wrapped by DDP or compiled"
+            "wrapped by DDP or PEFT or compiled"
         )
     config, name = model.config.get_text_config(decoder=True), type(model).__name__
     if not model._can_set_attn_implementation():
@@ -95,22 +100,60 @@ def check_model(model: Any, *, untested: bool) -> Any:
             f"{name} has loss {model.loss_type!r}; allowed are causal language models, and base "
             "models without a loss"
         )
+    if hasattr(model, "_loss_function"):
+        raise ValueError(
+            f"{name} was given a loss_function of its own, which may shift labels or average over "
+            "this rank's targets; take the model's logits and compute the loss outside, as "
+            "dyncp.next_token_loss does"
+        )
     _check_config(config, name)
     layer_masks(config)
-    if config.model_type not in TESTED and not untested:
+    _check_modules(model)
+    if not (untested or _is_tested(model, config)):
         raise ValueError(
-            f"{name} ({config.model_type}) has not been compared with one process; tested are "
-            f"{', '.join(TESTED)}. attach(model, untested=True) runs it; compare losses yourself"
+            f"{name} ({model.config.model_type}) has not been compared with one process; tested "
+            f"are {', '.join(TESTED)}, as Transformers has them. attach(model, untested=True) "
+            "compares it with its own attention on a small batch first"
         )
     return config
 
 
+def _is_tested(model: Any, config: Any) -> bool:
+    """Not where a class of the user's has other layers, nor with towers for images or audio."""
+    own = type(model).__module__.startswith("transformers.models.")
+    return own and config is model.config and config.model_type in TESTED
+
+
+def _check_modules(model: Any) -> None:
+    kind = model.config.get_text_config(decoder=True).model_type
+    handled = {mixer.module for (of, _), mixer in MIXERS.items() if of == kind}
+    for path, module in _text_modules(model):
+        if isinstance(module, ORDERED) and not handled & set(path.split(".")):
+            raise ValueError(
+                f"{path} of {type(model).__name__} is {type(module).__name__}, which needs whole "
+                "sequences in order, and ranks have parts of them; dyncp cannot run it"
+            )
+
+
+def _text_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Towers for images or audio are left out: an attached model is not called with these."""
+    config = model.config.get_text_config(decoder=True)
+    decoder = model if config is model.config else model.get_decoder()
+    found: Iterator[tuple[str, nn.Module]] = decoder.named_modules()
+    return found
+
+
 def _check_config(config: Any, name: str) -> None:
     refused = {
-        "attn_logit_softcapping": "a softcap on attention scores",
         "alibi": "ALiBi biases on attention scores",
         "use_bidirectional_attention": "attention in both directions",
         "add_cross_attention": "cross attention",
+        "output_attentions": "attention scores among its outputs",
+    }
+    refused |= {
+        option: "a softcap on attention scores"
+        for option in config.to_dict()
+        if "softcap" in option and "final" not in option  # that of logits is the model's own
     }
     for option, what in refused.items():
         if getattr(config, option, None):
@@ -127,9 +170,19 @@ def _check_config(config: Any, name: str) -> None:
         )
 
 
-def needs_largest_position(config: Any) -> bool:
-    """Whether RoPE takes a factor from the largest position of the batch."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    by_layer = [x for x in parameters.values() if isinstance(x, dict)] or [parameters]
-    kinds = {str(entry.get("rope_type", "default")) for entry in by_layer}
-    return any(kind in found for found in kinds for kind in RESCALED_ROPE)
+def needs_largest_position(model: Any) -> bool:
+    """Whether RoPE takes a factor from the largest position of the batch: by the config, or by a
+    module that a config does not tell of."""
+    config = model.config.get_text_config(decoder=True)
+    given = [getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")]
+    given += [getattr(module, "rope_type", None) for _, module in _text_modules(model)]
+    return any(kind in found for found in _words(given) for kind in RESCALED_ROPE)
+
+
+def _words(value: Any) -> Iterator[str]:
+    """All texts in nested dicts and lists; RoPE may differ by layer type."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from _words(entry)

@@ -1,0 +1,392 @@
+"""Plants every silent error of context parallelism that dyncp handles, and runs a test that fails.
+
+    python -m benchmarks.planted                  all of them, one after the other
+    python -m benchmarks.planted sinks softcap    those with these words in their names
+
+Works on a copy of the sources. Prints for each error whether its test noticed; ends with 1 if one
+did not, or if a line to be changed is no longer there.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from time import perf_counter
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+ATTACH, FUNCTIONS, LAYERS, MODEL, OPERATORS, EXPERTS, TRAINER = (
+    f"src/dyncp/integrations/transformers/{name}.py"
+    for name in (
+        "attach",
+        "functions",
+        "layers",
+        "model_masks",
+        "operators",
+        "experts",
+        "trainer",
+    )
+)
+ONE, MANY, UNTESTED = (
+    f"tests/integrations/test_{name}.py"
+    for name in ("transformers", "transformers_ranks", "untested_models")
+)
+
+
+class Error(NamedTuple):
+    name: str
+    file: str
+    before: str
+    after: str
+    tests: str
+    chosen: str  # pytest -k
+
+
+ERRORS = [
+    Error("sinks are swallowed", FUNCTIONS, "sink=s_aux", "sink=None", ONE, "losses and gpt_oss"),
+    Error(
+        "a softcap in the config is not refused",
+        LAYERS,
+        'if "softcap" in option and',
+        "if False and",
+        ONE,
+        "attach and softcap",
+    ),
+    Error(
+        "a softcap that a layer gives is swallowed",
+        FUNCTIONS,
+        "if name not in HARMLESS and",
+        "if name not in HARMLESS | {'softcap'} and",
+        ONE,
+        "what_a_layer_gives",
+    ),
+    Error(
+        "scaling is swallowed", FUNCTIONS, "scale=scaling", "scale=None", ONE, "losses and granite"
+    ),
+    Error(
+        "sliding layers see everything",
+        MODEL,
+        "if layer.size is None:",
+        "if True:",
+        UNTESTED,
+        "their_own_masks and gemma3",
+    ),
+    Error(
+        "a plan without the layer's mask",
+        FUNCTIONS,
+        "if not compiling and layer.name not in",
+        "if False and layer.name not in",
+        ONE,
+        "needs_their_masks",
+    ),
+    Error(
+        "chunked layers see everything",
+        LAYERS,
+        'return LayerMask(f"chunk_{chunk}", chunk=chunk)',
+        "return LayerMask()",
+        UNTESTED,
+        "Llama4Text",
+    ),
+    Error(
+        "another window than the config's",
+        FUNCTIONS,
+        "if marker != _marker(layer.size) or",
+        "if False and",
+        ONE,
+        "a_window_that_only",
+    ),
+    Error(
+        "convolutions and linear attention run on parts",
+        LAYERS,
+        'if kind == "full_attention" or',
+        'if kind in ("full_attention", "linear_attention") or',
+        ONE,
+        "attach and (convolutions or linear)",
+    ),
+    Error(
+        "convolutions that the config does not tell of",
+        LAYERS,
+        "if isinstance(module, ORDERED):",
+        "if False:",
+        UNTESTED,
+        "convolutions_that",
+    ),
+    Error(
+        "RoPE factors from the local largest position",
+        OPERATORS,
+        "    if largest:",
+        "    if False:",
+        MANY,
+        "branches",
+    ),
+    Error(
+        "RoPE by a module that the config does not tell of",
+        LAYERS,
+        "given += [getattr(module",
+        "[getattr(module",
+        UNTESTED,
+        "rope_that_only",
+    ),
+    Error(
+        "architectures with attention code of their own",
+        LAYERS,
+        "if not model._can_set_attn_implementation():",
+        "if False:",
+        ONE,
+        "attach and (falcon or gpt-j or bloom)",
+    ),
+    Error(
+        "a model that was never attached",
+        "src/dyncp/executor/executor.py",
+        "self._unused.check()",
+        "pass",
+        UNTESTED,
+        "forgotten",
+    ),
+    Error(
+        "another attention set after attach",
+        ATTACH,
+        "self._check_implementation()\n        step",
+        "step",
+        ONE,
+        "another_attention",
+    ),
+    Error(
+        "layers that do not call dyncp", ATTACH, "if missing:", "if False:", ONE, "does_not_call"
+    ),
+    Error(
+        "the auxiliary loss of this rank's tokens",
+        EXPERTS,
+        "everywhere = torch.ops.dyncp.sum_of_ranks(step.number, choices.detach())",
+        "everywhere = choices.detach()",
+        MANY,
+        "branches",
+    ),
+    Error(
+        "the auxiliary loss twice",
+        EXPERTS,
+        "setattr(model, COEFFICIENT, 0.0)",
+        "pass",
+        ONE,
+        "auxiliary",
+    ),
+    Error(
+        "a stale step with as many rows",
+        OPERATORS,
+        "elif not torch.equal(batch, own):",
+        "elif False:",
+        ONE,
+        "of_another_batch",
+    ),
+    Error(
+        "keywords that the model swallows: masks, caches, scores, head masks",
+        ATTACH,
+        "if name not in KEYWORDS and",
+        "if False and",
+        ONE,
+        "calls_that",
+    ),
+    Error(
+        "padded samples are trained on",
+        "src/dyncp/dataloader/sample_format.py",
+        'if sample.get("attention_mask") is None or',
+        'if sample.get("attention_mask") is None or True or',
+        "tests/dataloader/test_policies.py",
+        "padding or padded",
+    ),
+    Error(
+        "a batch without targets gives NaN",
+        "src/dyncp/dataloader/local_fields.py",
+        "torch.tensor(max(1, targets))",
+        "torch.tensor(targets)",
+        ONE,
+        "without_targets",
+    ),
+    Error(
+        "a loader made before init_process_group",
+        "src/dyncp/dataloader/loader.py",
+        "if self._is_alone and dist.is_initialized()",
+        "if False and dist.is_initialized()",
+        "tests/dataloader/test_loss.py",
+        "before_the_process_group",
+    ),
+    Error(
+        "an executor made before init_process_group",
+        "src/dyncp/executor/executor.py",
+        "if self._is_alone and dist.is_initialized()",
+        "if False and dist.is_initialized()",
+        "tests/dataloader/test_loss.py",
+        "before_the_process_group",
+    ),
+    Error(
+        "scores that the config asks for",
+        LAYERS,
+        '"output_attentions": "attention',
+        '"output_nothing": "attention',
+        UNTESTED,
+        "scores_that_the_config",
+    ),
+    Error(
+        "windows that count rows over branches",
+        "src/dyncp/masks/mask.py",
+        "if mask.length == window.length and reach_other_runs",
+        "if False and reach_other_runs",
+        "tests/masks/test_within.py",
+        "window_of_rows",
+    ),
+    Error(
+        "Trainer averages losses over ranks",
+        TRAINER,
+        "loss = undo_gradient_average(outputs.loss)",
+        "loss = outputs.loss",
+        "tests/integrations/test_trainer.py",
+        "two_ranks",
+    ),
+    Error(
+        "Trainer divides by the accumulated batches",
+        TRAINER,
+        "self.loss_is_scaled_for_ga = True",
+        "self.loss_is_scaled_for_ga = False",
+        "tests/integrations/test_trainer.py",
+        "two_ranks",
+    ),
+    Error(
+        "attention dropout is left out",
+        FUNCTIONS,
+        "    if dropout:",
+        "    if False:",
+        ONE,
+        "dropout",
+    ),
+    Error(
+        "positions by the place on the rank",
+        ATTACH,
+        'if kwargs.get("position_ids") is None or',
+        'if kwargs.get("position_ids") is None and False or',
+        ONE,
+        "calls_that and positions",
+    ),
+    Error(
+        "labels are shifted inside a rank",
+        ATTACH,
+        'if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:',
+        "if False:",
+        ONE,
+        "calls_that and labels",
+    ),
+    Error(
+        "means over a rank's own targets",
+        ATTACH,
+        'if kwargs.get("shift_labels") is not None and kwargs.get("num_items_in_batch") is None:',
+        "if False:",
+        ONE,
+        "calls_that and mean",
+    ),
+    Error(
+        "a rank without tokens",
+        ATTACH,
+        "if self._needs_largest or rows == 0 else 0",
+        "if self._needs_largest else 0",
+        MANY,
+        "branches",
+    ),
+    Error(
+        "layers that look both ways",
+        FUNCTIONS,
+        'getattr(module, "is_causal", True)',
+        "True",
+        UNTESTED,
+        "both_ways",
+    ),
+    Error(
+        "classes of the user's pass as tested",
+        LAYERS,
+        'own = type(model).__module__.startswith("transformers.models.")',
+        "own = True",
+        UNTESTED,
+        "mixes_rows",
+    ),
+    Error(
+        "models with towers for images pass as tested",
+        LAYERS,
+        "return own and config is model.config and",
+        "return own and",
+        UNTESTED,
+        "tower",
+    ),
+    Error(
+        "untested models are not compared",
+        "src/dyncp/integrations/transformers/compare.py",
+        "trial.check(attached.masks)",
+        "pass",
+        UNTESTED,
+        "mixes_rows",
+    ),
+    Error(
+        "a loss function of the user's",
+        LAYERS,
+        'if hasattr(model, "_loss_function"):',
+        "if False:",
+        UNTESTED,
+        "loss_of_the_users",
+    ),
+    Error(
+        "layers dropped by chance",
+        LAYERS,
+        'if getattr(config, "layerdrop", 0):',
+        "if False:",
+        ONE,
+        "attach and layerdrop",
+    ),
+]
+
+
+def notices(error: Error, folder: Path) -> str:
+    """What the test said of a copy with the error in it."""
+    path = folder / error.file
+    text = path.read_text(encoding="utf-8")
+    if error.before not in text:
+        return "the line to be changed is GONE"
+    path.write_text(text.replace(error.before, error.after), encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider"]
+    command += [error.tests, "-k", error.chosen]
+    environment = os.environ | {"PYTHONPATH": "src:tests:."}
+    try:
+        found = subprocess.run(
+            command,
+            check=False,
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+    finally:
+        path.write_text(text, encoding="utf-8")
+    if found.returncode == 1:
+        return "noticed"
+    return "NOT NOTICED" if found.returncode == 0 else f"NO TEST RAN: {found.stdout[-300:]}"
+
+
+def main() -> int:
+    words = sys.argv[1:]
+    errors = [e for e in ERRORS if not words or any(word in e.name for word in words)]
+    missed = 0
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        for name in ("src", "tests", "benchmarks", "examples", "docs"):
+            shutil.copytree(ROOT / name, folder / name)
+        shutil.copy(ROOT / "pyproject.toml", folder)
+        for error in errors:
+            started = perf_counter()
+            found = notices(error, folder)
+            missed += found != "noticed"
+            print(f"{error.name:70} {found:12} {perf_counter() - started:4.0f} s", flush=True)
+    print(f"{len(errors)} planted, {missed} not noticed")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""AcceleratorMixin: Accelerate's loop with dyncp's batches, which all ranks share.
+
+class DynamicAccelerator(AcceleratorMixin, Accelerator):
+    pass
+
+accelerator = DynamicAccelerator(gradient_accumulation_steps=2)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+"""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from dyncp.dataloader import DCPDataLoader, undo_gradient_average
+from dyncp.integrations.transformers.functions import NAME
+
+WAYS = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")  # that average gradients, or have one rank
+
+
+class AcceleratorMixin:
+    """Goes before Accelerator. Accelerate takes each process to have batches of its own: it deals
+    them out, averages gradients, divides losses by the accumulated batches and steps schedulers
+    once for every process. Here all ranks share one batch, and losses are shares of the step's."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._loader: DCPDataLoader | None = None
+        accelerator: Any = self
+        found = accelerator.distributed_type.value
+        if found not in WAYS:
+            raise ValueError(
+                f"Accelerate runs {found}; with dyncp it runs {', '.join(WAYS)}, whose averages of "
+                "gradients it can undo"
+            )
+        other = accelerator.parallelism_config
+        if other is not None and (other.cp_enabled or other.sp_enabled):
+            raise ValueError(
+                "Accelerate was asked for context or sequence parallelism (cp_size, sp_size); "
+                "dyncp has cut the sequences already: leave these at 1"
+            )
+
+    def prepare(self, *objects: Any, **options: Any) -> Any:
+        """Accelerate's; the loader comes back as it is, models have to be attached before."""
+        for given in objects:
+            self._check(given)
+        found: Any = super().prepare(*objects, **options)  # type: ignore[misc]
+        return found
+
+    def _check(self, given: Any) -> None:
+        accelerator: Any = self
+        if isinstance(given, DataLoader):
+            raise ValueError(
+                "prepare got a torch DataLoader, which Accelerate would give every rank other "
+                "batches of; ranks share them under dyncp: prepare attached.loader(dataset, mask)"
+            )
+        own = getattr(getattr(given, "config", None), "_attn_implementation", NAME)
+        if own != NAME:
+            raise ValueError(
+                f"prepare got {type(given).__name__} with attention {own!r}: call attach(model) "
+                "before"
+            )
+        if isinstance(given, DCPDataLoader):
+            steps, planned = accelerator.gradient_accumulation_steps, given.config
+            if planned.accumulation_steps != steps:
+                raise ValueError(
+                    f"the loader makes optimiser steps of {planned.accumulation_steps} batches and "
+                    f"Accelerate of {steps}; give the loader accumulation_steps={steps}"
+                )
+            self._loader = given
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """A step of the optimiser is one step of the scheduler, whatever the number of ranks."""
+        prepared: Any = super().prepare_scheduler(scheduler)  # type: ignore[misc]
+        prepared.split_batches = True
+        return prepared
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Gradients of a rank's share of the loss, as attached models and `next_token_loss` give
+        it: what Accelerate divides by is multiplied before."""
+        accelerator: Any = self
+        self._check_ready()
+        whole = undo_gradient_average(loss) * accelerator.gradient_accumulation_steps
+        super().backward(whole, **options)  # type: ignore[misc]
+
+    def _check_ready(self) -> None:
+        accelerator: Any = self
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if accelerator.num_processes != ranks:
+            raise ValueError(
+                f"Accelerate runs {accelerator.num_processes} processes and torch.distributed "
+                f"{ranks}: every rank would train by its own gradients; start it by torchrun or "
+                "accelerate launch"
+            )
+        if not accelerator._models or self._loader is None:
+            raise ValueError(
+                "backward before prepare(model, optimizer, loader): gradients would not be summed "
+                "over ranks, or losses not by the batches of a step"
+            )

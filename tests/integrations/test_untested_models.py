@@ -1,0 +1,241 @@
+"""Architectures that nobody has compared, and wrappers around known ones: attach tries them out."""
+
+import copy
+import logging
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="the extra transformers is not installed")
+
+from benchmarks.parity_models import NAMES, SIZES, config_of, make_model  # noqa: E402
+
+from dyncp import DCPExecutor, local_data  # noqa: E402
+from dyncp.integrations.transformers import attach  # noqa: E402
+from hf_cases import planned, samples_of, virtual  # noqa: E402
+
+Llama = transformers.LlamaForCausalLM
+TOKENS = {
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "cls_token_id": 0,
+    "sep_token_id": 0,
+}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+OTHERS = {
+    "Qwen2": {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
+    "Mixtral": EXPERTS,
+    "Llama4Text": EXPERTS | {"head_dim": 8, "attention_chunk_size": 24, "intermediate_size_mlp": 48}
+    | {"layer_types": ["chunked_attention", "full_attention"]},
+    "Starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0},
+    "ModernBertDecoder": {"local_attention": 24} | TOKENS,
+}  # fmt: skip
+
+
+def model_of(kind):
+    config = getattr(transformers, f"{kind}Config")(**SIZES | OTHERS[kind])
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.15)
+    return model
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_architectures_are_refused_until_compared_and_then_right(kind):
+    model = model_of(kind)
+    with pytest.raises(ValueError, match=r"has not been compared with one process; tested are"):
+        attach(model)
+    model.eval()
+    samples = samples_of(0)
+    with torch.no_grad():
+        wanted = [model(input_ids=x["input_ids"][None], use_cache=False).logits for x in samples]
+        attached = attach(model, untested=True)
+        data, step = virtual(attached.config)
+        found = step.gather(model(**data, dyncp_step=step).logits[0])
+    for got, expected in zip(found, wanted, strict=True):
+        assert (got - expected[0]).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tested_models_give_what_their_own_masks_give(name):
+    attach(make_model(name), untested=True)
+
+
+class TokenShift(Llama):
+    """Adds the row before to each row, as convolutions do."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.embed_tokens.register_forward_hook(lambda _, __, x: x + x.roll(1, dims=1))
+
+
+class LocalPositions(Llama):
+    """RoPE by the place of a row on its rank."""
+
+    def forward(self, position_ids=None, **options):
+        if position_ids is not None:
+            position_ids = torch.arange(position_ids.shape[1])[None]
+        return super().forward(position_ids=position_ids, **options)
+
+
+class MeanLoss(Llama):
+    """A loss that does not know the targets of other ranks."""
+
+    def forward(self, **options):
+        output = super().forward(**options)
+        if output.loss is not None and "shift_labels" in options:
+            output.loss = output.loss * 1.01
+        return output
+
+
+class OwnRows(Llama):
+    """A layer with two attentions, one of them not by Transformers' interface."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.self_attn.register_forward_hook(self.attend_too)
+
+    @staticmethod
+    def attend_too(_, __, output):
+        rows = output[0]
+        return (rows + torch.softmax(rows @ rows.mT, dim=-1) @ rows, *output[1:])
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        (TokenShift, "outputs"),
+        (LocalPositions, "outputs"),
+        (OwnRows, "outputs"),
+        (MeanLoss, "losses"),
+    ],
+)
+def test_a_model_of_the_users_that_mixes_rows_is_refused_and_left_as_it_was(kind, what):
+    model = kind(config_of("llama"))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=f"{kind.__name__} .llama. has not been compared"):
+        attach(model)
+    with pytest.raises(ValueError, match=f"gives other {what} under dyncp than with its own"):
+        attach(model, untested=True)
+    assert model.config._attn_implementation == "sdpa"
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, before[name])
+    ids = samples_of(0)[0]["input_ids"][None]
+    assert torch.isfinite(model(input_ids=ids).logits).all()
+    assert model.training
+
+
+def test_layers_that_do_not_hand_the_step_on_are_named():
+    options = {name: value for name, value in SIZES.items() if name != "pad_token_id"}
+    model = transformers.StableLmForCausalLM(transformers.StableLmConfig(**options))
+    with pytest.raises(ValueError, match=r"StableLm\w*Attention got no step.*do not hand keywords"):
+        attach(model, untested=True)
+
+
+def test_convolutions_that_the_config_does_not_tell_of_are_named_with_their_place():
+    model = make_model("llama")
+    model.model.layers[1].mlp.add_module("mix", torch.nn.Conv1d(32, 32, 3))
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.mix of Llama\w+ is Conv1d"):
+        attach(model, untested=True)
+
+
+def test_a_model_with_a_tower_for_images_is_not_its_text_model():
+    tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    tower |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    config = transformers.Gemma3Config(
+        text_config=config_of("gemma3").to_dict(), vision_config=tower, mm_tokens_per_image=4
+    )
+    with pytest.raises(ValueError, match=r"\(gemma3\) has not been compared"):
+        attach(transformers.Gemma3Model(config))
+
+
+def test_a_model_without_weights_is_not_compared_and_says_so(caplog):
+    with torch.device("meta"):
+        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES))
+    with caplog.at_level(logging.WARNING):
+        attach(model, untested=True)
+    assert "Qwen2ForCausalLM has no weights yet, and was not compared" in caplog.text
+
+
+def test_a_rope_that_only_a_module_knows_gets_the_largest_position_too():
+    model = make_model("llama")
+    assert not attach(model)._needs_largest
+    model.model.rotary_emb.rope_type = "dynamic"
+    assert attach(model)._needs_largest
+    by_layer = {"full_attention": {"rope_type": "longrope"}, "sliding_attention": {}}
+    other = make_model("llama")
+    other.config.rope_parameters = by_layer
+    assert attach(other)._needs_largest
+
+
+def test_a_loss_of_the_users_is_refused():
+    model = make_model("llama")
+    model.loss_function = lambda logits, **_: logits.mean()
+    with pytest.raises(ValueError, match="was given a loss_function of its own"):
+        attach(model)
+
+
+def test_scores_that_the_config_asks_for_are_refused():
+    with pytest.raises(ValueError, match=r"attention scores among its outputs \(output_attentions"):
+        attach(make_model("llama", attn_implementation="eager", output_attentions=True))
+
+
+def test_a_softcap_by_any_name_is_refused_and_one_of_logits_is_not():
+    attach(make_model("gemma3", final_logit_softcapping=30.0))
+    model = make_model("llama")
+    model.config.attention_softcap = 20.0
+    with pytest.raises(ValueError, match=r"a softcap on attention scores \(attention_softcap=20.0"):
+        attach(model)
+
+
+class PastHooks(torch.nn.Module):
+    """Calls forward itself, where hooks do not run."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.inner = model
+
+    def forward(self, **options):
+        return self.inner.forward(**options)
+
+
+def test_wrappers_past_the_hooks_and_generation_are_refused():
+    model = make_model("llama")
+    attach(model)
+    data, step = virtual(model.config)
+    with pytest.raises(ValueError, match=r"got no step.*past its hooks"):
+        PastHooks(model)(**data, dyncp_step=step)
+    with pytest.raises(ValueError, match="expected a Transformers model, before it is wrapped"):
+        attach(PastHooks(model))
+    with pytest.raises(ValueError, match="without its step"):
+        model.generate(data["input_ids"][:, :5], max_new_tokens=2)
+
+
+def test_a_layer_that_looks_both_ways_is_refused():
+    model = make_model("llama")
+    attach(model)
+    model.model.layers[1].self_attn.is_causal = False
+    data, step = virtual(model.config)
+    with pytest.raises(ValueError, match="LlamaAttention gives attention is_causal=False"):
+        model(**data, dyncp_step=step)
+
+
+def test_a_forgotten_attach_is_noticed_after_a_few_steps():
+    model = make_model("llama")
+    samples, batch, plan = planned(model.config, 0, 2)
+    data, executor = local_data(samples, batch, plan), DCPExecutor(virtual_ranks=2)
+
+    def train(steps):
+        for _ in range(steps):
+            model(**data, dyncp_step=executor.prepare(plan))
+
+    with pytest.raises(ValueError, match=r"attention was called with none.*attach\(model\)"):
+        train(6)
+    attach(model)
+    train(6)
+    ahead = [executor.prepare(plan) for _ in range(6)]
+    model(**data, dyncp_step=ahead[0])
