@@ -5,14 +5,16 @@ import logging
 
 import pytest
 import torch
+import torch.distributed as dist
 
 transformers = pytest.importorskip("transformers", reason="the extra transformers is not installed")
 
 from benchmarks.parity_models import NAMES, SIZES, config_of, make_model  # noqa: E402
 
-from dyncp import DCPExecutor, local_data  # noqa: E402
+from dyncp import DCPDataLoader, DCPExecutor, masks  # noqa: E402
 from dyncp.integrations.transformers import attach  # noqa: E402
 from hf_cases import planned, samples_of, virtual  # noqa: E402
+from processes import run_ranks  # noqa: E402
 
 Llama = transformers.LlamaForCausalLM
 TOKENS = {
@@ -224,18 +226,37 @@ def test_a_layer_that_looks_both_ways_is_refused():
         model(**data, dyncp_step=step)
 
 
-def test_a_forgotten_attach_is_noticed_after_a_few_steps():
-    model = make_model("llama")
-    samples, batch, plan = planned(model.config, 0, 2)
-    data, executor = local_data(samples, batch, plan), DCPExecutor(virtual_ranks=2)
+def _forgetful(rank):
+    """What two ranks are told that never attached their model, and then did."""
+    model, executor = make_model("llama"), DCPExecutor(timeout=60)
+    samples = [{"input_ids": list(range(40))} for _ in range(8)]
 
-    def train(steps):
-        for _ in range(steps):
+    def train(loader):
+        for data, plan in loader:
             model(**data, dyncp_step=executor.prepare(plan))
+        return "trained"
 
-    with pytest.raises(ValueError, match=r"attention was called with none.*attach\(model\)"):
-        train(6)
-    attach(model)
-    train(6)
-    ahead = [executor.prepare(plan) for _ in range(6)]
-    model(**data, dyncp_step=ahead[0])
+    said = []
+    for make in (DCPDataLoader, lambda *given, **options: attach(model).loader(*given, **options)):
+        with make(samples, masks.causal, tokens_per_batch=40) as loader:
+            try:
+                said.append(train(loader))
+            except ValueError as error:
+                said.append(str(error))
+        dist.barrier()
+    return said
+
+
+@pytest.mark.xdist_group("processes")
+def test_a_forgotten_attach_is_noticed_after_a_few_steps():
+    for without, after in run_ranks(_forgetful, 2):
+        assert "attention was called with none of them" in without
+        assert "attach(model)" in without
+        assert after == "trained"
+
+
+def test_plans_may_be_prepared_for_another_purpose_than_attention():
+    _, _, plan = planned(make_model("llama").config, 0, 2)
+    executor = DCPExecutor(virtual_ranks=2)
+    for _ in range(6):
+        executor.prepare(plan)

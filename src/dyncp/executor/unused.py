@@ -1,7 +1,8 @@
 """Notices a model that takes steps and never calls attention with them.
 
 A Transformers model swallows keywords that it does not know: one that was never attached trains on
-each rank's rows alone, without an error. Its steps are dropped unused, one after the other.
+each rank's rows alone, without an error. Its steps are dropped unused, one after the other. Only
+plans of a loader over several ranks are watched: others may well be prepared for another purpose.
 """
 
 import weakref
@@ -20,7 +21,8 @@ class UnusedSteps:
         self._dropped = 0
 
     def add(self, step: Step) -> None:
-        self._watched.append((weakref.ref(step), step.accepted, step.others))
+        if len(step.plan.agreed_by) > 1:
+            self._watched.append((weakref.ref(step), step.accepted, step.others))
 
     def check(self) -> None:
         """Raises ValueError if the latest steps that are gone were all unused."""
