@@ -80,6 +80,14 @@ def test_imports_follow_the_stages(path):
     assert found <= ALLOWED[package], f"{package} must not import {found - ALLOWED[package]}"
 
 
+def test_the_layout_page_names_every_file():
+    page = (ROOT.parents[1] / "docs/layout.md").read_text()
+    named = {word for text in re.findall(r"`([^`]+)`", page) for word in re.findall(r"\w+", text)}
+    files = [*ROOT.rglob("*.py"), *ROOT.parents[1].glob("benchmarks/*.py")]
+    missing = [str(p) for p in files if not p.stem.startswith("__") and p.stem not in named]
+    assert not missing
+
+
 def test_the_layout_page_lists_every_file_of_the_dataloader():
     page = (ROOT.parents[1] / "docs/layout.md").read_text()
     table = page.split("## Inside the dataloader")[1].split("\n## ")[0]
