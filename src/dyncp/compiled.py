@@ -56,6 +56,35 @@ def _taking_turns(compile_: Callable[..., Any], folder: Path) -> Callable[..., A
     return compile_alone
 
 
+def is_compiled(function: Any) -> bool:
+    """Whether the code of a `compiled` function is on disk; also where it cannot be kept."""
+    path = getattr(function._cache, "cache_path", None)
+    if path is None:
+        return True
+    code = function.py_func.__code__
+    name = f"{Path(code.co_filename).stem}.{function.py_func.__qualname__}-{code.co_firstlineno}"
+    return any(Path(path).glob(f"{name}.*.nbi"))
+
+
+def take_task(function: Any, task: str) -> Any:
+    """A file that no other process has for the same task and cache folder, to be closed at the end;
+    or None."""
+    path = getattr(function._cache, "cache_path", None)
+    if fcntl is None or path is None:
+        return None
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        lock = (Path(path) / f"{task}.lock").open("w")
+    except OSError:  # nowhere to write
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        return None
+    return lock
+
+
 _turns = threading.RLock()  # compiling a function compiles those that it calls
 _held: list[Path] = []
 

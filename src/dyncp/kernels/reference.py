@@ -190,7 +190,11 @@ class ReferenceKernel(Kernel):
         rows = slice(q_tile * self.rows, min((q_tile + 1) * self.rows, len(ranges)))
         columns = torch.cat(
             [
-                torch.arange(k * self.columns, min((k + 1) * self.columns, len(k_coordinates)))
+                torch.arange(
+                    k * self.columns,
+                    min((k + 1) * self.columns, len(k_coordinates)),
+                    device=ranges.device,  # not the default one
+                )
                 for k in tiles.k_tile[tiles.q_tile == q_tile].tolist()
             ]
         )

@@ -8,6 +8,7 @@ from dyncp.placement import Solver, find_solver
 from dyncp.plan import Plan
 from dyncp.planner.bytes import search_bytes
 from dyncp.planner.choice import Choice
+from dyncp.planner.cold_start import compiling_beside
 from dyncp.planner.config import AUTO, PlannerConfig
 from dyncp.planner.search import search, search_divisions
 from dyncp.planner.task import Task, run_bounded, warn_replaced
@@ -29,7 +30,10 @@ def plan_batch(
     topology's name (p4de's where none has), and attention alone.
     """
     task = Task.of(batch, topology, shape, config, cost, model)
-    return lower_choice(task, choose(task))
+    if task.config.solver != AUTO:
+        return lower_choice(task, choose(task))
+    with compiling_beside():
+        return lower_choice(task, choose(task))
 
 
 def choose(task: Task) -> Choice:

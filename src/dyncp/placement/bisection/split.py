@@ -36,12 +36,12 @@ def split_region(problem: Problem, region: Region, tree: Tree, taste: Taste) -> 
     parts.pieces[:count], parts.load[:count] = region.pieces[order], region.load[order]
     parts.lines[: len(region.lines)] = region.lines
     parts.span[0, 1] = count
-    _split_tree(problem, tree, taste, parts, make_trial(count), len(region.lines))
+    split_tree(problem, tree, taste, parts, make_trial(count), len(region.lines))
     return parts
 
 
 @compiled
-def _split_tree(
+def split_tree(
     problem: Problem, tree: Tree, taste: Taste, parts: Parts, trial: Trial, end: int
 ) -> None:
     """Fills `parts` from node 0 on; `end` says where free room begins in its lines."""

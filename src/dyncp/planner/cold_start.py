@@ -1,0 +1,71 @@
+"""A cold start: other processes compile parts of the planner beside the first plan.
+
+Most of the first plan in a new install is compiling, which one process can only do one function
+after the other. Compiled code is kept on disk, and processes that want the same function take turns
+(`dyncp.compiled`): while this process places blocks, others compile what it will need next.
+"""
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from dyncp.compiled import is_compiled, take_task
+from dyncp.placement.bisection.split import split_tree
+
+logger = logging.getLogger(__name__)
+
+# Their own code is compiled first, what comes after placing next.
+SOLVERS = ("bisection", "zigzag")
+# Plans one batch with a solver, and ends if this process does: its end of the pipe closes then.
+CODE = """
+import os, sys, threading
+threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+sys.path[:] = sys.argv[2:]
+from dyncp import Batch, PlannerConfig, Topology, masks, plan_batch
+batch = Batch.of([masks.causal(900), masks.lambda_shaped(500), masks.causal(60)])
+plan_batch(batch, Topology(2, 2), config=PlannerConfig(sys.argv[1]))
+os._exit(0)
+"""
+
+
+_asked: list[bool] = []  # by the first plan of this process
+
+
+@contextmanager
+def compiling_beside() -> Iterator[None]:
+    """Where the planner was never compiled, others help as long as the block takes."""
+    task = None
+    if not _asked and not is_compiled(split_tree):
+        task = take_task(split_tree, "compiling_beside")
+    _asked.append(True)
+    if task is None:
+        yield
+        return
+    with task:
+        started = _start()
+        try:
+            yield
+        finally:
+            for process in started:
+                process.kill()
+                process.communicate()
+
+
+def _start() -> list[Any]:
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    started: list[Any] = []
+    for solver in SOLVERS[: cores - 1]:
+        words = [sys.executable, "-c", CODE, solver, *sys.path]
+        nowhere = subprocess.DEVNULL
+        try:
+            started.append(
+                subprocess.Popen(words, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere)
+            )
+        except OSError as error:  # then this process compiles alone
+            logger.debug("no process to compile beside this one: %s", error)
+    return started
