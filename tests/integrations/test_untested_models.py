@@ -229,7 +229,7 @@ def test_a_layer_that_looks_both_ways_is_refused():
 def _forgetful(rank):
     """What two ranks are told that never attached their model, and then did."""
     model, executor = make_model("llama"), DCPExecutor(timeout=60)
-    samples = [{"input_ids": list(range(40))} for _ in range(8)]
+    samples = [{"input_ids": list(range(40))} for _ in range(20)]
 
     def train(loader):
         for data, plan in loader:
@@ -250,7 +250,7 @@ def _forgetful(rank):
 @pytest.mark.xdist_group("processes")
 def test_a_forgotten_attach_is_noticed_after_a_few_steps():
     for without, after in run_ranks(_forgetful, 2):
-        assert "attention was called with none of them" in without
+        assert "16 steps in a row were prepared and dropped, and attention was called" in without
         assert "attach(model)" in without
         assert after == "trained"
 

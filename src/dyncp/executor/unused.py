@@ -5,12 +5,20 @@ each rank's rows alone, without an error. Its steps are dropped unused, one afte
 plans of a loader over several ranks are watched: others may well be prepared for another purpose.
 """
 
+import logging
 import weakref
 from typing import Any
 
 from dyncp.executor.step import Step
 
-DROPPED = 3  # in a row; a batch or two may be skipped
+logger = logging.getLogger(__name__)
+
+WARNED, MOST = 3, 16  # dropped in a row: a few may be skipped, or prepared for another purpose
+TEXT = (
+    "%d steps in a row were prepared and dropped, and attention was called with none of them: if "
+    "this is training, the model sees this rank's tokens alone. A Transformers model needs "
+    "attach(model); layers of your own call attention(step, q, k, v)"
+)
 
 
 class UnusedSteps:
@@ -25,7 +33,7 @@ class UnusedSteps:
             self._watched.append((weakref.ref(step), step.accepted, step.others))
 
     def check(self) -> None:
-        """Raises ValueError if the latest steps that are gone were all unused."""
+        """Warns if the latest steps that are gone were unused; raises ValueError if many were."""
         waiting = []
         for reference, accepted, others in self._watched:
             if accepted or any(other.accepted for other in others):
@@ -35,10 +43,8 @@ class UnusedSteps:
             else:
                 waiting.append((reference, accepted, others))
         self._watched = waiting
-        if self._dropped >= DROPPED:
-            self._dropped = 0
-            raise ValueError(
-                f"{DROPPED} steps in a row were prepared and dropped, and attention was called "
-                "with none of them: the model sees this rank's tokens alone. A Transformers model "
-                "needs attach(model); layers of your own call attention(step, q, k, v)"
-            )
+        if self._dropped == WARNED:
+            logger.warning(TEXT, self._dropped)
+        if self._dropped >= MOST:
+            dropped, self._dropped = self._dropped, 0
+            raise ValueError(TEXT % dropped)
