@@ -18,16 +18,22 @@ from dyncp.placement.bisection.split import split_tree
 
 logger = logging.getLogger(__name__)
 
-# Their own code is compiled first, what comes after placing next.
-SOLVERS = ("bisection", "zigzag")
-# Plans one batch with a solver, and ends if this process does: its end of the pipe closes then.
+# What the search needs last, from the end on; it places blocks meanwhile.
+PARTS = ("moves", "plan")
+# Compiles some parts, and ends if this process does: its end of the pipe closes then.
 CODE = """
 import os, sys, threading
 threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
 sys.path[:] = sys.argv[2:]
 from dyncp import Batch, PlannerConfig, Topology, masks, plan_batch
+from dyncp.placement import find_solver
+from dyncp.planner import Task
 batch = Batch.of([masks.causal(900), masks.lambda_shaped(500), masks.causal(60)])
-plan_batch(batch, Topology(2, 2), config=PlannerConfig(sys.argv[1]))
+if "plan" in sys.argv[1]:
+    plan_batch(batch, Topology(2, 2), config=PlannerConfig("zigzag"))
+if "moves" in sys.argv[1]:
+    task = Task.of(batch, Topology(2, 2))
+    task.improve(task.place(find_solver("zigzag")))
 os._exit(0)
 """
 
@@ -59,8 +65,8 @@ def _start() -> list[Any]:
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     started: list[Any] = []
-    for solver in SOLVERS[: cores - 1]:
-        words = [sys.executable, "-c", CODE, solver, *sys.path]
+    for parts in PARTS if cores > len(PARTS) else [" ".join(PARTS)][: cores - 1]:
+        words = [sys.executable, "-c", CODE, parts, *sys.path]
         nowhere = subprocess.DEVNULL
         try:
             started.append(
