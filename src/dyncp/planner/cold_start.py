@@ -65,6 +65,8 @@ def _start() -> list[Any]:
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     started: list[Any] = []
+    if not sys.executable or getattr(sys, "frozen", False):  # no interpreter to start
+        return started
     for parts in PARTS if cores > len(PARTS) else [" ".join(PARTS)][: cores - 1]:
         words = [sys.executable, "-c", CODE, parts, *sys.path]
         nowhere = subprocess.DEVNULL
