@@ -9,7 +9,9 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-VOCAB, HEADS, KV_HEADS = 96, 4, 2
+from framework_cases import VOCAB
+
+HEADS, KV_HEADS = 4, 2
 
 
 def config_of(**options: Any) -> TransformerConfig:

@@ -10,7 +10,9 @@ from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
 
-VOCAB, DIM, HEADS, KV_HEADS = 96, 32, 4, 2
+from framework_cases import VOCAB
+
+DIM, HEADS, KV_HEADS = 32, 4, 2
 WEIGHT = {"weight": partial(nn.init.trunc_normal_, std=0.2)}
 ONES = {"weight": nn.init.ones_}
 

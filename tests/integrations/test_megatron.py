@@ -14,15 +14,10 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 from dyncp import (
-    AttentionShape,
-    Batch,
     DCPDataLoader,
     DCPExecutor,
     PlannerConfig,
-    Topology,
-    local_data,
     masks,
-    plan_batch,
     sum_gradients,
     sum_over_ranks,
 )
@@ -36,22 +31,14 @@ from dyncp.integrations.megatron import (
     plan_mesh,
     with_dyncp,
 )
-from megatron_cases import VOCAB, DenseAttention, config_of, layer_spec, tiny_gpt
+from framework_cases import DOCUMENTS, SAMPLES, documents_of, most_owners, optimizer_of, planned
+from megatron_cases import DenseAttention, config_of, layer_spec, tiny_gpt
 from processes import free_port, run_ranks
 
 pytestmark = pytest.mark.xdist_group("processes")
 
-LENGTHS = (150, 9, 31, 4, 180, 12, 40, 60, 77, 5, 3, 100)
-DOCUMENTS = [
-    torch.randint(VOCAB, (n,), generator=torch.Generator().manual_seed(n)) for n in LENGTHS
-]
-SAMPLES = [{"input_ids": tokens} for tokens in DOCUMENTS]
 # Ranks of a plan, and of tensor parallelism.
 MESHES = {"cp 4": (4, 1), "cp 2 x tp 2": (2, 2)}
-
-
-def optimizer_of(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def train(cp, tp, start):
@@ -78,9 +65,8 @@ def train(cp, tp, start):
             optimizer.step()
             optimizer.zero_grad()
             losses.append(sum_over_ranks(loss.detach().double(), mesh).item())
-            documents.append([LENGTHS.index(n) for n in plan.lengths if not plan.filler])
-            pairs = np.unique(np.stack([plan.blocks.sequence, plan.blocks.owner]), axis=1)
-            split = max(split, int(np.unique(pairs[0], return_counts=True)[1].max()))
+            documents.append(documents_of(plan))
+            split = max(split, most_owners(plan))
     executor.close()
     parallel_state.destroy_model_parallel()
     weights = {name: p.detach().numpy() for name, p in model.named_parameters()}
@@ -167,15 +153,6 @@ def test_a_llama_trains_as_in_one_process_also_with_tensor_parallelism(megatron)
             for weight, own in own_weights.items():
                 wanted = share(weight, weights[weight], tp, rank % tp)
                 assert abs(own - wanted).max() <= 1e-4 * abs(wanted).max(), (name, weight)
-
-
-def planned(ranks, numbers=(0, 1, 2)):
-    """Local data and step of virtual ranks."""
-    samples = [SAMPLES[number] for number in numbers]
-    batch = Batch.of([masks.causal(len(sample["input_ids"])) for sample in samples])
-    shape = AttentionShape(4, 2, 8, "fp32")
-    plan = plan_batch(batch, Topology(1, ranks), shape, PlannerConfig(block_size=16))
-    return local_data(samples, batch, plan), DCPExecutor(virtual_ranks=ranks).prepare(plan)
 
 
 @pytest.mark.parametrize("positions", ["rope", "learned_absolute", "none"])

@@ -3,7 +3,6 @@
 from itertools import chain
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,15 +23,9 @@ from torchtitan.models.qwen3 import qwen3_configs
 from torchtitan.tools import utils
 
 from dyncp import (
-    AttentionShape,
-    Batch,
-    DCPExecutor,
     PlannerConfig,
-    Topology,
-    local_data,
     masks,
     next_token_loss,
-    plan_batch,
     sum_over_ranks,
 )
 from dyncp.integrations.torchtitan import (
@@ -43,33 +36,23 @@ from dyncp.integrations.torchtitan import (
     plan_mesh,
     use_dyncp,
 )
+from framework_cases import (
+    DOCUMENTS,
+    SAMPLES,
+    VOCAB,
+    documents_of,
+    most_owners,
+    optimizer_of,
+    planned,
+)
 from processes import run_ranks
-from titan_cases import VOCAB, built, tiny_llama, whole_loss
+from titan_cases import built, tiny_llama, whole_loss
 
 pytestmark = pytest.mark.xdist_group("processes")
 
-LENGTHS = (150, 9, 31, 4, 180, 12, 40, 60, 77, 5, 3, 100)
-DOCUMENTS = [
-    torch.randint(VOCAB, (n,), generator=torch.Generator().manual_seed(n)) for n in LENGTHS
-]
-SAMPLES = [{"input_ids": tokens} for tokens in DOCUMENTS]
-SHAPE = AttentionShape(4, 2, 8, "fp32")
 BACKEND = "partial_dtensor"  # torchtitan's default, spmd_types, needs a later torch for FSDP
 # Ranks of a plan, and of tensor parallelism; the other data-parallel ranks are replicas.
 MESHES = {"dp 2 x cp 2": (2, 1), "cp 2 x tp 2": (2, 2)}
-
-
-def optimizer_of(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def planned(ranks, numbers=(0, 1, 2), shape=SHAPE):
-    """Local data and step of virtual ranks."""
-    samples = [SAMPLES[number] for number in numbers]
-    batch = Batch.of([masks.causal(len(sample["input_ids"])) for sample in samples])
-    plan = plan_batch(batch, Topology(1, ranks), shape, PlannerConfig(block_size=16))
-    step = DCPExecutor(virtual_ranks=ranks).prepare(plan)
-    return local_data(samples, batch, plan), step
 
 
 def parallel_model(tp):
@@ -114,9 +97,8 @@ def train(cp, tp):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(sum_over_ranks(loss.detach().double(), mesh).item())
-        documents.append([LENGTHS.index(n) for n in plan.lengths if not plan.filler])
-        pairs = np.unique(np.stack([plan.blocks.sequence, plan.blocks.owner]), axis=1)
-        split = max(split, int(np.unique(pairs[0], return_counts=True)[1].max()))
+        documents.append(documents_of(plan))
+        split = max(split, most_owners(plan))
     loader.loader.close()
     loader.executor.close()
     weights = {name: p.full_tensor().detach().numpy() for name, p in model.named_parameters()}

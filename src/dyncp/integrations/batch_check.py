@@ -1,10 +1,24 @@
-"""Whether local data belong to a step."""
+"""Whether a model got a step, and local data that belong to it."""
+
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from dyncp.dataloader.local_fields import fingerprint_tensor
 from dyncp.executor import Step
+
+Kind = TypeVar("Kind")
+
+
+def checked_step(name: str, given: Any, kind: type[Kind]) -> Kind:
+    """What a layer got as argument `name`, which carries the step; ValueError if it does not."""
+    if not isinstance(given, kind):
+        raise ValueError(
+            f"{name} is {type(given).__name__}; expected the step of this batch: call "
+            "model(**model_inputs(local_data, executor.prepare(plan)))"
+        )
+    return given
 
 
 def check_batch(step: Step, positions: Tensor, batch: Tensor | None) -> None:

@@ -25,7 +25,7 @@ from dyncp.blocks import AttentionShape
 from dyncp.dataloader import NO_TARGET
 from dyncp.dataloader.loss import LISTED
 from dyncp.executor import Step, attention
-from dyncp.integrations.batch_check import check_batch
+from dyncp.integrations.batch_check import check_batch, checked_step
 from dyncp.integrations.meshes import make_mesh
 
 # Options of a TransformerConfig that dyncp does not have, with the value that switches them off.
@@ -103,7 +103,7 @@ class PlannedAttention(MegatronModule):
             )
         if query.shape[1] != 1:
             raise ValueError(f"the model got {query.shape[1]} rows of tokens; local data have 1")
-        step = _checked(packed_seq_params).step
+        step = checked_step("packed_seq_params", packed_seq_params, StepParams).step
         q, k, v = (x.squeeze(1) for x in (query, key, value))
         return attention(step, q, k, v, scale=self.scale).flatten(1).unsqueeze(1)
 
@@ -125,7 +125,7 @@ class PositionRotary(nn.Module):
         **_: Any,
     ) -> Tensor:
         """What Megatron calls `forward` with: here positions, in place of a length."""
-        return _checked(packed_seq_params).positions
+        return checked_step("packed_seq_params", packed_seq_params, StepParams).positions
 
     def forward(self, positions: Tensor, **_: Any) -> Tensor:
         """Angles [rows, 1, 1, dim]."""
@@ -250,12 +250,3 @@ def loss_of(losses: Tensor, local_data: Mapping[str, Tensor]) -> Tensor:
     """This rank's share of the step's loss, from the losses [1, rows] that the model gave."""
     trained = local_data["shift_labels"] != NO_TARGET
     return losses.float()[trained].sum() / local_data["num_items_in_batch"]
-
-
-def _checked(params: Any) -> StepParams:
-    if not isinstance(params, StepParams):
-        raise ValueError(
-            f"packed_seq_params is {type(params).__name__}; expected the step of this batch: call "
-            "model(**model_inputs(local_data, executor.prepare(plan)))"
-        )
-    return params

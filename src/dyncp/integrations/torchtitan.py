@@ -29,7 +29,7 @@ from dyncp.blocks import AttentionShape
 from dyncp.dataloader import DCPDataLoader
 from dyncp.dataloader.loss import LISTED
 from dyncp.executor import DCPExecutor, Step, attention
-from dyncp.integrations.batch_check import check_batch
+from dyncp.integrations.batch_check import check_batch, checked_step
 from dyncp.integrations.meshes import make_mesh
 from dyncp.plan import DEFAULT_MASK
 
@@ -66,7 +66,7 @@ class PlannedAttention(Module):
                 f"the layer gives attention {', '.join(unknown)}, which dyncp does not have; "
                 "results would be wrong without it"
             )
-        step = _checked_step(attention_masks)
+        step = checked_step("attention_masks", attention_masks, Step)
         q, k, v = (x.squeeze(0) for x in (q_BLNH, k_BLNH, v_BLNH))
         return attention(step, q, k, v, mask=self.mask, scale=scale).unsqueeze(0)
 
@@ -81,7 +81,7 @@ class PlannedGQAttention(GQAttention):
     def forward(
         self, x_BLD: Tensor, attention_masks: Any, positions: Tensor | None = None
     ) -> Tensor:
-        step = _checked_step(attention_masks)
+        step = checked_step("attention_masks", attention_masks, Step)
         if x_BLD.shape[0] != 1:
             raise ValueError(f"the model got {x_BLD.shape[0]} rows of tokens; local data have 1")
         if positions is None:
@@ -247,12 +247,3 @@ class PlannedDataLoader(BaseDataLoader):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.loader.load_state_dict(state)
-
-
-def _checked_step(step: Any) -> Step:
-    if not isinstance(step, Step):
-        raise ValueError(
-            f"attention_masks is {type(step).__name__}; expected the step of this batch: call "
-            "model(**model_inputs(local_data, executor.prepare(plan)))"
-        )
-    return step
