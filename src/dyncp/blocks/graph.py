@@ -10,7 +10,7 @@ import numpy as np
 from dyncp.arrays import Int32, Int64, frozen, starts_of
 from dyncp.blocks.batch import Batch
 from dyncp.blocks.shape import AttentionShape, HeadGroup, bytes_per_token
-from dyncp.masks import Mask, list_tiles
+from dyncp.masks import JoinedRanges, list_tiles
 
 
 class TokenBlock(NamedTuple):
@@ -118,7 +118,7 @@ def _num_blocks(ranks_needed: Int64) -> Int64:
     return blocks
 
 
-def build_blocks(lengths: Sequence[int], block_sizes: Sequence[int]) -> TokenBlocks:
+def build_blocks(lengths: Sequence[int], block_sizes: Sequence[int] | Int64) -> TokenBlocks:
     """Blocks of `block_sizes[s]` tokens for every sequence s; its last one may be shorter."""
     length, size = np.asarray(lengths, np.int64), np.asarray(block_sizes, np.int64)
     if len(size) != len(length) or (size < 1).any():
@@ -135,19 +135,24 @@ def build_blocks(lengths: Sequence[int], block_sizes: Sequence[int]) -> TokenBlo
 
 
 def build_graph(
-    batch: Batch, shape: AttentionShape, block_sizes: Sequence[int], num_head_groups: int = 1
+    batch: Batch,
+    shape: AttentionShape,
+    block_sizes: Sequence[int] | Int64,
+    num_head_groups: int = 1,
 ) -> BlockGraph:
     """The hypergraph of a batch for the given cut."""
     groups = shape.head_groups(num_head_groups)
     blocks = build_blocks(batch.lengths, block_sizes)
     tiles = {
-        name: _build_tiles(masks, block_sizes, len(groups)) for name, masks in batch.masks.items()
+        name: _build_tiles(ranges, block_sizes, len(groups)) for name, ranges in batch.ranges.items()
     }
     return BlockGraph(batch, shape, groups, blocks, tiles)
 
 
-def _build_tiles(masks: Sequence[Mask], block_sizes: Sequence[int], num_groups: int) -> Tiles:
-    q_block, k_block, pairs = list_tiles(masks, [int(size) for size in block_sizes])
+def _build_tiles(
+    ranges: Sequence[JoinedRanges], block_sizes: Sequence[int] | Int64, num_groups: int
+) -> Tiles:
+    q_block, k_block, pairs = list_tiles(ranges, block_sizes)
     return Tiles(
         q_block=frozen(np.tile(q_block, num_groups)),
         k_block=frozen(np.tile(k_block, num_groups)),

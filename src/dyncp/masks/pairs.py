@@ -13,23 +13,19 @@ and ends lie below x, and their sums: histograms over key blocks, added up from 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
-from dyncp.compiled import compiled
-from dyncp.masks.ranges import IntArray
+from dyncp.compiled import compiled, inner
+from dyncp.masks.ranges import Counts, IntArray, JoinedRanges, join_ranges
 
 if TYPE_CHECKING:
     from dyncp.masks.mask import Mask
 
 
-PairCounts = npt.NDArray[np.int64]
-
-# Sequences up to so many tokens are counted in one call.
-TOGETHER = 1 << 16
+PairCounts = Counts
 
 
 def count_tile_pairs(mask: Mask, block_size: int) -> PairCounts:
@@ -50,7 +46,7 @@ def count_batch_tile_pairs(masks: Sequence[Mask], block_sizes: Sequence[int]) ->
     counts = []
     for mask, block_size in zip(masks, block_sizes, strict=True):
         num_blocks = -(-mask.length // block_size)
-        q_block, k_block, pairs = list_tiles([mask], [block_size])
+        q_block, k_block, pairs = list_tiles(join_ranges([mask.ranges]), [block_size])
         matrix = np.zeros((num_blocks, num_blocks), np.int64)
         matrix[q_block, k_block] = pairs
         counts.append(matrix)
@@ -58,16 +54,15 @@ def count_batch_tile_pairs(masks: Sequence[Mask], block_sizes: Sequence[int]) ->
 
 
 def list_tiles(
-    masks: Sequence[Mask], block_sizes: Sequence[int]
+    joined: Sequence[JoinedRanges], block_sizes: Sequence[int] | Counts
 ) -> tuple[IntArray, IntArray, PairCounts]:
     """Query block, key block and pairs of all tiles with any pairs, in that order; blocks are
-    numbered through all sequences. `list_tiles([masks.causal(5)], [2])`:
+    numbered through all sequences. Those of `masks.causal(5)` in blocks of 2:
 
         0 1 1 2 2 2    0 0 1 0 1 2    3 4 3 2 2 1
     """
-    _check(masks, block_sizes)
-    lengths = np.array([mask.length for mask in masks], np.int64)
-    sizes = np.minimum(np.array(block_sizes, np.int64), lengths)
+    lengths = np.concatenate([own.lengths for own in joined])
+    sizes = np.minimum(np.asarray(block_sizes, np.int64), lengths)
     num_blocks = -(-lengths // sizes)
     room = int((num_blocks**2).sum())  # memory that is not written costs nothing
     q_block, k_block = np.empty((2, room), np.int32)
@@ -75,25 +70,13 @@ def list_tiles(
     # Starts less ends in each key block; an end at the very end of a sequence may lie behind all.
     numbers, sums = np.zeros((2, int(num_blocks.max(initial=0)) + 1), np.int64)
     count = block = done = 0
-    for rows, many in _joined([mask.ranges for mask in masks]):
-        own = slice(done, done + many)
+    for own in joined:
+        here = slice(done, done + len(own.lengths))
         count = _add_tiles(
-            rows, lengths[own], sizes[own], block, q_block, k_block, pairs, count, numbers, sums
+            *own, sizes[here], block, q_block, k_block, pairs, count, numbers, sums
         )
-        done, block = done + many, block + int(num_blocks[own].sum())
+        done, block = here.stop, block + int(num_blocks[here].sum())
     return q_block[:count].copy(), k_block[:count].copy(), pairs[:count].copy()
-
-
-def _joined(ranges: Sequence[IntArray]) -> Iterator[tuple[IntArray, int]]:
-    """Rows of all sequences in order, those of many short ones together, and of how many."""
-    first = 0
-    while first < len(ranges):
-        end, tokens, columns = first + 1, len(ranges[first]), ranges[first].shape[1]
-        while end < len(ranges) and tokens < TOGETHER and ranges[end].shape[1] == columns:
-            tokens, end = tokens + len(ranges[end]), end + 1
-        own = ranges[first:end]
-        yield np.ascontiguousarray(own[0]) if len(own) == 1 else np.concatenate(own), end - first
-        first = end
 
 
 def _check(masks: Sequence[Mask], block_sizes: Sequence[int]) -> None:
@@ -106,25 +89,26 @@ def _check(masks: Sequence[Mask], block_sizes: Sequence[int]) -> None:
 
 @compiled
 def _add_tiles(
-    rows: IntArray,
-    lengths: PairCounts,
-    sizes: PairCounts,
+    cells: IntArray,
+    lengths: Counts,
+    columns: Counts,
+    sizes: Counts,
     first_block: int,
     q_block: IntArray,
     k_block: IntArray,
     pairs: PairCounts,
     count: int,
-    numbers: PairCounts,
-    sums: PairCounts,
+    numbers: Counts,
+    sums: Counts,
 ) -> int:
     """Adds the tiles of sequences behind the first `count`; gives their new number. The histograms
     are 0 everywhere, before and after."""
-    begin = 0
-    for length, size in zip(lengths, sizes):  # noqa: B905 (not compiled otherwise)
-        query = 0
+    cell = 0
+    for sequence in range(len(lengths)):
+        length, size, query = lengths[sequence], sizes[sequence], 0
         while query * size < length:
-            row, end_row = begin + query * size, begin + min((query + 1) * size, length)
-            first, last = _fill_histograms(rows, row, end_row, size, numbers, sums)
+            end = cell + (min((query + 1) * size, length) - query * size) * columns[sequence]
+            first, last = _fill_histograms(cells, cell, end, size, numbers, sums)
             number = total = below_left = 0
             for key in range(first, last + 1):
                 number += numbers[key]
@@ -136,31 +120,30 @@ def _add_tiles(
                     pairs[count] = below - below_left
                     count += 1
                 below_left = below
-            query += 1
-        first_block, begin = first_block + query, begin + length
+            query, cell = query + 1, end
+        first_block += query
     return count
 
 
-@compiled
+@inner
 def _fill_histograms(
-    rows: IntArray, row: int, end_row: int, size: int, numbers: PairCounts, sums: PairCounts
+    cells: IntArray, cell: int, end_cell: int, size: int, numbers: Counts, sums: Counts
 ) -> tuple[int, int]:
-    """Adds the ranges of rows [row, end_row); gives the first and last key block they touch."""
+    """Adds the ranges [cell, end_cell); gives the first and last key block they touch."""
     first, last, start_block, end_block = len(numbers), -1, 0, 0
-    for token in range(row, end_row):
-        for column in range(rows.shape[1]):
-            start, end = rows[token, column, 0], rows[token, column, 1]
-            if start < end:
-                # Mostly those of the row before, and dividing takes long.
-                if not start_block * size <= start < (start_block + 1) * size:
-                    start_block = start // size
-                if not end_block * size <= end < (end_block + 1) * size:
-                    end_block = end // size
-                numbers[start_block] += 1
-                sums[start_block] += start
-                numbers[end_block] -= 1
-                sums[end_block] -= end
-                first, last = min(first, start_block), max(last, end_block)
+    for at in range(cell, end_cell):
+        start, end = cells[at, 0], cells[at, 1]
+        if start < end:
+            # Mostly those of the row before, and dividing takes long.
+            if not start_block * size <= start < (start_block + 1) * size:
+                start_block = start // size
+            if not end_block * size <= end < (end_block + 1) * size:
+                end_block = end // size
+            numbers[start_block] += 1
+            sums[start_block] += start
+            numbers[end_block] -= 1
+            sums[end_block] -= end
+            first, last = min(first, start_block), max(last, end_block)
     return first, last
 
 

@@ -7,7 +7,8 @@ length)`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,45 @@ from dyncp.compiled import compiled, inner
 
 IntArray = npt.NDArray[np.int32]
 RangeOperator = Callable[[IntArray, IntArray], IntArray]
+Counts = npt.NDArray[np.int64]
+
+# Sequences up to so many tokens are joined.
+TOGETHER = 1 << 16
+
+
+class JoinedRanges(NamedTuple):
+    """Ranges of sequences one after the other, so that one call can look at many short ones:
+    sequence s has `lengths[s]` rows of `columns[s]` ranges each. `cells` is `int32[ranges, 2]`,
+    read-only."""
+
+    cells: IntArray
+    lengths: Counts
+    columns: Counts
+
+
+def join_ranges(ranges: Sequence[IntArray]) -> list[JoinedRanges]:
+    """Those of all sequences, `int32[tokens, R, 2]` each, in order; long ones are not copied."""
+    lengths = np.array([len(rows) for rows in ranges], np.int64)
+    columns = np.array([rows.shape[1] for rows in ranges], np.int64)
+    flat, joined = [rows.reshape(-1, 2) for rows in ranges], []
+    for first, end in _pieces(lengths.tolist()):
+        cells = np.concatenate(flat[first:end]) if end - first > 1 else flat[first].view()
+        cells = np.ascontiguousarray(cells)
+        cells.flags.writeable = False
+        joined.append(JoinedRanges(cells, lengths[first:end], columns[first:end]))
+    return joined
+
+
+def _pieces(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """First and end of sequences that together have up to TOGETHER tokens, or of a longer one."""
+    first = tokens = 0
+    for index, length in enumerate(lengths):
+        if index > first and tokens + length > TOGETHER:
+            yield first, index
+            first, tokens = index, 0
+        tokens += length
+    if lengths:
+        yield first, len(lengths)
 
 
 def cover(length: int, *intervals: tuple[npt.ArrayLike, npt.ArrayLike]) -> IntArray:

@@ -132,7 +132,7 @@ def place_batch(
     head_groups = cut.head_groups if solver.head_groups is None else solver.head_groups
     key = (sizes.tobytes(), head_groups)
     if key not in graphs:
-        graphs[key] = build_graph(batch, shape, sizes.tolist(), head_groups)
+        graphs[key] = build_graph(batch, shape, sizes, head_groups)
     graph = graphs[key]
     marks.append(process_time())
     placement = solver.place(graph, topology, limits, seed)
