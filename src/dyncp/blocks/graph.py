@@ -70,6 +70,14 @@ class BlockGraph:
         """Bytes per token, int64[payload kinds, head groups]."""
         return bytes_per_token(self.shape, self.head_groups)
 
+    @cached_property
+    def row_work(self) -> Int64:
+        """Work of each block's query rows over all masks, int64[blocks]."""
+        work = np.zeros(len(self.blocks))
+        for name, tiles in self.tiles.items():
+            work += np.bincount(tiles.q_block, self.tile_work(name), len(work))
+        return work.astype(np.int64)
+
     def tile_work(self, name: str) -> Int64:
         """Pairs × q heads of each tile: what computing it costs, up to a constant."""
         heads = [g.num_kv_heads * self.shape.q_heads_per_kv_head for g in self.head_groups]

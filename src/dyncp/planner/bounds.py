@@ -1,9 +1,19 @@
 """What candidates need at least: bounds that spare the planner from simulating them."""
 
+from typing import NamedTuple
+
 import numpy as np
 
 from dyncp.arrays import Float64, Int64
-from dyncp.blocks import Q_INPUT, Q_RESULT, BlockGraph, Direction, Payload
+from dyncp.blocks import (
+    K_KINDS,
+    Q_INPUT,
+    Q_RESULT,
+    BlockGraph,
+    Direction,
+    Payload,
+    bytes_per_token,
+)
 from dyncp.cost import CostModel
 from dyncp.cost.row_work import least_row_seconds
 from dyncp.placement import Bound, find_remote_uses, whole_rows
@@ -151,35 +161,53 @@ def _border_seconds(task: Task, placed: Placed, name: str) -> float:
     return float(busiest) / topology.inter.bandwidth
 
 
-def whole_seconds(task: Task, graph: BlockGraph) -> dict[str, list[float]]:
-    """Attention seconds of the batch on one rank at least, by mask, forward and backward.
+class Whole(NamedTuple):
+    """Sequences under one mask: their pairs, lengths, and the least kernel area of each."""
 
-    Those of its pairs, or, of long sequences, nearly those of the uncut sequence: cutting adds to
-    what kernels work through, save for rounding to kernel tiles."""
-    heads, cost, found = task.cost.shape.q_heads, task.cost, {}
+    pairs: Int64
+    rows: Int64
+    area: Float64
+
+
+def whole_areas(task: Task, graph: BlockGraph) -> dict[str, Whole]:
+    """By mask. The least area is that of the pairs, or, of long sequences, nearly that of the uncut
+    sequence: cutting adds to what kernels work through, save for rounding to kernel tiles."""
+    cost, found = task.cost, {}
     for name in graph.tiles:
         pairs, rows = whole_rows(graph, name)
         is_long = rows >= LONG * cost.profile.kernel_tile
-        least = np.where(is_long, CERTAIN * cost.kernel_area(pairs, rows, rows), pairs)
-        found[name] = [
-            float(cost.flops(least, heads, direction).sum()) / cost.attention_rate(direction)
-            for direction in task.directions
-        ]
+        area = np.where(is_long, CERTAIN * cost.kernel_area(pairs, rows, rows), pairs)
+        found[name] = Whole(pairs, rows, area)
     return found
 
 
-def static_seconds(task: Task, whole: dict[str, list[float]], bound: Bound) -> float:
-    """Step seconds that a static method needs at least; `whole` are those of `whole_seconds`."""
-    cost, ranks = task.cost, task.topology.num_ranks
+def static_seconds(task: Task, whole: dict[str, Whole], bound: Bound, sizes: Int64) -> float:
+    """Step seconds that a static method needs at least, which cuts sequences into blocks of these
+    `sizes`; `whole` is what `whole_areas` gives."""
+    cost, ranks, speeds = task.cost, task.topology.num_ranks, task.topology.rank_speeds
     work = bound.work if len(task.batch.masks) == 1 else 1 / ranks
-    kv_bytes = 2 * cost.shape.kv_heads * cost.shape.head_dim * cost.shape.item_bytes
-    speed = float(task.topology.rank_speeds.max())
-    calls = np.asarray(bound.calls)
+    payloads = bytes_per_token(cost.shape, cost.shape.head_groups(1))[:, 0]
+    fastest, calls = float(speeds.max()), np.asarray(bound.calls)
     overhead, host = float(_overhead(cost, calls)), float(_host_seconds(cost, calls))
     attention = 0.0
     for name, layers in task.layers.items():
-        for direction, seconds in zip(task.directions, whole[name], strict=True):
-            compute = work * seconds / speed + overhead
-            moved = kv_bytes * (2 if direction is Direction.BACKWARD else 1)
-            attention += layers * max(compute, moved * bound.seconds_per_byte, host)
-    return attention + task.token_seconds * bound.tokens * task.batch.num_tokens / speed
+        own = whole[name]
+        cut = np.maximum(own.area, own.pairs * _rounding(cost, own.rows, sizes))
+        area = max(work * float(own.area.sum()) / fastest, float(cut.sum() / speeds.sum()))
+        for direction in task.directions:
+            seconds = float(cost.flops(np.asarray(area), cost.shape.q_heads, direction))
+            compute = seconds / cost.attention_rate(direction) + overhead
+            keys = payloads[Payload.KV] * (1 + direction) * bound.seconds_per_byte
+            swapped = [Q_INPUT[direction], Q_RESULT[direction], *K_KINDS[direction]]
+            swap = float(payloads[swapped].sum()) * bound.swap_seconds_per_byte
+            attention += layers * max(compute, float(keys), swap, host)
+    return attention + task.token_seconds * bound.tokens * task.batch.num_tokens / fastest
+
+
+def _rounding(cost: CostModel, rows: Int64, sizes: Int64) -> Float64:
+    """By how much kernels work through more pairs at least, where blocks of these sizes are
+    rounded up to kernel tiles: the last block of a sequence may be shorter."""
+    side, size = cost.profile.kernel_tile, np.minimum(rows, sizes)
+    ends = np.stack([size, (rows - 1) % size + 1])
+    least: Float64 = (-(-ends // side) * side / ends).min(axis=0)
+    return least

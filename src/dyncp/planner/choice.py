@@ -88,8 +88,7 @@ def describe_limits(limits: Limits) -> str:
 def predicted_tiles(task: Task, solver: Solver) -> int:
     """Tiles of a batch as a solver cuts it, if all masks were causal."""
     lengths = np.asarray(task.batch.lengths, np.int64)
-    sizes = solver.block_sizes(task.batch.lengths, task.topology.num_ranks)
-    blocks = -(-lengths // np.maximum(sizes, 1))
+    blocks = -(-lengths // np.maximum(task.block_sizes(solver), 1))
     groups = solver.head_groups or task.config.head_groups or 1
     return int((blocks * (blocks + 1) // 2).sum()) * groups * len(task.batch.masks)
 

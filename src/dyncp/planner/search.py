@@ -28,7 +28,7 @@ from dyncp.planner.bounds import (
     held_seconds,
     part_seconds,
     static_seconds,
-    whole_seconds,
+    whole_areas,
 )
 from dyncp.planner.candidate import DIVISIONS, Candidate, Cut, Part, PartRun, Placed, Runs
 from dyncp.planner.choice import (
@@ -291,11 +291,11 @@ class Search:
         task, lengths = self._task, self._task.batch.lengths
         graph, hopeful = self._any_graph() if dynamic is None else dynamic.graph, []
         most = np.inf if dynamic is None else 1.1 * dynamic.num_tiles
-        bounds, whole = StaticBounds(graph, task.topology), whole_seconds(task, graph)
+        bounds, whole = StaticBounds(graph, task.topology), whole_areas(task, graph)
         for solver in static_candidates(lengths, task.shape, task.topology):
             assert solver.degrees is not None, f"{solver.name} is not static"
-            bound = bounds.of(solver.degrees)
-            missed, seconds = bound_misses(task, bound), static_seconds(task, whole, bound)
+            bound, sizes = bounds.of(solver.degrees), task.block_sizes(solver)
+            missed, seconds = bound_misses(task, bound), static_seconds(task, whole, bound, sizes)
             hopeful.append((missed, predicted_tiles(task, solver) > most, seconds, solver))
         for missed, _, seconds, solver in sorted(hopeful, key=lambda entry: entry[:3]):
             if self._best is not None and (missed, seconds) >= self._best.key:

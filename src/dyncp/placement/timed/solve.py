@@ -103,7 +103,10 @@ def _make_estimate(
         machine=np.arange(ranks) // topology.ranks_per_machine,
         slow=1 / topology.rank_speeds,
         tokens=np.column_stack([tokens, prices.token_seconds / unit * tokens]),
-        weight=np.append(np.repeat([float(prices.layers[name]) for name in names], 2), 1.0),
+        weight=np.append(
+            np.repeat([float(prices.layers[name]) for name in names], 2),
+            float(prices.token_seconds > 0),
+        ),
         sizes=np.array([topology.ranks_per_machine, blocks, groups, len(names)]),
         span=_spans(graph),
         most=_most(graph, topology, limits, float(work.sum())),
