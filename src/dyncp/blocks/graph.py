@@ -10,7 +10,7 @@ import numpy as np
 from dyncp.arrays import Int32, Int64, frozen, starts_of
 from dyncp.blocks.batch import Batch
 from dyncp.blocks.shape import AttentionShape, HeadGroup, bytes_per_token
-from dyncp.masks import JoinedRanges, list_tiles
+from dyncp.masks import LinearRanges, list_tiles
 
 
 class TokenBlock(NamedTuple):
@@ -152,15 +152,15 @@ def build_graph(
     groups = shape.head_groups(num_head_groups)
     blocks = build_blocks(batch.lengths, block_sizes)
     tiles = {
-        name: _build_tiles(ranges, block_sizes, len(groups)) for name, ranges in batch.ranges.items()
+        name: _build_tiles(runs, block_sizes, len(groups)) for name, runs in batch.runs.items()
     }
     return BlockGraph(batch, shape, groups, blocks, tiles)
 
 
 def _build_tiles(
-    ranges: Sequence[JoinedRanges], block_sizes: Sequence[int] | Int64, num_groups: int
+    runs: LinearRanges, block_sizes: Sequence[int] | Int64, num_groups: int
 ) -> Tiles:
-    q_block, k_block, pairs = list_tiles(ranges, block_sizes)
+    q_block, k_block, pairs = list_tiles(runs, block_sizes)
     return Tiles(
         q_block=frozen(np.tile(q_block, num_groups)),
         k_block=frozen(np.tile(k_block, num_groups)),

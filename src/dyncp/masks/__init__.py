@@ -23,7 +23,7 @@ from dyncp.masks.mask_mod import from_mask_mod
 from dyncp.masks.pairs import count_batch_tile_pairs, count_tile_pairs, list_tiles
 from dyncp.masks.prefix_lm import prefix_lm
 from dyncp.masks.prefix_tree import prefix_tree
-from dyncp.masks.ranges import JoinedRanges, join_ranges
+from dyncp.masks.ranges import LinearRanges, find_runs, join_ranges
 from dyncp.masks.shared_question import shared_question
 from dyncp.masks.sliding_window import sliding_window
 from dyncp.masks.stretches import count_gaps, find_stretches
@@ -37,7 +37,7 @@ streaming_llm = lambda_shaped
 __all__ = [
     "ALIASES",
     "BUILTIN",
-    "JoinedRanges",
+    "LinearRanges",
     "Mask",
     "MaskFunction",
     "NamedMasks",
@@ -50,6 +50,7 @@ __all__ = [
     "count_tile_pairs",
     "document",
     "document_packed",
+    "find_runs",
     "find_stretches",
     "from_mask_mod",
     "full",

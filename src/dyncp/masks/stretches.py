@@ -14,7 +14,7 @@ import numpy.typing as npt
 from dyncp.compiled import compiled
 from dyncp.masks.function import positions_and_targets
 from dyncp.masks.mask import Mask, default_positions
-from dyncp.masks.ranges import IntArray, JoinedRanges, join_ranges
+from dyncp.masks.ranges import IntArray, join_ranges
 
 NOTHING, UNCLEAR = -1, -2  # before a document; where masks and positions do not tell
 
@@ -52,9 +52,10 @@ def find_stretches(masks: Sequence[Mask]) -> tuple[Ints, Ints]:
     return starts, before
 
 
-def count_gaps(joined: Sequence[JoinedRanges]) -> Ints:
+def count_gaps(masks: Sequence[Mask]) -> Ints:
     """Of every sequence, how many tokens do not attend the row before them: 1 where all are one
     stretch."""
+    joined = join_ranges([mask.ranges for mask in masks])
     counts = [np.empty(len(own.lengths), np.int64) for own in joined]
     for own, left in zip(joined, counts, strict=True):
         _count_gaps(*own, np.ones(int(own.lengths.sum()), np.bool_), left)

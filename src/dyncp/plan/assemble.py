@@ -96,7 +96,7 @@ def assemble_plan(
 
 def stretches_of(batch: Batch) -> Stretches:
     """Those of all sequences, one after the other."""
-    gaps = np.min([count_gaps(own) for own in batch.ranges.values()], axis=0)
+    gaps = np.min([count_gaps(own) for own in batch.masks.values()], axis=0)
     one = np.zeros(1, np.int64), np.full(1, NOTHING)
     found, known = [one] * len(gaps), {}
     for sequence in np.flatnonzero(gaps > 1).tolist():
@@ -171,7 +171,7 @@ def _row_runs(
 ) -> list[RowRuns]:
     """Key ranges of the query blocks that each rank computes with."""
     num_blocks = len(graph.blocks)
-    runs = build_row_runs(graph.batch.ranges[name], graph.blocks)
+    runs = build_row_runs(graph.batch.runs[name], graph.blocks)
     rank, block, _ = distinct_pairs(tiles.rank, num_ranks, tiles.table.q_block, num_blocks)
     return split_row_runs(runs, num_blocks, rank, block, num_ranks)
 

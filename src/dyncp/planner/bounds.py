@@ -1,6 +1,6 @@
 """What candidates need at least: bounds that spare the planner from simulating them."""
 
-from typing import NamedTuple
+from functools import cache
 
 import numpy as np
 
@@ -161,53 +161,59 @@ def _border_seconds(task: Task, placed: Placed, name: str) -> float:
     return float(busiest) / topology.inter.bandwidth
 
 
-class Whole(NamedTuple):
-    """Sequences under one mask: their pairs, lengths, and the least kernel area of each."""
+class StaticSeconds:
+    """Step seconds that static methods need at least; `graph` is any graph of the batch."""
 
-    pairs: Int64
-    rows: Int64
-    area: Float64
+    def __init__(self, task: Task, graph: BlockGraph) -> None:
+        self._task, cost = task, task.cost
+        self._rows = {name: whole_rows(graph, name) for name in graph.tiles}
+        self._area = {name: _whole_area(cost, *own) for name, own in self._rows.items()}
+        self._rates = [
+            float(cost.flops(np.ones(()), cost.shape.q_heads, direction))
+            / cost.attention_rate(direction)
+            for direction in task.directions
+        ]
+        payloads = bytes_per_token(cost.shape, cost.shape.head_groups(1))[:, 0]
+        swapped = [
+            [Q_INPUT[direction], Q_RESULT[direction], *K_KINDS[direction]]
+            for direction in task.directions
+        ]
+        self._swapped = [float(payloads[kinds].sum()) for kinds in swapped]
+        self._keys = float(payloads[Payload.KV])
+        self._cut_areas = cache(self._cut_area)
+
+    def of(self, bound: Bound, sizes: Int64) -> float:
+        """Of a method with this bound that cuts sequences into blocks of these sizes."""
+        task, ranks = self._task, self._task.topology.num_ranks
+        work = bound.work if len(task.batch.masks) == 1 else 1 / ranks
+        speeds, calls = task.topology.rank_speeds, np.asarray(bound.calls)
+        fastest, all_of_them = float(speeds.max()), float(speeds.sum())
+        overhead = float(_overhead(task.cost, calls))
+        host = float(_host_seconds(task.cost, calls))
+        cut, attention = self._cut_areas(sizes.tobytes()), 0.0
+        for name, layers in task.layers.items():
+            area = max(work * self._area[name].sum() / fastest, cut[name] / all_of_them)
+            for direction, rate in enumerate(self._rates):
+                keys = self._keys * (1 + direction) * bound.seconds_per_byte
+                swap = self._swapped[direction] * bound.swap_seconds_per_byte
+                attention += layers * max(area * rate + overhead, keys, swap, host)
+        return attention + task.token_seconds * bound.tokens * task.batch.num_tokens / fastest
+
+    def _cut_area(self, sizes: bytes) -> dict[str, float]:
+        """Kernel area of the batch in blocks of these sizes at least, by mask: every block is
+        rounded up to kernel tiles, and the last one of a sequence may be shorter."""
+        side, found = self._task.cost.profile.kernel_tile, {}
+        for name, (pairs, rows) in self._rows.items():
+            size = np.minimum(rows, np.frombuffer(sizes, np.int64))
+            ends = np.stack([size, (rows - 1) % size + 1])
+            rounding = (-(-ends // side) * side / ends).min(axis=0)
+            found[name] = float(np.maximum(self._area[name], pairs * rounding).sum())
+        return found
 
 
-def whole_areas(task: Task, graph: BlockGraph) -> dict[str, Whole]:
-    """By mask. The least area is that of the pairs, or, of long sequences, nearly that of the uncut
+def _whole_area(cost: CostModel, pairs: Int64, rows: Int64) -> Float64:
+    """Least kernel area of every sequence: its pairs, or, of long ones, nearly that of the uncut
     sequence: cutting adds to what kernels work through, save for rounding to kernel tiles."""
-    cost, found = task.cost, {}
-    for name in graph.tiles:
-        pairs, rows = whole_rows(graph, name)
-        is_long = rows >= LONG * cost.profile.kernel_tile
-        area = np.where(is_long, CERTAIN * cost.kernel_area(pairs, rows, rows), pairs)
-        found[name] = Whole(pairs, rows, area)
-    return found
-
-
-def static_seconds(task: Task, whole: dict[str, Whole], bound: Bound, sizes: Int64) -> float:
-    """Step seconds that a static method needs at least, which cuts sequences into blocks of these
-    `sizes`; `whole` is what `whole_areas` gives."""
-    cost, ranks, speeds = task.cost, task.topology.num_ranks, task.topology.rank_speeds
-    work = bound.work if len(task.batch.masks) == 1 else 1 / ranks
-    payloads = bytes_per_token(cost.shape, cost.shape.head_groups(1))[:, 0]
-    fastest, calls = float(speeds.max()), np.asarray(bound.calls)
-    overhead, host = float(_overhead(cost, calls)), float(_host_seconds(cost, calls))
-    attention = 0.0
-    for name, layers in task.layers.items():
-        own = whole[name]
-        cut = np.maximum(own.area, own.pairs * _rounding(cost, own.rows, sizes))
-        area = max(work * float(own.area.sum()) / fastest, float(cut.sum() / speeds.sum()))
-        for direction in task.directions:
-            seconds = float(cost.flops(np.asarray(area), cost.shape.q_heads, direction))
-            compute = seconds / cost.attention_rate(direction) + overhead
-            keys = payloads[Payload.KV] * (1 + direction) * bound.seconds_per_byte
-            swapped = [Q_INPUT[direction], Q_RESULT[direction], *K_KINDS[direction]]
-            swap = float(payloads[swapped].sum()) * bound.swap_seconds_per_byte
-            attention += layers * max(compute, float(keys), swap, host)
-    return attention + task.token_seconds * bound.tokens * task.batch.num_tokens / fastest
-
-
-def _rounding(cost: CostModel, rows: Int64, sizes: Int64) -> Float64:
-    """By how much kernels work through more pairs at least, where blocks of these sizes are
-    rounded up to kernel tiles: the last block of a sequence may be shorter."""
-    side, size = cost.profile.kernel_tile, np.minimum(rows, sizes)
-    ends = np.stack([size, (rows - 1) % size + 1])
-    least: Float64 = (-(-ends // side) * side / ends).min(axis=0)
-    return least
+    is_long = rows >= LONG * cost.profile.kernel_tile
+    area = np.where(is_long, CERTAIN * cost.kernel_area(pairs, rows, rows), pairs)
+    return np.asarray(area, np.float64)
