@@ -83,9 +83,9 @@ def test_local_tiles_fill_the_time_until_slow_inputs_arrive(arrival, at_start):
     """One rank: a slow tile for division 1 and five local ones of 1 s."""
     use = np.array([[0, -1, -1, -1, -1, -1]] * 2)
     division, slow = np.array([1, 0, 0, 0, 0, 0]), np.array([True] + [False] * 5)
-    work = Work(np.zeros(6, np.int64), np.ones(6), use, np.zeros(6, np.int64))
+    work = Work(np.zeros(6, np.int64), np.ones(6), use)
     needs = Needs(np.array([arrival]), np.array([1.0]))
-    filled = fill(division, slow, work, needs, 1, by_rows=True)
+    filled = fill(division, slow, work, needs, 1, np.arange(6))
     assert (filled == 0).sum() == at_start == min(int(SAFETY * arrival), 5)
     assert (filled[1:][filled[1:] > 0] == 2).all()  # behind the slow one, to hide its result
 
