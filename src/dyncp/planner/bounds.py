@@ -8,6 +8,7 @@ from dyncp.arrays import Float64, Int64
 from dyncp.blocks import (
     K_KINDS,
     Q_INPUT,
+    Q_KINDS,
     Q_RESULT,
     BlockGraph,
     Direction,
@@ -64,14 +65,14 @@ def _attention_seconds(task: Task, placed: Placed, name: str, held: Float64) -> 
     calls, border = _least_calls(placed, name), _border_seconds(task, placed, name)
     overhead, host = _overhead(task.cost, calls), _host_seconds(task.cost, calls).max()
     least = []
-    for direction in task.directions:
+    for direction, crossed in zip(task.directions, border, strict=True):
         seconds = task.cost.graph_tile_seconds(graph, name, direction)
         busy = np.bincount(placed.placement.tile_rank[name], seconds, ranks) / speed
         rows = held * least_row_seconds(direction, task.cost)
         met = _met_seconds(task, placed, name, direction) / speed
         compute = float((busy + met + overhead + rows).max())
         heads = _all_to_all_seconds(task, placed, direction)
-        least.append(max(compute, border * (1 + direction), heads, float(host)))
+        least.append(max(compute, crossed, heads, float(host)))
     return least
 
 
@@ -135,30 +136,37 @@ def _all_to_all_seconds(task: Task, placed: Placed, direction: Direction) -> flo
     return float(by_nic.max()) / topology.nic_bandwidth
 
 
-def _border_seconds(task: Task, placed: Placed, name: str) -> float:
-    """What keys and values need at least on the busiest NIC, forward: every machine gets a block
-    once, or, in static methods, every rank."""
-    topology, placement, k_block = task.topology, placed.placement, placed.graph.tiles[name].k_block
-    ranks = topology.ranks_per_machine
-    crosses = placement.tile_rank[name] // ranks != placement.block_rank[k_block] // ranks
-    if placement.pattern == "ring" or not crosses.any():  # in rings, blocks come from neighbours
-        return 0.0
-    keys = find_remote_uses(placed.graph, placement, name, k_block)
-    owner = placement.block_rank[keys.block]
-    machine = keys.rank // topology.ranks_per_machine
-    far = machine != owner // topology.ranks_per_machine
-    size = placed.graph.payload_bytes[Payload.KV, keys.head_group[far]]
-    size = size * placed.graph.blocks.tokens[keys.block[far]]
-    traffic = placement.traffic
-    if placement.static and (traffic is None or traffic.machine is None):
-        busiest = np.bincount(keys.rank[far] // topology.ranks_per_nic, size, 1).max()
-        return float(busiest) / topology.nic_bandwidth
-    what = (machine[far] * len(placed.graph.blocks) + keys.block[far]) * len(
-        placed.graph.head_groups
-    ) + keys.head_group[far]
-    _, first = np.unique(what, return_index=True)
-    busiest = np.bincount(machine[far][first], size[first], 1).max()
-    return float(busiest) / topology.inter.bandwidth
+def _border_seconds(task: Task, placed: Placed, name: str) -> list[float]:
+    """What travels needs at least on the busiest machine's NICs, by direction: every machine gets a
+    block once and sends its results once, or, in static methods, every rank."""
+    topology, placement, graph = task.topology, placed.placement, placed.graph
+    if placement.pattern == "ring":  # blocks come from neighbours
+        return [0.0 for _ in task.directions]
+    traffic, per_machine = placement.traffic, topology.ranks_per_machine
+    by_rank = placement.static and (traffic is None or traffic.machine is None)
+    ranks, bandwidth = (
+        (topology.ranks_per_nic, topology.nic_bandwidth)
+        if by_rank
+        else (per_machine, topology.inter.bandwidth)
+    )
+    moved = np.zeros((len(task.directions), 2, -(-topology.num_ranks // ranks)))
+    for keys in (False, True):
+        uses = find_remote_uses(graph, placement, name, keys=keys)
+        owner = placement.block_rank[uses.block]
+        far = np.flatnonzero(uses.rank // per_machine != owner // per_machine)
+        if not by_rank:
+            what = uses.block[far] * len(graph.head_groups) + uses.head_group[far]
+            what = uses.rank[far] // per_machine * len(graph.blocks) * len(graph.head_groups) + what
+            far = far[np.unique(what, return_index=True)[1]]
+        ends, tokens = (uses.rank[far] // ranks, owner[far] // ranks), graph.blocks.tokens
+        size = graph.payload_bytes[:, uses.head_group[far]] * tokens[uses.block[far]]
+        for direction, (into, out) in zip(task.directions, moved, strict=True):
+            kinds = (K_KINDS if keys else Q_KINDS)[direction]
+            for end, (user, back) in zip((into, out), (ends, ends[::-1]), strict=True):
+                end += np.bincount(user, size[kinds[0]], len(end))
+                if len(kinds) > 1:
+                    end += np.bincount(back, size[kinds[1]], len(end))
+    return [float(own.max()) / bandwidth for own in moved]
 
 
 class StaticSeconds:

@@ -72,10 +72,7 @@ class _Remote:
 
 @lru_cache(maxsize=1)  # forward and backward, and schedules in other steps, ask for the same
 def _find_remote(graph: BlockGraph, placement: Placement, name: str) -> _Remote:
-    tiles = graph.tiles[name]
-    sides = [
-        find_remote_uses(graph, placement, name, blocks) for blocks in (tiles.q_block, tiles.k_block)
-    ]
+    sides = [find_remote_uses(graph, placement, name, keys=keys) for keys in (False, True)]
     rank, block, group = (
         np.concatenate([getattr(own, field) for own in sides])
         for field in ("rank", "block", "head_group")
