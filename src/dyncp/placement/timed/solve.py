@@ -49,9 +49,8 @@ def improve(
     if start < max(worth * _alone(step), least / _unit(prices, topology)):
         return None
     unit = make_unit(step)
-    for power, most in SWEEPS:
-        sweep(step, unit, most, power)
-    if estimate(step, HIGH) >= start and not placement.static:
+    _, end = (sweep(step, unit, most, power) for power, most in SWEEPS)
+    if end >= start and not placement.static:
         return None
     found = _placement(graph, step)
     # Shares of ranks of different speeds move with the mean.

@@ -221,13 +221,14 @@ def _move(
 
 
 @compiled
-def sweep(step: StepEstimate, unit: Unit, most: int, power: int) -> None:
-    """Sweeps at most so many times; `unit` is room for one."""
+def sweep(step: StepEstimate, unit: Unit, most: int, power: int) -> float:
+    """Sweeps at most so many times over what is counted already; gives the estimate then. `unit` is
+    room for one."""
     ranks, spent = len(step.slow), 0
     target = np.empty(RELATED + NEAR + FAR, np.int64)
     hot, known = np.zeros(ranks, np.bool_), np.zeros(ranks, np.bool_)
     done, load, per_machine = np.zeros(ranks, np.int64), np.zeros(ranks), step.sizes[0]
-    now = estimate(step, power)
+    now = seconds(step.busy, step.weight, ranks, power)
     for _ in range(most):
         before = now
         for single in range(2):
@@ -249,6 +250,8 @@ def sweep(step: StepEstimate, unit: Unit, most: int, power: int) -> None:
                 if found < now:
                     now = found
                     _mark_hot(step.busy, step.weight, per_machine, hot, load)
-        now = estimate(step, power)  # counted anew, since rounding adds up
+        if now < before:
+            now = estimate(step, power)  # counted anew, since rounding adds up
         if now > before * (1 - WORTH_SWEEP):
             break
+    return now
