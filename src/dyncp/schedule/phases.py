@@ -6,7 +6,7 @@ Inputs of division d travel while division d - 1 computes, its results while div
     phase         in(1)  in(2)  out(1)  in(3)  out(2)  in(4)  ...
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,16 +48,18 @@ def order_transfers(entries: Sequence[Entries], codes: Int64) -> Transfers:
     phases. One number holds all columns where it has room, since sorting numbers is fast."""
     phase = np.zeros(int(codes.max(initial=0)) + 1, np.int64)
     phase[codes] = np.arange(len(codes))
-    code, *others = (np.concatenate(own) for own in zip(*map(_columns, entries), strict=True))
-    columns = [phase[code], *others]
-    bits = [int(column.max(initial=0)).bit_length() for column in columns]
+    most = [[len(codes), *(int(np.max(own, initial=0)) for own in entry[1:])] for entry in entries]
+    bits = [max(own).bit_length() for own in zip(*most, strict=True)]
     if sum(bits) > ROOM:
-        order = np.lexsort(columns[::-1])
-        return Transfers(*(frozen(column[order]) for column in columns))
-    key = columns[0]
-    for column, width in zip(columns[1:], bits[1:], strict=True):
-        key <<= width
-        key |= column
+        return _lexsorted(entries, phase)
+    key, first = np.empty(sum(len(entry.code) for entry in entries), np.int64), 0
+    for entry in entries:
+        own = key[first : first + len(entry.code)]
+        np.take(phase, entry.code, out=own)
+        for column, width in zip(entry[1:], bits[1:], strict=True):
+            own <<= width
+            own |= column
+        first += len(own)
     key.sort()
     found = []
     for width in bits[::-1]:
@@ -66,9 +68,14 @@ def order_transfers(entries: Sequence[Entries], codes: Int64) -> Transfers:
     return Transfers(*found[::-1])
 
 
-def _columns(entries: Entries) -> Iterator[Int64]:
-    size = len(entries.code)
-    return (np.full(size, own) if isinstance(own, Payload) else own for own in entries)
+def _lexsorted(entries: Sequence[Entries], phase: Int64) -> Transfers:
+    columns = [
+        np.concatenate([np.broadcast_to(entry[i], len(entry.code)) for entry in entries])
+        for i in range(len(Entries._fields))
+    ]
+    columns[0] = phase[columns[0]]
+    order = np.lexsort(columns[::-1])
+    return Transfers(*(frozen(column[order]) for column in columns))
 
 
 Column = npt.NDArray[Any]
