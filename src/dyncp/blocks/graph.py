@@ -157,9 +157,7 @@ def build_graph(
     return BlockGraph(batch, shape, groups, blocks, tiles)
 
 
-def _build_tiles(
-    runs: LinearRanges, block_sizes: Sequence[int] | Int64, num_groups: int
-) -> Tiles:
+def _build_tiles(runs: LinearRanges, block_sizes: Sequence[int] | Int64, num_groups: int) -> Tiles:
     q_block, k_block, pairs = list_tiles(runs, block_sizes)
     return Tiles(
         q_block=frozen(np.tile(q_block, num_groups)),

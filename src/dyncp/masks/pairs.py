@@ -2,8 +2,8 @@
 
 In a row with the range [s, e), the allowed keys below x are max(x - s, 0) - max(x - e, 0). At the
 border x of a key block, the sum over the rows of a query block therefore needs only how many starts
-and ends lie below x, and their sums: histograms over key blocks, added up from the left. Along a run
-of rows (`LinearRanges`) starts and ends grow evenly, so that many rows are counted at once.
+and ends lie below x, and their sums: histograms over key blocks, added up from the left. Along a
+run of rows (`LinearRanges`) starts and ends grow evenly, so that many rows are counted at once.
 
     causal, 4 tokens, blocks of 2; query block 1 holds the rows [0, 3) and [0, 4)
     border x               2                4

@@ -75,13 +75,29 @@ def find_runs(joined: Sequence[JoinedRanges]) -> LinearRanges:
     first = np.concatenate([[0], np.cumsum(np.concatenate(num_runs))])
     start, done = start[:count].copy(), 0
     most = max(int(own.columns.max()) for own in joined)
-    base, slope = np.zeros((2, count, 2 * most), np.int32)
+    base, slope = np.zeros((2, count, most, 2), np.int32)
     for own in joined:
-        here = first[done : done + len(own.lengths) + 1]
-        _fill_runs(own, here, start, base, slope)
+        runs = slice(first[done], first[done + len(own.lengths)])
+        sequence = np.repeat(np.arange(len(own.lengths)), np.diff(first)[done:][: len(own.lengths)])
+        base[runs], slope[runs] = _lines(own, sequence, start[runs], most)
         done += len(own.lengths)
-    shape = (count, most, 2)
-    return LinearRanges(lengths, first, start, base.reshape(shape), slope.reshape(shape))
+    return LinearRanges(lengths, first, start, base, slope)
+
+
+def _lines(
+    joined: JoinedRanges, sequence: Counts, start: IntArray, most: int
+) -> tuple[IntArray, IntArray]:
+    """Ranges at the starts of runs of these sequences, and how they grow there."""
+    cells = joined.lengths * joined.columns
+    length, columns = joined.lengths[sequence], joined.columns[sequence]
+    column, row = np.arange(most), (np.cumsum(cells) - cells)[sequence] + start * columns
+    here = row[:, None] + np.minimum(column, columns[:, None] - 1)
+    base = joined.cells[here]
+    goes_on = (start + 1 < length) * columns
+    slope = joined.cells[here + goes_on[:, None]] - base
+    absent = column >= columns[:, None]
+    base[absent], slope[absent] = np.repeat(length, (most - columns))[:, None], 0
+    return base, slope
 
 
 @compiled
@@ -116,24 +132,6 @@ def _is_straight(cells: IntArray, first: int, end: int, width: int) -> bool:
         slope = cells[cell + columns] - cells[cell]
         bend |= slope ^ (cells[cell] - cells[cell - columns])
     return bend == 0
-
-
-@compiled
-def _fill_runs(
-    joined: JoinedRanges, first: Counts, start: IntArray, base: IntArray, slope: IntArray
-) -> None:
-    """Ranges at the starts and how they grow there."""
-    begin = 0
-    for sequence in range(len(joined.lengths)):
-        length, columns, cells = joined.lengths[sequence], joined.columns[sequence], joined.cells
-        for run in range(first[sequence], first[sequence + 1]):
-            row = begin + start[run] * columns
-            for column in range(base.shape[1]):
-                at, side = row + column // 2, column % 2
-                base[run, column] = cells[at, side] if column < 2 * columns else length
-                if column < 2 * columns and start[run] + 1 < length:
-                    slope[run, column] = cells[at + columns, side] - cells[at, side]
-        begin += length * columns
 
 
 def _pieces(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:

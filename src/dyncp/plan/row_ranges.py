@@ -13,6 +13,7 @@ from dyncp.arrays import Int32, Int64, frozen, ranges_of, split_by_rank, starts_
 from dyncp.blocks import TokenBlocks
 from dyncp.masks import LinearRanges
 
+
 @dataclass(frozen=True, eq=False)
 class RowRuns:
     """Runs of rows, ordered by block and start. Row `start + i` of a run has the ranges

@@ -17,7 +17,7 @@ from dyncp.blocks import (
 )
 from dyncp.cost import CostModel
 from dyncp.cost.row_work import least_row_seconds
-from dyncp.placement import Bound, find_remote_uses, whole_rows
+from dyncp.placement import Bound, RemoteUses, find_remote_uses, whole_rows
 from dyncp.planner.candidate import Part, Placed
 from dyncp.planner.task import Task
 
@@ -137,36 +137,39 @@ def _all_to_all_seconds(task: Task, placed: Placed, direction: Direction) -> flo
 
 
 def _border_seconds(task: Task, placed: Placed, name: str) -> list[float]:
-    """What travels needs at least on the busiest machine's NICs, by direction: every machine gets a
-    block once and sends its results once, or, in static methods, every rank."""
-    topology, placement, graph = task.topology, placed.placement, placed.graph
+    """What travels over the borders of machines needs at least on the busiest NIC, by direction."""
+    topology, placement, tokens = task.topology, placed.placement, placed.graph.blocks.tokens
     if placement.pattern == "ring":  # blocks come from neighbours
         return [0.0 for _ in task.directions]
-    traffic, per_machine = placement.traffic, topology.ranks_per_machine
+    traffic = placement.traffic
     by_rank = placement.static and (traffic is None or traffic.machine is None)
-    ranks, bandwidth = (
-        (topology.ranks_per_nic, topology.nic_bandwidth)
-        if by_rank
-        else (per_machine, topology.inter.bandwidth)
-    )
-    moved = np.zeros((len(task.directions), 2, -(-topology.num_ranks // ranks)))
+    ranks = topology.ranks_per_nic if by_rank else topology.ranks_per_machine
+    places = -(-topology.num_ranks // ranks)
+    moved = np.zeros((len(task.directions), 2, places))  # into and out of NICs, or machines
     for keys in (False, True):
-        uses = find_remote_uses(graph, placement, name, keys=keys)
-        owner = placement.block_rank[uses.block]
-        far = np.flatnonzero(uses.rank // per_machine != owner // per_machine)
-        if not by_rank:
-            what = uses.block[far] * len(graph.head_groups) + uses.head_group[far]
-            what = uses.rank[far] // per_machine * len(graph.blocks) * len(graph.head_groups) + what
-            far = far[np.unique(what, return_index=True)[1]]
-        ends, tokens = (uses.rank[far] // ranks, owner[far] // ranks), graph.blocks.tokens
-        size = graph.payload_bytes[:, uses.head_group[far]] * tokens[uses.block[far]]
-        for direction, (into, out) in zip(task.directions, moved, strict=True):
-            kinds = (K_KINDS if keys else Q_KINDS)[direction]
-            for end, (user, back) in zip((into, out), (ends, ends[::-1]), strict=True):
-                end += np.bincount(user, size[kinds[0]], len(end))
-                if len(kinds) > 1:
-                    end += np.bincount(back, size[kinds[1]], len(end))
+        uses = find_remote_uses(placed.graph, placement, name, keys=keys)
+        owner = placement.block_rank[uses.block].astype(np.int64)
+        at = _crossing(uses, owner, topology.ranks_per_machine, once=not by_rank)
+        user, owner = uses.rank[at] // ranks, owner[at] // ranks
+        size = placed.graph.payload_bytes[:, uses.head_group[at]] * tokens[uses.block[at]]
+        for way, direction in enumerate(task.directions):
+            there, *back = (K_KINDS if keys else Q_KINDS)[direction]
+            for kind, into, out in ((there, user, owner), *((kind, owner, user) for kind in back)):
+                moved[way, 0] += np.bincount(into, size[kind], places)
+                moved[way, 1] += np.bincount(out, size[kind], places)
+    bandwidth = topology.nic_bandwidth if by_rank else topology.inter.bandwidth
     return [float(own.max()) / bandwidth for own in moved]
+
+
+def _crossing(uses: RemoteUses, owner: Int64, ranks_per_machine: int, *, once: bool) -> Int64:
+    """Uses of other machines' blocks; `once` one of those that a machine has of a block."""
+    machine = uses.rank // ranks_per_machine
+    far = np.flatnonzero(machine != owner // ranks_per_machine)
+    if not once:
+        return far
+    blocks, groups = (int(x.max(initial=0)) + 1 for x in (uses.block, uses.head_group))
+    what = (machine[far] * blocks + uses.block[far]) * groups + uses.head_group[far]
+    return far[np.unique(what, return_index=True)[1]]
 
 
 class StaticSeconds:

@@ -113,9 +113,7 @@ def _sums(values: Float64, start: Int64) -> Float64:
     return np.diff(np.append(0.0, np.cumsum(values))[start])
 
 
-def region_of_rows(
-    problem: Problem, whole: Region, row_load: Float64, chosen: Bool
-) -> Region:
+def region_of_rows(problem: Problem, whole: Region, row_load: Float64, chosen: Bool) -> Region:
     """The chosen blocks' rows, whose loads these are, with all columns of their sequences; `whole`
     is the whole batch."""
     blocks = np.flatnonzero(chosen)

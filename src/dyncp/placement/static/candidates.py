@@ -169,7 +169,6 @@ class StaticBounds:
             return copies * group_tokens * (1 - 1 / machines) / topology.inter.bandwidth
         return 0.0
 
-
     def _swap_seconds_per_byte(
         self, method: Method, group_tokens: float, degree: int, heads: int
     ) -> float:

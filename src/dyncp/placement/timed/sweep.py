@@ -130,9 +130,7 @@ HOT = 0.8
 # Functions that are called often get arrays rather than the whole estimate: numba takes long to
 # compile those with many.
 @inner
-def _mark_hot(
-    busy: Float64, weight: Float64, per_machine: int, hot: Bool, load: Float64
-) -> None:
+def _mark_hot(busy: Float64, weight: Float64, per_machine: int, hot: Bool, load: Float64) -> None:
     """Ranks with a busy resource, their own or their machine's; and what all ranks compute."""
     ranks = len(hot)
     machines = ranks // per_machine
