@@ -45,7 +45,7 @@ MORE_MASKS = {
     "tree": lambda n: masks.prefix_tree([-1, 0, 0], thirds(n)) if n > 2 else masks.causal(n),
     "window by position": lambda n: masks.within(masks.shared_question(n), window=90),
     "mask_mod": lambda n: masks.from_mask_mod(
-        lambda b, h, q, kv: (q >= kv) & ((q - kv < 50) | (kv % 128 < 7)), n
+        lambda _, __, q, kv: (q >= kv) & ((q - kv < 50) | (kv % 128 < 7)), n
     ),
 }
 

@@ -1,7 +1,6 @@
 """Transformers models on a GPU, on virtual ranks, against Transformers' own attention."""
 
 import pytest
-import torch
 
 pytest.importorskip("transformers", reason="the extra transformers is not installed")
 
@@ -26,6 +25,8 @@ MODELS = {
 @pytest.mark.parametrize("mask_fn", [masks.causal, masks.shared_question(answers=2)])
 @pytest.mark.parametrize("name", MODELS)
 def test_losses_and_gradients_are_those_of_one_process(name, mask_fn):
+    if name == "lfm2":
+        pytest.importorskip("transformers", "5.22", reason="layers get the step from 5.22 on")
     model, dense = make_model(name, **MODELS[name]), plain_model(name, **MODELS[name])
     attach(model.to(GPU))
     samples, batch, plan = planned(model.config, 0, 4, mask_fn)
