@@ -12,8 +12,7 @@ from benchmarks.attention_times import (
     bench_virtual_ranks,
     check_methods,
 )
-from dyncp.calibrate.calls import KernelChoice, kernel_name
-from dyncp.calibrate.environment import World, device_text
+from dyncp.calibrate.calls import KernelChoice, World, device_text, kernel_name
 from dyncp.calibrate.timing import Repeats
 from dyncp.cli.arguments import (
     Command,

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from dyncp.arrays import Float64
 from dyncp.blocks import DEFAULT_MASK, Batch, Direction
+from dyncp.calibrate.calibration import plan_work, rank_pairs
 from dyncp.calibrate.calls import (
     KernelChoice,
     backward,
@@ -19,9 +20,7 @@ from dyncp.calibrate.calls import (
     make_executor,
     make_inputs,
 )
-from dyncp.calibrate.one_rank import CallTimes, time_part
-from dyncp.calibrate.samples import plan_work, rank_pairs
-from dyncp.calibrate.timing import Repeats, wait_for
+from dyncp.calibrate.timing import CallTimes, Repeats, time_part, wait_for
 from dyncp.cli.simulate import STATIC_METHODS, static_splits
 from dyncp.cost import CostModel
 from dyncp.executor import Step, attention

@@ -18,17 +18,21 @@ from dyncp.calibrate.calls import (
     Inputs,
     KernelChoice,
     MaskCase,
+    OutAndGrads,
     Unavailable,
     backward,
+    dense_attention,
+    device_text,
     find_mask,
     first_line,
     forward,
     make_inputs,
     mask_case,
     one_rank_attention,
+    open_device,
+    relative_errors,
+    results_of,
 )
-from dyncp.calibrate.dense import Results, dense_attention, relative_errors, results_of
-from dyncp.calibrate.environment import device_text, open_device
 from dyncp.calibrate.timing import Repeats, Run, profiled_kernels, time_call
 from dyncp.cli.arguments import (
     Command,
@@ -207,7 +211,7 @@ def _bench_one(
     name: str,
     build: Callable[[], Attend],
     inputs: Inputs,
-    expected: Results | None,
+    expected: OutAndGrads | None,
     setting: KernelsSetting,
 ) -> KernelRow:
     row: dict[str, Any] = {
@@ -231,7 +235,7 @@ def _measure(
     case: MaskCase,
     attend: Attend,
     inputs: Inputs,
-    expected: Results | None,
+    expected: OutAndGrads | None,
     setting: KernelsSetting,
 ) -> dict[str, Any]:
     flops = 4.0 * case.num_pairs * setting.shape.head_dim * setting.shape.q_heads

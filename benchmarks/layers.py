@@ -11,8 +11,7 @@ from benchmarks.attention import RANKS, RANKS_PER_MACHINE, TOKENS, virtual_topol
 from benchmarks.layers_times import GRAPHS, WARM_UP, LayersSetting, StackSetting, bench_layers
 from dyncp import masks
 from dyncp.blocks import ITEM_BYTES, Batch
-from dyncp.calibrate.calls import KernelChoice, kernel_name
-from dyncp.calibrate.environment import device_text, open_device
+from dyncp.calibrate.calls import KernelChoice, device_text, kernel_name, open_device
 from dyncp.calibrate.timing import Repeats
 from dyncp.cli.arguments import (
     SHAPES,

@@ -1,13 +1,36 @@
-"""How calls are timed: on the device, on the host, and kernel by kernel."""
+"""How calls are timed: on the device, on the host, and kernel by kernel; and one rank of a plan
+without its peers, which receives random numbers instead."""
 
+import logging
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+
+from dyncp.arrays import Float64
+from dyncp.blocks import DEFAULT_MASK, AttentionShape, Direction
+from dyncp.calibrate.calls import (
+    Attend,
+    Inputs,
+    KernelChoice,
+    backward,
+    forward,
+    make_executor,
+    make_inputs,
+)
+from dyncp.executor import DCPExecutor, Step, attention
+from dyncp.kernels import IndexArrays, Kernel, KernelCall
+from dyncp.plan import Op, RankPlan
+from dyncp.transport import Null
+from dyncp.transport.transport import NullChannel
+
+logger = logging.getLogger(__name__)
 
 # Larger than the L2 cache of any GPU so far: writing it evicts the inputs.
 FLUSH_BYTES = 256 << 20
@@ -18,6 +41,10 @@ HEAD_START, MOST_CYCLES, CYCLES_PER_SECOND = 2.0, 100_000_000, 2e9
 ATTENTION_NAMES = ("flash", "attend", "attention", "fmha", "sdpa")
 # Their helpers, which are not the attention itself.
 HELPER_NAMES = ("preprocess", "postprocess", "combine", "merge")
+# Profiled runs that kernel durations are averaged over; they differ by a percent or two.
+PROFILED = 2
+# Attention calls in a row that host time is averaged over: they share autograd's fixed cost.
+LAYERS = 8
 
 Run = Callable[[], Any]
 
@@ -135,3 +162,250 @@ def profiled_kernels(run: Run, device: torch.device) -> list[KernelRun]:
         KernelRun(e.name, 1e-6 * e.time_range.elapsed_us(), 1e-6 * e.time_range.start)
         for e in events
     ]
+
+
+@dataclass(frozen=True, eq=False)
+class CallTimes:
+    """One attention call in one direction: `seconds` on the device, `host_seconds` until it is
+    queued, and its kernel calls in seconds by division (0 for a division without tiles).
+
+    On GPUs kernel calls are the profiler's durations of attention kernels, without gaps in which
+    the device waits for the host, and `other_seconds` those of all other kernels: packing, merging,
+    rounding. On CPUs whole kernel calls count, and `other_seconds` is None."""
+
+    seconds: float
+    host_seconds: float
+    division_seconds: Float64
+    other_seconds: float | None = None
+
+    @property
+    def kernel_seconds(self) -> float:
+        return float(self.division_seconds.sum())
+
+
+class RecordedKernel(Kernel):
+    """Wraps a kernel, and records the device time of every `attend` and `attend_backward`."""
+
+    def __init__(self, inner: Kernel, device: torch.device) -> None:
+        self._inner, self._device = inner, device
+        self._marks: list[tuple[Any, Any]] = []
+        for name in Kernel.__annotations__:
+            setattr(self, name, getattr(inner, name))
+
+    def lower(self, call: KernelCall, arrays: IndexArrays, *, backward: bool) -> Any:
+        return self._inner.lower(call, arrays, backward=backward)
+
+    def refuses(self, shape: AttentionShape) -> str:
+        return self._inner.refuses(shape)
+
+    def sequence_rows(self, lowered: Any, dim: int) -> Any:
+        return self._inner.sequence_rows(lowered, dim)
+
+    def attend(self, *args: Any, **options: Any) -> None:
+        self._record(self._inner.attend, args, options)
+
+    def attend_backward(self, *args: Any, **options: Any) -> None:
+        self._record(self._inner.attend_backward, args, options)
+
+    def _record(self, function: Callable[..., None], args: Any, options: Any) -> None:
+        start = mark(self._device)
+        function(*args, **options)
+        self._marks.append((start, mark(self._device)))
+
+    def take(self) -> list[float]:
+        """Seconds of all calls since the last `take`, in order."""
+        wait_for(self._device)
+        marks, self._marks = self._marks, []
+        return [seconds_between(start, end) for start, end in marks]
+
+
+def time_part(
+    part: RankPlan,
+    shape: AttentionShape,
+    choice: KernelChoice,
+    device: torch.device,
+    repeats: Repeats,
+) -> dict[Direction, CallTimes]:
+    """Forward and backward of one rank."""
+    recorded, step = _prepare(part, choice, device)
+    inputs = make_inputs(step.num_rows, shape, device, seed=part.rank)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(step, q, k, v)
+
+    run, has_backward = forward(attend, inputs), part.mask_plan(DEFAULT_MASK).backward is not None
+    times = {Direction.FORWARD: _time(run, recorded, part, Direction.FORWARD, device, repeats)}
+    if has_backward:
+        run_backward = backward(run(), inputs)
+        times[Direction.BACKWARD] = _time(
+            run_backward, recorded, part, Direction.BACKWARD, device, repeats
+        )
+    if device.type == "cuda":
+        host = host_seconds_per_call(attend, inputs, device, repeats, backward=has_backward)
+        times = {way: replace(one, host_seconds=host[way]) for way, one in times.items()}
+    return times
+
+
+def _prepare(
+    part: RankPlan, choice: KernelChoice, device: torch.device
+) -> tuple[RecordedKernel | None, Step]:
+    """On GPUs as it always runs, with graphs; on CPUs with a kernel that records its times."""
+    executor = make_executor(choice, device, transport=Noise(part.rank, part.num_ranks))
+    if device.type == "cuda":
+        return None, executor.prepare(part)
+    recorded = RecordedKernel(executor.kernel, device)
+    executor = DCPExecutor(device=device, transport=executor.transport, kernel=recorded)
+    return recorded, executor.prepare(part)
+
+
+def _time(
+    run: Run,
+    recorded: RecordedKernel | None,
+    part: RankPlan,
+    direction: Direction,
+    device: torch.device,
+    repeats: Repeats,
+) -> CallTimes:
+    divisions = _call_divisions(part, direction)
+    num_calls, other = len(divisions), None
+    if recorded is None:
+        timed = time_call(run, device, repeats)
+        profiled = [profiled_kernels(run, device) for _ in range(PROFILED)]
+        seconds = np.mean([seconds_by_call(kernels, num_calls) for kernels in profiled], axis=0)
+        others = [k.seconds for kernels in profiled for k in kernels if not k.is_attention]
+        other = sum(others) / PROFILED
+    else:
+        recorded.take()
+        timed, seconds = time_call(run, device, repeats), np.zeros(0)
+        calls = np.asarray(recorded.take())
+        if num_calls:  # else a rank without tiles
+            seconds = np.median(calls.reshape(-1, num_calls)[-repeats.timed :], axis=0)
+    by_division = np.bincount(divisions, seconds, minlength=1) if num_calls else np.zeros(1)
+    return CallTimes(timed.seconds, timed.host_seconds, by_division.astype(np.float64), other)
+
+
+def seconds_by_call(kernels: Sequence[KernelRun], num_calls: int) -> Float64:
+    """Seconds of the attention kernels of every call, which all have the same number of kernels.
+
+    Four kernels of 1, 2, 3 and 4 seconds in two calls give 3 and 7. Where kernels do not divide
+    into calls, every call gets the same share."""
+    seconds = np.asarray([kernel.seconds for kernel in kernels if kernel.is_attention])
+    if not num_calls:
+        return np.zeros(0)
+    if len(seconds) % num_calls == 0:
+        by_call: Float64 = seconds.reshape(num_calls, -1).sum(axis=1)
+        return by_call
+    logger.warning(
+        "the profiler saw %d attention kernels in %d kernel calls; every call gets an equal share",
+        len(seconds),
+        num_calls,
+    )
+    return np.full(num_calls, seconds.sum() / num_calls)
+
+
+def _call_divisions(part: RankPlan, direction: Direction) -> list[int]:
+    """The division of every kernel call, in program order."""
+    mask = part.mask_plan(DEFAULT_MASK)
+    program = mask.program(direction)
+    divisions = []
+    for op, division in program.instructions.tolist():
+        if op == Op.COMPUTE:
+            groups = np.unique(mask.tiles.head_group[program.tile_division == division])
+            divisions += [division] * len(groups)
+    return divisions
+
+
+def host_seconds_per_call(
+    attend: Attend, inputs: Inputs, device: torch.device, repeats: Repeats, *, backward: bool
+) -> dict[Direction, float]:
+    """The host's median time to queue one of `LAYERS` attention calls in a row, as in a model, on
+    a device that is idle before the first."""
+    kv = [tuple(x.detach().clone().requires_grad_() for x in inputs.qkv[1:]) for _ in range(LAYERS)]
+    leaves = [inputs.q, *(x for pair in kv for x in pair)]
+    seconds: dict[Direction, list[float]] = {Direction.FORWARD: [], Direction.BACKWARD: []}
+    for _ in range(repeats.warm_up + repeats.timed):
+        out: Tensor = inputs.q
+        wait_for(device)
+        start = time.perf_counter()
+        for k, v in kv:
+            out = attend(out, k, v)
+        seconds[Direction.FORWARD].append(time.perf_counter() - start)
+        if backward:
+            wait_for(device)
+            start = time.perf_counter()
+            torch.autograd.grad(out, leaves, inputs.dout)
+            seconds[Direction.BACKWARD].append(time.perf_counter() - start)
+    wait_for(device)
+    return {
+        direction: statistics.median(found[repeats.warm_up :]) / LAYERS
+        for direction, found in seconds.items()
+        if found
+    }
+
+
+class Noise(Null):
+    """`Null`, but received buffers hold normally distributed numbers: GPUs multiply zeros faster,
+    since they draw less power and clocks stay up. The buffers of a phase are adjacent in memory, so
+    one copy fills them all."""
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        super().__init__(rank, num_ranks)
+        self._noise: dict[torch.device, Tensor] = {}
+        self._fills: dict[int, tuple[Mapping[int, Tensor], Tensor, Tensor]] = {}
+        self.filled: dict[int, torch.cuda.Event] = {}  # by phase, on GPUs
+
+    def open(self, call: int = 0) -> "list[NullChannel]":  # noqa: ARG002
+        return [NoiseChannel(self)]
+
+    def fill(self, receives: Mapping[int, Tensor]) -> None:
+        """The executor passes the same mapping in every call, so its extent is computed once."""
+        kept = self._fills.get(id(receives))
+        if kept is None:
+            buffers = list(receives.values())
+            first, last = buffers[0], buffers[-1]
+            span = last.data_ptr() + last.nbytes - first.data_ptr()
+            whole = first.as_strided((span,), (1,))
+            kept = self._fills[id(receives)] = receives, whole, self._bytes(span, first.device)
+        _, target, source = kept
+        target.copy_(source)
+
+    def filled_event(self, phase: int, receives: Mapping[int, Tensor]) -> Any:
+        """What `wait` waits for; None on CPUs."""
+        if phase not in self.filled and next(iter(receives.values())).is_cuda:
+            self.filled[phase] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        return self.filled.get(phase)
+
+    def _bytes(self, count: int, device: torch.device) -> Tensor:
+        """Random bf16 numbers, whose bits are ordinary numbers as fp32 and fp16 too."""
+        held = self._noise.get(device)
+        if held is None or held.nbytes < count:
+            numbers = torch.randn(-(-count // 2), device=device)
+            held = self._noise[device] = numbers.bfloat16().view(torch.uint8)
+        return held[:count]
+
+
+class NoiseChannel(NullChannel):
+    def __init__(self, transport: Noise) -> None:
+        super().__init__(transport)
+        self._noise = transport
+
+    def launch(
+        self,
+        phase: int,
+        sends: Mapping[int, Tensor],
+        receives: Mapping[int, Tensor],
+        arrived: Any = None,
+    ) -> None:
+        super().launch(phase, sends, {})
+        if not receives:
+            return
+        self._noise.fill(receives)
+        if arrived is None:
+            arrived = self._noise.filled_event(phase, receives)
+        if arrived is not None:  # messages have a stream of their own
+            arrived.record()
+
+    def wait(self, phase: int) -> None:
+        filled = self._noise.filled.get(phase)
+        if filled is not None:
+            filled.wait()

@@ -104,7 +104,7 @@ def _setting(args: Namespace, world: "World") -> "CalibrateSetting":
 
 
 def _lines(args: Namespace, setting: "CalibrateSetting", found: "Calibration") -> Iterator[str]:
-    from dyncp.calibrate.environment import device_text
+    from dyncp.calibrate.calls import device_text
 
     ranks = setting.world.num_ranks
     yield (
@@ -118,7 +118,7 @@ def _lines(args: Namespace, setting: "CalibrateSetting", found: "Calibration") -
 
 
 def _as_json(setting: "CalibrateSetting", found: "Calibration") -> dict[str, Any]:
-    from dyncp.calibrate.environment import device_text
+    from dyncp.calibrate.calls import device_text
 
     return {
         "device": device_text(setting.world.device),

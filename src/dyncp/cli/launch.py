@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dyncp.calibrate.environment import World
+    from dyncp.calibrate.calls import World
 
 GRACE_SECONDS = 40  # torchrun itself gives its workers 30 before it kills them
 COPY_SECONDS = 5  # for the last lines of ranks that are gone
@@ -110,7 +110,7 @@ def open_world(device_name: str | None) -> "Iterator[World]":
     import torch
     import torch.distributed as dist
 
-    from dyncp.calibrate.environment import World, open_device
+    from dyncp.calibrate.calls import World, open_device
 
     if not under_torchrun():
         yield World.alone(open_device(device_name))
