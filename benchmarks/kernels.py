@@ -36,16 +36,19 @@ from dyncp.calibrate.calls import (
 from dyncp.calibrate.timing import Repeats, Run, profiled_kernels, time_call
 from dyncp.cli.arguments import (
     Command,
+    Progress,
     add_device_option,
+    add_output_options,
     add_repeats_option,
     add_shape_options,
+    check_raw,
     comma_separated,
     positive_integers,
     shape_of,
     shape_text,
+    show,
 )
 from dyncp.cli.bench import BENCHES
-from dyncp.cli.output import Progress, add_output_options, check_raw, show
 from dyncp.cost import BACKWARD_FLOPS
 
 logger = logging.getLogger(__name__)

@@ -1,10 +1,14 @@
-"""What a command is, and the options that several commands share."""
+"""What a command is, the options that several commands share, and what all of them print: progress
+on stderr, then a table or one JSON object."""
 
+import json
+import sys
+import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TextIO
 
 from dyncp import masks
 from dyncp.blocks import ITEM_BYTES, AttentionShape, Batch
@@ -35,6 +39,8 @@ COMPUTE_TOLERANCE, TOKEN_TOLERANCE = DEFAULT_TOLERANCES
 SHAPES = {"cpu": AttentionShape(4, 2, 64, "fp32"), "cuda": AttentionShape(32, 8, 128, "bf16")}
 # Importing torch takes seconds, and without one of these files it sees no GPU.
 DRIVER_FILES = ("nvidiactl", "dxg")
+CLEAR_LINE = "\r\x1b[K"
+SELDOM_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,10 +235,7 @@ def make_batch(args: Namespace, lengths: Sequence[int]) -> Batch:
 
 
 def check_tokens(args: Namespace) -> int:
-    tokens: int = args.tokens
-    if tokens < 1:
-        raise ValueError(f"--tokens is {tokens}; a batch needs at least 1")
-    return whole_number("--tokens", tokens, 1)
+    return whole_number("--tokens", args.tokens, 1)
 
 
 def lengths_of(args: Namespace) -> list[int]:
@@ -242,12 +245,7 @@ def lengths_of(args: Namespace) -> list[int]:
     if getattr(args, "lengths", None) is None:
         name, seed = parse_sample(args.sample)
         return sample_lengths(name, check_tokens(args), seed)
-    try:
-        return [int(word) for word in args.lengths.split(",")]
-    except ValueError:
-        raise ValueError(
-            f"--lengths is {args.lengths!r}; expected integers, as in 4096,512,512"
-        ) from None
+    return list(positive_integers(args.lengths, "--lengths"))
 
 
 def add_device_option(parser: ArgumentParser) -> None:
@@ -324,3 +322,55 @@ def positive_integers(text: str, option: str) -> tuple[int, ...]:
 def comma_separated(text: str) -> tuple[str, ...]:
     """The words of a comma-separated list, each once."""
     return tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+
+
+class Progress:
+    """Says what is being done now, by default on stderr."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self.in_place = self._stream.isatty()
+        self._shown = -SELDOM_SECONDS
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self.clear()
+        print(text, file=self._stream, flush=True)
+
+    def show(self, text: str) -> None:
+        """A line that the next one replaces."""
+        end = "" if self.in_place else "\n"
+        self.clear()
+        print(text, end=end, file=self._stream, flush=True)
+
+    def show_seldom(self, text: str) -> None:
+        """`show`, but where lines stay only one every two seconds."""
+        now = time.monotonic()
+        if self.in_place or now - self._shown >= SELDOM_SECONDS:
+            self._shown = now
+            self.show(text)
+
+    def clear(self) -> None:
+        if self.in_place:
+            print(CLEAR_LINE, end="", file=self._stream, flush=True)
+
+
+def add_output_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.add_argument(
+        "--raw", type=Path, metavar="FILE", help="write that JSON object, whatever is printed"
+    )
+
+
+def check_raw(args: Namespace) -> None:
+    """Before anything is measured."""
+    if args.raw is not None and not args.raw.parent.is_dir():
+        raise ValueError(f"--raw is {args.raw}; the folder {args.raw.parent} does not exist")
+
+
+def show(args: Namespace, numbers: Mapping[str, Any], lines: Iterable[str]) -> None:
+    """Prints the JSON object or the lines, and writes the file that was asked for."""
+    text = json.dumps(numbers)
+    if args.raw is not None:
+        args.raw.write_text(text + "\n", encoding="utf-8")
+    print(text if args.json else "\n".join(lines))

@@ -8,18 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 from dyncp.cli.arguments import (
     Command,
+    Progress,
     add_device_option,
     add_kernel_option,
+    add_output_options,
     add_repeats_option,
     add_shape_options,
+    check_raw,
     comma_separated,
     positive_integers,
     preset_for,
     shape_of,
     shape_text,
+    show,
 )
 from dyncp.cli.launch import open_world
-from dyncp.cli.output import Progress, add_output_options, check_raw, show
 from dyncp.cost import PROFILES, Profile, find_profile, save_profile
 
 if TYPE_CHECKING:
