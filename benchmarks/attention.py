@@ -28,14 +28,15 @@ from dyncp.cli.arguments import (
     comma_separated,
     lengths_of,
     make_batch,
+    open_world,
     preset_for,
     profile_of,
     shape_of,
     shape_text,
     show,
+    under_torchrun,
 )
 from dyncp.cli.bench import BENCHES
-from dyncp.cli.launch import open_world, under_torchrun
 from dyncp.cost import CostModel
 from dyncp.planner import Task
 from dyncp.topology import PRESETS as TOPOLOGIES

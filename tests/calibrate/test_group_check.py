@@ -9,7 +9,7 @@ import torch
 from dyncp.calibrate import doctor
 from dyncp.calibrate.calls import World
 from dyncp.calibrate.doctor import Finding, check_groups
-from dyncp.transport.communicator import Communicator
+from dyncp.transport.distributed import Communicator
 from processes import run_ranks
 
 pytestmark = pytest.mark.xdist_group("processes")

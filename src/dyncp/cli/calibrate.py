@@ -16,13 +16,13 @@ from dyncp.cli.arguments import (
     add_shape_options,
     check_raw,
     comma_separated,
+    open_world,
     positive_integers,
     preset_for,
     shape_of,
     shape_text,
     show,
 )
-from dyncp.cli.launch import open_world
 from dyncp.cost import PROFILES, Profile, find_profile, save_profile
 
 if TYPE_CHECKING:
