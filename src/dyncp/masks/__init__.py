@@ -12,6 +12,7 @@ from dyncp.masks.function import (
     MaskFunction,
     NamedMasks,
     ParametricMask,
+    from_mask_mod,
     mask_function,
     named,
     positions_and_targets,
@@ -19,7 +20,6 @@ from dyncp.masks.function import (
 from dyncp.masks.global_sliding import global_sliding
 from dyncp.masks.lambda_shaped import lambda_shaped
 from dyncp.masks.mask import Mask
-from dyncp.masks.mask_mod import from_mask_mod
 from dyncp.masks.pairs import count_batch_tile_pairs, count_tile_pairs, list_tiles
 from dyncp.masks.prefix_lm import prefix_lm
 from dyncp.masks.prefix_tree import prefix_tree

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from dyncp.arrays import Int32
 from dyncp.compiled import compiled
-from dyncp.masks.ranges import IntArray
 
 if TYPE_CHECKING:
     from dyncp.masks.mask import Mask
@@ -59,7 +59,7 @@ def count_batch_tile_pairs(masks: Sequence[Mask], block_sizes: Sequence[int]) ->
 
 def list_tiles(
     masks: Sequence[Mask], block_sizes: Sequence[int]
-) -> tuple[IntArray, IntArray, PairCounts]:
+) -> tuple[Int32, Int32, PairCounts]:
     """Query block, key block and pairs of all tiles with any pairs, in that order; blocks are
     numbered through all sequences. `list_tiles([masks.causal(5)], [2])`:
 
@@ -84,7 +84,7 @@ def list_tiles(
     return q_block[:count].copy(), k_block[:count].copy(), pairs[:count].copy()
 
 
-def _joined(ranges: Sequence[IntArray]) -> Iterator[tuple[IntArray, int]]:
+def _joined(ranges: Sequence[Int32]) -> Iterator[tuple[Int32, int]]:
     """Rows of all sequences in order, those of many short ones together, and of how many."""
     first = 0
     while first < len(ranges):
@@ -106,12 +106,12 @@ def _check(masks: Sequence[Mask], block_sizes: Sequence[int]) -> None:
 
 @compiled
 def _add_tiles(
-    rows: IntArray,
+    rows: Int32,
     lengths: PairCounts,
     sizes: PairCounts,
     first_block: int,
-    q_block: IntArray,
-    k_block: IntArray,
+    q_block: Int32,
+    k_block: Int32,
     pairs: PairCounts,
     count: int,
     numbers: PairCounts,
@@ -143,7 +143,7 @@ def _add_tiles(
 
 @compiled
 def _fill_histograms(
-    rows: IntArray, row: int, end_row: int, size: int, numbers: PairCounts, sums: PairCounts
+    rows: Int32, row: int, end_row: int, size: int, numbers: PairCounts, sums: PairCounts
 ) -> tuple[int, int]:
     """Adds the ranges of rows [row, end_row); gives the first and last key block they touch."""
     first, last, start_block, end_block = len(numbers), -1, 0, 0

@@ -11,13 +11,12 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from dyncp.arrays import Int32
 from dyncp.compiled import compiled
 from dyncp.masks.function import positions_and_targets
 from dyncp.masks.mask import Mask, default_positions
-from dyncp.masks.ranges import IntArray
 
 NOTHING, UNCLEAR = -1, -2  # before a document; where masks and positions do not tell
-
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
@@ -51,7 +50,7 @@ def find_stretches(masks: Sequence[Mask]) -> tuple[Ints, Ints]:
 
 
 @compiled
-def _fill_gaps(ranges: IntArray, gaps: Bools) -> int:
+def _fill_gaps(ranges: Int32, gaps: Bools) -> int:
     """Tokens that attend the row before them are none; gives how many are left."""
     left = 0
     for token in range(len(gaps)):
@@ -62,7 +61,7 @@ def _fill_gaps(ranges: IntArray, gaps: Bools) -> int:
     return left
 
 
-def _nearest(masks: Sequence[Mask], tokens: Ints, positions: IntArray) -> Ints:
+def _nearest(masks: Sequence[Mask], tokens: Ints, positions: Int32) -> Ints:
     """The nearest key before each token if it has the position before the token's own; NOTHING
     where a token attends none before it, UNCLEAR where masks tell no such key, or several."""
     keys = np.stack([_nearest_keys(mask.ranges[tokens], tokens) for mask in masks])
@@ -74,7 +73,7 @@ def _nearest(masks: Sequence[Mask], tokens: Ints, positions: IntArray) -> Ints:
     return found
 
 
-def _nearest_keys(ranges: IntArray, tokens: Ints) -> Ints:
+def _nearest_keys(ranges: Int32, tokens: Ints) -> Ints:
     """The last key before each token that it attends, or NOTHING."""
     start, end = ranges[:, :, 0], np.minimum(ranges[:, :, 1], tokens[:, None])
     keys: Ints = np.where(start < end, end - 1, NOTHING).max(axis=1)

@@ -5,7 +5,7 @@ import numpy as np
 from dyncp.arrays import Float64, Int64
 from dyncp.blocks import Q_INPUT, Q_RESULT, BlockGraph, Direction, Payload
 from dyncp.cost import CostModel
-from dyncp.cost.row_work import least_row_seconds
+from dyncp.cost.cost_model import least_row_seconds
 from dyncp.placement import Bound, find_remote_uses, whole_rows
 from dyncp.planner.candidate import Part, Placed
 from dyncp.planner.task import Task

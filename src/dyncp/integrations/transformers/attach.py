@@ -12,22 +12,21 @@ from dyncp.cost import from_transformers_config
 from dyncp.dataloader import NO_TARGET, DCPDataLoader, next_token_loss
 from dyncp.dataloader.loss import LISTED
 from dyncp.executor import Step
-from dyncp.integrations.transformers import operators as _operators  # registers them  # noqa: F401
 from dyncp.integrations.transformers.compare import compare
-from dyncp.integrations.transformers.experts import (
-    COEFFICIENT,
-    auxiliary_share,
-    install_recorders,
-    take_coefficient,
-)
 from dyncp.integrations.transformers.functions import NAME, Call, attend, mask_marker
 from dyncp.integrations.transformers.layers import (
     check_model,
     layer_masks,
+    model_masks,
     needs_largest_position,
 )
-from dyncp.integrations.transformers.mixers import Mixers
-from dyncp.integrations.transformers.model_masks import model_masks
+from dyncp.integrations.transformers.other_layers import (
+    COEFFICIENT,
+    Mixers,
+    auxiliary_share,
+    install_recorders,
+    take_coefficient,
+)
 
 # Rows of a rank are padded to so many: matrix units want multiples of 8, and no rank has none.
 ROWS = 8
