@@ -12,28 +12,31 @@ from benchmarks.attention_times import (
     bench_virtual_ranks,
     check_methods,
 )
-from dyncp.calibrate.calls import KernelChoice, kernel_name
-from dyncp.calibrate.environment import World, device_text
+from dyncp.calibrate.calls import KernelChoice, World, device_text, kernel_name
 from dyncp.calibrate.timing import Repeats
 from dyncp.cli.arguments import (
     Command,
+    Progress,
     add_device_option,
     add_kernel_option,
     add_lengths_options,
+    add_output_options,
     add_profile_option,
     add_repeats_option,
     add_shape_options,
+    check_raw,
     comma_separated,
     lengths_of,
     make_batch,
+    open_world,
     preset_for,
     profile_of,
     shape_of,
     shape_text,
+    show,
+    under_torchrun,
 )
 from dyncp.cli.bench import BENCHES
-from dyncp.cli.launch import open_world, under_torchrun
-from dyncp.cli.output import Progress, add_output_options, check_raw, show
 from dyncp.cost import CostModel
 from dyncp.planner import Task
 from dyncp.topology import PRESETS as TOPOLOGIES

@@ -26,8 +26,9 @@ from dyncp.calibrate.calls import (
     KernelChoice,
     make_inputs,
     one_rank_attention,
+    relative_errors,
+    results_of,
 )
-from dyncp.calibrate.dense import relative_errors, results_of
 from dyncp.transport import Null
 
 CPU = torch.device("cpu")

@@ -18,30 +18,37 @@ from dyncp.calibrate.calls import (
     Inputs,
     KernelChoice,
     MaskCase,
+    OutAndGrads,
     Unavailable,
     backward,
+    dense_attention,
+    device_text,
     find_mask,
     first_line,
     forward,
     make_inputs,
     mask_case,
     one_rank_attention,
+    open_device,
+    relative_errors,
+    results_of,
 )
-from dyncp.calibrate.dense import Results, dense_attention, relative_errors, results_of
-from dyncp.calibrate.environment import device_text, open_device
 from dyncp.calibrate.timing import Repeats, Run, profiled_kernels, time_call
 from dyncp.cli.arguments import (
     Command,
+    Progress,
     add_device_option,
+    add_output_options,
     add_repeats_option,
     add_shape_options,
+    check_raw,
     comma_separated,
     positive_integers,
     shape_of,
     shape_text,
+    show,
 )
 from dyncp.cli.bench import BENCHES
-from dyncp.cli.output import Progress, add_output_options, check_raw, show
 from dyncp.cost import BACKWARD_FLOPS
 
 logger = logging.getLogger(__name__)
@@ -207,7 +214,7 @@ def _bench_one(
     name: str,
     build: Callable[[], Attend],
     inputs: Inputs,
-    expected: Results | None,
+    expected: OutAndGrads | None,
     setting: KernelsSetting,
 ) -> KernelRow:
     row: dict[str, Any] = {
@@ -231,7 +238,7 @@ def _measure(
     case: MaskCase,
     attend: Attend,
     inputs: Inputs,
-    expected: Results | None,
+    expected: OutAndGrads | None,
     setting: KernelsSetting,
 ) -> dict[str, Any]:
     flops = 4.0 * case.num_pairs * setting.shape.head_dim * setting.shape.q_heads

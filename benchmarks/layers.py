@@ -11,25 +11,27 @@ from benchmarks.attention import RANKS, RANKS_PER_MACHINE, TOKENS, virtual_topol
 from benchmarks.layers_times import GRAPHS, WARM_UP, LayersSetting, StackSetting, bench_layers
 from dyncp import masks
 from dyncp.blocks import ITEM_BYTES, Batch
-from dyncp.calibrate.calls import KernelChoice, kernel_name
-from dyncp.calibrate.environment import device_text, open_device
+from dyncp.calibrate.calls import KernelChoice, device_text, kernel_name, open_device
 from dyncp.calibrate.timing import Repeats
 from dyncp.cli.arguments import (
     SHAPES,
     Command,
+    Progress,
     add_device_option,
     add_kernel_option,
+    add_output_options,
     add_profile_option,
     add_repeats_option,
+    check_raw,
     check_tokens,
     comma_separated,
     model_of,
     preset_for,
     profile_of,
     shape_text,
+    show,
 )
 from dyncp.cli.bench import BENCHES
-from dyncp.cli.output import Progress, add_output_options, check_raw, show
 from dyncp.cost import CostModel, ModelConfig
 from dyncp.planner import Task
 from dyncp.samplers import NAMES, parse_sample, sample_lengths

@@ -28,6 +28,7 @@ from benchmarks.layer_stack import (
 )
 from dyncp.arrays import Float64
 from dyncp.blocks import DEFAULT_MASK, AttentionShape, Batch, Direction
+from dyncp.calibrate.calibration import rank_pairs
 from dyncp.calibrate.calls import (
     DTYPES,
     Attend,
@@ -36,9 +37,7 @@ from dyncp.calibrate.calls import (
     first_line,
     make_executor,
 )
-from dyncp.calibrate.one_rank import Noise
-from dyncp.calibrate.samples import rank_pairs
-from dyncp.calibrate.timing import Repeats, Run
+from dyncp.calibrate.timing import Noise, Repeats, Run
 from dyncp.cost import CostModel, ModelConfig
 from dyncp.executor import DCPExecutor, attention
 from dyncp.plan import Plan, RankPlan

@@ -25,7 +25,7 @@ from torch.nn.utils import clip_grad_norm_
 from train_llama import SMALL, Texts, make_model, parse
 
 from dyncp import DCPExecutor, masks
-from dyncp.cli.launch import launch
+from dyncp.cli.arguments import launch
 from dyncp.integrations.transformers import attach
 
 RANKS, FEWER, CPU = 4, 2, torch.device("cpu")

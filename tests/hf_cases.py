@@ -8,8 +8,7 @@ from benchmarks.parity_models import make_model
 from torch import Tensor
 
 from dyncp import Batch, DCPExecutor, PlannerConfig, Topology, local_data, masks, plan_batch
-from dyncp.integrations.transformers.layers import layer_masks
-from dyncp.integrations.transformers.model_masks import model_masks
+from dyncp.integrations.transformers.layers import layer_masks, model_masks
 from dyncp.plan import Layout
 
 LENGTHS = [(150, 9, 31, 4), (12, 180, 40), (3, 77, 5, 60), (14, 9)]

@@ -10,14 +10,17 @@ from dyncp import AttentionShape, Batch, masks
 from dyncp.calibrate.calls import (
     MASKS,
     KernelChoice,
+    OutAndGrads,
     Unavailable,
+    dense_attention,
     make_executor,
     make_inputs,
     mask_case,
     one_rank_attention,
+    relative_errors,
+    results_of,
 )
-from dyncp.calibrate.dense import Results, dense_attention, relative_errors, results_of
-from dyncp.calibrate.one_rank import Noise
+from dyncp.calibrate.timing import Noise
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(4, 2, 16, "fp32")
@@ -25,13 +28,13 @@ SHAPE = AttentionShape(4, 2, 16, "fp32")
 
 @pytest.mark.parametrize("chunk", [1 << 26, 5000])
 def test_dense_attention_is_that_of_autograd_however_rows_are_cut(monkeypatch, chunk):
-    monkeypatch.setattr("dyncp.calibrate.dense.CHUNK_SCORES", chunk)
+    monkeypatch.setattr("dyncp.calibrate.calls.CHUNK_SCORES", chunk)
     some_rows_empty = masks.Mask([[[0, 0]], *[[[0, i]] for i in range(1, 60)]])
     batch = Batch.of([masks.lambda_shaped(90, sinks=4, window=16), some_rows_empty])
     inputs = make_inputs(batch.num_tokens, AttentionShape(4, 2, 16, "fp64"), CPU)
     expected = plain_dense(batch, "default", *inputs.qkv, 16**-0.5)
     grads = torch.autograd.grad(expected, inputs.qkv, inputs.dout)
-    errors = relative_errors(dense_attention(batch, inputs), Results(expected.detach(), *grads))
+    errors = relative_errors(dense_attention(batch, inputs), OutAndGrads(expected.detach(), *grads))
     assert max(errors.values()) < 1e-12
 
 

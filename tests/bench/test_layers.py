@@ -36,8 +36,8 @@ from hypothesis import strategies as st
 
 from dense import dense_attention, relative_error
 from dyncp import AttentionShape, Batch, DCPExecutor, Topology, attention, masks, plan_batch
+from dyncp.calibrate.calibration import rank_pairs
 from dyncp.calibrate.calls import KernelChoice, Unavailable
-from dyncp.calibrate.samples import rank_pairs
 from dyncp.calibrate.timing import KernelRun, Repeats
 from dyncp.cost import CostModel, ModelConfig, find_profile
 from dyncp.planner import PlannerConfig, Task

@@ -10,18 +10,19 @@ from benchmarks.baselines import WholeDocuments
 from benchmarks.kernels import profile
 
 from dyncp import AttentionShape, Topology, plan_batch
+from dyncp.calibrate.calibration import plan_work
 from dyncp.calibrate.calls import (
     MASKS,
     KernelChoice,
     Unavailable,
+    dense_attention,
     make_inputs,
     mask_case,
+    relative_errors,
+    results_of,
 )
-from dyncp.calibrate.dense import dense_attention, relative_errors, results_of
 from dyncp.calibrate.links import beside_copies
-from dyncp.calibrate.one_rank import time_part
-from dyncp.calibrate.samples import plan_work
-from dyncp.calibrate.timing import Repeats, profiled_kernels, time_call
+from dyncp.calibrate.timing import Repeats, profiled_kernels, time_call, time_part
 from dyncp.cli import main
 from dyncp.cost import CostModel, find_profile
 

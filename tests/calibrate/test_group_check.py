@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from dyncp.calibrate import doctor
-from dyncp.calibrate.doctor import Finding
-from dyncp.calibrate.environment import World
-from dyncp.calibrate.rank_checks import check_groups
-from dyncp.transport.communicator import Communicator
+from dyncp.calibrate.calls import World
+from dyncp.calibrate.doctor import Finding, check_groups
+from dyncp.transport.distributed import Communicator
 from processes import run_ranks
 
 pytestmark = pytest.mark.xdist_group("processes")

@@ -8,10 +8,9 @@ import torch
 
 from dyncp import AttentionShape, Batch, Topology, masks, plan_batch
 from dyncp.blocks import Direction
+from dyncp.calibrate.calibration import plan_work, rank_pairs
 from dyncp.calibrate.calls import KernelChoice
-from dyncp.calibrate.one_rank import seconds_by_call, time_part
-from dyncp.calibrate.samples import plan_work, rank_pairs
-from dyncp.calibrate.timing import KernelRun, Repeats, time_call
+from dyncp.calibrate.timing import KernelRun, Repeats, seconds_by_call, time_call, time_part
 from dyncp.cost import CostModel, find_profile
 from dyncp.planner import PlannerConfig
 from dyncp.simulate import simulate_plan

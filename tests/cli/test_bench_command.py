@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 import dyncp
-from dyncp.cli import main
-from dyncp.cli.entry import build_parser
+from dyncp.cli import build_parser, main
 from torchrun import run_under_torchrun
 
 SHAPE = ["--q-heads", "2", "--kv-heads", "1", "--head-dim", "16"]
@@ -192,7 +191,7 @@ def test_real_ranks_are_measured_beside_the_prediction():
         (["attention", "--profile", "/no/mine.json"], "profile /no/mine.json cannot be read"),
         (["attention", "--topology", "moon"], "profile is 'moon'; choose one of p4de"),
         (["attention", "--raw", "/no/folder/raw.json"], "the folder /no/folder does not exist"),
-        (["attention", "--tokens", "0"], "--tokens is 0; a batch needs at least 1"),
+        (["attention", "--tokens", "0"], "--tokens is 0; at least 1 is needed"),
         (["attention", "--kernel", "abacus", "--tokens", "64"], "abacus"),
         (["layers", "--sample", "moon:1"], "length distribution is 'moon'; choose one of"),
         (["layers", "--masks", "crooked"], "there is no mask 'crooked'; choices: causal"),

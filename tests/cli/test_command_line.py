@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dyncp.cli import main
-from dyncp.cli.entry import COMMANDS, build_parser
+from dyncp.cli import COMMANDS, build_parser, main
 
 
 def run(capsys, *words):

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from dyncp.calibrate import doctor
+from dyncp.calibrate.calls import World
 from dyncp.calibrate.doctor import Finding, diagnose
-from dyncp.calibrate.environment import World
-from dyncp.calibrate.one_rank import RecordedKernel
+from dyncp.calibrate.timing import RecordedKernel
 from dyncp.cli import main
 from dyncp.executor import DCPExecutor
 from dyncp.kernels import choose

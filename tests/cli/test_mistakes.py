@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from dyncp.cli import entry, main, plan
+from dyncp import cli
+from dyncp.cli import main, plan
 
 BATCH = ["--lengths", "12"]
 
@@ -43,11 +44,11 @@ def mistake(capsys, words: list[str]) -> str:
         ([*BATCH, "--compute-tolerance", "nan"], "compute_tolerance is nan"),
         (["--sample", "nobody:1"], "length distribution is 'nobody'; choose one of training_doc"),
         (["--sample", "ldc:x"], "sample is 'ldc:x'; write NAME or NAME:SEED"),
-        (["--sample", "ldc:0", "--tokens", "0"], "--tokens is 0; a batch needs at least 1"),
-        (["--lengths", "12,x"], "--lengths is '12,x'; expected integers, as in 4096,512"),
-        (["--lengths", ""], "--lengths is ''; expected integers"),
-        (["--lengths", "12,0"], "the length of a sequence is 0; at least 1 is needed"),
-        (["--lengths", "-5"], "the length of a sequence is -5; at least 1 is needed"),
+        (["--sample", "ldc:0", "--tokens", "0"], "--tokens is 0; at least 1 is needed"),
+        (["--lengths", "12,x"], "--lengths is '12,x'; expected positive integers, as in 1024"),
+        (["--lengths", ""], "--lengths is ''; expected positive integers"),
+        (["--lengths", "12,0"], "--lengths is '12,0'; expected positive integers"),
+        (["--lengths", "-5"], "--lengths is '-5'; expected positive integers"),
         (["--lengths-file", "/no/lengths.txt"], "/no/lengths.txt cannot be read"),
         (["--lengths", str(2**31)], "the length of a sequence is 2147483648; at most"),
         (["--sample", "ldc:0", "--tokens", str(10**30)], "at most 2,147,483,647 is allowed"),
@@ -97,7 +98,7 @@ def test_more_memory_than_there_is_is_one_line(capsys, monkeypatch):
         raise MemoryError("Unable to allocate 16.0 GiB")
 
     monkeypatch.setattr(plan, "command", replace(plan.command, run=too_large))
-    monkeypatch.setattr(entry, "COMMANDS", (plan.command,))
+    monkeypatch.setattr(cli, "COMMANDS", (plan.command,))
     assert "more memory than there is: Unable" in mistake(capsys, ["plan", *BATCH])
 
 
@@ -111,7 +112,7 @@ def test_a_lengths_file_that_is_no_text_is_refused(capsys, tmp_path):
     ("words", "message"),
     [
         (["--batches", "0"], "--batches is 0; at least 1 is needed"),
-        (["--tokens", "-3"], "--tokens is -3; a batch needs at least 1"),
+        (["--tokens", "-3"], "--tokens is -3; at least 1 is needed"),
         (["--methods", "zigzag,best"], "--methods names 'best'; choose from ring, zigzag"),
         (["--methods", ""], "--methods names ''; choose from ring, zigzag"),
         (["--bandwidth", "0"], "--bandwidth is 0.0; it must be positive"),

@@ -10,8 +10,7 @@ import pytest
 from dyncp import masks
 from dyncp.blocks import AttentionShape, Batch
 from dyncp.cli import main
-from dyncp.cli.simulate import STATIC_METHODS, pack_documents
-from dyncp.cli.simulate_report import OURS, Outcome, summarise, verdict
+from dyncp.cli.simulate import OURS, STATIC_METHODS, Outcome, pack_documents, summarise, verdict
 from dyncp.cost import CostModel, find_profile
 from dyncp.placement import Limits, static_candidates
 from dyncp.planner import PlannerConfig, plan_with

@@ -10,8 +10,7 @@ import time
 
 import pytest
 
-from dyncp.cli import main, train
-from dyncp.cli.entry import build_parser
+from dyncp.cli import build_parser, main, train
 
 train_run = pytest.importorskip("dyncp.cli.train_run", reason="the extra transformers is missing")
 

@@ -9,7 +9,7 @@ import pytest
 from dyncp import AttentionShape, Batch, PlannerConfig, masks, plan_batch
 from dyncp.blocks import Direction, Payload, bytes_per_token
 from dyncp.cost import CostModel, find_profile
-from dyncp.cost.row_work import RowBytes, RowCosts, Sent, Touched
+from dyncp.cost.cost_model import RowBytes, RowCosts, Sent, Touched
 from dyncp.plan import Space, find_contributions
 from dyncp.simulate.flow import row_bytes_of_plan
 from dyncp.topology import preset

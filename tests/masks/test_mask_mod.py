@@ -56,7 +56,7 @@ def test_torch_operations_work_when_torch_is_imported():
 
 
 def test_long_masks_are_evaluated_in_chunks_of_rows(monkeypatch):
-    monkeypatch.setattr(sys.modules["dyncp.masks.mask_mod"], "CHUNK_PAIRS", 70)
+    monkeypatch.setattr(sys.modules["dyncp.masks.function"], "CHUNK_PAIRS", 70)
     seen = []
 
     def mod(b, h, q, k):

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dyncp.transport.communicator import Cut, cut
+from dyncp.transport.distributed import Cut, cut
 
 Pair = tuple[int, int]  # sender, receiver
 

@@ -119,7 +119,7 @@ def phase_never_waited_for(plan: Plan) -> Plan:
     return with_steps(plan, row[1], FORWARD, steps)
 
 
-@fault(3, "launched 2 times", numerical=True)
+@fault(3, "an instruction comes twice", numerical=True)
 def phase_launched_twice(plan: Plan) -> Plan:
     rank, row = next(transfers(plan, FORWARD, Payload.KV))
     steps = steps_of(plan, rank, FORWARD)
@@ -139,7 +139,7 @@ def results_launched_before_their_division(plan: Plan) -> Plan:
     return with_steps(plan, rank, FORWARD, [*steps[:last], (Op.LAUNCH, row[0]), *steps[last:]])
 
 
-@fault(3, "neither owns the block nor has a slot", numerical=True)
+@fault(2, "neither local nor in a slot", numerical=True)
 def input_sent_by_a_rank_that_does_not_have_it(plan: Plan) -> Plan:
     rank, row = in_company(plan, FORWARD, Payload.KV)
     others = set(ranks_of(plan)) - {rank, row[1]}

@@ -23,7 +23,7 @@ from verify_edits import (
 from dyncp.arrays import frozen
 from dyncp.placement import Limits
 from dyncp.plan import Op, Payload, Plan, RankPlan, Space, Stretches
-from dyncp.verify.declared import payload_sizes
+from dyncp.verify.verify_plan import payload_sizes
 
 
 def _with_balance(plan: Plan, **changes: Any) -> Plan:

@@ -23,7 +23,7 @@ from dyncp.arrays import frozen
 from dyncp.plan import Messages, Op, Payload, Plan, Space
 
 
-@fault(4, "neither owns the block nor has a slot", numerical=True)
+@fault(2, "neither local nor in a slot", numerical=True)
 def dkv_destinations_swapped_on_both_sides(plan: Plan) -> Plan:
     """The gradients of two key blocks go to each other's owners."""
     found = list(transfers(plan, BACKWARD, Payload.DKV))
@@ -43,7 +43,7 @@ def _has(plan: Plan, rank: int, row: tuple) -> bool:
     return (space, *row[3:]) in [slot[:3] for slot in slots]
 
 
-@fault(4, "neither owns the block nor has a slot", numerical=True)
+@fault(2, "neither local nor in a slot", numerical=True)
 def dq_sent_to_a_wrong_rank(plan: Plan) -> Plan:
     for rank, row in transfers(plan, BACKWARD, Payload.DQ):
         for other in set(ranks_of(plan)) - {rank, row[1]}:

@@ -72,7 +72,7 @@ def slot_off_its_alignment(plan: Plan) -> Plan:
     return _with_slot(plan, 0, FORWARD, 0, row=row)
 
 
-@fault(2, "own rows", numerical=True)
+@fault(2, "outside its workspace", numerical=True)
 def slot_on_own_rows(plan: Plan) -> Plan:
     """It overwrites an own key block that is read later."""
     for rank in ranks_of(plan):
@@ -88,7 +88,7 @@ def slot_on_own_rows(plan: Plan) -> Plan:
     raise LookupError
 
 
-@fault(2, "leaves its workspace", numerical=True)
+@fault(2, "outside its workspace", numerical=True)
 def slot_behind_its_workspace(plan: Plan) -> Plan:
     rows = program_of(plan, 0, FORWARD).workspace_rows
     return _with_slot(plan, 0, FORWARD, 0, row=int(rows.max()))
@@ -115,14 +115,14 @@ def slot_doubled(plan: Plan) -> Plan:
     return with_program(plan, 0, FORWARD, slots=slots)
 
 
-@fault(2, "has no slot for it", numerical=True)
+@fault(2, "neither local nor in a slot", numerical=True)
 def slot_missing(plan: Plan) -> Plan:
     program = program_of(plan, 0, FORWARD)
     slots = table_of(type(program.slots), rows_of(program.slots)[1:])
     return with_program(plan, 0, FORWARD, slots=slots)
 
 
-@fault(2, "own ones", numerical=True)
+@fault(2, "workspace", numerical=True)
 def workspace_smaller_than_own_rows(plan: Plan) -> Plan:
     rows = program_of(plan, 3, FORWARD).workspace_rows.copy()
     rows[Space.Q, 0] = plan.parts[3].local_rows - 1

@@ -84,7 +84,7 @@ def tile_doubled_on_another_rank(plan: Plan) -> Plan:
     raise LookupError
 
 
-@fault(2, "neither owns the block nor has a slot", numerical=True)
+@fault(2, "neither local nor in a slot", numerical=True)
 def tile_moved_to_a_rank_without_its_inputs(plan: Plan) -> Plan:
     """The other rank knows the query block's ranges, but has never seen the key block."""
     for source, index in _shared_division_tiles(plan):
@@ -100,10 +100,13 @@ def tile_moved_to_a_rank_without_its_inputs(plan: Plan) -> Plan:
 
 @fault(1, "is on no rank", numerical=True)
 def tile_with_another_head_group(plan: Plan) -> Plan:
-    rank, index = next(_shared_division_tiles(plan))
-    tiles = mask_of(plan, rank).tiles
-    changed = with_column(tiles, "head_group", index, 1 - tiles.head_group[index])
-    return with_mask(plan, rank, tiles=changed)
+    """Its blocks are the rank's own, so both head groups are there."""
+    for rank, index in _shared_division_tiles(plan):
+        tiles = mask_of(plan, rank).tiles
+        if owner(plan, tiles.q_block[index]) == owner(plan, tiles.k_block[index]) == rank:
+            changed = with_column(tiles, "head_group", index, 1 - tiles.head_group[index])
+            return with_mask(plan, rank, tiles=changed)
+    raise LookupError
 
 
 @fault(1, "declares", numerical=False)
@@ -149,13 +152,13 @@ def row_ranges_of_a_block_missing(plan: Plan) -> Plan:
     return with_mask(plan, 2, rows=RowRuns(*(frozen(column[kept]) for column in columns)))
 
 
-@fault(1, "computed never", numerical=True)
+@fault(3, "never computed", numerical=True)
 def division_never_computed(plan: Plan) -> Plan:
     steps = steps_of(plan, 0, FORWARD)
     return with_steps(plan, 0, FORWARD, [s for s in steps if s != (Op.COMPUTE, 0)])
 
 
-@fault(1, "computed 2 times", numerical=True)
+@fault(3, "an instruction comes twice", numerical=True)
 def division_computed_twice(plan: Plan) -> Plan:
     steps = steps_of(plan, 0, FORWARD)
     return with_steps(plan, 0, FORWARD, [steps[i] for i in doubled_step(steps, (Op.COMPUTE, 0))])

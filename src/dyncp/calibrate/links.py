@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dyncp.calibrate.environment import World
+from dyncp.calibrate.calls import World
 from dyncp.calibrate.fit import fit_seconds
 from dyncp.calibrate.timing import Repeats, Run, mark, seconds_between, time_call, wait_for
 from dyncp.topology import Link
@@ -69,23 +69,34 @@ def exchange_seconds(pairs: Pairs, size: int, world: World, repeats: int = REPEA
     buffer = torch.ones(size, dtype=torch.uint8, device=world.device)
     peers = {a: (b, True) for a, b in pairs} | {b: (a, False) for a, b in pairs}
     peer = peers.get(world.rank)
+
+    def ping_pong() -> None:
+        if peer is not None:
+            other, first = peer
+            for send in (first, not first):
+                (dist.send if send else dist.recv)(buffer, other)
+
+    return _slowest_median(ping_pong, world, repeats) / 2
+
+
+def all_gather_rate(world: World) -> float:
+    """Bytes per second that every rank receives in an all-gather of large messages."""
+    mine = torch.ones(SIZES[world.device.type][-1], dtype=torch.uint8, device=world.device)
+    every = [torch.empty_like(mine) for _ in range(world.num_ranks)]
+    seconds = _slowest_median(lambda: dist.all_gather(every, mine), world)
+    return (world.num_ranks - 1) * mine.nbytes / seconds
+
+
+def _slowest_median(run: Run, world: World, repeats: int = REPEATS) -> float:
+    """Median seconds of a call that all ranks make together, on the slowest rank."""
     seconds = []
     for _ in range(WARM_UP + repeats):
         _barrier(world)
         start = time.perf_counter()
-        if peer is not None:
-            _ping_pong(buffer, *peer)
-            wait_for(world.device)
-        seconds.append((time.perf_counter() - start) / 2 if peer is not None else 0.0)
+        run()
+        wait_for(world.device)
+        seconds.append(time.perf_counter() - start)
     return _slowest(statistics.median(seconds[WARM_UP:]), world)
-
-
-def _ping_pong(buffer: Tensor, peer: int, first: bool) -> None:
-    for send in (first, not first):
-        if send:
-            dist.send(buffer, peer)
-        else:
-            dist.recv(buffer, peer)
 
 
 def _barrier(world: World) -> None:
@@ -99,21 +110,6 @@ def _slowest(seconds: float, world: World) -> float:
     found = torch.tensor(seconds, dtype=torch.float64, device=world.device)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return float(found.item())
-
-
-def all_gather_rate(world: World) -> float:
-    """Bytes per second that every rank receives in an all-gather of large messages."""
-    mine = torch.ones(SIZES[world.device.type][-1], dtype=torch.uint8, device=world.device)
-    every = [torch.empty_like(mine) for _ in range(world.num_ranks)]
-    seconds = []
-    for _ in range(WARM_UP + REPEATS):
-        _barrier(world)
-        start = time.perf_counter()
-        dist.all_gather(every, mine)
-        wait_for(world.device)
-        seconds.append(time.perf_counter() - start)
-    slowest = _slowest(statistics.median(seconds[WARM_UP:]), world)
-    return (world.num_ranks - 1) * mine.nbytes / slowest
 
 
 def bandwidth_matrix(

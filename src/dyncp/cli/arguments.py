@@ -1,10 +1,20 @@
-"""What a command is, and the options that several commands share."""
+"""What commands share: what a command is, options, what is printed (progress on stderr, then a
+table or one JSON object), and running on several processes under torchrun."""
 
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any, TextIO
 
 from dyncp import masks
 from dyncp.blocks import ITEM_BYTES, AttentionShape, Batch
@@ -30,11 +40,19 @@ from dyncp.topology import PRESETS, Topology, preset
 if TYPE_CHECKING:
     import torch
 
+    from dyncp.calibrate.calls import World
+
 COMPUTE_TOLERANCE, TOKEN_TOLERANCE = DEFAULT_TOLERANCES
 # What commands that measure run by default, by kind of device.
 SHAPES = {"cpu": AttentionShape(4, 2, 64, "fp32"), "cuda": AttentionShape(32, 8, 128, "bf16")}
 # Importing torch takes seconds, and without one of these files it sees no GPU.
 DRIVER_FILES = ("nvidiactl", "dxg")
+CLEAR_LINE = "\r\x1b[K"
+SELDOM_SECONDS = 2.0
+GRACE_SECONDS = 40  # torchrun itself gives its workers 30 before it kills them
+COPY_SECONDS = 5  # for the last lines of ranks that are gone
+LOOPBACK = {"linux": "lo", "darwin": "lo0"}
+TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,10 +247,7 @@ def make_batch(args: Namespace, lengths: Sequence[int]) -> Batch:
 
 
 def check_tokens(args: Namespace) -> int:
-    tokens: int = args.tokens
-    if tokens < 1:
-        raise ValueError(f"--tokens is {tokens}; a batch needs at least 1")
-    return whole_number("--tokens", tokens, 1)
+    return whole_number("--tokens", args.tokens, 1)
 
 
 def lengths_of(args: Namespace) -> list[int]:
@@ -242,12 +257,7 @@ def lengths_of(args: Namespace) -> list[int]:
     if getattr(args, "lengths", None) is None:
         name, seed = parse_sample(args.sample)
         return sample_lengths(name, check_tokens(args), seed)
-    try:
-        return [int(word) for word in args.lengths.split(",")]
-    except ValueError:
-        raise ValueError(
-            f"--lengths is {args.lengths!r}; expected integers, as in 4096,512,512"
-        ) from None
+    return list(positive_integers(args.lengths, "--lengths"))
 
 
 def add_device_option(parser: ArgumentParser) -> None:
@@ -324,3 +334,162 @@ def positive_integers(text: str, option: str) -> tuple[int, ...]:
 def comma_separated(text: str) -> tuple[str, ...]:
     """The words of a comma-separated list, each once."""
     return tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+
+
+class Progress:
+    """Says what is being done now, by default on stderr."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self.in_place = self._stream.isatty()
+        self._shown = -SELDOM_SECONDS
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self.clear()
+        print(text, file=self._stream, flush=True)
+
+    def show(self, text: str) -> None:
+        """A line that the next one replaces."""
+        end = "" if self.in_place else "\n"
+        self.clear()
+        print(text, end=end, file=self._stream, flush=True)
+
+    def show_seldom(self, text: str) -> None:
+        """`show`, but where lines stay only one every two seconds."""
+        now = time.monotonic()
+        if self.in_place or now - self._shown >= SELDOM_SECONDS:
+            self._shown = now
+            self.show(text)
+
+    def clear(self) -> None:
+        if self.in_place:
+            print(CLEAR_LINE, end="", file=self._stream, flush=True)
+
+
+def add_output_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.add_argument(
+        "--raw", type=Path, metavar="FILE", help="write that JSON object, whatever is printed"
+    )
+
+
+def check_raw(args: Namespace) -> None:
+    """Before anything is measured."""
+    if args.raw is not None and not args.raw.parent.is_dir():
+        raise ValueError(f"--raw is {args.raw}; the folder {args.raw.parent} does not exist")
+
+
+def show(args: Namespace, numbers: Mapping[str, Any], lines: Iterable[str]) -> None:
+    """Prints the JSON object or the lines, and writes the file that was asked for."""
+    text = json.dumps(numbers)
+    if args.raw is not None:
+        args.raw.write_text(text + "\n", encoding="utf-8")
+    print(text if args.json else "\n".join(lines))
+
+
+def launch(words: Sequence[str], num_ranks: int, *, to_stderr: bool = False) -> int:
+    """The exit code of `torchrun --nproc-per-node num_ranks WORDS`.
+
+    With `to_stderr`, what the ranks print on stdout goes to this process's stderr.
+    """
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    options = ["--local-addr", "127.0.0.1", "--nproc-per-node", str(num_ranks)]
+    with _stopping_on_signals():
+        # A session of its own: Ctrl-C reaches only us, and torchrun stops its workers in order.
+        process = subprocess.Popen(
+            [*torchrun, *options, *words],
+            env=_environment(num_ranks),
+            stdout=sys.stderr.fileno() if to_stderr else None,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        stopping = threading.Event()
+        copier = threading.Thread(target=_copy_errors, args=(process.stderr, stopping), daemon=True)
+        copier.start()
+        try:
+            return process.wait()
+        except BaseException:
+            stopping.set()
+            raise
+        finally:
+            _stop(process)
+            copier.join(COPY_SECONDS)
+
+
+def threads_per_rank(num_ranks: int) -> int:
+    """The cores this process may use, shared out among the ranks of the machine."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return max(1, cores // num_ranks)
+
+
+def _environment(num_ranks: int) -> dict[str, str]:
+    """What torchrun, OpenMP and gloo read; what the user has set stays."""
+    defaults = {"OMP_NUM_THREADS": str(threads_per_rank(num_ranks))}
+    if sys.platform in LOOPBACK:
+        defaults["GLOO_SOCKET_IFNAME"] = LOOPBACK[sys.platform]
+    return defaults | os.environ
+
+
+def _copy_errors(source: IO[bytes], stopping: threading.Event) -> None:
+    """Passes on what the ranks complain about, but not that they are being stopped."""
+    for line in source:
+        if not stopping.is_set():
+            sys.stderr.buffer.write(line)
+            sys.stderr.flush()
+
+
+@contextmanager
+def _stopping_on_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end this process through `finally` blocks, as Ctrl-C does."""
+
+    def leave(number: int, _frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    signals = (signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, leave) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    if process.poll() is not None:
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not cut this short
+    process.terminate()
+    try:
+        process.wait(GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+    signal.signal(signal.SIGINT, before)
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+@contextmanager
+def open_world(device_name: str | None) -> "Iterator[World]":
+    """The world of torchrun's ranks, or of this process alone."""
+    import torch
+    import torch.distributed as dist
+
+    from dyncp.calibrate.calls import World, open_device
+
+    if not under_torchrun():
+        yield World.alone(open_device(device_name))
+        return
+    local_rank, local = (int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    device = open_device(device_name, local_rank)
+    torch.set_num_threads(threads_per_rank(local))
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=TIMEOUT)
+    try:
+        yield World(dist.get_rank(), dist.get_world_size(), local, device)
+    finally:
+        dist.destroy_process_group()

@@ -8,18 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 from dyncp.cli.arguments import (
     Command,
+    Progress,
     add_device_option,
     add_kernel_option,
+    add_output_options,
     add_repeats_option,
     add_shape_options,
+    check_raw,
     comma_separated,
+    open_world,
     positive_integers,
     preset_for,
     shape_of,
     shape_text,
+    show,
 )
-from dyncp.cli.launch import open_world
-from dyncp.cli.output import Progress, add_output_options, check_raw, show
 from dyncp.cost import PROFILES, Profile, find_profile, save_profile
 
 if TYPE_CHECKING:
@@ -104,7 +107,7 @@ def _setting(args: Namespace, world: "World") -> "CalibrateSetting":
 
 
 def _lines(args: Namespace, setting: "CalibrateSetting", found: "Calibration") -> Iterator[str]:
-    from dyncp.calibrate.environment import device_text
+    from dyncp.calibrate.calls import device_text
 
     ranks = setting.world.num_ranks
     yield (
@@ -118,7 +121,7 @@ def _lines(args: Namespace, setting: "CalibrateSetting", found: "Calibration") -
 
 
 def _as_json(setting: "CalibrateSetting", found: "Calibration") -> dict[str, Any]:
-    from dyncp.calibrate.environment import device_text
+    from dyncp.calibrate.calls import device_text
 
     return {
         "device": device_text(setting.world.device),

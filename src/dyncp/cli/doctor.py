@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from dyncp.cli.arguments import Command, add_device_option
-from dyncp.cli.launch import open_world
-from dyncp.cli.output import Progress
+from dyncp.cli.arguments import Command, Progress, add_device_option, open_world
 
 if TYPE_CHECKING:
     from dyncp.calibrate import Diagnosis

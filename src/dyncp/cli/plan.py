@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from dyncp.cli import arguments
-from dyncp.cli.arguments import Command
-from dyncp.cli.output import Progress
+from dyncp.cli.arguments import Command, Progress
 from dyncp.placement import static_candidates
 from dyncp.plan import save_plan
 from dyncp.planner import Candidate, Choice, PlannerConfig, Task, choose, lower_choice

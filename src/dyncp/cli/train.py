@@ -13,9 +13,7 @@ from types import ModuleType
 from typing import Any, TextIO
 
 from dyncp import masks
-from dyncp.cli.arguments import Command
-from dyncp.cli.launch import launch, open_world, under_torchrun
-from dyncp.cli.output import Progress
+from dyncp.cli.arguments import Command, Progress, launch, open_world, under_torchrun
 from dyncp.planner import PlannerConfig
 
 RANKS, DEVICES = 4, ("cpu", "cuda")

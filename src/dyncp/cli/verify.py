@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dyncp.blocks import Batch
-from dyncp.cli.arguments import Command
-from dyncp.cli.output import Progress
+from dyncp.cli.arguments import Command, Progress
 from dyncp.plan import MaskPlan, Plan, RankPlan, load_plan
 from dyncp.verify import (
     INVARIANTS,

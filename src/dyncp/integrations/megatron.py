@@ -25,8 +25,7 @@ from dyncp.blocks import AttentionShape
 from dyncp.dataloader import NO_TARGET
 from dyncp.dataloader.loss import LISTED
 from dyncp.executor import Step, attention
-from dyncp.integrations.batch_check import check_batch, checked_step
-from dyncp.integrations.meshes import make_mesh
+from dyncp.integrations.frameworks import check_batch, checked_step, make_mesh
 
 # Options of a TransformerConfig that dyncp does not have, with the value that switches them off.
 REFUSED = {

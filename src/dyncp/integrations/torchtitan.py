@@ -29,8 +29,7 @@ from dyncp.blocks import AttentionShape
 from dyncp.dataloader import DCPDataLoader
 from dyncp.dataloader.loss import LISTED
 from dyncp.executor import DCPExecutor, Step, attention
-from dyncp.integrations.batch_check import check_batch, checked_step
-from dyncp.integrations.meshes import make_mesh
+from dyncp.integrations.frameworks import check_batch, checked_step, make_mesh
 from dyncp.plan import DEFAULT_MASK
 
 CAUSAL = (-1, 0)  # VarlenAttention's window without a limit

@@ -12,18 +12,18 @@ from dyncp.masks.function import (
     MaskFunction,
     NamedMasks,
     ParametricMask,
+    from_mask_mod,
     mask_function,
     named,
     positions_and_targets,
 )
 from dyncp.masks.global_sliding import global_sliding
 from dyncp.masks.lambda_shaped import lambda_shaped
+from dyncp.masks.linear_ranges import LinearRanges, find_runs, join_ranges
 from dyncp.masks.mask import Mask
-from dyncp.masks.mask_mod import from_mask_mod
 from dyncp.masks.pairs import count_batch_tile_pairs, count_tile_pairs, list_tiles
 from dyncp.masks.prefix_lm import prefix_lm
 from dyncp.masks.prefix_tree import prefix_tree
-from dyncp.masks.ranges import LinearRanges, find_runs, join_ranges
 from dyncp.masks.shared_question import shared_question
 from dyncp.masks.sliding_window import sliding_window
 from dyncp.masks.stretches import count_gaps, find_stretches

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from dyncp.masks.function import integer, mask_function
-from dyncp.masks.mask import Mask, normal_mask
-from dyncp.masks.ranges import cover
+from dyncp.masks.mask import Mask, cover, normal_mask
 
 
 @mask_function

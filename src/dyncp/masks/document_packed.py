@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dyncp.masks.function import from_sample, lengths_of, mask_function
-from dyncp.masks.mask import Mask, packed_mask
-from dyncp.masks.ranges import cover
+from dyncp.masks.mask import Mask, cover, packed_mask
 
 
 @mask_function

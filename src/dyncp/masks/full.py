@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dyncp.masks.function import mask_function
-from dyncp.masks.mask import Mask, normal_mask
-from dyncp.masks.ranges import cover
+from dyncp.masks.mask import Mask, cover, normal_mask
 
 
 @mask_function

@@ -1,29 +1,36 @@
-"""`Mask`: which keys every query token of one sequence may attend."""
+"""`Mask`: which keys every query token of one sequence may attend, and the interval arithmetic on
+key ranges behind `&`, `|` and the named masks.
+
+That works on arrays `starts` and `ends` of shape `[R, tokens]` (a column has the ranges of one
+token), for all tokens at once. Empty ranges come last in results, as `(length, length)`.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from dyncp.arrays import Int32
+from dyncp.compiled import compiled, inner
 from dyncp.masks.pairs import draw_mask
-from dyncp.masks.ranges import IntArray, RangeOperator, agree, columns, intersect, merge, unite
-from dyncp.masks.runs import reach_other_runs
 
 AnyInts = npt.NDArray[np.integer]
 ROW_WINDOW = "sliding_window"  # the mask that counts rows
+RangeOperator = Callable[[Int32, Int32], Int32]
 
 
 class Marks(NamedTuple):
     """What a mask says of tokens: see `Mask`; None is the default."""
 
-    positions: IntArray | None = None
-    targets: IntArray | None = None
-    branches: IntArray | None = None
-    weights: IntArray | None = None
+    positions: Int32 | None = None
+    targets: Int32 | None = None
+    branches: Int32 | None = None
+    weights: Int32 | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,12 +57,12 @@ class Mask:
     their arrays are; names do not count.
     """
 
-    ranges: IntArray
-    positions: IntArray | None = None
-    targets: IntArray | None = None
+    ranges: Int32
+    positions: Int32 | None = None
+    targets: Int32 | None = None
     name: str = "mask"
-    branches: IntArray | None = None
-    weights: IntArray | None = None
+    branches: Int32 | None = None
+    weights: Int32 | None = None
     _digest: bytes | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -90,11 +97,11 @@ class Mask:
         assert self._digest is not None
         return self._digest
 
-    def resolved_positions(self) -> IntArray:
+    def resolved_positions(self) -> Int32:
         """Positions as an array, also where they are the default."""
         return default_positions(self.length) if self.positions is None else self.positions
 
-    def resolved_targets(self) -> IntArray:
+    def resolved_targets(self) -> Int32:
         """Targets as an array, also where they are the default."""
         return default_targets(self.length) if self.targets is None else self.targets
 
@@ -142,11 +149,11 @@ class Mask:
 
 
 def normal_mask(
-    ranges: IntArray,
-    positions: IntArray | None = None,
-    targets: IntArray | None = None,
-    branches: IntArray | None = None,
-    weights: IntArray | None = None,
+    ranges: Int32,
+    positions: Int32 | None = None,
+    targets: Int32 | None = None,
+    branches: Int32 | None = None,
+    weights: Int32 | None = None,
     name: str = "mask",
 ) -> Mask:
     """A mask of arrays already in normal form; takes them over without checks or copies."""
@@ -163,12 +170,12 @@ def normal_mask(
 
 
 def packed_mask(
-    ranges: IntArray,
-    positions: IntArray,
-    targets: IntArray,
+    ranges: Int32,
+    positions: Int32,
+    targets: Int32,
     name: str,
-    branches: IntArray | None = None,
-    weights: IntArray | None = None,
+    branches: Int32 | None = None,
+    weights: Int32 | None = None,
 ) -> Mask:
     """`normal_mask`, but positions and targets may be the default ones."""
     length = len(ranges)
@@ -216,7 +223,7 @@ def _bracketed(name: str) -> str:
     return f"({name})" if " " in name else name
 
 
-def _same(left: IntArray | None, right: IntArray | None) -> bool:
+def _same(left: Int32 | None, right: Int32 | None) -> bool:
     if left is None or right is None:
         return left is right
     return np.array_equal(left, right)
@@ -233,7 +240,7 @@ def _digest(mask: Mask) -> bytes:
     return state.digest()
 
 
-def _normal_ranges(name: str, given: npt.ArrayLike) -> IntArray:
+def _normal_ranges(name: str, given: npt.ArrayLike) -> Int32:
     """Checked, merged and read-only copy of user ranges (see `Mask` for the normal form)."""
     ranges = _integers(name, "ranges", given)
     if ranges.ndim != 3 or ranges.shape[2] != 2 or 0 in ranges.shape:
@@ -277,20 +284,18 @@ def _refuse(name: str, ranges: AnyInts, wrong: npt.NDArray[np.bool_], why: str) 
         )
 
 
-def _normal_positions(name: str, given: npt.ArrayLike | None, length: int) -> IntArray | None:
+def _normal_positions(name: str, given: npt.ArrayLike | None, length: int) -> Int32 | None:
     most = np.iinfo(np.int32).max
     default = default_positions(length)
     return _per_token(name, "positions", given, default, (0, most), "0 to 2^31 - 1")
 
 
-def _normal_targets(name: str, given: npt.ArrayLike | None, length: int) -> IntArray | None:
+def _normal_targets(name: str, given: npt.ArrayLike | None, length: int) -> Int32 | None:
     allowed = f"the index of a token, 0 to {length - 1}, or -1 for none"
     return _per_token(name, "targets", given, default_targets(length), (-1, length - 1), allowed)
 
 
-def _normal_branches(
-    name: str, given: npt.ArrayLike | None, targets: IntArray | None
-) -> IntArray | None:
+def _normal_branches(name: str, given: npt.ArrayLike | None, targets: Int32 | None) -> Int32 | None:
     """Sorted, without repetitions; `targets` are normal."""
     if given is None or np.size(given) == 0:
         return None
@@ -311,7 +316,7 @@ def _normal_branches(
     return read_only(ordered)
 
 
-def _normal_weights(name: str, given: npt.ArrayLike | None, length: int) -> IntArray | None:
+def _normal_weights(name: str, given: npt.ArrayLike | None, length: int) -> Int32 | None:
     most = np.iinfo(np.int32).max
     once = np.ones(length, np.int32)
     return _per_token(name, "weights", given, once, (0, most), "0 to 2^31 - 1")
@@ -321,10 +326,10 @@ def _per_token(
     name: str,
     what: str,
     given: npt.ArrayLike | None,
-    default: IntArray,
+    default: Int32,
     limits: tuple[int, int],
     allowed: str,
-) -> IntArray | None:
+) -> Int32 | None:
     """Checked read-only copy; None where the values are the default ones."""
     if given is None:
         return None
@@ -341,19 +346,19 @@ def _per_token(
     return None if np.array_equal(values, default) else read_only(values.astype(np.int32))
 
 
-def default_positions(length: int) -> IntArray:
+def default_positions(length: int) -> Int32:
     """0, 1, ..., length-1."""
     return np.arange(length, dtype=np.int32)
 
 
-def default_targets(length: int) -> IntArray:
+def default_targets(length: int) -> Int32:
     """1, 2, ..., length-1, -1."""
     targets = np.arange(1, length + 1, dtype=np.int32)
     targets[-1] = -1
     return targets
 
 
-def read_only(array: IntArray) -> IntArray:
+def read_only(array: Int32) -> Int32:
     """The same array, read-only from now on."""
     array.flags.writeable = False
     return array
@@ -364,3 +369,139 @@ def _integers(name: str, what: str, given: npt.ArrayLike) -> AnyInts:
     if not np.issubdtype(values.dtype, np.integer):
         raise ValueError(f"mask {name!r}: {what} have dtype {values.dtype}; they must be integers")
     return values
+
+
+def cover(length: int, *intervals: tuple[npt.ArrayLike, npt.ArrayLike]) -> Int32:
+    """Ranges that cover, for every token, the union of intervals (starts, ends) that may overlap.
+
+    For tokens 0, 1, 2 of length 3, the sink [0, 1) and the window [i, i+1) give
+
+        cover(3, (0, 1), (i, i + 1))  ->  [0, 1) -      touching and overlapping ones are merged
+                                          [0, 2) -
+                                          [0, 1) [2, 3)
+    """
+    starts, ends = np.empty((2, len(intervals), length), np.int32)
+    for row, (start, end) in enumerate(intervals):
+        starts[row] = start
+        ends[row] = end
+    return merge(starts, ends)
+
+
+def intersect(left: Int32, right: Int32) -> Int32:
+    """Intersection of two normal `[tokens, R, 2]` arrays: every range with every other.
+
+    [0, 4) [6, 9)  and  [2, 7)  ->  [2, 4) [6, 7)
+    """
+    a, b = columns(left), columns(right)
+    starts = np.maximum(a[0][:, None], b[0]).reshape(-1, len(left))
+    ends = np.minimum(a[1][:, None], b[1]).reshape(-1, len(left))
+    return merge(starts, ends)
+
+
+def unite(left: Int32, right: Int32) -> Int32:
+    """Union of two normal `[tokens, R, 2]` arrays.
+
+    [0, 4) [6, 9)  or  [3, 5)  ->  [0, 5) [6, 9)
+    """
+    starts, ends = np.concatenate([columns(left), columns(right)], axis=1)
+    return merge(starts, ends)
+
+
+def columns(ranges: npt.NDArray[np.integer]) -> Int32:
+    """`[tokens, R, 2]` as starts and ends, `[2, R, tokens]`."""
+    return np.array(ranges.T, np.int32, order="C")
+
+
+def merge(starts: Int32, ends: Int32) -> Int32:
+    """Normal ranges `int32[tokens, R, 2]` of ranges in any order; empty and backward ones do not
+    count. Columns that are empty for every token are dropped; one always stays.
+
+    [3, 5) [0, 4) [6, 9) [8, 8)  ->  [0, 5) [6, 9)
+    """
+    num_ranges, length = starts.shape
+    ranges = np.empty((length, num_ranges, 2), np.int32)
+    most = max(_merge(starts, ends, ranges), 1)
+    return ranges if most == num_ranges else ranges[:, :most].copy()
+
+
+@compiled
+def _merge(starts: Int32, ends: Int32, ranges: Int32) -> int:
+    """Fills `ranges`; gives the most ranges of a token."""
+    num_ranges, length = starts.shape
+    most = 0
+    for token in range(length):
+        count = _sort_ranges(starts, ends, ranges, token)
+        kept = min(count, 1)
+        for column in range(1, count):
+            start, end = ranges[token, column, 0], ranges[token, column, 1]
+            if start <= ranges[token, kept - 1, 1]:
+                ranges[token, kept - 1, 1] = max(end, ranges[token, kept - 1, 1])
+            else:
+                ranges[token, kept, 0], ranges[token, kept, 1] = start, end
+                kept += 1
+        for column in range(kept, num_ranges):
+            ranges[token, column, 0] = ranges[token, column, 1] = length
+        most = max(most, kept)
+    return most
+
+
+@inner
+def _sort_ranges(starts: Int32, ends: Int32, ranges: Int32, token: int) -> int:
+    """Puts the ranges of a token that are not empty in order of their starts; gives their number.
+    Ranges mostly come in order, or in two lists that are."""
+    count = 0
+    for column in range(len(starts)):
+        start, end = starts[column, token], ends[column, token]
+        if start < end:
+            place = count
+            while place > 0 and ranges[token, place - 1, 0] > start:
+                ranges[token, place, 0] = ranges[token, place - 1, 0]
+                ranges[token, place, 1] = ranges[token, place - 1, 1]
+                place -= 1
+            ranges[token, place, 0], ranges[token, place, 1] = start, end
+            count += 1
+    return count
+
+
+def agree(what: str, left: Int32 | None, right: Int32 | None) -> Int32 | None:
+    """Positions or targets of two combined masks, of the one that sets them; both must agree."""
+    if left is None or right is None:
+        return right if left is None else left
+    if left.shape != right.shape:
+        raise ValueError(f"two masks disagree about {what}: only one of them may set {what}")
+    if not np.array_equal(left, right):
+        token = int(np.argmax((left != right).reshape(len(left), -1).any(axis=1)))
+        raise ValueError(
+            f"two masks disagree about {what}: token {token} has {left[token]} in one and "
+            f"{right[token]} in the other; only one of them may set {what}, or both the same"
+        )
+    return left
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """Of every token: the row behind its run, and what makes a row of a position there."""
+
+    end: npt.NDArray[np.int64]
+    shift: npt.NDArray[np.int64]
+
+    @staticmethod
+    def of(positions: Int32) -> Runs:
+        length = len(positions)
+        borders = np.flatnonzero(np.diff(positions) != 1) + 1
+        ends = np.append(borders, length)
+        number = np.searchsorted(borders, np.arange(length), side="right")
+        shift = np.arange(length) - positions
+        return Runs(ends[number].astype(np.int64), shift.astype(np.int64))
+
+
+def reach_other_runs(ranges: Int32, positions: Int32) -> bool:
+    """Whether a token attends keys whose distance in rows is not that in positions."""
+    shift = Runs.of(positions).shift
+    for column in range(ranges.shape[1]):
+        start, end = ranges[:, column].T
+        given = start < end
+        ends = np.stack([start[given], end[given] - 1])
+        if (shift[ends] != shift[given]).any():
+            return True
+    return False

@@ -19,14 +19,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dyncp.arrays import Int32, Int64
 from dyncp.compiled import compiled, inner
-from dyncp.masks.ranges import Counts, IntArray, LinearRanges, find_runs, join_ranges
+from dyncp.masks.linear_ranges import LinearRanges, find_runs, join_ranges
 
 if TYPE_CHECKING:
     from dyncp.masks.mask import Mask
 
 
-PairCounts = Counts
+PairCounts = Int64
 
 
 def count_tile_pairs(mask: Mask, block_size: int) -> PairCounts:
@@ -55,8 +56,8 @@ def count_batch_tile_pairs(masks: Sequence[Mask], block_sizes: Sequence[int]) ->
 
 
 def list_tiles(
-    runs: LinearRanges, block_sizes: Sequence[int] | Counts
-) -> tuple[IntArray, IntArray, PairCounts]:
+    runs: LinearRanges, block_sizes: Sequence[int] | Int64
+) -> tuple[Int32, Int32, PairCounts]:
     """Query block, key block and pairs of all tiles with any pairs, in that order; blocks are
     numbered through all sequences. Those of `masks.causal(5)` in blocks of 2:
 
@@ -84,12 +85,12 @@ def _check(masks: Sequence[Mask], block_sizes: Sequence[int]) -> None:
 @compiled
 def _add_tiles(
     runs: LinearRanges,
-    sizes: Counts,
-    q_block: IntArray,
-    k_block: IntArray,
+    sizes: Int64,
+    q_block: Int32,
+    k_block: Int32,
     pairs: PairCounts,
-    numbers: Counts,
-    sums: Counts,
+    numbers: Int64,
+    sums: Int64,
 ) -> int:
     """Writes the tiles; gives their number. The histograms are 0 everywhere, before and after."""
     count = first_block = 0
@@ -123,7 +124,7 @@ def _add_tiles(
 
 @inner
 def _add_rows(
-    runs: LinearRanges, run: int, row: int, end: int, size: int, numbers: Counts, sums: Counts
+    runs: LinearRanges, run: int, row: int, end: int, size: int, numbers: Int64, sums: Int64
 ) -> tuple[int, int]:
     """Adds the ranges of rows [row, end) of a run; gives the first and last key block they touch.
     Empty ranges add up to nothing."""
@@ -141,7 +142,7 @@ def _add_rows(
 
 @inner
 def _add_line(
-    value: int, slope: int, many: int, sign: int, size: int, numbers: Counts, sums: Counts
+    value: int, slope: int, many: int, sign: int, size: int, numbers: Int64, sums: Int64
 ) -> tuple[int, int]:
     """Adds value, value + slope, ... (so many numbers) to the histograms of blocks; gives the first
     and the last block."""

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dyncp.arrays import Int64
+from dyncp.arrays import Int32, Int64
 from dyncp.compiled import compiled
 from dyncp.masks.function import MaskFunction, ParametricMask, from_sample, lengths_of
 from dyncp.masks.mask import Mask, packed_mask
-from dyncp.masks.ranges import IntArray
 
 WEIGHTS = ("token", "leaf")
 MOST_NUMBERS = 2**28  # of ranges: 1 GiB
@@ -108,7 +107,7 @@ def _tree(length: int, parents: npt.ArrayLike, lengths: npt.ArrayLike) -> tuple[
     return parent.astype(np.int64), sizes
 
 
-def _ranges(parent: Int64, starts: Int64, ends: Int64) -> IntArray:
+def _ranges(parent: Int64, starts: Int64, ends: Int64) -> Int32:
     """Key ranges of every token: those of the nodes above, neighbours merged, and its own node."""
     count = np.zeros(len(parent), np.int64)
     _count_ranges(parent, starts, ends, count)
@@ -138,7 +137,7 @@ def _count_ranges(parent: Int64, starts: Int64, ends: Int64, count: Int64) -> No
 
 
 @compiled
-def _fill_ranges(parent: Int64, starts: Int64, ends: Int64, count: Int64, ranges: IntArray) -> None:
+def _fill_ranges(parent: Int64, starts: Int64, ends: Int64, count: Int64, ranges: Int32) -> None:
     length, most = ranges.shape[0], ranges.shape[1]
     for node in range(len(parent)):
         above, first, own = parent[node], starts[node], count[node] - 1
@@ -176,7 +175,7 @@ def _leaves(parent: Int64) -> Int64:
     return leaves
 
 
-def _targets(parent: Int64, starts: Int64, ends: Int64) -> tuple[IntArray, IntArray | None]:
+def _targets(parent: Int64, starts: Int64, ends: Int64) -> tuple[Int32, Int32 | None]:
     """The next token of every token but the last of nodes with no child, or with several."""
     targets = np.arange(1, int(ends[-1]) + 1, dtype=np.int32)
     targets[ends - 1] = -1

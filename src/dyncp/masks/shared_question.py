@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dyncp.masks.function import integer, lengths_of, mask_function
-from dyncp.masks.mask import Mask, packed_mask
-from dyncp.masks.ranges import cover
+from dyncp.masks.mask import Mask, cover, packed_mask
 
 MOST_EMPTY = 1024  # answers of a sequence that is shorter; the others are empty
 

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from dyncp.arrays import Int32
 from dyncp.compiled import compiled
 from dyncp.masks.function import positions_and_targets
+from dyncp.masks.linear_ranges import join_ranges
 from dyncp.masks.mask import Mask, default_positions
-from dyncp.masks.ranges import IntArray, join_ranges
 
 NOTHING, UNCLEAR = -1, -2  # before a document; where masks and positions do not tell
-
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
@@ -63,7 +63,7 @@ def count_gaps(masks: Sequence[Mask]) -> Ints:
 
 
 @compiled
-def _count_gaps(cells: IntArray, lengths: Ints, columns: Ints, gaps: Bools, left: Ints) -> None:
+def _count_gaps(cells: Int32, lengths: Ints, columns: Ints, gaps: Bools, left: Ints) -> None:
     """Tokens that attend the row before them are no gaps; `left` says how many a sequence has."""
     cell = row = 0
     for sequence in range(len(lengths)):
@@ -77,7 +77,7 @@ def _count_gaps(cells: IntArray, lengths: Ints, columns: Ints, gaps: Bools, left
             row += 1
 
 
-def _nearest(masks: Sequence[Mask], tokens: Ints, positions: IntArray) -> Ints:
+def _nearest(masks: Sequence[Mask], tokens: Ints, positions: Int32) -> Ints:
     """The nearest key before each token if it has the position before the token's own; NOTHING
     where a token attends none before it, UNCLEAR where masks tell no such key, or several."""
     keys = np.stack([_nearest_keys(mask.ranges[tokens], tokens) for mask in masks])
@@ -89,7 +89,7 @@ def _nearest(masks: Sequence[Mask], tokens: Ints, positions: IntArray) -> Ints:
     return found
 
 
-def _nearest_keys(ranges: IntArray, tokens: Ints) -> Ints:
+def _nearest_keys(ranges: Int32, tokens: Ints) -> Ints:
     """The last key before each token that it attends, or NOTHING."""
     start, end = ranges[:, :, 0], np.minimum(ranges[:, :, 1], tokens[:, None])
     keys: Ints = np.where(start < end, end - 1, NOTHING).max(axis=1)

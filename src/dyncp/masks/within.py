@@ -12,10 +12,9 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
+from dyncp.arrays import Int32
 from dyncp.masks.function import MaskFunction, Sample, integer
-from dyncp.masks.mask import Mask, normal_mask
-from dyncp.masks.ranges import IntArray, merge
-from dyncp.masks.runs import Runs
+from dyncp.masks.mask import Mask, Runs, merge, normal_mask
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -84,7 +83,7 @@ def _within(mask: Mask, window: int | None, chunk: int | None) -> Mask:
     return normal_mask(_clip(mask, low, high), *mask.marks, name)
 
 
-def _clip(mask: Mask, low: npt.NDArray[np.int64], high: npt.NDArray[np.int64]) -> IntArray:
+def _clip(mask: Mask, low: npt.NDArray[np.int64], high: npt.NDArray[np.int64]) -> Int32:
     """The ranges of every token, cut to keys with positions from `low` to before `high`. A range is
     cut where positions do not go on by one; between such borders they tell rows."""
     runs = Runs.of(mask.resolved_positions())

@@ -16,7 +16,7 @@ from dyncp.blocks import (
     bytes_per_token,
 )
 from dyncp.cost import CostModel
-from dyncp.cost.row_work import least_row_seconds
+from dyncp.cost.cost_model import least_row_seconds
 from dyncp.placement import Bound, RemoteUses, find_remote_uses, whole_rows
 from dyncp.planner.candidate import Part, Placed
 from dyncp.planner.task import Task

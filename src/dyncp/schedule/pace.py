@@ -19,7 +19,7 @@ import numpy as np
 from dyncp.arrays import Bool, Float64, Int64, sorted_order
 from dyncp.blocks import BlockGraph, Direction
 from dyncp.cost import DEFAULT_PROFILE, CostModel, find_profile
-from dyncp.cost.row_work import division_seconds
+from dyncp.cost.cost_model import division_seconds
 from dyncp.schedule.uses import Work
 from dyncp.topology import Topology
 

@@ -8,8 +8,16 @@ import numpy as np
 from dyncp.arrays import Bool, Float64, Int64, starts_of
 from dyncp.blocks import BlockGraph, Direction, HeadGroup, Tiles, bytes_per_token
 from dyncp.cost import CostModel
-from dyncp.cost.cost_model import CallBlocks, CallTiles, more_seconds
-from dyncp.cost.row_work import Moved, RowBytes, RowCosts, Sent, Touched
+from dyncp.cost.cost_model import (
+    CallBlocks,
+    CallTiles,
+    Moved,
+    RowBytes,
+    RowCosts,
+    Sent,
+    Touched,
+    more_seconds,
+)
 from dyncp.placement import Placement
 from dyncp.plan import Op, Plan, Program
 from dyncp.plan.assemble import order_instructions

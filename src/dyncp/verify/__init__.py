@@ -3,6 +3,7 @@
 Shares no arithmetic with planner, executor and kernels, so that it stays an independent oracle.
 """
 
+from dyncp.verify.coverage import ListedKernelTiles, check_kernel_call
 from dyncp.verify.interpret import (
     Comparison,
     Interpreted,
@@ -10,7 +11,6 @@ from dyncp.verify.interpret import (
     interpret,
     num_scores,
 )
-from dyncp.verify.kernel_call import ListedKernelTiles, check_kernel_call
 from dyncp.verify.verify_plan import Verified, check_plan, examine_plan, verify_plan
 from dyncp.verify.violation import INVARIANTS, PlanError, Violation
 

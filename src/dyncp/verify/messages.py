@@ -2,8 +2,6 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -13,76 +11,33 @@ from dyncp.verify.violation import Findings
 
 
 def check_order(where: str, program: Program, findings: Findings) -> None:
-    """`where` names rank, mask and direction."""
-    steps = [(Op(op), argument) for op, argument in program.instructions.tolist()]
-    _check_divisions(where, program, steps, findings)
-    _check_launches(where, program, steps, findings)
-    _check_waits(where, program, steps, findings)
-
-
-def _arguments(steps: list[tuple[Op, int]], op: Op) -> list[int]:
-    return [argument for step, argument in steps if step is op]
-
-
-def _check_divisions(
-    where: str, program: Program, steps: list[tuple[Op, int]], findings: Findings
-) -> None:
-    computed = Counter(_arguments(steps, Op.COMPUTE))
-    tiles = Counter(program.tile_division.tolist())
-    for division in sorted(computed.keys() | tiles.keys()):
-        if not tiles[division]:
-            findings.add(1, f"{where}: division {division} is computed, but has no tiles")
-        elif computed[division] != 1:
-            times = "never" if not computed[division] else f"{computed[division]} times"
-            findings.add(
-                1, f"{where}: division {division} ({tiles[division]} tiles) is computed {times}"
-            )
-
-
-def _check_launches(
-    where: str, program: Program, steps: list[tuple[Op, int]], findings: Findings
-) -> None:
-    launched = _arguments(steps, Op.LAUNCH)
-    for phase, count in Counter(launched).items():
-        if count > 1:
-            findings.add(3, f"{where}: phase {phase} is launched {count} times")
-    for before, after in pairwise(launched):
-        if after < before:
-            findings.add(
-                3, f"{where}: phase {after} is launched after phase {before}; order is increasing"
-            )
-    needed = {*program.sends.phase.tolist(), *program.receives.phase.tolist()}
-    for phase in sorted(needed - set(launched)):
-        findings.add(3, f"{where}: phase {phase} has messages, but is never launched")
-
-
-def _check_waits(
-    where: str, program: Program, steps: list[tuple[Op, int]], findings: Findings
-) -> None:
-    waited, needed = Counter(_arguments(steps, Op.WAIT)), set(program.receives.phase.tolist())
-    for phase, count in waited.items():
-        if count > 1:
-            findings.add(3, f"{where}: phase {phase} is waited for {count} times")
-        if phase not in needed:
-            findings.add(3, f"{where}: waits for phase {phase}, in which it receives nothing")
-    for phase in sorted(needed - waited.keys()):
-        findings.add(3, f"{where}: phase {phase} brings messages, but is never waited for")
-    launched: set[int] = set()
-    for op, argument in steps:
-        if op is Op.LAUNCH:
-            launched.add(argument)
-        elif op is Op.WAIT and argument not in launched:
+    """`where` names rank, mask and direction. `plan/check` has seen to it that every instruction
+    comes once, and that all that tiles and messages need are there."""
+    divisions, phases = set(program.tile_division.tolist()), set(program.receives.phase.tolist())
+    launched: list[int] = []
+    for op, argument in program.instructions.tolist():
+        if op == Op.COMPUTE and argument not in divisions:
+            findings.add(1, f"{where}: division {argument} is computed, but has no tiles")
+        if op == Op.WAIT and argument not in phases:
+            findings.add(3, f"{where}: waits for phase {argument}, in which it receives nothing")
+        if op == Op.WAIT and argument not in launched:
             findings.add(3, f"{where}: waits for phase {argument} before launching it")
+        if op == Op.LAUNCH:
+            if launched and argument < launched[-1]:
+                order = f"phase {argument} is launched after phase {launched[-1]}"
+                findings.add(3, f"{where}: {order}; order is increasing")
+            launched.append(argument)
 
 
 # A message is identified by (source, target, phase), an entry in it by (kind, head group, block).
 MessageKey = tuple[int, int, int]
 Entry = tuple[int, int, int]
+Phases = dict[int, dict[int, list[Entry]]]  # phase → peer → entries
 
 
-def entries_by_phase(messages: Messages) -> dict[int, dict[int, list[Entry]]]:
-    """phase → peer → entries, in the order of the list."""
-    phases: dict[int, dict[int, list[Entry]]] = {}
+def entries_by_phase(messages: Messages) -> Phases:
+    """Entries in the order of the list."""
+    phases: Phases = {}
     columns = (messages.phase, messages.peer, messages.kind, messages.head_group, messages.block)
     for phase, peer, kind, group, block in zip(*(c.tolist() for c in columns), strict=True):
         phases.setdefault(phase, {}).setdefault(peer, []).append((kind, group, block))
@@ -105,8 +60,7 @@ def check_messages(where: str, programs: Sequence[Program], findings: Findings) 
             received |= {(peer, rank, phase): entries for peer, entries in peers.items()}
         _check_listed(where, rank, program, findings)
     for message in sorted(sent.keys() | received.keys()):
-        pair = (sent.get(message, []), received.get(message, []))
-        _compare(where, message, *pair, findings)
+        _compare(where, message, sent.get(message, []), received.get(message, []), findings)
 
 
 def _compare(
@@ -138,25 +92,14 @@ def _compare(
 
 def _check_listed(where: str, rank: int, program: Program, findings: Findings) -> None:
     """Received results are merged in the order of the list, which is therefore fixed."""
-    for messages, invariant, side in (
-        (program.sends, 3, "sends"),
-        (program.receives, 4, "receives"),
-    ):
-        columns = (
-            messages.block,
-            messages.head_group,
-            messages.kind,
-            messages.peer,
-            messages.phase,
-        )
-        order = np.lexsort(columns)
-        misplaced = np.flatnonzero(order != np.arange(len(order)))
-        if len(misplaced):
-            first = int(misplaced[0])
+    for rows, invariant, side in ((program.sends, 3, "sends"), (program.receives, 4, "receives")):
+        order = np.lexsort((rows.block, rows.head_group, rows.kind, rows.peer, rows.phase))
+        misplaced = np.flatnonzero(order != np.arange(len(order))).tolist()
+        if misplaced:
             findings.add(
                 invariant,
-                f"{where}, rank {rank}: entry {first} of its {side} (phase "
-                f"{messages.phase[first]}) is out of order; the merge order is by phase, peer, "
+                f"{where}, rank {rank}: entry {misplaced[0]} of its {side} (phase "
+                f"{rows.phase[misplaced[0]]}) is out of order; the merge order is by phase, peer, "
                 "kind, head group and block",
             )
 
@@ -171,55 +114,8 @@ class Actions(Protocol):
     def compute(self, rank: int, division: int, at: int) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Stuck:
-    """A rank that cannot go on at instruction `at`, because `peer` has not launched `phase`."""
-
-    rank: int
-    at: int
-    waits_for: int
-    peer: int
-    phase: int
-
-    def __str__(self) -> str:
-        return (
-            f"rank {self.rank} is stuck at instruction {self.at} (WAIT {self.waits_for}): "
-            f"rank {self.peer} has not launched phase {self.phase}"
-        )
-
-
-class _LaunchedPhases:
-    """Who has launched what."""
-
-    def __init__(self, programs: Sequence[Program]) -> None:
-        self._partners = [_partners(program) for program in programs]
-        self._launched: list[list[int]] = [[] for _ in programs]
-
-    def add(self, rank: int, phase: int) -> None:
-        self._launched[rank].append(phase)
-
-    def missing(self, rank: int, phase: int) -> tuple[int, int] | None:
-        """A (peer, phase) that a wait for `phase` still needs; None when it can return."""
-        mine = self._launched[rank]
-        if phase not in mine:
-            return rank, phase
-        for earlier in mine[: mine.index(phase) + 1]:
-            for peer in sorted(self._partners[rank].get(earlier, ())):
-                if earlier not in self._launched[peer]:
-                    return peer, earlier
-        return None
-
-
-def _partners(program: Program) -> dict[int, set[int]]:
-    partners: dict[int, set[int]] = {}
-    for messages in (program.sends, program.receives):
-        for phase, peer in zip(messages.phase.tolist(), messages.peer.tolist(), strict=True):
-            partners.setdefault(phase, set()).add(peer)
-    return partners
-
-
-def run_programs(programs: Sequence[Program], actions: Actions) -> list[Stuck]:
-    """Runs all programs as far as they go; returns the ranks that do not reach their ends.
+def run_programs(programs: Sequence[Program], actions: Actions) -> list[str]:
+    """Runs all programs as far as they go; a sentence for each rank that does not reach its end.
 
     A wait for a phase returns when every rank that takes part in that phase, and in any phase this
     rank launched before it, has launched them: the strictest transport (grouped messages on one
@@ -229,33 +125,46 @@ def run_programs(programs: Sequence[Program], actions: Actions) -> list[Stuck]:
         rank 1: WAIT 1, LAUNCH 0        waits for rank 0 to launch phase 1
     """
     steps = [[(Op(op), argument) for op, argument in p.instructions.tolist()] for p in programs]
-    launches, position, moved = _LaunchedPhases(programs), [0] * len(programs), True
+    partners = [_partners(program) for program in programs]
+    launched: list[list[int]] = [[] for _ in programs]
+    act = {Op.LAUNCH: actions.launch, Op.WAIT: actions.wait, Op.COMPUTE: actions.compute}
+    position, moved = [0] * len(programs), True
 
-    def blocked(rank: int) -> tuple[int, int] | None:
-        op, argument = steps[rank][position[rank]]
-        return launches.missing(rank, argument) if op is Op.WAIT else None
+    def missing(rank: int) -> tuple[int, int] | None:
+        """A (peer, phase) that the rank's next instruction still needs."""
+        op, phase = steps[rank][position[rank]]
+        mine = launched[rank]
+        if op is not Op.WAIT:
+            return None
+        if phase not in mine:
+            return rank, phase
+        for earlier in mine[: mine.index(phase) + 1]:
+            for peer in sorted(partners[rank].get(earlier, ())):
+                if earlier not in launched[peer]:
+                    return peer, earlier
+        return None
 
     while moved:
         moved = False
         for rank, program in enumerate(steps):
-            while position[rank] < len(program) and blocked(rank) is None:
+            while position[rank] < len(program) and missing(rank) is None:
                 op, argument = program[position[rank]]
                 if op is Op.LAUNCH:
-                    launches.add(rank, argument)
-                _do(actions, op, rank, argument, position[rank])
+                    launched[rank].append(argument)
+                act[op](rank, argument, position[rank])
                 position[rank] += 1
                 moved = True
     return [
-        Stuck(rank, at, steps[rank][at][1], *missing)
+        f"rank {rank} is stuck at instruction {at} (WAIT {steps[rank][at][1]}): rank {found[0]} "
+        f"has not launched phase {found[1]}"
         for rank, at in enumerate(position)
-        if at < len(steps[rank]) and (missing := blocked(rank)) is not None
+        if at < len(steps[rank]) and (found := missing(rank)) is not None
     ]
 
 
-def _do(actions: Actions, op: Op, rank: int, argument: int, at: int) -> None:
-    if op is Op.LAUNCH:
-        actions.launch(rank, argument, at)
-    elif op is Op.WAIT:
-        actions.wait(rank, argument, at)
-    else:
-        actions.compute(rank, argument, at)
+def _partners(program: Program) -> dict[int, set[int]]:
+    partners: dict[int, set[int]] = {}
+    for messages in (program.sends, program.receives):
+        for phase, peer in zip(messages.phase.tolist(), messages.peer.tolist(), strict=True):
+            partners.setdefault(phase, set()).add(peer)
+    return partners

@@ -1,22 +1,183 @@
-"""Symbolic execution of all ranks: inputs in time (2), sends after what they need (3), and partial
-results home exactly once (4)."""
+"""Invariants 2 to 4 by symbolic execution of all ranks: slots do not overlap while in use, inputs
+are there in time, sends follow what they need, and partial results come home exactly once."""
 
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
-from dyncp.arrays import Int32, Int64
+from dyncp.arrays import Bool, Int32, Int64
 from dyncp.blocks import Direction
-from dyncp.plan import INPUT_SPACE, RESULT_SPACE, Plan, Program, RankPlan, RankTiles, Space
+from dyncp.plan import INPUT_SPACE, RESULT_SPACE, Plan, Program, RankPlan, RankTiles, Slots, Space
 from dyncp.verify.coverage import AllTiles, collect_tiles, tile_key
-from dyncp.verify.messages import Entry, describe, entries_by_phase, run_programs
+from dyncp.verify.messages import Entry, Phases, describe, entries_by_phase, run_programs
 from dyncp.verify.violation import Findings
-from dyncp.verify.workspaces import Key, RankState
 
 # Which side of the tiles accumulates a result: out in forward, dq and dk, dv in backward.
 ACCUMULATING = {Direction.FORWARD: (Space.Q,), Direction.BACKWARD: (Space.Q, Space.KV)}
 _SPACE_OF_KIND = {int(k): int(s) for k, s in (INPUT_SPACE | RESULT_SPACE).items()}
 _EMPTY: Int64 = np.zeros(0, np.int64)
+
+Key = tuple[int, int, int]  # space, head group, block
+# Division → blocks that its tiles read, each with the numbers of these tiles.
+Work = dict[int, list[tuple[Key, Int64]]]
+
+
+def check_slots(where: str, part: RankPlan, program: Program, findings: Findings) -> None:
+    """`where` names mask, direction and rank. `plan/check` has seen to it that slots lie inside
+    their workspaces and off the local rows."""
+    slots = program.slots
+    unaligned: Bool = slots.row % part.slot_alignment != 0
+    for wrong, sentence in (
+        (unaligned, f"is off the borders of {part.slot_alignment} rows"),
+        (part.blocks.owner[slots.block] == part.rank, "is for a block that the rank owns"),
+        (slots.last < slots.first, "ends before it begins"),
+    ):
+        for index in np.flatnonzero(wrong).tolist():
+            findings.add(2, f"{where}: {name_slot(program, index)} {sentence}")
+    _check_one_each(where, program, findings)
+    ends = slots.row.astype(np.int64) + part.blocks.tokens[slots.block]
+    _check_overlap(where, program, ends, findings)
+
+
+def name_slot(program: Program, index: int) -> str:
+    slots = program.slots
+    return (
+        f"the {Space(slots.space[index]).name} slot of block {slots.block[index]}, head group "
+        f"{slots.head_group[index]} (row {slots.row[index]}, instructions {slots.first[index]} to "
+        f"{slots.last[index]})"
+    )
+
+
+def _check_one_each(where: str, program: Program, findings: Findings) -> None:
+    slots = program.slots
+    keys = np.stack([slots.space, slots.head_group, slots.block], axis=1)
+    _, first, count = np.unique(keys, axis=0, return_index=True, return_counts=True)
+    for index in first[count > 1]:
+        findings.add(2, f"{where}: {name_slot(program, int(index))} is not the block's only one")
+
+
+def _check_overlap(where: str, program: Program, ends: Int64, findings: Findings) -> None:
+    """Goes through the slots as they begin and marks on every row until when it is taken."""
+    slots = program.slots
+    workspaces = np.unique(np.stack([slots.space, slots.head_group], axis=1), axis=0)
+    for space, group in workspaces.tolist():
+        mine = np.flatnonzero((slots.space == space) & (slots.head_group == group))
+        mine = mine[np.argsort(slots.first[mine], kind="stable")]
+        for index, other in _clashes(slots, mine, ends[mine]):
+            findings.add(
+                2,
+                f"{where}: {name_slot(program, index)} is on rows that "
+                f"{name_slot(program, other)} still holds",
+            )
+
+
+def _clashes(slots: Slots, mine: Int64, ends: Int64) -> Iterator[tuple[int, int]]:
+    """Slots, ordered by their beginning, that lie on rows of a slot that has not ended."""
+    starts = slots.row[mine]
+    borders = np.unique(np.concatenate([starts, ends]))  # rows between two borders are taken alike
+    first, last = (np.searchsorted(borders, rows).tolist() for rows in (starts, ends))
+    until, holder = np.full((2, len(borders)), -1, np.int64)
+    for index, begin, end in zip(mine.tolist(), first, last, strict=True):
+        busy = until[begin:end] >= slots.first[index]
+        if busy.any():
+            yield index, int(holder[begin:end][busy][0])
+        holder[begin:end] = np.where(until[begin:end] < slots.last[index], index, holder[begin:end])
+        until[begin:end] = np.maximum(until[begin:end], slots.last[index])
+
+
+@dataclass(slots=True)
+class Partial:
+    """Tiles that a block's accumulator on one rank holds, and what still has to come into it."""
+
+    tiles: list[Int64] = field(default_factory=list)
+    uncomputed: int = 0
+    unmerged: int = 0
+    sent_in: int | None = None
+    merged_in: int = -1
+
+    def content(self) -> Int64:
+        return np.sort(np.concatenate([np.zeros(0, np.int64), *self.tiles]))
+
+
+class RankState:
+    """What one rank holds while its program is executed symbolically, for one mask and direction.
+
+    Every workspace row knows which block was written there last, and every block's accumulator the
+    tiles that went into it. Nothing is computed, so plans of any size can be followed."""
+
+    def __init__(self, where: str, part: RankPlan, program: Program, findings: Findings) -> None:
+        self.where = f"{where}, rank {part.rank}"
+        self._program, self._findings = program, findings
+        self._tokens = (part.blocks.end - part.blocks.start).tolist()
+        self.owns = part.blocks.owner == part.rank
+        self._rows = _own_rows(part, program)
+        self._place = np.tile(part.block_row, (*program.workspace_rows.shape, 1))
+        slots = program.slots
+        self._place[slots.space, slots.head_group, slots.block] = slots.row
+        keys = np.stack([slots.space, slots.head_group, slots.block], axis=1).tolist()
+        self._slot: dict[Key, int] = {tuple(key): index for index, key in enumerate(keys)}
+        self._filled: Int64 = np.full(len(slots), -1, np.int64)
+        self._used: Int64 = np.full(len(slots), -1, np.int64)
+        self.partials: dict[Key, Partial] = defaultdict(Partial)
+
+    def report(self, invariant: int, sentence: str) -> None:
+        self._findings.add(invariant, f"{self.where}: {sentence}")
+
+    def holds(self, key: Key, at: int) -> bool:
+        """Whether all of the block's rows hold it; counts as a use of its slot."""
+        if key in self._slot:
+            self._used[self._slot[key]] = at
+        return bool((self._rows_of(key) == key[2]).all())
+
+    def describe_rows(self, key: Key) -> str:
+        """What is in the block's rows, for a sentence."""
+        others = np.setdiff1d(self._rows_of(key), [key[2], -1]).tolist()
+        return f"its rows hold block {others[0]} by then" if others else "it has not arrived yet"
+
+    def fill(self, key: Key, at: int) -> None:
+        """An input arrives: its slot holds the block from now on, with an empty accumulator."""
+        if key not in self._slot:
+            self.report(2, f"receives {_name(key)}, but has no slot for it")
+            return
+        index = self._slot[key]
+        if self._filled[index] >= 0:
+            self.report(2, f"{name_slot(self._program, index)} is filled a second time")
+        self._filled[index] = self._used[index] = at
+        self._rows_of(key)[:] = key[2]
+        partial = self.partials[key]
+        if partial.tiles:
+            self.report(4, f"the partial {_name(key)} is lost, because its input arrives again")
+        partial.tiles = []
+
+    def check_lifetimes(self) -> None:
+        """Slots are taken from the wait that fills them until at least their last use."""
+        slots, empty = self._program.slots, self._filled < 0
+        for wrong, sentence in (
+            (empty, "is never filled"),
+            (~empty & (slots.first != self._filled), "is filled by another instruction"),
+            (self._used > slots.last, "is used after its end"),
+        ):
+            for index in np.flatnonzero(wrong).tolist():
+                last = "" if self._used[index] < 0 else f", last used by {self._used[index]}"
+                self.report(2, f"{name_slot(self._program, index)} {sentence}{last}")
+
+    def _rows_of(self, key: Key) -> Int32:
+        row = self._place[key]
+        return self._rows[key[:2]][row : row + self._tokens[key[2]]]
+
+
+def _own_rows(part: RankPlan, program: Program) -> dict[tuple[int, ...], Int32]:
+    """The block in every row of every workspace: own blocks from row 0 on, then -1 for nothing."""
+    own = np.repeat(part.local_blocks, part.blocks.tokens[part.local_blocks])
+    found = {}
+    for space_and_group in np.ndindex(program.workspace_rows.shape):
+        rows = np.full(program.workspace_rows[space_and_group], -1, np.int32)
+        rows[: len(own)] = own
+        found[space_and_group] = rows
+    return found
 
 
 def run_symbolically(plan: Plan, name: str, direction: Direction, findings: Findings) -> None:
@@ -43,28 +204,20 @@ class _SymbolicRun:
         self._sends = [entries_by_phase(program.sends) for program in programs]
         self._receives = [entries_by_phase(program.receives) for program in programs]
         self._in_flight: dict[tuple[int, int, int], dict[Entry, Int64]] = {}
-        self._states: list[RankState] = []
-        self._work: list[dict[int, list[tuple[Key, Int64]]]] = []
-        for part, program in zip(plan.parts, programs, strict=True):
-            work = _work_of(part, part.masks[name].tiles, program)
-            state = RankState(where, part, program, findings)
-            self._expect(state, work, self._receives[part.rank])
-            self._states.append(state)
-            self._work.append(work)
+        pairs = list(zip(plan.parts, programs, strict=True))
+        self._states = [RankState(where, part, program, findings) for part, program in pairs]
+        self._work = [_work_of(part, part.masks[name].tiles, program) for part, program in pairs]
+        for state, work, receives in zip(self._states, self._work, self._receives, strict=True):
+            self._expect(state, work, receives)
 
-    def _expect(
-        self,
-        state: RankState,
-        work: dict[int, list[tuple[Key, Int64]]],
-        receives: dict[int, dict[int, list[Entry]]],
-    ) -> None:
+    def _expect(self, state: RankState, work: Work, receives: Phases) -> None:
         """Counts what has to come into every accumulator before it is complete."""
-        for key, tiles in (item for division in work.values() for item in division):
+        for key, tiles in chain.from_iterable(work.values()):
             if key[0] in self._accumulating:
-                state.partial(key).uncomputed += len(tiles)
-        for entry in _entries(receives.values()):
+                state.partials[key].uncomputed += len(tiles)
+        for entry in (e for peers in receives.values() for some in peers.values() for e in some):
             if entry[0] in RESULT_SPACE:
-                state.partial(_key(entry)).unmerged += 1
+                state.partials[_key(entry)].unmerged += 1
 
     def launch(self, rank: int, phase: int, at: int) -> None:
         for peer, entries in self._sends[rank].get(phase, {}).items():
@@ -79,7 +232,7 @@ class _SymbolicRun:
             _report(state, invariant, "sends", entry, phase, f", but {state.describe_rows(key)}")
         if entry[0] in INPUT_SPACE:
             return _EMPTY
-        partial = state.partial(key)
+        partial = state.partials[key]
         for invariant, wrong, sentence in (
             (4, state.owns[key[2]], ", but owns the block: results go to the owner"),
             (3, partial.uncomputed, " before all of its tiles are computed"),
@@ -106,7 +259,7 @@ class _SymbolicRun:
 
     def _merge(self, state: RankState, entry: Entry, tiles: Int64, phase: int, at: int) -> None:
         key = _key(entry)
-        partial = state.partial(key)
+        partial = state.partials[key]
         if not state.holds(key, at):
             _report(state, 4, "merges", entry, phase, f", but {state.describe_rows(key)}")
         if partial.sent_in is not None:
@@ -127,7 +280,7 @@ class _SymbolicRun:
                 state.report(2, sentence)
             if key[0] not in self._accumulating:
                 continue
-            partial = state.partial(key)
+            partial = state.partials[key]
             partial.tiles.append(tiles)
             partial.uncomputed -= len(tiles)
             if partial.sent_in is not None:
@@ -144,7 +297,7 @@ class _SymbolicRun:
             state.check_lifetimes()
             mine = {key for key in expected if state.owns[key[2]]}
             for key in sorted(mine | state.partials.keys()):
-                partial = state.partial(key)
+                partial = state.partials[key]
                 if state.owns[key[2]]:
                     _compare(state, key, partial.content(), expected.get(key, _EMPTY))
                 elif partial.tiles and partial.sent_in is None:
@@ -182,29 +335,16 @@ def _report(
     state.report(invariant, f"{verb} {describe(entry)} in phase {phase}{sentence}")
 
 
-def _entries(phases: Iterable[dict[int, list[Entry]]]) -> Iterator[Entry]:
-    for peers in phases:
-        for entries in peers.values():
-            yield from entries
-
-
-def _work_of(
-    part: RankPlan, tiles: RankTiles, program: Program
-) -> dict[int, list[tuple[Key, Int64]]]:
-    """division → blocks that its tiles read, each with the numbers of these tiles."""
-    number = tile_key(*_wide(tiles), part)
-    work: dict[int, list[tuple[Key, Int64]]] = {}
-    for space, side in ((Space.Q, tiles.q_block), (Space.KV, tiles.k_block)):
-        columns = np.stack([program.tile_division, tiles.head_group, side])
-        for (division, group, block), numbers in _grouped(columns, number):
-            work.setdefault(division, []).append(((int(space), group, block), numbers))
-    return work
-
-
-def _wide(tiles: RankTiles) -> tuple[Int64, Int64, Int64]:
+def _work_of(part: RankPlan, tiles: RankTiles, program: Program) -> Work:
     columns = (tiles.q_block, tiles.k_block, tiles.head_group)
     q_block, k_block, group = (column.astype(np.int64) for column in columns)
-    return q_block, k_block, group
+    number = tile_key(q_block, k_block, group, part)
+    work: Work = {}
+    for space, side in ((Space.Q, q_block), (Space.KV, k_block)):
+        grouped = _grouped(np.stack([program.tile_division, group, side]), number)
+        for (division, head_group, block), numbers in grouped:
+            work.setdefault(division, []).append(((int(space), head_group, block), numbers))
+    return work
 
 
 def _tiles_of_blocks(tiles: AllTiles, spaces: tuple[Space, ...]) -> dict[Key, Int64]:

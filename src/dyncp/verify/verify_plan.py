@@ -1,20 +1,22 @@
-"""verify_plan: the static checks of a whole plan, by symbolic execution of all ranks."""
+"""`verify_plan`: the static checks of a whole plan; what it declares of itself is checked here:
+balance (invariant 5), bytes (7), its batch and its own digest (8)."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import numpy as np
 
-from dyncp.blocks import Batch, Direction
+from dyncp.arrays import Int64
+from dyncp.blocks import ITEM_BYTES, K_KINDS, Q_KINDS, Batch, Direction, Payload
 from dyncp.checks import instance_of
-from dyncp.plan import PartError, Plan, RankPlan, check_structure
-from dyncp.verify.coverage import check_batch, check_rows, check_tiles
-from dyncp.verify.declared import check_balance, check_identity, check_traffic
+from dyncp.plan import PartError, Plan, RankPlan, stretches_of
+from dyncp.plan.check import check_part
+from dyncp.verify.coverage import check_batch, check_rows, check_tiles, collect_tiles
 from dyncp.verify.messages import check_messages, check_order
-from dyncp.verify.symbolic import run_symbolically
+from dyncp.verify.symbolic import check_slots, run_symbolically
 from dyncp.verify.violation import INVARIANTS, Findings, PlanError, Violation
-from dyncp.verify.workspaces import check_slots, fits
 
 # Those that a plan alone can break; kernel calls (6) are derived later.
 OF_PLANS = frozenset(INVARIANTS) - {6}
@@ -35,7 +37,7 @@ class Verified:
 def verify_plan(plan: Plan, batch: Batch) -> list[Violation]:
     """All invariants that the plan breaks, each with its sentence; an empty list when it is right.
 
-    A malformed plan gives violations too, never an exception; what is no plan at all raises
+    A malformed plan gives violations too, never an exception; anything but a Plan raises
     ValueError. Invariant 6 belongs to kernel calls, which are derived later: see
     `check_kernel_call`.
     """
@@ -46,20 +48,19 @@ def examine_plan(plan: Plan, batch: Batch) -> Verified:
     """`verify_plan`, with the invariants that it could check."""
     instance_of("the plan to verify", plan, Plan, "a whole Plan")
     instance_of("its batch", batch, Batch, "the Batch it was made for")
-    malformed = check_parts(plan)
-    if malformed:
-        return Verified(tuple(malformed), frozenset())
-    findings, checked = Findings(), OF_PLANS
+    unsafe = check_parts(plan)
+    if unsafe:
+        return Verified(tuple(unsafe), frozenset())
+    findings, checked = Findings(), frozenset({8})
     check_identity(plan, batch, findings)
     foreign = list(check_batch(plan, batch))
     for sentence in foreign:
         findings.add(1, sentence)
-    if foreign:
-        return Verified(tuple(findings.violations()), frozenset({8}))
-    check_balance(plan, findings)
-    for name in plan.parts[0].masks:
-        if not _check_mask(plan, batch, name, findings):
-            checked -= {4}
+    if not foreign:
+        checked = OF_PLANS
+        check_balance(plan, findings)
+        for name in plan.parts[0].masks:
+            _check_mask(plan, batch, name, findings)
     return Verified(tuple(findings.violations()), checked)
 
 
@@ -70,35 +71,25 @@ def check_plan(plan: Plan, batch: Batch) -> None:
         raise PlanError.of(violations)
 
 
-def _check_mask(plan: Plan, batch: Batch, name: str, findings: Findings) -> bool:
-    """False where slots fit so little that the programs were not followed."""
+def _check_mask(plan: Plan, batch: Batch, name: str, findings: Findings) -> None:
     check_tiles(plan, batch, name, findings)
     for part in plan.parts:
         check_rows(part, batch, name, findings)
     for direction in Direction:
         check_traffic(plan, name, direction, findings)
-    followed = [
-        _check_direction(plan, name, direction, findings)
-        for direction, _ in plan.parts[0].masks[name].programs()
-    ]
-    return all(followed)
-
-
-def _check_direction(plan: Plan, name: str, direction: Direction, findings: Findings) -> bool:
-    where = f"mask {name!r}, {direction.name.lower()}"
-    programs = [part.masks[name].program(direction) for part in plan.parts]
-    check_messages(where, programs, findings)
-    for part, program in zip(plan.parts, programs, strict=True):
-        check_order(f"{where}, rank {part.rank}", program, findings)
-        check_slots(where, part, program, findings)
-    if not all(fits(part, program) for part, program in zip(plan.parts, programs, strict=True)):
-        return False
-    run_symbolically(plan, name, direction, findings)
-    return True
+    for direction, _ in plan.parts[0].masks[name].programs():
+        where = f"mask {name!r}, {direction.name.lower()}"
+        programs = [part.masks[name].program(direction) for part in plan.parts]
+        check_messages(where, programs, findings)
+        for part, program in zip(plan.parts, programs, strict=True):
+            check_order(f"{where}, rank {part.rank}", program, findings)
+            check_slots(f"{where}, rank {part.rank}", part, program, findings)
+        run_symbolically(plan, name, direction, findings)
 
 
 def check_parts(plan: Plan) -> list[Violation]:
-    """The first structural fault of each part; while there is one, nothing else is looked at."""
+    """The first fault of each part that makes it unsafe to run (`plan/check`); while there is one,
+    nothing else is looked at."""
     if not plan.parts:
         return [Violation(8, "the plan has no parts")]
     found = [v for index, part in enumerate(plan.parts) for v in _faults(plan, index, part)]
@@ -114,7 +105,7 @@ def _faults(plan: Plan, index: int, part: RankPlan) -> list[Violation]:
                 8, f"the part is of {part.num_ranks} ranks, the plan of {len(plan.parts)}"
             )
         _check_dtypes(part, "part")
-        check_structure(part)
+        check_part(part)
     except PartError as fault:
         return [Violation(fault.invariant, f"rank {index}: {fault}")]
     except (TypeError, KeyError, IndexError, AttributeError, ValueError) as error:
@@ -155,3 +146,143 @@ def _differences(plan: Plan) -> Iterator[str]:
         for what, same in alike.items():
             if not same:
                 yield f"rank {part.rank}: its {what} differs from that of rank 0"
+
+
+def check_identity(plan: Plan, batch: Batch, findings: Findings) -> None:
+    """Fingerprints and stretches are the batch's, digests those of the plan as it is."""
+    digest, stretches = _digest(plan), stretches_of(batch)
+    for part in plan.parts:
+        for what, given, true in (
+            ("batch fingerprint", part.fingerprint, batch.fingerprint),
+            ("plan digest", part.digest, digest),
+        ):
+            if given != true:
+                findings.add(8, f"rank {part.rank}: the part's {what} is {given}; expected {true}")
+        given_columns, columns = ((s.start, s.before) for s in (part.stretches, stretches))
+        if not all(map(np.array_equal, given_columns, columns)):
+            findings.add(
+                8,
+                f"rank {part.rank}: the part's stretches (which token comes before which) are not "
+                "the batch's",
+            )
+
+
+def _digest(plan: Plan) -> str:
+    """Digest of the plan as it is; a plan that has no binary form has none."""
+    try:
+        return Plan.of(plan.parts).digest
+    except (TypeError, ValueError, KeyError) as error:
+        return f"none ({error!r})"
+
+
+def check_balance(plan: Plan, findings: Findings) -> None:
+    compute, tokens = (_fullest(load) for load in (_work(plan), _tokens(plan)))
+    for part in plan.parts:
+        declared = part.balance
+        limits = declared.limits
+        for what, true, given, tolerance in (
+            ("compute", compute, declared.compute_max_over_mean, limits.compute_tolerance),
+            ("tokens", tokens, declared.tokens_max_over_mean, limits.token_tolerance),
+        ):
+            if not math.isclose(given, true, rel_tol=1e-9):
+                findings.add(
+                    5,
+                    f"rank {part.rank}: declares {what} max/mean {given:.6g}; the tiles and blocks "
+                    f"give {true:.6g}",
+                )
+            limit = math.inf if tolerance is None else 1 + tolerance
+            if true > limit * (1 + 1e-12) and not declared.reason:
+                findings.add(
+                    5,
+                    f"rank {part.rank}: {what} max/mean is {true:.6g}, over the limit of "
+                    f"{limit:.6g}, and the plan gives no reason",
+                )
+
+
+def _work(plan: Plan) -> Int64:
+    """Pairs × q heads of all masks, per rank."""
+    work = np.zeros(len(plan.parts), np.int64)
+    for rank, part in enumerate(plan.parts):
+        heads = np.asarray([g.num_kv_heads for g in part.head_groups], np.int64)
+        heads *= part.shape.q_heads // part.shape.kv_heads
+        for mask in part.masks.values():
+            work[rank] += int((mask.tiles.pairs * heads[mask.tiles.head_group]).sum())
+    return work
+
+
+def _tokens(plan: Plan) -> Int64:
+    blocks = plan.parts[0].blocks
+    tokens = np.zeros(len(plan.parts), np.int64)
+    np.add.at(tokens, blocks.owner, blocks.end - blocks.start)
+    return tokens
+
+
+def _fullest(load: Int64) -> float:
+    total = int(load.sum())
+    return int(load.max()) * len(load) / total if total else 1.0
+
+
+def check_traffic(plan: Plan, name: str, direction: Direction, findings: Findings) -> None:
+    where = f"mask {name!r}, {direction.name.lower()}"
+    present = plan.parts[0].masks[name].backward is not None or direction is Direction.FORWARD
+    moved = _moved_bytes(plan, name, direction) if present else 0
+    for part in plan.parts:
+        declared = part.declared_bytes[name][direction]
+        if declared != moved:
+            findings.add(
+                7,
+                f"{where}, rank {part.rank}: declares {declared} bytes; the transfers have {moved}",
+            )
+    if not present:
+        return
+    needed, static = _needed_bytes(plan, name, direction), plan.parts[0].static
+    if moved < needed:
+        findings.add(7, f"{where}: {moved} bytes travel, below the hypergraph's {needed}")
+    elif moved > needed and not static:
+        findings.add(
+            7,
+            f"{where}: {moved} bytes travel; the hypergraph needs {needed}, and the plan is "
+            "not static",
+        )
+
+
+def payload_sizes(part: RankPlan) -> Int64:
+    """Bytes per token, int64[kinds, head groups], from the meaning of the payloads."""
+    shape = part.shape
+    item, partial = ITEM_BYTES[shape.dtype], ITEM_BYTES[shape.partial_dtype or shape.dtype]
+    wide = 8 if shape.dtype == "fp64" else 4
+    kv_heads = np.asarray([group.num_kv_heads for group in part.head_groups], np.int64)
+    q_heads = kv_heads * (shape.q_heads // shape.kv_heads)
+    q_row, kv_row = q_heads * shape.head_dim, 2 * kv_heads * shape.head_dim
+    sizes = {
+        Payload.Q: q_row * item,
+        Payload.KV: kv_row * item,
+        Payload.OUT: q_row * partial + q_heads * wide,  # and log-sum-exps
+        Payload.Q_DOUT: 2 * q_row * item + 2 * q_heads * wide,  # and log-sum-exps and row sums
+        Payload.DQ: q_row * partial,
+        Payload.DKV: kv_row * partial,
+    }
+    return np.stack([sizes[kind] for kind in Payload])
+
+
+def _moved_bytes(plan: Plan, name: str, direction: Direction) -> int:
+    total = 0
+    for part in plan.parts:
+        sends, blocks = part.masks[name].program(direction).sends, part.blocks
+        tokens = (blocks.end - blocks.start)[sends.block].astype(np.int64)
+        total += int((payload_sizes(part)[sends.kind, sends.head_group] * tokens).sum())
+    return total
+
+
+def _needed_bytes(plan: Plan, name: str, direction: Direction) -> int:
+    """Σ size × (ranks that a block's tiles and its owner are on − 1)."""
+    part, tiles = plan.parts[0], collect_tiles(plan, name)
+    sizes, blocks, total = payload_sizes(part), part.blocks, 0
+    for side, kinds in ((tiles.q_block, Q_KINDS), (tiles.k_block, K_KINDS)):
+        touched = np.zeros((len(part.head_groups), len(blocks), len(plan.parts)), np.bool_)
+        touched[tiles.head_group, side, tiles.rank] = True
+        touched[:, np.arange(len(blocks)), blocks.owner] = True
+        travels = touched.sum(axis=2) - 1
+        size = sum(sizes[kind] for kind in kinds[direction])
+        total += int((travels * np.asarray(size)[:, None] * (blocks.end - blocks.start)).sum())
+    return total

@@ -17,8 +17,8 @@ from torch import Tensor
 from dyncp.blocks import Batch
 from dyncp.dataloader import local_data
 from dyncp.executor import DCPExecutor
-from dyncp.integrations.transformers.experts import COEFFICIENT
 from dyncp.integrations.transformers.layers import LayerMask, needs_largest_position
+from dyncp.integrations.transformers.other_layers import COEFFICIENT
 from dyncp.masks import causal
 from dyncp.plan import Layout
 from dyncp.planner import PlannerConfig, plan_batch

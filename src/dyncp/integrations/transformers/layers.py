@@ -1,12 +1,20 @@
-"""What the attention layers of a model need, read from its config; what cannot run is refused."""
+"""What the attention layers of a model need, read from its config, and the masks for them, made of
+those of samples; what cannot run is refused."""
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from dyncp.masks import Mask, MaskFunction, NamedMasks, named, within
 from dyncp.plan import DEFAULT_MASK
+
+logger = logging.getLogger(__name__)
+
+OLDEST = "5.22"  # of the extra `transformers`
 
 # Architectures whose losses and weights equal those of one process: benchmarks/parity.py.
 TESTED = (
@@ -84,6 +92,7 @@ def check_model(model: Any, *, untested: bool) -> Any:
     """The text config of a model that can run; raises ValueError where it cannot."""
     from transformers import PreTrainedModel
 
+    _check_version()
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
             f"attach got {type(model).__name__}; expected a Transformers model, before it is "
@@ -116,6 +125,16 @@ def check_model(model: Any, *, untested: bool) -> Any:
             "compares it with its own attention on a small batch first"
         )
     return config
+
+
+@cache
+def _check_version() -> None:
+    """What older versions do differently raises errors that do not say so."""
+    from packaging.version import Version
+    from transformers import __version__
+
+    if Version(__version__) < Version(OLDEST):
+        logger.warning("transformers is %s; dyncp is tested from %s on", __version__, OLDEST)
 
 
 def _is_tested(model: Any, config: Any) -> bool:
@@ -186,3 +205,50 @@ def _words(value: Any) -> Iterator[str]:
     elif isinstance(value, dict | list):
         for entry in value.values() if isinstance(value, dict) else value:
             yield from _words(entry)
+
+
+@dataclass(frozen=True)
+class SampleMasks:
+    """Calls a function of a sample once, and cuts its mask for all kinds of layers. One that gives
+    masks by name has to give all that the layers need."""
+
+    function: Callable[[Any], Any]
+    layers: tuple[LayerMask, ...]
+
+    def __call__(self, sample: Any) -> dict[str, Mask]:
+        found = self.function(sample)
+        if not isinstance(found, Mapping):
+            return {layer.name: _near(found, layer) for layer in self.layers}
+        _check_names(found, self.layers)
+        return dict(found)
+
+
+def model_masks(mask_fn: Any, layers: Iterable[LayerMask]) -> Callable[[Any], Any]:
+    """A mask function for layers of these kinds. What takes lengths goes on taking them."""
+    layers = tuple(layers)
+    if isinstance(mask_fn, MaskFunction):
+        return named(**{layer.name: _near(mask_fn, layer) for layer in layers})
+    if isinstance(mask_fn, NamedMasks):
+        _check_names(mask_fn.functions, layers)
+        return mask_fn
+    if not callable(mask_fn):
+        raise ValueError(
+            f"mask_fn is {type(mask_fn).__name__}; allowed is a function of a sample, such as "
+            "masks.causal"
+        )
+    return SampleMasks(mask_fn, layers)
+
+
+def _near(mask: Any, layer: LayerMask) -> Any:
+    if layer.size is None:
+        return mask
+    return within(mask, window=layer.window, chunk=layer.chunk)
+
+
+def _check_names(found: Iterable[str], layers: Iterable[LayerMask]) -> None:
+    missing = [layer.name for layer in layers if layer.name not in found]
+    if missing:
+        raise ValueError(
+            f"the mask function gives masks named {', '.join(found)}; the model's layers need "
+            f"{', '.join(missing)}, too. Give one mask, and they are made of it"
+        )

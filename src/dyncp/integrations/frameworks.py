@@ -1,9 +1,11 @@
-"""Whether a model got a step, and local data that belong to it."""
+"""What the integrations share: whether a model got a step and local data that belong to it, and the
+mesh of loader and executor beside a framework's own process groups."""
 
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dyncp.dataloader.local_fields import fingerprint_tensor
 from dyncp.executor import Step
@@ -38,3 +40,13 @@ def check_batch(step: Step, positions: Tensor, batch: Tensor | None) -> None:
             f"local data have {positions.shape[1]} rows and the step's plan {step.num_rows}: they "
             "are of different batches, or not this rank's"
         )
+
+
+def make_mesh(device_type: str, data_ranks: int, tensor_ranks: int, cp: int | None) -> DeviceMesh:
+    """(dp, cp, tp), tensor-parallel ranks being neighbours. `cp` of the `data_ranks` run a plan
+    together (None: all); they divide them, and the others are replicas."""
+    cp = data_ranks if cp is None else cp
+    if cp < 1 or data_ranks % cp:
+        raise ValueError(f"cp is {cp}; it has to divide the {data_ranks} data-parallel ranks")
+    sizes = (data_ranks // cp, cp, tensor_ranks)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=("dp", "cp", "tp"))
