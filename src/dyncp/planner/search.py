@@ -11,6 +11,7 @@ ten times as many tiles).
 
 import logging
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -75,7 +76,7 @@ class Followed:
     simulated: Simulated
     runs: Runs
 
-    @property
+    @cached_property
     def key(self) -> tuple[float, float]:
         """By how much it misses the limits, then its seconds: the least is the best."""
         return self.candidate.balance.missed, self.simulated.step_seconds

@@ -98,8 +98,10 @@ class StaticBounds:
         method = METHODS[degrees.method]
         degree = degrees.ranks or self._topology.num_ranks
         heads = degree if method.only_heads else degrees.heads or 1
-        share = np.zeros((self._topology.num_ranks // degree, 2))
-        np.add.at(share, self._deal(len(share)), self._load)
+        groups = self._topology.num_ranks // degree
+        group = self._deal(groups)
+        columns = [np.bincount(group, own, groups) for own in self._load.T]
+        share = np.stack(columns, axis=1).astype(np.float64)
         tokens = float(share[:, 1].max())
         return Bound(
             self._work(method, share, degree, heads),
@@ -121,8 +123,8 @@ class StaticBounds:
         chunks = self._chunks(halves * contexts)
         if halves == 2:
             chunks = chunks[:, :contexts] + chunks[:, : contexts - 1 : -1]
-        by_rank = np.zeros((len(share), contexts))
-        np.add.at(by_rank, self._deal(len(share)), chunks)
+        place = self._deal(len(share))[:, None] * contexts + np.arange(contexts)
+        by_rank = np.bincount(place.ravel(), chunks.ravel())
         return max(even, CERTAIN * float(by_rank.max()) / heads)
 
     def _chunk_work(self, count: int) -> Float64:
