@@ -4,7 +4,7 @@ without its peers, which receives random numbers instead."""
 import logging
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from dyncp.executor import DCPExecutor, Step, attention
 from dyncp.kernels import IndexArrays, Kernel, KernelCall
 from dyncp.plan import Op, RankPlan
 from dyncp.transport import Null
-from dyncp.transport.transport import NullChannel
+from dyncp.transport.transport import Buffers, NullChannel
 
 logger = logging.getLogger(__name__)
 
@@ -351,13 +351,13 @@ class Noise(Null):
     def __init__(self, rank: int, num_ranks: int) -> None:
         super().__init__(rank, num_ranks)
         self._noise: dict[torch.device, Tensor] = {}
-        self._fills: dict[int, tuple[Mapping[int, Tensor], Tensor, Tensor]] = {}
+        self._fills: dict[int, tuple[Buffers, Tensor, Tensor]] = {}
         self.filled: dict[int, torch.cuda.Event] = {}  # by phase, on GPUs
 
     def open(self, call: int = 0) -> "list[NullChannel]":  # noqa: ARG002
         return [NoiseChannel(self)]
 
-    def fill(self, receives: Mapping[int, Tensor]) -> None:
+    def fill(self, receives: Buffers) -> None:
         """The executor passes the same mapping in every call, so its extent is computed once."""
         kept = self._fills.get(id(receives))
         if kept is None:
@@ -369,7 +369,7 @@ class Noise(Null):
         _, target, source = kept
         target.copy_(source)
 
-    def filled_event(self, phase: int, receives: Mapping[int, Tensor]) -> Any:
+    def filled_event(self, phase: int, receives: Buffers) -> Any:
         """What `wait` waits for; None on CPUs."""
         if phase not in self.filled and next(iter(receives.values())).is_cuda:
             self.filled[phase] = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -389,13 +389,7 @@ class NoiseChannel(NullChannel):
         super().__init__(transport)
         self._noise = transport
 
-    def launch(
-        self,
-        phase: int,
-        sends: Mapping[int, Tensor],
-        receives: Mapping[int, Tensor],
-        arrived: Any = None,
-    ) -> None:
+    def launch(self, phase: int, sends: Buffers, receives: Buffers, arrived: Any = None) -> None:
         super().launch(phase, sends, {})
         if not receives:
             return

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TextIO
+from typing import IO, TYPE_CHECKING, Any
 
 from dyncp import masks
 from dyncp.blocks import ITEM_BYTES, AttentionShape, Batch
@@ -57,7 +57,7 @@ TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand. `examples` stand in its help, one command line each.
+    """A subcommand. Its help shows the `examples`, one command line each.
 
     `run` gets the parsed options, and in `words` the command line itself; it returns the exit code
     and raises ValueError for user mistakes.
@@ -337,10 +337,10 @@ def comma_separated(text: str) -> tuple[str, ...]:
 
 
 class Progress:
-    """Says what is being done now, by default on stderr."""
+    """Says what is being done now, on stderr."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
+    def __init__(self) -> None:
+        self._stream = sys.stderr
         self.in_place = self._stream.isatty()
         self._shown = -SELDOM_SECONDS
 

@@ -40,12 +40,11 @@ def _describe(name: str) -> dict[str, Any]:
     function = masks.BUILTIN[name]
     summary = (inspect.getdoc(inspect.getmodule(function.builder)) or "").partition("\n")[0]
     aliases = [alias for alias, other in masks.ALIASES.items() if other is function]
-    parameters = {key: _default(value) for key, value in function.defaults.items()}
+    parameters = {
+        key: "needed" if value is inspect.Parameter.empty else str(value)
+        for key, value in function.defaults.items()
+    }
     return {"name": name, "parameters": parameters, "summary": summary, "aliases": aliases}
-
-
-def _default(value: object) -> str:
-    return "needed" if value is inspect.Parameter.empty else str(value)
 
 
 def _table(listed: list[dict[str, Any]]) -> str:
@@ -61,13 +60,8 @@ def _table(listed: list[dict[str, Any]]) -> str:
 
 def _numbers(mask: Mask) -> dict[str, Any]:
     density = mask.num_pairs / mask.length**2
-    return {
-        "name": mask.name,
-        "length": mask.length,
-        "pairs": mask.num_pairs,
-        "density": density,
-        "ranges": mask.ranges.tolist(),
-    }
+    numbers = {"name": mask.name, "length": mask.length, "pairs": mask.num_pairs}
+    return numbers | {"density": density, "ranges": mask.ranges.tolist()}
 
 
 command = Command(

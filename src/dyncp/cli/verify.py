@@ -59,19 +59,8 @@ def run(args: Namespace) -> int:
         progress.show("checking its kernel calls ...")
         invariants[str(KERNEL_CALLS)] = _kernel_calls(plan, batch, verified)
         progress.clear()
-    states = [*invariants.values(), *([numeric] if numeric else [])]
-    result = {
-        "ok": all(entry["state"] != "violated" for entry in states),
-        "plan": _describe(plan, batch),
-        "invariants": invariants,
-        "numeric": numeric,
-    }
-    print(json.dumps(result) if args.json else _text(result))
-    return 0 if result["ok"] else VIOLATED
-
-
-def _describe(plan: Plan, batch: Batch) -> dict[str, Any]:
-    return {
+    states = [entry["state"] for entry in (*invariants.values(), numeric) if entry]
+    about = {
         "solver": plan.parts[0].solver,
         "num_ranks": plan.num_ranks,
         "num_tokens": batch.num_tokens,
@@ -79,6 +68,10 @@ def _describe(plan: Plan, batch: Batch) -> dict[str, Any]:
         "masks": list(plan.parts[0].masks),
         "digest": plan.digest,
     }
+    result = {"ok": "violated" not in states, "plan": about}
+    result |= {"invariants": invariants, "numeric": numeric}
+    print(json.dumps(result) if args.json else _text(result))
+    return 0 if result["ok"] else VIOLATED
 
 
 def _entry(state: str, *sentences: str) -> dict[str, Any]:
@@ -100,9 +93,8 @@ def _kernel_calls(plan: Plan, batch: Batch, verified: Verified) -> dict[str, Any
     if verified.violations:
         return _entry("unchecked", "only plans that keep the other invariants have kernel calls")
     if batch.num_tokens > MOST_TOKENS:
-        return _entry(
-            "unchecked", f"too large: {batch.num_tokens:,} tokens, at most {MOST_TOKENS:,}"
-        )
+        size = f"{batch.num_tokens:,} tokens, at most {MOST_TOKENS:,}"
+        return _entry("unchecked", f"too large: {size}")
     sentences = [violation.sentence for violation in check_kernel_calls(plan, batch)]
     return _entry("violated" if sentences else "ok", *sentences)
 
@@ -112,10 +104,8 @@ def _numeric(plan: Plan, batch: Batch, verified: Verified) -> dict[str, Any]:
     if not verified.checked - {8}:
         return _entry("unchecked", "the plan can not be run: see above")
     if scores > MOST_SCORES:
-        return _entry(
-            "unchecked",
-            f"too large: {scores:,} scores (q heads × Σ length²), at most {MOST_SCORES:,}",
-        )
+        size = f"{scores:,} scores (q heads × Σ length²), at most {MOST_SCORES:,}"
+        return _entry("unchecked", f"too large: {size}")
     errors, wrong = {}, []
     for name in plan.parts[0].masks:
         try:
@@ -123,12 +113,10 @@ def _numeric(plan: Plan, batch: Batch, verified: Verified) -> dict[str, Any]:
         except PlanError as error:
             wrong.append(f"mask {name!r} can not be run: {error}")
             continue
-        errors[name] = {
-            field: None if math.isnan(error) else error
-            for field, error in comparison.errors.items()
-        }
+        found = comparison.errors.items()
+        errors[name] = {field: None if math.isnan(error) else error for field, error in found}
         if not comparison.agrees:
-            worst = ", ".join(f"{field} {e:.1e}" for field, e in comparison.errors.items())
+            worst = ", ".join(f"{field} {error:.1e}" for field, error in found)
             wrong.append(f"mask {name!r} differs from dense attention: {worst}")
     return _entry("violated" if wrong else "ok", *wrong) | {"errors": errors}
 

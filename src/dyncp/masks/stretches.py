@@ -1,7 +1,7 @@
 """Stretches: rows of a sequence that follow each other in one text.
 
 What attention cannot say, layers with state need to know: which token comes before a token. A
-stretch begins a document, or goes on from a token of another stretch, as a branch does.
+stretch begins a document, or continues from a token of another stretch, as a branch does.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def find_stretches(masks: Sequence[Mask]) -> tuple[Ints, Ints]:
 
 @compiled
 def _fill_gaps(ranges: Int32, gaps: Bools) -> int:
-    """Tokens that attend the row before them are none; gives how many are left."""
+    """Clears the gaps of tokens that attend the row before them; returns how many gaps are left."""
     left = 0
     for token in range(len(gaps)):
         for column in range(ranges.shape[1]):

@@ -16,7 +16,7 @@ def decode_rows(blocks: OwnedBlocks, rows: RowRuns) -> tuple[Int64, Int64, Int64
     """Every row that the runs speak of: its block int64[rows], its position in the sequence
     int64[rows], and its ranges int64[rows, R, 2].
 
-    A run goes on to the next one of its block, or to the block's end: runs that start at rows 4
+    A run ends at the next run of its block, or at the block's end: runs that start at rows 4
     and 6 of a block [4, 9) have rows 4, 5 and 6, 7, 8.
     """
     runs = len(rows.block)
