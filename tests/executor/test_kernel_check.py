@@ -2,6 +2,11 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from dyncp import AttentionShape, Batch, DCPExecutor, attention, masks, plan_batch
 from dyncp.executor.engine import Engine, WrongResultsError
@@ -107,3 +112,33 @@ def test_checks_do_not_mind_what_the_caller_is_in(caplog):
         check_kernel(engine, shape)
         DCPExecutor().warm_up(shape, most_ranges=1)
     assert caplog.text.count("compared with dense attention before its first use") == 1
+
+
+def save_products(_context, operator, *_, **__):
+    products = (torch.ops.aten.bmm.default, torch.ops.aten.mm.default)
+    return CheckpointPolicy.MUST_SAVE if operator in products else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"context_fn": lambda: create_selective_checkpoint_contexts(save_products)}],
+    ids=["whole", "selective"],
+)
+def test_the_first_use_may_be_in_a_layer_that_is_checkpointed(options):
+    """What a check computes is none of the layer's, which is computed again without it."""
+    plan = plan_batch(Batch.of([masks.causal(50)]), Topology(1, 1))
+    x, weight = torch.randn(50, 64), torch.randn(64, 128)
+    grads = []
+    for heads in (len(options) + 5, len(options) + 5):  # new to the process, then known
+        executor = DCPExecutor(kernel="cpu")
+        executor.engine.check = check_kernel
+        step, given = executor.prepare(plan), x.clone().requires_grad_()
+
+        def layer(x, step=step, heads=heads):
+            q, k = (x @ weight).split(64, dim=1)
+            q, k = (y[:, None].expand(-1, heads, -1) for y in (q, k))
+            return torch.tanh(attention(step, q, k, k).sum(1) @ weight)
+
+        checkpoint(layer, given, use_reentrant=False, **options).sum().backward()
+        grads.append(given.grad)
+    assert torch.equal(*grads)

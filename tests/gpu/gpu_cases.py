@@ -35,6 +35,19 @@ MASKS = {
     "blockwise": masks.causal_blockwise(block=64),
     "window": masks.sliding_window(window=200),
 }
+MORE_MASKS = {
+    "prefix lm": lambda n: masks.prefix_lm(n, prefix=n // 4),
+    "packed": lambda n: masks.document_packed(n, documents=thirds(n)),
+    "global": masks.global_sliding(num_global=30, window=170, causal=False),
+    "block causal": masks.block_causal(chunk=90),
+    "union": lambda n: masks.sliding_window(n, window=60) | masks.prefix_lm(n, prefix=n // 3),
+    "intersection": lambda n: masks.shared_question(n) & masks.causal_blockwise(n, block=64),
+    "tree": lambda n: masks.prefix_tree([-1, 0, 0], thirds(n)) if n > 2 else masks.causal(n),
+    "window by position": lambda n: masks.within(masks.shared_question(n), window=90),
+    "mask_mod": lambda n: masks.from_mask_mod(
+        lambda _, __, q, kv: (q >= kv) & ((q - kv < 50) | (kv % 128 < 7)), n
+    ),
+}
 
 TRITON = pytest.param("triton", True, id="triton")
 DETERMINISTIC = pytest.param("flash4", True, id="flash4-deterministic")
@@ -85,11 +98,12 @@ def draw_rows(step: Step, shape: AttentionShape) -> list[Tensor]:
     return [*(x.requires_grad_() for x in rows[:3]), rows[3]]
 
 
-def run(step: Step, rows: list[Tensor]) -> list[Tensor]:
-    """Output and gradients."""
+def run(step: Step, rows: list[Tensor], sink: Tensor | None = None, **options) -> list[Tensor]:
+    """Output and gradients, those of sinks last."""
     *inputs, dout = rows
-    out = attention(step, *inputs)
-    return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
+    out = attention(step, *inputs, sink=sink, **options)
+    wanted = inputs if sink is None else [*inputs, sink]
+    return [out.detach(), *torch.autograd.grad(out, wanted, dout)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,9 +117,13 @@ class Reference:
     plain: list[Tensor]
 
 
+def thirds(length: int) -> list[int]:
+    return [part for part in (length - 2 * (length // 3), length // 3, length // 3) if part]
+
+
 @lru_cache(maxsize=2)  # cases of the same mask follow each other
 def reference_of(mask: str, shape=SHAPE, lengths: tuple[int, ...] = LENGTHS) -> Reference:
-    batch = Batch.of([MASKS[mask](length) for length in lengths])
+    batch = Batch.of([(MASKS | MORE_MASKS)[mask](length) for length in lengths])
     generator = torch.Generator(GPU).manual_seed(0)
     inputs = [
         torch.randn(batch.num_tokens, heads, shape.head_dim, device=GPU, generator=generator)
@@ -116,15 +134,32 @@ def reference_of(mask: str, shape=SHAPE, lengths: tuple[int, ...] = LENGTHS) -> 
     return Reference(batch, inputs, exact, dense(batch, inputs))
 
 
-def dense(batch: Batch, inputs: list[Tensor]) -> list[Tensor]:
+def dense(batch: Batch, inputs: list[Tensor], mask: str = "default") -> list[Tensor]:
     """Output and gradients, computed in the inputs' dtype."""
     q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
-    out = dense_attention(batch, "default", q, k, v, scale=q.shape[2] ** -0.5)
+    out = dense_attention(batch, mask, q, k, v, scale=q.shape[2] ** -0.5)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3])]
 
 
-def check(step: Step, reference: Reference) -> None:
+def dense_with_sinks(
+    batch: Batch, inputs: list[Tensor], sink: Tensor, scale: float
+) -> list[Tensor]:
+    """As `dense`, and the gradient of the sinks."""
+    wanted = [x.detach().requires_grad_() for x in (*inputs[:3], sink)]
+    out = dense_attention(batch, "default", *wanted[:3], scale=scale, sink=wanted[3])
+    return [out.detach(), *torch.autograd.grad(out, wanted, inputs[3])]
+
+
+def check(step: Step, reference: Reference, **options) -> None:
     """The plan's results are as good as those of plain attention."""
+    found = run_on_tokens(step, reference.inputs, **options)
+    everything = zip(found, reference.plain, reference.exact, strict=True)
+    for name, (given, plain, exact) in zip(("out", "dq", "dk", "dv"), everything, strict=True):
+        assert_as_good(name, given, plain, exact)
+
+
+def run_on_tokens(step: Step, tokens: list[Tensor], **options) -> list[Tensor]:
+    """Output and gradients in the batch's order; `options` are those of `attention`."""
     order = torch.from_numpy(batch_order(step.plan)).to(GPU)
 
     def place(tokens: Tensor) -> Tensor:
@@ -132,12 +167,9 @@ def check(step: Step, reference: Reference) -> None:
         rows[order] = tokens
         return rows
 
-    *inputs, dout = map(place, reference.inputs)
-    results = run(step, [*(x.requires_grad_() for x in inputs), dout])
-    found = [rows[order] for rows in results]
-    everything = zip(found, reference.plain, reference.exact, strict=True)
-    for name, (given, plain, exact) in zip(("out", "dq", "dk", "dv"), everything, strict=True):
-        assert_as_good(name, given, plain, exact)
+    *inputs, dout = map(place, tokens)
+    results = run(step, [*(x.requires_grad_() for x in inputs), dout], **options)
+    return [rows[order] for rows in results[:4]] + results[4:]
 
 
 def assert_as_good(name: str, given: Tensor, plain: Tensor, exact: Tensor) -> None:

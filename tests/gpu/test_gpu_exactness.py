@@ -1,10 +1,15 @@
 """Whole plans against dense attention: any mask and placement, relays, heads, dims and dtypes."""
 
 import pytest
+import torch
 from gpu_cases import (
     LENGTHS,
     MASKS,
+    MORE_MASKS,
+    SHAPE,
+    assert_as_good,
     check,
+    dense_with_sinks,
     each_choice,
     each_kernel,
     has_relays,
@@ -12,9 +17,10 @@ from gpu_cases import (
     plan_of,
     prepare,
     reference_of,
+    run_on_tokens,
 )
 
-from dyncp import AttentionShape
+from dyncp import AttentionShape, Batch
 from dyncp.plan import Layout
 
 SOLVERS = ("rows", "bisection", "zigzag", "whole_documents")  # random is that of all masks
@@ -29,6 +35,39 @@ def test_any_mask_is_exact(kernel, deterministic, mask):
     plan = plan_of(reference.batch, "random")
     assert has_relays(plan)
     check(prepare(plan, kernel, deterministic), reference)
+
+
+@each_kernel
+@pytest.mark.parametrize("mask", MORE_MASKS)
+def test_masks_of_many_ranges_are_exact(kernel, deterministic, mask):
+    reference = reference_of(mask)
+    check(prepare(plan_of(reference.batch, "random"), kernel, deterministic), reference)
+
+
+@each_kernel
+def test_layers_choose_among_masks_by_name(kernel, deterministic):
+    """In turn, so that each is launched, captured and replayed."""
+    references = {"default": reference_of("causal"), "local": reference_of("window")}
+    of_samples = zip(*(x.batch.masks["default"] for x in references.values()), strict=True)
+    batch = Batch.of([dict(zip(references, found, strict=True)) for found in of_samples])
+    step = prepare(plan_of(batch, "random"), kernel, deterministic)
+    for name in list(references) * 3:
+        check(step, references[name], mask=name)
+
+
+@each_kernel
+def test_sinks_and_scales_are_exact(kernel, deterministic):
+    reference = reference_of("lambda")
+    step = prepare(plan_of(reference.batch, "random"), kernel, deterministic)
+    sink = torch.linspace(-2, 3, SHAPE.q_heads, device="cuda").requires_grad_()
+    given = run_on_tokens(step, reference.inputs, scale=0.07, sink=sink)
+    plain, exact = (
+        dense_with_sinks(reference.batch, inputs, sink.to(inputs[0].dtype), 0.07)
+        for inputs in (reference.inputs, [x.double() for x in reference.inputs])
+    )
+    names = ("out", "dq", "dk", "dv", "dsink")
+    for name, *found in zip(names, given, plain, exact, strict=True):
+        assert_as_good(name, *found)
 
 
 @each_kernel

@@ -4,23 +4,26 @@ All that is the same in every call is found here, before the first: tensors, tab
 arguments of kernels. What the caller brings comes with the `Frame`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from dyncp.executor.copying import GIVEN
-from dyncp.executor.graphs import Frame, Segment, Work
+from dyncp.executor.copying import GIVEN, WHOLE_TILE
+from dyncp.executor.graphs import Frame, Placed, Segment, Work
 from dyncp.executor.layout import RankLayout
 from dyncp.executor.order import (
     START,
     Compute,
+    Kind,
     Launch,
     Mark,
     RowWork,
     Stretch,
     Wait,
+    assign_lanes,
+    freed_times,
     long_stretches,
     program_order,
 )
@@ -93,8 +96,14 @@ class _Builder:
         for point in points:
             item = point.item
             if isinstance(item, Stretch):
-                work = [w for x in item.items for w in self._work(x)]
-                self._add_segment(work, point.name, fixed=fixed, waits=item.waits)
+                found = [launch for x in item.items for launch in self._work(x)]
+                self._add_segment(
+                    [work for _, _, work in found],
+                    point.name,
+                    fixed=fixed,
+                    waits=item.waits,
+                    lanes=self._lanes([(kind, time) for kind, time, _ in found]),
+                )
             elif isinstance(item, Launch):
                 messages = tuple(
                     self._messages(phase, inside=phase in inside) for phase in item.phases
@@ -107,10 +116,23 @@ class _Builder:
         self._add_segment(list(last), "the end", fixed=False)
 
     def _add_segment(
-        self, work: list[Work], name: str, *, fixed: bool, waits: tuple[int, ...] = ()
+        self,
+        work: list[Work],
+        name: str,
+        *,
+        fixed: bool,
+        waits: tuple[int, ...] = (),
+        lanes: Sequence[Placed] | None = None,
     ) -> None:
         if work:
-            self.steps.append(BoundStep(Segment(work, fixed=fixed), waits, name))
+            self.steps.append(BoundStep(Segment(work, fixed=fixed, lanes=lanes), waits, name))
+
+    def _lanes(self, launches: list[tuple[Kind, int]]) -> Sequence[Placed] | None:
+        """None where kernel tiles hold rows of several slots, and calls read what others fill."""
+        lowered = self.layout.lowered
+        if lowered.part.slot_alignment % WHOLE_TILE:
+            return None
+        return assign_lanes(launches, freed_times(lowered), in_turn=lowered.calls_depend)
 
     def _messages(self, phase: int, *, inside: bool) -> PhaseMessages:
         layout = self.layout
@@ -127,19 +149,22 @@ class _Builder:
         arrived = self.streams.arrived(phase) if inside else None
         return PhaseMessages(phase, sends, receives, layout.ready[phase], arrived)
 
-    def _work(self, item: Wait | Mark | Compute | RowWork) -> Iterator[Work]:
+    def _work(self, item: Wait | Mark | Compute | RowWork) -> Iterator[tuple[Kind, int, Work]]:
         streams = self.streams
         if isinstance(item, Wait):
             arrived = streams.arrived(item.phase)
-            yield lambda _: arrived.wait()
+            yield Kind.WAIT, START, lambda _: arrived.wait()
         elif isinstance(item, Mark):
             marked = streams.marked(item.time)
-            yield lambda _: marked.record()
+            yield Kind.MARK, item.time, lambda _: marked.record()
         elif isinstance(item, RowWork):
-            yield from self._row_work(item.time)
+            for work in self._copy(item.time):
+                yield Kind.COPY, item.time, work
+            for work in self._combine(item.time, to_results=False):
+                yield Kind.SUM, item.time, work
         else:
             for group, call in self.layout.lowered.calls[item.division]:
-                yield self._call(item.division, group, call)
+                yield Kind.KERNEL, item.time, self._call(item.division, group, call)
 
     def _open(self) -> list[Work]:
         """Row sums, cleared sums, and own rows: all that needs the caller's inputs."""
@@ -164,12 +189,11 @@ class _Builder:
             work.append(lambda f: row_ops.copy(table, memory, f.given, f.lse))
         return [*work, *self._combine(START, to_results=False)]
 
-    def _row_work(self, time: int) -> Iterator[Work]:
+    def _copy(self, time: int) -> Iterator[Work]:
         """What is due after an instruction."""
         table, row_ops, memory = self.layout.copies.get(time), self.row_ops, self.memory
         if table is not None:
             yield lambda _: row_ops.copy(table, memory, (), None)
-        yield from self._combine(time, to_results=False)
 
     def _combine(self, time: int, *, to_results: bool) -> Iterator[Work]:
         table, row_ops, memory = self.layout.combinations.get(time), self.row_ops, self.memory

@@ -287,10 +287,7 @@ def _lse_offsets(fields: Fields) -> Int64:
 
 def _refilled(lowered: LoweredProgram, space: Space, group: int) -> Int64:
     """Blocks in slots whose rows, in whole kernel tiles, hold another block later."""
-    slots, side = lowered.program.slots, lowered.part.slot_alignment
-    mine = np.flatnonzero((slots.space == space) & (slots.head_group == group))
-    first = slots.row[mine].astype(np.int64)
-    end = -(-(first + lowered.part.blocks.tokens[slots.block[mine]]) // side) * side
-    later = slots.first[mine][None, :] > slots.first[mine][:, None]
-    overlap = (first[None, :] < end[:, None]) & (end[None, :] > first[:, None])
-    return slots.block[mine][(later & overlap).any(axis=1)].astype(np.int64)
+    slots, (earlier, _) = lowered.program.slots, lowered.refills
+    mine = (slots.space[earlier] == space) & (slots.head_group[earlier] == group)
+    blocks: Int64 = slots.block[earlier[mine]].astype(np.int64)
+    return blocks

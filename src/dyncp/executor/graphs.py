@@ -89,12 +89,20 @@ class Frame:
 Work = Callable[[Frame], None]
 
 
+# A lane's number, and launches on other lanes that come before.
+Placed = tuple[int, Sequence[int]]
+
+
 class Segment:
     """Work of one rank without communication points in it. `fixed` says that it uses nothing of the
-    caller's, so that it can be captured."""
+    caller's, so that it can be captured. Launches of a graph run beside each other where `lanes`
+    says so; the first is lane 0."""
 
-    def __init__(self, work: Sequence[Work], *, fixed: bool) -> None:
+    def __init__(
+        self, work: Sequence[Work], *, fixed: bool, lanes: Sequence[Placed] | None = None
+    ) -> None:
         self._work, self._fixed = tuple(work), fixed
+        self._lanes = lanes
         self._graphs: dict[float, torch.cuda.CUDAGraph | None] = {}
 
     def run(self, frame: Frame) -> None:
@@ -129,20 +137,41 @@ class Segment:
     def _capture(self, frame: Frame) -> "torch.cuda.CUDAGraph":
         """Capturing launches nothing, and waits for nothing: other threads may go on."""
         graph: Any = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(_capture_stream(torch.cuda.current_device())):
+        streams = _capture_streams(torch.cuda.current_device())
+        with torch.cuda.stream(streams[0]):
             graph.capture_begin(capture_error_mode="thread_local")
             try:
-                self._launch(frame)
+                self._launch_on(streams, frame)
             finally:
                 graph.capture_end()
         return graph  # type: ignore[no-any-return]
 
+    def _launch_on(self, streams: Sequence["torch.cuda.Stream"], frame: Frame) -> None:
+        if self._lanes is None:
+            self._launch(frame)
+            return
+        others = [streams[lane] for lane in sorted({lane for lane, _ in self._lanes} - {0})]
+        for stream in others:
+            stream.wait_stream(streams[0])
+        awaited = {number for _, after in self._lanes for number in after}
+        reached: dict[int, Any] = {}
+        for number, (work, (lane, after)) in enumerate(zip(self._work, self._lanes, strict=True)):
+            with torch.cuda.stream(streams[lane]):
+                for earlier in after:
+                    streams[lane].wait_event(reached[earlier])
+                work(frame)
+                if number in awaited:
+                    reached[number] = streams[lane].record_event()
+        for stream in others:
+            streams[0].wait_stream(stream)
 
-_streams: dict[int, "torch.cuda.Stream"] = {}
+
+NUM_LANES = 4
+_streams: dict[int, list["torch.cuda.Stream"]] = {}
 
 
-def _capture_stream(device: int) -> "torch.cuda.Stream":
-    """The caller's own may be the default one, on which nothing can be captured."""
+def _capture_streams(device: int) -> list["torch.cuda.Stream"]:
+    """One per lane. The caller's own may be the default one, on which nothing can be captured."""
     if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        _streams[device] = [torch.cuda.Stream(device) for _ in range(NUM_LANES)]  # type: ignore[no-untyped-call]
     return _streams[device]

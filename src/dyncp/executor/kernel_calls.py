@@ -217,6 +217,25 @@ class LoweredProgram:
     def has_messages(self) -> bool:
         return has_messages(self.program)
 
+    @property
+    def calls_depend(self) -> bool:
+        """Whether a kernel call reads what the one before wrote."""
+        return not self.style.collects if self.backward else self.style.merges
+
+    @cached_property
+    def refills(self) -> tuple[Int64, Int64]:
+        """Pairs of slots, numbers of the earlier and of the later: the later one has some of the
+        earlier one's rows, counted in whole kernel tiles."""
+        slots, side = self.program.slots, self.part.slot_alignment
+        start = slots.row.astype(np.int64)
+        end = -(-(start + self.part.blocks.tokens[slots.block]) // side) * side
+        same = (slots.space == slots.space[:, None]) & (
+            slots.head_group == slots.head_group[:, None]
+        )
+        overlap = (start < end[:, None]) & (end > start[:, None])
+        earlier, later = np.nonzero(same & overlap & (slots.first > slots.first[:, None]))
+        return earlier, later
+
 
 def style_of(kernel: Kernel, *, fixed: bool = False) -> KernelStyle:
     return KernelStyle(

@@ -10,6 +10,7 @@ for marks and not for the host.
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 
@@ -87,6 +88,7 @@ class Mark:
 @dataclass(frozen=True, slots=True)
 class Compute:
     division: int
+    time: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,7 @@ def program_order(
     for time, (op, argument) in enumerate(instructions):
         name = f"{op.name} {argument}"
         if op is Op.COMPUTE:
-            points.append(Point(Stretch((Compute(argument),)), name))
+            points.append(Point(Stretch((Compute(argument, time),)), name))
         else:
             points.append(Point(Launch((argument,)) if op is Op.LAUNCH else Wait(argument), name))
         if time in row_work:
@@ -159,7 +161,7 @@ class _LongStretches:
 
     def _add(self, time: int, op: Op, argument: int) -> None:
         if op is Op.COMPUTE:
-            self._items.append(Compute(argument))
+            self._items.append(Compute(argument, time))
         elif op is Op.WAIT:
             if argument in self._queue:  # this stretch makes ready what it would wait for
                 self._end(f"WAIT {argument}")
@@ -194,3 +196,74 @@ class _LongStretches:
             self._items.pop()
         self._end("the end")
         self.points += [Point(wait, "the end") for wait in waits]
+
+
+class Lane(IntEnum):
+    """Streams on which the launches of a graph run beside each other, each in its own order."""
+
+    KERNELS = 0
+    OTHER_KERNELS = 1
+    COPIES = 2
+    SUMS = 3
+
+
+class Kind(IntEnum):
+    """What is launched: waiting for messages, copies, a kernel call, sums, a mark."""
+
+    WAIT = 0
+    COPY = 1
+    KERNEL = 2
+    SUM = 3
+    MARK = 4
+
+
+LANES = {
+    Kind.WAIT: Lane.COPIES,
+    Kind.COPY: Lane.COPIES,
+    Kind.SUM: Lane.SUMS,
+    Kind.MARK: Lane.SUMS,
+}
+AFTER: dict[Kind, tuple[Lane, ...]] = {
+    Kind.WAIT: (),
+    Kind.COPY: (Lane.KERNELS, Lane.OTHER_KERNELS, Lane.SUMS),
+    Kind.KERNEL: (Lane.COPIES,),
+    Kind.SUM: (Lane.KERNELS, Lane.OTHER_KERNELS, Lane.COPIES),
+    Kind.MARK: (Lane.COPIES,),
+}
+
+
+def assign_lanes(
+    launches: Sequence[tuple[Kind, int]], freed: Mapping[int, int], *, in_turn: bool
+) -> list[tuple[Lane, list[int]]]:
+    """The lane of every launch (kind, time), and earlier ones on other lanes that it comes after.
+
+    Kernel calls alternate between two lanes, so that one begins on multiprocessors that the one
+    before has left, unless they run `in_turn`. Copies wait for what used their slots before: all
+    that was due by `freed[time]`."""
+    placed: list[tuple[Lane, list[int]]] = []
+    last: dict[Lane, list[int]] = {lane: [] for lane in Lane}  # launches so far
+    num_kernels = 0
+    for number, (kind, time) in enumerate(launches):
+        if kind is Kind.KERNEL:
+            lane = Lane(0 if in_turn else num_kernels % 2)
+            num_kernels += 1
+        else:
+            lane = LANES[kind]
+        until = freed.get(time, START) if kind is Kind.COPY else time
+        after = [
+            max(before)
+            for other in AFTER[kind]
+            if other is not lane and (before := [x for x in last[other] if launches[x][1] <= until])
+        ]
+        placed.append((lane, after))
+        last[lane].append(number)
+    return placed
+
+
+def freed_times(lowered: LoweredProgram) -> dict[int, int]:
+    """When the slots that are filled at a time were last used, by that time."""
+    slots, freed = lowered.program.slots, dict[int, int]()
+    earlier, later = lowered.refills
+    for time, last in zip(slots.first[later].tolist(), slots.last[earlier].tolist(), strict=True):
+        freed[time] = max(freed.get(time, START), last)
+    return freed

@@ -3,7 +3,8 @@ need, and compares every result with dense attention. No other rank takes part."
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -41,8 +42,7 @@ def warm_up(engine: Engine, shape: AttentionShape, head_groups: int, most_ranges
     if not 1 <= most_ranges <= MOST_RANGES:
         raise ValueError(f"most_ranges is {most_ranges}; from 1 to {MOST_RANGES} are allowed")
     counts = [1 << power for power in range((most_ranges - 1).bit_length() + 1)]
-    with _plain_mode(engine.device):
-        _try_all(engine, shape, head_groups, counts)
+    _apart(engine.device, lambda: _try_all(engine, shape, head_groups, counts))
     if engine.on_gpu:
         torch.cuda.synchronize(engine.device)
 
@@ -76,22 +76,27 @@ def check_kernel(engine: Engine, shape: AttentionShape) -> None:
         shape.head_dim,
         shape.dtype,
     )
-    with _plain_mode(engine.device):
-        for masks in (*_sequences(), [_stripes(2)]):
-            _try(engine, masks, shape, 1, packed=False)
-        _try_ring(engine, shape)
+    _apart(engine.device, lambda: _try_some(engine, shape))
     _right.add(key)
 
 
-@contextmanager
-def _plain_mode(device: torch.device) -> Iterator[None]:
-    """Whatever the caller is in (evaluation, autocast), results are compared as they are."""
-    with (
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autocast(device.type, enabled=False),
-    ):
-        yield
+def _try_some(engine: Engine, shape: AttentionShape) -> None:
+    for masks in (*_sequences(), [_stripes(2)]):
+        _try(engine, masks, shape, 1, packed=False)
+    _try_ring(engine, shape)
+
+
+def _apart(device: torch.device, check: Callable[[], None]) -> None:
+    """Runs it in a thread of its own. Modes belong to threads: whatever the caller is in, results
+    are compared as they are (autocast, inference), and nobody else gets to see them: checkpointing
+    records what a layer computes, and would miss it when the layer is computed again."""
+
+    def run() -> None:
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            check()
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(run).result()
 
 
 _right: set[tuple[str, bool, torch.device, AttentionShape]] = set()
@@ -183,24 +188,28 @@ def _run(engine: Engine, plan: Plan, inputs: tuple[Tensor, ...]) -> list[Tensor]
 
 def _dense(masks: list[Mask], inputs: tuple[Tensor, ...]) -> list[Tensor]:
     """Output and gradients in fp64, sequence by sequence."""
-    q, k, v = (x.detach().double().requires_grad_() for x in inputs[:3])
-    outs, first = [], 0
-    with torch.enable_grad():
-        for mask in masks:
-            rows = slice(first, first + len(mask.ranges))
-            first = rows.stop
-            outs.append(_attend(mask, *(x[rows] for x in (q, k, v))))
-        out = torch.cat(outs)
-        return [out.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3].double())]
+    of_masks, first = [], 0
+    for mask in masks:
+        rows = slice(first, first + len(mask.ranges))
+        first = rows.stop
+        of_masks.append(_attend(mask, *(x[rows].double() for x in inputs)))
+    return [torch.cat(parts) for parts in zip(*of_masks, strict=True)]
 
 
-def _attend(mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _attend(mask: Mask, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
+    """Output and gradients of one sequence. By hand: the caller's backward may be under way."""
     ranges = torch.from_numpy(mask.ranges.astype(np.int64)).to(q.device)
     key = torch.arange(len(k), device=q.device)
     start, end = ranges[:, :, 0, None], ranges[:, :, 1, None]
     allowed = ((key >= start) & (key < end)).any(dim=1)
-    repeat = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(repeat, dim=1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[2] ** -0.5
-    weights = scores.masked_fill(~allowed, -torch.inf).softmax(dim=-1)
-    return torch.einsum("hqk,khd->qhd", weights.nan_to_num(0.0), v)
+    scale, heads = q.shape[2] ** -0.5, k.shape[1]
+    # [rows, kv heads, q heads of a kv head, dim]
+    q, dout = (x.reshape(len(x), heads, -1, x.shape[2]) for x in (q, dout))
+    scores = torch.einsum("qhgd,khd->hgqk", q, k) * scale
+    weights = scores.masked_fill(~allowed, -torch.inf).softmax(dim=-1).nan_to_num(0.0)
+    out = torch.einsum("hgqk,khd->qhgd", weights, v)
+    delta = (dout * out).sum(dim=-1).permute(1, 2, 0).unsqueeze(-1)
+    dscores = weights * (torch.einsum("qhgd,khd->hgqk", dout, v) - delta) * scale
+    dq = torch.einsum("hgqk,khd->qhgd", dscores, k)
+    dk, dv = (torch.einsum("hgqk,qhgd->khd", *pair) for pair in ((dscores, q), (weights, dout)))
+    return out.flatten(1, 2), dq.flatten(1, 2), dk, dv

@@ -5,7 +5,7 @@ and the parts of all ranks are views of these columns.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -198,8 +198,9 @@ def _programs(
         _marked(tiles.rank, division, num_ranks, schedule.num_divisions),
     )
     at = _index_instructions(steps, first_step, max(schedule.num_phases, schedule.num_divisions))
+    next_compute = _next_compute(steps, first_step)
     slots, workspace_rows = _slots(
-        graph, tiles, division, sends, receives, at, local_rows, slot_alignment
+        graph, tiles, division, sends, receives, at, next_compute, local_rows, slot_alignment
     )
     columns = (
         split_by_rank(_only, [division], tiles.bounds),
@@ -223,10 +224,14 @@ def _slots(
     sends: _ByRank[Messages],
     receives: _ByRank[Messages],
     at: Int64,
+    next_compute: Callable[[Int64, Int64], Int64],
     local_rows: Int64,
     alignment: int,
 ) -> tuple[list[Slots], Int64]:
-    """Slots of every rank, and rows of every workspace; `at` is that of `_index_instructions`."""
+    """Slots of every rank, and rows of every workspace; `at` is that of `_index_instructions`.
+
+    Rows stay free for one division after their last use, so that they can be filled while that
+    use is still under way."""
     read, sent, got = tiles.table, sends.table, receives.table
     computed, launched = (
         at[Op.COMPUTE, tiles.rank, tile_division],
@@ -245,7 +250,8 @@ def _slots(
     arriving = BlockUses.of(*columns, waited, bounds_of_ranks(rank, len(local_rows)))
     spans = find_lifetimes(arriving, rank, uses, len(graph.blocks))
     tokens, num_groups = graph.blocks.tokens.astype(np.int64), len(graph.head_groups)
-    row, rows = place_slots(spans, tokens, num_groups, local_rows, alignment)
+    kept = replace(spans, last=next_compute(spans.rank, spans.last))
+    row, rows = place_slots(kept, tokens, num_groups, local_rows, alignment)
     found = (spans.space, spans.head_group, spans.block, row, spans.first, spans.last)
     return split_by_rank(Slots, [frozen(column) for column in found], spans.of_rank), rows
 
@@ -289,6 +295,19 @@ def _marked(rank: Column, number: Column, num_ranks: int, num_numbers: int) -> B
     marked: Bool = np.zeros((num_ranks, num_numbers), np.bool_)
     marked[rank, number] = True
     return marked
+
+
+def _next_compute(steps: Int64, first: Int64) -> Callable[[Int64, Int64], Int64]:
+    """From (rank, instruction) to the next COMPUTE of that rank after it, or itself."""
+    computes = np.append(np.flatnonzero(steps[:, 0] == Op.COMPUTE), len(steps))
+
+    def find(rank: Int64, instruction: Int64) -> Int64:
+        place = first[rank] + instruction
+        after = computes[np.searchsorted(computes, place, "right")]
+        found: Int64 = np.where(after < first[rank + 1], after, place) - first[rank]
+        return found
+
+    return find
 
 
 def _index_instructions(steps: Int64, first: Int64, width: int) -> Int64:

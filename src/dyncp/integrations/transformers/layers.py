@@ -1,8 +1,10 @@
 """What the attention layers of a model need, read from its config, and the masks for them, made of
 those of samples; what cannot run is refused."""
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -10,6 +12,10 @@ from torch import nn
 from dyncp.checks import instance_of
 from dyncp.masks import Mask, MaskFunction, NamedMasks, named, within
 from dyncp.plan import DEFAULT_MASK
+
+logger = logging.getLogger(__name__)
+
+OLDEST = "5.22"  # of the extra `transformers`
 
 # Architectures whose losses and weights equal those of one process: benchmarks/parity.py.
 TESTED = (
@@ -87,6 +93,7 @@ def check_model(model: Any, *, untested: bool) -> Any:
     """The text config of a model that can run; raises ValueError where it cannot."""
     from transformers import PreTrainedModel
 
+    _check_version()
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
             f"attach got {type(model).__name__}; expected a Transformers model, before it is "
@@ -119,6 +126,16 @@ def check_model(model: Any, *, untested: bool) -> Any:
             "compares it with its own attention on a small batch first"
         )
     return config
+
+
+@cache
+def _check_version() -> None:
+    """What older versions do differently raises errors that do not say so."""
+    from packaging.version import Version
+    from transformers import __version__
+
+    if Version(__version__) < Version(OLDEST):
+        logger.warning("transformers is %s; dyncp is tested from %s on", __version__, OLDEST)
 
 
 def _is_tested(model: Any, config: Any) -> bool:
