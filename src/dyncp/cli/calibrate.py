@@ -17,6 +17,7 @@ from dyncp.cli.arguments import (
     check_raw,
     comma_separated,
     open_world,
+    option,
     positive_integers,
     preset_for,
     shape_of,
@@ -48,21 +49,13 @@ RATES = (
 
 
 def add_options(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--save", type=Path, default="profile.json", help="where to write (default %(default)s)"
-    )
-    parser.add_argument("--name", default="calibrated", help="of the profile (default %(default)s)")
-    parser.add_argument(
-        "--base",
-        metavar="PRESET",
-        help=f"for what cannot be measured here: {', '.join(PROFILES)} (default: the device's)",
-    )
+    option(parser, "--save", "where to write", Path("profile.json"), type=Path)
+    option(parser, "--name", "of the profile", "calibrated")
+    base = f"for what cannot be measured here: {', '.join(PROFILES)} (default: the device's)"
+    option(parser, "--base", base, metavar="PRESET")
     add_kernel_option(parser)
-    parser.add_argument("--masks", default=MASKS, help="to fit with (default %(default)s)")
-    parser.add_argument(
-        "--sizes",
-        help=f"tokens to fit with (default {SIZES['cuda']}; CPUs up to 2048)",
-    )
+    option(parser, "--masks", "to fit with", MASKS)
+    option(parser, "--sizes", f"tokens to fit with (default {SIZES['cuda']}; CPUs up to 2048)")
     add_shape_options(parser)
     add_device_option(parser)
     add_repeats_option(parser, 5)

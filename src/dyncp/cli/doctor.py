@@ -7,7 +7,14 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from dyncp.cli.arguments import Command, Progress, add_device_option, open_world
+from dyncp.cli.arguments import (
+    Command,
+    Progress,
+    add_device_option,
+    add_json_option,
+    open_world,
+    option,
+)
 
 if TYPE_CHECKING:
     from dyncp.calibrate import Diagnosis
@@ -18,8 +25,8 @@ MOST_RANKS_SHOWN = 16
 
 def add_options(parser: ArgumentParser) -> None:
     add_device_option(parser)
-    parser.add_argument("--kernel", default="auto", help="to try (default %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    option(parser, "--kernel", "to try", "auto")
+    add_json_option(parser)
 
 
 def run(args: Namespace) -> int:

@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from typing import Any
 
 from dyncp import masks
-from dyncp.cli.arguments import Command
+from dyncp.cli.arguments import Command, add_json_option, option
 from dyncp.masks import Mask
 
 
@@ -17,13 +17,9 @@ def add_options(parser: ArgumentParser) -> None:
         metavar="NAME[:key=value,...]",
         help="the mask to draw; without it, all masks are listed",
     )
-    parser.add_argument(
-        "--length", type=int, default=64, help="tokens of the sequence (default %(default)s)"
-    )
-    parser.add_argument(
-        "--width", type=int, default=64, help="most cells of the drawing (default %(default)s)"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    option(parser, "--length", "tokens of the sequence", 64)
+    option(parser, "--width", "most cells of the drawing", 64)
+    add_json_option(parser)
 
 
 def run(args: Namespace) -> int:

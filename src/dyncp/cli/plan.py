@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dyncp.cli import arguments
-from dyncp.cli.arguments import Command, Progress
+from dyncp.cli.arguments import Command, Progress, option
 from dyncp.placement import static_candidates
 from dyncp.plan import save_plan
 from dyncp.planner import Candidate, Choice, Task, choose, lower_choice
@@ -23,17 +23,17 @@ TIMES = ("forward", "backward", "exposed", "token", "step", "ideal")
 
 def add_options(parser: ArgumentParser) -> None:
     arguments.add_lengths_options(parser, listed=True)
-    parser.add_argument("--tokens", type=int, default=131072, help="tokens of a --sample batch")
+    option(parser, "--tokens", "tokens of a --sample batch", 131072)
     arguments.add_cluster_options(parser)
     arguments.add_attention_options(parser)
-    parser.add_argument("--block-size", type=int, help="tokens (default: chosen per sequence)")
+    option(parser, "--block-size", "tokens (default: chosen per sequence)", type=int)
     arguments.add_solver_options(parser)
     arguments.add_limit_options(parser)
-    parser.add_argument("--seed", type=int, default=0)
+    option(parser, "--seed", "of the solver", 0)
     parser.add_argument("--compare", action="store_true", help="plan with the static methods too")
-    parser.add_argument("--save", type=Path, help="write a file for `dyncp verify`")
-    parser.add_argument("--dump-placement", type=Path, help="write blocks and tiles as JSON")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    option(parser, "--save", "write a file for `dyncp verify`", type=Path)
+    option(parser, "--dump-placement", "write blocks and tiles as JSON", type=Path)
+    arguments.add_json_option(parser)
 
 
 def run(args: Namespace) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dyncp.blocks import Batch
-from dyncp.cli.arguments import Command, Progress
+from dyncp.cli.arguments import Command, Progress, add_json_option
 from dyncp.plan import MaskPlan, Plan, RankPlan, load_plan
 from dyncp.verify import (
     INVARIANTS,
@@ -43,7 +43,7 @@ def add_options(parser: ArgumentParser) -> None:
         help="also run the plan in fp64 numpy, compare outputs and gradients with dense attention, "
         "and check the kernel calls (invariant 6); small batches only",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    add_json_option(parser)
 
 
 def run(args: Namespace) -> int:

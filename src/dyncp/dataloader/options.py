@@ -119,15 +119,9 @@ class LoaderConfig:
         self._check_fields()
 
     def _check_order(self) -> None:
-        given = [
-            name
-            for name, used in (
-                ("shuffle=True", self.shuffle),
-                ("sampler=", self.sampler is not None),
-                ("batch_sampler=", self.batch_sampler is not None),
-            )
-            if used
-        ]
+        given = ["shuffle=True"] * bool(self.shuffle)
+        samplers = ("sampler", "batch_sampler")
+        given += [f"{name}=" for name in samplers if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} both set the order; pass only one of them")
         if self.evaluation and self.shuffle:

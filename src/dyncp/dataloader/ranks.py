@@ -34,6 +34,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from dyncp.checks import whole_number
 from dyncp.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -272,9 +273,7 @@ class LoaderRanks:
         if isinstance(group, LoaderRanks):  # benchmarks: one rank of a group that does not exist
             return group
         if virtual_ranks is not None:
-            if virtual_ranks < 1:
-                raise ValueError(f"virtual_ranks is {virtual_ranks}; must be at least 1")
-            return LoaderRanks(None, virtual_ranks)
+            return LoaderRanks(None, whole_number("virtual_ranks", virtual_ranks, 1))
         if mesh is not None and mesh.ndim > 1:
             return _of_mesh(mesh)
         group = mesh if group is None else group
