@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dyncp.arrays import Float64
-from dyncp.blocks import DEFAULT_MASK, Batch, Direction
+from dyncp.blocks import DEFAULT_MASK, AttentionShape, Batch, Direction
 from dyncp.calibrate.calibration import plan_work, rank_pairs
 from dyncp.calibrate.calls import (
     KernelChoice,
@@ -20,7 +20,7 @@ from dyncp.calibrate.calls import (
     make_executor,
     make_inputs,
 )
-from dyncp.calibrate.timing import CallTimes, Repeats, time_part, wait_for
+from dyncp.calibrate.timing import CallTimes, Repeats, add_kernels, time_calls, wait_for
 from dyncp.cli.simulate import STATIC_METHODS, static_splits
 from dyncp.cost import CostModel
 from dyncp.executor import Step, attention
@@ -76,6 +76,11 @@ class AttentionSetting:
         return self.task.cost
 
     @property
+    def tools(self) -> tuple[AttentionShape, KernelChoice, torch.device]:
+        """What calls are timed with."""
+        return self.cost.shape, self.choice, self.device
+
+    @property
     def topology(self) -> Topology:
         return self.task.topology
 
@@ -85,18 +90,22 @@ class AttentionSetting:
 
 
 def bench_virtual_ranks(setting: AttentionSetting, tell: Tell = lambda _: None) -> dict[str, Any]:
-    """Every method's plan, one rank after the other on this device."""
+    """Every method's plan, one rank after the other on this device. All calls are timed before the
+    first is profiled, which slows the host down."""
     tell("one rank with the whole batch ...")
     alone = time_alone(setting)
-    found = {}
-    for name, candidate in find_candidates(setting.task, setting.methods, tell).items():
-        plan = candidate.lower(setting.task.config.layout)
-        times = []
+    candidates = find_candidates(setting.task, setting.methods, tell)
+    plans = {name: x.lower(setting.task.config.layout) for name, x in candidates.items()}
+    timed = {}
+    for name, plan in plans.items():
         for part in plan.parts:
             tell(f"{name}: rank {part.rank} of {plan.num_ranks} ...")
-            times.append(
-                time_part(part, setting.cost.shape, setting.choice, setting.device, setting.repeats)
-            )
+            timed[name, part.rank] = time_calls(part, *setting.tools, setting.repeats)
+    tell("profiling ...")
+    alone = replace(alone, times=add_kernels(alone.times, alone.plan.parts[0], *setting.tools))
+    found = {}
+    for name, plan in plans.items():
+        times = [add_kernels(timed[name, part.rank], part, *setting.tools) for part in plan.parts]
         found[name] = _describe(plan, times, alone, setting)
     return {"alone": _describe_alone(alone), "methods": found}
 
@@ -105,6 +114,7 @@ def bench_virtual_ranks(setting: AttentionSetting, tell: Tell = lambda _: None) 
 class Alone:
     """The whole batch on one rank; `reason` says why it could not be measured."""
 
+    plan: Plan
     pairs: float
     times: dict[Direction, CallTimes]
     reason: str = ""
@@ -112,14 +122,13 @@ class Alone:
 
 def time_alone(setting: AttentionSetting) -> Alone:
     """A one-rank plan of the same batch on the same kernel, which ranks are compared with."""
-    shape = setting.cost.shape
-    plan = plan_batch(setting.batch, Topology(), shape, cost=setting.cost)
+    plan = plan_batch(setting.batch, Topology(), setting.cost.shape, cost=setting.cost)
     pairs = float(rank_pairs(plan, setting.cost).sum())
     try:
-        times = time_part(plan.parts[0], shape, setting.choice, setting.device, setting.repeats)
+        times = time_calls(plan.parts[0], *setting.tools, setting.repeats)
     except torch.OutOfMemoryError as error:
-        return Alone(pairs, {}, str(error).splitlines()[0])
-    return Alone(pairs, times)
+        return Alone(plan, pairs, {}, str(error).splitlines()[0])
+    return Alone(plan, pairs, times)
 
 
 def _describe_alone(alone: Alone) -> dict[str, Any]:

@@ -8,16 +8,19 @@ from hypothesis import strategies as st
 
 from cases import Tensors, assert_equal, cases, run_dense, run_virtual
 from dyncp import Topology
-from dyncp.executor.graphs import Graphs
+from dyncp.executor.graphs import Graphs, Segment
 from dyncp.executor.kernel_calls import lower_program
 from dyncp.executor.order import (
     START,
     Compute,
+    Lane,
+    LaneWork,
     Launch,
     Mark,
     RowWork,
     Stretch,
     Wait,
+    assign_lanes,
     long_stretches,
     program_order,
     ready_times,
@@ -92,7 +95,9 @@ def test_own_rows_and_results_travel_around_one_stretch():
     assert found == [
         Mark(START),
         Launch((0, 1)),
-        Stretch((Compute(0), Wait(0), RowWork(3), Compute(1), Wait(1), Compute(2), Mark(6))),
+        Stretch(
+            (Compute(0, 2), Wait(0), RowWork(3), Compute(1, 4), Wait(1), Compute(2, 6), Mark(6))
+        ),
         Launch((2,)),
         Wait(2),
     ]
@@ -105,9 +110,9 @@ def test_a_stretch_ends_before_messages_that_it_makes_ready_itself():
     assert found == [
         Mark(START),
         Launch((0,)),
-        Stretch((Wait(0), RowWork(1), Mark(1), Compute(0))),
+        Stretch((Wait(0), RowWork(1), Mark(1), Compute(0, 3))),
         Launch((1,)),
-        Stretch((Wait(1), Compute(1))),
+        Stretch((Wait(1), Compute(1, 5))),
     ]
 
 
@@ -138,3 +143,66 @@ def test_long_stretches_are_exact_with_relays(case, kernel):
     tensors = Tensors.draw(case)
     expected = run_dense(case, "default", tensors, torch.float64)
     assert_equal(run_virtual(case, "default", tensors, kernel=kernel), expected, 1e-5)
+
+
+def in_order_of_lanes(segment, frame, choose):
+    """Runs launches in any order that lanes allow; `choose` takes one of those that may be next."""
+    left = list(range(len(segment._work)))
+    while left:
+        lanes = segment._lanes or [(0, ())] * len(segment._work)
+        first = {lane: min(i for i in left if lanes[i][0] == lane) for lane, _ in lanes if any(
+            lanes[i][0] == lane for i in left
+        )}  # fmt: skip
+        ready = [i for i in first.values() if not set(lanes[i][1]) & set(left)]
+        number = choose(ready)
+        segment._work[number](frame)
+        left.remove(number)
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [max, lambda ready: ready[0], lambda ready: ready[-1]],
+    ids=["latest", "kernels first", "sums first"],
+)
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[*SLOW, HealthCheck.function_scoped_fixture],
+)
+@given(
+    case=cases(
+        dtype="fp32", topology=Topology(2, 2), solvers=("random", "rows"), alignments=(128,)
+    ),
+    kernel=st.sampled_from([ReferenceKernel(8, 8), RoundingKernel(), CollectingReference()]),
+)
+@pytest.mark.usefixtures("in_long_stretches")
+def test_what_runs_beside_each_other_may_come_in_any_order(case, kernel, choose, monkeypatch):
+    monkeypatch.setattr(
+        Segment, "_launch", lambda self, frame: in_order_of_lanes(self, frame, choose)
+    )
+    tensors = Tensors.draw(case)
+    expected = run_dense(case, "default", tensors, torch.float64)
+    assert_equal(run_virtual(case, "default", tensors, kernel=kernel), expected, 1e-5)
+
+
+def test_kernel_calls_take_turns_on_two_lanes_and_copies_wait_for_their_slots():
+    launches = [
+        (LaneWork.KERNEL, 0), (LaneWork.WAIT, START), (LaneWork.COPY, 1), (LaneWork.KERNEL, 2),
+        (LaneWork.WAIT, START), (LaneWork.COPY, 3), (LaneWork.KERNEL, 4), (LaneWork.SUM, 4),
+        (LaneWork.MARK, 4),
+    ]  # fmt: skip
+    found = assign_lanes(launches, {3: 0}, in_turn=False)
+    assert found == [
+        (Lane.KERNELS, []),
+        (Lane.COPIES, []),
+        (Lane.COPIES, []),
+        (Lane.OTHER_KERNELS, [2]),
+        (Lane.COPIES, []),
+        (Lane.COPIES, [0]),  # fills slots that were last used at time 0
+        (Lane.KERNELS, [5]),
+        (Lane.SUMS, [6, 3, 5]),
+        (Lane.SUMS, [5]),
+    ]
+    assert {lane for lane, _ in assign_lanes(launches, {3: 0}, in_turn=True)} == {
+        Lane.KERNELS, Lane.COPIES, Lane.SUMS
+    }  # fmt: skip

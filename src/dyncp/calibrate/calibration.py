@@ -37,7 +37,7 @@ from dyncp.calibrate.links import (
     beside_messages,
     measure_links,
 )
-from dyncp.calibrate.timing import CallTimes, Repeats, time_call, time_part
+from dyncp.calibrate.timing import CallTimes, Repeats, add_kernels, time_call, time_calls
 from dyncp.cost import CostModel, Profile
 from dyncp.cost.cost_model import CallBlocks, CallTiles, call_work
 from dyncp.plan import Op, Plan, RankPlan
@@ -161,17 +161,17 @@ def sample_attention(
 ) -> tuple[list[CallSample], list[WholeCall]]:
     """Times plans of all masks and sizes, forward and backward: single divisions, whole calls."""
     samples, whole = list[CallSample](), list[WholeCall]()
+    tools, timed = (cost.shape, setting.choice, setting.world.device), []
     for mask, tokens in product(setting.masks, setting.sizes):
         tell(f"attention kernel: {mask}, {tokens:,} tokens ...")
         batch = mask_case(mask, tokens).batch
         plan = plan_batch(batch, Topology(1, _num_ranks(tokens)), cost.shape, cost=cost)
-        every = -(-plan.num_ranks // TIMED_RANKS)
-        times = {
-            part.rank: time_part(
-                part, cost.shape, setting.choice, setting.world.device, setting.repeats
-            )
-            for part in plan.parts[::every]
-        }
+        parts = plan.parts[:: -(-plan.num_ranks // TIMED_RANKS)]
+        calls = {part: time_calls(part, *tools, setting.repeats) for part in parts}
+        timed.append((mask, plan, calls))
+    tell("attention kernels by themselves ...")
+    for mask, plan, calls in timed:
+        times = {part.rank: add_kernels(x, part, *tools) for part, x in calls.items()}
         for direction in times[0]:
             own = {rank: measured[direction] for rank, measured in times.items()}
             samples += _division_samples(plan, own, direction, cost, mask)

@@ -4,7 +4,7 @@ without its peers, which receives random numbers instead."""
 import logging
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -43,6 +43,8 @@ ATTENTION_NAMES = ("flash", "attend", "attention", "fmha", "sdpa")
 HELPER_NAMES = ("preprocess", "postprocess", "combine", "merge")
 # Profiled runs that kernel durations are averaged over; they differ by a percent or two.
 PROFILED = 2
+# Calls before, which compile and capture.
+WARM_UP = 3
 # Attention calls in a row that host time is averaged over: they share autograd's fixed cost.
 LAYERS = 8
 
@@ -219,6 +221,73 @@ class RecordedKernel(Kernel):
         return [seconds_between(start, end) for start, end in marks]
 
 
+def time_calls(
+    part: RankPlan,
+    shape: AttentionShape,
+    choice: KernelChoice,
+    device: torch.device,
+    repeats: Repeats,
+) -> dict[Direction, CallTimes]:
+    """Forward and backward of one rank. On GPUs seconds of kernels are missing, which `add_kernels`
+    adds: time all calls first, since a profiler that ran once slows the host down."""
+    executor = _executor(part, choice, device)
+    if device.type == "cuda":
+        return _time_on_gpu(executor.prepare(part), shape, device, repeats)
+    recorded = RecordedKernel(executor.kernel, device)
+    executor = DCPExecutor(device=device, transport=executor.transport, kernel=recorded)
+    times = {}
+    for direction, run in _runs(executor.prepare(part), shape, device).items():
+        recorded.take()
+        timed, divisions = time_call(run, device, repeats), _call_divisions(part, direction)
+        calls, seconds = np.asarray(recorded.take()), np.zeros(0)
+        if divisions:  # else a rank without tiles
+            seconds = np.median(calls.reshape(-1, len(divisions))[-repeats.timed :], axis=0)
+        times[direction] = CallTimes(
+            timed.seconds, timed.host_seconds, _by_division(divisions, seconds)
+        )
+    return times
+
+
+def _time_on_gpu(
+    step: Step, shape: AttentionShape, device: torch.device, repeats: Repeats
+) -> dict[Direction, CallTimes]:
+    runs, inputs = _runs(step, shape, device), make_inputs(step.num_rows, shape, device)
+    seconds = {way: time_call(run, device, repeats).seconds for way, run in runs.items()}
+    host = host_seconds_per_call(
+        lambda *qkv: attention(step, *qkv), inputs, device, repeats, backward=len(runs) > 1
+    )
+    return {way: CallTimes(seconds[way], host[way], np.zeros(1)) for way in runs}
+
+
+def add_kernels(
+    times: Mapping[Direction, CallTimes],
+    part: RankPlan,
+    shape: AttentionShape,
+    choice: KernelChoice,
+    device: torch.device,
+) -> dict[Direction, CallTimes]:
+    """Seconds of kernels by the profiler, which run one after the other for once: the durations of
+    those that run beside each other say little. On CPUs they are there already."""
+    if device.type != "cuda":
+        return dict(times)
+    executor = _executor(part, choice, device)
+    executor.engine.graphs = replace(executor.engine.graphs, beside=False)
+    found = {}
+    for direction, run in _runs(executor.prepare(part), shape, device).items():
+        for _ in range(WARM_UP):
+            run()
+        divisions = _call_divisions(part, direction)
+        profiled = [profiled_kernels(run, device) for _ in range(PROFILED)]
+        seconds = np.mean([seconds_by_call(x, len(divisions)) for x in profiled], axis=0)
+        others = [k.seconds for kernels in profiled for k in kernels if not k.is_attention]
+        found[direction] = replace(
+            times[direction],
+            division_seconds=_by_division(divisions, seconds),
+            other_seconds=sum(others) / PROFILED,
+        )
+    return found
+
+
 def time_part(
     part: RankPlan,
     shape: AttentionShape,
@@ -226,62 +295,28 @@ def time_part(
     device: torch.device,
     repeats: Repeats,
 ) -> dict[Direction, CallTimes]:
-    """Forward and backward of one rank."""
-    recorded, step = _prepare(part, choice, device)
+    """Forward and backward of one rank, with the seconds of their kernels."""
+    times = time_calls(part, shape, choice, device, repeats)
+    return add_kernels(times, part, shape, choice, device)
+
+
+def _executor(part: RankPlan, choice: KernelChoice, device: torch.device) -> DCPExecutor:
+    return make_executor(choice, device, transport=Noise(part.rank, part.num_ranks))
+
+
+def _runs(step: Step, shape: AttentionShape, device: torch.device) -> dict[Direction, Run]:
+    part = step.plan
     inputs = make_inputs(step.num_rows, shape, device, seed=part.rank)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(step, q, k, v)
-
-    run, has_backward = forward(attend, inputs), part.mask_plan(DEFAULT_MASK).backward is not None
-    times = {Direction.FORWARD: _time(run, recorded, part, Direction.FORWARD, device, repeats)}
-    if has_backward:
-        run_backward = backward(run(), inputs)
-        times[Direction.BACKWARD] = _time(
-            run_backward, recorded, part, Direction.BACKWARD, device, repeats
-        )
-    if device.type == "cuda":
-        host = host_seconds_per_call(attend, inputs, device, repeats, backward=has_backward)
-        times = {way: replace(one, host_seconds=host[way]) for way, one in times.items()}
-    return times
+    run = forward(lambda *qkv: attention(step, *qkv), inputs)
+    runs: dict[Direction, Run] = {Direction.FORWARD: run}
+    if part.mask_plan(DEFAULT_MASK).backward is not None:
+        runs[Direction.BACKWARD] = backward(run(), inputs)
+    return runs
 
 
-def _prepare(
-    part: RankPlan, choice: KernelChoice, device: torch.device
-) -> tuple[RecordedKernel | None, Step]:
-    """On GPUs as it always runs, with graphs; on CPUs with a kernel that records its times."""
-    executor = make_executor(choice, device, transport=Noise(part.rank, part.num_ranks))
-    if device.type == "cuda":
-        return None, executor.prepare(part)
-    recorded = RecordedKernel(executor.kernel, device)
-    executor = DCPExecutor(device=device, transport=executor.transport, kernel=recorded)
-    return recorded, executor.prepare(part)
-
-
-def _time(
-    run: Run,
-    recorded: RecordedKernel | None,
-    part: RankPlan,
-    direction: Direction,
-    device: torch.device,
-    repeats: Repeats,
-) -> CallTimes:
-    divisions = _call_divisions(part, direction)
-    num_calls, other = len(divisions), None
-    if recorded is None:
-        timed = time_call(run, device, repeats)
-        profiled = [profiled_kernels(run, device) for _ in range(PROFILED)]
-        seconds = np.mean([seconds_by_call(kernels, num_calls) for kernels in profiled], axis=0)
-        others = [k.seconds for kernels in profiled for k in kernels if not k.is_attention]
-        other = sum(others) / PROFILED
-    else:
-        recorded.take()
-        timed, seconds = time_call(run, device, repeats), np.zeros(0)
-        calls = np.asarray(recorded.take())
-        if num_calls:  # else a rank without tiles
-            seconds = np.median(calls.reshape(-1, num_calls)[-repeats.timed :], axis=0)
-    by_division = np.bincount(divisions, seconds, minlength=1) if num_calls else np.zeros(1)
-    return CallTimes(timed.seconds, timed.host_seconds, by_division.astype(np.float64), other)
+def _by_division(divisions: list[int], seconds: Float64) -> Float64:
+    found = np.bincount(divisions, seconds, minlength=1) if divisions else np.zeros(1)
+    return found.astype(np.float64)
 
 
 def seconds_by_call(kernels: Sequence[KernelRun], num_calls: int) -> Float64:
@@ -353,7 +388,8 @@ class Noise(Null):
         super().__init__(rank, num_ranks)
         self._noise: dict[torch.device, Tensor] = {}
         self._fills: dict[int, tuple[Buffers, Tensor, Tensor]] = {}
-        self._call, self._holds = -1, set[int]()  # buffers filled since the call last changed
+        self._stream: torch.cuda.Stream | None = None  # of messages
+        self._call, self._holds = -1, set[int]()  # buffers that hold numbers since a call's first
         self.filled: dict[int, torch.cuda.Event] = {}  # by phase, on GPUs
 
     def open(self, call: int = 0) -> "list[NullChannel]":
@@ -375,6 +411,12 @@ class Noise(Null):
             kept = self._fills[id(receives)] = receives, whole, self._bytes(span, first.device)
         _, target, source = kept
         target.copy_(source)
+
+    def stream(self) -> torch.cuda.Stream:
+        """That of messages, which torch takes long to tell."""
+        if self._stream is None:
+            self._stream = torch.cuda.current_stream()
+        return self._stream
 
     def filled_event(self, phase: int, receives: Buffers) -> Any:
         """What `wait` waits for; None on CPUs."""
@@ -404,7 +446,7 @@ class NoiseChannel(NullChannel):
         if arrived is None:
             arrived = self._noise.filled_event(phase, receives)
         if arrived is not None:  # messages have a stream of their own
-            arrived.record()
+            arrived.record(self._noise.stream())
 
     def wait(self, phase: int) -> None:
         filled = self._noise.filled.get(phase)

@@ -16,7 +16,7 @@ from dyncp.executor.layout import RankLayout
 from dyncp.executor.order import (
     START,
     Compute,
-    Kind,
+    LaneWork,
     Launch,
     Mark,
     RowWork,
@@ -67,9 +67,12 @@ def bind_rank(
     kernel: Kernel,
     row_ops: RowOps,
     streams: Streams,
+    *,
+    beside: bool = True,
 ) -> list[BoundStep]:
-    """`base` is the memory of the whole call, uint8."""
-    builder = _Builder(layout, base, Memory.of(base, dtypes), dtypes, kernel, row_ops, streams)
+    """`base` is the memory of the whole call, uint8; `beside` as in `Graphs`."""
+    memory = Memory.of(base, dtypes)
+    builder = _Builder(layout, base, memory, dtypes, kernel, row_ops, streams, beside)
     builder.build()
     return builder.steps
 
@@ -83,6 +86,7 @@ class _Builder:
     kernel: Kernel
     row_ops: RowOps
     streams: Streams
+    beside: bool
     steps: list[BoundStep] = field(default_factory=list)
 
     def build(self) -> None:
@@ -127,10 +131,10 @@ class _Builder:
         if work:
             self.steps.append(BoundStep(Segment(work, fixed=fixed, lanes=lanes), waits, name))
 
-    def _lanes(self, launches: list[tuple[Kind, int]]) -> Sequence[Placed] | None:
+    def _lanes(self, launches: list[tuple[LaneWork, int]]) -> Sequence[Placed] | None:
         """None where kernel tiles hold rows of several slots, and calls read what others fill."""
         lowered = self.layout.lowered
-        if lowered.part.slot_alignment % WHOLE_TILE:
+        if not self.beside or lowered.part.slot_alignment % WHOLE_TILE:
             return None
         return assign_lanes(launches, freed_times(lowered), in_turn=lowered.calls_depend)
 
@@ -149,22 +153,22 @@ class _Builder:
         arrived = self.streams.arrived(phase) if inside else None
         return PhaseMessages(phase, sends, receives, layout.ready[phase], arrived)
 
-    def _work(self, item: Wait | Mark | Compute | RowWork) -> Iterator[tuple[Kind, int, Work]]:
+    def _work(self, item: Wait | Mark | Compute | RowWork) -> Iterator[tuple[LaneWork, int, Work]]:
         streams = self.streams
         if isinstance(item, Wait):
             arrived = streams.arrived(item.phase)
-            yield Kind.WAIT, START, lambda _: arrived.wait()
+            yield LaneWork.WAIT, START, lambda _: arrived.wait()
         elif isinstance(item, Mark):
             marked = streams.marked(item.time)
-            yield Kind.MARK, item.time, lambda _: marked.record()
+            yield LaneWork.MARK, item.time, lambda _: marked.record()
         elif isinstance(item, RowWork):
             for work in self._copy(item.time):
-                yield Kind.COPY, item.time, work
+                yield LaneWork.COPY, item.time, work
             for work in self._combine(item.time, to_results=False):
-                yield Kind.SUM, item.time, work
+                yield LaneWork.SUM, item.time, work
         else:
             for group, call in self.layout.lowered.calls[item.division]:
-                yield Kind.KERNEL, item.time, self._call(item.division, group, call)
+                yield LaneWork.KERNEL, item.time, self._call(item.division, group, call)
 
     def _open(self) -> list[Work]:
         """Row sums, cleared sums, and own rows: all that needs the caller's inputs."""

@@ -223,4 +223,5 @@ def _bind(
     layout: RankLayout, base: Tensor, dtypes: Dtypes, engine: Engine, captured: bool
 ) -> _Rank:
     streams = engine.streams(has_messages=layout.lowered.has_messages, captured=captured)
-    return _Rank(bind_rank(layout, base, dtypes, engine.kernel, engine.row_ops, streams), streams)
+    tools = (engine.kernel, engine.row_ops, streams)
+    return _Rank(bind_rank(layout, base, dtypes, *tools, beside=engine.graphs.beside), streams)

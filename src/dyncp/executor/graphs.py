@@ -25,9 +25,11 @@ CHOICES = ("auto", True, False)
 
 @dataclass(frozen=True, slots=True)
 class Graphs:
-    """`wanted` says whether calls are laid out for graphs, which want fixed addresses."""
+    """`wanted` says whether calls are laid out for graphs, which want fixed addresses; `beside`,
+    whether what does not depend on each other runs side by side in them."""
 
     wanted: bool
+    beside: bool = True
 
     @staticmethod
     def choose(choice: bool | str, device: torch.device, kernel: Kernel) -> "Graphs":

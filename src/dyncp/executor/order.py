@@ -207,7 +207,7 @@ class Lane(IntEnum):
     SUMS = 3
 
 
-class Kind(IntEnum):
+class LaneWork(IntEnum):
     """What is launched: waiting for messages, copies, a kernel call, sums, a mark."""
 
     WAIT = 0
@@ -218,22 +218,22 @@ class Kind(IntEnum):
 
 
 LANES = {
-    Kind.WAIT: Lane.COPIES,
-    Kind.COPY: Lane.COPIES,
-    Kind.SUM: Lane.SUMS,
-    Kind.MARK: Lane.SUMS,
+    LaneWork.WAIT: Lane.COPIES,
+    LaneWork.COPY: Lane.COPIES,
+    LaneWork.SUM: Lane.SUMS,
+    LaneWork.MARK: Lane.SUMS,
 }
-AFTER: dict[Kind, tuple[Lane, ...]] = {
-    Kind.WAIT: (),
-    Kind.COPY: (Lane.KERNELS, Lane.OTHER_KERNELS, Lane.SUMS),
-    Kind.KERNEL: (Lane.COPIES,),
-    Kind.SUM: (Lane.KERNELS, Lane.OTHER_KERNELS, Lane.COPIES),
-    Kind.MARK: (Lane.COPIES,),
+AFTER: dict[LaneWork, tuple[Lane, ...]] = {
+    LaneWork.WAIT: (),
+    LaneWork.COPY: (Lane.KERNELS, Lane.OTHER_KERNELS, Lane.SUMS),
+    LaneWork.KERNEL: (Lane.COPIES,),
+    LaneWork.SUM: (Lane.KERNELS, Lane.OTHER_KERNELS, Lane.COPIES),
+    LaneWork.MARK: (Lane.COPIES,),
 }
 
 
 def assign_lanes(
-    launches: Sequence[tuple[Kind, int]], freed: Mapping[int, int], *, in_turn: bool
+    launches: Sequence[tuple[LaneWork, int]], freed: Mapping[int, int], *, in_turn: bool
 ) -> list[tuple[Lane, list[int]]]:
     """The lane of every launch (kind, time), and earlier ones on other lanes that it comes after.
 
@@ -244,12 +244,12 @@ def assign_lanes(
     last: dict[Lane, list[int]] = {lane: [] for lane in Lane}  # launches so far
     num_kernels = 0
     for number, (kind, time) in enumerate(launches):
-        if kind is Kind.KERNEL:
+        if kind is LaneWork.KERNEL:
             lane = Lane(0 if in_turn else num_kernels % 2)
             num_kernels += 1
         else:
             lane = LANES[kind]
-        until = freed.get(time, START) if kind is Kind.COPY else time
+        until = freed.get(time, START) if kind is LaneWork.COPY else time
         after = [
             max(before)
             for other in AFTER[kind]

@@ -156,9 +156,10 @@ class GroupedChannel:
         self._arriving[phase] = [one for one in started if one.sources]
         self._leaving += [(phase, one) for one in started if not one.sources]
         if arrived is not None:
-            with torch.cuda.stream(self._transport.arrival_stream(phase)):
+            stream = self._transport.arrival_stream(phase)
+            with torch.cuda.stream(stream):
                 self.wait(phase)
-                arrived.record()
+            arrived.record(stream)
 
     def ready(self, _phase: int) -> bool:
         return True

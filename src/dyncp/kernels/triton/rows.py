@@ -39,7 +39,7 @@ COPY_ROWS, COPY_COLUMNS = 8, 512  # of one program
 WARPS = 4
 VECTOR_BYTES = 16
 
-# Compiled kernels of a table's launches, by how the caller's tensors are aligned.
+# Launches of a table, with its grid, by how the caller's tensors are aligned.
 Handles = dict[tuple[int, ...], Any]
 
 
@@ -55,11 +55,13 @@ def _launch(
     which they need not ask the driver about."""
     addresses = [x.data_ptr() for x in tensors]
     key = tuple([address % VECTOR_BYTES for address in addresses])
-    handle = handles.get(key)
-    if handle is None:
-        handles[key] = kernel[grid](*tensors, *others, num_warps=WARPS)
-    else:
-        handle[grid](*addresses, *others)
+    launch = handles.get(key)
+    if launch is not None:
+        launch(*addresses, *others)
+        return
+    handle = kernel[grid](*tensors, *others, num_warps=WARPS)
+    if handle is not None:  # the interpreter compiles nothing
+        handles[key] = handle[grid]
 
 
 @dataclass(frozen=True, slots=True)
