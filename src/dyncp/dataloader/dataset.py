@@ -330,11 +330,9 @@ class StreamSource(SampleSource):
 
     def _samples(self, place: int, epoch: int) -> Iterator[tuple[int, Any]]:
         samples = iter(self._dataset)
-        if self._begun and samples is self._dataset:
-            raise ValueError(
-                f"the dataset is a {type(self._dataset).__name__}, which can be iterated only "
-                "once; pass a list, a Dataset or an IterableDataset for further epochs or resuming"
-            )
+        if self._begun:
+            allowed = "a list, a Dataset or an IterableDataset"
+            _check_repeatable("dataset", self._dataset, samples, allowed)
         self._begun = True
         while True:
             try:
@@ -361,6 +359,14 @@ class StreamSource(SampleSource):
                 f"state_dict; this {type(self._dataset).__name__} is one "
                 f"{'with' if self._stateful else 'without'}"
             )
+
+
+def _check_repeatable(name: str, given: Any, iterator: Any, allowed: str) -> None:
+    if iterator is given:
+        raise ValueError(
+            f"the {name} is a {type(given).__name__}, which can be iterated only once; pass "
+            f"{allowed} for further epochs or resuming"
+        )
 
 
 def _itself(sample: Any) -> Any:
@@ -411,15 +417,15 @@ class SamplerOrder:
 
     def items(self, position: Position) -> Iterator[tuple[Any, dict[str, Any]]]:
         """The items from a position on, each with the state after it."""
-        start, randomness = (
-            position.dataset_state,
-            SeededRandom(self._seed, position.epoch, "order"),
-        )
+        start = position.dataset_state
+        randomness = SeededRandom(self._seed, position.epoch, "order")
         with self._lock, randomness:
             _set_generator_states(self._sampler, start["generators"])
             set_epoch(self._sampler, position.epoch)
             items = iter(self._sampler)
-            self._check_once(items)
+            if self._begun:
+                _check_repeatable("sampler", self._sampler, items, "a list or a Sampler")
+            self._begun = True
             taken = OrderDigest()
             for item in islice(items, position.samples):
                 taken.add(_index_bytes(item))
@@ -431,14 +437,6 @@ class SamplerOrder:
                 return
             taken.add(_index_bytes(item))
             yield item, start | {"taken": taken.text()}
-
-    def _check_once(self, items: Iterator[Any]) -> None:
-        if self._begun and items is self._sampler:
-            raise ValueError(
-                f"the sampler is a {type(self._sampler).__name__}, which can be iterated only "
-                "once; pass a list or a Sampler for further epochs or resuming"
-            )
-        self._begun = True
 
 
 class OrderDigest:
@@ -541,19 +539,16 @@ def _generators(sampler: Any, depth: int = MAX_NESTING) -> list[Any]:
 
 
 def _state_of(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
     if isinstance(generator, random.Random):
         return generator.getstate()
-    if isinstance(generator, np.random.RandomState):
-        return generator.get_state(legacy=False)
-    return generator.bit_generator.state
+    legacy = {"legacy": False} if isinstance(generator, np.random.RandomState) else {}
+    return generator.get_state(**legacy)
 
 
 def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, torch.Generator | np.random.RandomState):
-        generator.set_state(state)
-    else:
+    if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
+    else:
+        (generator.setstate if isinstance(generator, random.Random) else generator.set_state)(state)
