@@ -1,4 +1,4 @@
-"""What commands share: what a command is, options, what is printed (progress on stderr, then a
+"""What commands share: options, what is printed (progress on stderr, then a
 table or one JSON object), and running on several processes under torchrun."""
 
 import json
@@ -9,9 +9,8 @@ import sys
 import threading
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -55,24 +54,10 @@ LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 TIMEOUT = timedelta(minutes=10)
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
-    """A subcommand. Its help shows the `examples`, one command line each.
-
-    `run` gets the parsed options, and in `words` the command line itself; it returns the exit code
-    and raises ValueError for user mistakes.
-    """
-
-    name: str
-    summary: str
-    examples: tuple[str, ...]
-    add_options: Callable[[ArgumentParser], None]
-    run: Callable[[Namespace], int]
-
-    @property
-    def epilog(self) -> str:
-        title = "examples:" if len(self.examples) > 1 else "example:"
-        return "\n".join([title, *(f"  {example}" for example in self.examples)])
+def examples_text(examples: Sequence[str]) -> str:
+    """The end of a command's help: one command line each."""
+    title = "examples:" if len(examples) > 1 else "example:"
+    return "\n".join([title, *(f"  {example}" for example in examples)])
 
 
 def option(parser: Any, name: str, text: str, default: Any = None, **options: Any) -> None:

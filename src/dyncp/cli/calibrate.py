@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dyncp.cli.arguments import (
-    Command,
     Progress,
     add_device_option,
     add_kernel_option,
@@ -45,6 +44,12 @@ RATES = (
     ("host per instruction, graphs, µs", "host_seconds", 1e-6),
     ("host per instruction, no graphs, µs", "host_seconds_eager", 1e-6),
     ("copying rows, GB/s", "copy", 1e9),
+)
+
+SUMMARY = "measure this machine into a profile that planner and simulator use"
+EXAMPLES = (
+    "dyncp calibrate --save mine.json",
+    "torchrun --nproc-per-node 8 -m dyncp calibrate --save mine.json",
 )
 
 
@@ -148,15 +153,3 @@ def draw_calibration(base: Profile, found: "Calibration") -> Iterator[str]:
             f"{100 * found.rows.mean_error:.1f} % on average, {100 * found.rows.worst_error:.0f} % "
             "at worst"
         )
-
-
-command = Command(
-    name="calibrate",
-    summary="measure this machine into a profile that planner and simulator use",
-    examples=(
-        "dyncp calibrate --save mine.json",
-        "torchrun --nproc-per-node 8 -m dyncp calibrate --save mine.json",
-    ),
-    add_options=add_options,
-    run=run,
-)

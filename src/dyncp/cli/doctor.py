@@ -8,7 +8,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from dyncp.cli.arguments import (
-    Command,
     Progress,
     add_device_option,
     add_json_option,
@@ -21,6 +20,12 @@ if TYPE_CHECKING:
 
 SICK = 1
 MOST_RANKS_SHOWN = 16
+
+SUMMARY = "check devices, links, groups and one plan, and print what to paste into an issue"
+EXAMPLES = (
+    "dyncp doctor",
+    "torchrun --nproc-per-node 8 -m dyncp doctor --json",
+)
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -95,15 +100,3 @@ def _matrix(matrix: list[list[float | None]] | None) -> Iterator[str]:
     for rank, row in enumerate(shown):
         cells = ("–" if rate is None else f"{rate / 1e9:.2f}" for rate in row[: len(shown)])
         yield f"{rank:>6}" + "".join(f"{cell:>8}" for cell in cells)
-
-
-command = Command(
-    name="doctor",
-    summary="check devices, links, groups and one plan, and print what to paste into an issue",
-    examples=(
-        "dyncp doctor",
-        "torchrun --nproc-per-node 8 -m dyncp doctor --json",
-    ),
-    add_options=add_options,
-    run=run,
-)

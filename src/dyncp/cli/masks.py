@@ -6,8 +6,11 @@ from argparse import ArgumentParser, Namespace
 from typing import Any
 
 from dyncp import masks
-from dyncp.cli.arguments import Command, add_json_option, option
+from dyncp.cli.arguments import add_json_option, option
 from dyncp.masks import Mask
+
+SUMMARY = "list the masks, or draw one as text"
+EXAMPLES = ("dyncp masks", "dyncp masks sliding_window:window=12 --length 48")
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -58,12 +61,3 @@ def _numbers(mask: Mask) -> dict[str, Any]:
     density = mask.num_pairs / mask.length**2
     numbers = {"name": mask.name, "length": mask.length, "pairs": mask.num_pairs}
     return numbers | {"density": density, "ranges": mask.ranges.tolist()}
-
-
-command = Command(
-    name="masks",
-    summary="list the masks, or draw one as text",
-    examples=("dyncp masks", "dyncp masks sliding_window:window=12 --length 48"),
-    add_options=add_options,
-    run=run,
-)

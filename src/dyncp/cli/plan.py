@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dyncp.cli import arguments
-from dyncp.cli.arguments import Command, Progress, option
+from dyncp.cli.arguments import Progress, option
 from dyncp.placement import static_candidates
 from dyncp.plan import save_plan
 from dyncp.planner import Candidate, Choice, Task, choose, lower_choice
@@ -19,6 +19,13 @@ from dyncp.schedule import Schedule
 from dyncp.topology import Topology
 
 TIMES = ("forward", "backward", "exposed", "token", "step", "ideal")
+
+SUMMARY = "plan one batch and say what the plan costs"
+EXAMPLES = (
+    "dyncp plan --sample ldc:0 --mask lambda_shaped --compare",
+    "dyncp plan --sample ldc:0 --model llama3-8b --solver auto",
+    "dyncp plan --lengths 65536,4096,4096,512 --machines 1 --model llama3-8b --json",
+)
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -169,16 +176,3 @@ def dump_placement(candidate: Candidate) -> dict[str, Any]:
         "blocks": np.stack(columns, axis=1).tolist(),
         "tiles": tiles,
     }
-
-
-command = Command(
-    name="plan",
-    summary="plan one batch and say what the plan costs",
-    examples=(
-        "dyncp plan --sample ldc:0 --mask lambda_shaped --compare",
-        "dyncp plan --sample ldc:0 --model llama3-8b --solver auto",
-        "dyncp plan --lengths 65536,4096,4096,512 --machines 1 --model llama3-8b --json",
-    ),
-    add_options=add_options,
-    run=run,
-)

@@ -11,7 +11,7 @@ from typing import Any
 from dyncp.blocks import Batch
 from dyncp.checks import whole_number
 from dyncp.cli import arguments
-from dyncp.cli.arguments import Command, Progress, option
+from dyncp.cli.arguments import Progress, option
 from dyncp.cli.plan import describe_traffic
 from dyncp.cost import CostModel, ModelConfig
 from dyncp.placement import static_candidates
@@ -33,6 +33,12 @@ PARTS = {
     "exposed_seconds": "exposed communication and waiting",
 }
 MOST_SPLITS = 3
+SUMMARY = "simulate many batches under dyncp and every static method, and say what to use"
+EXAMPLES = (
+    "dyncp simulate --sample ldc:0 --model llama3-8b",
+    "dyncp simulate --lengths-file lengths.txt --tokens 65536 --topology h200 --machines 2",
+    "dyncp simulate --sample longalign:0 --mask lambda_shaped --bandwidth 0.25 --batches 4",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -467,16 +473,3 @@ def _splits(name: str, solvers: Mapping[str, int]) -> str:
     ]
     more = len(named) - MOST_SPLITS
     return ", ".join(named[:MOST_SPLITS]) + (f" and {more} more" if more > 0 else "")
-
-
-command = Command(
-    name="simulate",
-    summary="simulate many batches under dyncp and every static method, and say what to use",
-    examples=(
-        "dyncp simulate --sample ldc:0 --model llama3-8b",
-        "dyncp simulate --lengths-file lengths.txt --tokens 65536 --topology h200 --machines 2",
-        "dyncp simulate --sample longalign:0 --mask lambda_shaped --bandwidth 0.25 --batches 4",
-    ),
-    add_options=add_options,
-    run=run,
-)

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from dyncp import masks
 from dyncp.checks import whole_number
-from dyncp.cli.arguments import Command, Progress, launch, open_world, option, under_torchrun
+from dyncp.cli.arguments import Progress, launch, open_world, option, under_torchrun
 from dyncp.planner import PlannerConfig
 
 RANKS, DEVICES = 4, ("cpu", "cuda")
@@ -33,6 +33,14 @@ Next:
   dyncp train --ranks 2                another number of ranks
   dyncp train --corpus DIR             your own text files
   examples/train_llama.py              the loop, to be copied: docs/transformers.md"""
+
+SUMMARY = "train a small Llama on several ranks and compare its losses with one process"
+EXAMPLES = (
+    "dyncp train",
+    "dyncp train --ranks 2 --steps 3 --mask sliding_window:window=1024",
+    "dyncp train --virtual-ranks 4 --device cuda",
+    "torchrun --nproc-per-node 4 -m dyncp train --steps 5",
+)
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -233,17 +241,3 @@ def largest_difference(losses: Sequence[float], reference: Sequence[float]) -> f
     """NaN if any loss is."""
     differences = [abs(a - b) for a, b in zip(losses, reference, strict=True)]
     return math.nan if any(map(math.isnan, differences)) else max(differences)
-
-
-command = Command(
-    name="train",
-    summary="train a small Llama on several ranks and compare its losses with one process",
-    examples=(
-        "dyncp train",
-        "dyncp train --ranks 2 --steps 3 --mask sliding_window:window=1024",
-        "dyncp train --virtual-ranks 4 --device cuda",
-        "torchrun --nproc-per-node 4 -m dyncp train --steps 5",
-    ),
-    add_options=add_options,
-    run=run,
-)

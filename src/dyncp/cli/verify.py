@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dyncp.blocks import Batch
-from dyncp.cli.arguments import Command, Progress, add_json_option
+from dyncp.cli.arguments import Progress, add_json_option
 from dyncp.plan import MaskPlan, Plan, RankPlan, load_plan
 from dyncp.verify import (
     INVARIANTS,
@@ -33,6 +33,12 @@ KERNEL_CALLS = 6
 # What --numeric writes out: one sequence of 2,048 tokens with 8 q heads on 16 ranks took 18 s (most
 # of it kernel calls) and 1.1 GB.
 MOST_SCORES, MOST_TOKENS = 2**25, 2048
+
+SUMMARY = "check a saved plan, invariant by invariant"
+EXAMPLES = (
+    "dyncp plan --lengths 700,300,200 --machines 1 --ranks-per-machine 4 --save batch.plan",
+    "dyncp verify batch.plan --numeric",
+)
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -220,15 +226,3 @@ def _entries(lists: "TileLists") -> np.ndarray:
         entries += [(tile, other, 0) for other in partial]
         entries += [(tile, other, 1) for first, end in runs for other in range(first, end)]
     return np.array(entries, np.int64).reshape(-1, 3)
-
-
-command = Command(
-    name="verify",
-    summary="check a saved plan, invariant by invariant",
-    examples=(
-        "dyncp plan --lengths 700,300,200 --machines 1 --ranks-per-machine 4 --save batch.plan",
-        "dyncp verify batch.plan --numeric",
-    ),
-    add_options=add_options,
-    run=run,
-)
