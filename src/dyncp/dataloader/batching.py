@@ -52,25 +52,15 @@ PieceKey = tuple[int, int]  # a sample's place in the epoch, and where its token
 Fit = Callable[[SampleEntry, int | None], list[SampleEntry]]
 
 
-@dataclass(frozen=True)
-class FillState:
-    """Between two batches: all samples before place `samples` are in batches, and `taken` of those
-    from there on. `dataset_state` is the source's state at that place."""
-
-    samples: int = 0
-    taken: tuple[PieceKey, ...] = ()
-    dataset_state: Any = None
-
-
 @dataclass(frozen=True, eq=False)
 class FilledBatch:
-    """Batch `number` of the epoch, and the states before and after it. Only the last batch of an
-    epoch is not `full`."""
+    """Batch `number` of the epoch, and where samples are taken from before and after it: these
+    positions know nothing of dealing. Only the last batch of an epoch is not `full`."""
 
     number: int
     entries: tuple[SampleEntry, ...]
-    before: FillState
-    after: FillState
+    before: Position
+    after: Position
     full: bool = True
 
 
@@ -89,7 +79,7 @@ def fill_batches(
     budget: Callable[[int], int],
     fit: Fit,
     window: int,
-    start: FillState | None = None,
+    start: Position | None = None,
     number: int = 0,
 ) -> Iterator[FilledBatch]:
     """Batches of at most `budget(number)` tokens, number after number.
@@ -98,12 +88,12 @@ def fill_batches(
     times its budget; with a window of 1 it takes samples in order, up to the first that does not
     fit. `fit(entry, limit)` returns what is left of a sample that is longer than the limit.
     """
-    filling = _Filling(entries, fit, start or FillState())
+    filling = _Filling(entries, fit, start or Position())
     while not filling.at_end() and filling.open(budget(number)):
-        before = filling.state()
+        before = filling.position()
         chosen, used = filling.take(budget(number), window)
         full = used == budget(number) or not filling.at_end()
-        yield FilledBatch(number, chosen, before, filling.state(), full)
+        yield FilledBatch(number, chosen, before, filling.position(), full)
         number += 1
 
 
@@ -135,11 +125,12 @@ def best_subset(lengths: Iterable[int], room: int, enough: int) -> list[int]:
 class _Filling:
     """The samples that wait for a batch, in order; more are read when they are needed."""
 
-    def __init__(self, entries: Iterable[SampleEntry], fit: Fit, start: FillState) -> None:
+    def __init__(self, entries: Iterable[SampleEntry], fit: Fit, start: Position) -> None:
         self._entries, self._fit = iter(entries), fit
         self._waiting: list[_WaitingSample] = []
         self._taken = set(start.taken)
-        self._end = start  # after what was read
+        self._start = start
+        self._place, self._dataset_state = start.samples, start.dataset_state  # of the next sample
 
     def open(self, budget: int) -> bool:
         """Makes the oldest waiting sample fit the budget; False if none is left."""
@@ -168,14 +159,14 @@ class _Filling:
     def at_end(self) -> bool:
         return self._at(0) is None
 
-    def state(self) -> FillState:
-        """Reads nothing."""
-        if not self._waiting:
-            return self._end
-        oldest = self._waiting[0]
-        place = oldest.entry.place
+    def position(self) -> Position:
+        """Of the oldest waiting sample. Reads nothing."""
+        place, state = self._place, self._dataset_state
+        if self._waiting:
+            place, state = self._waiting[0].entry.place, self._waiting[0].dataset_state
         self._taken = {key for key in self._taken if key[0] >= place}
-        return FillState(place, tuple(sorted(self._taken)), oldest.dataset_state)
+        taken = tuple(sorted(self._taken))
+        return replace(self._start, samples=place, taken=taken, dataset_state=state)
 
     def _at(self, number: int) -> _WaitingSample | None:
         """Waiting sample `number`; None if there are no more."""
@@ -219,20 +210,10 @@ class _Filling:
         entry = next(self._entries, None)
         if entry is None:
             return False
-        before, self._end = self._end, FillState(entry.place + 1, (), entry.dataset_state)
-        pieces = [_WaitingSample(piece, before.dataset_state) for piece in self._fit(entry, None)]
+        pieces = [_WaitingSample(piece, self._dataset_state) for piece in self._fit(entry, None)]
+        self._place, self._dataset_state = entry.place + 1, entry.dataset_state
         self._waiting += [piece for piece in pieces if piece.key not in self._taken]
         return True
-
-
-@dataclass(frozen=True)
-class DealState:
-    """Between two rounds: `fill` is the state before the oldest waiting batch, or after all batches
-    that were read; `dealt` are the batches after it that have been dealt (1 is the second one).
-    Batches dealt to more replicas are kept here until fewer replicas have passed them."""
-
-    fill: FillState
-    dealt: tuple[int, ...] = ()
 
 
 def deal_rounds(
@@ -240,16 +221,18 @@ def deal_rounds(
     replicas: int,
     window: int,
     seconds: Callable[[FilledBatch], float],
-    start: DealState,
-) -> Iterator[tuple[list[FilledBatch], DealState]]:
-    """Rounds of one batch per replica (the last one may have fewer), with the state after each.
+    start: Position,
+) -> Iterator[tuple[list[FilledBatch], Position]]:
+    """Rounds of one batch per replica (the last one may have fewer), with the position after each:
+    that before the oldest waiting batch, and the batches after it that have been dealt. These are
+    listed until fewer replicas have passed them.
 
     A round is chosen among the next `window` × `replicas` batches; `batches` begin at `start`.
     """
     most = window * replicas if replicas > 1 else 1
     waiting: list[tuple[FilledBatch, float]] = []
     dealt: set[int] | None = None  # numbers of batches after the oldest waiting one
-    end, following = start.fill, 0  # the state after the last batch that was read; the next number
+    end, following = start, 0  # after the last batch that was read; the next number
     while True:
         while len(waiting) < most and (batch := next(batches, None)) is not None:
             if dealt is None:
@@ -265,7 +248,7 @@ def deal_rounds(
         dealt = (dealt or set()).union(batch.number for batch in taken)
         first, fill = (waiting[0][0].number, waiting[0][0].before) if waiting else (following, end)
         dealt = {number for number in dealt if number >= first}
-        yield taken, DealState(fill, tuple(sorted(number - first for number in dealt)))
+        yield taken, replace(fill, dealt=tuple(sorted(number - first for number in dealt)))
 
 
 def balanced_round(times: Sequence[float], replicas: int) -> list[int]:
@@ -405,32 +388,23 @@ class BatchSelector:
         return range(first, last)
 
     def _own(
-        self, rounds: list[tuple[list[FilledBatch], DealState]], start: Position
+        self, rounds: list[tuple[list[FilledBatch], Position]], start: Position
     ) -> Iterator[SelectedBatch]:
         """This replica's batches of these rounds."""
         done = 0
         for batches, after in rounds:
             number = (start.batches + done) // self._num_replicas
             done += len(batches)
-            end = replace(
-                start,
-                samples=after.fill.samples,
-                taken=after.fill.taken,
-                dealt=after.dealt,
-                batches=start.batches + done,
-                total=start.total + done,
-                items=None,
-                dataset_state=after.fill.dataset_state,
-            )
+            now, total = start.batches + done, start.total + done
+            end = replace(after, batches=now, total=total, items=None)
             if self._replica < len(batches):
                 yield SelectedBatch(number, batches[self._replica].entries, end)
             else:
                 shortest = min(batches[0].entries, key=lambda entry: entry.length)
                 yield SelectedBatch(number, (shortest,), end, filler=True)
 
-    def rounds(self, start: Position) -> Iterator[tuple[list[FilledBatch], DealState]]:
+    def rounds(self, start: Position) -> Iterator[tuple[list[FilledBatch], Position]]:
         """Batches that the replicas train on at the same time."""
-        state = DealState(FillState(start.samples, start.taken, start.dataset_state), start.dealt)
         fill, deal = self._config.windows(knows_lengths=self._source.knows_lengths)
         if self._config.batch_sampler is not None:
             assert isinstance(self._source, IndexedSource)
@@ -438,20 +412,20 @@ class BatchSelector:
         else:
             number = start.total - len(start.dealt)
             entries = self._source.entries(start)
-            batches = fill_batches(entries, self._budget_of, self._fit, fill, state.fill, number)
+            batches = fill_batches(entries, self._budget_of, self._fit, fill, start, number)
         if self._config.drop_last:
             batches = (batch for batch in batches if batch.full)
-        return deal_rounds(batches, self._num_replicas, deal, self._seconds_of, state)
+        return deal_rounds(batches, self._num_replicas, deal, self._seconds_of, start)
 
     def _seconds_of(self, batch: FilledBatch) -> float:
         return sum(self._seconds(entry.length) for entry in batch.entries)
 
     def _sampled(self, source: IndexedSource, start: Position) -> Iterator[FilledBatch]:
-        before = FillState(start.samples, (), start.dataset_state)
+        before = replace(start, taken=())
         for read, listed in enumerate(source.batch_lists(start), start.samples):
             entries = tuple(piece for entry in listed for piece in self._fit(entry, None))
             state = listed[-1].dataset_state if listed else before.dataset_state
-            after = FillState(read + 1, (), state)
+            after = replace(before, samples=read + 1, dataset_state=state)
             if entries:
                 yield FilledBatch(read, entries, before, after)
             before = after
