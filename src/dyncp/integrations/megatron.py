@@ -60,7 +60,7 @@ class StepParams(PackedSeqParams):
         )
 
 
-class PlannedAttention(MegatronModule):
+class PlannedCoreAttention(MegatronModule):
     """The core attention of a layer: dyncp's, by the step in `packed_seq_params`."""
 
     def __init__(
@@ -149,7 +149,7 @@ def with_dyncp(spec: Any) -> Any:
             f"the layer spec has self attention {found}; allowed is SelfAttention: others (latent, "
             "linear attention) would be wrong without an error"
         )
-    layer.submodules.core_attention = PlannedAttention
+    layer.submodules.core_attention = PlannedCoreAttention
     return spec
 
 
@@ -160,7 +160,7 @@ def attach(model: Any) -> Any:
     check_config(model.config)
     for number, layer in enumerate(model.decoder.layers):
         found = layer.self_attention.core_attention
-        if not isinstance(found, PlannedAttention):
+        if not isinstance(found, PlannedCoreAttention):
             raise ValueError(
                 f"layer {number} has {type(found).__name__}, which attends this rank's rows alone; "
                 "make the model with with_dyncp(spec)"
