@@ -40,6 +40,40 @@ def test_gradients_are_summed_also_where_a_rank_did_not_use_a_parameter():
         assert gradients == [[6.0, 6.0], [10.0, 10.0], None, [4.0] * 3, None]
 
 
+def summed_twice(rank):
+    """What raises: sums without a backward in between, and after a micro-batch. What does not: the
+    next step, with gradients that are new or were set to zero in place."""
+    weights = nn.ParameterList([torch.ones(2), torch.ones(2)])
+    optimizer, errors = torch.optim.SGD(weights.parameters()), []
+
+    def step(*, zeroed, used=2):
+        if zeroed is not None:
+            optimizer.zero_grad(set_to_none=zeroed)
+        for weight in list(weights)[:used]:
+            (weight.sum() * (rank + 1)).backward()
+        try:
+            sum_gradients(weights)
+        except ValueError as error:
+            errors.append(str(error))
+
+    step(zeroed=True)
+    step(zeroed=None, used=0)
+    step(zeroed=None)
+    step(zeroed=None, used=1)
+    found = len(errors)
+    step(zeroed=True)
+    step(zeroed=False)
+    step(zeroed=False, used=1)
+    return found, errors, [weight.grad.tolist() for weight in weights]
+
+
+def test_gradients_that_were_summed_are_not_summed_again():
+    for found, errors, gradients in run_ranks(summed_twice, 2):
+        assert found == len(errors) == 2
+        assert "call sum_gradients once per optimiser step, after the last micro-batch" in errors[0]
+        assert gradients == [[3.0, 3.0], [0.0, 0.0]]
+
+
 def made_too_early(rank, port):
     dist.destroy_process_group()
     loader = DCPDataLoader(SAMPLES, masks.causal, tokens_per_batch=20)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoints
 from torch.distributed.fsdp import FSDPModule
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed")
@@ -221,3 +222,37 @@ def test_torchtitans_own_context_parallelism_and_pipelines_are_refused():
         plan_mesh(SimpleNamespace(**sizes | {"pp": 2}))
     with pytest.raises(ValueError, match="2 kv heads; 4 tensor-parallel ranks cannot share them"):
         attention_shape(tiny_llama(), tp=4)
+
+
+def planned_loader():
+    utils.device_type = "cpu"
+    config = tiny_llama()
+    return PlannedDataLoader.Config(
+        samples=lambda _: SAMPLES, mask_fn=masks.causal, model=attention_shape(config, 1, "fp32"),
+        options={"tokens_per_batch": 200, "shuffle": True, "planner": PlannerConfig(block_size=16)},
+    ).build(
+        dp_world_size=dist.get_world_size(), dp_rank=dist.get_rank(), tokenizer=None, seq_len=512
+    )  # fmt: skip
+
+
+def saved_and_loaded(rank, folder):
+    """The documents of all batches after the first, and those of a loader that was loaded there.
+    torchtitan's checkpoints hold its loader as torch's distributed checkpoints do."""
+    loader = planned_loader()
+    batches = iter(loader)
+    next(batches)
+    checkpoints.save({"dataloader": loader}, checkpoint_id=folder)
+    expected = [documents_of(inputs["attention_masks"].plan) for inputs, _ in batches]
+    resumed = planned_loader()
+    checkpoints.load({"dataloader": resumed}, checkpoint_id=folder)
+    found = [documents_of(inputs["attention_masks"].plan) for inputs, _ in resumed]
+    for one in (loader, resumed):
+        one.loader.close()
+        one.executor.close()
+    return expected, found
+
+
+def test_a_loader_goes_on_from_a_checkpoint(tmp_path):
+    for expected, found in run_ranks(saved_and_loaded, 2, str(tmp_path)):
+        assert found == expected
+        assert len(found) > 1

@@ -1,5 +1,7 @@
 """Transformers models on 4 gloo ranks: losses and weights are those of one process."""
 
+import logging
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -123,3 +125,45 @@ def test_branches_empty_ranks_experts_and_rescaled_rope_are_as_in_one_process():
     assert loss == pytest.approx(alone("llama")[0][0], rel=1e-2)
     assert untouched
     assert calls == 4  # two layers, and once more in backward
+
+
+class Kept(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+def averaged(rank):
+    """Warnings of one backward under DDP and FSDP, with the average undone and without."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    executor, found = DCPExecutor(timeout=60), {}
+    samples, batch, plan = planned(config_of("llama"), 0, 2)
+    part = plan.parts[rank]
+    data = local_data(samples, batch, part)
+    for wrap in (DistributedDataParallel, fully_shard, lambda model: model):
+        for undone in (True, False):
+            model = make_model("llama")
+            attach(model)
+            handler = Kept()
+            logger = logging.getLogger("dyncp.integrations.transformers")
+            logger.addHandler(handler)
+            loss = wrap(model)(**data, dyncp_step=executor.prepare(part)).loss
+            (undo_gradient_average(loss) if undone else loss).backward()
+            logger.removeHandler(handler)
+            found[wrap.__name__, undone] = handler.texts
+    return found
+
+
+def test_an_average_over_ranks_that_nobody_undoes_is_warned_of():
+    found = run_ranks(averaged, 2, timeout=120)[0]
+    warned = {wrapper for (wrapper, undone), texts in found.items() if texts}
+    assert warned == {"DistributedDataParallel", "fully_shard"}
+    assert not any(texts for (_, undone), texts in found.items() if undone)
+    (text,) = found["DistributedDataParallel", False]
+    assert "DDP averages gradients over ranks" in text
+    assert "undo_gradient_average(loss).backward()" in text

@@ -39,6 +39,7 @@ from dyncp.plan import Plan, RankPlan
 PLAIN_FIELDS = ("input_ids", "position_ids", "labels", "shift_labels")
 PADDING = {"labels": NO_TARGET, "shift_labels": NO_TARGET}  # other fields are padded with 0
 NO_SAMPLE = -1
+SUMMED = "dyncp_summed"  # of a gradient: its version when it was summed
 SampleOf = Callable[[int], Mapping[str, Any]]
 LISTED = ("target_rows", "target_labels", "target_weights", "target_tokens")
 
@@ -393,8 +394,10 @@ def sum_gradients(model: nn.Module, group: Any = None) -> None:
 
     A parameter that this rank did not use, such as an expert that none of its tokens chose, gets
     the other ranks' sum; one that no rank used stays without a gradient. Of parameters that tensor
-    parallelism divides, ranks sum their shares.
+    parallelism divides, ranks sum their shares. Call it once per optimiser step, after the last
+    micro-batch: sums that are summed again count as often as there are ranks.
     """
+    _check_fresh(model, group)
     by_kind: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = defaultdict(list)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -419,6 +422,21 @@ def _check_not_summed(name: str, parameter: nn.Parameter, group: Any) -> None:
             )
 
 
+def _check_fresh(model: nn.Module, group: Any) -> None:
+    """Gradients that were set to zero in place since their last sum have changed twice, by that and
+    by a backward; others are new tensors."""
+    if all(dist.get_world_size(one) == 1 for one in _groups(group)):
+        return
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    changes = [grad._version - getattr(grad, SUMMED, -2) for grad in found]
+    if found and max(changes) <= 1:
+        raise ValueError(
+            "gradients were summed over ranks before, and are still in what would be summed now: "
+            "call sum_gradients once per optimiser step, after the last micro-batch, and "
+            "optimizer.zero_grad() before the next one"
+        )
+
+
 def _local(tensor: Tensor) -> Tensor:
     """This rank's share of a DTensor."""
     share: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -440,3 +458,5 @@ def _sum_gradients_of(parameters: list[nn.Parameter], group: Any) -> None:
         elif num_users:
             parameter.grad = torch.zeros_like(parameter)
             _local(parameter.grad).copy_(summed.view_as(gradient))
+        if parameter.grad is not None:
+            setattr(parameter.grad, SUMMED, parameter.grad._version)

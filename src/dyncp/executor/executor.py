@@ -13,7 +13,7 @@ import torch.distributed as dist
 from dyncp.checks import finite_number, instance_of, whole_number
 from dyncp.executor.engine import CLOSED, HEADROOM, Engine
 from dyncp.executor.graphs import Graphs
-from dyncp.executor.lowering import PlanLowering
+from dyncp.executor.layout import PlanLowering
 from dyncp.executor.recompute import CallLog
 from dyncp.executor.step import Step
 from dyncp.executor.unused import UnusedSteps

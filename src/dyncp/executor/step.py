@@ -13,8 +13,7 @@ from dyncp.checks import whole_number
 from dyncp.executor.contiguous import Contiguous, move_rows
 from dyncp.executor.engine import Engine
 from dyncp.executor.kernel_calls import LoweredProgram
-from dyncp.executor.layout import DTYPES, RankLayout, dtypes_of
-from dyncp.executor.lowering import PlanLowering, lay_out_ranks
+from dyncp.executor.layout import DTYPES, PlanLowering, RankLayout, dtypes_of, lay_out_ranks
 from dyncp.executor.numbers import number_of
 from dyncp.executor.shard import gather, shard
 from dyncp.executor.streams import Arrival

@@ -12,8 +12,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import pad
+from torch.nn.parallel import DistributedDataParallel
 
 from dyncp.blocks import AttentionShape, Batch
 from dyncp.cost import from_transformers_config
@@ -80,6 +83,7 @@ class Attached:
 
         self.model, self.config, self.dtype = model, config, dtype
         self.layers = layer_masks(config)
+        self._is_watched = False
         self._needs_largest = needs_largest_position(model)
         self._before_attach = model.config._attn_implementation
         AttentionInterface.register(NAME, attend)
@@ -172,6 +176,8 @@ class Attached:
         for name in ("logits", "last_hidden_state", "hidden_states"):
             if call.extra and output.get(name) is not None:
                 output[name] = _first_rows(output[name], call.rows)
+        if not (self._is_watched or torch.compiler.is_compiling()):
+            self._is_watched = _watch_average(model, output.get("loss"))
         return output
 
     def _add_auxiliary(self, output: Any, step: Step, positions: Tensor) -> None:
@@ -184,6 +190,36 @@ class Attached:
         share = auxiliary_share(output["router_logits"], chosen, step, positions)
         output["aux_loss"] = share
         output["loss"] = output["loss"] + self._coefficient * share
+
+
+def _watch_average(model: Any, loss: Tensor | None) -> bool:
+    """Warns in backward where a wrapper averages gradients over ranks and nobody undid that: the
+    loss then has gradient 1. True if it was looked at, which is done once."""
+    if loss is None or not loss.requires_grad:
+        return False
+    wrapper = _averaging_wrapper(model)
+    if wrapper:
+        loss.register_hook(lambda gradient: _warn_of_average(wrapper, gradient))  # type: ignore[no-untyped-call]
+    return True
+
+
+def _averaging_wrapper(model: Any) -> str:
+    """What averages the model's gradients over several ranks; empty if nothing does."""
+    replicas: Any = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+    if replicas is not None and replicas.process_group.size() > 1:
+        return "DDP"
+    shards = isinstance(model, FSDPModule) and dist.get_world_size() > 1
+    return "FSDP" if shards else ""
+
+
+def _warn_of_average(wrapper: str, gradient: Tensor) -> None:
+    if gradient.item() == 1:
+        logger.warning(
+            "%s averages gradients over ranks, and losses under dyncp are shares of a sum: unless "
+            "you turned the average off, call undo_gradient_average(loss).backward() instead of "
+            "loss.backward()",
+            wrapper,
+        )
 
 
 def _check_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
