@@ -4,9 +4,10 @@
 
 Forward and backward, default config, 8 q heads, 2 kv heads, head dim 128, one core. `table` has
 131,072 tokens on p4de, 4 × 8 ranks; `curve` long-tailed tokens, 4,096 for every rank; `large` the
-largest batches, each in a process of its own; `first` the first plan of a new process, with an
-empty and with a filled compile cache; `stages` single stages that the docs quote (pair counts,
-mask_mods, simulation, checks, bytes of a part), 131,072 tokens on 4 × 8 ranks, best of three.
+largest batches, each in a process of its own (`short` are 10,000 documents of 5 to 59 tokens);
+`first` the first plan of a new process, with an empty and with a filled compile cache; `stages`
+single stages that the docs quote (pair counts, mask_mods, simulation, checks, bytes of a part),
+131,072 tokens on 4 × 8 ranks, best of three.
 """
 
 import argparse
@@ -16,13 +17,15 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import cycle, pairwise
 from resource import RUSAGE_SELF, getrusage
 from time import perf_counter, process_time
 from typing import Any
 
+import numpy as np
+
 from benchmarks.cases import LISTS, MASKS, TOKENS, Case, cluster, make_task
-from dyncp import PlannerConfig, masks
+from dyncp import Batch, PlannerConfig, masks
 from dyncp.masks import count_tile_pairs
 from dyncp.plan import encode_part
 from dyncp.planner import choose, lower_choice
@@ -35,6 +38,8 @@ LONG_TAILED_BAR = 60
 LARGE = (
     (2**20, 8, "ldc causal", 3, 0.5),
     (2**20, 8, "single causal", 3, 0.5),
+    (2**20, 128, "single causal", 1, 5),
+    (320_000, 4, "short mixed", 3, 0.5),
     (2**24, 128, "ldc causal", 1, 20),
     (2**24, 128, "ldc shared", 1, 20),
 )
@@ -60,6 +65,14 @@ class Times:
         return self.masks + self.choose + self.lower
 
 
+class ShortDocuments(Case):
+    """10,000 documents of 5 to 59 tokens, with all masks in turn."""
+
+    def batch(self) -> Batch:
+        lengths = np.random.default_rng(self.seed).integers(5, 60, 10_000).tolist()
+        return Batch.of([mask(n) for mask, n in zip(cycle(MASKS.values()), lengths, strict=False)])
+
+
 def time_plan(case: Case, machines: int = 4) -> Times:
     marks = [process_time()]
     batch = case.batch()
@@ -76,7 +89,7 @@ def time_plan(case: Case, machines: int = 4) -> Times:
 
 def best_time(case: Case, machines: int = 4, repeats: int = 3) -> Times:
     """The fastest of some plans; compiled code is warm."""
-    time_plan(Case("ldc", case.mask))
+    time_plan(Case("ldc", "causal"))
     return min((time_plan(case, machines) for _ in range(repeats)), key=lambda times: times.total)
 
 
@@ -115,7 +128,8 @@ def draw_large() -> None:
 
 def plan_large(tokens: int, machines: int, sample: str, mask: str, repeats: int) -> None:
     """Prints CPU seconds and peak memory of one plan; a small one before it warms up."""
-    times = best_time(Case(sample, mask, tokens=tokens), machines, repeats)
+    make = ShortDocuments if sample == "short" else Case
+    times = best_time(make(sample, mask, tokens=tokens), machines, repeats)
     memory = getrusage(RUSAGE_SELF).ru_maxrss / 2**20
     print(
         f"{times.total:.2f} s of CPU (masks {times.masks:.2f}, choose {times.choose:.2f}, lower "

@@ -14,10 +14,8 @@ import logging
 logging.basicConfig()
 {before}
 import numpy as np
-from dyncp.arrays import frozen
-from dyncp.plan.row_ranges import _run_starts
-rows = frozen(np.arange(8))
-print(_run_starts(rows, 2, 4, frozen(np.array([0]))).tolist())
+from dyncp.masks import find_runs, join_ranges
+print(find_runs(join_ranges([np.arange(8, dtype=np.int32).reshape(4, 1, 2)])).start.tolist())
 """
 NO_PLACE = "import numba.core.caching as c; c.CacheImpl._locator_classes = []"
 FULL = """

@@ -28,10 +28,11 @@ logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
-OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+# Nobody calls compiled functions from C, and wrappers for that would take a tenth of the time.
+OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+INNER: dict[str, Any] = {"no_cpython_wrapper": True}
 # As long as another process may take for one function with all that it calls.
 WAIT_SECONDS = 60.0
-NO_WRAPPERS: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
@@ -149,7 +150,7 @@ def _warn_once(reason: str) -> None:
 
 def inner(function: Callable[P, R]) -> Callable[P, R]:
     """For functions that only compiled ones call."""
-    made: Callable[P, R] = _for_any_number(numba.njit(**OPTIONS, **NO_WRAPPERS)(function))
+    made: Callable[P, R] = _for_any_number(numba.njit(**OPTIONS, **INNER)(function))
     return made
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dyncp import masks
-from dyncp.masks import count_batch_tile_pairs, count_tile_pairs, list_tiles
+from dyncp.masks import count_batch_tile_pairs, count_tile_pairs, find_runs, join_ranges, list_tiles
 from strategies import masks_of
 
 
@@ -25,7 +25,9 @@ def test_the_example_of_the_docstring_is_right():
 
 
 def test_tiles_are_listed_through_all_sequences():
-    q_block, k_block, pairs = list_tiles([masks.causal(5), masks.full(2)], [2, 1])
+    q_block, k_block, pairs = list_tiles(
+        find_runs(join_ranges([masks.causal(5).ranges, masks.full(2).ranges])), [2, 1]
+    )
     assert q_block.tolist() == [0, 1, 1, 2, 2, 2, 3, 3, 4, 4]
     assert k_block.tolist() == [0, 0, 1, 0, 1, 2, 3, 4, 3, 4]
     assert pairs.tolist() == [3, 4, 3, 2, 2, 1, 1, 1, 1, 1]

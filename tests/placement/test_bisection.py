@@ -103,7 +103,7 @@ def test_links_between_machines_are_spared(lengths):
     between = []
     for solver in (bisection, bisection_bytes):
         placement = solver.place(graph, topology, Limits(0.1, 0.2), 0)
-        uses = find_remote_uses(graph, placement, "default", graph.tiles["default"].k_block)
+        uses = find_remote_uses(graph, placement, "default", keys=True)
         crosses = placement.block_rank[uses.block] // 4 != uses.rank // 4
         between.append(int(graph.blocks.tokens[uses.block][crosses].sum()))
     assert between[0] <= between[1]
@@ -112,7 +112,7 @@ def test_links_between_machines_are_spared(lengths):
 def test_machines_are_split_before_ranks():
     graph = graph_of([8192] * 4, block_size=512)
     placement = place(graph, Topology(4, 4))
-    uses = find_remote_uses(graph, placement, "default", graph.tiles["default"].k_block)
+    uses = find_remote_uses(graph, placement, "default", keys=True)
     assert (placement.block_rank[uses.block] // 4 == uses.rank // 4).all()
 
 

@@ -46,9 +46,9 @@ def place(graph: BlockGraph, topology: Topology, limits: Limits = LIMITS) -> Pla
 
 def crossing_tokens(graph: BlockGraph, placement: Placement, topology: Topology) -> int:
     """Tokens of blocks that other machines use, once per machine and side."""
-    tiles, per_machine, total = graph.tiles["default"], topology.ranks_per_machine, 0
-    for blocks in (tiles.q_block, tiles.k_block):
-        uses = find_remote_uses(graph, placement, "default", blocks)
+    per_machine, total = topology.ranks_per_machine, 0
+    for keys in (False, True):
+        uses = find_remote_uses(graph, placement, "default", keys=keys)
         machine = uses.rank // per_machine
         far = placement.block_rank[uses.block] // per_machine != machine
         crossing = np.unique(np.stack([uses.block[far], machine[far]]), axis=1)

@@ -10,7 +10,7 @@ import numpy as np
 
 from dyncp.arrays import Int64, starts_of
 from dyncp.checks import MOST_TOKENS, instance_of, whole_number
-from dyncp.masks import Mask, positions_and_targets
+from dyncp.masks import LinearRanges, Mask, find_runs, join_ranges, positions_and_targets
 
 DEFAULT_MASK = "default"
 
@@ -79,6 +79,17 @@ class Batch:
     def offsets(self) -> Int64:
         """Coordinate of each sequence's first token, and the number of tokens at the end."""
         return starts_of(np.asarray(self.lengths, np.int64))
+
+    @cached_property
+    def runs(self) -> dict[str, LinearRanges]:
+        """Key ranges of all sequences, by mask name."""
+        return {
+            name: find_runs(join_ranges([mask.ranges for mask in masks]))
+            for name, masks in self.masks.items()
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "runs"}
 
     @cached_property
     def fingerprint(self) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from dyncp.arrays import Int32, Int64, frozen, starts_of
 from dyncp.blocks.batch import Batch
 from dyncp.blocks.shape import AttentionShape, HeadGroup, bytes_per_token
-from dyncp.masks import Mask, list_tiles
+from dyncp.masks import LinearRanges, list_tiles
 
 
 class TokenBlock(NamedTuple):
@@ -70,6 +70,14 @@ class BlockGraph:
         """Bytes per token, int64[payload kinds, head groups]."""
         return bytes_per_token(self.shape, self.head_groups)
 
+    @cached_property
+    def row_work(self) -> Int64:
+        """Work of each block's query rows over all masks, int64[blocks]."""
+        work = np.zeros(len(self.blocks))
+        for name, tiles in self.tiles.items():
+            work += np.bincount(tiles.q_block, self.tile_work(name), len(work))
+        return work.astype(np.int64)
+
     def tile_work(self, name: str) -> Int64:
         """Pairs × q heads of each tile: what computing it costs, up to a constant."""
         heads = [g.num_kv_heads * self.shape.q_heads_per_kv_head for g in self.head_groups]
@@ -118,7 +126,7 @@ def _num_blocks(ranks_needed: Int64) -> Int64:
     return blocks
 
 
-def build_blocks(lengths: Sequence[int], block_sizes: Sequence[int]) -> TokenBlocks:
+def build_blocks(lengths: Sequence[int], block_sizes: Sequence[int] | Int64) -> TokenBlocks:
     """Blocks of `block_sizes[s]` tokens for every sequence s; its last one may be shorter."""
     length, size = np.asarray(lengths, np.int64), np.asarray(block_sizes, np.int64)
     if len(size) != len(length) or (size < 1).any():
@@ -135,19 +143,22 @@ def build_blocks(lengths: Sequence[int], block_sizes: Sequence[int]) -> TokenBlo
 
 
 def build_graph(
-    batch: Batch, shape: AttentionShape, block_sizes: Sequence[int], num_head_groups: int = 1
+    batch: Batch,
+    shape: AttentionShape,
+    block_sizes: Sequence[int] | Int64,
+    num_head_groups: int = 1,
 ) -> BlockGraph:
     """The hypergraph of a batch for the given cut."""
     groups = shape.head_groups(num_head_groups)
     blocks = build_blocks(batch.lengths, block_sizes)
     tiles = {
-        name: _build_tiles(masks, block_sizes, len(groups)) for name, masks in batch.masks.items()
+        name: _build_tiles(runs, block_sizes, len(groups)) for name, runs in batch.runs.items()
     }
     return BlockGraph(batch, shape, groups, blocks, tiles)
 
 
-def _build_tiles(masks: Sequence[Mask], block_sizes: Sequence[int], num_groups: int) -> Tiles:
-    q_block, k_block, pairs = list_tiles(masks, [int(size) for size in block_sizes])
+def _build_tiles(runs: LinearRanges, block_sizes: Sequence[int] | Int64, num_groups: int) -> Tiles:
+    q_block, k_block, pairs = list_tiles(runs, block_sizes)
     return Tiles(
         q_block=frozen(np.tile(q_block, num_groups)),
         k_block=frozen(np.tile(k_block, num_groups)),

@@ -19,13 +19,14 @@ from dyncp.masks.function import (
 )
 from dyncp.masks.global_sliding import global_sliding
 from dyncp.masks.lambda_shaped import lambda_shaped
+from dyncp.masks.linear_ranges import LinearRanges, find_runs, join_ranges
 from dyncp.masks.mask import Mask
 from dyncp.masks.pairs import count_batch_tile_pairs, count_tile_pairs, list_tiles
 from dyncp.masks.prefix_lm import prefix_lm
 from dyncp.masks.prefix_tree import prefix_tree
 from dyncp.masks.shared_question import shared_question
 from dyncp.masks.sliding_window import sliding_window
-from dyncp.masks.stretches import find_stretches
+from dyncp.masks.stretches import count_gaps, find_stretches
 from dyncp.masks.within import within
 
 # What they are called in attention-gym, in prefix-sharing inference and in StreamingLLM.
@@ -36,6 +37,7 @@ streaming_llm = lambda_shaped
 __all__ = [
     "ALIASES",
     "BUILTIN",
+    "LinearRanges",
     "Mask",
     "MaskFunction",
     "NamedMasks",
@@ -44,13 +46,16 @@ __all__ = [
     "causal",
     "causal_blockwise",
     "count_batch_tile_pairs",
+    "count_gaps",
     "count_tile_pairs",
     "document",
     "document_packed",
+    "find_runs",
     "find_stretches",
     "from_mask_mod",
     "full",
     "global_sliding",
+    "join_ranges",
     "lambda_shaped",
     "list_tiles",
     "mask_function",

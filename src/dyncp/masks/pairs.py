@@ -2,7 +2,8 @@
 
 In a row with the range [s, e), the allowed keys below x are max(x - s, 0) - max(x - e, 0). At the
 border x of a key block, the sum over the rows of a query block therefore needs only how many starts
-and ends lie below x, and their sums: histograms over key blocks, added up from the left.
+and ends lie below x, and their sums: histograms over key blocks, added up from the left. Along a
+run of rows (`LinearRanges`) starts and ends grow evenly, so that many rows are counted at once.
 
     causal, 4 tokens, blocks of 2; query block 1 holds the rows [0, 3) and [0, 4)
     border x               2                4
@@ -13,23 +14,20 @@ and ends lie below x, and their sums: histograms over key blocks, added up from 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
-from dyncp.arrays import Int32
-from dyncp.compiled import compiled
+from dyncp.arrays import Int32, Int64
+from dyncp.compiled import compiled, inner
+from dyncp.masks.linear_ranges import LinearRanges, find_runs, join_ranges
 
 if TYPE_CHECKING:
     from dyncp.masks.mask import Mask
 
 
-PairCounts = npt.NDArray[np.int64]
-
-# Sequences up to so many tokens are counted in one call.
-TOGETHER = 1 << 16
+PairCounts = Int64
 
 
 def count_tile_pairs(mask: Mask, block_size: int) -> PairCounts:
@@ -50,7 +48,7 @@ def count_batch_tile_pairs(masks: Sequence[Mask], block_sizes: Sequence[int]) ->
     counts = []
     for mask, block_size in zip(masks, block_sizes, strict=True):
         num_blocks = -(-mask.length // block_size)
-        q_block, k_block, pairs = list_tiles([mask], [block_size])
+        q_block, k_block, pairs = list_tiles(find_runs(join_ranges([mask.ranges])), [block_size])
         matrix = np.zeros((num_blocks, num_blocks), np.int64)
         matrix[q_block, k_block] = pairs
         counts.append(matrix)
@@ -58,42 +56,22 @@ def count_batch_tile_pairs(masks: Sequence[Mask], block_sizes: Sequence[int]) ->
 
 
 def list_tiles(
-    masks: Sequence[Mask], block_sizes: Sequence[int]
+    runs: LinearRanges, block_sizes: Sequence[int] | Int64
 ) -> tuple[Int32, Int32, PairCounts]:
     """Query block, key block and pairs of all tiles with any pairs, in that order; blocks are
-    numbered through all sequences. `list_tiles([masks.causal(5)], [2])`:
+    numbered through all sequences. Those of `masks.causal(5)` in blocks of 2:
 
         0 1 1 2 2 2    0 0 1 0 1 2    3 4 3 2 2 1
     """
-    _check(masks, block_sizes)
-    lengths = np.array([mask.length for mask in masks], np.int64)
-    sizes = np.minimum(np.array(block_sizes, np.int64), lengths)
-    num_blocks = -(-lengths // sizes)
+    sizes = np.minimum(np.asarray(block_sizes, np.int64), runs.lengths)
+    num_blocks = -(-runs.lengths // sizes)
     room = int((num_blocks**2).sum())  # memory that is not written costs nothing
     q_block, k_block = np.empty((2, room), np.int32)
     pairs = np.empty(room, np.int64)
     # Starts less ends in each key block; an end at the very end of a sequence may lie behind all.
     numbers, sums = np.zeros((2, int(num_blocks.max(initial=0)) + 1), np.int64)
-    count = block = done = 0
-    for rows, many in _joined([mask.ranges for mask in masks]):
-        own = slice(done, done + many)
-        count = _add_tiles(
-            rows, lengths[own], sizes[own], block, q_block, k_block, pairs, count, numbers, sums
-        )
-        done, block = done + many, block + int(num_blocks[own].sum())
+    count = _add_tiles(runs, sizes, q_block, k_block, pairs, numbers, sums)
     return q_block[:count].copy(), k_block[:count].copy(), pairs[:count].copy()
-
-
-def _joined(ranges: Sequence[Int32]) -> Iterator[tuple[Int32, int]]:
-    """Rows of all sequences in order, those of many short ones together, and of how many."""
-    first = 0
-    while first < len(ranges):
-        end, tokens, columns = first + 1, len(ranges[first]), ranges[first].shape[1]
-        while end < len(ranges) and tokens < TOGETHER and ranges[end].shape[1] == columns:
-            tokens, end = tokens + len(ranges[end]), end + 1
-        own = ranges[first:end]
-        yield np.ascontiguousarray(own[0]) if len(own) == 1 else np.concatenate(own), end - first
-        first = end
 
 
 def _check(masks: Sequence[Mask], block_sizes: Sequence[int]) -> None:
@@ -106,25 +84,28 @@ def _check(masks: Sequence[Mask], block_sizes: Sequence[int]) -> None:
 
 @compiled
 def _add_tiles(
-    rows: Int32,
-    lengths: PairCounts,
-    sizes: PairCounts,
-    first_block: int,
+    runs: LinearRanges,
+    sizes: Int64,
     q_block: Int32,
     k_block: Int32,
     pairs: PairCounts,
-    count: int,
-    numbers: PairCounts,
-    sums: PairCounts,
+    numbers: Int64,
+    sums: Int64,
 ) -> int:
-    """Adds the tiles of sequences behind the first `count`; gives their new number. The histograms
-    are 0 everywhere, before and after."""
-    begin = 0
-    for length, size in zip(lengths, sizes):  # noqa: B905 (not compiled otherwise)
-        query = 0
+    """Writes the tiles; gives their number. The histograms are 0 everywhere, before and after."""
+    count = first_block = 0
+    for sequence in range(len(sizes)):
+        length, size, query = runs.lengths[sequence], sizes[sequence], 0
+        run, behind = runs.first[sequence], runs.first[sequence + 1]
         while query * size < length:
-            row, end_row = begin + query * size, begin + min((query + 1) * size, length)
-            first, last = _fill_histograms(rows, row, end_row, size, numbers, sums)
+            row, end = query * size, min((query + 1) * size, length)
+            first, last = len(numbers), -1
+            while row < end:
+                while run + 1 < behind and runs.start[run + 1] <= row:
+                    run += 1
+                until = min(end, runs.start[run + 1]) if run + 1 < behind else end
+                low, high = _add_rows(runs, run, row, until, size, numbers, sums)
+                first, last, row = min(first, low), max(last, high), until
             number = total = below_left = 0
             for key in range(first, last + 1):
                 number += numbers[key]
@@ -137,31 +118,47 @@ def _add_tiles(
                     count += 1
                 below_left = below
             query += 1
-        first_block, begin = first_block + query, begin + length
+        first_block += query
     return count
 
 
-@compiled
-def _fill_histograms(
-    rows: Int32, row: int, end_row: int, size: int, numbers: PairCounts, sums: PairCounts
+@inner
+def _add_rows(
+    runs: LinearRanges, run: int, row: int, end: int, size: int, numbers: Int64, sums: Int64
 ) -> tuple[int, int]:
-    """Adds the ranges of rows [row, end_row); gives the first and last key block they touch."""
-    first, last, start_block, end_block = len(numbers), -1, 0, 0
-    for token in range(row, end_row):
-        for column in range(rows.shape[1]):
-            start, end = rows[token, column, 0], rows[token, column, 1]
-            if start < end:
-                # Mostly those of the row before, and dividing takes long.
-                if not start_block * size <= start < (start_block + 1) * size:
-                    start_block = start // size
-                if not end_block * size <= end < (end_block + 1) * size:
-                    end_block = end // size
-                numbers[start_block] += 1
-                sums[start_block] += start
-                numbers[end_block] -= 1
-                sums[end_block] -= end
-                first, last = min(first, start_block), max(last, end_block)
+    """Adds the ranges of rows [row, end) of a run; gives the first and last key block they touch.
+    Empty ranges add up to nothing."""
+    first, last, step, many = len(numbers), -1, row - runs.start[run], end - row
+    for column in range(runs.base.shape[1]):
+        start, grows = runs.base[run, column, 0], runs.slope[run, column, 0]
+        stop, extends = runs.base[run, column, 1], runs.slope[run, column, 1]
+        if start == stop and grows == extends:
+            continue
+        low, _ = _add_line(start + step * grows, grows, many, 1, size, numbers, sums)
+        _, high = _add_line(stop + step * extends, extends, many, -1, size, numbers, sums)
+        first, last = min(first, low), max(last, high)
     return first, last
+
+
+@inner
+def _add_line(
+    value: int, slope: int, many: int, sign: int, size: int, numbers: Int64, sums: Int64
+) -> tuple[int, int]:
+    """Adds value, value + slope, ... (so many numbers) to the histograms of blocks; gives the first
+    and the last block."""
+    if slope < 0:
+        value, slope = value + (many - 1) * slope, -slope
+    first = block = value // size
+    while many > 0:
+        inside = many
+        if slope > 0:
+            inside = min(many, ((block + 1) * size - value + slope - 1) // slope)
+        numbers[block] += sign * inside
+        sums[block] += sign * (inside * value + slope * (inside * (inside - 1) // 2))
+        many, value = many - inside, value + inside * slope
+        if many > 0:
+            block = value // size
+    return first, block
 
 
 SHADES = "·░▒█"  # no pair, some, half of them or more, all

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from dyncp.arrays import Int32
 from dyncp.compiled import compiled
 from dyncp.masks.function import positions_and_targets
+from dyncp.masks.linear_ranges import join_ranges
 from dyncp.masks.mask import Mask, default_positions
 
 NOTHING, UNCLEAR = -1, -2  # before a document; where masks and positions do not tell
@@ -34,7 +35,9 @@ def find_stretches(masks: Sequence[Mask]) -> tuple[Ints, Ints]:
     """
     gaps = np.ones(masks[0].length, np.bool_)  # tokens that do not follow the row before them
     for mask in masks:
-        if _fill_gaps(np.ascontiguousarray(mask.ranges), gaps) == 1:  # the first token is one
+        left = np.empty(1, np.int64)
+        _count_gaps(*join_ranges([mask.ranges])[0], gaps, left)
+        if left[0] == 1:  # the first token is one
             return np.zeros(1, np.int64), np.full(1, NOTHING)
     positions = positions_and_targets(masks).positions
     if positions is None:
@@ -49,16 +52,29 @@ def find_stretches(masks: Sequence[Mask]) -> tuple[Ints, Ints]:
     return starts, before
 
 
+def count_gaps(masks: Sequence[Mask]) -> Ints:
+    """Of every sequence, how many tokens do not attend the row before them: 1 where all are one
+    stretch."""
+    joined = join_ranges([mask.ranges for mask in masks])
+    counts = [np.empty(len(own.lengths), np.int64) for own in joined]
+    for own, left in zip(joined, counts, strict=True):
+        _count_gaps(*own, np.ones(int(own.lengths.sum()), np.bool_), left)
+    return np.concatenate(counts)
+
+
 @compiled
-def _fill_gaps(ranges: Int32, gaps: Bools) -> int:
-    """Clears the gaps of tokens that attend the row before them; returns how many gaps are left."""
-    left = 0
-    for token in range(len(gaps)):
-        for column in range(ranges.shape[1]):
-            if ranges[token, column, 0] < token <= ranges[token, column, 1]:
-                gaps[token] = False
-        left += gaps[token]
-    return left
+def _count_gaps(cells: Int32, lengths: Ints, columns: Ints, gaps: Bools, left: Ints) -> None:
+    """Tokens that attend the row before them are no gaps; `left` says how many a sequence has."""
+    cell = row = 0
+    for sequence in range(len(lengths)):
+        left[sequence] = 0
+        for token in range(lengths[sequence]):
+            for _ in range(columns[sequence]):
+                if cells[cell, 0] < token <= cells[cell, 1]:
+                    gaps[row] = False
+                cell += 1
+            left[sequence] += gaps[row]
+            row += 1
 
 
 def _nearest(masks: Sequence[Mask], tokens: Ints, positions: Int32) -> Ints:

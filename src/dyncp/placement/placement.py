@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -182,10 +183,12 @@ class RemoteUses:
         return len(self.rank)
 
 
+@lru_cache(maxsize=2)  # bounds and schedules, forward and backward, ask for the same
 def find_remote_uses(
-    graph: BlockGraph, placement: Placement, name: str, blocks: Int32
+    graph: BlockGraph, placement: Placement, name: str, *, keys: bool
 ) -> RemoteUses:
-    """Remote uses of `blocks`, the q_block or k_block of mask `name`'s tiles."""
+    """Remote uses of the key blocks, or of the query blocks, of mask `name`'s tiles."""
+    blocks = graph.tiles[name].k_block if keys else graph.tiles[name].q_block
     num_blocks, num_groups = len(graph.blocks), len(graph.head_groups)
     tile_rank = placement.tile_rank[name]
     remote = np.flatnonzero(placement.block_rank[blocks] != tile_rank)
@@ -200,11 +203,11 @@ def find_remote_uses(
 
 def minimal_bytes(graph: BlockGraph, placement: Placement, name: str, direction: Direction) -> int:
     """The hypergraph's Σ size × (parts touched − 1) for one mask and direction."""
-    tiles, total = graph.tiles[name], 0
+    total = 0
     q_kinds = [Q_INPUT[direction], Q_RESULT[direction]]
     k_kinds = [Payload.KV, Payload.DKV] if direction is Direction.BACKWARD else [Payload.KV]
-    for blocks, kinds in ((tiles.q_block, q_kinds), (tiles.k_block, k_kinds)):
-        uses = find_remote_uses(graph, placement, name, blocks)
+    for keys, kinds in ((False, q_kinds), (True, k_kinds)):
+        uses = find_remote_uses(graph, placement, name, keys=keys)
         per_token = graph.payload_bytes[kinds].sum(axis=0)[uses.head_group]
         total += int((per_token * graph.blocks.tokens[uses.block]).sum())
     return total

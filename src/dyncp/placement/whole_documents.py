@@ -46,10 +46,7 @@ def _spread(blocks: TokenBlocks, own: slice, length: int, num_ranks: int) -> Int
 
 def _relative_load(graph: BlockGraph) -> Float64:
     """Tokens and compute of every block's rows as shares of the batch: float64[blocks, 2]."""
-    work: Int64 = np.zeros(len(graph.blocks), np.int64)
-    for name, tiles in graph.tiles.items():
-        np.add.at(work, tiles.q_block, graph.tile_work(name))
-    tokens = graph.blocks.tokens
+    tokens, work = graph.blocks.tokens, graph.row_work
     return np.stack([tokens / tokens.sum(), work / max(int(work.sum()), 1)], axis=1)
 
 

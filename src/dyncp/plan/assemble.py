@@ -23,7 +23,8 @@ from dyncp.arrays import (
 )
 from dyncp.blocks import IS_INPUT, OF_KEYS, Batch, BlockGraph
 from dyncp.compiled import compiled, inner
-from dyncp.masks import find_stretches
+from dyncp.masks import count_gaps, find_stretches
+from dyncp.masks.stretches import NOTHING
 from dyncp.placement import Balance, Placement
 from dyncp.plan.format import (
     COMPUTE,
@@ -95,15 +96,18 @@ def assemble_plan(
 
 def stretches_of(batch: Batch) -> Stretches:
     """Those of all sequences, one after the other."""
-    start, before, known = [], [], {}
-    for offset, masks in zip(batch.offsets, zip(*batch.masks.values(), strict=True), strict=False):
+    gaps = np.min([count_gaps(own) for own in batch.masks.values()], axis=0)
+    one = np.zeros(1, np.int64), np.full(1, NOTHING)
+    found, known = [one] * len(gaps), {}
+    for sequence in np.flatnonzero(gaps > 1).tolist():
+        masks = [own[sequence] for own in batch.masks.values()]
         key = tuple(mask.digest for mask in masks)
         if key not in known:
             known[key] = find_stretches(masks)
-        own, of_sequence = known[key]
-        start.append(own + offset)
-        before.append(np.where(of_sequence < 0, of_sequence, of_sequence + offset))
-    return Stretches(frozen(np.concatenate(start)), frozen(np.concatenate(before)))
+        found[sequence] = known[key]
+    start, before = (np.concatenate(own) for own in zip(*found, strict=True))
+    offset = np.repeat(batch.offsets[:-1], [len(own) for own, _ in found])
+    return Stretches(frozen(start + offset), frozen(np.where(before < 0, before, before + offset)))
 
 
 def _total_bytes(graph: BlockGraph, schedule: Schedule | None) -> int:
@@ -167,7 +171,7 @@ def _row_runs(
 ) -> list[RowRuns]:
     """Key ranges of the query blocks that each rank computes with."""
     num_blocks = len(graph.blocks)
-    runs = build_row_runs([mask.ranges for mask in graph.batch.masks[name]], graph.blocks)
+    runs = build_row_runs(graph.batch.runs[name], graph.blocks)
     rank, block, _ = distinct_pairs(tiles.rank, num_ranks, tiles.table.q_block, num_blocks)
     return split_row_runs(runs, num_blocks, rank, block, num_ranks)
 

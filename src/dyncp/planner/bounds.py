@@ -1,12 +1,23 @@
 """What candidates need at least: bounds that spare the planner from simulating them."""
 
+from functools import cache
+
 import numpy as np
 
 from dyncp.arrays import Float64, Int64
-from dyncp.blocks import Q_INPUT, Q_RESULT, BlockGraph, Direction, Payload
+from dyncp.blocks import (
+    K_KINDS,
+    Q_INPUT,
+    Q_KINDS,
+    Q_RESULT,
+    BlockGraph,
+    Direction,
+    Payload,
+    bytes_per_token,
+)
 from dyncp.cost import CostModel
 from dyncp.cost.cost_model import least_row_seconds
-from dyncp.placement import Bound, find_remote_uses, whole_rows
+from dyncp.placement import Bound, RemoteUses, find_remote_uses, whole_rows
 from dyncp.planner.candidate import Part, Placed
 from dyncp.planner.task import Task
 
@@ -54,14 +65,14 @@ def _attention_seconds(task: Task, placed: Placed, name: str, held: Float64) -> 
     calls, border = _least_calls(placed, name), _border_seconds(task, placed, name)
     overhead, host = _overhead(task.cost, calls), _host_seconds(task.cost, calls).max()
     least = []
-    for direction in task.directions:
+    for direction, crossed in zip(task.directions, border, strict=True):
         seconds = task.cost.graph_tile_seconds(graph, name, direction)
         busy = np.bincount(placed.placement.tile_rank[name], seconds, ranks) / speed
         rows = held * least_row_seconds(direction, task.cost)
         met = _met_seconds(task, placed, name, direction) / speed
         compute = float((busy + met + overhead + rows).max())
         heads = _all_to_all_seconds(task, placed, direction)
-        least.append(max(compute, border * (1 + direction), heads, float(host)))
+        least.append(max(compute, crossed, heads, float(host)))
     return least
 
 
@@ -125,61 +136,95 @@ def _all_to_all_seconds(task: Task, placed: Placed, direction: Direction) -> flo
     return float(by_nic.max()) / topology.nic_bandwidth
 
 
-def _border_seconds(task: Task, placed: Placed, name: str) -> float:
-    """What keys and values need at least on the busiest NIC, forward: every machine gets a block
-    once, or, in static methods, every rank."""
-    topology, placement, k_block = task.topology, placed.placement, placed.graph.tiles[name].k_block
-    ranks = topology.ranks_per_machine
-    crosses = placement.tile_rank[name] // ranks != placement.block_rank[k_block] // ranks
-    if placement.pattern == "ring" or not crosses.any():  # in rings, blocks come from neighbours
-        return 0.0
-    keys = find_remote_uses(placed.graph, placement, name, k_block)
-    owner = placement.block_rank[keys.block]
-    machine = keys.rank // topology.ranks_per_machine
-    far = machine != owner // topology.ranks_per_machine
-    size = placed.graph.payload_bytes[Payload.KV, keys.head_group[far]]
-    size = size * placed.graph.blocks.tokens[keys.block[far]]
+def _border_seconds(task: Task, placed: Placed, name: str) -> list[float]:
+    """What travels over the borders of machines needs at least on the busiest NIC, by direction."""
+    topology, placement, tokens = task.topology, placed.placement, placed.graph.blocks.tokens
+    if placement.pattern == "ring":  # blocks come from neighbours
+        return [0.0 for _ in task.directions]
     traffic = placement.traffic
-    if placement.static and (traffic is None or traffic.machine is None):
-        busiest = np.bincount(keys.rank[far] // topology.ranks_per_nic, size, 1).max()
-        return float(busiest) / topology.nic_bandwidth
-    what = (machine[far] * len(placed.graph.blocks) + keys.block[far]) * len(
-        placed.graph.head_groups
-    ) + keys.head_group[far]
-    _, first = np.unique(what, return_index=True)
-    busiest = np.bincount(machine[far][first], size[first], 1).max()
-    return float(busiest) / topology.inter.bandwidth
+    by_rank = placement.static and (traffic is None or traffic.machine is None)
+    ranks = topology.ranks_per_nic if by_rank else topology.ranks_per_machine
+    places = -(-topology.num_ranks // ranks)
+    moved = np.zeros((len(task.directions), 2, places))  # into and out of NICs, or machines
+    for keys in (False, True):
+        uses = find_remote_uses(placed.graph, placement, name, keys=keys)
+        owner = placement.block_rank[uses.block].astype(np.int64)
+        at = _crossing(uses, owner, topology.ranks_per_machine, once=not by_rank)
+        user, owner = uses.rank[at] // ranks, owner[at] // ranks
+        size = placed.graph.payload_bytes[:, uses.head_group[at]] * tokens[uses.block[at]]
+        for way, direction in enumerate(task.directions):
+            there, *back = (K_KINDS if keys else Q_KINDS)[direction]
+            for kind, into, out in ((there, user, owner), *((kind, owner, user) for kind in back)):
+                moved[way, 0] += np.bincount(into, size[kind], places)
+                moved[way, 1] += np.bincount(out, size[kind], places)
+    bandwidth = topology.nic_bandwidth if by_rank else topology.inter.bandwidth
+    return [float(own.max()) / bandwidth for own in moved]
 
 
-def whole_seconds(task: Task, graph: BlockGraph) -> dict[str, list[float]]:
-    """Attention seconds of the batch on one rank at least, by mask, forward and backward.
+def _crossing(uses: RemoteUses, owner: Int64, ranks_per_machine: int, *, once: bool) -> Int64:
+    """Uses of other machines' blocks; `once` one of those that a machine has of a block."""
+    machine = uses.rank // ranks_per_machine
+    far = np.flatnonzero(machine != owner // ranks_per_machine)
+    if not once:
+        return far
+    blocks, groups = (int(x.max(initial=0)) + 1 for x in (uses.block, uses.head_group))
+    what = (machine[far] * blocks + uses.block[far]) * groups + uses.head_group[far]
+    return far[np.unique(what, return_index=True)[1]]
 
-    Those of its pairs, or, of long sequences, nearly those of the uncut sequence: cutting adds to
-    what kernels work through, save for rounding to kernel tiles."""
-    heads, cost, found = task.cost.shape.q_heads, task.cost, {}
-    for name in graph.tiles:
-        pairs, rows = whole_rows(graph, name)
-        is_long = rows >= LONG * cost.profile.kernel_tile
-        least = np.where(is_long, CERTAIN * cost.kernel_area(pairs, rows, rows), pairs)
-        found[name] = [
-            float(cost.flops(least, heads, direction).sum()) / cost.attention_rate(direction)
+
+class StaticSeconds:
+    """Step seconds that static methods need at least; `graph` is any graph of the batch."""
+
+    def __init__(self, task: Task, graph: BlockGraph) -> None:
+        self._task, cost = task, task.cost
+        self._rows = {name: whole_rows(graph, name) for name in graph.tiles}
+        self._area = {name: _whole_area(cost, *own) for name, own in self._rows.items()}
+        self._rates = [
+            float(cost.flops(np.ones(()), cost.shape.q_heads, direction))
+            / cost.attention_rate(direction)
             for direction in task.directions
         ]
-    return found
+        payloads = bytes_per_token(cost.shape, cost.shape.head_groups(1))[:, 0]
+        swapped = [
+            [Q_INPUT[direction], Q_RESULT[direction], *K_KINDS[direction]]
+            for direction in task.directions
+        ]
+        self._swapped = [float(payloads[kinds].sum()) for kinds in swapped]
+        self._keys = float(payloads[Payload.KV])
+        self._cut_areas = cache(self._cut_area)
+
+    def of(self, bound: Bound, sizes: Int64) -> float:
+        """Of a method with this bound that cuts sequences into blocks of these sizes."""
+        task, ranks = self._task, self._task.topology.num_ranks
+        work = bound.work if len(task.batch.masks) == 1 else 1 / ranks
+        speeds, calls = task.topology.rank_speeds, np.asarray(bound.calls)
+        fastest, all_of_them = float(speeds.max()), float(speeds.sum())
+        overhead = float(_overhead(task.cost, calls))
+        host = float(_host_seconds(task.cost, calls))
+        cut, attention = self._cut_areas(sizes.tobytes()), 0.0
+        for name, layers in task.layers.items():
+            area = max(work * self._area[name].sum() / fastest, cut[name] / all_of_them)
+            for direction, rate in enumerate(self._rates):
+                keys = self._keys * (1 + direction) * bound.seconds_per_byte
+                swap = self._swapped[direction] * bound.swap_seconds_per_byte
+                attention += layers * max(area * rate + overhead, keys, swap, host)
+        return attention + task.token_seconds * bound.tokens * task.batch.num_tokens / fastest
+
+    def _cut_area(self, sizes: bytes) -> dict[str, float]:
+        """Kernel area of the batch in blocks of these sizes at least, by mask: every block is
+        rounded up to kernel tiles, and the last one of a sequence may be shorter."""
+        side, found = self._task.cost.profile.kernel_tile, {}
+        for name, (pairs, rows) in self._rows.items():
+            size = np.minimum(rows, np.frombuffer(sizes, np.int64))
+            ends = np.stack([size, (rows - 1) % size + 1])
+            rounding = (-(-ends // side) * side / ends).min(axis=0)
+            found[name] = float(np.maximum(self._area[name], pairs * rounding).sum())
+        return found
 
 
-def static_seconds(task: Task, whole: dict[str, list[float]], bound: Bound) -> float:
-    """Step seconds that a static method needs at least; `whole` are those of `whole_seconds`."""
-    cost, ranks = task.cost, task.topology.num_ranks
-    work = bound.work if len(task.batch.masks) == 1 else 1 / ranks
-    kv_bytes = 2 * cost.shape.kv_heads * cost.shape.head_dim * cost.shape.item_bytes
-    speed = float(task.topology.rank_speeds.max())
-    calls = np.asarray(bound.calls)
-    overhead, host = float(_overhead(cost, calls)), float(_host_seconds(cost, calls))
-    attention = 0.0
-    for name, layers in task.layers.items():
-        for direction, seconds in zip(task.directions, whole[name], strict=True):
-            compute = work * seconds / speed + overhead
-            moved = kv_bytes * (2 if direction is Direction.BACKWARD else 1)
-            attention += layers * max(compute, moved * bound.seconds_per_byte, host)
-    return attention + task.token_seconds * bound.tokens * task.batch.num_tokens / speed
+def _whole_area(cost: CostModel, pairs: Int64, rows: Int64) -> Float64:
+    """Least kernel area of every sequence: its pairs, or, of long ones, nearly that of the uncut
+    sequence: cutting adds to what kernels work through, save for rounding to kernel tiles."""
+    is_long = rows >= LONG * cost.profile.kernel_tile
+    area = np.where(is_long, CERTAIN * cost.kernel_area(pairs, rows, rows), pairs)
+    return np.asarray(area, np.float64)

@@ -128,11 +128,11 @@ def place_batch(
     cut, graphs = cut or Cut(), {} if graphs is None else graphs
     marks = [process_time()]
     solver = solver.fitted(shape, topology)
-    sizes = _block_sizes(batch, topology, solver, cut)
+    sizes = choose_sizes(batch, topology, solver, cut)
     head_groups = cut.head_groups if solver.head_groups is None else solver.head_groups
     key = (sizes.tobytes(), head_groups)
     if key not in graphs:
-        graphs[key] = build_graph(batch, shape, sizes.tolist(), head_groups)
+        graphs[key] = build_graph(batch, shape, sizes, head_groups)
     graph = graphs[key]
     marks.append(process_time())
     placement = solver.place(graph, topology, limits, seed)
@@ -143,7 +143,8 @@ def place_batch(
     return Placed(graph, placement, balance, seconds)
 
 
-def _block_sizes(batch: Batch, topology: Topology, solver: Solver, cut: Cut) -> Int64:
+def choose_sizes(batch: Batch, topology: Topology, solver: Solver, cut: Cut) -> Int64:
+    """Block size of every sequence."""
     if cut.block_size is None:
         return solver.block_sizes(batch.lengths, topology.num_ranks)
     return np.full(len(batch.lengths), cut.block_size, np.int64)

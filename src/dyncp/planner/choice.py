@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dyncp.arrays import Int64
 from dyncp.placement import Limits, Solver, find_solver
 from dyncp.planner.candidate import Candidate, Cut
 from dyncp.planner.task import Task
@@ -85,10 +86,9 @@ def describe_limits(limits: Limits) -> str:
     return ", ".join(f"{what} {share:.3g}" for what, share in named.items() if share is not None)
 
 
-def predicted_tiles(task: Task, solver: Solver) -> int:
-    """Tiles of a batch as a solver cuts it, if all masks were causal."""
+def count_tiles(task: Task, solver: Solver, sizes: Int64) -> int:
+    """Tiles of a batch that a solver cuts into blocks of these sizes, if all masks were causal."""
     lengths = np.asarray(task.batch.lengths, np.int64)
-    sizes = solver.block_sizes(task.batch.lengths, task.topology.num_ranks)
     blocks = -(-lengths // np.maximum(sizes, 1))
     groups = solver.head_groups or task.config.head_groups or 1
     return int((blocks * (blocks + 1) // 2).sum()) * groups * len(task.batch.masks)

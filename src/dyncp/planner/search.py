@@ -11,6 +11,7 @@ ten times as many tiles).
 
 import logging
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -23,22 +24,16 @@ from dyncp.placement import (
     measure_balance,
     static_candidates,
 )
-from dyncp.planner.bounds import (
-    bound_misses,
-    held_seconds,
-    part_seconds,
-    static_seconds,
-    whole_seconds,
-)
+from dyncp.planner.bounds import StaticSeconds, bound_misses, held_seconds, part_seconds
 from dyncp.planner.candidate import DIVISIONS, Candidate, Cut, Part, PartRun, Placed, Runs
 from dyncp.planner.choice import (
     WAYS_TO_KEEP_LIMITS,
     Choice,
     Tried,
+    count_tiles,
     describe_limits,
     dynamic_ways,
     other_starts,
-    predicted_tiles,
 )
 from dyncp.planner.task import Task, run_bounded, warn_replaced
 from dyncp.simulate import Simulated
@@ -81,7 +76,7 @@ class Followed:
     simulated: Simulated
     runs: Runs
 
-    @property
+    @cached_property
     def key(self) -> tuple[float, float]:
         """By how much it misses the limits, then its seconds: the least is the best."""
         return self.candidate.balance.missed, self.simulated.step_seconds
@@ -149,7 +144,7 @@ class Search:
 
     def _leaves_out(self, name: str, solver: Solver) -> bool:
         """Counts a candidate's tiles, as far as these are known."""
-        tiles = predicted_tiles(self._task, solver)
+        tiles = count_tiles(self._task, solver, self._task.block_sizes(solver))
         if self._best is not None and self._tiles + tiles > MOST_TILES[self._task.config.effort]:
             self._tried.append(Tried(name, np.inf, pruned=True, left_out=True))
             return True
@@ -291,12 +286,12 @@ class Search:
         task, lengths = self._task, self._task.batch.lengths
         graph, hopeful = self._any_graph() if dynamic is None else dynamic.graph, []
         most = np.inf if dynamic is None else 1.1 * dynamic.num_tiles
-        bounds, whole = StaticBounds(graph, task.topology), whole_seconds(task, graph)
+        bounds, seconds_of = StaticBounds(graph, task.topology), StaticSeconds(task, graph).of
         for solver in static_candidates(lengths, task.shape, task.topology):
             assert solver.degrees is not None, f"{solver.name} is not static"
-            bound = bounds.of(solver.degrees)
-            missed, seconds = bound_misses(task, bound), static_seconds(task, whole, bound)
-            hopeful.append((missed, predicted_tiles(task, solver) > most, seconds, solver))
+            bound, sizes = bounds.of(solver.degrees), task.block_sizes(solver)
+            missed, seconds = bound_misses(task, bound), seconds_of(bound, sizes)
+            hopeful.append((missed, count_tiles(task, solver, sizes) > most, seconds, solver))
         for missed, _, seconds, solver in sorted(hopeful, key=lambda entry: entry[:3]):
             if self._best is not None and (missed, seconds) >= self._best.key:
                 self._tried.append(Tried(solver.name, seconds, missed, pruned=True))

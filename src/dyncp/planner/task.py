@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from dyncp.arrays import Int64
 from dyncp.blocks import AttentionShape, Batch, BlockGraph, Direction
 from dyncp.checks import instance_of
 from dyncp.cost import PROFILES, CostModel, ModelConfig, profile_for_device, tell_profile
@@ -22,6 +23,7 @@ from dyncp.planner.candidate import (
     PartRun,
     Placed,
     Runs,
+    choose_sizes,
     place_batch,
 )
 from dyncp.planner.config import PlannerConfig
@@ -136,6 +138,10 @@ class Task:
     @property
     def pace(self) -> Pace:
         return Pace(self.topology, self.cost)
+
+    def block_sizes(self, solver: Solver) -> Int64:
+        """How a solver cuts the sequences."""
+        return choose_sizes(self.batch, self.topology, solver, Cut(self.config.block_size))
 
     def place(self, solver: Solver, limits: Limits | None = None, cut: Cut | None = None) -> Placed:
         config = self.config

@@ -13,7 +13,7 @@ from dyncp.arrays import Bool, Float64, Int64
 from dyncp.blocks import BlockGraph, Direction
 from dyncp.placement import Placement
 from dyncp.schedule.launch import Launches, number_launches
-from dyncp.schedule.pace import Load, Needs, Pace, fill, share_phases
+from dyncp.schedule.pace import Load, Needs, Pace, fill, find_turns, share_phases
 from dyncp.schedule.routes import Crossings, Routes, find_crossings, find_routes, travel_seconds
 from dyncp.schedule.schedule import Schedule
 from dyncp.schedule.uses import Uses, Work, find_uses, payloads
@@ -51,8 +51,8 @@ def build_schedule(
         _slow_arrivals(uses, routes, load, shares, pace),
         _result_seconds(uses, routes, work, earliest, slow, together, pace, worth),
     )
-    by_rows = pace.cost.knows_rows(direction)
-    tile_division = fill(earliest, slow, work, needs, placement.num_ranks, by_rows=by_rows)
+    turn = find_turns(pace.cost, graph, name, direction)
+    tile_division = fill(earliest, slow, work, needs, placement.num_ranks, turn)
     first, last = work.first_and_last(tile_division, len(uses))
     arrives = np.where(routes.straight, first, arrives)
     leaves = _departures(last, routes, int(earliest.max(initial=0)) if together else 0)
@@ -83,26 +83,30 @@ def _route(
     """How blocks travel, and the division that each use has its block for."""
     topology, first = pace.topology, crossings.firsts
     lane = uses.owner * topology.machines + uses.rank // topology.ranks_per_machine
-    turn = _spread(lane[first], (uses.side, uses.head_group, uses.block), uses, first, shares[1])
+    turn = _spread(lane[first], (uses.block, uses.head_group, uses.side), uses, first, shares[1])
     routes = find_routes(uses, crossings, turn, topology)
     arrives = np.zeros(len(uses), np.int64)
     arrives[crossings.order] = np.repeat(turn, np.diff(crossings.start))
     arrives[routes.passed_on] += 1
     near = np.flatnonzero(routes.straight)
     distance = (uses.owner - uses.rank) % topology.num_ranks
-    order = (uses.side, uses.head_group, uses.block, distance)
+    order = (distance, uses.block, uses.head_group, uses.side)
     arrives[near] = _spread(uses.rank[near], order, uses, near, shares[0])
     return routes, arrives
 
 
 def _spread(lane: Int64, order: tuple[Int64, ...], uses: Uses, at: Int64, shares: Float64) -> Int64:
-    """Division of the uses `at`: those of every lane, in order, cut by cumulated shares."""
-    size = uses.num_bytes[at].astype(np.float64)
-    by = np.lexsort((*(key[at] for key in order), lane))
+    """Division of the uses `at`: those of every lane, in order, cut by cumulated shares. No two are
+    alike in lane and order."""
+    key = lane
+    for column in order:
+        key = key * (int(column.max(initial=0)) + 1) + column[at]
+    by = np.argsort(key)
+    size, lane = uses.num_bytes[at[by]].astype(np.float64), lane[by]
     total = np.bincount(lane, size)
-    middle = np.cumsum(size[by]) - (np.cumsum(total) - total)[lane[by]] - size[by] / 2
+    middle = np.cumsum(size) - (np.cumsum(total) - total)[lane] - size / 2
     division = np.empty(len(at), np.int64)
-    division[by] = 1 + np.searchsorted(shares[:-1], middle / total[lane[by]])
+    division[by] = 1 + np.searchsorted(shares[:-1], middle / total[lane])
     return division
 
 

@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from dyncp.arrays import Int64, frozen
-from dyncp.blocks import Payload
 from dyncp.schedule.phases import Entries, order_transfers, used_codes
 from dyncp.schedule.routes import Routes
 from dyncp.schedule.schedule import Schedule
@@ -47,7 +46,7 @@ class Launches:
 def number_launches(
     tile_division: Int64,
     launches: Launches,
-    payloads: tuple[list[Payload], list[Payload | None]],
+    payloads: tuple[Int64, Int64],
 ) -> Schedule:
     uses, routes = launches.uses, launches.routes
     far, hop = routes.crosses, routes.relay >= 0
@@ -57,14 +56,11 @@ def number_launches(
     come = code.of(after, kind, launches.arrives)
     back = np.select([far, hop], [FAR_RESULT, SUMMAND], NEAR_RESULT)
     go = code.of(launches.leaves, back, np.zeros_like(kind))
-    entries = []
-    for side in (0, 1):
-        at = np.flatnonzero(uses.side == side)
-        rank, source, what = uses.rank[at], routes.source[at], (uses.head_group[at], uses.block[at])
-        sent, result = payloads[0][side], payloads[1][side]
-        entries.append(Entries(come[at], source, rank, sent, *what))
-        if result is not None:
-            entries.append(Entries(go[at], rank, source, result, *what))
+    sent, result = (kinds[uses.side] for kinds in payloads)
+    entries = [Entries(come, routes.source, uses.rank, sent, uses.head_group, uses.block)]
+    back = np.flatnonzero(result >= 0)
+    ends, what = (uses.rank, routes.source), (result, uses.head_group, uses.block)
+    entries.append(Entries(go[back], *(column[back] for column in (*ends, *what))))
     return _number(tile_division, entries, code)
 
 

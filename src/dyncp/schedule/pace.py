@@ -12,10 +12,11 @@ take on the busiest links.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
-from dyncp.arrays import Bool, Float64, Int64
+from dyncp.arrays import Bool, Float64, Int64, sorted_order
 from dyncp.blocks import BlockGraph, Direction
 from dyncp.cost import DEFAULT_PROFILE, CostModel, find_profile
 from dyncp.cost.cost_model import division_seconds
@@ -117,6 +118,17 @@ SAFETY = 1.3
 #                   local    slow + fill    slow + fill    near fillers, then local ones
 
 
+@lru_cache(maxsize=4)  # placements of one graph, in both directions
+def find_turns(cost: CostModel, graph: BlockGraph, name: str, direction: Direction) -> Int64:
+    """Tiles in the order in which fillers are taken: those of a block together, where every call
+    that meets a block's rows costs something; otherwise small ones first."""
+    tiles = graph.tiles[name]
+    if cost.knows_rows(direction):
+        block = tiles.k_block if direction is Direction.BACKWARD else tiles.q_block
+        return np.argsort(block, kind="stable")
+    return np.argsort(cost.graph_tile_seconds(graph, name, direction), kind="stable")
+
+
 @dataclass(frozen=True, eq=False)
 class Needs:
     """Seconds: when slow inputs of each division (from 1 on) are there, and how long the last
@@ -127,35 +139,33 @@ class Needs:
 
 
 def fill(
-    division: Int64, slow: Bool, work: Work, needs: Needs, num_ranks: int, *, by_rows: bool
+    division: Int64, slow: Bool, work: Work, needs: Needs, num_ranks: int, turn: Int64
 ) -> Int64:
-    """Final divisions. `division` is the earliest that a tile's inputs allow. Fillers are taken
-    `by_rows`, those of a block together, where every call that meets a block's rows costs
-    something; otherwise small ones first."""
+    """Final divisions. `division` is the earliest that a tile's inputs allow; fillers are taken in
+    the order `turn`."""
     end, steps = int(division.max(initial=0)), SAFETY * needs.results
     if end == 0:  # nothing travels
         return division.copy()
     room = _room(division, slow, work, SAFETY * needs.arrivals, num_ranks)
     filled = division.copy()
-    local = np.flatnonzero(work.local & ~slow)
-    turn = work.block if by_rows else work.seconds
-    closes = _middles(work, local, np.zeros_like(local), turn) + work.seconds[local] / 2
-    at_start = local[closes <= room[work.rank[local], 0] + 1e-12]
+    local, middle = _middles(work, work.local & ~slow, np.zeros_like(division), turn)
+    closes = middle + work.seconds[local] / 2
+    at_start = np.sort(local[closes <= room[work.rank[local], 0] + 1e-12])
     filled[at_start] = 0
     room -= np.bincount(work.rank[at_start], work.seconds[at_start], num_ranks)[:, None]
 
     is_rest = ~slow
     is_rest[at_start] = False
-    rest = np.flatnonzero(is_rest)
-    kind = np.where(work.local[rest], end + 1, division[rest])
-    middle = _middles(work, rest, kind, turn)
+    rest, middle = _middles(work, is_rest, np.where(work.local, end + 1, division), turn)
     limits = np.maximum(room[:, 1:], 0.0)
     if len(steps) == 0:
         limits = limits[:, :-1]
     elif len(steps) == 2:
-        left = np.bincount(work.rank[rest], work.seconds[rest], num_ranks) - steps[1]
+        left = np.bincount(work.rank[is_rest], work.seconds[is_rest], num_ranks) - steps[1]
         limits = np.append(limits, np.maximum(left[:, None], limits[:, -1:]), axis=1)
-    place = 1 + (middle[:, None] > limits[work.rank[rest]]).sum(axis=1)
+    place, rank = np.ones_like(rest), work.rank[rest]
+    for limit in np.ascontiguousarray(limits.T):
+        place += middle > limit[rank]
     filled[rest] = np.maximum(division[rest], place)
     return filled
 
@@ -173,12 +183,12 @@ def _room(division: Int64, slow: Bool, work: Work, arrivals: Float64, num_ranks:
     return room
 
 
-def _middles(work: Work, tiles: Int64, kind: Int64, turn: Int64 | Float64) -> Float64:
-    """Where the middle of each tile stands when every rank runs these tiles by kind and turn."""
-    order = np.lexsort((turn[tiles], kind, work.rank[tiles]))
-    by = tiles[order]
-    own = np.bincount(work.rank[by], work.seconds[by], 1)
-    closes = np.cumsum(work.seconds[by]) - (np.cumsum(own) - own)[work.rank[by]]
-    middle = np.empty(len(tiles))
-    middle[order] = closes - work.seconds[by] / 2
-    return middle
+def _middles(work: Work, chosen: Bool, kind: Int64, turn: Int64) -> tuple[Int64, Float64]:
+    """The chosen tiles, and where the middle of each stands, when every rank runs them by kind and
+    turn."""
+    tiles, kinds = turn[chosen[turn]], int(kind.max(initial=0)) + 1
+    ranks = int(work.rank.max(initial=0)) + 1
+    tiles = tiles[sorted_order((work.rank[tiles] * kinds + kind[tiles], ranks * kinds))]
+    rank, seconds = work.rank[tiles], work.seconds[tiles]
+    own = np.bincount(rank, seconds, 1)
+    return tiles, np.cumsum(seconds) - (np.cumsum(own) - own)[rank] - seconds / 2

@@ -24,22 +24,22 @@ ROOM = 63
 
 
 class Entries(NamedTuple):
-    """Transfers of one kind, int64[transfers] each, with codes that order their phases."""
+    """Transfers, int64[transfers] each, with codes that order their phases; `kind` may be that of
+    all of them."""
 
     code: Int64
     source: Int64
     target: Int64
-    kind: Payload
+    kind: Int64 | Payload
     head_group: Int64
     block: Int64
 
 
 def used_codes(entries: Sequence[Entries]) -> Int64:
     """The codes that occur, in order."""
-    counts = [np.bincount(own.code) for own in entries]
-    used = np.zeros(max((len(count) for count in counts), default=0), np.bool_)
-    for count in counts:
-        used[: len(count)] |= count > 0
+    used = np.zeros(1 + max(int(own.code.max(initial=-1)) for own in entries), np.bool_)
+    for own in entries:
+        used[own.code] = True
     return np.flatnonzero(used)
 
 
@@ -48,12 +48,18 @@ def order_transfers(entries: Sequence[Entries], codes: Int64) -> Transfers:
     phases. One number holds all columns where it has room, since sorting numbers is fast."""
     phase = np.zeros(int(codes.max(initial=0)) + 1, np.int64)
     phase[codes] = np.arange(len(codes))
-    columns = [(phase[own.code], *own[1:]) for own in entries]
-    most = [max(int(np.max(own[i], initial=0)) for own in columns) for i in range(len(columns[0]))]
-    bits = [number.bit_length() for number in most]
+    most = [[len(codes), *(int(np.max(own, initial=0)) for own in entry[1:])] for entry in entries]
+    bits = [max(own).bit_length() for own in zip(*most, strict=True)]
     if sum(bits) > ROOM:
-        return _lexsorted(columns)
-    key = np.concatenate([_pack(own, bits) for own in columns])
+        return _lexsorted(entries, phase)
+    key, first = np.empty(sum(len(entry.code) for entry in entries), np.int64), 0
+    for entry in entries:
+        own = key[first : first + len(entry.code)]
+        np.take(phase, entry.code, out=own)
+        for column, width in zip(entry[1:], bits[1:], strict=True):
+            own <<= width
+            own |= column
+        first += len(own)
     key.sort()
     found = []
     for width in bits[::-1]:
@@ -62,22 +68,12 @@ def order_transfers(entries: Sequence[Entries], codes: Int64) -> Transfers:
     return Transfers(*found[::-1])
 
 
-Columns = tuple[Any, ...]  # an array each, or one number for all
-
-
-def _pack(columns: Columns, bits: Sequence[int]) -> Int64:
-    key: Int64 = columns[0].copy()
-    for column, width in zip(columns[1:], bits[1:], strict=True):
-        key <<= width
-        key |= column
-    return key
-
-
-def _lexsorted(entries: Sequence[Columns]) -> Transfers:
+def _lexsorted(entries: Sequence[Entries], phase: Int64) -> Transfers:
     columns = [
-        np.concatenate([np.broadcast_to(own[i], len(own[0])) for own in entries])
-        for i in range(len(entries[0]))
+        np.concatenate([np.broadcast_to(entry[i], len(entry.code)) for entry in entries])
+        for i in range(len(Entries._fields))
     ]
+    columns[0] = phase[columns[0]]
     order = np.lexsort(columns[::-1])
     return Transfers(*(frozen(column[order]) for column in columns))
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from dyncp.arrays import Bool, Float64, Int64
 from dyncp.blocks import Q_INPUT, Q_RESULT, BlockGraph, Direction, Payload
-from dyncp.placement import Placement, RemoteUses, find_remote_uses
+from dyncp.placement import Placement, find_remote_uses
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,14 +29,12 @@ class Uses:
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """Tiles: their ranks and seconds, the use that brings each tile's query block and key block,
-    int64[2, tiles] (-1: local), and the block whose rows the kernel works by: that of queries
-    forward, of keys backward."""
+    """Tiles: their ranks and seconds, and the use that brings each tile's query block and key
+    block, int64[2, tiles] (-1: local)."""
 
     rank: Int64
     seconds: Float64
     use: Int64
-    block: Int64
 
     @cached_property
     def local(self) -> Bool:
@@ -44,50 +42,62 @@ class Work:
 
     def first_and_last(self, division: Int64, num_uses: int) -> tuple[Int64, Int64]:
         """First and last division of the tiles of every use."""
-        first = np.full(num_uses + 1, np.iinfo(np.int64).max)
-        last = np.zeros(num_uses + 1, np.int64)
+        count = int(division.max(initial=0)) + 1
+        used = np.zeros((num_uses + 1) * count, np.bool_)
         for use in self.use:
-            np.minimum.at(first, use, division)
-            np.maximum.at(last, use, division)
-        return first[:-1], last[:-1]
+            used[use * count + division] = True  # of -1, behind all others
+        used = used.reshape(-1, count)[:-1]
+        return used.argmax(axis=1), count - 1 - used[:, ::-1].argmax(axis=1)
 
 
-def payloads(direction: Direction) -> tuple[list[Payload], list[Payload | None]]:
-    """What comes and what goes back, for queries and for keys."""
-    back = Payload.DKV if direction is Direction.BACKWARD else None
-    return [Q_INPUT[direction], Payload.KV], [Q_RESULT[direction], back]
+def payloads(direction: Direction) -> tuple[Int64, Int64]:
+    """What comes and what goes back (-1: nothing), for queries and for keys."""
+    back = int(Payload.DKV) if direction is Direction.BACKWARD else -1
+    return np.array([Q_INPUT[direction], Payload.KV]), np.array([Q_RESULT[direction], back])
+
+
+@dataclass(frozen=True, eq=False)
+class _Remote:
+    """What does not depend on the direction: remote blocks of both sides, and tiles' uses."""
+
+    side: Int64
+    rank: Int64
+    block: Int64
+    head_group: Int64
+    owner: Int64
+    tokens: Int64
+    tile_rank: Int64
+    of_tiles: Int64
 
 
 @lru_cache(maxsize=1)  # forward and backward, and schedules in other steps, ask for the same
-def _sides(graph: BlockGraph, placement: Placement, name: str) -> tuple[RemoteUses, RemoteUses]:
-    tiles = graph.tiles[name]
-    return (
-        find_remote_uses(graph, placement, name, tiles.q_block),
-        find_remote_uses(graph, placement, name, tiles.k_block),
+def _find_remote(graph: BlockGraph, placement: Placement, name: str) -> _Remote:
+    sides = [find_remote_uses(graph, placement, name, keys=keys) for keys in (False, True)]
+    rank, block, group = (
+        np.concatenate([getattr(own, field) for own in sides])
+        for field in ("rank", "block", "head_group")
+    )
+    of_keys = np.where(sides[1].of_tile < 0, -1, sides[1].of_tile + len(sides[0]))
+    return _Remote(
+        np.repeat([0, 1], [len(own) for own in sides]),
+        rank,
+        block,
+        group,
+        placement.block_rank[block].astype(np.int64),
+        graph.blocks.tokens[block].astype(np.int64),
+        placement.tile_rank[name].astype(np.int64),
+        np.stack([sides[0].of_tile, of_keys]),
     )
 
 
 def find_uses(
     graph: BlockGraph, placement: Placement, name: str, direction: Direction, seconds: Float64
 ) -> tuple[Uses, Work]:
-    sides, tiles = _sides(graph, placement, name), graph.tiles[name]
-    side = np.repeat([0, 1], [len(own) for own in sides])
-    rank, block, group = (
-        np.concatenate([getattr(own, field) for own in sides])
-        for field in ("rank", "block", "head_group")
-    )
-    tokens = graph.blocks.tokens[block].astype(np.int64)
+    found = _find_remote(graph, placement, name)
     per_token = np.vstack([graph.payload_bytes, np.zeros_like(graph.payload_bytes[:1])])
     sizes = (
-        per_token[np.array([-1 if kind is None else kind for kind in kinds])[side], group] * tokens
+        per_token[kinds[found.side], found.head_group] * found.tokens
         for kinds in payloads(direction)
     )
-    owner = placement.block_rank[block].astype(np.int64)
-    of_keys = np.where(sides[1].of_tile < 0, -1, sides[1].of_tile + len(sides[0]))
-    work = Work(
-        placement.tile_rank[name].astype(np.int64),
-        seconds,
-        np.stack([sides[0].of_tile, of_keys]),
-        (tiles.k_block if direction is Direction.BACKWARD else tiles.q_block).astype(np.int64),
-    )
-    return Uses(side, rank, block, group, owner, *sizes), work
+    what = (found.side, found.rank, found.block, found.head_group, found.owner)
+    return Uses(*what, *sizes), Work(found.tile_rank, seconds, found.of_tiles)

@@ -105,9 +105,10 @@ class _Layer(NamedTuple):
 
     def calls(self) -> Int64:
         """Kernel calls, one per head group, int64[ranks, divisions]."""
-        called: Bool = np.zeros((self.num_ranks * self.num_divisions, len(self.groups)), np.bool_)
-        called[self.cell, self.tiles.head_group] = True
-        num_calls: Int64 = called.sum(axis=1, dtype=np.int64)
+        groups = len(self.groups)
+        called: Bool = np.zeros(self.num_ranks * self.num_divisions * groups, np.bool_)
+        called[self.cell * groups + self.tiles.head_group] = True
+        num_calls: Int64 = called.reshape(-1, groups).sum(axis=1, dtype=np.int64)
         return num_calls.reshape(self.num_ranks, -1)
 
     def seconds(self) -> Float64:

@@ -171,15 +171,16 @@ class Trial(NamedTuple):
     best: Float64
     caps: Float64  # [sides, 2]
     used: Float64  # [sides, 2]
+    taken: Float64  # [sides, 2]
     room: Float64  # [2, 2]: least and most of work and of tokens
     found: Int64  # [2]
 
 
 def make_trial(pieces: int) -> Trial:
     order, side, best_side = np.empty((3, pieces), np.int64)
-    caps, used, room = np.empty((3, 2, 2))
+    caps, used, taken, room = np.empty((4, 2, 2))
     cut, found = np.empty(5, np.int64), np.empty(2, np.int64)
-    return Trial(order, side, best_side, cut, np.empty(1), caps, used, room, found)
+    return Trial(order, side, best_side, cut, np.empty(1), caps, used, taken, room, found)
 
 
 @inner
@@ -257,7 +258,7 @@ def _weigh(
 ) -> None:
     """Levels the others around a cut, and keeps it if it is the best so far."""
     a, b, count, cut = trial.found[0], trial.found[1], len(load), trial.cut
-    taken = np.empty((2, 2))
+    taken = trial.taken
     for what in range(2):
         taken[half, what] = running[b, what] - running[a, what]
         taken[1 - half, what] = load[piece, what] - taken[half, what]

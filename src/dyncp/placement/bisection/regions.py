@@ -113,9 +113,9 @@ def _sums(values: Float64, start: Int64) -> Float64:
     return np.diff(np.append(0.0, np.cumsum(values))[start])
 
 
-def region_of_rows(problem: Problem, chosen: Bool) -> Region:
-    """The chosen blocks' rows with all columns of their sequences."""
-    whole = whole_batch(problem)
+def region_of_rows(problem: Problem, whole: Region, row_load: Float64, chosen: Bool) -> Region:
+    """The chosen blocks' rows, whose loads these are, with all columns of their sequences; `whole`
+    is the whole batch."""
     blocks = np.flatnonzero(chosen)
     of_block = np.searchsorted(problem.first_block, blocks, side="right") - 1
     sequence, begin, counts = np.unique(of_block, return_index=True, return_counts=True)
@@ -123,11 +123,7 @@ def region_of_rows(problem: Problem, chosen: Bool) -> Region:
     pieces[:, 3:5] += len(blocks)
     pieces[:, 1], pieces[:, 2] = begin, begin + counts
     lines = np.concatenate([blocks - problem.first_block[of_block], whole.lines])
-    stride = np.diff(problem.first_block)[of_block]
-    row = problem.work_start[of_block] + lines[: len(blocks)] * stride
-    running = np.append(0.0, np.cumsum(problem.work))
-    per_block = np.stack([running[row + stride] - running[row], problem.tokens[blocks]], axis=1)
-    load = np.add.reduceat(per_block, begin) if len(begin) else np.zeros((0, 2))
+    load = np.add.reduceat(row_load[blocks], begin) if len(begin) else np.zeros((0, 2))
     return Region(pieces, lines, load)
 
 

@@ -1,13 +1,12 @@
 """Splits a region down a tree of groups of ranks, each time by the cheapest cut (cuts.py)."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from dyncp.arrays import Float64, Int32, Int64
+from dyncp.arrays import Float64, Int32, Int64, ranges_of
 from dyncp.compiled import compiled, inner
 from dyncp.placement.bisection.cuts import BY_GROUPS, Taste, Trial, choose_cut, make_trial
 from dyncp.placement.bisection.regions import Parts, Problem, Region, whole_batch
@@ -277,26 +276,22 @@ def bisect(problem: Problem, topology: Topology, budget: Budget, way: Way | None
     return cell_rank
 
 
-def split(
+def split_rows(
     problem: Problem, region: Region, topology: Topology, budget: Budget, way: Way
-) -> Iterator[Region]:
-    """Regions of the ranks, in order."""
+) -> Int64:
+    """The rank of every block's rows, 0 for blocks that are not in the region."""
     groups = rank_tree(topology, way.peel, way.left)
     tree = Tree(groups.children, budget.of_nodes(groups))
     parts = split_region(problem, region, tree, way.taste(problem))
-    for node in np.argsort(np.where(groups.rank < 0, topology.num_ranks, groups.rank)):
-        if groups.rank[node] >= 0:
-            own = slice(*parts.span[node])
-            yield Region(parts.pieces[own], parts.lines, parts.load[own])
-
-
-def owners(problem: Problem, regions: list[Region]) -> Int64:
-    """The region of every block's rows."""
+    first, end = parts.span[groups.rank >= 0].T
+    of_rank = ranges_of(first, end - first)
+    rank = np.repeat(groups.rank[groups.rank >= 0], end - first)
+    sequence, begin, behind = parts.pieces[of_rank, :3].T
+    lines = parts.lines[ranges_of(begin, behind - begin)]
     owner = np.zeros(len(problem.tokens), np.int64)
-    for number, region in enumerate(regions):
-        first = problem.first_block[region.pieces[:, 0]]
-        count = region.pieces[:, 2] - region.pieces[:, 1]
-        owner[np.repeat(first, count) + region.rows] = number
+    owner[np.repeat(problem.first_block[sequence], behind - begin) + lines] = np.repeat(
+        rank, behind - begin
+    )
     return owner
 
 

@@ -133,17 +133,19 @@ def count_users(rows: Rows) -> None:
         r = rows.rank[b]
         rows.used[r, 0] += rows.load[b, 0]
         rows.used[r, 1] += rows.load[b, 1]
-        _add(rows.start, rows.edges, rows.users, b, r, 1)
-        _add(rows.start, rows.edges, rows.inside, b, r // rows.per_machine, 1)
+        _shift(rows.start, rows.edges, rows.users, b, -1, r)
+        _shift(rows.start, rows.edges, rows.inside, b, -1, r // rows.per_machine)
 
 
 @inner
-def _add(start: Int64, edges: Int64, counts: Int32, b: int, at: int, by: int) -> None:
+def _shift(start: Int64, edges: Int64, counts: Int32, b: int, r: int, s: int) -> None:
+    """Block b no longer counts at place r (-1: nowhere), but at place s."""
     blocks = len(start) - 1
-    counts[b, at] += by
-    counts[b + blocks, at] += by
-    for i in range(start[b], start[b + 1]):
-        counts[edges[i], at] += by
+    for i in range(start[b] - 2, start[b + 1]):
+        e = edges[i] if i >= start[b] else b + (start[b] - 1 - i) * blocks
+        counts[e, s] += 1
+        if r >= 0:
+            counts[e, r] -= 1
 
 
 @inner
@@ -177,12 +179,10 @@ def _move(rows: Rows, b: int, s: int) -> None:
     for what in range(2):
         rows.used[r, what] -= rows.load[b, what]
         rows.used[s, what] += rows.load[b, what]
-    _add(rows.start, rows.edges, rows.users, b, r, -1)
-    _add(rows.start, rows.edges, rows.users, b, s, 1)
+    _shift(rows.start, rows.edges, rows.users, b, r, s)
     m, n = r // rows.per_machine, s // rows.per_machine
     if m != n:
-        _add(rows.start, rows.edges, rows.inside, b, m, -1)
-        _add(rows.start, rows.edges, rows.inside, b, n, 1)
+        _shift(rows.start, rows.edges, rows.inside, b, m, n)
     rows.rank[b] = s
 
 
@@ -286,10 +286,11 @@ def _cheapest(rows: Rows, r: int, found: Int64, relief: Float64, size: int) -> i
         unit += _EPSILON * rows.size[e]
     best, best_at = np.inf, -1
     for at in range(size):
-        b, s, c = found[at, 0], found[at, 1], found[at, 2]
-        cost = _cost(rows, b, r, s)
-        if c >= 0:
-            cost += _cost(rows, c, s, r)
+        s, cost = found[at, 1], 0.0
+        for back in range(2):  # one call takes half as long to compile as two
+            b = found[at, 2 * back]
+            if b >= 0:
+                cost += _cost(rows, b, s if back else r, r if back else s)
         score = (max(cost, 0.0) + unit) / relief[at]
         if score < best:
             best, best_at = score, at
@@ -313,14 +314,37 @@ def _list_members(rank: Int64, members: Int64, first: Int64) -> None:
     first[0] = 0
 
 
-@compiled
+class Room(NamedTuple):
+    """Room for one step of levelling: ranks that may get blocks, the blocks of every rank, and the
+    best exchanges with their reliefs; `done` marks ranks that nothing can be done for. Making these
+    arrays in compiled code takes a second to compile."""
+
+    partner: Int64
+    members: Int64
+    first: Int64
+    found: Int64
+    relief: Float64
+    done: Bool
+
+
 def level(rows: Rows, max_moves: int, between: bool) -> None:
     """Moves or swaps blocks off the rank that misses its aims most; `between` machines too."""
     ranks = len(rows.used)
-    partner = np.empty(rows.per_machine + OUTSIDERS, np.int64)
-    members, first = np.empty(len(rows.rank), np.int64), np.empty(ranks + 1, np.int64)
-    found, relief = np.empty((PRICED, 3), np.int64), np.empty(PRICED)
-    done = np.zeros(ranks, np.bool_)  # ranks that nothing can be done for
+    room = Room(
+        np.empty(rows.per_machine + OUTSIDERS, np.int64),
+        np.empty(len(rows.rank), np.int64),
+        np.empty(ranks + 1, np.int64),
+        np.empty((PRICED, 3), np.int64),
+        np.empty(PRICED),
+        np.zeros(ranks, np.bool_),
+    )
+    _level(rows, room, max_moves, between)
+
+
+@compiled
+def _level(rows: Rows, room: Room, max_moves: int, between: bool) -> None:
+    ranks, partner, members, first = len(rows.used), room.partner, room.members, room.first
+    found, relief, done = room.found, room.relief, room.done
     for _ in range(max_moves):
         r, full = -1, 1.0 + _EPSILON
         for s in range(ranks):
@@ -335,8 +359,8 @@ def level(rows: Rows, max_moves: int, between: bool) -> None:
             done[r] = True
             continue
         at = _cheapest(rows, r, found, relief, size)
-        b, s, c = found[at, 0], found[at, 1], found[at, 2]
-        _move(rows, b, s)
-        if c >= 0:
-            _move(rows, c, r)
+        s = found[at, 1]
+        for back in range(2):
+            if found[at, 2 * back] >= 0:
+                _move(rows, found[at, 2 * back], r if back else s)
         done[s] = False

@@ -12,8 +12,8 @@ import numpy as np
 
 from dyncp.arrays import Float64, Int64
 from dyncp.placement.bisection.leveling import level_all
-from dyncp.placement.bisection.regions import Problem, whole_batch
-from dyncp.placement.bisection.split import Budget, Way, owners, split
+from dyncp.placement.bisection.regions import Problem, Region
+from dyncp.placement.bisection.split import Budget, Way, split_rows
 from dyncp.placement.rows.level import Needs, Rows, level, make_rows
 from dyncp.topology import Topology
 
@@ -28,17 +28,15 @@ LEVELLED = 5
 
 @dataclass(frozen=True, eq=False)
 class Machines:
-    """`caps` is what a machine may have of work and tokens."""
+    """`whole` is the whole batch, `load` the work and tokens of every block, and `caps` what a
+    machine may have of them."""
 
     problem: Problem
     needs: Needs
+    whole: Region
+    load: Float64
     topology: Topology  # one rank per machine
     caps: Float64
-
-    @property
-    def load(self) -> Float64:
-        """Work and tokens of every block."""
-        return np.stack([self.needs.work, self.problem.tokens], axis=1)
 
     def rows(self, machine: Int64) -> Rows:
         return make_rows(self.problem, self.needs, self.topology, self.caps, machine)
@@ -51,7 +49,8 @@ def place_machines(machines: Machines) -> Int64:
     best = machines.rows(_level(machines, sequence))
     if (best.used <= best.aim * (1 + 1e-9)).all():
         return best.rank
-    options = sorted([best, *map(machines.rows, _ways(machines, sequence))], key=cost)
+    ways = {way.tobytes(): way for way in (best.rank, *_ways(machines, sequence))}
+    options = sorted(map(machines.rows, ways.values()), key=cost)
     for rows in options[:LEVELLED]:
         level(rows, MAX_MOVES, True)
     return min(options[:LEVELLED], key=cost).rank
@@ -60,13 +59,11 @@ def place_machines(machines: Machines) -> Int64:
 def _ways(machines: Machines, sequence: Int64) -> Iterator[Int64]:
     for cut, most in product((_from_the_end, _evenly, _zigzag), PIECES):
         yield _level(machines, cut(machines, sequence, most))
-    batch = whole_batch(machines.problem)
     mean = np.maximum(machines.load.sum(axis=0) / machines.topology.num_ranks, 1e-9)
     budget = Budget(mean, machines.caps / mean - 1, 8.0)
     for peel in (False, True) if machines.topology.num_ranks <= PEELED else (False,):
         way = Way(rows_only=True, peel=peel)
-        regions = split(machines.problem, batch, machines.topology, budget, way)
-        yield owners(machines.problem, list(regions))
+        yield split_rows(machines.problem, machines.whole, machines.topology, budget, way)
 
 
 def _level(machines: Machines, piece: Int64) -> Int64:

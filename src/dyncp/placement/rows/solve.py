@@ -8,16 +8,32 @@ NICs share what crosses. Only where a limit is missed do blocks move between mac
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
 from dyncp.arrays import Bool, Float64, Int32, Int64, frozen
 from dyncp.blocks import BLOCK_MULTIPLE, BlockGraph, choose_sizes_by_work
 from dyncp.placement.bisection.leveling import level_all
-from dyncp.placement.bisection.regions import Problem, make_problem, region_of_rows
-from dyncp.placement.bisection.split import Budget, Way, owners, split
+from dyncp.placement.bisection.regions import (
+    Problem,
+    Region,
+    make_problem,
+    region_of_rows,
+    whole_batch,
+)
+from dyncp.placement.bisection.split import Budget, Way, split_rows
 from dyncp.placement.placement import Limits, Placement
-from dyncp.placement.rows.level import Homes, Rows, find_homes, find_needs, fold, level, make_rows
+from dyncp.placement.rows.level import (
+    Homes,
+    Needs,
+    Rows,
+    find_homes,
+    find_needs,
+    fold,
+    level,
+    make_rows,
+)
 from dyncp.placement.rows.machines import Machines, place_machines
 from dyncp.placement.solver import Solver
 from dyncp.topology import Topology
@@ -32,14 +48,13 @@ FINE = 16
 
 
 def place_rows(graph: BlockGraph, topology: Topology, limits: Limits, _seed: int) -> Placement:
-    whole, ranks = make_problem(graph), topology.num_ranks
-    homes = find_homes(whole, ranks)
-    problem, needs = fold(whole, homes), find_needs(whole, homes)
-    tolerance = limits.tolerances
-    mean = np.maximum([whole.work.sum() / ranks, whole.tokens.sum() / ranks], 1e-9)
+    ranks, tolerance = topology.num_ranks, limits.tolerances
+    homes, problem, needs, whole = _prepare(graph, ranks)
+    load = np.stack([needs.work, problem.tokens], axis=1)
+    mean = np.maximum(load.sum(axis=0) / ranks, 1e-9)
     slack = np.array([MACHINE_SHARE * tolerance[0], _token_slack(problem, mean[1], tolerance[1])])
     caps = mean * topology.ranks_per_machine * (1 + slack)
-    machines = Machines(problem, needs, Topology(topology.machines, 1), caps)
+    machines = Machines(problem, needs, whole, load, Topology(topology.machines, 1), caps)
     machine = place_machines(machines)
     dealt = _crossed(machines.rows(machine))
     rank = np.zeros(len(machine), np.int64)
@@ -56,6 +71,15 @@ def place_rows(graph: BlockGraph, topology: Topology, limits: Limits, _seed: int
     level(rows, MAX_MOVES, False)
     tile_rank = _tile_ranks(graph, homes, rows.rank)
     return Placement(ranks, frozen(rows.rank), tile_rank, "rows", static=False)
+
+
+@lru_cache(maxsize=1)  # several tolerances are tried one after the other
+def _prepare(graph: BlockGraph, num_ranks: int) -> tuple[Homes, Problem, Needs, Region]:
+    """What does not depend on limits: homes, the problem folded by them, and the whole batch."""
+    problem = make_problem(graph)
+    homes = find_homes(problem, num_ranks)
+    folded = fold(problem, homes)
+    return homes, folded, find_needs(problem, homes), whole_batch(folded)
 
 
 def _token_slack(problem: Problem, mean: float, tolerance: float) -> float:
@@ -80,11 +104,11 @@ def _cut_bands(
     if not own.any():
         return np.zeros(0, np.int64)
     inside = Topology(1, topology.ranks_per_machine)
-    region = region_of_rows(machines.problem, own)
+    region = region_of_rows(machines.problem, machines.whole, machines.load, own)
     share = np.maximum(region.load.sum(axis=0) / inside.num_ranks, 1e-9 * mean)
     slack = np.clip(mean * (1 + tolerance) / share - 1, INSIDE, tolerance)
-    leaves = split(machines.problem, region, inside, Budget(share, slack, 1.7), Way(rows_only=True))
-    return owners(machines.problem, list(leaves))[own]
+    budget, way = Budget(share, slack, 1.7), Way(rows_only=True)
+    return split_rows(machines.problem, region, inside, budget, way)[own]
 
 
 def _deal(

@@ -11,7 +11,7 @@ from dyncp.arrays import Float64, Int64
 from dyncp.blocks import AttentionShape, BlockGraph
 from dyncp.placement.placement import Limits, Placement
 from dyncp.placement.solver import Degrees, Solver
-from dyncp.placement.static.grid import Grid, block_work, deal_loads, divisors, sequence_load
+from dyncp.placement.static.grid import Grid, deal_loads, divisors, sequence_load
 from dyncp.placement.static.hybrid import (
     contiguous_ranks,
     deal_documents,
@@ -65,13 +65,14 @@ DENSE = 0.5
 @dataclass(frozen=True, slots=True)
 class Bound:
     """Least shares of the batch's work and tokens on the fullest rank, the kernel calls that it
-    makes at least, and the seconds per byte of a token's keys and values that forward communication
-    takes at least."""
+    makes at least, and the seconds that communication takes at least: forward, per byte of a
+    token's keys and values, and per byte of a token that goes to other heads' ranks or back."""
 
     work: float
     tokens: float
     calls: int
     seconds_per_byte: float
+    swap_seconds_per_byte: float = 0.0
 
 
 class StaticBounds:
@@ -79,14 +80,14 @@ class StaticBounds:
 
     def __init__(self, graph: BlockGraph, topology: Topology) -> None:
         self._graph, self._topology = graph, topology
-        self._lengths = graph.batch.lengths
+        self._lengths, self._num_tokens = graph.batch.lengths, graph.batch.num_tokens
         self._is_long = np.asarray(self._lengths) >= SHORT * topology.num_ranks
         # Causal or more: the last rows of a sequence use the keys of all ranks, hop after hop.
         self._is_dense = self._is_long.copy()
         for pairs, rows in (whole_rows(graph, name) for name in graph.tiles):
             self._is_dense &= pairs >= DENSE * rows**2
         self._load = np.ascontiguousarray(sequence_load(graph)[:, ::-1])  # work, tokens
-        self._row_work = block_work(graph) / max(float(block_work(graph).sum()), 1.0)
+        self._row_work = graph.row_work / max(float(graph.row_work.sum()), 1.0)
         self._deal = cache(lambda groups: deal_loads(self._load, groups))
         self._chunks = cache(self._chunk_work)
 
@@ -97,14 +98,17 @@ class StaticBounds:
         method = METHODS[degrees.method]
         degree = degrees.ranks or self._topology.num_ranks
         heads = degree if method.only_heads else degrees.heads or 1
-        share = np.zeros((self._topology.num_ranks // degree, 2))
-        np.add.at(share, self._deal(len(share)), self._load)
+        groups = self._topology.num_ranks // degree
+        group = self._deal(groups)
+        columns = [np.bincount(group, own, groups) for own in self._load.T]
+        share = np.stack(columns, axis=1).astype(np.float64)
         tokens = float(share[:, 1].max())
         return Bound(
             self._work(method, share, degree, heads),
             tokens / degree,
             degree // heads if method.pattern == "ring" and self._every_rank(share) else 1,
-            self._seconds_per_byte(method, tokens * sum(self._lengths), degree, heads),
+            self._seconds_per_byte(method, tokens * self._num_tokens, degree, heads),
+            self._swap_seconds_per_byte(method, tokens * self._num_tokens, degree, heads),
         )
 
     def _every_rank(self, share: Float64) -> bool:
@@ -119,8 +123,8 @@ class StaticBounds:
         chunks = self._chunks(halves * contexts)
         if halves == 2:
             chunks = chunks[:, :contexts] + chunks[:, : contexts - 1 : -1]
-        by_rank = np.zeros((len(share), contexts))
-        np.add.at(by_rank, self._deal(len(share)), chunks)
+        place = self._deal(len(share))[:, None] * contexts + np.arange(contexts)
+        by_rank = np.bincount(place.ravel(), chunks.ravel())
         return max(even, CERTAIN * float(by_rank.max()) / heads)
 
     def _chunk_work(self, count: int) -> Float64:
@@ -166,6 +170,20 @@ class StaticBounds:
             copies = 1 if method.by_machine else topology.ranks_per_machine
             return copies * group_tokens * (1 - 1 / machines) / topology.inter.bandwidth
         return 0.0
+
+    def _swap_seconds_per_byte(
+        self, method: Method, group_tokens: float, degree: int, heads: int
+    ) -> float:
+        """Rings of heads: what ranks own and other machines compute with leaves over the NICs of a
+        group, and so do its results."""
+        topology = self._topology
+        if method.pattern != "ring" or heads == 1 or degree <= topology.ranks_per_machine:
+            return 0.0
+        ranks = Grid.of(topology, degree, heads, method.context_first, method.name).ranks
+        machine = ranks // topology.ranks_per_machine
+        far = (machine[..., :, None] != machine[..., None, :]).mean(axis=(1, 2, 3)).min()
+        nics = max(len(np.unique(own)) for own in ranks // topology.ranks_per_nic)
+        return float(far) * group_tokens / nics / topology.nic_bandwidth
 
 
 def whole_rows(graph: BlockGraph, name: str) -> tuple[Int64, Int64]:

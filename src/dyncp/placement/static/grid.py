@@ -62,18 +62,8 @@ def deal(load: Float64, order: Int64, group_load: Float64, group: Int64) -> None
 def sequence_load(graph: BlockGraph) -> Float64:
     """Every sequence's share of the batch's tokens and work, float64[sequences, 2]."""
     tokens = np.asarray(graph.batch.lengths, np.float64)
-    sequence, work = graph.blocks.sequence, np.zeros(len(tokens))
-    for name, tiles in graph.tiles.items():
-        work += np.bincount(sequence[tiles.q_block], graph.tile_work(name), len(tokens))
+    work = np.bincount(graph.blocks.sequence, graph.row_work, len(tokens))
     return np.stack([tokens / tokens.sum(), work / max(work.sum(), 1.0)], axis=1)
-
-
-def block_work(graph: BlockGraph) -> Int64:
-    """Work of each block's query rows over all masks, int64[blocks]."""
-    work = np.zeros(len(graph.blocks), np.int64)
-    for name, tiles in graph.tiles.items():
-        np.add.at(work, tiles.q_block, graph.tile_work(name))
-    return work
 
 
 @dataclass(frozen=True, slots=True)

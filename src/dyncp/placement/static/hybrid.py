@@ -18,7 +18,7 @@ from dyncp.arrays import Float64, Int64, frozen
 from dyncp.blocks import BlockGraph, TokenBlocks
 from dyncp.placement.placement import Limits, Placement, Traffic
 from dyncp.placement.solver import Degrees, Solver
-from dyncp.placement.static.grid import block_work, deal, sequence_load
+from dyncp.placement.static.grid import deal, sequence_load
 from dyncp.topology import Topology
 
 # Chunks of equal length: where each block of a sequence lies among the ranks that share it.
@@ -98,9 +98,8 @@ def packed_chunks(graph: BlockGraph, blocks: Int64, num_ranks: int) -> Int64:
 
 
 def chunk_work(graph: BlockGraph, blocks: Int64, chunk: Int64, num_ranks: int) -> Int64:
-    work = np.zeros(num_ranks * CHUNKS_PER_RANK, np.int64)
-    np.add.at(work, chunk, block_work(graph)[blocks])
-    return work
+    work = np.bincount(chunk, graph.row_work[blocks], num_ranks * CHUNKS_PER_RANK)
+    return work.astype(np.int64)
 
 
 def heap_ranks(work: Int64, num_ranks: int) -> Int64:

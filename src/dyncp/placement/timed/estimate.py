@@ -9,6 +9,8 @@ a share of the busiest ones of the other kinds, since nothing is hidden altogeth
 
 from typing import NamedTuple
 
+import numpy as np
+
 from dyncp.arrays import Float64, Int32, Int64
 from dyncp.compiled import compiled, inner
 
@@ -143,33 +145,23 @@ def _count_all(step: StepEstimate) -> None:
                 row, e, r, o, 1)  # fmt: skip
 
 
-# Written out, since a call of pow takes ten times as long.
-@inner
-def _low_power(share: float) -> float:
-    square = share * share
-    fourth = square * square
-    return fourth * fourth
-
-
-@inner
-def _high_power(share: float) -> float:
-    low = _low_power(share)
-    return low * low * low * low
-
-
 @inner
 def _busiest(busy: Float64, row: int, first: int, end: int, power: int) -> float:
+    """Powers and roots are written out, since a call of pow takes ten times as long."""
     most = 0.0
     for at in range(first, end):
         most = max(most, busy[row, at])
     if most <= 0:
         return 0.0
-    total, notable = 0.0, HIGH_SHARE if power == HIGH else LOW_SHARE
+    total, notable, unit = 0.0, HIGH_SHARE if power == HIGH else LOW_SHARE, 1.0 / most
     for at in range(first, end):
-        share = busy[row, at] / most
+        share = busy[row, at] * unit
         if share > notable:
-            total += _low_power(share) if power == LOW else _high_power(share)
-    return float(most * total ** (1.0 / power))
+            fourth = share * share * share * share
+            eighth = fourth * fourth
+            total += eighth if power == LOW else eighth * eighth * eighth * eighth
+    root = np.sqrt(np.sqrt(np.sqrt(total)))
+    return float(most * (root if power == LOW else np.sqrt(np.sqrt(root))))
 
 
 @inner

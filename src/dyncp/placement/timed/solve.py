@@ -49,9 +49,8 @@ def improve(
     if start < max(worth * _alone(step), least / _unit(prices, topology)):
         return None
     unit = make_unit(step)
-    for power, most in SWEEPS:
-        sweep(step, unit, most, power)
-    if estimate(step, HIGH) >= start and not placement.static:
+    _, end = (sweep(step, unit, most, power) for power, most in SWEEPS)
+    if end >= start and not placement.static:
         return None
     found = _placement(graph, step)
     # Shares of ranks of different speeds move with the mean.
@@ -103,7 +102,10 @@ def _make_estimate(
         machine=np.arange(ranks) // topology.ranks_per_machine,
         slow=1 / topology.rank_speeds,
         tokens=np.column_stack([tokens, prices.token_seconds / unit * tokens]),
-        weight=np.append(np.repeat([float(prices.layers[name]) for name in names], 2), 1.0),
+        weight=np.append(
+            np.repeat([float(prices.layers[name]) for name in names], 2),
+            float(prices.token_seconds > 0),
+        ),
         sizes=np.array([topology.ranks_per_machine, blocks, groups, len(names)]),
         span=_spans(graph),
         most=_most(graph, topology, limits, float(work.sum())),

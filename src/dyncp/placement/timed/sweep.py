@@ -130,13 +130,15 @@ HOT = 0.8
 # Functions that are called often get arrays rather than the whole estimate: numba takes long to
 # compile those with many.
 @inner
-def _mark_hot(busy: Float64, weight: Float64, per_machine: int, hot: Bool) -> None:
-    """Ranks with a busy resource, their own or their machine's."""
+def _mark_hot(busy: Float64, weight: Float64, per_machine: int, hot: Bool, load: Float64) -> None:
+    """Ranks with a busy resource, their own or their machine's; and what all ranks compute."""
     ranks = len(hot)
     machines = ranks // per_machine
     for r in range(ranks):
-        hot[r] = False
+        hot[r], load[r] = False, 0.0
     for row in range(len(busy)):
+        for r in range(ranks):
+            load[r] += weight[row] * busy[row, r]
         most = 0.0
         for at in range(busy.shape[1]):
             most = max(most, HOT * busy[row, at])
@@ -150,23 +152,13 @@ def _mark_hot(busy: Float64, weight: Float64, per_machine: int, hot: Bool) -> No
 
 
 @inner
-def _load(busy: Float64, weight: Float64, s: int) -> float:
-    total = 0.0
-    for row in range(len(busy)):
-        total += weight[row] * busy[row, s]
-    return total
-
-
-@inner
 def _find_targets(
-    busy: Float64, weight: Float64, span: Int64, block_rank: Int64,
+    load: Float64, span: Int64, block_rank: Int64,
     b: int, r: int, per_machine: int, target: Int64, known: Bool,
 ) -> int:  # fmt: skip
-    """Ranks for a unit of the sequence of block b that is on rank r."""
-    ranks = len(known)
-    for s in range(ranks):
-        known[s] = s == r
-    size = 0
+    """Ranks for a unit of the sequence of block b that is on rank r; `known` is False everywhere,
+    before and after."""
+    size, known[r] = 0, True
     for way in (-1, 1):  # the nearest blocks on other ranks
         c = b + way
         while span[b, 0] <= c < span[b, 1] and size < (2 if way < 0 else RELATED):
@@ -180,16 +172,17 @@ def _find_targets(
     for far in range(2):
         for _ in range(FAR if far else NEAR):
             best, least = -1, np.inf
-            for s in range(0 if far else home, ranks if far else home + per_machine):
-                if not known[s]:
-                    load = _load(busy, weight, s)
-                    if load < least:
-                        best, least = s, load
+            for s in range(0 if far else home, len(load) if far else home + per_machine):
+                if load[s] < least and not known[s]:
+                    best, least = s, load[s]
             if best < 0:
                 break
             known[best] = True
             target[size] = best
             size += 1
+    known[r] = False
+    for i in range(size):
+        known[target[i]] = False
     return size
 
 
@@ -226,19 +219,20 @@ def _move(
 
 
 @compiled
-def sweep(step: StepEstimate, unit: Unit, most: int, power: int) -> None:
-    """Sweeps at most so many times; `unit` is room for one."""
+def sweep(step: StepEstimate, unit: Unit, most: int, power: int) -> float:
+    """Sweeps at most so many times over what is counted already; gives the estimate then. `unit` is
+    room for one."""
     ranks, spent = len(step.slow), 0
     target = np.empty(RELATED + NEAR + FAR, np.int64)
     hot, known = np.zeros(ranks, np.bool_), np.zeros(ranks, np.bool_)
-    done, per_machine = np.zeros(ranks, np.int64), step.sizes[0]
-    now = estimate(step, power)
+    done, load, per_machine = np.zeros(ranks, np.int64), np.zeros(ranks), step.sizes[0]
+    now = seconds(step.busy, step.weight, ranks, power)
     for _ in range(most):
         before = now
         for single in range(2):
             for r in range(ranks):
                 done[r] = -1  # first block of the last sequence whose part was tried
-            _mark_hot(step.busy, step.weight, per_machine, hot)
+            _mark_hot(step.busy, step.weight, per_machine, hot, load)
             for b in range(len(step.block_rank)):
                 first, end, r = step.span[b, 0], step.span[b, 1], step.block_rank[b]
                 alone = end - first == 1 if single else done[r] == first
@@ -247,14 +241,15 @@ def sweep(step: StepEstimate, unit: Unit, most: int, power: int) -> None:
                 done[r] = first
                 list_unit(step, unit, b if single else first, b + 1 if single else end, r)
                 size = _find_targets(
-                    step.busy, step.weight, step.span, step.block_rank, b, r, per_machine,
-                    target, known,
-                )  # fmt: skip
+                    load, step.span, step.block_rank, b, r, per_machine, target, known
+                )
                 spent += size * (unit.sizes[2] + step.busy.shape[1])
                 found = _move(step, unit, r, target, size, now, power)
                 if found < now:
                     now = found
-                    _mark_hot(step.busy, step.weight, per_machine, hot)
-        now = estimate(step, power)  # counted anew, since rounding adds up
+                    _mark_hot(step.busy, step.weight, per_machine, hot, load)
+        if now < before:
+            now = estimate(step, power)  # counted anew, since rounding adds up
         if now > before * (1 - WORTH_SWEEP):
             break
+    return now
