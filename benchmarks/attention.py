@@ -15,7 +15,6 @@ from benchmarks.attention_times import (
 from dyncp.calibrate.calls import KernelChoice, World, device_text, kernel_name
 from dyncp.calibrate.timing import Repeats
 from dyncp.cli.arguments import (
-    Command,
     Progress,
     add_device_option,
     add_kernel_option,
@@ -36,7 +35,6 @@ from dyncp.cli.arguments import (
     show,
     under_torchrun,
 )
-from dyncp.cli.bench import BENCHES
 from dyncp.cost import CostModel
 from dyncp.planner import Task
 from dyncp.topology import PRESETS as TOPOLOGIES
@@ -46,6 +44,12 @@ RANKS = {"cpu": 4, "cuda": 32}
 TOKENS = {"cpu": 4096, "cuda": 131072}
 RANKS_PER_MACHINE = 8
 DIRECTIONS = ("forward", "backward")
+
+EXAMPLES = (
+    "dyncp bench attention --virtual-ranks 8 --sample ldc:0 --methods auto,zigzag",
+    "dyncp bench attention --virtual-ranks 32 --profile mine.json --json",
+    "torchrun --nproc-per-node 8 -m dyncp bench attention --tokens 131072",
+)
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -262,16 +266,3 @@ def draw_ranks(found: Mapping[str, Any]) -> Iterator[str]:
                 f"{label:<22}{direction:>9}{1e3 * seconds:>10.2f}{1e3 * predicted:>11.2f}"
                 f"{100 * (predicted / seconds - 1):>+10.1f} %"
             )
-
-
-command = Command(
-    name="attention",
-    summary=BENCHES["attention"],
-    examples=(
-        "dyncp bench attention --virtual-ranks 8 --sample ldc:0 --methods auto,zigzag",
-        "dyncp bench attention --virtual-ranks 32 --profile mine.json --json",
-        "torchrun --nproc-per-node 8 -m dyncp bench attention --tokens 131072",
-    ),
-    add_options=add_options,
-    run=run,
-)

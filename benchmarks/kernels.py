@@ -35,7 +35,6 @@ from dyncp.calibrate.calls import (
 )
 from dyncp.calibrate.timing import Repeats, Run, profiled_kernels, time_call
 from dyncp.cli.arguments import (
-    Command,
     Progress,
     add_device_option,
     add_output_options,
@@ -48,7 +47,6 @@ from dyncp.cli.arguments import (
     shape_text,
     show,
 )
-from dyncp.cli.bench import BENCHES
 from dyncp.cost import BACKWARD_FLOPS
 
 logger = logging.getLogger(__name__)
@@ -61,6 +59,11 @@ MOST_CHECKED_TOKENS = 16384
 PROFILED, LISTED_KERNELS = 3, 6
 UNITS = ((1e12, "TFLOP/s"), (1e9, "GFLOP/s"))
 OTHERS = {"flex": "× flex", "flash_attn_4": "× flash-attn-4"}
+
+EXAMPLES = (
+    "dyncp bench kernels",
+    "dyncp bench kernels --masks causal,lambda_shaped --lengths 4096 --check all --json",
+)
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -340,15 +343,3 @@ def _reasons(rows: Sequence[KernelRow]) -> Iterator[str]:
     for (name, reason), masks in found.items():
         everywhere = len(masks) == len({row.mask for row in rows})
         yield f"{name} did not run{'' if everywhere else ' on ' + ', '.join(masks)}: {reason}"
-
-
-command = Command(
-    name="kernels",
-    summary=BENCHES["kernels"],
-    examples=(
-        "dyncp bench kernels",
-        "dyncp bench kernels --masks causal,lambda_shaped --lengths 4096 --check all --json",
-    ),
-    add_options=add_options,
-    run=run,
-)

@@ -15,7 +15,6 @@ from dyncp.calibrate.calls import KernelChoice, device_text, kernel_name, open_d
 from dyncp.calibrate.timing import Repeats
 from dyncp.cli.arguments import (
     SHAPES,
-    Command,
     Progress,
     add_device_option,
     add_kernel_option,
@@ -31,7 +30,6 @@ from dyncp.cli.arguments import (
     shape_text,
     show,
 )
-from dyncp.cli.bench import BENCHES
 from dyncp.cost import CostModel, ModelConfig
 from dyncp.planner import Task
 from dyncp.samplers import NAMES, parse_sample, sample_lengths
@@ -54,6 +52,11 @@ COLUMNS = (
 )
 WIDTHS = tuple(max(10, len(heading) + 2) for heading, *_ in COLUMNS)
 ATTENTIONS = {"dyncp": "dyncp", "plain": "plain", "none": "no attention"}
+
+EXAMPLES = (
+    "dyncp bench layers --kernel flash4:fast",
+    "dyncp bench layers --sample ldc:0 --masks causal --rank 0,7 --graphs off --json",
+)
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -285,15 +288,3 @@ def _reasons(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     if found:
         yield ""
         yield from found
-
-
-command = Command(
-    name="layers",
-    summary=BENCHES["layers"],
-    examples=(
-        "dyncp bench layers --kernel flash4:fast",
-        "dyncp bench layers --sample ldc:0 --masks causal --rank 0,7 --graphs off --json",
-    ),
-    add_options=add_options,
-    run=run,
-)

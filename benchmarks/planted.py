@@ -17,17 +17,9 @@ from time import perf_counter
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-ATTACH, FUNCTIONS, LAYERS, MODEL, OPERATORS, EXPERTS, TRAINER = (
+ATTACH, FUNCTIONS, LAYERS, OTHER_LAYERS, TRAINER = (
     f"src/dyncp/integrations/transformers/{name}.py"
-    for name in (
-        "attach",
-        "functions",
-        "layers",
-        "model_masks",
-        "operators",
-        "experts",
-        "trainer",
-    )
+    for name in ("attach", "functions", "layers", "other_layers", "trainer")
 )
 ONE, MANY, UNTESTED = (
     f"tests/integrations/test_{name}.py"
@@ -67,7 +59,7 @@ ERRORS = [
     ),
     Error(
         "sliding layers see everything",
-        MODEL,
+        LAYERS,
         "if layer.size is None:",
         "if True:",
         UNTESTED,
@@ -108,14 +100,14 @@ ERRORS = [
     Error(
         "convolutions that the config does not tell of",
         LAYERS,
-        "if isinstance(module, ORDERED):",
-        "if False:",
+        "if isinstance(module, ORDERED) and",
+        "if False and",
         UNTESTED,
         "convolutions_that",
     ),
     Error(
         "RoPE factors from the local largest position",
-        OPERATORS,
+        FUNCTIONS,
         "    if largest:",
         "    if False:",
         MANY,
@@ -158,7 +150,7 @@ ERRORS = [
     ),
     Error(
         "the auxiliary loss of this rank's tokens",
-        EXPERTS,
+        OTHER_LAYERS,
         "everywhere = torch.ops.dyncp.sum_of_ranks(step.number, choices.detach())",
         "everywhere = choices.detach()",
         MANY,
@@ -166,7 +158,7 @@ ERRORS = [
     ),
     Error(
         "the auxiliary loss twice",
-        EXPERTS,
+        OTHER_LAYERS,
         "setattr(model, COEFFICIENT, 0.0)",
         "pass",
         ONE,
@@ -174,7 +166,7 @@ ERRORS = [
     ),
     Error(
         "a stale step with as many rows",
-        OPERATORS,
+        "src/dyncp/integrations/frameworks.py",
         "elif not torch.equal(batch, own):",
         "elif False:",
         ONE,
@@ -190,7 +182,7 @@ ERRORS = [
     ),
     Error(
         "padded samples are trained on",
-        "src/dyncp/dataloader/sample_format.py",
+        "src/dyncp/dataloader/reading.py",
         'if sample.get("attention_mask") is None or',
         'if sample.get("attention_mask") is None or True or',
         "tests/dataloader/test_policies.py",
@@ -318,8 +310,8 @@ ERRORS = [
     ),
     Error(
         "untested models are not compared",
-        "src/dyncp/integrations/transformers/compare.py",
-        "trial.check(attached.masks)",
+        ATTACH,
+        "parity.check(attached.masks(causal))",
         "pass",
         UNTESTED,
         "mixes_rows",

@@ -2,6 +2,7 @@
 
 import json
 import operator
+from pathlib import Path
 from typing import Any
 
 MOST_TOKENS = 2**31 - 1  # of a batch: rows and key ranges are int32
@@ -15,9 +16,7 @@ def whole_number(name: str, value: Any, least: int, most: int = MOST_TOKENS) -> 
             raise TypeError
         number = operator.index(value)
     except TypeError:
-        raise ValueError(
-            f"{name} is {value!r}; a whole number is needed, at least {least}"
-        ) from None
+        raise ValueError(f"{name} is {value!r}; expected an integer, at least {least}") from None
     if number < least:
         raise ValueError(f"{name} is {number}; at least {least} is needed")
     if number > most:
@@ -44,7 +43,17 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def instance_of(name: str, value: Any, kinds: type | tuple[type, ...], expected: str) -> None:
+def read_json_file(what: str, path: Path) -> Any:
+    """The contents of a JSON file; ValueError names `what` it is and its path."""
+    try:
+        return parse_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{what} {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{what} {path} is not JSON: {error}") from error
+
+
+def instance_of(name: str, value: Any, kinds: Any, expected: str) -> None:
     """Raises ValueError unless `value` is of one of these types, which `expected` names."""
     if not isinstance(value, kinds):
         raise ValueError(f"{name} is {type(value).__name__}; expected {expected}")

@@ -6,9 +6,9 @@ from unittest import mock
 import pytest
 import torch
 
-from dyncp.calibrate import doctor
+from dyncp.calibrate import diagnosis
 from dyncp.calibrate.calls import World
-from dyncp.calibrate.doctor import Finding, check_groups
+from dyncp.calibrate.diagnosis import Finding, check_groups
 from dyncp.transport.distributed import Communicator
 from processes import run_ranks
 
@@ -21,7 +21,7 @@ def world_of(rank: int, num_ranks: int) -> World:
 
 def find(rank: int, num_ranks: int, hosts: str) -> Finding:
     with mock.patch("dyncp.transport.distributed.here", return_value=hosts[rank]):
-        return doctor.check_messages(world_of(rank, num_ranks))[0]
+        return diagnosis.check_messages(world_of(rank, num_ranks))[0]
 
 
 def test_a_healthy_network_is_said_to_be_one():
@@ -45,7 +45,7 @@ def spoil(rank: int) -> Finding:
         return start(self, phase, sends, receives, call)
 
     with mock.patch.object(Communicator, "start", swap):
-        return doctor.check_messages(world_of(rank, 3))[0]
+        return diagnosis.check_messages(world_of(rank, 3))[0]
 
 
 def test_messages_that_arrive_at_the_wrong_rank_are_found():
@@ -70,9 +70,9 @@ def stay_away(rank: int) -> tuple[Finding, float]:
 
     with (
         mock.patch.object(Communicator, "start", start_late),
-        mock.patch.object(doctor, "check_groups", check),
+        mock.patch.object(diagnosis, "check_groups", check),
     ):
-        return doctor.check_messages(world_of(rank, 3))[0], time.monotonic() - begin
+        return diagnosis.check_messages(world_of(rank, 3))[0], time.monotonic() - begin
 
 
 def test_a_rank_that_does_not_answer_is_a_finding_within_the_limit():
@@ -87,10 +87,10 @@ def test_a_rank_that_does_not_answer_is_a_finding_within_the_limit():
 def diagnose_with_bad_groups(rank: int) -> list[Finding]:
     bad = Finding("groups", rank != 1, "broken")
     with (
-        mock.patch.object(doctor, "check_messages", return_value=(bad, None)),
-        mock.patch.object(doctor, "bandwidth_matrix", return_value=[[None, 1e9], [1e9, None]]),
+        mock.patch.object(diagnosis, "check_messages", return_value=(bad, None)),
+        mock.patch.object(diagnosis, "bandwidth_matrix", return_value=[[None, 1e9], [1e9, None]]),
     ):
-        return doctor.diagnose(world_of(rank, 2)).findings
+        return diagnosis.diagnose(world_of(rank, 2)).findings
 
 
 def test_no_plan_runs_where_a_rank_has_bad_groups():

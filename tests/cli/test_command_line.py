@@ -10,6 +10,8 @@ import pytest
 
 from dyncp.cli import COMMANDS, build_parser, main
 
+NAMES = [command.__name__.rpartition(".")[2] for command in COMMANDS]
+
 
 def run(capsys, *words):
     """Exit code, stdout and stderr of one command line."""
@@ -21,7 +23,7 @@ def run(capsys, *words):
     return code, output.out, output.err
 
 
-@pytest.mark.parametrize("name", [command.name for command in COMMANDS])
+@pytest.mark.parametrize("name", NAMES)
 def test_help_shows_an_example(capsys, name):
     code, out, _ = run(capsys, name, "--help")
     assert code == 0
@@ -33,13 +35,14 @@ def test_help_lists_all_commands(capsys):
     code, out, _ = run(capsys, "--help")
     assert code == 0
     assert all(
-        command.name in out and command.summary in " ".join(out.split()) for command in COMMANDS
+        name in out and command.SUMMARY in " ".join(out.split())
+        for name, command in zip(NAMES, COMMANDS, strict=True)
     )
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "command_line.md").read_text(encoding="utf-8")
 SHOWN = [line[2:] for line in PAGE.splitlines() if line.startswith("$ dyncp ")]
-EXAMPLES = [example for command in COMMANDS for example in command.examples]
+EXAMPLES = [example for command in COMMANDS for example in command.EXAMPLES]
 
 
 @pytest.mark.parametrize("line", SHOWN + EXAMPLES)
@@ -49,7 +52,7 @@ def test_documented_command_lines_are_understood(line):
 
 
 def test_the_page_shows_every_command():
-    assert {line.split()[1] for line in SHOWN} == {command.name for command in COMMANDS}
+    assert {line.split()[1] for line in SHOWN} == set(NAMES)
 
 
 def test_version(capsys):

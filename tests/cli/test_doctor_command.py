@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from dyncp.calibrate import doctor
+from dyncp.calibrate import diagnosis
 from dyncp.calibrate.calls import World
-from dyncp.calibrate.doctor import Finding, diagnose
+from dyncp.calibrate.diagnosis import Finding, diagnose
 from dyncp.calibrate.timing import RecordedKernel
 from dyncp.cli import main
 from dyncp.executor import DCPExecutor
@@ -79,21 +79,21 @@ def test_a_plan_that_cannot_run_is_a_finding_and_exit_code_1(capsys):
 def test_a_slow_link_is_named():
     matrix = [[None if a == b else 1e9 for b in range(4)] for a in range(4)]
     world = World(0, 4, 4, CPU)
-    assert doctor.check_bandwidths(matrix, world).passed
+    assert diagnosis.check_bandwidths(matrix, world).passed
     matrix[1][3] = matrix[3][1] = 1e7
-    finding = doctor.check_bandwidths(matrix, world)
+    finding = diagnosis.check_bandwidths(matrix, world)
     assert not finding.passed
     assert "ranks 1 and 3" in finding.sentence
     # Between machines links may be slower than inside.
     for a, b in ((0, 2), (0, 3), (1, 2), (1, 3)):
         matrix[a][b] = matrix[b][a] = 1e7
-    assert doctor.check_bandwidths(matrix, World(0, 4, 2, CPU)).passed
+    assert diagnosis.check_bandwidths(matrix, World(0, 4, 2, CPU)).passed
 
 
 def test_the_first_rank_with_a_bad_finding_speaks():
     good, bad = Finding("plan", True, "fine"), Finding("plan", False, "broken")
-    assert doctor.worst_finding([good, good]) == good
-    assert doctor.worst_finding([good, bad]).sentence == "rank 1: broken"
+    assert diagnosis.worst_finding([good, good]) == good
+    assert diagnosis.worst_finding([good, bad]).sentence == "rank 1: broken"
 
 
 def test_real_ranks_are_checked_together():

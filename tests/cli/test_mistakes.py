@@ -1,10 +1,7 @@
 """Mistakes in what `plan` and `simulate` are given: one line with what was given and is allowed."""
 
-from dataclasses import replace
-
 import pytest
 
-from dyncp import cli
 from dyncp.cli import main, plan
 
 BATCH = ["--lengths", "12"]
@@ -97,8 +94,7 @@ def test_more_memory_than_there_is_is_one_line(capsys, monkeypatch):
     def too_large(_: object) -> int:
         raise MemoryError("Unable to allocate 16.0 GiB")
 
-    monkeypatch.setattr(plan, "command", replace(plan.command, run=too_large))
-    monkeypatch.setattr(cli, "COMMANDS", (plan.command,))
+    monkeypatch.setattr(plan, "run", too_large)
     assert "more memory than there is: Unable" in mistake(capsys, ["plan", *BATCH])
 
 

@@ -94,7 +94,7 @@ def test_configs_that_say_too_little_or_something_else_are_refused(tmp_path: Pat
         from_transformers_config(LLAMA | {"hidden_size": "4096"})
     with pytest.raises(ValueError, match="multi-head latent attention is not modelled"):
         from_transformers_config(LLAMA | {"kv_lora_rank": 512})
-    with pytest.raises(ValueError, match=r"ModelConfig.heads is 0; it must be at least 1"):
+    with pytest.raises(ValueError, match=r"ModelConfig.heads is 0; at least 1 is needed"):
         from_transformers_config(LLAMA | {"num_attention_heads": 0})
     with pytest.raises(ValueError, match="nowhere cannot be read"):
         from_transformers_config(tmp_path / "nowhere")

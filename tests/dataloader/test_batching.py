@@ -50,7 +50,7 @@ def test_a_budget_may_follow_a_schedule():
         [3, 4],
         [5],
     ]
-    with pytest.raises(ValueError, match="tokens_per_batch of batch 0 is nan; a whole number"):
+    with pytest.raises(ValueError, match="tokens_per_batch of batch 0 is nan; expected an integer"):
         batches(tokens_per_batch=lambda _: float("nan"))
     with pytest.raises(ValueError, match="tokens_per_batch of batch 1 is 0; at least 1"):
         batches(tokens_per_batch=lambda number: 30 - 30 * number)
@@ -314,8 +314,8 @@ def test_options_are_checked_when_the_loader_is_made():
         ({"too_long": "cut"}, "too_long is 'cut'; choose one of error, truncate, drop"),
         ({"plan_timeout": 0}, "plan_timeout is 0; must be positive"),
         ({"tokens_per_batch": 0}, "tokens_per_batch is 0; at least 1"),
-        ({"tokens_per_batch": 16.5}, "tokens_per_batch is 16.5; a whole number is needed"),
-        ({"accumulation_steps": "2"}, "accumulation_steps is '2'; a whole number is needed"),
+        ({"tokens_per_batch": 16.5}, "tokens_per_batch is 16.5; expected an integer"),
+        ({"accumulation_steps": "2"}, "accumulation_steps is '2'; expected an integer"),
         ({"evaluation": True, "shuffle": True}, "evaluation=True keeps the dataset's order"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from dyncp import AttentionShape, masks
 from dyncp.cost import MODELS, CostModel, find_profile
-from dyncp.dataloader.batching import BatchSelector, balanced_round
+from dyncp.dataloader.batching import BatchSelector, balanced_round, best_subset, fill_batches
 from dyncp.dataloader.dataset import SampleEntry, open_source
-from dyncp.dataloader.filling import best_subset, fill_batches
 from dyncp.dataloader.options import LoaderConfig
 from dyncp.dataloader.planning import SampleSeconds
 from dyncp.dataloader.state import Position

@@ -77,7 +77,7 @@ def test_masks_may_differ_between_samples_and_have_names():
 def test_bad_samples_and_mask_functions_are_named_by_index():
     with pytest.raises(ValueError, match="sample 3 has 12 tokens, more than tokens_per_batch=11"):
         list(DCPDataLoader(SAMPLES, masks.causal, tokens_per_batch=11))
-    with pytest.raises(ValueError, match="gave int for sample 0; expected a Mask"):
+    with pytest.raises(ValueError, match="the mask of sample 0 is int; expected a Mask"):
         list(DCPDataLoader(SAMPLES, lambda _: 1))
     with pytest.raises(ValueError, match="mask of 4 tokens for sample 0, which has 5"):
         list(DCPDataLoader(SAMPLES, lambda _: masks.causal(4)))

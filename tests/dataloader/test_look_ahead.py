@@ -19,9 +19,8 @@ from dyncp.dataloader.peers import Peers, WaitConditions
 from dyncp.dataloader.planning import BatchPlanner
 from dyncp.dataloader.planning_process import Closed, PlanReply
 from dyncp.dataloader.prepare import BatchData, BatchPreparer, MaskMaker
-from dyncp.dataloader.ranks import LoaderRanks
+from dyncp.dataloader.ranks import BatchMismatch, LoaderRanks, LocalStore, PeerError, chunk_keys
 from dyncp.dataloader.state import Position
-from dyncp.dataloader.store import BatchMismatch, LocalStore, PeerError, chunk_keys
 from dyncp.plan import PlanDecodeError, encode_part
 from dyncp.plan.codec import decode_body
 from dyncp.samplers import sample_lengths
@@ -244,7 +243,7 @@ def test_a_rank_that_hears_of_no_plan_decides_for_all():
 
 
 def test_parts_travel_in_chunks(monkeypatch):
-    monkeypatch.setattr("dyncp.dataloader.store.CHUNK_BYTES", 4)
+    monkeypatch.setattr("dyncp.dataloader.ranks.CHUNK_BYTES", 4)
     store, (first, second) = exchanges()
     first.publish(SELECTION, REPLY)
     assert chunk_keys("part/1", 9) == ["part/1", "part/1/1", "part/1/2"]

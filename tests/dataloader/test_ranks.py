@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dyncp import AttentionShape, DCPDataLoader, DCPExecutor, PlannerConfig, masks
 from dyncp.dataloader import SampleError
-from dyncp.dataloader.store import BatchMismatch, PeerError, SharedStore, StoreError
+from dyncp.dataloader.ranks import BatchMismatch, PeerError, SharedStore, StoreError
 from processes import run_ranks, stop
 
 pytestmark = pytest.mark.xdist_group("processes")

@@ -87,6 +87,20 @@ def test_graphs_of_several_plans_in_turn_are_exact(kernel, deterministic):
         check(step, reference)
 
 
+@each_choice
+@pytest.mark.parametrize("mask", ["causal", "lambda"])
+def test_what_runs_beside_each_other_is_exact(kernel, deterministic, mask):
+    """Launched, captured and replayed; blocks are passed on, and slots are filled again."""
+    reference = reference_of(mask)
+    made = plan_of(reference.batch, "random", divisions=6)
+    all_slots = [part.masks["default"].backward.slots for part in made.parts]
+    places = [set(zip(x.space.tolist(), x.row.tolist(), strict=True)) for x in all_slots]
+    assert any(len(found) < len(slots) for found, slots in zip(places, all_slots, strict=True))
+    step = executor_of(kernel, deterministic).prepare(made)
+    for _ in range(5):
+        check(step, reference)
+
+
 def test_layers_may_have_several_scales(captures):
     step = executor_of("triton", True).prepare(plan())
     *inputs, _ = draw_rows(step, SHAPE)

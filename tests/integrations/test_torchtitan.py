@@ -206,7 +206,7 @@ def test_windows_sinks_masks_of_models_and_other_attention_are_refused():
         use_dyncp(deepseekv3_configs["debugmodel"]("flex", "standard"))
     with pytest.raises(ValueError, match="layer 0 balances its experts by the rows of ranks"):
         use_dyncp(qwen3_configs["debugmodel_moe"]("flex"))
-    with pytest.raises(ValueError, match="config is int; expected the config of a torchtitan"):
+    with pytest.raises(ValueError, match="config is int; expected a torchtitan decoder"):
         use_dyncp(3)
     with pytest.raises(ValueError, match="layer 0 has PlannedGQAttention"):
         use_dyncp(use_dyncp(tiny_llama()))

@@ -159,8 +159,8 @@ def test_a_causal_global_sliding_mask_is_lambda_shaped():
     ("build", "message"),
     [
         (lambda: masks.sliding_window(8, window=0), "sliding_window: window is 0; .*at least 1"),
-        (lambda: masks.sliding_window(8, window=2.5), "window is 2.5; a whole number is needed"),
-        (lambda: masks.sliding_window(8, window=True), "window is True; a whole number is needed"),
+        (lambda: masks.sliding_window(8, window=2.5), "window is 2.5; expected an integer"),
+        (lambda: masks.sliding_window(8, window=True), "window is True; expected an integer"),
         (lambda: masks.lambda_shaped(8, sinks=-1), "lambda_shaped: sinks is -1; .*at least 0"),
         (lambda: masks.lambda_shaped(8, window=0), "lambda_shaped: window is 0"),
         (lambda: masks.causal_blockwise(8, block=0), "causal_blockwise: block is 0"),

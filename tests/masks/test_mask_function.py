@@ -197,7 +197,7 @@ def test_named_masks_take_any_function_of_the_sample():
 def test_named_masks_refuse_what_cannot_be_one_sample():
     with pytest.raises(ValueError, match="at least one mask"):
         masks.named()
-    with pytest.raises(ValueError, match="local is int; allowed is a mask function"):
+    with pytest.raises(ValueError, match="local is int; expected a mask function"):
         masks.named(local=3)
     two_texts = masks.named(
         default=masks.document_packed(documents=[2, 3]), other=masks.shared_question(question=1)

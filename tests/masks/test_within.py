@@ -68,5 +68,5 @@ def test_a_window_of_rows_over_branches_is_refused():
 def test_what_is_not_a_size_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         masks.within(masks.causal, **arguments)
-    with pytest.raises(ValueError, match=r"masks\.within got str"):
+    with pytest.raises(ValueError, match=r"the mask of masks\.within is str"):
         masks.within("causal", window=3)

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dyncp.transport.distributed import Cut, cut
+from dyncp.transport.distributed import GroupedCall, cut
 
 Pair = tuple[int, int]  # sender, receiver
 
@@ -17,7 +17,7 @@ def phases(draw) -> tuple[int, set[Pair]]:
     return count, set(pairs) - chosen if draw(st.booleans()) else chosen
 
 
-def cuts_of(rank: int, count: int, pairs: set[Pair], classes: int) -> list[Cut]:
+def cuts_of(rank: int, count: int, pairs: set[Pair], classes: int) -> list[GroupedCall]:
     sends = [r for s, r in pairs if s == rank]
     receives = [s for s, r in pairs if r == rank]
     return cut(rank, count, sends, receives, classes)
@@ -60,6 +60,6 @@ def test_calls_end_even_where_each_waits_for_all_its_peers(phase, classes):
 
 def test_four_ranks_are_cut_as_the_docstring_shows():
     pairs = {(s, r) for s in range(4) for r in range(4) if s != r}
-    assert cuts_of(0, 4, pairs, 2) == [Cut(0, (1, 2), (3, 2)), Cut(1, (3,), (1,))]
-    assert cuts_of(3, 4, pairs, 2) == [Cut(0, (0, 1), (2, 1)), Cut(1, (2,), (0,))]
-    assert cuts_of(3, 4, pairs, 3) == [Cut(0, (0, 1, 2), (2, 1, 0))]
+    assert cuts_of(0, 4, pairs, 2) == [GroupedCall(0, (1, 2), (3, 2)), GroupedCall(1, (3,), (1,))]
+    assert cuts_of(3, 4, pairs, 2) == [GroupedCall(0, (0, 1), (2, 1)), GroupedCall(1, (2,), (0,))]
+    assert cuts_of(3, 4, pairs, 3) == [GroupedCall(0, (0, 1, 2), (2, 1, 0))]

@@ -83,7 +83,7 @@ def result_merged_twice(plan: Plan) -> Plan:
     return with_rows(plan, row[1], FORWARD, "receives", [*receives, mirrored(rank, row)])
 
 
-@fault(4, "never leaves", numerical=True)
+@fault(4, "is never sent", numerical=True)
 def result_never_sent(plan: Plan) -> Plan:
     rank, row = in_company(plan, BACKWARD, Payload.DKV)
     sends = rows_of(program_of(plan, rank, BACKWARD).sends)

@@ -2,7 +2,7 @@
 
 from dyncp.calibrate.calibration import CalibrateSetting, Calibration, calibrate
 from dyncp.calibrate.calls import World
-from dyncp.calibrate.doctor import Diagnosis, Finding, diagnose
+from dyncp.calibrate.diagnosis import Diagnosis, Finding, diagnose
 
 __all__ = [
     "CalibrateSetting",

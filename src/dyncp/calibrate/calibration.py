@@ -125,7 +125,7 @@ def _kernel_fields(rates: AttentionRates) -> dict[str, Any]:
 
 
 def _row_fields(rows: RowRates, setting: CalibrateSetting) -> dict[str, Any]:
-    """The host's time per instruction is that of graphs where the executor replays graphs here."""
+    """The host's time per instruction is with graphs if the executor replays graphs here."""
     executor = make_executor(setting.choice, setting.world.device, virtual_ranks=1)
     host = "host_seconds" if executor.engine.graphs.wanted else "host_seconds_eager"
     return {"copy": rows.copy, "launch_seconds": rows.launch_seconds, host: rows.host_seconds}

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from dyncp import masks
 from dyncp.blocks import DEFAULT_MASK, DTYPE_NAMES, AttentionShape, Batch
@@ -28,6 +30,64 @@ ORDERS = {"deterministic": True, "fast": False}
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 # Scores of one chunk of rows, over all heads: 512 MiB in fp64.
 CHUNK_SCORES = 1 << 26
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This process is rank `rank` of `num_ranks`, with `ranks_per_machine` on every machine."""
+
+    rank: int
+    num_ranks: int
+    ranks_per_machine: int
+    device: torch.device
+
+    @staticmethod
+    def alone(device: torch.device) -> "World":
+        return World(0, 1, 1, device)
+
+    @property
+    def machines(self) -> int:
+        return self.num_ranks // self.ranks_per_machine
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0, the one that prints."""
+        return self.rank == 0
+
+
+def open_device(name: str | None, local_rank: int = 0) -> torch.device:
+    """The device called `name` ("cpu", "cuda", "cuda:1"), made the current one; by default a GPU
+    where there is one. "cuda" without an index is the GPU of the process's local rank."""
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    kind = name.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"device is {name!r}; choose cpu or cuda")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is 'cuda', but torch sees no CUDA GPU here; choose cpu")
+    device = torch.device(f"cuda:{local_rank}" if name == "cuda" else name)
+    if kind == "cuda":
+        _use_gpu(device)
+    return device
+
+
+def _use_gpu(device: torch.device) -> None:
+    seen = torch.cuda.device_count()
+    assert device.index is not None
+    if device.index >= seen:
+        raise ValueError(
+            f"GPU {device.index} was asked for, but torch sees {seen}: start one rank per GPU, or "
+            "check CUDA_VISIBLE_DEVICES"
+        )
+    torch.cuda.set_device(device)
+
+
+def device_text(device: torch.device) -> str:
+    """The GPU's name, or the CPU's number of threads."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    threads = torch.get_num_threads()
+    return f"CPU, {threads} thread{'s' if threads > 1 else ''}"
 
 
 class Unavailable(ValueError):  # noqa: N818 - mostly a reason to leave something out
@@ -192,64 +252,6 @@ def find_mask(name: str) -> Callable[[int], list[masks.Mask]]:
     return MASKS[name]
 
 
-@dataclass(frozen=True, slots=True)
-class World:
-    """This process is rank `rank` of `num_ranks`, with `ranks_per_machine` on every machine."""
-
-    rank: int
-    num_ranks: int
-    ranks_per_machine: int
-    device: torch.device
-
-    @staticmethod
-    def alone(device: torch.device) -> "World":
-        return World(0, 1, 1, device)
-
-    @property
-    def machines(self) -> int:
-        return self.num_ranks // self.ranks_per_machine
-
-    @property
-    def first(self) -> bool:
-        """Whether this is rank 0, the one that prints."""
-        return self.rank == 0
-
-
-def open_device(name: str | None, local_rank: int = 0) -> torch.device:
-    """The device called `name` ("cpu", "cuda", "cuda:1"), made the current one; by default a GPU
-    where there is one. "cuda" without an index is the GPU of the process's local rank."""
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    kind = name.partition(":")[0]
-    if kind not in ("cpu", "cuda"):
-        raise ValueError(f"device is {name!r}; choose cpu or cuda")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is 'cuda', but torch sees no CUDA GPU here; choose cpu")
-    device = torch.device(f"cuda:{local_rank}" if name == "cuda" else name)
-    if kind == "cuda":
-        _use_gpu(device)
-    return device
-
-
-def _use_gpu(device: torch.device) -> None:
-    seen = torch.cuda.device_count()
-    assert device.index is not None
-    if device.index >= seen:
-        raise ValueError(
-            f"GPU {device.index} was asked for, but torch sees {seen}: start one rank per GPU, or "
-            "check CUDA_VISIBLE_DEVICES"
-        )
-    torch.cuda.set_device(device)
-
-
-def device_text(device: torch.device) -> str:
-    """The GPU's name, or the CPU's number of threads."""
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    threads = torch.get_num_threads()
-    return f"CPU, {threads} thread{'s' if threads > 1 else ''}"
-
-
 class OutAndGrads(NamedTuple):
     """Output and gradients, rows as in the inputs."""
 
@@ -275,41 +277,30 @@ def relative_errors(given: OutAndGrads, expected: OutAndGrads) -> dict[str, floa
 
 
 def dense_attention(batch: Batch, inputs: Inputs) -> OutAndGrads:
-    """Attention of all sequences, tokens in batch order, in fp64."""
+    """Attention of all sequences, tokens in batch order, in fp64, some query rows at a time."""
     q, k, v, dout = (x.detach().double() for x in (*inputs.qkv, inputs.dout))
     found = OutAndGrads(*(torch.zeros_like(x) for x in (q, q, k, v)))
-    for index, mask in enumerate(batch.masks[DEFAULT_MASK]):
-        rows = slice(int(batch.offsets[index]), int(batch.offsets[index + 1]))
-        parts = OutAndGrads(*(x[rows] for x in found))
-        _attend(mask, q[rows], k[rows], v[rows], dout[rows], parts)
+    for start, mask in zip(batch.offsets.tolist(), batch.masks[DEFAULT_MASK], strict=False):
+        keys = slice(start, start + mask.length)
+        ranges = torch.from_numpy(mask.ranges.copy()).to(q.device)
+        chunk = max(1, CHUNK_SCORES // (q.shape[1] * mask.length))
+        for first in range(0, mask.length, chunk):
+            own = ranges[first : first + chunk]
+            rows = slice(start + first, start + first + len(own))
+            out, dq, dk, dv = _attend(own, q[rows], k[keys], v[keys], dout[rows])
+            found.out[rows], found.dq[rows] = out, dq
+            found.dk[keys] += dk
+            found.dv[keys] += dv
     return found
 
 
-def _attend(
-    mask: masks.Mask, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, found: OutAndGrads
-) -> None:
-    ranges = torch.from_numpy(mask.ranges.copy()).to(q.device)
-    chunk = max(1, CHUNK_SCORES // (q.shape[1] * len(k)))
-    for first in range(0, len(q), chunk):
-        rows = slice(first, first + chunk)
-        _attend_rows(ranges[rows], rows, q, k, v, dout, found)
-
-
-def _attend_rows(
-    ranges: Tensor, rows: slice, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, found: OutAndGrads
-) -> None:
-    heads = k.shape[1]
-    scale = q.shape[2] ** -0.5
-    groups = (-1, heads, q.shape[1] // heads, q.shape[2])
-    queries, gradient = q[rows].view(groups), dout[rows].view(groups)
-    scores = torch.einsum("qhgd,khd->hgqk", queries, k) * scale
+def _attend(ranges: Tensor, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> OutAndGrads:
+    """By torch's plain attention, of keys inside `ranges`; rows without keys give 0."""
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     key = torch.arange(len(k), device=q.device)
     allowed = ((key >= ranges[..., :1]) & (key < ranges[..., 1:])).any(dim=1)
-    weights = scores.masked_fill(~allowed, -torch.inf).softmax(dim=-1).nan_to_num(0.0)
-    out = torch.einsum("hgqk,khd->qhgd", weights, v)
-    found.out[rows] = out.flatten(1, 2)
-    found.dv.add_(torch.einsum("hgqk,qhgd->khd", weights, gradient))
-    delta = (out * gradient).sum(dim=-1).permute(1, 2, 0).unsqueeze(-1)
-    dscores = weights * (torch.einsum("qhgd,khd->hgqk", gradient, v) - delta) * scale
-    found.dq[rows] = torch.einsum("hgqk,khd->qhgd", dscores, k).flatten(1, 2)
-    found.dk.add_(torch.einsum("hgqk,qhgd->khd", dscores, queries))
+    queries, keys, values = (x.transpose(0, 1) for x in leaves)
+    with sdpa_kernel(SDPBackend.MATH):
+        out = scaled_dot_product_attention(queries, keys, values, allowed, enable_gqa=True)
+    out = out.transpose(0, 1)
+    return OutAndGrads(out.detach(), *torch.autograd.grad(out, leaves, dout))

@@ -28,7 +28,7 @@ from dyncp.executor import DCPExecutor, Step, attention
 from dyncp.kernels import IndexArrays, Kernel, KernelCall
 from dyncp.plan import Op, RankPlan
 from dyncp.transport import Null
-from dyncp.transport.transport import NullChannel
+from dyncp.transport.transport import Buffers, NullChannel
 
 logger = logging.getLogger(__name__)
 
@@ -381,13 +381,13 @@ def host_seconds_per_call(
 class Noise(Null):
     """`Null`, but received buffers hold normally distributed numbers: GPUs multiply zeros faster,
     since they draw less power and clocks stay up. The buffers of a phase are adjacent in memory, so
-    one copy fills them all. Calls only read them, so the same call finds them filled when it comes
-    again: only the first in a row spends time on it."""
+    one copy fills them all. Calls only read them, so a repeated call finds them filled already:
+    only the first of several equal calls spends time on it."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         super().__init__(rank, num_ranks)
         self._noise: dict[torch.device, Tensor] = {}
-        self._fills: dict[int, tuple[Mapping[int, Tensor], Tensor, Tensor]] = {}
+        self._fills: dict[int, tuple[Buffers, Tensor, Tensor]] = {}
         self._stream: torch.cuda.Stream | None = None  # of messages
         self._call, self._holds = -1, set[int]()  # buffers that hold numbers since a call's first
         self.filled: dict[int, torch.cuda.Event] = {}  # by phase, on GPUs
@@ -397,7 +397,7 @@ class Noise(Null):
             self._call, self._holds = call, set()
         return [NoiseChannel(self)]
 
-    def fill(self, receives: Mapping[int, Tensor]) -> None:
+    def fill(self, receives: Buffers) -> None:
         """The executor passes the same mapping in every call, so its extent is computed once."""
         if id(receives) in self._holds:
             return
@@ -418,7 +418,7 @@ class Noise(Null):
             self._stream = torch.cuda.current_stream()
         return self._stream
 
-    def filled_event(self, phase: int, receives: Mapping[int, Tensor]) -> Any:
+    def filled_event(self, phase: int, receives: Buffers) -> Any:
         """What `wait` waits for; None on CPUs."""
         if phase not in self.filled and next(iter(receives.values())).is_cuda:
             self.filled[phase] = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -438,13 +438,7 @@ class NoiseChannel(NullChannel):
         super().__init__(transport)
         self._noise = transport
 
-    def launch(
-        self,
-        phase: int,
-        sends: Mapping[int, Tensor],
-        receives: Mapping[int, Tensor],
-        arrived: Any = None,
-    ) -> None:
+    def launch(self, phase: int, sends: Buffers, receives: Buffers, arrived: Any = None) -> None:
         super().launch(phase, sends, {})
         if not receives:
             return

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from dyncp.cli import bench, calibrate, doctor, masks, plan, simulate, train, verify
+from dyncp.cli.arguments import examples_text
 
 __all__ = ["main"]
 
-COMMANDS = tuple(
-    file.command for file in (train, plan, simulate, verify, bench, calibrate, doctor, masks)
-)
+# Files with SUMMARY, EXAMPLES, `add_options(parser)` and `run(args)`, which gets the parsed options
+# and in `args.words` the command line itself, returns the exit code, and raises ValueError for user
+# mistakes.
+COMMANDS = (train, plan, simulate, verify, bench, calibrate, doctor, masks)
 USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 
@@ -63,10 +65,10 @@ def build_parser() -> ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         options = commands.add_parser(
-            command.name,
-            help=command.summary,
-            description=f"{command.summary[0].upper()}{command.summary[1:]}.",
-            epilog=command.epilog,
+            command.__name__.rpartition(".")[2],
+            help=command.SUMMARY,
+            description=f"{command.SUMMARY[0].upper()}{command.SUMMARY[1:]}.",
+            epilog=examples_text(command.EXAMPLES),
             formatter_class=RawDescriptionHelpFormatter,
         )
         command.add_options(options)

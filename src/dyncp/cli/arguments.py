@@ -1,4 +1,4 @@
-"""What commands share: what a command is, options, what is printed (progress on stderr, then a
+"""What commands share: options, what is printed (progress on stderr, then a
 table or one JSON object), and running on several processes under torchrun."""
 
 import json
@@ -9,12 +9,11 @@ import sys
 import threading
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TextIO
+from typing import IO, TYPE_CHECKING, Any
 
 from dyncp import masks
 from dyncp.blocks import ITEM_BYTES, AttentionShape, Batch
@@ -55,24 +54,22 @@ LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 TIMEOUT = timedelta(minutes=10)
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
-    """A subcommand. `examples` stand in its help, one command line each.
+def examples_text(examples: Sequence[str]) -> str:
+    """The end of a command's help: one command line each."""
+    title = "examples:" if len(examples) > 1 else "example:"
+    return "\n".join([title, *(f"  {example}" for example in examples)])
 
-    `run` gets the parsed options, and in `words` the command line itself; it returns the exit code
-    and raises ValueError for user mistakes.
-    """
 
-    name: str
-    summary: str
-    examples: tuple[str, ...]
-    add_options: Callable[[ArgumentParser], None]
-    run: Callable[[Namespace], int]
+def option(parser: Any, name: str, text: str, default: Any = None, **options: Any) -> None:
+    """Adds an option. Its help ends with the default, if any, whose type is that of values."""
+    if default is not None:
+        text = f"{text} (default %(default)s)".strip()
+        options.setdefault("type", type(default))
+    parser.add_argument(name, help=text, default=default, **options)
 
-    @property
-    def epilog(self) -> str:
-        title = "examples:" if len(self.examples) > 1 else "example:"
-        return "\n".join([title, *(f"  {example}" for example in self.examples)])
+
+def add_json_option(parser: ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
 def add_lengths_options(parser: ArgumentParser, *, listed: bool, sample: str | None = None) -> None:
@@ -82,80 +79,42 @@ def add_lengths_options(parser: ArgumentParser, *, listed: bool, sample: str | N
     if listed:
         lengths.add_argument("--lengths", help="sequence lengths, as in 4096,512,512")
     lengths.add_argument("--lengths-file", type=Path, help="one length per line, or a JSON list")
-    lengths.add_argument(
-        "--sample",
-        metavar="NAME:SEED",
-        default=sample,
-        help=f"a length distribution, as in ldc:0; NAME is one of {', '.join(NAMES)}"
-        + ("" if sample is None else " (default %(default)s)"),
-    )
-    parser.add_argument(
-        "--mask",
-        default="causal",
-        help="NAME[:key=value,...]; `dyncp masks` lists them (default %(default)s)",
-    )
+    text = f"a length distribution, as in ldc:0; NAME is one of {', '.join(NAMES)}"
+    option(lengths, "--sample", text, sample, metavar="NAME:SEED")
+    option(parser, "--mask", "NAME[:key=value,...]; `dyncp masks` lists them", "causal")
 
 
 def add_cluster_options(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--topology",
-        metavar="PRESET",
-        help=f"kind of cluster: {', '.join(PRESETS)} (default: that of this machine's GPU, or "
-        f"{DEFAULT_PROFILE})",
-    )
+    default = f"(default: that of this machine's GPU, or {DEFAULT_PROFILE})"
+    text = f"kind of cluster: {', '.join(PRESETS)} {default}"
+    option(parser, "--topology", text, metavar="PRESET")
     add_profile_option(parser)
-    for name, default in (("machines", 4), ("ranks-per-machine", 8)):
-        parser.add_argument(f"--{name}", type=int, default=default, help="(default %(default)s)")
+    option(parser, "--machines", "", 4)
+    option(parser, "--ranks-per-machine", "", 8)
 
 
 def add_profile_option(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--profile",
-        type=Path,
-        metavar="FILE",
-        help="rates and links that `dyncp calibrate` measured, instead of the preset's",
-    )
+    text = "rates and links that `dyncp calibrate` measured, instead of the preset's"
+    option(parser, "--profile", text, type=Path, metavar="FILE")
 
 
 def add_attention_options(parser: ArgumentParser) -> None:
     for name, default in (("q-heads", 8), ("kv-heads", 2), ("head-dim", 128)):
-        parser.add_argument(
-            f"--{name}", type=int, default=default, help="of one layer (default %(default)s)"
-        )
-    parser.add_argument(
-        "--dtype", default="bf16", help=f"{', '.join(ITEM_BYTES)} (default %(default)s)"
-    )
-    parser.add_argument("--model", help="llama3-8b or a config.json: adds the per-token work")
+        option(parser, f"--{name}", "of one layer", default)
+    option(parser, "--dtype", ", ".join(ITEM_BYTES), "bf16")
+    option(parser, "--model", "llama3-8b or a config.json: adds the per-token work")
 
 
 def add_solver_options(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--solver",
-        default=AUTO,
-        help="a name, a static method with degrees (zigzag/cp8), or auto: the best of all "
-        "(default %(default)s)",
-    )
-    parser.add_argument(
-        "--effort", default="fast", help=f"{' or '.join(EFFORTS)} (default %(default)s)"
-    )
-    parser.add_argument(
-        "--objective",
-        default="time",
-        help=f"what auto goes by: {' or '.join(OBJECTIVES)} (default %(default)s)",
-    )
-    parser.add_argument(
-        "--head-groups",
-        type=_count_or_auto,
-        default=1,
-        metavar="N|auto",
-        help="groups of kv heads that are placed independently (default %(default)s)",
-    )
-    parser.add_argument(
-        "--divisions",
-        type=_count_or_auto,
-        metavar="N|auto",
-        help="most divisions, the steps in which inputs arrive (default: searched)",
-    )
+    solvers = "a name, a static method with degrees (zigzag/cp8), or auto: the best of all"
+    option(parser, "--solver", solvers, AUTO)
+    option(parser, "--effort", " or ".join(EFFORTS), "fast")
+    option(parser, "--objective", f"what auto goes by: {' or '.join(OBJECTIVES)}", "time")
+    counts: dict[str, Any] = {"type": _count_or_auto, "metavar": "N|auto"}
+    groups = "groups of kv heads that are placed independently"
+    option(parser, "--head-groups", groups, 1, **counts)
+    divisions = "most divisions, the steps in which inputs arrive (default: searched)"
+    option(parser, "--divisions", divisions, **counts)
 
 
 def _count_or_auto(text: str) -> int | None:
@@ -174,18 +133,16 @@ def config_of(args: Namespace) -> PlannerConfig:
 
 
 def add_limit_options(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--compute-tolerance",
-        type=float,
-        help="share by which the fullest rank may exceed the mean (default: about "
-        f"{COMPUTE_TOLERANCE}, and more only where that makes the step shorter)",
+    compute = (
+        "share by which the fullest rank may exceed the mean (default: about "
+        f"{COMPUTE_TOLERANCE}, and more only where that makes the step shorter)"
     )
-    parser.add_argument(
-        "--token-tolerance",
-        type=float,
-        help=f"the same for tokens (default: about {TOKEN_TOLERANCE}; with --model, where tokens "
-        "cost time, as little as pays)",
+    tokens = (
+        f"the same for tokens (default: about {TOKEN_TOLERANCE}; with --model, where tokens cost "
+        "time, as little as pays)"
     )
+    option(parser, "--compute-tolerance", compute, type=float)
+    option(parser, "--token-tolerance", tokens, type=float)
 
 
 def topology_of(args: Namespace) -> Topology:
@@ -265,34 +222,20 @@ def add_device_option(parser: ArgumentParser) -> None:
 
 
 def add_kernel_option(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--kernel",
-        default="auto",
-        help="NAME, NAME:fast or NAME:deterministic (default %(default)s)",
-    )
+    option(parser, "--kernel", "NAME, NAME:fast or NAME:deterministic", "auto")
 
 
 def add_shape_options(parser: ArgumentParser) -> None:
     cpu, cuda = SHAPES["cpu"], SHAPES["cuda"]
     for name in ("q_heads", "kv_heads", "head_dim"):
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=int,
-            help=f"of one layer (default {getattr(cuda, name)}, on CPUs {getattr(cpu, name)})",
-        )
-    parser.add_argument(
-        "--dtype",
-        help=f"{', '.join(ITEM_BYTES)} (default {cuda.dtype}, on CPUs {cpu.dtype})",
-    )
+        text = f"of one layer (default {getattr(cuda, name)}, on CPUs {getattr(cpu, name)})"
+        option(parser, f"--{name.replace('_', '-')}", text, type=int)
+    text = f"{', '.join(ITEM_BYTES)} (default {cuda.dtype}, on CPUs {cpu.dtype})"
+    option(parser, "--dtype", text)
 
 
 def add_repeats_option(parser: ArgumentParser, default: int) -> None:
-    parser.add_argument(
-        "--repeats",
-        type=int,
-        default=default,
-        help="timed calls, of which the median counts (default %(default)s)",
-    )
+    option(parser, "--repeats", "timed calls, of which the median counts", default)
 
 
 def shape_of(args: Namespace, device: "torch.device") -> AttentionShape:
@@ -337,10 +280,10 @@ def comma_separated(text: str) -> tuple[str, ...]:
 
 
 class Progress:
-    """Says what is being done now, by default on stderr."""
+    """Says what is being done now, on stderr."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
+    def __init__(self) -> None:
+        self._stream = sys.stderr
         self.in_place = self._stream.isatty()
         self._shown = -SELDOM_SECONDS
 
@@ -368,10 +311,9 @@ class Progress:
 
 
 def add_output_options(parser: ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
-    parser.add_argument(
-        "--raw", type=Path, metavar="FILE", help="write that JSON object, whatever is printed"
-    )
+    add_json_option(parser)
+    text = "write that JSON object, whatever is printed"
+    option(parser, "--raw", text, type=Path, metavar="FILE")
 
 
 def check_raw(args: Namespace) -> None:

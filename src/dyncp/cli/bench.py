@@ -4,10 +4,11 @@ import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import dyncp
-from dyncp.cli.arguments import Command
+from dyncp.cli.arguments import examples_text
 
 USER_ERROR = 2
 BENCHES = {
@@ -15,15 +16,17 @@ BENCHES = {
     "attention": "measure the attention of plans on virtual or real ranks, beside predictions",
     "layers": "measure ranks of plans inside a stack of transformer layers, beside plain attention",
 }
+SUMMARY = "measure attention kernels, plans rank by rank, or ranks inside a stack of layers"
+EXAMPLES = tuple(f"dyncp bench {name}" for name in BENCHES)
 
 
-def load_benchmark(name: str) -> Command:
-    """The command of `benchmarks/NAME.py`: beside the `src` that dyncp runs from, or importable."""
+def load_benchmark(name: str) -> ModuleType:
+    """`benchmarks/NAME.py`: beside the `src` that dyncp runs from, or importable."""
     checkout = Path(dyncp.__file__).parents[2]
     if (checkout / "benchmarks" / f"{name}.py").exists() and str(checkout) not in sys.path:
         sys.path.insert(0, str(checkout))
     try:
-        found: Command = import_module(f"benchmarks.{name}").command
+        return import_module(f"benchmarks.{name}")
     except ModuleNotFoundError as error:
         if error.name not in ("benchmarks", f"benchmarks.{name}"):
             raise
@@ -31,7 +34,6 @@ def load_benchmark(name: str) -> Command:
             f"`dyncp bench {name}` is part of the source checkout, not of the installed package: "
             "clone the repository, run `pip install -e .` in it, and try again"
         ) from None
-    return found
 
 
 class BenchParser(ArgumentParser):
@@ -43,7 +45,7 @@ class BenchParser(ArgumentParser):
             bench = load_benchmark(self.prog.split()[-1])
         except ValueError as error:
             self.exit(USER_ERROR, f"dyncp: error: {error}\n")
-        self.epilog = bench.epilog
+        self.epilog = examples_text(bench.EXAMPLES)
         bench.add_options(self)
         self.set_defaults(bench=bench.run)
         return super().parse_known_args(args, namespace)
@@ -65,12 +67,3 @@ def add_options(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     code: int = args.bench(args)
     return code
-
-
-command = Command(
-    name="bench",
-    summary="measure attention kernels, plans rank by rank, or ranks inside a stack of layers",
-    examples=tuple(f"dyncp bench {name}" for name in BENCHES),
-    add_options=add_options,
-    run=run,
-)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dyncp.cli.arguments import (
-    Command,
     Progress,
     add_device_option,
     add_kernel_option,
@@ -17,6 +16,7 @@ from dyncp.cli.arguments import (
     check_raw,
     comma_separated,
     open_world,
+    option,
     positive_integers,
     preset_for,
     shape_of,
@@ -46,23 +46,21 @@ RATES = (
     ("copying rows, GB/s", "copy", 1e9),
 )
 
+SUMMARY = "measure this machine into a profile that planner and simulator use"
+EXAMPLES = (
+    "dyncp calibrate --save mine.json",
+    "torchrun --nproc-per-node 8 -m dyncp calibrate --save mine.json",
+)
+
 
 def add_options(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--save", type=Path, default="profile.json", help="where to write (default %(default)s)"
-    )
-    parser.add_argument("--name", default="calibrated", help="of the profile (default %(default)s)")
-    parser.add_argument(
-        "--base",
-        metavar="PRESET",
-        help=f"for what cannot be measured here: {', '.join(PROFILES)} (default: the device's)",
-    )
+    option(parser, "--save", "where to write", Path("profile.json"), type=Path)
+    option(parser, "--name", "of the profile", "calibrated")
+    base = f"for what cannot be measured here: {', '.join(PROFILES)} (default: the device's)"
+    option(parser, "--base", base, metavar="PRESET")
     add_kernel_option(parser)
-    parser.add_argument("--masks", default=MASKS, help="to fit with (default %(default)s)")
-    parser.add_argument(
-        "--sizes",
-        help=f"tokens to fit with (default {SIZES['cuda']}; CPUs up to 2048)",
-    )
+    option(parser, "--masks", "to fit with", MASKS)
+    option(parser, "--sizes", f"tokens to fit with (default {SIZES['cuda']}; CPUs up to 2048)")
     add_shape_options(parser)
     add_device_option(parser)
     add_repeats_option(parser, 5)
@@ -71,6 +69,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     from dyncp.calibrate import calibrate
+    from dyncp.calibrate.calls import device_text
 
     if not args.save.parent.is_dir():
         raise ValueError(f"--save is {args.save}; the folder {args.save.parent} does not exist")
@@ -82,7 +81,15 @@ def run(args: Namespace) -> int:
         progress.clear()
         if world.first:
             save_profile(found.profile, args.save)
-            show(args, _as_json(setting, found), _lines(args, setting, found))
+            ranks, where = world.num_ranks, device_text(world.device)
+            lines = [
+                f"{where}; {shape_text(setting.shape)}; {ranks} rank{'s' if ranks > 1 else ''}",
+                "",
+                *draw_calibration(setting.base, found),
+                "",
+                f"Written to {args.save}; use it as `dyncp plan --profile {args.save}`.",
+            ]
+            show(args, {"device": where} | _as_json(setting, found), lines)
     return 0
 
 
@@ -106,36 +113,12 @@ def _setting(args: Namespace, world: "World") -> "CalibrateSetting":
     )
 
 
-def _lines(args: Namespace, setting: "CalibrateSetting", found: "Calibration") -> Iterator[str]:
-    from dyncp.calibrate.calls import device_text
-
-    ranks = setting.world.num_ranks
-    yield (
-        f"{device_text(setting.world.device)}; {shape_text(setting.shape)}; "
-        f"{ranks} rank{'s' if ranks > 1 else ''}"
-    )
-    yield ""
-    yield from draw_calibration(setting.base, found)
-    yield ""
-    yield f"Written to {args.save}; use it as `dyncp plan --profile {args.save}`."
-
-
 def _as_json(setting: "CalibrateSetting", found: "Calibration") -> dict[str, Any]:
-    from dyncp.calibrate.calls import device_text
-
-    return {
-        "device": device_text(setting.world.device),
-        "shape": asdict(setting.shape),
-        "profile": asdict(found.profile),
-        "rates": asdict(found.rates),
-        "rows": None if found.rows is None else asdict(found.rows),
-        "samples": [asdict(sample) for sample in found.samples],
-        "calls": [asdict(call) for call in found.calls],
-        "intra": None if found.intra is None else asdict(found.intra),
-        "inter": None if found.inter is None else asdict(found.inter),
-        "all_gather_bytes_per_second": found.all_gather,
-        "overlaps": [asdict(o) | {"slowdown": o.slowdown} for o in found.overlaps],
-    }
+    numbers = asdict(found)
+    numbers["all_gather_bytes_per_second"] = numbers.pop("all_gather")
+    for overlap, entry in zip(found.overlaps, numbers["overlaps"], strict=True):
+        entry["slowdown"] = overlap.slowdown
+    return {"shape": asdict(setting.shape)} | numbers
 
 
 def draw_calibration(base: Profile, found: "Calibration") -> Iterator[str]:
@@ -145,16 +128,14 @@ def draw_calibration(base: Profile, found: "Calibration") -> Iterator[str]:
         mine, theirs = (getattr(p, field) / unit for p in (profile, base))
         yield f"{label:<40}{mine:>14.4g}{theirs:>14.4g}"
     for label, name in (("inside a machine", "intra"), ("between machines", "inter")):
-        link, assumed = getattr(profile, name), getattr(base, name)
-        known = getattr(found, name) is not None
-        yield (
-            f"{label + ', GB/s':<40}{_known(link.bandwidth / 1e9, known):>14}"
-            f"{assumed.bandwidth / 1e9:>14.4g}"
-        )
-        yield (
-            f"{label + ', µs':<40}{_known(1e6 * link.latency, known):>14}"
-            f"{1e6 * assumed.latency:>14.4g}"
-        )
+        known = getattr(found, name) is not None  # else it is the preset's
+        links = [getattr(p, name) for p in (profile, base)]
+        for measure, numbers in (
+            ("GB/s", [link.bandwidth / 1e9 for link in links]),
+            ("µs", [1e6 * link.latency for link in links]),
+        ):
+            measured = f"{numbers[0]:.4g}" if known else "as assumed"
+            yield f"{f'{label}, {measure}':<40}{measured:>14}{numbers[1]:>14.4g}"
     if found.all_gather is not None:
         yield f"{'all-gather into a rank, GB/s':<40}{found.all_gather / 1e9:>14.4g}"
     for overlap in found.overlaps:
@@ -172,20 +153,3 @@ def draw_calibration(base: Profile, found: "Calibration") -> Iterator[str]:
             f"{100 * found.rows.mean_error:.1f} % on average, {100 * found.rows.worst_error:.0f} % "
             "at worst"
         )
-
-
-def _known(value: float, known: bool) -> str:
-    """A number, unless it was not measured and is the preset's."""
-    return f"{value:.4g}" if known else "as assumed"
-
-
-command = Command(
-    name="calibrate",
-    summary="measure this machine into a profile that planner and simulator use",
-    examples=(
-        "dyncp calibrate --save mine.json",
-        "torchrun --nproc-per-node 8 -m dyncp calibrate --save mine.json",
-    ),
-    add_options=add_options,
-    run=run,
-)

@@ -7,7 +7,13 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from dyncp.cli.arguments import Command, Progress, add_device_option, open_world
+from dyncp.cli.arguments import (
+    Progress,
+    add_device_option,
+    add_json_option,
+    open_world,
+    option,
+)
 
 if TYPE_CHECKING:
     from dyncp.calibrate import Diagnosis
@@ -15,11 +21,17 @@ if TYPE_CHECKING:
 SICK = 1
 MOST_RANKS_SHOWN = 16
 
+SUMMARY = "check devices, links, groups and one plan, and print what to paste into an issue"
+EXAMPLES = (
+    "dyncp doctor",
+    "torchrun --nproc-per-node 8 -m dyncp doctor --json",
+)
+
 
 def add_options(parser: ArgumentParser) -> None:
     add_device_option(parser)
-    parser.add_argument("--kernel", default="auto", help="to try (default %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    option(parser, "--kernel", "to try", "auto")
+    add_json_option(parser)
 
 
 def run(args: Namespace) -> int:
@@ -88,15 +100,3 @@ def _matrix(matrix: list[list[float | None]] | None) -> Iterator[str]:
     for rank, row in enumerate(shown):
         cells = ("–" if rate is None else f"{rate / 1e9:.2f}" for rate in row[: len(shown)])
         yield f"{rank:>6}" + "".join(f"{cell:>8}" for cell in cells)
-
-
-command = Command(
-    name="doctor",
-    summary="check devices, links, groups and one plan, and print what to paste into an issue",
-    examples=(
-        "dyncp doctor",
-        "torchrun --nproc-per-node 8 -m dyncp doctor --json",
-    ),
-    add_options=add_options,
-    run=run,
-)

@@ -6,8 +6,11 @@ from argparse import ArgumentParser, Namespace
 from typing import Any
 
 from dyncp import masks
-from dyncp.cli.arguments import Command
+from dyncp.cli.arguments import add_json_option, option
 from dyncp.masks import Mask
+
+SUMMARY = "list the masks, or draw one as text"
+EXAMPLES = ("dyncp masks", "dyncp masks sliding_window:window=12 --length 48")
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -17,13 +20,9 @@ def add_options(parser: ArgumentParser) -> None:
         metavar="NAME[:key=value,...]",
         help="the mask to draw; without it, all masks are listed",
     )
-    parser.add_argument(
-        "--length", type=int, default=64, help="tokens of the sequence (default %(default)s)"
-    )
-    parser.add_argument(
-        "--width", type=int, default=64, help="most cells of the drawing (default %(default)s)"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    option(parser, "--length", "tokens of the sequence", 64)
+    option(parser, "--width", "most cells of the drawing", 64)
+    add_json_option(parser)
 
 
 def run(args: Namespace) -> int:
@@ -40,12 +39,11 @@ def _describe(name: str) -> dict[str, Any]:
     function = masks.BUILTIN[name]
     summary = (inspect.getdoc(inspect.getmodule(function.builder)) or "").partition("\n")[0]
     aliases = [alias for alias, other in masks.ALIASES.items() if other is function]
-    parameters = {key: _default(value) for key, value in function.defaults.items()}
+    parameters = {
+        key: "needed" if value is inspect.Parameter.empty else str(value)
+        for key, value in function.defaults.items()
+    }
     return {"name": name, "parameters": parameters, "summary": summary, "aliases": aliases}
-
-
-def _default(value: object) -> str:
-    return "needed" if value is inspect.Parameter.empty else str(value)
 
 
 def _table(listed: list[dict[str, Any]]) -> str:
@@ -61,19 +59,5 @@ def _table(listed: list[dict[str, Any]]) -> str:
 
 def _numbers(mask: Mask) -> dict[str, Any]:
     density = mask.num_pairs / mask.length**2
-    return {
-        "name": mask.name,
-        "length": mask.length,
-        "pairs": mask.num_pairs,
-        "density": density,
-        "ranges": mask.ranges.tolist(),
-    }
-
-
-command = Command(
-    name="masks",
-    summary="list the masks, or draw one as text",
-    examples=("dyncp masks", "dyncp masks sliding_window:window=12 --length 48"),
-    add_options=add_options,
-    run=run,
-)
+    numbers = {"name": mask.name, "length": mask.length, "pairs": mask.num_pairs}
+    return numbers | {"density": density, "ranges": mask.ranges.tolist()}

@@ -2,6 +2,7 @@
 
 import json
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import process_time
@@ -10,53 +11,56 @@ from typing import Any
 import numpy as np
 
 from dyncp.cli import arguments
-from dyncp.cli.arguments import Command, Progress
+from dyncp.cli.arguments import Progress, option
 from dyncp.placement import static_candidates
 from dyncp.plan import save_plan
-from dyncp.planner import Candidate, Choice, PlannerConfig, Task, choose, lower_choice
+from dyncp.planner import Candidate, Choice, Task, choose, lower_choice
 from dyncp.schedule import Schedule
 from dyncp.topology import Topology
+
+TIMES = ("forward", "backward", "exposed", "token", "step", "ideal")
+
+SUMMARY = "plan one batch and say what the plan costs"
+EXAMPLES = (
+    "dyncp plan --sample ldc:0 --mask lambda_shaped --compare",
+    "dyncp plan --sample ldc:0 --model llama3-8b --solver auto",
+    "dyncp plan --lengths 65536,4096,4096,512 --machines 1 --model llama3-8b --json",
+)
 
 
 def add_options(parser: ArgumentParser) -> None:
     arguments.add_lengths_options(parser, listed=True)
-    parser.add_argument("--tokens", type=int, default=131072, help="tokens of a --sample batch")
+    option(parser, "--tokens", "tokens of a --sample batch", 131072)
     arguments.add_cluster_options(parser)
     arguments.add_attention_options(parser)
-    parser.add_argument("--block-size", type=int, help="tokens (default: chosen per sequence)")
+    option(parser, "--block-size", "tokens (default: chosen per sequence)", type=int)
     arguments.add_solver_options(parser)
     arguments.add_limit_options(parser)
-    parser.add_argument("--seed", type=int, default=0)
+    option(parser, "--seed", "of the solver", 0)
     parser.add_argument("--compare", action="store_true", help="plan with the static methods too")
-    parser.add_argument("--save", type=Path, help="write a file for `dyncp verify`")
-    parser.add_argument("--dump-placement", type=Path, help="write blocks and tiles as JSON")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    option(parser, "--save", "write a file for `dyncp verify`", type=Path)
+    option(parser, "--dump-placement", "write blocks and tiles as JSON", type=Path)
+    arguments.add_json_option(parser)
 
 
 def run(args: Namespace) -> int:
-    topology, cost, model = (
-        arguments.topology_of(args),
-        arguments.cost_of(args),
-        arguments.model_of(args),
-    )
-    config, batch, shape = (
-        _config(args),
-        arguments.make_batch(args, arguments.lengths_of(args)),
-        cost.shape,
-    )
+    topology, cost = arguments.topology_of(args), arguments.cost_of(args)
+    config = replace(arguments.config_of(args), block_size=args.block_size, seed=args.seed)
+    batch = arguments.make_batch(args, arguments.lengths_of(args))
+    given = (batch, topology, cost.shape, config, cost, arguments.model_of(args))
     progress = Progress()
     where = f"{topology.num_ranks} ranks, profile {cost.profile.name}"
     progress.say(f"planning {batch.num_tokens:,} tokens for {where} ...")
 
-    choose(Task.of(batch, topology, shape, config, cost, model))  # warms up: compiled code
+    choose(Task.of(*given))  # warms up: compiled code
     start = process_time()
-    task = Task.of(batch, topology, shape, config, cost, model)
+    task = Task.of(*given)
     choice = choose(task)
-    result = _lower(args, task, choice, start) | {"why": choice.explain()}
-    result = describe_candidate(choice.candidate, task) | result
+    result = describe_candidate(choice.candidate, task)
+    result |= _lower(args, task, choice, start) | {"why": choice.explain()}
     if args.compare:
         result["baselines"] = {}
-        for static in static_candidates(batch.lengths, shape, topology):
+        for static in static_candidates(batch.lengths, cost.shape, topology):
             progress.say(f"comparing with {static.name} ...")
             other = task.schedule(task.place(static))
             result["baselines"][static.name] = describe_candidate(other, task)
@@ -73,19 +77,12 @@ def _lower(args: Namespace, task: Task, choice: Choice, start: float) -> dict[st
     if args.save:
         save_plan(args.save, plan, candidate.graph.batch)
     if args.dump_placement:
-        _write(args.dump_placement, json.dumps(dump_placement(candidate)))
+        path: Path = args.dump_placement
+        try:
+            path.write_text(json.dumps(dump_placement(candidate)), encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"{path} cannot be written: {error.strerror}") from error
     return {"cpu_seconds": seconds, "peak_workspace_bytes": plan.memory().peak}
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{path} cannot be written: {error.strerror}") from error
-
-
-def _config(args: Namespace) -> PlannerConfig:
-    return replace(arguments.config_of(args), block_size=args.block_size, seed=args.seed)
 
 
 def _text(result: dict[str, Any]) -> str:
@@ -110,16 +107,14 @@ def _text(result: dict[str, Any]) -> str:
 
 
 def _row(name: str, numbers: dict[str, Any]) -> str:
-    megabytes = [
-        numbers[direction][field] / 1e6
-        for direction in ("forward", "backward")
-        for field in ("bytes", "inter_machine_bytes")
-    ]
+    traffic = "".join(
+        f"{numbers[way]['bytes'] / 1e6:>9.1f}{numbers[way]['inter_machine_bytes'] / 1e6:>10.1f}"
+        for way in ("forward", "backward")
+    )
     times = numbers["simulated"]
     attention = 1e3 * (times["forward_seconds"] + times["backward_seconds"])
     return (
-        f"{name:<28}{megabytes[0]:>9.1f}{megabytes[1]:>10.1f}{megabytes[2]:>9.1f}"
-        f"{megabytes[3]:>10.1f}{numbers['compute_max_over_mean']:>9.3f}"
+        f"{name:<28}{traffic}{numbers['compute_max_over_mean']:>9.3f}"
         f"{numbers['tokens_max_over_mean']:>8.3f}{attention:>9.2f}"
         f"{1e3 * times['step_seconds']:>9.2f}"
     )
@@ -128,31 +123,22 @@ def _row(name: str, numbers: dict[str, Any]) -> str:
 def describe_candidate(candidate: Candidate, task: Task) -> dict[str, Any]:
     """Solver, sizes, traffic, balance and simulated times."""
     simulated, topology = task.simulate(candidate), task.topology
-    pairs = list(candidate.schedules.values())
+    forward, backward = zip(*candidate.schedules.values(), strict=True)
     return {
         "solver": candidate.placement.solver,
         "num_blocks": len(candidate.graph.blocks),
         "num_tiles": sum(len(tiles) for tiles in candidate.graph.tiles.values()),
-        "forward": describe_traffic(candidate, topology, [forward for forward, _ in pairs]),
-        "backward": describe_traffic(
-            candidate, topology, [backward for _, backward in pairs if backward]
-        ),
+        "forward": describe_traffic(candidate, topology, forward),
+        "backward": describe_traffic(candidate, topology, [x for x in backward if x]),
         "compute_max_over_mean": candidate.balance.compute_max_over_mean,
         "tokens_max_over_mean": candidate.balance.tokens_max_over_mean,
         "balance_reason": candidate.balance.reason,
-        "simulated": {
-            "forward_seconds": simulated.forward_seconds,
-            "backward_seconds": simulated.backward_seconds,
-            "exposed_seconds": simulated.exposed_seconds,
-            "token_seconds": simulated.token_seconds,
-            "step_seconds": simulated.step_seconds,
-            "ideal_seconds": simulated.ideal_seconds,
-        },
+        "simulated": {f"{part}_seconds": getattr(simulated, f"{part}_seconds") for part in TIMES},
     }
 
 
 def describe_traffic(
-    candidate: Candidate, topology: Topology, schedules: list[Schedule]
+    candidate: Candidate, topology: Topology, schedules: Sequence[Schedule]
 ) -> dict[str, int]:
     """Bytes of one direction over all masks."""
     graph, ranks = candidate.graph, topology.num_ranks
@@ -190,16 +176,3 @@ def dump_placement(candidate: Candidate) -> dict[str, Any]:
         "blocks": np.stack(columns, axis=1).tolist(),
         "tiles": tiles,
     }
-
-
-command = Command(
-    name="plan",
-    summary="plan one batch and say what the plan costs",
-    examples=(
-        "dyncp plan --sample ldc:0 --mask lambda_shaped --compare",
-        "dyncp plan --sample ldc:0 --model llama3-8b --solver auto",
-        "dyncp plan --lengths 65536,4096,4096,512 --machines 1 --model llama3-8b --json",
-    ),
-    add_options=add_options,
-    run=run,
-)

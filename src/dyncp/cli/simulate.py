@@ -11,7 +11,7 @@ from typing import Any
 from dyncp.blocks import Batch
 from dyncp.checks import whole_number
 from dyncp.cli import arguments
-from dyncp.cli.arguments import Command, Progress
+from dyncp.cli.arguments import Progress, option
 from dyncp.cli.plan import describe_traffic
 from dyncp.cost import CostModel, ModelConfig
 from dyncp.placement import static_candidates
@@ -33,6 +33,12 @@ PARTS = {
     "exposed_seconds": "exposed communication and waiting",
 }
 MOST_SPLITS = 3
+SUMMARY = "simulate many batches under dyncp and every static method, and say what to use"
+EXAMPLES = (
+    "dyncp simulate --sample ldc:0 --model llama3-8b",
+    "dyncp simulate --lengths-file lengths.txt --tokens 65536 --topology h200 --machines 2",
+    "dyncp simulate --sample longalign:0 --mask lambda_shaped --bandwidth 0.25 --batches 4",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,38 +96,21 @@ Batches = Sequence[Mapping[str, Outcome]]
 
 def add_options(parser: ArgumentParser) -> None:
     arguments.add_lengths_options(parser, listed=False)
-    parser.add_argument(
-        "--batches",
-        type=int,
-        default=8,
-        help="how many: of a sample with seeds SEED, SEED+1, ..., of a file the first ones "
-        "(default %(default)s)",
-    )
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        default=131072,
-        help="tokens of a batch; documents of a file are packed in order into batches of at most "
-        "this many (default %(default)s)",
-    )
+    batches = "how many: of a sample with seeds SEED, SEED+1, ..., of a file the first ones"
+    tokens = "of a batch; documents of a file are packed in order into batches of at most this many"
+    option(parser, "--batches", batches, 8)
+    option(parser, "--tokens", tokens, 131072)
     arguments.add_cluster_options(parser)
     for name in ("bandwidth", "latency"):
-        parser.add_argument(
-            f"--{name}", type=float, default=1.0, help=f"all links have this many times the {name}"
-        )
-    parser.add_argument(
-        "--jitter", type=float, default=0.0, help="ranks are up to this share slower, at random"
-    )
+        option(parser, f"--{name}", f"all links have this many times the {name}", 1.0)
+    option(parser, "--jitter", "ranks are up to this share slower, at random", 0.0)
     arguments.add_attention_options(parser)
     arguments.add_solver_options(parser)
-    parser.add_argument(
-        "--methods",
-        default=",".join(STATIC_METHODS),
-        help=f"static methods to compare with (default all: {', '.join(STATIC_METHODS)})",
-    )
+    methods = f"static methods to compare with (default all: {', '.join(STATIC_METHODS)})"
+    option(parser, "--methods", methods)
     arguments.add_limit_options(parser)
-    parser.add_argument("--seed", type=int, default=0, help="of the solver and of --jitter")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    option(parser, "--seed", "of the solver and of --jitter", 0)
+    arguments.add_json_option(parser)
 
 
 def run(args: Namespace) -> int:
@@ -166,7 +155,9 @@ def _topology(args: Namespace) -> Topology:
     return topology
 
 
-def _methods(text: str) -> tuple[str, ...]:
+def _methods(text: str | None) -> tuple[str, ...]:
+    if text is None:
+        return STATIC_METHODS
     names = arguments.comma_separated(text) or (text,)
     for name in names:
         if name not in STATIC_METHODS:
@@ -482,16 +473,3 @@ def _splits(name: str, solvers: Mapping[str, int]) -> str:
     ]
     more = len(named) - MOST_SPLITS
     return ", ".join(named[:MOST_SPLITS]) + (f" and {more} more" if more > 0 else "")
-
-
-command = Command(
-    name="simulate",
-    summary="simulate many batches under dyncp and every static method, and say what to use",
-    examples=(
-        "dyncp simulate --sample ldc:0 --model llama3-8b",
-        "dyncp simulate --lengths-file lengths.txt --tokens 65536 --topology h200 --machines 2",
-        "dyncp simulate --sample longalign:0 --mask lambda_shaped --bandwidth 0.25 --batches 4",
-    ),
-    add_options=add_options,
-    run=run,
-)

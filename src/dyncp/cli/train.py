@@ -13,7 +13,8 @@ from types import ModuleType
 from typing import Any, TextIO
 
 from dyncp import masks
-from dyncp.cli.arguments import Command, Progress, launch, open_world, under_torchrun
+from dyncp.checks import whole_number
+from dyncp.cli.arguments import Progress, launch, open_world, option, under_torchrun
 from dyncp.planner import PlannerConfig
 
 RANKS, DEVICES = 4, ("cpu", "cuda")
@@ -33,6 +34,14 @@ Next:
   dyncp train --corpus DIR             your own text files
   examples/train_llama.py              the loop, to be copied: docs/transformers.md"""
 
+SUMMARY = "train a small Llama on several ranks and compare its losses with one process"
+EXAMPLES = (
+    "dyncp train",
+    "dyncp train --ranks 2 --steps 3 --mask sliding_window:window=1024",
+    "dyncp train --virtual-ranks 4 --device cuda",
+    "torchrun --nproc-per-node 4 -m dyncp train --steps 5",
+)
+
 
 def add_options(parser: ArgumentParser) -> None:
     ranks = parser.add_mutually_exclusive_group()
@@ -40,22 +49,16 @@ def add_options(parser: ArgumentParser) -> None:
     ranks.add_argument(
         "--virtual-ranks", type=int, metavar="N", help="N ranks inside one process instead"
     )
-    for name, value, text in (
-        ("steps", 6, "optimiser steps"),
-        ("mask", "causal", "NAME[:key=value,...]; `dyncp masks` lists them"),
-        ("max-length", 4096, "tokens at which documents are cut"),
-        ("solver", PlannerConfig().solver, "how blocks and tiles get their ranks"),
-        ("kernel", "auto", "attention kernel"),
-        ("device", "cpu", "cpu or cuda"),
-        ("seed", 0, "of weights, order of documents, and solver"),
-    ):
-        kind, shown = type(value), f"{text} (default {value})"
-        parser.add_argument(f"--{name}", type=kind, default=value, help=shown)
-    for name, kind, text in (
-        ("tokens-per-batch", int, "of all ranks together (default: twice --max-length)"),
-        ("corpus", str, "folder of text files (default: Python's standard library)"),
-    ):
-        parser.add_argument(f"--{name}", type=kind, help=text)
+    option(parser, "--steps", "optimiser steps", 6)
+    option(parser, "--mask", "NAME[:key=value,...]; `dyncp masks` lists them", "causal")
+    option(parser, "--max-length", "tokens at which documents are cut", 4096)
+    option(parser, "--solver", "how blocks and tiles get their ranks", PlannerConfig().solver)
+    option(parser, "--kernel", "attention kernel", "auto")
+    option(parser, "--device", "cpu or cuda", "cpu")
+    option(parser, "--seed", "of weights, order of documents, and solver", 0)
+    tokens = "of all ranks together (default: twice --max-length)"
+    option(parser, "--tokens-per-batch", tokens, type=int)
+    option(parser, "--corpus", "folder of text files (default: Python's standard library)")
     parser.add_argument("--no-reference", action="store_true", help="skip the run in one process")
     parser.add_argument(
         "--json", action="store_true", help="one JSON object on stdout; the table goes to stderr"
@@ -84,10 +87,8 @@ def run(args: Namespace) -> int:
 
 def _check(args: Namespace) -> None:
     for field, least in (("steps", 1), ("max_length", 2), ("ranks", 1), ("virtual_ranks", 1)):
-        value = getattr(args, field)
-        if value is not None and value < least:
-            name = field.replace("_", "-")
-            raise ValueError(f"--{name} is {value}; must be at least {least}")
+        if getattr(args, field) is not None:
+            whole_number(f"--{field.replace('_', '-')}", getattr(args, field), least)
     if args.tokens_per_batch is not None and args.tokens_per_batch < args.max_length:
         raise ValueError(
             f"--tokens-per-batch is {args.tokens_per_batch}, less than the longest document "
@@ -240,17 +241,3 @@ def largest_difference(losses: Sequence[float], reference: Sequence[float]) -> f
     """NaN if any loss is."""
     differences = [abs(a - b) for a, b in zip(losses, reference, strict=True)]
     return math.nan if any(map(math.isnan, differences)) else max(differences)
-
-
-command = Command(
-    name="train",
-    summary="train a small Llama on several ranks and compare its losses with one process",
-    examples=(
-        "dyncp train",
-        "dyncp train --ranks 2 --steps 3 --mask sliding_window:window=1024",
-        "dyncp train --virtual-ranks 4 --device cuda",
-        "torchrun --nproc-per-node 4 -m dyncp train --steps 5",
-    ),
-    add_options=add_options,
-    run=run,
-)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dyncp.blocks import Batch
-from dyncp.cli.arguments import Command, Progress
+from dyncp.cli.arguments import Progress, add_json_option
 from dyncp.plan import MaskPlan, Plan, RankPlan, load_plan
 from dyncp.verify import (
     INVARIANTS,
@@ -34,6 +34,12 @@ KERNEL_CALLS = 6
 # of it kernel calls) and 1.1 GB.
 MOST_SCORES, MOST_TOKENS = 2**25, 2048
 
+SUMMARY = "check a saved plan, invariant by invariant"
+EXAMPLES = (
+    "dyncp plan --lengths 700,300,200 --machines 1 --ranks-per-machine 4 --save batch.plan",
+    "dyncp verify batch.plan --numeric",
+)
+
 
 def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("plan", type=Path, metavar="PLAN", help="file of `dyncp plan --save`")
@@ -43,7 +49,7 @@ def add_options(parser: ArgumentParser) -> None:
         help="also run the plan in fp64 numpy, compare outputs and gradients with dense attention, "
         "and check the kernel calls (invariant 6); small batches only",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    add_json_option(parser)
 
 
 def run(args: Namespace) -> int:
@@ -59,19 +65,8 @@ def run(args: Namespace) -> int:
         progress.show("checking its kernel calls ...")
         invariants[str(KERNEL_CALLS)] = _kernel_calls(plan, batch, verified)
         progress.clear()
-    states = [*invariants.values(), *([numeric] if numeric else [])]
-    result = {
-        "ok": all(entry["state"] != "violated" for entry in states),
-        "plan": _describe(plan, batch),
-        "invariants": invariants,
-        "numeric": numeric,
-    }
-    print(json.dumps(result) if args.json else _text(result))
-    return 0 if result["ok"] else VIOLATED
-
-
-def _describe(plan: Plan, batch: Batch) -> dict[str, Any]:
-    return {
+    states = [entry["state"] for entry in (*invariants.values(), numeric) if entry]
+    about = {
         "solver": plan.parts[0].solver,
         "num_ranks": plan.num_ranks,
         "num_tokens": batch.num_tokens,
@@ -79,6 +74,10 @@ def _describe(plan: Plan, batch: Batch) -> dict[str, Any]:
         "masks": list(plan.parts[0].masks),
         "digest": plan.digest,
     }
+    result = {"ok": "violated" not in states, "plan": about}
+    result |= {"invariants": invariants, "numeric": numeric}
+    print(json.dumps(result) if args.json else _text(result))
+    return 0 if result["ok"] else VIOLATED
 
 
 def _entry(state: str, *sentences: str) -> dict[str, Any]:
@@ -100,9 +99,8 @@ def _kernel_calls(plan: Plan, batch: Batch, verified: Verified) -> dict[str, Any
     if verified.violations:
         return _entry("unchecked", "only plans that keep the other invariants have kernel calls")
     if batch.num_tokens > MOST_TOKENS:
-        return _entry(
-            "unchecked", f"too large: {batch.num_tokens:,} tokens, at most {MOST_TOKENS:,}"
-        )
+        size = f"{batch.num_tokens:,} tokens, at most {MOST_TOKENS:,}"
+        return _entry("unchecked", f"too large: {size}")
     sentences = [violation.sentence for violation in check_kernel_calls(plan, batch)]
     return _entry("violated" if sentences else "ok", *sentences)
 
@@ -112,10 +110,8 @@ def _numeric(plan: Plan, batch: Batch, verified: Verified) -> dict[str, Any]:
     if not verified.checked - {8}:
         return _entry("unchecked", "the plan can not be run: see above")
     if scores > MOST_SCORES:
-        return _entry(
-            "unchecked",
-            f"too large: {scores:,} scores (q heads × Σ length²), at most {MOST_SCORES:,}",
-        )
+        size = f"{scores:,} scores (q heads × Σ length²), at most {MOST_SCORES:,}"
+        return _entry("unchecked", f"too large: {size}")
     errors, wrong = {}, []
     for name in plan.parts[0].masks:
         try:
@@ -123,12 +119,10 @@ def _numeric(plan: Plan, batch: Batch, verified: Verified) -> dict[str, Any]:
         except PlanError as error:
             wrong.append(f"mask {name!r} can not be run: {error}")
             continue
-        errors[name] = {
-            field: None if math.isnan(error) else error
-            for field, error in comparison.errors.items()
-        }
+        found = comparison.errors.items()
+        errors[name] = {field: None if math.isnan(error) else error for field, error in found}
         if not comparison.agrees:
-            worst = ", ".join(f"{field} {e:.1e}" for field, e in comparison.errors.items())
+            worst = ", ".join(f"{field} {error:.1e}" for field, error in found)
             wrong.append(f"mask {name!r} differs from dense attention: {worst}")
     return _entry("violated" if wrong else "ok", *wrong) | {"errors": errors}
 
@@ -232,15 +226,3 @@ def _entries(lists: "TileLists") -> np.ndarray:
         entries += [(tile, other, 0) for other in partial]
         entries += [(tile, other, 1) for first, end in runs for other in range(first, end)]
     return np.array(entries, np.int64).reshape(-1, 3)
-
-
-command = Command(
-    name="verify",
-    summary="check a saved plan, invariant by invariant",
-    examples=(
-        "dyncp plan --lengths 700,300,200 --machines 1 --ranks-per-machine 4 --save batch.plan",
-        "dyncp verify batch.plan --numeric",
-    ),
-    add_options=add_options,
-    run=run,
-)

@@ -124,7 +124,7 @@ class CostModel:
         return self.profile.lanes > 0 or self.row_keys(direction) > 0
 
     def row_keys(self, direction: Direction) -> float:
-        """What a row of kernel tiles costs on top, in keys."""
+        """Fixed cost of a row of kernel tiles, as a number of keys."""
         backward = direction is Direction.BACKWARD
         return self.profile.row_backward if backward else self.profile.row_forward
 
@@ -242,7 +242,7 @@ def more_seconds(
     direction: Direction,
     cost: CostModel,
 ) -> Float64:
-    """What calls take on top of `tile_seconds`, float64[cells]."""
+    """Seconds of calls in addition to `tile_seconds`, float64[cells]."""
     work = call_work(tiles, blocks, direction, cost)
     calls = np.bincount(work.cell, cost.work_seconds(*work[1:], direction), num_cells)
     return np.asarray(calls - np.bincount(tiles.cell, tile_seconds, num_cells), np.float64)
@@ -326,8 +326,8 @@ class Moved(NamedTuple):
 
 
 class RowBytes:
-    """Bytes of one token's row, int64[head groups] each: of queries and of keys with values, as
-    they are given, and of accumulators (`wide`); `per_head` of log-sum-exps or row sums."""
+    """Bytes of one token's row, int64[head groups] each: of queries, of keys and values, and of
+    their accumulators (`wide`); `per_head` of log-sum-exps or row sums."""
 
     def __init__(self, shape: AttentionShape, groups: Sequence[HeadGroup]) -> None:
         keys = np.asarray([group.num_kv_heads for group in groups], np.int64)
@@ -439,8 +439,8 @@ class RowCosts:
         return np.asarray(own * (copied + sums + cleared) + taken, np.float64)
 
     def _results(self, sent: Sent, touched: Touched | None) -> Float64:
-        """Of results that leave, by rank and phase: they are written, and what they are made of is
-        read."""
+        """Bytes of results to send, by rank and phase: each is written once, and its contributions
+        are read."""
         at = np.flatnonzero(~IS_INPUT[sent.kind])
         results = Sent(*(column[at] for column in sent))
         sizes, width = results.size, self.widths
@@ -467,7 +467,7 @@ class RowCosts:
     def _read(
         self, found: Float64, results: Sent, keys: Int64, order: Int64, asked: Int64, size: Int64
     ) -> None:
-        """Adds what is read for the results with keys `asked` to their points."""
+        """Adds the bytes read for the results with keys `asked` to their points."""
         if not len(keys):
             return
         near = np.minimum(np.searchsorted(keys, asked), len(keys) - 1)

@@ -1,12 +1,14 @@
 """ModelConfig: the per-token work of a Transformer outside attention, also from a config.json."""
 
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dyncp.blocks import AttentionShape, Direction
-from dyncp.checks import parse_json
+from dyncp.checks import read_json_file, whole_number
 from dyncp.cost.profile import Profile
 
 
@@ -31,10 +33,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for field in ("hidden", "layers", "ffn", "vocab", "heads", "kv_heads", "head_dim"):
-            if getattr(self, field) < 1:
-                raise ValueError(
-                    f"ModelConfig.{field} is {getattr(self, field)}; it must be at least 1"
-                )
+            whole_number(f"ModelConfig.{field}", getattr(self, field), 1, sys.maxsize)
         if self.mlp_matrices not in (2, 3):
             raise ValueError(f"ModelConfig.mlp_matrices is {self.mlp_matrices}; it must be 2 or 3")
 
@@ -122,13 +121,8 @@ def from_transformers_config(source: str | Path | Mapping[str, Any]) -> ModelCon
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    try:
-        path = path / "config.json" if path.is_dir() else path
-        config = parse_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"model config {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"model config {path} is not JSON: {error}") from error
+    path = path / "config.json" if os.path.isdir(path) else path  # False for names too long
+    config = read_json_file("model config", path)
     if not isinstance(config, dict):
         raise ValueError(f"model config {path} is a {type(config).__name__}, not a JSON object")
     return config
@@ -137,9 +131,8 @@ def _read(path: Path) -> Mapping[str, Any]:
 def _ffn(config: Mapping[str, Any], hidden: int) -> int:
     active = _size(config, ("num_experts_per_tok",), 0)
     if not active:
-        return _size(
-            config, FFN_KEYS, 4 * hidden if config.get("model_type") in PLAIN_MLP else None
-        )
+        usual = 4 * hidden if config.get("model_type") in PLAIN_MLP else None
+        return _size(config, FFN_KEYS, usual)
     expert = _size(config, ("moe_intermediate_size", *FFN_KEYS))
     shared = _size(config, ("shared_expert_intermediate_size",), 0)
     return expert * (active + _size(config, ("n_shared_experts",), 0)) + shared

@@ -6,13 +6,13 @@ import math
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
-from dyncp.checks import parse_json
+from dyncp.checks import read_json_file
 from dyncp.topology import Link, Topology, preset
 
 FORMAT = "dyncp-profile-1"
-DEFAULT_PROFILE = "p4de"  # for plans of which nobody says what they run on
+DEFAULT_PROFILE = "p4de"  # for plans without a known device
 CPU = "cpu"
 # Parts of torch's device names, and the preset for each.
 PRESETS_BY_DEVICE = (
@@ -23,11 +23,11 @@ PRESETS_BY_DEVICE = (
 )
 _RATES = ("attention_forward", "attention_backward", "dense", "copy")
 _AT_LEAST = {
-    0: ("call_seconds", "launch_seconds", "host_seconds", "host_seconds_eager", "row_forward",
-        "row_backward", "lanes"),
-    1: ("overlap_slowdown", "edge_forward", "edge_backward", "kernel_tile", "ranks_per_machine",
-        "nics"),
+    "call_seconds": 0, "launch_seconds": 0, "host_seconds": 0, "host_seconds_eager": 0,
+    "row_forward": 0, "row_backward": 0, "lanes": 0, "overlap_slowdown": 1, "edge_forward": 1,
+    "edge_backward": 1, "kernel_tile": 1, "ranks_per_machine": 1, "nics": 1,
 }  # fmt: skip
+Speeds = tuple[float, ...]
 logger = logging.getLogger(__name__)
 
 
@@ -47,7 +47,7 @@ class Profile:
     - `row_forward`, `row_backward`: fixed cost of every row of kernel tiles in a call (backward:
       column), in keys; `lanes` is how many rows run at once, one per processor.
     - `launch_seconds`: gap between consecutive kernels. At 0, only attention kernels and message
-      copies are priced (see row_work.py).
+      copies are priced (see `RowCosts`).
     - `host_seconds`, `host_seconds_eager`: host time to issue one instruction, with CUDA graphs
       and without.
 
@@ -77,56 +77,32 @@ class Profile:
     host_seconds_eager: float = 0.0
 
     def __post_init__(self) -> None:
-        for least, names in _AT_LEAST.items():
-            for field in names:
-                value = getattr(self, field)
-                if not least <= value < math.inf:
-                    raise ValueError(
-                        f"Profile.{field} is {value}; it must be finite and at least {least}"
-                    )
+        for field, least in _AT_LEAST.items():
+            value = getattr(self, field)
+            if not least <= value < math.inf:
+                limits = f"it must be finite and at least {least}"
+                raise ValueError(f"Profile.{field} is {value}; {limits}")
         for field in _RATES:
             value = getattr(self, field)
             if not 0 < value < math.inf:
                 raise ValueError(f"Profile.{field} is {value}; it must be finite and above 0")
 
     def topology(
-        self,
-        machines: int = 1,
-        ranks_per_machine: int | None = None,
-        speeds: tuple[float, ...] = (),
+        self, machines: int = 1, ranks_per_machine: int | None = None, speeds: Speeds = ()
     ) -> Topology:
         """A cluster of such machines, with another number of ranks in each if given."""
         ranks = self.ranks_per_machine if ranks_per_machine is None else ranks_per_machine
-        return Topology(
-            machines,
-            ranks,
-            self.intra,
-            self.inter,
-            self.nics,
-            speeds,
-            self.ordered_phases,
-            self.name,
-        )
+        links = self.intra, self.inter, self.nics
+        return Topology(machines, ranks, *links, speeds, self.ordered_phases, self.name)
 
 
 def _profile(
     name: str, attention: tuple[float, float], dense: float, copy: float, call: float, tile: int
 ) -> Profile:
-    machine = preset(name)
-    return Profile(
-        name=name,
-        attention_forward=attention[0],
-        attention_backward=attention[1],
-        dense=dense,
-        copy=copy,
-        call_seconds=call,
-        kernel_tile=tile,
-        ranks_per_machine=machine.ranks_per_machine,
-        intra=machine.intra,
-        inter=machine.inter,
-        nics=machine.nics,
-        ordered_phases=machine.ordered_phases,
-    )
+    of = preset(name)
+    rates = *attention, dense, copy, call
+    per_machine, ordered = of.ranks_per_machine, of.ordered_phases
+    return Profile(name, *rates, tile, per_machine, of.intra, of.inter, of.nics, ordered)
 
 
 def _with_launches(profile: Profile) -> Profile:
@@ -210,61 +186,32 @@ def save_profile(profile: Profile, path: str | Path) -> None:
 
 def load_profile(path: str | Path) -> Profile:
     """The profile of `save_profile`; raises ValueError that names the file and the field."""
+    entries = read_json_file("profile", Path(path))
     try:
-        entries = parse_json(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"profile {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"profile {path} is not JSON: {error}") from error
-    try:
-        return _read(entries)
+        if not isinstance(entries, dict) or entries.pop("format", None) != FORMAT:
+            raise ValueError(f'it has to be a JSON object with "format": "{FORMAT}"')
+        _check_fields(Profile, entries, "")
+        for field in ("intra", "inter"):
+            if not isinstance(entries[field], dict):
+                needed = "an object with latency and bandwidth is needed"
+                raise ValueError(f"{field} is {entries[field]!r}; {needed}")
+            _check_fields(Link, entries[field], f"{field}.")
+            entries[field] = Link(**entries[field])
+        return Profile(**entries)
     except ValueError as error:
         raise ValueError(f"profile {path}: {error}") from error
 
 
-def _read(entries: Any) -> Profile:
-    if not isinstance(entries, dict) or entries.get("format") != FORMAT:
-        raise ValueError(f'it has to be a JSON object with "format": "{FORMAT}"')
-    values = {key: value for key, value in entries.items() if key != "format"}
-    _check_names(Profile, values, "")
-    for field in ("intra", "inter"):
-        values[field] = _read_link(values[field], field)
-    for field, value in values.items():
-        if not isinstance(value, Link):
-            _check_type(field, value, _PROFILE_TYPES.get(field, "number"))
-    return Profile(**values)
-
-
-def _read_link(entries: Any, field: str) -> Link:
-    if not isinstance(entries, dict):
-        raise ValueError(f"{field} is {entries!r}; an object with latency and bandwidth is needed")
-    _check_names(Link, entries, f"{field}.")
-    for name, value in entries.items():
-        _check_type(f"{field}.{name}", value, "number")
-    return Link(**entries)
-
-
-_PROFILE_TYPES = {
-    "name": "text",
-    "kernel_tile": "integer",
-    "ranks_per_machine": "integer",
-    "nics": "integer",
-    "ordered_phases": "true or false",
-}
-_PYTHON_TYPES: dict[str, tuple[type, ...]] = {
-    "text": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "true or false": (bool,),
+_TYPES: dict[type, tuple[str, tuple[type, ...]]] = {
+    str: ("text", (str,)),
+    int: ("integer", (int,)),
+    float: ("number", (int, float)),
+    bool: ("true or false", (bool,)),
 }
 
 
-def _check_type(field: str, value: Any, expected: str) -> None:
-    if type(value) not in _PYTHON_TYPES[expected]:
-        raise ValueError(f"{field} is {value!r}; expected is {expected}")
-
-
-def _check_names(kind: type[Profile] | type[Link], entries: dict[str, Any], prefix: str) -> None:
+def _check_fields(kind: type[Profile] | type[Link], entries: dict[str, Any], prefix: str) -> None:
+    """Raises ValueError for fields that are unknown, missing or of another type."""
     known = {field.name: field for field in fields(kind)}
     for name in entries:
         if name not in known:
@@ -272,3 +219,7 @@ def _check_names(kind: type[Profile] | type[Link], entries: dict[str, Any], pref
     for name, field in known.items():
         if name not in entries and field.default is MISSING:
             raise ValueError(f"{prefix}{name} is missing; needed are {', '.join(known)}")
+    for name, hint in get_type_hints(kind).items():
+        expected, types = _TYPES.get(hint, ("", ()))
+        if types and name in entries and type(entries[name]) not in types:
+            raise ValueError(f"{prefix}{name} is {entries[name]!r}; expected is {expected}")

@@ -7,56 +7,36 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dyncp.dataloader.loader import DCPDataLoader
-    from dyncp.dataloader.local_fields import count_targets, local_data
-    from dyncp.dataloader.loss import (
-        next_token_loss,
-        sum_gradients,
-        sum_over_ranks,
-        undo_gradient_average,
-    )
-    from dyncp.dataloader.metrics import LoaderMetrics
-    from dyncp.dataloader.options import LoaderConfig
-    from dyncp.dataloader.reading import SampleError
-    from dyncp.dataloader.sample_format import NO_TARGET
-    from dyncp.dataloader.store import BatchMismatch, PeerError, StoreError
+    from dyncp.dataloader.loader import DCPDataLoader as DCPDataLoader
+    from dyncp.dataloader.local_fields import count_targets as count_targets
+    from dyncp.dataloader.local_fields import local_data as local_data
+    from dyncp.dataloader.local_fields import next_token_loss as next_token_loss
+    from dyncp.dataloader.local_fields import sum_gradients as sum_gradients
+    from dyncp.dataloader.local_fields import sum_over_ranks as sum_over_ranks
+    from dyncp.dataloader.local_fields import undo_gradient_average as undo_gradient_average
+    from dyncp.dataloader.metrics import LoaderMetrics as LoaderMetrics
+    from dyncp.dataloader.options import LoaderConfig as LoaderConfig
+    from dyncp.dataloader.ranks import BatchMismatch as BatchMismatch
+    from dyncp.dataloader.ranks import PeerError as PeerError
+    from dyncp.dataloader.ranks import StoreError as StoreError
+    from dyncp.dataloader.reading import NO_TARGET as NO_TARGET
+    from dyncp.dataloader.reading import SampleError as SampleError
 
     DCPDataloader = DCPDataLoader
 
-_LAZY = {
-    "BatchMismatch": "store",
-    "DCPDataLoader": "loader",
-    "LoaderConfig": "options",
-    "LoaderMetrics": "metrics",
-    "NO_TARGET": "sample_format",
-    "PeerError": "store",
-    "SampleError": "reading",
-    "StoreError": "store",
-    "count_targets": "local_fields",
-    "local_data": "local_fields",
-    "next_token_loss": "loss",
-    "sum_gradients": "loss",
-    "sum_over_ranks": "loss",
-    "undo_gradient_average": "loss",
-}
-
-__all__ = [
-    "NO_TARGET",
-    "BatchMismatch",
-    "DCPDataLoader",
-    "DCPDataloader",
-    "LoaderConfig",
-    "LoaderMetrics",
-    "PeerError",
-    "SampleError",
-    "StoreError",
-    "count_targets",
-    "local_data",
-    "next_token_loss",
-    "sum_gradients",
-    "sum_over_ranks",
-    "undo_gradient_average",
-]
+_MODULES = {
+    "loader": ["DCPDataLoader"],
+    "local_fields": [
+        "count_targets", "local_data", "next_token_loss", "sum_gradients", "sum_over_ranks",
+        "undo_gradient_average",
+    ],
+    "metrics": ["LoaderMetrics"],
+    "options": ["LoaderConfig"],
+    "ranks": ["BatchMismatch", "PeerError", "StoreError"],
+    "reading": ["NO_TARGET", "SampleError"],
+}  # fmt: skip
+_LAZY = {name: module for module, names in _MODULES.items() for name in names}
+__all__ = ["DCPDataloader", *_LAZY]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:

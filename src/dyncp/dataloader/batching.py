@@ -1,48 +1,219 @@
 """The batches of an epoch: a function of the samples' order and lengths, the budget and a position.
+All ranks compute the same batches without communicating.
 
-All ranks compute the same batches without communicating. filling.py fills them; here they are dealt
-to replicas. An optimiser step has `accumulation_steps` rounds; in a round every replica gets one
-batch:
+A batch is filled with the samples of a window that come closest to its token budget. The oldest
+sample opens it, so that none waits forever. The others are the subset of the next samples that
+fills it best (an exact subset sum): the possible sums are the bits of an integer, and a sample of n
+tokens adds all of them shifted by n. With 7 tokens left and samples of 4, 2, 5:
+
+    sums       bits        with 4        with 2            with 5
+    0          00000001    00010001      01010101          11110101      7 = 2 + 5
+
+The search ends as soon as a batch is full enough, so that samples stay close to their order.
+
+Batches are then dealt to replicas. An optimiser step has `accumulation_steps` rounds; in a round
+every replica gets one batch:
 
     batches        b0 b3 | b1 b2 || b4 b6 | b5 b7 || ...      2 replicas, 2 rounds per step
     replica 0      b0      b1       b4      b5
     replica 1         b3      b2       b6      b7
 
-A round has the oldest batch, so that none waits for ever, and those batches of the window that
-leave the replicas idle for the shortest time beside it. With 3 replicas and predicted seconds
+A round has the oldest batch, and those batches of the window that leave the replicas idle for the
+shortest time beside it. With 3 replicas and predicted seconds
 
     waiting, oldest first    4 9 5 4 8 5        sorted by time    4 4 5 5 8 9
 
 the rounds are 4 4 5, then 9 8 5. Batches keep their numbers: another number of replicas is dealt
-the same batches.
-"""
+the same batches."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, count, islice
+from typing import Any
 
 from dyncp.dataloader.dataset import IndexedSource, SampleEntry, SampleSource
-from dyncp.dataloader.filling import FilledBatch, FillState, fill_batches
 from dyncp.dataloader.metrics import Skipped
 from dyncp.dataloader.options import Budget, LoaderConfig, check_budget, digest_of
-from dyncp.dataloader.sample_format import skip_reason
+from dyncp.dataloader.reading import skip_reason
 from dyncp.dataloader.state import Position
 
 logger = logging.getLogger(__name__)
 
 Seconds = Callable[[int], float]
+# A batch is full enough when at most a 200th of its budget is left.
+FULL_SHARE = 200
+# Samples of at most a 16th of the room that is left are taken in order: they leave choices open.
+SHORT_SHARE = 16
+# Sums are computed in units of a 131,072nd of the room.
+MOST_SUMS = 1 << 17
+PieceKey = tuple[int, int]  # a sample's place in the epoch, and where its tokens begin (pieces)
+Fit = Callable[[SampleEntry, int | None], list[SampleEntry]]
 
 
-@dataclass(frozen=True)
-class DealState:
-    """Between two rounds: `fill` is the state before the oldest waiting batch, or after all batches
-    that were read; `dealt` are those from there on that have been dealt (1 is the second one).
-    Batches dealt to more replicas are kept here until fewer replicas have passed them."""
+@dataclass(frozen=True, eq=False)
+class FilledBatch:
+    """Batch `number` of the epoch, and where samples are taken from before and after it: these
+    positions know nothing of dealing. Only the last batch of an epoch is not `full`."""
 
-    fill: FillState
-    dealt: tuple[int, ...] = ()
+    number: int
+    entries: tuple[SampleEntry, ...]
+    before: Position
+    after: Position
+    full: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class _WaitingSample:
+    entry: SampleEntry
+    dataset_state: Any  # before the sample
+
+    @property
+    def key(self) -> PieceKey:
+        return self.entry.place, self.entry.start
+
+
+def fill_batches(
+    entries: Iterable[SampleEntry],
+    budget: Callable[[int], int],
+    fit: Fit,
+    window: int,
+    start: Position | None = None,
+    number: int = 0,
+) -> Iterator[FilledBatch]:
+    """Batches of at most `budget(number)` tokens, number after number.
+
+    `entries` begin at the place of `start`. A batch is chosen among the next samples of `window`
+    times its budget; with a window of 1 it takes samples in order, up to the first that does not
+    fit. `fit(entry, limit)` returns what is left of a sample that is longer than the limit.
+    """
+    filling = _Filling(entries, fit, start or Position())
+    while not filling.at_end() and filling.open(budget(number)):
+        before = filling.position()
+        chosen, used = filling.take(budget(number), window)
+        full = used == budget(number) or not filling.at_end()
+        yield FilledBatch(number, chosen, before, filling.position(), full)
+        number += 1
+
+
+def best_subset(lengths: Iterable[int], room: int, enough: int) -> list[int]:
+    """Which of these fill `room` best, looking no further than needed to fill `enough` of it.
+
+    `best_subset([4, 2, 5], 7, 7)` is [1, 2].
+    """
+    unit = -(-room // MOST_SUMS)
+    room, enough = room // unit, -(-enough // unit)
+    sums, all_sums = 1, (1 << room + 1) - 1
+    taken: list[int] = []
+    before: list[int] = []  # the sums without each sample and those after it
+    for length in lengths:
+        taken.append(-(-length // unit))
+        before.append(sums)
+        sums |= (sums << taken[-1]) & all_sums
+        if sums.bit_length() > enough:
+            break
+    left = sums.bit_length() - 1
+    chosen = []
+    for number in reversed(range(len(before))):
+        if not before[number] >> left & 1:
+            chosen.append(number)
+            left -= taken[number]
+    return chosen[::-1]
+
+
+class _Filling:
+    """The samples that wait for a batch, in order; more are read when they are needed."""
+
+    def __init__(self, entries: Iterable[SampleEntry], fit: Fit, start: Position) -> None:
+        self._entries, self._fit = iter(entries), fit
+        self._waiting: list[_WaitingSample] = []
+        self._taken = set(start.taken)
+        self._start = start
+        self._place, self._dataset_state = start.samples, start.dataset_state  # of the next sample
+
+    def open(self, budget: int) -> bool:
+        """Makes the oldest waiting sample fit the budget; False if none is left."""
+        while (oldest := self._at(0)) is not None:
+            fitted = self._fit(oldest.entry, budget)
+            if fitted:
+                self._waiting[0] = _WaitingSample(fitted[0], oldest.dataset_state)
+                return True
+            self._remove([0])
+        return False
+
+    def take(self, budget: int, window: int) -> tuple[tuple[SampleEntry, ...], int]:
+        """The samples of a batch that the oldest opens, and their tokens."""
+        first, room = self._in_order(budget, share=1)
+        chosen = list(range(first))
+        if window > 1 and room * FULL_SHARE > budget and self._at(first) is not None:
+            first, room = self._in_order(budget, share=SHORT_SHARE)
+            tokens = (window - 1) * budget + room
+            numbers, lengths = self._fitting(first, room, tokens)
+            best = best_subset(lengths, room, room - budget // FULL_SHARE)
+            chosen = [*range(first), *(numbers[number] for number in best)]
+        entries = tuple(self._waiting[number].entry for number in chosen)
+        self._remove(chosen)
+        return entries, sum(entry.length for entry in entries)
+
+    def at_end(self) -> bool:
+        return self._at(0) is None
+
+    def position(self) -> Position:
+        """Of the oldest waiting sample. Reads nothing."""
+        place, state = self._place, self._dataset_state
+        if self._waiting:
+            place, state = self._waiting[0].entry.place, self._waiting[0].dataset_state
+        self._taken = {key for key in self._taken if key[0] >= place}
+        taken = tuple(sorted(self._taken))
+        return replace(self._start, samples=place, taken=taken, dataset_state=state)
+
+    def _at(self, number: int) -> _WaitingSample | None:
+        """Waiting sample `number`; None if there are no more."""
+        while number >= len(self._waiting):
+            if not self._read():
+                return None
+        return self._waiting[number]
+
+    def _in_order(self, budget: int, share: int) -> tuple[int, int]:
+        """How many samples are taken in order, each at most 1 / `share` of the room that is left
+        (the first in any case), and the room after them."""
+        room, number = budget - self._waiting[0].entry.length, 1
+        while (sample := self._at(number)) is not None and sample.entry.length <= room // share:
+            room -= sample.entry.length
+            number += 1
+        return number, room
+
+    def _fitting(self, number: int, room: int, tokens: int) -> tuple[list[int], Iterator[int]]:
+        """Waiting samples that fit the room, among those of the next `tokens` tokens from `number`
+        on: their numbers (so far), and their lengths, read lazily."""
+        numbers: list[int] = []
+
+        def lengths() -> Iterator[int]:
+            at, left = number, tokens
+            while left > 0 and (sample := self._at(at)) is not None:
+                if sample.entry.length <= room:
+                    numbers.append(at)
+                    yield sample.entry.length
+                left -= sample.entry.length
+                at += 1
+
+        return numbers, lengths()
+
+    def _remove(self, numbers: Sequence[int]) -> None:
+        self._taken.update(self._waiting[number].key for number in numbers)
+        gone = set(numbers)
+        self._waiting = [w for number, w in enumerate(self._waiting) if number not in gone]
+
+    def _read(self) -> bool:
+        """Reads the next sample; False if there is none."""
+        entry = next(self._entries, None)
+        if entry is None:
+            return False
+        pieces = [_WaitingSample(piece, self._dataset_state) for piece in self._fit(entry, None)]
+        self._place, self._dataset_state = entry.place + 1, entry.dataset_state
+        self._waiting += [piece for piece in pieces if piece.key not in self._taken]
+        return True
 
 
 def deal_rounds(
@@ -50,16 +221,18 @@ def deal_rounds(
     replicas: int,
     window: int,
     seconds: Callable[[FilledBatch], float],
-    start: DealState,
-) -> Iterator[tuple[list[FilledBatch], DealState]]:
-    """Rounds of one batch per replica (the last one may have fewer), with the state after each.
+    start: Position,
+) -> Iterator[tuple[list[FilledBatch], Position]]:
+    """Rounds of one batch per replica (the last one may have fewer), with the position after each:
+    that before the oldest waiting batch, and the batches after it that have been dealt. These are
+    listed until fewer replicas have passed them.
 
     A round is chosen among the next `window` × `replicas` batches; `batches` begin at `start`.
     """
     most = window * replicas if replicas > 1 else 1
     waiting: list[tuple[FilledBatch, float]] = []
     dealt: set[int] | None = None  # numbers of batches after the oldest waiting one
-    end, following = start.fill, 0  # the state after the last batch that was read; the next number
+    end, following = start, 0  # after the last batch that was read; the next number
     while True:
         while len(waiting) < most and (batch := next(batches, None)) is not None:
             if dealt is None:
@@ -75,7 +248,7 @@ def deal_rounds(
         dealt = (dealt or set()).union(batch.number for batch in taken)
         first, fill = (waiting[0][0].number, waiting[0][0].before) if waiting else (following, end)
         dealt = {number for number in dealt if number >= first}
-        yield taken, DealState(fill, tuple(sorted(number - first for number in dealt)))
+        yield taken, replace(fill, dealt=tuple(sorted(number - first for number in dealt)))
 
 
 def balanced_round(times: Sequence[float], replicas: int) -> list[int]:
@@ -135,8 +308,8 @@ class SelectedStep:
 
 class BatchSelector:
     """Divides an epoch into optimiser steps, for one of `num_replicas` replicas. `seconds` predicts
-    the time of a sample of so many tokens; by default all tokens take the same time. Samples that
-    are dropped are counted in `skipped`."""
+    the time of a sample from its number of tokens; by default all tokens take the same time.
+    Samples that are dropped are counted in `skipped`."""
 
     def __init__(
         self,
@@ -197,7 +370,7 @@ class BatchSelector:
         return sum(len(step.selections) for step in self.epoch_steps(start))
 
     def num_rounds(self, batches: int) -> int:
-        """Batches that each replica gets when there are so many for all of them."""
+        """Batches that each replica gets when all replicas together get `batches`."""
         steps, left = divmod(batches, self._per_step)
         full = steps * self._config.accumulation_steps
         return full if self._config.drop_last else full + -(-left // self._num_replicas)
@@ -215,32 +388,23 @@ class BatchSelector:
         return range(first, last)
 
     def _own(
-        self, rounds: list[tuple[list[FilledBatch], DealState]], start: Position
+        self, rounds: list[tuple[list[FilledBatch], Position]], start: Position
     ) -> Iterator[SelectedBatch]:
         """This replica's batches of these rounds."""
         done = 0
         for batches, after in rounds:
             number = (start.batches + done) // self._num_replicas
             done += len(batches)
-            end = replace(
-                start,
-                samples=after.fill.samples,
-                taken=after.fill.taken,
-                dealt=after.dealt,
-                batches=start.batches + done,
-                total=start.total + done,
-                items=None,
-                dataset_state=after.fill.dataset_state,
-            )
+            now, total = start.batches + done, start.total + done
+            end = replace(after, batches=now, total=total, items=None)
             if self._replica < len(batches):
                 yield SelectedBatch(number, batches[self._replica].entries, end)
             else:
                 shortest = min(batches[0].entries, key=lambda entry: entry.length)
                 yield SelectedBatch(number, (shortest,), end, filler=True)
 
-    def rounds(self, start: Position) -> Iterator[tuple[list[FilledBatch], DealState]]:
+    def rounds(self, start: Position) -> Iterator[tuple[list[FilledBatch], Position]]:
         """Batches that the replicas train on at the same time."""
-        state = DealState(FillState(start.samples, start.taken, start.dataset_state), start.dealt)
         fill, deal = self._config.windows(knows_lengths=self._source.knows_lengths)
         if self._config.batch_sampler is not None:
             assert isinstance(self._source, IndexedSource)
@@ -248,20 +412,20 @@ class BatchSelector:
         else:
             number = start.total - len(start.dealt)
             entries = self._source.entries(start)
-            batches = fill_batches(entries, self._budget_of, self._fit, fill, state.fill, number)
+            batches = fill_batches(entries, self._budget_of, self._fit, fill, start, number)
         if self._config.drop_last:
             batches = (batch for batch in batches if batch.full)
-        return deal_rounds(batches, self._num_replicas, deal, self._seconds_of, state)
+        return deal_rounds(batches, self._num_replicas, deal, self._seconds_of, start)
 
     def _seconds_of(self, batch: FilledBatch) -> float:
         return sum(self._seconds(entry.length) for entry in batch.entries)
 
     def _sampled(self, source: IndexedSource, start: Position) -> Iterator[FilledBatch]:
-        before = FillState(start.samples, (), start.dataset_state)
+        before = replace(start, taken=())
         for read, listed in enumerate(source.batch_lists(start), start.samples):
             entries = tuple(piece for entry in listed for piece in self._fit(entry, None))
             state = listed[-1].dataset_state if listed else before.dataset_state
-            after = FillState(read + 1, (), state)
+            after = replace(before, samples=read + 1, dataset_state=state)
             if entries:
                 yield FilledBatch(read, entries, before, after)
             before = after

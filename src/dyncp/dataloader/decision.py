@@ -1,10 +1,11 @@
 """Which plan a batch gets: `PlanExchange` publishes plans through the store, and all ranks agree.
 
 One member of a replica plans a batch and publishes every rank's part. The *decision* is set once,
-by whoever comes first, and says which plan all ranks use: the published one, or (if the planner
-failed, or nothing was heard of it in time) the static one, which every rank makes itself. Each rank
-then adds the targets of its own tokens to those of the optimiser step. The sum exists only when
-every rank has agreed on every batch of the step, so a mismatch is raised before any collective.
+by the first rank to decide, and says which plan all ranks use: the published one, or (if the
+planner failed, or nothing was heard of it in time) the static one, which every rank makes itself.
+Each rank then adds the targets of its own tokens to those of the optimiser step. The sum exists
+only when every rank has agreed on every batch of the step, so a mismatch is raised before any
+collective.
 
     r0/b7/decision   planned or static, with the fingerprint of the batch that was planned
     r0/b7/part/2     rank 2's encoded part (and part/2/1, ... if it is large)
@@ -26,9 +27,8 @@ from dataclasses import asdict, dataclass
 from dyncp.dataloader.batching import SelectedBatch, SelectedStep
 from dyncp.dataloader.peers import Peers
 from dyncp.dataloader.planning_process import PlanReply
-from dyncp.dataloader.ranks import LoaderRanks
-from dyncp.dataloader.store import (
-    BatchMismatch,
+from dyncp.dataloader.ranks import (
+    LoaderRanks,
     PeerError,
     Store,
     StoreError,
@@ -185,8 +185,9 @@ class PlanExchange:
         """Compares what this rank knows of the samples with what the deciding rank does."""
         for number, theirs in enumerate(decision.samples):
             if number in mine:
-                for what in ("masks", "content"):
-                    self._check_digest(selection, number, what, decision.rank, theirs, mine[number])
+                rank, own = decision.rank, mine[number]
+                self._check_digest(selection, number, own, rank, masks=theirs.masks)
+                self._check_digest(selection, number, own, rank, content=theirs.content)
 
     def check_shared(self, selection: SelectedBatch, mine: Mapping[int, SampleDigests]) -> None:
         """Compares the content of samples that other ranks have tokens of as well."""
@@ -194,23 +195,20 @@ class PlanExchange:
             key = self._key(selection, f"sample/{number}")
             said = f"{self._rank} {own.content}"
             rank, _, content = self._store.compare_set(key, said.encode()).decode().partition(" ")
-            theirs = SampleDigests(own.index, own.length, content=content)
-            self._check_digest(selection, number, "content", int(rank), theirs, own)
+            self._check_digest(selection, number, own, int(rank), content=content)
 
     def check_static(self, selection: SelectedBatch, digest: str) -> None:
         """Compares the static plan that this rank made with the first rank's."""
         key = self._key(selection, "static")
         first = self._store.compare_set(key, digest.encode()).decode()
         if first != digest:
-            self._peers.fail(
-                BatchMismatch(
-                    f"ranks made different static plans of batch {selection.number}: the first "
-                    f"has digest {first}, rank {self._rank} has {digest}"
-                )
+            self._peers.mismatch(
+                f"ranks made different static plans of batch {selection.number}: the first "
+                f"has digest {first}, rank {self._rank} has {digest}"
             )
 
     def add_targets(self, step: SelectedStep, targets: int) -> None:
-        """Agrees on one batch of the step, in which this rank has so many targets."""
+        """Agrees on one batch of the step, in which this rank has `targets` targets."""
         if self._ranks.num_replicas > 1:
             self._check_dealing(step)
         total = self._store.add(f"s{step.number}/items", AGREED + targets)
@@ -237,35 +235,27 @@ class PlanExchange:
         key = f"s{step.number}/dealt"
         first = self._store.compare_set(key, step.fingerprint.encode()).decode()
         if first != step.fingerprint:
-            self._peers.fail(
-                BatchMismatch(
-                    f"replicas dealt the batches of step {step.number} differently: the first has "
-                    f"{first}, rank {self._rank} of replica {self._ranks.replica} has "
-                    f"{step.fingerprint}; every rank needs the same dataset, seed, epoch, budget, "
-                    "mask function, model= and cost="
-                )
+            self._peers.mismatch(
+                f"replicas dealt the batches of step {step.number} differently: the first has "
+                f"{first}, rank {self._rank} of replica {self._ranks.replica} has "
+                f"{step.fingerprint}; every rank needs the same dataset, seed, epoch, budget, "
+                "mask function, model= and cost="
             )
 
     def _check_digest(
-        self,
-        selection: SelectedBatch,
-        number: int,
-        what: str,
-        rank: int,
-        theirs: SampleDigests,
-        mine: SampleDigests,
+        self, selection: SelectedBatch, number: int, mine: SampleDigests, rank: int, **theirs: str
     ) -> None:
-        their_digest, my_digest = getattr(theirs, what), getattr(mine, what)
+        """Of masks or content, as another rank has them; "": not known there."""
+        [(what, their_digest)] = theirs.items()
+        my_digest = getattr(mine, what)
         if not their_digest or not my_digest or their_digest == my_digest:
             return
-        self._peers.fail(
-            BatchMismatch(
-                f"ranks disagree on sample {mine.index} (number {number} of batch "
-                f"{selection.number}): rank {rank} has {what} {their_digest}, rank {self._rank} "
-                f"has {my_digest}; every rank must read the same tokens and make the same masks: a "
-                "dataset that shuffles or augments at random needs a seed that all ranks share, or "
-                "torch's own generator"
-            )
+        self._peers.mismatch(
+            f"ranks disagree on sample {mine.index} (number {number} of batch "
+            f"{selection.number}): rank {rank} has {what} {their_digest}, rank {self._rank} "
+            f"has {my_digest}; every rank must read the same tokens and make the same masks: a "
+            "dataset that shuffles or augments at random needs a seed that all ranks share, or "
+            "torch's own generator"
         )
 
     def _check_fingerprint(
@@ -280,12 +270,10 @@ class PlanExchange:
             a, b = other[0]
             first = f" (first, sample {a.index} of {a.length} tokens where this rank has sample "
             first += f"{b.index} of {b.length})"
-        self._peers.fail(
-            BatchMismatch(
-                f"ranks disagree on batch {selection.number}: rank {decision.rank} planned batch "
-                f"{theirs}{first}, rank {self._rank} has batch {mine}; every rank needs the same "
-                "dataset, seed, epoch, budget, mask function and loaded state"
-            )
+        self._peers.mismatch(
+            f"ranks disagree on batch {selection.number}: rank {decision.rank} planned batch "
+            f"{theirs}{first}, rank {self._rank} has batch {mine}; every rank needs the same "
+            "dataset, seed, epoch, budget, mask function and loaded state"
         )
 
     def _key(self, selection: SelectedBatch, name: str) -> str:

@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d
 
 from dyncp.cost import CostModel
 from dyncp.dataloader.batching import BatchSelector
-from dyncp.dataloader.dataset import SampleSource, open_source
+from dyncp.dataloader.dataset import SampleSource, describe_sampler, open_source
 from dyncp.dataloader.look_ahead import LoaderContext, LookAhead, PreparesAhead
 from dyncp.dataloader.metrics import LoaderMetrics
 from dyncp.dataloader.options import (
@@ -27,10 +27,8 @@ from dyncp.dataloader.options import (
 from dyncp.dataloader.planning import BatchPlanner, SampleSeconds, model_shape, topology_and_cost
 from dyncp.dataloader.planning_process import PlanProcess
 from dyncp.dataloader.prepare import MaskMaker
-from dyncp.dataloader.ranks import Handshake, LoaderRanks
-from dyncp.dataloader.sample_order import describe_sampler
+from dyncp.dataloader.ranks import Handshake, LoaderRanks, LocalStore, SharedStore, Store
 from dyncp.dataloader.state import BatchSettings, Position, from_state, to_state
-from dyncp.dataloader.store import LocalStore, SharedStore, Store
 from dyncp.plan import Plan, RankPlan
 from dyncp.planner import PlannerConfig
 from dyncp.topology import Topology
@@ -42,6 +40,11 @@ Batch = tuple[dict[str, Any], RankPlan | Plan]
 # How many loaders these global ranks have made together; each process counts the same. It names the
 # keys of a loader in the store, and so outlives loaders.
 _num_made: dict[tuple[int, ...], int] = {}
+# Options that a saved state has to agree on, as they are.
+OPTIONS_OF_BATCHES = (
+    "seed", "shuffle", "accumulation_steps", "max_length", "too_long", "drop_last", "bad_samples",
+    "empty_samples",
+)  # fmt: skip
 
 
 class DCPDataLoader:
@@ -270,12 +273,8 @@ class DCPDataLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the next iteration begin with the batch after those of the state, also on another
         number of ranks. Ends a running iteration."""
-        position, settings = from_state(
-            state,
-            self._batch_settings(),
-            self.ranks.num_replicas,
-            own_budget=self.config.tokens_per_batch is not None,
-        )
+        given, replicas = self.config.tokens_per_batch is not None, self.ranks.num_replicas
+        position, settings = from_state(state, self._batch_settings(), replicas, own_budget=given)
         self._resources.close_iteration()
         self._position, self._resuming = position, True
         if settings.tokens_per_batch is not None:
@@ -309,24 +308,18 @@ class DCPDataLoader:
         )
 
     def _batch_settings(self) -> BatchSettings:
-        identity = self._context.source.identity()
+        source, config = self._context.source, self.config
+        identity = source.identity()
         lengths = identity.pop("lengths", "")
-        by_budget = isinstance(self._budget, int) and self.config.batch_sampler is None
+        by_budget = isinstance(self._budget, int) and config.batch_sampler is None
         return BatchSettings(
-            seed=self.config.seed,
-            shuffle=self.config.shuffle,
+            **{name: getattr(config, name) for name in OPTIONS_OF_BATCHES},
             order=self._order,
             dataset=", ".join(f"{name} {text}" for name, text in identity.items()),
-            num_samples=self._context.source.num_samples,
+            num_samples=source.num_samples,
             tokens_per_batch=self._budget if by_budget else None,  # type: ignore[arg-type]
             schedule=self._schedule,
-            accumulation_steps=self.config.accumulation_steps,
-            max_length=self.config.max_length,
-            too_long=self.config.too_long,
-            drop_last=self.config.drop_last,
-            window=self.config.windows(knows_lengths=self._context.source.knows_lengths)[0],
-            bad_samples=self.config.bad_samples,
-            empty_samples=self.config.empty_samples,
+            window=config.windows(knows_lengths=source.knows_lengths)[0],
             lengths=lengths,
         )
 
@@ -404,8 +397,7 @@ def _next_number(ranks: LoaderRanks) -> str:
     """Name of this loader, equal on all its processes: its ranks, and how many they made before."""
     if not ranks.shared:
         return ""
-    number = _num_made.get(ranks.all_ranks, 0)
-    _num_made[ranks.all_ranks] = number + 1
+    _num_made[ranks.all_ranks] = number = _num_made.get(ranks.all_ranks, -1) + 1
     first, last = ranks.all_ranks[0], ranks.all_ranks[-1]
     digest = format(hash(ranks.all_ranks) & 0xFFFFFFFF, "08x")
     return f"{first}-{last}-{digest}/{number}"

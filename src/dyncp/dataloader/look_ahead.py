@@ -29,8 +29,7 @@ from dyncp.dataloader.peers import Peers, WaitConditions
 from dyncp.dataloader.planning import BatchPlanner
 from dyncp.dataloader.planning_process import Closed, PlanFailed, PlanProcess
 from dyncp.dataloader.prepare import BatchData, BatchPreparer, MaskMaker, PreparedBatch
-from dyncp.dataloader.ranks import LoaderRanks, Location
-from dyncp.dataloader.store import PeerError, Store
+from dyncp.dataloader.ranks import LoaderRanks, Location, PeerError, Store
 from dyncp.plan import Plan, RankPlan
 
 logger = logging.getLogger(__name__)
@@ -72,12 +71,9 @@ class LookAhead:
     ) -> None:
         self._context, self._steps, self._store = context, steps, store
         config, ranks = context.config, context.ranks
+        timeouts = config.plan_timeout, config.store_timeout
         conditions = WaitConditions(
-            lambda: self._closing,
-            self._stalled,
-            config.plan_timeout,
-            config.store_timeout,
-            lambda: self._asked,
+            lambda: self._closing, self._stalled, *timeouts, lambda: self._asked
         )
         self._changed = threading.Condition()
         self._closing = self._at_exit = False
@@ -132,7 +128,8 @@ class LookAhead:
         if isinstance(item, BaseException):
             raise item
         stall = perf_counter() - start
-        return replace(item, record=item.record.taken(stall, depth))
+        record = replace(item.record, stall_seconds=stall, queue_depth=depth)
+        return replace(item, record=record)
 
     def _deepen(self, ready: int) -> None:
         """Looks further ahead if the queue ran low."""
@@ -180,21 +177,14 @@ class LookAhead:
         except BaseException as error:
             if self._failure is None:
                 self._failure = error
-            elif isinstance(
-                error, PeerError
-            ):  # this rank's own failure, reported back by the others
+            elif isinstance(error, PeerError):  # this rank's own failure, reported back by others
                 error = self._failure
-            self._tell_failure(error)
+            try:
+                self._peers.tell_failure(error)
+            except Exception as second:  # the store is what failed
+                logger.debug("telling other ranks: %s", second)
             queue = self._ready if name == "dyncp-deliver" else self._selected
-            with self._changed:
-                queue.append(error)
-                self._changed.notify_all()
-
-    def _tell_failure(self, error: BaseException) -> None:
-        try:
-            self._peers.tell_failure(error)
-        except Exception as second:  # the store is what failed
-            logger.debug("telling other ranks: %s", second)
+            self._put(queue, error)
 
     # The selecting thread
 
@@ -204,9 +194,7 @@ class LookAhead:
         finally:  # an error, too, comes after the batches before it
             self._wait_until(lambda: not self._unpublished)
         self._peers.end_epoch(number)
-        with self._changed:
-            self._selected.append(StopIteration())
-            self._changed.notify_all()
+        self._put(self._selected, StopIteration())
 
     def _select_batches(self) -> int:
         """To the end of the epoch; returns how many batches there are."""
@@ -220,9 +208,7 @@ class LookAhead:
                 BatchData(selection, context.source, context.mask_maker, context.config)
                 for selection in step.selections
             ]
-            with self._changed:
-                self._selected.append((step, batches))
-                self._changed.notify_all()
+            self._put(self._selected, (step, batches))
             for batch in batches:
                 self._select_batch(batch)
             number = step.selections[-1].number + 1
@@ -262,14 +248,10 @@ class LookAhead:
                     self._changed.notify_all()
 
     def _next_unplanned(self, least: int) -> BatchData:
-        """Waits for a batch of at least so many tokens."""
+        """Waits for a batch of at least `least` tokens."""
         queue = self._unplanned
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._closing or (queue and queue[0].selection.num_tokens >= least)
-            )
-            if self._closing:
-                raise Closed
+            self._wait_until(lambda: bool(queue) and queue[0].selection.num_tokens >= least)
             return queue.popleft()
 
     def _plan_batch(self, process: PlanProcess, batch: BatchData) -> None:
@@ -294,9 +276,7 @@ class LookAhead:
             if isinstance(item, StopIteration):
                 self._peers.wait_for_all_ends()
             if isinstance(item, BaseException):
-                with self._changed:
-                    self._ready.append(item)
-                    self._changed.notify_all()
+                self._put(self._ready, item)
                 return
             self._deliver_step(*item)
 
@@ -308,19 +288,22 @@ class LookAhead:
             prepared.append(item)
         counted = self._exchange.total_targets(step)
         items = counted if step.known_items is None else step.known_items
-        finished = [self._finish(item, items) for item in prepared]
+        divisor = {"num_items_in_batch": loss_divisor(items)}
+        finished = [
+            replace(item, data=item.data | divisor, end=replace(item.end, items=items))
+            for item in prepared
+        ]
         if self._context.executor is not None:
             for item in finished:
                 self._context.executor.prepare_ahead(item.plan)
-        with self._changed:
-            self._ready.extend(finished)
-            self._changed.notify_all()
-
-    def _finish(self, item: PreparedBatch, items: int) -> PreparedBatch:
-        data = item.data | {"num_items_in_batch": loss_divisor(items)}
-        return replace(item, data=data, end=replace(item.end, items=items))
+        self._put(self._ready, *finished)
 
     # Between the threads
+
+    def _put(self, queue: deque[Any], *items: Any) -> None:
+        with self._changed:
+            queue.extend(items)
+            self._changed.notify_all()
 
     def _wait_until(self, condition: Callable[[], bool]) -> None:
         with self._changed:

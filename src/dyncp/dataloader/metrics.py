@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections import Counter, deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -52,19 +52,8 @@ class BatchRecord:
     @staticmethod
     def of(part: RankPlan, plan_seconds: float, part_bytes: int, *, static: bool) -> "BatchRecord":
         moved = sum(sum(both) for both in part.declared_bytes.values())
-        balance = part.balance
-        return BatchRecord(
-            plan_seconds,
-            part_bytes,
-            moved,
-            balance.compute_max_over_mean,
-            balance.tokens_max_over_mean,
-            part.solver,
-            static,
-        )
-
-    def taken(self, stall_seconds: float, queue_depth: int) -> "BatchRecord":
-        return replace(self, stall_seconds=stall_seconds, queue_depth=queue_depth)
+        imbalances = part.balance.compute_max_over_mean, part.balance.tokens_max_over_mean
+        return BatchRecord(plan_seconds, part_bytes, moved, *imbalances, part.solver, static)
 
 
 class LoaderMetrics:
@@ -106,33 +95,22 @@ class LoaderMetrics:
         """All numbers by name, ready for a logger or JSON."""
         with self._lock:
             records, solvers = list(self._records), dict(self.solvers)
-        numbers: dict[str, Any] = {
-            "batches": self.batches,
-            "static_plans": self.static_plans,
-            "restarts": self.restarts,
-            "stall_seconds": self.stall_seconds,
-            "solvers": solvers,
-            "skipped": dict(self.skipped.counts),
-        }
+        counted = ("batches", "static_plans", "restarts", "stall_seconds")
+        numbers: dict[str, Any] = {name: getattr(self, name) for name in counted}
+        numbers |= {"solvers": solvers, "skipped": dict(self.skipped.counts)}
         for name in ("plan_seconds", "stall_seconds"):
             values = [getattr(record, name) for record in records] or [0.0]
             p50, p99 = np.percentile(values, [50, 99]).tolist()
             numbers |= {f"{name}_p50": p50, f"{name}_p99": p99}
         if records:
-            last = records[-1]
-            numbers |= {
-                "queue_depth": last.queue_depth,
-                "moved_bytes": last.moved_bytes,
-                "part_bytes": max(record.part_bytes for record in records),
-                "compute_imbalance": last.compute_imbalance,
-                "token_imbalance": last.token_imbalance,
-            }
+            shown = ("queue_depth", "moved_bytes", "compute_imbalance", "token_imbalance")
+            numbers |= {name: getattr(records[-1], name) for name in shown}
+            numbers["part_bytes"] = max(record.part_bytes for record in records)
         return numbers
 
     def line(self) -> str:
         """One line for the log."""
-        now = self.snapshot()
-        last = self.last
+        now, last = self.snapshot(), self.last
         text = (
             f"plan {1e3 * now['plan_seconds_p50']:.0f} ms (p99 "
             f"{1e3 * now['plan_seconds_p99']:.0f}), stalled {now['stall_seconds']:.1f} s"

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dyncp.checks import whole_number
+from dyncp.checks import instance_of, whole_number
 from dyncp.planner import plan_batch
 
 TOKENS_PER_RANK = 8192
@@ -119,15 +119,9 @@ class LoaderConfig:
         self._check_fields()
 
     def _check_order(self) -> None:
-        given = [
-            name
-            for name, used in (
-                ("shuffle=True", self.shuffle),
-                ("sampler=", self.sampler is not None),
-                ("batch_sampler=", self.batch_sampler is not None),
-            )
-            if used
-        ]
+        given = ["shuffle=True"] * bool(self.shuffle)
+        samplers = ("sampler", "batch_sampler")
+        given += [f"{name}=" for name in samplers if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} both set the order; pass only one of them")
         if self.evaluation and self.shuffle:
@@ -149,11 +143,9 @@ class LoaderConfig:
                 f"sample_fields has {', '.join(sorted(made))}, which the local data already has "
                 "for every token; remove it"
             )
-        if self.collate is not None and not callable(self.collate):
-            raise ValueError(
-                f"collate is {type(self.collate).__name__}; expected a function of the local data "
-                "and the samples"
-            )
+        if self.collate is not None:
+            expected = "a function of the local data and the samples"
+            instance_of("collate", self.collate, Callable, expected)
 
     def windows(self, *, knows_lengths: bool) -> tuple[int, int]:
         """How many batches' samples a batch is filled from, and how many batches per replica a

@@ -31,13 +31,16 @@ from time import monotonic
 from typing import Any, NoReturn
 
 from dyncp.dataloader.planning_process import Closed
-from dyncp.dataloader.ranks import WARN_SECONDS, LoaderRanks, Location, own_location
-from dyncp.dataloader.store import (
+from dyncp.dataloader.ranks import (
+    WARN_SECONDS,
     BatchMismatch,
+    LoaderRanks,
+    Location,
     PeerError,
     Store,
     StoreError,
     linger,
+    own_location,
     read_json,
     wait_for,
 )
@@ -123,18 +126,16 @@ class Peers:
         if self._store.has("end"):
             end = int(self._store.get("end"))
             if end <= batch:
-                self.fail(
-                    BatchMismatch(
-                        f"ranks disagree on the epoch: {self._name} is at batch {batch}, "
-                        f"another rank has {end} batches; every rank needs the same dataset, "
-                        "lengths and options"
-                    )
+                self.mismatch(
+                    f"ranks disagree on the epoch: {self._name} is at batch {batch}, "
+                    f"another rank has {end} batches; every rank needs the same dataset, "
+                    "lengths and options"
                 )
 
     def _check_error(self) -> None:
-        if not self._store.has("error"):
+        told = self._read("error")
+        if told is None:
             return
-        told = read_json(self._store.get("error"))
         if told["kind"] == "mismatch":
             raise BatchMismatch(told["text"])
         prefix = "" if told["kind"] == "peer" else f"rank {told['rank']} failed: "
@@ -146,11 +147,9 @@ class Peers:
             return
         for process, where in self._dead().items():
             self.fail(self._ended_error(process, where))
-        left = {}
-        for process in range(self._ranks.num_processes):
-            key = f"closed/{process}"
-            if self._store.has(key):
-                left[process] = read_json(self._store.get(key))
+        processes = range(self._ranks.num_processes)
+        known = {p: self._read(f"closed/{p}") for p in processes}
+        left = {process: report for process, report in known.items() if report is not None}
         if left:
             first, *others = sorted(left, key=lambda process: int(left[process]["order"]))
             then = "".join(f", then rank {self._ranks.name(process)}" for process in others)
@@ -213,6 +212,10 @@ class Peers:
         self._tell(error)
         raise error
 
+    def mismatch(self, text: str) -> NoReturn:
+        """Raises BatchMismatch here and on all other ranks."""
+        self.fail(BatchMismatch(text))
+
     def tell_failure(self, error: BaseException) -> None:
         """Tells the other ranks why this one prepares no more batches, unless they know."""
         if not isinstance(error, PeerError | StoreError | Closed):
@@ -229,18 +232,16 @@ class Peers:
         """This rank has no more batches; all ranks must end after the same number."""
         found = int(self._store.compare_set("end", str(num_batches).encode()))
         if found != num_batches:
-            self.fail(
-                BatchMismatch(
-                    f"ranks disagree on the epoch: {self._name} has {num_batches} batches, "
-                    f"another rank {found}; every rank needs the same dataset, lengths and options"
-                )
+            self.mismatch(
+                f"ranks disagree on the epoch: {self._name} has {num_batches} batches, "
+                f"another rank {found}; every rank needs the same dataset, lengths and options"
             )
         self.agreed_on(END_OF_EPOCH)
         if self._store.add("ended", 1) == self._ranks.num_processes:
             self._store.set("all_ended", b"1")
 
     def wait_for_all_ends(self) -> None:
-        """Returns when all ranks have come to the same end."""
+        """Returns when all ranks have ended the epoch after the same batch."""
         self.wait_for("all_ended", "all ranks to end the epoch", END_OF_EPOCH)
 
     def close(self) -> None:
@@ -302,8 +303,10 @@ class Peers:
             )
 
     def _heartbeat(self, process: int) -> Heartbeat | None:
-        key = f"at/{process}"
-        return dict(read_json(self._store.get(key))) if self._store.has(key) else None
+        return self._read(f"at/{process}")
+
+    def _read(self, key: str) -> dict[str, Any] | None:
+        return read_json(self._store.get(key)) if self._store.has(key) else None
 
     def _silent_seconds(self, process: int, beat: Heartbeat) -> float:
         number, since = self._last_beat.get(process, (-1, 0.0))

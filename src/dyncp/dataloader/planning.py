@@ -172,7 +172,7 @@ class BatchPlanner:
 
 
 class SampleSeconds:
-    """Predicted seconds of training on a sample of so many tokens: all layers of a model on one
+    """Predicted seconds of training on a sample of a given length: all layers of a model on one
     rank, attention by the cost model, other work by tokens.
 
     Attention pairs are those of the mask of that length; of a causal mask if the mask function

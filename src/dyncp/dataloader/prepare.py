@@ -6,7 +6,7 @@ that plans the batch and the one that delivers it.
 
 import logging
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dyncp.blocks import Batch
+from dyncp.checks import instance_of
 from dyncp.dataloader.batching import SelectedBatch
 from dyncp.dataloader.dataset import SampleEntry, SampleSource
 from dyncp.dataloader.decision import Decision, PlanExchange, SampleDigests
@@ -30,11 +31,15 @@ from dyncp.dataloader.local_fields import (
 from dyncp.dataloader.metrics import BatchRecord
 from dyncp.dataloader.options import LoaderConfig, digest_of
 from dyncp.dataloader.planning import BatchPlanner
-from dyncp.dataloader.ranks import LoaderRanks
-from dyncp.dataloader.reading import SampleError, SeededRandom
-from dyncp.dataloader.sample_format import cut_sample, input_ids_of, sample_bytes
+from dyncp.dataloader.ranks import LoaderRanks, PeerError
+from dyncp.dataloader.reading import (
+    SampleError,
+    SeededRandom,
+    cut_sample,
+    input_ids_of,
+    sample_bytes,
+)
 from dyncp.dataloader.state import Position
-from dyncp.dataloader.store import PeerError
 from dyncp.masks import Mask, MaskFunction, NamedMasks
 from dyncp.plan import Plan, RankPlan, decode_part
 
@@ -48,11 +53,7 @@ class MaskMaker:
     """Calls the mask function: with a length if that is all it needs, else with the sample."""
 
     def __init__(self, mask_fn: Any, seed: int = 0) -> None:
-        if not callable(mask_fn):
-            raise ValueError(
-                f"mask_fn is {type(mask_fn).__name__}; expected a function of a sample, such as "
-                "masks.causal"
-            )
+        instance_of("mask_fn", mask_fn, Callable, "a function of a sample, such as masks.causal")
         self._mask_fn, self._seed = mask_fn, seed
         # Until a call shows that it needs the sample.
         self.takes_lengths = isinstance(mask_fn, MaskFunction | NamedMasks)
@@ -95,11 +96,8 @@ class MaskMaker:
 def _checked(result: Any, length: int, index: int) -> SampleMasks:
     """The result of a mask function for a sample of this length."""
     for mask in result.values() if isinstance(result, Mapping) else [result]:
-        if not isinstance(mask, Mask):
-            raise ValueError(
-                f"the mask function gave {type(mask).__name__} for sample {index}; expected a "
-                "Mask, or a dict of masks by name"
-            )
+        given = f"the mask of sample {index}"
+        instance_of(given, mask, Mask, "a Mask, or a dict of masks by name")
         if mask.length != length:
             raise ValueError(
                 f"the mask function gave a mask of {mask.length} tokens for sample {index}, "

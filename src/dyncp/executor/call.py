@@ -156,12 +156,14 @@ def empty_per_head(q: Tensor) -> Tensor:
     num_rows, heads, _ = q.shape
     rows, dtype = padded_rows(num_rows), accumulator_dtype(q.dtype)
     padded = torch.empty_strided((rows, heads), (1, rows), dtype=dtype, device=q.device)
-    return padded[:num_rows]
+    return padded if rows == num_rows else padded[:num_rows]
 
 
 def dense_rows(x: Tensor) -> Tensor:
     """Kernels read rows whose heads lie next to each other; the stride of rows is free, but on GPUs
     rows begin where as many bytes as possible can be loaded at once."""
+    if x.is_contiguous() and (not x.is_cuda or x.data_ptr() % ALIGNMENT == 0):
+        return x  # nearly always
     _, heads, dim = x.shape
     of_row, of_heads, of_dim = x.stride()
     dense = (of_dim == 1 or dim == 1) and (of_heads == dim or heads == 1)

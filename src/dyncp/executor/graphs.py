@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from threading import Lock
 from typing import Any
 
 import torch
@@ -140,7 +141,7 @@ class Segment:
         """Capturing launches nothing, and waits for nothing: other threads may go on."""
         graph: Any = torch.cuda.CUDAGraph()
         streams = _capture_streams(torch.cuda.current_device())
-        with torch.cuda.stream(streams[0]):
+        with _capturing, torch.cuda.stream(streams[0]):
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 self._launch_on(streams, frame)
@@ -169,6 +170,7 @@ class Segment:
 
 
 NUM_LANES = 4
+_capturing = Lock()  # executors of several threads share the streams
 _streams: dict[int, list["torch.cuda.Stream"]] = {}
 
 

@@ -9,11 +9,11 @@ model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dyncp.dataloader import DCPDataLoader, undo_gradient_average
+from dyncp.integrations.frameworks import check_processes
 from dyncp.integrations.transformers.functions import NAME
 
 WAYS = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")  # that average gradients, or have one rank
@@ -42,7 +42,7 @@ class AcceleratorMixin:
             )
 
     def prepare(self, *objects: Any, **options: Any) -> Any:
-        """Accelerate's; the loader comes back as it is, models have to be attached before."""
+        """Accelerate's; the loader is returned unchanged; attach models before."""
         for given in objects:
             self._check(given)
         found: Any = super().prepare(*objects, **options)  # type: ignore[misc]
@@ -86,13 +86,7 @@ class AcceleratorMixin:
 
     def _check_ready(self) -> None:
         accelerator: Any = self
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        if accelerator.num_processes != ranks:
-            raise ValueError(
-                f"Accelerate runs {accelerator.num_processes} processes and torch.distributed "
-                f"{ranks}: every rank would train by its own gradients; start it by torchrun or "
-                "accelerate launch"
-            )
+        check_processes("Accelerate", accelerator.num_processes)
         if not accelerator._models or self._loader is None:
             raise ValueError(
                 "backward before prepare(model, optimizer, loader): gradients would not be summed "

@@ -22,10 +22,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dyncp.blocks import AttentionShape
+from dyncp.checks import instance_of
 from dyncp.dataloader import NO_TARGET
-from dyncp.dataloader.loss import LISTED
 from dyncp.executor import Step, attention
-from dyncp.integrations.frameworks import check_batch, checked_step, make_mesh
+from dyncp.integrations.frameworks import (
+    check_batch,
+    check_one_row,
+    check_single_targets,
+    checked_step,
+    make_mesh,
+)
 
 # Options of a TransformerConfig that dyncp does not have, with the value that switches them off.
 REFUSED = {
@@ -60,7 +66,7 @@ class StepParams(PackedSeqParams):
         )
 
 
-class PlannedAttention(MegatronModule):
+class PlannedCoreAttention(MegatronModule):
     """The core attention of a layer: dyncp's, by the step in `packed_seq_params`."""
 
     def __init__(
@@ -100,8 +106,7 @@ class PlannedAttention(MegatronModule):
                 "the model got an attention mask or bias; plans have the masks, and dyncp has no "
                 "biases: call model(**model_inputs(local_data, step))"
             )
-        if query.shape[1] != 1:
-            raise ValueError(f"the model got {query.shape[1]} rows of tokens; local data have 1")
+        check_one_row(query.shape[1])
         step = checked_step("packed_seq_params", packed_seq_params, StepParams).step
         q, k, v = (x.squeeze(1) for x in (query, key, value))
         return attention(step, q, k, v, scale=self.scale).flatten(1).unsqueeze(1)
@@ -149,18 +154,17 @@ def with_dyncp(spec: Any) -> Any:
             f"the layer spec has self attention {found}; allowed is SelfAttention: others (latent, "
             "linear attention) would be wrong without an error"
         )
-    layer.submodules.core_attention = PlannedAttention
+    layer.submodules.core_attention = PlannedCoreAttention
     return spec
 
 
 def attach(model: Any) -> Any:
     """Checks a GPTModel of layers from `with_dyncp`, gives it RoPE by position, and returns it."""
-    if not isinstance(model, GPTModel):
-        raise ValueError(f"model is {type(model).__name__}; expected Megatron-Core's GPTModel")
+    instance_of("model", model, GPTModel, "Megatron-Core's GPTModel")
     check_config(model.config)
     for number, layer in enumerate(model.decoder.layers):
         found = layer.self_attention.core_attention
-        if not isinstance(found, PlannedAttention):
+        if not isinstance(found, PlannedCoreAttention):
             raise ValueError(
                 f"layer {number} has {type(found).__name__}, which attends this rank's rows alone; "
                 "make the model with with_dyncp(spec)"
@@ -229,11 +233,7 @@ def plan_mesh(cp: int | None = None) -> DeviceMesh:
 def model_inputs(local_data: Mapping[str, Tensor], step: Step) -> dict[str, Any]:
     """What the model is called with, if the local data are the step's. It then gives the losses of
     rows [1, rows], for `loss_of`."""
-    if any(name in local_data for name in LISTED):
-        raise ValueError(
-            "the batch has tokens with several targets or weights (prefix trees), and Megatron's "
-            "loss knows one; call the model without labels, and take dyncp.next_token_loss"
-        )
+    check_single_targets(local_data, "call the model without labels, and compute the loss")
     positions = local_data["position_ids"]
     check_batch(step, positions, local_data.get("batch_fingerprint"))
     return {

@@ -26,14 +26,20 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.module import Module
 
 from dyncp.blocks import AttentionShape
+from dyncp.checks import instance_of
 from dyncp.dataloader import DCPDataLoader
-from dyncp.dataloader.loss import LISTED
 from dyncp.executor import DCPExecutor, Step, attention
-from dyncp.integrations.frameworks import check_batch, checked_step, make_mesh
+from dyncp.integrations.frameworks import (
+    check_batch,
+    check_one_row,
+    check_single_targets,
+    checked_step,
+    make_mesh,
+)
 from dyncp.plan import DEFAULT_MASK
 
 CAUSAL = (-1, 0)  # VarlenAttention's window without a limit
-ROWS = 8  # rows of a rank are a multiple: matrix units want it, and no rank has none
+ROWS = 8  # rows of a rank are a multiple: tensor cores want it, and no rank is empty
 
 
 class PlannedAttention(Module):
@@ -81,8 +87,7 @@ class PlannedGQAttention(GQAttention):
         self, x_BLD: Tensor, attention_masks: Any, positions: Tensor | None = None
     ) -> Tensor:
         step = checked_step("attention_masks", attention_masks, Step)
-        if x_BLD.shape[0] != 1:
-            raise ValueError(f"the model got {x_BLD.shape[0]} rows of tokens; local data have 1")
+        check_one_row(x_BLD.shape[0])
         if positions is None:
             raise ValueError(
                 "the model got no positions: RoPE would take the place of a token on its rank for "
@@ -100,11 +105,8 @@ def use_dyncp(config: Any, *, mask: str = DEFAULT_MASK) -> Any:
     Call it before the config is updated from a job's and built. `mask` names the plan's mask. What
     cannot be honoured is refused: windows, sinks, latent and linear attention.
     """
-    if not isinstance(config, Decoder.Config):
-        raise ValueError(
-            f"config is {type(config).__name__}; expected the config of a torchtitan decoder, such "
-            "as llama3_configs['8B'](attn_backend='flex')"
-        )
+    expected = "a torchtitan decoder's, such as llama3_configs['8B'](attn_backend='flex')"
+    instance_of("config", config, Decoder.Config, expected)
     owner: Any = config._owner
     if owner.get_attention_masks is not Decoder.get_attention_masks:
         raise ValueError(
@@ -232,12 +234,7 @@ class PlannedDataLoader(BaseDataLoader):
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
         for local_data, plan in self.loader:
-            listed = [name for name in LISTED if name in local_data]
-            if listed:
-                raise ValueError(
-                    "the batch has tokens with several targets or weights (prefix trees), and "
-                    "torchtitan's losses know one; write the loop with dyncp.next_token_loss"
-                )
+            check_single_targets(local_data, "write the loop")
             inputs = model_inputs(local_data, self.executor.prepare(plan))
             yield {"input": inputs.pop("tokens"), **inputs}, local_data["shift_labels"]
 

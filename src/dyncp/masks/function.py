@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dyncp.arrays import Int32
-from dyncp.checks import whole_number
+from dyncp.checks import instance_of, whole_number
 from dyncp.masks.mask import Marks, Mask, agree, normal_mask
 
 Sample = Mapping[str, Any]
@@ -255,10 +255,7 @@ def named(**functions: AnyMaskFunction) -> NamedMasks:
     if not functions:
         raise ValueError("masks.named needs at least one mask, such as default=masks.causal")
     for name, function in functions.items():
-        if not callable(function):
-            raise ValueError(
-                f"masks.named: {name} is {type(function).__name__}; allowed is a mask function"
-            )
+        instance_of(f"masks.named: {name}", function, Callable, "a mask function")
     return NamedMasks(functions)
 
 

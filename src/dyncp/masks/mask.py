@@ -447,8 +447,8 @@ def _merge(starts: Int32, ends: Int32, ranges: Int32) -> int:
 
 @inner
 def _sort_ranges(starts: Int32, ends: Int32, ranges: Int32, token: int) -> int:
-    """Puts the ranges of a token that are not empty in order of their starts; gives their number.
-    Ranges mostly come in order, or in two lists that are."""
+    """Sorts the non-empty ranges of a token by their starts; returns their number. Ranges are
+    mostly sorted already, or two sorted lists."""
     count = 0
     for column in range(len(starts)):
         start, end = starts[column, token], ends[column, token]
@@ -480,7 +480,7 @@ def agree(what: str, left: Int32 | None, right: Int32 | None) -> Int32 | None:
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """Of every token: the row behind its run, and what makes a row of a position there."""
+    """Of every token: the first row after its run, and row − position in that run."""
 
     end: npt.NDArray[np.int64]
     shift: npt.NDArray[np.int64]

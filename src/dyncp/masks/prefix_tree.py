@@ -127,7 +127,7 @@ def _ranges(parent: Int64, starts: Int64, ends: Int64) -> Int32:
 
 @compiled
 def _count_ranges(parent: Int64, starts: Int64, ends: Int64, count: Int64) -> None:
-    """A node that lies right behind its parent goes on with its parent's last range."""
+    """A node that directly follows its parent extends the parent's last range."""
     for node in range(len(parent)):
         above = parent[node]
         if above < 0:

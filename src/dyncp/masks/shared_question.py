@@ -50,7 +50,7 @@ def shared_question(
 def _targets(
     behind: npt.NDArray[np.int32], question: int, ends: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int32]:
-    """The token behind, but none at the `ends` of answers and before several answers."""
+    """The next token; none at the `ends` of answers, and none where several answers follow."""
     targets = behind.copy()
     targets[ends - 1] = -1
     if question > 0 and len(ends) != 1:

@@ -1,7 +1,7 @@
 """Stretches: rows of a sequence that follow each other in one text.
 
 What attention cannot say, layers with state need to know: which token comes before a token. A
-stretch begins a document, or goes on from a token of another stretch, as a branch does.
+stretch begins a document, or continues from a token of another stretch, as a branch does.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dyncp.arrays import Int32
+from dyncp.checks import instance_of
 from dyncp.masks.function import MaskFunction, Sample, integer
 from dyncp.masks.mask import Mask, Runs, merge, normal_mask
 
@@ -63,11 +64,8 @@ def within(
     integer("within", name, window if chunk is None else chunk, 1)
     if isinstance(mask, Mask):
         return _within(mask, window, chunk)
-    if not isinstance(mask, MaskFunction):
-        raise ValueError(
-            f"masks.within got {type(mask).__name__}; allowed are a mask and a mask function, such "
-            "as masks.causal"
-        )
+    expected = "a mask, or a mask function such as masks.causal"
+    instance_of("the mask of masks.within", mask, MaskFunction, expected)
     return WithinMask(mask, window, chunk)
 
 

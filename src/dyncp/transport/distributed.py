@@ -5,24 +5,30 @@ import hashlib
 import socket
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dyncp.transport.transport import TransportError
+from dyncp.transport.transport import Buffers, TransportError
 
 # Two machines may have the same host name; Linux also has a number for each boot.
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+# NCCL was seen to hang on grouped calls of more than 256 sends and receives: it cuts them itself
+# then, not in the same places on all ranks (pytorch/pytorch#174288).
+GROUPED_OPERATIONS = 128
+CALLS, PHASES = 2**16, 2**15  # gloo's tags have 31 bits
+SAME_CALLS = (
+    "A rank is gone or slow, or made another attention call: all ranks have to make the same ones, "
+    "with the same plan, mask and shape, in the same order"
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class GroupedCall(NamedTuple):
     """What one rank sends and receives in grouped call `number` of a phase: positions of peers."""
 
     number: int
@@ -32,7 +38,7 @@ class Cut:
 
 def cut(
     position: int, count: int, sends: Iterable[int], receives: Iterable[int], classes: int
-) -> list[Cut]:
+) -> list[GroupedCall]:
     """The grouped calls of the rank at `position`, in order; those without messages are skipped.
 
     A message from position s to position r is of class d = (r − s) mod count. In a class every rank
@@ -54,14 +60,10 @@ def cut(
     for distance, peer in sorted(((position - peer) % count, peer) for peer in receives):
         coming[(distance - 1) // classes].append(peer)
     numbers = sorted({*leaving, *coming})
-    return [Cut(k, tuple(leaving.get(k, ())), tuple(coming.get(k, ()))) for k in numbers]
+    return [GroupedCall(k, tuple(leaving.get(k, ())), tuple(coming.get(k, ()))) for k in numbers]
 
 
-CALLS, PHASES = 2**16, 2**15  # gloo's tags have 31 bits
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
+class Started(NamedTuple):
     """Messages under way: from `sources` to this rank, from it to `targets`."""
 
     work: Any
@@ -92,13 +94,7 @@ class Communicator:
         self._classes = operations // 2
         self.largest_call = 0  # sends and receives, so far
 
-    def start(
-        self,
-        phase: int,
-        sends: Mapping[int, Tensor],
-        receives: Mapping[int, Tensor],
-        call: int = 0,
-    ) -> list[Started]:
+    def start(self, phase: int, sends: Buffers, receives: Buffers, call: int = 0) -> list[Started]:
         """Starts messages, one per peer rank each way, on the current stream. `call` is below
         `CALLS` and tells the messages of different calls apart."""
         parts = cut(
@@ -112,12 +108,7 @@ class Communicator:
         return [one for part in parts for one in self._call(phase, tag, part, sends, receives)]
 
     def _call(
-        self,
-        phase: int,
-        tag: int,
-        part: Cut,
-        sends: Mapping[int, Tensor],
-        receives: Mapping[int, Tensor],
+        self, phase: int, tag: int, part: GroupedCall, sends: Buffers, receives: Buffers
     ) -> list[Started]:
         sources = tuple(self.members[i] for i in part.receives)
         targets = tuple(self.members[i] for i in part.sends)
@@ -149,46 +140,17 @@ def ranks_text(ranks: set[int] | Sequence[int]) -> str:
     return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
 
 
-SAME_CALLS = (
-    "A rank is gone or slow, or made another attention call: all ranks have to make the same ones, "
-    "with the same plan, mask and shape, in the same order"
-)
-
-
-class Starts(Protocol):
-    """A transport that starts the messages of a phase, on all its communicators."""
-
-    @property
-    def ranks(self) -> tuple[int, ...]: ...
-
-    def start(
-        self, phase: int, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], call: int
-    ) -> Sequence[Started]: ...
-
-    def finished(self) -> None:
-        """Told when all messages of a call have left and arrived."""
-
-    def arrival_stream(self, phase: int) -> "torch.cuda.Stream":
-        """One that waits for nothing but the messages of a phase."""
-
-
 class GroupedChannel:
     """`limit` bounds every wait of the host. None on GPUs: there only the current stream waits, and
     NCCL's watchdog bounds that. `call` stands for what all ranks have to call together."""
 
-    def __init__(self, transport: Starts, limit: timedelta | None, call: int = 0) -> None:
+    def __init__(self, transport: "Distributed", limit: timedelta | None, call: int = 0) -> None:
         self.bytes_sent = 0
         self._transport, self._limit, self._call = transport, limit, call
         self._arriving: dict[int, list[Started]] = {}
         self._leaving: list[tuple[int, Started]] = []
 
-    def launch(
-        self,
-        phase: int,
-        sends: Mapping[int, Tensor],
-        receives: Mapping[int, Tensor],
-        arrived: Any = None,
-    ) -> None:
+    def launch(self, phase: int, sends: Buffers, receives: Buffers, arrived: Any = None) -> None:
         self.bytes_sent += sum(message.nbytes for message in sends.values())
         started = self._transport.start(phase, sends, receives, self._call)
         self._arriving[phase] = [one for one in started if one.sources]
@@ -213,9 +175,8 @@ class GroupedChannel:
         for phase in list(self._arriving):
             self.wait(phase)
         for phase, one in self._leaving:
-            self._complete(
-                one.work, f"{ranks_text(one.targets)} to take its message of phase {phase}"
-            )
+            what = f"{ranks_text(one.targets)} to take its message of phase {phase}"
+            self._complete(one.work, what)
         self._leaving.clear()
         self._transport.finished()
 
@@ -228,9 +189,8 @@ class GroupedChannel:
                 f"rank {rank} waited for {what} and got none: {error}. {SAME_CALLS}"
             ) from error
         if done is False and limit is not None:
-            raise TransportError(
-                f"rank {rank} waited {limit.total_seconds():g} s for {what} in vain. {SAME_CALLS}"
-            )
+            waited = f"{limit.total_seconds():g} s for {what}"
+            raise TransportError(f"rank {rank} waited {waited} and got none. {SAME_CALLS}")
 
 
 def here() -> str:
@@ -266,30 +226,21 @@ def _settings(word: bytes) -> str:
     return f"ranks_per_machine={per_machine or None}, grouped_operations={operations}"
 
 
-Key = tuple[str, tuple[int, ...], timedelta]
-
-
-@dataclass
-class _Kept:
-    """Process groups of closed transports, kept for the next one over the same ranks.
-
-    Torch names a group by its ranks and by how many groups there are. A group that is opened after
-    another one was destroyed can get that one's name, and with it the addresses that it left in the
-    store: ranks then connect to closed sockets. So no group is destroyed before the world is. Those
-    that ended well are used again; those on which a call failed may still hold its messages, and
-    stay open unused.
-    """
-
-    free: dict[Key, list[Any]] = field(default_factory=lambda: defaultdict(list))
-    failed: list[Any] = field(default_factory=list)
-
-
-_by_world: dict[Any, _Kept] = {}  # of the present world alone: its end is theirs
+# Process groups of closed transports, kept for the next one over the same ranks, by world, backend,
+# ranks and timeout: only those of the present world.
+#
+# Torch names a group by its ranks and by how many groups there are. A group that is opened after
+# another one was destroyed can get that one's name, and with it the addresses that it left in the
+# store: ranks then connect to closed sockets. So no group is destroyed before the world is. Those
+# that ended well are used again; those on which a call failed may still hold its messages, and stay
+# open unused.
+_kept: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
+FAILED = "failed"
 
 
 def open_group(backend: str, ranks: Sequence[int], timeout: timedelta) -> Any:
     """A group of these ranks, which all open it together, in the same order."""
-    free = _of_this_world().free[backend, tuple(ranks), timeout]
+    free = _kept_groups(backend, tuple(ranks), timeout)
     if free:
         return free.pop(0)
     return dist.new_group(
@@ -301,26 +252,16 @@ def close_group(
     group: Any, backend: str, ranks: Sequence[int], timeout: timedelta, *, failed: bool
 ) -> None:
     """`failed`: messages may still be on their way over it."""
-    if not dist.is_initialized():
-        return
-    kept = _of_this_world()
-    if failed:
-        kept.failed.append(group)
-    else:
-        kept.free[backend, tuple(ranks), timeout].append(group)
+    if dist.is_initialized():
+        key = (FAILED,) if failed else (backend, tuple(ranks), timeout)
+        _kept_groups(*key).append(group)
 
 
-def _of_this_world() -> _Kept:
+def _kept_groups(*key: Any) -> list[Any]:
     world = dist.group.WORLD
-    if world not in _by_world:
-        _by_world.clear()
-        _by_world[world] = _Kept()
-    return _by_world[world]
-
-
-# NCCL was seen to hang on grouped calls of more than 256 sends and receives: it cuts them itself
-# then, not in the same places on all ranks (pytorch/pytorch#174288).
-GROUPED_OPERATIONS = 128
+    if any(known[0] is not world for known in _kept):
+        _kept.clear()
+    return _kept[world, *key]
 
 
 class Distributed:
@@ -331,8 +272,8 @@ class Distributed:
     machine and one between machines, so that neither waits for the other. All ranks of the group
     must create it together, in the same order, with the same settings.
 
-    Ranks are on one machine where they run on the same host; `ranks_per_machine` says instead that
-    so many consecutive ranks are. `grouped_operations` bounds the sends and receives that are
+    Ranks are on one machine if they run on the same host; with `ranks_per_machine`, that many
+    consecutive ranks are instead. `grouped_operations` bounds the sends and receives that are
     started in one grouped call. `communicators` are in the order in which messages are started.
     """
 
@@ -473,24 +414,14 @@ class Distributed:
             ) from error
         self._unfinished -= 1
 
-    def start(
-        self,
-        phase: int,
-        sends: Mapping[int, Tensor],
-        receives: Mapping[int, Tensor],
-        call: int = 0,
-    ) -> list[Started]:
+    def start(self, phase: int, sends: Buffers, receives: Buffers, call: int = 0) -> list[Started]:
         """Starts the messages of a phase on the current stream: those inside machines, then those
         between them. All ranks make their grouped calls in this order."""
         self.bytes_sent += sum(message.nbytes for message in sends.values())
         started: list[Started] = []
-        for communicator in self.communicators:
-            started += communicator.start(
-                phase,
-                self._carried(communicator, sends),
-                self._carried(communicator, receives),
-                call,
-            )
+        for one in self.communicators:
+            leaving, coming = (self._carried(one, messages) for messages in (sends, receives))
+            started += one.start(phase, leaving, coming, call)
         return started
 
     def arrival_stream(self, phase: int) -> torch.cuda.Stream:
@@ -499,18 +430,13 @@ class Distributed:
             self._arrival_streams[phase] = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         return self._arrival_streams[phase]
 
-    def _carried(
-        self, communicator: Communicator, messages: Mapping[int, Tensor]
-    ) -> Mapping[int, Tensor]:
+    def _carried(self, communicator: Communicator, messages: Buffers) -> Buffers:
         """Those that go over this communicator."""
         if len(self.communicators) == 1:
             return messages
         machine, inside = self.machines[self.ranks[0]], communicator.name == "inside"
-        return {
-            peer: message
-            for peer, message in messages.items()
-            if (self.machines[peer] == machine) is inside
-        }
+        chosen = [peer for peer in messages if (self.machines[peer] == machine) is inside]
+        return {peer: messages[peer] for peer in chosen}
 
 
 def _members_of(group: Any) -> list[int]:

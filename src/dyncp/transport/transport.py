@@ -17,6 +17,9 @@ from dyncp.checks import whole_number
 Address = tuple[int, int, int]  # source, target, phase
 
 
+Buffers = Mapping[int, Tensor]  # a byte tensor per peer rank
+
+
 class TransportError(RuntimeError):
     """A peer did not answer in time, or is gone."""
 
@@ -30,13 +33,7 @@ class Channel(Protocol):
 
     bytes_sent: int
 
-    def launch(
-        self,
-        phase: int,
-        sends: Mapping[int, Tensor],
-        receives: Mapping[int, Tensor],
-        arrived: Any = None,
-    ) -> None:
+    def launch(self, phase: int, sends: Buffers, receives: Buffers, arrived: Any = None) -> None:
         """Starts the messages of a phase: one contiguous byte tensor per peer rank, each way. On a
         GPU, `arrived` is an event to record when the receives are filled; such a phase is not
         waited for by `wait`."""
@@ -83,32 +80,39 @@ class Transport(Protocol):
         """Every rank's `[counts[rank], ...]` tensor; `rows` has those of this process's ranks."""
 
     def sum(self, numbers: Tensor) -> Tensor:
-        """The sum of all processes' tensors, which are alike."""
+        """The sum of all processes' tensors, of equal shapes."""
 
 
-class Null:
-    def __init__(self, rank: int, num_ranks: int) -> None:
-        if not 0 <= rank < num_ranks:
-            raise ValueError(f"null transport got rank={rank} of {num_ranks} ranks")
-        self.num_ranks = num_ranks
-        self.ranks = (rank,)
+class _OneProcess:
+    """What transports that no other process takes part in share."""
+
+    def __init__(self, num_ranks: int, ranks: tuple[int, ...]) -> None:
+        self.num_ranks, self.ranks, self.bytes_sent = num_ranks, ranks, 0
         self.global_ranks: tuple[int, ...] = ()
-        self.bytes_sent = 0
 
     def close(self) -> None:
         """It holds nothing."""
 
-    def open(self, call: int = 0) -> "list[NullChannel]":  # noqa: ARG002
-        return [NullChannel(self)]
-
     def agree(self, word: bytes) -> list[bytes]:
         return [word] * self.num_ranks
 
-    def gather(self, rows: Tensor, counts: list[int]) -> list[Tensor]:
-        return [rows.new_zeros(count, *rows.shape[1:]) for count in counts]
-
     def sum(self, numbers: Tensor) -> Tensor:
         return numbers
+
+
+class Null(_OneProcess):
+    """One rank without its peers: sends nothing, receives zeros, and counts bytes."""
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        if not 0 <= rank < num_ranks:
+            raise ValueError(f"null transport got rank={rank} of {num_ranks} ranks")
+        super().__init__(num_ranks, (rank,))
+
+    def open(self, call: int = 0) -> "list[NullChannel]":  # noqa: ARG002
+        return [NullChannel(self)]
+
+    def gather(self, rows: Tensor, counts: list[int]) -> list[Tensor]:
+        return [rows.new_zeros(count, *rows.shape[1:]) for count in counts]
 
 
 class NullChannel:
@@ -116,13 +120,7 @@ class NullChannel:
         self.bytes_sent = 0
         self._transport = transport
 
-    def launch(
-        self,
-        _phase: int,
-        sends: Mapping[int, Tensor],
-        receives: Mapping[int, Tensor],
-        arrived: Any = None,
-    ) -> None:
+    def launch(self, _phase: int, sends: Buffers, receives: Buffers, arrived: Any = None) -> None:
         sent = sum(message.nbytes for message in sends.values())
         self.bytes_sent += sent
         self._transport.bytes_sent += sent
@@ -150,7 +148,7 @@ class Delivered:
 
 @dataclass(slots=True)
 class Awaited:
-    """An event to record after so many more messages."""
+    """An event to record after `messages` more messages."""
 
     messages: int
     arrived: Any
@@ -166,33 +164,19 @@ class Mailbox:
     awaited: dict[tuple[int, int], Awaited] = field(default_factory=dict)
 
 
-class InProcess:
+class InProcess(_OneProcess):
     """`num_ranks` virtual ranks that pass messages through a mailbox."""
 
     def __init__(self, num_ranks: int = 1) -> None:
-        self.num_ranks = num_ranks = whole_number("the number of virtual ranks", num_ranks, 1)
-        self.ranks = tuple(range(num_ranks))
-        self.bytes_sent = 0
-        self.global_ranks: tuple[int, ...] = ()
-
-    def close(self) -> None:
-        """It holds nothing."""
+        num_ranks = whole_number("the number of virtual ranks", num_ranks, 1)
+        super().__init__(num_ranks, tuple(range(num_ranks)))
 
     def open(self, call: int = 0) -> "list[InProcessChannel]":  # noqa: ARG002
         mailbox = Mailbox()  # of this call alone: one that failed leaves nothing behind
         return [InProcessChannel(self, mailbox, rank) for rank in self.ranks]
 
-    def agree(self, word: bytes) -> list[bytes]:
-        return [word] * self.num_ranks
-
     def gather(self, rows: Tensor, counts: list[int]) -> list[Tensor]:
         return list(rows.split_with_sizes(counts))
-
-    def sum(self, numbers: Tensor) -> Tensor:
-        return numbers
-
-    def count(self, num_bytes: int) -> None:
-        self.bytes_sent += num_bytes
 
 
 class InProcessChannel:
@@ -201,13 +185,7 @@ class InProcessChannel:
         self._transport, self._mailbox, self._rank = transport, mailbox, rank
         self._receives: dict[int, list[Address]] = {}
 
-    def launch(
-        self,
-        phase: int,
-        sends: Mapping[int, Tensor],
-        receives: Mapping[int, Tensor],
-        arrived: Any = None,
-    ) -> None:
+    def launch(self, phase: int, sends: Buffers, receives: Buffers, arrived: Any = None) -> None:
         if receives:
             self._receives[phase] = [(peer, self._rank, phase) for peer in receives]
         if arrived is not None:
@@ -220,7 +198,7 @@ class InProcessChannel:
             assert key not in self._mailbox.sent, f"(source, target, phase) {key} was sent twice"
             self._mailbox.sent[key] = message
             self.bytes_sent += message.nbytes
-            self._transport.count(message.nbytes)
+            self._transport.bytes_sent += message.nbytes
             self._deliver(key)
 
     def _deliver(self, key: Address) -> None:
@@ -234,10 +212,8 @@ class InProcessChannel:
                 f"{phase}, but {message.nbytes} were sent: the ranks hold different plans"
             )
         buffer.copy_(message, non_blocking=True)
-        on_gpu = buffer.is_cuda
-        self._mailbox.sent[key] = Delivered(
-            torch.cuda.current_stream(buffer.device).record_event() if on_gpu else None
-        )
+        stream = torch.cuda.current_stream(buffer.device) if buffer.is_cuda else None
+        self._mailbox.sent[key] = Delivered(stream.record_event() if stream else None)
         awaited = self._mailbox.awaited.get((target, phase))
         if awaited is not None:
             awaited.messages -= 1

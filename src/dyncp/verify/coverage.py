@@ -16,7 +16,7 @@ def decode_rows(blocks: OwnedBlocks, rows: RowRuns) -> tuple[Int64, Int64, Int64
     """Every row that the runs speak of: its block int64[rows], its position in the sequence
     int64[rows], and its ranges int64[rows, R, 2].
 
-    A run goes on to the next one of its block, or to the block's end: runs that start at rows 4
+    A run ends at the next run of its block, or at the block's end: runs that start at rows 4
     and 6 of a block [4, 9) have rows 4, 5 and 6, 7, 8.
     """
     runs = len(rows.block)
@@ -70,7 +70,7 @@ class AllTiles:
     pairs: Int64
     key: Int64
 
-    def name(self, index: np.integer) -> str:
+    def name(self, index: int | np.integer) -> str:
         return (
             f"the tile of query block {self.q_block[index]}, key block {self.k_block[index]} and "
             f"head group {self.head_group[index]}"
@@ -118,27 +118,16 @@ def required_tiles(batch: Batch, name: str, part: RankPlan) -> AllTiles:
 def check_tiles(plan: Plan, batch: Batch, name: str, findings: Findings) -> None:
     """Every tile that the masks ask for is on one rank, with its true number of pairs."""
     given, wanted = collect_tiles(plan, name), required_tiles(batch, name, plan.parts[0])
-    order = np.argsort(wanted.key)
-    position = np.searchsorted(wanted.key[order], given.key)
-    position = (
-        order[np.minimum(position, len(order) - 1)] if len(order) else np.zeros_like(position)
-    )
-    known = np.isin(given.key, wanted.key)
-    for index in np.flatnonzero(~known):
-        findings.add(
-            1, f"mask {name!r}: {given.name(index)} on rank {given.rank[index]} has no allowed pair"
-        )
-    for index in np.flatnonzero(known)[given.pairs[known] != wanted.pairs[position[known]]]:
-        findings.add(
-            1,
-            f"mask {name!r}: {given.name(index)} on rank {given.rank[index]} declares "
-            f"{given.pairs[index]} pairs; the mask allows {wanted.pairs[position[index]]}",
-        )
-    for index in np.flatnonzero(~np.isin(wanted.key, given.key)):
-        findings.add(
-            1,
-            f"mask {name!r}: {wanted.name(index)} ({wanted.pairs[index]} pairs) is on no rank",
-        )
+    allowed = dict(zip(wanted.key.tolist(), wanted.pairs.tolist(), strict=True))
+    declared = zip(given.key.tolist(), given.pairs.tolist(), strict=True)
+    for index, (key, pairs) in enumerate(declared):
+        if allowed.get(key) != pairs:
+            where = f"mask {name!r}: {given.name(index)} on rank {given.rank[index]}"
+            counts = f"declares {pairs} pairs; the mask allows {allowed.get(key, 0)}"
+            findings.add(1, f"{where} {counts}")
+    for index in np.flatnonzero(~np.isin(wanted.key, given.key)).tolist():
+        missing = f"{wanted.name(index)} ({wanted.pairs[index]} pairs)"
+        findings.add(1, f"mask {name!r}: {missing} is on no rank")
     _check_distinct(given, name, findings)
     _check_totals(given, batch, name, len(plan.parts[0].head_groups), findings)
 

@@ -2,7 +2,7 @@
 
 It needs no batch and no mask: which pairs are allowed comes from the plan's own row ranges. So it
 says what the plan means, whatever an executor does, and can be compared with dense attention. Rows
-that nothing was written to are NaN, so that whatever reads them shows.
+that were never written are NaN, so that reading them shows in the results.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

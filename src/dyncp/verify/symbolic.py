@@ -77,7 +77,8 @@ def _check_overlap(where: str, program: Program, ends: Int64, findings: Findings
 def _clashes(slots: Slots, mine: Int64, ends: Int64) -> Iterator[tuple[int, int]]:
     """Slots, ordered by their beginning, that lie on rows of a slot that has not ended."""
     starts = slots.row[mine]
-    borders = np.unique(np.concatenate([starts, ends]))  # rows between two borders are taken alike
+    # Rows between two borders are used by the same slots.
+    borders = np.unique(np.concatenate([starts, ends]))
     first, last = (np.searchsorted(borders, rows).tolist() for rows in (starts, ends))
     until, holder = np.full((2, len(borders)), -1, np.int64)
     for index, begin, end in zip(mine.tolist(), first, last, strict=True):
@@ -301,7 +302,7 @@ class _SymbolicRun:
                 if state.owns[key[2]]:
                     _compare(state, key, partial.content(), expected.get(key, _EMPTY))
                 elif partial.tiles and partial.sent_in is None:
-                    state.report(4, f"the partial {_name(key)} never leaves for its owner")
+                    state.report(4, f"the partial {_name(key)} is never sent to its owner")
 
 
 def _compare(state: RankState, key: Key, merged: Int64, expected: Int64) -> None:

@@ -127,7 +127,7 @@ def _check_dtypes(item: Any, name: str) -> None:
 
 
 def _differences(plan: Plan) -> Iterator[str]:
-    """What all parts must say alike, and do not."""
+    """Differences between parts in what must be equal on all ranks."""
     first = plan.parts[0]
     for part in plan.parts[1:]:
         alike = {

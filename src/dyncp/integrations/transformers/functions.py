@@ -11,7 +11,7 @@ from torch.library import custom_op
 
 from dyncp.executor import Step, attention
 from dyncp.executor.numbers import step_of
-from dyncp.integrations.frameworks import check_batch
+from dyncp.integrations.frameworks import check_batch, check_one_row
 from dyncp.integrations.transformers.layers import LayerMask
 
 NAME = "dyncp"  # of both functions in Transformers' interfaces
@@ -133,12 +133,11 @@ def _check_options(module: Any, query: Tensor, dropout: float, others: dict[str,
             f"{type(module).__name__} gives attention {', '.join(unknown) or 'is_causal=False'}, "
             "which dyncp does not have; results would be wrong without it"
         )
-    if query.shape[0] != 1:
-        raise ValueError(f"the model got {query.shape[0]} rows of tokens; local data have 1")
+    check_one_row(query.shape[0])
 
 
 def _dtype_of(query: Tensor, value: Tensor) -> torch.dtype:
-    """Of q, k and v alike: RoPE and norms may leave q and k wider than v."""
+    """The dtype of q, k and v: RoPE and norms may leave q and k wider than v."""
     device = query.device.type
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from dyncp.checks import instance_of
 from dyncp.masks import Mask, MaskFunction, NamedMasks, named, within
 from dyncp.plan import DEFAULT_MASK
 
@@ -224,18 +225,14 @@ class SampleMasks:
 
 
 def model_masks(mask_fn: Any, layers: Iterable[LayerMask]) -> Callable[[Any], Any]:
-    """A mask function for layers of these kinds. What takes lengths goes on taking them."""
+    """A mask function for layers of these kinds. A function of lengths stays one."""
     layers = tuple(layers)
     if isinstance(mask_fn, MaskFunction):
         return named(**{layer.name: _near(mask_fn, layer) for layer in layers})
     if isinstance(mask_fn, NamedMasks):
         _check_names(mask_fn.functions, layers)
         return mask_fn
-    if not callable(mask_fn):
-        raise ValueError(
-            f"mask_fn is {type(mask_fn).__name__}; allowed is a function of a sample, such as "
-            "masks.causal"
-        )
+    instance_of("mask_fn", mask_fn, Callable, "a function of a sample, such as masks.causal")
     return SampleMasks(mask_fn, layers)
 
 

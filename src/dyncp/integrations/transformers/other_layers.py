@@ -65,7 +65,7 @@ def _mix(
     attention_mask: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """The layer's result for [1, rows, width]; rows behind the step's only pad."""
+    """The layer's result for [1, rows, width]; rows after the step's are padding."""
     if not isinstance(dyncp_step, Call):
         raise ValueError(
             "an attached model was called without its step: call model(**local_data, "

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dyncp.dataloader import DCPDataLoader, sum_over_ranks, undo_gradient_average
 from dyncp.dataloader.local_fields import num_targets
 from dyncp.dataloader.ranks import data_dimensions
 from dyncp.executor import DCPExecutor
+from dyncp.integrations.frameworks import check_processes
 from dyncp.integrations.transformers.attach import Attached, attach
 
 PLAN = "dyncp_plan"
@@ -73,14 +73,7 @@ class TrainerMixin:
         self._batches: Batches | None = None
         super().__init__(model, args, **options)  # type: ignore[call-arg]
         self.loss_is_scaled_for_ga = True  # by num_items_in_batch
-        seen: int = self.accelerator.num_processes  # type: ignore[attr-defined]
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        if seen != ranks:
-            raise ValueError(
-                f"Trainer runs {seen} process{'' if seen == 1 else 'es'} and torch.distributed "
-                f"{ranks}: every rank would train by its own gradients; start it by torchrun or "
-                "accelerate launch"
-            )
+        check_processes("Trainer", self.accelerator.num_processes)  # type: ignore[attr-defined]
 
     def get_train_dataloader(self) -> Batches:
         """The training loader; made once."""
@@ -167,10 +160,8 @@ class TrainerMixin:
 
     def _run_epoch(self, **options: Any) -> None:
         """A resumed epoch begins where the loader was, not by reading batches over again."""
-        skipped, folder = (
-            options["steps_trained_in_current_epoch"],
-            options["resume_from_checkpoint"],
-        )
+        skipped = options["steps_trained_in_current_epoch"]
+        folder = options["resume_from_checkpoint"]
         if folder is not None and options["epoch"] == options["epochs_trained"]:
             batches = self.get_train_dataloader()
             text = (Path(folder) / STATE_FILE).read_text(encoding="utf-8")

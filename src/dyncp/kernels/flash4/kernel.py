@@ -81,7 +81,7 @@ MOST_SEQUENCES = 256  # above, its varlen path wants tables that we do not make
 
 
 @dataclass(frozen=True, eq=False)
-class Lowered:
+class FlashCall:
     """`rows` and `keys` are the kernel tiles that the call touches; lists count from their starts.
     `sequences` are those that are kept apart backward, if there are several."""
 
@@ -102,7 +102,7 @@ class Lowered:
         return made
 
 
-def lower_call(call: KernelCall, arrays: IndexArrays, *, backward: bool) -> Lowered:
+def lower_call(call: KernelCall, arrays: IndexArrays, *, backward: bool) -> FlashCall:
     sequences = find_sequences(call)
     if sequences is not None and _takes_own_path(sequences, call, backward):
         return _lower_sequences(sequences, arrays, backward)
@@ -122,12 +122,12 @@ def _takes_own_path(sequences: Sequences, call: KernelCall, backward: bool) -> b
     return count == 1 or (count <= MOST_SEQUENCES and (call.alone or not backward))
 
 
-def _lower_sequences(sequences: Sequences, arrays: IndexArrays, backward: bool) -> Lowered:
+def _lower_sequences(sequences: Sequences, arrays: IndexArrays, backward: bool) -> FlashCall:
     """Rows behind the last sequence are not part of the call: nobody reads what it leaves there."""
     starts = (sequences.q_starts, sequences.k_starts)
     rows, keys = (slice(0, int(x[-1])) for x in starts)
     several = len(sequences.q_starts) > 2
-    return Lowered(
+    return FlashCall(
         rows,
         keys,
         tuple(arrays.add(x) for x in starts) if several else (),
@@ -135,7 +135,7 @@ def _lower_sequences(sequences: Sequences, arrays: IndexArrays, backward: bool) 
     )
 
 
-def _lower_lists(call: KernelCall, arrays: IndexArrays, backward: bool) -> Lowered:
+def _lower_lists(call: KernelCall, arrays: IndexArrays, backward: bool) -> FlashCall:
     tiles, rows, keys = map_kernel_tiles(call), call.q_rows, call.k_rows
     state = tiles.state[_tiles(rows), _tiles(keys)]
     if backward:
@@ -144,7 +144,7 @@ def _lower_lists(call: KernelCall, arrays: IndexArrays, backward: bool) -> Lower
         ranges = tiles.ranges[:, :, padded(rows)] - keys.start
     lists = _flash_lists(np.ascontiguousarray(state))
     indices = [arrays.add(x) for x in (*lists, ranges.reshape(-1, ranges.shape[2]))]
-    return Lowered(rows, keys, tuple(indices))
+    return FlashCall(rows, keys, tuple(indices))
 
 
 def _flash_lists(state: UInt8) -> tuple[Int32, Int32, Int32, Int32]:
@@ -201,7 +201,7 @@ class Flash4Kernel(Kernel):
 
     def attend(
         self,
-        lowered: Lowered,
+        lowered: FlashCall,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -247,7 +247,7 @@ class Flash4Kernel(Kernel):
         )
 
     def sequence_rows(
-        self, lowered: Lowered, dim: int
+        self, lowered: FlashCall, dim: int
     ) -> tuple[list[SequenceRows], list[SequenceRows]]:
         """Each sequence begins on a border of the kernel tiles."""
         if lowered.sequences is None:

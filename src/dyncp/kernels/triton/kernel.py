@@ -28,7 +28,7 @@ class Pieces:
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class LaunchSizes:
     """How the three kernels are launched; pieces of `keys` are at most 64 × 64."""
 
     forward: Pieces
@@ -38,23 +38,23 @@ class Launch:
 
 # Shared memory per program is about (rows + stages × 2 × keys) × head dim × item bytes.
 _HOPPER = {
-    64: Launch(Pieces(128, 128, 8, 3), Pieces(128, 128, 8, 2), Pieces(64, 64, 4, 2)),
-    128: Launch(Pieces(128, 128, 8, 3), Pieces(128, 128, 8, 2), Pieces(64, 64, 4, 2)),
-    256: Launch(Pieces(128, 64, 8, 2), Pieces(64, 32, 4, 2), Pieces(32, 64, 4, 2)),
+    64: LaunchSizes(Pieces(128, 128, 8, 3), Pieces(128, 128, 8, 2), Pieces(64, 64, 4, 2)),
+    128: LaunchSizes(Pieces(128, 128, 8, 3), Pieces(128, 128, 8, 2), Pieces(64, 64, 4, 2)),
+    256: LaunchSizes(Pieces(128, 64, 8, 2), Pieces(64, 32, 4, 2), Pieces(32, 64, 4, 2)),
 }
 _AMPERE = {
-    64: Launch(Pieces(128, 64, 4, 3), Pieces(64, 64, 4, 2), Pieces(64, 64, 4, 2)),
-    128: Launch(Pieces(128, 32, 4, 2), Pieces(64, 32, 4, 2), Pieces(32, 64, 4, 2)),
-    256: Launch(Pieces(64, 32, 4, 1), Pieces(32, 32, 4, 1), Pieces(32, 32, 4, 1)),
+    64: LaunchSizes(Pieces(128, 64, 4, 3), Pieces(64, 64, 4, 2), Pieces(64, 64, 4, 2)),
+    128: LaunchSizes(Pieces(128, 32, 4, 2), Pieces(64, 32, 4, 2), Pieces(32, 64, 4, 2)),
+    256: LaunchSizes(Pieces(64, 32, 4, 1), Pieces(32, 32, 4, 1), Pieces(32, 32, 4, 1)),
 }
 _FP32 = {
-    64: Launch(Pieces(64, 32, 4, 2), Pieces(32, 32, 4, 1), Pieces(32, 32, 4, 1)),
-    128: Launch(Pieces(32, 32, 4, 2), Pieces(32, 32, 4, 1), Pieces(32, 32, 4, 1)),
-    256: Launch(Pieces(32, 16, 4, 1), Pieces(16, 16, 4, 1), Pieces(16, 16, 4, 1)),
+    64: LaunchSizes(Pieces(64, 32, 4, 2), Pieces(32, 32, 4, 1), Pieces(32, 32, 4, 1)),
+    128: LaunchSizes(Pieces(32, 32, 4, 2), Pieces(32, 32, 4, 1), Pieces(32, 32, 4, 1)),
+    256: LaunchSizes(Pieces(32, 16, 4, 1), Pieces(16, 16, 4, 1), Pieces(16, 16, 4, 1)),
 }
 
 
-def choose_launch(device: torch.device, padded_dim: int, dtype: torch.dtype) -> Launch:
+def choose_launch(device: torch.device, padded_dim: int, dtype: torch.dtype) -> LaunchSizes:
     if dtype == torch.float32:
         return _FP32[padded_dim]
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
@@ -96,7 +96,7 @@ class Side:
 
 
 @dataclass(frozen=True, eq=False)
-class Lowered:
+class TritonCall:
     queries: Side
     keys: Side | None  # backward
     ranges: Index  # int32[R, 2, query rows in whole tiles]
@@ -115,7 +115,7 @@ class TritonKernel(Kernel):
     name = "triton"
     capturable = True
 
-    def lower(self, call: KernelCall, arrays: IndexArrays, *, backward: bool) -> Lowered:
+    def lower(self, call: KernelCall, arrays: IndexArrays, *, backward: bool) -> TritonCall:
         tiles = map_kernel_tiles(call, halves=backward)
         queries = _side(list_tiles_of(tiles.state, call.q_states.touched), call.q_states, arrays)
         keys = None
@@ -123,11 +123,11 @@ class TritonKernel(Kernel):
             halves = np.ascontiguousarray(tiles.halves.T)
             by_key = list_tiles_of(halves, call.k_states.touched, HALF)
             keys = _side(by_key, call.k_states, arrays)
-        return Lowered(queries, keys, arrays.add(tiles.ranges))
+        return TritonCall(queries, keys, arrays.add(tiles.ranges))
 
     def attend(
         self,
-        lowered: Lowered,
+        lowered: TritonCall,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -147,7 +147,7 @@ class TritonKernel(Kernel):
 
     def attend_backward(
         self,
-        lowered: Lowered,
+        lowered: TritonCall,
         inputs: tuple[Tensor, Tensor, Tensor],
         dout: Tensor,
         lse: Tensor,
@@ -232,7 +232,7 @@ def _padded(dim: int) -> int:
 
 
 def _options(
-    lowered: Lowered, side: Side, q: Tensor, k: Tensor, which: str
+    lowered: TritonCall, side: Side, q: Tensor, k: Tensor, which: str
 ) -> tuple[Pieces, dict[str, Any]]:
     _, q_heads, dim = q.shape
     sizes = (q_heads, k.shape[1], dim, len(lowered.ranges))
@@ -252,7 +252,7 @@ def _options_of(
 ) -> tuple[Pieces, dict[str, Any]]:
     check_supported(dtype, dim)
     padded = _padded(dim)
-    launch: Launch = choose_launch(device, padded, dtype)
+    launch: LaunchSizes = choose_launch(device, padded, dtype)
     pieces: Pieces = getattr(launch, which)
     return pieces, {
         "GROUP": q_heads // kv_heads,
