@@ -50,6 +50,32 @@ def test_a_batch_counts_like_its_sequences(data, sequences):
     ]
 
 
+@given(st.data(), st.lists(st.tuples(st.integers(1, 25), st.integers(1, 30)), min_size=1))
+def test_tiles_of_joined_sequences_are_those_of_each(data, sequences):
+    drawn = [data.draw(masks_of(length)) for length, _ in sequences]
+    sizes = [size for _, size in sequences]
+    q_block, k_block, pairs = list_tiles(find_runs(join_ranges([m.ranges for m in drawn])), sizes)
+    counts = [count_tile_pairs(mask, size) for mask, size in zip(drawn, sizes, strict=True)]
+    blocks = sum(map(len, counts))
+    matrix, first = np.zeros((blocks, blocks), np.int64), 0
+    for own in counts:
+        matrix[first : first + len(own), first : first + len(own)] = own
+        first += len(own)
+    found = np.zeros_like(matrix)
+    found[q_block, k_block] = pairs
+    np.testing.assert_array_equal(found, matrix)
+
+
+def test_sequences_that_are_joined_in_several_pieces_keep_their_order():
+    lengths = [50_000, 3, 20_000, 70_000, 7, 1]
+    joined = join_ranges([masks.causal(length).ranges for length in lengths])
+    assert [own.lengths.tolist() for own in joined] == [[50_000, 3], [20_000], [70_000], [7, 1]]
+    runs = find_runs(joined)
+    assert runs.lengths.tolist() == lengths
+    assert runs.start.tolist() == [0] * 6
+    assert runs.base.tolist() == [[[0, 1]]] * 6
+
+
 def test_a_batch_longer_than_one_pass_keeps_its_order():
     lengths = [50_000, 3, 20_000, 20_000, 7, 1]
     batch = [masks.causal(length) for length in lengths]
