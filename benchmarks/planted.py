@@ -21,6 +21,7 @@ ATTACH, FUNCTIONS, LAYERS, OTHER_LAYERS, TRAINER = (
     f"src/dyncp/integrations/transformers/{name}.py"
     for name in ("attach", "functions", "layers", "other_layers", "trainer")
 )
+LOSS = "src/dyncp/dataloader/loss.py"
 ONE, MANY, UNTESTED = (
     f"tests/integrations/test_{name}.py"
     for name in ("transformers", "transformers_ranks", "untested_models")
@@ -331,6 +332,22 @@ ERRORS = [
         "if False:",
         ONE,
         "attach and layerdrop",
+    ),
+    Error(
+        "gradients that were summed are summed again",
+        LOSS,
+        "if found and max(changes) <= 1:",
+        "if False:",
+        "tests/dataloader/test_loss.py",
+        "summed_again",
+    ),
+    Error(
+        "an average over ranks that nobody undoes",
+        ATTACH,
+        "if gradient.item() == 1:",
+        "if False:",
+        MANY,
+        "nobody_undoes",
     ),
 ]
 

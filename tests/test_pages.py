@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.planted import ERRORS
 
 from dyncp import Batch, DCPExecutor, PlannerConfig, Topology, masks, plan_batch
 
@@ -64,3 +65,10 @@ def test_every_cell_of_the_support_page_has_a_test():
             path, _, function = name.partition("::")
             source = (DOCS.parent / path).read_text()
             assert not function or f"def {function}(" in source, name
+
+
+def test_every_silent_error_can_still_be_planted():
+    """`python -m benchmarks.planted` plants them, and runs the tests that notice."""
+    for error in ERRORS:
+        assert error.before in (DOCS.parent / error.file).read_text(), error.name
+        assert (DOCS.parent / error.tests).exists(), error.name
