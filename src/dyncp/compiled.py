@@ -155,7 +155,7 @@ def inner(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _for_any_number(made: Any) -> Any:
-    """Compiles once for all whole numbers; numba would again for each that a caller writes out."""
+    """Compiles once for all integers; numba would again for each that a caller writes out."""
     template = made.get_call_template
     any_of: Callable[[Any], Any] = numba.types.unliteral
 

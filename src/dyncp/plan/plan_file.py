@@ -134,9 +134,9 @@ def _decode_batch(header: Mapping[str, Any], body: bytes, offset: int) -> tuple[
     """The batch, and where its arrays end."""
     lengths, sample_ids = tuple(header["lengths"]), tuple(header["sample_ids"])
     if not all(type(n) is int and 0 < n <= MOST_TOKENS for n in lengths):
-        raise PlanFileError(f"its lengths are {list(lengths[:8])}; whole numbers from 1 on are")
+        raise PlanFileError(f"its lengths are {list(lengths[:8])}; expected positive integers")
     if not all(type(n) is int for n in sample_ids):
-        raise PlanFileError("its sample ids are no whole numbers")
+        raise PlanFileError("its sample ids are not integers")
     masks: dict[str, tuple[Mask, ...]] = {}
     for name, (num_runs, num_columns), mask_names in header["masks"]:
         sizes = {"block": (num_runs,), "start": (num_runs,)}
