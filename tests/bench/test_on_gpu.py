@@ -22,7 +22,13 @@ from dyncp.calibrate.calls import (
     results_of,
 )
 from dyncp.calibrate.links import beside_copies
-from dyncp.calibrate.timing import Repeats, profiled_kernels, time_call, time_part
+from dyncp.calibrate.timing import (
+    Repeats,
+    add_kernels,
+    profiled_kernels,
+    time_call,
+    time_calls,
+)
 from dyncp.cli import main
 from dyncp.cost import CostModel, find_profile
 
@@ -85,7 +91,9 @@ def test_every_call_of_a_rank_has_its_attention_kernels(kernel, caplog):
     cost = CostModel(find_profile("h200"), SHAPE)
     case = mask_case("lambda_shaped", 4096)
     plan = plan_batch(case.batch, Topology(1, 2), SHAPE, cost=cost)
-    times = time_part(plan.parts[0], SHAPE, KernelChoice(kernel), GPU, Repeats(3, 2))
+    tools = (SHAPE, KernelChoice(kernel), GPU)
+    timed = time_calls(plan.parts[0], *tools, Repeats(3, 2))
+    times = add_kernels(timed, plan.parts[0], *tools)
     assert "equal share" not in caplog.text
     for direction, measured in times.items():
         divisions = {x.division for x in plan_work(plan, direction, cost) if x.rank == 0}

@@ -10,7 +10,7 @@ from dyncp import AttentionShape, Batch, Topology, masks, plan_batch
 from dyncp.blocks import Direction
 from dyncp.calibrate.calibration import plan_work, rank_pairs
 from dyncp.calibrate.calls import KernelChoice
-from dyncp.calibrate.timing import KernelRun, Repeats, seconds_by_call, time_call, time_part
+from dyncp.calibrate.timing import KernelRun, Repeats, seconds_by_call, time_call, time_calls
 from dyncp.cost import CostModel, find_profile
 from dyncp.planner import PlannerConfig
 from dyncp.simulate import simulate_plan
@@ -46,7 +46,7 @@ def test_the_median_call_is_what_counts():
 
 @pytest.mark.parametrize("rank", range(3))
 def test_every_division_with_tiles_has_its_time(rank):
-    times = time_part(PLAN.parts[rank], SHAPE, KernelChoice("cpu"), CPU, Repeats(3, 1))
+    times = time_calls(PLAN.parts[rank], SHAPE, KernelChoice("cpu"), CPU, Repeats(3, 1))
     for direction in Direction:
         divisions = {x.division for x in plan_work(PLAN, direction, COST) if x.rank == rank}
         measured = times[direction]
@@ -88,5 +88,5 @@ def test_a_rank_without_tiles_is_timed_too():
     config = PlannerConfig(solver="zigzag/cp1")
     plan = plan_batch(Batch.of([masks.causal(40)]), Topology(1, 2), SHAPE, config)
     idle = int(np.flatnonzero(plan.parts[0].tokens_per_rank == 0)[0])
-    times = time_part(plan.parts[idle], SHAPE, KernelChoice("cpu"), CPU, Repeats(2, 0))
+    times = time_calls(plan.parts[idle], SHAPE, KernelChoice("cpu"), CPU, Repeats(2, 0))
     assert all(measured.kernel_seconds == 0 for measured in times.values())

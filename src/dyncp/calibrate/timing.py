@@ -288,18 +288,6 @@ def add_kernels(
     return found
 
 
-def time_part(
-    part: RankPlan,
-    shape: AttentionShape,
-    choice: KernelChoice,
-    device: torch.device,
-    repeats: Repeats,
-) -> dict[Direction, CallTimes]:
-    """Forward and backward of one rank, with the seconds of their kernels."""
-    times = time_calls(part, shape, choice, device, repeats)
-    return add_kernels(times, part, shape, choice, device)
-
-
 def _executor(part: RankPlan, choice: KernelChoice, device: torch.device) -> DCPExecutor:
     return make_executor(choice, device, transport=Noise(part.rank, part.num_ranks))
 
