@@ -73,7 +73,7 @@ def add_options(parser: ArgumentParser) -> None:
     )
     add_profile_option(parser)
     parser.add_argument(
-        "--ranks-per-machine",
+        "--ranks-per-node",
         type=int,
         help=f"of virtual ranks (default {RANKS_PER_MACHINE}, or all where there are fewer)",
     )
@@ -134,21 +134,21 @@ def _setting(args: Namespace, world: World) -> AttentionSetting:
 
 def _topology(args: Namespace, world: World, cost: CostModel) -> Topology:
     if under_torchrun():
-        return cost.profile.topology(world.machines, world.ranks_per_machine)
+        return cost.profile.topology(world.nodes, world.ranks_per_node)
     return virtual_topology(args, world.device.type, cost)
 
 
 def virtual_topology(args: Namespace, kind: str, cost: CostModel) -> Topology:
-    """The virtual ranks and machines asked for, on this kind of device."""
+    """The virtual ranks and nodes asked for, on this kind of device."""
     ranks = RANKS[kind] if args.virtual_ranks is None else args.virtual_ranks
     if ranks < 1:
         raise ValueError(f"--virtual-ranks is {ranks}; at least 1 is needed")
-    per_machine = args.ranks_per_machine or min(ranks, RANKS_PER_MACHINE)
-    if per_machine < 1 or ranks % per_machine:
+    per_node = args.ranks_per_node or min(ranks, RANKS_PER_MACHINE)
+    if per_node < 1 or ranks % per_node:
         raise ValueError(
-            f"--ranks-per-machine is {per_machine}, which does not divide the {ranks} virtual ranks"
+            f"--ranks-per-node is {per_node}, which does not divide the {ranks} virtual ranks"
         )
-    return cost.profile.topology(ranks // per_machine, per_machine)
+    return cost.profile.topology(ranks // per_node, per_node)
 
 
 def _about(args: Namespace, world: World, setting: AttentionSetting) -> dict[str, Any]:
@@ -161,8 +161,8 @@ def _about(args: Namespace, world: World, setting: AttentionSetting) -> dict[str
         "mask": args.mask,
         "lengths": list(setting.batch.lengths),
         "profile": asdict(setting.cost.profile),
-        "machines": topology.machines,
-        "ranks_per_machine": topology.ranks_per_machine,
+        "nodes": topology.nodes,
+        "ranks_per_node": topology.ranks_per_node,
         "virtual": not under_torchrun(),
     }
 
@@ -177,7 +177,7 @@ def _lines(
     yield f"{about['device']}, kernel {kernel}{chosen}; {shape_text(setting.cost.shape)}"
     yield (
         f"{batch.num_tokens:,} tokens in {count} sequence{'s' if count > 1 else ''}, "
-        f"mask {about['mask']}; {about['machines']} × {about['ranks_per_machine']} {kind} ranks, "
+        f"mask {about['mask']}; {about['nodes']} × {about['ranks_per_node']} {kind} ranks, "
         f"profile {about['profile']['name']}"
     )
     yield ""

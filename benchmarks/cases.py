@@ -63,9 +63,9 @@ def list_cases(seeds: Sequence[int], samples: Sequence[str] = LISTS) -> list[Cas
     ]
 
 
-def cluster(machines: int = 4) -> Topology:
-    """Machines of 8 ranks."""
-    return preset("p4de", machines)
+def cluster(nodes: int = 4) -> Topology:
+    """Nodes of 8 ranks."""
+    return preset("p4de", nodes)
 
 
 def make_task(

@@ -2,7 +2,7 @@
 
     python -m benchmarks.contiguous [--ranks 8,32] [--halo 3]
 
-Long-tailed batches of 131,072 causal tokens, planned for machines of 8 ranks. A row is one hidden
+Long-tailed batches of 131,072 causal tokens, planned for nodes of 8 ranks. A row is one hidden
 state of 4096 in bf16; bytes are those that all ranks send in one forward, there and back, beside
 those of one attention layer of Llama-3-8B (32 q heads, 8 kv heads of 128). Imbalance is the most
 rows of a rank over the mean. Every rank makes the order from its plan, once per batch and kind.

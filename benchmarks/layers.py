@@ -95,7 +95,7 @@ def add_options(parser: ArgumentParser) -> None:
         help=f"ranks of the plans (default {RANKS['cuda']}, on CPUs {RANKS['cpu']})",
     )
     parser.add_argument(
-        "--ranks-per-machine",
+        "--ranks-per-node",
         type=int,
         help=f"(default {RANKS_PER_MACHINE}, or all where there are fewer)",
     )
@@ -204,8 +204,8 @@ def _about(args: Namespace, setting: LayersSetting) -> dict[str, Any]:
             sample: list(task.batch.lengths) for (sample, _), task in setting.tasks.items()
         },
         "profile": asdict(task.cost.profile),
-        "machines": task.topology.machines,
-        "ranks_per_machine": task.topology.ranks_per_machine,
+        "nodes": task.topology.nodes,
+        "ranks_per_node": task.topology.ranks_per_node,
         "repeats": setting.repeats.timed,
     }
 
@@ -221,8 +221,8 @@ def _lines(
         f"{shape_text(setting.stack.shape)}"
     )
     yield (
-        f"{about['tokens']:,} tokens planned for {about['machines']} × "
-        f"{about['ranks_per_machine']} ranks, profile {about['profile']['name']}; forward and "
+        f"{about['tokens']:,} tokens planned for {about['nodes']} × "
+        f"{about['ranks_per_node']} ranks, profile {about['profile']['name']}; forward and "
         f"backward of one rank, what it receives is random; median of {about['repeats']}"
     )
     yield from draw_layers(found, about["lengths"])

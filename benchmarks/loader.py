@@ -4,7 +4,7 @@
     python -m benchmarks.loader --load 2
     python -m benchmarks.loader --steps 40 --sample single --solver auto --busy
 
-This process is rank 0 of 32 (4 machines × 8). It plans every batch of 131,072 tokens, which 32
+This process is rank 0 of 32 (4 nodes × 8). It plans every batch of 131,072 tokens, which 32
 ranks would take turns at. A step prepares its plan and waits 0.3 s, as for a GPU (--busy: computes
 with one thread). The precomputed run takes the same batches from a list, all prepared, with the
 same load beside it (--load: processes that never rest).

@@ -2,11 +2,11 @@
 
     sudo python -m benchmarks.network [--cases 2:ldc_x0.5:causal:0,...] [--seconds 2.5]
 
-Network namespaces stand for machines, and token buckets limit the rate of their links (see
+Network namespaces stand for nodes, and token buckets limit the rate of their links (see
 network_links.py). Every rank is a process that runs the executor over gloo (see network_ranks.py);
 computing is replaced by waiting for as long as the cost model says, so that two cores suffice for
-eight ranks. Links are measured first. A case is machines:lengths:mask:seed[:tokens], with two ranks
-per machine and 8,192 tokens by default. Printed are milliseconds of one attention layer, predicted
+eight ranks. Links are measured first. A case is nodes:lengths:mask:seed[:tokens], with two ranks
+per node and 8,192 tokens by default. Printed are milliseconds of one attention layer, predicted
 and measured, forward and backward, the fastest of some runs for each direction; then errors, pairs
 of plans whose order was predicted right, and whether `auto` is fastest. Where namespaces cannot be
 made it says why and ends without an error.
@@ -97,15 +97,15 @@ class Outcome:
         return self.measured / self.predicted - 1
 
 
-def measure_links(ranks: Ranks, machines: int) -> Topology:
+def measure_links(ranks: Ranks, nodes: int) -> Topology:
     """Links as they are shaped, with the latency of small messages."""
-    num_ranks = machines * RANKS_PER_MACHINE
+    num_ranks = nodes * RANKS_PER_MACHINE
     inside, between = (
         _make_link(ranks, num_ranks, name, target, getattr(RATES, name))
         for name, target in (("inside", 1), ("between", num_ranks - 1))
     )
     return Topology(
-        machines, RANKS_PER_MACHINE, inside, between, nics=1, ordered_phases=False, name="shaped"
+        nodes, RANKS_PER_MACHINE, inside, between, nics=1, ordered_phases=False, name="shaped"
     )
 
 
@@ -119,7 +119,7 @@ def _make_link(ranks: Ranks, num_ranks: int, name: str, target: int, rate: int) 
     link = Link(seconds(1), PAYLOAD * rate * 1e6 / 8)
     measured = (LARGE[1] - LARGE[0]) / (seconds(LARGE[1]) - seconds(LARGE[0]))
     print(
-        f"{name} machines: {link.bandwidth / 1e6:.2f} MB/s ({measured / 1e6:.2f} measured), "
+        f"{name} nodes: {link.bandwidth / 1e6:.2f} MB/s ({measured / 1e6:.2f} measured), "
         f"{1e3 * link.latency:.1f} ms",
         flush=True,
     )
@@ -148,7 +148,7 @@ def run_plan(
 def run_case(
     ranks: Ranks, case: Case, topology: Topology, profile: Profile, seconds: float
 ) -> Iterator[Outcome]:
-    batch = f"{topology.machines} × {topology.ranks_per_machine} {case}"
+    batch = f"{topology.nodes} × {topology.ranks_per_node} {case}"
     print(f"{batch}: planning ...", flush=True)
     plans = make_plans(case, topology, profile)
     with tempfile.TemporaryDirectory() as folder:
@@ -174,10 +174,10 @@ def _text(predicted: Predicted, measured: tuple[float, float]) -> str:
     return "  ".join(f"{1e3 * times.seconds:6.1f} {1e3 * found:6.1f}" for times, found in pairs)
 
 
-def run_network(machines: int, cases: Sequence[Case], seconds: float) -> Iterator[Outcome]:
-    """All cases on this many machines."""
-    with Namespaces(machines, RANKS_PER_MACHINE, RATES) as net, Ranks(net) as ranks:
-        topology = measure_links(ranks, machines)
+def run_network(nodes: int, cases: Sequence[Case], seconds: float) -> Iterator[Outcome]:
+    """All cases on this many nodes."""
+    with Namespaces(nodes, RANKS_PER_MACHINE, RATES) as net, Ranks(net) as ranks:
+        topology = measure_links(ranks, nodes)
         profile = make_profile(topology, FLOPS)
         for case in cases:
             yield from run_case(ranks, case, topology, profile, seconds)
@@ -187,10 +187,10 @@ def parse_case(text: str) -> tuple[int, Case]:
     parts = text.split(":")
     if len(parts) not in (4, 5):
         raise ValueError(
-            f"case is {text!r}; write machines:lengths:mask:seed or the same with :tokens"
+            f"case is {text!r}; write nodes:lengths:mask:seed or the same with :tokens"
         )
-    machines, sample, mask, seed, *tokens = parts
-    return int(machines), Case(sample, mask, int(seed), int(tokens[0]) if tokens else TOKENS)
+    nodes, sample, mask, seed, *tokens = parts
+    return int(nodes), Case(sample, mask, int(seed), int(tokens[0]) if tokens else TOKENS)
 
 
 def make_profile(topology: Topology, flops: float) -> Profile:
@@ -203,7 +203,7 @@ def make_profile(topology: Topology, flops: float) -> Profile:
         copy=1e18,
         call_seconds=0.0,
         kernel_tile=32,
-        ranks_per_machine=topology.ranks_per_machine,
+        ranks_per_node=topology.ranks_per_node,
         intra=topology.intra,
         inter=topology.inter,
         nics=topology.nics,
@@ -363,9 +363,9 @@ def main() -> None:
     cases = [parse_case(text) for text in options.cases.split(",")]
     outcomes: list[Outcome] = []
     try:
-        for machines, own in groupby(cases, key=lambda case: case[0]):
+        for nodes, own in groupby(cases, key=lambda case: case[0]):
             batches = [case for _, case in own]
-            outcomes += run_network(machines, batches, options.seconds)
+            outcomes += run_network(nodes, batches, options.seconds)
     except NotAllowedError as reason:
         print(f"skipped: network namespaces with shaped links cannot be made here ({reason})")
         return

@@ -1,13 +1,13 @@
-"""Machines out of network namespaces, with links of a chosen rate. Needs root.
+"""Nodes out of network namespaces, with links of a chosen rate. Needs root.
 
-Every rank has a namespace with two interfaces: `inside` leads to the ranks of its machine,
-`between` to all others, over a link that it shares with its machine. Bridges and all other ends are
+Every rank has a namespace with two interfaces: `inside` leads to the ranks of its node,
+`between` to all others, over a link that it shares with its node. Bridges and all other ends are
 in one more namespace, the hub:
 
-    rank 0 ─ inside ══╗                  machine 0                       machine 1
+    rank 0 ─ inside ══╗                  node 0                       node 1
     rank 1 ─ inside ══╩ bridge
     rank 0 ─ between ─╖
-    rank 1 ─ between ─╨ bridge ══ bridge of all machines ══ bridge ─╥─ between ─ rank 2
+    rank 1 ─ between ─╨ bridge ══ bridge of all nodes ══ bridge ─╥─ between ─ rank 2
                                                                     ╙─ between ─ rank 3
 
 Double lines are shaped at both ends, each way on its own, by a token bucket (htb). Small packets
@@ -41,19 +41,19 @@ class NotAllowedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Megabits per second each way: of every rank inside its machine, of every machine."""
+    """Megabits per second each way: of every rank inside its node, of every node."""
 
     inside: int
     between: int
 
 
 class Namespaces:
-    """`with Namespaces(machines, ranks_per_machine, rates) as net:` makes them, and removes them
+    """`with Namespaces(nodes, ranks_per_node, rates) as net:` makes them, and removes them
     at the end, with all interfaces in them."""
 
-    def __init__(self, machines: int, ranks_per_machine: int, rates: Rates) -> None:
-        self.machines, self.ranks_per_machine, self.rates = machines, ranks_per_machine, rates
-        self.num_ranks = machines * ranks_per_machine
+    def __init__(self, nodes: int, ranks_per_node: int, rates: Rates) -> None:
+        self.nodes, self.ranks_per_node, self.rates = nodes, ranks_per_node, rates
+        self.num_ranks = nodes * ranks_per_node
         self._prefix, self._made = f"dyncp{os.getpid()}", list[str]()
 
     def name(self, rank: int) -> str:
@@ -84,8 +84,8 @@ class Namespaces:
     def _build(self) -> None:
         self._make_namespace(self._hub)
         self._make_bridge("core")
-        for machine in range(self.machines):
-            self._make_machine(machine)
+        for node in range(self.nodes):
+            self._make_node(node)
         for rank in range(self.num_ranks):
             self._make_rank(rank)
 
@@ -98,18 +98,18 @@ class Namespaces:
         _run("ip", "-n", self._hub, "link", "add", "name", name, "type", "bridge")
         _run("ip", "-n", self._hub, "link", "set", "dev", name, "up")
 
-    def _make_machine(self, machine: int) -> None:
-        inside, between = f"inside{machine}", f"between{machine}"
+    def _make_node(self, node: int) -> None:
+        inside, between = f"inside{node}", f"between{node}"
         self._make_bridge(inside)
         self._make_bridge(between)
-        ends = (self._hub, f"up{machine}"), (self._hub, f"down{machine}")
+        ends = (self._hub, f"up{node}"), (self._hub, f"down{node}")
         _connect(*ends)
         for (space, end), bridge in zip(ends, (between, "core"), strict=True):
             _run("ip", "-n", space, "link", "set", "dev", end, "master", bridge)
             _shape(space, end, self.rates.between)
 
     def _make_rank(self, rank: int) -> None:
-        name, machine = self.name(rank), rank // self.ranks_per_machine
+        name, node = self.name(rank), rank // self.ranks_per_node
         self._make_namespace(name)
         for setting, value in SETTINGS.items():
             _run("ip", "netns", "exec", name, "sysctl", "-qw", f"{setting}={value}")
@@ -125,14 +125,14 @@ class Namespaces:
                 "dev",
                 ends[1][1],
                 "master",
-                f"{side}{machine}",
+                f"{side}{node}",
             )
             if side == "inside":
                 for end in ends:
                     _shape(*end, self.rates.inside)
         _run("ip", "-n", name, "address", "add", f"{self.address(rank)}/16", "dev", "between")
-        first = machine * self.ranks_per_machine
-        for peer in set(range(first, first + self.ranks_per_machine)) - {rank}:
+        first = node * self.ranks_per_node
+        for peer in set(range(first, first + self.ranks_per_node)) - {rank}:
             to, own = f"{self.address(peer)}/32", self.address(rank)
             _run("ip", "-n", name, "route", "add", to, "dev", "inside", "src", own)
 

@@ -65,7 +65,7 @@ class Ranks:
 
     def _start(self, rank: int) -> "subprocess.Popen[bytes]":
         net = self._namespaces
-        sizes = map(str, (rank, net.num_ranks, net.ranks_per_machine))
+        sizes = map(str, (rank, net.num_ranks, net.ranks_per_node))
         module = [sys.executable, "-m", "benchmarks.network_ranks", *sizes, net.address(0)]
         return subprocess.Popen(
             ["ip", "netns", "exec", net.name(rank), *module],
@@ -143,8 +143,8 @@ class NoRowOps:
 class DeviceTransport(Distributed):
     """Tells the device when messages arrive that it had to wait for."""
 
-    def __init__(self, ranks_per_machine: int, device: Device) -> None:
-        super().__init__(timeout=TIMEOUT, ranks_per_machine=ranks_per_machine)
+    def __init__(self, ranks_per_node: int, device: Device) -> None:
+        super().__init__(timeout=TIMEOUT, ranks_per_node=ranks_per_node)
         self.device = device
 
     def open(self, call: int = 0) -> list[GroupedChannel]:
@@ -170,10 +170,10 @@ def sleep_until(when: float) -> None:
 
 
 class Rank:
-    def __init__(self, rank: int, num_ranks: int, ranks_per_machine: int) -> None:
+    def __init__(self, rank: int, num_ranks: int, ranks_per_node: int) -> None:
         self.rank, self.num_ranks = rank, num_ranks
         self._device = Device()
-        self._transport = DeviceTransport(ranks_per_machine, self._device)
+        self._transport = DeviceTransport(ranks_per_node, self._device)
         self._kernel = WaitingKernel(self._device)
         self._executor = DCPExecutor(
             transport=self._transport, kernel=self._kernel, row_ops=NoRowOps()
@@ -239,7 +239,7 @@ class Rank:
 
 
 def main() -> None:
-    rank, num_ranks, ranks_per_machine = map(int, sys.argv[1:4])
+    rank, num_ranks, ranks_per_node = map(int, sys.argv[1:4])
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -248,7 +248,7 @@ def main() -> None:
         world_size=num_ranks,
         timeout=timedelta(seconds=TIMEOUT),
     )
-    runs = Rank(rank, num_ranks, ranks_per_machine)
+    runs = Rank(rank, num_ranks, ranks_per_node)
     for line in sys.stdin:
         print(json.dumps(runs.answer(json.loads(line))), flush=True)
 

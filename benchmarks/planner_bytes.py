@@ -12,7 +12,7 @@ found in long runs with one head group. Bytes are counted as there: 4,096 per to
 `published`: `data/reference_planner.json` has what the published planner needed on one core, 173
 rows: batches of 131,072 tokens, 8 q heads, 2 kv heads, head dim 128, bf16. Ours has
 `objective="bytes"` and one head group. MB are 1e6 bytes sent forward, `inter` those between
-machines; seconds are CPU time without the masks. A row is fair where the published plan keeps the
+nodes; seconds are CPU time without the masks. A row is fair where the published plan keeps the
 limits itself (`fair`).
 """
 
@@ -127,7 +127,7 @@ class Row:
 
 
 def make_row(row: dict[str, Any]) -> Row:
-    mask, machines = NAMES.get(row["mask"], row["mask"]), row["machines"]
+    mask, nodes = NAMES.get(row["mask"], row["mask"]), row["nodes"]
     theirs = Numbers(
         row["forward_bytes"] / 1e6,
         row["forward_inter_machine_bytes"] / 1e6,
@@ -135,15 +135,15 @@ def make_row(row: dict[str, Any]) -> Row:
         row["tokens_max_over_mean"],
         row["cpu_seconds"]["total_plan"],
     )
-    name = f"{row['list']} {mask} {machines} × 8"
-    return Row(name, row["block_size"], row["solver"], theirs, plan(row["list"], mask, machines))
+    name = f"{row['list']} {mask} {nodes} × 8"
+    return Row(name, row["block_size"], row["solver"], theirs, plan(row["list"], mask, nodes))
 
 
 @cache
-def plan(sample: str, mask: str, machines: int) -> Numbers:
+def plan(sample: str, mask: str, nodes: int) -> Numbers:
     """Ours, after a first plan that warms up."""
     batch = Batch.of([MASKS[mask](n) for n in lengths()[sample]])
-    topology = cluster(machines)
+    topology = cluster(nodes)
     choose(make_task(batch, CONFIG, topology))
     start = process_time()
     task = make_task(batch, CONFIG, topology)
@@ -155,7 +155,7 @@ def plan(sample: str, mask: str, machines: int) -> Numbers:
     moved = describe_traffic(candidate, topology, forward)
     return Numbers(
         moved["bytes"] / 1e6,
-        moved["inter_machine_bytes"] / 1e6,
+        moved["inter_node_bytes"] / 1e6,
         candidate.balance.compute_max_over_mean,
         candidate.balance.tokens_max_over_mean,
         seconds,
@@ -188,7 +188,7 @@ def summarise(rows: Sequence[Row]) -> None:
         kept = [r for r in own if r.ours.at_most(r.theirs)]
         total = [r for r in own if r.ours.megabytes <= r.theirs.megabytes + MISSED]
         print(
-            f"{what}: ours at most theirs, in all and between machines, in {len(kept)} of "
+            f"{what}: ours at most theirs, in all and between nodes, in {len(kept)} of "
             f"{len(own)} (in all {len(total)})"
         )
         for row in own:

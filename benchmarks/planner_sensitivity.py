@@ -8,7 +8,7 @@ the plan that was made for the nominal one, `planned anew` plans for the changed
 compared with the static method that is best on the changed cluster, at its best DP × CP split. A
 win is a step that is no longer than that; ties within 0.5 % count as wins.
 
-`whole_calls`: h200, 4 machines × 8 ranks, 131,072 tokens, 32 q heads, 8 kv heads, head dim 128,
+`whole_calls`: h200, 4 nodes × 8 ranks, 131,072 tokens, 32 q heads, 8 kv heads, head dim 128,
 bf16. Every batch is planned twice: as if a call were its kernels (10 µs each on top) and messages,
 and by whole calls. Both plans are simulated as whole calls, with graphs and without. Columns have
 the most launches / waits / divisions of a rank, forward and backward, and the milliseconds of a

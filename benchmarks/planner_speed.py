@@ -34,7 +34,7 @@ from dyncp.verify import check_plan
 TOKENS_PER_RANK = 4096
 BARS = {"single": 150}
 LONG_TAILED_BAR = 60
-# Tokens, machines, sample and mask, plans of which the fastest counts, seconds aimed at.
+# Tokens, nodes, sample and mask, plans of which the fastest counts, seconds aimed at.
 LARGE = (
     (2**20, 8, "ldc causal", 3, 0.5),
     (2**20, 8, "single causal", 3, 0.5),
@@ -73,11 +73,11 @@ class ShortDocuments(Case):
         return Batch.of([mask(n) for mask, n in zip(cycle(MASKS.values()), lengths, strict=False)])
 
 
-def time_plan(case: Case, machines: int = 4) -> Times:
+def time_plan(case: Case, nodes: int = 4) -> Times:
     marks = [process_time()]
     batch = case.batch()
     marks.append(process_time())
-    task = make_task(batch, topology=cluster(machines))
+    task = make_task(batch, topology=cluster(nodes))
     choice = choose(task)
     marks.append(process_time())
     lower_choice(task, choice)
@@ -87,10 +87,10 @@ def time_plan(case: Case, machines: int = 4) -> Times:
     return Times(*stages, tiles, choice.candidate.placement.solver)
 
 
-def best_time(case: Case, machines: int = 4, repeats: int = 3) -> Times:
+def best_time(case: Case, nodes: int = 4, repeats: int = 3) -> Times:
     """The fastest of some plans; compiled code is warm."""
     time_plan(Case("ldc", "causal"))
-    return min((time_plan(case, machines) for _ in range(repeats)), key=lambda times: times.total)
+    return min((time_plan(case, nodes) for _ in range(repeats)), key=lambda times: times.total)
 
 
 def draw_table(repeats: int) -> None:
@@ -120,16 +120,16 @@ def draw_curve(repeats: int) -> None:
 
 def draw_large() -> None:
     print()
-    for tokens, machines, what, repeats, bar in LARGE:
-        options = f"--repeats {repeats} --large {tokens} {machines} {what}"
+    for tokens, nodes, what, repeats, bar in LARGE:
+        options = f"--repeats {repeats} --large {tokens} {nodes} {what}"
         found = _run_apart(*options.split())
-        print(f"{tokens:,} tokens on {machines} × 8 ranks, {what}: {found} (bar {bar} s)")
+        print(f"{tokens:,} tokens on {nodes} × 8 ranks, {what}: {found} (bar {bar} s)")
 
 
-def plan_large(tokens: int, machines: int, sample: str, mask: str, repeats: int) -> None:
+def plan_large(tokens: int, nodes: int, sample: str, mask: str, repeats: int) -> None:
     """Prints CPU seconds and peak memory of one plan; a small one before it warms up."""
     make = ShortDocuments if sample == "short" else Case
-    times = best_time(make(sample, mask, tokens=tokens), machines, repeats)
+    times = best_time(make(sample, mask, tokens=tokens), nodes, repeats)
     memory = getrusage(RUSAGE_SELF).ru_maxrss / 2**20
     print(
         f"{times.total:.2f} s of CPU (masks {times.masks:.2f}, choose {times.choose:.2f}, lower "
@@ -209,8 +209,8 @@ def main() -> None:
     parser.add_argument("--first", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.large:
-        tokens, machines, sample, mask = args.large
-        plan_large(int(tokens), int(machines), sample, mask, args.repeats)
+        tokens, nodes, sample, mask = args.large
+        plan_large(int(tokens), int(nodes), sample, mask, args.repeats)
         return
     if args.first:
         plan_first(start)

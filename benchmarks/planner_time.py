@@ -6,15 +6,15 @@
 131,072 tokens on 32 ranks, 8 q heads, 2 kv heads, head dim 128, bf16. `ideal` has no communication
 and no imbalance; static methods have every DP × CP split.
 
-`cluster`: p4de, 4 machines × 8 ranks. `paper` is the best of ring, zigzag, loongtrain and
+`cluster`: p4de, 4 nodes × 8 ranks. `paper` is the best of ring, zigzag, loongtrain and
 transformer_engine over all 32 ranks, `split` the best of them with every split. The last columns
 are planned within compute 1.10 and tokens 1.20 of the mean: `static` is the best static method that
 keeps these limits too, and `over` the best that does not. Ratios above 1 say how much slower others
 are.
 
 `networks`: attention forward and backward in ms; `ratio` is the best static method over ours,
-`planning` the CPU time of the search. `one_link` has NVLink and one 100 Gb/s link per machine,
-`pcie` 25 GB/s inside machines and 100 Gb/s per machine, `ethernet` 32 machines of one rank with 25
+`planning` the CPU time of the search. `one_link` has NVLink and one 100 Gb/s link per node,
+`pcie` 25 GB/s inside nodes and 100 Gb/s per node, `ethernet` 32 nodes of one rank with 25
 Gb/s.
 """
 

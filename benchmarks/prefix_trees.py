@@ -2,7 +2,7 @@
 
     python -m benchmarks.prefix_trees [--ranks 16]
 
-Prompts with many answers, and conversations whose turns branch, planned for one machine of p4de as
+Prompts with many answers, and conversations whose turns branch, planned for one node of p4de as
 trees, and with every path from the root to a leaf as a sequence of its own.
 """
 

@@ -50,7 +50,7 @@ def cases(
     solvers: tuple[str, ...] = tuple(sorted(SOLVERS)),
     alignments: tuple[int, ...] = (1, 8, 128),
 ) -> Case:
-    """Batches of up to 5 short sequences, placed in any way on up to 6 ranks, or on the machines of
+    """Batches of up to 5 short sequences, placed in any way on up to 6 ranks, or on the nodes of
     `topology`."""
     lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=5))
     names = draw(st.sampled_from([("default",), ("default", "local")]))

@@ -1,4 +1,4 @@
-"""Plans that know their machines, and what the scheduler thinks of time there."""
+"""Plans that know their nodes, and what the scheduler thinks of time there."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ def plan_paced(
     config: PlannerConfig,
     rate: float = SLOW_LINKS,
 ) -> Plan:
-    """Like `plan_batch`, with schedules for all of the machines and these rates."""
+    """Like `plan_batch`, with schedules for all of the nodes and these rates."""
     cut = Cut(config.block_size, config.head_groups or 1)
     solver = find_solver(config.solver)
     placed = place_batch(solver, batch, topology, shape, config.limits, cut=cut, seed=config.seed)

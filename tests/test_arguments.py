@@ -49,7 +49,7 @@ def step():
         (lambda: AttentionShape(True, 1), "q_heads is True; expected an integer"),
         (lambda: AttentionShape(8, 2, 10**30), "head_dim is 1000.*; at most 16,384"),
         (lambda: AttentionShape(8, 2, dtype=[]), "dtype is \\[\\]; choose one of"),
-        (lambda: Topology(1.5, 2), "Topology.machines is 1.5; expected an integer"),
+        (lambda: Topology(1.5, 2), "Topology.nodes is 1.5; expected an integer"),
         (lambda: Topology(2**16, 2), "131072 ranks; at most 65,536"),
         (lambda: Topology(1, 2, speeds=("a", "b")), "Topology.speeds is 'a'; a finite number"),
         (lambda: Topology(1, 2, speeds=3), "Topology.speeds is int"),

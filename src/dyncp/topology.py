@@ -1,4 +1,4 @@
-"""The machines and ranks a plan is made for, the links between them, and clusters by name."""
+"""The nodes and ranks a plan is made for, the links between them, and clusters by name."""
 
 import math
 from dataclasses import dataclass, replace
@@ -13,8 +13,8 @@ from dyncp.checks import MOST_RANKS, finite_number, instance_of, whole_number
 class Link:
     """`latency` in seconds per message, `bandwidth` in bytes per second each way.
 
-    Inside a machine the bandwidth is that of one rank's port, between machines that of all of a
-    machine's NICs together.
+    Inside a node the bandwidth is that of one rank's port, between nodes that of all of a
+    node's NICs together.
     """
 
     latency: float
@@ -32,7 +32,7 @@ class Link:
         return Link(self.latency * latency, self.bandwidth * bandwidth)
 
 
-# Those of a p4de machine, see PRESETS.
+# Those of a p4de node, see PRESETS.
 DEFAULT_INTRA = Link(latency=5e-6, bandwidth=240e9)
 DEFAULT_INTER = Link(latency=20e-6, bandwidth=45e9)
 DEFAULT_NICS = 4
@@ -40,18 +40,18 @@ DEFAULT_NICS = 4
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Rank r runs on machine r // ranks_per_machine.
+    """Rank r runs on node r // ranks_per_node.
 
-    A machine's `nics` share the bandwidth of `inter` evenly, and its ranks are spread over them: 8
+    A node's `nics` share the bandwidth of `inter` evenly, and its ranks are spread over them: 8
     ranks and 4 NICs make pairs that share one; with 8 NICs every rank has its own.
     `speeds` are the ranks' compute speeds relative to the profile (empty: all 1.0; 0.5 takes twice
     as long). With `ordered_phases` a rank's phase starts to travel only when its earlier ones have
-    arrived, inside machines and between them apart, as on two NCCL communicators; without, every
+    arrived, inside nodes and between them apart, as on two NCCL communicators; without, every
     launched message may travel, and those under way share links evenly, as over gloo.
     """
 
-    machines: int = 1
-    ranks_per_machine: int = 1
+    nodes: int = 1
+    ranks_per_node: int = 1
     intra: Link = DEFAULT_INTRA
     inter: Link = DEFAULT_INTER
     nics: int = DEFAULT_NICS
@@ -60,12 +60,12 @@ class Topology:
     name: str = "custom"
 
     def __post_init__(self) -> None:
-        for field in ("machines", "ranks_per_machine", "nics"):
+        for field in ("nodes", "ranks_per_node", "nics"):
             value = whole_number(f"Topology.{field}", getattr(self, field), 1, MOST_RANKS)
             object.__setattr__(self, field, value)
         if self.num_ranks > MOST_RANKS:
             raise ValueError(
-                f"Topology has {self.machines} × {self.ranks_per_machine} = {self.num_ranks} "
+                f"Topology has {self.nodes} × {self.ranks_per_node} = {self.num_ranks} "
                 f"ranks; at most {MOST_RANKS:,} are allowed"
             )
         for field in ("intra", "inter"):
@@ -76,7 +76,7 @@ class Topology:
 
     @property
     def num_ranks(self) -> int:
-        return self.machines * self.ranks_per_machine
+        return self.nodes * self.ranks_per_node
 
     @property
     def nic_bandwidth(self) -> float:
@@ -86,23 +86,23 @@ class Topology:
     @property
     def ranks_per_nic(self) -> int:
         """Ranks that share a NIC, 1 where there are more NICs than ranks."""
-        return max(1, self.ranks_per_machine // self.nics)
+        return max(1, self.ranks_per_node // self.nics)
 
     @property
     def rank_speeds(self) -> Float64:
         return frozen(self.speeds or np.ones(self.num_ranks), np.float64)
 
-    def machine_of(self, rank: int) -> int:
+    def node_of(self, rank: int) -> int:
         if not 0 <= rank < self.num_ranks:
             raise ValueError(f"rank is {rank}; allowed are 0 to {self.num_ranks - 1}")
-        return rank // self.ranks_per_machine
+        return rank // self.ranks_per_node
 
     def check_ranks(self, num_ranks: int, what: str) -> None:
         """Raises ValueError unless `what`, made for `num_ranks` ranks, fits."""
         if num_ranks != self.num_ranks:
             raise ValueError(
-                f"the {what} has {num_ranks} ranks, but Topology(machines={self.machines}, "
-                f"ranks_per_machine={self.ranks_per_machine}) has {self.num_ranks}; "
+                f"the {what} has {num_ranks} ranks, but Topology(nodes={self.nodes}, "
+                f"ranks_per_node={self.ranks_per_node}) has {self.num_ranks}; "
                 "both must have the same"
             )
 
@@ -133,26 +133,26 @@ def _check_speeds(speeds: tuple[float, ...], num_ranks: int) -> None:
 # Clusters by name. Bandwidths are vendor figures times the share that large messages are assumed to
 # reach: 0.8 of NVLink, 0.9 of a NIC. Latencies are assumptions. `dyncp calibrate` measures both.
 PRESETS = {
-    # 8 × A100-80G. NVSwitch: 600 GB/s per GPU, both ways together. 4 × 100 Gb/s per machine, one
+    # 8 × A100-80G. NVSwitch: 600 GB/s per GPU, both ways together. 4 × 100 Gb/s per node, one
     # for every two GPUs.
     "p4de": Topology(1, 8, DEFAULT_INTRA, DEFAULT_INTER, DEFAULT_NICS),
     # 8 × H200. NVLink 4: 900 GB/s per GPU, both ways together. One 400 Gb/s NIC per GPU.
     "h200": Topology(1, 8, Link(5e-6, 360e9), Link(15e-6, 360e9), 8),
-    # 72 × B200 in one NVLink domain, which counts as one machine here. NVLink 5: 1.8 TB/s per GPU,
+    # 72 × B200 in one NVLink domain, which counts as one node here. NVLink 5: 1.8 TB/s per GPU,
     # both ways together. One 400 Gb/s NIC per GPU.
     "gb200_nvl72": Topology(1, 72, Link(5e-6, 720e9), Link(15e-6, 3240e9), 72),
-    # Processes of one machine over loopback, 10 Gb/s Ethernet between machines. Estimates.
+    # Processes of one node over loopback, 10 Gb/s Ethernet between nodes. Estimates.
     "cpu_gloo": Topology(1, 4, Link(100e-6, 1.5e9), Link(150e-6, 1.1e9), 1, ordered_phases=False),
 }
 
 
-def preset(name: str, machines: int = 1, ranks_per_machine: int | None = None) -> Topology:
-    """A cluster of `machines` machines; by default with as many ranks as the preset's machine has.
+def preset(name: str, nodes: int = 1, ranks_per_node: int | None = None) -> Topology:
+    """A cluster of `nodes` nodes; by default with as many ranks as the preset's node has.
 
-    With fewer ranks than that a machine keeps its NICs, and a rank still uses one of them.
+    With fewer ranks than that a node keeps its NICs, and a rank still uses one of them.
     """
     if name not in PRESETS:
         raise ValueError(f"topology preset is {name!r}; choose one of {', '.join(PRESETS)}")
     base = PRESETS[name]
-    ranks = base.ranks_per_machine if ranks_per_machine is None else ranks_per_machine
-    return replace(base, machines=machines, ranks_per_machine=ranks, name=name)
+    ranks = base.ranks_per_node if ranks_per_node is None else ranks_per_node
+    return replace(base, nodes=nodes, ranks_per_node=ranks, name=name)

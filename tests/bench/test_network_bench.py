@@ -56,5 +56,5 @@ def test_where_namespaces_are_not_allowed_it_says_why_and_ends_well(
 
 
 def test_a_case_that_cannot_be_read_is_refused_with_how_to_write_it() -> None:
-    with pytest.raises(ValueError, match="write machines:lengths:mask:seed"):
+    with pytest.raises(ValueError, match="write nodes:lengths:mask:seed"):
         network.parse_case("2:single")

@@ -29,9 +29,9 @@ def test_a_healthy_network_is_said_to_be_one():
         assert finding.passed
         assert "all 4 ranks sent to all over gloo, 4 phases" in finding.sentence
         assert "up to 4 operations in a grouped call, 128 are allowed" in finding.sentence
-        assert "2 machines, communicators (ranks): inside (2) and between (4)" in finding.sentence
+        assert "2 nodes, communicators (ranks): inside (2) and between (4)" in finding.sentence
     [finding, *_] = run_ranks(find, 3, 3, "aaa")
-    assert "1 machine, communicators (ranks): inside (3)" in finding.sentence
+    assert "1 node, communicators (ranks): inside (3)" in finding.sentence
 
 
 def spoil(rank: int) -> Finding:

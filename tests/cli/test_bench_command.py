@@ -83,10 +83,10 @@ def test_the_table_says_what_could_not_run(capsys):
 
 
 def test_virtual_ranks_are_measured_and_predicted(capsys):
-    words = [*ATTENTION, "--virtual-ranks", "4", "--ranks-per-machine", "2"]
+    words = [*ATTENTION, "--virtual-ranks", "4", "--ranks-per-node", "2"]
     found = json.loads(run(capsys, *words, "--methods", "auto,zigzag", "--json"))
     assert set(found["methods"]) == {"auto", "zigzag"}
-    assert (found["machines"], found["ranks_per_machine"], found["virtual"]) == (2, 2, True)
+    assert (found["nodes"], found["ranks_per_node"], found["virtual"]) == (2, 2, True)
     for method in found["methods"].values():
         for direction in ("forward", "backward"):
             ranks = method["ranks"][direction]
@@ -128,7 +128,7 @@ def test_layers_are_measured_with_our_attention_plain_attention_and_none(capsys,
     found = json.loads(run(capsys, *words, "--json"))
     assert found["shape"]["q_heads"] == found["shape"]["kv_heads"] == 2
     assert (found["model"]["hidden"], found["model"]["layers"]) == (32, 1)
-    assert (found["machines"], found["ranks_per_machine"]) == (1, 4)
+    assert (found["nodes"], found["ranks_per_node"]) == (1, 4)
     assert [(row["sample"], row["mask"], row["rank"]) for row in found["rows"]] == [
         (sample, mask, rank)
         for sample in ("ldc_x0.05:0", "uniform:40")
@@ -166,7 +166,7 @@ def test_real_ranks_are_measured_beside_the_prediction():
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["virtual"] is False
-    assert found["ranks_per_machine"] == 2
+    assert found["ranks_per_node"] == 2
     for method in found["methods"].values():
         for direction in ("forward", "backward"):
             measured = method["measured"][direction]
@@ -187,7 +187,7 @@ def test_real_ranks_are_measured_beside_the_prediction():
         (["kernels", "--device", "abacus"], "device is 'abacus'; choose cpu or cuda"),
         (["attention", "--methods", "best"], "method is 'best'; choose from auto, ring"),
         (["attention", "--virtual-ranks", "0"], "--virtual-ranks is 0; at least 1"),
-        (["attention", "--ranks-per-machine", "3"], "3, which does not divide the 4 virtual"),
+        (["attention", "--ranks-per-node", "3"], "3, which does not divide the 4 virtual"),
         (["attention", "--profile", "/no/mine.json"], "profile /no/mine.json cannot be read"),
         (["attention", "--topology", "moon"], "profile is 'moon'; choose one of p4de"),
         (["attention", "--raw", "/no/folder/raw.json"], "the folder /no/folder does not exist"),

@@ -24,7 +24,7 @@ def test_the_profile_is_measured_and_taken_by_plan_and_simulate(capsys, tmp_path
     assert (profile.intra, profile.inter) == (base.intra, base.inter)  # one rank has no links
     assert len(found["samples"]) == 2 * 3 * 2  # masks, sizes, directions
 
-    cluster = ["--profile", str(path), "--machines", "1", "--ranks-per-machine", "2"]
+    cluster = ["--profile", str(path), "--nodes", "1", "--ranks-per-node", "2"]
     assert main(["plan", "--lengths", "500,100", *cluster, "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)["simulated"]
     area = (500 * 501 + 100 * 101) / 2  # causal pairs
@@ -51,7 +51,7 @@ def test_links_are_measured_between_real_ranks(tmp_path: Path):
     assert found["inter"] is None
     assert profile.intra.bandwidth == found["intra"]["link"]["bandwidth"]
     assert 1e6 < profile.intra.bandwidth < 1e12
-    assert profile.ranks_per_machine == 2
+    assert profile.ranks_per_node == 2
     assert [overlap["kind"] for overlap in found["overlaps"]] == ["link", "thread"]
     assert profile.overlap_slowdown == found["overlaps"][0]["slowdown"]
     assert found["all_gather_bytes_per_second"] > 0

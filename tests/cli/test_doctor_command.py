@@ -17,7 +17,7 @@ from torchrun import run_under_torchrun
 CPU = torch.device("cpu")
 
 
-def test_a_healthy_machine_is_said_to_be_one(capsys):
+def test_a_healthy_node_is_said_to_be_one(capsys):
     assert main(["doctor", "--device", "cpu"]) == 0
     out = capsys.readouterr().out
     assert out.rstrip().endswith("All is well.")
@@ -84,7 +84,7 @@ def test_a_slow_link_is_named():
     finding = diagnosis.check_bandwidths(matrix, world)
     assert not finding.passed
     assert "ranks 1 and 3" in finding.sentence
-    # Between machines links may be slower than inside.
+    # Between nodes links may be slower than inside.
     for a, b in ((0, 2), (0, 3), (1, 2), (1, 3)):
         matrix[a][b] = matrix[b][a] = 1e7
     assert diagnosis.check_bandwidths(matrix, World(0, 4, 2, CPU)).passed

@@ -6,7 +6,7 @@ from dyncp import Batch, masks
 from dyncp.cli import main
 from dyncp.plan import load_plan
 
-SMALL = ["--machines", "2", "--ranks-per-machine", "2", "--solver", "bisection"]
+SMALL = ["--nodes", "2", "--ranks-per-node", "2", "--solver", "bisection"]
 
 
 def run_json(capsys, *words: str) -> dict:
@@ -19,10 +19,10 @@ def test_the_json_object_has_all_promised_numbers(capsys):
     assert set(result["cpu_seconds"]) == {"blocks", "placement", "schedule", "lower", "total"}
     for direction in ("forward", "backward"):
         assert set(result[direction]) == {
-            "bytes", "inter_machine_bytes", "max_rank_send_bytes", "max_rank_recv_bytes",
+            "bytes", "inter_node_bytes", "max_rank_send_bytes", "max_rank_recv_bytes",
             "divisions",
         }  # fmt: skip
-        assert result[direction]["inter_machine_bytes"] <= result[direction]["bytes"]
+        assert result[direction]["inter_node_bytes"] <= result[direction]["bytes"]
     assert result["compute_max_over_mean"] <= 1.1
     assert result["tokens_max_over_mean"] <= 1.2
     assert result["peak_workspace_bytes"] > 0
@@ -89,7 +89,7 @@ def test_a_file_that_cannot_be_written_is_one_line(capsys, tmp_path):
 
 
 def test_objective_effort_and_head_groups_are_choices(capsys):
-    words = ["plan", "--lengths", "9000,3000,700", "--machines", "2", "--ranks-per-machine", "2"]
+    words = ["plan", "--lengths", "9000,3000,700", "--nodes", "2", "--ranks-per-node", "2"]
     found = {}
     for objective in ("time", "bytes"):
         options = ["--objective", objective, "--head-groups", "auto", "--effort", "fast", "--json"]

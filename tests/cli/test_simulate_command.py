@@ -18,7 +18,7 @@ from dyncp.samplers import sample_lengths
 from dyncp.simulate import simulate_plan
 from dyncp.topology import preset
 
-CLUSTER = ["--machines", "2", "--ranks-per-machine", "2"]
+CLUSTER = ["--nodes", "2", "--ranks-per-node", "2"]
 SMALL = [*CLUSTER, "--tokens", "4096", "--batches", "2"]
 
 
@@ -35,7 +35,7 @@ def test_every_method_stands_beside_ours_with_all_promised_numbers(capsys):
         for field in ("step_seconds", "compute_max_over_mean", "tokens_max_over_mean"):
             assert 0 < numbers[field]["mean"] <= numbers[field]["worst"]
         assert numbers["ratio_to_ideal"] >= 1
-        assert numbers["inter_machine_bytes"] <= numbers["forward_bytes"]
+        assert numbers["inter_node_bytes"] <= numbers["forward_bytes"]
         assert numbers["peak_workspace_bytes"] > 0
         assert sum(numbers["solvers"].values()) == 2
         assert sum(numbers["parts"].values()) == pytest.approx(numbers["step_seconds"]["mean"])

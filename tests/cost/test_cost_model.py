@@ -171,7 +171,7 @@ def test_calls_and_copies_cost_time() -> None:
 def test_every_topology_preset_has_a_profile() -> None:
     assert list(PROFILES) == list(PRESETS)
     for name, profile in PROFILES.items():
-        assert profile.topology(2).num_ranks == 2 * PRESETS[name].ranks_per_machine
+        assert profile.topology(2).num_ranks == 2 * PRESETS[name].ranks_per_node
         assert profile.topology(1, 2).intra == PRESETS[name].intra
     with pytest.raises(ValueError, match="'h100'; choose one of p4de, h200"):
         find_profile("h100")

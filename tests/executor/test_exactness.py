@@ -31,7 +31,7 @@ def test_outputs_and_gradients_equal_dense_fp64_attention(case, kernel):
 @pytest.mark.parametrize("ranks", [2, 3])
 @settings(max_examples=40, deadline=None, suppress_health_check=SLOW)
 @given(data=st.data(), kernel=KERNELS)
-def test_blocks_passed_on_and_sums_at_machine_borders_leave_results_exact(ranks, data, kernel):
+def test_blocks_passed_on_and_sums_at_node_borders_leave_results_exact(ranks, data, kernel):
     case = data.draw(cases(topology=Topology(2, ranks), solvers=DYNAMIC))
     tensors = Tensors.draw(case)
     for name in case.batch.masks:
@@ -40,7 +40,7 @@ def test_blocks_passed_on_and_sums_at_machine_borders_leave_results_exact(ranks,
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_scattered_sequence_on_two_machines_is_exact_with_many_relays(ranks):
+def test_a_scattered_sequence_on_two_nodes_is_exact_with_many_relays(ranks):
     batch, shape = Batch.of([masks.causal(50), masks.full(30)]), AttentionShape(4, 2, 8, "fp64")
     config = PlannerConfig("random", block_size=4, head_groups=2, divisions=5, layout=Layout(4))
     plan = plan_paced(batch, Topology(2, ranks), shape, config)

@@ -61,7 +61,7 @@ only_triton = pytest.mark.parametrize("kernel", ["triton"])
 
 def plan_of(batch: Batch, solver: str, shape=SHAPE, ranks: int = 4, **options) -> Plan:
     """Several divisions, blocks that end inside kernel tiles, padded rows; 4 ranks are two
-    machines."""
+    nodes."""
     given = {"block_size": 200, "divisions": 3, "layout": Layout(128, 8)} | options
     topology = Topology(2, 2) if ranks == 4 else Topology(1, ranks)
     return plan_batch(batch, topology, shape, PlannerConfig(solver, **given))

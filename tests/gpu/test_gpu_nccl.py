@@ -52,9 +52,9 @@ def run_rank(rank: int, cases, graphs, settings) -> list[list[np.ndarray]]:
     ("graphs", "settings"),
     [
         (True, {}),
-        (True, {"ranks_per_machine": 2}),
-        (True, {"ranks_per_machine": 2, "grouped_operations": 2}),
-        (False, {"ranks_per_machine": 2}),
+        (True, {"ranks_per_node": 2}),
+        (True, {"ranks_per_node": 2, "grouped_operations": 2}),
+        (False, {"ranks_per_node": 2}),
     ],
     ids=["graphs", "two-communicators", "cut-calls", "launched"],
 )

@@ -1,4 +1,4 @@
-"""Kernel `flash4` with flash-attn-4's kernels emulated in torch, for machines without a GPU.
+"""Kernel `flash4` with flash-attn-4's kernels emulated in torch, for nodes without a GPU.
 
 What is emulated is only what flash-attn-4 does with its arguments; lowering, merging and collecting
 are the real code.

@@ -12,7 +12,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """Installs a package called flash-attn-4 for a machine with a Hopper GPU and Triton."""
+    """Installs a package called flash-attn-4 for a node with a Hopper GPU and Triton."""
 
     def made(source, version=choose.FLASH4_VERSION):
         package = tmp_path / "flash_attn" / "cute"

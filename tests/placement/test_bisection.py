@@ -56,16 +56,14 @@ def place(graph: BlockGraph, topology: Topology, limits: Limits | None = None) -
 @given(
     data=st.data(),
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=5),
-    machines=st.integers(1, 3),
+    nodes=st.integers(1, 3),
     ranks=st.integers(1, 5),
 )
-def test_any_batch_gets_a_total_map_that_depends_on_its_arguments_only(
-    data, lengths, machines, ranks
-):
+def test_any_batch_gets_a_total_map_that_depends_on_its_arguments_only(data, lengths, nodes, ranks):
     chosen = [data.draw(masks_of(n)) for n in lengths]
     sizes = [data.draw(st.integers(1, 20)) for _ in lengths]
     graph = build_graph(Batch.of(chosen), SHAPE, sizes)
-    first, second = (place(graph, Topology(machines, ranks)) for _ in range(2))
+    first, second = (place(graph, Topology(nodes, ranks)) for _ in range(2))
     assert (first.block_rank == second.block_rank).all()
     assert (first.tile_rank["default"] == second.tile_rank["default"]).all()
 
@@ -98,7 +96,7 @@ def test_sequences_that_fit_are_never_cut():
 
 
 @pytest.mark.parametrize("lengths", LONG_TAILED, ids=str)
-def test_links_between_machines_are_spared(lengths):
+def test_links_between_nodes_are_spared(lengths):
     graph, topology = graph_of(lengths, block_size=1024), Topology(4, 4)
     between = []
     for solver in (bisection, bisection_bytes):
@@ -109,14 +107,14 @@ def test_links_between_machines_are_spared(lengths):
     assert between[0] <= between[1]
 
 
-def test_machines_are_split_before_ranks():
+def test_nodes_are_split_before_ranks():
     graph = graph_of([8192] * 4, block_size=512)
     placement = place(graph, Topology(4, 4))
     uses = find_remote_uses(graph, placement, "default", keys=True)
     assert (placement.block_rank[uses.block] // 4 == uses.rank // 4).all()
 
 
-def test_topologies_halve_along_machines():
+def test_topologies_halve_along_nodes():
     assert [t.num_ranks for t in halve(Topology(3, 8))] == [8, 16]
     assert [t.num_ranks for t in halve(Topology(1, 7))] == [3, 4]
 
@@ -161,17 +159,17 @@ def forward_bytes(graph: BlockGraph, placement: Placement) -> int:
 @given(
     data=st.data(),
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4),
-    machines=st.integers(1, 3),
+    nodes=st.integers(1, 3),
     seed=st.integers(0, 1000),
 )
 def test_quality_effort_maps_all_heads_of_any_batch_and_depends_on_the_seed_only(
-    data, lengths, machines, seed
+    data, lengths, nodes, seed
 ):
     chosen = [data.draw(masks_of(n)) for n in lengths]
     sizes = [data.draw(st.integers(1, 20)) for _ in lengths]
     graph = build_graph(Batch.of(chosen), SHAPE, sizes, data.draw(st.integers(1, 2)))
     solver = data.draw(st.sampled_from(QUALITY))
-    first, second = (solver.place(graph, Topology(machines, 3), LIMITS, seed) for _ in range(2))
+    first, second = (solver.place(graph, Topology(nodes, 3), LIMITS, seed) for _ in range(2))
     check_placement(graph, first)
     assert first.solver == solver.name
     assert (first.block_rank == second.block_rank).all()
@@ -214,7 +212,7 @@ def test_rows_that_attend_everything_are_computed_where_their_keys_live():
     assert at_home.mean() > 0.8
 
 
-def test_a_border_between_machines_is_charged_once_per_block():
+def test_a_border_between_nodes_is_charged_once_per_block():
     graph = graph_of([8192], block_size=512)
     problem = make_problem(graph)
     pins = make_pins(problem)
@@ -222,13 +220,13 @@ def test_a_border_between_machines_is_charged_once_per_block():
     ranks = np.zeros((1, len(problem.work)), np.int32)
     caps = np.array([1e30, 1e30])
     assert start_from(pins, problem, ranks, caps, links).cost == 0
-    # The first row's tile runs on ranks of the other machine: its Q and KV cross the border.
+    # The first row's tile runs on ranks of the other node: its Q and KV cross the border.
     ranks[0, 1 * 16 : 1 * 16 + 2] = 4, 5
     moved = start_from(pins, problem, ranks, caps, links)
     diagonal = moved.state.block_rank[1]
     assert diagonal == 5
     q, kv = problem.q_bytes[1], problem.kv_bytes[1]
-    # Block 1 lives on rank 5: rows on 4 and 5 of one machine; keys on rank 0 and 5.
+    # Block 1 lives on rank 5: rows on 4 and 5 of one node; keys on rank 0 and 5.
     first_keys = (1 + 4) * problem.kv_bytes[0]
     assert moved.cost == pytest.approx(q + (1 + 4) * kv + first_keys)
 

@@ -121,16 +121,16 @@ def test_without_the_package_the_solver_is_found_and_says_what_to_install(monkey
 @given(
     data=st.data(),
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=5),
-    machines=st.integers(1, 3),
+    nodes=st.integers(1, 3),
     ranks=st.integers(1, 5),
     seed=st.integers(0, 9),
 )
 def test_any_batch_gets_a_total_map_that_depends_on_its_arguments_only(
-    data, lengths, machines, ranks, seed
+    data, lengths, nodes, ranks, seed
 ):
     chosen = [data.draw(masks_of(n)) for n in lengths]
     graph = build_graph(Batch.of(chosen), SHAPE, [data.draw(st.integers(1, 20)) for _ in lengths])
-    first, second = (place(graph, Topology(machines, ranks), seed) for _ in range(2))
+    first, second = (place(graph, Topology(nodes, ranks), seed) for _ in range(2))
     assert same(first, second)
 
 
@@ -230,7 +230,7 @@ def test_several_masks_share_owners_and_both_are_placed():
 
 
 @installed
-def test_uniform_batches_that_fit_move_nothing_between_machines():
+def test_uniform_batches_that_fit_move_nothing_between_nodes():
     graph = graph_of([8192] * 4, block_size=512)
     tiles, placement = graph.tiles["default"], place(graph, Topology(4, 4))
     assert (placement.block_rank[tiles.k_block] // 4 == placement.tile_rank["default"] // 4).all()

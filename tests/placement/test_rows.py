@@ -45,13 +45,13 @@ def place(graph: BlockGraph, topology: Topology, limits: Limits = LIMITS) -> Pla
 
 
 def crossing_tokens(graph: BlockGraph, placement: Placement, topology: Topology) -> int:
-    """Tokens of blocks that other machines use, once per machine and side."""
-    per_machine, total = topology.ranks_per_machine, 0
+    """Tokens of blocks that other nodes use, once per node and side."""
+    per_node, total = topology.ranks_per_node, 0
     for keys in (False, True):
         uses = find_remote_uses(graph, placement, "default", keys=keys)
-        machine = uses.rank // per_machine
-        far = placement.block_rank[uses.block] // per_machine != machine
-        crossing = np.unique(np.stack([uses.block[far], machine[far]]), axis=1)
+        node = uses.rank // per_node
+        far = placement.block_rank[uses.block] // per_node != node
+        crossing = np.unique(np.stack([uses.block[far], node[far]]), axis=1)
         total += int(graph.blocks.tokens[crossing[0]].sum())
     return total
 
@@ -181,22 +181,20 @@ MISSED = ([384, 1024], 2, 4, "full")
 @settings(max_examples=20, deadline=None)
 @given(
     lengths=st.lists(st.sampled_from([256, 384, 512, 1024]), min_size=1, max_size=3).map(sorted),
-    machines=st.integers(2, 4),
+    nodes=st.integers(2, 4),
     ranks=st.sampled_from([1, 2, 4]),
     mask=st.sampled_from(["causal", "full", "lambda_shaped"]),
 )
-def test_sequences_that_fill_machines_evenly_are_never_cut_between_them(
-    lengths, machines, ranks, mask
-):
-    assume((lengths, machines, ranks, mask) != MISSED)
-    topology = Topology(machines, ranks)
-    graph = graph_of(lengths * machines, MASKS[mask], 4)
+def test_sequences_that_fill_nodes_evenly_are_never_cut_between_them(lengths, nodes, ranks, mask):
+    assume((lengths, nodes, ranks, mask) != MISSED)
+    topology = Topology(nodes, ranks)
+    graph = graph_of(lengths * nodes, MASKS[mask], 4)
     placement = place(graph, topology)
     assert crossing_tokens(graph, placement, topology) == 0
     assert not measure_balance(graph, placement, LIMITS).reason
 
 
-def test_a_sequence_longer_than_a_machine_crosses_borders():
+def test_a_sequence_longer_than_a_node_crosses_borders():
     graph, topology = graph_of([4096, 256, 256], masks.causal, 64), Topology(2, 2)
     placement = place(graph, topology)
     assert 0 < crossing_tokens(graph, placement, topology) < 4096

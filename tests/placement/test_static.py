@@ -227,7 +227,7 @@ def test_candidates_are_all_splits_and_head_degrees():
     ]
     assert [n for n in names if n.startswith("ulysses")] == ["ulysses/cp2"]
     assert [n for n in names if n.startswith("loongtrain")] == ["loongtrain/cp4h2"]
-    assert [n for n in names if "by_machine" in n] == ["all_gather_by_machine/cp4"]
+    assert [n for n in names if "by_node" in n] == ["all_gather_by_node/cp4"]
     assert {n.partition("/")[0] for n in names} == {*METHODS, "megatron_hybrid"}
     chosen = static_candidates([64, 8], shape, topology, ["zigzag", "loongtrain"])
     assert [s.name for s in chosen][-1] == "loongtrain/cp4h2"

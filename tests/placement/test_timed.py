@@ -35,8 +35,8 @@ def graph_of(lengths, names, block_size, groups=1) -> BlockGraph:
     return build_graph(batch, SHAPE, [block_size] * len(lengths), groups)
 
 
-def slow(machines: int, ranks: int, **options) -> Topology:
-    return Topology(machines, ranks, Link(1e-5, 4e8), Link(2e-5, 1e8), 1, **options)
+def slow(nodes: int, ranks: int, **options) -> Topology:
+    return Topology(nodes, ranks, Link(1e-5, 4e8), Link(2e-5, 1e8), 1, **options)
 
 
 def prices_of(graph: BlockGraph, layers=None, token_seconds=0.0) -> Prices:
@@ -59,14 +59,14 @@ def power_mean(values: list[float]) -> float:
 def estimate(graph: BlockGraph, placement: Placement, topology: Topology, prices: Prices) -> float:
     """Counted from sets of users, one block and rank at a time."""
     total, slower = 0.0, 1 / topology.rank_speeds
-    machine = [topology.machine_of(rank) for rank in range(topology.num_ranks)]
+    node = [topology.node_of(rank) for rank in range(topology.num_ranks)]
     for name, direction in itertools.product(graph.tiles, Direction):
         tiles, tile_rank = graph.tiles[name], placement.tile_rank[name]
         compute = np.bincount(
             tile_rank, prices.tile_seconds[name][:, direction], topology.num_ranks
         )
         ports = dict.fromkeys(itertools.product(("in", "out"), range(topology.num_ranks)), 0.0)
-        nics = dict.fromkeys(itertools.product(("in", "out"), range(topology.machines)), 0.0)
+        nics = dict.fromkeys(itertools.product(("in", "out"), range(topology.nodes)), 0.0)
         back = {Direction.FORWARD: None, Direction.BACKWARD: Payload.DKV}[direction]
         kinds = ((tiles.q_block, Q_INPUT[direction], Q_RESULT[direction]),)
         kinds += ((tiles.k_block, Payload.KV, back),)
@@ -82,21 +82,21 @@ def estimate(graph: BlockGraph, placement: Placement, topology: Topology, prices
                 tokens = int(graph.blocks.tokens[block])
                 sent = tokens * graph.payload_bytes[there, group]
                 returned = 0 if result is None else tokens * graph.payload_bytes[result, group]
-                if topology.ranks_per_machine > 1:
+                if topology.ranks_per_node > 1:
                     speed = topology.intra.bandwidth
                     ports["in", user] += sent / speed
                     ports["out", user] += returned / speed
-                    if machine[user] == machine[owner]:
+                    if node[user] == node[owner]:
                         ports["out", owner] += sent / speed
                         ports["in", owner] += returned / speed
-                if machine[user] == machine[owner] or (block, group, machine[user]) in crossed:
+                if node[user] == node[owner] or (block, group, node[user]) in crossed:
                     continue
-                crossed.add((block, group, machine[user]))
+                crossed.add((block, group, node[user]))
                 speed = topology.inter.bandwidth
-                nics["in", machine[user]] += sent / speed
-                nics["out", machine[owner]] += sent / speed
-                nics["out", machine[user]] += returned / speed
-                nics["in", machine[owner]] += returned / speed
+                nics["in", node[user]] += sent / speed
+                nics["out", node[owner]] += sent / speed
+                nics["out", node[user]] += returned / speed
+                nics["in", node[owner]] += returned / speed
         busiest = [
             power_mean(list(own)) for own in (compute * slower, ports.values(), nics.values())
         ]

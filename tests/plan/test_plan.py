@@ -118,7 +118,7 @@ def test_gather_refuses_parts_that_do_not_fit():
 
 
 def test_results_go_home_when_their_last_tile_is_done_not_all_at_the_end():
-    """Inside one machine; where links are slow, that is before the last division."""
+    """Inside one node; where links are slow, that is before the last division."""
     batch, shape = Batch.of([masks.full(8)] * 16), AttentionShape(2, 1, 8)
     config = PlannerConfig("random", block_size=4, divisions=4, seed=1)
     plan = plan_paced(batch, Topology(1, 4), shape, config)
@@ -200,7 +200,7 @@ def test_more_head_groups_than_kv_heads_are_refused():
 def test_layouts_and_topologies_and_limits_are_checked():
     with pytest.raises(ValueError, match="slot_alignment is 0"):
         Layout(slot_alignment=0)
-    with pytest.raises(ValueError, match=r"Topology.ranks_per_machine is 0"):
+    with pytest.raises(ValueError, match=r"Topology.ranks_per_node is 0"):
         Topology(1, 0)
     with pytest.raises(ValueError, match=r"token_tolerance is -0\.1"):
         Limits(token_tolerance=-0.1)

@@ -63,8 +63,8 @@ class Moved:
         return int(self.placement.block_rank[transfer.block])
 
     def crosses(self, transfer: Transfer) -> bool:
-        machine = self.topology.machine_of
-        return machine(transfer.source) != machine(transfer.target)
+        node = self.topology.node_of
+        return node(transfer.source) != node(transfer.target)
 
     def divisions_of(self, rank: int, data: tuple[int, int, int]) -> list[int]:
         """Those of the rank's tiles that use this block on this side."""
@@ -168,18 +168,18 @@ def test_inputs_come_once_before_the_tiles_that_need_them(made):
 
 @settings(max_examples=80, deadline=None, suppress_health_check=SLOW)
 @given(made=moves())
-def test_borders_are_crossed_once_per_block_and_machine_and_users_pass_on(made):
-    machine, crossed = made.topology.machine_of, set()
+def test_borders_are_crossed_once_per_block_and_node_and_users_pass_on(made):
+    node, crossed = made.topology.node_of, set()
     for t in made.transfers:
         away = t.source if t.is_result else t.target
         if made.crosses(t):
-            key = (t.is_result, machine(away), *t.data)
+            key = (t.is_result, node(away), *t.data)
             assert key not in crossed
             crossed.add(key)
             assert made.owner(t) in (t.source, t.target)
         relay = t.target if t.is_result else t.source
         if relay != made.owner(t):
-            assert machine(relay) == machine(away) != machine(made.owner(t))
+            assert node(relay) == node(away) != node(made.owner(t))
             assert made.divisions_of(relay, t.data), "the relay does not use it"
 
 
@@ -232,7 +232,7 @@ def test_slow_inputs_are_spread_over_the_divisions():
         assert (np.bincount(made.schedule.tile_division) > 0).all()
 
 
-def test_blocks_of_several_machines_are_passed_on_one_division_later():
+def test_blocks_of_several_nodes_are_passed_on_one_division_later():
     made = move([masks.full(256)], Topology(2, 2), 4, Direction.BACKWARD)
     inputs = [t for t in made.transfers if not t.is_result]
     far = {made.feeds(t) for t in inputs if made.crosses(t)}
@@ -240,7 +240,7 @@ def test_blocks_of_several_machines_are_passed_on_one_division_later():
     assert (far, hops) == ({1, 2, 3}, {2, 3, 4})
 
 
-def test_without_a_pace_all_ranks_stand_in_one_machine():
+def test_without_a_pace_all_ranks_stand_in_one_node():
     chosen, direction = [masks.full(64)], Direction.BACKWARD
     graph = build_graph(Batch.of(chosen), SHAPE, [4])
     placement = SOLVERS["random"].place(graph, Topology(2, 2), Limits(), 0)

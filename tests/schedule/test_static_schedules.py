@@ -40,7 +40,7 @@ class Moved:
     placement: Placement
     schedule: Schedule
     total: int
-    between_machines: int
+    between_nodes: int
 
 
 def move(
@@ -57,8 +57,8 @@ def move(
     schedule = BUILDERS[placement.pattern](graph, placement, "default", direction, 4)
     moved = schedule.transfers
     size = graph.payload_bytes[moved.kind, moved.head_group] * graph.blocks.tokens[moved.block]
-    machines = [x // topology.ranks_per_machine for x in (moved.source, moved.target)]
-    between = int(size[machines[0] != machines[1]].sum())
+    nodes = [x // topology.ranks_per_node for x in (moved.source, moved.target)]
+    between = int(size[nodes[0] != nodes[1]].sum())
     return Moved(graph, placement, schedule, int(size.sum()), between)
 
 
@@ -71,7 +71,7 @@ BIG = AttentionShape(8, 2, 128, "bf16")
         ("ring", 4161, 520),
         ("zigzag", 4161, 520),
         ("all_gather", 4161, 3221),
-        ("all_gather_by_machine", 4161, 403),
+        ("all_gather_by_node", 4161, 403),
         # 2349 and the log-sum-exps of half of the heads, 4 bytes per token and head
         ("transformer_engine/h2", 2349 + 2, 503),
         ("loongtrain/h2", 2349 + 2, 589),
@@ -81,10 +81,10 @@ BIG = AttentionShape(8, 2, 128, "bf16")
         ("megatron_hybrid", 4161, 520),
     ],
 )
-def test_megabytes_of_131072_tokens_on_4_machines_with_8_ranks(name, total, between):
+def test_megabytes_of_131072_tokens_on_4_nodes_with_8_ranks(name, total, between):
     moved = move(name, Batch.of([masks.causal(131072)]), Topology(4, 8), BIG)
     assert moved.total == pytest.approx(total * 1e6, abs=0.5e6)
-    assert moved.between_machines == pytest.approx(between * 1e6, abs=0.5e6)
+    assert moved.between_nodes == pytest.approx(between * 1e6, abs=0.5e6)
 
 
 def payloads(graph: BlockGraph, *kinds: Payload) -> int:
@@ -120,7 +120,7 @@ FORMULAS = [
     "zigzag/cp3",
     "all_gather",
     "all_gather/cp2",
-    "all_gather_by_machine",
+    "all_gather_by_node",
     "ptrr",
     "ptrr/cp3",
     "ulysses",
@@ -166,9 +166,9 @@ def test_magi_moves_only_what_its_placement_needs():
 
 
 @pytest.mark.parametrize("direction", list(Direction))
-def test_bytes_between_machines_follow_from_rings_and_groups(direction):
-    """6 machines of 2 ranks: a ring crosses 6 links, and a block does not cross the one that leads
-    home; an all-gather reaches 10 ranks elsewhere, or 5 machines."""
+def test_bytes_between_nodes_follow_from_rings_and_groups(direction):
+    """6 nodes of 2 ranks: a ring crosses 6 links, and a block does not cross the one that leads
+    home; an all-gather reaches 10 ranks elsewhere, or 5 nodes."""
     batch, topology = Batch.of([masks.causal(240), masks.full(17)]), Topology(6, 2)
     per_token = 2 * 512 if direction is Direction.BACKWARD else 512  # KV, and dKV
     shape = AttentionShape(8, 2, 64, "bf16")
@@ -177,13 +177,13 @@ def test_bytes_between_machines_follow_from_rings_and_groups(direction):
         first = moved.placement.block_rank % 2 == 0  # the link into this rank crosses
         crossings = np.where(first, 5, 6) * moved.graph.blocks.tokens
         if direction is Direction.FORWARD:
-            assert moved.between_machines == crossings.sum() * per_token
+            assert moved.between_nodes == crossings.sum() * per_token
         else:  # dKV does not use the link that leads away from home
             away = np.where(~first, 5, 6) * moved.graph.blocks.tokens
-            assert moved.between_machines == (crossings + away).sum() * 512
-    for name, ranks in (("all_gather", 10), ("all_gather_by_machine", 5)):
+            assert moved.between_nodes == (crossings + away).sum() * 512
+    for name, ranks in (("all_gather", 10), ("all_gather_by_node", 5)):
         moved = move(name, batch, topology, shape, direction)
-        assert moved.between_machines == ranks * 257 * per_token
+        assert moved.between_nodes == ranks * 257 * per_token
 
 
 @pytest.mark.parametrize("name", ["ring", "zigzag/cp4", "transformer_engine/cp4h2", "loongtrain"])
@@ -212,15 +212,15 @@ def test_all_gathers_use_the_divisions_asked_for_and_rings_one_per_hop():
     assert move("all_gather", batch, topology, BIG).schedule.num_divisions == 4
     assert move("ring", batch, topology, BIG).schedule.num_divisions == 8
     assert move("loongtrain/h2", batch, topology, BIG).schedule.num_divisions == 5
-    assert move("all_gather_by_machine", batch, Topology(2, 4), BIG).schedule.num_divisions == 3
+    assert move("all_gather_by_node", batch, Topology(2, 4), BIG).schedule.num_divisions == 3
     for name in ("all_gather", "ring", "loongtrain/h2"):
         tiles = np.bincount(move(name, batch, topology, BIG).schedule.tile_division)
         assert (tiles > 0).all()
 
 
-def test_relays_between_machines_are_spread_over_their_ranks():
+def test_relays_between_nodes_are_spread_over_their_ranks():
     batch = Batch.of([masks.causal(480)])
-    transfers = move("all_gather_by_machine", batch, Topology(3, 4), BIG).schedule.transfers
+    transfers = move("all_gather_by_node", batch, Topology(3, 4), BIG).schedule.transfers
     crossing = transfers.source // 4 != transfers.target // 4
     for rank in (transfers.source[crossing], transfers.target[crossing]):
         assert len(set(np.bincount(rank, minlength=12).tolist())) == 1
@@ -277,8 +277,8 @@ def static_cases(draw) -> Case:
     batch = Batch.of([draw(named_masks_of(n, names)) for n in lengths])
     kv_heads = draw(st.sampled_from([1, 2, 3, 4, 6]))
     shape = AttentionShape(kv_heads * draw(st.integers(1, 2)), kv_heads, 4, "fp64")
-    machines = draw(st.sampled_from([(1, 1), (1, 3), (2, 2), (2, 3), (3, 2), (1, 8)]))
-    topology = Topology(*machines)
+    nodes = draw(st.sampled_from([(1, 1), (1, 3), (2, 2), (2, 3), (3, 2), (1, 8)]))
+    topology = Topology(*nodes)
     solver = draw(st.sampled_from(static_candidates(lengths, shape, topology)))
     config = PlannerConfig(
         block_size=draw(st.none() | st.integers(2, 16)),

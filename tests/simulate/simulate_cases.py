@@ -61,11 +61,11 @@ def make_case(
 
 @st.composite
 def cases(draw: Any) -> Case:
-    """Up to 4 sequences of up to 3,000 tokens on up to 3 machines with up to 3 ranks."""
+    """Up to 4 sequences of up to 3,000 tokens on up to 3 nodes with up to 3 ranks."""
     topology = preset(
         draw(st.sampled_from(["p4de", "h200", "cpu_gloo"])),
-        machines=draw(st.integers(1, 3)),
-        ranks_per_machine=draw(st.integers(1, 3)),
+        nodes=draw(st.integers(1, 3)),
+        ranks_per_node=draw(st.integers(1, 3)),
     )
     if draw(st.booleans()):
         topology = topology.jittered(0.5, draw(st.integers(0, 99)))
@@ -120,6 +120,6 @@ def exchange(num_ranks: int, messages: list[Message], topology: Topology) -> Att
     return run_by_hand(programs, messages, topology)
 
 
-def simple_topology(machines: int, ranks: int, nics: int = 1) -> Topology:
-    """Latency 1 s and 10 B/s inside a machine; 2 s and 4 B/s between machines."""
-    return Topology(machines, ranks, Link(1.0, 10.0), Link(2.0, 4.0), nics)
+def simple_topology(nodes: int, ranks: int, nics: int = 1) -> Topology:
+    """Latency 1 s and 10 B/s inside a node; 2 s and 4 B/s between nodes."""
+    return Topology(nodes, ranks, Link(1.0, 10.0), Link(2.0, 4.0), nics)

@@ -22,7 +22,7 @@ def test_a_message_takes_latency_plus_bytes_over_bandwidth() -> None:
     assert times.seconds == 1 + 50 / 10
 
 
-def test_a_message_between_machines_uses_the_network() -> None:
+def test_a_message_between_nodes_uses_the_network() -> None:
     times = exchange(2, [(0, 0, 1, 50.0)], simple_topology(2, 1))
     assert times.seconds == 2 + 50 / 4
 
@@ -42,7 +42,7 @@ def test_ports_work_in_both_directions_at_once() -> None:
     assert times.rank_seconds.tolist() == [6, 6]
 
 
-def test_ranks_of_one_machine_share_its_network() -> None:
+def test_ranks_of_one_node_share_its_network() -> None:
     alone = exchange(4, [(0, 0, 2, 50.0)], simple_topology(2, 2))
     shared = exchange(4, [(0, 0, 2, 50.0), (0, 1, 3, 50.0)], simple_topology(2, 2))
     assert alone.seconds - 2 == (shared.seconds - 2) / 2
@@ -63,7 +63,7 @@ def test_neighbouring_ranks_share_a_nic() -> None:
     assert nic_of(simple_topology(1, 3, nics=1), ranks[:3]).tolist() == [0, 0, 0]
 
 
-def test_messages_inside_a_machine_and_between_machines_do_not_share() -> None:
+def test_messages_inside_a_node_and_between_nodes_do_not_share() -> None:
     times = exchange(4, [(0, 0, 1, 50.0), (0, 0, 2, 50.0)], simple_topology(2, 2))
     assert times.messages["arrival"].tolist() == [1 + 50 / 10, 2 + 50 / 4]
 
@@ -80,13 +80,13 @@ def test_an_all_to_all_keeps_every_port_busy() -> None:
 
 @st.composite
 def exchanges(draw: Any) -> tuple[int, int, list[Message]]:
-    """Messages of one phase between up to 3 machines of up to 4 ranks."""
-    machines, ranks = draw(st.integers(1, 3)), draw(st.integers(2, 4))
-    rank = st.integers(0, machines * ranks - 1)
+    """Messages of one phase between up to 3 nodes of up to 4 ranks."""
+    nodes, ranks = draw(st.integers(1, 3)), draw(st.integers(2, 4))
+    rank = st.integers(0, nodes * ranks - 1)
     ends = draw(
         st.sets(st.tuples(rank, rank).filter(lambda e: e[0] != e[1]), min_size=1, max_size=20)
     )
-    return machines, ranks, [(0, *e, draw(st.integers(1, 99)) * 1.0) for e in sorted(ends)]
+    return nodes, ranks, [(0, *e, draw(st.integers(1, 99)) * 1.0) for e in sorted(ends)]
 
 
 @given(exchanges(), st.sampled_from([1, 2, 4]), st.floats(0.1, 1.0))
@@ -94,13 +94,13 @@ def exchanges(draw: Any) -> tuple[int, int, list[Message]]:
 def test_an_exchange_takes_longer_in_proportion_on_slower_links(
     case: tuple[int, int, list[Message]], nics: int, bandwidth: float
 ) -> None:
-    machines, ranks, messages = case
-    topology = simple_topology(machines, ranks, nics).scaled(latency=0.0)
-    fast = exchange(machines * ranks, messages, topology)
-    slow = exchange(machines * ranks, messages, topology.scaled(bandwidth=bandwidth))
+    nodes, ranks, messages = case
+    topology = simple_topology(nodes, ranks, nics).scaled(latency=0.0)
+    fast = exchange(nodes * ranks, messages, topology)
+    slow = exchange(nodes * ranks, messages, topology.scaled(bandwidth=bandwidth))
     assert slow.seconds == pytest.approx(fast.seconds / bandwidth)
     assert fast.seconds >= (fast.ports["moved"] / fast.ports["bandwidth"]).max() * (1 - 1e-9)
-    late = exchange(machines * ranks, messages, simple_topology(machines, ranks, nics))
+    late = exchange(nodes * ranks, messages, simple_topology(nodes, ranks, nics))
     assert fast.seconds + 1 <= late.seconds <= fast.seconds + 2
 
 
@@ -140,8 +140,8 @@ def test_ordered_phases_travel_one_after_the_other(ordered: bool, seconds: float
     assert times.rank_seconds[2] == seconds
 
 
-def unordered(machines: int, ranks: int, nics: int = 1) -> Topology:
-    return replace(simple_topology(machines, ranks, nics), ordered_phases=False)
+def unordered(nodes: int, ranks: int, nics: int = 1) -> Topology:
+    return replace(simple_topology(nodes, ranks, nics), ordered_phases=False)
 
 
 def test_messages_of_unordered_phases_share_a_port_evenly() -> None:
@@ -189,9 +189,9 @@ def test_ports_that_are_shared_carry_what_they_can(
     case: tuple[int, int, list[Message]], nics: int
 ) -> None:
     """Never more than their bandwidth, and some port that a message uses is always busy."""
-    machines, ranks, messages = case
-    topology = unordered(machines, ranks, nics).scaled(latency=0.0)
-    times = exchange(machines * ranks, messages, topology)
+    nodes, ranks, messages = case
+    topology = unordered(nodes, ranks, nics).scaled(latency=0.0)
+    times = exchange(nodes * ranks, messages, topology)
     moved, bandwidth = times.ports["moved"], times.ports["bandwidth"]
     busy = moved / bandwidth
     assert (times.ports["free"] >= busy * (1 - 1e-9)).all()
@@ -208,7 +208,7 @@ def _ends(messages: list[Message]) -> tuple[Int64, Int64]:
 @pytest.mark.parametrize("far", [True, False])
 def test_what_crosses_a_border_and_what_stays_inside_do_not_wait_for_each_other(far: bool) -> None:
     """Rank 0 launches phase 0 towards a rank that is busy, then phase 1 the other way; two ranks
-    per machine."""
+    per node."""
     late, early = (2, 1) if far else (1, 2)
     programs: list[list[tuple[Op, int, float]]] = [[]] * 4
     programs[0] = [(LAUNCH, 0, 0.0), (LAUNCH, 1, 0.0)]
@@ -222,7 +222,7 @@ def test_what_crosses_a_border_and_what_stays_inside_do_not_wait_for_each_other(
 
 
 def test_phases_over_borders_travel_one_after_the_other_past_those_inside() -> None:
-    """Phases 0 and 2 go from machine to machine, phase 1 stays inside."""
+    """Phases 0 and 2 go from node to node, phase 1 stays inside."""
     programs = [
         [(LAUNCH, 0, 0.0), (LAUNCH, 1, 0.0), (LAUNCH, 2, 0.0)],
         [(LAUNCH, 1, 0.0), (WAIT, 1, 0.0)],

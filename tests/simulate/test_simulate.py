@@ -1,4 +1,4 @@
-"""Simulated plans obey bounds that hold for any machine."""
+"""Simulated plans obey bounds that hold for any node."""
 
 import json
 from collections import defaultdict
@@ -110,7 +110,7 @@ def test_what_passes_the_ports_is_what_the_plan_sends(case: Case, direction: Dir
     assert out_of_ranks.sum() + out_of_nics.sum() == sum(sent)
     assert into_ranks.sum() == out_of_ranks.sum()
     assert into_nics.sum() == out_of_nics.sum()
-    if case.topology.machines == 1:
+    if case.topology.nodes == 1:
         assert out_of_ranks.tolist() == sent
 
 
@@ -210,7 +210,7 @@ def test_a_plan_for_evaluation_has_no_backward() -> None:
 def test_a_plan_and_a_topology_of_other_sizes_do_not_fit() -> None:
     case = make_case([500], Topology(1, 2), "zigzag")
     wrong = Topology(2, 2)
-    sentence = r"has 2 ranks, but Topology\(machines=2, ranks_per_machine=2\) has 4"
+    sentence = r"has 2 ranks, but Topology\(nodes=2, ranks_per_node=2\) has 4"
     with pytest.raises(ValueError, match=sentence):
         simulate_plan(case.plan(), wrong, case.cost)
     with pytest.raises(ValueError, match=sentence):
@@ -244,14 +244,14 @@ def test_no_lane_does_two_things_at_once(case: Case, direction: Direction) -> No
 
 
 @pytest.mark.parametrize("name", ["p4de", "cpu_gloo"])
-def test_a_trace_has_one_process_per_machine_and_no_overlap(name: str, tmp_path: Path) -> None:
+def test_a_trace_has_one_process_per_node_and_no_overlap(name: str, tmp_path: Path) -> None:
     case = make_case([5000, 1000], preset(name, 2, 2), "random")
     step = simulate_plan(case.plan(), case.topology, case.cost)
     trace(step, tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {
-        "machine 0",
-        "machine 1",
+        "node 0",
+        "node 1",
     }
     threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     lanes = defaultdict(list)
@@ -259,7 +259,7 @@ def test_a_trace_has_one_process_per_machine_and_no_overlap(name: str, tmp_path:
         if event["ph"] == "X":
             lanes[event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
             rank = event["tid"] // len(Track) % case.topology.num_ranks
-            assert event["pid"] == case.topology.machine_of(rank)
+            assert event["pid"] == case.topology.node_of(rank)
     assert {threads[track] for track in lanes} >= {"rank 0 compute", "rank 3 receive network"}
     for spans in lanes.values():
         spans.sort()

@@ -1,4 +1,4 @@
-"""Topologies: machines, links, presets, and mistakes."""
+"""Topologies: nodes, links, presets, and mistakes."""
 
 from dataclasses import replace
 
@@ -7,15 +7,15 @@ import pytest
 from dyncp.topology import PRESETS, Link, Topology, preset
 
 
-def test_ranks_fill_machine_after_machine() -> None:
+def test_ranks_fill_node_after_node() -> None:
     topology = Topology(2, 3)
     assert topology.num_ranks == 6
-    assert [topology.machine_of(rank) for rank in range(6)] == [0, 0, 0, 1, 1, 1]
+    assert [topology.node_of(rank) for rank in range(6)] == [0, 0, 0, 1, 1, 1]
     with pytest.raises(ValueError, match="rank is 6; allowed are 0 to 5"):
-        topology.machine_of(6)
+        topology.node_of(6)
 
 
-@pytest.mark.parametrize("field", ["machines", "ranks_per_machine", "nics"])
+@pytest.mark.parametrize("field", ["nodes", "ranks_per_node", "nics"])
 def test_nothing_can_be_zero(field: str) -> None:
     with pytest.raises(ValueError, match=f"Topology.{field} is 0; at least 1 is needed"):
         Topology(**{field: 0})
@@ -38,9 +38,9 @@ def test_links_need_sensible_numbers(value: float) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
-def test_presets_take_any_number_of_machines_and_ranks(name: str) -> None:
-    assert preset(name).num_ranks == PRESETS[name].ranks_per_machine
-    topology = preset(name, machines=3, ranks_per_machine=2)
+def test_presets_take_any_number_of_nodes_and_ranks(name: str) -> None:
+    assert preset(name).num_ranks == PRESETS[name].ranks_per_node
+    topology = preset(name, nodes=3, ranks_per_node=2)
     assert (topology.num_ranks, topology.name) == (6, name)
     assert topology.intra == PRESETS[name].intra
 

@@ -95,7 +95,7 @@ def exchange(rank: int, num_ranks: int, how: str, settings: dict[str, Any]) -> A
         for _ in range(2):
             _run_phases(transport, rank, num_ranks)
     names = [(one.name, one.group.group_name) for one in transport.communicators]
-    return calls, names, transport.machines
+    return calls, names, transport.nodes
 
 
 def _run_phases(transport: Distributed, rank: int, num_ranks: int) -> None:
@@ -119,9 +119,9 @@ def _run_phases(transport: Distributed, rank: int, num_ranks: int) -> None:
     [
         (4, {"grouped_operations": 2}),
         (5, {"grouped_operations": 5}),
-        (6, {"grouped_operations": 2, "ranks_per_machine": 3}),
-        (8, {"grouped_operations": 6, "ranks_per_machine": 2}),
-        (4, {"ranks_per_machine": 1}),
+        (6, {"grouped_operations": 2, "ranks_per_node": 3}),
+        (8, {"grouped_operations": 6, "ranks_per_node": 2}),
+        (4, {"ranks_per_node": 1}),
     ],
 )
 def test_every_message_arrives_in_calls_below_the_limit(num_ranks, settings, how):
@@ -134,8 +134,8 @@ def test_every_message_arrives_in_calls_below_the_limit(num_ranks, settings, how
 
 
 def test_there_are_two_communicators_and_no_unused_one():
-    def names(num_ranks: int, per_machine: int | None) -> set[tuple[str, ...]]:
-        settings = {"ranks_per_machine": per_machine}
+    def names(num_ranks: int, per_node: int | None) -> set[tuple[str, ...]]:
+        settings = {"ranks_per_node": per_node}
         results = run_ranks(exchange, num_ranks, num_ranks, "gloo", settings)
         return {tuple(name for name, _ in names) for _, names, _ in results}
 
@@ -144,29 +144,29 @@ def test_there_are_two_communicators_and_no_unused_one():
     assert names(3, None) == {("inside",)}
 
 
-def test_calls_inside_machines_come_first_in_every_phase_on_every_rank():
-    settings = {"grouped_operations": 128, "ranks_per_machine": 2}
-    for rank, (calls, names, machines) in enumerate(run_ranks(exchange, 4, 4, "gloo", settings)):
-        assert machines == (0, 0, 1, 1)
+def test_calls_inside_nodes_come_first_in_every_phase_on_every_rank():
+    settings = {"grouped_operations": 128, "ranks_per_node": 2}
+    for rank, (calls, names, nodes) in enumerate(run_ranks(exchange, 4, 4, "gloo", settings)):
+        assert nodes == (0, 0, 1, 1)
         own = [name for group, _ in calls for name, one in names if one == group]
         expected = []
         for phase in range(NUM_PHASES):
             mine = [pair for pair in pairs_of(phase, 4) if rank in pair]
-            inside = {machines[s] == machines[r] for s, r in mine}
+            inside = {nodes[s] == nodes[r] for s, r in mine}
             expected += [name for name in ("inside", "between") if (name == "inside") in inside]
         assert own == expected * 2
 
 
-def pose_as_machines(rank: int, hosts: str) -> tuple[tuple[int, ...], list[str]]:
+def pose_as_nodes(rank: int, hosts: str) -> tuple[tuple[int, ...], list[str]]:
     with mock.patch("dyncp.transport.distributed.here", return_value=hosts[rank]):
         transport = Distributed(timeout=30, grouped_operations=2)
     _run_phases(transport, rank, len(hosts))
-    return transport.machines, [one.name for one in transport.communicators]
+    return transport.nodes, [one.name for one in transport.communicators]
 
 
-def test_machines_may_be_of_any_size_and_their_ranks_in_any_order():
-    results = run_ranks(pose_as_machines, 5, "abaca")
-    assert {machines for machines, _ in results} == {(0, 1, 0, 2, 0)}
+def test_nodes_may_be_of_any_size_and_their_ranks_in_any_order():
+    results = run_ranks(pose_as_nodes, 5, "abaca")
+    assert {nodes for nodes, _ in results} == {(0, 1, 0, 2, 0)}
     assert {tuple(names) for _, names in results} == {("inside", "between")}
 
 
@@ -182,7 +182,7 @@ def test_all_ranks_get_the_error_about_settings_that_differ():
 
 def give_mistakes(rank: int) -> list[str]:
     texts = []
-    for settings in ({"ranks_per_machine": 2}, {"grouped_operations": 1}):
+    for settings in ({"ranks_per_node": 2}, {"grouped_operations": 1}):
         with pytest.raises(ValueError, match=next(iter(settings))) as caught:
             Distributed(**settings)
         texts.append(str(caught.value))
@@ -191,12 +191,12 @@ def give_mistakes(rank: int) -> list[str]:
 
 def test_settings_that_cannot_be_are_refused_with_what_is_allowed():
     [texts, *_] = run_ranks(give_mistakes, 3)
-    assert "ranks_per_machine is 2, and the group has 3 ranks; give a divisor" in texts[0]
+    assert "ranks_per_node is 2, and the group has 3 ranks; give a divisor" in texts[0]
     assert "grouped_operations is 1; at least 2" in texts[1]
 
 
 def wait_in_vain(rank: int) -> tuple[str, float]:
-    transport = Distributed(timeout=2, ranks_per_machine=2)
+    transport = Distributed(timeout=2, ranks_per_node=2)
     [channel] = transport.open()
     if rank == 3:
         time.sleep(10)
@@ -235,7 +235,7 @@ def attend(rank: int, how: str, settings: dict[str, Any]) -> tuple[list[np.ndarr
 
 @pytest.mark.parametrize("how", HOW)
 def test_an_executor_has_the_bits_of_virtual_ranks_whatever_the_groups(how):
-    case, settings = make_case(), {"grouped_operations": 2, "ranks_per_machine": 3}
+    case, settings = make_case(), {"grouped_operations": 2, "ranks_per_node": 3}
     results = run_ranks(attend, 6, how, settings)
     assert {most for _, most in results} <= {1, 2}
     order, virtual = (

@@ -142,7 +142,7 @@ def test_what_is_no_plan_file_is_one_line(tmp_path, capsys, content, message):
 def test_a_plan_saved_on_the_command_line_can_be_verified_there(tmp_path, capsys):
     path = str(tmp_path / "batch.plan")
     words = ["--lengths", "300,120,50", "--mask", "lambda_shaped:sinks=4,window=32"]
-    cluster = ["--machines", "2", "--ranks-per-machine", "2", "--block-size", "32"]
+    cluster = ["--nodes", "2", "--ranks-per-node", "2", "--block-size", "32"]
     assert main(["plan", *words, *cluster, "--save", path]) == 0
     assert main(["verify", path, "--numeric"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "The plan is right."

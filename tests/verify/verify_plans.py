@@ -15,13 +15,13 @@ from paced import FAST_LINKS, SLOW_LINKS, plan_paced
 from strategies import ALWAYS_THERE, named_masks_of
 
 DIM = 3
-# Machines and ranks per machine.
+# Nodes and ranks per node.
 MACHINES = [(1, 1), (1, 4), (1, 6), (2, 1), (2, 2), (2, 3), (2, 4), (3, 2), (4, 1), (4, 2)]
 
 
 @st.composite
 def planned_batches(draw: Callable[..., Any]) -> tuple[Batch, Plan]:
-    """Batches of up to 4 sequences with any masks, planned in any way, on up to 4 machines."""
+    """Batches of up to 4 sequences with any masks, planned in any way, on up to 4 nodes."""
     lengths = draw(st.lists(st.integers(1, 18), min_size=1, max_size=4))
     names = draw(st.sampled_from([["default"], ["default", "local"]]))
     batch = Batch.of([draw(named_masks_of(length, names)) for length in lengths])
@@ -52,7 +52,7 @@ def rich_batch() -> Batch:
 
 
 def rich_plan(seed: int = 3) -> Plan:
-    """Scattered over 2 machines of 2 ranks in 2 head groups and several divisions, so that every
+    """Scattered over 2 nodes of 2 ranks in 2 head groups and several divisions, so that every
     kind of transfer, relays, sums, slot reuse and padding occur."""
     config = PlannerConfig(
         solver="random", block_size=4, head_groups=2, seed=seed, layout=Layout(4, 3)

@@ -136,10 +136,10 @@ def _link_fields(
 ) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if intra is not None:
-        fields |= {"intra": intra.link, "ranks_per_machine": world.ranks_per_machine}
+        fields |= {"intra": intra.link, "ranks_per_node": world.ranks_per_node}
     if inter is not None:
-        # All ranks of a machine sent at once: a machine's bandwidth is that many times one pair's.
-        whole = inter.link.bandwidth * world.ranks_per_machine
+        # All ranks of a node sent at once: a node's bandwidth is that many times one pair's.
+        whole = inter.link.bandwidth * world.ranks_per_node
         fields["inter"] = Link(inter.link.latency, whole)
     return fields
 

@@ -34,11 +34,11 @@ CHUNK_SCORES = 1 << 26
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This process is rank `rank` of `num_ranks`, with `ranks_per_machine` on every machine."""
+    """This process is rank `rank` of `num_ranks`, with `ranks_per_node` on every node."""
 
     rank: int
     num_ranks: int
-    ranks_per_machine: int
+    ranks_per_node: int
     device: torch.device
 
     @staticmethod
@@ -46,8 +46,8 @@ class World:
         return World(0, 1, 1, device)
 
     @property
-    def machines(self) -> int:
-        return self.num_ranks // self.ranks_per_machine
+    def nodes(self) -> int:
+        return self.num_ranks // self.ranks_per_node
 
     @property
     def first(self) -> bool:

@@ -85,7 +85,7 @@ class GroupCheck:
 
     backend: str
     ranks: int
-    machines: int
+    nodes: int
     communicators: dict[str, int]
     operations: int
     limit: int
@@ -122,7 +122,7 @@ def diagnose(world: World, kernel: str = "auto", tell: Tell = lambda _: None) ->
         "devices": describe_devices(),
         "peer_access": peer_access(),
         "ranks": world.num_ranks,
-        "ranks_per_machine": world.ranks_per_machine,
+        "ranks_per_node": world.ranks_per_node,
         "device": str(world.device),
     }
     findings = [check_versions(facts["versions"], world)]
@@ -246,7 +246,7 @@ def check_bandwidths(matrix: list[list[float | None]], world: World) -> Finding:
             for a, row in enumerate(matrix)
             for b, rate in enumerate(row)
             if rate is not None and a < b
-            and (a // world.ranks_per_machine == b // world.ranks_per_machine) is inside
+            and (a // world.ranks_per_node == b // world.ranks_per_node) is inside
         )  # fmt: skip
         if rates:
             median = rates[len(rates) // 2][0]
@@ -285,7 +285,7 @@ def check_messages(world: World) -> tuple[Finding, GroupCheck | None]:
         True,
         f"all {check.ranks} ranks sent to all over {check.backend}, {check.phases} phases at once: "
         f"up to {check.operations} operations in a grouped call, {check.limit} are allowed; "
-        f"{check.machines} machine{'s' if check.machines > 1 else ''}, "
+        f"{check.nodes} node{'s' if check.nodes > 1 else ''}, "
         f"communicators (ranks): {groups}",
     ), check
 
@@ -302,7 +302,7 @@ def check_groups(world: World, limit: float = TIMEOUT) -> GroupCheck:
     return GroupCheck(
         backend="nccl" if on_gpu else "gloo",
         ranks=world.num_ranks,
-        machines=len(set(transport.machines)),
+        nodes=len(set(transport.nodes)),
         communicators={one.name: len(one.members) for one in transport.communicators},
         operations=max(one.largest_call for one in transport.communicators),
         limit=transport.grouped_operations,
@@ -381,10 +381,10 @@ def check_plan(world: World, kernel: str = "auto") -> PlanCheck:
     """Runs a small plan; all ranks call it together, and all get the result."""
     shape, virtual = SHAPES[world.device.type], world.num_ranks == 1
     ranks = VIRTUAL_RANKS if virtual else world.num_ranks
-    per_machine = ranks if virtual else world.ranks_per_machine
+    per_node = ranks if virtual else world.ranks_per_node
     batch = Batch.of([masks.lambda_shaped(n, sinks=16, window=200) for n in LENGTHS])
     config = PlannerConfig(solver="bisection")  # `auto` would not cut so small a batch
-    plan = plan_batch(batch, Topology(ranks // per_machine, per_machine), shape, config)
+    plan = plan_batch(batch, Topology(ranks // per_node, per_node), shape, config)
     virtual_ranks = ranks if virtual else None
     executor = DCPExecutor(
         kernel=kernel, device=world.device, virtual_ranks=virtual_ranks, timeout=TIMEOUT

@@ -55,12 +55,12 @@ def measure_link(pairs: Pairs, world: World) -> MeasuredLink:
 
 
 def measure_links(world: World) -> tuple[MeasuredLink | None, MeasuredLink | None]:
-    """Intra-node, between ranks 0 and 1, and inter-node, between all ranks of the first machine and
+    """Intra-node, between ranks 0 and 1, and inter-node, between all ranks of the first node and
     their counterparts on the second; None where there is no such link."""
-    local = world.ranks_per_machine
+    local = world.ranks_per_node
     intra = measure_link([(0, 1)], world) if local > 1 else None
     between = [(rank, local + rank) for rank in range(local)]
-    inter = measure_link(between, world) if world.machines > 1 else None
+    inter = measure_link(between, world) if world.nodes > 1 else None
     return intra, inter
 
 

@@ -89,8 +89,8 @@ def add_cluster_options(parser: ArgumentParser) -> None:
     text = f"kind of cluster: {', '.join(PRESETS)} {default}"
     option(parser, "--topology", text, metavar="PRESET")
     add_profile_option(parser)
-    option(parser, "--machines", "", 4)
-    option(parser, "--ranks-per-machine", "", 8)
+    option(parser, "--nodes", "", 4)
+    option(parser, "--ranks-per-node", "", 8)
 
 
 def add_profile_option(parser: ArgumentParser) -> None:
@@ -147,8 +147,8 @@ def add_limit_options(parser: ArgumentParser) -> None:
 
 def topology_of(args: Namespace) -> Topology:
     if args.profile is not None:
-        return load_profile(args.profile).topology(args.machines, args.ranks_per_machine)
-    return preset(preset_of(args), args.machines, args.ranks_per_machine)
+        return load_profile(args.profile).topology(args.nodes, args.ranks_per_node)
+    return preset(preset_of(args), args.nodes, args.ranks_per_node)
 
 
 def profile_of(args: Namespace) -> Profile:
@@ -360,7 +360,7 @@ def launch(words: Sequence[str], num_ranks: int, *, to_stderr: bool = False) -> 
 
 
 def threads_per_rank(num_ranks: int) -> int:
-    """The cores this process may use, shared out among the ranks of the machine."""
+    """The cores this process may use, shared out among the ranks of the node."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     return max(1, cores // num_ranks)

@@ -127,7 +127,7 @@ def draw_calibration(base: Profile, found: "Calibration") -> Iterator[str]:
     for label, field, unit in RATES:
         mine, theirs = (getattr(p, field) / unit for p in (profile, base))
         yield f"{label:<40}{mine:>14.4g}{theirs:>14.4g}"
-    for label, name in (("inside a machine", "intra"), ("between machines", "inter")):
+    for label, name in (("inside a node", "intra"), ("between nodes", "inter")):
         known = getattr(found, name) is not None  # else it is the preset's
         links = [getattr(p, name) for p in (profile, base)]
         for measure, numbers in (

@@ -24,7 +24,7 @@ SUMMARY = "plan one batch and say what the plan costs"
 EXAMPLES = (
     "dyncp plan --sample ldc:0 --mask lambda_shaped --compare",
     "dyncp plan --sample ldc:0 --model llama3-8b --solver auto",
-    "dyncp plan --lengths 65536,4096,4096,512 --machines 1 --model llama3-8b --json",
+    "dyncp plan --lengths 65536,4096,4096,512 --nodes 1 --model llama3-8b --json",
 )
 
 
@@ -108,7 +108,7 @@ def _text(result: dict[str, Any]) -> str:
 
 def _row(name: str, numbers: dict[str, Any]) -> str:
     traffic = "".join(
-        f"{numbers[way]['bytes'] / 1e6:>9.1f}{numbers[way]['inter_machine_bytes'] / 1e6:>10.1f}"
+        f"{numbers[way]['bytes'] / 1e6:>9.1f}{numbers[way]['inter_node_bytes'] / 1e6:>10.1f}"
         for way in ("forward", "backward")
     )
     times = numbers["simulated"]
@@ -149,11 +149,11 @@ def describe_traffic(
         size = graph.payload_bytes[moved.kind, moved.head_group] * graph.blocks.tokens[moved.block]
         np.add.at(sent, moved.source, size)
         np.add.at(received, moved.target, size)
-        machine = topology.ranks_per_machine
-        between += int(size[moved.source // machine != moved.target // machine].sum())
+        node = topology.ranks_per_node
+        between += int(size[moved.source // node != moved.target // node].sum())
     return {
         "bytes": int(sent.sum()),
-        "inter_machine_bytes": between,
+        "inter_node_bytes": between,
         "max_rank_send_bytes": int(sent.max()),
         "max_rank_recv_bytes": int(received.max()),
         "divisions": max((schedule.num_divisions for schedule in schedules), default=0),

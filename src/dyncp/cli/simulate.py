@@ -36,7 +36,7 @@ MOST_SPLITS = 3
 SUMMARY = "simulate many batches under dyncp and every static method, and say what to use"
 EXAMPLES = (
     "dyncp simulate --sample ldc:0 --model llama3-8b",
-    "dyncp simulate --lengths-file lengths.txt --tokens 65536 --topology h200 --machines 2",
+    "dyncp simulate --lengths-file lengths.txt --tokens 65536 --topology h200 --nodes 2",
     "dyncp simulate --sample longalign:0 --mask lambda_shaped --bandwidth 0.25 --batches 4",
 )
 
@@ -81,7 +81,7 @@ class Outcome:
     token_seconds: float
     ideal_seconds: float
     forward_bytes: int
-    inter_machine_bytes: int
+    inter_node_bytes: int
     compute_max_over_mean: float
     tokens_max_over_mean: float
     workspace_bytes: int = 0
@@ -183,7 +183,7 @@ def _per_batch(lengths: Lengths, outcomes: list[dict[str, Outcome]]) -> list[dic
 
 def _text(args: Namespace, setting: Setting, lengths: Lengths, summary: dict[str, Any]) -> str:
     topology = setting.topology
-    where = f"{setting.cost.profile.name}, {topology.machines} × {topology.ranks_per_machine} ranks"
+    where = f"{setting.cost.profile.name}, {topology.nodes} × {topology.ranks_per_node} ranks"
     for name, value in (("bandwidth", args.bandwidth), ("latency", args.latency)):
         where += "" if value == 1 else f", {name} × {value:g}"
     where += f", jitter {args.jitter:g}" if args.jitter else ""
@@ -294,7 +294,7 @@ def _outcome(candidate: Candidate, setting: Setting) -> Outcome:
         token_seconds=simulated.token_seconds,
         ideal_seconds=simulated.ideal_seconds,
         forward_bytes=moved["bytes"],
-        inter_machine_bytes=moved["inter_machine_bytes"],
+        inter_node_bytes=moved["inter_node_bytes"],
         compute_max_over_mean=candidate.balance.compute_max_over_mean,
         tokens_max_over_mean=candidate.balance.tokens_max_over_mean,
     )
@@ -326,7 +326,7 @@ def _method(outcomes: Sequence[Outcome], ideal: Sequence[float]) -> dict[str, An
         "step_seconds": both("step_seconds"),
         "ratio_to_ideal": _mean(ratios),
         "forward_bytes": both("forward_bytes")["mean"],
-        "inter_machine_bytes": both("inter_machine_bytes")["mean"],
+        "inter_node_bytes": both("inter_node_bytes")["mean"],
         "compute_max_over_mean": both("compute_max_over_mean"),
         "tokens_max_over_mean": both("tokens_max_over_mean"),
         "peak_workspace_bytes": max(outcome.workspace_bytes for outcome in outcomes),
@@ -458,7 +458,7 @@ def _row(name: str, numbers: Mapping[str, Any]) -> str:
     return (
         f"{name:<24}{1e3 * step['mean']:>9.2f}{1e3 * step['worst']:>9.2f}"
         f"{numbers['ratio_to_ideal']:>9.3f}{numbers['forward_bytes'] / 1e6:>9.1f}"
-        f"{numbers['inter_machine_bytes'] / 1e6:>9.1f}"
+        f"{numbers['inter_node_bytes'] / 1e6:>9.1f}"
         f"{compute['mean']:>8.2f}{compute['worst']:>6.2f}{tokens['mean']:>8.2f}"
         f"{tokens['worst']:>6.2f}{numbers['peak_workspace_bytes'] / 1e6:>11.1f}  "
         f"{_splits(name, numbers['solvers'])}"

@@ -36,7 +36,7 @@ MOST_SCORES, MOST_TOKENS = 2**25, 2048
 
 SUMMARY = "check a saved plan, invariant by invariant"
 EXAMPLES = (
-    "dyncp plan --lengths 700,300,200 --machines 1 --ranks-per-machine 4 --save batch.plan",
+    "dyncp plan --lengths 700,300,200 --nodes 1 --ranks-per-node 4 --save batch.plan",
     "dyncp verify batch.plan --numeric",
 )
 

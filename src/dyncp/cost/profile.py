@@ -25,7 +25,7 @@ _RATES = ("attention_forward", "attention_backward", "dense", "copy")
 _AT_LEAST = {
     "call_seconds": 0, "launch_seconds": 0, "host_seconds": 0, "host_seconds_eager": 0,
     "row_forward": 0, "row_backward": 0, "lanes": 0, "overlap_slowdown": 1, "edge_forward": 1,
-    "edge_backward": 1, "kernel_tile": 1, "ranks_per_machine": 1, "nics": 1,
+    "edge_backward": 1, "kernel_tile": 1, "ranks_per_node": 1, "nics": 1,
 }  # fmt: skip
 Speeds = tuple[float, ...]
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Rates of one rank, and the links of a machine with `ranks_per_machine` ranks.
+    """Rates of one rank, and the links of a node with `ranks_per_node` ranks.
 
     - `attention_forward`, `attention_backward`: FLOP/s of the attention kernel on full kernel
       tiles; `kernel_tile` is the side of these in rows.
@@ -61,7 +61,7 @@ class Profile:
     copy: float
     call_seconds: float
     kernel_tile: int
-    ranks_per_machine: int
+    ranks_per_node: int
     intra: Link
     inter: Link
     nics: int
@@ -88,12 +88,12 @@ class Profile:
                 raise ValueError(f"Profile.{field} is {value}; it must be finite and above 0")
 
     def topology(
-        self, machines: int = 1, ranks_per_machine: int | None = None, speeds: Speeds = ()
+        self, nodes: int = 1, ranks_per_node: int | None = None, speeds: Speeds = ()
     ) -> Topology:
-        """A cluster of such machines, with another number of ranks in each if given."""
-        ranks = self.ranks_per_machine if ranks_per_machine is None else ranks_per_machine
+        """A cluster of such nodes, with another number of ranks in each if given."""
+        ranks = self.ranks_per_node if ranks_per_node is None else ranks_per_node
         links = self.intra, self.inter, self.nics
-        return Topology(machines, ranks, *links, speeds, self.ordered_phases, self.name)
+        return Topology(nodes, ranks, *links, speeds, self.ordered_phases, self.name)
 
 
 def _profile(
@@ -101,8 +101,8 @@ def _profile(
 ) -> Profile:
     of = preset(name)
     rates = *attention, dense, copy, call
-    per_machine, ordered = of.ranks_per_machine, of.ordered_phases
-    return Profile(name, *rates, tile, per_machine, of.intra, of.inter, of.nics, ordered)
+    per_node, ordered = of.ranks_per_node, of.ordered_phases
+    return Profile(name, *rates, tile, per_node, of.intra, of.inter, of.nics, ordered)
 
 
 def _with_launches(profile: Profile) -> Profile:

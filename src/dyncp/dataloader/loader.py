@@ -60,8 +60,8 @@ class DCPDataLoader:
 
     `model` (an AttentionShape, a ModelConfig, a Transformers config, or a model that has one) tells
     the planner what attention looks like; `dtype` is that of q and kv, as a name ("bf16") or a
-    torch dtype. `topology` and `cost` describe the machines that plans are made for; by default,
-    machines with devices like this process's, in torchrun's layout. With `executor`, the one that
+    torch dtype. `topology` and `cost` describe the nodes that plans are made for; by default,
+    nodes with devices like this process's, in torchrun's layout. With `executor`, the one that
     will run the plans, most of its `prepare(plan)` is done in the background. docs/dataloader.md
     has a table of the other options.
 

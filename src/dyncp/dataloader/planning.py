@@ -1,4 +1,4 @@
-"""What plans are made for (model, machines, costs), and the plan of a batch: by the planning
+"""What plans are made for (model, nodes, costs), and the plan of a batch: by the planning
 process, or by the static method that replaces it. `SampleSeconds` predicts what a sample takes."""
 
 import logging
@@ -36,7 +36,7 @@ STATIC_SOLVER = "zigzag"  # fits every batch, mask and number of ranks
 # Of a decoder of unknown sizes, in units of its hidden size: those of Llama-3-8B.
 LAYERS, FFN, VOCAB = 32, 3.5, 32
 OVERRIDE_HINT = (
-    "pass topology=preset(name, machines, ranks), or cost=CostModel(profile, shape), for another"
+    "pass topology=preset(name, nodes, ranks), or cost=CostModel(profile, shape), for another"
 )
 
 
@@ -81,14 +81,14 @@ def topology_and_cost(
     ranks: LoaderRanks, topology: Topology | None, cost: CostModel | None, shape: AttentionShape
 ) -> tuple[Topology, CostModel]:
     """What is given is used, and determines the other if it can: a topology with a preset's name
-    has that preset's costs. By default, machines with devices like this process's. All ranks need
+    has that preset's costs. By default, nodes with devices like this process's. All ranks need
     the same; ranks with different profiles get BatchMismatch (see Handshake)."""
     if cost is None:
         named = None if topology is None else PROFILES.get(topology.name)
         cost = CostModel(named or _device_profile(ranks), shape)
     if topology is None:
         found = ranks.topology()
-        topology = cost.profile.topology(found.machines, found.ranks_per_machine)
+        topology = cost.profile.topology(found.nodes, found.ranks_per_node)
     topology.check_ranks(ranks.num_ranks, "loader")
     return topology, cost
 

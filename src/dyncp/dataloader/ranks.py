@@ -45,7 +45,7 @@ HOST = socket.gethostname()
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 Location = dict[str, Any]  # where a process runs: see `own_location`
 CHUNK_BYTES = 4 << 20  # values over 8 MiB reset the connection of a TCPStore
-FIRST_POLL, LONGEST_POLL = 0.5e-3, 20e-3  # seconds; an answer takes 0.1 ms on one machine
+FIRST_POLL, LONGEST_POLL = 0.5e-3, 20e-3  # seconds; an answer takes 0.1 ms on one node
 HURRY_SECONDS = 5.0
 LINGER_SECONDS = 3.0
 
@@ -290,15 +290,15 @@ class LoaderRanks:
         return LoaderRanks(own, len(ranks), own, len(ranks), group_ranks=ranks, all_ranks=ranks)
 
     def topology(self) -> Topology:
-        """Machines by torchrun's layout: the same number of consecutive ranks on each, or one
-        machine."""
-        per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-        if not self.group_ranks or not per_machine:
+        """Nodes by torchrun's layout: the same number of consecutive ranks on each, or one
+        node."""
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+        if not self.group_ranks or not per_node:
             return Topology(1, self.num_ranks)
-        machines = [rank // per_machine for rank in self.group_ranks]
-        count = len(set(machines))
+        nodes = [rank // per_node for rank in self.group_ranks]
+        count = len(set(nodes))
         size = self.num_ranks // count
-        in_order = machines == [machine for machine in dict.fromkeys(machines) for _ in range(size)]
+        in_order = nodes == [node for node in dict.fromkeys(nodes) for _ in range(size)]
         return Topology(count, size) if in_order else Topology(1, self.num_ranks)
 
 
@@ -380,19 +380,19 @@ class Handshake:
         start = monotonic()
         wait_for(self._store, "all", lambda: self._check_others(monotonic() - start, timeout))
         told = read_json(self._store.get("all"))
-        return [dict(told["machines"][machine], pid=pid) for machine, pid in told["processes"]]
+        return [dict(told["nodes"][node], pid=pid) for node, pid in told["processes"]]
 
     def _locations(self) -> dict[str, Any]:
-        """Of all processes; what those of one machine share is written once."""
-        machines: list[dict[str, Any]] = []
+        """Of all processes; what those of one node share is written once."""
+        nodes: list[dict[str, Any]] = []
         processes = []
         for process in range(self._ranks.num_processes):
             location = dict(read_json(self._store.get(f"here/{process}")))
             pid = location.pop("pid")
-            if location not in machines:
-                machines.append(location)
-            processes.append((machines.index(location), pid))
-        return {"machines": machines, "processes": processes}
+            if location not in nodes:
+                nodes.append(location)
+            processes.append((nodes.index(location), pid))
+        return {"nodes": nodes, "processes": processes}
 
     def _check_others(self, waited: float, timeout: float) -> None:
         if self._store.has("failed"):
@@ -441,7 +441,7 @@ class Handshake:
 
 
 def own_location() -> Location:
-    """`ids` is the boot and the namespace that process ids belong to: several machines, or
+    """`ids` is the boot and the namespace that process ids belong to: several nodes, or
     containers with their own process ids, may have the same host name."""
     ids = HOST
     with suppress(OSError):  # not Linux

@@ -50,15 +50,15 @@ class Traffic:
 
     Head group g of block b starts from rank `home[b, g]` (the owner, or where an all-to-all over
     heads puts it) and visits the ranks of `rings[ring[b, g]]`, in pattern "ring" from neighbour to
-    neighbour, in pattern "all_gather" straight from its home. `machine` (per rank) makes an
-    all-gather send every block to each machine once and pass it on there.
+    neighbour, in pattern "all_gather" straight from its home. `node` (per rank) makes an
+    all-gather send every block to each node once and pass it on there.
     """
 
     pattern: str
     rings: tuple[tuple[int, ...], ...]
     ring: Int32  # [blocks, head groups]
     home: Int32  # [blocks, head groups]
-    machine: Int32 | None = None
+    node: Int32 | None = None
 
 
 @dataclass(frozen=True, eq=False)

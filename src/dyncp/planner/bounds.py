@@ -124,8 +124,8 @@ def _all_to_all_seconds(task: Task, placed: Placed, direction: Direction) -> flo
         return 0.0
     topology = task.topology
     owner = np.broadcast_to(placed.placement.block_rank[:, None], traffic.home.shape)
-    per_machine = topology.ranks_per_machine
-    far = owner // per_machine != traffic.home // per_machine
+    per_node = topology.ranks_per_node
+    far = owner // per_node != traffic.home // per_node
     sends = [Q_INPUT[direction], Payload.KV]
     returns = [Q_RESULT[direction], *([Payload.DKV] if direction is Direction.BACKWARD else [])]
     leaving = np.zeros(topology.num_ranks)
@@ -137,19 +137,19 @@ def _all_to_all_seconds(task: Task, placed: Placed, direction: Direction) -> flo
 
 
 def _border_seconds(task: Task, placed: Placed, name: str) -> list[float]:
-    """What travels over the borders of machines needs at least on the busiest NIC, by direction."""
+    """What travels over the borders of nodes needs at least on the busiest NIC, by direction."""
     topology, placement, tokens = task.topology, placed.placement, placed.graph.blocks.tokens
     if placement.pattern == "ring":  # blocks come from neighbours
         return [0.0 for _ in task.directions]
     traffic = placement.traffic
-    by_rank = placement.static and (traffic is None or traffic.machine is None)
-    ranks = topology.ranks_per_nic if by_rank else topology.ranks_per_machine
+    by_rank = placement.static and (traffic is None or traffic.node is None)
+    ranks = topology.ranks_per_nic if by_rank else topology.ranks_per_node
     places = -(-topology.num_ranks // ranks)
-    moved = np.zeros((len(task.directions), 2, places))  # into and out of NICs, or machines
+    moved = np.zeros((len(task.directions), 2, places))  # into and out of NICs, or nodes
     for keys in (False, True):
         uses = find_remote_uses(placed.graph, placement, name, keys=keys)
         owner = placement.block_rank[uses.block].astype(np.int64)
-        at = _crossing(uses, owner, topology.ranks_per_machine, once=not by_rank)
+        at = _crossing(uses, owner, topology.ranks_per_node, once=not by_rank)
         user, owner = uses.rank[at] // ranks, owner[at] // ranks
         size = placed.graph.payload_bytes[:, uses.head_group[at]] * tokens[uses.block[at]]
         for way, direction in enumerate(task.directions):
@@ -161,14 +161,14 @@ def _border_seconds(task: Task, placed: Placed, name: str) -> list[float]:
     return [float(own.max()) / bandwidth for own in moved]
 
 
-def _crossing(uses: RemoteUses, owner: Int64, ranks_per_machine: int, *, once: bool) -> Int64:
-    """Uses of other machines' blocks; `once` one of those that a machine has of a block."""
-    machine = uses.rank // ranks_per_machine
-    far = np.flatnonzero(machine != owner // ranks_per_machine)
+def _crossing(uses: RemoteUses, owner: Int64, ranks_per_node: int, *, once: bool) -> Int64:
+    """Uses of other nodes' blocks; `once` one of those that a node has of a block."""
+    node = uses.rank // ranks_per_node
+    far = np.flatnonzero(node != owner // ranks_per_node)
     if not once:
         return far
     blocks, groups = (int(x.max(initial=0)) + 1 for x in (uses.block, uses.head_group))
-    what = (machine[far] * blocks + uses.block[far]) * groups + uses.head_group[far]
+    what = (node[far] * blocks + uses.block[far]) * groups + uses.head_group[far]
     return far[np.unique(what, return_index=True)[1]]
 
 

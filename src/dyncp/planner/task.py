@@ -82,9 +82,7 @@ def warn_replaced(name: str, error: Exception, instead: str) -> None:
     )
 
 
-CHANGE = (
-    "pass topology=preset(name, machines, ranks), or cost=CostModel(profile, shape), for another"
-)
+CHANGE = "pass topology=preset(name, nodes, ranks), or cost=CostModel(profile, shape), for another"
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,13 +1,13 @@
 """All-gather schedules: every rank of a group gets every block, needed or not.
 
 Straight from the owner, in as many divisions as asked for, the nearest ranks behind it first; dKV
-goes straight back when its division is computed. By machine (two machines of two ranks, A B | C D,
+goes straight back when its division is computed. By node (two nodes of two ranks, A B | C D,
 a block of A):
 
     division 1   A → B, A → C            dKV   B → A after division 1
     division 2   C → D                         D → C after division 2, then C → A the sum of both
 
-so that a block crosses to each machine once, and its gradient comes back once.
+so that a block crosses to each node once, and its gradient comes back once.
 """
 
 from dataclasses import dataclass
@@ -43,11 +43,11 @@ def build_all_gather_schedule(
     _pace: Pace | None = None,
 ) -> Schedule:
     """Schedule of one mask and direction with at most `num_divisions` divisions (at least 2); by
-    machine always with 3."""
+    node always with 3."""
     circle, traffic, tiles = Circle.of(graph, placement), placement.traffic, graph.tiles[name]
-    relayed = traffic is not None and traffic.machine is not None
-    if traffic is not None and traffic.machine is not None:
-        routes = _by_machine(circle, traffic.machine)
+    relayed = traffic is not None and traffic.node is not None
+    if traffic is not None and traffic.node is not None:
+        routes = _by_node(circle, traffic.node)
     else:
         routes = _by_distance(circle, num_divisions)
     of_tile = tiles.k_block.astype(np.int64) * len(graph.head_groups) + tiles.head_group
@@ -87,14 +87,14 @@ def _by_distance(circle: Circle, num_divisions: int) -> Routes:
     return Routes(np.broadcast_to(place[None, :, None], division.shape), division, division)
 
 
-def _by_machine(circle: Circle, machine: Int32) -> Routes:
-    """To the own machine straight from home, to another one through the rank that stands there
+def _by_node(circle: Circle, node: Int32) -> Routes:
+    """To the own node straight from home, to another one through the rank that stands there
     where home stands among its mates."""
     rings, longest = circle.ranks.shape
     via, arrives, leaves = np.zeros((3, rings, longest, longest), np.int64)
     for ring, length in enumerate(circle.length.tolist()):
         own, place = (ring, slice(length), slice(length)), np.arange(length)
-        _, at = np.unique(machine[circle.ranks[ring, :length]], return_inverse=True)
+        _, at = np.unique(node[circle.ranks[ring, :length]], return_inverse=True)
         mates = np.bincount(at)
         order = np.argsort(at, kind="stable")
         first = np.cumsum(mates) - mates

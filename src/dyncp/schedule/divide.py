@@ -1,8 +1,8 @@
 """Puts tiles into divisions and transfers into phases.
 
-Remote inputs are paced (see pace.py): blocks of the own machine in the order of their owners'
-distance, so that ranks do not all ask the same owner first; blocks of other machines in equal
-shares of every pair of rank and machine (see routes.py for their ways). That gives every tile the
+Remote inputs are paced (see pace.py): blocks of the own node in the order of their owners'
+distance, so that ranks do not all ask the same owner first; blocks of other nodes in equal
+shares of every pair of rank and node (see routes.py for their ways). That gives every tile the
 earliest division in which its inputs are there; tiles that wait for nothing slow then fill the gaps
 (see fill.py). A block's partial result goes back as soon as its last tile on that rank is done.
 """
@@ -18,7 +18,7 @@ from dyncp.schedule.routes import Crossings, Routes, find_crossings, find_routes
 from dyncp.schedule.schedule import Schedule
 from dyncp.schedule.uses import Uses, Work, find_uses, payloads
 
-# Results over machine borders that take less than this share of the computation leave together.
+# Results over node borders that take less than this share of the computation leave together.
 SMALL = 0.2
 
 
@@ -31,7 +31,7 @@ def build_schedule(
     pace: Pace | None = None,
 ) -> Schedule:
     """Schedule of one mask and direction. Slow inputs come in at most `num_divisions` - 1 phases;
-    one more division follows where blocks are passed on inside a machine, and one or two more where
+    one more division follows where blocks are passed on inside a node, and one or two more where
     other tiles hide the last results."""
     pace = pace or Pace.assumed(graph, placement.num_ranks)
     seconds = pace.cost.graph_tile_seconds(graph, name, direction)
@@ -69,9 +69,9 @@ def _load(uses: Uses, work: Work, crossings: Crossings, pace: Pace) -> Load:
     near, first = ~crossings.mark(len(uses)), crossings.firsts
     size = uses.num_bytes.astype(np.float64)
     busiest = max(np.bincount(end[near], size[near], 1).max() for end in (uses.rank, uses.owner))
-    machine = np.bincount(uses.rank[first] // topology.ranks_per_machine, size[first], 1).max()
+    node = np.bincount(uses.rank[first] // topology.ranks_per_node, size[first], 1).max()
     nic = np.bincount(uses.owner[first] // topology.ranks_per_nic, size[first], 1).max()
-    border = max(nic, machine / topology.nics) / topology.nic_bandwidth
+    border = max(nic, node / topology.nics) / topology.nic_bandwidth
     back = uses.result_bytes[first].sum() / max(uses.num_bytes[first].sum(), 1)
     inside = float(busiest) / topology.intra.bandwidth
     return Load(local, close, distant, inside, float(border), float(border * back))
@@ -82,7 +82,7 @@ def _route(
 ) -> tuple[Routes, Int64]:
     """How blocks travel, and the division that each use has its block for."""
     topology, first = pace.topology, crossings.firsts
-    lane = uses.owner * topology.machines + uses.rank // topology.ranks_per_machine
+    lane = uses.owner * topology.nodes + uses.rank // topology.ranks_per_node
     turn = _spread(lane[first], (uses.block, uses.head_group, uses.side), uses, first, shares[1])
     routes = find_routes(uses, crossings, turn, topology)
     arrives = np.zeros(len(uses), np.int64)
@@ -111,7 +111,7 @@ def _spread(lane: Int64, order: tuple[Int64, ...], uses: Uses, at: Int64, shares
 
 
 def _slow_tiles(work: Work, routes: Routes) -> Bool:
-    """Tiles that need a block of another machine; if there are none, those that need any."""
+    """Tiles that need a block of another node; if there are none, those that need any."""
     if routes.crosses.any():
         return np.asarray(np.append(~routes.straight, False)[work.use].any(axis=0))
     return ~work.local
@@ -141,7 +141,7 @@ def _result_seconds(
     worth: float,
 ) -> Float64:
     """How long the last results of slow tiles travel: in one step, or in two where they are first
-    summed inside a machine; no step where they take less than a division is `worth`."""
+    summed inside a node; no step where they take less than a division is `worth`."""
     late = np.zeros(len(uses) + 1, np.bool_)
     late[work.use[:, slow & (division == division[slow].max(initial=0))]] = True
     late = late[:-1]

@@ -5,9 +5,9 @@ that up. A relay passes on what it got for division d - 1 while that computes, f
 Results of division d travel while division d + 1 computes, sums of them over borders another
 division later:
 
-    start              over borders for 1, 2, 3, ...; inside machines for 1, 2, 3, ...
+    start              over borders for 1, 2, 3, ...; inside nodes for 1, 2, 3, ...
     after division d   what came over borders for d + 1, passed on for d + 2; results to be summed;
-                       results inside machines; results over borders
+                       results inside nodes; results over borders
 
 Results to be summed have a phase of their own: their relays wait for it early, while owners merge
 at the end, in the order of phases.

@@ -7,7 +7,7 @@ can hide may travel for division 1, what the tiles of division 1 can hide for di
     travels   | in(1)   | in(2) | in(3) ...
 
 So shares follow from a few means: the seconds of local tiles, of those that wait for blocks of
-their own machine, of those that wait for another machine, and the seconds that all of these blocks
+their own node, of those that wait for another node, and the seconds that all of these blocks
 take on the busiest links.
 """
 
@@ -39,7 +39,7 @@ class Pace:
 
     @staticmethod
     def assumed(graph: BlockGraph, num_ranks: int) -> "Pace":
-        """One machine with the figures of `DEFAULT_PROFILE`."""
+        """One node with the figures of `DEFAULT_PROFILE`."""
         return Pace(Topology(1, num_ranks), CostModel(find_profile(DEFAULT_PROFILE), graph.shape))
 
     def least_seconds(self, rows: float, direction: Direction) -> float:
@@ -58,9 +58,9 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Mean seconds per rank of tiles that need local blocks only, blocks of the own machine, and
+    """Mean seconds per rank of tiles that need local blocks only, blocks of the own node, and
     blocks of others; the seconds that these two kinds of blocks take on the busiest links, and
-    those of results on their way to other machines."""
+    those of results on their way to other nodes."""
 
     local: float
     near: float
@@ -73,7 +73,7 @@ class Load:
 def share_phases(
     load: Load, num_divisions: int, least: float, *, results: bool
 ) -> tuple[Float64, Float64]:
-    """Cumulated shares of what travels for divisions 1, 2, ...: inside machines and between them.
+    """Cumulated shares of what travels for divisions 1, 2, ...: inside nodes and between them.
 
     At most `num_divisions` - 1 phases; each takes at least `least` seconds of the links, as far as
     there is that much left. With `results` no phase has much more than its part, since what comes
@@ -86,7 +86,7 @@ def share_phases(
         left = num_divisions - len(near)
         near.append(_next_share(near[-1], load.near_travel, window, least, left, most))
         far.append(_next_share(far[-1], load.far_travel, window, least, left, most))
-        # What crossed for this division is passed on inside the machine for the next one.
+        # What crossed for this division is passed on inside the node for the next one.
         crossed = far[-2] - far[-3] if len(far) > 2 else 0.0
         window = load.near * (near[-1] - near[-2]) + load.far * crossed
     return np.array(near[1:]), np.array(far[1:])
@@ -109,10 +109,10 @@ SAFETY = 1.3
 
 # Fills divisions: tiles that wait for nothing slow hide what travels.
 #
-# What has to come farthest, over machine borders where there are any, decides the divisions (see
+# What has to come farthest, over node borders where there are any, decides the divisions (see
 # pace.py). All other tiles are fillers. They cover the time until slow inputs arrive; the rest runs
 # behind the slow tiles, where it hides their results on the way back: first those that need blocks
-# of the own machine, whose results have a way as well, then local ones.
+# of the own node, whose results have a way as well, then local ones.
 #
 #     division      0        1              2              3 and 4
 #                   local    slow + fill    slow + fill    near fillers, then local ones

@@ -1,8 +1,8 @@
 """Routes: how a block reaches the ranks that use it, and how their results come back.
 
-Inside a machine straight from the owner. A block that several ranks of another machine use crosses
+Inside a node straight from the owner. A block that several ranks of another node use crosses
 the border once, to one of them (its relay), which passes it on; their partial results are summed
-there and cross back once. Two machines, A B | C D, a block of A used by all:
+there and cross back once. Two nodes, A B | C D, a block of A used by all:
 
     A → B, A → C, then C → D          back: B → A, D → C, then C → A the sum
 """
@@ -20,8 +20,8 @@ from dyncp.topology import Topology
 
 @dataclass(frozen=True, eq=False)
 class Crossings:
-    """Uses of other machines' blocks: `order` has them sorted so that those of one block and
-    machine stand together, from `start[c]` to `start[c + 1]`; each such group crosses once."""
+    """Uses of other nodes' blocks: `order` has them sorted so that those of one block and
+    node stand together, from `start[c]` to `start[c + 1]`; each such group crosses once."""
 
     order: Int64
     start: Int64
@@ -44,7 +44,7 @@ class Crossings:
 class Routes:
     """`source` is the rank that a use gets its block from, and where its results go; `relay` is the
     use that passes it on (-1: it comes straight from the owner). `crosses` marks those that come
-    over the border of a machine."""
+    over the border of a node."""
 
     source: Int64
     relay: Int64
@@ -52,7 +52,7 @@ class Routes:
 
     @cached_property
     def straight(self) -> Bool:
-        """Which come straight from an owner in the same machine."""
+        """Which come straight from an owner in the same node."""
         inside: Bool = (self.relay < 0) & ~self.crosses
         return inside
 
@@ -63,10 +63,10 @@ class Routes:
 
 
 def find_crossings(uses: Uses, topology: Topology, *, joined: bool) -> Crossings:
-    """With `joined`, uses of one block in one machine cross together."""
-    machine = uses.rank // topology.ranks_per_machine
-    far = np.flatnonzero(machine != uses.owner // topology.ranks_per_machine)
-    keys = [key[far] for key in (uses.block, uses.head_group, uses.side, machine)]
+    """With `joined`, uses of one block in one node cross together."""
+    node = uses.rank // topology.ranks_per_node
+    far = np.flatnonzero(node != uses.owner // topology.ranks_per_node)
+    keys = [key[far] for key in (uses.block, uses.head_group, uses.side, node)]
     by = np.lexsort(keys)
     changed = np.ones(len(far), np.bool_)
     if joined and len(far):
@@ -100,7 +100,7 @@ def find_routes(uses: Uses, crossings: Crossings, phase: Int64, topology: Topolo
 def travel_seconds(
     uses: Uses, routes: Routes, num_bytes: Int64, topology: Topology
 ) -> tuple[float, float]:
-    """Seconds that `num_bytes` of each use take on the busiest port inside machines, and on the
+    """Seconds that `num_bytes` of each use take on the busiest port inside nodes, and on the
     busiest NIC."""
     size, far = num_bytes.astype(np.float64), routes.crosses
     ends = (uses.rank, routes.source)

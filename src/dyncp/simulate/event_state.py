@@ -2,9 +2,9 @@
 
 Compiled functions get few arrays this way: passing dozens cost more than the events themselves.
 
-A message passes two ports: inside a machine its source's and its target's own, between machines the
+A message passes two ports: inside a node its source's and its target's own, between nodes the
 NIC of its source and that of its target. Every port works each way on its own. With n ranks and m
-NICs in all machines the ports are numbered
+NICs in all nodes the ports are numbered
 
     0 to n     out of a rank      2n to 2n + m        out of a NIC
     n to 2n    into a rank        2n + m to 2n + 2m   into a NIC
@@ -60,7 +60,7 @@ CELL = np.dtype(
         ("last", np.int64),
     ]
 )
-# A message: whether it crosses a machine's border (1) or not (0), ends that have begun its phase,
+# A message: whether it crosses a node's border (1) or not (0), ends that have begun its phase,
 # ports passed, when its first and second port started,
 # when both are through, and who waits behind it at a port, and beside it there (-1: nobody).
 MESSAGE = np.dtype(
@@ -95,7 +95,7 @@ EVENT = np.dtype([("time", np.float64), ("key", np.int64)])
 
 class EventState(NamedTuple):
     """`cells` are [ranks, phases], `routes` [messages, 2]. `touching` lists the messages of every
-    cell; `events` is the queue. `queues` are [ranks, 2, 2]: of messages inside machines and of
+    cell; `events` is the queue. `queues` are [ranks, 2, 2]: of messages inside nodes and of
     those over borders, how many phases have begun, in the order of `Cell.queued`, and how many
     messages of begun phases have not arrived."""
 
@@ -173,26 +173,26 @@ def _messages(messages: FlowMessages, topology: Topology) -> Records:
 
 def port_bandwidths(topology: Topology) -> Float64:
     """Bytes per second of every port."""
-    own, nics = 2 * topology.num_ranks, 2 * topology.machines * topology.nics
+    own, nics = 2 * topology.num_ranks, 2 * topology.nodes * topology.nics
     return np.repeat([topology.intra.bandwidth, topology.nic_bandwidth], [own, nics])
 
 
 def is_inside(topology: Topology, source: Int64, target: Int64) -> Bool:
-    """Which messages stay inside a machine."""
-    inside: Bool = source // topology.ranks_per_machine == target // topology.ranks_per_machine
+    """Which messages stay inside a node."""
+    inside: Bool = source // topology.ranks_per_node == target // topology.ranks_per_node
     return inside
 
 
 def nic_of(topology: Topology, rank: Int64) -> Int64:
-    """The NIC of every rank, counted over all machines."""
-    machine, local = np.divmod(rank, topology.ranks_per_machine)
-    nic: Int64 = machine * topology.nics + local * topology.nics // topology.ranks_per_machine
+    """The NIC of every rank, counted over all nodes."""
+    node, local = np.divmod(rank, topology.ranks_per_node)
+    nic: Int64 = node * topology.nics + local * topology.nics // topology.ranks_per_node
     return nic
 
 
 def routes(topology: Topology, source: Int64, target: Int64) -> Int64:
     """The two ports of every message, int64[messages, 2]."""
-    n, m = topology.num_ranks, topology.machines * topology.nics
+    n, m = topology.num_ranks, topology.nodes * topology.nics
     inside = np.stack([source, n + target], axis=1)
     out_of, into = nic_of(topology, source), nic_of(topology, target)
     between = np.stack([2 * n + out_of, 2 * n + m + into], axis=1)

@@ -3,7 +3,7 @@
 A rank runs ahead until it waits for a phase that has not arrived. A message travels once both its
 ends have begun its phase. A port serves one message at a time, the smallest waiting number first;
 the head of a message goes on to the second port at once, so both work at the same time. Messages
-inside machines and over their borders do not wait for each other.
+inside nodes and over their borders do not wait for each other.
 
 Where messages slow computation down, a rank computes until an event of its own: whatever of its
 messages begins to travel meanwhile puts that off.

@@ -18,7 +18,7 @@ from dyncp.topology import Topology
 
 
 class Track(IntEnum):
-    """What can be busy on its own; `*_NETWORK` is a rank's way to other machines."""
+    """What can be busy on its own; `*_NETWORK` is a rank's way to other nodes."""
 
     COMPUTE = 0
     SEND = 1
@@ -130,7 +130,7 @@ SAME_TIME = 1e-12  # seconds
 
 
 def trace(simulated: Simulated, path: str | Path) -> None:
-    """One process per machine, one thread per rank and track (more where messages share a link).
+    """One process per node, one thread per rank and track (more where messages share a link).
     Has one layer of every mask, first forward, then backward."""
     runs = list(simulated.runs())
     topology = runs[0][1].topology
@@ -155,14 +155,14 @@ def _thread(rank: int, track: int) -> int:
 def _names(topology: Topology, rows: int) -> list[dict[str, Any]]:
     """`rows` of threads for every track."""
     events = [
-        {"ph": "M", "name": "process_name", "pid": machine, "args": {"name": f"machine {machine}"}}
-        for machine in range(topology.machines)
+        {"ph": "M", "name": "process_name", "pid": node, "args": {"name": f"node {node}"}}
+        for node in range(topology.nodes)
     ]
     for rank in range(topology.num_ranks):
         for track, row in product(Track, range(rows)):
             name = f"rank {rank} {track.name.lower().replace('_', ' ')}"
             thread = row * _num_tracks(topology) + _thread(rank, track)
-            place = {"pid": topology.machine_of(rank), "tid": thread}
+            place = {"pid": topology.node_of(rank), "tid": thread}
             events.append({"ph": "M", "name": "thread_name", **place, "args": {"name": name}})
             order = {"sort_index": _thread(rank, track) * rows + row}
             events.append({"ph": "M", "name": "thread_sort_index", **place, "args": order})
@@ -176,7 +176,7 @@ def _events(name: str, times: AttentionTimes, offset: float) -> list[dict[str, A
             "ph": "X",
             "name": timeline.label(entry),
             "cat": name,
-            "pid": topology.machine_of(int(timeline.rank[entry])),
+            "pid": topology.node_of(int(timeline.rank[entry])),
             "tid": row * _num_tracks(topology)
             + _thread(int(timeline.rank[entry]), int(timeline.track[entry])),
             "ts": (offset + float(timeline.start[entry])) * MICROSECONDS,

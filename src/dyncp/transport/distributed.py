@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dyncp.transport.transport import Buffers, TransportError
 
-# Two machines may have the same host name; Linux also has a number for each boot.
+# Two nodes may have the same host name; Linux also has a number for each boot.
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # NCCL was seen to hang on grouped calls of more than 256 sends and receives: it cuts them itself
 # then, not in the same places on all ranks (pytorch/pytorch#174288).
@@ -72,7 +72,7 @@ class Started(NamedTuple):
 
 
 class Communicator:
-    """Carries messages "inside" or "between" machines, as its `name` says.
+    """Carries messages "inside" or "between" nodes, as its `name` says.
 
     `members` are ranks of the transport, `global_ranks` the same ones in torch's numbers, `rank` is
     this process's. A grouped call has at most `operations` sends and receives.
@@ -121,7 +121,7 @@ class Communicator:
         except RuntimeError as error:
             raise TransportError(
                 f"rank {self._rank} could not start its messages of phase {phase} {self.name} "
-                f"machines, with {ranks_text({*sources, *targets})}: {error}"
+                f"nodes, with {ranks_text({*sources, *targets})}: {error}"
             ) from error
         if len(works) < len(ops):  # NCCL: one work for the whole call
             return [Started(work, sources, targets) for work in works]
@@ -194,36 +194,36 @@ class GroupedChannel:
 
 
 def here() -> str:
-    """This machine, in a word that no other one has. A container counts as a machine of its own."""
+    """This machine, in a word that no other one has. A container counts as a node of its own."""
     boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
     return f"{socket.gethostname()} {boot}"
 
 
-def settings_word(ranks_per_machine: int | None, grouped_operations: int, machine: str) -> bytes:
-    """What a rank tells the others: 16 bytes of settings, 16 that stand for its machine."""
-    place = hashlib.sha256(machine.encode()).digest()[:16]
-    return struct.pack("<qq", ranks_per_machine or 0, grouped_operations) + place
+def settings_word(ranks_per_node: int | None, grouped_operations: int, node: str) -> bytes:
+    """What a rank tells the others: 16 bytes of settings, 16 that stand for its node."""
+    place = hashlib.sha256(node.encode()).digest()[:16]
+    return struct.pack("<qq", ranks_per_node or 0, grouped_operations) + place
 
 
-def read_machines(words: Sequence[bytes]) -> tuple[int, ...]:
-    """The machine of every rank, numbered in the order of their first ranks."""
+def read_nodes(words: Sequence[bytes]) -> tuple[int, ...]:
+    """The node of every rank, numbered in the order of their first ranks."""
     odd = [rank for rank, word in enumerate(words) if word[:16] != words[0][:16]]
     if odd:
         raise ValueError(
             f"rank {odd[0]} has {_settings(words[odd[0]])}, rank 0 has {_settings(words[0])}: "
             "give all ranks the same"
         )
-    per_machine, _ = struct.unpack("<qq", words[0][:16])
-    if per_machine:
-        return tuple(rank // per_machine for rank in range(len(words)))
+    per_node, _ = struct.unpack("<qq", words[0][:16])
+    if per_node:
+        return tuple(rank // per_node for rank in range(len(words)))
     places = [word[16:] for word in words]
     number = {place: i for i, place in enumerate(dict.fromkeys(places))}
     return tuple(number[place] for place in places)
 
 
 def _settings(word: bytes) -> str:
-    per_machine, operations = struct.unpack("<qq", word[:16])
-    return f"ranks_per_machine={per_machine or None}, grouped_operations={operations}"
+    per_node, operations = struct.unpack("<qq", word[:16])
+    return f"ranks_per_node={per_node or None}, grouped_operations={operations}"
 
 
 # Process groups of closed transports, kept for the next one over the same ranks, by world, backend,
@@ -269,10 +269,10 @@ class Distributed:
 
     Opens groups of its own over the same ranks, so that its messages never mix with the model's:
     gloo to agree on plans, and for messages gloo on the CPU and NCCL on GPUs: one group inside each
-    machine and one between machines, so that neither waits for the other. All ranks of the group
+    node and one between nodes, so that neither waits for the other. All ranks of the group
     must create it together, in the same order, with the same settings.
 
-    Ranks are on one machine if they run on the same host; with `ranks_per_machine`, that many
+    Ranks are on one node if they run on the same host; with `ranks_per_node`, that many
     consecutive ranks are instead. `grouped_operations` bounds the sends and receives that are
     started in one grouped call. `communicators` are in the order in which messages are started.
     """
@@ -283,7 +283,7 @@ class Distributed:
         timeout: float = 600.0,
         device: torch.device | None = None,
         *,
-        ranks_per_machine: int | None = None,
+        ranks_per_node: int | None = None,
         grouped_operations: int = GROUPED_OPERATIONS,
     ) -> None:
         if not dist.is_initialized():
@@ -292,7 +292,7 @@ class Distributed:
                 "first, or leave group=None to run on one rank"
             )
         members = _members_of(group)
-        _check(len(members), ranks_per_machine, grouped_operations)
+        _check(len(members), ranks_per_node, grouped_operations)
         self.timeout = timedelta(seconds=timeout)
         self.num_ranks = len(members)
         self.ranks = (members.index(dist.get_rank()),)
@@ -305,19 +305,19 @@ class Distributed:
         self._opened: list[tuple[Any, str, list[int]]] = []
         self._unfinished = 0  # calls that began and have not ended well
         self._group = self._open_group("gloo", members)
-        word = settings_word(ranks_per_machine, grouped_operations, here())
-        self.machines = read_machines(self._every_word(word, "opening their groups", "get there"))
+        word = settings_word(ranks_per_node, grouped_operations, here())
+        self.nodes = read_nodes(self._every_word(word, "opening their groups", "get there"))
         self.communicators = self._open_communicators()
 
     def _open_communicators(self) -> tuple[Communicator, ...]:
-        """Only those that some pair of ranks needs; the one between machines comes last."""
-        own, everyone = self.machines[self.ranks[0]], range(self.num_ranks)
-        sizes = [self.machines.count(machine) for machine in set(self.machines)]
+        """Only those that some pair of ranks needs; the one between nodes comes last."""
+        own, everyone = self.nodes[self.ranks[0]], range(self.num_ranks)
+        sizes = [self.nodes.count(node) for node in set(self.nodes)]
         opened = []
-        # A rank that is alone on its machine opens the group as well: torch may split it off the
+        # A rank that is alone on its node opens the group as well: torch may split it off the
         # communicator of the world, which all ranks have to do together.
         if max(sizes) > 1:
-            inside = [rank for rank in everyone if self.machines[rank] == own]
+            inside = [rank for rank in everyone if self.nodes[rank] == own]
             opened.append(self._open_communicator("inside", inside))
         if len(sizes) > 1:
             opened.append(self._open_communicator("between", list(everyone)))
@@ -415,7 +415,7 @@ class Distributed:
         self._unfinished -= 1
 
     def start(self, phase: int, sends: Buffers, receives: Buffers, call: int = 0) -> list[Started]:
-        """Starts the messages of a phase on the current stream: those inside machines, then those
+        """Starts the messages of a phase on the current stream: those inside nodes, then those
         between them. All ranks make their grouped calls in this order."""
         self.bytes_sent += sum(message.nbytes for message in sends.values())
         started: list[Started] = []
@@ -434,8 +434,8 @@ class Distributed:
         """Those that go over this communicator."""
         if len(self.communicators) == 1:
             return messages
-        machine, inside = self.machines[self.ranks[0]], communicator.name == "inside"
-        chosen = [peer for peer in messages if (self.machines[peer] == machine) is inside]
+        node, inside = self.nodes[self.ranks[0]], communicator.name == "inside"
+        chosen = [peer for peer in messages if (self.nodes[peer] == node) is inside]
         return {peer: messages[peer] for peer in chosen}
 
 
@@ -463,10 +463,10 @@ def _members_of(group: Any) -> list[int]:
     return members
 
 
-def _check(num_ranks: int, ranks_per_machine: int | None, grouped_operations: int) -> None:
-    if ranks_per_machine is not None and (ranks_per_machine < 1 or num_ranks % ranks_per_machine):
+def _check(num_ranks: int, ranks_per_node: int | None, grouped_operations: int) -> None:
+    if ranks_per_node is not None and (ranks_per_node < 1 or num_ranks % ranks_per_node):
         raise ValueError(
-            f"ranks_per_machine is {ranks_per_machine}, and the group has {num_ranks} ranks; give "
+            f"ranks_per_node is {ranks_per_node}, and the group has {num_ranks} ranks; give "
             "a divisor of these, or leave it out to go by hosts"
         )
     if grouped_operations < 2:

@@ -90,7 +90,7 @@ def _loss_of_tile(state: State, t: int, s: int, weight: float) -> float:
     loss = weight * _over(state.load, state.caps[0], r, s, state.work[t])
     for i in range(2):
         loss -= pin_gain(
-            state.pins, state.on_machine, state.machine, state.size, state.extra,
+            state.pins, state.on_node, state.node, state.size, state.extra,
             state.edges[t, i], 1, r, s,
         )  # fmt: skip
     return loss
@@ -113,13 +113,13 @@ def _try_group(state: State, t: int, x: int, enough: float, weight: float, tiles
     s = _near_edge(state, edges[t, (x >> 7) & 1], x)
     if r == s:
         return 0
-    pins, on_machine, machine = state.pins, state.on_machine, state.machine
+    pins, on_node, node = state.pins, state.on_node, state.node
     size, extra = state.size, state.extra
     n = list_group(state.start, state.members, state.tile_rank, e, r, tiles)
-    loss, moved = -pin_gain(pins, on_machine, machine, size, extra, e, n, r, s), 0.0
+    loss, moved = -pin_gain(pins, on_node, node, size, extra, e, n, r, s), 0.0
     for i in range(n):
         f = edges[tiles[i], 1 - side]
-        loss -= pin_gain(pins, on_machine, machine, size, extra, f, 1, r, s)
+        loss -= pin_gain(pins, on_node, node, size, extra, f, 1, r, s)
         moved += state.work[tiles[i]]
     loss += weight * _over(state.load, state.caps[0], r, s, moved)
     if loss > enough:
@@ -134,7 +134,7 @@ def _loss_of_block(state: State, b: int, s: int, weight: float) -> float:
     r = state.block_rank[b]
     loss = weight * _over(state.held, state.caps[1], r, s, state.tokens[b])
     return loss - block_gain(
-        state.pins, state.on_machine, state.machine, state.size, state.extra, state.groups,
+        state.pins, state.on_node, state.node, state.size, state.extra, state.groups,
         len(state.block_rank), b, r, s,
     )  # fmt: skip
 

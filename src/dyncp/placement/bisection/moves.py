@@ -3,8 +3,8 @@
 With G head groups and B blocks, hyperedge b G + g is the query side of head group g of block b, and
 (B + b) G + g its key side; the pins of an edge are its tiles and, with one pin, the block's owner.
 An edge costs its size for every rank that it touches but one, and `extra` times its size for every
-machine but one: what crosses a border crosses it once and is passed on inside. So moving a pin
-gains where it leaves a rank (or machine) without pins, and loses where it comes to one that had
+node but one: what crosses a border crosses it once and is passed on inside. So moving a pin
+gains where it leaves a rank (or node) without pins, and loses where it comes to one that had
 none.
 """
 
@@ -24,8 +24,8 @@ class State(NamedTuple):
     start: Int64  # [edges + 1] into members
     members: Int64  # tiles of each edge
     size: Float64  # [edges] bytes per further rank
-    machine: Int64  # [ranks]
-    extra: float  # price of a byte between machines, less 1
+    node: Int64  # [ranks]
+    extra: float  # price of a byte between nodes, less 1
     groups: int
     work: Float64  # [tiles]
     tokens: Float64  # [blocks]
@@ -34,7 +34,7 @@ class State(NamedTuple):
     tile_rank: Int64  # [tiles]
     block_rank: Int64  # [blocks]
     pins: Int32  # [edges, ranks] how many pins each edge has on each rank
-    on_machine: Int32  # [edges, machines] the same by machine
+    on_node: Int32  # [edges, nodes] the same by node
     load: Float64  # [ranks] work
     held: Float64  # [ranks] tokens
 
@@ -42,42 +42,42 @@ class State(NamedTuple):
 @compiled
 def count_pins(state: State) -> float:
     """Fills pins, load and held from the ranks of tiles and blocks; returns the cost."""
-    pins, on_machine, machine = state.pins, state.on_machine, state.machine
+    pins, on_node, node = state.pins, state.on_node, state.node
     edges, tile_rank, block_rank = state.edges, state.tile_rank, state.block_rank
     blocks, groups, size = len(block_rank), state.groups, state.size
     for e in range(len(size)):
-        for r in range(len(machine)):
+        for r in range(len(node)):
             pins[e, r] = 0
-        for m in range(on_machine.shape[1]):
-            on_machine[e, m] = 0
-    for r in range(len(machine)):
+        for m in range(on_node.shape[1]):
+            on_node[e, m] = 0
+    for r in range(len(node)):
         state.load[r] = state.held[r] = 0.0
     for t in range(len(tile_rank)):
         r = tile_rank[t]
         state.load[r] += state.work[t]
         for i in range(2):
             pins[edges[t, i], r] += 1
-            on_machine[edges[t, i], machine[r]] += 1
+            on_node[edges[t, i], node[r]] += 1
     for b in range(blocks):
         r = block_rank[b]
         state.held[r] += state.tokens[b]
         for i in range(2 * groups):
             e = _owned_edge(b, i, groups, blocks)
             pins[e, r] += 1
-            on_machine[e, machine[r]] += 1
-    return total_cost(pins, on_machine, size, state.extra)
+            on_node[e, node[r]] += 1
+    return total_cost(pins, on_node, size, state.extra)
 
 
 @compiled
-def total_cost(pins: Int32, on_machine: Int32, size: Float64, extra: float) -> float:
+def total_cost(pins: Int32, on_node: Int32, size: Float64, extra: float) -> float:
     total = 0.0
     for e in range(len(size)):
-        ranks, machines = -1, -1
+        ranks, nodes = -1, -1
         for r in range(pins.shape[1]):
             ranks += 1 if pins[e, r] > 0 else 0
-        for m in range(on_machine.shape[1]):
-            machines += 1 if on_machine[e, m] > 0 else 0
-        total += float(size[e] * (ranks + extra * machines))
+        for m in range(on_node.shape[1]):
+            nodes += 1 if on_node[e, m] > 0 else 0
+        total += float(size[e] * (ranks + extra * nodes))
     return total
 
 
@@ -92,8 +92,8 @@ def _owned_edge(b: int, i: int, groups: int, blocks: int) -> int:
 @inner
 def pin_gain(
     pins: Int32,
-    on_machine: Int32,
-    machine: Int64,
+    on_node: Int32,
+    node: Int64,
     size: Float64,
     extra: float,
     e: int,
@@ -107,29 +107,27 @@ def pin_gain(
         factor += 1.0
     if pins[e, s] == 0:
         factor -= 1.0
-    if extra > 0 and machine[r] != machine[s]:
-        if on_machine[e, machine[r]] == n:
+    if extra > 0 and node[r] != node[s]:
+        if on_node[e, node[r]] == n:
             factor += extra
-        if on_machine[e, machine[s]] == 0:
+        if on_node[e, node[s]] == 0:
             factor -= extra
     return float(size[e] * factor)
 
 
 @inner
-def move_pins(
-    pins: Int32, on_machine: Int32, machine: Int64, e: int, n: int, r: int, s: int
-) -> None:
+def move_pins(pins: Int32, on_node: Int32, node: Int64, e: int, n: int, r: int, s: int) -> None:
     pins[e, r] -= n
     pins[e, s] += n
-    on_machine[e, machine[r]] -= n
-    on_machine[e, machine[s]] += n
+    on_node[e, node[r]] -= n
+    on_node[e, node[s]] += n
 
 
 @inner
 def move_tile(
     pins: Int32,
-    on_machine: Int32,
-    machine: Int64,
+    on_node: Int32,
+    node: Int64,
     edges: Int64,
     work: Float64,
     load: Float64,
@@ -139,7 +137,7 @@ def move_tile(
 ) -> None:
     r = tile_rank[t]
     for i in range(2):
-        move_pins(pins, on_machine, machine, edges[t, i], 1, r, s)
+        move_pins(pins, on_node, node, edges[t, i], 1, r, s)
     load[r] -= work[t]
     load[s] += work[t]
     tile_rank[t] = s
@@ -148,8 +146,8 @@ def move_tile(
 @inner
 def move_block(
     pins: Int32,
-    on_machine: Int32,
-    machine: Int64,
+    on_node: Int32,
+    node: Int64,
     groups: int,
     tokens: Float64,
     held: Float64,
@@ -160,7 +158,7 @@ def move_block(
     r = block_rank[b]
     for i in range(2 * groups):
         e = _owned_edge(b, i, groups, len(block_rank))
-        move_pins(pins, on_machine, machine, e, 1, r, s)
+        move_pins(pins, on_node, node, e, 1, r, s)
     held[r] -= tokens[b]
     held[s] += tokens[b]
     block_rank[b] = s
@@ -170,7 +168,7 @@ def move_block(
 def put_tile(state: State, t: int, s: int) -> None:
     """`move_tile` where speed does not matter."""
     move_tile(
-        state.pins, state.on_machine, state.machine, state.edges, state.work, state.load,
+        state.pins, state.on_node, state.node, state.edges, state.work, state.load,
         state.tile_rank, t, s,
     )  # fmt: skip
 
@@ -179,7 +177,7 @@ def put_tile(state: State, t: int, s: int) -> None:
 def put_block(state: State, b: int, s: int) -> None:
     """`move_block` where speed does not matter."""
     move_block(
-        state.pins, state.on_machine, state.machine, state.groups, state.tokens, state.held,
+        state.pins, state.on_node, state.node, state.groups, state.tokens, state.held,
         state.block_rank, b, s,
     )  # fmt: skip
 
@@ -187,8 +185,8 @@ def put_block(state: State, b: int, s: int) -> None:
 @inner
 def block_gain(
     pins: Int32,
-    on_machine: Int32,
-    machine: Int64,
+    on_node: Int32,
+    node: Int64,
     size: Float64,
     extra: float,
     groups: int,
@@ -201,7 +199,7 @@ def block_gain(
     gain = 0.0
     for i in range(2 * groups):
         e = _owned_edge(b, i, groups, blocks)
-        gain += pin_gain(pins, on_machine, machine, size, extra, e, 1, r, s)
+        gain += pin_gain(pins, on_node, node, size, extra, e, 1, r, s)
     return gain
 
 
@@ -230,8 +228,8 @@ def list_edges(edges: Int64, work: Float64, tiles: Int64, n: int, e: int, group:
 @inner
 def best_move(
     pins: Int32,
-    on_machine: Int32,
-    machine: Int64,
+    on_node: Int32,
+    node: Int64,
     size: Float64,
     extra: float,
     load: Float64,
@@ -253,12 +251,12 @@ def best_move(
     for s in range(len(load)):
         if s == r or load[s] > most:
             continue
-        gain = pin_gain(pins, on_machine, machine, size, extra, e, n, r, s)
+        gain = pin_gain(pins, on_node, node, size, extra, e, n, r, s)
         left = freed  # the most that others can still gain
         for i in range(1, n + 1):
             if gain + left < best:
                 break
-            gain += pin_gain(pins, on_machine, machine, size, extra, group[i], 1, r, s)
+            gain += pin_gain(pins, on_node, node, size, extra, group[i], 1, r, s)
             if pins[group[i], r] == 1:
                 left -= (1.0 + extra) * size[group[i]]
         if gain > best or (gain == best and best_s >= 0 and load[s] < load[best_s]):

@@ -84,7 +84,7 @@ def _list_candidates(state: State, r: int, what: Int64) -> int:
 def _score(state: State, r: int, what: int, tiles: Int64) -> tuple[float, int, int]:
     """Loss per unit of load that a tile or group takes off rank r, where to, and how many tiles it
     has, written to tiles[0]."""
-    pins, on_machine, machine, load = state.pins, state.on_machine, state.machine, state.load
+    pins, on_node, node, load = state.pins, state.on_node, state.node, state.load
     size, extra, edges, cap = state.size, state.extra, state.edges, state.caps[0]
     if what >= 0:
         e, n, tiles[0, 0] = edges[what, 0], 1, what
@@ -97,9 +97,7 @@ def _score(state: State, r: int, what: int, tiles: Int64) -> tuple[float, int, i
             return 0.0, -1, 0
     moved = list_edges(edges, state.work, tiles[0], n, e, tiles[1])
     group = tiles[1, : n + 1]
-    gain, to = best_move(
-        pins, on_machine, machine, size, extra, load, group, r, cap - moved, -1e300
-    )
+    gain, to = best_move(pins, on_node, node, size, extra, load, group, r, cap - moved, -1e300)
     useful = min(moved, load[r] - cap)
     return (1.0 - gain) / max(useful, 1e-300), to, n
 
@@ -109,7 +107,7 @@ def repair_tokens(state: State, max_moves: int) -> None:
     """Moves token blocks off ranks that hold too many tokens; where no rank has room for a whole
     block, swaps a larger for a smaller one."""
     held, tokens, cap, block_rank = state.held, state.tokens, state.caps[1], state.block_rank
-    pins, on_machine, machine = state.pins, state.on_machine, state.machine
+    pins, on_node, node = state.pins, state.on_node, state.node
     size, extra, groups, blocks = state.size, state.extra, state.groups, len(block_rank)
     for _ in range(max_moves):
         r = 0
@@ -125,7 +123,7 @@ def repair_tokens(state: State, max_moves: int) -> None:
             for s in range(len(held)):
                 if s == r or held[s] + tokens[b] > cap:
                     continue
-                gain = block_gain(pins, on_machine, machine, size, extra, groups, blocks, b, r, s)
+                gain = block_gain(pins, on_node, node, size, extra, groups, blocks, b, r, s)
                 score = (1.0 - gain) / min(tokens[b], over)
                 if score < best:
                     best, best_b, best_s = score, b, s
@@ -143,7 +141,7 @@ def repair_tokens(state: State, max_moves: int) -> None:
 def _swap_down(state: State, r: int, over: float) -> tuple[int, int]:
     """The block of rank r and the smaller one of another rank that are swapped at the least loss
     per token."""
-    pins, on_machine, machine = state.pins, state.on_machine, state.machine
+    pins, on_node, node = state.pins, state.on_node, state.node
     size, extra, groups, block_rank = state.size, state.extra, state.groups, state.block_rank
     tokens, blocks = state.tokens, len(block_rank)
     best, best_b, best_c = 1e300, -1, -1
@@ -154,8 +152,8 @@ def _swap_down(state: State, r: int, over: float) -> tuple[int, int]:
             s, less = block_rank[c], tokens[b] - tokens[c]
             if s == r or less <= 0 or state.held[s] + less > state.caps[1]:
                 continue
-            gain = block_gain(pins, on_machine, machine, size, extra, groups, blocks, b, r, s)
-            gain += block_gain(pins, on_machine, machine, size, extra, groups, blocks, c, s, r)
+            gain = block_gain(pins, on_node, node, size, extra, groups, blocks, b, r, s)
+            gain += block_gain(pins, on_node, node, size, extra, groups, blocks, c, s, r)
             score = (1.0 - gain) / min(less, over)
             if score < best:
                 best, best_b, best_c = score, b, c
@@ -180,7 +178,7 @@ def improve(state: State, max_passes: int) -> None:
 @inner
 def _improve_tiles(state: State) -> float:
     """Each tile goes to the rank of greatest positive gain that has room."""
-    pins, on_machine, machine, load = state.pins, state.on_machine, state.machine, state.load
+    pins, on_node, node, load = state.pins, state.on_node, state.node, state.load
     size, extra, edges, tile_rank = state.size, state.extra, state.edges, state.tile_rank
     total, work, cap, group = 0.0, state.work, state.caps[0], np.empty(2, np.int64)
     for t in range(len(tile_rank)):
@@ -189,10 +187,10 @@ def _improve_tiles(state: State) -> float:
             continue  # leaving frees nothing
         group[0], group[1] = q, k
         gain, to = best_move(
-            pins, on_machine, machine, size, extra, load, group, r, cap - work[t], EPSILON
+            pins, on_node, node, size, extra, load, group, r, cap - work[t], EPSILON
         )
         if to >= 0:
-            move_tile(pins, on_machine, machine, edges, work, load, tile_rank, t, to)
+            move_tile(pins, on_node, node, edges, work, load, tile_rank, t, to)
             total += gain
     return total
 
@@ -200,7 +198,7 @@ def _improve_tiles(state: State) -> float:
 @inner
 def _improve_groups(state: State, tiles: Int64) -> float:
     """All tiles of an edge on a rank move together where that gains."""
-    pins, on_machine, machine, load = state.pins, state.on_machine, state.machine, state.load
+    pins, on_node, node, load = state.pins, state.on_node, state.node, state.load
     size, extra, edges, tile_rank = state.size, state.extra, state.edges, state.tile_rank
     start, members, work, cap = state.start, state.members, state.work, state.caps[0]
     total = 0.0
@@ -211,13 +209,11 @@ def _improve_groups(state: State, tiles: Int64) -> float:
                 continue
             most = cap - list_edges(edges, work, tiles[0], n, e, tiles[1])
             group = tiles[1, : n + 1]
-            gain, to = best_move(
-                pins, on_machine, machine, size, extra, load, group, r, most, EPSILON
-            )
+            gain, to = best_move(pins, on_node, node, size, extra, load, group, r, most, EPSILON)
             if to >= 0:
                 for i in range(n):
                     t = tiles[0, i]
-                    move_tile(pins, on_machine, machine, edges, work, load, tile_rank, t, to)
+                    move_tile(pins, on_node, node, edges, work, load, tile_rank, t, to)
                 total += gain
     return total
 
@@ -225,7 +221,7 @@ def _improve_groups(state: State, tiles: Int64) -> float:
 @inner
 def _improve_blocks(state: State) -> float:
     """Each block goes to the owner of greatest gain, in a swap where there is no room."""
-    pins, on_machine, machine = state.pins, state.on_machine, state.machine
+    pins, on_node, node = state.pins, state.on_node, state.node
     size, extra, groups, block_rank = state.size, state.extra, state.groups, state.block_rank
     tokens, held, blocks = state.tokens, state.held, len(block_rank)
     total = 0.0
@@ -235,7 +231,7 @@ def _improve_blocks(state: State) -> float:
         for s in range(len(held)):
             if s == r:
                 continue
-            gain = block_gain(pins, on_machine, machine, size, extra, groups, blocks, b, r, s)
+            gain = block_gain(pins, on_node, node, size, extra, groups, blocks, b, r, s)
             if gain <= best:
                 continue
             if held[s] + tokens[b] <= state.caps[1]:
@@ -245,9 +241,7 @@ def _improve_blocks(state: State) -> float:
                 more = tokens[b] - tokens[c]
                 if block_rank[c] != s or max(held[s] + more, held[r] - more) > state.caps[1]:
                     continue
-                both = gain + block_gain(
-                    pins, on_machine, machine, size, extra, groups, blocks, c, s, r
-                )
+                both = gain + block_gain(pins, on_node, node, size, extra, groups, blocks, c, s, r)
                 if both > best:
                     best, best_s, best_back = both, s, c
         if best_s >= 0:
@@ -264,7 +258,7 @@ MAX_PASSES = 3
 REPAIR_FACTOR = 2.0
 # While annealing, load beyond a cap costs this many times the bytes of a rank.
 OVERLOAD = 3.0
-CHANGING = ("tile_rank", "block_rank", "pins", "on_machine", "load", "held")
+CHANGING = ("tile_rank", "block_rank", "pins", "on_node", "load", "held")
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,9 +277,9 @@ class Pins:
 
 @dataclass(frozen=True, eq=False)
 class Links:
-    """The machine of every rank, and what a byte between machines costs beside one inside."""
+    """The node of every rank, and what a byte between nodes costs beside one inside."""
 
-    machine: Int64
+    node: Int64
     price: float
 
 
@@ -298,10 +292,10 @@ class Solution:
 
 
 def inter_price(topology: Topology) -> float:
-    """How much longer a byte takes between machines than inside one."""
-    if topology.machines == 1:
+    """How much longer a byte takes between nodes than inside one."""
+    if topology.nodes == 1:
         return 1.0
-    nic_share = topology.inter.bandwidth / topology.ranks_per_machine
+    nic_share = topology.inter.bandwidth / topology.ranks_per_node
     return max(1.0, topology.intra.bandwidth / nic_share)
 
 
@@ -328,14 +322,14 @@ def start_from(
     pins: Pins, problem: Problem, cell_rank: Int32, caps: Float64, links: Links
 ) -> Solution:
     """A bisected placement before repair; its cost estimates what repair will add."""
-    ranks = len(links.machine)
+    ranks = len(links.node)
     edges = len(pins.size)
     state = State(
         edges=pins.edges,
         start=pins.start,
         members=pins.members,
         size=pins.size,
-        machine=links.machine,
+        node=links.node,
         extra=links.price - 1.0,
         groups=problem.num_groups,
         work=pins.work,
@@ -345,7 +339,7 @@ def start_from(
         tile_rank=cell_rank[:, pins.cells.cell].ravel().astype(np.int64),
         block_rank=_owners(problem, cell_rank[:, pins.diagonal], ranks),
         pins=np.empty((edges, ranks), np.int32),
-        on_machine=np.empty((edges, int(links.machine[-1]) + 1), np.int32),
+        on_node=np.empty((edges, int(links.node[-1]) + 1), np.int32),
         load=np.empty(ranks),
         held=np.empty(ranks),
     )
@@ -389,7 +383,7 @@ def anneal_solution(solution: Solution, annealing: Annealing, seed: int) -> Solu
 
 
 def cost_of(state: State) -> float:
-    cost = total_cost(state.pins, state.on_machine, state.size, state.extra)
+    cost = total_cost(state.pins, state.on_node, state.size, state.extra)
     over = [state.load.max() / state.caps[0], state.held.max() / state.caps[1]]
     missed = sum(max(0.0, float(share) - 1 - 1e-9) for share in over)
     return float(cost + missed * 1e6 * state.size.sum())

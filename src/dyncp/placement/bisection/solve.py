@@ -102,8 +102,8 @@ def _make_task(graph: BlockGraph, topology: Topology, limits: Limits, priced: bo
     problem, ranks = make_problem(graph), topology.num_ranks
     # A batch may have no pairs at all; a mean of 0 would be no unit to measure shares with.
     mean = np.maximum([problem.work.sum() / ranks, problem.tokens.sum() / ranks], 1e-9)
-    machine = np.arange(ranks) // topology.ranks_per_machine
-    links = Links(machine, inter_price(topology) if priced else 1.0)
+    node = np.arange(ranks) // topology.ranks_per_node
+    links = Links(node, inter_price(topology) if priced else 1.0)
     order = topology if priced else Topology(1, ranks)
     return Task(problem, make_pins(problem), order, mean, limits.tolerances, links)
 

@@ -192,7 +192,7 @@ def write_ranks(problem: Problem, parts: Parts, rank_of_node: Int32, cell_rank: 
 NO_NOISE = np.ones(1)
 
 
-# Recursive bisection along the topology: machines first, then the ranks of a machine.
+# Recursive bisection along the topology: nodes first, then the ranks of a node.
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,8 +218,8 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How to split: `rows_only` never cuts between columns; `peel` splits machines off one by one
-    instead of by halves; `left` is the share of a machine's ranks that come first in a split;
+    """How to split: `rows_only` never cuts between columns; `peel` splits nodes off one by one
+    instead of by halves; `left` is the share of a node's ranks that come first in a split;
     `sizes` of the band are tried when others level a cut sequence. Row cuts count `row_bias` per
     byte, and noise makes another result likely where many cuts are about as good."""
 
@@ -298,10 +298,10 @@ def split_rows(
 def halve(
     topology: Topology, *, peel: bool = False, left: float = 0.5
 ) -> tuple[Topology, Topology]:
-    """Two parts of about equal size: 3 machines give 1 and 2, one machine of 8 ranks 4 and 4."""
-    machines, ranks = topology.machines, topology.ranks_per_machine
-    if machines > 1:
-        first = 1 if peel else machines // 2
-        return Topology(first, ranks), Topology(machines - first, ranks)
+    """Two parts of about equal size: 3 nodes give 1 and 2, one node of 8 ranks 4 and 4."""
+    nodes, ranks = topology.nodes, topology.ranks_per_node
+    if nodes > 1:
+        first = 1 if peel else nodes // 2
+        return Topology(first, ranks), Topology(nodes - first, ranks)
     first = max(1, int(ranks * left))
     return Topology(1, first), Topology(1, ranks - first)

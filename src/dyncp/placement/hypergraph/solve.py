@@ -18,7 +18,7 @@ from dyncp.topology import Topology
 LEAST_IMBALANCE, MOST_IMBALANCE = 0.01, 1.0
 
 
-# Splits a hypergraph along the topology: between the machines, then between each one's ranks.
+# Splits a hypergraph along the topology: between the nodes, then between each one's ranks.
 
 
 def split_along(
@@ -27,15 +27,15 @@ def split_along(
     """The rank of every vertex. The library has no seed in its deterministic preset, so the seed
     chooses the order in which it sees the vertices.
 
-    Machines get half of the tolerance: on 18 batches with links alike, 0.05 and then 0.1 moved 3 %
+    Nodes get half of the tolerance: on 18 batches with links alike, 0.05 and then 0.1 moved 3 %
     fewer bytes than 0.05 twice, and 6 % fewer than 0.01 and 0.03.
     """
     order = np.random.default_rng(seed).permutation(len(hypergraph.vertex_weight))
     shuffled = hypergraph.restrict(order)
-    machine = _split(shuffled, topology.machines, tolerance / 2, timeout)
+    node = _split(shuffled, topology.nodes, tolerance / 2, timeout)
     shuffled_rank = np.zeros(len(order), np.int64)
-    for m in range(topology.machines):
-        own, ranks = np.flatnonzero(machine == m), topology.ranks_per_machine
+    for m in range(topology.nodes):
+        own, ranks = np.flatnonzero(node == m), topology.ranks_per_node
         part = _split(shuffled.restrict(own), ranks, tolerance, timeout)
         shuffled_rank[own] = m * ranks + part
     rank = np.zeros_like(shuffled_rank)
@@ -97,8 +97,8 @@ class Finisher:
         self._vertex = tiles.vertices(len(blocks))
         load = np.array([self._problem.work.sum(), self._problem.tokens.sum()])
         self._caps = np.maximum(load / ranks, 1e-9) * (1 + tolerance)
-        machine = np.arange(ranks) // topology.ranks_per_machine
-        self._links = Links(machine, inter_price(topology))
+        node = np.arange(ranks) // topology.ranks_per_node
+        self._links = Links(node, inter_price(topology))
 
     def finish(self, vertex_rank: Int64) -> Finished:
         tile_rank, block_rank = vertex_rank[self._vertex], vertex_rank[: len(self._diagonal)]
@@ -122,7 +122,7 @@ class Finisher:
         return Finished(solution.state.block_rank, tiles, solution.cost)
 
     def _meets_limits(self, finished: Finished) -> bool:
-        ranks = len(self._links.machine)
+        ranks = len(self._links.node)
         work = np.bincount(finished.tile_rank, self._problem.work[self._cell], ranks)
         tokens = np.bincount(finished.block_rank, self._problem.tokens, ranks)
         return bool((np.array([work.max(), tokens.max()]) <= self._caps * (1 + 1e-9)).all())

@@ -1,7 +1,7 @@
 """Levels blocks between ranks: moves and swaps off overfull ranks.
 
 A block takes its tiles with it, so a move changes the work and the tokens of two ranks, and which
-ranks need which data: every rank that needs an edge gets it once, and every machine gets it over
+ranks need which data: every rank that needs an edge gets it once, and every node gets it over
 its border once.
 """
 
@@ -71,7 +71,7 @@ def find_needs(problem: Problem, homes: Homes) -> Needs:
 
 
 _EPSILON = 1e-9
-# Ranks of other machines that an overfull rank may give to: those with most room.
+# Ranks of other nodes that an overfull rank may give to: those with most room.
 OUTSIDERS = 4
 # Of all moves and swaps, those that relieve most are priced.
 PRICED = 16
@@ -87,13 +87,13 @@ class Rows(NamedTuple):
     edges: Int64
     size: Float64  # [edges] bytes per rank that gets them
     load: Float64  # [blocks, 2] work and tokens
-    border: float  # what a byte over a machine's border costs on top
-    per_machine: int  # ranks of a machine
+    border: float  # what a byte over a node's border costs on top
+    per_node: int  # ranks of a node
     aim: Float64
     limit: Float64
     rank: Int64  # [blocks]
     users: Int32  # [edges, ranks] blocks that need the edge there, and its owner
-    inside: Int32  # [edges, machines] the same per machine
+    inside: Int32  # [edges, nodes] the same per node
     used: Float64  # [ranks, 2] work and tokens
 
 
@@ -108,12 +108,12 @@ def make_rows(
         size=needs.size,
         load=np.stack([needs.work, problem.tokens], axis=1),
         border=_border(topology),
-        per_machine=topology.ranks_per_machine,
+        per_node=topology.ranks_per_node,
         aim=limit.copy(),
         limit=limit,
         rank=rank,
         users=np.zeros((edges, ranks), np.int32),
-        inside=np.zeros((edges, topology.machines), np.int32),
+        inside=np.zeros((edges, topology.nodes), np.int32),
         used=np.zeros((ranks, 2)),
     )
     count_users(rows)
@@ -121,9 +121,9 @@ def make_rows(
 
 
 def _border(topology: Topology) -> float:
-    if topology.machines == 1:
+    if topology.nodes == 1:
         return 0.0
-    return topology.intra.bandwidth * topology.ranks_per_machine / topology.inter.bandwidth
+    return topology.intra.bandwidth * topology.ranks_per_node / topology.inter.bandwidth
 
 
 @compiled
@@ -134,7 +134,7 @@ def count_users(rows: Rows) -> None:
         rows.used[r, 0] += rows.load[b, 0]
         rows.used[r, 1] += rows.load[b, 1]
         _shift(rows.start, rows.edges, rows.users, b, -1, r)
-        _shift(rows.start, rows.edges, rows.inside, b, -1, r // rows.per_machine)
+        _shift(rows.start, rows.edges, rows.inside, b, -1, r // rows.per_node)
 
 
 @inner
@@ -152,7 +152,7 @@ def _shift(start: Int64, edges: Int64, counts: Int32, b: int, r: int, s: int) ->
 def _change(
     start: Int64, edges: Int64, size: Float64, counts: Int32, b: int, r: int, s: int
 ) -> float:
-    """Bytes more when block b moves from place r to place s (ranks, or machines)."""
+    """Bytes more when block b moves from place r to place s (ranks, or nodes)."""
     blocks, change = len(start) - 1, 0.0
     for i in range(start[b] - 2, start[b + 1]):
         # Its own two edges come with it.
@@ -167,7 +167,7 @@ def _change(
 @inner
 def _cost(rows: Rows, b: int, r: int, s: int) -> float:
     change = _change(rows.start, rows.edges, rows.size, rows.users, b, r, s)
-    m, n = r // rows.per_machine, s // rows.per_machine
+    m, n = r // rows.per_node, s // rows.per_node
     if m != n:
         change += rows.border * _change(rows.start, rows.edges, rows.size, rows.inside, b, m, n)
     return change
@@ -180,7 +180,7 @@ def _move(rows: Rows, b: int, s: int) -> None:
         rows.used[r, what] -= rows.load[b, what]
         rows.used[s, what] += rows.load[b, what]
     _shift(rows.start, rows.edges, rows.users, b, r, s)
-    m, n = r // rows.per_machine, s // rows.per_machine
+    m, n = r // rows.per_node, s // rows.per_node
     if m != n:
         _shift(rows.start, rows.edges, rows.inside, b, m, n)
     rows.rank[b] = s
@@ -208,17 +208,17 @@ def _breaks(used: Float64, limit: Float64, r: int, work: float, tokens: float) -
 
 @inner
 def _find_partners(rows: Rows, r: int, between: bool, partner: Int64) -> int:
-    """Ranks that r may give to: its machine's, and the emptiest of the others."""
+    """Ranks that r may give to: its node's, and the emptiest of the others."""
     count = 0
-    first = r // rows.per_machine * rows.per_machine
-    for s in range(first, first + rows.per_machine):
+    first = r // rows.per_node * rows.per_node
+    for s in range(first, first + rows.per_node):
         if s != r:
             partner[count] = s
             count += 1
     for _ in range(OUTSIDERS if between else 0):
         best, least = -1, np.inf
         for s in range(len(rows.used)):
-            known = first <= s < first + rows.per_machine
+            known = first <= s < first + rows.per_node
             for i in range(count):
                 known = known or partner[i] == s
             if not known and _share(rows.used, rows.aim, s) < least:
@@ -328,10 +328,10 @@ class Room(NamedTuple):
 
 
 def level(rows: Rows, max_moves: int, between: bool) -> None:
-    """Moves or swaps blocks off the rank that misses its aims most; `between` machines too."""
+    """Moves or swaps blocks off the rank that misses its aims most; `between` nodes too."""
     ranks = len(rows.used)
     room = Room(
-        np.empty(rows.per_machine + OUTSIDERS, np.int64),
+        np.empty(rows.per_node + OUTSIDERS, np.int64),
         np.empty(len(rows.rank), np.int64),
         np.empty(ranks + 1, np.int64),
         np.empty((PRICED, 3), np.int64),

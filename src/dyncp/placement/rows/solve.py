@@ -1,10 +1,10 @@
 """The solver `rows`: every tile runs where its home block lives.
 
-First machines: whole sequences, then the fewest bytes over their borders that meet the limits (see
-machines.py). Then the ranks of each machine, whose links are fast: they are levelled further than
-the limits ask for. Where nothing crosses a machine's border, its sequences are cut into bands, so
+First nodes: whole sequences, then the fewest bytes over their borders that meet the limits (see
+nodes.py). Then the ranks of each node, whose links are fast: they are levelled further than
+the limits ask for. Where nothing crosses a node's border, its sequences are cut into bands, so
 that little travels inside; otherwise its blocks are dealt out over all ranks, so that all of its
-NICs share what crosses. Only where a limit is missed do blocks move between machines again.
+NICs share what crosses. Only where a limit is missed do blocks move between nodes again.
 """
 
 from collections.abc import Sequence
@@ -34,13 +34,13 @@ from dyncp.placement.rows.level import (
     level,
     make_rows,
 )
-from dyncp.placement.rows.machines import Machines, place_machines
+from dyncp.placement.rows.nodes import NodeCut, place_nodes
 from dyncp.placement.solver import Solver
 from dyncp.topology import Topology
 
-# Share of the compute tolerance that machines may use; the rest is left to their ranks.
+# Share of the compute tolerance that nodes may use; the rest is left to their ranks.
 MACHINE_SHARE = 0.6
-# Ranks of a machine are levelled to its mean work within this share.
+# Ranks of a node are levelled to its mean work within this share.
 INSIDE = 0.01
 MAX_MOVES = 400
 # Blocks per rank where they are fine.
@@ -53,21 +53,21 @@ def place_rows(graph: BlockGraph, topology: Topology, limits: Limits, _seed: int
     load = np.stack([needs.work, problem.tokens], axis=1)
     mean = np.maximum(load.sum(axis=0) / ranks, 1e-9)
     slack = np.array([MACHINE_SHARE * tolerance[0], _token_slack(problem, mean[1], tolerance[1])])
-    caps = mean * topology.ranks_per_machine * (1 + slack)
-    machines = Machines(problem, needs, whole, load, Topology(topology.machines, 1), caps)
-    machine = place_machines(machines)
-    dealt = _crossed(machines.rows(machine))
-    rank = np.zeros(len(machine), np.int64)
-    for m in range(topology.machines):
+    caps = mean * topology.ranks_per_node * (1 + slack)
+    nodes = NodeCut(problem, needs, whole, load, Topology(topology.nodes, 1), caps)
+    node = place_nodes(nodes)
+    dealt = _crossed(nodes.rows(node))
+    rank = np.zeros(len(node), np.int64)
+    for m in range(topology.nodes):
         place = _deal if dealt[m] else _cut_bands
-        own = machine == m
-        rank[own] = m * topology.ranks_per_machine + place(machines, own, topology, mean, tolerance)
+        own = node == m
+        rank[own] = m * topology.ranks_per_node + place(nodes, own, topology, mean, tolerance)
     rows = make_rows(problem, needs, topology, mean * (1 + tolerance), rank)
     speed = topology.rank_speeds / topology.rank_speeds.mean()
     rows.limit[:, 0] *= speed
     rows.aim[:, 0] *= speed
     level(rows, MAX_MOVES, True)
-    _aim_at_machine_means(rows, speed)
+    _aim_at_node_means(rows, speed)
     level(rows, MAX_MOVES, False)
     tile_rank = _tile_ranks(graph, homes, rows.rank)
     return Placement(ranks, frozen(rows.rank), tile_rank, "rows", static=False)
@@ -83,7 +83,7 @@ def _prepare(graph: BlockGraph, num_ranks: int) -> tuple[Homes, Problem, Needs, 
 
 
 def _token_slack(problem: Problem, mean: float, tolerance: float) -> float:
-    """What machines may use of the tolerance when ranks hold whole blocks of cut sequences: with
+    """What nodes may use of the tolerance when ranks hold whole blocks of cut sequences: with
     limit 1.2 and blocks of 1/8 of the mean, 9 blocks, that is 1.125."""
     cut = np.repeat(np.diff(problem.first_block) > 1, np.diff(problem.first_block))
     block = float(problem.tokens[cut].max(initial=0))
@@ -92,32 +92,30 @@ def _token_slack(problem: Problem, mean: float, tolerance: float) -> float:
 
 
 def _crossed(rows: Rows) -> Bool:
-    """Machines that send or receive anything; `rows` has one rank per machine."""
+    """Nodes that send or receive anything; `rows` has one rank per node."""
     crossing = np.flatnonzero((rows.users > 0).sum(axis=1) > 1)
     return np.asarray((rows.users[crossing] > 0).any(axis=0))
 
 
 def _cut_bands(
-    machines: Machines, own: Bool, topology: Topology, mean: Float64, tolerance: Float64
+    nodes: Nodes, own: Bool, topology: Topology, mean: Float64, tolerance: Float64
 ) -> Int64:
-    """Rank within the machine of its own blocks: recursive bisection with row cuts only."""
+    """Rank within the node of its own blocks: recursive bisection with row cuts only."""
     if not own.any():
         return np.zeros(0, np.int64)
-    inside = Topology(1, topology.ranks_per_machine)
-    region = region_of_rows(machines.problem, machines.whole, machines.load, own)
+    inside = Topology(1, topology.ranks_per_node)
+    region = region_of_rows(nodes.problem, nodes.whole, nodes.load, own)
     share = np.maximum(region.load.sum(axis=0) / inside.num_ranks, 1e-9 * mean)
     slack = np.clip(mean * (1 + tolerance) / share - 1, INSIDE, tolerance)
     budget, way = Budget(share, slack, 1.7), Way(rows_only=True)
-    return split_rows(machines.problem, region, inside, budget, way)[own]
+    return split_rows(nodes.problem, region, inside, budget, way)[own]
 
 
-def _deal(
-    machines: Machines, own: Bool, topology: Topology, mean: Float64, tolerance: Float64
-) -> Int64:
-    """Rank within the machine of its own blocks: heaviest first, each to the emptiest rank."""
-    load = machines.load[own]
-    share = np.maximum(load.sum(axis=0) / topology.ranks_per_machine, 1e-9 * mean)
-    return level_all(load, share * (1 + 0.5 * tolerance), topology.ranks_per_machine)
+def _deal(nodes: Nodes, own: Bool, topology: Topology, mean: Float64, tolerance: Float64) -> Int64:
+    """Rank within the node of its own blocks: heaviest first, each to the emptiest rank."""
+    load = nodes.load[own]
+    share = np.maximum(load.sum(axis=0) / topology.ranks_per_node, 1e-9 * mean)
+    return level_all(load, share * (1 + 0.5 * tolerance), topology.ranks_per_node)
 
 
 def _tile_ranks(graph: BlockGraph, homes: Homes, block_rank: Int64) -> dict[str, Int32]:
@@ -129,9 +127,9 @@ def _tile_ranks(graph: BlockGraph, homes: Homes, block_rank: Int64) -> dict[str,
     }
 
 
-def _aim_at_machine_means(rows: Rows, speed: Float64) -> None:
-    """Each rank's share of what its machine has, by its speed."""
-    work, speed = (own.reshape(-1, rows.per_machine) for own in (rows.used[:, 0], speed))
+def _aim_at_node_means(rows: Rows, speed: Float64) -> None:
+    """Each rank's share of what its node has, by its speed."""
+    work, speed = (own.reshape(-1, rows.per_node) for own in (rows.used[:, 0], speed))
     aim = work.sum(axis=1, keepdims=True) * speed / speed.sum(axis=1, keepdims=True)
     aim = np.maximum(aim.ravel() * (1 + INSIDE), 1e-9)
     rows.aim[:, 0] = np.minimum(rows.limit[:, 0], aim)

@@ -158,30 +158,30 @@ class StaticBounds:
     ) -> float:
         """Per byte of one token's keys and values; a group has `group_tokens`."""
         topology, contexts = self._topology, degree // heads
-        spans = degree > topology.ranks_per_machine
+        spans = degree > topology.ranks_per_node
         if method.pattern == "ring":
-            # Hop after hop, over the border where a ring spans machines.
-            crosses = spans and (not method.context_first or contexts > topology.ranks_per_machine)
+            # Hop after hop, over the border where a ring spans nodes.
+            crosses = spans and (not method.context_first or contexts > topology.ranks_per_node)
             bandwidth = topology.nic_bandwidth if crosses else topology.intra.bandwidth
             return (contexts - 1) * group_tokens / contexts / heads / bandwidth
         if method.pattern == "all_gather" and spans:
-            # What a machine does not own comes over its border, for each of its ranks or once.
-            machines = degree / topology.ranks_per_machine
-            copies = 1 if method.by_machine else topology.ranks_per_machine
-            return copies * group_tokens * (1 - 1 / machines) / topology.inter.bandwidth
+            # What a node does not own comes over its border, for each of its ranks or once.
+            nodes = degree / topology.ranks_per_node
+            copies = 1 if method.by_node else topology.ranks_per_node
+            return copies * group_tokens * (1 - 1 / nodes) / topology.inter.bandwidth
         return 0.0
 
     def _swap_seconds_per_byte(
         self, method: Method, group_tokens: float, degree: int, heads: int
     ) -> float:
-        """Rings of heads: what ranks own and other machines compute with leaves over the NICs of a
+        """Rings of heads: what ranks own and other nodes compute with leaves over the NICs of a
         group, and so do its results."""
         topology = self._topology
-        if method.pattern != "ring" or heads == 1 or degree <= topology.ranks_per_machine:
+        if method.pattern != "ring" or heads == 1 or degree <= topology.ranks_per_node:
             return 0.0
         ranks = Grid.of(topology, degree, heads, method.context_first, method.name).ranks
-        machine = ranks // topology.ranks_per_machine
-        far = (machine[..., :, None] != machine[..., None, :]).mean(axis=(1, 2, 3)).min()
+        node = ranks // topology.ranks_per_node
+        far = (node[..., :, None] != node[..., None, :]).mean(axis=(1, 2, 3)).min()
         nics = max(len(np.unique(own)) for own in ranks // topology.ranks_per_nic)
         return float(far) * group_tokens / nics / topology.nic_bandwidth
 
@@ -341,7 +341,7 @@ def _degrees(
     kv_heads = shape.kv_heads if shape.exact else 1
     for degree in divisors(topology.num_ranks)[1:]:
         if not method.splits_heads:
-            if not method.by_machine or degree > topology.ranks_per_machine:
+            if not method.by_node or degree > topology.ranks_per_node:
                 yield degree, None
             continue
         for heads in divisors(kv_heads)[1:]:

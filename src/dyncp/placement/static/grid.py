@@ -10,7 +10,7 @@ ring over contexts down a column:
     context 1     2        3              context 1     1        4
     context 2     4        5              context 2     2        5
 
-Head-first keeps an all-to-all on neighbouring ranks and lets rings cross machines; context-first
+Head-first keeps an all-to-all on neighbouring ranks and lets rings cross nodes; context-first
 keeps a ring on neighbouring ranks and lets all-to-alls cross.
 """
 

@@ -212,16 +212,16 @@ def hybrid_shares(load: Float64, sizes: Int64, first: Int64, num_ranks: int) -> 
 def ring_seconds(lengths: Sequence[int], sizes: Int64, first: Int64, topology: Topology) -> float:
     """Per byte of a token's keys and values: what these take on the busiest link at least, when all
     of a document but a rank's own share goes from each rank of its group to the next."""
-    ranks = topology.ranks_per_machine
-    port, nic = np.zeros(topology.num_ranks), np.zeros(topology.machines)
+    ranks = topology.ranks_per_node
+    port, nic = np.zeros(topology.num_ranks), np.zeros(topology.nodes)
     for document in np.flatnonzero(sizes > 1).tolist():
         begin, size, length = first[document], sizes[document], lengths[document]
         moved = length - 2 * -(-length // (2 * size))
         if ranks % size == 0:
             port[begin : begin + size] += moved
-        else:  # over the borders of all machines that it has as a whole
+        else:  # over the borders of all nodes that it has as a whole
             nic[-(-begin // ranks) : (begin + size) // ranks] += moved
-    between = float(nic.max()) / topology.nic_bandwidth if topology.machines > 1 else 0.0
+    between = float(nic.max()) / topology.nic_bandwidth if topology.nodes > 1 else 0.0
     return max(float(port.max()) / topology.intra.bandwidth, between)
 
 

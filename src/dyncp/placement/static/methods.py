@@ -20,7 +20,7 @@ from dyncp.placement.static.hybrid import (
 from dyncp.placement.static.place import (
     Deal,
     Spread,
-    machines_of,
+    nodes_of,
     on_grid,
     place_packed,
     place_spread,
@@ -35,7 +35,7 @@ class Method:
 
     `spread` cuts every sequence by itself, `deal` cuts the packed batch. `pattern` is how keys and
     values travel; "minimal" is only where tiles read them. `heads` says how the head degree is
-    chosen where none is given: "one", as many as divide kv heads and "ranks" or a "machine", and
+    chosen where none is given: "one", as many as divide kv heads and "ranks" or a "node", and
     `only_heads` that a group has no second dimension.
     """
 
@@ -47,7 +47,7 @@ class Method:
     heads: str = "one"
     only_heads: bool = False
     context_first: bool = False
-    by_machine: bool = False
+    by_node: bool = False
 
     @property
     def splits_heads(self) -> bool:
@@ -61,7 +61,7 @@ class Method:
         """The largest head degree that kv heads and ranks allow; 1 while the model is unknown."""
         if not self.splits_heads or not shape.exact:
             return 1
-        ranks = topology.num_ranks if self.heads == "ranks" else topology.ranks_per_machine
+        ranks = topology.num_ranks if self.heads == "ranks" else topology.ranks_per_node
         return math.gcd(shape.kv_heads, ranks)
 
     def place(self, graph: BlockGraph, topology: Topology, grid: Grid, name: str) -> Placement:
@@ -74,8 +74,8 @@ class Method:
         if self.pattern == "minimal":
             return placement
         traffic = traffic_on(grid, self.pattern, ring, home)
-        if self.by_machine:
-            traffic = replace(traffic, machine=frozen(machines_of(topology)))
+        if self.by_node:
+            traffic = replace(traffic, node=frozen(nodes_of(topology)))
         return replace(placement, traffic=traffic)
 
 
@@ -85,12 +85,12 @@ METHODS = {
         Method("ring", "ring", contiguous_sizes, contiguous_ranks),
         Method("zigzag", "ring", zigzag_sizes, zigzag_ranks),
         Method("all_gather", "all_gather", zigzag_sizes, zigzag_ranks),
-        Method("all_gather_by_machine", "all_gather", zigzag_sizes, zigzag_ranks, by_machine=True),
+        Method("all_gather_by_node", "all_gather", zigzag_sizes, zigzag_ranks, by_node=True),
         Method(
             "ulysses", "minimal", contiguous_sizes, contiguous_ranks, heads="ranks", only_heads=True
         ),
         Method("loongtrain", "ring", zigzag_sizes, zigzag_ranks, heads="ranks", context_first=True),
-        Method("transformer_engine", "ring", zigzag_sizes, zigzag_ranks, heads="machine"),
+        Method("transformer_engine", "ring", zigzag_sizes, zigzag_ranks, heads="node"),
         Method("magi", "minimal", packed_sizes, deal=heap_ranks),
         Method("ptrr", "all_gather", packed_sizes, deal=snake_ranks),
     )

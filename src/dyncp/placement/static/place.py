@@ -63,7 +63,7 @@ def traffic_on(grid: Grid, pattern: str, ring: Int64, home: Int64) -> Traffic:
     return Traffic(pattern, grid.rings, frozen(ring), frozen(home))
 
 
-def machines_of(topology: Topology) -> Int64:
-    """Machine of every rank."""
-    machine: Int64 = np.arange(topology.num_ranks) // topology.ranks_per_machine
-    return machine
+def nodes_of(topology: Topology) -> Int64:
+    """Node of every rank."""
+    node: Int64 = np.arange(topology.num_ranks) // topology.ranks_per_node
+    return node

@@ -1,8 +1,8 @@
 """StepEstimate: about how long a step takes, kept up to date move by move.
 
 Per mask and direction there are three kinds of resources: the compute of every rank, its port in
-and out, and the NICs of every machine, in and out. A block that a rank uses and does not own comes
-in at its port, and its results leave there; what ranks of another machine use crosses the border
+and out, and the NICs of every node, in and out. A block that a rank uses and does not own comes
+in at its port, and its results leave there; what ranks of another node use crosses the border
 once, and so does the sum of their results. A direction takes as long as the busiest resource, and
 a share of the busiest ones of the other kinds, since nothing is hidden altogether.
 """
@@ -26,39 +26,39 @@ class StepEstimate(NamedTuple):
     """An edge is one side (0 queries, 1 keys) of a block for one mask and head group:
     ((mask × 2 + side) × blocks + block) × groups + group. `busy` has a row per mask × 2 + direction
     and a last one for work outside attention; its columns are compute, in, out (by rank), NICs in,
-    NICs out (by machine). From `tile_rank` on, moves change it."""
+    NICs out (by node). From `tile_rank` on, moves change it."""
 
     tile: Int64  # [tiles, 3] query edge, key edge, mask
     cost: Float64  # [tiles, 3] seconds forward and backward, work that limits count
     start: Int64  # [edges + 1] into members
     members: Int64  # tiles of each edge
     edge: Int64  # [edges, 2] block, row of busy that has its forward direction
-    # [edges, 2, 4] seconds at a port, and at the NICs of a machine: to a user forward and backward,
+    # [edges, 2, 4] seconds at a port, and at the NICs of a node: to a user forward and backward,
     # its results forward and backward
     size: Float64
-    machine: Int64  # [ranks]
+    node: Int64  # [ranks]
     slow: Float64  # [ranks] 1 / speed
     tokens: Float64  # [blocks, 2] tokens, and seconds of their work outside attention
     weight: Float64  # [rows of busy] layers
-    sizes: Int64  # ranks per machine, blocks, head groups, masks
+    sizes: Int64  # ranks per node, blocks, head groups, masks
     span: Int64  # [blocks, 2] first and end block of their sequences
     most: Float64  # [ranks, 2] tokens and work, where limited
     tile_rank: Int64  # [tiles]
     block_rank: Int64  # [blocks]
     pins: Int32  # [edges, ranks] tiles of the edge on the rank
-    users: Int32  # [edges, machines] ranks of the machine that have some
-    busy: Float64  # [masks × 2 + 1, 3 ranks + 2 machines] seconds
+    users: Int32  # [edges, nodes] ranks of the node that have some
+    busy: Float64  # [masks × 2 + 1, 3 ranks + 2 nodes] seconds
     held: Float64  # [ranks, 2] tokens and work
 
 
 @inner
 def _charge_port(
-    size: Float64, machine: Int64, busy: Float64, row: int, e: int, u: int, o: int, sign: float
+    size: Float64, node: Int64, busy: Float64, row: int, e: int, u: int, o: int, sign: float
 ) -> None:
     """Rank u uses edge e of rank o (sign 1), or no longer does (-1)."""
     if u == o:
         return
-    ranks, inside = len(machine), machine[u] == machine[o]
+    ranks, inside = len(node), node[u] == node[o]
     for d in range(2):
         out, back = sign * size[e, 0, d], sign * size[e, 0, 2 + d]
         busy[row + d, ranks + u] += out
@@ -70,23 +70,23 @@ def _charge_port(
 
 @inner
 def _charge_border(
-    size: Float64, into: int, machines: int, busy: Float64,
+    size: Float64, into: int, nodes: int, busy: Float64,
     row: int, e: int, m: int, n: int, sign: float,
 ) -> None:  # fmt: skip
-    """Machine m uses edge e of machine n (sign 1), or no longer does (-1)."""
+    """Node m uses edge e of node n (sign 1), or no longer does (-1)."""
     if m == n:
         return
     for d in range(2):
         out, back = sign * size[e, 1, d], sign * size[e, 1, 2 + d]
         busy[row + d, into + m] += out
-        busy[row + d, into + machines + n] += out
-        busy[row + d, into + machines + m] += back
+        busy[row + d, into + nodes + n] += out
+        busy[row + d, into + nodes + m] += back
         busy[row + d, into + n] += back
 
 
 @inner
 def pin(
-    size: Float64, machine: Int64, pins: Int32, users: Int32, busy: Float64,
+    size: Float64, node: Int64, pins: Int32, users: Int32, busy: Float64,
     row: int, e: int, u: int, o: int, count: int,
 ) -> None:  # fmt: skip
     """`count` tiles of edge e more (or less) on rank u; rank o owns its block."""
@@ -94,31 +94,31 @@ def pin(
     pins[e, u] = had + count
     if had != 0 and had + count != 0:
         return
-    ranks, machines, m = len(machine), users.shape[1], machine[u]
+    ranks, nodes, m = len(node), users.shape[1], node[u]
     by = 1 if count > 0 else -1
-    if machines < ranks:
-        _charge_port(size, machine, busy, row, e, u, o, float(by))
+    if nodes < ranks:
+        _charge_port(size, node, busy, row, e, u, o, float(by))
     users[e, m] += by
     if users[e, m] == (1 if by > 0 else 0):
-        _charge_border(size, 3 * ranks, machines, busy, row, e, m, machine[o], float(by))
+        _charge_border(size, 3 * ranks, nodes, busy, row, e, m, node[o], float(by))
 
 
 @inner
 def own(
-    size: Float64, machine: Int64, pins: Int32, users: Int32, busy: Float64,
+    size: Float64, node: Int64, pins: Int32, users: Int32, busy: Float64,
     row: int, e: int, r: int, s: int,
 ) -> None:  # fmt: skip
     """The block of edge e goes from rank r to rank s; tiles stay."""
-    ranks, machines = len(machine), users.shape[1]
-    for u in range(ranks if machines < ranks else 0):
+    ranks, nodes = len(node), users.shape[1]
+    for u in range(ranks if nodes < ranks else 0):
         if pins[e, u] > 0:
-            _charge_port(size, machine, busy, row, e, u, r, -1.0)
-            _charge_port(size, machine, busy, row, e, u, s, 1.0)
-    m, n = machine[r], machine[s]
-    for k in range(machines if m != n else 0):
+            _charge_port(size, node, busy, row, e, u, r, -1.0)
+            _charge_port(size, node, busy, row, e, u, s, 1.0)
+    m, n = node[r], node[s]
+    for k in range(nodes if m != n else 0):
         if users[e, k] > 0:
-            _charge_border(size, 3 * ranks, machines, busy, row, e, k, m, -1.0)
-            _charge_border(size, 3 * ranks, machines, busy, row, e, k, n, 1.0)
+            _charge_border(size, 3 * ranks, nodes, busy, row, e, k, m, -1.0)
+            _charge_border(size, 3 * ranks, nodes, busy, row, e, k, n, 1.0)
 
 
 @inner
@@ -141,7 +141,7 @@ def _count_all(step: StepEstimate) -> None:
         for i in range(2):
             e = step.tile[t, i]
             o, row = step.block_rank[step.edge[e, 0]], step.edge[e, 1]
-            pin(step.size, step.machine, step.pins, step.users, step.busy,
+            pin(step.size, step.node, step.pins, step.users, step.busy,
                 row, e, r, o, 1)  # fmt: skip
 
 

@@ -93,7 +93,7 @@ def _list_tiles(step: StepEstimate, unit: Unit, e: int, r: int, side: int) -> No
 @inner
 def put_unit(step: StepEstimate, unit: Unit, r: int, s: int) -> None:
     """Moves a unit from rank r to rank s, all but `tile_rank`, which `write_tiles` does."""
-    size, machine = step.size, step.machine
+    size, node = step.size, step.node
     pins, users, busy = step.pins, step.users, step.busy
     edge, block_rank = step.edge, step.block_rank
     for row in range(len(unit.load)):
@@ -105,21 +105,21 @@ def put_unit(step: StepEstimate, unit: Unit, r: int, s: int) -> None:
     for i in range(unit.sizes[2]):
         e, n = unit.edges[i], unit.counts[i]
         row, o = edge[e, 1], block_rank[edge[e, 0]]
-        pin(size, machine, pins, users, busy, row, e, s, o, n)
-        pin(size, machine, pins, users, busy, row, e, r, o, -n)
+        pin(size, node, pins, users, busy, row, e, s, o, n)
+        pin(size, node, pins, users, busy, row, e, r, o, -n)
     blocks, groups, masks = step.sizes[1], step.sizes[2], step.sizes[3]
     for j in range(unit.sizes[1]):
         b = unit.blocks[j]
         for side in range(2 * masks):
             for g in range(groups):
                 e = (side * blocks + b) * groups + g
-                own(size, machine, pins, users, busy, edge[e, 1], e, r, s)
+                own(size, node, pins, users, busy, edge[e, 1], e, r, s)
         block_rank[b] = s
 
 
 # A move has to shorten the estimate by this share, a sweep by that one, or it is the last.
 WORTH_MOVE, WORTH_SWEEP = 1e-5, 0.01
-# Ranks that are tried: of the same sequence, and the least busy, of all and of the machine.
+# Ranks that are tried: of the same sequence, and the least busy, of all and of the node.
 RELATED, NEAR, FAR = 4, 3, 3
 # Sweeping ends when so many edges and resources have been looked at, which takes some 50 ms.
 MOST_LOOKED_AT = 6_000_000
@@ -130,10 +130,10 @@ HOT = 0.8
 # Functions that are called often get arrays rather than the whole estimate: numba takes long to
 # compile those with many.
 @inner
-def _mark_hot(busy: Float64, weight: Float64, per_machine: int, hot: Bool, load: Float64) -> None:
-    """Ranks with a busy resource, their own or their machine's; and what all ranks compute."""
+def _mark_hot(busy: Float64, weight: Float64, per_node: int, hot: Bool, load: Float64) -> None:
+    """Ranks with a busy resource, their own or their node's; and what all ranks compute."""
     ranks = len(hot)
-    machines = ranks // per_machine
+    nodes = ranks // per_node
     for r in range(ranks):
         hot[r], load[r] = False, 0.0
     for row in range(len(busy)):
@@ -145,8 +145,8 @@ def _mark_hot(busy: Float64, weight: Float64, per_machine: int, hot: Bool, load:
         if most == 0 or weight[row] == 0:
             continue
         for r in range(ranks):
-            m = 3 * ranks + r // per_machine
-            for at in (r, ranks + r, 2 * ranks + r, m, m + machines):
+            m = 3 * ranks + r // per_node
+            for at in (r, ranks + r, 2 * ranks + r, m, m + nodes):
                 if busy[row, at] >= most:
                     hot[r] = True
 
@@ -154,7 +154,7 @@ def _mark_hot(busy: Float64, weight: Float64, per_machine: int, hot: Bool, load:
 @inner
 def _find_targets(
     load: Float64, span: Int64, block_rank: Int64,
-    b: int, r: int, per_machine: int, target: Int64, known: Bool,
+    b: int, r: int, per_node: int, target: Int64, known: Bool,
 ) -> int:  # fmt: skip
     """Ranks for a unit of the sequence of block b that is on rank r; `known` is False everywhere,
     before and after."""
@@ -168,11 +168,11 @@ def _find_targets(
                 target[size] = s
                 size += 1
             c += way
-    home = r // per_machine * per_machine
+    home = r // per_node * per_node
     for far in range(2):
         for _ in range(FAR if far else NEAR):
             best, least = -1, np.inf
-            for s in range(0 if far else home, len(load) if far else home + per_machine):
+            for s in range(0 if far else home, len(load) if far else home + per_node):
                 if load[s] < least and not known[s]:
                     best, least = s, load[s]
             if best < 0:
@@ -225,14 +225,14 @@ def sweep(step: StepEstimate, unit: Unit, most: int, power: int) -> float:
     ranks, spent = len(step.slow), 0
     target = np.empty(RELATED + NEAR + FAR, np.int64)
     hot, known = np.zeros(ranks, np.bool_), np.zeros(ranks, np.bool_)
-    done, load, per_machine = np.zeros(ranks, np.int64), np.zeros(ranks), step.sizes[0]
+    done, load, per_node = np.zeros(ranks, np.int64), np.zeros(ranks), step.sizes[0]
     now = seconds(step.busy, step.weight, ranks, power)
     for _ in range(most):
         before = now
         for single in range(2):
             for r in range(ranks):
                 done[r] = -1  # first block of the last sequence whose part was tried
-            _mark_hot(step.busy, step.weight, per_machine, hot, load)
+            _mark_hot(step.busy, step.weight, per_node, hot, load)
             for b in range(len(step.block_rank)):
                 first, end, r = step.span[b, 0], step.span[b, 1], step.block_rank[b]
                 alone = end - first == 1 if single else done[r] == first
@@ -241,13 +241,13 @@ def sweep(step: StepEstimate, unit: Unit, most: int, power: int) -> float:
                 done[r] = first
                 list_unit(step, unit, b if single else first, b + 1 if single else end, r)
                 size = _find_targets(
-                    load, step.span, step.block_rank, b, r, per_machine, target, known
+                    load, step.span, step.block_rank, b, r, per_node, target, known
                 )
                 spent += size * (unit.sizes[2] + step.busy.shape[1])
                 found = _move(step, unit, r, target, size, now, power)
                 if found < now:
                     now = found
-                    _mark_hot(step.busy, step.weight, per_machine, hot, load)
+                    _mark_hot(step.busy, step.weight, per_node, hot, load)
         if now < before:
             now = estimate(step, power)  # counted anew, since rounding adds up
         if now > before * (1 - WORTH_SWEEP):

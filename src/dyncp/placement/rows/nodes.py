@@ -1,6 +1,6 @@
-"""The machine of every block: few bytes over the borders of machines, within their budgets.
+"""The node of every block: few bytes over the borders of nodes, within their budgets.
 
-Several ways are tried and the best kept: whole sequences; sequences too long for a machine cut into
+Several ways are tried and the best kept: whole sequences; sequences too long for a node cut into
 pieces, which are then levelled like sequences; and recursive bisection.
 """
 
@@ -17,75 +17,75 @@ from dyncp.placement.bisection.split import Budget, Way, split_rows
 from dyncp.placement.rows.level import Needs, Rows, level, make_rows
 from dyncp.topology import Topology
 
-# Pieces have at most this share of a machine.
+# Pieces have at most this share of a node.
 PIECES = (1.0, 0.93, 0.85, 0.5)
 MAX_MOVES = 100
-# Up to so many machines are also split off one by one.
+# Up to so many nodes are also split off one by one.
 PEELED = 32
 # The best ways before levelling are levelled.
 LEVELLED = 5
 
 
 @dataclass(frozen=True, eq=False)
-class Machines:
+class NodeCut:
     """`whole` is the whole batch, `load` the work and tokens of every block, and `caps` what a
-    machine may have of them."""
+    node may have of them."""
 
     problem: Problem
     needs: Needs
     whole: Region
     load: Float64
-    topology: Topology  # one rank per machine
+    topology: Topology  # one rank per node
     caps: Float64
 
-    def rows(self, machine: Int64) -> Rows:
-        return make_rows(self.problem, self.needs, self.topology, self.caps, machine)
+    def rows(self, node: Int64) -> Rows:
+        return make_rows(self.problem, self.needs, self.topology, self.caps, node)
 
 
-def place_machines(machines: Machines) -> Int64:
+def place_nodes(nodes: NodeCut) -> Int64:
     sequence = np.repeat(
-        np.arange(len(machines.problem.first_block) - 1), np.diff(machines.problem.first_block)
+        np.arange(len(nodes.problem.first_block) - 1), np.diff(nodes.problem.first_block)
     )
-    best = machines.rows(_level(machines, sequence))
+    best = nodes.rows(_level(nodes, sequence))
     if (best.used <= best.aim * (1 + 1e-9)).all():
         return best.rank
-    ways = {way.tobytes(): way for way in (best.rank, *_ways(machines, sequence))}
-    options = sorted(map(machines.rows, ways.values()), key=cost)
+    ways = {way.tobytes(): way for way in (best.rank, *_ways(nodes, sequence))}
+    options = sorted(map(nodes.rows, ways.values()), key=cost)
     for rows in options[:LEVELLED]:
         level(rows, MAX_MOVES, True)
     return min(options[:LEVELLED], key=cost).rank
 
 
-def _ways(machines: Machines, sequence: Int64) -> Iterator[Int64]:
+def _ways(nodes: NodeCut, sequence: Int64) -> Iterator[Int64]:
     for cut, most in product((_from_the_end, _evenly, _zigzag), PIECES):
-        yield _level(machines, cut(machines, sequence, most))
-    mean = np.maximum(machines.load.sum(axis=0) / machines.topology.num_ranks, 1e-9)
-    budget = Budget(mean, machines.caps / mean - 1, 8.0)
-    for peel in (False, True) if machines.topology.num_ranks <= PEELED else (False,):
+        yield _level(nodes, cut(nodes, sequence, most))
+    mean = np.maximum(nodes.load.sum(axis=0) / nodes.topology.num_ranks, 1e-9)
+    budget = Budget(mean, nodes.caps / mean - 1, 8.0)
+    for peel in (False, True) if nodes.topology.num_ranks <= PEELED else (False,):
         way = Way(rows_only=True, peel=peel)
-        yield split_rows(machines.problem, machines.whole, machines.topology, budget, way)
+        yield split_rows(nodes.problem, nodes.whole, nodes.topology, budget, way)
 
 
-def _level(machines: Machines, piece: Int64) -> Int64:
-    """Levels pieces over machines; `piece` is the number of every block's piece."""
-    load = np.stack([np.bincount(piece, column) for column in machines.load.T], axis=1)
-    place = level_all(load.astype(np.float64), machines.caps, machines.topology.num_ranks)
+def _level(nodes: NodeCut, piece: Int64) -> Int64:
+    """Levels pieces over nodes; `piece` is the number of every block's piece."""
+    load = np.stack([np.bincount(piece, column) for column in nodes.load.T], axis=1)
+    place = level_all(load.astype(np.float64), nodes.caps, nodes.topology.num_ranks)
     return place[piece]
 
 
-def _from_the_end(machines: Machines, sequence: Int64, most: float) -> Int64:
-    """Pieces that fill a share of a machine, counted from the end of a sequence: what is left over
+def _from_the_end(nodes: NodeCut, sequence: Int64, most: float) -> Int64:
+    """Pieces that fill a share of a node, counted from the end of a sequence: what is left over
     is its beginning, whose keys alone cross the border."""
-    share = machines.needs.work / machines.caps[0]
+    share = nodes.needs.work / nodes.caps[0]
     total = np.bincount(sequence, share)
     after = total[sequence] - (np.cumsum(share) - (np.cumsum(total) - total)[sequence])
     part = np.floor((after + share / 2) / most).astype(np.int64)
     return _number(sequence, part)
 
 
-def _evenly(machines: Machines, sequence: Int64, most: float) -> Int64:
+def _evenly(nodes: NodeCut, sequence: Int64, most: float) -> Int64:
     """Pieces of equal work."""
-    share = machines.needs.work / machines.caps[0]
+    share = nodes.needs.work / nodes.caps[0]
     total = np.bincount(sequence, share)
     pieces = np.ceil(total / most)
     middle = np.cumsum(share) - (np.cumsum(total) - total)[sequence] - share / 2
@@ -93,10 +93,10 @@ def _evenly(machines: Machines, sequence: Int64, most: float) -> Int64:
     return _number(sequence, part.astype(np.int64))
 
 
-def _zigzag(machines: Machines, sequence: Int64, most: float) -> Int64:
+def _zigzag(nodes: NodeCut, sequence: Int64, most: float) -> Int64:
     """Pieces of one band from the beginning and one from the end, equal in tokens."""
-    pieces = np.ceil(np.bincount(sequence, machines.needs.work / machines.caps[0]) / most)
-    tokens = machines.problem.tokens
+    pieces = np.ceil(np.bincount(sequence, nodes.needs.work / nodes.caps[0]) / most)
+    tokens = nodes.problem.tokens
     total = np.bincount(sequence, tokens)
     middle = np.cumsum(tokens) - (np.cumsum(total) - total)[sequence] - tokens / 2
     band = np.floor(middle / total[sequence] * 2 * pieces[sequence])
@@ -109,7 +109,7 @@ def _number(sequence: Int64, part: Int64) -> Int64:
 
 
 def cost(rows: Rows) -> float:
-    """Bytes over the busiest border (a machine's, one way), and a penalty where aims are missed."""
+    """Bytes over the busiest border (a node's, one way), and a penalty where aims are missed."""
     owner = np.tile(rows.rank, 2)
     comes = np.where(rows.users > 0, rows.size[:, None], 0.0)
     comes[np.arange(len(owner)), owner] = 0.0
