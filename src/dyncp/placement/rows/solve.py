@@ -98,7 +98,7 @@ def _crossed(rows: Rows) -> Bool:
 
 
 def _cut_bands(
-    nodes: Nodes, own: Bool, topology: Topology, mean: Float64, tolerance: Float64
+    nodes: NodeCut, own: Bool, topology: Topology, mean: Float64, tolerance: Float64
 ) -> Int64:
     """Rank within the node of its own blocks: recursive bisection with row cuts only."""
     if not own.any():
@@ -111,7 +111,9 @@ def _cut_bands(
     return split_rows(nodes.problem, region, inside, budget, way)[own]
 
 
-def _deal(nodes: Nodes, own: Bool, topology: Topology, mean: Float64, tolerance: Float64) -> Int64:
+def _deal(
+    nodes: NodeCut, own: Bool, topology: Topology, mean: Float64, tolerance: Float64
+) -> Int64:
     """Rank within the node of its own blocks: heaviest first, each to the emptiest rank."""
     load = nodes.load[own]
     share = np.maximum(load.sum(axis=0) / topology.ranks_per_node, 1e-9 * mean)
