@@ -136,7 +136,7 @@ def in_long_stretches(monkeypatch):
 )
 @given(
     case=cases(dtype="fp32", topology=Topology(2, 2), solvers=("random", "rows"), alignments=(64,)),
-    kernel=st.sampled_from([ReferenceKernel(8, 8), RoundingKernel(), CollectingReference()]),
+    kernel=st.sampled_from([ReferenceKernel(8), RoundingKernel(), CollectingReference()]),
 )
 @pytest.mark.usefixtures("in_long_stretches")
 def test_long_stretches_are_exact_with_relays(case, kernel):
@@ -173,7 +173,7 @@ def in_order_of_lanes(segment, frame, choose):
     case=cases(
         dtype="fp32", topology=Topology(2, 2), solvers=("random", "rows"), alignments=(128,)
     ),
-    kernel=st.sampled_from([ReferenceKernel(8, 8), RoundingKernel(), CollectingReference()]),
+    kernel=st.sampled_from([ReferenceKernel(8), RoundingKernel(), CollectingReference()]),
 )
 @pytest.mark.usefixtures("in_long_stretches")
 def test_what_runs_beside_each_other_may_come_in_any_order(case, kernel, choose, monkeypatch):
