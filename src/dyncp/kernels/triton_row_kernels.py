@@ -58,51 +58,6 @@ def _store_rows(result, stride, row, place, value, inside, VECTOR: tl.constexpr)
 
 
 @triton.jit
-def _copy_items(
-    chunk,
-    kind,
-    begin,
-    items,
-    given_0,
-    given_1,
-    given_2,
-    given_3,
-    stride_0,
-    stride_1,
-    stride_2,
-    stride_3,
-    VECTOR: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    source = tl.load(chunk + C_SOURCE)
-    step = tl.arange(0, ROWS)[:, None]
-    column = begin + tl.arange(0, COLUMNS)[None, :]
-    width = tl.multiple_of(tl.load(chunk + C_WIDTH), VECTOR)
-    inside = (step < tl.load(chunk + C_COUNT)) & (column < width)
-    place = tl.multiple_of(tl.load(chunk + C_COLUMN), VECTOR) + column
-    where = tl.load(chunk + C_FROM)
-    value = tl.zeros([ROWS, COLUMNS], items.dtype.element_ty)
-    if kind == COPIES:
-        row = where + step
-        if source < 0:
-            from_row = tl.multiple_of(tl.load(chunk + C_FROM_ROW), VECTOR)
-            own = items + tl.multiple_of(where, VECTOR) + step * from_row
-            value = tl.load(own + column, mask=inside, other=0.0)
-        elif source == 0:
-            value = _load_rows(given_0, stride_0, row, place, inside, VECTOR)
-        elif source == 1:
-            value = _load_rows(given_1, stride_1, row, place, inside, VECTOR)
-        elif source == 2:
-            value = _load_rows(given_2, stride_2, row, place, inside, VECTOR)
-        else:
-            value = _load_rows(given_3, stride_3, row, place, inside, VECTOR)
-    target = items + tl.multiple_of(tl.load(chunk + C_TO), VECTOR)
-    target += step * tl.multiple_of(tl.load(chunk + C_TO_ROW), VECTOR) + column
-    tl.store(target, value, mask=inside)
-
-
-@triton.jit
 def _copy_per_head(
     chunk, kind, wide, lse, lse_row, lse_head, ROWS: tl.constexpr, HEADS: tl.constexpr
 ):
@@ -153,10 +108,31 @@ def copy_chunk(
     begin = tl.program_id(1) * COLUMNS
     if begin < tl.load(chunk + C_WIDTH):
         if (kind == COPIES) | (kind == ZEROS):
-            _copy_items(
-                chunk, kind, begin, items, given_0, given_1, given_2, given_3, stride_0, stride_1,
-                stride_2, stride_3, VECTOR, ROWS, COLUMNS,
-            )  # fmt: skip
+            source = tl.load(chunk + C_SOURCE)
+            step = tl.arange(0, ROWS)[:, None]
+            column = begin + tl.arange(0, COLUMNS)[None, :]
+            width = tl.multiple_of(tl.load(chunk + C_WIDTH), VECTOR)
+            inside = (step < tl.load(chunk + C_COUNT)) & (column < width)
+            place = tl.multiple_of(tl.load(chunk + C_COLUMN), VECTOR) + column
+            where = tl.load(chunk + C_FROM)
+            value = tl.zeros([ROWS, COLUMNS], items.dtype.element_ty)
+            if kind == COPIES:
+                row = where + step
+                if source < 0:
+                    from_row = tl.multiple_of(tl.load(chunk + C_FROM_ROW), VECTOR)
+                    own = items + tl.multiple_of(where, VECTOR) + step * from_row
+                    value = tl.load(own + column, mask=inside, other=0.0)
+                elif source == 0:
+                    value = _load_rows(given_0, stride_0, row, place, inside, VECTOR)
+                elif source == 1:
+                    value = _load_rows(given_1, stride_1, row, place, inside, VECTOR)
+                elif source == 2:
+                    value = _load_rows(given_2, stride_2, row, place, inside, VECTOR)
+                else:
+                    value = _load_rows(given_3, stride_3, row, place, inside, VECTOR)
+            target = items + tl.multiple_of(tl.load(chunk + C_TO), VECTOR)
+            target += step * tl.multiple_of(tl.load(chunk + C_TO_ROW), VECTOR) + column
+            tl.store(target, value, mask=inside)
         else:
             _copy_per_head(chunk, kind, wide, lse, lse_row, lse_head, ROWS, HEADS)
 
@@ -243,42 +219,6 @@ def _merged(total, scores, value, new):
     return total, tl.where(both > 0, top + tl.log(some), float("-inf"))
 
 
-@triton.jit
-def _store_total(
-    chunk,
-    partial,
-    result_0,
-    result_1,
-    result_2,
-    stride_0,
-    stride_1,
-    stride_2,
-    total,
-    row,
-    head,
-    inside,
-    DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """Into a message, or one of the caller's results."""
-    result = tl.load(chunk + T_RESULT)
-    to = tl.load(chunk + T_AT)
-    column = tl.arange(0, PADDED)[None, :]
-    place = (tl.load(chunk + T_HEAD) + head) * DIM + column
-    to_row = (to + row)[:, None]
-    if result < 0:
-        message = partial + tl.multiple_of(to, VECTOR) + head * DIM + column
-        message += row[:, None] * tl.multiple_of(tl.load(chunk + T_HEADS) * DIM, VECTOR)
-        tl.store(message, total.to(partial.dtype.element_ty), mask=inside)
-    elif result == 0:
-        _store_rows(result_0, stride_0, to_row, place, total, inside, VECTOR)
-    elif result == 1:
-        _store_rows(result_1, stride_1, to_row, place, total, inside, VECTOR)
-    else:
-        _store_rows(result_2, stride_2, to_row, place, total, inside, VECTOR)
-
-
 @triton.jit(
     do_not_specialize=["stride_0", "stride_1", "stride_2", "scale", "lse_row", "lse_head"],
     do_not_specialize_on_alignment=["lse"],
@@ -333,17 +273,27 @@ def combine_chunk(
                 total, scores = _merged(total, scores, value, new)
             else:
                 total += value
-        _store_total(
-            chunk, partial, result_0, result_1, result_2, stride_0, stride_1, stride_2, total, row,
-            head, inside, DIM, PADDED, VECTOR,
-        )  # fmt: skip
+        result = tl.load(chunk + T_RESULT)
+        to = tl.load(chunk + T_AT)
+        to_head = tl.load(chunk + T_HEAD) + head
+        if result < 0:  # into a message
+            message = partial + tl.multiple_of(to, VECTOR) + head * DIM + column
+            message += row[:, None] * tl.multiple_of(tl.load(chunk + T_HEADS) * DIM, VECTOR)
+            tl.store(message, total.to(partial.dtype.element_ty), mask=inside)
+        else:
+            to_row, place = (to + row)[:, None], to_head * DIM + column
+            if result == 0:
+                _store_rows(result_0, stride_0, to_row, place, total, inside, VECTOR)
+            elif result == 1:
+                _store_rows(result_1, stride_1, to_row, place, total, inside, VECTOR)
+            else:
+                _store_rows(result_2, stride_2, to_row, place, total, inside, VECTOR)
         if HAS_LSE:
-            to = tl.load(chunk + T_AT)
-            if tl.load(chunk + T_RESULT) < 0:
+            if result < 0:
                 own = tl.load(chunk + T_LSE) + row * tl.load(chunk + T_HEADS) + head
                 tl.store(wide + own, scores, mask=exists)
             else:
-                own = (to + row) * lse_row + (tl.load(chunk + T_HEAD) + head) * lse_head
+                own = (to + row) * lse_row + to_head * lse_head
                 tl.store(lse + own, scores, mask=exists)
 
 
