@@ -228,8 +228,8 @@ class Task:
         seconds = {"schedule": sum(run.cpu_seconds for run in runs.values())}
         candidate = Candidate(placed, schedules, dict(placed.cpu_seconds) | seconds)
         rows = rows_per_rank(placed.graph, placed.placement, self.config.layout.local_multiple)
-        layers, model = self.config.layers, self.model
-        return candidate, join_times(attention, rows, self.topology, self.cost, layers, model)
+        step = join_times(attention, rows, self.topology, self.layers, self.token_seconds)
+        return candidate, step
 
 
 def default_cost(topology: Topology, shape: AttentionShape) -> CostModel:
