@@ -233,7 +233,7 @@ def _candidates(task: Callable[..., Task]) -> Iterator[tuple[str, Candidate]]:
     chosen = choose(plain).candidate
     yield f"{AUTO} ({chosen.placement.solver})", chosen
     yield "auto, quality", choose(task(effort="quality")).candidate
-    for name in ("rows", "bisection", "bisection_quality", "whole_documents"):
+    for name in ("owner_computes", "bisection", "bisection_quality", "whole_documents"):
         placed = plain.place(find_solver(name), Limits(0.1, 0.2))
         yield from _dynamic(plain, name, placed)
     statics = static_candidates(plain.batch.lengths, plain.shape, plain.topology)
@@ -250,7 +250,7 @@ def _dynamic(task: Task, name: str, placed: Placed) -> Iterator[tuple[str, Candi
         yield name, search_divisions(task, placed).candidate
     improved = task.improve(placed)
     if improved is not None:
-        yield f"timed from {name}", search_divisions(task, improved).candidate
+        yield f"improved from {name}", search_divisions(task, improved).candidate
 
 
 def _predict(name: str, static: bool, plan: Plan, topology: Topology, cost: CostModel) -> Predicted:

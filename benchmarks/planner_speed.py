@@ -188,7 +188,7 @@ def time_plans() -> None:
     print(f"\n{'simulation, check, largest part':<34}{'tiles':>8}{'ms':>9}{'ms':>9}{'bytes':>9}")
     for sample in ("ldc", "single"):
         batch = Case(sample, "causal").batch()
-        for solver in ("rows", "bisection", "zigzag"):
+        for solver in ("owner_computes", "bisection", "zigzag"):
             task = make_task(batch, PlannerConfig(solver))
             choice = choose(task)
             plan, candidate = assemble_choice(task, choice), choice.candidate

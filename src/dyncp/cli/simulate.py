@@ -14,8 +14,7 @@ from dyncp.cli import arguments
 from dyncp.cli.arguments import Progress, option
 from dyncp.cli.plan import describe_traffic
 from dyncp.cost import CostModel, ModelConfig
-from dyncp.placement import static_candidates
-from dyncp.placement.static import STATIC_SOLVERS
+from dyncp.placement import STATIC_SOLVERS, static_candidates
 from dyncp.planner import AUTO, Candidate, PlannerConfig, Task, choose
 from dyncp.samplers import parse_sample, read_lengths, sample_lengths
 from dyncp.simulate import simulate_schedules

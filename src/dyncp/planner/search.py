@@ -1,12 +1,12 @@
 """Search: the candidate of the shortest simulated step, static methods included.
 
-Dynamic candidates come first: solver `rows` under the limits asked for and under tighter ones. The
-best of them is scheduled in fewer and in more steps. Where links are slow, placements are improved
-by moves (see placement/timed), from there and from other starts. A static method is only placed,
-scheduled and simulated when what it needs at least (see placement/static/bounds.py) is less than
-the best so far, and where one is best, moves go on from it. So no static method that keeps the
-limits is predicted to be faster than the choice (by more than a sixth, where it cuts a batch into
-ten times as many tiles).
+Dynamic candidates come first: solver `owner_computes` under the limits asked for and under tighter
+ones. The best of them is scheduled in fewer and in more steps. Where links are slow, placements are
+improved by moves (see placement/improve_by_time.py), from there and from other starts. A static
+method is only placed, scheduled and simulated when what it needs at least (see
+placement/static_bounds.py) is less than the best so far, and where one is best, moves go on from
+it. So no static method that keeps the limits is predicted to be faster than the choice (by more
+than a sixth, where it cuts a batch into ten times as many tiles).
 """
 
 import logging
@@ -246,13 +246,13 @@ class Search:
         if not best.placement.static:
             return
         if self._improve(best.solver, best.placed):
-            self.try_divisions(*({best.solver, "timed"} & self._by_solver.keys()))
+            self.try_divisions(*({best.solver, "improved"} & self._by_solver.keys()))
 
     def _improve(self, name: str, placed: Placed, worth: float = 1.0, least: float = 0.0) -> bool:
         improved = self._task.improve(placed, worth, least)
         if improved is None:
             return False
-        self.follow(f"timed from {name}", improved)
+        self.follow(f"improved from {name}", improved)
         return True
 
     def try_divisions(self, *solvers: str) -> None:
@@ -395,7 +395,7 @@ def search(task: Task) -> Choice:
 def _search(task: Task) -> Search:
     found = Search(task)
     if task.topology.num_ranks == 1:  # nothing to place: sequences stay whole
-        found.consider("rows", find_solver("rows"), task.config.limits)
+        found.consider("owner_computes", find_solver("owner_computes"), task.config.limits)
         return found
     for name, solver, limits, cut in dynamic_ways(task):
         if not (found.is_close or found.is_large):
