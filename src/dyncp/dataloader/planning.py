@@ -23,7 +23,7 @@ from dyncp.cost import (
 )
 from dyncp.cost.profile import CPU
 from dyncp.dataloader.options import LoaderConfig
-from dyncp.dataloader.planning_process import PlanFailed, PlanProcess, PlanReply, PlanRequest
+from dyncp.dataloader.planning_process import PlanFailed, PlanProcess, PlanReply
 from dyncp.dataloader.ranks import LoaderRanks
 from dyncp.masks import Mask, MaskFunction, NamedMasks
 from dyncp.plan import Plan
@@ -126,8 +126,8 @@ class BatchPlanner:
     def plan(self, process: PlanProcess, batch: Batch) -> PlanReply:
         """Every rank's part, from the planning process; PlanFailed gives the reason if it fails."""
         args = (batch, self._topology, self._shape, self.config)
-        request = PlanRequest(self._plan_function, *args, self._cost, self._model)
-        reply = process.plan(request)
+        costs = {"cost": self._cost, "model": self._model}
+        reply = process.plan(partial(self._plan_function, *args, **costs))
         most = self.config.max_tokens_per_rank  # a user's plan_function may ignore it
         if most is not None and reply.most_tokens > most:
             raise PlanFailed(

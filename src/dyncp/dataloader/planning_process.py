@@ -1,18 +1,16 @@
 """The planning process, both ends: `PlanProcess` in the training process, `main` in its child.
 
 The child imports neither torch nor CUDA. It is started as a program of its own, not by
-`multiprocessing`, so the user's script is not imported again; requests and replies are dataclasses
-of numpy arrays, pickled over a socket pair. The child exits when its parent is gone, even in the
-middle of a plan.
+`multiprocessing`, so the user's script is not imported again. A request is a call with numpy
+arguments, pickled over a socket pair, and so is its reply. The child exits when its parent is gone,
+even in the middle of a plan.
 """
 
 import logging
 import os
 import pickle
-import queue
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -22,14 +20,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, perf_counter, sleep
-from typing import Any
 
 import dyncp
-from dyncp.blocks import AttentionShape, Batch
-from dyncp.cost import CostModel, ModelConfig
 from dyncp.plan import Plan, encode_part
-from dyncp.planner import PlannerConfig
-from dyncp.topology import Topology
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +33,6 @@ START = (
     "import sys; sys.path[:] = sys.argv[2:]; "
     "from dyncp.dataloader.planning_process import main; main(int(sys.argv[1]))"
 )
-_SIZE = struct.Struct("<Q")
 
 
 class PlanFailed(RuntimeError):  # noqa: N818 (the run goes on: the batch gets a static plan)
@@ -52,33 +44,15 @@ class Closed(Exception):  # noqa: N818 (never leaves the loader)
 
 
 @dataclass(frozen=True)
-class PlanRequest:
-    """The arguments of `plan_batch`, and the function to call with them."""
-
-    function: Callable[..., Plan]
-    batch: Batch
-    topology: Topology
-    shape: AttentionShape
-    config: PlannerConfig
-    cost: CostModel | None = None
-    model: ModelConfig | None = None
-
-    def plan(self) -> Plan:
-        args = (self.batch, self.topology, self.shape, self.config)
-        return self.function(*args, cost=self.cost, model=self.model)
-
-
-@dataclass(frozen=True)
 class PlanReply:
-    """Every rank's encoded part, or the error."""
+    """Every rank's encoded part of a plan."""
 
-    parts: tuple[bytes, ...] = ()
-    digest: str = ""
-    fingerprint: str = ""
-    solver: str = ""
-    most_tokens: int = 0  # on any rank
-    seconds: float = 0.0
-    error: str = ""
+    parts: tuple[bytes, ...]
+    digest: str
+    fingerprint: str
+    solver: str
+    most_tokens: int  # on any rank
+    seconds: float
 
 
 class PlanProcess:
@@ -104,9 +78,11 @@ class PlanProcess:
             with suppress(OSError):
                 self._start()
 
-    def plan(self, request: PlanRequest) -> PlanReply:
-        """Plans; a process that dies is replaced and asked again. PlanFailed gives the reason if
-        the planner raises, does not answer in time, or keeps dying."""
+    def plan(self, make_plan: Callable[[], Plan]) -> PlanReply:
+        """The plan that a call, which can be pickled, gives there. A process that dies is replaced
+        and asked again. PlanFailed gives the reason if the call raises, does not return in time, or
+        keeps killing the process."""
+        request = pickle.dumps(pickle.dumps(make_plan))  # twice: read there before it is unpickled
         deadline = monotonic() + self.timeout
         for _ in range(ATTEMPTS):
             try:
@@ -115,12 +91,12 @@ class PlanProcess:
                 self._end()
                 self.restarts += 1
                 raise PlanFailed(f"the planner did not answer within {self.timeout:g} s") from None
-            except (EOFError, OSError):
-                self._replace()
-                continue
-            if reply.error:
-                raise PlanFailed(f"the planner raised {reply.error}")
-            return reply
+            except (EOFError, OSError, pickle.UnpicklingError):
+                self._note_death()
+            else:
+                if isinstance(reply, str):
+                    raise PlanFailed(f"the planner raised {reply}")
+                return reply
         raise PlanFailed(f"the planning process died {ATTEMPTS} times")
 
     def interrupt(self) -> None:
@@ -140,12 +116,12 @@ class PlanProcess:
         self._end()
         self._closing = False
 
-    def _ask(self, request: PlanRequest, deadline: float) -> PlanReply:
+    def _ask(self, request: bytes, deadline: float) -> PlanReply | str:
         connection = self._connection or self._start()
-        for act in (lambda: send(connection, request), lambda: receive(connection)):
-            connection.settimeout(max(1e-3, deadline - monotonic()))
-            reply = act()
-        assert isinstance(reply, PlanReply)
+        connection.settimeout(max(1e-3, deadline - monotonic()))
+        connection.sendall(request)
+        connection.settimeout(max(1e-3, deadline - monotonic()))
+        reply: PlanReply | str = pickle.load(connection.makefile("rb"))
         return reply
 
     def _start(self) -> socket.socket:
@@ -165,14 +141,13 @@ class PlanProcess:
             self._connection = mine
             return mine
 
-    def _replace(self) -> None:
+    def _note_death(self) -> None:
         """After the process died; the next request starts another."""
         if self._closing:
             raise Closed
         code = self._end()
         self.restarts += 1
-        killed = code is not None and code < 0
-        how = signal.Signals(-code).name if killed and code else f"exit code {code}"
+        how = signal.Signals(-code).name if code and code < 0 else f"exit code {code}"
         logger.info("the planning process ended (%s); restarting it", how)
 
     def _end(self) -> int | None:
@@ -194,53 +169,26 @@ def _search_path() -> list[str]:
     return [own, *(entry or os.getcwd() for entry in sys.path if entry != own)]
 
 
-# Both ends
-
-
-def send(connection: socket.socket, item: Any) -> None:
-    data = pickle.dumps(item, protocol=pickle.HIGHEST_PROTOCOL)
-    connection.sendall(_SIZE.pack(len(data)))
-    connection.sendall(data)
-
-
-def receive(connection: socket.socket) -> Any:
-    """The next item; EOFError when the other end is gone."""
-    return pickle.loads(_receive_pickled(connection))
-
-
-def _receive_pickled(connection: socket.socket) -> bytes:
-    (size,) = _SIZE.unpack(_receive_bytes(connection, _SIZE.size))
-    return _receive_bytes(connection, size)
-
-
-def _receive_bytes(connection: socket.socket, size: int) -> bytes:
-    data = bytearray(size)
-    view = memoryview(data)
-    while view:
-        count = connection.recv_into(view)
-        if not count:
-            raise EOFError("the connection was closed")
-        view = view[count:]
-    return bytes(data)
-
-
 # In the planning process
 
 
 def main(file_descriptor: int) -> None:
-    connection = socket.socket(fileno=file_descriptor)
-    requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_read_requests, args=(connection, requests), daemon=True).start()
     exit_with_parent()
-    while True:
-        send(connection, _answer_pickled(requests.get()))
+    connection = socket.socket(fileno=file_descriptor)
+    requests = connection.makefile("rb")
+    with suppress(EOFError, OSError):  # the parent closed the connection
+        while True:
+            connection.sendall(pickle.dumps(answer(pickle.load(requests))))
 
 
-def answer(request: PlanRequest) -> PlanReply:
-    """Plans; an error of the planner is returned as text."""
+def answer(request: bytes) -> PlanReply | str:
+    """The plan of a pickled call, or the error as text."""
     start = perf_counter()
+    where = "reading the request"
     try:
-        plan = request.plan()
+        make_plan = pickle.loads(request)  # may need a module that this process cannot import
+        where = ""
+        plan = make_plan()
         return PlanReply(
             parts=tuple(encode_part(part) for part in plan.parts),
             digest=plan.digest,
@@ -250,25 +198,8 @@ def answer(request: PlanRequest) -> PlanReply:
             seconds=perf_counter() - start,
         )
     except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        text = f"{type(error).__name__}: {error} ({where.name}, line {where.lineno})"
-        return PlanReply(error=text, seconds=perf_counter() - start)
-
-
-def _answer_pickled(pickled: bytes) -> PlanReply:
-    try:
-        request = pickle.loads(pickled)
-    except Exception as error:  # a module that this process cannot import
-        return PlanReply(error=f"{type(error).__name__}: {error} (reading the request)")
-    return answer(request)
-
-
-def _read_requests(connection: socket.socket, requests: "queue.SimpleQueue[bytes]") -> None:
-    try:
-        while True:
-            requests.put(_receive_pickled(connection))
-    except (EOFError, OSError):
-        os._exit(0)  # the parent closed the connection
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        return f"{type(error).__name__}: {error} ({where or f'{last.name}, line {last.lineno}'})"
 
 
 def exit_with_parent() -> None:
