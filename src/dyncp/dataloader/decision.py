@@ -36,7 +36,6 @@ from dyncp.dataloader.ranks import (
     get_chunks,
     put_chunks,
     read_json,
-    wait_for,
 )
 
 AGREED = 1 << 40  # one rank's agreement, added together with its number of targets
@@ -136,17 +135,17 @@ class PlanExchange:
 
     def decision(self, step: int, selection: SelectedBatch) -> Decision:
         """Waits for the decision; makes it if no other rank does within the bound."""
-        key, what = self._key(selection, "decision"), f"the plan of batch {selection.number}"
-        conditions = self._peers.conditions
-        bound = conditions.plan_timeout + GRACE_SECONDS
-
-        def still_waiting() -> None:
-            self._peers.check(what, step, selection.number)
-            if conditions.stalled() > bound:
-                reason = f"rank {self._rank} heard nothing of a plan for {bound:g} s"
-                self.decide_static(selection, reason)
-
-        wait_for(self._store, key, still_waiting)
+        key, number = self._key(selection, "decision"), selection.number
+        bound = self._peers.progress.plan_timeout + GRACE_SECONDS
+        reason = f"rank {self._rank} heard nothing of a plan for {bound:g} s"
+        self._peers.wait_for(
+            key,
+            f"the plan of batch {number}",
+            step,
+            number,
+            bound=bound,
+            overdue=lambda: self.decide_static(selection, reason),
+        )
         decision = Decision.decode(self._store.get(key))
         self._check_fingerprint(selection, decision, decision.selection, selection.fingerprint)
         return decision

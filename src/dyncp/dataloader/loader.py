@@ -24,10 +24,11 @@ from dyncp.dataloader.options import (
     describe_schedule,
     integer_option,
 )
+from dyncp.dataloader.peers import Peers, Progress
 from dyncp.dataloader.planning import BatchPlanner, SampleSeconds, model_shape, topology_and_cost
 from dyncp.dataloader.planning_process import PlanProcess
 from dyncp.dataloader.prepare import MaskMaker
-from dyncp.dataloader.ranks import Handshake, LoaderRanks, LocalStore, SharedStore, Store
+from dyncp.dataloader.ranks import LoaderRanks, SharedStore, Store
 from dyncp.dataloader.state import BatchSettings, Position, from_state, to_state
 from dyncp.plan import Plan, RankPlan
 from dyncp.planner import PlannerConfig
@@ -147,8 +148,11 @@ class DCPDataLoader:
         chosen = (group, mesh, virtual_ranks)
         self._is_alone = all(x is None for x in chosen) and not dist.is_initialized()
         self._number, self._iterations = _next_number(self.ranks), 0
-        with Handshake(self._open_store(STORE_TIMEOUT), self.ranks) as handshake:
+        progress = Progress(LoaderConfig.plan_timeout, STORE_TIMEOUT)
+        with Peers(self._open_store(STORE_TIMEOUT), self.ranks, progress) as peers:
             self.config = LoaderConfig.of(arguments)
+            progress.plan_timeout = self.config.plan_timeout
+            progress.store_timeout = self.config.store_timeout
             self.shape, sizes = model_shape(model, dtype, self.ranks.tensor_parallel)
             self.topology, cost = topology_and_cost(self.ranks, topology, cost, self.shape)
             batch_planner = BatchPlanner(
@@ -163,8 +167,7 @@ class DCPDataLoader:
             source = open_source(dataset, self.config)
             mask_maker = MaskMaker(mask_fn, self.config.seed)
             settings = self._shared_settings(batch_planner, source, mask_maker)
-            bound = self.config.plan_timeout + self.config.store_timeout
-            locations = handshake.compare(settings, bound)
+            locations = peers.compare(settings)
         if model is None and not self.ranks.rank:
             logger.info(
                 "no model= given: plans have one head group and assume 4 q heads per kv head; they "
@@ -342,7 +345,7 @@ class DCPDataLoader:
         """With keys by run, restart, loader and iteration (0: the handshake)."""
         number, self._iterations = self._iterations, self._iterations + 1
         if not self.ranks.shared:
-            return LocalStore()
+            return Store()
         run = os.environ.get("TORCHELASTIC_RUN_ID", "run")
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         prefix = f"dyncp/{run}/{restart}/{self._number}/{number}"

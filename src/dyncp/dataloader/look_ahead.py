@@ -25,11 +25,11 @@ from dyncp.dataloader.decision import PlanExchange
 from dyncp.dataloader.local_fields import loss_divisor
 from dyncp.dataloader.metrics import LoaderMetrics
 from dyncp.dataloader.options import LoaderConfig
-from dyncp.dataloader.peers import Peers, WaitConditions
+from dyncp.dataloader.peers import Location, Peers, Progress
 from dyncp.dataloader.planning import BatchPlanner
 from dyncp.dataloader.planning_process import Closed, PlanFailed, PlanProcess
 from dyncp.dataloader.prepare import BatchData, BatchPreparer, MaskMaker, PreparedBatch
-from dyncp.dataloader.ranks import LoaderRanks, Location, PeerError, Store
+from dyncp.dataloader.ranks import LoaderRanks, PeerError, Store
 from dyncp.plan import Plan, RankPlan
 
 logger = logging.getLogger(__name__)
@@ -69,20 +69,15 @@ class LookAhead:
     def __init__(
         self, context: LoaderContext, steps: Iterator[SelectedStep], store: Store, first: int
     ) -> None:
-        self._context, self._steps, self._store = context, steps, store
+        self._context, self._steps = context, steps
         config, ranks = context.config, context.ranks
-        timeouts = config.plan_timeout, config.store_timeout
-        conditions = WaitConditions(
-            lambda: self._closing, self._stalled, *timeouts, lambda: self._asked
-        )
+        self._progress = Progress(config.plan_timeout, config.store_timeout, asked=first)
         self._changed = threading.Condition()
-        self._closing = self._at_exit = False
+        self._at_exit = False
         self._failure: BaseException | None = None
         self._first = first  # number of the first batch
-        self._asked = first  # batches before the one that training asks for next
-        self._asked_at: float | None = None
         self._depth = config.look_ahead
-        self._peers = Peers(store, ranks, conditions, context.locations)
+        self._peers = Peers(store, ranks, self._progress, context.locations)
         self._exchange = PlanExchange(store, ranks, self._peers)
         self._preparer = BatchPreparer(config, ranks, context.planner, self._exchange)
         self._selected: deque[tuple[SelectedStep, list[BatchData]] | BaseException] = deque()
@@ -108,20 +103,20 @@ class LookAhead:
         with self._changed:
             depth = len(self._ready)
             self._deepen(depth)
-            self._asked += 1
-            start = self._asked_at = perf_counter()
+            self._progress.asked += 1
+            start = self._progress.asked_at = perf_counter()
             self._changed.notify_all()
             try:
-                self._changed.wait_for(lambda: self._closing or self._ready)
+                self._changed.wait_for(lambda: self._progress.closing or self._ready)
                 while self._at_exit:
                     self._changed.wait()  # in a daemon thread, which ends with the interpreter
-                if self._closing:
+                if self._progress.closing:
                     raise RuntimeError(
                         "this iteration of the loader was closed: by close(), load_state_dict, "
                         "set_epoch or a later iter(loader)"
                     )
             finally:
-                self._asked_at = None
+                self._progress.asked_at = None
             item = self._ready.popleft()
         if isinstance(item, StopIteration):
             return None
@@ -134,7 +129,9 @@ class LookAhead:
     def _deepen(self, ready: int) -> None:
         """Looks further ahead if the queue ran low."""
         usual = self._context.config.look_ahead
-        if ready <= usual // 4 and self._asked >= self._first + usual:  # it has been filled once
+        if (
+            ready <= usual // 4 and self._progress.asked >= self._first + usual
+        ):  # it has been filled once
             self._depth = min(self._depth + 1, MAX_GROWTH * usual)
 
     def close(self, *, at_exit: bool = False) -> None:
@@ -145,9 +142,9 @@ class LookAhead:
             threading.Thread(target=self.close, daemon=True).start()
             return
         with self._changed:
-            if self._closing:
+            if self._progress.closing:
                 return
-            self._closing = True
+            self._progress.closing = True
             self._changed.notify_all()
         self._end_planning()
         for thread in (self._selecting, self._delivering):
@@ -155,9 +152,7 @@ class LookAhead:
         if any(thread.is_alive() for thread in self._threads):
             logger.warning("a thread of the loader is stuck in the dataset or the mask function")
             return
-        self._store.hurry()
         self._peers.close()
-        self._store.close()
 
     def _end_planning(self) -> None:
         end = monotonic() + PLAN_END_SECONDS
@@ -179,10 +174,7 @@ class LookAhead:
                 self._failure = error
             elif isinstance(error, PeerError):  # this rank's own failure, reported back by others
                 error = self._failure
-            try:
-                self._peers.tell_failure(error)
-            except Exception as second:  # the store is what failed
-                logger.debug("telling other ranks: %s", second)
+            self._peers.tell_failure(error)
             queue = self._ready if name == "dyncp-deliver" else self._selected
             self._put(queue, error)
 
@@ -215,10 +207,10 @@ class LookAhead:
 
     def _may_select(self, first: int) -> bool:
         """Whether the step that begins with batch `first` is within the look-ahead."""
-        return first < self._asked + self._depth
+        return first < self._progress.asked + self._depth
 
     def _select_batch(self, batch: BatchData) -> None:
-        if self._closing:
+        if self._progress.closing:
             raise Closed
         context, selection = self._context, batch.selection
         context.planner.check_tokens(selection.num_tokens, selection.number)
@@ -307,11 +299,6 @@ class LookAhead:
 
     def _wait_until(self, condition: Callable[[], bool]) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._closing or condition())
-            if self._closing:
+            self._changed.wait_for(lambda: self._progress.closing or condition())
+            if self._progress.closing:
                 raise Closed
-
-    def _stalled(self) -> float:
-        """For how many seconds training has been waiting."""
-        asked_at = self._asked_at
-        return 0.0 if asked_at is None else perf_counter() - asked_at

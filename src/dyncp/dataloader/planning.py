@@ -82,7 +82,7 @@ def topology_and_cost(
 ) -> tuple[Topology, CostModel]:
     """What is given is used, and determines the other if it can: a topology with a preset's name
     has that preset's costs. By default, nodes with devices like this process's. All ranks need
-    the same; ranks with different profiles get BatchMismatch (see Handshake)."""
+    the same; ranks with different profiles get BatchMismatch (see Peers)."""
     if cost is None:
         named = None if topology is None else PROFILES.get(topology.name)
         cost = CostModel(named or _device_profile(ranks), shape)
