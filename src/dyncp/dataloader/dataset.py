@@ -1,17 +1,9 @@
 """Datasets as samples in the order of an epoch: by index (`IndexedSource`: lists, torch and Hugging
-Face datasets) or by iteration (`StreamSource`), from any position on.
+Face datasets) or by iteration (`StreamSource`), from any position on."""
 
-The order of a sampler is repeated exactly, or refused: it is iterated from the start of the epoch,
-with its generators restored to their state there. What it yields up to the position is compared, by
-digest, with what it yielded before the state was saved. A sampler that cannot repeat itself would
-skip some samples and repeat others."""
-
-import hashlib
-import random
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -19,17 +11,18 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-import torch
-from torch.utils.data import IterableDataset, Sampler
+from torch.utils.data import IterableDataset
 
 from dyncp.arrays import Int64
 from dyncp.dataloader.options import LoaderConfig, digest_of
 from dyncp.dataloader.reading import Reader, SampleError, SeededRandom, read_sample, sample_bytes
-from dyncp.dataloader.state import Position
-
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-MAX_NESTING = 3  # a BatchSampler has a RandomSampler, which has a generator
-END = object()
+from dyncp.dataloader.state import (
+    OrderDigest,
+    Position,
+    SamplerOrder,
+    check_repeatable,
+    set_epoch,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -332,7 +325,7 @@ class StreamSource(SampleSource):
         samples = iter(self._dataset)
         if self._begun:
             allowed = "a list, a Dataset or an IterableDataset"
-            _check_repeatable("dataset", self._dataset, samples, allowed)
+            check_repeatable("dataset", self._dataset, samples, allowed)
         self._begun = True
         while True:
             try:
@@ -361,14 +354,6 @@ class StreamSource(SampleSource):
             )
 
 
-def _check_repeatable(name: str, given: Any, iterator: Any, allowed: str) -> None:
-    if iterator is given:
-        raise ValueError(
-            f"the {name} is a {type(given).__name__}, which can be iterated only once; pass "
-            f"{allowed} for further epochs or resuming"
-        )
-
-
 def _itself(sample: Any) -> Any:
     return sample
 
@@ -388,167 +373,3 @@ def _has_shuffle_buffer(examples: Any) -> bool:
         return True
     inner = [getattr(examples, "ex_iterable", None), *getattr(examples, "ex_iterables", ())]
     return any(_has_shuffle_buffer(one) for one in inner)
-
-
-class SamplerOrder:
-    """What a sampler (indices) or batch sampler (lists of indices) yields, epoch by epoch."""
-
-    def __init__(self, sampler: Iterable[Any], seed: int) -> None:
-        self._sampler, self._seed = sampler, seed
-        self._begun = False
-        self._lock = threading.RLock()  # `undisturbed` is entered in the training thread
-
-    def start(self) -> dict[str, Any]:
-        """The state at the start of the next epoch."""
-        return {"generators": _generator_states(self._sampler), "taken": OrderDigest().text()}
-
-    def rewind(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The state at the start of the epoch of a state."""
-        return {**state, "taken": OrderDigest().text()}
-
-    @contextmanager
-    def undisturbed(self) -> Iterator[None]:
-        """Inside this context, iterating the sampler leaves no trace in it."""
-        with self._lock:
-            states, begun = _generator_states(self._sampler), self._begun
-            yield
-            _set_generator_states(self._sampler, states)
-            self._begun = begun
-
-    def items(self, position: Position) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """The items from a position on, each with the state after it."""
-        start = position.dataset_state
-        randomness = SeededRandom(self._seed, position.epoch, "order")
-        with self._lock, randomness:
-            _set_generator_states(self._sampler, start["generators"])
-            set_epoch(self._sampler, position.epoch)
-            items = iter(self._sampler)
-            if self._begun:
-                _check_repeatable("sampler", self._sampler, items, "a list or a Sampler")
-            self._begun = True
-            taken = OrderDigest()
-            for item in islice(items, position.samples):
-                taken.add(_index_bytes(item))
-        taken.check(position.samples, start["taken"], f"sampler {type(self._sampler).__name__}")
-        while True:
-            with self._lock, randomness:
-                item = next(items, END)
-            if item is END:
-                return
-            taken.add(_index_bytes(item))
-            yield item, start | {"taken": taken.text()}
-
-
-class OrderDigest:
-    """A digest of all items taken in an epoch, in order."""
-
-    def __init__(self) -> None:
-        self._digest, self._count = hashlib.blake2b(digest_size=8), 0
-
-    def add(self, data: bytes) -> None:
-        self._digest.update(data)
-        self._count += 1
-
-    def text(self) -> str:
-        return self._digest.hexdigest()
-
-    def check(self, count: int, text: str, what: str) -> None:
-        """Raises ValueError unless the same `count` items were added as before."""
-        if self._count < count:
-            raise ValueError(
-                f"the loader state was saved after {count} items of the {what}, which now ends "
-                f"after {self._count}; the samples after them cannot be found"
-            )
-        if count and text != self.text():
-            raise ValueError(
-                f"the {what} does not give the same {count} items as before the loader state was "
-                "saved: some samples would be skipped and others trained on twice; it needs a "
-                "fixed seed, a generator of its own (as an attribute), or set_epoch"
-            )
-
-
-def set_epoch(shuffled: Any, epoch: int) -> None:
-    """For samplers and datasets that shuffle themselves by epoch."""
-    if hasattr(shuffled, "set_epoch"):
-        shuffled.set_epoch(epoch)
-
-
-def _index_bytes(item: Any) -> bytes:
-    return np.asarray(item if np.ndim(item) == 0 else list(item), np.int64).tobytes()
-
-
-# Describing a sampler
-
-
-def describe_sampler(sampler: Any) -> str:
-    """What is known of a sampler without iterating it; equal for equal samplers."""
-    if sampler is None:
-        return ""
-    name = type(sampler).__name__
-    if isinstance(sampler, list | tuple | range | np.ndarray | torch.Tensor):
-        return f"{name} of {len(sampler)} ({digest_of(_list_bytes(sampler))})"
-    known = [f"len={len(sampler)}"] if isinstance(sampler, Sized) else []
-    if isinstance(sampler, Sampler) and type(sampler).__module__.startswith("torch.utils.data"):
-        known += [_attribute(key, value) for key, value in vars(sampler).items() if key != "epoch"]
-    return f"{name}({', '.join(text for text in known if text)})"
-
-
-def _list_bytes(items: Any) -> bytes:
-    try:
-        array = np.asarray(items, np.int64)
-        return repr(array.shape).encode() + array.tobytes()
-    except (TypeError, ValueError):  # lists of different lengths
-        return repr([np.asarray(item, np.int64).tolist() for item in items]).encode()
-
-
-def _attribute(key: str, value: Any) -> str:
-    if value is None or isinstance(value, bool | int | float | str):
-        return f"{key}={value}"
-    if isinstance(value, torch.Tensor):
-        return f"{key}={digest_of(value.contiguous().numpy().tobytes())}"
-    return f"{key}={describe_sampler(value)}" if isinstance(value, Sampler) else ""
-
-
-# A sampler's own generators
-
-
-def _generator_states(sampler: Any) -> list[Any]:
-    """The states of all generators that a sampler has, including those of a sampler it wraps."""
-    return [_state_of(generator) for generator in _generators(sampler)]
-
-
-def _set_generator_states(sampler: Any, states: list[Any]) -> None:
-    generators = _generators(sampler)
-    if len(generators) != len(states):
-        raise ValueError(
-            f"the loader state has {len(states)} states of the sampler's generators; this "
-            f"{type(sampler).__name__} has {len(generators)} generators"
-        )
-    for generator, state in zip(generators, states, strict=True):
-        _set_state(generator, state)
-
-
-def _generators(sampler: Any, depth: int = MAX_NESTING) -> list[Any]:
-    found: list[Any] = []
-    for value in getattr(sampler, "__dict__", {}).values():
-        if isinstance(value, GENERATORS):
-            found.append(value)
-        elif depth and isinstance(value, Sampler):
-            found += _generators(value, depth - 1)
-    return found
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    legacy = {"legacy": False} if isinstance(generator, np.random.RandomState) else {}
-    return generator.get_state(**legacy)
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    else:
-        (generator.setstate if isinstance(generator, random.Random) else generator.set_state)(state)

@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d
 
 from dyncp.cost import CostModel
 from dyncp.dataloader.batching import BatchSelector
-from dyncp.dataloader.dataset import SampleSource, describe_sampler, open_source
+from dyncp.dataloader.dataset import SampleSource, open_source
 from dyncp.dataloader.look_ahead import LoaderContext, LookAhead, PreparesAhead
 from dyncp.dataloader.metrics import LoaderMetrics
 from dyncp.dataloader.options import (
@@ -29,7 +29,7 @@ from dyncp.dataloader.planning import BatchPlanner, SampleSeconds, model_shape, 
 from dyncp.dataloader.planning_process import PlanProcess
 from dyncp.dataloader.prepare import MaskMaker
 from dyncp.dataloader.ranks import LoaderRanks, SharedStore, Store
-from dyncp.dataloader.state import BatchSettings, Position, from_state, to_state
+from dyncp.dataloader.state import Position, describe_sampler, from_state, to_state
 from dyncp.plan import Plan, RankPlan
 from dyncp.planner import PlannerConfig
 from dyncp.topology import Topology
@@ -276,12 +276,14 @@ class DCPDataLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the next iteration begin with the batch after those of the state, also on another
         number of ranks. Ends a running iteration."""
-        given, replicas = self.config.tokens_per_batch is not None, self.ranks.num_replicas
-        position, settings = from_state(state, self._batch_settings(), replicas, own_budget=given)
+        settings = self._batch_settings()
+        budget = state.get("terms", {}).get("tokens_per_batch")
+        if self.config.tokens_per_batch is None and settings["tokens_per_batch"] is not None:
+            settings["tokens_per_batch"] = budget  # the default depends on the number of ranks
+        position = from_state(state, settings, self.ranks.num_replicas)
         self._resources.close_iteration()
         self._position, self._resuming = position, True
-        if settings.tokens_per_batch is not None:
-            self._budget = settings.tokens_per_batch
+        self._budget = settings["tokens_per_batch"] or self._budget
 
     def close(self) -> None:
         """Ends the iteration and the planning processes. The loader may be iterated again."""
@@ -310,21 +312,21 @@ class DCPDataLoader:
             self.metrics.skipped if source is None else None,
         )
 
-    def _batch_settings(self) -> BatchSettings:
+    def _batch_settings(self) -> dict[str, Any]:
+        """What must be equal for a state to mean the same batches."""
         source, config = self._context.source, self.config
         identity = source.identity()
         lengths = identity.pop("lengths", "")
         by_budget = isinstance(self._budget, int) and config.batch_sampler is None
-        return BatchSettings(
-            **{name: getattr(config, name) for name in OPTIONS_OF_BATCHES},
-            order=self._order,
-            dataset=", ".join(f"{name} {text}" for name, text in identity.items()),
-            num_samples=source.num_samples,
-            tokens_per_batch=self._budget if by_budget else None,  # type: ignore[arg-type]
-            schedule=self._schedule,
-            window=config.windows(knows_lengths=source.knows_lengths)[0],
-            lengths=lengths,
-        )
+        return {name: getattr(config, name) for name in OPTIONS_OF_BATCHES} | {
+            "order": self._order,
+            "dataset": ", ".join(f"{name} {text}" for name, text in identity.items()),
+            "num_samples": source.num_samples,
+            "tokens_per_batch": self._budget if by_budget else None,
+            "schedule": self._schedule,
+            "window": config.windows(knows_lengths=source.knows_lengths)[0],
+            "lengths": lengths,
+        }
 
     def _shared_settings(
         self, planner: BatchPlanner, source: SampleSource, mask_maker: MaskMaker
