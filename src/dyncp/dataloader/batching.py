@@ -31,7 +31,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, count, islice
-from typing import Any
 
 from dyncp.dataloader.dataset import IndexedSource, SampleEntry, SampleSource
 from dyncp.dataloader.metrics import Skipped
@@ -48,30 +47,18 @@ FULL_SHARE = 200
 SHORT_SHARE = 16
 # Sums are computed in units of a 131,072nd of the room.
 MOST_SUMS = 1 << 17
-PieceKey = tuple[int, int]  # a sample's place in the epoch, and where its tokens begin (pieces)
 Fit = Callable[[SampleEntry, int | None], list[SampleEntry]]
 
 
 @dataclass(frozen=True, eq=False)
 class FilledBatch:
-    """Batch `number` of the epoch, and where samples are taken from before and after it: these
-    positions know nothing of dealing. Only the last batch of an epoch is not `full`."""
+    """Batch `number` of the epoch, and where samples are taken from after it: this position knows
+    nothing of dealing. Only the last batch of an epoch is not `full`."""
 
     number: int
     entries: tuple[SampleEntry, ...]
-    before: Position
     after: Position
     full: bool = True
-
-
-@dataclass(frozen=True, eq=False)
-class _WaitingSample:
-    entry: SampleEntry
-    dataset_state: Any  # before the sample
-
-    @property
-    def key(self) -> PieceKey:
-        return self.entry.place, self.entry.start
 
 
 def fill_batches(
@@ -90,10 +77,10 @@ def fill_batches(
     """
     filling = _Filling(entries, fit, start or Position())
     while not filling.at_end() and filling.open(budget(number)):
-        before = filling.position()
-        chosen, used = filling.take(budget(number), window)
+        chosen = filling.take(budget(number), window)
+        used = sum(entry.length for entry in chosen)
         full = used == budget(number) or not filling.at_end()
-        yield FilledBatch(number, chosen, before, filling.position(), full)
+        yield FilledBatch(number, chosen, filling.position(), full)
         number += 1
 
 
@@ -127,7 +114,7 @@ class _Filling:
 
     def __init__(self, entries: Iterable[SampleEntry], fit: Fit, start: Position) -> None:
         self._entries, self._fit = iter(entries), fit
-        self._waiting: list[_WaitingSample] = []
+        self._waiting: list[SampleEntry] = []
         self._taken = set(start.taken)
         self._start = start
         self._place, self._dataset_state = start.samples, start.dataset_state  # of the next sample
@@ -135,15 +122,15 @@ class _Filling:
     def open(self, budget: int) -> bool:
         """Makes the oldest waiting sample fit the budget; False if none is left."""
         while (oldest := self._at(0)) is not None:
-            fitted = self._fit(oldest.entry, budget)
+            fitted = self._fit(oldest, budget)
             if fitted:
-                self._waiting[0] = _WaitingSample(fitted[0], oldest.dataset_state)
+                self._waiting[0] = fitted[0]
                 return True
             self._remove([0])
         return False
 
-    def take(self, budget: int, window: int) -> tuple[tuple[SampleEntry, ...], int]:
-        """The samples of a batch that the oldest opens, and their tokens."""
+    def take(self, budget: int, window: int) -> tuple[SampleEntry, ...]:
+        """The samples of a batch that the oldest opens."""
         first, room = self._in_order(budget, share=1)
         chosen = list(range(first))
         if window > 1 and room * FULL_SHARE > budget and self._at(first) is not None:
@@ -152,9 +139,9 @@ class _Filling:
             numbers, lengths = self._fitting(first, room, tokens)
             best = best_subset(lengths, room, room - budget // FULL_SHARE)
             chosen = [*range(first), *(numbers[number] for number in best)]
-        entries = tuple(self._waiting[number].entry for number in chosen)
+        entries = tuple(self._waiting[number] for number in chosen)
         self._remove(chosen)
-        return entries, sum(entry.length for entry in entries)
+        return entries
 
     def at_end(self) -> bool:
         return self._at(0) is None
@@ -163,12 +150,12 @@ class _Filling:
         """Of the oldest waiting sample. Reads nothing."""
         place, state = self._place, self._dataset_state
         if self._waiting:
-            place, state = self._waiting[0].entry.place, self._waiting[0].dataset_state
+            place, state = self._waiting[0].place, self._waiting[0].state_before
         self._taken = {key for key in self._taken if key[0] >= place}
         taken = tuple(sorted(self._taken))
         return replace(self._start, samples=place, taken=taken, dataset_state=state)
 
-    def _at(self, number: int) -> _WaitingSample | None:
+    def _at(self, number: int) -> SampleEntry | None:
         """Waiting sample `number`; None if there are no more."""
         while number >= len(self._waiting):
             if not self._read():
@@ -178,9 +165,9 @@ class _Filling:
     def _in_order(self, budget: int, share: int) -> tuple[int, int]:
         """How many samples are taken in order, each at most 1 / `share` of the room that is left
         (the first in any case), and the room after them."""
-        room, number = budget - self._waiting[0].entry.length, 1
-        while (sample := self._at(number)) is not None and sample.entry.length <= room // share:
-            room -= sample.entry.length
+        room, number = budget - self._waiting[0].length, 1
+        while (sample := self._at(number)) is not None and sample.length <= room // share:
+            room -= sample.length
             number += 1
         return number, room
 
@@ -192,16 +179,16 @@ class _Filling:
         def lengths() -> Iterator[int]:
             at, left = number, tokens
             while left > 0 and (sample := self._at(at)) is not None:
-                if sample.entry.length <= room:
+                if sample.length <= room:
                     numbers.append(at)
-                    yield sample.entry.length
-                left -= sample.entry.length
+                    yield sample.length
+                left -= sample.length
                 at += 1
 
         return numbers, lengths()
 
     def _remove(self, numbers: Sequence[int]) -> None:
-        self._taken.update(self._waiting[number].key for number in numbers)
+        self._taken.update(self._waiting[number].piece for number in numbers)
         gone = set(numbers)
         self._waiting = [w for number, w in enumerate(self._waiting) if number not in gone]
 
@@ -210,9 +197,9 @@ class _Filling:
         entry = next(self._entries, None)
         if entry is None:
             return False
-        pieces = [_WaitingSample(piece, self._dataset_state) for piece in self._fit(entry, None)]
+        pieces = self._fit(replace(entry, state_before=self._dataset_state), None)
         self._place, self._dataset_state = entry.place + 1, entry.dataset_state
-        self._waiting += [piece for piece in pieces if piece.key not in self._taken]
+        self._waiting += [piece for piece in pieces if piece.piece not in self._taken]
         return True
 
 
@@ -230,7 +217,7 @@ def deal_rounds(
     A round is chosen among the next `window` × `replicas` batches; `batches` begin at `start`.
     """
     most = window * replicas if replicas > 1 else 1
-    waiting: list[tuple[FilledBatch, float]] = []
+    waiting: list[tuple[FilledBatch, Position, float]] = []  # with the position before it
     dealt: set[int] | None = None  # numbers of batches after the oldest waiting one
     end, following = start, 0  # after the last batch that was read; the next number
     while True:
@@ -238,15 +225,15 @@ def deal_rounds(
             if dealt is None:
                 dealt = {batch.number + offset for offset in start.dealt}
             if batch.number not in dealt:
-                waiting.append((batch, seconds(batch) if replicas > 1 else 0.0))
+                waiting.append((batch, end, seconds(batch) if replicas > 1 else 0.0))
             end, following = batch.after, batch.number + 1
         if not waiting:
             return
-        chosen = set(balanced_round([time for _, time in waiting], replicas))
-        taken = [batch for number, (batch, _) in enumerate(waiting) if number in chosen]
+        chosen = set(balanced_round([time for *_, time in waiting], replicas))
+        taken = [batch for number, (batch, *_) in enumerate(waiting) if number in chosen]
         waiting = [item for number, item in enumerate(waiting) if number not in chosen]
         dealt = (dealt or set()).union(batch.number for batch in taken)
-        first, fill = (waiting[0][0].number, waiting[0][0].before) if waiting else (following, end)
+        first, fill = (waiting[0][0].number, waiting[0][1]) if waiting else (following, end)
         dealt = {number for number in dealt if number >= first}
         yield taken, replace(fill, dealt=tuple(sorted(number - first for number in dealt)))
 
@@ -421,14 +408,13 @@ class BatchSelector:
         return sum(self._seconds(entry.length) for entry in batch.entries)
 
     def _sampled(self, source: IndexedSource, start: Position) -> Iterator[FilledBatch]:
-        before = replace(start, taken=())
+        after = replace(start, taken=())
         for read, listed in enumerate(source.batch_lists(start), start.samples):
             entries = tuple(piece for entry in listed for piece in self._fit(entry, None))
-            state = listed[-1].dataset_state if listed else before.dataset_state
-            after = replace(before, samples=read + 1, dataset_state=state)
+            state = listed[-1].dataset_state if listed else after.dataset_state
+            after = replace(after, samples=read + 1, dataset_state=state)
             if entries:
-                yield FilledBatch(read, entries, before, after)
-            before = after
+                yield FilledBatch(read, entries, after)
 
     def _budget_of(self, number: int) -> int:
         if callable(self._budget):

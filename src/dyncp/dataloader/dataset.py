@@ -30,8 +30,9 @@ class SampleEntry:
     """A sample in the order of an epoch: its place there, its index in the dataset, its tokens.
 
     `sample` is set if it had to be read to learn its length; with a length of 0 it is the reason
-    why the sample is dropped. `dataset_state` is what the source needs to continue after it.
-    `whole` is its length before it was cut to the `length` tokens from `start` on."""
+    why the sample is dropped. `state_before` and `dataset_state` are what the source needs to
+    continue with it, and after it. `whole` is its length before it was cut to the `length` tokens
+    from `start` on."""
 
     place: int
     index: int
@@ -41,6 +42,12 @@ class SampleEntry:
     epoch: int = 0
     whole: int = 0
     start: int = 0
+    state_before: Any = None
+
+    @property
+    def piece(self) -> tuple[int, int]:
+        """What tells pieces of an epoch's samples apart: the sample's place, the first token."""
+        return self.place, self.start
 
 
 class SampleSource(ABC):
