@@ -8,6 +8,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,7 @@ class SampleSource(ABC):
 
     num_samples: int | None = None  # None: unknown
     knows_lengths = False  # without reading samples
+    probes: Mapping[int, Any] = MappingProxyType({})  # a few samples (None: not readable)
 
     @abstractmethod
     def entries(self, position: Position) -> Iterator[SampleEntry]:
@@ -80,10 +82,6 @@ class SampleSource(ABC):
 
     def identity(self) -> dict[str, str]:
         """What the dataset is recognised by; equal for equal datasets."""
-        return {}
-
-    def probes(self) -> Mapping[int, Any]:
-        """A few samples by index, read once (None: reading failed)."""
         return {}
 
     def read_ahead(self, entries: Iterable[SampleEntry]) -> None:  # noqa: B027
@@ -118,6 +116,8 @@ def open_source(dataset: Any, config: LoaderConfig) -> SampleSource:
 class IndexedSource(SampleSource):
     """A dataset with `__len__` and `__getitem__`. Samples are read for their lengths only if these
     are not given."""
+
+    num_samples: int
 
     def __init__(self, dataset: Any, config: LoaderConfig) -> None:
         self._dataset, self._config = dataset, config
@@ -190,18 +190,15 @@ class IndexedSource(SampleSource):
         identity = {"number of samples": str(self.num_samples)}
         if self._lengths is not None:
             identity["lengths"] = digest_of(self._lengths.tobytes())
-        for index, sample in self._probes.items():
+        for index, sample in self.probes.items():
             identity[f"sample {index}"] = self._digest(sample, index)
         return identity
 
-    def probes(self) -> Mapping[int, Any]:
-        return self._probes
-
     @cached_property
-    def _probes(self) -> dict[int, Any]:
+    def probes(self) -> Mapping[int, Any]:  # type: ignore[override]
         """The first, middle and last sample."""
-        last = (self.num_samples or 0) - 1
-        return {i: self._probe(i) for i in sorted({0, last // 2, last})} if last >= 0 else {}
+        last = self.num_samples - 1
+        return {i: self._probe(i) for i in sorted({0, last // 2, last}) if i >= 0}
 
     def _probe(self, index: int) -> Any:
         try:
@@ -219,24 +216,25 @@ class IndexedSource(SampleSource):
         self, order: Iterator[tuple[int, Any]], epoch: int, first: int
     ) -> Iterator[SampleEntry]:
         """Entries of indices, each with the state after it."""
-        if self._lengths is not None:
-            for place, (index, state) in enumerate(order, first):
+        if self._lengths is None:
+            order = self._reader.in_order(order, epoch)
+        for place, (number, state) in enumerate(order, first):
+            index, sample = int(number), None
+            if self._lengths is None:
+                read = partial(self._reader.read, (epoch, index))
+                length, sample = read_sample(read, index, self._config)
+                self._found[index] = length
+            else:
                 length = int(self._lengths[index])
-                yield SampleEntry(place, int(index), length, None, state, epoch, length)
-            return
-        read_in_order = enumerate(self._reader.in_order(order, epoch), first)
-        for place, (index, state, read) in read_in_order:
-            length, sample = read_sample(read, index, self._config)
-            self._found[index] = length
             yield SampleEntry(place, index, length, sample, state, epoch, length)
 
     def _order(self, position: Position) -> Iterator[tuple[int, Any]]:
         if self._sampler is not None:
             return self._sampler.items(self.start(position))
-        indices: Iterable[int] = range(self.num_samples or 0)
+        indices: Iterable[int] = range(self.num_samples)
         if self._config.shuffle:
             rng = np.random.default_rng((self._config.seed, position.epoch))
-            indices = rng.permutation(self.num_samples or 0).tolist()
+            indices = rng.permutation(self.num_samples).tolist()
         return ((index, None) for index in islice(indices, position.samples, None))
 
 

@@ -82,7 +82,7 @@ class MaskMaker:
         """Digests of the masks of a few samples, to compare with other ranks."""
         return {
             f"masks of sample {index}": self._digest(sample, index)
-            for index, sample in source.probes().items()
+            for index, sample in source.probes.items()
             if sample is not None
         }
 
