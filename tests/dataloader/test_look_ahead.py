@@ -16,8 +16,7 @@ from dyncp.dataloader.dataset import SampleEntry, open_source
 from dyncp.dataloader.decision import Decision, PlanExchange
 from dyncp.dataloader.options import LoaderConfig
 from dyncp.dataloader.peers import Peers, Progress
-from dyncp.dataloader.planning import BatchPlanner
-from dyncp.dataloader.planning_process import Closed, PlanReply
+from dyncp.dataloader.planning import BatchPlanner, Closed, PlanReply
 from dyncp.dataloader.prepare import BatchData, BatchPreparer, MaskMaker
 from dyncp.dataloader.ranks import BatchMismatch, LoaderRanks, PeerError, Store, chunk_keys
 from dyncp.dataloader.state import Position

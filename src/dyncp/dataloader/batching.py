@@ -33,7 +33,6 @@ from functools import cached_property
 from itertools import accumulate, count, islice
 
 from dyncp.dataloader.dataset import IndexedSource, SampleEntry, SampleSource
-from dyncp.dataloader.metrics import Skipped
 from dyncp.dataloader.options import Budget, LoaderConfig, check_budget, digest_of
 from dyncp.dataloader.reading import skip_reason
 from dyncp.dataloader.state import Position
@@ -47,6 +46,7 @@ FULL_SHARE = 200
 SHORT_SHARE = 16
 # Sums are computed in units of a 131,072nd of the room.
 MOST_SUMS = 1 << 17
+Skip = Callable[[str, int, object], None]
 Fit = Callable[[SampleEntry, int | None], list[SampleEntry]]
 
 
@@ -296,7 +296,7 @@ class SelectedStep:
 class BatchSelector:
     """Divides an epoch into optimiser steps, for one of `num_replicas` replicas. `seconds` predicts
     the time of a sample from its number of tokens; by default all tokens take the same time.
-    Samples that are dropped are counted in `skipped`."""
+    `skip(reason, index, text)` is told of samples that are dropped."""
 
     def __init__(
         self,
@@ -306,9 +306,9 @@ class BatchSelector:
         replica: int,
         num_replicas: int,
         seconds: Seconds = float,
-        skipped: Skipped | None = None,
+        skip: Skip | None = None,
     ) -> None:
-        self._skipped = Skipped(logged=0) if skipped is None else skipped
+        self._skip = skip
         self._source, self._config, self._seconds = source, config, seconds
         self._budget, self._replica, self._num_replicas = budget, replica, num_replicas
         self._per_step = config.accumulation_steps * num_replicas
@@ -430,8 +430,7 @@ class BatchSelector:
         given = (self._config.max_length, constant if budget is None else budget, entry.length)
         most = min(n for n in given if n is not None)
         if not entry.length:
-            self._skipped.add(skip_reason(entry.sample), entry.index, entry.sample or "no tokens")
-            return []
+            return self._drop(entry, skip_reason(entry.sample), entry.sample or "no tokens")
         if entry.length <= most:
             return [entry]
         if self._config.too_long == "truncate":
@@ -439,8 +438,7 @@ class BatchSelector:
         what = "max_length" if most == self._config.max_length else "tokens_per_batch"
         found = f"{entry.length} tokens, more than {what}={most}"
         if self._config.too_long == "drop":
-            self._skipped.add("too_long", entry.index, found)
-            return []
+            return self._drop(entry, "too_long", found)
         if self._config.too_long == "split" and budget is None:
             starts = range(0, entry.length, most)
             return [replace(entry, start=s, length=min(most, entry.length - s)) for s in starts]
@@ -449,6 +447,11 @@ class BatchSelector:
         else:
             hint = "shorten the sample, or choose too_long='truncate', 'drop' or 'split'"
         raise ValueError(f"sample {entry.index} has {found}; raise it, {hint}")
+
+    def _drop(self, entry: SampleEntry, reason: str, text: object) -> list[SampleEntry]:
+        if self._skip is not None:
+            self._skip(reason, entry.index, text)
+        return []
 
 
 def _contents(entries: Iterable[SampleEntry]) -> list[tuple[int, int, int]]:

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 
 from dyncp.dataloader.batching import SelectedBatch, SelectedStep
 from dyncp.dataloader.peers import Peers
-from dyncp.dataloader.planning_process import PlanReply
+from dyncp.dataloader.planning import PlanReply
 from dyncp.dataloader.ranks import (
     LoaderRanks,
     PeerError,

@@ -14,8 +14,12 @@ from torch.distributed import distributed_c10d
 from dyncp.cost import CostModel
 from dyncp.dataloader.batching import BatchSelector
 from dyncp.dataloader.dataset import SampleSource, open_source
-from dyncp.dataloader.look_ahead import LoaderContext, LookAhead, PreparesAhead
-from dyncp.dataloader.metrics import LoaderMetrics
+from dyncp.dataloader.look_ahead import (
+    LoaderContext,
+    LoaderMetrics,
+    LookAhead,
+    PreparesAhead,
+)
 from dyncp.dataloader.options import (
     STORE_TIMEOUT,
     Budget,
@@ -25,8 +29,13 @@ from dyncp.dataloader.options import (
     integer_option,
 )
 from dyncp.dataloader.peers import Peers, Progress
-from dyncp.dataloader.planning import BatchPlanner, SampleSeconds, model_shape, topology_and_cost
-from dyncp.dataloader.planning_process import PlanProcess
+from dyncp.dataloader.planning import (
+    BatchPlanner,
+    PlanProcess,
+    SampleSeconds,
+    model_shape,
+    topology_and_cost,
+)
 from dyncp.dataloader.prepare import MaskMaker
 from dyncp.dataloader.ranks import LoaderRanks, SharedStore, Store
 from dyncp.dataloader.state import Position, describe_sampler, from_state, to_state
@@ -309,7 +318,7 @@ class DCPDataLoader:
             self.ranks.replica,
             self.ranks.num_replicas,
             self._seconds,
-            self.metrics.skipped if source is None else None,
+            self.metrics.skip if source is None else None,
         )
 
     def _batch_settings(self) -> dict[str, Any]:

@@ -7,28 +7,34 @@
 
 The batches of an optimiser step become ready together, when all ranks have agreed on all of them. A
 batch is selected once training has asked for the batch `depth` batches (or one step) before it;
-`depth` grows while few batches are ready.
+`depth` grows while few batches are ready. `LoaderMetrics` says how all that went.
 """
 
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic, perf_counter
 from typing import Any, Protocol
 
+import numpy as np
+
 from dyncp.dataloader.batching import SelectedStep
 from dyncp.dataloader.dataset import SampleSource
 from dyncp.dataloader.decision import PlanExchange
 from dyncp.dataloader.local_fields import loss_divisor
-from dyncp.dataloader.metrics import LoaderMetrics
 from dyncp.dataloader.options import LoaderConfig
 from dyncp.dataloader.peers import Location, Peers, Progress
-from dyncp.dataloader.planning import BatchPlanner
-from dyncp.dataloader.planning_process import Closed, PlanFailed, PlanProcess
-from dyncp.dataloader.prepare import BatchData, BatchPreparer, MaskMaker, PreparedBatch
+from dyncp.dataloader.planning import BatchPlanner, Closed, PlanFailed, PlanProcess
+from dyncp.dataloader.prepare import (
+    BatchData,
+    BatchPreparer,
+    BatchRecord,
+    MaskMaker,
+    PreparedBatch,
+)
 from dyncp.dataloader.ranks import LoaderRanks, PeerError, Store
 from dyncp.plan import Plan, RankPlan
 
@@ -37,6 +43,8 @@ logger = logging.getLogger(__name__)
 PLAN_END_SECONDS = 1.0  # for a plan that is being made when an iteration is closed
 JOIN_SECONDS = 10.0
 MAX_GROWTH = 4  # of `look_ahead`, if the queue runs low
+KEPT = 1000  # batches that percentiles are taken over
+LOGGED = 3  # skipped samples of each kind that are named in a warning
 HELPED_TOKENS = 16_384  # planning a smaller batch takes less time than starting a process
 
 
@@ -46,6 +54,84 @@ class PreparesAhead(Protocol):
     transport: Any
 
     def prepare_ahead(self, plan: Plan | RankPlan) -> None: ...
+
+
+class LoaderMetrics:
+    """Counts since the loader was made; percentiles over the last 1,000 batches."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+        self.static_plans = 0  # batches whose planner failed
+        self.restarts = 0  # planning processes that were replaced
+        self.stall_seconds = 0.0
+        self.solvers: Counter[str] = Counter()
+        self.skipped: Counter[str] = Counter()  # samples, by reason
+        self._records: deque[BatchRecord] = deque(maxlen=KEPT)
+        self._lock = threading.Lock()
+
+    @property
+    def last(self) -> BatchRecord | None:
+        """The latest batch that training took."""
+        return self._records[-1] if self._records else None
+
+    def record(self, record: BatchRecord) -> None:
+        with self._lock:
+            self.batches += 1
+            self.static_plans += record.static
+            self.stall_seconds += record.stall_seconds
+            self.solvers[record.solver] += 1
+            self._records.append(record)
+
+    def skip(self, reason: str, index: int, text: object) -> None:
+        """Counts a sample that is left out; the first ones of each reason are logged."""
+        with self._lock:
+            self.skipped[reason] += 1
+            count = self.skipped[reason]
+        if count <= LOGGED:
+            more = "; further ones are only counted" if count == LOGGED else ""
+            logger.warning("sample %s is skipped (%s): %s%s", index, reason, text, more)
+
+    def count_restarts(self, number: int) -> None:
+        with self._lock:  # several threads plan
+            self.restarts += number
+
+    def plan_times(self) -> list[float]:
+        """Seconds of the latest plans, one per batch."""
+        with self._lock:
+            return [record.plan_seconds for record in self._records]
+
+    def snapshot(self) -> dict[str, Any]:
+        """All numbers by name, ready for a logger or JSON."""
+        with self._lock:
+            records, solvers = list(self._records), dict(self.solvers)
+            skipped = dict(self.skipped)
+        counted = ("batches", "static_plans", "restarts", "stall_seconds")
+        numbers: dict[str, Any] = {name: getattr(self, name) for name in counted}
+        numbers |= {"solvers": solvers, "skipped": skipped}
+        for name in ("plan_seconds", "stall_seconds"):
+            values = [getattr(record, name) for record in records] or [0.0]
+            p50, p99 = np.percentile(values, [50, 99]).tolist()
+            numbers |= {f"{name}_p50": p50, f"{name}_p99": p99}
+        if records:
+            shown = ("queue_depth", "moved_bytes", "compute_imbalance", "token_imbalance")
+            numbers |= {name: getattr(records[-1], name) for name in shown}
+            numbers["part_bytes"] = max(record.part_bytes for record in records)
+        return numbers
+
+    def line(self) -> str:
+        """One line for the log."""
+        now, last = self.snapshot(), self.last
+        text = (
+            f"plan {1e3 * now['plan_seconds_p50']:.0f} ms (p99 "
+            f"{1e3 * now['plan_seconds_p99']:.0f}), stalled {now['stall_seconds']:.1f} s"
+        )
+        if last is not None:
+            text += (
+                f", {last.queue_depth} ready, {last.moved_bytes / 1e6:.1f} MB per layer, imbalance "
+                f"{last.compute_imbalance:.2f} compute {last.token_imbalance:.2f} tokens, "
+                f"{last.solver}"
+            )
+        return text
 
 
 @dataclass(frozen=True, eq=False)

@@ -36,7 +36,7 @@ from time import monotonic, perf_counter, sleep
 from types import TracebackType
 from typing import Any, NoReturn
 
-from dyncp.dataloader.planning_process import Closed
+from dyncp.dataloader.planning import Closed
 from dyncp.dataloader.ranks import (
     BatchMismatch,
     LoaderRanks,

@@ -28,7 +28,6 @@ from dyncp.dataloader.local_fields import (
     num_targets,
     without_targets,
 )
-from dyncp.dataloader.metrics import BatchRecord
 from dyncp.dataloader.options import LoaderConfig, digest_of
 from dyncp.dataloader.planning import BatchPlanner
 from dyncp.dataloader.ranks import LoaderRanks, PeerError
@@ -238,6 +237,29 @@ class AgreedPlan(RankPlan):
 
     agreed_by: tuple[int, ...] = ()
     filler: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRecord:
+    """One batch. `plan_seconds` is the planner's time, `stall_seconds` how long training waited,
+    `queue_depth` how many batches were ready when it asked. `moved_bytes` are those of one
+    attention layer, all masks, forward and backward, all ranks."""
+
+    plan_seconds: float
+    part_bytes: int
+    moved_bytes: int
+    compute_imbalance: float
+    token_imbalance: float
+    solver: str
+    static: bool  # the planner failed, and a static method replaced it
+    stall_seconds: float = 0.0
+    queue_depth: int = 0
+
+    @staticmethod
+    def of(part: RankPlan, plan_seconds: float, part_bytes: int, *, static: bool) -> "BatchRecord":
+        moved = sum(sum(both) for both in part.declared_bytes.values())
+        imbalances = part.balance.compute_max_over_mean, part.balance.tokens_max_over_mean
+        return BatchRecord(plan_seconds, part_bytes, moved, *imbalances, part.solver, static)
 
 
 @dataclass(frozen=True, eq=False)
