@@ -18,10 +18,10 @@ from dyncp.arrays import Int64
 from dyncp.dataloader.options import LoaderConfig, digest_of
 from dyncp.dataloader.reading import Reader, SampleError, SeededRandom, read_sample, sample_bytes
 from dyncp.dataloader.state import (
-    OrderDigest,
     Position,
     SamplerOrder,
     check_repeatable,
+    repeat_from,
     set_epoch,
 )
 
@@ -311,19 +311,17 @@ class StreamSource(SampleSource):
         set_epoch(self._dataset, position.epoch)
         if self._stateful:
             self._dataset.load_state_dict(saved.get("stream", self._first_state))
-        taken, skipped = OrderDigest(), 0 if self._stateful else position.samples
-        samples = self._samples(position.samples - skipped, position.epoch)
-        for place, sample in islice(samples, skipped):
-            taken.add(self._bytes_of(sample, place))
-        if skipped:
-            taken.check(skipped, saved["taken"], f"dataset {type(self._dataset).__name__}")
-        for place, found in samples:
+            items = self._samples(position.samples, position.epoch)
+            states = ((item, {"stream": self._dataset.state_dict()}) for item in items)
+        else:
+            items, what = (
+                self._samples(0, position.epoch),
+                f"dataset {type(self._dataset).__name__}",
+            )
+            repeated = repeat_from(items, position, self._bytes_of, what)
+            states = ((item, {"taken": taken}) for item, taken in repeated)
+        for (place, found), state in states:
             length, sample = read_sample(partial(_itself, found), place, self._config)
-            if self._stateful:
-                state = {"stream": self._dataset.state_dict()}
-            else:
-                taken.add(self._bytes_of(found, place))
-                state = {"taken": taken.text()}
             yield SampleEntry(place, place, length, sample, state, position.epoch, length)
 
     def _samples(self, place: int, epoch: int) -> Iterator[tuple[int, Any]]:
@@ -343,7 +341,8 @@ class StreamSource(SampleSource):
             yield place, sample
             place += 1
 
-    def _bytes_of(self, sample: Any, place: int) -> bytes:
+    def _bytes_of(self, item: tuple[int, Any]) -> bytes:
+        place, sample = item
         try:
             return sample_bytes(sample, place, self._config.token_fields)
         except ValueError:  # one that is dropped

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dyncp.arrays import Int32, Int64, starts_of
+from dyncp.arrays import Int64, starts_of
 from dyncp.blocks import Batch
 from dyncp.dataloader.batching import SelectedBatch
 from dyncp.dataloader.options import LoaderConfig
@@ -85,18 +85,17 @@ def local_rows(
 ) -> dict[str, Tensor]:
     """The fields of `local_data`, reading only the sequences that this rank has tokens of."""
     lengths = _part(plan).lengths
-    rows = batch_rows(plan)
-    needed = _sequences_of(rows, lengths)
-    if not len(needed) and token_fields:
-        needed = np.zeros(1, np.int64)  # for the dtypes and widths of fields without rows
+    needed = local_sequences(plan)
+    if not needed and token_fields:
+        needed = [0]  # for the dtypes and widths of fields without rows
     dims = dict.fromkeys(PLAIN_FIELDS, 0) | dict(token_fields)
     parts: dict[str, list[Tensor]] = {name: [] for name in dims}
-    sequence_masks = [mask_of(number) for number in needed.tolist()]
-    for number, mask in zip(needed.tolist(), sequence_masks, strict=True):
+    sequence_masks = [mask_of(number) for number in needed]
+    for number, mask in zip(needed, sequence_masks, strict=True):
         length = int(lengths[number])
         for name, value in _sample_fields(sample_of(number), mask, length, number, dims).items():
             parts[name].append(value)
-    taken = torch.from_numpy(_rows_among(rows, lengths, needed))
+    taken = torch.from_numpy(_rows_among(plan, needed))
     empty = torch.zeros(0, dtype=torch.int64)
     fields = {
         name: torch.cat(values, dim=dims[name]) if values else empty
@@ -160,11 +159,10 @@ def add_sample_data(
 
 def _sample_ids(plan: RankPlan | Plan, selection: SelectedBatch) -> Tensor:
     """The sample's index in the dataset, for every local row."""
-    rows, lengths = batch_rows(plan), _part(plan).lengths
     indices = np.array([entry.index for entry in selection.entries], np.int64)
-    sequence = np.searchsorted(starts_of(lengths), rows.clip(0), side="right") - 1
-    none = (rows < 0) | selection.filler
-    return torch.from_numpy(np.where(none, NO_SAMPLE, indices[sequence.clip(0, len(indices) - 1)]))
+    _, sequence = _rows(plan)
+    none = (sequence < 0) | selection.filler
+    return torch.from_numpy(np.where(none, NO_SAMPLE, indices[sequence]))
 
 
 def _collated(data: dict[str, Any], samples: list[Any], config: LoaderConfig) -> dict[str, Any]:
@@ -183,15 +181,17 @@ def _collated(data: dict[str, Any], samples: list[Any], config: LoaderConfig) ->
 # Rows
 
 
-def batch_rows(plan: RankPlan | Plan) -> Int64:
-    """The token of the batch in every local row; -1 for padding rows."""
+def _rows(plan: RankPlan | Plan) -> tuple[Int64, Int64]:
+    """The token of the batch in every local row, and its sequence; -1 for padding rows."""
     parts = plan.parts if isinstance(plan, Plan) else (plan,)
-    return np.concatenate([part.row_coordinates for part in parts])
+    rows = np.concatenate([part.row_coordinates for part in parts])
+    return rows, np.searchsorted(starts_of(parts[0].lengths), rows, side="right") - 1
 
 
 def local_sequences(plan: RankPlan | Plan) -> list[int]:
     """Sequences of the batch that this rank has tokens of, in the batch's order."""
-    found: list[int] = _sequences_of(batch_rows(plan), _part(plan).lengths).tolist()
+    _, sequence = _rows(plan)
+    found: list[int] = np.unique(sequence[sequence >= 0]).tolist()
     return found
 
 
@@ -199,17 +199,13 @@ def _part(plan: RankPlan | Plan) -> RankPlan:
     return plan.parts[0] if isinstance(plan, Plan) else plan
 
 
-def _sequences_of(rows: Int64, lengths: Int32) -> Int64:
-    found = np.unique(np.searchsorted(starts_of(lengths), rows[rows >= 0], side="right") - 1)
-    return found.astype(np.int64)
-
-
-def _rows_among(rows: Int64, lengths: Int32, needed: Int64) -> Int64:
-    """Rows of the batch as rows of its needed sequences, concatenated; -1 stays."""
+def _rows_among(plan: RankPlan | Plan, needed: list[int]) -> Int64:
+    """Local rows as rows of the needed sequences, concatenated; -1 for padding rows."""
+    lengths = _part(plan).lengths
+    rows, sequence = _rows(plan)
     shift = np.zeros(len(lengths), np.int64)
     shift[needed] = starts_of(lengths[needed])[:-1] - starts_of(lengths)[needed]
-    sequence = np.searchsorted(starts_of(lengths), rows.clip(0), side="right") - 1
-    return np.where(rows < 0, -1, rows + shift[sequence.clip(0, len(lengths) - 1)])
+    return np.where(rows < 0, -1, rows + shift[sequence])
 
 
 def _take(value: Tensor, dim: int, rows: Tensor, name: str) -> Tensor:

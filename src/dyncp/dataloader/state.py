@@ -22,8 +22,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -36,6 +35,8 @@ VERSION = 2
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 MAX_NESTING = 3  # a BatchSampler has a RandomSampler, which has a generator
 END = object()
+NOTHING_TAKEN = hashlib.blake2b(digest_size=8).hexdigest()
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -228,11 +229,11 @@ class SamplerOrder:
 
     def start(self) -> dict[str, Any]:
         """The state at the start of the next epoch."""
-        return {"generators": _generator_states(self._sampler), "taken": OrderDigest().text()}
+        return {"generators": _generator_states(self._sampler), "taken": NOTHING_TAKEN}
 
     def rewind(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The state at the start of the epoch of a state."""
-        return {**state, "taken": OrderDigest().text()}
+        return {**state, "taken": NOTHING_TAKEN}
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -254,45 +255,42 @@ class SamplerOrder:
             if self._begun:
                 check_repeatable("sampler", self._sampler, items, "a list or a Sampler")
             self._begun = True
-            taken = OrderDigest()
-            for item in islice(items, position.samples):
-                taken.add(_index_bytes(item))
-        taken.check(position.samples, start["taken"], f"sampler {type(self._sampler).__name__}")
-        while True:
-            with self._lock, randomness:
-                item = next(items, END)
-            if item is END:
-                return
-            taken.add(_index_bytes(item))
-            yield item, start | {"taken": taken.text()}
+
+        def one_by_one() -> Iterator[Any]:
+            while True:
+                with self._lock, randomness:
+                    item = next(items, END)
+                if item is END:
+                    return
+                yield item
+
+        what = f"sampler {type(self._sampler).__name__}"
+        for item, taken in repeat_from(one_by_one(), position, _index_bytes, what):
+            yield item, start | {"taken": taken}
 
 
-class OrderDigest:
-    """A digest of all items taken in an epoch, in order."""
-
-    def __init__(self) -> None:
-        self._digest, self._count = hashlib.blake2b(digest_size=8), 0
-
-    def add(self, data: bytes) -> None:
-        self._digest.update(data)
-        self._count += 1
-
-    def text(self) -> str:
-        return self._digest.hexdigest()
-
-    def check(self, count: int, text: str, what: str) -> None:
-        """Raises ValueError unless the same `count` items were added as before."""
-        if self._count < count:
-            raise ValueError(
-                f"the loader state was saved after {count} items of the {what}, which now ends "
-                f"after {self._count}; the samples after them cannot be found"
-            )
-        if count and text != self.text():
+def repeat_from(
+    items: Iterable[Item], position: Position, bytes_of: Callable[[Item], bytes], what: str
+) -> Iterator[tuple[Item, str]]:
+    """The items from a position on, each with a digest of all items up to it. Raises ValueError if
+    those before it do not have the digest that the position knows; `what` names their source."""
+    count, saved = position.samples, (position.dataset_state or {}).get("taken")
+    digest, number = hashlib.blake2b(digest_size=8), 0
+    for number, item in enumerate(items, 1):
+        digest.update(bytes_of(item))
+        if number > count:
+            yield item, digest.hexdigest()
+        elif number == count and digest.hexdigest() != saved:
             raise ValueError(
                 f"the {what} does not give the same {count} items as before the loader state was "
                 "saved: some samples would be skipped and others trained on twice; it needs a "
                 "fixed seed, a generator of its own (as an attribute), or set_epoch"
             )
+    if number < count:
+        raise ValueError(
+            f"the loader state was saved after {count} items of the {what}, which now ends after "
+            f"{number}; the samples after them cannot be found"
+        )
 
 
 def set_epoch(shuffled: Any, epoch: int) -> None:
