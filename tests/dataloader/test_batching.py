@@ -13,7 +13,8 @@ from dyncp import DCPDataLoader, masks
 from dyncp.dataloader.batching import BatchSelector
 from dyncp.dataloader.dataset import IndexedSource, find_lengths, open_source
 from dyncp.dataloader.options import LoaderConfig
-from dyncp.dataloader.prepare import BatchData, MaskMaker
+from dyncp.dataloader.prepare import BatchData, LoaderContext, MaskMaker
+from dyncp.dataloader.ranks import LoaderRanks
 from dyncp.dataloader.state import Position, from_state, to_state
 
 LENGTHS = (5, 9, 3, 12, 1, 7)
@@ -69,7 +70,8 @@ def test_a_truncated_sample_is_cut_in_all_its_token_fields():
     config = LoaderConfig(max_length=4, too_long="truncate", token_fields={"grid": 1})
     source = open_source([sample], config)
     (step,) = BatchSelector(source, config, 8, 0, 1).steps(Position())
-    cut = BatchData(step.selections[0], source, MaskMaker(masks.causal), config).sample(0)
+    context = LoaderContext(config, LoaderRanks(0, 1), source, MaskMaker(masks.causal), None)
+    cut = BatchData(context, step.selections[0]).sample(0)
     assert len(cut["input_ids"]) == len(cut["labels"]) == 4
     assert cut["grid"].shape == (3, 4)
 

@@ -17,7 +17,7 @@ from dyncp.dataloader.decision import Decision, PlanExchange
 from dyncp.dataloader.options import LoaderConfig
 from dyncp.dataloader.peers import Peers, Progress
 from dyncp.dataloader.planning import BatchPlanner, Closed, PlanReply
-from dyncp.dataloader.prepare import BatchData, BatchPreparer, MaskMaker
+from dyncp.dataloader.prepare import BatchData, BatchPreparer, LoaderContext, MaskMaker
 from dyncp.dataloader.ranks import BatchMismatch, LoaderRanks, PeerError, Store, chunk_keys
 from dyncp.dataloader.state import Position
 from dyncp.plan import PlanDecodeError, encode_part
@@ -206,7 +206,7 @@ def join(store, ranks, stalled=0.0, closing=False):
     """A rank's exchange, and its view of its peers."""
     progress = Progress(1.0, 1.0, asked_at=time.perf_counter() - stalled, closing=closing)
     peers = Peers(store, ranks, progress)
-    return PlanExchange(store, ranks, peers), peers
+    return PlanExchange(peers), peers
 
 
 def exchanges(stalled=0.0):
@@ -264,8 +264,8 @@ def test_parts_of_another_rank_or_plan_are_refused():
         encoded = tuple(encode_part(part) for part in parts)
         reply = PlanReply(encoded, plan.digest, plan.fingerprint, "bisection", 20, 0.1)
         first.publish(selection, reply)
-        preparer = BatchPreparer(config, RANKS[1], None, second)
-        batch = BatchData(selection, source, MaskMaker(masks.causal), config)
+        context = LoaderContext(config, RANKS[1], source, MaskMaker(masks.causal), None)
+        preparer, batch = BatchPreparer(context, second), BatchData(context, selection)
         with pytest.raises(
             PeerError, match=r"part of another plan: rank \d of 2, .*; expected rank"
         ):

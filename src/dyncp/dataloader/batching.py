@@ -29,11 +29,11 @@ the same batches."""
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, count, islice
 
 from dyncp.dataloader.dataset import IndexedSource, SampleEntry, SampleSource
-from dyncp.dataloader.options import Budget, LoaderConfig, check_budget, digest_of
+from dyncp.dataloader.options import Budget, LoaderConfig, budget_of, digest_of
 from dyncp.dataloader.reading import skip_reason
 from dyncp.dataloader.state import Position
 
@@ -275,7 +275,7 @@ class SelectedBatch:
     @cached_property
     def fingerprint(self) -> str:
         """Of what all ranks know of the batch without reading samples."""
-        return _hash_of((self.end.epoch, self.number, _contents(self.entries)))
+        return digest_of((self.end.epoch, self.number, _contents(self.entries)), size=16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -286,11 +286,6 @@ class SelectedStep:
     selections: tuple[SelectedBatch, ...]
     known_items: int | None  # targets of the whole step, if it was begun before resuming
     fingerprint: str = ""  # of the batches of all replicas
-
-    def after(self, steps: int, batches: int) -> "SelectedStep":
-        """The same step, numbered after the steps and batches of earlier epochs."""
-        selections = tuple(replace(s, number=s.number + batches) for s in self.selections)
-        return replace(self, number=self.number + steps, selections=selections)
 
 
 class BatchSelector:
@@ -306,7 +301,7 @@ class BatchSelector:
         replica: int,
         num_replicas: int,
         seconds: Seconds = float,
-        skip: Skip | None = None,
+        skip: Skip = lambda *_: None,
     ) -> None:
         self._skip = skip
         self._source, self._config, self._seconds = source, config, seconds
@@ -316,10 +311,11 @@ class BatchSelector:
     def steps(self, start: Position) -> Iterator[SelectedStep]:
         """The optimiser steps from a position to the end of the last epoch. Batches and steps are
         numbered on from one epoch to the next."""
-        position, steps, batches = start, 0, 0
+        position, steps, batches = start, 0, 0  # those of earlier epochs
         for _ in self._epochs(start.epoch):
             for step in self.epoch_steps(position):
-                yield step.after(steps, batches)
+                own = tuple(replace(s, number=s.number + batches) for s in step.selections)
+                yield replace(step, number=step.number + steps, selections=own)
                 position = step.selections[-1].end
             if not position.started:
                 return  # an empty dataset
@@ -349,7 +345,8 @@ class BatchSelector:
             number = position.batches // per_step
             selections = tuple(self._own(group, position))
             dealt = [_contents(batch.entries) for batches, _ in group for batch in batches]
-            yield SelectedStep(number, selections, known, _hash_of((position.epoch, dealt)))
+            fingerprint = digest_of((position.epoch, dealt), size=16)
+            yield SelectedStep(number, selections, known, fingerprint)
             position = selections[-1].end
 
     def num_batches(self, start: Position) -> int:
@@ -398,14 +395,15 @@ class BatchSelector:
             batches, deal = self._sampled(self._source, start), 1
         else:
             number = start.total - len(start.dealt)
-            entries = self._source.entries(start)
-            batches = fill_batches(entries, self._budget_of, self._fit, fill, start, number)
+            entries, budget = self._source.entries(start), partial(budget_of, self._budget)
+            batches = fill_batches(entries, budget, self._fit, fill, start, number)
         if self._config.drop_last:
             batches = (batch for batch in batches if batch.full)
-        return deal_rounds(batches, self._num_replicas, deal, self._seconds_of, start)
 
-    def _seconds_of(self, batch: FilledBatch) -> float:
-        return sum(self._seconds(entry.length) for entry in batch.entries)
+        def seconds(batch: FilledBatch) -> float:
+            return sum(self._seconds(entry.length) for entry in batch.entries)
+
+        return deal_rounds(batches, self._num_replicas, deal, seconds, start)
 
     def _sampled(self, source: IndexedSource, start: Position) -> Iterator[FilledBatch]:
         after = replace(start, taken=())
@@ -416,11 +414,6 @@ class BatchSelector:
             if entries:
                 yield FilledBatch(read, entries, after)
 
-    def _budget_of(self, number: int) -> int:
-        if callable(self._budget):
-            return check_budget(self._budget(number), number)
-        return self._budget
-
     def _fit(self, entry: SampleEntry, budget: int | None) -> list[SampleEntry]:
         """The entry, or what `too_long` makes of it if it is too long: for a batch of this budget,
         or (None) for any batch."""
@@ -430,7 +423,8 @@ class BatchSelector:
         given = (self._config.max_length, constant if budget is None else budget, entry.length)
         most = min(n for n in given if n is not None)
         if not entry.length:
-            return self._drop(entry, skip_reason(entry.sample), entry.sample or "no tokens")
+            self._skip(skip_reason(entry.sample), entry.index, entry.sample or "no tokens")
+            return []
         if entry.length <= most:
             return [entry]
         if self._config.too_long == "truncate":
@@ -438,7 +432,8 @@ class BatchSelector:
         what = "max_length" if most == self._config.max_length else "tokens_per_batch"
         found = f"{entry.length} tokens, more than {what}={most}"
         if self._config.too_long == "drop":
-            return self._drop(entry, "too_long", found)
+            self._skip("too_long", entry.index, found)
+            return []
         if self._config.too_long == "split" and budget is None:
             starts = range(0, entry.length, most)
             return [replace(entry, start=s, length=min(most, entry.length - s)) for s in starts]
@@ -448,15 +443,6 @@ class BatchSelector:
             hint = "shorten the sample, or choose too_long='truncate', 'drop' or 'split'"
         raise ValueError(f"sample {entry.index} has {found}; raise it, {hint}")
 
-    def _drop(self, entry: SampleEntry, reason: str, text: object) -> list[SampleEntry]:
-        if self._skip is not None:
-            self._skip(reason, entry.index, text)
-        return []
-
 
 def _contents(entries: Iterable[SampleEntry]) -> list[tuple[int, int, int]]:
     return [(entry.index, entry.start, entry.length) for entry in entries]
-
-
-def _hash_of(what: object) -> str:
-    return digest_of(repr(what).encode(), size=16)

@@ -14,12 +14,7 @@ from torch.distributed import distributed_c10d
 from dyncp.cost import CostModel
 from dyncp.dataloader.batching import BatchSelector
 from dyncp.dataloader.dataset import SampleSource, open_source
-from dyncp.dataloader.look_ahead import (
-    LoaderContext,
-    LoaderMetrics,
-    LookAhead,
-    PreparesAhead,
-)
+from dyncp.dataloader.look_ahead import LoaderMetrics, LookAhead
 from dyncp.dataloader.options import (
     STORE_TIMEOUT,
     Budget,
@@ -36,7 +31,7 @@ from dyncp.dataloader.planning import (
     model_shape,
     topology_and_cost,
 )
-from dyncp.dataloader.prepare import MaskMaker
+from dyncp.dataloader.prepare import LoaderContext, MaskMaker, PreparesAhead
 from dyncp.dataloader.ranks import LoaderRanks, SharedStore, Store
 from dyncp.dataloader.state import Position, describe_sampler, from_state, to_state
 from dyncp.plan import Plan, RankPlan
@@ -196,7 +191,6 @@ class DCPDataLoader:
             mask_maker,
             batch_planner,
             processes,
-            self.metrics,
             locations,
             executor,
         )
@@ -259,7 +253,7 @@ class DCPDataLoader:
         start, selector = self._start(), self._selector()
         steps, first = selector.steps(start), selector.first_number(start)
         store = self._open_store(self.config.store_timeout)
-        look_ahead = LookAhead(self._context, steps, store, first)
+        look_ahead = LookAhead(self._context, steps, store, first, self.metrics)
         self._resources.look_ahead = look_ahead
         return self._batches(look_ahead, selector)
 
@@ -311,14 +305,15 @@ class DCPDataLoader:
 
     def _selector(self, source: SampleSource | None = None) -> BatchSelector:
         """Over the loader's source, or over another one that only counts."""
+        ranks, counts = self.ranks, source is not None
         return BatchSelector(
             source or self._context.source,
             self.config,
             self._budget,
-            self.ranks.replica,
-            self.ranks.num_replicas,
+            ranks.replica,
+            ranks.num_replicas,
             self._seconds,
-            self.metrics.skip if source is None else None,
+            (lambda *_: None) if counts else self.metrics.skip,
         )
 
     def _batch_settings(self) -> dict[str, Any]:

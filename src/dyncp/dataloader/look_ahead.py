@@ -13,30 +13,27 @@ batch is selected once training has asked for the batch `depth` batches (or one 
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from time import monotonic, perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from dyncp.dataloader.batching import SelectedStep
-from dyncp.dataloader.dataset import SampleSource
 from dyncp.dataloader.decision import PlanExchange
 from dyncp.dataloader.local_fields import loss_divisor
-from dyncp.dataloader.options import LoaderConfig
-from dyncp.dataloader.peers import Location, Peers, Progress
-from dyncp.dataloader.planning import BatchPlanner, Closed, PlanFailed, PlanProcess
+from dyncp.dataloader.peers import Peers, Progress
+from dyncp.dataloader.planning import Closed, PlanFailed, PlanProcess
 from dyncp.dataloader.prepare import (
     BatchData,
     BatchPreparer,
     BatchRecord,
-    MaskMaker,
+    LoaderContext,
     PreparedBatch,
 )
-from dyncp.dataloader.ranks import LoaderRanks, PeerError, Store
-from dyncp.plan import Plan, RankPlan
+from dyncp.dataloader.ranks import PeerError, Store
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +43,6 @@ MAX_GROWTH = 4  # of `look_ahead`, if the queue runs low
 KEPT = 1000  # batches that percentiles are taken over
 LOGGED = 3  # skipped samples of each kind that are named in a warning
 HELPED_TOKENS = 16_384  # planning a smaller batch takes less time than starting a process
-
-
-class PreparesAhead(Protocol):
-    """What is asked of a DCPExecutor."""
-
-    transport: Any
-
-    def prepare_ahead(self, plan: Plan | RankPlan) -> None: ...
 
 
 class LoaderMetrics:
@@ -134,38 +123,28 @@ class LoaderMetrics:
         return text
 
 
-@dataclass(frozen=True, eq=False)
-class LoaderContext:
-    """What an iteration needs from its loader."""
-
-    config: LoaderConfig
-    ranks: LoaderRanks
-    source: SampleSource
-    mask_maker: MaskMaker
-    planner: BatchPlanner
-    processes: tuple[PlanProcess, ...]
-    metrics: LoaderMetrics
-    locations: Sequence[Location] = ()  # of all processes
-    executor: PreparesAhead | None = None  # that will run the plans
-
-
 class LookAhead:
     """One iteration. `take` returns the next batch, or raises what went wrong; `close` ends it."""
 
     def __init__(
-        self, context: LoaderContext, steps: Iterator[SelectedStep], store: Store, first: int
+        self,
+        context: LoaderContext,
+        steps: Iterator[SelectedStep],
+        store: Store,
+        first: int,
+        metrics: LoaderMetrics,
     ) -> None:
-        self._context, self._steps = context, steps
-        config, ranks = context.config, context.ranks
+        self._context, self._steps, self._metrics = context, steps, metrics
+        config = context.config
         self._progress = Progress(config.plan_timeout, config.store_timeout, asked=first)
         self._changed = threading.Condition()
         self._at_exit = False
         self._failure: BaseException | None = None
         self._first = first  # number of the first batch
         self._depth = config.look_ahead
-        self._peers = Peers(store, ranks, self._progress, context.locations)
-        self._exchange = PlanExchange(store, ranks, self._peers)
-        self._preparer = BatchPreparer(config, ranks, context.planner, self._exchange)
+        self._peers = Peers(store, context.ranks, self._progress, context.locations)
+        self._exchange = PlanExchange(self._peers)
+        self._preparer = BatchPreparer(context, self._exchange)
         self._selected: deque[tuple[SelectedStep, list[BatchData]] | BaseException] = deque()
         self._unplanned: deque[BatchData] = deque()
         self._unpublished = 0  # batches whose plans are not published yet
@@ -282,10 +261,7 @@ class LookAhead:
             step = next(self._steps, None)
             if step is None:
                 return number
-            batches = [
-                BatchData(selection, context.source, context.mask_maker, context.config)
-                for selection in step.selections
-            ]
+            batches = [BatchData(context, selection) for selection in step.selections]
             self._put(self._selected, (step, batches))
             for batch in batches:
                 self._select_batch(batch)
@@ -340,10 +316,9 @@ class LookAhead:
         except PlanFailed as failure:
             self._exchange.decide_static(selection, str(failure))
         else:
-            samples = list(batch.digests().values())
-            self._exchange.publish(selection, reply, samples)
+            self._exchange.publish(selection, reply, batch.digests())
         finally:
-            context.metrics.count_restarts(process.restarts - before)
+            self._metrics.count_restarts(process.restarts - before)
 
     # The delivering thread
 

@@ -97,7 +97,7 @@ class Peers:
         locations: Sequence[Location] = (),
     ) -> None:
         self.progress = progress
-        self._store, self._ranks, self._locations = store, ranks, locations
+        self.store, self.ranks, self._locations = store, ranks, locations
         self._name = f"rank {ranks.name()}"
         self._others = [p for p in range(ranks.num_processes) if p != ranks.process]
         self._agreed_step = -1
@@ -112,7 +112,7 @@ class Peers:
 
     def start(self) -> None:
         """Starts the heartbeat."""
-        if self._ranks.shared:
+        if self.ranks.shared:
             self._thread.start()
 
     def agreed_on(self, step: int) -> None:
@@ -135,25 +135,25 @@ class Peers:
     def compare(self, settings: Mapping[str, str]) -> list[Location]:
         """Waits until all ranks have come with the same settings, or raises BatchMismatch on all of
         them; returns where they run."""
-        said = {"rank": self._ranks.name(), "settings": dict(settings)}
-        first = read_json(self._store.compare_set("settings", json.dumps(said).encode()))
+        said = {"rank": self.ranks.name(), "settings": dict(settings)}
+        first = read_json(self.store.compare_set("settings", json.dumps(said).encode()))
         self._check_settings(first["settings"], first["rank"], settings)
         self.progress.asked_at = perf_counter()
         self.agreed_on(0)
         self._write_heartbeat(0)
-        if self._store.add("arrived", 1) == self._ranks.num_processes:
-            beats = [self._heartbeat(p) or {} for p in range(self._ranks.num_processes)]
+        if self.store.add("arrived", 1) == self.ranks.num_processes:
+            beats = [self._heartbeat(p) or {} for p in range(self.ranks.num_processes)]
             locations = [{name: beat[name] for name in own_location()} for beat in beats]
-            self._store.set("locations", json.dumps({"all": locations}).encode())
+            self.store.set("locations", json.dumps({"all": locations}).encode())
         what = "all ranks to make this loader (they must make their loaders in the same order)"
         self.wait_for("locations", what, 0)
-        found: list[Location] = read_json(self._store.get("locations"))["all"]
+        found: list[Location] = read_json(self.store.get("locations"))["all"]
         return found
 
     def _check_settings(
         self, theirs: Mapping[str, str], rank: int, mine: Mapping[str, str]
     ) -> None:
-        by_rank = sorted({rank: theirs, self._ranks.name(): mine}.items())
+        by_rank = sorted({rank: theirs, self.ranks.name(): mine}.items())
         names = [name for name in sorted({*theirs, *mine}) if theirs.get(name) != mine.get(name)]
         if not names:
             return
@@ -187,7 +187,7 @@ class Peers:
         timeout makes c10d log warnings."""
         bound = self.progress.bound if bound is None else bound
         pause, checked_at = FIRST_POLL, monotonic()
-        while not self._store.has(key):
+        while not self.store.has(key):
             sleep(pause)
             pause = min(2 * pause, LONGEST_POLL)
             if monotonic() - checked_at < 10 * LONGEST_POLL:
@@ -200,7 +200,7 @@ class Peers:
                         self.fail(PeerError(f"{self._name} waited {bound:g} s for {what}: {where}"))
                     overdue()
             except PeerError:
-                if self._store.has(key):  # it was set just before the other rank left
+                if self.store.has(key):  # it was set just before the other rank left
                     return
                 raise
             checked_at = monotonic()
@@ -214,24 +214,24 @@ class Peers:
             raise (BatchMismatch if told["mismatch"] else PeerError)(told["text"])
         self._check_left(what)
         self._check_heartbeats(what, step)
-        if self._store.has("end"):
-            end = int(self._store.get("end"))
+        if self.store.has("end"):
+            end = int(self.store.get("end"))
             if end <= batch:
                 self._epoch_mismatch(f"is at batch {batch}", f"has {end} batches")
 
     def _check_left(self, what: str) -> None:
         """A process that died is named first: others may have left because of it."""
-        if not self._store.has("closed"):
+        if not self.store.has("closed"):
             return
         for process, where in self._dead().items():
             self.fail(self._ended_error(process, where))
-        known = {p: self._read(f"closed/{p}") for p in range(self._ranks.num_processes)}
+        known = {p: self._read(f"closed/{p}") for p in range(self.ranks.num_processes)}
         left = {process: report for process, report in known.items() if report is not None}
         if left:
             first, *others = sorted(left, key=lambda process: int(left[process]["order"]))
-            then = "".join(f", then rank {self._ranks.name(process)}" for process in others)
+            then = "".join(f", then rank {self.ranks.name(process)}" for process in others)
             raise PeerError(
-                f"rank {self._ranks.name(first)} left this iteration after {left[first]['taken']} "
+                f"rank {self.ranks.name(first)} left this iteration after {left[first]['taken']} "
                 f"batches (break, an exception or close()){then}, while {self._name} waits for "
                 f"{what}; all ranks must take the same number of batches"
             )
@@ -242,7 +242,7 @@ class Peers:
         if waited < WARN_SECONDS:
             self._warn_after = WARN_SECONDS
             return
-        pause = max(HEARTBEAT_SECONDS, 0.02 * self._ranks.num_processes)  # all ask one store
+        pause = max(HEARTBEAT_SECONDS, 0.02 * self.ranks.num_processes)  # all ask one store
         if monotonic() - self._looked_at < pause:
             return
         self._looked_at = monotonic()
@@ -261,7 +261,7 @@ class Peers:
         return "; ".join(self._where(*one) for one in late) or "all other ranks have come this far"
 
     def _where(self, process: int, beat: Heartbeat | None) -> str:
-        name = f"rank {self._ranks.name(process)}"
+        name = f"rank {self.ranks.name(process)}"
         if beat is None:
             known = self._location(process)
             if known is not None and _has_ended(known):
@@ -288,7 +288,7 @@ class Peers:
         """Raises the error here and on all other ranks."""
         self._lingers = True
         told = {"text": str(error), "mismatch": isinstance(error, BatchMismatch)}
-        self._store.compare_set("error", json.dumps(told).encode())
+        self.store.compare_set("error", json.dumps(told).encode())
         raise error
 
     def mismatch(self, text: str) -> NoReturn:
@@ -303,12 +303,12 @@ class Peers:
 
     def end_epoch(self, num_batches: int) -> None:
         """This rank has no more batches; all ranks must end after the same number."""
-        found = int(self._store.compare_set("end", str(num_batches).encode()))
+        found = int(self.store.compare_set("end", str(num_batches).encode()))
         if found != num_batches:
             self._epoch_mismatch(f"has {num_batches} batches", str(found))
         self.agreed_on(END_OF_EPOCH)
-        if self._store.add("ended", 1) == self._ranks.num_processes:
-            self._store.set("all_ended", b"1")
+        if self.store.add("ended", 1) == self.ranks.num_processes:
+            self.store.set("all_ended", b"1")
 
     def _epoch_mismatch(self, mine: str, theirs: str) -> NoReturn:
         self.mismatch(
@@ -324,27 +324,27 @@ class Peers:
         """Leaves, and closes the store. The last rank deletes what is left there; processes that
         died are not waited for. Never raises."""
         self._ended.set()
-        self._store.hurry()
+        self.store.hurry()
         if self._thread.is_alive():
             self._thread.join(2 * HEARTBEAT_SECONDS)
         try:
-            report = {"taken": self.progress.asked, "order": self._store.add("leaving", 1)}
-            self._store.set(f"closed/{self._ranks.process}", json.dumps(report).encode())
+            report = {"taken": self.progress.asked, "order": self.store.add("leaving", 1)}
+            self.store.set(f"closed/{self.ranks.process}", json.dumps(report).encode())
             dead = len(self._dead())  # before the last one can delete what it reads
-            if self._store.add("closed", 1) + dead >= self._ranks.num_processes:
-                for key in self._store.list_keys():
-                    self._store.delete(key)
+            if self.store.add("closed", 1) + dead >= self.ranks.num_processes:
+                for key in self.store.list_keys():
+                    self.store.delete(key)
             elif self._lingers:
                 self._linger()
         except StoreError as error:
             logger.debug("closing: %s", error)
-        self._store.close()
+        self.store.close()
 
     def _linger(self) -> None:
         """Waits briefly for the other ranks to leave: this process may host the store, and they
         would see a lost connection instead of the reason."""
         end = monotonic() + LINGER_SECONDS
-        while monotonic() < end and self._store.has("closed"):
+        while monotonic() < end and self.store.has("closed"):
             sleep(LONGEST_POLL)
 
     # Heartbeats
@@ -357,7 +357,7 @@ class Peers:
                 if self._ended.wait(HEARTBEAT_SECONDS):
                     return
                 number += 1
-                if number % COMPARE_HEARTBEATS == 0 and not self._ranks.process:
+                if number % COMPARE_HEARTBEATS == 0 and not self.ranks.process:
                     self._compare_batches()
         except StoreError as error:  # raised in the thread that waits, too
             logger.debug("heartbeat: %s", error)
@@ -370,18 +370,18 @@ class Peers:
             "agreed": self._agreed_step,
             **own_location(),
         }
-        self._store.set(f"at/{self._ranks.process}", json.dumps(beat).encode())
+        self.store.set(f"at/{self.ranks.process}", json.dumps(beat).encode())
 
     def _compare_batches(self) -> None:
         """Warns if ranks have been at different batches for a while with none waiting here: the one
         that is ahead waits for the others in a collective."""
-        beats = {p: self._heartbeat(p) for p in range(self._ranks.num_processes)}
+        beats = {p: self._heartbeat(p) for p in range(self.ranks.num_processes)}
         asked = {p: beat["asked"] for p, beat in beats.items() if beat and not beat["waiting"]}
-        stays = asked == self._asked and len(asked) == self._ranks.num_processes
+        stays = asked == self._asked and len(asked) == self.ranks.num_processes
         self._asked = asked
         if stays and len(set(asked.values())) > 1 and asked != self._warned_of:
             self._warned_of = asked
-            taken = ", ".join(f"{self._ranks.name(p)}: {count}" for p, count in asked.items())
+            taken = ", ".join(f"{self.ranks.name(p)}: {count}" for p, count in asked.items())
             logger.warning(
                 "ranks have taken different numbers of batches for %.0f s, and none waits for the "
                 "loader (%s): one of them is ahead, or the others are busy",
@@ -393,7 +393,7 @@ class Peers:
         return self._read(f"at/{process}")
 
     def _read(self, key: str) -> dict[str, Any] | None:
-        return read_json(self._store.get(key)) if self._store.has(key) else None
+        return read_json(self.store.get(key)) if self.store.has(key) else None
 
     def _silent_seconds(self, process: int, beat: Heartbeat) -> float:
         number, since = self._last_beat.get(process, (-1, 0.0))
@@ -406,10 +406,10 @@ class Peers:
         """Processes of this node that ended without closing the iteration."""
         known = {p: self._heartbeat(p) or self._location(p) for p in self._others}
         ended = {p: where for p, where in known.items() if where and _has_ended(where)}
-        return {p: where for p, where in ended.items() if not self._store.has(f"closed/{p}")}
+        return {p: where for p, where in ended.items() if not self.store.has(f"closed/{p}")}
 
     def _ended_error(self, process: int, where: Location) -> PeerError:
-        name = f"rank {self._ranks.name(process)} (process {where['pid']} on {where['host']})"
+        name = f"rank {self.ranks.name(process)} (process {where['pid']} on {where['host']})"
         return PeerError(f"{self._name} cannot continue: {name} has ended")
 
     def _location(self, process: int) -> Location | None:

@@ -35,7 +35,7 @@ VERSION = 2
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 MAX_NESTING = 3  # a BatchSampler has a RandomSampler, which has a generator
 END = object()
-NOTHING_TAKEN = hashlib.blake2b(digest_size=8).hexdigest()
+NOTHING_TAKEN = digest_of(b"")
 Item = TypeVar("Item")
 
 
