@@ -224,8 +224,8 @@ ERRORS = [
     Error(
         "windows that count rows over branches",
         "src/dyncp/masks/mask.py",
-        "if mask.length == window.length and reach_other_runs",
-        "if False and reach_other_runs",
+        "if mask.length == window.length and _attends_other_runs",
+        "if False and _attends_other_runs",
         "tests/masks/test_within.py",
         "window_of_rows",
     ),
