@@ -134,7 +134,7 @@ def test_a_model_of_the_users_that_mixes_rows_is_refused_and_left_as_it_was(kind
 def test_layers_that_do_not_hand_the_step_on_are_named():
     options = {name: value for name, value in SIZES.items() if name != "pad_token_id"}
     model = transformers.StableLmForCausalLM(transformers.StableLmConfig(**options))
-    with pytest.raises(ValueError, match=r"StableLm\w*Attention got no step.*do not hand keywords"):
+    with pytest.raises(ValueError, match=r"StableLm\w*Attention got no step.*do not pass keywords"):
         attach(model, untested=True)
 
 
