@@ -75,9 +75,7 @@ def train(cp, tp, start):
 
 def all_meshes(rank, start):
     parallel_state.initialize_model_parallel(context_parallel_size=2)
-    with pytest.raises(
-        ValueError, match="Megatron's context_parallel_size is 2, which does not work"
-    ):
+    with pytest.raises(ValueError, match="Megatron's context_parallel_size is 2, which"):
         plan_mesh()
     parallel_state.destroy_model_parallel()
     return {name: train(*sizes, start) for name, sizes in MESHES.items()}

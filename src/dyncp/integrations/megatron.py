@@ -85,8 +85,8 @@ class PlannedCoreAttention(MegatronModule):
         if attention_type != "self" or attn_mask_type != AttnMaskType.causal or attention_dropout:
             raise ValueError(
                 f"layer {layer_number} has {attention_type} attention with mask "
-                f"{attn_mask_type.name} and dropout {attention_dropout}; dyncp supports causal self "
-                "attention (with the plan's masks) without dropout"
+                f"{attn_mask_type.name} and dropout {attention_dropout}; dyncp supports causal "
+                "self attention (with the plan's masks) without dropout"
             )
         self.scale = softmax_scale
 
@@ -187,14 +187,14 @@ def check_config(config: Any) -> None:
         value = getattr(config, name, off)
         if value != off:
             raise ValueError(
-                f"the TransformerConfig has {name}={value!r}, which does not work with dyncp; set it "
-                f"to {off!r}"
+                f"the TransformerConfig has {name}={value!r}, which does not work with dyncp; set "
+                f"it to {off!r}"
             )
     if config.num_moe_experts and config.moe_aux_loss_coeff:
         raise ValueError(
             f"moe_aux_loss_coeff is {config.moe_aux_loss_coeff}: Megatron takes the mean of every "
-            "rank's own tokens, which is a different loss if ranks have different numbers of tokens; "
-            "set it to 0"
+            "rank's own tokens, which is a different loss if ranks have different numbers of "
+            "tokens; set it to 0"
         )
 
 
