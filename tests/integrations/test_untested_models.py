@@ -160,7 +160,7 @@ def test_a_model_without_weights_is_not_compared_and_says_so(caplog):
         model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES))
     with caplog.at_level(logging.WARNING):
         attach(model, untested=True)
-    assert "Qwen2ForCausalLM has no weights yet, and was not compared" in caplog.text
+    assert "Qwen2ForCausalLM has no weights yet, so it was not compared" in caplog.text
 
 
 def test_a_rope_that_only_a_module_knows_gets_the_largest_position_too():
