@@ -199,7 +199,7 @@ def _sample_fields(
 def layout_mask(masks: Mapping[str, Mask]) -> Mask:
     """A mask with the positions and targets of the sequence, whichever of its masks has them."""
     first = next(iter(masks.values()))
-    return normal_mask(first.ranges, *positions_and_targets(masks.values()), first.name)
+    return normal_mask(first.ranges, positions_and_targets(masks.values()), first.name)
 
 
 def _masks_of_sequence(batch: Batch, index: int) -> dict[str, Any]:
