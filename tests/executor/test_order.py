@@ -77,7 +77,7 @@ def check(instructions, ready, row_work):
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
-@given(case=cases(topology=Topology(2, 2), solvers=("random", "rows", "zigzag")))
+@given(case=cases(topology=Topology(2, 2), solvers=("random", "owner_computes", "zigzag")))
 def test_long_stretches_give_the_device_the_same_work_in_the_same_order(case):
     kernel, arrays = ReferenceKernel(), IndexArrays(torch.device("cpu"))
     for part in case.plan.parts:
@@ -135,7 +135,12 @@ def in_long_stretches(monkeypatch):
     suppress_health_check=[*SLOW, HealthCheck.function_scoped_fixture],
 )
 @given(
-    case=cases(dtype="fp32", topology=Topology(2, 2), solvers=("random", "rows"), alignments=(64,)),
+    case=cases(
+        dtype="fp32",
+        topology=Topology(2, 2),
+        solvers=("random", "owner_computes"),
+        alignments=(64,),
+    ),
     kernel=st.sampled_from([ReferenceKernel(8), RoundingKernel(), CollectingReference()]),
 )
 @pytest.mark.usefixtures("in_long_stretches")
@@ -171,7 +176,10 @@ def in_order_of_lanes(segment, frame, choose):
 )
 @given(
     case=cases(
-        dtype="fp32", topology=Topology(2, 2), solvers=("random", "rows"), alignments=(128,)
+        dtype="fp32",
+        topology=Topology(2, 2),
+        solvers=("random", "owner_computes"),
+        alignments=(128,),
     ),
     kernel=st.sampled_from([ReferenceKernel(8), RoundingKernel(), CollectingReference()]),
 )
