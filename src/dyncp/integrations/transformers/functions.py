@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from dyncp.executor import Step, attention
-from dyncp.executor.numbers import step_of
+from dyncp.executor.step import step_of
 from dyncp.integrations.frameworks import check_batch, check_one_row
 from dyncp.integrations.transformers.layers import LayerMask
 
