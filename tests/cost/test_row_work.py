@@ -90,7 +90,7 @@ def test_a_launch_costs_its_gap_and_its_bytes() -> None:
     assert seconds.launch[0, 0] == 0
 
 
-@pytest.mark.parametrize("solver", ["rows", "zigzag", "ulysses"])
+@pytest.mark.parametrize("solver", ["owner_computes", "zigzag", "ulysses"])
 def test_forward_every_contribution_of_a_plan_is_read_once(solver: str) -> None:
     shape, topology = AttentionShape(8, 2, 64), preset("h200", 2, 2)
     batch = Batch.of([masks.causal(n) for n in (5000, 900, 300)])

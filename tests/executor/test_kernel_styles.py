@@ -39,7 +39,7 @@ def test_they_are_exact_with_relays_that_sum_results(case, kernel):
     assert_equal(run_virtual(case, "default", tensors, kernel=kernel), expected, 1e-5)
 
 
-@pytest.mark.parametrize("solver", ["random", "zigzag", "rows"])
+@pytest.mark.parametrize("solver", ["random", "zigzag", "owner_computes"])
 @pytest.mark.parametrize("partial", [None, "fp32"])
 @pytest.mark.parametrize("kernel", [CpuKernel(), RoundingKernel(), CollectingReference()])
 def test_bf16_sums_are_rounded_once(solver, partial, kernel):

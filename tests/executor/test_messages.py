@@ -28,7 +28,7 @@ def test_the_first_peer_with_the_same_payloads_in_a_phase_is_found():
 
 def test_keys_that_several_ranks_need_are_packed_once():
     batch = Batch.of([masks.causal(4000)])
-    plan = plan_batch(batch, Topology(1, 8), SHAPE, PlannerConfig("rows", block_size=500))
+    plan = plan_batch(batch, Topology(1, 8), SHAPE, PlannerConfig("owner_computes", block_size=500))
     kernel, taken, sent = DCPExecutor().kernel, 0, 0
     for part in plan.parts:
         arrays = IndexArrays(torch.device("cpu"))

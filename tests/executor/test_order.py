@@ -77,7 +77,7 @@ def check(instructions, ready, row_work):
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
-@given(case=cases(topology=Topology(2, 2), solvers=("random", "rows", "zigzag")))
+@given(case=cases(topology=Topology(2, 2), solvers=("random", "owner_computes", "zigzag")))
 def test_few_segments_give_the_device_the_same_work_in_the_same_order(case):
     for part in case.plan.parts:
         for mask in part.masks.values():
@@ -134,7 +134,12 @@ def in_graph_order(monkeypatch):
     suppress_health_check=[*SLOW, HealthCheck.function_scoped_fixture],
 )
 @given(
-    case=cases(dtype="fp32", topology=Topology(2, 2), solvers=("random", "rows"), alignments=(64,)),
+    case=cases(
+        dtype="fp32",
+        topology=Topology(2, 2),
+        solvers=("random", "owner_computes"),
+        alignments=(64,),
+    ),
     kernel=st.sampled_from([ReferenceKernel(8, 8), RoundingKernel(), CollectingReference()]),
 )
 @pytest.mark.usefixtures("in_graph_order")
@@ -171,7 +176,10 @@ def in_order_of_streams(segment, frame, choose):
 )
 @given(
     case=cases(
-        dtype="fp32", topology=Topology(2, 2), solvers=("random", "rows"), alignments=(128,)
+        dtype="fp32",
+        topology=Topology(2, 2),
+        solvers=("random", "owner_computes"),
+        alignments=(128,),
     ),
     kernel=st.sampled_from([ReferenceKernel(8, 8), RoundingKernel(), CollectingReference()]),
 )

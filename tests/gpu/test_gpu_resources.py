@@ -42,7 +42,7 @@ def nothing_else_is_held():
 
 
 def causal_plan():
-    return plan_of(Batch.of([masks.causal(length) for length in LENGTHS]), "rows")
+    return plan_of(Batch.of([masks.causal(length) for length in LENGTHS]), "owner_computes")
 
 
 @cache
@@ -119,7 +119,7 @@ def test_no_batch_compiles_after_warming_up(kernel):
     compiled = num_compiled()
     for mask in MASKS.values():
         batch = Batch.of([mask(length) for length in LENGTHS])
-        for solver in ("rows", "bisection", "zigzag"):
+        for solver in ("owner_computes", "bisection", "zigzag"):
             step = executor.prepare(plan_of(batch, solver, SMALL))
             run(step, draw_rows(step, SMALL))
     assert num_compiled() == compiled > 0

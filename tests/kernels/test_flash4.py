@@ -33,7 +33,7 @@ def kernel(deterministic):
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("solver", ["rows", "bisection", "random", "whole_documents"])
+@pytest.mark.parametrize("solver", ["owner_computes", "bisection", "random", "whole_documents"])
 @pytest.mark.parametrize("shape", [(2, 1, 32), (2, 2, 40)], ids=["grouped", "plain"])
 def test_plans_are_exact(mask, solver, shape):
     batch = Batch.of([MASKS[mask](length) for length in (400, 65, 129, 1)])
@@ -47,7 +47,7 @@ def test_plans_are_exact(mask, solver, shape):
     assert_equal(given, expected, 2e-2)
 
 
-@pytest.mark.parametrize("solver", ["ulysses", "rows", "zigzag"])
+@pytest.mark.parametrize("solver", ["ulysses", "owner_computes", "zigzag"])
 def test_sequences_that_were_received_and_results_in_fp32_are_exact(solver):
     """Ranks get whole sequences of others."""
     batch = Batch.of([masks.causal(length) for length in (256, 300, 200, 200)])
@@ -106,7 +106,7 @@ def test_after_warming_up_no_batch_compiles(deterministic, monkeypatch):
     for seed, mask in enumerate([*MASKS.values(), masks.causal, masks.causal]):
         lengths = [(400, 65, 129, 1), (700,), (150, 3, 140), (300, 300), (290, 20)][seed]
         batch = Batch.of([mask(length) for length in lengths])
-        for executor, solver in zip(executors, ("auto", "rows"), strict=True):
+        for executor, solver in zip(executors, ("auto", "owner_computes"), strict=True):
             ranks = Topology(1, executor.transport.num_ranks)
             step = executor.prepare(plan_batch(batch, ranks, shape, PlannerConfig(solver)))
             q = torch.zeros(step.num_rows, 4, 32, dtype=torch.bfloat16, requires_grad=True)

@@ -144,5 +144,5 @@ def test_a_partial_tile_that_does_not_attend_a_key_parts_its_ranges():
 )
 def test_keys_of_one_rank_have_one_range_of_query_rows(mask):
     batch = Batch.of([mask(n) for n in (1500, 129, 1, 700)])
-    [call] = calls_of(batch, Topology(1, 1), PlannerConfig("rows"))
+    [call] = calls_of(batch, Topology(1, 1), PlannerConfig("owner_computes"))
     assert len(transpose_ranges(map_kernel_tiles(call))) == 1

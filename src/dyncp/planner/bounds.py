@@ -18,8 +18,7 @@ from dyncp.blocks import (
 from dyncp.cost import CostModel
 from dyncp.cost.cost_model import least_row_seconds
 from dyncp.placement import Bound, RemoteUses, find_remote_uses, whole_rows
-from dyncp.planner.candidate import Part, Placed
-from dyncp.planner.task import Task
+from dyncp.planner.task import Part, Placed, Task
 
 # How much of an estimate counts as certain.
 CERTAIN = 0.95

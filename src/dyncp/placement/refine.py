@@ -6,8 +6,9 @@ import numpy as np
 
 from dyncp.arrays import Float64, Int32, Int64, starts_of
 from dyncp.compiled import compiled, inner
-from dyncp.placement.bisection.anneal import anneal
-from dyncp.placement.bisection.moves import (
+from dyncp.placement.anneal import anneal
+from dyncp.placement.problem import Cells, Problem, diagonal, find_cells
+from dyncp.placement.tile_moves import (
     EPSILON,
     State,
     best_move,
@@ -20,7 +21,6 @@ from dyncp.placement.bisection.moves import (
     put_tile,
     total_cost,
 )
-from dyncp.placement.bisection.regions import Cells, Problem, diagonal, find_cells
 from dyncp.topology import Topology
 
 # Takes load off ranks that have more than their caps, at the least loss.

@@ -1,4 +1,15 @@
-"""The default solver: geometric recursive bisection, then repair and local passes."""
+"""Solvers `bisection` (bytes priced by their links) and `bisection_bytes` (all bytes alike).
+
+`bisection_quality` and `bisection_bytes_quality` try more.
+
+Geometric recursive bisection in several ways, then repair and local passes for the best of them:
+
+    problem ─► recurse (split, cuts, bands, heavy) ─► polish (repair, refine, anneal) ─► solve
+
+Whole sequences are shared out first; one that must be cut is cut into bands of rows or columns, or
+between head groups, at the fewest bytes of data blocks that both sides need. Then tiles and blocks
+are moved until both balance limits hold, and while moves gain bytes.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,7 +19,9 @@ import numpy as np
 
 from dyncp.arrays import Float64, Int32, frozen
 from dyncp.blocks import BlockGraph, choose_sizes_by_work
-from dyncp.placement.bisection.polish import (
+from dyncp.placement.placement import Limits, Placement
+from dyncp.placement.problem import Problem, fold, heavy_cells, make_problem, unfold
+from dyncp.placement.refine import (
     Annealing,
     Links,
     Pins,
@@ -19,10 +32,8 @@ from dyncp.placement.bisection.polish import (
     polish,
     start_from,
 )
-from dyncp.placement.bisection.regions import Problem, fold, heavy_cells, make_problem, unfold
-from dyncp.placement.bisection.split import Budget, Way, bisect
-from dyncp.placement.placement import Limits, Placement
 from dyncp.placement.solver import Solver
+from dyncp.placement.split import Budget, Way, bisect
 from dyncp.topology import Topology
 
 # (share of the tolerance that the first levels may spend, way to split); the best come first. The

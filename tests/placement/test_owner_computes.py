@@ -1,4 +1,4 @@
-"""The solver `rows`, by its properties."""
+"""The solver `owner_computes`, by its properties."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ from dyncp.placement import (
     find_remote_uses,
     measure_balance,
     minimal_bytes,
-    rows,
+    owner_computes,
 )
 from strategies import named_masks_of
 
@@ -39,7 +39,7 @@ def graph_of(lengths: list[int], mask, block_size: int) -> BlockGraph:
 
 
 def place(graph: BlockGraph, topology: Topology, limits: Limits = LIMITS) -> Placement:
-    placement = rows.place(graph, topology, limits, 0)
+    placement = owner_computes.place(graph, topology, limits, 0)
     check_placement(graph, placement)
     return placement
 
@@ -69,7 +69,7 @@ def test_any_batch_gets_a_total_map_that_depends_on_its_arguments_only(
     chosen = [data.draw(named_masks_of(n, names)) for n in lengths]
     sizes = [data.draw(st.integers(1, 20)) for _ in lengths]
     graph = build_graph(Batch.of(chosen), SHAPE, sizes)
-    first, second = place(graph, topology), rows.place(graph, topology, LIMITS, 7)
+    first, second = place(graph, topology), owner_computes.place(graph, topology, LIMITS, 7)
     assert (first.block_rank == second.block_rank).all()
     owner = first.block_rank
     for name, tiles in graph.tiles.items():
@@ -86,11 +86,11 @@ PROGRAM = """
 import numpy as np
 from dyncp import AttentionShape, Batch, Topology, masks
 from dyncp.blocks import build_graph
-from dyncp.placement import Limits, rows
+from dyncp.placement import Limits, owner_computes
 lengths = [3000, 900, 700, 500, 400, 300]
 batch = Batch.of([masks.causal(n) for n in lengths])
 graph = build_graph(batch, AttentionShape(8, 2, 128), [64] * 6)
-placement = rows.place(graph, Topology(2, 3), Limits(0.1, 0.2), 0)
+placement = owner_computes.place(graph, Topology(2, 3), Limits(0.1, 0.2), 0)
 print(*placement.block_rank, *placement.tile_rank["default"])
 """
 

@@ -13,8 +13,7 @@ import numpy as np
 
 from dyncp.arrays import Float64, Int32, Int64
 from dyncp.compiled import inner
-from dyncp.placement.bisection.leveling import MAX_SWAPS, level_pieces
-from dyncp.placement.bisection.regions import Parts, Problem
+from dyncp.placement.problem import MAX_SWAPS, Parts, Problem, level_pieces
 
 # Start rows tried per cut.
 MAX_STARTS = 48

@@ -1,18 +1,129 @@
-"""The solver: a few splits with different weights, each repaired; the cheapest is kept."""
+"""Solver `hypergraph`: Mt-KaHyPar (extra `dyncp[hypergraph]`), repaired to the balance limits.
 
+    build ─► split (client ─► worker process) ─► finish ─► solve
+
+Blocks and tiles become the vertices of one weighted hypergraph, which is split between the
+nodes, then between the ranks of each; moves of single tiles and blocks do the rest. The library
+holds the GIL, so it runs in a process of its own that may crash or hang without harm to the
+planner.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from dyncp.arrays import Float64, Int64, frozen
-from dyncp.blocks import BlockGraph
-from dyncp.placement.bisection.polish import Links, inter_price, make_pins, polish, start_from
-from dyncp.placement.bisection.regions import Problem, make_problem
-from dyncp.placement.hypergraph.build import Hypergraph, JoinedTiles, build_hypergraph, join_tiles
-from dyncp.placement.hypergraph.client import NAME, WORKER, check_installed
+from dyncp.arrays import Float64, Int64, frozen, starts_of
+from dyncp.blocks import Q_INPUT, Q_RESULT, BlockGraph, Payload
+from dyncp.placement.hypergraph_client import NAME, WORKER, check_installed
 from dyncp.placement.placement import Limits, Placement
+from dyncp.placement.problem import Problem, make_problem
+from dyncp.placement.refine import Links, inter_price, make_pins, polish, start_from
 from dyncp.placement.solver import Solver
 from dyncp.topology import Topology
+
+# The library's weights are 32 bits wide, and so are its sums of weights: of all vertices, and of
+# all edges times the parts they touch.
+VERTEX_TOTAL, EDGE_TOTAL = 2**30, 2**22
+
+
+@dataclass(frozen=True, eq=False)
+class JoinedTiles:
+    """Tiles of all masks and head groups with the same blocks are one, ordered by query and key
+    block. `of_mask` has, for every tile of a mask, its index here."""
+
+    q_block: Int64
+    k_block: Int64
+    work: Float64
+    of_mask: Mapping[str, Int64]
+
+    def vertices(self, num_blocks: int) -> Int64:
+        """The vertex of every tile."""
+        diagonal = self.q_block == self.k_block
+        return np.where(diagonal, self.q_block, num_blocks - 1 + np.cumsum(~diagonal))
+
+
+class Hypergraph(NamedTuple):
+    vertex_weight: Int64  # [vertices]
+    edge_weight: Int64  # [edges]
+    start: Int64  # [edges + 1] into pins
+    pins: Int64  # vertices of each edge
+
+    def restrict(self, vertices: Int64) -> "Hypergraph":
+        """The part on `vertices`, numbered in this order; edges with one vertex left are dropped,
+        since they cost nothing anywhere."""
+        label = np.full(len(self.vertex_weight), -1)
+        label[vertices] = np.arange(len(vertices))
+        edge, pins = np.repeat(np.arange(len(self.edge_weight)), np.diff(self.start)), self.pins
+        edge, pins = edge[label[pins] >= 0], label[pins[label[pins] >= 0]]
+        size = np.bincount(edge, minlength=len(self.edge_weight))
+        kept = size > 1
+        return Hypergraph(
+            self.vertex_weight[vertices],
+            self.edge_weight[kept],
+            starts_of(size[kept]),
+            pins[kept[edge]],
+        )
+
+
+def join_tiles(graph: BlockGraph) -> JoinedTiles:
+    names, num_blocks = list(graph.tiles), len(graph.blocks)
+    keys = [graph.tiles[n].q_block.astype(np.int64) * num_blocks + graph.tiles[n].k_block
+            for n in names]  # fmt: skip
+    unique, index = np.unique(np.concatenate(keys), return_inverse=True)
+    work = np.concatenate([graph.tile_work(name) for name in names])
+    ends = starts_of(np.array([len(key) for key in keys]))[1:-1]
+    return JoinedTiles(
+        unique // num_blocks,
+        unique % num_blocks,
+        np.bincount(index, work, len(unique)).astype(np.float64),
+        dict(zip(names, np.split(index, ends), strict=True)),
+    )
+
+
+def build_hypergraph(graph: BlockGraph, tiles: JoinedTiles, work_share: float) -> Hypergraph:
+    """Vertices weigh their share of the batch's work and of its tokens, in the ratio of
+    `work_share` to the rest: there is one weight for two limits."""
+    blocks, num_blocks = np.arange(len(graph.blocks)), len(graph.blocks)
+    vertex, off = tiles.vertices(num_blocks), tiles.q_block != tiles.k_block
+    edge = np.concatenate([blocks, tiles.q_block[off], blocks + num_blocks,
+                           tiles.k_block[off] + num_blocks])  # fmt: skip
+    pins = np.concatenate([blocks, vertex[off], blocks, vertex[off]])
+    size = np.bincount(edge, minlength=2 * num_blocks)
+    return Hypergraph(
+        _vertex_weights(graph, tiles, vertex, work_share),
+        _whole_numbers(_edge_bytes(graph), EDGE_TOTAL),
+        starts_of(size),
+        pins[np.argsort(edge, kind="stable")],
+    )
+
+
+def _vertex_weights(
+    graph: BlockGraph, tiles: JoinedTiles, vertex: Int64, work_share: float
+) -> Int64:
+    num_blocks, tokens = len(graph.blocks), graph.blocks.tokens
+    num_vertices = num_blocks + int((tiles.q_block != tiles.k_block).sum())
+    all_work = float(tiles.work.sum())
+    work_share = work_share if all_work else 0.0
+    weight = np.bincount(vertex, tiles.work, num_vertices) * work_share / max(all_work, 1.0)
+    weight[:num_blocks] += (1 - work_share) * tokens / tokens.sum()
+    return _whole_numbers(weight.astype(np.float64), VERTEX_TOTAL)
+
+
+def _edge_bytes(graph: BlockGraph) -> Float64:
+    """What every hyperedge moves per further rank, forward and backward together."""
+    q_kinds = [kind for side in (Q_INPUT, Q_RESULT) for kind in side.values()]
+    kv_kinds = [Payload.KV, Payload.KV, Payload.DKV]
+    per_token, tokens = graph.payload_bytes.sum(axis=1), graph.blocks.tokens.astype(np.float64)
+    return np.concatenate([tokens * per_token[kinds].sum() for kinds in (q_kinds, kv_kinds)])
+
+
+def _whole_numbers(weight: Float64, total: int) -> Int64:
+    """Weights that add up to about `total`, each at least 1."""
+    scale = total / float(weight.sum())
+    return np.maximum(np.rint(weight * scale), 1).astype(np.int64)
+
 
 # What the library accepts and can meet; repair has the last word on balance.
 LEAST_IMBALANCE, MOST_IMBALANCE = 0.01, 1.0

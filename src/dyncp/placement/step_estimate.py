@@ -7,12 +7,17 @@ once, and so does the sum of their results. A direction takes as long as the bus
 a share of the busiest ones of the other kinds, since nothing is hidden altogether.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from dyncp.arrays import Float64, Int32, Int64
+from dyncp.arrays import Float64, Int32, Int64, starts_of
+from dyncp.blocks import BlockGraph, Payload
 from dyncp.compiled import compiled, inner
+from dyncp.placement.placement import Limits, Placement
+from dyncp.topology import Topology
 
 # "Busiest" is a power mean, so that moves count that relieve one of several busy resources: of low
 # power far from the best placement, of high power near it. Resources that are less busy than these
@@ -182,3 +187,112 @@ def estimate(step: StepEstimate, power: int) -> float:
     """Counts all and estimates."""
     _count_all(step)
     return seconds(step.busy, step.weight, len(step.slow), power)
+
+
+@dataclass(frozen=True, eq=False)
+class Prices:
+    """What placements are priced by. Per mask: seconds of every tile, [tiles, 2] forward and
+    backward (0 where not planned), and how many layers have it. `token_seconds` is a token's work
+    outside attention."""
+
+    tile_seconds: Mapping[str, Float64]
+    layers: Mapping[str, float]
+    token_seconds: float = 0.0
+    forward_only: bool = False
+
+
+def unit_seconds(prices: Prices, topology: Topology) -> float:
+    """What estimates count seconds in."""
+    total = sum(float(seconds.sum()) for seconds in prices.tile_seconds.values())
+    return max(total / topology.num_ranks, 1e-12)
+
+
+def make_estimate(
+    graph: BlockGraph, placement: Placement, topology: Topology, limits: Limits, prices: Prices
+) -> StepEstimate:
+    names, blocks, groups = list(graph.tiles), len(graph.blocks), len(graph.head_groups)
+    ranks, edges = topology.num_ranks, num_edges(graph)
+    tile = np.concatenate([_edges(graph, mask, name) for mask, name in enumerate(names)])
+    seconds = np.concatenate([prices.tile_seconds[name] for name in names])
+    work = np.concatenate([graph.tile_work(name) for name in names])
+    unit = unit_seconds(prices, topology)
+    both = np.concatenate([tile[:, 0], tile[:, 1]])
+    tokens = graph.blocks.tokens.astype(np.float64)
+    rows = 2 * len(names) + 1
+    size = _bytes(graph, forward_only=prices.forward_only)
+    bandwidth = np.array([topology.intra.bandwidth, topology.inter.bandwidth])
+    return StepEstimate(
+        tile=tile,
+        cost=np.column_stack([seconds / unit, work]),
+        start=starts_of(np.bincount(both, minlength=edges)),
+        members=np.argsort(both, kind="stable") % max(len(tile), 1),
+        edge=_edge_table(len(names), blocks, groups),
+        size=np.tile(size[:, None] / bandwidth[:, None] / unit, (len(names), 1, 1)),
+        node=np.arange(ranks) // topology.ranks_per_node,
+        slow=1 / topology.rank_speeds,
+        tokens=np.column_stack([tokens, prices.token_seconds / unit * tokens]),
+        weight=np.append(
+            np.repeat([float(prices.layers[name]) for name in names], 2),
+            float(prices.token_seconds > 0),
+        ),
+        sizes=np.array([topology.ranks_per_node, blocks, groups, len(names)]),
+        span=_spans(graph),
+        most=_most(graph, topology, limits, float(work.sum())),
+        tile_rank=np.concatenate([placement.tile_rank[name] for name in names]).astype(np.int64),
+        block_rank=placement.block_rank.astype(np.int64),
+        pins=np.zeros((edges, ranks), np.int32),
+        users=np.zeros((edges, topology.nodes), np.int32),
+        busy=np.zeros((rows, 3 * ranks + 2 * topology.nodes)),
+        held=np.zeros((ranks, 2)),
+    )
+
+
+def num_edges(graph: BlockGraph) -> int:
+    return 2 * len(graph.tiles) * len(graph.blocks) * len(graph.head_groups)
+
+
+def _edges(graph: BlockGraph, mask: int, name: str) -> Int64:
+    tiles, blocks, groups = graph.tiles[name], len(graph.blocks), len(graph.head_groups)
+    sides = (tiles.q_block, tiles.k_block)
+    q, k = (
+        ((2 * mask + side) * blocks + block.astype(np.int64)) * groups + tiles.head_group
+        for side, block in enumerate(sides)
+    )
+    return np.column_stack([q, k, np.full(len(q), mask)])
+
+
+def _edge_table(masks: int, blocks: int, groups: int) -> Int64:
+    """Block and forward row of every edge."""
+    edge = np.arange(2 * masks * blocks * groups)
+    return np.column_stack([edge // groups % blocks, edge // (2 * blocks * groups) * 2])
+
+
+def _bytes(graph: BlockGraph, *, forward_only: bool) -> Float64:
+    """Of the edges of one mask: to a user and back, forward and backward."""
+    per_token = graph.payload_bytes.astype(np.float64)
+    sides = np.zeros((2, per_token.shape[1], 4))
+    sides[0] = per_token[[Payload.Q, Payload.Q_DOUT, Payload.OUT, Payload.DQ]].T
+    sides[1, :, [0, 1, 3]] = per_token[[Payload.KV, Payload.KV, Payload.DKV]]
+    if forward_only:
+        sides[:, :, [1, 3]] = 0
+    size: Float64 = sides[:, None] * graph.blocks.tokens[None, :, None, None]
+    return size.reshape(-1, 4)
+
+
+def _spans(graph: BlockGraph) -> Int64:
+    sequence = graph.blocks.sequence
+    first = np.searchsorted(sequence, np.arange(len(graph.batch.lengths) + 1))
+    return np.column_stack([first[sequence], first[sequence + 1]]).astype(np.int64)
+
+
+def _most(graph: BlockGraph, topology: Topology, limits: Limits, work: float) -> Float64:
+    """Tokens and work that a rank may have."""
+    ranks, speed = topology.num_ranks, topology.rank_speeds / topology.rank_speeds.mean()
+    tokens, compute = (
+        np.inf if tolerance is None else mean * (1 + tolerance)
+        for mean, tolerance in (
+            (graph.batch.num_tokens / ranks, limits.token_tolerance),
+            (work / ranks, limits.compute_tolerance),
+        )
+    )
+    return np.column_stack([np.full(ranks, tokens), compute * speed])

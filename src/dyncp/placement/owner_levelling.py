@@ -11,8 +11,8 @@ import numpy as np
 
 from dyncp.arrays import Bool, Float64, Int32, Int64, starts_of
 from dyncp.compiled import compiled, inner
-from dyncp.placement.bisection.regions import HEAVY, Cells, Problem, find_cells
-from dyncp.placement.bisection.regions import fold as fold_cells
+from dyncp.placement.problem import HEAVY, Cells, Problem, find_cells
+from dyncp.placement.problem import fold as fold_cells
 from dyncp.topology import Topology
 
 # Homes: every tile runs where one of its two blocks lives, its home.

@@ -17,8 +17,7 @@ from typing import cast
 import numpy as np
 
 from dyncp.arrays import Int64
-from dyncp.placement.hypergraph import worker
-from dyncp.placement.hypergraph.build import Hypergraph
+from dyncp.placement import hypergraph_worker as worker
 
 # SolverError: a solver could not run.
 
@@ -56,16 +55,14 @@ class Worker:
         return None if self._process is None else self._process.pid
 
     def partition(
-        self, hypergraph: Hypergraph, parts: int, imbalance: float, timeout: float
+        self, hypergraph: Sequence[Int64], parts: int, imbalance: float, timeout: float
     ) -> Int64:
-        """The part of every vertex. Raises SolverError after `timeout` seconds."""
+        """The part of every vertex of a hypergraph, given as the weights of vertices and of edges,
+        where the pins of each edge start, and the pins. SolverError after `timeout` seconds."""
         header = np.array([parts, round(1e6 * imbalance), math.ceil(timeout)], np.int64)
-        request = (
-            header, hypergraph.vertex_weight, hypergraph.edge_weight,
-            hypergraph.start, hypergraph.pins,
-        )  # fmt: skip
+        request = [header, *(a.astype(np.int64) for a in hypergraph)]
         with self._lock:
-            status, reply = self._ask([a.astype(np.int64) for a in request], timeout)
+            status, reply = self._ask(request, timeout)
         if status != worker.OK:
             raise SolverError(NAME, f"mtkahypar failed: {bytes(reply.tolist()).decode()}")
         return reply

@@ -11,7 +11,7 @@ import numpy as np
 
 from dyncp.arrays import Float64, Int64
 from dyncp.compiled import compiled, inner
-from dyncp.placement.bisection.moves import (
+from dyncp.placement.tile_moves import (
     State,
     block_gain,
     list_group,

@@ -1,13 +1,27 @@
-"""Sweeps over the parts of all sequences, then over their blocks: each goes where the step is
-estimated to be shortest. Only those are tried that are on a rank with a busy resource."""
+"""Improves a placement by moves, as long as they shorten the estimated step."""
 
 from typing import NamedTuple
 
 import numpy as np
 
-from dyncp.arrays import Bool, Float64, Int64
+from dyncp.arrays import Bool, Float64, Int64, frozen
+from dyncp.blocks import BlockGraph
 from dyncp.compiled import compiled, inner
-from dyncp.placement.timed.estimate import StepEstimate, estimate, own, pin, seconds
+from dyncp.placement.placement import Limits, Placement, measure_balance
+from dyncp.placement.step_estimate import (
+    HIGH,
+    LOW,
+    Prices,
+    StepEstimate,
+    estimate,
+    make_estimate,
+    num_edges,
+    own,
+    pin,
+    seconds,
+    unit_seconds,
+)
+from dyncp.topology import Topology
 
 # Units: blocks of one sequence on one rank, with the tiles that run there because of them.
 
@@ -40,7 +54,7 @@ def make_unit(step: StepEstimate) -> Unit:
 
 
 @inner
-def list_unit(step: StepEstimate, unit: Unit, first: int, end: int, r: int) -> None:
+def listunit_seconds(step: StepEstimate, unit: Unit, first: int, end: int, r: int) -> None:
     """Blocks [first, end) of rank r, with their queries' tiles there, and with their keys' tiles
     that run there away from their queries."""
     groups, masks = step.sizes[2], step.sizes[3]
@@ -91,7 +105,7 @@ def _list_tiles(step: StepEstimate, unit: Unit, e: int, r: int, side: int) -> No
 
 
 @inner
-def put_unit(step: StepEstimate, unit: Unit, r: int, s: int) -> None:
+def putunit_seconds(step: StepEstimate, unit: Unit, r: int, s: int) -> None:
     """Moves a unit from rank r to rank s, all but `tile_rank`, which `write_tiles` does."""
     size, node = step.size, step.node
     pins, users, busy = step.pins, step.users, step.busy
@@ -204,13 +218,13 @@ def _move(
         s = target[i]
         if not _fits(step.held, step.most, unit.held, s):
             continue
-        put_unit(step, unit, at, s)
+        putunit_seconds(step, unit, at, s)
         at = s
         found = seconds(step.busy, step.weight, len(step.slow), power)
         if found < best:
             best, best_s = found, s
     if at != best_s:
-        put_unit(step, unit, at, best_s)
+        putunit_seconds(step, unit, at, best_s)
     if best_s == r:
         return now
     for i in range(unit.sizes[0]):
@@ -239,7 +253,7 @@ def sweep(step: StepEstimate, unit: Unit, most: int, power: int) -> float:
                 if alone or not hot[r] or spent > MOST_LOOKED_AT:
                     continue
                 done[r] = first
-                list_unit(step, unit, b if single else first, b + 1 if single else end, r)
+                listunit_seconds(step, unit, b if single else first, b + 1 if single else end, r)
                 size = _find_targets(
                     load, step.span, step.block_rank, b, r, per_node, target, known
                 )
@@ -253,3 +267,51 @@ def sweep(step: StepEstimate, unit: Unit, most: int, power: int) -> float:
         if now > before * (1 - WORTH_SWEEP):
             break
     return now
+
+
+# Most sweeps with a low and with a high power of means.
+SWEEPS = ((LOW, 4), (HIGH, 3))
+# Larger tables of edges and ranks are not made.
+MOST_COUNTS = 1 << 26
+
+
+def improve(
+    graph: BlockGraph,
+    placement: Placement,
+    topology: Topology,
+    limits: Limits,
+    prices: Prices,
+    worth: float = 1.0,
+    least: float = 0.0,
+) -> Placement | None:
+    """A placement with a shorter estimated step; blocks travel only where they are used. Limits
+    that are kept stay so. None where nothing was found, or where the step is estimated to take less
+    than `worth` times the computation alone, or than `least` seconds."""
+    if num_edges(graph) * topology.num_ranks > MOST_COUNTS:
+        return None
+    step = make_estimate(graph, placement, topology, limits, prices)
+    start = estimate(step, HIGH)
+    if start < max(worth * _alone(step), least / unit_seconds(prices, topology)):
+        return None
+    unit = make_unit(step)
+    _, end = (sweep(step, unit, most, power) for power, most in SWEEPS)
+    if end >= start and not placement.static:
+        return None
+    found = _placement(graph, step)
+    # Shares of ranks of different speeds move with the mean.
+    after, before = (
+        measure_balance(graph, own, limits, topology.rank_speeds) for own in (found, placement)
+    )
+    return found if after.missed <= before.missed else None
+
+
+def _placement(graph: BlockGraph, step: StepEstimate) -> Placement:
+    ends = np.cumsum([len(tiles) for tiles in graph.tiles.values()])[:-1]
+    parts = np.split(step.tile_rank, ends)
+    tile_rank = {name: frozen(own) for name, own in zip(graph.tiles, parts, strict=True)}
+    return Placement(len(step.slow), frozen(step.block_rank), tile_rank, "improved", static=False)
+
+
+def _alone(step: StepEstimate) -> float:
+    """The estimate if nothing travelled and all were level."""
+    return float((step.weight * step.busy[:, : len(step.slow)].mean(axis=1)).sum())

@@ -175,7 +175,7 @@ def test_a_document_is_cut_where_links_are_fast():
 
 def test_nothing_is_moved_where_links_do_not_matter():
     graph = graph_of([128] * 4, ["causal"], 128)
-    placement = find_solver("rows").place(graph, slow(2, 2), Limits(), 0)
+    placement = find_solver("owner_computes").place(graph, slow(2, 2), Limits(), 0)
     prices = prices_of(graph)
     assert improve(graph, placement, slow(2, 2), Limits(), prices) is None
     assert improve(graph, all_on(graph, 0, 4), slow(2, 2), Limits(), prices, worth=100) is None

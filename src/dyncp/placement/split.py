@@ -8,8 +8,8 @@ import numpy as np
 
 from dyncp.arrays import Float64, Int32, Int64, ranges_of
 from dyncp.compiled import compiled, inner
-from dyncp.placement.bisection.cuts import BY_GROUPS, Taste, Trial, choose_cut, make_trial
-from dyncp.placement.bisection.regions import Parts, Problem, Region, whole_batch
+from dyncp.placement.cuts import BY_GROUPS, Taste, Trial, choose_cut, make_trial
+from dyncp.placement.problem import Parts, Problem, Region, whole_batch
 from dyncp.topology import Topology
 
 
