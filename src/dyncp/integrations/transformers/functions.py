@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from dyncp.executor import Step, attention
-from dyncp.executor.numbers import step_of
+from dyncp.executor.step import step_of
 from dyncp.integrations import check_batch, check_one_row
 from dyncp.integrations.transformers.layers import MIXERS, LayerMask
 
