@@ -313,7 +313,7 @@ class Distributed:
     def _open_group(self, backend: str, global_ranks: list[int]) -> Any:
         """A group of these ranks, which all open it together, in the same order."""
         key = (backend, tuple(global_ranks), self.timeout)
-        options = {"timeout": self.timeout, "use_local_synchronization": True}
+        options: dict[str, Any] = {"timeout": self.timeout, "use_local_synchronization": True}
         free = _kept_groups(*key)
         group = free.pop(0) if free else dist.new_group(global_ranks, backend=backend, **options)
         self._opened.append((group, key))
