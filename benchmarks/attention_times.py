@@ -21,7 +21,7 @@ from dyncp.calibrate.calls import (
     make_inputs,
 )
 from dyncp.calibrate.timing import CallTimes, Repeats, add_kernels, time_calls, wait_for
-from dyncp.cli.simulate import STATIC_METHODS, static_splits
+from dyncp.cli.simulate import STATIC_METHODS, best_splits
 from dyncp.cost import CostModel
 from dyncp.executor import Step, attention
 from dyncp.plan import Plan
@@ -49,15 +49,9 @@ def find_candidates(task: Task, methods: Sequence[str], tell: Tell) -> dict[str,
     if AUTO in methods:
         tell(f"planning with {AUTO} ...")
         found[AUTO] = choose(task).candidate
-    best: dict[str, float] = {}
     static = [name for name in methods if name != AUTO]
-    for names, candidate in static_splits(
-        task, static, lambda name: tell(f"planning with {name} ...")
-    ):
-        seconds = task.simulate(candidate).step_seconds
-        for name in names:
-            if seconds < best.get(name, float("inf")):
-                best[name], found[name] = seconds, candidate
+    splits = best_splits(task, static, task, lambda name: tell(f"planning with {name} ..."))
+    found |= {name: candidate for name, (candidate, _) in splits.items()}
     return {name: found[name] for name in methods}
 
 

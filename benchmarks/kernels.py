@@ -36,12 +36,11 @@ from dyncp.calibrate.calls import (
 from dyncp.calibrate.timing import Repeats, Run, profiled_kernels, time_call
 from dyncp.cli.arguments import (
     Progress,
-    add_device_option,
-    add_output_options,
-    add_repeats_option,
+    add_measuring_options,
     add_shape_options,
-    check_raw,
+    check_folder,
     comma_separated,
+    option,
     positive_integers,
     shape_of,
     shape_text,
@@ -67,33 +66,17 @@ EXAMPLES = (
 
 
 def add_options(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--masks", default=",".join(MASKS), help="separated by commas (default %(default)s)"
-    )
-    parser.add_argument(
-        "--lengths",
-        help=f"tokens, as in 4096,8192 (default {LENGTHS['cuda']}, on CPUs {LENGTHS['cpu']})",
-    )
-    parser.add_argument(
-        "--kernels",
-        help="dyncp's kernels: NAME, NAME:fast or NAME:deterministic "
-        f"(default {KERNELS['cuda']}, on CPUs {KERNELS['cpu']})",
-    )
-    parser.add_argument(
-        "--baselines",
-        default=",".join(BASELINES),
-        help="others' kernels, used where they can run; '' for none (default %(default)s)",
-    )
+    option(parser, "--masks", "separated by commas", ",".join(MASKS))
+    text = f"tokens, as in 4096,8192 (default {LENGTHS['cuda']}, on CPUs {LENGTHS['cpu']})"
+    option(parser, "--lengths", text)
+    text = "dyncp's kernels: NAME, NAME:fast or NAME:deterministic "
+    option(parser, "--kernels", text + f"(default {KERNELS['cuda']}, on CPUs {KERNELS['cpu']})")
+    text = "others' kernels, used where they can run; '' for none"
+    option(parser, "--baselines", text, ",".join(BASELINES))
     add_shape_options(parser)
-    add_device_option(parser)
-    add_repeats_option(parser, 7)
-    parser.add_argument(
-        "--check",
-        default="smallest",
-        help="lengths whose results are compared with dense attention in fp64: smallest, all (up "
-        "to 16,384 tokens) or none (default %(default)s)",
-    )
-    add_output_options(parser)
+    text = "compared with dense attention in fp64: smallest, all (up to 16,384 tokens) or none"
+    option(parser, "--check", f"lengths whose results are {text}", "smallest")
+    add_measuring_options(parser, 7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +136,11 @@ class KernelRow:
 
 
 def run(args: Namespace) -> int:
-    check_raw(args)
+    check_folder("--raw", args.raw)
     device = open_device(args.device)
     setting = _setting(args, device)
     progress = Progress()
-    rows = list(bench_kernels(setting, progress.show_seldom))
+    rows = list(bench_kernels(setting, progress.show))
     progress.clear()
     about = {"device": device_text(device), "shape": asdict(setting.shape)}
     head = f"{device_text(device)}; {shape_text(setting.shape)}; median of {args.repeats}\n"
@@ -173,7 +156,7 @@ def _setting(args: Namespace, device: torch.device) -> KernelsSetting:
         lengths=positive_integers(lengths, "--lengths"),
         kernels=tuple(KernelChoice.of(word) for word in comma_separated(kernels)),
         baselines=comma_separated(args.baselines),
-        shape=shape_of(args, device),
+        shape=shape_of(args, device.type),
         device=device,
         repeats=Repeats(timed=args.repeats),
         check=args.check,

@@ -82,10 +82,15 @@ def _use_gpu(device: torch.device) -> None:
     torch.cuda.set_device(device)
 
 
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or "cpu"."""
+    return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else device.type
+
+
 def device_text(device: torch.device) -> str:
     """The GPU's name, or the CPU's number of threads."""
     if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
+        return device_name(device)
     threads = torch.get_num_threads()
     return f"CPU, {threads} thread{'s' if threads > 1 else ''}"
 
