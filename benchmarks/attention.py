@@ -11,9 +11,10 @@ from benchmarks.attention_times import (
     bench_ranks,
     bench_virtual_ranks,
     check_methods,
+    kernel_name,
 )
-from dyncp.calibrate.calls import KernelChoice, World, device_name, device_text, kernel_name
-from dyncp.calibrate.timing import Repeats
+from dyncp.calibrate.calls import World, device_name, device_text, executor_options
+from dyncp.calibrate.timing import Repeats, Tools
 from dyncp.cli.arguments import (
     Progress,
     add_kernel_option,
@@ -97,13 +98,9 @@ def _setting(args: Namespace, world: World) -> AttentionSetting:
     cost = CostModel(profile_of(args, device_name(world.device)), shape)
     batch = make_batch(args.mask, lengths_of(args))
     task = Task.of(batch, _topology(args, world, cost), shape, None, cost)
-    return AttentionSetting(
-        task,
-        check_methods(comma_separated(args.methods)),
-        KernelChoice.of(args.kernel),
-        world.device,
-        Repeats(timed=args.repeats),
-    )
+    executor_options(args.kernel)
+    tools = Tools(shape, args.kernel, world.device, Repeats(timed=args.repeats))
+    return AttentionSetting(task, check_methods(comma_separated(args.methods)), tools)
 
 
 def _topology(args: Namespace, world: World, cost: CostModel) -> Topology:
@@ -129,8 +126,8 @@ def _about(args: Namespace, world: World, setting: AttentionSetting) -> dict[str
     topology = setting.topology
     return {
         "device": device_text(world.device),
-        "kernel": str(setting.choice),
-        "kernel_name": kernel_name(setting.choice, world.device),
+        "kernel": args.kernel,
+        "kernel_name": kernel_name(args.kernel, world.device),
         "shape": asdict(setting.cost.shape),
         "mask": args.mask,
         "lengths": list(setting.batch.lengths),

@@ -10,29 +10,31 @@ from typing import Any
 
 import torch
 
-from benchmarks.baselines import BASELINES
+from benchmarks.baselines import (
+    BASELINES,
+    MaskCase,
+    OutAndGrads,
+    dense_attention,
+    mask_case,
+    relative_errors,
+    results_of,
+)
 from dyncp.blocks import AttentionShape
 from dyncp.calibrate.calls import (
     MASKS,
     Attend,
     Inputs,
-    KernelChoice,
-    MaskCase,
-    OutAndGrads,
     Unavailable,
     backward,
-    dense_attention,
     device_text,
+    executor_options,
     find_mask,
-    first_line,
     forward,
     make_inputs,
-    mask_case,
     one_rank_attention,
     open_device,
-    relative_errors,
-    results_of,
 )
+from dyncp.calibrate.diagnosis import first_line
 from dyncp.calibrate.timing import Repeats, Run, profiled_kernels, time_call
 from dyncp.cli.arguments import (
     Progress,
@@ -86,7 +88,7 @@ class KernelsSetting:
 
     masks: tuple[str, ...]
     lengths: tuple[int, ...]
-    kernels: tuple[KernelChoice, ...]
+    kernels: tuple[str, ...]
     baselines: tuple[str, ...]
     shape: AttentionShape
     device: torch.device
@@ -101,6 +103,8 @@ class KernelsSetting:
                 raise ValueError(f"baseline is {name!r}; choose from {', '.join(BASELINES)}")
         for mask in self.masks:
             find_mask(mask)
+        for kernel in self.kernels:
+            executor_options(kernel)
 
     def checks(self, tokens: int) -> bool:
         if self.check == "none" or tokens > MOST_CHECKED_TOKENS:
@@ -154,7 +158,7 @@ def _setting(args: Namespace, device: torch.device) -> KernelsSetting:
     return KernelsSetting(
         masks=comma_separated(args.masks),
         lengths=positive_integers(lengths, "--lengths"),
-        kernels=tuple(KernelChoice.of(word) for word in comma_separated(kernels)),
+        kernels=comma_separated(kernels),
         baselines=comma_separated(args.baselines),
         shape=shape_of(args, device.type),
         device=device,
@@ -189,8 +193,8 @@ def _implementations(
     case: MaskCase, setting: KernelsSetting
 ) -> Iterator[tuple[str, Callable[[], Attend]]]:
     shape, device = setting.shape, setting.device
-    for choice in setting.kernels:
-        yield str(choice), partial(one_rank_attention, case.batch, shape, choice, device)
+    for kernel in setting.kernels:
+        yield kernel, partial(one_rank_attention, case.batch, shape, kernel, device)
     for name in setting.baselines:
         yield name, partial(BASELINES[name], case, device)
 

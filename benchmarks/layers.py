@@ -8,15 +8,10 @@ from typing import Any
 import torch
 
 from benchmarks.attention import TOKENS, add_rank_options, virtual_topology
+from benchmarks.attention_times import kernel_name
 from benchmarks.layers_times import GRAPHS, WARM_UP, LayersSetting, StackSetting, bench_layers
 from dyncp.blocks import ITEM_BYTES
-from dyncp.calibrate.calls import (
-    KernelChoice,
-    device_name,
-    device_text,
-    kernel_name,
-    open_device,
-)
+from dyncp.calibrate.calls import device_name, device_text, executor_options, open_device
 from dyncp.calibrate.timing import Repeats
 from dyncp.cli.arguments import (
     SHAPES,
@@ -103,10 +98,10 @@ def _setting(args: Namespace, device: torch.device) -> LayersSetting:
     model = _model(args, kind)
     shape = model.attention_shape(args.dtype or SHAPES[kind].dtype)
     cost = CostModel(profile_of(args, device_name(device)), shape)
-    choice = KernelChoice.of(args.kernel)
+    executor_options(args.kernel)
     return LayersSetting(
         tasks=_tasks(args, cost, model, kind),
-        stack=StackSetting(model, args.layers, shape, choice, device, args.graphs),
+        stack=StackSetting(model, args.layers, shape, args.kernel, device, args.graphs),
         ranks=_ranks(args.rank),
         repeats=Repeats(args.repeats, WARM_UP),
     )
@@ -149,8 +144,8 @@ def _about(args: Namespace, setting: LayersSetting) -> dict[str, Any]:
     stack, task = setting.stack, next(iter(setting.tasks.values()))
     return {
         "device": device_text(stack.device),
-        "kernel": str(stack.choice),
-        "kernel_name": kernel_name(stack.choice, stack.device),
+        "kernel": stack.kernel,
+        "kernel_name": kernel_name(stack.kernel, stack.device),
         "graphs": stack.graphs,
         "model": asdict(stack.model) | {"layers": stack.layers},
         "shape": asdict(stack.shape),

@@ -9,16 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from dyncp.arrays import Float64
 from dyncp.blocks import DEFAULT_MASK, AttentionShape, Direction
 from dyncp.calibrate.calls import (
     DTYPES,
-    KernelChoice,
     World,
+    batch_of,
     forward,
     make_executor,
     make_inputs,
-    mask_case,
     one_rank_attention,
 )
 from dyncp.calibrate.fit import (
@@ -37,7 +35,7 @@ from dyncp.calibrate.links import (
     beside_messages,
     measure_links,
 )
-from dyncp.calibrate.timing import CallTimes, Repeats, add_kernels, time_call, time_calls
+from dyncp.calibrate.timing import CallTimes, Repeats, Tools, add_kernels, time_call, time_calls
 from dyncp.cost import CostModel, Profile
 from dyncp.cost.cost_model import CallBlocks, CallTiles, call_work
 from dyncp.plan import Op, Plan, RankPlan
@@ -48,6 +46,7 @@ from dyncp.topology import Link, Topology
 # Tokens of the call that copies run beside: a longer one would outlast them.
 MOST_BESIDE_COPIES = 16384
 Tell = Callable[[str], None]
+About = tuple[str, int, str]  # mask, tokens of the batch and direction
 # Batches of at least this many tokens are planned for several ranks, with at most so many tokens
 # each: kernels have faster paths for whole sequences, which cut ones seldom take. Some of the ranks
 # are timed.
@@ -59,12 +58,13 @@ COPY_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 
 @dataclass(frozen=True, slots=True)
 class CalibrateSetting:
-    """`base` provides what is not measured: links with one rank, NICs, the kernel tile."""
+    """`base` provides what is not measured: links with one rank, NICs, the kernel tile. `kernel` is
+    NAME, NAME:fast or NAME:deterministic."""
 
     base: Profile
     name: str
     shape: AttentionShape
-    choice: KernelChoice
+    kernel: str
     masks: tuple[str, ...]
     sizes: tuple[int, ...]
     world: World
@@ -126,7 +126,7 @@ def _kernel_fields(rates: AttentionRates) -> dict[str, Any]:
 
 def _row_fields(rows: RowRates, setting: CalibrateSetting) -> dict[str, Any]:
     """The host's time per instruction is with graphs if the executor replays graphs here."""
-    executor = make_executor(setting.choice, setting.world.device, virtual_ranks=1)
+    executor = make_executor(setting.kernel, setting.world.device, virtual_ranks=1)
     host = "host_seconds" if executor.engine.graphs.wanted else "host_seconds_eager"
     return {"copy": rows.copy, "launch_seconds": rows.launch_seconds, host: rows.host_seconds}
 
@@ -146,10 +146,10 @@ def _link_fields(
 
 def _overlaps(setting: CalibrateSetting) -> list[Overlap]:
     """Real messages first, where there are other ranks."""
-    case = mask_case("causal", min(max(setting.sizes), MOST_BESIDE_COPIES))
+    batch = batch_of("causal", min(max(setting.sizes), MOST_BESIDE_COPIES))
     device = setting.world.device
-    attend = one_rank_attention(case.batch, setting.shape, setting.choice, device)
-    run = forward(attend, make_inputs(case.tokens, setting.shape, device))
+    attend = one_rank_attention(batch, setting.shape, setting.kernel, device)
+    run = forward(attend, make_inputs(batch.num_tokens, setting.shape, device))
     beside = beside_copies(run, device, setting.repeats)
     if setting.world.num_ranks == 1:
         return beside
@@ -161,21 +161,23 @@ def sample_attention(
 ) -> tuple[list[CallSample], list[WholeCall]]:
     """Times plans of all masks and sizes, forward and backward: single divisions, whole calls."""
     samples, whole = list[CallSample](), list[WholeCall]()
-    tools, timed = (cost.shape, setting.choice, setting.world.device), []
+    tools = Tools(cost.shape, setting.kernel, setting.world.device, setting.repeats)
+    timed = []
     for mask, tokens in product(setting.masks, setting.sizes):
         tell(f"attention kernel: {mask}, {tokens:,} tokens ...")
-        batch = mask_case(mask, tokens).batch
+        batch = batch_of(mask, tokens)
         plan = plan_batch(batch, Topology(1, _num_ranks(tokens)), cost.shape, cost=cost)
         parts = plan.parts[:: -(-plan.num_ranks // TIMED_RANKS)]
-        calls = {part: time_calls(part, *tools, setting.repeats) for part in parts}
+        calls = {part: time_calls(part, tools) for part in parts}
         timed.append((mask, plan, calls))
     tell("attention kernels by themselves ...")
     for mask, plan, calls in timed:
-        times = {part.rank: add_kernels(x, part, *tools) for part, x in calls.items()}
+        times = {part.rank: add_kernels(x, part, tools) for part, x in calls.items()}
         for direction in times[0]:
-            own = {rank: measured[direction] for rank, measured in times.items()}
-            samples += _division_samples(plan, own, direction, cost, mask)
-            whole += _whole_calls(plan, own, direction, cost, mask)
+            by_rank = {rank: measured[direction] for rank, measured in times.items()}
+            about = mask, int(plan.parts[0].tokens_per_rank.sum()), direction.name.lower()
+            samples += _division_samples(plan, by_rank, direction, cost, about)
+            whole += _whole_calls(plan, by_rank, direction, cost, about)
     return samples, whole
 
 
@@ -185,16 +187,14 @@ def _num_ranks(tokens: int) -> int:
 
 
 def _division_samples(
-    plan: Plan, times: dict[int, CallTimes], direction: Direction, cost: CostModel, mask: str
+    plan: Plan, times: dict[int, CallTimes], direction: Direction, cost: CostModel, about: About
 ) -> Iterator[CallSample]:
     """The divisions of the ranks that were timed."""
     for work in plan_work(plan, direction, cost):
         if work.rank in times:
             measured = times[work.rank]
             yield CallSample(
-                mask=mask,
-                tokens=int(plan.parts[0].tokens_per_rank.sum()),
-                direction=direction.name.lower(),
+                *about,
                 area=work.area,
                 edge=work.edge,
                 rows=work.tile_rows,
@@ -207,7 +207,7 @@ def _division_samples(
 
 
 def _whole_calls(
-    plan: Plan, times: dict[int, CallTimes], direction: Direction, cost: CostModel, mask: str
+    plan: Plan, times: dict[int, CallTimes], direction: Direction, cost: CostModel, about: About
 ) -> Iterator[WholeCall]:
     """The calls of the ranks that were timed."""
     moved = row_bytes_of_plan(plan, DEFAULT_MASK, direction, cost)
@@ -216,9 +216,7 @@ def _whole_calls(
         groups = len(plan.parts[rank].groups_for(cost.shape))
         kernels = groups * int((program.instructions[:, 0] == Op.COMPUTE).sum())
         yield WholeCall(
-            mask=mask,
-            tokens=int(plan.parts[0].tokens_per_rank.sum()),
-            direction=direction.name.lower(),
+            *about,
             moved_bytes=float(moved.bytes_per_rank[rank]),
             launches=int(moved.launches_per_rank[rank]) + kernels,
             instructions=len(program.instructions) + 2,
@@ -285,14 +283,6 @@ def _rank_work(part: RankPlan, direction: Direction, cost: CostModel) -> Iterato
             calls=num_calls,
             predicted_seconds=float(seconds[number] + cost.call_seconds(num_calls)),
         )
-
-
-def rank_pairs(plan: Plan, cost: CostModel) -> Float64:
-    """Pairs × q heads that each rank computes."""
-    work = plan_work(plan, Direction.FORWARD, cost)
-    pairs = np.zeros(plan.num_ranks)
-    np.add.at(pairs, [x.rank for x in work], [x.pairs for x in work])
-    return pairs
 
 
 def dense_rate(device: torch.device, dtype: str, repeats: Repeats) -> float:

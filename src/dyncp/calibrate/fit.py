@@ -46,10 +46,11 @@ def fit_seconds(columns: Float64, seconds: Float64) -> Fit:
 
     Rows (calls, work) of 1, 10 and 1, 30 with 7 and 17 seconds give 2 seconds a call and 0.5 per
     unit of work."""
-    if len(columns) < columns.shape[1]:
+    needed = int(columns.any(axis=0).sum())  # a column of zeros has coefficient 0
+    if len(columns) < needed:
         raise ValueError(
-            f"{len(columns)} measurements cannot determine {columns.shape[1]} coefficients; "
-            "measure more sizes"
+            f"{len(columns)} measurements cannot determine {needed} coefficients; measure more "
+            "sizes"
         )
     if not (seconds > 0).all():
         raise ValueError("measured seconds must be positive")
@@ -108,90 +109,79 @@ class AttentionRates:
     host_seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class KernelModel:
-    """The cost model's seconds as a linear function: `terms` coefficients per direction (of pairs,
-    pairs of edges, pairs of rows) and one per call."""
-
-    terms: int
-    lanes: int
-    side: int
-
-    def fit(self, parts: list[list[CallSample]]) -> Fit:
-        """Fits the samples of each direction. Whether a call is as long as its longest row depends
-        on the result, so this repeats until that no longer changes (`MOST_FITS` times at most)."""
-        seconds = np.asarray([s.seconds for part in parts for s in part])
-        alone: Bool = np.zeros(len(seconds), np.bool_)
-        for _ in range(MOST_FITS):
-            fit = fit_seconds(self.columns(parts, alone), seconds)
-            spread, row = (
-                self.columns(parts, np.full(len(seconds), chosen)) @ fit.coefficients
-                for chosen in (False, True)
-            )
-            if (alone == (row > spread)).all():
-                break
-            alone = row > spread
-        errors = np.maximum(spread, row) / seconds - 1
-        return Fit(fit.coefficients, errors)
-
-    def columns(self, parts: list[list[CallSample]], alone: Bool) -> Float64:
-        """Work of each direction in columns of its own, then calls: float64[samples, directions ×
-        terms + 1]; `alone` marks samples that are as long as their longest rows."""
-        columns = np.zeros((sum(map(len, parts)), len(parts) * self.terms + 1))
-        row = 0
-        for index, part in enumerate(parts):
-            own = slice(index * self.terms, (index + 1) * self.terms)
-            for sample in part:
-                columns[row, own] = self._work(sample, alone=bool(alone[row]))[: self.terms]
-                columns[row, -1] = sample.calls
-                row += 1
-        return columns
-
-    def _work(self, sample: CallSample, *, alone: bool) -> tuple[float, float, float]:
-        if alone:
-            lanes = self.lanes * self.side
-            return lanes * sample.longest, 0.0, lanes * sample.calls
-        idle = 1 + self.lanes * sample.calls / (2 * max(sample.rows, sample.calls))
-        return idle * sample.area, idle * sample.edge, idle * self.side * sample.rows
-
-
 def fit_rates(samples: Sequence[CallSample], cost: CostModel, lanes: int) -> AttentionRates:
     """Rates that bring the cost model's seconds near the measured ones: one overhead per call for
     both directions, everything else per direction. Rows and lanes, and then edges, are left out
     where the timings cannot tell them from full tiles."""
-    both = [[s for s in samples if s.direction == d.name.lower()] for d in Direction]
     for terms in (3, 2, 1):
-        model = KernelModel(terms, lanes if terms == 3 else 0, cost.profile.kernel_tile)
-        if terms > 1 and not _tells_apart(both, model):
+        model = KernelModel(samples, terms, lanes if terms == 3 else 0, cost.profile.kernel_tile)
+        if terms > 1 and not model.tells_apart():
             continue
-        fit = model.fit(both)
+        fit = model.fit(np.ones(len(samples), np.bool_))
         work = np.zeros((2, 3))
         work[:, :terms] = fit.coefficients[:-1].reshape(2, terms)
         if work[:, 0].all():
-            return _rates(work, fit, both, model, cost)
+            return _rates(work, fit, model, cost)
     raise ValueError(
         "the attention kernel's time does not grow with its work: too short or too noisy; "
         "measure larger sizes or more repeats"
     )
 
 
-def _tells_apart(both: list[list[CallSample]], model: KernelModel) -> bool:
-    """Whether there are enough timings, of work that differs enough."""
-    seconds = np.asarray([s.seconds for part in both for s in part])
-    columns = model.columns(both, np.zeros(len(seconds), np.bool_))
-    if len(columns) < TIMINGS_PER_COEFFICIENT * columns.shape[1]:
-        return False
-    relative = columns / seconds[:, None]
-    size = np.linalg.norm(relative, axis=0)
-    return bool(size.all() and np.linalg.cond(relative / size) < MOST_ALIKE)
+class KernelModel:
+    """The cost model's seconds as a linear function: `terms` coefficients per direction (of pairs,
+    pairs of edges, pairs of rows) and one per call. `lanes` rows of `side` tokens run at a time."""
+
+    def __init__(self, samples: Sequence[CallSample], terms: int, lanes: int, side: int) -> None:
+        self.lanes = lanes
+        self.seconds = np.asarray([s.seconds for s in samples])
+        self.host_seconds = float(np.median([s.host_seconds for s in samples]))
+        self.backward = np.asarray(
+            [s.direction == Direction.BACKWARD.name.lower() for s in samples]
+        )
+        fields = ("area", "edge", "rows", "longest", "calls")
+        area, edge, rows, longest, calls = (
+            np.asarray([getattr(s, field) for s in samples], np.float64) for field in fields
+        )
+        idle = 1 + lanes * calls / (2 * np.maximum(rows, calls))
+        spread = idle * np.stack([area, edge, side * rows])
+        row = lanes * side * np.stack([longest, np.zeros(len(samples)), calls])
+        # Columns where calls are as long as all of their work, and as their longest row.
+        self.spread, self.row = (self._columns(work[:terms].T, calls) for work in (spread, row))
+
+    def _columns(self, work: Float64, calls: Float64) -> Float64:
+        """Work of each direction in columns of its own, then calls: float64[samples, 2 × terms +
+        1]."""
+        forward, back = (work * own[:, None] for own in (~self.backward, self.backward))
+        return np.column_stack([forward, back, calls])
+
+    def tells_apart(self) -> bool:
+        """Whether there are enough timings, of work that differs enough."""
+        if len(self.spread) < TIMINGS_PER_COEFFICIENT * self.spread.shape[1]:
+            return False
+        relative = self.spread / self.seconds[:, None]
+        size = np.linalg.norm(relative, axis=0)
+        return bool(size.all() and np.linalg.cond(relative / size) < MOST_ALIKE)
+
+    def fit(self, chosen: Bool) -> Fit:
+        """Fits the samples chosen. Whether a call is as long as its longest row depends on the
+        result, so this repeats until that no longer changes (`MOST_FITS` times at most)."""
+        seconds, spread, row = (x[chosen] for x in (self.seconds, self.spread, self.row))
+        alone: Bool = np.zeros(len(seconds), np.bool_)
+        for _ in range(MOST_FITS):
+            fit = fit_seconds(np.where(alone[:, None], row, spread), seconds)
+            longer = row @ fit.coefficients > spread @ fit.coefficients
+            if (alone == longer).all():
+                break
+            alone = longer
+        fitted = np.maximum(spread @ fit.coefficients, row @ fit.coefficients)
+        return Fit(fit.coefficients, fitted / seconds - 1)
 
 
-def _rates(
-    work: Float64, fit: Fit, both: list[list[CallSample]], model: KernelModel, cost: CostModel
-) -> AttentionRates:
+def _rates(work: Float64, fit: Fit, model: KernelModel, cost: CostModel) -> AttentionRates:
     (forward, edge_forward, row_forward), (backward, edge_backward, row_backward) = work.tolist()
     flops = [float(cost.flops(np.ones(1), 1, direction)[0]) for direction in Direction]
-    apart = [float(model.fit([part]).coefficients[-1]) for part in both]
+    apart = [model.fit(own).coefficients[-1] for own in (~model.backward, model.backward)]
     return AttentionRates(
         forward=flops[0] / forward,
         backward=flops[1] / backward,
@@ -201,11 +191,11 @@ def _rates(
         row_backward=row_backward / backward,
         lanes=model.lanes,
         call_seconds=float(fit.coefficients[-1]),
-        forward_call_seconds=apart[0],
-        backward_call_seconds=apart[1],
+        forward_call_seconds=float(apart[0]),
+        backward_call_seconds=float(apart[1]),
         mean_error=fit.mean_error,
         worst_error=fit.worst_error,
-        host_seconds=float(np.median([s.host_seconds for part in both for s in part])),
+        host_seconds=model.host_seconds,
     )
 
 

@@ -23,7 +23,7 @@ SIZES = {
     "cpu": (4 << 10, 64 << 10, 512 << 10, 4 << 20),
     "cuda": (64 << 10, 1 << 20, 16 << 20, 128 << 20),
 }
-REPEATS, WARM_UP = 5, 2
+REPEATS, FEW = Repeats(timed=5), Repeats(timed=3)
 # Copies beside a call take this many times as long as the call alone, in chunks of these bytes.
 BESIDE = 3.0
 CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 32 << 20}
@@ -64,7 +64,7 @@ def measure_links(world: World) -> tuple[MeasuredLink | None, MeasuredLink | Non
     return intra, inter
 
 
-def exchange_seconds(pairs: Pairs, size: int, world: World, repeats: int = REPEATS) -> float:
+def exchange_seconds(pairs: Pairs, size: int, world: World, repeats: Repeats = REPEATS) -> float:
     """Median seconds of a one-way message of `size` bytes, of the slowest pair."""
     buffer = torch.ones(size, dtype=torch.uint8, device=world.device)
     peers = {a: (b, True) for a, b in pairs} | {b: (a, False) for a, b in pairs}
@@ -87,23 +87,29 @@ def all_gather_rate(world: World) -> float:
     return (world.num_ranks - 1) * mine.nbytes / seconds
 
 
-def _slowest_median(run: Run, world: World, repeats: int = REPEATS) -> float:
+def _slowest_median(run: Run, world: World, repeats: Repeats = REPEATS) -> float:
     """Median seconds of a call that all ranks make together, on the slowest rank."""
+    return _slowest(statistics.median(seconds_together(run, world.device, repeats)), world)
+
+
+def seconds_together(run: Run, device: torch.device, repeats: Repeats) -> list[float]:
+    """Seconds of every call that all ranks make together, from a barrier until this rank's device
+    is done."""
     seconds = []
-    for _ in range(WARM_UP + repeats):
-        _barrier(world)
+    for _ in range(repeats.warm_up + repeats.timed):
+        _barrier(device)
         start = time.perf_counter()
         run()
-        wait_for(world.device)
+        wait_for(device)
         seconds.append(time.perf_counter() - start)
-    return _slowest(statistics.median(seconds[WARM_UP:]), world)
+    return seconds[repeats.warm_up :]
 
 
-def _barrier(world: World) -> None:
+def _barrier(device: torch.device) -> None:
     """All ranks, with idle devices."""
-    wait_for(world.device)
+    wait_for(device)
     dist.barrier()
-    wait_for(world.device)
+    wait_for(device)
 
 
 def _slowest(seconds: float, world: World) -> float:
@@ -120,7 +126,7 @@ def bandwidth_matrix(
     for a in range(world.num_ranks):
         tell(f"messages of rank {a} of {world.num_ranks} ...")
         for b in range(a + 1, world.num_ranks):
-            matrix[a][b] = matrix[b][a] = size / exchange_seconds([(a, b)], size, world, 3)
+            matrix[a][b] = matrix[b][a] = size / exchange_seconds([(a, b)], size, world, FEW)
     return matrix
 
 
@@ -198,7 +204,7 @@ def beside_messages(run: Run, world: World, repeats: Repeats) -> Overlap:
     most = _slowest(alone / one, world)  # all ranks send the same number of messages
     count, seconds = 1 + math.ceil(BESIDE * most), []
     for _ in range(repeats.timed):
-        _barrier(world)
+        _barrier(world.device)
         works = [work for _ in range(count) for work in _exchange(out, into, world)]
         seconds.append(_timed(run, world.device, stream_only=True))
         for work in works:

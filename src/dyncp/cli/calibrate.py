@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dyncp.calibrate import CalibrateSetting, Calibration, World, calibrate
-from dyncp.calibrate.calls import KernelChoice, device_name, device_text, find_mask
+from dyncp.calibrate.calls import device_name, device_text, executor_options, find_mask
 from dyncp.calibrate.timing import Repeats
 from dyncp.cli.arguments import (
     Progress,
@@ -89,12 +89,13 @@ def _setting(args: Namespace, world: World) -> CalibrateSetting:
     names = comma_separated(args.masks)
     for mask in names:
         find_mask(mask)
+    executor_options(args.kernel)
     base = find_profile(args.base) if args.base else preset_for(device_name(world.device), "--base")
     return CalibrateSetting(
         base=base,
         name=args.name,
         shape=shape_of(args, kind),
-        choice=KernelChoice.of(args.kernel),
+        kernel=args.kernel,
         masks=names,
         sizes=positive_integers(args.sizes or SIZES[kind], "--sizes"),
         world=world,
