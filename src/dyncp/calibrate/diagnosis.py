@@ -2,7 +2,6 @@
 compared with dense attention."""
 
 import logging
-import os
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from dyncp.arrays import Float64
 from dyncp.blocks import DEFAULT_MASK, AttentionShape, Batch
 from dyncp.calibrate.calls import Inputs, World, make_inputs
 from dyncp.calibrate.links import bandwidth_matrix
+from dyncp.checks import usable_cores
 from dyncp.executor import DCPExecutor, Step, attention
 from dyncp.kernels import reason_for
 from dyncp.planner import PlannerConfig, plan_batch
@@ -136,18 +136,14 @@ def worst_finding(findings: Sequence[Finding]) -> Finding:
 
 
 def check_versions(versions: dict[str, str | None], world: World) -> Finding:
-    every = _of_all_ranks(versions, world)
-    odd = [rank for rank, other in enumerate(every) if other != every[0]]
-    if not odd:
-        shown = ", ".join(f"{name} {found or 'missing'}" for name, found in versions.items())
-        return Finding("versions", True, shown)
-    names = [name for name in versions if any(other[name] != every[0][name] for other in every)]
-    return Finding(
-        "versions",
-        False,
-        f"ranks {', '.join(map(str, odd))} have other versions of {', '.join(names)} than rank 0: "
-        "install the same on all ranks",
-    )
+    """Whether they are those of rank 0."""
+    first = _of_all_ranks(versions, world)[0]
+    other = ", ".join(name for name in versions if versions[name] != first[name])
+    if other:
+        text = f"versions of {other} are not those of rank 0: install the same on all ranks"
+        return Finding("versions", False, text)
+    shown = ", ".join(f"{name} {found or 'missing'}" for name, found in versions.items())
+    return Finding("versions", True, shown)
 
 
 def describe_versions() -> dict[str, str | None]:
@@ -163,7 +159,6 @@ def describe_versions() -> dict[str, str | None]:
 
 def describe_machine() -> dict[str, Any]:
     """The host: system, cores, threads, CUDA and communication backends."""
-    affinity = getattr(os, "sched_getaffinity", None)
     backends, nccl = [], None
     if dist.is_available():
         known = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
@@ -173,7 +168,7 @@ def describe_machine() -> dict[str, Any]:
         nccl = ".".join(map(str, numbers))
     return {
         "system": f"{platform.system()} {platform.machine()}",
-        "cores": len(affinity(0)) if affinity else os.cpu_count(),
+        "cores": usable_cores(),
         "threads": torch.get_num_threads(),
         "cuda": torch.version.cuda,
         "backends": backends,

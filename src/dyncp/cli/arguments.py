@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from dyncp import masks
 from dyncp.blocks import ITEM_BYTES, AttentionShape, Batch
-from dyncp.checks import whole_number
+from dyncp.checks import usable_cores, whole_number
 from dyncp.cost import (
     DEFAULT_PROFILE,
     MODELS,
@@ -334,9 +334,7 @@ def launch(words: Sequence[str], num_ranks: int) -> int:
 
 def threads_per_rank(num_ranks: int) -> int:
     """The cores this process may use, shared out among the ranks of the node."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return max(1, cores // num_ranks)
+    return max(1, usable_cores() // num_ranks)
 
 
 def _environment(num_ranks: int) -> dict[str, str]:
