@@ -11,10 +11,9 @@ import torch.distributed as dist
 
 from dyncp.arrays import Float64
 from dyncp.blocks import DEFAULT_MASK, Batch, Direction
-from dyncp.calibrate.calibration import plan_work
 from dyncp.calibrate.calls import backward, forward, make_executor, make_inputs
-from dyncp.calibrate.links import seconds_together
-from dyncp.calibrate.timing import CallTimes, Run, Tools, add_kernels, time_calls
+from dyncp.calibrate.rates import seconds_together
+from dyncp.calibrate.timing import CallTimes, Run, Tools, add_kernels, plan_work, time_calls
 from dyncp.cli.simulate import STATIC_METHODS, best_splits
 from dyncp.cost import CostModel
 from dyncp.executor import Step, attention

@@ -15,13 +15,13 @@ from benchmarks.baselines import (
 from benchmarks.kernels import profile
 
 from dyncp import AttentionShape, Topology, plan_batch
-from dyncp.calibrate.calibration import plan_work
 from dyncp.calibrate.calls import MASKS, Unavailable, make_inputs
-from dyncp.calibrate.links import beside_copies
+from dyncp.calibrate.rates import beside_copies
 from dyncp.calibrate.timing import (
     Repeats,
     Tools,
     add_kernels,
+    plan_work,
     profiled_kernels,
     time_call,
     time_calls,

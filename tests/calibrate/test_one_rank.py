@@ -9,11 +9,11 @@ from benchmarks.attention_times import rank_pairs
 
 from dyncp import AttentionShape, Batch, Topology, masks, plan_batch
 from dyncp.blocks import Direction
-from dyncp.calibrate.calibration import plan_work
 from dyncp.calibrate.timing import (
     KernelRun,
     Repeats,
     Tools,
+    plan_work,
     seconds_by_call,
     time_call,
     time_calls,

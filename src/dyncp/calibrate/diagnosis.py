@@ -18,7 +18,7 @@ from dyncp import masks
 from dyncp.arrays import Float64
 from dyncp.blocks import DEFAULT_MASK, AttentionShape, Batch
 from dyncp.calibrate.calls import Inputs, World, make_inputs
-from dyncp.calibrate.links import bandwidth_matrix
+from dyncp.calibrate.rates import bandwidth_matrix
 from dyncp.checks import usable_cores
 from dyncp.executor import DCPExecutor, Step, attention
 from dyncp.kernels import reason_for

@@ -1,9 +1,10 @@
-"""How calls are timed: on the device, on the host, and kernel by kernel."""
+"""How calls are timed: on the device, on the host, and kernel by kernel; and the work of every
+division of a plan."""
 
 import logging
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -24,8 +25,10 @@ from dyncp.calibrate.calls import (
     make_executor,
     make_inputs,
 )
+from dyncp.cost import CostModel
+from dyncp.cost.cost_model import CallBlocks, CallTiles, call_work
 from dyncp.executor import DCPExecutor, Step, attention
-from dyncp.plan import Op, RankPlan
+from dyncp.plan import Op, Plan, RankPlan
 
 logger = logging.getLogger(__name__)
 
@@ -331,3 +334,62 @@ def host_seconds_per_call(
         for direction, found in seconds.items()
         if found
     }
+
+
+@dataclass(frozen=True, slots=True)
+class DivisionWork:
+    """One division of one rank in the cost model's terms. `pairs`, `area`, `edge` and `tile_rows`
+    count every q head; `rows` and `keys` are those of the blocks that it reads, `longest` the keys
+    of the longest rows of kernel tiles, and `calls` its kernel calls."""
+
+    rank: int
+    division: int
+    pairs: int
+    area: float
+    edge: float
+    tile_rows: float
+    longest: float
+    tiles: int
+    rows: int
+    keys: int
+    calls: int
+    predicted_seconds: float
+
+
+def plan_work(plan: Plan, direction: Direction, cost: CostModel) -> list[DivisionWork]:
+    """All divisions of all ranks that have tiles, by rank and division."""
+    return [work for part in plan.parts for work in _rank_work(part, direction, cost)]
+
+
+def _rank_work(part: RankPlan, direction: Direction, cost: CostModel) -> Iterator[DivisionWork]:
+    mask = part.mask_plan(DEFAULT_MASK)
+    tiles, division = mask.tiles, mask.program(direction).tile_division
+    tokens = part.blocks.tokens.astype(np.int64)
+    heads = cost.heads_of(part.groups_for(cost.shape))[tiles.head_group]
+    pairs = tiles.pairs.astype(np.int64)
+    sides = pairs, tokens[tiles.q_block], tokens[tiles.k_block]
+    cell, group, q_block, k_block = (
+        x.astype(np.int64) for x in (division, tiles.head_group, tiles.q_block, tiles.k_block)
+    )
+    called = CallTiles(cell, group, q_block, k_block, *sides, heads)
+    calls = call_work(called, CallBlocks.of(called, direction), direction, cost)
+    num_divisions = int(division.max(initial=-1)) + 1
+    work = calls.by_cell(num_divisions)
+    seconds = np.bincount(calls.cell, cost.work_seconds(*calls[1:], direction), num_divisions)
+    for number in np.unique(division).tolist():
+        own = division == number
+        num_calls = len(np.unique(tiles.head_group[own]))
+        yield DivisionWork(
+            rank=part.rank,
+            division=number,
+            pairs=int((pairs * heads)[own].sum()),
+            area=float(work.area[number]),
+            edge=float(work.edge[number]),
+            tile_rows=float(work.rows[number]),
+            longest=float(work.longest[number]),
+            tiles=int(own.sum()),
+            rows=int(tokens[np.unique(tiles.q_block[own])].sum()),
+            keys=int(tokens[np.unique(tiles.k_block[own])].sum()),
+            calls=num_calls,
+            predicted_seconds=float(seconds[number] + cost.call_seconds(num_calls)),
+        )

@@ -8,7 +8,7 @@ from typing import Any
 
 from dyncp.calibrate import CalibrateSetting, Calibration, World, calibrate
 from dyncp.calibrate.calls import device_name, device_text, executor_options, find_mask
-from dyncp.calibrate.timing import Repeats
+from dyncp.calibrate.timing import Repeats, Tools
 from dyncp.cli.arguments import (
     Progress,
     add_kernel_option,
@@ -72,9 +72,9 @@ def run(args: Namespace) -> int:
         progress.clear()
         if world.first:
             save_profile(found.profile, args.save)
-            ranks, where = world.num_ranks, device_text(world.device)
+            where, shape = device_text(world.device), shape_text(setting.tools.shape)
             lines = [
-                f"{where}; {shape_text(setting.shape)}; {ranks} rank{'s' if ranks > 1 else ''}",
+                f"{where}; {shape}; {world.num_ranks} rank{'s' if world.num_ranks > 1 else ''}",
                 "",
                 *draw_calibration(setting.base, found),
                 "",
@@ -90,16 +90,15 @@ def _setting(args: Namespace, world: World) -> CalibrateSetting:
     for mask in names:
         find_mask(mask)
     executor_options(args.kernel)
+    repeats = Repeats(timed=args.repeats, flush=False)
     base = find_profile(args.base) if args.base else preset_for(device_name(world.device), "--base")
     return CalibrateSetting(
         base=base,
         name=args.name,
-        shape=shape_of(args, kind),
-        kernel=args.kernel,
         masks=names,
         sizes=positive_integers(args.sizes or SIZES[kind], "--sizes"),
         world=world,
-        repeats=Repeats(timed=args.repeats, flush=False),
+        tools=Tools(shape_of(args, kind), args.kernel, world.device, repeats),
     )
 
 
@@ -108,7 +107,7 @@ def _as_json(setting: CalibrateSetting, found: Calibration) -> dict[str, Any]:
     numbers["all_gather_bytes_per_second"] = numbers.pop("all_gather")
     for overlap, entry in zip(found.overlaps, numbers["overlaps"], strict=True):
         entry["slowdown"] = overlap.slowdown
-    return {"shape": asdict(setting.shape)} | numbers
+    return {"shape": asdict(setting.tools.shape)} | numbers
 
 
 def draw_calibration(base: Profile, found: Calibration) -> Iterator[str]:
