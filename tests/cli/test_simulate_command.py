@@ -1,7 +1,6 @@
 """`dyncp simulate`: its numbers are those of single plans, and its verdict follows from them."""
 
 import json
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 from dyncp import masks
 from dyncp.blocks import AttentionShape, Batch
 from dyncp.cli import main
-from dyncp.cli.simulate import OURS, STATIC_METHODS, Outcome, pack_documents, summarise, verdict
+from dyncp.cli.simulate import OURS, STATIC_METHODS, pack_documents, summarise, verdict
 from dyncp.cost import CostModel, find_profile
 from dyncp.placement import Limits, static_candidates
 from dyncp.planner import PlannerConfig, plan_with
@@ -125,12 +124,16 @@ def test_the_text_has_a_line_per_method_and_ends_with_the_verdict(capsys):
     assert "batch 1 of 2" in output.err
 
 
-def outcome(kernel: float, exposed: float, tokens: float = 0.0, **changes: Any) -> Outcome:
-    plain = Outcome("bisection", False, kernel, exposed, tokens, 0.010, 100, 50, 1.1, 1.05, 7)
-    return replace(plain, **changes)
+def outcome(kernel: float, exposed: float, tokens: float = 0.0, **changes: Any) -> dict[str, Any]:
+    seconds = {"kernel_seconds": kernel, "exposed_seconds": exposed, "token_seconds": tokens}
+    return seconds | {
+        "solver": "bisection", "static": False, "step_seconds": kernel + exposed + tokens,
+        "ideal_seconds": 0.010, "forward_bytes": 100, "inter_node_bytes": 50,
+        "compute_max_over_mean": 1.1, "tokens_max_over_mean": 1.05, "workspace_bytes": 7,
+    } | changes  # fmt: skip
 
 
-def verdict_of(*batches: tuple[Outcome, Outcome], solver: str = "bisection") -> str:
+def verdict_of(*batches: tuple[dict, dict], solver: str = "bisection") -> str:
     return verdict(summarise([{OURS: ours, "magi": magi} for ours, magi in batches]), solver)
 
 

@@ -385,7 +385,7 @@ def _results(step: Step, inputs: Inputs) -> dict[str, Float64]:
     mine = inputs.rows(torch.cat(rows).to(inputs.q.device))
     out = attention(step, *mine.qkv)
     grads = torch.autograd.grad(out, mine.qkv, mine.dout)
-    gathered = (torch.cat(step.gather(x)) for x in (out, *grads))
+    gathered = (torch.cat(step.gather(x)) for x in (out.detach(), *grads))
     return dict(zip(RESULTS, map(_exactly, gathered), strict=True))
 
 

@@ -3,8 +3,9 @@
 from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from dyncp.checks import whole_number
@@ -40,28 +41,9 @@ EXAMPLES = (
 Tell = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """One batch under one method. A step is `kernel_seconds` + `exposed_seconds` (all attention
-    layers) + `token_seconds`, each of the rank that has most."""
-
-    solver: str
-    static: bool
-    kernel_seconds: float
-    exposed_seconds: float
-    token_seconds: float
-    ideal_seconds: float
-    forward_bytes: int
-    inter_node_bytes: int
-    compute_max_over_mean: float
-    tokens_max_over_mean: float
-    workspace_bytes: int
-
-    @property
-    def step_seconds(self) -> float:
-        return self.kernel_seconds + self.exposed_seconds + self.token_seconds
-
-
+# One batch under one method, by `_outcome`. A step is `kernel_seconds` + `exposed_seconds` (all
+# attention layers) + `token_seconds`, each of the rank that has most.
+Outcome = Mapping[str, Any]
 Batches = Sequence[Mapping[str, Outcome]]
 
 
@@ -99,9 +81,11 @@ def run(args: Namespace) -> int:
     progress.clear()
     summary = summarise(outcomes)
     summary["verdict"] = verdict(summary, args.solver)
+    each = zip(lengths, outcomes, strict=True)
+    batches = [{"lengths": of_batch, "methods": methods} for of_batch, methods in each]
     arguments.show(
         args,
-        summary | {"batches": _per_batch(lengths, outcomes)},
+        summary | {"batches": batches},
         [
             f"{_sizes(lengths)} ({origin}), mask {args.mask}",
             f"{_cluster(args, cost.profile.name)}; solver {args.solver}",
@@ -139,19 +123,6 @@ def _methods(text: str | None) -> tuple[str, ...]:
                 "commas"
             )
     return names
-
-
-def _per_batch(lengths: Sequence[list[int]], outcomes: Batches) -> list[dict[str, Any]]:
-    return [
-        {
-            "lengths": of_batch,
-            "methods": {
-                name: asdict(outcome) | {"step_seconds": outcome.step_seconds}
-                for name, outcome in methods.items()
-            },
-        }
-        for of_batch, methods in zip(lengths, outcomes, strict=True)
-    ]
 
 
 def _sizes(lengths: Sequence[list[int]]) -> str:
@@ -238,31 +209,32 @@ def _outcome(candidate: Candidate, simulated: Simulated, task: Task) -> Outcome:
     exposed = simulated.num_layers * simulated.exposed_seconds
     forward = [schedule for schedule, _ in candidate.schedules.values()]
     moved = describe_traffic(candidate, task.topology, forward)
-    return Outcome(
-        solver=candidate.placement.solver,
-        static=candidate.placement.static,
-        kernel_seconds=simulated.attention_seconds - exposed,
-        exposed_seconds=exposed,
-        token_seconds=simulated.token_seconds,
-        ideal_seconds=simulated.ideal_seconds,
-        forward_bytes=moved["bytes"],
-        inter_node_bytes=moved["inter_node_bytes"],
-        compute_max_over_mean=candidate.balance.compute_max_over_mean,
-        tokens_max_over_mean=candidate.balance.tokens_max_over_mean,
-        workspace_bytes=candidate.lower(task.config.layout).memory().peak,
-    )
+    return {
+        "solver": candidate.placement.solver,
+        "static": candidate.placement.static,
+        "kernel_seconds": simulated.attention_seconds - exposed,
+        "exposed_seconds": exposed,
+        "token_seconds": simulated.token_seconds,
+        "step_seconds": simulated.step_seconds,
+        "ideal_seconds": simulated.ideal_seconds,
+        "forward_bytes": moved["bytes"],
+        "inter_node_bytes": moved["inter_node_bytes"],
+        "compute_max_over_mean": candidate.balance.compute_max_over_mean,
+        "tokens_max_over_mean": candidate.balance.tokens_max_over_mean,
+        "workspace_bytes": candidate.lower(task.config.layout).memory().peak,
+    }
 
 
 def summarise(batches: Batches) -> dict[str, Any]:
     """Numbers of every method (ours first, then the fastest first), wins and the best static."""
-    ideal = [min(o.ideal_seconds for o in outcomes.values()) for outcomes in batches]
+    ideal = [min(o["ideal_seconds"] for o in outcomes.values()) for outcomes in batches]
     methods = {
         name: _method([outcomes[name] for outcomes in batches], ideal) for name in batches[0]
     }
     order = sorted(methods, key=lambda name: (name != OURS, methods[name]["step_seconds"]["mean"]))
     return {
         "num_batches": len(batches),
-        "ideal_seconds": _mean(ideal),
+        "ideal_seconds": fmean(ideal),
         "methods": {name: methods[name] for name in order},
         "best_static": next(name for name in order if name != OURS),
         "wins": _wins(batches),
@@ -270,27 +242,26 @@ def summarise(batches: Batches) -> dict[str, Any]:
 
 
 def _method(outcomes: Sequence[Outcome], ideal: Sequence[float]) -> dict[str, Any]:
-    def both(field: str) -> dict[str, float]:
-        values = [float(getattr(outcome, field)) for outcome in outcomes]
-        return {"mean": _mean(values), "worst": max(values)}
+    def mean(field: str) -> float:
+        return fmean(o[field] for o in outcomes)
 
-    ratios = [o.step_seconds / least for o, least in zip(outcomes, ideal, strict=True)]
+    def both(field: str) -> dict[str, float]:
+        return {"mean": mean(field), "worst": max(o[field] for o in outcomes)}
+
     return {
         "step_seconds": both("step_seconds"),
-        "ratio_to_ideal": _mean(ratios),
-        "forward_bytes": both("forward_bytes")["mean"],
-        "inter_node_bytes": both("inter_node_bytes")["mean"],
+        "ratio_to_ideal": fmean(
+            o["step_seconds"] / least for o, least in zip(outcomes, ideal, strict=True)
+        ),
+        "forward_bytes": mean("forward_bytes"),
+        "inter_node_bytes": mean("inter_node_bytes"),
         "compute_max_over_mean": both("compute_max_over_mean"),
         "tokens_max_over_mean": both("tokens_max_over_mean"),
-        "peak_workspace_bytes": max(outcome.workspace_bytes for outcome in outcomes),
-        "parts": {part: both(part)["mean"] for part in PARTS},
-        "static_batches": sum(outcome.static for outcome in outcomes),
-        "solvers": dict(Counter(outcome.solver for outcome in outcomes).most_common()),
+        "peak_workspace_bytes": max(o["workspace_bytes"] for o in outcomes),
+        "parts": {part: mean(part) for part in PARTS},
+        "static_batches": sum(o["static"] for o in outcomes),
+        "solvers": dict(Counter(o["solver"] for o in outcomes).most_common()),
     }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _wins(batches: Batches) -> dict[str, Any]:
@@ -298,8 +269,8 @@ def _wins(batches: Batches) -> dict[str, Any]:
     of that batch, and by how much at worst."""
     ratios = []
     for outcomes in batches:
-        best = min(o.step_seconds for name, o in outcomes.items() if name != OURS)
-        ratios.append(outcomes[OURS].step_seconds / best)
+        best = min(o["step_seconds"] for name, o in outcomes.items() if name != OURS)
+        ratios.append(outcomes[OURS]["step_seconds"] / best)
     faster, slower = sum(r < 1 - TIE for r in ratios), sum(r > 1 + TIE for r in ratios)
     equal = len(ratios) - faster - slower
     return {"faster": faster, "equal": equal, "slower": slower, "worst_ratio": max(ratios)}
