@@ -43,7 +43,12 @@ def find_candidates(task: Task, methods: Sequence[str], tell: Tell) -> dict[str,
         tell(f"planning with {AUTO} ...")
         found[AUTO] = choose(task).candidate
     static = [name for name in methods if name != AUTO]
-    splits = best_splits(task, static, task, lambda name: tell(f"planning with {name} ..."))
+    splits = best_splits(
+        task,
+        static,
+        lambda candidate: candidate.simulated,
+        lambda name: tell(f"planning with {name} ..."),
+    )
     found |= {name: candidate for name, (candidate, _) in splits.items()}
     return {name: found[name] for name in methods}
 
@@ -266,7 +271,7 @@ def bench_ranks(setting: AttentionSetting, tell: Tell = lambda _: None) -> dict[
     found = {}
     for name, candidate in find_candidates(setting.task, setting.methods, tell).items():
         tell(f"{name}: {setting.topology.num_ranks} ranks ...")
-        plan = candidate.lower(setting.task.config.layout)
+        plan = candidate.assemble(setting.task.config.layout)
         simulated = simulate_plan(plan, setting.topology, setting.cost)
         measured = time_step(executor.prepare(plan), setting.tools)
         predicted = {

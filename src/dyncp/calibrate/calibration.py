@@ -35,7 +35,8 @@ from dyncp.calibrate.timing import CallTimes, Tools, add_kernels, plan_work, tim
 from dyncp.cost import CostModel, Profile
 from dyncp.plan import Op, Plan
 from dyncp.planner import plan_batch
-from dyncp.simulate.flow import row_bytes_of_plan
+from dyncp.simulate.flow import layer_of_plan
+from dyncp.simulate.layer import CallBlocks, count_row_bytes
 from dyncp.topology import Link, Topology
 
 # Tokens of the call that copies run beside: a longer one would outlast them.
@@ -278,15 +279,16 @@ def _whole_calls(
     plan: Plan, times: dict[int, CallTimes], direction: Direction, cost: CostModel, about: About
 ) -> Iterator[WholeCall]:
     """The calls of the ranks that were timed."""
-    moved = row_bytes_of_plan(plan, DEFAULT_MASK, direction, cost)
+    layer, _ = layer_of_plan(plan, DEFAULT_MASK, direction, cost)
+    moved, launches = count_row_bytes(layer, CallBlocks.of(layer), cost).per_rank
     for rank, measured in times.items():
         program = plan.parts[rank].mask_plan(DEFAULT_MASK).program(direction)
         groups = len(plan.parts[rank].groups_for(cost.shape))
         kernels = groups * int((program.instructions[:, 0] == Op.COMPUTE).sum())
         yield WholeCall(
             *about,
-            moved_bytes=float(moved.bytes_per_rank[rank]),
-            launches=int(moved.launches_per_rank[rank]) + kernels,
+            moved_bytes=float(moved[rank]),
+            launches=int(launches[rank]) + kernels,
             instructions=len(program.instructions) + 2,
             seconds=measured.seconds,
             kernel_seconds=measured.kernel_seconds,

@@ -4,7 +4,7 @@ division of a plan."""
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -26,9 +26,10 @@ from dyncp.calibrate.calls import (
     make_inputs,
 )
 from dyncp.cost import CostModel
-from dyncp.cost.cost_model import CallBlocks, CallTiles, call_work
 from dyncp.executor import DCPExecutor, Step, attention
 from dyncp.plan import Op, Plan, RankPlan
+from dyncp.simulate.flow import layer_of_plan
+from dyncp.simulate.layer import CallBlocks, call_work
 
 logger = logging.getLogger(__name__)
 
@@ -358,38 +359,28 @@ class DivisionWork:
 
 def plan_work(plan: Plan, direction: Direction, cost: CostModel) -> list[DivisionWork]:
     """All divisions of all ranks that have tiles, by rank and division."""
-    return [work for part in plan.parts for work in _rank_work(part, direction, cost)]
-
-
-def _rank_work(part: RankPlan, direction: Direction, cost: CostModel) -> Iterator[DivisionWork]:
-    mask = part.mask_plan(DEFAULT_MASK)
-    tiles, division = mask.tiles, mask.program(direction).tile_division
-    tokens = part.blocks.tokens.astype(np.int64)
-    heads = cost.heads_of(part.groups_for(cost.shape))[tiles.head_group]
-    pairs = tiles.pairs.astype(np.int64)
-    sides = pairs, tokens[tiles.q_block], tokens[tiles.k_block]
-    cell, group, q_block, k_block = (
-        x.astype(np.int64) for x in (division, tiles.head_group, tiles.q_block, tiles.k_block)
-    )
-    called = CallTiles(cell, group, q_block, k_block, *sides, heads)
-    calls = call_work(called, CallBlocks.of(called, direction), direction, cost)
-    num_divisions = int(division.max(initial=-1)) + 1
-    work = calls.by_cell(num_divisions)
-    seconds = np.bincount(calls.cell, cost.work_seconds(*calls[1:], direction), num_divisions)
-    for number in np.unique(division).tolist():
-        own = division == number
-        num_calls = len(np.unique(tiles.head_group[own]))
-        yield DivisionWork(
-            rank=part.rank,
-            division=number,
-            pairs=int((pairs * heads)[own].sum()),
-            area=float(work.area[number]),
-            edge=float(work.edge[number]),
-            tile_rows=float(work.rows[number]),
-            longest=float(work.longest[number]),
-            tiles=int(own.sum()),
-            rows=int(tokens[np.unique(tiles.q_block[own])].sum()),
-            keys=int(tokens[np.unique(tiles.k_block[own])].sum()),
-            calls=num_calls,
-            predicted_seconds=float(seconds[number] + cost.call_seconds(num_calls)),
+    layer, _ = layer_of_plan(plan, DEFAULT_MASK, direction, cost)
+    tiles = layer.tiles
+    pairs = tiles.pairs * cost.heads_of(layer.groups)[tiles.head_group]
+    work = call_work(layer, CallBlocks.of(layer), cost)
+    seconds = cost.work_seconds(*work[1:], direction)
+    found = []
+    for cell in np.unique(layer.cell).tolist():
+        chosen, calls = layer.cell == cell, work.cell == cell
+        found.append(
+            DivisionWork(
+                rank=cell // layer.num_divisions,
+                division=cell % layer.num_divisions,
+                pairs=int(pairs[chosen].sum()),
+                area=float(work.area[calls].sum()),
+                edge=float(work.edge[calls].sum()),
+                tile_rows=float(work.rows[calls].sum()),
+                longest=float(work.longest[calls].sum()),
+                tiles=int(chosen.sum()),
+                rows=int(layer.tokens[np.unique(tiles.q_block[chosen])].sum()),
+                keys=int(layer.tokens[np.unique(tiles.k_block[chosen])].sum()),
+                calls=int(calls.sum()),
+                predicted_seconds=float(seconds[calls].sum() + cost.call_seconds(int(calls.sum()))),
+            )
         )
+    return found

@@ -14,7 +14,7 @@ from dyncp.cli import arguments
 from dyncp.cli.arguments import Progress, option
 from dyncp.placement import static_candidates
 from dyncp.plan import save_plan
-from dyncp.planner import Candidate, Task, choose, lower_choice
+from dyncp.planner import Candidate, Task, assemble_choice, choose
 from dyncp.schedule import Schedule
 from dyncp.topology import Topology
 
@@ -54,7 +54,7 @@ def run(args: Namespace) -> int:
     task = Task.of(batch, topology, cost.shape, config, cost, model)
     choice = choose(task)
     chosen = process_time()
-    plan, candidate = lower_choice(task, choice), choice.candidate
+    plan, candidate = assemble_choice(task, choice), choice.candidate
     end = process_time()
     if args.save:
         save_plan(args.save, plan, batch)
@@ -70,7 +70,7 @@ def run(args: Namespace) -> int:
         result["baselines"] = {}
         for static in static_candidates(batch.lengths, cost.shape, topology):
             progress.say(f"comparing with {static.name} ...")
-            other = task.schedule(task.place(static))
+            other = task.follow(task.place(static))
             result["baselines"][static.name] = describe_candidate(other, task)
     arguments.show(args, result, _lines(result))
     return 0
@@ -123,7 +123,7 @@ def _row(name: str, numbers: dict[str, Any]) -> str:
 
 def describe_candidate(candidate: Candidate, task: Task) -> dict[str, Any]:
     """Solver, sizes, traffic, balance and simulated times."""
-    simulated, topology = task.simulate(candidate), task.topology
+    simulated, topology = candidate.simulated, task.topology
     forward, backward = zip(*candidate.schedules.values(), strict=True)
     return {
         "solver": candidate.placement.solver,

@@ -13,8 +13,7 @@ from dyncp.cli import arguments
 from dyncp.cli.arguments import Progress, option
 from dyncp.cli.plan import describe_traffic
 from dyncp.cost import Profile
-from dyncp.placement import static_candidates
-from dyncp.placement.static import STATIC_SOLVERS
+from dyncp.placement import STATIC_SOLVERS, static_candidates
 from dyncp.planner import AUTO, Candidate, Task, choose
 from dyncp.samplers import parse_sample, read_lengths
 from dyncp.simulate import Simulated
@@ -177,28 +176,32 @@ def pack_documents(lengths: Sequence[int], tokens: int, path: Path) -> list[list
 
 def run_batch(task: Task, methods: Sequence[str], jitter: float, tell: Tell) -> dict[str, Outcome]:
     """Every method's outcome, ours first, planned without and run with jitter."""
-    run = task
-    if jitter:
-        run = replace(task, topology=task.topology.jittered(jitter, task.config.seed))
+
+    def run(candidate: Candidate) -> Simulated:
+        if not jitter:
+            return candidate.simulated
+        jittered = task.topology.jittered(jitter, task.config.seed)
+        return replace(task, topology=jittered).simulate(candidate)
+
     tell(task.config.solver)
     ours = choose(task).candidate
-    found = {OURS: (ours, run.simulate(ours))} | best_splits(task, methods, run, tell)
+    found = {OURS: (ours, run(ours))} | best_splits(task, methods, run, tell)
     return {method: _outcome(*best, task) for method, best in found.items()}
 
 
 def best_splits(
-    task: Task, methods: Sequence[str], run: Task, tell: Tell
+    task: Task, methods: Sequence[str], run: Callable[[Candidate], Simulated], tell: Tell
 ) -> dict[str, tuple[Candidate, Simulated]]:
-    """The DP × CP split of every static method with the shortest step when it is `run`. The first
-    split is data parallelism alone, which all methods have."""
+    """The DP × CP split of every static method with the shortest step, by `run`. The first split is
+    data parallelism alone, which all methods have."""
     best: dict[str, tuple[Candidate, Simulated]] = {}
     if not methods:
         return best
     splits = static_candidates(task.batch.lengths, task.shape, task.topology, tuple(methods))
     for index, solver in enumerate(splits):
         tell(solver.name)
-        candidate = task.schedule(task.place(solver))
-        simulated = run.simulate(candidate)
+        candidate = task.follow(task.place(solver))
+        simulated = run(candidate)
         for name in methods if index == 0 else [solver.name.partition("/")[0]]:
             if name not in best or simulated.step_seconds < best[name][1].step_seconds:
                 best[name] = candidate, simulated
@@ -221,7 +224,7 @@ def _outcome(candidate: Candidate, simulated: Simulated, task: Task) -> Outcome:
         "inter_node_bytes": moved["inter_node_bytes"],
         "compute_max_over_mean": candidate.balance.compute_max_over_mean,
         "tokens_max_over_mean": candidate.balance.tokens_max_over_mean,
-        "workspace_bytes": candidate.lower(task.config.layout).memory().peak,
+        "workspace_bytes": candidate.assemble(task.config.layout).memory().peak,
     }
 
 
