@@ -11,8 +11,7 @@ from dyncp.kernels import Kernel
 from dyncp.kernels.kernel import SequenceRows
 from dyncp.kernels.row_ops import OWN, Copy, Kind, RowSum
 from dyncp.plan import Op, Space
-from dyncp.plan.buffers import INPUTS
-from dyncp.plan.workspace import times_of
+from dyncp.plan.buffers import INPUTS, times_of
 
 # The caller's tensors, in the order in which `RowOps.copy` gets them.
 GIVEN = ("q", "k", "v", "dout")
