@@ -102,7 +102,7 @@ class KernelStyle:
 
 @dataclass(frozen=True, eq=False)
 class Contributions:
-    """Ordered by space, head group, block and `time`, the index of the call's instruction. `wide`
+    """Ordered by head group, space, block and `time`, the index of the call's instruction. `wide`
     says whether the sum is left in the accumulator dtype: it is rounded to the final one when the
     last contribution is added."""
 
@@ -119,29 +119,22 @@ class Contributions:
 
 def find_contributions(part: RankPlan, mask: MaskPlan, program: Program) -> Contributions:
     """One contribution of every call to every block that it touches."""
-    at, tiles = times_of(program, Op.COMPUTE)[program.tile_division], mask.tiles
-    backward = program is mask.backward
-    sides = [(Space.Q, tiles.q_block)] + [(Space.KV, tiles.k_block)] * backward
-    columns = [_touched(at, space, tiles.head_group, block) for space, block in sides]
-    time, space, group, block = np.concatenate(columns, axis=1)
-    order = np.lexsort((time, block, group, space))
-    time, space, group, block = (column[order] for column in (time, space, group, block))
-    changes = (np.diff(space) != 0) | (np.diff(group) != 0) | (np.diff(block) != 0)
-    some = np.ones(min(1, len(time)), np.bool_)
-    first, last = np.concatenate([some, changes]), np.concatenate([changes, some])
-    num_blocks = len(part.blocks)
+    tiles, num_blocks, num_steps = mask.tiles, len(part.blocks), max(len(program.instructions), 1)
+    at = times_of(program, Op.COMPUTE)[program.tile_division]
+    sides = [(Space.Q, tiles.q_block)] + [(Space.KV, tiles.k_block)] * (program is mask.backward)
+    touched = [
+        block_keys(space, tiles.head_group, block, num_blocks) * num_steps + at
+        for space, block in sides
+    ]
+    key, time = np.divmod(np.unique(np.concatenate(touched)), num_steps)
+    changes = np.diff(key, prepend=-1, append=-1) != 0
+    place, block = np.divmod(key, num_blocks)
+    group, space = np.divmod(place, len(Space))
     goes_on = result_keys(program.receives, num_blocks)
     if part.shape.partial_dtype not in (None, part.shape.dtype):  # sent from the wide sums
         goes_on = np.concatenate([goes_on, result_keys(program.sends, num_blocks)])
-    wide = ~last | np.isin(block_keys(space, group, block, num_blocks), goes_on)
-    return Contributions(time, space, group, block, first, wide)
-
-
-def _touched(at: Int64, space: int, group: Int32, block: Int32) -> Int64:
-    blocks, groups = int(block.max(initial=0)) + 1, int(group.max(initial=0)) + 1
-    key, block64 = np.divmod(np.unique((at * groups + group) * blocks + block), blocks)
-    at, group64 = np.divmod(key, groups)
-    return np.stack([at, np.full_like(at, space), group64, block64])
+    wide = ~changes[1:] | np.isin(key, goes_on)
+    return Contributions(time, space, group, block, changes[:-1], wide)
 
 
 def times_of(program: Program, op: Op) -> Int64:
@@ -160,7 +153,9 @@ def result_keys(messages: Messages, num_blocks: int) -> Int64:
     return block_keys(space, messages.head_group[at], messages.block[at], num_blocks)
 
 
-def block_keys(space: Int64, group: Int64 | Int32, block: Int64 | Int32, num_blocks: int) -> Int64:
+def block_keys(
+    space: Int64 | int, group: Int64 | Int32, block: Int64 | Int32, num_blocks: int
+) -> Int64:
     """One number for a block of a head group in a workspace."""
     return (group.astype(np.int64) * len(Space) + space) * num_blocks + block
 

@@ -24,12 +24,20 @@ from typing import Any, get_type_hints
 
 import numpy as np
 
-from dyncp.blocks import AttentionShape, Batch, HeadGroup, build_blocks
+from dyncp.blocks import AttentionShape, Batch, HeadGroup, Tiles, build_blocks
 from dyncp.checks import MOST_TOKENS, parse_json
 from dyncp.masks import Mask, find_runs, join_ranges
 from dyncp.placement import Balance, Limits
 from dyncp.plan.check import check_part
-from dyncp.plan.format import MaskPlan, OwnedBlocks, RankPlan, RowRuns, Stretches, build_row_runs
+from dyncp.plan.format import (
+    MaskPlan,
+    OwnedBlocks,
+    Program,
+    RankPlan,
+    RowRuns,
+    Stretches,
+    build_row_runs,
+)
 
 VERSION, FILE_VERSION = 2, 2
 PART_MAGIC = b"DYNCPRNK"
@@ -101,16 +109,15 @@ def encode_body(part: RankPlan) -> bytes:
 
 def _arrays_of(part: RankPlan) -> tuple[tuple[str, ...], list[np.ndarray]]:
     """Names and values of all arrays of a part."""
+    tables: list[tuple[str, Any]] = [("blocks", part.blocks), ("stretches", part.stretches)]
+    for index, mask in enumerate(part.masks.values()):
+        tables += [(f"masks.{index}.tiles", mask.tiles), (f"masks.{index}.rows", mask.rows)]
+        for direction, program in mask.programs():
+            tables.append((f"masks.{index}.{direction.name.lower()}", program))
     names: tuple[str, ...] = ("lengths",)
     arrays = [part.lengths]
-    tables: list[tuple[str, Any, str]] = [
-        ("blocks", part.blocks, ""),
-        ("stretches", part.stretches, ""),
-    ]
-    for index, mask in enumerate(part.masks.values()):
-        tables.append((f"masks.{index}", mask, "backward" if mask.backward is None else ""))
-    for name, table, skip in tables:
-        own, values_of = _array_fields(name, table.__class__, skip)
+    for name, table in tables:
+        own, values_of = _array_fields(name, table.__class__)
         names += own
         arrays += values_of(table)
     return names, arrays
@@ -119,11 +126,9 @@ def _arrays_of(part: RankPlan) -> tuple[tuple[str, ...], list[np.ndarray]]:
 # The names of a part's arrays are the same for all ranks. Going through the fields anew for each,
 # and writing their list with json, took half of the time of assembling a plan for 32 ranks.
 @cache
-def _array_fields(
-    name: str, cls: Hashable, skip: str
-) -> tuple[tuple[str, ...], Callable[[Any], Any]]:
-    """Names of all arrays in a dataclass but those of its field `skip`, and what gets them."""
-    paths = [path for path in _dotted_names(cls) if path.split(".")[0] != skip]
+def _array_fields(name: str, cls: Hashable) -> tuple[tuple[str, ...], Callable[[Any], Any]]:
+    """Names of all arrays in a dataclass, and what gets them."""
+    paths = list(_dotted_names(cls))
     return tuple(f"{name}.{path}" for path in paths), attrgetter(*paths)
 
 
@@ -149,12 +154,8 @@ def _dotted_names(cls: Any) -> Iterator[str]:
 @cache
 def _fields_of(cls: Hashable) -> tuple[tuple[str, Any], ...]:
     """Names of a dataclass's fields, each with the dataclass that it holds, or None."""
-    return tuple((name, _dataclass_in(hint)) for name, hint in get_type_hints(cls).items())
-
-
-def _dataclass_in(hint: Any) -> Any:
-    """The dataclass that a type is or may be, or None."""
-    return next((t for t in (hint, *getattr(hint, "__args__", ())) if is_dataclass(t)), None)
+    hints = get_type_hints(cls).items()
+    return tuple((name, hint if is_dataclass(hint) else None) for name, hint in hints)
 
 
 def _plain(item: Any) -> dict[str, Any]:
@@ -232,11 +233,15 @@ def _read_array(
 
 
 def _build(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray], digest: str) -> RankPlan:
-    balance = dict(header["balance"])
-    masks = {
-        str(name): _restore(MaskPlan, f"masks.{index}", arrays, skip=() if both else ("backward",))
-        for index, (name, both) in enumerate(header["masks"])
-    }
+    balance, masks = dict(header["balance"]), {}
+    for index, (name, both) in enumerate(header["masks"]):
+        at = f"masks.{index}"
+        masks[str(name)] = MaskPlan(
+            tiles=_restore(Tiles, f"{at}.tiles", arrays),
+            rows=_restore(RowRuns, f"{at}.rows", arrays),
+            forward=_restore(Program, f"{at}.forward", arrays),
+            backward=_restore(Program, f"{at}.backward", arrays) if both else None,
+        )
     scalars = {name: header[name] for name in _SCALARS}
     scalars["declared_bytes"] = {k: tuple(v) for k, v in header["declared_bytes"].items()}
     return RankPlan(
@@ -252,19 +257,16 @@ def _build(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray], digest: 
     )
 
 
-def _restore(
-    cls: Any, name: str, arrays: Mapping[str, np.ndarray], skip: Sequence[str] = ()
-) -> Any:
-    """The dataclass whose arrays were collected under `name`; `skip` names fields that are None."""
-    values: dict[str, Any] = {}
-    for field, inner in _fields_of(cls):
-        if field in skip:
-            values[field] = None
-        elif inner is not None:
-            values[field] = _restore(inner, f"{name}.{field}", arrays)
-        else:
-            values[field] = arrays[f"{name}.{field}"]
-    return cls(**values)
+def _restore(cls: Any, name: str, arrays: Mapping[str, np.ndarray]) -> Any:
+    """The dataclass whose arrays were collected under `name`."""
+    return cls(
+        *(
+            arrays[f"{name}.{field}"]
+            if inner is None
+            else _restore(inner, f"{name}.{field}", arrays)
+            for field, inner in _fields_of(cls)
+        )
+    )
 
 
 def join_parts(parts: Sequence[bytes]) -> bytes:

@@ -137,37 +137,24 @@ def check_tiles(given: AllTiles, part: RankPlan, batch: Batch, name: str) -> Ite
 
 
 def check_rows(part: RankPlan, batch: Batch, name: str) -> Iterator[str]:
-    """The row runs decode to the ranges of the batch's masks."""
-    rows = part.masks[name].rows
-    block, position, ranges = decode_rows(part.blocks, rows)
-    wanted = _expected_ranges(batch, name, part.blocks, block, position, ranges.shape[1])
-    missing = wanted.shape[1] - ranges.shape[1]
-    if missing:
-        ranges = np.concatenate([ranges, wanted[:, ranges.shape[1] :] * 0 - 1], axis=1)
-    wrong = (ranges != wanted).any(axis=(1, 2))
-    for b in np.unique(block[wrong]):
-        row = int(np.flatnonzero(wrong & (block == b))[0])
-        yield (
-            f"row {position[row]} of block {b} has key ranges {ranges[row].tolist()}; the batch's "
-            f"mask says {wanted[row].tolist()}"
-        )
-
-
-def _expected_ranges(
-    batch: Batch, name: str, blocks: OwnedBlocks, block: Int64, position: Int64, columns: int
-) -> Int64:
-    """The batch's ranges of these rows, in at least `columns` columns; further ones are empty, at
-    the end of the sequence."""
-    sequence = blocks.sequence[block]
-    masks = batch.masks[name]
-    used = [masks[s].ranges for s in np.unique(sequence)]
-    most = max([columns, *(ranges.shape[1] for ranges in used)])
-    length = np.asarray(batch.lengths, np.int64)[sequence]
-    wanted = np.repeat(length, most * 2).reshape(len(block), most, 2)
-    for s in np.unique(sequence):
-        own, ranges = sequence == s, masks[s].ranges
-        wanted[own, : ranges.shape[1]] = ranges[position[own]]
-    return wanted
+    """The row runs decode to the ranges of the batch's masks; further columns are empty, at the end
+    of the sequence."""
+    of_row, row, ranges = decode_rows(part.blocks, part.masks[name].rows)
+    blocks, bounds = np.unique(of_row, return_index=True)
+    for block, own in zip(blocks.tolist(), pairwise([*bounds, len(row)]), strict=True):
+        mask, rows = batch.masks[name][part.blocks.sequence[block]], slice(*own)
+        columns = max(ranges.shape[1], mask.ranges.shape[1])
+        wanted = np.full((len(row[rows]), columns, 2), mask.length)
+        wanted[:, : mask.ranges.shape[1]] = mask.ranges[row[rows]]
+        given = np.full_like(wanted, -1)
+        given[:, : ranges.shape[1]] = ranges[rows]
+        wrong = (given != wanted).any(axis=(1, 2))
+        if wrong.any():
+            first = int(np.argmax(wrong))
+            yield (
+                f"row {row[rows][first]} of block {block} has key ranges {given[first].tolist()}; "
+                f"the batch's mask says {wanted[first].tolist()}"
+            )
 
 
 @dataclass(frozen=True, eq=False)
