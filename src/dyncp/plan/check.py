@@ -79,11 +79,15 @@ def _bounded(values: np.ndarray, bound: int, invariant: int, what: str) -> None:
     _require(((values >= 0) & (values < bound)).all(), invariant, f"{what} is not in [0, {bound})")
 
 
-def _check_columns(table: Any, invariant: int, what: str) -> None:
+def _check_table(table: Any, invariant: int, one: str, **bounds: int) -> None:
+    """Columns are equally long; those that are indices of something lie in [0, bound)."""
     shapes = {field: getattr(table, field).shape for field in table.__dataclass_fields__}
     first = next(iter(shapes.values()))
     alike = len(first) == 1 and set(shapes.values()) == {first}
-    _require(alike, invariant, f"the columns of {what} have shapes {shapes}")
+    _require(alike, invariant, f"the columns of its {one} table have shapes {shapes}")
+    for field, bound in bounds.items():
+        what = f"a {one}'s {field.replace('_', ' ')}"
+        _bounded(getattr(table, field), bound, invariant, what)
 
 
 def _check_scalars(part: RankPlan) -> None:
@@ -127,9 +131,7 @@ def _check_head_groups(part: RankPlan) -> None:
 def _check_blocks(lengths: np.ndarray, blocks: OwnedBlocks, num_ranks: int) -> None:
     positive = lengths.ndim == 1 and len(lengths) and lengths.min() > 0
     _require(positive, COVERAGE, "sequence lengths are not positive")
-    _check_columns(blocks, COVERAGE, "the block table")
-    _bounded(blocks.owner, num_ranks, COVERAGE, "a block's owner")
-    _bounded(blocks.sequence, len(lengths), COVERAGE, "a block's sequence")
+    _check_table(blocks, COVERAGE, "block", owner=num_ranks, sequence=len(lengths))
     _require((np.diff(blocks.sequence) >= 0).all(), COVERAGE, "blocks are not in batch order")
     head = np.append(True, blocks.sequence[1:] != blocks.sequence[:-1])[: len(blocks)]
     last = np.append(head[1:], True)[: len(blocks)]
@@ -142,7 +144,7 @@ def _check_blocks(lengths: np.ndarray, blocks: OwnedBlocks, num_ranks: int) -> N
 
 
 def _check_stretches(lengths: np.ndarray, stretches: Stretches) -> None:
-    _check_columns(stretches, IDENTITY, "the table of stretches")
+    _check_table(stretches, IDENTITY, "stretch")
     start, before, bounds = stretches.start, stretches.before, starts_of(lengths)
     ordered = (np.diff(start) > 0).all() and not len(np.setdiff1d(bounds[:-1], start))
     _require(ordered, IDENTITY, "stretches are not in order, or a sequence does not begin one")
@@ -154,11 +156,8 @@ def _check_stretches(lengths: np.ndarray, stretches: Stretches) -> None:
 
 
 def _check_tiles(part: RankPlan, mask: MaskPlan) -> None:
-    tiles, num_blocks = mask.tiles, len(part.blocks)
-    _check_columns(tiles, COVERAGE, "tiles")
-    _bounded(tiles.q_block, num_blocks, COVERAGE, "a tile's query block")
-    _bounded(tiles.k_block, num_blocks, COVERAGE, "a tile's key block")
-    _bounded(tiles.head_group, len(part.head_groups), COVERAGE, "a tile's head group")
+    tiles, blocks, groups = mask.tiles, len(part.blocks), len(part.head_groups)
+    _check_table(tiles, COVERAGE, "tile", q_block=blocks, k_block=blocks, head_group=groups)
     _require((tiles.pairs > 0).all(), COVERAGE, "a tile has no pairs")
     sequence = part.blocks.sequence
     same = sequence[tiles.q_block] == sequence[tiles.k_block]
@@ -190,10 +189,9 @@ def _check_rows(part: RankPlan, rows: RowRuns, q_blocks: np.ndarray) -> None:
 
 
 def _check_messages(part: RankPlan, messages: Messages, direction: Direction, side: str) -> None:
-    _check_columns(messages, MESSAGES, f"{side}s")
-    _bounded(messages.peer, part.num_ranks, MESSAGES, f"a {side}'s peer")
-    _bounded(messages.head_group, len(part.head_groups), MESSAGES, f"a {side}'s head group")
-    _bounded(messages.block, len(part.blocks), MESSAGES, f"a {side}'s block")
+    groups, blocks = len(part.head_groups), len(part.blocks)
+    bounds = {"peer": part.num_ranks, "head_group": groups, "block": blocks}
+    _check_table(messages, MESSAGES, side, **bounds)
     kinds = Q_KINDS[direction] + K_KINDS[direction]
     travels = np.isin(messages.kind, kinds).all()
     _require(travels, MESSAGES, f"a {side} is of a kind that does not travel in this direction")
@@ -223,15 +221,10 @@ def _check_instructions(mask: MaskPlan, program: Program) -> None:
 
 def _check_slots(part: RankPlan, program: Program) -> None:
     slots, rows, steps = program.slots, program.workspace_rows, len(program.instructions)
-    _check_columns(slots, INPUTS, "slots")
-    for field, bound, what in (
-        ("space", len(Space), "space"),
-        ("head_group", len(part.head_groups), "head group"),
-        ("block", len(part.blocks), "block"),
-        ("first", steps, "first instruction"),
-        ("last", steps, "last instruction"),
-    ):
-        _bounded(getattr(slots, field), bound, INPUTS, f"a slot's {what}")
+    bounds = {"space": len(Space), "head_group": len(part.head_groups), "block": len(part.blocks)}
+    _check_table(slots, INPUTS, "slot", **bounds)
+    _bounded(slots.first, steps, INPUTS, "a slot's first instruction")
+    _bounded(slots.last, steps, INPUTS, "a slot's last instruction")
     shaped = rows.shape == (len(Space), len(part.head_groups))
     _require(shaped, INPUTS, f"workspace rows have shape {rows.shape}")
     tokens = part.blocks.tokens[slots.block].astype(np.int64)

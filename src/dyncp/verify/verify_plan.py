@@ -249,7 +249,7 @@ def _digest(plan: Plan) -> str:
 
 
 def _check_balance(plan: Plan) -> Iterator[str]:
-    compute, tokens = (_fullest(load) for load in (_work(plan), _tokens(plan)))
+    compute, tokens = map(_fullest, (_work(plan), plan.parts[0].tokens_per_rank))
     for part in plan.parts:
         declared = part.balance
         limits = declared.limits
@@ -279,13 +279,6 @@ def _work(plan: Plan) -> Int64:
         for mask in part.masks.values():
             work[rank] += int((mask.tiles.pairs * heads[mask.tiles.head_group]).sum())
     return work
-
-
-def _tokens(plan: Plan) -> Int64:
-    blocks = plan.parts[0].blocks
-    tokens = np.zeros(len(plan.parts), np.int64)
-    np.add.at(tokens, blocks.owner, blocks.end - blocks.start)
-    return tokens
 
 
 def _fullest(load: Int64) -> float:
@@ -330,9 +323,9 @@ def payload_sizes(part: RankPlan) -> Int64:
 def _moved_bytes(plan: Plan, name: str, direction: Direction) -> int:
     total = 0
     for part in plan.parts:
-        sends, blocks = part.masks[name].program(direction).sends, part.blocks
-        tokens = (blocks.end - blocks.start)[sends.block].astype(np.int64)
-        total += int((payload_sizes(part)[sends.kind, sends.head_group] * tokens).sum())
+        sends = part.masks[name].program(direction).sends
+        sizes = payload_sizes(part)[sends.kind, sends.head_group]
+        total += int((sizes * part.blocks.tokens[sends.block]).sum())
     return total
 
 
@@ -345,5 +338,5 @@ def _needed_bytes(part: RankPlan, tiles: AllTiles, direction: Direction) -> int:
         touched[:, np.arange(len(blocks)), blocks.owner] = True
         travels = touched.sum(axis=2) - 1
         size = sum(sizes[kind] for kind in kinds[direction])
-        total += int((travels * np.asarray(size)[:, None] * (blocks.end - blocks.start)).sum())
+        total += int((travels * np.asarray(size)[:, None] * blocks.tokens).sum())
     return total
