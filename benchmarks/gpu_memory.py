@@ -78,7 +78,7 @@ def run_kernel(kernel: str, deterministic: bool, plans: list[Plan], sampled: lis
         if number == 0:
             declared = step.memory()
             print(f"{name}: workspace of the first batch, backward: "
-                  f"{step.engine.arena().used / 1e6:,.1f} MB, predicted "
+                  f"{executor.engine.arena().used / 1e6:,.1f} MB, predicted "
                   f"{declared.backward.sum() / 1e6:,.1f} MB")  # fmt: skip
         del out, grads
         seen.append(State.now(executor))

@@ -59,7 +59,10 @@ def step():
         (lambda: PlannerConfig(solver_seconds="x"), "solver_seconds is str"),
         (lambda: plan_batch(None, Topology()), "batch is NoneType; expected Batch"),
         (lambda: plan_batch(BATCH, 4), "topology is int; expected Topology"),
-        (lambda: plan_batch(BATCH, Topology(), None, "rows"), "config is str; expected Planner"),
+        (
+            lambda: plan_batch(BATCH, Topology(), None, "owner_computes"),
+            "config is str; expected Planner",
+        ),
         (lambda: DCPExecutor(virtual_ranks=1.5), "virtual ranks is 1.5; expected an integer"),
         (lambda: DCPExecutor(device="moon"), "device is 'moon', which is not there"),
         (lambda: DCPExecutor(kernel=3), "kernel is int; expected a dyncp.kernels.Kernel"),

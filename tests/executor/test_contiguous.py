@@ -87,7 +87,9 @@ def check(found, wanted):
         )
 
 
-@pytest.mark.parametrize(("multiple", "solver"), [(1, "random"), (4, "random"), (1, "rows")])
+@pytest.mark.parametrize(
+    ("multiple", "solver"), [(1, "random"), (4, "random"), (1, "owner_computes")]
+)
 @pytest.mark.parametrize("name", BATCHES)
 def test_layers_with_state_are_exact_on_virtual_ranks(name, multiple, solver):
     step = DCPExecutor(virtual_ranks=RANKS).prepare(make_plan(name, multiple, solver))

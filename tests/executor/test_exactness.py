@@ -15,7 +15,7 @@ from paced import plan_paced
 KERNELS = st.sampled_from(
     [CpuKernel(), ReferenceKernel(4, 4), ReferenceKernel(8, 16), ReferenceKernel()]
 )
-DYNAMIC = ("random", "bisection", "rows", "whole_documents")
+DYNAMIC = ("random", "bisection", "owner_computes", "whole_documents")
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 

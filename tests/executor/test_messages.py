@@ -4,9 +4,9 @@ import numpy as np
 import torch
 
 from dyncp import AttentionShape, Batch, DCPExecutor, PlannerConfig, Topology, masks, plan_batch
-from dyncp.executor.kernel_calls import lower_program
-from dyncp.executor.layout import lay_out
-from dyncp.kernels import IndexArrays, TorchRowOps
+from dyncp.executor.kernel_calls import LoweredProgram
+from dyncp.executor.layout import RankLayout
+from dyncp.kernels import IndexArrays
 from dyncp.plan import Direction, Messages
 from dyncp.plan.buffers import first_peers
 
@@ -28,16 +28,16 @@ def test_the_first_peer_with_the_same_payloads_in_a_phase_is_found():
 
 def test_keys_that_several_ranks_need_are_packed_once():
     batch = Batch.of([masks.causal(4000)])
-    plan = plan_batch(batch, Topology(1, 8), SHAPE, PlannerConfig("rows", block_size=500))
+    plan = plan_batch(batch, Topology(1, 8), SHAPE, PlannerConfig("owner_computes", block_size=500))
     kernel, taken, sent = DCPExecutor().kernel, 0, 0
     for part in plan.parts:
         arrays = IndexArrays(torch.device("cpu"))
         mask = part.masks["default"]
-        lowered = lower_program(part, mask, Direction.FORWARD, kernel, arrays)
-        layout = lay_out(lowered, SHAPE, kernel, TorchRowOps(), arrays)
+        program = LoweredProgram(part, mask, Direction.FORWARD, kernel, arrays)
+        layout = RankLayout(program, SHAPE)
         messages = [x for peers in layout.sends.peers.values() for x in peers.values()]
         here = sum(where.stop - where.start for where in messages)
         assert here == part.sent_bytes("default", Direction.FORWARD, SHAPE)
         sent += here
-        taken += sum(r.num_bytes for (name, *_), r in layout.rooms.rooms.items() if name == "send")
+        taken += sum(x.num_bytes for x in layout.buffers.values() if x.name == "send")
     assert taken < 0.7 * sent

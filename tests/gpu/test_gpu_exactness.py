@@ -23,7 +23,12 @@ from gpu_cases import (
 from dyncp import AttentionShape, Batch
 from dyncp.plan import Layout
 
-SOLVERS = ("rows", "bisection", "zigzag", "whole_documents")  # random is that of all masks
+SOLVERS = (
+    "owner_computes",
+    "bisection",
+    "zigzag",
+    "whole_documents",
+)  # random is that of all masks
 # Cut at borders of kernel tiles, rows of these have one range: there is less to compile.
 SHORT = (1100, 300)
 
@@ -99,7 +104,7 @@ def test_head_groups_on_their_own_ranks_are_exact(kernel, deterministic):
 
 def check_shape(shape, kernel, deterministic):
     reference = reference_of("causal", shape, SHORT)
-    plan = plan_of(reference.batch, "rows", shape, block_size=256)
+    plan = plan_of(reference.batch, "owner_computes", shape, block_size=256)
     check(prepare(plan, kernel, deterministic), reference)
 
 

@@ -80,7 +80,7 @@ def test_graphs_of_several_plans_in_turn_are_exact(kernel, deterministic):
     """Larger and larger plans: the memory that graphs were captured in is given up twice."""
     executor = executor_of(kernel, deterministic)
     small, large = reference_of("causal", lengths=(300, 40)), reference_of("causal")
-    steps = [executor.prepare(plan_of(x.batch, "rows")) for x in (small, large)]
+    steps = [executor.prepare(plan_of(x.batch, "owner_computes")) for x in (small, large)]
     for step, reference in [(steps[0], small)] * 3 + [(steps[1], large)] * 3 + [
         (steps[0], small), (steps[1], large), (steps[0], small)
     ]:  # fmt: skip

@@ -59,7 +59,7 @@ def run_rank(rank: int, cases, graphs, settings) -> list[list[np.ndarray]]:
     ids=["graphs", "two-communicators", "cut-calls", "launched"],
 )
 def test_nccl_ranks_have_the_bits_of_virtual_ranks(graphs, settings):
-    cases = [("causal", "random"), ("lambda", "rows"), ("shared", "zigzag")]
+    cases = [("causal", "random"), ("lambda", "owner_computes"), ("shared", "zigzag")]
     assert has_relays(planned(*cases[0]))
     by_rank = run_ranks(run_rank, RANKS, cases, graphs, settings, timeout=300)
     at = 0

@@ -42,7 +42,7 @@ def nothing_else_is_held():
 
 
 def causal_plan():
-    return plan_of(Batch.of([masks.causal(length) for length in LENGTHS]), "rows")
+    return plan_of(Batch.of([masks.causal(length) for length in LENGTHS]), "owner_computes")
 
 
 @cache
@@ -75,9 +75,9 @@ def test_bytes_taken_are_those_declared(kernel, ranks):
     *inputs, dout = draw_rows(step, SMALL)
     memory = step.memory()
     out = attention(step, *inputs)
-    assert step.engine.arena().used == memory.forward.sum()
+    assert step.prepared.engine.arena().used == memory.forward.sum()
     torch.autograd.grad(out, inputs, dout)
-    assert step.engine.arena().used == memory.backward.sum()
+    assert step.prepared.engine.arena().used == memory.backward.sum()
 
 
 @only_triton
@@ -87,7 +87,7 @@ def test_the_peak_above_inputs_and_results_is_within_five_percent_of_the_declare
     out = attention(step, *inputs)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before, held = torch.cuda.memory_allocated(), step.engine.arena().capacity
+    before, held = torch.cuda.memory_allocated(), step.prepared.engine.arena().capacity
     grads = torch.autograd.grad(out, inputs, dout)
     torch.cuda.synchronize()
     results = sum(grad.nbytes for grad in grads)
@@ -119,7 +119,7 @@ def test_no_batch_compiles_after_warming_up(kernel):
     compiled = num_compiled()
     for mask in MASKS.values():
         batch = Batch.of([mask(length) for length in LENGTHS])
-        for solver in ("rows", "bisection", "zigzag"):
+        for solver in ("owner_computes", "bisection", "zigzag"):
             step = executor.prepare(plan_of(batch, solver, SMALL))
             run(step, draw_rows(step, SMALL))
     assert num_compiled() == compiled > 0

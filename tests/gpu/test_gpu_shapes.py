@@ -18,7 +18,7 @@ PATHS = {"causal": (1, (700,)), "sequences": (1, (300, 129, 250)), "lists": (4, 
 def check_path(shape, kernel, deterministic, path):
     ranks, lengths = PATHS[path]
     reference = reference_of("causal", shape, lengths)
-    plan = plan_of(reference.batch, "rows", shape, ranks=ranks, block_size=256)
+    plan = plan_of(reference.batch, "owner_computes", shape, ranks=ranks, block_size=256)
     step = prepare(plan, kernel, deterministic)
     for _ in range(3 if ranks > 1 else 1):  # launched, captured, replayed
         check(step, reference)
@@ -65,7 +65,7 @@ def test_triton_is_exact_in_fp32(dim):
 )
 def test_what_is_not_tested_is_refused_by_name(shape):
     shape = AttentionShape(*shape)
-    plan = plan_of(reference_of("causal", shape, (300,)).batch, "rows", shape, ranks=1)
+    plan = plan_of(reference_of("causal", shape, (300,)).batch, "owner_computes", shape, ranks=1)
     step = prepare(plan, "flash4")
     q, k = (torch.zeros(step.num_rows, h, shape.head_dim, device=GPU) for h in (4, 2))
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[shape.dtype]

@@ -33,7 +33,7 @@ def kernel(deterministic):
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("solver", ["rows", "bisection", "random", "whole_documents"])
+@pytest.mark.parametrize("solver", ["owner_computes", "bisection", "random", "whole_documents"])
 @pytest.mark.parametrize("shape", [(2, 1, 32), (2, 2, 40)], ids=["grouped", "plain"])
 def test_plans_are_exact(mask, solver, shape):
     batch = Batch.of([MASKS[mask](length) for length in (400, 65, 129, 1)])
@@ -47,7 +47,7 @@ def test_plans_are_exact(mask, solver, shape):
     assert_equal(given, expected, 2e-2)
 
 
-@pytest.mark.parametrize("solver", ["ulysses", "rows", "zigzag"])
+@pytest.mark.parametrize("solver", ["ulysses", "owner_computes", "zigzag"])
 def test_sequences_that_were_received_and_results_in_fp32_are_exact(solver):
     """Ranks get whole sequences of others."""
     batch = Batch.of([masks.causal(length) for length in (256, 300, 200, 200)])
@@ -81,11 +81,12 @@ def test_that_the_backward_is_another_kernels_is_logged_once(caplog):
 
 def test_inputs_that_flash4_refuses_go_to_another_kernel_where_the_choice_was_free(caplog):
     batch = Batch.of([masks.causal(50)])
-    step = DCPExecutor(kernel=kernel(True)).prepare(plan_batch(batch, Topology(1, 1)))
+    executor = DCPExecutor(kernel=kernel(True))
+    step = executor.prepare(plan_batch(batch, Topology(1, 1)))
     q, k = torch.randn(50, 4, 32), torch.randn(50, 2, 32)
     with pytest.raises(ValueError, match=r"takes bf16 and fp16 and head dims from 16 to 128"):
         attention(step, q, k, k)
-    engine = step.engine
+    engine = executor.engine
     engine.alternative = Engine(CpuKernel(), engine.transport, engine.device, engine.row_ops)
     plain = DCPExecutor(kernel="cpu").prepare(plan_batch(batch, Topology(1, 1)))
     assert torch.equal(attention(step, q, k, k), attention(plain, q, k, k))
@@ -105,7 +106,7 @@ def test_after_warming_up_no_batch_compiles(deterministic, monkeypatch):
     for seed, mask in enumerate([*MASKS.values(), masks.causal, masks.causal]):
         lengths = [(400, 65, 129, 1), (700,), (150, 3, 140), (300, 300), (290, 20)][seed]
         batch = Batch.of([mask(length) for length in lengths])
-        for executor, solver in zip(executors, ("auto", "rows"), strict=True):
+        for executor, solver in zip(executors, ("auto", "owner_computes"), strict=True):
             ranks = Topology(1, executor.transport.num_ranks)
             step = executor.prepare(plan_batch(batch, ranks, shape, PlannerConfig(solver)))
             q = torch.zeros(step.num_rows, 4, 32, dtype=torch.bfloat16, requires_grad=True)
@@ -140,8 +141,9 @@ def test_the_memory_of_a_call_is_the_predicted(shape):
     batch = Batch.of([masks.lambda_shaped(300, sinks=20, window=100)])
     shape = AttentionShape(*shape, "bf16")
     case = Case(batch, plan_batch(batch, Topology(1, 1), shape), shape, 3)
-    step = DCPExecutor(kernel=kernel(False)).prepare(case.plan)
+    executor = DCPExecutor(kernel=kernel(False))
+    step = executor.prepare(case.plan)
     tensors = Tensors.draw(case)
     q, k, v = (x.requires_grad_() for x in (tensors.q, tensors.k, tensors.v))
     attention(step, q, k, v).backward(tensors.dout)
-    assert step.engine.arena().used == step.memory().backward[0]
+    assert executor.engine.arena().used == step.memory().backward[0]

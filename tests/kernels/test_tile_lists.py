@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kernel_cases import draw_call
 
 from dyncp import AttentionShape, Batch, PlannerConfig, Topology, masks, plan_batch
-from dyncp.executor.kernel_calls import kernel_calls
+from dyncp.executor.kernel_calls import RankProgram
 from dyncp.kernels.tile_lists import (
     FULL,
     HALF,
@@ -19,6 +19,7 @@ from dyncp.kernels.tile_lists import (
     map_kernel_tiles,
     transpose_ranges,
 )
+from dyncp.plan import Direction
 from strategies import masks_of
 
 SHAPE = AttentionShape(2, 1, 16)
@@ -48,9 +49,9 @@ def pairs_of(tiles, state, num_rows, num_keys):
 def calls_of(batch, topology, config):
     """Kernel calls of all ranks, forward."""
     for part in plan_batch(batch, topology, SHAPE, config).parts:
-        mask = part.masks["default"]
-        for division in np.unique(mask.forward.tile_division).tolist():
-            yield from kernel_calls(part, mask, mask.forward, division)
+        program = RankProgram(part, part.masks["default"], Direction.FORWARD)
+        for calls in program.kernel_calls().values():
+            yield from calls
 
 
 @st.composite
@@ -143,5 +144,5 @@ def test_a_partial_tile_that_does_not_attend_a_key_parts_its_ranges():
 )
 def test_keys_of_one_rank_have_one_range_of_query_rows(mask):
     batch = Batch.of([mask(n) for n in (1500, 129, 1, 700)])
-    [call] = calls_of(batch, Topology(1, 1), PlannerConfig("rows"))
+    [call] = calls_of(batch, Topology(1, 1), PlannerConfig("owner_computes"))
     assert len(transpose_ranges(map_kernel_tiles(call))) == 1

@@ -21,9 +21,9 @@ from dyncp.placement.bisection import (
     bisection_bytes_quality,
     bisection_quality,
 )
-from dyncp.placement.bisection.polish import Links, make_pins, polish, start_from
-from dyncp.placement.bisection.regions import make_problem
-from dyncp.placement.bisection.split import Budget, bisect, halve
+from dyncp.placement.problem import make_problem
+from dyncp.placement.refine import Links, make_pins, polish, start_from
+from dyncp.placement.split import Budget, bisect, halve
 from strategies import masks_of
 
 SHAPE = AttentionShape(8, 2, 128)

@@ -24,12 +24,10 @@ from dyncp.placement import (
     measure_balance,
     minimal_bytes,
 )
+from dyncp.placement import hypergraph_worker as worker_file
 from dyncp.placement.bisection import bisection
-from dyncp.placement.hypergraph import SolverError
-from dyncp.placement.hypergraph import worker as worker_file
-from dyncp.placement.hypergraph.build import Hypergraph, build_hypergraph, join_tiles
-from dyncp.placement.hypergraph.client import WORKER, Worker
-from dyncp.placement.hypergraph.solve import place_hypergraph
+from dyncp.placement.hypergraph import Hypergraph, build_hypergraph, join_tiles, place_hypergraph
+from dyncp.placement.hypergraph_client import WORKER, SolverError, Worker
 from dyncp.verify import check_plan
 from processes import stop
 from strategies import masks_of
@@ -177,7 +175,7 @@ def test_the_preset_gives_the_same_parts_for_any_number_of_threads():
 import sys
 from array import array
 import mtkahypar
-from dyncp.placement.hypergraph import worker
+from dyncp.placement import hypergraph_worker as worker
 from test_hypergraph import LONG_TAILED, build_hypergraph, graph_of, join_tiles, np
 handle = mtkahypar.initialize(int(sys.argv[1]), False)
 worker._library = lambda: (mtkahypar, handle)

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dyncp.placement.bisection.leveling import MAX_SWAPS, level_all, level_pieces
+from dyncp.placement.problem import MAX_SWAPS, level_all, level_pieces
 
 
 def fullest(load, caps, bins) -> float:

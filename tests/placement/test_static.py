@@ -19,16 +19,19 @@ from dyncp.placement import (
     static_candidates,
     with_degree,
 )
-from dyncp.placement.static import METHODS, static_solver
-from dyncp.placement.static.grid import Grid, deal_sequences, divisors, sequence_load
-from dyncp.placement.static.hybrid import (
+from dyncp.placement.megatron_hybrid import group_sizes
+from dyncp.placement.static_layouts import (
     CHUNKS_PER_RANK,
+    Grid,
     chunk_work,
-    group_sizes,
+    deal_sequences,
+    divisors,
     heap_ranks,
     packed_chunks,
+    sequence_load,
     snake_ranks,
 )
+from dyncp.placement.static_methods import METHODS
 
 SHAPE = AttentionShape(8, 4, 16)
 
@@ -239,7 +242,7 @@ def test_candidates_are_all_splits_and_head_degrees():
 
 def test_solvers_are_found_by_their_names():
     for solver in static_candidates([64, 8], AttentionShape(8, 8, 8), Topology(2, 4)):
-        assert static_solver(solver.name).name == solver.name
+        assert find_solver(solver.name).name == solver.name
         assert find_solver(solver.name).head_groups == solver.head_groups
     for name, solver in SOLVERS.items():
         assert find_solver(name) is solver

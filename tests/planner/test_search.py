@@ -42,8 +42,8 @@ def make_task(lengths, mask="causal", ranks=(2, 2), model=None, **options) -> Ta
 
 def static_times(task: Task) -> dict[str, float]:
     solvers = static_candidates(task.batch.lengths, SHAPE, task.topology)
-    candidates = {solver.name: task.schedule(task.place(solver)) for solver in solvers}
-    return {name: task.simulate(own).step_seconds for name, own in candidates.items()}
+    found = {solver.name: task.follow(task.place(solver)) for solver in solvers}
+    return {name: candidate.simulated.step_seconds for name, candidate in found.items()}
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
@@ -113,11 +113,11 @@ def test_bounds_of_static_methods_are_never_above_what_is_simulated(
     layers = {"causal": some, "lambda_shaped": 2} if "+" in mask else None
     task = make_task(lengths, mask, ranks, find_model(model) if model else None, layers=layers)
     solvers = static_candidates(task.batch.lengths, SHAPE, task.topology)
-    graph = task.place(SOLVERS["rows"]).graph
+    graph = task.place(SOLVERS["owner_computes"]).graph
     bounds, least = StaticBounds(graph, task.topology), StaticSeconds(task, graph)
     for solver in solvers:
         placed = task.place(solver)
-        seconds = task.simulate(task.schedule(placed)).step_seconds
+        seconds = task.follow(placed).simulated.step_seconds
         bound = bounds.of(solver.degrees)
         assert least.of(bound, task.block_sizes(solver)) <= seconds * (1 + 1e-9), solver.name
         assert placed_seconds(task, placed) <= seconds * (1 + 1e-9), solver.name
@@ -252,10 +252,10 @@ def slow_task(network: str, lengths, mask: str, **options) -> Task:
 def test_on_slow_networks_moves_find_what_no_method_has(network, mask):
     task = slow_task(network, (40_000, 16_000, 9_000, 3_000, 500), mask)
     found = search(task)
-    assert found.candidate.placement.solver == "timed"
+    assert found.candidate.placement.solver == "improved"
     best = min(static_times(task).values())
     assert found.simulated.step_seconds < 0.9 * best
-    check_plan(found.candidate.lower(task.config.layout), task.batch)
+    check_plan(found.candidate.assemble(task.config.layout), task.batch)
 
 
 @pytest.mark.parametrize("network", SLOW_NETWORKS)
@@ -278,7 +278,7 @@ def test_where_one_start_fails_others_are_improved(monkeypatch, caplog):
     monkeypatch.setitem(SOLVERS, "bisection", Solver("bisection", broken))
     with caplog.at_level(logging.WARNING, "dyncp.planner"):
         found = search(slow_task("ethernet", (40_000, 9_000, 3_000), "lambda_shaped"))
-    assert found.candidate.placement.solver == "timed"
+    assert found.candidate.placement.solver == "improved"
     assert "solver bisection failed (RuntimeError: no luck)" in caplog.text
 
 
@@ -287,11 +287,13 @@ def broken(*_args):
 
 
 def test_a_solver_that_fails_is_replaced_with_one_warning(monkeypatch, caplog):
-    monkeypatch.setitem(SOLVERS, "rows", Solver("rows", broken))
+    monkeypatch.setitem(SOLVERS, "owner_computes", Solver("owner_computes", broken))
     with caplog.at_level(logging.WARNING, "dyncp.planner"):
-        choice = choose(make_task(LENGTHS[0], solver="rows"))
-    assert choice.candidate.placement.solver != "rows"
-    assert "solver rows failed (RuntimeError: no luck); planning goes on with" in caplog.text
+        choice = choose(make_task(LENGTHS[0], solver="owner_computes"))
+    assert choice.candidate.placement.solver != "owner_computes"
+    assert (
+        "solver owner_computes failed (RuntimeError: no luck); planning goes on with" in caplog.text
+    )
     found = Search(make_task(LENGTHS[0]))
     with pytest.raises(RuntimeError, match="no solver could plan"):
         found.choice()

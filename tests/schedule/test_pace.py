@@ -94,7 +94,7 @@ def test_local_tiles_fill_the_time_until_slow_inputs_arrive(arrival, at_start):
 def test_without_communication_there_is_one_division(direction):
     batch = Batch.of([masks.causal(16)] * 4)
     graph = build_graph(batch, AttentionShape(2, 1, 8), [16] * 4)
-    placement = SOLVERS["rows"].place(graph, Topology(1, 4), Limits(), 0)
+    placement = SOLVERS["owner_computes"].place(graph, Topology(1, 4), Limits(), 0)
     schedule = build_schedule(graph, placement, "default", direction, 4)
     assert (schedule.num_divisions, schedule.num_phases) == (1, 0)
     assert not schedule.tile_division.any()
@@ -105,8 +105,7 @@ def test_a_division_costs_its_launches_and_forward_what_is_merged_once_more():
     plain = dataclasses.replace(profile, launch_seconds=0.0, host_seconds=0.0)
     for direction in Direction:
         whole, kernels = (
-            Pace(Topology(1, 4), CostModel(p, shape)).division_seconds(100, direction)
-            for p in (profile, plain)
+            CostModel(p, shape).division_seconds(100, direction) for p in (profile, plain)
         )
         out = 100 * 4 * (8 * 2 + 4) / (2 * profile.copy) if direction is Direction.FORWARD else 0.0
         assert whole - kernels == pytest.approx(2 * profile.launch_seconds + out)
@@ -121,7 +120,7 @@ def test_a_phase_is_worth_at_least_what_the_host_needs_for_it():
 def test_where_the_host_is_slow_inputs_come_in_fewer_phases():
     shape, topology = AttentionShape(32, 8, 128), preset("h200", 2, 2)
     graph = build_graph(Batch.of([masks.causal(32768)]), shape, [2048])
-    placement = SOLVERS["rows"].place(graph, topology, Limits(), 0)
+    placement = SOLVERS["owner_computes"].place(graph, topology, Limits(), 0)
     phases = []
     for graphs in (True, False):
         pace = Pace(topology, CostModel(find_profile("h200"), shape, graphs=graphs))

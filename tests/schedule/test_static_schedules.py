@@ -21,7 +21,7 @@ from dyncp.placement import (
     minimal_bytes,
     static_candidates,
 )
-from dyncp.placement.static.hybrid import group_sizes
+from dyncp.placement.megatron_hybrid import group_sizes
 from dyncp.plan import Layout, Op, assemble_plan
 from dyncp.planner import plan_with
 from dyncp.schedule import BUILDERS, Schedule

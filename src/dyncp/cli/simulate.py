@@ -14,8 +14,7 @@ from dyncp.cli import arguments
 from dyncp.cli.arguments import Progress, option
 from dyncp.cli.plan import describe_traffic
 from dyncp.cost import CostModel, ModelConfig
-from dyncp.placement import static_candidates
-from dyncp.placement.static import STATIC_SOLVERS
+from dyncp.placement import STATIC_SOLVERS, static_candidates
 from dyncp.planner import AUTO, Candidate, PlannerConfig, Task, choose
 from dyncp.samplers import parse_sample, read_lengths, sample_lengths
 from dyncp.simulate import simulate_schedules
@@ -254,7 +253,7 @@ def run_batch(batch: Batch, setting: Setting, tell: Callable[[str], None]) -> di
                 best[method] = (outcome, candidate)
     return {
         method: replace(
-            outcome, workspace_bytes=candidate.lower(setting.config.layout).memory().peak
+            outcome, workspace_bytes=candidate.assemble(setting.config.layout).memory().peak
         )
         for method, (outcome, candidate) in best.items()
     }
@@ -270,7 +269,7 @@ def static_splits(
     splits = static_candidates(task.batch.lengths, task.shape, task.topology, tuple(methods))
     for index, solver in enumerate(splits):
         tell(solver.name)
-        candidate = task.schedule(task.place(solver))
+        candidate = task.follow(task.place(solver))
         yield methods if index == 0 else [solver.name.partition("/")[0]], candidate
 
 

@@ -184,12 +184,12 @@ def check_kernel_calls(plan: Plan, batch: Batch) -> list[Violation]:
 
 def kernel_calls_of(part: RankPlan, mask: MaskPlan) -> Iterator[tuple["KernelCall", np.ndarray]]:
     """Every kernel call of a mask on a rank, with the indices of its tiles."""
-    from dyncp.executor.kernel_calls import kernel_calls  # late: torch takes seconds to import
+    from dyncp.executor.kernel_calls import RankProgram  # late: torch takes seconds to import
 
-    for _, program in mask.programs():
-        for division in np.unique(program.tile_division).tolist():
-            for call in kernel_calls(part, mask, program, division):
-                mine = program.tile_division == division
+    for direction, program in mask.programs():
+        for division, calls in RankProgram(part, mask, direction).kernel_calls().items():
+            mine = program.tile_division == division
+            for call in calls:
                 yield call, np.flatnonzero(mine & (mask.tiles.head_group == call.head_group))
 
 

@@ -7,6 +7,9 @@ from dyncp.placement.bisection import (
     bisection_quality,
 )
 from dyncp.placement.hypergraph import hypergraph
+from dyncp.placement.improve_by_time import improve
+from dyncp.placement.megatron_hybrid import hybrid_with_budget
+from dyncp.placement.owner_computes import owner_computes, owner_computes_fine
 from dyncp.placement.placement import (
     DEFAULT_TOLERANCES,
     Balance,
@@ -20,19 +23,15 @@ from dyncp.placement.placement import (
     minimal_bytes,
 )
 from dyncp.placement.random import random
-from dyncp.placement.rows import rows, rows_fine
 from dyncp.placement.solver import Solver
-from dyncp.placement.static import (
+from dyncp.placement.static_bounds import Bound, StaticBounds, whole_rows
+from dyncp.placement.static_methods import (
     STATIC_SOLVERS,
-    Bound,
-    StaticBounds,
-    hybrid_with_budget,
     static_candidates,
     static_solver,
-    whole_rows,
     with_degree,
 )
-from dyncp.placement.timed import Prices, improve
+from dyncp.placement.step_estimate import Prices
 from dyncp.placement.whole_documents import uncut, whole_documents
 
 SOLVERS = {
@@ -42,8 +41,8 @@ SOLVERS = {
         bisection_bytes,
         bisection_quality,
         bisection_bytes_quality,
-        rows,
-        rows_fine,
+        owner_computes,
+        owner_computes_fine,
         hypergraph,
         whole_documents,
         uncut,
@@ -65,6 +64,7 @@ def find_solver(name: str) -> Solver:
 __all__ = [
     "DEFAULT_TOLERANCES",
     "SOLVERS",
+    "STATIC_SOLVERS",
     "Balance",
     "Bound",
     "Limits",

@@ -11,8 +11,7 @@ from dyncp.arrays import Float64, Int64
 from dyncp.blocks import BlockGraph, TokenBlocks, choose_sizes_by_work
 from dyncp.placement.placement import Limits, Placement
 from dyncp.placement.solver import Solver
-from dyncp.placement.static.grid import deal_sequences
-from dyncp.placement.static.hybrid import zigzag_ranks
+from dyncp.placement.static_layouts import deal_sequences, zigzag_ranks
 from dyncp.topology import Topology
 
 

@@ -36,7 +36,7 @@ from dyncp.blocks import (
 )
 from dyncp.compiled import compiled, inner
 from dyncp.masks import Mask, count_gaps, find_stretches
-from dyncp.masks.stretches import NOTHING
+from dyncp.masks.positions import NOTHING
 from dyncp.placement import Balance, Limits, Placement, Traffic, measure_balance
 from dyncp.plan.format import (
     COMPUTE,

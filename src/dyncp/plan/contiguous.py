@@ -22,7 +22,7 @@ from functools import cached_property
 import numpy as np
 
 from dyncp.arrays import Bool, Int64, ranges_of, starts_of
-from dyncp.masks.stretches import UNCLEAR
+from dyncp.masks.positions import UNCLEAR
 from dyncp.plan.format import RankPlan, pad_rows
 
 # A rank may get so much more than an equal share (or the longest document) before a document is

@@ -7,18 +7,17 @@ import numpy as np
 
 from dyncp.arrays import Int64
 from dyncp.placement import Limits, Solver, find_solver
-from dyncp.planner.candidate import Candidate, Cut
-from dyncp.planner.task import Task
+from dyncp.planner.task import Candidate, Cut, Task
 from dyncp.simulate import Simulated
 
-# Shares of the compute tolerance that `rows` is tried with, by effort.
+# Shares of the compute tolerance that `owner_computes` is tried with, by effort.
 TIGHTER = {"fast": (1.0, 0.5), "quality": (1.0, 0.85, 0.7, 0.55, 0.4, 0.25)}
 # Tolerances (compute, tokens) tried besides where none are asked for: imbalance can be cheaper than
 # bytes.
 LOOSE = (0.2, 0.4)
 # Where moves start besides the best placement: sequences cut less, tiles on any rank.
-FEW_STARTS = (("rows", Limits(1.0, 2.0)), ("bisection", Limits(*LOOSE)))
-MORE_STARTS = (("rows", Limits(0.1, 0.2)), ("rows_fine", Limits(*LOOSE)))
+FEW_STARTS = (("owner_computes", Limits(1.0, 2.0)), ("bisection", Limits(*LOOSE)))
+MORE_STARTS = (("owner_computes", Limits(0.1, 0.2)), ("owner_computes_fine", Limits(*LOOSE)))
 OTHER_STARTS = {"fast": FEW_STARTS, "quality": FEW_STARTS + MORE_STARTS}
 # Token tolerances that are tried when tokens cost time: the fullest rank sets that of all per-token
 # work.
@@ -26,7 +25,7 @@ TOKENS = {"fast": (0.01, 0.005), "quality": (0.05, 0.02, 0.01, 0.005, 0.0025)}
 OTHER_SOLVERS = {"fast": (), "quality": ("bisection", "bisection_quality", "whole_documents")}
 
 # Tried where limits are missed or cost much: smaller blocks, and tiles that may run anywhere.
-WAYS_TO_KEEP_LIMITS = ("rows_fine", "bisection_quality")
+WAYS_TO_KEEP_LIMITS = ("owner_computes_fine", "bisection_quality")
 
 
 # Ways to place a batch that the search tries.
@@ -35,7 +34,7 @@ WAYS_TO_KEEP_LIMITS = ("rows_fine", "bisection_quality")
 def dynamic_ways(task: Task) -> Iterator[tuple[str, Solver, Limits, Cut | None]]:
     """Name, solver, limits and cut of dynamic candidates, the most promising first."""
     config = task.config
-    solver = find_solver("rows" if task.model is None else "rows_fine")
+    solver = find_solver("owner_computes" if task.model is None else "owner_computes_fine")
     for limits in dict.fromkeys(_tolerances(task)):
         yield f"{solver.name} within {describe_limits(limits)}", solver, limits, None
     limits = Limits(*config.limits.tolerances)
@@ -48,8 +47,8 @@ def dynamic_ways(task: Task) -> Iterator[tuple[str, Solver, Limits, Cut | None]]
 
 
 def _tolerances(task: Task) -> Iterator[Limits]:
-    """Tolerances that `rows` is tried with: looser than usual where none are asked for, which is
-    the best most often, and tighter."""
+    """Tolerances that `owner_computes` is tried with: looser than usual where none are asked for,
+    which is the best most often, and tighter."""
     asked, effort = task.config.limits, task.config.effort
     compute, tokens = asked.tolerances.tolist()
     free = asked.compute_tolerance is None
@@ -108,19 +107,19 @@ class Tried:
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """The best candidate, its simulation, and all that it was chosen from."""
+    """The best candidate, and all that it was chosen from."""
 
     candidate: Candidate
-    simulated: Simulated
     tried: tuple[Tried, ...]
+
+    @property
+    def simulated(self) -> Simulated:
+        return self.candidate.simulated
 
     def better(self, other: "Choice") -> "Choice":
         """The better of two choices for the same batch; it knows of all candidates."""
-        best = min(
-            (self, other),
-            key=lambda one: (one.candidate.balance.missed, one.simulated.step_seconds),
-        )
-        return Choice(best.candidate, best.simulated, self.tried + other.tried)
+        best = min(self.candidate, other.candidate, key=lambda candidate: candidate.key)
+        return Choice(best, self.tried + other.tried)
 
     def explain(self, most: int = 5) -> str:
         """The fastest candidates, and how many were simulated and pruned."""

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from dyncp.compiled import is_compiled, take_task
-from dyncp.placement.bisection.split import split_tree
+from dyncp.placement.split import split_tree
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from dyncp.arrays import Bool, Float64, Int64
 from dyncp.blocks import IS_INPUT, Batch, Direction, HeadGroup
 from dyncp.plan import MaskPlan, Payload, Plan, RankPlan, Space
 from dyncp.verify.coverage import decode_rows
-from dyncp.verify.programs import Entry, Key, RankProgram, describe, key_of, run_programs
+from dyncp.verify.programs import Entry, Key, RunningRank, describe, key_of, run_programs
 from dyncp.verify.verify_plan import PlanError, check_parts
 
 # fp64 results of a right plan differ by rounding only, around 1e-15; a wrong pair shows above 1e-6.
@@ -111,7 +111,7 @@ def _reduce(grad: Float64, kv: Float64) -> Float64:
     return total
 
 
-class _NumericRank(RankProgram):
+class _NumericRank(RunningRank):
     """Instructions on real numbers; messages are flat arrays. `start` has every field in batch
     order: inputs, and accumulators as they begin."""
 

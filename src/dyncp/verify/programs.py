@@ -20,7 +20,7 @@ Key = tuple[int, int, int]  # the rows of a block: space, head group, block
 Phases = dict[int, dict[int, list[Entry]]]  # phase → peer → entries, in the order of the list
 
 
-class RankProgram(ABC):
+class RunningRank(ABC):
     """One rank's program as the plan has it: its steps, its messages by phase and peer, and the
     rows of every block. Subclasses say what the instructions do; `at` is the index of one."""
 
@@ -75,7 +75,7 @@ def describe(entry: Entry) -> str:
     return f"{Payload(kind).name} of block {block}, head group {group}"
 
 
-def run_programs(ranks: Sequence[RankProgram]) -> list[str]:
+def run_programs(ranks: Sequence[RunningRank]) -> list[str]:
     """Runs all programs as far as they go; a sentence for each rank that does not reach its end.
 
     A wait for a phase returns when every rank that takes part in that phase, and in any phase this
@@ -130,7 +130,7 @@ def run_programs(ranks: Sequence[RankProgram]) -> list[str]:
     ]
 
 
-def check_messages(ranks: Sequence[RankProgram]) -> Iterator[str]:
+def check_messages(ranks: Sequence[RunningRank]) -> Iterator[str]:
     """Compares all ranks' sends with all ranks' receives, by (source, target, phase)."""
     sent: dict[tuple[int, int, int], list[Entry]] = {}
     received: dict[tuple[int, int, int], list[Entry]] = {}
@@ -166,7 +166,7 @@ def _compare(source: int, target: int, sent: list[Entry], received: list[Entry])
             yield f"rank {source} sends {describe(entry)} {count} times to rank {target}"
 
 
-def check_order(rank: RankProgram) -> Iterator[Found]:
+def check_order(rank: RunningRank) -> Iterator[Found]:
     """Of instructions, and of payloads in the lists: received results are merged in the order of
     the list, which is therefore fixed."""
     program = rank.program

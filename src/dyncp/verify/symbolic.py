@@ -16,7 +16,7 @@ from dyncp.verify.programs import (
     Entry,
     Found,
     Key,
-    RankProgram,
+    RunningRank,
     check_messages,
     check_order,
     check_slots,
@@ -64,7 +64,7 @@ class _Partial:
         return np.sort(np.concatenate([_EMPTY, *self.tiles]))
 
 
-class _SymbolicRank(RankProgram):
+class _SymbolicRank(RunningRank):
     """Every workspace row knows which block was written there last, and every block's accumulator
     the tiles that went into it. Nothing is computed, so plans of any size can be followed.
 

@@ -1,0 +1,242 @@
+"""A short annealing over the moves of moves.py and larger ones.
+
+A move is taken if it loses no more than a threshold that is drawn before the move is: temperature
+times an exponential variate. Load beyond a cap is allowed on the way, and costs `weight` bytes per
+cap's worth; what is left of it at the end is repaired as after bisection.
+"""
+
+import math
+
+import numpy as np
+
+from dyncp.arrays import Float64, Int64
+from dyncp.compiled import compiled, inner
+from dyncp.placement.tile_moves import (
+    State,
+    block_gain,
+    list_group,
+    pin_gain,
+    put_block,
+    put_tile,
+)
+
+# Of 16 moves these are of tiles, of groups of tiles, of blocks and of two blocks; the last four
+# move rows, or sequences on a rank, or exchange two of them.
+TILES, GROUPS, BLOCKS, SWAPS, EXCHANGES, SEQUENCES = 5, 9, 11, 12, 1, 2
+# Only rows of longer sequences are moved, and not exchanged.
+WHOLE_BLOCKS = 16
+# Moves at one temperature.
+STEP = 64
+
+
+@compiled
+def anneal(state: State, max_moves: int, hot: float, cold: float, weight: float, seed: int) -> int:
+    """Tries `max_moves` random moves while the temperature falls from `hot` to `cold` bytes;
+    returns how many were taken."""
+    moved = np.empty(len(state.tile_rank) + len(state.block_rank), np.int64)
+    num_tiles, blocks = len(state.tile_rank), len(state.block_rank)
+    x, taken, temperature = 2 * seed + 1, 0, hot
+    factor = math.exp(math.log(cold / hot) * STEP / max_moves)
+    for i in range(max_moves):
+        if i % STEP == STEP - 1:
+            temperature *= factor
+        x = _next(x)
+        enough = -temperature * math.log((((x >> 20) & 0xFFFFFF) + 1) / 16777217.0)
+        kind = (x >> 45) & 15
+        x = _next(x)
+        t, b = (x >> 20) % max(num_tiles, 1), (x >> 20) % blocks
+        if kind < GROUPS and num_tiles == 0:
+            continue
+        if kind < TILES:
+            taken += _try_tile(state, t, x, enough, weight)
+        elif kind < GROUPS:
+            taken += _try_group(state, t, x, enough, weight, moved)
+        elif kind < BLOCKS:
+            taken += _try_block(state, b, x, enough, weight)
+        elif kind < SWAPS:
+            taken += _try_swap(state, b, x, enough, weight)
+        else:
+            taken += _try_rows(state, b, x, kind, enough, weight, moved)
+    return taken
+
+
+@inner
+def _next(x: int) -> int:
+    """A linear congruential generator; its high bits are random. Never negative."""
+    return (x * 6364136223846793005 + 1442695040888963407) & 0x7FFFFFFFFFFFFFFF
+
+
+@inner
+def _over(load: Float64, cap: float, r: int, s: int, moved: float) -> float:
+    """How much more load is beyond the cap, in caps, when `moved` goes from rank r to rank s."""
+    before = max(0.0, load[r] - cap) + max(0.0, load[s] - cap)
+    after = max(0.0, load[r] - moved - cap) + max(0.0, load[s] + moved - cap)
+    return float((after - before) / cap)
+
+
+@inner
+def _near_edge(state: State, e: int, x: int) -> int:
+    """The rank of a random pin of edge e: its owner's, or a tile's."""
+    first, count = state.start[e], state.start[e + 1] - state.start[e]
+    pick = (_next(x) >> 8) % (count + 1)
+    if pick == count:
+        return int(state.block_rank[(e // state.groups) % len(state.block_rank)])
+    return int(state.tile_rank[state.members[first + pick]])
+
+
+@inner
+def _loss_of_tile(state: State, t: int, s: int, weight: float) -> float:
+    r = state.tile_rank[t]
+    loss = weight * _over(state.load, state.caps[0], r, s, state.work[t])
+    for i in range(2):
+        loss -= pin_gain(
+            state.pins, state.on_node, state.node, state.size, state.extra,
+            state.edges[t, i], 1, r, s,
+        )  # fmt: skip
+    return loss
+
+
+@inner
+def _try_tile(state: State, t: int, x: int, enough: float, weight: float) -> int:
+    s = _near_edge(state, state.edges[t, (x >> 6) & 1], x)
+    if s == state.tile_rank[t] or _loss_of_tile(state, t, s, weight) > enough:
+        return 0
+    put_tile(state, t, s)
+    return 1
+
+
+@inner
+def _try_group(state: State, t: int, x: int, enough: float, weight: float, tiles: Int64) -> int:
+    """All tiles that share an edge and the rank with tile t."""
+    side = (x >> 6) & 1
+    e, r, edges = state.edges[t, side], state.tile_rank[t], state.edges
+    s = _near_edge(state, edges[t, (x >> 7) & 1], x)
+    if r == s:
+        return 0
+    pins, on_node, node = state.pins, state.on_node, state.node
+    size, extra = state.size, state.extra
+    n = list_group(state.start, state.members, state.tile_rank, e, r, tiles)
+    loss, moved = -pin_gain(pins, on_node, node, size, extra, e, n, r, s), 0.0
+    for i in range(n):
+        f = edges[tiles[i], 1 - side]
+        loss -= pin_gain(pins, on_node, node, size, extra, f, 1, r, s)
+        moved += state.work[tiles[i]]
+    loss += weight * _over(state.load, state.caps[0], r, s, moved)
+    if loss > enough:
+        return 0
+    for i in range(n):
+        put_tile(state, tiles[i], s)
+    return 1
+
+
+@inner
+def _loss_of_block(state: State, b: int, s: int, weight: float) -> float:
+    r = state.block_rank[b]
+    loss = weight * _over(state.held, state.caps[1], r, s, state.tokens[b])
+    return loss - block_gain(
+        state.pins, state.on_node, state.node, state.size, state.extra, state.groups,
+        len(state.block_rank), b, r, s,
+    )  # fmt: skip
+
+
+@inner
+def _near_block(state: State, b: int, x: int) -> int:
+    """A rank that has tiles of the block's rows or columns."""
+    e = b * state.groups + (x >> 40) % state.groups
+    if x & 64:
+        e += len(state.block_rank) * state.groups
+    return _near_edge(state, e, x)
+
+
+@inner
+def _try_block(state: State, b: int, x: int, enough: float, weight: float) -> int:
+    s = _near_block(state, b, x)
+    if s == state.block_rank[b] or _loss_of_block(state, b, s, weight) > enough:
+        return 0
+    put_block(state, b, s)
+    return 1
+
+
+@inner
+def _try_swap(state: State, b: int, x: int, enough: float, weight: float) -> int:
+    """Swaps the owners of a block and of one that belongs to a rank near it."""
+    r, s = state.block_rank[b], _near_block(state, b, x)
+    if r == s:
+        return 0
+    c = _block_of(state, s, x)
+    if c < 0:
+        return 0
+    loss = _loss_of_block(state, b, s, weight)
+    put_block(state, b, s)
+    loss += _loss_of_block(state, c, r, weight)
+    if loss > enough:
+        put_block(state, b, r)
+        return 0
+    put_block(state, c, r)
+    return 1
+
+
+@inner
+def _block_of(state: State, s: int, x: int) -> int:
+    """A random block of rank s, or -1."""
+    blocks = len(state.block_rank)
+    c = (x >> 30) % blocks
+    for _ in range(blocks):
+        if state.block_rank[c] == s:
+            return c
+        c = c + 1 if c + 1 < blocks else 0
+    return -1
+
+
+@inner
+def _try_rows(
+    state: State, b: int, x: int, kind: int, enough: float, weight: float, moved: Int64
+) -> int:
+    """A block with the tiles of its rows that are on its rank, or all such blocks of its sequence,
+    go to another rank; in an exchange, those of another block come back."""
+    r, s = state.block_rank[b], _near_block(state, b, x)
+    if kind & SEQUENCES:
+        s = (x >> 12) % len(state.load)
+    if r == s or (kind & 3 and state.span[b, 1] - state.span[b, 0] > WHOLE_BLOCKS):
+        return 0
+    loss, count = _shift(state, b, kind, r, s, weight, moved, 0)
+    half = count
+    c = _block_of(state, s, x) if kind & EXCHANGES else -1
+    length = state.span[c, 1] - state.span[c, 0] if c >= 0 else 0
+    if 0 < length <= WHOLE_BLOCKS and state.span[c, 0] != state.span[b, 0]:
+        more, count = _shift(state, c, kind, s, r, weight, moved, count)
+        loss += more
+    if loss <= enough:
+        return 1
+    for i in range(count):
+        to = r if i < half else s
+        if moved[i] < 0:
+            put_block(state, -1 - moved[i], to)
+        else:
+            put_tile(state, moved[i], to)
+    return 0
+
+
+@inner
+def _shift(
+    state: State, b: int, kind: int, r: int, s: int, weight: float, moved: Int64, count: int
+) -> tuple[float, int]:
+    """Moves the rows of a block, or of its sequence, from rank r to rank s; returns the loss, and
+    how many `moved` has (tiles, and -1 - block for blocks)."""
+    first, end, loss = b, b + 1, 0.0
+    if kind & SEQUENCES:
+        first, end = state.span[b, 0], state.span[b, 1]
+    for c in range(first, end):
+        if state.block_rank[c] == r:
+            loss += _loss_of_block(state, c, s, weight)
+            put_block(state, c, s)
+            moved[count] = -1 - c
+            count += 1
+    for i in range(state.start[first * state.groups], state.start[end * state.groups]):
+        t = state.members[i]
+        if state.tile_rank[t] == r:
+            loss += _loss_of_tile(state, t, s, weight)
+            put_tile(state, t, s)
+            moved[count] = t
+            count += 1
+    return loss, count

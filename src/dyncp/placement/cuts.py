@@ -1,0 +1,376 @@
+"""How one region is cut in two.
+
+Whole sequences first: largest first, each goes to the side with more room, and if both budgets hold
+the split costs nothing. Otherwise one sequence is cut, trying the few with most work in two orders:
+all others are placed first and the cut fills what is missing, or the sequence is cut where that is
+cheapest and the others level the budgets. A cut is a band of rows or of columns (bands.py), or goes
+between head groups.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from dyncp.arrays import Float64, Int32, Int64
+from dyncp.compiled import inner
+from dyncp.placement.problem import MAX_SWAPS, Parts, Problem, level_pieces
+
+# Start rows tried per cut.
+MAX_STARTS = 48
+
+
+# Cuts of one sequence's tiles: a band of rows (or columns) against the rest.
+#
+# With a = 0 the band [a, b) is a straight cut, otherwise a sandwich, which is what zigzag is.
+# Cutting rows costs the KV bytes of the columns that both sides then need:
+#
+#     A A . .        band of rows 1-2 against rows 0 and 3, causal: columns 0, 1 and 2 are needed on
+#     B B . .        both sides, column 3 only by A
+#     B B B .
+#     A A A A
+#
+# Compiled functions take plain arrays and write results into their arguments: handing on tuples of
+# arrays costs reference counts at run time and most of the time to compile.
+
+
+@inner
+def sum_lines(
+    work: Float64,
+    base: int,
+    stride: int,
+    tokens: Float64,
+    lines: Int64,
+    across: Int64,
+    by_rows: bool,
+    running: Float64,
+    seen: Int32,
+) -> None:
+    """Sums of a piece's tiles before each of its rows (or columns) `lines`, blocks of a sequence
+    whose matrix starts at `base`: `running` [lines + 1, 2] has work and the tokens of blocks whose
+    diagonal tile is in the piece, `seen` [lines + 1, across] the lines that have a tile in a
+    crossing line."""
+    step, other = (stride, 1) if by_rows else (1, stride)
+    running[0, 0] = running[0, 1] = 0.0
+    for j in range(len(across)):
+        seen[0, j] = 0
+    for i in range(len(lines)):
+        total, owned, start = 0.0, 0.0, base + lines[i] * step
+        for j in range(len(across)):
+            weight = work[start + across[j] * other]
+            total += weight
+            seen[i + 1, j] = seen[i, j] + (1 if weight > 0 else 0)
+            if lines[i] == across[j]:
+                owned = tokens[lines[i]]
+        running[i + 1, 0] = running[i, 0] + total
+        running[i + 1, 1] = running[i, 1] + owned
+
+
+@inner
+def best_band(
+    running: Float64,
+    seen: Int32,
+    size: Float64,
+    count: int,
+    room: Float64,
+    penalty: float,
+    found: Int64,
+) -> float:
+    """Bytes of the cheapest band of `count` lines, infinite where there is none; `found` gets its
+    first and end line.
+
+    Its work and tokens should lie in room[what, 0] to room[what, 1]; missing that by the piece's
+    whole load costs `penalty` in the choice."""
+    best, best_bytes = 1e300, 1e300
+    step = max(1, count // MAX_STARTS)
+    for a in range(0, count, step):
+        tried = -1
+        for aim in range(3):
+            target = running[a, 0] + room[0, 0] + (room[0, 1] - room[0, 0]) * aim / 2
+            nearest = _first_at_least(running, count, target)
+            for b in range(nearest - 1, nearest + 1):
+                if b <= a or b > count or b <= tried or b - a == count:
+                    continue
+                tried = b
+                missed = miss(running, count, a, b, room, penalty)
+                if missed >= best:
+                    continue
+                cost = _crossing_bytes(seen, size, count, a, b, best - missed)
+                if cost + missed < best:
+                    best, best_bytes = cost + missed, cost
+                    found[0], found[1] = a, b
+    return best_bytes
+
+
+@inner
+def miss(running: Float64, count: int, a: int, b: int, room: Float64, penalty: float) -> float:
+    """What a band costs for missing its room."""
+    missed = 0.0
+    for what in range(2):
+        value, total = running[b, what] - running[a, what], running[count, what]
+        if total > 0:
+            missed += max(0.0, room[what, 0] - value, value - room[what, 1]) / total
+    return missed * penalty
+
+
+@inner
+def _first_at_least(running: Float64, count: int, target: float) -> int:
+    """numpy's searchsorted on the work, which takes half a second more to compile."""
+    low, high = 0, count + 1
+    while low < high:
+        middle = (low + high) // 2
+        if running[middle, 0] < target:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@inner
+def _crossing_bytes(seen: Int32, size: Float64, count: int, a: int, b: int, enough: float) -> float:
+    """Bytes of the crossing lines that band and rest both need; stops counting at `enough`."""
+    cost = 0.0
+    for j in range(len(size)):
+        inside = seen[b, j] - seen[a, j]
+        if 0 < inside < seen[count, j]:
+            cost += size[j]
+            if cost >= enough:
+                break
+    return cost
+
+
+# Sequences that are tried for cutting, those with most work first.
+CUT_CANDIDATES = 3
+# Swaps that level the others while a cut is tried.
+TRIAL_SWAPS = 4
+BY_ROWS, BY_COLUMNS, BY_GROUPS = 0, 1, 2
+
+
+class Taste(NamedTuple):
+    """What is preferred among cuts: a byte of a row cut counts `row_bias` (of a column cut 1), all
+    cuts are weighed by the factors of `noise` in turn, and missing a budget by all of it costs
+    `penalty`. `rows_only` cuts nothing but rows; `sizes` of the band are tried when others level a
+    cut sequence."""
+
+    rows_only: bool
+    sizes: int
+    row_bias: float
+    noise: Float64
+    penalty: float
+
+
+class Trial(NamedTuple):
+    """Room for trying cuts of one region. `order` has its pieces by size, `side` and `best_side`
+    their sides. `cut` is the best one so far: the piece that is cut (-1: none), how, its band of
+    lines or head groups [a, b), and the side of the band; `best` its cost."""
+
+    order: Int64
+    side: Int64
+    best_side: Int64
+    cut: Int64
+    best: Float64
+    caps: Float64  # [sides, 2]
+    used: Float64  # [sides, 2]
+    taken: Float64  # [sides, 2]
+    room: Float64  # [2, 2]: least and most of work and of tokens
+    found: Int64  # [2]
+
+
+def make_trial(pieces: int) -> Trial:
+    order, side, best_side = np.empty((3, pieces), np.int64)
+    caps, used, taken, room = np.empty((4, 2, 2))
+    cut, found = np.empty(5, np.int64), np.empty(2, np.int64)
+    return Trial(order, side, best_side, cut, np.empty(1), caps, used, taken, room, found)
+
+
+@inner
+def choose_cut(
+    problem: Problem, taste: Taste, parts: Parts, first: int, last: int, draw: int, trial: Trial
+) -> None:
+    """The cheapest way found to split a region, its pieces [first, last)."""
+    count, load = last - first, parts.load[first:last]
+    _clear(trial.used)
+    missed = level_pieces(
+        load, trial.order, count, -1, trial.used, trial.caps, trial.best_side, MAX_SWAPS
+    )
+    trial.best[0] = taste.penalty * missed
+    trial.cut[0] = -1
+    if missed == 0:
+        return
+    piece = -1
+    for _ in range(min(count, CUT_CANDIDATES)):
+        piece = _next_by_work(load, count, piece)
+        for how in range(3):
+            if how == BY_ROWS or not taste.rows_only:
+                _try_cuts(problem, taste, parts, load, first, piece, how, draw, trial)
+                draw += 13
+
+
+@inner
+def _try_cuts(
+    problem: Problem,
+    taste: Taste,
+    parts: Parts,
+    load: Float64,
+    first: int,
+    piece: int,
+    how: int,
+    draw: int,
+    trial: Trial,
+) -> None:
+    """Tries to cut one piece by rows, by columns or between head groups."""
+    lines = _extent(parts.pieces, first + piece, how)
+    across = _extent(parts.pieces, first + piece, 1 - how) if how != BY_GROUPS else 1
+    if lines < 2:
+        return
+    running, size = np.empty((lines + 1, 2)), np.empty(across)
+    seen = np.empty((lines + 1, across), np.int32)
+    _measure(problem, parts, first + piece, how, taste.row_bias, running, seen, size)
+    count, order, caps, used = len(load), trial.order, trial.caps, trial.used
+    for part in range(-1, taste.sizes if count > 1 else 0):  # -1: fill what is missing
+        _clear(used)
+        if part < 0:
+            level_pieces(load, order, count, piece, used, caps, trial.side, TRIAL_SWAPS)
+        for half in range(2):
+            if part >= 0:
+                _clear(used)
+            _find_room(load, piece, caps, used, part, taste.sizes, half, trial.room)
+            if how == BY_GROUPS:
+                cost = _best_groups(running, lines, trial.room, taste.penalty, size, trial.found)
+            else:
+                cost = best_band(running, seen, size, lines, trial.room, taste.penalty, trial.found)
+            draw += 1
+            cost *= taste.noise[draw % len(taste.noise)]
+            if cost < trial.best[0]:
+                _weigh(load, piece, how, running, half, cost, taste.penalty, trial)
+
+
+@inner
+def _weigh(
+    load: Float64,
+    piece: int,
+    how: int,
+    running: Float64,
+    half: int,
+    cost: float,
+    penalty: float,
+    trial: Trial,
+) -> None:
+    """Levels the others around a cut, and keeps it if it is the best so far."""
+    a, b, count, cut = trial.found[0], trial.found[1], len(load), trial.cut
+    taken = trial.taken
+    for what in range(2):
+        taken[half, what] = running[b, what] - running[a, what]
+        taken[1 - half, what] = load[piece, what] - taken[half, what]
+    cost += penalty * level_pieces(
+        load, trial.order, count, piece, taken, trial.caps, trial.side, TRIAL_SWAPS
+    )
+    if cost < trial.best[0]:
+        trial.best[0] = cost
+        cut[0], cut[1], cut[2], cut[3], cut[4] = piece, how, a, b, half
+        for i in range(count):
+            trial.best_side[i] = trial.side[i]
+
+
+@inner
+def _measure(
+    problem: Problem,
+    parts: Parts,
+    p: int,
+    how: int,
+    row_bias: float,
+    running: Float64,
+    seen: Int32,
+    size: Float64,
+) -> None:
+    """Sums before each line (or head group) of piece p, and bytes of the lines across; for head
+    groups `size` has those of the blocks that the piece owns."""
+    s, pieces, group_end = parts.pieces[p, 0], parts.pieces, problem.group_end
+    block, last = problem.first_block[s], problem.first_block[s + 1]
+    share = group_end[pieces[p, 6]] - group_end[pieces[p, 5]]
+    rows = parts.lines[pieces[p, 1] : pieces[p, 2]]
+    columns = parts.lines[pieces[p, 3] : pieces[p, 4]]
+    if how == BY_GROUPS:
+        for g in range(len(running)):
+            part = (group_end[pieces[p, 5] + g] - group_end[pieces[p, 5]]) / share
+            running[g, 0], running[g, 1] = parts.load[p, 0] * part, parts.load[p, 1] * part
+        per_token = (problem.q_bytes[block] + problem.kv_bytes[block]) / problem.tokens[block]
+        size[0] = parts.load[p, 1] * per_token
+        return
+    lines, across = (rows, columns) if how == BY_ROWS else (columns, rows)
+    tokens = problem.tokens[block:last]
+    base, by_rows = problem.work_start[s], how == BY_ROWS
+    sum_lines(problem.work, base, last - block, tokens, lines, across, by_rows, running, seen)
+    for i in range(len(running)):
+        running[i, 0] *= share
+        running[i, 1] *= share
+    for j in range(len(across)):
+        at = block + across[j]
+        size[j] = share * (problem.kv_bytes[at] * row_bias if by_rows else problem.q_bytes[at])
+
+
+@inner
+def _extent(pieces: Int64, p: int, how: int) -> int:
+    """How many rows, columns or head groups a piece has."""
+    return int(pieces[p, 2 + 2 * how] - pieces[p, 1 + 2 * how])
+
+
+@inner
+def _clear(used: Float64) -> None:
+    for half in range(2):
+        used[half, 0] = used[half, 1] = 0.0
+
+
+@inner
+def _next_by_work(load: Float64, count: int, last: int) -> int:
+    """The piece with most work after piece `last` (-1: of all); the lower number where equal."""
+    best = -1
+    for p in range(count):
+        if last >= 0 and (
+            load[p, 0] > load[last, 0] or (load[p, 0] == load[last, 0] and p <= last)
+        ):
+            continue
+        if best < 0 or load[p, 0] > load[best, 0]:
+            best = p
+    return best
+
+
+@inner
+def _find_room(
+    load: Float64,
+    piece: int,
+    caps: Float64,
+    used: Float64,
+    part: int,
+    sizes: int,
+    band_side: int,
+    room: Float64,
+) -> None:
+    """Least and most of work and tokens that the band on `band_side` should have."""
+    for what in range(2):
+        whole = load[piece, what]
+        own, other = caps[band_side, what], caps[1 - band_side, what]
+        if part < 0:
+            own -= used[band_side, what]
+            other -= used[1 - band_side, what]
+        room[what, 0] = max(whole - max(other, 0.0), 0.0)
+        room[what, 1] = max(min(whole, max(own, 0.0)), room[what, 0])
+    if part >= 0:
+        step, low = (room[0, 1] - room[0, 0]) / sizes, room[0, 0]
+        room[0, 0], room[0, 1] = low + part * step, low + (part + 1) * step
+
+
+@inner
+def _best_groups(
+    running: Float64, groups: int, room: Float64, penalty: float, size: Float64, found: Int64
+) -> float:
+    """Cheapest cut between head groups. Each side owns its part of the blocks, and the others'
+    groups of these blocks travel."""
+    best, best_bytes = 1e300, 1e300
+    for b in range(1, groups):
+        part = b / groups
+        cost = size[0] * 2.0 * part * (1.0 - part)
+        missed = miss(running, groups, 0, b, room, penalty)
+        if cost + missed < best:
+            best, best_bytes = cost + missed, cost
+            found[0], found[1] = 0, b
+    return best_bytes

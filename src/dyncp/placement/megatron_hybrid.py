@@ -1,0 +1,153 @@
+"""Groups per document (Megatron's hybrid context parallelism).
+
+A document goes to the smallest power of two of ranks whose share of it fits a budget of tokens, in
+zigzag over neighbouring ranks that start at a multiple of that number. Lengths 900 400 200 200 on
+4 ranks with a budget of 450 tokens:
+
+    ranks      0    1    2    3
+             [900/2  ] [400] [200]      then the last 200 beside the other
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+
+from dyncp.arrays import Float64, Int64, frozen
+from dyncp.blocks import BlockGraph, TokenBlocks
+from dyncp.placement.placement import Limits, Placement, Traffic
+from dyncp.placement.solver import Degrees, Solver
+from dyncp.placement.static_layouts import deal, sequence_load, zigzag_ranks
+from dyncp.topology import Topology
+
+
+def hybrid_with_budget(tokens: int) -> Solver:
+    """megatron_hybrid with at most `tokens` tokens of one document on a rank."""
+    if tokens < 1:
+        raise ValueError(f"megatron_hybrid's budget is {tokens} tokens; at least 1 is needed")
+    return _solver(f"megatron_hybrid/tokens{tokens}", tokens)
+
+
+def hybrid_candidates(lengths: Sequence[int], topology: Topology) -> list[Solver]:
+    """Budgets of a fair share of the tokens, and of halves of it while groups are large enough:
+    smaller budgets spread long documents over more ranks."""
+    most = 1 << (topology.num_ranks.bit_length() - 1)
+    budgets = [-(-sum(lengths) // (most * part)) for part in (2, 4, 8)]
+    fitting = [budget for budget in budgets if budget * most >= max(lengths)]
+    return [megatron_hybrid, *(hybrid_with_budget(budget) for budget in fitting)]
+
+
+def _solver(name: str, budget: int | None) -> Solver:
+    place, sizes = partial(_place, name, budget), partial(_block_sizes, budget)
+    return Solver(name, place, sizes, degrees=Degrees("megatron_hybrid", tokens=budget))
+
+
+def group_sizes(lengths: Sequence[int], num_ranks: int, budget: int | None) -> Int64:
+    """Ranks of every document. Without a budget, it is a fair share of the batch's tokens, so that
+    one document that is the whole batch gets all ranks (or the power of two below)."""
+    most = 1 << (num_ranks.bit_length() - 1)
+    share = -(-sum(lengths) // most) if budget is None else budget
+    needed = -(-np.asarray(lengths, np.int64) // share)
+    sizes = 1 << np.frexp((needed - 1).astype(np.float64))[1].astype(np.int64)  # powers of two
+    if sizes.max() > most:
+        raise ValueError(
+            f"a document of {max(lengths)} tokens needs {sizes.max()} ranks with {share} tokens "
+            f"each; groups have up to {most} of the {num_ranks} ranks: raise the budget"
+        )
+    return sizes
+
+
+def _block_sizes(budget: int | None, lengths: Sequence[int], num_ranks: int) -> Int64:
+    sizes = group_sizes(lengths, num_ranks, budget)
+    chunks = np.where(sizes > 1, 2 * sizes, 1)
+    blocks: Int64 = -(-np.asarray(lengths, np.int64) // chunks)
+    return blocks
+
+
+def _place(
+    name: str,
+    budget: int | None,
+    graph: BlockGraph,
+    topology: Topology,
+    _limits: Limits,
+    _seed: int,
+) -> Placement:
+    num_ranks, lengths = topology.num_ranks, graph.batch.lengths
+    sizes = group_sizes(lengths, num_ranks, budget)
+    first_rank = deal_documents(sequence_load(graph), sizes, num_ranks)
+    owner = first_rank[graph.blocks.sequence] + _positions(graph, sizes)
+    rings, ring = _rings(first_rank, sizes)
+    groups = len(graph.head_groups)
+    traffic = Traffic(
+        "ring",
+        rings,
+        frozen(np.repeat(ring[graph.blocks.sequence][:, None], groups, axis=1)),
+        frozen(np.repeat(owner[:, None], groups, axis=1)),
+    )
+    return Placement.where_queries_live(graph, num_ranks, owner, name, static=True, traffic=traffic)
+
+
+def hybrid_shares(load: Float64, sizes: Int64, first: Int64, num_ranks: int) -> Float64:
+    """What each rank has of the batch's work and tokens if every document is split evenly; `sizes`
+    are those of the documents' groups, which begin at rank `first`."""
+    shares, one = np.zeros((num_ranks, 2)), sizes == 1
+    np.add.at(shares, first[one], load[one])
+    for document in np.flatnonzero(~one).tolist():
+        begin, size = first[document], sizes[document]
+        shares[begin : begin + size] += load[document] / size
+    return shares
+
+
+def ring_seconds(lengths: Sequence[int], sizes: Int64, first: Int64, topology: Topology) -> float:
+    """Per byte of a token's keys and values: what these take on the busiest link at least, when all
+    of a document but a rank's own share goes from each rank of its group to the next."""
+    ranks = topology.ranks_per_node
+    port, nic = np.zeros(topology.num_ranks), np.zeros(topology.nodes)
+    for document in np.flatnonzero(sizes > 1).tolist():
+        begin, size, length = first[document], sizes[document], lengths[document]
+        moved = length - 2 * -(-length // (2 * size))
+        if ranks % size == 0:
+            port[begin : begin + size] += moved
+        else:  # over the borders of all nodes that it has as a whole
+            nic[-(-begin // ranks) : (begin + size) // ranks] += moved
+    between = float(nic.max()) / topology.nic_bandwidth if topology.nodes > 1 else 0.0
+    return max(float(port.max()) / topology.intra.bandwidth, between)
+
+
+def deal_documents(load: Float64, sizes: Int64, num_ranks: int) -> Int64:
+    """First rank of every document's group: the most loaded per rank goes first, to the aligned
+    group whose fullest rank stays lowest."""
+    per_rank = load / sizes[:, None]
+    rank_load, first = np.zeros((num_ranks, 2)), np.zeros(len(sizes), np.int64)
+    order = np.lexsort((-per_rank.max(axis=1), -sizes))
+    several = int((sizes > 1).sum())
+    for document in order[:several]:
+        size = sizes[document]
+        aligned = rank_load[: num_ranks // size * size].reshape(-1, size, 2)
+        fullest = (aligned + per_rank[document]).max(axis=(1, 2))
+        first[document] = fullest.argmin() * size
+        rank_load[first[document] : first[document] + size] += per_rank[document]
+    deal(load, order[several:], rank_load, first)
+    return first
+
+
+def _positions(graph: BlockGraph, sizes: Int64) -> Int64:
+    """Zigzag position of every block in its document's group."""
+    position = np.zeros(len(graph.blocks), np.int64)
+    size_of_block = sizes[graph.blocks.sequence]
+    lengths = np.asarray(graph.batch.lengths, np.int64)[graph.blocks.sequence]
+    for size in np.unique(sizes).tolist():
+        mine, blocks = size_of_block == size, graph.blocks
+        part = TokenBlocks(blocks.sequence[mine], blocks.start[mine], blocks.end[mine])
+        position[mine] = zigzag_ranks(part, lengths[mine], size)
+    return position
+
+
+def _rings(first_rank: Int64, sizes: Int64) -> tuple[tuple[tuple[int, ...], ...], Int64]:
+    """The different groups, and each document's number among them."""
+    spans, ring = np.unique(np.stack([first_rank, sizes], 1), axis=0, return_inverse=True)
+    rings = tuple(tuple(range(first, first + size)) for first, size in spans.tolist())
+    return rings, ring.reshape(-1)
+
+
+megatron_hybrid = _solver("megatron_hybrid", None)

@@ -1,0 +1,403 @@
+"""Makes a bisected placement meet its limits, and cheaper where single moves can."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dyncp.arrays import Float64, Int32, Int64, starts_of
+from dyncp.compiled import compiled, inner
+from dyncp.placement.anneal import anneal
+from dyncp.placement.problem import Cells, Problem, diagonal, find_cells
+from dyncp.placement.tile_moves import (
+    EPSILON,
+    State,
+    best_move,
+    block_gain,
+    count_pins,
+    list_edges,
+    list_group,
+    move_tile,
+    put_block,
+    put_tile,
+    total_cost,
+)
+from dyncp.topology import Topology
+
+# Takes load off ranks that have more than their caps, at the least loss.
+
+
+@compiled
+def repair_work(state: State, max_rounds: int) -> None:
+    """Moves single tiles, or all tiles of one edge on a rank, off overloaded ranks at the least
+    loss per unit of load.
+
+    Candidates of a rank are scored once; the best is scored again before it moves, and put back
+    where it has become worse."""
+    load, cap = state.load, state.caps[0]
+    tiles = np.empty((2, len(state.tile_rank) + 2), np.int64)
+    score = np.empty(len(state.tile_rank) + len(state.size))
+    what = np.empty(len(score), np.int64)  # a tile, or -1 - edge
+    for _ in range(max_rounds):
+        r = 0
+        for s in range(len(load)):
+            r = s if load[s] > load[r] else r
+        if load[r] <= cap * (1 + EPSILON):
+            return
+        count = _list_candidates(state, r, what)
+        for i in range(count):
+            score[i] = -1e300
+        moved = False
+        while load[r] > cap * (1 + EPSILON):
+            at = 0
+            for i in range(count):
+                at = i if score[i] < score[at] else at
+            if count == 0 or score[at] >= 1e299:
+                break
+            now, to, n = _score(state, r, what[at], tiles)
+            if to < 0:
+                score[at] = 1e300
+            elif now > score[at]:
+                score[at] = now
+            else:
+                for i in range(n):
+                    put_tile(state, tiles[0, i], to)
+                score[at], moved = 1e300, True
+        if not moved:
+            return
+
+
+@inner
+def _list_candidates(state: State, r: int, what: Int64) -> int:
+    count, pins = 0, state.pins
+    for t in range(len(state.tile_rank)):
+        if state.tile_rank[t] == r:
+            what[count] = t
+            count += 1
+    for e in range(len(state.size)):
+        if pins[e, r] > 1:
+            what[count] = -1 - e
+            count += 1
+    return count
+
+
+@inner
+def _score(state: State, r: int, what: int, tiles: Int64) -> tuple[float, int, int]:
+    """Loss per unit of load that a tile or group takes off rank r, where to, and how many tiles it
+    has, written to tiles[0]."""
+    pins, on_node, node, load = state.pins, state.on_node, state.node, state.load
+    size, extra, edges, cap = state.size, state.extra, state.edges, state.caps[0]
+    if what >= 0:
+        e, n, tiles[0, 0] = edges[what, 0], 1, what
+        if state.tile_rank[what] != r:
+            return 0.0, -1, 0
+    else:
+        e = -1 - what
+        n = list_group(state.start, state.members, state.tile_rank, e, r, tiles[0])
+        if n < 2:
+            return 0.0, -1, 0
+    moved = list_edges(edges, state.work, tiles[0], n, e, tiles[1])
+    group = tiles[1, : n + 1]
+    gain, to = best_move(pins, on_node, node, size, extra, load, group, r, cap - moved, -1e300)
+    useful = min(moved, load[r] - cap)
+    return (1.0 - gain) / max(useful, 1e-300), to, n
+
+
+@compiled
+def repair_tokens(state: State, max_moves: int) -> None:
+    """Moves token blocks off ranks that hold too many tokens; where no rank has room for a whole
+    block, swaps a larger for a smaller one."""
+    held, tokens, cap, block_rank = state.held, state.tokens, state.caps[1], state.block_rank
+    pins, on_node, node = state.pins, state.on_node, state.node
+    size, extra, groups, blocks = state.size, state.extra, state.groups, len(block_rank)
+    for _ in range(max_moves):
+        r = 0
+        for s in range(len(held)):
+            r = s if held[s] > held[r] else r
+        over = held[r] - cap
+        if over <= EPSILON * cap:
+            return
+        best, best_b, best_s, back = 1e300, -1, -1, -1
+        for b in range(blocks):
+            if block_rank[b] != r:
+                continue
+            for s in range(len(held)):
+                if s == r or held[s] + tokens[b] > cap:
+                    continue
+                gain = block_gain(pins, on_node, node, size, extra, groups, blocks, b, r, s)
+                score = (1.0 - gain) / min(tokens[b], over)
+                if score < best:
+                    best, best_b, best_s = score, b, s
+        if best_b < 0:
+            best_b, back = _swap_down(state, r, over)
+            if best_b < 0:
+                return
+            best_s = block_rank[back]
+        put_block(state, best_b, best_s)
+        if back >= 0:
+            put_block(state, back, r)
+
+
+@inner
+def _swap_down(state: State, r: int, over: float) -> tuple[int, int]:
+    """The block of rank r and the smaller one of another rank that are swapped at the least loss
+    per token."""
+    pins, on_node, node = state.pins, state.on_node, state.node
+    size, extra, groups, block_rank = state.size, state.extra, state.groups, state.block_rank
+    tokens, blocks = state.tokens, len(block_rank)
+    best, best_b, best_c = 1e300, -1, -1
+    for b in range(blocks):
+        if block_rank[b] != r:
+            continue
+        for c in range(blocks):
+            s, less = block_rank[c], tokens[b] - tokens[c]
+            if s == r or less <= 0 or state.held[s] + less > state.caps[1]:
+                continue
+            gain = block_gain(pins, on_node, node, size, extra, groups, blocks, b, r, s)
+            gain += block_gain(pins, on_node, node, size, extra, groups, blocks, c, s, r)
+            score = (1.0 - gain) / min(less, over)
+            if score < best:
+                best, best_b, best_c = score, b, c
+    return best_b, best_c
+
+
+# Local passes over a placement: what gains moves where there is room.
+
+
+@compiled
+def improve(state: State, max_passes: int) -> None:
+    """Passes over tiles, groups of tiles and blocks, until they gain little or nothing."""
+    tiles = np.empty((2, len(state.tile_rank) + 2), np.int64)
+    total = 0.0
+    for _ in range(max_passes):
+        gain = _improve_tiles(state) + _improve_groups(state, tiles) + _improve_blocks(state)
+        total += gain
+        if gain <= 0.02 * total:
+            return
+
+
+@inner
+def _improve_tiles(state: State) -> float:
+    """Each tile goes to the rank of greatest positive gain that has room."""
+    pins, on_node, node, load = state.pins, state.on_node, state.node, state.load
+    size, extra, edges, tile_rank = state.size, state.extra, state.edges, state.tile_rank
+    total, work, cap, group = 0.0, state.work, state.caps[0], np.empty(2, np.int64)
+    for t in range(len(tile_rank)):
+        r, q, k = tile_rank[t], edges[t, 0], edges[t, 1]
+        if pins[q, r] > 1 and pins[k, r] > 1:
+            continue  # leaving frees nothing
+        group[0], group[1] = q, k
+        gain, to = best_move(
+            pins, on_node, node, size, extra, load, group, r, cap - work[t], EPSILON
+        )
+        if to >= 0:
+            move_tile(pins, on_node, node, edges, work, load, tile_rank, t, to)
+            total += gain
+    return total
+
+
+@inner
+def _improve_groups(state: State, tiles: Int64) -> float:
+    """All tiles of an edge on a rank move together where that gains."""
+    pins, on_node, node, load = state.pins, state.on_node, state.node, state.load
+    size, extra, edges, tile_rank = state.size, state.extra, state.edges, state.tile_rank
+    start, members, work, cap = state.start, state.members, state.work, state.caps[0]
+    total = 0.0
+    for e in range(len(size)):
+        for r in range(len(load)):
+            n = list_group(start, members, tile_rank, e, r, tiles[0]) if pins[e, r] > 0 else 0
+            if n == 0:
+                continue
+            most = cap - list_edges(edges, work, tiles[0], n, e, tiles[1])
+            group = tiles[1, : n + 1]
+            gain, to = best_move(pins, on_node, node, size, extra, load, group, r, most, EPSILON)
+            if to >= 0:
+                for i in range(n):
+                    t = tiles[0, i]
+                    move_tile(pins, on_node, node, edges, work, load, tile_rank, t, to)
+                total += gain
+    return total
+
+
+@inner
+def _improve_blocks(state: State) -> float:
+    """Each block goes to the owner of greatest gain, in a swap where there is no room."""
+    pins, on_node, node = state.pins, state.on_node, state.node
+    size, extra, groups, block_rank = state.size, state.extra, state.groups, state.block_rank
+    tokens, held, blocks = state.tokens, state.held, len(block_rank)
+    total = 0.0
+    for b in range(blocks):
+        r = block_rank[b]
+        best, best_s, best_back = EPSILON, -1, -1
+        for s in range(len(held)):
+            if s == r:
+                continue
+            gain = block_gain(pins, on_node, node, size, extra, groups, blocks, b, r, s)
+            if gain <= best:
+                continue
+            if held[s] + tokens[b] <= state.caps[1]:
+                best, best_s, best_back = gain, s, -1
+                continue
+            for c in range(blocks):
+                more = tokens[b] - tokens[c]
+                if block_rank[c] != s or max(held[s] + more, held[r] - more) > state.caps[1]:
+                    continue
+                both = gain + block_gain(pins, on_node, node, size, extra, groups, blocks, c, s, r)
+                if both > best:
+                    best, best_s, best_back = both, s, c
+        if best_s >= 0:
+            put_block(state, b, best_s)
+            if best_back >= 0:
+                put_block(state, best_back, r)
+            total += best
+    return total
+
+
+MAX_REPAIRS = 400
+MAX_PASSES = 3
+# A rank's load beyond its cap costs this many times the bytes of a mean rank's load to repair.
+REPAIR_FACTOR = 2.0
+# While annealing, load beyond a cap costs this many times the bytes of a rank.
+OVERLOAD = 3.0
+CHANGING = ("tile_rank", "block_rank", "pins", "on_node", "load", "held")
+
+
+@dataclass(frozen=True, eq=False)
+class Pins:
+    """The tiles of all masks joined, by head group, and the hyperedges they belong to."""
+
+    cells: Cells
+    diagonal: Int64  # [blocks] index into problem.work
+    edges: Int64  # [tiles, 2]: query-side edge, key-side edge
+    start: Int64  # [edges + 1] into members
+    members: Int64  # tiles of each edge
+    span: Int64  # [blocks, 2]: first and end block of the sequence
+    size: Float64  # [edges]
+    work: Float64  # [tiles]
+
+
+@dataclass(frozen=True, eq=False)
+class Links:
+    """The node of every rank, and what a byte between nodes costs beside one inside."""
+
+    node: Int64
+    price: float
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """`cost` is in bytes, with a penalty that dwarfs them where a limit is missed."""
+
+    state: State
+    cost: float
+
+
+def inter_price(topology: Topology) -> float:
+    """How much longer a byte takes between nodes than inside one."""
+    if topology.nodes == 1:
+        return 1.0
+    nic_share = topology.inter.bandwidth / topology.ranks_per_node
+    return max(1.0, topology.intra.bandwidth / nic_share)
+
+
+def make_pins(problem: Problem) -> Pins:
+    """Tiles are numbered by head group, then as their cells."""
+    cells, groups, blocks = find_cells(problem), problem.num_groups, len(problem.tokens)
+    share = np.diff(problem.group_end)
+    group = np.repeat(np.arange(groups), len(cells.cell))
+    edges = np.empty((groups * len(cells.cell), 2), np.int64)
+    edges[:, 0] = np.tile(cells.q_block, groups) * groups + group
+    edges[:, 1] = (np.tile(cells.k_block, groups) + blocks) * groups + group
+    both = edges.T.ravel()
+    order = np.argsort(both, kind="stable")
+    start = starts_of(np.bincount(both, minlength=2 * blocks * groups))
+    size = np.outer(np.append(problem.q_bytes, problem.kv_bytes), share).ravel()
+    work = np.outer(share, problem.work[cells.cell]).ravel()
+    members = order % max(len(edges), 1)
+    first = problem.first_block
+    span = np.repeat(np.stack([first[:-1], first[1:]], axis=1), np.diff(first), axis=0)
+    return Pins(cells, diagonal(problem), edges, start, members, span, size, work)
+
+
+def start_from(
+    pins: Pins, problem: Problem, cell_rank: Int32, caps: Float64, links: Links
+) -> Solution:
+    """A bisected placement before repair; its cost estimates what repair will add."""
+    ranks = len(links.node)
+    edges = len(pins.size)
+    state = State(
+        edges=pins.edges,
+        start=pins.start,
+        members=pins.members,
+        size=pins.size,
+        node=links.node,
+        extra=links.price - 1.0,
+        groups=problem.num_groups,
+        work=pins.work,
+        tokens=problem.tokens,
+        span=pins.span,
+        caps=caps,
+        tile_rank=cell_rank[:, pins.cells.cell].ravel().astype(np.int64),
+        block_rank=_owners(problem, cell_rank[:, pins.diagonal], ranks),
+        pins=np.empty((edges, ranks), np.int32),
+        on_node=np.empty((edges, int(links.node[-1]) + 1), np.int32),
+        load=np.empty(ranks),
+        held=np.empty(ranks),
+    )
+    cost = count_pins(state)
+    over = (
+        np.maximum(state.load / caps[0] - 1, 0).sum()
+        + np.maximum(state.held / caps[1] - 1, 0).sum()
+    )
+    return Solution(state, cost + REPAIR_FACTOR * float(over) * max(cost, 1.0) / ranks)
+
+
+def polish(solution: Solution, max_passes: int = MAX_PASSES) -> Solution:
+    """Repairs missed limits, then moves tiles, groups of tiles and blocks while that gains; the
+    state of the solution given is used up."""
+    state = solution.state
+    repair_tokens(state, MAX_REPAIRS)
+    repair_work(state, MAX_REPAIRS)
+    improve(state, max_passes)
+    return Solution(state, cost_of(state))
+
+
+@dataclass(frozen=True, slots=True)
+class Annealing:
+    """How many moves, and from which to which temperature, in mean sizes of a hyperedge."""
+
+    max_moves: int
+    hot: float
+    cold: float
+
+
+def anneal_solution(solution: Solution, annealing: Annealing, seed: int) -> Solution:
+    """An annealed and polished copy."""
+    old = solution.state
+    copies = {name: getattr(old, name).copy() for name in CHANGING}
+    state = old._replace(**copies)
+    unit = float(state.size.mean())
+    weight = OVERLOAD * (solution.cost / len(state.load) + 8 * unit)
+    hot, cold = annealing.hot * unit, annealing.cold * unit
+    anneal(state, annealing.max_moves, hot, cold, weight, seed)
+    return polish(Solution(state, 0.0))
+
+
+def cost_of(state: State) -> float:
+    cost = total_cost(state.pins, state.on_node, state.size, state.extra)
+    over = [state.load.max() / state.caps[0], state.held.max() / state.caps[1]]
+    missed = sum(max(0.0, float(share) - 1 - 1e-9) for share in over)
+    return float(cost + missed * 1e6 * state.size.sum())
+
+
+def _owners(problem: Problem, candidates: Int32, ranks: int) -> Int64:
+    """A block lives where its diagonal tile went; where its head groups went to several ranks, on
+    the one of them with fewest tokens so far."""
+    owner: Int64 = candidates[0].astype(np.int64)
+    several = (candidates != owner).any(axis=0)
+    if not several.any():
+        return owner
+    held = np.bincount(owner[~several], problem.tokens[~several], ranks)
+    for b in np.flatnonzero(several):
+        owner[b] = candidates[np.argmin(held[candidates[:, b]]), b]
+        held[owner[b]] += problem.tokens[b]
+    return owner

@@ -1,0 +1,160 @@
+"""What static methods need at least, so that most of them need not be simulated."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from dyncp.arrays import Float64, Int64
+from dyncp.blocks import BlockGraph
+from dyncp.placement.megatron_hybrid import deal_documents, group_sizes, hybrid_shares, ring_seconds
+from dyncp.placement.solver import Degrees
+from dyncp.placement.static_layouts import Grid, contiguous_ranks, deal_loads, sequence_load
+from dyncp.placement.static_methods import METHODS, Method
+from dyncp.topology import Topology
+
+# Chunks end on whole tokens, and work inside a block is taken to be even: estimates from chunks
+# count with this share, and not at all for sequences that have few tokens per rank.
+CERTAIN, SHORT = 0.95, 8
+# Share of all pairs that causal masks allow at least.
+DENSE = 0.5
+
+
+# What a static method needs at least, from the loads of sequences alone.
+#
+# Whole sequences are dealt to groups of ranks. Methods that cut every sequence by itself give each
+# rank of a group the same chunks of all of them, so its work follows from the work of chunks; those
+# that balance chunks are at best even. How keys travel bounds the divisions, and the bytes on the
+# busiest link.
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Least shares of the batch's work and tokens on the fullest rank, the kernel calls that it
+    makes at least, and the seconds that communication takes at least: forward, per byte of a
+    token's keys and values, and per byte of a token that goes to other heads' ranks or back."""
+
+    work: float
+    tokens: float
+    calls: int
+    seconds_per_byte: float
+    swap_seconds_per_byte: float = 0.0
+
+
+class StaticBounds:
+    """Bounds of static methods for one batch; `graph` is any graph of it."""
+
+    def __init__(self, graph: BlockGraph, topology: Topology) -> None:
+        self._graph, self._topology = graph, topology
+        self._lengths, self._num_tokens = graph.batch.lengths, graph.batch.num_tokens
+        self._is_long = np.asarray(self._lengths) >= SHORT * topology.num_ranks
+        # Causal or more: the last rows of a sequence use the keys of all ranks, hop after hop.
+        self._is_dense = self._is_long.copy()
+        for pairs, rows in (whole_rows(graph, name) for name in graph.tiles):
+            self._is_dense &= pairs >= DENSE * rows**2
+        self._load = np.ascontiguousarray(sequence_load(graph)[:, ::-1])  # work, tokens
+        self._row_work = graph.row_work / max(float(graph.row_work.sum()), 1.0)
+        self._deal = cache(lambda groups: deal_loads(self._load, groups))
+        self._chunks = cache(self._chunk_work)
+
+    def of(self, degrees: Degrees) -> Bound:
+        """Of a static method with these degrees."""
+        if degrees.method not in METHODS:
+            return self._hybrid(degrees.tokens)
+        method = METHODS[degrees.method]
+        degree = degrees.ranks or self._topology.num_ranks
+        heads = degree if method.only_heads else degrees.heads or 1
+        groups = self._topology.num_ranks // degree
+        group = self._deal(groups)
+        columns = [np.bincount(group, own, groups) for own in self._load.T]
+        share = np.stack(columns, axis=1).astype(np.float64)
+        tokens = float(share[:, 1].max())
+        return Bound(
+            self._work(method, share, degree, heads),
+            tokens / degree,
+            degree // heads if method.pattern == "ring" and self._every_rank(share) else 1,
+            self._seconds_per_byte(method, tokens * self._num_tokens, degree, heads),
+            self._swap_seconds_per_byte(method, tokens * self._num_tokens, degree, heads),
+        )
+
+    def _every_rank(self, share: Float64) -> bool:
+        """Whether ranks use the keys of all ranks of their group, whichever group has most work."""
+        return bool(self._is_dense.any() if len(share) == 1 else self._is_dense.all())
+
+    def _work(self, method: Method, share: Float64, degree: int, heads: int) -> float:
+        contexts, even = degree // heads, float(share[:, 0].max()) / degree
+        if method.spread is None or contexts == 1 or not self._is_long.any():
+            return even
+        halves = 1 if method.spread is contiguous_ranks else 2
+        chunks = self._chunks(halves * contexts)
+        if halves == 2:
+            chunks = chunks[:, :contexts] + chunks[:, : contexts - 1 : -1]
+        place = self._deal(len(share))[:, None] * contexts + np.arange(contexts)
+        by_rank = np.bincount(place.ravel(), chunks.ravel())
+        return max(even, CERTAIN * float(by_rank.max()) / heads)
+
+    def _chunk_work(self, count: int) -> Float64:
+        """Share of the batch's work in each of `count` chunks of every long sequence. Blocks that
+        span chunks are shared out by length."""
+        # One running sum per sequence s, over [2 s, 2 s + 1].
+        blocks, lengths = self._graph.blocks, np.asarray(self._lengths, np.float64)
+        sequence, sums = blocks.sequence, np.cumsum(self._row_work)
+        first = np.searchsorted(sequence, np.arange(len(lengths)))
+        before = np.append(0, sums)[first]
+        ends = np.insert(
+            2 * sequence + blocks.end / lengths[sequence], first, 2 * np.arange(len(first))
+        )
+        sums = np.insert(sums - before[sequence], first, 0)
+        at = 2 * np.arange(len(lengths))[:, None] + np.arange(count + 1) / count
+        work = np.diff(np.interp(at.ravel(), ends, sums).reshape(at.shape), axis=1)
+        return np.where(self._is_long[:, None], work, 0.0)
+
+    def _hybrid(self, tokens: int | None) -> Bound:
+        ranks = self._topology.num_ranks
+        if not self._is_long.all():
+            return Bound(1 / ranks, 1 / ranks, 1, 0.0)
+        sizes = group_sizes(self._lengths, ranks, tokens)
+        first = deal_documents(self._load, sizes, ranks)
+        work, held = CERTAIN * hybrid_shares(self._load, sizes, first, ranks).max(axis=0)
+        travels = ring_seconds(self._lengths, sizes, first, self._topology)
+        return Bound(float(work), float(held), 1, travels)
+
+    def _seconds_per_byte(
+        self, method: Method, group_tokens: float, degree: int, heads: int
+    ) -> float:
+        """Per byte of one token's keys and values; a group has `group_tokens`."""
+        topology, contexts = self._topology, degree // heads
+        spans = degree > topology.ranks_per_node
+        if method.pattern == "ring":
+            # Hop after hop, over the border where a ring spans nodes.
+            crosses = spans and (not method.context_first or contexts > topology.ranks_per_node)
+            bandwidth = topology.nic_bandwidth if crosses else topology.intra.bandwidth
+            return (contexts - 1) * group_tokens / contexts / heads / bandwidth
+        if method.pattern == "all_gather" and spans:
+            # What a node does not own comes over its border, for each of its ranks or once.
+            nodes = degree / topology.ranks_per_node
+            copies = 1 if method.by_node else topology.ranks_per_node
+            return copies * group_tokens * (1 - 1 / nodes) / topology.inter.bandwidth
+        return 0.0
+
+    def _swap_seconds_per_byte(
+        self, method: Method, group_tokens: float, degree: int, heads: int
+    ) -> float:
+        """Rings of heads: what ranks own and other nodes compute with leaves over the NICs of a
+        group, and so do its results."""
+        topology = self._topology
+        if method.pattern != "ring" or heads == 1 or degree <= topology.ranks_per_node:
+            return 0.0
+        ranks = Grid.of(topology, degree, heads, method.context_first, method.name).ranks
+        node = ranks // topology.ranks_per_node
+        far = (node[..., :, None] != node[..., None, :]).mean(axis=(1, 2, 3)).min()
+        nics = max(len(np.unique(own)) for own in ranks // topology.ranks_per_nic)
+        return float(far) * group_tokens / nics / topology.nic_bandwidth
+
+
+def whole_rows(graph: BlockGraph, name: str) -> tuple[Int64, Int64]:
+    """Pairs and length of every sequence under mask `name`."""
+    tiles = graph.tiles[name]
+    lengths = np.asarray(graph.batch.lengths, np.int64)
+    pairs = np.bincount(graph.blocks.sequence[tiles.q_block], tiles.pairs, len(lengths))
+    return (pairs / len(graph.head_groups)).astype(np.int64), lengths

@@ -1,0 +1,285 @@
+"""Grid: data-parallel groups of ranks, and inside each context × head positions.
+
+Six ranks in one group with 2 heads and 3 contexts. The all-to-all over heads runs along a row, the
+ring over contexts down a column:
+
+    head-first (TransformerEngine)        context-first (LoongTrain)
+
+               head 0   head 1                       head 0   head 1
+    context 0     0        1              context 0     0        3
+    context 1     2        3              context 1     1        4
+    context 2     4        5              context 2     2        5
+
+Head-first keeps an all-to-all on neighbouring ranks and lets rings cross nodes; context-first
+keeps a ring on neighbouring ranks and lets all-to-alls cross.
+"""
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dyncp.arrays import Float64, Int64, frozen
+from dyncp.blocks import BlockGraph, TokenBlocks
+from dyncp.compiled import compiled
+from dyncp.placement.placement import Placement, Traffic
+from dyncp.topology import Topology
+
+# Data parallelism: whole sequences are dealt to groups of ranks, the heaviest first.
+
+
+def deal_sequences(graph: BlockGraph, num_groups: int) -> Int64:
+    """Group of every sequence: the longest goes first, always to the least loaded group.
+
+    A group's load is its share of the tokens or of the work, whichever is larger: the rank with
+    most tokens sets the time of everything outside attention. Loads 5 4 3 3 3 on 2 groups:
+
+        group 0: 5 3      group 1: 4 3 3
+    """
+    return deal_loads(sequence_load(graph), num_groups)
+
+
+def deal_loads(load: Float64, num_groups: int) -> Int64:
+    """As `deal_sequences`, from the shares that `sequence_load` gives."""
+    group = np.zeros(len(load), np.int64)
+    order = np.argsort(-load.max(axis=1), kind="stable")
+    deal(load, order, np.zeros((num_groups, 2)), group)
+    return group
+
+
+@compiled
+def deal(load: Float64, order: Int64, group_load: Float64, group: Int64) -> None:
+    """Deals loads in this order to groups that have `group_load` already; writes their groups."""
+    for sequence in order:
+        least, chosen = np.inf, 0
+        for g in range(len(group_load)):
+            most = max(group_load[g, 0] + load[sequence, 0], group_load[g, 1] + load[sequence, 1])
+            if most < least:
+                least, chosen = most, g
+        group[sequence] = chosen
+        for what in range(2):  # adding rows would take seconds to compile
+            group_load[chosen, what] += load[sequence, what]
+
+
+def sequence_load(graph: BlockGraph) -> Float64:
+    """Every sequence's share of the batch's tokens and work, float64[sequences, 2]."""
+    tokens = np.asarray(graph.batch.lengths, np.float64)
+    work = np.bincount(graph.blocks.sequence, graph.row_work, len(tokens))
+    return np.stack([tokens / tokens.sum(), work / max(work.sum(), 1.0)], axis=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    groups: int
+    contexts: int
+    heads: int = 1
+    context_first: bool = False
+
+    @staticmethod
+    def of(topology: Topology, degree: int, heads: int, context_first: bool, name: str) -> "Grid":
+        """Groups of `degree` ranks, `heads` of them beside each other; ValueError if impossible."""
+        ranks = topology.num_ranks
+        if degree < 1 or ranks % degree:
+            raise ValueError(
+                f"{name}: a context-parallel degree of {degree} does not divide {ranks} ranks; "
+                f"allowed are {', '.join(map(str, divisors(ranks)))}"
+            )
+        if heads < 1 or degree % heads:
+            raise ValueError(
+                f"{name}: {heads} head groups do not divide the context-parallel degree {degree}; "
+                f"allowed are {', '.join(map(str, divisors(degree)))}"
+            )
+        return Grid(ranks // degree, degree // heads, heads, context_first)
+
+    @property
+    def degree(self) -> int:
+        return self.contexts * self.heads
+
+    @property
+    def ranks(self) -> Int64:
+        """int64[groups, contexts, heads]"""
+        if self.context_first:
+            shape = (self.groups, self.heads, self.contexts)
+            return np.arange(np.prod(shape)).reshape(shape).transpose(0, 2, 1)
+        shape = (self.groups, self.contexts, self.heads)
+        return np.arange(np.prod(shape)).reshape(shape)
+
+    @property
+    def rings(self) -> tuple[tuple[int, ...], ...]:
+        """The columns of all groups: ring `group * heads + head`."""
+        columns = self.ranks.transpose(0, 2, 1).reshape(-1, self.contexts)
+        return tuple(tuple(column) for column in columns.tolist())
+
+
+def divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+# Chunks of equal length: where each block of a sequence lies among the ranks that share it.
+#
+# With 2 ranks and a causal mask (letters are ranks, rows are query chunks):
+#
+#     contiguous   A . . .       zigzag   A . . .
+#                  A A . .                B B . .
+#                  B B B .                B B B .
+#                  B B B B                A A A A
+#
+# Contiguous gives A 3 and B 7 of the tiles; zigzag, with chunks r and 2N − 1 − r on rank r, 5 each.
+
+
+def contiguous_ranks(blocks: TokenBlocks, lengths: Int64, num_ranks: int) -> Int64:
+    """Chunk of every block by its middle token; `lengths` is its sequence's, per block."""
+    middle = (blocks.start.astype(np.int64) + blocks.end) // 2
+    chunk: Int64 = middle * num_ranks // lengths
+    return chunk
+
+
+def zigzag_ranks(blocks: TokenBlocks, lengths: Int64, num_ranks: int) -> Int64:
+    """Zigzag rank of every block by its middle token; `lengths` is its sequence's, per block."""
+    chunk = contiguous_ranks(blocks, lengths, 2 * num_ranks)
+    ranks: Int64 = np.minimum(chunk, 2 * num_ranks - 1 - chunk)
+    return ranks
+
+
+def contiguous_sizes(lengths: Sequence[int], num_ranks: int) -> Int64:
+    """One block per rank."""
+    sizes: Int64 = -(-np.asarray(lengths, np.int64) // num_ranks)
+    return sizes
+
+
+def zigzag_sizes(lengths: Sequence[int], num_ranks: int) -> Int64:
+    """Two blocks per rank."""
+    return contiguous_sizes(lengths, 2 * num_ranks)
+
+
+# MagiAttention wants at least 8 chunks per rank, so that a heap can balance them. Torch deals rows
+# of one kernel tile: on 131,072 tokens and 32 ranks 32 per rank, which takes 16 times the tiles and
+# brings ptrr's compute max/mean on long-tailed documents from 1.11 to 1.01.
+CHUNKS_PER_RANK = 8
+# Rows of a kernel tile: torch's balancer deals rows of them, MagiAttention's chunks are multiples.
+ROW_MULTIPLE = 128
+
+# Chunks from which on a sequence is cut into whole ones. On 33 long-tailed documents and 32 ranks
+# the quarters bring tokens max/mean from 1.11 (magi) and 1.20 (ptrr) to 1.06 and 1.05.
+LONG = 16
+
+
+# Packed chunks: methods that cut the packed batch, not each sequence, into equally long chunks.
+#
+# A group's sequences lie behind each other; a block belongs to the chunk of its middle token, so
+# that chunks end where blocks do. Lengths 6 and 2, four chunks of 2 tokens, blocks of 2:
+#
+#     tokens  0 1 | 2 3 | 4 5 | 6 7
+#     chunk     0     1     2     3       the second sequence is chunk 3
+
+
+def packed_sizes(lengths: Sequence[int], num_ranks: int) -> Int64:
+    """Blocks of one chunk in long sequences; of a quarter in short ones, which have few blocks but
+    many of the places where chunks do not end with a block."""
+    length = np.asarray(lengths, np.int64)
+    chunk = -(-int(length.sum()) // (num_ranks * CHUNKS_PER_RANK))
+    size = np.where(length < LONG * chunk, -(-chunk // 4), chunk)
+    size = np.where(size >= ROW_MULTIPLE, -(-size // ROW_MULTIPLE) * ROW_MULTIPLE, size)
+    return np.minimum(length, size)
+
+
+def packed_chunks(graph: BlockGraph, blocks: Int64, num_ranks: int) -> Int64:
+    """Chunk of each of a group's `blocks`, CHUNKS_PER_RANK for every rank."""
+    tokens = graph.blocks.tokens[blocks].astype(np.int64)
+    middle = np.cumsum(tokens) - tokens + tokens // 2
+    chunk: Int64 = middle * (num_ranks * CHUNKS_PER_RANK) // max(int(tokens.sum()), 1)
+    return chunk
+
+
+def chunk_work(graph: BlockGraph, blocks: Int64, chunk: Int64, num_ranks: int) -> Int64:
+    work = np.bincount(chunk, graph.row_work[blocks], num_ranks * CHUNKS_PER_RANK)
+    return work.astype(np.int64)
+
+
+def heap_ranks(work: Int64, num_ranks: int) -> Int64:
+    """Rank of every chunk, heaviest first to the rank with least work; all get equally many.
+
+    Work 9 7 6 1 on two ranks: 9 to A, 7 and 6 to B, which is full then, so 1 goes to A.
+    """
+    cap = -(-len(work) // num_ranks)
+    heap = [(0, rank, 0) for rank in range(num_ranks)]  # work, rank, chunks
+    ranks = np.zeros(len(work), np.int64)
+    for chunk in np.argsort(-work, kind="stable"):
+        load, rank, count = heapq.heappop(heap)
+        ranks[chunk] = rank
+        if count + 1 < cap:
+            heapq.heappush(heap, (load + int(work[chunk]), rank, count + 1))
+    return ranks
+
+
+def snake_ranks(work: Int64, num_ranks: int) -> Int64:
+    """Rank of every chunk, dealt by falling work forwards and backwards in turn.
+
+    Work 9 7 6 1 on two ranks: A B B A.
+    """
+    turn = np.arange(len(work))
+    position, backwards = turn % num_ranks, turn // num_ranks % 2 == 1
+    ranks = np.empty(len(work), np.int64)
+    ranks[np.argsort(-work, kind="stable")] = np.where(
+        backwards, num_ranks - 1 - position, position
+    )
+    return ranks
+
+
+# Place of every block among the ranks of its group: of blocks, sequence lengths and group size, or
+# of the work of packed chunks and group size.
+Spread = Callable[[TokenBlocks, Int64, int], Int64]
+Deal = Callable[[Int64, int], Int64]
+
+
+def place_spread(graph: BlockGraph, grid: Grid, spread: Spread) -> tuple[Int64, Int64]:
+    """Group and position of every block where each sequence is cut by itself."""
+    group = deal_sequences(graph, grid.groups)[graph.blocks.sequence]
+    lengths = np.asarray(graph.batch.lengths, np.int64)[graph.blocks.sequence]
+    return group, spread(graph.blocks, lengths, grid.degree)
+
+
+def place_packed(graph: BlockGraph, grid: Grid, deal: Deal) -> tuple[Int64, Int64]:
+    """Group and position of every block where a group's packed sequences are cut into chunks."""
+    group = deal_sequences(graph, grid.groups)[graph.blocks.sequence]
+    position = np.zeros(len(group), np.int64)
+    for number in range(grid.groups):
+        blocks = np.flatnonzero(group == number)
+        chunk = packed_chunks(graph, blocks, grid.degree)
+        work = chunk_work(graph, blocks, chunk, grid.degree)
+        position[blocks] = deal(work, grid.degree)[chunk]
+    return group, position
+
+
+def on_grid(
+    graph: BlockGraph, grid: Grid, group: Int64, position: Int64, solver: str
+) -> tuple[Placement, Int64, Int64]:
+    """The placement, without traffic, and ring and home of every block and head group.
+
+    Position i of a group is context i // heads and head i % heads. A tile of head group g runs at
+    head g of its query block's context; with one head, at the query block's owner.
+    """
+    table, context = grid.ranks, position // grid.heads
+    owner = table[group, context, position % grid.heads]
+    if grid.heads == 1:
+        home = np.repeat(owner[:, None], len(graph.head_groups), axis=1)
+        ring = np.repeat(group[:, None], len(graph.head_groups), axis=1)
+    else:
+        home = table[group, context]
+        ring = group[:, None] * grid.heads + np.arange(grid.heads)
+    tile_rank = {
+        name: frozen(home[tiles.q_block, tiles.head_group]) for name, tiles in graph.tiles.items()
+    }
+    ranks = grid.groups * grid.degree
+    return Placement(ranks, frozen(owner), tile_rank, solver, static=True), ring, home
+
+
+def traffic_on(grid: Grid, pattern: str, ring: Int64, home: Int64) -> Traffic:
+    return Traffic(pattern, grid.rings, frozen(ring), frozen(home))
+
+
+def nodes_of(topology: Topology) -> Int64:
+    """Node of every rank."""
+    node: Int64 = np.arange(topology.num_ranks) // topology.ranks_per_node
+    return node
