@@ -54,7 +54,7 @@ def find_candidates(task: Task, methods: Sequence[str], tell: Tell) -> dict[str,
     for names, candidate in static_splits(
         task, static, lambda name: tell(f"planning with {name} ...")
     ):
-        seconds = task.simulate(candidate).step_seconds
+        seconds = candidate.simulated.step_seconds
         for name in names:
             if seconds < best.get(name, float("inf")):
                 best[name], found[name] = seconds, candidate
@@ -273,7 +273,7 @@ def bench_ranks(setting: AttentionSetting, tell: Tell = lambda _: None) -> dict[
     found = {}
     for name, candidate in find_candidates(setting.task, setting.methods, tell).items():
         tell(f"{name}: {setting.topology.num_ranks} ranks ...")
-        plan = candidate.lower(setting.task.config.layout)
+        plan = candidate.assemble(setting.task.config.layout)
         simulated = simulate_plan(plan, setting.topology, setting.cost)
         measured = time_step(executor.prepare(plan), setting)
         predicted = {

@@ -15,7 +15,6 @@ from dyncp.masks import MaskFunction
 from dyncp.placement import Limits, static_candidates
 from dyncp.planner import Candidate, Task
 from dyncp.samplers import sample_lengths
-from dyncp.simulate import Simulated
 from dyncp.topology import Topology, preset
 
 DATA = Path(__file__).parent / "data"
@@ -83,11 +82,10 @@ class Static:
 
     name: str
     candidate: Candidate
-    simulated: Simulated
 
     @property
     def seconds(self) -> float:
-        return self.simulated.step_seconds
+        return self.candidate.simulated.step_seconds
 
     @property
     def method(self) -> str:
@@ -102,8 +100,7 @@ class Static:
 def run_statics(task: Task) -> Iterator[Static]:
     """Every static method with every split."""
     for solver in static_candidates(task.batch.lengths, task.shape, task.topology):
-        candidate = task.schedule(task.place(solver))
-        yield Static(solver.name, candidate, task.simulate(candidate))
+        yield Static(solver.name, task.follow(task.place(solver)))
 
 
 def paper_baselines(statics: Sequence[Static], num_ranks: int | None = None) -> list[Static]:

@@ -41,7 +41,7 @@ from dyncp.calibrate.timing import Noise, Repeats, Run
 from dyncp.cost import CostModel, ModelConfig
 from dyncp.executor import DCPExecutor, attention
 from dyncp.plan import Plan, RankPlan
-from dyncp.planner import Task, choose, lower_choice
+from dyncp.planner import Task, assemble_choice, choose
 
 logger = logging.getLogger(__name__)
 
@@ -226,7 +226,7 @@ def _plan_all(setting: LayersSetting, tell: Tell) -> list[RankCase]:
     cases: list[RankCase] = []
     for names, task in setting.tasks.items():
         tell(f"{names[0]}, {names[1]}: planning ...")
-        plan = lower_choice(task, choose(task))
+        plan = assemble_choice(task, choose(task))
         cases += rank_cases(names, task.batch, plan, task.cost, setting.ranks)
     return cases
 

@@ -33,8 +33,7 @@ from dyncp.cost import CostModel, Profile
 from dyncp.placement import Limits, find_solver, static_candidates
 from dyncp.plan import Layout, Op, Plan
 from dyncp.plan.codec import encode_part
-from dyncp.planner import Candidate, Task, choose
-from dyncp.planner.candidate import Placed
+from dyncp.planner import Candidate, Placed, Task, choose
 from dyncp.planner.search import search_divisions
 from dyncp.simulate import AttentionTimes, simulate_plan
 from dyncp.topology import Link, Topology
@@ -221,7 +220,7 @@ def make_plans(case: Case, topology: Topology, profile: Profile) -> list[Predict
 
     found: dict[str, Predicted] = {}
     for name, candidate in _candidates(task):
-        plan = candidate.lower(Layout())
+        plan = candidate.assemble(Layout())
         if plan.digest not in found:
             static = candidate.placement.static
             found[plan.digest] = _predict(name, static, plan, topology, cost)
@@ -238,7 +237,7 @@ def _candidates(task: Callable[..., Task]) -> Iterator[tuple[str, Candidate]]:
         placed = plain.place(find_solver(name), Limits(0.1, 0.2))
         yield from _dynamic(plain, name, placed)
     statics = static_candidates(plain.batch.lengths, plain.shape, plain.topology)
-    scheduled = [plain.schedule(plain.place(solver)) for solver in statics]
+    scheduled = [plain.follow(plain.place(solver)) for solver in statics]
     best = min(scheduled, key=lambda one: plain.simulate(one).step_seconds)
     yield from _dynamic(plain, best.placement.solver, best.placed)
     for candidate in scheduled:

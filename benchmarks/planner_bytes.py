@@ -31,7 +31,7 @@ from dyncp import Batch, PlannerConfig
 from dyncp.blocks import BlockGraph, build_graph
 from dyncp.cli.plan import describe_traffic
 from dyncp.placement import SOLVERS, Placement, Solver, find_remote_uses, measure_balance
-from dyncp.planner import choose, lower_choice
+from dyncp.planner import assemble_choice, choose
 from dyncp.topology import Topology, preset
 
 EFFORTS = {"fast": "bisection_bytes", "quality": "bisection_bytes_quality"}
@@ -148,7 +148,7 @@ def plan(sample: str, mask: str, nodes: int) -> Numbers:
     start = process_time()
     task = make_task(batch, CONFIG, topology)
     choice = choose(task)
-    lower_choice(task, choice)
+    assemble_choice(task, choice)
     seconds = process_time() - start
     candidate = choice.candidate
     forward = [schedule for schedule, _ in candidate.schedules.values()]

@@ -28,7 +28,7 @@ from benchmarks.cases import LISTS, MASKS, TOKENS, Case, cluster, make_task
 from dyncp import Batch, PlannerConfig, masks
 from dyncp.masks import count_tile_pairs
 from dyncp.plan import encode_part
-from dyncp.planner import choose, lower_choice
+from dyncp.planner import assemble_choice, choose
 from dyncp.verify import check_plan
 
 TOKENS_PER_RANK = 4096
@@ -80,7 +80,7 @@ def time_plan(case: Case, nodes: int = 4) -> Times:
     task = make_task(batch, topology=cluster(nodes))
     choice = choose(task)
     marks.append(process_time())
-    lower_choice(task, choice)
+    assemble_choice(task, choice)
     marks.append(process_time())
     tiles = sum(map(len, choice.candidate.graph.tiles.values()))
     stages = (after - before for before, after in pairwise(marks))
@@ -191,7 +191,7 @@ def time_plans() -> None:
         for solver in ("owner_computes", "bisection", "zigzag"):
             task = make_task(batch, PlannerConfig(solver))
             choice = choose(task)
-            plan, candidate = lower_choice(task, choice), choice.candidate
+            plan, candidate = assemble_choice(task, choice), choice.candidate
             simulated = best(lambda task=task, made=candidate: task.simulate(made))
             checked = best(lambda plan=plan, batch=batch: check_plan(plan, batch), 1)
             largest = max(len(encode_part(part)) for part in plan.parts)

@@ -17,11 +17,11 @@ from time import perf_counter
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-ATTACH, FUNCTIONS, LAYERS, OTHER_LAYERS, TRAINER = (
+ATTACH, FUNCTIONS, LAYERS, TRAINER = (
     f"src/dyncp/integrations/transformers/{name}.py"
-    for name in ("attach", "functions", "layers", "other_layers", "trainer")
+    for name in ("attach", "functions", "layers", "trainer")
 )
-LOSS = "src/dyncp/dataloader/loss.py"
+LOSS = "src/dyncp/dataloader/local_fields.py"
 ONE, MANY, UNTESTED = (
     f"tests/integrations/test_{name}.py"
     for name in ("transformers", "transformers_ranks", "untested_models")
@@ -151,7 +151,7 @@ ERRORS = [
     ),
     Error(
         "the auxiliary loss of this rank's tokens",
-        OTHER_LAYERS,
+        FUNCTIONS,
         "everywhere = torch.ops.dyncp.sum_of_ranks(step.number, choices.detach())",
         "everywhere = choices.detach()",
         MANY,
@@ -159,7 +159,7 @@ ERRORS = [
     ),
     Error(
         "the auxiliary loss twice",
-        OTHER_LAYERS,
+        FUNCTIONS,
         "setattr(model, COEFFICIENT, 0.0)",
         "pass",
         ONE,
@@ -167,7 +167,7 @@ ERRORS = [
     ),
     Error(
         "a stale step with as many rows",
-        "src/dyncp/integrations/frameworks.py",
+        "src/dyncp/integrations/__init__.py",
         "elif not torch.equal(batch, own):",
         "elif False:",
         ONE,
@@ -224,8 +224,8 @@ ERRORS = [
     Error(
         "windows that count rows over branches",
         "src/dyncp/masks/mask.py",
-        "if mask.length == window.length and reach_other_runs",
-        "if False and reach_other_runs",
+        "if mask.length == window.length and _attends_other_runs",
+        "if False and _attends_other_runs",
         "tests/masks/test_within.py",
         "window_of_rows",
     ),
@@ -312,7 +312,7 @@ ERRORS = [
     Error(
         "untested models are not compared",
         ATTACH,
-        "parity.check(attached.masks(causal))",
+        "_check_parity(attached, documents, expected)",
         "pass",
         UNTESTED,
         "mixes_rows",

@@ -5,7 +5,7 @@ from dataclasses import replace
 from dyncp import AttentionShape, Batch, Plan, PlannerConfig, Topology
 from dyncp.cost import CostModel, find_profile
 from dyncp.placement import find_solver
-from dyncp.planner import Cut, place_batch
+from dyncp.planner import Task
 from dyncp.schedule import Pace
 
 # Times the FLOP/s of p4de: slow links leave room for all phases, fast ones for few.
@@ -33,9 +33,5 @@ def plan_paced(
     rate: float = SLOW_LINKS,
 ) -> Plan:
     """Like `plan_batch`, with schedules for all of the nodes and these rates."""
-    cut = Cut(config.block_size, config.head_groups or 1)
-    solver = find_solver(config.solver)
-    placed = place_batch(solver, batch, topology, shape, config.limits, cut=cut, seed=config.seed)
-    pace = pace_of(topology, shape, rate)
-    candidate = placed.schedule(config.divisions, pace, forward_only=config.forward_only)
-    return candidate.lower(config.layout)
+    task = Task.of(batch, topology, shape, config, pace_of(topology, shape, rate).cost)
+    return task.follow(task.place(find_solver(config.solver))).assemble(config.layout)

@@ -14,8 +14,8 @@ import logging
 logging.basicConfig()
 {before}
 import numpy as np
-from dyncp.masks import find_runs, join_ranges
-print(find_runs(join_ranges([np.arange(8, dtype=np.int32).reshape(4, 1, 2)])).start.tolist())
+from dyncp.masks import find_runs
+print(find_runs([np.arange(8, dtype=np.int32).reshape(4, 1, 2)]).start.tolist())
 """
 NO_PLACE = "import numba.core.caching as c; c.CacheImpl._locator_classes = []"
 FULL = """

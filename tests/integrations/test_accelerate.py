@@ -111,7 +111,7 @@ def accelerator():
 
 def test_what_accelerate_would_deal_out_or_divide_is_refused(accelerator):
     model = make_model("llama")
-    with pytest.raises(ValueError, match="torch DataLoader, which Accelerate would give every"):
+    with pytest.raises(ValueError, match="torch DataLoader, from which Accelerate would give"):
         accelerator.prepare(torch.utils.data.DataLoader([1, 2]))
     with pytest.raises(ValueError, match="LlamaForCausalLM with attention 'sdpa': call attach"):
         accelerator.prepare(model)

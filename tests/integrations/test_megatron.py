@@ -75,7 +75,7 @@ def train(cp, tp, start):
 
 def all_meshes(rank, start):
     parallel_state.initialize_model_parallel(context_parallel_size=2)
-    with pytest.raises(ValueError, match="Megatron's own context parallelism has 2 ranks"):
+    with pytest.raises(ValueError, match="Megatron's context_parallel_size is 2, which"):
         plan_mesh()
     parallel_state.destroy_model_parallel()
     return {name: train(*sizes, start) for name, sizes in MESHES.items()}
@@ -192,7 +192,7 @@ def test_rotary_angles_are_megatrons_own_at_the_positions_of_rows(megatron, inte
         ({"packed_seq_params": None}, "packed_seq_params is NoneType; expected the step"),
         ({"attention_mask": torch.ones(1)}, "got an attention mask or bias; plans have the masks"),
         ({"input_ids": torch.zeros(1, 8, dtype=torch.int64)}, "8 tokens|size"),
-        ({"input_ids": torch.zeros(2, 192, dtype=torch.int64)}, "got 2 rows of tokens|size"),
+        ({"input_ids": torch.zeros(2, 192, dtype=torch.int64)}, "batch size of 2|size"),
     ],
 )
 def test_a_model_without_its_step_or_rows_is_refused(megatron, wrong, message):

@@ -179,7 +179,7 @@ def test_compiled_layers_are_whole_graphs_that_serve_all_batches():
         ({"positions": None}, "got no positions: RoPE would take the place"),
         ({"positions": torch.zeros(1, 8, dtype=torch.int64)}, "local data have 8 rows"),
         ({"tokens": torch.zeros(1, 8, dtype=torch.int64)}, "shape|size"),
-        ({"tokens": torch.zeros(2, 192, dtype=torch.int64)}, "the model got 2 rows of tokens"),
+        ({"tokens": torch.zeros(2, 192, dtype=torch.int64)}, "the model got a batch size of 2"),
     ],
 )
 def test_a_model_without_its_step_positions_or_rows_is_refused(wrong, message):
@@ -216,7 +216,7 @@ def test_windows_sinks_masks_of_models_and_other_attention_are_refused():
 
 def test_torchtitans_own_context_parallelism_and_pipelines_are_refused():
     sizes = {"dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1, "pp": 1}
-    with pytest.raises(ValueError, match="context_parallel_degree is 2: it would cut rows"):
+    with pytest.raises(ValueError, match="context_parallel_degree is 2, which does not work"):
         plan_mesh(SimpleNamespace(**sizes | {"cp": 2}))
     with pytest.raises(ValueError, match="pipeline_parallel_degree is 2"):
         plan_mesh(SimpleNamespace(**sizes | {"pp": 2}))

@@ -145,9 +145,9 @@ def llama():
 CALLS = {
     "attention_mask": (
         {"attention_mask": torch.ones(1, 3)},
-        "called with attention_mask: plans have the masks, and the loader leaves padding out",
+        "called with attention_mask: masks come with the plan, and the loader removes padding",
     ),
-    "scores": ({"output_attentions": True}, "called with output_attentions: scores are not kept"),
+    "scores": ({"output_attentions": True}, "called with output_attentions: attention scores"),
     "cache": ({"use_cache": True}, "called with use_cache"),
     "last logits": ({"logits_to_keep": 1}, "the last rows of a rank are not the last tokens"),
     "unknown": ({"token_type_ids": torch.ones(1, 3)}, "called with token_type_ids"),
@@ -173,7 +173,7 @@ def test_local_data_of_another_batch_are_refused_also_with_as_many_rows(llama):
         model(**other, dyncp_step=step)
     short = {name: value[:, :-8] if value.ndim == 2 else value for name, value in data.items()}
     short.pop("batch_fingerprint")
-    with pytest.raises(ValueError, match="are of different batches, or not this rank's"):
+    with pytest.raises(ValueError, match="are of different batches, or of another rank"):
         model(**short, dyncp_step=step)
 
 

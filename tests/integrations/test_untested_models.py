@@ -134,7 +134,7 @@ def test_a_model_of_the_users_that_mixes_rows_is_refused_and_left_as_it_was(kind
 def test_layers_that_do_not_hand_the_step_on_are_named():
     options = {name: value for name, value in SIZES.items() if name != "pad_token_id"}
     model = transformers.StableLmForCausalLM(transformers.StableLmConfig(**options))
-    with pytest.raises(ValueError, match=r"StableLm\w*Attention got no step.*do not hand keywords"):
+    with pytest.raises(ValueError, match=r"StableLm\w*Attention got no step.*do not pass keywords"):
         attach(model, untested=True)
 
 
@@ -160,7 +160,7 @@ def test_a_model_without_weights_is_not_compared_and_says_so(caplog):
         model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES))
     with caplog.at_level(logging.WARNING):
         attach(model, untested=True)
-    assert "Qwen2ForCausalLM has no weights yet, and was not compared" in caplog.text
+    assert "Qwen2ForCausalLM has no weights yet, so it was not compared" in caplog.text
 
 
 def test_a_rope_that_only_a_module_knows_gets_the_largest_position_too():

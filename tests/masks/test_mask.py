@@ -85,7 +85,7 @@ def test_default_positions_and_targets_are_resolved_and_stored_as_none():
         ([[[0.0, 1.0]]], "dtype float64; they must be integers"),
         ([[[False, True]]], "dtype bool"),
         ([[[0, 1]], [[2, 1]]], r"range 0 of token 1 is \[2, 1\).*backwards"),
-        ([[[0, 1]], [[-1, 1]]], r"range 0 of token 1 is \[-1, 1\).*leaves.*end <= 2"),
+        ([[[0, 1]], [[-1, 1]]], r"range 0 of token 1 is \[-1, 1\).*leaves.*inside \[0, 2\)"),
         ([[[0, 1]], [[0, 3]]], r"range 0 of token 1 is \[0, 3\).*leaves"),
         (np.array([[[0, 2**33]]]), "leaves the sequence"),
         ([[[0, 1], [0, 2]]] * 2, r"range 1 of token 0 is \[0, 2\).*overlaps"),
@@ -107,7 +107,7 @@ def test_bad_ranges_are_refused_with_their_place(ranges, message):
         ({"positions": [0.5, 1.0]}, "positions have dtype float64"),
         ({"positions": [3, -1]}, r"positions\[1\] is -1"),
         ({"positions": [3, 2**31]}, r"positions\[1\] is 2147483648"),
-        ({"targets": [1, 2]}, r"targets\[1\] is 2; allowed.*0 to 1, or -1"),
+        ({"targets": [1, 2]}, r"targets\[1\] is 2; it must be -1 \(no target\) or 0 to 1"),
         ({"targets": [-2, 1]}, r"targets\[0\] is -2"),
     ],
 )

@@ -123,7 +123,7 @@ def test_any_use_of_the_head_index_is_refused_without_torch(no_torch, use):
 @pytest.mark.parametrize(
     ("mod", "message"),
     [
-        (lambda b, h, q, k: q - k, "returned int64; allowed are booleans"),
+        (lambda b, h, q, k: q - k, "returned int64; it must return a boolean"),
         (lambda b, h, q, k: torch.ones(3, dtype=bool), r"returned shape \(3,\) for q \(5, 1\)"),
     ],
 )

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dyncp import masks
-from dyncp.masks import count_batch_tile_pairs, count_tile_pairs, find_runs, join_ranges, list_tiles
+from dyncp.masks import count_batch_tile_pairs, count_tile_pairs, find_runs, list_tiles
+from dyncp.masks.pairs import join_ranges
 from strategies import masks_of
 
 
@@ -25,9 +26,8 @@ def test_the_example_of_the_docstring_is_right():
 
 
 def test_tiles_are_listed_through_all_sequences():
-    q_block, k_block, pairs = list_tiles(
-        find_runs(join_ranges([masks.causal(5).ranges, masks.full(2).ranges])), [2, 1]
-    )
+    runs = find_runs([masks.causal(5).ranges, masks.full(2).ranges])
+    q_block, k_block, pairs = list_tiles(runs, [2, 1])
     assert q_block.tolist() == [0, 1, 1, 2, 2, 2, 3, 3, 4, 4]
     assert k_block.tolist() == [0, 0, 1, 0, 1, 2, 3, 4, 3, 4]
     assert pairs.tolist() == [3, 4, 3, 2, 2, 1, 1, 1, 1, 1]
@@ -54,7 +54,7 @@ def test_a_batch_counts_like_its_sequences(data, sequences):
 def test_tiles_of_joined_sequences_are_those_of_each(data, sequences):
     drawn = [data.draw(masks_of(length)) for length, _ in sequences]
     sizes = [size for _, size in sequences]
-    q_block, k_block, pairs = list_tiles(find_runs(join_ranges([m.ranges for m in drawn])), sizes)
+    q_block, k_block, pairs = list_tiles(find_runs([m.ranges for m in drawn]), sizes)
     counts = [count_tile_pairs(mask, size) for mask, size in zip(drawn, sizes, strict=True)]
     blocks = sum(map(len, counts))
     matrix, first = np.zeros((blocks, blocks), np.int64), 0
@@ -68,9 +68,14 @@ def test_tiles_of_joined_sequences_are_those_of_each(data, sequences):
 
 def test_sequences_that_are_joined_in_several_pieces_keep_their_order():
     lengths = [50_000, 3, 20_000, 70_000, 7, 1]
-    joined = join_ranges([masks.causal(length).ranges for length in lengths])
-    assert [own.lengths.tolist() for own in joined] == [[50_000, 3], [20_000], [70_000], [7, 1]]
-    runs = find_runs(joined)
+    ranges = [masks.causal(length).ranges for length in lengths]
+    assert [own.lengths.tolist() for own in join_ranges(ranges)] == [
+        [50_000, 3],
+        [20_000],
+        [70_000],
+        [7, 1],
+    ]
+    runs = find_runs(ranges)
     assert runs.lengths.tolist() == lengths
     assert runs.start.tolist() == [0] * 6
     assert runs.base.tolist() == [[[0, 1]]] * 6
@@ -93,7 +98,7 @@ def test_long_sequences_do_not_overflow():
 
 
 def test_bad_block_sizes_are_refused():
-    with pytest.raises(ValueError, match="block size 1 is 0; allowed is at least 1"):
+    with pytest.raises(ValueError, match="block_size is 0; at least 1"):
         count_batch_tile_pairs([masks.causal(3)] * 2, [1, 0])
-    with pytest.raises(ValueError, match="2 masks need as many block sizes, not 1"):
+    with pytest.raises(ValueError, match="2 masks need as many block sizes; got 1"):
         count_batch_tile_pairs([masks.causal(3)] * 2, [1])

@@ -109,9 +109,9 @@ def test_another_length_or_weighting_is_refused():
 @pytest.mark.parametrize(
     ("targets", "branches", "message"),
     [
-        ([1, 2, -1], [[0, 1], [0, 2]], "and -1 in targets"),
-        ([-1, 2, -1], [[0, 1], [0, 3]], "reach token 3"),
-        ([-1, 2, -1], [[0, 1], [0, 1]], "each once"),
+        ([1, 2, -1], [[0, 1], [0, 2]], "have -1 in targets"),
+        ([-1, 2, -1], [[0, 1], [0, 3]], "values 0 to 3.*the 3 tokens"),
+        ([-1, 2, -1], [[0, 1], [0, 1]], "targets there once"),
         ([-1, 2, -1], [0, 1], r"shape \[n, 2\]"),
     ],
 )

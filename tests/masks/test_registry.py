@@ -34,7 +34,7 @@ def test_parameters_follow_a_colon(text, expected):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("casual", "no mask 'casual'; choices: causal, full, .*streaming_llm"),
+        ("casual", "no mask 'casual'; choices: block_causal, causal, .*streaming_llm"),
         ("", "no mask ''; choices"),
         ("sliding_window:", "'' is not key=value"),
         ("sliding_window:512", "'512' is not key=value"),

@@ -18,7 +18,7 @@ from dyncp import (
     plan_batch,
 )
 from dyncp.blocks import Direction, build_blocks
-from dyncp.masks import find_runs, join_ranges
+from dyncp.masks import find_runs
 from dyncp.placement import Limits
 from dyncp.plan import Layout, Op, Payload
 from dyncp.plan.row_ranges import build_row_runs
@@ -35,7 +35,7 @@ SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 def test_row_runs_expand_to_the_masks_ranges(data, length, size):
     chosen = [data.draw(masks_of(n)) for n in (length, 7)]
     blocks = build_blocks([length, 7], [size, 3])
-    runs = build_row_runs(find_runs(join_ranges([mask.ranges for mask in chosen])), blocks)
+    runs = build_row_runs(find_runs([mask.ranges for mask in chosen]), blocks)
     for index, (sequence, start, end) in enumerate(blocks[i] for i in range(len(blocks))):
         ranges = runs.expand(index, start, end)
         dense = np.zeros((end - start, chosen[sequence].length), bool)
@@ -48,7 +48,7 @@ def test_row_runs_expand_to_the_masks_ranges(data, length, size):
 def test_builtin_masks_take_a_few_runs_per_block():
     blocks = build_blocks([4096], [1024])
     for mask, most in ((masks.causal(4096), 4), (masks.lambda_shaped(4096, window=300), 8)):
-        assert len(build_row_runs(find_runs(join_ranges([mask.ranges])), blocks)) <= most
+        assert len(build_row_runs(find_runs([mask.ranges]), blocks)) <= most
 
 
 @settings(max_examples=200, deadline=None)

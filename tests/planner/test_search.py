@@ -42,8 +42,8 @@ def make_task(lengths, mask="causal", ranks=(2, 2), model=None, **options) -> Ta
 
 def static_times(task: Task) -> dict[str, float]:
     solvers = static_candidates(task.batch.lengths, SHAPE, task.topology)
-    candidates = {solver.name: task.schedule(task.place(solver)) for solver in solvers}
-    return {name: task.simulate(own).step_seconds for name, own in candidates.items()}
+    found = {solver.name: task.follow(task.place(solver)) for solver in solvers}
+    return {name: candidate.simulated.step_seconds for name, candidate in found.items()}
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
@@ -117,7 +117,7 @@ def test_bounds_of_static_methods_are_never_above_what_is_simulated(
     bounds, least = StaticBounds(graph, task.topology), StaticSeconds(task, graph)
     for solver in solvers:
         placed = task.place(solver)
-        seconds = task.simulate(task.schedule(placed)).step_seconds
+        seconds = task.follow(placed).simulated.step_seconds
         bound = bounds.of(solver.degrees)
         assert least.of(bound, task.block_sizes(solver)) <= seconds * (1 + 1e-9), solver.name
         assert placed_seconds(task, placed) <= seconds * (1 + 1e-9), solver.name
@@ -255,7 +255,7 @@ def test_on_slow_networks_moves_find_what_no_method_has(network, mask):
     assert found.candidate.placement.solver == "improved"
     best = min(static_times(task).values())
     assert found.simulated.step_seconds < 0.9 * best
-    check_plan(found.candidate.lower(task.config.layout), task.batch)
+    check_plan(found.candidate.assemble(task.config.layout), task.batch)
 
 
 @pytest.mark.parametrize("network", SLOW_NETWORKS)

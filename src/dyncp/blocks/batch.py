@@ -10,7 +10,7 @@ import numpy as np
 
 from dyncp.arrays import Int64, starts_of
 from dyncp.checks import MOST_TOKENS, instance_of, whole_number
-from dyncp.masks import LinearRanges, Mask, find_runs, join_ranges, positions_and_targets
+from dyncp.masks import LinearRanges, Mask, find_runs, positions_and_targets
 
 DEFAULT_MASK = "default"
 
@@ -84,8 +84,7 @@ class Batch:
     def runs(self) -> dict[str, LinearRanges]:
         """Key ranges of all sequences, by mask name."""
         return {
-            name: find_runs(join_ranges([mask.ranges for mask in masks]))
-            for name, masks in self.masks.items()
+            name: find_runs([mask.ranges for mask in masks]) for name, masks in self.masks.items()
         }
 
     def __getstate__(self) -> dict[str, Any]:

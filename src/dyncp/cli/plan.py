@@ -14,7 +14,7 @@ from dyncp.cli import arguments
 from dyncp.cli.arguments import Progress, option
 from dyncp.placement import static_candidates
 from dyncp.plan import save_plan
-from dyncp.planner import Candidate, Choice, Task, choose, lower_choice
+from dyncp.planner import Candidate, Choice, Task, assemble_choice, choose
 from dyncp.schedule import Schedule
 from dyncp.topology import Topology
 
@@ -62,7 +62,7 @@ def run(args: Namespace) -> int:
         result["baselines"] = {}
         for static in static_candidates(batch.lengths, cost.shape, topology):
             progress.say(f"comparing with {static.name} ...")
-            other = task.schedule(task.place(static))
+            other = task.follow(task.place(static))
             result["baselines"][static.name] = describe_candidate(other, task)
     print(json.dumps(result) if args.json else _text(result))
     return 0
@@ -71,7 +71,7 @@ def run(args: Namespace) -> int:
 def _lower(args: Namespace, task: Task, choice: Choice, start: float) -> dict[str, Any]:
     """Lowers the choice; planning began at process time `start`."""
     before, candidate = process_time(), choice.candidate
-    plan = lower_choice(task, choice)
+    plan = assemble_choice(task, choice)
     end = process_time()
     seconds = dict(candidate.cpu_seconds) | {"lower": end - before, "total": end - start}
     if args.save:
@@ -122,7 +122,7 @@ def _row(name: str, numbers: dict[str, Any]) -> str:
 
 def describe_candidate(candidate: Candidate, task: Task) -> dict[str, Any]:
     """Solver, sizes, traffic, balance and simulated times."""
-    simulated, topology = task.simulate(candidate), task.topology
+    simulated, topology = candidate.simulated, task.topology
     forward, backward = zip(*candidate.schedules.values(), strict=True)
     return {
         "solver": candidate.placement.solver,

@@ -253,7 +253,7 @@ def run_batch(batch: Batch, setting: Setting, tell: Callable[[str], None]) -> di
                 best[method] = (outcome, candidate)
     return {
         method: replace(
-            outcome, workspace_bytes=candidate.lower(setting.config.layout).memory().peak
+            outcome, workspace_bytes=candidate.assemble(setting.config.layout).memory().peak
         )
         for method, (outcome, candidate) in best.items()
     }
@@ -269,7 +269,7 @@ def static_splits(
     splits = static_candidates(task.batch.lengths, task.shape, task.topology, tuple(methods))
     for index, solver in enumerate(splits):
         tell(solver.name)
-        candidate = task.schedule(task.place(solver))
+        candidate = task.follow(task.place(solver))
         yield methods if index == 0 else [solver.name.partition("/")[0]], candidate
 
 

@@ -1,1 +1,87 @@
-"""Training frameworks: thin files over loader and executor. Nothing is imported from here."""
+"""Integrations with frameworks, and what they share: checks that a model got its step and the local
+data of the same batch, and the mesh that loader and executor use."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from dyncp.checks import instance_of
+from dyncp.dataloader.local_fields import LISTED, fingerprint_tensor
+from dyncp.executor import Step
+
+
+def checked_step(name: str, given: Any, kind: type[Any]) -> Any:
+    """The argument `name` of a layer, which carries the step; ValueError for anything else."""
+    call = "model(**model_inputs(local_data, executor.prepare(plan)))"
+    instance_of(name, given, kind, f"the step of this batch: call {call}")
+    return given
+
+
+def check_batch(step: Step, positions: Tensor, batch: Tensor | None) -> None:
+    """Raises ValueError where `positions` [1, rows] and the fingerprint `batch` (None: unknown) of
+    local data are not those of the step."""
+    if batch is not None:
+        own = fingerprint_tensor(step.fingerprint)
+        if batch.is_cuda:  # not waited for
+            torch._assert_async((batch == own.to(batch.device, non_blocking=True)).all())
+        elif not torch.equal(batch, own):
+            raise ValueError(
+                "local data and step are of different batches: prepare the plan that the loader "
+                "yielded together with this local data"
+            )
+    if positions.shape[1] != step.num_rows:
+        raise ValueError(
+            f"local data have {positions.shape[1]} rows and the step's plan {step.num_rows}: they "
+            "are of different batches, or of another rank"
+        )
+
+
+def check_one_row(batch_size: int) -> None:
+    """Raises ValueError unless a model got tokens [1, rows], as local data have them."""
+    if batch_size != 1:
+        raise ValueError(f"the model got a batch size of {batch_size}; local data have 1")
+
+
+def check_single_targets(local_data: Mapping[str, Tensor], hint: str) -> None:
+    """For frameworks whose losses take one target per token; `hint` says what to do instead."""
+    if any(name in local_data for name in LISTED):
+        raise ValueError(
+            "the batch has tokens with several targets or weights (prefix trees), but this "
+            f"framework's losses take one target per token; {hint} with dyncp.next_token_loss"
+        )
+
+
+def check_processes(who: str, seen: int) -> None:
+    """Raises ValueError unless a framework runs as many processes as torch.distributed."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if seen != ranks:
+        raise ValueError(
+            f"{who} runs {seen} process{'' if seen == 1 else 'es'} and torch.distributed {ranks}: "
+            "every rank would train on its own gradients; start it with torchrun or accelerate "
+            "launch"
+        )
+
+
+def check_own_parallelism(sizes: Mapping[str, int]) -> None:
+    """Refuses a framework's own context and pipeline parallelism, by setting."""
+    for setting, size in sizes.items():
+        if size > 1:
+            raise ValueError(
+                f"{setting} is {size}, which does not work with plans: they have cut the sequences "
+                "already, and ranks get different numbers of rows. Set it to 1; its ranks then "
+                "become data-parallel ranks"
+            )
+
+
+def make_mesh(device_type: str, data_ranks: int, tensor_ranks: int, cp: int | None) -> DeviceMesh:
+    """The mesh (dp, cp, tp), with tensor-parallel ranks next to each other. `cp` of `data_ranks`
+    ranks run a plan together (None: all); the others are replicas."""
+    cp = data_ranks if cp is None else cp
+    if cp < 1 or data_ranks % cp:
+        raise ValueError(f"cp is {cp}; it must divide the {data_ranks} data-parallel ranks")
+    sizes = (data_ranks // cp, cp, tensor_ranks)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=("dp", "cp", "tp"))

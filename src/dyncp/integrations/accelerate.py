@@ -13,26 +13,26 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dyncp.dataloader import DCPDataLoader, undo_gradient_average
-from dyncp.integrations.frameworks import check_processes
+from dyncp.integrations import check_processes
 from dyncp.integrations.transformers.functions import NAME
 
-WAYS = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")  # that average gradients, or have one rank
+SUPPORTED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")  # one rank, or averaged gradients
 
 
 class AcceleratorMixin:
-    """Goes before Accelerator. Accelerate takes each process to have batches of its own: it deals
+    """Put it before Accelerator. Accelerate assumes that each process has its own batches: it deals
     them out, averages gradients, divides losses by the accumulated batches and steps schedulers
-    once for every process. Here all ranks share one batch, and losses are shares of the step's."""
+    once per process. Here all ranks share one batch, and losses are shares of the step's."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._loader: DCPDataLoader | None = None
         accelerator: Any = self
         found = accelerator.distributed_type.value
-        if found not in WAYS:
+        if found not in SUPPORTED:
             raise ValueError(
-                f"Accelerate runs {found}; with dyncp it runs {', '.join(WAYS)}, whose averages of "
-                "gradients it can undo"
+                f"Accelerate's distributed type is {found}; dyncp supports {', '.join(SUPPORTED)}, "
+                "whose gradient averages it can undo"
             )
         other = accelerator.parallelism_config
         if other is not None and (other.cp_enabled or other.sp_enabled):
@@ -42,7 +42,7 @@ class AcceleratorMixin:
             )
 
     def prepare(self, *objects: Any, **options: Any) -> Any:
-        """Accelerate's; the loader is returned unchanged; attach models before."""
+        """Accelerate's `prepare`; it returns the loader unchanged. Attach models before."""
         for given in objects:
             self._check(given)
         found: Any = super().prepare(*objects, **options)  # type: ignore[misc]
@@ -52,8 +52,8 @@ class AcceleratorMixin:
         accelerator: Any = self
         if isinstance(given, DataLoader):
             raise ValueError(
-                "prepare got a torch DataLoader, which Accelerate would give every rank other "
-                "batches of; ranks share them under dyncp: prepare attached.loader(dataset, mask)"
+                "prepare got a torch DataLoader, from which Accelerate would give every rank other "
+                "batches; under dyncp ranks share a batch: prepare attached.loader(dataset, mask)"
             )
         own = getattr(getattr(given, "config", None), "_attn_implementation", NAME)
         if own != NAME:
@@ -77,8 +77,8 @@ class AcceleratorMixin:
         return prepared
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Gradients of a rank's share of the loss, as attached models and `next_token_loss` give
-        it: what Accelerate divides by is multiplied before."""
+        """Backward of a rank's share of the loss, as attached models and `next_token_loss` return
+        it: multiplies by what Accelerate divides by."""
         accelerator: Any = self
         self._check_ready()
         whole = undo_gradient_average(loss) * accelerator.gradient_accumulation_steps
@@ -90,5 +90,5 @@ class AcceleratorMixin:
         if not accelerator._models or self._loader is None:
             raise ValueError(
                 "backward before prepare(model, optimizer, loader): gradients would not be summed "
-                "over ranks, or losses not by the batches of a step"
+                "over ranks, or losses not scaled by the accumulated batches"
             )

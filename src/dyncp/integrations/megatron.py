@@ -25,9 +25,10 @@ from dyncp.blocks import AttentionShape
 from dyncp.checks import instance_of
 from dyncp.dataloader import NO_TARGET
 from dyncp.executor import Step, attention
-from dyncp.integrations.frameworks import (
+from dyncp.integrations import (
     check_batch,
     check_one_row,
+    check_own_parallelism,
     check_single_targets,
     checked_step,
     make_mesh,
@@ -84,8 +85,8 @@ class PlannedCoreAttention(MegatronModule):
         if attention_type != "self" or attn_mask_type != AttnMaskType.causal or attention_dropout:
             raise ValueError(
                 f"layer {layer_number} has {attention_type} attention with mask "
-                f"{attn_mask_type.name} and dropout {attention_dropout}; dyncp has self attention "
-                "with causal masks, made smaller by the plan, and no dropout"
+                f"{attn_mask_type.name} and dropout {attention_dropout}; dyncp supports causal "
+                "self attention (with the plan's masks) without dropout"
             )
         self.scale = softmax_scale
 
@@ -103,8 +104,8 @@ class PlannedCoreAttention(MegatronModule):
         """q, k and v are [rows, 1, heads, head_dim], with this rank's heads; [rows, 1, width]."""
         if attention_mask is not None or attention_bias is not None:
             raise ValueError(
-                "the model got an attention mask or bias; plans have the masks, and dyncp has no "
-                "biases: call model(**model_inputs(local_data, step))"
+                "the model got an attention mask or bias; masks come with the plan, and biases are "
+                "not supported: call model(**model_inputs(local_data, step))"
             )
         check_one_row(query.shape[1])
         step = checked_step("packed_seq_params", packed_seq_params, StepParams).step
@@ -181,19 +182,19 @@ def attach(model: Any) -> Any:
 
 
 def check_config(config: Any) -> None:
-    """Raises ValueError for what results would be wrong without."""
+    """Raises ValueError for options that would give wrong results."""
     for name, off in REFUSED.items():
         value = getattr(config, name, off)
         if value != off:
             raise ValueError(
-                f"the TransformerConfig has {name}={value!r}, which dyncp does not have beside its "
-                f"own context parallelism; set it to {off!r}"
+                f"the TransformerConfig has {name}={value!r}, which does not work with dyncp; set "
+                f"it to {off!r}"
             )
     if config.num_moe_experts and config.moe_aux_loss_coeff:
         raise ValueError(
             f"moe_aux_loss_coeff is {config.moe_aux_loss_coeff}: Megatron takes the mean of every "
-            "rank's own tokens, which is another loss where ranks have different numbers of them; "
-            "set it to 0"
+            "rank's own tokens, which is a different loss if ranks have different numbers of "
+            "tokens; set it to 0"
         )
 
 
@@ -209,15 +210,14 @@ def plan_mesh(cp: int | None = None) -> DeviceMesh:
     """The mesh (dp, cp, tp) of a loader and, by `mesh["cp"]`, of an executor, after
     `initialize_model_parallel`. `cp` of the data-parallel ranks run a plan together (default:
     all)."""
-    for what, size in (
-        ("context", parallel_state.get_context_parallel_world_size()),
-        ("pipeline", parallel_state.get_pipeline_model_parallel_world_size()),
-    ):
-        if size > 1:
-            raise ValueError(
-                f"Megatron's own {what} parallelism has {size} ranks; set {what}_parallel_size (or "
-                f"{what}_model_parallel_size) to 1, and its ranks become data-parallel"
-            )
+    check_own_parallelism(
+        {
+            "Megatron's context_parallel_size": parallel_state.get_context_parallel_world_size(),
+            "Megatron's pipeline_model_parallel_size": (
+                parallel_state.get_pipeline_model_parallel_world_size()
+            ),
+        }
+    )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     data_ranks = parallel_state.get_data_parallel_world_size()
     tensor_group = parallel_state.get_tensor_model_parallel_group()

@@ -29,9 +29,10 @@ from dyncp.blocks import AttentionShape
 from dyncp.checks import instance_of
 from dyncp.dataloader import DCPDataLoader
 from dyncp.executor import DCPExecutor, Step, attention
-from dyncp.integrations.frameworks import (
+from dyncp.integrations import (
     check_batch,
     check_one_row,
+    check_own_parallelism,
     check_single_targets,
     checked_step,
     make_mesh,
@@ -158,20 +159,15 @@ def attention_shape(config: Any, tp: int = 1, dtype: Any = "bf16") -> AttentionS
 def plan_mesh(parallel_dims: Any, cp: int | None = None) -> DeviceMesh:
     """The mesh (dp, cp, tp) of a loader and, by `mesh["cp"]`, of an executor.
 
-    `cp` ranks run a plan together (default: all data-parallel ranks); it divides these, and the
-    others are replicas. torchtitan's own context parallelism and pipelines are refused.
+    `cp` of the data-parallel ranks run a plan together (default: all); the others are replicas.
+    torchtitan's own context parallelism and pipelines are refused.
     """
-    if parallel_dims.cp > 1:
-        raise ValueError(
-            f"torchtitan's own context_parallel_degree is {parallel_dims.cp}: it would cut rows "
-            "that dyncp has cut already. Set it to 1, and give its ranks to "
-            "data_parallel_shard_degree"
-        )
-    if parallel_dims.pp > 1:
-        raise ValueError(
-            f"pipeline_parallel_degree is {parallel_dims.pp}: torchtitan's stages take batches "
-            "of equal sizes, and plans give ranks different numbers of rows. Set it to 1"
-        )
+    check_own_parallelism(
+        {
+            "torchtitan's context_parallel_degree": parallel_dims.cp,
+            "torchtitan's pipeline_parallel_degree": parallel_dims.pp,
+        }
+    )
     dp = parallel_dims.dp_replicate * parallel_dims.dp_shard
     return make_mesh(parallel_dims.world_mesh.device_type, dp, parallel_dims.tp, cp)
 

@@ -1,91 +1,45 @@
 """Masks: which keys every query token of a sequence may attend.
 
-`masks.causal(4096)` is a mask; `masks.causal` is a mask function, which takes a sample.
+`masks.causal(4096)` is a mask; `masks.causal` is a mask function, which takes a sample. A mask
+function that is imported here is built in: `masks.BUILTIN` and `by_name` have it.
 """
 
-from dyncp.masks.block_causal import block_causal
-from dyncp.masks.causal import causal
-from dyncp.masks.causal_blockwise import causal_blockwise
-from dyncp.masks.document_packed import document_packed
-from dyncp.masks.full import full
-from dyncp.masks.function import (
-    MaskFunction,
-    NamedMasks,
-    ParametricMask,
-    from_mask_mod,
-    mask_function,
-    named,
-    positions_and_targets,
-)
-from dyncp.masks.global_sliding import global_sliding
-from dyncp.masks.lambda_shaped import lambda_shaped
-from dyncp.masks.linear_ranges import LinearRanges, find_runs, join_ranges
-from dyncp.masks.mask import Mask
-from dyncp.masks.pairs import count_batch_tile_pairs, count_tile_pairs, list_tiles
-from dyncp.masks.prefix_lm import prefix_lm
-from dyncp.masks.prefix_tree import prefix_tree
-from dyncp.masks.shared_question import shared_question
-from dyncp.masks.sliding_window import sliding_window
-from dyncp.masks.stretches import count_gaps, find_stretches
-from dyncp.masks.within import within
+from dyncp.masks.block_causal import block_causal as block_causal
+from dyncp.masks.causal import causal as causal
+from dyncp.masks.causal_blockwise import causal_blockwise as causal_blockwise
+from dyncp.masks.document_packed import document_packed as document_packed
+from dyncp.masks.full import full as full
+from dyncp.masks.function import MaskFunction as MaskFunction
+from dyncp.masks.function import NamedMasks as NamedMasks
+from dyncp.masks.function import ParametricMask
+from dyncp.masks.function import from_mask_mod as from_mask_mod
+from dyncp.masks.function import mask_function as mask_function
+from dyncp.masks.function import named as named
+from dyncp.masks.global_sliding import global_sliding as global_sliding
+from dyncp.masks.lambda_shaped import lambda_shaped as lambda_shaped
+from dyncp.masks.mask import Mask as Mask
+from dyncp.masks.mask import positions_and_targets as positions_and_targets
+from dyncp.masks.pairs import LinearRanges as LinearRanges
+from dyncp.masks.pairs import count_batch_tile_pairs as count_batch_tile_pairs
+from dyncp.masks.pairs import count_tile_pairs as count_tile_pairs
+from dyncp.masks.pairs import find_runs as find_runs
+from dyncp.masks.pairs import list_tiles as list_tiles
+from dyncp.masks.positions import count_gaps as count_gaps
+from dyncp.masks.positions import find_stretches as find_stretches
+from dyncp.masks.positions import within as within
+from dyncp.masks.prefix_lm import prefix_lm as prefix_lm
+from dyncp.masks.prefix_tree import prefix_tree as prefix_tree
+from dyncp.masks.shared_question import shared_question as shared_question
+from dyncp.masks.sliding_window import sliding_window as sliding_window
 
-# What they are called in attention-gym, in prefix-sharing inference and in StreamingLLM.
+BUILTIN: dict[str, ParametricMask] = {
+    name: value for name, value in globals().items() if isinstance(value, ParametricMask)
+}
+
+# Their names in attention-gym, in prefix-sharing inference and in StreamingLLM.
 document = document_packed
 shared_prefix = shared_question
 streaming_llm = lambda_shaped
-
-__all__ = [
-    "ALIASES",
-    "BUILTIN",
-    "LinearRanges",
-    "Mask",
-    "MaskFunction",
-    "NamedMasks",
-    "block_causal",
-    "by_name",
-    "causal",
-    "causal_blockwise",
-    "count_batch_tile_pairs",
-    "count_gaps",
-    "count_tile_pairs",
-    "document",
-    "document_packed",
-    "find_runs",
-    "find_stretches",
-    "from_mask_mod",
-    "full",
-    "global_sliding",
-    "join_ranges",
-    "lambda_shaped",
-    "list_tiles",
-    "mask_function",
-    "named",
-    "positions_and_targets",
-    "prefix_lm",
-    "prefix_tree",
-    "shared_prefix",
-    "shared_question",
-    "sliding_window",
-    "streaming_llm",
-    "within",
-]
-
-BUILTIN: dict[str, ParametricMask] = {
-    function.__name__: function
-    for function in (
-        causal,
-        full,
-        sliding_window,
-        lambda_shaped,
-        causal_blockwise,
-        shared_question,
-        prefix_lm,
-        document_packed,
-        global_sliding,
-        block_causal,
-        prefix_tree,
-    )
-}
 
 ALIASES: dict[str, ParametricMask] = {
     "document": document,
@@ -100,12 +54,11 @@ def by_name(text: str) -> MaskFunction:
     by_name("sliding_window:window=512")              masks.sliding_window(window=512)
     by_name("document:documents=3+5,causal=false")    masks.document_packed(documents=[3, 5], ...)
     """
-    name, colon, rest = text.partition(":")
+    name, colon, rest = (piece.strip() for piece in text.partition(":"))
     choices = BUILTIN | ALIASES
-    if name.strip() not in choices:
-        raise ValueError(f"there is no mask {name.strip()!r}; choices: {', '.join(choices)}")
-    function = choices[name.strip()]
-    return function.with_parameters(_parse_parameters(text, rest)) if colon else function
+    if name not in choices:
+        raise ValueError(f"there is no mask {name!r}; choices: {', '.join(choices)}")
+    return choices[name].with_parameters(_parse_parameters(text, rest)) if colon else choices[name]
 
 
 def _parse_parameters(text: str, rest: str) -> dict[str, int | bool | list[int]]:

@@ -1,11 +1,9 @@
 """Chunks that see themselves and earlier chunks, as video frames in autoregressive diffusion."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from dyncp.masks.function import integer, mask_function
-from dyncp.masks.mask import Mask, cover, normal_mask
+from dyncp.masks.mask import Mask, interval_mask
 
 
 @mask_function
@@ -21,4 +19,4 @@ def block_causal(length: int, chunk: int = 256) -> Mask:
     """
     chunk = min(integer("block_causal", "chunk", chunk, 1), length)
     chunk_end = (np.arange(length, dtype=np.int64) // chunk + 1) * chunk
-    return normal_mask(cover(length, (0, np.minimum(chunk_end, length))), name="block_causal")
+    return interval_mask("block_causal", length, (0, np.minimum(chunk_end, length)))

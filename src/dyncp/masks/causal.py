@@ -1,11 +1,9 @@
 """Every token attends itself and everything before it."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from dyncp.masks.function import mask_function
-from dyncp.masks.mask import Mask, cover, normal_mask
+from dyncp.masks.mask import Mask, interval_mask
 
 
 @mask_function
@@ -18,5 +16,4 @@ def causal(length: int) -> Mask:
     ███·
     ████
     """
-    token = np.arange(length, dtype=np.int32)
-    return normal_mask(cover(length, (0, token + 1)), name="causal")
+    return interval_mask("causal", length, (0, np.arange(1, length + 1)))

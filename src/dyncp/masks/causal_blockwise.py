@@ -1,11 +1,9 @@
 """Few-shot prompts: demonstrations see the first and the last blocks, the final block sees all."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from dyncp.masks.function import integer, mask_function
-from dyncp.masks.mask import Mask, cover, normal_mask
+from dyncp.masks.mask import Mask, interval_mask
 
 
 @mask_function
@@ -32,4 +30,4 @@ def causal_blockwise(length: int, block: int = 256, local: int = 2, sink: int = 
     first = np.maximum(token - local_tokens, sink_tokens)
     first[(length - 1) // block * block :] = 0
     sinks = (0, np.minimum(token + 1, sink_tokens))
-    return normal_mask(cover(length, sinks, (first, token + 1)), name="causal_blockwise")
+    return interval_mask("causal_blockwise", length, sinks, (first, token + 1))

@@ -1,13 +1,11 @@
 """Several documents in one sequence, blind to each other."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
 
 from dyncp.masks.function import from_sample, lengths_of, mask_function
-from dyncp.masks.mask import Mask, cover, packed_mask
+from dyncp.masks.mask import Marks, Mask, interval_mask
 
 
 @mask_function
@@ -18,8 +16,8 @@ def document_packed(
 ) -> Mask:
     """Every token attends its own document: up to itself, or all of it if not `causal`.
 
-    `documents` are lengths that add up to `length`; a sample may say its `document_lengths`.
-    Positions begin anew in every document, and its last token has no target.
+    `documents` are lengths that add up to `length` (default: the sample's `document_lengths`).
+    Positions restart in every document, and its last token has no target.
 
     document_packed(5, documents=[2, 3])      position    target
     █····                                     0           1
@@ -31,12 +29,12 @@ def document_packed(
     lengths = lengths_of("document_packed", "documents", documents)
     if lengths.sum() != length:
         raise ValueError(
-            f"masks.document_packed: documents add up to {lengths.sum()} tokens; allowed is the "
-            f"length of the sequence, {length}"
+            f"masks.document_packed: documents add up to {lengths.sum()} tokens; they must add "
+            f"up to the length of the sequence, {length}"
         )
     ends = np.cumsum(lengths, dtype=np.int32)
     start, end = np.repeat(ends - lengths.astype(np.int32), lengths), np.repeat(ends, lengths)
     token = np.arange(length, dtype=np.int32)
     targets = np.where(token + 1 < end, token + 1, np.int32(-1))
-    ranges = cover(length, (start, token + 1 if causal else end))
-    return packed_mask(ranges, token - start, targets, "document_packed")
+    own = (start, token + 1 if causal else end)
+    return interval_mask("document_packed", length, own, marks=Marks(token - start, targets))

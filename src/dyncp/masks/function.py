@@ -5,18 +5,18 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, overload
 
 import numpy as np
-import numpy.typing as npt
 
-from dyncp.arrays import Int32
+from dyncp.arrays import Bool, Int32, Int64
 from dyncp.checks import instance_of, whole_number
-from dyncp.masks.mask import Marks, Mask, agree, normal_mask
+from dyncp.masks.mask import Mask, normal_mask, positions_and_targets
 
 Sample = Mapping[str, Any]
 MaskMod = Callable[[Any, Any, Any, Any], Any]
@@ -48,7 +48,8 @@ class MaskFunction(ABC):
         function = self.with_parameters(parameters) if parameters else self
         if subject is None:
             return function
-        return function.build(sequence_length(subject), sample_of(subject))
+        sample = subject if isinstance(subject, Mapping) else None
+        return function.build(sequence_length(subject), sample)
 
     @abstractmethod
     def build(self, length: int, sample: Sample | None) -> Mask:
@@ -84,25 +85,20 @@ class CombinedMask(MaskFunction):
 class ParametricMask(MaskFunction):
     """A mask function made of a Python function `(length, **parameters) -> Mask`."""
 
-    def __init__(self, builder: Callable[..., Mask]) -> None:
+    def __init__(self, builder: Callable[..., Mask], parameters: Sample | None = None) -> None:
         functools.update_wrapper(self, builder)
-        self.__name__ = builder.__name__
-        self.builder = builder
-        self.defaults = _defaults(builder)
-        self.origin = self  # the function without parameters, found again by its name
-        self.parameters: dict[str, Any] = {}
+        self.builder, self.parameters = builder, dict(parameters or {})
+        accepted = list(inspect.signature(builder).parameters.values())[1:]
+        self.defaults = {parameter.name: parameter.default for parameter in accepted}
 
     def with_parameters(self, parameters: Mapping[str, Any]) -> ParametricMask:
         unknown = [name for name in parameters if name not in self.defaults]
         if unknown:
             allowed = ", ".join(self.defaults) or "none"
             raise ValueError(
-                f"{self.origin!r} has no parameter {', '.join(unknown)}; allowed: {allowed}"
+                f"{self._name} has no parameter {', '.join(unknown)}; allowed: {allowed}"
             )
-        function = ParametricMask(self.builder)
-        function.origin = self.origin
-        function.parameters = {**self.parameters, **parameters}
-        return function
+        return ParametricMask(self.builder, {**self.parameters, **parameters})
 
     def build(self, length: int, sample: Sample | None) -> Mask:
         values = {**self.defaults, **self.parameters}
@@ -110,26 +106,31 @@ class ParametricMask(MaskFunction):
 
     def _resolve(self, parameter: str, value: Any, sample: Sample | None) -> Any:
         if value is inspect.Parameter.empty:
-            raise ValueError(f"{self.origin!r} needs {parameter}=")
+            raise ValueError(f"{self._name} needs {parameter}=")
         if not callable(value):
             return value
         if sample is None:
             raise ValueError(
-                f"{self.origin!r}: {parameter} comes from a sample ({_text(value)}), but only a "
+                f"{self._name}: {parameter} comes from a sample ({_text(value)}), but only a "
                 f"length was given; call it with a sample, or give {parameter}="
             )
         return value(sample)
 
+    @property
+    def _name(self) -> str:
+        package = "masks." if self.builder.__module__.startswith(f"{__package__}.") else ""
+        return f"{package}{self.builder.__name__}"
+
     def __repr__(self) -> str:
-        builder = self.builder
-        package = "masks." if builder.__module__.startswith(f"{__package__}.") else ""
         given = ", ".join(f"{name}={_text(value)}" for name, value in self.parameters.items())
-        return f"{package}{builder.__name__}" + (f"({given})" if given else "")
+        return f"{self._name}({given})" if given else self._name
 
     def __reduce__(self) -> str | tuple[object, ...]:
-        if self.origin is self:
-            return self.builder.__qualname__  # a global of its module, like a function
-        return _with_parameters, (self.origin, self.parameters)
+        name = self.builder.__qualname__  # the decorated function, a global of its module
+        if not self.parameters:
+            return name
+        plain = operator.attrgetter(name)(sys.modules[self.builder.__module__])
+        return ParametricMask.with_parameters, (plain, self.parameters)
 
 
 def mask_function(builder: Callable[..., Mask]) -> ParametricMask:
@@ -167,7 +168,7 @@ def integer(mask: str, parameter: str, value: object, least: int, most: int = 2*
     return whole_number(f"masks.{mask}: {parameter}", value, least, most)
 
 
-def lengths_of(mask: str, parameter: str, value: object) -> npt.NDArray[np.int64]:
+def lengths_of(mask: str, parameter: str, value: object) -> Int64:
     """`value` as a list of lengths, none of them negative."""
     lengths = np.asarray(value)
     if lengths.ndim != 1 or len(lengths) == 0 or not np.issubdtype(lengths.dtype, np.integer):
@@ -183,7 +184,13 @@ def lengths_of(mask: str, parameter: str, value: object) -> npt.NDArray[np.int64
 def sequence_length(subject: int | Sample) -> int:
     """Number of tokens of a length or a sample."""
     if isinstance(subject, Mapping):
-        return whole_number("the number of input_ids", _sample_length(subject), 1)
+        ids = SampleField("input_ids")(subject)
+        shape = getattr(ids, "shape", None)
+        if shape is not None and len(shape) != 1:
+            raise ValueError(
+                f"input_ids have shape {tuple(shape)}; they must have one axis, the tokens"
+            )
+        return whole_number("the number of input_ids", len(ids), 1)
     if isinstance(subject, bool) or not hasattr(subject, "__index__"):
         raise ValueError(
             f"a mask function was called with {type(subject).__name__}; give it a length (int) or "
@@ -192,36 +199,10 @@ def sequence_length(subject: int | Sample) -> int:
     return whole_number("the length of a sequence", subject, 1)
 
 
-def sample_of(subject: int | Sample) -> Sample | None:
-    """The sample itself; None for a length."""
-    return subject if isinstance(subject, Mapping) else None
-
-
-def _sample_length(sample: Sample) -> int:
-    ids = SampleField("input_ids")(sample)
-    shape = getattr(ids, "shape", None)
-    if shape is not None and len(shape) != 1:
-        raise ValueError(
-            f"input_ids have shape {tuple(shape)}; they must have one axis, the tokens"
-        )
-    return len(ids)
-
-
-@functools.cache
-def _defaults(builder: Callable[..., Mask]) -> dict[str, Any]:
-    """Every parameter's default; `inspect.Parameter.empty` where it has none."""
-    parameters = list(inspect.signature(builder).parameters.values())
-    return {parameter.name: parameter.default for parameter in parameters[1:]}
-
-
 def _text(value: object) -> str:
     if inspect.isfunction(value):
         return value.__name__
     return repr(value)
-
-
-def _with_parameters(function: ParametricMask, parameters: Mapping[str, Any]) -> ParametricMask:
-    return function.with_parameters(parameters)
 
 
 AnyMaskFunction = Callable[[Any], Mask]
@@ -259,16 +240,6 @@ def named(**functions: AnyMaskFunction) -> NamedMasks:
     return NamedMasks(functions)
 
 
-def positions_and_targets(masks: Iterable[Mask]) -> Marks:
-    """Positions, targets, branches and weights of one sequence with several masks. The masks that
-    set them must agree; None is the default."""
-    marks = Marks()
-    for mask in masks:
-        pairs = zip(Marks._fields, marks, mask.marks, strict=True)
-        marks = Marks(*(agree(what, *pair) for what, *pair in pairs))
-    return marks
-
-
 @overload
 def from_mask_mod(mask_mod: MaskMod, length: int, *, name: str | None = None) -> Mask: ...
 
@@ -304,66 +275,57 @@ class MaskModFunction(MaskFunction):
 
     def build(self, length: int, sample: Sample | None) -> Mask:
         del sample
-        step = max(1, CHUNK_PAIRS // length)
-        chunks = [
-            ranges_of_dense(_evaluate(self.mask_mod, first, min(first + step, length), length))
-            for first in range(0, length, step)
+        rows = max(1, CHUNK_PAIRS // length)
+        changes = [
+            _changes(first, _evaluate(self.mask_mod, first, min(first + rows, length), length))
+            for first in range(0, length, rows)
         ]
-        return normal_mask(_stacked(chunks, length), name=self.name)
+        return normal_mask(_ranges_between(np.concatenate(changes, axis=1), length), name=self.name)
 
     def __repr__(self) -> str:
         return f"masks.from_mask_mod({self.name})"
 
 
-def ranges_of_dense(allowed: npt.NDArray[np.bool_]) -> Int32:
-    """Normal ranges of dense rows, from where a row changes.
+def _changes(first: int, allowed: Bool) -> Int64:
+    """Row and key of every change along dense rows, which begin at row `first`."""
+    row, key = np.nonzero(np.diff(np.pad(allowed, ((0, 0), (1, 1))).view(np.int8), axis=1))
+    return np.stack([row + first, key])
+
+
+def _ranges_between(changes: Int64, length: int) -> Int32:
+    """Normal ranges, which begin and end where a row changes.
 
     . 1 1 . 1  ->  changes at 1 3 4 5  ->  [1, 3) [4, 5)
     """
-    rows, length = allowed.shape
-    padded = np.zeros((rows, length + 2), np.int8)
-    padded[:, 1:-1] = allowed
-    row, key = np.nonzero(np.diff(padded, axis=1))
-    changes = np.bincount(row, minlength=rows)
-    ranges = np.full((rows, max(1, int(changes.max()) // 2), 2), length, np.int32)
-    column = np.arange(len(row)) - np.repeat(np.cumsum(changes) - changes, changes)
-    ranges.reshape(rows, -1)[row, column] = key
+    row, key = changes
+    counts = np.bincount(row, minlength=length)
+    ranges = np.full((length, max(1, int(counts.max()) // 2), 2), length, np.int32)
+    column = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    ranges.reshape(length, -1)[row, column] = key
     return ranges
 
 
-def _stacked(chunks: list[Int32], length: int) -> Int32:
-    """Row chunks below each other, as wide as the widest."""
-    ranges = np.full((length, max(chunk.shape[1] for chunk in chunks), 2), length, np.int32)
-    first = 0
-    for chunk in chunks:
-        ranges[first : first + len(chunk), : chunk.shape[1]] = chunk
-        first += len(chunk)
-    return ranges
-
-
-def _evaluate(mask_mod: MaskMod, first: int, last: int, length: int) -> npt.NDArray[np.bool_]:
+def _evaluate(mask_mod: MaskMod, first: int, last: int, length: int) -> Bool:
     """Dense rows [first, last) of the mask."""
-    queries, keys = np.arange(first, last)[:, None], np.arange(length)[None, :]
+    zero, queries, keys = np.array(0), np.arange(first, last)[:, None], np.arange(length)[None, :]
     torch = sys.modules.get("torch")
     if torch is None:
-        result = mask_mod(np.int64(0), _AllHeads(), queries, keys)
+        result = mask_mod(zero, _AllHeads(), queries, keys)
     else:
-        as_tensor = torch.from_numpy
-        zero = torch.zeros((), dtype=torch.int64)
-        result = mask_mod(zero, _AllHeads(), as_tensor(queries), as_tensor(keys))
+        b, q, k = map(torch.from_numpy, (zero, queries, keys))
+        result = mask_mod(b, _AllHeads(), q, k)
         result = result.cpu().numpy() if isinstance(result, torch.Tensor) else result
-    return _as_rows(np.asarray(result), (last - first, length))
-
-
-def _as_rows(result: npt.NDArray[Any], shape: tuple[int, int]) -> npt.NDArray[np.bool_]:
-    if result.dtype != np.bool_:
-        raise ValueError(f"mask_mod returned {result.dtype}; allowed are booleans, one per pair")
+    found = np.asarray(result)
+    if found.dtype != np.bool_:
+        raise ValueError(
+            f"mask_mod returned {found.dtype}; it must return a boolean for every pair"
+        )
     try:
-        return np.broadcast_to(result, shape)
+        return np.broadcast_to(found, (last - first, length))
     except ValueError:
         raise ValueError(
-            f"mask_mod returned shape {result.shape} for q {(shape[0], 1)} and k {(1, shape[1])}; "
-            f"allowed is {shape} or what broadcasts to it"
+            f"mask_mod returned shape {found.shape} for q {queries.shape} and k {keys.shape}; it "
+            f"must return {(last - first, length)} or a shape that broadcasts to it"
         ) from None
 
 

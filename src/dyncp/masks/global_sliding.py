@@ -1,11 +1,9 @@
 """A few global tokens and a window for the rest (Longformer, BigBird without random blocks)."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from dyncp.masks.function import integer, mask_function
-from dyncp.masks.mask import Mask, cover, normal_mask
+from dyncp.masks.mask import Mask, interval_mask
 
 
 @mask_function
@@ -33,5 +31,5 @@ def global_sliding(
     last = np.minimum(token + window, length)
     first[:num_global], last[:num_global] = 0, length
     seen = token + 1 if causal else length
-    ranges = cover(length, (0, np.minimum(num_global, seen)), (first, np.minimum(last, seen)))
-    return normal_mask(ranges, name="global_sliding")
+    everywhere = (0, np.minimum(num_global, seen))
+    return interval_mask("global_sliding", length, everywhere, (first, np.minimum(last, seen)))

@@ -1,11 +1,9 @@
 """Attention sinks and a sliding window (StreamingLLM, LM-Infinite)."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from dyncp.masks.function import integer, mask_function
-from dyncp.masks.mask import Mask, cover, normal_mask
+from dyncp.masks.mask import Mask, interval_mask
 
 
 @mask_function
@@ -24,5 +22,5 @@ def lambda_shaped(length: int, sinks: int = 64, window: int = 4096) -> Mask:
     window = min(integer("lambda_shaped", "window", window, 1), length)
     token = np.arange(length, dtype=np.int32)
     sink = (0, np.minimum(token + 1, sinks))
-    ranges = cover(length, sink, (np.maximum(token - window + 1, 0), token + 1))
-    return normal_mask(ranges, name="lambda_shaped")
+    near = (np.maximum(token - window + 1, 0), token + 1)
+    return interval_mask("lambda_shaped", length, sink, near)

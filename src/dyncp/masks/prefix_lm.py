@@ -1,11 +1,9 @@
 """A prefix that sees itself in both directions, then causal text."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from dyncp.masks.function import from_sample, integer, mask_function
-from dyncp.masks.mask import Mask, cover, normal_mask
+from dyncp.masks.mask import Mask, interval_mask
 
 
 @mask_function
@@ -21,4 +19,4 @@ def prefix_lm(length: int, prefix: int = from_sample("prefix_length")) -> Mask:
     """
     prefix = integer("prefix_lm", "prefix", prefix, 0, length)
     token = np.arange(length, dtype=np.int32)
-    return normal_mask(cover(length, (0, np.maximum(token + 1, prefix))), name="prefix_lm")
+    return interval_mask("prefix_lm", length, (0, np.maximum(token + 1, prefix)))

@@ -1,7 +1,5 @@
 """Texts that share their beginnings: a prompt with many answers, turns that branch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +9,7 @@ import numpy.typing as npt
 from dyncp.arrays import Int32, Int64
 from dyncp.compiled import compiled
 from dyncp.masks.function import MaskFunction, ParametricMask, from_sample, lengths_of
-from dyncp.masks.mask import Mask, packed_mask
+from dyncp.masks.mask import Marks, Mask, normal_mask
 
 WEIGHTS = ("token", "leaf")
 MOST_NUMBERS = 2**28  # of ranges: 1 GiB
@@ -23,14 +21,13 @@ class PrefixTree(ParametricMask):
     def __call__(  # type: ignore[override]
         self, subject: Any = None, lengths: Any = None, /, **parameters: Any
     ) -> Mask | MaskFunction:
+        if lengths is not None:
+            parameters["lengths"] = lengths
         if not isinstance(subject, list | tuple | np.ndarray):
-            if lengths is not None:
-                parameters["lengths"] = lengths
             result: Mask | MaskFunction = super().__call__(subject, **parameters)
             return result
-        lengths = parameters.pop("lengths", None) if lengths is None else lengths
-        sizes = _lengths(lengths)
-        tree = {"parents": subject, "lengths": sizes, **parameters}
+        sizes = _lengths(parameters.get("lengths"))
+        tree = {**parameters, "parents": subject, "lengths": sizes}
         return self.with_parameters(tree).build(int(sizes.sum()), None)
 
 
@@ -44,11 +41,11 @@ def prefix_tree(
     """A token attends its own node up to itself, and all nodes above.
 
     Nodes lie in memory one after the other, each after its parent: `parents[i]` is the parent of
-    node i, or -1 for a root, and `lengths[i]` its number of tokens. A sample may say its `parents`
-    and `node_lengths`; `prefix_tree(parents, lengths)` is the mask of the tree itself. Positions go
-    on from the parent. The last token of a node has the first token of every child as a target.
-    `weights` says how often a target counts: "token", once; "leaf", once for every leaf below it,
-    as if every path from a root to a leaf were a sequence of its own.
+    node i, or -1 for a root, and `lengths[i]` its number of tokens (defaults: the sample's
+    `parents` and `node_lengths`); `prefix_tree(parents, lengths)` is the mask of the tree itself.
+    Positions continue from the parent. The last token of a node has the first token of every child
+    as a target. `weights` says how often a target counts: "token", once; "leaf", once for every
+    leaf below it, as if every path from a root to a leaf were a sequence of its own.
 
     prefix_tree([-1, 0, 1, 1, 0], [2, 1, 1, 1, 1])    position    targets
     █·····                                            0           1
@@ -63,19 +60,16 @@ def prefix_tree(
         raise ValueError(f"masks.prefix_tree: weights is {weights!r}; choose token or leaf")
     ends = np.cumsum(sizes)
     starts = ends - sizes
-    ranges = _ranges(parent, starts, ends)
-    depth = _depths(parent, sizes)
-    token = np.arange(length, dtype=np.int32)
-    positions = token + np.repeat((depth - starts).astype(np.int32), sizes)
+    num_ranges, depth, leaves = _walk(parent, starts, ends)
+    ranges = _ranges(parent, starts, ends, num_ranges)
+    positions = np.arange(length) + np.repeat(depth - starts, sizes)
     targets, branches = _targets(parent, starts, ends)
-    counted = None
-    if weights == "leaf":
-        leaves = _leaves(parent)
-        counted = np.repeat(leaves.astype(np.int32), sizes) if leaves.max() > 1 else None
-    return packed_mask(ranges, positions, targets, "prefix_tree", branches, counted)
+    counted = np.repeat(leaves.astype(np.int32), sizes) if weights == "leaf" else None
+    marks = Marks(positions.astype(np.int32), targets, branches, counted)
+    return normal_mask(ranges, marks, "prefix_tree")
 
 
-def _lengths(lengths: npt.ArrayLike) -> Int64:
+def _lengths(lengths: object) -> Int64:
     sizes = lengths_of("prefix_tree", "lengths", lengths)
     if sizes.min() < 1:
         node = int(np.argmin(sizes))
@@ -86,7 +80,7 @@ def _lengths(lengths: npt.ArrayLike) -> Int64:
     return sizes
 
 
-def _tree(length: int, parents: npt.ArrayLike, lengths: npt.ArrayLike) -> tuple[Int64, Int64]:
+def _tree(length: int, parents: npt.ArrayLike, lengths: object) -> tuple[Int64, Int64]:
     sizes, parent = _lengths(lengths), np.asarray(parents)
     if parent.shape != sizes.shape or not np.issubdtype(parent.dtype, np.integer):
         raise ValueError(
@@ -107,12 +101,27 @@ def _tree(length: int, parents: npt.ArrayLike, lengths: npt.ArrayLike) -> tuple[
     return parent.astype(np.int64), sizes
 
 
-def _ranges(parent: Int64, starts: Int64, ends: Int64) -> Int32:
+@compiled
+def _walk(parent: Int64, starts: Int64, ends: Int64) -> tuple[Int64, Int64, Int64]:
+    """Of every node: key ranges of its tokens, tokens above it, and leaves below it (1 for a leaf).
+    A node that directly follows its parent extends the parent's last range."""
+    num_ranges = np.ones(len(parent), np.int64)
+    depth, leaves = np.zeros(len(parent), np.int64), np.zeros(len(parent), np.int64)
+    for node in range(len(parent)):
+        above = parent[node]
+        if above >= 0:
+            num_ranges[node] = num_ranges[above] + (ends[above] != starts[node])
+            depth[node] = depth[above] + ends[above] - starts[above]
+    for node in range(len(parent) - 1, -1, -1):
+        leaves[node] = max(leaves[node], 1)
+        if parent[node] >= 0:
+            leaves[parent[node]] += leaves[node]
+    return num_ranges, depth, leaves
+
+
+def _ranges(parent: Int64, starts: Int64, ends: Int64, num_ranges: Int64) -> Int32:
     """Key ranges of every token: those of the nodes above, neighbours merged, and its own node."""
-    count = np.zeros(len(parent), np.int64)
-    _count_ranges(parent, starts, ends, count)
-    most = int(count.max())
-    length = int(ends[-1])
+    most, length = int(num_ranges.max()), int(ends[-1])
     if 2 * most * length > MOST_NUMBERS:
         raise ValueError(
             f"masks.prefix_tree: {length:,} tokens attend up to {most} separate nodes each; at "
@@ -121,26 +130,17 @@ def _ranges(parent: Int64, starts: Int64, ends: Int64) -> Int32:
             "you can (depth first)"
         )
     ranges = np.empty((length, most, 2), np.int32)
-    _fill_ranges(parent, starts, ends, count, ranges)
+    _fill_ranges(parent, starts, ends, num_ranges, ranges)
     return ranges
 
 
 @compiled
-def _count_ranges(parent: Int64, starts: Int64, ends: Int64, count: Int64) -> None:
-    """A node that directly follows its parent extends the parent's last range."""
-    for node in range(len(parent)):
-        above = parent[node]
-        if above < 0:
-            count[node] = 1
-        else:
-            count[node] = count[above] + (ends[above] != starts[node])
-
-
-@compiled
-def _fill_ranges(parent: Int64, starts: Int64, ends: Int64, count: Int64, ranges: Int32) -> None:
+def _fill_ranges(
+    parent: Int64, starts: Int64, ends: Int64, num_ranges: Int64, ranges: Int32
+) -> None:
     length, most = ranges.shape[0], ranges.shape[1]
     for node in range(len(parent)):
-        above, first, own = parent[node], starts[node], count[node] - 1
+        above, first, own = parent[node], starts[node], num_ranges[node] - 1
         last = ends[above] - 1 if above >= 0 else 0  # the parent's last token has all its ranges
         begin = first
         if above >= 0 and ends[above] == first:
@@ -152,27 +152,6 @@ def _fill_ranges(parent: Int64, starts: Int64, ends: Int64, count: Int64, ranges
             ranges[token, own, 0], ranges[token, own, 1] = begin, token + 1
             for column in range(own + 1, most):
                 ranges[token, column, 0] = ranges[token, column, 1] = length
-
-
-@compiled
-def _depths(parent: Int64, sizes: Int64) -> Int64:
-    """Tokens above every node."""
-    depth = np.zeros(len(parent), np.int64)
-    for node in range(len(parent)):
-        if parent[node] >= 0:
-            depth[node] = depth[parent[node]] + sizes[parent[node]]
-    return depth
-
-
-@compiled
-def _leaves(parent: Int64) -> Int64:
-    """Leaves below every node, itself if it is one."""
-    leaves = np.zeros(len(parent), np.int64)
-    for node in range(len(parent) - 1, -1, -1):
-        leaves[node] = max(leaves[node], 1)
-        if parent[node] >= 0:
-            leaves[parent[node]] += leaves[node]
-    return leaves
 
 
 def _targets(parent: Int64, starts: Int64, ends: Int64) -> tuple[Int32, Int32 | None]:

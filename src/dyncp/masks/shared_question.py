@@ -1,16 +1,14 @@
 """One question, several answers that do not see each other (preference and reward training)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from dyncp.arrays import Int64
 from dyncp.masks.function import integer, lengths_of, mask_function
-from dyncp.masks.mask import Mask, cover, packed_mask
+from dyncp.masks.mask import Marks, Mask, interval_mask
 
-MOST_EMPTY = 1024  # answers of a sequence that is shorter; the others are empty
+MOST_EMPTY = 1024  # answers of a shorter sequence, most of them empty
 
 
 @mask_function
@@ -38,29 +36,18 @@ def shared_question(
     question, lengths = _parts(length, answers, question)
     ends = question + np.cumsum(lengths)
     own_start = np.repeat((ends - lengths).astype(np.int32), lengths)  # of the answers' tokens
-    first, behind = np.zeros(length, np.int32), np.arange(1, length + 1, dtype=np.int32)
+    first, after = np.zeros(length, np.int32), np.arange(1, length + 1, dtype=np.int32)
     first[question:] = own_start
-    ranges = cover(length, (0, np.minimum(behind, question)), (first, behind))
-    positions = np.arange(length, dtype=np.int32)
+    positions, targets = np.arange(length, dtype=np.int32), after.copy()
     positions[question:] -= own_start - np.int32(question)
-    targets = _targets(behind, question, ends[lengths > 0])
-    return packed_mask(ranges, positions, targets, "shared_question")
-
-
-def _targets(
-    behind: npt.NDArray[np.int32], question: int, ends: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int32]:
-    """The next token; none at the `ends` of answers, and none where several answers follow."""
-    targets = behind.copy()
-    targets[ends - 1] = -1
-    if question > 0 and len(ends) != 1:
+    targets[ends[lengths > 0] - 1] = -1
+    if question > 0 and np.count_nonzero(lengths) != 1:
         targets[question - 1] = -1
-    return targets
+    shared, marks = (0, np.minimum(after, question)), Marks(positions, targets)
+    return interval_mask("shared_question", length, shared, (first, after), marks=marks)
 
 
-def _parts(
-    length: int, answers: int | Sequence[int], question: int | None
-) -> tuple[int, npt.NDArray[np.int64]]:
+def _parts(length: int, answers: int | Sequence[int], question: int | None) -> tuple[int, Int64]:
     """Length of the question and of every answer."""
     if np.ndim(answers) == 0:
         number = integer("shared_question", "answers", answers, 1, max(length, MOST_EMPTY))
@@ -73,7 +60,7 @@ def _parts(
     left = length - int(lengths.sum())
     if left < 0 or question not in (None, left):
         raise ValueError(
-            f"masks.shared_question: answers of {lengths.sum()} tokens and question {question} do "
-            f"not fit; together they have to be the length of the sequence, {length}"
+            f"masks.shared_question: answers of {lengths.sum()} tokens and question {question} "
+            f"must add up to the length of the sequence, {length}"
         )
     return left, lengths

@@ -1,11 +1,9 @@
 """Every token attends the last few tokens, as in the local layers of Mistral or Gemma."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from dyncp.masks.function import integer, mask_function
-from dyncp.masks.mask import Mask, cover, normal_mask
+from dyncp.masks.mask import Mask, interval_mask
 
 
 @mask_function
@@ -21,5 +19,5 @@ def sliding_window(length: int, window: int = 4096) -> Mask:
     """
     window = min(integer("sliding_window", "window", window, 1), length)
     token = np.arange(length, dtype=np.int32)
-    ranges = cover(length, (np.maximum(token - window + 1, 0), token + 1))
-    return normal_mask(ranges, name="sliding_window")
+    near = (np.maximum(token - window + 1, 0), token + 1)
+    return interval_mask("sliding_window", length, near)

@@ -24,7 +24,7 @@ from dyncp.arrays import (
 from dyncp.blocks import IS_INPUT, OF_KEYS, Batch, BlockGraph
 from dyncp.compiled import compiled, inner
 from dyncp.masks import count_gaps, find_stretches
-from dyncp.masks.stretches import NOTHING
+from dyncp.masks.positions import NOTHING
 from dyncp.placement import Balance, Placement
 from dyncp.plan.format import (
     COMPUTE,

@@ -14,7 +14,7 @@ import numpy as np
 from dyncp.arrays import starts_of
 from dyncp.blocks import K_KINDS, OF_KEYS, Q_KINDS, Direction
 from dyncp.checks import MOST_RANKS
-from dyncp.masks.stretches import UNCLEAR
+from dyncp.masks.positions import UNCLEAR
 from dyncp.placement import Balance, Limits
 from dyncp.plan.format import (
     MaskPlan,

@@ -23,7 +23,7 @@ from itertools import starmap
 import numpy as np
 
 from dyncp.arrays import Bool, Int64, ranges_of, starts_of
-from dyncp.masks.stretches import UNCLEAR
+from dyncp.masks.positions import UNCLEAR
 from dyncp.plan.format import Layout, RankPlan
 
 # A rank may get so much more than an equal share (or the longest document) before a document is

@@ -84,7 +84,7 @@ class OwnedBlocks:
 @dataclass(frozen=True, eq=False)
 class Stretches:
     """Tokens of the batch that follow each other in one text, by the coordinate of the first one;
-    `before` is that of the token before it, or what `masks/stretches.py` says instead. Layers with
+    `before` is that of the token before it, or what `masks/positions.py` says instead. Layers with
     state need them: see `contiguous.py`."""
 
     start: Int32

@@ -20,7 +20,7 @@ import numpy as np
 from dyncp.arrays import Int32, frozen
 from dyncp.blocks import Batch, build_blocks
 from dyncp.checks import MOST_TOKENS, parse_json
-from dyncp.masks import Mask, find_runs, join_ranges
+from dyncp.masks import Mask, find_runs
 from dyncp.plan.codec import PLAN_MAGIC
 from dyncp.plan.plan import Plan
 from dyncp.plan.row_ranges import RowRuns, build_row_runs
@@ -127,7 +127,7 @@ def _runs_of(masks: Sequence[Mask], lengths: Sequence[int]) -> RowRuns:
     for mask in masks:
         marks = np.stack([mask.resolved_positions(), mask.resolved_targets()], axis=1)
         rows.append(np.concatenate([marks[:, None], mask.ranges], axis=1))
-    return build_row_runs(find_runs(join_ranges(rows)), build_blocks(lengths, lengths))
+    return build_row_runs(find_runs(rows), build_blocks(lengths, lengths))
 
 
 def _decode_batch(header: Mapping[str, Any], body: bytes, offset: int) -> tuple[Batch, int]:

@@ -7,8 +7,7 @@ import numpy as np
 
 from dyncp.arrays import Int64
 from dyncp.placement import Limits, Solver, find_solver
-from dyncp.planner.candidate import Candidate, Cut
-from dyncp.planner.task import Task
+from dyncp.planner.task import Candidate, Cut, Task
 from dyncp.simulate import Simulated
 
 # Shares of the compute tolerance that `owner_computes` is tried with, by effort.
@@ -108,19 +107,19 @@ class Tried:
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """The best candidate, its simulation, and all that it was chosen from."""
+    """The best candidate, and all that it was chosen from."""
 
     candidate: Candidate
-    simulated: Simulated
     tried: tuple[Tried, ...]
+
+    @property
+    def simulated(self) -> Simulated:
+        return self.candidate.simulated
 
     def better(self, other: "Choice") -> "Choice":
         """The better of two choices for the same batch; it knows of all candidates."""
-        best = min(
-            (self, other),
-            key=lambda one: (one.candidate.balance.missed, one.simulated.step_seconds),
-        )
-        return Choice(best.candidate, best.simulated, self.tried + other.tried)
+        best = min(self.candidate, other.candidate, key=lambda candidate: candidate.key)
+        return Choice(best, self.tried + other.tried)
 
     def explain(self, most: int = 5) -> str:
         """The fastest candidates, and how many were simulated and pruned."""

@@ -2,17 +2,18 @@
 
 from dataclasses import replace
 
-from dyncp.blocks import AttentionShape, Batch
+from dyncp.blocks import AttentionShape, Batch, Direction
 from dyncp.cost import CostModel, ModelConfig
-from dyncp.placement import Solver, find_solver
+from dyncp.placement import Solver, find_solver, minimal_bytes
 from dyncp.plan import Plan
-from dyncp.planner.bytes import search_bytes
-from dyncp.planner.choice import Choice
+from dyncp.planner.choice import Choice, Tried, head_group_counts
 from dyncp.planner.cold_start import compiling_beside
 from dyncp.planner.config import AUTO, PlannerConfig
-from dyncp.planner.search import search, search_divisions
-from dyncp.planner.task import Task, run_bounded, warn_replaced
+from dyncp.planner.search import run_bounded, search, search_divisions, warn_replaced
+from dyncp.planner.task import Cut, Placed, Task
 from dyncp.topology import Topology
+
+FEWEST_BYTES = {"fast": "bisection_bytes", "quality": "bisection_bytes_quality"}
 
 
 def plan_batch(
@@ -31,9 +32,9 @@ def plan_batch(
     """
     task = Task.of(batch, topology, shape, config, cost, model)
     if task.config.solver != AUTO:
-        return lower_choice(task, choose(task))
+        return assemble_choice(task, choose(task))
     with compiling_beside():
-        return lower_choice(task, choose(task))
+        return assemble_choice(task, choose(task))
 
 
 def choose(task: Task) -> Choice:
@@ -53,9 +54,9 @@ def choose(task: Task) -> Choice:
     return found
 
 
-def lower_choice(task: Task, found: Choice) -> Plan:
+def assemble_choice(task: Task, found: Choice) -> Plan:
     """Per-rank plans of a choice, which know why it was made, if there was a choice."""
-    plan = found.candidate.lower(task.config.layout)
+    plan = found.candidate.assemble(task.config.layout)
     return replace(plan, reasons=found.explain()) if task.config.solver == AUTO else plan
 
 
@@ -68,7 +69,7 @@ def plan_with(
 ) -> Plan:
     """Plans a batch with this solver instead of the config's; its errors are the caller's."""
     task = Task.of(batch, topology, shape, config)
-    return lower_choice(task, search_divisions(task, task.place(solver)))
+    return assemble_choice(task, search_divisions(task, task.place(solver)))
 
 
 def _choose_named(task: Task, solver: Solver) -> Choice:
@@ -83,3 +84,22 @@ def _choose_named(task: Task, solver: Solver) -> Choice:
         warn_replaced(name, error, "solver auto")
         return search(task)
     return search_divisions(task, placed)
+
+
+def search_bytes(task: Task) -> Choice:
+    """The placement of fewest bytes, forward and backward; `head_groups` None tries all counts."""
+    config = task.config
+    counts = head_group_counts(task) if config.head_groups is None else [config.head_groups]
+    solver = find_solver(FEWEST_BYTES[config.effort])
+    placed = [task.place(solver, cut=Cut(config.block_size, count)) for count in counts]
+    best = min(placed, key=lambda found: (found.balance.missed, _moved_bytes(found)))
+    candidate = task.follow(best)
+    return Choice(candidate, (Tried(solver.name, candidate.simulated.step_seconds),))
+
+
+def _moved_bytes(placed: Placed) -> int:
+    return sum(
+        minimal_bytes(placed.graph, placed.placement, name, direction)
+        for name in placed.graph.tiles
+        for direction in Direction
+    )

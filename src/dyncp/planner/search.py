@@ -10,8 +10,10 @@ than a sixth, where it cuts a batch into ten times as many tiles).
 """
 
 import logging
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from threading import Thread
+from typing import TypeVar
 
 import numpy as np
 
@@ -25,7 +27,6 @@ from dyncp.placement import (
     static_candidates,
 )
 from dyncp.planner.bounds import StaticSeconds, bound_misses, held_seconds, part_seconds
-from dyncp.planner.candidate import DIVISIONS, Candidate, Cut, Part, PartRun, Placed, Runs
 from dyncp.planner.choice import (
     WAYS_TO_KEEP_LIMITS,
     Choice,
@@ -35,8 +36,9 @@ from dyncp.planner.choice import (
     dynamic_ways,
     other_starts,
 )
-from dyncp.planner.task import Task, run_bounded, warn_replaced
-from dyncp.simulate import Simulated
+from dyncp.planner.task import DIVISIONS, Candidate, Cut, Part, PartRun, Placed, Task, log
+
+Found = TypeVar("Found")
 
 logger = logging.getLogger(__name__)
 _warned: set[str] = set()
@@ -68,22 +70,43 @@ FINER, NEARLY = 10, 0.85
 HIDDEN = 0.02
 
 
-@dataclass(frozen=True, eq=False)
-class Followed:
-    """A candidate with its simulation, of the step and of its parts."""
+# Mapping[Part, PartRun] solvers so that one that fails or hangs does not stop planning.
 
-    candidate: Candidate
-    simulated: Simulated
-    runs: Runs
 
-    @cached_property
-    def key(self) -> tuple[float, float]:
-        """By how much it misses the limits, then its seconds: the least is the best."""
-        return self.candidate.balance.missed, self.simulated.step_seconds
+class SolverTimeoutError(RuntimeError):
+    """A solver did not answer in time."""
 
-    @property
-    def solver(self) -> str:
-        return self.candidate.placement.solver
+
+def run_bounded(call: Callable[[], Found], seconds: float, name: str) -> Found:
+    """The result of `call`; where it takes longer, SolverTimeoutError, and its thread is left
+    alone."""
+    found: list[Found] = []
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            found.append(call())
+        except BaseException as error:  # handed on to the caller's thread
+            failed.append(error)
+
+    thread = Thread(target=work, name=f"dyncp {name}", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if failed:
+        raise failed[0]
+    if not found:
+        raise SolverTimeoutError(f"solver {name} took longer than {seconds:g} s")
+    return found[0]
+
+
+def warn_replaced(name: str, error: Exception, instead: str) -> None:
+    log.warning(
+        "solver %s failed (%s: %s); planning goes on with %s",
+        name,
+        type(error).__name__,
+        error,
+        instead,
+    )
 
 
 class Search:
@@ -91,11 +114,11 @@ class Search:
 
     def __init__(self, task: Task) -> None:
         self._task, self._tried, self._tiles = task, list[Tried](), 0
-        self._best: Followed | None = None
+        self._best: Candidate | None = None
         # Whether dynamic candidates have so many tiles that few of them are looked at.
         self.is_large = False
         # The best of every solver, before other numbers of steps are tried.
-        self._by_solver = dict[str, Followed]()
+        self._by_solver = dict[str, Candidate]()
 
     def consider(
         self,
@@ -151,7 +174,7 @@ class Search:
         self._tiles += tiles
         return False
 
-    def follow(self, name: str, placed: Placed) -> Followed | None:
+    def follow(self, name: str, placed: Placed) -> Candidate | None:
         """Schedules and simulates the parts of a placement, as long as it can be the best."""
         task, runs = self._task, dict[Part, PartRun]()
         least = part_seconds(task, placed)
@@ -181,8 +204,8 @@ class Search:
         most = missed, FAR * seconds
         return most if own is None else min(most, own.key)
 
-    def _keep(self, name: str, placed: Placed, runs: Runs) -> Followed:
-        found = Followed(*self._task.join(placed, runs), runs)
+    def _keep(self, name: str, placed: Placed, runs: Mapping[Part, PartRun]) -> Candidate:
+        found = self._task.join(placed, runs)
         missed, seconds = found.key
         self._tried.append(Tried(name, seconds, missed))
         if self._best is None or found.key < self._best.key:
@@ -194,14 +217,14 @@ class Search:
         than all the rest, and next to nothing to gain."""
         if self._best is None or placed.balance.missed < self._best.key[0]:
             return False
-        is_finer = placed.num_tiles > FINER * self._best.candidate.placed.num_tiles
+        is_finer = placed.num_tiles > FINER * self._best.placed.num_tiles
         return is_finer and seconds > NEARLY * self._best.key[1]
 
     def try_improved(self) -> None:
         """Moves on from the best placement, and, where links are slow, from placements that cut
         less and otherwise."""
         assert self._best is not None
-        task, best, simulated = self._task, self._best.candidate, self._best.simulated
+        task, best, simulated = self._task, self._best, self._best.simulated
         worth, least = SLOW_LINKS[task.config.effort], SEEN * simulated.step_seconds
         if simulated.layer_seconds > LONG:
             worth = 1.0
@@ -220,9 +243,9 @@ class Search:
         """Moves on from a static method, where one is best."""
         assert self._best is not None
         best = self._best
-        if not best.candidate.placement.static:
+        if not best.placement.static:
             return
-        if self._improve(best.solver, best.candidate.placed):
+        if self._improve(best.solver, best.placed):
             self.try_divisions(*({best.solver, "improved"} & self._by_solver.keys()))
 
     def _improve(self, name: str, placed: Placed, worth: float = 1.0, least: float = 0.0) -> bool:
@@ -236,16 +259,16 @@ class Search:
         """Schedules the best candidate of every solver (or of these) in fewer and in more steps, if
         it is not far from the best."""
         assert self._best is not None
-        dynamic = (s for s, own in self._by_solver.items() if not own.candidate.placement.static)
+        dynamic = (s for s, own in self._by_solver.items() if not own.placement.static)
         for solver in solvers or tuple(dynamic):
             followed, (least, best) = self._by_solver[solver], self._best.key
             missed, seconds = followed.key
             if missed <= least and seconds <= FAR * best:
                 self.divide(followed)
 
-    def divide(self, followed: Followed) -> None:
+    def divide(self, followed: Candidate) -> None:
         """Schedules the parts of a candidate in fewer and in more steps; each has its own best."""
-        placed = followed.candidate.placed
+        placed = followed.placed
         if self._task.config.divisions is not None or placed.placement.pattern == "ring":
             return
         most = max(run.input_steps for run in followed.runs.values())
@@ -300,13 +323,13 @@ class Search:
 
     def _any_graph(self) -> BlockGraph:
         if self._best is not None:
-            return self._best.candidate.graph
+            return self._best.graph
         return build_graph(self._task.batch, self._task.shape, self._task.batch.lengths)
 
     def choice(self) -> Choice:
         if self._best is None:
             raise RuntimeError("no solver could plan this batch; the warnings before say why")
-        return Choice(self._best.candidate, self._best.simulated, tuple(self._tried))
+        return Choice(self._best, tuple(self._tried))
 
     @property
     def found(self) -> bool:

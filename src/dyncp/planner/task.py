@@ -1,34 +1,32 @@
-"""Task: what is planned, for what cluster, model and costs."""
+"""Task: what is planned, for what cluster, model and costs; its candidates, placed, scheduled and
+simulated, but not yet assembled to the plans of ranks."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from threading import Thread
 from time import process_time
-from typing import TypeVar
 
 import numpy as np
 
 from dyncp.arrays import Int64
-from dyncp.blocks import AttentionShape, Batch, BlockGraph, Direction
+from dyncp.blocks import AttentionShape, Batch, BlockGraph, Direction, build_graph
 from dyncp.checks import instance_of
 from dyncp.cost import PROFILES, CostModel, ModelConfig, profile_for_device, tell_profile
-from dyncp.placement import Limits, Prices, Solver, improve, measure_balance
-from dyncp.planner.candidate import (
-    DIVISIONS,
-    Candidate,
-    Cut,
-    Graphs,
-    Part,
-    PartRun,
-    Placed,
-    Runs,
-    choose_sizes,
-    place_batch,
+from dyncp.placement import (
+    Balance,
+    Limits,
+    Placement,
+    Prices,
+    Solver,
+    check_placement,
+    improve,
+    measure_balance,
 )
+from dyncp.plan import Layout, Plan, assemble_plan
 from dyncp.planner.config import PlannerConfig
-from dyncp.schedule import BUILDERS, Pace
+from dyncp.schedule import BUILDERS, Pace, Schedule
 from dyncp.simulate import (
+    AttentionTimes,
     Simulated,
     join_times,
     layers_by_mask,
@@ -38,51 +36,102 @@ from dyncp.simulate import (
 )
 from dyncp.topology import Topology
 
-Found = TypeVar("Found")
-
 log = logging.getLogger("dyncp.planner")
 
-
-# Runs solvers so that one that fails or hangs does not stop planning.
-
-
-class SolverTimeoutError(RuntimeError):
-    """A solver did not answer in time."""
-
-
-def run_bounded(call: Callable[[], Found], seconds: float, name: str) -> Found:
-    """The result of `call`; where it takes longer, SolverTimeoutError, and its thread is left
-    alone."""
-    found: list[Found] = []
-    failed: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            found.append(call())
-        except BaseException as error:  # handed on to the caller's thread
-            failed.append(error)
-
-    thread = Thread(target=work, name=f"dyncp {name}", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if failed:
-        raise failed[0]
-    if not found:
-        raise SolverTimeoutError(f"solver {name} took longer than {seconds:g} s")
-    return found[0]
-
-
-def warn_replaced(name: str, error: Exception, instead: str) -> None:
-    log.warning(
-        "solver %s failed (%s: %s); planning goes on with %s",
-        name,
-        type(error).__name__,
-        error,
-        instead,
-    )
-
-
+# Most steps in which inputs come, where the planner is not told.
+DIVISIONS = 4
 CHANGE = "pass topology=preset(name, nodes, ranks), or cost=CostModel(profile, shape), for another"
+
+# A mask and a direction: scheduled and simulated by itself.
+Part = tuple[str, Direction]
+
+
+@dataclass(frozen=True, eq=False)
+class PartRun:
+    """A part's schedule in at most so many steps, its simulation, and what scheduling took."""
+
+    divisions: int
+    schedule: Schedule
+    times: AttentionTimes
+    cpu_seconds: float
+
+    @property
+    def input_steps(self) -> int:
+        """Divisions that wait for inputs."""
+        feeds = self.schedule.phase_feeds
+        return len(np.unique(feeds[feeds < self.schedule.num_divisions]))
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a batch is cut: `block_size` None leaves it to the solver."""
+
+    block_size: int | None = None
+    head_groups: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A batch cut and placed. `cpu_seconds` says what each stage took."""
+
+    graph: BlockGraph
+    placement: Placement
+    balance: Balance
+    cpu_seconds: Mapping[str, float]
+
+    @property
+    def num_tiles(self) -> int:
+        return sum(map(len, self.graph.tiles.values()))
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A placed batch with its schedules, and the step that they are simulated to take."""
+
+    placed: Placed
+    runs: Mapping[Part, PartRun]
+    simulated: Simulated
+
+    @property
+    def graph(self) -> BlockGraph:
+        return self.placed.graph
+
+    @property
+    def placement(self) -> Placement:
+        return self.placed.placement
+
+    @property
+    def balance(self) -> Balance:
+        return self.placed.balance
+
+    @property
+    def schedules(self) -> dict[str, tuple[Schedule, Schedule | None]]:
+        """Forward and, unless only that is planned, backward, by mask."""
+        found = {}
+        for name in self.graph.tiles:
+            back = self.runs.get((name, Direction.BACKWARD))
+            forward = self.runs[name, Direction.FORWARD].schedule
+            found[name] = forward, None if back is None else back.schedule
+        return found
+
+    @property
+    def cpu_seconds(self) -> dict[str, float]:
+        """What each stage took."""
+        scheduling = sum(run.cpu_seconds for run in self.runs.values())
+        return dict(self.placed.cpu_seconds) | {"schedule": scheduling}
+
+    @property
+    def key(self) -> tuple[float, float]:
+        """By how much it misses the limits, then its seconds: the least is the best."""
+        return self.balance.missed, self.simulated.step_seconds
+
+    @property
+    def solver(self) -> str:
+        return self.placement.solver
+
+    def assemble(self, layout: Layout) -> Plan:
+        """The plans of all ranks."""
+        return assemble_plan(self.graph, self.placement, self.schedules, self.balance, layout)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +142,8 @@ class Task:
     config: PlannerConfig
     cost: CostModel
     model: ModelConfig | None = None
-    _graphs: Graphs = field(default_factory=dict, repr=False)
+    # How the batch was cut before, by block sizes and number of head groups.
+    _graphs: dict[tuple[bytes, int], BlockGraph] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def of(
@@ -137,24 +187,34 @@ class Task:
     def pace(self) -> Pace:
         return Pace(self.topology, self.cost)
 
-    def block_sizes(self, solver: Solver) -> Int64:
-        """How a solver cuts the sequences."""
-        return choose_sizes(self.batch, self.topology, solver, Cut(self.config.block_size))
+    def block_sizes(self, solver: Solver, block_size: int | None = None) -> Int64:
+        """Block size of every sequence: the one asked for, or the solver's."""
+        size, lengths = block_size or self.config.block_size, self.batch.lengths
+        if size is None:
+            return solver.block_sizes(lengths, self.topology.num_ranks)
+        return np.full(len(lengths), size, np.int64)
 
     def place(self, solver: Solver, limits: Limits | None = None, cut: Cut | None = None) -> Placed:
-        config = self.config
+        """Cuts and places the batch. A method that splits heads says itself into how many
+        groups."""
+        marks, config, topology = [process_time()], self.config, self.topology
         cut = cut or Cut(config.block_size, config.head_groups or 1)
-        limits = limits or config.limits
-        return place_batch(
-            solver,
-            self.batch,
-            self.topology,
-            self.shape,
-            limits,
-            cut=cut,
-            seed=config.seed,
-            graphs=self._graphs,
-        )
+        limits, solver = limits or config.limits, solver.fitted(self.shape, topology)
+        sizes = self.block_sizes(solver, cut.block_size)
+        graph = self._graph(sizes, solver.head_groups or cut.head_groups)
+        marks.append(process_time())
+        placement = solver.place(graph, topology, limits, config.seed)
+        check_placement(graph, placement)
+        balance = measure_balance(graph, placement, limits, topology.rank_speeds)
+        marks.append(process_time())
+        seconds = dict(zip(("blocks", "placement"), np.diff(marks).tolist(), strict=True))
+        return Placed(graph, placement, balance, seconds)
+
+    def _graph(self, sizes: Int64, head_groups: int) -> BlockGraph:
+        key = (sizes.tobytes(), head_groups)
+        if key not in self._graphs:
+            self._graphs[key] = build_graph(self.batch, self.shape, sizes, head_groups)
+        return self._graphs[key]
 
     def improve(self, placed: Placed, worth: float = 1.0, least: float = 0.0) -> Placed | None:
         """The batch placed anew by moves that shorten the estimated step; None where there are
@@ -191,11 +251,12 @@ class Task:
         profile = self.cost.profile
         return sum(self.model.seconds_per_token(profile, d) for d in self.directions)
 
-    def schedule(self, placed: Placed, divisions: int | None = None) -> Candidate:
-        divisions = self.config.divisions or divisions
-        return placed.schedule(divisions, self.pace, forward_only=self.config.forward_only)
+    def follow(self, placed: Placed) -> Candidate:
+        """Schedules and simulates all parts of a placement."""
+        return self.join(placed, {part: self.run_part(placed, part) for part in self.parts})
 
     def simulate(self, candidate: Candidate) -> Simulated:
+        """A candidate, also one of another task, on this cluster and by these costs."""
         return simulate_schedules(
             candidate.graph,
             candidate.placement,
@@ -218,18 +279,16 @@ class Task:
         )
         return PartRun(steps, schedule, times, spent)
 
-    def join(self, placed: Placed, runs: Runs) -> tuple[Candidate, Simulated]:
-        """A placement with the schedules of all its parts, and its step."""
-        schedules, attention = {}, {}
+    def join(self, placed: Placed, runs: Mapping[Part, PartRun]) -> Candidate:
+        """A placement with the schedules of all its parts."""
+        attention = {}
         for name in placed.graph.tiles:
-            forward, back = runs[name, Direction.FORWARD], runs.get((name, Direction.BACKWARD))
-            schedules[name] = forward.schedule, None if back is None else back.schedule
-            attention[name] = forward.times, None if back is None else back.times
-        seconds = {"schedule": sum(run.cpu_seconds for run in runs.values())}
-        candidate = Candidate(placed, schedules, dict(placed.cpu_seconds) | seconds)
+            back = runs.get((name, Direction.BACKWARD))
+            forward = runs[name, Direction.FORWARD].times
+            attention[name] = forward, None if back is None else back.times
         rows = rows_per_rank(placed.graph, placed.placement, self.config.layout.local_multiple)
-        layers, model = self.config.layers, self.model
-        return candidate, join_times(attention, rows, self.topology, self.cost, layers, model)
+        step = join_times(attention, rows, self.topology, self.layers, self.token_seconds)
+        return Candidate(placed, runs, step)
 
 
 def default_cost(topology: Topology, shape: AttentionShape) -> CostModel:

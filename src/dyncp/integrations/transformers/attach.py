@@ -9,6 +9,8 @@ restored: initial ones are often so small that attention is a mean, and position
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from math import nan
 from typing import Any
 
 import torch
@@ -23,20 +25,22 @@ from dyncp.cost import from_transformers_config
 from dyncp.dataloader import NO_TARGET, DCPDataLoader, local_data, next_token_loss
 from dyncp.dataloader.local_fields import LISTED
 from dyncp.executor import DCPExecutor, Step
-from dyncp.integrations.transformers.functions import NAME, Call, attend, mask_marker
+from dyncp.integrations.transformers.functions import (
+    COEFFICIENT,
+    NAME,
+    Call,
+    Mixers,
+    attend,
+    auxiliary_share,
+    install_recorders,
+    mask_marker,
+    take_coefficient,
+)
 from dyncp.integrations.transformers.layers import (
-    LayerMask,
     check_model,
     layer_masks,
     model_masks,
     needs_largest_position,
-)
-from dyncp.integrations.transformers.other_layers import (
-    COEFFICIENT,
-    Mixers,
-    auxiliary_share,
-    install_recorders,
-    take_coefficient,
 )
 from dyncp.masks import causal
 from dyncp.plan import Layout
@@ -163,11 +167,11 @@ class Attached:
         missing = [number for number in range(len(self.layers)) if number not in call.seen]
         if missing:
             raise ValueError(
-                f"layers {missing} of {type(model).__name__} did not call dyncp's attention; their "
-                "results are of this rank's tokens alone"
+                f"layers {missing} of {type(model).__name__} did not call dyncp's attention; they "
+                "saw only this rank's tokens"
             )
         if not isinstance(output, dict):  # Transformers' ModelOutput
-            raise ValueError("the model gave a tuple; call it without return_dict=False")
+            raise ValueError("the model returned a tuple; call it without return_dict=False")
         if call.listed:
             output["loss"] = next_token_loss(output["logits"], call.listed)
         router = output.get("router_logits")
@@ -193,23 +197,16 @@ class Attached:
 
 
 def _watch_average(model: Any, loss: Tensor | None) -> bool:
-    """Warns in backward where a wrapper averages gradients over ranks and nobody undid that: the
-    loss then has gradient 1. True if it was looked at, which is done once."""
+    """Warns in backward if a wrapper averages gradients over ranks and nobody undid that: the loss
+    then has gradient 1. Returns whether it could be checked; once is enough."""
     if loss is None or not loss.requires_grad:
         return False
-    wrapper = _averaging_wrapper(model)
-    if wrapper:
-        loss.register_hook(lambda gradient: _warn_of_average(wrapper, gradient))  # type: ignore[no-untyped-call]
-    return True
-
-
-def _averaging_wrapper(model: Any) -> str:
-    """What averages the model's gradients over several ranks; empty if nothing does."""
     replicas: Any = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
     if replicas is not None and replicas.process_group.size() > 1:
-        return "DDP"
-    shards = isinstance(model, FSDPModule) and dist.get_world_size() > 1
-    return "FSDP" if shards else ""
+        loss.register_hook(partial(_warn_of_average, "DDP"))  # type: ignore[no-untyped-call]
+    elif isinstance(model, FSDPModule) and dist.get_world_size() > 1:
+        loss.register_hook(partial(_warn_of_average, "FSDP"))  # type: ignore[no-untyped-call]
+    return True
 
 
 def _warn_of_average(wrapper: str, gradient: Tensor) -> None:
@@ -253,13 +250,13 @@ def _check_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
 
 def _refusal(name: str) -> str:
     reasons = {
-        "attention_mask": "plans have the masks, and the loader leaves padding out",
-        "output_attentions": "scores are not kept",
+        "attention_mask": "masks come with the plan, and the loader removes padding",
+        "output_attentions": "attention scores are not stored",
         "logits_to_keep": "the last rows of a rank are not the last tokens",
-        "past_key_values": "tokens of a cache are on no rank",
-        "use_cache": "a rank's keys are not those of a sequence",
+        "past_key_values": "cached tokens belong to no rank",
+        "use_cache": "a rank has the keys of parts of sequences",
     }
-    reason = reasons.get(name, "dyncp does not know what it would do to this rank's rows")
+    reason = reasons.get(name, "dyncp does not know how it would treat this rank's rows")
     return f"an attached model was called with {name}: {reason}. Leave it out"
 
 
@@ -276,90 +273,92 @@ def _first_rows(value: Any, rows: int) -> Any:
 
 
 def _compared(model: Any, config: Any, dtype: str | torch.dtype | None) -> Attached:
-    """The attached model; raises ValueError, with the model as it was, if it gives other outputs
-    than before."""
+    """The attached model. Restores it and raises ValueError if its outputs differ from those of its
+    own attention."""
     if any(parameter.is_meta for parameter in model.parameters()):
         logger.warning(
-            "%s has no weights yet, and was not compared with its own attention: attach a small "
-            "model of the same class, with weights and untested=True, before",
+            "%s has no weights yet, so it was not compared with its own attention: first attach a "
+            "small model of the same class, with weights, with untested=True",
             type(model).__name__,
         )
         return Attached(model, config, dtype)
     with _lively(model):
-        parity = ParityCheck(model, layer_masks(config))
+        documents = _documents(model, config)
+        expected = [_run_alone(model, ids) for ids in documents]
         attached = Attached(model, config, dtype)
         try:
-            parity.check(attached.masks(causal))
+            _check_parity(attached, documents, expected)
         except BaseException:
             attached.detach()
             raise
     return attached
 
 
-class ParityCheck:
-    """What a model gives with its own attention; `check` compares once it is attached."""
+def _documents(model: Any, config: Any) -> list[Tensor]:
+    """Random documents; the first is longer than any layer's window."""
+    longest = max(96, *(5 * (layer.size or 0) // 4 for layer in layer_masks(config)))
+    # RoPE with a factor from the largest position makes documents depend on each other.
+    lengths = (longest,) if needs_largest_position(model) else (longest, 33, 5)
+    random = torch.Generator().manual_seed(0)
+    return [torch.randint(config.vocab_size, (n,), generator=random) for n in lengths]
 
-    def __init__(self, model: Any, layers: tuple[LayerMask, ...]) -> None:
-        self.model = model
-        longest = max(96, *(5 * (layer.size or 0) // 4 for layer in layers))
-        self.block_size = max(16, longest // 8)
-        random = torch.Generator().manual_seed(0)
-        vocabulary = model.config.get_text_config(decoder=True).vocab_size
-        # RoPE with a factor from the largest position makes documents depend on each other.
-        lengths = (longest,) if needs_largest_position(model) else (longest, 33, 5)
-        self.documents = [torch.randint(vocabulary, (n,), generator=random) for n in lengths]
-        self.options = {"output_router_logits": True} if hasattr(model, COEFFICIENT) else {}
-        self.wanted = [self._alone(ids) for ids in self.documents]
 
-    def _alone(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Outputs and loss of one document."""
-        ids = ids.to(self.model.device)[None]
-        labels = {} if self.model.get_output_embeddings() is None else {"labels": ids}
-        output = self.model(input_ids=ids, **labels, use_cache=False, **self.options)
-        return _rows(output), output.get("loss")
+def _options(model: Any) -> dict[str, bool]:
+    return {"output_router_logits": True} if hasattr(model, COEFFICIENT) else {}
 
-    def check(self, mask_fn: Callable[[Any], Any]) -> None:
-        """Raises ValueError if the model gives something else under dyncp."""
-        with DCPExecutor(virtual_ranks=RANKS, device=self.model.device) as executor:
-            found, _ = self._under_dyncp(self.documents, mask_fn, executor)
-            _, loss = self._under_dyncp(self.documents[:1], mask_fn, executor)
-        for got, (wanted, _) in zip(found, self.wanted, strict=True):
-            self._compare("outputs", got, wanted)
-        wanted_loss = self.wanted[0][1]
-        if wanted_loss is not None:
-            self._compare("losses", loss, wanted_loss)
 
-    def _under_dyncp(
-        self, documents: list[Tensor], mask_fn: Any, executor: DCPExecutor
-    ) -> tuple[list[Tensor], Any]:
-        samples = [{"input_ids": ids} for ids in documents]
-        batch = Batch.of([mask_fn(sample) for sample in samples], range(len(samples)))
-        layout = Layout(local_multiple=8)
-        # Blocks anywhere: rows in order would hide positions that are counted on each rank.
-        config = PlannerConfig(block_size=self.block_size, solver="random", layout=layout)
-        plan = plan_batch(batch, Topology(1, RANKS), config=config)
-        step = executor.prepare(plan)
-        data = {
-            name: value.to(self.model.device) if name != "batch_fingerprint" else value
-            for name, value in local_data(samples, batch, plan).items()
-        }
-        output = self.model(**data, dyncp_step=step, **self.options)
-        return step.gather(_rows(output)), output.get("loss")
+def _run_alone(model: Any, ids: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Outputs and loss of one document with the model's own attention."""
+    ids = ids.to(model.device)[None]
+    labels = {} if model.get_output_embeddings() is None else {"labels": ids}
+    output = model(input_ids=ids, **labels, use_cache=False, **_options(model))
+    return _rows(output), output.get("loss")
 
-    def _compare(self, what: str, got: Tensor | None, wanted: Tensor) -> None:
-        wide = wanted.dtype in (torch.float32, torch.float64)
-        allowed = TOLERANCE if wide else TOLERANCE_16_BIT
-        by = "none at all"
-        if got is not None:
-            difference = ((got - wanted).abs().max() / wanted.abs().max()).item()
-            if difference <= allowed:
-                return
-            by = f"by {difference:.1e} of the largest; at most {allowed:.0e} is allowed"
-        raise ValueError(
-            f"{type(self.model).__name__} gives other {what} under dyncp than with its own "
-            f"attention ({by}): its layers do something that dyncp does not know of, and cannot "
-            "run under it"
-        )
+
+def _run_planned(
+    attached: Attached, documents: list[Tensor], executor: DCPExecutor
+) -> tuple[list[Tensor], Tensor | None]:
+    """Outputs of every document and the loss, under dyncp."""
+    model, mask_fn = attached.model, attached.masks(causal)
+    samples = [{"input_ids": ids} for ids in documents]
+    batch = Batch.of([mask_fn(sample) for sample in samples], range(len(samples)))
+    # Blocks anywhere: rows in order would hide positions that are counted on each rank.
+    config = PlannerConfig(
+        block_size=max(16, len(documents[0]) // 8),
+        solver="random",
+        layout=Layout(local_multiple=ROWS),
+    )
+    plan = plan_batch(batch, Topology(1, RANKS), config=config)
+    step = executor.prepare(plan)
+    data = {
+        name: value.to(model.device) if name != "batch_fingerprint" else value
+        for name, value in local_data(samples, batch, plan).items()
+    }
+    output = model(**data, dyncp_step=step, **_options(model))
+    return step.gather(_rows(output)), output.get("loss")
+
+
+def _check_parity(
+    attached: Attached, documents: list[Tensor], expected: list[tuple[Tensor, Tensor | None]]
+) -> None:
+    """Raises ValueError if outputs or losses under dyncp are not the expected ones."""
+    with DCPExecutor(virtual_ranks=RANKS, device=attached.model.device) as executor:
+        found, _ = _run_planned(attached, documents, executor)
+        _, loss = _run_planned(attached, documents[:1], executor)
+    pairs = [("outputs", rows, wanted) for rows, (wanted, _) in zip(found, expected, strict=True)]
+    wanted_loss = expected[0][1]
+    if wanted_loss is not None:
+        pairs.append(("losses", wanted_loss * nan if loss is None else loss, wanted_loss))
+    for what, got, wanted in pairs:
+        allowed = TOLERANCE if wanted.dtype in (torch.float32, torch.float64) else TOLERANCE_16_BIT
+        difference = ((got - wanted).abs().max() / wanted.abs().max()).item()
+        if not difference <= allowed:
+            raise ValueError(
+                f"{type(attached.model).__name__} gives other {what} under dyncp than with its own "
+                f"attention (relative difference {difference:.1e}, at most {allowed:.0e} is "
+                "allowed): its layers do something that dyncp does not know, so it cannot run "
+                "under dyncp"
+            )
 
 
 def _rows(output: Any) -> Tensor:

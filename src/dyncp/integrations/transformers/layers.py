@@ -1,5 +1,5 @@
-"""What the attention layers of a model need, read from its config, and the masks for them, made of
-those of samples; what cannot run is refused."""
+"""What the attention layers of a model need, read from its config; their masks, derived from those
+of samples; and refusals of what cannot run."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,7 +36,7 @@ class Mixer(NamedTuple):
     kernel: str | None = None
 
 
-# By architecture and type of layer; `mixers.py` runs them. Others are refused.
+# By architecture and type of layer; `functions.py` runs them. Others are refused.
 MIXERS = {
     ("lfm2", "conv"): Mixer("conv", "conv_L_cache"),
     ("qwen3_next", "linear_attention"): Mixer("linear_attn"),
@@ -77,7 +77,7 @@ def _layer_mask(number: int, kind: str, config: Any) -> LayerMask:
         return LayerMask(f"chunk_{chunk}", chunk=chunk)
     raise ValueError(
         f"layer {number} of {config.model_type} is of type {kind!r}, which needs whole sequences "
-        "in order, and ranks have parts of them; allowed are full_attention, sliding_attention, "
+        "in order, but ranks hold parts of them; allowed are full_attention, sliding_attention, "
         f"chunked_attention and {', '.join(f'{kind} of {model}' for model, kind in MIXERS)}"
     )
 
@@ -151,7 +151,7 @@ def _check_modules(model: Any) -> None:
         if isinstance(module, ORDERED) and not handled & set(path.split(".")):
             raise ValueError(
                 f"{path} of {type(model).__name__} is {type(module).__name__}, which needs whole "
-                "sequences in order, and ranks have parts of them; dyncp cannot run it"
+                "sequences in order, but ranks hold parts of them; dyncp cannot run it"
             )
 
 
@@ -185,8 +185,8 @@ def _check_config(config: Any, name: str) -> None:
         raise ValueError(f"{name} is not causal; allowed are causal decoders")
     if getattr(config, "layerdrop", 0):
         raise ValueError(
-            f"{name} has layerdrop={config.layerdrop}: every rank would leave out other layers and "
-            "wait for the rest forever; set config.layerdrop = 0"
+            f"{name} has layerdrop={config.layerdrop}: every rank would skip different layers and "
+            "wait for the others forever; set config.layerdrop = 0"
         )
 
 
@@ -247,5 +247,5 @@ def _check_names(found: Iterable[str], layers: Iterable[LayerMask]) -> None:
     if missing:
         raise ValueError(
             f"the mask function gives masks named {', '.join(found)}; the model's layers need "
-            f"{', '.join(missing)}, too. Give one mask, and they are made of it"
+            f"{', '.join(missing)}, too. Give a single mask, and the others are derived from it"
         )

@@ -19,7 +19,7 @@ from dyncp.dataloader import DCPDataLoader, sum_over_ranks, undo_gradient_averag
 from dyncp.dataloader.local_fields import num_targets
 from dyncp.dataloader.ranks import data_dimensions
 from dyncp.executor import DCPExecutor
-from dyncp.integrations.frameworks import check_processes
+from dyncp.integrations import check_processes
 from dyncp.integrations.transformers.attach import Attached, attach
 
 PLAN = "dyncp_plan"
@@ -44,7 +44,7 @@ class Batches:
 
 
 class TrainerMixin:
-    """Goes before Trainer. `mask_fn` gives the masks of samples; `loader_options` go to
+    """Put it before Trainer. `mask_fn` gives the masks of samples; `loader_options` go to
     `DCPDataLoader`; `attached` is what `attach(model)` gave, if it was called before.
 
     Batches are those of the loader: `tokens_per_batch` counts, not `per_device_train_batch_size`.
@@ -110,7 +110,7 @@ class TrainerMixin:
         return self._executor
 
     def _get_num_items_in_batch(self, *_: Any) -> None:
-        """The batches have it."""
+        """None: batches contain `num_items_in_batch`."""
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **_: Any
@@ -179,8 +179,8 @@ def _check_mesh(mesh: Any) -> None:
         if name not in data_dimensions(mesh) and mesh[name].size() > 1:
             raise ValueError(
                 f"the mesh has {mesh[name].size()} ranks in dimension {name!r}, with the same "
-                "tokens, and Trainer takes all processes for ranks with different ones; allowed "
-                "are dimensions dp... and 'cp'. Write the loop for others (docs/parallelism.md)"
+                "tokens, but Trainer assumes that all processes have different ones; use "
+                "dimensions dp... and 'cp', or write your own loop (docs/parallelism.md)"
             )
 
 
@@ -196,6 +196,6 @@ def _check_arguments(args: Any, options: Mapping[str, Any]) -> None:
     for name, given in refused.items():
         if given:
             raise ValueError(
-                f"this Trainer got {name}, which does not know that a rank has parts of sequences; "
+                f"this Trainer got {name}, which cannot handle ranks that hold parts of sequences; "
                 "leave it out"
             )
