@@ -21,7 +21,7 @@ ATTACH, FUNCTIONS, LAYERS, TRAINER = (
     f"src/dyncp/integrations/transformers/{name}.py"
     for name in ("attach", "functions", "layers", "trainer")
 )
-LOSS = "src/dyncp/dataloader/loss.py"
+LOSS = "src/dyncp/dataloader/local_fields.py"
 ONE, MANY, UNTESTED = (
     f"tests/integrations/test_{name}.py"
     for name in ("transformers", "transformers_ranks", "untested_models")

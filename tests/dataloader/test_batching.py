@@ -1,7 +1,6 @@
 """Batches are a function of order, lengths, budget and position."""
 
 import json
-from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -14,16 +13,15 @@ from dyncp import DCPDataLoader, masks
 from dyncp.dataloader.batching import BatchSelector
 from dyncp.dataloader.dataset import IndexedSource, find_lengths, open_source
 from dyncp.dataloader.options import LoaderConfig
-from dyncp.dataloader.prepare import BatchData, MaskMaker
-from dyncp.dataloader.state import BatchSettings, Position, from_state, to_state
+from dyncp.dataloader.prepare import BatchData, LoaderContext, MaskMaker
+from dyncp.dataloader.ranks import LoaderRanks
+from dyncp.dataloader.state import Position, from_state, to_state
 
 LENGTHS = (5, 9, 3, 12, 1, 7)
 SAMPLES = [{"input_ids": [i] * n, "tokens": n} for i, n in enumerate(LENGTHS)]
 
 
-SETTINGS = BatchSettings(
-    0, True, "", "samples", 6, 16, "", 2, None, "error", False, 16, "error", "error"
-)
+SETTINGS = {"seed": 0, "accumulation_steps": 2, "tokens_per_batch": 16, "lengths": ""}
 
 
 def batching(samples=SAMPLES, replica=0, num_replicas=1, window=1, **options):
@@ -72,7 +70,8 @@ def test_a_truncated_sample_is_cut_in_all_its_token_fields():
     config = LoaderConfig(max_length=4, too_long="truncate", token_fields={"grid": 1})
     source = open_source([sample], config)
     (step,) = BatchSelector(source, config, 8, 0, 1).steps(Position())
-    cut = BatchData(step.selections[0], source, MaskMaker(masks.causal), config).sample(0)
+    context = LoaderContext(config, LoaderRanks(0, 1), source, MaskMaker(masks.causal), None)
+    cut = BatchData(context, step.selections[0]).sample(0)
     assert len(cut["input_ids"]) == len(cut["labels"]) == 4
     assert cut["grid"].shape == (3, 4)
 
@@ -227,7 +226,7 @@ def test_every_sample_is_once_in_an_epoch_and_any_position_continues_it(
     assert all(s.num_tokens <= budget for batches in own for s in batches)
     for number, selection in enumerate(own[0]):
         saved = json.loads(json.dumps(to_state(selection.end, SETTINGS, replicas)))
-        position, _ = from_state(saved, SETTINGS, replicas, own_budget=True)
+        position = from_state(saved, SETTINGS, replicas)
         resumed = batching(**options).steps(position)
         rest = [s.fingerprint for step in resumed for s in step.selections]
         assert rest == [s.fingerprint for s in own[0][number + 1 :]]
@@ -294,17 +293,19 @@ def test_an_iteration_may_go_on_over_several_epochs():
 def test_a_state_of_other_batches_is_refused():
     position = Position(epoch=1, samples=3, batches=2, total=5)
     state = to_state(position, SETTINGS, 1)
-    assert from_state(state, SETTINGS, 1, own_budget=True) == (position, SETTINGS)
+    assert from_state(state, SETTINGS, 1) == position
     with pytest.raises(ValueError, match="saved with seed=0, this loader has 1"):
-        from_state(state, replace(SETTINGS, seed=1), 1, own_budget=True)
-    other = replace(SETTINGS, tokens_per_batch=32)
+        from_state(state, SETTINGS | {"seed": 1}, 1)
     with pytest.raises(ValueError, match="saved with tokens_per_batch=16, this loader has 32"):
-        from_state(state, other, 1, own_budget=True)
-    assert from_state(state, other, 1, own_budget=False) == (position, SETTINGS)
+        from_state(state, SETTINGS | {"tokens_per_batch": 32}, 1)
+    with pytest.raises(ValueError, match="saved with seed=0, this loader has None"):
+        from_state(state, {name: SETTINGS[name] for name in list(SETTINGS)[1:]}, 1)
+    with pytest.raises(ValueError, match=r"a position with \['epoch'\]; this dyncp reads \['batch"):
+        from_state(state | {"position": {"epoch": 0}}, SETTINGS, 1)
     with pytest.raises(ValueError, match="inside an optimiser step of 2 replicas"):
-        from_state(state, SETTINGS, 2, own_budget=True)
+        from_state(state, SETTINGS, 2)
     with pytest.raises(ValueError, match="state has version None"):
-        from_state({}, SETTINGS, 1, own_budget=True)
+        from_state({}, SETTINGS, 1)
 
 
 def test_options_are_checked_when_the_loader_is_made():

@@ -72,8 +72,8 @@ def test_the_oldest_sample_opens_the_next_batch():
         [0, 4], [1, 5], [2, 6], [3, 7],
     ]  # fmt: skip
     assert [batch.full for batch in batches] == [True, True, True, True]
-    assert [batch.before.samples for batch in batches] == [0, 1, 2, 3]
-    assert batches[1].before.taken == ((4, 0),)
+    assert [batch.after.samples for batch in batches] == [1, 2, 3, 8]
+    assert batches[0].after.taken == ((4, 0),)
 
 
 def test_samples_that_fit_together_stay_together():

@@ -15,11 +15,10 @@ from dyncp.dataloader.batching import SelectedBatch, SelectedStep
 from dyncp.dataloader.dataset import SampleEntry, open_source
 from dyncp.dataloader.decision import Decision, PlanExchange
 from dyncp.dataloader.options import LoaderConfig
-from dyncp.dataloader.peers import Peers, WaitConditions
-from dyncp.dataloader.planning import BatchPlanner
-from dyncp.dataloader.planning_process import Closed, PlanReply
-from dyncp.dataloader.prepare import BatchData, BatchPreparer, MaskMaker
-from dyncp.dataloader.ranks import BatchMismatch, LoaderRanks, LocalStore, PeerError, chunk_keys
+from dyncp.dataloader.peers import Peers, Progress
+from dyncp.dataloader.planning import BatchPlanner, Closed, PlanReply
+from dyncp.dataloader.prepare import BatchData, BatchPreparer, LoaderContext, MaskMaker
+from dyncp.dataloader.ranks import BatchMismatch, LoaderRanks, PeerError, Store, chunk_keys
 from dyncp.dataloader.state import Position
 from dyncp.plan import PlanDecodeError, encode_part
 from dyncp.plan.codec import decode_body
@@ -205,18 +204,18 @@ REPLY = PlanReply((b"part of 0", b"part of 1"), "d1", "f1", "bisection", 6, 0.1)
 
 def join(store, ranks, stalled=0.0, closing=False):
     """A rank's exchange, and its view of its peers."""
-    conditions = WaitConditions(lambda: closing, lambda: stalled, 1.0, 1.0)
-    peers = Peers(store, ranks, conditions)
-    return PlanExchange(store, ranks, peers), peers
+    progress = Progress(1.0, 1.0, asked_at=time.perf_counter() - stalled, closing=closing)
+    peers = Peers(store, ranks, progress)
+    return PlanExchange(peers), peers
 
 
 def exchanges(stalled=0.0):
-    store = LocalStore()
+    store = Store()
     return store, [join(store, ranks, stalled)[0] for ranks in RANKS]
 
 
 def both_peers(stalled=0.0):
-    store = LocalStore()
+    store = Store()
     return zip(*(join(store, ranks, stalled) for ranks in RANKS), strict=True)
 
 
@@ -265,8 +264,8 @@ def test_parts_of_another_rank_or_plan_are_refused():
         encoded = tuple(encode_part(part) for part in parts)
         reply = PlanReply(encoded, plan.digest, plan.fingerprint, "bisection", 20, 0.1)
         first.publish(selection, reply)
-        preparer = BatchPreparer(config, RANKS[1], None, second)
-        batch = BatchData(selection, source, MaskMaker(masks.causal), config)
+        context = LoaderContext(config, RANKS[1], source, MaskMaker(masks.causal), None)
+        preparer, batch = BatchPreparer(context, second), BatchData(context, selection)
         with pytest.raises(
             PeerError, match=r"part of another plan: rank \d of 2, .*; expected rank"
         ):
@@ -283,7 +282,7 @@ def test_texts_in_the_store_that_cannot_be_read_are_refused():
 
 
 def test_disagreements_have_both_fingerprints_and_reach_all_ranks():
-    store = LocalStore()
+    store = Store()
     (first, first_peers), (second, second_peers) = (join(store, ranks) for ranks in RANKS)
     first.publish(SELECTION, REPLY)
     other = SelectedBatch(3, (SampleEntry(0, 5, 10),), Position(batches=4))
@@ -301,7 +300,7 @@ def test_disagreements_have_both_fingerprints_and_reach_all_ranks():
 
 
 def test_replicas_that_deal_differently_are_noticed():
-    store = LocalStore()
+    store = Store()
     ranks = [LoaderRanks(0, 1, replica=replica, num_replicas=2) for replica in (0, 1)]
     (first, first_peers), (second, second_peers) = (join(store, own) for own in ranks)
     first.add_targets(SelectedStep(0, (SELECTION,), None, "f1"), 5)
@@ -318,9 +317,9 @@ def test_other_failures_are_passed_on_once_and_closing_ends_waits():
     (_, second), (first_peers, second_peers) = both_peers()
     first_peers.tell_failure(ValueError("sample 3 is empty"))
     second_peers.tell_failure(PeerError("rank 0 failed"))
-    with pytest.raises(PeerError, match="rank 0 failed: sample 3 is empty"):
+    with pytest.raises(PeerError, match="rank 0 failed: ValueError: sample 3 is empty"):
         second.decision(3, SELECTION)
-    closing, _ = join(LocalStore(), RANKS[0], closing=True)
+    closing, _ = join(Store(), RANKS[0], closing=True)
     with pytest.raises(Closed):
         closing.decision(3, SELECTION)
 

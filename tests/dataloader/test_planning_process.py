@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -24,7 +25,7 @@ from dyncp import (
     plan_batch,
 )
 from dyncp.dataloader import SampleError
-from dyncp.dataloader.planning_process import PlanFailed, PlanProcess, PlanRequest
+from dyncp.dataloader.planning import PlanFailed, PlanProcess
 from dyncp.plan import decode_part
 from processes import is_gone, stop, wait_until
 
@@ -43,7 +44,7 @@ def process():
 
 
 def ask(process, batch=BATCH, function=plan_batch):
-    return process.plan(PlanRequest(function, batch, *ARGS))
+    return process.plan(partial(function, batch, *ARGS))
 
 
 def test_it_gives_the_plan_that_the_planner_gives_here_and_imports_no_torch(process):
@@ -96,11 +97,12 @@ def test_a_request_that_cannot_be_read_costs_no_process(process, monkeypatch):
 
 def test_it_ends_when_its_parent_is_killed():
     code = """
-from dyncp.dataloader.planning_process import PlanProcess, PlanRequest
+from dyncp.dataloader.planning import PlanProcess
 from dyncp import *
+from functools import partial
 process = PlanProcess(60)
 batch = Batch.of([masks.causal(4)])
-process.plan(PlanRequest(plan_batch, batch, Topology(), AttentionShape(), PlannerConfig()))
+process.plan(partial(plan_batch, batch, Topology(), AttentionShape(), PlannerConfig()))
 print(process.pid, flush=True)
 input()
 """

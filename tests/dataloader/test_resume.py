@@ -22,7 +22,7 @@ from dyncp import DCPDataLoader, masks
 from dyncp.dataloader.batching import BatchSelector
 from dyncp.dataloader.dataset import open_source
 from dyncp.dataloader.options import LoaderConfig
-from dyncp.dataloader.state import BatchSettings, Position, from_state, from_text, to_state, to_text
+from dyncp.dataloader.state import Position, from_state, from_text, to_state, to_text
 
 LENGTHS = (5, 9, 3, 12, 1, 7, 4, 8, 2, 6)
 SAMPLES = [{"input_ids": [i] * n} for i, n in enumerate(LENGTHS)]
@@ -81,7 +81,7 @@ def check_every_position(**make_options):
     assert ends[-1].epoch == 2
     for before, end in enumerate(ends, 1):
         state = json.loads(json.dumps(to_state(end, SETTINGS, 1)))
-        position, _ = from_state(state, SETTINGS, 1, own_budget=True)
+        position = from_state(state, SETTINGS, 1)
         assert batches(position)[0] == whole[before:]
 
 
@@ -104,9 +104,7 @@ class NumpySampler(Sampler):
         return iter(order)
 
 
-SETTINGS = BatchSettings(
-    0, True, "", "samples", 6, 16, "", 2, None, "error", False, 16, "error", "error"
-)
+SETTINGS = {"seed": 0, "accumulation_steps": 2, "tokens_per_batch": 16, "lengths": ""}
 WEIGHTS = [1.0 + i % 3 for i in range(len(SAMPLES))]
 
 

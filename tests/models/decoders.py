@@ -1,5 +1,6 @@
 """A decoder small enough for fp64, on virtual ranks and dense."""
 
+import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,10 +17,11 @@ from dyncp import (
     DCPAttn,
     DCPDataLoader,
     DCPExecutor,
+    Plan,
     PlannerConfig,
     Step,
 )
-from dyncp.dataloader.planning_process import PlanProcess, PlanReply, PlanRequest, answer
+from dyncp.dataloader.planning import PlanProcess, PlanReply, answer
 
 SHAPE, VOCABULARY = AttentionShape(q_heads=4, kv_heads=2, head_dim=8, dtype="fp64"), 31
 
@@ -37,10 +39,10 @@ def random_documents(*lengths: int) -> list[dict[str, Tensor]]:
     return [{"input_ids": torch.randint(VOCABULARY, (n,), generator=draw)} for n in lengths]
 
 
-def plan_here(_: PlanProcess, request: PlanRequest) -> PlanReply:
+def plan_here(_: PlanProcess, make_plan: Callable[[], Plan]) -> PlanReply:
     """What a planning process answers, without one: starting it takes a second each time."""
-    reply = answer(request)
-    assert not reply.error, reply.error
+    reply = answer(pickle.dumps(make_plan))
+    assert isinstance(reply, PlanReply), reply
     return reply
 
 

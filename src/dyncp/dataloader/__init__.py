@@ -1,6 +1,6 @@
 """Batches, plans and local data for the training loop.
 
-Names are loaded on first use: the planning process imports `planning_process` without torch.
+Names are loaded on first use: the planning process imports `planning` without torch.
 """
 
 from importlib import import_module
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from dyncp.dataloader.loader import DCPDataLoader as DCPDataLoader
     from dyncp.dataloader.local_fields import count_targets as count_targets
     from dyncp.dataloader.local_fields import local_data as local_data
-    from dyncp.dataloader.loss import next_token_loss as next_token_loss
-    from dyncp.dataloader.loss import sum_gradients as sum_gradients
-    from dyncp.dataloader.loss import sum_over_ranks as sum_over_ranks
-    from dyncp.dataloader.loss import undo_gradient_average as undo_gradient_average
-    from dyncp.dataloader.metrics import LoaderMetrics as LoaderMetrics
+    from dyncp.dataloader.local_fields import next_token_loss as next_token_loss
+    from dyncp.dataloader.local_fields import sum_gradients as sum_gradients
+    from dyncp.dataloader.local_fields import sum_over_ranks as sum_over_ranks
+    from dyncp.dataloader.local_fields import undo_gradient_average as undo_gradient_average
+    from dyncp.dataloader.look_ahead import LoaderMetrics as LoaderMetrics
     from dyncp.dataloader.options import LoaderConfig as LoaderConfig
     from dyncp.dataloader.ranks import BatchMismatch as BatchMismatch
     from dyncp.dataloader.ranks import PeerError as PeerError
@@ -26,9 +26,11 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "loader": ["DCPDataLoader"],
-    "local_fields": ["count_targets", "local_data"],
-    "loss": ["next_token_loss", "sum_gradients", "sum_over_ranks", "undo_gradient_average"],
-    "metrics": ["LoaderMetrics"],
+    "local_fields": [
+        "count_targets", "local_data", "next_token_loss", "sum_gradients", "sum_over_ranks",
+        "undo_gradient_average",
+    ],
+    "look_ahead": ["LoaderMetrics"],
     "options": ["LoaderConfig"],
     "ranks": ["BatchMismatch", "PeerError", "StoreError"],
     "reading": ["NO_TARGET", "SampleError"],

@@ -29,13 +29,11 @@ the same batches."""
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, count, islice
-from typing import Any
 
 from dyncp.dataloader.dataset import IndexedSource, SampleEntry, SampleSource
-from dyncp.dataloader.metrics import Skipped
-from dyncp.dataloader.options import Budget, LoaderConfig, check_budget, digest_of
+from dyncp.dataloader.options import Budget, LoaderConfig, budget_of, digest_of
 from dyncp.dataloader.reading import skip_reason
 from dyncp.dataloader.state import Position
 
@@ -48,30 +46,19 @@ FULL_SHARE = 200
 SHORT_SHARE = 16
 # Sums are computed in units of a 131,072nd of the room.
 MOST_SUMS = 1 << 17
-PieceKey = tuple[int, int]  # a sample's place in the epoch, and where its tokens begin (pieces)
+Skip = Callable[[str, int, object], None]
 Fit = Callable[[SampleEntry, int | None], list[SampleEntry]]
 
 
 @dataclass(frozen=True, eq=False)
 class FilledBatch:
-    """Batch `number` of the epoch, and where samples are taken from before and after it: these
-    positions know nothing of dealing. Only the last batch of an epoch is not `full`."""
+    """Batch `number` of the epoch, and where samples are taken from after it: this position knows
+    nothing of dealing. Only the last batch of an epoch is not `full`."""
 
     number: int
     entries: tuple[SampleEntry, ...]
-    before: Position
     after: Position
     full: bool = True
-
-
-@dataclass(frozen=True, eq=False)
-class _WaitingSample:
-    entry: SampleEntry
-    dataset_state: Any  # before the sample
-
-    @property
-    def key(self) -> PieceKey:
-        return self.entry.place, self.entry.start
 
 
 def fill_batches(
@@ -90,10 +77,10 @@ def fill_batches(
     """
     filling = _Filling(entries, fit, start or Position())
     while not filling.at_end() and filling.open(budget(number)):
-        before = filling.position()
-        chosen, used = filling.take(budget(number), window)
+        chosen = filling.take(budget(number), window)
+        used = sum(entry.length for entry in chosen)
         full = used == budget(number) or not filling.at_end()
-        yield FilledBatch(number, chosen, before, filling.position(), full)
+        yield FilledBatch(number, chosen, filling.position(), full)
         number += 1
 
 
@@ -127,7 +114,7 @@ class _Filling:
 
     def __init__(self, entries: Iterable[SampleEntry], fit: Fit, start: Position) -> None:
         self._entries, self._fit = iter(entries), fit
-        self._waiting: list[_WaitingSample] = []
+        self._waiting: list[SampleEntry] = []
         self._taken = set(start.taken)
         self._start = start
         self._place, self._dataset_state = start.samples, start.dataset_state  # of the next sample
@@ -135,15 +122,15 @@ class _Filling:
     def open(self, budget: int) -> bool:
         """Makes the oldest waiting sample fit the budget; False if none is left."""
         while (oldest := self._at(0)) is not None:
-            fitted = self._fit(oldest.entry, budget)
+            fitted = self._fit(oldest, budget)
             if fitted:
-                self._waiting[0] = _WaitingSample(fitted[0], oldest.dataset_state)
+                self._waiting[0] = fitted[0]
                 return True
             self._remove([0])
         return False
 
-    def take(self, budget: int, window: int) -> tuple[tuple[SampleEntry, ...], int]:
-        """The samples of a batch that the oldest opens, and their tokens."""
+    def take(self, budget: int, window: int) -> tuple[SampleEntry, ...]:
+        """The samples of a batch that the oldest opens."""
         first, room = self._in_order(budget, share=1)
         chosen = list(range(first))
         if window > 1 and room * FULL_SHARE > budget and self._at(first) is not None:
@@ -152,9 +139,9 @@ class _Filling:
             numbers, lengths = self._fitting(first, room, tokens)
             best = best_subset(lengths, room, room - budget // FULL_SHARE)
             chosen = [*range(first), *(numbers[number] for number in best)]
-        entries = tuple(self._waiting[number].entry for number in chosen)
+        entries = tuple(self._waiting[number] for number in chosen)
         self._remove(chosen)
-        return entries, sum(entry.length for entry in entries)
+        return entries
 
     def at_end(self) -> bool:
         return self._at(0) is None
@@ -163,12 +150,12 @@ class _Filling:
         """Of the oldest waiting sample. Reads nothing."""
         place, state = self._place, self._dataset_state
         if self._waiting:
-            place, state = self._waiting[0].entry.place, self._waiting[0].dataset_state
+            place, state = self._waiting[0].place, self._waiting[0].state_before
         self._taken = {key for key in self._taken if key[0] >= place}
         taken = tuple(sorted(self._taken))
         return replace(self._start, samples=place, taken=taken, dataset_state=state)
 
-    def _at(self, number: int) -> _WaitingSample | None:
+    def _at(self, number: int) -> SampleEntry | None:
         """Waiting sample `number`; None if there are no more."""
         while number >= len(self._waiting):
             if not self._read():
@@ -178,9 +165,9 @@ class _Filling:
     def _in_order(self, budget: int, share: int) -> tuple[int, int]:
         """How many samples are taken in order, each at most 1 / `share` of the room that is left
         (the first in any case), and the room after them."""
-        room, number = budget - self._waiting[0].entry.length, 1
-        while (sample := self._at(number)) is not None and sample.entry.length <= room // share:
-            room -= sample.entry.length
+        room, number = budget - self._waiting[0].length, 1
+        while (sample := self._at(number)) is not None and sample.length <= room // share:
+            room -= sample.length
             number += 1
         return number, room
 
@@ -192,16 +179,16 @@ class _Filling:
         def lengths() -> Iterator[int]:
             at, left = number, tokens
             while left > 0 and (sample := self._at(at)) is not None:
-                if sample.entry.length <= room:
+                if sample.length <= room:
                     numbers.append(at)
-                    yield sample.entry.length
-                left -= sample.entry.length
+                    yield sample.length
+                left -= sample.length
                 at += 1
 
         return numbers, lengths()
 
     def _remove(self, numbers: Sequence[int]) -> None:
-        self._taken.update(self._waiting[number].key for number in numbers)
+        self._taken.update(self._waiting[number].piece for number in numbers)
         gone = set(numbers)
         self._waiting = [w for number, w in enumerate(self._waiting) if number not in gone]
 
@@ -210,9 +197,9 @@ class _Filling:
         entry = next(self._entries, None)
         if entry is None:
             return False
-        pieces = [_WaitingSample(piece, self._dataset_state) for piece in self._fit(entry, None)]
+        pieces = self._fit(replace(entry, state_before=self._dataset_state), None)
         self._place, self._dataset_state = entry.place + 1, entry.dataset_state
-        self._waiting += [piece for piece in pieces if piece.key not in self._taken]
+        self._waiting += [piece for piece in pieces if piece.piece not in self._taken]
         return True
 
 
@@ -230,7 +217,7 @@ def deal_rounds(
     A round is chosen among the next `window` × `replicas` batches; `batches` begin at `start`.
     """
     most = window * replicas if replicas > 1 else 1
-    waiting: list[tuple[FilledBatch, float]] = []
+    waiting: list[tuple[FilledBatch, Position, float]] = []  # with the position before it
     dealt: set[int] | None = None  # numbers of batches after the oldest waiting one
     end, following = start, 0  # after the last batch that was read; the next number
     while True:
@@ -238,15 +225,15 @@ def deal_rounds(
             if dealt is None:
                 dealt = {batch.number + offset for offset in start.dealt}
             if batch.number not in dealt:
-                waiting.append((batch, seconds(batch) if replicas > 1 else 0.0))
+                waiting.append((batch, end, seconds(batch) if replicas > 1 else 0.0))
             end, following = batch.after, batch.number + 1
         if not waiting:
             return
-        chosen = set(balanced_round([time for _, time in waiting], replicas))
-        taken = [batch for number, (batch, _) in enumerate(waiting) if number in chosen]
+        chosen = set(balanced_round([time for *_, time in waiting], replicas))
+        taken = [batch for number, (batch, *_) in enumerate(waiting) if number in chosen]
         waiting = [item for number, item in enumerate(waiting) if number not in chosen]
         dealt = (dealt or set()).union(batch.number for batch in taken)
-        first, fill = (waiting[0][0].number, waiting[0][0].before) if waiting else (following, end)
+        first, fill = (waiting[0][0].number, waiting[0][1]) if waiting else (following, end)
         dealt = {number for number in dealt if number >= first}
         yield taken, replace(fill, dealt=tuple(sorted(number - first for number in dealt)))
 
@@ -288,7 +275,7 @@ class SelectedBatch:
     @cached_property
     def fingerprint(self) -> str:
         """Of what all ranks know of the batch without reading samples."""
-        return _hash_of((self.end.epoch, self.number, _contents(self.entries)))
+        return digest_of((self.end.epoch, self.number, _contents(self.entries)), size=16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -300,16 +287,11 @@ class SelectedStep:
     known_items: int | None  # targets of the whole step, if it was begun before resuming
     fingerprint: str = ""  # of the batches of all replicas
 
-    def after(self, steps: int, batches: int) -> "SelectedStep":
-        """The same step, numbered after the steps and batches of earlier epochs."""
-        selections = tuple(replace(s, number=s.number + batches) for s in self.selections)
-        return replace(self, number=self.number + steps, selections=selections)
-
 
 class BatchSelector:
     """Divides an epoch into optimiser steps, for one of `num_replicas` replicas. `seconds` predicts
     the time of a sample from its number of tokens; by default all tokens take the same time.
-    Samples that are dropped are counted in `skipped`."""
+    `skip(reason, index, text)` is told of samples that are dropped."""
 
     def __init__(
         self,
@@ -319,9 +301,9 @@ class BatchSelector:
         replica: int,
         num_replicas: int,
         seconds: Seconds = float,
-        skipped: Skipped | None = None,
+        skip: Skip = lambda *_: None,
     ) -> None:
-        self._skipped = Skipped(logged=0) if skipped is None else skipped
+        self._skip = skip
         self._source, self._config, self._seconds = source, config, seconds
         self._budget, self._replica, self._num_replicas = budget, replica, num_replicas
         self._per_step = config.accumulation_steps * num_replicas
@@ -329,10 +311,11 @@ class BatchSelector:
     def steps(self, start: Position) -> Iterator[SelectedStep]:
         """The optimiser steps from a position to the end of the last epoch. Batches and steps are
         numbered on from one epoch to the next."""
-        position, steps, batches = start, 0, 0
+        position, steps, batches = start, 0, 0  # those of earlier epochs
         for _ in self._epochs(start.epoch):
             for step in self.epoch_steps(position):
-                yield step.after(steps, batches)
+                own = tuple(replace(s, number=s.number + batches) for s in step.selections)
+                yield replace(step, number=step.number + steps, selections=own)
                 position = step.selections[-1].end
             if not position.started:
                 return  # an empty dataset
@@ -362,7 +345,8 @@ class BatchSelector:
             number = position.batches // per_step
             selections = tuple(self._own(group, position))
             dealt = [_contents(batch.entries) for batches, _ in group for batch in batches]
-            yield SelectedStep(number, selections, known, _hash_of((position.epoch, dealt)))
+            fingerprint = digest_of((position.epoch, dealt), size=16)
+            yield SelectedStep(number, selections, known, fingerprint)
             position = selections[-1].end
 
     def num_batches(self, start: Position) -> int:
@@ -411,29 +395,24 @@ class BatchSelector:
             batches, deal = self._sampled(self._source, start), 1
         else:
             number = start.total - len(start.dealt)
-            entries = self._source.entries(start)
-            batches = fill_batches(entries, self._budget_of, self._fit, fill, start, number)
+            entries, budget = self._source.entries(start), partial(budget_of, self._budget)
+            batches = fill_batches(entries, budget, self._fit, fill, start, number)
         if self._config.drop_last:
             batches = (batch for batch in batches if batch.full)
-        return deal_rounds(batches, self._num_replicas, deal, self._seconds_of, start)
 
-    def _seconds_of(self, batch: FilledBatch) -> float:
-        return sum(self._seconds(entry.length) for entry in batch.entries)
+        def seconds(batch: FilledBatch) -> float:
+            return sum(self._seconds(entry.length) for entry in batch.entries)
+
+        return deal_rounds(batches, self._num_replicas, deal, seconds, start)
 
     def _sampled(self, source: IndexedSource, start: Position) -> Iterator[FilledBatch]:
-        before = replace(start, taken=())
+        after = replace(start, taken=())
         for read, listed in enumerate(source.batch_lists(start), start.samples):
             entries = tuple(piece for entry in listed for piece in self._fit(entry, None))
-            state = listed[-1].dataset_state if listed else before.dataset_state
-            after = replace(before, samples=read + 1, dataset_state=state)
+            state = listed[-1].dataset_state if listed else after.dataset_state
+            after = replace(after, samples=read + 1, dataset_state=state)
             if entries:
-                yield FilledBatch(read, entries, before, after)
-            before = after
-
-    def _budget_of(self, number: int) -> int:
-        if callable(self._budget):
-            return check_budget(self._budget(number), number)
-        return self._budget
+                yield FilledBatch(read, entries, after)
 
     def _fit(self, entry: SampleEntry, budget: int | None) -> list[SampleEntry]:
         """The entry, or what `too_long` makes of it if it is too long: for a batch of this budget,
@@ -444,7 +423,7 @@ class BatchSelector:
         given = (self._config.max_length, constant if budget is None else budget, entry.length)
         most = min(n for n in given if n is not None)
         if not entry.length:
-            self._skipped.add(skip_reason(entry.sample), entry.index, entry.sample or "no tokens")
+            self._skip(skip_reason(entry.sample), entry.index, entry.sample or "no tokens")
             return []
         if entry.length <= most:
             return [entry]
@@ -453,7 +432,7 @@ class BatchSelector:
         what = "max_length" if most == self._config.max_length else "tokens_per_batch"
         found = f"{entry.length} tokens, more than {what}={most}"
         if self._config.too_long == "drop":
-            self._skipped.add("too_long", entry.index, found)
+            self._skip("too_long", entry.index, found)
             return []
         if self._config.too_long == "split" and budget is None:
             starts = range(0, entry.length, most)
@@ -467,7 +446,3 @@ class BatchSelector:
 
 def _contents(entries: Iterable[SampleEntry]) -> list[tuple[int, int, int]]:
     return [(entry.index, entry.start, entry.length) for entry in entries]
-
-
-def _hash_of(what: object) -> str:
-    return digest_of(repr(what).encode(), size=16)

@@ -1,35 +1,29 @@
 """Datasets as samples in the order of an epoch: by index (`IndexedSource`: lists, torch and Hugging
-Face datasets) or by iteration (`StreamSource`), from any position on.
+Face datasets) or by iteration (`StreamSource`), from any position on."""
 
-The order of a sampler is repeated exactly, or refused: it is iterated from the start of the epoch,
-with its generators restored to their state there. What it yields up to the position is compared, by
-digest, with what it yielded before the state was saved. A sampler that cannot repeat itself would
-skip some samples and repeat others."""
-
-import hashlib
-import random
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import torch
-from torch.utils.data import IterableDataset, Sampler
+from torch.utils.data import IterableDataset
 
 from dyncp.arrays import Int64
 from dyncp.dataloader.options import LoaderConfig, digest_of
 from dyncp.dataloader.reading import Reader, SampleError, SeededRandom, read_sample, sample_bytes
-from dyncp.dataloader.state import Position
-
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-MAX_NESTING = 3  # a BatchSampler has a RandomSampler, which has a generator
-END = object()
+from dyncp.dataloader.state import (
+    Position,
+    SamplerOrder,
+    check_repeatable,
+    repeat_from,
+    set_epoch,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +31,9 @@ class SampleEntry:
     """A sample in the order of an epoch: its place there, its index in the dataset, its tokens.
 
     `sample` is set if it had to be read to learn its length; with a length of 0 it is the reason
-    why the sample is dropped. `dataset_state` is what the source needs to continue after it.
-    `whole` is its length before it was cut to the `length` tokens from `start` on."""
+    why the sample is dropped. `state_before` and `dataset_state` are what the source needs to
+    continue with it, and after it. `whole` is its length before it was cut to the `length` tokens
+    from `start` on."""
 
     place: int
     index: int
@@ -48,6 +43,12 @@ class SampleEntry:
     epoch: int = 0
     whole: int = 0
     start: int = 0
+    state_before: Any = None
+
+    @property
+    def piece(self) -> tuple[int, int]:
+        """What tells pieces of an epoch's samples apart: the sample's place, the first token."""
+        return self.place, self.start
 
 
 class SampleSource(ABC):
@@ -56,6 +57,7 @@ class SampleSource(ABC):
 
     num_samples: int | None = None  # None: unknown
     knows_lengths = False  # without reading samples
+    probes: Mapping[int, Any] = MappingProxyType({})  # a few samples (None: not readable)
 
     @abstractmethod
     def entries(self, position: Position) -> Iterator[SampleEntry]:
@@ -80,10 +82,6 @@ class SampleSource(ABC):
 
     def identity(self) -> dict[str, str]:
         """What the dataset is recognised by; equal for equal datasets."""
-        return {}
-
-    def probes(self) -> Mapping[int, Any]:
-        """A few samples by index, read once (None: reading failed)."""
         return {}
 
     def read_ahead(self, entries: Iterable[SampleEntry]) -> None:  # noqa: B027
@@ -118,6 +116,8 @@ def open_source(dataset: Any, config: LoaderConfig) -> SampleSource:
 class IndexedSource(SampleSource):
     """A dataset with `__len__` and `__getitem__`. Samples are read for their lengths only if these
     are not given."""
+
+    num_samples: int
 
     def __init__(self, dataset: Any, config: LoaderConfig) -> None:
         self._dataset, self._config = dataset, config
@@ -190,18 +190,15 @@ class IndexedSource(SampleSource):
         identity = {"number of samples": str(self.num_samples)}
         if self._lengths is not None:
             identity["lengths"] = digest_of(self._lengths.tobytes())
-        for index, sample in self._probes.items():
+        for index, sample in self.probes.items():
             identity[f"sample {index}"] = self._digest(sample, index)
         return identity
 
-    def probes(self) -> Mapping[int, Any]:
-        return self._probes
-
     @cached_property
-    def _probes(self) -> dict[int, Any]:
+    def probes(self) -> Mapping[int, Any]:  # type: ignore[override]
         """The first, middle and last sample."""
-        last = (self.num_samples or 0) - 1
-        return {i: self._probe(i) for i in sorted({0, last // 2, last})} if last >= 0 else {}
+        last = self.num_samples - 1
+        return {i: self._probe(i) for i in sorted({0, last // 2, last}) if i >= 0}
 
     def _probe(self, index: int) -> Any:
         try:
@@ -219,24 +216,25 @@ class IndexedSource(SampleSource):
         self, order: Iterator[tuple[int, Any]], epoch: int, first: int
     ) -> Iterator[SampleEntry]:
         """Entries of indices, each with the state after it."""
-        if self._lengths is not None:
-            for place, (index, state) in enumerate(order, first):
+        if self._lengths is None:
+            order = self._reader.in_order(order, epoch)
+        for place, (number, state) in enumerate(order, first):
+            index, sample = int(number), None
+            if self._lengths is None:
+                read = partial(self._reader.read, (epoch, index))
+                length, sample = read_sample(read, index, self._config)
+                self._found[index] = length
+            else:
                 length = int(self._lengths[index])
-                yield SampleEntry(place, int(index), length, None, state, epoch, length)
-            return
-        read_in_order = enumerate(self._reader.in_order(order, epoch), first)
-        for place, (index, state, read) in read_in_order:
-            length, sample = read_sample(read, index, self._config)
-            self._found[index] = length
             yield SampleEntry(place, index, length, sample, state, epoch, length)
 
     def _order(self, position: Position) -> Iterator[tuple[int, Any]]:
         if self._sampler is not None:
             return self._sampler.items(self.start(position))
-        indices: Iterable[int] = range(self.num_samples or 0)
+        indices: Iterable[int] = range(self.num_samples)
         if self._config.shuffle:
             rng = np.random.default_rng((self._config.seed, position.epoch))
-            indices = rng.permutation(self.num_samples or 0).tolist()
+            indices = rng.permutation(self.num_samples).tolist()
         return ((index, None) for index in islice(indices, position.samples, None))
 
 
@@ -313,26 +311,24 @@ class StreamSource(SampleSource):
         set_epoch(self._dataset, position.epoch)
         if self._stateful:
             self._dataset.load_state_dict(saved.get("stream", self._first_state))
-        taken, skipped = OrderDigest(), 0 if self._stateful else position.samples
-        samples = self._samples(position.samples - skipped, position.epoch)
-        for place, sample in islice(samples, skipped):
-            taken.add(self._bytes_of(sample, place))
-        if skipped:
-            taken.check(skipped, saved["taken"], f"dataset {type(self._dataset).__name__}")
-        for place, found in samples:
+            items = self._samples(position.samples, position.epoch)
+            states = ((item, {"stream": self._dataset.state_dict()}) for item in items)
+        else:
+            items, what = (
+                self._samples(0, position.epoch),
+                f"dataset {type(self._dataset).__name__}",
+            )
+            repeated = repeat_from(items, position, self._bytes_of, what)
+            states = ((item, {"taken": taken}) for item, taken in repeated)
+        for (place, found), state in states:
             length, sample = read_sample(partial(_itself, found), place, self._config)
-            if self._stateful:
-                state = {"stream": self._dataset.state_dict()}
-            else:
-                taken.add(self._bytes_of(found, place))
-                state = {"taken": taken.text()}
             yield SampleEntry(place, place, length, sample, state, position.epoch, length)
 
     def _samples(self, place: int, epoch: int) -> Iterator[tuple[int, Any]]:
         samples = iter(self._dataset)
         if self._begun:
             allowed = "a list, a Dataset or an IterableDataset"
-            _check_repeatable("dataset", self._dataset, samples, allowed)
+            check_repeatable("dataset", self._dataset, samples, allowed)
         self._begun = True
         while True:
             try:
@@ -345,7 +341,8 @@ class StreamSource(SampleSource):
             yield place, sample
             place += 1
 
-    def _bytes_of(self, sample: Any, place: int) -> bytes:
+    def _bytes_of(self, item: tuple[int, Any]) -> bytes:
+        place, sample = item
         try:
             return sample_bytes(sample, place, self._config.token_fields)
         except ValueError:  # one that is dropped
@@ -359,14 +356,6 @@ class StreamSource(SampleSource):
                 f"state_dict; this {type(self._dataset).__name__} is one "
                 f"{'with' if self._stateful else 'without'}"
             )
-
-
-def _check_repeatable(name: str, given: Any, iterator: Any, allowed: str) -> None:
-    if iterator is given:
-        raise ValueError(
-            f"the {name} is a {type(given).__name__}, which can be iterated only once; pass "
-            f"{allowed} for further epochs or resuming"
-        )
 
 
 def _itself(sample: Any) -> Any:
@@ -388,167 +377,3 @@ def _has_shuffle_buffer(examples: Any) -> bool:
         return True
     inner = [getattr(examples, "ex_iterable", None), *getattr(examples, "ex_iterables", ())]
     return any(_has_shuffle_buffer(one) for one in inner)
-
-
-class SamplerOrder:
-    """What a sampler (indices) or batch sampler (lists of indices) yields, epoch by epoch."""
-
-    def __init__(self, sampler: Iterable[Any], seed: int) -> None:
-        self._sampler, self._seed = sampler, seed
-        self._begun = False
-        self._lock = threading.RLock()  # `undisturbed` is entered in the training thread
-
-    def start(self) -> dict[str, Any]:
-        """The state at the start of the next epoch."""
-        return {"generators": _generator_states(self._sampler), "taken": OrderDigest().text()}
-
-    def rewind(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The state at the start of the epoch of a state."""
-        return {**state, "taken": OrderDigest().text()}
-
-    @contextmanager
-    def undisturbed(self) -> Iterator[None]:
-        """Inside this context, iterating the sampler leaves no trace in it."""
-        with self._lock:
-            states, begun = _generator_states(self._sampler), self._begun
-            yield
-            _set_generator_states(self._sampler, states)
-            self._begun = begun
-
-    def items(self, position: Position) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """The items from a position on, each with the state after it."""
-        start = position.dataset_state
-        randomness = SeededRandom(self._seed, position.epoch, "order")
-        with self._lock, randomness:
-            _set_generator_states(self._sampler, start["generators"])
-            set_epoch(self._sampler, position.epoch)
-            items = iter(self._sampler)
-            if self._begun:
-                _check_repeatable("sampler", self._sampler, items, "a list or a Sampler")
-            self._begun = True
-            taken = OrderDigest()
-            for item in islice(items, position.samples):
-                taken.add(_index_bytes(item))
-        taken.check(position.samples, start["taken"], f"sampler {type(self._sampler).__name__}")
-        while True:
-            with self._lock, randomness:
-                item = next(items, END)
-            if item is END:
-                return
-            taken.add(_index_bytes(item))
-            yield item, start | {"taken": taken.text()}
-
-
-class OrderDigest:
-    """A digest of all items taken in an epoch, in order."""
-
-    def __init__(self) -> None:
-        self._digest, self._count = hashlib.blake2b(digest_size=8), 0
-
-    def add(self, data: bytes) -> None:
-        self._digest.update(data)
-        self._count += 1
-
-    def text(self) -> str:
-        return self._digest.hexdigest()
-
-    def check(self, count: int, text: str, what: str) -> None:
-        """Raises ValueError unless the same `count` items were added as before."""
-        if self._count < count:
-            raise ValueError(
-                f"the loader state was saved after {count} items of the {what}, which now ends "
-                f"after {self._count}; the samples after them cannot be found"
-            )
-        if count and text != self.text():
-            raise ValueError(
-                f"the {what} does not give the same {count} items as before the loader state was "
-                "saved: some samples would be skipped and others trained on twice; it needs a "
-                "fixed seed, a generator of its own (as an attribute), or set_epoch"
-            )
-
-
-def set_epoch(shuffled: Any, epoch: int) -> None:
-    """For samplers and datasets that shuffle themselves by epoch."""
-    if hasattr(shuffled, "set_epoch"):
-        shuffled.set_epoch(epoch)
-
-
-def _index_bytes(item: Any) -> bytes:
-    return np.asarray(item if np.ndim(item) == 0 else list(item), np.int64).tobytes()
-
-
-# Describing a sampler
-
-
-def describe_sampler(sampler: Any) -> str:
-    """What is known of a sampler without iterating it; equal for equal samplers."""
-    if sampler is None:
-        return ""
-    name = type(sampler).__name__
-    if isinstance(sampler, list | tuple | range | np.ndarray | torch.Tensor):
-        return f"{name} of {len(sampler)} ({digest_of(_list_bytes(sampler))})"
-    known = [f"len={len(sampler)}"] if isinstance(sampler, Sized) else []
-    if isinstance(sampler, Sampler) and type(sampler).__module__.startswith("torch.utils.data"):
-        known += [_attribute(key, value) for key, value in vars(sampler).items() if key != "epoch"]
-    return f"{name}({', '.join(text for text in known if text)})"
-
-
-def _list_bytes(items: Any) -> bytes:
-    try:
-        array = np.asarray(items, np.int64)
-        return repr(array.shape).encode() + array.tobytes()
-    except (TypeError, ValueError):  # lists of different lengths
-        return repr([np.asarray(item, np.int64).tolist() for item in items]).encode()
-
-
-def _attribute(key: str, value: Any) -> str:
-    if value is None or isinstance(value, bool | int | float | str):
-        return f"{key}={value}"
-    if isinstance(value, torch.Tensor):
-        return f"{key}={digest_of(value.contiguous().numpy().tobytes())}"
-    return f"{key}={describe_sampler(value)}" if isinstance(value, Sampler) else ""
-
-
-# A sampler's own generators
-
-
-def _generator_states(sampler: Any) -> list[Any]:
-    """The states of all generators that a sampler has, including those of a sampler it wraps."""
-    return [_state_of(generator) for generator in _generators(sampler)]
-
-
-def _set_generator_states(sampler: Any, states: list[Any]) -> None:
-    generators = _generators(sampler)
-    if len(generators) != len(states):
-        raise ValueError(
-            f"the loader state has {len(states)} states of the sampler's generators; this "
-            f"{type(sampler).__name__} has {len(generators)} generators"
-        )
-    for generator, state in zip(generators, states, strict=True):
-        _set_state(generator, state)
-
-
-def _generators(sampler: Any, depth: int = MAX_NESTING) -> list[Any]:
-    found: list[Any] = []
-    for value in getattr(sampler, "__dict__", {}).values():
-        if isinstance(value, GENERATORS):
-            found.append(value)
-        elif depth and isinstance(value, Sampler):
-            found += _generators(value, depth - 1)
-    return found
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    legacy = {"legacy": False} if isinstance(generator, np.random.RandomState) else {}
-    return generator.get_state(**legacy)
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    else:
-        (generator.setstate if isinstance(generator, random.Random) else generator.set_state)(state)

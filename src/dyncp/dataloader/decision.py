@@ -26,17 +26,14 @@ from dataclasses import asdict, dataclass
 
 from dyncp.dataloader.batching import SelectedBatch, SelectedStep
 from dyncp.dataloader.peers import Peers
-from dyncp.dataloader.planning_process import PlanReply
+from dyncp.dataloader.planning import PlanReply
 from dyncp.dataloader.ranks import (
-    LoaderRanks,
     PeerError,
-    Store,
     StoreError,
     chunk_keys,
     get_chunks,
     put_chunks,
     read_json,
-    wait_for,
 )
 
 AGREED = 1 << 40  # one rank's agreement, added together with its number of targets
@@ -88,9 +85,9 @@ class PlanExchange:
     """One iteration's plans in the store. Planning threads publish; the delivering thread does the
     rest."""
 
-    def __init__(self, store: Store, ranks: LoaderRanks, peers: Peers) -> None:
-        self._store, self._ranks, self._peers = store, ranks, peers
-        self._rank = ranks.name()
+    def __init__(self, peers: Peers) -> None:
+        self._store, self._ranks, self._peers = peers.store, peers.ranks, peers
+        self._rank = peers.ranks.name()
         self._agreed_batches = 0  # of the current step
         self._publishing = threading.Lock()
         self._last_left = -1  # number of the last batch that this member is done with
@@ -136,17 +133,17 @@ class PlanExchange:
 
     def decision(self, step: int, selection: SelectedBatch) -> Decision:
         """Waits for the decision; makes it if no other rank does within the bound."""
-        key, what = self._key(selection, "decision"), f"the plan of batch {selection.number}"
-        conditions = self._peers.conditions
-        bound = conditions.plan_timeout + GRACE_SECONDS
-
-        def still_waiting() -> None:
-            self._peers.check(what, step, selection.number)
-            if conditions.stalled() > bound:
-                reason = f"rank {self._rank} heard nothing of a plan for {bound:g} s"
-                self.decide_static(selection, reason)
-
-        wait_for(self._store, key, still_waiting)
+        key, number = self._key(selection, "decision"), selection.number
+        bound = self._peers.progress.plan_timeout + GRACE_SECONDS
+        reason = f"rank {self._rank} heard nothing of a plan for {bound:g} s"
+        self._peers.wait_for(
+            key,
+            f"the plan of batch {number}",
+            step,
+            number,
+            bound=bound,
+            overdue=lambda: self.decide_static(selection, reason),
+        )
         decision = Decision.decode(self._store.get(key))
         self._check_fingerprint(selection, decision, decision.selection, selection.fingerprint)
         return decision
@@ -174,20 +171,19 @@ class PlanExchange:
 
     # Agreeing
 
-    def check_batch(self, selection: SelectedBatch, decision: Decision, fingerprint: str) -> None:
-        """Compares the batch that was planned with this rank's own."""
-        if decision.batch:
-            self._check_fingerprint(selection, decision, decision.batch, fingerprint)
-
-    def check_samples(
-        self, selection: SelectedBatch, decision: Decision, mine: Mapping[int, SampleDigests]
+    def check_batch(
+        self,
+        selection: SelectedBatch,
+        decision: Decision,
+        mine: Sequence[SampleDigests],
+        fingerprint: str = "",
     ) -> None:
-        """Compares what this rank knows of the samples with what the deciding rank does."""
-        for number, theirs in enumerate(decision.samples):
-            if number in mine:
-                rank, own = decision.rank, mine[number]
-                self._check_digest(selection, number, own, rank, masks=theirs.masks)
-                self._check_digest(selection, number, own, rank, content=theirs.content)
+        """Compares what this rank knows of the samples, and the fingerprint of its own batch (if
+        it is known), with the batch that was planned."""
+        for number, (theirs, own) in enumerate(zip(decision.samples, mine, strict=False)):
+            self._check_sample(selection, number, own, decision.rank, theirs)
+        if decision.batch and fingerprint:
+            self._check_fingerprint(selection, decision, decision.batch, fingerprint)
 
     def check_shared(self, selection: SelectedBatch, mine: Mapping[int, SampleDigests]) -> None:
         """Compares the content of samples that other ranks have tokens of as well."""
@@ -195,7 +191,8 @@ class PlanExchange:
             key = self._key(selection, f"sample/{number}")
             said = f"{self._rank} {own.content}"
             rank, _, content = self._store.compare_set(key, said.encode()).decode().partition(" ")
-            self._check_digest(selection, number, own, int(rank), content=content)
+            theirs = SampleDigests(own.index, own.length, content=content)
+            self._check_sample(selection, number, own, int(rank), theirs)
 
     def check_static(self, selection: SelectedBatch, digest: str) -> None:
         """Compares the static plan that this rank made with the first rank's."""
@@ -242,21 +239,27 @@ class PlanExchange:
                 "mask function, model= and cost="
             )
 
-    def _check_digest(
-        self, selection: SelectedBatch, number: int, mine: SampleDigests, rank: int, **theirs: str
+    def _check_sample(
+        self,
+        selection: SelectedBatch,
+        number: int,
+        mine: SampleDigests,
+        rank: int,
+        theirs: SampleDigests,
     ) -> None:
-        """Of masks or content, as another rank has them; "": not known there."""
-        [(what, their_digest)] = theirs.items()
-        my_digest = getattr(mine, what)
-        if not their_digest or not my_digest or their_digest == my_digest:
-            return
-        self._peers.mismatch(
-            f"ranks disagree on sample {mine.index} (number {number} of batch "
-            f"{selection.number}): rank {rank} has {what} {their_digest}, rank {self._rank} "
-            f"has {my_digest}; every rank must read the same tokens and make the same masks: a "
-            "dataset that shuffles or augments at random needs a seed that all ranks share, or "
-            "torch's own generator"
-        )
+        """Compares the digests that both ranks know."""
+        for what, my_digest, their_digest in (
+            ("masks", mine.masks, theirs.masks),
+            ("content", mine.content, theirs.content),
+        ):
+            if my_digest and their_digest and my_digest != their_digest:
+                self._peers.mismatch(
+                    f"ranks disagree on sample {mine.index} (number {number} of batch "
+                    f"{selection.number}): rank {rank} has {what} {their_digest}, rank "
+                    f"{self._rank} has {my_digest}; every rank must read the same tokens and make "
+                    "the same masks: a dataset that shuffles or augments at random needs a seed "
+                    "that all ranks share, or torch's own generator"
+                )
 
     def _check_fingerprint(
         self, selection: SelectedBatch, decision: Decision, theirs: str, mine: str

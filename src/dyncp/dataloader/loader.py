@@ -13,9 +13,8 @@ from torch.distributed import distributed_c10d
 
 from dyncp.cost import CostModel
 from dyncp.dataloader.batching import BatchSelector
-from dyncp.dataloader.dataset import SampleSource, describe_sampler, open_source
-from dyncp.dataloader.look_ahead import LoaderContext, LookAhead, PreparesAhead
-from dyncp.dataloader.metrics import LoaderMetrics
+from dyncp.dataloader.dataset import SampleSource, open_source
+from dyncp.dataloader.look_ahead import LoaderMetrics, LookAhead
 from dyncp.dataloader.options import (
     STORE_TIMEOUT,
     Budget,
@@ -24,11 +23,17 @@ from dyncp.dataloader.options import (
     describe_schedule,
     integer_option,
 )
-from dyncp.dataloader.planning import BatchPlanner, SampleSeconds, model_shape, topology_and_cost
-from dyncp.dataloader.planning_process import PlanProcess
-from dyncp.dataloader.prepare import MaskMaker
-from dyncp.dataloader.ranks import Handshake, LoaderRanks, LocalStore, SharedStore, Store
-from dyncp.dataloader.state import BatchSettings, Position, from_state, to_state
+from dyncp.dataloader.peers import Peers, Progress
+from dyncp.dataloader.planning import (
+    BatchPlanner,
+    PlanProcess,
+    SampleSeconds,
+    model_shape,
+    topology_and_cost,
+)
+from dyncp.dataloader.prepare import LoaderContext, MaskMaker, PreparesAhead
+from dyncp.dataloader.ranks import LoaderRanks, SharedStore, Store
+from dyncp.dataloader.state import Position, describe_sampler, from_state, to_state
 from dyncp.plan import Plan, RankPlan
 from dyncp.planner import PlannerConfig
 from dyncp.topology import Topology
@@ -147,8 +152,11 @@ class DCPDataLoader:
         chosen = (group, mesh, virtual_ranks)
         self._is_alone = all(x is None for x in chosen) and not dist.is_initialized()
         self._number, self._iterations = _next_number(self.ranks), 0
-        with Handshake(self._open_store(STORE_TIMEOUT), self.ranks) as handshake:
+        progress = Progress(LoaderConfig.plan_timeout, STORE_TIMEOUT)
+        with Peers(self._open_store(STORE_TIMEOUT), self.ranks, progress) as peers:
             self.config = LoaderConfig.of(arguments)
+            progress.plan_timeout = self.config.plan_timeout
+            progress.store_timeout = self.config.store_timeout
             self.shape, sizes = model_shape(model, dtype, self.ranks.tensor_parallel)
             self.topology, cost = topology_and_cost(self.ranks, topology, cost, self.shape)
             batch_planner = BatchPlanner(
@@ -163,8 +171,7 @@ class DCPDataLoader:
             source = open_source(dataset, self.config)
             mask_maker = MaskMaker(mask_fn, self.config.seed)
             settings = self._shared_settings(batch_planner, source, mask_maker)
-            bound = self.config.plan_timeout + self.config.store_timeout
-            locations = handshake.compare(settings, bound)
+            locations = peers.compare(settings)
         if model is None and not self.ranks.rank:
             logger.info(
                 "no model= given: plans have one head group and assume 4 q heads per kv head; they "
@@ -184,7 +191,6 @@ class DCPDataLoader:
             mask_maker,
             batch_planner,
             processes,
-            self.metrics,
             locations,
             executor,
         )
@@ -247,7 +253,7 @@ class DCPDataLoader:
         start, selector = self._start(), self._selector()
         steps, first = selector.steps(start), selector.first_number(start)
         store = self._open_store(self.config.store_timeout)
-        look_ahead = LookAhead(self._context, steps, store, first)
+        look_ahead = LookAhead(self._context, steps, store, first, self.metrics)
         self._resources.look_ahead = look_ahead
         return self._batches(look_ahead, selector)
 
@@ -273,12 +279,14 @@ class DCPDataLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the next iteration begin with the batch after those of the state, also on another
         number of ranks. Ends a running iteration."""
-        given, replicas = self.config.tokens_per_batch is not None, self.ranks.num_replicas
-        position, settings = from_state(state, self._batch_settings(), replicas, own_budget=given)
+        settings = self._batch_settings()
+        budget = state.get("terms", {}).get("tokens_per_batch")
+        if self.config.tokens_per_batch is None and settings["tokens_per_batch"] is not None:
+            settings["tokens_per_batch"] = budget  # the default depends on the number of ranks
+        position = from_state(state, settings, self.ranks.num_replicas)
         self._resources.close_iteration()
         self._position, self._resuming = position, True
-        if settings.tokens_per_batch is not None:
-            self._budget = settings.tokens_per_batch
+        self._budget = settings["tokens_per_batch"] or self._budget
 
     def close(self) -> None:
         """Ends the iteration and the planning processes. The loader may be iterated again."""
@@ -297,31 +305,32 @@ class DCPDataLoader:
 
     def _selector(self, source: SampleSource | None = None) -> BatchSelector:
         """Over the loader's source, or over another one that only counts."""
+        ranks, counts = self.ranks, source is not None
         return BatchSelector(
             source or self._context.source,
             self.config,
             self._budget,
-            self.ranks.replica,
-            self.ranks.num_replicas,
+            ranks.replica,
+            ranks.num_replicas,
             self._seconds,
-            self.metrics.skipped if source is None else None,
+            (lambda *_: None) if counts else self.metrics.skip,
         )
 
-    def _batch_settings(self) -> BatchSettings:
+    def _batch_settings(self) -> dict[str, Any]:
+        """What must be equal for a state to mean the same batches."""
         source, config = self._context.source, self.config
         identity = source.identity()
         lengths = identity.pop("lengths", "")
         by_budget = isinstance(self._budget, int) and config.batch_sampler is None
-        return BatchSettings(
-            **{name: getattr(config, name) for name in OPTIONS_OF_BATCHES},
-            order=self._order,
-            dataset=", ".join(f"{name} {text}" for name, text in identity.items()),
-            num_samples=source.num_samples,
-            tokens_per_batch=self._budget if by_budget else None,  # type: ignore[arg-type]
-            schedule=self._schedule,
-            window=config.windows(knows_lengths=source.knows_lengths)[0],
-            lengths=lengths,
-        )
+        return {name: getattr(config, name) for name in OPTIONS_OF_BATCHES} | {
+            "order": self._order,
+            "dataset": ", ".join(f"{name} {text}" for name, text in identity.items()),
+            "num_samples": source.num_samples,
+            "tokens_per_batch": self._budget if by_budget else None,
+            "schedule": self._schedule,
+            "window": config.windows(knows_lengths=source.knows_lengths)[0],
+            "lengths": lengths,
+        }
 
     def _shared_settings(
         self, planner: BatchPlanner, source: SampleSource, mask_maker: MaskMaker
@@ -342,7 +351,7 @@ class DCPDataLoader:
         """With keys by run, restart, loader and iteration (0: the handshake)."""
         number, self._iterations = self._iterations, self._iterations + 1
         if not self.ranks.shared:
-            return LocalStore()
+            return Store()
         run = os.environ.get("TORCHELASTIC_RUN_ID", "run")
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         prefix = f"dyncp/{run}/{restart}/{self._number}/{number}"

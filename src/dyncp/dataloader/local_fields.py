@@ -9,19 +9,25 @@ target_rows, target_labels, target_weights, target_tokens
                            [1, targets], if tokens have several targets or weights
 num_items_in_batch         []           targets of the optimiser step, on all ranks
 batch_fingerprint          [2]          which batch it is
+
+A rank's loss is the sum over its own targets divided by `num_items_in_batch`. The loss of the
+optimiser step is the sum over ranks, and so are the gradients.
 """
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
-from dyncp.arrays import Int32, Int64, starts_of
+from dyncp.arrays import Int64, starts_of
 from dyncp.blocks import Batch
-from dyncp.dataloader.batching import SelectedBatch
-from dyncp.dataloader.options import LoaderConfig
+from dyncp.dataloader.ranks import data_dimensions
 from dyncp.dataloader.reading import NO_TARGET, input_ids_of, labels_of, token_field
 from dyncp.masks import Mask, positions_and_targets
 from dyncp.masks.mask import normal_mask
@@ -29,7 +35,7 @@ from dyncp.plan import Plan, RankPlan
 
 PLAIN_FIELDS = ("input_ids", "position_ids", "labels", "shift_labels")
 PADDING = {"labels": NO_TARGET, "shift_labels": NO_TARGET}  # other fields are padded with 0
-NO_SAMPLE = -1
+SUMMED = "dyncp_summed"  # of a gradient: its version when it was summed
 SampleOf = Callable[[int], Mapping[str, Any]]
 LISTED = ("target_rows", "target_labels", "target_weights", "target_tokens")
 
@@ -85,18 +91,17 @@ def local_rows(
 ) -> dict[str, Tensor]:
     """The fields of `local_data`, reading only the sequences that this rank has tokens of."""
     lengths = _part(plan).lengths
-    rows = batch_rows(plan)
-    needed = _sequences_of(rows, lengths)
-    if not len(needed) and token_fields:
-        needed = np.zeros(1, np.int64)  # for the dtypes and widths of fields without rows
+    needed = local_sequences(plan)
+    if not needed and token_fields:
+        needed = [0]  # for the dtypes and widths of fields without rows
     dims = dict.fromkeys(PLAIN_FIELDS, 0) | dict(token_fields)
     parts: dict[str, list[Tensor]] = {name: [] for name in dims}
-    sequence_masks = [mask_of(number) for number in needed.tolist()]
-    for number, mask in zip(needed.tolist(), sequence_masks, strict=True):
+    sequence_masks = [mask_of(number) for number in needed]
+    for number, mask in zip(needed, sequence_masks, strict=True):
         length = int(lengths[number])
         for name, value in _sample_fields(sample_of(number), mask, length, number, dims).items():
             parts[name].append(value)
-    taken = torch.from_numpy(_rows_among(rows, lengths, needed))
+    taken = torch.from_numpy(_rows_among(plan, needed))
     empty = torch.zeros(0, dtype=torch.int64)
     fields = {
         name: torch.cat(values, dim=dims[name]) if values else empty
@@ -131,67 +136,20 @@ def _listed_targets(
     }
 
 
-def add_sample_data(
-    data: Mapping[str, Tensor],
-    plan: RankPlan | Plan,
-    selection: SelectedBatch,
-    sample_of: SampleOf,
-    config: LoaderConfig,
-) -> dict[str, Any]:
-    """The local data with `sample_ids` and `sample_fields`, after the user's `collate`. Samples are
-    those that this rank has tokens of, in the batch's order; a filler has none."""
-    result: dict[str, Any] = dict(data)
-    if config.sample_ids:
-        result["sample_ids"] = _sample_ids(plan, selection)[None]
-    if not (config.sample_fields or config.collate):
-        return result
-    numbers = [] if selection.filler else local_sequences(plan)
-    samples = [sample_of(number) for number in numbers]
-    for name in config.sample_fields:
-        for number, sample in zip(numbers, samples, strict=True):
-            if name not in sample:
-                raise ValueError(
-                    f"sample {selection.entries[number].index} has no field {name!r}, which "
-                    "sample_fields declares"
-                )
-        result[name] = [sample[name] for sample in samples]
-    return _collated(result, samples, config) if config.collate else result
-
-
-def _sample_ids(plan: RankPlan | Plan, selection: SelectedBatch) -> Tensor:
-    """The sample's index in the dataset, for every local row."""
-    rows, lengths = batch_rows(plan), _part(plan).lengths
-    indices = np.array([entry.index for entry in selection.entries], np.int64)
-    sequence = np.searchsorted(starts_of(lengths), rows.clip(0), side="right") - 1
-    none = (rows < 0) | selection.filler
-    return torch.from_numpy(np.where(none, NO_SAMPLE, indices[sequence.clip(0, len(indices) - 1)]))
-
-
-def _collated(data: dict[str, Any], samples: list[Any], config: LoaderConfig) -> dict[str, Any]:
-    assert config.collate is not None
-    try:
-        found = config.collate(data, samples)
-    except Exception as error:
-        raise RuntimeError(f"collate raised {type(error).__name__}: {error}") from error
-    if not isinstance(found, Mapping):
-        raise ValueError(
-            f"collate gave {type(found).__name__}; expected the local data, with further fields"
-        )
-    return dict(found)
-
-
 # Rows
 
 
-def batch_rows(plan: RankPlan | Plan) -> Int64:
-    """The token of the batch in every local row; -1 for padding rows."""
+def rows_and_sequences(plan: RankPlan | Plan) -> tuple[Int64, Int64]:
+    """The token of the batch in every local row, and its sequence; -1 for padding rows."""
     parts = plan.parts if isinstance(plan, Plan) else (plan,)
-    return np.concatenate([part.row_coordinates for part in parts])
+    rows = np.concatenate([part.row_coordinates for part in parts])
+    return rows, np.searchsorted(starts_of(parts[0].lengths), rows, side="right") - 1
 
 
 def local_sequences(plan: RankPlan | Plan) -> list[int]:
     """Sequences of the batch that this rank has tokens of, in the batch's order."""
-    found: list[int] = _sequences_of(batch_rows(plan), _part(plan).lengths).tolist()
+    _, sequence = rows_and_sequences(plan)
+    found: list[int] = np.unique(sequence[sequence >= 0]).tolist()
     return found
 
 
@@ -199,17 +157,13 @@ def _part(plan: RankPlan | Plan) -> RankPlan:
     return plan.parts[0] if isinstance(plan, Plan) else plan
 
 
-def _sequences_of(rows: Int64, lengths: Int32) -> Int64:
-    found = np.unique(np.searchsorted(starts_of(lengths), rows[rows >= 0], side="right") - 1)
-    return found.astype(np.int64)
-
-
-def _rows_among(rows: Int64, lengths: Int32, needed: Int64) -> Int64:
-    """Rows of the batch as rows of its needed sequences, concatenated; -1 stays."""
+def _rows_among(plan: RankPlan | Plan, needed: list[int]) -> Int64:
+    """Local rows as rows of the needed sequences, concatenated; -1 for padding rows."""
+    lengths = _part(plan).lengths
+    rows, sequence = rows_and_sequences(plan)
     shift = np.zeros(len(lengths), np.int64)
     shift[needed] = starts_of(lengths[needed])[:-1] - starts_of(lengths)[needed]
-    sequence = np.searchsorted(starts_of(lengths), rows.clip(0), side="right") - 1
-    return np.where(rows < 0, -1, rows + shift[sequence.clip(0, len(lengths) - 1)])
+    return np.where(rows < 0, -1, rows + shift[sequence])
 
 
 def _take(value: Tensor, dim: int, rows: Tensor, name: str) -> Tensor:
@@ -322,3 +276,134 @@ def all_targets(labels: Tensor, mask: Mask) -> Targets:
 def has_listed_targets(mask: Mask) -> bool:
     """Whether one label per token is not enough to say what is trained."""
     return mask.branches is not None or mask.weights is not None
+
+
+# Losses and gradients
+
+
+def next_token_loss(logits: Tensor, local_data: Mapping[str, Tensor]) -> Tensor:
+    """This rank's share of the loss: summed over ranks it is the mean over all targets of the
+    optimiser step, by their weights.
+
+    `logits` are [..., rows, vocabulary]; 16-bit ones are converted to fp32. Tokens with
+    several targets (`masks.prefix_tree`) train on each of them.
+    """
+    rows = logits.flatten(0, -2)
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    if "target_rows" in local_data:
+        row, label, weight = (local_data[name].flatten() for name in LISTED[:3])
+        losses = cross_entropy(rows[row].to(wide), label, reduction="none") * weight
+    else:
+        label = local_data["shift_labels"].flatten()
+        losses = cross_entropy(rows.to(wide), label, reduction="none")
+    return losses.sum() / local_data["num_items_in_batch"]
+
+
+def _groups(group: Any) -> list[Any]:
+    """The process groups over which ranks have different tokens, one for each dimension of a mesh.
+    Sums over one after the other are sums over all of them."""
+    if not dist.is_initialized():
+        return []
+    if not hasattr(group, "get_group"):
+        return [group or dist.group.WORLD]
+    if group.ndim == 1:
+        return [group.get_group()]
+    names = data_dimensions(group)
+    if not names:
+        raise ValueError(
+            f"mesh has dimensions {list(group.mesh_dim_names or ())}; name those of ranks with "
+            "different tokens dp... and 'cp', or pass a group"
+        )
+    return [group.get_group(name) for name in names]
+
+
+def undo_gradient_average(loss: Tensor, group: Any = None) -> Tensor:
+    """The loss to call backward on if a wrapper (DDP, FSDP) averages gradients over `group`: a
+    process group (default: the world), or a DeviceMesh, of which dimensions dp... and cp count.
+
+    Averaging divides the sum over ranks by their number; this multiplies by it beforehand. Without
+    an initialised process group it returns the loss itself.
+    """
+    ranks = math.prod(dist.get_world_size(one) for one in _groups(group))
+    return loss * ranks if ranks > 1 else loss
+
+
+def sum_over_ranks(tensor: Tensor, group: Any = None) -> Tensor:
+    """Replaces the tensor by its sum over `group` (see `undo_gradient_average`); returns it."""
+    for one in _groups(group):
+        dist.all_reduce(tensor, group=one)
+    return tensor
+
+
+def sum_gradients(model: nn.Module, group: Any = None) -> None:
+    """Replaces all gradients by their sums over `group` (see `undo_gradient_average`), in one
+    all-reduce per dtype.
+
+    A parameter that this rank did not use, such as an expert that none of its tokens chose, gets
+    the other ranks' sum; one that no rank used stays without a gradient. Of parameters that tensor
+    parallelism divides, ranks sum their shares. Call it once per optimiser step, after the last
+    micro-batch: sums that are summed again count as often as there are ranks.
+    """
+    _check_fresh(model, group)
+    by_kind: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = defaultdict(list)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            _check_not_summed(name, parameter, group)
+            by_kind[parameter.dtype, parameter.device].append(parameter)
+    for parameters in by_kind.values():
+        _sum_gradients_of(parameters, group)
+
+
+def _check_not_summed(name: str, parameter: nn.Parameter, group: Any) -> None:
+    mesh: Any = getattr(parameter, "device_mesh", None)  # of a DTensor
+    if mesh is None:
+        return
+    for one in _groups(group):
+        ranks = set(dist.get_process_group_ranks(one))
+        shared = sorted(ranks.intersection(mesh.mesh.flatten().tolist()))
+        if len(shared) > 1:
+            raise ValueError(
+                f"ranks {shared} share parameter {name}, and its gradients were to be summed over "
+                "them. If FSDP shares it, that has happened already: leave sum_gradients out. If "
+                "tensor parallelism does, give sum_gradients the mesh, or the group of 'cp'"
+            )
+
+
+def _check_fresh(model: nn.Module, group: Any) -> None:
+    """Gradients that were set to zero in place since their last sum have changed twice, by that and
+    by a backward; others are new tensors."""
+    if all(dist.get_world_size(one) == 1 for one in _groups(group)):
+        return
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    changes = [grad._version - getattr(grad, SUMMED, -2) for grad in found]
+    if found and max(changes) <= 1:
+        raise ValueError(
+            "gradients were summed over ranks before, and are still in what would be summed now: "
+            "call sum_gradients once per optimiser step, after the last micro-batch, and "
+            "optimizer.zero_grad() before the next one"
+        )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's share of a DTensor."""
+    share: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return share
+
+
+def _sum_gradients_of(parameters: list[nn.Parameter], group: Any) -> None:
+    """The number of ranks that used each parameter is summed in the same message."""
+    used = [float(p.grad is not None) for p in parameters]
+    gradients = [_local(torch.zeros_like(p) if p.grad is None else p.grad) for p in parameters]
+    flat = torch.cat([gradients[0].new_tensor(used), *(x.flatten() for x in gradients)])
+    total = sum_over_ranks(flat.detach(), group)
+    users, *sums = torch.split(total, [len(used), *(x.numel() for x in gradients)])
+    for parameter, num_users, gradient, summed in zip(
+        parameters, users.tolist(), gradients, sums, strict=True
+    ):
+        if parameter.grad is not None:
+            gradient.copy_(summed.view_as(gradient))
+        elif num_users:
+            parameter.grad = torch.zeros_like(parameter)
+            _local(parameter.grad).copy_(summed.view_as(gradient))
+        if parameter.grad is not None:
+            setattr(parameter.grad, SUMMED, parameter.grad._version)

@@ -7,84 +7,144 @@
 
 The batches of an optimiser step become ready together, when all ranks have agreed on all of them. A
 batch is selected once training has asked for the batch `depth` batches (or one step) before it;
-`depth` grows while few batches are ready.
+`depth` grows while few batches are ready. `LoaderMetrics` says how all that went.
 """
 
 import logging
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from time import monotonic, perf_counter
-from typing import Any, Protocol
+from typing import Any
+
+import numpy as np
 
 from dyncp.dataloader.batching import SelectedStep
-from dyncp.dataloader.dataset import SampleSource
 from dyncp.dataloader.decision import PlanExchange
 from dyncp.dataloader.local_fields import loss_divisor
-from dyncp.dataloader.metrics import LoaderMetrics
-from dyncp.dataloader.options import LoaderConfig
-from dyncp.dataloader.peers import Peers, WaitConditions
-from dyncp.dataloader.planning import BatchPlanner
-from dyncp.dataloader.planning_process import Closed, PlanFailed, PlanProcess
-from dyncp.dataloader.prepare import BatchData, BatchPreparer, MaskMaker, PreparedBatch
-from dyncp.dataloader.ranks import LoaderRanks, Location, PeerError, Store
-from dyncp.plan import Plan, RankPlan
+from dyncp.dataloader.peers import Peers, Progress
+from dyncp.dataloader.planning import Closed, PlanFailed, PlanProcess
+from dyncp.dataloader.prepare import (
+    BatchData,
+    BatchPreparer,
+    BatchRecord,
+    LoaderContext,
+    PreparedBatch,
+)
+from dyncp.dataloader.ranks import PeerError, Store
 
 logger = logging.getLogger(__name__)
 
 PLAN_END_SECONDS = 1.0  # for a plan that is being made when an iteration is closed
 JOIN_SECONDS = 10.0
 MAX_GROWTH = 4  # of `look_ahead`, if the queue runs low
+KEPT = 1000  # batches that percentiles are taken over
+LOGGED = 3  # skipped samples of each kind that are named in a warning
 HELPED_TOKENS = 16_384  # planning a smaller batch takes less time than starting a process
 
 
-class PreparesAhead(Protocol):
-    """What is asked of a DCPExecutor."""
+class LoaderMetrics:
+    """Counts since the loader was made; percentiles over the last 1,000 batches."""
 
-    transport: Any
+    def __init__(self) -> None:
+        self.batches = 0
+        self.static_plans = 0  # batches whose planner failed
+        self.restarts = 0  # planning processes that were replaced
+        self.stall_seconds = 0.0
+        self.solvers: Counter[str] = Counter()
+        self.skipped: Counter[str] = Counter()  # samples, by reason
+        self._records: deque[BatchRecord] = deque(maxlen=KEPT)
+        self._lock = threading.Lock()
 
-    def prepare_ahead(self, plan: Plan | RankPlan) -> None: ...
+    @property
+    def last(self) -> BatchRecord | None:
+        """The latest batch that training took."""
+        return self._records[-1] if self._records else None
 
+    def record(self, record: BatchRecord) -> None:
+        with self._lock:
+            self.batches += 1
+            self.static_plans += record.static
+            self.stall_seconds += record.stall_seconds
+            self.solvers[record.solver] += 1
+            self._records.append(record)
 
-@dataclass(frozen=True, eq=False)
-class LoaderContext:
-    """What an iteration needs from its loader."""
+    def skip(self, reason: str, index: int, text: object) -> None:
+        """Counts a sample that is left out; the first ones of each reason are logged."""
+        with self._lock:
+            self.skipped[reason] += 1
+            count = self.skipped[reason]
+        if count <= LOGGED:
+            more = "; further ones are only counted" if count == LOGGED else ""
+            logger.warning("sample %s is skipped (%s): %s%s", index, reason, text, more)
 
-    config: LoaderConfig
-    ranks: LoaderRanks
-    source: SampleSource
-    mask_maker: MaskMaker
-    planner: BatchPlanner
-    processes: tuple[PlanProcess, ...]
-    metrics: LoaderMetrics
-    locations: Sequence[Location] = ()  # of all processes
-    executor: PreparesAhead | None = None  # that will run the plans
+    def count_restarts(self, number: int) -> None:
+        with self._lock:  # several threads plan
+            self.restarts += number
+
+    def plan_times(self) -> list[float]:
+        """Seconds of the latest plans, one per batch."""
+        with self._lock:
+            return [record.plan_seconds for record in self._records]
+
+    def snapshot(self) -> dict[str, Any]:
+        """All numbers by name, ready for a logger or JSON."""
+        with self._lock:
+            records, solvers = list(self._records), dict(self.solvers)
+            skipped = dict(self.skipped)
+        counted = ("batches", "static_plans", "restarts", "stall_seconds")
+        numbers: dict[str, Any] = {name: getattr(self, name) for name in counted}
+        numbers |= {"solvers": solvers, "skipped": skipped}
+        for name in ("plan_seconds", "stall_seconds"):
+            values = [getattr(record, name) for record in records] or [0.0]
+            p50, p99 = np.percentile(values, [50, 99]).tolist()
+            numbers |= {f"{name}_p50": p50, f"{name}_p99": p99}
+        if records:
+            shown = ("queue_depth", "moved_bytes", "compute_imbalance", "token_imbalance")
+            numbers |= {name: getattr(records[-1], name) for name in shown}
+            numbers["part_bytes"] = max(record.part_bytes for record in records)
+        return numbers
+
+    def line(self) -> str:
+        """One line for the log."""
+        now, last = self.snapshot(), self.last
+        text = (
+            f"plan {1e3 * now['plan_seconds_p50']:.0f} ms (p99 "
+            f"{1e3 * now['plan_seconds_p99']:.0f}), stalled {now['stall_seconds']:.1f} s"
+        )
+        if last is not None:
+            text += (
+                f", {last.queue_depth} ready, {last.moved_bytes / 1e6:.1f} MB per layer, imbalance "
+                f"{last.compute_imbalance:.2f} compute {last.token_imbalance:.2f} tokens, "
+                f"{last.solver}"
+            )
+        return text
 
 
 class LookAhead:
     """One iteration. `take` returns the next batch, or raises what went wrong; `close` ends it."""
 
     def __init__(
-        self, context: LoaderContext, steps: Iterator[SelectedStep], store: Store, first: int
+        self,
+        context: LoaderContext,
+        steps: Iterator[SelectedStep],
+        store: Store,
+        first: int,
+        metrics: LoaderMetrics,
     ) -> None:
-        self._context, self._steps, self._store = context, steps, store
-        config, ranks = context.config, context.ranks
-        timeouts = config.plan_timeout, config.store_timeout
-        conditions = WaitConditions(
-            lambda: self._closing, self._stalled, *timeouts, lambda: self._asked
-        )
+        self._context, self._steps, self._metrics = context, steps, metrics
+        config = context.config
+        self._progress = Progress(config.plan_timeout, config.store_timeout, asked=first)
         self._changed = threading.Condition()
-        self._closing = self._at_exit = False
+        self._at_exit = False
         self._failure: BaseException | None = None
         self._first = first  # number of the first batch
-        self._asked = first  # batches before the one that training asks for next
-        self._asked_at: float | None = None
         self._depth = config.look_ahead
-        self._peers = Peers(store, ranks, conditions, context.locations)
-        self._exchange = PlanExchange(store, ranks, self._peers)
-        self._preparer = BatchPreparer(config, ranks, context.planner, self._exchange)
+        self._peers = Peers(store, context.ranks, self._progress, context.locations)
+        self._exchange = PlanExchange(self._peers)
+        self._preparer = BatchPreparer(context, self._exchange)
         self._selected: deque[tuple[SelectedStep, list[BatchData]] | BaseException] = deque()
         self._unplanned: deque[BatchData] = deque()
         self._unpublished = 0  # batches whose plans are not published yet
@@ -108,20 +168,20 @@ class LookAhead:
         with self._changed:
             depth = len(self._ready)
             self._deepen(depth)
-            self._asked += 1
-            start = self._asked_at = perf_counter()
+            self._progress.asked += 1
+            start = self._progress.asked_at = perf_counter()
             self._changed.notify_all()
             try:
-                self._changed.wait_for(lambda: self._closing or self._ready)
+                self._changed.wait_for(lambda: self._progress.closing or self._ready)
                 while self._at_exit:
                     self._changed.wait()  # in a daemon thread, which ends with the interpreter
-                if self._closing:
+                if self._progress.closing:
                     raise RuntimeError(
                         "this iteration of the loader was closed: by close(), load_state_dict, "
                         "set_epoch or a later iter(loader)"
                     )
             finally:
-                self._asked_at = None
+                self._progress.asked_at = None
             item = self._ready.popleft()
         if isinstance(item, StopIteration):
             return None
@@ -134,7 +194,9 @@ class LookAhead:
     def _deepen(self, ready: int) -> None:
         """Looks further ahead if the queue ran low."""
         usual = self._context.config.look_ahead
-        if ready <= usual // 4 and self._asked >= self._first + usual:  # it has been filled once
+        if (
+            ready <= usual // 4 and self._progress.asked >= self._first + usual
+        ):  # it has been filled once
             self._depth = min(self._depth + 1, MAX_GROWTH * usual)
 
     def close(self, *, at_exit: bool = False) -> None:
@@ -145,9 +207,9 @@ class LookAhead:
             threading.Thread(target=self.close, daemon=True).start()
             return
         with self._changed:
-            if self._closing:
+            if self._progress.closing:
                 return
-            self._closing = True
+            self._progress.closing = True
             self._changed.notify_all()
         self._end_planning()
         for thread in (self._selecting, self._delivering):
@@ -155,9 +217,7 @@ class LookAhead:
         if any(thread.is_alive() for thread in self._threads):
             logger.warning("a thread of the loader is stuck in the dataset or the mask function")
             return
-        self._store.hurry()
         self._peers.close()
-        self._store.close()
 
     def _end_planning(self) -> None:
         end = monotonic() + PLAN_END_SECONDS
@@ -179,10 +239,7 @@ class LookAhead:
                 self._failure = error
             elif isinstance(error, PeerError):  # this rank's own failure, reported back by others
                 error = self._failure
-            try:
-                self._peers.tell_failure(error)
-            except Exception as second:  # the store is what failed
-                logger.debug("telling other ranks: %s", second)
+            self._peers.tell_failure(error)
             queue = self._ready if name == "dyncp-deliver" else self._selected
             self._put(queue, error)
 
@@ -204,10 +261,7 @@ class LookAhead:
             step = next(self._steps, None)
             if step is None:
                 return number
-            batches = [
-                BatchData(selection, context.source, context.mask_maker, context.config)
-                for selection in step.selections
-            ]
+            batches = [BatchData(context, selection) for selection in step.selections]
             self._put(self._selected, (step, batches))
             for batch in batches:
                 self._select_batch(batch)
@@ -215,10 +269,10 @@ class LookAhead:
 
     def _may_select(self, first: int) -> bool:
         """Whether the step that begins with batch `first` is within the look-ahead."""
-        return first < self._asked + self._depth
+        return first < self._progress.asked + self._depth
 
     def _select_batch(self, batch: BatchData) -> None:
-        if self._closing:
+        if self._progress.closing:
             raise Closed
         context, selection = self._context, batch.selection
         context.planner.check_tokens(selection.num_tokens, selection.number)
@@ -262,10 +316,9 @@ class LookAhead:
         except PlanFailed as failure:
             self._exchange.decide_static(selection, str(failure))
         else:
-            samples = list(batch.digests().values())
-            self._exchange.publish(selection, reply, samples)
+            self._exchange.publish(selection, reply, batch.digests())
         finally:
-            context.metrics.count_restarts(process.restarts - before)
+            self._metrics.count_restarts(process.restarts - before)
 
     # The delivering thread
 
@@ -307,11 +360,6 @@ class LookAhead:
 
     def _wait_until(self, condition: Callable[[], bool]) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._closing or condition())
-            if self._closing:
+            self._changed.wait_for(lambda: self._progress.closing or condition())
+            if self._progress.closing:
                 raise Closed
-
-    def _stalled(self) -> float:
-        """For how many seconds training has been waiting."""
-        asked_at = self._asked_at
-        return 0.0 if asked_at is None else perf_counter() - asked_at

@@ -200,14 +200,18 @@ def integer_option(name: str, value: Any, minimum: int) -> int:
     return whole_number(name, value, minimum, sys.maxsize)
 
 
-def check_budget(tokens: Any, number: int) -> int:
-    """What a budget schedule returned for a batch."""
+def budget_of(budget: Budget, number: int) -> int:
+    """The budget of batch `number`, by a schedule or constant."""
+    if not callable(budget):
+        return budget
+    tokens: Any = budget(number)
     whole = math.floor(tokens) if isinstance(tokens, float) and math.isfinite(tokens) else tokens
     return integer_option(f"tokens_per_batch of batch {number}", whole, 1)
 
 
-def digest_of(data: bytes, size: int = 8) -> str:
-    """Equal for equal data, in hexadecimal."""
+def digest_of(what: object, size: int = 8) -> str:
+    """Equal for equal bytes, or objects that look alike when printed, in hexadecimal."""
+    data = what if isinstance(what, bytes) else repr(what).encode()
     return hashlib.blake2b(data, digest_size=size).hexdigest()
 
 

@@ -1,11 +1,12 @@
 """Peers: what a rank does while it waits for others, and when one of them fails, leaves or dies.
 
-Every rank writes a heartbeat each second: which batch its training has asked for, whether it is
-waiting, and the last step it agreed on. A rank that waits looks at its peers:
+Ranks meet twice: when they make a loader (`compare`), and in every iteration over it. Every rank
+writes a heartbeat each second of an iteration: which batch its training has asked for, whether it
+is waiting, and the last step it agreed on. A rank that waits looks at its peers:
 
     a peer reported an error              the same error here (BatchMismatch), or PeerError with it
     a peer left the loop (break, close)   PeerError that names it
-    a peer's process ended                PeerError: at once on this machine, else after
+    a peer's process ended                PeerError: at once on this node, else after
                                           GONE_SECONDS without a heartbeat
     a peer is late                        a warning after 5, 10, 20, ... s that says where it is;
                                           PeerError after plan_timeout + store_timeout
@@ -14,6 +15,8 @@ waiting, and the last step it agreed on. A rank that waits looks at its peers:
 Only time during which training waits counts: a peer may be writing a checkpoint. An error is
 written to the store first, so that all ranks raise it. Keys, besides those of decision.py:
 
+    settings, arrived, locations   of a new loader: the first rank's settings; how many ranks have
+                                   come with the same; where all of them run
     at/2                           heartbeat of process 2
     error                          message of the first rank that failed
     end, ended, all_ended          number of batches; how many ranks have come to the end
@@ -23,67 +26,82 @@ written to the store first, so that all ranks raise it. Keys, besides those of d
 import json
 import logging
 import os
+import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic
+from time import monotonic, perf_counter, sleep
+from types import TracebackType
 from typing import Any, NoReturn
 
-from dyncp.dataloader.planning_process import Closed
+from dyncp.dataloader.planning import Closed
 from dyncp.dataloader.ranks import (
-    WARN_SECONDS,
     BatchMismatch,
     LoaderRanks,
-    Location,
     PeerError,
     Store,
     StoreError,
-    linger,
-    own_location,
     read_json,
-    wait_for,
 )
 
 logger = logging.getLogger(__name__)
 
+FIRST_POLL, LONGEST_POLL = 0.5e-3, 20e-3  # seconds; an answer takes 0.1 ms on one node
 HEARTBEAT_SECONDS = 1.0
 COMPARE_HEARTBEATS = 5  # between two comparisons of all ranks' batches, by rank 0
+WARN_SECONDS = 5.0  # of waiting; then after twice as long, and so on
 SILENT_SECONDS = 5.0  # without a heartbeat: mentioned in warnings
 GONE_SECONDS = 60.0  # without a heartbeat: given up; a busy interpreter may miss a few
+LINGER_SECONDS = 3.0
 END_OF_EPOCH = 1 << 62  # in place of a step
-Heartbeat = dict[str, Any]
+SHOWN = 4  # settings that differ, in an error
+HOST = socket.gethostname()
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+Location = dict[str, Any]  # where a process runs: see `own_location`
+Heartbeat = dict[str, Any]  # with the location
 
 
-@dataclass(frozen=True)
-class WaitConditions:
-    """When a wait ends early: `closing()` says that the iteration is being closed, `stalled()` for
-    how many seconds training has been waiting. `asked()` is the number of batches that training has
-    taken or waits for."""
+@dataclass
+class Progress:
+    """How far training is on this rank. The loader writes it, threads that wait for it read it."""
 
-    closing: Callable[[], bool]
-    stalled: Callable[[], float]
     plan_timeout: float
     store_timeout: float
-    asked: Callable[[], int] = lambda: 0
+    asked: int = 0  # batches that training has taken or waits for
+    asked_at: float | None = None  # since when it has been waiting; None: it is not
+    closing: bool = False  # the iteration is being closed
+
+    @property
+    def stalled(self) -> float:
+        """For how many seconds training has been waiting."""
+        asked_at = self.asked_at
+        return 0.0 if asked_at is None else perf_counter() - asked_at
+
+    @property
+    def bound(self) -> float:
+        """For how many seconds it may wait for other ranks."""
+        return self.plan_timeout + self.store_timeout
 
 
 class Peers:
-    """One iteration's view of the other ranks. `locations` are those of all processes when they
-    made the loader, if known."""
+    """This rank's view of the others while a loader is made (as a context), or in one iteration,
+    with the `locations` of all processes when they made the loader."""
 
     def __init__(
         self,
         store: Store,
         ranks: LoaderRanks,
-        conditions: WaitConditions,
+        progress: Progress,
         locations: Sequence[Location] = (),
     ) -> None:
-        self.conditions = conditions
-        self._store, self._ranks, self._locations = store, ranks, locations
+        self.progress = progress
+        self.store, self.ranks, self._locations = store, ranks, locations
         self._name = f"rank {ranks.name()}"
+        self._others = [p for p in range(ranks.num_processes) if p != ranks.process]
         self._agreed_step = -1
-        self._told_failure = False
+        self._lingers = False  # other ranks still have to read why this one fails
         self._last_beat: dict[int, tuple[int, float]] = {}  # by process: number, when it changed
         self._looked_at = 0.0
         self._asked: dict[int, int] = {}  # batches of ranks in training, at the last comparison
@@ -94,78 +112,137 @@ class Peers:
 
     def start(self) -> None:
         """Starts the heartbeat."""
-        if self._ranks.shared:
+        if self.ranks.shared:
             self._thread.start()
 
     def agreed_on(self, step: int) -> None:
         """From now on the heartbeat says that this rank has agreed on the step."""
         self._agreed_step = step
 
+    # Making a loader
+
+    def __enter__(self) -> "Peers":
+        return self
+
+    def __exit__(
+        self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.tell_failure(error, "could not make its loader")
+            self._lingers = True
+        self.close()
+
+    def compare(self, settings: Mapping[str, str]) -> list[Location]:
+        """Waits until all ranks have come with the same settings, or raises BatchMismatch on all of
+        them; returns where they run."""
+        said = {"rank": self.ranks.name(), "settings": dict(settings)}
+        first = read_json(self.store.compare_set("settings", json.dumps(said).encode()))
+        self._check_settings(first["settings"], first["rank"], settings)
+        self.progress.asked_at = perf_counter()
+        self.agreed_on(0)
+        self._write_heartbeat(0)
+        if self.store.add("arrived", 1) == self.ranks.num_processes:
+            beats = [self._heartbeat(p) or {} for p in range(self.ranks.num_processes)]
+            locations = [{name: beat[name] for name in own_location()} for beat in beats]
+            self.store.set("locations", json.dumps({"all": locations}).encode())
+        what = "all ranks to make this loader (they must make their loaders in the same order)"
+        self.wait_for("locations", what, 0)
+        found: list[Location] = read_json(self.store.get("locations"))["all"]
+        return found
+
+    def _check_settings(
+        self, theirs: Mapping[str, str], rank: int, mine: Mapping[str, str]
+    ) -> None:
+        by_rank = sorted({rank: theirs, self.ranks.name(): mine}.items())
+        names = [name for name in sorted({*theirs, *mine}) if theirs.get(name) != mine.get(name)]
+        if not names:
+            return
+        texts = [
+            ", ".join(f"{settings.get(name, 'nothing')} on rank {r}" for r, settings in by_rank)
+            for name in names[:SHOWN]
+        ]
+        told = "; ".join(f"{name} is {text}" for name, text in zip(names, texts, strict=False))
+        self.mismatch(
+            f"ranks made different loaders: {told}; every rank needs the same arguments, samples "
+            "and mask function"
+        )
+
     # Waiting
 
-    def wait_for(self, key: str, what: str, step: int, batch: int = -1) -> None:
-        """Waits for a key that other ranks set when they have come to the step; raises for a peer
-        that will never set it, or when training has waited for too long."""
+    def wait_for(
+        self,
+        key: str,
+        what: str,
+        step: int,
+        batch: int = -1,
+        *,
+        bound: float | None = None,
+        overdue: Callable[[], None] | None = None,
+    ) -> None:
+        """Waits for a key that other ranks set when they have come to the step. Raises for a peer
+        that will never set it. Once training has waited for `bound` seconds (None: plan_timeout +
+        store_timeout), calls `overdue`, which may set the key; by default, raises.
 
-        def check() -> None:
-            self.check(what, step, batch)
-            bound = self.conditions.plan_timeout + self.conditions.store_timeout
-            if self.conditions.stalled() > bound:
-                where = self._describe(step)
-                self.fail(PeerError(f"{self._name} waited {bound:g} s for {what}: {where}"))
+        It polls instead of blocking in the store: a blocked call cannot be interrupted, and its
+        timeout makes c10d log warnings."""
+        bound = self.progress.bound if bound is None else bound
+        pause, checked_at = FIRST_POLL, monotonic()
+        while not self.store.has(key):
+            sleep(pause)
+            pause = min(2 * pause, LONGEST_POLL)
+            if monotonic() - checked_at < 10 * LONGEST_POLL:
+                continue
+            try:
+                self._check(what, step, batch)
+                if self.progress.stalled > bound:
+                    if overdue is None:
+                        where = self._describe(step)
+                        self.fail(PeerError(f"{self._name} waited {bound:g} s for {what}: {where}"))
+                    overdue()
+            except PeerError:
+                if self.store.has(key):  # it was set just before the other rank left
+                    return
+                raise
+            checked_at = monotonic()
 
-        wait_for(self._store, key, check)
-
-    def check(self, what: str, step: int, batch: int) -> None:
+    def _check(self, what: str, step: int, batch: int) -> None:
         """Raises if the iteration is closing, or a peer failed, left, died or has no such batch."""
-        if self.conditions.closing():
+        if self.progress.closing:
             raise Closed
-        self._check_error()
+        told = self._read("error")
+        if told is not None:
+            raise (BatchMismatch if told["mismatch"] else PeerError)(told["text"])
         self._check_left(what)
         self._check_heartbeats(what, step)
-        if self._store.has("end"):
-            end = int(self._store.get("end"))
+        if self.store.has("end"):
+            end = int(self.store.get("end"))
             if end <= batch:
-                self.mismatch(
-                    f"ranks disagree on the epoch: {self._name} is at batch {batch}, "
-                    f"another rank has {end} batches; every rank needs the same dataset, "
-                    "lengths and options"
-                )
-
-    def _check_error(self) -> None:
-        told = self._read("error")
-        if told is None:
-            return
-        if told["kind"] == "mismatch":
-            raise BatchMismatch(told["text"])
-        prefix = "" if told["kind"] == "peer" else f"rank {told['rank']} failed: "
-        raise PeerError(prefix + told["text"])
+                self._epoch_mismatch(f"is at batch {batch}", f"has {end} batches")
 
     def _check_left(self, what: str) -> None:
         """A process that died is named first: others may have left because of it."""
-        if not self._store.has("closed"):
+        if not self.store.has("closed"):
             return
         for process, where in self._dead().items():
             self.fail(self._ended_error(process, where))
-        processes = range(self._ranks.num_processes)
-        known = {p: self._read(f"closed/{p}") for p in processes}
+        known = {p: self._read(f"closed/{p}") for p in range(self.ranks.num_processes)}
         left = {process: report for process, report in known.items() if report is not None}
         if left:
             first, *others = sorted(left, key=lambda process: int(left[process]["order"]))
-            then = "".join(f", then rank {self._ranks.name(process)}" for process in others)
+            then = "".join(f", then rank {self.ranks.name(process)}" for process in others)
             raise PeerError(
-                f"rank {self._ranks.name(first)} left this iteration after {left[first]['taken']} "
+                f"rank {self.ranks.name(first)} left this iteration after {left[first]['taken']} "
                 f"batches (break, an exception or close()){then}, while {self._name} waits for "
                 f"{what}; all ranks must take the same number of batches"
             )
 
     def _check_heartbeats(self, what: str, step: int) -> None:
         """Once training has waited for a while: warns, and raises for a peer that is gone."""
-        waited = self.conditions.stalled()
+        waited = self.progress.stalled
         if waited < WARN_SECONDS:
             self._warn_after = WARN_SECONDS
             return
-        pause = max(HEARTBEAT_SECONDS, 0.02 * self._ranks.num_processes)  # all ask one store
+        pause = max(HEARTBEAT_SECONDS, 0.02 * self.ranks.num_processes)  # all ask one store
         if monotonic() - self._looked_at < pause:
             return
         self._looked_at = monotonic()
@@ -179,17 +256,17 @@ class Peers:
 
     def _describe(self, step: int) -> str:
         """Where the ranks are that have not agreed on a step; PeerError if one is gone."""
-        found = [(process, self._heartbeat(process)) for process in self._others()]
+        found = [(process, self._heartbeat(process)) for process in self._others]
         late = [(p, beat) for p, beat in found if beat is None or beat["agreed"] < step]
         return "; ".join(self._where(*one) for one in late) or "all other ranks have come this far"
 
     def _where(self, process: int, beat: Heartbeat | None) -> str:
-        name = f"rank {self._ranks.name(process)}"
+        name = f"rank {self.ranks.name(process)}"
         if beat is None:
             known = self._location(process)
             if known is not None and _has_ended(known):
                 raise self._ended_error(process, known)
-            return f"{name} has not begun this iteration"
+            return f"{name} has not begun"
         silent = self._silent_seconds(process, beat)
         at = f"process {beat['pid']} on {beat['host']}"
         if silent > SILENT_SECONDS and _has_ended(beat):
@@ -209,59 +286,66 @@ class Peers:
 
     def fail(self, error: Exception) -> NoReturn:
         """Raises the error here and on all other ranks."""
-        self._tell(error)
+        self._lingers = True
+        told = {"text": str(error), "mismatch": isinstance(error, BatchMismatch)}
+        self.store.compare_set("error", json.dumps(told).encode())
         raise error
 
     def mismatch(self, text: str) -> NoReturn:
         """Raises BatchMismatch here and on all other ranks."""
         self.fail(BatchMismatch(text))
 
-    def tell_failure(self, error: BaseException) -> None:
-        """Tells the other ranks why this one prepares no more batches, unless they know."""
-        if not isinstance(error, PeerError | StoreError | Closed):
-            self._tell(error)
-
-    def _tell(self, error: BaseException) -> None:
-        self._told_failure = True
-        kinds = {"mismatch": BatchMismatch, "peer": PeerError}
-        kind = next((name for name, kind in kinds.items() if isinstance(error, kind)), "own")
-        told = {"rank": self._ranks.name(), "kind": kind, "text": str(error)}
-        self._store.compare_set("error", json.dumps(told).encode())
+    def tell_failure(self, error: BaseException, what: str = "failed") -> None:
+        """Tells the other ranks why this one does not go on, unless they know. Never raises."""
+        if not isinstance(error, PeerError | StoreError | BatchMismatch | Closed):
+            with suppress(PeerError, StoreError):  # the store may be what failed
+                self.fail(PeerError(f"{self._name} {what}: {type(error).__name__}: {error}"))
 
     def end_epoch(self, num_batches: int) -> None:
         """This rank has no more batches; all ranks must end after the same number."""
-        found = int(self._store.compare_set("end", str(num_batches).encode()))
+        found = int(self.store.compare_set("end", str(num_batches).encode()))
         if found != num_batches:
-            self.mismatch(
-                f"ranks disagree on the epoch: {self._name} has {num_batches} batches, "
-                f"another rank {found}; every rank needs the same dataset, lengths and options"
-            )
+            self._epoch_mismatch(f"has {num_batches} batches", str(found))
         self.agreed_on(END_OF_EPOCH)
-        if self._store.add("ended", 1) == self._ranks.num_processes:
-            self._store.set("all_ended", b"1")
+        if self.store.add("ended", 1) == self.ranks.num_processes:
+            self.store.set("all_ended", b"1")
+
+    def _epoch_mismatch(self, mine: str, theirs: str) -> NoReturn:
+        self.mismatch(
+            f"ranks disagree on the epoch: {self._name} {mine}, another rank {theirs}; every rank "
+            "needs the same dataset, lengths and options"
+        )
 
     def wait_for_all_ends(self) -> None:
         """Returns when all ranks have ended the epoch after the same batch."""
         self.wait_for("all_ended", "all ranks to end the epoch", END_OF_EPOCH)
 
     def close(self) -> None:
-        """Leaves the iteration. The last rank deletes what is left in the store; processes that
+        """Leaves, and closes the store. The last rank deletes what is left there; processes that
         died are not waited for. Never raises."""
         self._ended.set()
+        self.store.hurry()
         if self._thread.is_alive():
             self._thread.join(2 * HEARTBEAT_SECONDS)
         try:
-            report = {"taken": self.conditions.asked(), "order": self._store.add("leaving", 1)}
-            self._store.set(f"closed/{self._ranks.process}", json.dumps(report).encode())
+            report = {"taken": self.progress.asked, "order": self.store.add("leaving", 1)}
+            self.store.set(f"closed/{self.ranks.process}", json.dumps(report).encode())
             dead = len(self._dead())  # before the last one can delete what it reads
-            if self._store.add("closed", 1) + dead < self._ranks.num_processes:
-                if self._told_failure:
-                    linger(self._store, "closed")
-                return
-            for key in self._store.list_keys():
-                self._store.delete(key)
+            if self.store.add("closed", 1) + dead >= self.ranks.num_processes:
+                for key in self.store.list_keys():
+                    self.store.delete(key)
+            elif self._lingers:
+                self._linger()
         except StoreError as error:
             logger.debug("closing: %s", error)
+        self.store.close()
+
+    def _linger(self) -> None:
+        """Waits briefly for the other ranks to leave: this process may host the store, and they
+        would see a lost connection instead of the reason."""
+        end = monotonic() + LINGER_SECONDS
+        while monotonic() < end and self.store.has("closed"):
+            sleep(LONGEST_POLL)
 
     # Heartbeats
 
@@ -269,32 +353,35 @@ class Peers:
         number = 0
         try:
             while True:
-                beat = {
-                    "number": number,
-                    "asked": self.conditions.asked(),
-                    "waiting": self.conditions.stalled() > 0,
-                    "agreed": self._agreed_step,
-                    **own_location(),
-                }
-                self._store.set(f"at/{self._ranks.process}", json.dumps(beat).encode())
+                self._write_heartbeat(number)
                 if self._ended.wait(HEARTBEAT_SECONDS):
                     return
                 number += 1
-                if number % COMPARE_HEARTBEATS == 0 and not self._ranks.process:
+                if number % COMPARE_HEARTBEATS == 0 and not self.ranks.process:
                     self._compare_batches()
         except StoreError as error:  # raised in the thread that waits, too
             logger.debug("heartbeat: %s", error)
 
+    def _write_heartbeat(self, number: int) -> None:
+        beat = {
+            "number": number,
+            "asked": self.progress.asked,
+            "waiting": self.progress.stalled > 0,
+            "agreed": self._agreed_step,
+            **own_location(),
+        }
+        self.store.set(f"at/{self.ranks.process}", json.dumps(beat).encode())
+
     def _compare_batches(self) -> None:
         """Warns if ranks have been at different batches for a while with none waiting here: the one
         that is ahead waits for the others in a collective."""
-        beats = {p: self._heartbeat(p) for p in range(self._ranks.num_processes)}
+        beats = {p: self._heartbeat(p) for p in range(self.ranks.num_processes)}
         asked = {p: beat["asked"] for p, beat in beats.items() if beat and not beat["waiting"]}
-        stays = asked == self._asked and len(asked) == self._ranks.num_processes
+        stays = asked == self._asked and len(asked) == self.ranks.num_processes
         self._asked = asked
         if stays and len(set(asked.values())) > 1 and asked != self._warned_of:
             self._warned_of = asked
-            taken = ", ".join(f"{self._ranks.name(p)}: {count}" for p, count in asked.items())
+            taken = ", ".join(f"{self.ranks.name(p)}: {count}" for p, count in asked.items())
             logger.warning(
                 "ranks have taken different numbers of batches for %.0f s, and none waits for the "
                 "loader (%s): one of them is ahead, or the others are busy",
@@ -306,7 +393,7 @@ class Peers:
         return self._read(f"at/{process}")
 
     def _read(self, key: str) -> dict[str, Any] | None:
-        return read_json(self._store.get(key)) if self._store.has(key) else None
+        return read_json(self.store.get(key)) if self.store.has(key) else None
 
     def _silent_seconds(self, process: int, beat: Heartbeat) -> float:
         number, since = self._last_beat.get(process, (-1, 0.0))
@@ -316,20 +403,26 @@ class Peers:
         return monotonic() - since
 
     def _dead(self) -> dict[int, Location]:
-        """Processes of this machine that ended without closing the iteration."""
-        known = {p: self._heartbeat(p) or self._location(p) for p in self._others()}
+        """Processes of this node that ended without closing the iteration."""
+        known = {p: self._heartbeat(p) or self._location(p) for p in self._others}
         ended = {p: where for p, where in known.items() if where and _has_ended(where)}
-        return {p: where for p, where in ended.items() if not self._store.has(f"closed/{p}")}
+        return {p: where for p, where in ended.items() if not self.store.has(f"closed/{p}")}
 
     def _ended_error(self, process: int, where: Location) -> PeerError:
-        name = f"rank {self._ranks.name(process)} (process {where['pid']} on {where['host']})"
+        name = f"rank {self.ranks.name(process)} (process {where['pid']} on {where['host']})"
         return PeerError(f"{self._name} cannot continue: {name} has ended")
-
-    def _others(self) -> list[int]:
-        return [p for p in range(self._ranks.num_processes) if p != self._ranks.process]
 
     def _location(self, process: int) -> Location | None:
         return self._locations[process] if self._locations else None
+
+
+def own_location() -> Location:
+    """`ids` is the boot and the namespace that process ids belong to: several nodes, or
+    containers with their own process ids, may have the same host name."""
+    ids = HOST
+    with suppress(OSError):  # not Linux
+        ids = f"{BOOT_ID.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    return {"host": HOST, "pid": os.getpid(), "ids": ids}
 
 
 def _has_ended(where: Location) -> bool:

@@ -1,16 +1,33 @@
-"""What plans are made for (model, nodes, costs), and the plan of a batch: by the planning
-process, or by the static method that replaces it. `SampleSeconds` predicts what a sample takes."""
+"""Plans of batches: what they are made for (model, nodes, costs), the planning process that makes
+them (both ends), and the static method that replaces it. `SampleSeconds` predicts what a sample
+takes.
+
+The planning process imports this module, and neither torch nor CUDA. It is started as a program of
+its own, not by `multiprocessing`, so the user's script is not imported again. A request is a call
+with numpy arguments, pickled over a socket pair, and so is its reply. The process exits when its
+parent is gone, even in the middle of a plan.
+"""
 
 import logging
-from bisect import bisect_right
-from collections.abc import Mapping
-from dataclasses import replace
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from time import monotonic, perf_counter, sleep
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
+import dyncp
 from dyncp.blocks import AttentionShape, Batch, Direction, dtype_name
 from dyncp.cost import (
     PROFILES,
@@ -23,12 +40,13 @@ from dyncp.cost import (
 )
 from dyncp.cost.profile import CPU
 from dyncp.dataloader.options import LoaderConfig
-from dyncp.dataloader.planning_process import PlanFailed, PlanProcess, PlanReply, PlanRequest
-from dyncp.dataloader.ranks import LoaderRanks
 from dyncp.masks import Mask, MaskFunction, NamedMasks
-from dyncp.plan import Plan
+from dyncp.plan import Plan, encode_part
 from dyncp.planner import PlannerConfig, plan_batch
 from dyncp.topology import Topology
+
+if TYPE_CHECKING:
+    from dyncp.dataloader.ranks import LoaderRanks
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +55,15 @@ STATIC_SOLVER = "zigzag"  # fits every batch, mask and number of ranks
 LAYERS, FFN, VOCAB = 32, 3.5, 32
 OVERRIDE_HINT = (
     "pass topology=preset(name, nodes, ranks), or cost=CostModel(profile, shape), for another"
+)
+
+
+ATTEMPTS = 3  # a batch that kills the planner this often gets a static plan
+KILL_SECONDS = 5.0
+PARENT_CHECK_SECONDS = 1.0
+START = (
+    "import sys; sys.path[:] = sys.argv[2:]; "
+    "from dyncp.dataloader.planning import main; main(int(sys.argv[1]))"
 )
 
 
@@ -78,11 +105,11 @@ def _dtype_of(model: Any) -> str | None:
 
 
 def topology_and_cost(
-    ranks: LoaderRanks, topology: Topology | None, cost: CostModel | None, shape: AttentionShape
+    ranks: "LoaderRanks", topology: Topology | None, cost: CostModel | None, shape: AttentionShape
 ) -> tuple[Topology, CostModel]:
     """What is given is used, and determines the other if it can: a topology with a preset's name
     has that preset's costs. By default, nodes with devices like this process's. All ranks need
-    the same; ranks with different profiles get BatchMismatch (see Handshake)."""
+    the same; ranks with different profiles get BatchMismatch (see Peers)."""
     if cost is None:
         named = None if topology is None else PROFILES.get(topology.name)
         cost = CostModel(named or _device_profile(ranks), shape)
@@ -93,11 +120,192 @@ def topology_and_cost(
     return topology, cost
 
 
-def _device_profile(ranks: LoaderRanks) -> Profile:
+def _device_profile(ranks: "LoaderRanks") -> Profile:
+    import torch
+
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else CPU
     if not ranks.rank and ranks.num_ranks > 1:  # one rank has nothing to choose
         tell_profile(device, OVERRIDE_HINT)
     return profile_for_device(device)
+
+
+class PlanFailed(RuntimeError):  # noqa: N818 (the run goes on: the batch gets a static plan)
+    """The planner produced no plan for a batch; the text is the reason."""
+
+
+class Closed(Exception):  # noqa: N818 (never leaves the loader)
+    """The iteration is closing: threads stop waiting."""
+
+
+@dataclass(frozen=True)
+class PlanReply:
+    """Every rank's encoded part of a plan."""
+
+    parts: tuple[bytes, ...]
+    digest: str
+    fingerprint: str
+    solver: str
+    most_tokens: int  # on any rank
+    seconds: float
+
+
+class PlanProcess:
+    """One planning process, started on first use. One thread asks for plans; any may close it."""
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self.restarts = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+        self._closing = False
+        self._starting = threading.Lock()
+
+    @property
+    def pid(self) -> int | None:
+        """None unless the process is running."""
+        process = self._process
+        return None if process is None or process.poll() is not None else process.pid
+
+    def start(self) -> None:
+        """Starts the process ahead of the first request. A failure to start shows in `plan`."""
+        if self._connection is None:
+            with suppress(OSError):
+                self._start()
+
+    def plan(self, make_plan: Callable[[], Plan]) -> PlanReply:
+        """The plan that a call, which can be pickled, gives there. A process that dies is replaced
+        and asked again. PlanFailed gives the reason if the call raises, does not return in time, or
+        keeps killing the process."""
+        request = pickle.dumps(pickle.dumps(make_plan))  # twice: read there before it is unpickled
+        deadline = monotonic() + self.timeout
+        for _ in range(ATTEMPTS):
+            try:
+                reply = self._ask(request, deadline)
+            except TimeoutError:
+                self._end()
+                self.restarts += 1
+                raise PlanFailed(f"the planner did not answer within {self.timeout:g} s") from None
+            except (EOFError, OSError, pickle.UnpicklingError):
+                self._note_death()
+            else:
+                if isinstance(reply, str):
+                    raise PlanFailed(f"the planner raised {reply}")
+                return reply
+        raise PlanFailed(f"the planning process died {ATTEMPTS} times")
+
+    def interrupt(self) -> None:
+        """Makes a `plan` that another thread is waiting in raise Closed, and all later ones."""
+        with self._starting:
+            self._closing = True
+            process, connection = self._process, self._connection
+        if process is not None:
+            process.kill()
+        if connection is not None:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Ends the process. The next `plan` starts a new one."""
+        self.interrupt()
+        self._end()
+        self._closing = False
+
+    def _ask(self, request: bytes, deadline: float) -> PlanReply | str:
+        connection = self._connection or self._start()
+        connection.settimeout(max(1e-3, deadline - monotonic()))
+        connection.sendall(request)
+        connection.settimeout(max(1e-3, deadline - monotonic()))
+        reply: PlanReply | str = pickle.load(connection.makefile("rb"))
+        return reply
+
+    def _start(self) -> socket.socket:
+        with self._starting:
+            if self._closing:
+                raise Closed
+            mine, theirs = socket.socketpair()
+            # A process group of its own: Ctrl-C in a terminal reaches only the training process.
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", START, str(theirs.fileno()), *_search_path()],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                process_group=0,
+            )
+            theirs.close()
+            self._connection = mine
+            return mine
+
+    def _note_death(self) -> None:
+        """After the process died; the next request starts another."""
+        if self._closing:
+            raise Closed
+        code = self._end()
+        self.restarts += 1
+        how = signal.Signals(-code).name if code and code < 0 else f"exit code {code}"
+        logger.info("the planning process ended (%s); restarting it", how)
+
+    def _end(self) -> int | None:
+        """Ends the process and returns its exit code."""
+        process, connection = self._process, self._connection
+        self._process = self._connection = None
+        code = None
+        if process is not None:
+            process.kill()
+            code = process.wait(KILL_SECONDS)
+        if connection is not None:
+            connection.close()
+        return code
+
+
+def _search_path() -> list[str]:
+    """This process's module path, with the directory of this dyncp first."""
+    own = str(Path(dyncp.__file__).resolve().parents[1])
+    return [own, *(entry or os.getcwd() for entry in sys.path if entry != own)]
+
+
+# Inside it
+
+
+def main(file_descriptor: int) -> None:
+    exit_with_parent()
+    connection = socket.socket(fileno=file_descriptor)
+    requests = connection.makefile("rb")
+    with suppress(EOFError, OSError):  # the parent closed the connection
+        while True:
+            connection.sendall(pickle.dumps(answer(pickle.load(requests))))
+
+
+def answer(request: bytes) -> PlanReply | str:
+    """The plan of a pickled call, or the error as text."""
+    start = perf_counter()
+    where = "reading the request"
+    try:
+        make_plan = pickle.loads(request)  # may need a module that this process cannot import
+        where = ""
+        plan = make_plan()
+        return PlanReply(
+            parts=tuple(encode_part(part) for part in plan.parts),
+            digest=plan.digest,
+            fingerprint=plan.fingerprint,
+            solver=plan.parts[0].solver,
+            most_tokens=int(plan.parts[0].tokens_per_rank.max()),
+            seconds=perf_counter() - start,
+        )
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        return f"{type(error).__name__}: {error} ({where or f'{last.name}, line {last.lineno}'})"
+
+
+def exit_with_parent() -> None:
+    """Ends this process soon after its parent: one that was killed cannot do so, and a forked child
+    of it may keep the socket open."""
+
+    def watch(parent: int) -> None:
+        while os.getppid() == parent:
+            sleep(PARENT_CHECK_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, args=(os.getppid(),), daemon=True).start()
 
 
 class BatchPlanner:
@@ -126,8 +334,8 @@ class BatchPlanner:
     def plan(self, process: PlanProcess, batch: Batch) -> PlanReply:
         """Every rank's part, from the planning process; PlanFailed gives the reason if it fails."""
         args = (batch, self._topology, self._shape, self.config)
-        request = PlanRequest(self._plan_function, *args, self._cost, self._model)
-        reply = process.plan(request)
+        costs = {"cost": self._cost, "model": self._model}
+        reply = process.plan(partial(self._plan_function, *args, **costs))
         most = self.config.max_tokens_per_rank  # a user's plan_function may ignore it
         if most is not None and reply.most_tokens > most:
             raise PlanFailed(
@@ -190,7 +398,7 @@ class SampleSeconds:
         self._directions = [Direction.FORWARD] + [Direction.BACKWARD] * (not forward_only)
         profile = cost.profile
         self._per_token = sum(model.seconds_per_token(profile, d) for d in self._directions)
-        self._grid: list[tuple[int, float]] = [(1, 1.0)]  # length, keys per token
+        self._keys: dict[int, float] = {}  # per token, by length: powers of two
         self._known: dict[int, float] = {}
 
     def __call__(self, length: int) -> float:
@@ -209,14 +417,13 @@ class SampleSeconds:
         return self._layers * attention + length * self._per_token
 
     def _keys_per_token(self, length: int) -> float:
-        while self._grid[-1][0] < length:
-            longer = 2 * self._grid[-1][0]
-            self._grid.append((longer, _num_pairs(self._mask_fn, longer) / longer))
-        at = min(bisect_right(self._grid, length, key=lambda point: point[0]), len(self._grid) - 1)
-        (below, keys), (above, more) = self._grid[max(0, at - 1)], self._grid[at]
-        if below == above:
-            return keys
-        return keys + (more - keys) * (length - below) / (above - below)
+        if length not in self._keys and length.bit_count() == 1:
+            self._keys[length] = _num_pairs(self._mask_fn, length) / length
+        if length in self._keys:
+            return self._keys[length]
+        below = 1 << length.bit_length() - 1
+        keys, more = self._keys_per_token(below), self._keys_per_token(2 * below)
+        return keys + (more - keys) * (length - below) / below
 
 
 def _num_pairs(mask_fn: Any, length: int) -> float:

@@ -6,9 +6,9 @@ that plans the batch and the one that delivers it.
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,17 +20,18 @@ from dyncp.dataloader.batching import SelectedBatch
 from dyncp.dataloader.dataset import SampleEntry, SampleSource
 from dyncp.dataloader.decision import Decision, PlanExchange, SampleDigests
 from dyncp.dataloader.local_fields import (
-    add_sample_data,
+    SampleOf,
     fingerprint_tensor,
     layout_mask,
     local_rows,
     local_sequences,
     num_targets,
+    rows_and_sequences,
     without_targets,
 )
-from dyncp.dataloader.metrics import BatchRecord
 from dyncp.dataloader.options import LoaderConfig, digest_of
-from dyncp.dataloader.planning import BatchPlanner
+from dyncp.dataloader.peers import Location
+from dyncp.dataloader.planning import BatchPlanner, PlanProcess
 from dyncp.dataloader.ranks import LoaderRanks, PeerError
 from dyncp.dataloader.reading import (
     SampleError,
@@ -45,6 +46,7 @@ from dyncp.plan import Plan, RankPlan, decode_part
 
 logger = logging.getLogger(__name__)
 
+NO_SAMPLE = -1  # in sample_ids
 DIGITS = 8  # of a sample's digests: a decision may have a thousand of them
 SampleMasks = dict[str, Mask] | Mask  # by name, or one
 
@@ -82,7 +84,7 @@ class MaskMaker:
         """Digests of the masks of a few samples, to compare with other ranks."""
         return {
             f"masks of sample {index}": self._digest(sample, index)
-            for index, sample in source.probes().items()
+            for index, sample in source.probes.items()
             if sample is not None
         }
 
@@ -130,21 +132,38 @@ def _cut_mask(mask: Mask, start: int, end: int) -> Mask:
 def _masks_digest(masks: Mapping[str, Mask] | Mask) -> str:
     named = {"": masks} if isinstance(masks, Mask) else masks
     text = [f"{name} {mask.digest.hex()}" for name, mask in sorted(named.items())]
-    return digest_of(repr(text).encode())[:DIGITS] if text else ""
+    return digest_of(text)[:DIGITS] if text else ""
+
+
+class PreparesAhead(Protocol):
+    """What is asked of a DCPExecutor."""
+
+    transport: Any
+
+    def prepare_ahead(self, plan: Plan | RankPlan) -> None: ...
+
+
+@dataclass(frozen=True, eq=False)
+class LoaderContext:
+    """What an iteration needs from its loader."""
+
+    config: LoaderConfig
+    ranks: LoaderRanks
+    source: SampleSource
+    mask_maker: MaskMaker
+    planner: BatchPlanner
+    processes: tuple[PlanProcess, ...] = ()
+    locations: Sequence[Location] = ()  # of all processes
+    executor: PreparesAhead | None = None  # that will run the plans
 
 
 class BatchData:
     """The samples and masks of one batch. Two threads use it: one plans, one delivers."""
 
-    def __init__(
-        self,
-        selection: SelectedBatch,
-        source: SampleSource,
-        mask_maker: MaskMaker,
-        config: LoaderConfig,
-    ) -> None:
+    def __init__(self, context: LoaderContext, selection: SelectedBatch) -> None:
         self.selection = selection
-        self._source, self._mask_maker, self._config = source, mask_maker, config
+        self._source, self._mask_maker = context.source, context.mask_maker
+        self._token_fields = context.config.token_fields
         self._read: dict[int, Any] = {}
         self._samples: dict[int, Any] = {}
         self._masks: dict[int, SampleMasks] = {}
@@ -156,12 +175,10 @@ class BatchData:
         """The batch's sample `number`, cut to the tokens that the batch takes of it."""
         with self._lock:
             if number not in self._samples:
-                entry, token_fields = self.selection.entries[number], self._config.token_fields
-                sample = self._whole(number)
+                entry, sample = self.selection.entries[number], self._whole(number)
                 if entry.length != entry.whole:
-                    sample = cut_sample(
-                        sample, entry.start, entry.length, entry.index, token_fields
-                    )
+                    piece = entry.start, entry.length
+                    sample = cut_sample(sample, *piece, entry.index, self._token_fields)
                 self._samples[number] = sample
             return self._samples[number]
 
@@ -193,23 +210,23 @@ class BatchData:
                 self._batch = Batch.of([self.masks(number) for number in numbers], indices)
             return self._batch
 
-    def digests(self) -> dict[int, SampleDigests]:
+    def digests(self) -> list[SampleDigests]:
         """Of all samples, with the masks that have been made and the content that has been read."""
         with self._lock:
             for number in self._read:
                 if number not in self._contents:
-                    entry, token_fields = self.selection.entries[number], self._config.token_fields
-                    content = sample_bytes(self.sample(number), entry.index, token_fields)
+                    index = self.selection.entries[number].index
+                    content = sample_bytes(self.sample(number), index, self._token_fields)
                     self._contents[number] = digest_of(content)[:DIGITS]
-            return {
-                number: SampleDigests(
+            return [
+                SampleDigests(
                     entry.index,
                     entry.length,
                     _masks_digest(self._masks.get(number, {})),
                     self._contents.get(number, ""),
                 )
                 for number, entry in enumerate(self.selection.entries)
-            }
+            ]
 
     def needs_no_reading(self) -> bool:
         """Whether `batch` reads no more samples than have been read."""
@@ -240,6 +257,29 @@ class AgreedPlan(RankPlan):
     filler: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class BatchRecord:
+    """One batch. `plan_seconds` is the planner's time, `stall_seconds` how long training waited,
+    `queue_depth` how many batches were ready when it asked. `moved_bytes` are those of one
+    attention layer, all masks, forward and backward, all ranks."""
+
+    plan_seconds: float
+    part_bytes: int
+    moved_bytes: int
+    compute_imbalance: float
+    token_imbalance: float
+    solver: str
+    static: bool  # the planner failed, and a static method replaced it
+    stall_seconds: float = 0.0
+    queue_depth: int = 0
+
+    @staticmethod
+    def of(part: RankPlan, plan_seconds: float, part_bytes: int, *, static: bool) -> "BatchRecord":
+        moved = sum(sum(both) for both in part.declared_bytes.values())
+        imbalances = part.balance.compute_max_over_mean, part.balance.tokens_max_over_mean
+        return BatchRecord(plan_seconds, part_bytes, moved, *imbalances, part.solver, static)
+
+
 @dataclass(frozen=True, eq=False)
 class PreparedBatch:
     """A batch that is ready for training. `targets` are those of this rank's tokens."""
@@ -254,48 +294,38 @@ class PreparedBatch:
 class BatchPreparer:
     """Turns decisions into plans and local data."""
 
-    def __init__(
-        self,
-        config: LoaderConfig,
-        ranks: LoaderRanks,
-        planner: BatchPlanner,
-        exchange: PlanExchange,
-    ) -> None:
-        self._config, self._ranks = config, ranks
-        self._planner, self._exchange = planner, exchange
+    def __init__(self, context: LoaderContext, exchange: PlanExchange) -> None:
+        config = self._config = context.config
+        ranks = self._ranks = context.ranks
+        self._planner, self._exchange = context.planner, exchange
+        self._own = range(ranks.num_ranks) if ranks.rank is None else [ranks.rank]
         wanted = config.pin_memory
         self._pins = torch.cuda.is_available() if wanted is None else wanted
 
     def prepare(self, step: int, batch: BatchData) -> PreparedBatch:
         selection = batch.selection
         decision = self._exchange.decision(step, selection)
-        if batch.needs_no_reading():
-            batch.batch()  # makes all of its masks
-        self._exchange.check_samples(selection, decision, batch.digests())
-        if batch.needs_no_reading():
-            self._exchange.check_batch(selection, decision, batch.batch().fingerprint)
-        plan, size = (
-            self._static(batch, decision) if decision.static else self._planned(batch, decision)
-        )
+        fingerprint = batch.batch().fingerprint if batch.needs_no_reading() else ""
+        self._exchange.check_batch(selection, decision, batch.digests(), fingerprint)
+        make_parts = self._static_parts if decision.static else self._planned_parts
+        parts, size = make_parts(batch, decision)
+        plan = Plan(parts) if self._ranks.rank is None else self._agreed(parts[0], batch)
         data, targets = self._data(batch, plan)
-        part = plan.parts[0] if isinstance(plan, Plan) else plan
-        shared = self._compare(batch, decision, part)
+        shared = self._compare(batch, decision, parts[0])
         self._exchange.leave(selection, decision, shared)
-        record = BatchRecord.of(part, decision.seconds, size, static=decision.static)
+        record = BatchRecord.of(parts[0], decision.seconds, size, static=decision.static)
         targets = targets if self._ranks.counts_targets else 0
         return PreparedBatch(data, plan, selection.end, record, targets)
 
-    def _planned(self, batch: BatchData, decision: Decision) -> tuple[RankPlan | Plan, int]:
-        """The published plan, and the bytes of its largest part."""
-        ranks = range(self._ranks.num_ranks) if self._ranks.rank is None else [self._ranks.rank]
-        encoded = [self._exchange.part(batch.selection, decision, rank) for rank in ranks]
+    def _planned_parts(
+        self, batch: BatchData, decision: Decision
+    ) -> tuple[tuple[RankPlan, ...], int]:
+        """This process's parts of the published plan, and the bytes of the largest."""
+        encoded = [self._exchange.part(batch.selection, decision, rank) for rank in self._own]
         parts = tuple(decode_part(part) for part in encoded)
-        for rank, part in zip(ranks, parts, strict=True):
+        for rank, part in zip(self._own, parts, strict=True):
             self._check_part(part, rank, decision)
-        size = max(map(len, encoded))
-        if self._ranks.rank is None:
-            return Plan(parts), size
-        return self._agreed(parts[0], filler=batch.selection.filler), size
+        return parts, max(map(len, encoded))
 
     def _check_part(self, part: RankPlan, rank: int, decision: Decision) -> None:
         found = (part.rank, part.num_ranks, part.digest, part.fingerprint)
@@ -307,8 +337,10 @@ class BatchPreparer:
                 f"{text.format(*wanted)}"
             )
 
-    def _static(self, batch: BatchData, decision: Decision) -> tuple[RankPlan | Plan, int]:
-        """The static plan, made here: 0 bytes were sent."""
+    def _static_parts(
+        self, batch: BatchData, decision: Decision
+    ) -> tuple[tuple[RankPlan, ...], int]:
+        """The same of the static plan, made here: 0 bytes were sent."""
         if not self._ranks.member:
             logger.warning(
                 "batch %d of epoch %d gets a static plan: %s",
@@ -318,15 +350,14 @@ class BatchPreparer:
             )
         plan = self._planner.static_plan(batch.batch())
         self._exchange.check_static(batch.selection, plan.digest)
-        if self._ranks.rank is None:
-            return plan, 0
-        return self._agreed(plan.parts[self._ranks.rank], filler=batch.selection.filler), 0
+        return tuple(plan.parts[rank] for rank in self._own), 0
 
-    def _agreed(self, part: RankPlan, *, filler: bool) -> RankPlan:
-        if not self._ranks.group_ranks and not filler:
+    def _agreed(self, part: RankPlan, batch: BatchData) -> RankPlan:
+        agreed_by, filler = self._ranks.group_ranks, batch.selection.filler
+        if not agreed_by and not filler:
             return part
         values = {field.name: getattr(part, field.name) for field in fields(RankPlan) if field.init}
-        return AgreedPlan(**values, agreed_by=self._ranks.group_ranks, filler=filler)
+        return AgreedPlan(**values, agreed_by=agreed_by, filler=filler)
 
     def _data(self, batch: BatchData, plan: RankPlan | Plan) -> tuple[dict[str, Any], int]:
         """This rank's data, and its number of targets."""
@@ -336,7 +367,7 @@ class BatchPreparer:
             rows = without_targets(rows)
         targets = num_targets(rows)
         rows["batch_fingerprint"] = fingerprint_tensor(plan.fingerprint)
-        data = add_sample_data(rows, plan, batch.selection, batch.sample, self._config)
+        data = _add_sample_data(rows, plan, batch.selection, batch.sample, self._config)
         return {name: self._pinned(value) for name, value in data.items()}, targets
 
     def _pinned(self, value: Any) -> Any:
@@ -345,8 +376,8 @@ class BatchPreparer:
     def _compare(self, batch: BatchData, decision: Decision, part: RankPlan) -> list[int]:
         """Compares what was read here with other ranks; returns the samples that several have."""
         shared, digests = self._shared(part), batch.digests()
-        self._exchange.check_samples(batch.selection, decision, digests)
-        mine = {n: digests[n] for n in shared if n in digests and digests[n].content}
+        self._exchange.check_batch(batch.selection, decision, digests)
+        mine = {number: digests[number] for number in shared if digests[number].content}
         self._exchange.check_shared(batch.selection, mine)
         return shared
 
@@ -359,3 +390,51 @@ class BatchPreparer:
         owners = np.unique(np.stack([part.blocks.sequence, part.blocks.owner]), axis=1)[0]
         sequences, ranks = np.unique(owners, return_counts=True)
         return [int(number) for number in sequences[ranks > 1]]
+
+
+def _add_sample_data(
+    data: Mapping[str, Tensor],
+    plan: RankPlan | Plan,
+    selection: SelectedBatch,
+    sample_of: SampleOf,
+    config: LoaderConfig,
+) -> dict[str, Any]:
+    """The local data with `sample_ids` and `sample_fields`, after the user's `collate`. Samples are
+    those that this rank has tokens of, in the batch's order; a filler has none."""
+    result: dict[str, Any] = dict(data)
+    if config.sample_ids:
+        result["sample_ids"] = _sample_ids(plan, selection)[None]
+    if not (config.sample_fields or config.collate):
+        return result
+    numbers = [] if selection.filler else local_sequences(plan)
+    samples = [sample_of(number) for number in numbers]
+    for name in config.sample_fields:
+        for number, sample in zip(numbers, samples, strict=True):
+            if name not in sample:
+                raise ValueError(
+                    f"sample {selection.entries[number].index} has no field {name!r}, which "
+                    "sample_fields declares"
+                )
+        result[name] = [sample[name] for sample in samples]
+    return _collated(result, samples, config) if config.collate else result
+
+
+def _sample_ids(plan: RankPlan | Plan, selection: SelectedBatch) -> Tensor:
+    """The sample's index in the dataset, for every local row."""
+    indices = np.array([entry.index for entry in selection.entries], np.int64)
+    _, sequence = rows_and_sequences(plan)
+    none = (sequence < 0) | selection.filler
+    return torch.from_numpy(np.where(none, NO_SAMPLE, indices[sequence]))
+
+
+def _collated(data: dict[str, Any], samples: list[Any], config: LoaderConfig) -> dict[str, Any]:
+    assert config.collate is not None
+    try:
+        found = config.collate(data, samples)
+    except Exception as error:
+        raise RuntimeError(f"collate raised {type(error).__name__}: {error}") from error
+    if not isinstance(found, Mapping):
+        raise ValueError(
+            f"collate gave {type(found).__name__}; expected the local data, with further fields"
+        )
+    return dict(found)

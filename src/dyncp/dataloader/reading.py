@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -32,7 +31,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from dyncp.dataloader.options import LoaderConfig
-from dyncp.dataloader.planning_process import exit_with_parent
+from dyncp.dataloader.planning import exit_with_parent
 
 AHEAD = 4  # samples per worker that are requested before they are needed
 WORKER_END_SECONDS = 5.0  # for workers to finish what they are reading
@@ -50,7 +49,6 @@ RANDOM = {getattr(torch.Tensor, name) for name in RANDOM_METHODS} | {
     if not name.endswith("_like") or "generator" in getattr(torch.ops.aten, name).overloads()
 }
 SampleKey = tuple[int, int]  # epoch, index
-Read = Callable[[], Any]
 Answer = Future[tuple[bool, bytes]]
 NO_TARGET = -100
 TOKEN_NAMES = ("input_ids", "labels", "position_ids")
@@ -60,19 +58,14 @@ REFUSED = ("padding_mask", "key_padding_mask")
 class SampleError(RuntimeError):
     """The dataset or the mask function raised for a sample; the cause is what it raised."""
 
-    def __init__(self, index: int, doing: str, error: BaseException) -> None:
-        super().__init__(f"{doing} of sample {index} raised {type(error).__name__}: {error}")
+    def __init__(self, index: int, doing: str, error: BaseException | str) -> None:
+        raised = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        super().__init__(index, doing, raised)  # pickled without the cause
         self.index = index
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled with its text; the cause stays where it was raised."""
-        return _sample_error, (self.index, str(self))
-
-
-def _sample_error(index: int, text: str) -> SampleError:
-    error = SampleError.__new__(SampleError, text)
-    error.args, error.index = (text,), index
-    return error
+    def __str__(self) -> str:
+        index, doing, raised = self.args
+        return f"{doing} of sample {index} raised {raised}"
 
 
 class SeededRandom(TorchFunctionMode):
@@ -124,27 +117,21 @@ class Reader:
         )
         self._pool.submit(os.getpid)  # starts them
 
-    def in_order(
-        self, order: Iterable[tuple[int, Any]], epoch: int
-    ) -> Iterator[tuple[int, Any, Read]]:
-        """Every index with its state, and a function that returns the sample."""
-        if self._pool is None:
-            for index, state in order:
-                yield int(index), state, partial(self.read_here, (epoch, int(index)))
-            return
-        requested: deque[tuple[int, Any, Answer]] = deque()
+    def in_order(self, order: Iterable[tuple[int, Any]], epoch: int) -> Iterator[tuple[int, Any]]:
+        """The indices with their states, announced a few samples ahead."""
+        announced: deque[tuple[int, Any]] = deque()
         try:
-            for index, state in order:
-                requested.append((int(index), state, self._request((epoch, int(index)))))
-                if len(requested) > AHEAD * self._workers:
-                    first, its_state, future = requested.popleft()
-                    yield first, its_state, partial(self._result, first, future)
-            while requested:
-                first, its_state, future = requested.popleft()
-                yield first, its_state, partial(self._result, first, future)
+            for item in order:
+                announced.append(item)
+                self.ahead([(epoch, int(item[0]))])
+                if len(announced) > AHEAD * self._workers:
+                    yield announced.popleft()
+            while announced:
+                yield announced.popleft()
         finally:
-            for *_, future in requested:
-                future.cancel()
+            for index, _ in announced:
+                if (answer := self._requested.pop((epoch, int(index)), None)) is not None:
+                    answer.cancel()
 
     def ahead(self, keys: Iterable[SampleKey]) -> None:
         """Announces samples that `read` will be called for."""

@@ -1,24 +1,42 @@
-"""What is saved for resuming: where the loader is, and the settings that its batches depend on.
+"""Resuming: where the loader is, what is saved of it, and how the order of a sampler is repeated.
 
     {"version": 2, "num_replicas": 1,
      "position": {"epoch": 0, "samples": 40, ...},    see Position
-     "terms": {"seed": 0, "shuffle": True, ...}}      see BatchSettings
+     "terms": {"seed": 0, "shuffle": True, ...}}      settings that its batches depend on
 
 A state has the same keys at any time, and plain values: torch.distributed.checkpoint loads a saved
 state into that of a new loader, key by key. A dataset's own state may have any shape, and a loader
 that has not begun has none, so it is saved as one text (`to_text`).
+
+The order of a sampler is repeated exactly, or refused: it is iterated from the start of the epoch,
+with its generators restored to their state there. What it yields up to the position is compared, by
+digest, with what it yielded before the state was saved. A sampler that cannot repeat itself would
+skip some samples and repeat others.
 """
 
 import base64
+import hashlib
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+import random
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch.utils.data import Sampler
+
+from dyncp.dataloader.options import digest_of
+from dyncp.dataloader.reading import SeededRandom
 
 VERSION = 2
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+MAX_NESTING = 3  # a BatchSampler has a RandomSampler, which has a generator
+END = object()
+NOTHING_TAKEN = digest_of(b"")
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -50,52 +68,27 @@ class Position:
         return Position(epoch, total=self.total)
 
 
-@dataclass(frozen=True)
-class BatchSettings:
-    """What must be equal for a state to mean the same batches. `order`, `schedule` and `dataset`
-    describe the sampler, the budget schedule and the samples."""
-
-    seed: int
-    shuffle: bool
-    order: str
-    dataset: str
-    num_samples: int | None
-    tokens_per_batch: int | None  # None: a schedule, or a batch sampler
-    schedule: str
-    accumulation_steps: int
-    max_length: int | None
-    too_long: str
-    drop_last: bool
-    window: int  # that batches are filled from
-    bad_samples: str
-    empty_samples: str
-    lengths: str = ""  # "": not given
-
-
-def to_state(position: Position, settings: BatchSettings, num_replicas: int) -> dict[str, Any]:
+def to_state(position: Position, settings: Mapping[str, Any], num_replicas: int) -> dict[str, Any]:
     values = {field.name: getattr(position, field.name) for field in fields(Position)}
     return {
         "version": VERSION,
         "position": {name: _leaf(value) for name, value in values.items()},
-        "terms": asdict(settings),
+        "terms": dict(settings),
         "num_replicas": num_replicas,
     }
 
 
 def from_state(
-    state: Mapping[str, Any], settings: BatchSettings, num_replicas: int, *, own_budget: bool
-) -> tuple[Position, BatchSettings]:
-    """The position and settings of a state; raises ValueError if it is of other batches.
-
-    Unless the budget was given (`own_budget`), the state's is used: the default depends on the
-    number of ranks.
-    """
-    _check_keys(state)
-    saved = BatchSettings(**state["terms"])
-    if not own_budget:
-        settings = replace(settings, tokens_per_batch=saved.tokens_per_batch)
-    for name, value in asdict(saved).items():
-        mine = getattr(settings, name)
+    state: Mapping[str, Any], settings: Mapping[str, Any], num_replicas: int
+) -> Position:
+    """The position of a state; raises ValueError if it is of other batches."""
+    if state.get("version") != VERSION:
+        raise ValueError(
+            f"the loader state has version {state.get('version')!r}; this dyncp reads {VERSION}"
+        )
+    saved = state["terms"]
+    for name in dict.fromkeys([*saved, *settings]):
+        value, mine = saved.get(name), settings.get(name)
         if name == "lengths" and not (mine and value):
             continue  # the batches do not depend on who knew the lengths
         if mine != value:
@@ -105,8 +98,9 @@ def from_state(
             )
     position = _position(state["position"])
     if state["num_replicas"] != num_replicas:
-        position = _on_other_replicas(position, settings, state["num_replicas"], num_replicas)
-    return position, settings
+        steps = settings["accumulation_steps"]
+        position = _on_other_replicas(position, steps, state["num_replicas"], num_replicas)
+    return position
 
 
 def _leaf(value: Any) -> int | str | None:
@@ -114,31 +108,21 @@ def _leaf(value: Any) -> int | str | None:
 
 
 def _position(saved: Mapping[str, Any]) -> Position:
+    known = {field.name for field in fields(Position)}
+    if set(saved) != known:
+        raise ValueError(
+            f"the loader state has a position with {sorted(saved)}; this dyncp reads "
+            f"{sorted(known)}"
+        )
     values = {k: from_text(v) if isinstance(v, str) else v for k, v in saved.items()}
     taken = tuple((int(place), int(start)) for place, start in values["taken"])
     return Position(**values | {"taken": taken, "dealt": tuple(map(int, values["dealt"]))})
 
 
-def _check_keys(state: Mapping[str, Any]) -> None:
-    if state.get("version") != VERSION:
-        raise ValueError(
-            f"the loader state has version {state.get('version')!r}; this dyncp reads {VERSION}"
-        )
-    for name, kind in (("position", Position), ("terms", BatchSettings)):
-        known, found = {field.name for field in fields(kind)}, set(state.get(name) or ())
-        if found != known:
-            raise ValueError(
-                f"the loader state has {name} with {sorted(found)}; this dyncp reads "
-                f"{sorted(known)}"
-            )
-
-
-def _on_other_replicas(
-    position: Position, settings: BatchSettings, before: int, now: int
-) -> Position:
-    """Steps of another number of batches can only begin where a step of the old number ended."""
-    old, new = before * settings.accumulation_steps, now * settings.accumulation_steps
-    if position.batches % old or position.batches % new:
+def _on_other_replicas(position: Position, steps: int, before: int, now: int) -> Position:
+    """Optimiser steps of `now` replicas can only begin where one of `before` replicas ended;
+    `steps` batches per replica make one."""
+    if position.batches % (before * steps) or position.batches % (now * steps):
         raise ValueError(
             f"the loader state was saved after {position.batches} batches on {before} replicas, "
             f"which is inside an optimiser step of {now} replicas; save at the end of an optimiser "
@@ -222,3 +206,175 @@ UNTAG: dict[str, Callable[[Any], Any]] = {
     "array": _array,
     "tensor": torch.from_numpy,
 }
+
+
+# The order of a sampler
+
+
+def check_repeatable(name: str, given: Any, iterator: Any, allowed: str) -> None:
+    if iterator is given:
+        raise ValueError(
+            f"the {name} is a {type(given).__name__}, which can be iterated only once; pass "
+            f"{allowed} for further epochs or resuming"
+        )
+
+
+class SamplerOrder:
+    """What a sampler (indices) or batch sampler (lists of indices) yields, epoch by epoch."""
+
+    def __init__(self, sampler: Iterable[Any], seed: int) -> None:
+        self._sampler, self._seed = sampler, seed
+        self._begun = False
+        self._lock = threading.RLock()  # `undisturbed` is entered in the training thread
+
+    def start(self) -> dict[str, Any]:
+        """The state at the start of the next epoch."""
+        return {"generators": _generator_states(self._sampler), "taken": NOTHING_TAKEN}
+
+    def rewind(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The state at the start of the epoch of a state."""
+        return {**state, "taken": NOTHING_TAKEN}
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Inside this context, iterating the sampler leaves no trace in it."""
+        with self._lock:
+            states, begun = _generator_states(self._sampler), self._begun
+            yield
+            _set_generator_states(self._sampler, states)
+            self._begun = begun
+
+    def items(self, position: Position) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """The items from a position on, each with the state after it."""
+        start = position.dataset_state
+        randomness = SeededRandom(self._seed, position.epoch, "order")
+        with self._lock, randomness:
+            _set_generator_states(self._sampler, start["generators"])
+            set_epoch(self._sampler, position.epoch)
+            items = iter(self._sampler)
+            if self._begun:
+                check_repeatable("sampler", self._sampler, items, "a list or a Sampler")
+            self._begun = True
+
+        def one_by_one() -> Iterator[Any]:
+            while True:
+                with self._lock, randomness:
+                    item = next(items, END)
+                if item is END:
+                    return
+                yield item
+
+        what = f"sampler {type(self._sampler).__name__}"
+        for item, taken in repeat_from(one_by_one(), position, _index_bytes, what):
+            yield item, start | {"taken": taken}
+
+
+def repeat_from(
+    items: Iterable[Item], position: Position, bytes_of: Callable[[Item], bytes], what: str
+) -> Iterator[tuple[Item, str]]:
+    """The items from a position on, each with a digest of all items up to it. Raises ValueError if
+    those before it do not have the digest that the position knows; `what` names their source."""
+    count, saved = position.samples, (position.dataset_state or {}).get("taken")
+    digest, number = hashlib.blake2b(digest_size=8), 0
+    for number, item in enumerate(items, 1):
+        digest.update(bytes_of(item))
+        if number > count:
+            yield item, digest.hexdigest()
+        elif number == count and digest.hexdigest() != saved:
+            raise ValueError(
+                f"the {what} does not give the same {count} items as before the loader state was "
+                "saved: some samples would be skipped and others trained on twice; it needs a "
+                "fixed seed, a generator of its own (as an attribute), or set_epoch"
+            )
+    if number < count:
+        raise ValueError(
+            f"the loader state was saved after {count} items of the {what}, which now ends after "
+            f"{number}; the samples after them cannot be found"
+        )
+
+
+def set_epoch(shuffled: Any, epoch: int) -> None:
+    """For samplers and datasets that shuffle themselves by epoch."""
+    if hasattr(shuffled, "set_epoch"):
+        shuffled.set_epoch(epoch)
+
+
+def _index_bytes(item: Any) -> bytes:
+    return np.asarray(item if np.ndim(item) == 0 else list(item), np.int64).tobytes()
+
+
+# Describing a sampler
+
+
+def describe_sampler(sampler: Any) -> str:
+    """What is known of a sampler without iterating it; equal for equal samplers."""
+    if sampler is None:
+        return ""
+    name = type(sampler).__name__
+    if isinstance(sampler, list | tuple | range | np.ndarray | torch.Tensor):
+        return f"{name} of {len(sampler)} ({digest_of(_list_bytes(sampler))})"
+    known = [f"len={len(sampler)}"] if isinstance(sampler, Sized) else []
+    if isinstance(sampler, Sampler) and type(sampler).__module__.startswith("torch.utils.data"):
+        known += [_attribute(key, value) for key, value in vars(sampler).items() if key != "epoch"]
+    return f"{name}({', '.join(text for text in known if text)})"
+
+
+def _list_bytes(items: Any) -> bytes:
+    try:
+        array = np.asarray(items, np.int64)
+        return repr(array.shape).encode() + array.tobytes()
+    except (TypeError, ValueError):  # lists of different lengths
+        return repr([np.asarray(item, np.int64).tolist() for item in items]).encode()
+
+
+def _attribute(key: str, value: Any) -> str:
+    if value is None or isinstance(value, bool | int | float | str):
+        return f"{key}={value}"
+    if isinstance(value, torch.Tensor):
+        return f"{key}={digest_of(value.contiguous().numpy().tobytes())}"
+    return f"{key}={describe_sampler(value)}" if isinstance(value, Sampler) else ""
+
+
+# A sampler's own generators
+
+
+def _generator_states(sampler: Any) -> list[Any]:
+    """The states of all generators that a sampler has, including those of a sampler it wraps."""
+    return [_state_of(generator) for generator in _generators(sampler)]
+
+
+def _set_generator_states(sampler: Any, states: list[Any]) -> None:
+    generators = _generators(sampler)
+    if len(generators) != len(states):
+        raise ValueError(
+            f"the loader state has {len(states)} states of the sampler's generators; this "
+            f"{type(sampler).__name__} has {len(generators)} generators"
+        )
+    for generator, state in zip(generators, states, strict=True):
+        _set_state(generator, state)
+
+
+def _generators(sampler: Any, depth: int = MAX_NESTING) -> list[Any]:
+    found: list[Any] = []
+    for value in getattr(sampler, "__dict__", {}).values():
+        if isinstance(value, GENERATORS):
+            found.append(value)
+        elif depth and isinstance(value, Sampler):
+            found += _generators(value, depth - 1)
+    return found
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    legacy = {"legacy": False} if isinstance(generator, np.random.RandomState) else {}
+    return generator.get_state(**legacy)
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        (generator.setstate if isinstance(generator, random.Random) else generator.set_state)(state)

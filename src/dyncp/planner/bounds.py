@@ -16,7 +16,6 @@ from dyncp.blocks import (
     bytes_per_token,
 )
 from dyncp.cost import CostModel
-from dyncp.cost.cost_model import least_row_seconds
 from dyncp.placement import Bound, RemoteUses, find_remote_uses, whole_rows
 from dyncp.planner.task import Part, Placed, Task
 
@@ -67,7 +66,7 @@ def _attention_seconds(task: Task, placed: Placed, name: str, held: Float64) -> 
     for direction, crossed in zip(task.directions, border, strict=True):
         seconds = task.cost.graph_tile_seconds(graph, name, direction)
         busy = np.bincount(placed.placement.tile_rank[name], seconds, ranks) / speed
-        rows = held * least_row_seconds(direction, task.cost)
+        rows = held * task.cost.least_row_seconds(direction)
         met = _met_seconds(task, placed, name, direction) / speed
         compute = float((busy + met + overhead + rows).max())
         heads = _all_to_all_seconds(task, placed, direction)

@@ -287,9 +287,8 @@ class Task:
             forward = runs[name, Direction.FORWARD].times
             attention[name] = forward, None if back is None else back.times
         rows = rows_per_rank(placed.graph, placed.placement, self.config.layout.local_multiple)
-        layers, model = self.config.layers, self.model
-        simulated = join_times(attention, rows, self.topology, self.cost, layers, model)
-        return Candidate(placed, runs, simulated)
+        step = join_times(attention, rows, self.topology, self.layers, self.token_seconds)
+        return Candidate(placed, runs, step)
 
 
 def default_cost(topology: Topology, shape: AttentionShape) -> CostModel:
