@@ -93,7 +93,7 @@ def count_tiles(task: Task, solver: Solver, sizes: Int64) -> int:
 @dataclass(frozen=True, slots=True)
 class Tried:
     """A candidate: seconds of its simulated step, or (pruned) a lower bound; `missed` says by how
-    much it misses the limits asked for. Those `left_out` were not looked at."""
+    much it misses the requested limits. Those `left_out` were skipped."""
 
     name: str
     seconds: float

@@ -70,9 +70,6 @@ MUCH_FINER, LITTLE_GAIN = 10, 0.85
 LITTLE_EXPOSED = 0.02
 
 
-# Mapping[Part, PartRun] solvers so that one that fails or hangs does not stop planning.
-
-
 class SolverTimeoutError(RuntimeError):
     """A solver did not answer in time."""
 
