@@ -16,8 +16,7 @@ from dyncp.kernels import IndexArrays, Kernel, KernelCall
 from dyncp.planner import plan_batch
 from dyncp.samplers import sample_lengths
 from dyncp.topology import Topology
-from dyncp.transport import Null
-from dyncp.transport.transport import Buffers, NullChannel
+from dyncp.transport import Buffers, Null, NullChannel
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, full) for full, name in DTYPE_NAMES.items()}
 # Windows of 4,096 tokens; a quarter of shorter sequences, which would be causal otherwise.

@@ -218,9 +218,9 @@ def gpu_kernel_tiles(call: "KernelCall") -> Iterator[ListedKernelTiles]:
 def _entries(lists: "TileLists") -> np.ndarray:
     """[entries, 3]: a tile, one of the other side that it meets, and whether that is full."""
     entries: list[tuple[int, int, int]] = []
-    for tile in lists.order.tolist():
-        partial = lists.partial[tile, : lists.partial_count[tile]].tolist()
-        runs = lists.runs[tile, : lists.run_count[tile]].tolist()
+    for tile, num_runs, num_partial, *others in lists.entries.tolist():
+        partial = others[2 * lists.most_runs :][:num_partial]
+        runs = zip(others[: 2 * num_runs : 2], others[1 : 2 * num_runs : 2], strict=True)
         entries += [(tile, other, 0) for other in partial]
         entries += [(tile, other, 1) for first, end in runs for other in range(first, end)]
     return np.array(entries, np.int64).reshape(-1, 3)
