@@ -23,6 +23,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from dyncp.dataloader.batching import SelectedBatch, SelectedStep
 from dyncp.dataloader.peers import Peers
@@ -40,8 +41,7 @@ AGREED = 1 << 40  # one rank's agreement, added together with its number of targ
 GRACE_SECONDS = 10.0  # after plan_timeout, for the planning rank to decide first
 
 
-@dataclass(frozen=True)
-class SampleDigests:
+class SampleDigests(NamedTuple):
     """What a rank knows of a sample of a batch: digests of its masks and of everything that is read
     from it ("": not known here)."""
 
@@ -67,8 +67,7 @@ class Decision:
     reason: str = ""
 
     def encode(self) -> bytes:
-        samples = [[s.index, s.length, s.masks, s.content] for s in self.samples]
-        return json.dumps(asdict(self) | {"samples": samples}).encode()
+        return json.dumps(asdict(self)).encode()
 
     @staticmethod
     def decode(text: bytes) -> "Decision":
