@@ -23,7 +23,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
 
 from dyncp.dataloader.batching import SelectedBatch, SelectedStep
 from dyncp.dataloader.peers import Peers
@@ -41,7 +40,8 @@ AGREED = 1 << 40  # one rank's agreement, added together with its number of targ
 GRACE_SECONDS = 10.0  # after plan_timeout, for the planning rank to decide first
 
 
-class SampleDigests(NamedTuple):
+@dataclass(frozen=True)
+class SampleDigests:
     """What a rank knows of a sample of a batch: digests of its masks and of everything that is read
     from it ("": not known here)."""
 
@@ -67,7 +67,8 @@ class Decision:
     reason: str = ""
 
     def encode(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+        samples = [[s.index, s.length, s.masks, s.content] for s in self.samples]
+        return json.dumps(asdict(self) | {"samples": samples}).encode()
 
     @staticmethod
     def decode(text: bytes) -> "Decision":
