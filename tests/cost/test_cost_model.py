@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from dyncp import AttentionShape, Batch, masks
 from dyncp.blocks import Direction, build_graph
 from dyncp.cost import PROFILES, CostModel, find_profile
-from dyncp.cost.cost_model import CallBlocks, CallTiles, call_work, more_seconds
 from dyncp.topology import PRESETS
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -102,47 +101,6 @@ def test_kernel_tiles_with_edges_take_as_much_longer_as_the_profile_says(
     assert cost.tile_seconds(n * n, n, n, 32, direction)[0] == full
     graph = build_graph(Batch.of([masks.causal(1024)]), COST.shape, [1024])
     assert cost.graph_tile_seconds(graph, "default", direction) == pytest.approx([causal])
-
-
-# Cell 0: query block 0 attends key blocks 0 and 1, block 1 only block 1. Cell 2: one tile.
-SIDE = np.full(4, 256)
-TILES = CallTiles(
-    *(np.array(x) for x in ([0, 0, 0, 2], [0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 1, 0])),
-    SIDE * SIDE, SIDE, SIDE, np.full(4, 32),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("direction", Direction)
-def test_calls_have_the_rows_of_their_blocks_and_the_longest_of_them(direction: Direction) -> None:
-    work = call_work(TILES, CallBlocks.of(TILES, direction), direction, COST)
-    assert work.cell.tolist() == [0, 2]
-    assert work.area.tolist() == [32 * 3 * 256 * 256, 32 * 256 * 256]
-    assert work.rows.tolist() == [32 * 4, 32 * 2]  # kernel tiles of 128 rows
-    assert work.longest.tolist() == [512, 256]
-    assert work.by_cell(3).rows.tolist() == [32 * 4, 0, 32 * 2]
-
-
-@pytest.mark.parametrize("direction", Direction)
-def test_rows_cost_keys_and_a_call_is_no_shorter_than_its_longest(direction: Direction) -> None:
-    def more(**changes: float) -> list[float]:
-        cost = CostModel(replace(COST.profile, **changes), COST.shape)
-        tiles = cost.tile_seconds(TILES.pairs, TILES.rows, TILES.keys, TILES.heads, direction)
-        blocks = CallBlocks.of(TILES, direction)
-        return more_seconds(TILES, blocks, tiles, 3, direction, cost).tolist()
-
-    def seconds(pairs: float) -> float:
-        return float(COST.flops(np.array(pairs), 1, direction) / COST.attention_rate(direction))
-
-    rows = more(row_forward=100.0, row_backward=100.0)
-    assert rows == pytest.approx([seconds(100 * 128 * 128), 0, seconds(100 * 128 * 64)])
-    # 128 and 64 rows of kernel tiles on 2 lanes: half a row of two lanes stands idle at the end.
-    work = [32 * 3 * 256 * 256, 32 * 256 * 256]
-    idle = more(lanes=2)
-    assert idle == pytest.approx([seconds(work[0] / 128), 0, seconds(work[1] / 64)])
-    alone = more(lanes=1000)
-    longest = [1000 * 128 * 512, 1000 * 128 * 256]
-    assert alone == pytest.approx([seconds(longest[0] - work[0]), 0, seconds(longest[1] - work[1])])
-    assert more() == pytest.approx([0, 0, 0])
 
 
 def test_seconds_are_proportional_to_heads() -> None:

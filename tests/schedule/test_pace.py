@@ -105,8 +105,7 @@ def test_a_division_costs_its_launches_and_forward_what_is_merged_once_more():
     plain = dataclasses.replace(profile, launch_seconds=0.0, host_seconds=0.0)
     for direction in Direction:
         whole, kernels = (
-            Pace(Topology(1, 4), CostModel(p, shape)).division_seconds(100, direction)
-            for p in (profile, plain)
+            CostModel(p, shape).division_seconds(100, direction) for p in (profile, plain)
         )
         out = 100 * 4 * (8 * 2 + 4) / (2 * profile.copy) if direction is Direction.FORWARD else 0.0
         assert whole - kernels == pytest.approx(2 * profile.launch_seconds + out)

@@ -9,9 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulate_cases import Message, exchange, run_by_hand, simple_topology
 
-from dyncp.arrays import Int64
 from dyncp.plan import Op
-from dyncp.simulate.event_state import nic_of, routes
 from dyncp.topology import Link, Topology
 
 LAUNCH, WAIT, COMPUTE = Op.LAUNCH, Op.WAIT, Op.COMPUTE
@@ -56,11 +54,15 @@ def test_ranks_with_their_own_nic_do_not_share_it() -> None:
 
 
 def test_neighbouring_ranks_share_a_nic() -> None:
-    topology = simple_topology(2, 8, nics=4)
-    ranks = np.arange(16)
-    assert nic_of(topology, ranks).tolist() == [i // 2 for i in ranks]
-    assert nic_of(simple_topology(1, 2, nics=4), ranks[:2]).tolist() == [0, 2]
-    assert nic_of(simple_topology(1, 3, nics=1), ranks[:3]).tolist() == [0, 0, 0]
+    def through_nics(ranks: int, nics: int) -> list[float]:
+        """Bytes out of the NICs of node 0, if rank r sends 10^r bytes to the other node."""
+        messages = [(0, r, r + ranks, 10.0**r) for r in range(ranks)]
+        times = exchange(2 * ranks, messages, simple_topology(2, ranks, nics))
+        return times.ports["moved"][4 * ranks :][:nics].tolist()
+
+    assert through_nics(8, 4) == [11, 1100, 110_000, 11_000_000]
+    assert through_nics(2, 4) == [1, 0, 10, 0]
+    assert through_nics(3, 1) == [111]
 
 
 def test_messages_inside_a_node_and_between_nodes_do_not_share() -> None:
@@ -196,13 +198,20 @@ def test_ports_that_are_shared_carry_what_they_can(
     busy = moved / bandwidth
     assert (times.ports["free"] >= busy * (1 - 1e-9)).all()
     arrival = times.messages["arrival"]
-    for i, (source, out_of) in enumerate(routes(topology, *_ends(messages))):
-        assert arrival[i] <= (busy[source] + busy[out_of]) * (1 + 1e-9)
+    for i, (_, source, target, _) in enumerate(messages):
+        out_of, into = ports_of(source, target, topology)
+        assert arrival[i] <= (busy[out_of] + busy[into]) * (1 + 1e-9)
 
 
-def _ends(messages: list[Message]) -> tuple[Int64, Int64]:
-    source, target = (np.array([message[i] for message in messages]) for i in (1, 2))
-    return source, target
+def ports_of(source: int, target: int, topology: Topology) -> tuple[int, int]:
+    """Ports out of all ranks, then those into them, then NICs the same way."""
+    ranks, per_node, nics = topology.num_ranks, topology.ranks_per_node, topology.nics
+    if source // per_node == target // per_node:
+        return source, ranks + target
+    out_of, into = (
+        r // per_node * nics + r % per_node * nics // per_node for r in (source, target)
+    )
+    return 2 * ranks + out_of, 2 * ranks + topology.nodes * nics + into
 
 
 @pytest.mark.parametrize("far", [True, False])

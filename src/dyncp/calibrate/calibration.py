@@ -39,10 +39,10 @@ from dyncp.calibrate.links import (
 )
 from dyncp.calibrate.timing import CallTimes, Repeats, add_kernels, time_call, time_calls
 from dyncp.cost import CostModel, Profile
-from dyncp.cost.cost_model import CallBlocks, CallTiles, call_work
-from dyncp.plan import Op, Plan, RankPlan
+from dyncp.plan import Op, Plan
 from dyncp.planner import plan_batch
-from dyncp.simulate.flow import row_bytes_of_plan
+from dyncp.simulate.flow import layer_of_plan
+from dyncp.simulate.layer import CallBlocks, call_work, count_row_bytes
 from dyncp.topology import Link, Topology
 
 # Tokens of the call that copies run beside: a longer one would outlast them.
@@ -210,7 +210,8 @@ def _whole_calls(
     plan: Plan, times: dict[int, CallTimes], direction: Direction, cost: CostModel, mask: str
 ) -> Iterator[WholeCall]:
     """The calls of the ranks that were timed."""
-    moved = row_bytes_of_plan(plan, DEFAULT_MASK, direction, cost)
+    layer, _ = layer_of_plan(plan, DEFAULT_MASK, direction, cost)
+    moved, launches = count_row_bytes(layer, CallBlocks.of(layer), cost).per_rank
     for rank, measured in times.items():
         program = plan.parts[rank].mask_plan(DEFAULT_MASK).program(direction)
         groups = len(plan.parts[rank].groups_for(cost.shape))
@@ -219,8 +220,8 @@ def _whole_calls(
             mask=mask,
             tokens=int(plan.parts[0].tokens_per_rank.sum()),
             direction=direction.name.lower(),
-            moved_bytes=float(moved.bytes_per_rank[rank]),
-            launches=int(moved.launches_per_rank[rank]) + kernels,
+            moved_bytes=float(moved[rank]),
+            launches=int(launches[rank]) + kernels,
             instructions=len(program.instructions) + 2,
             seconds=measured.seconds,
             kernel_seconds=measured.kernel_seconds,
@@ -250,41 +251,33 @@ class DivisionWork:
 
 def plan_work(plan: Plan, direction: Direction, cost: CostModel) -> list[DivisionWork]:
     """All divisions of all ranks that have tiles, by rank and division."""
-    return [work for part in plan.parts for work in _rank_work(part, direction, cost)]
-
-
-def _rank_work(part: RankPlan, direction: Direction, cost: CostModel) -> Iterator[DivisionWork]:
-    mask = part.mask_plan(DEFAULT_MASK)
-    tiles, division = mask.tiles, mask.program(direction).tile_division
-    tokens = part.blocks.tokens.astype(np.int64)
-    heads = cost.heads_of(part.groups_for(cost.shape))[tiles.head_group]
-    pairs = tiles.pairs.astype(np.int64)
-    sides = pairs, tokens[tiles.q_block], tokens[tiles.k_block]
-    cell, group, q_block, k_block = (
-        x.astype(np.int64) for x in (division, tiles.head_group, tiles.q_block, tiles.k_block)
+    layer, _ = layer_of_plan(plan, DEFAULT_MASK, direction, cost)
+    tiles, pairs = (
+        layer.tiles,
+        layer.tiles.pairs * cost.heads_of(layer.groups)[layer.tiles.head_group],
     )
-    called = CallTiles(cell, group, q_block, k_block, *sides, heads)
-    calls = call_work(called, CallBlocks.of(called, direction), direction, cost)
-    num_divisions = int(division.max(initial=-1)) + 1
-    work = calls.by_cell(num_divisions)
-    seconds = np.bincount(calls.cell, cost.work_seconds(*calls[1:], direction), num_divisions)
-    for number in np.unique(division).tolist():
-        own = division == number
-        num_calls = len(np.unique(tiles.head_group[own]))
-        yield DivisionWork(
-            rank=part.rank,
-            division=number,
-            pairs=int((pairs * heads)[own].sum()),
-            area=float(work.area[number]),
-            edge=float(work.edge[number]),
-            tile_rows=float(work.rows[number]),
-            longest=float(work.longest[number]),
-            tiles=int(own.sum()),
-            rows=int(tokens[np.unique(tiles.q_block[own])].sum()),
-            keys=int(tokens[np.unique(tiles.k_block[own])].sum()),
-            calls=num_calls,
-            predicted_seconds=float(seconds[number] + cost.call_seconds(num_calls)),
+    work = call_work(layer, CallBlocks.of(layer), cost)
+    seconds = cost.work_seconds(*work[1:], direction)
+    found = []
+    for cell in np.unique(layer.cell).tolist():
+        chosen, calls = layer.cell == cell, work.cell == cell
+        found.append(
+            DivisionWork(
+                rank=cell // layer.num_divisions,
+                division=cell % layer.num_divisions,
+                pairs=int(pairs[chosen].sum()),
+                area=float(work.area[calls].sum()),
+                edge=float(work.edge[calls].sum()),
+                tile_rows=float(work.rows[calls].sum()),
+                longest=float(work.longest[calls].sum()),
+                tiles=int(chosen.sum()),
+                rows=int(layer.tokens[np.unique(tiles.q_block[chosen])].sum()),
+                keys=int(layer.tokens[np.unique(tiles.k_block[chosen])].sum()),
+                calls=int(calls.sum()),
+                predicted_seconds=float(seconds[calls].sum() + cost.call_seconds(int(calls.sum()))),
+            )
         )
+    return found
 
 
 def rank_pairs(plan: Plan, cost: CostModel) -> Float64:

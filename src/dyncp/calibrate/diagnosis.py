@@ -30,7 +30,8 @@ from dyncp.executor import DCPExecutor, Step, attention
 from dyncp.kernels import reason_for
 from dyncp.planner import PlannerConfig, plan_batch
 from dyncp.topology import Topology
-from dyncp.transport import Distributed, TransportError
+from dyncp.transport import TransportError
+from dyncp.transport.distributed import Distributed
 
 logger = logging.getLogger(__name__)
 

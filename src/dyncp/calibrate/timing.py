@@ -27,8 +27,7 @@ from dyncp.calibrate.calls import (
 from dyncp.executor import DCPExecutor, Step, attention
 from dyncp.kernels import IndexArrays, Kernel, KernelCall
 from dyncp.plan import Op, RankPlan
-from dyncp.transport import Null
-from dyncp.transport.transport import Buffers, NullChannel
+from dyncp.transport import Buffers, Null, NullChannel
 
 logger = logging.getLogger(__name__)
 

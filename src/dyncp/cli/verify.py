@@ -184,12 +184,12 @@ def check_kernel_calls(plan: Plan, batch: Batch) -> list[Violation]:
 
 def kernel_calls_of(part: RankPlan, mask: MaskPlan) -> Iterator[tuple["KernelCall", np.ndarray]]:
     """Every kernel call of a mask on a rank, with the indices of its tiles."""
-    from dyncp.executor.kernel_calls import kernel_calls  # late: torch takes seconds to import
+    from dyncp.executor.kernel_calls import RankProgram  # late: torch takes seconds to import
 
-    for _, program in mask.programs():
-        for division in np.unique(program.tile_division).tolist():
-            for call in kernel_calls(part, mask, program, division):
-                mine = program.tile_division == division
+    for direction, program in mask.programs():
+        for division, calls in RankProgram(part, mask, direction).kernel_calls().items():
+            mine = program.tile_division == division
+            for call in calls:
                 yield call, np.flatnonzero(mine & (mask.tiles.head_group == call.head_group))
 
 
@@ -220,9 +220,9 @@ def gpu_kernel_tiles(call: "KernelCall") -> Iterator[ListedKernelTiles]:
 def _entries(lists: "TileLists") -> np.ndarray:
     """[entries, 3]: a tile, one of the other side that it meets, and whether that is full."""
     entries: list[tuple[int, int, int]] = []
-    for tile in lists.order.tolist():
-        partial = lists.partial[tile, : lists.partial_count[tile]].tolist()
-        runs = lists.runs[tile, : lists.run_count[tile]].tolist()
+    for tile, num_runs, num_partial, *others in lists.entries.tolist():
+        partial = others[2 * lists.most_runs :][:num_partial]
+        runs = zip(others[: 2 * num_runs : 2], others[1 : 2 * num_runs : 2], strict=True)
         entries += [(tile, other, 0) for other in partial]
         entries += [(tile, other, 1) for first, end in runs for other in range(first, end)]
     return np.array(entries, np.int64).reshape(-1, 3)

@@ -9,7 +9,7 @@ from dyncp.arrays import Float64, Int64
 from dyncp.blocks import BlockGraph
 from dyncp.placement.megatron_hybrid import deal_documents, group_sizes, hybrid_shares, ring_seconds
 from dyncp.placement.solver import Degrees
-from dyncp.placement.static_layouts import Grid, contiguous_ranks, deal_loads, sequence_load
+from dyncp.placement.static_layouts import deal_loads, sequence_load
 from dyncp.placement.static_methods import METHODS, Method
 from dyncp.topology import Topology
 
@@ -83,11 +83,10 @@ class StaticBounds:
 
     def _work(self, method: Method, share: Float64, degree: int, heads: int) -> float:
         contexts, even = degree // heads, float(share[:, 0].max()) / degree
-        if method.spread is None or contexts == 1 or not self._is_long.any():
+        if method.deal is not None or contexts == 1 or not self._is_long.any():
             return even
-        halves = 1 if method.spread is contiguous_ranks else 2
-        chunks = self._chunks(halves * contexts)
-        if halves == 2:
+        chunks = self._chunks(method.chunks * contexts)
+        if method.chunks == 2:
             chunks = chunks[:, :contexts] + chunks[:, : contexts - 1 : -1]
         place = self._deal(len(share))[:, None] * contexts + np.arange(contexts)
         by_rank = np.bincount(place.ravel(), chunks.ravel())
@@ -145,7 +144,7 @@ class StaticBounds:
         topology = self._topology
         if method.pattern != "ring" or heads == 1 or degree <= topology.ranks_per_node:
             return 0.0
-        ranks = Grid.of(topology, degree, heads, method.context_first, method.name).ranks
+        ranks = method.with_degrees(degree, heads).grid(topology, heads).ranks
         node = ranks // topology.ranks_per_node
         far = (node[..., :, None] != node[..., None, :]).mean(axis=(1, 2, 3)).min()
         nics = max(len(np.unique(own)) for own in ranks // topology.ranks_per_nic)

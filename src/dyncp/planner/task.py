@@ -48,7 +48,8 @@ Part = tuple[str, Direction]
 
 @dataclass(frozen=True, eq=False)
 class PartRun:
-    """A part's schedule in at most so many steps, its simulation, and what scheduling took."""
+    """A part's schedule with at most `divisions` input steps, its simulation, and the CPU seconds
+    that scheduling took."""
 
     divisions: int
     schedule: Schedule
@@ -170,7 +171,7 @@ class Task:
 
     @property
     def layers(self) -> dict[str, float]:
-        """How many layers of the step use each mask."""
+        """Number of layers that use each mask."""
         return layers_by_mask(list(self.batch.masks), self.config.layers, self.model)
 
     @property
@@ -287,9 +288,8 @@ class Task:
             forward = runs[name, Direction.FORWARD].times
             attention[name] = forward, None if back is None else back.times
         rows = rows_per_rank(placed.graph, placed.placement, self.config.layout.local_multiple)
-        layers, model = self.config.layers, self.model
-        simulated = join_times(attention, rows, self.topology, self.cost, layers, model)
-        return Candidate(placed, runs, simulated)
+        step = join_times(attention, rows, self.topology, self.layers, self.token_seconds)
+        return Candidate(placed, runs, step)
 
 
 def default_cost(topology: Topology, shape: AttentionShape) -> CostModel:

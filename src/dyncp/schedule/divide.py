@@ -41,7 +41,8 @@ def build_schedule(
     load = _load(uses, work, crossings, pace)
     results = bool(uses.result_bytes.any())
     rows = float(graph.blocks.tokens.sum()) / placement.num_ranks
-    least, worth = pace.least_seconds(rows, direction), pace.division_seconds(rows, direction)
+    least = pace.least_seconds(rows, direction)
+    worth = pace.cost.division_seconds(rows, direction)
     shares = share_phases(load, num_divisions, least, results=results)
     routes, arrives = _route(uses, crossings, shares, pace)
     earliest = np.append(arrives, 0)[work.use].max(axis=0)

@@ -19,7 +19,6 @@ import numpy as np
 from dyncp.arrays import Bool, Float64, Int64, sorted_order
 from dyncp.blocks import BlockGraph, Direction
 from dyncp.cost import DEFAULT_PROFILE, CostModel, find_profile
-from dyncp.cost.cost_model import division_seconds
 from dyncp.schedule.uses import Work
 from dyncp.topology import Topology
 
@@ -47,13 +46,7 @@ class Pace:
         than the host needs for it is never hidden."""
         more = (CALLS_PER_PHASE - 1) * self.cost.profile.call_seconds
         host = INSTRUCTIONS_PER_PHASE * self.cost.host_seconds
-        return max(more + self.division_seconds(rows, direction), host)
-
-    def division_seconds(self, rows: float, direction: Direction) -> float:
-        """What one more division costs a rank with so many rows."""
-        again = self.cost.row_seconds(rows, self.cost.shape.q_heads, direction)
-        moved = division_seconds(rows, direction, self.cost)
-        return self.cost.profile.call_seconds + again + moved
+        return max(more + self.cost.division_seconds(rows, direction), host)
 
 
 @dataclass(frozen=True, slots=True)

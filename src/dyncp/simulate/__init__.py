@@ -1,7 +1,8 @@
 """Event simulation: how long a plan takes, and what every rank and link does meanwhile."""
 
-from dyncp.simulate.results import AttentionTimes, Simulated
-from dyncp.simulate.run import (
+from dyncp.simulate.results import (
+    AttentionTimes,
+    Simulated,
     join_times,
     layers_by_mask,
     rows_per_rank,
@@ -9,13 +10,12 @@ from dyncp.simulate.run import (
     simulate_schedule,
     simulate_schedules,
 )
-from dyncp.simulate.timeline import Activity, Timeline, Track, make_timeline, trace
+from dyncp.simulate.timeline import Span, Track, make_timeline, trace
 
 __all__ = [
-    "Activity",
     "AttentionTimes",
     "Simulated",
-    "Timeline",
+    "Span",
     "Track",
     "join_times",
     "layers_by_mask",

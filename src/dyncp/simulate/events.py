@@ -1,18 +1,168 @@
-"""The event loop: ranks run their programs, messages of ordered phases pass ports.
+"""The state of a simulation and its event loop: ranks run their programs, messages pass ports.
 
 A rank runs ahead until it waits for a phase that has not arrived. A message travels once both its
-ends have begun its phase. A port serves one message at a time, the smallest waiting number first;
-the head of a message goes on to the second port at once, so both work at the same time. Messages
-inside nodes and over their borders do not wait for each other.
+ends have begun its phase. It passes two ports: inside a node those of its two ranks, between nodes
+the NICs of its two ranks. Every port works each way on its own and serves one message at a time,
+the smallest waiting number first; the head of a message goes on to the second port at once, so both
+work at the same time. Messages inside nodes and over their borders do not wait for each other. With
+n ranks and m NICs in all nodes the ports are numbered
+
+    0 to n     out of a rank      2n to 2n + m        out of a NIC
+    n to 2n    into a rank        2n + m to 2n + 2m   into a NIC
 
 Where messages slow computation down, a rank computes until an event of its own: whatever of its
 messages begins to travel meanwhile puts that off.
+
+`run_ordered` is the loop for ordered phases (NCCL); shared.py has the one for shared links (gloo).
 """
 
-from dyncp.arrays import Int64
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dyncp.arrays import Bool, Int64, starts_of
 from dyncp.compiled import compiled, inner
 from dyncp.plan.format import COMPUTE, LAUNCH, WAIT
-from dyncp.simulate.event_state import Record, Records
+from dyncp.simulate.flow import Flow
+from dyncp.topology import Topology
+
+Records = npt.NDArray[Any]
+Record = Any  # one of them
+
+
+def _fields(integers: str, floats: str) -> np.dtype[Any]:
+    kinds = ((integers, np.int64), (floats, np.float64))
+    return np.dtype([(name, kind) for names, kind in kinds for name in names.split()])
+
+
+# An instruction: when the host has issued it; when it is reached, stops waiting, and ends.
+STEP = _fields("op argument", "work issued reached begin end")
+# A rank: its next instruction and the end of its program; how many of its phases are launched;
+# whether it computes, how many times longer that takes while its messages travel, and until when
+# they are known to travel.
+RANK = _fields("next last launched computing", "clock speed slowdown traffic")
+# A rank and phase: the phase that was launched as this number; messages still to come in and the
+# time of the last; where the cell's messages stand in `touching`.
+CELL = _fields("queued incoming first last", "arrived")
+# A message: whether it crosses a node's border (1) or not (0), ends that have begun its phase, and
+# ports passed; when its first and second port started, and when both are through. On shared links:
+# what waits behind it there (-1: nothing, see shared.py), its rate, and bytes that it has left.
+MESSAGE = _fields(
+    "phase source target border ends hop behind noted next_note",
+    "size latency send receive tail arrival rate left",
+)
+# A port: where its queue stands in `waiting`; when it is free, and bytes that have passed. Shared:
+# messages without a rate, whether they get theirs now, and the bandwidth that is left for them.
+PORT = _fields("first last users is_next", "bandwidth free moved left")
+# Number 0 of a queue holds its length as `key`; behind it stands a binary heap.
+EVENT = _fields("key", "time")
+
+
+class Simulation(NamedTuple):
+    """The state of a run, one array of records per kind of thing: compiled functions get few arrays
+    this way, and passing dozens cost more than the events themselves.
+
+    `cells` are [ranks, phases], `ports_of` [messages, 2]. `touching` lists the messages of every
+    cell, `waiting` has the queues of all ports, and `events` is the queue of the loop. `begun` and
+    `under_way` are [ranks, 2]: of messages inside nodes and of those over borders, how many phases
+    have begun, in the order of `queued`, and how many messages of begun phases have not arrived.
+    """
+
+    steps: Records
+    ranks: Records
+    cells: Records
+    messages: Records
+    ports_of: Int64
+    touching: Int64
+    ports: Records
+    waiting: Records
+    events: Records
+    begun: Int64
+    under_way: Int64
+
+
+def make_state(flow: Flow, topology: Topology) -> Simulation:
+    cells, touching = _cells(flow)
+    ports_of, inside = _ports_of(flow, topology)
+    ports, waiting = _ports(ports_of, topology)
+    return Simulation(
+        _steps(flow),
+        _ranks(flow, topology),
+        cells,
+        _messages(flow, inside, topology),
+        ports_of,
+        touching,
+        ports,
+        waiting,
+        np.zeros(1 + len(flow.work) + len(inside) + len(ports), EVENT),
+        np.zeros((flow.num_ranks, 2), np.int64),
+        np.zeros((flow.num_ranks, 2), np.int64),
+    )
+
+
+def _steps(flow: Flow) -> Records:
+    steps = np.zeros(len(flow.work), STEP)
+    steps["op"], steps["argument"] = flow.programs.op, flow.programs.argument
+    steps["work"] = flow.work
+    if flow.host_seconds:
+        number = np.arange(len(steps)) - flow.programs.first[flow.programs.rank]
+        steps["issued"] = flow.host_seconds * (number + 1)
+    return steps
+
+
+def _ranks(flow: Flow, topology: Topology) -> Records:
+    ranks = np.zeros(flow.num_ranks, RANK)
+    ranks["next"], ranks["last"] = flow.programs.first[:-1], flow.programs.first[1:]
+    ranks["speed"], ranks["slowdown"] = topology.rank_speeds, flow.slowdown
+    return ranks
+
+
+def _cells(flow: Flow) -> tuple[Records, Int64]:
+    messages, num_cells = flow.messages, flow.num_ranks * flow.num_phases
+    cells = np.zeros((flow.num_ranks, flow.num_phases), CELL)
+    sends = messages.source * flow.num_phases + messages.phase
+    receives = messages.target * flow.num_phases + messages.phase
+    both = np.concatenate([sends, receives])
+    bounds = starts_of(np.bincount(both, minlength=num_cells))
+    cells["first"] = bounds[:-1].reshape(cells.shape)
+    cells["last"] = bounds[1:].reshape(cells.shape)
+    cells["incoming"] = np.bincount(receives, minlength=num_cells).reshape(cells.shape)
+    touching = np.argsort(both, kind="stable") % max(len(messages.phase), 1)
+    return cells, touching
+
+
+def _messages(flow: Flow, inside: Bool, topology: Topology) -> Records:
+    records = np.zeros(len(inside), MESSAGE)
+    for name, column in flow.messages._asdict().items():
+        records[name] = column
+    records["latency"] = np.where(inside, topology.intra.latency, topology.inter.latency)
+    records["border"], records["left"] = ~inside, records["size"]
+    for name in ("behind", "noted", "next_note"):
+        records[name] = -1
+    return records
+
+
+def _ports_of(flow: Flow, topology: Topology) -> tuple[Int64, Bool]:
+    """The two ports of every message, and whether it stays inside a node."""
+    n, m = topology.num_ranks, topology.nodes * topology.nics
+    ends = np.stack([flow.messages.source, flow.messages.target], axis=1)
+    node, local = np.divmod(ends, topology.ranks_per_node)
+    nic = node * topology.nics + local * topology.nics // topology.ranks_per_node
+    inside: Bool = node[:, 0] == node[:, 1]
+    own, over_border = ends + np.array([0, n]), 2 * n + nic + np.array([0, m])
+    return np.where(inside[:, None], own, over_border), inside
+
+
+def _ports(ports_of: Int64, topology: Topology) -> tuple[Records, Records]:
+    """The ports, and room for all of their messages to wait."""
+    of_ranks, of_nics = 2 * topology.num_ranks, 2 * topology.nodes * topology.nics
+    ports = np.zeros(of_ranks + of_nics, PORT)
+    bounds = starts_of(1 + np.bincount(ports_of.reshape(-1), minlength=len(ports)))
+    ports["first"], ports["last"] = bounds[:-1], bounds[1:]
+    bandwidths = [topology.intra.bandwidth, topology.nic_bandwidth]
+    ports["bandwidth"] = np.repeat(bandwidths, [of_ranks, of_nics])
+    return ports, np.zeros(bounds[-1], EVENT)
 
 
 @inner
@@ -67,12 +217,12 @@ def _delayed(end: float, first: float, until: float, slowdown: float) -> float:
 
 
 @inner
-def advance(steps: Records, ranks: Records, cells: Records, events: Records, r: int) -> None:
+def advance(state: Simulation, r: int) -> None:
     """Runs rank r up to a wait for something that has not arrived, or where messages slow it down,
     to its next computation."""
-    rank = ranks[r]
+    rank, cells = state.ranks[r], state.cells
     while rank.next < rank.last and not rank.computing:
-        step = steps[rank.next]
+        step = state.steps[rank.next]
         step.reached = max(rank.clock, step.issued)
         step.begin = step.reached
         if step.op == WAIT:
@@ -85,122 +235,75 @@ def advance(steps: Records, ranks: Records, cells: Records, events: Records, r: 
         if step.op == COMPUTE and rank.slowdown > 1:
             step.end = _delayed(step.end, step.begin, rank.traffic, rank.slowdown)
             rank.computing = 1
-            push(events, step.end, COMPUTED * KIND + r)
+            push(state.events, step.end, COMPUTED * KIND + r)
             return
         rank.clock = step.end
         rank.next += 1
         if step.op == LAUNCH:
-            push(events, step.end, LAUNCHED * KIND + r * cells.shape[1] + step.argument)
+            push(state.events, step.end, LAUNCHED * KIND + r * cells.shape[1] + step.argument)
 
 
 @inner
-def _begin_phases(
-    ranks: Records,
-    queues: Int64,
-    cells: Records,
-    messages: Records,
-    touching: Int64,
-    events: Records,
-    r: int,
-    time: float,
-) -> None:
-    """Lets rank r's launched phases travel, one after the other."""
-    for border in range(2):
-        while queues[r, border, 0] < ranks[r].launched:
-            if queues[r, border, 1] > 0:
-                break
-            cell = cells[r, cells[r, queues[r, border, 0]].queued]
-            queues[r, border, 0] += 1
-            for i in range(cell.first, cell.last):
-                message = messages[touching[i]]
-                if message.border != border:
-                    continue
-                queues[r, border, 1] += 1
-                message.ends += 1
-                if message.ends == 2:
-                    push(events, time, READY * KIND + touching[i])
-
-
-@inner
-def _wait_at(port: Record, number: int, m: int, messages: Records, events: Records) -> None:
-    """Queues message m at a port: a pairing heap, since queues are long on many ranks."""
-    messages[m].behind = -1
-    if port.waiting < 0:
-        push(events, port.free, PORT_FREE * KIND + number)
-        port.waiting = m
-    else:
-        port.waiting = _meld(messages, port.waiting, m)
-
-
-@inner
-def _meld(messages: Records, a: int, b: int) -> int:
-    """Joins two heaps; returns the first message, behind which the other's stands."""
-    first, other = min(a, b), max(a, b)
-    messages[other].beside = messages[first].behind
-    messages[first].behind = other
-    return first
-
-
-@inner
-def _without_first(messages: Records, first: int) -> int:
-    """The heap of those behind its first message; -1 where there are none."""
-    pairs, left = -1, messages[first].behind
-    while left >= 0:  # two by two, then all pairs
-        one, two, left = left, messages[left].beside, -1
-        if two >= 0:
-            left = messages[two].beside
-            one = _meld(messages, one, two)
-        messages[one].beside = pairs
-        pairs = one
-    heap = pairs
-    pairs = messages[heap].beside if heap >= 0 else -1
-    while pairs >= 0:
-        rest = messages[pairs].beside
-        heap = _meld(messages, heap, pairs)
-        pairs = rest
-    return heap
-
-
-@inner
-def computed(
-    steps: Records,
-    ranks: Records,
-    cells: Records,
-    events: Records,
-    r: int,
-    time: float,
-) -> None:
+def computed(state: Simulation, r: int, time: float) -> None:
     """Rank r is done with its computation, or would be, had messages not put that off."""
-    rank = ranks[r]
-    end = steps[rank.next].end
+    rank = state.ranks[r]
+    end = state.steps[rank.next].end
     if end > time:
-        push(events, end, COMPUTED * KIND + r)
+        push(state.events, end, COMPUTED * KIND + r)
         return
     rank.computing = 0
     rank.clock = end
     rank.next += 1
-    advance(steps, ranks, cells, events, r)
+    advance(state, r)
 
 
 @inner
-def disturb(steps: Records, rank: Record, time: float, until: float) -> None:
-    """A message of a rank travels from now on."""
+def disturb(state: Simulation, r: int, time: float, until: float) -> None:
+    """A message of rank r travels from now on."""
+    rank = state.ranks[r]
     first = max(time, rank.traffic)
-    if until <= first:
+    if rank.slowdown <= 1 or until <= first:
         return
     rank.traffic = until
     if rank.computing:
-        step = steps[rank.next]
+        step = state.steps[rank.next]
         step.end = _delayed(step.end, max(first, step.begin), until, rank.slowdown)
 
 
 @inner
-def _serve(steps: Records, ranks: Records, port: Record, message: Record, time: float) -> None:
+def arrive(state: Simulation, message: Record) -> None:
+    """A message is there: its rank goes on if nothing else of the phase is missing."""
+    cell = state.cells[message.target, message.phase]
+    cell.incoming -= 1
+    cell.arrived = message.arrival
+    if cell.incoming == 0:
+        advance(state, message.target)
+
+
+@inner
+def _begin_phases(state: Simulation, r: int, time: float) -> None:
+    """Lets rank r's launched phases travel, one after the other."""
+    for border in range(2):
+        while state.begun[r, border] < state.ranks[r].launched:
+            if state.under_way[r, border] > 0:
+                break
+            cell = state.cells[r, state.cells[r, state.begun[r, border]].queued]
+            state.begun[r, border] += 1
+            for m in state.touching[cell.first : cell.last]:
+                message = state.messages[m]
+                if message.border != border:
+                    continue
+                state.under_way[r, border] += 1
+                message.ends += 1
+                if message.ends == 2:
+                    push(state.events, time, READY * KIND + m)
+
+
+@inner
+def _serve(state: Simulation, port: Record, message: Record, time: float) -> None:
     port.free = time + message.size / port.bandwidth
     port.moved += message.size
-    rank = ranks[message.source if message.hop == 0 else message.target]
-    if rank.slowdown > 1:
-        disturb(steps, rank, time, port.free)
+    disturb(state, message.source if message.hop == 0 else message.target, time, port.free)
     if message.hop == 0:
         message.send = time
     message.receive = time
@@ -209,94 +312,57 @@ def _serve(steps: Records, ranks: Records, port: Record, message: Record, time: 
 
 
 @inner
-def _travel(
-    steps: Records,
-    ranks: Records,
-    messages: Records,
-    routes: Int64,
-    ports: Records,
-    events: Records,
-    m: int,
-    time: float,
-) -> None:
+def _travel(state: Simulation, m: int, time: float) -> None:
     """Takes message m through its next ports until one is busy, or to its arrival."""
-    message = messages[m]
+    message = state.messages[m]
     while message.hop < 2:
-        number = routes[m, message.hop]
-        port = ports[number]
-        if port.free > time or port.waiting >= 0:
-            _wait_at(port, number, m, messages, events)
+        number = state.ports_of[m, message.hop]
+        port = state.ports[number]
+        queue = state.waiting[port.first : port.last]
+        if port.free > time or queue[0].key > 0:
+            if queue[0].key == 0:
+                push(state.events, port.free, PORT_FREE * KIND + number)
+            push(queue, 0.0, m)
             return
-        _serve(steps, ranks, port, message, time)
+        _serve(state, port, message, time)
     message.arrival = message.tail + message.latency
-    push(events, message.arrival, ARRIVED * KIND + m)
+    push(state.events, message.arrival, ARRIVED * KIND + m)
 
 
 @inner
-def _next_at_port(
-    steps: Records,
-    ranks: Records,
-    messages: Records,
-    routes: Int64,
-    ports: Records,
-    events: Records,
-    number: int,
-    time: float,
-) -> None:
+def _next_at_port(state: Simulation, number: int, time: float) -> None:
     """Serves the first message that waits at a port."""
-    port = ports[number]
-    m = port.waiting
-    port.waiting = _without_first(messages, m)
-    _serve(steps, ranks, port, messages[m], time)
-    if port.waiting >= 0:
-        push(events, port.free, PORT_FREE * KIND + number)
-    _travel(steps, ranks, messages, routes, ports, events, m, time)
-
-
-@inner
-def arrive(
-    steps: Records, ranks: Records, cells: Records, events: Records, message: Record
-) -> None:
-    """A message is there: its rank goes on if nothing else of the phase is missing."""
-    cell = cells[message.target, message.phase]
-    cell.incoming -= 1
-    cell.arrived = message.arrival
-    if cell.incoming == 0:
-        advance(steps, ranks, cells, events, message.target)
+    port = state.ports[number]
+    queue = state.waiting[port.first : port.last]
+    _, m = pop(queue)
+    _serve(state, port, state.messages[m], time)
+    if queue[0].key > 0:
+        push(state.events, port.free, PORT_FREE * KIND + number)
+    _travel(state, m, time)
 
 
 @compiled
-def run_events(
-    steps: Records,
-    ranks: Records,
-    cells: Records,
-    messages: Records,
-    routes: Int64,
-    touching: Int64,
-    ports: Records,
-    events: Records,
-    queues: Int64,
-) -> None:
+def run_ordered(state: Simulation) -> None:
     """Runs a state to its end, in place. A rank whose `next` is not `last` then is stuck."""
-    for r in range(len(ranks)):
-        advance(steps, ranks, cells, events, r)
-    while events[0].key > 0:
-        time, key = pop(events)
+    for r in range(len(state.ranks)):
+        advance(state, r)
+    while state.events[0].key > 0:
+        time, key = pop(state.events)
         kind, number = key // KIND, key % KIND
         if kind == READY:
-            _travel(steps, ranks, messages, routes, ports, events, number, time)
+            _travel(state, number, time)
         elif kind == PORT_FREE:
-            _next_at_port(steps, ranks, messages, routes, ports, events, number, time)
+            _next_at_port(state, number, time)
         elif kind == COMPUTED:
-            computed(steps, ranks, cells, events, number, time)
+            computed(state, number, time)
         elif kind == LAUNCHED:
-            r, phase = number // cells.shape[1], number % cells.shape[1]
-            cells[r, ranks[r].launched].queued = phase
-            ranks[r].launched += 1
-            _begin_phases(ranks, queues, cells, messages, touching, events, r, time)
+            r, phase = number // state.cells.shape[1], number % state.cells.shape[1]
+            state.cells[r, state.ranks[r].launched].queued = phase
+            state.ranks[r].launched += 1
+            _begin_phases(state, r, time)
         else:
-            message = messages[number]
-            arrive(steps, ranks, cells, events, message)
+            message = state.messages[number]
+            arrive(state, message)
             for r in (message.source, message.target):
-                queues[r, message.border, 1] -= 1
-                _begin_phases(ranks, queues, cells, messages, touching, events, r, time)
+                state.under_way[r, message.border] -= 1
+                _begin_phases(state, r, time)

@@ -1,16 +1,20 @@
-"""Results: AttentionTimes of one direction of one layer, Simulated of a whole step."""
+"""The ways into the simulator, and what comes out: AttentionTimes of one direction of a layer,
+Simulated of the whole step of a plan, or of a placement with its schedules."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from dyncp.arrays import Float64, Int64
-from dyncp.plan import Op
-from dyncp.simulate.event_state import Records, make_event_state
-from dyncp.simulate.events import run_events
-from dyncp.simulate.flow import Flow
+from dyncp.blocks import DEFAULT_MASK, BlockGraph, Direction
+from dyncp.cost import CostModel, ModelConfig
+from dyncp.placement import Placement
+from dyncp.plan import Op, Plan
+from dyncp.schedule import Schedule
+from dyncp.simulate.events import Records, make_state, run_ordered
+from dyncp.simulate.flow import Flow, flow_of_plan, flow_of_schedule
 from dyncp.simulate.shared import run_shared
 from dyncp.topology import Topology
 
@@ -20,7 +24,7 @@ class AttentionTimes:
     """Times in seconds from the start, when all ranks begin together.
 
     `steps` are the instructions, `messages` the messages and `ports` the ports with their times, as
-    records (see state.py; ports are numbered in network.py).
+    records (events.py says what they hold, and how ports are numbered).
     """
 
     flow: Flow
@@ -32,7 +36,7 @@ class AttentionTimes:
     @cached_property
     def step_rank(self) -> Int64:
         """Rank of every instruction."""
-        return self.flow.step_rank
+        return self.flow.programs.rank
 
     @cached_property
     def rank_seconds(self) -> Float64:
@@ -44,16 +48,13 @@ class AttentionTimes:
     @cached_property
     def rank_compute_seconds(self) -> Float64:
         """Time every rank spends in kernels."""
-        spent = np.where(
-            self.flow.programs.op == Op.COMPUTE, self.steps["end"] - self.steps["begin"], 0
-        )
-        return self._per_rank(spent)
+        spent = self.steps["end"] - self.steps["begin"]
+        return self._per_rank(np.where(self.flow.programs.op == Op.COMPUTE, spent, 0))
 
     @cached_property
     def rank_waiting_seconds(self) -> Float64:
         """Time every rank waits for messages, before its last instruction ends."""
-        waited = self.steps["begin"] - self.steps["reached"]
-        return self._per_rank(waited)
+        return self._per_rank(self.steps["begin"] - self.steps["reached"])
 
     @cached_property
     def rank_host_seconds(self) -> Float64:
@@ -86,9 +87,9 @@ class AttentionTimes:
 
 def run_flow(flow: Flow, topology: Topology) -> AttentionTimes:
     topology.check_ranks(flow.num_ranks, "plan")
-    state = make_event_state(flow, topology)
-    run = run_events if topology.ordered_phases else run_shared
-    run(*state)
+    state = make_state(flow, topology)
+    run = run_ordered if topology.ordered_phases else run_shared
+    run(state)
     stuck = np.flatnonzero(state.ranks["next"] < state.ranks["last"])
     if len(stuck):
         step = state.steps[state.ranks["next"][stuck[0]]]
@@ -166,3 +167,138 @@ class Simulated:
             if times is not None and self.layers[name]:
                 total += self.layers[name] * float(getattr(times, field))
         return total / self.num_layers
+
+
+def simulate_schedule(
+    graph: BlockGraph,
+    placement: Placement,
+    schedule: Schedule,
+    direction: Direction,
+    topology: Topology,
+    cost: CostModel,
+    name: str = DEFAULT_MASK,
+) -> AttentionTimes:
+    """One direction of one attention layer with mask `name`, before a plan is assembled."""
+    topology.check_ranks(placement.num_ranks, "placement")
+    return run_flow(flow_of_schedule(graph, placement, name, schedule, direction, cost), topology)
+
+
+def simulate_schedules(
+    graph: BlockGraph,
+    placement: Placement,
+    schedules: Mapping[str, tuple[Schedule, Schedule | None]],
+    topology: Topology,
+    cost: CostModel,
+    *,
+    layers: Mapping[str, float] | None = None,
+    model: ModelConfig | None = None,
+    local_multiple: int = 1,
+) -> Simulated:
+    """The whole step of a placement and its schedules (forward and backward per mask name).
+
+    See `simulate_plan` for the options.
+    """
+
+    def run(name: str, direction: Direction) -> AttentionTimes | None:
+        schedule = schedules[name][direction]
+        if schedule is None:
+            return None
+        return simulate_schedule(graph, placement, schedule, direction, topology, cost, name)
+
+    rows = rows_per_rank(graph, placement, local_multiple)
+    return _simulate(run, list(schedules), rows, topology, cost, layers, model)
+
+
+def rows_per_rank(graph: BlockGraph, placement: Placement, local_multiple: int) -> Int64:
+    """Rows that every rank holds: its tokens, rounded up to a multiple."""
+    tokens = np.bincount(placement.block_rank, graph.blocks.tokens, placement.num_ranks)
+    tokens = tokens.clip(int(local_multiple > 1))
+    return np.ceil(tokens / local_multiple).astype(np.int64) * local_multiple
+
+
+def simulate_plan(
+    plan: Plan,
+    topology: Topology,
+    cost: CostModel,
+    *,
+    layers: Mapping[str, float] | None = None,
+    model: ModelConfig | None = None,
+    compute: Mapping[tuple[str, Direction], Float64] | None = None,
+) -> Simulated:
+    """The whole step of a plan.
+
+    `layers` says how many attention layers use each mask; by default each mask has its equal share
+    of the model's layers (one layer without a model). With a model, the per-token work counts too.
+    `compute` has measured seconds, float64[ranks, divisions], in place of those of the cost model.
+    """
+    topology.check_ranks(plan.num_ranks, "plan")
+    part = plan.parts[0]
+
+    def run(name: str, direction: Direction) -> AttentionTimes | None:
+        if direction is Direction.BACKWARD and part.masks[name].backward is None:
+            return None
+        flow = flow_of_plan(plan, name, direction, cost)
+        measured = (compute or {}).get((name, direction))
+        return run_flow(flow if measured is None else flow.with_compute(measured), topology)
+
+    return _simulate(run, list(part.masks), part.rows_per_rank, topology, cost, layers, model)
+
+
+def _simulate(
+    run: Callable[[str, Direction], AttentionTimes | None],
+    names: Sequence[str],
+    rows: Int64,
+    topology: Topology,
+    cost: CostModel,
+    layers: Mapping[str, float] | None,
+    model: ModelConfig | None,
+) -> Simulated:
+    attention = dict[str, Both]()
+    for name in names:
+        forward, backward = (run(name, direction) for direction in Direction)
+        assert forward is not None
+        attention[name] = forward, backward
+    has_backward = any(backward is not None for _, backward in attention.values())
+    per_token = 0.0
+    if model is not None:
+        directions = list(Direction)[: 1 + has_backward]
+        per_token = sum(model.seconds_per_token(cost.profile, d) for d in directions)
+    return join_times(attention, rows, topology, layers_by_mask(names, layers, model), per_token)
+
+
+def join_times(
+    attention: Mapping[str, Both],
+    rows: Int64,
+    topology: Topology,
+    layers: Mapping[str, float],
+    token_seconds: float,
+) -> Simulated:
+    """The step of masks that were simulated one by one; ranks hold `rows`, each of which takes
+    `token_seconds` outside attention."""
+    speed = topology.rank_speeds
+    tiles = sum(
+        layers[name] * times.flow.tile_seconds
+        for name, both in attention.items()
+        for times in both
+        if times is not None
+    )
+    fullest = token_seconds * float((rows / speed).max())
+    ideal = (tiles + token_seconds * float(rows.sum())) / float(speed.sum())
+    return Simulated(attention, layers, fullest, ideal)
+
+
+def layers_by_mask(
+    names: Sequence[str], layers: Mapping[str, float] | None, model: ModelConfig | None
+) -> dict[str, float]:
+    """How many layers use each mask; see `simulate_plan`."""
+    if layers is None:
+        each = 1 if model is None else model.layers / len(names)
+        return dict.fromkeys(names, each)
+    for name, count in layers.items():
+        if name not in names:
+            raise ValueError(f"layers names mask {name!r}; the plan has {', '.join(names)}")
+        if count < 0:
+            raise ValueError(f"layers[{name!r}] is {count}; it must not be negative")
+    if not sum(layers.values()):
+        raise ValueError(f"layers is {dict(layers)}; at least one layer is needed")
+    return {name: layers.get(name, 0) for name in names}

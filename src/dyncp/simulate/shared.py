@@ -15,15 +15,15 @@ after 6.
 
 import numpy as np
 
-from dyncp.arrays import Bool, Float64, Int64
+from dyncp.arrays import Int64
 from dyncp.compiled import compiled, inner
-from dyncp.simulate.event_state import Record, Records
 from dyncp.simulate.events import (
     ARRIVED,
     COMPUTED,
     KIND,
     LAUNCHED,
     READY,
+    Simulation,
     advance,
     arrive,
     computed,
@@ -36,38 +36,47 @@ ALIKE = 1 + 1e-9  # shares that differ by less are equal
 
 
 @inner
-def _share(
-    routes: Int64, ports: Records, active: Int64, rate: Float64, users: Int64, room: Float64
-) -> None:
+def _share(state: Simulation, active: Int64) -> None:
     """Rates of the messages under way, bytes per second."""
+    messages, ports, ports_of = state.messages, state.ports, state.ports_of
     for m in active:
-        rate[m] = 0.0
-        for port in routes[m]:
-            users[port], room[port] = 0, ports[port].bandwidth
+        messages[m].rate = 0.0
+        for p in ports_of[m]:
+            ports[p].users, ports[p].left = 0, ports[p].bandwidth
     for m in active:
-        for port in routes[m]:
-            users[port] += 1
+        for p in ports_of[m]:
+            ports[p].users += 1
     left = len(active)
     while left > 0:
-        least = np.inf
+        least = _least_share(state, active)
         for m in active:
-            if rate[m] == 0.0:
-                for port in routes[m]:
-                    least = min(least, room[port] / users[port])
-        short: Bool = room <= users * (least * ALIKE)
-        for m in active:
-            if rate[m] == 0.0 and (short[routes[m, 0]] or short[routes[m, 1]]):
-                rate[m] = least
+            first, second = ports[ports_of[m, 0]], ports[ports_of[m, 1]]
+            if messages[m].rate == 0.0 and (first.is_next or second.is_next):
+                messages[m].rate = least
                 left -= 1
-                for port in routes[m]:
-                    users[port] -= 1
-                    room[port] = max(room[port] - least, 0.0)
+                for p in ports_of[m]:
+                    ports[p].users -= 1
+                    ports[p].left = max(ports[p].left - least, 0.0)
 
 
 @inner
-def _send(messages: Records, current: Int64, active: Int64, count: int, m: int, time: float) -> int:
+def _least_share(state: Simulation, active: Int64) -> float:
+    """What the fullest ports have for each message without a rate; marks these ports."""
+    ports, ports_of, least = state.ports, state.ports_of, np.inf
+    for m in active:
+        if state.messages[m].rate == 0.0:
+            for p in ports_of[m]:
+                least = min(least, ports[p].left / ports[p].users)
+    for m in active:
+        for p in ports_of[m]:
+            ports[p].is_next = ports[p].left <= ports[p].users * (least * ALIKE)
+    return least
+
+
+@inner
+def _send(state: Simulation, current: Int64, active: Int64, count: int, m: int, time: float) -> int:
     """Message m goes over its connection from now on. Returns how many are under way."""
-    message = messages[m]
+    message = state.messages[m]
     current[message.source, message.target] = m
     message.send = message.receive = time
     active[count] = m
@@ -75,153 +84,113 @@ def _send(messages: Records, current: Int64, active: Int64, count: int, m: int, 
 
 
 @inner
-def _last_of(messages: Records, current: Int64, source: int, target: int) -> int:
+def _last_of(state: Simulation, current: Int64, source: int, target: int) -> int:
     """The last message of a connection; -1 where there is none."""
     last = int(current[source, target])
-    while last >= 0 and messages[last].behind >= 0:
-        last = messages[last].behind
+    while last >= 0 and state.messages[last].behind >= 0:
+        last = state.messages[last].behind
     return last
 
 
 @inner
-def _count_end(messages: Records, events: Records, m: int, time: float) -> None:
+def _count_end(state: Simulation, m: int, time: float) -> None:
     """The source of message m has launched it, or knows then that its target has."""
-    message = messages[m]
+    message = state.messages[m]
     message.ends += 1
     message.send = max(message.send, time)
     if message.ends == 2:
-        push(events, message.send, READY * KIND + m)
+        push(state.events, message.send, READY * KIND + m)
 
 
 @inner
-def _launch(
-    messages: Records,
-    touching: Int64,
-    cell: Record,
-    r: int,
-    current: Int64,
-    notes: Int64,
-    events: Records,
-    time: float,
-) -> None:
-    """Rank r launches a phase. `notes` are lists of messages whose senders are to know of it: where
-    the list behind each message begins, and which comes next in it."""
-    for i in range(cell.first, cell.last):
-        m = touching[i]
-        message = messages[m]
+def _launch(state: Simulation, current: Int64, r: int, phase: int, time: float) -> None:
+    """Rank r launches a phase. Senders are told of it behind the message that is last on the
+    connection to them: `noted` begins its list of messages to tell of, `next_note` goes on."""
+    cell = state.cells[r, phase]
+    for m in state.touching[cell.first : cell.last]:
+        message = state.messages[m]
         if r == message.source:
-            _count_end(messages, events, m, time)
+            _count_end(state, m, time)
             continue
-        ahead = _last_of(messages, current, message.target, message.source)
+        ahead = _last_of(state, current, message.target, message.source)
         if ahead < 0:
-            _count_end(messages, events, m, time + message.latency / 2)
+            _count_end(state, m, time + message.latency / 2)
         else:
-            notes[m, 1] = notes[ahead, 0]
-            notes[ahead, 0] = m
+            message.next_note = state.messages[ahead].noted
+            state.messages[ahead].noted = m
 
 
 @inner
-def _first_through(
-    active: Int64, rate: Float64, size_left: Float64, now: float, due: float
-) -> tuple[int, float]:
+def _first_through(state: Simulation, active: Int64, now: float, due: float) -> tuple[int, float]:
     """Which of the messages under way is through first, and when; -1 and `due` if none is before
     that."""
     first, until = -1, due
     for i in range(len(active)):
-        through = now + size_left[active[i]] / rate[active[i]]
+        message = state.messages[active[i]]
+        through = now + message.left / message.rate
         if through < until:
             first, until = i, through
     return first, until
 
 
 @inner
-def _flow(
-    steps: Records,
-    ranks: Records,
-    messages: Records,
-    active: Int64,
-    rate: Float64,
-    size_left: Float64,
-    now: float,
-    until: float,
-) -> None:
+def _flow(state: Simulation, active: Int64, now: float, until: float) -> None:
     """Messages under way go on, and slow the ranks at their ends down."""
     for m in active:
-        size_left[m] -= rate[m] * (until - now)
-        for r in (messages[m].source, messages[m].target):
-            if ranks[r].slowdown > 1:
-                disturb(steps, ranks[r], now, until)
+        message = state.messages[m]
+        message.left -= message.rate * (until - now)
+        disturb(state, message.source, now, until)
+        disturb(state, message.target, now, until)
 
 
 @inner
-def _end(
-    messages: Records,
-    routes: Int64,
-    ports: Records,
-    notes: Int64,
-    events: Records,
-    m: int,
-    time: float,
-) -> None:
+def _end(state: Simulation, m: int, time: float) -> None:
     """Message m has passed its ports, and the notes behind it are there."""
-    message = messages[m]
+    message = state.messages[m]
     message.tail, message.arrival = time, time + message.latency / 2
-    push(events, message.arrival, ARRIVED * KIND + m)
-    for port in routes[m]:
-        ports[port].free = time
-        ports[port].moved += message.size
-    noted = notes[m, 0]
+    push(state.events, message.arrival, ARRIVED * KIND + m)
+    for p in state.ports_of[m]:
+        state.ports[p].free = time
+        state.ports[p].moved += message.size
+    noted = message.noted
     while noted >= 0:
-        _count_end(messages, events, noted, time + message.latency / 2)
-        noted = notes[noted, 1]
+        _count_end(state, noted, time + message.latency / 2)
+        noted = state.messages[noted].next_note
 
 
 @compiled
-def run_shared(
-    steps: Records,
-    ranks: Records,
-    cells: Records,
-    messages: Records,
-    routes: Int64,
-    touching: Int64,
-    ports: Records,
-    events: Records,
-    _queues: Int64,
-) -> None:
-    """As `run_events`."""
+def run_shared(state: Simulation) -> None:
+    """As `run_ordered`."""
+    messages, events, num_phases = state.messages, state.events, state.cells.shape[1]
     active, count = np.empty(len(messages), np.int64), 0
-    current = np.full((len(ranks), len(ranks)), -1, np.int64)  # message of every connection
-    notes = np.full((len(messages), 2), -1, np.int64)
-    rate, size_left = np.zeros(len(messages)), messages["size"].copy()
-    users, room = np.zeros(len(ports), np.int64), np.zeros(len(ports))
+    current = np.full((len(state.ranks), len(state.ranks)), -1, np.int64)  # of every connection
     now, changed = 0.0, False
-    for r in range(len(ranks)):
-        advance(steps, ranks, cells, events, r)
+    for r in range(len(state.ranks)):
+        advance(state, r)
     while events[0].key > 0 or count > 0:
         due = events[1].time if events[0].key > 0 else np.inf
         if due <= now:
             time, key = pop(events)
             kind, number = key // KIND, key % KIND
             if kind == COMPUTED:
-                computed(steps, ranks, cells, events, number, time)
+                computed(state, number, time)
             elif kind == LAUNCHED:
-                r, phase = number // cells.shape[1], number % cells.shape[1]
-                _launch(messages, touching, cells[r, phase], r, current, notes, events, time)
+                _launch(state, current, number // num_phases, number % num_phases, time)
             elif kind == ARRIVED:
-                arrive(steps, ranks, cells, events, messages[number])
+                arrive(state, messages[number])
             else:
-                last = _last_of(messages, current, messages[number].source, messages[number].target)
+                last = _last_of(state, current, messages[number].source, messages[number].target)
                 if last >= 0:
                     messages[last].behind = number
                 else:
-                    count = _send(messages, current, active, count, number, now)
+                    count = _send(state, current, active, count, number, now)
                     changed = True
             continue
         if changed:
-            _share(routes, ports, active[:count], rate, users, room)
+            _share(state, active[:count])
             changed = False
-        first, until = _first_through(active[:count], rate, size_left, now, due)
-        _flow(steps, ranks, messages, active[:count], rate, size_left, now, until)
+        first, until = _first_through(state, active[:count], now, due)
+        _flow(state, active[:count], now, until)
         now = until
         if first < 0:
             continue
@@ -230,5 +199,5 @@ def run_shared(
         active[first] = active[count]
         current[messages[m].source, messages[m].target] = -1
         if messages[m].behind >= 0:
-            count = _send(messages, current, active, count, messages[m].behind, now)
-        _end(messages, routes, ports, notes, events, m, now)
+            count = _send(state, current, active, count, messages[m].behind, now)
+        _end(state, m, now)

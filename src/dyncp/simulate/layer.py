@@ -1,0 +1,291 @@
+"""One direction of one attention layer on all ranks: its kernel calls, and its row work, which is
+what a call copies, packs, unpacks, merges and rounds besides its attention kernels.
+
+Every point of a rank's program at which rows are moved is one launch, which reads and writes:
+
+    forward    START    local q, k, v into the workspace, if that has slots; inputs to send
+               WAIT     received inputs into their slots
+               LAUNCH   inputs to pass on; results: every contribution into the message
+               END      every contribution to local rows into the output
+    backward   START    as forward, with dout; out and dout for row sums; accumulators cleared
+               WAIT     as forward
+               LAUNCH   as forward; results: accumulators and received results
+               END      accumulators of local rows and received results into dq, dk, dv
+
+A contribution is what one kernel call leaves of a block's output, or what was received of it.
+Backward, all calls add to the same accumulator. If one call makes all of a rank's output, it writes
+it directly and nothing is merged.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dyncp.arrays import Bool, Float64, Int64
+from dyncp.blocks import IS_INPUT, OF_KEYS, Direction, HeadGroup, Payload, Tiles
+from dyncp.cost import CostModel
+from dyncp.cost.cost_model import RowBytes
+
+Numbers = npt.NDArray[Any]
+
+
+class Sent(NamedTuple):
+    """Everything that travels, int64[payloads] each; `size` in bytes."""
+
+    phase: Int64
+    source: Int64
+    target: Int64
+    kind: Int64
+    group: Int64
+    block: Int64
+    size: Int64
+
+    def where(self, chosen: Bool | Int64) -> "Sent":
+        return Sent(*(column[chosen] for column in self))
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """`groups` are the head groups that the cost model's shape has; `tokens` and `owner` are those
+    of the blocks; `cell` is the rank × divisions + division of every tile, and `tile_seconds` what
+    it takes."""
+
+    direction: Direction
+    num_ranks: int
+    num_divisions: int
+    num_phases: int
+    groups: tuple[HeadGroup, ...]
+    tokens: Int64
+    owner: Int64
+    tiles: Tiles
+    cell: Int64
+    tile_seconds: Float64
+    sent: Sent
+
+    def calls(self) -> Int64:
+        """Kernel calls, one per head group, int64[ranks, divisions]."""
+        groups = len(self.groups)
+        called: Bool = np.zeros(self.num_ranks * self.num_divisions * groups, np.bool_)
+        called[self.cell * groups + self.tiles.head_group] = True
+        num_calls: Int64 = called.reshape(-1, groups).sum(axis=1, dtype=np.int64)
+        return num_calls.reshape(self.num_ranks, -1)
+
+    def by_division(self, cell: Int64, seconds: Float64) -> Float64:
+        """Sums by rank and division."""
+        total = np.bincount(cell, seconds, self.num_ranks * self.num_divisions)
+        return total.astype(np.float64).reshape(self.num_ranks, -1)
+
+    def by_phase(self, sent: Sent, rank: Int64, size: Numbers) -> Float64:
+        """Sums by rank and phase; `rank` and `size` are those of `sent`."""
+        cells = rank * self.num_phases + sent.phase
+        total = np.bincount(cells, size, self.num_ranks * self.num_phases)
+        return total.astype(np.float64).reshape(self.num_ranks, -1)
+
+    def by_rank(self, rank: Int64, size: Numbers | None = None) -> Float64:
+        """Sums by rank; counts where there is no `size`."""
+        return np.bincount(rank, size, self.num_ranks).astype(np.float64)
+
+
+class CallBlocks(NamedTuple):
+    """Blocks whose rows kernel calls work by (forward those of queries, backward of keys), one
+    entry for every call (a cell and head group) and block, ordered by call: int64[entries]. `first`
+    is one of their tiles, and `of_tile`, int64[tiles], the entry of each tile."""
+
+    cell: Int64
+    group: Int64
+    block: Int64
+    first: Int64
+    of_tile: Int64
+
+    @staticmethod
+    def of(layer: Layer) -> "CallBlocks":
+        tiles, groups, blocks = layer.tiles, len(layer.groups), len(layer.tokens)
+        block = tiles.k_block if layer.direction is Direction.BACKWARD else tiles.q_block
+        key = (layer.cell * groups + tiles.head_group) * blocks + block
+        keys, first, of_tile = np.unique(key, return_index=True, return_inverse=True)
+        call, number = np.divmod(keys, blocks)
+        return CallBlocks(call // groups, call % groups, number, first, of_tile)
+
+
+class CallWork(NamedTuple):
+    """Kernel calls, numbers[calls] each: `area` and `edge` of the cost model, and `rows` of kernel
+    tiles, all times q heads; `longest` are the keys of the longest row."""
+
+    cell: Int64
+    area: Float64
+    edge: Float64
+    rows: Float64
+    longest: Float64
+
+
+def call_work(layer: Layer, blocks: CallBlocks, cost: CostModel) -> CallWork:
+    """The calls that tiles make, ordered by cell.
+
+    Forward, a row of kernel tiles covers what its query block attends in the call, the mean of its
+    rows; backward works by key blocks. A query block of 256 rows that attends 300 keys of one block
+    and 500 of another in the same call has two rows of kernel tiles, of 800 keys.
+    """
+    tiles, heads = layer.tiles, cost.heads_of(layer.groups)[layer.tiles.head_group]
+    rows, keys = layer.tokens[tiles.q_block], layer.tokens[tiles.k_block]
+    area, edge = (find(tiles.pairs, rows, keys) for find in (cost.kernel_area, cost.edge_area))
+    side = keys if layer.direction is Direction.BACKWARD else rows
+    length = np.bincount(blocks.of_tile, area / side, len(blocks.cell))
+    new = (np.diff(blocks.cell, prepend=-1) != 0) | (np.diff(blocks.group, prepend=-1) != 0)
+    start, of_call = np.flatnonzero(new), np.cumsum(new) - 1
+    tile_rows = (side * heads)[blocks.first] / cost.profile.kernel_tile
+    of_tile = of_call[blocks.of_tile]
+    return CallWork(
+        blocks.cell[start],
+        np.bincount(of_tile, area * heads, len(start)).astype(np.float64),
+        np.bincount(of_tile, edge * heads, len(start)).astype(np.float64),
+        np.bincount(of_call, tile_rows, len(start)).astype(np.float64),
+        np.asarray(np.maximum.reduceat(length, start) if len(start) else length, np.float64),
+    )
+
+
+def more_seconds(layer: Layer, blocks: CallBlocks, cost: CostModel) -> Float64:
+    """Seconds of calls in addition to those of their tiles, float64[ranks, divisions]."""
+    work = call_work(layer, blocks, cost)
+    calls = layer.by_division(work.cell, cost.work_seconds(*work[1:], layer.direction))
+    return calls - layer.by_division(layer.cell, layer.tile_seconds)
+
+
+class RowWork(NamedTuple):
+    """What is moved at every point: bytes read and written, or the seconds of that,
+    float64[ranks] and [ranks, phases]."""
+
+    start: Float64
+    launch: Float64
+    wait: Float64
+    end: Float64
+
+    def seconds(self, cost: CostModel) -> "RowWork":
+        """Seconds of every point that moves anything: one launch and its bytes. The profile's
+        `copy` counts a byte that is read and written once."""
+        profile = cost.profile
+        points = (
+            np.where(point > 0, profile.launch_seconds + point / (2 * profile.copy), 0.0)
+            for point in self
+        )
+        return RowWork(*points)
+
+    @property
+    def per_rank(self) -> tuple[Float64, Int64]:
+        """Sums over the points of every rank, and how many points move anything."""
+        points = np.column_stack(self)
+        return points.sum(axis=1), (points > 0).sum(axis=1)
+
+
+def count_row_bytes(layer: Layer, blocks: CallBlocks, cost: CostModel) -> RowWork:
+    """Bytes of row work. With CUDA graphs, ranks that send or receive anything copy all of their
+    inputs and results."""
+    sent, width = layer.sent, RowBytes.of(cost.shape, layer.groups)
+    owner, is_input = layer.owner[sent.block], IS_INPUT[sent.kind]
+    inputs, results = sent.where(is_input), sent.where(~is_input)
+    passed_on = sent.where(is_input & (sent.source != owner))
+    packed = sent.where(is_input & (sent.source == owner) & _packed_first(layer))
+    home = sent.where(~is_input & (sent.target == owner))
+    in_graph: Bool = np.zeros(layer.num_ranks, np.bool_)
+    if cost.graphs:
+        in_graph[sent.source] = in_graph[sent.target] = True
+    return RowWork(
+        2 * layer.by_rank(packed.source, packed.size) + _start(layer, inputs, in_graph, width),
+        layer.by_phase(passed_on, passed_on.source, 2 * passed_on.size)
+        + _sent_results(layer, results, blocks, width),
+        layer.by_phase(inputs, inputs.target, 2 * inputs.size),
+        _end(layer, inputs, blocks, layer.by_rank(home.target, home.size), in_graph, width),
+    )
+
+
+def _packed_first(layer: Layer) -> Bool:
+    """Payloads that several ranks get in one phase are packed once, since their messages are mostly
+    the same."""
+    sent = layer.sent
+    packed = _key(layer, sent.kind, sent.source, sent) * layer.num_phases + sent.phase
+    first = np.zeros(len(packed), np.bool_)
+    first[np.unique(packed, return_index=True)[1]] = True
+    return first
+
+
+def _own_rows(layer: Layer) -> Float64:
+    return layer.by_rank(layer.owner, layer.tokens)
+
+
+def _start(layer: Layer, inputs: Sent, in_graph: Bool, width: RowBytes) -> Float64:
+    """Without what is packed."""
+    of_keys, groups = OF_KEYS[inputs.kind], len(layer.groups)
+    slots = np.repeat(in_graph, 2 * groups).reshape(layer.num_ranks, 2, groups)
+    slots[inputs.target, of_keys.astype(np.int64), inputs.group] = True
+    q, kv = slots[:, 0], slots[:, 1]
+    own = _own_rows(layer)
+    if layer.direction is Direction.FORWARD:
+        return own * (q @ (2 * width.q) + kv @ (2 * width.kv))
+    # dout is read for the row sums already.
+    copied = q @ (3 * width.q + 2 * width.per_head) + kv @ (2 * width.kv)
+    sums = (2 * width.q + width.per_head).sum()
+    cleared = (width.q_wide + width.kv_wide).sum()
+    wide = np.where(of_keys, width.kv_wide[inputs.group], width.q_wide[inputs.group])
+    taken = layer.by_rank(inputs.target, layer.tokens[inputs.block] * wide)
+    return np.asarray(own * (copied + sums + cleared) + taken, np.float64)
+
+
+def _sent_results(layer: Layer, results: Sent, blocks: CallBlocks, width: RowBytes) -> Float64:
+    """Bytes of results to send, by rank and phase: each is written once, and its contributions are
+    read."""
+    backward, sizes = layer.direction is Direction.BACKWARD, results.size
+    if backward:
+        of_keys = OF_KEYS[results.kind]
+        wide = np.where(of_keys, width.kv_wide[results.group], width.q_wide[results.group])
+        sizes = sizes + layer.tokens[results.block] * wide
+    summands = results.where(results.target != layer.owner[results.block])
+    asked, read = _key(layer, summands.kind, summands.target, summands), summands.size
+    if not backward:
+        rank = blocks.cell // layer.num_divisions
+        away = np.flatnonzero(layer.owner[blocks.block] != rank)
+        partial = layer.tokens[blocks.block] * (width.q + width.per_head)[blocks.group]
+        asked = np.append(asked, _key(layer, np.int64(Payload.OUT), rank, blocks)[away])
+        read = np.append(read, partial[away])
+    return layer.by_phase(results, results.source, sizes) + _read(layer, results, asked, read)
+
+
+def _read(layer: Layer, results: Sent, asked: Int64, size: Int64) -> Float64 | float:
+    """The bytes read for the results with keys `asked`, by rank and phase of these."""
+    if not len(results.phase):
+        return 0.0
+    key = _key(layer, results.kind, results.source, results)
+    order = np.argsort(key, kind="stable")
+    result = order[np.searchsorted(key, asked, sorter=order).clip(max=len(key) - 1)]
+    there = key[result] == asked
+    found = results.where(result[there])
+    return layer.by_phase(found, found.source, size[there])
+
+
+def _end(
+    layer: Layer,
+    inputs: Sent,
+    blocks: CallBlocks,
+    merged: Float64,
+    in_graph: Bool,
+    width: RowBytes,
+) -> Float64:
+    own = _own_rows(layer)
+    if layer.direction is Direction.BACKWARD:
+        every = (width.q_wide + width.kv_wide + width.q + width.kv).sum()
+        return np.asarray(own * every + merged, np.float64)
+    row, rank = width.q + width.per_head, blocks.cell // layer.num_divisions
+    read = layer.tokens[blocks.block] * row[blocks.group]
+    local = layer.owner[blocks.block] == rank
+    read_by_rank = layer.by_rank(rank[local], read[local])
+    called = np.zeros((layer.num_ranks, layer.num_divisions, len(layer.groups)), np.bool_)
+    called.reshape(-1, len(layer.groups))[blocks.cell, blocks.group] = True
+    several = (called.sum(axis=1) > 1).any(axis=1)
+    slots = layer.by_rank(inputs.target[~OF_KEYS[inputs.kind]]) > 0
+    merges = several | slots | (merged > 0) | in_graph
+    return np.where(merges, own * row.sum() + read_by_rank + merged, 0.0)
+
+
+def _key(layer: Layer, kind: Int64 | np.int64, rank: Int64, what: Sent | CallBlocks) -> Int64:
+    number = (kind * layer.num_ranks + rank) * len(layer.groups) + what.group
+    return np.asarray(number * len(layer.tokens) + what.block, np.int64)
