@@ -3,7 +3,7 @@
 Shares no arithmetic with planner, executor and kernels, so that it stays an independent oracle.
 """
 
-from dyncp.verify.coverage import ListedKernelTiles, check_kernel_call
+from dyncp.verify.coverage import ListedKernelTiles
 from dyncp.verify.interpret import (
     Comparison,
     Interpreted,
@@ -11,8 +11,16 @@ from dyncp.verify.interpret import (
     interpret,
     num_scores,
 )
-from dyncp.verify.verify_plan import Verified, check_plan, examine_plan, verify_plan
-from dyncp.verify.violation import INVARIANTS, PlanError, Violation
+from dyncp.verify.verify_plan import (
+    INVARIANTS,
+    PlanError,
+    Verified,
+    Violation,
+    check_kernel_call,
+    check_plan,
+    examine_plan,
+    verify_plan,
+)
 
 __all__ = [
     "INVARIANTS",
