@@ -63,7 +63,7 @@ def test_version(capsys):
     ("words", "expected"),
     [
         (["train", "--mask", "crooked"], ["crooked", "causal", "lambda_shaped"]),
-        (["train", "--solver", "magic"], ["magic", "whole_documents", "zigzag"]),
+        (["train", "--solver", "magic"], ["magic", "uncut", "zigzag"]),
         (["train", "--device", "abacus"], ["abacus", "cpu", "cuda"]),
         (["train", "--steps", "0"], ["--steps is 0", "at least 1"]),
         (["train", "--tokens-per-batch", "100"], ["100", "--max-length 4096"]),
