@@ -31,8 +31,7 @@ from dyncp.kernels import IndexArrays, RowOps
 from dyncp.kernels.kernel import SequenceRows
 from dyncp.kernels.row_ops import IN_MEMORY, Copy, Form, Kind, RowSum, Source, Target
 from dyncp.plan import AttentionShape, Op, Space, Staging
-from dyncp.plan.buffers import OUTPUTS
-from dyncp.plan.workspace import times_of
+from dyncp.plan.buffers import OUTPUTS, times_of
 
 WHOLE_TILE = 128  # rows: the kernel tiles of all kernels divide it
 # Results in the order in which the caller gets them.
