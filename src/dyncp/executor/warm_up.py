@@ -20,7 +20,7 @@ from dyncp.plan import (
     Mask,
     Plan,
     batch_order,
-    causal_rows,
+    causal,
     sample_plan,
     sample_ring,
 )
@@ -104,8 +104,8 @@ _right: set[tuple[str, bool, torch.device, AttentionShape]] = set()
 
 def _sequences() -> Iterator[list[Mask]]:
     """One causal sequence, and two."""
-    yield [causal_rows(2 * BLOCK)]
-    yield [causal_rows(BLOCK + 40), causal_rows(BLOCK - 40)]
+    yield [causal(2 * BLOCK)]
+    yield [causal(BLOCK + 40), causal(BLOCK - 40)]
 
 
 def _stripes(num_ranges: int) -> Mask:
@@ -131,7 +131,7 @@ def _try(
 
 def _try_ring(engine: Engine, shape: AttentionShape) -> None:
     """Slots that get one block after the other."""
-    masks = [causal_rows(RING_RANKS * RING_BLOCK)]
+    masks = [causal(RING_RANKS * RING_BLOCK)]
     inputs = _draw(RING_RANKS * RING_BLOCK, shape, engine.device, packed=False)
     plan = sample_ring(masks, RING_RANKS, shape, RING_BLOCK)
     results = _run(engine, plan, inputs)
