@@ -60,7 +60,7 @@ def test_bf16_sums_are_rounded_once(solver, partial, kernel):
 @pytest.mark.parametrize("solver", ["random", "zigzag"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_triton_row_operations_in_whole_plans(solver, dtype):
-    from dyncp.kernels.triton.rows import TritonRowOps
+    from dyncp.kernels.triton_row_ops import TritonRowOps
 
     batch, shape = Batch.of([masks.causal(50), masks.full(20)]), AttentionShape(4, 2, 8, dtype)
     config = PlannerConfig(solver, block_size=9, divisions=3, head_groups=2, layout=Layout(8, 4))
@@ -68,7 +68,7 @@ def test_triton_row_operations_in_whole_plans(solver, dtype):
     tensors = Tensors.draw(case)
     expected = run_dense(case, "default", tensors, torch.float64)
     results = run_virtual(
-        case, "default", tensors, kernel=ReferenceKernel(8, 8), row_ops=TritonRowOps()
+        case, "default", tensors, kernel=ReferenceKernel(8), row_ops=TritonRowOps()
     )
     assert_equal(results, expected, 1e-5 if dtype == "fp32" else 3e-2)
 

@@ -140,7 +140,7 @@ def in_graph_order(monkeypatch):
         solvers=("random", "owner_computes"),
         alignments=(64,),
     ),
-    kernel=st.sampled_from([ReferenceKernel(8, 8), RoundingKernel(), CollectingReference()]),
+    kernel=st.sampled_from([ReferenceKernel(8), RoundingKernel(), CollectingReference()]),
 )
 @pytest.mark.usefixtures("in_graph_order")
 def test_few_segments_are_exact_with_relays(case, kernel):
@@ -181,7 +181,7 @@ def in_order_of_streams(segment, frame, choose):
         solvers=("random", "owner_computes"),
         alignments=(128,),
     ),
-    kernel=st.sampled_from([ReferenceKernel(8, 8), RoundingKernel(), CollectingReference()]),
+    kernel=st.sampled_from([ReferenceKernel(8), RoundingKernel(), CollectingReference()]),
 )
 @pytest.mark.usefixtures("in_graph_order")
 def test_what_runs_beside_each_other_may_come_in_any_order(case, kernel, choose, monkeypatch):

@@ -18,7 +18,8 @@ from dyncp.executor.step import PreparedPlan, Step
 from dyncp.executor.warm_up import check_kernel, warm_up
 from dyncp.kernels import Kernel, RowOps, choose_kernel, choose_row_ops
 from dyncp.plan import AttentionShape, MemoryUse, Plan, RankPlan
-from dyncp.transport import Distributed, InProcess, Transport
+from dyncp.transport import InProcess, Transport
+from dyncp.transport.distributed import Distributed
 
 logger = logging.getLogger(__name__)
 
