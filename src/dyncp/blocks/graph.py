@@ -1,9 +1,9 @@
 """BlockGraph: the token blocks and tiles of a batch, the hypergraph that placement works on."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -11,6 +11,8 @@ from dyncp.arrays import Int32, Int64, frozen, starts_of
 from dyncp.blocks.batch import Batch
 from dyncp.blocks.shape import AttentionShape, HeadGroup, bytes_per_token
 from dyncp.masks import LinearRanges, list_tiles
+
+Found = TypeVar("Found")
 
 
 class TokenBlock(NamedTuple):
@@ -64,6 +66,7 @@ class BlockGraph:
     head_groups: tuple[HeadGroup, ...]
     blocks: TokenBlocks
     tiles: Mapping[str, Tiles]
+    _derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @cached_property
     def payload_bytes(self) -> Int64:
@@ -77,6 +80,14 @@ class BlockGraph:
         for name, tiles in self.tiles.items():
             work += np.bincount(tiles.q_block, self.tile_work(name), len(work))
         return work.astype(np.int64)
+
+    def remember(self, key: Hashable, make: Callable[[], Found]) -> Found:
+        """What `make` returns, made once per graph and key: several stages ask for it, in both
+        directions. It is kept as long as the graph."""
+        if key not in self._derived:
+            self._derived[key] = make()
+        found: Found = self._derived[key]
+        return found
 
     def tile_work(self, name: str) -> Int64:
         """Pairs × q heads of each tile: what computing it costs, up to a constant."""

@@ -11,7 +11,7 @@ from dyncp.placement import Limits, Placement, Traffic, measure_balance
 from dyncp.plan.assemble import assemble_plan
 from dyncp.plan.format import Layout
 from dyncp.plan.plan import Plan
-from dyncp.schedule import BUILDERS
+from dyncp.schedule import build_schedule
 
 DIVISIONS = 3
 
@@ -63,7 +63,7 @@ def _graph(
 
 def _plan(graph: BlockGraph, placement: Placement) -> Plan:
     forward, backward = (
-        BUILDERS[placement.pattern](graph, placement, DEFAULT_MASK, direction, DIVISIONS)
+        build_schedule(graph, placement, DEFAULT_MASK, direction, DIVISIONS)
         for direction in Direction
     )
     balance = measure_balance(graph, placement, Limits())
