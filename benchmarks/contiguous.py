@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.cases import TOKENS, cluster
 from dyncp import AttentionShape, Batch, DCPExecutor, masks, plan_batch
-from dyncp.executor.contiguous import Contiguous
+from dyncp.executor.row_moves import Contiguous
 from dyncp.plan import Direction, whole_documents, with_halo
 from dyncp.samplers import sample_lengths
 

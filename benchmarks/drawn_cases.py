@@ -69,14 +69,23 @@ class Case:
     shape: AttentionShape
     config: PlannerConfig
     kernel: str
-    tile: tuple[int, int]
+    rows_at_once: int  # of kernel reference
     mask: str
     scale: float | None
     has_sink: bool
     packed: bool
 
     def __str__(self) -> str:
-        shown = ("topology", "shape", "config", "kernel", "tile", "mask", "scale", "has_sink")
+        shown = (
+            "topology",
+            "shape",
+            "config",
+            "kernel",
+            "rows_at_once",
+            "mask",
+            "scale",
+            "has_sink",
+        )
         of_batch = [f"lengths={self.batch.lengths}"] + [
             f"{name}={[mask.name for mask in of_name]}"
             for name, of_name in self.batch.masks.items()
@@ -100,7 +109,7 @@ def draw_case(rng: np.random.Generator) -> Case:
         shape,
         _draw_config(rng, shape, sum(lengths)),
         str(rng.choice(["cpu", "cpu", "reference"])),
-        (int(rng.choice([4, 16, 128])), int(rng.choice([4, 16, 128]))),
+        int(rng.choice([4, 16, 128])),
         str(rng.choice(names)),
         rng.choice([None, None, 0.3, 1.0, -0.5, 0.0]),
         bool(rng.random() < 0.3),
@@ -189,7 +198,7 @@ def run_dense(case: Case, tensors: Tensors, dtype: torch.dtype) -> list[Tensor]:
 
 def run_planned(case: Case, plan: Plan, tensors: Tensors) -> list[Tensor]:
     """The same through the plan, on virtual ranks."""
-    kernel = ReferenceKernel(*case.tile) if case.kernel == "reference" else case.kernel
+    kernel = ReferenceKernel(case.rows_at_once) if case.kernel == "reference" else case.kernel
     step = DCPExecutor(virtual_ranks=case.topology.num_ranks, kernel=kernel).prepare(plan)
     order = torch.cat(step.gather(torch.arange(step.num_rows)))
 

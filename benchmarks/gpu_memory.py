@@ -78,7 +78,7 @@ def run_kernel(kernel: str, deterministic: bool, plans: list[Plan], sampled: lis
         if number == 0:
             declared = step.memory()
             print(f"{name}: workspace of the first batch, backward: "
-                  f"{step.engine.arena().used / 1e6:,.1f} MB, predicted "
+                  f"{executor.engine.arena().used / 1e6:,.1f} MB, predicted "
                   f"{declared.backward.sum() / 1e6:,.1f} MB")  # fmt: skip
         del out, grads
         seen.append(State.now(executor))
@@ -119,14 +119,15 @@ def draw(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def compiled_kernels() -> set[str]:
     """Kernels that exist in this process: Triton's variants and flash-attn-4's."""
-    from dyncp.kernels.triton import backward, forward, row_kernels
+    from dyncp.kernels import triton_attention as attending
+    from dyncp.kernels import triton_row_kernels as rows
 
     functions = [
-        forward.attend_tiles, backward.attend_backward_queries, backward.attend_backward_keys,
-        row_kernels.copy_chunk, row_kernels.combine_chunk, row_kernels.row_sums_of_chunk,
+        attending.attend_tiles, attending.attend_backward_queries, attending.attend_backward_keys,
+        rows.copy_chunk, rows.combine_chunk, rows.row_sums_of_chunk,
     ]  # fmt: skip
     try:
-        from dyncp.kernels.flash4 import compiled
+        from dyncp.kernels import flash4_compiled as compiled
     except ImportError:
         return variants(functions)
     found = variants(functions)

@@ -27,8 +27,7 @@ from dyncp.calibrate.calls import DTYPES
 from dyncp.executor import DCPExecutor, Step, attention
 from dyncp.kernels import Kernel
 from dyncp.plan.codec import decode_part
-from dyncp.transport import Distributed
-from dyncp.transport.distributed import GroupedChannel
+from dyncp.transport.distributed import Distributed, GroupedChannel
 
 ENDING = 5.0  # seconds that killed processes get to end
 PORT = 29_500

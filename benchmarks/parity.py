@@ -114,7 +114,7 @@ def train_alone(case: Case) -> Outcome:
     model = plain_model(case)
     layers = layer_masks(model.config)
     kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * len(layers)
-    mask_fn = model_masks(MASKS[case.mask], dict.fromkeys(layers))
+    mask_fn = model_masks(MASKS[case.mask], layers)
     optimizer, losses = optimizer_of(model), []
     with batches(case, mask_fn, virtual_ranks=1) as loader:
         iterator = iter(loader)

@@ -61,8 +61,8 @@ ERRORS = [
     Error(
         "sliding layers see everything",
         LAYERS,
-        "if layer.size is None:",
-        "if True:",
+        "return mask if layer.size is None else",
+        "return mask if True else",
         UNTESTED,
         "their_own_masks and gemma3",
     ),
@@ -77,8 +77,8 @@ ERRORS = [
     Error(
         "chunked layers see everything",
         LAYERS,
-        'return LayerMask(f"chunk_{chunk}", chunk=chunk)',
-        "return LayerMask()",
+        'return LayerMask(f"{keyword}_{size}", keyword, size)',
+        'return LayerMask(f"{keyword}_{size}", keyword, size if keyword == "window" else None)',
         UNTESTED,
         "Llama4Text",
     ),

@@ -48,13 +48,14 @@ def bytes_moved_equal_the_plans(monkeypatch):
     ):
         original = getattr(attention_module, name)
 
-        def checked(step, options, *tensors, original=original, direction=direction):
+        def checked(prepared, mask, scale, *tensors, original=original, direction=direction):
             given = tensors[0]
             q, k = (given.q, given.k) if isinstance(given, Saved) else tensors[:2]
-            before = step.transport.bytes_sent
-            result = original(step, options, *tensors)
-            declared = step.sent_bytes(options.mask, direction, step.shape_of(q, k))
-            assert step.transport.bytes_sent - before == declared
+            transport, shape = prepared.engine.transport, prepared.shape_of(q, k)
+            before = transport.bytes_sent
+            result = original(prepared, mask, scale, *tensors)
+            declared = sum(part.sent_bytes(mask, direction, shape) for part in prepared.parts)
+            assert transport.bytes_sent - before == declared
             return result
 
         monkeypatch.setattr(attention_module, name, checked)

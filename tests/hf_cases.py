@@ -24,7 +24,7 @@ def planned(
 ) -> Any:
     """Samples, batch and plan of a small batch, for the layers of a config."""
     samples = samples_of(number)
-    of_layers = model_masks(mask_fn, dict.fromkeys(layer_masks(config)))
+    of_layers = model_masks(mask_fn, layer_masks(config))
     batch = Batch.of([of_layers(sample) for sample in samples], range(len(samples)))
     layout = Layout(local_multiple=options.pop("local_multiple", 8))
     chosen = PlannerConfig(block_size=16, layout=layout, **options)

@@ -16,7 +16,7 @@ from dyncp.kernels import (
     RowStates,
     Sums,
 )
-from dyncp.kernels.flash4.panels import rows_to_panels
+from dyncp.kernels.row_ops import PANEL_COLUMNS, PANEL_ROWS
 
 SIDE = 64  # rows that collected sums are padded to
 LOG2E = 1.4426950408889634
@@ -25,8 +25,11 @@ LOG2E = 1.4426950408889634
 class RoundingKernel(ReferenceKernel):
     """Rounds every call's output to q's dtype."""
 
+    name = "rounding"
+    merges = False
+
     def __init__(self) -> None:
-        super().__init__(8, 8, name="rounding", merges=False)
+        super().__init__(8)
 
     def lower(self, call: KernelCall, arrays: IndexArrays, *, backward: bool) -> Any:
         if backward:
@@ -59,10 +62,12 @@ class CollectingReference(ReferenceKernel):
     """Collects gradients in panels; where heads are not grouped, it writes dK and dV of every call,
     as flash-attn-4 does."""
 
+    name = "collecting"
+    collects = True
     row_multiple, dim_multiple = SIDE, 16
 
     def __init__(self) -> None:
-        super().__init__(8, 8, name="collecting", collects=True)
+        super().__init__(8)
 
     def lower(self, call: KernelCall, arrays: IndexArrays, *, backward: bool) -> Any:
         lowered = super().lower(call, arrays, backward=backward)
@@ -73,7 +78,7 @@ class CollectingReference(ReferenceKernel):
         (call, rows), num_rows = lowered, len(inputs[0])
         dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in inputs)
         lse, delta = lse[:num_rows] / LOG2E, delta[:num_rows]
-        super()._attend_backward(call.tiles, inputs, dout, lse, delta, scale, (dq, dk, dv))
+        self.add_gradients(call, inputs, dout, lse, delta, scale, (dq, dk, dv))
         _add(grads.dq.final, dq / scale)
         if grads.dk.final.ndim == 3:
             grads.dk.final.copy_(dk[rows])
@@ -89,3 +94,10 @@ def _add(panels: Tensor, rows: Tensor) -> None:
     padded = rows.new_zeros(heads, panels.shape[1] // width, width)
     padded[:, :num_rows, :dim] = rows.transpose(0, 1)
     panels += rows_to_panels(padded).view(heads, -1)
+
+
+def rows_to_panels(rows: Tensor) -> Tensor:
+    """What `panels_to_rows` reads, of [heads, rows, dim]."""
+    heads, num_rows, dim = rows.shape
+    split = rows.reshape(heads, num_rows // PANEL_ROWS, 4, 2, 8, dim // PANEL_COLUMNS, 4, 2)
+    return split.permute(0, 1, 5, 2, 4, 6, 3, 7).reshape(heads, num_rows, dim)

@@ -3,15 +3,15 @@
 import importlib
 import inspect
 
-from dyncp.kernels.triton import backward, forward, row_kernels
+from dyncp.kernels import triton_attention, triton_row_kernels
 
 KERNELS = {
-    "attend_tiles": forward.attend_tiles,
-    "attend_backward_queries": backward.attend_backward_queries,
-    "attend_backward_keys": backward.attend_backward_keys,
-    "copy": row_kernels.copy_chunk,
-    "combine": row_kernels.combine_chunk,
-    "row_sums": row_kernels.row_sums_of_chunk,
+    "attend_tiles": triton_attention.attend_tiles,
+    "attend_backward_queries": triton_attention.attend_backward_queries,
+    "attend_backward_keys": triton_attention.attend_backward_keys,
+    "copy": triton_row_kernels.copy_chunk,
+    "combine": triton_row_kernels.combine_chunk,
+    "row_sums": triton_row_kernels.row_sums_of_chunk,
 }
 
 

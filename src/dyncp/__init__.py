@@ -42,7 +42,8 @@ if TYPE_CHECKING:
         undo_gradient_average,
     )
     from dyncp.executor import DCPAttn, DCPExecutor, Step, attention
-    from dyncp.transport import Distributed, TransportError
+    from dyncp.transport import TransportError
+    from dyncp.transport.distributed import Distributed
 
     DCPDataloader = DCPDataLoader
 
@@ -52,7 +53,7 @@ _LAZY = {
     "DCPDataLoader": "dyncp.dataloader",
     "DCPDataloader": "dyncp.dataloader",
     "DCPExecutor": "dyncp.executor",
-    "Distributed": "dyncp.transport",
+    "Distributed": "dyncp.transport.distributed",
     "PeerError": "dyncp.dataloader",
     "SampleError": "dyncp.dataloader",
     "Step": "dyncp.executor",

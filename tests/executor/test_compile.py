@@ -78,7 +78,7 @@ def test_a_step_that_was_dropped_lives_until_its_backward():
     inputs = draw(step.num_rows)
     wanted = torch.autograd.grad(layer(step, *inputs).sum(), inputs)
     out = compiled(step, *inputs)
-    alive = weakref.ref(next(iter(step.layouts.values())))
+    alive = weakref.ref(step.prepared)
     del step
     make_step(1)  # the executor keeps its latest step
     got = torch.autograd.grad(out.sum(), inputs)

@@ -12,10 +12,8 @@ from dyncp.kernels import CpuKernel, ReferenceKernel
 from dyncp.plan import Direction, Layout, Payload
 from paced import plan_paced
 
-KERNELS = st.sampled_from(
-    [CpuKernel(), ReferenceKernel(4, 4), ReferenceKernel(8, 16), ReferenceKernel()]
-)
-DYNAMIC = ("random", "bisection", "owner_computes", "whole_documents")
+KERNELS = st.sampled_from([CpuKernel(), ReferenceKernel(4), ReferenceKernel()])
+DYNAMIC = ("random", "bisection", "owner_computes", "uncut")
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
@@ -57,7 +55,7 @@ def test_a_scattered_sequence_on_two_nodes_is_exact_with_many_relays(ranks):
             assert set(relayed) == set(range(2 * ranks))
     case = Case(batch, plan, shape, 0)
     tensors = Tensors.draw(case)
-    given_results = run_virtual(case, "default", tensors, kernel=ReferenceKernel(4, 4))
+    given_results = run_virtual(case, "default", tensors, kernel=ReferenceKernel(4))
     assert_equal(given_results, run_dense(case, "default", tensors, torch.float64), 1e-12)
 
 
@@ -89,7 +87,7 @@ def short_sequences_case(seed: int, rows: int) -> Case:
 def test_short_sequences_share_kernel_tiles_while_their_tiles_run_elsewhere(seed, rows):
     case = short_sequences_case(seed, rows)
     tensors = Tensors.draw(case)
-    given_results = run_virtual(case, "default", tensors, kernel=ReferenceKernel(rows, rows))
+    given_results = run_virtual(case, "default", tensors, kernel=ReferenceKernel(rows))
     assert_equal(given_results, run_dense(case, "default", tensors, torch.float64), 1e-12)
 
 

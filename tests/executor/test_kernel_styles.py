@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from cases import Case, Tensors, assert_equal, cases, run_dense, run_virtual
 from dyncp import AttentionShape, Batch, PlannerConfig, Topology, masks, plan_batch
-from dyncp.executor.kernel_calls import CallBuilder
+from dyncp.executor.kernel_calls import RankProgram
 from dyncp.kernels import CpuKernel, ReferenceKernel, RowState
-from dyncp.plan import Direction, Layout, find_contributions
+from dyncp.plan import Direction, Layout
 from interpreted import needs_interpreter
 from kernel_styles import CollectingReference, RoundingKernel
 from paced import plan_paced
@@ -60,7 +60,7 @@ def test_bf16_sums_are_rounded_once(solver, partial, kernel):
 @pytest.mark.parametrize("solver", ["random", "zigzag"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_triton_row_operations_in_whole_plans(solver, dtype):
-    from dyncp.kernels.triton.rows import TritonRowOps
+    from dyncp.kernels.triton_row_ops import TritonRowOps
 
     batch, shape = Batch.of([masks.causal(50), masks.full(20)]), AttentionShape(4, 2, 8, dtype)
     config = PlannerConfig(solver, block_size=9, divisions=3, head_groups=2, layout=Layout(8, 4))
@@ -68,7 +68,7 @@ def test_triton_row_operations_in_whole_plans(solver, dtype):
     tensors = Tensors.draw(case)
     expected = run_dense(case, "default", tensors, torch.float64)
     results = run_virtual(
-        case, "default", tensors, kernel=ReferenceKernel(8, 8), row_ops=TritonRowOps()
+        case, "default", tensors, kernel=ReferenceKernel(8), row_ops=TritonRowOps()
     )
     assert_equal(results, expected, 1e-5 if dtype == "fp32" else 3e-2)
 
@@ -80,12 +80,11 @@ def test_states_follow_one_another_and_say_what_is_touched(case):
     for part in case.plan.parts:
         mask = part.masks["default"]
         for direction in Direction:
-            program = mask.program(direction)
-            found = find_contributions(part, mask, program)
-            assert (np.diff(found.time)[~found.first[1:]] > 0).all()
-            builder = CallBuilder(part, mask, program, found)
-            for division in np.unique(program.tile_division).tolist():
-                for call in builder.calls(division):
+            program = RankProgram(part, mask, direction)
+            added = program.contributions
+            assert (np.diff(added.time)[~added.first[1:]] > 0).all()
+            for calls in program.kernel_calls().values():
+                for call in calls:
                     touched = np.zeros(len(call.q_coordinates), np.bool_)
                     for q0, q1, _, _ in call.rectangles.tolist():
                         touched[q0:q1] = True

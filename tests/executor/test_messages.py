@@ -4,9 +4,9 @@ import numpy as np
 import torch
 
 from dyncp import AttentionShape, Batch, DCPExecutor, PlannerConfig, Topology, masks, plan_batch
-from dyncp.executor.kernel_calls import lower_program
-from dyncp.executor.layout import lay_out
-from dyncp.kernels import IndexArrays, TorchRowOps
+from dyncp.executor.kernel_calls import LoweredProgram
+from dyncp.executor.layout import RankLayout
+from dyncp.kernels import IndexArrays
 from dyncp.plan import Direction, Messages
 from dyncp.plan.buffers import first_peers
 
@@ -33,11 +33,11 @@ def test_keys_that_several_ranks_need_are_packed_once():
     for part in plan.parts:
         arrays = IndexArrays(torch.device("cpu"))
         mask = part.masks["default"]
-        lowered = lower_program(part, mask, Direction.FORWARD, kernel, arrays)
-        layout = lay_out(lowered, SHAPE, kernel, TorchRowOps(), arrays)
+        program = LoweredProgram(part, mask, Direction.FORWARD, kernel, arrays)
+        layout = RankLayout(program, SHAPE)
         messages = [x for peers in layout.sends.peers.values() for x in peers.values()]
         here = sum(where.stop - where.start for where in messages)
         assert here == part.sent_bytes("default", Direction.FORWARD, SHAPE)
         sent += here
-        taken += sum(r.num_bytes for (name, *_), r in layout.rooms.rooms.items() if name == "send")
+        taken += sum(x.num_bytes for x in layout.buffers.values() if x.name == "send")
     assert taken < 0.7 * sent

@@ -1,4 +1,4 @@
-"""The order in which work is given to a GPU with graphs: few stretches, and nothing before what it
+"""The order in which work is given to a GPU with graphs: few segments, and nothing before what it
 needs."""
 
 import pytest
@@ -9,23 +9,23 @@ from hypothesis import strategies as st
 from cases import Tensors, assert_equal, cases, run_dense, run_virtual
 from dyncp import Topology
 from dyncp.executor.graphs import Graphs, Segment
-from dyncp.executor.kernel_calls import lower_program
+from dyncp.executor.kernel_calls import RankProgram
 from dyncp.executor.order import (
     START,
     Compute,
-    Lane,
-    LaneWork,
+    DeviceWork,
+    GraphStream,
     Launch,
+    LaunchKind,
     Mark,
     RowWork,
-    Stretch,
     Wait,
-    assign_lanes,
-    long_stretches,
+    assign_streams,
+    graph_order,
     program_order,
     ready_times,
 )
-from dyncp.kernels import IndexArrays, ReferenceKernel
+from dyncp.kernels import ReferenceKernel
 from dyncp.plan import Direction, Op
 from kernel_styles import CollectingReference, RoundingKernel
 
@@ -41,7 +41,7 @@ def given_to_device(points):
     """What the device is given, in order; launches are the messages'."""
     found = []
     for item in items(points):
-        if isinstance(item, Stretch):
+        if isinstance(item, DeviceWork):
             found += item.items
         elif not isinstance(item, Launch):
             found.append(item)
@@ -53,7 +53,7 @@ def launched(points):
 
 
 def check(instructions, ready, row_work):
-    plain, long = (f(instructions, ready, row_work) for f in (program_order, long_stretches))
+    plain, long = (f(instructions, ready, row_work) for f in (program_order, graph_order))
     assert given_to_device(long) == given_to_device(plain)
     assert launched(long) == launched(plain) == [p for op, p in instructions if op is L]
     marked, started = set(), set()
@@ -63,9 +63,9 @@ def check(instructions, ready, row_work):
             assert {ready[phase] for phase in item.phases} <= marked
             started |= set(item.phases)
             latest = item
-        elif isinstance(item, Stretch):
+        elif isinstance(item, DeviceWork):
             assert set(item.waits) <= started
-            if previous is not None:  # it could not have been one with the stretch before
+            if previous is not None:  # it could not have been one with the segment before
                 assert item.items[0].phase in latest.phases
                 assert Mark(ready[latest.phases[0]]) in previous.items
             marked |= {x.time for x in item.items if isinstance(x, Mark)}
@@ -78,24 +78,23 @@ def check(instructions, ready, row_work):
 
 @settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
 @given(case=cases(topology=Topology(2, 2), solvers=("random", "owner_computes", "zigzag")))
-def test_long_stretches_give_the_device_the_same_work_in_the_same_order(case):
-    kernel, arrays = ReferenceKernel(), IndexArrays(torch.device("cpu"))
+def test_few_segments_give_the_device_the_same_work_in_the_same_order(case):
     for part in case.plan.parts:
         for mask in part.masks.values():
             for direction in Direction:
-                lowered = lower_program(part, mask, direction, kernel, arrays)
-                row_work = set(range(0, len(lowered.instructions), 2))
-                check(lowered.instructions, ready_times(lowered), row_work)
+                program = RankProgram(part, mask, direction)
+                row_work = set(range(0, len(program.instructions), 2))
+                check(program.instructions, ready_times(program), row_work)
 
 
-def test_own_rows_and_results_travel_around_one_stretch():
+def test_own_rows_and_results_travel_around_one_segment():
     """Two phases of inputs, then one of results: the usual case."""
     instructions = [(L, 0), (L, 1), (C, 0), (W, 0), (C, 1), (W, 1), (C, 2), (L, 2), (W, 2)]
-    found = items(long_stretches(instructions, {0: START, 1: START, 2: 6}, {3}))
+    found = items(graph_order(instructions, {0: START, 1: START, 2: 6}, {3}))
     assert found == [
         Mark(START),
         Launch((0, 1)),
-        Stretch(
+        DeviceWork(
             (Compute(0, 2), Wait(0), RowWork(3), Compute(1, 4), Wait(1), Compute(2, 6), Mark(6))
         ),
         Launch((2,)),
@@ -103,27 +102,27 @@ def test_own_rows_and_results_travel_around_one_stretch():
     ]
 
 
-def test_a_stretch_ends_before_messages_that_it_makes_ready_itself():
+def test_a_segment_ends_before_messages_that_it_makes_ready_itself():
     """Phase 1 passes on what phase 0 brought, and its rank waits for it as well."""
     instructions = [(L, 0), (W, 0), (L, 1), (C, 0), (W, 1), (C, 1)]
-    found = items(long_stretches(instructions, {0: START, 1: 1}, {1}))
+    found = items(graph_order(instructions, {0: START, 1: 1}, {1}))
     assert found == [
         Mark(START),
         Launch((0,)),
-        Stretch((Wait(0), RowWork(1), Mark(1), Compute(0, 3))),
+        DeviceWork((Wait(0), RowWork(1), Mark(1), Compute(0, 3))),
         Launch((1,)),
-        Stretch((Wait(1), Compute(1, 5))),
+        DeviceWork((Wait(1), Compute(1, 5))),
     ]
 
 
 def test_phases_are_launched_in_order_although_a_later_one_is_ready_first():
     instructions = [(L, 0), (W, 0), (L, 1), (L, 2), (W, 2), (C, 0)]
-    found = items(long_stretches(instructions, {0: START, 1: 1, 2: START}, set()))
+    found = items(graph_order(instructions, {0: START, 1: 1, 2: START}, set()))
     assert [x for x in found if isinstance(x, Launch)] == [Launch((0,)), Launch((1, 2))]
 
 
 @pytest.fixture
-def in_long_stretches(monkeypatch):
+def in_graph_order(monkeypatch):
     """As with graphs, but launched: what a GPU does in the first call of a plan."""
     monkeypatch.setattr(Graphs, "choose", lambda *_: Graphs(True))
     monkeypatch.setattr(Graphs, "replays", lambda *_, **__: False)
@@ -141,24 +140,25 @@ def in_long_stretches(monkeypatch):
         solvers=("random", "owner_computes"),
         alignments=(64,),
     ),
-    kernel=st.sampled_from([ReferenceKernel(8, 8), RoundingKernel(), CollectingReference()]),
+    kernel=st.sampled_from([ReferenceKernel(8), RoundingKernel(), CollectingReference()]),
 )
-@pytest.mark.usefixtures("in_long_stretches")
-def test_long_stretches_are_exact_with_relays(case, kernel):
+@pytest.mark.usefixtures("in_graph_order")
+def test_few_segments_are_exact_with_relays(case, kernel):
     tensors = Tensors.draw(case)
     expected = run_dense(case, "default", tensors, torch.float64)
     assert_equal(run_virtual(case, "default", tensors, kernel=kernel), expected, 1e-5)
 
 
-def in_order_of_lanes(segment, frame, choose):
-    """Runs launches in any order that lanes allow; `choose` takes one of those that may be next."""
+def in_order_of_streams(segment, frame, choose):
+    """Runs launches in any order that streams allow; `choose` takes one of the next ones."""
     left = list(range(len(segment._work)))
+    streams = segment._streams or [(0, ())] * len(segment._work)
     while left:
-        lanes = segment._lanes or [(0, ())] * len(segment._work)
-        first = {lane: min(i for i in left if lanes[i][0] == lane) for lane, _ in lanes if any(
-            lanes[i][0] == lane for i in left
-        )}  # fmt: skip
-        ready = [i for i in first.values() if not set(lanes[i][1]) & set(left)]
+        first = {}
+        for stream, _ in streams:
+            waiting = [i for i in left if streams[i][0] == stream]
+            first |= {stream: waiting[0]} if waiting else {}
+        ready = [i for i in first.values() if not set(streams[i][1]) & set(left)]
         number = choose(ready)
         segment._work[number](frame)
         left.remove(number)
@@ -181,36 +181,36 @@ def in_order_of_lanes(segment, frame, choose):
         solvers=("random", "owner_computes"),
         alignments=(128,),
     ),
-    kernel=st.sampled_from([ReferenceKernel(8, 8), RoundingKernel(), CollectingReference()]),
+    kernel=st.sampled_from([ReferenceKernel(8), RoundingKernel(), CollectingReference()]),
 )
-@pytest.mark.usefixtures("in_long_stretches")
+@pytest.mark.usefixtures("in_graph_order")
 def test_what_runs_beside_each_other_may_come_in_any_order(case, kernel, choose, monkeypatch):
     monkeypatch.setattr(
-        Segment, "_launch", lambda self, frame: in_order_of_lanes(self, frame, choose)
+        Segment, "_launch", lambda self, frame: in_order_of_streams(self, frame, choose)
     )
     tensors = Tensors.draw(case)
     expected = run_dense(case, "default", tensors, torch.float64)
     assert_equal(run_virtual(case, "default", tensors, kernel=kernel), expected, 1e-5)
 
 
-def test_kernel_calls_take_turns_on_two_lanes_and_copies_wait_for_their_slots():
+def test_kernel_calls_take_turns_on_two_streams_and_copies_wait_for_their_slots():
     launches = [
-        (LaneWork.KERNEL, 0), (LaneWork.WAIT, START), (LaneWork.COPY, 1), (LaneWork.KERNEL, 2),
-        (LaneWork.WAIT, START), (LaneWork.COPY, 3), (LaneWork.KERNEL, 4), (LaneWork.SUM, 4),
-        (LaneWork.MARK, 4),
+        (LaunchKind.KERNEL, 0), (LaunchKind.WAIT, START), (LaunchKind.COPY, 1),
+        (LaunchKind.KERNEL, 2), (LaunchKind.WAIT, START), (LaunchKind.COPY, 3),
+        (LaunchKind.KERNEL, 4), (LaunchKind.SUM, 4), (LaunchKind.MARK, 4),
     ]  # fmt: skip
-    found = assign_lanes(launches, {3: 0}, in_turn=False)
+    found = assign_streams(launches, {3: 0}, in_turn=False)
     assert found == [
-        (Lane.KERNELS, []),
-        (Lane.COPIES, []),
-        (Lane.COPIES, []),
-        (Lane.OTHER_KERNELS, [2]),
-        (Lane.COPIES, []),
-        (Lane.COPIES, [0]),  # fills slots that were last used at time 0
-        (Lane.KERNELS, [5]),
-        (Lane.SUMS, [6, 3, 5]),
-        (Lane.SUMS, [5]),
+        (GraphStream.KERNELS, []),
+        (GraphStream.COPIES, []),
+        (GraphStream.COPIES, []),
+        (GraphStream.OTHER_KERNELS, [2]),
+        (GraphStream.COPIES, []),
+        (GraphStream.COPIES, [0]),  # fills slots that were last used at time 0
+        (GraphStream.KERNELS, [5]),
+        (GraphStream.SUMS, [6, 3, 5]),
+        (GraphStream.SUMS, [5]),
     ]
-    assert {lane for lane, _ in assign_lanes(launches, {3: 0}, in_turn=True)} == {
-        Lane.KERNELS, Lane.COPIES, Lane.SUMS
+    assert {stream for stream, _ in assign_streams(launches, {3: 0}, in_turn=True)} == {
+        GraphStream.KERNELS, GraphStream.COPIES, GraphStream.SUMS
     }  # fmt: skip

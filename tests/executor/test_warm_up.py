@@ -54,8 +54,8 @@ def run(executor, plan, shape, *, packed):
 @needs_interpreter
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_no_batch_asks_for_a_kernel_that_is_not_compiled_yet(shape, monkeypatch):
-    from dyncp.kernels.triton.kernel import TritonKernel
-    from dyncp.kernels.triton.rows import TritonRowOps
+    from dyncp.kernels.triton_kernel import TritonKernel
+    from dyncp.kernels.triton_row_ops import TritonRowOps
     from variants import KERNELS, Variants
 
     variants = Variants(monkeypatch, KERNELS)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from gpu_cases import LENGTHS, MASKS, SHAPE, draw_rows, has_relays, plan_of, prepare, run
 
 from dyncp import Batch, DCPExecutor
-from dyncp.transport import Distributed
+from dyncp.transport.distributed import Distributed
 from processes import run_ranks
 
 RANKS, CALLS = 4, 4  # launched, captured, and replayed twice

@@ -75,9 +75,9 @@ def test_bytes_taken_are_those_declared(kernel, ranks):
     *inputs, dout = draw_rows(step, SMALL)
     memory = step.memory()
     out = attention(step, *inputs)
-    assert step.engine.arena().used == memory.forward.sum()
+    assert step.prepared.engine.arena().used == memory.forward.sum()
     torch.autograd.grad(out, inputs, dout)
-    assert step.engine.arena().used == memory.backward.sum()
+    assert step.prepared.engine.arena().used == memory.backward.sum()
 
 
 @only_triton
@@ -87,7 +87,7 @@ def test_the_peak_above_inputs_and_results_is_within_five_percent_of_the_declare
     out = attention(step, *inputs)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before, held = torch.cuda.memory_allocated(), step.engine.arena().capacity
+    before, held = torch.cuda.memory_allocated(), step.prepared.engine.arena().capacity
     grads = torch.autograd.grad(out, inputs, dout)
     torch.cuda.synchronize()
     results = sum(grad.nbytes for grad in grads)

@@ -81,7 +81,7 @@ def test_panels_are_what_flash_attn_4_makes_of_its_sums(dim):
         pytest.skip(missing)
     from flash_attn.cute import interface
 
-    from dyncp.kernels.flash4.panels import panels_to_rows
+    from dyncp.kernels.row_ops import panels_to_rows
 
     given = []
     original = interface._bwd_postprocess_convert

@@ -190,7 +190,7 @@ def test_rotary_angles_are_megatrons_own_at_the_positions_of_rows(megatron, inte
     ("wrong", "message"),
     [
         ({"packed_seq_params": None}, "packed_seq_params is NoneType; expected the step"),
-        ({"attention_mask": torch.ones(1)}, "got an attention mask or bias; plans have the masks"),
+        ({"attention_mask": torch.ones(1)}, "got an attention mask or bias; masks come with"),
         ({"input_ids": torch.zeros(1, 8, dtype=torch.int64)}, "8 tokens|size"),
         ({"input_ids": torch.zeros(2, 192, dtype=torch.int64)}, "batch size of 2|size"),
     ],

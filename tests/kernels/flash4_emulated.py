@@ -29,7 +29,7 @@ KERNELS = ("flash_fwd_sm90", "flash_bwd_sm90")
 
 
 def import_flash4():
-    """`dyncp.kernels.flash4.kernel`, with stand-ins for the packages that it imports."""
+    """`dyncp.kernels.flash4_kernel`, with stand-ins for the packages that it imports."""
     of_flash = [f"flash_attn.cute.{name}" for name in (*OF_FLASH, *KERNELS)]
     for name in (*ABSENT, *of_flash):
         parent, _, last = name.rpartition(".")
@@ -38,11 +38,11 @@ def import_flash4():
             setattr(sys.modules[parent], last, module)
     sys.modules["cutlass.cute"].jit = lambda function: function
     sys.modules["flash_attn.cute.utils"].AuxData = SimpleNamespace
-    from dyncp.kernels.flash4 import kernel
+    from dyncp.kernels import flash4_kernel
 
-    kernel.flash.attend = attend
-    kernel.flash.attend_backward = attend_backward
-    return kernel
+    flash4_kernel.flash.attend = attend
+    flash4_kernel.flash.attend_backward = attend_backward
+    return flash4_kernel
 
 
 def allowed_pairs(shape, num_rows, num_keys, *, backward):
@@ -51,7 +51,7 @@ def allowed_pairs(shape, num_rows, num_keys, *, backward):
     if shape is None or hasattr(shape, "q_starts"):
         q_starts, k_starts = [0, num_rows], [0, num_keys]
         if shape is not None:
-            q_starts, k_starts = shape.q_starts.tolist(), shape.k_starts.tolist()
+            q_starts, k_starts = (x.array.tolist() for x in (shape.q_starts, shape.k_starts))
         allowed = torch.zeros(num_rows, num_keys, dtype=torch.bool)
         for (a, b), (c, d) in zip(pairwise(q_starts), pairwise(k_starts), strict=True):
             last = d - (b - 1 - rows[a:b]) - 1
@@ -63,14 +63,15 @@ def allowed_pairs(shape, num_rows, num_keys, *, backward):
         (shape.full_count, shape.full, 2),
     ):
         for i in range(len(count)):
-            for j in listed[i, : count[i]].tolist():
+            for j in listed.tensor[i, : count.tensor[i]].tolist():
                 if backward:
                     tiles[j, i] = state
                 else:
                     tiles[i, j] = state
     tiles = tiles.repeat_interleave(128, 0).repeat_interleave(128, 1)[:num_rows, :num_keys]
     inside = torch.zeros(num_rows, num_keys, dtype=torch.bool)
-    for start, end in shape.ranges.view(-1, 2, shape.ranges.shape[1]):
+    ranges = shape.ranges.tensor
+    for start, end in ranges.view(-1, 2, ranges.shape[1]):
         if backward:
             start, end = start[:num_keys], end[:num_keys]  # noqa: PLW2901
             inside |= (rows[:, None] >= start) & (rows[:, None] < end)
@@ -102,7 +103,7 @@ def attend(q, k, v, scale, shape, out, lse):
 
 
 def attend_backward(inputs, dout, lse_log2, delta, scale, shape, sums):
-    q, k, v = inputs
+    (q, k, v), (sums_q, sums_k, sums_v) = inputs, sums
     allowed = allowed_pairs(shape, len(q), len(k), backward=True)
     k, v = read_rows((k, v), allowed, 0)
     q, dout = read_rows((q, dout), allowed, 1)
@@ -117,21 +118,21 @@ def attend_backward(inputs, dout, lse_log2, delta, scale, shape, sums):
     weights = weights.masked_fill(~allowed, 0.0)
     dweights = torch.einsum("qhd,khd->hqk", dout.float(), values)
     dscores = weights * (dweights - delta[:, rows].unsqueeze(-1))
-    _add(sums.dq, torch.einsum("hqk,khd->hqd", dscores, keys), rows)
+    _add(sums_q, torch.einsum("hqk,khd->hqd", dscores, keys), rows)
     for target, new in (
-        (sums.dk, torch.einsum("hqk,qhd->hkd", dscores, q.float())),
-        (sums.dv, torch.einsum("hqk,qhd->hkd", weights, dout.float())),
+        (sums_k, torch.einsum("hqk,qhd->hkd", dscores, q.float())),
+        (sums_v, torch.einsum("hqk,qhd->hkd", weights, dout.float())),
     ):
         new = new.view(k.shape[1], repeat, len(k), q.shape[2]).sum(1)  # noqa: PLW2901
         if target.ndim == 3:  # heads are not grouped: written, scaled
-            target.copy_((new * (scale if target is sums.dk else 1.0)).transpose(0, 1))
+            target.copy_((new * (scale if target is sums_k else 1.0)).transpose(0, 1))
         else:
             _add(target, new, keys_at)
 
 
 def _places(starts, side):
     rows = []
-    for i, (a, b) in enumerate(pairwise(starts.tolist())):
+    for i, (a, b) in enumerate(pairwise(starts.array.tolist())):
         first = (a + i * side) // side * side
         rows += range(first, first + b - a)
     return torch.tensor(rows)

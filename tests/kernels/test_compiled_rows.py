@@ -15,15 +15,15 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from dyncp.kernels.triton import row_kernels
+from dyncp.kernels import triton_row_kernels as row_kernels
 
 POINTERS = {"table": "i64", "targets": "i64", "sources": "i64", "wide": "fp32", "lse": "fp32"}
 CONSTANTS = {
     "copy": {"VECTOR": 8, "ROWS": 8, "COLUMNS": 512, "HEADS": 32},
-    "outputs": {"DIM": 128, "PADDED": 128, "SUMS_DIM": 8, "HAS_LSE": True, "HAS_PANELS": False,
+    "outputs": {"DIM": 128, "PADDED": 128, "SUMS_DIM": 0, "HAS_LSE": True,
                 "ONLY_INPUT": True, "VECTOR": 8},
     "gradients": {"DIM": 128, "PADDED": 128, "SUMS_DIM": 128, "HAS_LSE": False,
-                  "HAS_PANELS": True, "ONLY_INPUT": False, "VECTOR": 8},
+                  "ONLY_INPUT": False, "VECTOR": 8},
     "row_sums": {"DIM": 128, "PADDED": 128, "LOG2": True, "VECTOR": 8},
 }
 KERNELS = {

@@ -33,7 +33,7 @@ def kernel(deterministic):
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("solver", ["owner_computes", "bisection", "random", "whole_documents"])
+@pytest.mark.parametrize("solver", ["owner_computes", "bisection", "random", "uncut"])
 @pytest.mark.parametrize("shape", [(2, 1, 32), (2, 2, 40)], ids=["grouped", "plain"])
 def test_plans_are_exact(mask, solver, shape):
     batch = Batch.of([MASKS[mask](length) for length in (400, 65, 129, 1)])
@@ -81,11 +81,12 @@ def test_that_the_backward_is_another_kernels_is_logged_once(caplog):
 
 def test_inputs_that_flash4_refuses_go_to_another_kernel_where_the_choice_was_free(caplog):
     batch = Batch.of([masks.causal(50)])
-    step = DCPExecutor(kernel=kernel(True)).prepare(plan_batch(batch, Topology(1, 1)))
+    executor = DCPExecutor(kernel=kernel(True))
+    step = executor.prepare(plan_batch(batch, Topology(1, 1)))
     q, k = torch.randn(50, 4, 32), torch.randn(50, 2, 32)
     with pytest.raises(ValueError, match=r"takes bf16 and fp16 and head dims from 16 to 128"):
         attention(step, q, k, k)
-    engine = step.engine
+    engine = executor.engine
     engine.alternative = Engine(CpuKernel(), engine.transport, engine.device, engine.row_ops)
     plain = DCPExecutor(kernel="cpu").prepare(plan_batch(batch, Topology(1, 1)))
     assert torch.equal(attention(step, q, k, k), attention(plain, q, k, k))
@@ -95,7 +96,7 @@ def test_inputs_that_flash4_refuses_go_to_another_kernel_where_the_choice_was_fr
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_after_warming_up_no_batch_compiles(deterministic, monkeypatch):
-    from dyncp.kernels.triton.rows import TritonRowOps
+    from dyncp.kernels.triton_row_ops import TritonRowOps
 
     shape, seen = AttentionShape(4, 2, 32, "bf16"), record_variants(monkeypatch)
     chosen = {"kernel": kernel(deterministic), "row_ops": TritonRowOps()}
@@ -125,7 +126,7 @@ def record_variants(monkeypatch):
         def record(*args):
             q, k, shape = inputs_and_shape(*args)
             of_heads = (q.shape[1:], k.shape[1])
-            variants.seen.add((name, *of_heads, flash._kind(shape), flash._single(q, k)))
+            variants.seen.add((name, *of_heads, *flash.variant_of(q, k, shape)))
 
         return record
 
@@ -140,8 +141,9 @@ def test_the_memory_of_a_call_is_the_predicted(shape):
     batch = Batch.of([masks.lambda_shaped(300, sinks=20, window=100)])
     shape = AttentionShape(*shape, "bf16")
     case = Case(batch, plan_batch(batch, Topology(1, 1), shape), shape, 3)
-    step = DCPExecutor(kernel=kernel(False)).prepare(case.plan)
+    executor = DCPExecutor(kernel=kernel(False))
+    step = executor.prepare(case.plan)
     tensors = Tensors.draw(case)
     q, k, v = (x.requires_grad_() for x in (tensors.q, tensors.k, tensors.v))
     attention(step, q, k, v).backward(tensors.dout)
-    assert step.engine.arena().used == step.memory().backward[0]
+    assert executor.engine.arena().used == step.memory().backward[0]

@@ -8,8 +8,18 @@ import torch
 from torch import Tensor
 
 from dyncp.kernels import Dtypes, IndexArrays, Memory, RowOps, TorchRowOps
-from dyncp.kernels.flash4.panels import panels_to_rows, rows_to_panels
-from dyncp.kernels.row_ops import OWN, Copy, Form, Kind, Results, RowSum, Source, Target
+from dyncp.kernels.row_ops import (
+    OWN,
+    Copy,
+    Form,
+    Kind,
+    Results,
+    RowSum,
+    Source,
+    Target,
+    panels_to_rows,
+)
+from kernel_styles import rows_to_panels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytest.importorskip("triton", reason="needs triton (pip install -e '.[test]')")
@@ -27,7 +37,7 @@ each_shape = pytest.mark.parametrize(("heads", "dim"), SHAPES)
 
 
 def triton_ops() -> RowOps:
-    from dyncp.kernels.triton.rows import TritonRowOps
+    from dyncp.kernels.triton_row_ops import TritonRowOps
 
     return TritonRowOps()
 

@@ -5,8 +5,7 @@ import torch
 from kernel_cases import dense, draw_call
 
 from dyncp import Batch, DCPExecutor, Topology, attention, masks, plan_batch
-from dyncp.kernels.index_arrays import IndexArrays
-from dyncp.kernels.kernel import Gradients, RowState, Sums
+from dyncp.kernels import Gradients, IndexArrays, RowState, Sums
 from interpreted import needs_interpreter
 
 pytestmark = needs_interpreter
@@ -15,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def triton_kernel():
-    from dyncp.kernels.triton.kernel import TritonKernel
+    from dyncp.kernels.triton_kernel import TritonKernel
 
     return TritonKernel()
 

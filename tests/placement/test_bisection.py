@@ -21,9 +21,10 @@ from dyncp.placement.bisection import (
     bisection_bytes_quality,
     bisection_quality,
 )
-from dyncp.placement.problem import make_problem
-from dyncp.placement.refine import Links, make_pins, polish, start_from
-from dyncp.placement.split import Budget, bisect, halve
+from dyncp.placement.cuts import SplitStrategy
+from dyncp.placement.problem import diagonal, find_cells, make_problem
+from dyncp.placement.refine import make_state, refine, start_from
+from dyncp.placement.split import halve, split_cells
 from strategies import masks_of
 
 SHAPE = AttentionShape(8, 2, 128)
@@ -126,18 +127,14 @@ def test_tight_limits_are_met_where_blocks_are_fine_enough():
     assert not balance.reason, balance.reason
 
 
-def test_polishing_never_costs_bytes_on_a_balanced_start():
-    graph = graph_of([16384], block_size=512, num_ranks=8)
-    problem, ranks = make_problem(graph), 8
-    mean = np.array([problem.work.sum(), problem.tokens.sum()]) / ranks
-    loose = Budget(mean, np.array([10.0, 10.0]), 1.0)
-    tight = Budget(mean, np.array([0.1, 0.2]), 1.0)
-    cells = bisect(problem, Topology(1, ranks), tight)
-    pins = make_pins(problem)
-    links = Links(np.zeros(ranks, np.int64), 1.0)
-    start = start_from(pins, problem, cells, loose.caps, links)
-    before = start.cost
-    assert polish(start).cost <= before
+def test_refining_never_costs_bytes_on_a_balanced_start():
+    graph, ranks = graph_of([16384], block_size=512, num_ranks=8), 8
+    problem, topology = make_problem(graph), Topology(1, ranks)
+    cells, mean = find_cells(problem), problem.mean(ranks)
+    rank = split_cells(problem, topology, mean, np.array([0.1, 0.2]), SplitStrategy())[0]
+    state = make_state(problem, cells, topology, 11 * mean, 0.0)
+    start = start_from(state, *(rank[x].astype(np.int64) for x in (cells.cell, diagonal(problem))))
+    assert refine(start.state).cost <= start.cost
 
 
 def test_several_masks_share_owners_and_both_are_placed():
@@ -215,31 +212,28 @@ def test_rows_that_attend_everything_are_computed_where_their_keys_live():
 def test_a_border_between_nodes_is_charged_once_per_block():
     graph = graph_of([8192], block_size=512)
     problem = make_problem(graph)
-    pins = make_pins(problem)
-    links = Links(np.arange(8) // 4, 5.0)
-    ranks = np.zeros((1, len(problem.work)), np.int32)
-    caps = np.array([1e30, 1e30])
-    assert start_from(pins, problem, ranks, caps, links).cost == 0
-    # The first row's tile runs on ranks of the other node: its Q and KV cross the border.
-    ranks[0, 1 * 16 : 1 * 16 + 2] = 4, 5
-    moved = start_from(pins, problem, ranks, caps, links)
-    diagonal = moved.state.block_rank[1]
-    assert diagonal == 5
+    cells = find_cells(problem)
+    state = make_state(problem, cells, Topology(2, 4), np.array([1e30, 1e30]), extra=4.0)
+    tile_rank, block_rank = np.zeros(len(cells.cell), np.int64), np.zeros(16, np.int64)
+    assert start_from(state, tile_rank, block_rank).cost == 0
+    # The second row's tiles run on ranks of the other node: its Q and KV cross the border.
+    tile_rank[cells.q_block == 1] = 4, 5
+    block_rank[1] = 5
+    moved = start_from(state, tile_rank, block_rank)
     q, kv = problem.q_bytes[1], problem.kv_bytes[1]
     # Block 1 lives on rank 5: rows on 4 and 5 of one node; keys on rank 0 and 5.
     first_keys = (1 + 4) * problem.kv_bytes[0]
     assert moved.cost == pytest.approx(q + (1 + 4) * kv + first_keys)
 
 
-def test_polished_costs_are_those_of_the_placement():
+def test_the_bytes_that_solvers_count_are_those_of_the_placement():
     graph = graph_of(LONG_TAILED[0], block_size=1024)
     placement = bisection_bytes.place(graph, Topology(2, 8), LIMITS, 0)
-    problem = make_problem(graph)
-    pins = make_pins(problem)
+    problem, tiles = make_problem(graph), graph.tiles["default"]
     uses = np.zeros((2 * len(problem.tokens), 16), bool)
-    tiles = graph.tiles["default"]
     uses[tiles.q_block, placement.tile_rank["default"]] = True
     uses[tiles.k_block + len(problem.tokens), placement.tile_rank["default"]] = True
     uses[np.arange(len(uses)), np.tile(placement.block_rank, 2)] = True
     both = sum(minimal_bytes(graph, placement, "default", d) for d in Direction)
-    assert ((uses.sum(axis=1) - 1) * pins.size).sum() == pytest.approx(both)
+    size = np.append(problem.q_bytes, problem.kv_bytes)
+    assert ((uses.sum(axis=1) - 1) * size).sum() == pytest.approx(both)

@@ -26,8 +26,9 @@ from dyncp.placement import (
 )
 from dyncp.placement import hypergraph_worker as worker_file
 from dyncp.placement.bisection import bisection
-from dyncp.placement.hypergraph import Hypergraph, build_hypergraph, join_tiles, place_hypergraph
+from dyncp.placement.hypergraph import Hypergraph, build_hypergraph, place_hypergraph
 from dyncp.placement.hypergraph_client import WORKER, SolverError, Worker
+from dyncp.placement.problem import find_cells, make_problem
 from dyncp.verify import check_plan
 from processes import stop
 from strategies import masks_of
@@ -44,6 +45,11 @@ installed = pytest.mark.skipif(
 def graph_of(lengths, mask=masks.causal, block_size=1024) -> BlockGraph:
     batch = Batch.of([mask(int(n)) for n in lengths])
     return build_graph(batch, SHAPE, [block_size] * len(batch.lengths))
+
+
+def hypergraph_of(graph: BlockGraph) -> Hypergraph:
+    problem = make_problem(graph)
+    return build_hypergraph(problem, find_cells(problem), 1.0)
 
 
 def place(graph: BlockGraph, topology: Topology, seed: int = 0) -> Placement:
@@ -88,7 +94,7 @@ def worker():
 def test_blocks_with_their_diagonal_tile_and_other_tiles_are_vertices():
     batch = Batch.of([masks.causal(20), masks.causal(10)])
     graph = build_graph(batch, AttentionShape(2, 1, 4), [10, 10])
-    built = build_hypergraph(graph, join_tiles(graph), 1.0)
+    built = hypergraph_of(graph)
     edges = [built.pins[a:b].tolist() for a, b in zip(built.start, built.start[1:], strict=False)]
     assert edges == [[0], [1, 3], [2], [0, 3], [1], [2]]
     work = built.vertex_weight / built.vertex_weight.sum()
@@ -176,11 +182,11 @@ import sys
 from array import array
 import mtkahypar
 from dyncp.placement import hypergraph_worker as worker
-from test_hypergraph import LONG_TAILED, build_hypergraph, graph_of, join_tiles, np
+from test_hypergraph import LONG_TAILED, graph_of, hypergraph_of, np
 handle = mtkahypar.initialize(int(sys.argv[1]), False)
 worker._library = lambda: (mtkahypar, handle)
 graph = graph_of(LONG_TAILED)
-built = build_hypergraph(graph, join_tiles(graph), 1.0).restrict(np.arange(len(graph.blocks) + 100))
+built = hypergraph_of(graph).restrict(np.arange(len(graph.blocks) + 100))
 given = (built.vertex_weight, built.edge_weight, built.start, built.pins)
 print(worker.partition([array("q", [8, 100_000, 60]), *(array("q", x.tobytes()) for x in given)]))
 """

@@ -160,8 +160,7 @@ def test_limits_that_cost_much_are_warned_of(caplog):
     with caplog.at_level(logging.WARNING, "dyncp.planner.search"):
         choices = [search(task) for _ in range(2)]
     assert choices[0].candidate.balance.missed == 0
-    assert "keeping the limits (compute 0.0123, tokens 0.0123) takes" in caplog.text
-    assert caplog.text.count("times as long as without") == 1
+    assert caplog.text.count("the limits (compute 0.0123, tokens 0.0123) make the step") == 1
 
 
 def test_the_choice_is_explained_by_the_plan():
@@ -292,7 +291,8 @@ def test_a_solver_that_fails_is_replaced_with_one_warning(monkeypatch, caplog):
         choice = choose(make_task(LENGTHS[0], solver="owner_computes"))
     assert choice.candidate.placement.solver != "owner_computes"
     assert (
-        "solver owner_computes failed (RuntimeError: no luck); planning goes on with" in caplog.text
+        "solver owner_computes failed (RuntimeError: no luck); planning continues with"
+        in caplog.text
     )
     found = Search(make_task(LENGTHS[0]))
     with pytest.raises(RuntimeError, match="no solver could plan"):
@@ -324,7 +324,7 @@ def test_mistakes_of_the_caller_are_not_replaced():
         ({"head_groups": 0}, "head_groups is 0; at least 1 is needed"),
         ({"divisions": 1}, "divisions is 1; at least 2 is needed"),
         ({"max_tokens_per_rank": 0}, "max_tokens_per_rank is 0; at least 1"),
-        ({"solver_seconds": 0}, "solver_seconds is 0; a number above 0 is needed"),
+        ({"solver_seconds": 0}, "solver_seconds is 0; it must be positive"),
     ],
 )
 def test_wrong_choices_are_named(options, message):

@@ -290,7 +290,7 @@ def static_cases(draw) -> Case:
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=SLOW)
-@given(case=static_cases(), kernel=st.sampled_from([CpuKernel(), ReferenceKernel(4, 4)]))
+@given(case=static_cases(), kernel=st.sampled_from([CpuKernel(), ReferenceKernel(4)]))
 def test_every_method_is_verified_and_equals_dense_fp64_attention(case, kernel):
     check_plan(case.plan, case.batch)
     tensors = Tensors.draw(case)

@@ -16,7 +16,8 @@ from torch import Tensor
 from cases import Case, Tensors, run_step, run_virtual
 from dyncp import AttentionShape, Batch, DCPExecutor, PlannerConfig, Topology, masks, plan_batch
 from dyncp.plan import batch_order
-from dyncp.transport import Distributed, TransportError
+from dyncp.transport import TransportError
+from dyncp.transport.distributed import Distributed
 from processes import run_ranks
 
 pytestmark = pytest.mark.xdist_group("processes")

@@ -4,28 +4,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from verify_plans import planned_batches, rich_batch, rich_plan
 
 from dyncp import AttentionShape, Batch, Plan, PlannerConfig, Topology, masks, plan_batch
 from dyncp.cli.verify import gpu_kernel_tiles, kernel_calls_of
-from dyncp.kernels import KernelCall, list_kernel_tiles
+from dyncp.kernels import KernelCall
 from dyncp.kernels.tile_lists import SIDE
 from dyncp.plan import MaskPlan, OwnedBlocks
 from dyncp.verify import ListedKernelTiles, Violation, check_kernel_call
 
 LISTED = ("q_tile", "k_tile", "full")
-TILE_SIZES = st.sampled_from([4, 8, 16, 128])
-
-
-def listed_tiles(call: KernelCall, rows: int, columns: int) -> ListedKernelTiles:
-    """What `reference` works from."""
-    tiles = list_kernel_tiles(call, rows, columns)
-    partial, keys = np.zeros(len(tiles.q_tile), np.bool_), call.k_coordinates
-    listed = (tiles.rows, tiles.columns, tiles.q_tile, tiles.k_tile, partial, tiles.ranges)
-    return ListedKernelTiles(*listed, keys, call.q_coordinates, keys)
 
 
 def check(
@@ -36,21 +25,8 @@ def check(
 
 
 @settings(max_examples=60, deadline=None)
-@given(planned_batches(), TILE_SIZES, TILE_SIZES)
-def test_listed_kernel_tiles_allow_exactly_the_pairs_of_the_calls_tiles(
-    case: tuple[Batch, Plan], rows: int, columns: int
-) -> None:
-    batch, plan = case
-    for part in plan.parts:
-        for name, mask in part.masks.items():
-            for call, own in kernel_calls_of(part, mask):
-                listed = listed_tiles(call, rows, columns)
-                assert check(batch, name, part.blocks, mask, own, listed) == []
-
-
-@settings(max_examples=60, deadline=None)
 @given(planned_batches())
-def test_the_tile_lists_of_gpu_kernels_allow_exactly_the_pairs_of_the_calls_tiles(
+def test_tile_lists_allow_exactly_the_pairs_of_the_calls_tiles(
     case: tuple[Batch, Plan],
 ) -> None:
     batch, plan = case
@@ -95,37 +71,39 @@ def test_key_rows_that_hold_nothing_are_found() -> None:
     assert any("rows that hold no key" in violation.sentence for violation in violations)
 
 
-def sample_calls() -> Iterator[tuple[OwnedBlocks, MaskPlan, KernelCall, np.ndarray]]:
-    for part in rich_plan().parts:
+Sample = tuple[OwnedBlocks, MaskPlan, KernelCall, np.ndarray, ListedKernelTiles]
+
+
+def sample_calls(plan: Plan) -> Iterator[Sample]:
+    for part in plan.parts:
         mask = part.masks["default"]
         for call, own in kernel_calls_of(part, mask):
-            yield part.blocks, mask, call, own
+            for listed in gpu_kernel_tiles(call):
+                yield part.blocks, mask, call, own, listed
 
 
 def test_ranges_that_are_not_cut_are_found_where_kernel_tiles_mix_blocks() -> None:
     found = 0
-    for blocks, mask, call, own in sample_calls():
-        uncut = replace(listed_tiles(call, 16, 16), ranges=call.ranges)
+    for blocks, mask, call, own, listed in sample_calls(rich_plan()):
+        partial = np.zeros_like(listed.full)
+        uncut = replace(listed, full=partial, ranges=call.ranges, k_numbers=call.k_coordinates)
         violations = check(rich_batch(), "default", blocks, mask, own, uncut)
         assert {v.invariant for v in violations} <= {6}
         found += any("belongs to 0 tiles" in v.sentence for v in violations)
     assert found > 3
 
 
-@pytest.mark.parametrize("size", [4, 16])
-def test_a_missing_kernel_tile_is_found(size: int) -> None:
-    found = 0
-    for blocks, mask, call, own in sample_calls():
-        listed = listed_tiles(call, size, size)
+def test_a_missing_kernel_tile_is_found() -> None:
+    found, (batch, plan) = 0, long_plan()
+    for blocks, mask, _, own, listed in sample_calls(plan):
         short = replace(listed, **{f: getattr(listed, f)[1:] for f in LISTED})
-        violations = check(rich_batch(), "default", blocks, mask, own, short)
+        violations = check(batch, "default", blocks, mask, own, short)
         found += any("is computed 0 times" in v.sentence for v in violations)
     assert found > 3
 
 
 def test_a_kernel_tile_listed_twice_is_found() -> None:
-    blocks, mask, call, own = next(sample_calls())
-    listed = listed_tiles(call, 16, 16)
+    blocks, mask, _, own, listed = next(sample_calls(rich_plan()))
     columns = {f: getattr(listed, f) for f in LISTED}
     twice = replace(listed, **{f: np.append(column, column[0]) for f, column in columns.items()})
     violations = check(rich_batch(), "default", blocks, mask, own, twice)
@@ -133,15 +111,14 @@ def test_a_kernel_tile_listed_twice_is_found() -> None:
 
 
 def test_coordinates_of_another_block_are_found() -> None:
-    blocks, mask, call, own = next(sample_calls())
+    blocks, mask, call, own, listed = next(sample_calls(rich_plan()))
     shifted = np.where(call.k_coordinates >= 0, (call.k_coordinates + 1) % 51, -1)
-    listed = replace(listed_tiles(call, 16, 16), k_coordinates=shifted)
-    assert check(rich_batch(), "default", blocks, mask, own, listed)
+    shifted = replace(listed, k_coordinates=shifted)
+    assert check(rich_batch(), "default", blocks, mask, own, shifted)
 
 
 def test_kernel_tiles_that_do_not_exist_are_reported_not_raised() -> None:
-    blocks, mask, call, own = next(sample_calls())
-    listed = listed_tiles(call, 16, 16)
+    blocks, mask, _, own, listed = next(sample_calls(rich_plan()))
     for broken in (
         replace(listed, q_tile=listed.q_tile + 99),
         replace(listed, k_tile=listed.k_tile[1:]),

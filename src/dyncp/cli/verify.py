@@ -1,6 +1,5 @@
 """`dyncp verify`: checks a saved plan, invariant by invariant."""
 
-import json
 import math
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dyncp.blocks import Batch
-from dyncp.cli.arguments import Progress, add_json_option
+from dyncp.cli.arguments import Progress, add_json_option, show
 from dyncp.plan import MaskPlan, Plan, RankPlan, load_plan
 from dyncp.verify import (
     INVARIANTS,
@@ -34,7 +33,6 @@ KERNEL_CALLS = 6
 # of it kernel calls) and 1.1 GB.
 MOST_SCORES, MOST_TOKENS = 2**25, 2048
 
-SUMMARY = "check a saved plan, invariant by invariant"
 EXAMPLES = (
     "dyncp plan --lengths 700,300,200 --nodes 1 --ranks-per-node 4 --save batch.plan",
     "dyncp verify batch.plan --numeric",
@@ -76,7 +74,7 @@ def run(args: Namespace) -> int:
     }
     result = {"ok": "violated" not in states, "plan": about}
     result |= {"invariants": invariants, "numeric": numeric}
-    print(json.dumps(result) if args.json else _text(result))
+    show(args, result, _lines(result))
     return 0 if result["ok"] else VIOLATED
 
 
@@ -127,21 +125,20 @@ def _numeric(plan: Plan, batch: Batch, verified: Verified) -> dict[str, Any]:
     return _entry("violated" if wrong else "ok", *wrong) | {"errors": errors}
 
 
-def _text(result: dict[str, Any]) -> str:
+def _lines(result: dict[str, Any]) -> Iterator[str]:
     plan = result["plan"]
-    lines = [
+    yield (
         f"plan {plan['digest']} by {plan['solver']}: {plan['num_tokens']:,} tokens of "
         f"{plan['num_sequences']:,} sequences on {plan['num_ranks']} ranks, masks "
-        f"{', '.join(plan['masks'])}",
-        "",
-    ]
+        f"{', '.join(plan['masks'])}"
+    )
+    yield ""
     for number, entry in result["invariants"].items():
-        lines += _entry_lines(number, INVARIANTS[int(number)], entry)
+        yield from _entry_lines(number, INVARIANTS[int(number)], entry)
     if result["numeric"]:
-        lines += _entry_lines("numeric", _numeric_title(result["numeric"]), result["numeric"])
-    broken = sum(entry["state"] == "violated" for entry in result["invariants"].values())
-    lines += ["", _conclusion(result, broken)]
-    return "\n".join(lines)
+        yield from _entry_lines("numeric", _numeric_title(result["numeric"]), result["numeric"])
+    yield ""
+    yield _conclusion(result)
 
 
 def _entry_lines(label: str, title: str, entry: dict[str, Any]) -> Iterator[str]:
@@ -160,10 +157,11 @@ def _numeric_title(entry: dict[str, Any]) -> str:
     return f"{title}, to {worst:.0e}"
 
 
-def _conclusion(result: dict[str, Any], broken: int) -> str:
-    states = {entry["state"] for entry in result["invariants"].values()}
+def _conclusion(result: dict[str, Any]) -> str:
+    states = [entry["state"] for entry in result["invariants"].values()]
     if result["ok"]:
-        return "The plan is right." if states == {"ok"} else "No violation was found."
+        return "The plan is right." if set(states) == {"ok"} else "No violation was found."
+    broken = states.count("violated")
     if not broken:
         return "The plan must not be run: its results are wrong."
     return f"The plan must not be run: it breaks {broken} of {len(INVARIANTS)} invariants."
@@ -184,12 +182,12 @@ def check_kernel_calls(plan: Plan, batch: Batch) -> list[Violation]:
 
 def kernel_calls_of(part: RankPlan, mask: MaskPlan) -> Iterator[tuple["KernelCall", np.ndarray]]:
     """Every kernel call of a mask on a rank, with the indices of its tiles."""
-    from dyncp.executor.kernel_calls import kernel_calls  # late: torch takes seconds to import
+    from dyncp.executor.kernel_calls import RankProgram  # late: torch takes seconds to import
 
-    for _, program in mask.programs():
-        for division in np.unique(program.tile_division).tolist():
-            for call in kernel_calls(part, mask, program, division):
-                mine = program.tile_division == division
+    for direction, program in mask.programs():
+        for division, calls in RankProgram(part, mask, direction).kernel_calls().items():
+            mine = program.tile_division == division
+            for call in calls:
                 yield call, np.flatnonzero(mine & (mask.tiles.head_group == call.head_group))
 
 
@@ -220,9 +218,9 @@ def gpu_kernel_tiles(call: "KernelCall") -> Iterator[ListedKernelTiles]:
 def _entries(lists: "TileLists") -> np.ndarray:
     """[entries, 3]: a tile, one of the other side that it meets, and whether that is full."""
     entries: list[tuple[int, int, int]] = []
-    for tile in lists.order.tolist():
-        partial = lists.partial[tile, : lists.partial_count[tile]].tolist()
-        runs = lists.runs[tile, : lists.run_count[tile]].tolist()
+    for tile, num_runs, num_partial, *others in lists.entries.tolist():
+        partial = others[2 * lists.most_runs :][:num_partial]
+        runs = zip(others[: 2 * num_runs : 2], others[1 : 2 * num_runs : 2], strict=True)
         entries += [(tile, other, 0) for other in partial]
         entries += [(tile, other, 1) for first, end in runs for other in range(first, end)]
     return np.array(entries, np.int64).reshape(-1, 3)

@@ -1,6 +1,5 @@
 """Runs plans: instruction loop, workspaces, autograd."""
 
-from dyncp.executor import traced as _traced  # registers its operators  # noqa: F401
 from dyncp.executor.attention import DCPAttn, attention
 from dyncp.executor.executor import DCPExecutor
 from dyncp.executor.step import Step

@@ -1,4 +1,9 @@
-"""What attention layers call: `attention(step, q, k, v)`, or `attention(step, q, kv)`."""
+"""What attention layers call: `attention(step, q, k, v)`, or `attention(step, q, kv)`.
+
+torch.compile does not look inside: in its graphs attention is one operator, which gets the number
+of the step (`Step.number`) instead of the step, so one graph serves all batches. Everything is
+checked when the operator runs.
+"""
 
 from collections.abc import Callable
 from functools import wraps
@@ -7,19 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor, is_autocast_enabled
 from torch._compile import _disable_dynamo
+from torch.library import custom_op
 from torch.nn.functional import pad
 
 from dyncp.checks import finite_number, instance_of
 from dyncp.executor.call import (
-    CallOptions,
     Saved,
     attend_backward,
     attend_forward,
     empty_like,
+    empty_per_head,
 )
 from dyncp.executor.executor import DCPExecutor
-from dyncp.executor.recompute import CallRecord, backward_comes_again
-from dyncp.executor.step import Step, unpacked
+from dyncp.executor.step import PreparedPlan, Step, step_of, unpacked
+from dyncp.kernels import accumulator_dtype
 from dyncp.plan import DEFAULT_MASK
 
 # Smaller factors on the scores leave the range of fp32, in which kernels have them.
@@ -43,19 +49,34 @@ def attention(
     packed as one tensor [tokens, 2, kv_heads, head_dim], whose gradient is then packed, too.
 
     `step` is the handle of `executor.prepare(plan)`; the executor itself means its latest handle.
+    Layers that are recomputed in backward need the handle.
     `mask` names one of the plan's masks; `scale` multiplies the scores (default head_dim ** -0.5;
     any finite number); `sink` [q_heads] are logits that take part in each row's softmax without a
     value. With `padded`, tensors may have further rows behind the plan's: they take no part, and
     their results are 0.
     """
-    inputs = _checked_kv(q, k) if v is None else _checked_qkv(q, k, v)
+    names = ("q", "kv") if v is None else ("q", "k", "v")
+    inputs = (q, k) if v is None else (q, k, v)
+    for name, tensor in zip(names, inputs, strict=True):
+        instance_of(name, tensor, Tensor, "a torch tensor")
+    if v is None and (k.ndim != 4 or k.shape[1] != 2):
+        raise ValueError(
+            f"kv has shape {tuple(k.shape)}; expected [tokens, 2, kv_heads, head_dim], or k and v "
+            "as two tensors"
+        )
     instance_of("mask", mask, str, "the name of one of the plan's masks")
     if scale is None:
         scale = _default_scale(q)
     else:
         q, scale = _with_positive_scale(q, _checked_scale(scale))
-    options = CallOptions(mask, scale)
-    return _call(step, (q, *inputs[1:]), options, sink, padded=padded)
+    call = (q, *inputs[1:]), mask, scale, sink
+    if not torch.compiler.is_dynamo_compiling():
+        return _eager_call(step, *call, padded=padded)
+    if not isinstance(step, Step):
+        return _untraced_call(step, *call, padded=padded)  # a graph break
+    tensors = (step.number, *unpacked(*call[0]), sink)
+    out: Tensor = torch.ops.dyncp.attention(*tensors, mask, scale, padded)[0]
+    return out
 
 
 class DCPAttn:
@@ -65,23 +86,6 @@ class DCPAttn:
     def apply(step: Step | DCPExecutor, q: Tensor, kv: Tensor) -> Tensor:
         """See `attention`."""
         return attention(step, q, kv)
-
-
-def _checked_kv(q: Tensor, kv: Tensor) -> tuple[Tensor, ...]:
-    for name, tensor in (("q", q), ("kv", kv)):
-        instance_of(name, tensor, Tensor, "a torch tensor")
-    if kv.ndim != 4 or kv.shape[1] != 2:
-        raise ValueError(
-            f"kv has shape {tuple(kv.shape)}; expected [tokens, 2, kv_heads, head_dim], or k and v "
-            "as two tensors"
-        )
-    return q, kv
-
-
-def _checked_qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        instance_of(name, tensor, Tensor, "a torch tensor")
-    return q, k, v
 
 
 def _default_scale(q: Tensor) -> float:
@@ -110,61 +114,56 @@ def _with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
     return (q, scale) if scale >= SMALLEST_SCALE else (q * scale, 1.0)
 
 
-def _call(
-    step: Step | DCPExecutor,
-    inputs: tuple[Tensor, ...],
-    options: CallOptions,
-    sink: Tensor | None,
-    *,
-    padded: bool,
-) -> Tensor:
-    if not torch.compiler.is_dynamo_compiling():
-        return _padded_call(step, inputs, options, sink, padded=padded)
-    if isinstance(step, Step):  # one opaque operator of the graph: see traced.py
-        tensors = (step.number, *unpacked(*inputs), sink)
-        out: Tensor = torch.ops.dyncp.attention(*tensors, options.mask, options.scale, padded)[0]
-        return out
-    return _untraced_call(step, inputs, options, sink, padded=padded)  # a graph break
-
-
-def _padded_call(
-    step: Step | DCPExecutor,
-    inputs: tuple[Tensor, ...],
-    options: CallOptions,
-    sink: Tensor | None,
-    *,
-    padded: bool,
-) -> Tensor:
-    if not padded:
-        return _eager_call(step, inputs, options, sink)
-    rows = (step if isinstance(step, Step) else step.latest).num_rows
-    out = _eager_call(step, tuple(x[:rows] for x in inputs), options, sink)
-    return pad(out, (0, 0, 0, 0, 0, len(inputs[0]) - rows))
-
-
 def _eager_call(
     step: Step | DCPExecutor,
     inputs: tuple[Tensor, ...],
-    options: CallOptions,
+    mask: str,
+    scale: float,
     sink: Tensor | None,
+    *,
+    padded: bool,
 ) -> Tensor:
     """`inputs` are q, k, v, or q and packed kv, whose gradient is then packed, too."""
+    step, num_rows = _resolve(step), len(inputs[0])
+    if padded:
+        inputs = tuple(x[: step.num_rows] for x in inputs)
     leaves = inputs if sink is None else (*inputs, sink)
     has_graph = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
-    handle, record = _resolve(step, has_graph=has_graph)
-    handle = check_call(handle, inputs, options.mask, sink, backward=has_graph)
-    out: Tensor = _Attention.apply(handle, record, options, sink, *inputs)  # type: ignore[no-untyped-call]
-    return out
+    prepared = check_call(step, inputs, mask, sink, backward=has_graph)
+    out: Tensor = _Attention.apply(prepared, mask, scale, sink, *inputs)  # type: ignore[no-untyped-call]
+    return pad(out, (0, 0, 0, 0, 0, num_rows - step.num_rows)) if padded else out
+
+
+_untraced_call = _disable_dynamo(_eager_call)  # torch.compiler.disable, which takes 1 s to import
+
+
+def _resolve(step: Step | DCPExecutor) -> Step:
+    if isinstance(step, Step):
+        return step
+    if not isinstance(step, DCPExecutor):
+        raise ValueError(
+            f"the first argument of attention is {type(step).__name__}; expected the handle that "
+            "executor.prepare(plan) returns, or the executor"
+        )
+    if torch._C._current_graph_task_id() != -1:
+        raise ValueError(
+            "attention was called through the executor during backward (activation checkpointing), "
+            "and which plan its forward had is not certain; pass the handle of prepare() to the "
+            "layers: attention(step, q, k, v)"
+        )
+    return step.latest
 
 
 def check_call(
     step: Step, inputs: tuple[Tensor, ...], mask: str, sink: Tensor | None, *, backward: bool
-) -> Step:
-    """Raises ValueError where a call does not fit the plan; gives the step for its kernel."""
+) -> PreparedPlan:
+    """Raises ValueError where a call does not fit the plan; gives the plan prepared for a kernel
+    that takes such inputs."""
     if sink is not None:
         _check_sink(sink, inputs[0])
-    step.check(mask, inputs, backward=backward)
-    return step.fitting(inputs)
+    prepared = step.prepared
+    prepared.check(mask, inputs, backward=backward)
+    return prepared.fitting(inputs)
 
 
 def _check_sink(sink: Tensor, q: Tensor) -> None:
@@ -177,20 +176,6 @@ def _check_sink(sink: Tensor, q: Tensor) -> None:
         raise ValueError(
             f"sink is {sink.dtype} on {sink.device}; expected floating point on {q.device}, as q"
         )
-
-
-_untraced_call = _disable_dynamo(_padded_call)  # torch.compiler.disable, which takes 1 s to import
-
-
-def _resolve(step: Step | DCPExecutor, *, has_graph: bool) -> tuple[Step, CallRecord | None]:
-    if isinstance(step, Step):
-        return step, None
-    if not isinstance(step, DCPExecutor):
-        raise ValueError(
-            f"the first argument of attention is {type(step).__name__}; expected the handle that "
-            "executor.prepare(plan) returns, or the executor"
-        )
-    return step.calls.resolve(step.latest, has_graph=has_graph)
 
 
 def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -220,15 +205,15 @@ class _Attention(torch.autograd.Function):
     @without_autocast
     def forward(
         ctx: Any,
-        step: Step,
-        record: CallRecord | None,
-        options: CallOptions,
+        prepared: PreparedPlan,
+        mask: str,
+        scale: float,
         sink: Tensor | None,
         *inputs: Tensor,
     ) -> Tensor:
-        out, lse = forward_with_sink(step, options, sink, *unpacked(*inputs))
+        out, lse = _forward_with_sink(prepared, mask, scale, sink, unpacked(*inputs))
         ctx.save_for_backward(out, lse, sink, *inputs)
-        ctx.step, ctx.record, ctx.options = step, record, options
+        ctx.call = prepared, mask, scale
         return out
 
     @staticmethod
@@ -238,11 +223,10 @@ class _Attention(torch.autograd.Function):
         with torch.no_grad():
             grads = [empty_like(x) for x in inputs]
             saved = Saved(*unpacked(*inputs), out, lse, dout)
-            dsink = backward_with_sink(ctx.step, ctx.options, sink, saved, unpacked(*grads))
+            prepared, mask, scale = ctx.call
+            dsink = _backward_with_sink(prepared, mask, scale, sink, saved, unpacked(*grads))
             if dsink is not None:
                 grads.append(dsink)
-        if not backward_comes_again():
-            ctx.record = None
         if torch.is_grad_enabled():  # create_graph=True
             leaves = inputs if sink is None else (*inputs, sink)
             grads = list(_Once.apply(len(grads), *grads, dout, *leaves))  # type: ignore[no-untyped-call]
@@ -267,35 +251,136 @@ class _Once(torch.autograd.Function):
         )
 
 
-def forward_with_sink(
-    step: Step, options: CallOptions, sink: Tensor | None, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp, as `attend_forward`."""
-    out, lse = attend_forward(step, options, q, k, v)
-    return (out, lse) if sink is None else _add_sink(out, lse, sink)
-
-
-def backward_with_sink(
-    step: Step,
-    options: CallOptions,
+def _forward_with_sink(
+    prepared: PreparedPlan,
+    mask: str,
+    scale: float,
     sink: Tensor | None,
-    saved: Saved,
-    grads: tuple[Tensor, Tensor, Tensor],
-) -> Tensor | None:
-    """Writes the gradients of q, k and v, and gives that of the sink."""
-    attend_backward(step, options, saved, grads)
-    return None if sink is None else _sink_gradient(sink, saved.lse, saved.dout, saved.out)
-
-
-def _add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """The softmax with one more logit per head: the output shrinks by the sink's share."""
+    inputs: tuple[Tensor, Tensor, Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp, as `attend_forward`. The sink is one more logit per head: the output
+    shrinks by its share of the softmax."""
+    out, lse = attend_forward(prepared, mask, scale, *inputs)
+    if sink is None:
+        return out, lse
     total = torch.logaddexp(lse, sink.to(lse.dtype))
     return (out * torch.exp(lse - total).unsqueeze(-1)).to(out.dtype), total
 
 
-def _sink_gradient(sink: Tensor, lse: Tensor, dout: Tensor, out: Tensor) -> Tensor:
-    """−Σ rows (share of the sink) × row sum of dO·O: its value is 0, so only the normaliser
-    moves."""
-    delta = (dout.to(lse.dtype) * out).sum(dim=-1)
+def _backward_with_sink(
+    prepared: PreparedPlan,
+    mask: str,
+    scale: float,
+    sink: Tensor | None,
+    saved: Saved,
+    grads: tuple[Tensor, Tensor, Tensor],
+) -> Tensor | None:
+    """Writes the gradients of q, k and v, and gives that of the sink: −Σ rows (share of the sink) ×
+    row sum of dO·O, since its value is 0, so that only the normaliser moves."""
+    attend_backward(prepared, mask, scale, saved, grads)
+    if sink is None:
+        return None
+    lse = saved.lse
+    delta = (saved.dout.to(lse.dtype) * saved.out).sum(dim=-1)
     share = torch.exp(sink.to(lse.dtype) - lse)
     return -(share * delta).sum(dim=0).to(sink.dtype)
+
+
+@custom_op("dyncp::attention", mutates_args=())
+@without_autocast
+def traced_attention(
+    number: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    mask: str,
+    scale: float,
+    padded: bool,
+) -> tuple[Tensor, Tensor]:
+    """Output like q, and log-sum-exp [q heads, tokens]; also of rows that only pad."""
+    step = step_of(number)
+    rows = step.num_rows if padded else len(q)
+    given = q[:rows], k[:rows], v[:rows]
+    prepared = check_call(step, given, mask, sink, backward=False)
+    out, lse = _forward_with_sink(prepared, mask, scale, sink, given)
+    all_out, all_lse = _outputs_of(q)
+    all_out[:rows], all_lse[:, :rows] = out, lse.T
+    all_out[rows:], all_lse[:, rows:] = 0, 0
+    return all_out, all_lse
+
+
+@traced_attention.register_fake
+def _(
+    number: Tensor,  # noqa: ARG001
+    q: Tensor,
+    k: Tensor,  # noqa: ARG001
+    v: Tensor,  # noqa: ARG001
+    sink: Tensor | None,  # noqa: ARG001
+    mask: str,  # noqa: ARG001
+    scale: float,  # noqa: ARG001
+    padded: bool,  # noqa: ARG001
+) -> tuple[Tensor, Tensor]:
+    return _outputs_of(q)
+
+
+def _outputs_of(q: Tensor) -> tuple[Tensor, Tensor]:
+    return empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=accumulator_dtype(q.dtype))
+
+
+@custom_op("dyncp::attention_backward", mutates_args=())
+@without_autocast
+def traced_backward(  # noqa: PLR0913, PLR0917
+    number: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    mask: str,
+    scale: float,
+    padded: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and the sink; of the latter without entries where there is none."""
+    step = step_of(number)
+    rows = step.num_rows if padded else len(q)
+    given = q[:rows], k[:rows], v[:rows]
+    prepared = check_call(step, given, mask, sink, backward=True)
+    of_rows = empty_per_head(given[0])
+    of_rows.copy_(lse[:, :rows].T)
+    grads = empty_like(q), empty_like(k), empty_like(v)
+    for grad in grads:
+        grad[rows:] = 0
+    saved = Saved(*given, out[:rows], of_rows, dout[:rows])
+    of_plan = grads[0][:rows], grads[1][:rows], grads[2][:rows]
+    dsink = _backward_with_sink(prepared, mask, scale, sink, saved, of_plan)
+    return *grads, q.new_empty(0) if dsink is None else dsink
+
+
+@traced_backward.register_fake
+def _(
+    number: Tensor,  # noqa: ARG001
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dsink = q.new_empty(0) if sink is None else empty_like(sink)
+    return empty_like(q), empty_like(k), empty_like(v), dsink
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    number, q, k, v, sink, *ctx.options = inputs
+    ctx.save_for_backward(number, q, k, v, sink, *output)
+
+
+def _differentiate(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors
+    dq, dk, dv, dsink = torch.ops.dyncp.attention_backward(*saved, dout, *ctx.options)
+    return None, dq, dk, dv, None if saved[4] is None else dsink, None, None, None
+
+
+traced_attention.register_autograd(_differentiate, setup_context=_keep)

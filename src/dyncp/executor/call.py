@@ -1,126 +1,56 @@
-"""One attention call of a prepared step, forward and backward, on all ranks of this process."""
+"""One attention call of a prepared plan, forward and backward, on all ranks of this process.
 
-from collections.abc import Generator, Sequence
+All that is the same in every call is found before the first, by `bind_rank`: tensors, tables, and
+the arguments of kernels, as steps that only have to be run. What the caller brings comes with the
+`Frame`.
+"""
+
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import gcd
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from dyncp.executor.bind import BoundStep, PhaseMessages, bind_rank
 from dyncp.executor.engine import Arena, Engine
-from dyncp.executor.graphs import Frame, Segment
-from dyncp.executor.layout import RankLayout
-from dyncp.executor.order import START, Mark, Wait
-from dyncp.executor.step import CallLayout, Step
-from dyncp.executor.streams import Streams
-from dyncp.kernels import Dtypes, accumulator_dtype
+from dyncp.executor.graphs import BoundStep, Frame, PhaseMessages, Runner, Segment, Streams, drive
+from dyncp.executor.layout import INPUT_NAMES
+from dyncp.executor.order import (
+    START,
+    Compute,
+    DeviceWork,
+    Launch,
+    LaunchKind,
+    Mark,
+    RowWork,
+    Wait,
+    assign_streams,
+    freed_times,
+    graph_order,
+    program_order,
+)
+from dyncp.executor.row_work import RESULTS, WHOLE_TILE, RankCall
+from dyncp.executor.step import CallLayout, PreparedPlan
+from dyncp.kernels import Dtypes, Gradients, Memory, Sums, accumulator_dtype
 from dyncp.kernels.row_ops import Results
-from dyncp.plan import Direction
-from dyncp.plan.buffers import padded_rows
-from dyncp.transport import Channel, TransportError
-
-
-class Runner:
-    """One rank's run of one program. `run` yields whenever it must wait for another rank of this
-    process."""
-
-    def __init__(
-        self,
-        steps: Sequence[BoundStep],
-        direction: Direction,
-        frame: Frame,
-        channel: Channel,
-        streams: Streams,
-    ) -> None:
-        self._steps, self._direction, self._frame = steps, direction, frame
-        self._channel, self._streams = channel, streams
-        self.num_finished = 0
-
-    @property
-    def last_finished(self) -> str:
-        return self._steps[self.num_finished - 1].name if self.num_finished else "none"
-
-    def run(self) -> Generator[None, None, None]:
-        name = "the end"
-        try:
-            for step in self._steps:
-                name = step.name
-                for phase in step.waits:
-                    while not self._channel.ready(phase):
-                        yield
-                self._do(step.action)
-                self.num_finished += 1
-            name = "the end"
-            self._channel.finish()
-        except TransportError as error:
-            direction = self._direction.name.lower()
-            where = f"{direction}, at {name}; last finished: {self.last_finished}"
-            raise TransportError(f"{error} [{where}]") from error
-
-    def _do(self, action: Segment | tuple[PhaseMessages, ...] | Wait | Mark) -> None:
-        if isinstance(action, Segment):
-            action.run(self._frame)
-        elif isinstance(action, tuple):
-            self._launch(action)
-        elif isinstance(action, Wait):
-            self._channel.wait(action.phase)
-        else:
-            self._streams.mark(action.time)
-
-    def _launch(self, phases: tuple[PhaseMessages, ...]) -> None:
-        """Each as soon as the device has reached its mark; later marks imply earlier ones."""
-        channel, streams, reached = self._channel, self._streams, START - 1
-        with streams.communicating():
-            for one in phases:
-                if one.ready > reached:
-                    streams.wait_for(one.ready)
-                    reached = one.ready
-                channel.launch(one.phase, one.sends, one.receives, one.arrived)
-
-
-def drive(runners: Sequence[Runner]) -> None:
-    """Runs all ranks of this process, round robin, to their ends."""
-    active = [(runner, runner.run()) for runner in runners]
-    while active:
-        before = [runner.num_finished for runner, _ in active]
-        active = [(runner, steps) for runner, steps in active if _advance(steps)]
-        if active and before == [runner.num_finished for runner, _ in active]:
-            stuck = ", ".join(runner.last_finished for runner, _ in active)
-            raise TransportError(f"no virtual rank can go on; last finished instructions: {stuck}")
-
-
-def _advance(steps: Generator[None, None, None]) -> bool:
-    """Runs a rank until it must wait; False when it is done."""
-    try:
-        next(steps)
-    except StopIteration:
-        return False
-    return True
-
+from dyncp.plan import Direction, Space
+from dyncp.plan.buffers import INPUTS, padded_rows
 
 ALIGNMENT = 16  # bytes: GPU kernels load up to so many at once
-
-
-@dataclass(frozen=True, slots=True)
-class CallOptions:
-    """What one call may choose: the mask by name and the factor on the scores."""
-
-    mask: str
-    scale: float
+NO_RESULTS = Results(())
 
 
 def attend_forward(
-    step: Step, options: CallOptions, q: Tensor, k: Tensor, v: Tensor
+    prepared: PreparedPlan, mask: str, scale: float, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Output like q, and log-sum-exp [tokens, q heads] in the accumulator dtype, heads first in
     memory."""
     out, lse = empty_like(q), empty_per_head(q)
     given = tuple(dense_rows(x) for x in (q, k, v))
-    use = step.engine.use_of_graphs()
-    frame = Frame(given, None, None, Results((out,), lse), options.scale, *use)
-    _run(step, options.mask, Direction.FORWARD, frame)
+    use = prepared.engine.use_of_graphs()
+    frame = Frame(given, None, None, Results((out,), lse), scale, *use)
+    _run(prepared, mask, Direction.FORWARD, frame)
     return out, lse
 
 
@@ -137,13 +67,17 @@ class Saved:
 
 
 def attend_backward(
-    step: Step, options: CallOptions, saved: Saved, grads: tuple[Tensor, Tensor, Tensor]
+    prepared: PreparedPlan,
+    mask: str,
+    scale: float,
+    saved: Saved,
+    grads: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """Writes the gradients of q, k and v."""
     given = tuple(dense_rows(x) for x in (saved.q, saved.k, saved.v, saved.dout))
-    out, use = dense_rows(saved.out), step.engine.use_of_graphs()
-    frame = Frame(given, saved.lse, out, Results(grads), options.scale, *use)
-    _run(step, options.mask, Direction.BACKWARD, frame)
+    out, use = dense_rows(saved.out), prepared.engine.use_of_graphs()
+    frame = Frame(given, saved.lse, out, Results(grads), scale, *use)
+    _run(prepared, mask, Direction.BACKWARD, frame)
 
 
 def empty_like(x: Tensor) -> Tensor:
@@ -174,40 +108,34 @@ def dense_rows(x: Tensor) -> Tensor:
     return x if dense else x.clone(memory_format=torch.contiguous_format)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rank:
-    steps: list[BoundStep]
-    streams: Streams
-
-
-def _run(step: Step, mask: str, direction: Direction, frame: Frame) -> None:
+def _run(prepared: PreparedPlan, mask: str, direction: Direction, frame: Frame) -> None:
     """One call at a time: its memory, and the messages of its phases, are the executor's."""
-    engine = step.engine
-    if not engine.lock.acquire(blocking=False):
-        engine.wait_for_lock()
+    engine = prepared.engine
+    engine.begin_call()
     try:
-        _run_alone(step, step.layout(mask, direction, *frame.given[:2]), frame)
+        layout = prepared.layout(mask, direction, *frame.given[:2])
+        ranks = _bound_ranks(prepared, layout, engine.arena(), captured=frame.captured)
+        channels = engine.transport.open(layout.number)
+        runners = [
+            Runner(steps, direction, frame, channel, streams)
+            for (steps, streams), channel in zip(ranks, channels, strict=True)
+        ]
+        try:
+            drive(runners)
+        finally:  # also of a call that failed: the next one uses the same memory
+            for _, streams in ranks:
+                streams.join()
     finally:
         engine.lock.release()
 
 
-def _run_alone(step: Step, layout: CallLayout, frame: Frame) -> None:
-    engine, arena = step.engine, step.engine.arena()
-    ranks = _bound_ranks(step, layout, arena, captured=frame.captured)
-    channels = engine.transport.open(layout.call)
-    runners = [
-        Runner(rank.steps, layout.direction, frame, channel, rank.streams)
-        for rank, channel in zip(ranks, channels, strict=True)
-    ]
-    try:
-        drive(runners)
-    finally:  # also of a call that failed: the next one uses the same memory
-        for rank in ranks:
-            rank.streams.join()
+BoundRank = tuple[list[BoundStep], Streams]
 
 
-def _bound_ranks(step: Step, layout: CallLayout, arena: Arena, *, captured: bool) -> list[_Rank]:
-    base = arena.take(layout.num_bytes, step.num_bytes)
+def _bound_ranks(
+    prepared: PreparedPlan, layout: CallLayout, arena: Arena, *, captured: bool
+) -> list[BoundRank]:
+    base = arena.take(layout.num_bytes, prepared.num_bytes)
     kept = arena.kept(layout)
     if kept is None:  # the first call on this stream, or in this memory
         layout.wait_for_indices()
@@ -216,14 +144,217 @@ def _bound_ranks(step: Step, layout: CallLayout, arena: Arena, *, captured: bool
     ranks = kept.get(captured)
     if ranks is None:
         with torch.inference_mode(False):  # calls in other modes use the same tensors
-            ranks = [_bind(x, base, layout.dtypes, step.engine, captured) for x in layout.ranks]
+            ranks = [
+                bind_rank(call, base, layout.dtypes, prepared.engine, captured=captured)
+                for call in layout.ranks
+            ]
         kept[captured] = ranks
-    return cast(list[_Rank], ranks)
+    return cast(list[BoundRank], ranks)
 
 
-def _bind(
-    layout: RankLayout, base: Tensor, dtypes: Dtypes, engine: Engine, captured: bool
-) -> _Rank:
-    streams = engine.streams(has_messages=layout.lowered.has_messages, captured=captured)
-    tools = (engine.kernel, engine.row_ops, streams)
-    return _Rank(bind_rank(layout, base, dtypes, *tools, beside=engine.graphs.beside), streams)
+def bind_rank(
+    call: RankCall, base: Tensor, dtypes: Dtypes, engine: Engine, *, captured: bool
+) -> BoundRank:
+    """`base` is the memory of the whole call, uint8; `captured`: by the caller."""
+    has_messages = call.layout.program.has_messages
+    streams = engine.streams(has_messages=has_messages, captured=captured)
+    return list(_Binder(call, base, dtypes, engine, streams).steps()), streams
+
+
+class _Binder:
+    def __init__(
+        self, call: RankCall, base: Tensor, dtypes: Dtypes, engine: Engine, streams: Streams
+    ) -> None:
+        self._call, self._layout, self._program = call, call.layout, call.layout.program
+        self._base, self._memory = base, Memory.of(base, dtypes)
+        self._one_dtype = dtypes.wide == dtypes.input  # of sums and of results
+        self._engine, self._row_ops, self._streams = engine, engine.row_ops, streams
+        first = call.layout.first_row
+        self._local_rows = slice(first, first + self._program.part.local_rows)
+
+    def steps(self) -> Iterator[BoundStep]:
+        call, program = self._call, self._program
+        fixed = program.style.fixed and program.has_messages
+        order = graph_order if fixed else program_order
+        points = order(program.instructions, call.ready, {*call.copies, *call.sums})
+        inside = {p for x in points if isinstance(x.item, DeviceWork) for p in x.item.waits}
+        opening = list(self._opening())
+        if opening:
+            yield BoundStep(Segment(opening, fixed=False), (), "start")
+        for item, name in ((point.item, point.name) for point in points):
+            if isinstance(item, DeviceWork):
+                launches = [launch for x in item.items for launch in self._launches(x)]
+                if launches:
+                    segment = self._segment(launches, fixed=fixed)
+                    yield BoundStep(segment, item.waits, name)
+            elif isinstance(item, Launch):
+                messages = [self._messages(phase, inside=phase in inside) for phase in item.phases]
+                yield BoundStep(tuple(messages), (), name)
+            else:
+                yield BoundStep(item, (item.phase,) if isinstance(item, Wait) else (), name)
+        table = call.sums.get(len(program.instructions))
+        if table is not None:
+            ops, memory, dim = self._row_ops, self._memory, self._layout.shape.head_dim
+            last: Work = lambda f: ops.combine(table, memory, f.results, dim, f.scale)  # noqa: E731
+            yield BoundStep(Segment([last], fixed=False), (), "the end")
+
+    def _segment(self, launches: "list[tuple[LaunchKind, int, Work]]", *, fixed: bool) -> Segment:
+        """Its launches run on several streams, but not where kernel tiles hold rows of several
+        slots: calls then read what others fill."""
+        program, streams = self._program, None
+        if self._engine.graphs.beside and not program.part.slot_alignment % WHOLE_TILE:
+            kinds = [(kind, time) for kind, time, _ in launches]
+            streams = assign_streams(kinds, freed_times(program), in_turn=program.calls_depend)
+        return Segment([work for *_, work in launches], fixed=fixed, streams=streams)
+
+    def _messages(self, phase: int, *, inside: bool) -> PhaseMessages:
+        sends, receives = (
+            {peer: self._base[where] for peer, where in fields.peers.get(phase, {}).items()}
+            for fields in (self._layout.sends, self._layout.receives)
+        )
+        arrived = self._streams.arrived(phase) if inside else None
+        return PhaseMessages(phase, sends, receives, self._call.ready[phase], arrived)
+
+    def _opening(self) -> "Iterator[Work]":
+        """Row sums, cleared sums, and local rows: all that needs the caller's inputs."""
+        program, memory, row_ops = self._program, self._memory, self._row_ops
+        if program.backward:
+            cleared, sums = self._layout.cleared(memory), self._call.row_sums
+            collects, dout = program.style.collects, INPUT_NAMES.index("dout")
+            padded = program.part.local_rows > program.part.local_tokens
+            if collects or program.has_messages or padded:
+                yield lambda _: _zero(cleared)
+
+            def row_sums(frame: Frame) -> None:
+                assert frame.out is not None
+                assert frame.lse is not None
+                given = frame.given[dout], frame.out, frame.lse
+                row_ops.row_sums(sums, memory, *given, base_2=collects)
+
+            yield row_sums
+        table = self._call.copies.get(START)
+        if table is not None:
+            yield lambda f: row_ops.copy(table, memory, f.given, f.lse)
+        for _, _, work in self._sums(START):
+            yield work
+
+    def _launches(
+        self, item: Wait | Mark | Compute | RowWork
+    ) -> "Iterator[tuple[LaunchKind, int, Work]]":
+        if isinstance(item, Wait):
+            arrived = self._streams.arrived(item.phase)
+            yield LaunchKind.WAIT, START, lambda _: arrived.wait()
+        elif isinstance(item, Mark):
+            marked = self._streams.marked(item.time)
+            yield LaunchKind.MARK, item.time, lambda _: marked.record()
+        elif isinstance(item, RowWork):
+            copies, row_ops, memory = self._call.copies, self._row_ops, self._memory
+            table = copies.get(item.time)
+            if table is not None:
+                yield LaunchKind.COPY, item.time, lambda _: row_ops.copy(table, memory, (), None)
+            yield from self._sums(item.time)
+        else:
+            for group, call in self._program.calls[item.division]:
+                bound = self._kernel_call(item.division, group, call)
+                yield LaunchKind.KERNEL, item.time, bound
+
+    def _sums(self, time: int) -> "Iterator[tuple[LaunchKind, int, Work]]":
+        """Of rows that leave."""
+        table, row_ops, memory = self._call.sums.get(time), self._row_ops, self._memory
+        dim = self._layout.shape.head_dim
+        if table is not None:
+            work: Work = lambda f: row_ops.combine(table, memory, NO_RESULTS, dim, f.scale)  # noqa: E731
+            yield LaunchKind.SUM, time, work
+
+    def _kernel_call(self, division: int, group: int, call: Any) -> "Work":
+        """Tensors of buffers are bound, the caller's are cut out of the frame."""
+        kernel, direction = self._program.kernel, self._program.direction
+        inputs = [self._input(name, group) for space in Space for name in INPUTS[direction][space]]
+        if not self._program.backward:
+            out, of_rows = self._result("out", division, group), self._lse(division, group)
+
+            def attend(frame: Frame) -> None:
+                q, k, v = (x(frame) for x in inputs)
+                kernel.attend(call, q, k, v, frame.scale, out(frame), of_rows(frame))
+
+            return attend
+        lse, delta = (
+            self._layout.tensor(self._memory, (name, group, -1)) for name in ("lse", "delta")
+        )
+        grads = [self._result(name, division, group) for name in ("dq", "dk", "dv")]
+
+        def attend_backward(frame: Frame) -> None:
+            q, dout, k, v = (x(frame) for x in inputs)
+            sums = Gradients(*(grad(frame) for grad in grads))
+            kernel.attend_backward(call, (q, k, v), dout, lse, delta, frame.scale, sums)
+
+        return attend_backward
+
+    def _buffer(self, name: str, group: int, division: int = -1) -> Tensor | None:
+        key = (name, group, division)
+        if key not in self._layout.buffers:
+            return None
+        return self._layout.tensor(self._memory, key)
+
+    def _input(self, name: str, group: int) -> "Bound":
+        buffer = self._buffer(name, group)
+        if buffer is not None:
+            return lambda _: buffer
+        index, rows = INPUT_NAMES.index(name), self._local_rows
+        heads = self._layout.heads(name, group)
+        return lambda frame: frame.given[index][rows, heads]
+
+    def _result(self, name: str, division: int, group: int) -> "Bound":
+        """Where a call leaves a result, or adds to it."""
+        for buffer in (
+            self._buffer(f"{name}_sums", group),
+            self._buffer(f"{name}_call", group, division),
+        ):
+            if buffer is not None:
+                apart = Sums(buffer)
+                return lambda _: apart
+        final, wide = self._buffer(name, group), self._buffer(f"{name}_wide", group)
+        if final is not None:
+            sums = Sums(final, self._wide(final, wide))
+            return lambda _: sums
+        index, heads = RESULTS[name], self._layout.heads(name, group)
+        rows = self._result_rows(division, group)
+
+        def of_caller(frame: Frame) -> Sums:
+            final = frame.results.rows[index][rows, heads]
+            return Sums(final, self._wide(final, wide))
+
+        return of_caller
+
+    def _wide(self, final: Tensor, wide: Tensor | None) -> Tensor | None:
+        return final if self._one_dtype else wide
+
+    def _lse(self, division: int, group: int) -> "Bound":
+        """Where a forward call leaves its log-sum-exps."""
+        buffer = self._buffer("lse_call", group, division)
+        buffer = self._buffer("lse", group) if buffer is None else buffer
+        if buffer is not None:
+            return lambda _: buffer
+        rows, heads = self._result_rows(division, group), self._layout.heads("lse", group)
+
+        def of_caller(frame: Frame) -> Tensor:
+            assert frame.results.lse is not None
+            return frame.results.lse[rows, heads]
+
+        return of_caller
+
+    def _result_rows(self, division: int, group: int) -> slice:
+        """Of the caller's tensors: what a kernel that does not merge writes, or all local rows."""
+        rows = self._local_rows
+        if self._program.backward or self._program.style.merges:
+            return rows
+        hull, _ = self._program.call_rows[division, group]
+        return slice(rows.start + hull.start, rows.start + hull.stop)
+
+
+Work = Callable[[Frame], None]
+Bound = Callable[[Frame], Any]  # a tensor or sums, bound already or of the caller's
+
+
+def _zero(tensor: Tensor) -> None:
+    tensor.zero_()

@@ -10,12 +10,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from dyncp.executor.graphs import Graphs
+from dyncp.executor.graphs import DeviceStreams, Graphs, HostStreams, Streams
 from dyncp.executor.kernel_calls import style_of
-from dyncp.executor.streams import DeviceStreams, HostStreams, Streams
 from dyncp.kernels import Kernel, RowOps
 from dyncp.plan import AttentionShape, KernelStyle
 from dyncp.transport import Transport
+
+logger = logging.getLogger(__name__)
 
 HEADROOM = 1.25  # of growth after the first, and of memory reserved for samples: batches differ
 
@@ -60,8 +61,6 @@ class Arena:
         self._views[key] = views
 
 
-logger = logging.getLogger(__name__)
-
 CLOSED = "the executor was closed: make another one to prepare and run plans"
 
 
@@ -70,8 +69,10 @@ class WrongResultsError(Exception):
 
 
 class Engine:
-    """Kernel, transport and memory. `shape` is that of the latest call: plans that fit any shape
-    are laid out for it in `prepare`, in the hope that the model stays the same."""
+    """Kernel, transport and memory. `alternative` is for inputs that the kernel refuses; `check`
+    compares the kernel with dense attention before its first use with a shape and raises
+    WrongResultsError (None: it is trusted). `latest_shape` is that of the latest call: plans that
+    fit any shape are laid out for it in `prepare`, since models seldom change."""
 
     def __init__(
         self,
@@ -80,18 +81,17 @@ class Engine:
         device: torch.device,
         row_ops: RowOps,
         graphs: Graphs | None = None,
+        *,
+        alternative: "Engine | None" = None,
+        check: "Callable[[Engine, AttentionShape], None] | None" = None,
     ) -> None:
         self.kernel, self.transport, self.device = kernel, transport, device
-        # RowState during a call: calls share memory and messages. Engines of one executor share it.
-        self.lock = threading.Lock()
-        self.alternative: Engine | None = None  # for inputs that the kernel refuses
-        self.row_ops = row_ops
+        self.row_ops, self.alternative, self.check = row_ops, alternative, check
+        # Held during a call: calls share memory and messages. Engines of one executor share it.
+        self.lock: threading.Lock = alternative.lock if alternative else threading.Lock()
         self.graphs = Graphs.choose("auto", device, kernel) if graphs is None else graphs
         self.on_gpu = device.type == "cuda"
-        self.shape: AttentionShape | None = None
-        # Compares a kernel with dense attention before its first use with a shape; None: it is
-        # trusted. Raises WrongResultsError.
-        self.check: Callable[[Engine, AttentionShape], None] | None = None
+        self.latest_shape: AttentionShape | None = None
         self._refused: dict[AttentionShape, str] = {}  # reasons; empty ones: the kernel is right
         self._arenas: dict[int, Arena] = {}
         self._is_closed = False
@@ -150,9 +150,11 @@ class Engine:
             self._arenas.clear()
             self._is_closed = True
 
-    def wait_for_lock(self) -> None:
-        """Another thread's call is under way. Processes could order the two differently, and take
-        the messages of one for the other's: there it raises."""
+    def begin_call(self) -> None:
+        """Takes the lock. If another thread's call is under way it waits, but processes could order
+        the two differently, and take the messages of one for the other's: there it raises."""
+        if self.lock.acquire(blocking=False):
+            return
         if self.transport.num_ranks > len(self.transport.ranks):
             raise RuntimeError(
                 "two threads call attention of one executor at the same time; ranks in processes "

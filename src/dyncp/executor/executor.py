@@ -1,6 +1,7 @@
 """DCPExecutor: makes plans ready to run on a group of ranks."""
 
 import logging
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
@@ -13,18 +14,16 @@ import torch.distributed as dist
 from dyncp.checks import finite_number, instance_of, whole_number
 from dyncp.executor.engine import CLOSED, HEADROOM, Engine
 from dyncp.executor.graphs import Graphs
-from dyncp.executor.layout import PlanLowering
-from dyncp.executor.recompute import CallLog
-from dyncp.executor.step import Step
-from dyncp.executor.unused import UnusedSteps
+from dyncp.executor.step import PreparedPlan, Step
 from dyncp.executor.warm_up import check_kernel, warm_up
 from dyncp.kernels import Kernel, RowOps, choose_kernel, choose_row_ops
 from dyncp.plan import AttentionShape, MemoryUse, Plan, RankPlan
-from dyncp.transport import Distributed, InProcess, Transport
+from dyncp.transport import InProcess, Transport
+from dyncp.transport.distributed import Distributed
 
 logger = logging.getLogger(__name__)
 
-MOST_AHEAD = 64  # plans that are lowered and not prepared: some never are
+MOST_AHEAD = 64  # plans that are prepared ahead: some are never asked for
 
 
 class DCPExecutor:
@@ -70,19 +69,15 @@ class DCPExecutor:
         row_ops = choose_row_ops(self.device) if row_ops is None else row_ops
         replay = Graphs.choose(graphs, self.device, self.kernel)
         shared = (self.transport, self.device, row_ops, replay)
-        self.engine = Engine(self.kernel, *shared)
+        check, other = check_kernel if self.device.type == "cuda" else None, None
         if kernel == "auto" and self.kernel.name == "flash4":
-            other = choose_kernel("triton", self.device, deterministic)
-            self.engine.alternative = Engine(other, *shared)
-            self.engine.alternative.lock = self.engine.lock
-        if self.device.type == "cuda":
-            for engine in self._engines():
-                engine.check = check_kernel
-        self.calls = CallLog()
+            triton = choose_kernel("triton", self.device, deterministic)
+            other = Engine(triton, *shared, check=check)
+        self.engine = Engine(self.kernel, *shared, alternative=other, check=check)
         self._is_closed, self._owns_transport = False, transport is None
         self._latest: Step | None = None
         self._unused = UnusedSteps()
-        self._ahead: OrderedDict[int, PlanLowering] = OrderedDict()  # by id of the first part
+        self._ahead: OrderedDict[int, PreparedPlan] = OrderedDict()  # by id of the first part
 
     @property
     def latest(self) -> Step:
@@ -107,13 +102,13 @@ class DCPExecutor:
                 "or give virtual_ranks=1"
             )
         self._unused.check()
-        parts = self._own_parts(plan)
+        parts = self._local_parts(plan)
         self._agree(parts[0])
-        lowering = self._ahead.pop(id(parts[0]), None)
-        if lowering is None or lowering.parts != parts:
-            lowering = PlanLowering(parts, self.engine)
-        self._latest = Step.of(lowering)
-        self._unused.add(self._latest)
+        prepared = self._ahead.pop(id(parts[0]), None)
+        if prepared is None or prepared.parts != parts:
+            prepared = PreparedPlan(parts, self.engine)
+        self._unused.add(prepared.send())
+        self._latest = Step(prepared)
         return self._latest
 
     def prepare_ahead(self, plan: Plan | RankPlan) -> None:
@@ -121,8 +116,8 @@ class DCPExecutor:
         the other ranks nor the device. `DCPDataLoader(..., executor=executor)` does it for every
         batch in the background."""
         instance_of("the plan of prepare_ahead()", plan, (Plan, RankPlan), "a Plan or a RankPlan")
-        parts = self._own_parts(plan)
-        self._ahead[id(parts[0])] = PlanLowering(parts, self.engine)
+        parts = self._local_parts(plan)
+        self._ahead[id(parts[0])] = PreparedPlan(parts, self.engine)
         while len(self._ahead) > MOST_AHEAD:
             self._ahead.popitem(last=False)
 
@@ -196,7 +191,7 @@ class DCPExecutor:
         count = len(self.transport.ranks)
         return max(int(np.sort(of)[-count:].sum()) for of in (memory.forward, memory.backward))
 
-    def _own_parts(self, plan: Plan | RankPlan) -> tuple[RankPlan, ...]:
+    def _local_parts(self, plan: Plan | RankPlan) -> tuple[RankPlan, ...]:
         ranks = self.transport.ranks
         if isinstance(plan, Plan):
             parts = tuple(part for part in plan.parts if part.rank in ranks)
@@ -271,3 +266,45 @@ def _transport(
     if group is None and not dist.is_initialized():
         return InProcess(1)
     return Distributed(group, timeout, device)
+
+
+WARNED, MOST = 3, 16  # dropped in a row: a few may be skipped, or prepared for another purpose
+UNUSED = (
+    "%d steps in a row were prepared and dropped, and attention was called with none of them: if "
+    "this is training, the model sees this rank's tokens alone. A Transformers model needs "
+    "attach(model); layers of your own call attention(step, q, k, v)"
+)
+
+
+class UnusedSteps:
+    """Notices a model that takes an executor's steps and never calls attention with them.
+
+    A Transformers model swallows keywords that it does not know: one that was never attached trains
+    on each rank's rows alone, without an error. Its steps are dropped unused, one after the other.
+    Only plans of a loader over several ranks are watched: others may well be prepared for another
+    purpose."""
+
+    def __init__(self) -> None:
+        self._watched: list[tuple[weakref.ref[PreparedPlan], set[Any]]] = []
+        self._dropped = 0
+
+    def add(self, prepared: PreparedPlan) -> None:
+        if len(prepared.parts[0].agreed_by) > 1:
+            self._watched.append((weakref.ref(prepared), prepared.accepted))
+
+    def check(self) -> None:
+        """Warns if the latest steps that are gone were unused; raises ValueError if many were."""
+        waiting = []
+        for reference, accepted in self._watched:
+            if accepted:
+                self._dropped = 0
+            elif reference() is None:
+                self._dropped += 1
+            else:
+                waiting.append((reference, accepted))
+        self._watched = waiting
+        if self._dropped == WARNED:
+            logger.warning(UNUSED, self._dropped)
+        if self._dropped >= MOST:
+            dropped, self._dropped = self._dropped, 0
+            raise ValueError(UNUSED % dropped)

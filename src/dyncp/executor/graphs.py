@@ -1,5 +1,8 @@
-"""CUDA graphs: whether a call may use them, and segments, the work of a rank between two
-communication points, which is launched kernel by kernel or replayed as one graph.
+"""Runs a rank's call: messages, and between them segments of work, which are launched kernel by
+kernel or replayed as CUDA graphs.
+
+Kernels and everything that happens to rows run on the caller's stream, messages on one of their
+own, so that they travel while divisions are computed. The host waits for neither.
 
 The first run of a segment launches its work, which also compiles what was not compiled yet; the
 second captures it, and from then on it is replayed. Captured work uses the executor's own memory
@@ -7,7 +10,8 @@ only. A graph belongs to one scale of scores, which is an argument of kernels.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from threading import Lock
@@ -16,8 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dyncp.executor.order import START, GraphStream, Mark, Wait
 from dyncp.kernels import Kernel
 from dyncp.kernels.row_ops import Results
+from dyncp.plan import Direction
+from dyncp.transport import Channel, TransportError
 
 logger = logging.getLogger(__name__)
 
@@ -72,10 +79,6 @@ def _log_once(reason: str) -> None:
     logger.info("calls are launched kernel by kernel, not replayed as CUDA graphs: %s", reason)
 
 
-# Scales of one plan's layers that have graphs: models have one or two.
-MOST_SCALES = 4
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Frame:
     """What one attention call brings: the caller's tensors and the scale of scores."""
@@ -90,22 +93,20 @@ class Frame:
 
 
 Work = Callable[[Frame], None]
-
-
-# A lane's number, and launches on other lanes that come before.
-Placed = tuple[int, Sequence[int]]
+# The stream of every launch in a graph, and launches on other streams that come before.
+Assignment = Sequence[tuple[int, Sequence[int]]]
+MOST_SCALES = 4  # scales of one plan's layers that have graphs: models have one or two
 
 
 class Segment:
     """Work of one rank without communication points in it. `fixed` says that it uses nothing of the
-    caller's, so that it can be captured. Launches of a graph run beside each other where `lanes`
-    says so; the first is lane 0."""
+    caller's, so that it can be captured. Launches of a graph run beside each other where `streams`
+    says so."""
 
     def __init__(
-        self, work: Sequence[Work], *, fixed: bool, lanes: Sequence[Placed] | None = None
+        self, work: Sequence[Work], *, fixed: bool, streams: Assignment | None = None
     ) -> None:
-        self._work, self._fixed = tuple(work), fixed
-        self._lanes = lanes
+        self._work, self._fixed, self._streams = tuple(work), fixed, streams
         self._graphs: dict[float, torch.cuda.CUDAGraph | None] = {}
 
     def run(self, frame: Frame) -> None:
@@ -150,32 +151,235 @@ class Segment:
         return graph  # type: ignore[no-any-return]
 
     def _launch_on(self, streams: Sequence["torch.cuda.Stream"], frame: Frame) -> None:
-        if self._lanes is None:
+        if self._streams is None:
             self._launch(frame)
             return
-        others = [streams[lane] for lane in sorted({lane for lane, _ in self._lanes} - {0})]
+        others = [
+            streams[number] for number in sorted({number for number, _ in self._streams} - {0})
+        ]
         for stream in others:
             stream.wait_stream(streams[0])
-        awaited = {number for _, after in self._lanes for number in after}
+        awaited = {launch for _, after in self._streams for launch in after}
         reached: dict[int, Any] = {}
-        for number, (work, (lane, after)) in enumerate(zip(self._work, self._lanes, strict=True)):
-            with torch.cuda.stream(streams[lane]):
+        for launch, (work, (number, after)) in enumerate(
+            zip(self._work, self._streams, strict=True)
+        ):
+            stream = streams[number]
+            with torch.cuda.stream(stream):
                 for earlier in after:
-                    streams[lane].wait_event(reached[earlier])
+                    stream.wait_event(reached[earlier])
                 work(frame)
-                if number in awaited:
-                    reached[number] = streams[lane].record_event()
+                if launch in awaited:
+                    reached[launch] = stream.record_event()
         for stream in others:
             streams[0].wait_stream(stream)
 
 
-NUM_LANES = 4
 _capturing = Lock()  # executors of several threads share the streams
 _streams: dict[int, list["torch.cuda.Stream"]] = {}
 
 
 def _capture_streams(device: int) -> list["torch.cuda.Stream"]:
-    """One per lane. The caller's own may be the default one, on which nothing can be captured."""
+    """The caller's own may be the default one, on which nothing can be captured."""
     if device not in _streams:
-        _streams[device] = [torch.cuda.Stream(device) for _ in range(NUM_LANES)]  # type: ignore[no-untyped-call]
+        _streams[device] = [torch.cuda.Stream(device) for _ in GraphStream]  # type: ignore[no-untyped-call]
     return _streams[device]
+
+
+class HostEvent:
+    """A point that work given in order has reached when it is asked for."""
+
+    def __init__(self) -> None:
+        self._recorded = False
+
+    def record(self) -> None:
+        self._recorded = True
+
+    def wait(self) -> None:
+        assert self._recorded, "waited for before it was recorded"
+        self._recorded = False
+
+
+class HostStreams:
+    """Everything happens in the order in which it is given: on the CPU, or on one stream."""
+
+    def __init__(self) -> None:
+        self._nothing = nullcontext()
+        self._arrivals: dict[int, HostEvent] = {}
+
+    def marked(self, time: int) -> HostEvent:  # noqa: ARG002
+        return HostEvent()
+
+    def arrived(self, phase: int) -> HostEvent:
+        return self._arrivals.setdefault(phase, HostEvent())
+
+    def mark(self, time: int) -> None:
+        pass
+
+    def communicating(self) -> AbstractContextManager[Any]:
+        return self._nothing
+
+    def wait_for(self, ready: int) -> None:
+        pass
+
+    def join(self) -> None:
+        pass
+
+
+class DeviceStreams:
+    """One rank's streams and events, the same in all its calls on the current stream. The
+    executor's graphs wait for messages and mark what is ready by `external` events, which others
+    record and wait for outside; a caller's graph has all of a call inside."""
+
+    def __init__(self, communication: torch.cuda.Stream, *, external: bool = True) -> None:
+        self._communication, self._external = communication, external
+        self._compute = torch.cuda.current_stream(communication.device)
+        self._communicating = _On(communication, self._compute)
+        self._marks: dict[int, torch.cuda.Event] = {}
+        self._arrivals: dict[int, torch.cuda.Event] = {}
+        self._done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def marked(self, time: int) -> torch.cuda.Event:
+        """Reached when the compute stream has done all that it was given by `time`."""
+        return self._event(self._marks, time)
+
+    def arrived(self, phase: int) -> torch.cuda.Event:
+        """Reached when the messages of a phase are there."""
+        return self._event(self._arrivals, phase)
+
+    def mark(self, time: int) -> None:
+        self.marked(time).record(self._compute)
+
+    def communicating(self) -> AbstractContextManager[Any]:
+        """On the communication stream."""
+        return self._communicating
+
+    def wait_for(self, ready: int) -> None:
+        """Messages that are launched from now on wait for a mark."""
+        self._communication.wait_event(self._marks[ready])
+
+    def join(self) -> None:
+        """The next call may use the same memory."""
+        self._done.record(self._communication)
+        self._compute.wait_event(self._done)
+
+    def _event(self, events: dict[int, torch.cuda.Event], key: int) -> torch.cuda.Event:
+        if key not in events:
+            events[key] = torch.cuda.Event(external=self._external)  # type: ignore[no-untyped-call]
+        return events[key]
+
+
+class _On:
+    """`torch.cuda.stream` for two known streams: it need not ask for the current one."""
+
+    def __init__(self, stream: torch.cuda.Stream, back: torch.cuda.Stream) -> None:
+        self._stream, self._back = stream, back
+
+    def __enter__(self) -> None:
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.set_stream(self._back)
+
+
+Streams = HostStreams | DeviceStreams
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PhaseMessages:
+    """One byte tensor per peer, each way, and the time at which the phase is ready. `arrived` is
+    an event that a graph waits for; None: the channel is asked."""
+
+    phase: int
+    sends: Mapping[int, Tensor]
+    receives: Mapping[int, Tensor]
+    ready: int
+    arrived: Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoundStep:
+    """One thing to do, with the instruction that it belongs to. `waits` are phases whose messages
+    other ranks of this process must have sent before."""
+
+    action: Segment | tuple[PhaseMessages, ...] | Wait | Mark
+    waits: tuple[int, ...]
+    name: str
+
+
+class Runner:
+    """One rank's run of one program. `run` yields whenever it must wait for another rank of this
+    process."""
+
+    def __init__(
+        self,
+        steps: Sequence[BoundStep],
+        direction: Direction,
+        frame: Frame,
+        channel: Channel,
+        streams: Streams,
+    ) -> None:
+        self._steps, self._direction, self._frame = steps, direction, frame
+        self._channel, self._streams = channel, streams
+        self.num_finished = 0
+
+    @property
+    def last_finished(self) -> str:
+        return self._steps[self.num_finished - 1].name if self.num_finished else "none"
+
+    def run(self) -> Generator[None, None, None]:
+        name = "the end"
+        try:
+            for step in self._steps:
+                name = step.name
+                for phase in step.waits:
+                    while not self._channel.ready(phase):
+                        yield
+                self._do(step.action)
+                self.num_finished += 1
+            name = "the end"
+            self._channel.finish()
+        except TransportError as error:
+            direction = self._direction.name.lower()
+            where = f"{direction}, at {name}; last finished: {self.last_finished}"
+            raise TransportError(f"{error} [{where}]") from error
+
+    def _do(self, action: Segment | tuple[PhaseMessages, ...] | Wait | Mark) -> None:
+        if isinstance(action, Segment):
+            action.run(self._frame)
+        elif isinstance(action, tuple):
+            self._launch(action)
+        elif isinstance(action, Wait):
+            self._channel.wait(action.phase)
+        else:
+            self._streams.mark(action.time)
+
+    def _launch(self, phases: tuple[PhaseMessages, ...]) -> None:
+        """Each as soon as the device has reached its mark; later marks imply earlier ones."""
+        channel, streams, reached = self._channel, self._streams, START - 1
+        with streams.communicating():
+            for one in phases:
+                if one.ready > reached:
+                    streams.wait_for(one.ready)
+                    reached = one.ready
+                channel.launch(one.phase, one.sends, one.receives, one.arrived)
+
+
+def drive(runners: Sequence[Runner]) -> None:
+    """Runs all ranks of this process, round robin, to their ends."""
+    active = [(runner, runner.run()) for runner in runners]
+    while active:
+        before = [runner.num_finished for runner, _ in active]
+        active = [(runner, steps) for runner, steps in active if _advance(steps)]
+        if active and before == [runner.num_finished for runner, _ in active]:
+            stuck = ", ".join(runner.last_finished for runner, _ in active)
+            raise TransportError(f"no virtual rank can go on; last finished instructions: {stuck}")
+
+
+def _advance(steps: Generator[None, None, None]) -> bool:
+    """Runs a rank until it must wait; False when it is done."""
+    try:
+        next(steps)
+    except StopIteration:
+        return False
+    return True

@@ -1,7 +1,6 @@
-"""Derives the kernel calls of a rank's program: rows, coordinates, key ranges and row states."""
+"""RankProgram: what follows from one direction of a mask on a rank: where blocks lie, and kernel
+calls with their rows, coordinates, key ranges and row states. LoweredProgram: those of a kernel."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -10,13 +9,13 @@ import numpy as np
 from dyncp.arrays import Int32, Int64, UInt8
 from dyncp.compiled import compiled
 from dyncp.kernels import IndexArrays, Kernel, KernelCall, RowState, RowStates
+from dyncp.kernels.kernel import SequenceRows
 from dyncp.plan import (
     Contributions,
     Direction,
     KernelStyle,
     MaskPlan,
     Op,
-    Program,
     RankPlan,
     Space,
     call_rows,
@@ -26,76 +25,102 @@ from dyncp.plan import (
 )
 
 
-def kernel_calls(
-    part: RankPlan, mask: MaskPlan, program: Program, division: int
-) -> list[KernelCall]:
-    """The kernel calls of a division, one per head group that has tiles in it."""
-    return CallBuilder(part, mask, program).calls(division)
-
-
-class CallBuilder:
-    """Builds the calls of one program, for kernel tiles of `multiple` rows."""
+class RankProgram:
+    """One direction of one mask on one rank, for kernels of one style."""
 
     def __init__(
-        self,
-        part: RankPlan,
-        mask: MaskPlan,
-        program: Program,
-        found: Contributions | None = None,
-        multiple: int = 1,
+        self, part: RankPlan, mask: MaskPlan, direction: Direction, style: KernelStyle | None = None
     ) -> None:
-        self._part, self._mask, self._program = part, mask, program
-        self._place = places_of(part, program)
-        if found is None:
-            found = find_contributions(part, mask, program)
-        self._found, self._before, self._after = found, before_of(found), after_of(found)
-        self._rows = call_rows(part, mask, program, self._place, multiple)
-        tiles = mask.tiles
-        # Tiles by division and head group: every call's are one slice of this order.
-        self._order = np.lexsort((tiles.head_group, program.tile_division))
-        self._run_bounds = np.searchsorted(mask.rows.block, np.arange(len(part.blocks) + 1))
+        self.part, self.mask, self.direction = part, mask, direction
+        self.style = KernelStyle() if style is None else style
+        self.program = mask.program(direction)
+        self.backward = direction is Direction.BACKWARD
+        self.place = places_of(part, self.program)  # [spaces, head groups, blocks]: first rows
+        self.has_messages = has_messages(self.program)
+        ops = self.program.instructions.tolist()
+        self.instructions = [(Op(op), argument) for op, argument in ops]
 
-    def calls(self, division: int) -> list[KernelCall]:
-        divisions = self._program.tile_division[self._order]
-        mine = self._order[slice(*np.searchsorted(divisions, [division, division + 1]))]
-        groups, firsts = np.unique(self._mask.tiles.head_group[mine], return_index=True)
-        at = np.flatnonzero((self._program.instructions == (Op.COMPUTE, division)).all(axis=1))
-        assert len(at) == 1, f"division {division} is computed {len(at)} times"
-        bounds = [*firsts.tolist(), len(mine)]
-        return [
-            self._call(int(group), mine[first:end], division, int(at[0]))
-            for group, first, end in zip(groups, bounds[:-1], bounds[1:], strict=True)
-        ]
+    @cached_property
+    def contributions(self) -> Contributions:
+        return find_contributions(self.part, self.mask, self.program)
 
-    def _call(self, group: int, tiles: Int64, division: int, at: int) -> KernelCall:
-        q_block, k_block = self._mask.tiles.q_block[tiles], self._mask.tiles.k_block[tiles]
-        tokens = self._part.blocks.tokens
+    @cached_property
+    def call_rows(self) -> dict[tuple[int, int], tuple[slice, slice]]:
+        """Query rows and key rows of every kernel call, by division and head group."""
+        multiple = self.style.row_multiple
+        return call_rows(self.part, self.mask, self.program, self.place, multiple)
+
+    @property
+    def calls_depend(self) -> bool:
+        """Whether a kernel call reads what the one before wrote."""
+        return not self.style.collects if self.backward else self.style.merges
+
+    @cached_property
+    def refills(self) -> tuple[Int64, Int64]:
+        """Pairs of slots, numbers of the earlier and of the later: the later one has some of the
+        earlier one's rows, counted in whole kernel tiles."""
+        slots, side = self.program.slots, self.part.slot_alignment
+        start = slots.row.astype(np.int64)
+        end = -(-(start + self.part.blocks.tokens[slots.block]) // side) * side
+        same = (slots.space == slots.space[:, None]) & (
+            slots.head_group == slots.head_group[:, None]
+        )
+        overlap = (start < end[:, None]) & (end > start[:, None])
+        earlier, later = np.nonzero(same & overlap & (slots.first > slots.first[:, None]))
+        return earlier, later
+
+    def kernel_calls(self) -> dict[int, list[KernelCall]]:
+        """By division, one for every head group that has tiles in it."""
+        builder = _CallBuilder(self)
+        calls: dict[int, list[KernelCall]] = {}
+        for division, group in self.call_rows:
+            calls.setdefault(division, []).append(builder.call(division, group))
+        return calls
+
+
+class _CallBuilder:
+    def __init__(self, program: RankProgram) -> None:
+        self._program, self._part, self._mask = program, program.part, program.mask
+        self._slots, self._place = program.program.slots, program.place
+        self._run_bounds = np.searchsorted(
+            self._mask.rows.block, np.arange(len(self._part.blocks) + 1)
+        )
+        contributions = program.contributions
+        wide = contributions.wide
+        self._after = np.where(wide, RowState.WIDE, RowState.FINAL).astype(np.uint8)
+        # What the contribution before left.
+        self._before = np.roll(self._after, 1)
+        self._before[contributions.first] = RowState.NOTHING
+
+    def call(self, division: int, group: int) -> KernelCall:
+        program, tiles, tokens = self._program, self._mask.tiles, self._part.blocks.tokens
+        mine = (program.program.tile_division == division) & (tiles.head_group == group)
+        q_block, k_block = tiles.q_block[mine], tiles.k_block[mine]
         q_row, k_row = self._place[Space.Q, group, q_block], self._place[Space.KV, group, k_block]
-        rectangles = np.stack([q_row, q_row + tokens[q_block], k_row, k_row + tokens[k_block]], 1)
+        computes = [i for i, x in enumerate(program.instructions) if x == (Op.COMPUTE, division)]
+        assert len(computes) == 1, f"division {division} is computed {len(computes)} times"
+        at = computes[0]
+        calls_of_group = sum(g == group for _, g in program.call_rows)
         return KernelCall(
             group,
-            rectangles,
+            np.stack([q_row, q_row + tokens[q_block], k_row, k_row + tokens[k_block]], 1),
             self._coordinates(Space.Q, group, at),
             self._coordinates(Space.KV, group, at),
             self._ranges(group, np.unique(q_block)),
             self._states(Space.Q, group, at),
             self._states(Space.KV, group, at),
-            *self._rows[division, group],
-            alone=self._is_alone(group),
+            *program.call_rows[division, group],
+            alone=calls_of_group == 1 and not program.has_messages,
         )
 
-    def _is_alone(self, group: int) -> bool:
-        calls = [g for _, g in self._rows if g == group]
-        return len(calls) == 1 and not has_messages(self._program)
-
     def _num_rows(self, space: Space, group: int) -> int:
-        return int(self._program.workspace_rows[space, group])
+        return int(self._program.program.workspace_rows[space, group])
 
     def _coordinates(self, space: Space, group: int, at: int) -> Int64:
         """Coordinate of every row of a workspace while instruction `at` runs; -1: unused."""
         coordinates = np.full(self._num_rows(space, group), -1, np.int64)
         coordinates[: self._part.local_tokens] = self._part.local_coordinates
-        slots = self._program.slots
+        slots = self._slots
         held = (slots.space == space) & (slots.head_group == group)
         held &= (slots.first <= at) & (at <= slots.last)
         block = slots.block[held]
@@ -123,28 +148,15 @@ class CallBuilder:
         return ranges
 
     def _states(self, space: Space, group: int, at: int) -> RowStates:
-        rows = self._num_rows(space, group)
+        rows, added = self._num_rows(space, group), self._program.contributions
         before, after = np.zeros(rows, np.uint8), np.full(rows, RowState.UNTOUCHED, np.uint8)
-        found = self._found
-        mine = (found.time == at) & (found.space == space) & (found.head_group == group)
-        block = found.block[mine]
+        mine = (added.time == at) & (added.space == space) & (added.head_group == group)
+        block = added.block[mine]
         place = self._place[space, group, block]
         tokens = self._part.blocks.tokens[block].astype(np.int64)
         _fill(before, place, tokens, self._before[mine])
         _fill(after, place, tokens, self._after[mine])
         return RowStates(before, after)
-
-
-def after_of(found: Contributions) -> UInt8:
-    return np.where(found.wide, RowState.WIDE, RowState.FINAL).astype(np.uint8)
-
-
-def before_of(found: Contributions) -> UInt8:
-    """What the contribution before left."""
-    before = np.zeros(len(found), np.uint8)
-    before[1:] = after_of(found)[:-1]
-    before[found.first] = RowState.NOTHING
-    return before
 
 
 @compiled
@@ -185,59 +197,8 @@ def _expand_runs(
                     ranges[place[i] + row - start[i], column] = value
 
 
-@dataclass(frozen=True, eq=False)
-class LoweredProgram:
-    """One direction of one mask on one rank."""
-
-    part: RankPlan
-    mask: MaskPlan
-    direction: Direction
-    style: KernelStyle
-    found: Contributions
-    place: Int64  # first row of every block, [spaces, head groups, blocks]
-    calls: Mapping[int, list[tuple[int, Any]]]  # division → (head group, the kernel's lowered call)
-
-    @property
-    def program(self) -> Program:
-        return self.mask.program(self.direction)
-
-    @property
-    def backward(self) -> bool:
-        return self.direction is Direction.BACKWARD
-
-    @cached_property
-    def instructions(self) -> list[tuple[Op, int]]:
-        return [(Op(op), argument) for op, argument in self.program.instructions.tolist()]
-
-    @cached_property
-    def local_rows(self) -> int:
-        return self.part.local_rows
-
-    @cached_property
-    def has_messages(self) -> bool:
-        return has_messages(self.program)
-
-    @property
-    def calls_depend(self) -> bool:
-        """Whether a kernel call reads what the one before wrote."""
-        return not self.style.collects if self.backward else self.style.merges
-
-    @cached_property
-    def refills(self) -> tuple[Int64, Int64]:
-        """Pairs of slots, numbers of the earlier and of the later: the later one has some of the
-        earlier one's rows, counted in whole kernel tiles."""
-        slots, side = self.program.slots, self.part.slot_alignment
-        start = slots.row.astype(np.int64)
-        end = -(-(start + self.part.blocks.tokens[slots.block]) // side) * side
-        same = (slots.space == slots.space[:, None]) & (
-            slots.head_group == slots.head_group[:, None]
-        )
-        overlap = (start < end[:, None]) & (end > start[:, None])
-        earlier, later = np.nonzero(same & overlap & (slots.first > slots.first[:, None]))
-        return earlier, later
-
-
 def style_of(kernel: Kernel, *, fixed: bool = False) -> KernelStyle:
+    """`fixed` as in `KernelStyle`."""
     return KernelStyle(
         kernel.merges,
         kernel.collects,
@@ -248,37 +209,41 @@ def style_of(kernel: Kernel, *, fixed: bool = False) -> KernelStyle:
     )
 
 
-def lower_program(
-    part: RankPlan,
-    mask: MaskPlan,
-    direction: Direction,
-    kernel: Kernel,
-    arrays: IndexArrays,
-    *,
-    fixed: bool = False,
-) -> LoweredProgram:
-    """`fixed` as in `KernelStyle`."""
-    program, style = mask.program(direction), style_of(kernel, fixed=fixed)
-    _check_alignment(part, kernel, style)
-    found = find_contributions(part, mask, program)
-    builder = CallBuilder(part, mask, program, found, style.row_multiple)
-    calls = {
-        division: [
-            (
-                call.head_group,
-                kernel.lower(call, arrays, backward=direction is Direction.BACKWARD),
+class LoweredProgram(RankProgram):
+    """With its calls as the kernel launches them: `calls[division]` are (head group, what the
+    kernel made of the call)."""
+
+    def __init__(
+        self,
+        part: RankPlan,
+        mask: MaskPlan,
+        direction: Direction,
+        kernel: Kernel,
+        arrays: IndexArrays,
+        *,
+        fixed: bool = False,
+    ) -> None:
+        super().__init__(part, mask, direction, style_of(kernel, fixed=fixed))
+        multiple = kernel.row_multiple
+        if part.slot_alignment % multiple:
+            raise ValueError(
+                f"the plan aligns slots to {part.slot_alignment} rows, but kernel {kernel.name!r} "
+                f"needs multiples of {multiple}: plan with Layout(slot_alignment={multiple}), or "
+                "choose another kernel"
             )
-            for call in builder.calls(division)
-        ]
-        for division in np.unique(program.tile_division).tolist()
-    }
-    return LoweredProgram(part, mask, direction, style, found, places_of(part, program), calls)
+        self.kernel = kernel
+        self.calls: dict[int, list[tuple[int, Any]]] = {
+            division: [
+                (call.head_group, kernel.lower(call, arrays, backward=self.backward))
+                for call in calls
+            ]
+            for division, calls in self.kernel_calls().items()
+        }
 
-
-def _check_alignment(part: RankPlan, kernel: Kernel, style: KernelStyle) -> None:
-    if part.slot_alignment % style.row_multiple:
-        raise ValueError(
-            f"the plan aligns slots to {part.slot_alignment} rows, but kernel {kernel.name!r} "
-            f"needs multiples of {style.row_multiple}: plan with Layout(slot_alignment="
-            f"{style.row_multiple}), or choose another kernel"
-        )
+    def sequence_rows(self, space: Space, group: int, dim: int) -> list[SequenceRows]:
+        """Whole sequences, where a kernel that collects keeps each from a border of its kernel
+        tiles on; empty where rows lie in order."""
+        calls = [call for calls in self.calls.values() for g, call in calls if g == group]
+        if not self.backward or not self.style.most_sequences or len(calls) != 1:
+            return []
+        return self.kernel.sequence_rows(calls[0], dim)[space]

@@ -1,134 +1,210 @@
-"""RankLayout: where everything of one call lies on one rank, for one attention shape. PlanLowering:
-all that preparing a plan takes on the host, in any thread, ahead of time."""
+"""RankLayout: where everything of a call lies on one rank, for one attention shape: its buffers,
+and every field of every payload in the messages."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import prod
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from dyncp.executor.combining import list_combinations
-from dyncp.executor.copying import list_copies, list_row_sums
-from dyncp.executor.engine import Engine
-from dyncp.executor.kernel_calls import LoweredProgram, lower_program
-from dyncp.executor.order import ready_times
-from dyncp.executor.rooms import Fields, RoomMap, Widths, lay_out_messages, lay_out_sends
-from dyncp.kernels import Dtypes, IndexArrays, Kernel, RowOps
-from dyncp.plan import DTYPE_NAMES, AttentionShape, Direction, RankPlan, list_buffers
+from dyncp.arrays import Bool, Int64, starts_of
+from dyncp.executor.kernel_calls import LoweredProgram
+from dyncp.kernels import Dtypes, Memory
+from dyncp.plan import DTYPE_NAMES, AttentionShape, Buffer, Messages, Payload, list_buffers
+from dyncp.plan.buffers import CLEARED, MESSAGE_ALIGNMENT, SUMS, first_peers
 
 DTYPES: dict[torch.dtype, str] = {getattr(torch, x): name for x, name in DTYPE_NAMES.items()}
-_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def dtypes_of(shape: AttentionShape) -> Dtypes:
-    return Dtypes(_BY_NAME[shape.dtype], _BY_NAME[shape.partial_dtype or shape.dtype])
+    return Dtypes(BY_NAME[shape.dtype], BY_NAME[shape.partial_dtype or shape.dtype])
+
+
+# Tensors of a workspace: the caller's inputs and its log-sum-exps in the order in which
+# `Copy.SOURCE` counts them, then row sums and results.
+NAMES = ("q", "k", "v", "dout", "lse", "delta", "out", "dq", "dk", "dv")
+INPUT_NAMES, RESULT_NAMES = NAMES[:4], NAMES[6:]
+LSE, DELTA = NAMES.index("lse"), NAMES.index("delta")
+IS_RESULT, IS_PER_HEAD, IS_KEY = (
+    np.asarray([name in names for name in NAMES])
+    for names in (RESULT_NAMES, ("lse", "delta"), ("k", "v", "dk", "dv"))
+)
+PER_HEAD = ("lse", "delta", "lse_call")
+# What a payload consists of.
+FIELDS = {
+    Payload.Q: ("q",),
+    Payload.KV: ("k", "v"),
+    Payload.OUT: ("lse", "out"),
+    Payload.Q_DOUT: ("lse", "delta", "q", "dout"),
+    Payload.DQ: ("dq",),
+    Payload.DKV: ("dk", "dv"),
+}
+CODES = np.full((len(Payload), 4), -1, np.int64)
+for _kind, _fields in FIELDS.items():
+    CODES[_kind, : len(_fields)] = [NAMES.index(field) for field in _fields]
 
 
 @dataclass(frozen=True, eq=False)
+class PayloadFields:
+    """One field of one payload each. `at` counts bytes from the start of the call's memory, and so
+    do the slices that are the peers' messages."""
+
+    entry: Int64  # index into the messages
+    phase: Int64
+    name: Int64  # index into NAMES
+    kind: Int64
+    group: Int64
+    block: Int64
+    at: Int64
+    peers: Mapping[int, Mapping[int, slice]]  # phase → peer → its message
+
+    def inputs(self, *, backward: bool) -> Bool:
+        """Which of them are inputs: log-sum-exps go with queries backward, with outputs forward."""
+        inputs: Bool = ~IS_RESULT[self.name] & ((self.name != LSE) | backward)
+        return inputs
+
+    def lse_of_entry(self) -> Int64:
+        """Where the log-sum-exps of each payload are, by entry; 0 where it has none."""
+        at = np.zeros(int(self.entry.max(initial=-1)) + 1, np.int64)
+        with_lse = self.name == LSE
+        at[self.entry[with_lse]] = self.at[with_lse]
+        return at
+
+
+Key = tuple[str, int, int]  # of a buffer: name, head group or phase, division
+
+
 class RankLayout:
-    """`copies` and `combinations` are tables by the time at which they are due: after instruction
-    i, or at the START. `row_sums` comes before all of them (backward)."""
+    """Bytes count from the start of the call's memory, of which the rank's begins at `base`;
+    `first_row` is the first of its rows among those of this process.
 
-    lowered: LoweredProgram
-    rooms: RoomMap
-    sends: Fields
-    receives: Fields
-    copies: Mapping[int, Any]
-    combinations: Mapping[int, Any]
-    row_sums: Any
-    ready: Mapping[int, int]  # phase → time after which it may be launched
-    first_row: int  # of the rank among the rows of this process
+    `items` of a row [names, head groups] and `item_bytes` [names] tell how large fields are;
+    `start` [names, head groups] is where a workspace's tensor begins, -1 where there is none, and
+    `stride` the items between heads where heads come first."""
 
-    @cached_property
-    def num_bytes(self) -> int:
-        return self.rooms.num_bytes
+    def __init__(
+        self, program: LoweredProgram, shape: AttentionShape, base: int = 0, first_row: int = 0
+    ) -> None:
+        part, listed = program.part, (program.mask, program.direction, shape, program.style)
+        buffers = list_buffers(part, *listed, program.contributions)
+        starts = list(accumulate((buffer.num_bytes for buffer in buffers), initial=base))
+        self.program, self.shape, self.first_row = program, shape, first_row
+        self.num_bytes = starts[-1] - base
+        self.buffers: dict[Key, Buffer] = {(b.name, b.index, b.call): b for b in buffers}
+        self.starts: dict[Key, int] = dict(zip(self.buffers, starts, strict=False))
+        cleared = [i for i, buffer in enumerate(buffers) if buffer.name in CLEARED]
+        self._cleared = (starts[cleared[0]], starts[cleared[-1] + 1]) if cleared else (0, 0)
+        groups, repeat = part.groups_for(shape), shape.q_heads_per_kv_head
+        self.num_groups = len(groups)
+        first = np.asarray([group.first_kv_head for group in groups], np.int64)
+        count = np.asarray([group.num_kv_heads for group in groups], np.int64)
+        of_keys = IS_KEY[:, None]
+        self._first_head = np.where(of_keys, first, first * repeat)
+        self.num_heads = np.where(of_keys, count, count * repeat)
+        self.items = self.num_heads * np.where(IS_PER_HEAD, 1, shape.head_dim)[:, None]
+        sizes = (shape.item_bytes, shape.partial_bytes, shape.accumulator_bytes)
+        self.item_bytes = np.select([IS_PER_HEAD, IS_RESULT], [sizes[2], sizes[1]], sizes[0])
+        self.start = np.stack([self.starts_of(name) for name in NAMES])
+        indices = range(self.num_groups)
+        self.stride = np.asarray([[self.head_stride(x, i) for i in indices] for x in NAMES])
+        sends, receives = program.program.sends, program.program.receives
+        self.sends = self._with_equal_messages(sends)
+        self.receives = self._fields("receive", receives)
 
+    def starts_of(self, name: str) -> Int64:
+        """By head group; -1: there is none."""
+        groups = range(self.num_groups)
+        return np.asarray([self.starts.get((name, group, -1), -1) for group in groups], np.int64)
 
-def lay_out(
-    lowered: LoweredProgram,
-    shape: AttentionShape,
-    kernel: Kernel,
-    row_ops: RowOps,
-    arrays: IndexArrays,
-    base: int = 0,
-    first_row: int = 0,
-) -> RankLayout:
-    """`base` is the first byte of the rank's rooms, `first_row` the first of its rows among those
-    of this process."""
-    dtypes = dtypes_of(shape)
-    mask, direction, style = lowered.mask, lowered.direction, lowered.style
-    listed = list_buffers(lowered.part, mask, direction, shape, style, lowered.found)
-    rooms, widths = RoomMap(lowered, shape, listed, base), Widths.of(lowered, shape)
-    sends = lay_out_sends(lowered, widths)
-    receives = lay_out_messages(lowered, lowered.program.receives, widths)
-    ready = ready_times(lowered)
-    copies = list_copies(lowered, rooms, widths, sends, receives, first_row)
-    combinations = list_combinations(
-        lowered, rooms, widths, sends, receives, ready, first_row, kernel
-    )
-    return RankLayout(
-        lowered,
-        rooms,
-        sends,
-        receives,
-        {time: row_ops.copy_table(x, shape.head_dim, dtypes, arrays) for time, x in copies.items()},
-        {
-            time: row_ops.combine_table(*x, dtypes, arrays, has_lse=not lowered.backward)
-            for time, x in combinations.items()
-        },
-        row_ops.row_sum_table(list_row_sums(lowered, rooms, first_row, kernel), dtypes, arrays)
-        if lowered.backward
-        else None,
-        ready,
-        first_row,
-    )
+    def head_stride(self, name: str, group: int, call: int = -1) -> int:
+        """Items between heads where these come first: in per-head values and sums; 0 elsewhere."""
+        buffer = self.buffers.get((name, group, call))
+        return prod(buffer.shape[1:]) if buffer and name in (*PER_HEAD, *SUMS) else 0
 
+    def heads(self, name: str, group: int) -> slice:
+        """Of the caller's tensor, those of a head group."""
+        code = NAMES.index(name)
+        first, count = int(self._first_head[code, group]), int(self.num_heads[code, group])
+        return slice(first, first + count)
 
-class PlanLowering:
-    """Kernel calls and layouts of the ranks of this process, by mask and direction. `arrays` are
-    their index arrays, which have not been sent to the device yet."""
+    def first_item(self, name: Int64, group: Int64) -> Int64:
+        """Of a head group, in the rows of the caller's tensor."""
+        head = self._first_head[name, group]
+        return np.where(IS_PER_HEAD[name], head, head * self.shape.head_dim)
 
-    @torch.inference_mode(False)
-    def __init__(self, parts: tuple[RankPlan, ...], engine: Engine) -> None:
-        self.parts, self.engine, self.arrays = parts, engine, IndexArrays(engine.device)
-        self.programs = {key: self._lower(*key) for key in self._keys()}
-        self.layouts: dict[tuple[str, Direction, AttentionShape], tuple[RankLayout, ...]] = {}
-        self.lay_out()
+    def tensor(self, memory: Memory, key: Key) -> Tensor:
+        """A buffer as kernels take it: [rows, heads, dim]; per-head values [rows, heads]; sums
+        [heads, rows × dim]."""
+        buffer, start = self.buffers[key], self.starts[key]
+        if buffer.name in PER_HEAD:
+            return _view(memory.wide, start, buffer.shape)[:, : buffer.rows].T
+        if buffer.name in SUMS:
+            heads, rows, dim = buffer.shape
+            return _view(memory.wide.view(torch.float32), start, (heads, rows * dim))
+        flat = memory.wide if buffer.name.endswith("_wide") else memory.input
+        return _view(flat, start, buffer.shape)
 
-    def lay_out(self) -> None:
-        """For the plan's attention shape, or that of the latest call where the plan fits any."""
-        planned = self.parts[0].shape
-        shape = planned if planned.exact else self.engine.shape
-        for key, programs in self.programs.items():
-            if shape is not None and (*key, shape) not in self.layouts:
-                self.layouts[*key, shape] = lay_out_ranks(programs, shape, self.engine, self.arrays)
+    def cleared(self, memory: Memory) -> Tensor:
+        """All that is set to 0 at the start of backward, in one piece."""
+        size = memory.wide.element_size()
+        return memory.wide[self._cleared[0] // size : self._cleared[1] // size]
 
-    def _keys(self) -> Iterator[tuple[str, Direction]]:
-        for name, mask in self.parts[0].masks.items():
-            yield name, Direction.FORWARD
-            if mask.backward is not None:
-                yield name, Direction.BACKWARD
+    def _with_equal_messages(self, sends: Messages) -> PayloadFields:
+        """Messages with the same payloads to several peers are one, which all of them get."""
+        first = first_peers(sends)
+        fields = self._fields("send", sends.select(first == sends.peer))
+        peers: dict[int, dict[int, slice]] = {}
+        messages = np.unique(np.stack([sends.phase, sends.peer, first]), axis=1)
+        for phase, peer, same in messages.T.tolist():
+            peers.setdefault(phase, {})[peer] = fields.peers[phase][same]
+        return replace(fields, peers=peers)
 
-    def _lower(self, name: str, direction: Direction) -> tuple[LoweredProgram, ...]:
-        kernel, fixed = self.engine.kernel, self.engine.graphs.wanted
-        return tuple(
-            lower_program(part, part.masks[name], direction, kernel, self.arrays, fixed=fixed)
-            for part in self.parts
+    def _fields(self, buffer: str, messages: Messages) -> PayloadFields:
+        """By phase and peer, fields that lie on wide boundaries first."""
+        entry, column = np.nonzero(CODES[messages.kind] >= 0)
+        kind, group, block, phase, peer = (
+            x[entry].astype(np.int64)
+            for x in (
+                messages.kind, messages.head_group, messages.block, messages.phase, messages.peer
+            )
+        )  # fmt: skip
+        name = CODES[kind, column]
+        row_bytes = self.items[name, group] * self.item_bytes[name]
+        size = self.program.part.blocks.tokens[block] * row_bytes
+        evenness = np.gcd(row_bytes, MESSAGE_ALIGNMENT)
+        order = np.lexsort((np.arange(len(entry)), -evenness, peer, phase))
+        entry, phase, peer, name, kind, group, block, size = (
+            x[order] for x in (entry, phase, peer, name, kind, group, block, size)
         )
+        at, peers = self._offsets(buffer, phase, peer, size)
+        return PayloadFields(entry, phase, name, kind, group, block, at, peers)
+
+    def _offsets(
+        self, buffer: str, phase: Int64, peer: Int64, size: Int64
+    ) -> tuple[Int64, dict[int, dict[int, slice]]]:
+        """Where every field begins, and the slices of the peers' messages."""
+        peers: dict[int, dict[int, slice]] = {}
+        new = np.append(True, (np.diff(phase) != 0) | (np.diff(peer) != 0))[: len(phase)]
+        first, message = np.flatnonzero(new), np.cumsum(new) - 1
+        before = starts_of(size)
+        sizes = np.diff(before[np.append(first, len(size))])
+        starts = np.zeros(len(first), np.int64)
+        end = 0
+        for i, (of_phase, to, length) in enumerate(
+            zip(phase[first].tolist(), peer[first].tolist(), sizes.tolist(), strict=True)
+        ):
+            if of_phase not in peers:
+                end = self.starts[buffer, of_phase, -1]
+            starts[i] = end
+            peers.setdefault(of_phase, {})[to] = slice(end, end + length)
+            end += -(-length // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT
+        return (starts - before[first])[message] + before[:-1], peers
 
 
-def lay_out_ranks(
-    programs: tuple[LoweredProgram, ...],
-    shape: AttentionShape,
-    engine: Engine,
-    arrays: IndexArrays,
-) -> tuple[RankLayout, ...]:
-    """Ranks of this process one after the other, in memory and in rows."""
-    ranks: list[RankLayout] = []
-    base = first_row = 0
-    for program in programs:
-        rank = lay_out(program, shape, engine.kernel, engine.row_ops, arrays, base, first_row)
-        ranks.append(rank)
-        base, first_row = base + rank.num_bytes, first_row + program.local_rows
-    return tuple(ranks)
+def _view(flat: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
+    first = start // flat.element_size()
+    return flat[first : first + prod(shape)].view(shape)

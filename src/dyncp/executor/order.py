@@ -1,7 +1,7 @@
 """The order in which a rank's device and messages are given their work.
 
 On the CPU, and on GPUs without graphs, this is the program's own: everything is started where the
-plan says. With graphs as little as possible is left to the host: a stretch of computation is one
+plan says. With graphs as little as possible is left to the host: a segment of computation is one
 graph, which itself waits for messages and marks what is ready to be sent. It ends only where it has
 to wait for messages that it makes ready itself. GPUs see the same either way, since messages wait
 for marks and not for the host.
@@ -14,54 +14,49 @@ from enum import IntEnum
 
 import numpy as np
 
-from dyncp.arrays import Int32, Int64
-from dyncp.executor.kernel_calls import LoweredProgram
-from dyncp.plan import IS_INPUT, Op, Space
-from dyncp.plan.workspace import block_keys, result_keys, times_of
+from dyncp.arrays import Int64
+from dyncp.executor.kernel_calls import RankProgram
+from dyncp.plan import IS_INPUT, Messages, Op, Space
+from dyncp.plan.buffers import block_keys, result_keys, times_of
 
-START = -1  # the time at which own rows are ready
+START = -1  # the time at which local rows are ready
 
 
-def ready_times(lowered: LoweredProgram) -> dict[int, int]:
+def ready_times(program: RankProgram) -> dict[int, int]:
     """By phase that this rank takes part in; times are indices of instructions."""
-    sends, launched = lowered.program.sends, times_of(lowered.program, Op.LAUNCH)
+    launched = times_of(program.program, Op.LAUNCH)
     ready = {int(phase): START for phase in np.flatnonzero(launched >= 0)}
-    for phase, time in zip(sends.phase.tolist(), send_times(lowered).tolist(), strict=True):
+    phases = program.program.sends.phase.tolist()
+    for phase, time in zip(phases, _send_times(program).tolist(), strict=True):
         ready[phase] = max(ready[phase], time)
     return ready
 
 
-def send_times(lowered: LoweredProgram) -> Int64:
+def _send_times(program: RankProgram) -> Int64:
     """When each payload that this rank sends is ready."""
-    program, part, found = lowered.program, lowered.part, lowered.found
-    sends, received = program.sends, program.receives
-    num_blocks, waits = len(part.blocks), times_of(program, Op.WAIT)
-    times = np.full(len(sends), START, np.int64)
-    arrived = waits[received.phase] if len(received) else np.zeros(0, np.int64)
+    part, added = program.part, program.contributions
+    sends, received = program.program.sends, program.program.receives
+    num_blocks, waits = len(part.blocks), np.append(times_of(program.program, Op.WAIT), START)
+    times, arrived = np.full(len(sends), START, np.int64), waits[received.phase]
 
-    relayed = np.flatnonzero(IS_INPUT[sends.kind] & (part.blocks.owner[sends.block] != part.rank))
-    if len(relayed):
-        inputs = IS_INPUT[received.kind]
-        came = (received.kind[inputs], received.head_group[inputs], received.block[inputs])
-        known = _payload_keys(*came, num_blocks)
-        order = np.argsort(known)
-        wanted = (sends.kind[relayed], sends.head_group[relayed], sends.block[relayed])
-        at = np.searchsorted(known[order], _payload_keys(*wanted, num_blocks))
-        times[relayed] = arrived[inputs][order][at]
+    relayed = IS_INPUT[sends.kind] & (part.blocks.owner[sends.block] != part.rank)
+    inputs = IS_INPUT[received.kind]
+    known = _payload_keys(received.select(inputs), num_blocks)
+    order = np.argsort(known)
+    at = np.searchsorted(known[order], _payload_keys(sends.select(relayed), num_blocks))
+    times[relayed] = arrived[inputs][order][at]
 
-    results = np.flatnonzero(~IS_INPUT[sends.kind])
-    if len(results):
-        computed = block_keys(found.space, found.head_group, found.block, num_blocks)
-        keys = np.concatenate([computed, result_keys(received, num_blocks)])
-        when = np.concatenate([found.time, arrived[~IS_INPUT[received.kind]]])
-        last = np.full(len(part.head_groups) * len(Space) * num_blocks, START, np.int64)
-        np.maximum.at(last, keys, when)
-        times[results] = last[result_keys(sends, num_blocks)]
+    computed = block_keys(added.space, added.head_group, added.block, num_blocks)
+    last = np.full(len(part.head_groups) * len(Space) * num_blocks, START, np.int64)
+    np.maximum.at(last, computed, added.time)
+    np.maximum.at(last, result_keys(received, num_blocks), arrived[~inputs])
+    times[~IS_INPUT[sends.kind]] = last[result_keys(sends, num_blocks)]
     return times
 
 
-def _payload_keys(kind: Int32, group: Int32, block: Int32, num_blocks: int) -> Int64:
-    return (kind.astype(np.int64) * (1 << 16) + group) * num_blocks + block
+def _payload_keys(messages: Messages, num_blocks: int) -> Int64:
+    payload = messages.kind.astype(np.int64) * (1 << 16) + messages.head_group
+    return payload * num_blocks + messages.block
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +94,8 @@ class RowWork:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """Work of the device, with no communication point of the host in it."""
+class DeviceWork:
+    """What the device does without a communication point of the host: one segment."""
 
     items: tuple["Wait | Mark | Compute | RowWork", ...]
 
@@ -113,7 +108,7 @@ class Stretch:
 class Point:
     """One thing to do, and the instruction that it belongs to."""
 
-    item: Launch | Wait | Mark | Stretch
+    item: Launch | Wait | Mark | DeviceWork
     name: str
 
 
@@ -128,24 +123,24 @@ def program_order(
     for time, (op, argument) in enumerate(instructions):
         name = f"{op.name} {argument}"
         if op is Op.COMPUTE:
-            points.append(Point(Stretch((Compute(argument, time),)), name))
+            points.append(Point(DeviceWork((Compute(argument, time),)), name))
         else:
             points.append(Point(Launch((argument,)) if op is Op.LAUNCH else Wait(argument), name))
         if time in row_work:
-            points.append(Point(Stretch((RowWork(time),)), name))
+            points.append(Point(DeviceWork((RowWork(time),)), name))
         if time in marked:
             points.append(Point(Mark(time), name))
     return points
 
 
-def long_stretches(
+def graph_order(
     instructions: Instructions, ready: Mapping[int, int], row_work: AbstractSet[int]
 ) -> list[Point]:
-    """As few stretches as the dependencies between messages allow."""
-    return _LongStretches(instructions, ready, row_work).points
+    """As few segments as the dependencies between messages allow."""
+    return _GraphOrder(instructions, ready, row_work).points
 
 
-class _LongStretches:
+class _GraphOrder:
     def __init__(
         self, instructions: Instructions, ready: Mapping[int, int], row_work: AbstractSet[int]
     ) -> None:
@@ -163,7 +158,7 @@ class _LongStretches:
         if op is Op.COMPUTE:
             self._items.append(Compute(argument, time))
         elif op is Op.WAIT:
-            if argument in self._queue:  # this stretch makes ready what it would wait for
+            if argument in self._queue:  # this segment makes ready what it would wait for
                 self._end(f"WAIT {argument}")
             self._items.append(Wait(argument))
         if time in self._row_work:
@@ -173,7 +168,7 @@ class _LongStretches:
 
     def _end(self, name: str) -> None:
         if self._items:
-            self.points.append(Point(Stretch(tuple(self._items)), name))
+            self.points.append(Point(DeviceWork(tuple(self._items)), name))
             marks = [item.time for item in self._items if isinstance(item, Mark)]
             self._marked = max([self._marked, *marks])
             self._items = []
@@ -198,7 +193,7 @@ class _LongStretches:
         self.points += [Point(wait, "the end") for wait in waits]
 
 
-class Lane(IntEnum):
+class GraphStream(IntEnum):
     """Streams on which the launches of a graph run beside each other, each in its own order."""
 
     KERNELS = 0
@@ -207,7 +202,7 @@ class Lane(IntEnum):
     SUMS = 3
 
 
-class LaneWork(IntEnum):
+class LaunchKind(IntEnum):
     """What is launched: waiting for messages, copies, a kernel call, sums, a mark."""
 
     WAIT = 0
@@ -217,53 +212,55 @@ class LaneWork(IntEnum):
     MARK = 4
 
 
-LANES = {
-    LaneWork.WAIT: Lane.COPIES,
-    LaneWork.COPY: Lane.COPIES,
-    LaneWork.SUM: Lane.SUMS,
-    LaneWork.MARK: Lane.SUMS,
+STREAMS = {
+    LaunchKind.WAIT: GraphStream.COPIES,
+    LaunchKind.COPY: GraphStream.COPIES,
+    LaunchKind.SUM: GraphStream.SUMS,
+    LaunchKind.MARK: GraphStream.SUMS,
 }
-AFTER: dict[LaneWork, tuple[Lane, ...]] = {
-    LaneWork.WAIT: (),
-    LaneWork.COPY: (Lane.KERNELS, Lane.OTHER_KERNELS, Lane.SUMS),
-    LaneWork.KERNEL: (Lane.COPIES,),
-    LaneWork.SUM: (Lane.KERNELS, Lane.OTHER_KERNELS, Lane.COPIES),
-    LaneWork.MARK: (Lane.COPIES,),
+AFTER: dict[LaunchKind, tuple[GraphStream, ...]] = {
+    LaunchKind.WAIT: (),
+    LaunchKind.COPY: (GraphStream.KERNELS, GraphStream.OTHER_KERNELS, GraphStream.SUMS),
+    LaunchKind.KERNEL: (GraphStream.COPIES,),
+    LaunchKind.SUM: (GraphStream.KERNELS, GraphStream.OTHER_KERNELS, GraphStream.COPIES),
+    LaunchKind.MARK: (GraphStream.COPIES,),
 }
 
 
-def assign_lanes(
-    launches: Sequence[tuple[LaneWork, int]], freed: Mapping[int, int], *, in_turn: bool
-) -> list[tuple[Lane, list[int]]]:
-    """The lane of every launch (kind, time), and earlier ones on other lanes that it comes after.
+def assign_streams(
+    launches: Sequence[tuple[LaunchKind, int]], freed: Mapping[int, int], *, in_turn: bool
+) -> list[tuple[GraphStream, list[int]]]:
+    """The stream of every launch (kind, time), and earlier launches on other streams that it comes
+    after.
 
-    Kernel calls alternate between two lanes, so that one begins on multiprocessors that the one
+    Kernel calls alternate between two streams, so that one begins on multiprocessors that the one
     before has left, unless they run `in_turn`. Copies wait for what used their slots before: all
     that was due by `freed[time]`."""
-    placed: list[tuple[Lane, list[int]]] = []
-    last: dict[Lane, list[int]] = {lane: [] for lane in Lane}  # launches so far
+    assigned: list[tuple[GraphStream, list[int]]] = []
+    launched: dict[GraphStream, list[int]] = {stream: [] for stream in GraphStream}
     num_kernels = 0
     for number, (kind, time) in enumerate(launches):
-        if kind is LaneWork.KERNEL:
-            lane = Lane(0 if in_turn else num_kernels % 2)
+        if kind is LaunchKind.KERNEL:
+            stream = GraphStream(0 if in_turn else num_kernels % 2)
             num_kernels += 1
         else:
-            lane = LANES[kind]
-        until = freed.get(time, START) if kind is LaneWork.COPY else time
+            stream = STREAMS[kind]
+        until = freed.get(time, START) if kind is LaunchKind.COPY else time
         after = [
             max(before)
             for other in AFTER[kind]
-            if other is not lane and (before := [x for x in last[other] if launches[x][1] <= until])
+            if other is not stream
+            and (before := [x for x in launched[other] if launches[x][1] <= until])
         ]
-        placed.append((lane, after))
-        last[lane].append(number)
-    return placed
+        assigned.append((stream, after))
+        launched[stream].append(number)
+    return assigned
 
 
-def freed_times(lowered: LoweredProgram) -> dict[int, int]:
+def freed_times(program: RankProgram) -> dict[int, int]:
     """When the slots that are filled at a time were last used, by that time."""
-    slots, freed = lowered.program.slots, dict[int, int]()
-    earlier, later = lowered.refills
+    slots, freed = program.program.slots, dict[int, int]()
+    earlier, later = program.refills
     for time, last in zip(slots.first[later].tolist(), slots.last[earlier].tolist(), strict=True):
         freed[time] = max(freed.get(time, START), last)
     return freed

@@ -1,7 +1,9 @@
-"""Step: the immutable handle of a prepared plan."""
+"""Step: the immutable handle of a prepared plan. PreparedPlan: what it stands for."""
 
+import itertools
+import weakref
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -10,13 +12,11 @@ import torch
 from torch import Tensor
 
 from dyncp.checks import whole_number
-from dyncp.executor.contiguous import Contiguous, move_rows
 from dyncp.executor.engine import Engine
 from dyncp.executor.kernel_calls import LoweredProgram
-from dyncp.executor.layout import DTYPES, PlanLowering, RankLayout, dtypes_of, lay_out_ranks
-from dyncp.executor.numbers import number_of
-from dyncp.executor.shard import gather, shard
-from dyncp.executor.streams import Arrival
+from dyncp.executor.layout import DTYPES, dtypes_of
+from dyncp.executor.row_moves import Contiguous, gather, move_rows, shard
+from dyncp.executor.row_work import RankCall, make_rank_call
 from dyncp.kernels import Dtypes, IndexArrays
 from dyncp.plan import (
     AttentionShape,
@@ -30,23 +30,181 @@ from dyncp.plan import (
 from dyncp.transport import Transport
 
 
+class Arrival:
+    """Index arrays on their way to the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.arrays = IndexArrays(device)
+        self._event: torch.cuda.Event | None = None
+        self._users: set[int] = set()
+
+    def send(self) -> None:
+        self._event = self.arrays.send()
+
+    def wait(self) -> None:
+        """Makes the current stream wait for them, and their memory outlive its use there."""
+        if self._event is None or self.arrays.whole is None:
+            return
+        stream = torch.cuda.current_stream(self.arrays.device)
+        if stream.cuda_stream not in self._users:
+            self._users.add(stream.cuda_stream)
+            stream.wait_event(self._event)
+            self.arrays.whole.record_stream(stream)
+
+
 @dataclass(frozen=True, eq=False)
 class CallLayout:
     """Where everything of a call lies, on all ranks of this process, for one attention shape."""
 
-    ranks: tuple[RankLayout, ...]
-    direction: Direction
+    ranks: tuple[RankCall, ...]
     dtypes: Dtypes
     arrivals: tuple[Arrival, ...]  # of the index arrays that it uses
-    call: int = 0  # 16 bits that stand for plan, mask, direction and shape
+    number: int  # 16 bits that stand for plan, mask, direction and shape
 
     @cached_property
     def num_bytes(self) -> int:
-        return sum(rank.num_bytes for rank in self.ranks)
+        return sum(rank.layout.num_bytes for rank in self.ranks)
 
     def wait_for_indices(self) -> None:
         for arrival in self.arrivals:
             arrival.wait()
+
+
+class PreparedPlan:
+    """The parts of the ranks of this process, lowered for an engine's kernel, and the layouts of
+    their calls. It is made on the host, in any thread; `send` ends it."""
+
+    @torch.inference_mode(False)
+    def __init__(self, parts: tuple[RankPlan, ...], engine: Engine) -> None:
+        self.parts, self.engine = parts, engine
+        self.num_rows = sum(part.local_rows for part in parts)
+        self.accepted: set[Any] = set()  # calls that `check` found nothing wrong with
+        self._arrival = Arrival(engine.device)
+        self._layouts: dict[tuple[str, Direction, AttentionShape], CallLayout] = {}
+        self._row_orders: dict[int | None, Contiguous] = {}
+        self._other: PreparedPlan | None = None  # for another kernel
+        fixed, arrays = engine.graphs.wanted, self._arrival.arrays
+        self._programs = {
+            (name, direction): tuple(
+                LoweredProgram(
+                    part, part.masks[name], direction, engine.kernel, arrays, fixed=fixed
+                )
+                for part in parts
+            )
+            for name, mask in parts[0].masks.items()
+            for direction, _ in mask.programs()
+        }
+        self._lay_out_all()
+
+    @torch.inference_mode(False)
+    def send(self) -> "PreparedPlan":
+        """All index arrays go to the device in one copy."""
+        self._lay_out_all()  # a call since then may have told the shape
+        self._arrival.send()
+        return self
+
+    def _lay_out_all(self) -> None:
+        """For the plan's attention shape, or that of the latest call where the plan fits any."""
+        planned = self.parts[0].shape
+        shape = planned if planned.exact else self.engine.latest_shape
+        for key in self._programs:
+            if shape is not None and (*key, shape) not in self._layouts:
+                self._lay_out(*key, shape, self._arrival)
+
+    def _lay_out(
+        self, mask: str, direction: Direction, shape: AttentionShape, *arrivals: Arrival
+    ) -> CallLayout:
+        """Ranks of this process one after the other, in memory and in rows. The last of `arrivals`
+        gets new index arrays."""
+        ranks: list[RankCall] = []
+        base = first_row = 0
+        for program in self._programs[mask, direction]:
+            arrays = arrivals[-1].arrays
+            rank = make_rank_call(program, shape, self.engine.row_ops, arrays, base, first_row)
+            ranks.append(rank)
+            base, first_row = base + rank.layout.num_bytes, first_row + program.part.local_rows
+        number = zlib.crc32(f"{self.parts[0].digest} {mask} {direction} {shape}".encode()) & 0xFFFF
+        layout = CallLayout(tuple(ranks), dtypes_of(shape), arrivals, number)
+        self._layouts[mask, direction, shape] = layout
+        return layout
+
+    def layout(self, mask: str, direction: Direction, q: Tensor, k: Tensor) -> CallLayout:
+        """Where everything of a call with these tensors lies; made once per shape."""
+        shape = self.shape_of(q, k)
+        self.engine.latest_shape = shape
+        found = self._layouts.get((mask, direction, shape))
+        if found is None:
+            with torch.inference_mode(False):
+                arrival = Arrival(self.engine.device)
+                found = self._lay_out(mask, direction, shape, self._arrival, arrival)
+                arrival.send()
+        return found
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the largest call so far, or to come: forward and backward share memory."""
+        return max(layout.num_bytes for layout in self._layouts.values())
+
+    def shape_of(self, q: Tensor, k: Tensor) -> AttentionShape:
+        """The attention shape of a call with these tensors; k may be packed with v."""
+        _, heads, dim = q.shape
+        return _shape_of(heads, k.shape[-2], dim, q.dtype, self.parts[0].shape.partial_dtype)
+
+    def fitting(self, inputs: tuple[Tensor, ...]) -> "PreparedPlan":
+        """This one, or the plan prepared for another kernel where this one's refuses such tensors
+        (q, k, v, or q and packed kv) and the choice was left to the executor."""
+        engine = self.engine.fitting(self.shape_of(*inputs[:2]))
+        if engine is self.engine:
+            return self
+        if self._other is None:
+            self._other = PreparedPlan(self.parts, engine).send()
+        return self._other
+
+    def row_order(self, halo: int | None) -> Contiguous:
+        """Whole documents, or local rows behind a halo of so many tokens."""
+        if halo not in self._row_orders:
+            if halo is None:
+                order, names = whole_documents(self.parts[0]), ("to_contiguous", "from_contiguous")
+            else:
+                order = with_halo(self.parts[0], halo)
+                names = f"add_halo of {halo}", f"drop_halo of {halo}"
+            self._row_orders[halo] = Contiguous(names, order, self.parts, self.engine)
+        return self._row_orders[halo]
+
+    def check(self, mask: str, inputs: tuple[Tensor, ...], *, backward: bool) -> None:
+        """Raises ValueError where a call and the plan do not fit together. `inputs` are q, k, v, or
+        q and packed kv. Layers call alike: what was accepted once is not looked at again."""
+        call = (mask, backward, *[(x.shape, x.dtype, x.device) for x in inputs])
+        if call not in self.accepted:
+            plan = self.parts[0].mask_plan(mask)
+            if backward and plan.backward is None:
+                raise ValueError(
+                    "q, kv or sink requires gradients, but this plan was made for evaluation "
+                    "(forward_only) and has no backward; plan without it, or use torch.no_grad()"
+                )
+            self._check_inputs(*unpacked(*inputs))
+            self.accepted.add(call)
+
+    def _check_inputs(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        _check_tensors(q, k, v)
+        if q.shape[0] != self.num_rows:
+            alone = len(self.parts) == 1
+            raise ValueError(
+                f"q has {q.shape[0]} tokens; this plan gives "
+                f"{'rank ' + str(self.parts[0].rank) if alone else 'these ranks'} "
+                f"{self.num_rows} local rows"
+            )
+        device = self.engine.device
+        if q.device != device:
+            raise ValueError(
+                f"q is on {q.device}; this step was prepared for {device}: move q, k and v "
+                f"there, or make the executor with device={str(q.device)!r}"
+            )
+        planned, shape = self.parts[0].shape, self.shape_of(q, k)
+        if planned.exact and shape != planned:
+            raise ValueError(
+                f"q and kv have {_describe(shape)}; the plan was made for {_describe(planned)}"
+            )
 
 
 class Step:
@@ -58,149 +216,57 @@ class Step:
     every module that gets one.
     """
 
-    def __init__(
-        self,
-        parts: tuple[RankPlan, ...],
-        lowered: Mapping[tuple[str, Direction], tuple[LoweredProgram, ...]],
-        engine: Engine,
-        arrival: Arrival,
-        layouts: dict[tuple[str, Direction, AttentionShape], CallLayout],
-    ) -> None:
-        self.parts = parts  # of the ranks that this process drives
-        self.lowered, self.engine, self.arrival, self.layouts = lowered, engine, arrival, layouts
-        self.accepted: set[Any] = set()  # calls that `check` found nothing wrong with
-        self.others: list[Step] = []  # for another kernel
-        self._halos: dict[int, Contiguous] = {}
-        self.number = number_of(self)  # stands for it in compiled graphs
+    __slots__ = ("__weakref__", "_number", "_prepared")
 
-    @staticmethod
-    def prepare(parts: tuple[RankPlan, ...], engine: Engine) -> "Step":
-        """Lowers a plan, and sends its index arrays to the device."""
-        return Step.of(PlanLowering(parts, engine))
-
-    @staticmethod
-    @torch.inference_mode(False)
-    def of(lowering: PlanLowering) -> "Step":
-        """All index arrays go to the device in one copy."""
-        lowering.lay_out()  # a call since then may have told the shape
-        arrival = Arrival(lowering.arrays)
-        step = Step(lowering.parts, lowering.programs, lowering.engine, arrival, {})
-        for key, laid_out in lowering.layouts.items():
-            step._add(*key, laid_out, (arrival,))
-        return step
-
-    def fitting(self, inputs: tuple[Tensor, ...]) -> "Step":
-        """This handle, or the plan prepared for another kernel where this one's refuses such
-        tensors (q, k, v, or q and packed kv) and the choice was left to the executor."""
-        engine = self.engine.fitting(self.shape_of(*inputs[:2]))
-        if engine is self.engine:
-            return self
-        if not self.others:
-            self.others.append(Step.prepare(self.parts, engine))
-        return self.others[0]
+    def __init__(self, prepared: PreparedPlan, number: Tensor | None = None) -> None:
+        self._prepared = prepared
+        self._number = _number_of(prepared) if number is None else number
 
     @property
-    def num_bytes(self) -> int:
-        """MemoryUse of the largest call so far, or to come: forward and backward share it."""
-        return max(layout.num_bytes for layout in self.layouts.values())
+    def prepared(self) -> PreparedPlan:
+        """What calls use."""
+        return self._prepared
 
     @property
-    def transport(self) -> Transport:
-        return self.engine.transport
+    def number(self) -> Tensor:
+        """Stands for the step in compiled graphs, int64[] on the CPU."""
+        return self._number
 
     @property
-    def device(self) -> torch.device:
-        return self.engine.device
+    def parts(self) -> tuple[RankPlan, ...]:
+        """Of the plan, those of the ranks that this process drives."""
+        return self._prepared.parts
 
     @property
     def plan(self) -> RankPlan:
-        return self.parts[0]
+        """The first of them: the only one, but for virtual ranks."""
+        return self._prepared.parts[0]
+
+    @property
+    def transport(self) -> Transport:
+        return self._prepared.engine.transport
+
+    @property
+    def device(self) -> torch.device:
+        return self._prepared.engine.device
 
     @property
     def fingerprint(self) -> str:
         """That of the plan's batch, which its local data have, too."""
         return self.plan.fingerprint
 
-    @cached_property
+    @property
     def num_rows(self) -> int:
         """Rows that q and kv must have on this process."""
-        return sum(part.local_rows for part in self.parts)
+        return self._prepared.num_rows
 
     @property
     def masks(self) -> tuple[str, ...]:
         return tuple(self.plan.masks)
 
-    def layout(self, mask: str, direction: Direction, q: Tensor, k: Tensor) -> CallLayout:
-        """Where everything of a call with these tensors lies; made once per shape."""
-        shape = self.shape_of(q, k)
-        self.engine.shape = shape
-        found = self.layouts.get((mask, direction, shape))
-        if found is None:
-            with torch.inference_mode(False):
-                arrays = IndexArrays(self.device)
-                ranks = lay_out_ranks(self.lowered[mask, direction], shape, self.engine, arrays)
-                arrivals = (self.arrival, Arrival(arrays))
-            found = self._add(mask, direction, shape, ranks, arrivals)
-        return found
-
-    def _add(
-        self,
-        mask: str,
-        direction: Direction,
-        shape: AttentionShape,
-        ranks: tuple[RankLayout, ...],
-        arrivals: tuple[Arrival, ...],
-    ) -> CallLayout:
-        call = f"{self.plan.digest} {mask} {direction} {shape}"
-        number = zlib.crc32(call.encode()) & 0xFFFF
-        layout = CallLayout(ranks, direction, dtypes_of(shape), arrivals, number)
-        self.layouts[mask, direction, shape] = layout
-        return layout
-
-    def shape_of(self, q: Tensor, k: Tensor) -> AttentionShape:
-        """The attention shape of a call with these tensors; k may be packed with v."""
-        _, heads, dim = q.shape
-        return _shape_of(heads, k.shape[-2], dim, q.dtype, self.parts[0].shape.partial_dtype)
-
     def memory(self, shape: AttentionShape | None = None) -> MemoryUse:
         """Bytes that a call takes on each of this process's ranks, with the executor's kernel."""
-        return measure_memory(self.parts, shape, self.engine.style)
-
-    def check(self, mask: str, inputs: tuple[Tensor, ...], *, backward: bool) -> None:
-        """Raises ValueError where a call and the plan do not fit together. `inputs` are q, k, v, or
-        q and packed kv. Layers call alike: what was accepted once is not looked at again."""
-        call = (mask, backward, *[(x.shape, x.dtype, x.device) for x in inputs])
-        if call not in self.accepted:
-            self._check_mask(mask, backward=backward)
-            self._check_inputs(*unpacked(*inputs))
-            self.accepted.add(call)
-
-    def _check_mask(self, mask: str, *, backward: bool) -> None:
-        plan = self.plan.mask_plan(mask)
-        if backward and plan.backward is None:
-            raise ValueError(
-                "q, kv or sink requires gradients, but this plan was made for evaluation "
-                "(forward_only) and has no backward; plan without it, or use torch.no_grad()"
-            )
-
-    def _check_inputs(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        _check_tensors(q, k, v)
-        if q.shape[0] != self.num_rows:
-            raise ValueError(
-                f"q has {q.shape[0]} tokens; this plan gives "
-                f"{'rank ' + str(self.plan.rank) if len(self.parts) == 1 else 'these ranks'} "
-                f"{self.num_rows} local rows"
-            )
-        if q.device != self.device:
-            raise ValueError(
-                f"q is on {q.device}; this step was prepared for {self.device}: move q, k and v "
-                f"there, or make the executor with device={str(q.device)!r}"
-            )
-        planned, shape = self.plan.shape, self.shape_of(q, k)
-        if planned.exact and shape != planned:
-            raise ValueError(
-                f"q and kv have {_describe(shape)}; the plan was made for {_describe(planned)}"
-            )
+        return measure_memory(self.parts, shape, self._prepared.engine.style)
 
     def sent_bytes(self, mask: str, direction: Direction, shape: AttentionShape) -> int:
         """Bytes that this process's ranks send in one call, as the plan declares them."""
@@ -210,7 +276,7 @@ class Step:
         """This process's rows `[num_rows, ...]` of a per-token tensor of the batch, which all ranks
         hold: `[tokens, ...]` of all sequences, concatenated, or a list with one tensor each. Rows
         that only pad get `fill`. A rank's gradient is that of its own rows."""
-        return shard(self, values, fill)
+        return shard(self.parts, values, fill)
 
     def gather(self, rows: Tensor, *, loss: str | None = None) -> list[Tensor]:
         """Per-token results `[num_rows, ...]` of all ranks as one tensor per sample, on every rank.
@@ -219,14 +285,12 @@ class Step:
         "replicated" where every rank computes the same loss from what it gets (each takes the
         gradient of its own rows), "summed" where the loss is the sum of what ranks compute (the
         gradients of all ranks are added up)."""
-        return gather(self, rows, loss)
+        return gather(self.parts, self.transport, rows, loss)
 
-    @cached_property
+    @property
     def contiguous(self) -> Contiguous:
         """The rows of `to_contiguous`: whole documents, with their borders."""
-        order = whole_documents(self.plan)
-        names = "to_contiguous", "from_contiguous"
-        return Contiguous(names, order, self.parts, self.engine)
+        return self._prepared.row_order(None)
 
     def to_contiguous(self, x: Tensor) -> Tensor:
         """Rows `[num_rows, ...]` of all ranks as whole documents, `[contiguous.num_rows, ...]`: for
@@ -238,16 +302,11 @@ class Step:
         return move_rows(self.contiguous, y, self.number, back=True)
 
     def halo(self, tokens: int) -> Contiguous:
-        """The rows of `add_halo`: own ones, each piece behind the tokens before it."""
-        tokens = whole_number("halo", tokens, 0)
-        if tokens not in self._halos:
-            order = with_halo(self.plan, tokens)
-            names = f"add_halo of {tokens}", f"drop_halo of {tokens}"
-            self._halos[tokens] = Contiguous(names, order, self.parts, self.engine)
-        return self._halos[tokens]
+        """The rows of `add_halo`: local ones, each piece behind the tokens before it."""
+        return self._prepared.row_order(whole_number("halo", tokens, 0))
 
     def add_halo(self, x: Tensor, tokens: int) -> Tensor:
-        """Own rows `[num_rows, ...]` with the `tokens` before each piece of a document, `[halo(
+        """Local rows `[num_rows, ...]` with the `tokens` before each piece of a document, `[halo(
         tokens).num_rows, ...]`: for layers that look back so far, such as short convolutions. All
         ranks call it together."""
         return move_rows(self.halo(tokens), x, self.number, back=False)
@@ -255,6 +314,35 @@ class Step:
     def drop_halo(self, y: Tensor, tokens: int) -> Tensor:
         """The way back of `add_halo`; rows that only pad are 0."""
         return move_rows(self.halo(tokens), y, self.number, back=True)
+
+
+# Compiled graphs take tensors, so a step passes through them as its number. A graph that waits for
+# its backward keeps the tensor, and the tensor's memory keeps the plan, also where the user has
+# dropped the step.
+_counter = itertools.count(1)
+_by_number: weakref.WeakValueDictionary[int, PreparedPlan] = weakref.WeakValueDictionary()
+
+
+class _Memory(bytearray):
+    prepared: PreparedPlan
+
+
+def _number_of(prepared: PreparedPlan) -> Tensor:
+    number, memory = next(_counter), _Memory(8)
+    memory.prepared = prepared
+    _by_number[number] = prepared
+    return torch.frombuffer(memory, dtype=torch.int64)[0].fill_(number)
+
+
+def step_of(number: Tensor) -> Step:
+    """The step that a number stands for."""
+    prepared = _by_number.get(int(number))
+    if prepared is None:
+        raise ValueError(
+            "a compiled graph ran with a step that is gone; keep the handle of prepare() until its "
+            "backward has run"
+        )
+    return Step(prepared, number)
 
 
 def unpacked(q: Tensor, k: Tensor, v: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:

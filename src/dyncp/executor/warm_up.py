@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dyncp.executor.call import CallOptions, Saved, attend_backward, attend_forward
+from dyncp.executor.call import Saved, attend_backward, attend_forward
 from dyncp.executor.engine import Engine, WrongResultsError
-from dyncp.executor.layout import DTYPES
-from dyncp.executor.step import Step
+from dyncp.executor.layout import dtypes_of
+from dyncp.executor.step import PreparedPlan
 from dyncp.plan import (
     DEFAULT_MASK,
     AttentionShape,
@@ -157,7 +157,7 @@ def _draw(
 ) -> tuple[Tensor, ...]:
     """q, k, v and dout; k and v lie packed, or each by itself."""
     generator = torch.Generator().manual_seed(rows)
-    dtype = {name: dtype for dtype, name in DTYPES.items()}[shape.dtype]
+    dtype = dtypes_of(shape).input
 
     def draw(*size: int) -> Tensor:
         return torch.randn(size, generator=generator).to(device, dtype)
@@ -171,7 +171,7 @@ def _draw(
 def _run(engine: Engine, plan: Plan, inputs: tuple[Tensor, ...]) -> list[Tensor]:
     """Output and gradients of all rows, in the order of the batch."""
     small = engine.like(InProcess(plan.num_ranks))
-    step = Step.prepare(tuple(plan.parts), small)
+    prepared = PreparedPlan(tuple(plan.parts), small).send()
     order = torch.from_numpy(batch_order(plan.parts[0])).to(engine.device)
     place: Callable[[Tensor], Tensor] = lambda x: torch.empty_like(x).index_copy_(0, order, x)  # noqa: E731
     packed = inputs[1].stride(0) != inputs[1].stride(1) * inputs[1].shape[1]
@@ -179,10 +179,10 @@ def _run(engine: Engine, plan: Plan, inputs: tuple[Tensor, ...]) -> list[Tensor]
     pair = torch.stack([place(x) for x in inputs[1:3]], 1 if packed else 0)
     k, v = pair.unbind(1 if packed else 0)
     dk, dv = torch.empty_like(pair).unbind(1 if packed else 0)
-    options = CallOptions(DEFAULT_MASK, q.shape[2] ** -0.5)
-    out, lse = attend_forward(step, options, q, k, v)
+    options = DEFAULT_MASK, q.shape[2] ** -0.5
+    out, lse = attend_forward(prepared, *options, q, k, v)
     results = (torch.empty_like(q), dk, dv)
-    attend_backward(step, options, Saved(q, k, v, out, lse, dout), results)
+    attend_backward(prepared, *options, Saved(q, k, v, out, lse, dout), results)
     return [x[order] for x in (out, *results)]
 
 

@@ -130,7 +130,8 @@ class PositionRotary(nn.Module):
         **_: Any,
     ) -> Tensor:
         """What Megatron calls `forward` with: here positions, in place of a length."""
-        return checked_step("packed_seq_params", packed_seq_params, StepParams).positions
+        given: StepParams = checked_step("packed_seq_params", packed_seq_params, StepParams)
+        return given.positions
 
     def forward(self, positions: Tensor, **_: Any) -> Tensor:
         """Angles [rows, 1, 1, dim]."""

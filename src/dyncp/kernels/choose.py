@@ -133,13 +133,13 @@ def _log_deterministic() -> None:
 def _make(name: str, deterministic: bool) -> Kernel:
     """GPU kernels are imported late: only they need Triton and flash-attn-4."""
     if name == "flash4":
-        from dyncp.kernels.flash4.kernel import Flash4Kernel
+        from dyncp.kernels.flash4_kernel import Flash4Kernel
 
         if deterministic:
             _log_deterministic()
         return Flash4Kernel(deterministic=deterministic)
     if name == "triton":
-        from dyncp.kernels.triton.kernel import TritonKernel
+        from dyncp.kernels.triton_kernel import TritonKernel
 
         return TritonKernel()
     return CpuKernel() if name == "cpu" else ReferenceKernel()

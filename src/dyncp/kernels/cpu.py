@@ -10,10 +10,16 @@ import torch
 from torch import Tensor
 
 from dyncp.arrays import Int64
-from dyncp.kernels.accumulate import Run, accumulator, list_runs, merge_partial, open_lse
-from dyncp.kernels.index_arrays import IndexArrays
-from dyncp.kernels.kernel import Gradients, Kernel, KernelCall, RowState, Sums
-from dyncp.kernels.reference import RowTile, attend_tile, attend_tile_backward
+from dyncp.kernels.kernel import IndexArrays, KernelCall, RowState
+from dyncp.kernels.reference import (
+    PlainCall,
+    PlainKernel,
+    RowTile,
+    Three,
+    attend_tile,
+    attend_tile_backward,
+)
+from dyncp.kernels.row_ops import merge_partial
 
 PIECE = 256
 
@@ -41,46 +47,48 @@ def cut_into_jobs(call: KernelCall) -> list[Job]:
     job. Any other is cut into pieces of 256 × 256; empty pieces are dropped, neighbouring full ones
     are joined, and only the pieces on the mask's edges carry a mask."""
     jobs: list[Job] = []
+    empty = call.q_states.before == RowState.NOTHING
     for q0, q1, k0, k1 in call.rectangles.tolist():
         relative = call.ranges[q0:q1] - call.k_coordinates[k0]
         for job in _cut_rectangle(relative.clip(0, k1 - k0), q0, k0, k1 - k0):
-            _append(jobs, job)
-    return _mark_first(jobs, call)
+            if jobs and _continues(jobs[-1], job):
+                keys = slice(jobs[-1].keys.start, job.keys.stop)
+                jobs[-1] = replace(jobs[-1], keys=keys)
+            else:
+                jobs.append(replace(job, first=bool(empty[job.rows].all())))
+                empty[job.rows] = False
+    return jobs
 
 
-def _mark_first(jobs: list[Job], call: KernelCall) -> list[Job]:
-    empty, marked = call.q_states.before == RowState.NOTHING, []
-    for job in jobs:
-        marked.append(replace(job, first=bool(empty[job.rows].all())))
-        empty[job.rows] = False
-    return marked
+def _continues(last: Job, job: Job) -> bool:
+    """Whether a full job has the keys behind those of the one before."""
+    full = last.shape is Shape.FULL and job.shape is Shape.FULL
+    return full and last.rows == job.rows and last.keys.stop == job.keys.start
 
 
 def _cut_rectangle(ranges: Int64, row: int, key: int, num_keys: int) -> Iterator[Job]:
-    shape = _shape(ranges, num_keys)
-    if shape is not Shape.MASKED:
-        yield _job(ranges, row, key, 0, num_keys, shape)
+    if _shape(ranges, num_keys) is not Shape.MASKED:
+        yield _job(ranges, row, key, num_keys)
         return
     for first in range(0, len(ranges), PIECE):
         part = ranges[first : first + PIECE]
         for k0, k1 in _key_pieces(part, num_keys):
-            inside = part.clip(k0, k1) - k0
-            yield _job(inside, row + first, key, k0, k1, _shape(inside, k1 - k0))
+            yield _job(part.clip(k0, k1) - k0, row + first, key + k0, k1 - k0)
+
+
+def _job(ranges: Int64, row: int, key: int, num_keys: int) -> Job:
+    shape = _shape(ranges, num_keys)
+    kept = ranges if shape is Shape.MASKED else None
+    return Job(slice(row, row + len(ranges)), slice(key, key + num_keys), shape, kept)
 
 
 def _key_pieces(ranges: Int64, num_keys: int) -> Iterator[tuple[int, int]]:
-    """Key pieces that some row attends; runs of pieces that all rows attend fully are joined."""
+    """Key pieces that some row attends."""
     edges = np.append(np.arange(0, num_keys, PIECE), num_keys)
     below = np.minimum(ranges[:, :, 1, None], edges) - np.minimum(ranges[:, :, 0, None], edges)
     allowed = np.diff(below.sum(axis=(0, 1)))
-    full = allowed == len(ranges) * np.diff(edges)
-    start = 0
-    for i in range(len(allowed)):
-        if i + 1 < len(allowed) and full[i] and full[i + 1]:
-            continue
-        if allowed[i]:
-            yield int(edges[start]), int(edges[i + 1])
-        start = i + 1
+    for i in np.flatnonzero(allowed).tolist():
+        yield int(edges[i]), int(edges[i + 1])
 
 
 def _shape(ranges: Int64, num_keys: int) -> Shape:
@@ -92,21 +100,6 @@ def _shape(ranges: Int64, num_keys: int) -> Shape:
     return Shape.CAUSAL if (count == causal).all() and within.all() else Shape.MASKED
 
 
-def _job(ranges: Int64, row: int, key: int, k0: int, k1: int, shape: Shape) -> Job:
-    kept = ranges if shape is Shape.MASKED else None
-    return Job(slice(row, row + len(ranges)), slice(key + k0, key + k1), shape, kept)
-
-
-def _append(jobs: list[Job], job: Job) -> None:
-    """Joins a full job to the one before it when it continues its keys."""
-    if jobs and job.shape is Shape.FULL:
-        last = jobs[-1]
-        if last.shape is Shape.FULL and last.rows == job.rows and last.keys.stop == job.keys.start:
-            jobs[-1] = Job(job.rows, slice(last.keys.start, job.keys.stop), Shape.FULL)
-            return
-    jobs.append(job)
-
-
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
@@ -115,14 +108,7 @@ SAFE_TO_SQUARE = (1e-10, 1e15)
 FEW = 8  # entries of dO that are looked at for the largest
 
 
-@dataclass(frozen=True, slots=True)
-class CpuCall:
-    jobs: list[Job]
-    q_runs: list[Run]
-    k_runs: list[Run]
-
-
-class CpuKernel(Kernel):
+class CpuKernel(PlainKernel):
     """Every job of a call is one flash kernel over [kv heads, q heads per kv head, rows, dim].
 
     Torch's kernels multiply what a row may not see by 0, which keeps NaN and infinity. A job whose
@@ -131,37 +117,22 @@ class CpuKernel(Kernel):
 
     name = "cpu"
 
-    def lower(self, call: KernelCall, arrays: IndexArrays, *, backward: bool) -> CpuCall:  # noqa: ARG002
+    def lower(self, call: KernelCall, arrays: IndexArrays, *, backward: bool) -> PlainCall:
         if arrays.device.type != "cpu":
             raise ValueError(
                 f"kernel 'cpu' runs on CPU tensors; the executor's device is {arrays.device}"
             )
-        return CpuCall(cut_into_jobs(call), list_runs(call.q_states), list_runs(call.k_states))
+        lowered: PlainCall = super().lower(call, arrays, backward=backward)
+        return lowered
 
-    def attend(
-        self,
-        lowered: CpuCall,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        out: Sums,
-        lse: Tensor,
-    ) -> None:
-        open_lse(lse, lowered.q_runs)
-        with accumulator(out, lowered.q_runs) as sums:
-            self._attend(lowered.jobs, (q, k, v), scale, sums, lse)
+    def list_tiles(self, call: KernelCall) -> list[Job]:
+        return cut_into_jobs(call)
 
-    def _attend(
-        self,
-        jobs: list[Job],
-        inputs: tuple[Tensor, Tensor, Tensor],
-        scale: float,
-        out: Tensor,
-        lse: Tensor,
+    def add_outputs(
+        self, call: PlainCall, inputs: Three, scale: float, out: Tensor, lse: Tensor
     ) -> None:
         q, k, v = inputs
-        for job in jobs:
+        for job in call.tiles:
             queries, keys, values = _inputs(job, q, k, v)
             mask, empty = _mask(job, q.dtype)
             job_out, job_lse = _flash(
@@ -180,40 +151,23 @@ class CpuKernel(Kernel):
             else:
                 merge_partial(out[job.rows], lse[job.rows], rows_first.to(out.dtype), job_lse)
 
-    def attend_backward(
+    def add_gradients(
         self,
-        lowered: CpuCall,
-        inputs: tuple[Tensor, Tensor, Tensor],
+        call: PlainCall,
+        inputs: Three,
         dout: Tensor,
         lse: Tensor,
         delta: Tensor,
         scale: float,
-        grads: Gradients,
-    ) -> None:
-        with (
-            accumulator(grads.dq, lowered.q_runs) as dq,
-            accumulator(grads.dk, lowered.k_runs) as dk,
-            accumulator(grads.dv, lowered.k_runs) as dv,
-        ):
-            self._attend_backward(lowered, inputs, dout, lse, delta, scale, (dq, dk, dv))
-
-    def _attend_backward(
-        self,
-        lowered: CpuCall,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        dout: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        scale: float,
-        grads: tuple[Tensor, Tensor, Tensor],
+        grads: Three,
     ) -> None:
         (q, k, v), (dq, dk, dv) = inputs, grads
         kv_heads = k.shape[1]
         out = torch.empty_like(dout)
-        for run in lowered.q_runs:  # other rows may hold anything
+        for run in call.q_runs:  # other rows may hold anything
             out[run.rows] = _output_with_row_sum(dout[run.rows], delta[run.rows])
         flash_lse = lse.masked_fill(lse == -torch.inf, 0.0)
-        for job in lowered.jobs:
+        for job in call.tiles:
             queries, keys, values = _inputs(job, q, k, v)
             mask, _ = _mask(job, q.dtype)
             job_dq, job_dk, job_dv = _flash_backward(
@@ -249,7 +203,7 @@ def _rows_last(values: Tensor, kv_heads: int) -> Tensor:
     return values.view(num_rows, kv_heads, q_heads // kv_heads).permute(1, 2, 0).contiguous()
 
 
-def _inputs(job: Job, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _inputs(job: Job, q: Tensor, k: Tensor, v: Tensor) -> Three:
     kv_heads = k.shape[1]
     queries = _heads_first(q[job.rows], kv_heads)
     shape = (-1, queries.shape[1], -1, -1)

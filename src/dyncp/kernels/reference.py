@@ -1,73 +1,130 @@
-"""Kernel `reference`: plain fp64 attention over kernel tiles. It defines what a call means."""
+"""Kernels in plain torch: what they share; kernel `reference`, which defines what a call means."""
 
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dyncp.arrays import Bool, Int32, Int64
-from dyncp.kernels.accumulate import Run, accumulator, list_runs, merge_partial, open_lse
-from dyncp.kernels.index_arrays import IndexArrays
-from dyncp.kernels.kernel import Gradients, Kernel, KernelCall, Sums
+from dyncp.kernels.kernel import (
+    Gradients,
+    IndexArrays,
+    Kernel,
+    KernelCall,
+    RowState,
+    RowStates,
+    Sums,
+)
+from dyncp.kernels.row_ops import accumulator_dtype, merge_partial
+
+Three = tuple[Tensor, Tensor, Tensor]  # q, k, v, or their gradients
 
 
-@dataclass(frozen=True, eq=False)
-class KernelTiles:
-    """Listed kernel tiles, ordered, and the cut ranges. A pair is computed iff its kernel tile is
-    listed and the key's coordinate lies in the query row's ranges."""
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Touched rows that lie together and have the same states."""
 
-    rows: int
-    columns: int
-    q_tile: Int64  # [listed]
-    k_tile: Int64  # [listed]
-    ranges: Int32  # [query rows, R, 2], coordinates
+    rows: slice
+    before: RowState
+    after: RowState
 
 
-def list_kernel_tiles(call: KernelCall, rows: int, columns: int) -> KernelTiles:
-    """Short sequences share kernel tiles. Let rows 0-1 be block A and 2-3 block B of one sequence,
-    kernel tiles have 4 rows, and this call has only the tile A × A:
-
-        A x . . .     the one listed kernel tile also holds B × A and B × B, which another division
-        A x x . .     or rank computes. So the ranges of every row are cut to the key blocks that
-        B o o o .     its block meets in this call: rows 2-3 keep nothing, and nothing is computed
-        B o o o o     twice.
-    """
-    q_tiles, k_tiles = (-(-len(call.q_coordinates) // rows), -(-len(call.k_coordinates) // columns))
-    listed: Bool = np.zeros((q_tiles, k_tiles), np.bool_)
-    for q0, q1, k0, k1 in call.rectangles:
-        listed[q0 // rows : -(-q1 // rows), k0 // columns : -(-k1 // columns)] = True
-    q_tile, k_tile = np.nonzero(listed)
-    return KernelTiles(rows, columns, q_tile, k_tile, _cut_ranges(call))
+def list_runs(states: RowStates) -> list[Run]:
+    if not len(states.after):
+        return []
+    changes = (np.diff(states.before) != 0) | (np.diff(states.after) != 0)
+    bounds = [0, *(np.flatnonzero(changes) + 1).tolist(), len(states.after)]
+    runs = [
+        Run(slice(first, end), RowState(states.before[first]), RowState(states.after[first]))
+        for first, end in pairwise(bounds)
+    ]
+    return [run for run in runs if run.after is not RowState.UNTOUCHED]
 
 
-def _cut_ranges(call: KernelCall) -> Int32:
-    """Each row's ranges, cut to the key blocks that the row meets in this call."""
-    pieces: list[tuple[Int64, Int32]] = []
-    starts = np.unique(call.rectangles[:, :2], axis=0)
-    for q0, q1 in starts:
-        mine = call.rectangles[(call.rectangles[:, 0] == q0) & (call.rectangles[:, 1] == q1)]
-        first = np.sort(call.k_coordinates[mine[:, 2]])
-        width = (mine[:, 3] - mine[:, 2])[np.argsort(call.k_coordinates[mine[:, 2]])]
-        pieces.append((np.arange(q0, q1), _intersect(call.ranges[q0:q1], first, first + width)))
-    most = max((cut.shape[1] for _, cut in pieces), default=1)
-    ranges = np.zeros((len(call.q_coordinates), most, 2), np.int32)
-    for rows, cut in pieces:
-        ranges[rows, : cut.shape[1]] = cut
-    return ranges
+@contextmanager
+def accumulator(sums: Sums, runs: list[Run]) -> Iterator[Tensor]:
+    """The tensor that holds the rows' sums while they are added to."""
+    wide = sums.wide
+    if wide is None:
+        wide = torch.empty_like(sums.final, dtype=accumulator_dtype(sums.final.dtype))
+    for run in runs:
+        if run.before is RowState.NOTHING:
+            wide[run.rows] = 0
+        elif run.before is RowState.FINAL and wide is not sums.final:
+            wide[run.rows] = sums.final[run.rows]
+    yield wide
+    for run in runs:
+        if run.after is RowState.FINAL and wide is not sums.final:
+            sums.final[run.rows] = wide[run.rows]
 
 
-def _intersect(ranges: Int32, first: Int64, last: Int64) -> Int32:
-    """Ranges [rows, R, 2] met with the intervals [first, last): [rows, up to R × intervals, 2]."""
-    joined = np.append(True, first[1:] != last[:-1])
-    first, last = first[joined], last[np.append(joined[1:], True)]
-    start = np.maximum(ranges[:, :, None, 0], first)
-    end = np.minimum(ranges[:, :, None, 1], last)
-    end = np.maximum(start, end)
-    cut = np.stack([start, end], axis=-1).reshape(len(ranges), -1, 2)
-    used = (cut[:, :, 1] > cut[:, :, 0]).any(axis=0)
-    return cut[:, used].astype(np.int32)
+@dataclass(frozen=True, slots=True)
+class PlainCall:
+    tiles: list[Any]
+    q_runs: list[Run]
+    k_runs: list[Run]
+
+
+class PlainKernel(Kernel):
+    """Brings the sums of touched rows into one accumulator, lets a kernel add its tiles there, and
+    puts them where the call's states say."""
+
+    @abstractmethod
+    def list_tiles(self, call: KernelCall) -> list[Any]:
+        """The call in pieces that this kernel computes at once."""
+
+    @abstractmethod
+    def add_outputs(
+        self, call: PlainCall, inputs: Three, scale: float, out: Tensor, lse: Tensor
+    ) -> None:
+        """Merges the attention of all tiles into `out` and `lse`."""
+
+    @abstractmethod
+    def add_gradients(
+        self,
+        call: PlainCall,
+        inputs: Three,
+        dout: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        scale: float,
+        grads: Three,
+    ) -> None:
+        """Adds the gradients of all tiles to `grads`: dq, dk, dv."""
+
+    def lower(self, call: KernelCall, arrays: IndexArrays, *, backward: bool) -> Any:  # noqa: ARG002
+        return PlainCall(self.list_tiles(call), list_runs(call.q_states), list_runs(call.k_states))
+
+    def attend(
+        self, lowered: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Sums, lse: Tensor
+    ) -> None:
+        for run in lowered.q_runs:
+            if run.before is RowState.NOTHING:
+                lse[run.rows] = -torch.inf
+        with accumulator(out, lowered.q_runs) as sums:
+            self.add_outputs(lowered, (q, k, v), scale, sums, lse)
+
+    def attend_backward(
+        self,
+        lowered: Any,
+        inputs: Three,
+        dout: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        scale: float,
+        grads: Gradients,
+    ) -> None:
+        with (
+            accumulator(grads.dq, lowered.q_runs) as dq,
+            accumulator(grads.dk, lowered.k_runs) as dk,
+            accumulator(grads.dv, lowered.k_runs) as dv,
+        ):
+            self.add_gradients(lowered, inputs, dout, lse, delta, scale, (dq, dk, dv))
 
 
 @dataclass(frozen=True)
@@ -98,9 +155,7 @@ class RowTile:
                 yield RowTile(slice(row, row + 1), self.columns[allowed], allowed[allowed][None])
 
 
-def attend_tile(
-    tile: RowTile, inputs: tuple[Tensor, Tensor, Tensor], scale: float, out: Tensor, lse: Tensor
-) -> None:
+def attend_tile(tile: RowTile, inputs: Three, scale: float, out: Tensor, lse: Tensor) -> None:
     """Merges the tile's attention into the rows of `out` and `lse`."""
     q, k, v = inputs
     scores = _scores(q[tile.rows], k[tile.columns], scale, tile.allowed)
@@ -112,12 +167,12 @@ def attend_tile(
 
 def attend_tile_backward(
     tile: RowTile,
-    inputs: tuple[Tensor, Tensor, Tensor],
+    inputs: Three,
     dout: Tensor,
     lse: Tensor,
     delta: Tensor,
     scale: float,
-    grads: tuple[Tensor, Tensor, Tensor],
+    grads: Three,
 ) -> None:
     """Adds the tile's gradients to `grads`: dq, dk, dv."""
     (q, k, v), (dq, dk, dv) = inputs, grads
@@ -157,97 +212,48 @@ def _per_kv_head(grad: Tensor, kv: Tensor) -> Tensor:
     return grad.view(len(grad), kv_heads, -1, dim).sum(dim=2)
 
 
-@dataclass(frozen=True)
-class ReferenceCall:
-    tiles: list[RowTile]
-    q_runs: list[Run]
-    k_runs: list[Run]
+class ReferenceKernel(PlainKernel):
+    """Plain fp64 attention, `rows` query rows at a time: a pair is computed iff it lies in a
+    rectangle of the call and the key's coordinate lies in the query row's ranges."""
 
+    name = "reference"
 
-@dataclass(frozen=True)
-class ReferenceKernel(Kernel):
-    """`rows` × `columns` is the size of its kernel tiles."""
+    def __init__(self, rows: int = 128) -> None:
+        self._rows = rows
 
-    rows: int = 128
-    columns: int = 128
-    name: str = "reference"
-    merges: bool = True
-    collects: bool = False
+    def list_tiles(self, call: KernelCall) -> list[RowTile]:
+        tiles = []
+        for q0, q1 in np.unique(call.rectangles[:, :2], axis=0).tolist():
+            spans = call.rectangles[(call.rectangles[:, :2] == (q0, q1)).all(axis=1), 2:]
+            columns = np.concatenate([np.arange(k0, k1) for k0, k1 in spans])
+            key = call.k_coordinates[columns]
+            for first in range(q0, q1, self._rows):
+                rows = slice(first, min(first + self._rows, q1))
+                start, end = np.moveaxis(call.ranges[rows, :, :, None], 2, 0)
+                allowed = ((key >= start) & (key < end)).any(axis=1)
+                tiles.append(RowTile(rows, torch.from_numpy(columns), torch.from_numpy(allowed)))
+        return tiles
 
-    def lower(self, call: KernelCall, arrays: IndexArrays, *, backward: bool) -> ReferenceCall:  # noqa: ARG002
-        tiles = list_kernel_tiles(call, self.rows, self.columns)
-        ranges = torch.from_numpy(tiles.ranges)
-        k_coordinates = torch.from_numpy(call.k_coordinates)
-        row_tiles = [
-            self._row_tile(tiles, int(q_tile), ranges, k_coordinates)
-            for q_tile in dict.fromkeys(tiles.q_tile.tolist())
-        ]
-        return ReferenceCall(row_tiles, list_runs(call.q_states), list_runs(call.k_states))
-
-    def _row_tile(
-        self, tiles: KernelTiles, q_tile: int, ranges: Tensor, k_coordinates: Tensor
-    ) -> RowTile:
-        rows = slice(q_tile * self.rows, min((q_tile + 1) * self.rows, len(ranges)))
-        columns = torch.cat(
-            [
-                torch.arange(
-                    k * self.columns,
-                    min((k + 1) * self.columns, len(k_coordinates)),
-                    device=ranges.device,  # not the default one
-                )
-                for k in tiles.k_tile[tiles.q_tile == q_tile].tolist()
-            ]
-        )
-        key = k_coordinates[columns]
-        start, end = ranges[rows, :, None, 0], ranges[rows, :, None, 1]
-        allowed = ((key >= start) & (key < end)).any(dim=1)
-        return RowTile(rows, columns, allowed & (key >= 0))
-
-    def attend(
-        self,
-        lowered: ReferenceCall,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        out: Sums,
-        lse: Tensor,
+    def add_outputs(
+        self, call: PlainCall, inputs: Three, scale: float, out: Tensor, lse: Tensor
     ) -> None:
-        open_lse(lse, lowered.q_runs)
-        with accumulator(out, lowered.q_runs) as sums:
-            for tile in lowered.tiles:
-                for part in tile.to(q.device).parts((q,), (k, v)):
-                    attend_tile(part, (q, k, v), scale, sums, lse)
+        q, k, v = inputs
+        for tile in call.tiles:
+            for part in tile.to(q.device).parts((q,), (k, v)):
+                attend_tile(part, inputs, scale, out, lse)
 
-    def attend_backward(
+    def add_gradients(
         self,
-        lowered: ReferenceCall,
-        inputs: tuple[Tensor, Tensor, Tensor],
+        call: PlainCall,
+        inputs: Three,
         dout: Tensor,
         lse: Tensor,
         delta: Tensor,
         scale: float,
-        grads: Gradients,
-    ) -> None:
-        with (
-            accumulator(grads.dq, lowered.q_runs) as dq,
-            accumulator(grads.dk, lowered.k_runs) as dk,
-            accumulator(grads.dv, lowered.k_runs) as dv,
-        ):
-            self._attend_backward(lowered.tiles, inputs, dout, lse, delta, scale, (dq, dk, dv))
-
-    def _attend_backward(
-        self,
-        tiles: list[RowTile],
-        inputs: tuple[Tensor, Tensor, Tensor],
-        dout: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        scale: float,
-        grads: tuple[Tensor, Tensor, Tensor],
+        grads: Three,
     ) -> None:
         q, k, v = inputs
         of_rows = (q, dout, lse.masked_fill(lse.isinf(), 0.0), delta)  # +∞: unused rows
-        for tile in tiles:
+        for tile in call.tiles:
             for part in tile.to(q.device).parts(of_rows, (k, v)):
                 attend_tile_backward(part, inputs, dout, lse, delta, scale, grads)

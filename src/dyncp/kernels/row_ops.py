@@ -15,9 +15,28 @@ import torch
 from torch import Tensor
 
 from dyncp.arrays import Int64
-from dyncp.kernels.accumulate import accumulator_dtype, merge_partial
-from dyncp.kernels.flash4.panels import ROWS, panels_to_rows
-from dyncp.kernels.index_arrays import IndexArrays
+from dyncp.kernels.kernel import IndexArrays
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def merge_partial(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
+    """Merges a partial result into `out` [rows, heads, dim] and `lse` [rows, heads] in place.
+
+    Each partial output is a softmax over its own keys; its share of the whole is
+    exp(its log-sum-exp − the joint one). A side that attended nothing has log-sum-exp −∞ and
+    share 0, also when both have.
+    """
+    total = torch.logaddexp(lse, new_lse)
+    old_share, new_share = (_share(side, total) for side in (lse, new_lse))
+    out.mul_(old_share.unsqueeze(-1)).add_(new_out * new_share.unsqueeze(-1))
+    lse.copy_(total)
+
+
+def _share(lse: Tensor, total: Tensor) -> Tensor:
+    return torch.where(lse == -torch.inf, 0.0, torch.exp(lse - total))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +116,7 @@ class Target(IntEnum):
 
 class Form(IntEnum):
     """How a contribution lies in memory: in q's dtype, as it travels, in the accumulator dtype, or
-    in `panels`."""
+    in panels (`panels_to_rows`)."""
 
     INPUT = 0
     PARTIAL = 1
@@ -122,6 +141,28 @@ class Source(IntEnum):
     DIM = 7
     SCALED = 8
     CLEARED = 9
+
+
+PANEL_ROWS, PANEL_COLUMNS = 64, 8
+
+
+def panels_to_rows(sums: Tensor) -> Tensor:
+    """[heads, rows, dim] of gradient sums that lie as flash-attn-4 keeps them on Hopper.
+
+    Its backward adds the registers of its matrix units to memory as they are. 64 rows of a head lie
+    together, in panels of 8 columns; a panel has 512 numbers, those of one thread together:
+
+        thread    0: rows 0 and 8, columns 0, 1     then thread 1: the same rows, columns 2, 3
+        thread    4: rows 1 and 9, columns 0, 1     ...
+        thread   32: rows 16 and 24, columns 0, 1   ...
+
+    That holds for dQ, dK and dV and for all head dims up to 128, whatever the kernel's tiles are.
+    `tests/gpu` compares it with what flash-attn-4 itself makes of such sums.
+    """
+    heads, rows, dim = sums.shape
+    # [panel, row // 16, row % 8, column pair, row // 8 % 2, column % 2] of every group of rows
+    panels = sums.reshape(heads, rows // PANEL_ROWS, dim // PANEL_COLUMNS, 4, 8, 4, 2, 2)
+    return panels.permute(0, 1, 3, 6, 4, 2, 5, 7).reshape(heads, rows, dim)
 
 
 class RowSum(IntEnum):
@@ -312,7 +353,8 @@ def _contribution(
         value = _rows(flat, shape, strides, source[Source.AT]).to(memory.wide.dtype)
         return value * scale if source[Source.SCALED] else value
     row, width = source[Source.PANEL_ROW], source[Source.DIM]
-    first, end = row // ROWS * ROWS, -(-(row + count) // ROWS) * ROWS
+    first = row // PANEL_ROWS * PANEL_ROWS
+    end = -(-(row + count) // PANEL_ROWS) * PANEL_ROWS
     at = source[Source.AT] + first * width * memory.wide.element_size()
     sums = _rows(memory.wide, (heads, end - first, width), (source[Source.ROW], width, 1), at)
     value = panels_to_rows(sums)[:, row - first : row - first + count, :dim].transpose(0, 1)
@@ -327,6 +369,6 @@ def choose_row_ops(device: torch.device) -> RowOps:
     """Triton on GPUs, plain torch elsewhere."""
     if device.type != "cuda":
         return TorchRowOps()
-    from dyncp.kernels.triton.rows import TritonRowOps
+    from dyncp.kernels.triton_row_ops import TritonRowOps
 
     return TritonRowOps()

@@ -40,19 +40,17 @@ class KernelTileMap:
 
 @dataclass(frozen=True, eq=False)
 class TileLists:
-    """The tiles of one side (query tiles, or key tiles) with those of the other side that they
-    meet: `partial[i, :partial_count[i]]`, and full ones as runs `[first, end)` of neighbours.
+    """The tiles of one side (query tiles, or key tiles) to run, each with those of the other side
+    that it meets: full ones as runs `[first, end)` of neighbours, partial ones by number.
 
-    `order` has the tiles to run, those with most work first, so that the last ones to finish
-    are short. The first `num_heavy` have more than twice the mean work: of those, a kernel starts
-    all heads first."""
+        tile | number of runs | number of partial tiles | runs (`most_runs`) | partial tiles
 
-    order: Int32
+    Tiles with most work come first, so that the last ones to finish are short. The first
+    `num_heavy` have more than twice the mean work: of those, a kernel starts all heads first."""
+
+    entries: Int32  # [tiles, columns]
+    most_runs: int
     num_heavy: int
-    partial_count: Int32
-    partial: Int32
-    run_count: Int32
-    runs: Int32  # [tiles, runs, 2]
 
 
 def map_kernel_tiles(call: KernelCall, *, halves: bool = False) -> KernelTileMap:
@@ -88,24 +86,36 @@ def _classify(
 def list_tiles_of(state: UInt8, touched: Bool, side: int = SIDE) -> TileLists:
     """Lists of the first axis of `state`. `touched` says which rows the call is for; their
     tiles are run, also those that meet nothing, since their results are 0."""
-    partial_count, run_count = (np.zeros(len(state), np.int32) for _ in range(2))
-    _count(state, partial_count, run_count)
-    partial = np.zeros((len(state), max(1, partial_count.max(initial=0))), np.int32)
-    runs = np.zeros((len(state), max(1, run_count.max(initial=0)), 2), np.int32)
-    work = np.zeros(len(state), np.int64)
-    _list(state, partial, runs, work)
-    run = np.unique(np.flatnonzero(touched) // side)
-    order = run[np.argsort(-work[run], kind="stable")]
-    num_heavy = int(np.count_nonzero(work[order] > HEAVY * work[order].mean())) if len(order) else 0
-    return TileLists(order.astype(np.int32), num_heavy, partial_count, partial, run_count, runs)
+    tiles = np.unique(np.flatnonzero(touched) // side)
+    work = (state[tiles] != NONE).sum(axis=1)
+    by_work = np.argsort(-work, kind="stable")
+    tiles, work = tiles[by_work], work[by_work]
+    full = np.pad(state[tiles] == FULL, ((0, 0), (1, 1)))
+    num_runs, first = list_marked(full[:, 1:-1] & ~full[:, :-2])
+    _, last = list_marked(full[:, 1:-1] & ~full[:, 2:])
+    num_partial, partial = list_marked(state[tiles] == PARTIAL)
+    runs = np.stack([first, last + 1], axis=-1).reshape(len(tiles), 2 * first.shape[1])
+    entries = np.column_stack([tiles.astype(np.int32), num_runs, num_partial, runs, partial])
+    num_heavy = int(np.count_nonzero(work > HEAVY * work.mean())) if len(tiles) else 0
+    return TileLists(entries, first.shape[1], num_heavy)
 
 
-def list_full_tiles(state: UInt8) -> tuple[Int32, Int32]:
-    """Count and indices of the full tiles along the first axis, [tiles] and [tiles, most]."""
-    count = (state == FULL).sum(axis=1, dtype=np.int32)
-    listed = np.zeros((len(state), max(1, int(count.max(initial=0)))), np.int32)
-    _list_state(state, FULL, listed)
+def list_marked(marked: Bool) -> tuple[Int32, Int32]:
+    """Number and columns of the marked places of every row, [rows] and [rows, most]."""
+    count = marked.sum(axis=1, dtype=np.int32)
+    listed = np.zeros((len(marked), max(1, int(count.max(initial=0)))), np.int32)
+    _fill_marked(listed, marked)
     return count, listed
+
+
+@compiled
+def _fill_marked(listed: Int32, marked: Bool) -> None:
+    for row in range(marked.shape[0]):
+        count = 0
+        for column in range(marked.shape[1]):
+            if marked[row, column]:
+                listed[row, count] = column
+                count += 1
 
 
 def _merge_neighbours(rectangles: Int64, k_coordinates: Int64) -> Int64:
@@ -217,43 +227,6 @@ def any_partial(partial_before: Int64, start: int, end: int) -> bool:
         return False
     found: bool = partial_before[(end - 1) // SIDE + 1] > partial_before[start // SIDE]
     return found
-
-
-@compiled
-def _count(state: UInt8, partial_count: Int32, run_count: Int32) -> None:
-    for i in range(state.shape[0]):
-        before = NONE
-        for j in range(state.shape[1]):
-            partial_count[i] += state[i, j] == PARTIAL
-            run_count[i] += state[i, j] == FULL and before != FULL
-            before = state[i, j]
-
-
-@compiled
-def _list(state: UInt8, partial: Int32, runs: Int32, work: Int64) -> None:
-    for i in range(state.shape[0]):
-        num_partial, num_runs, before = 0, 0, NONE
-        for j in range(state.shape[1]):
-            if state[i, j] == PARTIAL:
-                partial[i, num_partial] = j
-                num_partial += 1
-            if state[i, j] == FULL:
-                if before != FULL:
-                    runs[i, num_runs, 0] = j
-                    num_runs += 1
-                runs[i, num_runs - 1, 1] = j + 1
-            work[i] += state[i, j] != NONE
-            before = state[i, j]
-
-
-@compiled
-def _list_state(state: UInt8, wanted: int, listed: Int32) -> None:
-    for i in range(state.shape[0]):
-        count = 0
-        for j in range(state.shape[1]):
-            if state[i, j] == wanted:
-                listed[i, count] = j
-                count += 1
 
 
 def transpose_ranges(tiles: KernelTileMap) -> Int32:

@@ -1,8 +1,10 @@
-"""A short annealing over the moves of moves.py and larger ones.
+"""Annealing of a refined placement, over moves of tiles, blocks, rows and sequences.
 
 A move is taken if it loses no more than a threshold that is drawn before the move is: temperature
 times an exponential variate. Load beyond a cap is allowed on the way, and costs `weight` bytes per
-cap's worth; what is left of it at the end is repaired as after bisection.
+cap's worth; what is left of it at the end is repaired. Without it, bisection_quality moves 5 % more
+bytes (12 batches on 32 ranks), and the best step of effort "quality" takes 4 to 9 % longer with
+causal blockwise masks on long-tailed documents.
 """
 
 import math
@@ -11,15 +13,21 @@ import numpy as np
 
 from dyncp.arrays import Float64, Int64
 from dyncp.compiled import compiled, inner
+from dyncp.placement.refine import Solution, refine
 from dyncp.placement.tile_moves import (
     State,
     block_gain,
     list_group,
+    move_block,
+    move_tile,
     pin_gain,
-    put_block,
-    put_tile,
 )
 
+# How many moves, and from which to which temperature, in mean sizes of a hyperedge.
+ANNEALINGS = ((80_000, 0.3, 0.01), (60_000, 0.1, 0.01))
+# While annealing, load beyond a cap costs this many times the bytes of a rank.
+OVERLOAD = 3.0
+CHANGING = ("tile_rank", "block_rank", "pins", "on_node", "load", "held")
 # Of 16 moves these are of tiles, of groups of tiles, of blocks and of two blocks; the last four
 # move rows, or sequences on a rank, or exchange two of them.
 TILES, GROUPS, BLOCKS, SWAPS, EXCHANGES, SEQUENCES = 5, 9, 11, 12, 1, 2
@@ -27,6 +35,19 @@ TILES, GROUPS, BLOCKS, SWAPS, EXCHANGES, SEQUENCES = 5, 9, 11, 12, 1, 2
 WHOLE_BLOCKS = 16
 # Moves at one temperature.
 STEP = 64
+
+
+def anneal_best(best: Solution, rng: np.random.Generator) -> Solution:
+    """The best of a solution and of annealed and refined copies, each of the best so far."""
+    for max_moves, hot, cold in ANNEALINGS:
+        if best.cost > 0:
+            copies = {name: getattr(best.state, name).copy() for name in CHANGING}
+            state = best.state._replace(**copies)
+            unit = float(state.size.mean())
+            weight = OVERLOAD * (best.cost / len(state.load) + 8 * unit)
+            anneal(state, max_moves, hot * unit, cold * unit, weight, int(rng.integers(2**31)))
+            best = min(best, refine(state), key=lambda solution: solution.cost)
+    return best
 
 
 @compiled
@@ -101,7 +122,7 @@ def _try_tile(state: State, t: int, x: int, enough: float, weight: float) -> int
     s = _near_edge(state, state.edges[t, (x >> 6) & 1], x)
     if s == state.tile_rank[t] or _loss_of_tile(state, t, s, weight) > enough:
         return 0
-    put_tile(state, t, s)
+    move_tile(state, t, s)
     return 1
 
 
@@ -125,7 +146,7 @@ def _try_group(state: State, t: int, x: int, enough: float, weight: float, tiles
     if loss > enough:
         return 0
     for i in range(n):
-        put_tile(state, tiles[i], s)
+        move_tile(state, tiles[i], s)
     return 1
 
 
@@ -153,7 +174,7 @@ def _try_block(state: State, b: int, x: int, enough: float, weight: float) -> in
     s = _near_block(state, b, x)
     if s == state.block_rank[b] or _loss_of_block(state, b, s, weight) > enough:
         return 0
-    put_block(state, b, s)
+    move_block(state, b, s)
     return 1
 
 
@@ -167,12 +188,12 @@ def _try_swap(state: State, b: int, x: int, enough: float, weight: float) -> int
     if c < 0:
         return 0
     loss = _loss_of_block(state, b, s, weight)
-    put_block(state, b, s)
+    move_block(state, b, s)
     loss += _loss_of_block(state, c, r, weight)
     if loss > enough:
-        put_block(state, b, r)
+        move_block(state, b, r)
         return 0
-    put_block(state, c, r)
+    move_block(state, c, r)
     return 1
 
 
@@ -211,9 +232,9 @@ def _try_rows(
     for i in range(count):
         to = r if i < half else s
         if moved[i] < 0:
-            put_block(state, -1 - moved[i], to)
+            move_block(state, -1 - moved[i], to)
         else:
-            put_tile(state, moved[i], to)
+            move_tile(state, moved[i], to)
     return 0
 
 
@@ -229,14 +250,14 @@ def _shift(
     for c in range(first, end):
         if state.block_rank[c] == r:
             loss += _loss_of_block(state, c, s, weight)
-            put_block(state, c, s)
+            move_block(state, c, s)
             moved[count] = -1 - c
             count += 1
     for i in range(state.start[first * state.groups], state.start[end * state.groups]):
         t = state.members[i]
         if state.tile_rank[t] == r:
             loss += _loss_of_tile(state, t, s, weight)
-            put_tile(state, t, s)
+            move_tile(state, t, s)
             moved[count] = t
             count += 1
     return loss, count

@@ -3,7 +3,7 @@
 Whole sequences first: largest first, each goes to the side with more room, and if both budgets hold
 the split costs nothing. Otherwise one sequence is cut, trying the few with most work in two orders:
 all others are placed first and the cut fills what is missing, or the sequence is cut where that is
-cheapest and the others level the budgets. A cut is a band of rows or of columns (bands.py), or goes
+cheapest and the others level the budgets. A cut is a band of rows or of columns (below), or goes
 between head groups.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from dyncp.arrays import Float64, Int32, Int64
 from dyncp.compiled import inner
-from dyncp.placement.problem import MAX_SWAPS, Parts, Problem, level_pieces
+from dyncp.placement.problem import MAX_SWAPS, Problem, level_pieces
 
 # Start rows tried per cut.
 MAX_STARTS = 48
@@ -103,7 +103,7 @@ def best_band(
 
 @inner
 def miss(running: Float64, count: int, a: int, b: int, room: Float64, penalty: float) -> float:
-    """What a band costs for missing its room."""
+    """The penalty of a band outside its target load."""
     missed = 0.0
     for what in range(2):
         value, total = running[b, what] - running[a, what], running[count, what]
@@ -143,25 +143,40 @@ CUT_CANDIDATES = 3
 # Swaps that level the others while a cut is tried.
 TRIAL_SWAPS = 4
 BY_ROWS, BY_COLUMNS, BY_GROUPS = 0, 1, 2
+NO_NOISE = np.ones(1)
 
 
-class Taste(NamedTuple):
-    """What is preferred among cuts: a byte of a row cut counts `row_bias` (of a column cut 1), all
-    cuts are weighed by the factors of `noise` in turn, and missing a budget by all of it costs
-    `penalty`. `rows_only` cuts nothing but rows; `sizes` of the band are tried when others level a
-    cut sequence."""
+class Parts(NamedTuple):
+    """Regions of all groups of ranks: pieces [span[g, 0], span[g, 1]) belong to group g. The other
+    fields are a Region's, with unused elements at their ends."""
 
-    rows_only: bool
-    sizes: int
-    row_bias: float
-    noise: Float64
-    penalty: float
+    pieces: Int64
+    lines: Int64
+    load: Float64
+    span: Int64
+
+
+class SplitStrategy(NamedTuple):
+    """How a tree of ranks is split. `left` is the share of a node's ranks that come first in a
+    split; `peel` splits nodes off one by one instead of by halves. The first levels may spend the
+    tolerance of `spend` levels. A byte of a row cut counts `row_bias`, of a column cut 1;
+    `rows_only` cuts nothing but rows. `sizes` of the band are tried when other sequences level a
+    cut one. The costs of cuts are multiplied by the factors of `noise` in turn."""
+
+    spend: float = 1.0
+    left: float = 0.5
+    peel: bool = False
+    rows_only: bool = False
+    sizes: int = 1
+    row_bias: float = 1.0
+    noise: Float64 = NO_NOISE
 
 
 class Trial(NamedTuple):
-    """Room for trying cuts of one region. `order` has its pieces by size, `side` and `best_side`
-    their sides. `cut` is the best one so far: the piece that is cut (-1: none), how, its band of
-    lines or head groups [a, b), and the side of the band; `best` its cost."""
+    """Scratch arrays for trying cuts of one region. `order` has its pieces by size, `side` and
+    `best_side` their sides. `cut` is the best one so far: the piece that is cut (-1: none), how,
+    its band of lines or head groups [a, b), and the side of the band; `best` its cost. Missing a
+    budget by all of it costs `penalty` bytes."""
 
     order: Int64
     side: Int64
@@ -173,18 +188,25 @@ class Trial(NamedTuple):
     taken: Float64  # [sides, 2]
     room: Float64  # [2, 2]: least and most of work and of tokens
     found: Int64  # [2]
+    penalty: float
 
 
-def make_trial(pieces: int) -> Trial:
+def make_trial(pieces: int, penalty: float) -> Trial:
     order, side, best_side = np.empty((3, pieces), np.int64)
     caps, used, taken, room = np.empty((4, 2, 2))
     cut, found = np.empty(5, np.int64), np.empty(2, np.int64)
-    return Trial(order, side, best_side, cut, np.empty(1), caps, used, taken, room, found)
+    return Trial(order, side, best_side, cut, np.empty(1), caps, used, taken, room, found, penalty)
 
 
 @inner
 def choose_cut(
-    problem: Problem, taste: Taste, parts: Parts, first: int, last: int, draw: int, trial: Trial
+    problem: Problem,
+    strategy: SplitStrategy,
+    parts: Parts,
+    first: int,
+    last: int,
+    draw: int,
+    trial: Trial,
 ) -> None:
     """The cheapest way found to split a region, its pieces [first, last)."""
     count, load = last - first, parts.load[first:last]
@@ -192,7 +214,7 @@ def choose_cut(
     missed = level_pieces(
         load, trial.order, count, -1, trial.used, trial.caps, trial.best_side, MAX_SWAPS
     )
-    trial.best[0] = taste.penalty * missed
+    trial.best[0] = trial.penalty * missed
     trial.cut[0] = -1
     if missed == 0:
         return
@@ -200,15 +222,15 @@ def choose_cut(
     for _ in range(min(count, CUT_CANDIDATES)):
         piece = _next_by_work(load, count, piece)
         for how in range(3):
-            if how == BY_ROWS or not taste.rows_only:
-                _try_cuts(problem, taste, parts, load, first, piece, how, draw, trial)
+            if how == BY_ROWS or not strategy.rows_only:
+                _try_cuts(problem, strategy, parts, load, first, piece, how, draw, trial)
                 draw += 13
 
 
 @inner
 def _try_cuts(
     problem: Problem,
-    taste: Taste,
+    strategy: SplitStrategy,
     parts: Parts,
     load: Float64,
     first: int,
@@ -224,24 +246,24 @@ def _try_cuts(
         return
     running, size = np.empty((lines + 1, 2)), np.empty(across)
     seen = np.empty((lines + 1, across), np.int32)
-    _measure(problem, parts, first + piece, how, taste.row_bias, running, seen, size)
+    _measure(problem, parts, first + piece, how, strategy.row_bias, running, seen, size)
     count, order, caps, used = len(load), trial.order, trial.caps, trial.used
-    for part in range(-1, taste.sizes if count > 1 else 0):  # -1: fill what is missing
+    for part in range(-1, strategy.sizes if count > 1 else 0):  # -1: fill what is missing
         _clear(used)
         if part < 0:
             level_pieces(load, order, count, piece, used, caps, trial.side, TRIAL_SWAPS)
         for half in range(2):
             if part >= 0:
                 _clear(used)
-            _find_room(load, piece, caps, used, part, taste.sizes, half, trial.room)
+            _find_room(load, piece, caps, used, part, strategy.sizes, half, trial.room)
             if how == BY_GROUPS:
-                cost = _best_groups(running, lines, trial.room, taste.penalty, size, trial.found)
+                cost = _best_groups(running, lines, trial.room, trial.penalty, size, trial.found)
             else:
-                cost = best_band(running, seen, size, lines, trial.room, taste.penalty, trial.found)
+                cost = best_band(running, seen, size, lines, trial.room, trial.penalty, trial.found)
             draw += 1
-            cost *= taste.noise[draw % len(taste.noise)]
+            cost *= strategy.noise[draw % len(strategy.noise)]
             if cost < trial.best[0]:
-                _weigh(load, piece, how, running, half, cost, taste.penalty, trial)
+                _weigh(load, piece, how, running, half, cost, trial)
 
 
 @inner
@@ -252,7 +274,6 @@ def _weigh(
     running: Float64,
     half: int,
     cost: float,
-    penalty: float,
     trial: Trial,
 ) -> None:
     """Levels the others around a cut, and keeps it if it is the best so far."""
@@ -261,7 +282,7 @@ def _weigh(
     for what in range(2):
         taken[half, what] = running[b, what] - running[a, what]
         taken[1 - half, what] = load[piece, what] - taken[half, what]
-    cost += penalty * level_pieces(
+    cost += trial.penalty * level_pieces(
         load, trial.order, count, piece, taken, trial.caps, trial.side, TRIAL_SWAPS
     )
     if cost < trial.best[0]:

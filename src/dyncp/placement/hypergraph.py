@@ -1,47 +1,51 @@
 """Solver `hypergraph`: Mt-KaHyPar (extra `dyncp[hypergraph]`), repaired to the balance limits.
 
-    build ─► split (client ─► worker process) ─► finish ─► solve
+Vertex b is token block b together with its diagonal tile, if it has one; every other (query block,
+key block) with work is a vertex of its own, over all masks and head groups. Block b has two
+hyperedges, b for its query side and B + b for its key side, each with the vertex of the block and
+those of the tiles on that side. Two blocks of a causal sequence:
 
-Blocks and tiles become the vertices of one weighted hypergraph, which is split between the
-nodes, then between the ranks of each; moves of single tiles and blocks do the rest. The library
-holds the GIL, so it runs in a process of its own that may crash or hang without harm to the
-planner.
+    tiles   00            vertices  0: block 0, tile 00    edges  Q0: 0      K0: 0 2
+            10 11                   1: block 1, tile 11           Q1: 1 2    K1: 1
+                                    2: tile 10
+
+An edge costs its weight for every part that it touches besides the first. The hypergraph is split
+between the nodes, then between the ranks of each; moves of single tiles and blocks do the rest. The
+library holds the GIL, so it runs in a process of its own that may crash or hang without harm to the
+planner (hypergraph_client.py). A few splits with different weights are each refined; the cheapest
+is kept.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from dyncp.arrays import Float64, Int64, frozen, starts_of
-from dyncp.blocks import Q_INPUT, Q_RESULT, BlockGraph, Payload
+from dyncp.blocks import BlockGraph
+from dyncp.placement.bisection import tile_ranks
 from dyncp.placement.hypergraph_client import NAME, WORKER, check_installed
 from dyncp.placement.placement import Limits, Placement
-from dyncp.placement.problem import Problem, make_problem
-from dyncp.placement.refine import Links, inter_price, make_pins, polish, start_from
+from dyncp.placement.problem import Cells, Problem, border_price, find_cells, make_problem
+from dyncp.placement.refine import Solution, make_state, refine, start_from
 from dyncp.placement.solver import Solver
+from dyncp.placement.static_layouts import deal_loads
+from dyncp.placement.tile_moves import State
 from dyncp.topology import Topology
 
 # The library's weights are 32 bits wide, and so are its sums of weights: of all vertices, and of
 # all edges times the parts they touch.
 VERTEX_TOTAL, EDGE_TOTAL = 2**30, 2**22
-
-
-@dataclass(frozen=True, eq=False)
-class JoinedTiles:
-    """Tiles of all masks and head groups with the same blocks are one, ordered by query and key
-    block. `of_mask` has, for every tile of a mask, its index here."""
-
-    q_block: Int64
-    k_block: Int64
-    work: Float64
-    of_mask: Mapping[str, Int64]
-
-    def vertices(self, num_blocks: int) -> Int64:
-        """The vertex of every tile."""
-        diagonal = self.q_block == self.k_block
-        return np.where(diagonal, self.q_block, num_blocks - 1 + np.cumsum(~diagonal))
+# What the library accepts and can meet; repair has the last word on balance.
+LEAST_IMBALANCE, MOST_IMBALANCE = 0.01, 1.0
+# One round of repair makes a limited number of moves; thousands of tiles may need more.
+MAX_ROUNDS = 8
+# How much of a vertex's weight is work, the rest being tokens. The best of the three moves 9 %
+# fewer bytes than the first alone, over 18 batches on 32 ranks (links alike).
+WORK_SHARES = (1.0, 0.75, 0.5)
+# From this many tiles on, one split has to do: 33,000 take 5 s.
+MANY_TILES = 10_000
+# Seconds that the library may take for one split.
+TIMEOUT = 60.0
 
 
 class Hypergraph(NamedTuple):
@@ -67,56 +71,32 @@ class Hypergraph(NamedTuple):
         )
 
 
-def join_tiles(graph: BlockGraph) -> JoinedTiles:
-    names, num_blocks = list(graph.tiles), len(graph.blocks)
-    keys = [graph.tiles[n].q_block.astype(np.int64) * num_blocks + graph.tiles[n].k_block
-            for n in names]  # fmt: skip
-    unique, index = np.unique(np.concatenate(keys), return_inverse=True)
-    work = np.concatenate([graph.tile_work(name) for name in names])
-    ends = starts_of(np.array([len(key) for key in keys]))[1:-1]
-    return JoinedTiles(
-        unique // num_blocks,
-        unique % num_blocks,
-        np.bincount(index, work, len(unique)).astype(np.float64),
-        dict(zip(names, np.split(index, ends), strict=True)),
-    )
-
-
-def build_hypergraph(graph: BlockGraph, tiles: JoinedTiles, work_share: float) -> Hypergraph:
+def build_hypergraph(problem: Problem, cells: Cells, work_share: float) -> Hypergraph:
     """Vertices weigh their share of the batch's work and of its tokens, in the ratio of
     `work_share` to the rest: there is one weight for two limits."""
-    blocks, num_blocks = np.arange(len(graph.blocks)), len(graph.blocks)
-    vertex, off = tiles.vertices(num_blocks), tiles.q_block != tiles.k_block
-    edge = np.concatenate([blocks, tiles.q_block[off], blocks + num_blocks,
-                           tiles.k_block[off] + num_blocks])  # fmt: skip
+    num_blocks, vertex, tokens = len(problem.tokens), vertex_of(problem, cells), problem.tokens
+    blocks, off = np.arange(num_blocks), cells.q_block != cells.k_block
+    edge = np.concatenate(
+        [blocks, cells.q_block[off], blocks + num_blocks, cells.k_block[off] + num_blocks]
+    )
     pins = np.concatenate([blocks, vertex[off], blocks, vertex[off]])
-    size = np.bincount(edge, minlength=2 * num_blocks)
+    all_work = float(problem.work.sum())
+    work_share = work_share if all_work else 0.0
+    work = np.bincount(vertex, problem.work[cells.cell], num_blocks + int(off.sum()))
+    weight = (work * work_share / max(all_work, 1.0)).astype(np.float64)
+    weight[:num_blocks] += (1 - work_share) * tokens / tokens.sum()
     return Hypergraph(
-        _vertex_weights(graph, tiles, vertex, work_share),
-        _whole_numbers(_edge_bytes(graph), EDGE_TOTAL),
-        starts_of(size),
+        _whole_numbers(weight, VERTEX_TOTAL),
+        _whole_numbers(np.concatenate([problem.q_bytes, problem.kv_bytes]), EDGE_TOTAL),
+        starts_of(np.bincount(edge, minlength=2 * num_blocks)),
         pins[np.argsort(edge, kind="stable")],
     )
 
 
-def _vertex_weights(
-    graph: BlockGraph, tiles: JoinedTiles, vertex: Int64, work_share: float
-) -> Int64:
-    num_blocks, tokens = len(graph.blocks), graph.blocks.tokens
-    num_vertices = num_blocks + int((tiles.q_block != tiles.k_block).sum())
-    all_work = float(tiles.work.sum())
-    work_share = work_share if all_work else 0.0
-    weight = np.bincount(vertex, tiles.work, num_vertices) * work_share / max(all_work, 1.0)
-    weight[:num_blocks] += (1 - work_share) * tokens / tokens.sum()
-    return _whole_numbers(weight.astype(np.float64), VERTEX_TOTAL)
-
-
-def _edge_bytes(graph: BlockGraph) -> Float64:
-    """What every hyperedge moves per further rank, forward and backward together."""
-    q_kinds = [kind for side in (Q_INPUT, Q_RESULT) for kind in side.values()]
-    kv_kinds = [Payload.KV, Payload.KV, Payload.DKV]
-    per_token, tokens = graph.payload_bytes.sum(axis=1), graph.blocks.tokens.astype(np.float64)
-    return np.concatenate([tokens * per_token[kinds].sum() for kinds in (q_kinds, kv_kinds)])
+def vertex_of(problem: Problem, cells: Cells) -> Int64:
+    """The vertex of every cell with work."""
+    off = cells.q_block != cells.k_block
+    return np.where(off, len(problem.tokens) - 1 + np.cumsum(off), cells.q_block)
 
 
 def _whole_numbers(weight: Float64, total: int) -> Int64:
@@ -125,18 +105,11 @@ def _whole_numbers(weight: Float64, total: int) -> Int64:
     return np.maximum(np.rint(weight * scale), 1).astype(np.int64)
 
 
-# What the library accepts and can meet; repair has the last word on balance.
-LEAST_IMBALANCE, MOST_IMBALANCE = 0.01, 1.0
-
-
-# Splits a hypergraph along the topology: between the nodes, then between each one's ranks.
-
-
 def split_along(
     hypergraph: Hypergraph, topology: Topology, tolerance: float, seed: int, timeout: float
 ) -> Int64:
-    """The rank of every vertex. The library has no seed in its deterministic preset, so the seed
-    chooses the order in which it sees the vertices.
+    """The rank of every vertex: nodes are split first, then the ranks of each. The library has no
+    seed in its deterministic preset, so the seed chooses the order in which it sees the vertices.
 
     Nodes get half of the tolerance: on 18 batches with links alike, 0.05 and then 0.1 moved 3 %
     fewer bytes than 0.05 twice, and 6 % fewer than 0.01 and 0.03.
@@ -144,118 +117,37 @@ def split_along(
     order = np.random.default_rng(seed).permutation(len(hypergraph.vertex_weight))
     shuffled = hypergraph.restrict(order)
     node = _split(shuffled, topology.nodes, tolerance / 2, timeout)
-    shuffled_rank = np.zeros(len(order), np.int64)
+    rank = np.zeros(len(order), np.int64)
     for m in range(topology.nodes):
         own, ranks = np.flatnonzero(node == m), topology.ranks_per_node
         part = _split(shuffled.restrict(own), ranks, tolerance, timeout)
-        shuffled_rank[own] = m * ranks + part
-    rank = np.zeros_like(shuffled_rank)
-    rank[order] = shuffled_rank
+        rank[order[own]] = m * ranks + part
     return rank
 
 
 def _split(hypergraph: Hypergraph, parts: int, imbalance: float, timeout: float) -> Int64:
-    vertices = len(hypergraph.vertex_weight)
+    weight = hypergraph.vertex_weight
     if parts == 1:
-        return np.zeros(vertices, np.int64)
-    if vertices <= parts or not len(hypergraph.edge_weight):
-        return _deal(hypergraph.vertex_weight, parts)  # nothing to choose
+        return np.zeros(len(weight), np.int64)
+    if len(weight) <= parts or not len(hypergraph.edge_weight):  # nothing to choose
+        return deal_loads(np.repeat(weight[:, None], 2, axis=1).astype(np.float64), parts)
     allowed = min(max(imbalance, LEAST_IMBALANCE), MOST_IMBALANCE)
     return WORKER.partition(hypergraph, parts, allowed, timeout)
 
 
-def _deal(weight: Int64, parts: int) -> Int64:
-    """Heaviest first, each to the lightest part."""
-    part, load = np.zeros(len(weight), np.int64), np.zeros(parts, np.int64)
-    for vertex in np.argsort(-weight, kind="stable"):
-        part[vertex] = np.argmin(load)
-        load[part[vertex]] += weight[vertex]
-    return part
-
-
-# One round of repair makes a limited number of moves; thousands of tiles may need more.
-MAX_ROUNDS = 8
-
-
-# Repair and local moves: the one place that uses the machinery of the bisection solver.
-
-
-@dataclass(frozen=True, eq=False)
-class Finished:
-    """Ranks of blocks and of joined tiles. `cost` has bytes priced by their links, and a penalty
-    that dwarfs them where a limit is missed."""
-
-    block_rank: Int64
-    tile_rank: Int64
-    cost: float
-
-
-class Finisher:
-    """Makes the ranks of one batch's vertices meet both limits, at few bytes.
-
-    `tolerance` is [compute, tokens]."""
-
-    def __init__(
-        self, graph: BlockGraph, tiles: JoinedTiles, topology: Topology, tolerance: Float64
-    ) -> None:
-        # Head groups are placed together, as one.
-        self._problem = make_problem(graph)._replace(group_end=np.array([0.0, 1.0]))
-        ranks = topology.num_ranks
-        self._pins = make_pins(self._problem)
-        blocks = np.arange(len(graph.blocks))
-        self._diagonal = _cells(self._problem, graph, blocks, blocks)
-        self._cell = _cells(self._problem, graph, tiles.q_block, tiles.k_block)
-        self._vertex = tiles.vertices(len(blocks))
-        load = np.array([self._problem.work.sum(), self._problem.tokens.sum()])
-        self._caps = np.maximum(load / ranks, 1e-9) * (1 + tolerance)
-        node = np.arange(ranks) // topology.ranks_per_node
-        self._links = Links(node, inter_price(topology))
-
-    def finish(self, vertex_rank: Int64) -> Finished:
-        tile_rank, block_rank = vertex_rank[self._vertex], vertex_rank[: len(self._diagonal)]
-        rounds = []
-        for _ in range(MAX_ROUNDS):
-            rounds.append(self._round(block_rank, tile_rank))
-            block_rank, tile_rank = rounds[-1].block_rank, rounds[-1].tile_rank
-            if self._meets_limits(rounds[-1]):
-                break
-        return min(rounds, key=lambda finished: finished.cost)
-
-    def _round(self, block_rank: Int64, tile_rank: Int64) -> Finished:
-        """Starts with every diagonal tile where its block is."""
-        cell_rank = np.zeros((1, len(self._problem.work)), np.int32)
-        cell_rank[0, self._cell] = tile_rank
-        cell_rank[0, self._diagonal] = block_rank
-        start = start_from(self._pins, self._problem, cell_rank, self._caps, self._links)
-        solution = polish(start)
-        cell_rank[0, self._pins.cells.cell] = solution.state.tile_rank
-        tiles = cell_rank[0, self._cell].astype(np.int64)
-        return Finished(solution.state.block_rank, tiles, solution.cost)
-
-    def _meets_limits(self, finished: Finished) -> bool:
-        ranks = len(self._links.node)
-        work = np.bincount(finished.tile_rank, self._problem.work[self._cell], ranks)
-        tokens = np.bincount(finished.block_rank, self._problem.tokens, ranks)
-        return bool((np.array([work.max(), tokens.max()]) <= self._caps * (1 + 1e-9)).all())
-
-
-def _cells(problem: Problem, graph: BlockGraph, q_block: Int64, k_block: Int64) -> Int64:
-    """Indices into `problem.work`."""
-    sequence, first = graph.blocks.sequence[q_block], problem.first_block
-    row, column = q_block - first[sequence], k_block - first[sequence]
-    cells: Int64 = problem.work_start[sequence] + row * np.diff(first)[sequence] + column
-    return cells
-
-
-# Limits where the user sets none, as for bisection.
-COMPUTE_TOLERANCE, TOKEN_TOLERANCE = 0.1, 0.2
-# How much of a vertex's weight is work, the rest being tokens. The best of the three moves 9 %
-# fewer bytes than the first alone, over 18 batches on 32 ranks (links alike).
-WORK_SHARES = (1.0, 0.75, 0.5)
-# From this many tiles on, one split has to do: 33,000 take 5 s.
-MANY_TILES = 10_000
-# Seconds that the library may take for one split.
-TIMEOUT = 60.0
+def _refine(given: State, cells: Cells, vertex: Int64, vertex_rank: Int64) -> Solution:
+    """Makes the ranks of vertices meet both limits, at few bytes, in several rounds; each starts
+    with every diagonal tile where its block is."""
+    tile_rank, block_rank = vertex_rank[vertex], vertex_rank[: len(given.tokens)].copy()
+    diagonal, rounds = cells.q_block == cells.k_block, []
+    for _ in range(MAX_ROUNDS):
+        tile_rank = np.where(diagonal, block_rank[cells.q_block], tile_rank)
+        rounds.append(refine(start_from(given, tile_rank, block_rank.copy()).state))
+        state = rounds[-1].state
+        tile_rank, block_rank = state.tile_rank, state.block_rank
+        if (np.array([state.load.max(), state.held.max()]) <= state.caps * (1 + 1e-9)).all():
+            break
+    return min(rounds, key=lambda solution: solution.cost)
 
 
 def place_hypergraph(
@@ -263,22 +155,19 @@ def place_hypergraph(
 ) -> Placement:
     """Raises SolverError when mtkahypar is not installed, fails, or takes longer than `timeout`."""
     check_installed()
-    tiles = join_tiles(graph)
-    tolerance = np.array(
-        [
-            COMPUTE_TOLERANCE if limits.compute_tolerance is None else limits.compute_tolerance,
-            TOKEN_TOLERANCE if limits.token_tolerance is None else limits.token_tolerance,
-        ]
-    )
-    finisher = Finisher(graph, tiles, topology, tolerance)
-    shares = WORK_SHARES if len(tiles.work) < MANY_TILES else WORK_SHARES[:1]
-    finished = []
-    for share in shares:
-        hypergraph = build_hypergraph(graph, tiles, share)
+    # Head groups are placed together, as one.
+    problem = make_problem(graph)._replace(group_end=np.array([0.0, 1.0]))
+    cells, tolerance = find_cells(problem), limits.tolerances
+    vertex = vertex_of(problem, cells)
+    caps, extra = problem.mean(topology.num_ranks) * (1 + tolerance), border_price(topology) - 1
+    state = make_state(problem, cells, topology, caps, max(extra, 0.0))
+    solutions = []
+    for share in WORK_SHARES if len(cells.cell) < MANY_TILES else WORK_SHARES[:1]:
+        hypergraph = build_hypergraph(problem, cells, share)
         ranks = split_along(hypergraph, topology, float(tolerance[0]), seed, timeout)
-        finished.append(finisher.finish(ranks))
-    best = min(finished, key=lambda candidate: candidate.cost)
-    tile_rank = {name: frozen(best.tile_rank[index]) for name, index in tiles.of_mask.items()}
+        solutions.append(_refine(state, cells, vertex, ranks))
+    best = min(solutions, key=lambda solution: solution.cost).state
+    tile_rank = tile_ranks(graph, problem, cells, best.tile_rank)
     return Placement(topology.num_ranks, frozen(best.block_rank), tile_rank, NAME, static=False)
 
 

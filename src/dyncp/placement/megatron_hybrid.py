@@ -17,7 +17,7 @@ from dyncp.arrays import Float64, Int64, frozen
 from dyncp.blocks import BlockGraph, TokenBlocks
 from dyncp.placement.placement import Limits, Placement, Traffic
 from dyncp.placement.solver import Degrees, Solver
-from dyncp.placement.static_layouts import deal, sequence_load, zigzag_ranks
+from dyncp.placement.static_layouts import chunk_sizes, deal, sequence_load, zigzag_ranks
 from dyncp.topology import Topology
 
 
@@ -59,9 +59,7 @@ def group_sizes(lengths: Sequence[int], num_ranks: int, budget: int | None) -> I
 
 def _block_sizes(budget: int | None, lengths: Sequence[int], num_ranks: int) -> Int64:
     sizes = group_sizes(lengths, num_ranks, budget)
-    chunks = np.where(sizes > 1, 2 * sizes, 1)
-    blocks: Int64 = -(-np.asarray(lengths, np.int64) // chunks)
-    return blocks
+    return chunk_sizes(lengths, np.where(sizes > 1, 2 * sizes, 1))
 
 
 def _place(

@@ -1,4 +1,4 @@
-"""Levels blocks between ranks: moves and swaps off overfull ranks.
+"""Levels blocks between ranks: moves and swaps off overloaded ranks.
 
 A block takes its tiles with it, so a move changes the work and the tokens of two ranks, and which
 ranks need which data: every rank that needs an edge gets it once, and every node gets it over
@@ -11,76 +11,48 @@ import numpy as np
 
 from dyncp.arrays import Bool, Float64, Int32, Int64, starts_of
 from dyncp.compiled import compiled, inner
-from dyncp.placement.problem import HEAVY, Cells, Problem, find_cells
-from dyncp.placement.problem import fold as fold_cells
+from dyncp.placement.problem import Cells, Problem, border_price
 from dyncp.topology import Topology
 
-# Homes: every tile runs where one of its two blocks lives, its home.
-#
-# Usually that is the query block, so that only keys travel. A row that is too heavy for one rank
-# (the last rows of causal blockwise attend everything) is computed by the owners of its keys
-# instead; then its queries travel to them and partial outputs come back.
 
-
-class Homes(NamedTuple):
-    """The cells of `Problem.work` that have work, ordered: their index, query and key block, and
-    whether the key block is home."""
-
-    cell: Int64
-    q_block: Int64
-    k_block: Int64
-    by_key: Bool
-
-
-def find_homes(problem: Problem, num_ranks: int) -> Homes:
-    cells = find_cells(problem)
-    by_row = np.bincount(cells.q_block, problem.work[cells.cell], len(problem.tokens))
-    heavy = by_row > HEAVY * problem.work.sum() / num_ranks
-    return Homes(*cells, heavy[cells.q_block])
-
-
-def fold(problem: Problem, homes: Homes) -> Problem:
-    """The problem with the work of every cell in the row of its home: cells whose home is the key
-    block add to that block's diagonal."""
-    return fold_cells(problem, Cells(homes.cell, homes.q_block, homes.k_block), homes.by_key)
-
-
-class Needs(NamedTuple):
-    """What the tiles of each home block need besides it: edges of other blocks, key sides 0 to
-    B - 1 and query sides B to 2B - 1, with the bytes that each costs per rank."""
+class TileNeeds(NamedTuple):
+    """What the tiles that run with each block need besides it: edges of other blocks, key sides 0
+    to B - 1 and query sides B to 2B - 1, with the bytes that each costs per rank."""
 
     start: Int64  # [blocks + 1] into edges
     edges: Int64
     size: Float64  # [2 × blocks]
-    work: Float64  # [blocks] of the tiles
+    load: Float64  # [blocks, 2] work of the tiles, tokens of the block
 
 
-def find_needs(problem: Problem, homes: Homes) -> Needs:
-    blocks = len(problem.tokens)
-    home = np.where(homes.by_key, homes.k_block, homes.q_block)
-    edge = np.where(homes.by_key, homes.q_block + blocks, homes.k_block)
-    foreign = np.where(homes.by_key, homes.q_block, homes.k_block) != home
+def find_needs(problem: Problem, cells: Cells, heavy: Bool) -> TileNeeds:
+    """Tiles run with their query block, those of `heavy` query blocks with their key block."""
+    blocks, by_key = len(problem.tokens), heavy[cells.q_block]
+    home = np.where(by_key, cells.k_block, cells.q_block)
+    edge = np.where(by_key, cells.q_block + blocks, cells.k_block)
+    foreign = cells.q_block != cells.k_block
     order = np.argsort(home[foreign], kind="stable")
-    counts = np.bincount(home[foreign], minlength=blocks)
-    return Needs(
-        starts_of(counts),
+    work = np.bincount(home, problem.work[cells.cell], blocks)
+    return TileNeeds(
+        starts_of(np.bincount(home[foreign], minlength=blocks)),
         edge[foreign][order],
         np.concatenate([problem.kv_bytes, problem.q_bytes]),
-        np.bincount(home, problem.work[homes.cell], blocks).astype(np.float64),
+        np.stack([work, problem.tokens], axis=1),
     )
 
 
 _EPSILON = 1e-9
-# Ranks of other nodes that an overfull rank may give to: those with most room.
+# Ranks of other nodes that an overfull rank may give to: those with most scratch.
 OUTSIDERS = 4
 # Of all moves and swaps, those that relieve most are priced.
 PRICED = 16
 
 
-class Rows(NamedTuple):
-    """Blocks with what their tiles need (see homes.py). Below `rank` stands what changes with it.
+class OwnedBlocks(NamedTuple):
+    """Blocks with their ranks, and what their tiles need (see TileNeeds); `users`, `inside` and
+    `used` are derived from `rank` and updated with it.
 
-    `aim` is what levelling tries to reach, `limit` what no move may break: [ranks, 2], work and
+    `aim` is what levelling tries to reach, `limit` what no move may violate: [ranks, 2], work and
     tokens."""
 
     start: Int64  # [blocks + 1] into edges
@@ -97,17 +69,12 @@ class Rows(NamedTuple):
     used: Float64  # [ranks, 2] work and tokens
 
 
-def make_rows(
-    problem: Problem, needs: Needs, topology: Topology, caps: Float64, rank: Int64
-) -> Rows:
+def own_blocks(needs: TileNeeds, topology: Topology, caps: Float64, rank: Int64) -> OwnedBlocks:
     edges, ranks = len(needs.size), topology.num_ranks
     limit = np.maximum(np.tile(caps, (ranks, 1)), 1e-9)
-    rows = Rows(
-        start=needs.start,
-        edges=needs.edges,
-        size=needs.size,
-        load=np.stack([needs.work, problem.tokens], axis=1),
-        border=_border(topology),
+    owned = OwnedBlocks(
+        *needs,
+        border=border_price(topology),
         per_node=topology.ranks_per_node,
         aim=limit.copy(),
         limit=limit,
@@ -116,25 +83,19 @@ def make_rows(
         inside=np.zeros((edges, topology.nodes), np.int32),
         used=np.zeros((ranks, 2)),
     )
-    count_users(rows)
-    return rows
-
-
-def _border(topology: Topology) -> float:
-    if topology.nodes == 1:
-        return 0.0
-    return topology.intra.bandwidth * topology.ranks_per_node / topology.inter.bandwidth
+    count_users(owned)
+    return owned
 
 
 @compiled
-def count_users(rows: Rows) -> None:
+def count_users(owned: OwnedBlocks) -> None:
     """Fills users, inside and used from the blocks' ranks."""
-    for b in range(len(rows.rank)):
-        r = rows.rank[b]
-        rows.used[r, 0] += rows.load[b, 0]
-        rows.used[r, 1] += rows.load[b, 1]
-        _shift(rows.start, rows.edges, rows.users, b, -1, r)
-        _shift(rows.start, rows.edges, rows.inside, b, -1, r // rows.per_node)
+    for b in range(len(owned.rank)):
+        r = owned.rank[b]
+        owned.used[r, 0] += owned.load[b, 0]
+        owned.used[r, 1] += owned.load[b, 1]
+        _shift(owned.start, owned.edges, owned.users, b, -1, r)
+        _shift(owned.start, owned.edges, owned.inside, b, -1, r // owned.per_node)
 
 
 @inner
@@ -165,25 +126,27 @@ def _change(
 
 
 @inner
-def _cost(rows: Rows, b: int, r: int, s: int) -> float:
-    change = _change(rows.start, rows.edges, rows.size, rows.users, b, r, s)
-    m, n = r // rows.per_node, s // rows.per_node
+def _cost(owned: OwnedBlocks, b: int, r: int, s: int) -> float:
+    change = _change(owned.start, owned.edges, owned.size, owned.users, b, r, s)
+    m, n = r // owned.per_node, s // owned.per_node
     if m != n:
-        change += rows.border * _change(rows.start, rows.edges, rows.size, rows.inside, b, m, n)
+        change += owned.border * _change(
+            owned.start, owned.edges, owned.size, owned.inside, b, m, n
+        )
     return change
 
 
 @inner
-def _move(rows: Rows, b: int, s: int) -> None:
-    r = rows.rank[b]
+def _move(owned: OwnedBlocks, b: int, s: int) -> None:
+    r = owned.rank[b]
     for what in range(2):
-        rows.used[r, what] -= rows.load[b, what]
-        rows.used[s, what] += rows.load[b, what]
-    _shift(rows.start, rows.edges, rows.users, b, r, s)
-    m, n = r // rows.per_node, s // rows.per_node
+        owned.used[r, what] -= owned.load[b, what]
+        owned.used[s, what] += owned.load[b, what]
+    _shift(owned.start, owned.edges, owned.users, b, r, s)
+    m, n = r // owned.per_node, s // owned.per_node
     if m != n:
-        _shift(rows.start, rows.edges, rows.inside, b, m, n)
-    rows.rank[b] = s
+        _shift(owned.start, owned.edges, owned.inside, b, m, n)
+    owned.rank[b] = s
 
 
 @inner
@@ -199,30 +162,30 @@ def _over(used: Float64, aim: Float64, r: int, work: float, tokens: float) -> fl
 
 
 @inner
-def _breaks(used: Float64, limit: Float64, r: int, work: float, tokens: float) -> bool:
-    """Whether that much more would break a limit, or miss it by more than now."""
+def _violates(used: Float64, limit: Float64, r: int, work: float, tokens: float) -> bool:
+    """Whether the extra load would violate a limit, or violate it further."""
     if work > 0 and used[r, 0] + work > limit[r, 0] * (1 + _EPSILON):
         return True
     return tokens > 0 and used[r, 1] + tokens > limit[r, 1] * (1 + _EPSILON)
 
 
 @inner
-def _find_partners(rows: Rows, r: int, between: bool, partner: Int64) -> int:
+def _find_partners(owned: OwnedBlocks, r: int, between: bool, partner: Int64) -> int:
     """Ranks that r may give to: its node's, and the emptiest of the others."""
     count = 0
-    first = r // rows.per_node * rows.per_node
-    for s in range(first, first + rows.per_node):
+    first = r // owned.per_node * owned.per_node
+    for s in range(first, first + owned.per_node):
         if s != r:
             partner[count] = s
             count += 1
     for _ in range(OUTSIDERS if between else 0):
         best, least = -1, np.inf
-        for s in range(len(rows.used)):
-            known = first <= s < first + rows.per_node
+        for s in range(len(owned.used)):
+            known = first <= s < first + owned.per_node
             for i in range(count):
                 known = known or partner[i] == s
-            if not known and _share(rows.used, rows.aim, s) < least:
-                best, least = s, _share(rows.used, rows.aim, s)
+            if not known and _share(owned.used, owned.aim, s) < least:
+                best, least = s, _share(owned.used, owned.aim, s)
         if best < 0:
             break
         partner[count] = best
@@ -232,7 +195,7 @@ def _find_partners(rows: Rows, r: int, between: bool, partner: Int64) -> int:
 
 @inner
 def _find_exchanges(
-    rows: Rows,
+    owned: OwnedBlocks,
     r: int,
     partner: Int64,
     count: int,
@@ -243,7 +206,7 @@ def _find_exchanges(
 ) -> int:
     """The moves and swaps off rank r that relieve most, one row each: block, rank, block back (-1:
     none). Returns how many."""
-    load, used, aim, limit = rows.load, rows.used, rows.aim, rows.limit
+    load, used, aim, limit = owned.load, owned.used, owned.aim, owned.limit
     over_r = _over(used, aim, r, 0.0, 0.0)
     size = 0
     for x in range(first[r], first[r + 1]):
@@ -259,9 +222,9 @@ def _find_exchanges(
                 gain = before - after
                 if gain <= 1e-6 or (size == len(relief) and gain <= relief[size - 1]):
                     continue
-                if _breaks(used, limit, s, work, tokens):
+                if _violates(used, limit, s, work, tokens):
                     continue
-                if _breaks(used, limit, r, -work, -tokens):
+                if _violates(used, limit, r, -work, -tokens):
                     continue
                 at = min(size, len(relief) - 1)
                 while at > 0 and relief[at - 1] < gain:
@@ -279,18 +242,18 @@ def _find_exchanges(
 
 
 @inner
-def _cheapest(rows: Rows, r: int, found: Int64, relief: Float64, size: int) -> int:
+def _cheapest(owned: OwnedBlocks, r: int, found: Int64, relief: Float64, size: int) -> int:
     """Which of the exchanges costs the fewest bytes per relief."""
     unit = 1.0
-    for e in range(len(rows.size)):
-        unit += _EPSILON * rows.size[e]
+    for e in range(len(owned.size)):
+        unit += _EPSILON * owned.size[e]
     best, best_at = np.inf, -1
     for at in range(size):
         s, cost = found[at, 1], 0.0
         for back in range(2):  # one call takes half as long to compile as two
             b = found[at, 2 * back]
             if b >= 0:
-                cost += _cost(rows, b, s if back else r, r if back else s)
+                cost += _cost(owned, b, s if back else r, r if back else s)
         score = (max(cost, 0.0) + unit) / relief[at]
         if score < best:
             best, best_at = score, at
@@ -314,10 +277,10 @@ def _list_members(rank: Int64, members: Int64, first: Int64) -> None:
     first[0] = 0
 
 
-class Room(NamedTuple):
-    """Room for one step of levelling: ranks that may get blocks, the blocks of every rank, and the
-    best exchanges with their reliefs; `done` marks ranks that nothing can be done for. Making these
-    arrays in compiled code takes a second to compile."""
+class Scratch(NamedTuple):
+    """Arrays of one step of levelling: ranks that may get blocks, the blocks of every rank, and the
+    best exchanges with their reliefs; `done` marks ranks that nothing can be done for. They are
+    made in Python: making them in compiled code takes a second to compile."""
 
     partner: Int64
     members: Int64
@@ -327,40 +290,45 @@ class Room(NamedTuple):
     done: Bool
 
 
-def level(rows: Rows, max_moves: int, between: bool) -> None:
+def level(owned: OwnedBlocks, max_moves: int, between: bool) -> None:
     """Moves or swaps blocks off the rank that misses its aims most; `between` nodes too."""
-    ranks = len(rows.used)
-    room = Room(
-        np.empty(rows.per_node + OUTSIDERS, np.int64),
-        np.empty(len(rows.rank), np.int64),
+    ranks = len(owned.used)
+    scratch = Scratch(
+        np.empty(owned.per_node + OUTSIDERS, np.int64),
+        np.empty(len(owned.rank), np.int64),
         np.empty(ranks + 1, np.int64),
         np.empty((PRICED, 3), np.int64),
         np.empty(PRICED),
         np.zeros(ranks, np.bool_),
     )
-    _level(rows, room, max_moves, between)
+    _level(owned, scratch, max_moves, between)
 
 
 @compiled
-def _level(rows: Rows, room: Room, max_moves: int, between: bool) -> None:
-    ranks, partner, members, first = len(rows.used), room.partner, room.members, room.first
-    found, relief, done = room.found, room.relief, room.done
+def _level(owned: OwnedBlocks, scratch: Scratch, max_moves: int, between: bool) -> None:
+    ranks, partner, members, first = (
+        len(owned.used),
+        scratch.partner,
+        scratch.members,
+        scratch.first,
+    )
+    found, relief, done = scratch.found, scratch.relief, scratch.done
     for _ in range(max_moves):
         r, full = -1, 1.0 + _EPSILON
         for s in range(ranks):
-            if not done[s] and _share(rows.used, rows.aim, s) > full:
-                r, full = s, _share(rows.used, rows.aim, s)
+            if not done[s] and _share(owned.used, owned.aim, s) > full:
+                r, full = s, _share(owned.used, owned.aim, s)
         if r < 0:
             return
-        count = _find_partners(rows, r, between, partner)
-        _list_members(rows.rank, members, first)
-        size = _find_exchanges(rows, r, partner, count, members, first, found, relief)
+        count = _find_partners(owned, r, between, partner)
+        _list_members(owned.rank, members, first)
+        size = _find_exchanges(owned, r, partner, count, members, first, found, relief)
         if size == 0:
             done[r] = True
             continue
-        at = _cheapest(rows, r, found, relief, size)
+        at = _cheapest(owned, r, found, relief, size)
         s = found[at, 1]
         for back in range(2):
             if found[at, 2 * back] >= 0:
-                _move(rows, found[at, 2 * back], r if back else s)
+                _move(owned, found[at, 2 * back], r if back else s)
         done[s] = False

@@ -1,18 +1,16 @@
-"""What solvers work on: the batch as matrices of work, and levelling of pieces over bins."""
+"""What solvers work on: the batch as one matrix of work per sequence, and levelling of pieces."""
 
 from typing import NamedTuple
 
 import numpy as np
 
-from dyncp.arrays import Bool, Float64, Int32, Int64, starts_of
+from dyncp.arrays import Float64, Int32, Int64, starts_of
 from dyncp.blocks import Q_INPUT, Q_RESULT, BlockGraph, Payload
 from dyncp.compiled import compiled, inner
+from dyncp.topology import Topology
 
 Q_KINDS = [kind for side in (Q_INPUT, Q_RESULT) for kind in side.values()]
 KV_KINDS = [Payload.KV, Payload.KV, Payload.DKV]  # forward, backward, gradient
-
-
-# The batch as the bisection solver sees it: one work matrix per sequence, sizes per block.
 
 
 class Problem(NamedTuple):
@@ -33,9 +31,19 @@ class Problem(NamedTuple):
     def num_groups(self) -> int:
         return len(self.group_end) - 1
 
+    @property
+    def sequence(self) -> Int64:
+        """The sequence of every block."""
+        return np.repeat(np.arange(len(self.first_block) - 1), np.diff(self.first_block))
+
+    def mean(self, num_ranks: int) -> Float64:
+        """Work and tokens of a rank. A batch may have no pairs at all; a mean of 0 would be no unit
+        to measure shares with."""
+        return np.maximum([self.work.sum() / num_ranks, self.tokens.sum() / num_ranks], 1e-9)
+
 
 class Cells(NamedTuple):
-    """The cells of `Problem.work` that have work, ordered: their index, query and key block."""
+    """Some cells of `Problem.work`: their index, query and key block."""
 
     cell: Int64
     q_block: Int64
@@ -45,23 +53,36 @@ class Cells(NamedTuple):
 def make_problem(graph: BlockGraph) -> Problem:
     sequences = np.arange(len(graph.batch.lengths) + 1)
     first = np.searchsorted(graph.blocks.sequence, sequences).astype(np.int64)
-    num_blocks = np.diff(first)
-    work_start = starts_of(num_blocks**2)
+    work_start = starts_of(np.diff(first) ** 2)
     work = np.zeros(work_start[-1])
-    for name, tiles in graph.tiles.items():
-        sequence = graph.blocks.sequence[tiles.q_block]
-        row, column = tiles.q_block - first[sequence], tiles.k_block - first[sequence]
-        cell = work_start[sequence] + row * num_blocks[sequence] + column
-        work += np.bincount(cell, graph.tile_work(name), len(work))
     per_token = graph.payload_bytes.sum(axis=1)
     tokens = graph.blocks.tokens.astype(np.float64)
     q_bytes, kv_bytes = (tokens * per_token[kinds].sum() for kinds in (Q_KINDS, KV_KINDS))
     heads = np.array([0, *(group.num_kv_heads for group in graph.head_groups)])
     group_end = np.cumsum(heads) / heads.sum()
-    return Problem(work, work_start, first, tokens, q_bytes, kv_bytes, group_end)
+    problem = Problem(work, work_start, first, tokens, q_bytes, kv_bytes, group_end)
+    for name, tiles in graph.tiles.items():
+        cell = cell_of(problem, tiles.q_block, tiles.k_block)
+        work += np.bincount(cell, graph.tile_work(name), len(work))
+    return problem
+
+
+def cell_of(problem: Problem, q_block: Int64 | Int32, k_block: Int64 | Int32) -> Int64:
+    """The index in `Problem.work` of pairs of blocks of one sequence."""
+    sequence = problem.sequence[q_block]
+    first, stride = problem.first_block[sequence], np.diff(problem.first_block)[sequence]
+    cell: Int64 = problem.work_start[sequence] + (q_block - first) * stride + k_block - first
+    return cell
+
+
+def diagonal(problem: Problem) -> Int64:
+    """The cell of every block with itself."""
+    blocks = np.arange(len(problem.tokens))
+    return cell_of(problem, blocks, blocks)
 
 
 def find_cells(problem: Problem) -> Cells:
+    """Those that have work, ordered."""
     cell = np.flatnonzero(problem.work)
     sequence = np.searchsorted(problem.work_start, cell, side="right") - 1
     stride, first = np.diff(problem.first_block)[sequence], problem.first_block[sequence]
@@ -69,116 +90,46 @@ def find_cells(problem: Problem) -> Cells:
     return Cells(cell, first + row, first + column)
 
 
-def diagonal(problem: Problem) -> Int64:
-    """The cell of every block with itself."""
-    stride = np.diff(problem.first_block)
-    sequence = np.repeat(np.arange(len(stride)), stride)
-    within = np.arange(len(problem.tokens)) - problem.first_block[sequence]
-    cells: Int64 = problem.work_start[sequence] + within * (stride[sequence] + 1)
-    return cells
-
-
-class Region(NamedTuple):
-    """At most one piece per sequence: the tiles in rows × columns × head groups.
-
-    `pieces` is [pieces, 7]: sequence, then begin and end of its rows and of its columns in `lines`
-    (blocks counted from the sequence's first), then begin and end of its head groups. `load` is
-    [pieces, 2]: work, and tokens of the blocks whose diagonal is in."""
-
-    pieces: Int64
-    lines: Int64
-    load: Float64
-
-    @property
-    def rows(self) -> Int64:
-        """The blocks of all rows, counted from their sequences' first."""
-        begin, counts = self.pieces[:, 1], self.pieces[:, 2] - self.pieces[:, 1]
-        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        rows: Int64 = self.lines[np.repeat(begin, counts) + within]
-        return rows
-
-
-def whole_batch(problem: Problem) -> Region:
-    first, groups = problem.first_block, problem.num_groups
-    blocks = np.diff(first)
-    sequence = np.arange(len(blocks))
-    begin, end = first[:-1], first[1:]
-    none = np.zeros(len(blocks), np.int64)
-    pieces = np.stack([sequence, begin, end, begin, end, none, none + groups], axis=1)
-    lines = np.arange(first[-1]) - np.repeat(begin, blocks)
-    load = np.stack([_sums(problem.work, problem.work_start), _sums(problem.tokens, first)], axis=1)
-    return Region(pieces, lines, load)
-
-
-def _sums(values: Float64, start: Int64) -> Float64:
-    return np.diff(np.append(0.0, np.cumsum(values))[start])
-
-
-def region_of_rows(problem: Problem, whole: Region, row_load: Float64, chosen: Bool) -> Region:
-    """The chosen blocks' rows, whose loads these are, with all columns of their sequences; `whole`
-    is the whole batch."""
-    blocks = np.flatnonzero(chosen)
-    of_block = np.searchsorted(problem.first_block, blocks, side="right") - 1
-    sequence, begin, counts = np.unique(of_block, return_index=True, return_counts=True)
-    pieces = whole.pieces[sequence]
-    pieces[:, 3:5] += len(blocks)
-    pieces[:, 1], pieces[:, 2] = begin, begin + counts
-    lines = np.concatenate([blocks - problem.first_block[of_block], whole.lines])
-    load = np.add.reduceat(row_load[blocks], begin) if len(begin) else np.zeros((0, 2))
-    return Region(pieces, lines, load)
-
-
-class Parts(NamedTuple):
-    """Regions of all nodes: pieces [span[n, 0], span[n, 1]) belong to node n. The other fields are
-    a Region's, with free room at their ends."""
-
-    pieces: Int64
-    lines: Int64
-    load: Float64
-    span: Int64
-
+# Heavy rows: those that attend so much that one rank could hardly compute them alone.
+#
+# The last rows of causal blockwise attend everything. No band of rows or columns suits them
+# together with the others, so their tiles run where their keys live: they are folded into the
+# diagonal tiles of their key blocks. The queries then travel to all ranks, which costs less than
+# all keys to one.
 
 # A heavy row has more than this share of a rank's mean work.
 HEAVY = 0.5
-# It also has so many times the work of its sequence's mean row; a causal sequence's last has twice.
-UNUSUAL = 4.0
 
 
-# Heavy rows: those that attend so much that one rank could not compute them alone.
-#
-# The last rows of causal blockwise attend everything. No band of rows or columns suits them
-# together with the others, so they are first folded away: each of their tiles joins the diagonal
-# tile of its key block. The queries then travel to all ranks, which costs less than all keys to
-# one.
-
-
-def heavy_cells(problem: Problem, cells: Cells, num_ranks: int) -> Bool:
-    """Which cells are in heavy rows, but for their own diagonal."""
+def heavy_cells(problem: Problem, cells: Cells, num_ranks: int, unusual: float = 0.0) -> Cells:
+    """The cells of heavy rows, except for their diagonal; only rows with `unusual` times the work
+    of their sequence's mean row count."""
     row = np.bincount(cells.q_block, problem.work[cells.cell], len(problem.tokens))
-    blocks = np.diff(problem.first_block)
-    sequence = np.repeat(np.arange(len(blocks)), blocks)
+    blocks, sequence = np.diff(problem.first_block), problem.sequence
     mean_row = (np.bincount(sequence, row, len(blocks)) / np.maximum(blocks, 1))[sequence]
-    heavy = (row > HEAVY * problem.work.sum() / num_ranks) & (row > UNUSUAL * mean_row)
-    chosen: Bool = heavy[cells.q_block] & (cells.q_block != cells.k_block)
-    return chosen
+    heavy = (row > HEAVY * problem.work.sum() / num_ranks) & (row > unusual * mean_row)
+    chosen = heavy[cells.q_block] & (cells.q_block != cells.k_block)
+    return Cells(*(column[chosen] for column in cells))
 
 
-def fold(problem: Problem, cells: Cells, chosen: Bool) -> Problem:
-    """The problem with the work of chosen cells added to the diagonal of their key blocks."""
-    work, moved = problem.work.copy(), cells.cell[chosen]
-    work[moved] = 0.0
-    np.add.at(work, _homes(problem, cells, chosen), problem.work[moved])
+def fold(problem: Problem, heavy: Cells) -> Problem:
+    """The problem with the work of heavy cells added to the diagonal of their key blocks."""
+    work = problem.work.copy()
+    work[heavy.cell] = 0.0
+    np.add.at(work, diagonal(problem)[heavy.k_block], problem.work[heavy.cell])
     return problem._replace(work=work)
 
 
-def unfold(problem: Problem, cells: Cells, chosen: Bool, cell_rank: Int32) -> None:
-    """Chosen cells get the rank of their key block's diagonal."""
-    cell_rank[:, cells.cell[chosen]] = cell_rank[:, _homes(problem, cells, chosen)]
+def border_price(topology: Topology) -> float:
+    """How much longer a byte takes between nodes, on a rank's share of the NICs, than inside one;
+    0 where there is one node."""
+    if topology.nodes == 1:
+        return 0.0
+    return topology.intra.bandwidth * topology.ranks_per_node / topology.inter.bandwidth
 
 
-def _homes(problem: Problem, cells: Cells, chosen: Bool) -> Int64:
-    return diagonal(problem)[cells.k_block[chosen]]
-
+# Levelling: spreads whole pieces over bins, largest first, then with moves and swaps that relieve
+# the most loaded bin.
 
 # Only so many of the largest pieces are swapped, so often.
 SWAPPED_PIECES, MAX_SWAPS = 96, 60

@@ -4,10 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dyncp.arrays import Float64, Int32, Int64, starts_of
+from dyncp.arrays import Float64, Int64, starts_of
 from dyncp.compiled import compiled, inner
-from dyncp.placement.anneal import anneal
-from dyncp.placement.problem import Cells, Problem, diagonal, find_cells
+from dyncp.placement.problem import Cells, Problem
 from dyncp.placement.tile_moves import (
     EPSILON,
     State,
@@ -16,9 +15,8 @@ from dyncp.placement.tile_moves import (
     count_pins,
     list_edges,
     list_group,
+    move_block,
     move_tile,
-    put_block,
-    put_tile,
     total_cost,
 )
 from dyncp.topology import Topology
@@ -60,7 +58,7 @@ def repair_work(state: State, max_rounds: int) -> None:
                 score[at] = now
             else:
                 for i in range(n):
-                    put_tile(state, tiles[0, i], to)
+                    move_tile(state, tiles[0, i], to)
                 score[at], moved = 1e300, True
         if not moved:
             return
@@ -132,9 +130,9 @@ def repair_tokens(state: State, max_moves: int) -> None:
             if best_b < 0:
                 return
             best_s = block_rank[back]
-        put_block(state, best_b, best_s)
+        move_block(state, best_b, best_s)
         if back >= 0:
-            put_block(state, back, r)
+            move_block(state, back, r)
 
 
 @inner
@@ -190,7 +188,7 @@ def _improve_tiles(state: State) -> float:
             pins, on_node, node, size, extra, load, group, r, cap - work[t], EPSILON
         )
         if to >= 0:
-            move_tile(pins, on_node, node, edges, work, load, tile_rank, t, to)
+            move_tile(state, t, to)
             total += gain
     return total
 
@@ -213,7 +211,7 @@ def _improve_groups(state: State, tiles: Int64) -> float:
             if to >= 0:
                 for i in range(n):
                     t = tiles[0, i]
-                    move_tile(pins, on_node, node, edges, work, load, tile_rank, t, to)
+                    move_tile(state, t, to)
                 total += gain
     return total
 
@@ -245,9 +243,9 @@ def _improve_blocks(state: State) -> float:
                 if both > best:
                     best, best_s, best_back = both, s, c
         if best_s >= 0:
-            put_block(state, b, best_s)
+            move_block(state, b, best_s)
             if best_back >= 0:
-                put_block(state, best_back, r)
+                move_block(state, best_back, r)
             total += best
     return total
 
@@ -256,31 +254,6 @@ MAX_REPAIRS = 400
 MAX_PASSES = 3
 # A rank's load beyond its cap costs this many times the bytes of a mean rank's load to repair.
 REPAIR_FACTOR = 2.0
-# While annealing, load beyond a cap costs this many times the bytes of a rank.
-OVERLOAD = 3.0
-CHANGING = ("tile_rank", "block_rank", "pins", "on_node", "load", "held")
-
-
-@dataclass(frozen=True, eq=False)
-class Pins:
-    """The tiles of all masks joined, by head group, and the hyperedges they belong to."""
-
-    cells: Cells
-    diagonal: Int64  # [blocks] index into problem.work
-    edges: Int64  # [tiles, 2]: query-side edge, key-side edge
-    start: Int64  # [edges + 1] into members
-    members: Int64  # tiles of each edge
-    span: Int64  # [blocks, 2]: first and end block of the sequence
-    size: Float64  # [edges]
-    work: Float64  # [tiles]
-
-
-@dataclass(frozen=True, eq=False)
-class Links:
-    """The node of every rank, and what a byte between nodes costs beside one inside."""
-
-    node: Int64
-    price: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -291,55 +264,49 @@ class Solution:
     cost: float
 
 
-def inter_price(topology: Topology) -> float:
-    """How much longer a byte takes between nodes than inside one."""
-    if topology.nodes == 1:
-        return 1.0
-    nic_share = topology.inter.bandwidth / topology.ranks_per_node
-    return max(1.0, topology.intra.bandwidth / nic_share)
-
-
-def make_pins(problem: Problem) -> Pins:
-    """Tiles are numbered by head group, then as their cells."""
-    cells, groups, blocks = find_cells(problem), problem.num_groups, len(problem.tokens)
+def make_state(
+    problem: Problem, cells: Cells, topology: Topology, caps: Float64, extra: float
+) -> State:
+    """A state without ranks, for `start_from`. Tiles are numbered by head group, then as their
+    cells; a rank may have `caps` work and tokens, and a byte between nodes costs `extra` more."""
+    groups, blocks, ranks = problem.num_groups, len(problem.tokens), topology.num_ranks
     share = np.diff(problem.group_end)
     group = np.repeat(np.arange(groups), len(cells.cell))
     edges = np.empty((groups * len(cells.cell), 2), np.int64)
     edges[:, 0] = np.tile(cells.q_block, groups) * groups + group
     edges[:, 1] = (np.tile(cells.k_block, groups) + blocks) * groups + group
     both = edges.T.ravel()
-    order = np.argsort(both, kind="stable")
-    start = starts_of(np.bincount(both, minlength=2 * blocks * groups))
     size = np.outer(np.append(problem.q_bytes, problem.kv_bytes), share).ravel()
-    work = np.outer(share, problem.work[cells.cell]).ravel()
-    members = order % max(len(edges), 1)
     first = problem.first_block
-    span = np.repeat(np.stack([first[:-1], first[1:]], axis=1), np.diff(first), axis=0)
-    return Pins(cells, diagonal(problem), edges, start, members, span, size, work)
-
-
-def start_from(
-    pins: Pins, problem: Problem, cell_rank: Int32, caps: Float64, links: Links
-) -> Solution:
-    """A bisected placement before repair; its cost estimates what repair will add."""
-    ranks = len(links.node)
-    edges = len(pins.size)
-    state = State(
-        edges=pins.edges,
-        start=pins.start,
-        members=pins.members,
-        size=pins.size,
-        node=links.node,
-        extra=links.price - 1.0,
-        groups=problem.num_groups,
-        work=pins.work,
+    return State(
+        edges=edges,
+        start=starts_of(np.bincount(both, minlength=len(size))),
+        members=np.argsort(both, kind="stable") % max(len(edges), 1),
+        size=size,
+        node=np.arange(ranks) // topology.ranks_per_node,
+        extra=extra,
+        groups=groups,
+        work=np.outer(share, problem.work[cells.cell]).ravel(),
         tokens=problem.tokens,
-        span=pins.span,
+        span=np.repeat(np.stack([first[:-1], first[1:]], axis=1), np.diff(first), axis=0),
         caps=caps,
-        tile_rank=cell_rank[:, pins.cells.cell].ravel().astype(np.int64),
-        block_rank=_owners(problem, cell_rank[:, pins.diagonal], ranks),
+        tile_rank=np.empty(0, np.int64),
+        block_rank=np.empty(0, np.int64),
+        pins=np.empty((0, 0), np.int32),
+        on_node=np.empty((0, 0), np.int32),
+        load=np.empty(0),
+        held=np.empty(0),
+    )
+
+
+def start_from(given: State, tile_rank: Int64, block_rank: Int64) -> Solution:
+    """A placement before repair; its cost estimates what repair will add."""
+    ranks, edges, caps = len(given.node), len(given.size), given.caps
+    state = given._replace(
+        tile_rank=tile_rank,
+        block_rank=block_rank,
         pins=np.empty((edges, ranks), np.int32),
-        on_node=np.empty((edges, int(links.node[-1]) + 1), np.int32),
+        on_node=np.empty((edges, int(given.node[-1]) + 1), np.int32),
         load=np.empty(ranks),
         held=np.empty(ranks),
     )
@@ -351,53 +318,13 @@ def start_from(
     return Solution(state, cost + REPAIR_FACTOR * float(over) * max(cost, 1.0) / ranks)
 
 
-def polish(solution: Solution, max_passes: int = MAX_PASSES) -> Solution:
-    """Repairs missed limits, then moves tiles, groups of tiles and blocks while that gains; the
-    state of the solution given is used up."""
-    state = solution.state
+def refine(state: State) -> Solution:
+    """Repairs missed limits, then moves tiles, groups of tiles and blocks while that gains, all in
+    the given state."""
     repair_tokens(state, MAX_REPAIRS)
     repair_work(state, MAX_REPAIRS)
-    improve(state, max_passes)
-    return Solution(state, cost_of(state))
-
-
-@dataclass(frozen=True, slots=True)
-class Annealing:
-    """How many moves, and from which to which temperature, in mean sizes of a hyperedge."""
-
-    max_moves: int
-    hot: float
-    cold: float
-
-
-def anneal_solution(solution: Solution, annealing: Annealing, seed: int) -> Solution:
-    """An annealed and polished copy."""
-    old = solution.state
-    copies = {name: getattr(old, name).copy() for name in CHANGING}
-    state = old._replace(**copies)
-    unit = float(state.size.mean())
-    weight = OVERLOAD * (solution.cost / len(state.load) + 8 * unit)
-    hot, cold = annealing.hot * unit, annealing.cold * unit
-    anneal(state, annealing.max_moves, hot, cold, weight, seed)
-    return polish(Solution(state, 0.0))
-
-
-def cost_of(state: State) -> float:
+    improve(state, MAX_PASSES)
     cost = total_cost(state.pins, state.on_node, state.size, state.extra)
     over = [state.load.max() / state.caps[0], state.held.max() / state.caps[1]]
     missed = sum(max(0.0, float(share) - 1 - 1e-9) for share in over)
-    return float(cost + missed * 1e6 * state.size.sum())
-
-
-def _owners(problem: Problem, candidates: Int32, ranks: int) -> Int64:
-    """A block lives where its diagonal tile went; where its head groups went to several ranks, on
-    the one of them with fewest tokens so far."""
-    owner: Int64 = candidates[0].astype(np.int64)
-    several = (candidates != owner).any(axis=0)
-    if not several.any():
-        return owner
-    held = np.bincount(owner[~several], problem.tokens[~several], ranks)
-    for b in np.flatnonzero(several):
-        owner[b] = candidates[np.argmin(held[candidates[:, b]]), b]
-        held[owner[b]] += problem.tokens[b]
-    return owner
+    return Solution(state, float(cost + missed * 1e6 * state.size.sum()))

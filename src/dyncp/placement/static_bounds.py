@@ -1,4 +1,4 @@
-"""What static methods need at least, so that most of them need not be simulated."""
+"""Lower bounds of static methods, so that most of them need not be simulated."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -9,7 +9,7 @@ from dyncp.arrays import Float64, Int64
 from dyncp.blocks import BlockGraph
 from dyncp.placement.megatron_hybrid import deal_documents, group_sizes, hybrid_shares, ring_seconds
 from dyncp.placement.solver import Degrees
-from dyncp.placement.static_layouts import Grid, contiguous_ranks, deal_loads, sequence_load
+from dyncp.placement.static_layouts import deal_loads, sequence_load
 from dyncp.placement.static_methods import METHODS, Method
 from dyncp.topology import Topology
 
@@ -20,7 +20,7 @@ CERTAIN, SHORT = 0.95, 8
 DENSE = 0.5
 
 
-# What a static method needs at least, from the loads of sequences alone.
+# Lower bounds from the loads of sequences alone.
 #
 # Whole sequences are dealt to groups of ranks. Methods that cut every sequence by itself give each
 # rank of a group the same chunks of all of them, so its work follows from the work of chunks; those
@@ -30,9 +30,9 @@ DENSE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Least shares of the batch's work and tokens on the fullest rank, the kernel calls that it
-    makes at least, and the seconds that communication takes at least: forward, per byte of a
-    token's keys and values, and per byte of a token that goes to other heads' ranks or back."""
+    """Lower bounds of a static method: shares of the batch's work and tokens on the most loaded
+    rank, its kernel calls, and the seconds of communication: forward, per byte of a token's keys
+    and values, and per byte of a token that goes to other heads' ranks or back."""
 
     work: float
     tokens: float
@@ -58,7 +58,7 @@ class StaticBounds:
         self._chunks = cache(self._chunk_work)
 
     def of(self, degrees: Degrees) -> Bound:
-        """Of a static method with these degrees."""
+        """The bounds of a static method with these degrees."""
         if degrees.method not in METHODS:
             return self._hybrid(degrees.tokens)
         method = METHODS[degrees.method]
@@ -78,16 +78,16 @@ class StaticBounds:
         )
 
     def _every_rank(self, share: Float64) -> bool:
-        """Whether ranks use the keys of all ranks of their group, whichever group has most work."""
+        """Whether the ranks of the group with most work use the keys of all ranks of that group:
+        certain with one group if any sequence is dense, else only if all are."""
         return bool(self._is_dense.any() if len(share) == 1 else self._is_dense.all())
 
     def _work(self, method: Method, share: Float64, degree: int, heads: int) -> float:
         contexts, even = degree // heads, float(share[:, 0].max()) / degree
-        if method.spread is None or contexts == 1 or not self._is_long.any():
+        if method.deal is not None or contexts == 1 or not self._is_long.any():
             return even
-        halves = 1 if method.spread is contiguous_ranks else 2
-        chunks = self._chunks(halves * contexts)
-        if halves == 2:
+        chunks = self._chunks(method.chunks * contexts)
+        if method.chunks == 2:
             chunks = chunks[:, :contexts] + chunks[:, : contexts - 1 : -1]
         place = self._deal(len(share))[:, None] * contexts + np.arange(contexts)
         by_rank = np.bincount(place.ravel(), chunks.ravel())
@@ -145,7 +145,7 @@ class StaticBounds:
         topology = self._topology
         if method.pattern != "ring" or heads == 1 or degree <= topology.ranks_per_node:
             return 0.0
-        ranks = Grid.of(topology, degree, heads, method.context_first, method.name).ranks
+        ranks = method.with_degrees(degree, heads).grid(topology, heads).ranks
         node = ranks // topology.ranks_per_node
         far = (node[..., :, None] != node[..., None, :]).mean(axis=(1, 2, 3)).min()
         nics = max(len(np.unique(own)) for own in ranks // topology.ranks_per_nic)

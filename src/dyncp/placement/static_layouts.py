@@ -1,4 +1,4 @@
-"""Grid: data-parallel groups of ranks, and inside each context × head positions.
+"""Where static methods put blocks: groups of ranks, grids inside them, and chunks of sequences.
 
 Six ranks in one group with 2 heads and 3 contexts. The all-to-all over heads runs along a row, the
 ring over contexts down a column:
@@ -20,10 +20,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dyncp.arrays import Float64, Int64, frozen
+from dyncp.arrays import Float64, Int64
 from dyncp.blocks import BlockGraph, TokenBlocks
-from dyncp.compiled import compiled
-from dyncp.placement.placement import Placement, Traffic
+from dyncp.placement.problem import level_pieces
 from dyncp.topology import Topology
 
 # Data parallelism: whole sequences are dealt to groups of ranks, the heaviest first.
@@ -41,25 +40,16 @@ def deal_sequences(graph: BlockGraph, num_groups: int) -> Int64:
 
 
 def deal_loads(load: Float64, num_groups: int) -> Int64:
-    """As `deal_sequences`, from the shares that `sequence_load` gives."""
+    """Like `deal_sequences`, from the shares that `sequence_load` returns."""
     group = np.zeros(len(load), np.int64)
     order = np.argsort(-load.max(axis=1), kind="stable")
     deal(load, order, np.zeros((num_groups, 2)), group)
     return group
 
 
-@compiled
 def deal(load: Float64, order: Int64, group_load: Float64, group: Int64) -> None:
     """Deals loads in this order to groups that have `group_load` already; writes their groups."""
-    for sequence in order:
-        least, chosen = np.inf, 0
-        for g in range(len(group_load)):
-            most = max(group_load[g, 0] + load[sequence, 0], group_load[g, 1] + load[sequence, 1])
-            if most < least:
-                least, chosen = most, g
-        group[sequence] = chosen
-        for what in range(2):  # adding rows would take seconds to compile
-            group_load[chosen, what] += load[sequence, what]
+    level_pieces(load, order, len(order), -1, group_load, np.ones_like(group_load), group, 0)
 
 
 def sequence_load(graph: BlockGraph) -> Float64:
@@ -71,6 +61,8 @@ def sequence_load(graph: BlockGraph) -> Float64:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
+    """Data-parallel groups of ranks, and inside each context × head positions."""
+
     groups: int
     contexts: int
     heads: int = 1
@@ -78,7 +70,7 @@ class Grid:
 
     @staticmethod
     def of(topology: Topology, degree: int, heads: int, context_first: bool, name: str) -> "Grid":
-        """Groups of `degree` ranks, `heads` of them beside each other; ValueError if impossible."""
+        """Groups of `degree` ranks, `heads` of them side by side; ValueError if impossible."""
         ranks = topology.num_ranks
         if degree < 1 or ranks % degree:
             raise ValueError(
@@ -125,7 +117,14 @@ def divisors(number: int) -> list[int]:
 #                  B B B .                B B B .
 #                  B B B B                A A A A
 #
-# Contiguous gives A 3 and B 7 of the tiles; zigzag, with chunks r and 2N − 1 − r on rank r, 5 each.
+# One chunk per rank gives A 3 and B 7 of the tiles; zigzag, with chunks r and 2N − 1 − r of 2N on
+# rank r, 5 each.
+
+
+def chunk_sizes(lengths: Sequence[int], chunks: Int64 | int) -> Int64:
+    """Block size of sequences that are cut into so many chunks."""
+    sizes: Int64 = -(-np.asarray(lengths, np.int64) // chunks)
+    return sizes
 
 
 def contiguous_ranks(blocks: TokenBlocks, lengths: Int64, num_ranks: int) -> Int64:
@@ -142,16 +141,13 @@ def zigzag_ranks(blocks: TokenBlocks, lengths: Int64, num_ranks: int) -> Int64:
     return ranks
 
 
-def contiguous_sizes(lengths: Sequence[int], num_ranks: int) -> Int64:
-    """One block per rank."""
-    sizes: Int64 = -(-np.asarray(lengths, np.int64) // num_ranks)
-    return sizes
-
-
-def zigzag_sizes(lengths: Sequence[int], num_ranks: int) -> Int64:
-    """Two blocks per rank."""
-    return contiguous_sizes(lengths, 2 * num_ranks)
-
+# Packed chunks: methods that cut the packed batch, not each sequence, into equally long chunks.
+#
+# The sequences of a group are concatenated; a block belongs to the chunk of its middle token, so
+# that chunks end where blocks do. Lengths 6 and 2, four chunks of 2 tokens, blocks of 2:
+#
+#     tokens  0 1 | 2 3 | 4 5 | 6 7
+#     chunk     0     1     2     3       the second sequence is chunk 3
 
 # MagiAttention wants at least 8 chunks per rank, so that a heap can balance them. Torch deals rows
 # of one kernel tile: on 131,072 tokens and 32 ranks 32 per rank, which takes 16 times the tiles and
@@ -159,19 +155,12 @@ def zigzag_sizes(lengths: Sequence[int], num_ranks: int) -> Int64:
 CHUNKS_PER_RANK = 8
 # Rows of a kernel tile: torch's balancer deals rows of them, MagiAttention's chunks are multiples.
 ROW_MULTIPLE = 128
-
 # Chunks from which on a sequence is cut into whole ones. On 33 long-tailed documents and 32 ranks
 # the quarters bring tokens max/mean from 1.11 (magi) and 1.20 (ptrr) to 1.06 and 1.05.
 LONG = 16
 
-
-# Packed chunks: methods that cut the packed batch, not each sequence, into equally long chunks.
-#
-# A group's sequences lie behind each other; a block belongs to the chunk of its middle token, so
-# that chunks end where blocks do. Lengths 6 and 2, four chunks of 2 tokens, blocks of 2:
-#
-#     tokens  0 1 | 2 3 | 4 5 | 6 7
-#     chunk     0     1     2     3       the second sequence is chunk 3
+# Rank of every chunk, from the work of chunks and the number of ranks.
+Deal = Callable[[Int64, int], Int64]
 
 
 def packed_sizes(lengths: Sequence[int], num_ranks: int) -> Int64:
@@ -184,17 +173,17 @@ def packed_sizes(lengths: Sequence[int], num_ranks: int) -> Int64:
     return np.minimum(length, size)
 
 
-def packed_chunks(graph: BlockGraph, blocks: Int64, num_ranks: int) -> Int64:
-    """Chunk of each of a group's `blocks`, CHUNKS_PER_RANK for every rank."""
-    tokens = graph.blocks.tokens[blocks].astype(np.int64)
-    middle = np.cumsum(tokens) - tokens + tokens // 2
-    chunk: Int64 = middle * (num_ranks * CHUNKS_PER_RANK) // max(int(tokens.sum()), 1)
-    return chunk
-
-
-def chunk_work(graph: BlockGraph, blocks: Int64, chunk: Int64, num_ranks: int) -> Int64:
-    work = np.bincount(chunk, graph.row_work[blocks], num_ranks * CHUNKS_PER_RANK)
-    return work.astype(np.int64)
+def packed_ranks(graph: BlockGraph, group: Int64, grid: Grid, deal_chunks: Deal) -> Int64:
+    """Position of every block in its group, whose packed sequences are cut into chunks."""
+    position, chunks = np.zeros(len(group), np.int64), grid.degree * CHUNKS_PER_RANK
+    for number in range(grid.groups):
+        blocks = np.flatnonzero(group == number)
+        tokens = graph.blocks.tokens[blocks].astype(np.int64)
+        middle = np.cumsum(tokens) - tokens + tokens // 2
+        chunk = middle * chunks // max(int(tokens.sum()), 1)
+        work = np.bincount(chunk, graph.row_work[blocks], chunks).astype(np.int64)
+        position[blocks] = deal_chunks(work, grid.degree)[chunk]
+    return position
 
 
 def heap_ranks(work: Int64, num_ranks: int) -> Int64:
@@ -225,61 +214,3 @@ def snake_ranks(work: Int64, num_ranks: int) -> Int64:
         backwards, num_ranks - 1 - position, position
     )
     return ranks
-
-
-# Place of every block among the ranks of its group: of blocks, sequence lengths and group size, or
-# of the work of packed chunks and group size.
-Spread = Callable[[TokenBlocks, Int64, int], Int64]
-Deal = Callable[[Int64, int], Int64]
-
-
-def place_spread(graph: BlockGraph, grid: Grid, spread: Spread) -> tuple[Int64, Int64]:
-    """Group and position of every block where each sequence is cut by itself."""
-    group = deal_sequences(graph, grid.groups)[graph.blocks.sequence]
-    lengths = np.asarray(graph.batch.lengths, np.int64)[graph.blocks.sequence]
-    return group, spread(graph.blocks, lengths, grid.degree)
-
-
-def place_packed(graph: BlockGraph, grid: Grid, deal: Deal) -> tuple[Int64, Int64]:
-    """Group and position of every block where a group's packed sequences are cut into chunks."""
-    group = deal_sequences(graph, grid.groups)[graph.blocks.sequence]
-    position = np.zeros(len(group), np.int64)
-    for number in range(grid.groups):
-        blocks = np.flatnonzero(group == number)
-        chunk = packed_chunks(graph, blocks, grid.degree)
-        work = chunk_work(graph, blocks, chunk, grid.degree)
-        position[blocks] = deal(work, grid.degree)[chunk]
-    return group, position
-
-
-def on_grid(
-    graph: BlockGraph, grid: Grid, group: Int64, position: Int64, solver: str
-) -> tuple[Placement, Int64, Int64]:
-    """The placement, without traffic, and ring and home of every block and head group.
-
-    Position i of a group is context i // heads and head i % heads. A tile of head group g runs at
-    head g of its query block's context; with one head, at the query block's owner.
-    """
-    table, context = grid.ranks, position // grid.heads
-    owner = table[group, context, position % grid.heads]
-    if grid.heads == 1:
-        home = np.repeat(owner[:, None], len(graph.head_groups), axis=1)
-        ring = np.repeat(group[:, None], len(graph.head_groups), axis=1)
-    else:
-        home = table[group, context]
-        ring = group[:, None] * grid.heads + np.arange(grid.heads)
-    tile_rank = {
-        name: frozen(home[tiles.q_block, tiles.head_group]) for name, tiles in graph.tiles.items()
-    }
-    ranks = grid.groups * grid.degree
-    return Placement(ranks, frozen(owner), tile_rank, solver, static=True), ring, home
-
-
-def traffic_on(grid: Grid, pattern: str, ring: Int64, home: Int64) -> Traffic:
-    return Traffic(pattern, grid.rings, frozen(ring), frozen(home))
-
-
-def nodes_of(topology: Topology) -> Int64:
-    """Node of every rank."""
-    node: Int64 = np.arange(topology.num_ranks) // topology.ranks_per_node
-    return node

@@ -1,110 +1,215 @@
-"""The static methods, as the choices they consist of."""
+"""Static context parallelism: methods that cut and move the same way whatever the mask needs.
+
+METHODS lists them as the choices they consist of. A method becomes a solver with degrees, as in
+"zigzag", "zigzag/cp8" or "loongtrain/cp8h2" (see also megatron_hybrid.py).
+"""
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+
+import numpy as np
 
 from dyncp.arrays import Int64, frozen
-from dyncp.blocks import AttentionShape, BlockGraph
+from dyncp.blocks import AttentionShape, BlockGraph, choose_sizes_by_work
 from dyncp.placement.megatron_hybrid import hybrid_candidates, hybrid_with_budget, megatron_hybrid
-from dyncp.placement.placement import Limits, Placement
+from dyncp.placement.placement import Limits, Placement, Traffic
 from dyncp.placement.solver import Degrees, Solver
 from dyncp.placement.static_layouts import (
     Deal,
     Grid,
-    Spread,
+    chunk_sizes,
     contiguous_ranks,
-    contiguous_sizes,
+    deal_sequences,
     divisors,
     heap_ranks,
-    nodes_of,
-    on_grid,
+    packed_ranks,
     packed_sizes,
-    place_packed,
-    place_spread,
     snake_ranks,
-    traffic_on,
     zigzag_ranks,
-    zigzag_sizes,
 )
 from dyncp.topology import Topology
-
-
-@dataclass(frozen=True, slots=True)
-class Method:
-    """One static method.
-
-    `spread` cuts every sequence by itself, `deal` cuts the packed batch. `pattern` is how keys and
-    values travel; "minimal" is only where tiles read them. `heads` says how the head degree is
-    chosen where none is given: "one", as many as divide kv heads and "ranks" or a "node", and
-    `only_heads` that a group has no second dimension.
-    """
-
-    name: str
-    pattern: str
-    sizes: Callable[[Sequence[int], int], Int64]
-    spread: Spread | None = None
-    deal: Deal | None = None
-    heads: str = "one"
-    only_heads: bool = False
-    context_first: bool = False
-    by_node: bool = False
-
-    @property
-    def splits_heads(self) -> bool:
-        return self.heads != "one"
-
-    def block_sizes(self, lengths: Sequence[int], degree: int, num_ranks: int) -> Int64:
-        """Sequences are cut for the ranks of their group, the packed batch for all of them."""
-        return self.sizes(lengths, degree if self.deal is None else num_ranks)
-
-    def default_heads(self, shape: AttentionShape, topology: Topology) -> int:
-        """The largest head degree that kv heads and ranks allow; 1 while the model is unknown."""
-        if not self.splits_heads or not shape.exact:
-            return 1
-        ranks = topology.num_ranks if self.heads == "ranks" else topology.ranks_per_node
-        return math.gcd(shape.kv_heads, ranks)
-
-    def place(self, graph: BlockGraph, topology: Topology, grid: Grid, name: str) -> Placement:
-        if self.spread is not None:
-            group, position = place_spread(graph, grid, self.spread)
-        else:
-            assert self.deal is not None, f"method {self.name} cuts neither sequences nor batch"
-            group, position = place_packed(graph, grid, self.deal)
-        placement, ring, home = on_grid(graph, grid, group, position, name)
-        if self.pattern == "minimal":
-            return placement
-        traffic = traffic_on(grid, self.pattern, ring, home)
-        if self.by_node:
-            traffic = replace(traffic, node=frozen(nodes_of(topology)))
-        return replace(placement, traffic=traffic)
-
-
-METHODS = {
-    method.name: method
-    for method in (
-        Method("ring", "ring", contiguous_sizes, contiguous_ranks),
-        Method("zigzag", "ring", zigzag_sizes, zigzag_ranks),
-        Method("all_gather", "all_gather", zigzag_sizes, zigzag_ranks),
-        Method("all_gather_by_node", "all_gather", zigzag_sizes, zigzag_ranks, by_node=True),
-        Method(
-            "ulysses", "minimal", contiguous_sizes, contiguous_ranks, heads="ranks", only_heads=True
-        ),
-        Method("loongtrain", "ring", zigzag_sizes, zigzag_ranks, heads="ranks", context_first=True),
-        Method("transformer_engine", "ring", zigzag_sizes, zigzag_ranks, heads="node"),
-        Method("magi", "minimal", packed_sizes, deal=heap_ranks),
-        Method("ptrr", "all_gather", packed_sizes, deal=snake_ranks),
-    )
-}
-
 
 _DEGREES = re.compile(r"(?:cp(\d+))?(?:h(\d+))?")
 _BUDGET = re.compile(r"tokens(\d+)")
 
 
-# Static solvers by name: "zigzag", "zigzag/cp8", "loongtrain/cp8h2", "megatron_hybrid".
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One static method, in groups of `degree` ranks (None: all) with `heads` of them side by side
+    (None: as many as the method chooses).
+
+    Every sequence is cut into one (contiguous) or two (zigzag) `chunks` per rank; methods with a
+    `deal` cut the packed batch instead. `pattern` is how keys and values travel; "minimal" is only
+    where tiles read them. `heads_over` says how the number of heads is chosen: None never splits
+    them, "ranks" or "node" takes as many as divide the kv heads and the ranks (of a node). With
+    `only_heads` a group has no second dimension.
+    """
+
+    name: str
+    pattern: str
+    chunks: int = 2
+    deal: Deal | None = None
+    heads_over: str | None = None
+    only_heads: bool = False
+    context_first: bool = False
+    by_node: bool = False
+    degree: int | None = None
+    heads: int | None = None
+
+    @property
+    def full_name(self) -> str:
+        degrees = "" if self.degree is None else f"cp{self.degree}"
+        if self.heads is not None and not self.only_heads:
+            degrees += f"h{self.heads}"
+        return f"{self.name}/{degrees}" if degrees else self.name
+
+    @property
+    def solver(self) -> Solver:
+        return Solver(
+            self.full_name,
+            self.place,
+            self.block_sizes,
+            head_groups=self.heads,
+            fit=self.fit,
+            degrees=Degrees(self.name, self.degree, self.heads),
+        )
+
+    def with_degrees(self, degree: int | None, heads: int | None) -> "Method":
+        if self.heads_over is None:
+            if heads not in (None, 1):
+                raise ValueError(f"{self.name} does not split heads; got heads={heads}")
+            return replace(self, degree=degree)
+        if self.only_heads:
+            if None not in (degree, heads) and degree != heads:
+                raise ValueError(
+                    f"{self.name} gives every rank of a group its own heads; got degree={degree} "
+                    f"and heads={heads}, which must be equal"
+                )
+            degree = heads = degree if heads is None else heads
+        return replace(self, degree=degree, heads=heads)
+
+    def block_sizes(self, lengths: Sequence[int], num_ranks: int) -> Int64:
+        """Sequences are cut for the ranks of their group, the packed batch for all of them."""
+        if self.deal is not None:
+            return packed_sizes(lengths, num_ranks)
+        return chunk_sizes(
+            lengths, self.chunks * (num_ranks if self.degree is None else self.degree)
+        )
+
+    def fit(self, shape: AttentionShape, topology: Topology) -> Solver:
+        """The solver with a head degree that suits the model; ValueError where there is none."""
+        method = self
+        if self.heads_over is not None and self.heads is None:
+            ranks = topology.num_ranks if self.heads_over == "ranks" else topology.ranks_per_node
+            kv_heads = shape.kv_heads if shape.exact else 1
+            most = math.gcd(kv_heads, ranks, self.degree or topology.num_ranks)
+            method = self.with_degrees(self.degree, most)
+        method.check(shape, topology)
+        return replace(method.solver, fit=None)
+
+    def check(self, shape: AttentionShape, topology: Topology) -> None:
+        heads = self.heads or 1
+        if heads > 1 and not shape.exact:
+            raise ValueError(
+                f"{self.full_name} splits heads; give the attention shape (model=) to use it"
+            )
+        if shape.kv_heads % heads:
+            raise ValueError(
+                f"{self.full_name} needs {heads} groups of equally many kv heads; the model has "
+                f"{shape.kv_heads}, so allowed are {', '.join(map(str, divisors(shape.kv_heads)))}"
+            )
+        self.grid(topology, heads)
+
+    def grid(self, topology: Topology, heads: int) -> Grid:
+        degree = self.degree
+        if degree is None:
+            degree = heads if self.only_heads else topology.num_ranks
+        return Grid.of(topology, degree, heads, self.context_first, self.full_name)
+
+    def place(
+        self, graph: BlockGraph, topology: Topology, _limits: Limits, _seed: int
+    ) -> Placement:
+        """Position i of a group is context i // heads and head i % heads. A tile of head group g
+        runs at head g of its query block's context; with one head, at the query block's owner."""
+        groups = len(graph.head_groups)
+        heads = self.heads or (groups if self.heads_over else 1)
+        if heads > 1 and heads != groups:
+            raise ValueError(
+                f"{self.full_name} needs the heads in {heads} groups; the graph has {groups}"
+            )
+        grid = self.grid(topology, heads)
+        table = grid.ranks
+        group = deal_sequences(graph, grid.groups)[graph.blocks.sequence]
+        position = self._positions(graph, group, grid)
+        context = position // heads
+        owner = table[group, context, position % heads]
+        if heads == 1:
+            home = np.repeat(owner[:, None], groups, axis=1)
+            ring = np.repeat(group[:, None], groups, axis=1)
+        else:
+            home = table[group, context]
+            ring = group[:, None] * heads + np.arange(heads)
+        tile_rank = {
+            name: frozen(home[tiles.q_block, tiles.head_group])
+            for name, tiles in graph.tiles.items()
+        }
+        traffic = None
+        if self.pattern != "minimal":
+            node = np.arange(topology.num_ranks) // topology.ranks_per_node
+            passed_on = frozen(node) if self.by_node else None
+            traffic = Traffic(self.pattern, grid.rings, frozen(ring), frozen(home), passed_on)
+        return Placement(
+            topology.num_ranks,
+            frozen(owner),
+            tile_rank,
+            self.full_name,
+            static=True,
+            traffic=traffic,
+        )
+
+    def _positions(self, graph: BlockGraph, group: Int64, grid: Grid) -> Int64:
+        """Position of every block in its group."""
+        if self.deal is not None:
+            return packed_ranks(graph, group, grid, self.deal)
+        lengths = np.asarray(graph.batch.lengths, np.int64)[graph.blocks.sequence]
+        spread = contiguous_ranks if self.chunks == 1 else zigzag_ranks
+        return spread(graph.blocks, lengths, grid.degree)
+
+
+METHODS = {
+    method.name: method
+    for method in (
+        Method("ring", "ring", chunks=1),
+        Method("zigzag", "ring"),
+        Method("all_gather", "all_gather"),
+        Method("all_gather_by_node", "all_gather", by_node=True),
+        Method("ulysses", "minimal", chunks=1, heads_over="ranks", only_heads=True),
+        Method("loongtrain", "ring", heads_over="ranks", context_first=True),
+        Method("transformer_engine", "ring", heads_over="node"),
+        Method("magi", "minimal", deal=heap_ranks),
+        Method("ptrr", "all_gather", deal=snake_ranks),
+    )
+}
+STATIC_SOLVERS = (*(method.solver for method in METHODS.values()), megatron_hybrid)
+
+
+def with_degree(method: str, degree: int | None = None, heads: int | None = None) -> Solver:
+    """`method` in groups of `degree` ranks (None: all) with `heads` of them side by side.
+
+    With fewer ranks in a group than there are, whole sequences are dealt to the groups: DP × CP.
+    `with_degree("zigzag", 8)` is called "zigzag/cp8", `with_degree("loongtrain", 8, 2)`
+    "loongtrain/cp8h2". Without `heads`, a method that splits heads takes as many as kv heads and
+    ranks allow.
+    """
+    return find_method(method).with_degrees(degree, heads).solver
+
+
+def find_method(name: str) -> Method:
+    if name not in METHODS:
+        raise ValueError(f"static method is {name!r}; choose one of {', '.join(METHODS)}")
+    return METHODS[name]
 
 
 def static_solver(name: str) -> Solver:
@@ -122,121 +227,6 @@ def static_solver(name: str) -> Solver:
     return with_degree(method, degree, heads)
 
 
-def with_degree(method: str, degree: int | None = None, heads: int | None = None) -> Solver:
-    """`method` in groups of `degree` ranks (None: all) with `heads` of them side by side.
-
-    With fewer ranks in a group than there are, whole sequences are dealt to the groups: DP × CP.
-    `with_degree("zigzag", 8)` is called "zigzag/cp8", `with_degree("loongtrain", 8, 2)`
-    "loongtrain/cp8h2". Without `heads`, a method that splits heads takes as many as kv heads and
-    ranks allow.
-    """
-    chosen = _method(method)
-    degree, heads = _complete(chosen, degree, heads)
-    name = _name(chosen, degree, heads)
-    return Solver(
-        name,
-        partial(_place, chosen, degree, heads, name),
-        partial(_block_sizes, chosen, degree),
-        head_groups=heads,
-        fit=partial(_fit, chosen, degree, heads),
-        degrees=Degrees(method, degree, heads),
-    )
-
-
-def _method(name: str) -> Method:
-    if name not in METHODS:
-        raise ValueError(f"static method is {name!r}; choose one of {', '.join(METHODS)}")
-    return METHODS[name]
-
-
-def _complete(
-    method: Method, degree: int | None, heads: int | None
-) -> tuple[int | None, int | None]:
-    """A method of heads alone has as many ranks in a group as heads."""
-    if heads not in (None, 1) and not method.splits_heads:
-        raise ValueError(f"{method.name} does not split heads; got heads={heads}")
-    if method.only_heads:
-        if None not in (degree, heads) and degree != heads:
-            raise ValueError(
-                f"{method.name} gives every rank of a group its own heads; got degree={degree} "
-                f"and heads={heads}, which must be equal"
-            )
-        degree = heads = degree if heads is None else heads
-    return degree, heads if method.splits_heads else None
-
-
-def _name(method: Method, degree: int | None, heads: int | None) -> str:
-    degrees = "" if degree is None else f"cp{degree}"
-    if heads is not None and not method.only_heads:
-        degrees += f"h{heads}"
-    return f"{method.name}/{degrees}" if degrees else method.name
-
-
-def _place(
-    method: Method,
-    degree: int | None,
-    heads: int | None,
-    name: str,
-    graph: BlockGraph,
-    topology: Topology,
-    _limits: Limits,
-    _seed: int,
-) -> Placement:
-    if heads is None:
-        heads = len(graph.head_groups) if method.splits_heads else 1
-    if heads > 1 and heads != len(graph.head_groups):
-        raise ValueError(
-            f"{name} needs the heads in {heads} groups; the graph has {len(graph.head_groups)}"
-        )
-    if degree is None:
-        degree = heads if method.only_heads else topology.num_ranks
-    grid = Grid.of(topology, degree, heads, method.context_first, name)
-    return method.place(graph, topology, grid, name)
-
-
-def _block_sizes(
-    method: Method, degree: int | None, lengths: Sequence[int], num_ranks: int
-) -> Int64:
-    return method.block_sizes(lengths, num_ranks if degree is None else degree, num_ranks)
-
-
-def _fit(
-    method: Method,
-    degree: int | None,
-    heads: int | None,
-    shape: AttentionShape,
-    topology: Topology,
-) -> Solver:
-    """The solver with a head degree that suits the model; ValueError where there is none."""
-    given = with_degree(method.name, degree, heads)
-    if method.splits_heads and heads is None:
-        best = method.default_heads(shape, topology)
-        best = max(d for d in divisors(best) if (degree or topology.num_ranks) % d == 0)
-        given = with_degree(method.name, degree, best)
-    _check(method, degree, given.head_groups or 1, given.name, shape, topology)
-    return replace(given, fit=None)
-
-
-def _check(
-    method: Method,
-    degree: int | None,
-    heads: int,
-    name: str,
-    shape: AttentionShape,
-    topology: Topology,
-) -> None:
-    if heads > 1 and not shape.exact:
-        raise ValueError(f"{name} splits heads; give the attention shape (model=) to use it")
-    if shape.kv_heads % heads:
-        raise ValueError(
-            f"{name} needs {heads} groups of equally many kv heads; the model has "
-            f"{shape.kv_heads}, so allowed are {', '.join(map(str, divisors(shape.kv_heads)))}"
-        )
-    if degree is None:
-        degree = heads if method.only_heads else topology.num_ranks
-    Grid.of(topology, degree, heads, method.context_first, name)
-
-
 def static_candidates(
     lengths: Sequence[int],
     shape: AttentionShape,
@@ -245,8 +235,8 @@ def static_candidates(
 ) -> list[Solver]:
     """Every static method (or only `methods`) with every DP × CP split and head degree.
 
-    Data parallelism alone, which is the same for all methods, stands for all of them once, as
-    "zigzag/cp1". On 4 ranks with 2 kv heads, for zigzag and loongtrain:
+    Data parallelism alone, which is the same for all methods, is listed once, as "zigzag/cp1". On 4
+    ranks with 2 kv heads, for zigzag and loongtrain:
 
         zigzag/cp1  zigzag/cp2  zigzag/cp4  loongtrain/cp4h2
     """
@@ -256,7 +246,7 @@ def static_candidates(
         if name == megatron_hybrid.name:
             found += hybrid_candidates(lengths, topology)
         else:
-            degrees = _degrees(_method(name), shape, topology)
+            degrees = _degrees(find_method(name), shape, topology)
             found += [with_degree(name, degree, heads) for degree, heads in degrees]
     return [solver.fitted(shape, topology) for solver in found]
 
@@ -268,7 +258,7 @@ def _degrees(
     (unless the method has none)."""
     kv_heads = shape.kv_heads if shape.exact else 1
     for degree in divisors(topology.num_ranks)[1:]:
-        if not method.splits_heads:
+        if method.heads_over is None:
             if not method.by_node or degree > topology.ranks_per_node:
                 yield degree, None
             continue
@@ -278,4 +268,10 @@ def _degrees(
                 yield degree, heads
 
 
-STATIC_SOLVERS = (*(with_degree(name) for name in METHODS), megatron_hybrid)
+def place_uncut(graph: BlockGraph, topology: Topology, _limits: Limits, _seed: int) -> Placement:
+    """Whole sequences dealt to ranks: nothing travels, and nothing promises balance."""
+    rank = deal_sequences(graph, topology.num_ranks)[graph.blocks.sequence]
+    return Placement.where_queries_live(graph, topology.num_ranks, rank, "uncut", static=False)
+
+
+uncut = Solver("uncut", place_uncut, choose_sizes_by_work)

@@ -18,7 +18,7 @@ EPSILON = 1e-9
 
 
 class State(NamedTuple):
-    """A placement in work: `tile_rank` and what stands below it change."""
+    """A placement being improved; `tile_rank` and the fields below it are updated in place."""
 
     edges: Int64  # [tiles, 2]: query-side edge, key-side edge
     start: Int64  # [edges + 1] into members
@@ -81,8 +81,8 @@ def total_cost(pins: Int32, on_node: Int32, size: Float64, extra: float) -> floa
     return total
 
 
-# The innermost functions take plain arrays: handing on the whole state costs a reference count per
-# array and call, which made these passes 15 times slower.
+# Functions that price moves take plain arrays: handing on the whole state costs a reference count
+# per array and call, which made these passes 15 times slower.
 @inner
 def _owned_edge(b: int, i: int, groups: int, blocks: int) -> int:
     """The i-th of the 2 × groups edges of a block."""
@@ -116,70 +116,32 @@ def pin_gain(
 
 
 @inner
-def move_pins(pins: Int32, on_node: Int32, node: Int64, e: int, n: int, r: int, s: int) -> None:
-    pins[e, r] -= n
-    pins[e, s] += n
-    on_node[e, node[r]] -= n
-    on_node[e, node[s]] += n
-
-
-@inner
-def move_tile(
-    pins: Int32,
-    on_node: Int32,
-    node: Int64,
-    edges: Int64,
-    work: Float64,
-    load: Float64,
-    tile_rank: Int64,
-    t: int,
-    s: int,
-) -> None:
-    r = tile_rank[t]
+def move_tile(state: State, t: int, s: int) -> None:
+    r = state.tile_rank[t]
     for i in range(2):
-        move_pins(pins, on_node, node, edges[t, i], 1, r, s)
-    load[r] -= work[t]
-    load[s] += work[t]
-    tile_rank[t] = s
+        _move_pins(state.pins, state.on_node, state.node, state.edges[t, i], r, s)
+    state.load[r] -= state.work[t]
+    state.load[s] += state.work[t]
+    state.tile_rank[t] = s
 
 
 @inner
-def move_block(
-    pins: Int32,
-    on_node: Int32,
-    node: Int64,
-    groups: int,
-    tokens: Float64,
-    held: Float64,
-    block_rank: Int64,
-    b: int,
-    s: int,
-) -> None:
-    r = block_rank[b]
-    for i in range(2 * groups):
-        e = _owned_edge(b, i, groups, len(block_rank))
-        move_pins(pins, on_node, node, e, 1, r, s)
-    held[r] -= tokens[b]
-    held[s] += tokens[b]
-    block_rank[b] = s
+def move_block(state: State, b: int, s: int) -> None:
+    r, blocks = state.block_rank[b], len(state.block_rank)
+    for i in range(2 * state.groups):
+        e = _owned_edge(b, i, state.groups, blocks)
+        _move_pins(state.pins, state.on_node, state.node, e, r, s)
+    state.held[r] -= state.tokens[b]
+    state.held[s] += state.tokens[b]
+    state.block_rank[b] = s
 
 
 @inner
-def put_tile(state: State, t: int, s: int) -> None:
-    """`move_tile` where speed does not matter."""
-    move_tile(
-        state.pins, state.on_node, state.node, state.edges, state.work, state.load,
-        state.tile_rank, t, s,
-    )  # fmt: skip
-
-
-@inner
-def put_block(state: State, b: int, s: int) -> None:
-    """`move_block` where speed does not matter."""
-    move_block(
-        state.pins, state.on_node, state.node, state.groups, state.tokens, state.held,
-        state.block_rank, b, s,
-    )  # fmt: skip
+def _move_pins(pins: Int32, on_node: Int32, node: Int64, e: int, r: int, s: int) -> None:
+    pins[e, r] -= 1
+    pins[e, s] += 1
+    on_node[e, node[r]] -= 1
+    on_node[e, node[s]] += 1
 
 
 @inner

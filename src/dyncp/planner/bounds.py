@@ -1,4 +1,4 @@
-"""What candidates need at least: bounds that spare the planner from simulating them."""
+"""Lower bounds on step time, with which the planner skips candidates without simulating them."""
 
 from functools import cache
 
@@ -19,31 +19,31 @@ from dyncp.cost import CostModel
 from dyncp.placement import Bound, RemoteUses, find_remote_uses, whole_rows
 from dyncp.planner.task import Part, Placed, Task
 
-# How much of an estimate counts as certain.
+# Share of an estimated kernel area that counts as a bound.
 CERTAIN = 0.95
 # Kernel tiles from which on a sequence is long.
 LONG = 16
 
 
 def bound_misses(task: Task, bound: Bound) -> float:
-    """By how much a static method misses the limits asked for at least."""
+    """Lower bound on how far a static method misses the requested limits."""
     ranks = task.topology.num_ranks
     return task.config.limits.missed(bound.work * ranks, bound.tokens * ranks)
 
 
 def placed_seconds(task: Task, placed: Placed) -> float:
-    """Step seconds that a placement needs at least, whatever its schedule."""
-    return sum(part_seconds(task, placed).values()) + held_seconds(task, placed)
+    """Lower bound on the step seconds of a placement, whatever its schedule."""
+    return sum(part_seconds(task, placed).values()) + per_token_seconds(task, placed)
 
 
-def held_seconds(task: Task, placed: Placed) -> float:
-    """What the per-token work of the fullest rank takes."""
-    return task.token_seconds * float((_held(placed) / task.topology.rank_speeds).max())
+def per_token_seconds(task: Task, placed: Placed) -> float:
+    """Seconds of per-token work on the most loaded rank."""
+    return task.token_seconds * float((_tokens_per_rank(placed) / task.topology.rank_speeds).max())
 
 
 def part_seconds(task: Task, placed: Placed) -> dict[Part, float]:
-    """What all layers of each mask and direction need at least."""
-    held, found = _held(placed), {}
+    """Lower bound on the seconds of all layers, by mask and direction."""
+    held, found = _tokens_per_rank(placed), {}
     for name, layers in task.layers.items():
         least = _attention_seconds(task, placed, name, held) if layers else [0.0] * 2
         for direction, seconds in zip(task.directions, least, strict=False):
@@ -51,14 +51,14 @@ def part_seconds(task: Task, placed: Placed) -> dict[Part, float]:
     return found
 
 
-def _held(placed: Placed) -> Float64:
+def _tokens_per_rank(placed: Placed) -> Float64:
     """Tokens of every rank."""
     placement, tokens = placed.placement, placed.graph.blocks.tokens
     return np.bincount(placement.block_rank, tokens, placement.num_ranks).astype(np.float64)
 
 
 def _attention_seconds(task: Task, placed: Placed, name: str, held: Float64) -> list[float]:
-    """Of one layer with mask `name`, by direction, at least."""
+    """Lower bound on the seconds of one layer with mask `name`, by direction."""
     graph, ranks, speed = placed.graph, task.topology.num_ranks, task.topology.rank_speeds
     calls, border = _least_calls(placed, name), _border_seconds(task, placed, name)
     overhead, host = _overhead(task.cost, calls), _host_seconds(task.cost, calls).max()
@@ -67,15 +67,17 @@ def _attention_seconds(task: Task, placed: Placed, name: str, held: Float64) -> 
         seconds = task.cost.graph_tile_seconds(graph, name, direction)
         busy = np.bincount(placed.placement.tile_rank[name], seconds, ranks) / speed
         rows = held * task.cost.least_row_seconds(direction)
-        met = _met_seconds(task, placed, name, direction) / speed
+        met = _touched_rows_seconds(task, placed, name, direction) / speed
         compute = float((busy + met + overhead + rows).max())
         heads = _all_to_all_seconds(task, placed, direction)
         least.append(max(compute, crossed, heads, float(host)))
     return least
 
 
-def _met_seconds(task: Task, placed: Placed, name: str, direction: Direction) -> Float64 | float:
-    """What the rows of blocks cost every rank that some of its calls meets: each counts once."""
+def _touched_rows_seconds(
+    task: Task, placed: Placed, name: str, direction: Direction
+) -> Float64 | float:
+    """Seconds per rank for the rows of all blocks that its tiles touch, each counted once."""
     cost, graph, ranks = task.cost, placed.graph, task.topology.num_ranks
     if not cost.row_keys(direction):
         return 0.0
@@ -89,20 +91,19 @@ def _met_seconds(task: Task, placed: Placed, name: str, direction: Direction) ->
 
 
 def _overhead(cost: CostModel, calls: Int64) -> Float64:
-    """What calls add to their tiles: their own overhead, and the launches of calls and of what is
-    unpacked between them."""
+    """Seconds that calls add to their tiles: call overhead, and the launches of calls and of the
+    unpacking between them."""
     launches = 2 * calls - 1
     return np.asarray(cost.call_seconds(calls) + launches * cost.profile.launch_seconds)
 
 
 def _host_seconds(cost: CostModel, calls: Int64) -> Float64:
-    """What the host needs to issue calls: start and end, and launch and wait of what further ones
-    wait for."""
+    """Host seconds to issue calls: start and end, and LAUNCH and WAIT for each further call."""
     return np.asarray(3 * calls * cost.host_seconds, np.float64)
 
 
 def _least_calls(placed: Placed, name: str) -> Int64:
-    """Kernel calls of every rank: one, and in rings one for every rank whose keys it uses."""
+    """Kernel calls per rank: one; in rings, one for every rank whose keys it uses."""
     placement, ranks = placed.placement, placed.placement.num_ranks
     traffic, tiles = placement.traffic, placed.graph.tiles[name]
     if traffic is None or traffic.pattern != "ring":
@@ -115,8 +116,8 @@ def _least_calls(placed: Placed, name: str) -> Int64:
 
 
 def _all_to_all_seconds(task: Task, placed: Placed, direction: Direction) -> float:
-    """What moving heads from owners to homes and their results back needs at least on the busiest
-    NIC, outwards."""
+    """Lower bound on the seconds of the head all-to-all and its return, on the busiest NIC,
+    outbound."""
     graph, traffic = placed.graph, placed.placement.traffic
     if traffic is None or traffic.pattern != "ring" or len(graph.head_groups) == 1:
         return 0.0
@@ -135,7 +136,7 @@ def _all_to_all_seconds(task: Task, placed: Placed, direction: Direction) -> flo
 
 
 def _border_seconds(task: Task, placed: Placed, name: str) -> list[float]:
-    """What travels over the borders of nodes needs at least on the busiest NIC, by direction."""
+    """Lower bound on the seconds of inter-node traffic on the busiest NIC, by direction."""
     topology, placement, tokens = task.topology, placed.placement, placed.graph.blocks.tokens
     if placement.pattern == "ring":  # blocks come from neighbours
         return [0.0 for _ in task.directions]
@@ -160,7 +161,7 @@ def _border_seconds(task: Task, placed: Placed, name: str) -> list[float]:
 
 
 def _crossing(uses: RemoteUses, owner: Int64, ranks_per_node: int, *, once: bool) -> Int64:
-    """Uses of other nodes' blocks; `once` one of those that a node has of a block."""
+    """Indices of uses of other nodes' blocks; with `once`, one per node and block."""
     node = uses.rank // ranks_per_node
     far = np.flatnonzero(node != owner // ranks_per_node)
     if not once:
@@ -171,7 +172,7 @@ def _crossing(uses: RemoteUses, owner: Int64, ranks_per_node: int, *, once: bool
 
 
 class StaticSeconds:
-    """Step seconds that static methods need at least; `graph` is any graph of the batch."""
+    """Lower bounds on the step seconds of static methods; `graph` is any graph of the batch."""
 
     def __init__(self, task: Task, graph: BlockGraph) -> None:
         self._task, cost = task, task.cost
@@ -192,7 +193,7 @@ class StaticSeconds:
         self._cut_areas = cache(self._cut_area)
 
     def of(self, bound: Bound, sizes: Int64) -> float:
-        """Of a method with this bound that cuts sequences into blocks of these sizes."""
+        """For a method with this bound that cuts sequences into blocks of these sizes."""
         task, ranks = self._task, self._task.topology.num_ranks
         work = bound.work if len(task.batch.masks) == 1 else 1 / ranks
         speeds, calls = task.topology.rank_speeds, np.asarray(bound.calls)

@@ -22,16 +22,13 @@ OTHER_STARTS = {"fast": FEW_STARTS, "quality": FEW_STARTS + MORE_STARTS}
 # Token tolerances that are tried when tokens cost time: the fullest rank sets that of all per-token
 # work.
 TOKENS = {"fast": (0.01, 0.005), "quality": (0.05, 0.02, 0.01, 0.005, 0.0025)}
-OTHER_SOLVERS = {"fast": (), "quality": ("bisection", "bisection_quality", "whole_documents")}
+OTHER_SOLVERS = {"fast": (), "quality": ("bisection", "bisection_quality")}
 
 # Tried where limits are missed or cost much: smaller blocks, and tiles that may run anywhere.
 WAYS_TO_KEEP_LIMITS = ("owner_computes_fine", "bisection_quality")
 
 
-# Ways to place a batch that the search tries.
-
-
-def dynamic_ways(task: Task) -> Iterator[tuple[str, Solver, Limits, Cut | None]]:
+def dynamic_candidates(task: Task) -> Iterator[tuple[str, Solver, Limits, Cut | None]]:
     """Name, solver, limits and cut of dynamic candidates, the most promising first."""
     config = task.config
     solver = find_solver("owner_computes" if task.model is None else "owner_computes_fine")
@@ -96,7 +93,7 @@ def count_tiles(task: Task, solver: Solver, sizes: Int64) -> int:
 @dataclass(frozen=True, slots=True)
 class Tried:
     """A candidate: seconds of its simulated step, or (pruned) a lower bound; `missed` says by how
-    much it misses the limits asked for. Those `left_out` were not looked at."""
+    much it misses the requested limits. Those `left_out` were skipped."""
 
     name: str
     seconds: float
@@ -132,5 +129,5 @@ class Choice:
         pruned = len(self.tried) - len(simulated) - left_out
         lines.append(f"{len(simulated)} candidates simulated, {pruned} ruled out by their bounds")
         if left_out:
-            lines.append(f"{left_out} not looked at, since the batch has so many tiles")
+            lines.append(f"{left_out} skipped because the batch has too many tiles")
         return "\n".join(lines)

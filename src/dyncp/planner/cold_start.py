@@ -1,4 +1,4 @@
-"""A cold start: other processes compile parts of the planner beside the first plan.
+"""A cold start: helper processes compile parts of the planner in parallel with the first plan.
 
 Most of the first plan in a new install is compiling, which one process can only do one function
 after the other. Compiled code is kept on disk, and processes that want the same function take turns
@@ -43,7 +43,7 @@ _asked: list[bool] = []  # by the first plan of this process
 
 @contextmanager
 def compiling_beside() -> Iterator[None]:
-    """Where the planner was never compiled, others help as long as the block takes."""
+    """If the planner was never compiled, helper processes compile while the block runs."""
     task = None
     if not _asked and not is_compiled(split_tree):
         task = take_task(split_tree, "compiling_beside")
@@ -75,5 +75,5 @@ def _start() -> list[Any]:
                 subprocess.Popen(words, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere)
             )
         except OSError as error:  # then this process compiles alone
-            logger.debug("no process to compile beside this one: %s", error)
+            logger.debug("could not start a process to compile in parallel: %s", error)
     return started

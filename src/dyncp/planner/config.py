@@ -29,12 +29,12 @@ class PlannerConfig:
     more candidates than "fast".
 
     `block_size` fixes the block size (default: chosen per sequence by the solver's method);
-    `head_groups` is into how many groups of kv heads attention is split (None: tried out);
-    `divisions` is the most steps in which inputs come, per direction (None: tried out).
+    `head_groups` is into how many groups of kv heads attention is split (None: searched);
+    `divisions` is the largest number of divisions per direction (None: searched).
     `layers` says how many attention layers use each mask by name (default: equally many): plans are
     chosen by the time of all of them. `forward_only` plans evaluation. `limits` are limits that a
     plan must keep where it can; `max_tokens_per_rank` is one that it always keeps. A solver that
-    takes longer than `solver_seconds` is given up.
+    takes longer than `solver_seconds` is abandoned.
     """
 
     solver: str = AUTO
@@ -67,9 +67,9 @@ class PlannerConfig:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, whole_number(name, value, least, most))
-        instance_of("solver_seconds", self.solver_seconds, (int, float), "a number above 0")
+        instance_of("solver_seconds", self.solver_seconds, (int, float), "a positive number")
         if not self.solver_seconds > 0:
-            raise ValueError(f"solver_seconds is {self.solver_seconds}; a number above 0 is needed")
+            raise ValueError(f"solver_seconds is {self.solver_seconds}; it must be positive")
 
 
 def _check_choice(field: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -55,7 +55,7 @@ def choose(task: Task) -> Choice:
 
 
 def assemble_choice(task: Task, found: Choice) -> Plan:
-    """Per-rank plans of a choice, which know why it was made, if there was a choice."""
+    """Per-rank plans of a choice, with the reasons for it if there was one."""
     plan = found.candidate.assemble(task.config.layout)
     return replace(plan, reasons=found.explain()) if task.config.solver == AUTO else plan
 
@@ -73,8 +73,8 @@ def plan_with(
 
 
 def _choose_named(task: Task, solver: Solver) -> Choice:
-    """A solver by name. Wrong options (ValueError) are the caller's to mend; where it fails or
-    hangs, the search goes on without it."""
+    """A solver by name. A ValueError is the caller's mistake and is raised; if the solver fails or
+    hangs, the search continues without it."""
     name, config = task.config.solver, task.config
     try:
         placed = run_bounded(lambda: task.place(solver), config.solver_seconds, name)
@@ -87,7 +87,8 @@ def _choose_named(task: Task, solver: Solver) -> Choice:
 
 
 def search_bytes(task: Task) -> Choice:
-    """The placement of fewest bytes, forward and backward; `head_groups` None tries all counts."""
+    """The placement that moves the fewest bytes in both directions; `head_groups` None tries all
+    counts."""
     config = task.config
     counts = head_group_counts(task) if config.head_groups is None else [config.head_groups]
     solver = find_solver(FEWEST_BYTES[config.effort])

@@ -1,6 +1,6 @@
 """Search: the candidate of the shortest simulated step, static methods included.
 
-Dynamic candidates come first: solver `owner_computes` under the limits asked for and under tighter
+Dynamic candidates come first: solver `owner_computes` under the requested limits and under tighter
 ones. The best of them is scheduled in fewer and in more steps. Where links are slow, placements are
 improved by moves (see placement/improve_by_time.py), from there and from other starts. A static
 method is only placed, scheduled and simulated when what it needs at least (see
@@ -26,14 +26,14 @@ from dyncp.placement import (
     measure_balance,
     static_candidates,
 )
-from dyncp.planner.bounds import StaticSeconds, bound_misses, held_seconds, part_seconds
+from dyncp.planner.bounds import StaticSeconds, bound_misses, part_seconds, per_token_seconds
 from dyncp.planner.choice import (
     WAYS_TO_KEEP_LIMITS,
     Choice,
     Tried,
     count_tiles,
     describe_limits,
-    dynamic_ways,
+    dynamic_candidates,
     other_starts,
 )
 from dyncp.planner.task import DIVISIONS, Candidate, Cut, Part, PartRun, Placed, Task, log
@@ -43,34 +43,31 @@ Found = TypeVar("Found")
 logger = logging.getLogger(__name__)
 _warned: set[str] = set()
 
-# Estimated step over its computation from which on placements are improved by moves.
+# Placements are improved by moves if the estimated step takes this many times its computation.
 SLOW_LINKS = {"fast": 1.45, "quality": 1.0}
-# Attention of so many seconds per layer is worth the time in any case.
-LONG = 0.05
-# On more ranks than these, where placing takes long, moves start from other placements only if
-# those from the best have brought its step below this share.
+# Layers whose attention takes more seconds than this are worth all candidates in any case.
+LONG_LAYER = 0.05
+# On more ranks than this, where placing takes long, moves start from other placements only if
+# moves from the best one shortened its step to this share.
 MANY_RANKS, PAYS = 64, 0.97
-# Share of the simulated step that the estimate has to see: it knows no latencies and launches.
-SEEN = 0.5
+# Least share of the simulated step that the estimate must explain: it has no latencies or launches.
+LEAST_ESTIMATE = 0.5
 OTHER_DIVISIONS = {"fast": (8, 2), "quality": (2, 3, 6, 8, 12)}
 # Limits that cost more than this factor are worth more candidates, and a warning.
 COSTLY = 1.3
-# Tiles of all candidates, after which no more are looked at: some seconds of work. Of batches with
-# more tiles than LARGE only the first dynamic candidate is.
+# Candidates end when all of them together have this many tiles: some seconds of work. With more
+# tiles than LARGE only the first dynamic candidate is tried.
 MOST_TILES = {"fast": 6_000_000, "quality": 60_000_000}
 LARGE = {"fast": 300_000, "quality": 3_000_000}
-# Times the ideal: a step that effort "fast" is content with, for attention alone and with a model.
-CLOSE, CLOSE_WITH_MODEL = 1.05, 1.01
-# Times the best: candidates that are scheduled in other numbers of steps.
-FAR = 1.25
-# A placement of so many times the best one's tiles, which needs at least this share of its time, is
-# not looked at further.
-FINER, NEARLY = 10, 0.85
-# Less exposed communication than this share of attention is not worth other divisions.
-HIDDEN = 0.02
-
-
-# Mapping[Part, PartRun] solvers so that one that fails or hangs does not stop planning.
+# Effort "fast" stops at a step of this many times the ideal, for attention alone and with a model.
+NEAR_IDEAL, NEAR_IDEAL_WITH_MODEL = 1.05, 1.01
+# Candidates up to this many times the best are scheduled in other numbers of steps, too.
+WITHIN_REACH = 1.25
+# A placement with this many times the best one's tiles is skipped if its lower bound is above this
+# share of the best step.
+MUCH_FINER, LITTLE_GAIN = 10, 0.85
+# Other divisions are not tried if less than this share of attention is exposed communication.
+LITTLE_EXPOSED = 0.02
 
 
 class SolverTimeoutError(RuntimeError):
@@ -78,8 +75,7 @@ class SolverTimeoutError(RuntimeError):
 
 
 def run_bounded(call: Callable[[], Found], seconds: float, name: str) -> Found:
-    """The result of `call`; where it takes longer, SolverTimeoutError, and its thread is left
-    alone."""
+    """The result of `call`; SolverTimeoutError if it takes longer, and its thread is abandoned."""
     found: list[Found] = []
     failed: list[BaseException] = []
 
@@ -101,7 +97,7 @@ def run_bounded(call: Callable[[], Found], seconds: float, name: str) -> Found:
 
 def warn_replaced(name: str, error: Exception, instead: str) -> None:
     log.warning(
-        "solver %s failed (%s: %s); planning goes on with %s",
+        "solver %s failed (%s: %s); planning continues with %s",
         name,
         type(error).__name__,
         error,
@@ -129,8 +125,8 @@ class Search:
         *,
         dynamic: bool = False,
     ) -> None:
-        """Places, and where that can be the best, schedules and simulates. Before a `dynamic` one
-        that is large, static methods have their turn: they are simpler."""
+        """Places the batch and, if that can be the best, schedules and simulates it. Before a large
+        `dynamic` placement static methods are tried."""
         placed = self._place(name, solver, limits, cut)
         if placed is None:
             return
@@ -142,7 +138,7 @@ class Search:
     def _place(
         self, name: str, solver: Solver, limits: Limits, cut: Cut | None = None
     ) -> Placed | None:
-        """A solver that fails is left out with a warning."""
+        """The batch placed by a solver; one that fails is skipped with a warning."""
         task = self._task
         if self._leaves_out(name, solver):
             return None
@@ -159,14 +155,14 @@ class Search:
             return None
         if limits == task.config.limits:
             return placed
-        # What counts are the limits asked for.
+        # Candidates compare by the requested limits.
         balance = measure_balance(
             placed.graph, placed.placement, task.config.limits, task.topology.rank_speeds
         )
         return replace(placed, balance=balance)
 
     def _leaves_out(self, name: str, solver: Solver) -> bool:
-        """Counts a candidate's tiles, as far as these are known."""
+        """Whether a candidate has too many tiles; counts them otherwise."""
         tiles = count_tiles(self._task, solver, self._task.block_sizes(solver))
         if self._best is not None and self._tiles + tiles > MOST_TILES[self._task.config.effort]:
             self._tried.append(Tried(name, np.inf, pruned=True, left_out=True))
@@ -175,10 +171,10 @@ class Search:
         return False
 
     def follow(self, name: str, placed: Placed) -> Candidate | None:
-        """Schedules and simulates the parts of a placement, as long as it can be the best."""
+        """Schedules and simulates a placement part by part, while it can still be the best."""
         task, runs = self._task, dict[Part, PartRun]()
         least = part_seconds(task, placed)
-        seconds = sum(least.values()) + held_seconds(task, placed)
+        seconds = sum(least.values()) + per_token_seconds(task, placed)
         missed, worth = placed.balance.missed, self._worth(placed)
         for part in task.parts:
             if (missed, seconds) >= worth or self._too_fine(placed, seconds):
@@ -193,15 +189,15 @@ class Search:
         return found
 
     def _worth(self, placed: Placed) -> tuple[float, float]:
-        """What a placement must not miss more of the limits than, and be faster than: the best of
-        its solver, and the best of all, or nearly so if it can have other numbers of steps."""
+        """The key that a placement must beat: that of its solver's best, and that of the best of
+        all, with a margin for dynamic ones, which can have other numbers of steps."""
         if self._best is None:
             return np.inf, np.inf
         missed, seconds = self._best.key
         if placed.placement.static:
             return missed, seconds
         own = self._by_solver.get(placed.placement.solver)
-        most = missed, FAR * seconds
+        most = missed, WITHIN_REACH * seconds
         return most if own is None else min(most, own.key)
 
     def _keep(self, name: str, placed: Placed, runs: Mapping[Part, PartRun]) -> Candidate:
@@ -213,20 +209,18 @@ class Search:
         return found
 
     def _too_fine(self, placed: Placed, seconds: float) -> bool:
-        """Whether a placement has so many more tiles than the best that scheduling it takes longer
-        than all the rest, and next to nothing to gain."""
+        """Whether scheduling a placement would take longer than all the rest, for little gain."""
         if self._best is None or placed.balance.missed < self._best.key[0]:
             return False
-        is_finer = placed.num_tiles > FINER * self._best.placed.num_tiles
-        return is_finer and seconds > NEARLY * self._best.key[1]
+        is_finer = placed.num_tiles > MUCH_FINER * self._best.placed.num_tiles
+        return is_finer and seconds > LITTLE_GAIN * self._best.key[1]
 
     def try_improved(self) -> None:
-        """Moves on from the best placement, and, where links are slow, from placements that cut
-        less and otherwise."""
+        """Improves the best placement by moves and, where links are slow, other starts as well."""
         assert self._best is not None
         task, best, simulated = self._task, self._best, self._best.simulated
-        worth, least = SLOW_LINKS[task.config.effort], SEEN * simulated.step_seconds
-        if simulated.layer_seconds > LONG:
+        worth, least = SLOW_LINKS[task.config.effort], LEAST_ESTIMATE * simulated.step_seconds
+        if simulated.layer_seconds > LONG_LAYER:
             worth = 1.0
         if not self._improve(best.placement.solver, best.placed, worth, least):
             return
@@ -240,7 +234,7 @@ class Search:
                 self._improve(name, placed)
 
     def try_improved_static(self) -> None:
-        """Moves on from a static method, where one is best."""
+        """Improves a static method by moves, if one is best."""
         assert self._best is not None
         best = self._best
         if not best.placement.static:
@@ -256,18 +250,18 @@ class Search:
         return True
 
     def try_divisions(self, *solvers: str) -> None:
-        """Schedules the best candidate of every solver (or of these) in fewer and in more steps, if
-        it is not far from the best."""
+        """Schedules each solver's (or these solvers') best candidate in fewer and in more steps, if
+        it is within reach of the best."""
         assert self._best is not None
         dynamic = (s for s, own in self._by_solver.items() if not own.placement.static)
         for solver in solvers or tuple(dynamic):
             followed, (least, best) = self._by_solver[solver], self._best.key
             missed, seconds = followed.key
-            if missed <= least and seconds <= FAR * best:
+            if missed <= least and seconds <= WITHIN_REACH * best:
                 self.divide(followed)
 
     def divide(self, followed: Candidate) -> None:
-        """Schedules the parts of a candidate in fewer and in more steps; each has its own best."""
+        """Schedules a candidate in fewer and in more steps; every part keeps its own best."""
         placed = followed.placed
         if self._task.config.divisions is not None or placed.placement.pattern == "ring":
             return
@@ -284,14 +278,14 @@ class Search:
         self._keep(f"{followed.solver} in {how}", placed, runs)
 
     def _best_steps(self, placed: Placed, part: Part, run: PartRun, steps: int) -> PartRun:
-        """The part in the best number of steps, unless what travels is hidden already. Its inputs
-        or those of another come in so many steps now."""
+        """The part in the best number of steps, unless its communication is hidden already. `steps`
+        is the largest number of steps that inputs of any part take now."""
         effort, best = self._task.config.effort, run
-        if run.times.exposed_seconds < HIDDEN * run.times.seconds:
+        if run.times.exposed_seconds < LITTLE_EXPOSED * run.times.seconds:
             return run
         for divisions in OTHER_DIVISIONS[effort]:
             if divisions > DIVISIONS > steps + 1:
-                continue  # there was room for more steps already
+                continue  # more steps were allowed already, and not used
             tiles = len(placed.graph.tiles[part[0]])
             if self._tiles + tiles > MOST_TILES[effort]:
                 continue
@@ -299,13 +293,13 @@ class Search:
             other = self._task.run_part(placed, part, divisions)
             if other.times.seconds < best.times.seconds:
                 best = other
-                if effort == "fast":  # where fewer are better, more are not
+                if effort == "fast":  # if fewer are better, more are not
                     break
         return best
 
     def try_static(self, dynamic: Placed | None = None) -> None:
-        """Static methods, the most promising first, until none can be better. Those that cut more
-        than a `dynamic` placement come last, if there is one."""
+        """Tries static methods, the most promising first, until none can be better. Those that cut
+        finer than the `dynamic` placement come last."""
         task, lengths = self._task, self._task.batch.lengths
         graph, hopeful = self._any_graph() if dynamic is None else dynamic.graph, []
         most = np.inf if dynamic is None else 1.1 * dynamic.num_tiles
@@ -328,7 +322,7 @@ class Search:
 
     def choice(self) -> Choice:
         if self._best is None:
-            raise RuntimeError("no solver could plan this batch; the warnings before say why")
+            raise RuntimeError("no solver could plan this batch; see the warnings logged before")
         return Choice(self._best, tuple(self._tried))
 
     @property
@@ -337,16 +331,16 @@ class Search:
 
     @property
     def is_worth_more(self) -> bool:
-        """Whether layers take so long that the time for more candidates does not matter."""
+        """Whether layers take so long that more candidates are worth their time."""
         task, best = self._task, self._best
-        if best is None or task.config.effort != "fast" or self.is_close or self.is_large:
+        if best is None or task.config.effort != "fast" or self.is_near_ideal or self.is_large:
             return False
         few = 1 < task.topology.num_ranks <= MANY_RANKS
-        return few and best.simulated.layer_seconds > LONG
+        return few and best.simulated.layer_seconds > LONG_LAYER
 
     @property
     def keeps_limits(self) -> bool:
-        """Whether the best keeps the limits, and is not much slower for it."""
+        """Whether the best keeps the limits and is not much slower for it."""
         return self._best is not None and self._best.key[0] == 0 and self._limits_cost <= COSTLY
 
     @property
@@ -357,34 +351,33 @@ class Search:
         return self._best.key[1] / least if least else 1.0  # masks may allow nothing at all
 
     def warn_of_limits(self) -> None:
-        """Says what limits cost, where that is much; once for the same limits."""
+        """Logs what limits cost, if that is much; once for the same limits."""
         if self._best is None or self._best.key[0] or self._limits_cost <= COSTLY:
             return
         limits = describe_limits(self._task.config.limits)
         if limits not in _warned:
             _warned.add(limits)
             logger.warning(
-                "keeping the limits (%s) takes %.3f ms a step, %.1f times as long as without; "
-                "larger ones would be faster. Other batches with these limits are not told",
+                "the limits (%s) make the step %.1f times as long (%.3f ms); looser limits would "
+                "be faster. This is logged once for these limits",
                 limits,
-                1e3 * self._best.key[1],
                 self._limits_cost,
+                1e3 * self._best.key[1],
             )
 
     @property
-    def is_close(self) -> bool:
-        """Whether the best keeps the limits and is so near its ideal that other dynamic candidates
-        are not worth their time."""
+    def is_near_ideal(self) -> bool:
+        """Whether the best keeps the limits and no other dynamic candidate can gain much."""
         if self._best is None or self._task.config.effort != "fast":
             return False
         missed, seconds = self._best.key
-        close = CLOSE if self._task.model is None else CLOSE_WITH_MODEL
+        close = NEAR_IDEAL if self._task.model is None else NEAR_IDEAL_WITH_MODEL
         return missed == 0 and seconds <= close * self._best.simulated.ideal_seconds
 
 
 def search(task: Task) -> Choice:
-    """The candidate with the shortest simulated step. Where layers take long, effort "fast" has
-    the time for "quality", too."""
+    """The candidate with the shortest simulated step. For long layers effort "fast" also searches
+    with "quality"."""
     found = _search(task)
     if not found.is_worth_more:
         return found.choice()
@@ -397,13 +390,13 @@ def _search(task: Task) -> Search:
     if task.topology.num_ranks == 1:  # nothing to place: sequences stay whole
         found.consider("owner_computes", find_solver("owner_computes"), task.config.limits)
         return found
-    for name, solver, limits, cut in dynamic_ways(task):
-        if not (found.is_close or found.is_large):
+    for name, solver, limits, cut in dynamic_candidates(task):
+        if not (found.is_near_ideal or found.is_large):
             found.consider(name, solver, limits, cut, dynamic=True)
     if found.found and not found.keeps_limits:
         for name in WAYS_TO_KEEP_LIMITS:
             found.consider(name, find_solver(name), task.config.limits)
-    if found.found and not (found.is_close or found.is_large):
+    if found.found and not (found.is_near_ideal or found.is_large):
         found.try_improved()
     if found.found:
         found.try_divisions()

@@ -48,7 +48,8 @@ Part = tuple[str, Direction]
 
 @dataclass(frozen=True, eq=False)
 class PartRun:
-    """A part's schedule in at most so many steps, its simulation, and what scheduling took."""
+    """A part's schedule with at most `divisions` input steps, its simulation, and the CPU seconds
+    that scheduling took."""
 
     divisions: int
     schedule: Schedule
@@ -170,7 +171,7 @@ class Task:
 
     @property
     def layers(self) -> dict[str, float]:
-        """How many layers of the step use each mask."""
+        """Number of layers that use each mask."""
         return layers_by_mask(list(self.batch.masks), self.config.layers, self.model)
 
     @property

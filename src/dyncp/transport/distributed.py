@@ -6,6 +6,7 @@ import socket
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dyncp.transport.transport import Buffers, TransportError
+from dyncp.transport import Buffers, TransportError
 
 # Two nodes may have the same host name; Linux also has a number for each boot.
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -71,38 +72,30 @@ class Started(NamedTuple):
     targets: tuple[int, ...]
 
 
+@dataclass
 class Communicator:
-    """Carries messages "inside" or "between" nodes, as its `name` says.
+    """Carries messages "inside" or "between" nodes, as its `name` says."""
 
-    `members` are ranks of the transport, `global_ranks` the same ones in torch's numbers, `rank` is
-    this process's. A grouped call has at most `operations` sends and receives.
-    """
+    name: str
+    group: Any
+    members: Sequence[int]  # ranks of the transport
+    global_ranks: Sequence[int]  # the same in torch's numbers
+    rank: int  # of this process
+    operations: int  # most sends and receives of a grouped call
+    largest_call: int = 0  # sends and receives, so far
 
-    def __init__(
-        self,
-        name: str,
-        group: Any,
-        members: Sequence[int],
-        global_ranks: Sequence[int],
-        rank: int,
-        operations: int,
-    ) -> None:
-        self.name, self.group, self.members = name, group, tuple(members)
-        self._global_ranks = tuple(global_ranks)
-        self._positions = {member: i for i, member in enumerate(members)}
-        self._rank = rank
-        self._classes = operations // 2
-        self.largest_call = 0  # sends and receives, so far
+    def __post_init__(self) -> None:
+        self._positions = {member: i for i, member in enumerate(self.members)}
 
     def start(self, phase: int, sends: Buffers, receives: Buffers, call: int = 0) -> list[Started]:
         """Starts messages, one per peer rank each way, on the current stream. `call` is below
         `CALLS` and tells the messages of different calls apart."""
         parts = cut(
-            self._positions[self._rank],
+            self._positions[self.rank],
             len(self.members),
             [self._positions[peer] for peer in sends],
             [self._positions[peer] for peer in receives],
-            self._classes,
+            self.operations // 2,
         )
         tag = call * PHASES + phase % PHASES
         return [one for part in parts for one in self._call(phase, tag, part, sends, receives)]
@@ -120,7 +113,7 @@ class Communicator:
             works = dist.batch_isend_irecv(ops)
         except RuntimeError as error:
             raise TransportError(
-                f"rank {self._rank} could not start its messages of phase {phase} {self.name} "
+                f"rank {self.rank} could not start its messages of phase {phase} {self.name} "
                 f"nodes, with {ranks_text({*sources, *targets})}: {error}"
             ) from error
         if len(works) < len(ops):  # NCCL: one work for the whole call
@@ -130,7 +123,7 @@ class Communicator:
 
     def _op(self, function: Any, tensor: Tensor, peer: int, tag: int) -> dist.P2POp:
         # Gloo tells calls and phases apart by their tags, NCCL by the order of messages.
-        to = self._global_ranks[self._positions[peer]]
+        to = self.global_ranks[self._positions[peer]]
         return dist.P2POp(function, tensor, to, self.group, tag=tag)
 
 
@@ -238,25 +231,6 @@ _kept: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
 FAILED = "failed"
 
 
-def open_group(backend: str, ranks: Sequence[int], timeout: timedelta) -> Any:
-    """A group of these ranks, which all open it together, in the same order."""
-    free = _kept_groups(backend, tuple(ranks), timeout)
-    if free:
-        return free.pop(0)
-    return dist.new_group(
-        list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True
-    )
-
-
-def close_group(
-    group: Any, backend: str, ranks: Sequence[int], timeout: timedelta, *, failed: bool
-) -> None:
-    """`failed`: messages may still be on their way over it."""
-    if dist.is_initialized():
-        key = (FAILED,) if failed else (backend, tuple(ranks), timeout)
-        _kept_groups(*key).append(group)
-
-
 def _kept_groups(*key: Any) -> list[Any]:
     world = dist.group.WORLD
     if any(known[0] is not world for known in _kept):
@@ -302,7 +276,9 @@ class Distributed:
         self.on_gpu = device is not None and device.type == "cuda"
         self._device = device if self.on_gpu else torch.device("cpu")
         self._arrival_streams: dict[int, torch.cuda.Stream] = {}
-        self._opened: list[tuple[Any, str, list[int]]] = []
+        self._opened: list[
+            tuple[Any, tuple[Any, ...]]
+        ] = []  # groups, with what they were opened for
         self._unfinished = 0  # calls that began and have not ended well
         self._group = self._open_group("gloo", members)
         word = settings_word(ranks_per_node, grouped_operations, here())
@@ -335,14 +311,19 @@ class Distributed:
         return Communicator(name, group, members, global_ranks, rank, operations)
 
     def _open_group(self, backend: str, global_ranks: list[int]) -> Any:
-        group = open_group(backend, global_ranks, self.timeout)
-        self._opened.append((group, backend, global_ranks))
+        """A group of these ranks, which all open it together, in the same order."""
+        key = (backend, tuple(global_ranks), self.timeout)
+        options: dict[str, Any] = {"timeout": self.timeout, "use_local_synchronization": True}
+        free = _kept_groups(*key)
+        group = free.pop(0) if free else dist.new_group(global_ranks, backend=backend, **options)
+        self._opened.append((group, key))
         return group
 
     def close(self) -> None:
-        """Gives back the groups, which the next transport over these ranks uses again."""
-        for group, backend, ranks in self._opened:
-            close_group(group, backend, ranks, self.timeout, failed=self._unfinished > 0)
+        """Gives back the groups, which the next transport over these ranks uses again; not those
+        over which messages of a failed call may still be on their way."""
+        for group, key in self._opened if dist.is_initialized() else ():
+            _kept_groups(*((FAILED,) if self._unfinished else key)).append(group)
         self._opened.clear()
         self.communicators, self._group = (), None
 
@@ -359,8 +340,7 @@ class Distributed:
 
     def _every_word(self, word: bytes, doing: str, missed: str) -> list[bytes]:
         mine = torch.frombuffer(bytearray(word), dtype=torch.uint8)
-        words = [torch.empty_like(mine) for _ in range(self.num_ranks)]
-        self._all_gather(words, mine, self._group, doing, missed)
+        words = self._all_gather(mine, self._group, doing, missed)
         return [bytes(other.tolist()) for other in words]
 
     def gather(self, rows: Tensor, counts: list[int]) -> list[Tensor]:
@@ -370,10 +350,8 @@ class Distributed:
         self._check_alike(rows)
         padded = rows.new_zeros(max(counts), *rows.shape[1:])
         padded[: len(rows)] = rows
-        mine = padded.flatten().view(torch.uint8)
-        parts = [torch.empty_like(mine) for _ in counts]
-        everyone = self.communicators[-1].group
-        self._all_gather(parts, mine, everyone, "gathering rows", "call gather")
+        mine, everyone = padded.flatten().view(torch.uint8), self.communicators[-1].group
+        parts = self._all_gather(mine, everyone, "gathering rows", "call gather")
         shaped = [part.view(rows.dtype).view(padded.shape) for part in parts]
         return [part[:count] for part, count in zip(shaped, counts, strict=True)]
 
@@ -397,10 +375,10 @@ class Distributed:
                 "rows of different dtypes or shapes; give all ranks the same"
             )
 
-    def _all_gather(
-        self, parts: list[Tensor], mine: Tensor, group: Any, doing: str, missed: str
-    ) -> None:
+    def _all_gather(self, mine: Tensor, group: Any, doing: str, missed: str) -> list[Tensor]:
+        parts = [torch.empty_like(mine) for _ in range(self.num_ranks)]
         self._collective(lambda: dist.all_gather(parts, mine, group=group), doing, missed)
+        return parts
 
     def _collective(self, run: Callable[[], Any], doing: str, missed: str) -> None:
         self._unfinished += 1

@@ -116,7 +116,7 @@ class Attached:
     def masks(self, mask_fn: Any) -> Callable[[Any], Any]:
         """For DCPDataLoader: the masks that the model's layers need, by name, made of the masks of
         samples. Windows and chunks are cut out of those by position."""
-        return model_masks(mask_fn, dict.fromkeys(self.layers))
+        return model_masks(mask_fn, self.layers)
 
     def loader(self, dataset: Any, mask_fn: Any, **options: Any) -> DCPDataLoader:
         """A DCPDataLoader for this model; takes the same options."""

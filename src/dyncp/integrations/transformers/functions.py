@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from dyncp.executor import Step, attention
-from dyncp.executor.numbers import step_of
+from dyncp.executor.step import step_of
 from dyncp.integrations import check_batch, check_one_row
 from dyncp.integrations.transformers.layers import MIXERS, LayerMask
 
@@ -56,11 +56,11 @@ class Call:
         self.seen: set[int] = set()  # layers that have called
 
 
-def _call_of(module: Any, given: Any) -> Call:
+def _call_of(layer: str, given: Any) -> Call:
     """What a layer got as `dyncp_step`."""
     if not isinstance(given, Call):
         raise ValueError(
-            f"{type(module).__name__} got no step: call model(**local_data, dyncp_step=step) on "
+            f"{layer} got no step: call model(**local_data, dyncp_step=step) on "
             "the model that attach got. Layers that do not pass keywords on, and wrappers that "
             "call model.forward past its hooks, cannot run under dyncp; for generation, "
             "attached.detach() gives the model back its own layers"
@@ -102,7 +102,7 @@ def attend(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer, as Transformers calls it: q, k and v are [1, heads, rows, dim]."""
-    call = _call_of(module, dyncp_step)
+    call = _call_of(type(module).__name__, dyncp_step)
     layer = _layer_of(module, call, attention_mask, others)
     _check_options(module, query, dropout, others)
     dtype = _dtype_of(query, value)
@@ -203,7 +203,7 @@ def _mix(
     **_: Any,
 ) -> Tensor:
     """The layer's result for [1, rows, width]; rows after the step's are padding."""
-    call = _call_of(forward.__self__, dyncp_step)  # type: ignore[attr-defined]
+    call = _call_of(f"layer {number}", dyncp_step)
     assert attention_mask is None, "plans have the masks"
     call.seen.add(number)
     step, rows = call.step, call.step.num_rows

@@ -43,25 +43,30 @@ MIXERS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class LayerMask:
-    """The mask that a layer needs: that of the samples, or near keys of it. `name` is its name in
-    plans, and tells the size: a plan for another window does not have it."""
+# Local attention by type of layer: the keyword of `masks.within`, and the config's option.
+LOCAL = {
+    "sliding_attention": ("window", "sliding_window"),
+    "chunked_attention": ("chunk", "attention_chunk_size"),
+}
+
+
+class LayerMask(NamedTuple):
+    """The mask that a layer needs: that of the samples or, with a `size`, the keys of it that are
+    near by `kind` ("window" or "chunk"). `name` is its name in plans and contains the size, so that
+    a plan for another window does not have it."""
 
     name: str = DEFAULT_MASK
-    window: int | None = None
-    chunk: int | None = None
-
-    @property
-    def size(self) -> int | None:
-        return self.chunk if self.window is None else self.window
+    kind: str = ""
+    size: int | None = None
 
 
 def layer_masks(config: Any) -> tuple[LayerMask, ...]:
     """One per layer, from `layer_types`, or the window that all layers have."""
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
-        kind = "full_attention" if _window(config) is None else "sliding_attention"
+        has_window = getattr(config, "use_sliding_window", True) is not False
+        has_window = has_window and getattr(config, "sliding_window", None) is not None
+        kind = "sliding_attention" if has_window else "full_attention"
         kinds = [kind] * config.num_hidden_layers
     return tuple(_layer_mask(number, kind, config) for number, kind in enumerate(kinds))
 
@@ -69,24 +74,15 @@ def layer_masks(config: Any) -> tuple[LayerMask, ...]:
 def _layer_mask(number: int, kind: str, config: Any) -> LayerMask:
     if kind == "full_attention" or (config.model_type, kind) in MIXERS:
         return LayerMask()
-    if kind == "sliding_attention":
-        window = int(config.sliding_window)
-        return LayerMask(f"window_{window}", window=window)
-    if kind == "chunked_attention":
-        chunk = int(config.attention_chunk_size)
-        return LayerMask(f"chunk_{chunk}", chunk=chunk)
+    if kind in LOCAL:
+        keyword, option = LOCAL[kind]
+        size = int(getattr(config, option))
+        return LayerMask(f"{keyword}_{size}", keyword, size)
     raise ValueError(
         f"layer {number} of {config.model_type} is of type {kind!r}, which needs whole sequences "
-        "in order, but ranks hold parts of them; allowed are full_attention, sliding_attention, "
-        f"chunked_attention and {', '.join(f'{kind} of {model}' for model, kind in MIXERS)}"
+        f"in order, but ranks hold parts of them; allowed are full_attention, {', '.join(LOCAL)} "
+        f"and {', '.join(f'{kind} of {model}' for model, kind in MIXERS)}"
     )
-
-
-def _window(config: Any) -> int | None:
-    if getattr(config, "use_sliding_window", True) is False:
-        return None
-    window = getattr(config, "sliding_window", None)
-    return None if window is None else int(window)
 
 
 def check_model(model: Any, *, untested: bool) -> Any:
@@ -196,16 +192,7 @@ def needs_largest_position(model: Any) -> bool:
     config = model.config.get_text_config(decoder=True)
     given = [getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")]
     given += [getattr(module, "rope_type", None) for _, module in _text_modules(model)]
-    return any(kind in found for found in _words(given) for kind in RESCALED_ROPE)
-
-
-def _words(value: Any) -> Iterator[str]:
-    """All texts in nested dicts and lists; RoPE may differ by layer type."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for entry in value.values() if isinstance(value, dict) else value:
-            yield from _words(entry)
+    return any(kind in str(given) for kind in RESCALED_ROPE)  # it may differ by layer type
 
 
 @dataclass(frozen=True)
@@ -225,8 +212,8 @@ class SampleMasks:
 
 
 def model_masks(mask_fn: Any, layers: Iterable[LayerMask]) -> Callable[[Any], Any]:
-    """A mask function for layers of these kinds. A function of lengths stays one."""
-    layers = tuple(layers)
+    """A mask function for all layers of a model. A function of lengths stays one."""
+    layers = tuple(dict.fromkeys(layers))
     if isinstance(mask_fn, MaskFunction):
         return named(**{layer.name: _near(mask_fn, layer) for layer in layers})
     if isinstance(mask_fn, NamedMasks):
@@ -237,9 +224,7 @@ def model_masks(mask_fn: Any, layers: Iterable[LayerMask]) -> Callable[[Any], An
 
 
 def _near(mask: Any, layer: LayerMask) -> Any:
-    if layer.size is None:
-        return mask
-    return within(mask, window=layer.window, chunk=layer.chunk)
+    return mask if layer.size is None else within(mask, **{layer.kind: layer.size})
 
 
 def _check_names(found: Iterable[str], layers: Iterable[LayerMask]) -> None:

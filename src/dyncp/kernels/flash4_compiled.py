@@ -16,8 +16,8 @@ from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.utils import AuxData
 from torch import Tensor
 
-from dyncp.kernels.flash4.range_mask import RangeMask, by_ranges
-from dyncp.kernels.flash4.tile_order import FirstTilesFirst, LastTilesFirst
+from dyncp.kernels.flash4_mask import FirstTilesFirst, LastTilesFirst, RangeMask, by_ranges
+from dyncp.kernels.kernel import Index
 from dyncp.kernels.tile_lists import SIDE
 
 Compiled = Callable[..., None]
@@ -31,18 +31,18 @@ class SparseLists:
     full; of query tiles with ranges of key rows forward, of key tiles with ranges of query rows
     backward."""
 
-    partial_count: Tensor
-    partial: Tensor
-    full_count: Tensor
-    full: Tensor
-    ranges: Tensor  # int32[2 × ranges, rows of whole tiles]
+    partial_count: Index
+    partial: Index
+    full_count: Index
+    full: Index
+    ranges: Index  # int32[2 × ranges, rows of whole tiles]
     by_heads: dict[int, tuple[Tensor | None, ...]] = field(default_factory=dict, init=False)
 
     def tensors(self, heads: int) -> tuple[Tensor | None, ...]:
         """[1, heads, tiles(, most)], the same lists for every head; and four that we do not use."""
         if heads not in self.by_heads:
             given = (self.partial_count, self.partial, self.full_count, self.full)
-            lists = [x[None, None].expand(1, heads, *x.shape) for x in given]
+            lists = [x.tensor[None, None].expand(1, heads, *x.tensor.shape) for x in given]
             self.by_heads[heads] = (*lists, None, None, None, None)
         return self.by_heads[heads]
 
@@ -51,8 +51,8 @@ class SparseLists:
 class Varlen:
     """Whole sequences below each other, each causal: int32[sequences + 1] of rows."""
 
-    q_starts: Tensor
-    k_starts: Tensor
+    q_starts: Index
+    k_starts: Index
 
 
 Shape = SparseLists | Varlen | None  # None: causal, from the first row to the last
@@ -66,29 +66,37 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, shape: Shape, out: Tensor, lse: Tensor
 ) -> None:
     """q, out: [rows, heads, dim]; lse: [heads, rows]. Rows that attend nothing get 0 and −∞."""
-    key = (q.device, q.dtype, q.shape[1:], k.shape[1], _kind(shape), _single(q, k))
+    key = _key(q, k, shape)
     if key not in _forward:
-        _forward[key] = _compile_forward(q, k, v, scale, shape, out, lse)
+        options = {"softmax_scale": scale, "return_lse": True}
+        results = {"out": out, "lse": lse}
+        _forward[key] = _compile(interface._flash_attn_fwd, (q, k, v), shape, results, options)
         return
     q_starts, k_starts = _starts(shape)
     lists, aux = _lists(shape, q.shape[1])
-    tensors = [x if q_starts is not None else x.unsqueeze(0) for x in (q, k, v, out, lse)]
+    tensors = _batched((q, k, v, out, lse), shape)
     _forward[key](*tensors, scale, q_starts, k_starts, *(None,) * 6, lists, aux, None, None)
 
 
-def _compile_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, shape: Shape, out: Tensor, lse: Tensor
+def _compile(
+    function: Any,
+    tensors: tuple[Tensor, ...],
+    shape: Shape,
+    results: dict[str, Tensor],
+    options: dict[str, Any],
 ) -> Compiled:
-    options: dict[str, Any] = {"softmax_scale": scale, "return_lse": True}
-    if isinstance(shape, Varlen):
-        options |= {"cu_seqlens_q": shape.q_starts, "cu_seqlens_k": shape.k_starts}
-    else:
-        q, k, v, out, lse = (x.unsqueeze(0) for x in (q, k, v, out, lse))
-    options |= _options(shape, q.shape[-2])
-    with _compiling, _over_lists(shape), _watch(interface._flash_attn_fwd) as seen:
-        interface._flash_attn_fwd(q, k, v, out=out, lse=lse, **options)
+    """What an ordinary call of flash-attn-4's function compiles."""
+    named = dict(zip(results, _batched(tuple(results.values()), shape), strict=True))
+    options = {**options, **named, **_options(shape, tensors[0].shape[1])}
+    with _compiling, _over_lists(shape), _watch(function) as seen:
+        function(*_batched(tensors, shape), **options)
     compiled: Compiled = seen[-1]
     return compiled
+
+
+def _batched(tensors: tuple[Tensor, ...], shape: Shape) -> tuple[Tensor, ...]:
+    """A batch of one; sequences below each other have no such axis."""
+    return tensors if isinstance(shape, Varlen) else tuple(x.unsqueeze(0) for x in tensors)
 
 
 @contextmanager
@@ -132,42 +140,39 @@ def _watch(function: Any) -> Any:
         function.compile_cache = cache
 
 
-def _kind(shape: Shape) -> str:
-    if isinstance(shape, SparseLists):
-        return "lists"
-    return "causal" if shape is None else "varlen"
+def _key(q: Tensor, k: Tensor, shape: Shape) -> tuple[Any, ...]:
+    """What flash-attn-4 compiles for."""
+    return q.device, q.dtype, q.shape[1:], k.shape[1], *variant_of(q, k, shape)
 
 
-def _single(q: Tensor, k: Tensor) -> tuple[bool, bool]:
-    """Flash-attn-4 compiles calls of one query piece or one key piece apart."""
-    return len(q) <= (64 if q.shape[2] > 64 else MOST_SINGLE), len(k) <= SIDE
+def variant_of(q: Tensor, k: Tensor, shape: Shape) -> tuple[str, bool, bool]:
+    """The path of flash-attn-4 that a call takes. It compiles calls of one query piece or one key
+    piece apart."""
+    kind = {SparseLists: "lists", Varlen: "varlen"}.get(type(shape), "causal")
+    return kind, len(q) <= (64 if q.shape[2] > 64 else MOST_SINGLE), len(k) <= SIDE
 
 
 def _starts(shape: Shape) -> tuple[Tensor | None, Tensor | None]:
-    return (shape.q_starts, shape.k_starts) if isinstance(shape, Varlen) else (None, None)
+    if isinstance(shape, Varlen):
+        return shape.q_starts.tensor, shape.k_starts.tensor
+    return None, None
 
 
 def _options(shape: Shape, heads: int) -> dict[str, Any]:
-    if not isinstance(shape, SparseLists):
+    if isinstance(shape, SparseLists):
+        lists = BlockSparseTensorsTorch(*shape.tensors(heads)[:4], block_size=(SIDE, SIDE))
+        ranges = [shape.ranges.tensor]
+        return {"mask_mod": by_ranges, "aux_tensors": ranges, "block_sparse_tensors": lists}
+    if shape is None:
         return {"causal": True}
-    lists = BlockSparseTensorsTorch(*shape.tensors(heads)[:4], block_size=(SIDE, SIDE))
-    return {"mask_mod": by_ranges, "aux_tensors": [shape.ranges], "block_sparse_tensors": lists}
+    q_starts, k_starts = _starts(shape)
+    return {"causal": True, "cu_seqlens_q": q_starts, "cu_seqlens_k": k_starts}
 
 
 def _lists(shape: Shape, heads: int) -> tuple[Any, AuxData]:
     if isinstance(shape, SparseLists):
-        return shape.tensors(heads), AuxData([shape.ranges], None)
+        return shape.tensors(heads), AuxData([shape.ranges.tensor], None)
     return None, AuxData(None, None)
-
-
-@dataclass(frozen=True, eq=False)
-class Accumulators:
-    """Flash-attn-4's own gradient sums, fp32: dq [q heads, rows × dim], dk and dv [kv heads, rows ×
-    dim], in the order of its own pieces; rows are padded to whole tiles."""
-
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
 
 
 def attend_backward(
@@ -177,38 +182,24 @@ def attend_backward(
     delta: Tensor,
     scale: float,
     shape: Shape,
-    sums: Accumulators,
+    sums: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Adds to `sums`. lse_log2 and delta: [heads, rows padded to 64]; rows that attend nothing have
-    lse 0, rows behind the last have +∞."""
-    q, k, v = inputs
-    main = _backward_kernel(q, k, shape)
-    q_starts, k_starts = _starts(shape)
-    lists, aux = _lists(shape, q.shape[1])
-    tensors: tuple[Tensor, ...] = (q, k, v, dout, lse_log2, delta, sums.dq, sums.dk, sums.dv)
-    if q_starts is None:
-        tensors = tuple(x.unsqueeze(0) for x in tensors)
-    main(*tensors, scale, q_starts, k_starts, *(None,) * 7, aux, lists, None)
-
-
-def _backward_kernel(q: Tensor, k: Tensor, shape: Shape) -> Compiled:
-    key = (q.device, q.dtype, q.shape[1:], k.shape[1], _kind(shape), _single(q, k))
+    """Adds to `sums`, flash-attn-4's own gradient sums in fp32: dq [q heads, rows × dim], dk and dv
+    [kv heads, rows × dim], in the order of its own pieces; rows are padded to whole tiles. lse_log2
+    and delta: [heads, rows padded to 64]; rows that attend nothing have lse 0, rows behind the last
+    have +∞."""
+    q, k, _ = inputs
+    key = _key(q, k, shape)
     if key not in _backward:
         _backward[key] = _compile_backward(q, k, shape)
-    return _backward[key]
+    q_starts, k_starts = _starts(shape)
+    lists, aux = _lists(shape, q.shape[1])
+    tensors = _batched((*inputs, dout, lse_log2, delta, *sums), shape)
+    _backward[key](*tensors, scale, q_starts, k_starts, *(None,) * 7, aux, lists, None)
 
 
 def _compile_backward(q: Tensor, k: Tensor, shape: Shape) -> Compiled:
     """One ordinary call whose results nobody needs."""
-    options = _options(shape, q.shape[1])
     out, dout = torch.zeros_like(q), torch.zeros_like(q)
     lse = torch.zeros(q.shape[1], len(q), device=q.device)
-    tensors: tuple[Tensor, ...] = (q, k, k, out, dout, lse)
-    if isinstance(shape, Varlen):
-        options |= {"cu_seqlens_q": shape.q_starts, "cu_seqlens_k": shape.k_starts}
-    else:
-        tensors = tuple(x.unsqueeze(0) for x in tensors)
-    with _compiling, _over_lists(shape), _watch(interface._flash_attn_bwd) as seen:
-        interface._flash_attn_bwd(*tensors, **options)
-    compiled: Compiled = seen[-1]
-    return compiled
+    return _compile(interface._flash_attn_bwd, (q, k, k, out, dout, lse), shape, {}, {})

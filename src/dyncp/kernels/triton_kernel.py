@@ -9,12 +9,23 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dyncp.kernels.index_arrays import Index, IndexArrays
-from dyncp.kernels.kernel import Gradients, Kernel, KernelCall, RowState, RowStates, Sums
+from dyncp.kernels.kernel import (
+    Gradients,
+    Index,
+    IndexArrays,
+    Kernel,
+    KernelCall,
+    RowState,
+    RowStates,
+    Sums,
+)
 from dyncp.kernels.row_ops import LOG2E
 from dyncp.kernels.tile_lists import HALF, SIDE, TileLists, list_tiles_of, map_kernel_tiles
-from dyncp.kernels.triton.backward import attend_backward_keys, attend_backward_queries
-from dyncp.kernels.triton.forward import attend_tiles
+from dyncp.kernels.triton_attention import (
+    attend_backward_keys,
+    attend_backward_queries,
+    attend_tiles,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,30 +80,16 @@ MOST_DIM, LEAST_DIM = 256, 16
 class Side:
     """Tile lists and row states of one side of a call, on the device."""
 
-    num_tiles: int
+    lists: Index  # `TileLists`
+    most_runs: int
     num_heavy: int
-    order: Index
-    run_count: Index
-    runs: Index
-    partial_count: Index
-    partial: Index
     states: Index  # uint8[2, rows]
     merges: bool
 
-    def lists(self, heads: int) -> tuple[int | Tensor, ...]:
-        return (
-            self.num_tiles,
-            self.num_heavy,
-            heads,
-            self.order.tensor,
-            self.run_count.tensor,
-            self.runs.tensor,
-            self.partial_count.tensor,
-            self.partial.tensor,
-        )
-
-    def widths(self) -> tuple[int, int]:
-        return self.runs.array.shape[1], self.partial.array.shape[1]
+    def arguments(self, heads: int) -> tuple[int | Tensor, ...]:
+        num_tiles, list_width = self.lists.array.shape
+        sizes = (num_tiles, self.num_heavy, heads)
+        return *sizes, self.lists.tensor, list_width, self.most_runs
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,12 +134,12 @@ class TritonKernel(Kernel):
     ) -> None:
         side, wide = lowered.queries, _wide(out, lowered.queries)
         pieces, options = _options(lowered, side, q, k, "forward")
-        attend_tiles[(side.num_tiles * q.shape[1] * (SIDE // pieces.rows),)](
+        attend_tiles[(len(side.lists) * q.shape[1] * (SIDE // pieces.rows),)](
             _matrix(q, pieces.rows), _matrix(k, pieces.keys), _matrix(v, pieces.keys),
             out.final, wide, lse, out.final.stride(0), wide.stride(0), lse.stride(1),
             scale * LOG2E, len(q),
-            *side.lists(q.shape[1]), lowered.ranges.tensor, lowered.ranges.array.shape[2],
-            side.states.tensor, *side.widths(), **options,
+            *side.arguments(q.shape[1]), lowered.ranges.tensor, lowered.ranges.array.shape[2],
+            side.states.tensor, **options,
         )  # fmt: skip
 
     def attend_backward(
@@ -160,42 +157,30 @@ class TritonKernel(Kernel):
         side, dq = lowered.queries, grads.dq.final
         wide = _wide(grads.dq, side)
         pieces, options = _options(lowered, side, q, k, "queries")
-        attend_backward_queries[(side.num_tiles * q.shape[1] * (SIDE // pieces.rows),)](
+        attend_backward_queries[(len(side.lists) * q.shape[1] * (SIDE // pieces.rows),)](
             *_matrices(q, k, v, dout, pieces), lse, delta, dq, wide,
             lse.stride(1), delta.stride(1), dq.stride(0), wide.stride(0), scale, len(q),
-            *side.lists(q.shape[1]), *ranges, side.states.tensor, *side.widths(), **options,
+            *side.arguments(q.shape[1]), *ranges, side.states.tensor, **options,
         )  # fmt: skip
         assert lowered.keys is not None, "this call was lowered for forward"
         side, dk, dv = lowered.keys, grads.dk, grads.dv
         wide_dk, wide_dv = _wide(dk, side), _wide(dv, side)
         pieces, options = _options(lowered, side, q, k, "keys")
         lse_vector, delta_vector = _vector(lse, pieces.rows), _vector(delta, pieces.rows)
-        attend_backward_keys[(side.num_tiles * k.shape[1] * (HALF // pieces.keys),)](
+        attend_backward_keys[(len(side.lists) * k.shape[1] * (HALF // pieces.keys),)](
             *_matrices(q, k, v, dout, pieces), lse_vector, delta_vector,
             dk.final, dv.final, wide_dk, wide_dv,
             lse.stride(1), delta.stride(1),
             dk.final.stride(0), dv.final.stride(0), wide_dk.stride(0),
-            scale, len(q), len(k), *side.lists(k.shape[1]),
-            lowered.ranges_vector(pieces.rows), ranges[1], side.states.tensor,
-            *side.widths(), **options,
+            scale, len(q), len(k), *side.arguments(k.shape[1]),
+            lowered.ranges_vector(pieces.rows), ranges[1], side.states.tensor, **options,
         )  # fmt: skip
 
 
 def _side(lists: TileLists, states: RowStates, arrays: IndexArrays) -> Side:
-    merges = bool(
-        (states.before != RowState.NOTHING).any() or (states.after == RowState.WIDE).any()
-    )
-    return Side(
-        len(lists.order),
-        lists.num_heavy,
-        arrays.add(lists.order),
-        arrays.add(lists.run_count),
-        arrays.add(lists.runs),
-        arrays.add(lists.partial_count),
-        arrays.add(lists.partial),
-        arrays.add(np.stack([states.before, states.after])),
-        merges,
-    )
+    held = (states.before != RowState.NOTHING).any() or (states.after == RowState.WIDE).any()
+    of_rows = arrays.add(np.stack([states.before, states.after]))
+    return Side(arrays.add(lists.entries), lists.most_runs, lists.num_heavy, of_rows, bool(held))
 
 
 def _wide(sums: Sums, side: Side) -> Tensor:

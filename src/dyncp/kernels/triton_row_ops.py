@@ -14,10 +14,10 @@ import triton
 from torch import Tensor
 
 from dyncp.arrays import Int64, starts_of
-from dyncp.kernels.flash4.panels import COLUMNS
-from dyncp.kernels.index_arrays import Index, IndexArrays
+from dyncp.kernels.kernel import Index, IndexArrays
 from dyncp.kernels.row_ops import (
     OWN,
+    PANEL_COLUMNS,
     Copy,
     Dtypes,
     Form,
@@ -28,7 +28,7 @@ from dyncp.kernels.row_ops import (
     Source,
     Target,
 )
-from dyncp.kernels.triton.row_kernels import (
+from dyncp.kernels.triton_row_kernels import (
     CHUNK,
     combine_chunk,
     copy_chunk,
@@ -39,59 +39,32 @@ COPY_ROWS, COPY_COLUMNS = 8, 512  # of one program
 WARPS = 4
 VECTOR_BYTES = 16
 
-# Launches of a table, with its grid, by how the caller's tensors are aligned.
-Handles = dict[tuple[int, ...], Any]
-
-
-def _launch(
-    kernel: Any,
-    handles: Handles,
-    grid: tuple[int, int, int],
-    tensors: Sequence[Tensor],
-    others: Sequence[Any],
-) -> None:
-    """`kernel[grid](*tensors, *others)`. Triton looks at every argument to find what it compiled:
-    it is asked once for each kind of launch of a table. Compiled kernels take plain addresses,
-    which they need not ask the driver about."""
-    addresses = [x.data_ptr() for x in tensors]
-    key = tuple([address % VECTOR_BYTES for address in addresses])
-    launch = handles.get(key)
-    if launch is not None:
-        launch(*addresses, *others)
-        return
-    handle = kernel[grid](*tensors, *others, num_warps=WARPS)
-    if handle is not None:  # the interpreter compiles nothing
-        handles[key] = handle[grid]
-
 
 @dataclass(frozen=True, slots=True)
-class CopyTable:
-    """Chunks, and the sizes that the kernel is compiled for: items that can be loaded at once, and
-    heads of per-head values."""
+class Table:
+    """Entries in chunks as `kernel` takes them, with what it is compiled for. `handles` are
+    launches with this grid, by how the tensors are aligned."""
 
-    chunks: Index
+    kernel: Any
+    indices: tuple[Index, ...]
     grid: tuple[int, int, int]
-    vector: int
-    heads: int
-    handles: Handles = field(default_factory=dict)
+    constants: tuple[Any, ...]
+    handles: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
-
-@dataclass(frozen=True, slots=True)
-class CombineTable:
-    chunks: Index
-    sources: Index
-    grid: tuple[int, int, int]
-    sums_dim: int  # 0: no panels
-    has_lse: bool
-    only_input: bool  # all contributions have q's dtype, and none is scaled
-    handles: Handles = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class RowSumTable:
-    chunks: Index
-    grid: tuple[int, int, int]
-    handles: Handles = field(default_factory=dict)
+    def launch(self, given: Sequence[Tensor], others: Sequence[Any]) -> None:
+        """`kernel[grid](*indices, *given, *others)`. Triton looks at every argument to find what it
+        compiled: it is asked once for each kind of launch. Compiled kernels take plain addresses,
+        which they need not ask the driver about."""
+        tensors = [*[index.tensor for index in self.indices], *given]
+        addresses = [x.data_ptr() for x in tensors]
+        key = tuple([address % VECTOR_BYTES for address in addresses])
+        launch = self.handles.get(key)
+        if launch is not None:
+            launch(*addresses, *others)
+            return
+        handle = self.kernel[self.grid](*tensors, *others, num_warps=WARPS)
+        if handle is not None:  # the interpreter compiles nothing
+            self.handles[key] = handle[self.grid]
 
 
 class TritonRowOps:
@@ -99,7 +72,7 @@ class TritonRowOps:
 
     def copy_table(
         self, copies: Int64, dim: int, dtypes: Dtypes, arrays: IndexArrays
-    ) -> CopyTable | None:
+    ) -> Table | None:
         if not len(copies):
             return None
         copies = copies.copy()
@@ -113,29 +86,22 @@ class TritonRowOps:
         chunks[:, Copy.COUNT] = end - begin
         chunks[:, Copy.FROM] += begin * np.where(own, chunks[:, Copy.FROM_ROW], 1)
         chunks[:, Copy.TO] += begin * chunks[:, Copy.TO_ROW]
-        widths = copies[rows, Copy.WIDTH]
+        most_width = int(copies[rows, Copy.WIDTH].max(initial=1))
         most_heads = int(copies[~rows, Copy.WIDTH].max(initial=1))
-        return CopyTable(
-            arrays.add(chunks),
-            (len(chunks), triton.cdiv(int(widths.max(initial=1)), COPY_COLUMNS), 1),
-            _vector(dim, dtypes.input.itemsize),
-            triton.next_power_of_2(most_heads),
-        )
+        grid = (len(chunks), triton.cdiv(most_width, COPY_COLUMNS), 1)
+        sizes = (COPY_ROWS, COPY_COLUMNS, triton.next_power_of_2(most_heads))
+        vector = _vector(dim, dtypes.input.itemsize)
+        return Table(copy_chunk, (arrays.add(chunks),), grid, (vector, *sizes))
 
     def copy(
-        self, table: CopyTable | None, memory: Memory, given: Sequence[Tensor], lse: Tensor | None
+        self, table: Table | None, memory: Memory, given: Sequence[Tensor], lse: Tensor | None
     ) -> None:
         if table is None:
             return
         tensors = [*given, *[memory.input] * (4 - len(given))]
-        per_head = memory.wide if lse is None else lse
-        lse_strides = (0, 0) if lse is None else lse.stride()
-        pointers = [table.chunks.tensor, memory.input, memory.wide, *tensors, per_head]
-        others = [
-            *[x.stride(0) for x in tensors], *lse_strides,
-            table.vector, COPY_ROWS, COPY_COLUMNS, table.heads,
-        ]  # fmt: skip
-        _launch(copy_chunk, table.handles, table.grid, pointers, others)
+        per_head, lse_strides = _per_head(lse, memory)
+        others = [*[x.stride(0) for x in tensors], *lse_strides, *table.constants]
+        table.launch([memory.input, memory.wide, *tensors, per_head], others)
 
     def combine_table(
         self,
@@ -145,7 +111,7 @@ class TritonRowOps:
         arrays: IndexArrays,
         *,
         has_lse: bool,
-    ) -> CombineTable | None:
+    ) -> Table | None:
         if not len(targets):
             return None
         targets, sources = targets.copy(), sources.copy()
@@ -169,18 +135,19 @@ class TritonRowOps:
         chunks = np.concatenate([targets[entry], np.stack([begin, shift], axis=1)], axis=1)
         # Chunks behind the last row of a slot only clear.
         chunks[:, Target.COUNT] = np.minimum(end, chunks[:, Target.COUNT]) - begin
-        return CombineTable(
-            arrays.add(chunks),
-            arrays.add(sources if len(sources) else np.zeros((1, len(Source)), np.int64)),
+        listed = sources if len(sources) else np.zeros((1, len(Source)), np.int64)
+        sums_dim = int(sources[panels, Source.DIM].max(initial=0))  # 0: no panels
+        only_input = has_lse and dtypes.partial == dtypes.input and bool(plain.all())
+        return Table(
+            combine_chunk,
+            (arrays.add(chunks), arrays.add(listed)),
             (len(chunks), int(targets[:, Target.HEADS].max()), 1),
-            int(sources[panels, Source.DIM].max(initial=0)),
-            has_lse,
-            has_lse and dtypes.partial == dtypes.input and bool(plain.all()),
+            (sums_dim, has_lse, only_input),
         )
 
     def combine(
         self,
-        table: CombineTable | None,
+        table: Table | None,
         memory: Memory,
         results: Results,
         dim: int,
@@ -189,22 +156,16 @@ class TritonRowOps:
         if table is None:
             return
         tensors = [*results.rows, *[memory.input] * (3 - len(results.rows))]
-        per_head = memory.wide if results.lse is None else results.lse
-        lse_strides = (0, 0) if results.lse is None else results.lse.stride()
+        per_head, lse_strides = _per_head(results.lse, memory)
         size = max(memory.input.element_size(), memory.partial.element_size())
-        pointers = [
-            table.chunks.tensor, table.sources.tensor, memory.input, memory.partial, memory.wide,
-            *tensors, per_head,
-        ]  # fmt: skip
+        padded = triton.next_power_of_2(max(PANEL_COLUMNS, dim, table.constants[0]))
         others = [
             *[x.stride(0) for x in tensors], *lse_strides, scale,
-            dim, triton.next_power_of_2(max(COLUMNS, dim, table.sums_dim)),
-            max(COLUMNS, table.sums_dim), table.has_lse, table.sums_dim > 0, table.only_input,
-            _vector(dim, size),
+            dim, padded, *table.constants, _vector(dim, size),
         ]  # fmt: skip
-        _launch(combine_chunk, table.handles, table.grid, pointers, others)
+        table.launch([memory.input, memory.partial, memory.wide, *tensors, per_head], others)
 
-    def row_sum_table(self, rows: Int64, dtypes: Dtypes, arrays: IndexArrays) -> RowSumTable | None:
+    def row_sum_table(self, rows: Int64, dtypes: Dtypes, arrays: IndexArrays) -> Table | None:
         if not len(rows):
             return None
         rows = rows.copy()
@@ -217,11 +178,11 @@ class TritonRowOps:
         for column in (RowSum.ROW, RowSum.DELTA, RowSum.LSE):
             chunks[:, column] += begin
         grid = (len(chunks), int(rows[:, RowSum.HEADS].max()), 1)
-        return RowSumTable(arrays.add(chunks), grid)
+        return Table(row_sums_of_chunk, (arrays.add(chunks),), grid, ())
 
     def row_sums(
         self,
-        table: RowSumTable | None,
+        table: Table | None,
         memory: Memory,
         dout: Tensor,
         out: Tensor,
@@ -231,13 +192,17 @@ class TritonRowOps:
     ) -> None:
         if table is None:
             return
-        dim, size = out.shape[2], out.element_size()
-        pointers = [table.chunks.tensor, memory.wide, dout, out, lse]
+        dim = out.shape[2]
         others = [
             dout.stride(0), out.stride(0), *lse.stride(), dim, triton.next_power_of_2(dim), base_2,
-            _vector(dim, size),
+            _vector(dim, out.element_size()),
         ]  # fmt: skip
-        _launch(row_sums_of_chunk, table.handles, table.grid, pointers, others)
+        table.launch([memory.wide, dout, out, lse], others)
+
+
+def _per_head(lse: Tensor | None, memory: Memory) -> tuple[Tensor, tuple[int, ...]]:
+    """Log-sum-exps and their strides; any tensor stands in for those that a launch has not."""
+    return (memory.wide, (0, 0)) if lse is None else (lse, lse.stride())
 
 
 def _cut(counts: Int64, size: int, starts: Int64 | int = 0) -> tuple[Int64, Int64, Int64]:

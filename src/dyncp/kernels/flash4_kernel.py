@@ -1,40 +1,36 @@
 """Kernel `flash4`: flash-attn-4 over lists of kernel tiles with ranges of key rows, or its own
 causal and varlen paths where a call is just that."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from dyncp.arrays import Int32, Int64, UInt8
+from dyncp.arrays import Int32, Int64
 from dyncp.compiled import compiled
-from dyncp.kernels.flash4 import compiled as flash
-from dyncp.kernels.index_arrays import Index, IndexArrays
-from dyncp.kernels.kernel import Gradients, Kernel, KernelCall, SequenceRows, Sums
+from dyncp.kernels import flash4_compiled as flash
+from dyncp.kernels.kernel import Gradients, IndexArrays, Kernel, KernelCall, SequenceRows, Sums
 from dyncp.kernels.tile_lists import (
+    FULL,
+    PARTIAL,
     SIDE,
-    list_full_tiles,
-    list_tiles_of,
+    list_marked,
     map_kernel_tiles,
     transpose_ranges,
 )
-from dyncp.kernels.triton.kernel import TritonKernel
+from dyncp.kernels.triton_kernel import TritonKernel
 from dyncp.plan import AttentionShape
 
-
-@dataclass(frozen=True, eq=False)
-class Sequences:
-    """Query rows q_starts[i]:q_starts[i + 1] see key rows k_starts[i]:k_starts[i + 1], causally
-    from the last row back; both begin at row 0."""
-
-    q_starts: Int32
-    k_starts: Int32
+Starts = tuple[Int32, Int32]
 
 
-def find_sequences(call: KernelCall) -> Sequences | None:
-    """The sequences of a call that consists of nothing else."""
+def find_sequences(call: KernelCall) -> Starts | None:
+    """The causal sequences of a call that consists of nothing else: `q_starts` and `k_starts`.
+
+    Query rows q_starts[i]:q_starts[i + 1] see key rows k_starts[i]:k_starts[i + 1], causally from
+    the last row back; both begin at row 0."""
     spans = np.zeros((len(call.q_coordinates), 2), np.int64)
     order = np.lexsort((call.rectangles[:, 2], call.rectangles[:, 0]))
     rectangles = call.rectangles[order]
@@ -53,7 +49,7 @@ def find_sequences(call: KernelCall) -> Sequences | None:
     longer = (np.diff(k_starts) >= np.diff(q_starts)).all()
     if not follows or not longer or rectangles[:, 1].max() > len(used):
         return None
-    return Sequences(q_starts.astype(np.int32), k_starts.astype(np.int32))
+    return q_starts.astype(np.int32), k_starts.astype(np.int32)
 
 
 @compiled
@@ -83,56 +79,35 @@ MOST_SEQUENCES = 256  # above, its varlen path wants tables that we do not make
 @dataclass(frozen=True, eq=False)
 class FlashCall:
     """`rows` and `keys` are the kernel tiles that the call touches; lists count from their starts.
-    `sequences` are those that are kept apart backward, if there are several."""
+    `shape` is what flash-attn-4 is told."""
 
     rows: slice
     keys: slice
-    indices: tuple[Index, ...]  # of the lists or sequences; none: causal
-    sequences: Sequences | None = None
-    made: dict[int, Any] = field(default_factory=dict)
-
-    def shape(self) -> flash.Shape:
-        """What flash-attn-4 is told; made once the index arrays are on the device."""
-        if 0 not in self.made:
-            tensors = [index.tensor for index in self.indices]
-            kinds = {0: None, 2: flash.Varlen, 5: flash.SparseLists}
-            kind = kinds[len(tensors)]
-            self.made[0] = None if kind is None else kind(*tensors)
-        made: flash.Shape = self.made[0]
-        return made
+    shape: flash.Shape
 
 
 def lower_call(call: KernelCall, arrays: IndexArrays, *, backward: bool) -> FlashCall:
-    sequences = find_sequences(call)
-    if sequences is not None and _takes_own_path(sequences, call, backward):
-        return _lower_sequences(sequences, arrays, backward)
+    starts = find_sequences(call)
+    if starts is not None and _takes_own_path(starts, call, backward):
+        # Rows behind the last sequence are not part of it: nobody reads what the call leaves there.
+        rows, keys = (slice(0, int(x[-1])) for x in starts)
+        several = len(starts[0]) > 2
+        varlen = flash.Varlen(*(arrays.add(x) for x in starts)) if several else None
+        return FlashCall(rows, keys, varlen)
     return _lower_lists(call, arrays, backward)
 
 
-def _takes_own_path(sequences: Sequences, call: KernelCall, backward: bool) -> bool:
+def _takes_own_path(starts: Starts, call: KernelCall, backward: bool) -> bool:
     """One causal sequence collects gradients as lists of tiles do; several lie in another order,
     which only a program of one call may use. Its rows must be those of the call. Flash-attn-4
     compiles calls of one piece apart: small ones are not worth it."""
-    queries, keys = int(sequences.q_starts[-1]), int(sequences.k_starts[-1])
+    queries, keys = (int(x[-1]) for x in starts)
     if queries <= flash.MOST_SINGLE or keys <= SIDE:
         return False
     if (call.q_rows.start, call.k_rows.start) != (0, 0) or call.rectangles[:, 3].max() > keys:
         return False
-    count = len(sequences.q_starts) - 1
+    count = len(starts[0]) - 1
     return count == 1 or (count <= MOST_SEQUENCES and (call.alone or not backward))
-
-
-def _lower_sequences(sequences: Sequences, arrays: IndexArrays, backward: bool) -> FlashCall:
-    """Rows behind the last sequence are not part of the call: nobody reads what it leaves there."""
-    starts = (sequences.q_starts, sequences.k_starts)
-    rows, keys = (slice(0, int(x[-1])) for x in starts)
-    several = len(sequences.q_starts) > 2
-    return FlashCall(
-        rows,
-        keys,
-        tuple(arrays.add(x) for x in starts) if several else (),
-        sequences if several and backward else None,
-    )
 
 
 def _lower_lists(call: KernelCall, arrays: IndexArrays, backward: bool) -> FlashCall:
@@ -142,15 +117,9 @@ def _lower_lists(call: KernelCall, arrays: IndexArrays, backward: bool) -> Flash
         state, ranges = state.T, transpose_ranges(tiles)[:, :, padded(keys)] - rows.start
     else:
         ranges = tiles.ranges[:, :, padded(rows)] - keys.start
-    lists = _flash_lists(np.ascontiguousarray(state))
-    indices = [arrays.add(x) for x in (*lists, ranges.reshape(-1, ranges.shape[2]))]
-    return FlashCall(rows, keys, tuple(indices))
-
-
-def _flash_lists(state: UInt8) -> tuple[Int32, Int32, Int32, Int32]:
-    everything = np.ones(len(state) * SIDE, np.bool_)
-    lists = list_tiles_of(state, everything)
-    return lists.partial_count, lists.partial, *list_full_tiles(state)
+    lists = (*list_marked(state == PARTIAL), *list_marked(state == FULL))
+    given = (*lists, ranges.reshape(-1, ranges.shape[2]))
+    return FlashCall(rows, keys, flash.SparseLists(*(arrays.add(x) for x in given)))
 
 
 def _tiles(rows: slice) -> slice:
@@ -210,7 +179,7 @@ class Flash4Kernel(Kernel):
         lse: Tensor,
     ) -> None:
         rows, keys = lowered.rows, lowered.keys
-        inputs = (_part(q, rows), _part(k, keys), _part(v, keys), scale, lowered.shape())
+        inputs = (_part(q, rows), _part(k, keys), _part(v, keys), scale, lowered.shape)
         first = slice(0, rows.stop - rows.start)
         flash.attend(*inputs, _part(out.final, first), _part(lse, first).T)
 
@@ -228,7 +197,7 @@ class Flash4Kernel(Kernel):
             self._triton.attend_backward(lowered, inputs, dout, lse, delta, scale, grads)
             return
         rows, keys, (q, k, v) = lowered.rows, lowered.keys, inputs
-        dim, whole = padded_dim(q.shape[2]), lowered.sequences is not None
+        dim, whole = padded_dim(q.shape[2]), isinstance(lowered.shape, flash.Varlen)
         places = slice(None) if whole else padded(rows)
         first = slice(0, keys.stop - keys.start)
         dq, dk, dv = grads.dq.final, grads.dk.final, grads.dv.final
@@ -242,19 +211,19 @@ class Flash4Kernel(Kernel):
             _padded_heads(lse)[:, places],
             _padded_heads(delta)[:, places],
             scale,
-            lowered.shape(),
-            flash.Accumulators(_panels(dq, rows, dim, whole=whole), dk, dv),
+            lowered.shape,
+            (_panels(dq, rows, dim, whole=whole), dk, dv),
         )
 
     def sequence_rows(
         self, lowered: FlashCall, dim: int
     ) -> tuple[list[SequenceRows], list[SequenceRows]]:
         """Each sequence begins on a border of the kernel tiles."""
-        if lowered.sequences is None:
+        shape = lowered.shape
+        if not isinstance(shape, flash.Varlen):
             return [], []
         queries = SIDE if dim <= WIDE_TILES else SIDE // 2
-        starts = lowered.sequences.q_starts, lowered.sequences.k_starts
-        return _aligned(starts[0], queries), _aligned(starts[1], SIDE)
+        return _aligned(shape.q_starts.array, queries), _aligned(shape.k_starts.array, SIDE)
 
 
 def _aligned(starts: Int32, side: int) -> list[SequenceRows]:

@@ -8,8 +8,7 @@ rows are shifted in their block, so that sums in panels are loaded as they lie.
 import triton
 import triton.language as tl
 
-from dyncp.kernels.flash4.panels import ROWS
-from dyncp.kernels.row_ops import LOG2E, Copy, Form, Kind, RowSum, Source, Target
+from dyncp.kernels.row_ops import LOG2E, PANEL_ROWS, Copy, Form, Kind, RowSum, Source, Target
 
 # Columns of chunks, and numbers that entries hold, as Triton's constants.
 C_KIND, C_COUNT, C_WIDTH = (tl.constexpr(int(x)) for x in (Copy.KIND, Copy.COUNT, Copy.WIDTH))
@@ -35,7 +34,7 @@ R_COUNT, R_PADDED = (tl.constexpr(int(x)) for x in (RowSum.COUNT, RowSum.PADDED)
 R_DELTA, R_LSE, R_STRIDE = (tl.constexpr(int(x)) for x in (RowSum.DELTA, RowSum.LSE, RowSum.STRIDE))
 ROW_SUM_WIDTH = tl.constexpr(len(RowSum))
 CHUNK = tl.constexpr(16)  # rows of one program: a quarter of a group of panels
-GROUP_ROWS = tl.constexpr(ROWS)
+GROUP_ROWS = tl.constexpr(PANEL_ROWS)
 TO_LOG2 = tl.constexpr(LOG2E)
 
 
@@ -46,52 +45,16 @@ def _aligned(stride, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def _copy_items(
-    chunk,
-    kind,
-    begin,
-    items,
-    given_0,
-    given_1,
-    given_2,
-    given_3,
-    stride_0,
-    stride_1,
-    stride_2,
-    stride_3,
-    VECTOR: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    source = tl.load(chunk + C_SOURCE)
-    step = tl.arange(0, ROWS)[:, None]
-    column = begin + tl.arange(0, COLUMNS)[None, :]
-    width = tl.multiple_of(tl.load(chunk + C_WIDTH), VECTOR)
-    inside = (step < tl.load(chunk + C_COUNT)) & (column < width)
-    place = tl.multiple_of(tl.load(chunk + C_COLUMN), VECTOR) + column
-    where = tl.load(chunk + C_FROM)
-    value = tl.zeros([ROWS, COLUMNS], items.dtype.element_ty)
-    if kind == COPIES:
-        row = where + step
-        if source < 0:
-            from_row = tl.multiple_of(tl.load(chunk + C_FROM_ROW), VECTOR)
-            own = items + tl.multiple_of(where, VECTOR) + step * from_row
-            value = tl.load(own + column, mask=inside, other=0.0)
-        elif source == 0:
-            own = given_0 + row * _aligned(stride_0, VECTOR)
-            value = tl.load(own + place, mask=inside, other=0.0)
-        elif source == 1:
-            own = given_1 + row * _aligned(stride_1, VECTOR)
-            value = tl.load(own + place, mask=inside, other=0.0)
-        elif source == 2:
-            own = given_2 + row * _aligned(stride_2, VECTOR)
-            value = tl.load(own + place, mask=inside, other=0.0)
-        else:
-            own = given_3 + row * _aligned(stride_3, VECTOR)
-            value = tl.load(own + place, mask=inside, other=0.0)
-    target = items + tl.multiple_of(tl.load(chunk + C_TO), VECTOR)
-    target += step * tl.multiple_of(tl.load(chunk + C_TO_ROW), VECTOR) + column
-    tl.store(target, value, mask=inside)
+def _load_rows(given, stride, row, place, inside, VECTOR: tl.constexpr):
+    """Of one of the caller's tensors."""
+    return tl.load(given + row * _aligned(stride, VECTOR) + place, mask=inside, other=0.0)
+
+
+@triton.jit
+def _store_rows(result, stride, row, place, value, inside, VECTOR: tl.constexpr):
+    """Into one of the caller's results."""
+    at = result + row * _aligned(stride, VECTOR) + place
+    tl.store(at, value.to(result.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -145,10 +108,31 @@ def copy_chunk(
     begin = tl.program_id(1) * COLUMNS
     if begin < tl.load(chunk + C_WIDTH):
         if (kind == COPIES) | (kind == ZEROS):
-            _copy_items(
-                chunk, kind, begin, items, given_0, given_1, given_2, given_3, stride_0, stride_1,
-                stride_2, stride_3, VECTOR, ROWS, COLUMNS,
-            )  # fmt: skip
+            source = tl.load(chunk + C_SOURCE)
+            step = tl.arange(0, ROWS)[:, None]
+            column = begin + tl.arange(0, COLUMNS)[None, :]
+            width = tl.multiple_of(tl.load(chunk + C_WIDTH), VECTOR)
+            inside = (step < tl.load(chunk + C_COUNT)) & (column < width)
+            place = tl.multiple_of(tl.load(chunk + C_COLUMN), VECTOR) + column
+            where = tl.load(chunk + C_FROM)
+            value = tl.zeros([ROWS, COLUMNS], items.dtype.element_ty)
+            if kind == COPIES:
+                row = where + step
+                if source < 0:
+                    from_row = tl.multiple_of(tl.load(chunk + C_FROM_ROW), VECTOR)
+                    own = items + tl.multiple_of(where, VECTOR) + step * from_row
+                    value = tl.load(own + column, mask=inside, other=0.0)
+                elif source == 0:
+                    value = _load_rows(given_0, stride_0, row, place, inside, VECTOR)
+                elif source == 1:
+                    value = _load_rows(given_1, stride_1, row, place, inside, VECTOR)
+                elif source == 2:
+                    value = _load_rows(given_2, stride_2, row, place, inside, VECTOR)
+                else:
+                    value = _load_rows(given_3, stride_3, row, place, inside, VECTOR)
+            target = items + tl.multiple_of(tl.load(chunk + C_TO), VECTOR)
+            target += step * tl.multiple_of(tl.load(chunk + C_TO_ROW), VECTOR) + column
+            tl.store(target, value, mask=inside)
         else:
             _copy_per_head(chunk, kind, wide, lse, lse_row, lse_head, ROWS, HEADS)
 
@@ -165,7 +149,7 @@ def _panel_places(row, DIM: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def _rows_of_panels(quarters, PADDED: tl.constexpr):
-    """[16, dim] of such sums (see `panels`)."""
+    """[16, dim] of such sums (see `panels_to_rows`)."""
     panels = tl.reshape(quarters, [PADDED // 8, 8, 4, 2, 2])
     return tl.reshape(tl.permute(panels, [3, 1, 0, 2, 4]), [CHUNK, PADDED])
 
@@ -184,7 +168,6 @@ def _contribution(
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
     SUMS_DIM: tl.constexpr,
-    HAS_PANELS: tl.constexpr,
     ONLY_INPUT: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
@@ -210,7 +193,7 @@ def _contribution(
             value = tl.load(partial + place, mask=inside, other=0.0).to(wide.dtype.element_ty)
         elif form == WIDE:
             value = tl.load(wide + place, mask=inside, other=0.0)
-        elif HAS_PANELS:
+        elif SUMS_DIM > 0:
             flat, known = _panel_places(first_row, SUMS_DIM, PADDED)
             sums = wide + tl.multiple_of(at + head.to(tl.int64) * of_row, 16) + flat
             loaded = tl.load(sums, mask=known, other=0.0)
@@ -234,45 +217,6 @@ def _merged(total, scores, value, new):
     some = tl.where(both > 0, both, 1.0)
     total = total * (share / some)[:, None] + value * (new_share / some)[:, None]
     return total, tl.where(both > 0, top + tl.log(some), float("-inf"))
-
-
-@triton.jit
-def _store_rows(
-    chunk,
-    partial,
-    result_0,
-    result_1,
-    result_2,
-    stride_0,
-    stride_1,
-    stride_2,
-    total,
-    row,
-    head,
-    inside,
-    DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """Into a message, or one of the caller's results."""
-    result = tl.load(chunk + T_RESULT)
-    to = tl.load(chunk + T_AT)
-    column = tl.arange(0, PADDED)[None, :]
-    place = (tl.load(chunk + T_HEAD) + head) * DIM + column
-    to_row = (to + row)[:, None]
-    if result < 0:
-        message = partial + tl.multiple_of(to, VECTOR) + head * DIM + column
-        message += row[:, None] * tl.multiple_of(tl.load(chunk + T_HEADS) * DIM, VECTOR)
-        tl.store(message, total.to(partial.dtype.element_ty), mask=inside)
-    elif result == 0:
-        own = result_0 + to_row * _aligned(stride_0, VECTOR) + place
-        tl.store(own, total.to(result_0.dtype.element_ty), mask=inside)
-    elif result == 1:
-        own = result_1 + to_row * _aligned(stride_1, VECTOR) + place
-        tl.store(own, total.to(result_1.dtype.element_ty), mask=inside)
-    else:
-        own = result_2 + to_row * _aligned(stride_2, VECTOR) + place
-        tl.store(own, total.to(result_2.dtype.element_ty), mask=inside)
 
 
 @triton.jit(
@@ -299,7 +243,6 @@ def combine_chunk(
     PADDED: tl.constexpr,
     SUMS_DIM: tl.constexpr,
     HAS_LSE: tl.constexpr,
-    HAS_PANELS: tl.constexpr,
     ONLY_INPUT: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
@@ -321,7 +264,7 @@ def combine_chunk(
             source = sources + (first + i) * SOURCE_WIDTH
             value = _contribution(
                 chunk, source, items, partial, wide, row, head, inside, scale,
-                DIM, PADDED, SUMS_DIM, HAS_PANELS, ONLY_INPUT, VECTOR,
+                DIM, PADDED, SUMS_DIM, ONLY_INPUT, VECTOR,
             )  # fmt: skip
             if HAS_LSE:
                 theirs = wide + tl.load(source + S_LSE) + row * tl.load(source + S_LSE_ROW)
@@ -330,17 +273,27 @@ def combine_chunk(
                 total, scores = _merged(total, scores, value, new)
             else:
                 total += value
-        _store_rows(
-            chunk, partial, result_0, result_1, result_2, stride_0, stride_1, stride_2, total, row,
-            head, inside, DIM, PADDED, VECTOR,
-        )  # fmt: skip
+        result = tl.load(chunk + T_RESULT)
+        to = tl.load(chunk + T_AT)
+        to_head = tl.load(chunk + T_HEAD) + head
+        if result < 0:  # into a message
+            message = partial + tl.multiple_of(to, VECTOR) + head * DIM + column
+            message += row[:, None] * tl.multiple_of(tl.load(chunk + T_HEADS) * DIM, VECTOR)
+            tl.store(message, total.to(partial.dtype.element_ty), mask=inside)
+        else:
+            to_row, place = (to + row)[:, None], to_head * DIM + column
+            if result == 0:
+                _store_rows(result_0, stride_0, to_row, place, total, inside, VECTOR)
+            elif result == 1:
+                _store_rows(result_1, stride_1, to_row, place, total, inside, VECTOR)
+            else:
+                _store_rows(result_2, stride_2, to_row, place, total, inside, VECTOR)
         if HAS_LSE:
-            to = tl.load(chunk + T_AT)
-            if tl.load(chunk + T_RESULT) < 0:
+            if result < 0:
                 own = tl.load(chunk + T_LSE) + row * tl.load(chunk + T_HEADS) + head
                 tl.store(wide + own, scores, mask=exists)
             else:
-                own = (to + row) * lse_row + (tl.load(chunk + T_HEAD) + head) * lse_head
+                own = (to + row) * lse_row + to_head * lse_head
                 tl.store(lse + own, scores, mask=exists)
 
 
@@ -373,10 +326,9 @@ def row_sums_of_chunk(
     if own_head < tl.load(chunk + R_HEADS):
         column = tl.arange(0, PADDED)[None, :]
         inside = exists[:, None] & (column < DIM)
-        place = row[:, None] * _aligned(dout_stride, VECTOR) + head * DIM + column
-        left = tl.load(dout + place, mask=inside, other=0.0)
-        place = row[:, None] * _aligned(out_stride, VECTOR) + head * DIM + column
-        right = tl.load(out + place, mask=inside, other=0.0)
+        place = head * DIM + column
+        left = _load_rows(dout, dout_stride, row[:, None], place, inside, VECTOR)
+        right = _load_rows(out, out_stride, row[:, None], place, inside, VECTOR)
         sums = tl.sum(left.to(wide.dtype.element_ty) * right.to(wide.dtype.element_ty), axis=1)
         scores = tl.load(lse + row * lse_row + head * lse_head, mask=exists, other=float("inf"))
         if LOG2:

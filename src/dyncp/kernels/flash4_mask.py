@@ -1,9 +1,13 @@
-"""How flash-attn-4 masks partial tiles: by ranges, a row of the accumulator at a time.
+"""What stands in for flash-attn-4's own mask and tile order in kernels over tile lists.
 
-Its own way asks a function for every pair, which makes a partial tile cost several full ones. Here
-every row of a thread's accumulator gets one word whose bits are its columns, put together from the
-row's ranges. Forward, rows are query rows and ranges are of key rows; backward, where flash-attn-4
-computes K · Qᵀ, rows are key rows and ranges are of query rows.
+**Mask.** Flash-attn-4 asks a function for every pair of a partial tile, which makes the tile cost
+several full ones. Here every row of a thread's accumulator gets one word whose bits are its
+columns, put together from the row's ranges. Forward, rows are query rows and ranges are of key
+rows; backward, where flash-attn-4 computes K · Qᵀ, rows are key rows and ranges are of query rows.
+
+**Order.** Flash-attn-4 takes all tiles of the first head, then those of the next; a long tile that
+starts last runs on alone. Here all heads of a tile come together, and tiles that meet most come
+first under most masks: forward the last query tiles, backward the first key tiles.
 """
 
 from typing import Any
@@ -17,6 +21,7 @@ from flash_attn.cute.mask import (
     r2p_bitmask_below,
     sm90_col_to_r2p_idx,
 )
+from flash_attn.cute.tile_scheduler import SingleTileScheduler, WorkTileInfo
 from flash_attn.cute.utils import AuxData
 from quack import layout_utils
 
@@ -76,6 +81,36 @@ def by_ranges(*_: Any) -> Any:
     raise AssertionError("partial tiles are masked by RangeMask")
 
 
-# Flash-attn-4's name for what is compiled, also on disk: a new one with every change of this file
-# or of tile_order.py.
+# Flash-attn-4's name for what is compiled, also on disk: a new one with every change of this file.
 by_ranges.__cute_hash__ = "dyncp-ranges-1"  # type: ignore[attr-defined]
+
+
+class _AllHeadsOfATile(SingleTileScheduler):  # type: ignore[misc]
+    last_first = False
+
+    @classmethod
+    def create(cls, params: Any, ctx: Any = None, *, loc: Any = None, ip: Any = None) -> Any:
+        return cls(params, cute.arch.block_idx(), loc=loc, ip=ip)
+
+    @staticmethod
+    def get_grid_shape(params: Any, *, loc: Any = None, ip: Any = None) -> Any:
+        return params.num_head, params.num_block, params.num_batch
+
+    def get_current_work(self, *, loc: Any = None, ip: Any = None) -> Any:
+        head, tile, batch = self._blk_coord
+        if const_expr(self.last_first):
+            tile = self.params.num_block - 1 - tile
+        return WorkTileInfo((tile, head, batch, Int32(0)), self._is_first_block)
+
+    def __new_from_mlir_values__(self, values: list[Any]) -> Any:
+        made = super().__new_from_mlir_values__(values)
+        made.__class__ = type(self)
+        return made
+
+
+class FirstTilesFirst(_AllHeadsOfATile):
+    pass
+
+
+class LastTilesFirst(_AllHeadsOfATile):
+    last_first = True
