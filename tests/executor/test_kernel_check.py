@@ -12,8 +12,7 @@ from dyncp import AttentionShape, Batch, DCPExecutor, attention, masks, plan_bat
 from dyncp.executor.engine import Engine, WrongResultsError
 from dyncp.executor.warm_up import check_kernel
 from dyncp.kernels import CpuKernel
-from dyncp.plan import sample_plan, sample_ring
-from dyncp.plan.sample_plans import causal_rows
+from dyncp.plan import causal_rows, sample_plan, sample_ring
 from dyncp.topology import Topology
 from dyncp.transport import InProcess
 from dyncp.verify import verify_plan

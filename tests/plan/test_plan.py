@@ -21,8 +21,8 @@ from dyncp.blocks import Direction, build_blocks
 from dyncp.masks import find_runs
 from dyncp.placement import Limits
 from dyncp.plan import Layout, Op, Payload
-from dyncp.plan.row_ranges import build_row_runs
-from dyncp.plan.slots import Lifetimes, place_slots
+from dyncp.plan.format import build_row_runs
+from dyncp.plan.slots import place_slots
 from dyncp.verify import verify_plan
 from paced import plan_paced
 from strategies import masks_of
@@ -61,9 +61,8 @@ def test_slots_never_overlap_while_in_use_and_reuse_what_is_free(spans):
     first = np.array([min(a, b) for a, b, _ in spans], np.int64)
     last = np.array([max(a, b) for a, b, _ in spans], np.int64)
     size = np.array([n * 8 for _, _, n in spans], np.int64)
-    zeros, one_rank = np.zeros(len(spans), np.int64), np.array([0, len(spans)])
-    slots = Lifetimes(zeros, zeros, np.arange(len(spans)), zeros, first, last, one_rank)
-    rows, workspace_rows = place_slots(slots, size, 1, np.array([16]), 8)
+    workspace, shape = np.zeros(len(spans), np.int64), (1, 2, 1)
+    rows, workspace_rows = place_slots(workspace, shape, first, last, size, np.array([16]), 8)
     assert (rows % 8 == 0).all()
     assert (rows >= 16).all()
     for i in range(len(spans)):

@@ -117,9 +117,7 @@ def moves(draw) -> Moved:
         topology,
         draw(st.integers(2, 6)),
         draw(st.sampled_from(list(Direction))),
-        solver=draw(
-            st.sampled_from(["random", "random", "bisection", "owner_computes", "whole_documents"])
-        ),
+        solver=draw(st.sampled_from(["random", "random", "bisection", "owner_computes", "uncut"])),
         seed=draw(st.integers(0, 99)),
         rate=draw(st.sampled_from([SLOW_LINKS, 1e-3, 1e-6, FAST_LINKS])),
         block=draw(st.integers(2, 9)),

@@ -19,7 +19,7 @@ from dyncp.simulate.flow import Flow, FlowMessages, Programs
 from dyncp.simulate.results import run_flow
 from dyncp.topology import Link, Topology, preset
 
-SOLVERS = ("whole_documents", "zigzag", "random")
+SOLVERS = ("owner_computes", "zigzag", "random")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy as np
 from dyncp.arrays import Int64
 from dyncp.executor.kernel_calls import RankProgram
 from dyncp.plan import IS_INPUT, Messages, Op, Space
-from dyncp.plan.workspace import block_keys, result_keys, times_of
+from dyncp.plan.buffers import block_keys, result_keys, times_of
 
 START = -1  # the time at which local rows are ready
 

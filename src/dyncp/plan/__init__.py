@@ -1,31 +1,35 @@
-"""Fifth stage: per-rank plans, their binary form, and the way back from ranks to samples."""
+"""Fifth stage: per-rank plans, their binary form, and the way back from ranks to samples.
 
-from dyncp.blocks import (
-    DEFAULT_MASK,
-    DTYPE_NAMES,
-    IS_INPUT,
-    ITEM_BYTES,
-    AttentionShape,
-    Direction,
-    HeadGroup,
-    Payload,
-)
+Later stages that know plans and nothing before them (kernels, executor) find the words of batches
+and shapes here, too.
+"""
+
+from dyncp.blocks import DEFAULT_MASK, DTYPE_NAMES, IS_INPUT, AttentionShape, Direction, Payload
 from dyncp.masks import Mask
-from dyncp.plan.assemble import assemble_plan, stretches_of
+from dyncp.plan.assemble import (
+    assemble_plan,
+    causal_rows,
+    sample_plan,
+    sample_ring,
+    stretches_of,
+)
 from dyncp.plan.buffers import (
     Buffer,
+    Contributions,
+    KernelStyle,
     MemoryUse,
     Staging,
+    call_rows,
+    find_contributions,
     has_messages,
     list_buffers,
     measure_memory,
+    places_of,
 )
-from dyncp.plan.check import PartError, check_structure
-from dyncp.plan.codec import PlanDecodeError, decode_part, encode_part
+from dyncp.plan.check import PartError
+from dyncp.plan.codec import PlanDecodeError, PlanFileError, decode_part, encode_part
 from dyncp.plan.contiguous import ContiguousOrder, whole_documents, with_halo
 from dyncp.plan.format import (
-    INPUT_SPACE,
-    RESULT_SPACE,
     Layout,
     MaskPlan,
     Messages,
@@ -33,37 +37,22 @@ from dyncp.plan.format import (
     OwnedBlocks,
     Program,
     RankPlan,
-    RankTiles,
+    RowRuns,
     Slots,
     Space,
     Stretches,
 )
-from dyncp.plan.plan import Plan, batch_order, gather_samples
-from dyncp.plan.plan_file import PlanFileError, load_plan, save_plan
-from dyncp.plan.row_ranges import RowRuns
-from dyncp.plan.sample_plans import causal_rows, sample_plan, sample_ring
-from dyncp.plan.workspace import (
-    Contributions,
-    KernelStyle,
-    call_rows,
-    find_contributions,
-    places_of,
-    sends_wide,
-)
+from dyncp.plan.plan import Plan, batch_order, gather_samples, load_plan, save_plan
 
 __all__ = [
     "DEFAULT_MASK",
     "DTYPE_NAMES",
-    "INPUT_SPACE",
     "IS_INPUT",
-    "ITEM_BYTES",
-    "RESULT_SPACE",
     "AttentionShape",
     "Buffer",
     "ContiguousOrder",
     "Contributions",
     "Direction",
-    "HeadGroup",
     "KernelStyle",
     "Layout",
     "Mask",
@@ -79,7 +68,6 @@ __all__ = [
     "PlanFileError",
     "Program",
     "RankPlan",
-    "RankTiles",
     "RowRuns",
     "Slots",
     "Space",
@@ -89,7 +77,6 @@ __all__ = [
     "batch_order",
     "call_rows",
     "causal_rows",
-    "check_structure",
     "decode_part",
     "encode_part",
     "find_contributions",
@@ -102,7 +89,6 @@ __all__ = [
     "sample_plan",
     "sample_ring",
     "save_plan",
-    "sends_wide",
     "stretches_of",
     "whole_documents",
     "with_halo",

@@ -5,7 +5,7 @@ and the parts of all ranks are views of these columns.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -18,14 +18,26 @@ from dyncp.arrays import (
     bounds_of_ranks,
     distinct_pairs,
     frozen,
+    ranges_of,
     sorted_order,
     split_by_rank,
+    starts_of,
 )
-from dyncp.blocks import IS_INPUT, OF_KEYS, Batch, BlockGraph
+from dyncp.blocks import (
+    DEFAULT_MASK,
+    IS_INPUT,
+    OF_KEYS,
+    AttentionShape,
+    Batch,
+    BlockGraph,
+    Direction,
+    Tiles,
+    build_graph,
+)
 from dyncp.compiled import compiled, inner
-from dyncp.masks import count_gaps, find_stretches
+from dyncp.masks import Mask, count_gaps, find_stretches
 from dyncp.masks.positions import NOTHING
-from dyncp.placement import Balance, Placement
+from dyncp.placement import Balance, Limits, Placement, Traffic, measure_balance
 from dyncp.plan.format import (
     COMPUTE,
     LAUNCH,
@@ -37,15 +49,15 @@ from dyncp.plan.format import (
     OwnedBlocks,
     Program,
     RankPlan,
-    RankTiles,
-    Slots,
+    RowRuns,
     Space,
     Stretches,
+    build_row_runs,
+    pad_rows,
 )
 from dyncp.plan.plan import Plan
-from dyncp.plan.row_ranges import RowRuns, build_row_runs, split_row_runs
-from dyncp.plan.slots import BlockUses, find_lifetimes, place_slots
-from dyncp.schedule import Schedule
+from dyncp.plan.slots import BlockUses, build_slots
+from dyncp.schedule import BUILDERS, Schedule
 
 Schedules = Mapping[str, tuple[Schedule, Schedule | None]]
 Table = TypeVar("Table")
@@ -59,7 +71,7 @@ def assemble_plan(
         graph.blocks.sequence, graph.blocks.start, graph.blocks.end, placement.block_rank
     )
     tokens = np.bincount(placement.block_rank, graph.blocks.tokens, placement.num_ranks)
-    local_rows = layout.pad_local(tokens.astype(np.int64))
+    local_rows = pad_rows(tokens.astype(np.int64), layout.local_multiple)
     masks = {
         name: _mask_plans(graph, placement, name, schedules[name], local_rows, layout)
         for name in graph.tiles
@@ -157,7 +169,7 @@ def _mask_plans(
     """One mask's plan for every rank."""
     every, num_ranks = graph.tiles[name], placement.num_ranks
     columns = (every.q_block, every.k_block, every.head_group, every.pairs)
-    tiles = _ByRank.of(RankTiles, columns, placement.tile_rank[name], num_ranks)
+    tiles = _ByRank.of(Tiles, columns, placement.tile_rank[name], num_ranks)
     forward = _programs(graph, tiles, schedules[0], local_rows, layout.slot_alignment)
     backward: list[Program | None] = [None] * num_ranks
     if schedules[1] is not None:
@@ -166,22 +178,20 @@ def _mask_plans(
     return [MaskPlan(*values) for values in zip(*of_ranks, strict=True)]
 
 
-def _row_runs(
-    graph: BlockGraph, name: str, tiles: _ByRank[RankTiles], num_ranks: int
-) -> list[RowRuns]:
+def _row_runs(graph: BlockGraph, name: str, tiles: _ByRank[Tiles], num_ranks: int) -> list[RowRuns]:
     """Key ranges of the query blocks that each rank computes with."""
     num_blocks = len(graph.blocks)
     runs = build_row_runs(graph.batch.runs[name], graph.blocks)
     rank, block, _ = distinct_pairs(tiles.rank, num_ranks, tiles.table.q_block, num_blocks)
-    return split_row_runs(runs, num_blocks, rank, block, num_ranks)
+    counts = np.bincount(runs.block, minlength=num_blocks)
+    wanted = ranges_of(starts_of(counts)[block], counts[block])
+    of_rank = starts_of(np.bincount(rank, counts[block], num_ranks).astype(np.int64))
+    columns = (runs.block, runs.start, runs.base, runs.slope)
+    return split_by_rank(RowRuns, [column[wanted] for column in columns], of_rank)
 
 
 def _programs(
-    graph: BlockGraph,
-    tiles: _ByRank[RankTiles],
-    schedule: Schedule,
-    local_rows: Int64,
-    slot_alignment: int,
+    graph: BlockGraph, tiles: _ByRank[Tiles], schedule: Schedule, local_rows: Int64, alignment: int
 ) -> list[Program]:
     """The programs of all ranks for one mask and direction; `local_rows` has the rows of each."""
     num_ranks, moved = len(local_rows), schedule.transfers
@@ -202,9 +212,15 @@ def _programs(
         _marked(tiles.rank, division, num_ranks, schedule.num_divisions),
     )
     at = _index_instructions(steps, first_step, max(schedule.num_phases, schedule.num_divisions))
-    next_compute = _next_compute(steps, first_step)
-    slots, workspace_rows = _slots(
-        graph, tiles, division, sends, receives, at, next_compute, local_rows, slot_alignment
+    received, uses = _block_uses(graph, tiles, division, sends, receives, at)
+    slots, workspace_rows = build_slots(
+        received,
+        uses,
+        _next_compute(steps, first_step),
+        graph.blocks.tokens.astype(np.int64),
+        local_rows,
+        len(graph.head_groups),
+        alignment,
     )
     columns = (
         split_by_rank(_only, [division], tiles.bounds),
@@ -221,43 +237,35 @@ def _only(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return column
 
 
-def _slots(
+def _block_uses(
     graph: BlockGraph,
-    tiles: _ByRank[RankTiles],
-    tile_division: Int32,
+    tiles: _ByRank[Tiles],
+    division: Int32,
     sends: _ByRank[Messages],
     receives: _ByRank[Messages],
     at: Int64,
-    next_compute: Callable[[Int64, Int64], Int64],
-    local_rows: Int64,
-    alignment: int,
-) -> tuple[list[Slots], Int64]:
-    """Slots of every rank, and rows of every workspace; `at` is that of `_index_instructions`.
+) -> tuple[BlockUses, list[BlockUses]]:
+    """Blocks that are received as inputs, and all that is done with blocks; `at` is that of
+    `_index_instructions`."""
 
-    Rows stay free for one division after their last use, so that they can be filled while that
-    use is still under way."""
+    def keys(space: Bool | int, block: Int32, group: Int32) -> Int64:
+        place = np.asarray(space, np.int64) * len(graph.blocks) + block
+        return place * len(graph.head_groups) + group
+
     read, sent, got = tiles.table, sends.table, receives.table
-    computed, launched = (
-        at[Op.COMPUTE, tiles.rank, tile_division],
-        at[Op.LAUNCH, sends.rank, sent.phase],
-    )
+    computed = at[Op.COMPUTE, tiles.rank, division]
+    launched = at[Op.LAUNCH, sends.rank, sent.phase]
     uses = [
-        BlockUses.of(np.full(len(read), space), block, read.head_group, computed, tiles.bounds)
+        BlockUses(keys(space, block, read.head_group), computed, tiles.bounds)
         for space, block in ((Space.Q, read.q_block), (Space.KV, read.k_block))
     ]
-    uses.append(
-        BlockUses.of(OF_KEYS[sent.kind], sent.block, sent.head_group, launched, sends.bounds)
-    )
-    inputs = np.flatnonzero(IS_INPUT[got.kind])
-    rank, waited = receives.rank[inputs], at[Op.WAIT, receives.rank, got.phase][inputs]
-    columns = (OF_KEYS[got.kind[inputs]], got.block[inputs], got.head_group[inputs])
-    arriving = BlockUses.of(*columns, waited, bounds_of_ranks(rank, len(local_rows)))
-    spans = find_lifetimes(arriving, rank, uses, len(graph.blocks))
-    tokens, num_groups = graph.blocks.tokens.astype(np.int64), len(graph.head_groups)
-    kept = replace(spans, last=next_compute(spans.rank, spans.last))
-    row, rows = place_slots(kept, tokens, num_groups, local_rows, alignment)
-    found = (spans.space, spans.head_group, spans.block, row, spans.first, spans.last)
-    return split_by_rank(Slots, [frozen(column) for column in found], spans.of_rank), rows
+    relayed = keys(OF_KEYS[sent.kind], sent.block, sent.head_group)
+    uses.append(BlockUses(relayed, launched, sends.bounds))
+    inputs = IS_INPUT[got.kind]
+    arriving = keys(OF_KEYS[got.kind], got.block, got.head_group)[inputs]
+    waited = at[Op.WAIT, receives.rank, got.phase][inputs]
+    bounds = bounds_of_ranks(receives.rank[inputs], len(receives.bounds) - 1)
+    return BlockUses(arriving, waited, bounds), uses
 
 
 Column = Int32 | Int64
@@ -371,3 +379,65 @@ def _wait(steps: Int64, count: int, waiting: Bool, rank: int, phase: int) -> int
         waiting[rank, phase] = False
         count += 1
     return count
+
+
+SAMPLE_DIVISIONS = 3
+
+
+def sample_plan(
+    masks: Sequence[Mask],
+    num_ranks: int,
+    shape: AttentionShape,
+    block_size: int,
+    head_groups: int = 1,
+) -> Plan:
+    """A small plan to try an executor with. Blocks go round the ranks, and so do tiles: queries,
+    keys and results travel. On one rank, all tiles are one kernel call."""
+    graph = _sample_graph(masks, shape, block_size, head_groups)
+    tiles = graph.tiles[DEFAULT_MASK]
+    tile_rank = (tiles.q_block + tiles.k_block) % num_ranks
+    placement = Placement(
+        num_ranks,
+        frozen(np.arange(len(graph.blocks)) % num_ranks),
+        {DEFAULT_MASK: frozen(tile_rank)},
+        "sample",
+        static=False,
+    )
+    return _plan_sample(graph, placement)
+
+
+def sample_ring(
+    masks: Sequence[Mask], num_ranks: int, shape: AttentionShape, block_size: int
+) -> Plan:
+    """Another, in which keys and values go round a ring, with a kernel call at every hop: slots get
+    one block after the other, and results are passed on and added to."""
+    graph = _sample_graph(masks, shape, block_size, 1)
+    owner = np.arange(len(graph.blocks)) % num_ranks
+    ring = np.zeros((len(owner), 1), np.int32)
+    traffic = Traffic("ring", (tuple(range(num_ranks)),), frozen(ring), frozen(owner[:, None]))
+    placement = Placement.where_queries_live(
+        graph, num_ranks, owner, "sample_ring", static=True, traffic=traffic
+    )
+    return _plan_sample(graph, placement)
+
+
+def _sample_graph(
+    masks: Sequence[Mask], shape: AttentionShape, block_size: int, head_groups: int
+) -> BlockGraph:
+    batch = Batch.of(masks)
+    return build_graph(batch, shape, [block_size] * len(batch.lengths), head_groups)
+
+
+def _plan_sample(graph: BlockGraph, placement: Placement) -> Plan:
+    forward, backward = (
+        BUILDERS[placement.pattern](graph, placement, DEFAULT_MASK, direction, SAMPLE_DIVISIONS)
+        for direction in Direction
+    )
+    balance = measure_balance(graph, placement, Limits())
+    return assemble_plan(graph, placement, {DEFAULT_MASK: (forward, backward)}, balance, Layout())
+
+
+def causal_rows(length: int) -> Mask:
+    """Every row attends itself and all before it."""
+    row = np.arange(length, dtype=np.int32)
+    return Mask(np.stack([0 * row, row + 1], axis=1)[:, None])

@@ -1,4 +1,9 @@
-"""Buffers: the tensors and message buffers that one attention call takes on a rank.
+"""Workspaces and buffers: where blocks lie, which rows kernel calls touch and what they add to each
+block, and the tensors and message buffers that one attention call takes on a rank.
+
+A call contributes to the rows of every block that it touches. Results received for the same rows
+are added after the last call, when the sum leaves the rank or the call ends. A single contribution
+needs no adding up.
 
 What the caller passes in and gets back (q, k, v, out, their gradients) is read and written in place
 where nothing is received and no graph needs fixed addresses. Elsewhere it is copied, and received
@@ -12,16 +17,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from dyncp.arrays import Int32, Int64, frozen
-from dyncp.blocks import IS_INPUT, OF_KEYS, AttentionShape, Direction, HeadGroup, bytes_per_token
+from dyncp.arrays import Bool, Int32, Int64, frozen
+from dyncp.blocks import IS_INPUT, OF_KEYS, AttentionShape, Direction, HeadGroup
 from dyncp.plan.format import MaskPlan, Messages, Op, Program, RankPlan, Space
-from dyncp.plan.workspace import (
-    Contributions,
-    KernelStyle,
-    call_rows,
-    find_contributions,
-    places_of,
-)
 
 PER_HEAD_ROWS = 128  # per-head values are padded to whole kernel tiles, which GPUs load at once
 ALIGNMENT = 256  # bytes: every buffer starts on a boundary that suits GPU memory transactions
@@ -37,6 +35,129 @@ OUTPUTS: dict[Direction, dict[Space, tuple[str, ...]]] = {
 SUMS = ("dq_sums", "dk_sums", "dv_sums")
 # Zeroed at the start of a call, all together: sums, and per-head values of padding rows.
 CLEARED = (*SUMS, "lse", "delta")
+
+
+def places_of(part: RankPlan, program: Program) -> Int64:
+    """First row of every block in each workspace, [spaces, head groups, blocks]; -1: absent."""
+    place = np.tile(part.block_row, (len(Space), len(part.head_groups), 1))
+    slots = program.slots
+    place[slots.space, slots.head_group, slots.block] = slots.row
+    return place
+
+
+def call_rows(
+    part: RankPlan, mask: MaskPlan, program: Program, place: Int64, multiple: int
+) -> dict[tuple[int, int], tuple[slice, slice]]:
+    """Query rows and key rows of every kernel call, by division and head group: from the first
+    kernel tile of `multiple` rows that it touches to the last, at least two where there are two."""
+    tiles, tokens = mask.tiles, part.blocks.tokens
+    groups = len(part.head_groups)
+    key = program.tile_division.astype(np.int64) * groups + tiles.head_group
+    calls, of_call = np.unique(key, return_inverse=True)
+    hulls = []
+    for space, block in ((Space.Q, tiles.q_block), (Space.KV, tiles.k_block)):
+        first = place[space, tiles.head_group, block]
+        low = np.full(len(calls), np.iinfo(np.int64).max)
+        high = np.zeros(len(calls), np.int64)
+        np.minimum.at(low, of_call, first)
+        np.maximum.at(high, of_call, first + tokens[block])
+        rows = program.workspace_rows[space][calls % groups]
+        hulls.append(_whole_tiles(low, high, rows.astype(np.int64), multiple))
+    return {
+        (call // groups, call % groups): (slice(*q), slice(*k))
+        for call, q, k in zip(calls.tolist(), *(h.tolist() for h in hulls), strict=True)
+    }
+
+
+def _whole_tiles(low: Int64, high: Int64, rows: Int64, multiple: int) -> Int64:
+    """[first, end) of each hull. A single tile gets a neighbour, the one before it if there is."""
+    first, end = low // multiple, -(-high // multiple)
+    single = (end - first == 1) & (rows > multiple)
+    before = single & (first > 0)
+    first, end = first - before, end + (single & ~before)
+    return np.stack([first * multiple, np.minimum(end * multiple, rows)], axis=1)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelStyle:
+    """What the memory of a call depends on, in a kernel and in how it is run.
+
+    `merges`: forward calls add up what they compute; otherwise each leaves an output of its own,
+    for all rows of the kernel tiles that it touches.
+    `collects`: gradients collect in fp32 sums of the kernel's own order, over all calls of a
+    program, with rows padded to `row_multiple` and head dims to `dim_multiple`. The only call of a
+    rank without messages may be up to `most_sequences` whole sequences, each of which begins on
+    such a border.
+    `fixed`: where there are messages, inputs are copied to and results from the executor's own
+    memory, so that everything between can be replayed as graphs.
+    """
+
+    merges: bool = True
+    collects: bool = False
+    fixed: bool = False
+    row_multiple: int = 1
+    dim_multiple: int = 1
+    most_sequences: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Contributions:
+    """Ordered by head group, space, block and `time`, the index of the call's instruction. `wide`
+    says whether the sum is left in the accumulator dtype: it is rounded to the final one when the
+    last contribution is added."""
+
+    time: Int64
+    space: Int64
+    head_group: Int64
+    block: Int64
+    first: Bool
+    wide: Bool
+
+    def __len__(self) -> int:
+        return len(self.time)
+
+
+def find_contributions(part: RankPlan, mask: MaskPlan, program: Program) -> Contributions:
+    """One contribution of every call to every block that it touches."""
+    tiles, num_blocks, num_steps = mask.tiles, len(part.blocks), max(len(program.instructions), 1)
+    at = times_of(program, Op.COMPUTE)[program.tile_division]
+    sides = [(Space.Q, tiles.q_block)] + [(Space.KV, tiles.k_block)] * (program is mask.backward)
+    touched = [
+        block_keys(space, tiles.head_group, block, num_blocks) * num_steps + at
+        for space, block in sides
+    ]
+    key, time = np.divmod(np.unique(np.concatenate(touched)), num_steps)
+    changes = np.diff(key, prepend=-1, append=-1) != 0
+    place, block = np.divmod(key, num_blocks)
+    group, space = np.divmod(place, len(Space))
+    goes_on = result_keys(program.receives, num_blocks)
+    if part.shape.partial_dtype not in (None, part.shape.dtype):  # sent from the wide sums
+        goes_on = np.concatenate([goes_on, result_keys(program.sends, num_blocks)])
+    wide = ~changes[1:] | np.isin(key, goes_on)
+    return Contributions(time, space, group, block, changes[:-1], wide)
+
+
+def times_of(program: Program, op: Op) -> Int64:
+    """Index of each instruction of a kind by its argument; -1 where there is none."""
+    ops, arguments = program.instructions[:, 0], program.instructions[:, 1]
+    at = np.flatnonzero(ops == op)
+    times = np.full(int(arguments.max(initial=-1)) + 1, -1, np.int64)
+    times[arguments[at]] = at
+    return times
+
+
+def result_keys(messages: Messages, num_blocks: int) -> Int64:
+    """`block_keys` of the results among these payloads."""
+    at = np.flatnonzero(~IS_INPUT[messages.kind])
+    space = OF_KEYS[messages.kind[at]].astype(np.int64)
+    return block_keys(space, messages.head_group[at], messages.block[at], num_blocks)
+
+
+def block_keys(
+    space: Int64 | int, group: Int64 | Int32, block: Int64 | Int32, num_blocks: int
+) -> Int64:
+    """One number for a block of a head group in a workspace."""
+    return (group.astype(np.int64) * len(Space) + space) * num_blocks + block
 
 
 def padded_rows(rows: int) -> int:
@@ -77,13 +198,14 @@ def list_buffers(
     if contributions is None:
         contributions = find_contributions(part, mask, program)
     buffers: list[Buffer] = []
-    groups = part.groups_for(shape)
-    for index, group in enumerate(groups):
+    for index, group in enumerate(part.groups_for(shape)):
         of_group = _Group(index, group, shape, direction, style, part, mask, contributions)
         buffers += of_group.buffers()
     buffers.sort(key=lambda buffer: buffer.name in CLEARED)
-    for name, messages in (("send", program.sends), ("receive", program.receives)):
-        buffers += _message_buffers(name, part, messages, bytes_per_token(shape, groups))
+    # Messages with the same payloads are packed once.
+    packed = program.sends.select(program.sends.peer == first_peers(program.sends))
+    for name, messages in (("send", packed), ("receive", program.receives)):
+        buffers += _message_buffers(name, part, messages, shape)
     return buffers
 
 
@@ -191,7 +313,7 @@ class _Group:
     def outputs_of_calls(self) -> Iterator[Buffer]:
         if not self.staging.results[Space.Q]:
             return
-        for division, (rows, _) in self.calls():
+        for division, (rows, _) in self.calls:
             count = rows.stop - rows.start
             yield self.tensor("out_call", Space.Q, count, self.shape.item_bytes, division)
             yield self.per_head("lse_call", count, division)
@@ -206,7 +328,7 @@ class _Group:
                 shape = (self.heads(Space.KV), self.sums_rows(Space.KV), dim)
                 yield Buffer(f"{name}_sums", self.index, shape, 4)
                 continue
-            for division, (_, rows) in self.calls():
+            for division, (_, rows) in self.calls:
                 count, item = rows.stop - rows.start, self.shape.item_bytes
                 yield self.tensor(f"{name}_call", Space.KV, count, item, division)
 
@@ -214,10 +336,11 @@ class _Group:
         """Whole kernel tiles. A sequence of the mask has a run of rows, or several."""
         side, rows = self.style.row_multiple, self.num_rows(space)
         most = self.style.most_sequences
-        if most and not has_messages(self.program) and len(self.calls()) == 1:
+        if most and not has_messages(self.program) and len(self.calls) == 1:
             rows += (min(most, len(self.mask.rows)) + 1) * side
         return -(-rows // side) * side
 
+    @cached_property
     def calls(self) -> list[tuple[int, tuple[slice, slice]]]:
         """Divisions of the group's calls, with the rows that they touch."""
         place = places_of(self.part, self.program)
@@ -226,15 +349,11 @@ class _Group:
 
 
 def _message_buffers(
-    name: str, part: RankPlan, messages: Messages, bytes_per_row: Int64
+    name: str, part: RankPlan, messages: Messages, shape: AttentionShape
 ) -> Iterator[Buffer]:
-    if name == "send":  # messages with the same payloads are packed once
-        messages = messages.select(messages.peer == first_peers(messages))
-    num_bytes = bytes_per_row[messages.kind, messages.head_group]
-    num_bytes = num_bytes * part.blocks.tokens[messages.block]
     key = messages.phase.astype(np.int64) * part.num_ranks + messages.peer
     keys, message = np.unique(key, return_inverse=True)
-    sizes = np.bincount(message, num_bytes, len(keys)).astype(np.int64)
+    sizes = np.bincount(message, part.payload_bytes(messages, shape), len(keys)).astype(np.int64)
     padded = -(-sizes // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT
     phases, of_phase = np.unique(keys // part.num_ranks, return_inverse=True)
     for phase, size in zip(phases.tolist(), np.bincount(of_phase, padded), strict=False):
@@ -261,7 +380,7 @@ GRAPH_BYTES = 125_000  # 121 kB each on one H200: python -m benchmarks.gpu_memor
 class MemoryUse:
     """Bytes of every rank in one attention call, int64[ranks] per direction.
 
-    Copies of inputs that get buffer for received blocks, sums in a wider dtype, row sums, partial
+    Copies of inputs that received blocks follow, sums in a wider dtype, row sums, partial
     results and message buffers count; q, kv, out, log-sum-exps and gradients, which the caller
     gives and gets, do not. With several masks, each rank's largest call counts. `backward` is 0 in
     plans for evaluation. `graphs` is what the driver takes, at most, for the CUDA graphs of a
@@ -291,33 +410,14 @@ def measure_memory(
     """Of these ranks' parts in a call of `shape` (default: the plan's own) with a kernel of `style`
     (default: one that merges)."""
     style = KernelStyle() if style is None else style
-    both = [
-        [_rank_bytes(part, direction, shape or part.shape, style) for part in parts]
-        for direction in Direction
-    ]
-    graphs = [_graph_bytes(part, style) for part in parts]
-    return MemoryUse(*(frozen(column, np.int64) for column in (*both, graphs)))
-
-
-def _graph_bytes(part: RankPlan, style: KernelStyle) -> int:
-    if not style.fixed:
-        return 0
-    programs = [
-        program
-        for mask in part.masks.values()
-        for program in (mask.forward, mask.backward)
-        if program is not None and has_messages(program)
-    ]
-    points = [int((program.instructions[:, 0] != Op.COMPUTE).sum()) for program in programs]
-    return GRAPH_BYTES * (sum(points) + len(points))
-
-
-def _rank_bytes(
-    part: RankPlan, direction: Direction, shape: AttentionShape, style: KernelStyle
-) -> int:
-    needed = [
-        sum(buffer.num_bytes for buffer in list_buffers(part, mask, direction, shape, style))
-        for mask in part.masks.values()
-        if direction is Direction.FORWARD or mask.backward is not None
-    ]
-    return max(needed, default=0)
+    used = np.zeros((3, len(parts)), np.int64)
+    for rank, part in enumerate(parts):
+        for mask in part.masks.values():
+            for direction, program in mask.programs():
+                listed = list_buffers(part, mask, direction, shape or part.shape, style)
+                size = sum(buffer.num_bytes for buffer in listed)
+                used[direction, rank] = max(used[direction, rank], size)
+                if style.fixed and has_messages(program):
+                    points = int((program.instructions[:, 0] != Op.COMPUTE).sum())
+                    used[2, rank] += GRAPH_BYTES * (points + 1)
+    return MemoryUse(*(frozen(column, np.int64) for column in used))

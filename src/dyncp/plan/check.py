@@ -1,8 +1,8 @@
 """Checks of a part, with the sentence and the invariant (docs/verify.md) of the first fault found.
 
-`check_structure`: every index points at something that exists, so that the part can be followed;
-the verifier starts with it. `check_runnable`: running the part reads and writes nothing outside its
-buffers and waits for nothing that never comes. Whether the plan is right is for the verifier.
+A part that passes is safe to run: every index points at something that exists, nothing is read or
+written outside the part's buffers, and nothing is waited for that never comes. Whether the plan is
+right is for the verifier.
 """
 
 from collections.abc import Iterator
@@ -23,11 +23,10 @@ from dyncp.plan.format import (
     OwnedBlocks,
     Program,
     RankPlan,
-    Slots,
+    RowRuns,
     Space,
     Stretches,
 )
-from dyncp.plan.row_ranges import RowRuns
 
 COVERAGE, INPUTS, MESSAGES, BALANCE, BYTES, IDENTITY = 1, 2, 3, 5, 7, 8
 
@@ -41,12 +40,7 @@ class PartError(ValueError):
 
 
 def check_part(part: RankPlan) -> None:
-    """All checks: a part that passes is safe to run."""
-    check_structure(part)
-    check_runnable(part)
-
-
-def check_structure(part: RankPlan) -> None:
+    """Raises PartError unless the part is safe to run."""
     _check_scalars(part)
     _check_balance(part.balance)
     _check_head_groups(part)
@@ -61,18 +55,10 @@ def check_structure(part: RankPlan) -> None:
             _check_rows(part, mask.rows, mask.tiles.q_block)
             for direction, program in mask.programs():
                 with _inside(direction.name.lower()):
-                    _check_program(part, mask, program, direction)
-
-
-def check_runnable(part: RankPlan) -> None:
-    for name, mask in part.masks.items():
-        with _inside(f"mask {name!r}"):
-            _check_tile_pairs(part, mask)
-            _check_row_ranges(part, mask.rows)
-            for direction, program in mask.programs():
-                with _inside(direction.name.lower()):
-                    _check_instructions(program)
-                    _check_slot_rows(part, program)
+                    for messages, side in ((program.sends, "send"), (program.receives, "receive")):
+                        _check_messages(part, messages, direction, side)
+                    _check_instructions(mask, program)
+                    _check_slots(part, program)
                     _check_present(part, mask, program)
 
 
@@ -93,11 +79,15 @@ def _bounded(values: np.ndarray, bound: int, invariant: int, what: str) -> None:
     _require(((values >= 0) & (values < bound)).all(), invariant, f"{what} is not in [0, {bound})")
 
 
-def _check_columns(table: Any, invariant: int, what: str) -> None:
+def _check_table(table: Any, invariant: int, one: str, **bounds: int) -> None:
+    """Columns are equally long; those that are indices of something lie in [0, bound)."""
     shapes = {field: getattr(table, field).shape for field in table.__dataclass_fields__}
     first = next(iter(shapes.values()))
     alike = len(first) == 1 and set(shapes.values()) == {first}
-    _require(alike, invariant, f"the columns of {what} have shapes {shapes}")
+    _require(alike, invariant, f"the columns of its {one} table have shapes {shapes}")
+    for field, bound in bounds.items():
+        what = f"a {one}'s {field.replace('_', ' ')}"
+        _bounded(getattr(table, field), bound, invariant, what)
 
 
 def _check_scalars(part: RankPlan) -> None:
@@ -141,9 +131,7 @@ def _check_head_groups(part: RankPlan) -> None:
 def _check_blocks(lengths: np.ndarray, blocks: OwnedBlocks, num_ranks: int) -> None:
     positive = lengths.ndim == 1 and len(lengths) and lengths.min() > 0
     _require(positive, COVERAGE, "sequence lengths are not positive")
-    _check_columns(blocks, COVERAGE, "the block table")
-    _bounded(blocks.owner, num_ranks, COVERAGE, "a block's owner")
-    _bounded(blocks.sequence, len(lengths), COVERAGE, "a block's sequence")
+    _check_table(blocks, COVERAGE, "block", owner=num_ranks, sequence=len(lengths))
     _require((np.diff(blocks.sequence) >= 0).all(), COVERAGE, "blocks are not in batch order")
     head = np.append(True, blocks.sequence[1:] != blocks.sequence[:-1])[: len(blocks)]
     last = np.append(head[1:], True)[: len(blocks)]
@@ -156,7 +144,7 @@ def _check_blocks(lengths: np.ndarray, blocks: OwnedBlocks, num_ranks: int) -> N
 
 
 def _check_stretches(lengths: np.ndarray, stretches: Stretches) -> None:
-    _check_columns(stretches, IDENTITY, "the table of stretches")
+    _check_table(stretches, IDENTITY, "stretch")
     start, before, bounds = stretches.start, stretches.before, starts_of(lengths)
     ordered = (np.diff(start) > 0).all() and not len(np.setdiff1d(bounds[:-1], start))
     _require(ordered, IDENTITY, "stretches are not in order, or a sequence does not begin one")
@@ -168,17 +156,11 @@ def _check_stretches(lengths: np.ndarray, stretches: Stretches) -> None:
 
 
 def _check_tiles(part: RankPlan, mask: MaskPlan) -> None:
-    tiles, num_blocks = mask.tiles, len(part.blocks)
-    _check_columns(tiles, COVERAGE, "tiles")
-    _bounded(tiles.q_block, num_blocks, COVERAGE, "a tile's query block")
-    _bounded(tiles.k_block, num_blocks, COVERAGE, "a tile's key block")
-    _bounded(tiles.head_group, len(part.head_groups), COVERAGE, "a tile's head group")
-
-
-def _check_tile_pairs(part: RankPlan, mask: MaskPlan) -> None:
-    _require((mask.tiles.pairs > 0).all(), COVERAGE, "a tile has no pairs")
+    tiles, blocks, groups = mask.tiles, len(part.blocks), len(part.head_groups)
+    _check_table(tiles, COVERAGE, "tile", q_block=blocks, k_block=blocks, head_group=groups)
+    _require((tiles.pairs > 0).all(), COVERAGE, "a tile has no pairs")
     sequence = part.blocks.sequence
-    same = sequence[mask.tiles.q_block] == sequence[mask.tiles.k_block]
+    same = sequence[tiles.q_block] == sequence[tiles.k_block]
     _require(same.all(), COVERAGE, "a tile joins blocks of two sequences")
 
 
@@ -199,49 +181,31 @@ def _check_rows(part: RankPlan, rows: RowRuns, q_blocks: np.ndarray) -> None:
         rows.start < part.blocks.end[rows.block],
     ):
         _require(ordered.all(), COVERAGE, "row ranges do not cover their blocks in order")
-
-
-def _check_row_ranges(part: RankPlan, rows: RowRuns) -> None:
-    sequence = part.blocks.sequence[rows.block]
     steps = (rows.ends(part.blocks.end) - rows.start - 1)[:, None, None]
-    length = part.lengths[sequence][:, None, None]
+    length = part.lengths[part.blocks.sequence[rows.block]][:, None, None]
     for ranges in (rows.base.astype(np.int64), rows.base + rows.slope.astype(np.int64) * steps):
         inside = ((ranges >= 0) & (ranges <= length)).all()
         _require(inside, COVERAGE, "a row's key ranges leave its sequence")
 
 
-def _check_program(part: RankPlan, mask: MaskPlan, program: Program, direction: Direction) -> None:
-    alike = program.tile_division.shape == mask.tiles.q_block.shape
-    _require(alike, COVERAGE, "tiles and their divisions differ in number")
-    instructions, rows = program.instructions, program.workspace_rows
-    pairs = instructions.ndim == 2 and instructions.shape[1] == 2
-    _require(pairs, MESSAGES, f"instructions have shape {instructions.shape}")
-    _bounded(instructions[:, 0], len(Op), MESSAGES, "an instruction")
-    for messages, side in ((program.sends, "send"), (program.receives, "receive")):
-        _check_messages(part, messages, direction, side)
-    slots: Slots = program.slots
-    _check_columns(slots, INPUTS, "slots")
-    _bounded(slots.space, len(Space), INPUTS, "a slot's space")
-    _bounded(slots.head_group, len(part.head_groups), INPUTS, "a slot's head group")
-    _bounded(slots.block, len(part.blocks), INPUTS, "a slot's block")
-    fits = rows.shape == (len(Space), len(part.head_groups))
-    _require(fits, INPUTS, f"workspace rows have shape {rows.shape}")
-
-
 def _check_messages(part: RankPlan, messages: Messages, direction: Direction, side: str) -> None:
-    _check_columns(messages, MESSAGES, f"{side}s")
-    _bounded(messages.peer, part.num_ranks, MESSAGES, f"a {side}'s peer")
-    _bounded(messages.head_group, len(part.head_groups), MESSAGES, f"a {side}'s head group")
-    _bounded(messages.block, len(part.blocks), MESSAGES, f"a {side}'s block")
+    groups, blocks = len(part.head_groups), len(part.blocks)
+    bounds = {"peer": part.num_ranks, "head_group": groups, "block": blocks}
+    _check_table(messages, MESSAGES, side, **bounds)
     kinds = Q_KINDS[direction] + K_KINDS[direction]
     travels = np.isin(messages.kind, kinds).all()
     _require(travels, MESSAGES, f"a {side} is of a kind that does not travel in this direction")
     _require((messages.peer != part.rank).all(), MESSAGES, f"a {side} is between a rank and itself")
 
 
-def _check_instructions(program: Program) -> None:
+def _check_instructions(mask: MaskPlan, program: Program) -> None:
     """Each comes once, and what tiles and messages need is among them."""
+    alike = program.tile_division.shape == mask.tiles.q_block.shape
+    _require(alike, COVERAGE, "tiles and their divisions differ in number")
     instructions = program.instructions
+    pairs = instructions.ndim == 2 and instructions.shape[1] == 2
+    _require(pairs, MESSAGES, f"instructions have shape {instructions.shape}")
+    _bounded(instructions[:, 0], len(Op), MESSAGES, "an instruction")
     _require((instructions >= 0).all(), MESSAGES, "an instruction has a negative argument")
     distinct = len(np.unique(instructions, axis=0)) == len(instructions)
     _require(distinct, MESSAGES, "an instruction comes twice")
@@ -255,10 +219,14 @@ def _check_instructions(program: Program) -> None:
         _require(np.isin(used, named).all(), MESSAGES, sentence)
 
 
-def _check_slot_rows(part: RankPlan, program: Program) -> None:
+def _check_slots(part: RankPlan, program: Program) -> None:
     slots, rows, steps = program.slots, program.workspace_rows, len(program.instructions)
+    bounds = {"space": len(Space), "head_group": len(part.head_groups), "block": len(part.blocks)}
+    _check_table(slots, INPUTS, "slot", **bounds)
     _bounded(slots.first, steps, INPUTS, "a slot's first instruction")
     _bounded(slots.last, steps, INPUTS, "a slot's last instruction")
+    shaped = rows.shape == (len(Space), len(part.head_groups))
+    _require(shaped, INPUTS, f"workspace rows have shape {rows.shape}")
     tokens = part.blocks.tokens[slots.block].astype(np.int64)
     fits = slots.row.astype(np.int64) + tokens <= rows[slots.space, slots.head_group]
     inside = (slots.row >= part.local_rows).all() and fits.all()

@@ -1,8 +1,15 @@
-"""Binary form of plans: a JSON header and raw arrays behind a checksum. No pickle.
+"""Binary form of plans and of plan files, which hold the batch as well, so that a plan can be
+verified later: JSON headers and raw arrays behind checksums. No pickle.
 
 part = magic | version u32 | plan digest 16 bytes | checksum 16 bytes | body
 body = header length u32 | header (JSON: scalars, array names, types and shapes) | array bytes
 plan = magic | version u32 | number of parts u32 | (length u64 | part) for each
+file = magic | version u32 | checksum 16 bytes | file body
+file body = header length u32 | header (JSON: lengths, sample ids, mask names, runs) | runs | plan
+
+In files, masks are stored as runs of rows that grow linearly (`RowRuns`), one block per sequence.
+The first column of a row is its position and target, the others are its key ranges: rows 0..3 of a
+causal mask, (0, 1) [0,1)  (1, 2) [0,2)  (2, 3) [0,3)  (3, -1) [0,4), are two runs.
 """
 
 import hashlib
@@ -17,17 +24,31 @@ from typing import Any, get_type_hints
 
 import numpy as np
 
-from dyncp.blocks import AttentionShape, HeadGroup
-from dyncp.checks import parse_json
+from dyncp.blocks import AttentionShape, Batch, HeadGroup, Tiles, build_blocks
+from dyncp.checks import MOST_TOKENS, parse_json
+from dyncp.masks import Mask, find_runs
 from dyncp.placement import Balance, Limits
 from dyncp.plan.check import check_part
-from dyncp.plan.format import MaskPlan, OwnedBlocks, RankPlan, Stretches
+from dyncp.plan.format import (
+    MaskPlan,
+    OwnedBlocks,
+    Program,
+    RankPlan,
+    RowRuns,
+    Stretches,
+    build_row_runs,
+)
 
-VERSION = 2
+VERSION, FILE_VERSION = 2, 2
 PART_MAGIC = b"DYNCPRNK"
 PLAN_MAGIC = b"DYNCPPLN"
+FILE_MAGIC = b"DYNCPFIL"
+# Numbers that the masks of a batch take when they are written out, 2 per token and range: 1 GiB
+# while they are. A few bytes of runs can stand for any number of rows.
+MOST_NUMBERS = 2**26
 _PART_HEAD = struct.Struct("<8sI16s16s")
 _PLAN_HEAD = struct.Struct("<8sII")
+FILE_HEAD = struct.Struct("<8sI16s")
 _DTYPES: dict[str, np.dtype[Any]] = {"int32": np.dtype("<i4"), "int64": np.dtype("<i8")}
 _NAMES = {4: "int32", 8: "int64"}  # dtype.name takes 5 µs, and there are a thousand arrays
 _SCALARS = (
@@ -50,13 +71,15 @@ class PlanDecodeError(ValueError):
     """The bytes are not a plan of this version: truncated, changed, or something else."""
 
 
+class PlanFileError(ValueError):
+    """The file is not a plan file of this version: truncated, changed, or something else."""
+
+
 def encode_parts(parts: Sequence[RankPlan]) -> tuple[RankPlan, ...]:
     """The parts with the digest of the whole plan, each with its encoded body to be sent later."""
     bodies = [encode_body(part) for part in parts]
-    digest = hashlib.blake2b(digest_size=16)
-    for body in bodies:
-        digest.update(hashlib.blake2b(body, digest_size=16).digest())
-    named = tuple(replace(part, digest=digest.hexdigest()) for part in parts)
+    digest = _checksum(*map(_checksum, bodies)).hex()
+    named = tuple(replace(part, digest=digest) for part in parts)
     for part, body in zip(named, bodies, strict=True):
         object.__setattr__(part, "body", body)
     return named
@@ -86,16 +109,15 @@ def encode_body(part: RankPlan) -> bytes:
 
 def _arrays_of(part: RankPlan) -> tuple[tuple[str, ...], list[np.ndarray]]:
     """Names and values of all arrays of a part."""
+    tables: list[tuple[str, Any]] = [("blocks", part.blocks), ("stretches", part.stretches)]
+    for index, mask in enumerate(part.masks.values()):
+        tables += [(f"masks.{index}.tiles", mask.tiles), (f"masks.{index}.rows", mask.rows)]
+        for direction, program in mask.programs():
+            tables.append((f"masks.{index}.{direction.name.lower()}", program))
     names: tuple[str, ...] = ("lengths",)
     arrays = [part.lengths]
-    tables: list[tuple[str, Any, str]] = [
-        ("blocks", part.blocks, ""),
-        ("stretches", part.stretches, ""),
-    ]
-    for index, mask in enumerate(part.masks.values()):
-        tables.append((f"masks.{index}", mask, "backward" if mask.backward is None else ""))
-    for name, table, skip in tables:
-        own, values_of = _array_fields(name, table.__class__, skip)
+    for name, table in tables:
+        own, values_of = _array_fields(name, table.__class__)
         names += own
         arrays += values_of(table)
     return names, arrays
@@ -104,11 +126,9 @@ def _arrays_of(part: RankPlan) -> tuple[tuple[str, ...], list[np.ndarray]]:
 # The names of a part's arrays are the same for all ranks. Going through the fields anew for each,
 # and writing their list with json, took half of the time of assembling a plan for 32 ranks.
 @cache
-def _array_fields(
-    name: str, cls: Hashable, skip: str
-) -> tuple[tuple[str, ...], Callable[[Any], Any]]:
-    """Names of all arrays in a dataclass but those of its field `skip`, and what gets them."""
-    paths = [path for path in _dotted_names(cls) if path.split(".")[0] != skip]
+def _array_fields(name: str, cls: Hashable) -> tuple[tuple[str, ...], Callable[[Any], Any]]:
+    """Names of all arrays in a dataclass, and what gets them."""
+    paths = list(_dotted_names(cls))
     return tuple(f"{name}.{path}" for path in paths), attrgetter(*paths)
 
 
@@ -134,12 +154,8 @@ def _dotted_names(cls: Any) -> Iterator[str]:
 @cache
 def _fields_of(cls: Hashable) -> tuple[tuple[str, Any], ...]:
     """Names of a dataclass's fields, each with the dataclass that it holds, or None."""
-    return tuple((name, _dataclass_in(hint)) for name, hint in get_type_hints(cls).items())
-
-
-def _dataclass_in(hint: Any) -> Any:
-    """The dataclass that a type is or may be, or None."""
-    return next((t for t in (hint, *getattr(hint, "__args__", ())) if is_dataclass(t)), None)
+    hints = get_type_hints(cls).items()
+    return tuple((name, hint if is_dataclass(hint) else None) for name, hint in hints)
 
 
 def _plain(item: Any) -> dict[str, Any]:
@@ -147,9 +163,11 @@ def _plain(item: Any) -> dict[str, Any]:
     return {field.name: getattr(item, field.name) for field in fields(item)}
 
 
-def _checksum(digest: bytes, body: bytes) -> bytes:
-    checksum = hashlib.blake2b(digest, digest_size=16)
-    checksum.update(body)
+def _checksum(*pieces: bytes) -> bytes:
+    """Of the pieces, one after the other."""
+    checksum = hashlib.blake2b(digest_size=16)
+    for piece in pieces:
+        checksum.update(piece)
     return checksum.digest()
 
 
@@ -170,8 +188,7 @@ def decode_part(data: bytes) -> RankPlan:
 def decode_body(body: bytes, digest: str) -> RankPlan:
     """Builds the part and checks every index in it, so that a decoded part is safe to run."""
     try:
-        header, arrays = _split_body(body)
-        part = _build(header, arrays, digest)
+        part = _build(*_split_body(body), digest)
         check_part(part)
     except PlanDecodeError:
         raise
@@ -181,29 +198,50 @@ def decode_body(body: bytes, digest: str) -> RankPlan:
 
 
 def _split_body(body: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    (length,) = struct.unpack_from("<I", body)
-    header, offset = parse_json(body[4 : 4 + length]), 4 + length
+    header, offset = _read_header(body)
     arrays: dict[str, np.ndarray] = {}
-    for name, dtype, shape in header["arrays"]:
-        if not all(type(n) is int and n >= 0 for n in shape):
-            raise PlanDecodeError(f"array {name!r} has shape {shape}")
-        size = _DTYPES[dtype].itemsize * prod(shape)
-        if offset + size > len(body):
-            raise PlanDecodeError(f"array {name!r} ends {offset + size - len(body)} bytes too late")
-        array = np.frombuffer(body[offset : offset + size], _DTYPES[dtype]).reshape(shape)
-        arrays[name] = array
-        offset += size
+    try:
+        for name, dtype, shape in header["arrays"]:
+            arrays[name], offset = _read_array(body, offset, f"array {name!r}", dtype, shape)
+    except _ArrayError as error:
+        raise PlanDecodeError(str(error)) from None
     if offset != len(body):
         raise PlanDecodeError(f"{len(body) - offset} bytes are left behind the last array")
     return header, arrays
 
 
+def _read_header(body: bytes) -> tuple[dict[str, Any], int]:
+    """The header, and where it ends."""
+    (length,) = struct.unpack_from("<I", body)
+    return parse_json(body[4 : 4 + length]), 4 + length
+
+
+class _ArrayError(Exception):
+    """An array has no shape, or does not fit into the bytes."""
+
+
+def _read_array(
+    body: bytes, offset: int, what: str, dtype: str, shape: Sequence[int]
+) -> tuple[np.ndarray, int]:
+    """A read-only array, and where it ends."""
+    if not all(type(n) is int and n >= 0 for n in shape):
+        raise _ArrayError(f"{what} has shape {list(shape)}")
+    end = offset + _DTYPES[dtype].itemsize * prod(shape)
+    if end > len(body):
+        raise _ArrayError(f"{what} ends {end - len(body)} bytes too late")
+    return np.frombuffer(body[offset:end], _DTYPES[dtype]).reshape(shape), end
+
+
 def _build(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray], digest: str) -> RankPlan:
-    balance = dict(header["balance"])
-    masks = {
-        str(name): _restore(MaskPlan, f"masks.{index}", arrays, skip=() if both else ("backward",))
-        for index, (name, both) in enumerate(header["masks"])
-    }
+    balance, masks = dict(header["balance"]), {}
+    for index, (name, both) in enumerate(header["masks"]):
+        at = f"masks.{index}"
+        masks[str(name)] = MaskPlan(
+            tiles=_restore(Tiles, f"{at}.tiles", arrays),
+            rows=_restore(RowRuns, f"{at}.rows", arrays),
+            forward=_restore(Program, f"{at}.forward", arrays),
+            backward=_restore(Program, f"{at}.backward", arrays) if both else None,
+        )
     scalars = {name: header[name] for name in _SCALARS}
     scalars["declared_bytes"] = {k: tuple(v) for k, v in header["declared_bytes"].items()}
     return RankPlan(
@@ -219,19 +257,16 @@ def _build(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray], digest: 
     )
 
 
-def _restore(
-    cls: Any, name: str, arrays: Mapping[str, np.ndarray], skip: Sequence[str] = ()
-) -> Any:
-    """The dataclass whose arrays were collected under `name`; `skip` names fields that are None."""
-    values: dict[str, Any] = {}
-    for field, inner in _fields_of(cls):
-        if field in skip:
-            values[field] = None
-        elif inner is not None:
-            values[field] = _restore(inner, f"{name}.{field}", arrays)
-        else:
-            values[field] = arrays[f"{name}.{field}"]
-    return cls(**values)
+def _restore(cls: Any, name: str, arrays: Mapping[str, np.ndarray]) -> Any:
+    """The dataclass whose arrays were collected under `name`."""
+    return cls(
+        *(
+            arrays[f"{name}.{field}"]
+            if inner is None
+            else _restore(inner, f"{name}.{field}", arrays)
+            for field, inner in _fields_of(cls)
+        )
+    )
 
 
 def join_parts(parts: Sequence[bytes]) -> bytes:
@@ -261,3 +296,118 @@ def _check_head(magic: bytes, expected: bytes, version: int) -> None:
         raise PlanDecodeError(f"bytes start with {magic!r}, a plan with {expected!r}: not a plan")
     if version != VERSION:
         raise PlanDecodeError(f"plan has version {version}; this dyncp reads version {VERSION}")
+
+
+def encode_plan_file(plan: bytes, batch: Batch) -> bytes:
+    """The file of an encoded plan and its batch."""
+    for masks in batch.masks.values():
+        _check_size(batch.num_tokens, 1 + max(mask.ranges.shape[1] for mask in masks))
+    runs = {name: _runs_of(masks, batch.lengths) for name, masks in batch.masks.items()}
+    header = {
+        "lengths": batch.lengths,
+        "sample_ids": batch.sample_ids,
+        "masks": [
+            [name, runs[name].base.shape[:2], [mask.name for mask in masks]]
+            for name, masks in batch.masks.items()
+        ],
+        "marks": {
+            name: [
+                [x if x is None else x.tolist() for x in (mask.branches, mask.weights)]
+                for mask in masks
+            ]
+            for name, masks in batch.masks.items()
+        },
+    }
+    text = _to_json(header).encode()
+    arrays = [x for run in runs.values() for x in (run.block, run.start, run.base, run.slope)]
+    stored = [np.ascontiguousarray(array, "<i4").tobytes() for array in arrays]
+    body = b"".join([struct.pack("<I", len(text)), text, *stored, plan])
+    return FILE_HEAD.pack(FILE_MAGIC, FILE_VERSION, _checksum(body)) + body
+
+
+def decode_plan_file(data: bytes) -> tuple[bytes, Batch]:
+    """What `encode_plan_file` encoded; raises PlanFileError for anything else."""
+    body = _checked_body(data)
+    try:
+        header, offset = _read_header(body)
+        batch, end = _decode_batch(header, body, offset)
+    except PlanFileError:
+        raise
+    except _ArrayError as error:
+        raise PlanFileError(str(error)) from None
+    except MALFORMED as error:
+        raise PlanFileError(f"its batch is malformed: {error}") from error
+    return body[end:], batch
+
+
+def _checked_body(data: bytes) -> bytes:
+    if data[:8] == PLAN_MAGIC:
+        raise PlanFileError(
+            "it holds a plan without its batch; write it with `dyncp plan --save` or "
+            "save_plan(path, plan, batch)"
+        )
+    if data[:8] != FILE_MAGIC:
+        raise PlanFileError(f"it starts with {data[:8]!r}, a plan file with {FILE_MAGIC!r}")
+    if len(data) < FILE_HEAD.size:
+        raise PlanFileError(f"it has {len(data)} bytes, its head takes {FILE_HEAD.size}: truncated")
+    _, version, checksum = FILE_HEAD.unpack_from(data)
+    if version != FILE_VERSION:
+        raise PlanFileError(f"it has version {version}; this dyncp reads version {FILE_VERSION}")
+    body = data[FILE_HEAD.size :]
+    if _checksum(body) != checksum:
+        raise PlanFileError("it does not match its checksum: truncated or changed")
+    return body
+
+
+def _runs_of(masks: Sequence[Mask], lengths: Sequence[int]) -> RowRuns:
+    rows = []
+    for mask in masks:
+        marks = np.stack([mask.resolved_positions(), mask.resolved_targets()], axis=1)
+        rows.append(np.concatenate([marks[:, None], mask.ranges], axis=1))
+    return build_row_runs(find_runs(rows), build_blocks(lengths, lengths))
+
+
+def _decode_batch(header: Mapping[str, Any], body: bytes, offset: int) -> tuple[Batch, int]:
+    """The batch, and where its arrays end."""
+    lengths, sample_ids = tuple(header["lengths"]), tuple(header["sample_ids"])
+    if not all(type(n) is int and 0 < n <= MOST_TOKENS for n in lengths):
+        raise PlanFileError(f"its lengths are {list(lengths[:8])}; expected positive integers")
+    if not all(type(n) is int for n in sample_ids):
+        raise PlanFileError("its sample ids are not integers")
+    masks: dict[str, tuple[Mask, ...]] = {}
+    for name, (num_runs, num_columns), mask_names in header["masks"]:
+        arrays, ranges = [], (num_runs, num_columns, 2)
+        for shape in ((num_runs,), (num_runs,), ranges, ranges):
+            array, offset = _read_array(body, offset, "a table of runs", "int32", shape)
+            arrays.append(array)
+        names, marks = [str(n) for n in mask_names], header["marks"][name]
+        masks[str(name)] = tuple(_decode_masks(RowRuns(*arrays), lengths, names, marks))
+    return Batch(lengths, masks, sample_ids), offset
+
+
+def _check_size(num_tokens: int, num_columns: int) -> None:
+    numbers = 2 * num_tokens * num_columns
+    if numbers > MOST_NUMBERS:
+        raise PlanFileError(
+            f"its masks take {numbers:,} numbers ({num_tokens:,} tokens with up to "
+            f"{num_columns - 1} key ranges); at most {MOST_NUMBERS:,} are read and written"
+        )
+
+
+def _decode_masks(
+    runs: RowRuns, lengths: Sequence[int], names: Sequence[str], marks: Sequence[Any]
+) -> list[Mask]:
+    if not len(names) == len(marks) == len(lengths) or runs.num_ranges < 2:
+        raise PlanFileError(f"it has {len(names)} masks for {len(lengths)} sequences")
+    _check_size(sum(lengths), runs.num_ranges)
+    ordered = (np.diff(runs.block) >= 0).all()
+    if not ordered or not np.array_equal(np.unique(runs.block), np.arange(len(lengths))):
+        raise PlanFileError("its runs are not those of its sequences, one after the other")
+    masks = []
+    for sequence, (length, name) in enumerate(zip(lengths, names, strict=True)):
+        start = runs.start[runs.block == sequence]
+        if start[0] != 0 or start[-1] >= length or (np.diff(start) <= 0).any():
+            raise PlanFileError(f"the runs of sequence {sequence} do not cover its rows in order")
+        rows = runs.expand(sequence, 0, length)
+        masks.append(Mask(rows[:, 1:], rows[:, 0, 0], rows[:, 0, 1], name, *marks[sequence]))
+    return masks

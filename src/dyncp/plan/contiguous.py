@@ -18,17 +18,16 @@ A token has one row whose result counts, and may have others (in brackets) that 
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import starmap
 
 import numpy as np
 
 from dyncp.arrays import Bool, Int64, ranges_of, starts_of
 from dyncp.masks.positions import UNCLEAR
-from dyncp.plan.format import Layout, RankPlan
+from dyncp.plan.format import RankPlan, pad_rows
 
 # A rank may get so much more than an equal share (or the longest document) before a document is
 # taken away from the tokens' owner: rows that stay cost nothing, and most documents are short.
-ROOM = 1.05
+MOST_OVER_SHARE = 1.05
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,10 +89,10 @@ def whole_documents(plan: RankPlan) -> ContiguousOrder:
 def _assign(tokens: Int64, owned: Int64) -> Int64:
     """The rank of every line; `owned` is how many of its tokens each rank owns."""
     num_ranks = owned.shape[1]
-    room = ROOM * max(tokens.sum() / num_ranks, tokens.max())
+    most = MOST_OVER_SHARE * max(tokens.sum() / num_ranks, tokens.max())
     load, rank = np.zeros(num_ranks, np.int64), np.empty(len(tokens), np.int64)
     for line in np.argsort(-tokens, kind="stable").tolist():
-        fits = load + tokens[line] <= room
+        fits = load + tokens[line] <= most
         wanted = np.where(fits, owned[line], -1)
         best = np.flatnonzero(wanted == wanted.max())  # all of them, where it fits nowhere
         rank[line] = chosen = best[np.argmin(load[best])]
@@ -179,7 +178,8 @@ class _Texts:
         found: list[tuple[int, int, int, bool]] = []
         taken: set[int] = set()
         for line, leaf in enumerate(leaves.tolist()):
-            for stretch, first, end in starmap(self._upto, self._path(leaf)):
+            for stretch, end in self._path(leaf):
+                first = int(self.start[stretch])
                 whole = end == self.end[stretch] and stretch not in taken
                 found.append((line, first, end - first, whole))
                 taken |= {stretch} if whole else set()
@@ -192,9 +192,6 @@ class _Texts:
             path.append((leaf, end))
             leaf, end = int(self.parent[leaf]), int(self.before[leaf]) + 1
         return path[::-1]
-
-    def _upto(self, stretch: int, end: int) -> tuple[int, int, int]:
-        return stretch, int(self.start[stretch]), end
 
 
 def _refuse(plan: RankPlan, token: int) -> None:
@@ -217,21 +214,19 @@ def _arrange(
     num_ranks, num_pieces = plan.num_ranks, len(rank)
     rows = segments.rows_of_pieces(num_pieces)
     filled = np.bincount(rank, rows, num_ranks).astype(np.int64)
-    padding = Layout(local_multiple=plan.local_multiple).pad_local(filled) - filled
-    padded = np.flatnonzero(padding)  # ranks with one more piece
+    padding = pad_rows(filled, plan.local_multiple) - filled
+    padded = np.flatnonzero(padding)  # ranks with one more piece, of no document
+    none = np.zeros_like(padded)
     rank, rows = np.append(rank, padded), np.append(rows, padding[padded])
-    document, start = (
-        np.append(x, np.full_like(padded, y)) for x, y in ((document, -1), (start, 0))
-    )
+    document, start = np.append(document, none - 1), np.append(start, none)
     of_piece = np.append(segments.piece, num_pieces + np.arange(len(padded)))
-    first = np.append(segments.first, np.zeros_like(padded))
-    count = np.append(segments.count, padding[padded])
-    real = np.append(np.ones(len(segments.piece), np.bool_), np.zeros(len(padded), np.bool_))
-    counts = np.append(segments.counts, np.zeros(len(padded), np.bool_))
+    first, count = np.append(segments.first, none), np.append(segments.count, padding[padded])
+    counts = np.append(segments.counts, none > 0)
 
     order = np.argsort(rank[of_piece], kind="stable")
     count = count[order]
-    token = np.where(np.repeat(real[order], count), ranges_of(first[order], count), -1)
+    real = document[of_piece[order]] >= 0
+    token = np.where(np.repeat(real, count), ranges_of(first[order], count), -1)
     pieces = np.argsort(rank, kind="stable")
     return ContiguousOrder(
         token=token,

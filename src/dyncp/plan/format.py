@@ -7,19 +7,18 @@ from functools import cached_property
 
 import numpy as np
 
-from dyncp.arrays import Bool, Int32, Int64, ranges_of, starts_of
+from dyncp.arrays import Bool, Int32, Int64, frozen, ranges_of, starts_of
 from dyncp.blocks import (
-    IS_INPUT,
-    OF_KEYS,
     AttentionShape,
     Direction,
     HeadGroup,
-    Payload,
+    Tiles,
+    TokenBlocks,
     bytes_per_token,
 )
 from dyncp.checks import MOST_RANKS, whole_number
+from dyncp.masks import LinearRanges
 from dyncp.placement import Balance
-from dyncp.plan.row_ranges import RowRuns
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +34,10 @@ class Layout:
         for name in ("slot_alignment", "local_multiple"):
             object.__setattr__(self, name, whole_number(name, getattr(self, name), 1, MOST_RANKS))
 
-    def pad_local(self, tokens: Int64) -> Int64:
-        """Rows of ranks with these numbers of local tokens."""
-        tokens = np.maximum(tokens, int(self.local_multiple > 1))
-        return -(-tokens // self.local_multiple) * self.local_multiple
+
+def pad_rows(tokens: Int64, local_multiple: int) -> Int64:
+    """Rows of ranks with these numbers of tokens."""
+    return -(-tokens.clip(int(local_multiple > 1)) // local_multiple) * local_multiple
 
 
 class Op(IntEnum):
@@ -59,26 +58,11 @@ class Space(IntEnum):
     KV = 1
 
 
-# Where a received input is put; results are merged into rows that are already there.
-INPUT_SPACE = {kind: Space(int(OF_KEYS[kind])) for kind in Payload if IS_INPUT[kind]}
-RESULT_SPACE = {kind: Space(int(OF_KEYS[kind])) for kind in Payload if not IS_INPUT[kind]}
-
-
 @dataclass(frozen=True, eq=False)
-class OwnedBlocks:
+class OwnedBlocks(TokenBlocks):
     """All token blocks of the batch with their owners, int32[blocks] each."""
 
-    sequence: Int32
-    start: Int32
-    end: Int32
     owner: Int32
-
-    def __len__(self) -> int:
-        return len(self.sequence)
-
-    @property
-    def tokens(self) -> Int32:
-        return self.end - self.start
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,16 +79,62 @@ class Stretches:
 
 
 @dataclass(frozen=True, eq=False)
-class RankTiles:
-    """The tiles of one mask that this rank computes, ordered by head group, query and key block."""
+class RowRuns:
+    """The allowed key ranges of query rows, stored as runs that grow linearly, ordered by block and
+    start. Row `start + i` of a run has the ranges base + i × slope (sequence-relative); no run
+    crosses a block border.
 
-    q_block: Int32
-    k_block: Int32
-    head_group: Int32
-    pairs: Int64
+    Along a sequence, both ends of a mask's ranges mostly stay or move by one from row to row, so a
+    few runs say it all. Rows 0..3 of a causal mask, [0,1) [0,2) [0,3) [0,4), are one run: base
+    [0,1), slope [0,1). A mask without any such structure takes a run per row."""
+
+    block: Int32  # [runs]
+    start: Int32  # [runs] first row, in its sequence
+    base: Int32  # [runs, R, 2]
+    slope: Int32  # [runs, R, 2]
 
     def __len__(self) -> int:
-        return len(self.q_block)
+        return len(self.block)
+
+    @property
+    def num_ranges(self) -> int:
+        return int(self.base.shape[1])
+
+    def ends(self, block_end: Int32) -> Int64:
+        """First row after each run: where the next one of its block starts, or the block's end."""
+        ends = block_end[self.block].astype(np.int64)
+        goes_on = np.flatnonzero(self.block[1:] == self.block[:-1])
+        ends[goes_on] = self.start[goes_on + 1]
+        return ends
+
+    def expand(self, block: int, start: int, end: int) -> Int32:
+        """Ranges int32[end - start, R, 2] of the rows of one block, which spans [start, end)."""
+        own = slice(*np.searchsorted(self.block, [block, block + 1]))
+        first = self.start[own]
+        counts = np.append(first[1:], end) - first
+        assert len(first), f"plan has no key ranges for block {block}"
+        step = np.arange(start, end) - np.repeat(first, counts)
+        base, slope = (np.repeat(x[own], counts, axis=0) for x in (self.base, self.slope))
+        return (base + slope * step[:, None, None]).astype(np.int32)
+
+
+def build_row_runs(runs: LinearRanges, blocks: TokenBlocks) -> RowRuns:
+    """The runs of all sequences, cut where blocks begin."""
+    of_sequence = np.repeat(starts_of(runs.lengths)[:-1], np.diff(runs.first))
+    run_row, block_row = of_sequence + runs.start, starts_of(blocks.tokens)
+    of_run = np.searchsorted(block_row, run_row, side="right") - 1
+    # The last row of a block goes on as the one before it did.
+    inside = (run_row > block_row[of_run]) & (run_row < block_row[of_run + 1] - 1)
+    row = np.concatenate([block_row[:-1], run_row[inside]])
+    block = np.concatenate([np.arange(len(blocks)), of_run[inside]])
+    order = np.argsort(row)
+    row, block = row[order], block[order]
+    run = np.searchsorted(run_row, row, side="right") - 1
+    step, slope = row - run_row[run], runs.slope[run]
+    base = runs.base[run] + step[:, None, None].astype(np.int32) * slope
+    slope[blocks.tokens[block] == 1] = 0
+    start = row - block_row[block] + blocks.start[block]
+    return RowRuns(*map(frozen, (block, start, base, slope)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,10 +190,10 @@ class Program:
 
 @dataclass(frozen=True, eq=False)
 class MaskPlan:
-    """One mask's tiles, the key ranges of their query rows, and the programs (backward is None in
-    forward-only plans)."""
+    """The tiles of one mask that a rank computes, the key ranges of their query rows, and the
+    programs (backward is None in forward-only plans)."""
 
-    tiles: RankTiles
+    tiles: Tiles
     rows: RowRuns
     forward: Program
     backward: Program | None
@@ -229,8 +259,7 @@ class RankPlan:
     @cached_property
     def rows_per_rank(self) -> Int64:
         """Each rank's tokens, padded to `local_multiple`; above 1 also where there are none."""
-        tokens = self.tokens_per_rank.clip(int(self.local_multiple > 1))
-        return -(-tokens // self.local_multiple) * self.local_multiple
+        return pad_rows(self.tokens_per_rank, self.local_multiple)
 
     @property
     def local_tokens(self) -> int:
@@ -272,11 +301,13 @@ class RankPlan:
 
     def sent_bytes(self, name: str, direction: Direction, shape: AttentionShape) -> int:
         """Bytes this rank sends in one attention call of `shape`."""
-        sends = self.mask_plan(name).program(direction).sends
+        return int(self.payload_bytes(self.mask_plan(name).program(direction).sends, shape).sum())
+
+    def payload_bytes(self, messages: Messages, shape: AttentionShape) -> Int64:
+        """Bytes of every payload in a call of `shape`."""
         per_token = bytes_per_token(shape, self.groups_for(shape))
-        return int(
-            (per_token[sends.kind, sends.head_group] * self.blocks.tokens[sends.block]).sum()
-        )
+        size: Int64 = per_token[messages.kind, messages.head_group]
+        return size * self.blocks.tokens[messages.block]
 
     def groups_for(self, shape: AttentionShape) -> tuple[HeadGroup, ...]:
         """Head groups when the plan runs with `shape`; one group adapts to any head count."""

@@ -1,25 +1,28 @@
-"""Plan: the parts of all ranks."""
+"""Plan: the parts of all ranks, what it says of itself, and its file."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dyncp.arrays import Int64, ranges_of, starts_of
-from dyncp.blocks import DEFAULT_MASK, AttentionShape, Direction
-from dyncp.plan.buffers import MemoryUse, measure_memory
+from dyncp.blocks import DEFAULT_MASK, AttentionShape, Batch, Direction
+from dyncp.placement import Balance
+from dyncp.plan.buffers import KernelStyle, MemoryUse, measure_memory
 from dyncp.plan.codec import (
     PlanDecodeError,
+    PlanFileError,
     decode_part,
+    decode_plan_file,
     encode_part,
     encode_parts,
+    encode_plan_file,
     join_parts,
     split_parts,
 )
 from dyncp.plan.format import RankPlan
-from dyncp.plan.text import draw_parts, explain_parts
-from dyncp.plan.workspace import KernelStyle
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,16 +76,49 @@ class Plan:
         return measure_memory(self.parts, shape, style)
 
     def explain(self) -> str:
-        """What the plan does and costs, in a few lines: see `explain_parts`."""
-        return explain_parts(self.parts, self.reasons)
+        """What the plan does and costs: solver, sizes, traffic, balance, workspaces, and why it was
+        chosen. Bytes and tiles are those of one attention call, by mask where there are several."""
+        first = self.parts[0]
+        lines = [
+            f"solver {first.solver} on {self.num_ranks} ranks: {int(first.lengths.sum()):,} tokens "
+            f"of {len(first.lengths):,} sequences in {len(first.blocks):,} blocks, "
+            f"{len(first.head_groups)} head group{'s' if len(first.head_groups) > 1 else ''}"
+        ]
+        for name in first.masks:
+            tiles = sum(len(part.masks[name].tiles) for part in self.parts)
+            lines.append(f"mask {name!r}: {tiles:,} tiles")
+            lines += [_traffic_line(self.parts, name, direction) for direction in Direction]
+        lines += _balance_lines(first.balance)
+        lines.append(_memory_line(self.memory(), first))
+        if self.reasons:
+            lines += ["chosen because:", *(f"  {line}" for line in self.reasons.splitlines())]
+        return "\n".join(lines)
 
     def gather(self, parts: Sequence[Any]) -> list[Any]:
         """Per-token results of all ranks, back in samples: see `gather_samples`."""
         return gather_samples(self.parts[0], parts)
 
     def draw(self, name: str = DEFAULT_MASK, width: int = 64, height: int | None = None) -> str:
-        """A text map of who owns and who computes what, half as high as wide: see `draw_parts`."""
-        return draw_parts(self.parts, name, width, height or -(-width // 2))
+        """A map of the batch's tokens × tokens, at most `width` × `height` (default: half of it)
+        cells.
+
+        The letter of a cell is the rank that computes the tile at its middle (of head group 0); `·`
+        is a pair of blocks that is not computed. The first column is the rank that owns the rows.
+
+            A|A···       two causal sequences of two blocks; rank B owns the second block of the
+            B|AB··       first one, but its tile with the first block is computed on rank A
+            B|··B·
+            B|··BB
+        """
+        sides = (height or -(-width // 2), width)
+        q_block, k_block = (_middle_blocks(self.parts[0], cells) for cells in sides)
+        computes = _tile_ranks(self.parts, name)[np.ix_(q_block, k_block)]
+        owners = self.parts[0].blocks.owner[q_block]
+        rows = [
+            f"{_letter(int(owner))}|" + "".join(_letter(int(rank)) for rank in row)
+            for owner, row in zip(owners, computes, strict=True)
+        ]
+        return "\n".join(rows)
 
     def encode(self) -> bytes:
         return join_parts([encode_part(part) for part in self.parts])
@@ -133,3 +169,101 @@ def _concatenate(parts: Sequence[Any]) -> Any:
     import torch
 
     return torch.cat(list(parts))
+
+
+def save_plan(path: str | Path, plan: Plan, batch: Batch) -> None:
+    """Writes the plan and its batch; `load_plan` reads them back."""
+    data = encode_plan_file(plan.encode(), batch)
+    try:
+        Path(path).write_bytes(data)
+    except OSError as error:
+        raise ValueError(f"plan file {path} cannot be written: {error.strerror}") from error
+
+
+def load_plan(path: str | Path) -> tuple[Plan, Batch]:
+    """The plan and the batch of a file; raises ValueError that names the file and the fault."""
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(f"plan file {path} cannot be read: {error.strerror}") from error
+    try:
+        encoded, batch = decode_plan_file(data)
+        return Plan.decode(encoded), batch
+    except ValueError as error:
+        raise PlanFileError(f"plan file {path}: {error}") from error
+
+
+def _traffic_line(parts: Sequence[RankPlan], name: str, direction: Direction) -> str:
+    if direction is Direction.BACKWARD and parts[0].masks[name].backward is None:
+        return "  backward: none, planned for evaluation"
+    programs = [part.masks[name].program(direction) for part in parts]
+    sent, received = (
+        np.asarray(
+            [
+                part.payload_bytes(messages, part.shape).sum()
+                for part, messages in zip(parts, some, strict=True)
+            ]
+        )
+        for some in ([p.sends for p in programs], [p.receives for p in programs])
+    )
+    divisions = max(int(p.tile_division.max(initial=-1)) + 1 for p in programs)
+    phases = len(np.unique(np.concatenate([p.sends.phase for p in programs])))
+    return (
+        f"  {direction.name.lower()}: {divisions} divisions, {phases} phases, "
+        f"{_megabytes(sent.sum())} moved; a rank sends up to {_megabytes(sent.max())} "
+        f"(rank {sent.argmax()}) and receives up to {_megabytes(received.max())} "
+        f"(rank {received.argmax()})"
+    )
+
+
+def _balance_lines(balance: Balance) -> Iterator[str]:
+    measured = (
+        ("compute", balance.compute_max_over_mean, balance.limits.compute_tolerance),
+        ("tokens", balance.tokens_max_over_mean, balance.limits.token_tolerance),
+    )
+    limits = (
+        f"{what} max/mean {value:.3f} "
+        + ("(no limit)" if tolerance is None else f"(limit {1 + tolerance:.3f})")
+        for what, value, tolerance in measured
+    )
+    yield f"balance: {', '.join(limits)}"
+    if balance.reason:
+        yield f"  {balance.reason}"
+
+
+def _memory_line(memory: MemoryUse, part: RankPlan) -> str:
+    assumed = "" if part.shape.exact else ", for the head counts that the plan assumes"
+    sides = []
+    for name, per_rank in (("forward", memory.forward), ("backward", memory.backward)):
+        sides.append(f"{_megabytes(per_rank.max())} {name} (rank {per_rank.argmax()})")
+    return f"workspace: up to {' and '.join(sides)}{assumed}"
+
+
+def _megabytes(num_bytes: int | np.integer) -> str:
+    return f"{int(num_bytes) / 1e6:,.1f} MB"
+
+
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+
+
+def _middle_blocks(part: RankPlan, cells: int) -> Int64:
+    """The block at the middle of each of `cells` equal pieces of the batch."""
+    tokens = int(part.lengths.sum())
+    cells = min(cells, tokens)
+    middle = (np.arange(cells) * 2 + 1) * tokens // (2 * cells)
+    return np.searchsorted(part.block_coordinate, middle, side="right") - 1
+
+
+def _tile_ranks(parts: Sequence[RankPlan], name: str) -> Int64:
+    """Rank of each (query block, key block) of head group 0; -1 where there is no tile."""
+    num_blocks = len(parts[0].blocks)
+    ranks = np.full((num_blocks, num_blocks), -1, np.int64)
+    for part in parts:
+        tiles = part.mask_plan(name).tiles
+        chosen = tiles.head_group == 0
+        ranks[tiles.q_block[chosen], tiles.k_block[chosen]] = part.rank
+    return ranks
+
+
+def _letter(rank: int) -> str:
+    return "·" if rank < 0 else _LETTERS[rank % len(_LETTERS)]

@@ -1,76 +1,61 @@
 """Slots: workspace rows for received blocks, reused once their block is no longer needed."""
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from dyncp.arrays import Int32, Int64, sorted_order
+from dyncp.arrays import Int64, frozen, sorted_order, split_by_rank, starts_of
 from dyncp.compiled import compiled, inner
-from dyncp.plan.format import Space
+from dyncp.plan.format import Slots, Space
 
 
-@dataclass(frozen=True, eq=False)
-class Lifetimes:
-    """Received blocks of all ranks, ordered by rank, space, block and head group, and the first and
-    last instruction between which each must stay. Rank r's are at `of_rank[r]:of_rank[r + 1]`."""
+class BlockUses(NamedTuple):
+    """Blocks that instruction `at` of a rank needs; rank r's are at `of_rank[r]:of_rank[r + 1]`.
 
-    rank: Int64
-    space: Int64
-    block: Int64
-    head_group: Int64
-    first: Int64
-    last: Int64
-    of_rank: Int64
+    `key` is (space × blocks + block) × head groups + head group."""
 
-
-@dataclass(frozen=True, eq=False)
-class BlockUses:
-    """Blocks that instruction `at` of a rank needs, ordered by rank as `of_rank` says."""
-
-    space: Int64
-    block: Int64
-    head_group: Int64
+    key: Int64
     at: Int64
     of_rank: Int64
 
-    @staticmethod
-    def of(
-        space: npt.NDArray[Any], block: Int32, head_group: Int32, at: Int64, of_rank: Int64
-    ) -> "BlockUses":
-        space, block64, group = (x.astype(np.int64) for x in (space, block, head_group))
-        return BlockUses(space, block64, group, at, of_rank)
 
+def build_slots(
+    received: BlockUses,
+    uses: Sequence[BlockUses],
+    next_compute: Callable[[Int64, Int64], Int64],
+    tokens: Int64,
+    local_rows: Int64,
+    num_groups: int,
+    alignment: int,
+) -> tuple[list[Slots], Int64]:
+    """Slots of every rank, and the rows of every workspace [ranks, spaces, head groups].
 
-def find_lifetimes(
-    received: BlockUses, rank: Int64, uses: list[BlockUses], num_blocks: int
-) -> Lifetimes:
-    """A block stays from the WAIT that brings it (`received`, on `rank`) to the last of its uses on
-    that rank: a COMPUTE that reads it, or a LAUNCH that sends its result or relays it."""
-    num_groups = 1 + max(int(side.head_group.max(initial=0)) for side in (received, *uses))
-    order = sorted_order(
-        (received.head_group, num_groups),
-        (received.block, num_blocks),
-        (received.space, len(Space)),
-        (rank, len(received.of_rank) - 1),
-    )
-    space, block, group, first, rank = (
-        column[order]
-        for column in (received.space, received.block, received.head_group, received.at, rank)
-    )
-    last, slot_of = first.copy(), np.full(len(Space) * num_blocks * num_groups, -1, np.int64)
-    place = (space * num_blocks + block) * num_groups + group
+    A block stays from the WAIT that brings it to the last of its uses on that rank: a COMPUTE that
+    reads it, or a LAUNCH that sends its result or relays it. Its rows stay free until the next
+    COMPUTE after that (`next_compute`), so that they can be filled while the use is still under
+    way. `tokens` has one entry per block, `local_rows` one per rank."""
+    num_ranks, num_keys = len(local_rows), len(Space) * len(tokens) * num_groups
+    rank = np.repeat(np.arange(num_ranks), np.diff(received.of_rank))
+    order = sorted_order((received.key, num_keys), (rank, num_ranks))
+    key, first, rank = received.key[order], received.at[order], rank[order]
+    last, slot_of = first.copy(), np.full(num_keys, -1, np.int64)
     for side in uses:
-        used = (side.space * num_blocks + side.block) * num_groups + side.head_group
-        _extend(last, place, received.of_rank, used, side.at, side.of_rank, slot_of)
-    return Lifetimes(rank, space, block, group, first, last, received.of_rank)
+        _extend(last, key, received.of_rank, side.key, side.at, side.of_rank, slot_of)
+    place, group = np.divmod(key, num_groups)
+    space, block = np.divmod(place, len(tokens))
+    shape = (num_ranks, len(Space), num_groups)
+    workspace = (rank * len(Space) + space) * num_groups + group
+    until = next_compute(rank, last)
+    row, rows = place_slots(workspace, shape, first, until, tokens[block], local_rows, alignment)
+    columns = [frozen(column) for column in (space, group, block, row, first, last)]
+    return split_by_rank(Slots, columns, received.of_rank), rows
 
 
 @compiled
 def _extend(
     last: Int64,
-    place: Int64,
+    key: Int64,
     of_rank: Int64,
     used: Int64,
     used_at: Int64,
@@ -81,58 +66,39 @@ def _extend(
     have no slot."""
     for rank in range(len(of_rank) - 1):
         for slot in range(of_rank[rank], of_rank[rank + 1]):
-            slot_of[place[slot]] = slot
+            slot_of[key[slot]] = slot
         for use in range(uses_of_rank[rank], uses_of_rank[rank + 1]):
             slot = slot_of[used[use]]
             if slot >= 0:
                 last[slot] = max(last[slot], used_at[use])
         for slot in range(of_rank[rank], of_rank[rank + 1]):
-            slot_of[place[slot]] = -1
+            slot_of[key[slot]] = -1
 
 
 def place_slots(
-    spans: Lifetimes, tokens: Int64, num_groups: int, local_rows: Int64, alignment: int
-) -> tuple[Int64, Int64]:
-    """First row of every slot, and the rows of every workspace [ranks, spaces, head groups].
-
-    `local_rows` has one entry per rank."""
-    num_workspaces = len(local_rows) * len(Space) * num_groups
-    workspace = (spans.rank * len(Space) + spans.space) * num_groups + spans.head_group
-    size = _aligned(tokens[spans.block], alignment)
-    row, end = _fit_workspaces(
-        workspace, num_workspaces, spans.first, spans.last, size, _aligned(local_rows, alignment)
-    )
-    rows = np.repeat(local_rows, len(Space) * num_groups)
-    filled = np.bincount(workspace, minlength=num_workspaces) > 0
-    rows[filled] = end[filled]
-    return row, rows.reshape(len(local_rows), len(Space), num_groups)
-
-
-def _aligned(rows: Int64, alignment: int) -> Int64:
-    return -(-rows // alignment) * alignment
-
-
-def _fit_workspaces(
     workspace: Int64,
-    num_workspaces: int,
+    shape: tuple[int, int, int],
     first: Int64,
     last: Int64,
-    size: Int64,
-    first_row: Int64,
+    tokens: Int64,
+    local_rows: Int64,
+    alignment: int,
 ) -> tuple[Int64, Int64]:
-    """First row of every slot and the end of every workspace, by first fit; of slots that begin
-    together the largest goes first. `first_row` holds for equal shares of the workspaces."""
-    latest = 1 + int(last.max(initial=0))
+    """First row of every slot, and the rows of all workspaces, which have `shape` [ranks, spaces,
+    head groups]. By first fit; of slots that begin together the largest goes first."""
+    num_workspaces, latest = shape[0] * shape[1] * shape[2], 1 + int(last.max(initial=0))
+    size = -(-tokens // alignment) * alignment
     largest_first = np.argsort(-size, kind="stable")
     order = largest_first[
         sorted_order((first[largest_first], latest), (workspace[largest_first], num_workspaces))
     ]
     by_last = sorted_order((last, latest), (workspace, num_workspaces))
-    bounds = np.searchsorted(workspace[order], np.arange(num_workspaces + 1))
-    row, end = np.empty_like(first), np.repeat(first_row, num_workspaces // len(first_row))
+    bounds = starts_of(np.bincount(workspace, minlength=num_workspaces))
+    rows = np.repeat(local_rows, num_workspaces // len(local_rows))
+    row, end = np.empty_like(first), -(-rows // alignment) * alignment
     gaps = np.empty((len(first), 2), np.int64)
     _first_fit(row, end, bounds, order, by_last, first, last, size, gaps)
-    return row, end
+    return row, np.where(np.diff(bounds) > 0, end, rows).reshape(shape)
 
 
 @compiled

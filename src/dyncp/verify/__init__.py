@@ -3,16 +3,25 @@
 Shares no arithmetic with planner, executor and kernels, so that it stays an independent oracle.
 """
 
-from dyncp.verify.coverage import ListedKernelTiles, check_kernel_call
+from dyncp.verify.coverage import ListedKernelTiles
 from dyncp.verify.interpret import (
     Comparison,
     Interpreted,
     compare_with_dense,
+    dense_attention,
     interpret,
     num_scores,
 )
-from dyncp.verify.verify_plan import Verified, check_plan, examine_plan, verify_plan
-from dyncp.verify.violation import INVARIANTS, PlanError, Violation
+from dyncp.verify.verify_plan import (
+    INVARIANTS,
+    PlanError,
+    Verified,
+    Violation,
+    check_kernel_call,
+    check_plan,
+    examine_plan,
+    verify_plan,
+)
 
 __all__ = [
     "INVARIANTS",
@@ -25,6 +34,7 @@ __all__ = [
     "check_kernel_call",
     "check_plan",
     "compare_with_dense",
+    "dense_attention",
     "examine_plan",
     "interpret",
     "num_scores",

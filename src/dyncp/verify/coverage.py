@@ -1,4 +1,5 @@
-"""Invariant 1: the tiles of all ranks hold every allowed pair of the batch exactly once."""
+"""Invariants 1 and 6: the tiles of all ranks hold every allowed pair of the batch exactly once, and
+kernel calls compute the pairs of their tiles."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +10,6 @@ import numpy as np
 from dyncp.arrays import Bool, Int32, Int64
 from dyncp.blocks import Batch
 from dyncp.plan import OwnedBlocks, Plan, RankPlan, RowRuns
-from dyncp.verify.violation import Findings, Violation
 
 
 def decode_rows(blocks: OwnedBlocks, rows: RowRuns) -> tuple[Int64, Int64, Int64]:
@@ -84,16 +84,15 @@ def collect_tiles(plan: Plan, name: str) -> AllTiles:
         for column in ("q_block", "k_block", "head_group", "pairs")
     )
     rank = np.repeat(np.arange(len(tiles)), [len(t) for t in tiles])
-    part = plan.parts[0]
-    key = tile_key(q_block, k_block, group, part)
+    key = _tile_key(q_block, k_block, group, plan.parts[0])
     return AllTiles(rank, q_block, k_block, group, pairs, key)
 
 
-def tile_key(q_block: Int64, k_block: Int64, head_group: Int64, part: RankPlan) -> Int64:
+def _tile_key(q_block: Int64, k_block: Int64, head_group: Int64, part: RankPlan) -> Int64:
     return (q_block * len(part.blocks) + k_block) * len(part.head_groups) + head_group
 
 
-def required_tiles(batch: Batch, name: str, part: RankPlan) -> AllTiles:
+def _required_tiles(batch: Batch, name: str, part: RankPlan) -> AllTiles:
     """The tiles that the batch's masks ask for, counted afresh from their ranges; rank is -1."""
     q_blocks, k_blocks, pairs = [], [], []
     first = 0
@@ -111,84 +110,51 @@ def required_tiles(batch: Batch, name: str, part: RankPlan) -> AllTiles:
         np.tile(np.concatenate(x), groups) for x in (q_blocks, k_blocks, pairs)
     )
     group = np.repeat(np.arange(groups), len(q_block) // groups)
-    key = tile_key(q_block, k_block, group, part)
+    key = _tile_key(q_block, k_block, group, part)
     return AllTiles(np.full(len(key), -1), q_block, k_block, group, count, key)
 
 
-def check_tiles(plan: Plan, batch: Batch, name: str, findings: Findings) -> None:
+def check_tiles(given: AllTiles, part: RankPlan, batch: Batch, name: str) -> Iterator[str]:
     """Every tile that the masks ask for is on one rank, with its true number of pairs."""
-    given, wanted = collect_tiles(plan, name), required_tiles(batch, name, plan.parts[0])
+    wanted = _required_tiles(batch, name, part)
     allowed = dict(zip(wanted.key.tolist(), wanted.pairs.tolist(), strict=True))
     declared = zip(given.key.tolist(), given.pairs.tolist(), strict=True)
     for index, (key, pairs) in enumerate(declared):
         if allowed.get(key) != pairs:
-            where = f"mask {name!r}: {given.name(index)} on rank {given.rank[index]}"
-            counts = f"declares {pairs} pairs; the mask allows {allowed.get(key, 0)}"
-            findings.add(1, f"{where} {counts}")
+            where = f"{given.name(index)} on rank {given.rank[index]}"
+            yield f"{where} declares {pairs} pairs; the mask allows {allowed.get(key, 0)}"
     for index in np.flatnonzero(~np.isin(wanted.key, given.key)).tolist():
-        missing = f"{wanted.name(index)} ({wanted.pairs[index]} pairs)"
-        findings.add(1, f"mask {name!r}: {missing} is on no rank")
-    _check_distinct(given, name, findings)
-    _check_totals(given, batch, name, len(plan.parts[0].head_groups), findings)
-
-
-def _check_distinct(given: AllTiles, name: str, findings: Findings) -> None:
+        yield f"{wanted.name(index)} ({wanted.pairs[index]} pairs) is on no rank"
     _, first, count = np.unique(given.key, return_index=True, return_counts=True)
     for index in first[count > 1]:
         ranks = given.rank[given.key == given.key[index]].tolist()
-        findings.add(1, f"mask {name!r}: {given.name(index)} is computed twice, on ranks {ranks}")
+        yield f"{given.name(index)} is computed twice, on ranks {ranks}"
+    total = sum(int(np.diff(mask.ranges.astype(np.int64)).sum()) for mask in batch.masks[name])
+    for group in range(len(part.head_groups)):
+        held = int(given.pairs[given.head_group == group].sum())
+        if held != total:
+            yield f"the tiles of head group {group} hold {held} pairs; the mask allows {total}"
 
 
-def _check_totals(
-    given: AllTiles, batch: Batch, name: str, groups: int, findings: Findings
-) -> None:
-    allowed = 0
-    for mask in batch.masks[name]:
-        spans = mask.ranges.astype(np.int64)
-        allowed += int((spans[:, :, 1] - spans[:, :, 0]).sum())
-    for group in range(groups):
-        total = int(given.pairs[given.head_group == group].sum())
-        if total != allowed:
-            findings.add(
-                1,
-                f"mask {name!r}: the tiles of head group {group} hold {total} pairs; "
-                f"the mask allows {allowed}",
+def check_rows(part: RankPlan, batch: Batch, name: str) -> Iterator[str]:
+    """The row runs decode to the ranges of the batch's masks; further columns are empty, at the end
+    of the sequence."""
+    of_row, row, ranges = decode_rows(part.blocks, part.masks[name].rows)
+    blocks, bounds = np.unique(of_row, return_index=True)
+    for block, own in zip(blocks.tolist(), pairwise([*bounds, len(row)]), strict=True):
+        mask, rows = batch.masks[name][part.blocks.sequence[block]], slice(*own)
+        columns = max(ranges.shape[1], mask.ranges.shape[1])
+        wanted = np.full((len(row[rows]), columns, 2), mask.length)
+        wanted[:, : mask.ranges.shape[1]] = mask.ranges[row[rows]]
+        given = np.full_like(wanted, -1)
+        given[:, : ranges.shape[1]] = ranges[rows]
+        wrong = (given != wanted).any(axis=(1, 2))
+        if wrong.any():
+            first = int(np.argmax(wrong))
+            yield (
+                f"row {row[rows][first]} of block {block} has key ranges {given[first].tolist()}; "
+                f"the batch's mask says {wanted[first].tolist()}"
             )
-
-
-def check_rows(part: RankPlan, batch: Batch, name: str, findings: Findings) -> None:
-    """The row runs decode to the ranges of the batch's masks."""
-    rows = part.masks[name].rows
-    block, position, ranges = decode_rows(part.blocks, rows)
-    wanted = _expected_ranges(batch, name, part.blocks, block, position, ranges.shape[1])
-    missing = wanted.shape[1] - ranges.shape[1]
-    if missing:
-        ranges = np.concatenate([ranges, wanted[:, ranges.shape[1] :] * 0 - 1], axis=1)
-    wrong = (ranges != wanted).any(axis=(1, 2))
-    for b in np.unique(block[wrong]):
-        row = int(np.flatnonzero(wrong & (block == b))[0])
-        findings.add(
-            1,
-            f"rank {part.rank}, mask {name!r}: row {position[row]} of block {b} has key ranges "
-            f"{ranges[row].tolist()}; the batch's mask says {wanted[row].tolist()}",
-        )
-
-
-def _expected_ranges(
-    batch: Batch, name: str, blocks: OwnedBlocks, block: Int64, position: Int64, columns: int
-) -> Int64:
-    """The batch's ranges of these rows, in at least `columns` columns; further ones are empty, at
-    the end of the sequence."""
-    sequence = blocks.sequence[block]
-    masks = batch.masks[name]
-    used = [masks[s].ranges for s in np.unique(sequence)]
-    most = max([columns, *(ranges.shape[1] for ranges in used)])
-    length = np.asarray(batch.lengths, np.int64)[sequence]
-    wanted = np.repeat(length, most * 2).reshape(len(block), most, 2)
-    for s in np.unique(sequence):
-        own, ranges = sequence == s, masks[s].ranges
-        wanted[own, : ranges.shape[1]] = ranges[position[own]]
-    return wanted
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,59 +176,49 @@ class ListedKernelTiles:
     k_coordinates: Int64  # [key rows], -1 where unused
 
 
-def check_kernel_call(
+def compare_kernel_tiles(
     batch: Batch,
-    mask_name: str,
+    name: str,
     blocks: OwnedBlocks,
     q_block: Int32 | Int64,
     k_block: Int32 | Int64,
     listed: ListedKernelTiles,
-) -> list[Violation]:
-    """Compares the pairs of the tiles q_block[i] × k_block[i] with those of the kernel tiles.
-
-    By boolean matrices over all (query, key) of the batch, so for small batches only.
-    """
-    findings = Findings()
-    for sentence in _misplaced(batch, listed):
-        findings.add(6, sentence)
-    if findings:
-        return findings.violations()
-    asked = _pairs_of_tiles(batch, mask_name, blocks, q_block, k_block)
+) -> Iterator[str]:
+    """How the pairs of the kernel tiles differ from those of the tiles q_block[i] × k_block[i]."""
+    misplaced = list(_misplaced(batch, listed))
+    if misplaced:
+        yield from misplaced
+        return
+    asked = _pairs_of_tiles(batch, name, blocks, q_block, k_block)
     given, unused = _pairs_of_kernel_tiles(batch, listed)
     for query in np.flatnonzero(unused).tolist():
-        findings.add(
-            6, f"mask {mask_name!r}: the query at coordinate {query} attends rows that hold no key"
-        )
+        yield f"mask {name!r}: the query at coordinate {query} attends rows that hold no key"
     for query, key in np.argwhere(asked != given).tolist():
-        findings.add(
-            6,
-            f"mask {mask_name!r}: the pair of coordinates ({query}, {key}) is computed "
+        yield (
+            f"mask {name!r}: the pair of coordinates ({query}, {key}) is computed "
             f"{given[query, key]} times by the kernel tiles, and belongs to {asked[query, key]} "
-            "tiles of the call",
+            "tiles of the call"
         )
-    return findings.violations()
 
 
-def _misplaced(batch: Batch, listed: ListedKernelTiles) -> list[str]:
+def _misplaced(batch: Batch, listed: ListedKernelTiles) -> Iterator[str]:
     """Kernel tiles and coordinates that point at nothing."""
-    sentences = []
     for name, tile, size, coordinates in (
         ("query", listed.q_tile, listed.rows, listed.q_coordinates),
         ("key", listed.k_tile, listed.columns, listed.k_coordinates),
     ):
         count = -(-len(coordinates) // size)
         if ((tile < 0) | (tile >= count)).any():
-            sentences.append(f"a listed kernel tile is outside the {count} of the {name} rows")
+            yield f"a listed kernel tile is outside the {count} of the {name} rows"
         if ((coordinates < -1) | (coordinates >= batch.num_tokens)).any():
-            sentences.append(f"a {name} row has a coordinate outside the batch")
+            yield f"a {name} row has a coordinate outside the batch"
     lengths = (
         {len(listed.q_tile), len(listed.k_tile), len(listed.full)},
         {len(listed.ranges), len(listed.q_coordinates)},
         {len(listed.k_numbers), len(listed.k_coordinates)},
     )
     if max(map(len, lengths)) > 1:
-        sentences.append("the arrays of the kernel call differ in length")
-    return sentences
+        yield "the arrays of the kernel call differ in length"
 
 
 def _pairs_of_tiles(

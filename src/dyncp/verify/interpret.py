@@ -5,19 +5,19 @@ says what the plan means, whatever an executor does, and can be compared with de
 that were never written are NaN, so that reading them shows in the results.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from dyncp.arrays import Bool, Float64, Int64
-from dyncp.blocks import Batch, Direction, HeadGroup
-from dyncp.plan import INPUT_SPACE, RESULT_SPACE, MaskPlan, Payload, Plan, Program, RankPlan, Space
+from dyncp.blocks import IS_INPUT, Batch, Direction, HeadGroup
+from dyncp.plan import MaskPlan, Payload, Plan, RankPlan, Space
 from dyncp.verify.coverage import decode_rows
-from dyncp.verify.messages import Entry, describe, entries_by_phase, run_programs
-from dyncp.verify.verify_plan import check_parts
-from dyncp.verify.violation import PlanError
+from dyncp.verify.programs import Entry, Key, RunningRank, describe, key_of, run_programs
+from dyncp.verify.verify_plan import PlanError, check_parts
 
 # fp64 results of a right plan differ by rounding only, around 1e-15; a wrong pair shows above 1e-6.
 TOLERANCE = 1e-10
@@ -111,8 +111,9 @@ def _reduce(grad: Float64, kv: Float64) -> Float64:
     return total
 
 
-class NumericRank:
-    """`start` has every field in batch order: inputs, and accumulators as they begin."""
+class _NumericRank(RunningRank):
+    """Instructions on real numbers; messages are flat arrays. `start` has every field in batch
+    order: inputs, and accumulators as they begin."""
 
     def __init__(
         self,
@@ -121,17 +122,10 @@ class NumericRank:
         direction: Direction,
         groups: Sequence[HeadGroup],
         start: Mapping[str, Float64],
+        scale: float,
     ) -> None:
-        self._part, self._mask, self._direction = part, mask, direction
-        self.program: Program = mask.program(direction)
-        self.coordinates = part.local_coordinates
-        self._place = np.tile(part.block_row, (*self.program.workspace_rows.shape, 1))
-        self._alive: dict[tuple[int, int, int], tuple[int, int]] = {}
-        slots = self.program.slots
-        self._place[slots.space, slots.head_group, slots.block] = slots.row
-        columns = (slots.space, slots.head_group, slots.block, slots.first, slots.last)
-        for space, group, block, *lives in np.stack(columns, axis=1).tolist():
-            self._alive[space, group, block] = tuple(lives)
+        super().__init__(part, mask, direction)
+        self._scale = scale
         self._fields = [
             {name: self._rows(name, g, group, start) for name in start}
             for g, group in enumerate(groups)
@@ -143,84 +137,80 @@ class NumericRank:
         """The workspace rows of one field and head group: own rows, then NaN."""
         heads = start[name].shape[1] // start["k"].shape[1]
         first = group.first_kv_head * heads
-        own = start[name][self.coordinates, first : first + group.num_kv_heads * heads]
+        own = start[name][self.part.local_coordinates, first : first + group.num_kv_heads * heads]
         space = Space.KV if name in _KEY_FIELDS else Space.Q
         count = int(self.program.workspace_rows[space, g])
         rows = np.full((count, *own.shape[1:]), np.nan)
         rows[: len(own)] = own
         return rows
 
-    def _slice(self, space: Space, group: int, block: int) -> slice:
-        row = int(self._place[space, group, block])
-        return slice(row, row + int(self._part.blocks.tokens[block]))
-
-    def pack(self, entries: Sequence[Entry]) -> Float64:
-        """One flat message: the fields of its payloads, one after the other."""
+    def pack(self, entries: Sequence[Entry], phase: int, at: int) -> Float64:  # noqa: ARG002
+        """The fields of the payloads, one after the other."""
         return np.concatenate([view.ravel() for entry in entries for view in self._views(entry)])
 
-    def unpack(self, entries: Sequence[Entry], message: Float64) -> None:
+    def unpack(self, entries: Sequence[Entry], message: Any, phase: int, at: int) -> None:  # noqa: ARG002
         """Cuts the message by this rank's own list, then fills slots and merges results."""
+        expected = f"rank {self.part.rank} expects {', '.join(map(describe, entries))}"
+        if message is None:
+            raise PlanError(f"{expected} in phase {phase}, and nobody sends it")
         sizes = [view.size for entry in entries for view in self._views(entry)]
         if sum(sizes) != message.size:
-            raise PlanError(
-                f"rank {self._part.rank} expects {sum(sizes)} numbers for "
-                f"{', '.join(map(describe, entries))}, but {message.size} arrive"
-            )
+            raise PlanError(f"{expected}: {sum(sizes)} numbers, but {message.size} arrive")
         pieces = iter(np.split(message, np.cumsum(sizes)[:-1]))
         for entry in entries:
             self._accept(entry, [next(pieces).reshape(v.shape) for v in self._views(entry)])
 
-    def _views(self, entry: Entry) -> Iterator[Float64]:
-        kind, group, block = entry
-        payload = Payload(kind)
-        space = INPUT_SPACE[payload] if payload in INPUT_SPACE else RESULT_SPACE[payload]
-        rows = self._slice(space, group, block)
-        return (self._fields[group][name][rows] for name in FIELDS[payload])
+    def _views(self, entry: Entry) -> list[Float64]:
+        rows, fields = self.rows_of(key_of(entry)), self._fields[entry[1]]
+        return [fields[name][rows] for name in FIELDS[Payload(entry[0])]]
 
     def _accept(self, entry: Entry, values: list[Float64]) -> None:
-        kind, group, block = entry
-        payload, views = Payload(kind), list(self._views(entry))
+        payload, views = Payload(entry[0]), self._views(entry)
         if payload is Payload.OUT:
             merge(views[0], views[1], values[0], values[1])
             return
         for view, value in zip(views, values, strict=True):
-            view[:] = value if payload in INPUT_SPACE else view + value
+            view[:] = value if IS_INPUT[payload] else view + value
         for name, initial in _RESET.get(payload, {}).items():
-            if name in self._fields[group]:
-                self._fields[group][name][self._slice(INPUT_SPACE[payload], group, block)] = initial
+            if name in self._fields[entry[1]]:
+                self._fields[entry[1]][name][self.rows_of(key_of(entry))] = initial
 
-    def compute(self, division: int, at: int, scale: float) -> None:
-        tiles = self._mask.tiles
+    def compute(self, division: int, at: int) -> None:
+        tiles, blocks = self.mask.tiles, self.part.blocks
         for index in np.flatnonzero(self.program.tile_division == division):
             group = int(tiles.head_group[index])
             q_block, k_block = int(tiles.q_block[index]), int(tiles.k_block[index])
-            rows = self._live_slice(Space.Q, group, q_block, at)
-            keys = self._live_slice(Space.KV, group, k_block, at)
-            first, last = self._part.blocks.start[k_block], self._part.blocks.end[k_block]
-            allowed = allowed_pairs(self._ranges[q_block], int(first), int(last))
+            rows = self._live_rows((int(Space.Q), group, q_block), at)
+            keys = self._live_rows((int(Space.KV), group, k_block), at)
+            first, last = int(blocks.start[k_block]), int(blocks.end[k_block])
+            allowed = allowed_pairs(self._ranges[q_block], first, last)
             fields = self._fields[group]
             inputs = fields["q"][rows], fields["k"][keys], fields["v"][keys]
-            if self._direction is Direction.FORWARD:
-                merge(fields["out"][rows], fields["lse"][rows], *attend(*inputs, allowed, scale))
+            if self.direction is Direction.FORWARD:
+                more = attend(*inputs, allowed, self._scale)
+                merge(fields["out"][rows], fields["lse"][rows], *more)
                 continue
             saved = (fields["dout"][rows], fields["lse"][rows], fields["delta"][rows])
-            dq, dk, dv = attend_backward(inputs, allowed, scale, *saved)
+            dq, dk, dv = attend_backward(inputs, allowed, self._scale, *saved)
             fields["dq"][rows] += dq
             fields["dk"][keys] += dk
             fields["dv"][keys] += dv
 
-    def _live_slice(self, space: Space, group: int, block: int, at: int) -> slice:
-        first, last = self._alive.get((int(space), group, block), (at, at))
-        if not first <= at <= last:
-            raise PlanError(
-                f"rank {self._part.rank} reads {space.name} of block {block}, head group {group} "
-                f"at instruction {at}; its slot holds it from {first} to {last}"
-            )
-        return self._slice(space, group, block)
+    def _live_rows(self, key: Key, at: int) -> slice:
+        slots = self.program.slots
+        if key in self.slot_of:
+            first, last = slots.first[self.slot_of[key]], slots.last[self.slot_of[key]]
+            if not first <= at <= last:
+                space, group, block = key
+                raise PlanError(
+                    f"rank {self.part.rank} reads {Space(space).name} of block {block}, head group "
+                    f"{group} at instruction {at}; its slot holds it from {first} to {last}"
+                )
+        return self.rows_of(key)
 
     def local(self, name: str) -> Float64:
         """A field of the own tokens, head groups side by side."""
-        count = len(self.coordinates)
+        count = self.part.local_tokens
         return np.concatenate([fields[name][:count] for fields in self._fields], axis=1)
 
 
@@ -300,42 +290,17 @@ def _run(
     scale: float,
 ) -> dict[str, Float64]:
     """All fields at the end, in batch order."""
-    ranks = [NumericRank(part, part.masks[name], direction, groups, start) for part in plan.parts]
-    stuck = run_programs([rank.program for rank in ranks], _NumericRun(ranks, scale))
+    ranks = [
+        _NumericRank(part, part.masks[name], direction, groups, start, scale) for part in plan.parts
+    ]
+    stuck = run_programs(ranks)
     if stuck:
         raise PlanError(f"the plan is stuck ({direction.name.lower()}): {'; '.join(stuck)}")
     end = {field: np.full_like(rows, np.nan) for field, rows in start.items()}
     for rank in ranks:
         for field, rows in end.items():
-            rows[rank.coordinates] = rank.local(field)
+            rows[rank.part.local_coordinates] = rank.local(field)
     return end
-
-
-class _NumericRun:
-    """Instructions on real numbers; messages are flat arrays in a mailbox."""
-
-    def __init__(self, ranks: list[NumericRank], scale: float) -> None:
-        self._ranks, self._scale = ranks, scale
-        self._sends = [entries_by_phase(rank.program.sends) for rank in ranks]
-        self._receives = [entries_by_phase(rank.program.receives) for rank in ranks]
-        self._in_flight: dict[tuple[int, int, int], Float64] = {}
-
-    def launch(self, rank: int, phase: int, at: int) -> None:  # noqa: ARG002
-        for peer, entries in self._sends[rank].get(phase, {}).items():
-            self._in_flight[rank, peer, phase] = self._ranks[rank].pack(entries)
-
-    def wait(self, rank: int, phase: int, at: int) -> None:  # noqa: ARG002
-        for peer, entries in self._receives[rank].get(phase, {}).items():
-            message = self._in_flight.pop((peer, rank, phase), None)
-            if message is None:
-                raise PlanError(
-                    f"rank {rank} waits in phase {phase} for a message that rank {peer} does "
-                    "not send"
-                )
-            self._ranks[rank].unpack(entries, message)
-
-    def compute(self, rank: int, division: int, at: int) -> None:
-        self._ranks[rank].compute(division, at, self._scale)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,25 +1,70 @@
-"""`verify_plan`: the static checks of a whole plan; what it declares of itself is checked here:
-balance (invariant 5), bytes (7), its batch and its own digest (8)."""
+"""`verify_plan`: all static checks of a plan, and the violations that they find.
+
+What a plan declares of itself is checked here: balance (invariant 5), bytes (7), its batch and its
+own digest (8)."""
 
 import math
-from collections.abc import Iterator
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import numpy as np
 
-from dyncp.arrays import Int64
+from dyncp.arrays import Int32, Int64
 from dyncp.blocks import ITEM_BYTES, K_KINDS, Q_KINDS, Batch, Direction, Payload
 from dyncp.checks import instance_of
-from dyncp.plan import PartError, Plan, RankPlan, stretches_of
+from dyncp.plan import OwnedBlocks, PartError, Plan, RankPlan, stretches_of
 from dyncp.plan.check import check_part
-from dyncp.verify.coverage import check_batch, check_rows, check_tiles, collect_tiles
-from dyncp.verify.messages import check_messages, check_order
-from dyncp.verify.symbolic import check_slots, run_symbolically
-from dyncp.verify.violation import INVARIANTS, Findings, PlanError, Violation
+from dyncp.verify.coverage import (
+    AllTiles,
+    ListedKernelTiles,
+    check_batch,
+    check_rows,
+    check_tiles,
+    collect_tiles,
+    compare_kernel_tiles,
+)
+from dyncp.verify.programs import Found
+from dyncp.verify.symbolic import check_programs
 
+INVARIANTS = {
+    1: "every allowed (query, key, head) pair is computed exactly once",
+    2: "every tile's inputs are on its rank by its division; no slot is reused while needed",
+    3: "every send has one receive of the same payload and phase; phases order without cycles",
+    4: "every partial result reaches its owner and is merged exactly once, in a fixed order",
+    5: "balance limits hold, or the plan says which could not and why",
+    6: "the pairs of a kernel call's listed kernel tiles are the pairs of its tiles",
+    7: "declared bytes equal the sum of the transfers and respect the hypergraph's bound",
+    8: "batch fingerprint and plan digest match",
+}
 # Those that a plan alone can break; kernel calls (6) are derived later.
 OF_PLANS = frozenset(INVARIANTS) - {6}
+
+# One fault can show in thousands of places; the first few say what it is. Sentences that differ in
+# numbers only are alike.
+MAX_ALIKE = 8
+_NUMBERS = re.compile(r"\d+(, \d+)*")
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One broken invariant: its number in `INVARIANTS`, and a sentence that says where and how."""
+
+    invariant: int
+    sentence: str
+
+    def __str__(self) -> str:
+        return f"[invariant {self.invariant}] {self.sentence}"
+
+
+class PlanError(ValueError):
+    """A plan that violates its invariants; the message has a sentence for each."""
+
+    @staticmethod
+    def of(violations: Iterable[Violation]) -> "PlanError":
+        return PlanError("the plan must not be run:\n" + "\n".join(f"  {v}" for v in violations))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +96,15 @@ def examine_plan(plan: Plan, batch: Batch) -> Verified:
     unsafe = check_parts(plan)
     if unsafe:
         return Verified(tuple(unsafe), frozenset())
-    findings, checked = Findings(), frozenset({8})
-    check_identity(plan, batch, findings)
-    foreign = list(check_batch(plan, batch))
-    for sentence in foreign:
-        findings.add(1, sentence)
+    found, checked = [(8, sentence) for sentence in _check_identity(plan, batch)], frozenset({8})
+    foreign = [(1, sentence) for sentence in check_batch(plan, batch)]
+    found += foreign
     if not foreign:
         checked = OF_PLANS
-        check_balance(plan, findings)
+        found += [(5, sentence) for sentence in _check_balance(plan)]
         for name in plan.parts[0].masks:
-            _check_mask(plan, batch, name, findings)
-    return Verified(tuple(findings.violations()), checked)
+            found += _check_mask(plan, batch, name)
+    return Verified(tuple(_violations(found)), checked)
 
 
 def check_plan(plan: Plan, batch: Batch) -> None:
@@ -71,20 +114,51 @@ def check_plan(plan: Plan, batch: Batch) -> None:
         raise PlanError.of(violations)
 
 
-def _check_mask(plan: Plan, batch: Batch, name: str, findings: Findings) -> None:
-    check_tiles(plan, batch, name, findings)
+def check_kernel_call(
+    batch: Batch,
+    mask_name: str,
+    blocks: OwnedBlocks,
+    q_block: Int32 | Int64,
+    k_block: Int32 | Int64,
+    listed: ListedKernelTiles,
+) -> list[Violation]:
+    """Compares the pairs of the tiles q_block[i] × k_block[i] with those of the kernel tiles.
+
+    By boolean matrices over all (query, key) of the batch, so for small batches only.
+    """
+    sentences = compare_kernel_tiles(batch, mask_name, blocks, q_block, k_block, listed)
+    return _violations((6, sentence) for sentence in sentences)
+
+
+def _violations(found: Iterable[Found]) -> list[Violation]:
+    """Ordered by invariant; at most `MAX_ALIKE` that differ in numbers only, with a last sentence
+    for those left out."""
+    kept: dict[Found, list[Violation]] = defaultdict(list)
+    left_out: Counter[Found] = Counter()
+    for invariant, sentence in found:
+        alike = (invariant, _NUMBERS.sub("#", sentence))
+        if len(kept[alike]) < MAX_ALIKE:
+            kept[alike].append(Violation(invariant, sentence))
+        else:
+            left_out[alike] += 1
+    violations = [violation for alike in kept.values() for violation in alike]
+    for (invariant, kind), count in left_out.items():
+        violations.append(Violation(invariant, f"{count} more like this: {kind}"))
+    return sorted(violations, key=lambda violation: violation.invariant)
+
+
+def _check_mask(plan: Plan, batch: Batch, name: str) -> Iterator[Found]:
+    tiles = collect_tiles(plan, name)
+    for sentence in check_tiles(tiles, plan.parts[0], batch, name):
+        yield 1, f"mask {name!r}: {sentence}"
     for part in plan.parts:
-        check_rows(part, batch, name, findings)
+        for sentence in check_rows(part, batch, name):
+            yield 1, f"rank {part.rank}, mask {name!r}: {sentence}"
     for direction in Direction:
-        check_traffic(plan, name, direction, findings)
+        for sentence in _check_traffic(plan, tiles, name, direction):
+            yield 7, f"mask {name!r}, {direction.name.lower()}{sentence}"
     for direction, _ in plan.parts[0].masks[name].programs():
-        where = f"mask {name!r}, {direction.name.lower()}"
-        programs = [part.masks[name].program(direction) for part in plan.parts]
-        check_messages(where, programs, findings)
-        for part, program in zip(plan.parts, programs, strict=True):
-            check_order(f"{where}, rank {part.rank}", program, findings)
-            check_slots(f"{where}, rank {part.rank}", part, program, findings)
-        run_symbolically(plan, name, direction, findings)
+        yield from check_programs(plan, name, direction)
 
 
 def check_parts(plan: Plan) -> list[Violation]:
@@ -148,7 +222,7 @@ def _differences(plan: Plan) -> Iterator[str]:
                 yield f"rank {part.rank}: its {what} differs from that of rank 0"
 
 
-def check_identity(plan: Plan, batch: Batch, findings: Findings) -> None:
+def _check_identity(plan: Plan, batch: Batch) -> Iterator[str]:
     """Fingerprints and stretches are the batch's, digests those of the plan as it is."""
     digest, stretches = _digest(plan), stretches_of(batch)
     for part in plan.parts:
@@ -157,13 +231,12 @@ def check_identity(plan: Plan, batch: Batch, findings: Findings) -> None:
             ("plan digest", part.digest, digest),
         ):
             if given != true:
-                findings.add(8, f"rank {part.rank}: the part's {what} is {given}; expected {true}")
+                yield f"rank {part.rank}: the part's {what} is {given}; expected {true}"
         given_columns, columns = ((s.start, s.before) for s in (part.stretches, stretches))
         if not all(map(np.array_equal, given_columns, columns)):
-            findings.add(
-                8,
+            yield (
                 f"rank {part.rank}: the part's stretches (which token comes before which) are not "
-                "the batch's",
+                "the batch's"
             )
 
 
@@ -175,8 +248,8 @@ def _digest(plan: Plan) -> str:
         return f"none ({error!r})"
 
 
-def check_balance(plan: Plan, findings: Findings) -> None:
-    compute, tokens = (_fullest(load) for load in (_work(plan), _tokens(plan)))
+def _check_balance(plan: Plan) -> Iterator[str]:
+    compute, tokens = map(_fullest, (_work(plan), plan.parts[0].tokens_per_rank))
     for part in plan.parts:
         declared = part.balance
         limits = declared.limits
@@ -185,17 +258,15 @@ def check_balance(plan: Plan, findings: Findings) -> None:
             ("tokens", tokens, declared.tokens_max_over_mean, limits.token_tolerance),
         ):
             if not math.isclose(given, true, rel_tol=1e-9):
-                findings.add(
-                    5,
+                yield (
                     f"rank {part.rank}: declares {what} max/mean {given:.6g}; the tiles and blocks "
-                    f"give {true:.6g}",
+                    f"give {true:.6g}"
                 )
             limit = math.inf if tolerance is None else 1 + tolerance
             if true > limit * (1 + 1e-12) and not declared.reason:
-                findings.add(
-                    5,
+                yield (
                     f"rank {part.rank}: {what} max/mean is {true:.6g}, over the limit of "
-                    f"{limit:.6g}, and the plan gives no reason",
+                    f"{limit:.6g}, and the plan gives no reason"
                 )
 
 
@@ -210,40 +281,24 @@ def _work(plan: Plan) -> Int64:
     return work
 
 
-def _tokens(plan: Plan) -> Int64:
-    blocks = plan.parts[0].blocks
-    tokens = np.zeros(len(plan.parts), np.int64)
-    np.add.at(tokens, blocks.owner, blocks.end - blocks.start)
-    return tokens
-
-
 def _fullest(load: Int64) -> float:
     total = int(load.sum())
     return int(load.max()) * len(load) / total if total else 1.0
 
 
-def check_traffic(plan: Plan, name: str, direction: Direction, findings: Findings) -> None:
-    where = f"mask {name!r}, {direction.name.lower()}"
-    present = plan.parts[0].masks[name].backward is not None or direction is Direction.FORWARD
+def _check_traffic(plan: Plan, tiles: AllTiles, name: str, direction: Direction) -> Iterator[str]:
+    first = plan.parts[0]
+    present = first.masks[name].backward is not None or direction is Direction.FORWARD
     moved = _moved_bytes(plan, name, direction) if present else 0
     for part in plan.parts:
         declared = part.declared_bytes[name][direction]
         if declared != moved:
-            findings.add(
-                7,
-                f"{where}, rank {part.rank}: declares {declared} bytes; the transfers have {moved}",
-            )
-    if not present:
-        return
-    needed, static = _needed_bytes(plan, name, direction), plan.parts[0].static
+            yield f", rank {part.rank}: declares {declared} bytes; the transfers have {moved}"
+    needed = _needed_bytes(first, tiles, direction) if present else 0
     if moved < needed:
-        findings.add(7, f"{where}: {moved} bytes travel, below the hypergraph's {needed}")
-    elif moved > needed and not static:
-        findings.add(
-            7,
-            f"{where}: {moved} bytes travel; the hypergraph needs {needed}, and the plan is "
-            "not static",
-        )
+        yield f": {moved} bytes travel, below the hypergraph's {needed}"
+    elif moved > needed and not first.static:
+        yield f": {moved} bytes travel; the hypergraph needs {needed}, and the plan is not static"
 
 
 def payload_sizes(part: RankPlan) -> Int64:
@@ -268,21 +323,20 @@ def payload_sizes(part: RankPlan) -> Int64:
 def _moved_bytes(plan: Plan, name: str, direction: Direction) -> int:
     total = 0
     for part in plan.parts:
-        sends, blocks = part.masks[name].program(direction).sends, part.blocks
-        tokens = (blocks.end - blocks.start)[sends.block].astype(np.int64)
-        total += int((payload_sizes(part)[sends.kind, sends.head_group] * tokens).sum())
+        sends = part.masks[name].program(direction).sends
+        sizes = payload_sizes(part)[sends.kind, sends.head_group]
+        total += int((sizes * part.blocks.tokens[sends.block]).sum())
     return total
 
 
-def _needed_bytes(plan: Plan, name: str, direction: Direction) -> int:
+def _needed_bytes(part: RankPlan, tiles: AllTiles, direction: Direction) -> int:
     """Σ size × (ranks that a block's tiles and its owner are on − 1)."""
-    part, tiles = plan.parts[0], collect_tiles(plan, name)
     sizes, blocks, total = payload_sizes(part), part.blocks, 0
     for side, kinds in ((tiles.q_block, Q_KINDS), (tiles.k_block, K_KINDS)):
-        touched = np.zeros((len(part.head_groups), len(blocks), len(plan.parts)), np.bool_)
+        touched = np.zeros((len(part.head_groups), len(blocks), part.num_ranks), np.bool_)
         touched[tiles.head_group, side, tiles.rank] = True
         touched[:, np.arange(len(blocks)), blocks.owner] = True
         travels = touched.sum(axis=2) - 1
         size = sum(sizes[kind] for kind in kinds[direction])
-        total += int((travels * np.asarray(size)[:, None] * (blocks.end - blocks.start)).sum())
+        total += int((travels * np.asarray(size)[:, None] * blocks.tokens).sum())
     return total
