@@ -29,7 +29,7 @@ from dyncp.executor.layout import (
 from dyncp.executor.order import START, ready_times
 from dyncp.kernels import IndexArrays, RowOps
 from dyncp.kernels.kernel import SequenceRows
-from dyncp.kernels.row_ops import OWN, Copy, Form, Kind, RowSum, Source, Target
+from dyncp.kernels.row_ops import IN_MEMORY, Copy, Form, Kind, RowSum, Source, Target
 from dyncp.plan import AttentionShape, Op, Space, Staging
 from dyncp.plan.buffers import OUTPUTS, times_of
 
@@ -128,7 +128,7 @@ def _gaps(layout: RankLayout) -> Int64:
         width = layout.items[name, group]
         to = layout.start[name, group] + first * width * layout.item_bytes[name]
         columns = {"COUNT": end - first, "WIDTH": width, "TO": to, "TO_ROW": width}
-        parts.append(_table(Copy, KIND=Kind.ZEROS, SOURCE=OWN, **columns))
+        parts.append(_table(Copy, KIND=Kind.ZEROS, SOURCE=IN_MEMORY, **columns))
     return np.concatenate(parts)
 
 
@@ -153,7 +153,7 @@ def _packed(layout: RankLayout, at: Int64) -> Int64:
         Copy,
         **_sizes(layout, sends, at),
         **_in_message(layout, sends, at, "TO"),
-        SOURCE=np.where(is_delta, OWN, name),
+        SOURCE=np.where(is_delta, IN_MEMORY, name),
         FROM=np.where(is_delta, layout.start[DELTA, group] + row * wide, layout.first_row + row),
         FROM_ROW=is_delta,
         FROM_HEAD=np.where(is_delta, layout.stride[DELTA, group], 0),
@@ -175,7 +175,7 @@ def _unpacked(layout: RankLayout, at: Int64) -> Int64:
         Copy,
         **sizes,
         **_in_message(layout, receives, at, "FROM"),
-        SOURCE=OWN,
+        SOURCE=IN_MEMORY,
         TO=layout.start[name, group] + row * row_bytes,
         TO_ROW=np.where(per_head, 1, width),
         TO_HEAD=layout.stride[name, group],
@@ -201,7 +201,7 @@ def _passed_on(layout: RankLayout, at: Int64, came: Int64) -> Int64:
     """Received inputs into other messages, straight from the one that they came in."""
     target = _in_message(layout, layout.sends, at, "TO")
     source = _in_message(layout, layout.receives, came, "FROM")
-    return _table(Copy, **_sizes(layout, layout.sends, at), **source, **target, SOURCE=OWN)
+    return _table(Copy, **_sizes(layout, layout.sends, at), **source, **target, SOURCE=IN_MEMORY)
 
 
 def _sizes(layout: RankLayout, fields: PayloadFields, at: Int64) -> dict[str, Int64]:
@@ -291,7 +291,7 @@ class _Sums:
         name, group, block = sends.name[at], sends.group[at], sends.block[at]
         targets = _table(
             Target,
-            RESULT=OWN,
+            RESULT=IN_MEMORY,
             AT=sends.at[at],
             HEADS=layout.num_heads[name, group],
             COUNT=self._part.blocks.tokens[block],
