@@ -233,7 +233,7 @@ def _candidates(task: Callable[..., Task]) -> Iterator[tuple[str, Candidate]]:
     chosen = choose(plain).candidate
     yield f"{AUTO} ({chosen.placement.solver})", chosen
     yield "auto, quality", choose(task(effort="quality")).candidate
-    for name in ("owner_computes", "bisection", "bisection_quality", "whole_documents"):
+    for name in ("owner_computes", "bisection", "bisection_quality"):
         placed = plain.place(find_solver(name), Limits(0.1, 0.2))
         yield from _dynamic(plain, name, placed)
     statics = static_candidates(plain.batch.lengths, plain.shape, plain.topology)

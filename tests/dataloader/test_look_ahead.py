@@ -15,7 +15,7 @@ from dyncp.dataloader.batching import SelectedBatch, SelectedStep
 from dyncp.dataloader.dataset import SampleEntry, open_source
 from dyncp.dataloader.decision import Decision, PlanExchange
 from dyncp.dataloader.options import LoaderConfig
-from dyncp.dataloader.peers import Peers, Progress
+from dyncp.dataloader.peers import Peers, TrainingProgress
 from dyncp.dataloader.planning import BatchPlanner, Closed, PlanReply
 from dyncp.dataloader.prepare import BatchData, BatchPreparer, LoaderContext, MaskMaker
 from dyncp.dataloader.ranks import BatchMismatch, LoaderRanks, PeerError, Store, chunk_keys
@@ -204,7 +204,7 @@ REPLY = PlanReply((b"part of 0", b"part of 1"), "d1", "f1", "bisection", 6, 0.1)
 
 def join(store, ranks, stalled=0.0, closing=False):
     """A rank's exchange, and its view of its peers."""
-    progress = Progress(1.0, 1.0, asked_at=time.perf_counter() - stalled, closing=closing)
+    progress = TrainingProgress(1.0, 1.0, asked_at=time.perf_counter() - stalled, closing=closing)
     peers = Peers(store, ranks, progress)
     return PlanExchange(peers), peers
 

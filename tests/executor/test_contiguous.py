@@ -220,14 +220,14 @@ def test_borders_say_which_documents_the_pieces_are():
 def test_whole_documents_are_balanced_and_stay_at_home_where_they_can():
     lengths = [40, 33, 30, 21, 20, 13, 10, 7, 6, 5, 3, 2]
     batch = Batch.of([masks.causal(length) for length in lengths])
-    for solver in ("whole_documents", "random"):
+    for solver in ("uncut", "random"):
         config = PlannerConfig(solver=solver, block_size=5)
         step = DCPExecutor(virtual_ranks=3).prepare(
             plan_batch(batch, Topology(1, 3), config=config)
         )
         rows = step.contiguous
         assert rows.imbalance == max(rows.rows_per_rank) * 3 / 190 < 1.1
-        if solver == "whole_documents":
+        if solver == "uncut":
             assert rows.sent_bytes(1) < 0.2 * 190
     batch, config = Batch.of([masks.causal(900), masks.causal(60)]), PlannerConfig(solver="zigzag")
     step = DCPExecutor(virtual_ranks=3).prepare(plan_batch(batch, Topology(1, 3), config=config))

@@ -13,7 +13,7 @@ from dyncp.plan import Direction, Layout, Payload
 from paced import plan_paced
 
 KERNELS = st.sampled_from([CpuKernel(), ReferenceKernel(4), ReferenceKernel()])
-DYNAMIC = ("random", "bisection", "owner_computes", "whole_documents")
+DYNAMIC = ("random", "bisection", "owner_computes", "uncut")
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 

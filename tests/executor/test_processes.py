@@ -27,7 +27,7 @@ pytestmark = pytest.mark.xdist_group("processes")
 
 LENGTHS = [(33, 5, 1, 40), (70,), (3, 2, 1), (17, 29, 8, 8, 1)]
 MASKS = [masks.causal, masks.lambda_shaped(sinks=2, window=9), masks.shared_question, masks.full]
-SOLVERS = ["random", "zigzag", "whole_documents"]
+SOLVERS = ["random", "zigzag", "owner_computes"]
 
 
 def make_case(index: int, num_ranks: int, dtype: str = "fp64") -> Case:

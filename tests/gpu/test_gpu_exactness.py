@@ -27,7 +27,7 @@ SOLVERS = (
     "owner_computes",
     "bisection",
     "zigzag",
-    "whole_documents",
+    "uncut",
 )  # random is that of all masks
 # Cut at borders of kernel tiles, rows of these have one range: there is less to compile.
 SHORT = (1100, 300)

@@ -18,7 +18,7 @@ HYBRID = ("lfm2", "qwen3_next")
 def hybrid_cases(rank):
     """Three steps of both models, on ranks without rows, and with branches."""
     executor = DCPExecutor(timeout=60)
-    whole = {"solver": "whole_documents", "local_multiple": 1, "numbers": SMALL}
+    whole = {"solver": "uncut", "local_multiple": 1, "numbers": SMALL}
     found = {}
     for name in HYBRID:
         found[name, "empty ranks"] = losses_and_weights(make_model(name), executor, **whole)

@@ -81,7 +81,7 @@ def special_cases(rank):
     """Branches under local layers; ranks without tokens; the same under FSDP's mixed precision."""
     executor = DCPExecutor(timeout=60)
     branches = losses_and_weights(make_model("gemma3"), executor, QUESTION)
-    whole = {"solver": "whole_documents", "local_multiple": 1, "numbers": SMALL}
+    whole = {"solver": "uncut", "local_multiple": 1, "numbers": SMALL}
     empty = losses_and_weights(make_model("gemma3"), executor, **whole)
     moe = losses_and_weights(make_model("qwen3_moe"), executor, **whole)
     rope = losses_and_weights(make_model("llama dynamic rope"), executor, **whole)

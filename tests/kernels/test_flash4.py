@@ -33,7 +33,7 @@ def kernel(deterministic):
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("solver", ["owner_computes", "bisection", "random", "whole_documents"])
+@pytest.mark.parametrize("solver", ["owner_computes", "bisection", "random", "uncut"])
 @pytest.mark.parametrize("shape", [(2, 1, 32), (2, 2, 40)], ids=["grouped", "plain"])
 def test_plans_are_exact(mask, solver, shape):
     batch = Batch.of([MASKS[mask](length) for length in (400, 65, 129, 1)])

@@ -12,7 +12,7 @@ QUESTION, ANSWERS = 13, (11, 1, 24, 6)
 
 def branch_losses(tokens):
     """Per-token losses of one sequence, alone in a dense run."""
-    data, _ = one_batch([{"input_ids": tokens}], masks.causal, 1, "whole_documents")
+    data, _ = one_batch([{"input_ids": tokens}], masks.causal, 1, "uncut")
     logits = new_decoder()(data, dense_attend([{"input_ids": tokens}], masks.causal))
     return token_losses(logits, data).detach()
 

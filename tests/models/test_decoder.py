@@ -36,13 +36,13 @@ def loss_and_gradients(decoder, data, attend):
     return logits.detach(), loss.item(), {n: p.grad for n, p in decoder.named_parameters()}
 
 
-@pytest.mark.parametrize("solver", ["whole_documents", "zigzag", "random"])
+@pytest.mark.parametrize("solver", ["owner_computes", "zigzag", "random"])
 @pytest.mark.parametrize("name", MASKS)
 def test_three_ranks_give_the_logits_and_gradients_of_the_dense_run(name, solver):
     documents, decoder = random_documents(61, 5, 30, 1, 17), new_decoder()
     data, step = one_batch(documents, MASKS[name], 3, solver)
     logits, loss, gradients = loss_and_gradients(decoder, data, attend_under(step))
-    dense_data, _ = one_batch(documents, MASKS[name], 1, "whole_documents")
+    dense_data, _ = one_batch(documents, MASKS[name], 1, "uncut")
     attend = dense_attend(documents, MASKS[name])
     dense_logits, dense_loss, dense_gradients = loss_and_gradients(decoder, dense_data, attend)
 
@@ -85,7 +85,7 @@ def test_gradients_are_summed_with_those_of_a_process_without_tokens():
     (some, loss, gradients), (none, other_loss, other_gradients) = run_ranks(gradients_of_rank, 2)
     assert sorted([some, none]) == [0, 2]
     decoder = new_decoder()
-    data, _ = one_batch(random_documents(2), masks.causal, 1, "whole_documents")
+    data, _ = one_batch(random_documents(2), masks.causal, 1, "uncut")
     attend = dense_attend(random_documents(2), masks.causal)
     _, expected, dense = loss_and_gradients(decoder, data, attend)
     assert abs(loss - expected) < 1e-10

@@ -28,7 +28,7 @@ def unrolled(tokens):
     """Mean loss over all targets of all paths, and its gradients."""
     nodes = torch.split(tokens, LENGTHS)
     samples = [{"input_ids": torch.cat([nodes[i] for i in path])} for path in paths()]
-    data, _ = one_batch(samples, masks.causal, 1, "whole_documents")
+    data, _ = one_batch(samples, masks.causal, 1, "uncut")
     decoder = new_decoder()
     loss = next_token_loss(decoder(data, dense_attend(samples, masks.causal)), data)
     loss.backward()

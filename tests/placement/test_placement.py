@@ -69,20 +69,12 @@ def test_minimal_bytes_of_zigzag_are_the_keys_that_a_causal_mask_needs():
     assert forward == needed * chunk * kv_bytes
 
 
-def test_whole_documents_split_only_what_is_longer_than_a_ranks_share():
-    lengths = [5000, 1000, 1000, 900, 800, 300]
-    graph, placement = place("whole_documents", lengths, 4)
-    ranks = [
-        len(set(placement.block_rank[graph.blocks.sequence == s].tolist()))
-        for s in range(len(lengths))
-    ]
-    assert ranks == [3, 1, 1, 1, 1, 1]
-
-
-def test_whole_documents_that_all_fit_move_nothing():
-    graph, placement = place("whole_documents", [512] * 8, 4)
+def test_uncut_deals_whole_sequences_and_moves_nothing():
+    graph, placement = place("uncut", [512] * 8, 4)
     assert minimal_bytes(graph, placement, "default", Direction.BACKWARD) == 0
     assert max_over_mean(graph, placement) == (1.0, 1.0)
+    graph, placement = place("uncut", [5000, 1000, 900], 4)
+    assert minimal_bytes(graph, placement, "default", Direction.BACKWARD) == 0
 
 
 def test_random_uses_every_rank_and_its_seed():

@@ -138,7 +138,7 @@ def test_links_of_endless_bandwidth_leave_computing_and_copying(
 
 
 def test_a_plan_without_communication_takes_its_compute_time() -> None:
-    case = make_case([1000] * 4, Topology(1, 4), "whole_documents")
+    case = make_case([1000] * 4, Topology(1, 4), "uncut")
     for direction in Direction:
         times = run(case, direction)
         assert len(times.messages) == 0
@@ -162,13 +162,13 @@ def test_simulating_twice_gives_the_same_bits() -> None:
 
 
 def test_a_slower_rank_never_makes_attention_faster() -> None:
-    case = make_case([9000, 1000], Topology(1, 4), "whole_documents")
+    case = make_case([9000, 1000], Topology(1, 4), "zigzag")
     slow = replace(case.topology, speeds=(1.0, 0.2, 1.0, 1.0))
     assert run(case, Direction.FORWARD, slow).seconds > run(case, Direction.FORWARD).seconds
 
 
 def test_a_step_adds_up_layers_and_the_work_of_the_fullest_rank() -> None:
-    case = make_case([6000, 1000, 500], preset("h200", 1, 4), "whole_documents")
+    case = make_case([6000, 1000, 500], preset("h200", 1, 4), "owner_computes")
     step = simulate_plan(case.plan(), case.topology, case.cost, model=LLAMA)
     tokens = np.bincount(case.placement.block_rank, case.graph.blocks.tokens)
     per_token = 3 * LLAMA.flops_per_token(Direction.FORWARD) / case.cost.profile.dense

@@ -23,7 +23,7 @@ from dyncp.dataloader.options import (
     describe_schedule,
     integer_option,
 )
-from dyncp.dataloader.peers import Peers, Progress
+from dyncp.dataloader.peers import Peers, TrainingProgress
 from dyncp.dataloader.planning import (
     BatchPlanner,
     PlanProcess,
@@ -152,7 +152,7 @@ class DCPDataLoader:
         chosen = (group, mesh, virtual_ranks)
         self._is_alone = all(x is None for x in chosen) and not dist.is_initialized()
         self._number, self._iterations = _next_number(self.ranks), 0
-        progress = Progress(LoaderConfig.plan_timeout, STORE_TIMEOUT)
+        progress = TrainingProgress(LoaderConfig.plan_timeout, STORE_TIMEOUT)
         with Peers(self._open_store(STORE_TIMEOUT), self.ranks, progress) as peers:
             self.config = LoaderConfig.of(arguments)
             progress.plan_timeout = self.config.plan_timeout
@@ -348,7 +348,7 @@ class DCPDataLoader:
         }
 
     def _open_store(self, timeout: float) -> Store:
-        """With keys by run, restart, loader and iteration (0: the handshake)."""
+        """With keys by run, restart, loader and iteration (0: making the loader)."""
         number, self._iterations = self._iterations, self._iterations + 1
         if not self.ranks.shared:
             return Store()

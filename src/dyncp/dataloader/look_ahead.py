@@ -24,7 +24,7 @@ import numpy as np
 from dyncp.dataloader.batching import SelectedStep
 from dyncp.dataloader.decision import PlanExchange
 from dyncp.dataloader.local_fields import loss_divisor
-from dyncp.dataloader.peers import Peers, Progress
+from dyncp.dataloader.peers import Peers, TrainingProgress
 from dyncp.dataloader.planning import Closed, PlanFailed, PlanProcess
 from dyncp.dataloader.prepare import (
     BatchData,
@@ -136,7 +136,7 @@ class LookAhead:
     ) -> None:
         self._context, self._steps, self._metrics = context, steps, metrics
         config = context.config
-        self._progress = Progress(config.plan_timeout, config.store_timeout, asked=first)
+        self._progress = TrainingProgress(config.plan_timeout, config.store_timeout, asked=first)
         self._changed = threading.Condition()
         self._at_exit = False
         self._failure: BaseException | None = None
@@ -217,6 +217,7 @@ class LookAhead:
         if any(thread.is_alive() for thread in self._threads):
             logger.warning("a thread of the loader is stuck in the dataset or the mask function")
             return
+        self._peers.store.hurry()
         self._peers.close()
 
     def _end_planning(self) -> None:

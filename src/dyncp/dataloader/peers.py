@@ -64,7 +64,7 @@ Heartbeat = dict[str, Any]  # with the location
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """How far training is on this rank. The loader writes it, threads that wait for it read it."""
 
     plan_timeout: float
@@ -93,7 +93,7 @@ class Peers:
         self,
         store: Store,
         ranks: LoaderRanks,
-        progress: Progress,
+        progress: TrainingProgress,
         locations: Sequence[Location] = (),
     ) -> None:
         self.progress = progress
@@ -263,9 +263,8 @@ class Peers:
     def _where(self, process: int, beat: Heartbeat | None) -> str:
         name = f"rank {self.ranks.name(process)}"
         if beat is None:
-            known = self._location(process)
-            if known is not None and _has_ended(known):
-                raise self._ended_error(process, known)
+            if self._locations and _has_ended(self._locations[process]):
+                raise self._ended_error(process, self._locations[process])
             return f"{name} has not begun"
         silent = self._silent_seconds(process, beat)
         at = f"process {beat['pid']} on {beat['host']}"
@@ -324,7 +323,6 @@ class Peers:
         """Leaves, and closes the store. The last rank deletes what is left there; processes that
         died are not waited for. Never raises."""
         self._ended.set()
-        self.store.hurry()
         if self._thread.is_alive():
             self._thread.join(2 * HEARTBEAT_SECONDS)
         try:
@@ -404,16 +402,13 @@ class Peers:
 
     def _dead(self) -> dict[int, Location]:
         """Processes of this node that ended without closing the iteration."""
-        known = {p: self._heartbeat(p) or self._location(p) for p in self._others}
-        ended = {p: where for p, where in known.items() if where and _has_ended(where)}
+        known = {p: self._locations[p] for p in self._others} if self._locations else {}
+        ended = {p: where for p, where in known.items() if _has_ended(where)}
         return {p: where for p, where in ended.items() if not self.store.has(f"closed/{p}")}
 
     def _ended_error(self, process: int, where: Location) -> PeerError:
         name = f"rank {self.ranks.name(process)} (process {where['pid']} on {where['host']})"
         return PeerError(f"{self._name} cannot continue: {name} has ended")
-
-    def _location(self, process: int) -> Location | None:
-        return self._locations[process] if self._locations else None
 
 
 def own_location() -> Location:

@@ -22,17 +22,16 @@ from dyncp.placement.placement import (
     measure_balance,
     minimal_bytes,
 )
-from dyncp.placement.random import random
-from dyncp.placement.solver import Solver
+from dyncp.placement.solver import Solver, random
 from dyncp.placement.static_bounds import Bound, StaticBounds, whole_rows
 from dyncp.placement.static_methods import (
     STATIC_SOLVERS,
     static_candidates,
     static_solver,
+    uncut,
     with_degree,
 )
 from dyncp.placement.step_estimate import Prices
-from dyncp.placement.whole_documents import uncut, whole_documents
 
 SOLVERS = {
     solver.name: solver
@@ -44,7 +43,6 @@ SOLVERS = {
         owner_computes,
         owner_computes_fine,
         hypergraph,
-        whole_documents,
         uncut,
         *STATIC_SOLVERS,
         random,

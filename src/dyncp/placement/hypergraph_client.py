@@ -118,7 +118,7 @@ class Worker:
             _close(process)
 
     def forget(self) -> None:
-        """In a forked child: the process belongs to the parent, which may be using it."""
+        """Called in a forked child: drops the handle; the worker belongs to the parent."""
         self._lock = threading.Lock()
         process, self._process = self._process, None
         if process is not None:

@@ -13,10 +13,10 @@ from dyncp.placement.step_estimate import (
     LOW,
     Prices,
     StepEstimate,
+    change_owner,
     estimate,
     make_estimate,
     num_edges,
-    own,
     pin,
     seconds,
     unit_seconds,
@@ -27,7 +27,7 @@ from dyncp.topology import Topology
 
 
 class Unit(NamedTuple):
-    """Room for one unit; `sizes` says how many tiles, blocks and edges it has now."""
+    """Scratch arrays for one unit; `sizes` says how many tiles, blocks and edges it has now."""
 
     tiles: Int64
     blocks: Int64
@@ -127,7 +127,7 @@ def putunit_seconds(step: StepEstimate, unit: Unit, r: int, s: int) -> None:
         for side in range(2 * masks):
             for g in range(groups):
                 e = (side * blocks + b) * groups + g
-                own(size, node, pins, users, busy, edge[e, 1], e, r, s)
+                change_owner(size, node, pins, users, busy, edge[e, 1], e, r, s)
         block_rank[b] = s
 
 
@@ -313,5 +313,5 @@ def _placement(graph: BlockGraph, step: StepEstimate) -> Placement:
 
 
 def _alone(step: StepEstimate) -> float:
-    """The estimate if nothing travelled and all were level."""
+    """The estimate without communication and with perfect balance."""
     return float((step.weight * step.busy[:, : len(step.slow)].mean(axis=1)).sum())

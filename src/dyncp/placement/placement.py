@@ -1,8 +1,7 @@
 """Placement: which rank owns each token block and computes each tile, and its balance."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -22,11 +21,11 @@ class Limits:
     token_tolerance: float | None = None
 
     def __post_init__(self) -> None:
-        for field in ("compute_tolerance", "token_tolerance"):
-            value = getattr(self, field)
+        for name in ("compute_tolerance", "token_tolerance"):
+            value = getattr(self, name)
             number = value is None or isinstance(value, int | float)
             if not number or (value is not None and not value >= 0):
-                raise ValueError(f"{field} is {value}; allowed are numbers from 0 on, or None")
+                raise ValueError(f"{name} is {value}; must be a number of at least 0, or None")
 
     def missed(self, compute: float, tokens: float) -> float:
         """By how much these shares of the mean exceed the limits, in all."""
@@ -73,6 +72,10 @@ class Placement:
     solver: str
     static: bool
     traffic: Traffic | None = None
+    # What `find_remote_uses` has found: bounds and schedules of both directions ask for the same.
+    _remote_uses: "dict[tuple[BlockGraph, str, bool], RemoteUses]" = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     @property
     def pattern(self) -> str:
@@ -118,16 +121,16 @@ def check_placement(graph: BlockGraph, placement: Placement) -> None:
             raise ValueError(f"solver {placement.solver!r} placed no tiles of mask {name!r}")
         expected[f"tile_rank[{name!r}]"] = len(tiles)
         given[f"tile_rank[{name!r}]"] = placement.tile_rank[name]
-    for field, ranks in given.items():
-        if len(ranks) != expected[field]:
+    for what, ranks in given.items():
+        if len(ranks) != expected[what]:
             raise ValueError(
-                f"solver {placement.solver!r} gave {len(ranks)} entries in {field}; "
-                f"the batch has {expected[field]}"
+                f"solver {placement.solver!r} gave {len(ranks)} entries in {what}; "
+                f"the batch has {expected[what]}"
             )
         if len(ranks) and not (ranks.min() >= 0 and ranks.max() < placement.num_ranks):
             raise ValueError(
                 f"solver {placement.solver!r} used ranks {ranks.min()} to {ranks.max()} in "
-                f"{field}; allowed are 0 to {placement.num_ranks - 1}"
+                f"{what}; allowed are 0 to {placement.num_ranks - 1}"
             )
 
 
@@ -183,11 +186,19 @@ class RemoteUses:
         return len(self.rank)
 
 
-@lru_cache(maxsize=2)  # bounds and schedules, forward and backward, ask for the same
 def find_remote_uses(
     graph: BlockGraph, placement: Placement, name: str, *, keys: bool
 ) -> RemoteUses:
     """Remote uses of the key blocks, or of the query blocks, of mask `name`'s tiles."""
+    found, key = placement._remote_uses, (graph, name, keys)
+    if key not in found:
+        found[key] = _list_remote_uses(graph, placement, name, keys=keys)
+    return found[key]
+
+
+def _list_remote_uses(
+    graph: BlockGraph, placement: Placement, name: str, *, keys: bool
+) -> RemoteUses:
     blocks = graph.tiles[name].k_block if keys else graph.tiles[name].q_block
     num_blocks, num_groups = len(graph.blocks), len(graph.head_groups)
     tile_rank = placement.tile_rank[name]

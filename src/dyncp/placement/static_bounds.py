@@ -1,4 +1,4 @@
-"""What static methods need at least, so that most of them need not be simulated."""
+"""Lower bounds of static methods, so that most of them need not be simulated."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -20,7 +20,7 @@ CERTAIN, SHORT = 0.95, 8
 DENSE = 0.5
 
 
-# What a static method needs at least, from the loads of sequences alone.
+# Lower bounds from the loads of sequences alone.
 #
 # Whole sequences are dealt to groups of ranks. Methods that cut every sequence by itself give each
 # rank of a group the same chunks of all of them, so its work follows from the work of chunks; those
@@ -30,9 +30,9 @@ DENSE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Least shares of the batch's work and tokens on the fullest rank, the kernel calls that it
-    makes at least, and the seconds that communication takes at least: forward, per byte of a
-    token's keys and values, and per byte of a token that goes to other heads' ranks or back."""
+    """Lower bounds of a static method: shares of the batch's work and tokens on the most loaded
+    rank, its kernel calls, and the seconds of communication: forward, per byte of a token's keys
+    and values, and per byte of a token that goes to other heads' ranks or back."""
 
     work: float
     tokens: float
@@ -58,7 +58,7 @@ class StaticBounds:
         self._chunks = cache(self._chunk_work)
 
     def of(self, degrees: Degrees) -> Bound:
-        """Of a static method with these degrees."""
+        """The bounds of a static method with these degrees."""
         if degrees.method not in METHODS:
             return self._hybrid(degrees.tokens)
         method = METHODS[degrees.method]
@@ -78,7 +78,8 @@ class StaticBounds:
         )
 
     def _every_rank(self, share: Float64) -> bool:
-        """Whether ranks use the keys of all ranks of their group, whichever group has most work."""
+        """Whether the ranks of the group with most work use the keys of all ranks of that group:
+        certain with one group if any sequence is dense, else only if all are."""
         return bool(self._is_dense.any() if len(share) == 1 else self._is_dense.all())
 
     def _work(self, method: Method, share: Float64, degree: int, heads: int) -> float:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dyncp.arrays import Int64, frozen
-from dyncp.blocks import AttentionShape, BlockGraph
+from dyncp.blocks import AttentionShape, BlockGraph, choose_sizes_by_work
 from dyncp.placement.megatron_hybrid import hybrid_candidates, hybrid_with_budget, megatron_hybrid
 from dyncp.placement.placement import Limits, Placement, Traffic
 from dyncp.placement.solver import Degrees, Solver
@@ -266,3 +266,12 @@ def _degrees(
             fits = heads == degree if method.only_heads else heads < degree
             if fits and degree % heads == 0:
                 yield degree, heads
+
+
+def place_uncut(graph: BlockGraph, topology: Topology, _limits: Limits, _seed: int) -> Placement:
+    """Whole sequences dealt to ranks: nothing travels, and nothing promises balance."""
+    rank = deal_sequences(graph, topology.num_ranks)[graph.blocks.sequence]
+    return Placement.where_queries_live(graph, topology.num_ranks, rank, "uncut", static=False)
+
+
+uncut = Solver("uncut", place_uncut, choose_sizes_by_work)

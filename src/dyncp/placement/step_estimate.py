@@ -31,7 +31,7 @@ class StepEstimate(NamedTuple):
     """An edge is one side (0 queries, 1 keys) of a block for one mask and head group:
     ((mask × 2 + side) × blocks + block) × groups + group. `busy` has a row per mask × 2 + direction
     and a last one for work outside attention; its columns are compute, in, out (by rank), NICs in,
-    NICs out (by node). From `tile_rank` on, moves change it."""
+    NICs out (by node). The fields from `tile_rank` on are updated by moves."""
 
     tile: Int64  # [tiles, 3] query edge, key edge, mask
     cost: Float64  # [tiles, 3] seconds forward and backward, work that limits count
@@ -109,7 +109,7 @@ def pin(
 
 
 @inner
-def own(
+def change_owner(
     size: Float64, node: Int64, pins: Int32, users: Int32, busy: Float64,
     row: int, e: int, r: int, s: int,
 ) -> None:  # fmt: skip

@@ -22,7 +22,7 @@ OTHER_STARTS = {"fast": FEW_STARTS, "quality": FEW_STARTS + MORE_STARTS}
 # Token tolerances that are tried when tokens cost time: the fullest rank sets that of all per-token
 # work.
 TOKENS = {"fast": (0.01, 0.005), "quality": (0.05, 0.02, 0.01, 0.005, 0.0025)}
-OTHER_SOLVERS = {"fast": (), "quality": ("bisection", "bisection_quality", "whole_documents")}
+OTHER_SOLVERS = {"fast": (), "quality": ("bisection", "bisection_quality")}
 
 # Tried where limits are missed or cost much: smaller blocks, and tiles that may run anywhere.
 WAYS_TO_KEEP_LIMITS = ("owner_computes_fine", "bisection_quality")
