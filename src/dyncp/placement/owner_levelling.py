@@ -70,6 +70,7 @@ class BlockOwners(NamedTuple):
 
 
 def own_blocks(needs: TileNeeds, topology: Topology, caps: Float64, rank: Int64) -> BlockOwners:
+    """Blocks with these ranks; `caps` are the work and tokens that a rank may have."""
     edges, ranks = len(needs.size), topology.num_ranks
     limit = np.maximum(np.tile(caps, (ranks, 1)), 1e-9)
     owned = BlockOwners(
