@@ -11,24 +11,23 @@ from benchmarks.attention_times import (
     bench_ranks,
     bench_virtual_ranks,
     check_methods,
+    kernel_name,
 )
-from dyncp.calibrate.calls import KernelChoice, World, device_text, kernel_name
-from dyncp.calibrate.timing import Repeats
+from dyncp.calibrate.calls import World, device_name, device_text, executor_options
+from dyncp.calibrate.timing import Repeats, Tools
 from dyncp.cli.arguments import (
     Progress,
-    add_device_option,
     add_kernel_option,
     add_lengths_options,
-    add_output_options,
-    add_profile_option,
-    add_repeats_option,
+    add_measuring_options,
+    add_profile_options,
     add_shape_options,
-    check_raw,
+    check_folder,
     comma_separated,
     lengths_of,
     make_batch,
     open_world,
-    preset_for,
+    option,
     profile_of,
     shape_of,
     shape_text,
@@ -37,12 +36,11 @@ from dyncp.cli.arguments import (
 )
 from dyncp.cost import CostModel
 from dyncp.planner import Task
-from dyncp.topology import PRESETS as TOPOLOGIES
 from dyncp.topology import Topology
 
 RANKS = {"cpu": 4, "cuda": 32}
 TOKENS = {"cpu": 4096, "cuda": 131072}
-RANKS_PER_MACHINE = 8
+RANKS_PER_NODE = 8
 DIRECTIONS = ("forward", "backward")
 
 EXAMPLES = (
@@ -53,41 +51,25 @@ EXAMPLES = (
 
 
 def add_options(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--virtual-ranks",
-        type=int,
-        metavar="N",
-        help=f"ranks that this device runs one after the other (default {RANKS['cuda']}, on CPUs "
-        f"{RANKS['cpu']}; under torchrun: its real ranks instead)",
+    add_rank_options(
+        parser, "ranks that this device runs one after the other", "; under torchrun: real"
     )
     add_lengths_options(parser, listed=True, sample="ldc:0")
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        help=f"tokens of a --sample batch (default {TOKENS['cuda']}, on CPUs {TOKENS['cpu']})",
-    )
-    parser.add_argument(
-        "--topology",
-        metavar="PRESET",
-        help=f"links and predicted rates: {', '.join(TOPOLOGIES)} (default: those of the device)",
-    )
-    add_profile_option(parser)
-    parser.add_argument(
-        "--ranks-per-node",
-        type=int,
-        help=f"of virtual ranks (default {RANKS_PER_MACHINE}, or all where there are fewer)",
-    )
-    parser.add_argument(
-        "--methods",
-        default="auto,zigzag",
-        help=f"auto is dyncp's planner; choose from {', '.join(METHODS)}, or all "
-        "(default %(default)s)",
-    )
+    text = f"tokens of a --sample batch (default {TOKENS['cuda']}, on CPUs {TOKENS['cpu']})"
+    option(parser, "--tokens", text, type=int)
+    add_profile_options(parser)
+    text = f"auto is dyncp's planner; choose from {', '.join(METHODS)}, or all"
+    option(parser, "--methods", text, "auto,zigzag")
     add_kernel_option(parser)
     add_shape_options(parser)
-    add_device_option(parser)
-    add_repeats_option(parser, 5)
-    add_output_options(parser)
+    add_measuring_options(parser, 5)
+
+
+def add_rank_options(parser: ArgumentParser, ranks: str, more: str = "") -> None:
+    text = f"{ranks} (default {RANKS['cuda']}, on CPUs {RANKS['cpu']}{more})"
+    option(parser, "--virtual-ranks", text, type=int, metavar="N")
+    text = f"of virtual ranks (default {RANKS_PER_NODE}, or all where there are fewer)"
+    option(parser, "--ranks-per-node", text, type=int)
 
 
 def run(args: Namespace) -> int:
@@ -96,17 +78,12 @@ def run(args: Namespace) -> int:
             f"--virtual-ranks is {args.virtual_ranks}, but torchrun runs real ranks; give one or "
             "the other"
         )
-    check_raw(args)
+    check_folder("--raw", args.raw)
     with open_world(args.device) as world:
         setting = _setting(args, world)
-        progress = Progress()
-
-        def tell(text: str) -> None:
-            if world.first:
-                progress.show_seldom(text)
-
+        progress = Progress(quiet=not world.first)
         bench = bench_ranks if under_torchrun() else bench_virtual_ranks
-        found = bench(setting, tell)
+        found = bench(setting, progress.show)
         progress.clear()
         if world.first:
             about = _about(args, world, setting)
@@ -116,20 +93,14 @@ def run(args: Namespace) -> int:
 
 def _setting(args: Namespace, world: World) -> AttentionSetting:
     kind = world.device.type
-    args.topology = args.topology or preset_for(world.device)
     args.tokens = TOKENS[kind] if args.tokens is None else args.tokens
-    shape = shape_of(args, world.device)
-    cost = CostModel(profile_of(args), shape)
-    task = Task.of(
-        make_batch(args, lengths_of(args)), _topology(args, world, cost), shape, None, cost
-    )
-    return AttentionSetting(
-        task,
-        check_methods(comma_separated(args.methods)),
-        KernelChoice.of(args.kernel),
-        world.device,
-        Repeats(timed=args.repeats),
-    )
+    shape = shape_of(args, kind)
+    cost = CostModel(profile_of(args, device_name(world.device)), shape)
+    batch = make_batch(args.mask, lengths_of(args))
+    task = Task.of(batch, _topology(args, world, cost), shape, None, cost)
+    executor_options(args.kernel)
+    tools = Tools(shape, args.kernel, world.device, Repeats(timed=args.repeats))
+    return AttentionSetting(task, check_methods(comma_separated(args.methods)), tools)
 
 
 def _topology(args: Namespace, world: World, cost: CostModel) -> Topology:
@@ -143,7 +114,7 @@ def virtual_topology(args: Namespace, kind: str, cost: CostModel) -> Topology:
     ranks = RANKS[kind] if args.virtual_ranks is None else args.virtual_ranks
     if ranks < 1:
         raise ValueError(f"--virtual-ranks is {ranks}; at least 1 is needed")
-    per_node = args.ranks_per_node or min(ranks, RANKS_PER_MACHINE)
+    per_node = args.ranks_per_node or min(ranks, RANKS_PER_NODE)
     if per_node < 1 or ranks % per_node:
         raise ValueError(
             f"--ranks-per-node is {per_node}, which does not divide the {ranks} virtual ranks"
@@ -155,8 +126,8 @@ def _about(args: Namespace, world: World, setting: AttentionSetting) -> dict[str
     topology = setting.topology
     return {
         "device": device_text(world.device),
-        "kernel": str(setting.choice),
-        "kernel_name": kernel_name(setting.choice, world.device),
+        "kernel": args.kernel,
+        "kernel_name": kernel_name(args.kernel, world.device),
         "shape": asdict(setting.cost.shape),
         "mask": args.mask,
         "lengths": list(setting.batch.lengths),

@@ -1,9 +1,8 @@
 """Times of the attention of plans: rank by rank on one device, or on real ranks."""
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,17 +10,11 @@ import torch
 import torch.distributed as dist
 
 from dyncp.arrays import Float64
-from dyncp.blocks import DEFAULT_MASK, AttentionShape, Batch, Direction
-from dyncp.calibrate.calibration import plan_work, rank_pairs
-from dyncp.calibrate.calls import (
-    KernelChoice,
-    backward,
-    forward,
-    make_executor,
-    make_inputs,
-)
-from dyncp.calibrate.timing import CallTimes, Repeats, add_kernels, time_calls, wait_for
-from dyncp.cli.simulate import STATIC_METHODS, static_splits
+from dyncp.blocks import DEFAULT_MASK, Batch, Direction
+from dyncp.calibrate.calls import backward, forward, make_executor, make_inputs
+from dyncp.calibrate.rates import seconds_together
+from dyncp.calibrate.timing import CallTimes, Run, Tools, add_kernels, plan_work, time_calls
+from dyncp.cli.simulate import STATIC_METHODS, best_splits
 from dyncp.cost import CostModel
 from dyncp.executor import Step, attention
 from dyncp.plan import Plan
@@ -49,16 +42,28 @@ def find_candidates(task: Task, methods: Sequence[str], tell: Tell) -> dict[str,
     if AUTO in methods:
         tell(f"planning with {AUTO} ...")
         found[AUTO] = choose(task).candidate
-    best: dict[str, float] = {}
     static = [name for name in methods if name != AUTO]
-    for names, candidate in static_splits(
-        task, static, lambda name: tell(f"planning with {name} ...")
-    ):
-        seconds = candidate.simulated.step_seconds
-        for name in names:
-            if seconds < best.get(name, float("inf")):
-                best[name], found[name] = seconds, candidate
+    splits = best_splits(
+        task,
+        static,
+        lambda candidate: candidate.simulated,
+        lambda name: tell(f"planning with {name} ..."),
+    )
+    found |= {name: candidate for name, (candidate, _) in splits.items()}
     return {name: found[name] for name in methods}
+
+
+def kernel_name(kernel: str, device: torch.device) -> str:
+    """The kernel's own name; that of the kernel chosen here for "auto"."""
+    return make_executor(kernel, device, virtual_ranks=1).kernel.name
+
+
+def rank_pairs(plan: Plan, cost: CostModel) -> Float64:
+    """Pairs × q heads that each rank computes."""
+    work = plan_work(plan, Direction.FORWARD, cost)
+    pairs = np.zeros(plan.num_ranks)
+    np.add.at(pairs, [x.rank for x in work], [x.pairs for x in work])
+    return pairs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,18 +72,11 @@ class AttentionSetting:
 
     task: Task
     methods: tuple[str, ...]
-    choice: KernelChoice
-    device: torch.device
-    repeats: Repeats = field(default_factory=lambda: Repeats(timed=5))
+    tools: Tools
 
     @property
     def cost(self) -> CostModel:
         return self.task.cost
-
-    @property
-    def tools(self) -> tuple[AttentionShape, KernelChoice, torch.device]:
-        """What calls are timed with."""
-        return self.cost.shape, self.choice, self.device
 
     @property
     def topology(self) -> Topology:
@@ -100,12 +98,12 @@ def bench_virtual_ranks(setting: AttentionSetting, tell: Tell = lambda _: None) 
     for name, plan in plans.items():
         for part in plan.parts:
             tell(f"{name}: rank {part.rank} of {plan.num_ranks} ...")
-            timed[name, part.rank] = time_calls(part, *setting.tools, setting.repeats)
+            timed[name, part.rank] = time_calls(part, setting.tools)
     tell("profiling ...")
-    alone = replace(alone, times=add_kernels(alone.times, alone.plan.parts[0], *setting.tools))
+    alone = replace(alone, times=add_kernels(alone.times, alone.plan.parts[0], setting.tools))
     found = {}
     for name, plan in plans.items():
-        times = [add_kernels(timed[name, part.rank], part, *setting.tools) for part in plan.parts]
+        times = [add_kernels(timed[name, part.rank], part, setting.tools) for part in plan.parts]
         found[name] = _describe(plan, times, alone, setting)
     return {"alone": _describe_alone(alone), "methods": found}
 
@@ -125,7 +123,7 @@ def time_alone(setting: AttentionSetting) -> Alone:
     plan = plan_batch(setting.batch, Topology(), setting.cost.shape, cost=setting.cost)
     pairs = float(rank_pairs(plan, setting.cost).sum())
     try:
-        times = time_calls(plan.parts[0], *setting.tools, setting.repeats)
+        times = time_calls(plan.parts[0], setting.tools)
     except torch.OutOfMemoryError as error:
         return Alone(plan, pairs, {}, str(error).splitlines()[0])
     return Alone(plan, pairs, times)
@@ -269,13 +267,13 @@ def _division_rows(
 
 def bench_ranks(setting: AttentionSetting, tell: Tell = lambda _: None) -> dict[str, Any]:
     """Every method's plan on the ranks of the world; all ranks call it together."""
-    executor = make_executor(setting.choice, setting.device)
+    executor = make_executor(setting.tools.kernel, setting.tools.device)
     found = {}
     for name, candidate in find_candidates(setting.task, setting.methods, tell).items():
         tell(f"{name}: {setting.topology.num_ranks} ranks ...")
         plan = candidate.assemble(setting.task.config.layout)
         simulated = simulate_plan(plan, setting.topology, setting.cost)
-        measured = time_step(executor.prepare(plan), setting)
+        measured = time_step(executor.prepare(plan), setting.tools)
         predicted = {
             "forward": simulated.forward_seconds,
             "backward": simulated.backward_seconds,
@@ -293,31 +291,20 @@ def _over(measured: float, predicted: float) -> dict[str, float]:
     return {"predicted_over_measured": predicted / measured if measured else 0.0}
 
 
-def time_step(step: Step, setting: AttentionSetting) -> dict[str, dict[str, Any]]:
+def time_step(step: Step, tools: Tools) -> dict[str, dict[str, Any]]:
     """Median over repeats of the slowest rank's seconds, and every rank's own median, by
     direction."""
-    inputs = make_inputs(step.num_rows, setting.cost.shape, setting.device, seed=dist.get_rank())
+    inputs = make_inputs(step.num_rows, tools.shape, tools.device, seed=dist.get_rank())
     run = forward(lambda q, k, v: attention(step, q, k, v), inputs)
-    measured = {NAMES[Direction.FORWARD]: _together(run, setting.device, setting.repeats)}
-    run_backward = backward(run(), inputs)
-    measured[NAMES[Direction.BACKWARD]] = _together(run_backward, setting.device, setting.repeats)
+    measured = {NAMES[Direction.FORWARD]: _together(run, tools)}
+    measured[NAMES[Direction.BACKWARD]] = _together(backward(run(), inputs), tools)
     return measured
 
 
-def _together(run: Callable[[], Any], device: torch.device, repeats: Repeats) -> dict[str, Any]:
+def _together(run: Run, tools: Tools) -> dict[str, Any]:
     """All ranks start at a barrier; the call is over when the slowest is."""
-    for _ in range(repeats.warm_up):
-        run()
-    seconds = []
-    for _ in range(repeats.timed):
-        wait_for(device)
-        dist.barrier()
-        wait_for(device)
-        start = time.perf_counter()
-        run()
-        wait_for(device)
-        seconds.append(time.perf_counter() - start)
-    mine = torch.tensor(seconds, dtype=torch.float64, device=device)
+    seconds = seconds_together(run, tools.device, tools.repeats)
+    mine = torch.tensor(seconds, dtype=torch.float64, device=tools.device)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(every, mine)
     by_rank = torch.stack(every).cpu()

@@ -1,4 +1,5 @@
-"""The same attention by other implementations: torch's SDPA and FlexAttention, flash-attn-4.
+"""The same attention by other implementations: torch's SDPA and FlexAttention, flash-attn-4; and
+dense attention in fp64, which says what they all should give.
 
 `BASELINES` have the masks of `bench kernels`; `attend_whole` has the whole documents that `bench
 layers` compares a rank with. What cannot run here raises Unavailable with the reason.
@@ -9,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,13 +18,37 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from dyncp.blocks import DEFAULT_MASK, AttentionShape
-from dyncp.calibrate.calls import DTYPES, Attend, MaskCase, Unavailable
+from dyncp.blocks import DEFAULT_MASK, AttentionShape, Batch
+from dyncp.calibrate.calls import DTYPES, Attend, Inputs, Unavailable, batch_of
 
 # What other kernels have built in: one causal or full sequence, and causal documents.
 PLAIN, DOCUMENTS = ("causal", "full"), "document_causal"
 # A dense mask takes a byte per pair: larger ones are not worth their memory.
 MOST_MASKED_TOKENS, MOST_MASKED_PAIRS = 8192, 1 << 30
+# Scores of one chunk of rows of dense attention, over all heads: 512 MiB in fp64.
+CHUNK_SCORES = 1 << 26
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MaskCase:
+    """A batch to attend over, and the name of its mask."""
+
+    name: str
+    batch: Batch
+
+    @property
+    def tokens(self) -> int:
+        return self.batch.num_tokens
+
+    @property
+    def num_pairs(self) -> int:
+        return sum(mask.num_pairs for mask in self.batch.masks[DEFAULT_MASK])
+
+
+def mask_case(name: str, tokens: int) -> MaskCase:
+    """A batch of `tokens` tokens with the mask called `name`."""
+    return MaskCase(name, batch_of(name, tokens))
+
 
 Build = Callable[[MaskCase, torch.device], Attend]
 
@@ -302,3 +327,57 @@ def sdpa_after_keys(documents: WholeDocuments, device: torch.device) -> Attend:
         )
     allowed = torch.ones(rows, keys, dtype=torch.bool, device=device).tril(documents.before)
     return lambda q, k, v: sdpa(q, k, v, attn_mask=allowed)
+
+
+class OutAndGrads(NamedTuple):
+    """Output and gradients, rows as in the inputs."""
+
+    out: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def results_of(attend: Attend, inputs: Inputs) -> OutAndGrads:
+    """Output and gradients of one call."""
+    out = attend(*inputs.qkv)
+    return OutAndGrads(out.detach(), *torch.autograd.grad(out, inputs.qkv, inputs.dout))
+
+
+def relative_errors(given: OutAndGrads, expected: OutAndGrads) -> dict[str, float]:
+    """‖given − expected‖ / ‖expected‖ of output and gradients."""
+    errors = {}
+    for name, one, wanted in zip(OutAndGrads._fields, given, expected, strict=True):
+        size, error = wanted.norm().item(), (one.double() - wanted).norm().item()
+        errors[name] = error / size if size else error
+    return errors
+
+
+def dense_attention(batch: Batch, inputs: Inputs) -> OutAndGrads:
+    """Attention of all sequences, tokens in batch order, in fp64, some query rows at a time."""
+    q, k, v, dout = (x.detach().double() for x in (*inputs.qkv, inputs.dout))
+    found = OutAndGrads(*(torch.zeros_like(x) for x in (q, q, k, v)))
+    for start, mask in zip(batch.offsets.tolist(), batch.masks[DEFAULT_MASK], strict=False):
+        keys = slice(start, start + mask.length)
+        ranges = torch.from_numpy(mask.ranges.copy()).to(q.device)
+        chunk = max(1, CHUNK_SCORES // (q.shape[1] * mask.length))
+        for first in range(0, mask.length, chunk):
+            own = ranges[first : first + chunk]
+            rows = slice(start + first, start + first + len(own))
+            out, dq, dk, dv = _attend(own, q[rows], k[keys], v[keys], dout[rows])
+            found.out[rows], found.dq[rows] = out, dq
+            found.dk[keys] += dk
+            found.dv[keys] += dv
+    return found
+
+
+def _attend(ranges: Tensor, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> OutAndGrads:
+    """By torch's plain attention, of keys inside `ranges`; rows without keys give 0."""
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    key = torch.arange(len(k), device=q.device)
+    allowed = ((key >= ranges[..., :1]) & (key < ranges[..., 1:])).any(dim=1)
+    queries, keys, values = (x.transpose(0, 1) for x in leaves)
+    with sdpa_kernel(SDPBackend.MATH):
+        out = scaled_dot_product_attention(queries, keys, values, allowed, enable_gqa=True)
+    out = out.transpose(0, 1)
+    return OutAndGrads(out.detach(), *torch.autograd.grad(out, leaves, dout))

@@ -17,18 +17,10 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.baselines import WholeDocuments, attend_whole
+from benchmarks.baselines import WholeDocuments, attend_whole, relative_errors, results_of
 from benchmarks.cases import MASKS, SHAPE, TOKENS, Case, cluster
 from dyncp import AttentionShape, Batch, DCPExecutor, Topology, masks, plan_batch
-from dyncp.calibrate.calls import (
-    Attend,
-    Inputs,
-    KernelChoice,
-    make_inputs,
-    one_rank_attention,
-    relative_errors,
-    results_of,
-)
+from dyncp.calibrate.calls import Attend, Inputs, make_inputs, one_rank_attention
 from dyncp.transport import Null
 
 CPU = torch.device("cpu")
@@ -57,7 +49,7 @@ def compare(lengths: tuple[int, ...], shape: AttentionShape, repeats: int) -> li
     batch = Batch.of([masks.causal(n) for n in lengths])
     both = (
         attend_whole(WholeDocuments(lengths), shape, CPU),
-        one_rank_attention(batch, shape, KernelChoice("cpu"), CPU),
+        one_rank_attention(batch, shape, "cpu", CPU),
     )
     theirs, ours = (results_of(attend, inputs) for attend in both)  # warms up, too
     errors = relative_errors(ours, theirs)

@@ -10,38 +10,39 @@ from typing import Any
 
 import torch
 
-from benchmarks.baselines import BASELINES
+from benchmarks.baselines import (
+    BASELINES,
+    MaskCase,
+    OutAndGrads,
+    dense_attention,
+    mask_case,
+    relative_errors,
+    results_of,
+)
 from dyncp.blocks import AttentionShape
 from dyncp.calibrate.calls import (
     MASKS,
     Attend,
     Inputs,
-    KernelChoice,
-    MaskCase,
-    OutAndGrads,
     Unavailable,
     backward,
-    dense_attention,
     device_text,
+    executor_options,
     find_mask,
-    first_line,
     forward,
     make_inputs,
-    mask_case,
     one_rank_attention,
     open_device,
-    relative_errors,
-    results_of,
 )
+from dyncp.calibrate.diagnosis import first_line
 from dyncp.calibrate.timing import Repeats, Run, profiled_kernels, time_call
 from dyncp.cli.arguments import (
     Progress,
-    add_device_option,
-    add_output_options,
-    add_repeats_option,
+    add_measuring_options,
     add_shape_options,
-    check_raw,
+    check_folder,
     comma_separated,
+    option,
     positive_integers,
     shape_of,
     shape_text,
@@ -67,33 +68,17 @@ EXAMPLES = (
 
 
 def add_options(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--masks", default=",".join(MASKS), help="separated by commas (default %(default)s)"
-    )
-    parser.add_argument(
-        "--lengths",
-        help=f"tokens, as in 4096,8192 (default {LENGTHS['cuda']}, on CPUs {LENGTHS['cpu']})",
-    )
-    parser.add_argument(
-        "--kernels",
-        help="dyncp's kernels: NAME, NAME:fast or NAME:deterministic "
-        f"(default {KERNELS['cuda']}, on CPUs {KERNELS['cpu']})",
-    )
-    parser.add_argument(
-        "--baselines",
-        default=",".join(BASELINES),
-        help="others' kernels, used where they can run; '' for none (default %(default)s)",
-    )
+    option(parser, "--masks", "separated by commas", ",".join(MASKS))
+    text = f"tokens, as in 4096,8192 (default {LENGTHS['cuda']}, on CPUs {LENGTHS['cpu']})"
+    option(parser, "--lengths", text)
+    text = "dyncp's kernels: NAME, NAME:fast or NAME:deterministic "
+    option(parser, "--kernels", text + f"(default {KERNELS['cuda']}, on CPUs {KERNELS['cpu']})")
+    text = "others' kernels, used where they can run; '' for none"
+    option(parser, "--baselines", text, ",".join(BASELINES))
     add_shape_options(parser)
-    add_device_option(parser)
-    add_repeats_option(parser, 7)
-    parser.add_argument(
-        "--check",
-        default="smallest",
-        help="lengths whose results are compared with dense attention in fp64: smallest, all (up "
-        "to 16,384 tokens) or none (default %(default)s)",
-    )
-    add_output_options(parser)
+    text = "compared with dense attention in fp64: smallest, all (up to 16,384 tokens) or none"
+    option(parser, "--check", f"lengths whose results are {text}", "smallest")
+    add_measuring_options(parser, 7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +88,7 @@ class KernelsSetting:
 
     masks: tuple[str, ...]
     lengths: tuple[int, ...]
-    kernels: tuple[KernelChoice, ...]
+    kernels: tuple[str, ...]
     baselines: tuple[str, ...]
     shape: AttentionShape
     device: torch.device
@@ -118,6 +103,8 @@ class KernelsSetting:
                 raise ValueError(f"baseline is {name!r}; choose from {', '.join(BASELINES)}")
         for mask in self.masks:
             find_mask(mask)
+        for kernel in self.kernels:
+            executor_options(kernel)
 
     def checks(self, tokens: int) -> bool:
         if self.check == "none" or tokens > MOST_CHECKED_TOKENS:
@@ -153,11 +140,11 @@ class KernelRow:
 
 
 def run(args: Namespace) -> int:
-    check_raw(args)
+    check_folder("--raw", args.raw)
     device = open_device(args.device)
     setting = _setting(args, device)
     progress = Progress()
-    rows = list(bench_kernels(setting, progress.show_seldom))
+    rows = list(bench_kernels(setting, progress.show))
     progress.clear()
     about = {"device": device_text(device), "shape": asdict(setting.shape)}
     head = f"{device_text(device)}; {shape_text(setting.shape)}; median of {args.repeats}\n"
@@ -171,9 +158,9 @@ def _setting(args: Namespace, device: torch.device) -> KernelsSetting:
     return KernelsSetting(
         masks=comma_separated(args.masks),
         lengths=positive_integers(lengths, "--lengths"),
-        kernels=tuple(KernelChoice.of(word) for word in comma_separated(kernels)),
+        kernels=comma_separated(kernels),
         baselines=comma_separated(args.baselines),
-        shape=shape_of(args, device),
+        shape=shape_of(args, device.type),
         device=device,
         repeats=Repeats(timed=args.repeats),
         check=args.check,
@@ -206,8 +193,8 @@ def _implementations(
     case: MaskCase, setting: KernelsSetting
 ) -> Iterator[tuple[str, Callable[[], Attend]]]:
     shape, device = setting.shape, setting.device
-    for choice in setting.kernels:
-        yield str(choice), partial(one_rank_attention, case.batch, shape, choice, device)
+    for kernel in setting.kernels:
+        yield kernel, partial(one_rank_attention, case.batch, shape, kernel, device)
     for name in setting.baselines:
         yield name, partial(BASELINES[name], case, device)
 

@@ -7,33 +7,31 @@ from typing import Any
 
 import torch
 
-from benchmarks.attention import RANKS, RANKS_PER_MACHINE, TOKENS, virtual_topology
+from benchmarks.attention import TOKENS, add_rank_options, virtual_topology
+from benchmarks.attention_times import kernel_name
 from benchmarks.layers_times import GRAPHS, WARM_UP, LayersSetting, StackSetting, bench_layers
-from dyncp import masks
-from dyncp.blocks import ITEM_BYTES, Batch
-from dyncp.calibrate.calls import KernelChoice, device_text, kernel_name, open_device
+from dyncp.blocks import ITEM_BYTES
+from dyncp.calibrate.calls import device_name, device_text, executor_options, open_device
 from dyncp.calibrate.timing import Repeats
 from dyncp.cli.arguments import (
     SHAPES,
     Progress,
-    add_device_option,
     add_kernel_option,
-    add_output_options,
-    add_profile_option,
-    add_repeats_option,
-    check_raw,
-    check_tokens,
+    add_measuring_options,
+    add_profile_options,
+    check_folder,
     comma_separated,
+    draw_lengths,
+    make_batch,
     model_of,
-    preset_for,
+    option,
     profile_of,
     shape_text,
     show,
 )
 from dyncp.cost import CostModel, ModelConfig
 from dyncp.planner import Task
-from dyncp.samplers import NAMES, parse_sample, sample_lengths
-from dyncp.topology import PRESETS as TOPOLOGIES
+from dyncp.samplers import NAMES
 
 # A long-tailed batch, and one of 132 documents, most of them short.
 SAMPLES = "ldc:0,training_documents:12"
@@ -60,76 +58,34 @@ EXAMPLES = (
 
 
 def add_options(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--model",
-        help=f"{MODEL} or a config.json: sizes of the layers (default {MODEL}, on CPUs a small "
-        f"one: hidden {SMALL_MODEL.hidden}, {SMALL_MODEL.heads} heads)",
-    )
-    parser.add_argument("--layers", type=int, default=4, help="of the stack (default %(default)s)")
-    parser.add_argument(
-        "--dtype",
-        help=f"{', '.join(ITEM_BYTES)} (default {SHAPES['cuda'].dtype}, on CPUs "
-        f"{SHAPES['cpu'].dtype})",
-    )
-    parser.add_argument(
-        "--sample",
-        default=SAMPLES,
-        metavar="NAME:SEED,...",
-        help="length distributions of the batches, separated by commas; NAME is one of "
-        f"{', '.join(NAMES)} (default %(default)s)",
-    )
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        help=f"of a batch (default {TOKENS['cuda']}, on CPUs {TOKENS['cpu']})",
-    )
-    parser.add_argument(
-        "--masks",
-        default=MASKS,
-        help="separated by commas; `dyncp masks` lists them (default %(default)s)",
-    )
-    parser.add_argument(
-        "--virtual-ranks",
-        type=int,
-        metavar="N",
-        help=f"ranks of the plans (default {RANKS['cuda']}, on CPUs {RANKS['cpu']})",
-    )
-    parser.add_argument(
-        "--ranks-per-node",
-        type=int,
-        help=f"(default {RANKS_PER_MACHINE}, or all where there are fewer)",
-    )
-    parser.add_argument(
-        "--rank",
-        metavar="N,...",
-        help="ranks that run, separated by commas (default: those with the most pairs, the fewest, "
-        "and the most messages, and one in the middle)",
-    )
-    parser.add_argument(
-        "--topology",
-        metavar="PRESET",
-        help=f"links and rates that plans are made for: {', '.join(TOPOLOGIES)} (default: "
-        "that of the device)",
-    )
-    add_profile_option(parser)
+    small = f"a small one: hidden {SMALL_MODEL.hidden}, {SMALL_MODEL.heads} heads"
+    text = f"{MODEL} or a config.json: sizes of the layers (default {MODEL}, on CPUs {small})"
+    option(parser, "--model", text)
+    option(parser, "--layers", "of the stack", 4)
+    default = f"(default {SHAPES['cuda'].dtype}, on CPUs {SHAPES['cpu'].dtype})"
+    option(parser, "--dtype", f"{', '.join(ITEM_BYTES)} {default}")
+    text = "length distributions of the batches, separated by commas; NAME is one of "
+    option(parser, "--sample", text + ", ".join(NAMES), SAMPLES, metavar="NAME:SEED,...")
+    text = f"of a batch (default {TOKENS['cuda']}, on CPUs {TOKENS['cpu']})"
+    option(parser, "--tokens", text, type=int)
+    option(parser, "--masks", "separated by commas; `dyncp masks` lists them", MASKS)
+    add_rank_options(parser, "ranks of the plans")
+    text = "ranks that run, separated by commas (default: those with the most pairs, the fewest, "
+    text += "and the most messages, and one in the middle)"
+    option(parser, "--rank", text, metavar="N,...")
+    add_profile_options(parser)
     add_kernel_option(parser)
-    parser.add_argument(
-        "--graphs",
-        choices=GRAPHS,
-        default="auto",
-        help="whether the executor captures what it launches (default %(default)s)",
-    )
-    add_device_option(parser)
-    add_repeats_option(parser, 10)
-    add_output_options(parser)
+    text = "whether the executor captures what it launches"
+    option(parser, "--graphs", text, "auto", choices=GRAPHS)
+    add_measuring_options(parser, 10)
 
 
 def run(args: Namespace) -> int:
-    check_raw(args)
+    check_folder("--raw", args.raw)
     device = open_device(args.device)
     setting = _setting(args, device)
     progress = Progress()
-    found = bench_layers(setting, progress.show_seldom)
+    found = bench_layers(setting, progress.show)
     progress.clear()
     about = _about(args, setting)
     show(args, about | found, _lines(about, setting, found))
@@ -138,15 +94,14 @@ def run(args: Namespace) -> int:
 
 def _setting(args: Namespace, device: torch.device) -> LayersSetting:
     kind = device.type
-    args.topology = args.topology or preset_for(device)
     args.tokens = TOKENS[kind] if args.tokens is None else args.tokens
     model = _model(args, kind)
     shape = model.attention_shape(args.dtype or SHAPES[kind].dtype)
-    cost = CostModel(profile_of(args), shape)
-    choice = KernelChoice.of(args.kernel)
+    cost = CostModel(profile_of(args, device_name(device)), shape)
+    executor_options(args.kernel)
     return LayersSetting(
         tasks=_tasks(args, cost, model, kind),
-        stack=StackSetting(model, args.layers, shape, choice, device, args.graphs),
+        stack=StackSetting(model, args.layers, shape, args.kernel, device, args.graphs),
         ranks=_ranks(args.rank),
         repeats=Repeats(args.repeats, WARM_UP),
     )
@@ -155,10 +110,7 @@ def _setting(args: Namespace, device: torch.device) -> LayersSetting:
 def _model(args: Namespace, kind: str) -> ModelConfig:
     if args.model is None and kind == "cpu":
         return SMALL_MODEL
-    args.model = args.model or MODEL
-    model = model_of(args)
-    assert model is not None
-    return model
+    return model_of(args.model or MODEL)
 
 
 def _tasks(
@@ -167,16 +119,14 @@ def _tasks(
     """What is planned, by sample and mask."""
     topology = virtual_topology(args, kind, cost)
     samples, names = comma_separated(args.sample), comma_separated(args.masks)
-    for option, given in (("--sample", samples), ("--masks", names)):
+    for name, given in (("--sample", samples), ("--masks", names)):
         if not given:
-            raise ValueError(f"{option} is empty; at least one is needed")
+            raise ValueError(f"{name} is empty; at least one is needed")
     tasks = {}
     for sample in samples:
-        drawn = parse_sample(sample)
-        lengths = sample_lengths(drawn.name, check_tokens(args), drawn.seed)
+        lengths = draw_lengths(args, sample)
         for name in names:
-            mask = masks.by_name(name)
-            batch = Batch.of([mask(length) for length in lengths])
+            batch = make_batch(name, lengths)
             tasks[sample, name] = Task.of(batch, topology, cost.shape, None, cost, model)
     return tasks
 
@@ -194,8 +144,8 @@ def _about(args: Namespace, setting: LayersSetting) -> dict[str, Any]:
     stack, task = setting.stack, next(iter(setting.tasks.values()))
     return {
         "device": device_text(stack.device),
-        "kernel": str(stack.choice),
-        "kernel_name": kernel_name(stack.choice, stack.device),
+        "kernel": stack.kernel,
+        "kernel_name": kernel_name(stack.kernel, stack.device),
         "graphs": stack.graphs,
         "model": asdict(stack.model) | {"layers": stack.layers},
         "shape": asdict(stack.shape),

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.attention_times import rank_pairs
 from benchmarks.baselines import WholeDocuments, attend_whole, equal_pairs, plain_attention
 from benchmarks.layer_stack import (
     Kernels,
@@ -28,16 +29,9 @@ from benchmarks.layer_stack import (
 )
 from dyncp.arrays import Float64
 from dyncp.blocks import DEFAULT_MASK, AttentionShape, Batch, Direction
-from dyncp.calibrate.calibration import rank_pairs
-from dyncp.calibrate.calls import (
-    DTYPES,
-    Attend,
-    KernelChoice,
-    Unavailable,
-    first_line,
-    make_executor,
-)
-from dyncp.calibrate.timing import Noise, Repeats, Run
+from dyncp.calibrate.calls import DTYPES, Attend, Noise, Unavailable, make_executor
+from dyncp.calibrate.diagnosis import first_line
+from dyncp.calibrate.timing import Repeats, Run
 from dyncp.cost import CostModel, ModelConfig
 from dyncp.executor import DCPExecutor, attention
 from dyncp.plan import Plan, RankPlan
@@ -70,7 +64,7 @@ class StackSetting:
     model: ModelConfig
     layers: int
     shape: AttentionShape
-    choice: KernelChoice
+    kernel: str
     device: torch.device
     graphs: str = "auto"
 
@@ -81,7 +75,7 @@ class StackSetting:
     def executor(self, rank: int, num_ranks: int) -> DCPExecutor:
         """One rank without its peers: what it receives is random."""
         transport, graphs = Noise(rank, num_ranks), GRAPHS[self.graphs]
-        return make_executor(self.choice, self.device, transport=transport, graphs=graphs)
+        return make_executor(self.kernel, self.device, transport=transport, graphs=graphs)
 
 
 @dataclass(frozen=True, eq=False)

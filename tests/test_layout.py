@@ -37,7 +37,7 @@ ALLOWED = {
         "masks", "blocks", "cost", "plan", "planner", "executor", "dataloader", "topology",
     },
     "calibrate": {
-        "masks", "blocks", "plan", "planner", "cost", "simulate", "samplers", "topology",
+        "masks", "blocks", "plan", "verify", "planner", "cost", "simulate", "samplers", "topology",
         "transport", "kernels", "executor",
     },
     "cli": {

@@ -1,7 +1,9 @@
-"""Checks of what users give: a sentence instead of a TypeError somewhere inside."""
+"""Checks of what users give: a sentence instead of a TypeError somewhere inside; and how many cores
+there are."""
 
 import json
 import operator
+import os
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,12 @@ def read_json_file(what: str, path: Path) -> Any:
         raise ValueError(f"{what} {path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ValueError(f"{what} {path} is not JSON: {error}") from error
+
+
+def usable_cores() -> int:
+    """The cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def instance_of(name: str, value: Any, kinds: Any, expected: str) -> None:

@@ -4,23 +4,25 @@ import numpy as np
 import pytest
 import torch
 from benchmarks import baselines
+from benchmarks.baselines import (
+    OutAndGrads,
+    dense_attention,
+    mask_case,
+    relative_errors,
+    results_of,
+)
 
 from dense import dense_attention as plain_dense
 from dyncp import AttentionShape, Batch, masks
 from dyncp.calibrate.calls import (
     MASKS,
-    KernelChoice,
-    OutAndGrads,
+    Noise,
     Unavailable,
-    dense_attention,
+    executor_options,
     make_executor,
     make_inputs,
-    mask_case,
     one_rank_attention,
-    relative_errors,
-    results_of,
 )
-from dyncp.calibrate.timing import Noise
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(4, 2, 16, "fp32")
@@ -28,7 +30,7 @@ SHAPE = AttentionShape(4, 2, 16, "fp32")
 
 @pytest.mark.parametrize("chunk", [1 << 26, 5000])
 def test_dense_attention_is_that_of_autograd_however_rows_are_cut(monkeypatch, chunk):
-    monkeypatch.setattr("dyncp.calibrate.calls.CHUNK_SCORES", chunk)
+    monkeypatch.setattr(baselines, "CHUNK_SCORES", chunk)
     some_rows_empty = masks.Mask([[[0, 0]], *[[[0, i]] for i in range(1, 60)]])
     batch = Batch.of([masks.lambda_shaped(90, sinks=4, window=16), some_rows_empty])
     inputs = make_inputs(batch.num_tokens, AttentionShape(4, 2, 16, "fp64"), CPU)
@@ -44,7 +46,7 @@ def test_ours_and_torchs_attention_are_dense_attention(mask):
     inputs = make_inputs(300, SHAPE, CPU)
     expected = dense_attention(case.batch, inputs)
     theirs = baselines.BASELINES["sdpa_flash" if mask in baselines.PLAIN else "sdpa_mask"]
-    builds = [theirs(case, CPU), one_rank_attention(case.batch, SHAPE, KernelChoice("cpu"), CPU)]
+    builds = [theirs(case, CPU), one_rank_attention(case.batch, SHAPE, "cpu", CPU)]
     for attend in builds:
         errors = relative_errors(results_of(attend, inputs), expected)
         assert max(errors.values()) < 1e-5
@@ -98,14 +100,13 @@ def test_what_cannot_run_here_says_why(name, mask, reason):
 
 
 def test_kernels_are_chosen_by_name_and_order():
-    for text in ("cpu", "flash4:fast", "flash4:deterministic"):
-        assert str(KernelChoice.of(text)) == text
-    assert KernelChoice.of("flash4:fast") == KernelChoice("flash4", deterministic=False)
-    assert KernelChoice.of("cpu") == KernelChoice("cpu", deterministic=None)
+    assert executor_options("flash4:fast") == {"kernel": "flash4", "deterministic": False}
+    assert executor_options("flash4:deterministic")["deterministic"] is True
+    assert executor_options("cpu") == {"kernel": "cpu"}
     with pytest.raises(ValueError, match="'cpu:slow'; write NAME or NAME:deterministic or"):
-        KernelChoice.of("cpu:slow")
+        executor_options("cpu:slow")
     with pytest.raises(Unavailable, match="abacus"):
-        make_executor(KernelChoice("abacus"), CPU)
+        make_executor("abacus", CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

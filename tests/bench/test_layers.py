@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from benchmarks import baselines, layer_stack, layers_times
+from benchmarks.attention_times import rank_pairs
 from benchmarks.baselines import WholeDocuments, attend_whole, equal_pairs
 from benchmarks.layer_stack import (
     Kernels,
@@ -36,8 +37,7 @@ from hypothesis import strategies as st
 
 from dense import dense_attention, relative_error
 from dyncp import AttentionShape, Batch, DCPExecutor, Topology, attention, masks, plan_batch
-from dyncp.calibrate.calibration import rank_pairs
-from dyncp.calibrate.calls import KernelChoice, Unavailable
+from dyncp.calibrate.calls import Unavailable
 from dyncp.calibrate.timing import KernelRun, Repeats
 from dyncp.cost import CostModel, ModelConfig, find_profile
 from dyncp.planner import PlannerConfig, Task
@@ -257,9 +257,9 @@ def test_positions_are_those_in_the_sequence():
 
 
 def test_graphs_are_what_was_asked_for():
-    stack = StackSetting(MODEL, 1, SHAPE, KernelChoice("cpu"), CPU, graphs="off")
+    stack = StackSetting(MODEL, 1, SHAPE, "cpu", CPU, graphs="off")
     assert not stack.executor(0, 2).engine.graphs.wanted
-    stack = StackSetting(MODEL, 1, SHAPE, KernelChoice("cpu"), CPU, graphs="on")
+    stack = StackSetting(MODEL, 1, SHAPE, "cpu", CPU, graphs="on")
     with pytest.raises(Unavailable, match="graphs=True needs a CUDA GPU"):
         stack.executor(0, 2)
 
@@ -270,7 +270,7 @@ def test_plain_attention_that_fails_is_left_out_with_its_reason(monkeypatch):
 
     monkeypatch.setattr(layers_times, "attend_whole", failing)
     task = Task.of(BATCH, Topology(1, 2), SHAPE, None, COST, MODEL)
-    stack = StackSetting(MODEL, 1, SHAPE, KernelChoice("cpu"), CPU)
+    stack = StackSetting(MODEL, 1, SHAPE, "cpu", CPU)
     found = bench_layers(LayersSetting({("s", "m"): task}, stack, (0,), Repeats(2, 1)))
     measured = found["rows"][0]["attention"]
     assert measured["plain"]["reason"] == "RuntimeError: no such kernel"
@@ -295,7 +295,7 @@ def test_kernels_are_profiled_after_all_times_are_taken(monkeypatch):
     monkeypatch.setattr(layers_times, "time_steady", timed)
     monkeypatch.setattr(layer_stack, "profiled_kernels", profiled)
     task = Task.of(BATCH, Topology(1, 2), SHAPE, None, COST, MODEL)
-    stack = StackSetting(MODEL, 1, SHAPE, KernelChoice("cpu"), CPU)
+    stack = StackSetting(MODEL, 1, SHAPE, "cpu", CPU)
     found = bench_layers(LayersSetting({("s", "m"): task}, stack, None, Repeats(2, 1)))
     assert len(found["rows"]) == 2
     assert order == sorted(order, reverse=True)

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dyncp.blocks import AttentionShape, Direction
-from dyncp.calibrate.fit import CallSample, WholeCall, fit_rates, fit_rows, fit_seconds
+from dyncp.calibrate.calibration import CallSample, WholeCall, fit_rates, fit_rows
+from dyncp.calibrate.rates import fit_seconds
 from dyncp.cost import CostModel, Profile, find_profile
 
 RATES = st.floats(1e9, 1e15)

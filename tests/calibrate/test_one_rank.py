@@ -5,12 +5,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from benchmarks.attention_times import rank_pairs
 
 from dyncp import AttentionShape, Batch, Topology, masks, plan_batch
 from dyncp.blocks import Direction
-from dyncp.calibrate.calibration import plan_work, rank_pairs
-from dyncp.calibrate.calls import KernelChoice
-from dyncp.calibrate.timing import KernelRun, Repeats, seconds_by_call, time_call, time_calls
+from dyncp.calibrate.timing import (
+    KernelRun,
+    Repeats,
+    Tools,
+    plan_work,
+    seconds_by_call,
+    time_call,
+    time_calls,
+)
 from dyncp.cost import CostModel, find_profile
 from dyncp.planner import PlannerConfig
 from dyncp.simulate import simulate_plan
@@ -39,14 +46,14 @@ def test_the_median_call_is_what_counts():
 
     timed = time_call(run, CPU, Repeats(timed=3, warm_up=2))
     assert len(calls) == 5
-    assert 0 < timed.seconds == timed.host_seconds < 0.1
+    assert 0 < timed.seconds == timed.host_seconds  # on a CPU
     with pytest.raises(ValueError, match="repeats are 0"):
         Repeats(timed=0)
 
 
 @pytest.mark.parametrize("rank", range(3))
 def test_every_division_with_tiles_has_its_time(rank):
-    times = time_calls(PLAN.parts[rank], SHAPE, KernelChoice("cpu"), CPU, Repeats(3, 1))
+    times = time_calls(PLAN.parts[rank], Tools(SHAPE, "cpu", CPU, Repeats(3, 1)))
     for direction in Direction:
         divisions = {x.division for x in plan_work(PLAN, direction, COST) if x.rank == rank}
         measured = times[direction]
@@ -88,5 +95,5 @@ def test_a_rank_without_tiles_is_timed_too():
     config = PlannerConfig(solver="zigzag/cp1")
     plan = plan_batch(Batch.of([masks.causal(40)]), Topology(1, 2), SHAPE, config)
     idle = int(np.flatnonzero(plan.parts[0].tokens_per_rank == 0)[0])
-    times = time_calls(plan.parts[idle], SHAPE, KernelChoice("cpu"), CPU, Repeats(2, 0))
+    times = time_calls(plan.parts[idle], Tools(SHAPE, "cpu", CPU, Repeats(2, 0)))
     assert all(measured.kernel_seconds == 0 for measured in times.values())

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from dyncp.calibrate import diagnosis
-from dyncp.calibrate.calls import World
+from dyncp.calibrate.calls import RecordedKernel, World
 from dyncp.calibrate.diagnosis import Finding, diagnose
-from dyncp.calibrate.timing import RecordedKernel
 from dyncp.cli import main
 from dyncp.executor import DCPExecutor
 from dyncp.kernels import choose
@@ -62,7 +61,7 @@ class Silent(RecordedKernel):
 
 
 def test_a_kernel_that_computes_nothing_is_found(monkeypatch):
-    silent = Silent(DCPExecutor().kernel, CPU)
+    silent = Silent(DCPExecutor().kernel)
     found = diagnose(World.alone(CPU), silent)
     assert not found.healthy
     [finding] = [finding for finding in found.findings if finding.name == "plan"]

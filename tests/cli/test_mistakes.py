@@ -24,7 +24,7 @@ def mistake(capsys, words: list[str]) -> str:
         ([*BATCH, "--mask", "sliding_window:window=0"], "window"),
         ([*BATCH, "--solver", "best"], "solver is 'best'; choose one of bisection"),
         ([*BATCH, "--solver", "zigzag/cp5"], "5"),
-        ([*BATCH, "--topology", "moon"], "topology preset is 'moon'; choose one of p4de"),
+        ([*BATCH, "--topology", "moon"], "profile is 'moon'; choose one of p4de"),
         ([*BATCH, "--model", "gpt-x"], "model is 'gpt-x'; choose one of llama3_8b"),
         ([*BATCH, "--model", "/no/config.json"], "/no/config.json cannot be read"),
         ([*BATCH, "--dtype", "int3"], "dtype is 'int3'; choose one of fp64, fp32, bf16, fp16"),

@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from dyncp.cli import build_parser, main, train
+from dyncp.cli import build_parser, main
 
-train_run = pytest.importorskip("dyncp.cli.train_run", reason="the extra transformers is missing")
+train = pytest.importorskip("dyncp.cli.train", reason="the extra transformers is missing")
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -45,8 +45,9 @@ def test_two_processes_have_the_losses_of_one(zigzag_run):
     assert zigzag_run.returncode == 0, text
     assert "Losses agree: 2 ranks and one process" in text
     assert "Next:" in text
-    assert len([line for line in text.splitlines() if re.match(r"    \d ", line)]) == 3
-    assert max(map(len, text.splitlines())) <= 100
+    rows = [line for line in text.splitlines() if re.match(r"    \d ", line)]
+    assert len(rows) == 3
+    assert max(map(len, [train.HEADER, *rows])) <= 100
 
 
 def test_json_has_the_losses_and_bytes_of_every_step(zigzag_run):
@@ -59,7 +60,7 @@ def test_json_has_the_losses_and_bytes_of_every_step(zigzag_run):
     for step in summary["steps"]:
         # On 2 ranks zigzag moves each rank's KV to the other, less what causality spares.
         assert 0.7 * step["ring_bytes"] < step["moved_bytes"] <= step["ring_bytes"]
-        assert step["ring_bytes"] == 3 * step["tokens"] * train_run.KV_VALUES * 4
+        assert step["ring_bytes"] == 3 * step["tokens"] * train.KV_VALUES * 4
         assert step["seconds"] > 0
         assert step["compute_imbalance"] >= 1
 
@@ -120,7 +121,7 @@ def test_virtual_ranks_have_the_losses_of_one_process(tmp_path, mask):
         (tmp_path / f"{number}.txt").write_text("the quick brown fox " * (number + 1) ** 2)
     words = ["--corpus", str(tmp_path), "--max-length", "300", "--steps", "4", "--mask", mask]
     args = parsed(*words, "--solver", "random")
-    reference, rows = list(train_run.train_plain(args)), list(train_run.train_on_ranks(args, 3))
+    reference, rows = list(train.train_plain(args)), list(train.train_on_ranks(args, 3))
     assert [row["tokens"] for row in rows] == [row["tokens"] for row in reference]
     losses, alone = ([row["loss"] for row in found] for found in (rows, reference))
     assert losses == pytest.approx(alone, abs=1e-5)
@@ -131,11 +132,11 @@ def test_virtual_ranks_have_the_losses_of_one_process(tmp_path, mask):
 
 def test_ring_attention_moves_kv_forward_and_kv_with_gradients_backward():
     kv = 2 * 100 * 2 * 2 * 32 * 4  # layers × tokens × (k, v) × heads × dim × bytes
-    assert train_run.ring_bytes(100, 4) == 3 * (kv + 2 * kv)
+    assert train.ring_bytes(100, 4) == 3 * (kv + 2 * kv)
 
 
 def test_a_row_fits_into_its_columns(capsys):
-    train.print_table([ROW], [4.5001], sys.stdout)
+    train.compare(parsed(), 4, [ROW], [4.5001])
     assert capsys.readouterr().out.splitlines()[1].split() == [
         *("1", "1,000", "3", "700", "4.5000", "4.5001", "1.0e-04", "2.0", "8.0", "1.10", "0.5")
     ]
@@ -145,7 +146,7 @@ def test_a_row_fits_into_its_columns(capsys):
     ("reference", "agrees"), [(4.50001, True), (4.6, False), (float("nan"), False)]
 )
 def test_a_disagreement_is_an_error(capsys, reference, agrees):
-    assert train.conclude(parsed(), 4, [ROW], [reference]) == (0 if agrees else 1)
+    assert train.compare(parsed(), 4, [ROW], [reference]) == (0 if agrees else 1)
     captured = capsys.readouterr()
     assert ("Losses agree: 4 ranks" in captured.out) is agrees
     assert ("dyncp: error: LOSSES DIFFER: 4 ranks" in captured.err) is not agrees
@@ -153,8 +154,9 @@ def test_a_disagreement_is_an_error(capsys, reference, agrees):
 
 def test_without_transformers_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "dyncp.cli.train")
     assert main(["train"]) == 2
-    assert "transformers is not installed; pip install 'dyncp[transformers]'" in (
+    assert "needs transformers, which is not installed; pip install 'dyncp[transformers]'" in (
         capsys.readouterr().err
     )
 
@@ -165,17 +167,17 @@ def test_a_corpus_is_the_text_files_of_a_folder_in_the_order_of_their_paths(tmp_
     for path, text in files.items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_bytes(text)
-    corpus = train_run.TextCorpus(str(tmp_path), 6)
+    corpus = train.TextCorpus(str(tmp_path), 6)
     texts = [bytes(corpus[i]["input_ids"].tolist()) for i in range(len(corpus))]
     assert texts == [b"first ", b"second", bytes(range(1, 7))]
     (tmp_path / "none").mkdir()
     for name, text in (("missing", "not a folder"), ("none", "no text files")):
         with pytest.raises(ValueError, match=text):
-            train_run.TextCorpus(str(tmp_path / name), 10)
+            train.TextCorpus(str(tmp_path / name), 10)
 
 
 def test_the_standard_library_is_long_tailed():
-    corpus = train_run.TextCorpus(None, 16_384)
+    corpus = train.TextCorpus(None, 16_384)
     lengths = sorted(len(corpus[i]["input_ids"]) for i in range(len(corpus)))
     assert len(lengths) > 100
     assert lengths[0] < 1000 < lengths[-1] == 16_384

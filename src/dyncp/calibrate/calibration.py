@@ -1,74 +1,144 @@
 """`calibrate`: everything that a profile says, measured on this machine: divisions and whole calls
-of plans, matrix products, copies and links, and the rates fitted to them."""
+of plans, matrix products, copies and links, and the rates fitted to them by least squares."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 import numpy as np
-import torch
 
-from dyncp.arrays import Float64
-from dyncp.blocks import DEFAULT_MASK, AttentionShape, Direction
+from dyncp.arrays import Bool, Float64
+from dyncp.blocks import DEFAULT_MASK, Direction
 from dyncp.calibrate.calls import (
-    DTYPES,
-    KernelChoice,
     World,
+    batch_of,
     forward,
     make_executor,
     make_inputs,
-    mask_case,
     one_rank_attention,
 )
-from dyncp.calibrate.fit import (
-    AttentionRates,
-    CallSample,
-    RowRates,
-    WholeCall,
-    fit_rates,
-    fit_rows,
-)
-from dyncp.calibrate.links import (
+from dyncp.calibrate.rates import (
+    Fit,
     MeasuredLink,
     Overlap,
     all_gather_rate,
     beside_copies,
     beside_messages,
+    copy_rate,
+    dense_rate,
+    fit_seconds,
     measure_links,
+    num_lanes,
 )
-from dyncp.calibrate.timing import CallTimes, Repeats, add_kernels, time_call, time_calls
+from dyncp.calibrate.timing import CallTimes, Tools, add_kernels, plan_work, time_calls
 from dyncp.cost import CostModel, Profile
 from dyncp.plan import Op, Plan
 from dyncp.planner import plan_batch
 from dyncp.simulate.flow import layer_of_plan
-from dyncp.simulate.layer import CallBlocks, call_work, count_row_bytes
+from dyncp.simulate.layer import CallBlocks, count_row_bytes
 from dyncp.topology import Link, Topology
 
 # Tokens of the call that copies run beside: a longer one would outlast them.
 MOST_BESIDE_COPIES = 16384
-Tell = Callable[[str], None]
 # Batches of at least this many tokens are planned for several ranks, with at most so many tokens
 # each: kernels have faster paths for whole sequences, which cut ones seldom take. Some of the ranks
 # are timed.
 CUT_TOKENS, TOKENS_PER_RANK, TIMED_RANKS = 1024, 4096, 4
-# Tokens, hidden and MLP size of a matrix product, and bytes of a copy, by kind of device.
-PRODUCTS = {"cpu": (512, 1024, 2048), "cuda": (8192, 4096, 14336)}
-COPY_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
+# With fewer timings per coefficient, or columns of a larger condition number, edges and rows would
+# be fitted to noise.
+TIMINGS_PER_COEFFICIENT, MOST_ALIKE = 4, 30.0
+MOST_FITS = 20
+# With fewer whole calls, or a smaller share of their time spent on bytes, bytes cannot be told from
+# launches.
+LEAST_TIMINGS, LEAST_SHARE = 8, 0.01
+# Least seconds between kernels in a profile: 0 would make row work free.
+LEAST_LAUNCH = 1e-7
+
+Tell = Callable[[str], None]
+About = tuple[str, int, str]  # mask, tokens of the batch and direction
+
+
+@dataclass(frozen=True, slots=True)
+class CallSample:
+    """Kernel calls of one division in one direction: their work in the cost model's terms (see
+    `CallWork`; summed over several calls), and what was measured."""
+
+    mask: str
+    tokens: int
+    direction: str
+    area: float
+    edge: float
+    rows: float
+    longest: float
+    pairs: int
+    calls: int
+    seconds: float
+    host_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRates:
+    """What a profile says about kernels: FLOP/s on full kernel tiles, the factor of partial ones,
+    the keys that a row of kernel tiles costs on top, rows that run at a time, and seconds per call
+    (both directions fitted together, and each on its own); relative errors of the fit, and the
+    host's seconds per attention call."""
+
+    forward: float
+    backward: float
+    edge_forward: float
+    edge_backward: float
+    row_forward: float
+    row_backward: float
+    lanes: int
+    call_seconds: float
+    forward_call_seconds: float
+    backward_call_seconds: float
+    mean_error: float
+    worst_error: float
+    host_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class WholeCall:
+    """One rank's attention call: bytes that its row work reads and writes, launches of row work and
+    kernels, instructions (start and end included); seconds of the whole call, of its attention
+    kernels, and of the host."""
+
+    mask: str
+    tokens: int
+    direction: str
+    moved_bytes: float
+    launches: int
+    instructions: int
+    seconds: float
+    kernel_seconds: float
+    host_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RowRates:
+    """Bytes copied per second, seconds between kernels, the host's seconds per instruction, and
+    relative errors of the time besides kernels."""
+
+    copy: float
+    launch_seconds: float
+    host_seconds: float
+    mean_error: float
+    worst_error: float
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrateSetting:
-    """`base` provides what is not measured: links with one rank, NICs, the kernel tile."""
+    """Batches of all masks and sizes are timed with `tools`. `base` provides what is not measured:
+    links with one rank, NICs, the kernel tile."""
 
     base: Profile
     name: str
-    shape: AttentionShape
-    choice: KernelChoice
     masks: tuple[str, ...]
     sizes: tuple[int, ...]
     world: World
-    repeats: Repeats = field(default_factory=lambda: Repeats(timed=5, flush=False))
+    tools: Tools
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,18 +160,18 @@ class Calibration:
 def calibrate(setting: CalibrateSetting, tell: Tell = lambda _: None) -> Calibration:
     """Measures this rank's device and the links of the world. All ranks call it together; the
     profile to keep is that of rank 0."""
-    world, repeats = setting.world, setting.repeats
-    cost = CostModel(setting.base, setting.shape)
+    world, tools = setting.world, setting.tools
+    cost = CostModel(setting.base, tools.shape)
     samples, calls = sample_attention(setting, cost, tell)
     rates = fit_rates(samples, cost, num_lanes(world.device))
     tell("matrix products and copies ...")
     measured: dict[str, Any] = {
-        "dense": dense_rate(world.device, setting.shape.dtype, repeats),
-        "copy": copy_rate(world.device, repeats),
+        "dense": dense_rate(world.device, tools.shape.dtype, tools.repeats),
+        "copy": copy_rate(world.device, tools.repeats),
     }
     rows = fit_rows(calls) if world.device.type == "cuda" else None
     if rows is not None:
-        measured |= _row_fields(rows, setting)
+        measured |= _row_fields(rows, tools)
     tell("attention beside copies ...")
     overlaps = _overlaps(setting)
     tell("links ...")
@@ -124,9 +194,9 @@ def _kernel_fields(rates: AttentionRates) -> dict[str, Any]:
     return fields | {"attention_forward": rates.forward, "attention_backward": rates.backward}
 
 
-def _row_fields(rows: RowRates, setting: CalibrateSetting) -> dict[str, Any]:
+def _row_fields(rows: RowRates, tools: Tools) -> dict[str, Any]:
     """The host's time per instruction is with graphs if the executor replays graphs here."""
-    executor = make_executor(setting.choice, setting.world.device, virtual_ranks=1)
+    executor = make_executor(tools.kernel, tools.device, virtual_ranks=1)
     host = "host_seconds" if executor.engine.graphs.wanted else "host_seconds_eager"
     return {"copy": rows.copy, "launch_seconds": rows.launch_seconds, host: rows.host_seconds}
 
@@ -146,14 +216,14 @@ def _link_fields(
 
 def _overlaps(setting: CalibrateSetting) -> list[Overlap]:
     """Real messages first, where there are other ranks."""
-    case = mask_case("causal", min(max(setting.sizes), MOST_BESIDE_COPIES))
-    device = setting.world.device
-    attend = one_rank_attention(case.batch, setting.shape, setting.choice, device)
-    run = forward(attend, make_inputs(case.tokens, setting.shape, device))
-    beside = beside_copies(run, device, setting.repeats)
-    if setting.world.num_ranks == 1:
+    tools, world = setting.tools, setting.world
+    batch = batch_of("causal", min(max(setting.sizes), MOST_BESIDE_COPIES))
+    attend = one_rank_attention(batch, tools.shape, tools.kernel, tools.device)
+    run = forward(attend, make_inputs(batch.num_tokens, tools.shape, tools.device))
+    beside = beside_copies(run, tools.device, tools.repeats)
+    if world.num_ranks == 1:
         return beside
-    return [beside_messages(run, setting.world, setting.repeats), *beside]
+    return [beside_messages(run, world, tools.repeats), *beside]
 
 
 def sample_attention(
@@ -161,21 +231,22 @@ def sample_attention(
 ) -> tuple[list[CallSample], list[WholeCall]]:
     """Times plans of all masks and sizes, forward and backward: single divisions, whole calls."""
     samples, whole = list[CallSample](), list[WholeCall]()
-    tools, timed = (cost.shape, setting.choice, setting.world.device), []
+    tools, timed = setting.tools, []
     for mask, tokens in product(setting.masks, setting.sizes):
         tell(f"attention kernel: {mask}, {tokens:,} tokens ...")
-        batch = mask_case(mask, tokens).batch
+        batch = batch_of(mask, tokens)
         plan = plan_batch(batch, Topology(1, _num_ranks(tokens)), cost.shape, cost=cost)
         parts = plan.parts[:: -(-plan.num_ranks // TIMED_RANKS)]
-        calls = {part: time_calls(part, *tools, setting.repeats) for part in parts}
+        calls = {part: time_calls(part, tools) for part in parts}
         timed.append((mask, plan, calls))
     tell("attention kernels by themselves ...")
     for mask, plan, calls in timed:
-        times = {part.rank: add_kernels(x, part, *tools) for part, x in calls.items()}
+        times = {part.rank: add_kernels(x, part, tools) for part, x in calls.items()}
         for direction in times[0]:
-            own = {rank: measured[direction] for rank, measured in times.items()}
-            samples += _division_samples(plan, own, direction, cost, mask)
-            whole += _whole_calls(plan, own, direction, cost, mask)
+            by_rank = {rank: measured[direction] for rank, measured in times.items()}
+            about = mask, int(plan.parts[0].tokens_per_rank.sum()), direction.name.lower()
+            samples += _division_samples(plan, by_rank, direction, cost, about)
+            whole += _whole_calls(plan, by_rank, direction, cost, about)
     return samples, whole
 
 
@@ -185,16 +256,14 @@ def _num_ranks(tokens: int) -> int:
 
 
 def _division_samples(
-    plan: Plan, times: dict[int, CallTimes], direction: Direction, cost: CostModel, mask: str
+    plan: Plan, times: dict[int, CallTimes], direction: Direction, cost: CostModel, about: About
 ) -> Iterator[CallSample]:
     """The divisions of the ranks that were timed."""
     for work in plan_work(plan, direction, cost):
         if work.rank in times:
             measured = times[work.rank]
             yield CallSample(
-                mask=mask,
-                tokens=int(plan.parts[0].tokens_per_rank.sum()),
-                direction=direction.name.lower(),
+                *about,
                 area=work.area,
                 edge=work.edge,
                 rows=work.tile_rows,
@@ -207,7 +276,7 @@ def _division_samples(
 
 
 def _whole_calls(
-    plan: Plan, times: dict[int, CallTimes], direction: Direction, cost: CostModel, mask: str
+    plan: Plan, times: dict[int, CallTimes], direction: Direction, cost: CostModel, about: About
 ) -> Iterator[WholeCall]:
     """The calls of the ranks that were timed."""
     layer, _ = layer_of_plan(plan, DEFAULT_MASK, direction, cost)
@@ -217,9 +286,7 @@ def _whole_calls(
         groups = len(plan.parts[rank].groups_for(cost.shape))
         kernels = groups * int((program.instructions[:, 0] == Op.COMPUTE).sum())
         yield WholeCall(
-            mask=mask,
-            tokens=int(plan.parts[0].tokens_per_rank.sum()),
-            direction=direction.name.lower(),
+            *about,
             moved_bytes=float(moved[rank]),
             launches=int(launches[rank]) + kernels,
             instructions=len(program.instructions) + 2,
@@ -229,85 +296,108 @@ def _whole_calls(
         )
 
 
-@dataclass(frozen=True, slots=True)
-class DivisionWork:
-    """One division of one rank in the cost model's terms. `pairs`, `area`, `edge` and `tile_rows`
-    count every q head; `rows` and `keys` are those of the blocks that it reads, `longest` the keys
-    of the longest rows of kernel tiles, and `calls` its kernel calls."""
-
-    rank: int
-    division: int
-    pairs: int
-    area: float
-    edge: float
-    tile_rows: float
-    longest: float
-    tiles: int
-    rows: int
-    keys: int
-    calls: int
-    predicted_seconds: float
-
-
-def plan_work(plan: Plan, direction: Direction, cost: CostModel) -> list[DivisionWork]:
-    """All divisions of all ranks that have tiles, by rank and division."""
-    layer, _ = layer_of_plan(plan, DEFAULT_MASK, direction, cost)
-    tiles, pairs = (
-        layer.tiles,
-        layer.tiles.pairs * cost.heads_of(layer.groups)[layer.tiles.head_group],
+def fit_rates(samples: Sequence[CallSample], cost: CostModel, lanes: int) -> AttentionRates:
+    """Rates that bring the cost model's seconds near the measured ones: one overhead per call for
+    both directions, everything else per direction. Rows and lanes, and then edges, are left out
+    where the timings cannot tell them from full tiles."""
+    for terms in (3, 2, 1):
+        model = KernelModel(samples, terms, lanes if terms == 3 else 0, cost.profile.kernel_tile)
+        if terms > 1 and not model.tells_apart():
+            continue
+        fit = model.fit(np.ones(len(samples), np.bool_))
+        work = np.zeros((2, 3))
+        work[:, :terms] = fit.coefficients[:-1].reshape(2, terms)
+        if work[:, 0].all():
+            return _rates(work, fit, model, cost)
+    raise ValueError(
+        "the attention kernel's time does not grow with its work: too short or too noisy; "
+        "measure larger sizes or more repeats"
     )
-    work = call_work(layer, CallBlocks.of(layer), cost)
-    seconds = cost.work_seconds(*work[1:], direction)
-    found = []
-    for cell in np.unique(layer.cell).tolist():
-        chosen, calls = layer.cell == cell, work.cell == cell
-        found.append(
-            DivisionWork(
-                rank=cell // layer.num_divisions,
-                division=cell % layer.num_divisions,
-                pairs=int(pairs[chosen].sum()),
-                area=float(work.area[calls].sum()),
-                edge=float(work.edge[calls].sum()),
-                tile_rows=float(work.rows[calls].sum()),
-                longest=float(work.longest[calls].sum()),
-                tiles=int(chosen.sum()),
-                rows=int(layer.tokens[np.unique(tiles.q_block[chosen])].sum()),
-                keys=int(layer.tokens[np.unique(tiles.k_block[chosen])].sum()),
-                calls=int(calls.sum()),
-                predicted_seconds=float(seconds[calls].sum() + cost.call_seconds(int(calls.sum()))),
-            )
+
+
+class KernelModel:
+    """The cost model's seconds as a linear function: `terms` coefficients per direction (of pairs,
+    pairs of edges, pairs of rows) and one per call. `lanes` rows of `side` tokens run at a time."""
+
+    def __init__(self, samples: Sequence[CallSample], terms: int, lanes: int, side: int) -> None:
+        self.lanes = lanes
+        self.seconds = np.asarray([s.seconds for s in samples])
+        self.host_seconds = float(np.median([s.host_seconds for s in samples]))
+        self.backward = np.asarray(
+            [s.direction == Direction.BACKWARD.name.lower() for s in samples]
         )
-    return found
+        fields = ("area", "edge", "rows", "longest", "calls")
+        area, edge, rows, longest, calls = (
+            np.asarray([getattr(s, field) for s in samples], np.float64) for field in fields
+        )
+        idle = 1 + lanes * calls / (2 * np.maximum(rows, calls))
+        spread = idle * np.stack([area, edge, side * rows])
+        row = lanes * side * np.stack([longest, np.zeros(len(samples)), calls])
+        # Columns where calls are as long as all of their work, and as their longest row.
+        self.spread, self.row = (self._columns(work[:terms].T, calls) for work in (spread, row))
+
+    def _columns(self, work: Float64, calls: Float64) -> Float64:
+        """Work of each direction in columns of its own, then calls: float64[samples, 2 × terms +
+        1]."""
+        forward, back = (work * own[:, None] for own in (~self.backward, self.backward))
+        return np.column_stack([forward, back, calls])
+
+    def tells_apart(self) -> bool:
+        """Whether there are enough timings, of work that differs enough."""
+        if len(self.spread) < TIMINGS_PER_COEFFICIENT * self.spread.shape[1]:
+            return False
+        relative = self.spread / self.seconds[:, None]
+        size = np.linalg.norm(relative, axis=0)
+        return bool(size.all() and np.linalg.cond(relative / size) < MOST_ALIKE)
+
+    def fit(self, chosen: Bool) -> Fit:
+        """Fits the samples chosen. Whether a call is as long as its longest row depends on the
+        result, so this repeats until that no longer changes (`MOST_FITS` times at most)."""
+        seconds, spread, row = (x[chosen] for x in (self.seconds, self.spread, self.row))
+        alone: Bool = np.zeros(len(seconds), np.bool_)
+        for _ in range(MOST_FITS):
+            fit = fit_seconds(np.where(alone[:, None], row, spread), seconds)
+            longer = row @ fit.coefficients > spread @ fit.coefficients
+            if (alone == longer).all():
+                break
+            alone = longer
+        fitted = np.maximum(spread @ fit.coefficients, row @ fit.coefficients)
+        return Fit(fit.coefficients, fitted / seconds - 1)
 
 
-def rank_pairs(plan: Plan, cost: CostModel) -> Float64:
-    """Pairs × q heads that each rank computes."""
-    work = plan_work(plan, Direction.FORWARD, cost)
-    pairs = np.zeros(plan.num_ranks)
-    np.add.at(pairs, [x.rank for x in work], [x.pairs for x in work])
-    return pairs
+def _rates(work: Float64, fit: Fit, model: KernelModel, cost: CostModel) -> AttentionRates:
+    (forward, edge_forward, row_forward), (backward, edge_backward, row_backward) = work.tolist()
+    flops = [float(cost.flops(np.ones(1), 1, direction)[0]) for direction in Direction]
+    apart = [model.fit(own).coefficients[-1] for own in (~model.backward, model.backward)]
+    return AttentionRates(
+        forward=flops[0] / forward,
+        backward=flops[1] / backward,
+        edge_forward=1 + edge_forward / forward,
+        edge_backward=1 + edge_backward / backward,
+        row_forward=row_forward / forward,
+        row_backward=row_backward / backward,
+        lanes=model.lanes,
+        call_seconds=float(fit.coefficients[-1]),
+        forward_call_seconds=float(apart[0]),
+        backward_call_seconds=float(apart[1]),
+        mean_error=fit.mean_error,
+        worst_error=fit.worst_error,
+        host_seconds=model.host_seconds,
+    )
 
 
-def dense_rate(device: torch.device, dtype: str, repeats: Repeats) -> float:
-    """FLOP/s of a linear layer as wide as a decoder's."""
-    tokens, hidden, ffn = PRODUCTS[device.type]
-    x = torch.randn(tokens, hidden, device=device, dtype=DTYPES[dtype])
-    weight = torch.randn(ffn, hidden, device=device, dtype=DTYPES[dtype])
-    timed = time_call(lambda: torch.nn.functional.linear(x, weight), device, repeats)
-    return 2.0 * tokens * hidden * ffn / timed.seconds
-
-
-def copy_rate(device: torch.device, repeats: Repeats) -> float:
-    """Bytes per second of a copy on the device; read and write count once."""
-    source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    timed = time_call(lambda: target.copy_(source), device, repeats)
-    return source.nbytes / timed.seconds
-
-
-def num_lanes(device: torch.device) -> int:
-    """Rows of kernel tiles that run at a time: one per multiprocessor of a GPU; 0 on CPUs, where
-    that is not modelled."""
-    if device.type != "cuda":
-        return 0
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+def fit_rows(calls: Sequence[WholeCall]) -> RowRates | None:
+    """Explains the time besides kernels by bytes and launches; None where there are too few calls,
+    or their times do not depend on bytes."""
+    some = [c for c in calls if c.seconds > c.kernel_seconds and c.moved_bytes]
+    if len(some) < LEAST_TIMINGS:
+        return None
+    columns = np.asarray([(c.moved_bytes / 2, c.launches) for c in some], np.float64)
+    seconds = np.asarray([c.seconds - c.kernel_seconds for c in some])
+    fit = fit_seconds(columns, seconds)
+    per_byte, per_launch = fit.coefficients.tolist()
+    if np.median(per_byte * columns[:, 0] / seconds) < LEAST_SHARE:
+        return None
+    host = float(np.median([c.host_seconds / c.instructions for c in calls]))
+    launch = max(per_launch, LEAST_LAUNCH)
+    return RowRates(1 / per_byte, launch, host, fit.mean_error, fit.worst_error)

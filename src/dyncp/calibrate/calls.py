@@ -1,21 +1,22 @@
-"""Attention calls to measure: the ranks and devices that they run on, masks by name, random inputs,
-dyncp's kernels on one rank, and dense attention in fp64, which says what they should give."""
+"""Attention calls to measure: the ranks and devices that they run on, batches by the name of their
+mask, random inputs, dyncp's kernels on one rank, and one rank of a plan without its peers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from dyncp import masks
-from dyncp.blocks import DEFAULT_MASK, DTYPE_NAMES, AttentionShape, Batch
+from dyncp.blocks import DTYPE_NAMES, AttentionShape, Batch
 from dyncp.executor import DCPExecutor, attention
+from dyncp.kernels import IndexArrays, Kernel, KernelCall
 from dyncp.planner import plan_batch
 from dyncp.samplers import sample_lengths
 from dyncp.topology import Topology
+from dyncp.transport import Buffers, Null, NullChannel
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, full) for full, name in DTYPE_NAMES.items()}
 # Windows of 4,096 tokens; a quarter of shorter sequences, which would be causal otherwise.
@@ -28,8 +29,6 @@ DRAWN_ROWS = 512
 ORDERS = {"deterministic": True, "fast": False}
 # From q [tokens, q heads, dim], k and v [tokens, kv heads, dim] to an output like q.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-# Scores of one chunk of rows, over all heads: 512 MiB in fp64.
-CHUNK_SCORES = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +81,15 @@ def _use_gpu(device: torch.device) -> None:
     torch.cuda.set_device(device)
 
 
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or "cpu"."""
+    return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else device.type
+
+
 def device_text(device: torch.device) -> str:
     """The GPU's name, or the CPU's number of threads."""
     if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
+        return device_name(device)
     threads = torch.get_num_threads()
     return f"CPU, {threads} thread{'s' if threads > 1 else ''}"
 
@@ -94,53 +98,30 @@ class Unavailable(ValueError):  # noqa: N818 - mostly a reason to leave somethin
     """Why an implementation cannot run here, or not with this mask."""
 
 
-def first_line(error: Exception) -> str:
-    """The type of an error, and the first line of its text."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+def executor_options(kernel: str) -> dict[str, Any]:
+    """What an executor is told for "flash4", "flash4:fast" or "flash4:deterministic"."""
+    name, colon, order = kernel.partition(":")
+    if not name or (colon and order not in ORDERS):
+        forms = " or ".join(["NAME", *(f"NAME:{order}" for order in ORDERS)])
+        raise ValueError(f"kernel is {kernel!r}; write {forms}")
+    return {"kernel": name} | ({"deterministic": ORDERS[order]} if colon else {})
 
 
-@dataclass(frozen=True, slots=True)
-class KernelChoice:
-    """A kernel by name. `deterministic` None leaves the executor's default."""
-
-    kernel: str
-    deterministic: bool | None = None
-
-    @staticmethod
-    def of(text: str) -> "KernelChoice":
-        """Parses "flash4", "flash4:fast" or "flash4:deterministic"."""
-        kernel, colon, order = text.strip().partition(":")
-        if not kernel or (colon and order not in ORDERS):
-            forms = " or ".join(["NAME", *(f"NAME:{order}" for order in ORDERS)])
-            raise ValueError(f"kernel is {text!r}; write {forms}")
-        return KernelChoice(kernel, ORDERS.get(order))
-
-    def __str__(self) -> str:
-        order = [f":{name}" for name, fixed in ORDERS.items() if fixed is self.deterministic]
-        return "".join([self.kernel, *order])
-
-
-def make_executor(choice: KernelChoice, device: torch.device, **options: Any) -> DCPExecutor:
+def make_executor(kernel: str, device: torch.device, **options: Any) -> DCPExecutor:
     """An executor with this kernel; raises Unavailable with the reason where it cannot run here."""
-    if choice.deterministic is not None:
-        options["deterministic"] = choice.deterministic
+    options |= executor_options(kernel)
     try:
-        return DCPExecutor(device=device, kernel=choice.kernel, **options)
+        return DCPExecutor(device=device, **options)
     except (ImportError, ValueError) as error:
         raise Unavailable(str(error).splitlines()[0]) from error
 
 
-def kernel_name(choice: KernelChoice, device: torch.device) -> str:
-    """The kernel's name; that of the kernel chosen here for "auto"."""
-    return make_executor(choice, device, virtual_ranks=1).kernel.name
-
-
 def one_rank_attention(
-    batch: Batch, shape: AttentionShape, choice: KernelChoice, device: torch.device
+    batch: Batch, shape: AttentionShape, kernel: str, device: torch.device
 ) -> Attend:
     """Attention of the whole batch on one rank, tokens in batch order."""
     plan = plan_batch(batch, Topology(), shape)
-    executor = make_executor(choice, device, virtual_ranks=1)
+    executor = make_executor(kernel, device, virtual_ranks=1)
     order = plan.parts[0].local_coordinates
     assert (order == range(batch.num_tokens)).all(), "one rank keeps the batch's order"
     try:
@@ -148,6 +129,37 @@ def one_rank_attention(
     except ValueError as error:  # the kernel cannot run on this device
         raise Unavailable(str(error)) from error
     return lambda q, k, v: attention(step, q, k, v)
+
+
+def _window(length: int) -> int:
+    return max(1, min(WINDOW, length // WINDOW_SHARE))
+
+
+def _documents(tokens: int) -> list[masks.Mask]:
+    scale = min(1.0, tokens / WHOLE_DOCUMENTS)
+    return [masks.causal(length) for length in sample_lengths(f"ldc_x{scale:.4f}", tokens)]
+
+
+MASKS: dict[str, Callable[[int], list[masks.Mask]]] = {
+    "causal": lambda n: [masks.causal(n)],
+    "full": lambda n: [masks.full(n)],
+    "document_causal": _documents,
+    "lambda_shaped": lambda n: [masks.lambda_shaped(n, window=_window(n))],
+    "shared_question": lambda n: [masks.shared_question(n)],
+    "causal_blockwise": lambda n: [masks.causal_blockwise(n)],
+    "sliding_window": lambda n: [masks.sliding_window(n, window=_window(n))],
+}
+
+
+def find_mask(name: str) -> Callable[[int], list[masks.Mask]]:
+    """Makes the masks of the sequences of a batch from its number of tokens."""
+    if name not in MASKS:
+        raise ValueError(f"mask is {name!r}; choose from {', '.join(MASKS)}")
+    return MASKS[name]
+
+
+def batch_of(mask: str, tokens: int) -> Batch:
+    return Batch.of(find_mask(mask)(tokens))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -205,102 +217,106 @@ def backward(out: Tensor, inputs: Inputs) -> Callable[[], tuple[Tensor, ...]]:
     return lambda: torch.autograd.grad(out, inputs.qkv, inputs.dout, retain_graph=True)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MaskCase:
-    """A batch to attend over, and the name of its mask."""
+class RecordedKernel(Kernel):
+    """Wraps a kernel of CPUs, and records the seconds of every `attend` and `attend_backward`."""
 
-    name: str
-    batch: Batch
+    def __init__(self, inner: Kernel) -> None:
+        self._inner = inner
+        self.seconds: list[float] = []
+        for name in Kernel.__annotations__:
+            setattr(self, name, getattr(inner, name))
 
-    @property
-    def tokens(self) -> int:
-        return self.batch.num_tokens
+    def lower(self, call: KernelCall, arrays: IndexArrays, *, backward: bool) -> Any:
+        return self._inner.lower(call, arrays, backward=backward)
 
-    @property
-    def num_pairs(self) -> int:
-        return sum(mask.num_pairs for mask in self.batch.masks[DEFAULT_MASK])
+    def refuses(self, shape: AttentionShape) -> str:
+        return self._inner.refuses(shape)
 
+    def sequence_rows(self, lowered: Any, dim: int) -> Any:
+        return self._inner.sequence_rows(lowered, dim)
 
-def _window(length: int) -> int:
-    return max(1, min(WINDOW, length // WINDOW_SHARE))
+    def attend(self, *args: Any, **options: Any) -> None:
+        start = perf_counter()
+        self._inner.attend(*args, **options)
+        self.seconds.append(perf_counter() - start)
 
-
-def _documents(tokens: int) -> list[masks.Mask]:
-    scale = min(1.0, tokens / WHOLE_DOCUMENTS)
-    return [masks.causal(length) for length in sample_lengths(f"ldc_x{scale:.4f}", tokens)]
-
-
-MASKS: dict[str, Callable[[int], list[masks.Mask]]] = {
-    "causal": lambda n: [masks.causal(n)],
-    "full": lambda n: [masks.full(n)],
-    "document_causal": _documents,
-    "lambda_shaped": lambda n: [masks.lambda_shaped(n, window=_window(n))],
-    "shared_question": lambda n: [masks.shared_question(n)],
-    "causal_blockwise": lambda n: [masks.causal_blockwise(n)],
-    "sliding_window": lambda n: [masks.sliding_window(n, window=_window(n))],
-}
+    def attend_backward(self, *args: Any, **options: Any) -> None:
+        start = perf_counter()
+        self._inner.attend_backward(*args, **options)
+        self.seconds.append(perf_counter() - start)
 
 
-def mask_case(name: str, tokens: int) -> MaskCase:
-    """A batch of `tokens` tokens with the mask called `name`."""
-    return MaskCase(name, Batch.of(find_mask(name)(tokens)))
+class Noise(Null):
+    """`Null`, but received buffers hold normally distributed numbers: GPUs multiply zeros faster,
+    since they draw less power and clocks stay up. The buffers of a phase are adjacent in memory, so
+    one copy fills them all. Calls only read them, so a repeated call finds them filled already:
+    only the first of several equal calls spends time on it."""
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        super().__init__(rank, num_ranks)
+        self._noise: dict[torch.device, Tensor] = {}
+        self._fills: dict[int, tuple[Buffers, Tensor, Tensor]] = {}
+        self._stream: torch.cuda.Stream | None = None  # of messages
+        self._call, self._holds = -1, set[int]()  # buffers that hold numbers since a call's first
+        self.filled: dict[int, torch.cuda.Event] = {}  # by phase, on GPUs
+
+    def open(self, call: int = 0) -> "list[NullChannel]":
+        if call != self._call:
+            self._call, self._holds = call, set()
+        return [NoiseChannel(self)]
+
+    def fill(self, receives: Buffers) -> None:
+        """The executor passes the same mapping in every call, so its extent is computed once."""
+        if id(receives) in self._holds:
+            return
+        self._holds.add(id(receives))
+        kept = self._fills.get(id(receives))
+        if kept is None:
+            buffers = list(receives.values())
+            first, last = buffers[0], buffers[-1]
+            span = last.data_ptr() + last.nbytes - first.data_ptr()
+            whole = first.as_strided((span,), (1,))
+            kept = self._fills[id(receives)] = receives, whole, self._bytes(span, first.device)
+        _, target, source = kept
+        target.copy_(source)
+
+    def stream(self) -> torch.cuda.Stream:
+        """That of messages, which torch takes long to tell."""
+        if self._stream is None:
+            self._stream = torch.cuda.current_stream()
+        return self._stream
+
+    def filled_event(self, phase: int, receives: Buffers) -> Any:
+        """What `wait` waits for; None on CPUs."""
+        if phase not in self.filled and next(iter(receives.values())).is_cuda:
+            self.filled[phase] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        return self.filled.get(phase)
+
+    def _bytes(self, count: int, device: torch.device) -> Tensor:
+        """Random bf16 numbers, whose bits are ordinary numbers as fp32 and fp16 too."""
+        held = self._noise.get(device)
+        if held is None or held.nbytes < count:
+            numbers = torch.randn(-(-count // 2), device=device)
+            held = self._noise[device] = numbers.bfloat16().view(torch.uint8)
+        return held[:count]
 
 
-def find_mask(name: str) -> Callable[[int], list[masks.Mask]]:
-    if name not in MASKS:
-        raise ValueError(f"mask is {name!r}; choose from {', '.join(MASKS)}")
-    return MASKS[name]
+class NoiseChannel(NullChannel):
+    def __init__(self, transport: Noise) -> None:
+        super().__init__(transport)
+        self._noise = transport
 
+    def launch(self, phase: int, sends: Buffers, receives: Buffers, arrived: Any = None) -> None:
+        super().launch(phase, sends, {})
+        if not receives:
+            return
+        self._noise.fill(receives)
+        if arrived is None:
+            arrived = self._noise.filled_event(phase, receives)
+        if arrived is not None:  # messages have a stream of their own
+            arrived.record(self._noise.stream())
 
-class OutAndGrads(NamedTuple):
-    """Output and gradients, rows as in the inputs."""
-
-    out: Tensor
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-
-
-def results_of(attend: Attend, inputs: Inputs) -> OutAndGrads:
-    """Output and gradients of one call."""
-    out = attend(*inputs.qkv)
-    return OutAndGrads(out.detach(), *torch.autograd.grad(out, inputs.qkv, inputs.dout))
-
-
-def relative_errors(given: OutAndGrads, expected: OutAndGrads) -> dict[str, float]:
-    """‖given − expected‖ / ‖expected‖ of output and gradients."""
-    errors = {}
-    for name, one, wanted in zip(OutAndGrads._fields, given, expected, strict=True):
-        size, error = wanted.norm().item(), (one.double() - wanted).norm().item()
-        errors[name] = error / size if size else error
-    return errors
-
-
-def dense_attention(batch: Batch, inputs: Inputs) -> OutAndGrads:
-    """Attention of all sequences, tokens in batch order, in fp64, some query rows at a time."""
-    q, k, v, dout = (x.detach().double() for x in (*inputs.qkv, inputs.dout))
-    found = OutAndGrads(*(torch.zeros_like(x) for x in (q, q, k, v)))
-    for start, mask in zip(batch.offsets.tolist(), batch.masks[DEFAULT_MASK], strict=False):
-        keys = slice(start, start + mask.length)
-        ranges = torch.from_numpy(mask.ranges.copy()).to(q.device)
-        chunk = max(1, CHUNK_SCORES // (q.shape[1] * mask.length))
-        for first in range(0, mask.length, chunk):
-            own = ranges[first : first + chunk]
-            rows = slice(start + first, start + first + len(own))
-            out, dq, dk, dv = _attend(own, q[rows], k[keys], v[keys], dout[rows])
-            found.out[rows], found.dq[rows] = out, dq
-            found.dk[keys] += dk
-            found.dv[keys] += dv
-    return found
-
-
-def _attend(ranges: Tensor, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> OutAndGrads:
-    """By torch's plain attention, of keys inside `ranges`; rows without keys give 0."""
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    key = torch.arange(len(k), device=q.device)
-    allowed = ((key >= ranges[..., :1]) & (key < ranges[..., 1:])).any(dim=1)
-    queries, keys, values = (x.transpose(0, 1) for x in leaves)
-    with sdpa_kernel(SDPBackend.MATH):
-        out = scaled_dot_product_attention(queries, keys, values, allowed, enable_gqa=True)
-    out = out.transpose(0, 1)
-    return OutAndGrads(out.detach(), *torch.autograd.grad(out, leaves, dout))
+    def wait(self, phase: int) -> None:
+        filled = self._noise.filled.get(phase)
+        if filled is not None:
+            filled.wait()

@@ -2,36 +2,31 @@
 compared with dense attention."""
 
 import logging
-import os
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dyncp import masks
-from dyncp.blocks import AttentionShape, Batch
-from dyncp.calibrate.calls import (
-    Inputs,
-    OutAndGrads,
-    World,
-    dense_attention,
-    first_line,
-    make_inputs,
-    relative_errors,
-)
-from dyncp.calibrate.links import bandwidth_matrix
+from dyncp.arrays import Float64
+from dyncp.blocks import DEFAULT_MASK, AttentionShape, Batch
+from dyncp.calibrate.calls import Inputs, World, make_inputs
+from dyncp.calibrate.rates import bandwidth_matrix
+from dyncp.checks import usable_cores
 from dyncp.executor import DCPExecutor, Step, attention
 from dyncp.kernels import reason_for
 from dyncp.planner import PlannerConfig, plan_batch
 from dyncp.topology import Topology
 from dyncp.transport import TransportError
 from dyncp.transport.distributed import Distributed
+from dyncp.verify import Interpreted, dense_attention
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +44,10 @@ SHAPES = {"cpu": AttentionShape(4, 2, 64, "fp32"), "cuda": AttentionShape(4, 2, 
 TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2}
 VIRTUAL_RANKS = 4
 REPLAYS = 2  # the second run of a plan captures its graphs
+RESULTS = ("out", "dq", "dk", "dv")
 
 Tell = Callable[[str], None]
+Facts = dict[str, Any]  # values for JSON
 Buffers = dict[int, Tensor]  # by peer rank
 
 
@@ -63,56 +60,23 @@ class Finding:
     sentence: str
 
 
-NOT_RUN = Finding("plan", False, "not run: the grouped calls between ranks have to work first")
+NO_GRAPHS = Finding("graphs", False, "not run: the plan has to work first")
+NOT_RUN = [
+    Finding("plan", False, "not run: the grouped calls between ranks have to work first"),
+    NO_GRAPHS,
+]
 
 
 @dataclass(frozen=True, eq=False)
 class Diagnosis:
-    """What was found; `facts` are values for JSON."""
+    """What was found."""
 
-    facts: dict[str, Any]
+    facts: Facts
     findings: list[Finding] = field(default_factory=list)
 
     @property
     def healthy(self) -> bool:
         return all(finding.passed for finding in self.findings)
-
-
-@dataclass(frozen=True, slots=True)
-class GroupCheck:
-    """`communicators` has the number of ranks of each, `operations` the sends and receives of the
-    largest grouped call, of which `limit` are allowed. `wrong` has (sender, phase) of messages to
-    this rank that arrived with other contents than were sent."""
-
-    backend: str
-    ranks: int
-    nodes: int
-    communicators: dict[str, int]
-    operations: int
-    limit: int
-    phases: int
-    wrong: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PlanCheck:
-    """`kernel` is what ran; `errors` are relative, of output and gradients, and `replayed` those of
-    the same plan replayed as CUDA graphs, None where graphs are not used."""
-
-    kernel: str
-    ranks: int
-    virtual: bool
-    bytes_moved: int
-    errors: dict[str, float]
-    tolerance: float
-    replayed: dict[str, float] | None = None
-
-    def finding(self, name: str, errors: dict[str, float], text: str, advice: str) -> Finding:
-        """Whether `errors` are within the tolerance."""
-        text = f"{text}: relative error {max(errors.values()):.1e}"
-        if all(error <= self.tolerance for error in errors.values()):  # False for nan
-            return Finding(name, True, text)
-        return Finding(name, False, f"{text}, allowed is {self.tolerance:.0e}: {advice}")
 
 
 def diagnose(world: World, kernel: str = "auto", tell: Tell = lambda _: None) -> Diagnosis:
@@ -126,24 +90,23 @@ def diagnose(world: World, kernel: str = "auto", tell: Tell = lambda _: None) ->
         "ranks_per_node": world.ranks_per_node,
         "device": str(world.device),
     }
-    findings = [check_versions(facts["versions"], world)]
-    matrix, groups, in_groups = None, None, True
+    facts |= {"bytes_per_second": None, "groups": None, "plan": None, "kernel": None}
+    findings, in_groups = [check_versions(facts["versions"], world)], True
     if world.num_ranks > 1:
         tell("messages between ranks ...")
         matrix = bandwidth_matrix(world, LINK_BYTES[world.device.type], tell)
+        facts["bytes_per_second"] = matrix
         findings.append(check_bandwidths(matrix, world))
         tell("all ranks to all ranks in grouped calls ...")
-        finding, groups = check_messages(world)
+        finding, facts["groups"] = check_groups(world)
         findings.append(finding)
         in_groups = all(one.passed for one in _of_all_ranks(finding, world))
     tell("one plan against dense attention ...")
-    finding, check = check_results(world, kernel) if in_groups else (NOT_RUN, None)
-    findings += [finding, check_graphs(check)]
-    facts["bytes_per_second"] = matrix
-    facts["groups"] = None if groups is None else asdict(groups)
-    facts["plan"] = None if check is None else asdict(check)
-    reason = reason_for(kernel, world.device)
-    facts["kernel"] = None if check is None else {"name": check.kernel, "reason": reason}
+    of_plan, facts["plan"] = check_plan(world, kernel) if in_groups else (NOT_RUN, None)
+    findings += of_plan
+    if facts["plan"] is not None:
+        reason = reason_for(kernel, world.device)
+        facts["kernel"] = {"name": facts["plan"]["kernel"], "reason": reason}
     every = zip(*_of_all_ranks(findings, world), strict=True)
     return Diagnosis(facts, [worst_finding(of_ranks) for of_ranks in every])
 
@@ -154,6 +117,11 @@ def _of_all_ranks(mine: Any, world: World) -> list[Any]:
     every: list[Any] = [None] * world.num_ranks
     dist.all_gather_object(every, mine)
     return every
+
+
+def first_line(error: Exception) -> str:
+    """The type of an error, and the first line of its text."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
 def worst_finding(findings: Sequence[Finding]) -> Finding:
@@ -169,18 +137,14 @@ def worst_finding(findings: Sequence[Finding]) -> Finding:
 
 
 def check_versions(versions: dict[str, str | None], world: World) -> Finding:
-    every = _of_all_ranks(versions, world)
-    odd = [rank for rank, other in enumerate(every) if other != every[0]]
-    if not odd:
-        shown = ", ".join(f"{name} {found or 'missing'}" for name, found in versions.items())
-        return Finding("versions", True, shown)
-    names = [name for name in versions if any(other[name] != every[0][name] for other in every)]
-    return Finding(
-        "versions",
-        False,
-        f"ranks {', '.join(map(str, odd))} have other versions of {', '.join(names)} than rank 0: "
-        "install the same on all ranks",
-    )
+    """Whether they are those of rank 0."""
+    first = _of_all_ranks(versions, world)[0]
+    other = ", ".join(name for name in versions if versions[name] != first[name])
+    if other:
+        text = f"versions of {other} are not those of rank 0: install the same on all ranks"
+        return Finding("versions", False, text)
+    shown = ", ".join(f"{name} {found or 'missing'}" for name, found in versions.items())
+    return Finding("versions", True, shown)
 
 
 def describe_versions() -> dict[str, str | None]:
@@ -196,7 +160,6 @@ def describe_versions() -> dict[str, str | None]:
 
 def describe_machine() -> dict[str, Any]:
     """The host: system, cores, threads, CUDA and communication backends."""
-    affinity = getattr(os, "sched_getaffinity", None)
     backends, nccl = [], None
     if dist.is_available():
         known = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
@@ -206,7 +169,7 @@ def describe_machine() -> dict[str, Any]:
         nccl = ".".join(map(str, numbers))
     return {
         "system": f"{platform.system()} {platform.machine()}",
-        "cores": len(affinity(0)) if affinity else os.cpu_count(),
+        "cores": usable_cores(),
         "threads": torch.get_num_threads(),
         "cuda": torch.version.cuda,
         "backends": backends,
@@ -265,56 +228,55 @@ def check_bandwidths(matrix: list[list[float | None]], world: World) -> Finding:
     )
 
 
-def check_messages(world: World) -> tuple[Finding, GroupCheck | None]:
+def check_groups(world: World, limit: float = TIMEOUT) -> tuple[Finding, Facts | None]:
+    """All ranks send to all, in several phases at once; messages have to arrive within `limit`
+    seconds. All ranks call it together.
+
+    `communicators` has the number of ranks of each, `operations` the sends and receives of the
+    largest grouped call, of which `limit` are allowed. `wrong` has (sender, phase) of messages to
+    this rank that arrived with other contents than were sent."""
+    on_gpu = world.device.type == "cuda"
     try:
-        check = check_groups(world)
+        # NCCL's watchdog ends the process, so it has to wait longer than we do.
+        transport = Distributed(timeout=2 * limit if on_gpu else limit, device=world.device)
+        received = _exchange(transport, world)
+        if on_gpu:
+            _wait_for_gpu(world, limit)
     except Exception as error:
         logger.debug("the grouped calls failed", exc_info=True)
         text = f"not all ranks could send to all: {first_line(error)}"
         return Finding("groups", False, text), None
-    if check.wrong:
-        sender, phase = check.wrong[0]
-        return Finding(
-            "groups",
-            False,
-            f"what came from rank {sender} in phase {phase} is not what it sent "
-            f"({len(check.wrong)} such messages): do not train over this network",
-        ), check
-    groups = " and ".join(f"{name} ({ranks})" for name, ranks in check.communicators.items())
-    return Finding(
-        "groups",
-        True,
-        f"all {check.ranks} ranks sent to all over {check.backend}, {check.phases} phases at once: "
-        f"up to {check.operations} operations in a grouped call, {check.limit} are allowed; "
-        f"{check.nodes} node{'s' if check.nodes > 1 else ''}, "
-        f"communicators (ranks): {groups}",
-    ), check
-
-
-def check_groups(world: World, limit: float = TIMEOUT) -> GroupCheck:
-    """All ranks send to all, in several phases at once; all ranks call it together. Raises
-    TransportError where messages do not arrive within `limit` seconds."""
-    on_gpu = world.device.type == "cuda"
-    # NCCL's watchdog ends the process, so it has to wait longer than we do.
-    transport = Distributed(timeout=2 * limit if on_gpu else limit, device=world.device)
-    received = _exchange(transport, world)
-    if on_gpu:
-        _wait_for_gpu(world, limit)
-    return GroupCheck(
-        backend="nccl" if on_gpu else "gloo",
-        ranks=world.num_ranks,
-        nodes=len(set(transport.nodes)),
-        communicators={one.name: len(one.members) for one in transport.communicators},
-        operations=max(one.largest_call for one in transport.communicators),
-        limit=transport.grouped_operations,
-        phases=NUM_PHASES,
-        wrong=tuple(
-            (sender, phase)
-            for phase, buffers in enumerate(received)
-            for sender, buffer in buffers.items()
-            if not torch.equal(buffer, _message(sender, world.rank, phase, world))
-        ),
+    wrong = [
+        (sender, phase)
+        for phase, buffers in enumerate(received)
+        for sender, buffer in buffers.items()
+        if not torch.equal(buffer, _message(sender, world.rank, phase, world))
+    ]
+    facts = {
+        "backend": "nccl" if on_gpu else "gloo",
+        "ranks": world.num_ranks,
+        "nodes": len(set(transport.nodes)),
+        "communicators": {one.name: len(one.members) for one in transport.communicators},
+        "operations": max(one.largest_call for one in transport.communicators),
+        "limit": transport.grouped_operations,
+        "phases": NUM_PHASES,
+        "wrong": wrong,
+    }
+    if wrong:
+        sender, phase = wrong[0]
+        text = (
+            f"what came from rank {sender} in phase {phase} is not what it sent ({len(wrong)} such "
+            "messages): do not train over this network"
+        )
+        return Finding("groups", False, text), facts
+    members = [f"{one.name} ({len(one.members)})" for one in transport.communicators]
+    text = (
+        f"all {facts['ranks']} ranks sent to all over {facts['backend']}, {NUM_PHASES} phases at "
+        f"once: up to {facts['operations']} operations in a grouped call, {facts['limit']} are "
+        f"allowed; {facts['nodes']} node{'s' if len(set(transport.nodes)) > 1 else ''}, "
+        f"communicators (ranks): {' and '.join(members)}"
     )
+    return Finding("groups", True, text), facts
 
 
 def _exchange(transport: Distributed, world: World) -> list[Buffers]:
@@ -354,32 +316,39 @@ def _wait_for_gpu(world: World, limit: float) -> None:
 # One plan
 
 
-def check_results(world: World, kernel: str) -> tuple[Finding, PlanCheck | None]:
+def check_plan(world: World, kernel: str = "auto") -> tuple[list[Finding], Facts | None]:
+    """Whether a small plan gives what dense attention does, and again when it is replayed as CUDA
+    graphs. All ranks call it together, and all get the result.
+
+    `kernel` is what ran; `errors` are relative, of output and gradients, and `replayed` those with
+    CUDA graphs, None where graphs are not used."""
     try:
-        check = check_plan(world, kernel)
+        facts = _run_plan(world, kernel)
     except Exception as error:  # a doctor reports what is broken
         logger.debug("the plan failed", exc_info=True)
         text = f"a small plan could not run: {first_line(error)}"
-        return Finding("plan", False, text), None
+        return [Finding("plan", False, text), NO_GRAPHS], None
     text = (
-        f"a small plan on {check.ranks} {'virtual' if check.virtual else 'real'} ranks, kernel "
-        f"{check.kernel}, {check.bytes_moved / 1e6:.1f} MB moved"
+        f"a small plan on {facts['ranks']} {'virtual' if facts['virtual'] else 'real'} ranks, "
+        f"kernel {facts['kernel']}, {facts['bytes_moved'] / 1e6:.1f} MB moved"
     )
-    return check.finding("plan", check.errors, text, "do not train with it"), check
+    graphs = Finding("graphs", True, "not used: CUDA graphs need a GPU")
+    if facts["replayed"] is not None:
+        again = "the same plan replayed as CUDA graphs"
+        graphs = _compared("graphs", again, facts, "replayed", "use DCPExecutor(graphs=False)")
+    return [_compared("plan", text, facts, "errors", "do not train with it"), graphs], facts
 
 
-def check_graphs(check: PlanCheck | None) -> Finding:
-    """Whether replaying the plan as CUDA graphs gives the right results too."""
-    if check is None:
-        return Finding("graphs", False, "not run: the plan has to work first")
-    if check.replayed is None:
-        return Finding("graphs", True, "not used: CUDA graphs need a GPU")
-    text = "the same plan replayed as CUDA graphs"
-    return check.finding("graphs", check.replayed, text, "use DCPExecutor(graphs=False)")
+def _compared(name: str, text: str, facts: Facts, field: str, advice: str) -> Finding:
+    """Whether all errors in this field are within the tolerance."""
+    errors, allowed = facts[field].values(), facts["tolerance"]
+    text = f"{text}: relative error {max(errors):.1e}"
+    if all(error <= allowed for error in errors):  # False for NaN
+        return Finding(name, True, text)
+    return Finding(name, False, f"{text}, allowed is {allowed:.0e}: {advice}")
 
 
-def check_plan(world: World, kernel: str = "auto") -> PlanCheck:
-    """Runs a small plan; all ranks call it together, and all get the result."""
+def _run_plan(world: World, kernel: str) -> Facts:
     shape, virtual = SHAPES[world.device.type], world.num_ranks == 1
     ranks = VIRTUAL_RANKS if virtual else world.num_ranks
     per_node = ranks if virtual else world.ranks_per_node
@@ -393,20 +362,43 @@ def check_plan(world: World, kernel: str = "auto") -> PlanCheck:
     step = executor.prepare(plan)
     inputs = make_inputs(batch.num_tokens, shape, world.device)
     before = executor.transport.bytes_sent
-    given = _run(step, inputs)
+    given = _results(step, inputs)
     moved = executor.transport.bytes_sent - before
-    exact, replayed = dense_attention(batch, inputs), None
+    q, k, v, dout = (_exactly(x) for x in (*inputs.qkv, inputs.dout))
+    exact, replayed = dense_attention(batch, DEFAULT_MASK, (q, k, v), dout), None
     if executor.engine.graphs.wanted:
         for _ in range(REPLAYS):
-            replayed = relative_errors(_run(step, inputs), exact)
-    errors, name = relative_errors(given, exact), executor.kernel.name
-    return PlanCheck(name, ranks, virtual, moved, errors, TOLERANCES[shape.dtype], replayed)
+            replayed = _errors(_results(step, inputs), exact)
+    return {
+        "kernel": executor.kernel.name,
+        "ranks": ranks,
+        "virtual": virtual,
+        "bytes_moved": moved,
+        "errors": _errors(given, exact),
+        "tolerance": TOLERANCES[shape.dtype],
+        "replayed": replayed,
+    }
 
 
-def _run(step: Step, inputs: Inputs) -> OutAndGrads:
+def _results(step: Step, inputs: Inputs) -> dict[str, Float64]:
     """Output and gradients of all tokens, in batch order."""
     rows = [torch.from_numpy(part.local_coordinates) for part in step.parts]
     mine = inputs.rows(torch.cat(rows).to(inputs.q.device))
     out = attention(step, *mine.qkv)
     grads = torch.autograd.grad(out, mine.qkv, mine.dout)
-    return OutAndGrads(*(torch.cat(step.gather(x)) for x in (out.detach(), *grads)))
+    gathered = (torch.cat(step.gather(x)) for x in (out.detach(), *grads))
+    return dict(zip(RESULTS, map(_exactly, gathered), strict=True))
+
+
+def _exactly(x: Tensor) -> Float64:
+    values: Float64 = x.detach().double().cpu().numpy()
+    return values
+
+
+def _errors(given: dict[str, Float64], exact: Interpreted) -> dict[str, float]:
+    """‖given − exact‖ / ‖exact‖."""
+    wanted = {name: getattr(exact, name) for name in given}
+    return {
+        name: float(np.linalg.norm(values - wanted[name]) / np.linalg.norm(wanted[name]))
+        for name, values in given.items()
+    }

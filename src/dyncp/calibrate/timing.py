@@ -1,5 +1,5 @@
-"""How calls are timed: on the device, on the host, and kernel by kernel; and one rank of a plan
-without its peers, which receives random numbers instead."""
+"""How calls are timed: on the device, on the host, and kernel by kernel; and the work of every
+division of a plan."""
 
 import logging
 import statistics
@@ -18,16 +18,18 @@ from dyncp.blocks import DEFAULT_MASK, AttentionShape, Direction
 from dyncp.calibrate.calls import (
     Attend,
     Inputs,
-    KernelChoice,
+    Noise,
+    RecordedKernel,
     backward,
     forward,
     make_executor,
     make_inputs,
 )
+from dyncp.cost import CostModel
 from dyncp.executor import DCPExecutor, Step, attention
-from dyncp.kernels import IndexArrays, Kernel, KernelCall
-from dyncp.plan import Op, RankPlan
-from dyncp.transport import Buffers, Null, NullChannel
+from dyncp.plan import Op, Plan, RankPlan
+from dyncp.simulate.flow import layer_of_plan
+from dyncp.simulate.layer import CallBlocks, call_work
 
 logger = logging.getLogger(__name__)
 
@@ -184,99 +186,83 @@ class CallTimes:
         return float(self.division_seconds.sum())
 
 
-class RecordedKernel(Kernel):
-    """Wraps a kernel, and records the device time of every `attend` and `attend_backward`."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Tools:
+    """What the calls of ranks are timed with; `kernel` as in `executor_options`."""
 
-    def __init__(self, inner: Kernel, device: torch.device) -> None:
-        self._inner, self._device = inner, device
-        self._marks: list[tuple[Any, Any]] = []
-        for name in Kernel.__annotations__:
-            setattr(self, name, getattr(inner, name))
+    shape: AttentionShape
+    kernel: str
+    device: torch.device
+    repeats: Repeats
 
-    def lower(self, call: KernelCall, arrays: IndexArrays, *, backward: bool) -> Any:
-        return self._inner.lower(call, arrays, backward=backward)
+    def executor(self, part: RankPlan) -> DCPExecutor:
+        """For one rank without its peers."""
+        noise = Noise(part.rank, part.num_ranks)
+        return make_executor(self.kernel, self.device, transport=noise)
 
-    def refuses(self, shape: AttentionShape) -> str:
-        return self._inner.refuses(shape)
-
-    def sequence_rows(self, lowered: Any, dim: int) -> Any:
-        return self._inner.sequence_rows(lowered, dim)
-
-    def attend(self, *args: Any, **options: Any) -> None:
-        self._record(self._inner.attend, args, options)
-
-    def attend_backward(self, *args: Any, **options: Any) -> None:
-        self._record(self._inner.attend_backward, args, options)
-
-    def _record(self, function: Callable[..., None], args: Any, options: Any) -> None:
-        start = mark(self._device)
-        function(*args, **options)
-        self._marks.append((start, mark(self._device)))
-
-    def take(self) -> list[float]:
-        """Seconds of all calls since the last `take`, in order."""
-        wait_for(self._device)
-        marks, self._marks = self._marks, []
-        return [seconds_between(start, end) for start, end in marks]
+    def runs(self, step: Step) -> dict[Direction, Run]:
+        """Forward and, where it is planned, backward."""
+        part = step.plan
+        inputs = make_inputs(step.num_rows, self.shape, self.device, seed=part.rank)
+        run = forward(lambda *qkv: attention(step, *qkv), inputs)
+        runs: dict[Direction, Run] = {Direction.FORWARD: run}
+        if part.mask_plan(DEFAULT_MASK).backward is not None:
+            runs[Direction.BACKWARD] = backward(run(), inputs)
+        return runs
 
 
-def time_calls(
-    part: RankPlan,
-    shape: AttentionShape,
-    choice: KernelChoice,
-    device: torch.device,
-    repeats: Repeats,
-) -> dict[Direction, CallTimes]:
+def time_calls(part: RankPlan, tools: Tools) -> dict[Direction, CallTimes]:
     """Forward and backward of one rank. On GPUs seconds of kernels are missing, which `add_kernels`
     adds: time all calls first, since a profiler that ran once slows the host down."""
-    executor = _executor(part, choice, device)
+    executor, device, repeats = tools.executor(part), tools.device, tools.repeats
     if device.type == "cuda":
-        return _time_on_gpu(executor.prepare(part), shape, device, repeats)
-    recorded = RecordedKernel(executor.kernel, device)
+        return _time_on_gpu(executor.prepare(part), tools)
+    recorded = RecordedKernel(executor.kernel)
     executor = DCPExecutor(device=device, transport=executor.transport, kernel=recorded)
     times = {}
-    for direction, run in _runs(executor.prepare(part), shape, device).items():
-        recorded.take()
+    for direction, run in tools.runs(executor.prepare(part)).items():
+        recorded.seconds.clear()
         timed, divisions = time_call(run, device, repeats), _call_divisions(part, direction)
-        calls, seconds = np.asarray(recorded.take()), np.zeros(0)
+        seconds = np.zeros(0)
         if divisions:  # else a rank without tiles
-            seconds = np.median(calls.reshape(-1, len(divisions))[-repeats.timed :], axis=0)
+            calls = np.asarray(recorded.seconds).reshape(-1, len(divisions))
+            seconds = np.median(calls[-repeats.timed :], axis=0)
         times[direction] = CallTimes(
             timed.seconds, timed.host_seconds, _by_division(divisions, seconds)
         )
     return times
 
 
-def _time_on_gpu(
-    step: Step, shape: AttentionShape, device: torch.device, repeats: Repeats
-) -> dict[Direction, CallTimes]:
-    runs, inputs = _runs(step, shape, device), make_inputs(step.num_rows, shape, device)
-    seconds = {way: time_call(run, device, repeats).seconds for way, run in runs.items()}
+def _time_on_gpu(step: Step, tools: Tools) -> dict[Direction, CallTimes]:
+    runs, inputs = tools.runs(step), make_inputs(step.num_rows, tools.shape, tools.device)
+    seconds = {
+        way: time_call(run, tools.device, tools.repeats).seconds for way, run in runs.items()
+    }
     host = host_seconds_per_call(
-        lambda *qkv: attention(step, *qkv), inputs, device, repeats, backward=len(runs) > 1
+        lambda *qkv: attention(step, *qkv),
+        inputs,
+        tools.device,
+        tools.repeats,
+        backward=len(runs) > 1,
     )
     return {way: CallTimes(seconds[way], host[way], np.zeros(1)) for way in runs}
 
 
 def add_kernels(
-    times: Mapping[Direction, CallTimes],
-    part: RankPlan,
-    shape: AttentionShape,
-    choice: KernelChoice,
-    device: torch.device,
+    times: Mapping[Direction, CallTimes], part: RankPlan, tools: Tools
 ) -> dict[Direction, CallTimes]:
     """Seconds of kernels by the profiler, which run one after the other for once: the durations of
     those that run beside each other say little. On CPUs they are there already."""
-    if device.type != "cuda":
+    if tools.device.type != "cuda":
         return dict(times)
-    executor = _executor(part, choice, device)
+    executor = tools.executor(part)
     executor.engine.graphs = replace(executor.engine.graphs, beside=False)
     found = {}
-    for direction, run in _runs(executor.prepare(part), shape, device).items():
+    for direction, run in tools.runs(executor.prepare(part)).items():
         for _ in range(WARM_UP):
             run()
         divisions = _call_divisions(part, direction)
-        profiled = [profiled_kernels(run, device) for _ in range(PROFILED)]
+        profiled = [profiled_kernels(run, tools.device) for _ in range(PROFILED)]
         seconds = np.mean([seconds_by_call(x, len(divisions)) for x in profiled], axis=0)
         others = [k.seconds for kernels in profiled for k in kernels if not k.is_attention]
         found[direction] = replace(
@@ -285,20 +271,6 @@ def add_kernels(
             other_seconds=sum(others) / PROFILED,
         )
     return found
-
-
-def _executor(part: RankPlan, choice: KernelChoice, device: torch.device) -> DCPExecutor:
-    return make_executor(choice, device, transport=Noise(part.rank, part.num_ranks))
-
-
-def _runs(step: Step, shape: AttentionShape, device: torch.device) -> dict[Direction, Run]:
-    part = step.plan
-    inputs = make_inputs(step.num_rows, shape, device, seed=part.rank)
-    run = forward(lambda *qkv: attention(step, *qkv), inputs)
-    runs: dict[Direction, Run] = {Direction.FORWARD: run}
-    if part.mask_plan(DEFAULT_MASK).backward is not None:
-        runs[Direction.BACKWARD] = backward(run(), inputs)
-    return runs
 
 
 def _by_division(divisions: list[int], seconds: Float64) -> Float64:
@@ -365,77 +337,50 @@ def host_seconds_per_call(
     }
 
 
-class Noise(Null):
-    """`Null`, but received buffers hold normally distributed numbers: GPUs multiply zeros faster,
-    since they draw less power and clocks stay up. The buffers of a phase are adjacent in memory, so
-    one copy fills them all. Calls only read them, so a repeated call finds them filled already:
-    only the first of several equal calls spends time on it."""
+@dataclass(frozen=True, slots=True)
+class DivisionWork:
+    """One division of one rank in the cost model's terms. `pairs`, `area`, `edge` and `tile_rows`
+    count every q head; `rows` and `keys` are those of the blocks that it reads, `longest` the keys
+    of the longest rows of kernel tiles, and `calls` its kernel calls."""
 
-    def __init__(self, rank: int, num_ranks: int) -> None:
-        super().__init__(rank, num_ranks)
-        self._noise: dict[torch.device, Tensor] = {}
-        self._fills: dict[int, tuple[Buffers, Tensor, Tensor]] = {}
-        self._stream: torch.cuda.Stream | None = None  # of messages
-        self._call, self._holds = -1, set[int]()  # buffers that hold numbers since a call's first
-        self.filled: dict[int, torch.cuda.Event] = {}  # by phase, on GPUs
-
-    def open(self, call: int = 0) -> "list[NullChannel]":
-        if call != self._call:
-            self._call, self._holds = call, set()
-        return [NoiseChannel(self)]
-
-    def fill(self, receives: Buffers) -> None:
-        """The executor passes the same mapping in every call, so its extent is computed once."""
-        if id(receives) in self._holds:
-            return
-        self._holds.add(id(receives))
-        kept = self._fills.get(id(receives))
-        if kept is None:
-            buffers = list(receives.values())
-            first, last = buffers[0], buffers[-1]
-            span = last.data_ptr() + last.nbytes - first.data_ptr()
-            whole = first.as_strided((span,), (1,))
-            kept = self._fills[id(receives)] = receives, whole, self._bytes(span, first.device)
-        _, target, source = kept
-        target.copy_(source)
-
-    def stream(self) -> torch.cuda.Stream:
-        """That of messages, which torch takes long to tell."""
-        if self._stream is None:
-            self._stream = torch.cuda.current_stream()
-        return self._stream
-
-    def filled_event(self, phase: int, receives: Buffers) -> Any:
-        """What `wait` waits for; None on CPUs."""
-        if phase not in self.filled and next(iter(receives.values())).is_cuda:
-            self.filled[phase] = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        return self.filled.get(phase)
-
-    def _bytes(self, count: int, device: torch.device) -> Tensor:
-        """Random bf16 numbers, whose bits are ordinary numbers as fp32 and fp16 too."""
-        held = self._noise.get(device)
-        if held is None or held.nbytes < count:
-            numbers = torch.randn(-(-count // 2), device=device)
-            held = self._noise[device] = numbers.bfloat16().view(torch.uint8)
-        return held[:count]
+    rank: int
+    division: int
+    pairs: int
+    area: float
+    edge: float
+    tile_rows: float
+    longest: float
+    tiles: int
+    rows: int
+    keys: int
+    calls: int
+    predicted_seconds: float
 
 
-class NoiseChannel(NullChannel):
-    def __init__(self, transport: Noise) -> None:
-        super().__init__(transport)
-        self._noise = transport
-
-    def launch(self, phase: int, sends: Buffers, receives: Buffers, arrived: Any = None) -> None:
-        super().launch(phase, sends, {})
-        if not receives:
-            return
-        self._noise.fill(receives)
-        if arrived is None:
-            arrived = self._noise.filled_event(phase, receives)
-        if arrived is not None:  # messages have a stream of their own
-            arrived.record(self._noise.stream())
-
-    def wait(self, phase: int) -> None:
-        filled = self._noise.filled.get(phase)
-        if filled is not None:
-            filled.wait()
+def plan_work(plan: Plan, direction: Direction, cost: CostModel) -> list[DivisionWork]:
+    """All divisions of all ranks that have tiles, by rank and division."""
+    layer, _ = layer_of_plan(plan, DEFAULT_MASK, direction, cost)
+    tiles = layer.tiles
+    pairs = tiles.pairs * cost.heads_of(layer.groups)[tiles.head_group]
+    work = call_work(layer, CallBlocks.of(layer), cost)
+    seconds = cost.work_seconds(*work[1:], direction)
+    found = []
+    for cell in np.unique(layer.cell).tolist():
+        chosen, calls = layer.cell == cell, work.cell == cell
+        found.append(
+            DivisionWork(
+                rank=cell // layer.num_divisions,
+                division=cell % layer.num_divisions,
+                pairs=int(pairs[chosen].sum()),
+                area=float(work.area[calls].sum()),
+                edge=float(work.edge[calls].sum()),
+                tile_rows=float(work.rows[calls].sum()),
+                longest=float(work.longest[calls].sum()),
+                tiles=int(chosen.sum()),
+                rows=int(layer.tokens[np.unique(tiles.q_block[chosen])].sum()),
+                keys=int(layer.tokens[np.unique(tiles.k_block[chosen])].sum()),
+                calls=int(calls.sum()),
+                predicted_seconds=float(seconds[calls].sum() + cost.call_seconds(int(calls.sum()))),
+            )
+        )
+    return found

@@ -4,27 +4,46 @@ turns user mistakes into one line."""
 import os
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-from dyncp.cli import bench, calibrate, doctor, masks, plan, simulate, train, verify
-from dyncp.cli.arguments import examples_text
+import dyncp
 
 __all__ = ["main"]
 
-# Files with SUMMARY, EXAMPLES, `add_options(parser)` and `run(args)`, which gets the parsed options
-# and in `args.words` the command line itself, returns the exit code, and raises ValueError for user
-# mistakes.
-COMMANDS = (train, plan, simulate, verify, bench, calibrate, doctor, masks)
+# A command is a file with EXAMPLES, `add_options(parser)` and `run(args)`, which gets the parsed
+# options and in `args.words` the command line itself, returns the exit code, and raises ValueError
+# for user mistakes.
+COMMANDS = {
+    "train": "train a small Llama on several ranks and compare its losses with one process",
+    "plan": "plan one batch and say what the plan costs",
+    "simulate": "simulate many batches under dyncp and every static method, and say what to use",
+    "verify": "check a saved plan, invariant by invariant",
+    "bench": "measure attention kernels, plans rank by rank, or ranks inside a stack of layers",
+    "calibrate": "measure this machine into a profile that planner and simulator use",
+    "doctor": "check devices, links, groups and one plan, and print what to paste into an issue",
+    "masks": "list the masks, or draw one as text",
+}
+# The commands of `dyncp bench` are files in `benchmarks`, beside the `src` that dyncp runs from.
+BENCHMARKS = {
+    "kernels": "measure attention kernels on many masks, beside torch's and flash-attn-4's",
+    "attention": "measure the attention of plans on virtual or real ranks, beside predictions",
+    "layers": "measure ranks of plans inside a stack of transformer layers, beside plain attention",
+}
+EXTRAS = {"transformers": "'dyncp[transformers]'"}
 USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Runs one command line (default: that of the process) and returns its exit code."""
     words = list(sys.argv[1:] if words is None else words)
-    args = build_parser().parse_args(words)
-    args.words = words
     try:
+        args = build_parser().parse_args(words)
+        args.words = words
         code: int = args.run(args)
         sys.stdout.flush()
         return code
@@ -35,7 +54,7 @@ def main(words: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except (ValueError, OSError, MemoryError) as error:
-        if args.traceback:
+        if "--traceback" in words:
             raise
         needs = {MemoryError: "more memory than there is", OSError: "another file"}
         found = [text for kind, text in needs.items() if isinstance(error, kind)]
@@ -62,15 +81,64 @@ def build_parser() -> ArgumentParser:
     parser.add_argument(
         "--traceback", action="store_true", help="show where an error was raised, not only its text"
     )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in COMMANDS:
-        options = commands.add_parser(
-            command.__name__.rpartition(".")[2],
-            help=command.SUMMARY,
-            description=f"{command.SUMMARY[0].upper()}{command.SUMMARY[1:]}.",
-            epilog=examples_text(command.EXAMPLES),
-            formatter_class=RawDescriptionHelpFormatter,
-        )
-        command.add_options(options)
-        options.set_defaults(run=command.run)
+    _add_commands(parser, COMMANDS, "COMMAND")
     return parser
+
+
+def _add_commands(parser: ArgumentParser, commands: Mapping[str, str], metavar: str) -> None:
+    added = parser.add_subparsers(
+        title=f"{metavar.lower()}s", metavar=metavar, required=True, parser_class=CommandParser
+    )
+    for name, summary in commands.items():
+        text = f"{summary[0].upper()}{summary[1:]}."
+        form = RawDescriptionHelpFormatter
+        added.add_parser(name, help=summary, description=text, formatter_class=form)
+
+
+class CommandParser(ArgumentParser):
+    """Parses the options of one command. The command's file is imported when that happens, so that
+    planning does not wait for torch."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        _, *names = self.prog.split()
+        if names == ["bench"]:
+            self.epilog = _examples([f"dyncp bench {name}" for name in BENCHMARKS])
+            _add_commands(self, BENCHMARKS, "BENCHMARK")
+        else:
+            command = load_command(*names)
+            self.epilog = _examples(command.EXAMPLES)
+            command.add_options(self)
+            self.set_defaults(run=command.run)
+        return super().parse_known_args(args, namespace)
+
+
+def _examples(examples: Sequence[str]) -> str:
+    """The end of a command's help: one command line each."""
+    title = "examples:" if len(examples) > 1 else "example:"
+    return "\n".join([title, *(f"  {example}" for example in examples)])
+
+
+def load_command(name: str, benchmark: str | None = None) -> ModuleType:
+    """The file of `dyncp NAME` or `dyncp bench BENCHMARK`; raises ValueError where something it
+    needs is not installed."""
+    if benchmark is None:
+        try:
+            return import_module(f"dyncp.cli.{name}")
+        except ModuleNotFoundError as error:
+            missing = str(error.name)
+            raise ValueError(
+                f"dyncp {name} needs {missing}, which is not installed; pip install "
+                f"{EXTRAS.get(missing, missing)}"
+            ) from error
+    checkout = Path(dyncp.__file__).parents[2]
+    if (checkout / "benchmarks" / f"{benchmark}.py").exists() and str(checkout) not in sys.path:
+        sys.path.insert(0, str(checkout))
+    try:
+        return import_module(f"benchmarks.{benchmark}")
+    except ModuleNotFoundError as error:
+        if error.name not in ("benchmarks", f"benchmarks.{benchmark}"):
+            raise
+        raise ValueError(
+            f"`dyncp bench {benchmark}` is part of the source checkout, not of the installed "
+            "package: clone the repository, run `pip install -e .` in it, and try again"
+        ) from None

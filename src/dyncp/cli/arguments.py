@@ -11,16 +11,18 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from dyncp import masks
 from dyncp.blocks import ITEM_BYTES, AttentionShape, Batch
-from dyncp.checks import whole_number
+from dyncp.checks import usable_cores, whole_number
 from dyncp.cost import (
     DEFAULT_PROFILE,
     MODELS,
+    PROFILES,
     CostModel,
     ModelConfig,
     Profile,
@@ -34,14 +36,10 @@ from dyncp.cost import from_transformers_config as read_model
 from dyncp.placement import DEFAULT_TOLERANCES, Limits
 from dyncp.planner import AUTO, EFFORTS, OBJECTIVES, PlannerConfig
 from dyncp.samplers import NAMES, parse_sample, read_lengths, sample_lengths
-from dyncp.topology import PRESETS, Topology, preset
 
 if TYPE_CHECKING:
-    import torch
+    from dyncp.calibrate import World
 
-    from dyncp.calibrate.calls import World
-
-COMPUTE_TOLERANCE, TOKEN_TOLERANCE = DEFAULT_TOLERANCES
 # What commands that measure run by default, by kind of device.
 SHAPES = {"cpu": AttentionShape(4, 2, 64, "fp32"), "cuda": AttentionShape(32, 8, 128, "bf16")}
 # Importing torch takes seconds, and without one of these files it sees no GPU.
@@ -54,12 +52,6 @@ LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 TIMEOUT = timedelta(minutes=10)
 
 
-def examples_text(examples: Sequence[str]) -> str:
-    """The end of a command's help: one command line each."""
-    title = "examples:" if len(examples) > 1 else "example:"
-    return "\n".join([title, *(f"  {example}" for example in examples)])
-
-
 def option(parser: Any, name: str, text: str, default: Any = None, **options: Any) -> None:
     """Adds an option. Its help ends with the default, if any, whose type is that of values."""
     if default is not None:
@@ -68,8 +60,7 @@ def option(parser: Any, name: str, text: str, default: Any = None, **options: An
     parser.add_argument(name, help=text, default=default, **options)
 
 
-def add_json_option(parser: ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+# Batches
 
 
 def add_lengths_options(parser: ArgumentParser, *, listed: bool, sample: str | None = None) -> None:
@@ -84,85 +75,51 @@ def add_lengths_options(parser: ArgumentParser, *, listed: bool, sample: str | N
     option(parser, "--mask", "NAME[:key=value,...]; `dyncp masks` lists them", "causal")
 
 
-def add_cluster_options(parser: ArgumentParser) -> None:
-    default = f"(default: that of this machine's GPU, or {DEFAULT_PROFILE})"
-    text = f"kind of cluster: {', '.join(PRESETS)} {default}"
+def lengths_of(args: Namespace) -> list[int]:
+    """The sequence lengths of one batch."""
+    if args.lengths_file is not None:
+        return read_lengths(args.lengths_file)
+    if args.lengths is not None:
+        return list(positive_integers(args.lengths, "--lengths"))
+    return draw_lengths(args, args.sample)
+
+
+def draw_lengths(args: Namespace, sample: str, number: int = 0) -> list[int]:
+    """Batch `number` of a sample: --tokens tokens, drawn with its seed plus that number."""
+    name, seed = parse_sample(sample)
+    return sample_lengths(name, whole_number("--tokens", args.tokens, 1), seed + number)
+
+
+def make_batch(mask: str, lengths: Sequence[int]) -> Batch:
+    """One sequence of each length, all with this mask."""
+    function = masks.by_name(mask)
+    return Batch.of([function(length) for length in lengths])
+
+
+# Clusters, models and planning
+
+
+def add_profile_options(parser: ArgumentParser) -> None:
+    default = f"(default: that of the GPU of this machine, or {DEFAULT_PROFILE})"
+    text = f"kind of cluster, its links and rates: {', '.join(PROFILES)} {default}"
     option(parser, "--topology", text, metavar="PRESET")
-    add_profile_option(parser)
-    option(parser, "--nodes", "", 4)
-    option(parser, "--ranks-per-node", "", 8)
-
-
-def add_profile_option(parser: ArgumentParser) -> None:
     text = "rates and links that `dyncp calibrate` measured, instead of the preset's"
     option(parser, "--profile", text, type=Path, metavar="FILE")
 
 
-def add_attention_options(parser: ArgumentParser) -> None:
-    for name, default in (("q-heads", 8), ("kv-heads", 2), ("head-dim", 128)):
-        option(parser, f"--{name}", "of one layer", default)
-    option(parser, "--dtype", ", ".join(ITEM_BYTES), "bf16")
-    option(parser, "--model", "llama3-8b or a config.json: adds the per-token work")
-
-
-def add_solver_options(parser: ArgumentParser) -> None:
-    solvers = "a name, a static method with degrees (zigzag/cp8), or auto: the best of all"
-    option(parser, "--solver", solvers, AUTO)
-    option(parser, "--effort", " or ".join(EFFORTS), "fast")
-    option(parser, "--objective", f"what auto goes by: {' or '.join(OBJECTIVES)}", "time")
-    counts: dict[str, Any] = {"type": _count_or_auto, "metavar": "N|auto"}
-    groups = "groups of kv heads that are placed independently"
-    option(parser, "--head-groups", groups, 1, **counts)
-    divisions = "most divisions, the steps in which inputs arrive (default: searched)"
-    option(parser, "--divisions", divisions, **counts)
-
-
-def _count_or_auto(text: str) -> int | None:
-    return None if text == "auto" else int(text)
-
-
-def config_of(args: Namespace) -> PlannerConfig:
-    return PlannerConfig(
-        solver=args.solver,
-        effort=args.effort,
-        objective=args.objective,
-        head_groups=args.head_groups,
-        divisions=args.divisions,
-        limits=limits_of(args),
-    )
-
-
-def add_limit_options(parser: ArgumentParser) -> None:
-    compute = (
-        "share by which the fullest rank may exceed the mean (default: about "
-        f"{COMPUTE_TOLERANCE}, and more only where that makes the step shorter)"
-    )
-    tokens = (
-        f"the same for tokens (default: about {TOKEN_TOLERANCE}; with --model, where tokens cost "
-        "time, as little as pays)"
-    )
-    option(parser, "--compute-tolerance", compute, type=float)
-    option(parser, "--token-tolerance", tokens, type=float)
-
-
-def topology_of(args: Namespace) -> Topology:
+def profile_of(args: Namespace, device: str | None = None) -> Profile:
+    """The profile asked for, or the preset of a device (default: of this machine's GPU)."""
     if args.profile is not None:
-        return load_profile(args.profile).topology(args.nodes, args.ranks_per_node)
-    return preset(preset_of(args), args.nodes, args.ranks_per_node)
+        return load_profile(args.profile)
+    if args.topology is not None:
+        return find_profile(args.topology)
+    return preset_for(device or gpu_name(), "--topology PRESET or --profile FILE")
 
 
-def profile_of(args: Namespace) -> Profile:
-    return find_profile(preset_of(args)) if args.profile is None else load_profile(args.profile)
-
-
-def preset_of(args: Namespace) -> str:
-    """The preset asked for, or that of this machine's GPU."""
-    if args.topology is None:
-        device = gpu_name()
-        tell_profile(device, "--topology PRESET or --profile FILE choose another")
-        args.topology = profile_for_device(device).name
-    name: str = args.topology
-    return name
+def preset_for(device: str | None, options: str) -> Profile:
+    """The preset of a device, as torch names it; `options` choose another."""
+    tell_profile(device, f"{options} choose another")
+    return profile_for_device(device)
 
 
 def gpu_name() -> str | None:
@@ -176,45 +133,83 @@ def gpu_name() -> str | None:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
+def add_planning_options(parser: ArgumentParser) -> None:
+    """Cluster, attention and model, and how to plan for them."""
+    add_profile_options(parser)
+    option(parser, "--nodes", "", 4)
+    option(parser, "--ranks-per-node", "", 8)
+    for name, default in (("q-heads", 8), ("kv-heads", 2), ("head-dim", 128)):
+        option(parser, f"--{name}", "of one layer", default)
+    option(parser, "--dtype", ", ".join(ITEM_BYTES), "bf16")
+    option(parser, "--model", "llama3-8b or a config.json: adds the per-token work")
+    solvers = "a name, a static method with degrees (zigzag/cp8), or auto: the best of all"
+    option(parser, "--solver", solvers, AUTO)
+    option(parser, "--effort", " or ".join(EFFORTS), "fast")
+    option(parser, "--objective", f"what auto goes by: {' or '.join(OBJECTIVES)}", "time")
+    counts: dict[str, Any] = {"type": _count_or_auto, "metavar": "N|auto"}
+    groups = "groups of kv heads that are placed independently"
+    option(parser, "--head-groups", groups, 1, **counts)
+    divisions = "most divisions, the steps in which inputs arrive (default: searched)"
+    option(parser, "--divisions", divisions, **counts)
+    compute, tokens = DEFAULT_TOLERANCES
+    text = (
+        f"share by which the fullest rank may exceed the mean (default: about {compute}, and more "
+        "only where that makes the step shorter)"
+    )
+    option(parser, "--compute-tolerance", text, type=float)
+    text = (
+        f"the same for tokens (default: about {tokens}; with --model, where tokens cost time, as "
+        "little as pays)"
+    )
+    option(parser, "--token-tolerance", text, type=float)
+
+
+def _count_or_auto(text: str) -> int | None:
+    return None if text == "auto" else int(text)
+
+
+def config_of(args: Namespace) -> PlannerConfig:
+    """`--objective bytes` always has limits."""
+    limits = Limits(args.compute_tolerance, args.token_tolerance)
+    return PlannerConfig(
+        solver=args.solver,
+        effort=args.effort,
+        objective=args.objective,
+        head_groups=args.head_groups,
+        divisions=args.divisions,
+        limits=Limits(*limits.tolerances.tolist()) if args.objective == "bytes" else limits,
+        seed=args.seed,
+    )
+
+
 def cost_of(args: Namespace) -> CostModel:
     shape = AttentionShape(args.q_heads, args.kv_heads, args.head_dim, args.dtype)
     return CostModel(profile_of(args), shape)
 
 
-def limits_of(args: Namespace) -> Limits:
-    """The limits asked for; `--objective bytes` always has some."""
-    limits = Limits(args.compute_tolerance, args.token_tolerance)
-    return Limits(*limits.tolerances.tolist()) if args.objective == "bytes" else limits
-
-
-def model_of(args: Namespace) -> ModelConfig | None:
-    name: str | None = args.model
-    if name is None:
-        return None
+def model_of(name: str) -> ModelConfig:
+    """A known model, or that of a config.json."""
     if name.endswith(".json"):
         return read_model(name)
     written = name.replace("-", "_")
     return find_model(written if written in MODELS else name)
 
 
-def make_batch(args: Namespace, lengths: Sequence[int]) -> Batch:
-    """One sequence of each length, all with the mask asked for."""
-    mask = masks.by_name(args.mask)
-    return Batch.of([mask(length) for length in lengths])
+# Measuring
 
 
-def check_tokens(args: Namespace) -> int:
-    return whole_number("--tokens", args.tokens, 1)
+def add_measuring_options(parser: ArgumentParser, repeats: int) -> None:
+    add_device_option(parser)
+    option(parser, "--repeats", "timed calls, of which the median counts", repeats)
+    add_json_option(parser)
+    text = "write that JSON object, whatever is printed"
+    option(parser, "--raw", text, type=Path, metavar="FILE")
 
 
-def lengths_of(args: Namespace) -> list[int]:
-    """The sequence lengths of one batch."""
-    if args.lengths_file is not None:
-        return read_lengths(args.lengths_file)
-    if getattr(args, "lengths", None) is None:
-        name, seed = parse_sample(args.sample)
-        return sample_lengths(name, check_tokens(args), seed)
-    return list(positive_integers(args.lengths, "--lengths"))
+def check_folder(option: str, path: Path | None) -> None:
+    """Before anything is measured: whether a file can be written there."""
+    if path is not None and not path.parent.is_dir():
+        raise ValueError(f"{option} is {path}; the folder {path.parent} does not exist")
 
 
 def add_device_option(parser: ArgumentParser) -> None:
@@ -234,26 +229,11 @@ def add_shape_options(parser: ArgumentParser) -> None:
     option(parser, "--dtype", text)
 
 
-def add_repeats_option(parser: ArgumentParser, default: int) -> None:
-    option(parser, "--repeats", "timed calls, of which the median counts", default)
-
-
-def shape_of(args: Namespace, device: "torch.device") -> AttentionShape:
-    default = SHAPES[device.type]
-    values = (
-        getattr(args, name) if getattr(args, name) is not None else getattr(default, name)
-        for name in ("q_heads", "kv_heads", "head_dim", "dtype")
-    )
-    return AttentionShape(*values)
-
-
-def preset_for(device: "torch.device") -> str:
-    """The preset of the device that is measured."""
-    import torch
-
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    tell_profile(name, "--topology, --base or --profile choose another")
-    return profile_for_device(name).name
+def shape_of(args: Namespace, kind: str) -> AttentionShape:
+    """`kind` is that of the device."""
+    names = ("q_heads", "kv_heads", "head_dim", "dtype")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return replace(SHAPES[kind], **given)
 
 
 def shape_text(shape: AttentionShape) -> str:
@@ -261,6 +241,9 @@ def shape_text(shape: AttentionShape) -> str:
         f"{shape.q_heads} q heads, {shape.kv_heads} kv heads, head dim {shape.head_dim}, "
         f"{shape.dtype}"
     )
+
+
+# Lists, progress and results
 
 
 def positive_integers(text: str, option: str) -> tuple[int, ...]:
@@ -280,46 +263,37 @@ def comma_separated(text: str) -> tuple[str, ...]:
 
 
 class Progress:
-    """Says what is being done now, on stderr."""
+    """Says what is being done now, on stderr; `quiet` on all ranks but the first."""
 
-    def __init__(self) -> None:
-        self._stream = sys.stderr
-        self.in_place = self._stream.isatty()
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._quiet, self._in_place = quiet, sys.stderr.isatty()
         self._shown = -SELDOM_SECONDS
 
     def say(self, text: str) -> None:
         """A line that stays."""
         self.clear()
-        print(text, file=self._stream, flush=True)
+        self._print(f"{text}\n")
 
     def show(self, text: str) -> None:
-        """A line that the next one replaces."""
-        end = "" if self.in_place else "\n"
-        self.clear()
-        print(text, end=end, file=self._stream, flush=True)
-
-    def show_seldom(self, text: str) -> None:
-        """`show`, but where lines stay only one every two seconds."""
-        now = time.monotonic()
-        if self.in_place or now - self._shown >= SELDOM_SECONDS:
-            self._shown = now
-            self.show(text)
+        """A line that the next one replaces; where that is impossible, one every two seconds."""
+        if self._in_place:
+            self._print(CLEAR_LINE + text)
+        elif time.monotonic() - self._shown >= SELDOM_SECONDS:
+            self._shown = time.monotonic()
+            self._print(f"{text}\n")
 
     def clear(self) -> None:
-        if self.in_place:
-            print(CLEAR_LINE, end="", file=self._stream, flush=True)
+        if self._in_place:
+            self._print(CLEAR_LINE)
+
+    def _print(self, text: str) -> None:
+        if not self._quiet:
+            print(text, end="", file=sys.stderr, flush=True)
 
 
-def add_output_options(parser: ArgumentParser) -> None:
-    add_json_option(parser)
-    text = "write that JSON object, whatever is printed"
-    option(parser, "--raw", text, type=Path, metavar="FILE")
-
-
-def check_raw(args: Namespace) -> None:
-    """Before anything is measured."""
-    if args.raw is not None and not args.raw.parent.is_dir():
-        raise ValueError(f"--raw is {args.raw}; the folder {args.raw.parent} does not exist")
+def add_json_option(parser: ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.set_defaults(raw=None)
 
 
 def show(args: Namespace, numbers: Mapping[str, Any], lines: Iterable[str]) -> None:
@@ -330,11 +304,11 @@ def show(args: Namespace, numbers: Mapping[str, Any], lines: Iterable[str]) -> N
     print(text if args.json else "\n".join(lines))
 
 
-def launch(words: Sequence[str], num_ranks: int, *, to_stderr: bool = False) -> int:
-    """The exit code of `torchrun --nproc-per-node num_ranks WORDS`.
+# Processes
 
-    With `to_stderr`, what the ranks print on stdout goes to this process's stderr.
-    """
+
+def launch(words: Sequence[str], num_ranks: int) -> int:
+    """The exit code of `torchrun --nproc-per-node num_ranks WORDS`."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     options = ["--local-addr", "127.0.0.1", "--nproc-per-node", str(num_ranks)]
     with _stopping_on_signals():
@@ -342,7 +316,6 @@ def launch(words: Sequence[str], num_ranks: int, *, to_stderr: bool = False) -> 
         process = subprocess.Popen(
             [*torchrun, *options, *words],
             env=_environment(num_ranks),
-            stdout=sys.stderr.fileno() if to_stderr else None,
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
@@ -361,9 +334,7 @@ def launch(words: Sequence[str], num_ranks: int, *, to_stderr: bool = False) -> 
 
 def threads_per_rank(num_ranks: int) -> int:
     """The cores this process may use, shared out among the ranks of the node."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return max(1, cores // num_ranks)
+    return max(1, usable_cores() // num_ranks)
 
 
 def _environment(num_ranks: int) -> dict[str, str]:

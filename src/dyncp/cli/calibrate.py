@@ -4,16 +4,17 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dyncp.calibrate import CalibrateSetting, Calibration, World, calibrate
+from dyncp.calibrate.calls import device_name, device_text, executor_options, find_mask
+from dyncp.calibrate.timing import Repeats, Tools
 from dyncp.cli.arguments import (
     Progress,
-    add_device_option,
     add_kernel_option,
-    add_output_options,
-    add_repeats_option,
+    add_measuring_options,
     add_shape_options,
-    check_raw,
+    check_folder,
     comma_separated,
     open_world,
     option,
@@ -25,8 +26,6 @@ from dyncp.cli.arguments import (
 )
 from dyncp.cost import PROFILES, Profile, find_profile, save_profile
 
-if TYPE_CHECKING:
-    from dyncp.calibrate import CalibrateSetting, Calibration, World
 SIZES = {"cpu": "128,256,512,1024,2048", "cuda": "8192,16384,32768,65536"}
 MASKS = "causal,full,document_causal,lambda_shaped,shared_question"
 # Label, field of the profile, and how many of its units make one of the label's.
@@ -45,8 +44,6 @@ RATES = (
     ("host per instruction, no graphs, µs", "host_seconds_eager", 1e-6),
     ("copying rows, GB/s", "copy", 1e9),
 )
-
-SUMMARY = "measure this machine into a profile that planner and simulator use"
 EXAMPLES = (
     "dyncp calibrate --save mine.json",
     "torchrun --nproc-per-node 8 -m dyncp calibrate --save mine.json",
@@ -62,28 +59,22 @@ def add_options(parser: ArgumentParser) -> None:
     option(parser, "--masks", "to fit with", MASKS)
     option(parser, "--sizes", f"tokens to fit with (default {SIZES['cuda']}; CPUs up to 2048)")
     add_shape_options(parser)
-    add_device_option(parser)
-    add_repeats_option(parser, 5)
-    add_output_options(parser)
+    add_measuring_options(parser, 5)
 
 
 def run(args: Namespace) -> int:
-    from dyncp.calibrate import calibrate
-    from dyncp.calibrate.calls import device_text
-
-    if not args.save.parent.is_dir():
-        raise ValueError(f"--save is {args.save}; the folder {args.save.parent} does not exist")
-    check_raw(args)
+    check_folder("--save", args.save)
+    check_folder("--raw", args.raw)
     with open_world(args.device) as world:
         setting = _setting(args, world)
-        progress = Progress()
-        found = calibrate(setting, progress.show_seldom if world.first else lambda _: None)
+        progress = Progress(quiet=not world.first)
+        found = calibrate(setting, progress.show)
         progress.clear()
         if world.first:
             save_profile(found.profile, args.save)
-            ranks, where = world.num_ranks, device_text(world.device)
+            where, shape = device_text(world.device), shape_text(setting.tools.shape)
             lines = [
-                f"{where}; {shape_text(setting.shape)}; {ranks} rank{'s' if ranks > 1 else ''}",
+                f"{where}; {shape}; {world.num_ranks} rank{'s' if world.num_ranks > 1 else ''}",
                 "",
                 *draw_calibration(setting.base, found),
                 "",
@@ -93,35 +84,33 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def _setting(args: Namespace, world: "World") -> "CalibrateSetting":
-    from dyncp.calibrate import CalibrateSetting
-    from dyncp.calibrate.calls import KernelChoice, find_mask
-    from dyncp.calibrate.timing import Repeats
-
-    sizes = SIZES[world.device.type] if args.sizes is None else args.sizes
-    for mask in comma_separated(args.masks):
+def _setting(args: Namespace, world: World) -> CalibrateSetting:
+    kind = world.device.type
+    names = comma_separated(args.masks)
+    for mask in names:
         find_mask(mask)
+    executor_options(args.kernel)
+    repeats = Repeats(timed=args.repeats, flush=False)
+    base = find_profile(args.base) if args.base else preset_for(device_name(world.device), "--base")
     return CalibrateSetting(
-        base=find_profile(args.base or preset_for(world.device)),
+        base=base,
         name=args.name,
-        shape=shape_of(args, world.device),
-        choice=KernelChoice.of(args.kernel),
-        masks=comma_separated(args.masks),
-        sizes=positive_integers(sizes, "--sizes"),
+        masks=names,
+        sizes=positive_integers(args.sizes or SIZES[kind], "--sizes"),
         world=world,
-        repeats=Repeats(timed=args.repeats, flush=False),
+        tools=Tools(shape_of(args, kind), args.kernel, world.device, repeats),
     )
 
 
-def _as_json(setting: "CalibrateSetting", found: "Calibration") -> dict[str, Any]:
+def _as_json(setting: CalibrateSetting, found: Calibration) -> dict[str, Any]:
     numbers = asdict(found)
     numbers["all_gather_bytes_per_second"] = numbers.pop("all_gather")
     for overlap, entry in zip(found.overlaps, numbers["overlaps"], strict=True):
         entry["slowdown"] = overlap.slowdown
-    return {"shape": asdict(setting.shape)} | numbers
+    return {"shape": asdict(setting.tools.shape)} | numbers
 
 
-def draw_calibration(base: Profile, found: "Calibration") -> Iterator[str]:
+def draw_calibration(base: Profile, found: Calibration) -> Iterator[str]:
     profile, rates = found.profile, found.rates
     yield f"{'':<40}{'measured':>14}{base.name:>14}"
     for label, field, unit in RATES:

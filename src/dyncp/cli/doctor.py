@@ -1,31 +1,23 @@
 """`dyncp doctor`: looks at devices, links, groups and one plan; its JSON goes into an issue."""
 
-import json
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
+from dyncp.calibrate import Diagnosis, diagnose
 from dyncp.cli.arguments import (
     Progress,
     add_device_option,
     add_json_option,
     open_world,
     option,
+    show,
 )
-
-if TYPE_CHECKING:
-    from dyncp.calibrate import Diagnosis
 
 SICK = 1
 MOST_RANKS_SHOWN = 16
-
-SUMMARY = "check devices, links, groups and one plan, and print what to paste into an issue"
-EXAMPLES = (
-    "dyncp doctor",
-    "torchrun --nproc-per-node 8 -m dyncp doctor --json",
-)
+EXAMPLES = ("dyncp doctor", "torchrun --nproc-per-node 8 -m dyncp doctor --json")
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -35,28 +27,21 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    from dyncp.calibrate import diagnose
-
     with open_world(args.device) as world:
-        progress = Progress()
-        found = diagnose(
-            world, args.kernel, progress.show_seldom if world.first else lambda _: None
-        )
+        progress = Progress(quiet=not world.first)
+        found = diagnose(world, args.kernel, progress.show)
         progress.clear()
         if world.first:
-            print(json.dumps(_as_json(found)) if args.json else "\n".join(_text(found)))
+            findings = [asdict(finding) for finding in found.findings]
+            numbers = {"healthy": found.healthy, "findings": findings} | found.facts
+            show(args, numbers, _text(found))
             for finding in found.findings:
                 if args.json and not finding.passed:
                     print(f"dyncp: {finding.name}: {finding.sentence}", file=sys.stderr)
     return 0 if found.healthy else SICK
 
 
-def _as_json(found: "Diagnosis") -> dict[str, object]:
-    findings = [asdict(finding) for finding in found.findings]
-    return {"healthy": found.healthy, "findings": findings} | found.facts
-
-
-def _text(found: "Diagnosis") -> Iterator[str]:
+def _text(found: Diagnosis) -> Iterator[str]:
     facts = found.facts
     machine = facts["machine"]
     yield (

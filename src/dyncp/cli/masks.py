@@ -1,15 +1,13 @@
 """`dyncp masks`: lists the masks, or draws one."""
 
 import inspect
-import json
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
 from typing import Any
 
 from dyncp import masks
-from dyncp.cli.arguments import add_json_option, option
-from dyncp.masks import Mask
+from dyncp.cli.arguments import add_json_option, option, show
 
-SUMMARY = "list the masks, or draw one as text"
 EXAMPLES = ("dyncp masks", "dyncp masks sliding_window:window=12 --length 48")
 
 
@@ -28,10 +26,17 @@ def add_options(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     if args.mask is None:
         listed = [_describe(name) for name in masks.BUILTIN]
-        print(json.dumps({"masks": listed}) if args.json else _table(listed))
-    else:
-        mask = masks.by_name(args.mask)(args.length)
-        print(json.dumps(_numbers(mask)) if args.json else mask.draw(args.width))
+        show(args, {"masks": listed}, _table(listed))
+        return 0
+    mask = masks.by_name(args.mask)(args.length)
+    numbers = {
+        "name": mask.name,
+        "length": mask.length,
+        "pairs": mask.num_pairs,
+        "density": mask.num_pairs / mask.length**2,
+        "ranges": mask.ranges.tolist(),
+    }
+    show(args, numbers, [mask.draw(args.width)])
     return 0
 
 
@@ -46,18 +51,10 @@ def _describe(name: str) -> dict[str, Any]:
     return {"name": name, "parameters": parameters, "summary": summary, "aliases": aliases}
 
 
-def _table(listed: list[dict[str, Any]]) -> str:
-    lines = []
+def _table(listed: list[dict[str, Any]]) -> Iterator[str]:
     for mask in listed:
         aliases = f" (also {', '.join(mask['aliases'])})" if mask["aliases"] else ""
-        lines.append(f"{mask['name']:<18}{mask['summary']}{aliases}")
+        yield f"{mask['name']:<18}{mask['summary']}{aliases}"
         if mask["parameters"]:
             given = ", ".join(f"{key}={value}" for key, value in mask["parameters"].items())
-            lines.append(f"{'':<18}{given}")
-    return "\n".join(lines)
-
-
-def _numbers(mask: Mask) -> dict[str, Any]:
-    density = mask.num_pairs / mask.length**2
-    numbers = {"name": mask.name, "length": mask.length, "pairs": mask.num_pairs}
-    return numbers | {"density": density, "ranges": mask.ranges.tolist()}
+            yield f"{'':<18}{given}"

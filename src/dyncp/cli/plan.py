@@ -2,7 +2,7 @@
 
 import json
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import process_time
@@ -14,13 +14,12 @@ from dyncp.cli import arguments
 from dyncp.cli.arguments import Progress, option
 from dyncp.placement import static_candidates
 from dyncp.plan import save_plan
-from dyncp.planner import Candidate, Choice, Task, assemble_choice, choose
+from dyncp.planner import Candidate, Task, assemble_choice, choose
 from dyncp.schedule import Schedule
 from dyncp.topology import Topology
 
 TIMES = ("forward", "backward", "exposed", "token", "step", "ideal")
 
-SUMMARY = "plan one batch and say what the plan costs"
 EXAMPLES = (
     "dyncp plan --sample ldc:0 --mask lambda_shaped --compare",
     "dyncp plan --sample ldc:0 --model llama3-8b --solver auto",
@@ -31,11 +30,8 @@ EXAMPLES = (
 def add_options(parser: ArgumentParser) -> None:
     arguments.add_lengths_options(parser, listed=True)
     option(parser, "--tokens", "tokens of a --sample batch", 131072)
-    arguments.add_cluster_options(parser)
-    arguments.add_attention_options(parser)
+    arguments.add_planning_options(parser)
     option(parser, "--block-size", "tokens (default: chosen per sequence)", type=int)
-    arguments.add_solver_options(parser)
-    arguments.add_limit_options(parser)
     option(parser, "--seed", "of the solver", 0)
     parser.add_argument("--compare", action="store_true", help="plan with the static methods too")
     option(parser, "--save", "write a file for `dyncp verify`", type=Path)
@@ -44,66 +40,71 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    topology, cost = arguments.topology_of(args), arguments.cost_of(args)
-    config = replace(arguments.config_of(args), block_size=args.block_size, seed=args.seed)
-    batch = arguments.make_batch(args, arguments.lengths_of(args))
-    given = (batch, topology, cost.shape, config, cost, arguments.model_of(args))
+    cost, config = arguments.cost_of(args), arguments.config_of(args)
+    topology = cost.profile.topology(args.nodes, args.ranks_per_node)
+    batch = arguments.make_batch(args.mask, arguments.lengths_of(args))
+    model = None if args.model is None else arguments.model_of(args.model)
+    config = replace(config, block_size=args.block_size)
     progress = Progress()
     where = f"{topology.num_ranks} ranks, profile {cost.profile.name}"
     progress.say(f"planning {batch.num_tokens:,} tokens for {where} ...")
 
-    choose(Task.of(*given))  # warms up: compiled code
+    choose(Task.of(batch, topology, cost.shape, config, cost, model))  # warms up: compiled code
     start = process_time()
-    task = Task.of(*given)
+    task = Task.of(batch, topology, cost.shape, config, cost, model)
     choice = choose(task)
-    result = describe_candidate(choice.candidate, task)
-    result |= _lower(args, task, choice, start) | {"why": choice.explain()}
+    chosen = process_time()
+    plan, candidate = assemble_choice(task, choice), choice.candidate
+    end = process_time()
+    if args.save:
+        save_plan(args.save, plan, batch)
+    if args.dump_placement:
+        _write(args.dump_placement, json.dumps(dump_placement(candidate)))
+    seconds = dict(candidate.cpu_seconds) | {"lower": end - chosen, "total": end - start}
+    result = describe_candidate(candidate, task) | {
+        "cpu_seconds": seconds,
+        "peak_workspace_bytes": plan.memory().peak,
+        "why": choice.explain(),
+    }
     if args.compare:
         result["baselines"] = {}
         for static in static_candidates(batch.lengths, cost.shape, topology):
             progress.say(f"comparing with {static.name} ...")
             other = task.follow(task.place(static))
             result["baselines"][static.name] = describe_candidate(other, task)
-    print(json.dumps(result) if args.json else _text(result))
+    arguments.show(args, result, _lines(result))
     return 0
 
 
-def _lower(args: Namespace, task: Task, choice: Choice, start: float) -> dict[str, Any]:
-    """Lowers the choice; planning began at process time `start`."""
-    before, candidate = process_time(), choice.candidate
-    plan = assemble_choice(task, choice)
-    end = process_time()
-    seconds = dict(candidate.cpu_seconds) | {"lower": end - before, "total": end - start}
-    if args.save:
-        save_plan(args.save, plan, candidate.graph.batch)
-    if args.dump_placement:
-        path: Path = args.dump_placement
-        try:
-            path.write_text(json.dumps(dump_placement(candidate)), encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"{path} cannot be written: {error.strerror}") from error
-    return {"cpu_seconds": seconds, "peak_workspace_bytes": plan.memory().peak}
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def _text(result: dict[str, Any]) -> str:
+def _lines(result: dict[str, Any]) -> Iterator[str]:
     ms = {stage: f"{1e3 * seconds:.1f}" for stage, seconds in result["cpu_seconds"].items()}
-    lines = [
+    yield (
         f"{result['num_blocks']:,} blocks, {result['num_tiles']:,} tiles, solver "
         f"{result['solver']}; planned in {ms['total']} ms of CPU (blocks {ms['blocks']}, placement "
-        f"{ms['placement']}, schedule {ms['schedule']}, lower {ms['lower']})",
-        "",
+        f"{ms['placement']}, schedule {ms['schedule']}, lower {ms['lower']})"
+    )
+    yield ""
+    yield (
         f"{'':<28}{'fwd MB':>9}{'(inter)':>10}{'bwd MB':>9}{'(inter)':>10}{'compute':>9}"
-        f"{'tokens':>8}{'attn ms':>9}{'step ms':>9}",
-        _row(result["solver"], result),
-    ]
-    lines += [_row(name, other) for name, other in result.get("baselines", {}).items()]
+        f"{'tokens':>8}{'attn ms':>9}{'step ms':>9}"
+    )
+    yield _row(result["solver"], result)
+    for name, numbers in result.get("baselines", {}).items():
+        yield _row(name, numbers)
+    yield ""
     ideal = 1e3 * result["simulated"]["ideal_seconds"]
-    lines += ["", f"ideal without communication and imbalance: {ideal:.2f} ms per step"]
+    yield f"ideal without communication and imbalance: {ideal:.2f} ms per step"
     if result["why"]:
-        lines += ["", result["why"]]
+        yield f"\n{result['why']}"
     if result["balance_reason"]:
-        lines.append(f"balance: {result['balance_reason']}")
-    return "\n".join(lines)
+        yield f"balance: {result['balance_reason']}"
 
 
 def _row(name: str, numbers: dict[str, Any]) -> str:
@@ -165,14 +166,14 @@ def dump_placement(candidate: Candidate) -> dict[str, Any]:
     graph, placement = candidate.graph, candidate.placement
     blocks = graph.blocks
     columns = (blocks.sequence, blocks.start, blocks.end, placement.block_rank)
-    tiles = []
-    for name, own in graph.tiles.items():
+    rows = []
+    for name, tiles in graph.tiles.items():
         division = candidate.schedules[name][0].tile_division
         rank = placement.tile_rank[name]
-        fields = (own.q_block, own.k_block, own.head_group, rank, division, own.pairs)
-        tiles += np.stack([field.astype(np.int64) for field in fields], axis=1).tolist()
+        fields = (tiles.q_block, tiles.k_block, tiles.head_group, rank, division, tiles.pairs)
+        rows += np.stack([field.astype(np.int64) for field in fields], axis=1).tolist()
     return {
         "head_groups": [[g.first_kv_head, g.num_kv_heads] for g in graph.head_groups],
         "blocks": np.stack(columns, axis=1).tolist(),
-        "tiles": tiles,
+        "tiles": rows,
     }

@@ -1,28 +1,46 @@
-"""`dyncp train`: trains a small Llama under dyncp and compares it with plain Transformers."""
+"""`dyncp train`: trains a small Llama of Transformers in one process, then on ranks under dyncp,
+and compares their losses.
+
+Both start from the same weights and see the same batches. The one process runs Transformers' own
+attention, document by document; nothing but its batches comes from dyncp.
+"""
 
 import json
 import math
-import os
 import signal
 import sys
+import sysconfig
 from argparse import SUPPRESS, ArgumentParser, Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import ModuleType
-from typing import Any, TextIO
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from dyncp import masks
 from dyncp.checks import whole_number
 from dyncp.cli.arguments import Progress, launch, open_world, option, under_torchrun
+from dyncp.dataloader import DCPDataLoader, next_token_loss, sum_gradients, sum_over_ranks
+from dyncp.executor import DCPExecutor
+from dyncp.integrations.transformers import attach
+from dyncp.kernels import choose_kernel
+from dyncp.plan import Plan, RankPlan
 from dyncp.planner import PlannerConfig
 
 RANKS, DEVICES = 4, ("cpu", "cuda")
+SIZES = {
+    "vocab_size": 256, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+}  # fmt: skip
+KV_VALUES = SIZES["num_hidden_layers"] * 2 * SIZES["num_key_value_heads"] * SIZES["head_dim"]
+LEARNING_RATE = 2e-3
 DISAGREEMENT = 1
 # Largest difference of a loss between the runs; fp32 sums in another order: 1e-6 after 8 steps.
 TOLERANCE = 1e-4
-# Files of the folder in which processes find the losses of one process, and leave their rows.
-REFERENCE, ROWS = "reference.json", "rows.json"
 HEADER = (
     " step  tokens  docs  longest    loss  one process  difference"
     "  moved MB  ring MB  imbalance  seconds"
@@ -33,8 +51,6 @@ Next:
   dyncp train --ranks 2                another number of ranks
   dyncp train --corpus DIR             your own text files
   examples/train_llama.py              the loop, to be copied: docs/transformers.md"""
-
-SUMMARY = "train a small Llama on several ranks and compare its losses with one process"
 EXAMPLES = (
     "dyncp train",
     "dyncp train --ranks 2 --steps 3 --mask sliding_window:window=1024",
@@ -42,13 +58,14 @@ EXAMPLES = (
     "torchrun --nproc-per-node 4 -m dyncp train --steps 5",
 )
 
+Row = dict[str, Any]  # what is known of one optimiser step of all ranks
+Losses = Sequence[float]
+
 
 def add_options(parser: ArgumentParser) -> None:
     ranks = parser.add_mutually_exclusive_group()
-    ranks.add_argument("--ranks", type=int, help=f"processes to train on (default {RANKS})")
-    ranks.add_argument(
-        "--virtual-ranks", type=int, metavar="N", help="N ranks inside one process instead"
-    )
+    option(ranks, "--ranks", f"processes to train on (default {RANKS})", type=int)
+    option(ranks, "--virtual-ranks", "N ranks inside one process instead", type=int, metavar="N")
     option(parser, "--steps", "optimiser steps", 6)
     option(parser, "--mask", "NAME[:key=value,...]; `dyncp masks` lists them", "causal")
     option(parser, "--max-length", "tokens at which documents are cut", 4096)
@@ -63,26 +80,28 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="one JSON object on stdout; the table goes to stderr"
     )
-    parser.add_argument("--exchange", type=Path, help=SUPPRESS)
+    # For the processes that this command starts: a file with the losses of one process.
+    parser.add_argument("--reference", type=Path, help=SUPPRESS)
 
 
 def run(args: Namespace) -> int:
     _check(args)
-    runs = _runs()
     if under_torchrun():
-        return _run_as_rank(args, runs, int(os.environ["WORLD_SIZE"]))
+        return _run_as_rank(args)
     ranks = next((n for n in (args.ranks, args.virtual_ranks) if n is not None), RANKS)
-    runs.check_hardware(args, processes=1 if args.virtual_ranks else ranks)
-    reference = None if args.no_reference else _losses_of_one_process(args, runs)
+    _check_hardware(args, processes=1 if args.virtual_ranks else ranks)
+    reference = None if args.no_reference else _losses_of_one_process(args)
     if args.virtual_ranks or ranks == 1:
-        stream = sys.stderr if args.json else sys.stdout
-        rows = print_table(runs.train_on_ranks(args, ranks), reference, stream)
-    else:
-        code, rows = _run_processes(args, ranks, reference)
-        if code:
-            Progress().say(f"dyncp: error: the ranks ended with exit code {code}; see above")
-            return code
-    return conclude(args, ranks, rows, reference)
+        return compare(args, ranks, train_on_ranks(args, ranks), reference)
+    progress = Progress()
+    progress.say(f"starting {ranks} processes ...")
+    with TemporaryDirectory(prefix="dyncp-") as folder:
+        path = Path(folder, "reference.json")
+        path.write_text(json.dumps(reference))
+        code = launch(["-m", "dyncp", *args.words, "--reference", str(path)], ranks)
+    if code:
+        progress.say(f"dyncp: error: the ranks ended with exit code {code}; see above")
+    return code
 
 
 def _check(args: Namespace) -> None:
@@ -100,80 +119,71 @@ def _check(args: Namespace) -> None:
     PlannerConfig(solver=args.solver)
 
 
-def _runs() -> ModuleType:
-    """Loaded late: torch and Transformers take seconds to import."""
-    try:
-        import transformers as _  # noqa: F401
-    except ImportError:
+def _check_hardware(args: Namespace, processes: int) -> None:
+    """Raises ValueError for a kernel or device that `processes` ranks here cannot get."""
+    if args.device == "cuda" and torch.cuda.device_count() < processes:
         raise ValueError(
-            "dyncp train trains a Transformers model, and transformers is not installed; "
-            "pip install 'dyncp[transformers]'"
-        ) from None
-    from dyncp.cli import train_run
-
-    return train_run
+            f"--device is cuda, for one GPU per process; torch sees {torch.cuda.device_count()} "
+            f"here, and {processes} are needed (--virtual-ranks runs all ranks on one)"
+        )
+    choose_kernel(args.kernel, torch.device(args.device))
 
 
-def _losses_of_one_process(args: Namespace, runs: ModuleType) -> list[float]:
-    progress, losses = Progress(), []
+def _losses_of_one_process(args: Namespace) -> list[float]:
+    progress, losses = Progress(), list[float]()
     progress.show(f"one process, plain Transformers: step 1 of {args.steps}")
-    for row in runs.train_plain(args):
+    for row in train_plain(args):
         losses.append(row["loss"])
-        if row["step"] < args.steps:
-            done = f"loss {row['loss']:.4f}, {row['seconds']:.1f} s"
-            progress.show(f"one process: step {row['step'] + 1} of {args.steps} (last: {done})")
+        done = f"loss {row['loss']:.4f}, {row['seconds']:.1f} s"
+        progress.show(f"one process: step {row['step']} of {args.steps} done ({done})")
     progress.clear()
     return losses
 
 
-def _run_processes(
-    args: Namespace, ranks: int, reference: Sequence[float] | None
-) -> tuple[int, list[Any]]:
-    """Runs this command line on `ranks` processes: exit code and rows."""
-    Progress().say(f"starting {ranks} processes ...")
-    with TemporaryDirectory(prefix="dyncp-") as folder:
-        Path(folder, REFERENCE).write_text(json.dumps(reference))
-        words = ["-m", "dyncp", *args.words, "--exchange", folder]
-        code = launch(words, ranks, to_stderr=args.json)
-        return code, [] if code else json.loads(Path(folder, ROWS).read_text())
-
-
-def _run_as_rank(args: Namespace, runs: ModuleType, ranks: int) -> int:
-    """This process is one rank of torchrun's; rank 0 prints."""
-    if args.virtual_ranks or args.ranks not in (None, ranks):
-        raise ValueError(
-            f"torchrun started {ranks} processes, which are the ranks; leave --ranks and "
-            "--virtual-ranks out, or start without torchrun"
-        )
-    folder = args.exchange
-    reference = None if folder is None else json.loads((folder / REFERENCE).read_text())
+def _run_as_rank(args: Namespace) -> int:
+    """This process is one rank of torchrun's."""
     with open_world(args.device) as world:
+        if args.virtual_ranks or args.ranks not in (None, world.num_ranks):
+            raise ValueError(
+                f"torchrun started {world.num_ranks} processes, which are the ranks; leave --ranks "
+                "and --virtual-ranks out, or start without torchrun"
+            )
         # torchrun stops its ranks by SIGTERM: the loader has a process to end.
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-        steps = runs.train_on_ranks(args)
-        stream = sys.stderr if args.json and folder is None else sys.stdout
-        rows = print_table(steps, reference, stream if world.first else None)
-    if folder is None and world.first:
-        return conclude(args, ranks, rows, None)
-    if world.first:
-        (folder / ROWS).write_text(json.dumps(rows))
-    return 0
+        reference = None if args.reference is None else json.loads(args.reference.read_text())
+        rows = train_on_ranks(args)
+        return compare(args, world.num_ranks, rows, reference, quiet=not world.first)
 
 
-def print_table(
-    rows: Iterable[Any], reference: Sequence[float] | None, stream: TextIO | None
-) -> list[Any]:
-    """Prints rows as they come; `reference` are the losses of one process."""
-    found = []
+def compare(
+    args: Namespace,
+    ranks: int,
+    rows: Iterable[Row],
+    reference: Losses | None,
+    *,
+    quiet: bool = False,
+) -> int:
+    """Prints rows as they come, then how their losses agree with those of one process; `quiet` on
+    all ranks but the first. Returns the exit code."""
+    stream, found = sys.stderr if args.json else sys.stdout, list[Row]()
     for row in rows:
         found.append(row)
-        if stream is not None:
+        if not quiet:
             head = f"{HEADER}\n" if len(found) == 1 else ""
             print(f"{head}{_line(row, reference)}", file=stream, flush=True)
-    return found
+    if quiet:
+        return 0
+    summary = _summarise(args, ranks, found, reference)
+    print("", *summary["conclusion"], "", NEXT, sep="\n", file=stream, flush=True)
+    if args.json:
+        print(json.dumps(summary))
+    if summary["agrees"] is not False:
+        return 0
+    print(f"dyncp: error: {summary['conclusion'][0]}", file=sys.stderr)
+    return DISAGREEMENT
 
 
-def _line(row: Any, reference: Sequence[float] | None) -> str:
+def _line(row: Row, reference: Losses | None) -> str:
     compared = f"{'-':>13}{'-':>12}"
     if reference is not None:
         alone = reference[row["step"] - 1]
@@ -185,31 +195,23 @@ def _line(row: Any, reference: Sequence[float] | None) -> str:
     )
 
 
-def conclude(
-    args: Namespace, ranks: int, rows: Sequence[Any], reference: Sequence[float] | None
-) -> int:
-    """Prints what was found, and returns the exit code."""
-    summary = summarise(args, ranks, rows, reference)
-    stream = sys.stderr if args.json else sys.stdout
-    print("", *summary["conclusion"], "", NEXT, sep="\n", file=stream, flush=True)
-    if args.json:
-        print(json.dumps(summary))
-    if summary["agrees"] is not False:
-        return 0
-    Progress().say(f"dyncp: error: {summary['conclusion'][0]}")
-    return DISAGREEMENT
-
-
-def summarise(
-    args: Namespace, ranks: int, rows: Sequence[Any], reference: Sequence[float] | None
+def _summarise(
+    args: Namespace, ranks: int, rows: Sequence[Row], reference: Losses | None
 ) -> dict[str, Any]:
     """The JSON object."""
     losses = [row["loss"] for row in rows]
-    difference = None if reference is None else largest_difference(losses, reference)
     moved, ring = (sum(row[name] for row in rows) for name in ("moved_bytes", "ring_bytes"))
-    stalled = sum(row["stall_seconds"] for row in rows[1:])
-    agrees = None if difference is None else difference <= TOLERANCE
+    difference, agrees, said = None, None, "Losses were not compared with a run in one process."
+    if reference is not None:
+        apart = [abs(a - b) for a, b in zip(losses, reference, strict=True)]
+        difference = math.nan if any(map(math.isnan, apart)) else max(apart)
+        agrees = difference <= TOLERANCE  # False for NaN
+        said = (
+            f"{'Losses agree' if agrees else 'LOSSES DIFFER'}: {ranks} rank{'s' * (ranks > 1)} and "
+            f"one process, largest difference {difference:.1e}, tolerance {TOLERANCE:.0e}."
+        )
     traffic = f"Attention moved {moved / 1e6:,.0f} MB; ring attention would have moved"
+    stalled = sum(row["stall_seconds"] for row in rows[1:])
     return {
         **{name: getattr(args, name) for name in ("mask", "solver", "kernel", "device", "seed")},
         "ranks": ranks,
@@ -222,22 +224,155 @@ def summarise(
         "ring_bytes": ring,
         "steps": list(rows),
         "conclusion": [
-            _agreement(ranks, difference, agrees),
+            said,
             *([f"{traffic} {ring / 1e6:,.0f} MB."] if ring else []),
             f"Training waited {stalled:.2f} s for plans after the first step.",
         ],
     }
 
 
-def _agreement(ranks: int, difference: float | None, agrees: bool | None) -> str:
-    if difference is None:
-        return "Losses were not compared with a run in one process."
-    numbers = f"largest difference {difference:.1e}, tolerance {TOLERANCE:.0e}"
-    said = "Losses agree" if agrees else "LOSSES DIFFER"
-    return f"{said}: {ranks} rank{'s' * (ranks > 1)} and one process, {numbers}."
+class TextCorpus:
+    """Text files in the order of their paths, a token per byte: samples {"input_ids": tokens}.
+
+    Without a folder, the modules of Python's standard library: long-tailed, and always there.
+    Hidden files are left out, and so are files that are not text.
+    """
+
+    def __init__(self, folder: str | None, max_length: int) -> None:
+        self.max_length = max_length
+        root = Path(folder or sysconfig.get_path("stdlib"))
+        if not root.is_dir():
+            raise ValueError(f"--corpus is {folder!r}, which is not a folder")
+        found = root.rglob("[!.]*") if folder else root.glob("*.py")
+        visible = (f for f in found if not any(x[0] == "." for x in f.relative_to(root).parts))
+        self.files = sorted(file for file in visible if file.is_file() and _is_text(file))
+        if not self.files:
+            raise ValueError(f"--corpus is {folder!r}, which has no text files of 2 bytes or more")
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        with self.files[index].open("rb") as file:
+            return {"input_ids": torch.tensor(list(file.read(self.max_length)))}
 
 
-def largest_difference(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """NaN if any loss is."""
-    differences = [abs(a - b) for a, b in zip(losses, reference, strict=True)]
-    return math.nan if any(map(math.isnan, differences)) else max(differences)
+def _is_text(path: Path) -> bool:
+    """At least one byte to read and one to predict, and no zero near the start."""
+    with path.open("rb") as file:
+        start = file.read(1024)
+    return len(start) > 1 and b"\0" not in start
+
+
+def train_plain(args: Namespace) -> Iterator[Row]:
+    """In one process, without dyncp's attention."""
+    corpus, model, mask_fn = *_start(args), masks.by_name(args.mask)
+    loader = DCPDataLoader(corpus, mask_fn, model=model, virtual_ranks=1, **_options(args))
+
+    def loss_of(data: dict[str, Tensor], plan: Plan | RankPlan) -> Tensor:
+        lengths = _part(plan).lengths.tolist()
+        documents = torch.split(data["input_ids"], lengths, dim=1)
+        positions = torch.split(data["position_ids"], lengths, dim=1)
+        logits = []
+        for tokens, places in zip(documents, positions, strict=True):
+            bias = _bias(mask_fn({"input_ids": tokens[0].cpu()}), tokens.device)
+            given = {"input_ids": tokens, "position_ids": places, "attention_mask": bias}
+            logits.append(model(**given, use_cache=False).logits)
+        return next_token_loss(torch.cat(logits, dim=1), data)
+
+    return _train(args, model, loader, loss_of, lambda: 0)
+
+
+def train_on_ranks(args: Namespace, virtual_ranks: int | None = None) -> Iterator[Row]:
+    """Under dyncp, on the ranks of the process group or `virtual_ranks` in this process. All ranks
+    of the group iterate it together and get the same rows."""
+    corpus, model = _start(args)
+    attached = attach(model)
+    executor = DCPExecutor(virtual_ranks=virtual_ranks, kernel=args.kernel, device=model.device)
+    if executor.device.type == "cuda":
+        executor.warm_up(attached.shape())
+    ranks = {"virtual_ranks": virtual_ranks, "executor": executor}
+    loader = attached.loader(corpus, masks.by_name(args.mask), **ranks, **_options(args))
+
+    def loss_of(data: dict[str, Tensor], plan: Plan | RankPlan) -> Tensor:
+        loss: Tensor = model(**data, dyncp_step=executor.prepare(plan)).loss
+        return loss
+
+    return _train(args, model, loader, loss_of, lambda: executor.transport.bytes_sent)
+
+
+def _start(args: Namespace) -> tuple[TextCorpus, Any]:
+    corpus = TextCorpus(args.corpus, args.max_length)
+    torch.manual_seed(args.seed)
+    config = LlamaConfig(**SIZES, max_position_embeddings=args.max_length)
+    device = "cpu" if args.device == "cpu" else f"cuda:{torch.cuda.current_device()}"
+    return corpus, AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(device).train()
+
+
+def _options(args: Namespace) -> dict[str, Any]:
+    return {
+        "tokens_per_batch": args.tokens_per_batch or 2 * args.max_length,
+        "shuffle": True,
+        "epochs": None,
+        "seed": args.seed,
+        "planner": PlannerConfig(args.solver, seed=args.seed),
+    }
+
+
+def _bias(mask: masks.Mask, device: torch.device) -> Tensor | None:
+    """What Transformers adds to the scores; nothing for its own causal mask."""
+    if mask == masks.causal(mask.length):
+        return None
+    allowed = torch.from_numpy(mask.dense()).to(device)
+    return torch.zeros(allowed.shape, device=device).masked_fill(~allowed, -torch.inf)[None, None]
+
+
+def _train(
+    args: Namespace,
+    model: Any,
+    loader: DCPDataLoader,
+    loss_of: Callable[[dict[str, Tensor], Plan | RankPlan], Tensor],
+    sent: Callable[[], int],
+) -> Iterator[Row]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    with loader:
+        batches = iter(loader)
+        for number in range(1, args.steps + 1):
+            started, before = perf_counter(), sent()
+            data, plan = next(batches)
+            data = {name: value.to(model.device) for name, value in data.items()}
+            loss = loss_of(data, plan)
+            loss.backward()  # type: ignore[no-untyped-call]
+            sum_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            own = torch.tensor([loss.item(), sent() - before], dtype=torch.float64)
+            total, moved = sum_over_ranks(own).tolist()
+            row = {"step": number, "loss": total, "moved_bytes": int(moved)}
+            yield row | _facts(_part(plan), loader) | {"seconds": perf_counter() - started}
+
+
+def _facts(plan: RankPlan, loader: DCPDataLoader) -> Row:
+    last, tokens = loader.metrics.last, int(plan.lengths.sum())
+    assert last is not None
+    return {
+        "tokens": tokens,
+        "documents": len(plan.lengths),
+        "longest": int(plan.lengths.max()),
+        "ring_bytes": ring_bytes(tokens, plan.num_ranks),
+        "compute_imbalance": plan.balance.compute_max_over_mean,
+        "token_imbalance": plan.balance.tokens_max_over_mean,
+        "stall_seconds": last.stall_seconds,
+        "plan_seconds": last.plan_seconds,
+        "planned_by": last.solver,
+    }
+
+
+def _part(plan: Plan | RankPlan) -> RankPlan:
+    return plan.parts[0] if isinstance(plan, Plan) else plan
+
+
+def ring_bytes(tokens: int, num_ranks: int) -> int:
+    """Bytes that ring attention moves in a step: K and V of all tokens visit all other ranks, in
+    backward once more, together with their gradients."""
+    return 3 * (num_ranks - 1) * tokens * KV_VALUES * torch.float32.itemsize

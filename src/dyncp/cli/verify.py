@@ -1,6 +1,5 @@
 """`dyncp verify`: checks a saved plan, invariant by invariant."""
 
-import json
 import math
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dyncp.blocks import Batch
-from dyncp.cli.arguments import Progress, add_json_option
+from dyncp.cli.arguments import Progress, add_json_option, show
 from dyncp.plan import MaskPlan, Plan, RankPlan, load_plan
 from dyncp.verify import (
     INVARIANTS,
@@ -34,7 +33,6 @@ KERNEL_CALLS = 6
 # of it kernel calls) and 1.1 GB.
 MOST_SCORES, MOST_TOKENS = 2**25, 2048
 
-SUMMARY = "check a saved plan, invariant by invariant"
 EXAMPLES = (
     "dyncp plan --lengths 700,300,200 --nodes 1 --ranks-per-node 4 --save batch.plan",
     "dyncp verify batch.plan --numeric",
@@ -76,7 +74,7 @@ def run(args: Namespace) -> int:
     }
     result = {"ok": "violated" not in states, "plan": about}
     result |= {"invariants": invariants, "numeric": numeric}
-    print(json.dumps(result) if args.json else _text(result))
+    show(args, result, _lines(result))
     return 0 if result["ok"] else VIOLATED
 
 
@@ -127,21 +125,20 @@ def _numeric(plan: Plan, batch: Batch, verified: Verified) -> dict[str, Any]:
     return _entry("violated" if wrong else "ok", *wrong) | {"errors": errors}
 
 
-def _text(result: dict[str, Any]) -> str:
+def _lines(result: dict[str, Any]) -> Iterator[str]:
     plan = result["plan"]
-    lines = [
+    yield (
         f"plan {plan['digest']} by {plan['solver']}: {plan['num_tokens']:,} tokens of "
         f"{plan['num_sequences']:,} sequences on {plan['num_ranks']} ranks, masks "
-        f"{', '.join(plan['masks'])}",
-        "",
-    ]
+        f"{', '.join(plan['masks'])}"
+    )
+    yield ""
     for number, entry in result["invariants"].items():
-        lines += _entry_lines(number, INVARIANTS[int(number)], entry)
+        yield from _entry_lines(number, INVARIANTS[int(number)], entry)
     if result["numeric"]:
-        lines += _entry_lines("numeric", _numeric_title(result["numeric"]), result["numeric"])
-    broken = sum(entry["state"] == "violated" for entry in result["invariants"].values())
-    lines += ["", _conclusion(result, broken)]
-    return "\n".join(lines)
+        yield from _entry_lines("numeric", _numeric_title(result["numeric"]), result["numeric"])
+    yield ""
+    yield _conclusion(result)
 
 
 def _entry_lines(label: str, title: str, entry: dict[str, Any]) -> Iterator[str]:
@@ -160,10 +157,11 @@ def _numeric_title(entry: dict[str, Any]) -> str:
     return f"{title}, to {worst:.0e}"
 
 
-def _conclusion(result: dict[str, Any], broken: int) -> str:
-    states = {entry["state"] for entry in result["invariants"].values()}
+def _conclusion(result: dict[str, Any]) -> str:
+    states = [entry["state"] for entry in result["invariants"].values()]
     if result["ok"]:
-        return "The plan is right." if states == {"ok"} else "No violation was found."
+        return "The plan is right." if set(states) == {"ok"} else "No violation was found."
+    broken = states.count("violated")
     if not broken:
         return "The plan must not be run: its results are wrong."
     return f"The plan must not be run: it breaks {broken} of {len(INVARIANTS)} invariants."

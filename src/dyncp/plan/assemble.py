@@ -57,7 +57,7 @@ from dyncp.plan.format import (
 )
 from dyncp.plan.plan import Plan
 from dyncp.plan.slots import BlockUses, build_slots
-from dyncp.schedule import BUILDERS, Schedule
+from dyncp.schedule import Schedule, build_schedule
 
 Schedules = Mapping[str, tuple[Schedule, Schedule | None]]
 Table = TypeVar("Table")
@@ -430,7 +430,7 @@ def _sample_graph(
 
 def _plan_sample(graph: BlockGraph, placement: Placement) -> Plan:
     forward, backward = (
-        BUILDERS[placement.pattern](graph, placement, DEFAULT_MASK, direction, SAMPLE_DIVISIONS)
+        build_schedule(graph, placement, DEFAULT_MASK, direction, SAMPLE_DIVISIONS)
         for direction in Direction
     )
     balance = measure_balance(graph, placement, Limits())

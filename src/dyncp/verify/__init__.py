@@ -8,6 +8,7 @@ from dyncp.verify.interpret import (
     Comparison,
     Interpreted,
     compare_with_dense,
+    dense_attention,
     interpret,
     num_scores,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "check_kernel_call",
     "check_plan",
     "compare_with_dense",
+    "dense_attention",
     "examine_plan",
     "interpret",
     "num_scores",

@@ -1,4 +1,5 @@
-"""Links between ranks: latency and bandwidth, and how much traffic slows attention down."""
+"""Rates of a device and of links: matrix products, copies, latency and bandwidth between ranks, and
+how much traffic slows attention down."""
 
 import math
 import statistics
@@ -13,22 +14,95 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dyncp.calibrate.calls import World
-from dyncp.calibrate.fit import fit_seconds
+from dyncp.arrays import Float64
+from dyncp.calibrate.calls import DTYPES, World
 from dyncp.calibrate.timing import Repeats, Run, mark, seconds_between, time_call, wait_for
 from dyncp.topology import Link
 
+# Tokens, hidden and MLP size of a matrix product, and bytes of a copy, by kind of device.
+PRODUCTS = {"cpu": (512, 1024, 2048), "cuda": (8192, 4096, 14336)}
+COPY_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 # Bytes of messages, by kind of device.
 SIZES = {
     "cpu": (4 << 10, 64 << 10, 512 << 10, 4 << 20),
     "cuda": (64 << 10, 1 << 20, 16 << 20, 128 << 20),
 }
-REPEATS, WARM_UP = 5, 2
+REPEATS, FEW = Repeats(timed=5), Repeats(timed=3)
 # Copies beside a call take this many times as long as the call alone, in chunks of these bytes.
 BESIDE = 3.0
 CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 32 << 20}
 
 Pairs = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, eq=False)
+class Fit:
+    """One coefficient per column. `errors` are fitted over measured − 1, by row."""
+
+    coefficients: Float64
+    errors: Float64
+
+    @property
+    def mean_error(self) -> float:
+        return float(np.abs(self.errors).mean())
+
+    @property
+    def worst_error(self) -> float:
+        return float(np.abs(self.errors).max())
+
+
+def fit_seconds(columns: Float64, seconds: Float64) -> Fit:
+    """Coefficients c ≥ 0 with columns @ c ≈ seconds, where 10 % too much counts the same at 20 µs
+    and at 20 ms.
+
+    Rows (calls, work) of 1, 10 and 1, 30 with 7 and 17 seconds give 2 seconds a call and 0.5 per
+    unit of work."""
+    needed = int(columns.any(axis=0).sum())  # a column of zeros has coefficient 0
+    if len(columns) < needed:
+        raise ValueError(
+            f"{len(columns)} measurements cannot determine {needed} coefficients; measure more "
+            "sizes"
+        )
+    if not (seconds > 0).all():
+        raise ValueError("measured seconds must be positive")
+    relative = columns / seconds[:, None]
+    size = np.abs(relative).max(axis=0)  # work in FLOPs and calls differ by many powers of ten
+    scaled = relative / np.where(size > 0, size, 1.0)
+    free, found = size > 0, np.zeros(columns.shape[1])
+    while free.any():
+        solved = np.linalg.lstsq(scaled[:, free], np.ones(len(seconds)), rcond=None)[0]
+        if (solved >= 0).all():
+            found[free] = solved
+            break
+        free[np.flatnonzero(free)[solved.argmin()]] = False  # negative: noise around 0
+    coefficients = found / np.where(size > 0, size, 1.0)
+    errors: Float64 = relative @ coefficients - 1
+    return Fit(coefficients, errors)
+
+
+def dense_rate(device: torch.device, dtype: str, repeats: Repeats) -> float:
+    """FLOP/s of a linear layer as wide as a decoder's."""
+    tokens, hidden, ffn = PRODUCTS[device.type]
+    x = torch.randn(tokens, hidden, device=device, dtype=DTYPES[dtype])
+    weight = torch.randn(ffn, hidden, device=device, dtype=DTYPES[dtype])
+    timed = time_call(lambda: torch.nn.functional.linear(x, weight), device, repeats)
+    return 2.0 * tokens * hidden * ffn / timed.seconds
+
+
+def copy_rate(device: torch.device, repeats: Repeats) -> float:
+    """Bytes per second of a copy on the device; read and write count once."""
+    source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    timed = time_call(lambda: target.copy_(source), device, repeats)
+    return source.nbytes / timed.seconds
+
+
+def num_lanes(device: torch.device) -> int:
+    """Rows of kernel tiles that run at a time: one per multiprocessor of a GPU; 0 on CPUs, where
+    that is not modelled."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +138,7 @@ def measure_links(world: World) -> tuple[MeasuredLink | None, MeasuredLink | Non
     return intra, inter
 
 
-def exchange_seconds(pairs: Pairs, size: int, world: World, repeats: int = REPEATS) -> float:
+def exchange_seconds(pairs: Pairs, size: int, world: World, repeats: Repeats = REPEATS) -> float:
     """Median seconds of a one-way message of `size` bytes, of the slowest pair."""
     buffer = torch.ones(size, dtype=torch.uint8, device=world.device)
     peers = {a: (b, True) for a, b in pairs} | {b: (a, False) for a, b in pairs}
@@ -87,23 +161,29 @@ def all_gather_rate(world: World) -> float:
     return (world.num_ranks - 1) * mine.nbytes / seconds
 
 
-def _slowest_median(run: Run, world: World, repeats: int = REPEATS) -> float:
+def _slowest_median(run: Run, world: World, repeats: Repeats = REPEATS) -> float:
     """Median seconds of a call that all ranks make together, on the slowest rank."""
+    return _slowest(statistics.median(seconds_together(run, world.device, repeats)), world)
+
+
+def seconds_together(run: Run, device: torch.device, repeats: Repeats) -> list[float]:
+    """Seconds of every call that all ranks make together, from a barrier until this rank's device
+    is done."""
     seconds = []
-    for _ in range(WARM_UP + repeats):
-        _barrier(world)
+    for _ in range(repeats.warm_up + repeats.timed):
+        _barrier(device)
         start = time.perf_counter()
         run()
-        wait_for(world.device)
+        wait_for(device)
         seconds.append(time.perf_counter() - start)
-    return _slowest(statistics.median(seconds[WARM_UP:]), world)
+    return seconds[repeats.warm_up :]
 
 
-def _barrier(world: World) -> None:
+def _barrier(device: torch.device) -> None:
     """All ranks, with idle devices."""
-    wait_for(world.device)
+    wait_for(device)
     dist.barrier()
-    wait_for(world.device)
+    wait_for(device)
 
 
 def _slowest(seconds: float, world: World) -> float:
@@ -120,7 +200,7 @@ def bandwidth_matrix(
     for a in range(world.num_ranks):
         tell(f"messages of rank {a} of {world.num_ranks} ...")
         for b in range(a + 1, world.num_ranks):
-            matrix[a][b] = matrix[b][a] = size / exchange_seconds([(a, b)], size, world, 3)
+            matrix[a][b] = matrix[b][a] = size / exchange_seconds([(a, b)], size, world, FEW)
     return matrix
 
 
@@ -198,7 +278,7 @@ def beside_messages(run: Run, world: World, repeats: Repeats) -> Overlap:
     most = _slowest(alone / one, world)  # all ranks send the same number of messages
     count, seconds = 1 + math.ceil(BESIDE * most), []
     for _ in range(repeats.timed):
-        _barrier(world)
+        _barrier(world.device)
         works = [work for _ in range(count) for work in _exchange(out, into, world)]
         seconds.append(_timed(run, world.device, stream_only=True))
         for work in works:
