@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dyncp.kernels import Dtypes, IndexArrays, Memory, RowOps, TorchRowOps
 from dyncp.kernels.row_ops import (
-    OWN,
+    IN_MEMORY,
     Copy,
     Form,
     Kind,
@@ -111,15 +111,15 @@ def test_rows_are_copied_from_given_tensors_and_from_own_memory(heads, dim, dtyp
         tensors = [draw(300, 2, heads, dim, dtype=dtypes.input, seed=s)[:, 1] for s in range(2, 6)]
         entries, done = [], 0
         for i, count in enumerate(TOKENS):
-            source = i - 1  # OWN, then every given tensor
+            source = i - 1  # IN_MEMORY, then every given tensor
             entries.append(
                 row(Copy, KIND=Kind.ROWS, COUNT=count, WIDTH=width, SOURCE=source, FROM_ROW=width,
-                    FROM=at + 7 * width * item if source == OWN else 7 + i,
+                    FROM=at + 7 * width * item if source == IN_MEMORY else 7 + i,
                     TO=to + done * width * item, TO_ROW=width)
             )  # fmt: skip
             done += count
         entries.append(
-            row(Copy, KIND=Kind.ZEROS, COUNT=5, WIDTH=width, SOURCE=OWN, TO=at, TO_ROW=width)
+            row(Copy, KIND=Kind.ZEROS, COUNT=5, WIDTH=width, SOURCE=IN_MEMORY, TO=at, TO_ROW=width)
         )
         table = send(lambda arrays: ops.copy_table(np.stack(entries), dim, dtypes, arrays))
         ops.copy(table, place.memory, tensors, None)
@@ -143,7 +143,7 @@ def test_values_that_lie_heads_first_are_packed_row_by_row(heads):
         lse = draw(heads, 90, dtype=torch.float32, seed=2).T
         lse[::3] = -torch.inf
         entries = [
-            row(Copy, KIND=Kind.PER_HEAD, COUNT=40, WIDTH=heads, SOURCE=OWN, FROM=at + 4 * 3,
+            row(Copy, KIND=Kind.PER_HEAD, COUNT=40, WIDTH=heads, SOURCE=IN_MEMORY, FROM=at + 4 * 3,
                 FROM_ROW=1, FROM_HEAD=128, TO=to, TO_ROW=heads, TO_HEAD=1),
             row(Copy, KIND=Kind.PER_HEAD, COUNT=21, WIDTH=heads, SOURCE=4, FROM=5,
                 TO=to + 40 * heads * 4, TO_ROW=heads, TO_HEAD=1),
@@ -181,7 +181,7 @@ def test_contributions_are_merged_into_results_and_messages(heads, dim, dtypes, 
                     row(Source, FORM=form, AT=at, ROW=width, LSE=lse_at, LSE_ROW=1, LSE_HEAD=256,
                         SCALED=j % 2)
                 )  # fmt: skip
-            own = OWN if i in (1, 3) else 0
+            own = IN_MEMORY if i in (1, 3) else 0
             at = (to + (i == 3) * 17 * width * dtypes.partial.itemsize) if own else 20 + 100 * i
             targets.append(
                 row(Target, RESULT=own, AT=at, HEAD=0 if own else 1, HEADS=heads, COUNT=count,
@@ -225,7 +225,7 @@ def test_panels_are_read_added_to_and_cleared(heads, dim):
         ]
         targets = [
             row(Target, AT=3, HEADS=heads, COUNT=50, FIRST=0, NUM=2),
-            row(Target, RESULT=OWN, AT=to, HEADS=heads, COUNT=30, FIRST=2, NUM=1),
+            row(Target, RESULT=IN_MEMORY, AT=to, HEADS=heads, COUNT=30, FIRST=2, NUM=1),
         ]
         result = torch.zeros(60, heads, dim, dtype=torch.bfloat16, device=DEVICE)
         plain = panels_to_rows(sums.clone())[:, :, :dim].transpose(0, 1)

@@ -120,16 +120,16 @@ def test_backward_adds_to_what_rows_hold(seed, dim):
         )
 
 
-def test_an_unknown_dtype_or_head_dim_is_an_error():
-    case = draw_call(0)
-    kernel, arrays = triton_kernel(), IndexArrays(CPU)
-    lowered = kernel.lower(case.call, arrays, backward=False)
-    arrays.send()
-    for dtype, dim, part in ((torch.float64, 64, "fp64"), (torch.float32, 260, "from 16 to 256")):
-        rows, keys = case.allowed.shape
-        q, k = torch.zeros(rows, 2, dim, dtype=dtype), torch.zeros(keys, 2, dim, dtype=dtype)
-        with pytest.raises(ValueError, match=part):
-            kernel.attend(lowered, q, k, k, 1.0, Sums(q, None), heads_first(rows, 2))
+@pytest.mark.parametrize(
+    ("dtype", "dim", "part"),
+    [(torch.float64, 64, "takes fp64"), (torch.float32, 264, "from 16 to 256; q has 264")],
+)
+def test_an_unknown_dtype_or_head_dim_is_an_error(dtype, dim, part):
+    plan = plan_batch(Batch.of([masks.causal(70)]), Topology(1, 1))
+    step = DCPExecutor(kernel=triton_kernel()).prepare(plan)
+    q = torch.zeros(70, 2, dim, dtype=dtype)
+    with pytest.raises(ValueError, match=part):
+        attention(step, q, q, q)
 
 
 @pytest.mark.parametrize("first", ["inputs", "gradient"])

@@ -66,7 +66,7 @@ class Memory:
         return Memory(*(base.view(x) for x in (dtypes.input, dtypes.partial, dtypes.wide)))
 
 
-OWN = -1  # in the executor's own memory, not in one of the caller's tensors
+IN_MEMORY = -1  # in the executor's own memory, not in one of the caller's tensors
 LOG2E = 1.4426950408889634
 
 
@@ -247,7 +247,7 @@ class TorchRowOps:
         kind, count, width = entry[Copy.KIND], entry[Copy.COUNT], entry[Copy.WIDTH]
         rows = slice(entry[Copy.FROM], entry[Copy.FROM] + count)
         columns = slice(entry[Copy.COLUMN], entry[Copy.COLUMN] + width)
-        if entry[Copy.SOURCE] == OWN:
+        if entry[Copy.SOURCE] == IN_MEMORY:
             head = 1 if kind == Kind.ROWS else entry[Copy.FROM_HEAD]
             strides = (entry[Copy.FROM_ROW], head)
             source = _rows(flat, (count, width), strides, entry[Copy.FROM])
@@ -309,7 +309,7 @@ class TorchRowOps:
     ) -> None:
         count, heads, dim = total.shape
         at, head = target[Target.AT], target[Target.HEAD]
-        if target[Target.RESULT] == OWN:
+        if target[Target.RESULT] == IN_MEMORY:
             _rows(memory.partial, total.shape, (heads * dim, dim, 1), at).copy_(total)
             if lse is not None:
                 _rows(memory.wide, lse.shape, (heads, 1), target[Target.LSE]).copy_(lse)

@@ -26,6 +26,7 @@ from dyncp.kernels.triton_attention import (
     attend_backward_queries,
     attend_tiles,
 )
+from dyncp.plan import AttentionShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ def choose_launch(device: torch.device, padded_dim: int, dtype: torch.dtype) -> 
     return (_HOPPER if hopper else _AMPERE)[padded_dim]
 
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = ("bf16", "fp16", "fp32")
 MOST_DIM, LEAST_DIM = 256, 16
 
 
@@ -111,6 +112,19 @@ class TritonKernel(Kernel):
 
     name = "triton"
     capturable = True
+
+    def refuses(self, shape: AttentionShape) -> str:
+        if shape.dtype not in DTYPES:
+            return (
+                f"kernel 'triton' takes {', '.join(DTYPES)}; q is {shape.dtype}. "
+                "Kernel 'reference' takes fp64"
+            )
+        if not LEAST_DIM <= shape.head_dim <= MOST_DIM or shape.head_dim % 8:
+            return (
+                f"kernel 'triton' takes head dims that are multiples of 8 from {LEAST_DIM} to "
+                f"{MOST_DIM}; q has {shape.head_dim}"
+            )
+        return ""
 
     def lower(self, call: KernelCall, arrays: IndexArrays, *, backward: bool) -> TritonCall:
         tiles = map_kernel_tiles(call, halves=backward)
@@ -235,7 +249,6 @@ def _options_of(
     which: str,
     merges: bool,
 ) -> tuple[Pieces, dict[str, Any]]:
-    check_supported(dtype, dim)
     padded = _padded(dim)
     launch: LaunchSizes = choose_launch(device, padded, dtype)
     pieces: Pieces = getattr(launch, which)
@@ -251,16 +264,3 @@ def _options_of(
         "num_warps": pieces.warps,
         "num_stages": pieces.stages,
     }
-
-
-def check_supported(dtype: torch.dtype, dim: int) -> None:
-    if dtype not in DTYPES:
-        raise ValueError(
-            f"kernel 'triton' takes {', '.join(map(str, DTYPES))}; q is {dtype}. "
-            "Kernel 'reference' takes fp64"
-        )
-    if not LEAST_DIM <= dim <= MOST_DIM or dim % 8:
-        raise ValueError(
-            f"kernel 'triton' takes head dims that are multiples of 8 from {LEAST_DIM} to "
-            f"{MOST_DIM}; q has {dim}"
-        )

@@ -16,7 +16,7 @@ from torch import Tensor
 from dyncp.arrays import Int64, starts_of
 from dyncp.kernels.kernel import Index, IndexArrays
 from dyncp.kernels.row_ops import (
-    OWN,
+    IN_MEMORY,
     PANEL_COLUMNS,
     Copy,
     Dtypes,
@@ -78,7 +78,7 @@ class TritonRowOps:
         copies = copies.copy()
         rows = np.isin(copies[:, Copy.KIND], (Kind.ROWS, Kind.ZEROS))
         size = np.where(rows, dtypes.input.itemsize, dtypes.wide.itemsize)
-        own = copies[:, Copy.SOURCE] == OWN
+        own = copies[:, Copy.SOURCE] == IN_MEMORY
         copies[own, Copy.FROM] //= size[own]
         copies[:, Copy.TO] //= size
         entry, begin, end = _cut(copies[:, Copy.COUNT], COPY_ROWS)
@@ -115,7 +115,7 @@ class TritonRowOps:
         if not len(targets):
             return None
         targets, sources = targets.copy(), sources.copy()
-        own, wide = targets[:, Target.RESULT] == OWN, dtypes.wide.itemsize
+        own, wide = targets[:, Target.RESULT] == IN_MEMORY, dtypes.wide.itemsize
         targets[own, Target.AT] //= dtypes.partial.itemsize
         targets[own, Target.LSE] //= wide
         sizes = np.asarray([dtypes.input.itemsize, dtypes.partial.itemsize, wide, wide])
