@@ -35,7 +35,7 @@ from dyncp import (
 )
 from dyncp.executor.graphs import Segment
 from dyncp.kernels.choose import why_not
-from dyncp.plan import causal_rows, sample_plan
+from dyncp.plan import causal, sample_plan
 from dyncp.samplers import sample_lengths
 
 SHAPE = AttentionShape(32, 8, 128, "bf16")
@@ -158,7 +158,7 @@ def count_captures() -> list[int]:
 
 
 def run_three_times(executor: DCPExecutor, number: int) -> Step:
-    step = executor.prepare(sample_plan([causal_rows(1024 + 8 * number)], RANKS, SMALL, 256))
+    step = executor.prepare(sample_plan([causal(1024 + 8 * number)], RANKS, SMALL, 256))
     q, kv = (
         torch.randn(step.num_rows, *size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         for size in ((4, 64), (2, 2, 64))

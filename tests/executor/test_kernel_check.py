@@ -12,7 +12,7 @@ from dyncp import AttentionShape, Batch, DCPExecutor, attention, masks, plan_bat
 from dyncp.executor.engine import Engine, WrongResultsError
 from dyncp.executor.warm_up import check_kernel
 from dyncp.kernels import CpuKernel
-from dyncp.plan import causal_rows, sample_plan, sample_ring
+from dyncp.plan import causal, sample_plan, sample_ring
 from dyncp.topology import Topology
 from dyncp.transport import InProcess
 from dyncp.verify import verify_plan
@@ -84,7 +84,7 @@ def test_checks_send_nothing_over_the_executors_transport():
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_sample_plans_are_right_and_move_everything_that_plans_can(ranks):
-    mask = [causal_rows(700), causal_rows(100)]
+    mask = [causal(700), causal(100)]
     plan = sample_plan(mask, ranks, SHAPE, 256)
     assert verify_plan(plan, Batch.of(mask)) == []
     if ranks > 1:
@@ -93,7 +93,7 @@ def test_sample_plans_are_right_and_move_everything_that_plans_can(ranks):
 
 
 def test_slots_of_a_sample_ring_get_several_blocks():
-    mask = [causal_rows(600)]
+    mask = [causal(600)]
     plan = sample_ring(mask, 4, SHAPE, 150)
     assert verify_plan(plan, Batch.of(mask)) == []
     slots = [part.masks["default"].backward.slots for part in plan.parts]

@@ -26,8 +26,14 @@ from dyncp.placement import (
 )
 from dyncp.placement import hypergraph_worker as worker_file
 from dyncp.placement.bisection import bisection
-from dyncp.placement.hypergraph import Hypergraph, build_hypergraph, place_hypergraph
-from dyncp.placement.hypergraph_client import WORKER, SolverError, Worker
+from dyncp.placement.hypergraph import (
+    WORKER,
+    Hypergraph,
+    SolverError,
+    Worker,
+    build_hypergraph,
+    place_hypergraph,
+)
 from dyncp.placement.problem import find_cells, make_problem
 from dyncp.verify import check_plan
 from processes import stop

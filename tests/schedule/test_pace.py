@@ -12,8 +12,8 @@ from dyncp.blocks import Direction, build_graph
 from dyncp.cost import CostModel, find_profile
 from dyncp.placement import SOLVERS, Limits
 from dyncp.schedule import Pace, build_schedule
-from dyncp.schedule.pace import SAFETY, Load, Needs, fill, share_phases
-from dyncp.schedule.uses import Work
+from dyncp.schedule.pace import SAFETY, Load, fill, share_phases
+from dyncp.schedule.routes import Work
 from dyncp.topology import preset
 
 SECONDS = st.just(0.0) | st.floats(1e-6, 1.0)
@@ -61,19 +61,19 @@ def fillings(draw):
     slow = waits & (rng.random(tiles) < draw(st.sampled_from([0.5, 1.0])))
     work = Work(rng.integers(0, 3, tiles), rng.random(tiles), np.stack([waits - 1, waits - 1]))
     arrivals = np.cumsum(rng.random(draw(st.integers(1, 4)))) * draw(st.sampled_from([0, 1, 9]))
-    needs = Needs(arrivals, rng.random(draw(st.integers(0, 2))))
-    return division, slow, work, needs, rng.permutation(tiles)
+    results = rng.random(draw(st.integers(0, 2)))
+    return division, slow, work, arrivals, results, rng.permutation(tiles)
 
 
 @settings(max_examples=300, deadline=None)
 @given(case=fillings())
 def test_fillers_run_after_their_inputs_and_slow_tiles_stay(case):
-    division, slow, work, needs, turn = case
-    filled = fill(division, slow, work, needs, 3, turn)
+    division, slow, work, arrivals, results, turn = case
+    filled = fill(division, slow, work, arrivals, results, 3, turn)
     assert (filled >= division).all()
     assert (filled[slow] == division[slow]).all()
     if division.any():
-        assert filled.max() <= division.max() + len(needs.results)
+        assert filled.max() <= division.max() + len(results)
     else:
         assert not filled.any()
 
@@ -84,8 +84,7 @@ def test_local_tiles_fill_the_time_until_slow_inputs_arrive(arrival, at_start):
     use = np.array([[0, -1, -1, -1, -1, -1]] * 2)
     division, slow = np.array([1, 0, 0, 0, 0, 0]), np.array([True] + [False] * 5)
     work = Work(np.zeros(6, np.int64), np.ones(6), use)
-    needs = Needs(np.array([arrival]), np.array([1.0]))
-    filled = fill(division, slow, work, needs, 1, np.arange(6))
+    filled = fill(division, slow, work, np.array([arrival]), np.array([1.0]), 1, np.arange(6))
     assert (filled == 0).sum() == at_start == min(int(SAFETY * arrival), 5)
     assert (filled[1:][filled[1:] > 0] == 2).all()  # behind the slow one, to hide its result
 

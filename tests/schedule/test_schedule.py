@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from dyncp import AttentionShape, Batch, Topology, masks
 from dyncp.blocks import BlockGraph, Direction, Payload, build_graph
 from dyncp.placement import SOLVERS, Limits, Placement, minimal_bytes
-from dyncp.schedule import Schedule, build_schedule, phases
-from dyncp.schedule.phases import Entries, order_transfers, used_codes
+from dyncp.schedule import Schedule, build_schedule, schedule
 from paced import FAST_LINKS, SLOW_LINKS, pace_of
 from strategies import masks_of
 
@@ -264,13 +263,11 @@ def test_tiles_that_wait_for_nothing_fill_the_time_until_inputs_arrive():
 
 
 def test_transfers_are_ordered_alike_where_no_number_has_room_for_them(monkeypatch):
-    draw = np.random.default_rng(0)
-    drawn = [
-        Entries(*draw.integers(9, size=(3, 200)), kind, *draw.integers(5, size=(2, 200)))
-        for kind in (Payload.KV, Payload.Q)
-    ]
-    codes = used_codes(drawn)
-    packed = order_transfers(drawn, codes)
-    monkeypatch.setattr(phases, "ROOM", 0)
-    for one, other in zip(astuple(packed), astuple(order_transfers(drawn, codes)), strict=True):
+    def transfers():
+        made = move([masks.causal(99), masks.full(40)], Topology(2, 2), 4, Direction.BACKWARD)
+        return astuple(made.schedule.transfers)
+
+    packed = transfers()
+    monkeypatch.setattr(schedule, "KEY_BITS", 0)
+    for one, other in zip(packed, transfers(), strict=True):
         np.testing.assert_array_equal(one, other)

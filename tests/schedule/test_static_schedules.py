@@ -24,7 +24,7 @@ from dyncp.placement import (
 from dyncp.placement.megatron_hybrid import group_sizes
 from dyncp.plan import Layout, Op, assemble_plan
 from dyncp.planner import plan_with
-from dyncp.schedule import BUILDERS, Schedule
+from dyncp.schedule import Schedule, build_schedule
 from dyncp.verify import check_plan, verify_plan
 from strategies import masks_of, named_masks_of
 
@@ -54,7 +54,7 @@ def move(
     sizes = solver.block_sizes(batch.lengths, topology.num_ranks).tolist()
     graph = build_graph(batch, shape, sizes, solver.head_groups or 1)
     placement = solver.place(graph, topology, Limits(), 0)
-    schedule = BUILDERS[placement.pattern](graph, placement, "default", direction, 4)
+    schedule = build_schedule(graph, placement, "default", direction, 4)
     moved = schedule.transfers
     size = graph.payload_bytes[moved.kind, moved.head_group] * graph.blocks.tokens[moved.block]
     nodes = [x // topology.ranks_per_node for x in (moved.source, moved.target)]
@@ -247,7 +247,7 @@ def test_only_static_plans_may_send_empty_partials():
     moved = move("ring", batch, topology, shape)
     graph, placement = moved.graph, replace(moved.placement, static=False)
     schedules = [
-        BUILDERS["ring"](graph, placement, "default", direction, 4) for direction in Direction
+        build_schedule(graph, placement, "default", direction, 4) for direction in Direction
     ]
     balance = measure_balance(graph, placement, Limits())
     plan = assemble_plan(graph, placement, {"default": tuple(schedules)}, balance, Layout(4))

@@ -13,7 +13,7 @@ from dyncp.blocks import BlockGraph, Direction, build_graph
 from dyncp.cost import CostModel, Profile, find_profile
 from dyncp.placement import Limits, Placement, find_solver, measure_balance
 from dyncp.plan import Layout, Op, Plan, assemble_plan
-from dyncp.schedule import BUILDERS, Schedule
+from dyncp.schedule import Schedule, build_schedule
 from dyncp.simulate import AttentionTimes
 from dyncp.simulate.flow import Flow, FlowMessages, Programs
 from dyncp.simulate.results import run_flow
@@ -52,8 +52,7 @@ def make_case(
     graph = build_graph(batch, shape, sizes, chosen.head_groups or head_groups)
     placement = chosen.place(graph, topology, Limits(), seed)
     forward, backward = (
-        BUILDERS[placement.pattern](graph, placement, "default", direction, divisions)
-        for direction in Direction
+        build_schedule(graph, placement, "default", direction, divisions) for direction in Direction
     )
     cost = CostModel(profile or find_profile("p4de"), shape)
     return Case(graph, placement, {"default": (forward, backward)}, topology, cost)

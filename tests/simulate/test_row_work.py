@@ -15,7 +15,7 @@ from dyncp.simulate.flow import layer_of_plan
 from dyncp.simulate.layer import (
     CallBlocks,
     Layer,
-    RowWork,
+    RowCosts,
     Sent,
     call_work,
     count_row_bytes,
@@ -99,7 +99,7 @@ def moved(
     called: Called,
     *sent: tuple[int, int, int, Payload, int],
     graphs: bool = False,
-) -> RowWork:
+) -> RowCosts:
     """Bytes of blocks of 10 tokens."""
     cost = replace(EAGER, graphs=graphs)
     layer = make_layer(direction, TOKENS, called, list(sent), cost)

@@ -3,16 +3,6 @@
 from dyncp.blocks.batch import DEFAULT_MASK, Batch
 from dyncp.blocks.graph import (
     BLOCK_MULTIPLE,
-    BlockGraph,
-    Tiles,
-    TokenBlock,
-    TokenBlocks,
-    build_blocks,
-    build_graph,
-    choose_block_sizes,
-    choose_sizes_by_work,
-)
-from dyncp.blocks.shape import (
     DTYPE_NAMES,
     IS_INPUT,
     ITEM_BYTES,
@@ -22,10 +12,18 @@ from dyncp.blocks.shape import (
     Q_KINDS,
     Q_RESULT,
     AttentionShape,
+    BlockGraph,
     Direction,
     HeadGroup,
     Payload,
+    Tiles,
+    TokenBlock,
+    TokenBlocks,
+    build_blocks,
+    build_graph,
     bytes_per_token,
+    choose_block_sizes,
+    choose_sizes_by_work,
     dtype_name,
 )
 

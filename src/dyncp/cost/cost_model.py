@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -166,10 +165,22 @@ class CostModel:
     def graph_tile_seconds(self, graph: BlockGraph, name: str, direction: Direction) -> Float64:
         """Seconds of every tile of mask `name`."""
         more = self.edge_factor(direction) - 1
-        area = _graph_area(self, graph, name)
+        area = self._graph_area(graph, name)
         if more:
-            area = area + more * _graph_area(self, graph, name, edge=True)
+            area = area + more * self._graph_area(graph, name, edge=True)
         return self.flops(area, 1, direction) / self.attention_rate(direction)
+
+    def _graph_area(self, graph: BlockGraph, name: str, *, edge: bool = False) -> Float64:
+        """Kernel area × q heads of every tile, or that of kernel tiles that are not full."""
+
+        def find() -> Float64:
+            tiles, tokens = graph.tiles[name], graph.blocks.tokens
+            heads = self.heads_of(self.groups_for(graph.shape, graph.head_groups))
+            sides = tiles.pairs, tokens[tiles.q_block], tokens[tiles.k_block]
+            area = self.edge_area(*sides) if edge else self.kernel_area(*sides)
+            return area * heads[tiles.head_group]
+
+        return graph.remember(("kernel area", self, name, edge), find)
 
     def groups_for(
         self, planned: AttentionShape, groups: tuple[HeadGroup, ...]
@@ -183,17 +194,6 @@ class CostModel:
                 f"kv_heads={planned.kv_heads}; give CostModel the shape of the plan"
             )
         return groups
-
-
-@lru_cache(maxsize=4)  # both directions are asked for, by scheduler and simulator
-def _graph_area(cost: CostModel, graph: BlockGraph, name: str, *, edge: bool = False) -> Float64:
-    """Kernel area × q heads of every tile, or that of kernel tiles that are not full."""
-    tiles, tokens = graph.tiles[name], graph.blocks.tokens
-    heads = cost.heads_of(cost.groups_for(graph.shape, graph.head_groups))
-    rows, keys = tokens[tiles.q_block], tokens[tiles.k_block]
-    find = cost.edge_area if edge else cost.kernel_area
-    area: Float64 = find(tiles.pairs, rows, keys) * heads[tiles.head_group]
-    return area
 
 
 class RowBytes(NamedTuple):

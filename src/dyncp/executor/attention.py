@@ -16,13 +16,7 @@ from torch.library import custom_op
 from torch.nn.functional import pad
 
 from dyncp.checks import finite_number, instance_of
-from dyncp.executor.call import (
-    Saved,
-    attend_backward,
-    attend_forward,
-    empty_like,
-    empty_per_head,
-)
+from dyncp.executor.call import attend_backward, attend_forward, empty_like, empty_per_head
 from dyncp.executor.executor import DCPExecutor
 from dyncp.executor.step import PreparedPlan, Step, step_of, unpacked
 from dyncp.kernels import accumulator_dtype
@@ -30,6 +24,8 @@ from dyncp.plan import DEFAULT_MASK
 
 # Smaller factors on the scores leave the range of fp32, in which kernels have them.
 SMALLEST_SCALE = 1e-30
+
+PlannedCall = tuple[PreparedPlan, str, float]  # with the mask's name and the factor on the scores
 
 
 def attention(
@@ -130,7 +126,7 @@ def _eager_call(
     leaves = inputs if sink is None else (*inputs, sink)
     has_graph = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
     prepared = check_call(step, inputs, mask, sink, backward=has_graph)
-    out: Tensor = _Attention.apply(prepared, mask, scale, sink, *inputs)  # type: ignore[no-untyped-call]
+    out: Tensor = _Attention.apply((prepared, mask, scale), sink, *inputs)  # type: ignore[no-untyped-call]
     return pad(out, (0, 0, 0, 0, 0, num_rows - step.num_rows)) if padded else out
 
 
@@ -205,15 +201,13 @@ class _Attention(torch.autograd.Function):
     @without_autocast
     def forward(
         ctx: Any,
-        prepared: PreparedPlan,
-        mask: str,
-        scale: float,
+        call: PlannedCall,
         sink: Tensor | None,
         *inputs: Tensor,
     ) -> Tensor:
-        out, lse = _forward_with_sink(prepared, mask, scale, sink, unpacked(*inputs))
+        out, lse = _forward_with_sink(call, sink, unpacked(*inputs))
         ctx.save_for_backward(out, lse, sink, *inputs)
-        ctx.call = prepared, mask, scale
+        ctx.call = call
         return out
 
     @staticmethod
@@ -222,16 +216,15 @@ class _Attention(torch.autograd.Function):
         out, lse, sink, *inputs = ctx.saved_tensors
         with torch.no_grad():
             grads = [empty_like(x) for x in inputs]
-            saved = Saved(*unpacked(*inputs), out, lse, dout)
-            prepared, mask, scale = ctx.call
-            dsink = _backward_with_sink(prepared, mask, scale, sink, saved, unpacked(*grads))
+            tensors = unpacked(*inputs), (out, lse), dout, unpacked(*grads)
+            dsink = _backward_with_sink(ctx.call, sink, *tensors)
             if dsink is not None:
                 grads.append(dsink)
         if torch.is_grad_enabled():  # create_graph=True
             leaves = inputs if sink is None else (*inputs, sink)
             grads = list(_Once.apply(len(grads), *grads, dout, *leaves))  # type: ignore[no-untyped-call]
         dsink = None if sink is None else grads.pop()
-        return None, None, None, dsink, *grads
+        return None, dsink, *grads
 
 
 class _Once(torch.autograd.Function):
@@ -252,15 +245,11 @@ class _Once(torch.autograd.Function):
 
 
 def _forward_with_sink(
-    prepared: PreparedPlan,
-    mask: str,
-    scale: float,
-    sink: Tensor | None,
-    inputs: tuple[Tensor, Tensor, Tensor],
+    call: PlannedCall, sink: Tensor | None, inputs: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp, as `attend_forward`. The sink is one more logit per head: the output
     shrinks by its share of the softmax."""
-    out, lse = attend_forward(prepared, mask, scale, *inputs)
+    out, lse = attend_forward(*call, *inputs)
     if sink is None:
         return out, lse
     total = torch.logaddexp(lse, sink.to(lse.dtype))
@@ -268,20 +257,20 @@ def _forward_with_sink(
 
 
 def _backward_with_sink(
-    prepared: PreparedPlan,
-    mask: str,
-    scale: float,
+    call: PlannedCall,
     sink: Tensor | None,
-    saved: Saved,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    results: tuple[Tensor, Tensor],
+    dout: Tensor,
     grads: tuple[Tensor, Tensor, Tensor],
 ) -> Tensor | None:
     """Writes the gradients of q, k and v, and gives that of the sink: −Σ rows (share of the sink) ×
     row sum of dO·O, since its value is 0, so that only the normaliser moves."""
-    attend_backward(prepared, mask, scale, saved, grads)
+    attend_backward(*call, inputs, results, dout, grads)
     if sink is None:
         return None
-    lse = saved.lse
-    delta = (saved.dout.to(lse.dtype) * saved.out).sum(dim=-1)
+    out, lse = results
+    delta = (dout.to(lse.dtype) * out).sum(dim=-1)
     share = torch.exp(sink.to(lse.dtype) - lse)
     return -(share * delta).sum(dim=0).to(sink.dtype)
 
@@ -303,7 +292,7 @@ def traced_attention(
     rows = step.num_rows if padded else len(q)
     given = q[:rows], k[:rows], v[:rows]
     prepared = check_call(step, given, mask, sink, backward=False)
-    out, lse = _forward_with_sink(prepared, mask, scale, sink, given)
+    out, lse = _forward_with_sink((prepared, mask, scale), sink, given)
     all_out, all_lse = _outputs_of(q)
     all_out[:rows], all_lse[:, :rows] = out, lse.T
     all_out[rows:], all_lse[:, rows:] = 0, 0
@@ -311,16 +300,7 @@ def traced_attention(
 
 
 @traced_attention.register_fake
-def _(
-    number: Tensor,  # noqa: ARG001
-    q: Tensor,
-    k: Tensor,  # noqa: ARG001
-    v: Tensor,  # noqa: ARG001
-    sink: Tensor | None,  # noqa: ARG001
-    mask: str,  # noqa: ARG001
-    scale: float,  # noqa: ARG001
-    padded: bool,  # noqa: ARG001
-) -> tuple[Tensor, Tensor]:
+def _(_number: Tensor, q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return _outputs_of(q)
 
 
@@ -353,20 +333,16 @@ def traced_backward(  # noqa: PLR0913, PLR0917
     grads = empty_like(q), empty_like(k), empty_like(v)
     for grad in grads:
         grad[rows:] = 0
-    saved = Saved(*given, out[:rows], of_rows, dout[:rows])
     of_plan = grads[0][:rows], grads[1][:rows], grads[2][:rows]
-    dsink = _backward_with_sink(prepared, mask, scale, sink, saved, of_plan)
+    results = out[:rows], of_rows
+    call = prepared, mask, scale
+    dsink = _backward_with_sink(call, sink, given, results, dout[:rows], of_plan)
     return *grads, q.new_empty(0) if dsink is None else dsink
 
 
 @traced_backward.register_fake
 def _(
-    number: Tensor,  # noqa: ARG001
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    *_: Any,
+    _number: Tensor, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dsink = q.new_empty(0) if sink is None else empty_like(sink)
     return empty_like(q), empty_like(k), empty_like(v), dsink

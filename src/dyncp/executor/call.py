@@ -6,7 +6,6 @@ the arguments of kernels, as steps that only have to be run. What the caller bri
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from math import gcd
 from typing import Any, cast
 
@@ -14,7 +13,17 @@ import torch
 from torch import Tensor
 
 from dyncp.executor.engine import Arena, Engine
-from dyncp.executor.graphs import BoundStep, Frame, PhaseMessages, Runner, Segment, Streams, drive
+from dyncp.executor.graphs import (
+    BoundStep,
+    Frame,
+    PhaseMessages,
+    Runner,
+    Segment,
+    Streams,
+    Work,
+    drive,
+)
+from dyncp.executor.kernel_calls import WHOLE_TILE
 from dyncp.executor.layout import INPUT_NAMES
 from dyncp.executor.order import (
     START,
@@ -30,7 +39,7 @@ from dyncp.executor.order import (
     graph_order,
     program_order,
 )
-from dyncp.executor.row_work import RESULTS, WHOLE_TILE, RankCall
+from dyncp.executor.row_work import RESULTS, RankCall
 from dyncp.executor.step import CallLayout, PreparedPlan
 from dyncp.kernels import Dtypes, Gradients, Memory, Sums, accumulator_dtype
 from dyncp.kernels.row_ops import Results
@@ -39,6 +48,9 @@ from dyncp.plan.buffers import INPUTS, padded_rows
 
 ALIGNMENT = 16  # bytes: GPU kernels load up to so many at once
 NO_RESULTS = Results(())
+BoundRank = tuple[list[BoundStep], Streams]
+Launched = tuple[LaunchKind, int, Work]  # what is launched, and when
+Bound = Callable[[Frame], Any]  # a tensor or sums, bound already or of the caller's
 
 
 def attend_forward(
@@ -54,29 +66,19 @@ def attend_forward(
     return out, lse
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Saved:
-    """What backward needs of forward, and the gradient of its output."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    lse: Tensor
-    dout: Tensor
-
-
 def attend_backward(
     prepared: PreparedPlan,
     mask: str,
     scale: float,
-    saved: Saved,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    results: tuple[Tensor, Tensor],
+    dout: Tensor,
     grads: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Writes the gradients of q, k and v."""
-    given = tuple(dense_rows(x) for x in (saved.q, saved.k, saved.v, saved.dout))
-    out, use = dense_rows(saved.out), prepared.engine.use_of_graphs()
-    frame = Frame(given, saved.lse, out, Results(grads), scale, *use)
+    """Writes the gradients of q, k and v; `results` are those of forward."""
+    given, (out, lse) = tuple(dense_rows(x) for x in (*inputs, dout)), results
+    use = prepared.engine.use_of_graphs()
+    frame = Frame(given, lse, dense_rows(out), Results(grads), scale, *use)
     _run(prepared, mask, Direction.BACKWARD, frame)
 
 
@@ -127,9 +129,6 @@ def _run(prepared: PreparedPlan, mask: str, direction: Direction, frame: Frame) 
                 streams.join()
     finally:
         engine.lock.release()
-
-
-BoundRank = tuple[list[BoundStep], Streams]
 
 
 def _bound_ranks(
@@ -198,7 +197,7 @@ class _Binder:
             last: Work = lambda f: ops.combine(table, memory, f.results, dim, f.scale)  # noqa: E731
             yield BoundStep(Segment([last], fixed=False), (), "the end")
 
-    def _segment(self, launches: "list[tuple[LaunchKind, int, Work]]", *, fixed: bool) -> Segment:
+    def _segment(self, launches: list[Launched], *, fixed: bool) -> Segment:
         """Its launches run on several streams, but not where kernel tiles hold rows of several
         slots: calls then read what others fill."""
         program, streams = self._program, None
@@ -215,7 +214,7 @@ class _Binder:
         arrived = self._streams.arrived(phase) if inside else None
         return PhaseMessages(phase, sends, receives, self._call.ready[phase], arrived)
 
-    def _opening(self) -> "Iterator[Work]":
+    def _opening(self) -> Iterator[Work]:
         """Row sums, cleared sums, and local rows: all that needs the caller's inputs."""
         program, memory, row_ops = self._program, self._memory, self._row_ops
         if program.backward:
@@ -238,9 +237,7 @@ class _Binder:
         for _, _, work in self._sums(START):
             yield work
 
-    def _launches(
-        self, item: Wait | Mark | Compute | RowWork
-    ) -> "Iterator[tuple[LaunchKind, int, Work]]":
+    def _launches(self, item: Wait | Mark | Compute | RowWork) -> Iterator[Launched]:
         if isinstance(item, Wait):
             arrived = self._streams.arrived(item.phase)
             yield LaunchKind.WAIT, START, lambda _: arrived.wait()
@@ -258,7 +255,7 @@ class _Binder:
                 bound = self._kernel_call(item.division, group, call)
                 yield LaunchKind.KERNEL, item.time, bound
 
-    def _sums(self, time: int) -> "Iterator[tuple[LaunchKind, int, Work]]":
+    def _sums(self, time: int) -> Iterator[Launched]:
         """Of rows that leave."""
         table, row_ops, memory = self._call.sums.get(time), self._row_ops, self._memory
         dim = self._layout.shape.head_dim
@@ -266,7 +263,7 @@ class _Binder:
             work: Work = lambda f: row_ops.combine(table, memory, NO_RESULTS, dim, f.scale)  # noqa: E731
             yield LaunchKind.SUM, time, work
 
-    def _kernel_call(self, division: int, group: int, call: Any) -> "Work":
+    def _kernel_call(self, division: int, group: int, call: Any) -> Work:
         """Tensors of buffers are bound, the caller's are cut out of the frame."""
         kernel, direction = self._program.kernel, self._program.direction
         inputs = [self._input(name, group) for space in Space for name in INPUTS[direction][space]]
@@ -296,7 +293,7 @@ class _Binder:
             return None
         return self._layout.tensor(self._memory, key)
 
-    def _input(self, name: str, group: int) -> "Bound":
+    def _input(self, name: str, group: int) -> Bound:
         buffer = self._buffer(name, group)
         if buffer is not None:
             return lambda _: buffer
@@ -304,7 +301,7 @@ class _Binder:
         heads = self._layout.heads(name, group)
         return lambda frame: frame.given[index][rows, heads]
 
-    def _result(self, name: str, division: int, group: int) -> "Bound":
+    def _result(self, name: str, division: int, group: int) -> Bound:
         """Where a call leaves a result, or adds to it."""
         for buffer in (
             self._buffer(f"{name}_sums", group),
@@ -329,7 +326,7 @@ class _Binder:
     def _wide(self, final: Tensor, wide: Tensor | None) -> Tensor | None:
         return final if self._one_dtype else wide
 
-    def _lse(self, division: int, group: int) -> "Bound":
+    def _lse(self, division: int, group: int) -> Bound:
         """Where a forward call leaves its log-sum-exps."""
         buffer = self._buffer("lse_call", group, division)
         buffer = self._buffer("lse", group) if buffer is None else buffer
@@ -350,10 +347,6 @@ class _Binder:
             return rows
         hull, _ = self._program.call_rows[division, group]
         return slice(rows.start + hull.start, rows.start + hull.stop)
-
-
-Work = Callable[[Frame], None]
-Bound = Callable[[Frame], Any]  # a tensor or sums, bound already or of the caller's
 
 
 def _zero(tensor: Tensor) -> None:

@@ -24,6 +24,8 @@ from dyncp.plan import (
     places_of,
 )
 
+WHOLE_TILE = 128  # rows: the kernel tiles of all kernels divide it
+
 
 class RankProgram:
     """One direction of one mask on one rank, for kernels of one style."""
@@ -68,6 +70,25 @@ class RankProgram:
         overlap = (start < end[:, None]) & (end > start[:, None])
         earlier, later = np.nonzero(same & overlap & (slots.first > slots.first[:, None]))
         return earlier, later
+
+    def refilled_blocks(self, space: Space, group: int) -> Int64:
+        """Blocks in slots whose rows, in whole kernel tiles, hold another block later."""
+        slots, (earlier, _) = self.program.slots, self.refills
+        mine = (slots.space[earlier] == space) & (slots.head_group[earlier] == group)
+        blocks: Int64 = slots.block[earlier[mine]].astype(np.int64)
+        return blocks
+
+    def unused_rows(self, space: Space, group: int) -> tuple[Int64, Int64]:
+        """First rows and ends of what kernel tiles have behind the last local row, and behind the
+        last row of every slot."""
+        slots, part = self.program.slots, self.part
+        rows, side = int(self.program.workspace_rows[space, group]), max(part.slot_alignment, 1)
+        if side % WHOLE_TILE:  # kernel tiles hold rows of several slots, some of them not there yet
+            return np.asarray([part.local_tokens]), np.asarray([rows])
+        mine = (slots.space == space) & (slots.head_group == group)
+        end = slots.row[mine].astype(np.int64) + part.blocks.tokens[slots.block[mine]]
+        first = np.unique(np.append(end, part.local_tokens))
+        return first, np.minimum(-(-first // side) * side, rows)
 
     def kernel_calls(self) -> dict[int, list[KernelCall]]:
         """By division, one for every head group that has tiles in it."""

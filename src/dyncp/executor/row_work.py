@@ -33,7 +33,6 @@ from dyncp.kernels.row_ops import IN_MEMORY, Copy, Form, Kind, RowSum, Source, T
 from dyncp.plan import AttentionShape, Op, Space, Staging
 from dyncp.plan.buffers import OUTPUTS, times_of
 
-WHOLE_TILE = 128  # rows: the kernel tiles of all kernels divide it
 # Results in the order in which the caller gets them.
 RESULTS = {"out": 0, "dq": 0, "dk": 1, "dv": 2}
 
@@ -124,23 +123,12 @@ def _gaps(layout: RankLayout) -> Int64:
     the last local row, and behind the last row of every slot."""
     parts = [np.zeros((0, len(Copy)), np.int64)]
     for name, group in np.argwhere(layout.start[: len(INPUT_NAMES)] >= 0).tolist():
-        first, end = _unused_rows(layout.program, Space(int(IS_KEY[name])), group)
+        first, end = layout.program.unused_rows(Space(int(IS_KEY[name])), group)
         width = layout.items[name, group]
         to = layout.start[name, group] + first * width * layout.item_bytes[name]
         columns = {"COUNT": end - first, "WIDTH": width, "TO": to, "TO_ROW": width}
         parts.append(_table(Copy, KIND=Kind.ZEROS, SOURCE=IN_MEMORY, **columns))
     return np.concatenate(parts)
-
-
-def _unused_rows(program: LoweredProgram, space: Space, group: int) -> tuple[Int64, Int64]:
-    slots, part = program.program.slots, program.part
-    rows, side = int(program.program.workspace_rows[space, group]), max(part.slot_alignment, 1)
-    if side % WHOLE_TILE:  # kernel tiles hold rows of several slots, some of them not there yet
-        return np.asarray([part.local_tokens]), np.asarray([rows])
-    mine = (slots.space == space) & (slots.head_group == group)
-    end = slots.row[mine].astype(np.int64) + part.blocks.tokens[slots.block[mine]]
-    first = np.unique(np.append(end, part.local_tokens))
-    return first, np.minimum(-(-first // side) * side, rows)
 
 
 def _packed(layout: RankLayout, at: Int64) -> Int64:
@@ -445,7 +433,7 @@ class _Sums:
             number = self._blocks(space, group)
             row, side = program.place[space, group, number], program.style.row_multiple
             slot_rows = -(-self._part.blocks.tokens[number].astype(np.int64) // side) * side
-            cleared = slot_rows * np.isin(number, _refilled(program, space, group))
+            cleared = slot_rows * np.isin(number, program.refilled_blocks(space, group))
         columns = {
             "FORM": Form.PANELS,
             "AT": layout.starts[buffer],
@@ -457,11 +445,3 @@ class _Sums:
         }
         key = self._key(NAMES.index(name), group, number)
         return key, np.zeros(len(row), np.int64), _table(Source, **columns)
-
-
-def _refilled(program: LoweredProgram, space: Space, group: int) -> Int64:
-    """Blocks in slots whose rows, in whole kernel tiles, hold another block later."""
-    slots, (earlier, _) = program.program.slots, program.refills
-    mine = (slots.space[earlier] == space) & (slots.head_group[earlier] == group)
-    blocks: Int64 = slots.block[earlier[mine]].astype(np.int64)
-    return blocks

@@ -2,15 +2,16 @@
 need, and compares every result with dense attention. No other rank takes part."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from itertools import product
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dyncp.executor.call import Saved, attend_backward, attend_forward
+from dyncp.executor.call import attend_backward, attend_forward
 from dyncp.executor.engine import Engine, WrongResultsError
 from dyncp.executor.layout import dtypes_of
 from dyncp.executor.step import PreparedPlan
@@ -20,7 +21,7 @@ from dyncp.plan import (
     Mask,
     Plan,
     batch_order,
-    causal_rows,
+    causal,
     sample_plan,
     sample_ring,
 )
@@ -42,16 +43,25 @@ def warm_up(engine: Engine, shape: AttentionShape, head_groups: int, most_ranges
     if not 1 <= most_ranges <= MOST_RANGES:
         raise ValueError(f"most_ranges is {most_ranges}; from 1 to {MOST_RANGES} are allowed")
     counts = [1 << power for power in range((most_ranges - 1).bit_length() + 1)]
-    _apart(engine.device, lambda: _try_all(engine, shape, head_groups, counts))
+    groups = range(1, min(head_groups, shape.kv_heads) + 1)
+    _apart(engine.device, lambda: _try_plans(engine, shape, counts, groups, (True, False)))
     if engine.on_gpu:
         torch.cuda.synchronize(engine.device)
 
 
-def _try_all(engine: Engine, shape: AttentionShape, head_groups: int, counts: list[int]) -> None:
-    for masks in (*_sequences(), *([_stripes(count)] for count in counts)):
-        for groups in range(1, min(head_groups, shape.kv_heads) + 1):
-            for packed in (True, False):
-                _try(engine, masks, shape, groups, packed=packed)
+def _try_plans(
+    engine: Engine,
+    shape: AttentionShape,
+    counts: Sequence[int],
+    head_groups: Sequence[int],
+    packings: Sequence[bool],
+) -> None:
+    """One causal sequence, two, ranges that lie apart, and a ring."""
+    sequences = ([2 * BLOCK], [BLOCK + 40, BLOCK - 40])
+    cases = [[causal(length) for length in lengths] for lengths in sequences]
+    cases += [[_stripes(count)] for count in counts]
+    for masks, groups, packed in product(cases, head_groups, packings):
+        _try(engine, masks, shape, groups, packed=packed)
     _try_ring(engine, shape)
 
 
@@ -76,14 +86,8 @@ def check_kernel(engine: Engine, shape: AttentionShape) -> None:
         shape.head_dim,
         shape.dtype,
     )
-    _apart(engine.device, lambda: _try_some(engine, shape))
+    _apart(engine.device, lambda: _try_plans(engine, shape, [2], [1], [False]))
     _right.add(key)
-
-
-def _try_some(engine: Engine, shape: AttentionShape) -> None:
-    for masks in (*_sequences(), [_stripes(2)]):
-        _try(engine, masks, shape, 1, packed=False)
-    _try_ring(engine, shape)
 
 
 def _apart(device: torch.device, check: Callable[[], None]) -> None:
@@ -100,12 +104,6 @@ def _apart(device: torch.device, check: Callable[[], None]) -> None:
 
 
 _right: set[tuple[str, bool, torch.device, AttentionShape]] = set()
-
-
-def _sequences() -> Iterator[list[Mask]]:
-    """One causal sequence, and two."""
-    yield [causal_rows(2 * BLOCK)]
-    yield [causal_rows(BLOCK + 40), causal_rows(BLOCK - 40)]
 
 
 def _stripes(num_ranges: int) -> Mask:
@@ -131,7 +129,7 @@ def _try(
 
 def _try_ring(engine: Engine, shape: AttentionShape) -> None:
     """Slots that get one block after the other."""
-    masks = [causal_rows(RING_RANKS * RING_BLOCK)]
+    masks = [causal(RING_RANKS * RING_BLOCK)]
     inputs = _draw(RING_RANKS * RING_BLOCK, shape, engine.device, packed=False)
     plan = sample_ring(masks, RING_RANKS, shape, RING_BLOCK)
     results = _run(engine, plan, inputs)
@@ -182,7 +180,7 @@ def _run(engine: Engine, plan: Plan, inputs: tuple[Tensor, ...]) -> list[Tensor]
     options = DEFAULT_MASK, q.shape[2] ** -0.5
     out, lse = attend_forward(prepared, *options, q, k, v)
     results = (torch.empty_like(q), dk, dv)
-    attend_backward(prepared, *options, Saved(q, k, v, out, lse, dout), results)
+    attend_backward(prepared, *options, (q, k, v), (out, lse), dout, results)
     return [x[order] for x in (out, *results)]
 
 

@@ -4,7 +4,6 @@ from dyncp.kernels.choose import KERNELS, choose_kernel, reason_for
 from dyncp.kernels.cpu import CpuKernel
 from dyncp.kernels.kernel import (
     Gradients,
-    Index,
     IndexArrays,
     Kernel,
     KernelCall,
@@ -27,7 +26,6 @@ __all__ = [
     "CpuKernel",
     "Dtypes",
     "Gradients",
-    "Index",
     "IndexArrays",
     "Kernel",
     "KernelCall",

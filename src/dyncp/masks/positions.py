@@ -161,17 +161,15 @@ def _count_gaps(cells: Int32, lengths: Int64, columns: Int64, gaps: Bool, left: 
 def _nearest(masks: Sequence[Mask], tokens: Int64, positions: Int32) -> Int64:
     """The nearest key before each token if it has the position before the token's own; NOTHING
     where a token attends none before it, UNCLEAR where there is no such key, or several."""
-    keys = np.stack([_nearest_keys(mask.ranges[tokens], tokens) for mask in masks])
+    nearest = []  # the last key before each token that it attends, or NOTHING
+    for mask in masks:
+        start, end = mask.ranges[tokens].transpose(2, 0, 1)
+        end = np.minimum(end, tokens[:, None])
+        nearest.append(np.where(start < end, end - 1, NOTHING).max(axis=1))
+    keys = np.stack(nearest)
     right = (keys >= 0) & (positions[keys] + 1 == positions[tokens])
     highest = np.where(right, keys, NOTHING).max(axis=0)
     several = (right & (keys != highest)).any(axis=0)
     alone = (keys == NOTHING).all(axis=0)
     found: Int64 = np.where(several | ((highest == NOTHING) & ~alone), UNCLEAR, highest)
     return found
-
-
-def _nearest_keys(ranges: Int32, tokens: Int64) -> Int64:
-    """The last key before each token that it attends, or NOTHING."""
-    start, end = ranges[:, :, 0], np.minimum(ranges[:, :, 1], tokens[:, None])
-    keys: Int64 = np.where(start < end, end - 1, NOTHING).max(axis=1)
-    return keys

@@ -33,7 +33,7 @@ class Unit(NamedTuple):
     blocks: Int64
     edges: Int64
     counts: Int64  # tiles of the unit that each of these edges has
-    place: Int64  # [all edges] where an edge stands here, -1: nowhere
+    place: Int64  # [all edges] index of an edge in `edges`, -1: none
     sizes: Int64  # [3]
     load: Float64  # [rows of busy] seconds
     held: Float64  # [2] tokens and work
@@ -54,7 +54,7 @@ def make_unit(step: StepEstimate) -> Unit:
 
 
 @inner
-def listunit_seconds(step: StepEstimate, unit: Unit, first: int, end: int, r: int) -> None:
+def list_unit(step: StepEstimate, unit: Unit, first: int, end: int, r: int) -> None:
     """Blocks [first, end) of rank r, with their queries' tiles there, and with their keys' tiles
     that run there away from their queries."""
     groups, masks = step.sizes[2], step.sizes[3]
@@ -105,7 +105,7 @@ def _list_tiles(step: StepEstimate, unit: Unit, e: int, r: int, side: int) -> No
 
 
 @inner
-def putunit_seconds(step: StepEstimate, unit: Unit, r: int, s: int) -> None:
+def put_unit(step: StepEstimate, unit: Unit, r: int, s: int) -> None:
     """Moves a unit from rank r to rank s, all but `tile_rank`, which `write_tiles` does."""
     size, node = step.size, step.node
     pins, users, busy = step.pins, step.users, step.busy
@@ -218,13 +218,13 @@ def _move(
         s = target[i]
         if not _fits(step.held, step.most, unit.held, s):
             continue
-        putunit_seconds(step, unit, at, s)
+        put_unit(step, unit, at, s)
         at = s
         found = seconds(step.busy, step.weight, len(step.slow), power)
         if found < best:
             best, best_s = found, s
     if at != best_s:
-        putunit_seconds(step, unit, at, best_s)
+        put_unit(step, unit, at, best_s)
     if best_s == r:
         return now
     for i in range(unit.sizes[0]):
@@ -234,8 +234,8 @@ def _move(
 
 @compiled
 def sweep(step: StepEstimate, unit: Unit, most: int, power: int) -> float:
-    """Sweeps at most so many times over what is counted already; gives the estimate then. `unit` is
-    room for one."""
+    """At most `most` sweeps over what is counted already; returns the estimate then. `unit` holds
+    the unit that is tried."""
     ranks, spent = len(step.slow), 0
     target = np.empty(RELATED + NEAR + FAR, np.int64)
     hot, known = np.zeros(ranks, np.bool_), np.zeros(ranks, np.bool_)
@@ -253,7 +253,7 @@ def sweep(step: StepEstimate, unit: Unit, most: int, power: int) -> float:
                 if alone or not hot[r] or spent > MOST_LOOKED_AT:
                     continue
                 done[r] = first
-                listunit_seconds(step, unit, b if single else first, b + 1 if single else end, r)
+                list_unit(step, unit, b if single else first, b + 1 if single else end, r)
                 size = _find_targets(
                     load, step.span, step.block_rank, b, r, per_node, target, known
                 )
@@ -263,7 +263,7 @@ def sweep(step: StepEstimate, unit: Unit, most: int, power: int) -> float:
                     now = found
                     _mark_hot(step.busy, step.weight, per_node, hot, load)
         if now < before:
-            now = estimate(step, power)  # counted anew, since rounding adds up
+            now = estimate(step, power)  # counted again, since rounding adds up
         if now > before * (1 - WORTH_SWEEP):
             break
     return now
@@ -285,8 +285,8 @@ def improve(
     least: float = 0.0,
 ) -> Placement | None:
     """A placement with a shorter estimated step; blocks travel only where they are used. Limits
-    that are kept stay so. None where nothing was found, or where the step is estimated to take less
-    than `worth` times the computation alone, or than `least` seconds."""
+    that are kept stay so. None if no move helps, or if the estimate is already below `worth` times
+    the computation alone or below `least` seconds."""
     if num_edges(graph) * topology.num_ranks > MOST_COUNTS:
         return None
     step = make_estimate(graph, placement, topology, limits, prices)

@@ -22,7 +22,7 @@ from dyncp.arrays import Bool, Float64, Int64, frozen
 from dyncp.blocks import BLOCK_MULTIPLE, BlockGraph, choose_sizes_by_work
 from dyncp.placement.cuts import SplitStrategy
 from dyncp.placement.owner_levelling import (
-    OwnedBlocks,
+    BlockOwners,
     TileNeeds,
     find_needs,
     level,
@@ -62,7 +62,7 @@ class Nodes:
     topology: Topology  # one rank per node
     caps: Float64
 
-    def own(self, node: Int64) -> OwnedBlocks:
+    def own(self, node: Int64) -> BlockOwners:
         return own_blocks(self.needs, self.topology, self.caps, node)
 
 
@@ -118,7 +118,7 @@ def _token_slack(problem: Problem, mean: float, tolerance: float) -> float:
     return float(np.clip(0.95 * usable, 0.3 * tolerance, 0.8 * tolerance))
 
 
-def _crossed(owned: OwnedBlocks) -> Bool:
+def _crossed(owned: BlockOwners) -> Bool:
     """Nodes that send or receive anything; `owned` has one rank per node."""
     crossing = np.flatnonzero((owned.users > 0).sum(axis=1) > 1)
     return np.asarray((owned.users[crossing] > 0).any(axis=0))
@@ -145,7 +145,7 @@ def _deal(nodes: Nodes, own: Bool, topology: Topology, mean: Float64, tolerance:
     return level_all(load, share * (1 + 0.5 * tolerance), topology.ranks_per_node)
 
 
-def _aim_at_node_means(owned: OwnedBlocks, speed: Float64) -> None:
+def _aim_at_node_means(owned: BlockOwners, speed: Float64) -> None:
     """Each rank's share of what its node has, by its speed."""
     work, speed = (own.reshape(-1, owned.per_node) for own in (owned.used[:, 0], speed))
     aim = work.sum(axis=1, keepdims=True) * speed / speed.sum(axis=1, keepdims=True)
@@ -230,7 +230,7 @@ def _number(sequence: Int64, part: Int64) -> Int64:
     return piece.reshape(-1)
 
 
-def _border_cost(owned: OwnedBlocks) -> float:
+def _border_cost(owned: BlockOwners) -> float:
     """Bytes over the busiest border (a node's, one way), and a penalty where aims are missed."""
     owner = np.tile(owned.rank, 2)
     comes = np.where(owned.users > 0, owned.size[:, None], 0.0)

@@ -48,7 +48,7 @@ OUTSIDERS = 4
 PRICED = 16
 
 
-class OwnedBlocks(NamedTuple):
+class BlockOwners(NamedTuple):
     """Blocks with their ranks, and what their tiles need (see TileNeeds); `users`, `inside` and
     `used` are derived from `rank` and updated with it.
 
@@ -69,10 +69,11 @@ class OwnedBlocks(NamedTuple):
     used: Float64  # [ranks, 2] work and tokens
 
 
-def own_blocks(needs: TileNeeds, topology: Topology, caps: Float64, rank: Int64) -> OwnedBlocks:
+def own_blocks(needs: TileNeeds, topology: Topology, caps: Float64, rank: Int64) -> BlockOwners:
+    """Blocks with these ranks; `caps` are the work and tokens that a rank may have."""
     edges, ranks = len(needs.size), topology.num_ranks
     limit = np.maximum(np.tile(caps, (ranks, 1)), 1e-9)
-    owned = OwnedBlocks(
+    owned = BlockOwners(
         *needs,
         border=border_price(topology),
         per_node=topology.ranks_per_node,
@@ -88,7 +89,7 @@ def own_blocks(needs: TileNeeds, topology: Topology, caps: Float64, rank: Int64)
 
 
 @compiled
-def count_users(owned: OwnedBlocks) -> None:
+def count_users(owned: BlockOwners) -> None:
     """Fills users, inside and used from the blocks' ranks."""
     for b in range(len(owned.rank)):
         r = owned.rank[b]
@@ -126,7 +127,7 @@ def _change(
 
 
 @inner
-def _cost(owned: OwnedBlocks, b: int, r: int, s: int) -> float:
+def _cost(owned: BlockOwners, b: int, r: int, s: int) -> float:
     change = _change(owned.start, owned.edges, owned.size, owned.users, b, r, s)
     m, n = r // owned.per_node, s // owned.per_node
     if m != n:
@@ -137,7 +138,7 @@ def _cost(owned: OwnedBlocks, b: int, r: int, s: int) -> float:
 
 
 @inner
-def _move(owned: OwnedBlocks, b: int, s: int) -> None:
+def _move(owned: BlockOwners, b: int, s: int) -> None:
     r = owned.rank[b]
     for what in range(2):
         owned.used[r, what] -= owned.load[b, what]
@@ -170,7 +171,7 @@ def _violates(used: Float64, limit: Float64, r: int, work: float, tokens: float)
 
 
 @inner
-def _find_partners(owned: OwnedBlocks, r: int, between: bool, partner: Int64) -> int:
+def _find_partners(owned: BlockOwners, r: int, between: bool, partner: Int64) -> int:
     """Ranks that r may give to: its node's, and the emptiest of the others."""
     count = 0
     first = r // owned.per_node * owned.per_node
@@ -195,7 +196,7 @@ def _find_partners(owned: OwnedBlocks, r: int, between: bool, partner: Int64) ->
 
 @inner
 def _find_exchanges(
-    owned: OwnedBlocks,
+    owned: BlockOwners,
     r: int,
     partner: Int64,
     count: int,
@@ -242,7 +243,7 @@ def _find_exchanges(
 
 
 @inner
-def _cheapest(owned: OwnedBlocks, r: int, found: Int64, relief: Float64, size: int) -> int:
+def _cheapest(owned: BlockOwners, r: int, found: Int64, relief: Float64, size: int) -> int:
     """Which of the exchanges costs the fewest bytes per relief."""
     unit = 1.0
     for e in range(len(owned.size)):
@@ -290,7 +291,7 @@ class Scratch(NamedTuple):
     done: Bool
 
 
-def level(owned: OwnedBlocks, max_moves: int, between: bool) -> None:
+def level(owned: BlockOwners, max_moves: int, between: bool) -> None:
     """Moves or swaps blocks off the rank that misses its aims most; `between` nodes too."""
     ranks = len(owned.used)
     scratch = Scratch(
@@ -305,7 +306,7 @@ def level(owned: OwnedBlocks, max_moves: int, between: bool) -> None:
 
 
 @compiled
-def _level(owned: OwnedBlocks, scratch: Scratch, max_moves: int, between: bool) -> None:
+def _level(owned: BlockOwners, scratch: Scratch, max_moves: int, between: bool) -> None:
     ranks, partner, members, first = (
         len(owned.used),
         scratch.partner,

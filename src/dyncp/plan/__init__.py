@@ -5,14 +5,8 @@ and shapes here, too.
 """
 
 from dyncp.blocks import DEFAULT_MASK, DTYPE_NAMES, IS_INPUT, AttentionShape, Direction, Payload
-from dyncp.masks import Mask
-from dyncp.plan.assemble import (
-    assemble_plan,
-    causal_rows,
-    sample_plan,
-    sample_ring,
-    stretches_of,
-)
+from dyncp.masks import Mask, causal
+from dyncp.plan.assemble import assemble_plan, sample_plan, sample_ring, stretches_of
 from dyncp.plan.buffers import (
     Buffer,
     Contributions,
@@ -76,7 +70,7 @@ __all__ = [
     "assemble_plan",
     "batch_order",
     "call_rows",
-    "causal_rows",
+    "causal",
     "decode_part",
     "encode_part",
     "find_contributions",

@@ -57,7 +57,7 @@ from dyncp.plan.format import (
 )
 from dyncp.plan.plan import Plan
 from dyncp.plan.slots import BlockUses, build_slots
-from dyncp.schedule import BUILDERS, Schedule
+from dyncp.schedule import Schedule, build_schedule
 
 Schedules = Mapping[str, tuple[Schedule, Schedule | None]]
 Table = TypeVar("Table")
@@ -135,7 +135,6 @@ class _ByRank(Generic[Table]):
     """The rows of a table ordered by rank: row i here is row `order[i]` there, and rank r has rows
     bounds[r] to bounds[r + 1]."""
 
-    make: Callable[..., Table]
     order: Int64
     rank: Int64
     bounds: Int64
@@ -151,11 +150,11 @@ class _ByRank(Generic[Table]):
         order = sorted_order((rank, num_ranks))
         table = make(*(column[order] for column in columns))
         bounds = bounds_of_ranks(rank, num_ranks)
-        return _ByRank(make, order, rank[order].astype(np.int64), bounds, table)
+        return _ByRank(order, rank[order].astype(np.int64), bounds, table)
 
     def split(self) -> list[Table]:
         columns = [getattr(self.table, field.name) for field in fields(self.table)]  # type: ignore[arg-type]
-        return split_by_rank(self.make, columns, self.bounds)
+        return split_by_rank(type(self.table), columns, self.bounds)
 
 
 def _mask_plans(
@@ -430,14 +429,8 @@ def _sample_graph(
 
 def _plan_sample(graph: BlockGraph, placement: Placement) -> Plan:
     forward, backward = (
-        BUILDERS[placement.pattern](graph, placement, DEFAULT_MASK, direction, SAMPLE_DIVISIONS)
+        build_schedule(graph, placement, DEFAULT_MASK, direction, SAMPLE_DIVISIONS)
         for direction in Direction
     )
     balance = measure_balance(graph, placement, Limits())
     return assemble_plan(graph, placement, {DEFAULT_MASK: (forward, backward)}, balance, Layout())
-
-
-def causal_rows(length: int) -> Mask:
-    """Every row attends itself and all before it."""
-    row = np.arange(length, dtype=np.int32)
-    return Mask(np.stack([0 * row, row + 1], axis=1)[:, None])

@@ -24,7 +24,7 @@ from dyncp.placement import (
 )
 from dyncp.plan import Layout, Plan, assemble_plan
 from dyncp.planner.config import PlannerConfig
-from dyncp.schedule import BUILDERS, Pace, Schedule
+from dyncp.schedule import Pace, Schedule, build_schedule
 from dyncp.simulate import (
     AttentionTimes,
     Simulated,
@@ -273,7 +273,7 @@ class Task:
         """Schedules and simulates one mask and direction."""
         start, (graph, placement) = process_time(), (placed.graph, placed.placement)
         steps = self.config.divisions or divisions or DIVISIONS
-        schedule = BUILDERS[placement.pattern](graph, placement, *part, steps, self.pace)
+        schedule = build_schedule(graph, placement, *part, steps, self.pace)
         spent, (name, direction) = process_time() - start, part
         times = simulate_schedule(
             graph, placement, schedule, direction, self.topology, self.cost, name

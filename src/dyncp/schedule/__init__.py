@@ -1,24 +1,28 @@
 """Fourth stage: tiles get divisions, transfers get phases."""
 
-from dyncp.schedule.all_gather import build_all_gather_schedule
-from dyncp.schedule.divide import build_schedule
+from dyncp.blocks import BlockGraph, Direction
+from dyncp.placement import Placement
+from dyncp.schedule.dynamic import build_dynamic_schedule
 from dyncp.schedule.pace import Pace
-from dyncp.schedule.ring import build_ring_schedule
 from dyncp.schedule.schedule import Schedule, Transfers
+from dyncp.schedule.static import build_static_schedule
 
-# By the pattern that a placement asks for.
-BUILDERS = {
-    "minimal": build_schedule,
-    "ring": build_ring_schedule,
-    "all_gather": build_all_gather_schedule,
-}
 
-__all__ = [
-    "BUILDERS",
-    "Pace",
-    "Schedule",
-    "Transfers",
-    "build_all_gather_schedule",
-    "build_ring_schedule",
-    "build_schedule",
-]
+def build_schedule(
+    graph: BlockGraph,
+    placement: Placement,
+    name: str,
+    direction: Direction,
+    num_divisions: int,
+    pace: Pace | None = None,
+) -> Schedule:
+    """Schedule of one mask and direction, with the traffic that the placement asks for. `pace` has
+    links and seconds; without, all ranks stand in one node with the figures of `DEFAULT_PROFILE`.
+    """
+    if placement.traffic is not None:
+        return build_static_schedule(graph, placement, name, direction, num_divisions)
+    pace = pace or Pace.assumed(graph, placement.num_ranks)
+    return build_dynamic_schedule(graph, placement, name, direction, num_divisions, pace)
+
+
+__all__ = ["Pace", "Schedule", "Transfers", "build_schedule"]

@@ -9,17 +9,24 @@ can hide may travel for division 1, what the tiles of division 1 can hide for di
 So shares follow from a few means: the seconds of local tiles, of those that wait for blocks of
 their own node, of those that wait for another node, and the seconds that all of these blocks
 take on the busiest links.
+
+What has to come farthest, over node borders where there are any, decides the divisions. All other
+tiles are fillers. They cover the time until slow inputs arrive; the rest runs behind the slow
+tiles, where it hides their results on the way back: first those that need blocks of the own node,
+which have results to send as well, then local ones:
+
+    division      0        1              2              3 and 4
+                  local    slow + fill    slow + fill    near fillers, then local ones
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
 from dyncp.arrays import Bool, Float64, Int64, sorted_order
 from dyncp.blocks import BlockGraph, Direction
 from dyncp.cost import DEFAULT_PROFILE, CostModel, find_profile
-from dyncp.schedule.uses import Work
+from dyncp.schedule.routes import Work
 from dyncp.topology import Topology
 
 # A phase should be worth this many kernel calls, since each further division costs one; and what
@@ -27,6 +34,8 @@ from dyncp.topology import Topology
 CALLS_PER_PHASE = 5
 # Instructions of one more phase: its launch, its wait, and the division that waits for it.
 INSTRUCTIONS_PER_PHASE = 3
+# Inputs and results may take this much longer than estimated before anyone waits.
+SAFETY = 1.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,50 +105,36 @@ def _next_share(
     return min(done + share, 1.0)
 
 
-# Inputs and results may take this much longer than estimated before anyone waits.
-SAFETY = 1.3
-
-
-# Fills divisions: tiles that wait for nothing slow hide what travels.
-#
-# What has to come farthest, over node borders where there are any, decides the divisions (see
-# pace.py). All other tiles are fillers. They cover the time until slow inputs arrive; the rest runs
-# behind the slow tiles, where it hides their results on the way back: first those that need blocks
-# of the own node, whose results have a way as well, then local ones.
-#
-#     division      0        1              2              3 and 4
-#                   local    slow + fill    slow + fill    near fillers, then local ones
-
-
-@lru_cache(maxsize=4)  # placements of one graph, in both directions
-def find_turns(cost: CostModel, graph: BlockGraph, name: str, direction: Direction) -> Int64:
+def filler_order(cost: CostModel, graph: BlockGraph, name: str, direction: Direction) -> Int64:
     """Tiles in the order in which fillers are taken: those of a block together, where every call
     that meets a block's rows costs something; otherwise small ones first."""
-    tiles = graph.tiles[name]
-    if cost.knows_rows(direction):
-        block = tiles.k_block if direction is Direction.BACKWARD else tiles.q_block
-        return np.argsort(block, kind="stable")
-    return np.argsort(cost.graph_tile_seconds(graph, name, direction), kind="stable")
 
+    def find() -> Int64:
+        tiles = graph.tiles[name]
+        if cost.knows_rows(direction):
+            block = tiles.k_block if direction is Direction.BACKWARD else tiles.q_block
+            return np.argsort(block, kind="stable")
+        return np.argsort(cost.graph_tile_seconds(graph, name, direction), kind="stable")
 
-@dataclass(frozen=True, eq=False)
-class Needs:
-    """Seconds: when slow inputs of each division (from 1 on) are there, and how long the last
-    results travel, in as many steps as they have."""
-
-    arrivals: Float64
-    results: Float64
+    return graph.remember(("filler order", cost, name, direction), find)
 
 
 def fill(
-    division: Int64, slow: Bool, work: Work, needs: Needs, num_ranks: int, turn: Int64
+    division: Int64,
+    slow: Bool,
+    work: Work,
+    arrivals: Float64,
+    results: Float64,
+    num_ranks: int,
+    turn: Int64,
 ) -> Int64:
     """Final divisions. `division` is the earliest that a tile's inputs allow; fillers are taken in
-    the order `turn`."""
-    end, steps = int(division.max(initial=0)), SAFETY * needs.results
+    the order `turn`. Seconds: slow inputs of each division (from 1 on) are there at `arrivals`, and
+    the last results travel for `results`, in one step, in two or in none."""
+    end, steps = int(division.max(initial=0)), SAFETY * results
     if end == 0:  # nothing travels
         return division.copy()
-    room = _room(division, slow, work, SAFETY * needs.arrivals, num_ranks)
+    room = _room(division, slow, work, SAFETY * arrivals, num_ranks)
     filled = division.copy()
     local, middle = _middles(work, work.local & ~slow, np.zeros_like(division), turn)
     closes = middle + work.seconds[local] / 2

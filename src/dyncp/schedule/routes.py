@@ -1,4 +1,4 @@
-"""Routes: how a block reaches the ranks that use it, and how their results come back.
+"""Which blocks ranks use and do not own, how these reach them, and how results come back.
 
 Inside a node straight from the owner. A block that several ranks of another node use crosses
 the border once, to one of them (its relay), which passes it on; their partial results are summed
@@ -13,9 +13,81 @@ from functools import cached_property
 import numpy as np
 
 from dyncp.arrays import Bool, Float64, Int64
+from dyncp.blocks import Q_INPUT, Q_RESULT, BlockGraph, Direction, Payload
 from dyncp.compiled import compiled
-from dyncp.schedule.uses import Uses
+from dyncp.placement import Placement, find_remote_uses
 from dyncp.topology import Topology
+
+
+@dataclass(frozen=True, eq=False)
+class Uses:
+    """Blocks that ranks use and do not own, int64[uses] each: those of queries, then those of keys.
+    `sent` and `result` are the kinds of payloads that come and that go back (-1: none), `num_bytes`
+    and `result_bytes` their sizes."""
+
+    side: Int64  # 0 for queries, 1 for keys
+    rank: Int64
+    block: Int64
+    head_group: Int64
+    owner: Int64
+    sent: Int64
+    result: Int64
+    num_bytes: Int64
+    result_bytes: Int64
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """Tiles: their ranks and seconds, and the use that brings each tile's query block and key
+    block, int64[2, tiles] (-1: local)."""
+
+    rank: Int64
+    seconds: Float64
+    use: Int64
+
+    @cached_property
+    def local(self) -> Bool:
+        return np.asarray((self.use < 0).all(axis=0))
+
+    def first_and_last(self, division: Int64, num_uses: int) -> tuple[Int64, Int64]:
+        """First and last division of the tiles of every use."""
+        count = int(division.max(initial=0)) + 1
+        used = np.zeros((num_uses + 1) * count, np.bool_)
+        for use in self.use:
+            used[use * count + division] = True  # of -1, behind all others
+        used = used.reshape(-1, count)[:-1]
+        return used.argmax(axis=1), count - 1 - used[:, ::-1].argmax(axis=1)
+
+
+def find_uses(
+    graph: BlockGraph, placement: Placement, name: str, direction: Direction, seconds: Float64
+) -> tuple[Uses, Work]:
+    queries, keys = (find_remote_uses(graph, placement, name, keys=keys) for keys in (False, True))
+    side = np.repeat([0, 1], [len(queries), len(keys)])
+    block = np.concatenate([queries.block, keys.block])
+    group = np.concatenate([queries.head_group, keys.head_group])
+    back = Payload.DKV if direction is Direction.BACKWARD else -1
+    sent = np.array([Q_INPUT[direction], Payload.KV])[side]
+    result = np.array([Q_RESULT[direction], back])[side]
+    per_token = np.vstack([graph.payload_bytes, np.zeros_like(graph.payload_bytes[:1])])
+    tokens = graph.blocks.tokens[block].astype(np.int64)
+    uses = Uses(
+        side,
+        np.concatenate([queries.rank, keys.rank]),
+        block,
+        group,
+        placement.block_rank[block].astype(np.int64),
+        sent,
+        result,
+        per_token[sent, group] * tokens,
+        per_token[result, group] * tokens,
+    )
+    of_keys = np.where(keys.of_tile < 0, -1, keys.of_tile + len(queries))
+    rank = placement.tile_rank[name].astype(np.int64)
+    return uses, Work(rank, seconds, np.stack([queries.of_tile, of_keys]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,9 +97,6 @@ class Crossings:
 
     order: Int64
     start: Int64
-
-    def __len__(self) -> int:
-        return len(self.start) - 1
 
     @property
     def firsts(self) -> Int64:
@@ -41,7 +110,7 @@ class Crossings:
 
 
 @dataclass(frozen=True, eq=False)
-class Routes:
+class Relays:
     """`source` is the rank that a use gets its block from, and where its results go; `relay` is the
     use that passes it on (-1: it comes straight from the owner). `crosses` marks those that come
     over the border of a node."""
@@ -74,36 +143,33 @@ def find_crossings(uses: Uses, topology: Topology, *, joined: bool) -> Crossings
     return Crossings(far[by], np.append(np.flatnonzero(changed), len(far)))
 
 
-def find_routes(uses: Uses, crossings: Crossings, phase: Int64, topology: Topology) -> Routes:
+def choose_relays(uses: Uses, crossings: Crossings, phase: Int64, topology: Topology) -> Relays:
     """Chooses relays, `phase` by phase (of every crossing), so that NICs have equally much."""
-    relay = np.full(len(uses), -1, np.int64)
-    chosen = np.zeros(len(crossings), np.int64)
     order, start = crossings.order, crossings.start
-    _choose_relays(
+    chosen = _least_loaded(
         uses.rank[order],
         uses.num_bytes[order].astype(np.float64),
         start,
         np.argsort(phase, kind="stable"),
-        np.zeros(topology.num_ranks),
-        np.zeros(topology.num_ranks),
+        topology.num_ranks,
         topology.ranks_per_nic,
-        chosen,
     )
+    relay = np.full(len(uses), -1, np.int64)
     relay[order] = np.repeat(order[chosen], np.diff(start))
     relay[order[chosen]] = -1
     crosses = np.zeros(len(uses), np.bool_)
     crosses[order[chosen]] = True
     source = np.where(relay < 0, uses.owner, uses.rank[relay])
-    return Routes(source, relay, crosses)
+    return Relays(source, relay, crosses)
 
 
 def travel_seconds(
-    uses: Uses, routes: Routes, num_bytes: Int64, topology: Topology
+    uses: Uses, relays: Relays, num_bytes: Int64, topology: Topology
 ) -> tuple[float, float]:
     """Seconds that `num_bytes` of each use take on the busiest port inside nodes, and on the
     busiest NIC."""
-    size, far = num_bytes.astype(np.float64), routes.crosses
-    ends = (uses.rank, routes.source)
+    size, far = num_bytes.astype(np.float64), relays.crosses
+    ends = (uses.rank, relays.source)
     inside = max(np.bincount(end[~far], size[~far], 1).max() for end in ends)
     nics = (end[far] // topology.ranks_per_nic for end in ends)
     between = max(np.bincount(nic, size[far], 1).max() for nic in nics)
@@ -111,17 +177,12 @@ def travel_seconds(
 
 
 @compiled
-def _choose_relays(
-    rank: Int64,
-    size: Float64,
-    start: Int64,
-    turn: Int64,
-    nic_load: Float64,
-    rank_load: Float64,
-    ranks_per_nic: int,
-    chosen: Int64,
-) -> None:
+def _least_loaded(
+    rank: Int64, size: Float64, start: Int64, turn: Int64, num_ranks: int, ranks_per_nic: int
+) -> Int64:
     """Of every group of uses the one whose NIC, then whose rank, has least to receive so far."""
+    nic_load, rank_load = np.zeros(num_ranks), np.zeros(num_ranks)
+    chosen = np.zeros(len(turn), np.int64)
     for g in turn:
         best = start[g]
         for i in range(start[g] + 1, start[g + 1]):
@@ -132,3 +193,4 @@ def _choose_relays(
         chosen[g] = best
         nic_load[rank[best] // ranks_per_nic] += size[best]
         rank_load[rank[best]] += size[best]
+    return chosen

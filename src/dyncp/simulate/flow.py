@@ -12,7 +12,7 @@ from dyncp.placement import Placement
 from dyncp.plan import Op, Plan, Program
 from dyncp.plan.assemble import order_instructions
 from dyncp.schedule import Schedule
-from dyncp.simulate.layer import CallBlocks, Layer, RowWork, Sent, count_row_bytes, more_seconds
+from dyncp.simulate.layer import CallBlocks, Layer, RowCosts, Sent, count_row_bytes, more_seconds
 
 # What programs begin and end with, where row work is priced: copying in, merging and copying out.
 START, END = len(Op), len(Op) + 1
@@ -214,7 +214,7 @@ def _make_flow(
             cost.copy_seconds(layer.by_phase(sent, end, sent.size))
             for end in (sent.source, sent.target)
         )
-        rows = RowWork(nothing, packed, unpacked, nothing)
+        rows = RowCosts(nothing, packed, unpacked, nothing)
     by_op = {
         Op.LAUNCH: rows.launch,
         Op.WAIT: rows.wait,

@@ -152,7 +152,7 @@ def more_seconds(layer: Layer, blocks: CallBlocks, cost: CostModel) -> Float64:
     return calls - layer.by_division(layer.cell, layer.tile_seconds)
 
 
-class RowWork(NamedTuple):
+class RowCosts(NamedTuple):
     """What is moved at every point: bytes read and written, or the seconds of that,
     float64[ranks] and [ranks, phases]."""
 
@@ -161,7 +161,7 @@ class RowWork(NamedTuple):
     wait: Float64
     end: Float64
 
-    def seconds(self, cost: CostModel) -> "RowWork":
+    def seconds(self, cost: CostModel) -> "RowCosts":
         """Seconds of every point that moves anything: one launch and its bytes. The profile's
         `copy` counts a byte that is read and written once."""
         profile = cost.profile
@@ -169,7 +169,7 @@ class RowWork(NamedTuple):
             np.where(point > 0, profile.launch_seconds + point / (2 * profile.copy), 0.0)
             for point in self
         )
-        return RowWork(*points)
+        return RowCosts(*points)
 
     @property
     def per_rank(self) -> tuple[Float64, Int64]:
@@ -178,7 +178,7 @@ class RowWork(NamedTuple):
         return points.sum(axis=1), (points > 0).sum(axis=1)
 
 
-def count_row_bytes(layer: Layer, blocks: CallBlocks, cost: CostModel) -> RowWork:
+def count_row_bytes(layer: Layer, blocks: CallBlocks, cost: CostModel) -> RowCosts:
     """Bytes of row work. With CUDA graphs, ranks that send or receive anything copy all of their
     inputs and results."""
     sent, width = layer.sent, RowBytes.of(cost.shape, layer.groups)
@@ -190,7 +190,7 @@ def count_row_bytes(layer: Layer, blocks: CallBlocks, cost: CostModel) -> RowWor
     in_graph: Bool = np.zeros(layer.num_ranks, np.bool_)
     if cost.graphs:
         in_graph[sent.source] = in_graph[sent.target] = True
-    return RowWork(
+    return RowCosts(
         2 * layer.by_rank(packed.source, packed.size) + _start(layer, inputs, in_graph, width),
         layer.by_phase(passed_on, passed_on.source, 2 * passed_on.size)
         + _sent_results(layer, results, blocks, width),

@@ -105,9 +105,8 @@ class Communicator:
     ) -> list[Started]:
         sources = tuple(self.members[i] for i in part.receives)
         targets = tuple(self.members[i] for i in part.sends)
-        coming = [self._op(dist.irecv, receives[peer], peer, tag) for peer in sources]
-        leaving = [self._op(dist.isend, sends[peer], peer, tag) for peer in targets]
-        ops = coming + leaving
+        ops = [self._op(dist.irecv, receives[peer], peer, tag) for peer in sources]
+        ops += [self._op(dist.isend, sends[peer], peer, tag) for peer in targets]
         self.largest_call = max(self.largest_call, len(ops))
         try:
             works = dist.batch_isend_irecv(ops)
@@ -228,7 +227,6 @@ def _settings(word: bytes) -> str:
 # that ended well are used again; those on which a call failed may still hold its messages, and stay
 # open unused.
 _kept: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
-FAILED = "failed"
 
 
 def _kept_groups(*key: Any) -> list[Any]:
@@ -323,7 +321,7 @@ class Distributed:
         """Gives back the groups, which the next transport over these ranks uses again; not those
         over which messages of a failed call may still be on their way."""
         for group, key in self._opened if dist.is_initialized() else ():
-            _kept_groups(*((FAILED,) if self._unfinished else key)).append(group)
+            _kept_groups(*(("failed",) if self._unfinished else key)).append(group)
         self._opened.clear()
         self.communicators, self._group = (), None
 

@@ -282,7 +282,7 @@ def _compared(model: Any, config: Any, dtype: str | torch.dtype | None) -> Attac
             type(model).__name__,
         )
         return Attached(model, config, dtype)
-    with _lively(model):
+    with _noisy_weights(model):
         documents = _documents(model, config)
         expected = [_run_alone(model, ids) for ids in documents]
         attached = Attached(model, config, dtype)
@@ -367,7 +367,7 @@ def _rows(output: Any) -> Tensor:
 
 
 @contextmanager
-def _lively(model: Any) -> Iterator[None]:
+def _noisy_weights(model: Any) -> Iterator[None]:
     """Without gradients and dropout, and with weights for which scores are of order 1."""
     training = {module: module.training for module in model.modules()}
     weights = [p for p in model.parameters() if p.is_floating_point()]
