@@ -44,13 +44,44 @@ def test_what_was_compiled_is_kept(tmp_path):
 def test_an_install_that_has_no_place_for_a_cache_works(tmp_path):
     result = run(NO_PLACE, str(tmp_path))
     assert result.stdout == "[0]\n", result.stderr
-    assert result.stderr.count("compiled code is not kept") == 1
+    assert result.stderr.count("cannot cache compiled code") == 1
 
 
 def test_a_full_disk_is_told_once_and_hurts_nobody(tmp_path):
     result = run(FULL, str(tmp_path))
     assert result.stdout == "[0]\n", result.stderr
-    assert result.stderr.count("compiled code is not kept") == 1
+    assert result.stderr.count("cannot cache compiled code") == 1
+
+
+RENAMED = """
+from typing import NamedTuple
+import numpy as np
+from dyncp.compiled import compiled
+
+class {name}(NamedTuple):
+    numbers: np.ndarray
+
+@compiled
+def total(table: {name}) -> int:
+    return table.numbers.sum()
+
+print(total({name}(np.arange(4))))
+"""
+
+
+def test_a_cache_that_names_a_class_of_an_older_version_is_made_again(tmp_path):
+    for name in ("Before", "Since", "Since"):
+        (tmp_path / "module.py").write_text(RENAMED.format(name=name))
+        result = subprocess.run(
+            [sys.executable, "-c", "import module"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            cwd=tmp_path,
+            env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache")},
+        )
+        assert result.stdout == "6\n", result.stderr
 
 
 TOGETHER = """

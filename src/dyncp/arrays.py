@@ -18,9 +18,9 @@ Float64 = npt.NDArray[np.float64]
 
 
 def frozen(values: Any, dtype: type[np.generic] = np.int32) -> npt.NDArray[Any]:
-    """A read-only contiguous array: stages hand on what nobody fills in later.
+    """A read-only contiguous array: stages pass on read-only arrays.
 
-    A writable array that belongs to the caller is copied, so that freezing never reaches back.
+    A writable array of the caller is copied, so that the caller's stays writable.
     """
     array = np.ascontiguousarray(values, dtype=dtype)
     if array is values and array.flags.writeable:
@@ -87,7 +87,7 @@ def split_by_rank(
 ) -> list[Table]:
     """One table per rank, with read-only views: rank r has rows of_rank[r] to of_rank[r + 1].
 
-    Takes the columns over: nobody may write to them any more."""
+    Takes ownership of the columns and makes them read-only."""
     for column in columns:
         column.flags.writeable = False
     return [

@@ -4,9 +4,9 @@ Most of a cold start is compiling. Functions that only other compiled ones call 
 Python and are kept in their callers' caches; dividing by zero gives infinity rather than a check
 and an exception.
 
-What was compiled is kept on disk, where there is room: beside the code, in the user's cache folder,
-or in NUMBA_CACHE_DIR. Processes that start together take turns: one compiles a function, the others
-wait and load it. Where there is no room, every process compiles anew.
+Compiled code is cached on disk if a folder is writable: next to the code, in the user's cache
+folder, or in NUMBA_CACHE_DIR. Processes that start together take turns: one compiles a function,
+the others wait and load it. Without such a folder every process compiles again.
 """
 
 import logging
@@ -44,6 +44,7 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
         _warn_once(str(error))
     else:
         made._cache.save_overload = _saving_where_possible(made._cache.save_overload)
+        made._cache.load_overload = _loading_where_possible(made._cache)
         made.compile = _taking_turns(made.compile, Path(made._cache.cache_path))
     kept: Callable[P, R] = made
     return kept
@@ -68,8 +69,8 @@ def is_compiled(function: Any) -> bool:
 
 
 def take_task(function: Any, task: str) -> Any:
-    """A file that no other process has for the same task and cache folder, to be closed at the end;
-    or None."""
+    """An open lock file that only one process per task and cache folder gets, to be closed when
+    done; None for the others."""
     path = getattr(function._cache, "cache_path", None)
     if fcntl is None or path is None:
         return None
@@ -92,7 +93,7 @@ _held: list[Path] = []
 
 @contextmanager
 def _turn(folder: Path) -> Iterator[None]:
-    """While no other process compiles for the same folder. One that waits too long goes on."""
+    """Holds the folder's compile lock; gives up waiting for it after WAIT_SECONDS."""
     with _turns:
         if fcntl is None or _held:
             yield
@@ -134,15 +135,30 @@ def _saving_where_possible(save: Callable[..., None]) -> Callable[..., None]:
     return save_or_warn
 
 
+def _loading_where_possible(cache: Any) -> Callable[..., Any]:
+    """An index of an older version may name classes that are gone: its functions compile again."""
+    load = cache.load_overload
+
+    def load_or_forget(*arguments: Any) -> Any:
+        try:
+            return load(*arguments)
+        except (AttributeError, ImportError) as error:
+            logger.debug("%s: compiled again, since its cache is of another version", error)
+            cache.flush()
+            return None
+
+    return load_or_forget
+
+
 _told: list[str] = []
 
 
 def _warn_once(reason: str) -> None:
-    """Every function has the same reason, in other words."""
+    """The reason is the same for every function."""
     if not _told:
         logger.warning(
-            "compiled code is not kept (%s): every process compiles anew; NUMBA_CACHE_DIR names "
-            "another folder",
+            "cannot cache compiled code (%s), so every process compiles it again; set "
+            "NUMBA_CACHE_DIR to a writable folder",
             reason,
         )
     _told.append(reason)
@@ -155,7 +171,8 @@ def inner(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _for_any_number(made: Any) -> Any:
-    """Compiles once for all integers; numba would again for each that a caller writes out."""
+    """Compiles once for all integer values; numba would compile again for each literal that a
+    caller writes."""
     template = made.get_call_template
     any_of: Callable[[Any], Any] = numba.types.unliteral
 

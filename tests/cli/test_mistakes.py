@@ -36,8 +36,14 @@ def mistake(capsys, words: list[str]) -> str:
         ([*BATCH, "--head-groups", "0"], "head_groups is 0; at least 1"),
         ([*BATCH, "--divisions", "1"], "divisions is 1; at least 2"),
         ([*BATCH, "--block-size", "0"], "block_size is 0; at least 1"),
-        ([*BATCH, "--compute-tolerance", "-1"], "compute_tolerance is -1.0; must be a number of at least 0"),
-        ([*BATCH, "--token-tolerance", "-0.1"], "token_tolerance is -0.1; must be a number of at least 0"),
+        (
+            [*BATCH, "--compute-tolerance", "-1"],
+            "compute_tolerance is -1.0; must be a number of at least 0",
+        ),
+        (
+            [*BATCH, "--token-tolerance", "-0.1"],
+            "token_tolerance is -0.1; must be a number of at least 0",
+        ),
         ([*BATCH, "--compute-tolerance", "nan"], "compute_tolerance is nan"),
         (["--sample", "nobody:1"], "length distribution is 'nobody'; choose one of training_doc"),
         (["--sample", "ldc:x"], "sample is 'ldc:x'; write NAME or NAME:SEED"),

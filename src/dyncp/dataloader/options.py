@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dyncp.checks import instance_of, whole_number
+from dyncp.checks import instance_of, usable_cores, whole_number
 from dyncp.planner import plan_batch
 
 TOKENS_PER_RANK = 8192
@@ -160,9 +160,7 @@ class LoaderConfig:
         """Number of planning processes of a rank that takes turns with `members` ranks."""
         if self.num_planners is not None:
             return self.num_planners
-        affinity = getattr(os, "sched_getaffinity", None)
-        cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-        share = cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        share = usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         own_batches = -(-self.look_ahead // members)
         return max(1, min(own_batches, share, MAX_PLANNERS))
 

@@ -256,6 +256,8 @@ class Peers:
 
     def _describe(self, step: int) -> str:
         """Where the ranks are that have not agreed on a step; PeerError if one is gone."""
+        if not self._others:
+            return "there are no other ranks; planning or reading takes this long"
         found = [(process, self._heartbeat(process)) for process in self._others]
         late = [(p, beat) for p, beat in found if beat is None or beat["agreed"] < step]
         return "; ".join(self._where(*one) for one in late) or "all other ranks have come this far"

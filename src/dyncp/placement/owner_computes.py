@@ -13,7 +13,6 @@ what crosses. Only where a limit is missed do blocks move between nodes again.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import product
 
 import numpy as np
@@ -70,7 +69,9 @@ def place_owner_computes(
     graph: BlockGraph, topology: Topology, limits: Limits, _seed: int
 ) -> Placement:
     ranks, tolerance = topology.num_ranks, limits.tolerances
-    heavy, problem, needs, whole = _prepare(graph, ranks)
+    # Several tolerances are tried one after the other.
+    prepared = graph.remember(("owner_computes", ranks), lambda: _prepare(graph, ranks))
+    heavy, problem, needs, whole = prepared
     mean = problem.mean(ranks)
     slack = np.array([NODE_SHARE * tolerance[0], _token_slack(problem, mean[1], tolerance[1])])
     caps = mean * topology.ranks_per_node * (1 + slack)
@@ -96,7 +97,6 @@ def place_owner_computes(
     return Placement(ranks, frozen(owned.rank), tile_rank, "owner_computes", static=False)
 
 
-@lru_cache(maxsize=1)  # several tolerances are tried one after the other
 def _prepare(graph: BlockGraph, num_ranks: int) -> tuple[Bool, Problem, TileNeeds, Region]:
     """What does not depend on limits: the heavy query blocks, the problem with these folded away,
     what tiles need, and the whole batch."""

@@ -6,13 +6,13 @@ after the other. Compiled code is kept on disk, and processes that want the same
 """
 
 import logging
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from dyncp.checks import usable_cores
 from dyncp.compiled import is_compiled, take_task
 from dyncp.placement.split import split_tree
 
@@ -62,8 +62,7 @@ def compiling_beside() -> Iterator[None]:
 
 
 def _start() -> list[Any]:
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    cores = usable_cores()
     started: list[Any] = []
     if not sys.executable or getattr(sys, "frozen", False):  # no interpreter to start
         return started
