@@ -93,7 +93,7 @@ def bench_virtual_ranks(setting: AttentionSetting, tell: Tell = lambda _: None) 
     tell("one rank with the whole batch ...")
     alone = time_alone(setting)
     candidates = find_candidates(setting.task, setting.methods, tell)
-    plans = {name: x.lower(setting.task.config.layout) for name, x in candidates.items()}
+    plans = {name: x.assemble(setting.task.config.layout) for name, x in candidates.items()}
     timed = {}
     for name, plan in plans.items():
         for part in plan.parts:
