@@ -60,7 +60,7 @@ def run(args: Namespace) -> int:
         save_plan(args.save, plan, batch)
     if args.dump_placement:
         _write(args.dump_placement, json.dumps(dump_placement(candidate)))
-    seconds = dict(candidate.cpu_seconds) | {"lower": end - chosen, "total": end - start}
+    seconds = dict(candidate.cpu_seconds) | {"assemble": end - chosen, "total": end - start}
     result = describe_candidate(candidate, task) | {
         "cpu_seconds": seconds,
         "peak_workspace_bytes": plan.memory().peak,
