@@ -94,7 +94,7 @@ def best_time(case: Case, nodes: int = 4, repeats: int = 3) -> Times:
 
 
 def draw_table(repeats: int) -> None:
-    print(f"{'131,072 tokens, 4 × 8 ranks':<28}{'masks':>8}{'choose':>8}{'lower':>8}{'sum ms':>8}"
+    print(f"{'131,072 tokens, 4 × 8 ranks':<28}{'masks':>8}{'choose':>8}{'plans':>8}{'sum ms':>8}"
           f"{'bar':>6}{'tiles':>9}  solver")  # fmt: skip
     for sample in LISTS:
         for mask in MASKS:

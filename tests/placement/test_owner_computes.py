@@ -112,6 +112,7 @@ def test_a_fresh_process_places_alike():
     mask=st.sampled_from(sorted(MASKS)),
     topology=st.builds(Topology, st.integers(1, 4), st.integers(1, 4)),
 )
+@example(387922, 2, "causal", Topology(3, 3))  # exactly at a limit
 def test_both_limits_hold_on_long_tailed_batches_with_16_blocks_per_rank(
     seed, sequences, mask, topology
 ):

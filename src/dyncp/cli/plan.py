@@ -88,7 +88,7 @@ def _lines(result: dict[str, Any]) -> Iterator[str]:
     yield (
         f"{result['num_blocks']:,} blocks, {result['num_tiles']:,} tiles, solver "
         f"{result['solver']}; planned in {ms['total']} ms of CPU (blocks {ms['blocks']}, placement "
-        f"{ms['placement']}, schedule {ms['schedule']}, lower {ms['lower']})"
+        f"{ms['placement']}, schedule {ms['schedule']}, assemble {ms['assemble']})"
     )
     yield ""
     yield (

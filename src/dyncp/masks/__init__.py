@@ -47,6 +47,20 @@ ALIASES: dict[str, ParametricMask] = {
     "streaming_llm": streaming_llm,
 }
 
+# For users; the other names that are imported here are for the next stages.
+__all__ = [
+    "Mask",
+    "MaskFunction",
+    "NamedMasks",
+    "by_name",
+    "from_mask_mod",
+    "mask_function",
+    "named",
+    "positions_and_targets",
+    "within",
+]
+__all__.extend(BUILTIN | ALIASES)
+
 
 def by_name(text: str) -> MaskFunction:
     """The mask function written as `name` or `name:key=value,key=value`.

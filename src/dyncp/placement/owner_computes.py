@@ -51,7 +51,7 @@ FINE = 16
 
 
 @dataclass(frozen=True, eq=False)
-class Nodes:
+class NodeCuts:
     """What the nodes of blocks are chosen from: the batch with heavy rows folded away, as a whole
     region, what tiles need, and the work and tokens that a node may have."""
 
@@ -75,7 +75,7 @@ def place_owner_computes(
     mean = problem.mean(ranks)
     slack = np.array([NODE_SHARE * tolerance[0], _token_slack(problem, mean[1], tolerance[1])])
     caps = mean * topology.ranks_per_node * (1 + slack)
-    nodes = Nodes(problem, needs, whole, Topology(topology.nodes, 1), caps)
+    nodes = NodeCuts(problem, needs, whole, Topology(topology.nodes, 1), caps)
     node = _place_nodes(nodes)
     dealt = _crossed(nodes.own(node))
     rank = np.zeros(len(node), np.int64)
@@ -125,7 +125,7 @@ def _crossed(owned: BlockOwners) -> Bool:
 
 
 def _cut_bands(
-    nodes: Nodes, own: Bool, topology: Topology, mean: Float64, tolerance: Float64
+    nodes: NodeCuts, own: Bool, topology: Topology, mean: Float64, tolerance: Float64
 ) -> Int64:
     """Rank within the node of its own blocks: recursive bisection with row cuts only."""
     if not own.any():
@@ -138,7 +138,9 @@ def _cut_bands(
     return split_rows(nodes.problem, region, inside, share, slack, strategy)[own]
 
 
-def _deal(nodes: Nodes, own: Bool, topology: Topology, mean: Float64, tolerance: Float64) -> Int64:
+def _deal(
+    nodes: NodeCuts, own: Bool, topology: Topology, mean: Float64, tolerance: Float64
+) -> Int64:
     """Rank within the node of its own blocks: heaviest first, each to the least loaded rank."""
     load = nodes.needs.load[own]
     share = np.maximum(load.sum(axis=0) / topology.ranks_per_node, 1e-9 * mean)
@@ -166,7 +168,7 @@ PEELED = 32
 LEVELLED = 5
 
 
-def _place_nodes(nodes: Nodes) -> Int64:
+def _place_nodes(nodes: NodeCuts) -> Int64:
     sequence = nodes.problem.sequence
     best = nodes.own(_level_pieces(nodes, sequence))
     if (best.used <= best.aim * (1 + 1e-9)).all():
@@ -178,7 +180,7 @@ def _place_nodes(nodes: Nodes) -> Int64:
     return min(options[:LEVELLED], key=_border_cost).rank
 
 
-def _cuts(nodes: Nodes, sequence: Int64) -> Iterator[Int64]:
+def _cuts(nodes: NodeCuts, sequence: Int64) -> Iterator[Int64]:
     for cut, most in product((_from_the_end, _evenly, _zigzag), PIECES):
         yield _level_pieces(nodes, cut(nodes, sequence, most))
     mean = nodes.problem.mean(nodes.topology.num_ranks)
@@ -188,14 +190,14 @@ def _cuts(nodes: Nodes, sequence: Int64) -> Iterator[Int64]:
         yield split_rows(nodes.problem, nodes.whole, nodes.topology, mean, slack, strategy)
 
 
-def _level_pieces(nodes: Nodes, piece: Int64) -> Int64:
+def _level_pieces(nodes: NodeCuts, piece: Int64) -> Int64:
     """Levels pieces over nodes; `piece` is the number of every block's piece."""
     load = np.stack([np.bincount(piece, column) for column in nodes.needs.load.T], axis=1)
     place = level_all(load.astype(np.float64), nodes.caps, nodes.topology.num_ranks)
     return place[piece]
 
 
-def _from_the_end(nodes: Nodes, sequence: Int64, most: float) -> Int64:
+def _from_the_end(nodes: NodeCuts, sequence: Int64, most: float) -> Int64:
     """Pieces that fill a share of a node, counted from the end of a sequence: what is left over
     is its beginning, whose keys alone cross the border."""
     share = nodes.needs.load[:, 0] / nodes.caps[0]
@@ -205,7 +207,7 @@ def _from_the_end(nodes: Nodes, sequence: Int64, most: float) -> Int64:
     return _number(sequence, part)
 
 
-def _evenly(nodes: Nodes, sequence: Int64, most: float) -> Int64:
+def _evenly(nodes: NodeCuts, sequence: Int64, most: float) -> Int64:
     """Pieces of equal work."""
     share = nodes.needs.load[:, 0] / nodes.caps[0]
     total = np.bincount(sequence, share)
@@ -215,7 +217,7 @@ def _evenly(nodes: Nodes, sequence: Int64, most: float) -> Int64:
     return _number(sequence, part.astype(np.int64))
 
 
-def _zigzag(nodes: Nodes, sequence: Int64, most: float) -> Int64:
+def _zigzag(nodes: NodeCuts, sequence: Int64, most: float) -> Int64:
     """Pieces of one band from the beginning and one from the end, equal in tokens."""
     pieces = np.ceil(np.bincount(sequence, nodes.needs.load[:, 0] / nodes.caps[0]) / most)
     tokens = nodes.needs.load[:, 1]

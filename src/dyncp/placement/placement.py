@@ -159,7 +159,7 @@ def _excess(solver: str, compute: float, tokens: float, limits: Limits) -> str:
         ("compute", compute, limits.compute_tolerance),
         ("tokens", tokens, limits.token_tolerance),
     ):
-        if tolerance is not None and measured > 1 + tolerance:
+        if tolerance is not None and measured > (1 + tolerance) * (1 + 1e-12):  # not by rounding
             reasons.append(
                 f"{what} max/mean is {measured:.3f}, over the limit of {1 + tolerance:.3f}: "
                 f"solver {solver!r} does not balance {what}"
