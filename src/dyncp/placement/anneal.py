@@ -3,8 +3,7 @@
 A move is taken if it loses no more than a threshold that is drawn before the move is: temperature
 times an exponential variate. Load beyond a cap is allowed on the way, and costs `weight` bytes per
 cap's worth; what is left of it at the end is repaired. Without it, bisection_quality moves 5 % more
-bytes (12 batches on 32 ranks), and the best step of effort "quality" takes 4 to 9 % longer with
-causal blockwise masks on long-tailed documents.
+bytes (12 batches on 32 ranks).
 """
 
 import math
