@@ -159,6 +159,14 @@ def test_magi_balances_compute_and_nearly_tokens():
     assert tokens < 1.15
 
 
+@pytest.mark.parametrize("lengths", [[32768], [8192] * 4])
+def test_magi_gives_every_rank_equally_many_chunks(lengths):
+    """Eight each; these lengths are whole chunks, and a chunk is a block."""
+    ranks = 8
+    _, placement = place(with_degree("magi"), lengths, Topology(1, ranks))
+    assert np.bincount(placement.block_rank).tolist() == [8] * ranks
+
+
 @settings(max_examples=60, deadline=None)
 @given(work=st.lists(st.integers(0, 50), min_size=1, max_size=40), ranks=st.integers(1, 6))
 def test_heap_and_snake_deal_equal_numbers(work, ranks):
