@@ -41,7 +41,7 @@ from dyncp.kernels.row_ops import (
     SumTable,
     Target,
 )
-from dyncp.plan import AttentionShape, Op, Space, Staging
+from dyncp.plan import AttentionShape, Op, Space
 from dyncp.plan.buffers import OUTPUTS, times_of
 
 # Results in the order in which the caller gets them.
@@ -333,8 +333,7 @@ class _Sums:
             key = self._key(code, group, SEQUENCES + np.arange(len(sequences)))
         else:
             block = part.local_blocks
-            staging = Staging.of(part, program.mask, program.program, group, program.style)
-            if not staging.results[space]:
+            if not program.copies_results(group)[space]:
                 block = block[~np.isin(block, self._blocks(space, group))]
             row, count = part.block_row[block], part.blocks.tokens[block]
             key = self._key(code, group, block)

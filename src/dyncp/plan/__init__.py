@@ -17,16 +17,10 @@ from dyncp.plan.assemble import sample_plan as sample_plan
 from dyncp.plan.assemble import sample_ring as sample_ring
 from dyncp.plan.assemble import stretches_of as stretches_of
 from dyncp.plan.buffers import Buffer as Buffer
-from dyncp.plan.buffers import Contributions as Contributions
 from dyncp.plan.buffers import KernelStyle as KernelStyle
 from dyncp.plan.buffers import MemoryUse as MemoryUse
-from dyncp.plan.buffers import Staging as Staging
-from dyncp.plan.buffers import call_rows as call_rows
-from dyncp.plan.buffers import find_contributions as find_contributions
-from dyncp.plan.buffers import has_messages as has_messages
-from dyncp.plan.buffers import list_buffers as list_buffers
+from dyncp.plan.buffers import StyledProgram as StyledProgram
 from dyncp.plan.buffers import measure_memory as measure_memory
-from dyncp.plan.buffers import places_of as places_of
 from dyncp.plan.check import PartError as PartError
 from dyncp.plan.codec import PlanDecodeError as PlanDecodeError
 from dyncp.plan.codec import PlanFileError as PlanFileError
