@@ -50,7 +50,7 @@ MOST_NUMBERS = 2**26
 _PART_HEAD = struct.Struct("<8sI16s16s")
 _PLAN_HEAD = struct.Struct("<8sII")
 FILE_HEAD = struct.Struct("<8sI16s")
-_DTYPES = {4: np.dtype("<i4"), 8: np.dtype("<i8")}  # by item size
+_DTYPES: dict[int, np.dtype[Any]] = {4: np.dtype("<i4"), 8: np.dtype("<i8")}
 _SCALARS = (
     "rank",
     "num_ranks",
