@@ -8,7 +8,6 @@ last of them is there, those to local rows at the end of the call.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
 
 import numpy as np
 
@@ -29,8 +28,20 @@ from dyncp.executor.layout import (
 from dyncp.executor.order import START, ready_times
 from dyncp.kernels import IndexArrays, RowOps
 from dyncp.kernels.kernel import SequenceRows
-from dyncp.kernels.row_ops import IN_MEMORY, Copy, Form, Kind, RowSum, Source, Target
-from dyncp.plan import AttentionShape, Op, Space, Staging
+from dyncp.kernels.row_ops import (
+    IN_MEMORY,
+    Copy,
+    CopyLaunch,
+    Form,
+    Kind,
+    RowSum,
+    RowSumLaunch,
+    Source,
+    SumLaunch,
+    SumTable,
+    Target,
+)
+from dyncp.plan import AttentionShape, Op, Space
 from dyncp.plan.buffers import OUTPUTS, times_of
 
 # Results in the order in which the caller gets them.
@@ -39,13 +50,13 @@ RESULTS = {"out": 0, "dq": 0, "dk": 1, "dv": 2}
 
 @dataclass(frozen=True, eq=False)
 class RankCall:
-    """A call on one rank. `copies` and `sums` are tables by the time at which they are due: after
+    """A call on one rank. `copies` and `sums` are launches by the time at which they are due: after
     instruction i, at the START, or at the end. `row_sums` comes before all of them (backward)."""
 
     layout: RankLayout
-    copies: Mapping[int, Any]
-    sums: Mapping[int, Any]
-    row_sums: Any
+    copies: Mapping[int, CopyLaunch]
+    sums: Mapping[int, SumLaunch]
+    row_sums: RowSumLaunch | None
     ready: Mapping[int, int]  # phase → time after which it may be launched
 
 
@@ -59,16 +70,19 @@ def make_rank_call(
 ) -> RankCall:
     """`base` and `first_row` as in `RankLayout`."""
     layout, ready = RankLayout(program, shape, base, first_row), ready_times(program)
-    dtypes, backward = dtypes_of(shape), program.backward
+    dtypes, dim, backward = dtypes_of(shape), shape.head_dim, program.backward
     copies = {
-        time: row_ops.copy_table(table, shape.head_dim, dtypes, arrays)
+        time: row_ops.copy(table, dim, dtypes, arrays)
         for time, table in list_copies(layout).items()
     }
     sums = {
-        time: row_ops.combine_table(*tables, dtypes, arrays, has_lse=not backward)
-        for time, tables in list_sums(layout, ready).items()
+        time: row_ops.combine(table, dim, dtypes, arrays, has_lse=not backward)
+        for time, table in list_sums(layout, ready).items()
     }
-    row_sums = row_ops.row_sum_table(list_row_sums(layout), dtypes, arrays) if backward else None
+    row_sums = None
+    if backward:
+        base_2 = program.style.collects
+        row_sums = row_ops.row_sums(list_row_sums(layout), dtypes, arrays, base_2=base_2)
     return RankCall(layout, copies, sums, row_sums, ready)
 
 
@@ -89,7 +103,9 @@ def list_copies(layout: RankLayout) -> dict[int, Int64]:
     arrived = np.flatnonzero(receives.inputs(backward=program.backward))
     waits = np.append(times_of(program.program, Op.WAIT), 0)
     relayed = np.flatnonzero(inputs & ~local)
-    came = _origins(layout, relayed, arrived)
+    came_in = np.zeros((len(program.program.receives), len(NAMES)), np.int64)
+    came_in[receives.entry, receives.name] = np.arange(len(receives.entry))
+    came = came_in[program.relayed_from[sends.entry[relayed]], sends.name[relayed]]
     packed = _packed(layout, np.flatnonzero(inputs & local))
     at_start = np.concatenate([_local_rows(layout), _gaps(layout), packed])
     copies = np.concatenate(
@@ -119,8 +135,8 @@ def _local_rows(layout: RankLayout) -> Int64:
 
 
 def _gaps(layout: RankLayout) -> Int64:
-    """Rows of kernel tiles that nobody has count nothing, but 0 × NaN would be NaN: those behind
-    the last local row, and behind the last row of every slot."""
+    """Padding rows of kernel tiles have weight 0, but 0 × NaN is NaN, so they are cleared: those
+    behind the last local row, and behind the last row of every slot."""
     parts = [np.zeros((0, len(Copy)), np.int64)]
     for name, group in np.argwhere(layout.start[: len(INPUT_NAMES)] >= 0).tolist():
         first, end = layout.program.unused_rows(Space(int(IS_KEY[name])), group)
@@ -170,23 +186,8 @@ def _unpacked(layout: RankLayout, at: Int64) -> Int64:
     )
 
 
-def _origins(layout: RankLayout, at: Int64, arrived: Int64) -> Int64:
-    """The received fields that these ones, which are sent on, came in."""
-
-    def keys(fields: PayloadFields, at: Int64) -> Int64:
-        payload = fields.kind[at] * layout.num_groups + fields.group[at]
-        return (payload * len(layout.program.part.blocks) + fields.block[at]) * len(
-            NAMES
-        ) + fields.name[at]
-
-    known = keys(layout.receives, arrived)
-    order = np.argsort(known)
-    found = np.searchsorted(known[order], keys(layout.sends, at))
-    return arrived[order][found]
-
-
 def _passed_on(layout: RankLayout, at: Int64, came: Int64) -> Int64:
-    """Received inputs into other messages, straight from the one that they came in."""
+    """Received inputs into other messages, directly from the one that they came in."""
     target = _in_message(layout, layout.sends, at, "TO")
     source = _in_message(layout, layout.receives, came, "FROM")
     return _table(Copy, **_sizes(layout, layout.sends, at), **source, **target, SOURCE=IN_MEMORY)
@@ -234,13 +235,9 @@ def list_row_sums(layout: RankLayout) -> Int64:
     return np.concatenate(parts)
 
 
-Table = tuple[Int64, Int64]  # targets, and the sources of each in the order of additions
-
-
-def list_sums(layout: RankLayout, ready: Mapping[int, int]) -> dict[int, Table]:
-    """int64[targets, columns of `Target`] and int64[sources, columns of `Source`] by time; those of
-    local rows at the end of the program. Results leave when the phase that takes them is `ready`.
-    """
+def list_sums(layout: RankLayout, ready: Mapping[int, int]) -> dict[int, SumTable]:
+    """What is added up, by time; for local rows at the end of the program. Results leave when the
+    phase that takes them is `ready`."""
     builder, sends, tables = _Sums(layout), layout.sends, {}
     leaving = np.flatnonzero(IS_RESULT[sends.name])
     times = np.asarray([ready[phase] for phase in sends.phase[leaving].tolist()], np.int64)
@@ -274,7 +271,7 @@ class _Sums:
         keys: Int64 = ((name * self._layout.num_groups + group) << 32) + number
         return keys
 
-    def to_messages(self, at: Int64) -> Table:
+    def to_messages(self, at: Int64) -> SumTable:
         sends, layout = self._layout.sends, self._layout
         name, group, block = sends.name[at], sends.group[at], sends.block[at]
         targets = _table(
@@ -287,7 +284,7 @@ class _Sums:
         )
         return self._with_sources(targets, self._key(name, group, block))
 
-    def to_results(self) -> Table:
+    def to_results(self) -> SumTable:
         targets, keys = [np.zeros((0, len(Target)), np.int64)], [np.zeros(0, np.int64)]
         for name, space in self._names:
             for group in range(self._layout.num_groups):
@@ -304,7 +301,7 @@ class _Sums:
                 keys.append(key)
         return self._with_sources(np.concatenate(targets), np.concatenate(keys))
 
-    def _with_sources(self, targets: Int64, keys: Int64) -> Table:
+    def _with_sources(self, targets: Int64, keys: Int64) -> SumTable:
         """The sources of these targets alone, in their order."""
         first, end = (np.searchsorted(self._keys, keys, side) for side in ("left", "right"))
         count = end - first
@@ -316,15 +313,14 @@ class _Sums:
     def _local_rows(self, name: str, space: Space, group: int) -> tuple[Int64, Int64, Int64]:
         """First row, rows and key of what the executor writes: of results that calls leave in
         buffers all rows, otherwise those that no call writes."""
-        part, program, code = self._part, self._program, NAMES.index(name)
+        part, code = self._part, NAMES.index(name)
         sequences = self._sequences(name, space, group)
         if sequences:
             row, count = np.asarray(sequences, np.int64).T[:2]
             key = self._key(code, group, SEQUENCES + np.arange(len(sequences)))
         else:
             block = part.local_blocks
-            staging = Staging.of(part, program.mask, program.program, group, program.style)
-            if not staging.results[space]:
+            if not self._layout.has_buffer(name, group):
                 block = block[~np.isin(block, self._blocks(space, group))]
             row, count = part.block_row[block], part.blocks.tokens[block]
             key = self._key(code, group, block)
