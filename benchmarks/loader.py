@@ -174,7 +174,7 @@ def measure(args: argparse.Namespace) -> None:
     with open_loader(documents, args, 0) as loader:
         times = train(loader, executor, args)
         report("without look-ahead", times, least)
-        plan = mean(loader.metrics.plan_times()[1:])
+        plan = loader.metrics.snapshot()["plan_seconds_p50"]
     longer = times.mean - least
     print(f"\n{planners} planning processes; largest part of a rank: {part_bytes:,} bytes")
     print(f"without look-ahead a step takes {longer:.3f} s longer; a plan takes {plan:.3f} s")

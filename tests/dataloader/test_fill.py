@@ -12,7 +12,7 @@ from dyncp.cost import MODELS, CostModel, find_profile
 from dyncp.dataloader.batching import BatchSelector, balanced_round, best_subset, fill_batches
 from dyncp.dataloader.dataset import SampleEntry, open_source
 from dyncp.dataloader.options import LoaderConfig
-from dyncp.dataloader.planning import SampleSeconds
+from dyncp.dataloader.planning import sample_seconds
 from dyncp.dataloader.state import Position
 from dyncp.samplers import find_distribution
 
@@ -22,8 +22,8 @@ COST = CostModel(find_profile("p4de"), MODEL.attention_shape())
 
 
 def drawn(name, count, budget=BUDGET):
-    lengths = find_distribution(name)(np.random.default_rng(0), budget)
-    return [min(next(lengths), budget) for _ in range(count)]
+    draw, rng = find_distribution(name), np.random.default_rng(0)
+    return [min(draw(rng, budget), budget) for _ in range(count)]
 
 
 def fill(lengths, budget, window=16):
@@ -35,7 +35,7 @@ def rounds(lengths, replicas, budget=BUDGET, **options):
     """Every replica's batches, and the seconds that each takes."""
     config = LoaderConfig(lengths=lengths, tokens_per_batch=budget, **options)
     source = open_source([None] * len(lengths), config)
-    seconds = SampleSeconds(masks.causal, COST, MODEL, forward_only=False)
+    seconds = sample_seconds(masks.causal, COST, MODEL, forward_only=False)
     own = [
         [
             sum(seconds(entry.length) for entry in selection.entries)
@@ -131,7 +131,7 @@ def test_replicas_take_equally_long():
 
 def test_seconds_of_a_sample_follow_its_mask():
     def seconds(mask_fn, length, model=MODEL, forward_only=False):
-        return SampleSeconds(mask_fn, COST, model, forward_only=forward_only)(length)
+        return sample_seconds(mask_fn, COST, model, forward_only=forward_only)(length)
 
     causal = [seconds(masks.causal, length) for length in (1000, 10_000, 100_000)]
     assert causal[1] > 10 * causal[0]
@@ -146,4 +146,4 @@ def test_seconds_of_a_sample_follow_its_mask():
     assert seconds(masks.causal, 1000, forward_only=True) < causal[0] / 2
     assert seconds(masks.causal, 1000, model=None) == pytest.approx(causal[0], rel=0.1)
     small = CostModel(COST.profile, AttentionShape(8, 2, 64))
-    assert SampleSeconds(masks.causal, small, None, forward_only=False)(1000) < causal[0] / 10
+    assert sample_seconds(masks.causal, small, None, forward_only=False)(1000) < causal[0] / 10

@@ -137,9 +137,7 @@ class IndexedSource(SampleSource):
 
     def rewind(self, position: Position) -> Position:
         start, state = position.next_epoch(position.epoch), position.dataset_state
-        if self._sampler is None or state is None:
-            return start
-        return replace(start, dataset_state=self._sampler.rewind(state))
+        return replace(start, dataset_state=state and {"generators": state["generators"]})
 
     def undisturbed(self) -> AbstractContextManager[None]:
         """Inside this context, reading the order leaves no trace in a sampler."""
@@ -158,8 +156,7 @@ class IndexedSource(SampleSource):
     def read(self, entry: SampleEntry) -> Any:
         if entry.sample is not None:
             return entry.sample
-        read = partial(self._reader.read, (entry.epoch, entry.index))
-        length, sample = read_sample(read, entry.index, self._config)
+        length, sample = self._read(entry.epoch, entry.index)
         if length != entry.whole:
             raise ValueError(
                 f"sample {entry.index} has {length} tokens; lengths= says {entry.whole}"
@@ -200,6 +197,9 @@ class IndexedSource(SampleSource):
         last = self.num_samples - 1
         return {i: self._probe(i) for i in sorted({0, last // 2, last}) if i >= 0}
 
+    def _read(self, epoch: int, index: int) -> tuple[int, Any]:
+        return read_sample(partial(self._reader.read, (epoch, index)), index, self._config)
+
     def _probe(self, index: int) -> Any:
         try:
             return self._reader.read_here((0, index))
@@ -221,8 +221,7 @@ class IndexedSource(SampleSource):
         for place, (number, state) in enumerate(order, first):
             index, sample = int(number), None
             if self._lengths is None:
-                read = partial(self._reader.read, (epoch, index))
-                length, sample = read_sample(read, index, self._config)
+                length, sample = self._read(epoch, index)
                 self._found[index] = length
             else:
                 length = int(self._lengths[index])

@@ -23,12 +23,11 @@ from dyncp.dataloader.options import (
     describe_schedule,
     integer_option,
 )
-from dyncp.dataloader.peers import Peers, TrainingProgress
+from dyncp.dataloader.peers import Peers
 from dyncp.dataloader.planning import (
     BatchPlanner,
-    PlanProcess,
-    SampleSeconds,
     model_shape,
+    sample_seconds,
     topology_and_cost,
 )
 from dyncp.dataloader.prepare import LoaderContext, MaskMaker, PreparesAhead
@@ -36,6 +35,7 @@ from dyncp.dataloader.ranks import LoaderRanks, SharedStore, Store
 from dyncp.dataloader.state import Position, describe_sampler, from_state, to_state
 from dyncp.plan import Plan, RankPlan
 from dyncp.planner import PlannerConfig
+from dyncp.planner.process import PlanProcess
 from dyncp.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -152,20 +152,21 @@ class DCPDataLoader:
         chosen = (group, mesh, virtual_ranks)
         self._is_alone = all(x is None for x in chosen) and not dist.is_initialized()
         self._number, self._iterations = _next_number(self.ranks), 0
-        progress = TrainingProgress(LoaderConfig.plan_timeout, STORE_TIMEOUT)
-        with Peers(self._open_store(STORE_TIMEOUT), self.ranks, progress) as peers:
+        timeouts = LoaderConfig.plan_timeout, STORE_TIMEOUT
+        with Peers(self._open_store(STORE_TIMEOUT), self.ranks, timeouts) as peers:
             self.config = LoaderConfig.of(arguments)
-            progress.plan_timeout = self.config.plan_timeout
-            progress.store_timeout = self.config.store_timeout
+            peers.plan_timeout = self.config.plan_timeout
+            peers.store_timeout = self.config.store_timeout
             self.shape, sizes = model_shape(model, dtype, self.ranks.tensor_parallel)
             self.topology, cost = topology_and_cost(self.ranks, topology, cost, self.shape)
+            planner = self.config.planner_config(planner or PlannerConfig())
             batch_planner = BatchPlanner(
-                self.config, self.topology, self.shape, planner or PlannerConfig(), cost, sizes
+                self.config.plan_function, self.topology, self.shape, planner, cost, sizes
             )
             _check_executor(executor, self.ranks)
             self._budget = self.config.budget(self.ranks.num_ranks)
             if isinstance(self._budget, int) and self.config.batch_sampler is None:
-                batch_planner.check_tokens(self._budget)
+                batch_planner.check_tokens(self._budget, "tokens_per_batch is")
             self._schedule = describe_schedule(self._budget)
             self._order = describe_sampler(self.config.order)
             source = open_source(dataset, self.config)
@@ -178,12 +179,10 @@ class DCPDataLoader:
                 "fit any layer. Pass model= (a Transformers config, or AttentionShape(q_heads, "
                 "kv_heads, head_dim, dtype)) for exact costs"
             )
-        self._seconds = SampleSeconds(
-            mask_fn, cost, sizes, forward_only=batch_planner.config.forward_only
-        )
+        self._seconds = sample_seconds(mask_fn, cost, sizes, forward_only=planner.forward_only)
         num_processes = self.config.planning_processes(self.ranks.num_members)
         processes = tuple(PlanProcess(self.config.plan_timeout) for _ in range(num_processes))
-        self.metrics = LoaderMetrics()
+        self.metrics = LoaderMetrics(processes)
         self._context = LoaderContext(
             self.config,
             self.ranks,
@@ -253,7 +252,7 @@ class DCPDataLoader:
         start, selector = self._start(), self._selector()
         steps, first = selector.steps(start), selector.first_number(start)
         store = self._open_store(self.config.store_timeout)
-        look_ahead = LookAhead(self._context, steps, store, first, self.metrics)
+        look_ahead = LookAhead(self._context, steps, store, first)
         self._resources.look_ahead = look_ahead
         return self._batches(look_ahead, selector)
 

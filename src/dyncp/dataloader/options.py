@@ -1,4 +1,4 @@
-"""The options of DCPDataLoader: their defaults, and checks when a loader is made. No torch."""
+"""The options of DCPDataLoader: their defaults, and checks when a loader is made."""
 
 import hashlib
 import math
@@ -6,13 +6,13 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
 
 from dyncp.checks import instance_of, usable_cores, whole_number
-from dyncp.planner import plan_batch
+from dyncp.planner import PlannerConfig, plan_batch
 
 TOKENS_PER_RANK = 8192
 STORE_TIMEOUT = 300.0
@@ -163,6 +163,19 @@ class LoaderConfig:
         share = usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         own_batches = -(-self.look_ahead // members)
         return max(1, min(own_batches, share, MAX_PLANNERS))
+
+    def planner_config(self, config: PlannerConfig) -> PlannerConfig:
+        """The planner's own config with these options."""
+        layout = config.layout
+        if self.local_multiple > 1:
+            layout = replace(layout, local_multiple=self.local_multiple)
+        limits = [self.max_tokens_per_rank, config.max_tokens_per_rank]
+        return replace(
+            config,
+            layout=layout,
+            forward_only=config.forward_only or self.evaluation,
+            max_tokens_per_rank=min((n for n in limits if n is not None), default=None),
+        )
 
     def shared_settings(self) -> dict[str, str]:
         """Options that must be equal on all ranks, as texts."""
