@@ -312,11 +312,7 @@ class BatchSelector:
                 return  # an empty dataset
             steps += -(-position.batches // self._per_step)
             batches += self.first_number(position)
-            position = self.next_epoch(position)
-
-    def next_epoch(self, position: Position) -> Position:
-        """The start of the epoch after that of a position, which has been read to its end."""
-        return self._source.start(position.next_epoch(position.epoch + 1))
+            position = self._source.start(position.next_epoch(position.epoch + 1))
 
     def first_number(self, position: Position) -> int:
         """Number of the first batch that a replica gets from a position on."""

@@ -2,13 +2,12 @@
 Face datasets) or by iteration (`StreamSource`), from any position on."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,8 @@ from dyncp.dataloader.state import (
     repeat_from,
     set_epoch,
 )
+
+MaskDigest = Callable[[Any, int], str]  # of a sample and its index
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +58,6 @@ class SampleSource(ABC):
 
     num_samples: int | None = None  # None: unknown
     knows_lengths = False  # without reading samples
-    probes: Mapping[int, Any] = MappingProxyType({})  # a few samples (None: not readable)
 
     @abstractmethod
     def entries(self, position: Position) -> Iterator[SampleEntry]:
@@ -80,8 +80,9 @@ class SampleSource(ABC):
         known."""
         return None
 
-    def identity(self) -> dict[str, str]:
-        """What the dataset is recognised by; equal for equal datasets."""
+    def identity(self, mask_digest: MaskDigest | None = None) -> dict[str, str]:  # noqa: ARG002
+        """What the dataset is recognised by, with the masks of a few samples; equal for equal
+        datasets."""
         return {}
 
     def read_ahead(self, entries: Iterable[SampleEntry]) -> None:  # noqa: B027
@@ -182,18 +183,20 @@ class IndexedSource(SampleSource):
         counting._lengths = lengths
         return counting
 
-    def identity(self) -> dict[str, str]:
+    def identity(self, mask_digest: MaskDigest | None = None) -> dict[str, str]:
         """Digests of the lengths, if they are known, and of a few samples."""
         identity = {"number of samples": str(self.num_samples)}
         if self._lengths is not None:
             identity["lengths"] = digest_of(self._lengths.tobytes())
-        for index, sample in self.probes.items():
+        for index, sample in self._probes.items():
             identity[f"sample {index}"] = self._digest(sample, index)
+            if mask_digest is not None and sample is not None:
+                identity[f"masks of sample {index}"] = mask_digest(sample, index)
         return identity
 
     @cached_property
-    def probes(self) -> Mapping[int, Any]:  # type: ignore[override]
-        """The first, middle and last sample."""
+    def _probes(self) -> dict[int, Any]:
+        """The first, middle and last sample; None for one that cannot be read."""
         last = self.num_samples - 1
         return {i: self._probe(i) for i in sorted({0, last // 2, last}) if i >= 0}
 

@@ -195,8 +195,9 @@ class DCPDataLoader:
         )
         self._position, self._resuming = Position(), False
         self._counted: dict[Any, int] = {}  # batches of the epoch that len was asked for last
-        self._resources = _Resources(processes, source)
-        weakref.finalize(self, self._resources.close, at_exit=True)
+        self._running: list[LookAhead] = []  # the iteration, if there is one
+        self._resources = (*processes, source)
+        weakref.finalize(self, _close, self._running, self._resources, at_exit=True)
 
     @property
     def epoch(self) -> int:
@@ -213,7 +214,7 @@ class DCPDataLoader:
         is in the middle of this epoch. Ends a running iteration if the epoch changes."""
         epoch = integer_option("epoch", epoch, 0)
         if epoch != self._position.epoch:
-            self._resources.close_iteration()
+            self._close_iteration()
             self._position, self._resuming = self._position.next_epoch(epoch), False
 
     def __len__(self) -> int:
@@ -239,7 +240,7 @@ class DCPDataLoader:
     def __iter__(self) -> Iterator[Batch]:
         """From the start of the epoch, or from a state that has just been loaded. Ends a running
         iteration: there is one at a time."""
-        self._resources.close_iteration()
+        self._close_iteration()
         if self._is_alone and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
                 "this loader was made before torch.distributed was initialised and gives one rank "
@@ -253,10 +254,10 @@ class DCPDataLoader:
         steps, first = selector.steps(start), selector.first_number(start)
         store = self._open_store(self.config.store_timeout)
         look_ahead = LookAhead(self._context, steps, store, first)
-        self._resources.look_ahead = look_ahead
-        return self._batches(look_ahead, selector)
+        self._running.append(look_ahead)
+        return self._batches(look_ahead)
 
-    def _batches(self, look_ahead: LookAhead, selector: BatchSelector) -> Iterator[Batch]:
+    def _batches(self, look_ahead: LookAhead) -> Iterator[Batch]:
         try:
             while (prepared := look_ahead.take()) is not None:
                 self.metrics.record(prepared.record)
@@ -264,7 +265,7 @@ class DCPDataLoader:
                 self._position, self._resuming = prepared.end, False
                 yield prepared.data, prepared.plan
             if self._position.started:
-                self._position = selector.next_epoch(self._position)
+                self._position = self._position.next_epoch(self._position.epoch + 1)
             self._resuming = False
         finally:
             look_ahead.close()
@@ -283,19 +284,23 @@ class DCPDataLoader:
         if self.config.tokens_per_batch is None and settings["tokens_per_batch"] is not None:
             settings["tokens_per_batch"] = budget  # the default depends on the number of ranks
         position = from_state(state, settings, self.ranks.num_replicas)
-        self._resources.close_iteration()
+        self._close_iteration()
         self._position, self._resuming = position, True
         self._budget = settings["tokens_per_batch"] or self._budget
 
     def close(self) -> None:
         """Ends the iteration and the planning processes. The loader may be iterated again."""
-        self._resources.close()
+        _close(self._running, self._resources)
 
     def __enter__(self) -> "DCPDataLoader":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _close_iteration(self) -> None:
+        while self._running:
+            self._running.pop().close()
 
     def _start(self) -> Position:
         """Where the next batch starts, with what is needed to begin there again."""
@@ -340,8 +345,7 @@ class DCPDataLoader:
         return {
             **self.config.shared_settings(),
             **planner.shared_settings(),
-            **source.identity(),
-            **mask_maker.identity(source),
+            **source.identity(mask_maker.digest),
             "order": self._order,
             "schedule": self._schedule,
         }
@@ -363,23 +367,12 @@ class DCPDataLoader:
             logger.info("batch %d: %s", self.metrics.batches, self.metrics.line())
 
 
-class _Resources:
-    """What must be closed; separate from the loader, so that the loader can be collected."""
-
-    def __init__(self, processes: tuple[PlanProcess, ...], source: SampleSource) -> None:
-        self.processes, self.source = processes, source
-        self.look_ahead: LookAhead | None = None
-
-    def close_iteration(self, *, at_exit: bool = False) -> None:
-        if self.look_ahead is not None:
-            self.look_ahead.close(at_exit=at_exit)
-            self.look_ahead = None
-
-    def close(self, *, at_exit: bool = False) -> None:
-        self.close_iteration(at_exit=at_exit)
-        for process in self.processes:
-            process.close()
-        self.source.close()
+def _close(running: list[LookAhead], resources: Sequence[Any], *, at_exit: bool = False) -> None:
+    """Knows no loader and no mask function, which may know the loader: so it can be collected."""
+    while running:
+        running.pop().close(at_exit=at_exit)
+    for resource in resources:
+        resource.close()
 
 
 def _check_executor(executor: Any, ranks: LoaderRanks) -> None:

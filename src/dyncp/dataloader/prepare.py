@@ -80,15 +80,8 @@ class MaskMaker:
             raise SampleError(entry.index, "the mask", error) from error
         return _checked(result, length, entry.index)
 
-    def identity(self, source: SampleSource) -> dict[str, str]:
-        """Digests of the masks of a few samples, to compare with other ranks."""
-        return {
-            f"masks of sample {index}": self._digest(sample, index)
-            for index, sample in source.probes.items()
-            if sample is not None
-        }
-
-    def _digest(self, sample: Any, index: int) -> str:
+    def digest(self, sample: Any, index: int) -> str:
+        """Of a sample's masks, to compare with other ranks."""
         try:
             return _masks_digest(self.of_sample(sample, SampleEntry(0, index, 0)))
         except Exception as error:  # the sample may not be trained on; if it is, it shows there
