@@ -18,7 +18,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 demo: $(READY)  ## train a small Llama on 4 CPU processes and compare with plain Transformers in one
-	$(BIN)/python examples/demo.py
+	$(BIN)/python -m examples.demo
 
 # Tests that start processes are one group, which runs on one worker.
 test: $(READY)

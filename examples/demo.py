@@ -22,11 +22,12 @@ from typing import Any
 
 import torch
 from torch.nn.utils import clip_grad_norm_
-from train_llama import SMALL, Texts, make_model, parse
 
 from dyncp import DCPExecutor, masks
 from dyncp.cli.arguments import launch
 from dyncp.integrations.transformers import attach
+from examples.train import ring_bytes
+from examples.train_llama import Texts, make_model, parse
 
 RANKS, FEWER, CPU = 4, 2, torch.device("cpu")
 TOLERANCE = 1e-4  # relative; fp32 sums in another order differ by about 1e-6
@@ -53,7 +54,6 @@ def compile_planner(args: argparse.Namespace) -> None:
     options = {"tokens_per_batch": args.tokens_per_batch, "virtual_ranks": RANKS}
     with attached.loader(Texts(args), masks.causal, executor=executor, **options) as loader:
         next(iter(loader))
-    attached.detach()  # models of one config share what it says of attention
 
 
 def on_ranks(title: str, num_ranks: int, words: list[str]) -> Rows:
@@ -91,11 +91,8 @@ def plain(args: argparse.Namespace, steps: Rows) -> Rows:
     return found
 
 
-def ring_bytes(tokens: int) -> int:
-    """What ring attention moves in a step: K and V of all tokens visit all other ranks in forward,
-    when activations are recomputed, and in backward, where their gradients travel as well."""
-    kv_values = 2 * SMALL.num_key_value_heads * SMALL.head_dim * SMALL.num_hidden_layers
-    return 4 * (RANKS - 1) * tokens * kv_values * torch.float32.itemsize
+def ring_megabytes(row: dict[str, Any]) -> float:
+    return ring_bytes(row["tokens"], RANKS, recomputed=True) / 1e6
 
 
 def compare(expected: Rows, main: Rows, others: list[Rows]) -> float:
@@ -112,7 +109,7 @@ def compare(expected: Rows, main: Rows, others: list[Rows]) -> float:
         print(
             f"{number:>5}{len(row['documents']):>5}{row['pieces']:>7}{shown}{differs:>8.0e}"
             f"{row['tokens'] / row['seconds']:>9,.0f}{row['imbalance']:>10.2f}"
-            f"{row['moved_bytes'] / 1e6:>9.1f}{ring_bytes(row['tokens']) / 1e6:>8.1f}"
+            f"{row['moved_bytes'] / 1e6:>9.1f}{ring_megabytes(row):>8.1f}"
             f"{row['stall']:>6.2f}"
         )
     return worst
@@ -139,7 +136,7 @@ def main() -> int:
     verdict = "agree" if agrees else "DIFFER"
     print(f"\nLosses and gradient norms {verdict}: largest relative difference {worst:.0e}.")
     moved = sum(row["moved_bytes"] for row in many.values()) / 1e6
-    ring = sum(ring_bytes(row["tokens"]) for row in many.values()) / 1e6
+    ring = sum(map(ring_megabytes, many.values()))
     print(f"Attention moved {moved:,.0f} MB; ring attention would have moved {ring:,.0f} MB.")
     print(NEXT)
     return 0 if agrees else 1

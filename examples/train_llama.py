@@ -30,10 +30,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from dyncp import DCPExecutor, masks, sum_over_ranks, undo_gradient_average
 from dyncp.integrations.transformers import attach
 
-SMALL = LlamaConfig(
-    vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
-    num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=2**16,
-)  # fmt: skip
+SMALL = {
+    "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 2**16,
+}  # fmt: skip
 PYTHON = str(Path(sysconfig.get_path("stdlib"), "email/**/*.py"))
 
 
@@ -62,7 +62,7 @@ def make_model(args: argparse.Namespace, device: torch.device) -> Any:
     if args.model:
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16)
     else:
-        model = AutoModelForCausalLM.from_config(SMALL)
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL))
     return model.to(device).train()
 
 

@@ -16,6 +16,7 @@ from dyncp.kernels import (
     RowStates,
     Sums,
 )
+from dyncp.kernels.reference import BackwardInputs
 from dyncp.kernels.row_ops import PANEL_COLUMNS, PANEL_ROWS
 
 SIDE = 64  # rows that collected sums are padded to
@@ -78,7 +79,8 @@ class CollectingReference(ReferenceKernel):
         (call, rows), num_rows = lowered, len(inputs[0])
         dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in inputs)
         lse, delta = lse[:num_rows] / LOG2E, delta[:num_rows]
-        self.add_gradients(call, inputs, dout, lse, delta, scale, (dq, dk, dv))
+        given = BackwardInputs(*inputs, dout, lse, delta)
+        self.add_gradients(call, given, scale, (dq, dk, dv))
         _add(grads.dq.final, dq / scale)
         if grads.dk.final.ndim == 3:
             grads.dk.final.copy_(dk[rows])

@@ -24,13 +24,12 @@ def test_tiles_are_the_block_pairs_with_an_allowed_pair_and_know_its_count(data,
     sizes = [data.draw(st.integers(1, 20)) for _ in lengths]
     graph = build_graph(Batch.of(chosen), AttentionShape(6, 3, 8), sizes, 2)
     expected = {}
+    sequence, start, end = graph.blocks.sequence, graph.blocks.start, graph.blocks.end
     for q in range(len(graph.blocks)):
-        for k in range(len(graph.blocks)):
-            rows, keys = graph.blocks[q], graph.blocks[k]
-            if rows.sequence == keys.sequence:
-                dense = chosen[rows.sequence].dense()
-                pairs = int(dense[rows.start : rows.end, keys.start : keys.end].sum())
-                expected |= {(q, k, g): pairs for g in range(2) if pairs}
+        for k in np.flatnonzero(sequence == sequence[q]).tolist():
+            dense = chosen[sequence[q]].dense()
+            pairs = int(dense[start[q] : end[q], start[k] : end[k]].sum())
+            expected |= {(q, k, g): pairs for g in range(2) if pairs}
     tiles = graph.tiles["default"]
     columns = (tiles.q_block, tiles.k_block, tiles.head_group)
     given_tiles = dict(
@@ -42,9 +41,9 @@ def test_tiles_are_the_block_pairs_with_an_allowed_pair_and_know_its_count(data,
 
 def test_blocks_cover_every_sequence_and_the_last_may_be_shorter():
     blocks = build_blocks([7, 1, 4], [3, 3, 4])
-    assert [blocks[i] for i in range(len(blocks))] == [
-        (0, 0, 3), (0, 3, 6), (0, 6, 7), (1, 0, 1), (2, 0, 4),
-    ]  # fmt: skip
+    assert blocks.sequence.tolist() == [0, 0, 0, 1, 2]
+    assert blocks.start.tolist() == [0, 3, 6, 0, 0]
+    assert blocks.end.tolist() == [3, 6, 7, 1, 4]
 
 
 def test_short_sequences_stay_whole_and_long_ones_are_cut_by_the_ranks_they_need():

@@ -31,27 +31,31 @@ def test_each_bench_has_help_with_an_example(capsys, what):
     assert f"\n  dyncp bench {what}" in capsys.readouterr().out.partition("example")[2]
 
 
-def bench_help(where: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """`dyncp bench kernels --help` with dyncp from `where`, in another folder."""
+def run_help(where: Path, folder: Path, command: str) -> subprocess.CompletedProcess[str]:
+    """`dyncp COMMAND --help` with dyncp from `where`, in another folder."""
     return subprocess.run(
-        [sys.executable, "-m", "dyncp", "bench", "kernels", "--help"],
+        [sys.executable, "-m", "dyncp", *command.split(), "--help"],
         cwd=folder, env=os.environ | {"PYTHONPATH": str(where)},
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
 
 
-def test_benchmarks_are_found_beside_the_source_from_any_folder(tmp_path):
-    done = bench_help(Path(dyncp.__file__).parents[1], tmp_path)
+@pytest.mark.parametrize(
+    ("command", "option"), [("bench kernels", "--baselines"), ("train", "--corpus")]
+)
+def test_commands_beside_the_source_are_found_from_any_folder(tmp_path, command, option):
+    done = run_help(Path(dyncp.__file__).parents[1], tmp_path, command)
     assert done.returncode == 0, done.stderr
-    assert "--baselines" in done.stdout
+    assert option in done.stdout
 
 
-def test_an_installed_package_says_where_benchmarks_are(tmp_path):
+@pytest.mark.parametrize("command", ["bench kernels", "train"])
+def test_an_installed_package_says_where_these_commands_are(tmp_path, command):
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "dyncp").symlink_to(Path(dyncp.__file__).parent)
-    done = bench_help(tmp_path / "lib", tmp_path)
+    done = run_help(tmp_path / "lib", tmp_path, command)
     assert done.returncode == 2
-    assert done.stderr.startswith("dyncp: error: `dyncp bench kernels` is part of the source")
+    assert done.stderr.startswith(f"dyncp: error: `dyncp {command}` is part of the source")
     assert done.stderr.count("\n") == 1
 
 

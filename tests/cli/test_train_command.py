@@ -12,7 +12,7 @@ import pytest
 
 from dyncp.cli import build_parser, main
 
-train = pytest.importorskip("dyncp.cli.train", reason="the extra transformers is missing")
+train = pytest.importorskip("examples.train", reason="the extra transformers is missing")
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -131,8 +131,9 @@ def test_virtual_ranks_have_the_losses_of_one_process(tmp_path, mask):
 
 
 def test_ring_attention_moves_kv_forward_and_kv_with_gradients_backward():
-    kv = 2 * 100 * 2 * 2 * 32 * 4  # layers × tokens × (k, v) × heads × dim × bytes
+    kv = 2 * 100 * 2 * 2 * 16 * 4  # layers × tokens × (k, v) × heads × dim × bytes
     assert train.ring_bytes(100, 4) == 3 * (kv + 2 * kv)
+    assert train.ring_bytes(100, 4, recomputed=True) == 3 * (2 * kv + 2 * kv)
 
 
 def test_a_row_fits_into_its_columns(capsys):
@@ -154,7 +155,8 @@ def test_a_disagreement_is_an_error(capsys, reference, agrees):
 
 def test_without_transformers_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.delitem(sys.modules, "dyncp.cli.train")
+    for module in ("train", "train_llama"):
+        monkeypatch.delitem(sys.modules, f"examples.{module}")
     assert main(["train"]) == 2
     assert "needs transformers, which is not installed; pip install 'dyncp[transformers]'" in (
         capsys.readouterr().err

@@ -6,6 +6,7 @@ import runpy
 import subprocess
 import sys
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,8 @@ def test_the_demo_finds_a_llama_equal_on_any_ranks_and_after_resuming():
     """Its own table is the proof; 4 ranks, 1 rank, and 2 that resume at step 3."""
     size = ["--steps", "4", "--max-length", "500", "--tokens-per-batch", "1200"]
     run = subprocess.run(
-        [sys.executable, str(EXAMPLES / "demo.py"), *size],
+        [sys.executable, "-m", "examples.demo", *size],
+        cwd=EXAMPLES.parent,
         capture_output=True,
         text=True,
         timeout=850,
@@ -67,10 +69,8 @@ def test_the_demo_finds_a_llama_equal_on_any_ranks_and_after_resuming():
 @pytest.mark.parametrize(
     ("fault", "agrees"), [({}, True), ({"loss": 2.001}, False), ({"norm": math.nan}, False)]
 )
-def test_the_demo_notices_other_numbers(monkeypatch, capsys, fault, agrees):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    import demo
-
+def test_the_demo_notices_other_numbers(fault, agrees):
+    demo = import_module("examples.demo")
     expected = {1: {"loss": 2.0, "norm": 1.0}}
     row = expected[1] | {"documents": [7], "pieces": 2, "tokens": 10, "seconds": 1.0}
     row |= {"imbalance": 1.0, "moved_bytes": 1, "stall": 0.0}

@@ -69,13 +69,13 @@ class Place:
 
 
 def send(make):
-    """The table that `make` makes, on the device."""
+    """The launch that `make` makes, with its table on the device."""
     arrays = IndexArrays(DEVICE)
-    table = make(arrays)
+    launch = make(arrays)
     event = arrays.send()
     if event is not None:
         event.wait()
-    return table
+    return launch
 
 
 def run_both(run):
@@ -121,8 +121,8 @@ def test_rows_are_copied_from_given_tensors_and_from_own_memory(heads, dim, dtyp
         entries.append(
             row(Copy, KIND=Kind.ZEROS, COUNT=5, WIDTH=width, SOURCE=IN_MEMORY, TO=at, TO_ROW=width)
         )
-        table = send(lambda arrays: ops.copy_table(np.stack(entries), dim, dtypes, arrays))
-        ops.copy(table, place.memory, tensors, None)
+        copy = send(lambda arrays: ops.copy(np.stack(entries), dim, dtypes, arrays))
+        copy(place.memory, tensors, None)
         return [workspace, message]
 
     workspace, message = run_both(run)
@@ -150,8 +150,8 @@ def test_values_that_lie_heads_first_are_packed_row_by_row(heads):
             row(Copy, KIND=Kind.BASE_2, COUNT=33, WIDTH=heads, SOURCE=4, FROM=2, TO=to_scaled,
                 TO_ROW=1, TO_HEAD=128),
         ]  # fmt: skip
-        table = send(lambda arrays: ops.copy_table(np.stack(entries), 8, dtypes, arrays))
-        ops.copy(table, place.memory, (), lse)
+        copy = send(lambda arrays: ops.copy(np.stack(entries), 8, dtypes, arrays))
+        copy(place.memory, (), lse)
         return [packed, scaled, values, lse]
 
     packed, scaled, values, lse = run_both(run)
@@ -192,12 +192,9 @@ def test_contributions_are_merged_into_results_and_messages(heads, dim, dtypes, 
             [torch.full((600, heads + 1, dim), 7.0, dtype=dtypes.input, device=DEVICE)],
             torch.full((heads + 1, 600), 7.0, dtype=dtypes.wide, device=DEVICE).T,
         )
-        made = send(
-            lambda arrays: ops.combine_table(
-                np.stack(targets), np.stack(sources), dtypes, arrays, has_lse=has_lse
-            )
-        )
-        ops.combine(made, place.memory, results, dim, 0.5)
+        table = (np.stack(targets), np.stack(sources))
+        combine = send(lambda arrays: ops.combine(table, dim, dtypes, arrays, has_lse=has_lse))
+        combine(place.memory, results, 0.5)
         return [message, message_lse, results.rows[0], results.lse]
 
     _, _, rows, lse = run_both(run)
@@ -229,12 +226,9 @@ def test_panels_are_read_added_to_and_cleared(heads, dim):
         ]
         result = torch.zeros(60, heads, dim, dtype=torch.bfloat16, device=DEVICE)
         plain = panels_to_rows(sums.clone())[:, :, :dim].transpose(0, 1)
-        table = send(
-            lambda arrays: ops.combine_table(
-                np.stack(targets), np.stack(sources), dtypes, arrays, has_lse=False
-            )
-        )
-        ops.combine(table, place.memory, Results([result]), dim, 0.5)
+        table = (np.stack(targets), np.stack(sources))
+        combine = send(lambda arrays: ops.combine(table, dim, dtypes, arrays, has_lse=False))
+        combine(place.memory, Results([result]), 0.5)
         close(result[3:53], (plain[40:90] * 0.5 + received).bfloat16())
         close(message, (plain[128:158] * 0.5).bfloat16())
         return [result, message, panels_to_rows(sums)]
@@ -276,8 +270,10 @@ def test_row_sums_of_output_and_its_gradient(heads, dim, dtypes, base_2):
                 DELTA=delta_at + place_of * size, LSE=lse_at + place_of * size)
             for first, count, place_of, padded in ((3, 70, 0, 128), (80, 5, 128, 64))
         ]  # fmt: skip
-        table = send(lambda arrays: ops.row_sum_table(np.stack(entries), dtypes, arrays))
-        ops.row_sums(table, place.memory, dout, out, lse, base_2=base_2)
+        row_sums = send(
+            lambda arrays: ops.row_sums(np.stack(entries), dtypes, arrays, base_2=base_2)
+        )
+        row_sums(place.memory, dout, out, lse)
         exact = (dout.double() * out.double()).sum(-1)[3:73, 1:].T
         torch.testing.assert_close(delta[:, :70].double(), exact, atol=2e-2, rtol=2e-2)
         return [delta, scores]

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from dyncp import masks
 from dyncp.masks import count_batch_tile_pairs, count_tile_pairs, find_runs, list_tiles
-from dyncp.masks.pairs import join_ranges
 from strategies import masks_of
 
 
@@ -66,22 +65,15 @@ def test_tiles_of_joined_sequences_are_those_of_each(data, sequences):
     np.testing.assert_array_equal(found, matrix)
 
 
-def test_sequences_that_are_joined_in_several_pieces_keep_their_order():
+def test_runs_keep_the_order_of_sequences():
     lengths = [50_000, 3, 20_000, 70_000, 7, 1]
-    ranges = [masks.causal(length).ranges for length in lengths]
-    assert [own.lengths.tolist() for own in join_ranges(ranges)] == [
-        [50_000, 3],
-        [20_000],
-        [70_000],
-        [7, 1],
-    ]
-    runs = find_runs(ranges)
+    runs = find_runs([masks.causal(length).ranges for length in lengths])
     assert runs.lengths.tolist() == lengths
     assert runs.start.tolist() == [0] * 6
     assert runs.base.tolist() == [[[0, 1]]] * 6
 
 
-def test_a_batch_longer_than_one_pass_keeps_its_order():
+def test_a_long_batch_keeps_its_order():
     lengths = [50_000, 3, 20_000, 20_000, 7, 1]
     batch = [masks.causal(length) for length in lengths]
     counts = count_batch_tile_pairs(batch, [4096] * 6)

@@ -2,9 +2,12 @@
 
 import numpy as np
 import pytest
+from hypothesis import given as drawn
+from hypothesis import strategies as st
 
 from dyncp import Batch, Plan, Topology, masks, plan_batch
-from dyncp.masks import Mask, find_stretches
+from dyncp.masks import Mask, find_runs, find_stretches, single_stretches
+from strategies import masks_of
 
 CAUSAL = masks.causal(10)
 CHUNKS = masks.within(CAUSAL, chunk=4)
@@ -64,6 +67,19 @@ def test_what_they_do_not_tell_is_not_guessed(what):
     given, token = UNCLEAR[what]
     starts, before = find_stretches(given)
     assert before[starts.tolist().index(token)] == -2
+
+
+@drawn(st.lists(st.integers(1, 12).flatmap(masks_of), min_size=1, max_size=4))
+def test_a_sequence_that_runs_call_a_single_stretch_is_one(batch):
+    single = single_stretches(find_runs([mask.ranges for mask in batch]))
+    for mask, is_single in zip(batch, single, strict=True):
+        assert not is_single or [x.tolist() for x in find_stretches([mask])] == [[0], [-1]]
+
+
+def test_runs_tell_that_causal_sequences_are_single_stretches():
+    batch = [CAUSAL, masks.causal(1), masks.lambda_shaped(30, sinks=2, window=3), CHUNKS]
+    runs = find_runs([mask.ranges for mask in batch])
+    assert single_stretches(runs).tolist() == [True, True, True, False]
 
 
 def test_plans_have_the_stretches_of_all_sequences():

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dyncp import AttentionShape, Batch, Topology, masks
-from dyncp.blocks import Q_INPUT, Q_RESULT, BlockGraph, Direction, Payload, build_graph
+from dyncp.blocks import Q_KINDS, BlockGraph, Direction, Payload, build_graph
 from dyncp.placement import (
     Limits,
     Placement,
@@ -68,8 +68,7 @@ def estimate(graph: BlockGraph, placement: Placement, topology: Topology, prices
         ports = dict.fromkeys(itertools.product(("in", "out"), range(topology.num_ranks)), 0.0)
         nics = dict.fromkeys(itertools.product(("in", "out"), range(topology.nodes)), 0.0)
         back = {Direction.FORWARD: None, Direction.BACKWARD: Payload.DKV}[direction]
-        kinds = ((tiles.q_block, Q_INPUT[direction], Q_RESULT[direction]),)
-        kinds += ((tiles.k_block, Payload.KV, back),)
+        kinds = ((tiles.q_block, *Q_KINDS[direction]), (tiles.k_block, Payload.KV, back))
         for blocks, there, result in kinds:
             uses = {
                 tuple(use) for use in np.stack([blocks, tiles.head_group, tile_rank], 1).tolist()

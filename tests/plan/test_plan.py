@@ -36,7 +36,8 @@ def test_row_runs_expand_to_the_masks_ranges(data, length, size):
     chosen = [data.draw(masks_of(n)) for n in (length, 7)]
     blocks = build_blocks([length, 7], [size, 3])
     runs = build_row_runs(find_runs([mask.ranges for mask in chosen]), blocks)
-    for index, (sequence, start, end) in enumerate(blocks[i] for i in range(len(blocks))):
+    borders = zip(blocks.sequence, blocks.start, blocks.end, strict=True)
+    for index, (sequence, start, end) in enumerate(borders):
         ranges = runs.expand(index, start, end)
         dense = np.zeros((end - start, chosen[sequence].length), bool)
         for row, row_ranges in enumerate(ranges):

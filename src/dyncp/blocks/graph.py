@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -143,15 +143,12 @@ class Direction(IntEnum):
 # By kind: whether tiles read it (otherwise they produce it), and whether it belongs to a key block.
 IS_INPUT = np.isin(np.arange(len(Payload)), [Payload.Q, Payload.KV, Payload.Q_DOUT])
 OF_KEYS = np.isin(np.arange(len(Payload)), [Payload.KV, Payload.DKV])
-# What travels for a query block and for a key block, by direction.
+# What travels for a query block and for a key block, by direction: an input, and results if any.
 Q_KINDS = {
     Direction.FORWARD: (Payload.Q, Payload.OUT),
     Direction.BACKWARD: (Payload.Q_DOUT, Payload.DQ),
 }
 K_KINDS = {Direction.FORWARD: (Payload.KV,), Direction.BACKWARD: (Payload.KV, Payload.DKV)}
-# What a query block sends and gets back, by direction.
-Q_INPUT = {Direction.FORWARD: Payload.Q, Direction.BACKWARD: Payload.Q_DOUT}
-Q_RESULT = {Direction.FORWARD: Payload.OUT, Direction.BACKWARD: Payload.DQ}
 
 
 def bytes_per_token(shape: AttentionShape, groups: Sequence[HeadGroup]) -> Int64:
@@ -173,17 +170,10 @@ def bytes_per_token(shape: AttentionShape, groups: Sequence[HeadGroup]) -> Int64
 Found = TypeVar("Found")
 
 
-class TokenBlock(NamedTuple):
-    """Tokens [start, end) of one sequence."""
-
-    sequence: int
-    start: int
-    end: int
-
-
 @dataclass(frozen=True, eq=False)
 class TokenBlocks:
-    """Every token block of a batch, ordered by sequence and start: int32[blocks] each."""
+    """Every token block of a batch, tokens [start, end) of a sequence, ordered by sequence and
+    start: int32[blocks] each."""
 
     sequence: Int32
     start: Int32
@@ -191,9 +181,6 @@ class TokenBlocks:
 
     def __len__(self) -> int:
         return len(self.sequence)
-
-    def __getitem__(self, block: int) -> TokenBlock:
-        return TokenBlock(int(self.sequence[block]), int(self.start[block]), int(self.end[block]))
 
     @property
     def tokens(self) -> Int32:

@@ -15,9 +15,10 @@ import dyncp
 
 __all__ = ["main"]
 
-# A command is a file with EXAMPLES, `add_options(parser)` and `run(args)`, which gets the parsed
-# options and in `args.words` the command line itself, returns the exit code, and raises ValueError
-# for user mistakes.
+# A command is a file of this package, or of a folder beside the `src` that dyncp runs from; `bench`
+# is a folder of commands. A file has EXAMPLES, `add_options(parser)` and `run(args)`, which gets
+# the parsed options and in `args.words` the command line itself, returns the exit code, and raises
+# ValueError for user mistakes.
 COMMANDS = {
     "train": "train a small Llama on several ranks and compare its losses with one process",
     "plan": "plan one batch and say what the plan costs",
@@ -28,7 +29,7 @@ COMMANDS = {
     "doctor": "check devices, links, groups and one plan, and print what to paste into an issue",
     "masks": "list the masks, or draw one as text",
 }
-# The commands of `dyncp bench` are files in `benchmarks`, beside the `src` that dyncp runs from.
+FOLDERS = {"train": "examples", "bench": "benchmarks"}
 BENCHMARKS = {
     "kernels": "measure attention kernels on many masks, beside torch's and flash-attn-4's",
     "attention": "measure the attention of plans on virtual or real ranks, beside predictions",
@@ -118,27 +119,24 @@ def _examples(examples: Sequence[str]) -> str:
     return "\n".join([title, *(f"  {example}" for example in examples)])
 
 
-def load_command(name: str, benchmark: str | None = None) -> ModuleType:
+def load_command(*names: str) -> ModuleType:
     """The file of `dyncp NAME` or `dyncp bench BENCHMARK`; raises ValueError where something it
     needs is not installed."""
-    if benchmark is None:
-        try:
-            return import_module(f"dyncp.cli.{name}")
-        except ModuleNotFoundError as error:
-            missing = str(error.name)
-            raise ValueError(
-                f"dyncp {name} needs {missing}, which is not installed; pip install "
-                f"{EXTRAS.get(missing, missing)}"
-            ) from error
+    folder, command = FOLDERS.get(names[0]), " ".join(["dyncp", *names])
+    module = f"{folder or 'dyncp.cli'}.{names[-1]}"
     checkout = Path(dyncp.__file__).parents[2]
-    if (checkout / "benchmarks" / f"{benchmark}.py").exists() and str(checkout) not in sys.path:
+    if folder and (checkout / folder).is_dir() and str(checkout) not in sys.path:
         sys.path.insert(0, str(checkout))
     try:
-        return import_module(f"benchmarks.{benchmark}")
+        return import_module(module)
     except ModuleNotFoundError as error:
-        if error.name not in ("benchmarks", f"benchmarks.{benchmark}"):
-            raise
+        missing = str(error.name)
+        if missing in (folder, module):
+            raise ValueError(
+                f"`{command}` is part of the source checkout, not of the installed package: clone "
+                "the repository, run `pip install -e .` in it, and try again"
+            ) from None
         raise ValueError(
-            f"`dyncp bench {benchmark}` is part of the source checkout, not of the installed "
-            "package: clone the repository, run `pip install -e .` in it, and try again"
-        ) from None
+            f"{command} needs {missing}, which is not installed; pip install "
+            f"{EXTRAS.get(missing, missing)}"
+        ) from error

@@ -167,7 +167,7 @@ class _Binder:
         self._call, self._layout, self._program = call, call.layout, call.layout.program
         self._base, self._memory = base, Memory.of(base, dtypes)
         self._one_dtype = dtypes.wide == dtypes.input  # of sums and of results
-        self._engine, self._row_ops, self._streams = engine, engine.row_ops, streams
+        self._engine, self._streams = engine, streams
         first = call.layout.first_row
         self._local_rows = slice(first, first + self._program.part.local_rows)
 
@@ -191,10 +191,9 @@ class _Binder:
                 yield BoundStep(tuple(messages), (), name)
             else:
                 yield BoundStep(item, (item.phase,) if isinstance(item, Wait) else (), name)
-        table = call.sums.get(len(program.instructions))
-        if table is not None:
-            ops, memory, dim = self._row_ops, self._memory, self._layout.shape.head_dim
-            last: Work = lambda f: ops.combine(table, memory, f.results, dim, f.scale)  # noqa: E731
+        combine, memory = call.sums.get(len(program.instructions)), self._memory
+        if combine is not None:
+            last: Work = lambda f: combine(memory, f.results, f.scale)  # noqa: E731
             yield BoundStep(Segment([last], fixed=False), (), "the end")
 
     def _segment(self, launches: list[Launched], *, fixed: bool) -> Segment:
@@ -216,24 +215,22 @@ class _Binder:
 
     def _opening(self) -> Iterator[Work]:
         """Row sums, cleared sums, and local rows: all that needs the caller's inputs."""
-        program, memory, row_ops = self._program, self._memory, self._row_ops
-        if program.backward:
-            cleared, sums = self._layout.cleared(memory), self._call.row_sums
-            collects, dout = program.style.collects, INPUT_NAMES.index("dout")
+        program, memory, make_row_sums = self._program, self._memory, self._call.row_sums
+        if make_row_sums is not None:
+            cleared, dout = self._layout.cleared(memory), INPUT_NAMES.index("dout")
             padded = program.part.local_rows > program.part.local_tokens
-            if collects or program.has_messages or padded:
+            if program.style.collects or program.has_messages or padded:
                 yield lambda _: _zero(cleared)
 
             def row_sums(frame: Frame) -> None:
                 assert frame.out is not None
                 assert frame.lse is not None
-                given = frame.given[dout], frame.out, frame.lse
-                row_ops.row_sums(sums, memory, *given, base_2=collects)
+                make_row_sums(memory, frame.given[dout], frame.out, frame.lse)
 
             yield row_sums
-        table = self._call.copies.get(START)
-        if table is not None:
-            yield lambda f: row_ops.copy(table, memory, f.given, f.lse)
+        copy = self._call.copies.get(START)
+        if copy is not None:
+            yield lambda f: copy(memory, f.given, f.lse)
         for _, _, work in self._sums(START):
             yield work
 
@@ -245,10 +242,9 @@ class _Binder:
             marked = self._streams.marked(item.time)
             yield LaunchKind.MARK, item.time, lambda _: marked.record()
         elif isinstance(item, RowWork):
-            copies, row_ops, memory = self._call.copies, self._row_ops, self._memory
-            table = copies.get(item.time)
-            if table is not None:
-                yield LaunchKind.COPY, item.time, lambda _: row_ops.copy(table, memory, (), None)
+            copy, memory = self._call.copies.get(item.time), self._memory
+            if copy is not None:
+                yield LaunchKind.COPY, item.time, lambda _: copy(memory, (), None)
             yield from self._sums(item.time)
         else:
             for group, call in self._program.calls[item.division]:
@@ -257,11 +253,9 @@ class _Binder:
 
     def _sums(self, time: int) -> Iterator[Launched]:
         """Of rows that leave."""
-        table, row_ops, memory = self._call.sums.get(time), self._row_ops, self._memory
-        dim = self._layout.shape.head_dim
-        if table is not None:
-            work: Work = lambda f: row_ops.combine(table, memory, NO_RESULTS, dim, f.scale)  # noqa: E731
-            yield LaunchKind.SUM, time, work
+        combine, memory = self._call.sums.get(time), self._memory
+        if combine is not None:
+            yield LaunchKind.SUM, time, lambda f: combine(memory, NO_RESULTS, f.scale)
 
     def _kernel_call(self, division: int, group: int, call: Any) -> Work:
         """Tensors of buffers are bound, the caller's are cut out of the frame."""

@@ -8,7 +8,6 @@ last of them is there, those to local rows at the end of the call.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
 
 import numpy as np
 
@@ -29,7 +28,19 @@ from dyncp.executor.layout import (
 from dyncp.executor.order import START, ready_times
 from dyncp.kernels import IndexArrays, RowOps
 from dyncp.kernels.kernel import SequenceRows
-from dyncp.kernels.row_ops import IN_MEMORY, Copy, Form, Kind, RowSum, Source, Target
+from dyncp.kernels.row_ops import (
+    IN_MEMORY,
+    Copy,
+    CopyLaunch,
+    Form,
+    Kind,
+    RowSum,
+    RowSumLaunch,
+    Source,
+    SumLaunch,
+    SumTable,
+    Target,
+)
 from dyncp.plan import AttentionShape, Op, Space, Staging
 from dyncp.plan.buffers import OUTPUTS, times_of
 
@@ -39,13 +50,13 @@ RESULTS = {"out": 0, "dq": 0, "dk": 1, "dv": 2}
 
 @dataclass(frozen=True, eq=False)
 class RankCall:
-    """A call on one rank. `copies` and `sums` are tables by the time at which they are due: after
+    """A call on one rank. `copies` and `sums` are launches by the time at which they are due: after
     instruction i, at the START, or at the end. `row_sums` comes before all of them (backward)."""
 
     layout: RankLayout
-    copies: Mapping[int, Any]
-    sums: Mapping[int, Any]
-    row_sums: Any
+    copies: Mapping[int, CopyLaunch]
+    sums: Mapping[int, SumLaunch]
+    row_sums: RowSumLaunch | None
     ready: Mapping[int, int]  # phase → time after which it may be launched
 
 
@@ -59,16 +70,19 @@ def make_rank_call(
 ) -> RankCall:
     """`base` and `first_row` as in `RankLayout`."""
     layout, ready = RankLayout(program, shape, base, first_row), ready_times(program)
-    dtypes, backward = dtypes_of(shape), program.backward
+    dtypes, dim, backward = dtypes_of(shape), shape.head_dim, program.backward
     copies = {
-        time: row_ops.copy_table(table, shape.head_dim, dtypes, arrays)
+        time: row_ops.copy(table, dim, dtypes, arrays)
         for time, table in list_copies(layout).items()
     }
     sums = {
-        time: row_ops.combine_table(*tables, dtypes, arrays, has_lse=not backward)
-        for time, tables in list_sums(layout, ready).items()
+        time: row_ops.combine(table, dim, dtypes, arrays, has_lse=not backward)
+        for time, table in list_sums(layout, ready).items()
     }
-    row_sums = row_ops.row_sum_table(list_row_sums(layout), dtypes, arrays) if backward else None
+    row_sums = None
+    if backward:
+        base_2 = program.style.collects
+        row_sums = row_ops.row_sums(list_row_sums(layout), dtypes, arrays, base_2=base_2)
     return RankCall(layout, copies, sums, row_sums, ready)
 
 
@@ -234,13 +248,9 @@ def list_row_sums(layout: RankLayout) -> Int64:
     return np.concatenate(parts)
 
 
-Table = tuple[Int64, Int64]  # targets, and the sources of each in the order of additions
-
-
-def list_sums(layout: RankLayout, ready: Mapping[int, int]) -> dict[int, Table]:
-    """int64[targets, columns of `Target`] and int64[sources, columns of `Source`] by time; those of
-    local rows at the end of the program. Results leave when the phase that takes them is `ready`.
-    """
+def list_sums(layout: RankLayout, ready: Mapping[int, int]) -> dict[int, SumTable]:
+    """What is added up, by time; for local rows at the end of the program. Results leave when the
+    phase that takes them is `ready`."""
     builder, sends, tables = _Sums(layout), layout.sends, {}
     leaving = np.flatnonzero(IS_RESULT[sends.name])
     times = np.asarray([ready[phase] for phase in sends.phase[leaving].tolist()], np.int64)
@@ -274,7 +284,7 @@ class _Sums:
         keys: Int64 = ((name * self._layout.num_groups + group) << 32) + number
         return keys
 
-    def to_messages(self, at: Int64) -> Table:
+    def to_messages(self, at: Int64) -> SumTable:
         sends, layout = self._layout.sends, self._layout
         name, group, block = sends.name[at], sends.group[at], sends.block[at]
         targets = _table(
@@ -287,7 +297,7 @@ class _Sums:
         )
         return self._with_sources(targets, self._key(name, group, block))
 
-    def to_results(self) -> Table:
+    def to_results(self) -> SumTable:
         targets, keys = [np.zeros((0, len(Target)), np.int64)], [np.zeros(0, np.int64)]
         for name, space in self._names:
             for group in range(self._layout.num_groups):
@@ -304,7 +314,7 @@ class _Sums:
                 keys.append(key)
         return self._with_sources(np.concatenate(targets), np.concatenate(keys))
 
-    def _with_sources(self, targets: Int64, keys: Int64) -> Table:
+    def _with_sources(self, targets: Int64, keys: Int64) -> SumTable:
         """The sources of these targets alone, in their order."""
         first, end = (np.searchsorted(self._keys, keys, side) for side in ("left", "right"))
         count = end - first

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor
 from dyncp.arrays import Int64
 from dyncp.kernels.kernel import IndexArrays, KernelCall, RowState
 from dyncp.kernels.reference import (
+    BackwardInputs,
     PlainCall,
-    PlainKernel,
+    ReferenceKernel,
     RowTile,
     Three,
     attend_tile,
@@ -108,22 +110,21 @@ SAFE_TO_SQUARE = (1e-10, 1e15)
 FEW = 8  # entries of dO that are looked at for the largest
 
 
-class CpuKernel(PlainKernel):
+class CpuKernel(ReferenceKernel):
     """Every job of a call is one flash kernel over [kv heads, q heads per kv head, rows, dim].
 
-    Torch's kernels multiply what a row may not see by 0, which keeps NaN and infinity. A job whose
-    results are not finite is computed again, row by row over the keys that each may see.
+    Torch's kernels multiply masked values by 0, which keeps NaN and infinity. A job whose results
+    are not finite is computed again, row by row over the keys that each may see.
     """
 
     name = "cpu"
 
-    def lower(self, call: KernelCall, arrays: IndexArrays, *, backward: bool) -> PlainCall:
+    def lower(self, call: KernelCall, arrays: IndexArrays, *, backward: bool) -> Any:
         if arrays.device.type != "cpu":
             raise ValueError(
                 f"kernel 'cpu' runs on CPU tensors; the executor's device is {arrays.device}"
             )
-        lowered: PlainCall = super().lower(call, arrays, backward=backward)
-        return lowered
+        return super().lower(call, arrays, backward=backward)
 
     def list_tiles(self, call: KernelCall) -> list[Job]:
         return cut_into_jobs(call)
@@ -152,16 +153,9 @@ class CpuKernel(PlainKernel):
                 merge_partial(out[job.rows], lse[job.rows], rows_first.to(out.dtype), job_lse)
 
     def add_gradients(
-        self,
-        call: PlainCall,
-        inputs: Three,
-        dout: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        scale: float,
-        grads: Three,
+        self, call: PlainCall, inputs: BackwardInputs, scale: float, grads: Three
     ) -> None:
-        (q, k, v), (dq, dk, dv) = inputs, grads
+        (q, k, v, dout, lse, delta), (dq, dk, dv) = inputs, grads
         kv_heads = k.shape[1]
         out = torch.empty_like(dout)
         for run in call.q_runs:  # other rows may hold anything
@@ -184,7 +178,7 @@ class CpuKernel(PlainKernel):
             )
             if not _all_finite(job_dq, job_dk, job_dv):
                 for tile in _row_by_row(job):
-                    attend_tile_backward(tile, inputs, dout, lse, delta, scale, grads)
+                    attend_tile_backward(tile, inputs, scale, grads)
                 continue
             dq[job.rows] += job_dq.permute(2, 0, 1, 3).flatten(1, 2)
             dk[job.keys] += job_dk.sum(dim=1, dtype=dk.dtype).transpose(0, 1)

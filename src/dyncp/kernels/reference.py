@@ -1,11 +1,11 @@
-"""Kernels in plain torch: what they share; kernel `reference`, which defines what a call means."""
+"""Kernel `reference`: plain fp64 attention, which defines what a call means. Kernel `cpu` replaces
+its arithmetic and keeps the rest."""
 
-from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,8 +25,18 @@ from dyncp.kernels.row_ops import accumulator_dtype, merge_partial
 Three = tuple[Tensor, Tensor, Tensor]  # q, k, v, or their gradients
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class BackwardInputs(NamedTuple):
+    """All that `Kernel.attend_backward` reads."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    lse: Tensor
+    delta: Tensor
+
+
+class Run(NamedTuple):
     """Touched rows that lie together and have the same states."""
 
     rows: slice
@@ -61,70 +71,6 @@ def accumulator(sums: Sums, runs: list[Run]) -> Iterator[Tensor]:
     for run in runs:
         if run.after is RowState.FINAL and wide is not sums.final:
             sums.final[run.rows] = wide[run.rows]
-
-
-@dataclass(frozen=True, slots=True)
-class PlainCall:
-    tiles: list[Any]
-    q_runs: list[Run]
-    k_runs: list[Run]
-
-
-class PlainKernel(Kernel):
-    """Brings the sums of touched rows into one accumulator, lets a kernel add its tiles there, and
-    puts them where the call's states say."""
-
-    @abstractmethod
-    def list_tiles(self, call: KernelCall) -> list[Any]:
-        """The call in pieces that this kernel computes at once."""
-
-    @abstractmethod
-    def add_outputs(
-        self, call: PlainCall, inputs: Three, scale: float, out: Tensor, lse: Tensor
-    ) -> None:
-        """Merges the attention of all tiles into `out` and `lse`."""
-
-    @abstractmethod
-    def add_gradients(
-        self,
-        call: PlainCall,
-        inputs: Three,
-        dout: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        scale: float,
-        grads: Three,
-    ) -> None:
-        """Adds the gradients of all tiles to `grads`: dq, dk, dv."""
-
-    def lower(self, call: KernelCall, arrays: IndexArrays, *, backward: bool) -> Any:  # noqa: ARG002
-        return PlainCall(self.list_tiles(call), list_runs(call.q_states), list_runs(call.k_states))
-
-    def attend(
-        self, lowered: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Sums, lse: Tensor
-    ) -> None:
-        for run in lowered.q_runs:
-            if run.before is RowState.NOTHING:
-                lse[run.rows] = -torch.inf
-        with accumulator(out, lowered.q_runs) as sums:
-            self.add_outputs(lowered, (q, k, v), scale, sums, lse)
-
-    def attend_backward(
-        self,
-        lowered: Any,
-        inputs: Three,
-        dout: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        scale: float,
-        grads: Gradients,
-    ) -> None:
-        with (
-            accumulator(grads.dq, lowered.q_runs) as dq,
-            accumulator(grads.dk, lowered.k_runs) as dk,
-            accumulator(grads.dv, lowered.k_runs) as dv,
-        ):
-            self.add_gradients(lowered, inputs, dout, lse, delta, scale, (dq, dk, dv))
 
 
 @dataclass(frozen=True)
@@ -165,17 +111,9 @@ def attend_tile(tile: RowTile, inputs: Three, scale: float, out: Tensor, lse: Te
     merge_partial(out[tile.rows], lse[tile.rows], values.to(out.dtype), tile_lse.T.to(lse.dtype))
 
 
-def attend_tile_backward(
-    tile: RowTile,
-    inputs: Three,
-    dout: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    scale: float,
-    grads: Three,
-) -> None:
+def attend_tile_backward(tile: RowTile, inputs: BackwardInputs, scale: float, grads: Three) -> None:
     """Adds the tile's gradients to `grads`: dq, dk, dv."""
-    (q, k, v), (dq, dk, dv) = inputs, grads
+    (q, k, v, dout, lse, delta), (dq, dk, dv) = inputs, grads
     keys, values = _per_q_head(k[tile.columns], q), _per_q_head(v[tile.columns], q)
     queries, gradient = q[tile.rows].double(), dout[tile.rows].double()
     scores = _scores(q[tile.rows], k[tile.columns], scale, tile.allowed)
@@ -212,16 +150,57 @@ def _per_kv_head(grad: Tensor, kv: Tensor) -> Tensor:
     return grad.view(len(grad), kv_heads, -1, dim).sum(dim=2)
 
 
-class ReferenceKernel(PlainKernel):
+@dataclass(frozen=True, slots=True)
+class PlainCall:
+    tiles: list[Any]  # pieces that are computed at once
+    q_runs: list[Run]
+    k_runs: list[Run]
+
+
+class ReferenceKernel(Kernel):
     """Plain fp64 attention, `rows` query rows at a time: a pair is computed iff it lies in a
-    rectangle of the call and the key's coordinate lies in the query row's ranges."""
+    rectangle of the call and the key's coordinate lies in the query row's ranges.
+
+    A call brings the sums of touched rows into one accumulator, adds its tiles there, and puts them
+    where its states say. Kernels that derive from this one may list and compute tiles otherwise."""
 
     name = "reference"
 
     def __init__(self, rows: int = 128) -> None:
         self._rows = rows
 
-    def list_tiles(self, call: KernelCall) -> list[RowTile]:
+    def lower(self, call: KernelCall, arrays: IndexArrays, *, backward: bool) -> Any:  # noqa: ARG002
+        return PlainCall(self.list_tiles(call), list_runs(call.q_states), list_runs(call.k_states))
+
+    def attend(
+        self, lowered: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Sums, lse: Tensor
+    ) -> None:
+        for run in lowered.q_runs:
+            if run.before is RowState.NOTHING:
+                lse[run.rows] = -torch.inf
+        with accumulator(out, lowered.q_runs) as sums:
+            self.add_outputs(lowered, (q, k, v), scale, sums, lse)
+
+    def attend_backward(
+        self,
+        lowered: Any,
+        inputs: Three,
+        dout: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        scale: float,
+        grads: Gradients,
+    ) -> None:
+        with (
+            accumulator(grads.dq, lowered.q_runs) as dq,
+            accumulator(grads.dk, lowered.k_runs) as dk,
+            accumulator(grads.dv, lowered.k_runs) as dv,
+        ):
+            given = BackwardInputs(*inputs, dout, lse, delta)
+            self.add_gradients(lowered, given, scale, (dq, dk, dv))
+
+    def list_tiles(self, call: KernelCall) -> list[Any]:
+        """The call in pieces that this kernel computes at once."""
         tiles = []
         for q0, q1 in np.unique(call.rectangles[:, :2], axis=0).tolist():
             spans = call.rectangles[(call.rectangles[:, :2] == (q0, q1)).all(axis=1), 2:]
@@ -237,23 +216,18 @@ class ReferenceKernel(PlainKernel):
     def add_outputs(
         self, call: PlainCall, inputs: Three, scale: float, out: Tensor, lse: Tensor
     ) -> None:
+        """Merges the attention of all tiles into `out` and `lse`."""
         q, k, v = inputs
         for tile in call.tiles:
             for part in tile.to(q.device).parts((q,), (k, v)):
                 attend_tile(part, inputs, scale, out, lse)
 
     def add_gradients(
-        self,
-        call: PlainCall,
-        inputs: Three,
-        dout: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        scale: float,
-        grads: Three,
+        self, call: PlainCall, inputs: BackwardInputs, scale: float, grads: Three
     ) -> None:
-        q, k, v = inputs
+        """Adds the gradients of all tiles to `grads`: dq, dk, dv."""
+        q, k, v, dout, lse, delta = inputs
         of_rows = (q, dout, lse.masked_fill(lse.isinf(), 0.0), delta)  # +∞: unused rows
         for tile in call.tiles:
             for part in tile.to(q.device).parts(of_rows, (k, v)):
-                attend_tile_backward(part, inputs, dout, lse, delta, scale, grads)
+                attend_tile_backward(part, inputs, scale, grads)

@@ -1,15 +1,16 @@
 """RowOps: everything that happens to rows outside attention, one launch for all that is due.
 
-`copy` moves rows from the caller's tensors and from received messages into workspaces and messages.
-`combine` adds up the contributions to rows, into the caller's results or into messages. What a
-launch does stands in a table; places in the executor's own memory count bytes from its start, so
-that a table holds wherever that memory lies.
+Copies move rows from the caller's tensors and from received messages into workspaces and messages.
+Sums add up the contributions to rows, into the caller's results or into messages. A launch is
+described by a table; addresses in the executor's memory are byte offsets, so a table stays valid if
+that memory moves.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Protocol
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -53,8 +54,8 @@ class Dtypes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Memory:
-    """All of it, three times: as items of the inputs' dtype, of the dtype in which partial results
-    travel, and of the accumulator dtype."""
+    """The executor's memory, viewed as items of the inputs' dtype, of the dtype in which partial
+    results travel, and of the accumulator dtype."""
 
     input: Tensor
     partial: Tensor
@@ -71,8 +72,8 @@ LOG2E = 1.4426950408889634
 
 
 class Kind(IntEnum):
-    """What is copied: rows, per-head values of rows, such in base 2 (of log-sum-exps, 0 for rows
-    that attend nothing), or zeros into rows."""
+    """What is copied: rows, per-head values of rows, the same in base 2 (of log-sum-exps, 0 for
+    rows that attend nothing), or zeros into rows."""
 
     ROWS = 0
     PER_HEAD = 1
@@ -143,6 +144,10 @@ class Source(IntEnum):
     CLEARED = 9
 
 
+# int64[targets, columns of `Target`], and int64[sources, columns of `Source`], those of each target
+# in the order of additions.
+SumTable = tuple[Int64, Int64]
+
 PANEL_ROWS, PANEL_COLUMNS = 64, 8
 
 
@@ -188,151 +193,146 @@ class Results:
     lse: Tensor | None = None
 
 
-class RowOps(Protocol):
-    """Tables are made while a plan is prepared; each other call is one launch."""
+# The caller's rows [rows, heads, dim] and its log-sum-exps.
+CopyLaunch = Callable[[Memory, Sequence[Tensor], Tensor | None], None]
+# The results, and the scale of scores.
+SumLaunch = Callable[[Memory, Results, float], None]
+# dout, out and log-sum-exps.
+RowSumLaunch = Callable[[Memory, Tensor, Tensor, Tensor], None]
 
-    def copy_table(self, copies: Int64, dim: int, dtypes: Dtypes, arrays: IndexArrays) -> Any:
+
+class RowOps(Protocol):
+    """Makes launches from tables, while a plan is prepared; no table is empty."""
+
+    def copy(self, copies: Int64, dim: int, dtypes: Dtypes, arrays: IndexArrays) -> CopyLaunch:
         """From int64[copies, columns of `Copy`], of heads of `dim` items. No two of them write the
         same place."""
 
-    def copy(self, table: Any, memory: Memory, given: Sequence[Tensor], lse: Tensor | None) -> None:
-        """`given` are the caller's rows [rows, heads, dim], `lse` its log-sum-exps."""
-
-    def combine_table(
-        self,
-        targets: Int64,
-        sources: Int64,
-        dtypes: Dtypes,
-        arrays: IndexArrays,
-        *,
-        has_lse: bool,
-    ) -> Any:
-        """From int64[targets, columns of `Target`] and int64[sources, columns of `Source`]. With
-        `has_lse`, outputs are merged by their log-sum-exps; gradients are added."""
-
-    def combine(self, table: Any, memory: Memory, results: Results, dim: int, scale: float) -> None:
-        """Rows without contributions get 0, and log-sum-exp −∞."""
-
-    def row_sum_table(self, rows: Int64, dtypes: Dtypes, arrays: IndexArrays) -> Any:
-        """From int64[rows, columns of `RowSum`]."""
+    def combine(
+        self, table: SumTable, dim: int, dtypes: Dtypes, arrays: IndexArrays, *, has_lse: bool
+    ) -> SumLaunch:
+        """With `has_lse`, outputs are merged by their log-sum-exps; gradients are added. Rows
+        without contributions get 0, and log-sum-exp −∞."""
 
     def row_sums(
-        self, table: Any, memory: Memory, dout: Tensor, out: Tensor, lse: Tensor, *, base_2: bool
-    ) -> None:
-        """Row sums of dO·O and log-sum-exps as kernels take them, `base_2` or not."""
+        self, rows: Int64, dtypes: Dtypes, arrays: IndexArrays, *, base_2: bool
+    ) -> RowSumLaunch:
+        """From int64[rows, columns of `RowSum`]: row sums of dO·O, and log-sum-exps as kernels take
+        them, in base 2 or not."""
 
 
 class TorchRowOps:
     """Plain torch, entry by entry."""
 
-    def copy_table(self, copies: Int64, dim: int, dtypes: Dtypes, arrays: IndexArrays) -> Any:  # noqa: ARG002
-        return copies.tolist()
+    def copy(self, copies: Int64, dim: int, dtypes: Dtypes, arrays: IndexArrays) -> CopyLaunch:  # noqa: ARG002
+        return partial(_copy, copies.tolist())
 
-    def copy(self, table: Any, memory: Memory, given: Sequence[Tensor], lse: Tensor | None) -> None:
-        for entry in table:
-            kind, count, width = entry[Copy.KIND], entry[Copy.COUNT], entry[Copy.WIDTH]
-            if kind in (Kind.ROWS, Kind.ZEROS):
-                flat, strides = memory.input, (entry[Copy.TO_ROW], 1)
-            else:
-                flat, strides = memory.wide, (entry[Copy.TO_ROW], entry[Copy.TO_HEAD])
-            target = _rows(flat, (count, width), strides, entry[Copy.TO])
-            if kind == Kind.ZEROS:
-                target.zero_()
-            else:
-                target.copy_(self._source(entry, flat, given, lse))
-
-    def _source(
-        self, entry: list[int], flat: Tensor, given: Sequence[Tensor], lse: Tensor | None
-    ) -> Tensor:
-        kind, count, width = entry[Copy.KIND], entry[Copy.COUNT], entry[Copy.WIDTH]
-        rows = slice(entry[Copy.FROM], entry[Copy.FROM] + count)
-        columns = slice(entry[Copy.COLUMN], entry[Copy.COLUMN] + width)
-        if entry[Copy.SOURCE] == IN_MEMORY:
-            head = 1 if kind == Kind.ROWS else entry[Copy.FROM_HEAD]
-            strides = (entry[Copy.FROM_ROW], head)
-            source = _rows(flat, (count, width), strides, entry[Copy.FROM])
-        elif kind == Kind.ROWS:
-            source = given[entry[Copy.SOURCE]][rows].flatten(1)[:, columns]
-        else:
-            assert lse is not None, "per-head values of the caller's are log-sum-exps"
-            source = lse[rows, columns]
-        return _base_2(source) if kind == Kind.BASE_2 else source
-
-    def combine_table(
+    def combine(
         self,
-        targets: Int64,
-        sources: Int64,
+        table: SumTable,
+        dim: int,
         dtypes: Dtypes,  # noqa: ARG002
         arrays: IndexArrays,  # noqa: ARG002
         *,
         has_lse: bool,
-    ) -> Any:
-        return targets.tolist(), sources.tolist(), has_lse
-
-    def combine(self, table: Any, memory: Memory, results: Results, dim: int, scale: float) -> None:
-        targets, sources, has_lse = table
-        for target in targets:
-            first = target[Target.FIRST]
-            chosen = sources[first : first + target[Target.NUM]]
-            shape = (target[Target.COUNT], target[Target.HEADS], dim)
-            total, lse = self._total(chosen, shape, memory, has_lse, scale)
-            self._store(target, total, lse if has_lse else None, memory, results)
-
-    def _total(
-        self,
-        sources: list[list[int]],
-        shape: tuple[int, int, int],
-        memory: Memory,
-        has_lse: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
-        total = memory.wide.new_zeros(shape)
-        lse = memory.wide.new_full(shape[:2], -torch.inf)
-        for source in sources:
-            value = _contribution(source, shape, memory, scale)
-            if not has_lse:
-                total += value
-                continue
-            strides = (source[Source.LSE_ROW], source[Source.LSE_HEAD])
-            merge_partial(
-                total, lse, value, _rows(memory.wide, shape[:2], strides, source[Source.LSE])
-            )
-        return total, lse
-
-    def _store(
-        self,
-        target: list[int],
-        total: Tensor,
-        lse: Tensor | None,
-        memory: Memory,
-        results: Results,
-    ) -> None:
-        count, heads, dim = total.shape
-        at, head = target[Target.AT], target[Target.HEAD]
-        if target[Target.RESULT] == IN_MEMORY:
-            _rows(memory.partial, total.shape, (heads * dim, dim, 1), at).copy_(total)
-            if lse is not None:
-                _rows(memory.wide, lse.shape, (heads, 1), target[Target.LSE]).copy_(lse)
-            return
-        rows, heads_here = slice(at, at + count), slice(head, head + heads)
-        results.rows[target[Target.RESULT]][rows, heads_here] = total.to(results.rows[0].dtype)
-        if lse is not None and results.lse is not None:
-            results.lse[rows, heads_here] = lse
-
-    def row_sum_table(self, rows: Int64, dtypes: Dtypes, arrays: IndexArrays) -> Any:  # noqa: ARG002
-        return rows.tolist()
+    ) -> SumLaunch:
+        targets, sources = (part.tolist() for part in table)
+        return partial(_combine, targets, sources, dim, has_lse)
 
     def row_sums(
-        self, table: Any, memory: Memory, dout: Tensor, out: Tensor, lse: Tensor, *, base_2: bool
-    ) -> None:
-        for row, head, heads, count, padded, delta_at, lse_at, stride in table:
-            rows, some = slice(row, row + count), slice(head, head + heads)
-            shape, strides = (padded, heads), (1, stride)
-            delta = _rows(memory.wide, shape, strides, delta_at)
-            own_lse = _rows(memory.wide, shape, strides, lse_at)
-            delta[:count] = (dout[rows, some].to(delta.dtype) * out[rows, some]).sum(dim=-1)
-            own_lse[:count] = _base_2(lse[rows, some]) if base_2 else lse[rows, some]
-            delta[count:], own_lse[count:] = 0.0, torch.inf
+        self,
+        rows: Int64,
+        dtypes: Dtypes,  # noqa: ARG002
+        arrays: IndexArrays,  # noqa: ARG002
+        *,
+        base_2: bool,
+    ) -> RowSumLaunch:
+        return partial(_row_sums, rows.tolist(), base_2)
+
+
+Entries = list[list[int]]
+
+
+def _copy(copies: Entries, memory: Memory, given: Sequence[Tensor], lse: Tensor | None) -> None:
+    for entry in copies:
+        kind, size = entry[Copy.KIND], (entry[Copy.COUNT], entry[Copy.WIDTH])
+        if kind in (Kind.ROWS, Kind.ZEROS):
+            flat, strides = memory.input, (entry[Copy.TO_ROW], 1)
+        else:
+            flat, strides = memory.wide, (entry[Copy.TO_ROW], entry[Copy.TO_HEAD])
+        target = _rows(flat, size, strides, entry[Copy.TO])
+        if kind == Kind.ZEROS:
+            target.zero_()
+        else:
+            source = _source(entry, flat, given, lse)
+            target.copy_(_base_2(source) if kind == Kind.BASE_2 else source)
+
+
+def _source(entry: list[int], flat: Tensor, given: Sequence[Tensor], lse: Tensor | None) -> Tensor:
+    kind, count, width = entry[Copy.KIND], entry[Copy.COUNT], entry[Copy.WIDTH]
+    if entry[Copy.SOURCE] == IN_MEMORY:
+        head = 1 if kind == Kind.ROWS else entry[Copy.FROM_HEAD]
+        return _rows(flat, (count, width), (entry[Copy.FROM_ROW], head), entry[Copy.FROM])
+    rows = slice(entry[Copy.FROM], entry[Copy.FROM] + count)
+    columns = slice(entry[Copy.COLUMN], entry[Copy.COLUMN] + width)
+    if kind == Kind.ROWS:
+        return given[entry[Copy.SOURCE]][rows].flatten(1)[:, columns]
+    assert lse is not None, "per-head values of the caller's are log-sum-exps"
+    return lse[rows, columns]
+
+
+def _combine(
+    targets: Entries,
+    sources: Entries,
+    dim: int,
+    has_lse: bool,
+    memory: Memory,
+    results: Results,
+    scale: float,
+) -> None:
+    for target in targets:
+        shape = (target[Target.COUNT], target[Target.HEADS], dim)
+        total = memory.wide.new_zeros(shape)
+        lse = memory.wide.new_full(shape[:2], -torch.inf) if has_lse else None
+        first = target[Target.FIRST]
+        for source in sources[first : first + target[Target.NUM]]:
+            value = _contribution(source, shape, memory, scale)
+            if lse is None:
+                total += value
+            else:
+                strides = (source[Source.LSE_ROW], source[Source.LSE_HEAD])
+                new = _rows(memory.wide, shape[:2], strides, source[Source.LSE])
+                merge_partial(total, lse, value, new)
+        _store(target, total, lse, memory, results)
+
+
+def _store(
+    target: list[int], total: Tensor, lse: Tensor | None, memory: Memory, results: Results
+) -> None:
+    count, heads, dim = total.shape
+    at, head = target[Target.AT], target[Target.HEAD]
+    if target[Target.RESULT] == IN_MEMORY:
+        _rows(memory.partial, total.shape, (heads * dim, dim, 1), at).copy_(total)
+        if lse is not None:
+            _rows(memory.wide, lse.shape, (heads, 1), target[Target.LSE]).copy_(lse)
+        return
+    rows, heads_here = slice(at, at + count), slice(head, head + heads)
+    results.rows[target[Target.RESULT]][rows, heads_here] = total.to(results.rows[0].dtype)
+    if lse is not None and results.lse is not None:
+        results.lse[rows, heads_here] = lse
+
+
+def _row_sums(
+    entries: Entries, base_2: bool, memory: Memory, dout: Tensor, out: Tensor, lse: Tensor
+) -> None:
+    for row, head, heads, count, padded, delta_at, lse_at, stride in entries:
+        rows, some = slice(row, row + count), slice(head, head + heads)
+        shape, strides = (padded, heads), (1, stride)
+        delta = _rows(memory.wide, shape, strides, delta_at)
+        own_lse = _rows(memory.wide, shape, strides, lse_at)
+        delta[:count] = (dout[rows, some].to(delta.dtype) * out[rows, some]).sum(dim=-1)
+        own_lse[:count] = _base_2(lse[rows, some]) if base_2 else lse[rows, some]
+        delta[count:], own_lse[count:] = 0.0, torch.inf
 
 
 def _rows(flat: Tensor, shape: Sequence[int], strides: Sequence[int], at: int) -> Tensor:

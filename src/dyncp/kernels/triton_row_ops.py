@@ -19,13 +19,17 @@ from dyncp.kernels.row_ops import (
     IN_MEMORY,
     PANEL_COLUMNS,
     Copy,
+    CopyLaunch,
     Dtypes,
     Form,
     Kind,
     Memory,
     Results,
     RowSum,
+    RowSumLaunch,
     Source,
+    SumLaunch,
+    SumTable,
     Target,
 )
 from dyncp.kernels.triton_row_kernels import (
@@ -41,20 +45,19 @@ VECTOR_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
-    """Entries in chunks as `kernel` takes them, with what it is compiled for. `handles` are
-    launches with this grid, by how the tensors are aligned."""
+class TableLaunch:
+    """A kernel over the chunks of a table. `handles` are compiled kernels with this grid, by how
+    tensors are aligned."""
 
     kernel: Any
     indices: tuple[Index, ...]
     grid: tuple[int, int, int]
-    constants: tuple[Any, ...]
     handles: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
-    def launch(self, given: Sequence[Tensor], others: Sequence[Any]) -> None:
-        """`kernel[grid](*indices, *given, *others)`. Triton looks at every argument to find what it
-        compiled: it is asked once for each kind of launch. Compiled kernels take plain addresses,
-        which they need not ask the driver about."""
+    def __call__(self, given: Sequence[Tensor], others: Sequence[Any]) -> None:
+        """`kernel[grid](*indices, *given, *others)`. Triton hashes every argument to find its
+        compiled kernel: it is asked once for each kind of launch. Compiled kernels take plain
+        addresses, which they need not ask the driver about."""
         tensors = [*[index.tensor for index in self.indices], *given]
         addresses = [x.data_ptr() for x in tensors]
         key = tuple([address % VECTOR_BYTES for address in addresses])
@@ -70,11 +73,7 @@ class Table:
 class TritonRowOps:
     """See `RowOps`. Tables count bytes; their chunks count items of the dtype that is read."""
 
-    def copy_table(
-        self, copies: Int64, dim: int, dtypes: Dtypes, arrays: IndexArrays
-    ) -> Table | None:
-        if not len(copies):
-            return None
+    def copy(self, copies: Int64, dim: int, dtypes: Dtypes, arrays: IndexArrays) -> CopyLaunch:
         copies = copies.copy()
         rows = np.isin(copies[:, Copy.KIND], (Kind.ROWS, Kind.ZEROS))
         size = np.where(rows, dtypes.input.itemsize, dtypes.wide.itemsize)
@@ -90,31 +89,21 @@ class TritonRowOps:
         most_heads = int(copies[~rows, Copy.WIDTH].max(initial=1))
         grid = (len(chunks), triton.cdiv(most_width, COPY_COLUMNS), 1)
         sizes = (COPY_ROWS, COPY_COLUMNS, triton.next_power_of_2(most_heads))
-        vector = _vector(dim, dtypes.input.itemsize)
-        return Table(copy_chunk, (arrays.add(chunks),), grid, (vector, *sizes))
+        constants = (_vector(dim, dtypes.input.itemsize), *sizes)
+        launch = TableLaunch(copy_chunk, (arrays.add(chunks),), grid)
 
-    def copy(
-        self, table: Table | None, memory: Memory, given: Sequence[Tensor], lse: Tensor | None
-    ) -> None:
-        if table is None:
-            return
-        tensors = [*given, *[memory.input] * (4 - len(given))]
-        per_head, lse_strides = _per_head(lse, memory)
-        others = [*[x.stride(0) for x in tensors], *lse_strides, *table.constants]
-        table.launch([memory.input, memory.wide, *tensors, per_head], others)
+        def run(memory: Memory, given: Sequence[Tensor], lse: Tensor | None) -> None:
+            tensors = [*given, *[memory.input] * (4 - len(given))]
+            per_head, lse_strides = _per_head(lse, memory)
+            others = [*[x.stride(0) for x in tensors], *lse_strides, *constants]
+            launch([memory.input, memory.wide, *tensors, per_head], others)
 
-    def combine_table(
-        self,
-        targets: Int64,
-        sources: Int64,
-        dtypes: Dtypes,
-        arrays: IndexArrays,
-        *,
-        has_lse: bool,
-    ) -> Table | None:
-        if not len(targets):
-            return None
-        targets, sources = targets.copy(), sources.copy()
+        return run
+
+    def combine(
+        self, table: SumTable, dim: int, dtypes: Dtypes, arrays: IndexArrays, *, has_lse: bool
+    ) -> SumLaunch:
+        targets, sources = (part.copy() for part in table)
         own, wide = targets[:, Target.RESULT] == IN_MEMORY, dtypes.wide.itemsize
         targets[own, Target.AT] //= dtypes.partial.itemsize
         targets[own, Target.LSE] //= wide
@@ -138,36 +127,23 @@ class TritonRowOps:
         listed = sources if len(sources) else np.zeros((1, len(Source)), np.int64)
         sums_dim = int(sources[panels, Source.DIM].max(initial=0))  # 0: no panels
         only_input = has_lse and dtypes.partial == dtypes.input and bool(plain.all())
-        return Table(
-            combine_chunk,
-            (arrays.add(chunks), arrays.add(listed)),
-            (len(chunks), int(targets[:, Target.HEADS].max()), 1),
-            (sums_dim, has_lse, only_input),
-        )
+        padded = triton.next_power_of_2(max(PANEL_COLUMNS, dim, sums_dim))
+        vector = _vector(dim, max(dtypes.input.itemsize, dtypes.partial.itemsize))
+        constants = (dim, padded, sums_dim, has_lse, only_input, vector)
+        grid = (len(chunks), int(targets[:, Target.HEADS].max()), 1)
+        launch = TableLaunch(combine_chunk, (arrays.add(chunks), arrays.add(listed)), grid)
 
-    def combine(
-        self,
-        table: Table | None,
-        memory: Memory,
-        results: Results,
-        dim: int,
-        scale: float,
-    ) -> None:
-        if table is None:
-            return
-        tensors = [*results.rows, *[memory.input] * (3 - len(results.rows))]
-        per_head, lse_strides = _per_head(results.lse, memory)
-        size = max(memory.input.element_size(), memory.partial.element_size())
-        padded = triton.next_power_of_2(max(PANEL_COLUMNS, dim, table.constants[0]))
-        others = [
-            *[x.stride(0) for x in tensors], *lse_strides, scale,
-            dim, padded, *table.constants, _vector(dim, size),
-        ]  # fmt: skip
-        table.launch([memory.input, memory.partial, memory.wide, *tensors, per_head], others)
+        def run(memory: Memory, results: Results, scale: float) -> None:
+            tensors = [*results.rows, *[memory.input] * (3 - len(results.rows))]
+            per_head, lse_strides = _per_head(results.lse, memory)
+            others = [*[x.stride(0) for x in tensors], *lse_strides, scale, *constants]
+            launch([memory.input, memory.partial, memory.wide, *tensors, per_head], others)
 
-    def row_sum_table(self, rows: Int64, dtypes: Dtypes, arrays: IndexArrays) -> Table | None:
-        if not len(rows):
-            return None
+        return run
+
+    def row_sums(
+        self, rows: Int64, dtypes: Dtypes, arrays: IndexArrays, *, base_2: bool
+    ) -> RowSumLaunch:
         rows = rows.copy()
         rows[:, RowSum.DELTA] //= dtypes.wide.itemsize
         rows[:, RowSum.LSE] //= dtypes.wide.itemsize
@@ -178,26 +154,15 @@ class TritonRowOps:
         for column in (RowSum.ROW, RowSum.DELTA, RowSum.LSE):
             chunks[:, column] += begin
         grid = (len(chunks), int(rows[:, RowSum.HEADS].max()), 1)
-        return Table(row_sums_of_chunk, (arrays.add(chunks),), grid, ())
+        launch = TableLaunch(row_sums_of_chunk, (arrays.add(chunks),), grid)
 
-    def row_sums(
-        self,
-        table: Table | None,
-        memory: Memory,
-        dout: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        base_2: bool,
-    ) -> None:
-        if table is None:
-            return
-        dim = out.shape[2]
-        others = [
-            dout.stride(0), out.stride(0), *lse.stride(), dim, triton.next_power_of_2(dim), base_2,
-            _vector(dim, out.element_size()),
-        ]  # fmt: skip
-        table.launch([memory.wide, dout, out, lse], others)
+        def run(memory: Memory, dout: Tensor, out: Tensor, lse: Tensor) -> None:
+            dim = out.shape[2]
+            constants = (dim, triton.next_power_of_2(dim), base_2, _vector(dim, out.itemsize))
+            strides = (dout.stride(0), out.stride(0), *lse.stride())
+            launch([memory.wide, dout, out, lse], [*strides, *constants])
+
+        return run
 
 
 def _per_head(lse: Tensor | None, memory: Memory) -> tuple[Tensor, tuple[int, ...]]:

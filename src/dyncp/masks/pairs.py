@@ -20,7 +20,7 @@ counted at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -32,20 +32,7 @@ from dyncp.compiled import compiled, inner
 if TYPE_CHECKING:
     from dyncp.masks.mask import Mask
 
-# Sequences are joined up to this many tokens; longer ones are not copied.
-JOINED_TOKENS = 1 << 16
-# Rows whose slopes are compared together: 131,072 rows of two ranges take 0.15 ms, one by one 0.53.
-STRIDE = 64
 SHADES = "·░▒█"  # no pair, some, half of them or more, all
-
-
-class JoinedRanges(NamedTuple):
-    """Ranges of consecutive sequences, so that one call can go through many short ones: sequence s
-    has `lengths[s]` rows of `columns[s]` ranges each. `cells` is `int32[ranges, 2]`, read-only."""
-
-    cells: Int32
-    lengths: Int64
-    columns: Int64
 
 
 class LinearRanges(NamedTuple):
@@ -60,58 +47,25 @@ class LinearRanges(NamedTuple):
     slope: Int32  # [runs, R, 2]
 
 
-def join_ranges(ranges: Sequence[Int32]) -> list[JoinedRanges]:
-    """The ranges of all sequences, `int32[tokens, R, 2]` each, in order."""
-    lengths = np.array([len(rows) for rows in ranges], np.int64)
-    columns = np.array([rows.shape[1] for rows in ranges], np.int64)
-    flat, joined = [rows.reshape(-1, 2) for rows in ranges], []
-    for first, end in _pieces(lengths.tolist()):
-        cells = np.concatenate(flat[first:end]) if end - first > 1 else flat[first].view()
-        cells = np.ascontiguousarray(cells)
-        cells.flags.writeable = False
-        joined.append(JoinedRanges(cells, lengths[first:end], columns[first:end]))
-    return joined
-
-
-def _pieces(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """First and end of sequences with up to JOINED_TOKENS tokens together, or of a longer one."""
-    first = tokens = 0
-    for index, length in enumerate(lengths):
-        if index > first and tokens + length > JOINED_TOKENS:
-            yield first, index
-            first, tokens = index, 0
-        tokens += length
-    if lengths:
-        yield first, len(lengths)
-
-
 def find_runs(ranges: Sequence[Int32]) -> LinearRanges:
     """The longest possible runs of the ranges of all sequences, `int32[tokens, R, 2]` each.
     Sequences with fewer columns than others have empty ranges there."""
-    joined, width = join_ranges(ranges), max(rows.shape[1] for rows in ranges)
-    runs = [_runs_of(piece, width) for piece in joined]
-    counts, start, base, slope = (np.concatenate(column) for column in zip(*runs, strict=True))
-    lengths = np.concatenate([piece.lengths for piece in joined])
-    return LinearRanges(lengths, starts_of(counts), start, base, slope)
-
-
-def _runs_of(joined: JoinedRanges, width: int) -> tuple[Int64, Int32, Int32, Int32]:
-    """Runs of every sequence; of every run the first row, the ranges there, and how they grow."""
-    counts = np.empty(len(joined.lengths), np.int64)
-    start = np.empty(int(joined.lengths.sum()), np.int32)
-    flat = joined.cells.reshape(-1), joined.lengths, 2 * joined.columns
-    start = start[: _find_runs(*flat, start, counts)].copy()
-    cells = joined.lengths * joined.columns
-    sequence = np.repeat(np.arange(len(counts)), counts)
-    length, columns = joined.lengths[sequence], joined.columns[sequence]
-    column, row = np.arange(width), (np.cumsum(cells) - cells)[sequence] + start * columns
+    lengths = np.array([len(rows) for rows in ranges], np.int64)
+    columns = np.array([rows.shape[1] for rows in ranges], np.int64)
+    cells = np.concatenate([rows.reshape(-1, 2) for rows in ranges])
+    counts, start = np.empty_like(lengths), np.empty(int(lengths.sum()), np.int32)
+    num_runs = _find_runs(cells.reshape(-1), lengths, 2 * columns, start, counts)
+    start, width = start[:num_runs].copy(), int(columns.max())
+    first_cell = np.repeat(starts_of(lengths * columns)[:-1], counts)
+    length, columns = np.repeat(lengths, counts), np.repeat(columns, counts)
+    column, row = np.arange(width), first_cell + start * columns
     here = row[:, None] + np.minimum(column, columns[:, None] - 1)
-    base = joined.cells[here]
+    base = cells[here]
     has_next = (start + 1 < length) * columns
-    slope = joined.cells[here + has_next[:, None]] - base
+    slope = cells[here + has_next[:, None]] - base
     absent = column >= columns[:, None]
     base[absent], slope[absent] = np.repeat(length, width - columns)[:, None], 0
-    return counts, start, base, slope
+    return LinearRanges(lengths, starts_of(counts), start, base, slope)
 
 
 @compiled
@@ -119,31 +73,19 @@ def _find_runs(cells: Int32, lengths: Int64, widths: Int64, start: Int32, counts
     """Writes the rows at which a sequence begins or the slope of any column changes, and to
     `counts` how many each sequence has; returns their number. The last row of a sequence continues
     the run before it."""
-    cell = count = 0
+    first = count = 0
     for sequence in range(len(lengths)):
-        width, end, before = widths[sequence], lengths[sequence] - 1, count
-        start[count], count, row, stride = 0, count + 1, 1, STRIDE
-        while row < end:
-            next_row = min(row + stride, end)
-            if _is_straight(cells, cell + row * width, cell + next_row * width, width):
-                row, stride = next_row, STRIDE
-            elif stride > 1:
-                stride = 1
-            else:
-                start[count], count, row = row, count + 1, next_row
+        width, before = widths[sequence], count
+        start[count], count = 0, count + 1
+        for row in range(1, lengths[sequence] - 1):
+            bend, here = 0, first + row * width
+            for cell in range(here, here + width):
+                bend |= (cells[cell + width] - cells[cell]) ^ (cells[cell] - cells[cell - width])
+            if bend != 0:
+                start[count], count = row, count + 1
         counts[sequence] = count - before
-        cell += lengths[sequence] * width
+        first += lengths[sequence] * width
     return count
-
-
-@inner
-def _is_straight(cells: Int32, first: int, end: int, width: int) -> bool:
-    """Whether no slope changes in rows of `width` cells. Unsigned indices let it be vectorised."""
-    bend, columns = 0, np.uint64(width)
-    for cell in range(np.uint64(first), np.uint64(end)):
-        slope = cells[cell + columns] - cells[cell]
-        bend |= slope ^ (cells[cell] - cells[cell - columns])
-    return bend == 0
 
 
 def count_tile_pairs(mask: Mask, block_size: int) -> Int64:

@@ -17,10 +17,9 @@ import numpy as np
 
 from dyncp.arrays import Bool, Int32, Int64
 from dyncp.checks import instance_of
-from dyncp.compiled import compiled
 from dyncp.masks.function import MaskFunction, Sample, integer
 from dyncp.masks.mask import Mask, default_positions, merge, normal_mask, positions_and_targets
-from dyncp.masks.pairs import join_ranges
+from dyncp.masks.pairs import LinearRanges
 
 NOTHING, UNCLEAR = -1, -2  # before a document; where masks and positions do not determine it
 
@@ -113,12 +112,11 @@ def find_stretches(masks: Sequence[Mask]) -> tuple[Int64, Int64]:
     shared_question(6, answers=2, question=2) has the question and its first answer in one stretch
     from 0 on, and the second answer in one from 4 on, which follows token 1.
     """
-    gaps = np.ones(masks[0].length, np.bool_)  # tokens that do not follow the row before them
+    token = default_positions(masks[0].length)[:, None]
+    gaps = np.ones(len(token), np.bool_)  # tokens that do not follow the row before them
     for mask in masks:
-        left = np.empty(1, np.int64)
-        _count_gaps(*join_ranges([mask.ranges])[0], gaps, left)
-        if left[0] == 1:  # the first token is one
-            return np.zeros(1, np.int64), np.full(1, NOTHING)
+        start, end = mask.ranges[:, :, 0], mask.ranges[:, :, 1]
+        gaps &= ~((start < token) & (token <= end)).any(axis=1)
     positions = positions_and_targets(masks).positions
     if positions is None:
         positions = default_positions(masks[0].length)
@@ -132,30 +130,19 @@ def find_stretches(masks: Sequence[Mask]) -> tuple[Int64, Int64]:
     return starts, before
 
 
-def count_gaps(masks: Sequence[Mask]) -> Int64:
-    """For every sequence, how many tokens do not attend the row before them: 1 if it is a single
-    stretch."""
-    joined = join_ranges([mask.ranges for mask in masks])
-    counts = [np.empty(len(own.lengths), np.int64) for own in joined]
-    for own, left in zip(joined, counts, strict=True):
-        _count_gaps(*own, np.ones(int(own.lengths.sum()), np.bool_), left)
-    return np.concatenate(counts)
-
-
-@compiled
-def _count_gaps(cells: Int32, lengths: Int64, columns: Int64, gaps: Bool, left: Int64) -> None:
-    """Clears `gaps` of tokens that attend the row before them; `left` gets how many each sequence
-    still has."""
-    cell = row = 0
-    for sequence in range(len(lengths)):
-        left[sequence] = 0
-        for token in range(lengths[sequence]):
-            for _ in range(columns[sequence]):
-                if cells[cell, 0] < token <= cells[cell, 1]:
-                    gaps[row] = False
-                cell += 1
-            left[sequence] += gaps[row]
-            row += 1
+def single_stretches(runs: LinearRanges) -> Bool:
+    """Which sequences are a single stretch: all of their tokens attend the row before them. Asks
+    whether one range does it for all rows of a run, so it may miss some; `find_stretches` does not.
+    """
+    end = np.append(runs.start[1:], 0)
+    end[runs.first[1:] - 1] = runs.lengths
+    first, attended = np.maximum(runs.start, 1), np.ones(runs.base.shape[:2], np.bool_)
+    for row in (first, end - 1):  # what holds at both ends of a line holds between them
+        ranges = runs.base + (row - runs.start)[:, None, None] * runs.slope
+        attended &= (ranges[:, :, 0] < row[:, None]) & (row[:, None] <= ranges[:, :, 1])
+    follows = attended.any(axis=1) | (first >= end)
+    single: Bool = np.logical_and.reduceat(follows, runs.first[:-1])
+    return single
 
 
 def _nearest(masks: Sequence[Mask], tokens: Int64, positions: Int32) -> Int64:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dyncp.arrays import Float64, Int32, Int64, distinct_pairs, frozen
-from dyncp.blocks import Q_INPUT, Q_RESULT, BlockGraph, Direction, Payload
+from dyncp.blocks import K_KINDS, Q_KINDS, BlockGraph, Direction
 
 _ROUNDING = 1e-9
 # Compute and tokens.
@@ -215,10 +215,8 @@ def _list_remote_uses(
 def minimal_bytes(graph: BlockGraph, placement: Placement, name: str, direction: Direction) -> int:
     """The hypergraph's Σ size × (parts touched − 1) for one mask and direction."""
     total = 0
-    q_kinds = [Q_INPUT[direction], Q_RESULT[direction]]
-    k_kinds = [Payload.KV, Payload.DKV] if direction is Direction.BACKWARD else [Payload.KV]
-    for keys, kinds in ((False, q_kinds), (True, k_kinds)):
+    for keys, kinds in ((False, Q_KINDS), (True, K_KINDS)):
         uses = find_remote_uses(graph, placement, name, keys=keys)
-        per_token = graph.payload_bytes[kinds].sum(axis=0)[uses.head_group]
+        per_token = graph.payload_bytes[list(kinds[direction])].sum(axis=0)[uses.head_group]
         total += int((per_token * graph.blocks.tokens[uses.block]).sum())
     return total

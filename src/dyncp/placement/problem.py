@@ -5,12 +5,12 @@ from typing import NamedTuple
 import numpy as np
 
 from dyncp.arrays import Float64, Int32, Int64, starts_of
-from dyncp.blocks import Q_INPUT, Q_RESULT, BlockGraph, Payload
+from dyncp.blocks import K_KINDS, Q_KINDS, BlockGraph
 from dyncp.compiled import compiled, inner
 from dyncp.topology import Topology
 
-Q_KINDS = [kind for side in (Q_INPUT, Q_RESULT) for kind in side.values()]
-KV_KINDS = [Payload.KV, Payload.KV, Payload.DKV]  # forward, backward, gradient
+# What travels for query blocks and for key blocks in both directions.
+BOTH = [[kind for kinds in side.values() for kind in kinds] for side in (Q_KINDS, K_KINDS)]
 
 
 class Problem(NamedTuple):
@@ -57,7 +57,7 @@ def make_problem(graph: BlockGraph) -> Problem:
     work = np.zeros(work_start[-1])
     per_token = graph.payload_bytes.sum(axis=1)
     tokens = graph.blocks.tokens.astype(np.float64)
-    q_bytes, kv_bytes = (tokens * per_token[kinds].sum() for kinds in (Q_KINDS, KV_KINDS))
+    q_bytes, kv_bytes = (tokens * per_token[kinds].sum() for kinds in BOTH)
     heads = np.array([0, *(group.num_kv_heads for group in graph.head_groups)])
     group_end = np.cumsum(heads) / heads.sum()
     problem = Problem(work, work_start, first, tokens, q_bytes, kv_bytes, group_end)

@@ -35,7 +35,7 @@ from dyncp.blocks import (
     build_graph,
 )
 from dyncp.compiled import compiled, inner
-from dyncp.masks import Mask, count_gaps, find_stretches
+from dyncp.masks import Mask, find_stretches, single_stretches
 from dyncp.masks.positions import NOTHING
 from dyncp.placement import Balance, Limits, Placement, Traffic, measure_balance
 from dyncp.plan.format import (
@@ -108,15 +108,10 @@ def assemble_plan(
 
 def stretches_of(batch: Batch) -> Stretches:
     """Those of all sequences, one after the other."""
-    gaps = np.min([count_gaps(own) for own in batch.masks.values()], axis=0)
-    one = np.zeros(1, np.int64), np.full(1, NOTHING)
-    found, known = [one] * len(gaps), {}
-    for sequence in np.flatnonzero(gaps > 1).tolist():
-        masks = [own[sequence] for own in batch.masks.values()]
-        key = tuple(mask.digest for mask in masks)
-        if key not in known:
-            known[key] = find_stretches(masks)
-        found[sequence] = known[key]
+    single = np.any([single_stretches(runs) for runs in batch.runs.values()], axis=0)
+    found = [(np.zeros(1, np.int64), np.full(1, NOTHING))] * len(single)
+    for sequence in np.flatnonzero(~single).tolist():
+        found[sequence] = find_stretches([own[sequence] for own in batch.masks.values()])
     start, before = (np.concatenate(own) for own in zip(*found, strict=True))
     offset = np.repeat(batch.offsets[:-1], [len(own) for own, _ in found])
     return Stretches(frozen(start + offset), frozen(np.where(before < 0, before, before + offset)))
@@ -194,15 +189,9 @@ def _programs(
 ) -> list[Program]:
     """The programs of all ranks for one mask and direction; `local_rows` has the rows of each."""
     num_ranks, moved = len(local_rows), schedule.transfers
-    sends, receives = (
-        _ByRank.of(
-            Messages,
-            (moved.phase, peer, moved.kind, moved.head_group, moved.block),
-            rank,
-            num_ranks,
-        )
-        for rank, peer in ((moved.source, moved.target), (moved.target, moved.source))
-    )
+    what = (moved.kind, moved.head_group, moved.block)
+    sends = _ByRank.of(Messages, (moved.phase, moved.target, *what), moved.source, num_ranks)
+    receives = _ByRank.of(Messages, (moved.phase, moved.source, *what), moved.target, num_ranks)
     division = schedule.tile_division[tiles.order]
     steps, first_step = order_instructions(
         schedule,
@@ -211,12 +200,11 @@ def _programs(
         _marked(tiles.rank, division, num_ranks, schedule.num_divisions),
     )
     at = _index_instructions(steps, first_step, max(schedule.num_phases, schedule.num_divisions))
-    received, uses = _block_uses(graph, tiles, division, sends, receives, at)
     slots, workspace_rows = build_slots(
-        received,
-        uses,
-        _next_compute(steps, first_step),
-        graph.blocks.tokens.astype(np.int64),
+        *_block_uses(tiles, division, sends, receives, at),
+        steps,
+        first_step,
+        graph.blocks.tokens,
         local_rows,
         len(graph.head_groups),
         alignment,
@@ -237,7 +225,6 @@ def _only(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def _block_uses(
-    graph: BlockGraph,
     tiles: _ByRank[Tiles],
     division: Int32,
     sends: _ByRank[Messages],
@@ -246,25 +233,18 @@ def _block_uses(
 ) -> tuple[BlockUses, list[BlockUses]]:
     """Blocks that are received as inputs, and all that is done with blocks; `at` is that of
     `_index_instructions`."""
-
-    def keys(space: Bool | int, block: Int32, group: Int32) -> Int64:
-        place = np.asarray(space, np.int64) * len(graph.blocks) + block
-        return place * len(graph.head_groups) + group
-
     read, sent, got = tiles.table, sends.table, receives.table
     computed = at[Op.COMPUTE, tiles.rank, division]
     launched = at[Op.LAUNCH, sends.rank, sent.phase]
+    waited = at[Op.WAIT, receives.rank, got.phase]
     uses = [
-        BlockUses(keys(space, block, read.head_group), computed, tiles.bounds)
-        for space, block in ((Space.Q, read.q_block), (Space.KV, read.k_block))
+        BlockUses(tiles.rank, Space.Q, read.q_block, read.head_group, computed),
+        BlockUses(tiles.rank, Space.KV, read.k_block, read.head_group, computed),
+        BlockUses(sends.rank, OF_KEYS[sent.kind], sent.block, sent.head_group, launched),
     ]
-    relayed = keys(OF_KEYS[sent.kind], sent.block, sent.head_group)
-    uses.append(BlockUses(relayed, launched, sends.bounds))
+    columns = (receives.rank, OF_KEYS[got.kind], got.block, got.head_group, waited)
     inputs = IS_INPUT[got.kind]
-    arriving = keys(OF_KEYS[got.kind], got.block, got.head_group)[inputs]
-    waited = at[Op.WAIT, receives.rank, got.phase][inputs]
-    bounds = bounds_of_ranks(receives.rank[inputs], len(receives.bounds) - 1)
-    return BlockUses(arriving, waited, bounds), uses
+    return BlockUses(*(column[inputs] for column in columns)), uses
 
 
 Column = Int32 | Int64
@@ -308,21 +288,8 @@ def _marked(rank: Column, number: Column, num_ranks: int, num_numbers: int) -> B
     return marked
 
 
-def _next_compute(steps: Int64, first: Int64) -> Callable[[Int64, Int64], Int64]:
-    """From (rank, instruction) to the next COMPUTE of that rank after it, or itself."""
-    computes = np.append(np.flatnonzero(steps[:, 0] == Op.COMPUTE), len(steps))
-
-    def find(rank: Int64, instruction: Int64) -> Int64:
-        place = first[rank] + instruction
-        after = computes[np.searchsorted(computes, place, "right")]
-        found: Int64 = np.where(after < first[rank + 1], after, place) - first[rank]
-        return found
-
-    return find
-
-
 def _index_instructions(steps: Int64, first: Int64, width: int) -> Int64:
-    """Place of each instruction in its rank's program, int64[op, ranks, arguments below width]; -1
+    """Index of each instruction in its rank's program, int64[op, ranks, arguments below width]; -1
     where a rank has no such instruction."""
     counts = np.diff(first)
     rank = np.repeat(np.arange(len(counts)), counts)
@@ -344,7 +311,7 @@ def _order(
     by_feeds: Int64,
 ) -> None:
     """Fills `steps` and `first`; `waiting` marks what a rank receives and has not waited for yet;
-    it is used up."""
+    it is modified."""
     num_ranks, num_phases = takes_part.shape
     num_divisions = computes.shape[1]
     count = first[0]

@@ -1,78 +1,86 @@
 """Slots: workspace rows for received blocks, reused once their block is no longer needed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from dyncp.arrays import Int64, frozen, sorted_order, split_by_rank, starts_of
+from dyncp.arrays import (
+    Bool,
+    Int32,
+    Int64,
+    bounds_of_ranks,
+    frozen,
+    sorted_order,
+    split_by_rank,
+    starts_of,
+)
 from dyncp.compiled import compiled, inner
-from dyncp.plan.format import Slots, Space
+from dyncp.plan.format import Op, Slots, Space
 
 
 class BlockUses(NamedTuple):
-    """Blocks that instruction `at` of a rank needs; rank r's are at `of_rank[r]:of_rank[r + 1]`.
+    """Blocks in the workspaces of ranks, each with the instruction of its rank that needs it."""
 
-    `key` is (space × blocks + block) × head groups + head group."""
+    rank: Int64
+    space: Bool | int
+    block: Int32
+    head_group: Int32
+    instruction: Int64
 
-    key: Int64
-    at: Int64
-    of_rank: Int64
+    def keys(self, num_blocks: int, num_groups: int) -> Int64:
+        """One number for rank, space, block and head group, which orders by them."""
+        place = (self.rank * len(Space) + self.space) * num_blocks + self.block
+        keys: Int64 = place * num_groups + self.head_group
+        return keys
 
 
 def build_slots(
     received: BlockUses,
     uses: Sequence[BlockUses],
-    next_compute: Callable[[Int64, Int64], Int64],
-    tokens: Int64,
+    steps: Int64,
+    first_step: Int64,
+    tokens: Int32,
     local_rows: Int64,
     num_groups: int,
     alignment: int,
 ) -> tuple[list[Slots], Int64]:
     """Slots of every rank, and the rows of every workspace [ranks, spaces, head groups].
 
-    A block stays from the WAIT that brings it to the last of its uses on that rank: a COMPUTE that
-    reads it, or a LAUNCH that sends its result or relays it. Its rows stay free until the next
-    COMPUTE after that (`next_compute`), so that they can be filled while the use is still under
-    way. `tokens` has one entry per block, `local_rows` one per rank."""
-    num_ranks, num_keys = len(local_rows), len(Space) * len(tokens) * num_groups
-    rank = np.repeat(np.arange(num_ranks), np.diff(received.of_rank))
-    order = sorted_order((received.key, num_keys), (rank, num_ranks))
-    key, first, rank = received.key[order], received.at[order], rank[order]
-    last, slot_of = first.copy(), np.full(num_keys, -1, np.int64)
-    for side in uses:
-        _extend(last, key, received.of_rank, side.key, side.at, side.of_rank, slot_of)
+    A block stays from the WAIT that brings it (`received`) to the last of its uses on that rank: a
+    COMPUTE that reads it, or a LAUNCH that sends its result or relays it. Its rows stay free until
+    the next COMPUTE after that, so that they can be filled while the use is still under way.
+    `steps` are the instructions of all ranks, those of rank r from first_step[r] on; `tokens` has
+    one entry per block, `local_rows` one per rank."""
+    sizes = len(tokens), num_groups
+    shape = (len(local_rows), len(Space), num_groups)
+    key = received.keys(*sizes)
+    order = np.argsort(key)
+    key, first = key[order], received.instruction[order]
+    slot_of = np.full(len(tokens) * int(np.prod(shape)), -1, np.int32)
+    slot_of[key] = np.arange(len(key))
+    last = first.copy()
+    for use in uses:
+        slot = slot_of[use.keys(*sizes)]
+        remote = slot >= 0
+        np.maximum.at(last, slot[remote], use.instruction[remote])
     place, group = np.divmod(key, num_groups)
-    space, block = np.divmod(place, len(tokens))
-    shape = (num_ranks, len(Space), num_groups)
-    workspace = (rank * len(Space) + space) * num_groups + group
-    until = next_compute(rank, last)
-    row, rows = place_slots(workspace, shape, first, until, tokens[block], local_rows, alignment)
+    place, block = np.divmod(place, len(tokens))
+    rank, space = np.divmod(place, len(Space))
+    until = _next_compute(steps, first_step, rank, last)
+    workspace, size = place * num_groups + group, tokens[block].astype(np.int64)
+    row, rows = place_slots(workspace, shape, first, until, size, local_rows, alignment)
     columns = [frozen(column) for column in (space, group, block, row, first, last)]
-    return split_by_rank(Slots, columns, received.of_rank), rows
+    return split_by_rank(Slots, columns, bounds_of_ranks(rank, len(local_rows))), rows
 
 
-@compiled
-def _extend(
-    last: Int64,
-    key: Int64,
-    of_rank: Int64,
-    used: Int64,
-    used_at: Int64,
-    uses_of_rank: Int64,
-    slot_of: Int64,
-) -> None:
-    """Extends every slot to its last use. `slot_of` is -1 everywhere, before and after: own blocks
-    have no slot."""
-    for rank in range(len(of_rank) - 1):
-        for slot in range(of_rank[rank], of_rank[rank + 1]):
-            slot_of[key[slot]] = slot
-        for use in range(uses_of_rank[rank], uses_of_rank[rank + 1]):
-            slot = slot_of[used[use]]
-            if slot >= 0:
-                last[slot] = max(last[slot], used_at[use])
-        for slot in range(of_rank[rank], of_rank[rank + 1]):
-            slot_of[key[slot]] = -1
+def _next_compute(steps: Int64, first_step: Int64, rank: Int64, instruction: Int64) -> Int64:
+    """The next COMPUTE of a rank after each instruction; itself where there is none."""
+    computes = np.append(np.flatnonzero(steps[:, 0] == Op.COMPUTE), len(steps))
+    place = first_step[rank] + instruction
+    after = computes[np.searchsorted(computes, place, "right")]
+    found: Int64 = np.where(after < first_step[rank + 1], after, place) - first_step[rank]
+    return found
 
 
 def place_slots(
@@ -136,7 +144,7 @@ def _first_fit(
 
 @inner
 def _give_back(gaps: Int64, num_gaps: int, row: int, size: int) -> int:
-    """Adds a gap where its row belongs; gives the number of gaps."""
+    """Adds a gap where its row belongs; returns the number of gaps."""
     place = num_gaps
     while place > 0 and gaps[place - 1, 0] > row:
         gaps[place, 0], gaps[place, 1] = gaps[place - 1, 0], gaps[place - 1, 1]
@@ -147,7 +155,7 @@ def _give_back(gaps: Int64, num_gaps: int, row: int, size: int) -> int:
 
 @inner
 def _join_gaps(gaps: Int64, num_gaps: int) -> int:
-    """Joins gaps that touch and drops empty ones; gives the number that stays."""
+    """Joins gaps that touch and drops empty ones; returns the number that stays."""
     kept = 0
     for gap in range(num_gaps):
         if kept > 0 and gaps[kept - 1, 0] + gaps[kept - 1, 1] == gaps[gap, 0]:

@@ -7,9 +7,7 @@ import numpy as np
 from dyncp.arrays import Float64, Int64
 from dyncp.blocks import (
     K_KINDS,
-    Q_INPUT,
     Q_KINDS,
-    Q_RESULT,
     BlockGraph,
     Direction,
     Payload,
@@ -125,8 +123,8 @@ def _all_to_all_seconds(task: Task, placed: Placed, direction: Direction) -> flo
     owner = np.broadcast_to(placed.placement.block_rank[:, None], traffic.home.shape)
     per_node = topology.ranks_per_node
     far = owner // per_node != traffic.home // per_node
-    sends = [Q_INPUT[direction], Payload.KV]
-    returns = [Q_RESULT[direction], *([Payload.DKV] if direction is Direction.BACKWARD else [])]
+    of_queries, of_keys = Q_KINDS[direction], K_KINDS[direction]
+    sends, returns = [of_queries[0], of_keys[0]], [*of_queries[1:], *of_keys[1:]]
     leaving = np.zeros(topology.num_ranks)
     for rank, kinds in ((owner, sends), (traffic.home, returns)):
         size = graph.blocks.tokens[:, None] * graph.payload_bytes[kinds].sum(axis=0)
@@ -184,10 +182,7 @@ class StaticSeconds:
             for direction in task.directions
         ]
         payloads = bytes_per_token(cost.shape, cost.shape.head_groups(1))[:, 0]
-        swapped = [
-            [Q_INPUT[direction], Q_RESULT[direction], *K_KINDS[direction]]
-            for direction in task.directions
-        ]
+        swapped = [[*Q_KINDS[direction], *K_KINDS[direction]] for direction in task.directions]
         self._swapped = [float(payloads[kinds].sum()) for kinds in swapped]
         self._keys = float(payloads[Payload.KV])
         self._cut_areas = cache(self._cut_area)

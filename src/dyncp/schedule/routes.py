@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from dyncp.arrays import Bool, Float64, Int64
-from dyncp.blocks import Q_INPUT, Q_RESULT, BlockGraph, Direction, Payload
+from dyncp.blocks import K_KINDS, Q_KINDS, BlockGraph, Direction
 from dyncp.compiled import compiled
 from dyncp.placement import Placement, find_remote_uses
 from dyncp.topology import Topology
@@ -69,9 +69,9 @@ def find_uses(
     side = np.repeat([0, 1], [len(queries), len(keys)])
     block = np.concatenate([queries.block, keys.block])
     group = np.concatenate([queries.head_group, keys.head_group])
-    back = Payload.DKV if direction is Direction.BACKWARD else -1
-    sent = np.array([Q_INPUT[direction], Payload.KV])[side]
-    result = np.array([Q_RESULT[direction], back])[side]
+    of_queries, of_keys = Q_KINDS[direction], K_KINDS[direction]
+    sent = np.array([of_queries[0], of_keys[0]])[side]
+    result = np.array([of_queries[1], *of_keys[1:], -1])[side]
     per_token = np.vstack([graph.payload_bytes, np.zeros_like(graph.payload_bytes[:1])])
     tokens = graph.blocks.tokens[block].astype(np.int64)
     uses = Uses(

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dyncp.arrays import Bool, Int32, Int64
-from dyncp.blocks import Q_INPUT, Q_RESULT, BlockGraph, Direction, Payload
+from dyncp.blocks import K_KINDS, Q_KINDS, BlockGraph, Direction, Payload
 from dyncp.placement import Placement
 from dyncp.schedule.schedule import Launches, PhaseKind, Schedule, number_phases
 
@@ -174,9 +174,8 @@ def _all_to_all(
         return []
     owner, home = rings.owner[away], rings.home[away]
     begin, end = np.ones_like(owner), np.full_like(owner, num_divisions)
-    there, back = [Q_INPUT[direction], Payload.KV], [Q_RESULT[direction]]
-    if direction is Direction.BACKWARD:
-        back.append(Payload.DKV)
+    of_queries, of_keys = Q_KINDS[direction], K_KINDS[direction]
+    there, back = (of_queries[0], of_keys[0]), (*of_queries[1:], *of_keys[1:])
     relayed = PhaseKind.RELAYED_RESULT
     return [
         *(_inputs(rings, away, begin, owner, home, kind) for kind in there),

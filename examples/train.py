@@ -1,5 +1,5 @@
-"""`dyncp train`: trains a small Llama of Transformers in one process, then on ranks under dyncp,
-and compares their losses.
+"""`dyncp train`: trains the small Llama of train_llama.py in one process, then on ranks under
+dyncp, with a mask, kernel and device of your choice, and compares their losses.
 
 Both start from the same weights and see the same batches. The one process runs Transformers' own
 attention, document by document; nothing but its batches comes from dyncp.
@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from dyncp import masks
 from dyncp.checks import whole_number
@@ -30,13 +29,12 @@ from dyncp.integrations.transformers import attach
 from dyncp.kernels import choose_kernel
 from dyncp.plan import Plan, RankPlan
 from dyncp.planner import PlannerConfig
+from examples.train_llama import SMALL, make_model
 
 RANKS, DEVICES = 4, ("cpu", "cuda")
-SIZES = {
-    "vocab_size": 256, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-}  # fmt: skip
-KV_VALUES = SIZES["num_hidden_layers"] * 2 * SIZES["num_key_value_heads"] * SIZES["head_dim"]
+HEAD_DIM = SMALL["hidden_size"] // SMALL["num_attention_heads"]
+# K and V of one token in all layers.
+KV_VALUES = 2 * SMALL["num_hidden_layers"] * SMALL["num_key_value_heads"] * HEAD_DIM
 LEARNING_RATE = 2e-3
 DISAGREEMENT = 1
 # Largest difference of a loss between the runs; fp32 sums in another order: 1e-6 after 8 steps.
@@ -303,10 +301,9 @@ def train_on_ranks(args: Namespace, virtual_ranks: int | None = None) -> Iterato
 
 def _start(args: Namespace) -> tuple[TextCorpus, Any]:
     corpus = TextCorpus(args.corpus, args.max_length)
-    torch.manual_seed(args.seed)
-    config = LlamaConfig(**SIZES, max_position_embeddings=args.max_length)
-    device = "cpu" if args.device == "cpu" else f"cuda:{torch.cuda.current_device()}"
-    return corpus, AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(device).train()
+    cpu = args.device == "cpu"
+    device = torch.device("cpu") if cpu else torch.device("cuda", torch.cuda.current_device())
+    return corpus, make_model(Namespace(model=None, seed=args.seed), device)
 
 
 def _options(args: Namespace) -> dict[str, Any]:
@@ -372,7 +369,8 @@ def _part(plan: Plan | RankPlan) -> RankPlan:
     return plan.parts[0] if isinstance(plan, Plan) else plan
 
 
-def ring_bytes(tokens: int, num_ranks: int) -> int:
-    """Bytes that ring attention moves in a step: K and V of all tokens visit all other ranks, in
-    backward once more, together with their gradients."""
-    return 3 * (num_ranks - 1) * tokens * KV_VALUES * torch.float32.itemsize
+def ring_bytes(tokens: int, num_ranks: int, *, recomputed: bool = False) -> int:
+    """Bytes that ring attention moves in a step: K and V of all tokens visit all other ranks, once
+    more where forward is `recomputed`, and in backward together with their gradients."""
+    passes = 4 if recomputed else 3
+    return passes * (num_ranks - 1) * tokens * KV_VALUES * torch.float32.itemsize

@@ -1,0 +1,1 @@
+"""Scripts to copy and run: python -m examples.demo."""
