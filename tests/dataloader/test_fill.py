@@ -27,7 +27,7 @@ def drawn(name, count, budget=BUDGET):
 
 
 def fill(lengths, budget, window=16):
-    entries = [SampleEntry(place, place, length) for place, length in enumerate(lengths)]
+    entries = [SampleEntry(number, number, length) for number, length in enumerate(lengths)]
     return list(fill_batches(entries, lambda _: budget, lambda entry, _: [entry], window))
 
 
@@ -68,7 +68,7 @@ def test_large_rooms_are_filled_to_a_fraction_without_overflowing():
 
 def test_the_oldest_sample_opens_the_next_batch():
     batches = fill([6, 7, 8, 9, 4, 3, 2, 1], 10)
-    assert [[entry.place for entry in batch.entries] for batch in batches] == [
+    assert [[entry.number for entry in batch.entries] for batch in batches] == [
         [0, 4], [1, 5], [2, 6], [3, 7],
     ]  # fmt: skip
     assert [batch.full for batch in batches] == [True, True, True, True]
@@ -94,7 +94,7 @@ def test_the_window_bounds_what_is_looked_at():
 def test_batches_are_at_least_97_percent_full(name, budget):
     lengths = drawn(name, 3000, budget)
     batches = fill(lengths, budget)
-    assert sorted(entry.place for batch in batches for entry in batch.entries) == list(range(3000))
+    assert sorted(entry.number for batch in batches for entry in batch.entries) == list(range(3000))
     assert all(sum(entry.length for entry in batch.entries) <= budget for batch in batches)
     assert sum(lengths) > 0.97 * budget * len(batches)
     assert sum(lengths) < 0.93 * budget * len(fill(lengths, budget, 1))  # in order
@@ -105,8 +105,8 @@ def test_samples_wait_for_few_batches():
     ages = [batch.entries[0].place for batch in batches]
     assert ages == sorted(ages)
     in_order = fill(drawn("ldc", 3000), BUDGET, 1)
-    place_of = {e.place: number for number, b in enumerate(in_order) for e in b.entries}
-    late = [number - place_of[e.place] for number, b in enumerate(batches) for e in b.entries]
+    batch_of = {e.number: number for number, b in enumerate(in_order) for e in b.entries}
+    late = [number - batch_of[e.number] for number, b in enumerate(batches) for e in b.entries]
     assert max(late) <= 16
 
 

@@ -74,7 +74,7 @@ def fill_batches(
 ) -> Iterator[FilledBatch]:
     """Batches of at most `budget(number)` tokens, number after number.
 
-    `entries` begin at the place of `start`. A batch is chosen among the next samples of `window`
+    `entries` begin at `start`. A batch is chosen among the next samples of `window`
     times its budget; with a window of 1 it takes samples in order, up to the first that does not
     fit. `fit(entry, limit)` returns what is left of a sample that is longer than the limit.
     """
@@ -100,9 +100,10 @@ def best_subset(lengths: Iterable[int], room: int, enough: int) -> list[int]:
     for length in lengths:
         taken.append(-(-length // unit))
         before.append(sums)
-        sums |= (sums << taken[-1]) & all_sums
-        if sums.bit_length() > enough:
-            break
+        if taken[-1] <= room:
+            sums |= (sums << taken[-1]) & all_sums
+            if sums.bit_length() > enough:
+                break
     left = sums.bit_length() - 1
     chosen = []
     for number in reversed(range(len(before))):
@@ -120,7 +121,7 @@ class _Filling:
         self._waiting: list[SampleEntry] = []
         self._taken = set(start.taken)
         self._start = start
-        self._place, self._dataset_state = start.samples, start.dataset_state  # of the next sample
+        self._next, self._dataset_state = start.samples, start.dataset_state  # of the next sample
 
     def open(self, budget: int) -> bool:
         """Makes the oldest waiting sample fit the budget; False if none is left."""
@@ -150,12 +151,12 @@ class _Filling:
 
     def position(self) -> Position:
         """Of the oldest waiting sample. Reads nothing."""
-        place, state = self._place, self._dataset_state
+        number, state = self._next, self._dataset_state
         if self._waiting:
-            place, state = self._waiting[0].place, self._waiting[0].state_before
-        self._taken = {key for key in self._taken if key[0] >= place}
+            number, state = self._waiting[0].number, self._waiting[0].state_before
+        self._taken = {key for key in self._taken if key[0] >= number}
         taken = tuple(sorted(self._taken))
-        return replace(self._start, samples=place, taken=taken, dataset_state=state)
+        return replace(self._start, samples=number, taken=taken, dataset_state=state)
 
     def _at(self, number: int) -> SampleEntry | None:
         """Waiting sample `number`; None if there are no more."""
@@ -191,7 +192,7 @@ class _Filling:
         if entry is None:
             return False
         pieces = self._fit(replace(entry, state_before=self._dataset_state), None)
-        self._place, self._dataset_state = entry.place + 1, entry.dataset_state
+        self._next, self._dataset_state = entry.number + 1, entry.dataset_state
         self._waiting += [piece for piece in pieces if piece.piece not in self._taken]
         return True
 

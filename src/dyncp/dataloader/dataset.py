@@ -29,14 +29,14 @@ MaskDigest = Callable[[Any, int], str]  # of a sample and its index
 
 @dataclass(frozen=True, eq=False)
 class SampleEntry:
-    """A sample in the order of an epoch: its place there, its index in the dataset, its tokens.
+    """A sample in the order of an epoch: its number there, its index in the dataset, its tokens.
 
     `sample` is set if it had to be read to learn its length; with a length of 0 it is the reason
     why the sample is dropped. `state_before` and `dataset_state` are what the source needs to
     continue with it, and after it. `whole` is its length before it was cut to the `length` tokens
     from `start` on."""
 
-    place: int
+    number: int
     index: int
     length: int
     sample: Any = None
@@ -48,8 +48,8 @@ class SampleEntry:
 
     @property
     def piece(self) -> tuple[int, int]:
-        """What tells pieces of an epoch's samples apart: the sample's place, the first token."""
-        return self.place, self.start
+        """What tells pieces of an epoch's samples apart: the sample's number, the first token."""
+        return self.number, self.start
 
 
 class SampleSource(ABC):
@@ -221,14 +221,14 @@ class IndexedSource(SampleSource):
         """Entries of indices, each with the state after it."""
         if self._lengths is None:
             order = self._reader.in_order(order, epoch)
-        for place, (number, state) in enumerate(order, first):
-            index, sample = int(number), None
+        for number, (given, state) in enumerate(order, first):
+            index, sample = int(given), None
             if self._lengths is None:
                 length, sample = self._read(epoch, index)
                 self._found[index] = length
             else:
                 length = int(self._lengths[index])
-            yield SampleEntry(place, index, length, sample, state, epoch, length)
+            yield SampleEntry(number, index, length, sample, state, epoch, length)
 
     def _order(self, position: Position) -> Iterator[tuple[int, Any]]:
         if self._sampler is not None:
@@ -322,11 +322,11 @@ class StreamSource(SampleSource):
             )
             repeated = repeat_from(items, position, self._bytes_of, what)
             states = ((item, {"taken": taken}) for item, taken in repeated)
-        for (place, found), state in states:
-            length, sample = read_sample(partial(_itself, found), place, self._config)
-            yield SampleEntry(place, place, length, sample, state, position.epoch, length)
+        for (number, found), state in states:
+            length, sample = read_sample(partial(_itself, found), number, self._config)
+            yield SampleEntry(number, number, length, sample, state, position.epoch, length)
 
-    def _samples(self, place: int, epoch: int) -> Iterator[tuple[int, Any]]:
+    def _samples(self, number: int, epoch: int) -> Iterator[tuple[int, Any]]:
         samples = iter(self._dataset)
         if self._begun:
             allowed = "a list, a Dataset or an IterableDataset"
@@ -334,19 +334,19 @@ class StreamSource(SampleSource):
         self._begun = True
         while True:
             try:
-                with SeededRandom(self._config.seed, epoch, place):
+                with SeededRandom(self._config.seed, epoch, number):
                     sample = next(samples)
             except StopIteration:
                 return
             except Exception as error:
-                raise SampleError(place, "reading", error) from error
-            yield place, sample
-            place += 1
+                raise SampleError(number, "reading", error) from error
+            yield number, sample
+            number += 1
 
     def _bytes_of(self, item: tuple[int, Any]) -> bytes:
-        place, sample = item
+        number, sample = item
         try:
-            return sample_bytes(sample, place, self._config.token_fields)
+            return sample_bytes(sample, number, self._config.token_fields)
         except ValueError:  # one that is dropped
             return b"left out"
 

@@ -25,7 +25,7 @@ RESERVED_FIELDS = (
 )  # fmt: skip
 TOO_LONG = ("error", "truncate", "drop", "split")
 # Ranks may differ in these options, or they are compared by their contents elsewhere.
-OWN = {"own": True}
+NOT_COMPARED = {"compared": False}
 MAX_PLANNERS = 4  # by default
 SCHEDULE_BATCHES = 1024  # of which every budget is compared
 
@@ -42,9 +42,9 @@ class LoaderConfig:
     accumulation_steps: int = field(default=1, metadata={"least": 1})
     shuffle: bool = False
     seed: int = field(default=0, metadata={"least": 0})
-    sampler: Iterable[int] | None = field(default=None, metadata=OWN)
-    batch_sampler: Iterable[Iterable[int]] | None = field(default=None, metadata=OWN)
-    lengths: Any = field(default=None, metadata=OWN)
+    sampler: Iterable[int] | None = field(default=None, metadata=NOT_COMPARED)
+    batch_sampler: Iterable[Iterable[int]] | None = field(default=None, metadata=NOT_COMPARED)
+    lengths: Any = field(default=None, metadata=NOT_COMPARED)
     max_length: int | None = field(default=None, metadata={"least": 1})
     too_long: str = field(default="error", metadata={"choices": TOO_LONG})
     bad_samples: str = field(default="error", metadata={"choices": ("error", "drop")})
@@ -55,18 +55,18 @@ class LoaderConfig:
     evaluation: bool = False
     max_tokens_per_rank: int | None = field(default=None, metadata={"least": 1})
     local_multiple: int = field(default=1, metadata={"least": 1})
-    look_ahead: int = field(default=4, metadata={"least": 0} | OWN)
-    num_planners: int | None = field(default=None, metadata={"least": 1} | OWN)
-    plan_timeout: float = field(default=300.0, metadata=OWN)
-    store_timeout: float = field(default=STORE_TIMEOUT, metadata=OWN)
+    look_ahead: int = field(default=4, metadata={"least": 0} | NOT_COMPARED)
+    num_planners: int | None = field(default=None, metadata={"least": 1} | NOT_COMPARED)
+    plan_timeout: float = field(default=300.0, metadata=NOT_COMPARED)
+    store_timeout: float = field(default=STORE_TIMEOUT, metadata=NOT_COMPARED)
     plan_function: Callable[..., Any] = plan_batch
     token_fields: Mapping[str, int] = field(default_factory=dict)
-    sample_fields: Sequence[str] = field(default=(), metadata=OWN)
-    sample_ids: bool = field(default=False, metadata=OWN)
-    collate: Collate | None = field(default=None, metadata=OWN)
-    num_workers: int = field(default=0, metadata={"least": 0} | OWN)
-    pin_memory: bool | None = field(default=None, metadata=OWN)
-    log_every: int | None = field(default=None, metadata={"least": 1} | OWN)
+    sample_fields: Sequence[str] = field(default=(), metadata=NOT_COMPARED)
+    sample_ids: bool = field(default=False, metadata=NOT_COMPARED)
+    collate: Collate | None = field(default=None, metadata=NOT_COMPARED)
+    num_workers: int = field(default=0, metadata={"least": 0} | NOT_COMPARED)
+    pin_memory: bool | None = field(default=None, metadata=NOT_COMPARED)
+    log_every: int | None = field(default=None, metadata={"least": 1} | NOT_COMPARED)
 
     @staticmethod
     def of(arguments: Mapping[str, Any]) -> "LoaderConfig":
@@ -156,7 +156,7 @@ class LoaderConfig:
 
     def shared_settings(self) -> dict[str, str]:
         """Options that must be equal on all ranks, as texts."""
-        names = [option.name for option in fields(self) if "own" not in option.metadata]
+        names = [option.name for option in fields(self) if option.metadata.get("compared", True)]
         budget = self.tokens_per_batch
         function = self.plan_function
         named = function if hasattr(function, "__qualname__") else type(function)

@@ -45,7 +45,7 @@ class Position:
     budget schedule sees). Inside an optimiser step `items` is its number of targets.
 
     The first `samples` samples of the epoch's order are in those batches; so are `taken` of the
-    samples after them (place, first token). The batches that the rest fills are numbered from 0:
+    samples after them (number, first token). The batches that the rest fills are numbered from 0:
     `dealt` of them have been dealt. `dataset_state` is what the source needs to continue after the
     first `samples` (None: nothing is known of the epoch yet)."""
 
@@ -114,7 +114,7 @@ def _position(saved: Mapping[str, Any]) -> Position:
             f"{sorted(known)}"
         )
     values = {k: from_text(v) if isinstance(v, str) else v for k, v in saved.items()}
-    taken = tuple((int(place), int(start)) for place, start in values["taken"])
+    taken = tuple((int(number), int(start)) for number, start in values["taken"])
     return Position(**values | {"taken": taken, "dealt": tuple(map(int, values["dealt"]))})
 
 
