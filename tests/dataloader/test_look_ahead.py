@@ -277,7 +277,7 @@ def test_texts_in_the_store_that_cannot_be_read_are_refused():
     deep = b"[" * 100_000
     for text in (deep, b"\xff", b"[]", b"{}", b'{"samples": 3}', b"3"):
         store, (first, _) = exchanges()
-        store._call("set", "r0/b3/decision", text)
+        store.set_bytes("r0/b3/decision", text)
         with pytest.raises(PeerError, match="the store has "):
             first.decision(3, SELECTION)
     with pytest.raises(PlanDecodeError, match="plan part is malformed"):

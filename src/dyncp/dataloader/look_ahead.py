@@ -123,11 +123,7 @@ class LookAhead:
     """One iteration. `take` returns the next batch, or raises what went wrong; `close` ends it."""
 
     def __init__(
-        self,
-        context: LoaderContext,
-        steps: Iterator[SelectedStep],
-        store: Store,
-        first: int,
+        self, context: LoaderContext, steps: Iterator[SelectedStep], store: Store, first: int
     ) -> None:
         self._context, self._steps = context, steps
         config, ranks = context.config, context.ranks
@@ -282,25 +278,20 @@ class LookAhead:
 
     def _plan(self, process: PlanProcess) -> None:
         """The first process starts before there is a batch; the others help with large batches."""
-        first = process is self._context.processes[0]
+        first, queue = process is self._context.processes[0], self._unplanned
         if first:
             process.start()
         least = 0 if first else HELPED_TOKENS
         while True:
-            batch = self._next_unplanned(least)
+            with self._changed:
+                self._wait_until(lambda: bool(queue) and queue[0].selection.num_tokens >= least)
+                batch = queue.popleft()
             try:
                 self._plan_batch(process, batch)
             finally:
                 with self._changed:
                     self._unpublished -= 1
                     self._changed.notify_all()
-
-    def _next_unplanned(self, least: int) -> BatchData:
-        """Waits for a batch of at least `least` tokens."""
-        queue = self._unplanned
-        with self._changed:
-            self._wait_until(lambda: bool(queue) and queue[0].selection.num_tokens >= least)
-            return queue.popleft()
 
     def _plan_batch(self, process: PlanProcess, batch: BatchData) -> None:
         context, selection = self._context, batch.selection

@@ -204,8 +204,6 @@ class LoaderRanks:
         world; a single rank if torch.distributed is not initialised."""
         if sum(choice is not None for choice in (group, mesh, virtual_ranks)) > 1:
             raise ValueError("pass only one of group=, mesh= and virtual_ranks=")
-        if isinstance(group, LoaderRanks):  # benchmarks: one rank of a group that does not exist
-            return group
         if virtual_ranks is not None:
             return LoaderRanks(None, whole_number("virtual_ranks", virtual_ranks, 1))
         if mesh is not None and mesh.ndim > 1:

@@ -68,10 +68,9 @@ class Position:
 
 
 def to_state(position: Position, settings: Mapping[str, Any], num_replicas: int) -> dict[str, Any]:
-    values = {field.name: getattr(position, field.name) for field in fields(Position)}
     return {
         "version": VERSION,
-        "position": {name: _leaf(value) for name, value in values.items()},
+        "position": {name: _leaf(value) for name, value in vars(position).items()},
         "terms": dict(settings),
         "num_replicas": num_replicas,
     }
@@ -113,9 +112,7 @@ def _position(saved: Mapping[str, Any]) -> Position:
             f"the loader state has a position with {sorted(saved)}; this dyncp reads "
             f"{sorted(known)}"
         )
-    values = {k: from_text(v) if isinstance(v, str) else v for k, v in saved.items()}
-    taken = tuple((int(number), int(start)) for number, start in values["taken"])
-    return Position(**values | {"taken": taken, "dealt": tuple(map(int, values["dealt"]))})
+    return Position(**{k: from_text(v) if isinstance(v, str) else v for k, v in saved.items()})
 
 
 def _on_other_replicas(position: Position, steps: int, before: int, now: int) -> Position:
