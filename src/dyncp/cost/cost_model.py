@@ -149,38 +149,21 @@ class CostModel:
         backward = direction is Direction.BACKWARD
         return self.profile.attention_backward if backward else self.profile.attention_forward
 
-    def call_seconds(self, num_calls: Numbers | int) -> Float64:
-        """Overhead of kernel calls, on top of their tiles; the gaps before them are left out."""
-        return np.asarray(self.profile.call_seconds * num_calls, np.float64)
-
-    def copy_seconds(self, num_bytes: Numbers | int) -> Float64:
-        """Packing or unpacking of messages."""
-        return np.asarray(num_bytes / self.profile.copy, np.float64)
-
     def heads_of(self, groups: Sequence[HeadGroup]) -> Int64:
         """Query heads of each head group."""
         per_kv = self.shape.q_heads_per_kv_head
         return np.asarray([group.num_kv_heads * per_kv for group in groups], np.int64)
 
     def graph_tile_seconds(self, graph: BlockGraph, name: str, direction: Direction) -> Float64:
-        """Seconds of every tile of mask `name`."""
-        more = self.edge_factor(direction) - 1
-        area = self._graph_area(graph, name)
-        if more:
-            area = area + more * self._graph_area(graph, name, edge=True)
-        return self.flops(area, 1, direction) / self.attention_rate(direction)
-
-    def _graph_area(self, graph: BlockGraph, name: str, *, edge: bool = False) -> Float64:
-        """Kernel area × q heads of every tile, or that of kernel tiles that are not full."""
+        """Seconds of every tile of mask `name`; computed once per graph."""
 
         def find() -> Float64:
             tiles, tokens = graph.tiles[name], graph.blocks.tokens
             heads = self.heads_of(self.groups_for(graph.shape, graph.head_groups))
-            sides = tiles.pairs, tokens[tiles.q_block], tokens[tiles.k_block]
-            area = self.edge_area(*sides) if edge else self.kernel_area(*sides)
-            return area * heads[tiles.head_group]
+            sides = tokens[tiles.q_block], tokens[tiles.k_block]
+            return self.tile_seconds(tiles.pairs, *sides, heads[tiles.head_group], direction)
 
-        return graph.remember(("kernel area", self, name, edge), find)
+        return graph.remember(("tile seconds", self, name, direction), find)
 
     def groups_for(
         self, planned: AttentionShape, groups: tuple[HeadGroup, ...]

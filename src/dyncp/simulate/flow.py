@@ -198,7 +198,7 @@ def _make_flow(
     layer: Layer, programs: Programs, messages: FlowMessages, calls: Int64, cost: CostModel
 ) -> Flow:
     tile_seconds = layer.by_division(layer.cell, layer.tile_seconds)
-    seconds = tile_seconds + cost.call_seconds(calls)
+    seconds = tile_seconds + cost.profile.call_seconds * calls
     seconds += cost.profile.launch_seconds * calls
     blocks = None
     if cost.knows_rows(layer.direction) or cost.knows_launches:
@@ -211,7 +211,7 @@ def _make_flow(
     else:  # packing and unpacking messages alone
         sent, nothing = layer.sent, np.zeros(layer.num_ranks)
         packed, unpacked = (
-            cost.copy_seconds(layer.by_phase(sent, end, sent.size))
+            layer.by_phase(sent, end, sent.size) / cost.profile.copy
             for end in (sent.source, sent.target)
         )
         rows = RowCosts(nothing, packed, unpacked, nothing)
