@@ -159,9 +159,9 @@ def check_rows(part: RankPlan, batch: Batch, name: str) -> Iterator[str]:
 
 @dataclass(frozen=True, eq=False)
 class ListedKernelTiles:
-    """What a GPU kernel works from, as plain arrays. Of a listed kernel tile of `side` × `side` rows,
-    all pairs are computed where it is `full`, otherwise those whose key row lies in the query row's
-    ranges."""
+    """What a GPU kernel works from, as plain arrays. Of a listed kernel tile of `side` × `side`
+    rows, all pairs are computed where it is `full`, otherwise those whose key row lies in the query
+    row's ranges."""
 
     side: int
     q_tile: Int64  # [listed]
