@@ -19,15 +19,15 @@ Numbers = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Prices the attention of `shape` on ranks like `profile` says. `graphs`: whether plans are
-    replayed as CUDA graphs, which spares the host most of its work."""
+    """Prices the attention of `shape` with the rates of `profile`. `graphs`: whether plans are
+    replayed as CUDA graphs, which removes most of the host's work."""
 
     profile: Profile
     shape: AttentionShape
     graphs: bool = True
 
     def kernel_area(self, pairs: Numbers, rows: Numbers, keys: Numbers) -> Float64:
-        """Pairs that the kernel works through, those that the mask forbids included.
+        """Pairs that the kernel computes, including masked ones in partial tiles.
 
         Keys come in whole kernel tiles of side t; rows share theirs with neighbours. Every row ends
         somewhere inside a kernel tile, half a tile on average, unless everything is allowed:
@@ -85,9 +85,8 @@ class CostModel:
     ) -> Float64:
         """Seconds of kernel calls (`CallWork`), their overhead left out.
 
-        `lanes` rows of kernel tiles run at a time, and each costs some keys more than it has. At
-        the end lanes stand idle, for half a row on average; no call is shorter than its longest
-        row."""
+        `lanes` rows of kernel tiles run at once; each has a fixed cost, expressed in keys. At the
+        end lanes are idle for half a row on average; no call is shorter than its longest row."""
         lanes, side, row = self.profile.lanes, self.profile.kernel_tile, self.row_keys(direction)
         work = area + (self.edge_factor(direction) - 1) * edge + row * side * rows
         spread = work * (1 + lanes / (2 * np.maximum(rows, 1)))
@@ -124,7 +123,7 @@ class CostModel:
 
     @property
     def knows_launches(self) -> bool:
-        """Whether the profile says what a call takes besides its attention kernels."""
+        """Whether the profile has the time of row work and launches."""
         return self.profile.launch_seconds > 0
 
     @property

@@ -18,6 +18,7 @@ it directly and nothing is merged.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,13 +65,13 @@ class Layer:
     tile_seconds: Float64
     sent: Sent
 
-    def calls(self) -> Int64:
-        """Kernel calls, one per head group, int64[ranks, divisions]."""
+    @cached_property
+    def calls(self) -> Bool:
+        """Which kernel calls there are, one per head group, bool[ranks, divisions, groups]."""
         groups = len(self.groups)
         called: Bool = np.zeros(self.num_ranks * self.num_divisions * groups, np.bool_)
         called[self.cell * groups + self.tiles.head_group] = True
-        num_calls: Int64 = called.reshape(-1, groups).sum(axis=1, dtype=np.int64)
-        return num_calls.reshape(self.num_ranks, -1)
+        return called.reshape(self.num_ranks, self.num_divisions, groups)
 
     def by_division(self, cell: Int64, seconds: Float64) -> Float64:
         """Sums by rank and division."""
@@ -278,9 +279,7 @@ def _end(
     read = layer.tokens[blocks.block] * row[blocks.group]
     local = layer.owner[blocks.block] == rank
     read_by_rank = layer.by_rank(rank[local], read[local])
-    called = np.zeros((layer.num_ranks, layer.num_divisions, len(layer.groups)), np.bool_)
-    called.reshape(-1, len(layer.groups))[blocks.cell, blocks.group] = True
-    several = (called.sum(axis=1) > 1).any(axis=1)
+    several = (layer.calls.sum(axis=1) > 1).any(axis=1)
     slots = layer.by_rank(inputs.target[~OF_KEYS[inputs.kind]]) > 0
     merges = several | slots | (merged > 0) | in_graph
     return np.where(merges, own * row.sum() + read_by_rank + merged, 0.0)
