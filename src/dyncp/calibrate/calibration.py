@@ -36,7 +36,7 @@ from dyncp.cost import CostModel, Profile
 from dyncp.plan import Op, Plan
 from dyncp.planner import plan_batch
 from dyncp.simulate.flow import layer_of_plan
-from dyncp.simulate.layer import CallBlocks, count_row_bytes
+from dyncp.simulate.layer import count_row_bytes
 from dyncp.topology import Link, Topology
 
 # Tokens of the call that copies run beside: a longer one would outlast them.
@@ -277,7 +277,7 @@ def _whole_calls(
 ) -> Iterator[WholeCall]:
     """The calls of the ranks that were timed."""
     layer, _ = layer_of_plan(plan, DEFAULT_MASK, direction, cost)
-    moved, launches = count_row_bytes(layer, CallBlocks.of(layer), cost).per_rank
+    moved, launches = count_row_bytes(layer, cost).per_rank
     for rank, measured in times.items():
         program = plan.parts[rank].mask_plan(DEFAULT_MASK).program(direction)
         groups = len(plan.parts[rank].groups_for(cost.shape))

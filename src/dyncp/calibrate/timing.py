@@ -29,7 +29,7 @@ from dyncp.cost import CostModel
 from dyncp.executor import DCPExecutor, Step, attention
 from dyncp.plan import Op, Plan, RankPlan
 from dyncp.simulate.flow import layer_of_plan
-from dyncp.simulate.layer import CallBlocks, call_work
+from dyncp.simulate.layer import call_work
 
 logger = logging.getLogger(__name__)
 
@@ -362,7 +362,7 @@ def plan_work(plan: Plan, direction: Direction, cost: CostModel) -> list[Divisio
     layer, _ = layer_of_plan(plan, DEFAULT_MASK, direction, cost)
     tiles = layer.tiles
     pairs = tiles.pairs * cost.heads_of(layer.groups)[tiles.head_group]
-    work = call_work(layer, CallBlocks.of(layer), cost)
+    work = call_work(layer, cost)
     seconds = cost.work_seconds(*work[1:], direction) + cost.profile.call_seconds
     found = []
     for cell in np.unique(layer.cell).tolist():

@@ -12,7 +12,7 @@ from dyncp.placement import Placement
 from dyncp.plan import Op, Plan
 from dyncp.plan.assemble import order_instructions
 from dyncp.schedule import Schedule
-from dyncp.simulate.layer import CallBlocks, Layer, RowCosts, Sent, count_row_bytes, more_seconds
+from dyncp.simulate.layer import Layer, RowCosts, Sent, count_row_bytes, more_seconds
 
 # What programs begin and end with, where row work is priced: copying in, merging and copying out.
 START, END = len(Op), len(Op) + 1
@@ -193,14 +193,11 @@ def _make_flow(layer: Layer, programs: Programs, messages: FlowMessages, cost: C
     calls, tile_seconds = layer.calls.sum(axis=2), layer.by_division(layer.cell, layer.tile_seconds)
     seconds = tile_seconds + cost.profile.call_seconds * calls
     seconds += cost.profile.launch_seconds * calls
-    blocks = None
-    if cost.knows_rows(layer.direction) or cost.knows_launches:
-        blocks = CallBlocks.of(layer)
-    if blocks is not None and cost.knows_rows(layer.direction):
-        seconds += more_seconds(layer, blocks, cost)
-    if blocks is not None and cost.knows_launches:
+    if cost.knows_rows(layer.direction):
+        seconds += more_seconds(layer, cost)
+    if cost.knows_launches:
         programs = _with_ends(programs)
-        rows = count_row_bytes(layer, blocks, cost).seconds(cost)
+        rows = count_row_bytes(layer, cost).seconds(cost)
     else:  # packing and unpacking messages alone
         sent, nothing = layer.sent, np.zeros(layer.num_ranks)
         packed, unpacked = (
