@@ -61,7 +61,7 @@ def _lay_out(rng, blocks, offsets):
         if rng.random() < 0.2 and len(blocks) > 1:
             continue
         gap = int(rng.integers(0, 150)) if rng.random() < 0.4 else 0
-        s, a, b = blocks.sequence[i], blocks.start[i], blocks.end[i]
+        s, a, b = blocks[i]
         coordinates += [-1] * gap + list(range(offsets[s] + a, offsets[s] + b))
         place[i], row = row + gap, row + gap + b - a
     return place, np.asarray(coordinates or [-1], np.int64)

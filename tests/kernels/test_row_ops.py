@@ -72,9 +72,8 @@ def send(make):
     """The launch that `make` makes, with its table on the device."""
     arrays = IndexArrays(DEVICE)
     launch = make(arrays)
-    event = arrays.send()
-    if event is not None:
-        event.wait()
+    arrays.send()
+    arrays.wait()
     return launch
 
 

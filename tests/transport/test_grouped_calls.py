@@ -172,7 +172,7 @@ def test_nodes_may_be_of_any_size_and_their_ranks_in_any_order():
 
 
 def differ(rank: int) -> str:
-    with pytest.raises(ValueError, match="give all ranks the same") as caught:
+    with pytest.raises(ValueError, match="they must be equal on all ranks") as caught:
         Distributed(timeout=30, grouped_operations=64 if rank == 1 else 128)
     return str(caught.value)
 

@@ -19,7 +19,7 @@ def test_ranks_per_node_goes_before_hosts():
 @pytest.mark.parametrize(("given", "shown"), [((4, 128), "=4"), ((None, 64), "=None")])
 def test_ranks_with_other_settings_are_named(given, shown):
     words = [settings_word(2, 128, "a"), settings_word(2, 128, "a"), settings_word(*given, "a")]
-    with pytest.raises(ValueError, match="give all ranks the same") as caught:
+    with pytest.raises(ValueError, match="they must be equal on all ranks") as caught:
         read_nodes(words)
     assert f"rank 2 has ranks_per_node{shown}" in str(caught.value)
     assert "rank 0 has ranks_per_node=2, grouped_operations=128" in str(caught.value)

@@ -1,8 +1,7 @@
 """One attention call of a prepared plan, forward and backward, on all ranks of this process.
 
-All that is the same in every call is found before the first, by `bind_rank`: tensors, tables, and
-the arguments of kernels, as steps that only have to be run. What the caller brings comes with the
-`Frame`.
+All that is equal in every call is bound before the first: tensors, tables, and the arguments of
+kernels, as a list of steps that only have to be run. What the caller brings comes with the `Frame`.
 """
 
 from collections.abc import Callable, Iterator
@@ -135,39 +134,32 @@ def _bound_ranks(
     prepared: PreparedPlan, layout: CallLayout, arena: Arena, *, captured: bool
 ) -> list[BoundRank]:
     base = arena.take(layout.num_bytes, prepared.num_bytes)
-    kept = arena.kept(layout)
-    if kept is None:  # the first call on this stream, or in this memory
+    bound = arena.views(layout)
+    if not bound:  # the first call on this stream, or in this memory
         layout.wait_for_indices()
-        kept = {}
-        arena.keep(layout, kept)
-    ranks = kept.get(captured)
-    if ranks is None:
+    if captured not in bound:
         with torch.inference_mode(False):  # calls in other modes use the same tensors
-            ranks = [
-                bind_rank(call, base, layout.dtypes, prepared.engine, captured=captured)
+            binders = [
+                _Binder(call, base, layout.dtypes, prepared.engine, captured=captured)
                 for call in layout.ranks
             ]
-        kept[captured] = ranks
-    return cast(list[BoundRank], ranks)
-
-
-def bind_rank(
-    call: RankCall, base: Tensor, dtypes: Dtypes, engine: Engine, *, captured: bool
-) -> BoundRank:
-    """`base` is the memory of the whole call, uint8; `captured`: by the caller."""
-    has_messages = call.layout.program.has_messages
-    streams = engine.streams(has_messages=has_messages, captured=captured)
-    return list(_Binder(call, base, dtypes, engine, streams).steps()), streams
+            bound[captured] = [(list(binder.steps()), binder.streams) for binder in binders]
+    return cast(list[BoundRank], bound[captured])
 
 
 class _Binder:
+    """Binds one rank's call. `base` is the memory of the whole call, uint8; `captured`: by the
+    caller."""
+
     def __init__(
-        self, call: RankCall, base: Tensor, dtypes: Dtypes, engine: Engine, streams: Streams
+        self, call: RankCall, base: Tensor, dtypes: Dtypes, engine: Engine, *, captured: bool
     ) -> None:
         self._call, self._layout, self._program = call, call.layout, call.layout.program
         self._base, self._memory = base, Memory.of(base, dtypes)
         self._one_dtype = dtypes.wide == dtypes.input  # of sums and of results
-        self._engine, self._streams = engine, streams
+        self._beside = engine.graphs.beside
+        has_messages = self._program.has_messages
+        self.streams = engine.streams(has_messages=has_messages, captured=captured)
         first = call.layout.first_row
         self._local_rows = slice(first, first + self._program.part.local_rows)
 
@@ -200,7 +192,7 @@ class _Binder:
         """Its launches run on several streams, but not where kernel tiles hold rows of several
         slots: calls then read what others fill."""
         program, streams = self._program, None
-        if self._engine.graphs.beside and not program.part.slot_alignment % WHOLE_TILE:
+        if self._beside and not program.part.slot_alignment % WHOLE_TILE:
             kinds = [(kind, time) for kind, time, _ in launches]
             streams = assign_streams(kinds, freed_times(program), in_turn=program.calls_depend)
         return Segment([work for *_, work in launches], fixed=fixed, streams=streams)
@@ -210,7 +202,7 @@ class _Binder:
             {peer: self._base[where] for peer, where in fields.peers.get(phase, {}).items()}
             for fields in (self._layout.sends, self._layout.receives)
         )
-        arrived = self._streams.arrived(phase) if inside else None
+        arrived = self.streams.arrived(phase) if inside else None
         return PhaseMessages(phase, sends, receives, self._call.ready[phase], arrived)
 
     def _opening(self) -> Iterator[Work]:
@@ -236,10 +228,10 @@ class _Binder:
 
     def _launches(self, item: Wait | Mark | Compute | RowWork) -> Iterator[Launched]:
         if isinstance(item, Wait):
-            arrived = self._streams.arrived(item.phase)
+            arrived = self.streams.arrived(item.phase)
             yield LaunchKind.WAIT, START, lambda _: arrived.wait()
         elif isinstance(item, Mark):
-            marked = self._streams.marked(item.time)
+            marked = self.streams.marked(item.time)
             yield LaunchKind.MARK, item.time, lambda _: marked.record()
         elif isinstance(item, RowWork):
             copy, memory = self._call.copies.get(item.time), self._memory
@@ -282,10 +274,15 @@ class _Binder:
         return attend_backward
 
     def _buffer(self, name: str, group: int, division: int = -1) -> Tensor | None:
-        key = (name, group, division)
-        if key not in self._layout.buffers:
-            return None
-        return self._layout.tensor(self._memory, key)
+        """Of a head group, in all calls or in one; None: it is in the caller's tensors."""
+        for key in (
+            (name, group, -1),
+            (f"{name}_sums", group, -1),
+            (f"{name}_call", group, division),
+        ):
+            if key in self._layout.buffers:
+                return self._layout.tensor(self._memory, key)
+        return None
 
     def _input(self, name: str, group: int) -> Bound:
         buffer = self._buffer(name, group)
@@ -297,33 +294,18 @@ class _Binder:
 
     def _result(self, name: str, division: int, group: int) -> Bound:
         """Where a call leaves a result, or adds to it."""
-        for buffer in (
-            self._buffer(f"{name}_sums", group),
-            self._buffer(f"{name}_call", group, division),
-        ):
-            if buffer is not None:
-                apart = Sums(buffer)
-                return lambda _: apart
-        final, wide = self._buffer(name, group), self._buffer(f"{name}_wide", group)
-        if final is not None:
-            sums = Sums(final, self._wide(final, wide))
-            return lambda _: sums
+        buffer, wide = self._buffer(name, group, division), self._buffer(f"{name}_wide", group)
+        sums = lambda final: Sums(final, final if self._one_dtype else wide)  # noqa: E731
+        if buffer is not None:
+            bound = sums(buffer)
+            return lambda _: bound
         index, heads = RESULTS[name], self._layout.heads(name, group)
         rows = self._result_rows(division, group)
-
-        def of_caller(frame: Frame) -> Sums:
-            final = frame.results.rows[index][rows, heads]
-            return Sums(final, self._wide(final, wide))
-
-        return of_caller
-
-    def _wide(self, final: Tensor, wide: Tensor | None) -> Tensor | None:
-        return final if self._one_dtype else wide
+        return lambda frame: sums(frame.results.rows[index][rows, heads])
 
     def _lse(self, division: int, group: int) -> Bound:
         """Where a forward call leaves its log-sum-exps."""
-        buffer = self._buffer("lse_call", group, division)
-        buffer = self._buffer("lse", group) if buffer is None else buffer
+        buffer = self._buffer("lse", group, division)
         if buffer is not None:
             return lambda _: buffer
         rows, heads = self._result_rows(division, group), self._layout.heads("lse", group)

@@ -27,7 +27,7 @@ class Arena:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.used = 0
-        self._views: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        self._views: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
         self._allocate(0)
 
     def take(self, num_bytes: int, needed: int = 0) -> Tensor:
@@ -52,13 +52,9 @@ class Arena:
             self._whole = torch.empty(size, dtype=torch.uint8, device=self.device)
         self.capacity = size
 
-    def kept(self, key: Any) -> Any:
-        """What `keep` kept for `key` (views of the buffer) if the buffer is still the same, or
-        None."""
-        return self._views.get(key)
-
-    def keep(self, key: Any, views: Any) -> None:
-        self._views[key] = views
+    def views(self, key: Any) -> dict[Any, Any]:
+        """What calls keep for `key` as long as the buffer is the same."""
+        return self._views.setdefault(key, {})
 
 
 CLOSED = "the executor was closed: make another one to prepare and run plans"
@@ -71,8 +67,7 @@ class WrongResultsError(Exception):
 class Engine:
     """Kernel, transport and memory. `alternative` is for inputs that the kernel refuses; `check`
     compares the kernel with dense attention before its first use with a shape and raises
-    WrongResultsError (None: it is trusted). `latest_shape` is that of the latest call: plans that
-    fit any shape are laid out for it in `prepare`, since models seldom change."""
+    WrongResultsError (None: it is trusted)."""
 
     def __init__(
         self,
@@ -91,7 +86,6 @@ class Engine:
         self.lock: threading.Lock = alternative.lock if alternative else threading.Lock()
         self.graphs = Graphs.choose("auto", device, kernel) if graphs is None else graphs
         self.on_gpu = device.type == "cuda"
-        self.latest_shape: AttentionShape | None = None
         self._refused: dict[AttentionShape, str] = {}  # reasons; empty ones: the kernel is right
         self._arenas: dict[int, Arena] = {}
         self._is_closed = False
@@ -102,8 +96,8 @@ class Engine:
         return Engine(self.kernel, transport, self.device, self.row_ops, self.graphs)
 
     def fitting(self, shape: AttentionShape) -> "Engine":
-        """This engine, or the other one where its kernel refuses such inputs or is wrong for them,
-        and the choice was left to the executor."""
+        """This engine, or the alternative one if the kernel was chosen automatically and does not
+        support such inputs, or is wrong for them."""
         reason = self._refused.get(shape)
         if reason is None:
             check = self.check
@@ -158,8 +152,8 @@ class Engine:
         if self.transport.num_ranks > len(self.transport.ranks):
             raise RuntimeError(
                 "two threads call attention of one executor at the same time; ranks in processes "
-                "need one order of calls: call from one thread, or give every thread an executor "
-                "of its own"
+                "need the same order of calls: call from one thread, or give every thread an "
+                "executor of its own"
             )
         self.lock.acquire()
 

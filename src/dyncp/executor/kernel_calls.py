@@ -11,9 +11,11 @@ from dyncp.compiled import compiled
 from dyncp.kernels import IndexArrays, Kernel, KernelCall, RowState, RowStates
 from dyncp.kernels.kernel import SequenceRows
 from dyncp.plan import (
+    IS_INPUT,
     Direction,
     KernelStyle,
     MaskPlan,
+    Messages,
     Op,
     RankPlan,
     Space,
@@ -29,6 +31,23 @@ class RankProgram(StyledProgram):
     @cached_property
     def instructions(self) -> list[tuple[Op, int]]:
         return [(Op(op), argument) for op, argument in self.program.instructions.tolist()]
+
+    @cached_property
+    def relayed_from(self) -> Int64:
+        """By payload that is sent: the received one that it passes on; -1: it is none."""
+        part, sends, receives = self.part, self.program.sends, self.program.receives
+        relayed = IS_INPUT[sends.kind] & (part.blocks.owner[sends.block] != part.rank)
+        inputs = np.flatnonzero(IS_INPUT[receives.kind])
+        known = self._payload_keys(receives)[inputs]
+        order = np.argsort(known)
+        at = np.searchsorted(known[order], self._payload_keys(sends)[relayed])
+        origin = np.full(len(sends), -1, np.int64)
+        origin[relayed] = inputs[order][at]
+        return origin
+
+    def _payload_keys(self, messages: Messages) -> Int64:
+        payload = messages.kind.astype(np.int64) * len(self.part.head_groups) + messages.head_group
+        return payload * len(self.part.blocks) + messages.block
 
     @property
     def calls_depend(self) -> bool:

@@ -56,7 +56,6 @@ class PayloadFields:
     entry: Int64  # index into the messages
     phase: Int64
     name: Int64  # index into NAMES
-    kind: Int64
     group: Int64
     block: Int64
     at: Int64
@@ -119,6 +118,11 @@ class RankLayout:
         groups = range(self.num_groups)
         return np.asarray([self.starts.get((name, group, -1), -1) for group in groups], np.int64)
 
+    def has_buffer(self, name: str, group: int) -> bool:
+        """Whether calls leave a result in a buffer, theirs or one of all calls."""
+        names = (name, f"{name}_sums", f"{name}_call")
+        return any(index == group and of in names for of, index, _ in self.buffers)
+
     def head_stride(self, name: str, group: int, call: int = -1) -> int:
         """Items between heads where these come first: in per-head values and sums; 0 elsewhere."""
         buffer = self.buffers.get((name, group, call))
@@ -155,16 +159,18 @@ class RankLayout:
     def _with_equal_messages(self, sends: Messages) -> PayloadFields:
         """Messages with the same payloads to several peers are one, which all of them get."""
         first = first_peers(sends)
-        fields = self._fields("send", sends.select(first == sends.peer))
+        fields = self._fields("send", sends, first == sends.peer)
         peers: dict[int, dict[int, slice]] = {}
         messages = np.unique(np.stack([sends.phase, sends.peer, first]), axis=1)
         for phase, peer, same in messages.T.tolist():
             peers.setdefault(phase, {})[peer] = fields.peers[phase][same]
         return replace(fields, peers=peers)
 
-    def _fields(self, buffer: str, messages: Messages) -> PayloadFields:
-        """By phase and peer, fields that lie on wide boundaries first."""
-        entry, column = np.nonzero(CODES[messages.kind] >= 0)
+    def _fields(self, buffer: str, messages: Messages, packed: Bool | None = None) -> PayloadFields:
+        """By phase and peer, fields that lie on wide boundaries first; of all payloads, or of those
+        that are `packed`."""
+        exists = CODES[messages.kind] >= 0
+        entry, column = np.nonzero(exists if packed is None else exists & packed[:, None])
         kind, group, block, phase, peer = (
             x[entry].astype(np.int64)
             for x in (
@@ -176,11 +182,11 @@ class RankLayout:
         size = self.program.part.blocks.tokens[block] * row_bytes
         evenness = np.gcd(row_bytes, MESSAGE_ALIGNMENT)
         order = np.lexsort((np.arange(len(entry)), -evenness, peer, phase))
-        entry, phase, peer, name, kind, group, block, size = (
-            x[order] for x in (entry, phase, peer, name, kind, group, block, size)
+        entry, phase, peer, name, group, block, size = (
+            x[order] for x in (entry, phase, peer, name, group, block, size)
         )
         at, peers = self._offsets(buffer, phase, peer, size)
-        return PayloadFields(entry, phase, name, kind, group, block, at, peers)
+        return PayloadFields(entry, phase, name, group, block, at, peers)
 
     def _offsets(
         self, buffer: str, phase: Int64, peer: Int64, size: Int64

@@ -16,7 +16,7 @@ import numpy as np
 
 from dyncp.arrays import Int64
 from dyncp.executor.kernel_calls import RankProgram
-from dyncp.plan import IS_INPUT, Messages, Op, Space
+from dyncp.plan import IS_INPUT, Op, Space
 from dyncp.plan.buffers import block_keys, result_keys, times_of
 
 START = -1  # the time at which local rows are ready
@@ -39,24 +39,15 @@ def _send_times(program: RankProgram) -> Int64:
     num_blocks, waits = len(part.blocks), np.append(times_of(program.program, Op.WAIT), START)
     times, arrived = np.full(len(sends), START, np.int64), waits[received.phase]
 
-    relayed = IS_INPUT[sends.kind] & (part.blocks.owner[sends.block] != part.rank)
-    inputs = IS_INPUT[received.kind]
-    known = _payload_keys(received.select(inputs), num_blocks)
-    order = np.argsort(known)
-    at = np.searchsorted(known[order], _payload_keys(sends.select(relayed), num_blocks))
-    times[relayed] = arrived[inputs][order][at]
+    relayed = program.relayed_from >= 0
+    times[relayed] = arrived[program.relayed_from[relayed]]
 
     computed = block_keys(added.space, added.head_group, added.block, num_blocks)
     last = np.full(len(part.head_groups) * len(Space) * num_blocks, START, np.int64)
     np.maximum.at(last, computed, added.time)
-    np.maximum.at(last, result_keys(received, num_blocks), arrived[~inputs])
+    np.maximum.at(last, result_keys(received, num_blocks), arrived[~IS_INPUT[received.kind]])
     times[~IS_INPUT[sends.kind]] = last[result_keys(sends, num_blocks)]
     return times
-
-
-def _payload_keys(messages: Messages, num_blocks: int) -> Int64:
-    payload = messages.kind.astype(np.int64) * (1 << 16) + messages.head_group
-    return payload * num_blocks + messages.block
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +66,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What the device was given so far is what phases that are ready at `time` wait for."""
+    """An event behind all work given so far; phases that are ready at `time` wait for it."""
 
     time: int
 

@@ -103,7 +103,9 @@ def list_copies(layout: RankLayout) -> dict[int, Int64]:
     arrived = np.flatnonzero(receives.inputs(backward=program.backward))
     waits = np.append(times_of(program.program, Op.WAIT), 0)
     relayed = np.flatnonzero(inputs & ~local)
-    came = _origins(layout, relayed, arrived)
+    came_in = np.zeros((len(program.program.receives), len(NAMES)), np.int64)
+    came_in[receives.entry, receives.name] = np.arange(len(receives.entry))
+    came = came_in[program.relayed_from[sends.entry[relayed]], sends.name[relayed]]
     packed = _packed(layout, np.flatnonzero(inputs & local))
     at_start = np.concatenate([_local_rows(layout), _gaps(layout), packed])
     copies = np.concatenate(
@@ -133,8 +135,8 @@ def _local_rows(layout: RankLayout) -> Int64:
 
 
 def _gaps(layout: RankLayout) -> Int64:
-    """Rows of kernel tiles that nobody has count nothing, but 0 × NaN would be NaN: those behind
-    the last local row, and behind the last row of every slot."""
+    """Padding rows of kernel tiles have weight 0, but 0 × NaN is NaN, so they are cleared: those
+    behind the last local row, and behind the last row of every slot."""
     parts = [np.zeros((0, len(Copy)), np.int64)]
     for name, group in np.argwhere(layout.start[: len(INPUT_NAMES)] >= 0).tolist():
         first, end = layout.program.unused_rows(Space(int(IS_KEY[name])), group)
@@ -184,23 +186,8 @@ def _unpacked(layout: RankLayout, at: Int64) -> Int64:
     )
 
 
-def _origins(layout: RankLayout, at: Int64, arrived: Int64) -> Int64:
-    """The received fields that these ones, which are sent on, came in."""
-
-    def keys(fields: PayloadFields, at: Int64) -> Int64:
-        payload = fields.kind[at] * layout.num_groups + fields.group[at]
-        return (payload * len(layout.program.part.blocks) + fields.block[at]) * len(
-            NAMES
-        ) + fields.name[at]
-
-    known = keys(layout.receives, arrived)
-    order = np.argsort(known)
-    found = np.searchsorted(known[order], keys(layout.sends, at))
-    return arrived[order][found]
-
-
 def _passed_on(layout: RankLayout, at: Int64, came: Int64) -> Int64:
-    """Received inputs into other messages, straight from the one that they came in."""
+    """Received inputs into other messages, directly from the one that they came in."""
     target = _in_message(layout, layout.sends, at, "TO")
     source = _in_message(layout, layout.receives, came, "FROM")
     return _table(Copy, **_sizes(layout, layout.sends, at), **source, **target, SOURCE=IN_MEMORY)
@@ -326,14 +313,14 @@ class _Sums:
     def _local_rows(self, name: str, space: Space, group: int) -> tuple[Int64, Int64, Int64]:
         """First row, rows and key of what the executor writes: of results that calls leave in
         buffers all rows, otherwise those that no call writes."""
-        part, program, code = self._part, self._program, NAMES.index(name)
+        part, code = self._part, NAMES.index(name)
         sequences = self._sequences(name, space, group)
         if sequences:
             row, count = np.asarray(sequences, np.int64).T[:2]
             key = self._key(code, group, SEQUENCES + np.arange(len(sequences)))
         else:
             block = part.local_blocks
-            if not program.copies_results(group)[space]:
+            if not self._layout.has_buffer(name, group):
                 block = block[~np.isin(block, self._blocks(space, group))]
             row, count = part.block_row[block], part.blocks.tokens[block]
             key = self._key(code, group, block)

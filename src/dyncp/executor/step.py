@@ -30,35 +30,13 @@ from dyncp.plan import (
 from dyncp.transport import Transport
 
 
-class Arrival:
-    """Index arrays on their way to the device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.arrays = IndexArrays(device)
-        self._event: torch.cuda.Event | None = None
-        self._users: set[int] = set()
-
-    def send(self) -> None:
-        self._event = self.arrays.send()
-
-    def wait(self) -> None:
-        """Makes the current stream wait for them, and their memory outlive its use there."""
-        if self._event is None or self.arrays.whole is None:
-            return
-        stream = torch.cuda.current_stream(self.arrays.device)
-        if stream.cuda_stream not in self._users:
-            self._users.add(stream.cuda_stream)
-            stream.wait_event(self._event)
-            self.arrays.whole.record_stream(stream)
-
-
 @dataclass(frozen=True, eq=False)
 class CallLayout:
     """Where everything of a call lies, on all ranks of this process, for one attention shape."""
 
     ranks: tuple[RankCall, ...]
     dtypes: Dtypes
-    arrivals: tuple[Arrival, ...]  # of the index arrays that it uses
+    arrays: tuple[IndexArrays, ...]  # those that it uses
     number: int  # 16 bits that stand for plan, mask, direction and shape
 
     @cached_property
@@ -66,78 +44,70 @@ class CallLayout:
         return sum(rank.layout.num_bytes for rank in self.ranks)
 
     def wait_for_indices(self) -> None:
-        for arrival in self.arrivals:
-            arrival.wait()
+        for arrays in self.arrays:
+            arrays.wait()
 
 
 class PreparedPlan:
     """The parts of the ranks of this process, lowered for an engine's kernel, and the layouts of
-    their calls. It is made on the host, in any thread; `send` ends it."""
+    their calls: of a plan for one attention shape at once, of others with their first call. It is
+    made on the host, in any thread; `send` ends it."""
 
     @torch.inference_mode(False)
     def __init__(self, parts: tuple[RankPlan, ...], engine: Engine) -> None:
         self.parts, self.engine = parts, engine
         self.num_rows = sum(part.local_rows for part in parts)
         self.accepted: set[Any] = set()  # calls that `check` found nothing wrong with
-        self._arrival = Arrival(engine.device)
+        self._arrays = IndexArrays(engine.device)
         self._layouts: dict[tuple[str, Direction, AttentionShape], CallLayout] = {}
         self._row_orders: dict[int | None, Contiguous] = {}
         self._other: PreparedPlan | None = None  # for another kernel
-        fixed, arrays = engine.graphs.wanted, self._arrival.arrays
+        fixed = engine.graphs.wanted
         self._programs = {
             (name, direction): tuple(
                 LoweredProgram(
-                    part, part.masks[name], direction, engine.kernel, arrays, fixed=fixed
+                    part, part.masks[name], direction, engine.kernel, self._arrays, fixed=fixed
                 )
                 for part in parts
             )
             for name, mask in parts[0].masks.items()
             for direction, _ in mask.programs()
         }
-        self._lay_out_all()
+        if parts[0].shape.exact:
+            for key in self._programs:
+                self._lay_out(*key, parts[0].shape, self._arrays)
 
     @torch.inference_mode(False)
     def send(self) -> "PreparedPlan":
         """All index arrays go to the device in one copy."""
-        self._lay_out_all()  # a call since then may have told the shape
-        self._arrival.send()
+        self._arrays.send()
         return self
 
-    def _lay_out_all(self) -> None:
-        """For the plan's attention shape, or that of the latest call where the plan fits any."""
-        planned = self.parts[0].shape
-        shape = planned if planned.exact else self.engine.latest_shape
-        for key in self._programs:
-            if shape is not None and (*key, shape) not in self._layouts:
-                self._lay_out(*key, shape, self._arrival)
-
     def _lay_out(
-        self, mask: str, direction: Direction, shape: AttentionShape, *arrivals: Arrival
+        self, mask: str, direction: Direction, shape: AttentionShape, *arrays: IndexArrays
     ) -> CallLayout:
-        """Ranks of this process one after the other, in memory and in rows. The last of `arrivals`
-        gets new index arrays."""
+        """Ranks of this process one after the other, in memory and in rows. Calls use all of
+        `arrays`; new ones are added to the last."""
         ranks: list[RankCall] = []
         base = first_row = 0
         for program in self._programs[mask, direction]:
-            arrays = arrivals[-1].arrays
-            rank = make_rank_call(program, shape, self.engine.row_ops, arrays, base, first_row)
+            rank = make_rank_call(program, shape, self.engine.row_ops, arrays[-1], base, first_row)
             ranks.append(rank)
             base, first_row = base + rank.layout.num_bytes, first_row + program.part.local_rows
         number = zlib.crc32(f"{self.parts[0].digest} {mask} {direction} {shape}".encode()) & 0xFFFF
-        layout = CallLayout(tuple(ranks), dtypes_of(shape), arrivals, number)
+        layout = CallLayout(tuple(ranks), dtypes_of(shape), arrays, number)
         self._layouts[mask, direction, shape] = layout
         return layout
 
     def layout(self, mask: str, direction: Direction, q: Tensor, k: Tensor) -> CallLayout:
         """Where everything of a call with these tensors lies; made once per shape."""
         shape = self.shape_of(q, k)
-        self.engine.latest_shape = shape
         found = self._layouts.get((mask, direction, shape))
         if found is None:
             with torch.inference_mode(False):
-                arrival = Arrival(self.engine.device)
-                found = self._lay_out(mask, direction, shape, self._arrival, arrival)
-                arrival.send()
+                arrays = IndexArrays(self.engine.device)
+                found = self._lay_out(mask, direction, shape, self._arrays, arrays)
+                arrays.send()
         return found
 
     @property

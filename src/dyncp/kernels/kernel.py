@@ -101,7 +101,7 @@ ALIGNMENT = 16  # bytes: vector loads
 
 
 class Index:
-    """One array on its way to the device; `tensor` is there after `IndexArrays.send`."""
+    """An array to be sent to the device; `tensor` is set by `IndexArrays.send`."""
 
     __slots__ = ("array", "tensor")
 
@@ -114,21 +114,23 @@ class Index:
 
 
 class IndexArrays:
-    """Collects the arrays of a plan while it is lowered."""
+    """Collects the arrays of a plan while it is lowered, and sends them to the device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.whole: Tensor | None = None  # all of them, once they are sent
         self._indices: list[Index] = []
+        self._whole: Tensor | None = None  # all of them, once they are sent to a GPU
+        self._sent: torch.cuda.Event | None = None
+        self._users: set[int] = set()  # streams
 
     def add(self, array: npt.NDArray[Any]) -> Index:
         index = Index(np.ascontiguousarray(array))
         self._indices.append(index)
         return index
 
-    def send(self) -> "torch.cuda.Event | None":
+    def send(self) -> None:
         """One copy of all arrays, from pinned memory on a stream of its own where the device is a
-        GPU; the event then says when they are there."""
+        GPU."""
         starts, total = [], 0
         for index in self._indices:
             starts.append(total)
@@ -141,18 +143,28 @@ class IndexArrays:
             )
         if not on_gpu:
             self._point_into(host, starts)
-            return None
+            return
         stream = _side_stream(self.device)
         with torch.cuda.stream(stream):
             # A power of two: the next plan's arrays fit where an older plan's were.
-            room = torch.empty(1 << (total - 1).bit_length(), dtype=torch.uint8, device=self.device)
-            room[:total].copy_(host, non_blocking=True)
-            self._point_into(room, starts)
-            event: torch.cuda.Event = stream.record_event()
-            return event
+            whole = torch.empty(
+                1 << (total - 1).bit_length(), dtype=torch.uint8, device=self.device
+            )
+            whole[:total].copy_(host, non_blocking=True)
+            self._point_into(whole, starts)
+            self._whole, self._sent = whole, stream.record_event()
+
+    def wait(self) -> None:
+        """Makes the current stream wait for them, and their memory outlive its use there."""
+        if self._sent is None or self._whole is None:
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if stream.cuda_stream not in self._users:
+            self._users.add(stream.cuda_stream)
+            stream.wait_event(self._sent)
+            self._whole.record_stream(stream)
 
     def _point_into(self, whole: Tensor, starts: list[int]) -> None:
-        self.whole = whole
         for index, start in zip(self._indices, starts, strict=True):
             dtype = torch.from_numpy(index.array[:0]).dtype
             flat = whole[start : start + index.array.nbytes].view(dtype)

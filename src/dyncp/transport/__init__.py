@@ -16,8 +16,6 @@ from torch import Tensor
 from dyncp.checks import whole_number
 
 Address = tuple[int, int, int]  # source, target, phase
-
-
 Buffers = Mapping[int, Tensor]  # a byte tensor per peer rank
 
 
@@ -31,8 +29,6 @@ class Channel(Protocol):
     The phases of a call are launched in increasing order, each once, and waited for after that. On
     a GPU, "starts" and "returns when" are meant for the current stream: the host never waits.
     """
-
-    bytes_sent: int
 
     def launch(self, phase: int, sends: Buffers, receives: Buffers, arrived: Any = None) -> None:
         """Starts the messages of a phase: one contiguous byte tensor per peer rank, each way. On a
@@ -118,13 +114,10 @@ class Null(_OneProcess):
 
 class NullChannel:
     def __init__(self, transport: Null) -> None:
-        self.bytes_sent = 0
         self._transport = transport
 
     def launch(self, _phase: int, sends: Buffers, receives: Buffers, arrived: Any = None) -> None:
-        sent = sum(message.nbytes for message in sends.values())
-        self.bytes_sent += sent
-        self._transport.bytes_sent += sent
+        self._transport.bytes_sent += sum(message.nbytes for message in sends.values())
         for buffer in receives.values():
             buffer.zero_()
         if arrived is not None:
@@ -173,7 +166,6 @@ class InProcess(_OneProcess):
 
 class InProcessChannel:
     def __init__(self, transport: InProcess, mailbox: Mailbox, rank: int) -> None:
-        self.bytes_sent = 0
         self._transport, self._mailbox, self._rank = transport, mailbox, rank
 
     def launch(self, phase: int, sends: Buffers, receives: Buffers, arrived: Any = None) -> None:
@@ -189,7 +181,6 @@ class InProcessChannel:
             address = (rank, peer, phase)
             assert address not in mailbox.sent, f"(source, target, phase) {address} was sent twice"
             mailbox.sent[address] = message
-            self.bytes_sent += message.nbytes
             self._transport.bytes_sent += message.nbytes
             self._deliver(address)
 

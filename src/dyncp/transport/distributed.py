@@ -24,8 +24,8 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 GROUPED_OPERATIONS = 128
 CALLS, PHASES = 2**16, 2**15  # gloo's tags have 31 bits
 SAME_CALLS = (
-    "A rank is gone or slow, or made another attention call: all ranks have to make the same ones, "
-    "with the same plan, mask and shape, in the same order"
+    "A rank is gone or slow, or made another attention call: all ranks must make the same calls "
+    "(plan, mask and shape) in the same order"
 )
 
 
@@ -134,16 +134,14 @@ def ranks_text(ranks: set[int] | Sequence[int]) -> str:
 
 class GroupedChannel:
     """`limit` bounds every wait of the host. None on GPUs: there only the current stream waits, and
-    NCCL's watchdog bounds that. `call` stands for what all ranks have to call together."""
+    NCCL's watchdog bounds that. `call` identifies what all ranks call together."""
 
     def __init__(self, transport: "Distributed", limit: timedelta | None, call: int = 0) -> None:
-        self.bytes_sent = 0
         self._transport, self._limit, self._call = transport, limit, call
         self._arriving: dict[int, list[Started]] = {}
         self._leaving: list[tuple[int, Started]] = []
 
     def launch(self, phase: int, sends: Buffers, receives: Buffers, arrived: Any = None) -> None:
-        self.bytes_sent += sum(message.nbytes for message in sends.values())
         started = self._transport.start(phase, sends, receives, self._call)
         self._arriving[phase] = [one for one in started if one.sources]
         self._leaving += [(phase, one) for one in started if not one.sources]
@@ -186,7 +184,7 @@ class GroupedChannel:
 
 
 def here() -> str:
-    """This machine, in a word that no other one has. A container counts as a node of its own."""
+    """A word that identifies this host. A container counts as a node of its own."""
     boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
     return f"{socket.gethostname()} {boot}"
 
@@ -203,7 +201,7 @@ def read_nodes(words: Sequence[bytes]) -> tuple[int, ...]:
     if odd:
         raise ValueError(
             f"rank {odd[0]} has {_settings(words[odd[0]])}, rank 0 has {_settings(words[0])}: "
-            "give all ranks the same"
+            "they must be equal on all ranks"
         )
     per_node, _ = struct.unpack("<qq", words[0][:16])
     if per_node:
@@ -354,7 +352,7 @@ class Distributed:
         return [part[:count] for part, count in zip(shaped, counts, strict=True)]
 
     def sum(self, numbers: Tensor) -> Tensor:
-        """Ranks that sum tensors of different sizes or dtypes are not told: `gather` was before."""
+        """Sizes and dtypes are not compared: the `gather` before it did that."""
         total, everyone = numbers.clone(), self.communicators[-1].group
         self._collective(
             lambda: dist.all_reduce(total, group=everyone), "summing gradients", "run backward"
@@ -407,7 +405,7 @@ class Distributed:
         return self._arrival_streams[phase]
 
     def _carried(self, communicator: Communicator, messages: Buffers) -> Buffers:
-        """Those that go over this communicator."""
+        """The messages of this communicator."""
         if len(self.communicators) == 1:
             return messages
         node, inside = self.nodes[self.ranks[0]], communicator.name == "inside"
