@@ -147,8 +147,8 @@ def add_planning_options(parser: ArgumentParser) -> None:
     option(parser, "--divisions", divisions, **counts)
     compute, tokens = DEFAULT_TOLERANCES
     text = (
-        f"fraction by which the most loaded rank may exceed the mean (default: about {compute}, and "
-        "more only where that makes the step shorter)"
+        "fraction by which the most loaded rank may exceed the mean (default: about "
+        f"{compute}, and more only where that makes the step shorter)"
     )
     option(parser, "--compute-tolerance", text, type=float)
     text = (
