@@ -141,7 +141,7 @@ def check_versions(versions: dict[str, str | None], world: World) -> Finding:
     first = _of_all_ranks(versions, world)[0]
     other = ", ".join(name for name in versions if versions[name] != first[name])
     if other:
-        text = f"versions of {other} are not those of rank 0: install the same on all ranks"
+        text = f"versions of {other} differ from those of rank 0: install the same on all ranks"
         return Finding("versions", False, text)
     shown = ", ".join(f"{name} {found or 'missing'}" for name, found in versions.items())
     return Finding("versions", True, shown)
@@ -244,7 +244,7 @@ def check_groups(world: World, limit: float = TIMEOUT) -> tuple[Finding, Facts |
             _wait_for_gpu(world, limit)
     except Exception as error:
         logger.debug("the grouped calls failed", exc_info=True)
-        text = f"not all ranks could send to all: {first_line(error)}"
+        text = f"the all-to-all test failed: {first_line(error)}"
         return Finding("groups", False, text), None
     wrong = [
         (sender, phase)
@@ -265,7 +265,7 @@ def check_groups(world: World, limit: float = TIMEOUT) -> tuple[Finding, Facts |
     if wrong:
         sender, phase = wrong[0]
         text = (
-            f"what came from rank {sender} in phase {phase} is not what it sent ({len(wrong)} such "
+            f"data from rank {sender} arrived corrupted in phase {phase} ({len(wrong)} such "
             "messages): do not train over this network"
         )
         return Finding("groups", False, text), facts
@@ -302,7 +302,7 @@ def _message(sender: int, receiver: int, phase: int, world: World) -> Tensor:
 
 
 def _wait_for_gpu(world: World, limit: float) -> None:
-    """So far only its stream has waited for the messages."""
+    """Synchronises the host: so far only the stream has waited."""
     done = torch.cuda.current_stream(world.device).record_event()
     deadline = time.monotonic() + limit
     while not done.query():
