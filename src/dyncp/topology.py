@@ -46,8 +46,9 @@ class Topology:
     ranks and 4 NICs make pairs that share one; with 8 NICs every rank has its own.
     `speeds` are the ranks' compute speeds relative to the profile (empty: all 1.0; 0.5 takes twice
     as long). With `ordered_phases` a rank's phase starts to travel only when its earlier ones have
-    arrived, inside nodes and between them apart, as on two NCCL communicators; without, every
-    launched message may travel, and those under way share links evenly, as over gloo.
+    arrived, separately for intra-node and inter-node messages, as on two NCCL communicators;
+    without, every launched message may travel, and those under way share links evenly, as over
+    gloo.
     """
 
     nodes: int = 1

@@ -110,7 +110,7 @@ def stretch_that_follows_another_sequence(plan: Plan) -> Plan:
     return with_part(plan, 1, stretches=stretches)
 
 
-@fault(8, "a sequence does not begin one", numerical=True)
+@fault(8, "a sequence begins inside one", numerical=True)
 def stretches_that_leave_a_sequence_out(plan: Plan) -> Plan:
     stretches = with_column(plan.parts[1].stretches, "start", -1, plan.parts[1].lengths.sum() - 1)
     return with_part(plan, 1, stretches=stretches)

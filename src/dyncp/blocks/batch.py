@@ -21,7 +21,7 @@ class Batch:
 
     A token's *coordinate* is its sequence's offset in the batch plus its position in the sequence:
     with lengths [3, 2] the second sequence has coordinates 3 and 4. The masks of a sequence have
-    different names and one text: those that set positions or targets have to set them alike.
+    different names and one text: those that set positions or targets must agree.
     """
 
     lengths: tuple[int, ...]
@@ -92,7 +92,7 @@ class Batch:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of lengths, masks and sample ids: equal on ranks that look at the same batch."""
+        """Hash of lengths, masks and sample ids: equal on all ranks that have the same batch."""
         digest = hashlib.blake2b(digest_size=16)
         digest.update(repr((self.lengths, self.sample_ids, sorted(self.masks))).encode())
         for name in sorted(self.masks):

@@ -90,7 +90,7 @@ class AttentionShape:
         return 8 if self.dtype == "fp64" else 4
 
     def divided(self, parts: int) -> "AttentionShape":
-        """What one of `parts` tensor-parallel ranks has: its share of the heads."""
+        """The shape on one of `parts` tensor-parallel ranks: its share of the heads."""
         if parts < 1 or self.q_heads % parts or self.kv_heads % parts:
             raise ValueError(
                 f"attention has {self.q_heads} q heads and {self.kv_heads} kv heads; {parts} "
@@ -264,8 +264,8 @@ def choose_block_sizes(lengths: Sequence[int], num_ranks: int) -> Int64:
 
 def choose_sizes_by_work(lengths: Sequence[int], num_ranks: int) -> Int64:
     """Like `choose_block_sizes`, but a sequence needs as many ranks as its share of the tokens says
-    or, if all were causal, its share of the work: one that has few tokens for a rank and more than
-    its share of the work is cut, too."""
+    or, assuming causal masks, its share of the work: a sequence with few tokens but more than a
+    rank's share of the work is cut, too."""
     length = np.asarray(lengths, np.int64)
     share = np.maximum(length / length.sum(), length**2 / (length**2).sum()) * num_ranks
     return _cut_sizes(length, np.ceil(share).astype(np.int64))
@@ -300,7 +300,7 @@ def build_graph(
     block_sizes: Sequence[int] | Int64,
     num_head_groups: int = 1,
 ) -> BlockGraph:
-    """The hypergraph of a batch for the given cut."""
+    """The hypergraph of a batch for the given block sizes."""
     groups = shape.head_groups(num_head_groups)
     blocks = build_blocks(batch.lengths, block_sizes)
     tiles = {

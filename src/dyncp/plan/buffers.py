@@ -44,7 +44,7 @@ class KernelStyle:
 
     `merges`: forward calls add up what they compute; otherwise each leaves an output of its own,
     for all rows of the kernel tiles that it touches.
-    `collects`: gradients collect in fp32 sums of the kernel's own order, over all calls of a
+    `collects`: gradients collect in fp32 sums in the kernel's own layout, over all calls of a
     program, with rows padded to `row_multiple` and head dims to `dim_multiple`. The only call of a
     rank without messages may be up to `most_sequences` whole sequences, each of which begins on
     such a border.
@@ -194,7 +194,7 @@ class StyledProgram:
 
 
 def _whole_tiles(low: Int64, high: Int64, rows: Int64, multiple: int) -> Int64:
-    """[first, end) of each hull. A single tile gets a neighbour, the one before it if there is."""
+    """[first, end) of each hull. A single kernel tile is widened to two, downwards if possible."""
     first, end = low // multiple, -(-high // multiple)
     single = (end - first == 1) & (rows > multiple)
     before = single & (first > 0)
@@ -353,9 +353,9 @@ GRAPH_BYTES = 125_000  # 121 kB each on one H200: python -m benchmarks.gpu_memor
 class MemoryUse:
     """Bytes of every rank in one attention call, int64[ranks] per direction.
 
-    Copies of inputs that received blocks follow, sums in a wider dtype, row sums, partial
-    results and message buffers count; q, kv, out, log-sum-exps and gradients, which the caller
-    gives and gets, do not. With several masks, each rank's largest call counts. `backward` is 0 in
+    Counted are copies of inputs with space for received blocks, sums in a wider dtype, row sums,
+    partial results and message buffers; not q, kv, out, log-sum-exps and gradients, which belong
+    to the caller. With several masks, each rank's largest call counts. `backward` is 0 in
     plans for evaluation. `graphs` is what the driver takes, at most, for the CUDA graphs of a
     prepared plan while it is alive, where they are used: one for every communication point.
     """

@@ -1,8 +1,8 @@
 """Checks of a part, with the sentence and the invariant (docs/verify.md) of the first fault found.
 
 A part that passes is safe to run: every index points at something that exists, nothing is read or
-written outside the part's buffers, and nothing is waited for that never comes. Whether the plan is
-right is for the verifier.
+written outside the part's buffers, and nothing is waited for that never comes. Correctness is the
+verifier's subject.
 """
 
 from collections.abc import Iterator
@@ -147,7 +147,7 @@ def _check_stretches(lengths: np.ndarray, stretches: Stretches) -> None:
     _check_table(stretches, IDENTITY, "stretch")
     start, before, bounds = stretches.start, stretches.before, starts_of(lengths)
     ordered = (np.diff(start) > 0).all() and not len(np.setdiff1d(bounds[:-1], start))
-    _require(ordered, IDENTITY, "stretches are not in order, or a sequence does not begin one")
+    _require(ordered, IDENTITY, "stretches are not in order, or a sequence begins inside one")
     inside = len(start) and start[-1] < bounds[-1] and (before >= UNCLEAR).all()
     _require(inside and (before < start).all(), IDENTITY, "a stretch is not inside the batch")
     sequence = np.searchsorted(bounds, np.stack([start, before.clip(0)]), side="right")

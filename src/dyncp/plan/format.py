@@ -24,8 +24,8 @@ from dyncp.placement import Balance
 @dataclass(frozen=True, slots=True)
 class Layout:
     """How rows are laid out: slots start on multiples of `slot_alignment` (the kernel-tile border),
-    a rank's local rows are padded to `local_multiple`. Above 1, a rank without tokens has so many
-    rows, too: models that cannot take none run everywhere."""
+    a rank's local rows are padded to `local_multiple`. If that is above 1, a rank without tokens
+    gets as many padding rows, for models that cannot run on zero rows."""
 
     slot_alignment: int = 128
     local_multiple: int = 1
@@ -238,7 +238,7 @@ class RankPlan:
 
     @property
     def filler(self) -> bool:
-        """Whether the batch only stands in for one that is missing, and counts for nothing."""
+        """Whether this batch is a placeholder for a missing one; it has no targets."""
         return False
 
     @property

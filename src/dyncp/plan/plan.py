@@ -135,7 +135,7 @@ class Plan:
 
 
 def batch_order(plan: RankPlan) -> Int64:
-    """Row of every token of the batch in the rows of all ranks put below each other.
+    """Row of every token of the batch in the concatenated rows of all ranks.
 
     Blocks A B | C owned by ranks 1, 0 | 0 lie as B C A: the batch's rows are at 2, 0, 1 (for blocks
     of one token)."""

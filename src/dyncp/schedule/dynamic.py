@@ -6,10 +6,9 @@ shares of every pair of rank and node (see routes.py for their ways). That gives
 earliest division in which its inputs are there; tiles that wait for nothing slow then fill the
 gaps. A block's partial result goes back as soon as its last tile on that rank is done.
 
-Owners send at once, in the order of the divisions that need the blocks; nobody's computation holds
-that up. A relay passes on what it got for division d - 1 while that computes, for division d.
-Results of division d travel while division d + 1 computes, sums of them over borders another
-division later:
+Owners send at once, in the order of the divisions that need the blocks, whatever anyone computes.
+A relay passes on what it got for division d - 1 while that computes, for division d. Results of
+division d travel while division d + 1 computes; their sums cross node borders one division later:
 
     start              over borders for 1, 2, 3, ...; inside nodes for 1, 2, 3, ...
     after division d   what came over borders for d + 1, passed on for d + 2; results to be summed;
@@ -49,7 +48,7 @@ def build_dynamic_schedule(
     num_divisions: int,
     pace: Pace,
 ) -> Schedule:
-    """Slow inputs come in at most `num_divisions` - 1 phases; one more division follows where
+    """Slow inputs arrive in at most `num_divisions` - 1 phases; one more division follows where
     blocks are passed on inside a node, and one or two more where other tiles hide the last
     results."""
     topology, ranks = pace.topology, placement.num_ranks
@@ -121,8 +120,8 @@ def _route(
 def _spread(
     queue: Int64, order: tuple[Int64, ...], uses: Uses, at: Int64, shares: Float64
 ) -> Int64:
-    """Division of the uses `at`: those of every queue, in order, cut by cumulated shares. No two
-    are alike in queue and order."""
+    """Division of the uses `at`: every queue, in order, is split by cumulative shares. Pairs of
+    queue and order are distinct."""
     key = queue
     for column in order:
         key = key * (int(column.max(initial=0)) + 1) + column[at]

@@ -51,8 +51,8 @@ class Pace:
         return Pace(Topology(1, num_ranks), CostModel(find_profile(DEFAULT_PROFILE), graph.shape))
 
     def least_seconds(self, rows: float, direction: Direction) -> float:
-        """What a phase should take at least, if ranks have so many rows. What travels in less time
-        than the host needs for it is never hidden."""
+        """The shortest useful phase for ranks with `rows` rows: shorter ones cost the host more
+        time than they hide."""
         more = (CALLS_PER_PHASE - 1) * self.cost.profile.call_seconds
         host = INSTRUCTIONS_PER_PHASE * self.cost.host_seconds
         return max(more + self.cost.division_seconds(rows, direction), host)
@@ -75,7 +75,7 @@ class Load:
 def share_phases(
     load: Load, num_divisions: int, least: float, *, results: bool
 ) -> tuple[Float64, Float64]:
-    """Cumulated shares of what travels for divisions 1, 2, ...: inside nodes and between them.
+    """Cumulative shares of what travels for divisions 1, 2, ...: inside nodes and between them.
 
     At most `num_divisions` - 1 phases; each takes at least `least` seconds of the links, as far as
     there is that much left. With `results` no phase has much more than its part, since what comes
@@ -97,7 +97,7 @@ def share_phases(
 def _next_share(
     done: float, travel: float, window: float, least: float, left: int, most: float
 ) -> float:
-    """The cumulated share after one more phase that `window` seconds of computing can hide."""
+    """The cumulative share after one more phase that `window` seconds of computing can hide."""
     rest = 1.0 - done
     if left == 1 or travel * rest <= least:
         return 1.0
@@ -134,7 +134,7 @@ def fill(
     end, steps = int(division.max(initial=0)), SAFETY * results
     if end == 0:  # nothing travels
         return division.copy()
-    room = _room(division, slow, work, SAFETY * arrivals, num_ranks)
+    room = _filler_seconds(division, slow, work, SAFETY * arrivals, num_ranks)
     filled = division.copy()
     local, middle = _middles(work, work.local & ~slow, np.zeros_like(division), turn)
     closes = middle + work.seconds[local] / 2
@@ -158,7 +158,9 @@ def fill(
     return filled
 
 
-def _room(division: Int64, slow: Bool, work: Work, arrivals: Float64, num_ranks: int) -> Float64:
+def _filler_seconds(
+    division: Int64, slow: Bool, work: Work, arrivals: Float64, num_ranks: int
+) -> Float64:
     """Seconds that fillers may take up to the end of every division, [ranks, divisions]: until the
     inputs of the next one are there."""
     end = int(division.max(initial=0))

@@ -144,7 +144,7 @@ def find_crossings(uses: Uses, topology: Topology, *, joined: bool) -> Crossings
 
 
 def choose_relays(uses: Uses, crossings: Crossings, phase: Int64, topology: Topology) -> Relays:
-    """Chooses relays, `phase` by phase (of every crossing), so that NICs have equally much."""
+    """Chooses relays, `phase` by phase (of every crossing), so that NICs carry equal shares."""
     order, start = crossings.order, crossings.start
     chosen = _least_loaded(
         uses.rank[order],

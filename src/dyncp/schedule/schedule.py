@@ -137,8 +137,8 @@ def _waits_for(phase_kind: Int64, division: Int64) -> list[int]:
 
 
 def _order_transfers(columns: Sequence[Int64]) -> Transfers:
-    """By phase, then source and so on. One number holds all columns where they fit, since sorting
-    numbers is fast."""
+    """By phase, then source and so on. Columns are packed into one integer if they fit: sorting
+    integers is fast."""
     bits = [int(column.max(initial=0)).bit_length() for column in columns]
     if sum(bits) > KEY_BITS:
         order = np.lexsort(columns[::-1])

@@ -53,7 +53,7 @@ class Rings:
     @staticmethod
     def of(graph: BlockGraph, placement: Placement) -> "Rings":
         traffic = placement.traffic
-        assert traffic is not None, f"solver {placement.solver!r} says nothing about its rings"
+        assert traffic is not None, f"solver {placement.solver!r} has no `traffic` with rings"
         length = np.asarray([len(ring) for ring in traffic.rings], np.int64)
         ranks = np.full((len(length), length.max()), -1, np.int64)
         place_of_rank = np.full((len(length), placement.num_ranks), -1, np.int64)
@@ -63,7 +63,9 @@ class Rings:
         block, group = np.indices((len(graph.blocks), len(graph.head_groups))).reshape(2, -1)
         home, ring = (x.reshape(-1).astype(np.int64) for x in (traffic.home, traffic.ring))
         place = place_of_rank[ring, home]
-        assert (place >= 0).all(), f"solver {placement.solver!r}: homes must lie in their rings"
+        assert (place >= 0).all(), (
+            f"solver {placement.solver!r}: a block's home must be in its ring"
+        )
         owner = placement.block_rank[block].astype(np.int64)
         return Rings(ranks, place_of_rank, length, block, group, owner, home, ring, place)
 
@@ -88,7 +90,9 @@ class Rings:
         index = tiles.k_block.astype(np.int64) * len(graph.head_groups) + tiles.head_group
         ring = self.ring[index]
         place = self.place_of_rank[ring, placement.tile_rank[name]]
-        assert (place >= 0).all(), f"solver {placement.solver!r}: tiles must lie in their rings"
+        assert (place >= 0).all(), (
+            f"solver {placement.solver!r}: a tile's rank must be in the ring of its keys"
+        )
         return index, (place - self.place[index]) % self.length[ring]
 
 
@@ -203,8 +207,8 @@ def _straight(rings: Rings, num_divisions: int) -> Route:
 
 
 def _by_node(rings: Rings, node: Int32) -> Route:
-    """To the own node straight from home, to another one through the rank that stands there where
-    home stands among its mates."""
+    """To the own node straight from home, to another one through the rank that has the same local
+    index there."""
     num_rings, longest = rings.ranks.shape
     at, turn = np.zeros((2, num_rings, longest), np.int64)  # node, and place among its mates
     mates = np.zeros((num_rings, int(node.max()) + 1), np.int64)
