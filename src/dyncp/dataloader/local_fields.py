@@ -27,17 +27,16 @@ from torch.nn.functional import cross_entropy
 
 from dyncp.arrays import Int64, starts_of
 from dyncp.blocks import Batch
+from dyncp.dataloader.options import PLAIN_FIELDS, TARGET_FIELDS
 from dyncp.dataloader.ranks import data_dimensions
 from dyncp.dataloader.reading import NO_TARGET, input_ids_of, labels_of, token_field
 from dyncp.masks import Mask, positions_and_targets
 from dyncp.masks.mask import normal_mask
 from dyncp.plan import Plan, RankPlan
 
-PLAIN_FIELDS = ("input_ids", "position_ids", "labels", "shift_labels")
 PADDING = {"labels": NO_TARGET, "shift_labels": NO_TARGET}  # other fields are padded with 0
 SUMMED = "dyncp_summed"  # of a gradient: its version when it was summed
 SampleOf = Callable[[int], Mapping[str, Any]]
-LISTED = ("target_rows", "target_labels", "target_weights", "target_tokens")
 
 
 def local_data(
@@ -218,7 +217,7 @@ def fingerprint_tensor(fingerprint: str) -> Tensor:
 
 def without_targets(data: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same tokens without targets."""
-    listed = {name: data[name][:, :0] for name in LISTED if name in data}
+    listed = {name: data[name][:, :0] for name in TARGET_FIELDS if name in data}
     return data | listed | {name: torch.full_like(data[name], NO_TARGET) for name in PADDING}
 
 
@@ -285,7 +284,7 @@ def next_token_loss(logits: Tensor, local_data: Mapping[str, Tensor]) -> Tensor:
     rows = logits.flatten(0, -2)
     wide = torch.promote_types(rows.dtype, torch.float32)
     if "target_rows" in local_data:
-        row, label, weight = (local_data[name].flatten() for name in LISTED[:3])
+        row, label, weight = (local_data[name].flatten() for name in TARGET_FIELDS[:3])
         losses = cross_entropy(rows[row].to(wide), label, reduction="none") * weight
     else:
         label = local_data["shift_labels"].flatten()
