@@ -17,6 +17,7 @@ optimiser step is the sum over ranks, and so are the gradients.
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,7 +72,7 @@ def local_data(
     data = local_rows(
         plan,
         lambda number: samples[number],
-        lambda number: layout_mask(_masks_of_sequence(batch, number)),
+        partial(_masks_of_sequence, batch),
         token_fields or {},
     )
     if num_items_in_batch is None:
@@ -85,7 +86,7 @@ def local_data(
 def local_rows(
     plan: RankPlan | Plan,
     sample_of: SampleOf,
-    mask_of: Callable[[int], Mask],
+    masks_of: Callable[[int], Mapping[str, Mask]],
     token_fields: Mapping[str, int],
 ) -> dict[str, Tensor]:
     """The fields of `local_data`, reading only the sequences that this rank has tokens of."""
@@ -94,7 +95,7 @@ def local_rows(
     if not needed and token_fields:
         needed = [0]  # for the dtypes and widths of fields without rows
     dims = dict.fromkeys(PLAIN_FIELDS, 0) | dict(token_fields)
-    sequence_masks = [mask_of(number) for number in needed]
+    sequence_masks = [layout_mask(masks_of(number)) for number in needed]
     sequences = [
         _sample_fields(sample_of(number), mask, int(lengths[number]), number, dims)
         for number, mask in zip(needed, sequence_masks, strict=True)

@@ -21,7 +21,6 @@ from dyncp.dataloader.dataset import SampleEntry, SampleSource
 from dyncp.dataloader.decision import Decision, PlanExchange, SampleDigests
 from dyncp.dataloader.local_fields import (
     fingerprint_tensor,
-    layout_mask,
     local_rows,
     local_sequences,
     num_targets,
@@ -187,10 +186,6 @@ class BatchData:
                 self._masks[number] = {name: _cut_mask(mask, *ends) for name, mask in masks.items()}
             return self._masks[number]
 
-    def layout(self, number: int) -> Mask:
-        """A mask with the positions and targets of the batch's sample `number`."""
-        return layout_mask(self.masks(number))
-
     def batch(self) -> Batch:
         """The batch as the planner sees it."""
         with self._lock:
@@ -345,8 +340,8 @@ class BatchPreparer:
     def _data(self, batch: BatchData, plan: RankPlan | Plan) -> tuple[dict[str, Any], int]:
         """This rank's data, and its number of targets."""
         batch.read_ahead(local_sequences(plan))
-        rows: dict[str, Any]
-        rows = local_rows(plan, batch.sample, batch.layout, self._config.token_fields)
+        fields = self._config.token_fields
+        rows: dict[str, Any] = local_rows(plan, batch.sample, batch.masks, fields)
         if batch.selection.filler:
             rows = without_targets(rows)
         targets = num_targets(rows)
