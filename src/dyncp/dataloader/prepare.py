@@ -150,22 +150,18 @@ class BatchData:
         self.selection = selection
         self._source, self._mask_maker = context.source, context.mask_maker
         self._token_fields = context.config.token_fields
+        self._compared = context.ranks.num_members > 1
         self._read: dict[int, Any] = {}
-        self._samples: dict[int, Any] = {}
         self._masks: dict[int, SampleMasks] = {}
         self._batch: Batch | None = None
         self._lock = threading.RLock()
 
     def sample(self, number: int) -> Any:
         """The batch's sample `number`, cut to the tokens that the batch takes of it."""
-        with self._lock:
-            if number not in self._samples:
-                entry, sample = self.selection.entries[number], self._whole(number)
-                if entry.length != entry.whole:
-                    piece = entry.start, entry.length
-                    sample = cut_sample(sample, *piece, entry.index, self._token_fields)
-                self._samples[number] = sample
-            return self._samples[number]
+        entry, sample = self.selection.entries[number], self._whole(number)
+        if entry.length == entry.whole:
+            return sample
+        return cut_sample(sample, entry.start, entry.length, entry.index, self._token_fields)
 
     def read_ahead(self, numbers: Iterable[int]) -> None:
         """Announces samples that will be needed soon."""
@@ -198,7 +194,10 @@ class BatchData:
             return self._batch
 
     def digests(self) -> list[SampleDigests]:
-        """Of all samples, with the masks that have been made and the content that has been read."""
+        """Of all samples, with the masks that have been made and the content that has been read;
+        none if there is no other rank to compare them with."""
+        if not self._compared:
+            return []
         with self._lock:
             return [
                 SampleDigests(
@@ -219,9 +218,10 @@ class BatchData:
         return digest_of(sample_bytes(self.sample(number), index, self._token_fields))[:DIGITS]
 
     def _whole(self, number: int) -> Any:
-        if number not in self._read:
-            self._read[number] = self._source.read(self.selection.entries[number])
-        return self._read[number]
+        with self._lock:
+            if number not in self._read:
+                self._read[number] = self._source.read(self.selection.entries[number])
+            return self._read[number]
 
 
 @dataclass(frozen=True, eq=False)
