@@ -20,24 +20,3 @@ from dyncp.kernels.row_ops import (
     accumulator_dtype,
     choose_row_ops,
 )
-
-__all__ = [
-    "KERNELS",
-    "CpuKernel",
-    "Dtypes",
-    "Gradients",
-    "IndexArrays",
-    "Kernel",
-    "KernelCall",
-    "Memory",
-    "ReferenceKernel",
-    "RowOps",
-    "RowState",
-    "RowStates",
-    "Sums",
-    "TorchRowOps",
-    "accumulator_dtype",
-    "choose_kernel",
-    "choose_row_ops",
-    "reason_for",
-]

@@ -13,7 +13,7 @@ from dyncp.plan import OwnedBlocks, Plan, RankPlan, RowRuns
 
 
 def decode_rows(blocks: OwnedBlocks, rows: RowRuns) -> tuple[Int64, Int64, Int64]:
-    """Every row that the runs speak of: its block int64[rows], its position in the sequence
+    """Every row that the runs describe: its block int64[rows], its position in the sequence
     int64[rows], and its ranges int64[rows, R, 2].
 
     A run ends at the next run of its block, or at the block's end: runs that start at rows 4
@@ -93,7 +93,7 @@ def _tile_key(q_block: Int64, k_block: Int64, head_group: Int64, part: RankPlan)
 
 
 def _required_tiles(batch: Batch, name: str, part: RankPlan) -> AllTiles:
-    """The tiles that the batch's masks ask for, counted afresh from their ranges; rank is -1."""
+    """The tiles that the batch's masks ask for, recounted from their ranges; rank is -1."""
     q_blocks, k_blocks, pairs = [], [], []
     first = 0
     for sequence, mask in enumerate(batch.masks[name]):
@@ -159,19 +159,15 @@ def check_rows(part: RankPlan, batch: Batch, name: str) -> Iterator[str]:
 
 @dataclass(frozen=True, eq=False)
 class ListedKernelTiles:
-    """What a kernel works from, as plain arrays. Of a listed kernel tile of `rows` × `columns`, all
-    pairs are computed where it is `full`, otherwise those whose key lies in the query row's ranges.
+    """What a GPU kernel works from, as plain arrays. Of a listed kernel tile of `side` × `side`
+    rows, all pairs are computed where it is `full`, otherwise those whose key row lies in the query
+    row's ranges."""
 
-    Ranges count keys by `k_numbers`: their coordinates (`reference`), or their rows in the
-    workspace, 0, 1, 2, ... (tile lists of GPU kernels)."""
-
-    rows: int
-    columns: int
+    side: int
     q_tile: Int64  # [listed]
     k_tile: Int64  # [listed]
     full: Bool  # [listed]
-    ranges: Int32 | Int64  # [query rows, R, 2]
-    k_numbers: Int64  # [key rows]
+    ranges: Int32 | Int64  # [query rows, R, 2], of key rows
     q_coordinates: Int64  # [query rows], -1 where unused
     k_coordinates: Int64  # [key rows], -1 where unused
 
@@ -203,11 +199,11 @@ def compare_kernel_tiles(
 
 def _misplaced(batch: Batch, listed: ListedKernelTiles) -> Iterator[str]:
     """Kernel tiles and coordinates that point at nothing."""
-    for name, tile, size, coordinates in (
-        ("query", listed.q_tile, listed.rows, listed.q_coordinates),
-        ("key", listed.k_tile, listed.columns, listed.k_coordinates),
+    for name, tile, coordinates in (
+        ("query", listed.q_tile, listed.q_coordinates),
+        ("key", listed.k_tile, listed.k_coordinates),
     ):
-        count = -(-len(coordinates) // size)
+        count = -(-len(coordinates) // listed.side)
         if ((tile < 0) | (tile >= count)).any():
             yield f"a listed kernel tile is outside the {count} of the {name} rows"
         if ((coordinates < -1) | (coordinates >= batch.num_tokens)).any():
@@ -215,7 +211,6 @@ def _misplaced(batch: Batch, listed: ListedKernelTiles) -> Iterator[str]:
     lengths = (
         {len(listed.q_tile), len(listed.k_tile), len(listed.full)},
         {len(listed.ranges), len(listed.q_coordinates)},
-        {len(listed.k_numbers), len(listed.k_coordinates)},
     )
     if max(map(len, lengths)) > 1:
         yield "the arrays of the kernel call differ in length"
@@ -245,15 +240,14 @@ def _pairs_of_kernel_tiles(batch: Batch, listed: ListedKernelTiles) -> tuple[Int
     often as they overlap; and how many unused key rows each query attends, [tokens]."""
     pairs = np.zeros((batch.num_tokens, batch.num_tokens), np.int64)
     unused = np.zeros(batch.num_tokens, np.int64)
-    columns = (listed.q_tile, listed.k_tile, listed.full)
+    columns, side = (listed.q_tile, listed.k_tile, listed.full), listed.side
     for q_tile, k_tile, full in zip(*(column.tolist() for column in columns), strict=True):
-        rows = slice(q_tile * listed.rows, (q_tile + 1) * listed.rows)
-        keys = slice(k_tile * listed.columns, (k_tile + 1) * listed.columns)
+        rows, keys = (slice(tile * side, (tile + 1) * side) for tile in (q_tile, k_tile))
         start, end = listed.ranges[rows, :, :1], listed.ranges[rows, :, 1:]
-        number = listed.k_numbers[keys]
-        times = ((number >= start) & (number < end)).sum(axis=1)
-        times = np.ones_like(times) if full else times
         query, key = listed.q_coordinates[rows], listed.k_coordinates[keys]
+        key_row = keys.start + np.arange(len(key))
+        times = ((key_row >= start) & (key_row < end)).sum(axis=1)
+        times = np.ones_like(times) if full else times
         row, column = np.nonzero(times * (query >= 0)[:, None])
         real = key[column] >= 0
         np.add.at(unused, query[row[~real]], 1)

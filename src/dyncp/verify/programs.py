@@ -181,7 +181,7 @@ def check_order(rank: RunningRank) -> Iterator[Found]:
         if op is Op.LAUNCH:
             if launched and argument < launched[-1]:
                 late = f"phase {argument} is launched after phase {launched[-1]}"
-                yield 3, f"{late}; order is increasing"
+                yield 3, f"{late}; phases must be launched in increasing order"
             launched.append(argument)
     for rows, invariant, side in ((program.sends, 3, "sends"), (program.receives, 4, "receives")):
         order = np.lexsort((rows.block, rows.head_group, rows.kind, rows.peer, rows.phase))

@@ -32,9 +32,9 @@ _EMPTY: Int64 = np.zeros(0, np.int64)
 
 
 def check_programs(plan: Plan, name: str, direction: Direction) -> Iterator[Found]:
-    """Invariants 2 to 4 of one mask and direction. `plan/check` has seen to it that every
-    instruction comes once, that all that tiles and messages need are there, and that slots lie
-    inside their workspaces and off the local rows."""
+    """Invariants 2 to 4 of one mask and direction. `plan/check` has already checked that
+    every instruction comes once, that all that tiles and messages need are there, and that slots
+    lie inside their workspaces and off the local rows."""
     where = f"mask {name!r}, {direction.name.lower()}"
     ranks = [_SymbolicRank(part, part.masks[name], direction) for part in plan.parts]
     for sentence in check_messages(ranks):

@@ -69,8 +69,8 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What was found, and which invariants were looked at in full: a fault can hide what a later
-    check would need."""
+    """What was found, and which invariants were checked completely: a fault may prevent later
+    checks."""
 
     violations: tuple[Violation, ...]
     checked: frozenset[int]
@@ -241,7 +241,7 @@ def _check_identity(plan: Plan, batch: Batch) -> Iterator[str]:
 
 
 def _digest(plan: Plan) -> str:
-    """Digest of the plan as it is; a plan that has no binary form has none."""
+    """Digest of the plan as it is; none if it cannot be encoded."""
     try:
         return Plan.of(plan.parts).digest
     except (TypeError, ValueError, KeyError) as error:
