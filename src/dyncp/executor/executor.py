@@ -36,7 +36,8 @@ class DCPExecutor:
     `deterministic` asks for a kernel that gives the same bits every time. `row_ops` replaces what
     moves and merges rows, which is otherwise chosen by device. `graphs` says whether what a plan
     launches between two communication points is captured and replayed as one CUDA graph: "auto"
-    does so on GPUs. All ranks of the group create it together.
+    does so on GPUs, "serial" with one launch after the other (for profiles). All ranks of the group
+    create it together.
     """
 
     def __init__(
