@@ -128,7 +128,7 @@ class _CallBuilder:
         contributions = program.contributions
         wide = contributions.wide
         self._after = np.where(wide, RowState.WIDE, RowState.FINAL).astype(np.uint8)
-        # What the contribution before left.
+        # The state of each row after the previous contribution.
         self._before = np.roll(self._after, 1)
         self._before[contributions.first] = RowState.NOTHING
 

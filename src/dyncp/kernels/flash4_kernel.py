@@ -98,7 +98,7 @@ def lower_call(call: KernelCall, arrays: IndexArrays, *, backward: bool) -> Flas
 
 
 def _takes_own_path(starts: Starts, call: KernelCall, backward: bool) -> bool:
-    """One causal sequence collects gradients as lists of tiles do; several lie in another order,
+    """One causal sequence collects gradients as tile lists do; several have a different layout,
     which only a program of one call may use. Its rows must be those of the call. Flash-attn-4
     compiles calls of one piece apart: small ones are not worth it."""
     queries, keys = (int(x[-1]) for x in starts)
@@ -254,5 +254,5 @@ def _padded_heads(per_head: Tensor) -> Tensor:
 
 
 def _part(x: Tensor, rows: slice) -> Tensor:
-    """x[rows], which costs host time where it is all of x."""
+    """x[rows]; skips the slice if it is all of x, which saves host time."""
     return x if x.shape[0] == rows.stop - rows.start else x[rows]

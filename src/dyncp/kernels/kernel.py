@@ -79,9 +79,9 @@ class Sums:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gradients:
-    """What a backward call adds to. Kernels that collect have `panels` in `final`, [heads, rows ×
-    dim], of dq, and of dk and dv where heads are grouped; where they are not, dk and dv are those
-    of the call."""
+    """What a backward call adds to. Kernels that collect have sums in their own order in `final`
+    (panels, [heads, rows × dim]; see `row_ops.panels_to_rows`), of dq, and of dk and dv where heads
+    are grouped; where they are not, dk and dv are those of the call."""
 
     dq: Sums
     dk: Sums
