@@ -39,7 +39,7 @@ from dyncp.executor.order import (
 )
 from dyncp.executor.row_work import RESULTS, RankCall
 from dyncp.executor.step import CallLayout, PreparedPlan
-from dyncp.kernels import Dtypes, Gradients, Memory, Sums, accumulator_dtype
+from dyncp.kernels import BackwardInputs, Dtypes, Gradients, Memory, Sums, accumulator_dtype
 from dyncp.kernels.row_ops import Results
 from dyncp.plan import Direction, Space
 from dyncp.plan.buffers import INPUTS, padded_rows
@@ -287,7 +287,8 @@ class _Binder:
         def attend_backward(frame: Frame) -> None:
             q, dout, k, v = (x(frame) for x in inputs)
             sums = Gradients(*(grad(frame) for grad in grads))
-            kernel.attend_backward(call, (q, k, v), dout, lse, delta, frame.scale, sums)
+            given = BackwardInputs(q, k, v, dout, lse, delta)
+            kernel.attend_backward(call, given, frame.scale, sums)
 
         return attend_backward
 

@@ -4,6 +4,7 @@ from dyncp.kernels.choose import KERNELS as KERNELS
 from dyncp.kernels.choose import choose_kernel as choose_kernel
 from dyncp.kernels.choose import reason_for as reason_for
 from dyncp.kernels.cpu import CpuKernel as CpuKernel
+from dyncp.kernels.kernel import BackwardInputs as BackwardInputs
 from dyncp.kernels.kernel import Gradients as Gradients
 from dyncp.kernels.kernel import IndexArrays as IndexArrays
 from dyncp.kernels.kernel import Kernel as Kernel

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from dyncp.arrays import Int64
-from dyncp.kernels.kernel import IndexArrays, KernelCall, RowState
+from dyncp.kernels.kernel import BackwardInputs, IndexArrays, KernelCall, RowState
 from dyncp.kernels.reference import (
-    BackwardInputs,
     PlainCall,
     ReferenceKernel,
     RowTile,

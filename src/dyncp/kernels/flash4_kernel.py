@@ -11,7 +11,15 @@ from torch import Tensor
 from dyncp.arrays import Int32, Int64
 from dyncp.compiled import compiled
 from dyncp.kernels import flash4_compiled as flash
-from dyncp.kernels.kernel import Gradients, IndexArrays, Kernel, KernelCall, SequenceRows, Sums
+from dyncp.kernels.kernel import (
+    BackwardInputs,
+    Gradients,
+    IndexArrays,
+    Kernel,
+    KernelCall,
+    SequenceRows,
+    Sums,
+)
 from dyncp.kernels.tile_lists import (
     FULL,
     PARTIAL,
@@ -184,19 +192,12 @@ class Flash4Kernel(Kernel):
         flash.attend(*inputs, _part(out.final, first), _part(lse, first).T)
 
     def attend_backward(
-        self,
-        lowered: Any,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        dout: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        scale: float,
-        grads: Gradients,
+        self, lowered: Any, inputs: BackwardInputs, scale: float, grads: Gradients
     ) -> None:
         if not self.collects:
-            self._triton.attend_backward(lowered, inputs, dout, lse, delta, scale, grads)
+            self._triton.attend_backward(lowered, inputs, scale, grads)
             return
-        rows, keys, (q, k, v) = lowered.rows, lowered.keys, inputs
+        rows, keys, (q, k, v, dout, lse, delta) = lowered.rows, lowered.keys, inputs
         dim, whole = padded_dim(q.shape[2]), isinstance(lowered.shape, flash.Varlen)
         places = slice(None) if whole else padded(rows)
         first = slice(0, keys.stop - keys.start)

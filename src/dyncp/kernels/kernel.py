@@ -77,6 +77,18 @@ class Sums:
     wide: Tensor | None = None
 
 
+class BackwardInputs(NamedTuple):
+    """What a backward call reads. `lse` is the final log-sum-exp of the whole row, `delta` the row
+    sum of dO·O."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    lse: Tensor
+    delta: Tensor
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Gradients:
     """What a backward call adds to. Kernels that collect have sums in their own order in `final`
@@ -233,14 +245,6 @@ class Kernel(ABC):
 
     @abstractmethod
     def attend_backward(
-        self,
-        lowered: Any,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        dout: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        scale: float,
-        grads: Gradients,
+        self, lowered: Any, inputs: BackwardInputs, scale: float, grads: Gradients
     ) -> None:
-        """Adds the tiles' gradients to `grads`. `inputs` are q, k, v; `lse` is the final
-        log-sum-exp of the whole row, `delta` the row sum of dO·O."""
+        """Adds the tiles' gradients to `grads`."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dyncp.kernels.kernel import (
+    BackwardInputs,
     Gradients,
     Index,
     IndexArrays,
@@ -151,16 +152,9 @@ class TritonKernel(Kernel):
         )  # fmt: skip
 
     def attend_backward(
-        self,
-        lowered: TritonCall,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        dout: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        scale: float,
-        grads: Gradients,
+        self, lowered: TritonCall, inputs: BackwardInputs, scale: float, grads: Gradients
     ) -> None:
-        q, k, v = inputs
+        q, k, v, dout, lse, delta = inputs
         ranges = (lowered.ranges.tensor, lowered.ranges.array.shape[2])
         side, dq = lowered.queries, grads.dq.final
         wide = _wide(grads.dq, side)
