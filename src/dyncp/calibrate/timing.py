@@ -274,7 +274,7 @@ def add_kernels(
 
 
 def _by_division(divisions: list[int], seconds: Float64) -> Float64:
-    found = np.bincount(divisions, seconds, minlength=1) if divisions else np.zeros(1)
+    found = np.bincount(np.asarray(divisions, np.int64), seconds, minlength=1)
     return found.astype(np.float64)
 
 
