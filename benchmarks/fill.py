@@ -25,7 +25,7 @@ from dyncp.cost import CostModel, find_model, find_profile
 from dyncp.dataloader.batching import BatchSelector
 from dyncp.dataloader.dataset import SampleEntry, open_source
 from dyncp.dataloader.options import LoaderConfig
-from dyncp.dataloader.planning import SampleSeconds
+from dyncp.dataloader.planning import sample_seconds
 from dyncp.dataloader.state import Position
 from dyncp.samplers import find_distribution
 
@@ -34,7 +34,7 @@ TOKENS = (32_768, 65_536, 131_072)
 REPLICAS = (1, 2, 4, 8, 16, 32, 64)
 SAMPLES = ("lognormal", "heavy_tailed", "ldc", "longalign")
 MODEL = find_model("llama3_8b")
-SECONDS = SampleSeconds(
+SECONDS = sample_seconds(
     masks.causal,
     CostModel(find_profile("p4de"), MODEL.attention_shape()),
     MODEL,
@@ -51,7 +51,8 @@ def lengths_of(name: str, tokens: int, seed: int) -> Iterator[int]:
     if name == "heavy_tailed":  # Pareto: one in 20,000 samples has more than 2M tokens
         while True:
             yield round(256 * (1 + rng.pareto(1.1)))
-    yield from find_distribution(name)(rng, tokens)
+    while True:
+        yield find_distribution(name)(rng, tokens)
 
 
 def epoch_lengths(name: str, tokens: int, seed: int) -> list[int]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from statistics import mean, median
 from time import perf_counter, sleep
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -94,19 +95,20 @@ def open_loader(
     depth: int,
     executor: DCPExecutor | None = None,
 ) -> DCPDataLoader:
-    return DCPDataLoader(
-        documents,
-        masks.by_name(args.mask),
-        model=AttentionShape(8, 2, 128),
-        group=LoaderRanks(rank=0, num_ranks=32),
-        topology=preset("p4de", 4),
-        planner=PlannerConfig(args.solver),
-        batch_sampler=documents.batches,
-        lengths=documents.lengths,
-        look_ahead=depth,
-        num_planners=args.planners,
-        executor=executor,
-    )
+    one_of_many = LoaderRanks(rank=0, num_ranks=32)  # of a group that does not exist
+    with mock.patch.object(LoaderRanks, "of", return_value=one_of_many):
+        return DCPDataLoader(
+            documents,
+            masks.by_name(args.mask),
+            model=AttentionShape(8, 2, 128),
+            topology=preset("p4de", 4),
+            planner=PlannerConfig(args.solver),
+            batch_sampler=documents.batches,
+            lengths=documents.lengths,
+            look_ahead=depth,
+            num_planners=args.planners,
+            executor=executor,
+        )
 
 
 # Keeps a core busy for as long as its parent lives.
@@ -174,7 +176,7 @@ def measure(args: argparse.Namespace) -> None:
     with open_loader(documents, args, 0) as loader:
         times = train(loader, executor, args)
         report("without look-ahead", times, least)
-        plan = mean(loader.metrics.plan_times()[1:])
+        plan = loader.metrics.snapshot()["plan_seconds_p50"]
     longer = times.mean - least
     print(f"\n{planners} planning processes; largest part of a rank: {part_bytes:,} bytes")
     print(f"without look-ahead a step takes {longer:.3f} s longer; a plan takes {plan:.3f} s")

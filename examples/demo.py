@@ -24,8 +24,8 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from dyncp import DCPExecutor, masks
-from dyncp.cli.arguments import launch
 from dyncp.integrations.transformers import attach
+from examples.launch import launch
 from examples.train import ring_bytes
 from examples.train_llama import Texts, make_model, parse
 

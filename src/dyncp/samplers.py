@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,60 +29,50 @@ LDC_MEDIAN, LDC_SIGMA, LDC_SHORTEST = 3000, 1.3, 256
 LONGALIGN_RANGE = 8192, 65536
 SFT_LONG_SHARE, SFT_SHORT_MEAN, SFT_LONG_RANGE = 0.0011, 1024, (8192, 65536)
 
-Lengths = Iterator[int]
-Distribution = Callable[[np.random.Generator, int], Lengths]
+# Draws the length of one sequence, of a batch of so many tokens.
+Distribution = Callable[[np.random.Generator, int], int]
 
 
-def training_documents(rng: np.random.Generator, _total: int) -> Lengths:
+def training_documents(rng: np.random.Generator, _total: int) -> int:
     """The table above, uniform inside a bin."""
-    most, share = np.array([0, *(m for m, _ in DOCUMENT_TOKENS)]), [s for _, s in DOCUMENT_TOKENS]
-    while True:
-        row = int(np.searchsorted(share, 100 * rng.random()))
-        yield int(rng.integers(most[row] + 1, most[row + 1] + 1))
+    most, share = zip(*DOCUMENT_TOKENS, strict=True)
+    row = int(np.searchsorted(share, 100 * rng.random()))
+    return int(rng.integers(most[row - 1] + 1 if row else 1, most[row] + 1))
 
 
 def ldc(scale: float) -> Distribution:
     """Long-tailed pre-training mix: lognormal times a scale, then clipped to [256, total]."""
 
-    def draw(rng: np.random.Generator, total: int) -> Lengths:
-        while True:
-            length = rng.lognormal(np.log(LDC_MEDIAN), LDC_SIGMA) * scale
-            yield round(min(max(length, LDC_SHORTEST), total))
+    def draw(rng: np.random.Generator, total: int) -> int:
+        length = rng.lognormal(np.log(LDC_MEDIAN), LDC_SIGMA) * scale
+        return round(min(max(length, LDC_SHORTEST), total))
 
     return draw
 
 
-def longalign(rng: np.random.Generator, _total: int) -> Lengths:
+def longalign(rng: np.random.Generator, _total: int) -> int:
     """Log-uniform from 8K to 64K: an assumption about LongAlign."""
-    while True:
-        yield round(np.exp(rng.uniform(*np.log(LONGALIGN_RANGE))))
+    return int(np.rint(np.exp(rng.uniform(*np.log(LONGALIGN_RANGE)))))
 
 
-def sft_mixture(rng: np.random.Generator, _total: int) -> Lengths:
+def sft_mixture(rng: np.random.Generator, _total: int) -> int:
     """99.89 % short samples with a mean of about 1K, 0.11 % long ones with a mean of about 37K.
 
     The shapes are assumptions: exponential, and uniform from 8K to 64K.
     """
-    while True:
-        if rng.random() < SFT_LONG_SHARE:
-            yield int(rng.integers(*SFT_LONG_RANGE, endpoint=True))
-        else:
-            yield 1 + int(rng.exponential(SFT_SHORT_MEAN))
+    if rng.random() < SFT_LONG_SHARE:
+        return int(rng.integers(*SFT_LONG_RANGE, endpoint=True))
+    return 1 + int(rng.exponential(SFT_SHORT_MEAN))
 
 
 def uniform(length: int) -> Distribution:
     """Every sequence has the same length."""
-
-    def draw(_rng: np.random.Generator, _total: int) -> Lengths:
-        while True:
-            yield length
-
-    return draw
+    return lambda _rng, _total: length
 
 
-def single(_rng: np.random.Generator, total: int) -> Lengths:
+def single(_rng: np.random.Generator, total: int) -> int:
     """One sequence with all tokens."""
-    yield total
+    return total
 
 
 PLAIN: dict[str, Distribution] = {
@@ -135,12 +125,11 @@ def sample_lengths(name: str, total_tokens: int, seed: int = 0) -> list[int]:
     "ldc" with 131,072 tokens and seed 0 starts 3533, 2527, 6898.
     """
     total_tokens = whole_number("total_tokens", total_tokens, 1)
+    draw, rng = find_distribution(name), np.random.default_rng(seed)
     left, lengths = total_tokens, []
-    for length in find_distribution(name)(np.random.default_rng(seed), total_tokens):
-        lengths.append(min(length, left))
+    while left:
+        lengths.append(min(draw(rng, total_tokens), left))
         left -= lengths[-1]
-        if left == 0:
-            break
     return lengths
 
 

@@ -74,7 +74,6 @@ def test_forward_and_backward_share_their_overhead():
     rates = fit_rates(samples(COST.profile), COST, 0)
     assert (rates.forward, rates.backward) == pytest.approx((590e12, 480e12))
     assert rates.call_seconds == pytest.approx(20e-6)
-    assert rates.forward_call_seconds == pytest.approx(rates.backward_call_seconds)
     assert (rates.edge_forward, rates.edge_backward) == pytest.approx((1, 1))
     assert (rates.row_forward, rates.row_backward) == pytest.approx((0, 0), abs=1e-6)
 

@@ -121,11 +121,6 @@ def test_head_groups_share_the_seconds_of_a_graph() -> None:
     assert len(four) == 4 * len(one)
 
 
-def test_calls_and_copies_cost_time() -> None:
-    assert COST.call_seconds(3) == pytest.approx(60e-6)
-    assert COST.copy_seconds(np.array([0.8e12])).tolist() == [1.0]
-
-
 def test_every_topology_preset_has_a_profile() -> None:
     assert list(PROFILES) == list(PRESETS)
     for name, profile in PROFILES.items():

@@ -47,8 +47,8 @@ def write(folder: Path, **changes: Any) -> Path:
     [
         ({"dense": None}, "dense is missing; needed are name, attention_forward"),
         ({"dens": 1.0}, "dens is not a field; allowed are name, attention_forward"),
-        ({"dense": "fast"}, "dense is 'fast'; expected is number"),
-        ({"dense": True}, "dense is True; expected is number"),
+        ({"dense": "fast"}, "dense is 'fast'; expected number"),
+        ({"dense": True}, "dense is True; expected number"),
         ({"dense": -1.0}, r"Profile.dense is -1\.0; it must be finite and above 0"),
         (
             {"call_seconds": -1.0},
@@ -57,12 +57,12 @@ def write(folder: Path, **changes: Any) -> Path:
         ({"edge_forward": 0.5}, r"Profile.edge_forward is 0\.5; it must be finite and at least 1"),
         ({"row_backward": -1}, "Profile.row_backward is -1; it must be finite and at least 0"),
         ({"lanes": -1}, "Profile.lanes is -1; it must be finite and at least 0"),
-        ({"kernel_tile": 12.5}, r"kernel_tile is 12\.5; expected is integer"),
+        ({"kernel_tile": 12.5}, r"kernel_tile is 12\.5; expected integer"),
         ({"kernel_tile": 0}, "Profile.kernel_tile is 0; it must be finite and at least 1"),
-        ({"intra": 5}, "intra is 5; an object with latency and bandwidth"),
+        ({"intra": 5}, "intra is 5; it must be an object with latency and bandwidth"),
         ({"intra": {"latency": 0.0}}, r"intra\.bandwidth is missing"),
         ({"inter": {"latency": "low", "bandwidth": 1.0}}, r"inter\.latency is 'low'"),
-        ({"ordered_phases": 1}, "ordered_phases is 1; expected is true or false"),
+        ({"ordered_phases": 1}, "ordered_phases is 1; expected true or false"),
         ({"format": "other"}, '"format": "dyncp-profile-1"'),
     ],
 )

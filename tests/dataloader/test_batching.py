@@ -11,10 +11,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 from dyncp import DCPDataLoader, masks
 from dyncp.dataloader.batching import BatchSelector
-from dyncp.dataloader.dataset import IndexedSource, find_lengths, open_source
+from dyncp.dataloader.dataset import open_source
 from dyncp.dataloader.options import LoaderConfig
-from dyncp.dataloader.prepare import BatchData, LoaderContext, MaskMaker
-from dyncp.dataloader.ranks import LoaderRanks
 from dyncp.dataloader.state import Position, from_state, to_state
 
 LENGTHS = (5, 9, 3, 12, 1, 7)
@@ -67,13 +65,11 @@ def test_over_long_samples_are_refused_cut_or_dropped():
 
 def test_a_truncated_sample_is_cut_in_all_its_token_fields():
     sample = {"input_ids": list(range(6)), "labels": list(range(6)), "grid": np.zeros((3, 6))}
-    config = LoaderConfig(max_length=4, too_long="truncate", token_fields={"grid": 1})
-    source = open_source([sample], config)
-    (step,) = BatchSelector(source, config, 8, 0, 1).steps(Position())
-    context = LoaderContext(config, LoaderRanks(0, 1), source, MaskMaker(masks.causal), None)
-    cut = BatchData(context, step.selections[0]).sample(0)
-    assert len(cut["input_ids"]) == len(cut["labels"]) == 4
-    assert cut["grid"].shape == (3, 4)
+    options = {"max_length": 4, "too_long": "truncate", "token_fields": {"grid": 1}}
+    with DCPDataLoader([sample], masks.causal, **options) as loader:
+        ((data, _),) = loader
+    assert data["input_ids"].tolist() == data["labels"].tolist() == [[0, 1, 2, 3]]
+    assert data["grid"].shape == (3, 1, 4)
 
 
 def test_drop_last_drops_what_is_not_full():
@@ -108,7 +104,7 @@ def test_samplers_say_the_order_or_the_batches():
         {"batch_sampler": [[0]], "tokens_per_batch": 8},
     ):
         with pytest.raises(ValueError, match=r"pass only one of them|would have no effect"):
-            LoaderConfig(**wrong)
+            DCPDataLoader(SAMPLES, masks.causal, **wrong)
 
 
 def test_lengths_spare_reading():
@@ -122,23 +118,24 @@ def test_lengths_spare_reading():
     assert batches(samples=Unreadable(), lengths=LENGTHS, tokens_per_batch=16) == [
         [0, 1], [2, 3, 4], [5],
     ]  # fmt: skip
-    assert batching(samples=Unreadable(), lengths=LENGTHS).num_batches(Position()) == 1
-    assert find_lengths(SAMPLES, "tokens").tolist() == list(LENGTHS)
-    with pytest.raises(ValueError, match="sample 0 has no such field"):
-        find_lengths(SAMPLES, "words")
-    with pytest.raises(ValueError, match="Unreadable has no columns; pass an array"):
-        find_lengths(Unreadable(), "tokens")
-    with pytest.raises(ValueError, match="one integer for each of the dataset's 6 samples"):
-        find_lengths(SAMPLES, [1, 2])
-    with pytest.raises(ValueError, match="says 0 tokens for sample 2"):
-        find_lengths(SAMPLES, [1, 1, 0, 1, 1, 1])
+    assert len(DCPDataLoader(Unreadable(), masks.causal, lengths=LENGTHS, tokens_per_batch=16)) == 3
+    assert batches(lengths="tokens", tokens_per_batch=16) == [[0, 1], [2, 3, 4], [5]]
+    for dataset, lengths, message in (
+        (SAMPLES, "words", "sample 0 has no such field"),
+        (Unreadable(), "tokens", "Unreadable has no columns; pass an array"),
+        (SAMPLES, [1, 2], "one integer for each of the dataset's 6 samples"),
+        (SAMPLES, [1, 1, 0, 1, 1, 1], "says 0 tokens for sample 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            DCPDataLoader(dataset, masks.causal, lengths=lengths)
 
 
 def test_lengths_that_are_wrong_are_noticed_when_the_sample_is_read():
-    source = IndexedSource(SAMPLES, LoaderConfig(lengths=[5, 9, 4, 12, 1, 7]))
-    entries = list(source.entries(Position()))
-    with pytest.raises(ValueError, match="sample 2 has 3 tokens; lengths= says 4"):
-        source.read(entries[2])
+    with (
+        DCPDataLoader(SAMPLES, masks.causal, lengths=[5, 9, 4, 12, 1, 7]) as loader,
+        pytest.raises(ValueError, match="sample 2 has 3 tokens; lengths= says 4"),
+    ):
+        list(loader)
 
 
 class Stream(IterableDataset):
@@ -177,7 +174,7 @@ def test_a_stream_with_a_state_resumes_without_reading_again():
 def test_streams_refuse_what_needs_an_index():
     for option in ({"shuffle": True}, {"lengths": LENGTHS}, {"sampler": [0]}):
         with pytest.raises(ValueError, match="needs a dataset with __len__ and __getitem__"):
-            batching(samples=iter(SAMPLES), **option)
+            DCPDataLoader(iter(SAMPLES), masks.causal, **option)
 
 
 @settings(max_examples=60, deadline=None)

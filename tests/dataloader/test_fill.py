@@ -12,7 +12,7 @@ from dyncp.cost import MODELS, CostModel, find_profile
 from dyncp.dataloader.batching import BatchSelector, balanced_round, best_subset, fill_batches
 from dyncp.dataloader.dataset import SampleEntry, open_source
 from dyncp.dataloader.options import LoaderConfig
-from dyncp.dataloader.planning import SampleSeconds
+from dyncp.dataloader.planning import sample_seconds
 from dyncp.dataloader.state import Position
 from dyncp.samplers import find_distribution
 
@@ -22,12 +22,12 @@ COST = CostModel(find_profile("p4de"), MODEL.attention_shape())
 
 
 def drawn(name, count, budget=BUDGET):
-    lengths = find_distribution(name)(np.random.default_rng(0), budget)
-    return [min(next(lengths), budget) for _ in range(count)]
+    draw, rng = find_distribution(name), np.random.default_rng(0)
+    return [min(draw(rng, budget), budget) for _ in range(count)]
 
 
 def fill(lengths, budget, window=16):
-    entries = [SampleEntry(place, place, length) for place, length in enumerate(lengths)]
+    entries = [SampleEntry(number, number, length) for number, length in enumerate(lengths)]
     return list(fill_batches(entries, lambda _: budget, lambda entry, _: [entry], window))
 
 
@@ -35,7 +35,7 @@ def rounds(lengths, replicas, budget=BUDGET, **options):
     """Every replica's batches, and the seconds that each takes."""
     config = LoaderConfig(lengths=lengths, tokens_per_batch=budget, **options)
     source = open_source([None] * len(lengths), config)
-    seconds = SampleSeconds(masks.causal, COST, MODEL, forward_only=False)
+    seconds = sample_seconds(masks.causal, COST, MODEL, forward_only=False)
     own = [
         [
             sum(seconds(entry.length) for entry in selection.entries)
@@ -68,7 +68,7 @@ def test_large_rooms_are_filled_to_a_fraction_without_overflowing():
 
 def test_the_oldest_sample_opens_the_next_batch():
     batches = fill([6, 7, 8, 9, 4, 3, 2, 1], 10)
-    assert [[entry.place for entry in batch.entries] for batch in batches] == [
+    assert [[entry.number for entry in batch.entries] for batch in batches] == [
         [0, 4], [1, 5], [2, 6], [3, 7],
     ]  # fmt: skip
     assert [batch.full for batch in batches] == [True, True, True, True]
@@ -94,7 +94,7 @@ def test_the_window_bounds_what_is_looked_at():
 def test_batches_are_at_least_97_percent_full(name, budget):
     lengths = drawn(name, 3000, budget)
     batches = fill(lengths, budget)
-    assert sorted(entry.place for batch in batches for entry in batch.entries) == list(range(3000))
+    assert sorted(entry.number for batch in batches for entry in batch.entries) == list(range(3000))
     assert all(sum(entry.length for entry in batch.entries) <= budget for batch in batches)
     assert sum(lengths) > 0.97 * budget * len(batches)
     assert sum(lengths) < 0.93 * budget * len(fill(lengths, budget, 1))  # in order
@@ -105,8 +105,8 @@ def test_samples_wait_for_few_batches():
     ages = [batch.entries[0].place for batch in batches]
     assert ages == sorted(ages)
     in_order = fill(drawn("ldc", 3000), BUDGET, 1)
-    place_of = {e.place: number for number, b in enumerate(in_order) for e in b.entries}
-    late = [number - place_of[e.place] for number, b in enumerate(batches) for e in b.entries]
+    batch_of = {e.number: number for number, b in enumerate(in_order) for e in b.entries}
+    late = [number - batch_of[e.number] for number, b in enumerate(batches) for e in b.entries]
     assert max(late) <= 16
 
 
@@ -131,7 +131,7 @@ def test_replicas_take_equally_long():
 
 def test_seconds_of_a_sample_follow_its_mask():
     def seconds(mask_fn, length, model=MODEL, forward_only=False):
-        return SampleSeconds(mask_fn, COST, model, forward_only=forward_only)(length)
+        return sample_seconds(mask_fn, COST, model, forward_only=forward_only)(length)
 
     causal = [seconds(masks.causal, length) for length in (1000, 10_000, 100_000)]
     assert causal[1] > 10 * causal[0]
@@ -146,4 +146,4 @@ def test_seconds_of_a_sample_follow_its_mask():
     assert seconds(masks.causal, 1000, forward_only=True) < causal[0] / 2
     assert seconds(masks.causal, 1000, model=None) == pytest.approx(causal[0], rel=0.1)
     small = CostModel(COST.profile, AttentionShape(8, 2, 64))
-    assert SampleSeconds(masks.causal, small, None, forward_only=False)(1000) < causal[0] / 10
+    assert sample_seconds(masks.causal, small, None, forward_only=False)(1000) < causal[0] / 10

@@ -13,15 +13,16 @@ from dyncp import AttentionShape, Batch, DCPDataLoader, PlannerConfig, masks, pl
 from dyncp.cost import ModelConfig
 from dyncp.dataloader.batching import SelectedBatch, SelectedStep
 from dyncp.dataloader.dataset import SampleEntry, open_source
-from dyncp.dataloader.decision import Decision, PlanExchange
+from dyncp.dataloader.decision import PlanExchange
 from dyncp.dataloader.options import LoaderConfig
-from dyncp.dataloader.peers import Peers, TrainingProgress
-from dyncp.dataloader.planning import BatchPlanner, Closed, PlanReply
+from dyncp.dataloader.peers import Peers
+from dyncp.dataloader.planning import BatchPlanner
 from dyncp.dataloader.prepare import BatchData, BatchPreparer, LoaderContext, MaskMaker
 from dyncp.dataloader.ranks import BatchMismatch, LoaderRanks, PeerError, Store, chunk_keys
 from dyncp.dataloader.state import Position
 from dyncp.plan import PlanDecodeError, encode_part
 from dyncp.plan.codec import decode_body
+from dyncp.planner.process import Closed, PlanReply
 from dyncp.samplers import sample_lengths
 from dyncp.topology import Topology, preset
 
@@ -199,13 +200,13 @@ def test_a_ranks_part_of_a_large_batch_is_small(sample):
 
 RANKS = [LoaderRanks(rank, 2, rank, 2) for rank in range(2)]
 SELECTION = SelectedBatch(3, (SampleEntry(0, 4, 10), SampleEntry(1, 7, 2)), Position(batches=4))
-REPLY = PlanReply((b"part of 0", b"part of 1"), "d1", "f1", "bisection", 6, 0.1)
+REPLY = PlanReply((b"part of 0", b"part of 1"), "d1", "f1", 6, 0.1)
 
 
 def join(store, ranks, stalled=0.0, closing=False):
     """A rank's exchange, and its view of its peers."""
-    progress = TrainingProgress(1.0, 1.0, asked_at=time.perf_counter() - stalled, closing=closing)
-    peers = Peers(store, ranks, progress)
+    peers = Peers(store, ranks, (1.0, 1.0))
+    peers.asked_at, peers.closing = time.perf_counter() - stalled, closing
     return PlanExchange(peers), peers
 
 
@@ -262,7 +263,7 @@ def test_parts_of_another_rank_or_plan_are_refused():
     for parts in (plan.parts[::-1], other.parts):
         _, (first, second) = exchanges()
         encoded = tuple(encode_part(part) for part in parts)
-        reply = PlanReply(encoded, plan.digest, plan.fingerprint, "bisection", 20, 0.1)
+        reply = PlanReply(encoded, plan.digest, plan.fingerprint, 20, 0.1)
         first.publish(selection, reply)
         context = LoaderContext(config, RANKS[1], source, MaskMaker(masks.causal), None)
         preparer, batch = BatchPreparer(context, second), BatchData(context, selection)
@@ -273,10 +274,12 @@ def test_parts_of_another_rank_or_plan_are_refused():
 
 
 def test_texts_in_the_store_that_cannot_be_read_are_refused():
-    for text in (b"[" * 100_000, b"[]", b"{}", b'{"samples": 3}'):
-        with pytest.raises(PeerError, match="the store has "):
-            Decision.decode(text)
     deep = b"[" * 100_000
+    for text in (deep, b"\xff", b"[]", b"{}", b'{"samples": 3}', b"3"):
+        store, (first, _) = exchanges()
+        store.set_bytes("r0/b3/decision", text)
+        with pytest.raises(PeerError, match="the store has "):
+            first.decision(3, SELECTION)
     with pytest.raises(PlanDecodeError, match="plan part is malformed"):
         decode_body(struct.pack("<I", len(deep)) + deep, "00" * 16)
 
@@ -353,8 +356,7 @@ def test_ranks_that_never_come_to_an_agreement_are_named():
 
 
 def test_static_plans_keep_the_planners_limits_in_mind():
-    planner = BatchPlanner(
-        LoaderConfig(max_tokens_per_rank=3), Topology(1, 2), AttentionShape(), PlannerConfig()
-    )
+    config = PlannerConfig(max_tokens_per_rank=3)
+    planner = BatchPlanner(plan_batch, Topology(1, 2), AttentionShape(), config)
     with pytest.raises(ValueError, match=r"the static plan assigns \d tokens to a rank"):
         planner.static_plan(Batch.of([masks.causal(9)]))

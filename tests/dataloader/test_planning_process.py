@@ -25,8 +25,8 @@ from dyncp import (
     plan_batch,
 )
 from dyncp.dataloader import SampleError
-from dyncp.dataloader.planning import PlanFailed, PlanProcess
 from dyncp.plan import decode_part
+from dyncp.planner.process import PlanFailed, PlanProcess
 from processes import is_gone, stop, wait_until
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -97,7 +97,7 @@ def test_a_request_that_cannot_be_read_costs_no_process(process, monkeypatch):
 
 def test_it_ends_when_its_parent_is_killed():
     code = """
-from dyncp.dataloader.planning import PlanProcess
+from dyncp.planner.process import PlanProcess
 from dyncp import *
 from functools import partial
 process = PlanProcess(60)

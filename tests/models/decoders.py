@@ -21,7 +21,7 @@ from dyncp import (
     PlannerConfig,
     Step,
 )
-from dyncp.dataloader.planning import PlanProcess, PlanReply, answer
+from dyncp.planner.process import PlanProcess, PlanReply, answer
 
 SHAPE, VOCABULARY = AttentionShape(q_heads=4, kv_heads=2, head_dim=8, dtype="fp64"), 31
 

@@ -1,11 +1,12 @@
 """The hypergraph solver, by its properties, and what happens when its worker process fails."""
 
+import json
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,16 +28,14 @@ from dyncp.placement import (
 from dyncp.placement import hypergraph_worker as worker_file
 from dyncp.placement.bisection import bisection
 from dyncp.placement.hypergraph import (
-    WORKER,
     Hypergraph,
     SolverError,
-    Worker,
     build_hypergraph,
+    partition,
     place_hypergraph,
 )
 from dyncp.placement.problem import find_cells, make_problem
 from dyncp.verify import check_plan
-from processes import stop
 from strategies import masks_of
 
 SHAPE = AttentionShape(8, 2, 128)
@@ -88,13 +87,6 @@ def run_fresh(code: str, *arguments: str) -> str:
         env=os.environ | {"PYTHONPATH": folders},
     )
     return result.stdout.strip()
-
-
-@pytest.fixture
-def worker():
-    made = Worker()
-    yield made
-    made.stop()
 
 
 def test_blocks_with_their_diagonal_tile_and_other_tiles_are_vertices():
@@ -185,20 +177,15 @@ print(placement.block_rank.tolist(), placement.tile_rank["default"].tolist())
 def test_the_preset_gives_the_same_parts_for_any_number_of_threads():
     code = """
 import sys
-from array import array
-import mtkahypar
-from dyncp.placement import hypergraph_worker as worker
+from dyncp.placement.hypergraph_worker import partition
 from test_hypergraph import LONG_TAILED, graph_of, hypergraph_of, np
-handle = mtkahypar.initialize(int(sys.argv[1]), False)
-worker._library = lambda: (mtkahypar, handle)
 graph = graph_of(LONG_TAILED)
 built = hypergraph_of(graph).restrict(np.arange(len(graph.blocks) + 100))
-given = (built.vertex_weight, built.edge_weight, built.start, built.pins)
-print(worker.partition([array("q", [8, 100_000, 60]), *(array("q", x.tobytes()) for x in given)]))
+print(partition([array.tolist() for array in built], 8, 0.1, int(sys.argv[1])))
 """
     one, two = (run_fresh(code, threads) for threads in ("1", "2"))
     assert one == two
-    assert one.startswith("array('q', [")
+    assert set(range(8)) == set(json.loads(one))
 
 
 @installed
@@ -259,63 +246,63 @@ def test_a_plan_is_verified_and_gives_exact_results():
 
 
 @installed
-def test_a_worker_stays_for_the_next_request_and_is_replaced_when_killed(worker):
-    expected = worker.partition(ring_of(60), 2, 0.1, 60.0)
-    first = worker.pid
-    assert (worker.partition(ring_of(60), 2, 0.1, 60.0) == expected).all()
-    assert worker.pid == first
-    os.kill(first, signal.SIGKILL)
-    assert (worker.partition(ring_of(60), 2, 0.1, 60.0) == expected).all()
-    assert worker.pid != first
+def test_several_hypergraphs_are_split_as_each_by_itself():
+    together = partition([ring_of(60), ring_of(90)], 2, 0.1, 60.0)
+    assert [part.tolist() for part in together] == [
+        partition([ring_of(size)], 2, 0.1, 60.0)[0].tolist() for size in (60, 90)
+    ]
 
 
-@installed
-def test_a_hanging_worker_is_killed_and_reported(worker):
-    worker.partition(ring_of(60), 2, 0.1, 60.0)
-    hanging = worker.pid
-    stop(hanging)
+def write_worker(monkeypatch, folder: Path, code: str) -> None:
+    path = folder / "worker.py"
+    path.write_text(code)
+    monkeypatch.setattr(worker_file, "__file__", str(path))
+
+
+def test_a_hanging_worker_is_killed_and_reported(monkeypatch, tmp_path):
+    pid = tmp_path / "pid"
+    code = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    write_worker(monkeypatch, tmp_path, code)
     # More bytes than a pipe holds: sending must not hang either.
-    with pytest.raises(SolverError, match=r"'hypergraph'.*no answer from its worker in 0\.2 s"):
-        worker.partition(ring_of(60_000), 2, 0.1, 0.2)
+    with pytest.raises(SolverError, match=r"'hypergraph'.*no answer from its worker in 2 s"):
+        partition([ring_of(60_000)], 2, 0.1, 2.0)
     with pytest.raises(ProcessLookupError):
-        os.kill(hanging, 0)
-    assert len(worker.partition(ring_of(60), 2, 0.1, 60.0)) == 60
+        os.kill(int(pid.read_text()), 0)
+
+
+@pytest.mark.parametrize(
+    ("code", "how"),
+    [
+        ("import os; os.abort()", "by SIGABRT"),
+        ("import sys; sys.stdin.buffer.read(); sys.exit(3)", "with exit code 3"),
+    ],
+)
+def test_a_worker_that_crashes_is_reported_with_how_it_ended(monkeypatch, tmp_path, code, how):
+    write_worker(monkeypatch, tmp_path, code)
+    with pytest.raises(SolverError, match=f"its worker process ended {how}"):
+        partition([ring_of(60_000)], 2, 0.1, 60.0)
 
 
 @installed
-def test_a_worker_that_always_crashes_is_reported_with_its_exit_code(worker, monkeypatch, tmp_path):
-    crashing = tmp_path / "crashing.py"
-    crashing.write_text("import os; os.abort()")
-    monkeypatch.setattr(worker_file, "__file__", str(crashing))
-    with pytest.raises(SolverError, match="its worker process ended by SIGABRT, 2 times"):
-        worker.partition(ring_of(60), 2, 0.1, 60.0)
-
-
-@installed
-def test_what_the_library_refuses_is_reported_and_the_worker_lives_on(worker):
+def test_what_the_library_refuses_is_reported():
     broken = Hypergraph(*(np.array(x, np.int64) for x in ([1, 1], [1], [0, 2], [0, 7])))
     with pytest.raises(SolverError, match="mtkahypar failed: "):
-        worker.partition(broken, 2, 0.1, 60.0)
-    assert len(worker.partition(ring_of(60), 2, 0.1, 60.0)) == 60
+        partition([broken], 2, 0.1, 60.0)
 
 
 def place_in_child(connection) -> None:
     placement = place(graph_of([8000], block_size=500), Topology(1, 4))
-    connection.send((WORKER.pid, placement.block_rank.tolist()))
+    connection.send(placement.block_rank.tolist())
 
 
 @installed
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_daemonic_processes_plan_with_a_worker_of_their_own(method):
+def test_daemonic_processes_plan_too(method):
     expected = place(graph_of([8000], block_size=500), Topology(1, 4))
     context = multiprocessing.get_context(method)
     ours, theirs = context.Pipe()
     child = context.Process(target=place_in_child, args=(theirs,), daemon=True)
     child.start()
     assert ours.poll(120), "the child gave no placement"
-    pid, block_rank = ours.recv()
+    assert ours.recv() == expected.block_rank.tolist()
     child.join(60)
-    assert block_rank == expected.block_rank.tolist()
-    assert pid != WORKER.pid
-    again = place(graph_of([8000], block_size=500), Topology(1, 4))
-    assert same(again, expected)

@@ -10,10 +10,9 @@ import pytest
 from dyncp import AttentionShape, Batch, PlannerConfig, masks, plan_batch
 from dyncp.blocks import Direction, Payload, Tiles, bytes_per_token
 from dyncp.cost import CostModel, find_profile
-from dyncp.plan import Space, find_contributions
+from dyncp.plan import Space, StyledProgram
 from dyncp.simulate.flow import layer_of_plan
 from dyncp.simulate.layer import (
-    CallBlocks,
     Layer,
     RowCosts,
     Sent,
@@ -65,7 +64,7 @@ CALLED = [(0, 0, 0), (0, 0, 1), (0, 1, 1), (2, 1, 0)]
 @pytest.mark.parametrize("direction", Direction)
 def test_calls_have_the_rows_of_their_blocks_and_the_longest_of_them(direction: Direction) -> None:
     layer = make_layer(direction, 256, CALLED, [], P4DE)
-    work = call_work(layer, CallBlocks.of(layer), P4DE)
+    work = call_work(layer, P4DE)
     assert work.cell.tolist() == [0, 2]
     assert work.area.tolist() == [32 * 3 * 256 * 256, 32 * 256 * 256]
     assert work.rows.tolist() == [32 * 4, 32 * 2]  # kernel tiles of 128 rows
@@ -77,7 +76,7 @@ def test_rows_cost_keys_and_a_call_is_no_shorter_than_its_longest(direction: Dir
     def more(**changes: float) -> list[float]:
         cost = CostModel(replace(P4DE.profile, **changes), P4DE.shape)
         layer = make_layer(direction, 256, CALLED, [], cost)
-        return more_seconds(layer, CallBlocks.of(layer), cost).reshape(-1).tolist()
+        return more_seconds(layer, cost).reshape(-1).tolist()
 
     def seconds(pairs: float) -> float:
         return float(P4DE.flops(np.array(pairs), 1, direction) / P4DE.attention_rate(direction))
@@ -103,7 +102,7 @@ def moved(
     """Bytes of blocks of 10 tokens."""
     cost = replace(EAGER, graphs=graphs)
     layer = make_layer(direction, TOKENS, called, list(sent), cost)
-    return count_row_bytes(layer, CallBlocks.of(layer), cost)
+    return count_row_bytes(layer, cost)
 
 
 KEYS = (0, 0, 1, Payload.KV, 0)
@@ -166,11 +165,11 @@ def test_forward_every_contribution_of_a_plan_is_read_once(solver: str) -> None:
     plan = plan_batch(batch, topology, shape, PlannerConfig(solver=solver))
     cost = CostModel(find_profile("h200"), shape)
     layer, _ = layer_of_plan(plan, "default", Direction.FORWARD, cost)
-    found = count_row_bytes(layer, CallBlocks.of(layer), cost)
+    found = count_row_bytes(layer, cost)
     sizes = bytes_per_token(shape, plan.parts[0].head_groups)[Payload.OUT]
     for part in plan.parts:
         mask = part.mask_plan("default")
-        some = find_contributions(part, mask, mask.forward)
+        some = StyledProgram(part, mask, Direction.FORWARD).contributions
         read: dict[bool, float] = defaultdict(float)
         for space, group, block in zip(some.space, some.head_group, some.block, strict=True):
             assert space == Space.Q

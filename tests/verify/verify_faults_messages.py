@@ -97,7 +97,7 @@ def wait_before_launch(plan: Plan) -> Plan:
     return with_steps(plan, 0, FORWARD, steps)
 
 
-@fault(3, "order is increasing", numerical=False)
+@fault(3, "in increasing order", numerical=False)
 def launches_in_decreasing_order(plan: Plan) -> Plan:
     """Two phases of inputs that owners send at the start are launched the other way round."""
     steps = steps_of(plan, 0, FORWARD)

@@ -3,13 +3,3 @@
 from dyncp.calibrate.calibration import CalibrateSetting, Calibration, calibrate
 from dyncp.calibrate.calls import World
 from dyncp.calibrate.diagnosis import Diagnosis, Finding, diagnose
-
-__all__ = [
-    "CalibrateSetting",
-    "Calibration",
-    "Diagnosis",
-    "Finding",
-    "World",
-    "calibrate",
-    "diagnose",
-]

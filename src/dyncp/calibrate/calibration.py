@@ -36,7 +36,7 @@ from dyncp.cost import CostModel, Profile
 from dyncp.plan import Op, Plan
 from dyncp.planner import plan_batch
 from dyncp.simulate.flow import layer_of_plan
-from dyncp.simulate.layer import CallBlocks, count_row_bytes
+from dyncp.simulate.layer import count_row_bytes
 from dyncp.topology import Link, Topology
 
 # Tokens of the call that copies run beside: a longer one would outlast them.
@@ -80,9 +80,8 @@ class CallSample:
 @dataclass(frozen=True, slots=True)
 class AttentionRates:
     """What a profile says about kernels: FLOP/s on full kernel tiles, the factor of partial ones,
-    the keys that a row of kernel tiles costs on top, rows that run at a time, and seconds per call
-    (both directions fitted together, and each on its own); relative errors of the fit, and the
-    host's seconds per attention call."""
+    the keys that a row of kernel tiles costs on top, rows that run at a time, and seconds per call;
+    relative errors of the fit, and the host's seconds per attention call."""
 
     forward: float
     backward: float
@@ -92,8 +91,6 @@ class AttentionRates:
     row_backward: float
     lanes: int
     call_seconds: float
-    forward_call_seconds: float
-    backward_call_seconds: float
     mean_error: float
     worst_error: float
     host_seconds: float
@@ -280,7 +277,7 @@ def _whole_calls(
 ) -> Iterator[WholeCall]:
     """The calls of the ranks that were timed."""
     layer, _ = layer_of_plan(plan, DEFAULT_MASK, direction, cost)
-    moved, launches = count_row_bytes(layer, CallBlocks.of(layer), cost).per_rank
+    moved, launches = count_row_bytes(layer, cost).per_rank
     for rank, measured in times.items():
         program = plan.parts[rank].mask_plan(DEFAULT_MASK).program(direction)
         groups = len(plan.parts[rank].groups_for(cost.shape))
@@ -304,7 +301,7 @@ def fit_rates(samples: Sequence[CallSample], cost: CostModel, lanes: int) -> Att
         model = KernelModel(samples, terms, lanes if terms == 3 else 0, cost.profile.kernel_tile)
         if terms > 1 and not model.tells_apart():
             continue
-        fit = model.fit(np.ones(len(samples), np.bool_))
+        fit = model.fit()
         work = np.zeros((2, 3))
         work[:, :terms] = fit.coefficients[:-1].reshape(2, terms)
         if work[:, 0].all():
@@ -350,10 +347,10 @@ class KernelModel:
         size = np.linalg.norm(relative, axis=0)
         return bool(size.all() and np.linalg.cond(relative / size) < MOST_ALIKE)
 
-    def fit(self, chosen: Bool) -> Fit:
-        """Fits the samples chosen. Whether a call is as long as its longest row depends on the
-        result, so this repeats until that no longer changes (`MOST_FITS` times at most)."""
-        seconds, spread, row = (x[chosen] for x in (self.seconds, self.spread, self.row))
+    def fit(self) -> Fit:
+        """Whether a call is as long as its longest row depends on the result, so this repeats until
+        that no longer changes (`MOST_FITS` times at most)."""
+        seconds, spread, row = self.seconds, self.spread, self.row
         alone: Bool = np.zeros(len(seconds), np.bool_)
         for _ in range(MOST_FITS):
             fit = fit_seconds(np.where(alone[:, None], row, spread), seconds)
@@ -368,7 +365,6 @@ class KernelModel:
 def _rates(work: Float64, fit: Fit, model: KernelModel, cost: CostModel) -> AttentionRates:
     (forward, edge_forward, row_forward), (backward, edge_backward, row_backward) = work.tolist()
     flops = [float(cost.flops(np.ones(1), 1, direction)[0]) for direction in Direction]
-    apart = [model.fit(own).coefficients[-1] for own in (~model.backward, model.backward)]
     return AttentionRates(
         forward=flops[0] / forward,
         backward=flops[1] / backward,
@@ -378,8 +374,6 @@ def _rates(work: Float64, fit: Fit, model: KernelModel, cost: CostModel) -> Atte
         row_backward=row_backward / backward,
         lanes=model.lanes,
         call_seconds=float(fit.coefficients[-1]),
-        forward_call_seconds=float(apart[0]),
-        backward_call_seconds=float(apart[1]),
         mean_error=fit.mean_error,
         worst_error=fit.worst_error,
         host_seconds=model.host_seconds,

@@ -29,7 +29,7 @@ from dyncp.cost import CostModel
 from dyncp.executor import DCPExecutor, Step, attention
 from dyncp.plan import Op, Plan, RankPlan
 from dyncp.simulate.flow import layer_of_plan
-from dyncp.simulate.layer import CallBlocks, call_work
+from dyncp.simulate.layer import call_work
 
 logger = logging.getLogger(__name__)
 
@@ -251,8 +251,8 @@ def _time_on_gpu(step: Step, tools: Tools) -> dict[Direction, CallTimes]:
 def add_kernels(
     times: Mapping[Direction, CallTimes], part: RankPlan, tools: Tools
 ) -> dict[Direction, CallTimes]:
-    """Seconds of kernels by the profiler, which run one after the other for once: the durations of
-    those that run beside each other say little. On CPUs they are there already."""
+    """Seconds of kernels by the profiler, with kernels serialised: durations of overlapping kernels
+    say little. On CPUs they are there already."""
     if tools.device.type != "cuda":
         return dict(times)
     executor = tools.executor(part, graphs="serial")
@@ -273,7 +273,7 @@ def add_kernels(
 
 
 def _by_division(divisions: list[int], seconds: Float64) -> Float64:
-    found = np.bincount(divisions, seconds, minlength=1) if divisions else np.zeros(1)
+    found = np.bincount(np.asarray(divisions, np.int64), seconds, minlength=1)
     return found.astype(np.float64)
 
 
@@ -361,8 +361,8 @@ def plan_work(plan: Plan, direction: Direction, cost: CostModel) -> list[Divisio
     layer, _ = layer_of_plan(plan, DEFAULT_MASK, direction, cost)
     tiles = layer.tiles
     pairs = tiles.pairs * cost.heads_of(layer.groups)[tiles.head_group]
-    work = call_work(layer, CallBlocks.of(layer), cost)
-    seconds = cost.work_seconds(*work[1:], direction)
+    work = call_work(layer, cost)
+    seconds = cost.work_seconds(*work[1:], direction) + cost.profile.call_seconds
     found = []
     for cell in np.unique(layer.cell).tolist():
         chosen, calls = layer.cell == cell, work.cell == cell
@@ -379,7 +379,7 @@ def plan_work(plan: Plan, direction: Direction, cost: CostModel) -> list[Divisio
                 rows=int(layer.tokens[np.unique(tiles.q_block[chosen])].sum()),
                 keys=int(layer.tokens[np.unique(tiles.k_block[chosen])].sum()),
                 calls=int(calls.sum()),
-                predicted_seconds=float(seconds[calls].sum() + cost.call_seconds(int(calls.sum()))),
+                predicted_seconds=float(seconds[calls].sum()),
             )
         )
     return found

@@ -13,8 +13,6 @@ from typing import Any
 
 import dyncp
 
-__all__ = ["main"]
-
 # A command is a file of this package, or of a folder beside the `src` that dyncp runs from; `bench`
 # is a folder of commands. A file has EXAMPLES, `add_options(parser)` and `run(args)`, which gets
 # the parsed options and in `args.words` the command line itself, returns the exit code, and raises
@@ -114,7 +112,7 @@ class CommandParser(ArgumentParser):
 
 
 def _examples(examples: Sequence[str]) -> str:
-    """The end of a command's help: one command line each."""
+    """The examples at the end of a command's help."""
     title = "examples:" if len(examples) > 1 else "example:"
     return "\n".join([title, *(f"  {example}" for example in examples)])
 

@@ -1,12 +1,9 @@
-"""What commands share: options, what is printed (progress on stderr, then a
-table or one JSON object), and running on several processes under torchrun."""
+"""What commands share: options, what is printed (progress on stderr, then a table or one JSON
+object), and the ranks that torchrun started."""
 
 import json
 import os
-import signal
-import subprocess
 import sys
-import threading
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from dyncp import masks
 from dyncp.blocks import ITEM_BYTES, AttentionShape, Batch
@@ -46,9 +43,6 @@ SHAPES = {"cpu": AttentionShape(4, 2, 64, "fp32"), "cuda": AttentionShape(32, 8,
 DRIVER_FILES = ("nvidiactl", "dxg")
 CLEAR_LINE = "\r\x1b[K"
 SELDOM_SECONDS = 2.0
-GRACE_SECONDS = 40  # torchrun itself gives its workers 30 before it kills them
-COPY_SECONDS = 5  # for the last lines of ranks that are gone
-LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 TIMEOUT = timedelta(minutes=10)
 
 
@@ -145,16 +139,16 @@ def add_planning_options(parser: ArgumentParser) -> None:
     solvers = "a name, a static method with degrees (zigzag/cp8), or auto: the best of all"
     option(parser, "--solver", solvers, AUTO)
     option(parser, "--effort", " or ".join(EFFORTS), "fast")
-    option(parser, "--objective", f"what auto goes by: {' or '.join(OBJECTIVES)}", "time")
+    option(parser, "--objective", f"what auto minimises: {' or '.join(OBJECTIVES)}", "time")
     counts: dict[str, Any] = {"type": _count_or_auto, "metavar": "N|auto"}
     groups = "groups of kv heads that are placed independently"
     option(parser, "--head-groups", groups, 1, **counts)
-    divisions = "most divisions, the steps in which inputs arrive (default: searched)"
+    divisions = "maximum number of divisions (default: searched)"
     option(parser, "--divisions", divisions, **counts)
     compute, tokens = DEFAULT_TOLERANCES
     text = (
-        f"share by which the fullest rank may exceed the mean (default: about {compute}, and more "
-        "only where that makes the step shorter)"
+        "fraction by which the most loaded rank may exceed the mean (default: about "
+        f"{compute}, and more only where that makes the step shorter)"
     )
     option(parser, "--compute-tolerance", text, type=float)
     text = (
@@ -202,7 +196,7 @@ def add_measuring_options(parser: ArgumentParser, repeats: int) -> None:
     add_device_option(parser)
     option(parser, "--repeats", "timed calls, of which the median counts", repeats)
     add_json_option(parser)
-    text = "write that JSON object, whatever is printed"
+    text = "also write the JSON object to this file"
     option(parser, "--raw", text, type=Path, metavar="FILE")
 
 
@@ -307,78 +301,9 @@ def show(args: Namespace, numbers: Mapping[str, Any], lines: Iterable[str]) -> N
 # Processes
 
 
-def launch(words: Sequence[str], num_ranks: int) -> int:
-    """The exit code of `torchrun --nproc-per-node num_ranks WORDS`."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    options = ["--local-addr", "127.0.0.1", "--nproc-per-node", str(num_ranks)]
-    with _stopping_on_signals():
-        # A session of its own: Ctrl-C reaches only us, and torchrun stops its workers in order.
-        process = subprocess.Popen(
-            [*torchrun, *options, *words],
-            env=_environment(num_ranks),
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-        stopping = threading.Event()
-        copier = threading.Thread(target=_copy_errors, args=(process.stderr, stopping), daemon=True)
-        copier.start()
-        try:
-            return process.wait()
-        except BaseException:
-            stopping.set()
-            raise
-        finally:
-            _stop(process)
-            copier.join(COPY_SECONDS)
-
-
 def threads_per_rank(num_ranks: int) -> int:
     """The cores this process may use, shared out among the ranks of the node."""
     return max(1, usable_cores() // num_ranks)
-
-
-def _environment(num_ranks: int) -> dict[str, str]:
-    """What torchrun, OpenMP and gloo read; what the user has set stays."""
-    defaults = {"OMP_NUM_THREADS": str(threads_per_rank(num_ranks))}
-    if sys.platform in LOOPBACK:
-        defaults["GLOO_SOCKET_IFNAME"] = LOOPBACK[sys.platform]
-    return defaults | os.environ
-
-
-def _copy_errors(source: IO[bytes], stopping: threading.Event) -> None:
-    """Passes on what the ranks complain about, but not that they are being stopped."""
-    for line in source:
-        if not stopping.is_set():
-            sys.stderr.buffer.write(line)
-            sys.stderr.flush()
-
-
-@contextmanager
-def _stopping_on_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end this process through `finally` blocks, as Ctrl-C does."""
-
-    def leave(number: int, _frame: Any) -> None:
-        raise SystemExit(128 + number)
-
-    signals = (signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, leave) for number in signals}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _stop(process: "subprocess.Popen[bytes]") -> None:
-    if process.poll() is not None:
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not cut this short
-    process.terminate()
-    try:
-        process.wait(GRACE_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-    signal.signal(signal.SIGINT, before)
 
 
 def under_torchrun() -> bool:

@@ -106,7 +106,7 @@ def _kernel_calls(plan: Plan, batch: Batch, verified: Verified) -> dict[str, Any
 def _numeric(plan: Plan, batch: Batch, verified: Verified) -> dict[str, Any]:
     scores = num_scores(plan, batch)
     if not verified.checked - {8}:
-        return _entry("unchecked", "the plan can not be run: see above")
+        return _entry("unchecked", "the plan cannot be run: see above")
     if scores > MOST_SCORES:
         size = f"{scores:,} scores (q heads × Σ length²), at most {MOST_SCORES:,}"
         return _entry("unchecked", f"too large: {size}")
@@ -115,7 +115,7 @@ def _numeric(plan: Plan, batch: Batch, verified: Verified) -> dict[str, Any]:
         try:
             comparison = compare_with_dense(plan, batch, name)
         except PlanError as error:
-            wrong.append(f"mask {name!r} can not be run: {error}")
+            wrong.append(f"mask {name!r} cannot be run: {error}")
             continue
         found = comparison.errors.items()
         errors[name] = {field: None if math.isnan(error) else error for field, error in found}
@@ -203,13 +203,11 @@ def gpu_kernel_tiles(call: "KernelCall") -> Iterator[ListedKernelTiles]:
         lists.append((HALF, by_key[:, [1, 0, 2]]))
     for side, entries in lists:
         yield ListedKernelTiles(
-            rows=side,
-            columns=side,
+            side=side,
             q_tile=entries[:, 0],
             k_tile=entries[:, 1],
             full=entries[:, 2] > 0,
             ranges=np.moveaxis(tiles.ranges[:, :, : len(call.q_coordinates)], 2, 0),
-            k_numbers=np.arange(len(call.k_coordinates)),
             q_coordinates=call.q_coordinates,
             k_coordinates=call.k_coordinates,
         )

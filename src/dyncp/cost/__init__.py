@@ -15,20 +15,3 @@ from dyncp.cost.profile import (
     save_profile,
     tell_profile,
 )
-
-__all__ = [
-    "BACKWARD_FLOPS",
-    "DEFAULT_PROFILE",
-    "MODELS",
-    "PROFILES",
-    "CostModel",
-    "ModelConfig",
-    "Profile",
-    "find_model",
-    "find_profile",
-    "from_transformers_config",
-    "load_profile",
-    "profile_for_device",
-    "save_profile",
-    "tell_profile",
-]

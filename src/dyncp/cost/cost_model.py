@@ -19,15 +19,15 @@ Numbers = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Prices the attention of `shape` on ranks like `profile` says. `graphs`: whether plans are
-    replayed as CUDA graphs, which spares the host most of its work."""
+    """Prices the attention of `shape` with the rates of `profile`. `graphs`: whether plans are
+    replayed as CUDA graphs, which removes most of the host's work."""
 
     profile: Profile
     shape: AttentionShape
     graphs: bool = True
 
     def kernel_area(self, pairs: Numbers, rows: Numbers, keys: Numbers) -> Float64:
-        """Pairs that the kernel works through, those that the mask forbids included.
+        """Pairs that the kernel computes, including masked ones in partial tiles.
 
         Keys come in whole kernel tiles of side t; rows share theirs with neighbours. Every row ends
         somewhere inside a kernel tile, half a tile on average, unless everything is allowed:
@@ -85,9 +85,8 @@ class CostModel:
     ) -> Float64:
         """Seconds of kernel calls (`CallWork`), their overhead left out.
 
-        `lanes` rows of kernel tiles run at a time, and each costs some keys more than it has. At
-        the end lanes stand idle, for half a row on average; no call is shorter than its longest
-        row."""
+        `lanes` rows of kernel tiles run at once; each has a fixed cost, expressed in keys. At the
+        end lanes are idle for half a row on average; no call is shorter than its longest row."""
         lanes, side, row = self.profile.lanes, self.profile.kernel_tile, self.row_keys(direction)
         work = area + (self.edge_factor(direction) - 1) * edge + row * side * rows
         spread = work * (1 + lanes / (2 * np.maximum(rows, 1)))
@@ -124,7 +123,7 @@ class CostModel:
 
     @property
     def knows_launches(self) -> bool:
-        """Whether the profile says what a call takes besides its attention kernels."""
+        """Whether the profile has the time of row work and launches."""
         return self.profile.launch_seconds > 0
 
     @property
@@ -149,38 +148,21 @@ class CostModel:
         backward = direction is Direction.BACKWARD
         return self.profile.attention_backward if backward else self.profile.attention_forward
 
-    def call_seconds(self, num_calls: Numbers | int) -> Float64:
-        """Overhead of kernel calls, on top of their tiles; the gaps before them are left out."""
-        return np.asarray(self.profile.call_seconds * num_calls, np.float64)
-
-    def copy_seconds(self, num_bytes: Numbers | int) -> Float64:
-        """Packing or unpacking of messages."""
-        return np.asarray(num_bytes / self.profile.copy, np.float64)
-
     def heads_of(self, groups: Sequence[HeadGroup]) -> Int64:
         """Query heads of each head group."""
         per_kv = self.shape.q_heads_per_kv_head
         return np.asarray([group.num_kv_heads * per_kv for group in groups], np.int64)
 
     def graph_tile_seconds(self, graph: BlockGraph, name: str, direction: Direction) -> Float64:
-        """Seconds of every tile of mask `name`."""
-        more = self.edge_factor(direction) - 1
-        area = self._graph_area(graph, name)
-        if more:
-            area = area + more * self._graph_area(graph, name, edge=True)
-        return self.flops(area, 1, direction) / self.attention_rate(direction)
-
-    def _graph_area(self, graph: BlockGraph, name: str, *, edge: bool = False) -> Float64:
-        """Kernel area × q heads of every tile, or that of kernel tiles that are not full."""
+        """Seconds of every tile of mask `name`; computed once per graph."""
 
         def find() -> Float64:
             tiles, tokens = graph.tiles[name], graph.blocks.tokens
             heads = self.heads_of(self.groups_for(graph.shape, graph.head_groups))
-            sides = tiles.pairs, tokens[tiles.q_block], tokens[tiles.k_block]
-            area = self.edge_area(*sides) if edge else self.kernel_area(*sides)
-            return area * heads[tiles.head_group]
+            sides = tokens[tiles.q_block], tokens[tiles.k_block]
+            return self.tile_seconds(tiles.pairs, *sides, heads[tiles.head_group], direction)
 
-        return graph.remember(("kernel area", self, name, edge), find)
+        return graph.remember(("tile seconds", self, name, direction), find)
 
     def groups_for(
         self, planned: AttentionShape, groups: tuple[HeadGroup, ...]

@@ -195,11 +195,11 @@ def load_profile(path: str | Path) -> Profile:
     entries = read_json_file("profile", Path(path))
     try:
         if not isinstance(entries, dict) or entries.pop("format", None) != FORMAT:
-            raise ValueError(f'it has to be a JSON object with "format": "{FORMAT}"')
+            raise ValueError(f'it must be a JSON object with "format": "{FORMAT}"')
         _check_fields(Profile, entries, "")
         for field in ("intra", "inter"):
             if not isinstance(entries[field], dict):
-                needed = "an object with latency and bandwidth is needed"
+                needed = "it must be an object with latency and bandwidth"
                 raise ValueError(f"{field} is {entries[field]!r}; {needed}")
             _check_fields(Link, entries[field], f"{field}.")
             entries[field] = Link(**entries[field])
@@ -228,7 +228,7 @@ def _check_fields(kind: type[Profile] | type[Link], entries: dict[str, Any], pre
     for name, hint in get_type_hints(kind).items():
         expected, types = _TYPES.get(hint, ("", ()))
         if types and name in entries and type(entries[name]) not in types:
-            raise ValueError(f"{prefix}{name} is {entries[name]!r}; expected is {expected}")
+            raise ValueError(f"{prefix}{name} is {entries[name]!r}; expected {expected}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,9 @@ class FilledBatch:
     full: bool = True
 
 
+Round = tuple[list[FilledBatch], Position]  # one batch per replica; the position after them
+
+
 def fill_batches(
     entries: Iterable[SampleEntry],
     budget: Callable[[int], int],
@@ -71,7 +74,7 @@ def fill_batches(
 ) -> Iterator[FilledBatch]:
     """Batches of at most `budget(number)` tokens, number after number.
 
-    `entries` begin at the place of `start`. A batch is chosen among the next samples of `window`
+    `entries` begin at `start`. A batch is chosen among the next samples of `window`
     times its budget; with a window of 1 it takes samples in order, up to the first that does not
     fit. `fit(entry, limit)` returns what is left of a sample that is longer than the limit.
     """
@@ -97,9 +100,10 @@ def best_subset(lengths: Iterable[int], room: int, enough: int) -> list[int]:
     for length in lengths:
         taken.append(-(-length // unit))
         before.append(sums)
-        sums |= (sums << taken[-1]) & all_sums
-        if sums.bit_length() > enough:
-            break
+        if taken[-1] <= room:
+            sums |= (sums << taken[-1]) & all_sums
+            if sums.bit_length() > enough:
+                break
     left = sums.bit_length() - 1
     chosen = []
     for number in reversed(range(len(before))):
@@ -117,7 +121,7 @@ class _Filling:
         self._waiting: list[SampleEntry] = []
         self._taken = set(start.taken)
         self._start = start
-        self._place, self._dataset_state = start.samples, start.dataset_state  # of the next sample
+        self._next, self._dataset_state = start.samples, start.dataset_state  # of the next sample
 
     def open(self, budget: int) -> bool:
         """Makes the oldest waiting sample fit the budget; False if none is left."""
@@ -135,10 +139,9 @@ class _Filling:
         chosen = list(range(first))
         if window > 1 and room * FULL_SHARE > budget and self._at(first) is not None:
             first, room = self._in_order(budget, share=SHORT_SHARE)
-            tokens = (window - 1) * budget + room
-            numbers, lengths = self._fitting(first, room, tokens)
+            lengths = self._lengths(first, (window - 1) * budget + room)
             best = best_subset(lengths, room, room - budget // FULL_SHARE)
-            chosen = [*range(first), *(numbers[number] for number in best)]
+            chosen = [*range(first), *(first + number for number in best)]
         entries = tuple(self._waiting[number] for number in chosen)
         self._remove(chosen)
         return entries
@@ -148,12 +151,12 @@ class _Filling:
 
     def position(self) -> Position:
         """Of the oldest waiting sample. Reads nothing."""
-        place, state = self._place, self._dataset_state
+        number, state = self._next, self._dataset_state
         if self._waiting:
-            place, state = self._waiting[0].place, self._waiting[0].state_before
-        self._taken = {key for key in self._taken if key[0] >= place}
+            number, state = self._waiting[0].number, self._waiting[0].state_before
+        self._taken = {key for key in self._taken if key[0] >= number}
         taken = tuple(sorted(self._taken))
-        return replace(self._start, samples=place, taken=taken, dataset_state=state)
+        return replace(self._start, samples=number, taken=taken, dataset_state=state)
 
     def _at(self, number: int) -> SampleEntry | None:
         """Waiting sample `number`; None if there are no more."""
@@ -171,21 +174,12 @@ class _Filling:
             number += 1
         return number, room
 
-    def _fitting(self, number: int, room: int, tokens: int) -> tuple[list[int], Iterator[int]]:
-        """Waiting samples that fit the room, among those of the next `tokens` tokens from `number`
-        on: their numbers (so far), and their lengths, read lazily."""
-        numbers: list[int] = []
-
-        def lengths() -> Iterator[int]:
-            at, left = number, tokens
-            while left > 0 and (sample := self._at(at)) is not None:
-                if sample.length <= room:
-                    numbers.append(at)
-                    yield sample.length
-                left -= sample.length
-                at += 1
-
-        return numbers, lengths()
+    def _lengths(self, number: int, tokens: int) -> Iterator[int]:
+        """Of the waiting samples from `number` on, as far as the next `tokens` tokens go."""
+        while tokens > 0 and (sample := self._at(number)) is not None:
+            yield sample.length
+            tokens -= sample.length
+            number += 1
 
     def _remove(self, numbers: Sequence[int]) -> None:
         self._taken.update(self._waiting[number].piece for number in numbers)
@@ -198,32 +192,32 @@ class _Filling:
         if entry is None:
             return False
         pieces = self._fit(replace(entry, state_before=self._dataset_state), None)
-        self._place, self._dataset_state = entry.place + 1, entry.dataset_state
+        self._next, self._dataset_state = entry.number + 1, entry.dataset_state
         self._waiting += [piece for piece in pieces if piece.piece not in self._taken]
         return True
 
 
 def deal_rounds(
     batches: Iterator[FilledBatch],
+    first: int,
     replicas: int,
     window: int,
     seconds: Callable[[FilledBatch], float],
     start: Position,
-) -> Iterator[tuple[list[FilledBatch], Position]]:
+) -> Iterator[Round]:
     """Rounds of one batch per replica (the last one may have fewer), with the position after each:
     that before the oldest waiting batch, and the batches after it that have been dealt. These are
     listed until fewer replicas have passed them.
 
-    A round is chosen among the next `window` × `replicas` batches; `batches` begin at `start`.
+    A round is chosen among the next `window` × `replicas` batches; `batches` begin at `start`, with
+    number `first`.
     """
     most = window * replicas if replicas > 1 else 1
     waiting: list[tuple[FilledBatch, Position, float]] = []  # with the position before it
-    dealt: set[int] | None = None  # numbers of batches after the oldest waiting one
-    end, following = start, 0  # after the last batch that was read; the next number
+    dealt = {first + offset for offset in start.dealt}  # after the oldest waiting one
+    end, following = start, first  # after the last batch that was read; the next number
     while True:
         while len(waiting) < most and (batch := next(batches, None)) is not None:
-            if dealt is None:
-                dealt = {batch.number + offset for offset in start.dealt}
             if batch.number not in dealt:
                 waiting.append((batch, end, seconds(batch) if replicas > 1 else 0.0))
             end, following = batch.after, batch.number + 1
@@ -232,10 +226,9 @@ def deal_rounds(
         chosen = set(balanced_round([time for *_, time in waiting], replicas))
         taken = [batch for number, (batch, *_) in enumerate(waiting) if number in chosen]
         waiting = [item for number, item in enumerate(waiting) if number not in chosen]
-        dealt = (dealt or set()).union(batch.number for batch in taken)
-        first, fill = (waiting[0][0].number, waiting[0][1]) if waiting else (following, end)
-        dealt = {number for number in dealt if number >= first}
-        yield taken, replace(fill, dealt=tuple(sorted(number - first for number in dealt)))
+        oldest, before = (waiting[0][0].number, waiting[0][1]) if waiting else (following, end)
+        dealt = {n for n in dealt.union(batch.number for batch in taken) if n >= oldest}
+        yield taken, replace(before, dealt=tuple(sorted(number - oldest for number in dealt)))
 
 
 def balanced_round(times: Sequence[float], replicas: int) -> list[int]:
@@ -313,39 +306,37 @@ class BatchSelector:
         numbered on from one epoch to the next."""
         position, steps, batches = start, 0, 0  # those of earlier epochs
         for _ in self._epochs(start.epoch):
-            for step in self.epoch_steps(position):
-                own = tuple(replace(s, number=s.number + batches) for s in step.selections)
-                yield replace(step, number=step.number + steps, selections=own)
+            for step in self.epoch_steps(position, steps, batches):
+                yield step
                 position = step.selections[-1].end
             if not position.started:
                 return  # an empty dataset
             steps += -(-position.batches // self._per_step)
             batches += self.first_number(position)
-            position = self.next_epoch(position)
-
-    def next_epoch(self, position: Position) -> Position:
-        """The start of the epoch after that of a position, which has been read to its end."""
-        return self._source.start(position.next_epoch(position.epoch + 1))
+            position = self._source.start(position.next_epoch(position.epoch + 1))
 
     def first_number(self, position: Position) -> int:
         """Number of the first batch that a replica gets from a position on."""
         return -(-position.batches // self._num_replicas)
 
-    def epoch_steps(self, start: Position) -> Iterator[SelectedStep]:
-        """The optimiser steps from a position to the end of its epoch."""
+    def epoch_steps(
+        self, start: Position, steps: int = 0, batches: int = 0
+    ) -> Iterator[SelectedStep]:
+        """The optimiser steps from a position to the end of its epoch, numbered on from so many
+        steps and batches of earlier epochs."""
         rounds = self.rounds(start)
         per_step, position = self._per_step, start
         while True:
             wanted = per_step - position.batches % per_step
             group = list(islice(rounds, wanted // self._num_replicas))
-            found = sum(len(batches) for batches, _ in group)
+            found = sum(len(dealt) for dealt, _ in group)
             if not group or (found < wanted and self._config.drop_last):
                 return
             known = position.items if position.batches % per_step else None
-            number = position.batches // per_step
-            selections = tuple(self._own(group, position))
-            dealt = [_contents(batch.entries) for batches, _ in group for batch in batches]
-            fingerprint = digest_of((position.epoch, dealt), size=16)
+            number = steps + position.batches // per_step
+            selections = tuple(self._own(group, position, batches))
+            contents = [_contents(batch.entries) for dealt, _ in group for batch in dealt]
+            fingerprint = digest_of((position.epoch, contents), size=16)
             yield SelectedStep(number, selections, known, fingerprint)
             position = selections[-1].end
 
@@ -371,13 +362,11 @@ class BatchSelector:
             )
         return range(first, last)
 
-    def _own(
-        self, rounds: list[tuple[list[FilledBatch], Position]], start: Position
-    ) -> Iterator[SelectedBatch]:
-        """This replica's batches of these rounds."""
+    def _own(self, rounds: list[Round], start: Position, earlier: int) -> Iterator[SelectedBatch]:
+        """This replica's batches of these rounds, after so many of earlier epochs."""
         done = 0
         for batches, after in rounds:
-            number = (start.batches + done) // self._num_replicas
+            number = earlier + (start.batches + done) // self._num_replicas
             done += len(batches)
             now, total = start.batches + done, start.total + done
             end = replace(after, batches=now, total=total, items=None)
@@ -387,23 +376,23 @@ class BatchSelector:
                 shortest = min(batches[0].entries, key=lambda entry: entry.length)
                 yield SelectedBatch(number, (shortest,), end, filler=True)
 
-    def rounds(self, start: Position) -> Iterator[tuple[list[FilledBatch], Position]]:
+    def rounds(self, start: Position) -> Iterator[Round]:
         """Batches that the replicas train on at the same time."""
         fill, deal = self._config.windows(knows_lengths=self._source.knows_lengths)
+        first = start.total - len(start.dealt)
         if self._config.batch_sampler is not None:
             assert isinstance(self._source, IndexedSource)
             batches, deal = self._sampled(self._source, start), 1
         else:
-            number = start.total - len(start.dealt)
             entries, budget = self._source.entries(start), partial(budget_of, self._budget)
-            batches = fill_batches(entries, budget, self._fit, fill, start, number)
+            batches = fill_batches(entries, budget, self._fit, fill, start, first)
         if self._config.drop_last:
             batches = (batch for batch in batches if batch.full)
 
         def seconds(batch: FilledBatch) -> float:
             return sum(self._seconds(entry.length) for entry in batch.entries)
 
-        return deal_rounds(batches, self._num_replicas, deal, seconds, start)
+        return deal_rounds(batches, first, self._num_replicas, deal, seconds, start)
 
     def _sampled(self, source: IndexedSource, start: Position) -> Iterator[FilledBatch]:
         after = replace(start, taken=())

@@ -2,13 +2,12 @@
 Face datasets) or by iteration (`StreamSource`), from any position on."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,17 +24,19 @@ from dyncp.dataloader.state import (
     set_epoch,
 )
 
+MaskDigest = Callable[[Any, int], str]  # of a sample and its index
+
 
 @dataclass(frozen=True, eq=False)
 class SampleEntry:
-    """A sample in the order of an epoch: its place there, its index in the dataset, its tokens.
+    """A sample in the order of an epoch: its number there, its index in the dataset, its tokens.
 
     `sample` is set if it had to be read to learn its length; with a length of 0 it is the reason
     why the sample is dropped. `state_before` and `dataset_state` are what the source needs to
     continue with it, and after it. `whole` is its length before it was cut to the `length` tokens
     from `start` on."""
 
-    place: int
+    number: int
     index: int
     length: int
     sample: Any = None
@@ -47,8 +48,8 @@ class SampleEntry:
 
     @property
     def piece(self) -> tuple[int, int]:
-        """What tells pieces of an epoch's samples apart: the sample's place, the first token."""
-        return self.place, self.start
+        """What tells pieces of an epoch's samples apart: the sample's number, the first token."""
+        return self.number, self.start
 
 
 class SampleSource(ABC):
@@ -57,7 +58,6 @@ class SampleSource(ABC):
 
     num_samples: int | None = None  # None: unknown
     knows_lengths = False  # without reading samples
-    probes: Mapping[int, Any] = MappingProxyType({})  # a few samples (None: not readable)
 
     @abstractmethod
     def entries(self, position: Position) -> Iterator[SampleEntry]:
@@ -80,8 +80,9 @@ class SampleSource(ABC):
         known."""
         return None
 
-    def identity(self) -> dict[str, str]:
-        """What the dataset is recognised by; equal for equal datasets."""
+    def identity(self, mask_digest: MaskDigest | None = None) -> dict[str, str]:  # noqa: ARG002
+        """What the dataset is recognised by, with the masks of a few samples; equal for equal
+        datasets."""
         return {}
 
     def read_ahead(self, entries: Iterable[SampleEntry]) -> None:  # noqa: B027
@@ -137,9 +138,7 @@ class IndexedSource(SampleSource):
 
     def rewind(self, position: Position) -> Position:
         start, state = position.next_epoch(position.epoch), position.dataset_state
-        if self._sampler is None or state is None:
-            return start
-        return replace(start, dataset_state=self._sampler.rewind(state))
+        return replace(start, dataset_state=state and {"generators": state["generators"]})
 
     def undisturbed(self) -> AbstractContextManager[None]:
         """Inside this context, reading the order leaves no trace in a sampler."""
@@ -158,8 +157,7 @@ class IndexedSource(SampleSource):
     def read(self, entry: SampleEntry) -> Any:
         if entry.sample is not None:
             return entry.sample
-        read = partial(self._reader.read, (entry.epoch, entry.index))
-        length, sample = read_sample(read, entry.index, self._config)
+        length, sample = self._read(entry.epoch, entry.index)
         if length != entry.whole:
             raise ValueError(
                 f"sample {entry.index} has {length} tokens; lengths= says {entry.whole}"
@@ -185,20 +183,25 @@ class IndexedSource(SampleSource):
         counting._lengths = lengths
         return counting
 
-    def identity(self) -> dict[str, str]:
+    def identity(self, mask_digest: MaskDigest | None = None) -> dict[str, str]:
         """Digests of the lengths, if they are known, and of a few samples."""
         identity = {"number of samples": str(self.num_samples)}
         if self._lengths is not None:
             identity["lengths"] = digest_of(self._lengths.tobytes())
-        for index, sample in self.probes.items():
+        for index, sample in self._probes.items():
             identity[f"sample {index}"] = self._digest(sample, index)
+            if mask_digest is not None and sample is not None:
+                identity[f"masks of sample {index}"] = mask_digest(sample, index)
         return identity
 
     @cached_property
-    def probes(self) -> Mapping[int, Any]:  # type: ignore[override]
-        """The first, middle and last sample."""
+    def _probes(self) -> dict[int, Any]:
+        """The first, middle and last sample; None for one that cannot be read."""
         last = self.num_samples - 1
         return {i: self._probe(i) for i in sorted({0, last // 2, last}) if i >= 0}
+
+    def _read(self, epoch: int, index: int) -> tuple[int, Any]:
+        return read_sample(partial(self._reader.read, (epoch, index)), index, self._config)
 
     def _probe(self, index: int) -> Any:
         try:
@@ -218,15 +221,14 @@ class IndexedSource(SampleSource):
         """Entries of indices, each with the state after it."""
         if self._lengths is None:
             order = self._reader.in_order(order, epoch)
-        for place, (number, state) in enumerate(order, first):
-            index, sample = int(number), None
+        for number, (given, state) in enumerate(order, first):
+            index, sample = int(given), None
             if self._lengths is None:
-                read = partial(self._reader.read, (epoch, index))
-                length, sample = read_sample(read, index, self._config)
+                length, sample = self._read(epoch, index)
                 self._found[index] = length
             else:
                 length = int(self._lengths[index])
-            yield SampleEntry(place, index, length, sample, state, epoch, length)
+            yield SampleEntry(number, index, length, sample, state, epoch, length)
 
     def _order(self, position: Position) -> Iterator[tuple[int, Any]]:
         if self._sampler is not None:
@@ -320,11 +322,11 @@ class StreamSource(SampleSource):
             )
             repeated = repeat_from(items, position, self._bytes_of, what)
             states = ((item, {"taken": taken}) for item, taken in repeated)
-        for (place, found), state in states:
-            length, sample = read_sample(partial(_itself, found), place, self._config)
-            yield SampleEntry(place, place, length, sample, state, position.epoch, length)
+        for (number, found), state in states:
+            length, sample = read_sample(partial(_itself, found), number, self._config)
+            yield SampleEntry(number, number, length, sample, state, position.epoch, length)
 
-    def _samples(self, place: int, epoch: int) -> Iterator[tuple[int, Any]]:
+    def _samples(self, number: int, epoch: int) -> Iterator[tuple[int, Any]]:
         samples = iter(self._dataset)
         if self._begun:
             allowed = "a list, a Dataset or an IterableDataset"
@@ -332,19 +334,19 @@ class StreamSource(SampleSource):
         self._begun = True
         while True:
             try:
-                with SeededRandom(self._config.seed, epoch, place):
+                with SeededRandom(self._config.seed, epoch, number):
                     sample = next(samples)
             except StopIteration:
                 return
             except Exception as error:
-                raise SampleError(place, "reading", error) from error
-            yield place, sample
-            place += 1
+                raise SampleError(number, "reading", error) from error
+            yield number, sample
+            number += 1
 
     def _bytes_of(self, item: tuple[int, Any]) -> bytes:
-        place, sample = item
+        number, sample = item
         try:
-            return sample_bytes(sample, place, self._config.token_fields)
+            return sample_bytes(sample, number, self._config.token_fields)
         except ValueError:  # one that is dropped
             return b"left out"
 

@@ -3,8 +3,8 @@
 One member of a replica plans a batch and publishes every rank's part. The *decision* is set once,
 by the first rank to decide, and says which plan all ranks use: the published one, or (if the
 planner failed, or nothing was heard of it in time) the static one, which every rank makes itself.
-Each rank then adds the targets of its own tokens to those of the optimiser step. The sum exists
-only when every rank has agreed on every batch of the step, so a mismatch is raised before any
+When a rank has agreed on all batches of an optimiser step, it adds the targets of its own tokens to
+those of the step. The sum exists only when every rank has done so: a mismatch is raised before any
 collective.
 
     r0/b7/decision   planned or static, with the fingerprint of the batch that was planned
@@ -18,34 +18,26 @@ collective.
 peers.py has the other keys: heartbeats, errors, and the end of an epoch.
 """
 
-import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from dyncp.dataloader.batching import SelectedBatch, SelectedStep
 from dyncp.dataloader.peers import Peers
-from dyncp.dataloader.planning import PlanReply
-from dyncp.dataloader.ranks import (
-    PeerError,
-    StoreError,
-    chunk_keys,
-    get_chunks,
-    put_chunks,
-    read_json,
-)
+from dyncp.dataloader.ranks import PeerError, StoreError, chunk_keys
+from dyncp.planner.process import PlanReply
 
 AGREED = 1 << 40  # one rank's agreement, added together with its number of targets
 GRACE_SECONDS = 10.0  # after plan_timeout, for the planning rank to decide first
 
 
-@dataclass(frozen=True)
-class SampleDigests:
+class SampleDigests(NamedTuple):
     """What a rank knows of a sample of a batch: digests of its masks and of everything that is read
     from it ("": not known here)."""
 
-    index: int
+    sample: int  # its index in the dataset
     length: int
     masks: str = ""
     content: str = ""
@@ -60,19 +52,14 @@ class Decision:
     selection: str
     batch: str = ""
     digest: str = ""
-    solver: str = ""
     seconds: float = 0.0
     sizes: tuple[int, ...] = ()  # bytes of every rank's part
     samples: tuple[SampleDigests, ...] = ()
     reason: str = ""
 
-    def encode(self) -> bytes:
-        samples = [[s.index, s.length, s.masks, s.content] for s in self.samples]
-        return json.dumps(asdict(self) | {"samples": samples}).encode()
-
     @staticmethod
-    def decode(text: bytes) -> "Decision":
-        values = read_json(text)
+    def read(values: Any) -> "Decision":
+        """What a rank wrote to the store: the fields by name."""
         try:
             samples = tuple(SampleDigests(*sample) for sample in values["samples"])
             sizes = tuple(map(int, values["sizes"]))
@@ -88,8 +75,7 @@ class PlanExchange:
     def __init__(self, peers: Peers) -> None:
         self._store, self._ranks, self._peers = peers.store, peers.ranks, peers
         self._rank = peers.ranks.name()
-        self._agreed_batches = 0  # of the current step
-        self._publishing = threading.Lock()
+        self._deciding = threading.Lock()
         self._last_left = -1  # number of the last batch that this member is done with
 
     # Deciding
@@ -98,45 +84,42 @@ class PlanExchange:
         self, selection: SelectedBatch, reply: PlanReply, samples: Sequence[SampleDigests] = ()
     ) -> None:
         """Publishes a plan and decides for it, unless there is a decision."""
-        with self._publishing:
-            if selection.number <= self._last_left:
-                return  # too late: all ranks used another plan, and the keys are deleted
-            keys: list[str] = []
-            for rank, part in enumerate(reply.parts):
-                keys += put_chunks(self._store, self._key(selection, f"part/{rank}"), part)
-            decision = Decision(
-                static=False,
-                rank=self._rank,
-                selection=selection.fingerprint,
-                batch=reply.fingerprint,
-                digest=reply.digest,
-                solver=reply.solver,
-                seconds=reply.seconds,
-                sizes=tuple(map(len, reply.parts)),
-                samples=tuple(samples),
-            )
-            if self._decide(selection, decision) != decision:
-                with suppress(StoreError):
-                    for key in keys:
-                        self._store.delete(key)
+        decision = Decision(
+            static=False,
+            rank=self._rank,
+            selection=selection.fingerprint,
+            batch=reply.fingerprint,
+            digest=reply.digest,
+            seconds=reply.seconds,
+            sizes=tuple(map(len, reply.parts)),
+            samples=tuple(samples),
+        )
+        self._decide(selection, decision, reply.parts)
 
     def decide_static(self, selection: SelectedBatch, reason: str) -> None:
         """Decides for the static plan, unless there is a decision."""
-        with self._publishing:
-            if selection.number > self._last_left:
-                decision = Decision(True, self._rank, selection.fingerprint, reason=reason)
-                self._decide(selection, decision)
+        decision = Decision(True, self._rank, selection.fingerprint, reason=reason)
+        self._decide(selection, decision)
 
-    def _decide(self, selection: SelectedBatch, decision: Decision) -> Decision:
-        key = self._key(selection, "decision")
-        return Decision.decode(self._store.compare_set(key, decision.encode()))
+    def _decide(
+        self, selection: SelectedBatch, decision: Decision, parts: Sequence[bytes] = ()
+    ) -> None:
+        with self._deciding:
+            if selection.number <= self._last_left:
+                return  # too late: all ranks used another plan, and the keys are deleted
+            for rank, part in enumerate(parts):
+                self._store.set_bytes(self._key(selection, f"part/{rank}"), part)
+            found = self._store.first(self._key(selection, "decision"), vars(decision))
+            if Decision.read(found) != decision:
+                with suppress(StoreError):
+                    self._store.delete(self._part_keys(selection, decision))
 
     def decision(self, step: int, selection: SelectedBatch) -> Decision:
         """Waits for the decision; makes it if no other rank does within the bound."""
         key, number = self._key(selection, "decision"), selection.number
-        bound = self._peers.progress.plan_timeout + GRACE_SECONDS
+        bound = self._peers.plan_timeout + GRACE_SECONDS
         reason = f"rank {self._rank} heard nothing of a plan for {bound:g} s"
-        self._peers.wait_for(
+        found = self._peers.wait_for(
             key,
             f"the plan of batch {number}",
             step,
@@ -144,60 +127,56 @@ class PlanExchange:
             bound=bound,
             overdue=lambda: self.decide_static(selection, reason),
         )
-        decision = Decision.decode(self._store.get(key))
+        decision = Decision.read(found)
         self._check_fingerprint(selection, decision, decision.selection, selection.fingerprint)
         return decision
 
     def part(self, selection: SelectedBatch, decision: Decision, rank: int) -> bytes:
         """The encoded part of a rank."""
-        key = self._key(selection, f"part/{rank}")
-        return get_chunks(self._store, key, decision.sizes[rank])
+        return self._store.get_bytes(self._key(selection, f"part/{rank}"), decision.sizes[rank])
 
     def leave(
         self, selection: SelectedBatch, decision: Decision, shared: Sequence[int] = ()
     ) -> None:
         """This member is done with the batch's keys; the last one deletes them. `shared` are the
-        samples that `check_shared` compared on any rank."""
-        with self._publishing:
+        samples that `check_samples` compared on any rank."""
+        with self._deciding:
             self._last_left = selection.number
         if self._store.add(self._key(selection, "left"), 1) < self._ranks.num_members:
             return
         names = ["decision", "left", *(["static"] if decision.static else [])]
         names += [f"sample/{number}" for number in shared]
-        for rank, size in enumerate(decision.sizes):
-            names += chunk_keys(f"part/{rank}", size)
-        for name in names:
-            self._store.delete(self._key(selection, name))
+        self._store.delete(self._key(selection, name) for name in names)
+        self._store.delete(self._part_keys(selection, decision))
 
     # Agreeing
 
-    def check_batch(
+    def check_samples(
         self,
         selection: SelectedBatch,
         decision: Decision,
         mine: Sequence[SampleDigests],
-        fingerprint: str = "",
+        shared: Sequence[int],
+        fingerprint: str,
     ) -> None:
-        """Compares what this rank knows of the samples, and the fingerprint of its own batch (if
-        it is known), with the batch that was planned."""
+        """Compares what this rank knows of the samples, and the fingerprint of its own batch ("":
+        not known), with the batch that was planned; and the content of samples that other ranks
+        have tokens of (`shared`) with theirs."""
         for number, (theirs, own) in enumerate(zip(decision.samples, mine, strict=False)):
             self._check_sample(selection, number, own, decision.rank, theirs)
         if decision.batch and fingerprint:
             self._check_fingerprint(selection, decision, decision.batch, fingerprint)
-
-    def check_shared(self, selection: SelectedBatch, mine: Mapping[int, SampleDigests]) -> None:
-        """Compares the content of samples that other ranks have tokens of as well."""
-        for number, own in mine.items():
-            key = self._key(selection, f"sample/{number}")
-            said = f"{self._rank} {own.content}"
-            rank, _, content = self._store.compare_set(key, said.encode()).decode().partition(" ")
-            theirs = SampleDigests(own.index, own.length, content=content)
-            self._check_sample(selection, number, own, int(rank), theirs)
+        for number in shared:
+            own = mine[number]
+            if own.content:
+                key = self._key(selection, f"sample/{number}")
+                rank, content = self._store.first(key, [self._rank, own.content])
+                theirs = SampleDigests(own.sample, own.length, content=content)
+                self._check_sample(selection, number, own, rank, theirs)
 
     def check_static(self, selection: SelectedBatch, digest: str) -> None:
         """Compares the static plan that this rank made with the first rank's."""
-        key = self._key(selection, "static")
-        first = self._store.compare_set(key, digest.encode()).decode()
+        first = self._store.first(self._key(selection, "static"), digest)
         if first != digest:
             self._peers.mismatch(
                 f"ranks made different static plans of batch {selection.number}: the first "
@@ -205,32 +184,27 @@ class PlanExchange:
             )
 
     def add_targets(self, step: SelectedStep, targets: int) -> None:
-        """Agrees on one batch of the step, in which this rank has `targets` targets."""
+        """Agrees on the batches of the step, in which this rank has `targets` targets."""
         if self._ranks.num_replicas > 1:
             self._check_dealing(step)
         total = self._store.add(f"s{step.number}/items", AGREED + targets)
-        self._agreed_batches += 1
-        if self._agreed_batches == len(step.selections):
-            self._agreed_batches = 0
-            self._peers.agreed_on(step.number)
-        if total // AGREED == self._ranks.num_processes * len(step.selections):
-            self._store.set(f"s{step.number}/total", str(total % AGREED).encode())
+        self._peers.agreed_step = step.number
+        if total // AGREED == self._ranks.num_processes:
+            self._store.set(f"s{step.number}/total", total % AGREED)
 
     def total_targets(self, step: SelectedStep) -> int:
-        """Waits until all ranks of all replicas have agreed on all batches of the step."""
+        """Waits until all ranks of all replicas have agreed on the step."""
         key, last = f"s{step.number}/total", step.selections[-1].number
         what = f"all ranks to agree on step {step.number}"
-        self._peers.wait_for(key, what, step.number, last)
-        total = int(self._store.get(key))
+        total = int(self._peers.wait_for(key, what, step.number, last))
         if self._store.add(f"s{step.number}/left", 1) == self._ranks.num_processes:
-            for name in ("items", "total", "left", "dealt"):
-                self._store.delete(f"s{step.number}/{name}")
+            names = ("items", "total", "left", "dealt")
+            self._store.delete(f"s{step.number}/{name}" for name in names)
         return total
 
     def _check_dealing(self, step: SelectedStep) -> None:
         """All replicas must deal the same batches, or samples are lost or trained on twice."""
-        key = f"s{step.number}/dealt"
-        first = self._store.compare_set(key, step.fingerprint.encode()).decode()
+        first = self._store.first(f"s{step.number}/dealt", step.fingerprint)
         if first != step.fingerprint:
             self._peers.mismatch(
                 f"replicas dealt the batches of step {step.number} differently: the first has "
@@ -254,7 +228,7 @@ class PlanExchange:
         ):
             if my_digest and their_digest and my_digest != their_digest:
                 self._peers.mismatch(
-                    f"ranks disagree on sample {mine.index} (number {number} of batch "
+                    f"ranks disagree on sample {mine.sample} (number {number} of batch "
                     f"{selection.number}): rank {rank} has {what} {their_digest}, rank "
                     f"{self._rank} has {my_digest}; every rank must read the same tokens and make "
                     "the same masks: a dataset that shuffles or augments at random needs a seed "
@@ -267,11 +241,11 @@ class PlanExchange:
         if theirs == mine:
             return
         pairs = zip(decision.samples, selection.entries, strict=False)
-        other = [(a, b) for a, b in pairs if (a.index, a.length) != (b.index, b.length)]
+        other = [(a, b) for a, b in pairs if (a.sample, a.length) != (b.index, b.length)]
         first = ""
         if other:
             a, b = other[0]
-            first = f" (first, sample {a.index} of {a.length} tokens where this rank has sample "
+            first = f" (first, sample {a.sample} of {a.length} tokens where this rank has sample "
             first += f"{b.index} of {b.length})"
         self._peers.mismatch(
             f"ranks disagree on batch {selection.number}: rank {decision.rank} planned batch "
@@ -281,3 +255,7 @@ class PlanExchange:
 
     def _key(self, selection: SelectedBatch, name: str) -> str:
         return f"r{self._ranks.replica}/b{selection.number}/{name}"
+
+    def _part_keys(self, selection: SelectedBatch, decision: Decision) -> Iterator[str]:
+        for rank, size in enumerate(decision.sizes):
+            yield from chunk_keys(self._key(selection, f"part/{rank}"), size)

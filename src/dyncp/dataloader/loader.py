@@ -23,12 +23,11 @@ from dyncp.dataloader.options import (
     describe_schedule,
     integer_option,
 )
-from dyncp.dataloader.peers import Peers, TrainingProgress
+from dyncp.dataloader.peers import Peers
 from dyncp.dataloader.planning import (
     BatchPlanner,
-    PlanProcess,
-    SampleSeconds,
     model_shape,
+    sample_seconds,
     topology_and_cost,
 )
 from dyncp.dataloader.prepare import LoaderContext, MaskMaker, PreparesAhead
@@ -36,6 +35,7 @@ from dyncp.dataloader.ranks import LoaderRanks, SharedStore, Store
 from dyncp.dataloader.state import Position, describe_sampler, from_state, to_state
 from dyncp.plan import Plan, RankPlan
 from dyncp.planner import PlannerConfig
+from dyncp.planner.process import PlanProcess
 from dyncp.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -152,20 +152,21 @@ class DCPDataLoader:
         chosen = (group, mesh, virtual_ranks)
         self._is_alone = all(x is None for x in chosen) and not dist.is_initialized()
         self._number, self._iterations = _next_number(self.ranks), 0
-        progress = TrainingProgress(LoaderConfig.plan_timeout, STORE_TIMEOUT)
-        with Peers(self._open_store(STORE_TIMEOUT), self.ranks, progress) as peers:
+        timeouts = LoaderConfig.plan_timeout, STORE_TIMEOUT
+        with Peers(self._open_store(STORE_TIMEOUT), self.ranks, timeouts) as peers:
             self.config = LoaderConfig.of(arguments)
-            progress.plan_timeout = self.config.plan_timeout
-            progress.store_timeout = self.config.store_timeout
+            peers.plan_timeout = self.config.plan_timeout
+            peers.store_timeout = self.config.store_timeout
             self.shape, sizes = model_shape(model, dtype, self.ranks.tensor_parallel)
             self.topology, cost = topology_and_cost(self.ranks, topology, cost, self.shape)
+            planner = self.config.planner_config(planner or PlannerConfig())
             batch_planner = BatchPlanner(
-                self.config, self.topology, self.shape, planner or PlannerConfig(), cost, sizes
+                self.config.plan_function, self.topology, self.shape, planner, cost, sizes
             )
             _check_executor(executor, self.ranks)
             self._budget = self.config.budget(self.ranks.num_ranks)
             if isinstance(self._budget, int) and self.config.batch_sampler is None:
-                batch_planner.check_tokens(self._budget)
+                batch_planner.check_tokens(self._budget, "tokens_per_batch is")
             self._schedule = describe_schedule(self._budget)
             self._order = describe_sampler(self.config.order)
             source = open_source(dataset, self.config)
@@ -178,12 +179,10 @@ class DCPDataLoader:
                 "fit any layer. Pass model= (a Transformers config, or AttentionShape(q_heads, "
                 "kv_heads, head_dim, dtype)) for exact costs"
             )
-        self._seconds = SampleSeconds(
-            mask_fn, cost, sizes, forward_only=batch_planner.config.forward_only
-        )
+        self._seconds = sample_seconds(mask_fn, cost, sizes, forward_only=planner.forward_only)
         num_processes = self.config.planning_processes(self.ranks.num_members)
         processes = tuple(PlanProcess(self.config.plan_timeout) for _ in range(num_processes))
-        self.metrics = LoaderMetrics()
+        self.metrics = LoaderMetrics(processes)
         self._context = LoaderContext(
             self.config,
             self.ranks,
@@ -196,8 +195,9 @@ class DCPDataLoader:
         )
         self._position, self._resuming = Position(), False
         self._counted: dict[Any, int] = {}  # batches of the epoch that len was asked for last
-        self._resources = _Resources(processes, source)
-        weakref.finalize(self, self._resources.close, at_exit=True)
+        self._running: list[LookAhead] = []  # the iteration, if there is one
+        self._resources = (*processes, source)
+        weakref.finalize(self, _close, self._running, self._resources, at_exit=True)
 
     @property
     def epoch(self) -> int:
@@ -214,7 +214,7 @@ class DCPDataLoader:
         is in the middle of this epoch. Ends a running iteration if the epoch changes."""
         epoch = integer_option("epoch", epoch, 0)
         if epoch != self._position.epoch:
-            self._resources.close_iteration()
+            self._close_iteration()
             self._position, self._resuming = self._position.next_epoch(epoch), False
 
     def __len__(self) -> int:
@@ -240,7 +240,7 @@ class DCPDataLoader:
     def __iter__(self) -> Iterator[Batch]:
         """From the start of the epoch, or from a state that has just been loaded. Ends a running
         iteration: there is one at a time."""
-        self._resources.close_iteration()
+        self._close_iteration()
         if self._is_alone and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
                 "this loader was made before torch.distributed was initialised and gives one rank "
@@ -253,11 +253,11 @@ class DCPDataLoader:
         start, selector = self._start(), self._selector()
         steps, first = selector.steps(start), selector.first_number(start)
         store = self._open_store(self.config.store_timeout)
-        look_ahead = LookAhead(self._context, steps, store, first, self.metrics)
-        self._resources.look_ahead = look_ahead
-        return self._batches(look_ahead, selector)
+        look_ahead = LookAhead(self._context, steps, store, first)
+        self._running.append(look_ahead)
+        return self._batches(look_ahead)
 
-    def _batches(self, look_ahead: LookAhead, selector: BatchSelector) -> Iterator[Batch]:
+    def _batches(self, look_ahead: LookAhead) -> Iterator[Batch]:
         try:
             while (prepared := look_ahead.take()) is not None:
                 self.metrics.record(prepared.record)
@@ -265,7 +265,7 @@ class DCPDataLoader:
                 self._position, self._resuming = prepared.end, False
                 yield prepared.data, prepared.plan
             if self._position.started:
-                self._position = selector.next_epoch(self._position)
+                self._position = self._position.next_epoch(self._position.epoch + 1)
             self._resuming = False
         finally:
             look_ahead.close()
@@ -284,19 +284,23 @@ class DCPDataLoader:
         if self.config.tokens_per_batch is None and settings["tokens_per_batch"] is not None:
             settings["tokens_per_batch"] = budget  # the default depends on the number of ranks
         position = from_state(state, settings, self.ranks.num_replicas)
-        self._resources.close_iteration()
+        self._close_iteration()
         self._position, self._resuming = position, True
         self._budget = settings["tokens_per_batch"] or self._budget
 
     def close(self) -> None:
         """Ends the iteration and the planning processes. The loader may be iterated again."""
-        self._resources.close()
+        _close(self._running, self._resources)
 
     def __enter__(self) -> "DCPDataLoader":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _close_iteration(self) -> None:
+        while self._running:
+            self._running.pop().close()
 
     def _start(self) -> Position:
         """Where the next batch starts, with what is needed to begin there again."""
@@ -341,8 +345,7 @@ class DCPDataLoader:
         return {
             **self.config.shared_settings(),
             **planner.shared_settings(),
-            **source.identity(),
-            **mask_maker.identity(source),
+            **source.identity(mask_maker.digest),
             "order": self._order,
             "schedule": self._schedule,
         }
@@ -364,23 +367,12 @@ class DCPDataLoader:
             logger.info("batch %d: %s", self.metrics.batches, self.metrics.line())
 
 
-class _Resources:
-    """What must be closed; separate from the loader, so that the loader can be collected."""
-
-    def __init__(self, processes: tuple[PlanProcess, ...], source: SampleSource) -> None:
-        self.processes, self.source = processes, source
-        self.look_ahead: LookAhead | None = None
-
-    def close_iteration(self, *, at_exit: bool = False) -> None:
-        if self.look_ahead is not None:
-            self.look_ahead.close(at_exit=at_exit)
-            self.look_ahead = None
-
-    def close(self, *, at_exit: bool = False) -> None:
-        self.close_iteration(at_exit=at_exit)
-        for process in self.processes:
-            process.close()
-        self.source.close()
+def _close(running: list[LookAhead], resources: Sequence[Any], *, at_exit: bool = False) -> None:
+    """Knows no loader and no mask function, which may know the loader: so it can be collected."""
+    while running:
+        running.pop().close(at_exit=at_exit)
+    for resource in resources:
+        resource.close()
 
 
 def _check_executor(executor: Any, ranks: LoaderRanks) -> None:

@@ -95,22 +95,21 @@ def local_rows(
     if not needed and token_fields:
         needed = [0]  # for the dtypes and widths of fields without rows
     dims = dict.fromkeys(PLAIN_FIELDS, 0) | dict(token_fields)
-    parts: dict[str, list[Tensor]] = {name: [] for name in dims}
     sequence_masks = [mask_of(number) for number in needed]
-    for number, mask in zip(needed, sequence_masks, strict=True):
-        length = int(lengths[number])
-        for name, value in _sample_fields(sample_of(number), mask, length, number, dims).items():
-            parts[name].append(value)
+    sequences = [
+        _sample_fields(sample_of(number), mask, int(lengths[number]), number, dims)
+        for number, mask in zip(needed, sequence_masks, strict=True)
+    ]
     taken = torch.from_numpy(_rows_among(plan, needed))
-    empty = torch.zeros(0, dtype=torch.int64)
-    fields = {
-        name: torch.cat(values, dim=dims[name]) if values else empty
-        for name, values in parts.items()
-    }
-    data = {name: _take(value, dims[name], taken, name) for name, value in fields.items()}
-    if any(map(has_listed_targets, sequence_masks)):
+    data = {}
+    for name, dim in dims.items():
+        values = [fields[name] for fields in sequences] or [torch.zeros(0, dtype=torch.int64)]
+        data[name] = _take(torch.cat(values, dim), dim, taken, name)
+    # One label per token is not enough to say what is trained.
+    if any(mask.branches is not None or mask.weights is not None for mask in sequence_masks):
         offsets = starts_of(lengths)[needed].tolist()
-        data |= _listed_targets(parts["labels"], sequence_masks, offsets, taken)
+        labels = [fields["labels"] for fields in sequences]
+        data |= _listed_targets(labels, sequence_masks, offsets, taken)
     return data
 
 
@@ -271,11 +270,6 @@ def all_targets(labels: Tensor, mask: Mask) -> Targets:
     trained = label != NO_TARGET
     predicting, predicted, counted = (x[trained] for x in found)
     return Targets(predicting, predicted, label[trained], counted)
-
-
-def has_listed_targets(mask: Mask) -> bool:
-    """Whether one label per token is not enough to say what is trained."""
-    return mask.branches is not None or mask.weights is not None
 
 
 # Losses and gradients

@@ -2,8 +2,8 @@
 
     selecting thread     selects batches, makes the masks of those that this rank plans
     planning threads     each asks its planning process for plans, and publishes them
-    delivering thread    waits for each batch's decision, cuts local data, counts targets, lowers
-                         plans for the executor
+    delivering thread    waits for each batch's decision, cuts local data, counts targets,
+                         prepares plans for the executor
 
 The batches of an optimiser step become ready together, when all ranks have agreed on all of them. A
 batch is selected once training has asked for the batch `depth` batches (or one step) before it;
@@ -13,7 +13,7 @@ batch is selected once training has asked for the batch `depth` batches (or one 
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from time import monotonic, perf_counter
@@ -24,8 +24,7 @@ import numpy as np
 from dyncp.dataloader.batching import SelectedStep
 from dyncp.dataloader.decision import PlanExchange
 from dyncp.dataloader.local_fields import loss_divisor
-from dyncp.dataloader.peers import Peers, TrainingProgress
-from dyncp.dataloader.planning import Closed, PlanFailed, PlanProcess
+from dyncp.dataloader.peers import Peers
 from dyncp.dataloader.prepare import (
     BatchData,
     BatchPreparer,
@@ -34,6 +33,7 @@ from dyncp.dataloader.prepare import (
     PreparedBatch,
 )
 from dyncp.dataloader.ranks import PeerError, Store
+from dyncp.planner.process import Closed, PlanFailed, PlanProcess
 
 logger = logging.getLogger(__name__)
 
@@ -48,15 +48,20 @@ HELPED_TOKENS = 16_384  # planning a smaller batch takes less time than starting
 class LoaderMetrics:
     """Counts since the loader was made; percentiles over the last 1,000 batches."""
 
-    def __init__(self) -> None:
+    def __init__(self, processes: Sequence[PlanProcess] = ()) -> None:
+        self._processes = processes
         self.batches = 0
         self.static_plans = 0  # batches whose planner failed
-        self.restarts = 0  # planning processes that were replaced
         self.stall_seconds = 0.0
         self.solvers: Counter[str] = Counter()
         self.skipped: Counter[str] = Counter()  # samples, by reason
         self._records: deque[BatchRecord] = deque(maxlen=KEPT)
         self._lock = threading.Lock()
+
+    @property
+    def restarts(self) -> int:
+        """Planning processes that were replaced."""
+        return sum(process.restarts for process in self._processes)
 
     @property
     def last(self) -> BatchRecord | None:
@@ -79,15 +84,6 @@ class LoaderMetrics:
         if count <= LOGGED:
             more = "; further ones are only counted" if count == LOGGED else ""
             logger.warning("sample %s is skipped (%s): %s%s", index, reason, text, more)
-
-    def count_restarts(self, number: int) -> None:
-        with self._lock:  # several threads plan
-            self.restarts += number
-
-    def plan_times(self) -> list[float]:
-        """Seconds of the latest plans, one per batch."""
-        with self._lock:
-            return [record.plan_seconds for record in self._records]
 
     def snapshot(self) -> dict[str, Any]:
         """All numbers by name, ready for a logger or JSON."""
@@ -127,22 +123,17 @@ class LookAhead:
     """One iteration. `take` returns the next batch, or raises what went wrong; `close` ends it."""
 
     def __init__(
-        self,
-        context: LoaderContext,
-        steps: Iterator[SelectedStep],
-        store: Store,
-        first: int,
-        metrics: LoaderMetrics,
+        self, context: LoaderContext, steps: Iterator[SelectedStep], store: Store, first: int
     ) -> None:
-        self._context, self._steps, self._metrics = context, steps, metrics
-        config = context.config
-        self._progress = TrainingProgress(config.plan_timeout, config.store_timeout, asked=first)
+        self._context, self._steps = context, steps
+        config, ranks = context.config, context.ranks
+        timeouts = config.plan_timeout, config.store_timeout
+        self._peers = Peers(store, ranks, timeouts, context.locations, first)
         self._changed = threading.Condition()
         self._at_exit = False
         self._failure: BaseException | None = None
         self._first = first  # number of the first batch
         self._depth = config.look_ahead
-        self._peers = Peers(store, context.ranks, self._progress, context.locations)
         self._exchange = PlanExchange(self._peers)
         self._preparer = BatchPreparer(context, self._exchange)
         self._selected: deque[tuple[SelectedStep, list[BatchData]] | BaseException] = deque()
@@ -168,20 +159,20 @@ class LookAhead:
         with self._changed:
             depth = len(self._ready)
             self._deepen(depth)
-            self._progress.asked += 1
-            start = self._progress.asked_at = perf_counter()
+            self._peers.asked += 1
+            start = self._peers.asked_at = perf_counter()
             self._changed.notify_all()
             try:
-                self._changed.wait_for(lambda: self._progress.closing or self._ready)
+                self._changed.wait_for(lambda: self._peers.closing or self._ready)
                 while self._at_exit:
                     self._changed.wait()  # in a daemon thread, which ends with the interpreter
-                if self._progress.closing:
+                if self._peers.closing:
                     raise RuntimeError(
                         "this iteration of the loader was closed: by close(), load_state_dict, "
                         "set_epoch or a later iter(loader)"
                     )
             finally:
-                self._progress.asked_at = None
+                self._peers.asked_at = None
             item = self._ready.popleft()
         if isinstance(item, StopIteration):
             return None
@@ -194,9 +185,8 @@ class LookAhead:
     def _deepen(self, ready: int) -> None:
         """Looks further ahead if the queue ran low."""
         usual = self._context.config.look_ahead
-        if (
-            ready <= usual // 4 and self._progress.asked >= self._first + usual
-        ):  # it has been filled once
+        filled_once = self._peers.asked >= self._first + usual
+        if ready <= usual // 4 and filled_once:
             self._depth = min(self._depth + 1, MAX_GROWTH * usual)
 
     def close(self, *, at_exit: bool = False) -> None:
@@ -207,9 +197,9 @@ class LookAhead:
             threading.Thread(target=self.close, daemon=True).start()
             return
         with self._changed:
-            if self._progress.closing:
+            if self._peers.closing:
                 return
-            self._progress.closing = True
+            self._peers.closing = True
             self._changed.notify_all()
         self._end_planning()
         for thread in (self._selecting, self._delivering):
@@ -225,9 +215,8 @@ class LookAhead:
         for process, thread in self._planning.items():
             thread.join(max(0.0, end - monotonic()))
             if thread.is_alive():
-                process.interrupt()
-                thread.join(JOIN_SECONDS)
                 process.close()
+                thread.join(JOIN_SECONDS)
 
     def _guard(self, loop: Callable[[], None], name: str) -> None:
         """Whatever stops a thread is raised in the training loop, after the batches before it."""
@@ -270,13 +259,13 @@ class LookAhead:
 
     def _may_select(self, first: int) -> bool:
         """Whether the step that begins with batch `first` is within the look-ahead."""
-        return first < self._progress.asked + self._depth
+        return first < self._peers.asked + self._depth
 
     def _select_batch(self, batch: BatchData) -> None:
-        if self._progress.closing:
+        if self._peers.closing:
             raise Closed
         context, selection = self._context, batch.selection
-        context.planner.check_tokens(selection.num_tokens, selection.number)
+        context.planner.check_tokens(selection.num_tokens, f"batch {selection.number} has")
         if not context.ranks.plans(selection.number):
             return
         batch.batch()
@@ -289,12 +278,14 @@ class LookAhead:
 
     def _plan(self, process: PlanProcess) -> None:
         """The first process starts before there is a batch; the others help with large batches."""
-        first = process is self._context.processes[0]
+        first, queue = process is self._context.processes[0], self._unplanned
         if first:
             process.start()
         least = 0 if first else HELPED_TOKENS
         while True:
-            batch = self._next_unplanned(least)
+            with self._changed:
+                self._wait_until(lambda: bool(queue) and queue[0].selection.num_tokens >= least)
+                batch = queue.popleft()
             try:
                 self._plan_batch(process, batch)
             finally:
@@ -302,24 +293,14 @@ class LookAhead:
                     self._unpublished -= 1
                     self._changed.notify_all()
 
-    def _next_unplanned(self, least: int) -> BatchData:
-        """Waits for a batch of at least `least` tokens."""
-        queue = self._unplanned
-        with self._changed:
-            self._wait_until(lambda: bool(queue) and queue[0].selection.num_tokens >= least)
-            return queue.popleft()
-
     def _plan_batch(self, process: PlanProcess, batch: BatchData) -> None:
         context, selection = self._context, batch.selection
-        before = process.restarts
         try:
             reply = context.planner.plan(process, batch.batch())
         except PlanFailed as failure:
             self._exchange.decide_static(selection, str(failure))
         else:
             self._exchange.publish(selection, reply, batch.digests())
-        finally:
-            self._metrics.count_restarts(process.restarts - before)
 
     # The delivering thread
 
@@ -335,11 +316,8 @@ class LookAhead:
             self._deliver_step(*item)
 
     def _deliver_step(self, step: SelectedStep, batches: list[BatchData]) -> None:
-        prepared = []
-        for batch in batches:
-            item = self._preparer.prepare(step.number, batch)
-            self._exchange.add_targets(step, item.targets)
-            prepared.append(item)
+        prepared = [self._preparer.prepare(step.number, batch) for batch in batches]
+        self._exchange.add_targets(step, sum(item.targets for item in prepared))
         counted = self._exchange.total_targets(step)
         items = counted if step.known_items is None else step.known_items
         divisor = {"num_items_in_batch": loss_divisor(items)}
@@ -361,6 +339,6 @@ class LookAhead:
 
     def _wait_until(self, condition: Callable[[], bool]) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._progress.closing or condition())
-            if self._progress.closing:
+            self._changed.wait_for(lambda: self._peers.closing or condition())
+            if self._peers.closing:
                 raise Closed

@@ -1,4 +1,4 @@
-"""The options of DCPDataLoader: their defaults, and checks when a loader is made. No torch."""
+"""The options of DCPDataLoader: their defaults, and checks when a loader is made."""
 
 import hashlib
 import math
@@ -6,13 +6,13 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
 
 from dyncp.checks import instance_of, usable_cores, whole_number
-from dyncp.planner import plan_batch
+from dyncp.planner import PlannerConfig, plan_batch
 
 TOKENS_PER_RANK = 8192
 STORE_TIMEOUT = 300.0
@@ -23,31 +23,9 @@ RESERVED_FIELDS = (
     "batch_fingerprint", "target_rows", "target_labels", "target_weights",
     "target_tokens",
 )  # fmt: skip
-CHOICES = {
-    "too_long": ("error", "truncate", "drop", "split"),
-    "bad_samples": ("error", "drop"),
-    "empty_samples": ("error", "drop"),
-}
-MINIMUM = {
-    "tokens_per_batch": 1,
-    "accumulation_steps": 1,
-    "seed": 0,
-    "max_length": 1,
-    "max_tokens_per_rank": 1,
-    "local_multiple": 1,
-    "look_ahead": 0,
-    "log_every": 1,
-    "epochs": 1,
-    "window": 1,
-    "num_workers": 0,
-    "num_planners": 1,
-}
-# Options that may differ between ranks, and those that are compared by their contents elsewhere.
-NOT_COMPARED = {
-    "look_ahead", "plan_timeout", "store_timeout", "pin_memory", "log_every",
-    "sampler", "batch_sampler", "lengths", "sample_fields", "sample_ids", "collate", "num_workers",
-    "num_planners",
-}  # fmt: skip
+TOO_LONG = ("error", "truncate", "drop", "split")
+# Ranks may differ in these options, or they are compared by their contents elsewhere.
+NOT_COMPARED = {"compared": False}
 MAX_PLANNERS = 4  # by default
 SCHEDULE_BATCHES = 1024  # of which every budget is compared
 
@@ -57,37 +35,38 @@ Collate = Callable[[dict[str, Any], list[Any]], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class LoaderConfig:
-    """The options and their defaults. `DCPDataLoader` says what they mean."""
+    """The options and their defaults. `DCPDataLoader` says what they mean. Integers are at least
+    `least`, texts one of `choices`."""
 
-    tokens_per_batch: Budget | None = None
-    accumulation_steps: int = 1
+    tokens_per_batch: Budget | None = field(default=None, metadata={"least": 1})
+    accumulation_steps: int = field(default=1, metadata={"least": 1})
     shuffle: bool = False
-    seed: int = 0
-    sampler: Iterable[int] | None = None
-    batch_sampler: Iterable[Iterable[int]] | None = None
-    lengths: Any = None
-    max_length: int | None = None
-    too_long: str = "error"
-    bad_samples: str = "error"
-    empty_samples: str = "error"
+    seed: int = field(default=0, metadata={"least": 0})
+    sampler: Iterable[int] | None = field(default=None, metadata=NOT_COMPARED)
+    batch_sampler: Iterable[Iterable[int]] | None = field(default=None, metadata=NOT_COMPARED)
+    lengths: Any = field(default=None, metadata=NOT_COMPARED)
+    max_length: int | None = field(default=None, metadata={"least": 1})
+    too_long: str = field(default="error", metadata={"choices": TOO_LONG})
+    bad_samples: str = field(default="error", metadata={"choices": ("error", "drop")})
+    empty_samples: str = field(default="error", metadata={"choices": ("error", "drop")})
     drop_last: bool = False
-    window: int | None = None
-    epochs: int | None = 1
+    window: int | None = field(default=None, metadata={"least": 1})
+    epochs: int | None = field(default=1, metadata={"least": 1})
     evaluation: bool = False
-    max_tokens_per_rank: int | None = None
-    local_multiple: int = 1
-    look_ahead: int = 4
-    num_planners: int | None = None
-    plan_timeout: float = 300.0
-    store_timeout: float = STORE_TIMEOUT
+    max_tokens_per_rank: int | None = field(default=None, metadata={"least": 1})
+    local_multiple: int = field(default=1, metadata={"least": 1})
+    look_ahead: int = field(default=4, metadata={"least": 0} | NOT_COMPARED)
+    num_planners: int | None = field(default=None, metadata={"least": 1} | NOT_COMPARED)
+    plan_timeout: float = field(default=300.0, metadata=NOT_COMPARED)
+    store_timeout: float = field(default=STORE_TIMEOUT, metadata=NOT_COMPARED)
     plan_function: Callable[..., Any] = plan_batch
     token_fields: Mapping[str, int] = field(default_factory=dict)
-    sample_fields: Sequence[str] = ()
-    sample_ids: bool = False
-    collate: Collate | None = None
-    num_workers: int = 0
-    pin_memory: bool | None = None
-    log_every: int | None = None
+    sample_fields: Sequence[str] = field(default=(), metadata=NOT_COMPARED)
+    sample_ids: bool = field(default=False, metadata=NOT_COMPARED)
+    collate: Collate | None = field(default=None, metadata=NOT_COMPARED)
+    num_workers: int = field(default=0, metadata={"least": 0} | NOT_COMPARED)
+    pin_memory: bool | None = field(default=None, metadata=NOT_COMPARED)
+    log_every: int | None = field(default=None, metadata={"least": 1} | NOT_COMPARED)
 
     @staticmethod
     def of(arguments: Mapping[str, Any]) -> "LoaderConfig":
@@ -96,18 +75,16 @@ class LoaderConfig:
         return LoaderConfig(**options | {"token_fields": options["token_fields"] or {}})
 
     def __post_init__(self) -> None:
-        for name, minimum in MINIMUM.items():
-            value = getattr(self, name)
-            if value is not None and not callable(value):
-                object.__setattr__(self, name, integer_option(name, value, minimum))
+        for option in fields(self):
+            name, value, rules = option.name, getattr(self, option.name), option.metadata
+            least, choices = rules.get("least"), rules.get("choices")
+            if least is not None and value is not None and not callable(value):
+                object.__setattr__(self, name, integer_option(name, value, least))
+            if choices and value not in choices:
+                raise ValueError(f"{name} is {value!r}; choose one of {', '.join(choices)}")
         for name in ("plan_timeout", "store_timeout"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; must be positive (seconds)")
-        for name, allowed in CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r}; choose one of {', '.join(allowed)}"
-                )
         if self.bad_samples == "drop" and self.lengths is not None:
             raise ValueError(
                 "bad_samples='drop' must read every sample before batches are made; with lengths= "
@@ -164,9 +141,22 @@ class LoaderConfig:
         own_batches = -(-self.look_ahead // members)
         return max(1, min(own_batches, share, MAX_PLANNERS))
 
+    def planner_config(self, config: PlannerConfig) -> PlannerConfig:
+        """The planner's own config with these options."""
+        layout = config.layout
+        if self.local_multiple > 1:
+            layout = replace(layout, local_multiple=self.local_multiple)
+        limits = [self.max_tokens_per_rank, config.max_tokens_per_rank]
+        return replace(
+            config,
+            layout=layout,
+            forward_only=config.forward_only or self.evaluation,
+            max_tokens_per_rank=min((n for n in limits if n is not None), default=None),
+        )
+
     def shared_settings(self) -> dict[str, str]:
         """Options that must be equal on all ranks, as texts."""
-        names = [field.name for field in fields(self) if field.name not in NOT_COMPARED]
+        names = [option.name for option in fields(self) if option.metadata.get("compared", True)]
         budget = self.tokens_per_batch
         function = self.plan_function
         named = function if hasattr(function, "__qualname__") else type(function)

@@ -23,28 +23,19 @@ written to the store first, so that all ranks raise it. Keys, besides those of d
     leaving, closed, closed/2      how many are leaving; how many have left; when process 2 did
 """
 
-import json
 import logging
 import os
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, perf_counter, sleep
 from types import TracebackType
 from typing import Any, NoReturn
 
-from dyncp.dataloader.planning import Closed
-from dyncp.dataloader.ranks import (
-    BatchMismatch,
-    LoaderRanks,
-    PeerError,
-    Store,
-    StoreError,
-    read_json,
-)
+from dyncp.dataloader.ranks import BatchMismatch, LoaderRanks, PeerError, Store, StoreError
+from dyncp.planner.process import Closed
 
 logger = logging.getLogger(__name__)
 
@@ -60,47 +51,30 @@ SHOWN = 4  # settings that differ, in an error
 HOST = socket.gethostname()
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 Location = dict[str, Any]  # where a process runs: see `own_location`
-Heartbeat = dict[str, Any]  # with the location
-
-
-@dataclass
-class TrainingProgress:
-    """How far training is on this rank. The loader writes it, threads that wait for it read it."""
-
-    plan_timeout: float
-    store_timeout: float
-    asked: int = 0  # batches that training has taken or waits for
-    asked_at: float | None = None  # since when it has been waiting; None: it is not
-    closing: bool = False  # the iteration is being closed
-
-    @property
-    def stalled(self) -> float:
-        """For how many seconds training has been waiting."""
-        asked_at = self.asked_at
-        return 0.0 if asked_at is None else perf_counter() - asked_at
-
-    @property
-    def bound(self) -> float:
-        """For how many seconds it may wait for other ranks."""
-        return self.plan_timeout + self.store_timeout
+Heartbeat = dict[str, Any]  # see `_write_heartbeat`
 
 
 class Peers:
     """This rank's view of the others while a loader is made (as a context), or in one iteration,
-    with the `locations` of all processes when they made the loader."""
+    with the `locations` of all processes when they made the loader. How far training is on this
+    rank is written by the thread that trains, and read by those that wait."""
 
     def __init__(
         self,
         store: Store,
         ranks: LoaderRanks,
-        progress: TrainingProgress,
+        timeouts: tuple[float, float],
         locations: Sequence[Location] = (),
+        asked: int = 0,
     ) -> None:
-        self.progress = progress
         self.store, self.ranks, self._locations = store, ranks, locations
+        self.plan_timeout, self.store_timeout = timeouts
+        self.asked = asked  # batches that training has taken or waits for
+        self.asked_at: float | None = None  # since when it has been waiting; None: it is not
+        self.closing = False  # the iteration is being closed
         self._name = f"rank {ranks.name()}"
         self._others = [p for p in range(ranks.num_processes) if p != ranks.process]
-        self._agreed_step = -1
+        self.agreed_step = -1  # the last one that this rank has agreed on
         self._lingers = False  # other ranks still have to read why this one fails
         self._last_beat: dict[int, tuple[int, float]] = {}  # by process: number, when it changed
         self._looked_at = 0.0
@@ -110,14 +84,16 @@ class Peers:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="dyncp-heartbeat", daemon=True)
 
+    @property
+    def stalled(self) -> float:
+        """For how many seconds training has been waiting."""
+        asked_at = self.asked_at
+        return 0.0 if asked_at is None else perf_counter() - asked_at
+
     def start(self) -> None:
         """Starts the heartbeat."""
         if self.ranks.shared:
             self._thread.start()
-
-    def agreed_on(self, step: int) -> None:
-        """From now on the heartbeat says that this rank has agreed on the step."""
-        self._agreed_step = step
 
     # Making a loader
 
@@ -136,19 +112,17 @@ class Peers:
         """Waits until all ranks have come with the same settings, or raises BatchMismatch on all of
         them; returns where they run."""
         said = {"rank": self.ranks.name(), "settings": dict(settings)}
-        first = read_json(self.store.compare_set("settings", json.dumps(said).encode()))
+        first = self.store.first("settings", said)
         self._check_settings(first["settings"], first["rank"], settings)
-        self.progress.asked_at = perf_counter()
-        self.agreed_on(0)
+        self.asked_at = perf_counter()
+        self.agreed_step = 0
         self._write_heartbeat(0)
         if self.store.add("arrived", 1) == self.ranks.num_processes:
-            beats = [self._heartbeat(p) or {} for p in range(self.ranks.num_processes)]
-            locations = [{name: beat[name] for name in own_location()} for beat in beats]
-            self.store.set("locations", json.dumps({"all": locations}).encode())
+            beats = (self._read(f"at/{p}") for p in range(self.ranks.num_processes))
+            self.store.set("locations", [beat["location"] for beat in beats])
         what = "all ranks to make this loader (they must make their loaders in the same order)"
-        self.wait_for("locations", what, 0)
-        found: list[Location] = read_json(self.store.get("locations"))["all"]
-        return found
+        locations: list[Location] = self.wait_for("locations", what, 0)
+        return locations
 
     def _check_settings(
         self, theirs: Mapping[str, str], rank: int, mine: Mapping[str, str]
@@ -178,14 +152,14 @@ class Peers:
         *,
         bound: float | None = None,
         overdue: Callable[[], None] | None = None,
-    ) -> None:
-        """Waits for a key that other ranks set when they have come to the step. Raises for a peer
-        that will never set it. Once training has waited for `bound` seconds (None: plan_timeout +
-        store_timeout), calls `overdue`, which may set the key; by default, raises.
+    ) -> Any:
+        """The value of a key that other ranks set when they have come to the step. Raises for a
+        peer that will never set it. Once training has waited for `bound` seconds (None:
+        plan_timeout + store_timeout), calls `overdue`, which may set the key; by default, raises.
 
         It polls instead of blocking in the store: a blocked call cannot be interrupted, and its
         timeout makes c10d log warnings."""
-        bound = self.progress.bound if bound is None else bound
+        bound = self.plan_timeout + self.store_timeout if bound is None else bound
         pause, checked_at = FIRST_POLL, monotonic()
         while not self.store.has(key):
             sleep(pause)
@@ -194,30 +168,29 @@ class Peers:
                 continue
             try:
                 self._check(what, step, batch)
-                if self.progress.stalled > bound:
+                if self.stalled > bound:
                     if overdue is None:
                         where = self._describe(step)
                         self.fail(PeerError(f"{self._name} waited {bound:g} s for {what}: {where}"))
                     overdue()
             except PeerError:
-                if self.store.has(key):  # it was set just before the other rank left
-                    return
-                raise
+                if not self.store.has(key):  # it may be set just before the other rank leaves
+                    raise
             checked_at = monotonic()
+        return self.store.get(key)
 
     def _check(self, what: str, step: int, batch: int) -> None:
         """Raises if the iteration is closing, or a peer failed, left, died or has no such batch."""
-        if self.progress.closing:
+        if self.closing:
             raise Closed
         told = self._read("error")
         if told is not None:
             raise (BatchMismatch if told["mismatch"] else PeerError)(told["text"])
         self._check_left(what)
         self._check_heartbeats(what, step)
-        if self.store.has("end"):
-            end = int(self.store.get("end"))
-            if end <= batch:
-                self._epoch_mismatch(f"is at batch {batch}", f"has {end} batches")
+        end = self._read("end")
+        if end is not None and end <= batch:
+            self._epoch_mismatch(f"is at batch {batch}", f"has {end} batches")
 
     def _check_left(self, what: str) -> None:
         """A process that died is named first: others may have left because of it."""
@@ -238,7 +211,7 @@ class Peers:
 
     def _check_heartbeats(self, what: str, step: int) -> None:
         """Once training has waited for a while: warns, and raises for a peer that is gone."""
-        waited = self.progress.stalled
+        waited = self.stalled
         if waited < WARN_SECONDS:
             self._warn_after = WARN_SECONDS
             return
@@ -258,7 +231,7 @@ class Peers:
         """Where the ranks are that have not agreed on a step; PeerError if one is gone."""
         if not self._others:
             return "there are no other ranks; planning or reading takes this long"
-        found = [(process, self._heartbeat(process)) for process in self._others]
+        found = [(process, self._read(f"at/{process}")) for process in self._others]
         late = [(p, beat) for p, beat in found if beat is None or beat["agreed"] < step]
         return "; ".join(self._where(*one) for one in late) or "all other ranks have come this far"
 
@@ -268,10 +241,10 @@ class Peers:
             if self._locations and _has_ended(self._locations[process]):
                 raise self._ended_error(process, self._locations[process])
             return f"{name} has not begun"
-        silent = self._silent_seconds(process, beat)
-        at = f"process {beat['pid']} on {beat['host']}"
-        if silent > SILENT_SECONDS and _has_ended(beat):
-            raise self._ended_error(process, beat)
+        silent, location = self._silent_seconds(process, beat), beat["location"]
+        at = f"process {location['pid']} on {location['host']}"
+        if silent > SILENT_SECONDS and _has_ended(location):
+            raise self._ended_error(process, location)
         if silent > GONE_SECONDS:
             raise PeerError(
                 f"{self._name} cannot continue: {name} ({at}) has sent no heartbeat for "
@@ -289,7 +262,7 @@ class Peers:
         """Raises the error here and on all other ranks."""
         self._lingers = True
         told = {"text": str(error), "mismatch": isinstance(error, BatchMismatch)}
-        self.store.compare_set("error", json.dumps(told).encode())
+        self.store.first("error", told)
         raise error
 
     def mismatch(self, text: str) -> NoReturn:
@@ -304,12 +277,12 @@ class Peers:
 
     def end_epoch(self, num_batches: int) -> None:
         """This rank has no more batches; all ranks must end after the same number."""
-        found = int(self.store.compare_set("end", str(num_batches).encode()))
+        found = self.store.first("end", num_batches)
         if found != num_batches:
             self._epoch_mismatch(f"has {num_batches} batches", str(found))
-        self.agreed_on(END_OF_EPOCH)
+        self.agreed_step = END_OF_EPOCH
         if self.store.add("ended", 1) == self.ranks.num_processes:
-            self.store.set("all_ended", b"1")
+            self.store.set("all_ended", True)
 
     def _epoch_mismatch(self, mine: str, theirs: str) -> NoReturn:
         self.mismatch(
@@ -328,12 +301,11 @@ class Peers:
         if self._thread.is_alive():
             self._thread.join(2 * HEARTBEAT_SECONDS)
         try:
-            report = {"taken": self.progress.asked, "order": self.store.add("leaving", 1)}
-            self.store.set(f"closed/{self.ranks.process}", json.dumps(report).encode())
+            report = {"taken": self.asked, "order": self.store.add("leaving", 1)}
+            self.store.set(f"closed/{self.ranks.process}", report)
             dead = len(self._dead())  # before the last one can delete what it reads
             if self.store.add("closed", 1) + dead >= self.ranks.num_processes:
-                for key in self.store.list_keys():
-                    self.store.delete(key)
+                self.store.delete(self.store.list_keys())
             elif self._lingers:
                 self._linger()
         except StoreError as error:
@@ -365,17 +337,17 @@ class Peers:
     def _write_heartbeat(self, number: int) -> None:
         beat = {
             "number": number,
-            "asked": self.progress.asked,
-            "waiting": self.progress.stalled > 0,
-            "agreed": self._agreed_step,
-            **own_location(),
+            "asked": self.asked,
+            "waiting": self.stalled > 0,
+            "agreed": self.agreed_step,
+            "location": own_location(),
         }
-        self.store.set(f"at/{self.ranks.process}", json.dumps(beat).encode())
+        self.store.set(f"at/{self.ranks.process}", beat)
 
     def _compare_batches(self) -> None:
         """Warns if ranks have been at different batches for a while with none waiting here: the one
         that is ahead waits for the others in a collective."""
-        beats = {p: self._heartbeat(p) for p in range(self.ranks.num_processes)}
+        beats = {p: self._read(f"at/{p}") for p in range(self.ranks.num_processes)}
         asked = {p: beat["asked"] for p, beat in beats.items() if beat and not beat["waiting"]}
         stays = asked == self._asked and len(asked) == self.ranks.num_processes
         self._asked = asked
@@ -389,11 +361,9 @@ class Peers:
                 taken,
             )
 
-    def _heartbeat(self, process: int) -> Heartbeat | None:
-        return self._read(f"at/{process}")
-
-    def _read(self, key: str) -> dict[str, Any] | None:
-        return read_json(self.store.get(key)) if self.store.has(key) else None
+    def _read(self, key: str) -> Any:
+        """None if the key is not set."""
+        return self.store.get(key) if self.store.has(key) else None
 
     def _silent_seconds(self, process: int, beat: Heartbeat) -> float:
         number, since = self._last_beat.get(process, (-1, 0.0))

@@ -14,13 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dyncp.blocks import Batch
+from dyncp.blocks import DEFAULT_MASK, Batch
 from dyncp.checks import instance_of
 from dyncp.dataloader.batching import SelectedBatch
 from dyncp.dataloader.dataset import SampleEntry, SampleSource
 from dyncp.dataloader.decision import Decision, PlanExchange, SampleDigests
 from dyncp.dataloader.local_fields import (
-    SampleOf,
     fingerprint_tensor,
     layout_mask,
     local_rows,
@@ -29,9 +28,9 @@ from dyncp.dataloader.local_fields import (
     rows_and_sequences,
     without_targets,
 )
-from dyncp.dataloader.options import LoaderConfig, digest_of
+from dyncp.dataloader.options import Collate, LoaderConfig, digest_of
 from dyncp.dataloader.peers import Location
-from dyncp.dataloader.planning import BatchPlanner, PlanProcess
+from dyncp.dataloader.planning import BatchPlanner
 from dyncp.dataloader.ranks import LoaderRanks, PeerError
 from dyncp.dataloader.reading import (
     SampleError,
@@ -43,12 +42,13 @@ from dyncp.dataloader.reading import (
 from dyncp.dataloader.state import Position
 from dyncp.masks import Mask, MaskFunction, NamedMasks
 from dyncp.plan import Plan, RankPlan, decode_part
+from dyncp.planner.process import PlanProcess
 
 logger = logging.getLogger(__name__)
 
 NO_SAMPLE = -1  # in sample_ids
 DIGITS = 8  # of a sample's digests: a decision may have a thousand of them
-SampleMasks = dict[str, Mask] | Mask  # by name, or one
+SampleMasks = dict[str, Mask]  # by name
 
 
 class MaskMaker:
@@ -80,15 +80,8 @@ class MaskMaker:
             raise SampleError(entry.index, "the mask", error) from error
         return _checked(result, length, entry.index)
 
-    def identity(self, source: SampleSource) -> dict[str, str]:
-        """Digests of the masks of a few samples, to compare with other ranks."""
-        return {
-            f"masks of sample {index}": self._digest(sample, index)
-            for index, sample in source.probes.items()
-            if sample is not None
-        }
-
-    def _digest(self, sample: Any, index: int) -> str:
+    def digest(self, sample: Any, index: int) -> str:
+        """Of a sample's masks, to compare with other ranks."""
         try:
             return _masks_digest(self.of_sample(sample, SampleEntry(0, index, 0)))
         except Exception as error:  # the sample may not be trained on; if it is, it shows there
@@ -97,7 +90,8 @@ class MaskMaker:
 
 def _checked(result: Any, length: int, index: int) -> SampleMasks:
     """The result of a mask function for a sample of this length."""
-    for mask in result.values() if isinstance(result, Mapping) else [result]:
+    masks = dict(result) if isinstance(result, Mapping) else {DEFAULT_MASK: result}
+    for mask in masks.values():
         given = f"the mask of sample {index}"
         instance_of(given, mask, Mask, "a Mask, or a dict of masks by name")
         if mask.length != length:
@@ -105,17 +99,11 @@ def _checked(result: Any, length: int, index: int) -> SampleMasks:
                 f"the mask function gave a mask of {mask.length} tokens for sample {index}, "
                 f"which has {length}"
             )
-    return dict(result) if isinstance(result, Mapping) else result
-
-
-def _cut_masks(masks: SampleMasks, start: int, length: int) -> SampleMasks:
-    """The masks of `length` tokens from `start` on."""
-    if isinstance(masks, Mask):
-        return _cut_mask(masks, start, start + length)
-    return {name: _cut_mask(mask, start, start + length) for name, mask in masks.items()}
+    return masks
 
 
 def _cut_mask(mask: Mask, start: int, end: int) -> Mask:
+    """The mask of the tokens from `start` to `end`."""
     if mask.length == end - start:
         return mask
     positions, weights = (x if x is None else x[start:end] for x in (mask.positions, mask.weights))
@@ -129,9 +117,8 @@ def _cut_mask(mask: Mask, start: int, end: int) -> Mask:
     return Mask(ranges, positions, targets, mask.name, branches, weights)
 
 
-def _masks_digest(masks: Mapping[str, Mask] | Mask) -> str:
-    named = {"": masks} if isinstance(masks, Mask) else masks
-    text = [f"{name} {mask.digest.hex()}" for name, mask in sorted(named.items())]
+def _masks_digest(masks: SampleMasks) -> str:
+    text = [f"{name} {mask.digest.hex()}" for name, mask in sorted(masks.items())]
     return digest_of(text)[:DIGITS] if text else ""
 
 
@@ -167,7 +154,6 @@ class BatchData:
         self._read: dict[int, Any] = {}
         self._samples: dict[int, Any] = {}
         self._masks: dict[int, SampleMasks] = {}
-        self._contents: dict[int, str] = {}
         self._batch: Batch | None = None
         self._lock = threading.RLock()
 
@@ -188,16 +174,22 @@ class BatchData:
         self._source.read_ahead(entries[n] for n in numbers if n not in self._read)
 
     def masks(self, number: int) -> SampleMasks:
-        """The mask, or masks by name, of the batch's sample `number`."""
+        """The masks of the batch's sample `number`: of the whole sample, then cut, since a mask may
+        depend on any of its fields."""
         with self._lock:
             if number not in self._masks:
-                self._masks[number] = self._make_masks(number)
+                entry, masks = self.selection.entries[number], None
+                if self._source.knows_lengths:
+                    masks = self._mask_maker.of_length(entry.whole, entry.index)
+                if masks is None:
+                    masks = self._mask_maker.of_sample(self._whole(number), entry)
+                ends = entry.start, entry.start + entry.length
+                self._masks[number] = {name: _cut_mask(mask, *ends) for name, mask in masks.items()}
             return self._masks[number]
 
     def layout(self, number: int) -> Mask:
         """A mask with the positions and targets of the batch's sample `number`."""
-        masks = self.masks(number)
-        return masks if isinstance(masks, Mask) else layout_mask(masks)
+        return layout_mask(self.masks(number))
 
     def batch(self) -> Batch:
         """The batch as the planner sees it."""
@@ -213,17 +205,12 @@ class BatchData:
     def digests(self) -> list[SampleDigests]:
         """Of all samples, with the masks that have been made and the content that has been read."""
         with self._lock:
-            for number in self._read:
-                if number not in self._contents:
-                    index = self.selection.entries[number].index
-                    content = sample_bytes(self.sample(number), index, self._token_fields)
-                    self._contents[number] = digest_of(content)[:DIGITS]
             return [
                 SampleDigests(
                     entry.index,
                     entry.length,
                     _masks_digest(self._masks.get(number, {})),
-                    self._contents.get(number, ""),
+                    self._content(number) if number in self._read else "",
                 )
                 for number, entry in enumerate(self.selection.entries)
             ]
@@ -232,14 +219,9 @@ class BatchData:
         """Whether `batch` reads no more samples than have been read."""
         return not self._source.knows_lengths or self._mask_maker.takes_lengths
 
-    def _make_masks(self, number: int) -> SampleMasks:
-        """Of the whole sample, then cut: a mask may depend on any of its fields."""
-        entry, masks = self.selection.entries[number], None
-        if self._source.knows_lengths:
-            masks = self._mask_maker.of_length(entry.whole, entry.index)
-        if masks is None:
-            masks = self._mask_maker.of_sample(self._whole(number), entry)
-        return _cut_masks(masks, entry.start, entry.length)
+    def _content(self, number: int) -> str:
+        index = self.selection.entries[number].index
+        return digest_of(sample_bytes(self.sample(number), index, self._token_fields))[:DIGITS]
 
     def _whole(self, number: int) -> Any:
         if number not in self._read:
@@ -305,13 +287,15 @@ class BatchPreparer:
     def prepare(self, step: int, batch: BatchData) -> PreparedBatch:
         selection = batch.selection
         decision = self._exchange.decision(step, selection)
-        fingerprint = batch.batch().fingerprint if batch.needs_no_reading() else ""
-        self._exchange.check_batch(selection, decision, batch.digests(), fingerprint)
         make_parts = self._static_parts if decision.static else self._planned_parts
         parts, size = make_parts(batch, decision)
         plan = Plan(parts) if self._ranks.rank is None else self._agreed(parts[0], batch)
         data, targets = self._data(batch, plan)
-        shared = self._compare(batch, decision, parts[0])
+        shared = self._shared(parts[0])
+        fingerprint = batch.batch().fingerprint if batch.needs_no_reading() else ""
+        self._exchange.check_samples(selection, decision, batch.digests(), shared, fingerprint)
+        if decision.static:
+            self._exchange.check_static(selection, plan.digest)
         self._exchange.leave(selection, decision, shared)
         record = BatchRecord.of(parts[0], decision.seconds, size, static=decision.static)
         targets = targets if self._ranks.counts_targets else 0
@@ -349,7 +333,6 @@ class BatchPreparer:
                 decision.reason,
             )
         plan = self._planner.static_plan(batch.batch())
-        self._exchange.check_static(batch.selection, plan.digest)
         return tuple(plan.parts[rank] for rank in self._own), 0
 
     def _agreed(self, part: RankPlan, batch: BatchData) -> RankPlan:
@@ -362,24 +345,39 @@ class BatchPreparer:
     def _data(self, batch: BatchData, plan: RankPlan | Plan) -> tuple[dict[str, Any], int]:
         """This rank's data, and its number of targets."""
         batch.read_ahead(local_sequences(plan))
+        rows: dict[str, Any]
         rows = local_rows(plan, batch.sample, batch.layout, self._config.token_fields)
         if batch.selection.filler:
             rows = without_targets(rows)
         targets = num_targets(rows)
         rows["batch_fingerprint"] = fingerprint_tensor(plan.fingerprint)
-        data = _add_sample_data(rows, plan, batch.selection, batch.sample, self._config)
+        data = self._add_sample_data(rows, plan, batch)
         return {name: self._pinned(value) for name, value in data.items()}, targets
 
     def _pinned(self, value: Any) -> Any:
         return value.pin_memory() if self._pins and isinstance(value, Tensor) else value
 
-    def _compare(self, batch: BatchData, decision: Decision, part: RankPlan) -> list[int]:
-        """Compares what was read here with other ranks; returns the samples that several have."""
-        shared, digests = self._shared(part), batch.digests()
-        self._exchange.check_batch(batch.selection, decision, digests)
-        mine = {number: digests[number] for number in shared if digests[number].content}
-        self._exchange.check_shared(batch.selection, mine)
-        return shared
+    def _add_sample_data(
+        self, data: dict[str, Any], plan: RankPlan | Plan, batch: BatchData
+    ) -> dict[str, Any]:
+        """The local data with `sample_ids` and `sample_fields`, after the user's `collate`. Samples
+        are those that this rank has tokens of, in the batch's order; a filler has none."""
+        config, selection = self._config, batch.selection
+        if config.sample_ids:
+            data["sample_ids"] = _sample_ids(plan, selection)[None]
+        if not (config.sample_fields or config.collate):
+            return data
+        numbers = [] if selection.filler else local_sequences(plan)
+        samples = [batch.sample(number) for number in numbers]
+        for name in config.sample_fields:
+            for number, sample in zip(numbers, samples, strict=True):
+                if name not in sample:
+                    raise ValueError(
+                        f"sample {selection.entries[number].index} has no field {name!r}, which "
+                        "sample_fields declares"
+                    )
+            data[name] = [sample[name] for sample in samples]
+        return _collated(config.collate, data, samples) if config.collate else data
 
     def _shared(self, part: RankPlan) -> list[int]:
         """Samples that several members have tokens of."""
@@ -392,33 +390,6 @@ class BatchPreparer:
         return [int(number) for number in sequences[ranks > 1]]
 
 
-def _add_sample_data(
-    data: Mapping[str, Tensor],
-    plan: RankPlan | Plan,
-    selection: SelectedBatch,
-    sample_of: SampleOf,
-    config: LoaderConfig,
-) -> dict[str, Any]:
-    """The local data with `sample_ids` and `sample_fields`, after the user's `collate`. Samples are
-    those that this rank has tokens of, in the batch's order; a filler has none."""
-    result: dict[str, Any] = dict(data)
-    if config.sample_ids:
-        result["sample_ids"] = _sample_ids(plan, selection)[None]
-    if not (config.sample_fields or config.collate):
-        return result
-    numbers = [] if selection.filler else local_sequences(plan)
-    samples = [sample_of(number) for number in numbers]
-    for name in config.sample_fields:
-        for number, sample in zip(numbers, samples, strict=True):
-            if name not in sample:
-                raise ValueError(
-                    f"sample {selection.entries[number].index} has no field {name!r}, which "
-                    "sample_fields declares"
-                )
-        result[name] = [sample[name] for sample in samples]
-    return _collated(result, samples, config) if config.collate else result
-
-
 def _sample_ids(plan: RankPlan | Plan, selection: SelectedBatch) -> Tensor:
     """The sample's index in the dataset, for every local row."""
     indices = np.array([entry.index for entry in selection.entries], np.int64)
@@ -427,10 +398,9 @@ def _sample_ids(plan: RankPlan | Plan, selection: SelectedBatch) -> Tensor:
     return torch.from_numpy(np.where(none, NO_SAMPLE, indices[sequence]))
 
 
-def _collated(data: dict[str, Any], samples: list[Any], config: LoaderConfig) -> dict[str, Any]:
-    assert config.collate is not None
+def _collated(collate: Collate, data: dict[str, Any], samples: list[Any]) -> dict[str, Any]:
     try:
-        found = config.collate(data, samples)
+        found = collate(data, samples)
     except Exception as error:
         raise RuntimeError(f"collate raised {type(error).__name__}: {error}") from error
     if not isinstance(found, Mapping):

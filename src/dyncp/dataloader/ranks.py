@@ -10,6 +10,7 @@ import math
 import os
 import queue
 import threading
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from dyncp.checks import whole_number
+from dyncp.checks import parse_json, whole_number
 from dyncp.topology import Topology
 
 CHUNK_BYTES = 4 << 20  # values over 8 MiB reset the connection of a TCPStore
@@ -38,8 +39,8 @@ class PeerError(RuntimeError):
 
 
 class Store:
-    """Small values by key, of this process alone. Keys with several writers only use `add` and
-    `compare_set`."""
+    """Values by key, of this process alone: small JSON values, and bytes of any size. Keys with
+    several writers only use `add` and `first`."""
 
     def __init__(self) -> None:
         self._client: Any = dist.HashStore()  # type: ignore[attr-defined]
@@ -48,12 +49,16 @@ class Store:
         """Calls a method of one of torch's stores."""
         return getattr(self._client, name)(*args)
 
-    def set(self, key: str, value: bytes) -> None:
-        self._call("set", key, value)
+    def set(self, key: str, value: Any) -> None:
+        self._call("set", key, json.dumps(value))
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str) -> Any:
         """The value of a key that exists."""
-        return bytes(self._call("get", key))
+        return _read_json(self._call("get", key))
+
+    def first(self, key: str, value: Any) -> Any:
+        """Sets the key unless it is set; returns its value."""
+        return _read_json(self._call("compare_set", key, "", json.dumps(value)))
 
     def has(self, key: str) -> bool:
         return bool(self._call("check", [key]))
@@ -62,12 +67,17 @@ class Store:
         """Adds to a counter; returns the new sum."""
         return int(self._call("add", key, amount))
 
-    def compare_set(self, key: str, value: bytes) -> bytes:
-        """Sets the key unless it is set; returns its value."""
-        return bytes(self._call("compare_set", key, "", value.decode()))
+    def set_bytes(self, key: str, data: bytes) -> None:
+        """Writes them in chunks: see `chunk_keys`."""
+        for number, name in enumerate(chunk_keys(key, len(data))):
+            self._call("set", name, data[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES])
 
-    def delete(self, key: str) -> None:
-        self._call("delete_key", key)
+    def get_bytes(self, key: str, size: int) -> bytes:
+        return b"".join(bytes(self._call("get", name)) for name in chunk_keys(key, size))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self._call("delete_key", key)
 
     def list_keys(self) -> list[str]:
         return list(self._call("list_keys"))
@@ -77,6 +87,19 @@ class Store:
 
     def close(self) -> None:
         """Gives the connection back."""
+
+
+def chunk_keys(key: str, size: int) -> list[str]:
+    """Where so many bytes are written: key, key/1, ..."""
+    more = range(1, -(-size // CHUNK_BYTES))
+    return [key, *(f"{key}/{number}" for number in more)]
+
+
+def _read_json(text: bytes) -> Any:
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise PeerError(f"the store has a text that cannot be read: {error}") from error
 
 
 class SharedStore(Store):
@@ -135,34 +158,6 @@ class SharedStore(Store):
         return PrefixStore(self._prefix, client)
 
 
-def put_chunks(store: Store, key: str, data: bytes) -> list[str]:
-    """Writes `data` under key, key/1, ... in chunks; returns the keys."""
-    keys = chunk_keys(key, len(data))
-    for number, name in enumerate(keys):
-        store.set(name, data[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES])
-    return keys
-
-
-def get_chunks(store: Store, key: str, size: int) -> bytes:
-    return b"".join(store.get(name) for name in chunk_keys(key, size))
-
-
-def chunk_keys(key: str, size: int) -> list[str]:
-    more = range(1, -(-size // CHUNK_BYTES))
-    return [key, *(f"{key}/{number}" for number in more)]
-
-
-def read_json(text: bytes) -> dict[str, Any]:
-    """A dict that another rank wrote; PeerError if it cannot be read."""
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise PeerError(f"the store has a text that cannot be read: {error}") from error
-    if not isinstance(values, dict):
-        raise PeerError(f"the store has {type(values).__name__} where a dict was expected")
-    return values
-
-
 @dataclass(frozen=True)
 class LoaderRanks:
     """A *replica* is a set of processes that train on the same batches. Its `num_members` members
@@ -209,8 +204,6 @@ class LoaderRanks:
         world; a single rank if torch.distributed is not initialised."""
         if sum(choice is not None for choice in (group, mesh, virtual_ranks)) > 1:
             raise ValueError("pass only one of group=, mesh= and virtual_ranks=")
-        if isinstance(group, LoaderRanks):  # benchmarks: one rank of a group that does not exist
-            return group
         if virtual_ranks is not None:
             return LoaderRanks(None, whole_number("virtual_ranks", virtual_ranks, 1))
         if mesh is not None and mesh.ndim > 1:

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from dyncp.dataloader.options import LoaderConfig
-from dyncp.dataloader.planning import exit_with_parent
+from dyncp.planner.process import exit_with_parent
 
 AHEAD = 4  # samples per worker that are requested before they are needed
 WORKER_END_SECONDS = 5.0  # for workers to finish what they are reading

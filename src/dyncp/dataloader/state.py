@@ -35,7 +35,6 @@ VERSION = 2
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 MAX_NESTING = 3  # a BatchSampler has a RandomSampler, which has a generator
 END = object()
-NOTHING_TAKEN = digest_of(b"")
 Item = TypeVar("Item")
 
 
@@ -46,7 +45,7 @@ class Position:
     budget schedule sees). Inside an optimiser step `items` is its number of targets.
 
     The first `samples` samples of the epoch's order are in those batches; so are `taken` of the
-    samples after them (place, first token). The batches that the rest fills are numbered from 0:
+    samples after them (number, first token). The batches that the rest fills are numbered from 0:
     `dealt` of them have been dealt. `dataset_state` is what the source needs to continue after the
     first `samples` (None: nothing is known of the epoch yet)."""
 
@@ -69,10 +68,9 @@ class Position:
 
 
 def to_state(position: Position, settings: Mapping[str, Any], num_replicas: int) -> dict[str, Any]:
-    values = {field.name: getattr(position, field.name) for field in fields(Position)}
     return {
         "version": VERSION,
-        "position": {name: _leaf(value) for name, value in values.items()},
+        "position": {name: _leaf(value) for name, value in vars(position).items()},
         "terms": dict(settings),
         "num_replicas": num_replicas,
     }
@@ -114,9 +112,7 @@ def _position(saved: Mapping[str, Any]) -> Position:
             f"the loader state has a position with {sorted(saved)}; this dyncp reads "
             f"{sorted(known)}"
         )
-    values = {k: from_text(v) if isinstance(v, str) else v for k, v in saved.items()}
-    taken = tuple((int(place), int(start)) for place, start in values["taken"])
-    return Position(**values | {"taken": taken, "dealt": tuple(map(int, values["dealt"]))})
+    return Position(**{k: from_text(v) if isinstance(v, str) else v for k, v in saved.items()})
 
 
 def _on_other_replicas(position: Position, steps: int, before: int, now: int) -> Position:
@@ -135,34 +131,34 @@ def _on_other_replicas(position: Position, steps: int, before: int, now: int) ->
 # written as {"!": kind, "value": ...}. Nothing is pickled.
 
 TAG = "!"
-MAX_DEPTH = 100
 
 
 def to_text(value: Any) -> str:
     """JSON; raises ValueError for a value that cannot be written."""
-    return json.dumps(_to_json(value, "the state"))
+    try:
+        return json.dumps(_to_json(value, "the state"))
+    except RecursionError:
+        raise ValueError("the dataset's state cannot be saved: it is nested too deeply") from None
 
 
 def from_text(text: str) -> Any:
     try:
-        return _from_json(json.loads(text))
+        return json.loads(text, object_hook=_untag)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"a text in the loader state cannot be read: {error}") from error
 
 
-def _to_json(value: Any, where: str, depth: int = 0) -> Any:
-    if depth > MAX_DEPTH:
-        raise ValueError(f"{where} is nested more than {MAX_DEPTH} levels deep")
+def _to_json(value: Any, where: str) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, list):
-        return [_to_json(v, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]
+        return [_to_json(v, f"{where}[{i}]") for i, v in enumerate(value)]
     if isinstance(value, dict) and TAG not in value and all(type(k) is str for k in value):
-        return {k: _to_json(v, f"{where}[{k!r}]", depth + 1) for k, v in value.items()}
+        return {k: _to_json(v, f"{where}[{k!r}]") for k, v in value.items()}
     kind, inner = _tagged(value, where)
-    return {TAG: kind, "value": _to_json(inner, where, depth + 1)}
+    return {TAG: kind, "value": _to_json(inner, where)}
 
 
 def _tagged(value: Any, where: str) -> tuple[str, Any]:
@@ -184,14 +180,8 @@ def _tagged(value: Any, where: str) -> tuple[str, Any]:
     )
 
 
-def _from_json(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_from_json(entry) for entry in value]
-    if not isinstance(value, dict):
-        return value
-    if TAG not in value:
-        return {key: _from_json(entry) for key, entry in value.items()}
-    return UNTAG[value[TAG]](_from_json(value["value"]))
+def _untag(value: dict[str, Any]) -> Any:
+    return UNTAG[value[TAG]](value["value"]) if TAG in value else value
 
 
 def _array(parts: list[Any]) -> Any:
@@ -229,11 +219,7 @@ class SamplerOrder:
 
     def start(self) -> dict[str, Any]:
         """The state at the start of the next epoch."""
-        return {"generators": _generator_states(self._sampler), "taken": NOTHING_TAKEN}
-
-    def rewind(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The state at the start of the epoch of a state."""
-        return {**state, "taken": NOTHING_TAKEN}
+        return {"generators": _generator_states(self._sampler)}
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:

@@ -3,5 +3,3 @@
 from dyncp.executor.attention import DCPAttn, attention
 from dyncp.executor.executor import DCPExecutor
 from dyncp.executor.step import Step
-
-__all__ = ["DCPAttn", "DCPExecutor", "Step", "attention"]

@@ -12,7 +12,6 @@ from dyncp.kernels import IndexArrays, Kernel, KernelCall, RowState, RowStates
 from dyncp.kernels.kernel import SequenceRows
 from dyncp.plan import (
     IS_INPUT,
-    Contributions,
     Direction,
     KernelStyle,
     MaskPlan,
@@ -20,39 +19,18 @@ from dyncp.plan import (
     Op,
     RankPlan,
     Space,
-    call_rows,
-    find_contributions,
-    has_messages,
-    places_of,
+    StyledProgram,
 )
 
 WHOLE_TILE = 128  # rows: the kernel tiles of all kernels divide it
 
 
-class RankProgram:
+class RankProgram(StyledProgram):
     """One direction of one mask on one rank, for kernels of one style."""
 
-    def __init__(
-        self, part: RankPlan, mask: MaskPlan, direction: Direction, style: KernelStyle | None = None
-    ) -> None:
-        self.part, self.mask, self.direction = part, mask, direction
-        self.style = KernelStyle() if style is None else style
-        self.program = mask.program(direction)
-        self.backward = direction is Direction.BACKWARD
-        self.place = places_of(part, self.program)  # [spaces, head groups, blocks]: first rows
-        self.has_messages = has_messages(self.program)
-        ops = self.program.instructions.tolist()
-        self.instructions = [(Op(op), argument) for op, argument in ops]
-
     @cached_property
-    def contributions(self) -> Contributions:
-        return find_contributions(self.part, self.mask, self.program)
-
-    @cached_property
-    def call_rows(self) -> dict[tuple[int, int], tuple[slice, slice]]:
-        """Query rows and key rows of every kernel call, by division and head group."""
-        multiple = self.style.row_multiple
-        return call_rows(self.part, self.mask, self.program, self.place, multiple)
+    def instructions(self) -> list[tuple[Op, int]]:
+        return [(Op(op), argument) for op, argument in self.program.instructions.tolist()]
 
     @cached_property
     def relayed_from(self) -> Int64:

@@ -57,29 +57,3 @@ def find_solver(name: str) -> Solver:
     if name.partition("/")[0] not in SOLVERS:
         raise ValueError(f"solver is {name!r}; choose one of {', '.join(SOLVERS)}")
     return static_solver(name)
-
-
-__all__ = [
-    "DEFAULT_TOLERANCES",
-    "SOLVERS",
-    "STATIC_SOLVERS",
-    "Balance",
-    "Bound",
-    "Limits",
-    "Placement",
-    "Prices",
-    "RemoteUses",
-    "Solver",
-    "StaticBounds",
-    "Traffic",
-    "check_placement",
-    "find_remote_uses",
-    "find_solver",
-    "hybrid_with_budget",
-    "improve",
-    "measure_balance",
-    "minimal_bytes",
-    "static_candidates",
-    "whole_rows",
-    "with_degree",
-]

@@ -40,6 +40,8 @@ from dyncp.placement.solver import Solver
 from dyncp.placement.split import Region, region_of_rows, split_rows, whole_batch
 from dyncp.topology import Topology
 
+# docs/planner.md has what these and the cuts below are worth (benchmarks/planner_ablation.py).
+#
 # Share of the compute tolerance that nodes may use; the rest is left to their ranks.
 NODE_SHARE = 0.6
 # Ranks of a node are levelled to its mean work within this share.

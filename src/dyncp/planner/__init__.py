@@ -5,20 +5,3 @@ from dyncp.planner.config import AUTO, EFFORTS, OBJECTIVES, PlannerConfig
 from dyncp.planner.plan_batch import assemble_choice, choose, plan_batch, plan_with
 from dyncp.planner.search import search, search_divisions
 from dyncp.planner.task import Candidate, Placed, Task
-
-__all__ = [
-    "AUTO",
-    "EFFORTS",
-    "OBJECTIVES",
-    "Candidate",
-    "Choice",
-    "Placed",
-    "PlannerConfig",
-    "Task",
-    "assemble_choice",
-    "choose",
-    "plan_batch",
-    "plan_with",
-    "search",
-    "search_divisions",
-]

@@ -92,7 +92,7 @@ def _overhead(cost: CostModel, calls: Int64) -> Float64:
     """Seconds that calls add to their tiles: call overhead, and the launches of calls and of the
     unpacking between them."""
     launches = 2 * calls - 1
-    return np.asarray(cost.call_seconds(calls) + launches * cost.profile.launch_seconds)
+    return np.asarray(cost.profile.call_seconds * calls + launches * cost.profile.launch_seconds)
 
 
 def _host_seconds(cost: CostModel, calls: Int64) -> Float64:

@@ -10,8 +10,8 @@ from dyncp.placement import Limits, Solver, find_solver
 from dyncp.planner.task import Candidate, Cut, Task
 from dyncp.simulate import Simulated
 
-# Shares of the compute tolerance that `owner_computes` is tried with, by effort.
-TIGHTER = {"fast": (1.0, 0.5), "quality": (1.0, 0.85, 0.7, 0.55, 0.4, 0.25)}
+# Shares of the compute tolerance that `owner_computes` is tried with.
+TIGHTER = (1.0, 0.5)
 # Tolerances (compute, tokens) tried besides where none are asked for: imbalance can be cheaper than
 # bytes.
 LOOSE = (0.2, 0.4)
@@ -22,7 +22,6 @@ OTHER_STARTS = {"fast": FEW_STARTS, "quality": FEW_STARTS + MORE_STARTS}
 # Token tolerances that are tried when tokens cost time: the fullest rank sets that of all per-token
 # work.
 TOKENS = {"fast": (0.01, 0.005), "quality": (0.05, 0.02, 0.01, 0.005, 0.0025)}
-OTHER_SOLVERS = {"fast": (), "quality": ("bisection", "bisection_quality")}
 
 # Tried where limits are missed or cost much: smaller blocks, and tiles that may run anywhere.
 WAYS_TO_KEEP_LIMITS = ("owner_computes_fine", "bisection_quality")
@@ -34,13 +33,14 @@ def dynamic_candidates(task: Task) -> Iterator[tuple[str, Solver, Limits, Cut | 
     solver = find_solver("owner_computes" if task.model is None else "owner_computes_fine")
     for limits in dict.fromkeys(_tolerances(task)):
         yield f"{solver.name} within {describe_limits(limits)}", solver, limits, None
-    limits = Limits(*config.limits.tolerances)
-    for name in OTHER_SOLVERS[config.effort]:
-        yield name, find_solver(name), limits, None
-        if config.head_groups is None and name.startswith("bisection"):
-            for groups in head_group_counts(task)[1:]:
-                cut = Cut(config.block_size, groups)
-                yield f"{name} with {groups} head groups", find_solver(name), limits, cut
+    if config.effort == "fast":
+        return
+    name, limits = "bisection_quality", Limits(*config.limits.tolerances)
+    yield name, find_solver(name), limits, None
+    if config.head_groups is None:
+        for groups in head_group_counts(task)[1:]:
+            cut = Cut(config.block_size, groups)
+            yield f"{name} with {groups} head groups", find_solver(name), limits, cut
 
 
 def _tolerances(task: Task) -> Iterator[Limits]:
@@ -52,7 +52,7 @@ def _tolerances(task: Task) -> Iterator[Limits]:
     if task.model is None:
         if free:
             yield Limits(LOOSE[0], LOOSE[1] if asked.token_tolerance is None else tokens)
-        yield from (Limits(share * compute, tokens) for share in TIGHTER[effort])
+        yield from (Limits(share * compute, tokens) for share in TIGHTER)
         return
     for most in TOKENS[effort]:
         yield Limits(compute, min(tokens, most))

@@ -61,8 +61,6 @@ MOST_TILES = {"fast": 6_000_000, "quality": 60_000_000}
 LARGE = {"fast": 300_000, "quality": 3_000_000}
 # Effort "fast" stops at a step of this many times the ideal, for attention alone and with a model.
 NEAR_IDEAL, NEAR_IDEAL_WITH_MODEL = 1.05, 1.01
-# Candidates up to this many times the best are scheduled in other numbers of steps, too.
-WITHIN_REACH = 1.25
 # A placement with this many times the best one's tiles is skipped if its lower bound is above this
 # share of the best step.
 MUCH_FINER, LITTLE_GAIN = 10, 0.85
@@ -113,8 +111,6 @@ class Search:
         self._best: Candidate | None = None
         # Whether dynamic candidates have so many tiles that few of them are looked at.
         self.is_large = False
-        # The best of every solver, before other numbers of steps are tried.
-        self._by_solver = dict[str, Candidate]()
 
     def consider(
         self,
@@ -175,30 +171,17 @@ class Search:
         task, runs = self._task, dict[Part, PartRun]()
         least = part_seconds(task, placed)
         seconds = sum(least.values()) + per_token_seconds(task, placed)
-        missed, worth = placed.balance.missed, self._worth(placed)
+        missed, best = (
+            placed.balance.missed,
+            (np.inf, np.inf) if self._best is None else self._best.key,
+        )
         for part in task.parts:
-            if (missed, seconds) >= worth or self._too_fine(placed, seconds):
+            if (missed, seconds) >= best or self._too_fine(placed, seconds):
                 self._tried.append(Tried(name, seconds, missed, pruned=True))
                 return None
             runs[part] = task.run_part(placed, part)
             seconds += task.layers[part[0]] * runs[part].times.seconds - least[part]
-        found = self._keep(name, placed, runs)
-        best = self._by_solver.get(found.solver)
-        if best is None or found.key < best.key:
-            self._by_solver[found.solver] = found
-        return found
-
-    def _worth(self, placed: Placed) -> tuple[float, float]:
-        """The key that a placement must beat: that of its solver's best, and that of the best of
-        all, with a margin for dynamic ones, which can have other numbers of steps."""
-        if self._best is None:
-            return np.inf, np.inf
-        missed, seconds = self._best.key
-        if placed.placement.static:
-            return missed, seconds
-        own = self._by_solver.get(placed.placement.solver)
-        most = missed, WITHIN_REACH * seconds
-        return most if own is None else min(most, own.key)
+        return self._keep(name, placed, runs)
 
     def _keep(self, name: str, placed: Placed, runs: Mapping[Part, PartRun]) -> Candidate:
         found = self._task.join(placed, runs)
@@ -240,7 +223,7 @@ class Search:
         if not best.placement.static:
             return
         if self._improve(best.solver, best.placed):
-            self.try_divisions(*({best.solver, "improved"} & self._by_solver.keys()))
+            self.try_divisions()
 
     def _improve(self, name: str, placed: Placed, worth: float = 1.0, least: float = 0.0) -> bool:
         improved = self._task.improve(placed, worth, least)
@@ -249,16 +232,11 @@ class Search:
         self.follow(f"improved from {name}", improved)
         return True
 
-    def try_divisions(self, *solvers: str) -> None:
-        """Schedules each solver's (or these solvers') best candidate in fewer and in more steps, if
-        it is within reach of the best."""
+    def try_divisions(self) -> None:
+        """Schedules the best candidate, if it is dynamic, in fewer and in more steps."""
         assert self._best is not None
-        dynamic = (s for s, own in self._by_solver.items() if not own.placement.static)
-        for solver in solvers or tuple(dynamic):
-            followed, (least, best) = self._by_solver[solver], self._best.key
-            missed, seconds = followed.key
-            if missed <= least and seconds <= WITHIN_REACH * best:
-                self.divide(followed)
+        if not self._best.placement.static:
+            self.divide(self._best)
 
     def divide(self, followed: Candidate) -> None:
         """Schedules a candidate in fewer and in more steps; every part keeps its own best."""

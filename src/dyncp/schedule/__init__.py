@@ -23,6 +23,3 @@ def build_schedule(
         return build_static_schedule(graph, placement, name, direction, num_divisions)
     pace = pace or Pace.assumed(graph, placement.num_ranks)
     return build_dynamic_schedule(graph, placement, name, direction, num_divisions, pace)
-
-
-__all__ = ["Pace", "Schedule", "Transfers", "build_schedule"]

@@ -11,18 +11,3 @@ from dyncp.simulate.results import (
     simulate_schedules,
 )
 from dyncp.simulate.timeline import Span, Track, make_timeline, trace
-
-__all__ = [
-    "AttentionTimes",
-    "Simulated",
-    "Span",
-    "Track",
-    "join_times",
-    "layers_by_mask",
-    "make_timeline",
-    "rows_per_rank",
-    "simulate_plan",
-    "simulate_schedule",
-    "simulate_schedules",
-    "trace",
-]

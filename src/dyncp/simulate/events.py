@@ -60,8 +60,8 @@ EVENT = _fields("key", "time")
 
 
 class Simulation(NamedTuple):
-    """The state of a run, one array of records per kind of thing: compiled functions get few arrays
-    this way, and passing dozens cost more than the events themselves.
+    """The state of a run, one structured array per kind of record: compiled functions get few
+    arrays this way, and passing dozens cost more than the events themselves.
 
     `cells` are [ranks, phases], `ports_of` [messages, 2]. `touching` lists the messages of every
     cell, `waiting` has the queues of all ports, and `events` is the queue of the loop. `begun` and
@@ -218,8 +218,8 @@ def _delayed(end: float, first: float, until: float, slowdown: float) -> float:
 
 @inner
 def advance(state: Simulation, r: int) -> None:
-    """Runs rank r up to a wait for something that has not arrived, or where messages slow it down,
-    to its next computation."""
+    """Runs rank r until it waits for a phase that has not arrived or, if messages slow computation
+    down, until its next COMPUTE."""
     rank, cells = state.ranks[r], state.cells
     while rank.next < rank.last and not rank.computing:
         step = state.steps[rank.next]
@@ -272,7 +272,7 @@ def disturb(state: Simulation, r: int, time: float, until: float) -> None:
 
 @inner
 def arrive(state: Simulation, message: Record) -> None:
-    """A message is there: its rank goes on if nothing else of the phase is missing."""
+    """A message arrives; its rank continues if the phase is complete."""
     cell = state.cells[message.target, message.phase]
     cell.incoming -= 1
     cell.arrived = message.arrival

@@ -1,6 +1,6 @@
 """Flow: what all ranks do in one direction of one attention layer, of a schedule or of a plan."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,10 +9,10 @@ from dyncp.arrays import Float64, Int64, starts_of
 from dyncp.blocks import BlockGraph, Direction, Tiles, bytes_per_token
 from dyncp.cost import CostModel
 from dyncp.placement import Placement
-from dyncp.plan import Op, Plan, Program
+from dyncp.plan import Op, Plan
 from dyncp.plan.assemble import order_instructions
 from dyncp.schedule import Schedule
-from dyncp.simulate.layer import CallBlocks, Layer, RowCosts, Sent, count_row_bytes, more_seconds
+from dyncp.simulate.layer import Layer, RowCosts, Sent, count_row_bytes, more_seconds
 
 # What programs begin and end with, where row work is priced: copying in, merging and copying out.
 START, END = len(Op), len(Op) + 1
@@ -99,18 +99,17 @@ def flow_of_schedule(
         cost.graph_tile_seconds(graph, name, direction),
         _sized(columns, tokens, bytes_per_token(cost.shape, groups)),
     )
-    messages, calls = _join_messages(layer), layer.calls()
+    messages = _join_messages(layer)
     sends, receives = (messages.source, messages.phase), (messages.target, messages.phase)
-    steps, first = order_instructions(schedule, sends, receives, calls > 0)
-    return _make_flow(
-        layer, Programs(steps[:, 0].copy(), steps[:, 1].copy(), first), messages, calls, cost
-    )
+    steps, first = order_instructions(schedule, sends, receives, layer.calls.sum(axis=2) > 0)
+    programs = Programs(steps[:, 0].copy(), steps[:, 1].copy(), first)
+    return _make_flow(layer, programs, messages, cost)
 
 
 def flow_of_plan(plan: Plan, name: str, direction: Direction, cost: CostModel) -> Flow:
     """Flow of mask `name` in one direction."""
     layer, programs = layer_of_plan(plan, name, direction, cost)
-    return _make_flow(layer, programs, _join_messages(layer), layer.calls(), cost)
+    return _make_flow(layer, programs, _join_messages(layer), cost)
 
 
 def layer_of_plan(
@@ -121,44 +120,39 @@ def layer_of_plan(
     groups, tokens = cost.groups_for(part.shape, part.head_groups), part.blocks.tokens
 
     def of_tiles(column: str) -> Any:
-        return np.concatenate([getattr(mask.tiles, column) for mask in masks]).astype(np.int64)
+        return _joined([getattr(mask.tiles, column) for mask in masks])
+
+    def of_sends(column: str) -> Int64:
+        return _joined([getattr(program.sends, column) for program in running])
 
     tiles = Tiles(*map(of_tiles, ("q_block", "k_block", "head_group", "pairs")))
-    ranks, division = np.arange(plan.num_ranks), _joined(running, lambda p: p.tile_division)
+    ranks, division = np.arange(plan.num_ranks), _joined([p.tile_division for p in running])
     num_divisions = int(division.max(initial=0)) + 1
-    columns = (
-        _joined(running, lambda p: p.sends.phase),
-        np.repeat(ranks, [len(p.sends) for p in running]),
-        _joined(running, lambda p: p.sends.peer),
-        _joined(running, lambda p: p.sends.kind),
-        _joined(running, lambda p: p.sends.head_group),
-        _joined(running, lambda p: p.sends.block),
-    )
-    programs = Programs(
-        _joined(running, lambda p: p.instructions[:, 0]),
-        _joined(running, lambda p: p.instructions[:, 1]),
-        starts_of(np.asarray([len(p.instructions) for p in running])),
-    )
+    source = np.repeat(ranks, [len(p.sends) for p in running])
+    phase, *others = map(of_sends, ("phase", "peer", "kind", "head_group", "block"))
+    steps = _joined([p.instructions for p in running])
+    bounds = starts_of(np.asarray([len(p.instructions) for p in running]))
+    programs = Programs(steps[:, 0].copy(), steps[:, 1].copy(), bounds)
     rows, keys = tokens[tiles.q_block], tokens[tiles.k_block]
     heads = cost.heads_of(groups)[tiles.head_group]
     layer = Layer(
         direction,
         plan.num_ranks,
         num_divisions,
-        _count_phases(programs, columns[0]),
+        _count_phases(programs, phase),
         groups,
         tokens.astype(np.int64),
         part.blocks.owner.astype(np.int64),
         tiles,
         np.repeat(ranks, [len(mask.tiles) for mask in masks]) * num_divisions + division,
         cost.tile_seconds(tiles.pairs, rows, keys, heads, direction),
-        _sized(columns, tokens, bytes_per_token(cost.shape, groups)),
+        _sized((phase, source, *others), tokens, bytes_per_token(cost.shape, groups)),
     )
     return layer, programs
 
 
-def _joined(programs: Sequence[Program], column: Callable[[Program], Any]) -> Any:
-    return np.concatenate([column(program) for program in programs]).astype(np.int64)
+def _joined(columns: Sequence[Any]) -> Int64:
+    return np.concatenate(columns).astype(np.int64)
 
 
 def _sized(columns: Sequence[Any], tokens: Any, per_token: Int64) -> Sent:
@@ -167,7 +161,8 @@ def _sized(columns: Sequence[Any], tokens: Any, per_token: Int64) -> Sent:
 
 
 def _count_phases(programs: Programs, sent_phase: Int64) -> int:
-    """Phases of messages and programs. Compiled code does not check: a rank launches each once."""
+    """Phases of messages and programs. Compiled code assumes that a rank launches each phase once,
+    so that is checked here."""
     launches = programs.op == Op.LAUNCH
     launched = np.stack([programs.rank[launches], programs.argument[launches]])
     if len(np.unique(launched, axis=1).T) < launches.sum():
@@ -194,24 +189,19 @@ def _sum_runs(key: Int64, size: Int64) -> tuple[Int64, Int64]:
     return key[first], np.add.reduceat(size, first) if len(first) else size
 
 
-def _make_flow(
-    layer: Layer, programs: Programs, messages: FlowMessages, calls: Int64, cost: CostModel
-) -> Flow:
-    tile_seconds = layer.by_division(layer.cell, layer.tile_seconds)
-    seconds = tile_seconds + cost.call_seconds(calls)
+def _make_flow(layer: Layer, programs: Programs, messages: FlowMessages, cost: CostModel) -> Flow:
+    calls, tile_seconds = layer.calls.sum(axis=2), layer.by_division(layer.cell, layer.tile_seconds)
+    seconds = tile_seconds + cost.profile.call_seconds * calls
     seconds += cost.profile.launch_seconds * calls
-    blocks = None
-    if cost.knows_rows(layer.direction) or cost.knows_launches:
-        blocks = CallBlocks.of(layer)
-    if blocks is not None and cost.knows_rows(layer.direction):
-        seconds += more_seconds(layer, blocks, cost)
-    if blocks is not None and cost.knows_launches:
+    if cost.knows_rows(layer.direction):
+        seconds += more_seconds(layer, cost)
+    if cost.knows_launches:
         programs = _with_ends(programs)
-        rows = count_row_bytes(layer, blocks, cost).seconds(cost)
+        rows = count_row_bytes(layer, cost).seconds(cost)
     else:  # packing and unpacking messages alone
         sent, nothing = layer.sent, np.zeros(layer.num_ranks)
         packed, unpacked = (
-            cost.copy_seconds(layer.by_phase(sent, end, sent.size))
+            layer.by_phase(sent, end, sent.size) / cost.profile.copy
             for end in (sent.source, sent.target)
         )
         rows = RowCosts(nothing, packed, unpacked, nothing)

@@ -18,6 +18,7 @@ it directly and nothing is merged.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,6 +47,18 @@ class Sent(NamedTuple):
         return Sent(*(column[chosen] for column in self))
 
 
+class CallBlocks(NamedTuple):
+    """Blocks whose rows kernel calls work by (forward those of queries, backward of keys), one
+    entry for every call (a cell and head group) and block, ordered by call: int64[entries]. `first`
+    is one of their tiles, and `of_tile`, int64[tiles], the entry of each tile."""
+
+    cell: Int64
+    group: Int64
+    block: Int64
+    first: Int64
+    of_tile: Int64
+
+
 @dataclass(frozen=True, eq=False)
 class Layer:
     """`groups` are the head groups that the cost model's shape has; `tokens` and `owner` are those
@@ -64,13 +77,22 @@ class Layer:
     tile_seconds: Float64
     sent: Sent
 
-    def calls(self) -> Int64:
-        """Kernel calls, one per head group, int64[ranks, divisions]."""
+    @cached_property
+    def calls(self) -> Bool:
+        """Which kernel calls there are, one per head group, bool[ranks, divisions, groups]."""
         groups = len(self.groups)
         called: Bool = np.zeros(self.num_ranks * self.num_divisions * groups, np.bool_)
         called[self.cell * groups + self.tiles.head_group] = True
-        num_calls: Int64 = called.reshape(-1, groups).sum(axis=1, dtype=np.int64)
-        return num_calls.reshape(self.num_ranks, -1)
+        return called.reshape(self.num_ranks, self.num_divisions, groups)
+
+    @cached_property
+    def call_blocks(self) -> CallBlocks:
+        tiles, groups, blocks = self.tiles, len(self.groups), len(self.tokens)
+        block = tiles.k_block if self.direction is Direction.BACKWARD else tiles.q_block
+        key = (self.cell * groups + tiles.head_group) * blocks + block
+        keys, first, of_tile = np.unique(key, return_index=True, return_inverse=True)
+        call, number = np.divmod(keys, blocks)
+        return CallBlocks(call // groups, call % groups, number, first, of_tile)
 
     def by_division(self, cell: Int64, seconds: Float64) -> Float64:
         """Sums by rank and division."""
@@ -88,27 +110,6 @@ class Layer:
         return np.bincount(rank, size, self.num_ranks).astype(np.float64)
 
 
-class CallBlocks(NamedTuple):
-    """Blocks whose rows kernel calls work by (forward those of queries, backward of keys), one
-    entry for every call (a cell and head group) and block, ordered by call: int64[entries]. `first`
-    is one of their tiles, and `of_tile`, int64[tiles], the entry of each tile."""
-
-    cell: Int64
-    group: Int64
-    block: Int64
-    first: Int64
-    of_tile: Int64
-
-    @staticmethod
-    def of(layer: Layer) -> "CallBlocks":
-        tiles, groups, blocks = layer.tiles, len(layer.groups), len(layer.tokens)
-        block = tiles.k_block if layer.direction is Direction.BACKWARD else tiles.q_block
-        key = (layer.cell * groups + tiles.head_group) * blocks + block
-        keys, first, of_tile = np.unique(key, return_index=True, return_inverse=True)
-        call, number = np.divmod(keys, blocks)
-        return CallBlocks(call // groups, call % groups, number, first, of_tile)
-
-
 class CallWork(NamedTuple):
     """Kernel calls, numbers[calls] each: `area` and `edge` of the cost model, and `rows` of kernel
     tiles, all times q heads; `longest` are the keys of the longest row."""
@@ -120,14 +121,15 @@ class CallWork(NamedTuple):
     longest: Float64
 
 
-def call_work(layer: Layer, blocks: CallBlocks, cost: CostModel) -> CallWork:
+def call_work(layer: Layer, cost: CostModel) -> CallWork:
     """The calls that tiles make, ordered by cell.
 
     Forward, a row of kernel tiles covers what its query block attends in the call, the mean of its
     rows; backward works by key blocks. A query block of 256 rows that attends 300 keys of one block
     and 500 of another in the same call has two rows of kernel tiles, of 800 keys.
     """
-    tiles, heads = layer.tiles, cost.heads_of(layer.groups)[layer.tiles.head_group]
+    tiles, blocks = layer.tiles, layer.call_blocks
+    heads = cost.heads_of(layer.groups)[tiles.head_group]
     rows, keys = layer.tokens[tiles.q_block], layer.tokens[tiles.k_block]
     area, edge = (find(tiles.pairs, rows, keys) for find in (cost.kernel_area, cost.edge_area))
     side = keys if layer.direction is Direction.BACKWARD else rows
@@ -145,9 +147,9 @@ def call_work(layer: Layer, blocks: CallBlocks, cost: CostModel) -> CallWork:
     )
 
 
-def more_seconds(layer: Layer, blocks: CallBlocks, cost: CostModel) -> Float64:
+def more_seconds(layer: Layer, cost: CostModel) -> Float64:
     """Seconds of calls in addition to those of their tiles, float64[ranks, divisions]."""
-    work = call_work(layer, blocks, cost)
+    work = call_work(layer, cost)
     calls = layer.by_division(work.cell, cost.work_seconds(*work[1:], layer.direction))
     return calls - layer.by_division(layer.cell, layer.tile_seconds)
 
@@ -178,7 +180,7 @@ class RowCosts(NamedTuple):
         return points.sum(axis=1), (points > 0).sum(axis=1)
 
 
-def count_row_bytes(layer: Layer, blocks: CallBlocks, cost: CostModel) -> RowCosts:
+def count_row_bytes(layer: Layer, cost: CostModel) -> RowCosts:
     """Bytes of row work. With CUDA graphs, ranks that send or receive anything copy all of their
     inputs and results."""
     sent, width = layer.sent, RowBytes.of(cost.shape, layer.groups)
@@ -193,9 +195,9 @@ def count_row_bytes(layer: Layer, blocks: CallBlocks, cost: CostModel) -> RowCos
     return RowCosts(
         2 * layer.by_rank(packed.source, packed.size) + _start(layer, inputs, in_graph, width),
         layer.by_phase(passed_on, passed_on.source, 2 * passed_on.size)
-        + _sent_results(layer, results, blocks, width),
+        + _sent_results(layer, results, width),
         layer.by_phase(inputs, inputs.target, 2 * inputs.size),
-        _end(layer, inputs, blocks, layer.by_rank(home.target, home.size), in_graph, width),
+        _end(layer, inputs, layer.by_rank(home.target, home.size), in_graph, width),
     )
 
 
@@ -231,10 +233,10 @@ def _start(layer: Layer, inputs: Sent, in_graph: Bool, width: RowBytes) -> Float
     return np.asarray(own * (copied + sums + cleared) + taken, np.float64)
 
 
-def _sent_results(layer: Layer, results: Sent, blocks: CallBlocks, width: RowBytes) -> Float64:
+def _sent_results(layer: Layer, results: Sent, width: RowBytes) -> Float64:
     """Bytes of results to send, by rank and phase: each is written once, and its contributions are
     read."""
-    backward, sizes = layer.direction is Direction.BACKWARD, results.size
+    backward, blocks, sizes = layer.direction is Direction.BACKWARD, layer.call_blocks, results.size
     if backward:
         of_keys = OF_KEYS[results.kind]
         wide = np.where(of_keys, width.kv_wide[results.group], width.q_wide[results.group])
@@ -262,15 +264,8 @@ def _read(layer: Layer, results: Sent, asked: Int64, size: Int64) -> Float64 | f
     return layer.by_phase(found, found.source, size[there])
 
 
-def _end(
-    layer: Layer,
-    inputs: Sent,
-    blocks: CallBlocks,
-    merged: Float64,
-    in_graph: Bool,
-    width: RowBytes,
-) -> Float64:
-    own = _own_rows(layer)
+def _end(layer: Layer, inputs: Sent, merged: Float64, in_graph: Bool, width: RowBytes) -> Float64:
+    own, blocks = _own_rows(layer), layer.call_blocks
     if layer.direction is Direction.BACKWARD:
         every = (width.q_wide + width.kv_wide + width.q + width.kv).sum()
         return np.asarray(own * every + merged, np.float64)
@@ -278,9 +273,7 @@ def _end(
     read = layer.tokens[blocks.block] * row[blocks.group]
     local = layer.owner[blocks.block] == rank
     read_by_rank = layer.by_rank(rank[local], read[local])
-    called = np.zeros((layer.num_ranks, layer.num_divisions, len(layer.groups)), np.bool_)
-    called.reshape(-1, len(layer.groups))[blocks.cell, blocks.group] = True
-    several = (called.sum(axis=1) > 1).any(axis=1)
+    several = (layer.calls.sum(axis=1) > 1).any(axis=1)
     slots = layer.by_rank(inputs.target[~OF_KEYS[inputs.kind]]) > 0
     merges = several | slots | (merged > 0) | in_graph
     return np.where(merges, own * row.sum() + read_by_rank + merged, 0.0)

@@ -1,4 +1,4 @@
-"""The ways into the simulator, and what comes out: AttentionTimes of one direction of a layer,
+"""Entry points of the simulator, and what they return: AttentionTimes of one direction of a layer,
 Simulated of the whole step of a plan, or of a placement with its schedules."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,7 +58,7 @@ class AttentionTimes:
 
     @cached_property
     def rank_host_seconds(self) -> Float64:
-        """Time every rank has nothing to do because the host has issued nothing more."""
+        """Time every rank's device is idle because the host has not issued the next instruction."""
         before = np.concatenate([np.zeros(1), self.steps["end"][:-1]])[: len(self.steps)]
         before[self.flow.programs.first[:-1][np.diff(self.flow.programs.first) > 0]] = 0.0
         return self._per_rank(self.steps["reached"] - before)
@@ -95,7 +95,7 @@ def run_flow(flow: Flow, topology: Topology) -> AttentionTimes:
         step = state.steps[state.ranks["next"][stuck[0]]]
         raise ValueError(
             f"ranks {stuck.tolist()} never finish; rank {stuck[0]} waits for phase "
-            f"{step['argument']}: the schedule's phases do not order"
+            f"{step['argument']}: the order of its phases has a cycle"
         )
     return AttentionTimes(flow, topology, state.steps, state.messages, state.ports)
 

@@ -2,8 +2,8 @@
 connections share a link.
 
 Every pair of ranks has a connection each way, which carries one message after the other. A sender
-sends only when it knows that the receiver is there. It is told over the connection back, behind the
-messages that are on it already: with 1 → 0 under way until second 10, a message 0 → 1 that rank 1
+starts once it knows that the receiver is ready; that note travels over the reverse connection,
+after the messages already on it: with 1 → 0 under way until second 10, a message 0 → 1 that rank 1
 launches at second 3 sets out after second 10. Of a message's latency one half is for this note.
 
 The messages under way get fair rates: the port with the least for each of its messages gives them
@@ -122,7 +122,7 @@ def _launch(state: Simulation, current: Int64, r: int, phase: int, time: float) 
 
 @inner
 def _first_through(state: Simulation, active: Int64, now: float, due: float) -> tuple[int, float]:
-    """Which of the messages under way is through first, and when; -1 and `due` if none is before
+    """Which of the messages under way finishes first, and when; -1 and `due` if none does before
     that."""
     first, until = -1, due
     for i in range(len(active)):

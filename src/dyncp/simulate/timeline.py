@@ -14,7 +14,7 @@ from dyncp.topology import Topology
 
 
 class Track(IntEnum):
-    """What can be busy on its own; `*_NETWORK` is a rank's way to other nodes."""
+    """A resource with its own line in the timeline; `*_NETWORK` is a rank's link to other nodes."""
 
     COMPUTE = 0
     SEND = 1

@@ -22,21 +22,3 @@ from dyncp.verify.verify_plan import (
     examine_plan,
     verify_plan,
 )
-
-__all__ = [
-    "INVARIANTS",
-    "Comparison",
-    "Interpreted",
-    "ListedKernelTiles",
-    "PlanError",
-    "Verified",
-    "Violation",
-    "check_kernel_call",
-    "check_plan",
-    "compare_with_dense",
-    "dense_attention",
-    "examine_plan",
-    "interpret",
-    "num_scores",
-    "verify_plan",
-]

@@ -13,7 +13,7 @@ from dyncp.plan import OwnedBlocks, Plan, RankPlan, RowRuns
 
 
 def decode_rows(blocks: OwnedBlocks, rows: RowRuns) -> tuple[Int64, Int64, Int64]:
-    """Every row that the runs speak of: its block int64[rows], its position in the sequence
+    """Every row that the runs describe: its block int64[rows], its position in the sequence
     int64[rows], and its ranges int64[rows, R, 2].
 
     A run ends at the next run of its block, or at the block's end: runs that start at rows 4
@@ -61,14 +61,18 @@ def _short(values: object) -> str:
 
 @dataclass(frozen=True, eq=False)
 class AllTiles:
-    """The tiles of one mask on all ranks. `key` numbers (query block, key block, head group)."""
+    """The tiles of one mask on all ranks."""
 
     rank: Int64
     q_block: Int64
     k_block: Int64
     head_group: Int64
     pairs: Int64
-    key: Int64
+
+    def keys(self, part: RankPlan) -> Int64:
+        """A number for every (query block, key block, head group)."""
+        blocks = self.q_block * len(part.blocks) + self.k_block
+        return blocks * len(part.head_groups) + self.head_group
 
     def name(self, index: int | np.integer) -> str:
         return (
@@ -84,16 +88,11 @@ def collect_tiles(plan: Plan, name: str) -> AllTiles:
         for column in ("q_block", "k_block", "head_group", "pairs")
     )
     rank = np.repeat(np.arange(len(tiles)), [len(t) for t in tiles])
-    key = _tile_key(q_block, k_block, group, plan.parts[0])
-    return AllTiles(rank, q_block, k_block, group, pairs, key)
-
-
-def _tile_key(q_block: Int64, k_block: Int64, head_group: Int64, part: RankPlan) -> Int64:
-    return (q_block * len(part.blocks) + k_block) * len(part.head_groups) + head_group
+    return AllTiles(rank, q_block, k_block, group, pairs)
 
 
 def _required_tiles(batch: Batch, name: str, part: RankPlan) -> AllTiles:
-    """The tiles that the batch's masks ask for, counted afresh from their ranges; rank is -1."""
+    """The tiles that the batch's masks ask for, recounted from their ranges; rank is -1."""
     q_blocks, k_blocks, pairs = [], [], []
     first = 0
     for sequence, mask in enumerate(batch.masks[name]):
@@ -110,24 +109,24 @@ def _required_tiles(batch: Batch, name: str, part: RankPlan) -> AllTiles:
         np.tile(np.concatenate(x), groups) for x in (q_blocks, k_blocks, pairs)
     )
     group = np.repeat(np.arange(groups), len(q_block) // groups)
-    key = _tile_key(q_block, k_block, group, part)
-    return AllTiles(np.full(len(key), -1), q_block, k_block, group, count, key)
+    return AllTiles(np.full(len(group), -1), q_block, k_block, group, count)
 
 
 def check_tiles(given: AllTiles, part: RankPlan, batch: Batch, name: str) -> Iterator[str]:
     """Every tile that the masks ask for is on one rank, with its true number of pairs."""
     wanted = _required_tiles(batch, name, part)
-    allowed = dict(zip(wanted.key.tolist(), wanted.pairs.tolist(), strict=True))
-    declared = zip(given.key.tolist(), given.pairs.tolist(), strict=True)
+    given_keys, wanted_keys = given.keys(part), wanted.keys(part)
+    allowed = dict(zip(wanted_keys.tolist(), wanted.pairs.tolist(), strict=True))
+    declared = zip(given_keys.tolist(), given.pairs.tolist(), strict=True)
     for index, (key, pairs) in enumerate(declared):
         if allowed.get(key) != pairs:
             where = f"{given.name(index)} on rank {given.rank[index]}"
             yield f"{where} declares {pairs} pairs; the mask allows {allowed.get(key, 0)}"
-    for index in np.flatnonzero(~np.isin(wanted.key, given.key)).tolist():
+    for index in np.flatnonzero(~np.isin(wanted_keys, given_keys)).tolist():
         yield f"{wanted.name(index)} ({wanted.pairs[index]} pairs) is on no rank"
-    _, first, count = np.unique(given.key, return_index=True, return_counts=True)
+    _, first, count = np.unique(given_keys, return_index=True, return_counts=True)
     for index in first[count > 1]:
-        ranks = given.rank[given.key == given.key[index]].tolist()
+        ranks = given.rank[given_keys == given_keys[index]].tolist()
         yield f"{given.name(index)} is computed twice, on ranks {ranks}"
     total = sum(int(np.diff(mask.ranges.astype(np.int64)).sum()) for mask in batch.masks[name])
     for group in range(len(part.head_groups)):
@@ -159,19 +158,15 @@ def check_rows(part: RankPlan, batch: Batch, name: str) -> Iterator[str]:
 
 @dataclass(frozen=True, eq=False)
 class ListedKernelTiles:
-    """What a kernel works from, as plain arrays. Of a listed kernel tile of `rows` × `columns`, all
-    pairs are computed where it is `full`, otherwise those whose key lies in the query row's ranges.
+    """What a GPU kernel works from, as plain arrays. Of a listed kernel tile of `side` × `side`
+    rows, all pairs are computed where it is `full`, otherwise those whose key row lies in the query
+    row's ranges."""
 
-    Ranges count keys by `k_numbers`: their coordinates (`reference`), or their rows in the
-    workspace, 0, 1, 2, ... (tile lists of GPU kernels)."""
-
-    rows: int
-    columns: int
+    side: int
     q_tile: Int64  # [listed]
     k_tile: Int64  # [listed]
     full: Bool  # [listed]
-    ranges: Int32 | Int64  # [query rows, R, 2]
-    k_numbers: Int64  # [key rows]
+    ranges: Int32 | Int64  # [query rows, R, 2], of key rows
     q_coordinates: Int64  # [query rows], -1 where unused
     k_coordinates: Int64  # [key rows], -1 where unused
 
@@ -203,11 +198,11 @@ def compare_kernel_tiles(
 
 def _misplaced(batch: Batch, listed: ListedKernelTiles) -> Iterator[str]:
     """Kernel tiles and coordinates that point at nothing."""
-    for name, tile, size, coordinates in (
-        ("query", listed.q_tile, listed.rows, listed.q_coordinates),
-        ("key", listed.k_tile, listed.columns, listed.k_coordinates),
+    for name, tile, coordinates in (
+        ("query", listed.q_tile, listed.q_coordinates),
+        ("key", listed.k_tile, listed.k_coordinates),
     ):
-        count = -(-len(coordinates) // size)
+        count = -(-len(coordinates) // listed.side)
         if ((tile < 0) | (tile >= count)).any():
             yield f"a listed kernel tile is outside the {count} of the {name} rows"
         if ((coordinates < -1) | (coordinates >= batch.num_tokens)).any():
@@ -215,7 +210,6 @@ def _misplaced(batch: Batch, listed: ListedKernelTiles) -> Iterator[str]:
     lengths = (
         {len(listed.q_tile), len(listed.k_tile), len(listed.full)},
         {len(listed.ranges), len(listed.q_coordinates)},
-        {len(listed.k_numbers), len(listed.k_coordinates)},
     )
     if max(map(len, lengths)) > 1:
         yield "the arrays of the kernel call differ in length"
@@ -245,15 +239,14 @@ def _pairs_of_kernel_tiles(batch: Batch, listed: ListedKernelTiles) -> tuple[Int
     often as they overlap; and how many unused key rows each query attends, [tokens]."""
     pairs = np.zeros((batch.num_tokens, batch.num_tokens), np.int64)
     unused = np.zeros(batch.num_tokens, np.int64)
-    columns = (listed.q_tile, listed.k_tile, listed.full)
+    columns, side = (listed.q_tile, listed.k_tile, listed.full), listed.side
     for q_tile, k_tile, full in zip(*(column.tolist() for column in columns), strict=True):
-        rows = slice(q_tile * listed.rows, (q_tile + 1) * listed.rows)
-        keys = slice(k_tile * listed.columns, (k_tile + 1) * listed.columns)
+        rows, keys = (slice(tile * side, (tile + 1) * side) for tile in (q_tile, k_tile))
         start, end = listed.ranges[rows, :, :1], listed.ranges[rows, :, 1:]
-        number = listed.k_numbers[keys]
-        times = ((number >= start) & (number < end)).sum(axis=1)
-        times = np.ones_like(times) if full else times
         query, key = listed.q_coordinates[rows], listed.k_coordinates[keys]
+        key_row = keys.start + np.arange(len(key))
+        times = ((key_row >= start) & (key_row < end)).sum(axis=1)
+        times = np.ones_like(times) if full else times
         row, column = np.nonzero(times * (query >= 0)[:, None])
         real = key[column] >= 0
         np.add.at(unused, query[row[~real]], 1)

@@ -239,7 +239,7 @@ def interpret(
 
     `q` and `dout` are [tokens, q_heads, head_dim], `k` and `v` [tokens, kv_heads, head_dim], tokens
     in batch order; `scale` defaults to 1/√head_dim. A plan that gets stuck, or reads what is not
-    there, raises PlanError. Small batches only: every score is written out.
+    there, raises PlanError. Small batches only: all scores are materialised.
     """
     unsafe = check_parts(plan)
     if unsafe:
@@ -325,7 +325,7 @@ def num_scores(plan: Plan, batch: Batch) -> int:
 
 def compare_with_dense(plan: Plan, batch: Batch, name: str, seed: int = 0) -> Comparison:
     """Runs the plan's mask `name` on all ranks, backward too where it has one, and dense attention
-    sequence by sequence. A plan that can not be run raises PlanError. Small batches only."""
+    sequence by sequence. A plan that cannot be run raises PlanError. Small batches only."""
     rng, tokens = np.random.default_rng(seed), batch.num_tokens
     q_heads, kv_heads = _heads(plan)
     q, dout = rng.normal(size=(2, tokens, q_heads, HEAD_DIM))

@@ -26,7 +26,7 @@ from dyncp.verify.coverage import (
     collect_tiles,
     compare_kernel_tiles,
 )
-from dyncp.verify.programs import Found
+from dyncp.verify.programs import Fault
 from dyncp.verify.symbolic import check_programs
 
 INVARIANTS = {
@@ -69,8 +69,8 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What was found, and which invariants were looked at in full: a fault can hide what a later
-    check would need."""
+    """What was found, and which invariants were checked completely: a fault may prevent later
+    checks."""
 
     violations: tuple[Violation, ...]
     checked: frozenset[int]
@@ -130,11 +130,11 @@ def check_kernel_call(
     return _violations((6, sentence) for sentence in sentences)
 
 
-def _violations(found: Iterable[Found]) -> list[Violation]:
+def _violations(found: Iterable[Fault]) -> list[Violation]:
     """Ordered by invariant; at most `MAX_ALIKE` that differ in numbers only, with a last sentence
     for those left out."""
-    kept: dict[Found, list[Violation]] = defaultdict(list)
-    left_out: Counter[Found] = Counter()
+    kept: dict[Fault, list[Violation]] = defaultdict(list)
+    left_out: Counter[Fault] = Counter()
     for invariant, sentence in found:
         alike = (invariant, _NUMBERS.sub("#", sentence))
         if len(kept[alike]) < MAX_ALIKE:
@@ -147,7 +147,7 @@ def _violations(found: Iterable[Found]) -> list[Violation]:
     return sorted(violations, key=lambda violation: violation.invariant)
 
 
-def _check_mask(plan: Plan, batch: Batch, name: str) -> Iterator[Found]:
+def _check_mask(plan: Plan, batch: Batch, name: str) -> Iterator[Fault]:
     tiles = collect_tiles(plan, name)
     for sentence in check_tiles(tiles, plan.parts[0], batch, name):
         yield 1, f"mask {name!r}: {sentence}"
@@ -241,7 +241,7 @@ def _check_identity(plan: Plan, batch: Batch) -> Iterator[str]:
 
 
 def _digest(plan: Plan) -> str:
-    """Digest of the plan as it is; a plan that has no binary form has none."""
+    """Digest of the plan as it is; none if it cannot be encoded."""
     try:
         return Plan.of(plan.parts).digest
     except (TypeError, ValueError, KeyError) as error:

@@ -1,0 +1,213 @@
+"""The planning process, both ends: bounded, replaced when it dies, gone when nobody needs it.
+
+It imports neither torch nor CUDA. It is started as a program of its own, not by `multiprocessing`,
+so the user's script is not imported again. A request is a call with numpy arguments, pickled over a
+socket pair, and so is its reply. The process exits when its parent is gone, even in the middle of a
+plan.
+"""
+
+import logging
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic, perf_counter, sleep
+
+import dyncp
+from dyncp.plan import Plan, encode_part
+
+logger = logging.getLogger(__name__)
+
+ATTEMPTS = 3  # a call that kills the process this often is given up
+KILL_SECONDS = 5.0
+PARENT_CHECK_SECONDS = 1.0
+START = (
+    "import sys; sys.path[:] = sys.argv[2:]; "
+    "from dyncp.planner.process import main; main(int(sys.argv[1]))"
+)
+
+
+class PlanFailed(RuntimeError):  # noqa: N818 (the run goes on, with another plan)
+    """The planner produced no plan for a batch; the text is the reason."""
+
+
+class Closed(Exception):  # noqa: N818 (no error: it ends threads that wait)
+    """What a thread waits for is being closed."""
+
+
+@dataclass(frozen=True)
+class PlanReply:
+    """Every rank's encoded part of a plan."""
+
+    parts: tuple[bytes, ...]
+    digest: str
+    fingerprint: str
+    most_tokens: int  # on any rank
+    seconds: float
+
+
+class PlanProcess:
+    """One planning process, started on first use. One thread asks for plans; any may close it."""
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self.restarts = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+        self._closing = False
+        self._starting = threading.Lock()
+        self._asking = threading.RLock()  # a collected loader may be closed inside `plan`
+
+    @property
+    def pid(self) -> int | None:
+        """None unless the process is running."""
+        process = self._process
+        return None if process is None or process.poll() is not None else process.pid
+
+    def start(self) -> None:
+        """Starts the process ahead of the first request. A failure to start shows in `plan`."""
+        if self._connection is None:
+            with suppress(OSError):
+                self._start()
+
+    def plan(self, make_plan: Callable[[], Plan]) -> PlanReply:
+        """The plan that a call, which can be pickled, gives there. A process that dies is replaced
+        and asked again. PlanFailed gives the reason if the call raises, does not return in time, or
+        keeps killing the process."""
+        request = pickle.dumps(pickle.dumps(make_plan))  # twice: read there before it is unpickled
+        deadline = monotonic() + self.timeout
+        with self._asking:
+            for _ in range(ATTEMPTS):
+                try:
+                    reply = self._ask(request, deadline)
+                except TimeoutError:
+                    self._end()
+                    self.restarts += 1
+                    reply = f"did not answer within {self.timeout:g} s"
+                except (EOFError, OSError, pickle.UnpicklingError):
+                    self._note_death()
+                    continue
+                if isinstance(reply, str):
+                    raise PlanFailed(f"the planner {reply}")
+                return reply
+        raise PlanFailed(f"the planning process died {ATTEMPTS} times")
+
+    def close(self) -> None:
+        """Ends the process; a `plan` that another thread is waiting in raises Closed. The next
+        `plan` starts a new process."""
+        with self._starting:
+            self._closing = True
+            process, connection = self._process, self._connection
+        if process is not None:
+            process.kill()
+        if connection is not None:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        with self._asking:
+            self._end()
+            self._closing = False
+
+    def _ask(self, request: bytes, deadline: float) -> PlanReply | str:
+        connection = self._connection or self._start()
+        connection.settimeout(max(1e-3, deadline - monotonic()))
+        connection.sendall(request)
+        connection.settimeout(max(1e-3, deadline - monotonic()))
+        reply: PlanReply | str = pickle.load(connection.makefile("rb"))
+        return reply
+
+    def _start(self) -> socket.socket:
+        with self._starting:
+            if self._closing:
+                raise Closed
+            mine, theirs = socket.socketpair()
+            # A process group of its own: Ctrl-C in a terminal reaches only the training process.
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", START, str(theirs.fileno()), *_search_path()],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                process_group=0,
+            )
+            theirs.close()
+            self._connection = mine
+            return mine
+
+    def _note_death(self) -> None:
+        """After the process died; the next request starts another."""
+        if self._closing:
+            raise Closed
+        code = self._end()
+        self.restarts += 1
+        how = signal.Signals(-code).name if code and code < 0 else f"exit code {code}"
+        logger.info("the planning process ended (%s); restarting it", how)
+
+    def _end(self) -> int | None:
+        """Ends the process and returns its exit code."""
+        process, connection = self._process, self._connection
+        self._process = self._connection = None
+        code = None
+        if process is not None:
+            process.kill()
+            code = process.wait(KILL_SECONDS)
+        if connection is not None:
+            connection.close()
+        return code
+
+
+def _search_path() -> list[str]:
+    """This process's module path, with the directory of this dyncp first."""
+    own = str(Path(dyncp.__file__).resolve().parents[1])
+    return [own, *(entry or os.getcwd() for entry in sys.path if entry != own)]
+
+
+# Inside it
+
+
+def main(file_descriptor: int) -> None:
+    exit_with_parent()
+    connection = socket.socket(fileno=file_descriptor)
+    requests = connection.makefile("rb")
+    with suppress(EOFError, OSError):  # the parent closed the connection
+        while True:
+            connection.sendall(pickle.dumps(answer(pickle.load(requests))))
+
+
+def answer(request: bytes) -> PlanReply | str:
+    """The plan of a pickled call, or what it raised as text."""
+    start = perf_counter()
+    where = "reading the request"
+    try:
+        make_plan = pickle.loads(request)  # may need a module that this process cannot import
+        where = ""
+        plan = make_plan()
+        return PlanReply(
+            parts=tuple(encode_part(part) for part in plan.parts),
+            digest=plan.digest,
+            fingerprint=plan.fingerprint,
+            most_tokens=int(plan.parts[0].tokens_per_rank.max()),
+            seconds=perf_counter() - start,
+        )
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = where or f"{last.name}, line {last.lineno}"
+        return f"raised {type(error).__name__}: {error} ({where})"
+
+
+def exit_with_parent() -> None:
+    """Ends this process soon after its parent: one that was killed cannot do so, and a forked child
+    of it may keep the socket open."""
+
+    def watch(parent: int) -> None:
+        while os.getppid() == parent:
+            sleep(PARENT_CHECK_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, args=(os.getppid(),), daemon=True).start()
