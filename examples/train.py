@@ -20,15 +20,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dyncp import masks
+from dyncp import (
+    DCPDataLoader,
+    DCPExecutor,
+    Plan,
+    PlannerConfig,
+    RankPlan,
+    masks,
+    next_token_loss,
+    sum_gradients,
+    sum_over_ranks,
+)
 from dyncp.checks import whole_number
 from dyncp.cli.arguments import Progress, open_world, option, under_torchrun
-from dyncp.dataloader import DCPDataLoader, next_token_loss, sum_gradients, sum_over_ranks
-from dyncp.executor import DCPExecutor
 from dyncp.integrations.transformers import attach
 from dyncp.kernels import choose_kernel
-from dyncp.plan import Plan, RankPlan
-from dyncp.planner import PlannerConfig
 from examples.launch import launch
 from examples.train_llama import SMALL, make_model
 

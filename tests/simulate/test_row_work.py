@@ -10,7 +10,7 @@ import pytest
 from dyncp import AttentionShape, Batch, PlannerConfig, masks, plan_batch
 from dyncp.blocks import Direction, Payload, Tiles, bytes_per_token
 from dyncp.cost import CostModel, find_profile
-from dyncp.plan import Space, find_contributions
+from dyncp.plan import Space, StyledProgram
 from dyncp.simulate.flow import layer_of_plan
 from dyncp.simulate.layer import (
     Layer,
@@ -169,7 +169,7 @@ def test_forward_every_contribution_of_a_plan_is_read_once(solver: str) -> None:
     sizes = bytes_per_token(shape, plan.parts[0].head_groups)[Payload.OUT]
     for part in plan.parts:
         mask = part.mask_plan("default")
-        some = find_contributions(part, mask, mask.forward)
+        some = StyledProgram(part, mask, Direction.FORWARD).contributions
         read: dict[bool, float] = defaultdict(float)
         for space, group, block in zip(some.space, some.head_group, some.block, strict=True):
             assert space == Space.Q

@@ -66,19 +66,14 @@ def open_device(name: str | None, local_rank: int = 0) -> torch.device:
         raise ValueError("device is 'cuda', but torch sees no CUDA GPU here; choose cpu")
     device = torch.device(f"cuda:{local_rank}" if name == "cuda" else name)
     if kind == "cuda":
-        _use_gpu(device)
+        seen = torch.cuda.device_count()
+        if device.index >= seen:
+            raise ValueError(
+                f"GPU {device.index} was asked for, but torch sees {seen}: start one rank per GPU, "
+                "or check CUDA_VISIBLE_DEVICES"
+            )
+        torch.cuda.set_device(device)
     return device
-
-
-def _use_gpu(device: torch.device) -> None:
-    seen = torch.cuda.device_count()
-    assert device.index is not None
-    if device.index >= seen:
-        raise ValueError(
-            f"GPU {device.index} was asked for, but torch sees {seen}: start one rank per GPU, or "
-            "check CUDA_VISIBLE_DEVICES"
-        )
-    torch.cuda.set_device(device)
 
 
 def device_name(device: torch.device) -> str:
@@ -281,7 +276,7 @@ class Noise(Null):
         target.copy_(source)
 
     def stream(self) -> torch.cuda.Stream:
-        """That of messages, which torch takes long to tell."""
+        """That of messages; cached, since asking torch for it is slow."""
         if self._stream is None:
             self._stream = torch.cuda.current_stream()
         return self._stream

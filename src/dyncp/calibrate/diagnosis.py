@@ -5,7 +5,7 @@ import logging
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -69,10 +69,10 @@ NOT_RUN = [
 
 @dataclass(frozen=True, eq=False)
 class Diagnosis:
-    """What was found."""
+    """What was found: facts for the JSON object, and one finding per check."""
 
     facts: Facts
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[Finding]
 
     @property
     def healthy(self) -> bool:
@@ -141,7 +141,7 @@ def check_versions(versions: dict[str, str | None], world: World) -> Finding:
     first = _of_all_ranks(versions, world)[0]
     other = ", ".join(name for name in versions if versions[name] != first[name])
     if other:
-        text = f"versions of {other} are not those of rank 0: install the same on all ranks"
+        text = f"versions of {other} differ from those of rank 0: install the same on all ranks"
         return Finding("versions", False, text)
     shown = ", ".join(f"{name} {found or 'missing'}" for name, found in versions.items())
     return Finding("versions", True, shown)
@@ -203,28 +203,23 @@ def peer_access() -> list[list[bool]]:
 
 def check_bandwidths(matrix: list[list[float | None]], world: World) -> Finding:
     """Whether some pair of ranks is much slower than others of its kind."""
-    slow = []
-    for inside in (True, False):
-        rates = sorted(
-            (rate, a, b)
-            for a, row in enumerate(matrix)
-            for b, rate in enumerate(row)
-            if rate is not None and a < b
-            and (a // world.ranks_per_node == b // world.ranks_per_node) is inside
-        )  # fmt: skip
-        if rates:
-            median = rates[len(rates) // 2][0]
-            slow += [entry for entry in rates if entry[0] * SLOW_LINK < median]
-    if not slow:
-        known = [rate for row in matrix for rate in row if rate is not None]
-        text = f"{min(known) / 1e9:.2f} to {max(known) / 1e9:.2f} GB/s between ranks"
+    a, b = np.triu_indices(world.num_ranks, 1)
+    rate = np.asarray(matrix, np.float64)[a, b]
+    inside = a // world.ranks_per_node == b // world.ranks_per_node
+    slow = np.zeros(len(rate), np.bool_)
+    for kind in (inside, ~inside):
+        if kind.any():
+            slow |= kind & (rate * SLOW_LINK < np.median(rate[kind]))
+    if not slow.any():
+        text = f"{rate.min() / 1e9:.2f} to {rate.max() / 1e9:.2f} GB/s between ranks"
         return Finding("links", True, text)
-    rate, a, b = slow[0]
+    worst = np.where(slow, rate, np.inf).argmin()
     return Finding(
         "links",
         False,
-        f"ranks {a} and {b} exchange {rate / 1e9:.3f} GB/s, less than a quarter of what others "
-        f"reach ({len(slow)} such pairs): look at their cables, switches and NCCL settings",
+        f"ranks {a[worst]} and {b[worst]} exchange {rate[worst] / 1e9:.3f} GB/s, less than a "
+        f"quarter of what others reach ({slow.sum()} such pairs): look at their cables, switches "
+        "and NCCL settings",
     )
 
 
@@ -244,7 +239,7 @@ def check_groups(world: World, limit: float = TIMEOUT) -> tuple[Finding, Facts |
             _wait_for_gpu(world, limit)
     except Exception as error:
         logger.debug("the grouped calls failed", exc_info=True)
-        text = f"not all ranks could send to all: {first_line(error)}"
+        text = f"the all-to-all test failed: {first_line(error)}"
         return Finding("groups", False, text), None
     wrong = [
         (sender, phase)
@@ -265,7 +260,7 @@ def check_groups(world: World, limit: float = TIMEOUT) -> tuple[Finding, Facts |
     if wrong:
         sender, phase = wrong[0]
         text = (
-            f"what came from rank {sender} in phase {phase} is not what it sent ({len(wrong)} such "
+            f"data from rank {sender} arrived corrupted in phase {phase} ({len(wrong)} such "
             "messages): do not train over this network"
         )
         return Finding("groups", False, text), facts
@@ -302,7 +297,7 @@ def _message(sender: int, receiver: int, phase: int, world: World) -> Tensor:
 
 
 def _wait_for_gpu(world: World, limit: float) -> None:
-    """So far only its stream has waited for the messages."""
+    """Synchronises the host: so far only the stream has waited."""
     done = torch.cuda.current_stream(world.device).record_event()
     deadline = time.monotonic() + limit
     while not done.query():

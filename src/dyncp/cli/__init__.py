@@ -112,7 +112,7 @@ class CommandParser(ArgumentParser):
 
 
 def _examples(examples: Sequence[str]) -> str:
-    """The end of a command's help: one command line each."""
+    """The examples at the end of a command's help."""
     title = "examples:" if len(examples) > 1 else "example:"
     return "\n".join([title, *(f"  {example}" for example in examples)])
 

@@ -139,16 +139,16 @@ def add_planning_options(parser: ArgumentParser) -> None:
     solvers = "a name, a static method with degrees (zigzag/cp8), or auto: the best of all"
     option(parser, "--solver", solvers, AUTO)
     option(parser, "--effort", " or ".join(EFFORTS), "fast")
-    option(parser, "--objective", f"what auto goes by: {' or '.join(OBJECTIVES)}", "time")
+    option(parser, "--objective", f"what auto minimises: {' or '.join(OBJECTIVES)}", "time")
     counts: dict[str, Any] = {"type": _count_or_auto, "metavar": "N|auto"}
     groups = "groups of kv heads that are placed independently"
     option(parser, "--head-groups", groups, 1, **counts)
-    divisions = "most divisions, the steps in which inputs arrive (default: searched)"
+    divisions = "maximum number of divisions (default: searched)"
     option(parser, "--divisions", divisions, **counts)
     compute, tokens = DEFAULT_TOLERANCES
     text = (
-        f"share by which the fullest rank may exceed the mean (default: about {compute}, and more "
-        "only where that makes the step shorter)"
+        "fraction by which the most loaded rank may exceed the mean (default: about "
+        f"{compute}, and more only where that makes the step shorter)"
     )
     option(parser, "--compute-tolerance", text, type=float)
     text = (
@@ -196,7 +196,7 @@ def add_measuring_options(parser: ArgumentParser, repeats: int) -> None:
     add_device_option(parser)
     option(parser, "--repeats", "timed calls, of which the median counts", repeats)
     add_json_option(parser)
-    text = "write that JSON object, whatever is printed"
+    text = "also write the JSON object to this file"
     option(parser, "--raw", text, type=Path, metavar="FILE")
 
 

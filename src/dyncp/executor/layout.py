@@ -13,7 +13,7 @@ from torch import Tensor
 from dyncp.arrays import Bool, Int64, starts_of
 from dyncp.executor.kernel_calls import LoweredProgram
 from dyncp.kernels import Dtypes, Memory
-from dyncp.plan import DTYPE_NAMES, AttentionShape, Buffer, Messages, Payload, list_buffers
+from dyncp.plan import DTYPE_NAMES, AttentionShape, Buffer, Messages, Payload
 from dyncp.plan.buffers import CLEARED, MESSAGE_ALIGNMENT, SUMS, first_peers
 
 DTYPES: dict[torch.dtype, str] = {getattr(torch, x): name for x, name in DTYPE_NAMES.items()}
@@ -88,8 +88,7 @@ class RankLayout:
     def __init__(
         self, program: LoweredProgram, shape: AttentionShape, base: int = 0, first_row: int = 0
     ) -> None:
-        part, listed = program.part, (program.mask, program.direction, shape, program.style)
-        buffers = list_buffers(part, *listed, program.contributions)
+        part, buffers = program.part, program.buffers(shape)
         starts = list(accumulate((buffer.num_bytes for buffer in buffers), initial=base))
         self.program, self.shape, self.first_row = program, shape, first_row
         self.num_bytes = starts[-1] - base

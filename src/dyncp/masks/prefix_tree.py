@@ -129,29 +129,26 @@ def _ranges(parent: Int64, starts: Int64, ends: Int64, num_ranges: Int64) -> Int
             "their parents in memory count as one: list every node right after its parent where "
             "you can (depth first)"
         )
-    ranges = np.empty((length, most, 2), np.int32)
-    _fill_ranges(parent, starts, ends, num_ranges, ranges)
+    of_nodes = np.full((len(parent), most, 2), length, np.int32)
+    _fill_ranges(parent, starts, ends, num_ranges, of_nodes)
+    sizes, token = ends - starts, np.arange(length)
+    ranges = np.repeat(of_nodes, sizes, axis=0)
+    ranges[token, np.repeat(num_ranges - 1, sizes), 1] = token + 1
     return ranges
 
 
 @compiled
 def _fill_ranges(
-    parent: Int64, starts: Int64, ends: Int64, num_ranges: Int64, ranges: Int32
+    parent: Int64, starts: Int64, ends: Int64, num_ranges: Int64, of_nodes: Int32
 ) -> None:
-    length, most = ranges.shape[0], ranges.shape[1]
+    """Those of every node's last token."""
     for node in range(len(parent)):
-        above, first, own = parent[node], starts[node], num_ranges[node] - 1
-        last = ends[above] - 1 if above >= 0 else 0  # the parent's last token has all its ranges
-        begin = first
-        if above >= 0 and ends[above] == first:
-            begin = ranges[last, own, 0]
-        for token in range(first, ends[node]):
-            for column in range(own):
-                ranges[token, column, 0] = ranges[last, column, 0]
-                ranges[token, column, 1] = ranges[last, column, 1]
-            ranges[token, own, 0], ranges[token, own, 1] = begin, token + 1
-            for column in range(own + 1, most):
-                ranges[token, column, 0] = ranges[token, column, 1] = length
+        above, own = parent[node], num_ranges[node] - 1
+        if above >= 0:
+            of_nodes[node] = of_nodes[above]
+        if above < 0 or ends[above] != starts[node]:
+            of_nodes[node, own, 0] = starts[node]
+        of_nodes[node, own, 1] = ends[node]
 
 
 def _targets(parent: Int64, starts: Int64, ends: Int64) -> tuple[Int32, Int32 | None]:

@@ -6,7 +6,8 @@ import numpy as np
 
 from dyncp.arrays import Int64
 from dyncp.masks.function import integer, lengths_of, mask_function
-from dyncp.masks.mask import Marks, Mask, interval_mask
+from dyncp.masks.mask import Marks, Mask, normal_mask
+from dyncp.masks.prefix_tree import prefix_tree
 
 MOST_EMPTY = 1024  # answers of a shorter sequence, most of them empty
 
@@ -34,17 +35,12 @@ def shared_question(
     ██··██                                         3           none
     """
     question, lengths = _parts(length, answers, question)
-    ends = question + np.cumsum(lengths)
-    own_start = np.repeat((ends - lengths).astype(np.int32), lengths)  # of the answers' tokens
-    first, after = np.zeros(length, np.int32), np.arange(1, length + 1, dtype=np.int32)
-    first[question:] = own_start
-    positions, targets = np.arange(length, dtype=np.int32), after.copy()
-    positions[question:] -= own_start - np.int32(question)
-    targets[ends[lengths > 0] - 1] = -1
-    if question > 0 and np.count_nonzero(lengths) != 1:
-        targets[question - 1] = -1
-    shared, marks = (0, np.minimum(after, question)), Marks(positions, targets)
-    return interval_mask("shared_question", length, shared, (first, after), marks=marks)
+    sizes = lengths[lengths > 0]
+    parents = np.full(len(sizes), 0 if question else -1)
+    if question:
+        sizes, parents = np.append(question, sizes), np.append(-1, parents)
+    tree = prefix_tree.builder(length, parents, sizes)
+    return normal_mask(tree.ranges, Marks(tree.positions, tree.targets), "shared_question")
 
 
 def _parts(length: int, answers: int | Sequence[int], question: int | None) -> tuple[int, Int64]:

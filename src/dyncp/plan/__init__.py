@@ -7,19 +7,7 @@ and shapes here, too.
 from dyncp.blocks import DEFAULT_MASK, DTYPE_NAMES, IS_INPUT, AttentionShape, Direction, Payload
 from dyncp.masks import Mask, causal
 from dyncp.plan.assemble import assemble_plan, sample_plan, sample_ring, stretches_of
-from dyncp.plan.buffers import (
-    Buffer,
-    Contributions,
-    KernelStyle,
-    MemoryUse,
-    Staging,
-    call_rows,
-    find_contributions,
-    has_messages,
-    list_buffers,
-    measure_memory,
-    places_of,
-)
+from dyncp.plan.buffers import Buffer, KernelStyle, MemoryUse, StyledProgram, measure_memory
 from dyncp.plan.check import PartError
 from dyncp.plan.codec import PlanDecodeError, PlanFileError, decode_part, encode_part
 from dyncp.plan.contiguous import ContiguousOrder, whole_documents, with_halo

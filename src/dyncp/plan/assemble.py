@@ -233,18 +233,17 @@ def _block_uses(
 ) -> tuple[BlockUses, list[BlockUses]]:
     """Blocks that are received as inputs, and all that is done with blocks; `at` is that of
     `_index_instructions`."""
-    read, sent, got = tiles.table, sends.table, receives.table
+    read, sent, inputs = tiles.table, sends.table, IS_INPUT[receives.table.kind]
+    rank, got = receives.rank[inputs], receives.table.select(inputs)
     computed = at[Op.COMPUTE, tiles.rank, division]
     launched = at[Op.LAUNCH, sends.rank, sent.phase]
-    waited = at[Op.WAIT, receives.rank, got.phase]
     uses = [
         BlockUses(tiles.rank, Space.Q, read.q_block, read.head_group, computed),
         BlockUses(tiles.rank, Space.KV, read.k_block, read.head_group, computed),
         BlockUses(sends.rank, OF_KEYS[sent.kind], sent.block, sent.head_group, launched),
     ]
-    columns = (receives.rank, OF_KEYS[got.kind], got.block, got.head_group, waited)
-    inputs = IS_INPUT[got.kind]
-    return BlockUses(*(column[inputs] for column in columns)), uses
+    waited = at[Op.WAIT, rank, got.phase]
+    return BlockUses(rank, OF_KEYS[got.kind], got.block, got.head_group, waited), uses
 
 
 Column = Int32 | Int64

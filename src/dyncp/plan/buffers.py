@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from math import prod
 
 import numpy as np
 
@@ -35,47 +36,6 @@ OUTPUTS: dict[Direction, dict[Space, tuple[str, ...]]] = {
 SUMS = ("dq_sums", "dk_sums", "dv_sums")
 # Zeroed at the start of a call, all together: sums, and per-head values of padding rows.
 CLEARED = (*SUMS, "lse", "delta")
-
-
-def places_of(part: RankPlan, program: Program) -> Int64:
-    """First row of every block in each workspace, [spaces, head groups, blocks]; -1: absent."""
-    place = np.tile(part.block_row, (len(Space), len(part.head_groups), 1))
-    slots = program.slots
-    place[slots.space, slots.head_group, slots.block] = slots.row
-    return place
-
-
-def call_rows(
-    part: RankPlan, mask: MaskPlan, program: Program, place: Int64, multiple: int
-) -> dict[tuple[int, int], tuple[slice, slice]]:
-    """Query rows and key rows of every kernel call, by division and head group: from the first
-    kernel tile of `multiple` rows that it touches to the last, at least two where there are two."""
-    tiles, tokens = mask.tiles, part.blocks.tokens
-    groups = len(part.head_groups)
-    key = program.tile_division.astype(np.int64) * groups + tiles.head_group
-    calls, of_call = np.unique(key, return_inverse=True)
-    hulls = []
-    for space, block in ((Space.Q, tiles.q_block), (Space.KV, tiles.k_block)):
-        first = place[space, tiles.head_group, block]
-        low = np.full(len(calls), np.iinfo(np.int64).max)
-        high = np.zeros(len(calls), np.int64)
-        np.minimum.at(low, of_call, first)
-        np.maximum.at(high, of_call, first + tokens[block])
-        rows = program.workspace_rows[space][calls % groups]
-        hulls.append(_whole_tiles(low, high, rows.astype(np.int64), multiple))
-    return {
-        (call // groups, call % groups): (slice(*q), slice(*k))
-        for call, q, k in zip(calls.tolist(), *(h.tolist() for h in hulls), strict=True)
-    }
-
-
-def _whole_tiles(low: Int64, high: Int64, rows: Int64, multiple: int) -> Int64:
-    """[first, end) of each hull. A single tile gets a neighbour, the one before it if there is."""
-    first, end = low // multiple, -(-high // multiple)
-    single = (end - first == 1) & (rows > multiple)
-    before = single & (first > 0)
-    first, end = first - before, end + (single & ~before)
-    return np.stack([first * multiple, np.minimum(end * multiple, rows)], axis=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,24 +77,129 @@ class Contributions:
         return len(self.time)
 
 
-def find_contributions(part: RankPlan, mask: MaskPlan, program: Program) -> Contributions:
-    """One contribution of every call to every block that it touches."""
-    tiles, num_blocks, num_steps = mask.tiles, len(part.blocks), max(len(program.instructions), 1)
-    at = times_of(program, Op.COMPUTE)[program.tile_division]
-    sides = [(Space.Q, tiles.q_block)] + [(Space.KV, tiles.k_block)] * (program is mask.backward)
-    touched = [
-        block_keys(space, tiles.head_group, block, num_blocks) * num_steps + at
-        for space, block in sides
-    ]
-    key, time = np.divmod(np.unique(np.concatenate(touched)), num_steps)
-    changes = np.diff(key, prepend=-1, append=-1) != 0
-    place, block = np.divmod(key, num_blocks)
-    group, space = np.divmod(place, len(Space))
-    goes_on = result_keys(program.receives, num_blocks)
-    if part.shape.partial_dtype not in (None, part.shape.dtype):  # sent from the wide sums
-        goes_on = np.concatenate([goes_on, result_keys(program.sends, num_blocks)])
-    wide = ~changes[1:] | np.isin(key, goes_on)
-    return Contributions(time, space, group, block, changes[:-1], wide)
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A tensor of head group `index`, or the messages of phase `index`. `call` is the division
+    whose results it is for, if it is for those of one call."""
+
+    name: str
+    index: int
+    shape: tuple[int, ...]  # as it lies in memory: per-head values have heads first
+    item_bytes: int
+    rows: int = 0  # of per-head values, whose rows are padded
+    call: int = -1
+
+    @property
+    def num_bytes(self) -> int:
+        return -(-self.item_bytes * prod(self.shape) // ALIGNMENT) * ALIGNMENT
+
+
+class StyledProgram:
+    """One direction of one mask on one rank, for kernels of one style."""
+
+    def __init__(
+        self, part: RankPlan, mask: MaskPlan, direction: Direction, style: KernelStyle | None = None
+    ) -> None:
+        self.part, self.mask, self.direction = part, mask, direction
+        self.style = KernelStyle() if style is None else style
+        self.program = mask.program(direction)
+        self.backward = direction is Direction.BACKWARD
+        self.has_messages = len(self.program.sends) + len(self.program.receives) > 0
+
+    @cached_property
+    def place(self) -> Int64:
+        """First row of every block in each workspace, [spaces, head groups, blocks]; -1: absent."""
+        place = np.tile(self.part.block_row, (len(Space), len(self.part.head_groups), 1))
+        slots = self.program.slots
+        place[slots.space, slots.head_group, slots.block] = slots.row
+        return place
+
+    @cached_property
+    def call_rows(self) -> dict[tuple[int, int], tuple[slice, slice]]:
+        """Query rows and key rows of every kernel call, by division and head group: from the first
+        of the style's kernel tiles that it touches to the last, at least two where there are two.
+        """
+        tiles, tokens = self.mask.tiles, self.part.blocks.tokens
+        groups = len(self.part.head_groups)
+        key = self.program.tile_division.astype(np.int64) * groups + tiles.head_group
+        calls, of_call = np.unique(key, return_inverse=True)
+        hulls = []
+        for space, block in ((Space.Q, tiles.q_block), (Space.KV, tiles.k_block)):
+            first = self.place[space, tiles.head_group, block]
+            low = np.full(len(calls), np.iinfo(np.int64).max)
+            high = np.zeros(len(calls), np.int64)
+            np.minimum.at(low, of_call, first)
+            np.maximum.at(high, of_call, first + tokens[block])
+            rows = self.program.workspace_rows[space][calls % groups].astype(np.int64)
+            hulls.append(_whole_tiles(low, high, rows, self.style.row_multiple))
+        return {
+            (call // groups, call % groups): (slice(*q), slice(*k))
+            for call, q, k in zip(calls.tolist(), *(h.tolist() for h in hulls), strict=True)
+        }
+
+    @cached_property
+    def contributions(self) -> Contributions:
+        """One contribution of every call to every block that it touches."""
+        tiles, program, shape = self.mask.tiles, self.program, self.part.shape
+        num_blocks, num_steps = len(self.part.blocks), max(len(program.instructions), 1)
+        at = times_of(program, Op.COMPUTE)[program.tile_division]
+        sides = [(Space.Q, tiles.q_block)] + [(Space.KV, tiles.k_block)] * self.backward
+        touched = [
+            block_keys(space, tiles.head_group, block, num_blocks) * num_steps + at
+            for space, block in sides
+        ]
+        key, time = np.divmod(np.unique(np.concatenate(touched)), num_steps)
+        changes = np.diff(key, prepend=-1, append=-1) != 0
+        place, block = np.divmod(key, num_blocks)
+        group, space = np.divmod(place, len(Space))
+        goes_on = result_keys(program.receives, num_blocks)
+        if shape.partial_dtype not in (None, shape.dtype):  # sent from the wide sums
+            goes_on = np.concatenate([goes_on, result_keys(program.sends, num_blocks)])
+        wide = ~changes[1:] | np.isin(key, goes_on)
+        return Contributions(time, space, group, block, changes[:-1], wide)
+
+    def copies_inputs(self, group: int) -> list[bool]:
+        """Whether a head group's inputs, by workspace, lie in the executor's buffers or in the
+        caller's tensors."""
+        fixed, rows = self.style.fixed and self.has_messages, self.part.local_rows
+        return [fixed or int(n) > rows for n in self.program.workspace_rows[:, group]]
+
+    def copies_results(self, group: int) -> list[bool]:
+        """The same of its results. A kernel that merges writes them in place where none are
+        received; one that does not, where it makes a single call."""
+        if self.backward and self.style.collects:
+            return [True, True]
+        received = self.program.receives
+        of_group = ~IS_INPUT[received.kind] & (received.head_group == group)
+        results = [
+            copied or bool((of_group & (OF_KEYS[received.kind] == space)).any())
+            for space, copied in enumerate(self.copies_inputs(group))
+        ]
+        if not self.backward and not self.style.merges:
+            results[Space.Q] |= sum(g == group for _, g in self.call_rows) > 1
+        return results
+
+    def buffers(self, shape: AttentionShape) -> list[Buffer]:
+        """All buffers of one call, those that are cleared at its start one after the other."""
+        buffers: list[Buffer] = []
+        for index, group in enumerate(self.part.groups_for(shape)):
+            buffers += _Group(self, index, group, shape).buffers()
+        buffers.sort(key=lambda buffer: buffer.name in CLEARED)
+        sends = self.program.sends
+        # Messages with the same payloads are packed once.
+        packed = sends.select(sends.peer == first_peers(sends))
+        for name, messages in (("send", packed), ("receive", self.program.receives)):
+            buffers += _message_buffers(name, self.part, messages, shape)
+        return buffers
+
+
+def _whole_tiles(low: Int64, high: Int64, rows: Int64, multiple: int) -> Int64:
+    """[first, end) of each hull. A single tile gets a neighbour, the one before it if there is."""
+    first, end = low // multiple, -(-high // multiple)
+    single = (end - first == 1) & (rows > multiple)
+    before = single & (first > 0)
+    first, end = first - before, end + (single & ~before)
+    return np.stack([first * multiple, np.minimum(end * multiple, rows)], axis=1)
 
 
 def times_of(program: Program, op: Op) -> Int64:
@@ -165,113 +230,24 @@ def padded_rows(rows: int) -> int:
     return -(-rows // PER_HEAD_ROWS) * PER_HEAD_ROWS
 
 
-@dataclass(frozen=True, slots=True)
-class Buffer:
-    """A tensor of head group `index`, or the messages of phase `index`. `call` is the division
-    whose results it is for, if it is for those of one call."""
-
-    name: str
-    index: int
-    shape: tuple[int, ...]  # as it lies in memory: per-head values have heads first
-    item_bytes: int
-    rows: int = 0  # of per-head values, whose rows are padded
-    call: int = -1
-
-    @property
-    def num_bytes(self) -> int:
-        size = self.item_bytes
-        for extent in self.shape:
-            size *= extent
-        return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def list_buffers(
-    part: RankPlan,
-    mask: MaskPlan,
-    direction: Direction,
-    shape: AttentionShape,
-    style: KernelStyle,
-    contributions: Contributions | None = None,
-) -> list[Buffer]:
-    """All buffers of one call, those that are cleared at its start one after the other."""
-    program = mask.program(direction)
-    if contributions is None:
-        contributions = find_contributions(part, mask, program)
-    buffers: list[Buffer] = []
-    for index, group in enumerate(part.groups_for(shape)):
-        of_group = _Group(index, group, shape, direction, style, part, mask, contributions)
-        buffers += of_group.buffers()
-    buffers.sort(key=lambda buffer: buffer.name in CLEARED)
-    # Messages with the same payloads are packed once.
-    packed = program.sends.select(program.sends.peer == first_peers(program.sends))
-    for name, messages in (("send", packed), ("receive", program.receives)):
-        buffers += _message_buffers(name, part, messages, shape)
-    return buffers
-
-
-@dataclass(frozen=True, eq=False)
-class Staging:
-    """Whether inputs and results of a head group, by workspace, lie in the executor's buffers or in
-    the caller's tensors. A kernel that merges writes results in place where none are received;
-    one that does not, where it makes a single call."""
-
-    inputs: tuple[bool, bool]
-    results: tuple[bool, bool]
-
-    @staticmethod
-    def of(
-        part: RankPlan, mask: MaskPlan, program: Program, group: int, style: KernelStyle
-    ) -> "Staging":
-        fixed = style.fixed and has_messages(program)
-        slots = [int(rows) > part.local_rows for rows in program.workspace_rows[:, group]]
-        inputs = [fixed or some for some in slots]
-        received = program.receives
-        of_group = ~IS_INPUT[received.kind] & (received.head_group == group)
-        results = [
-            copied or bool((of_group & (OF_KEYS[received.kind] == space)).any())
-            for space, copied in enumerate(inputs)
-        ]
-        backward = program is mask.backward
-        if backward and style.collects:
-            results = [True, True]
-        elif not backward and not style.merges:
-            calls = np.unique(program.tile_division[mask.tiles.head_group == group])
-            results[Space.Q] |= len(calls) > 1
-        return Staging((inputs[0], inputs[1]), (results[0], results[1]))
-
-
-def has_messages(program: Program) -> bool:
-    return len(program.sends) + len(program.receives) > 0
-
-
 @dataclass(frozen=True, eq=False)
 class _Group:
+    """The buffers of one head group."""
+
+    of: StyledProgram
     index: int
     group: HeadGroup
     shape: AttentionShape
-    direction: Direction
-    style: KernelStyle
-    part: RankPlan
-    mask: MaskPlan
-    contributions: Contributions
-
-    @cached_property
-    def program(self) -> Program:
-        return self.mask.program(self.direction)
-
-    @cached_property
-    def staging(self) -> Staging:
-        return Staging.of(self.part, self.mask, self.program, self.index, self.style)
 
     def buffers(self) -> Iterator[Buffer]:
         yield from self.inputs()
-        if self.direction is Direction.FORWARD:
-            yield from self.merged() if self.style.merges else self.outputs_of_calls()
+        if self.of.backward:
+            yield from self.collected() if self.of.style.collects else self.merged()
         else:
-            yield from self.collected() if self.style.collects else self.merged()
+            yield from self.merged() if self.of.style.merges else self.outputs_of_calls()
 
     def num_rows(self, space: Space) -> int:
-        return int(self.program.workspace_rows[space, self.index])
+        return int(self.of.program.workspace_rows[space, self.index])
 
     def heads(self, space: Space) -> int:
         repeat = self.shape.q_heads_per_kv_head if space is Space.Q else 1
@@ -286,34 +262,32 @@ class _Group:
         return Buffer(name, self.index, shape, self.shape.accumulator_bytes, rows, call)
 
     def inputs(self) -> Iterator[Buffer]:
-        for space in Space:
-            if self.staging.inputs[space]:
-                for name in INPUTS[self.direction][space]:
-                    yield self.tensor(name, space, self.num_rows(space), self.shape.item_bytes)
-        if self.direction is Direction.BACKWARD:
+        for space, copied in zip(Space, self.of.copies_inputs(self.index), strict=True):
+            for name in INPUTS[self.of.direction][space] if copied else ():
+                yield self.tensor(name, space, self.num_rows(space), self.shape.item_bytes)
+        if self.of.backward:
             for name in ("lse", "delta"):
                 yield self.per_head(name, self.sums_rows(Space.Q))
 
     def merged(self) -> Iterator[Buffer]:
         """Sums that calls add to, and those in another dtype where some row needs them."""
-        wide = self.shape.accumulator_bytes
-        for space in Space:
-            names, rows = OUTPUTS[self.direction][space], self.num_rows(space)
-            if self.staging.results[space]:
+        wide, added = self.shape.accumulator_bytes, self.of.contributions
+        for space, copied in zip(Space, self.of.copies_results(self.index), strict=True):
+            names, rows = OUTPUTS[self.of.direction][space], self.num_rows(space)
+            if copied:
                 for name in names:
                     yield self.tensor(name, space, rows, self.shape.item_bytes)
                 if names == ("out",):
                     yield self.per_head("lse", rows)
-            added = self.contributions
             mine = (added.space == space) & (added.head_group == self.index)
             if wide > self.shape.item_bytes and added.wide[mine].any():
                 for name in names:
                     yield self.tensor(f"{name}_wide", space, rows, wide)
 
     def outputs_of_calls(self) -> Iterator[Buffer]:
-        if not self.staging.results[Space.Q]:
-            return
-        for division, (rows, _) in self.calls:
+        for division, (rows, _) in (
+            self.calls if self.of.copies_results(self.index)[Space.Q] else ()
+        ):
             count = rows.stop - rows.start
             yield self.tensor("out_call", Space.Q, count, self.shape.item_bytes, division)
             yield self.per_head("lse_call", count, division)
@@ -321,7 +295,7 @@ class _Group:
     def collected(self) -> Iterator[Buffer]:
         """Where heads are not grouped, kernels write dK and dV of every call instead."""
         grouped = self.shape.q_heads_per_kv_head > 1
-        dim = -(-self.shape.head_dim // self.style.dim_multiple) * self.style.dim_multiple
+        dim = -(-self.shape.head_dim // self.of.style.dim_multiple) * self.of.style.dim_multiple
         yield Buffer("dq_sums", self.index, (self.heads(Space.Q), self.sums_rows(Space.Q), dim), 4)
         for name in ("dk", "dv"):
             if grouped:
@@ -334,18 +308,17 @@ class _Group:
 
     def sums_rows(self, space: Space) -> int:
         """Whole kernel tiles. A sequence of the mask has a run of rows, or several."""
-        side, rows = self.style.row_multiple, self.num_rows(space)
-        most = self.style.most_sequences
-        if most and not has_messages(self.program) and len(self.calls) == 1:
-            rows += (min(most, len(self.mask.rows)) + 1) * side
+        side, rows = self.of.style.row_multiple, self.num_rows(space)
+        most = self.of.style.most_sequences
+        if most and not self.of.has_messages and len(self.calls) == 1:
+            rows += (min(most, len(self.of.mask.rows)) + 1) * side
         return -(-rows // side) * side
 
     @cached_property
     def calls(self) -> list[tuple[int, tuple[slice, slice]]]:
         """Divisions of the group's calls, with the rows that they touch."""
-        place = places_of(self.part, self.program)
-        rows = call_rows(self.part, self.mask, self.program, place, self.style.row_multiple)
-        return [(division, hull) for (division, g), hull in rows.items() if g == self.index]
+        rows = self.of.call_rows.items()
+        return [(division, hull) for (division, g), hull in rows if g == self.index]
 
 
 def _message_buffers(
@@ -409,15 +382,14 @@ def measure_memory(
 ) -> MemoryUse:
     """Of these ranks' parts in a call of `shape` (default: the plan's own) with a kernel of `style`
     (default: one that merges)."""
-    style = KernelStyle() if style is None else style
     used = np.zeros((3, len(parts)), np.int64)
     for rank, part in enumerate(parts):
         for mask in part.masks.values():
             for direction, program in mask.programs():
-                listed = list_buffers(part, mask, direction, shape or part.shape, style)
-                size = sum(buffer.num_bytes for buffer in listed)
+                styled = StyledProgram(part, mask, direction, style)
+                size = sum(buffer.num_bytes for buffer in styled.buffers(shape or part.shape))
                 used[direction, rank] = max(used[direction, rank], size)
-                if style.fixed and has_messages(program):
+                if styled.style.fixed and styled.has_messages:
                     points = int((program.instructions[:, 0] != Op.COMPUTE).sum())
                     used[2, rank] += GRAPH_BYTES * (points + 1)
     return MemoryUse(*(frozen(column, np.int64) for column in used))

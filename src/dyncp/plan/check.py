@@ -164,16 +164,21 @@ def _check_tiles(part: RankPlan, mask: MaskPlan) -> None:
     _require(same.all(), COVERAGE, "a tile joins blocks of two sequences")
 
 
-def _check_rows(part: RankPlan, rows: RowRuns, q_blocks: np.ndarray) -> None:
+def check_runs(rows: RowRuns) -> None:
+    """Raises PartError unless the arrays of runs fit together."""
     count = len(rows.block)
     fits = rows.block.shape == rows.start.shape == (count,) and rows.base.shape == rows.slope.shape
     fits = fits and rows.base.ndim == 3 and rows.base.shape[::2] == (count, 2)
     _require(fits and rows.base.shape[1] > 0, COVERAGE, "arrays of row ranges do not fit together")
+
+
+def _check_rows(part: RankPlan, rows: RowRuns, q_blocks: np.ndarray) -> None:
+    check_runs(rows)
     _bounded(rows.block, len(part.blocks), COVERAGE, "the block of a row range")
     bare = np.setdiff1d(q_blocks, rows.block)
     _require(not len(bare), COVERAGE, f"query blocks {bare[:8]} have tiles but no row ranges")
     same = rows.block[1:] == rows.block[:-1]
-    head = np.append(True, ~same)[:count]
+    head = np.append(True, ~same)[: len(rows)]
     for ordered in (
         rows.block[1:] >= rows.block[:-1],
         (rows.start[1:] > rows.start[:-1])[same],

@@ -2,22 +2,23 @@
 verified later: JSON headers and raw arrays behind checksums. No pickle.
 
 part = magic | version u32 | plan digest 16 bytes | checksum 16 bytes | body
-body = header length u32 | header (JSON: scalars, array names, types and shapes) | array bytes
+body = header length u32 | header (JSON: scalars, item size and shape of every array) | arrays
 plan = magic | version u32 | number of parts u32 | (length u64 | part) for each
-file = magic | version u32 | checksum 16 bytes | file body
-file body = header length u32 | header (JSON: lengths, sample ids, mask names, runs) | runs | plan
+file = magic | version u32 | checksum 16 bytes | body of the batch | plan
 
-In files, masks are stored as runs of rows that grow linearly (`RowRuns`), one block per sequence.
-The first column of a row is its position and target, the others are its key ranges: rows 0..3 of a
+The arrays of a part are those of the dataclasses in format.py, in the order of their fields. In
+files, masks are stored as runs of rows that grow linearly (`RowRuns`), one block per sequence. The
+first column of a row is its position and target, the others are its key ranges: rows 0..3 of a
 causal mask, (0, 1) [0,1)  (1, 2) [0,2)  (2, 3) [0,3)  (3, -1) [0,4), are two runs.
 """
 
 import hashlib
 import json
 import struct
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
-from functools import cache, lru_cache
+from functools import cache
 from math import prod
 from operator import attrgetter
 from typing import Any, get_type_hints
@@ -28,7 +29,7 @@ from dyncp.blocks import AttentionShape, Batch, HeadGroup, Tiles, build_blocks
 from dyncp.checks import MOST_TOKENS, parse_json
 from dyncp.masks import Mask, find_runs
 from dyncp.placement import Balance, Limits
-from dyncp.plan.check import check_part
+from dyncp.plan.check import check_part, check_runs
 from dyncp.plan.format import (
     MaskPlan,
     OwnedBlocks,
@@ -39,7 +40,7 @@ from dyncp.plan.format import (
     build_row_runs,
 )
 
-VERSION, FILE_VERSION = 2, 2
+VERSION, FILE_VERSION = 3, 3
 PART_MAGIC = b"DYNCPRNK"
 PLAN_MAGIC = b"DYNCPPLN"
 FILE_MAGIC = b"DYNCPFIL"
@@ -49,8 +50,7 @@ MOST_NUMBERS = 2**26
 _PART_HEAD = struct.Struct("<8sI16s16s")
 _PLAN_HEAD = struct.Struct("<8sII")
 FILE_HEAD = struct.Struct("<8sI16s")
-_DTYPES: dict[str, np.dtype[Any]] = {"int32": np.dtype("<i4"), "int64": np.dtype("<i8")}
-_NAMES = {4: "int32", 8: "int64"}  # dtype.name takes 5 µs, and there are a thousand arrays
+_DTYPES: dict[int, np.dtype[Any]] = {4: np.dtype("<i4"), 8: np.dtype("<i8")}
 _SCALARS = (
     "rank",
     "num_ranks",
@@ -62,7 +62,7 @@ _SCALARS = (
     "declared_bytes",
 )
 MALFORMED = (
-    ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError, struct.error,
+    ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError, struct.error,
 )  # fmt: skip
 _to_json = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -93,61 +93,53 @@ def encode_part(part: RankPlan) -> bytes:
 
 def encode_body(part: RankPlan) -> bytes:
     """All of a part but the digest of the whole plan, which is made from the bodies."""
-    names, arrays = _arrays_of(part)
     header = {name: getattr(part, name) for name in _SCALARS} | {
         "balance": _plain(part.balance) | {"limits": _plain(part.balance.limits)},
         "shape": _plain(part.shape),
         "head_groups": [[g.first_kv_head, g.num_kv_heads] for g in part.head_groups],
         "masks": [[name, mask.backward is not None] for name, mask in part.masks.items()],
     }
-    kinds = tuple([(a.itemsize, a.ndim) for a in arrays])
-    described = _array_template(names, kinds) % tuple([n for a in arrays for n in a.shape])
-    text = f'{_to_json(header)[:-1]},"arrays":{described}}}'.encode()
-    data = [a.astype(_DTYPES[_NAMES[a.itemsize]], copy=False).tobytes() for a in arrays]
+    tables: list[Any] = [part.blocks, part.stretches]
+    for mask in part.masks.values():
+        tables += [mask.tiles, mask.rows, *(program for _, program in mask.programs())]
+    return _join(header, [part.lengths, *_arrays_of(tables)])
+
+
+def _join(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> bytes:
+    """A body; `_split` takes it apart again."""
+    described = [(array.itemsize, *array.shape) for array in arrays]
+    text = _to_json({**header, "arrays": described}).encode()
+    data = [array.astype(_DTYPES[array.itemsize], copy=False).tobytes() for array in arrays]
     return b"".join([struct.pack("<I", len(text)), text, *data])
 
 
-def _arrays_of(part: RankPlan) -> tuple[tuple[str, ...], list[np.ndarray]]:
-    """Names and values of all arrays of a part."""
-    tables: list[tuple[str, Any]] = [("blocks", part.blocks), ("stretches", part.stretches)]
-    for index, mask in enumerate(part.masks.values()):
-        tables += [(f"masks.{index}.tiles", mask.tiles), (f"masks.{index}.rows", mask.rows)]
-        for direction, program in mask.programs():
-            tables.append((f"masks.{index}.{direction.name.lower()}", program))
-    names: tuple[str, ...] = ("lengths",)
-    arrays = [part.lengths]
-    for name, table in tables:
-        own, values_of = _array_fields(name, table.__class__)
-        names += own
-        arrays += values_of(table)
-    return names, arrays
+def _split(body: bytes) -> tuple[dict[str, Any], deque[np.ndarray], int]:
+    """The header, the arrays (read-only), and where they end."""
+    (length,) = struct.unpack_from("<I", body)
+    header, end = parse_json(body[4 : 4 + length]), 4 + length
+    arrays: deque[np.ndarray] = deque()
+    for index, (itemsize, *shape) in enumerate(header["arrays"]):
+        if not all(type(n) is int and n >= 0 for n in shape):
+            raise ValueError(f"array {index} has shape {shape}")
+        start, end = end, end + itemsize * prod(shape)
+        if end > len(body):
+            raise ValueError(f"array {index} ends {end - len(body)} bytes too late")
+        arrays.append(np.frombuffer(body[start:end], _DTYPES[itemsize]).reshape(shape))
+    return header, arrays, end
 
 
-# The names of a part's arrays are the same for all ranks. Going through the fields anew for each,
-# and writing their list with json, took half of the time of assembling a plan for 32 ranks.
+def _arrays_of(tables: Iterable[Any]) -> Iterator[np.ndarray]:
+    for table in tables:
+        yield from attrgetter(*_array_names(table.__class__))(table)
+
+
 @cache
-def _array_fields(name: str, cls: Hashable) -> tuple[tuple[str, ...], Callable[[Any], Any]]:
-    """Names of all arrays in a dataclass, and what gets them."""
-    paths = list(_dotted_names(cls))
-    return tuple(f"{name}.{path}" for path in paths), attrgetter(*paths)
-
-
-@lru_cache
-def _array_template(names: Sequence[str], kinds: Sequence[tuple[int, int]]) -> str:
-    """JSON list of [name, type, shape] for (item size, dimensions) of arrays, with %d for sizes."""
-    described = [
-        f'["{name}","{_NAMES[itemsize]}",[{",".join(["%d"] * dimensions)}]]'
-        for name, (itemsize, dimensions) in zip(names, kinds, strict=True)
-    ]
-    return f"[{','.join(described)}]"
-
-
-def _dotted_names(cls: Any) -> Iterator[str]:
-    for field, inner in _fields_of(cls):
-        if inner is None:
-            yield field
-        else:
-            yield from (f"{field}.{name}" for name in _dotted_names(inner))
+def _array_names(cls: Hashable) -> list[str]:
+    """Dotted names of all arrays in a dataclass."""
+    names = []
+    for name, inner in _fields_of(cls):
+        names += [name] if inner is None else [f"{name}.{path}" for path in _array_names(inner)]
+    return names
 
 
 # Asking for the type hints of every table anew took a third of the time of decoding.
@@ -188,85 +180,46 @@ def decode_part(data: bytes) -> RankPlan:
 def decode_body(body: bytes, digest: str) -> RankPlan:
     """Builds the part and checks every index in it, so that a decoded part is safe to run."""
     try:
-        part = _build(*_split_body(body), digest)
+        header, arrays, end = _split(body)
+        part = _build(header, arrays, digest)
+        if arrays or end != len(body):
+            raise ValueError(f"{len(arrays)} arrays or {len(body) - end} bytes are left over")
         check_part(part)
-    except PlanDecodeError:
-        raise
     except MALFORMED as error:
         raise PlanDecodeError(f"plan part is malformed: {error}") from error
     return part
 
 
-def _split_body(body: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    header, offset = _read_header(body)
-    arrays: dict[str, np.ndarray] = {}
-    try:
-        for name, dtype, shape in header["arrays"]:
-            arrays[name], offset = _read_array(body, offset, f"array {name!r}", dtype, shape)
-    except _ArrayError as error:
-        raise PlanDecodeError(str(error)) from None
-    if offset != len(body):
-        raise PlanDecodeError(f"{len(body) - offset} bytes are left behind the last array")
-    return header, arrays
-
-
-def _read_header(body: bytes) -> tuple[dict[str, Any], int]:
-    """The header, and where it ends."""
-    (length,) = struct.unpack_from("<I", body)
-    return parse_json(body[4 : 4 + length]), 4 + length
-
-
-class _ArrayError(Exception):
-    """An array has no shape, or does not fit into the bytes."""
-
-
-def _read_array(
-    body: bytes, offset: int, what: str, dtype: str, shape: Sequence[int]
-) -> tuple[np.ndarray, int]:
-    """A read-only array, and where it ends."""
-    if not all(type(n) is int and n >= 0 for n in shape):
-        raise _ArrayError(f"{what} has shape {list(shape)}")
-    end = offset + _DTYPES[dtype].itemsize * prod(shape)
-    if end > len(body):
-        raise _ArrayError(f"{what} ends {end - len(body)} bytes too late")
-    return np.frombuffer(body[offset:end], _DTYPES[dtype]).reshape(shape), end
-
-
-def _build(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray], digest: str) -> RankPlan:
-    balance, masks = dict(header["balance"]), {}
-    for index, (name, both) in enumerate(header["masks"]):
-        at = f"masks.{index}"
-        masks[str(name)] = MaskPlan(
-            tiles=_restore(Tiles, f"{at}.tiles", arrays),
-            rows=_restore(RowRuns, f"{at}.rows", arrays),
-            forward=_restore(Program, f"{at}.forward", arrays),
-            backward=_restore(Program, f"{at}.backward", arrays) if both else None,
-        )
+def _build(header: Mapping[str, Any], arrays: deque[np.ndarray], digest: str) -> RankPlan:
+    """The part; takes its arrays away from the others."""
     scalars = {name: header[name] for name in _SCALARS}
     scalars["declared_bytes"] = {k: tuple(v) for k, v in header["declared_bytes"].items()}
+    balance = dict(header["balance"])
     return RankPlan(
         **scalars,
         digest=digest,
         balance=Balance(**balance | {"limits": Limits(**balance["limits"])}),
         shape=AttentionShape(**header["shape"]),
         head_groups=tuple(HeadGroup(first, count) for first, count in header["head_groups"]),
-        lengths=arrays["lengths"],
-        blocks=_restore(OwnedBlocks, "blocks", arrays),
-        stretches=_restore(Stretches, "stretches", arrays),
-        masks=masks,
+        lengths=arrays.popleft(),
+        blocks=_restore(OwnedBlocks, arrays),
+        stretches=_restore(Stretches, arrays),
+        masks={
+            str(name): MaskPlan(
+                tiles=_restore(Tiles, arrays),
+                rows=_restore(RowRuns, arrays),
+                forward=_restore(Program, arrays),
+                backward=_restore(Program, arrays) if both else None,
+            )
+            for name, both in header["masks"]
+        },
     )
 
 
-def _restore(cls: Any, name: str, arrays: Mapping[str, np.ndarray]) -> Any:
-    """The dataclass whose arrays were collected under `name`."""
-    return cls(
-        *(
-            arrays[f"{name}.{field}"]
-            if inner is None
-            else _restore(inner, f"{name}.{field}", arrays)
-            for field, inner in _fields_of(cls)
-        )
-    )
+def _restore(cls: Any, arrays: deque[np.ndarray]) -> Any:
+    """The dataclass of the first arrays, which are taken away from the others."""
+    fields = (inner for _, inner in _fields_of(cls))
+    return cls(*(_restore(inner, arrays) if inner else arrays.popleft() for inner in fields))
 
 
 def join_parts(parts: Sequence[bytes]) -> bytes:
@@ -302,14 +255,11 @@ def encode_plan_file(plan: bytes, batch: Batch) -> bytes:
     """The file of an encoded plan and its batch."""
     for masks in batch.masks.values():
         _check_size(batch.num_tokens, 1 + max(mask.ranges.shape[1] for mask in masks))
-    runs = {name: _runs_of(masks, batch.lengths) for name, masks in batch.masks.items()}
+    runs = [_runs_of(masks, batch.lengths) for masks in batch.masks.values()]
     header = {
         "lengths": batch.lengths,
         "sample_ids": batch.sample_ids,
-        "masks": [
-            [name, runs[name].base.shape[:2], [mask.name for mask in masks]]
-            for name, masks in batch.masks.items()
-        ],
+        "masks": [[name, [mask.name for mask in masks]] for name, masks in batch.masks.items()],
         "marks": {
             name: [
                 [x if x is None else x.tolist() for x in (mask.branches, mask.weights)]
@@ -318,10 +268,7 @@ def encode_plan_file(plan: bytes, batch: Batch) -> bytes:
             for name, masks in batch.masks.items()
         },
     }
-    text = _to_json(header).encode()
-    arrays = [x for run in runs.values() for x in (run.block, run.start, run.base, run.slope)]
-    stored = [np.ascontiguousarray(array, "<i4").tobytes() for array in arrays]
-    body = b"".join([struct.pack("<I", len(text)), text, *stored, plan])
+    body = _join(header, [*_arrays_of(runs)]) + plan
     return FILE_HEAD.pack(FILE_MAGIC, FILE_VERSION, _checksum(body)) + body
 
 
@@ -329,12 +276,10 @@ def decode_plan_file(data: bytes) -> tuple[bytes, Batch]:
     """What `encode_plan_file` encoded; raises PlanFileError for anything else."""
     body = _checked_body(data)
     try:
-        header, offset = _read_header(body)
-        batch, end = _decode_batch(header, body, offset)
+        header, arrays, end = _split(body)
+        batch = _decode_batch(header, arrays)
     except PlanFileError:
         raise
-    except _ArrayError as error:
-        raise PlanFileError(str(error)) from None
     except MALFORMED as error:
         raise PlanFileError(f"its batch is malformed: {error}") from error
     return body[end:], batch
@@ -367,22 +312,17 @@ def _runs_of(masks: Sequence[Mask], lengths: Sequence[int]) -> RowRuns:
     return build_row_runs(find_runs(rows), build_blocks(lengths, lengths))
 
 
-def _decode_batch(header: Mapping[str, Any], body: bytes, offset: int) -> tuple[Batch, int]:
-    """The batch, and where its arrays end."""
+def _decode_batch(header: Mapping[str, Any], arrays: deque[np.ndarray]) -> Batch:
     lengths, sample_ids = tuple(header["lengths"]), tuple(header["sample_ids"])
     if not all(type(n) is int and 0 < n <= MOST_TOKENS for n in lengths):
         raise PlanFileError(f"its lengths are {list(lengths[:8])}; expected positive integers")
     if not all(type(n) is int for n in sample_ids):
         raise PlanFileError("its sample ids are not integers")
     masks: dict[str, tuple[Mask, ...]] = {}
-    for name, (num_runs, num_columns), mask_names in header["masks"]:
-        arrays, ranges = [], (num_runs, num_columns, 2)
-        for shape in ((num_runs,), (num_runs,), ranges, ranges):
-            array, offset = _read_array(body, offset, "a table of runs", "int32", shape)
-            arrays.append(array)
+    for name, mask_names in header["masks"]:
         names, marks = [str(n) for n in mask_names], header["marks"][name]
-        masks[str(name)] = tuple(_decode_masks(RowRuns(*arrays), lengths, names, marks))
-    return Batch(lengths, masks, sample_ids), offset
+        masks[str(name)] = tuple(_decode_masks(_restore(RowRuns, arrays), lengths, names, marks))
+    return Batch(lengths, masks, sample_ids)
 
 
 def _check_size(num_tokens: int, num_columns: int) -> None:
@@ -397,6 +337,7 @@ def _check_size(num_tokens: int, num_columns: int) -> None:
 def _decode_masks(
     runs: RowRuns, lengths: Sequence[int], names: Sequence[str], marks: Sequence[Any]
 ) -> list[Mask]:
+    check_runs(runs)
     if not len(names) == len(marks) == len(lengths) or runs.num_ranges < 2:
         raise PlanFileError(f"it has {len(names)} masks for {len(lengths)} sequences")
     _check_size(sum(lengths), runs.num_ranges)

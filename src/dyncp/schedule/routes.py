@@ -69,9 +69,9 @@ def find_uses(
     side = np.repeat([0, 1], [len(queries), len(keys)])
     block = np.concatenate([queries.block, keys.block])
     group = np.concatenate([queries.head_group, keys.head_group])
-    of_queries, of_keys = Q_KINDS[direction], K_KINDS[direction]
-    sent = np.array([of_queries[0], of_keys[0]])[side]
-    result = np.array([of_queries[1], *of_keys[1:], -1])[side]
+    q_kinds, k_kinds = Q_KINDS[direction], K_KINDS[direction]
+    sent = np.array([q_kinds[0], k_kinds[0]])[side]
+    result = np.array([q_kinds[1], *k_kinds[1:], -1])[side]
     per_token = np.vstack([graph.payload_bytes, np.zeros_like(graph.payload_bytes[:1])])
     tokens = graph.blocks.tokens[block].astype(np.int64)
     uses = Uses(

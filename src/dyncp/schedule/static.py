@@ -174,8 +174,8 @@ def _all_to_all(
         return []
     owner, home = rings.owner[away], rings.home[away]
     begin, end = np.ones_like(owner), np.full_like(owner, num_divisions)
-    of_queries, of_keys = Q_KINDS[direction], K_KINDS[direction]
-    there, back = (of_queries[0], of_keys[0]), (*of_queries[1:], *of_keys[1:])
+    q_kinds, k_kinds = Q_KINDS[direction], K_KINDS[direction]
+    there, back = (q_kinds[0], k_kinds[0]), (*q_kinds[1:], *k_kinds[1:])
     relayed = PhaseKind.RELAYED_RESULT
     return [
         *(_inputs(rings, away, begin, owner, home, kind) for kind in there),

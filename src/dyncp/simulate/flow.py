@@ -101,7 +101,7 @@ def flow_of_schedule(
     )
     messages = _join_messages(layer)
     sends, receives = (messages.source, messages.phase), (messages.target, messages.phase)
-    steps, first = order_instructions(schedule, sends, receives, layer.calls.any(axis=2))
+    steps, first = order_instructions(schedule, sends, receives, layer.calls.sum(axis=2) > 0)
     programs = Programs(steps[:, 0].copy(), steps[:, 1].copy(), first)
     return _make_flow(layer, programs, messages, cost)
 
@@ -119,7 +119,7 @@ def layer_of_plan(
     running = [mask.program(direction) for mask in masks]
     groups, tokens = cost.groups_for(part.shape, part.head_groups), part.blocks.tokens
 
-    def of_tiles(column: str) -> Int64:
+    def of_tiles(column: str) -> Any:
         return _joined([getattr(mask.tiles, column) for mask in masks])
 
     def of_sends(column: str) -> Int64:

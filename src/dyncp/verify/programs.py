@@ -14,7 +14,7 @@ from dyncp.arrays import Bool, Int64
 from dyncp.blocks import OF_KEYS, Direction
 from dyncp.plan import MaskPlan, Messages, Op, Payload, Program, RankPlan, Slots, Space
 
-Found = tuple[int, str]  # the invariant that is broken, and a sentence
+Fault = tuple[int, str]  # the invariant that is broken, and a sentence
 Entry = tuple[int, int, int]  # a payload of a message: kind, head group, block
 Key = tuple[int, int, int]  # the rows of a block: space, head group, block
 Phases = dict[int, dict[int, list[Entry]]]  # phase → peer → entries, in the order of the list
@@ -166,7 +166,7 @@ def _compare(source: int, target: int, sent: list[Entry], received: list[Entry])
             yield f"rank {source} sends {describe(entry)} {count} times to rank {target}"
 
 
-def check_order(rank: RunningRank) -> Iterator[Found]:
+def check_order(rank: RunningRank) -> Iterator[Fault]:
     """Of instructions, and of payloads in the lists: received results are merged in the order of
     the list, which is therefore fixed."""
     program = rank.program

@@ -14,7 +14,7 @@ from dyncp.blocks import IS_INPUT, Direction
 from dyncp.plan import MaskPlan, Plan, Program, RankPlan, Space
 from dyncp.verify.programs import (
     Entry,
-    Found,
+    Fault,
     Key,
     RunningRank,
     check_messages,
@@ -31,7 +31,7 @@ ACCUMULATING = {Direction.FORWARD: (Space.Q,), Direction.BACKWARD: (Space.Q, Spa
 _EMPTY: Int64 = np.zeros(0, np.int64)
 
 
-def check_programs(plan: Plan, name: str, direction: Direction) -> Iterator[Found]:
+def check_programs(plan: Plan, name: str, direction: Direction) -> Iterator[Fault]:
     """Invariants 2 to 4 of one mask and direction. `plan/check` has already checked that
     every instruction comes once, that all that tiles and messages need are there, and that slots
     lie inside their workspaces and off the local rows."""
@@ -46,7 +46,7 @@ def check_programs(plan: Plan, name: str, direction: Direction) -> Iterator[Foun
         _check_end(ranks)
     for rank in ranks:
         slots = ((2, sentence) for sentence in check_slots(rank.part, rank.program))
-        for invariant, sentence in chain(check_order(rank), slots, rank.found):
+        for invariant, sentence in chain(check_order(rank), slots, rank.faults):
             yield invariant, f"{where}, rank {rank.part.rank}: {sentence}"
 
 
@@ -72,7 +72,7 @@ class _SymbolicRank(RunningRank):
 
     def __init__(self, part: RankPlan, mask: MaskPlan, direction: Direction) -> None:
         super().__init__(part, mask, direction)
-        self.found: list[Found] = []
+        self.faults: list[Fault] = []
         self.owns = part.blocks.owner == part.rank
         self._rows = _own_rows(part, self.program)
         self._filled, self._used = np.full((2, len(self.program.slots)), -1, np.int64)
@@ -92,7 +92,7 @@ class _SymbolicRank(RunningRank):
                 yield key, tiles
 
     def report(self, invariant: int, sentence: str) -> None:
-        self.found.append((invariant, sentence))
+        self.faults.append((invariant, sentence))
 
     def _missing(self, key: Key, at: int) -> str:
         """Why the block's rows do not hold it; empty if they do. Counts as a use of its slot."""

@@ -26,7 +26,7 @@ from dyncp.verify.coverage import (
     collect_tiles,
     compare_kernel_tiles,
 )
-from dyncp.verify.programs import Found
+from dyncp.verify.programs import Fault
 from dyncp.verify.symbolic import check_programs
 
 INVARIANTS = {
@@ -130,11 +130,11 @@ def check_kernel_call(
     return _violations((6, sentence) for sentence in sentences)
 
 
-def _violations(found: Iterable[Found]) -> list[Violation]:
+def _violations(found: Iterable[Fault]) -> list[Violation]:
     """Ordered by invariant; at most `MAX_ALIKE` that differ in numbers only, with a last sentence
     for those left out."""
-    kept: dict[Found, list[Violation]] = defaultdict(list)
-    left_out: Counter[Found] = Counter()
+    kept: dict[Fault, list[Violation]] = defaultdict(list)
+    left_out: Counter[Fault] = Counter()
     for invariant, sentence in found:
         alike = (invariant, _NUMBERS.sub("#", sentence))
         if len(kept[alike]) < MAX_ALIKE:
@@ -147,7 +147,7 @@ def _violations(found: Iterable[Found]) -> list[Violation]:
     return sorted(violations, key=lambda violation: violation.invariant)
 
 
-def _check_mask(plan: Plan, batch: Batch, name: str) -> Iterator[Found]:
+def _check_mask(plan: Plan, batch: Batch, name: str) -> Iterator[Fault]:
     tiles = collect_tiles(plan, name)
     for sentence in check_tiles(tiles, plan.parts[0], batch, name):
         yield 1, f"mask {name!r}: {sentence}"
