@@ -136,7 +136,7 @@ class NoRowOps:
     """Rows stay where they are: messages have the right sizes, and any content."""
 
     def __getattr__(self, _name: str) -> Any:
-        return lambda *_, **__: None
+        return lambda *_, **__: lambda *_: None  # what makes a launch, and the launch
 
 
 class DeviceTransport(Distributed):

@@ -16,7 +16,6 @@ from dyncp.kernels import (
     RowStates,
     Sums,
 )
-from dyncp.kernels.reference import BackwardInputs
 from dyncp.kernels.row_ops import PANEL_COLUMNS, PANEL_ROWS
 
 SIDE = 64  # rows that collected sums are padded to
@@ -74,12 +73,12 @@ class CollectingReference(ReferenceKernel):
         lowered = super().lower(call, arrays, backward=backward)
         return (lowered, call.k_rows) if backward else lowered
 
-    def attend_backward(self, lowered, inputs, dout, lse, delta, scale, grads: Gradients) -> None:
+    def attend_backward(self, lowered, inputs, scale, grads: Gradients) -> None:
         """Log-sum-exps come in base 2, and sums are scaled later."""
-        (call, rows), num_rows = lowered, len(inputs[0])
-        dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in inputs)
-        lse, delta = lse[:num_rows] / LOG2E, delta[:num_rows]
-        given = BackwardInputs(*inputs, dout, lse, delta)
+        (call, rows), num_rows = lowered, len(inputs.q)
+        dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in inputs[:3])
+        lse, delta = inputs.lse[:num_rows] / LOG2E, inputs.delta[:num_rows]
+        given = inputs._replace(lse=lse, delta=delta)
         self.add_gradients(call, given, scale, (dq, dk, dv))
         _add(grads.dq.final, dq / scale)
         if grads.dk.final.ndim == 3:

@@ -64,7 +64,7 @@ def step():
             "config is str; expected Planner",
         ),
         (lambda: DCPExecutor(virtual_ranks=1.5), "virtual ranks is 1.5; expected an integer"),
-        (lambda: DCPExecutor(device="moon"), "device is 'moon', which is not there"),
+        (lambda: DCPExecutor(device="moon"), "device is 'moon', which is not available"),
         (lambda: DCPExecutor(kernel=3), "kernel is int; expected a dyncp.kernels.Kernel"),
         (lambda: DCPExecutor(transport="tcp"), "transport is str; expected a Transport"),
         (lambda: DCPExecutor(timeout=NAN), "timeout is nan; a finite number"),
@@ -95,7 +95,7 @@ def test_arguments_that_make_no_sense_are_named(call, message):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_a_value_error():
-    with pytest.raises(ValueError, match="device is 'cuda', which is not there"):
+    with pytest.raises(ValueError, match="device is 'cuda', which is not available"):
         DCPExecutor(device="cuda")
 
 

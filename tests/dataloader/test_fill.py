@@ -102,7 +102,7 @@ def test_batches_are_at_least_97_percent_full(name, budget):
 
 def test_samples_wait_for_few_batches():
     batches = fill(drawn("ldc", 3000), BUDGET)
-    ages = [batch.entries[0].place for batch in batches]
+    ages = [batch.entries[0].number for batch in batches]
     assert ages == sorted(ages)
     in_order = fill(drawn("ldc", 3000), BUDGET, 1)
     batch_of = {e.number: number for number, b in enumerate(in_order) for e in b.entries}

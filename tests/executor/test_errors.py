@@ -86,7 +86,7 @@ def test_the_part_of_another_rank_is_refused():
 
 
 def test_executor_options_are_checked():
-    with pytest.raises(ValueError, match="not several"):
+    with pytest.raises(ValueError, match="pass only one of group="):
         DCPExecutor(transport=InProcess(2), virtual_ranks=2)
     with pytest.raises(
         ValueError, match="kernel is 'fast'; choose one of auto, cpu, flash4, triton, reference"

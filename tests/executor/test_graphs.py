@@ -21,7 +21,9 @@ def test_cpus_have_none_and_say_so_where_they_are_asked_for():
 
 
 def test_other_choices_are_refused():
-    with pytest.raises(ValueError, match="graphs is 'yes'; choose one of 'auto', True, False"):
+    with pytest.raises(
+        ValueError, match="graphs is 'yes'; choose one of 'auto', 'serial', True, False"
+    ):
         DCPExecutor(graphs="yes")
 
 
@@ -29,6 +31,8 @@ def test_gpus_have_them_unless_they_are_switched_off(caplog):
     kernel = SimpleNamespace(name="some", capturable=True)
     assert Graphs.choose("auto", GPU, kernel).wanted
     assert Graphs.choose(True, GPU, kernel).wanted
+    assert Graphs.choose("auto", GPU, kernel).beside
+    assert Graphs.choose("serial", GPU, kernel) == Graphs(True, beside=False)
     with caplog.at_level("INFO", "dyncp.executor.graphs"):
         assert not Graphs.choose(False, GPU, kernel).wanted
     assert "not replayed as CUDA graphs: graphs=False was asked for" in caplog.text

@@ -5,7 +5,7 @@ import torch
 from kernel_cases import dense, draw_call
 
 from dyncp import Batch, DCPExecutor, Topology, attention, masks, plan_batch
-from dyncp.kernels import Gradients, IndexArrays, RowState, Sums
+from dyncp.kernels import BackwardInputs, Gradients, IndexArrays, RowState, Sums
 from interpreted import needs_interpreter
 
 pytestmark = needs_interpreter
@@ -94,7 +94,7 @@ def test_backward_adds_to_what_rows_hold(seed, dim):
     first = [heads_first(rows, HEADS) for _ in range(2)]
     first[0][:], first[1][:] = lse.float(), delta
     grads = Gradients(*(s for s, _ in sums))
-    kernel.attend_backward(lowered, (q, k, v), dout, *first, SCALE, grads)
+    kernel.attend_backward(lowered, BackwardInputs(q, k, v, dout, *first), SCALE, grads)
 
     repeat = HEADS // KV_HEADS
     wide_k, wide_v = (x.double().repeat_interleave(repeat, 1) for x in (k, v))

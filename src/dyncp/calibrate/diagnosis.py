@@ -5,7 +5,7 @@ import logging
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -69,10 +69,10 @@ NOT_RUN = [
 
 @dataclass(frozen=True, eq=False)
 class Diagnosis:
-    """What was found."""
+    """What was found: facts for the JSON object, and one finding per check."""
 
     facts: Facts
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[Finding]
 
     @property
     def healthy(self) -> bool:
@@ -203,28 +203,23 @@ def peer_access() -> list[list[bool]]:
 
 def check_bandwidths(matrix: list[list[float | None]], world: World) -> Finding:
     """Whether some pair of ranks is much slower than others of its kind."""
-    slow = []
-    for inside in (True, False):
-        rates = sorted(
-            (rate, a, b)
-            for a, row in enumerate(matrix)
-            for b, rate in enumerate(row)
-            if rate is not None and a < b
-            and (a // world.ranks_per_node == b // world.ranks_per_node) is inside
-        )  # fmt: skip
-        if rates:
-            median = rates[len(rates) // 2][0]
-            slow += [entry for entry in rates if entry[0] * SLOW_LINK < median]
-    if not slow:
-        known = [rate for row in matrix for rate in row if rate is not None]
-        text = f"{min(known) / 1e9:.2f} to {max(known) / 1e9:.2f} GB/s between ranks"
+    a, b = np.triu_indices(world.num_ranks, 1)
+    rate = np.asarray(matrix, np.float64)[a, b]
+    inside = a // world.ranks_per_node == b // world.ranks_per_node
+    slow = np.zeros(len(rate), np.bool_)
+    for kind in (inside, ~inside):
+        if kind.any():
+            slow |= kind & (rate * SLOW_LINK < np.median(rate[kind]))
+    if not slow.any():
+        text = f"{rate.min() / 1e9:.2f} to {rate.max() / 1e9:.2f} GB/s between ranks"
         return Finding("links", True, text)
-    rate, a, b = slow[0]
+    worst = np.where(slow, rate, np.inf).argmin()
     return Finding(
         "links",
         False,
-        f"ranks {a} and {b} exchange {rate / 1e9:.3f} GB/s, less than a quarter of what others "
-        f"reach ({len(slow)} such pairs): look at their cables, switches and NCCL settings",
+        f"ranks {a[worst]} and {b[worst]} exchange {rate[worst] / 1e9:.3f} GB/s, less than a "
+        f"quarter of what others reach ({slow.sum()} such pairs): look at their cables, switches "
+        "and NCCL settings",
     )
 
 

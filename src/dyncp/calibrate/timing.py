@@ -195,10 +195,10 @@ class Tools:
     device: torch.device
     repeats: Repeats
 
-    def executor(self, part: RankPlan) -> DCPExecutor:
+    def executor(self, part: RankPlan, *, graphs: str = "auto") -> DCPExecutor:
         """For one rank without its peers."""
         noise = Noise(part.rank, part.num_ranks)
-        return make_executor(self.kernel, self.device, transport=noise)
+        return make_executor(self.kernel, self.device, transport=noise, graphs=graphs)
 
     def runs(self, step: Step) -> dict[Direction, Run]:
         """Forward and, where it is planned, backward."""
@@ -255,8 +255,7 @@ def add_kernels(
     say little. On CPUs they are there already."""
     if tools.device.type != "cuda":
         return dict(times)
-    executor = tools.executor(part)
-    executor.engine.graphs = replace(executor.engine.graphs, beside=False)
+    executor = tools.executor(part, graphs="serial")
     found = {}
     for direction, run in tools.runs(executor.prepare(part)).items():
         for _ in range(WARM_UP):
@@ -274,7 +273,7 @@ def add_kernels(
 
 
 def _by_division(divisions: list[int], seconds: Float64) -> Float64:
-    found = np.bincount(divisions, seconds, minlength=1) if divisions else np.zeros(1)
+    found = np.bincount(np.asarray(divisions, np.int64), seconds, minlength=1)
     return found.astype(np.float64)
 
 

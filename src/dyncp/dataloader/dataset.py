@@ -16,13 +16,7 @@ from torch.utils.data import IterableDataset
 from dyncp.arrays import Int64
 from dyncp.dataloader.options import LoaderConfig, digest_of
 from dyncp.dataloader.reading import Reader, SampleError, SeededRandom, read_sample, sample_bytes
-from dyncp.dataloader.state import (
-    Position,
-    SamplerOrder,
-    check_repeatable,
-    repeat_from,
-    set_epoch,
-)
+from dyncp.dataloader.state import Position, SamplerOrder, check_repeatable, repeat_from, set_epoch
 
 MaskDigest = Callable[[Any, int], str]  # of a sample and its index
 

@@ -24,12 +24,7 @@ from dyncp.dataloader.options import (
     integer_option,
 )
 from dyncp.dataloader.peers import Peers
-from dyncp.dataloader.planning import (
-    BatchPlanner,
-    model_shape,
-    sample_seconds,
-    topology_and_cost,
-)
+from dyncp.dataloader.planning import BatchPlanner, model_shape, sample_seconds, topology_and_cost
 from dyncp.dataloader.prepare import LoaderContext, MaskMaker, PreparesAhead
 from dyncp.dataloader.ranks import LoaderRanks, SharedStore, Store
 from dyncp.dataloader.state import Position, describe_sampler, from_state, to_state
@@ -148,50 +143,43 @@ class DCPDataLoader:
         log_every: int | None = LoaderConfig.log_every,
     ) -> None:
         arguments = locals()
-        self.ranks = LoaderRanks.of(group, mesh, virtual_ranks)
+        ranks = self.ranks = LoaderRanks.of(group, mesh, virtual_ranks)
         chosen = (group, mesh, virtual_ranks)
         self._is_alone = all(x is None for x in chosen) and not dist.is_initialized()
-        self._number, self._iterations = _next_number(self.ranks), 0
+        self._number, self._iterations = _next_number(ranks), 0
         timeouts = LoaderConfig.plan_timeout, STORE_TIMEOUT
-        with Peers(self._open_store(STORE_TIMEOUT), self.ranks, timeouts) as peers:
-            self.config = LoaderConfig.of(arguments)
-            peers.plan_timeout = self.config.plan_timeout
-            peers.store_timeout = self.config.store_timeout
-            self.shape, sizes = model_shape(model, dtype, self.ranks.tensor_parallel)
-            self.topology, cost = topology_and_cost(self.ranks, topology, cost, self.shape)
-            planner = self.config.planner_config(planner or PlannerConfig())
+        with Peers(self._open_store(STORE_TIMEOUT), ranks, timeouts) as peers:
+            config = self.config = LoaderConfig.of(arguments)
+            peers.plan_timeout = config.plan_timeout
+            peers.store_timeout = config.store_timeout
+            self.shape, sizes = model_shape(model, dtype, ranks.tensor_parallel)
+            self.topology, cost = topology_and_cost(ranks, topology, cost, self.shape)
+            planner = config.planner_config(planner or PlannerConfig())
             batch_planner = BatchPlanner(
-                self.config.plan_function, self.topology, self.shape, planner, cost, sizes
+                config.plan_function, self.topology, self.shape, planner, cost, sizes
             )
-            _check_executor(executor, self.ranks)
-            self._budget = self.config.budget(self.ranks.num_ranks)
-            if isinstance(self._budget, int) and self.config.batch_sampler is None:
+            _check_executor(executor, ranks)
+            self._budget = config.budget(ranks.num_ranks)
+            if isinstance(self._budget, int) and config.batch_sampler is None:
                 batch_planner.check_tokens(self._budget, "tokens_per_batch is")
             self._schedule = describe_schedule(self._budget)
-            self._order = describe_sampler(self.config.order)
-            source = open_source(dataset, self.config)
-            mask_maker = MaskMaker(mask_fn, self.config.seed)
+            self._order = describe_sampler(config.order)
+            source = open_source(dataset, config)
+            mask_maker = MaskMaker(mask_fn, config.seed)
             settings = self._shared_settings(batch_planner, source, mask_maker)
             locations = peers.compare(settings)
-        if model is None and not self.ranks.rank:
+        if model is None and not ranks.rank:
             logger.info(
                 "no model= given: plans have one head group and assume 4 q heads per kv head; they "
                 "fit any layer. Pass model= (a Transformers config, or AttentionShape(q_heads, "
                 "kv_heads, head_dim, dtype)) for exact costs"
             )
         self._seconds = sample_seconds(mask_fn, cost, sizes, forward_only=planner.forward_only)
-        num_processes = self.config.planning_processes(self.ranks.num_members)
-        processes = tuple(PlanProcess(self.config.plan_timeout) for _ in range(num_processes))
+        num_processes = config.planning_processes(ranks.num_members)
+        processes = tuple(PlanProcess(config.plan_timeout) for _ in range(num_processes))
         self.metrics = LoaderMetrics(processes)
         self._context = LoaderContext(
-            self.config,
-            self.ranks,
-            source,
-            mask_maker,
-            batch_planner,
-            processes,
-            locations,
-            executor,
+            config, ranks, source, mask_maker, batch_planner, processes, locations, executor
         )
         self._position, self._resuming = Position(), False
         self._counted: dict[Any, int] = {}  # batches of the epoch that len was asked for last

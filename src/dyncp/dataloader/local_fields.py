@@ -17,6 +17,7 @@ optimiser step is the sum over ranks, and so are the gradients.
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,17 +28,16 @@ from torch.nn.functional import cross_entropy
 
 from dyncp.arrays import Int64, starts_of
 from dyncp.blocks import Batch
+from dyncp.dataloader.options import PLAIN_FIELDS, TARGET_FIELDS
 from dyncp.dataloader.ranks import data_dimensions
 from dyncp.dataloader.reading import NO_TARGET, input_ids_of, labels_of, token_field
 from dyncp.masks import Mask, positions_and_targets
 from dyncp.masks.mask import normal_mask
 from dyncp.plan import Plan, RankPlan
 
-PLAIN_FIELDS = ("input_ids", "position_ids", "labels", "shift_labels")
 PADDING = {"labels": NO_TARGET, "shift_labels": NO_TARGET}  # other fields are padded with 0
 SUMMED = "dyncp_summed"  # of a gradient: its version when it was summed
 SampleOf = Callable[[int], Mapping[str, Any]]
-LISTED = ("target_rows", "target_labels", "target_weights", "target_tokens")
 
 
 def local_data(
@@ -72,7 +72,7 @@ def local_data(
     data = local_rows(
         plan,
         lambda number: samples[number],
-        lambda number: layout_mask(_masks_of_sequence(batch, number)),
+        partial(_masks_of_sequence, batch),
         token_fields or {},
     )
     if num_items_in_batch is None:
@@ -86,7 +86,7 @@ def local_data(
 def local_rows(
     plan: RankPlan | Plan,
     sample_of: SampleOf,
-    mask_of: Callable[[int], Mask],
+    masks_of: Callable[[int], Mapping[str, Mask]],
     token_fields: Mapping[str, int],
 ) -> dict[str, Tensor]:
     """The fields of `local_data`, reading only the sequences that this rank has tokens of."""
@@ -95,7 +95,7 @@ def local_rows(
     if not needed and token_fields:
         needed = [0]  # for the dtypes and widths of fields without rows
     dims = dict.fromkeys(PLAIN_FIELDS, 0) | dict(token_fields)
-    sequence_masks = [mask_of(number) for number in needed]
+    sequence_masks = [layout_mask(masks_of(number)) for number in needed]
     sequences = [
         _sample_fields(sample_of(number), mask, int(lengths[number]), number, dims)
         for number, mask in zip(needed, sequence_masks, strict=True)
@@ -218,7 +218,7 @@ def fingerprint_tensor(fingerprint: str) -> Tensor:
 
 def without_targets(data: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same tokens without targets."""
-    listed = {name: data[name][:, :0] for name in LISTED if name in data}
+    listed = {name: data[name][:, :0] for name in TARGET_FIELDS if name in data}
     return data | listed | {name: torch.full_like(data[name], NO_TARGET) for name in PADDING}
 
 
@@ -285,7 +285,7 @@ def next_token_loss(logits: Tensor, local_data: Mapping[str, Tensor]) -> Tensor:
     rows = logits.flatten(0, -2)
     wide = torch.promote_types(rows.dtype, torch.float32)
     if "target_rows" in local_data:
-        row, label, weight = (local_data[name].flatten() for name in LISTED[:3])
+        row, label, weight = (local_data[name].flatten() for name in TARGET_FIELDS[:3])
         losses = cross_entropy(rows[row].to(wide), label, reduction="none") * weight
     else:
         label = local_data["shift_labels"].flatten()

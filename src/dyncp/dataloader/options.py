@@ -18,11 +18,10 @@ TOKENS_PER_RANK = 8192
 STORE_TIMEOUT = 300.0
 # Chosen by benchmarks/fill.py: how full batches and how balanced replicas get.
 FILL_WINDOW, DEAL_WINDOW, DEAL_WINDOW_READ = 32, 16, 4
-RESERVED_FIELDS = (
-    "input_ids", "labels", "position_ids", "shift_labels", "sample_ids", "num_items_in_batch",
-    "batch_fingerprint", "target_rows", "target_labels", "target_weights",
-    "target_tokens",
-)  # fmt: skip
+# The local data has these fields besides the user's own.
+PLAIN_FIELDS = ("input_ids", "position_ids", "labels", "shift_labels")
+TARGET_FIELDS = ("target_rows", "target_labels", "target_weights", "target_tokens")
+OTHER_FIELDS = ("sample_ids", "num_items_in_batch", "batch_fingerprint")
 TOO_LONG = ("error", "truncate", "drop", "split")
 # Ranks may differ in these options, or they are compared by their contents elsewhere.
 NOT_COMPARED = {"compared": False}
@@ -114,7 +113,9 @@ class LoaderConfig:
                 f"sample_fields is {self.sample_fields!r}; expected a list of names, such as "
                 f"[{self.sample_fields!r}]"
             )
-        made = {*RESERVED_FIELDS, *self.token_fields} & set(self.sample_fields)
+        made = {*PLAIN_FIELDS, *TARGET_FIELDS, *OTHER_FIELDS, *self.token_fields} & set(
+            self.sample_fields
+        )
         if made:
             raise ValueError(
                 f"sample_fields has {', '.join(sorted(made))}, which the local data already has "

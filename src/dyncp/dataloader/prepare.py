@@ -21,7 +21,6 @@ from dyncp.dataloader.dataset import SampleEntry, SampleSource
 from dyncp.dataloader.decision import Decision, PlanExchange, SampleDigests
 from dyncp.dataloader.local_fields import (
     fingerprint_tensor,
-    layout_mask,
     local_rows,
     local_sequences,
     num_targets,
@@ -151,22 +150,18 @@ class BatchData:
         self.selection = selection
         self._source, self._mask_maker = context.source, context.mask_maker
         self._token_fields = context.config.token_fields
+        self._compared = context.ranks.num_members > 1
         self._read: dict[int, Any] = {}
-        self._samples: dict[int, Any] = {}
         self._masks: dict[int, SampleMasks] = {}
         self._batch: Batch | None = None
         self._lock = threading.RLock()
 
     def sample(self, number: int) -> Any:
         """The batch's sample `number`, cut to the tokens that the batch takes of it."""
-        with self._lock:
-            if number not in self._samples:
-                entry, sample = self.selection.entries[number], self._whole(number)
-                if entry.length != entry.whole:
-                    piece = entry.start, entry.length
-                    sample = cut_sample(sample, *piece, entry.index, self._token_fields)
-                self._samples[number] = sample
-            return self._samples[number]
+        entry, sample = self.selection.entries[number], self._whole(number)
+        if entry.length == entry.whole:
+            return sample
+        return cut_sample(sample, entry.start, entry.length, entry.index, self._token_fields)
 
     def read_ahead(self, numbers: Iterable[int]) -> None:
         """Announces samples that will be needed soon."""
@@ -187,10 +182,6 @@ class BatchData:
                 self._masks[number] = {name: _cut_mask(mask, *ends) for name, mask in masks.items()}
             return self._masks[number]
 
-    def layout(self, number: int) -> Mask:
-        """A mask with the positions and targets of the batch's sample `number`."""
-        return layout_mask(self.masks(number))
-
     def batch(self) -> Batch:
         """The batch as the planner sees it."""
         with self._lock:
@@ -203,7 +194,10 @@ class BatchData:
             return self._batch
 
     def digests(self) -> list[SampleDigests]:
-        """Of all samples, with the masks that have been made and the content that has been read."""
+        """Of all samples, with the masks that have been made and the content that has been read;
+        none if there is no other rank to compare them with."""
+        if not self._compared:
+            return []
         with self._lock:
             return [
                 SampleDigests(
@@ -224,9 +218,10 @@ class BatchData:
         return digest_of(sample_bytes(self.sample(number), index, self._token_fields))[:DIGITS]
 
     def _whole(self, number: int) -> Any:
-        if number not in self._read:
-            self._read[number] = self._source.read(self.selection.entries[number])
-        return self._read[number]
+        with self._lock:
+            if number not in self._read:
+                self._read[number] = self._source.read(self.selection.entries[number])
+            return self._read[number]
 
 
 @dataclass(frozen=True, eq=False)
@@ -345,8 +340,8 @@ class BatchPreparer:
     def _data(self, batch: BatchData, plan: RankPlan | Plan) -> tuple[dict[str, Any], int]:
         """This rank's data, and its number of targets."""
         batch.read_ahead(local_sequences(plan))
-        rows: dict[str, Any]
-        rows = local_rows(plan, batch.sample, batch.layout, self._config.token_fields)
+        fields = self._config.token_fields
+        rows: dict[str, Any] = local_rows(plan, batch.sample, batch.masks, fields)
         if batch.selection.filler:
             rows = without_targets(rows)
         targets = num_targets(rows)

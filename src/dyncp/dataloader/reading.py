@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -135,19 +136,29 @@ class Reader:
 
     def ahead(self, keys: Iterable[SampleKey]) -> None:
         """Announces samples that `read` will be called for."""
-        if self._pool is None:
+        pool = self._pool
+        if pool is None:
             return
         with self._lock:
             for key in keys:
                 if key not in self._requested:
-                    self._requested[key] = self._request(key)
+                    with self._naming_death(key[1]):
+                        self._requested[key] = pool.submit(_read, self._seed, *key)
 
     def read(self, key: SampleKey) -> Any:
         if self._pool is None:
             return self.read_here(key)
+        self.ahead([key])
         with self._lock:
             future = self._requested.pop(key, None)
-        return self._result(key[1], future or self._request(key))
+        if future is None:
+            raise RuntimeError("the loader was closed while samples were being read")
+        with self._naming_death(key[1]):
+            found, answer = future.result()
+        result = pickle.loads(answer)
+        if not found:
+            raise SampleError(key[1], "reading", result) from result
+        return result
 
     def read_here(self, key: SampleKey) -> Any:
         """Reads a sample without a worker."""
@@ -176,30 +187,15 @@ class Reader:
                 worker.kill()
             thread.join()
 
-    def _request(self, key: SampleKey) -> Answer:
-        pool = self._pool
-        if pool is None:
-            raise RuntimeError("the loader was closed while samples were being read")
+    @contextmanager
+    def _naming_death(self, index: int) -> Iterator[None]:
         try:
-            return pool.submit(_read, self._seed, *key)
+            yield
         except BrokenProcessPool as error:
-            raise self._died(key[1]) from error
-
-    def _result(self, index: int, future: Answer) -> Any:
-        try:
-            found, answer = future.result()
-        except BrokenProcessPool as error:
-            raise self._died(index) from error
-        result = pickle.loads(answer)
-        if not found:
-            raise SampleError(index, "reading", result) from result
-        return result
-
-    def _died(self, index: int) -> RuntimeError:
-        return RuntimeError(
-            f"a reading worker (num_workers={self._workers}) died before it could read sample "
-            f"{index}; it may have run out of memory, or the dataset ended its process"
-        )
+            raise RuntimeError(
+                f"a reading worker (num_workers={self._workers}) died before it could read sample "
+                f"{index}; it may have run out of memory, or the dataset ended its process"
+            ) from error
 
 
 # In the workers

@@ -15,7 +15,6 @@ from dyncp.executor.engine import Arena, Engine
 from dyncp.executor.graphs import (
     BoundStep,
     Frame,
-    PhaseMessages,
     Runner,
     Segment,
     Streams,
@@ -40,10 +39,11 @@ from dyncp.executor.order import (
 )
 from dyncp.executor.row_work import RESULTS, RankCall
 from dyncp.executor.step import CallLayout, PreparedPlan
-from dyncp.kernels import Dtypes, Gradients, Memory, Sums, accumulator_dtype
+from dyncp.kernels import BackwardInputs, Dtypes, Gradients, Memory, Sums, accumulator_dtype
 from dyncp.kernels.row_ops import Results
 from dyncp.plan import Direction, Space
 from dyncp.plan.buffers import INPUTS, padded_rows
+from dyncp.transport import Channel
 
 ALIGNMENT = 16  # bytes: GPU kernels load up to so many at once
 NO_RESULTS = Results(())
@@ -118,8 +118,8 @@ def _run(prepared: PreparedPlan, mask: str, direction: Direction, frame: Frame) 
         ranks = _bound_ranks(prepared, layout, engine.arena(), captured=frame.captured)
         channels = engine.transport.open(layout.number)
         runners = [
-            Runner(steps, direction, frame, channel, streams)
-            for (steps, streams), channel in zip(ranks, channels, strict=True)
+            Runner(steps, direction, frame, channel)
+            for (steps, _), channel in zip(ranks, channels, strict=True)
         ]
         try:
             drive(runners)
@@ -171,22 +171,22 @@ class _Binder:
         inside = {p for x in points if isinstance(x.item, DeviceWork) for p in x.item.waits}
         opening = list(self._opening())
         if opening:
-            yield BoundStep(Segment(opening, fixed=False), (), "start")
+            yield _step(Segment(opening, fixed=False), (), "start")
         for item, name in ((point.item, point.name) for point in points):
             if isinstance(item, DeviceWork):
                 launches = [launch for x in item.items for launch in self._launches(x)]
                 if launches:
-                    segment = self._segment(launches, fixed=fixed)
-                    yield BoundStep(segment, item.waits, name)
+                    yield _step(self._segment(launches, fixed=fixed), item.waits, name)
             elif isinstance(item, Launch):
-                messages = [self._messages(phase, inside=phase in inside) for phase in item.phases]
-                yield BoundStep(tuple(messages), (), name)
+                yield BoundStep(self._launch(item.phases, inside), (), name)
+            elif isinstance(item, Wait):
+                yield BoundStep(_wait(item.phase), (item.phase,), name)
             else:
-                yield BoundStep(item, (item.phase,) if isinstance(item, Wait) else (), name)
+                yield BoundStep(_mark(self.streams, item.time), (), name)
         combine, memory = call.sums.get(len(program.instructions)), self._memory
         if combine is not None:
             last: Work = lambda f: combine(memory, f.results, f.scale)  # noqa: E731
-            yield BoundStep(Segment([last], fixed=False), (), "the end")
+            yield _step(Segment([last], fixed=False), (), "the end")
 
     def _segment(self, launches: list[Launched], *, fixed: bool) -> Segment:
         """Its launches run on several streams, but not where kernel tiles hold rows of several
@@ -197,13 +197,31 @@ class _Binder:
             streams = assign_streams(kinds, freed_times(program), in_turn=program.calls_depend)
         return Segment([work for *_, work in launches], fixed=fixed, streams=streams)
 
-    def _messages(self, phase: int, *, inside: bool) -> PhaseMessages:
-        sends, receives = (
-            {peer: self._base[where] for peer, where in fields.peers.get(phase, {}).items()}
-            for fields in (self._layout.sends, self._layout.receives)
-        )
-        arrived = self.streams.arrived(phase) if inside else None
-        return PhaseMessages(phase, sends, receives, self._call.ready[phase], arrived)
+    def _launch(
+        self, phases: tuple[int, ...], inside: set[int]
+    ) -> Callable[[Frame, Channel], None]:
+        """Starts the messages of each phase as soon as the device has reached its mark; later marks
+        imply earlier ones. Graphs wait for phases that are `inside` them by events."""
+        ready, streams, messages = self._call.ready, self.streams, []
+        for phase in phases:
+            sends, receives = (
+                {peer: self._base[where] for peer, where in fields.peers.get(phase, {}).items()}
+                for fields in (self._layout.sends, self._layout.receives)
+            )
+            arrived = streams.arrived(phase) if phase in inside else None
+            messages.append((phase, sends, receives, arrived))
+
+        def launch(_: Frame, channel: Channel) -> None:
+            reached = START - 1
+            with streams.communicating():
+                for message in messages:
+                    time = ready[message[0]]
+                    if time > reached:
+                        streams.wait_for(time)
+                        reached = time
+                    channel.launch(*message)
+
+        return launch
 
     def _opening(self) -> Iterator[Work]:
         """Row sums, cleared sums, and local rows: all that needs the caller's inputs."""
@@ -269,7 +287,8 @@ class _Binder:
         def attend_backward(frame: Frame) -> None:
             q, dout, k, v = (x(frame) for x in inputs)
             sums = Gradients(*(grad(frame) for grad in grads))
-            kernel.attend_backward(call, (q, k, v), dout, lse, delta, frame.scale, sums)
+            given = BackwardInputs(q, k, v, dout, lse, delta)
+            kernel.attend_backward(call, given, frame.scale, sums)
 
         return attend_backward
 
@@ -295,7 +314,10 @@ class _Binder:
     def _result(self, name: str, division: int, group: int) -> Bound:
         """Where a call leaves a result, or adds to it."""
         buffer, wide = self._buffer(name, group, division), self._buffer(f"{name}_wide", group)
-        sums = lambda final: Sums(final, final if self._one_dtype else wide)  # noqa: E731
+
+        def sums(final: Tensor) -> Sums:
+            return Sums(final, final if self._one_dtype else wide)
+
         if buffer is not None:
             bound = sums(buffer)
             return lambda _: bound
@@ -323,6 +345,18 @@ class _Binder:
             return rows
         hull, _ = self._program.call_rows[division, group]
         return slice(rows.start + hull.start, rows.start + hull.stop)
+
+
+def _step(segment: Segment, waits: tuple[int, ...], name: str) -> BoundStep:
+    return BoundStep(lambda frame, _: segment.run(frame), waits, name)
+
+
+def _wait(phase: int) -> Callable[[Frame, Channel], None]:
+    return lambda _, channel: channel.wait(phase)
+
+
+def _mark(streams: Streams, time: int) -> Callable[[Frame, Channel], None]:
+    return lambda _frame, _channel: streams.mark(time)
 
 
 def _zero(tensor: Tensor) -> None:

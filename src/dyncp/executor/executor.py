@@ -19,7 +19,7 @@ from dyncp.executor.warm_up import check_kernel, warm_up
 from dyncp.kernels import Kernel, RowOps, choose_kernel, choose_row_ops
 from dyncp.plan import AttentionShape, MemoryUse, Plan, RankPlan
 from dyncp.transport import InProcess, Transport
-from dyncp.transport.distributed import Distributed
+from dyncp.transport.distributed import Distributed, ranks_text
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,8 @@ class DCPExecutor:
     `deterministic` asks for a kernel that gives the same bits every time. `row_ops` replaces what
     moves and merges rows, which is otherwise chosen by device. `graphs` says whether what a plan
     launches between two communication points is captured and replayed as one CUDA graph: "auto"
-    does so on GPUs. All ranks of the group create it together.
+    does so on GPUs, "serial" with one launch after the other (for profiles). All ranks of the group
+    create it together.
     """
 
     def __init__(
@@ -53,9 +54,9 @@ class DCPExecutor:
         graphs: bool | str = "auto",
     ) -> None:
         if sum(choice is not None for choice in (group, transport, virtual_ranks)) > 1:
-            raise ValueError("give one of group=, transport= and virtual_ranks=, not several")
+            raise ValueError("pass only one of group=, transport= and virtual_ranks=")
         if finite_number("timeout", timeout) <= 0:
-            raise ValueError(f"timeout is {timeout}; seconds above 0 are needed")
+            raise ValueError(f"timeout is {timeout}; it must be positive (seconds)")
         if transport is not None and not hasattr(transport, "agree"):
             raise ValueError(f"transport is {type(transport).__name__}; expected a Transport")
         if device is None:
@@ -220,7 +221,7 @@ class DCPExecutor:
             plans.setdefault(word, []).append(rank)
         if len(plans) > 1:
             held = "; ".join(
-                f"{_ranks(ranks)}: batch {word[:16].hex()}, plan {word[16:].hex()}"
+                f"{ranks_text(ranks)}: batch {word[:16].hex()}, plan {word[16:].hex()}"
                 for word, ranks in plans.items()
             )
             batches = len({word[:16] for word in plans})
@@ -250,12 +251,8 @@ def _with_index(device: torch.device | str) -> torch.device:
         found = torch.empty(0, device=torch.device(device)).device
     except (RuntimeError, AssertionError, TypeError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"device is {device!r}, which is not there: {reason}") from error
+        raise ValueError(f"device is {device!r}, which is not available: {reason}") from error
     return found
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _transport(

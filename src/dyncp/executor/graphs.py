@@ -10,17 +10,17 @@ only. A graph belongs to one scale of scores, which is an argument of kernels.
 """
 
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dyncp.executor.order import START, GraphStream, Mark, Wait
+from dyncp.executor.order import GraphStream
 from dyncp.kernels import Kernel
 from dyncp.kernels.row_ops import Results
 from dyncp.plan import Direction
@@ -28,13 +28,13 @@ from dyncp.transport import Channel, TransportError
 
 logger = logging.getLogger(__name__)
 
-CHOICES = ("auto", True, False)
+CHOICES = ("auto", "serial", True, False)
 
 
 @dataclass(frozen=True, slots=True)
 class Graphs:
     """`wanted` says whether calls are laid out for graphs, which want fixed addresses; `beside`,
-    whether what does not depend on each other runs side by side in them."""
+    whether independent work runs on parallel streams in them."""
 
     wanted: bool
     beside: bool = True
@@ -43,7 +43,7 @@ class Graphs:
     def choose(choice: bool | str, device: torch.device, kernel: Kernel) -> "Graphs":
         """Kernels say with `capturable` that their calls may be captured."""
         if choice not in CHOICES:
-            raise ValueError(f"graphs is {choice!r}; choose one of 'auto', True, False")
+            raise ValueError(f"graphs is {choice!r}; choose one of 'auto', 'serial', True, False")
         if device.type != "cuda":
             if choice is True:
                 raise ValueError(
@@ -60,7 +60,7 @@ class Graphs:
                 )
             _log_once(f"calls of kernel {kernel.name!r} cannot be captured")
             return Graphs(False)
-        return Graphs(choice is not False)
+        return Graphs(choice is not False, beside=choice != "serial")
 
     def replays(self, *, captured: bool) -> bool:
         """Whether the call that begins now may use graphs; `captured`: in one of the caller's."""
@@ -285,24 +285,11 @@ class _On:
 Streams = HostStreams | DeviceStreams
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PhaseMessages:
-    """One byte tensor per peer, each way, and the time at which the phase is ready. `arrived` is
-    an event that a graph waits for; None: the channel is asked."""
-
-    phase: int
-    sends: Mapping[int, Tensor]
-    receives: Mapping[int, Tensor]
-    ready: int
-    arrived: Any
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class BoundStep:
+class BoundStep(NamedTuple):
     """One thing to do, with the instruction that it belongs to. `waits` are phases whose messages
     other ranks of this process must have sent before."""
 
-    action: Segment | tuple[PhaseMessages, ...] | Wait | Mark
+    run: Callable[[Frame, Channel], None]
     waits: tuple[int, ...]
     name: str
 
@@ -312,15 +299,10 @@ class Runner:
     process."""
 
     def __init__(
-        self,
-        steps: Sequence[BoundStep],
-        direction: Direction,
-        frame: Frame,
-        channel: Channel,
-        streams: Streams,
+        self, steps: Sequence[BoundStep], direction: Direction, frame: Frame, channel: Channel
     ) -> None:
         self._steps, self._direction, self._frame = steps, direction, frame
-        self._channel, self._streams = channel, streams
+        self._channel = channel
         self.num_finished = 0
 
     @property
@@ -335,7 +317,7 @@ class Runner:
                 for phase in step.waits:
                     while not self._channel.ready(phase):
                         yield
-                self._do(step.action)
+                step.run(self._frame, self._channel)
                 self.num_finished += 1
             name = "the end"
             self._channel.finish()
@@ -343,26 +325,6 @@ class Runner:
             direction = self._direction.name.lower()
             where = f"{direction}, at {name}; last finished: {self.last_finished}"
             raise TransportError(f"{error} [{where}]") from error
-
-    def _do(self, action: Segment | tuple[PhaseMessages, ...] | Wait | Mark) -> None:
-        if isinstance(action, Segment):
-            action.run(self._frame)
-        elif isinstance(action, tuple):
-            self._launch(action)
-        elif isinstance(action, Wait):
-            self._channel.wait(action.phase)
-        else:
-            self._streams.mark(action.time)
-
-    def _launch(self, phases: tuple[PhaseMessages, ...]) -> None:
-        """Each as soon as the device has reached its mark; later marks imply earlier ones."""
-        channel, streams, reached = self._channel, self._streams, START - 1
-        with streams.communicating():
-            for one in phases:
-                if one.ready > reached:
-                    streams.wait_for(one.ready)
-                    reached = one.ready
-                channel.launch(one.phase, one.sends, one.receives, one.arrived)
 
 
 def drive(runners: Sequence[Runner]) -> None:
@@ -373,7 +335,9 @@ def drive(runners: Sequence[Runner]) -> None:
         active = [(runner, steps) for runner, steps in active if _advance(steps)]
         if active and before == [runner.num_finished for runner, _ in active]:
             stuck = ", ".join(runner.last_finished for runner, _ in active)
-            raise TransportError(f"no virtual rank can go on; last finished instructions: {stuck}")
+            raise TransportError(
+                f"all virtual ranks are waiting; last finished instructions: {stuck}"
+            )
 
 
 def _advance(steps: Generator[None, None, None]) -> bool:

@@ -106,7 +106,7 @@ class _CallBuilder:
         contributions = program.contributions
         wide = contributions.wide
         self._after = np.where(wide, RowState.WIDE, RowState.FINAL).astype(np.uint8)
-        # What the contribution before left.
+        # The state of each row after the previous contribution.
         self._before = np.roll(self._after, 1)
         self._before[contributions.first] = RowState.NOTHING
 
@@ -143,7 +143,7 @@ class _CallBuilder:
         held &= (slots.first <= at) & (at <= slots.last)
         block = slots.block[held]
         first, tokens = self._part.block_coordinate[block], self._part.blocks.tokens[block]
-        _count_up(coordinates, slots.row[held].astype(np.int64), tokens.astype(np.int64), first)
+        _fill(coordinates, slots.row[held].astype(np.int64), tokens.astype(np.int64), first, 1)
         return coordinates
 
     def _ranges(self, group: int, blocks: Int32) -> Int32:
@@ -172,22 +172,19 @@ class _CallBuilder:
         block = added.block[mine]
         place = self._place[space, group, block]
         tokens = self._part.blocks.tokens[block].astype(np.int64)
-        _fill(before, place, tokens, self._before[mine])
-        _fill(after, place, tokens, self._after[mine])
+        _fill(before, place, tokens, self._before[mine], 0)
+        _fill(after, place, tokens, self._after[mine], 0)
         return RowStates(before, after)
 
 
 @compiled
-def _count_up(values: Int64, row: Int64, tokens: Int64, first: Int64) -> None:
+def _fill(
+    values: Int64 | UInt8, row: Int64, tokens: Int64, first: Int64 | UInt8, slope: int
+) -> None:
+    """Writes the rows of each block, from its first value on."""
     for i in range(len(row)):
         for step in range(tokens[i]):
-            values[row[i] + step] = first[i] + step
-
-
-@compiled
-def _fill(values: UInt8, row: Int64, tokens: Int64, value: UInt8) -> None:
-    for i in range(len(row)):
-        values[row[i] : row[i] + tokens[i]] = value[i]
+            values[row[i] + step] = first[i] + slope * step
 
 
 @compiled

@@ -15,12 +15,8 @@ from dyncp.executor.call import attend_backward, attend_forward
 from dyncp.executor.engine import Engine, WrongResultsError
 from dyncp.executor.layout import dtypes_of
 from dyncp.executor.step import PreparedPlan
-from dyncp.kernels.reference import (
-    BackwardInputs,
-    RowTile,
-    attend_tile,
-    attend_tile_backward,
-)
+from dyncp.kernels import BackwardInputs
+from dyncp.kernels.reference import RowTile, attend_tile, attend_tile_backward
 from dyncp.plan import (
     DEFAULT_MASK,
     AttentionShape,

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dyncp.checks import instance_of
-from dyncp.dataloader.local_fields import LISTED, fingerprint_tensor
+from dyncp.dataloader.local_fields import fingerprint_tensor
+from dyncp.dataloader.options import TARGET_FIELDS
 from dyncp.executor import Step
 
 
@@ -48,7 +49,7 @@ def check_one_row(batch_size: int) -> None:
 
 def check_single_targets(local_data: Mapping[str, Tensor], hint: str) -> None:
     """For frameworks whose losses take one target per token; `hint` says what to do instead."""
-    if any(name in local_data for name in LISTED):
+    if any(name in local_data for name in TARGET_FIELDS):
         raise ValueError(
             "the batch has tokens with several targets or weights (prefix trees), but this "
             f"framework's losses take one target per token; {hint} with dyncp.next_token_loss"

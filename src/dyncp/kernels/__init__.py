@@ -3,6 +3,7 @@
 from dyncp.kernels.choose import KERNELS, choose_kernel, reason_for
 from dyncp.kernels.cpu import CpuKernel
 from dyncp.kernels.kernel import (
+    BackwardInputs,
     Gradients,
     IndexArrays,
     Kernel,

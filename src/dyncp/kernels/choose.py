@@ -42,7 +42,7 @@ def choose_kernel(kernel: str | Kernel, device: torch.device, deterministic: boo
 
 
 def reason_for(kernel: str | Kernel, device: torch.device) -> str:
-    """Why `choose_kernel` takes the kernel that it takes, in the words of the log."""
+    """Why `choose_kernel` takes the kernel that it takes, as logged."""
     return best_kernel(device)[1] if kernel == "auto" else "it was asked for"
 
 
@@ -60,7 +60,7 @@ def best_kernel(device: torch.device) -> tuple[str, str]:
 
 
 def why_not(kernel: str, device: torch.device) -> str:
-    """Why a kernel can not run on a device, and what to do; empty if it can."""
+    """Why a kernel cannot run on a device, and what to do; empty if it can."""
     if kernel == "reference":
         return ""
     if kernel == "cpu":
@@ -125,7 +125,7 @@ def _log_once(name: str, device: str, reason: str) -> None:
 def _log_deterministic() -> None:
     logger.info(
         "kernel 'flash4', deterministic=True: forward by flash-attn-4, backward by 'triton': "
-        "flash-attn-4 has no deterministic backward over lists of tiles on Hopper. "
+        "flash-attn-4 has no deterministic backward over tile lists on Hopper. "
         "deterministic=False is faster"
     )
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from dyncp.arrays import Int64
-from dyncp.kernels.kernel import IndexArrays, KernelCall, RowState
+from dyncp.kernels.kernel import BackwardInputs, IndexArrays, KernelCall, RowState
 from dyncp.kernels.reference import (
-    BackwardInputs,
     PlainCall,
     ReferenceKernel,
     RowTile,
@@ -170,7 +169,7 @@ class CpuKernel(ReferenceKernel):
                 keys,
                 values,
                 _heads_first(out[job.rows], kv_heads),
-                _rows_last(flash_lse[job.rows], kv_heads),
+                _heads_first(flash_lse[job.rows].unsqueeze(-1), kv_heads).squeeze(-1).contiguous(),
                 0.0,
                 job.shape is Shape.CAUSAL,
                 attn_mask=mask,
@@ -189,12 +188,6 @@ def _heads_first(rows: Tensor, kv_heads: int) -> Tensor:
     """[rows, q heads, dim] as [kv heads, q heads per kv head, rows, dim], a view."""
     num_rows, q_heads, dim = rows.shape
     return rows.view(num_rows, kv_heads, q_heads // kv_heads, dim).permute(1, 2, 0, 3)
-
-
-def _rows_last(values: Tensor, kv_heads: int) -> Tensor:
-    """[rows, q heads] as contiguous [kv heads, q heads per kv head, rows]."""
-    num_rows, q_heads = values.shape
-    return values.view(num_rows, kv_heads, q_heads // kv_heads).permute(1, 2, 0).contiguous()
 
 
 def _inputs(job: Job, q: Tensor, k: Tensor, v: Tensor) -> Three:
@@ -231,11 +224,9 @@ def _row_by_row(job: Job) -> Iterator[RowTile]:
 
 
 def _all_finite(*tensors: Tensor) -> bool:
-    return all(math.isfinite(_sum(tensor).item()) for tensor in tensors)
-
-
-def _sum(x: Tensor) -> Tensor:
-    return x.sum(dtype=torch.float32) if x.dtype == torch.float16 else x.sum()
+    """By sums, which fp16 has no range for."""
+    wide = torch.float32 if tensors[0].dtype == torch.float16 else None
+    return all(math.isfinite(x.sum(dtype=wide).item()) for x in tensors)
 
 
 def _output_with_row_sum(dout: Tensor, delta: Tensor) -> Tensor:

@@ -146,8 +146,8 @@ def _key(q: Tensor, k: Tensor, shape: Shape) -> tuple[Any, ...]:
 
 
 def variant_of(q: Tensor, k: Tensor, shape: Shape) -> tuple[str, bool, bool]:
-    """The path of flash-attn-4 that a call takes. It compiles calls of one query piece or one key
-    piece apart."""
+    """The path of flash-attn-4 that a call takes. It compiles separate kernels for calls of a
+    single query tile or key tile."""
     kind = {SparseLists: "lists", Varlen: "varlen"}.get(type(shape), "causal")
     return kind, len(q) <= (64 if q.shape[2] > 64 else MOST_SINGLE), len(k) <= SIDE
 

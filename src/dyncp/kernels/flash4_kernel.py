@@ -11,7 +11,15 @@ from torch import Tensor
 from dyncp.arrays import Int32, Int64
 from dyncp.compiled import compiled
 from dyncp.kernels import flash4_compiled as flash
-from dyncp.kernels.kernel import Gradients, IndexArrays, Kernel, KernelCall, SequenceRows, Sums
+from dyncp.kernels.kernel import (
+    BackwardInputs,
+    Gradients,
+    IndexArrays,
+    Kernel,
+    KernelCall,
+    SequenceRows,
+    Sums,
+)
 from dyncp.kernels.tile_lists import (
     FULL,
     PARTIAL,
@@ -98,7 +106,7 @@ def lower_call(call: KernelCall, arrays: IndexArrays, *, backward: bool) -> Flas
 
 
 def _takes_own_path(starts: Starts, call: KernelCall, backward: bool) -> bool:
-    """One causal sequence collects gradients as lists of tiles do; several lie in another order,
+    """One causal sequence collects gradients as tile lists do; several have a different layout,
     which only a program of one call may use. Its rows must be those of the call. Flash-attn-4
     compiles calls of one piece apart: small ones are not worth it."""
     queries, keys = (int(x[-1]) for x in starts)
@@ -184,19 +192,12 @@ class Flash4Kernel(Kernel):
         flash.attend(*inputs, _part(out.final, first), _part(lse, first).T)
 
     def attend_backward(
-        self,
-        lowered: Any,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        dout: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        scale: float,
-        grads: Gradients,
+        self, lowered: Any, inputs: BackwardInputs, scale: float, grads: Gradients
     ) -> None:
         if not self.collects:
-            self._triton.attend_backward(lowered, inputs, dout, lse, delta, scale, grads)
+            self._triton.attend_backward(lowered, inputs, scale, grads)
             return
-        rows, keys, (q, k, v) = lowered.rows, lowered.keys, inputs
+        rows, keys, (q, k, v, dout, lse, delta) = lowered.rows, lowered.keys, inputs
         dim, whole = padded_dim(q.shape[2]), isinstance(lowered.shape, flash.Varlen)
         places = slice(None) if whole else padded(rows)
         first = slice(0, keys.stop - keys.start)
@@ -254,5 +255,5 @@ def _padded_heads(per_head: Tensor) -> Tensor:
 
 
 def _part(x: Tensor, rows: slice) -> Tensor:
-    """x[rows], which costs host time where it is all of x."""
+    """x[rows]; skips the slice if it is all of x, which saves host time."""
     return x if x.shape[0] == rows.stop - rows.start else x[rows]

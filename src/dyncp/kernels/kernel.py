@@ -77,11 +77,23 @@ class Sums:
     wide: Tensor | None = None
 
 
+class BackwardInputs(NamedTuple):
+    """What a backward call reads. `lse` is the final log-sum-exp of the whole row, `delta` the row
+    sum of dO·O."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    lse: Tensor
+    delta: Tensor
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Gradients:
-    """What a backward call adds to. Kernels that collect have `panels` in `final`, [heads, rows ×
-    dim], of dq, and of dk and dv where heads are grouped; where they are not, dk and dv are those
-    of the call."""
+    """What a backward call adds to. Kernels that collect have sums in their own order in `final`
+    (panels, [heads, rows × dim]; see `row_ops.panels_to_rows`), of dq, and of dk and dv where heads
+    are grouped; where they are not, dk and dv are those of the call."""
 
     dq: Sums
     dk: Sums
@@ -233,14 +245,6 @@ class Kernel(ABC):
 
     @abstractmethod
     def attend_backward(
-        self,
-        lowered: Any,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        dout: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        scale: float,
-        grads: Gradients,
+        self, lowered: Any, inputs: BackwardInputs, scale: float, grads: Gradients
     ) -> None:
-        """Adds the tiles' gradients to `grads`. `inputs` are q, k, v; `lse` is the final
-        log-sum-exp of the whole row, `delta` the row sum of dO·O."""
+        """Adds the tiles' gradients to `grads`."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dyncp.kernels.kernel import (
+    BackwardInputs,
     Gradients,
     IndexArrays,
     Kernel,
@@ -23,17 +24,6 @@ from dyncp.kernels.kernel import (
 from dyncp.kernels.row_ops import accumulator_dtype, merge_partial
 
 Three = tuple[Tensor, Tensor, Tensor]  # q, k, v, or their gradients
-
-
-class BackwardInputs(NamedTuple):
-    """All that `Kernel.attend_backward` reads."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
-    lse: Tensor
-    delta: Tensor
 
 
 class Run(NamedTuple):
@@ -182,22 +172,14 @@ class ReferenceKernel(Kernel):
             self.add_outputs(lowered, (q, k, v), scale, sums, lse)
 
     def attend_backward(
-        self,
-        lowered: Any,
-        inputs: Three,
-        dout: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        scale: float,
-        grads: Gradients,
+        self, lowered: Any, inputs: BackwardInputs, scale: float, grads: Gradients
     ) -> None:
         with (
             accumulator(grads.dq, lowered.q_runs) as dq,
             accumulator(grads.dk, lowered.k_runs) as dk,
             accumulator(grads.dv, lowered.k_runs) as dv,
         ):
-            given = BackwardInputs(*inputs, dout, lse, delta)
-            self.add_gradients(lowered, given, scale, (dq, dk, dv))
+            self.add_gradients(lowered, inputs, scale, (dq, dk, dv))
 
     def list_tiles(self, call: KernelCall) -> list[Any]:
         """The call in pieces that this kernel computes at once."""

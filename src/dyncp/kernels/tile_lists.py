@@ -135,8 +135,8 @@ def _merge_neighbours(rectangles: Int64, k_coordinates: Int64) -> Int64:
 def _mark_tiles(
     area: Int16, rectangles: Int64, first_coordinate: Int64, ranges: Int32, side: int
 ) -> None:
-    """Adds to `area` the pairs of pieces of tiles that are allowed throughout; a tile with a piece
-    that is allowed in part becomes -1 for good."""
+    """Adds to `area` the pairs of pieces of tiles that are fully allowed; a tile with a piece that
+    is partly allowed stays -1 from then on."""
     for i in range(len(rectangles)):
         q0, q1, k0, k1 = rectangles[i]
         shift = k0 - first_coordinate[i]
@@ -149,7 +149,7 @@ def _mark_tiles(
 @inner
 def _mark_range(area: Int16, ranges: Int32, shift: int, k0: int, k1: int, side: int) -> None:
     """One range of the rows of a query tile: keys between the latest start and the earliest end are
-    allowed throughout, other keys between the earliest start and the latest end in part."""
+    fully allowed, other keys between the earliest start and the latest end partly."""
     rows = len(ranges)
     first, inside, until, end = k1, k0, k1, k0
     for row in range(rows):

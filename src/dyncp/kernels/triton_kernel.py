@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dyncp.kernels.kernel import (
+    BackwardInputs,
     Gradients,
     Index,
     IndexArrays,
@@ -29,8 +30,7 @@ from dyncp.kernels.triton_attention import (
 from dyncp.plan import AttentionShape
 
 
-@dataclass(frozen=True, slots=True)
-class Pieces:
+class Pieces(NamedTuple):
     """Query rows and key rows of a piece, warps per program and stages of the load pipeline."""
 
     rows: int
@@ -39,34 +39,29 @@ class Pieces:
     stages: int
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchSizes:
-    """How the three kernels are launched; pieces of `keys` are at most 64 × 64."""
-
-    forward: Pieces
-    queries: Pieces
-    keys: Pieces
-
-
-# Shared memory per program is about (rows + stages × 2 × keys) × head dim × item bytes.
+# The three kernels; below, their pieces by padded head dim, those of KEYS at most 64 × 64. Shared
+# memory per program is about (rows + stages × 2 × keys) × head dim × item bytes.
+FORWARD, QUERIES, KEYS = range(3)
 _HOPPER = {
-    64: LaunchSizes(Pieces(128, 128, 8, 3), Pieces(128, 128, 8, 2), Pieces(64, 64, 4, 2)),
-    128: LaunchSizes(Pieces(128, 128, 8, 3), Pieces(128, 128, 8, 2), Pieces(64, 64, 4, 2)),
-    256: LaunchSizes(Pieces(128, 64, 8, 2), Pieces(64, 32, 4, 2), Pieces(32, 64, 4, 2)),
+    64: (Pieces(128, 128, 8, 3), Pieces(128, 128, 8, 2), Pieces(64, 64, 4, 2)),
+    128: (Pieces(128, 128, 8, 3), Pieces(128, 128, 8, 2), Pieces(64, 64, 4, 2)),
+    256: (Pieces(128, 64, 8, 2), Pieces(64, 32, 4, 2), Pieces(32, 64, 4, 2)),
 }
 _AMPERE = {
-    64: LaunchSizes(Pieces(128, 64, 4, 3), Pieces(64, 64, 4, 2), Pieces(64, 64, 4, 2)),
-    128: LaunchSizes(Pieces(128, 32, 4, 2), Pieces(64, 32, 4, 2), Pieces(32, 64, 4, 2)),
-    256: LaunchSizes(Pieces(64, 32, 4, 1), Pieces(32, 32, 4, 1), Pieces(32, 32, 4, 1)),
+    64: (Pieces(128, 64, 4, 3), Pieces(64, 64, 4, 2), Pieces(64, 64, 4, 2)),
+    128: (Pieces(128, 32, 4, 2), Pieces(64, 32, 4, 2), Pieces(32, 64, 4, 2)),
+    256: (Pieces(64, 32, 4, 1), Pieces(32, 32, 4, 1), Pieces(32, 32, 4, 1)),
 }
 _FP32 = {
-    64: LaunchSizes(Pieces(64, 32, 4, 2), Pieces(32, 32, 4, 1), Pieces(32, 32, 4, 1)),
-    128: LaunchSizes(Pieces(32, 32, 4, 2), Pieces(32, 32, 4, 1), Pieces(32, 32, 4, 1)),
-    256: LaunchSizes(Pieces(32, 16, 4, 1), Pieces(16, 16, 4, 1), Pieces(16, 16, 4, 1)),
+    64: (Pieces(64, 32, 4, 2), Pieces(32, 32, 4, 1), Pieces(32, 32, 4, 1)),
+    128: (Pieces(32, 32, 4, 2), Pieces(32, 32, 4, 1), Pieces(32, 32, 4, 1)),
+    256: (Pieces(32, 16, 4, 1), Pieces(16, 16, 4, 1), Pieces(16, 16, 4, 1)),
 }
 
 
-def choose_launch(device: torch.device, padded_dim: int, dtype: torch.dtype) -> LaunchSizes:
+def choose_pieces(
+    device: torch.device, padded_dim: int, dtype: torch.dtype
+) -> tuple[Pieces, Pieces, Pieces]:
     if dtype == torch.float32:
         return _FP32[padded_dim]
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
@@ -147,7 +142,7 @@ class TritonKernel(Kernel):
         lse: Tensor,
     ) -> None:
         side, wide = lowered.queries, _wide(out, lowered.queries)
-        pieces, options = _options(lowered, side, q, k, "forward")
+        pieces, options = _options(lowered, side, q, k, FORWARD)
         attend_tiles[(len(side.lists) * q.shape[1] * (SIDE // pieces.rows),)](
             _matrix(q, pieces.rows), _matrix(k, pieces.keys), _matrix(v, pieces.keys),
             out.final, wide, lse, out.final.stride(0), wide.stride(0), lse.stride(1),
@@ -157,20 +152,13 @@ class TritonKernel(Kernel):
         )  # fmt: skip
 
     def attend_backward(
-        self,
-        lowered: TritonCall,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        dout: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        scale: float,
-        grads: Gradients,
+        self, lowered: TritonCall, inputs: BackwardInputs, scale: float, grads: Gradients
     ) -> None:
-        q, k, v = inputs
+        q, k, v, dout, lse, delta = inputs
         ranges = (lowered.ranges.tensor, lowered.ranges.array.shape[2])
         side, dq = lowered.queries, grads.dq.final
         wide = _wide(grads.dq, side)
-        pieces, options = _options(lowered, side, q, k, "queries")
+        pieces, options = _options(lowered, side, q, k, QUERIES)
         attend_backward_queries[(len(side.lists) * q.shape[1] * (SIDE // pieces.rows),)](
             *_matrices(q, k, v, dout, pieces), lse, delta, dq, wide,
             lse.stride(1), delta.stride(1), dq.stride(0), wide.stride(0), scale, len(q),
@@ -179,7 +167,7 @@ class TritonKernel(Kernel):
         assert lowered.keys is not None, "this call was lowered for forward"
         side, dk, dv = lowered.keys, grads.dk, grads.dv
         wide_dk, wide_dv = _wide(dk, side), _wide(dv, side)
-        pieces, options = _options(lowered, side, q, k, "keys")
+        pieces, options = _options(lowered, side, q, k, KEYS)
         lse_vector, delta_vector = _vector(lse, pieces.rows), _vector(delta, pieces.rows)
         attend_backward_keys[(len(side.lists) * k.shape[1] * (HALF // pieces.keys),)](
             *_matrices(q, k, v, dout, pieces), lse_vector, delta_vector,
@@ -231,11 +219,11 @@ def _padded(dim: int) -> int:
 
 
 def _options(
-    lowered: TritonCall, side: Side, q: Tensor, k: Tensor, which: str
+    lowered: TritonCall, side: Side, q: Tensor, k: Tensor, kernel: int
 ) -> tuple[Pieces, dict[str, Any]]:
     _, q_heads, dim = q.shape
     sizes = (q_heads, k.shape[1], dim, len(lowered.ranges))
-    return _options_of(q.device, q.dtype, *sizes, which, side.merges)
+    return _options_of(q.device, q.dtype, *sizes, kernel, side.merges)
 
 
 @lru_cache
@@ -246,12 +234,11 @@ def _options_of(
     kv_heads: int,
     dim: int,
     num_ranges: int,
-    which: str,
+    kernel: int,
     merges: bool,
 ) -> tuple[Pieces, dict[str, Any]]:
     padded = _padded(dim)
-    launch: LaunchSizes = choose_launch(device, padded, dtype)
-    pieces: Pieces = getattr(launch, which)
+    pieces = choose_pieces(device, padded, dtype)[kernel]
     return pieces, {
         "GROUP": q_heads // kv_heads,
         "DIM": dim,

@@ -57,12 +57,11 @@ def build_slots(
     key = received.keys(*sizes)
     order = np.argsort(key)
     key, first = key[order], received.instruction[order]
-    slot_of = np.full(len(tokens) * int(np.prod(shape)), -1, np.int32)
-    slot_of[key] = np.arange(len(key))
-    last = first.copy()
+    last, ends = first.copy(), np.append(key, -1)  # -1 is no key
     for use in uses:
-        slot = slot_of[use.keys(*sizes)]
-        remote = slot >= 0
+        used = use.keys(*sizes)
+        slot = np.searchsorted(key, used)
+        remote = ends[slot] == used
         np.maximum.at(last, slot[remote], use.instruction[remote])
     place, group = np.divmod(key, num_groups)
     place, block = np.divmod(place, len(tokens))

@@ -134,19 +134,21 @@ class NullChannel:
 
 
 @dataclass(frozen=True, slots=True)
+class Inbox:
+    """What a rank receives in one phase: by peer, buffers that are still empty; the events of
+    copies into the others (on GPUs); an event to record after the last copy, or None."""
+
+    empty: dict[int, Tensor]
+    arrived: Any
+    copied: list[torch.cuda.Event] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
 class Mailbox:
-    """The messages of one call: those that were sent, the buffers that they go to, and, once they
-    lie there, the events of their copies (None on CPUs). By rank and phase: what the rank expects,
-    and an event to record when all of it was copied."""
+    """The messages of one call that were sent, and the inboxes that they go to."""
 
     sent: dict[Address, Tensor] = field(default_factory=dict)
-    posted: dict[Address, Tensor] = field(default_factory=dict)
-    copied: dict[Address, "torch.cuda.Event | None"] = field(default_factory=dict)
-    expected: dict[tuple[int, int], list[Address]] = field(default_factory=dict)
-    arrived: dict[tuple[int, int], Any] = field(default_factory=dict)
-
-    def is_complete(self, rank: int, phase: int) -> bool:
-        return all(address in self.copied for address in self.expected[rank, phase])
+    inboxes: dict[tuple[int, int], Inbox] = field(default_factory=dict)  # by rank and phase
 
 
 class InProcess(_OneProcess):
@@ -171,11 +173,8 @@ class InProcessChannel:
     def launch(self, phase: int, sends: Buffers, receives: Buffers, arrived: Any = None) -> None:
         mailbox, rank = self._mailbox, self._rank
         if receives:
-            mailbox.expected[rank, phase] = [(peer, rank, phase) for peer in receives]
-        if arrived is not None:
-            mailbox.arrived[rank, phase] = arrived
-        for peer, buffer in receives.items():
-            mailbox.posted[peer, rank, phase] = buffer
+            mailbox.inboxes[rank, phase] = Inbox(dict(receives), arrived)
+        for peer in receives:
             self._deliver((peer, rank, phase))
         for peer, message in sends.items():
             address = (rank, peer, phase)
@@ -186,33 +185,32 @@ class InProcessChannel:
 
     def _deliver(self, address: Address) -> None:
         """Copies a message as soon as both ends are there."""
-        mailbox, (source, target, phase) = self._mailbox, address
-        message, buffer = mailbox.sent.get(address), mailbox.posted.get(address)
-        if message is None or buffer is None:
+        source, target, phase = address
+        message, inbox = self._mailbox.sent.get(address), self._mailbox.inboxes.get((target, phase))
+        if message is None or inbox is None or source not in inbox.empty:
             return
+        buffer = inbox.empty.pop(source)
         if message.nbytes != buffer.nbytes:
             raise ValueError(
                 f"rank {target} expects {buffer.nbytes} bytes from rank {source} in phase "
                 f"{phase}, but {message.nbytes} were sent: the ranks hold different plans"
             )
         buffer.copy_(message, non_blocking=True)
-        stream = torch.cuda.current_stream(buffer.device) if buffer.is_cuda else None
-        mailbox.copied[address] = stream.record_event() if stream else None
-        arrived = mailbox.arrived.get((target, phase))
-        if arrived is not None and mailbox.is_complete(target, phase):
-            arrived.record()
+        if buffer.is_cuda:
+            inbox.copied.append(torch.cuda.current_stream(buffer.device).record_event())
+        if inbox.arrived is not None and not inbox.empty:
+            inbox.arrived.record()
 
     def ready(self, phase: int) -> bool:
-        return self._mailbox.is_complete(self._rank, phase)
+        return not self._mailbox.inboxes[self._rank, phase].empty
 
     def wait(self, phase: int) -> None:
-        for address in self._mailbox.expected.pop((self._rank, phase)):
-            assert address in self._mailbox.copied, f"{address} was waited for before it was ready"
-            copied = self._mailbox.copied.pop(address)
-            if copied is not None:
-                copied.wait()
+        inbox = self._mailbox.inboxes.pop((self._rank, phase))
+        assert not inbox.empty, f"phase {phase} was waited for before it was ready"
+        for copied in inbox.copied:
+            copied.wait()
 
     def finish(self) -> None:
-        mailbox = self._mailbox
-        left = [p for r, p in mailbox.expected if r == self._rank and (r, p) not in mailbox.arrived]
+        inboxes = self._mailbox.inboxes.items()
+        left = [p for (r, p), inbox in inboxes if r == self._rank and inbox.arrived is None]
         assert not left, f"phases {left} were never waited for"

@@ -61,14 +61,18 @@ def _short(values: object) -> str:
 
 @dataclass(frozen=True, eq=False)
 class AllTiles:
-    """The tiles of one mask on all ranks. `key` numbers (query block, key block, head group)."""
+    """The tiles of one mask on all ranks."""
 
     rank: Int64
     q_block: Int64
     k_block: Int64
     head_group: Int64
     pairs: Int64
-    key: Int64
+
+    def keys(self, part: RankPlan) -> Int64:
+        """A number for every (query block, key block, head group)."""
+        blocks = self.q_block * len(part.blocks) + self.k_block
+        return blocks * len(part.head_groups) + self.head_group
 
     def name(self, index: int | np.integer) -> str:
         return (
@@ -84,12 +88,7 @@ def collect_tiles(plan: Plan, name: str) -> AllTiles:
         for column in ("q_block", "k_block", "head_group", "pairs")
     )
     rank = np.repeat(np.arange(len(tiles)), [len(t) for t in tiles])
-    key = _tile_key(q_block, k_block, group, plan.parts[0])
-    return AllTiles(rank, q_block, k_block, group, pairs, key)
-
-
-def _tile_key(q_block: Int64, k_block: Int64, head_group: Int64, part: RankPlan) -> Int64:
-    return (q_block * len(part.blocks) + k_block) * len(part.head_groups) + head_group
+    return AllTiles(rank, q_block, k_block, group, pairs)
 
 
 def _required_tiles(batch: Batch, name: str, part: RankPlan) -> AllTiles:
@@ -110,24 +109,24 @@ def _required_tiles(batch: Batch, name: str, part: RankPlan) -> AllTiles:
         np.tile(np.concatenate(x), groups) for x in (q_blocks, k_blocks, pairs)
     )
     group = np.repeat(np.arange(groups), len(q_block) // groups)
-    key = _tile_key(q_block, k_block, group, part)
-    return AllTiles(np.full(len(key), -1), q_block, k_block, group, count, key)
+    return AllTiles(np.full(len(group), -1), q_block, k_block, group, count)
 
 
 def check_tiles(given: AllTiles, part: RankPlan, batch: Batch, name: str) -> Iterator[str]:
     """Every tile that the masks ask for is on one rank, with its true number of pairs."""
     wanted = _required_tiles(batch, name, part)
-    allowed = dict(zip(wanted.key.tolist(), wanted.pairs.tolist(), strict=True))
-    declared = zip(given.key.tolist(), given.pairs.tolist(), strict=True)
+    given_keys, wanted_keys = given.keys(part), wanted.keys(part)
+    allowed = dict(zip(wanted_keys.tolist(), wanted.pairs.tolist(), strict=True))
+    declared = zip(given_keys.tolist(), given.pairs.tolist(), strict=True)
     for index, (key, pairs) in enumerate(declared):
         if allowed.get(key) != pairs:
             where = f"{given.name(index)} on rank {given.rank[index]}"
             yield f"{where} declares {pairs} pairs; the mask allows {allowed.get(key, 0)}"
-    for index in np.flatnonzero(~np.isin(wanted.key, given.key)).tolist():
+    for index in np.flatnonzero(~np.isin(wanted_keys, given_keys)).tolist():
         yield f"{wanted.name(index)} ({wanted.pairs[index]} pairs) is on no rank"
-    _, first, count = np.unique(given.key, return_index=True, return_counts=True)
+    _, first, count = np.unique(given_keys, return_index=True, return_counts=True)
     for index in first[count > 1]:
-        ranks = given.rank[given.key == given.key[index]].tolist()
+        ranks = given.rank[given_keys == given_keys[index]].tolist()
         yield f"{given.name(index)} is computed twice, on ranks {ranks}"
     total = sum(int(np.diff(mask.ranges.astype(np.int64)).sum()) for mask in batch.masks[name])
     for group in range(len(part.head_groups)):

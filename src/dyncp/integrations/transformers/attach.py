@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dyncp.blocks import AttentionShape, Batch
 from dyncp.cost import from_transformers_config
 from dyncp.dataloader import NO_TARGET, DCPDataLoader, local_data, next_token_loss
-from dyncp.dataloader.local_fields import LISTED
+from dyncp.dataloader.options import TARGET_FIELDS
 from dyncp.executor import DCPExecutor, Step
 from dyncp.integrations.transformers.functions import (
     COEFFICIENT,
@@ -55,7 +55,7 @@ ROWS = 8
 KEYWORDS = frozenset({
     "batch_fingerprint", "dyncp_step", "input_ids", "inputs_embeds", "labels", "num_items_in_batch",
     "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "shift_labels",
-    *LISTED,
+    *TARGET_FIELDS,
 })  # fmt: skip
 # Measured on the 70 architectures of Transformers 5.22 that run: at most 1.2e-6 in fp32. A layer
 # that sees the rows of one rank alone is wrong by more than 1e-2.
@@ -151,7 +151,7 @@ class Attached:
         for name in ("input_ids", "inputs_embeds"):
             if kwargs.get(name) is not None:
                 kwargs[name] = _with_rows(kwargs[name], extra, 0)
-        listed = {name: kwargs.pop(name) for name in LISTED if name in kwargs}
+        listed = {name: kwargs.pop(name) for name in TARGET_FIELDS if name in kwargs}
         if listed:  # tokens with several targets: the model's own loss knows one
             listed["num_items_in_batch"] = kwargs.pop("num_items_in_batch")
             kwargs["labels"] = kwargs["shift_labels"] = None
