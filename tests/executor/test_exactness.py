@@ -5,15 +5,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cases import (
-    Case,
-    Tensors,
-    assert_equal,
-    assert_equal_in_fp32,
-    cases,
-    run_dense,
-    run_virtual,
-)
+from cases import Case, Tensors, assert_equal, cases, run_dense, run_virtual
+from dense import relative_error
 from dyncp import AttentionShape, Batch, PlannerConfig, Topology, masks, plan_batch
 from dyncp.kernels import CpuKernel, ReferenceKernel
 from dyncp.plan import Direction, Layout, Payload
@@ -70,7 +63,12 @@ def test_a_scattered_sequence_on_two_nodes_is_exact_with_many_relays(ranks):
 @given(case=cases(dtype="fp32"), kernel=KERNELS)
 def test_fp32_results_are_as_close_to_fp64_as_fp32_can_be(case, kernel):
     tensors = Tensors.draw(case)
-    assert_equal_in_fp32(run_virtual(case, "default", tensors, kernel=kernel), case, tensors)
+    expected = run_dense(case, "default", tensors, torch.float64).tensors()
+    dense = run_dense(case, "default", tensors, torch.float32).tensors()
+    for name, value in run_virtual(case, "default", tensors, kernel=kernel).tensors().items():
+        # Where everything cancels out, dense attention in fp32 is no better.
+        allowed = max(1e-5, 4 * relative_error(dense[name], expected[name]))
+        assert relative_error(value, expected[name]) <= allowed, name
 
 
 def short_sequences_case(seed: int, rows: int) -> Case:

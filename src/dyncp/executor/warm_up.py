@@ -15,8 +15,6 @@ from dyncp.executor.call import attend_backward, attend_forward
 from dyncp.executor.engine import Engine, WrongResultsError
 from dyncp.executor.layout import dtypes_of
 from dyncp.executor.step import PreparedPlan
-from dyncp.kernels import BackwardInputs
-from dyncp.kernels.reference import RowTile, attend_tile, attend_tile_backward
 from dyncp.plan import (
     DEFAULT_MASK,
     AttentionShape,
@@ -187,19 +185,29 @@ def _run(engine: Engine, plan: Plan, inputs: tuple[Tensor, ...]) -> list[Tensor]
 
 
 def _dense(masks: list[Mask], inputs: tuple[Tensor, ...]) -> list[Tensor]:
-    """Output and gradients in fp64, a sequence at once. By hand: the caller's backward may be under
-    way."""
-    q, k, v, dout = (x.double() for x in inputs)
-    out, lse = torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf)
-    grads = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    scale, first = q.shape[2] ** -0.5, 0
+    """Output and gradients in fp64, sequence by sequence."""
+    of_masks, first = [], 0
     for mask in masks:
         rows = slice(first, first + len(mask.ranges))
-        first, keys = rows.stop, torch.arange(rows.start, rows.stop, device=q.device)
-        ranges = torch.from_numpy(mask.ranges.astype(np.int64)).to(q.device).unsqueeze(-1)
-        start, end = (rows.start + ranges).unbind(dim=2)
-        tile = RowTile(rows, keys, ((keys >= start) & (keys < end)).any(dim=1))
-        attend_tile(tile, (q, k, v), scale, out, lse)
-        delta = (dout * out).sum(dim=-1)
-        attend_tile_backward(tile, BackwardInputs(q, k, v, dout, lse, delta), scale, grads)
-    return [out, *grads]
+        first = rows.stop
+        of_masks.append(_attend(mask, *(x[rows].double() for x in inputs)))
+    return [torch.cat(parts) for parts in zip(*of_masks, strict=True)]
+
+
+def _attend(mask: Mask, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
+    """Output and gradients of one sequence. By hand: the caller's backward may be under way."""
+    ranges = torch.from_numpy(mask.ranges.astype(np.int64)).to(q.device)
+    key = torch.arange(len(k), device=q.device)
+    start, end = ranges[:, :, 0, None], ranges[:, :, 1, None]
+    allowed = ((key >= start) & (key < end)).any(dim=1)
+    scale, heads = q.shape[2] ** -0.5, k.shape[1]
+    # [rows, kv heads, q heads of a kv head, dim]
+    q, dout = (x.reshape(len(x), heads, -1, x.shape[2]) for x in (q, dout))
+    scores = torch.einsum("qhgd,khd->hgqk", q, k) * scale
+    weights = scores.masked_fill(~allowed, -torch.inf).softmax(dim=-1).nan_to_num(0.0)
+    out = torch.einsum("hgqk,khd->qhgd", weights, v)
+    delta = (dout * out).sum(dim=-1).permute(1, 2, 0).unsqueeze(-1)
+    dscores = weights * (torch.einsum("qhgd,khd->hgqk", dout, v) - delta) * scale
+    dq = torch.einsum("hgqk,khd->qhgd", dscores, k)
+    dk, dv = (torch.einsum("hgqk,qhgd->khd", *pair) for pair in ((dscores, q), (weights, dout)))
+    return out.flatten(1, 2), dq.flatten(1, 2), dk, dv
