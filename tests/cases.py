@@ -1,5 +1,6 @@
 """Random batches with random plans, and running them on this process's ranks."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,7 +157,51 @@ def run_virtual(case: Case, name: str, tensors: Tensors, **options: Any) -> Resu
     return Results(*(rows[order] for rows in local))
 
 
-def assert_equal(given: Results, expected: Results, tolerance: float) -> None:
+# Rounding of terms that nearly cancel, relative to the terms: 317 results of drawn fp32 cases whose
+# terms were more than 100 times as large as their sum were off by at most 7.5e-9 of the terms.
+CANCELLED = 2e-8
+
+
+def assert_equal(
+    given: Results,
+    expected: Results,
+    tolerance: float,
+    terms: Mapping[str, float] | None = None,
+) -> None:
+    """Errors are at most `tolerance` times the largest expected value; results whose `terms` are
+    more than 500 times as large (`largest_terms`) may be off by the rounding of these instead."""
     for name, value in given.tensors().items():
-        error = relative_error(value, expected.tensors()[name])
-        assert error <= tolerance, f"{name} is off by {error:.2e}"
+        wanted = expected.tensors()[name]
+        size = float(wanted.abs().max()) if wanted.numel() else 0.0
+        allowed = max(tolerance, CANCELLED * terms[name] / size if terms and size else 0.0)
+        error = relative_error(value, wanted)
+        assert error <= allowed, f"{name} is off by {error:.2e}; allowed is {allowed:.2e}"
+
+
+def largest_terms(case: Case, name: str, tensors: Tensors) -> dict[str, float]:
+    """The largest sum of absolute values of what is added up for any entry of each result. Where a
+    row attends few keys, dq and dk can be thousands of times smaller: their terms cancel."""
+    inputs = (x.double().abs() for x in (tensors.q, tensors.k, tensors.v, tensors.dout))
+    q, k, v, dout = inputs
+    repeat, scale = q.shape[1] // k.shape[1], case.shape.head_dim**-0.5
+    largest = dict.fromkeys(("out", "dq", "dk", "dv"), 0.0)
+    for index, mask in enumerate(case.batch.masks[name]):
+        rows = slice(int(case.batch.offsets[index]), int(case.batch.offsets[index + 1]))
+        keys, values = (x[rows].repeat_interleave(repeat, dim=1) for x in (k, v))
+        signed_keys = tensors.k[rows].double().repeat_interleave(repeat, dim=1)
+        scores = torch.einsum("qhd,khd->hqk", tensors.q[rows].double(), signed_keys) * scale
+        allowed = torch.from_numpy(mask.dense())
+        weights = scores.masked_fill(~allowed, -torch.inf).softmax(dim=-1).nan_to_num(0.0)
+        weights = weights * (1 + torch.einsum("qhd,khd->hqk", q[rows], keys) * scale)
+        out = torch.einsum("hqk,khd->qhd", weights, values)
+        delta = (dout[rows] * out).sum(dim=-1).T.unsqueeze(-1)
+        dweights = torch.einsum("qhd,khd->hqk", dout[rows], values) + delta
+        dscores = weights * dweights * scale
+        found = {
+            "out": out,
+            "dq": torch.einsum("hqk,khd->qhd", dscores, keys),
+            "dk": repeat * torch.einsum("hqk,qhd->khd", dscores, q[rows]),
+            "dv": repeat * torch.einsum("hqk,qhd->khd", weights, dout[rows]),
+        }
+        largest = {what: max(most, float(found[what].max())) for what, most in largest.items()}
+    return largest
