@@ -111,6 +111,16 @@ class CostModel:
         again = self.row_seconds(rows, self.shape.q_heads, direction)
         return profile.call_seconds + again + moved
 
+    def least_row_seconds(self, direction: Direction) -> float:
+        """Lower bound on the seconds of row work per local row, without launches. Backward reads
+        out and dout for row sums, clears accumulators, and rounds them to dq, dk and dv. Forward is
+        0, since kernels may write outputs directly."""
+        if direction is Direction.FORWARD or not self.knows_launches:
+            return 0.0
+        width = RowBytes.of(self.shape, self.shape.head_groups(1))
+        moved = 3 * width.q + width.kv + width.per_head + 2 * (width.q_wide + width.kv_wide)
+        return float(moved.sum()) / (2 * self.profile.copy)
+
     @property
     def knows_launches(self) -> bool:
         """Whether the profile has the time of row work and launches."""

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from dyncp.arrays import Int64
-from dyncp.blocks import K_KINDS, Q_KINDS, Payload, bytes_per_token
+from dyncp.arrays import Float64, Int64
+from dyncp.blocks import K_KINDS, Q_KINDS, Direction, Payload, bytes_per_token
 from dyncp.cost import CostModel
 from dyncp.placement import Bound, RemoteUses, find_remote_uses
 from dyncp.planner.task import Part, Placed, Task
@@ -19,22 +19,43 @@ def bound_misses(task: Task, bound: Bound) -> float:
 
 def per_token_seconds(task: Task, placed: Placed) -> float:
     """Seconds of per-token work on the most loaded rank."""
+    return task.token_seconds * float((_tokens_per_rank(placed) / task.topology.rank_speeds).max())
+
+
+def _tokens_per_rank(placed: Placed) -> Float64:
     placement, tokens = placed.placement, placed.graph.blocks.tokens
-    held = np.bincount(placement.block_rank, tokens, placement.num_ranks)
-    return task.token_seconds * float((held / task.topology.rank_speeds).max())
+    return np.bincount(placement.block_rank, tokens, placement.num_ranks).astype(np.float64)
 
 
 def part_seconds(task: Task, placed: Placed) -> dict[Part, float]:
     """Lower bound on the seconds of all layers, by mask and direction: the busiest rank computes
     without waiting, and the busiest NIC sends without a break."""
-    ranks, speed, found = task.topology.num_ranks, task.topology.rank_speeds, {}
+    cost, topology, held, found = task.cost, task.topology, _tokens_per_rank(placed), {}
     for name, layers in task.layers.items():
         rank, border = placed.placement.tile_rank[name], _border_seconds(task, placed, name)
         for direction, crossed in zip(task.directions, border, strict=True):
-            seconds = task.cost.graph_tile_seconds(placed.graph, name, direction)
-            busy = float((np.bincount(rank, seconds, ranks) / speed).max())
-            found[name, direction] = layers * max(busy + _overhead(task.cost, 1), crossed)
+            seconds = cost.graph_tile_seconds(placed.graph, name, direction)
+            kernels = np.bincount(rank, seconds, topology.num_ranks)
+            kernels += _touched_rows_seconds(task, placed, name, direction)
+            busy = kernels / topology.rank_speeds + held * cost.least_row_seconds(direction)
+            found[name, direction] = layers * max(float(busy.max()) + _overhead(cost, 1), crossed)
     return found
+
+
+def _touched_rows_seconds(
+    task: Task, placed: Placed, name: str, direction: Direction
+) -> Float64 | float:
+    """Seconds per rank for the rows of all blocks that its tiles touch, each counted once."""
+    cost, graph, ranks = task.cost, placed.graph, task.topology.num_ranks
+    if not cost.row_keys(direction):
+        return 0.0
+    tiles, blocks = graph.tiles[name], len(graph.blocks)
+    block = tiles.k_block if direction is Direction.BACKWARD else tiles.q_block
+    heads = cost.heads_of(cost.groups_for(graph.shape, graph.head_groups))
+    touched = np.zeros((ranks, len(heads) * blocks), np.bool_)
+    touched[placed.placement.tile_rank[name], tiles.head_group * blocks + block] = True
+    rows = touched @ np.outer(heads, graph.blocks.tokens).reshape(-1).astype(np.float64)
+    return np.asarray(rows * cost.row_seconds(1.0, 1, direction), np.float64)
 
 
 def _overhead(cost: CostModel, calls: int) -> float:
@@ -86,6 +107,8 @@ def static_seconds(task: Task, bound: Bound, pairs: Mapping[str, float]) -> floa
     work = bound.work if len(task.batch.masks) == 1 else 1 / topology.num_ranks
     fastest = float(topology.rank_speeds.max())
     payloads = bytes_per_token(cost.shape, cost.shape.head_groups(1))[:, 0]
+    # The host issues a COMPUTE for every call, and LAUNCH and WAIT, or the start and the end.
+    host = 3 * bound.calls * cost.host_seconds
     seconds = task.token_seconds * bound.tokens * task.batch.num_tokens / fastest
     for name, direction in task.parts:
         flops = float(cost.flops(np.asarray(pairs[name]), cost.shape.q_heads, direction))
@@ -93,5 +116,6 @@ def static_seconds(task: Task, bound: Bound, pairs: Mapping[str, float]) -> floa
         keys = float(payloads[Payload.KV]) * (1 + direction) * bound.seconds_per_byte
         swapped = float(payloads[[*Q_KINDS[direction], *K_KINDS[direction]]].sum())
         swap = swapped * bound.swap_seconds_per_byte
-        seconds += task.layers[name] * max(compute + _overhead(cost, bound.calls), keys, swap)
+        compute += _overhead(cost, bound.calls)
+        seconds += task.layers[name] * max(compute, keys, swap, host)
     return seconds

@@ -145,6 +145,8 @@ class Search:
             self._tried.append(Tried(name, np.inf, pruned=True, left_out=True))
             return None
         self._tiles += tiles
+        if solver.degrees is not None:  # static methods cannot hang, and a thread costs 1 to 3 ms
+            return self._task.place(solver, limits)
         return place_or_warn(self._task, name, solver, limits, "other candidates")
 
     def follow(self, name: str, placed: Placed) -> None:
