@@ -73,6 +73,7 @@ PARTS: dict[str, Changes] = {
         "planner.search.NEAR_IDEAL": 0.0,
         "planner.search.NEAR_IDEAL_WITH_MODEL": 0.0,
     },
+    "little exposed": {"planner.search.LITTLE_EXPOSED": 0.0},
     "node share 0.4": {"placement.owner_computes.NODE_SHARE": 0.4},
     "node share 0.8": {"placement.owner_computes.NODE_SHARE": 0.8},
     "inside 0.05": {"placement.owner_computes.INSIDE": 0.05},

@@ -56,6 +56,8 @@ MOST_TILES = {"fast": 6_000_000, "quality": 60_000_000}
 LARGE = {"fast": 300_000, "quality": 3_000_000}
 # Effort "fast" stops at a step of this many times the ideal, for attention alone and with a model.
 NEAR_IDEAL, NEAR_IDEAL_WITH_MODEL = 1.05, 1.01
+# Other divisions are not tried if less than this share of attention is exposed communication.
+LITTLE_EXPOSED = 0.02
 
 
 def run_bounded(call: Callable[[], Found], seconds: float, name: str) -> Found:
@@ -224,9 +226,11 @@ class Search:
         self._keep(f"{best.placement.solver} in {how}", best.placed, runs)
 
     def _best_divisions(self, placed: Placed, part: Part, run: PartRun, steps: int) -> PartRun:
-        """The fastest schedule of one part. `steps` is the largest number of divisions that wait
-        for inputs in any part now."""
+        """The fastest schedule of one part, or `run` if its communication is hidden already.
+        `steps` is the largest number of divisions that wait for inputs in any part now."""
         effort, best = self._task.config.effort, run
+        if run.times.exposed_seconds < LITTLE_EXPOSED * run.times.seconds:
+            return run
         for divisions in OTHER_DIVISIONS[effort]:
             if divisions > DIVISIONS > steps + 1:
                 continue  # more divisions were allowed already, and not used
