@@ -1,4 +1,4 @@
-"""Event simulation: how long a plan takes, and what every rank and link does meanwhile."""
+"""Event simulation: how long a plan takes, and what every rank and link does in that time."""
 
 from dyncp.simulate.results import (
     AttentionTimes,
