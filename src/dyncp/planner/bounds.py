@@ -35,8 +35,8 @@ def part_seconds(task: Task, placed: Placed) -> dict[Part, float]:
         rank, border = placed.placement.tile_rank[name], _border_seconds(task, placed, name)
         for direction, crossed in zip(task.directions, border, strict=True):
             seconds = cost.graph_tile_seconds(placed.graph, name, direction)
-            kernels = np.bincount(rank, seconds, topology.num_ranks)
-            kernels += _touched_rows_seconds(task, placed, name, direction)
+            touched = _touched_rows_seconds(task, placed, name, direction)
+            kernels = np.bincount(rank, seconds, topology.num_ranks) + touched
             busy = kernels / topology.rank_speeds + held * cost.least_row_seconds(direction)
             found[name, direction] = layers * max(float(busy.max()) + _overhead(cost, 1), crossed)
     return found
