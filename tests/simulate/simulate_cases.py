@@ -14,9 +14,7 @@ from dyncp.cost import CostModel, Profile, find_profile
 from dyncp.placement import Limits, Placement, find_solver, measure_balance
 from dyncp.plan import Layout, Op, Plan, assemble_plan
 from dyncp.schedule import Schedule, build_schedule
-from dyncp.simulate import AttentionTimes
-from dyncp.simulate.flow import Flow, FlowMessages, Programs
-from dyncp.simulate.results import run_flow
+from dyncp.simulate import AttentionTimes, Flow, FlowMessages, Programs, run_flow
 from dyncp.topology import Link, Topology, preset
 
 SOLVERS = ("owner_computes", "zigzag", "random")

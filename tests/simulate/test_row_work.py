@@ -11,13 +11,13 @@ from dyncp import AttentionShape, Batch, PlannerConfig, masks, plan_batch
 from dyncp.blocks import Direction, Payload, Tiles, bytes_per_token
 from dyncp.cost import CostModel, find_profile
 from dyncp.plan import Space, StyledProgram
-from dyncp.simulate.flow import layer_of_plan
-from dyncp.simulate.layer import (
+from dyncp.simulate import (
     Layer,
     RowCosts,
     Sent,
     call_work,
     count_row_bytes,
+    layer_of_plan,
     more_seconds,
 )
 from dyncp.topology import preset

@@ -169,10 +169,6 @@ class Task:
         """Masks and directions to schedule and simulate, the longest first."""
         return [(name, way) for way in reversed(self.directions) for name in self.batch.masks]
 
-    @property
-    def pace(self) -> Pace:
-        return Pace(self.topology, self.cost)
-
     def block_sizes(self, solver: Solver) -> Int64:
         """Block size of every sequence: the config's if set, otherwise the solver's."""
         size, lengths = self.config.block_size, self.batch.lengths
@@ -256,7 +252,8 @@ class Task:
         """Schedules and simulates one mask and direction."""
         start, (graph, placement) = process_time(), (placed.graph, placed.placement)
         steps = self.config.divisions or divisions or DIVISIONS
-        schedule = build_schedule(graph, placement, *part, steps, self.pace)
+        pace = Pace(self.topology, self.cost)
+        schedule = build_schedule(graph, placement, *part, steps, pace)
         spent, (name, direction) = process_time() - start, part
         times = simulate_schedule(
             graph, placement, schedule, direction, self.topology, self.cost, name
@@ -265,11 +262,10 @@ class Task:
 
     def join(self, placed: Placed, runs: Mapping[Part, PartRun]) -> Candidate:
         """Joins a placement and the schedules of all its parts to a candidate."""
-        attention = {}
-        for name in placed.graph.tiles:
-            back = runs.get((name, Direction.BACKWARD))
-            forward = runs[name, Direction.FORWARD].times
-            attention[name] = forward, None if back is None else back.times
+        attention = {
+            name: tuple(runs[name, direction].times for direction in self.directions)
+            for name in placed.graph.tiles
+        }
         rows = rows_per_rank(placed.graph, placed.placement, self.config.layout.local_multiple)
         step = join_times(attention, rows, self.topology, self.layers, self.token_seconds)
         return Candidate(placed, runs, step)

@@ -1,7 +1,7 @@
 """Entry points of the simulator and their results: AttentionTimes for one direction of a layer,
 Simulated for a whole step."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -99,7 +99,8 @@ def run_flow(flow: Flow, topology: Topology) -> AttentionTimes:
     return AttentionTimes(flow, topology, state.steps, state.messages, state.ports)
 
 
-Both = tuple[AttentionTimes, AttentionTimes | None]
+# Forward and, unless a plan is forward-only, backward.
+Both = tuple[AttentionTimes, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,16 +156,15 @@ class Simulated:
         """Name and times of every simulated mask and direction, forward first."""
         for side, direction in enumerate(("forward", "backward")):
             for name, both in self.attention.items():
-                times = both[side]
-                if times is not None:
-                    yield f"{name} {direction}", times
+                if side < len(both):
+                    yield f"{name} {direction}", both[side]
 
     def _per_layer(self, side: int, field: str) -> float:
-        total = 0.0
-        for name, both in self.attention.items():
-            times = both[side]
-            if times is not None and self.layers[name]:
-                total += self.layers[name] * float(getattr(times, field))
+        total = sum(
+            self.layers[name] * float(getattr(both[side], field))
+            for name, both in self.attention.items()
+            if side < len(both)
+        )
         return total / self.num_layers
 
 
@@ -197,14 +197,16 @@ def simulate_schedules(
     """Simulates the whole step of a placement with its schedules (forward and backward by mask
     name). See `simulate_plan` for the options."""
 
-    def run(name: str, direction: Direction) -> AttentionTimes | None:
-        schedule = schedules[name][direction]
-        if schedule is None:
-            return None
-        return simulate_schedule(graph, placement, schedule, direction, topology, cost, name)
-
+    attention = {
+        name: tuple(
+            simulate_schedule(graph, placement, schedule, direction, topology, cost, name)
+            for direction, schedule in zip(Direction, both, strict=True)
+            if schedule is not None
+        )
+        for name, both in schedules.items()
+    }
     rows = rows_per_rank(graph, placement, local_multiple)
-    return _simulate(run, list(schedules), rows, topology, cost, layers, model)
+    return _make_step(attention, rows, topology, cost, layers, model)
 
 
 def rows_per_rank(graph: BlockGraph, placement: Placement, local_multiple: int) -> Int64:
@@ -230,38 +232,31 @@ def simulate_plan(
     `compute` has measured seconds, float64[ranks, divisions], that replace the cost model's.
     """
     topology.check_ranks(plan.num_ranks, "plan")
-    part = plan.parts[0]
+    part, attention = plan.parts[0], dict[str, Both]()
+    for name, mask in part.masks.items():
+        flows = []
+        for direction in list(Direction)[: 1 if mask.backward is None else 2]:
+            flow = flow_of_plan(plan, name, direction, cost)
+            measured = (compute or {}).get((name, direction))
+            flows.append(flow if measured is None else flow.with_compute(measured))
+        attention[name] = tuple(run_flow(flow, topology) for flow in flows)
+    return _make_step(attention, part.rows_per_rank, topology, cost, layers, model)
 
-    def run(name: str, direction: Direction) -> AttentionTimes | None:
-        if direction is Direction.BACKWARD and part.masks[name].backward is None:
-            return None
-        flow = flow_of_plan(plan, name, direction, cost)
-        measured = (compute or {}).get((name, direction))
-        return run_flow(flow if measured is None else flow.with_compute(measured), topology)
 
-    return _simulate(run, list(part.masks), part.rows_per_rank, topology, cost, layers, model)
-
-
-def _simulate(
-    run: Callable[[str, Direction], AttentionTimes | None],
-    names: Sequence[str],
+def _make_step(
+    attention: Mapping[str, Both],
     rows: Int64,
     topology: Topology,
     cost: CostModel,
     layers: Mapping[str, float] | None,
     model: ModelConfig | None,
 ) -> Simulated:
-    attention = dict[str, Both]()
-    for name in names:
-        forward, backward = (run(name, direction) for direction in Direction)
-        assert forward is not None
-        attention[name] = forward, backward
-    has_backward = any(backward is not None for _, backward in attention.values())
     per_token = 0.0
     if model is not None:
-        directions = list(Direction)[: 1 + has_backward]
+        directions = list(Direction)[: max(map(len, attention.values()))]
         per_token = sum(model.seconds_per_token(cost.profile, d) for d in directions)
-    return join_times(attention, rows, topology, layers_by_mask(names, layers, model), per_token)
+    layers = layers_by_mask(list(attention), layers, model)
+    return join_times(attention, rows, topology, layers, per_token)
 
 
 def join_times(
@@ -275,10 +270,7 @@ def join_times(
     `token_seconds` outside attention."""
     speed = topology.rank_speeds
     tiles = sum(
-        layers[name] * times.flow.tile_seconds
-        for name, both in attention.items()
-        for times in both
-        if times is not None
+        layers[name] * times.flow.tile_seconds for name, both in attention.items() for times in both
     )
     fullest = token_seconds * float((rows / speed).max())
     ideal = (tiles + token_seconds * float(rows.sum())) / float(speed.sum())

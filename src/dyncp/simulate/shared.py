@@ -165,9 +165,8 @@ def run_shared(state: Simulation) -> None:
     """Runs a state to its end, in place, like `run_ordered`."""
     messages, events, num_phases = state.messages, state.events, state.cells.shape[1]
     active, count = np.empty(len(messages), np.int64), 0
-    current = np.full(
-        (len(state.ranks), len(state.ranks)), -1, np.int64
-    )  # message of every connection
+    # The message on every connection.
+    current = np.full((len(state.ranks), len(state.ranks)), -1, np.int64)
     now, changed = 0.0, False
     for r in range(len(state.ranks)):
         advance(state, r)

@@ -42,17 +42,20 @@ def make_timeline(times: AttentionTimes) -> list[Span]:
 
 
 def _step_spans(times: AttentionTimes) -> Iterator[Span]:
-    names = {Op.COMPUTE: "compute", Op.LAUNCH: "pack", Op.WAIT: "unpack"}
+    names = {
+        Op.COMPUTE: "compute",
+        Op.LAUNCH: "pack",
+        Op.WAIT: "unpack",
+        START: "start",
+        END: "end",
+    }
     columns = (times.steps[name].tolist() for name in ("op", "argument", "reached", "begin", "end"))
     for rank, op, number, reached, begin, end in zip(
         times.step_rank.tolist(), *columns, strict=True
     ):
         if op == Op.WAIT:
             yield Span(rank, Track.COMPUTE, reached, begin, f"wait {number}")
-        if op in (START, END):
-            label = "start" if op == START else "end"
-        else:
-            label = f"{names[op]} {number}"
+        label = names[op] if op in (START, END) else f"{names[op]} {number}"
         yield Span(rank, Track.COMPUTE, begin, end, label)
 
 
