@@ -4,11 +4,12 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from dyncp.arrays import Float64, Int64
+from dyncp.arrays import Float64
 from dyncp.blocks import K_KINDS, Q_KINDS, Direction, Payload, bytes_per_token
 from dyncp.cost import CostModel
-from dyncp.placement import Bound, RemoteUses, find_remote_uses
+from dyncp.placement import Bound
 from dyncp.planner.task import Part, Placed, Task
+from dyncp.schedule import find_crossings, find_uses
 
 
 def bound_misses(task: Task, bound: Bound) -> float:
@@ -32,13 +33,14 @@ def part_seconds(task: Task, placed: Placed) -> dict[Part, float]:
     without waiting, and the busiest NIC sends without a break."""
     cost, topology, held, found = task.cost, task.topology, _tokens_per_rank(placed), {}
     for name, layers in task.layers.items():
-        rank, border = placed.placement.tile_rank[name], _border_seconds(task, placed, name)
-        for direction, crossed in zip(task.directions, border, strict=True):
+        rank = placed.placement.tile_rank[name]
+        for direction in task.directions:
             seconds = cost.graph_tile_seconds(placed.graph, name, direction)
             touched = _touched_rows_seconds(task, placed, name, direction)
             kernels = np.bincount(rank, seconds, topology.num_ranks) + touched
             busy = kernels / topology.rank_speeds + held * cost.least_row_seconds(direction)
-            found[name, direction] = layers * max(float(busy.max()) + _overhead(cost, 1), crossed)
+            border = _border_seconds(task, placed, name, direction)
+            found[name, direction] = layers * max(float(busy.max()) + _overhead(cost, 1), border)
     return found
 
 
@@ -64,40 +66,23 @@ def _overhead(cost: CostModel, calls: int) -> float:
     return cost.profile.call_seconds * calls + cost.profile.launch_seconds * (2 * calls - 1)
 
 
-def _border_seconds(task: Task, placed: Placed, name: str) -> list[float]:
-    """Lower bound on the seconds of inter-node traffic on the busiest NIC, by direction."""
-    topology, placement, tokens = task.topology, placed.placement, placed.graph.blocks.tokens
+def _border_seconds(task: Task, placed: Placed, name: str, direction: Direction) -> float:
+    """Lower bound on the seconds of inter-node traffic on the busiest NIC."""
+    topology, placement = task.topology, placed.placement
     if placement.pattern == "ring":  # blocks come from neighbours
-        return [0.0 for _ in task.directions]
+        return 0.0
     traffic = placement.traffic
+    # Relays spread the traffic of a node over its NICs; otherwise every rank uses its own NIC.
     by_rank = placement.static and (traffic is None or traffic.node is None)
     ranks = topology.ranks_per_nic if by_rank else topology.ranks_per_node
-    places = -(-topology.num_ranks // ranks)
-    moved = np.zeros((len(task.directions), 2, places))  # into and out of NICs, or nodes
-    for keys in (False, True):
-        uses = find_remote_uses(placed.graph, placement, name, keys=keys)
-        owner = placement.block_rank[uses.block].astype(np.int64)
-        at = _crossing(uses, owner, topology.ranks_per_node, once=not by_rank)
-        user, owner = uses.rank[at] // ranks, owner[at] // ranks
-        size = placed.graph.payload_bytes[:, uses.head_group[at]] * tokens[uses.block[at]]
-        for way, direction in enumerate(task.directions):
-            there, *back = (K_KINDS if keys else Q_KINDS)[direction]
-            for kind, into, out in ((there, user, owner), *((kind, owner, user) for kind in back)):
-                moved[way, 0] += np.bincount(into, size[kind], places)
-                moved[way, 1] += np.bincount(out, size[kind], places)
+    uses = find_uses(placed.graph, placement, name, direction)
+    at = find_crossings(uses, topology, joined=not by_rank).firsts
+    user, owner = uses.rank[at] // ranks, uses.owner[at] // ranks
+    sent, back, places = uses.num_bytes[at], uses.result_bytes[at], topology.num_ranks
+    into = np.bincount(user, sent, places) + np.bincount(owner, back, places)
+    out = np.bincount(owner, sent, places) + np.bincount(user, back, places)
     bandwidth = topology.nic_bandwidth if by_rank else topology.inter.bandwidth
-    return [float(own.max()) / bandwidth for own in moved]
-
-
-def _crossing(uses: RemoteUses, owner: Int64, ranks_per_node: int, *, once: bool) -> Int64:
-    """Indices of uses of other nodes' blocks; with `once`, one per node and block."""
-    node = uses.rank // ranks_per_node
-    far = np.flatnonzero(node != owner // ranks_per_node)
-    if not once:
-        return far
-    blocks, groups = (int(x.max(initial=0)) + 1 for x in (uses.block, uses.head_group))
-    what = (node[far] * blocks + uses.block[far]) * groups + uses.head_group[far]
-    return far[np.unique(what, return_index=True)[1]]
+    return float(max(into.max(), out.max())) / bandwidth
 
 
 def static_seconds(task: Task, bound: Bound, pairs: Mapping[str, float]) -> float:

@@ -4,6 +4,7 @@ from dyncp.blocks import BlockGraph, Direction
 from dyncp.placement import Placement
 from dyncp.schedule.dynamic import build_dynamic_schedule
 from dyncp.schedule.pace import Pace
+from dyncp.schedule.routes import find_crossings, find_uses
 from dyncp.schedule.schedule import Schedule, Transfers
 from dyncp.schedule.static import build_static_schedule
 

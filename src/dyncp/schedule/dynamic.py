@@ -34,6 +34,7 @@ from dyncp.schedule.routes import (
     choose_relays,
     find_crossings,
     find_uses,
+    find_work,
     travel_seconds,
 )
 from dyncp.schedule.schedule import Launches, PhaseKind, Schedule, number_phases
@@ -54,7 +55,8 @@ def build_dynamic_schedule(
     tiles that hide the last results add one or two."""
     topology, ranks = pace.topology, placement.num_ranks
     seconds = pace.cost.graph_tile_seconds(graph, name, direction)
-    uses, work = find_uses(graph, placement, name, direction, seconds)
+    uses = find_uses(graph, placement, name, direction)
+    work = find_work(graph, placement, name, seconds)
     # In static methods owners send directly to every user, as in the original systems.
     crossings = find_crossings(uses, topology, joined=not placement.static)
     load = _load(uses, work, crossings, pace)

@@ -63,9 +63,7 @@ class Work:
         return used.argmax(axis=1), count - 1 - used[:, ::-1].argmax(axis=1)
 
 
-def find_uses(
-    graph: BlockGraph, placement: Placement, name: str, direction: Direction, seconds: Float64
-) -> tuple[Uses, Work]:
+def find_uses(graph: BlockGraph, placement: Placement, name: str, direction: Direction) -> Uses:
     queries, keys = (find_remote_uses(graph, placement, name, keys=keys) for keys in (False, True))
     side = np.repeat([0, 1], [len(queries), len(keys)])
     block = np.concatenate([queries.block, keys.block])
@@ -75,7 +73,7 @@ def find_uses(
     result = np.array([q_kinds[1], *k_kinds[1:], -1])[side]
     per_token = np.vstack([graph.payload_bytes, np.zeros_like(graph.payload_bytes[:1])])
     tokens = graph.blocks.tokens[block].astype(np.int64)
-    uses = Uses(
+    return Uses(
         side,
         np.concatenate([queries.rank, keys.rank]),
         block,
@@ -86,9 +84,14 @@ def find_uses(
         per_token[sent, group] * tokens,
         per_token[result, group] * tokens,
     )
+
+
+def find_work(graph: BlockGraph, placement: Placement, name: str, seconds: Float64) -> Work:
+    """The tiles of a mask; their uses are indices into `find_uses`."""
+    queries, keys = (find_remote_uses(graph, placement, name, keys=keys) for keys in (False, True))
     of_keys = np.where(keys.of_tile < 0, -1, keys.of_tile + len(queries))
     rank = placement.tile_rank[name].astype(np.int64)
-    return uses, Work(rank, seconds, np.stack([queries.of_tile, of_keys]))
+    return Work(rank, seconds, np.stack([queries.of_tile, of_keys]))
 
 
 @dataclass(frozen=True, eq=False)

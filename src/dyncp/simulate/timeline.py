@@ -42,20 +42,14 @@ def make_timeline(times: AttentionTimes) -> list[Span]:
 
 
 def _step_spans(times: AttentionTimes) -> Iterator[Span]:
-    names = {
-        Op.COMPUTE: "compute",
-        Op.LAUNCH: "pack",
-        Op.WAIT: "unpack",
-        START: "start",
-        END: "end",
-    }
+    names = {Op.COMPUTE: "compute", Op.LAUNCH: "pack", Op.WAIT: "unpack"}
     columns = (times.steps[name].tolist() for name in ("op", "argument", "reached", "begin", "end"))
     for rank, op, number, reached, begin, end in zip(
         times.step_rank.tolist(), *columns, strict=True
     ):
         if op == Op.WAIT:
             yield Span(rank, Track.COMPUTE, reached, begin, f"wait {number}")
-        label = names[op] if op in (START, END) else f"{names[op]} {number}"
+        label = {START: "start", END: "end"}.get(op) or f"{names[op]} {number}"
         yield Span(rank, Track.COMPUTE, begin, end, label)
 
 
