@@ -3,6 +3,7 @@
 import json
 import operator
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,11 @@ def finite_number(name: str, value: Any) -> float:
     if not abs(number) < float("inf"):
         raise ValueError(f"{name} is {value!r}; a finite number is needed")
     return number
+
+
+def one_of(name: str, value: Any, allowed: Collection[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; choose one of {', '.join(allowed)}")
 
 
 def parse_json(text: str | bytes) -> Any:

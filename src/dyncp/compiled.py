@@ -153,18 +153,18 @@ def _loading_where_possible(cache: Any) -> Callable[..., Any]:
     return load_or_forget
 
 
-_told: list[str] = []
+_warned: list[str] = []
 
 
 def _warn_once(reason: str) -> None:
     """Warns for the first function only: the reason is the same for all."""
-    if not _told:
+    if not _warned:
         logger.warning(
             "cannot cache compiled code (%s), so every process compiles it again; set "
             "NUMBA_CACHE_DIR to a writable folder",
             reason,
         )
-    _told.append(reason)
+    _warned.append(reason)
 
 
 def inner(function: Callable[P, R]) -> Callable[P, R]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dyncp.arrays import Float64, frozen
-from dyncp.checks import MOST_RANKS, finite_number, instance_of, whole_number
+from dyncp.checks import MOST_RANKS, finite_number, instance_of, one_of, whole_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +153,7 @@ def preset(name: str, nodes: int = 1, ranks_per_node: int | None = None) -> Topo
 
     With fewer ranks, a node keeps all of its NICs, and every rank still uses one of them.
     """
-    if name not in PRESETS:
-        raise ValueError(f"topology preset is {name!r}; choose one of {', '.join(PRESETS)}")
+    one_of("topology preset", name, PRESETS)
     base = PRESETS[name]
     ranks = base.ranks_per_node if ranks_per_node is None else ranks_per_node
     return replace(base, nodes=nodes, ranks_per_node=ranks, name=name)

@@ -1,4 +1,4 @@
-"""The search: the shortest simulated step wins, whoever made it."""
+"""The search: the shortest simulated step wins, dynamic or static."""
 
 import logging
 import threading
@@ -237,7 +237,7 @@ def test_max_tokens_per_rank_is_kept_or_refused():
         choose(make_task((1, 1, 1, 1, 1, 5000), block_size=5000, max_tokens_per_rank=1300))
 
 
-# Links that are slow beside the GPUs: 25 Gb/s everywhere, and PCIe with 100 Gb/s per node.
+# Links that are slow compared with the GPUs: 25 Gb/s everywhere, and PCIe with 100 Gb/s per node.
 SLOW_NETWORKS = {
     "ethernet": Topology(8, 1, Link(3e-5, 3.1e9), Link(3e-5, 3.1e9), 1),
     "pcie": Topology(2, 4, Link(1e-5, 25e9), Link(2e-5, 12.5e9), 1),

@@ -38,7 +38,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Moved:
-    """A schedule with what it was made from."""
+    """A schedule with the arguments that it was made from."""
 
     graph: BlockGraph
     placement: Placement
@@ -66,7 +66,7 @@ class Moved:
         return node(transfer.source) != node(transfer.target)
 
     def divisions_of(self, rank: int, data: tuple[int, int, int]) -> list[int]:
-        """Those of the rank's tiles that use this block on this side."""
+        """Divisions of the rank's tiles that use this block on this side."""
         side, group, block = data
         tiles = self.graph.tiles["default"]
         used = (tiles.q_block, tiles.k_block)[side] == block

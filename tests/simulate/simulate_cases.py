@@ -90,7 +90,7 @@ def run_by_hand(
     slowdown: float = 1.0,
 ) -> AttentionTimes:
     """Simulates programs and messages that a test wrote down; `host` seconds per instruction, and
-    computing `slowdown` times longer beside messages."""
+    computing `slowdown` times longer while messages are in flight."""
     steps = [step for program in programs for step in program]
     first = np.cumsum([0, *map(len, programs)])
     op, argument = (np.array([int(s[i]) for s in steps], np.int64) for i in (0, 1))

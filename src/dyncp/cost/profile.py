@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from dyncp.blocks import AttentionShape, Direction
-from dyncp.checks import read_json_file, whole_number
+from dyncp.checks import one_of, read_json_file, whole_number
 from dyncp.topology import Link, Topology, preset
 
 FORMAT = "dyncp-profile-1"
@@ -147,8 +147,7 @@ PROFILES = {
 
 
 def find_profile(name: str) -> Profile:
-    if name not in PROFILES:
-        raise ValueError(f"profile is {name!r}; choose one of {', '.join(PROFILES)}")
+    one_of("profile", name, PROFILES)
     return PROFILES[name]
 
 

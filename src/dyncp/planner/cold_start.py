@@ -37,16 +37,16 @@ if "moves" in sys.argv[1]:
 os._exit(0)
 """
 
-_asked: list[bool] = []  # not empty after the first plan of this process
+_planned: list[bool] = []  # not empty after the first plan of this process
 
 
 @contextmanager
 def compile_in_parallel() -> Iterator[None]:
     """If the planner was never compiled, helper processes compile it while the block runs."""
     task = None
-    if not _asked and not is_compiled(split_tree):
+    if not _planned and not is_compiled(split_tree):
         task = take_task(split_tree, "compile_in_parallel")
-    _asked.append(True)
+    _planned.append(True)
     if task is None:
         yield
         return

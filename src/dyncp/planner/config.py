@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from dyncp.checks import MOST_TOKENS, instance_of, whole_number
+from dyncp.checks import MOST_TOKENS, instance_of, one_of, whole_number
 from dyncp.placement import Limits, find_solver
 from dyncp.plan import Layout
 
@@ -57,8 +57,8 @@ class PlannerConfig:
         instance_of("layout", self.layout, Layout, "a Layout")
         if self.solver != AUTO:
             find_solver(self.solver)
-        _check_choice("effort", self.effort, EFFORTS)
-        _check_choice("objective", self.objective, OBJECTIVES)
+        one_of("effort", self.effort, EFFORTS)
+        one_of("objective", self.objective, OBJECTIVES)
         if self.layers is not None:
             instance_of("layers", self.layers, Mapping, "numbers of layers by mask name")
             layers = {n: whole_number(f"layers[{n!r}]", x, 0) for n, x in self.layers.items()}
@@ -70,8 +70,3 @@ class PlannerConfig:
         instance_of("solver_seconds", self.solver_seconds, (int, float), "a positive number")
         if not self.solver_seconds > 0:
             raise ValueError(f"solver_seconds is {self.solver_seconds}; it must be positive")
-
-
-def _check_choice(field: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{field} is {value!r}; choose one of {', '.join(allowed)}")

@@ -10,11 +10,10 @@ choice.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from threading import Thread
-from typing import TypeVar
 
 import numpy as np
 
@@ -31,8 +30,6 @@ from dyncp.planner.choice import (
     other_starts,
 )
 from dyncp.planner.task import DIVISIONS, Candidate, Part, PartRun, Placed, Task
-
-Found = TypeVar("Found")
 
 logger = logging.getLogger(__name__)
 _warned: set[str] = set()
@@ -60,29 +57,25 @@ NEAR_IDEAL, NEAR_IDEAL_WITH_MODEL = 1.05, 1.01
 LITTLE_EXPOSED = 0.02
 
 
-def run_bounded(call: Callable[[], Found], seconds: float, name: str) -> Found:
-    """Returns the result of `call`. Raises TimeoutError after `seconds` and abandons its thread."""
-    result: Future[Found] = Future()
-
-    def work() -> None:
-        try:
-            result.set_result(call())
-        except BaseException as error:  # raised again in the caller's thread
-            result.set_exception(error)
-
-    Thread(target=work, name=f"dyncp {name}", daemon=True).start()
-    if not wait([result], seconds).done:
-        raise TimeoutError(f"solver {name} took longer than {seconds:g} s")
-    return result.result()
-
-
 def place_or_warn(
     task: Task, name: str, solver: Solver, limits: Limits, instead: str
 ) -> Placed | None:
     """Places the batch. If the solver fails or takes too long, logs a warning that names what is
     used `instead`, and returns None. A ValueError is the caller's mistake and is raised."""
+    seconds, result = task.config.solver_seconds, Future[Placed]()
+
+    def work() -> None:
+        try:
+            result.set_result(task.place(solver, limits))
+        except BaseException as error:  # raised again below
+            result.set_exception(error)
+
+    # If the solver hangs, its thread is abandoned.
+    Thread(target=work, name=f"dyncp {name}", daemon=True).start()
     try:
-        return run_bounded(lambda: task.place(solver, limits), task.config.solver_seconds, name)
+        if not wait([result], seconds).done:
+            raise TimeoutError(f"solver {name} took longer than {seconds:g} s")
+        return result.result()
     except ValueError:
         raise
     except Exception as error:

@@ -50,7 +50,7 @@ CELL = _fields("queued incoming first last", "arrived")
 # shared links (see shared.py): the messages that wait for it (-1: none), its rate, and its
 # remaining bytes.
 MESSAGE = _fields(
-    "phase source target border ends hop behind noted next_note",
+    "phase source target border ends hop following noted next_note",
     "size latency send receive tail arrival rate left",
 )
 # A port: the range of its queue in `waiting`; when it is free, and bytes that have passed. On
@@ -140,7 +140,7 @@ def _messages(flow: Flow, inside: Bool, topology: Topology) -> Records:
         records[name] = column
     records["latency"] = np.where(inside, topology.intra.latency, topology.inter.latency)
     records["border"], records["left"] = ~inside, records["size"]
-    for name in ("behind", "noted", "next_note"):
+    for name in ("following", "noted", "next_note"):
         records[name] = -1
     return records
 

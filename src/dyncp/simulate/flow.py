@@ -163,7 +163,7 @@ def _sized(columns: Sequence[Any], tokens: Any, per_token: Int64) -> Sent:
 
 def _count_phases(programs: Programs, sent_phase: Int64) -> int:
     """Number of phases in messages and programs. Raises ValueError if a rank launches a phase
-    twice: the compiled event loop relies on that."""
+    twice, which the compiled event loop does not check."""
     launches = programs.op == Op.LAUNCH
     launched = np.stack([programs.rank[launches], programs.argument[launches]])
     if len(np.unique(launched, axis=1).T) < launches.sum():

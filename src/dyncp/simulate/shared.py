@@ -88,8 +88,8 @@ def _send(state: Simulation, current: Int64, active: Int64, count: int, m: int, 
 def _last_of(state: Simulation, current: Int64, source: int, target: int) -> int:
     """The last message that is on a connection or waits for it; -1 if there is none."""
     last = int(current[source, target])
-    while last >= 0 and state.messages[last].behind >= 0:
-        last = state.messages[last].behind
+    while last >= 0 and state.messages[last].following >= 0:
+        last = state.messages[last].following
     return last
 
 
@@ -184,7 +184,7 @@ def run_shared(state: Simulation) -> None:
             else:
                 last = _last_of(state, current, messages[number].source, messages[number].target)
                 if last >= 0:
-                    messages[last].behind = number
+                    messages[last].following = number
                 else:
                     count = _send(state, current, active, count, number, now)
                     changed = True
@@ -201,6 +201,6 @@ def run_shared(state: Simulation) -> None:
         count, changed = count - 1, True
         active[first] = active[count]
         current[messages[m].source, messages[m].target] = -1
-        if messages[m].behind >= 0:
-            count = _send(state, current, active, count, messages[m].behind, now)
+        if messages[m].following >= 0:
+            count = _send(state, current, active, count, messages[m].following, now)
         _end(state, m, now)
