@@ -157,9 +157,11 @@ def profile_for_device(device: str | None) -> Profile:
     return find_profile(_preset_of(device) or DEFAULT_PROFILE)
 
 
+@cache
 def tell_profile(device: str | None, change: str) -> None:
     """Logs, once per process, which profile a device gets, why, and how to `change` that."""
-    _tell(f"planning for {profile_for_device(device).name}: {_reason(device)}; {change}")
+    name = profile_for_device(device).name
+    logger.info("planning for %s: %s; %s", name, _reason(device), change)
 
 
 def _preset_of(device: str | None) -> str | None:
@@ -174,11 +176,6 @@ def _reason(device: str | None) -> str:
     if device == CPU:
         return "there is no GPU in this process"
     return f"the device is {device}" + ("" if _preset_of(device) else ", which has no preset")
-
-
-@cache
-def _tell(text: str) -> None:
-    logger.info(text)
 
 
 def save_profile(profile: Profile, path: str | Path) -> None:

@@ -64,6 +64,7 @@ class Work:
 
 
 def find_uses(graph: BlockGraph, placement: Placement, name: str, direction: Direction) -> Uses:
+    """All remote uses of mask `name` in one direction."""
     queries, keys = (find_remote_uses(graph, placement, name, keys=keys) for keys in (False, True))
     side = np.repeat([0, 1], [len(queries), len(keys)])
     block = np.concatenate([queries.block, keys.block])
