@@ -45,7 +45,7 @@ class CostModel:
         return area
 
     def edge_area(self, pairs: Numbers, rows: Numbers, keys: Numbers) -> Float64:
-        """The part of `kernel_area` in kernel tiles that are not full.
+        """The part of `kernel_area` in partial kernel tiles.
 
         An edge of the mask makes one kernel tile per row of kernel tiles partial, and so do keys
         whose number is not a multiple of t. If the number of rows is not a multiple of t, all
@@ -171,7 +171,7 @@ class CostModel:
     def groups_for(
         self, planned: AttentionShape, groups: tuple[HeadGroup, ...]
     ) -> tuple[HeadGroup, ...]:
-        """Head groups of a plan made for shape `planned` when it runs with this shape."""
+        """Head groups of a plan for shape `planned`, if it runs with this cost model's shape."""
         if not planned.exact:
             return self.shape.head_groups(1)
         if self.shape.kv_heads != planned.kv_heads:

@@ -72,7 +72,7 @@ def other_starts(task: Task) -> Iterator[tuple[Solver, Limits]]:
 
 
 def head_group_counts(task: Task) -> list[int]:
-    """Into how many groups the kv heads can be split."""
+    """Possible numbers of head groups: the divisors of the number of kv heads."""
     if not task.shape.exact:
         return [1]
     return [n for n in range(1, task.shape.kv_heads + 1) if task.shape.kv_heads % n == 0]

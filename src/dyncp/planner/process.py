@@ -69,7 +69,7 @@ class PlanProcess:
 
     @property
     def pid(self) -> int | None:
-        """None unless the process is running."""
+        """Id of the process; None if it is not running."""
         process = self._process
         return None if process is None or process.poll() is not None else process.pid
 

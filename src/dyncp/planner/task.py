@@ -55,7 +55,7 @@ class PartRun:
 
     @property
     def input_steps(self) -> int:
-        """Divisions that wait for inputs."""
+        """Number of divisions that wait for inputs."""
         feeds = self.schedule.phase_feeds
         return len(np.unique(feeds[feeds < self.schedule.num_divisions]))
 
@@ -122,6 +122,8 @@ class Candidate:
 
 @dataclass(frozen=True, eq=False)
 class Task:
+    """Everything that determines a plan; `Task.of` checks it and fills in defaults."""
+
     batch: Batch
     topology: Topology
     shape: AttentionShape

@@ -173,7 +173,7 @@ def _count_phases(programs: Programs, sent_phase: Int64) -> int:
 
 
 def _join_messages(layer: Layer) -> FlowMessages:
-    """One message for the payloads of a phase, source and target."""
+    """Joins all payloads of a phase, source and target to one message."""
     sent, num_ranks = layer.sent, layer.num_ranks
     distance = (sent.target - sent.source) % num_ranks
     key = (sent.phase * num_ranks + distance) * num_ranks + sent.source
@@ -230,7 +230,7 @@ def _make_flow(layer: Layer, programs: Programs, messages: FlowMessages, cost: C
 
 
 def _with_ends(programs: Programs) -> Programs:
-    """Programs that begin with START and end with END."""
+    """Adds START at the beginning and END at the end of every program."""
     first, last = programs.first[:-1], programs.first[1:]
     around = np.stack([first, last], axis=1).reshape(-1)  # 0 3 3 7 for programs of 3 and 4
     op = np.insert(programs.op, around, [START, END] * len(first))

@@ -149,7 +149,7 @@ class Simulated:
 
     @property
     def step_seconds(self) -> float:
-        """All attention layers and the per-token work, forward and backward."""
+        """Forward and backward seconds of all attention layers and of the per-token work."""
         return self.attention_seconds + self.token_seconds
 
     def runs(self) -> Iterator[tuple[str, AttentionTimes]]:
