@@ -32,7 +32,7 @@ Changes = Mapping[str, Any]  # by file and name: what is set; None: only the fir
 def without_start(name: str) -> Callable[..., Any]:
     choice = importlib.import_module("dyncp.planner.choice")
     all_starts = choice.other_starts
-    return lambda task: (start for start in all_starts(task) if start[0] != name)
+    return lambda task: (start for start in all_starts(task) if start[0].name != name)
 
 
 def nothing(*_args: Any) -> None:
@@ -74,7 +74,6 @@ PARTS: dict[str, Changes] = {
         "planner.search.NEAR_IDEAL_WITH_MODEL": 0.0,
     },
     "little exposed": {"planner.search.LITTLE_EXPOSED": 0.0},
-    "too fine": {"planner.search.LITTLE_GAIN": math.inf},
     "node share 0.4": {"placement.owner_computes.NODE_SHARE": 0.4},
     "node share 0.8": {"placement.owner_computes.NODE_SHARE": 0.8},
     "inside 0.05": {"placement.owner_computes.INSIDE": 0.05},

@@ -109,7 +109,7 @@ def most(times: AttentionTimes) -> str:
 
 
 def describe(simulated: Simulated) -> str:
-    runs = ", ".join(most(times) for times in simulated.attention["default"] if times is not None)
+    runs = ", ".join(most(times) for times in simulated.attention["default"])
     both = 1e3 * (simulated.forward_seconds + simulated.backward_seconds)
     return f"{runs:<22}{both:>6.2f}"
 

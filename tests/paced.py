@@ -1,4 +1,4 @@
-"""Plans that know their nodes, and what the scheduler thinks of time there."""
+"""Plans for several nodes, with a pace for the scheduler."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Compiled code is kept where there is room, and works without."""
+"""Compiled code is cached if a folder is writable, and works without a cache."""
 
 import importlib
 import os

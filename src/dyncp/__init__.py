@@ -6,7 +6,7 @@
         step = executor.prepare(plan)
         loss = model(local_data, step)        # layers call attention(step, q, k, v)
 
-Planning (masks to plan) needs no torch; the names that do are loaded on first use.
+Planning (masks to plan) works without torch. Names that need torch are imported on first use.
 """
 
 from importlib import import_module

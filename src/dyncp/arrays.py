@@ -1,4 +1,4 @@
-"""Array types of the planning stages, read-only arrays, sorting, and tables ordered by rank."""
+"""Array types of the planning stages, read-only arrays, sorting, and tables by rank."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -18,9 +18,9 @@ Float64 = npt.NDArray[np.float64]
 
 
 def frozen(values: Any, dtype: type[np.generic] = np.int32) -> npt.NDArray[Any]:
-    """A read-only contiguous array: stages pass on read-only arrays.
+    """A read-only contiguous array, which stages pass to each other.
 
-    A writable array of the caller is copied, so that the caller's stays writable.
+    A writable array is copied, so that the caller's own array stays writable.
     """
     array = np.ascontiguousarray(values, dtype=dtype)
     if array is values and array.flags.writeable:
@@ -30,7 +30,7 @@ def frozen(values: Any, dtype: type[np.generic] = np.int32) -> npt.NDArray[Any]:
 
 
 def starts_of(sizes: npt.NDArray[Any]) -> Int64:
-    """Offsets of consecutive pieces and their end: sizes [3, 1, 2] give [0, 3, 4, 6]."""
+    """Offsets of consecutive pieces, and the end: sizes [3, 1, 2] give [0, 3, 4, 6]."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
 
 
@@ -38,9 +38,9 @@ Column = npt.NDArray[Any]
 
 
 def sorted_order(*columns: tuple[Column, int]) -> Int64:
-    """Like `np.lexsort`: the stable order by the last column, ties by the one before it, and so on.
+    """A stable order like `np.lexsort`: by the last column, then by the one before it, and so on.
 
-    Each column comes with its number of keys; its values are in [0, that number).
+    The values of each (column, n) are in [0, n).
     """
     order = np.arange(len(columns[0][0]))
     for keys, num_keys in columns:
@@ -66,7 +66,7 @@ def _sort_pass(order: Int64, keys: Int64, num_keys: int) -> Int64:
 def distinct_pairs(
     major: Column, num_major: int, minor: Column, num_minor: int
 ) -> tuple[Int64, Int64, Int64]:
-    """Distinct (major, minor), ordered, and for every given pair its index among them.
+    """The distinct (major, minor) pairs in order, and for every given pair its index among them.
 
     Majors [1, 0, 1] with minors [5, 7, 5] give [0, 1], [7, 5] and [1, 0, 1].
     """
@@ -85,9 +85,9 @@ Table = TypeVar("Table")
 def split_by_rank(
     table: Callable[..., Table], columns: Sequence[npt.NDArray[Any]], of_rank: Int64
 ) -> list[Table]:
-    """One table per rank, with read-only views: rank r has rows of_rank[r] to of_rank[r + 1].
+    """One table of read-only views per rank: rank r has rows of_rank[r] to of_rank[r + 1].
 
-    Takes ownership of the columns and makes them read-only."""
+    Makes the columns themselves read-only."""
     for column in columns:
         column.flags.writeable = False
     return [
@@ -97,12 +97,12 @@ def split_by_rank(
 
 
 def bounds_of_ranks(rank: Int64 | Int32, num_ranks: int) -> Int64:
-    """Where each rank's rows begin when rows are ordered by rank, and the end."""
+    """Where the rows of each rank begin if rows are ordered by rank, and the end."""
     return starts_of(np.bincount(rank, minlength=num_ranks))
 
 
 def ranges_of(first: Int64, counts: Int64 | Int32) -> Int64:
-    """first[i], first[i]+1, ... (counts[i] numbers) for every i: [5, 0], [2, 1] gives 5, 6, 0."""
+    """For every i, the counts[i] numbers from first[i] on: [5, 0] and [2, 1] give 5, 6, 0."""
     starts = starts_of(counts)
     step = np.arange(starts[-1])
     return step + np.repeat(first - starts[:-1], counts)

@@ -1,18 +1,18 @@
-"""Checks of what users give: a sentence instead of a TypeError somewhere inside; and how many cores
-there are."""
+"""Checks of user input, which raise a ValueError with a clear sentence; and the number of cores."""
 
 import json
 import operator
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-MOST_TOKENS = 2**31 - 1  # of a batch: rows and key ranges are int32
-MOST_RANKS = 2**16  # of a plan; also the most rows that a multiple or an alignment may have
+MOST_TOKENS = 2**31 - 1  # in a batch: rows and key ranges are int32
+MOST_RANKS = 2**16  # in a plan; also the largest multiple or alignment of rows
 
 
 def whole_number(name: str, value: Any, least: int, most: int = MOST_TOKENS) -> int:
-    """`value` as an int; numpy's integers are allowed, bools are not."""
+    """`value` as an int; numpy integers are allowed, bools are not."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -37,8 +37,13 @@ def finite_number(name: str, value: Any) -> float:
     return number
 
 
+def one_of(name: str, value: Any, allowed: Collection[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; choose one of {', '.join(allowed)}")
+
+
 def parse_json(text: str | bytes) -> Any:
-    """What a JSON text says; ValueError also where it is nested too deeply to be read."""
+    """Parses JSON; raises ValueError also if it is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -46,7 +51,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json_file(what: str, path: Path) -> Any:
-    """The contents of a JSON file; ValueError names `what` it is and its path."""
+    """The content of a JSON file. A ValueError names `what` the file is and its path."""
     try:
         return parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -56,12 +61,12 @@ def read_json_file(what: str, path: Path) -> Any:
 
 
 def usable_cores() -> int:
-    """The cores that this process may use."""
+    """Number of cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)  # Linux
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def instance_of(name: str, value: Any, kinds: Any, expected: str) -> None:
-    """Raises ValueError unless `value` is of one of these types, which `expected` names."""
+    """Raises ValueError unless `value` has one of these types; `expected` describes them."""
     if not isinstance(value, kinds):
         raise ValueError(f"{name} is {type(value).__name__}; expected {expected}")

@@ -1,12 +1,12 @@
-"""How loops are compiled.
+"""Decorators that compile loops with numba.
 
-Most of a cold start is compiling. Functions that only other compiled ones call get no wrappers for
-Python and are kept in their callers' caches; dividing by zero gives infinity rather than a check
-and an exception.
+A cold start spends most of its time compiling. To save time, functions that only compiled functions
+call (`inner`) get no Python wrappers and are cached with their callers, and division by zero gives
+infinity without a check.
 
-Compiled code is cached on disk if a folder is writable: next to the code, in the user's cache
-folder, or in NUMBA_CACHE_DIR. Processes that start together take turns: one compiles a function,
-the others wait and load it. Without such a folder every process compiles again.
+Compiled code is cached on disk if one of these folders is writable: next to the code, the user's
+cache folder, or NUMBA_CACHE_DIR. If several processes need the same function, one compiles it, and
+the others wait and load it. Without a writable folder, every process compiles again.
 """
 
 import logging
@@ -28,19 +28,19 @@ logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# Nobody calls compiled functions from C, and wrappers for that would take a tenth of the time.
+# Wrappers for calls from C are not needed and would take a tenth of the compile time.
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 INNER: dict[str, Any] = {"no_cpython_wrapper": True}
-# As long as another process may take for one function with all that it calls.
+# Longest time that another process may take for one function and its callees.
 WAIT_SECONDS = 60.0
 
 
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """For functions that Python calls."""
+    """Decorator for functions that are called from Python."""
     made: Any = _for_any_number(numba.njit(**OPTIONS)(function))
     try:
         made.enable_caching()
-    except (RuntimeError, OSError) as error:  # nowhere to write
+    except (RuntimeError, OSError) as error:  # no writable folder
         _warn_once(str(error))
     else:
         made._cache.save_overload = _saving_where_possible(made._cache.save_overload)
@@ -53,13 +53,13 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
 def _taking_turns(compile_: Callable[..., Any], folder: Path) -> Callable[..., Any]:
     def compile_alone(*arguments: Any) -> Any:
         with _turn(folder):
-            return compile_(*arguments)  # loads what another process has compiled meanwhile
+            return compile_(*arguments)  # loads the code if another process has compiled it
 
     return compile_alone
 
 
 def is_compiled(function: Any) -> bool:
-    """Whether the code of a `compiled` function is on disk; also where it cannot be kept."""
+    """Whether the code of a `compiled` function is on disk. True if it cannot be cached."""
     path = getattr(function._cache, "cache_path", None)
     if path is None:
         return True
@@ -69,15 +69,11 @@ def is_compiled(function: Any) -> bool:
 
 
 def take_task(function: Any, task: str) -> Any:
-    """An open lock file that only one process per task and cache folder gets, to be closed when
-    done; None for the others."""
+    """An open lock file that one process per task and cache folder gets, and closes when done; None
+    for all other processes."""
     path = getattr(function._cache, "cache_path", None)
-    if fcntl is None or path is None:
-        return None
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-        lock = (Path(path) / f"{task}.lock").open("w")
-    except OSError:  # nowhere to write
+    lock = None if path is None else _open_lock(Path(path), task)
+    if lock is None:
         return None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -87,21 +83,27 @@ def take_task(function: Any, task: str) -> Any:
     return lock
 
 
-_turns = threading.RLock()  # compiling a function compiles those that it calls
-_held: list[Path] = []
+def _open_lock(folder: Path, name: str) -> Any:
+    """A lock file in this folder; None without locks or if the folder is not writable."""
+    if fcntl is None:
+        return None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return (folder / f"{name}.lock").open("w")
+    except OSError:
+        return None
+
+
+_turns = threading.RLock()  # reentrant: compiling a function also compiles its callees
+_held: list[Path] = []  # the folder whose lock this process holds
 
 
 @contextmanager
 def _turn(folder: Path) -> Iterator[None]:
     """Holds the folder's compile lock; gives up waiting for it after WAIT_SECONDS."""
     with _turns:
-        if fcntl is None or _held:
-            yield
-            return
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = (folder / "compiling.lock").open("w")
-        except OSError:  # nowhere to write
+        lock = None if _held else _open_lock(folder, "compiling")
+        if lock is None:
             yield
             return
         with lock:
@@ -117,7 +119,7 @@ def _wait_for(lock: Any) -> None:
     end = time.monotonic() + WAIT_SECONDS
     while time.monotonic() < end:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # closing the file ends it
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # closing the file releases it
             return
         except BlockingIOError:
             time.sleep(0.01)
@@ -129,14 +131,15 @@ def _saving_where_possible(save: Callable[..., None]) -> Callable[..., None]:
     def save_or_warn(*arguments: Any) -> None:
         try:
             save(*arguments)
-        except OSError as error:  # a full disk, as a rule
+        except OSError as error:  # usually a full disk
             _warn_once(str(error))
 
     return save_or_warn
 
 
 def _loading_where_possible(cache: Any) -> Callable[..., Any]:
-    """An index of an older version may name classes that are gone: its functions compile again."""
+    """Loads cached code. If the cache names classes of an older version that no longer exist, its
+    functions are compiled again."""
     load = cache.load_overload
 
     def load_or_forget(*arguments: Any) -> Any:
@@ -150,29 +153,29 @@ def _loading_where_possible(cache: Any) -> Callable[..., Any]:
     return load_or_forget
 
 
-_told: list[str] = []
+_warned: list[str] = []
 
 
 def _warn_once(reason: str) -> None:
-    """The reason is the same for every function."""
-    if not _told:
+    """Warns for the first function only: the reason is the same for all."""
+    if not _warned:
         logger.warning(
             "cannot cache compiled code (%s), so every process compiles it again; set "
             "NUMBA_CACHE_DIR to a writable folder",
             reason,
         )
-    _told.append(reason)
+    _warned.append(reason)
 
 
 def inner(function: Callable[P, R]) -> Callable[P, R]:
-    """For functions that only compiled ones call."""
+    """Decorator for functions that only compiled functions call."""
     made: Callable[P, R] = _for_any_number(numba.njit(**OPTIONS, **INNER)(function))
     return made
 
 
 def _for_any_number(made: Any) -> Any:
-    """Compiles once for all integer values; numba would compile again for each literal that a
-    caller writes."""
+    """Compiles once for all integer arguments; by default, numba compiles again for each literal in
+    a caller."""
     template = made.get_call_template
     any_of: Callable[[Any], Any] = numba.types.unliteral
 

@@ -1,4 +1,4 @@
-"""Sequence lengths to plan for: known distributions, and a user's own file."""
+"""Sequence lengths to plan for: samples of known distributions, or lengths read from a file."""
 
 import json
 import re
@@ -29,12 +29,12 @@ LDC_MEDIAN, LDC_SIGMA, LDC_SHORTEST = 3000, 1.3, 256
 LONGALIGN_RANGE = 8192, 65536
 SFT_LONG_SHARE, SFT_SHORT_MEAN, SFT_LONG_RANGE = 0.0011, 1024, (8192, 65536)
 
-# Draws the length of one sequence, of a batch of so many tokens.
+# Draws the length of one sequence, given the number of tokens in the batch.
 Distribution = Callable[[np.random.Generator, int], int]
 
 
 def training_documents(rng: np.random.Generator, _total: int) -> int:
-    """The table above, uniform inside a bin."""
+    """Lengths by the table above, uniform inside each bin."""
     most, share = zip(*DOCUMENT_TOKENS, strict=True)
     row = int(np.searchsorted(share, 100 * rng.random()))
     return int(rng.integers(most[row - 1] + 1 if row else 1, most[row] + 1))
@@ -83,7 +83,7 @@ PLAIN: dict[str, Distribution] = {
     "uniform": uniform(8192),
     "single": single,
 }
-# What may be asked for: `ldc_x` takes any scale, `uniform:` any length (8192 without).
+# Names to choose from: `ldc_x` takes any scale, `uniform:` any length (`uniform` is 8192).
 NAMES = (*PLAIN, "ldc_x0.5", "ldc_x2", "ldc_x4", "uniform:N")
 
 
@@ -107,7 +107,7 @@ def parse_sample(text: str) -> Sample:
 
 
 def find_distribution(name: str) -> Distribution:
-    """The distribution called `name`; raises ValueError that lists the names."""
+    """The distribution called `name`. A ValueError lists the known names."""
     if name in PLAIN:
         return PLAIN[name]
     scale = re.fullmatch(r"ldc_x(\d+(?:\.\d+)?)", name)
@@ -120,7 +120,7 @@ def find_distribution(name: str) -> Distribution:
 
 
 def sample_lengths(name: str, total_tokens: int, seed: int = 0) -> list[int]:
-    """Lengths that add up to `total_tokens`: drawn until they reach it, the last one cut.
+    """Draws lengths until they add up to `total_tokens`, and cuts the last one.
 
     "ldc" with 131,072 tokens and seed 0 starts 3533, 2527, 6898.
     """
@@ -134,9 +134,9 @@ def sample_lengths(name: str, total_tokens: int, seed: int = 0) -> list[int]:
 
 
 def read_lengths(path: str | Path) -> list[int]:
-    """Lengths of a text file with one integer per line, or of a JSON list of integers.
+    """Reads lengths from a text file with one integer per line, or from a JSON list of integers.
 
-    Empty lines are skipped; anything else raises ValueError that says where it stands.
+    Empty lines are skipped. For anything else, a ValueError names the line or entry.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -172,7 +172,7 @@ def _read_json(text: str, path: str | Path) -> list[int]:
 
 
 def _length(value: Any, where: str) -> int:
-    if type(value) is not int or value < 1:  # a bool is an int, but no length
+    if type(value) is not int or value < 1:  # `type`, since a bool is an int, too
         raise ValueError(
             f"lengths file {where}: {value!r} is not a length; lengths must be positive integers"
         )

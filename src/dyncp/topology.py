@@ -1,4 +1,4 @@
-"""The nodes and ranks a plan is made for, the links between them, and clusters by name."""
+"""Topology: the nodes and ranks that a plan is made for, and their links; presets by name."""
 
 import math
 from dataclasses import dataclass, replace
@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dyncp.arrays import Float64, frozen
-from dyncp.checks import MOST_RANKS, finite_number, instance_of, whole_number
+from dyncp.checks import MOST_RANKS, finite_number, instance_of, one_of, whole_number
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """`latency` in seconds per message, `bandwidth` in bytes per second each way.
+    """`latency` in seconds per message, `bandwidth` in bytes per second in each direction.
 
-    Inside a node the bandwidth is that of one rank's port, between nodes that of all of a
-    node's NICs together.
+    The intra-node bandwidth is that of one rank's port. The inter-node bandwidth is that of all
+    NICs of a node together.
     """
 
     latency: float
@@ -32,7 +32,7 @@ class Link:
         return Link(self.latency * latency, self.bandwidth * bandwidth)
 
 
-# Those of a p4de node, see PRESETS.
+# The links of a p4de node, see PRESETS.
 DEFAULT_INTRA = Link(latency=5e-6, bandwidth=240e9)
 DEFAULT_INTER = Link(latency=20e-6, bandwidth=45e9)
 DEFAULT_NICS = 4
@@ -42,13 +42,13 @@ DEFAULT_NICS = 4
 class Topology:
     """Rank r runs on node r // ranks_per_node.
 
-    A node's `nics` share the bandwidth of `inter` evenly, and its ranks are spread over them: 8
-    ranks and 4 NICs make pairs that share one; with 8 NICs every rank has its own.
+    A node's `nics` share the bandwidth of `inter` evenly, and its ranks are spread over them: with
+    8 ranks and 4 NICs, two ranks share a NIC; with 8 NICs, every rank has its own.
     `speeds` are the ranks' compute speeds relative to the profile (empty: all 1.0; 0.5 takes twice
-    as long). With `ordered_phases` a rank's phase starts to travel only when its earlier ones have
-    arrived, separately for intra-node and inter-node messages, as on two NCCL communicators;
-    without, every launched message may travel, and those under way share links evenly, as over
-    gloo.
+    as long). With `ordered_phases`, a phase of a rank starts to travel only when the rank's earlier
+    phases have arrived, separately for intra-node and inter-node messages, as on two NCCL
+    communicators. Without, every launched message may travel, and messages in flight share links
+    evenly, as over gloo.
     """
 
     nodes: int = 1
@@ -81,12 +81,12 @@ class Topology:
 
     @property
     def nic_bandwidth(self) -> float:
-        """Bytes per second of one NIC, each way."""
+        """Bytes per second of one NIC, in each direction."""
         return self.inter.bandwidth / self.nics
 
     @property
     def ranks_per_nic(self) -> int:
-        """Ranks that share a NIC, 1 where there are more NICs than ranks."""
+        """Number of ranks that share a NIC; 1 if there are more NICs than ranks."""
         return max(1, self.ranks_per_node // self.nics)
 
     @property
@@ -99,7 +99,7 @@ class Topology:
         return rank // self.ranks_per_node
 
     def check_ranks(self, num_ranks: int, what: str) -> None:
-        """Raises ValueError unless `what`, made for `num_ranks` ranks, fits."""
+        """Raises ValueError unless this topology has `num_ranks` ranks, like `what`."""
         if num_ranks != self.num_ranks:
             raise ValueError(
                 f"the {what} has {num_ranks} ranks, but Topology(nodes={self.nodes}, "
@@ -108,12 +108,12 @@ class Topology:
             )
 
     def scaled(self, bandwidth: float = 1.0, latency: float = 1.0) -> "Topology":
-        """All links with this many times the bandwidth and the latency."""
+        """This topology with the bandwidth and latency of all links multiplied by these factors."""
         intra, inter = self.intra.scaled(bandwidth, latency), self.inter.scaled(bandwidth, latency)
         return replace(self, intra=intra, inter=inter)
 
     def jittered(self, spread: float, seed: int) -> "Topology":
-        """Every rank slower by a random share below `spread`, which is at least 0 and below 1."""
+        """This topology with every rank slowed down by a random share below `spread`, 0 to 1."""
         if not 0 <= spread < 1:
             raise ValueError(f"spread is {spread}; it must be at least 0 and below 1")
         slower = 1 - spread * np.random.default_rng(seed).random(self.num_ranks)
@@ -132,28 +132,28 @@ def _check_speeds(speeds: tuple[float, ...], num_ranks: int) -> None:
 
 
 # Clusters by name. Bandwidths are vendor figures times the share that large messages are assumed to
-# reach: 0.8 of NVLink, 0.9 of a NIC. Latencies are assumptions. `dyncp calibrate` measures both.
+# achieve: 0.8 for NVLink, 0.9 for a NIC. Latencies are assumptions. `dyncp calibrate` measures
+# both.
 PRESETS = {
-    # 8 × A100-80G. NVSwitch: 600 GB/s per GPU, both ways together. 4 × 100 Gb/s per node, one
-    # for every two GPUs.
+    # 8 × A100-80G. NVSwitch: 600 GB/s per GPU, both directions together. 4 × 100 Gb/s per node, one
+    # NIC for every two GPUs.
     "p4de": Topology(1, 8, DEFAULT_INTRA, DEFAULT_INTER, DEFAULT_NICS),
-    # 8 × H200. NVLink 4: 900 GB/s per GPU, both ways together. One 400 Gb/s NIC per GPU.
+    # 8 × H200. NVLink 4: 900 GB/s per GPU, both directions together. One 400 Gb/s NIC per GPU.
     "h200": Topology(1, 8, Link(5e-6, 360e9), Link(15e-6, 360e9), 8),
-    # 72 × B200 in one NVLink domain, which counts as one node here. NVLink 5: 1.8 TB/s per GPU,
-    # both ways together. One 400 Gb/s NIC per GPU.
+    # 72 × B200 in one NVLink domain, which is one node here. NVLink 5: 1.8 TB/s per GPU, both
+    # directions together. One 400 Gb/s NIC per GPU.
     "gb200_nvl72": Topology(1, 72, Link(5e-6, 720e9), Link(15e-6, 3240e9), 72),
-    # Processes of one node over loopback, 10 Gb/s Ethernet between nodes. Estimates.
+    # Processes that use loopback inside a node, and 10 Gb/s Ethernet between nodes. Estimates.
     "cpu_gloo": Topology(1, 4, Link(100e-6, 1.5e9), Link(150e-6, 1.1e9), 1, ordered_phases=False),
 }
 
 
 def preset(name: str, nodes: int = 1, ranks_per_node: int | None = None) -> Topology:
-    """A cluster of `nodes` nodes; by default with as many ranks as the preset's node has.
+    """A cluster of `nodes` nodes, with the preset's ranks per node by default.
 
-    With fewer ranks than that a node keeps its NICs, and a rank still uses one of them.
+    With fewer ranks, a node keeps all of its NICs, and every rank still uses one of them.
     """
-    if name not in PRESETS:
-        raise ValueError(f"topology preset is {name!r}; choose one of {', '.join(PRESETS)}")
+    one_of("topology preset", name, PRESETS)
     base = PRESETS[name]
     ranks = base.ranks_per_node if ranks_per_node is None else ranks_per_node
     return replace(base, nodes=nodes, ranks_per_node=ranks, name=name)

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from dyncp import AttentionShape, Batch, Topology, masks, plan_batch
-from dyncp.cost import profile, profile_for_device, tell_profile
+from dyncp.cost import profile_for_device, tell_profile
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_a_device_gets_the_profile_of_its_kind(device: str | None, preset: str) 
 
 @pytest.fixture
 def fresh_log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    profile._tell.cache_clear()
+    tell_profile.cache_clear()
     caplog.set_level(logging.INFO, logger="dyncp.cost.profile")
     return caplog
 

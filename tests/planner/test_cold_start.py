@@ -17,14 +17,14 @@ pytestmark = pytest.mark.skipif(
 FIRST_PLAN = """
 import sys, time
 from pathlib import Path
-from dyncp.planner.cold_start import compiling_beside
+from dyncp.planner.cold_start import compile_in_parallel
 
 def children():
     return [pid for task in Path("/proc/self/task").iterdir()
             for pid in (task / "children").read_text().split()]
 
 for _ in range(2):
-    with compiling_beside():
+    with compile_in_parallel():
         print(*children(), flush=True)
         sys.stdin.readline()
     print(*children(), flush=True)

@@ -1,4 +1,4 @@
-"""How much travels in each phase, and which tiles fill the time until it is there."""
+"""How many bytes each phase has, and which tiles run until they arrive."""
 
 import dataclasses
 
@@ -34,12 +34,12 @@ def test_shares_grow_up_to_one_in_the_phases_allowed(load, divisions, least, res
         steps = np.diff(shares, prepend=0)
         assert (steps[: np.argmax(shares == 1) + 1] > 0).all()
         assert (steps >= 0).all()
-        full = steps[: np.argmax(shares == 1)]  # the last one takes what is left
+        full = steps[: np.argmax(shares == 1)]  # the last one takes the rest
         assert (full * travel >= least * (1 - 1e-9)).all()
 
 
 def test_shares_are_what_computation_can_hide():
-    """Local tiles hide half of what travels; what came for division 1 hides the rest."""
+    """Local tiles hide half of the bytes; the tiles of division 1 hide the rest."""
     load = Load(local=2, near=4, far=0, near_travel=4, far_travel=0, result_travel=0)
     near, far = share_phases(load, 4, 0.0, results=False)
     assert (near.tolist(), far.tolist()) == ([0.5, 1], [1, 1])
@@ -53,7 +53,7 @@ def test_with_results_no_phase_has_much_more_than_its_part():
 
 @st.composite
 def fillings(draw):
-    """Tiles of up to 3 ranks: local ones, and those that wait for divisions 1 to 4."""
+    """Tiles of up to 3 ranks: local tiles, and tiles whose inputs arrive for divisions 1 to 4."""
     tiles = draw(st.integers(1, 30))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     waits = rng.random(tiles) < draw(st.sampled_from([0.0, 0.5, 1.0]))
@@ -86,7 +86,7 @@ def test_local_tiles_fill_the_time_until_slow_inputs_arrive(arrival, at_start):
     work = Work(np.zeros(6, np.int64), np.ones(6), use)
     filled = fill(division, slow, work, np.array([arrival]), np.array([1.0]), 1, np.arange(6))
     assert (filled == 0).sum() == at_start == min(int(SAFETY * arrival), 5)
-    assert (filled[1:][filled[1:] > 0] == 2).all()  # behind the slow one, to hide its result
+    assert (filled[1:][filled[1:] > 0] == 2).all()  # after the slow one, to hide its result
 
 
 @pytest.mark.parametrize("direction", list(Direction))

@@ -1,6 +1,6 @@
 """Schedules: divisions, phases and their order."""
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 from hypothesis import HealthCheck, given, settings
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dyncp import AttentionShape, Batch, Topology, masks
 from dyncp.blocks import BlockGraph, Direction, Payload, build_graph
 from dyncp.placement import SOLVERS, Limits, Placement, minimal_bytes
-from dyncp.schedule import Schedule, build_schedule, schedule
+from dyncp.schedule import Schedule, build_schedule
 from paced import FAST_LINKS, SLOW_LINKS, pace_of
 from strategies import masks_of
 
@@ -38,7 +38,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Moved:
-    """A schedule with what it was made from."""
+    """A schedule with the arguments that it was made from."""
 
     graph: BlockGraph
     placement: Placement
@@ -66,7 +66,7 @@ class Moved:
         return node(transfer.source) != node(transfer.target)
 
     def divisions_of(self, rank: int, data: tuple[int, int, int]) -> list[int]:
-        """Those of the rank's tiles that use this block on this side."""
+        """Divisions of the rank's tiles that use this block on this side."""
         side, group, block = data
         tiles = self.graph.tiles["default"]
         used = (tiles.q_block, tiles.k_block)[side] == block
@@ -260,14 +260,3 @@ def test_tiles_that_wait_for_nothing_fill_the_time_until_inputs_arrive():
         division = made.schedule.tile_division
         assert (division[~local] > 0).all()
         assert (division[local] == 0).all() == at_start
-
-
-def test_transfers_are_ordered_alike_where_no_number_has_room_for_them(monkeypatch):
-    def transfers():
-        made = move([masks.causal(99), masks.full(40)], Topology(2, 2), 4, Direction.BACKWARD)
-        return astuple(made.schedule.transfers)
-
-    packed = transfers()
-    monkeypatch.setattr(schedule, "KEY_BITS", 0)
-    for one, other in zip(packed, transfers(), strict=True):
-        np.testing.assert_array_equal(one, other)

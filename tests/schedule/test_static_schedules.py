@@ -1,4 +1,4 @@
-"""Static methods move what their originals move, and give exact results."""
+"""Static methods move the same bytes as the original systems, and give exact results."""
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -228,7 +228,7 @@ def test_relays_between_nodes_are_spread_over_their_ranks():
 
 def test_passing_on_waits_for_what_arrives_also_without_tiles():
     """Rank 0 of a causal contiguous ring computes its own chunk only. Phases of KV are 0 1 3 of
-    dKV 2 4: launch 4 passes on what came in 2, into the block that came in 1."""
+    dKV 2 4: launch 4 passes on the gradients received in 2, for the block received in 1."""
     solver, batch = find_solver("ring"), Batch.of([masks.causal(12)])
     shape, config = AttentionShape(2, 1, 3, "fp64"), PlannerConfig(layout=Layout(4))
     plan = plan_with(solver, batch, Topology(1, 3), shape, config)

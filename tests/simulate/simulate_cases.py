@@ -14,9 +14,7 @@ from dyncp.cost import CostModel, Profile, find_profile
 from dyncp.placement import Limits, Placement, find_solver, measure_balance
 from dyncp.plan import Layout, Op, Plan, assemble_plan
 from dyncp.schedule import Schedule, build_schedule
-from dyncp.simulate import AttentionTimes
-from dyncp.simulate.flow import Flow, FlowMessages, Programs
-from dyncp.simulate.results import run_flow
+from dyncp.simulate import AttentionTimes, Flow, FlowMessages, Programs, run_flow
 from dyncp.topology import Link, Topology, preset
 
 SOLVERS = ("owner_computes", "zigzag", "random")
@@ -92,7 +90,7 @@ def run_by_hand(
     slowdown: float = 1.0,
 ) -> AttentionTimes:
     """Simulates programs and messages that a test wrote down; `host` seconds per instruction, and
-    computing `slowdown` times longer beside messages."""
+    computing `slowdown` times longer while messages are in flight."""
     steps = [step for program in programs for step in program]
     first = np.cumsum([0, *map(len, programs)])
     op, argument = (np.array([int(s[i]) for s in steps], np.int64) for i in (0, 1))

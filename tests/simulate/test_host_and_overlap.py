@@ -1,5 +1,5 @@
-"""Instructions wait for the host, and computing takes longer beside messages: on paper, and as
-bounds."""
+"""Instructions wait for the host, and computing takes longer while messages are in flight: worked
+out by hand, and as bounds."""
 
 from dataclasses import replace
 
@@ -66,7 +66,7 @@ def test_a_message_that_sets_out_later_slows_what_is_left(two: Topology) -> None
         [(LAUNCH, 0, 0.0), (COMPUTE, 0, 10.0), (WAIT, 0, 0.0)],
     ]
     times = run_by_hand(programs, MESSAGE, two, slowdown=1.25)
-    # At 6 there are 4 s left; 5 s beside the message do as much as 4 s alone.
+    # At 6 there are 4 s left; 5 s during the message do as much as 4 s without it.
     assert times.rank_compute_seconds[1] == pytest.approx(11)
     assert times.seconds == pytest.approx(11)
 

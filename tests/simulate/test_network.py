@@ -1,4 +1,4 @@
-"""Messages written by hand take the seconds that one can work out on paper."""
+"""Messages written by hand take the seconds that can be worked out on paper."""
 
 from dataclasses import replace
 from typing import Any
@@ -204,7 +204,7 @@ def test_ports_that_are_shared_carry_what_they_can(
 
 
 def ports_of(source: int, target: int, topology: Topology) -> tuple[int, int]:
-    """Ports out of all ranks, then those into them, then NICs the same way."""
+    """Outbound ports of all ranks, then inbound ones, then the same for NICs."""
     ranks, per_node, nics = topology.num_ranks, topology.ranks_per_node, topology.nics
     if source // per_node == target // per_node:
         return source, ranks + target

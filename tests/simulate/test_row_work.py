@@ -1,5 +1,5 @@
-"""Kernel calls with their rows, and the bytes that layers read and write beside their kernels: by
-hand, and against the contributions of plans."""
+"""Rows of kernel calls, and the bytes of row work: worked out by hand, and compared with the
+contributions of plans."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -11,13 +11,13 @@ from dyncp import AttentionShape, Batch, PlannerConfig, masks, plan_batch
 from dyncp.blocks import Direction, Payload, Tiles, bytes_per_token
 from dyncp.cost import CostModel, find_profile
 from dyncp.plan import Space, StyledProgram
-from dyncp.simulate.flow import layer_of_plan
-from dyncp.simulate.layer import (
+from dyncp.simulate import (
     Layer,
     RowCosts,
     Sent,
     call_work,
     count_row_bytes,
+    layer_of_plan,
     more_seconds,
 )
 from dyncp.topology import preset
@@ -36,8 +36,8 @@ Payloads = list[tuple[int, int, int, Payload, int]]  # phase, source, target, ki
 def make_layer(
     direction: Direction, tokens: int, called: Called, sent: Payloads, cost: CostModel
 ) -> Layer:
-    """Ranks 0 and 1 own a block of so many tokens each. Two divisions: cells 0 and 1 are those of
-    rank 0, 2 and 3 those of rank 1."""
+    """Ranks 0 and 1 own a block of `tokens` tokens each. There are two divisions: cells 0 and 1
+    belong to rank 0, cells 2 and 3 to rank 1."""
     cell, q_block, k_block = np.array(called, np.int64).reshape(-1, 3).T
     phase, source, target, kind, block = np.array(sent, np.int64).reshape(-1, 5).T
     pairs, side = np.full(len(cell), tokens**2), np.full(len(cell), tokens)
@@ -83,7 +83,7 @@ def test_rows_cost_keys_and_a_call_is_no_shorter_than_its_longest(direction: Dir
 
     rows = more(row_forward=100.0, row_backward=100.0)
     assert rows == pytest.approx([seconds(100 * 128 * 128), 0, seconds(100 * 128 * 64), 0])
-    # 128 and 64 rows of kernel tiles on 2 lanes: half a row of two lanes stands idle at the end.
+    # 128 and 64 rows of kernel tiles on 2 lanes: half a row of two lanes is idle at the end.
     work = [32 * 3 * 256 * 256, 32 * 256 * 256]
     idle = more(lanes=2)
     assert idle == pytest.approx([seconds(work[0] / 128), 0, seconds(work[1] / 64), 0])
@@ -112,7 +112,8 @@ ATTENDED = [(0, 0, 0), (2, 1, 1), (3, 1, 0)]  # rank 1: its own keys, then those
 def test_keys_that_travel_are_packed_at_the_start_and_unpacked_when_they_arrive() -> None:
     """Rank 1 attends its own keys in division 0 and those of rank 0 in division 1."""
     found = moved(Direction.FORWARD, ATTENDED, KEYS)
-    assert found.start.tolist() == [2 * 10 * KV, 2 * 10 * KV]  # packed; copied beside the slot
+    # Packed; copied to the workspace with the slot.
+    assert found.start.tolist() == [2 * 10 * KV, 2 * 10 * KV]
     assert found.wait.tolist() == [[0, 0], [2 * 10 * KV, 0]]
     assert not found.launch.any()
     # Two partial outputs are read and one is written; rank 0 has one, which is final.

@@ -24,7 +24,6 @@ from dyncp.simulate import (
     simulate_schedules,
     trace,
 )
-from dyncp.simulate.flow import flow_of_plan, flow_of_schedule
 from dyncp.topology import Topology, preset
 from strategies import ALWAYS_THERE
 
@@ -38,13 +37,9 @@ def run(case: Case, direction: Direction, topology: Topology | None = None) -> A
 
 
 def assert_same_flow(case: Case) -> None:
-    plan = case.plan()
+    planned = simulate_plan(case.plan(), case.topology, case.cost).attention["default"]
     for direction in Direction:
-        schedule = case.schedules["default"][direction]
-        given_flow = flow_of_schedule(
-            case.graph, case.placement, "default", schedule, direction, case.cost
-        )
-        expected = flow_of_plan(plan, "default", direction, case.cost)
+        given_flow, expected = run(case, direction).flow, planned[direction].flow
         for column in ("op", "argument", "first"):
             a, b = getattr(given_flow.programs, column), getattr(expected.programs, column)
             assert a.tolist() == b.tolist()

@@ -1,4 +1,4 @@
-"""Seconds for tiles, copies and the per-token work outside attention."""
+"""Seconds of tiles, kernel calls, copies, and per-token work outside attention."""
 
 from dyncp.cost.cost_model import BACKWARD_FLOPS, CostModel
 from dyncp.cost.profile import (

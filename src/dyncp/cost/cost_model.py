@@ -11,7 +11,7 @@ from dyncp.arrays import Float64, Int64
 from dyncp.blocks import AttentionShape, BlockGraph, Direction, HeadGroup
 from dyncp.cost.profile import Profile
 
-# Forward multiplies q·kᵀ and p·v; backward does q·kᵀ again and dO·vᵀ, pᵀ·dO, dS·k, dSᵀ·q.
+# Forward computes q·kᵀ and p·v. Backward computes q·kᵀ again, dO·vᵀ, pᵀ·dO, dS·k and dSᵀ·q.
 FORWARD_PRODUCTS = 2
 BACKWARD_FLOPS = 2.5
 Numbers = npt.NDArray[Any]
@@ -19,18 +19,19 @@ Numbers = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Prices the attention of `shape` with the rates of `profile`. `graphs`: whether plans are
-    replayed as CUDA graphs, which removes most of the host's work."""
+    """Prices the attention of `shape` with the rates of `profile`. `graphs` says whether plans are
+    replayed as CUDA graphs, which removes most of the host time."""
 
     profile: Profile
     shape: AttentionShape
     graphs: bool = True
 
     def kernel_area(self, pairs: Numbers, rows: Numbers, keys: Numbers) -> Float64:
-        """Pairs that the kernel computes, including masked ones in partial tiles.
+        """Pairs that the kernel computes, including masked pairs in partial kernel tiles.
 
-        Keys come in whole kernel tiles of side t; rows share theirs with neighbours. Every row ends
-        somewhere inside a kernel tile, half a tile on average, unless everything is allowed:
+        Keys are padded to whole kernel tiles of side t; the last rows of a block share their kernel
+        tiles with the next block. Unless all pairs are allowed, every row ends inside a kernel
+        tile, which wastes half a tile on average:
 
             area = min(rows × K, pairs × K / keys + rows × t / 2),  K = keys rounded up to t
 
@@ -44,11 +45,12 @@ class CostModel:
         return area
 
     def edge_area(self, pairs: Numbers, rows: Numbers, keys: Numbers) -> Float64:
-        """The part of `kernel_area` in kernel tiles that are not full.
+        """The part of `kernel_area` in partial kernel tiles.
 
-        An edge of the mask runs through one kernel tile per row, and so does the end of keys that
-        are no multiple of t; the end of such rows runs through all that the last rows attend.
-        A causal 1024 × 1024 block with t = 128 has 8 such tiles, 131,072.
+        An edge of the mask makes one kernel tile per row of kernel tiles partial, and so do keys
+        whose number is not a multiple of t. If the number of rows is not a multiple of t, all
+        kernel tiles of the last row are partial. A causal 1024 × 1024 block with t = 128 has 8
+        partial kernel tiles, an area of 131,072.
         """
         side = self.profile.kernel_tile
         area = self.kernel_area(pairs, rows, keys)
@@ -83,10 +85,11 @@ class CostModel:
     def work_seconds(
         self, area: Numbers, edge: Numbers, rows: Numbers, longest: Numbers, direction: Direction
     ) -> Float64:
-        """Seconds of kernel calls (`CallWork`), their overhead left out.
+        """Seconds of kernel calls without call overhead; `CallWork` describes the arguments.
 
-        `lanes` rows of kernel tiles run at once; each has a fixed cost, expressed in keys. At the
-        end lanes are idle for half a row on average; no call is shorter than its longest row."""
+        `lanes` rows of kernel tiles run at once, and each has a fixed cost, given in keys. At the
+        end of a call, lanes are idle for half a row on average. No call is shorter than its longest
+        row."""
         lanes, side, row = self.profile.lanes, self.profile.kernel_tile, self.row_keys(direction)
         work = area + (self.edge_factor(direction) - 1) * edge + row * side * rows
         spread = work * (1 + lanes / (2 * np.maximum(rows, 1)))
@@ -99,9 +102,9 @@ class CostModel:
         return float(self.flops(area, heads, direction) / self.attention_rate(direction))
 
     def division_seconds(self, rows: float, direction: Direction) -> float:
-        """What one more division costs a rank with `rows` rows, approximately: a kernel call that
-        meets them once more, a launch that unpacks, the gap before the call, and forward one more
-        contribution to merge."""
+        """Approximate seconds that one more division costs a rank with `rows` rows: a kernel call
+        that touches the rows again, a launch that unpacks, the gap before the call and, forward,
+        one more contribution to merge."""
         profile, moved = self.profile, 0.0
         if self.knows_launches:
             width = RowBytes.of(self.shape, self.shape.head_groups(1))
@@ -112,9 +115,9 @@ class CostModel:
         return profile.call_seconds + again + moved
 
     def least_row_seconds(self, direction: Direction) -> float:
-        """Least seconds of row work per local row, without launches. Backward, row sums come from
-        out and dout, and accumulators are cleared and rounded to dq, dk and dv; forward, outputs
-        may be written directly."""
+        """Lower bound on the seconds of row work per local row, without launches. Backward reads
+        out and dout for row sums, clears accumulators, and rounds them to dq, dk and dv. Forward is
+        0, since kernels may write outputs directly."""
         if direction is Direction.FORWARD or not self.knows_launches:
             return 0.0
         width = RowBytes.of(self.shape, self.shape.head_groups(1))
@@ -123,15 +126,16 @@ class CostModel:
 
     @property
     def knows_launches(self) -> bool:
-        """Whether the profile has the time of row work and launches."""
+        """Whether the profile prices row work and launches."""
         return self.profile.launch_seconds > 0
 
     @property
     def host_seconds(self) -> float:
-        """What the host needs to issue one instruction."""
+        """Seconds that the host takes to issue one instruction."""
         return self.profile.host_seconds if self.graphs else self.profile.host_seconds_eager
 
     def knows_rows(self, direction: Direction) -> bool:
+        """Whether the profile prices rows of kernel tiles."""
         return self.profile.lanes > 0 or self.row_keys(direction) > 0
 
     def row_keys(self, direction: Direction) -> float:
@@ -140,7 +144,7 @@ class CostModel:
         return self.profile.row_backward if backward else self.profile.row_forward
 
     def edge_factor(self, direction: Direction) -> float:
-        """Seconds of a kernel tile that is not full over those of one that is."""
+        """Seconds of a partial kernel tile over seconds of a full one."""
         backward = direction is Direction.BACKWARD
         return self.profile.edge_backward if backward else self.profile.edge_forward
 
@@ -167,7 +171,7 @@ class CostModel:
     def groups_for(
         self, planned: AttentionShape, groups: tuple[HeadGroup, ...]
     ) -> tuple[HeadGroup, ...]:
-        """Head groups of a plan made for shape `planned` when it runs with this shape."""
+        """Head groups of a plan for shape `planned`, if it runs with this cost model's shape."""
         if not planned.exact:
             return self.shape.head_groups(1)
         if self.shape.kv_heads != planned.kv_heads:
@@ -179,8 +183,8 @@ class CostModel:
 
 
 class RowBytes(NamedTuple):
-    """Bytes of one token's row, int64[head groups] each: of queries, of keys and values, and of
-    their accumulators (`wide`); `per_head` of log-sum-exps or row sums."""
+    """Bytes of one token's row, int64[head groups] each: queries, keys and values, their
+    accumulators (`wide`), and log-sum-exps or row sums (`per_head`)."""
 
     q: Int64
     kv: Int64

@@ -1,6 +1,6 @@
-"""What prices depend on: Profile has the rates of one kind of machine (presets, the preset of a
-device, profile files), ModelConfig the per-token work of a Transformer outside attention (also from
-a config.json)."""
+"""The inputs of the cost model. Profile: the rates of one kind of machine, from presets, device
+names or files. ModelConfig: the sizes of a Transformer, which give its per-token work outside
+attention."""
 
 import json
 import logging
@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from dyncp.blocks import AttentionShape, Direction
-from dyncp.checks import read_json_file, whole_number
+from dyncp.checks import one_of, read_json_file, whole_number
 from dyncp.topology import Link, Topology, preset
 
 FORMAT = "dyncp-profile-1"
-DEFAULT_PROFILE = "p4de"  # for plans without a known device
+DEFAULT_PROFILE = "p4de"  # if the device is unknown
 CPU = "cpu"
 # Parts of torch's device names, and the preset for each.
 PRESETS_BY_DEVICE = (
@@ -45,19 +45,19 @@ class Profile:
       tiles; `kernel_tile` is the side of these in rows.
     - `call_seconds`: overhead of a kernel call on top of its tiles.
     - `dense`: FLOP/s of the linear layers.
-    - `copy`: bytes per second of packing and unpacking; a byte read and written counts once.
+    - `copy`: bytes per second of packing and unpacking; a byte read and written is counted once.
     - `intra`, `inter`, `nics`, `ordered_phases`: as in `Topology`.
     - `overlap_slowdown`: how many times longer attention takes while messages are in flight.
-    - `edge_forward`, `edge_backward`: how many times longer a partial kernel tile takes, one with
-      an edge of the mask or the end of a block in it.
+    - `edge_forward`, `edge_backward`: how many times longer a partial kernel tile takes, which
+      contains an edge of the mask or the end of a block.
     - `row_forward`, `row_backward`: fixed cost of every row of kernel tiles in a call (backward:
-      column), in keys; `lanes` is how many rows run at once, one per processor.
-    - `launch_seconds`: gap between consecutive kernels. At 0, only attention kernels and message
-      copies are priced (see `RowCosts`).
+      column), in keys; `lanes` is the number of rows that run at once, one per processor.
+    - `launch_seconds`: gap between consecutive kernels. If it is 0, only attention kernels and
+      message copies are priced (see `RowCosts`).
     - `host_seconds`, `host_seconds_eager`: host time to issue one instruction, with CUDA graphs
       and without.
 
-    The defaults price none of the last four groups.
+    The defaults leave the last four groups out.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Profile:
     def topology(
         self, nodes: int = 1, ranks_per_node: int | None = None, speeds: Speeds = ()
     ) -> Topology:
-        """A cluster of such nodes, with another number of ranks in each if given."""
+        """A cluster of such nodes; `ranks_per_node` overrides the profile's."""
         ranks = self.ranks_per_node if ranks_per_node is None else ranks_per_node
         links = self.intra, self.inter, self.nics
         return Topology(nodes, ranks, *links, speeds, self.ordered_phases, self.name)
@@ -112,22 +112,22 @@ def _profile(
 
 
 def _with_launches(profile: Profile) -> Profile:
-    """Estimates after an H200: consecutive kernels of a graph are 1.5 µs apart; replaying the graph
-    of an attention call took the host 17 to 71 µs, so an instruction gets 15; launched from Python,
-    calls of 15 to 60 instructions took it 2 to 8 ms."""
+    """The profile with launch and host times estimated from an H200: consecutive kernels of a graph
+    are 1.5 µs apart. Replaying the graph of an attention call took the host 17 to 71 µs, so an
+    instruction takes 15. Launched from Python, calls of 15 to 60 instructions took 2 to 8 ms."""
     return replace(profile, launch_seconds=1.5e-6, host_seconds=15e-6, host_seconds_eager=120e-6)
 
 
-# Copying reads and writes: about 0.4 of the memory's vendor figure.
+# Copying both reads and writes: about 0.4 of the vendor's memory bandwidth.
 PROFILES = {
     profile.name: profile
     for profile in (
-        # Estimates: 0.6 and 0.5 of the 312 TFLOP/s vendor figure for attention, 0.65 for linear
-        # layers; 2.0 TB/s memory.
+        # Estimates: 0.6 and 0.5 of the vendor's 312 TFLOP/s for attention, 0.65 for linear layers;
+        # 2.0 TB/s memory.
         _profile("p4de", (190e12, 150e12), 200e12, 0.8e12, 20e-6, 128),
-        # What `dyncp calibrate --kernel flash4:fast` measured on one H200, rounded. Linear layers:
-        # an estimate below the 803 TFLOP/s measured for one large matrix product. Host time: that
-        # of a fast host; inside a model it runs ahead of the GPU.
+        # Measured by `dyncp calibrate --kernel flash4:fast` on one H200, rounded. Linear layers: an
+        # estimate below the 803 TFLOP/s measured for one large matrix product. Host time: a fast
+        # host, which runs ahead of the GPU inside a model.
         replace(
             _with_launches(_profile("h200", (845e12, 713e12), 650e12, 1.35e12, 0.0, 128)),
             edge_forward=1.21,
@@ -138,7 +138,7 @@ PROFILES = {
             launch_seconds=0.25e-6,
             overlap_slowdown=1.07,
         ),
-        # Estimates: the H200's shares of the vendor figure (989 TFLOP/s), applied to 2,500; 8 TB/s.
+        # Estimates: the H200's shares of its vendor's 989 TFLOP/s, applied to 2,500; 8 TB/s memory.
         _with_launches(_profile("gb200_nvl72", (1400e12, 1100e12), 1600e12, 3.2e12, 4e-6, 128)),
         # Estimates for one core of a server CPU in fp32.
         _profile("cpu_gloo", (50e9, 40e9), 60e9, 4e9, 100e-6, 32),
@@ -147,20 +147,21 @@ PROFILES = {
 
 
 def find_profile(name: str) -> Profile:
-    if name not in PROFILES:
-        raise ValueError(f"profile is {name!r}; choose one of {', '.join(PROFILES)}")
+    one_of("profile", name, PROFILES)
     return PROFILES[name]
 
 
 def profile_for_device(device: str | None) -> Profile:
-    """The preset for a device: a GPU's name ("NVIDIA H200"), "cpu", or None where none is known.
-    GPUs without a preset of their own get that of `DEFAULT_PROFILE`, as None does."""
+    """The preset for a device: a GPU's name ("NVIDIA H200"), "cpu", or None if it is unknown. None
+    and GPUs without a preset get `DEFAULT_PROFILE`."""
     return find_profile(_preset_of(device) or DEFAULT_PROFILE)
 
 
+@cache
 def tell_profile(device: str | None, change: str) -> None:
-    """Logs, once in a process, which profile a device gets, why, and how to `change` that."""
-    _tell(f"planning for {profile_for_device(device).name}: {_reason(device)}; {change}")
+    """Logs, once per process, which profile a device gets, why, and how to `change` that."""
+    name = profile_for_device(device).name
+    logger.info("planning for %s: %s; %s", name, _reason(device), change)
 
 
 def _preset_of(device: str | None) -> str | None:
@@ -177,11 +178,6 @@ def _reason(device: str | None) -> str:
     return f"the device is {device}" + ("" if _preset_of(device) else ", which has no preset")
 
 
-@cache
-def _tell(text: str) -> None:
-    logger.info(text)
-
-
 def save_profile(profile: Profile, path: str | Path) -> None:
     text = json.dumps({"format": FORMAT} | asdict(profile), indent=2)
     try:
@@ -191,7 +187,7 @@ def save_profile(profile: Profile, path: str | Path) -> None:
 
 
 def load_profile(path: str | Path) -> Profile:
-    """The profile of `save_profile`; raises ValueError that names the file and the field."""
+    """Loads a file of `save_profile`. A ValueError names the file and the wrong field."""
     entries = read_json_file("profile", Path(path))
     try:
         if not isinstance(entries, dict) or entries.pop("format", None) != FORMAT:
@@ -217,7 +213,7 @@ _TYPES: dict[type, tuple[str, tuple[type, ...]]] = {
 
 
 def _check_fields(kind: type[Profile] | type[Link], entries: dict[str, Any], prefix: str) -> None:
-    """Raises ValueError for fields that are unknown, missing or of another type."""
+    """Raises ValueError for fields that are unknown, missing or of the wrong type."""
     known = {field.name: field for field in fields(kind)}
     for name in entries:
         if name not in known:
@@ -235,9 +231,9 @@ def _check_fields(kind: type[Profile] | type[Link], entries: dict[str, Any], pre
 class ModelConfig:
     """Sizes of a decoder. `mlp_matrices` is 3 for gated MLPs and 2 for plain ones.
 
-    `ffn` is the hidden size of the MLP that a token passes through in a layer: for mixtures of
-    experts the sum over its experts, the shared ones included. `experts` is what the router chooses
-    from (0: no router).
+    `ffn` is the hidden size of the MLP that a token passes through in a layer; in a mixture of
+    experts, the sum over the token's experts, shared ones included. `experts` is the number of
+    experts that the router chooses from (0: no router).
     """
 
     hidden: int
@@ -267,7 +263,7 @@ class ModelConfig:
     def flops_per_token(self, direction: Direction) -> float:
         """FLOPs of the linear layers and the output head; backward takes twice as many.
 
-        The embedding is a lookup, and norms and activations are left out: Llama-3-8B has 8.03e9
+        The embedding is a lookup, and norms and activations are not counted: Llama-3-8B has 8.03e9
         weights, of which 0.53e9 are embeddings, so a token takes 2 × 7.50e9 FLOPs forward.
         """
         forward = 2.0 * (self.layers * self.layer_weights + self.hidden * self.vocab)
@@ -277,7 +273,7 @@ class ModelConfig:
         return self.flops_per_token(direction) / profile.dense
 
     def divided(self, parts: int) -> "ModelConfig":
-        """What one of `parts` tensor-parallel ranks computes: its share of heads, MLP and
+        """Sizes for one of `parts` tensor-parallel ranks: its share of heads, MLP and
         vocabulary."""
         shape = self.attention_shape().divided(parts)
         ffn, vocab = -(-self.ffn // parts), -(-self.vocab // parts)
@@ -298,13 +294,13 @@ def find_model(name: str) -> ModelConfig:
     return MODELS[name]
 
 
-# What a size is called in different model families, the usual name first.
+# Names of each size in different model families, the most common first.
 HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model")
 LAYERS_KEYS = ("num_hidden_layers", "n_layer", "num_layers")
 HEADS_KEYS = ("num_attention_heads", "n_head", "num_heads")
 FFN_KEYS = ("intermediate_size", "n_inner", "ffn_dim")
 EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
-# Families whose MLP is two plain matrices.
+# Families whose MLP has two matrices, without a gate.
 PLAIN_MLP = {
     "bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "opt", "phi",
     "starcoder2",
@@ -312,10 +308,10 @@ PLAIN_MLP = {
 
 
 def from_transformers_config(source: str | Path | Mapping[str, Any]) -> ModelConfig:
-    """Sizes from a config.json (its path, its folder, or its content).
+    """Reads sizes from a config.json, given as its path, its folder, or its content.
 
-    A mixture of experts counts the experts that one token is routed to, in every layer.
-    Tied embeddings change memory, not FLOPs.
+    In a mixture of experts, every layer has the experts that one token is routed to. Tied
+    embeddings change memory, not FLOPs.
     """
     config = source if isinstance(source, Mapping) else _read_config(Path(source))
     if not any(key in config for key in HIDDEN_KEYS) and "text_config" in config:

@@ -1,4 +1,4 @@
-"""Chains the planning stages."""
+"""Plans a batch: chains the planning stages and searches for the shortest simulated step."""
 
 from dyncp.planner.choice import Choice
 from dyncp.planner.config import AUTO, EFFORTS, OBJECTIVES, PlannerConfig

@@ -1,57 +1,56 @@
-"""Choice: the best candidate, and what it was chosen from."""
+"""Choice: the best candidate and the candidates it was chosen from; which candidates are tried."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dyncp.arrays import Int64
 from dyncp.placement import Limits, Solver, find_solver
-from dyncp.planner.task import Candidate, Cut, Task
+from dyncp.planner.task import Candidate, Task
 from dyncp.simulate import Simulated
 
 # Shares of the compute tolerance that `owner_computes` is tried with.
 TIGHTER = (1.0, 0.5)
-# Tolerances (compute, tokens) tried besides where none are asked for: imbalance can be cheaper than
+# Further tolerances (compute, tokens) if no limits are requested: imbalance can be cheaper than
 # bytes.
 LOOSE = (0.2, 0.4)
-# Where moves start besides the best placement: sequences cut less, tiles on any rank.
+# Placements that moves start from, in addition to the best one: sequences cut less, tiles on any
+# rank.
 FEW_STARTS = (("owner_computes", Limits(1.0, 2.0)), ("bisection", Limits(*LOOSE)))
 MORE_STARTS = (("owner_computes", Limits(0.1, 0.2)), ("owner_computes_fine", Limits(*LOOSE)))
 OTHER_STARTS = {"fast": FEW_STARTS, "quality": FEW_STARTS + MORE_STARTS}
-# Token tolerances that are tried when tokens cost time: the fullest rank sets that of all per-token
-# work.
+# Token tolerances to try with a model: the fullest rank sets the time of all per-token work.
 TOKENS = {"fast": (0.01, 0.005), "quality": (0.05, 0.02, 0.01, 0.005, 0.0025)}
 
-# Tried where limits are missed or cost much: smaller blocks, and tiles that may run anywhere.
+# Tried if limits are missed or cost much: smaller blocks, and tiles that may run anywhere.
 WAYS_TO_KEEP_LIMITS = ("owner_computes_fine", "bisection_quality")
 
 
-def dynamic_candidates(task: Task) -> Iterator[tuple[str, Solver, Limits, Cut | None]]:
-    """Name, solver, limits and cut of dynamic candidates, the most promising first."""
+def dynamic_candidates(task: Task) -> Iterator[tuple[str, Solver, Limits]]:
+    """Name, solver and limits of dynamic candidates, the most promising first."""
     config = task.config
     solver = find_solver("owner_computes" if task.model is None else "owner_computes_fine")
     for limits in dict.fromkeys(_tolerances(task)):
-        yield f"{solver.name} within {describe_limits(limits)}", solver, limits, None
+        yield f"{solver.name} within {describe_limits(limits)}", solver, limits
     if config.effort == "fast":
         return
-    name, limits = "bisection_quality", Limits(*config.limits.tolerances)
-    yield name, find_solver(name), limits, None
+    solver, limits = find_solver("bisection_quality"), Limits(*config.limits.tolerances)
+    yield solver.name, solver, limits
     if config.head_groups is None:
         for groups in head_group_counts(task)[1:]:
-            cut = Cut(config.block_size, groups)
-            yield f"{name} with {groups} head groups", find_solver(name), limits, cut
+            name = f"{solver.name} with {groups} head groups"
+            yield name, replace(solver, head_groups=groups), limits
 
 
 def _tolerances(task: Task) -> Iterator[Limits]:
-    """Tolerances that `owner_computes` is tried with: looser than usual where none are asked for,
-    which is the best most often, and tighter."""
-    asked, effort = task.config.limits, task.config.effort
-    compute, tokens = asked.tolerances.tolist()
-    free = asked.compute_tolerance is None
+    """Tolerances that `owner_computes` is tried with. If none are requested, the loose ones come
+    first, since they are best most often."""
+    requested, effort = task.config.limits, task.config.effort
+    compute, tokens = requested.tolerances.tolist()
+    free = requested.compute_tolerance is None
     if task.model is None:
         if free:
-            yield Limits(LOOSE[0], LOOSE[1] if asked.token_tolerance is None else tokens)
+            yield Limits(LOOSE[0], LOOSE[1] if requested.token_tolerance is None else tokens)
         yield from (Limits(share * compute, tokens) for share in TIGHTER)
         return
     for most in TOKENS[effort]:
@@ -60,18 +59,20 @@ def _tolerances(task: Task) -> Iterator[Limits]:
         yield Limits(LOOSE[0], min(tokens, TOKENS[effort][-1]))
 
 
-def other_starts(task: Task) -> Iterator[tuple[str, Limits, Cut | None]]:
-    """Solvers, with limits and cuts, from whose placements moves start besides the best one's."""
+def other_starts(task: Task) -> Iterator[tuple[Solver, Limits]]:
+    """Solvers and limits whose placements moves start from, in addition to the best one."""
     if task.config.limits.compute_tolerance is not None:
-        yield from ((name, task.config.limits, None) for name in WAYS_TO_KEEP_LIMITS)
+        yield from ((find_solver(name), task.config.limits) for name in WAYS_TO_KEEP_LIMITS)
         return
-    yield from ((name, limits, None) for name, limits in OTHER_STARTS[task.config.effort])
-    # Sequences that stay whole need no borders of blocks, which cost kernel tiles.
-    yield "uncut", Limits(), Cut(max(task.batch.lengths), task.config.head_groups or 1)
+    for name, limits in OTHER_STARTS[task.config.effort]:
+        yield find_solver(name), limits
+    # Whole sequences have no block borders, which cost kernel tiles.
+    whole = replace(find_solver("uncut"), block_sizes=lambda lengths, _: np.array(lengths))
+    yield whole, Limits()
 
 
 def head_group_counts(task: Task) -> list[int]:
-    """Into how many groups the kv heads can be split."""
+    """Possible numbers of head groups: the divisors of the number of kv heads."""
     if not task.shape.exact:
         return [1]
     return [n for n in range(1, task.shape.kv_heads + 1) if task.shape.kv_heads % n == 0]
@@ -82,18 +83,18 @@ def describe_limits(limits: Limits) -> str:
     return ", ".join(f"{what} {share:.3g}" for what, share in named.items() if share is not None)
 
 
-def count_tiles(task: Task, solver: Solver, sizes: Int64) -> int:
-    """Tiles of a batch that a solver cuts into blocks of these sizes, if all masks were causal."""
+def count_tiles(task: Task, solver: Solver) -> int:
+    """Number of tiles that a solver cuts the batch into, if all masks were causal."""
     lengths = np.asarray(task.batch.lengths, np.int64)
-    blocks = -(-lengths // np.maximum(sizes, 1))
+    blocks = -(-lengths // np.maximum(task.block_sizes(solver), 1))
     groups = solver.head_groups or task.config.head_groups or 1
     return int((blocks * (blocks + 1) // 2).sum()) * groups * len(task.batch.masks)
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A candidate: seconds of its simulated step, or (pruned) a lower bound; `missed` says by how
-    much it misses the requested limits. Those `left_out` were skipped."""
+    """A candidate with the seconds of its simulated step or, if `pruned`, a lower bound on them.
+    `missed` is how far it misses the requested limits. Candidates `left_out` were not placed."""
 
     name: str
     seconds: float
@@ -104,7 +105,7 @@ class Tried:
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """The best candidate, and all that it was chosen from."""
+    """The best candidate, and all candidates it was chosen from."""
 
     candidate: Candidate
     tried: tuple[Tried, ...]
@@ -112,11 +113,6 @@ class Choice:
     @property
     def simulated(self) -> Simulated:
         return self.candidate.simulated
-
-    def better(self, other: "Choice") -> "Choice":
-        """The better of two choices for the same batch; it knows of all candidates."""
-        best = min(self.candidate, other.candidate, key=lambda candidate: candidate.key)
-        return Choice(best, self.tried + other.tried)
 
     def explain(self, most: int = 5) -> str:
         """The fastest candidates, and how many were simulated and pruned."""

@@ -1,8 +1,8 @@
 """A cold start: helper processes compile parts of the planner in parallel with the first plan.
 
-Most of the first plan in a new install is compiling, which one process can only do one function
-after the other. Compiled code is kept on disk, and processes that want the same function take turns
-(`dyncp.compiled`): while this process places blocks, others compile what it will need next.
+The first plan in a new install mostly waits for compilation, and one process compiles one function
+at a time. Compiled code is cached on disk, and a function is compiled by one process only
+(`dyncp.compiled`): while this process places blocks, others compile what it needs next.
 """
 
 import logging
@@ -18,9 +18,9 @@ from dyncp.placement.split import split_tree
 
 logger = logging.getLogger(__name__)
 
-# What the search needs last, from the end on; it places blocks meanwhile.
+# What the search needs last, in reverse order: it places blocks in the meantime.
 PARTS = ("moves", "plan")
-# Compiles some parts, and ends if this process does: its end of the pipe closes then.
+# Compiles the given parts. Exits with this process, which closes the pipe to its stdin.
 CODE = """
 import os, sys, threading
 threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
@@ -37,17 +37,16 @@ if "moves" in sys.argv[1]:
 os._exit(0)
 """
 
-
-_asked: list[bool] = []  # by the first plan of this process
+_planned: list[bool] = []  # not empty after the first plan of this process
 
 
 @contextmanager
-def compiling_beside() -> Iterator[None]:
-    """If the planner was never compiled, helper processes compile while the block runs."""
+def compile_in_parallel() -> Iterator[None]:
+    """If the planner was never compiled, helper processes compile it while the block runs."""
     task = None
-    if not _asked and not is_compiled(split_tree):
-        task = take_task(split_tree, "compiling_beside")
-    _asked.append(True)
+    if not _planned and not is_compiled(split_tree):
+        task = take_task(split_tree, "compile_in_parallel")
+    _planned.append(True)
     if task is None:
         yield
         return
@@ -62,17 +61,15 @@ def compiling_beside() -> Iterator[None]:
 
 
 def _start() -> list[Any]:
-    cores = usable_cores()
-    started: list[Any] = []
+    cores, nowhere, started = usable_cores(), subprocess.DEVNULL, list[Any]()
     if not sys.executable or getattr(sys, "frozen", False):  # no interpreter to start
         return started
     for parts in PARTS if cores > len(PARTS) else [" ".join(PARTS)][: cores - 1]:
         words = [sys.executable, "-c", CODE, parts, *sys.path]
-        nowhere = subprocess.DEVNULL
         try:
             started.append(
                 subprocess.Popen(words, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere)
             )
-        except OSError as error:  # then this process compiles alone
+        except OSError as error:  # this process compiles alone
             logger.debug("could not start a process to compile in parallel: %s", error)
     return started

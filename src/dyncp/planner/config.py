@@ -1,17 +1,17 @@
-"""PlannerConfig: the choices of the planner, checked when it is built."""
+"""PlannerConfig: the options of the planner, checked when it is built."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from dyncp.checks import MOST_TOKENS, instance_of, whole_number
+from dyncp.checks import MOST_TOKENS, instance_of, one_of, whole_number
 from dyncp.placement import Limits, find_solver
 from dyncp.plan import Layout
 
-# Chooses among solvers: by the simulated time of the step, or by bytes.
+# The solver that compares all others by simulated step time, or by bytes.
 AUTO = "auto"
 EFFORTS = ("fast", "quality")
 OBJECTIVES = ("time", "bytes")
-# Names of options, the least and the most that they may be.
+# Integer options with their smallest and largest value.
 WHOLE_NUMBERS = (
     ("block_size", 1, MOST_TOKENS),
     ("head_groups", 1, MOST_TOKENS),
@@ -24,17 +24,17 @@ WHOLE_NUMBERS = (
 @dataclass(frozen=True, slots=True)
 class PlannerConfig:
     """`solver` is "auto", a name of `dyncp.placement.SOLVERS`, or a static method with degrees
-    ("zigzag/cp8"). "auto" keeps the candidate of the best `objective`: the shortest simulated step
-    ("time"), static methods included, or the fewest bytes ("bytes"). `effort` "quality" looks at
-    more candidates than "fast".
+    ("zigzag/cp8"). "auto" searches for the best `objective`: the shortest simulated step ("time"),
+    static methods included, or the fewest bytes ("bytes"). `effort` "quality" tries more candidates
+    than "fast".
 
-    `block_size` fixes the block size (default: chosen per sequence by the solver's method);
-    `head_groups` is into how many groups of kv heads attention is split (None: searched);
+    `block_size` fixes the block size (None: the solver chooses one per sequence).
+    `head_groups` is the number of groups that kv heads are split into (None: searched).
     `divisions` is the largest number of divisions per direction (None: searched).
-    `layers` says how many attention layers use each mask by name (default: equally many): plans are
-    chosen by the time of all of them. `forward_only` plans evaluation. `limits` are limits that a
-    plan must keep where it can; `max_tokens_per_rank` is one that it always keeps. A solver that
-    takes longer than `solver_seconds` is abandoned.
+    `layers` is the number of attention layers per mask name (default: equally many); plans are
+    chosen by the time of all layers. `forward_only` plans evaluation. Plans keep `limits` if any
+    placement does, and `max_tokens_per_rank` always. A solver that takes longer than
+    `solver_seconds` is abandoned.
     """
 
     solver: str = AUTO
@@ -57,8 +57,8 @@ class PlannerConfig:
         instance_of("layout", self.layout, Layout, "a Layout")
         if self.solver != AUTO:
             find_solver(self.solver)
-        _check_choice("effort", self.effort, EFFORTS)
-        _check_choice("objective", self.objective, OBJECTIVES)
+        one_of("effort", self.effort, EFFORTS)
+        one_of("objective", self.objective, OBJECTIVES)
         if self.layers is not None:
             instance_of("layers", self.layers, Mapping, "numbers of layers by mask name")
             layers = {n: whole_number(f"layers[{n!r}]", x, 0) for n, x in self.layers.items()}
@@ -70,8 +70,3 @@ class PlannerConfig:
         instance_of("solver_seconds", self.solver_seconds, (int, float), "a positive number")
         if not self.solver_seconds > 0:
             raise ValueError(f"solver_seconds is {self.solver_seconds}; it must be positive")
-
-
-def _check_choice(field: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{field} is {value!r}; choose one of {', '.join(allowed)}")

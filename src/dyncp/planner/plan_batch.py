@@ -7,10 +7,10 @@ from dyncp.cost import CostModel, ModelConfig
 from dyncp.placement import Solver, find_solver, minimal_bytes
 from dyncp.plan import Plan
 from dyncp.planner.choice import Choice, Tried, head_group_counts
-from dyncp.planner.cold_start import compiling_beside
+from dyncp.planner.cold_start import compile_in_parallel
 from dyncp.planner.config import AUTO, PlannerConfig
-from dyncp.planner.search import run_bounded, search, search_divisions, warn_replaced
-from dyncp.planner.task import Cut, Placed, Task
+from dyncp.planner.search import place_or_warn, search, search_divisions
+from dyncp.planner.task import Placed, Task
 from dyncp.topology import Topology
 
 FEWEST_BYTES = {"fast": "bisection_bytes", "quality": "bisection_bytes_quality"}
@@ -27,23 +27,26 @@ def plan_batch(
 ) -> Plan:
     """Plans a batch. The result depends on the arguments only.
 
-    `cost` and `model` price candidates and pace schedules; by default the profile that has the
-    topology's name (p4de's where none has), and attention alone.
+    `cost` and `model` price candidates and pace schedules. By default, costs are those of the
+    profile with the topology's name (p4de's if there is none), and only attention is priced.
     """
     task = Task.of(batch, topology, shape, config, cost, model)
     if task.config.solver != AUTO:
         return assemble_choice(task, choose(task))
-    with compiling_beside():
+    with compile_in_parallel():
         return assemble_choice(task, choose(task))
 
 
 def choose(task: Task) -> Choice:
-    """The candidate that the task's config asks for."""
+    """The candidate that the task's config asks for. If a solver given by name fails or hangs, the
+    search replaces it."""
     config = task.config
     if config.solver == AUTO:
         found = search(task) if config.objective == "time" else search_bytes(task)
     else:
-        found = _choose_named(task, find_solver(config.solver))
+        name, solver = config.solver, find_solver(config.solver)
+        placed = place_or_warn(task, name, solver, config.limits, "solver auto")
+        found = search(task) if placed is None else search_divisions(task, placed)
     most, balance = config.max_tokens_per_rank, found.candidate.balance
     tokens = balance.tokens_max_over_mean * task.batch.num_tokens / task.topology.num_ranks
     if most is not None and tokens > most + 0.5:
@@ -55,7 +58,7 @@ def choose(task: Task) -> Choice:
 
 
 def assemble_choice(task: Task, found: Choice) -> Plan:
-    """Per-rank plans of a choice, with the reasons for it if there was one."""
+    """Assembles the plans of all ranks; solver "auto" adds the reasons for its choice."""
     plan = found.candidate.assemble(task.config.layout)
     return replace(plan, reasons=found.explain()) if task.config.solver == AUTO else plan
 
@@ -67,32 +70,18 @@ def plan_with(
     shape: AttentionShape | None = None,
     config: PlannerConfig | None = None,
 ) -> Plan:
-    """Plans a batch with this solver instead of the config's; its errors are the caller's."""
+    """Plans a batch with this solver instead of the config's, and raises the solver's errors."""
     task = Task.of(batch, topology, shape, config)
     return assemble_choice(task, search_divisions(task, task.place(solver)))
 
 
-def _choose_named(task: Task, solver: Solver) -> Choice:
-    """A solver by name. A ValueError is the caller's mistake and is raised; if the solver fails or
-    hangs, the search continues without it."""
-    name, config = task.config.solver, task.config
-    try:
-        placed = run_bounded(lambda: task.place(solver), config.solver_seconds, name)
-    except ValueError:
-        raise
-    except Exception as error:
-        warn_replaced(name, error, "solver auto")
-        return search(task)
-    return search_divisions(task, placed)
-
-
 def search_bytes(task: Task) -> Choice:
-    """The placement that moves the fewest bytes in both directions; `head_groups` None tries all
-    counts."""
+    """The placement that moves the fewest bytes, forward and backward together. With `head_groups`
+    None, tries all numbers of head groups."""
     config = task.config
     counts = head_group_counts(task) if config.head_groups is None else [config.head_groups]
     solver = find_solver(FEWEST_BYTES[config.effort])
-    placed = [task.place(solver, cut=Cut(config.block_size, count)) for count in counts]
+    placed = [task.place(replace(solver, head_groups=count)) for count in counts]
     best = min(placed, key=lambda found: (found.balance.missed, _moved_bytes(found)))
     candidate = task.follow(best)
     return Choice(candidate, (Tried(solver.name, candidate.simulated.step_seconds),))

@@ -1,9 +1,9 @@
-"""The planning process, both ends: bounded, replaced when it dies, gone when nobody needs it.
+"""The planning process: the parent's end (PlanProcess) and the process itself (main).
 
-It imports neither torch nor CUDA. It is started as a program of its own, not by `multiprocessing`,
-so the user's script is not imported again. A request is a call with numpy arguments, pickled over a
-socket pair, and so is its reply. The process exits when its parent is gone, even in the middle of a
-plan.
+Requests have a timeout, and a process that dies is restarted. It imports neither torch nor CUDA. It
+is started as a separate program, not by `multiprocessing`, so it does not import the user's script
+again. A request is a pickled call with numpy arguments, sent over a socket pair; the reply is
+pickled, too. The process exits with its parent, even in the middle of a plan.
 """
 
 import logging
@@ -26,7 +26,7 @@ from dyncp.plan import Plan, encode_part
 
 logger = logging.getLogger(__name__)
 
-ATTEMPTS = 3  # a call that kills the process this often is given up
+ATTEMPTS = 3  # for a call that kills the process
 KILL_SECONDS = 5.0
 PARENT_CHECK_SECONDS = 1.0
 START = (
@@ -35,12 +35,12 @@ START = (
 )
 
 
-class PlanFailed(RuntimeError):  # noqa: N818 (the run goes on, with another plan)
+class PlanFailed(RuntimeError):  # noqa: N818 (the run continues with another plan)
     """The planner produced no plan for a batch; the text is the reason."""
 
 
 class Closed(Exception):  # noqa: N818 (no error: it ends threads that wait)
-    """What a thread waits for is being closed."""
+    """Raised in a thread that waits for an object which is being closed."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ class PlanReply:
 
 
 class PlanProcess:
-    """One planning process, started on first use. One thread asks for plans; any may close it."""
+    """One planning process, started on first use. One thread requests plans; any thread may close
+    it."""
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
@@ -68,21 +69,21 @@ class PlanProcess:
 
     @property
     def pid(self) -> int | None:
-        """None unless the process is running."""
+        """Id of the process; None if it is not running."""
         process = self._process
         return None if process is None or process.poll() is not None else process.pid
 
     def start(self) -> None:
-        """Starts the process ahead of the first request. A failure to start shows in `plan`."""
+        """Starts the process ahead of the first request. If that fails, `plan` raises the error."""
         if self._connection is None:
             with suppress(OSError):
                 self._start()
 
     def plan(self, make_plan: Callable[[], Plan]) -> PlanReply:
-        """The plan that a call, which can be pickled, gives there. A process that dies is replaced
-        and asked again. PlanFailed gives the reason if the call raises, does not return in time, or
-        keeps killing the process."""
-        request = pickle.dumps(pickle.dumps(make_plan))  # twice: read there before it is unpickled
+        """Runs `make_plan`, which must be picklable, in the process and returns its plan. A process
+        that dies is restarted and asked again. Raises PlanFailed with the reason if the call
+        raises, takes too long, or kills the process every time."""
+        request = pickle.dumps(pickle.dumps(make_plan))  # twice: received before it is unpickled
         deadline = monotonic() + self.timeout
         with self._asking:
             for _ in range(ATTEMPTS):
@@ -101,8 +102,8 @@ class PlanProcess:
         raise PlanFailed(f"the planning process died {ATTEMPTS} times")
 
     def close(self) -> None:
-        """Ends the process; a `plan` that another thread is waiting in raises Closed. The next
-        `plan` starts a new process."""
+        """Ends the process. If another thread waits in `plan`, that raises Closed. The next `plan`
+        starts a new process."""
         with self._starting:
             self._closing = True
             process, connection = self._process, self._connection
@@ -141,7 +142,7 @@ class PlanProcess:
             return mine
 
     def _note_death(self) -> None:
-        """After the process died; the next request starts another."""
+        """Cleans up after the process died; the next request starts another."""
         if self._closing:
             raise Closed
         code = self._end()
@@ -168,7 +169,7 @@ def _search_path() -> list[str]:
     return [own, *(entry or os.getcwd() for entry in sys.path if entry != own)]
 
 
-# Inside it
+# Inside the planning process:
 
 
 def main(file_descriptor: int) -> None:
@@ -181,11 +182,11 @@ def main(file_descriptor: int) -> None:
 
 
 def answer(request: bytes) -> PlanReply | str:
-    """The plan of a pickled call, or what it raised as text."""
+    """Runs a pickled call; returns its plan, or a text that says what it raised."""
     start = perf_counter()
     where = "reading the request"
     try:
-        make_plan = pickle.loads(request)  # may need a module that this process cannot import
+        make_plan = pickle.loads(request)  # may need a module that cannot be imported here
         where = ""
         plan = make_plan()
         return PlanReply(
@@ -202,8 +203,8 @@ def answer(request: bytes) -> PlanReply | str:
 
 
 def exit_with_parent() -> None:
-    """Ends this process soon after its parent: one that was killed cannot do so, and a forked child
-    of it may keep the socket open."""
+    """Ends this process soon after its parent. A parent that is killed cannot end it, and a forked
+    child of the parent may keep the socket open."""
 
     def watch(parent: int) -> None:
         while os.getppid() == parent:

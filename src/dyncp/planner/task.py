@@ -1,7 +1,6 @@
-"""Task: what is planned, for what cluster, model and costs; its candidates, placed, scheduled and
-simulated, but not yet assembled to the plans of ranks."""
+"""Task: a batch to plan, with its cluster, model and costs. Places, schedules and simulates
+candidates; plan_batch.py assembles the plans of the ranks."""
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from time import process_time
@@ -36,20 +35,18 @@ from dyncp.simulate import (
 )
 from dyncp.topology import Topology
 
-log = logging.getLogger("dyncp.planner")
-
-# Most steps in which inputs come, where the planner is not told.
+# Most divisions per direction, unless the config says otherwise.
 DIVISIONS = 4
 CHANGE = "pass topology=preset(name, nodes, ranks), or cost=CostModel(profile, shape), for another"
 
-# A mask and a direction: scheduled and simulated by itself.
+# A mask and a direction, which are scheduled and simulated separately.
 Part = tuple[str, Direction]
 
 
 @dataclass(frozen=True, eq=False)
 class PartRun:
-    """A part's schedule with at most `divisions` input steps, its simulation, and the CPU seconds
-    that scheduling took."""
+    """A part's schedule for at most `divisions` divisions, its simulation, and the CPU seconds that
+    scheduling took."""
 
     divisions: int
     schedule: Schedule
@@ -58,22 +55,14 @@ class PartRun:
 
     @property
     def input_steps(self) -> int:
-        """Divisions that wait for inputs."""
+        """Number of divisions that wait for inputs."""
         feeds = self.schedule.phase_feeds
         return len(np.unique(feeds[feeds < self.schedule.num_divisions]))
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """How a batch is cut: `block_size` None leaves it to the solver."""
-
-    block_size: int | None = None
-    head_groups: int = 1
-
-
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """A batch cut and placed. `cpu_seconds` says what each stage took."""
+    """A batch cut and placed. `cpu_seconds` has the CPU seconds of each stage."""
 
     graph: BlockGraph
     placement: Placement
@@ -87,7 +76,7 @@ class Placed:
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A placed batch with its schedules, and the step that they are simulated to take."""
+    """A placed batch with its schedules and its simulated step."""
 
     placed: Placed
     runs: Mapping[Part, PartRun]
@@ -107,7 +96,7 @@ class Candidate:
 
     @property
     def schedules(self) -> dict[str, tuple[Schedule, Schedule | None]]:
-        """Forward and, unless only that is planned, backward, by mask."""
+        """Forward and backward schedules by mask; backward is None in forward-only plans."""
         found = {}
         for name in self.graph.tiles:
             back = self.runs.get((name, Direction.BACKWARD))
@@ -117,33 +106,31 @@ class Candidate:
 
     @property
     def cpu_seconds(self) -> dict[str, float]:
-        """What each stage took."""
+        """CPU seconds of each stage."""
         scheduling = sum(run.cpu_seconds for run in self.runs.values())
         return dict(self.placed.cpu_seconds) | {"schedule": scheduling}
 
     @property
     def key(self) -> tuple[float, float]:
-        """By how much it misses the limits, then its seconds: the least is the best."""
+        """How far it misses the limits, then its seconds: the smallest key is the best."""
         return self.balance.missed, self.simulated.step_seconds
 
-    @property
-    def solver(self) -> str:
-        return self.placement.solver
-
     def assemble(self, layout: Layout) -> Plan:
-        """The plans of all ranks."""
+        """Assembles the plans of all ranks."""
         return assemble_plan(self.graph, self.placement, self.schedules, self.balance, layout)
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
+    """Everything that determines a plan; `Task.of` checks it and fills in defaults."""
+
     batch: Batch
     topology: Topology
     shape: AttentionShape
     config: PlannerConfig
     cost: CostModel
     model: ModelConfig | None = None
-    # How the batch was cut before, by block sizes and number of head groups.
+    # Graphs built so far, by block sizes and number of head groups.
     _graphs: dict[tuple[bytes, int], BlockGraph] = field(default_factory=dict, repr=False)
 
     @staticmethod
@@ -155,8 +142,8 @@ class Task:
         cost: CostModel | None = None,
         model: ModelConfig | None = None,
     ) -> "Task":
-        """Costs are by default those of the profile that has the topology's name (p4de's where
-        none has). Limits get the token limit that `max_tokens_per_rank` means for this batch."""
+        """A task with defaults filled in: costs are those of the profile with the topology's name
+        (p4de's if there is none). `max_tokens_per_rank` becomes a token limit of this batch."""
         shape = AttentionShape.assumed() if shape is None else shape
         config = PlannerConfig() if config is None else config
         for name, value, kind in (
@@ -165,7 +152,7 @@ class Task:
             ("shape", shape, AttentionShape),
             ("config", config, PlannerConfig),
         ):
-            instance_of(name, value, kind, f"{kind.__name__}")
+            instance_of(name, value, kind, kind.__name__)
         config = replace(config, limits=_limits(batch, topology, config))
         return Task(batch, topology, shape, config, cost or default_cost(topology, shape), model)
 
@@ -176,37 +163,32 @@ class Task:
 
     @property
     def directions(self) -> tuple[Direction, ...]:
-        """Those that are planned."""
+        """The directions that are planned."""
         return (Direction.FORWARD,) if self.config.forward_only else tuple(Direction)
 
     @property
     def parts(self) -> list[Part]:
-        """What is scheduled and simulated by itself, the longest first."""
+        """Masks and directions to schedule and simulate, the longest first."""
         return [(name, way) for way in reversed(self.directions) for name in self.batch.masks]
 
-    @property
-    def pace(self) -> Pace:
-        return Pace(self.topology, self.cost)
-
-    def block_sizes(self, solver: Solver, block_size: int | None = None) -> Int64:
-        """Block size of every sequence: the one asked for, or the solver's."""
-        size, lengths = block_size or self.config.block_size, self.batch.lengths
+    def block_sizes(self, solver: Solver) -> Int64:
+        """Block size of every sequence: the config's if set, otherwise the solver's."""
+        size, lengths = self.config.block_size, self.batch.lengths
         if size is None:
             return solver.block_sizes(lengths, self.topology.num_ranks)
         return np.full(len(lengths), size, np.int64)
 
-    def place(self, solver: Solver, limits: Limits | None = None, cut: Cut | None = None) -> Placed:
-        """Cuts and places the batch. A method that splits heads says itself into how many
-        groups."""
+    def place(self, solver: Solver, limits: Limits | None = None) -> Placed:
+        """Cuts and places the batch, by default within the config's limits. The balance is always
+        measured against the config's limits. A solver's own `head_groups` overrides the config's.
+        """
         marks, config, topology = [process_time()], self.config, self.topology
-        cut = cut or Cut(config.block_size, config.head_groups or 1)
-        limits, solver = limits or config.limits, solver.fitted(self.shape, topology)
-        sizes = self.block_sizes(solver, cut.block_size)
-        graph = self._graph(sizes, solver.head_groups or cut.head_groups)
+        solver = solver.fitted(self.shape, topology)
+        graph = self._graph(self.block_sizes(solver), solver.head_groups or config.head_groups or 1)
         marks.append(process_time())
-        placement = solver.place(graph, topology, limits, config.seed)
+        placement = solver.place(graph, topology, limits or config.limits, config.seed)
         check_placement(graph, placement)
-        balance = measure_balance(graph, placement, limits, topology.rank_speeds)
+        balance = measure_balance(graph, placement, config.limits, topology.rank_speeds)
         marks.append(process_time())
         seconds = dict(zip(("blocks", "placement"), np.diff(marks).tolist(), strict=True))
         return Placed(graph, placement, balance, seconds)
@@ -218,9 +200,8 @@ class Task:
         return self._graphs[key]
 
     def improve(self, placed: Placed, worth: float = 1.0, least: float = 0.0) -> Placed | None:
-        """The batch placed anew by moves that shorten the estimated step; None where there are
-        none, or where it is estimated to take less than `worth` times its computation or than
-        `least` seconds."""
+        """Moves blocks while that shortens the estimated step. None if no move does, or if the
+        estimate is below `worth` times the computation or below `least` seconds."""
         start, graph, limits = process_time(), placed.graph, self.config.limits
         prices = self._prices(graph)
         found = improve(graph, placed.placement, self.topology, limits, prices, worth, least)
@@ -246,7 +227,7 @@ class Task:
 
     @property
     def token_seconds(self) -> float:
-        """Seconds of a token outside attention."""
+        """Seconds that one token takes outside attention, over all planned directions."""
         if self.model is None:
             return 0.0
         profile = self.cost.profile
@@ -257,7 +238,7 @@ class Task:
         return self.join(placed, {part: self.run_part(placed, part) for part in self.parts})
 
     def simulate(self, candidate: Candidate) -> Simulated:
-        """A candidate, also one of another task, on this cluster and by these costs."""
+        """Simulates a candidate, also one of another task, on this cluster and by these costs."""
         return simulate_schedules(
             candidate.graph,
             candidate.placement,
@@ -273,7 +254,8 @@ class Task:
         """Schedules and simulates one mask and direction."""
         start, (graph, placement) = process_time(), (placed.graph, placed.placement)
         steps = self.config.divisions or divisions or DIVISIONS
-        schedule = build_schedule(graph, placement, *part, steps, self.pace)
+        pace = Pace(self.topology, self.cost)
+        schedule = build_schedule(graph, placement, *part, steps, pace)
         spent, (name, direction) = process_time() - start, part
         times = simulate_schedule(
             graph, placement, schedule, direction, self.topology, self.cost, name
@@ -281,20 +263,19 @@ class Task:
         return PartRun(steps, schedule, times, spent)
 
     def join(self, placed: Placed, runs: Mapping[Part, PartRun]) -> Candidate:
-        """A placement with the schedules of all its parts."""
-        attention = {}
-        for name in placed.graph.tiles:
-            back = runs.get((name, Direction.BACKWARD))
-            forward = runs[name, Direction.FORWARD].times
-            attention[name] = forward, None if back is None else back.times
+        """Joins a placement and the schedules of all its parts to a candidate."""
+        attention = {
+            name: tuple(runs[name, direction].times for direction in self.directions)
+            for name in placed.graph.tiles
+        }
         rows = rows_per_rank(placed.graph, placed.placement, self.config.layout.local_multiple)
         step = join_times(attention, rows, self.topology, self.layers, self.token_seconds)
         return Candidate(placed, runs, step)
 
 
 def default_cost(topology: Topology, shape: AttentionShape) -> CostModel:
-    """Costs by the profile that has the topology's name. Bare topologies have p4de's links and get
-    its costs, which the log says where there is something to plan."""
+    """Costs of the profile with the topology's name. Bare topologies have p4de's links and get its
+    costs; the log says so if there is more than one rank."""
     if topology.name in PROFILES:
         return CostModel(PROFILES[topology.name], shape)
     if topology.num_ranks > 1:

@@ -1,21 +1,23 @@
-"""Dynamic schedules: puts tiles into divisions and transfers into phases.
+"""Dynamic schedules: assigns tiles to divisions and transfers to phases.
 
-Remote inputs are paced (see pace.py): blocks of the own node in the order of their owners'
-distance, so that ranks do not all ask the same owner first; blocks of other nodes in equal
-shares of every pair of rank and node (see routes.py for their ways). That gives every tile the
-earliest division in which its inputs are there; tiles that wait for nothing slow then fill the
-gaps. A block's partial result goes back as soon as its last tile on that rank is done.
+pace.py decides how many bytes of remote inputs arrive for each division. Blocks of the same node
+are ordered by the distance to their owner, so that ranks do not all wait for the same owner first.
+Blocks of other nodes are split into equal shares for every pair of owner and node (routes.py has
+their routes). That gives every tile the earliest division in which its inputs have arrived. Tiles
+without slow inputs then fill the gaps. A partial result goes back as soon as the last tile of its
+block on that rank is done.
 
-Owners send at once, in the order of the divisions that need the blocks, whatever anyone computes.
-A relay passes on what it got for division d - 1 while that computes, for division d. Results of
-division d travel while division d + 1 computes; their sums cross node borders one division later:
+Owners send all inputs at the start, in the order of the divisions that need them. A relay receives
+a block for division d - 1, and passes it on for division d while division d - 1 computes. Results
+of division d travel while division d + 1 computes; their sums cross node borders one division
+later:
 
-    start              over borders for 1, 2, 3, ...; inside nodes for 1, 2, 3, ...
-    after division d   what came over borders for d + 1, passed on for d + 2; results to be summed;
-                       results inside nodes; results over borders
+    at the start       inter-node inputs for 1, 2, 3, ...; intra-node inputs for 1, 2, 3, ...
+    after division d   inputs that relays received for d + 1 and pass on for d + 2; results to be
+                       summed by relays; intra-node results; inter-node results
 
-Results to be summed have a phase of their own: their relays wait for it early, while owners merge
-at the end, in the order of phases.
+Results to be summed have a separate phase: relays wait for it early, while owners merge at the end,
+in the order of phases.
 """
 
 import numpy as np
@@ -32,11 +34,12 @@ from dyncp.schedule.routes import (
     choose_relays,
     find_crossings,
     find_uses,
+    find_work,
     travel_seconds,
 )
 from dyncp.schedule.schedule import Launches, PhaseKind, Schedule, number_phases
 
-# Results over node borders that take less than this share of the computation leave together.
+# If inter-node results take less than this share of the computation, they are sent together.
 SMALL = 0.2
 
 
@@ -48,13 +51,13 @@ def build_dynamic_schedule(
     num_divisions: int,
     pace: Pace,
 ) -> Schedule:
-    """Slow inputs arrive in at most `num_divisions` - 1 phases; one more division follows where
-    blocks are passed on inside a node, and one or two more where other tiles hide the last
-    results."""
+    """Slow inputs arrive in at most `num_divisions` - 1 phases. Relays add one more division, and
+    tiles that hide the last results add one or two."""
     topology, ranks = pace.topology, placement.num_ranks
     seconds = pace.cost.graph_tile_seconds(graph, name, direction)
-    uses, work = find_uses(graph, placement, name, direction, seconds)
-    # Static methods send straight from the owner, as their originals do.
+    uses = find_uses(graph, placement, name, direction)
+    work = find_work(graph, placement, name, seconds)
+    # In static methods owners send directly to every user, as in the original systems.
     crossings = find_crossings(uses, topology, joined=not placement.static)
     load = _load(uses, work, crossings, pace)
     rows = float(graph.blocks.tokens.sum()) / ranks
@@ -102,7 +105,7 @@ def _load(uses: Uses, work: Work, crossings: Crossings, pace: Pace) -> Load:
 def _route(
     uses: Uses, crossings: Crossings, shares: tuple[Float64, Float64], pace: Pace
 ) -> tuple[Relays, Int64]:
-    """How blocks travel, and the division that each use has its block for."""
+    """The relays, and for every use the division that its block arrives for."""
     topology, first = pace.topology, crossings.firsts
     queue = uses.owner * topology.nodes + uses.rank // topology.ranks_per_node
     turn = _spread(queue[first], (uses.block, uses.head_group, uses.side), uses, first, shares[1])
@@ -120,8 +123,8 @@ def _route(
 def _spread(
     queue: Int64, order: tuple[Int64, ...], uses: Uses, at: Int64, shares: Float64
 ) -> Int64:
-    """Division of the uses `at`: every queue, in order, is split by cumulative shares. Pairs of
-    queue and order are distinct."""
+    """Division of each of the uses `at`: every queue is sorted by `order` and split by cumulative
+    shares of its bytes. Pairs of queue and order are distinct."""
     key = queue
     for column in order:
         key = key * (int(column.max(initial=0)) + 1) + column[at]
@@ -135,7 +138,7 @@ def _spread(
 
 
 def _slow_tiles(work: Work, relays: Relays) -> Bool:
-    """Tiles that need a block of another node; if there are none, those that need any."""
+    """Tiles that need a block of another node or, if there are none, any remote block."""
     if relays.crosses.any():
         return np.asarray(np.append(~relays.straight, False)[work.use].any(axis=0))
     return ~work.local
@@ -144,7 +147,7 @@ def _slow_tiles(work: Work, relays: Relays) -> Bool:
 def _slow_arrivals(
     uses: Uses, relays: Relays, load: Load, shares: tuple[Float64, Float64], pace: Pace
 ) -> Float64:
-    """When the slow inputs of divisions 1, 2, ... are there."""
+    """Seconds until the slow inputs of divisions 1, 2, ... have arrived."""
     if not relays.crosses.any():
         return load.near_travel * shares[0]
     times = load.far_travel * shares[1]
@@ -155,7 +158,7 @@ def _slow_arrivals(
 
 
 def _late_results(uses: Uses, relays: Relays, work: Work, slow: Bool, division: Int64) -> Bool:
-    """Uses whose results come from the last slow tiles, and the relays that send on their sums."""
+    """Uses with results of the last slow tiles, and the relays that send the sums of these."""
     late = np.zeros(len(uses) + 1, np.bool_)
     late[work.use[:, slow & (division == division[slow].max(initial=0))]] = True
     late = late[:-1]
@@ -164,8 +167,8 @@ def _late_results(uses: Uses, relays: Relays, work: Work, slow: Bool, division: 
 
 
 def _departures(last: Int64, relays: Relays, least: int) -> Int64:
-    """Division after which the results of a use leave: its last tile's. Where results are summed on
-    the way, those of all ranks leave together, not before division `least`, and the sum one
+    """Division after which the results of each use are sent: that of its last tile. Results to be
+    summed are sent together by all ranks, after division `least` at the earliest, and the sum one
     division later."""
     at, leaves = relays.passed_on, last.copy()
     np.maximum.at(leaves, relays.relay[at], np.maximum(last[at], least) + 1)
@@ -174,7 +177,8 @@ def _departures(last: Int64, relays: Relays, least: int) -> Int64:
 
 
 def _launches(uses: Uses, relays: Relays, arrives: Int64, leaves: Int64) -> list[Launches]:
-    """Inputs that each use has for division `arrives`, and results that leave after `leaves`."""
+    """Transfers of inputs that arrive for division `arrives`, and of results that are sent after
+    division `leaves`."""
     far, passed_on = relays.crosses, relays.relay >= 0
     kinds = PhaseKind
     come = np.select([far, passed_on], [kinds.FAR_INPUT, kinds.PASSED_ON], kinds.NEAR_INPUT)

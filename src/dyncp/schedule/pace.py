@@ -1,19 +1,20 @@
-"""Pace: how much should travel in each phase, so that computation hides it.
+"""Pace: how many bytes each phase should have, so that computation hides it.
 
-Inputs of division d travel while division d - 1 computes. Division 0 has the local tiles; what it
-can hide may travel for division 1, what the tiles of division 1 can hide for division 2, and so on:
+Inputs of division d travel while division d - 1 computes. Division 0 has the local tiles. The bytes
+that it can hide are sent for division 1, the bytes that division 1 can hide for division 2, and so
+on:
 
     compute   |--- 0 ---|-- 1 --|---- 2 ----|
     travels   | in(1)   | in(2) | in(3) ...
 
-So shares follow from a few means: the seconds of local tiles, of those that wait for blocks of
-their own node, of those that wait for another node, and the seconds that all of these blocks
-take on the busiest links.
+The shares follow from a few means per rank: the seconds of local tiles, of tiles that need blocks
+of their own node, of tiles that need blocks of other nodes, and the seconds that these blocks take
+on the busiest links.
 
-What has to come farthest, over node borders where there are any, decides the divisions. All other
-tiles are fillers. They cover the time until slow inputs arrive; the rest runs behind the slow
-tiles, where it hides their results on the way back: first those that need blocks of the own node,
-which have results to send as well, then local ones:
+The slowest inputs (inter-node ones, if there are any) decide the divisions. All other tiles are
+fillers. Some run while slow inputs travel. The rest runs after the slow tiles and hides their
+results: first tiles that need blocks of their own node and have results to send themselves, then
+local ones:
 
     division      0        1              2              3 and 4
                   local    slow + fill    slow + fill    near fillers, then local ones
@@ -29,30 +30,30 @@ from dyncp.cost import DEFAULT_PROFILE, CostModel, find_profile
 from dyncp.schedule.routes import Work
 from dyncp.topology import Topology
 
-# A phase should be worth this many kernel calls, since each further division costs one; and what
-# rows cost that one more call meets.
+# A phase should take at least as long as this many kernel calls, since each further division costs
+# one, plus the cost of the rows in that call.
 CALLS_PER_PHASE = 5
 # Instructions of one more phase: its launch, its wait, and the division that waits for it.
 INSTRUCTIONS_PER_PHASE = 3
-# Inputs and results may take this much longer than estimated before anyone waits.
+# Inputs and results may take this many times longer than estimated before a rank waits.
 SAFETY = 1.3
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What the scheduler knows of time: the links of `topology` and the seconds of `cost`."""
+    """The scheduler's view of time: the links of `topology` and the tile seconds of `cost`."""
 
     topology: Topology
     cost: CostModel
 
     @staticmethod
     def assumed(graph: BlockGraph, num_ranks: int) -> "Pace":
-        """One node with the figures of `DEFAULT_PROFILE`."""
+        """One node with the rates of `DEFAULT_PROFILE`."""
         return Pace(Topology(1, num_ranks), CostModel(find_profile(DEFAULT_PROFILE), graph.shape))
 
     def least_seconds(self, rows: float, direction: Direction) -> float:
-        """The shortest useful phase for ranks with `rows` rows: shorter ones cost the host more
-        time than they hide."""
+        """Seconds of the shortest useful phase for ranks with `rows` rows: a shorter one costs more
+        than it hides."""
         more = (CALLS_PER_PHASE - 1) * self.cost.profile.call_seconds
         host = INSTRUCTIONS_PER_PHASE * self.cost.host_seconds
         return max(more + self.cost.division_seconds(rows, direction), host)
@@ -60,9 +61,9 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Mean seconds per rank of tiles that need local blocks only, blocks of the own node, and
-    blocks of others; the seconds that these two kinds of blocks take on the busiest links, and
-    those of results on their way to other nodes."""
+    """Mean seconds per rank of tiles that need only local blocks, blocks of their own node, or
+    blocks of other nodes; seconds on the busiest links for blocks of the own node, for blocks of
+    other nodes, and for results that are sent to other nodes."""
 
     local: float
     near: float
@@ -75,11 +76,11 @@ class Load:
 def share_phases(
     load: Load, num_divisions: int, least: float, *, results: bool
 ) -> tuple[Float64, Float64]:
-    """Cumulative shares of what travels for divisions 1, 2, ...: inside nodes and between them.
+    """Cumulative shares of the bytes for divisions 1, 2, ..., intra-node and inter-node.
 
-    At most `num_divisions` - 1 phases; each takes at least `least` seconds of the links, as far as
-    there is that much left. With `results` no phase has much more than its part, since what comes
-    early can go back early.
+    There are at most `num_divisions` - 1 phases. Each takes at least `least` seconds of the links,
+    unless less is left. With `results`, no phase has much more than its equal share: the results of
+    early inputs can be sent early.
     """
     near, far = [0.0], [0.0]
     window = load.local
@@ -88,7 +89,7 @@ def share_phases(
         left = num_divisions - len(near)
         near.append(_next_share(near[-1], load.near_travel, window, least, left, most))
         far.append(_next_share(far[-1], load.far_travel, window, least, left, most))
-        # What crossed for this division is passed on inside the node for the next one.
+        # Blocks that cross a node border for this division are passed on for the next one.
         crossed = far[-2] - far[-3] if len(far) > 2 else 0.0
         window = load.near * (near[-1] - near[-2]) + load.far * crossed
     return np.array(near[1:]), np.array(far[1:])
@@ -106,8 +107,8 @@ def _next_share(
 
 
 def filler_order(cost: CostModel, graph: BlockGraph, name: str, direction: Direction) -> Int64:
-    """Tiles in the order in which fillers are taken: those of a block together, where every call
-    that meets a block's rows costs something; otherwise small ones first."""
+    """Tiles in the order in which fillers are chosen. If every call that touches a block's rows
+    costs something, tiles of the same block stay together; otherwise small tiles come first."""
 
     def find() -> Int64:
         tiles = graph.tiles[name]
@@ -128,9 +129,9 @@ def fill(
     num_ranks: int,
     turn: Int64,
 ) -> Int64:
-    """Final divisions. `division` is the earliest that a tile's inputs allow; fillers are taken in
-    the order `turn`. Seconds: slow inputs of each division (from 1 on) are there at `arrivals`, and
-    the last results travel for `results`, in one step, in two or in none."""
+    """Final division of every tile. `division` is the earliest one that its inputs allow. Fillers
+    are chosen in the order `turn`. Slow inputs of division 1, 2, ... have arrived after `arrivals`
+    seconds. `results` are the seconds of the last results, in no, one or two steps."""
     end, steps = int(division.max(initial=0)), SAFETY * results
     if end == 0:  # nothing travels
         return division.copy()
@@ -161,8 +162,8 @@ def fill(
 def _filler_seconds(
     division: Int64, slow: Bool, work: Work, arrivals: Float64, num_ranks: int
 ) -> Float64:
-    """Seconds that fillers may take up to the end of every division, [ranks, divisions]: until the
-    inputs of the next one are there."""
+    """Seconds that fillers may take up to the end of every division, float64[ranks, divisions]:
+    until the inputs of the next one have arrived."""
     end = int(division.max(initial=0))
     cell = work.rank[slow] * (end + 1) + division[slow]
     spent = np.bincount(cell, work.seconds[slow], num_ranks * (end + 1))
@@ -174,8 +175,8 @@ def _filler_seconds(
 
 
 def _middles(work: Work, chosen: Bool, kind: Int64, turn: Int64) -> tuple[Int64, Float64]:
-    """The chosen tiles, and where the middle of each stands, when every rank runs them by kind and
-    turn."""
+    """The chosen tiles and the second at which the middle of each is computed, if every rank runs
+    its chosen tiles by `kind`, then in the order `turn`."""
     tiles, kinds = turn[chosen[turn]], int(kind.max(initial=0)) + 1
     ranks = int(work.rank.max(initial=0)) + 1
     tiles = tiles[sorted_order((work.rank[tiles] * kinds + kind[tiles], ranks * kinds))]

@@ -1,8 +1,9 @@
-"""Which blocks ranks use and do not own, how these reach them, and how results come back.
+"""Remote blocks: which ranks use them, on which route they arrive, and how results go back.
 
-Inside a node straight from the owner. A block that several ranks of another node use crosses
-the border once, to one of them (its relay), which passes it on; their partial results are summed
-there and cross back once. Two nodes, A B | C D, a block of A used by all:
+Inside a node, the owner sends directly. If several ranks of another node use a block, it crosses
+the node border once, to one of them (the relay), which passes it on. The relay also sums their
+partial results, and the sum crosses the border once. Two nodes, A B | C D, and a block of A that
+all ranks use:
 
     A → B, A → C, then C → D          back: B → A, D → C, then C → A the sum
 """
@@ -21,9 +22,9 @@ from dyncp.topology import Topology
 
 @dataclass(frozen=True, eq=False)
 class Uses:
-    """Blocks that ranks use and do not own, int64[uses] each: those of queries, then those of keys.
-    `sent` and `result` are the kinds of payloads that come and that go back (-1: none), `num_bytes`
-    and `result_bytes` their sizes."""
+    """Uses of blocks by ranks that do not own them, int64[uses] each: of query blocks, then of key
+    blocks. `sent` and `result` are the kinds of the payloads that the rank receives and sends back
+    (-1: none), `num_bytes` and `result_bytes` their sizes."""
 
     side: Int64  # 0 for queries, 1 for keys
     rank: Int64
@@ -41,8 +42,8 @@ class Uses:
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """Tiles: their ranks and seconds, and the use that brings each tile's query block and key
-    block, int64[2, tiles] (-1: local)."""
+    """Tiles with their ranks and seconds. `use`, int64[2, tiles], is the use that brings the tile's
+    query block and its key block (-1: local)."""
 
     rank: Int64
     seconds: Float64
@@ -57,14 +58,13 @@ class Work:
         count = int(division.max(initial=0)) + 1
         used = np.zeros((num_uses + 1) * count, np.bool_)
         for use in self.use:
-            used[use * count + division] = True  # of -1, behind all others
+            used[use * count + division] = True  # index -1 is a spare row at the end
         used = used.reshape(-1, count)[:-1]
         return used.argmax(axis=1), count - 1 - used[:, ::-1].argmax(axis=1)
 
 
-def find_uses(
-    graph: BlockGraph, placement: Placement, name: str, direction: Direction, seconds: Float64
-) -> tuple[Uses, Work]:
+def find_uses(graph: BlockGraph, placement: Placement, name: str, direction: Direction) -> Uses:
+    """All remote uses of mask `name` in one direction."""
     queries, keys = (find_remote_uses(graph, placement, name, keys=keys) for keys in (False, True))
     side = np.repeat([0, 1], [len(queries), len(keys)])
     block = np.concatenate([queries.block, keys.block])
@@ -74,7 +74,7 @@ def find_uses(
     result = np.array([q_kinds[1], *k_kinds[1:], -1])[side]
     per_token = np.vstack([graph.payload_bytes, np.zeros_like(graph.payload_bytes[:1])])
     tokens = graph.blocks.tokens[block].astype(np.int64)
-    uses = Uses(
+    return Uses(
         side,
         np.concatenate([queries.rank, keys.rank]),
         block,
@@ -85,15 +85,20 @@ def find_uses(
         per_token[sent, group] * tokens,
         per_token[result, group] * tokens,
     )
+
+
+def find_work(graph: BlockGraph, placement: Placement, name: str, seconds: Float64) -> Work:
+    """The tiles of a mask; their uses are indices into `find_uses`."""
+    queries, keys = (find_remote_uses(graph, placement, name, keys=keys) for keys in (False, True))
     of_keys = np.where(keys.of_tile < 0, -1, keys.of_tile + len(queries))
     rank = placement.tile_rank[name].astype(np.int64)
-    return uses, Work(rank, seconds, np.stack([queries.of_tile, of_keys]))
+    return Work(rank, seconds, np.stack([queries.of_tile, of_keys]))
 
 
 @dataclass(frozen=True, eq=False)
 class Crossings:
-    """Uses of other nodes' blocks: `order` has them sorted so that those of one block and
-    node stand together, from `start[c]` to `start[c + 1]`; each such group crosses once."""
+    """Uses of other nodes' blocks, in groups that cross a node border once: group c has the uses
+    `order[start[c]:start[c + 1]]` of one block in one node."""
 
     order: Int64
     start: Int64
@@ -111,9 +116,9 @@ class Crossings:
 
 @dataclass(frozen=True, eq=False)
 class Relays:
-    """`source` is the rank that a use gets its block from, and where its results go; `relay` is the
-    use that passes it on (-1: it comes straight from the owner). `crosses` marks those that come
-    over the border of a node."""
+    """For every use: `source` is the rank that sends its block and receives its results; `relay` is
+    the use that passes the block on (-1: the owner sends it directly); `crosses` says whether the
+    block crosses a node border on its way to this rank."""
 
     source: Int64
     relay: Int64
@@ -121,7 +126,7 @@ class Relays:
 
     @cached_property
     def straight(self) -> Bool:
-        """Which come straight from an owner in the same node."""
+        """Uses whose block is sent directly by an owner in the same node."""
         inside: Bool = (self.relay < 0) & ~self.crosses
         return inside
 
@@ -132,7 +137,8 @@ class Relays:
 
 
 def find_crossings(uses: Uses, topology: Topology, *, joined: bool) -> Crossings:
-    """With `joined`, uses of one block in one node cross together."""
+    """With `joined`, all uses of one block in one node cross together; otherwise each crosses
+    separately."""
     node = uses.rank // topology.ranks_per_node
     far = np.flatnonzero(node != uses.owner // topology.ranks_per_node)
     keys = [key[far] for key in (uses.block, uses.head_group, uses.side, node)]
@@ -144,7 +150,8 @@ def find_crossings(uses: Uses, topology: Topology, *, joined: bool) -> Crossings
 
 
 def choose_relays(uses: Uses, crossings: Crossings, phase: Int64, topology: Topology) -> Relays:
-    """Chooses relays, `phase` by phase (of every crossing), so that NICs carry equal shares."""
+    """Chooses a relay for every crossing so that NICs receive about equally many bytes. Crossings
+    of early phases choose first."""
     order, start = crossings.order, crossings.start
     chosen = _least_loaded(
         uses.rank[order],
@@ -166,8 +173,8 @@ def choose_relays(uses: Uses, crossings: Crossings, phase: Int64, topology: Topo
 def travel_seconds(
     uses: Uses, relays: Relays, num_bytes: Int64, topology: Topology
 ) -> tuple[float, float]:
-    """Seconds that `num_bytes` of each use take on the busiest port inside nodes, and on the
-    busiest NIC."""
+    """Seconds that `num_bytes` of each use take on the busiest intra-node port, and on the busiest
+    NIC."""
     size, far = num_bytes.astype(np.float64), relays.crosses
     ends = (uses.rank, relays.source)
     inside = max(np.bincount(end[~far], size[~far], 1).max() for end in ends)
@@ -180,7 +187,8 @@ def travel_seconds(
 def _least_loaded(
     rank: Int64, size: Float64, start: Int64, turn: Int64, num_ranks: int, ranks_per_nic: int
 ) -> Int64:
-    """Of every group of uses the one whose NIC, then whose rank, has least to receive so far."""
+    """For every group, the index of the use whose NIC, then whose rank, receives the fewest bytes
+    so far."""
     nic_load, rank_load = np.zeros(num_ranks), np.zeros(num_ranks)
     chosen = np.zeros(len(turn), np.int64)
     for g in turn:

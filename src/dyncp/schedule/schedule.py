@@ -1,5 +1,5 @@
-"""Schedule: the order of tiles and transfers for one mask and one direction, and how the phases of
-transfers are numbered."""
+"""Schedule: the order of tiles and transfers for one mask and one direction, and the numbering of
+phases."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,17 +9,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dyncp.arrays import Int32, Int64, frozen
+from dyncp.arrays import Int32, Int64, frozen, sorted_order
 
 Column = npt.NDArray[Any] | int
-# Bits of the number that holds all columns of a transfer.
-KEY_BITS = 63
 
 
 @dataclass(frozen=True, eq=False)
 class Transfers:
     """Payloads between ranks, int32[transfers] each, ordered by phase, source, target, kind,
-    head group and block. Results are merged in this order, whatever arrives first."""
+    head group and block. Results are merged in this order, not in the order of arrival."""
 
     phase: Int32
     source: Int32
@@ -37,8 +35,8 @@ class Schedule:
     """Divisions and numbered phases of one direction.
 
     Phase p is launched after division `phase_after_division[p]` is computed (-1: at the start) and
-    after phase `phase_after_phase[p]` has arrived (-1: none); what it brings is needed by division
-    `phase_feeds[p]` (`num_divisions`: by the end). Two divisions behind the local one, forward:
+    after phase `phase_after_phase[p]` has arrived (-1: none). Its payloads are needed by division
+    `phase_feeds[p]` (`num_divisions`: at the end). Two divisions after the local one, forward:
 
         phase 0 (inputs of 1)   travels while division 0 computes
         phase 1 (inputs of 2)   travels while division 1 computes
@@ -61,22 +59,22 @@ class Schedule:
 class PhaseKind(IntEnum):
     """Kinds of phases, in the order in which they are launched after the same division."""
 
-    FAR_INPUT = 0  # at the start, over node borders
-    NEAR_INPUT = 1  # at the start, inside nodes
-    PASSED_ON = 2  # inputs that came over a border, inside a node
-    SUMMAND = 3  # results, to the rank that sends their sum over a border
+    FAR_INPUT = 0  # at the start, inter-node
+    NEAR_INPUT = 1  # at the start, intra-node
+    PASSED_ON = 2  # inputs that a relay received from another node, intra-node
+    SUMMAND = 3  # results for a relay, which sends their sum to another node
     NEAR_RESULT = 4
     FAR_RESULT = 5
-    # Of static methods:
-    RELAYED_RESULT = 6  # with what arrived in the phase of results before
-    NEXT_INPUT = 7  # once what the phase of inputs before it brought is there
+    # In static methods:
+    RELAYED_RESULT = 6  # sums with the results of the previous such phase, after it arrived
+    NEXT_INPUT = 7  # after the previous such phase arrived
 
 
 class Launches(NamedTuple):
     """Transfers whose phases are not numbered yet, int64[transfers] each, or one number for all.
 
-    `division` is the one that inputs feed which are launched at the start; the one after which
-    others are launched: inputs among these feed the next but one."""
+    If a transfer is launched at the start, `division` is the division that needs it. Otherwise it
+    is launched after `division`, and an input is needed by `division` + 2."""
 
     phase_kind: Column
     division: Int64
@@ -90,7 +88,7 @@ class Launches(NamedTuple):
 def number_phases(
     tile_division: Int64, num_divisions: int, launches: Sequence[Launches]
 ) -> Schedule:
-    """The schedule. Transfers with the same kind of phase and the same division share a phase."""
+    """Makes a schedule in which transfers of the same phase kind and division share a phase."""
     phase_kind, division, *what = (
         np.concatenate([np.broadcast_to(launch[i], launch.division.shape) for launch in launches])
         for i in range(len(Launches._fields))
@@ -118,9 +116,10 @@ def number_phases(
 
 
 def _waits_for(phase_kind: Int64, division: Int64) -> list[int]:
-    """The phase that must have arrived, or -1: what is passed on for a division came over the
-    border for the one before it, sums are made of the results that left one division earlier, and
-    static methods wait for the phase of the same kind before."""
+    """For every phase, the phase that must have arrived before it is launched, or -1. Blocks that
+    are passed on for a division arrived for the division before it. Sums wait for the summands that
+    were sent one division earlier. Phases of static methods wait for the previous one of their
+    kind."""
     phases = list(zip(phase_kind.tolist(), division.tolist(), strict=True))
     number, latest, found = {phase: i for i, phase in enumerate(phases)}, dict[int, int](), []
     for i, (kind, launched) in enumerate(phases):
@@ -137,19 +136,6 @@ def _waits_for(phase_kind: Int64, division: Int64) -> list[int]:
 
 
 def _order_transfers(columns: Sequence[Int64]) -> Transfers:
-    """By phase, then source and so on. Columns are packed into one integer if they fit: sorting
-    integers is fast."""
-    bits = [int(column.max(initial=0)).bit_length() for column in columns]
-    if sum(bits) > KEY_BITS:
-        order = np.lexsort(columns[::-1])
-        return Transfers(*(frozen(column[order]) for column in columns))
-    key = np.zeros(len(columns[0]), np.int64)
-    for column, width in zip(columns, bits, strict=True):
-        key <<= width
-        key |= column
-    key.sort()
-    ordered = []
-    for width in bits[::-1]:
-        ordered.append(frozen(key & ((1 << width) - 1)))
-        key >>= width
-    return Transfers(*ordered[::-1])
+    """Sorts transfers by phase, then source, and so on."""
+    order = sorted_order(*((column, int(column.max(initial=0)) + 1) for column in columns[::-1]))
+    return Transfers(*(frozen(column[order]) for column in columns))

@@ -1,26 +1,27 @@
-"""Schedules of static methods: every rank of a ring gets every block of it, needed or not.
+"""Schedules of static methods: every rank of a ring receives every block of the ring, even if no
+tile needs it.
 
-**ring**: keys and values go round, their gradients follow one step behind. Three ranks; `a` is what
-rank A owns. Every rank passes on what it got in the hop before:
+**ring**: keys and values circulate, and their gradients follow one hop later. Three ranks; `a` are
+the blocks that rank A owns. Every rank passes on the blocks that it received in the previous hop:
 
     division        0   1   2           backward, after division   1   2
-    rank A holds    a   c   b           rank A sends dKV of        c   b     (c: A's share alone)
+    rank A holds    a   c   b           rank A sends dKV of        c   b     (c: A's share only)
     rank B holds    b   a   c           rank B sends dKV of        a   c     (c: A's and B's)
     rank C holds    c   b   a           rank C sends dKV of        b   a
 
-KV makes N − 1 hops in either direction. dKV makes N − 1 as well: it starts at the first rank that
-is not the owner, every rank adds its share, and the last hop brings it home. Where homes are not
-owners (heads × context), an all-to-all brings Q and KV home before the first hop, and results and
-dKV go back to the owners in a last phase of their own.
+KV makes N − 1 hops forward, and N − 1 hops backward. dKV makes N − 1 hops as well: it starts at the
+first rank after the owner, every rank adds its share, and the last hop returns it to the owner. If
+the home of a block is not its owner (heads × context), an all-to-all sends Q and KV to their homes
+before the first hop, and a last phase returns results and dKV to the owners.
 
-**all_gather**: straight from the owner, in as many divisions as asked for, the nearest ranks behind
-it first; dKV goes straight back when its division is computed. By node (two nodes of two ranks,
-A B | C D, a block of A):
+**all_gather**: the owner sends directly, in the requested number of divisions, to the next ranks of
+the ring first. dKV goes back directly when its division is computed. By node (two nodes of two
+ranks, A B | C D, a block of A):
 
     division 1   A → B, A → C            dKV   B → A after division 1
     division 2   C → D                         D → C after division 2, then C → A the sum of both
 
-so that a block crosses to each node once, and its gradient comes back once.
+so a block crosses to each node once, and its gradient crosses back once.
 """
 
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dyncp.arrays import Bool, Int32, Int64
+from dyncp.arrays import Int32, Int64
 from dyncp.blocks import K_KINDS, Q_KINDS, BlockGraph, Direction, Payload
 from dyncp.placement import Placement
 from dyncp.schedule.schedule import Launches, PhaseKind, Schedule, number_phases
@@ -37,10 +38,10 @@ from dyncp.schedule.schedule import Launches, PhaseKind, Schedule, number_phases
 
 @dataclass(frozen=True, eq=False)
 class Rings:
-    """Rings as tables, and per (block, head group) its owner, home, ring and place there,
-    int64[blocks × head groups] each, in that order."""
+    """Rings as tables. For every (block, head group), int64[blocks × head groups] each: its owner,
+    home, ring, and the place of its home in the ring."""
 
-    ranks: Int64  # [rings, longest ring], -1 behind the end
+    ranks: Int64  # [rings, longest ring], padded with -1
     place_of_rank: Int64  # [rings, ranks], -1 for ranks that are not in the ring
     length: Int64  # [rings]
     block: Int64
@@ -70,15 +71,16 @@ class Rings:
         return Rings(ranks, place_of_rank, length, block, group, owner, home, ring, place)
 
     def visits(self) -> tuple[Int64, Int64]:
-        """Every (block, head group) with every other place of its ring: its index here, and the
-        hops from home, 1 to length - 1. Two blocks in a ring of 3: 0 0 1 1 and 1 2 1 2."""
+        """Pairs of every (block, head group) with every other place of its ring: the index of the
+        former, and the hops from its home, 1 to length - 1. Two blocks in a ring of 3 give 0 0 1 1
+        and 1 2 1 2."""
         others = self.length[self.ring] - 1
         index = np.repeat(np.arange(len(others)), others)
         hop = np.arange(len(index)) - np.repeat(np.cumsum(others) - others, others) + 1
         return index, hop
 
     def rank_at(self, index: Int64, hop: Int64) -> Int64:
-        """The rank that many hops behind the home of each of the (block, head group)s."""
+        """The rank that is `hop` hops after the home of each (block, head group)."""
         ring = self.ring[index]
         ranks: Int64 = self.ranks[ring, (self.place[index] + hop) % self.length[ring]]
         return ranks
@@ -97,8 +99,8 @@ class Rings:
 
 
 class Visit(NamedTuple):
-    """How blocks come to ranks of their rings: the rank that sends each, the rank that its gradient
-    goes to, the division that it arrives for, and the one after which the gradient leaves."""
+    """How a block visits a rank of its ring: the rank that sends it, the rank that its gradient is
+    sent to, the division that it arrives for, and the division after which its gradient is sent."""
 
     source: Int64
     gradient_target: Int64
@@ -106,15 +108,15 @@ class Visit(NamedTuple):
     leaves: Int64
 
 
-# From (block, head group) and hops to the visit.
+# Maps (block, head group) indices and hops to visits.
 Route = Callable[[Int64, Int64], Visit]
 
 
 def build_static_schedule(
     graph: BlockGraph, placement: Placement, name: str, direction: Direction, num_divisions: int
 ) -> Schedule:
-    """Schedule of one mask and direction: rings have one division per hop, all-gathers at most
-    `num_divisions` (at least 2), by node at most 3."""
+    """Schedule of one mask and direction. Rings have one division per hop, all-gathers at most
+    `num_divisions` (at least 2), all-gathers by node at most 3."""
     rings, traffic = Rings.of(graph, placement), placement.traffic
     assert traffic is not None
     away = np.flatnonzero(rings.owner != rings.home)
@@ -129,61 +131,34 @@ def build_static_schedule(
         route, results = _straight(rings, num_divisions), PhaseKind.NEAR_RESULT
     index, hop = rings.visits()
     visit, here = route(index, hop), rings.rank_at(index, hop)
-    launches = [_inputs(rings, index, visit.arrives, visit.source, here, Payload.KV)]
+    blocks, inputs = (rings.head_group[index], rings.block[index]), PhaseKind.NEXT_INPUT
+    # An input for division d is launched after division d - 2: it travels while d - 1 computes.
+    launches = [Launches(inputs, visit.arrives - 2, visit.source, here, Payload.KV, *blocks)]
     if direction is Direction.BACKWARD:
         ends = here, visit.gradient_target
-        launches.append(_results(rings, index, visit.leaves, *ends, Payload.DKV, results))
+        launches.append(Launches(results, visit.leaves, *ends, Payload.DKV, *blocks))
     num_divisions = 1 + max(first - 1, int(visit.arrives.max(initial=0)))
-    launches += _all_to_all(rings, away, direction, num_divisions)
-    is_local = _is_local(graph, placement, name)
+    if len(away):
+        launches += _all_to_all(rings, away, direction, num_divisions)
+    tiles, rank, owner = graph.tiles[name], placement.tile_rank[name], placement.block_rank
+    is_local = (owner[tiles.q_block] == rank) & (owner[tiles.k_block] == rank)
     arrives = route(*rings.tiles(graph, placement, name)).arrives
     return number_phases(np.where(is_local, 0, arrives), num_divisions, launches)
-
-
-def _is_local(graph: BlockGraph, placement: Placement, name: str) -> Bool:
-    tiles, rank = graph.tiles[name], placement.tile_rank[name]
-    owner = placement.block_rank
-    local: Bool = (owner[tiles.q_block] == rank) & (owner[tiles.k_block] == rank)
-    return local
-
-
-def _inputs(
-    rings: Rings, index: Int64, division: Int64, source: Int64, target: Int64, kind: Payload
-) -> Launches:
-    """What must be there when `division` (from 1 on) computes: it travels while the one before
-    does."""
-    what = rings.head_group[index], rings.block[index]
-    return Launches(PhaseKind.NEXT_INPUT, division - 2, source, target, kind, *what)
-
-
-def _results(
-    rings: Rings,
-    index: Int64,
-    division: Int64,
-    source: Int64,
-    target: Int64,
-    kind: Payload,
-    phase_kind: PhaseKind,
-) -> Launches:
-    """What is complete when `division` is computed."""
-    what = rings.head_group[index], rings.block[index]
-    return Launches(phase_kind, division, source, target, kind, *what)
 
 
 def _all_to_all(
     rings: Rings, away: Int64, direction: Direction, num_divisions: int
 ) -> list[Launches]:
-    """Inputs of the first division that is not local, and results behind the last phase."""
-    if not len(away):
-        return []
+    """Inputs of division 1, from owners to homes, and results after the last division, back to the
+    owners."""
     owner, home = rings.owner[away], rings.home[away]
-    begin, end = np.ones_like(owner), np.full_like(owner, num_divisions)
-    q_kinds, k_kinds = Q_KINDS[direction], K_KINDS[direction]
-    there, back = (q_kinds[0], k_kinds[0]), (*q_kinds[1:], *k_kinds[1:])
-    relayed = PhaseKind.RELAYED_RESULT
+    blocks = rings.head_group[away], rings.block[away]
+    begin, end = np.full_like(owner, -1), np.full_like(owner, num_divisions)
+    (q, *q_back), (kv, *k_back) = Q_KINDS[direction], K_KINDS[direction]
+    inputs, results = PhaseKind.NEXT_INPUT, PhaseKind.RELAYED_RESULT
     return [
-        *(_inputs(rings, away, begin, owner, home, kind) for kind in there),
-        *(_results(rings, away, end, home, owner, kind, relayed) for kind in back),
+        *(Launches(inputs, begin, owner, home, kind, *blocks) for kind in (q, kv)),
+        *(Launches(results, end, home, owner, kind, *blocks) for kind in (*q_back, *k_back)),
     ]
 
 
@@ -196,7 +171,7 @@ def _hop_by_hop(rings: Rings, first: int) -> Route:
 
 
 def _straight(rings: Rings, num_divisions: int) -> Route:
-    """Straight from home, in divisions 1 to num_divisions - 1 of equal shares."""
+    """Sends directly from home, in equal shares for divisions 1 to num_divisions - 1."""
 
     def route(index: Int64, hop: Int64) -> Visit:
         others = np.maximum(rings.length[rings.ring[index]] - 1, 1)
@@ -207,10 +182,12 @@ def _straight(rings: Rings, num_divisions: int) -> Route:
 
 
 def _by_node(rings: Rings, node: Int32) -> Route:
-    """To the own node straight from home, to another one through the rank that has the same local
-    index there."""
+    """Sends directly to ranks of the home's node, and to other nodes through the rank with the same
+    local index there."""
     num_rings, longest = rings.ranks.shape
-    at, turn = np.zeros((2, num_rings, longest), np.int64)  # node, and place among its mates
+    at, turn = np.zeros(
+        (2, num_rings, longest), np.int64
+    )  # node of every place, and its index in that node
     mates = np.zeros((num_rings, int(node.max()) + 1), np.int64)
     mate = np.zeros((*mates.shape, longest), np.int64)
     for ring, place in np.argwhere(rings.ranks >= 0).tolist():

@@ -1,17 +1,17 @@
 """The state of a simulation and its event loop: ranks run their programs, messages pass ports.
 
 A rank runs ahead until it waits for a phase that has not arrived. A message travels once both its
-ends have begun its phase. It passes two ports: inside a node those of its two ranks, between nodes
-the NICs of its two ranks. Every port works each way on its own and serves one message at a time,
-the smallest waiting number first; the head of a message goes on to the second port at once, so both
-work at the same time. Messages inside nodes and over their borders do not wait for each other. With
-n ranks and m NICs in all nodes the ports are numbered
+ends have begun its phase. It passes two ports: an intra-node message the ports of its two ranks, an
+inter-node message the NICs of its two ranks. Every port has two independent directions and serves
+one message at a time, the smallest waiting number first. The head of a message moves on to the
+second port immediately, so both ports work at the same time. Intra-node and inter-node messages do
+not wait for each other. With n ranks and m NICs in all nodes, the ports are numbered
 
     0 to n     out of a rank      2n to 2n + m        out of a NIC
     n to 2n    into a rank        2n + m to 2n + 2m   into a NIC
 
-Where messages slow computation down, a rank computes until an event of its own: whatever of its
-messages begins to travel meanwhile puts that off.
+If messages slow computation down, the end of a computation is an event, which is postponed whenever
+a message of that rank begins to travel.
 
 `run_ordered` is the loop for ordered phases (NCCL); shared.py has the one for shared links (gloo).
 """
@@ -28,7 +28,7 @@ from dyncp.simulate.flow import Flow
 from dyncp.topology import Topology
 
 Records = npt.NDArray[Any]
-Record = Any  # one of them
+Record = Any  # one entry of Records
 
 
 def _fields(integers: str, floats: str) -> np.dtype[Any]:
@@ -36,37 +36,39 @@ def _fields(integers: str, floats: str) -> np.dtype[Any]:
     return np.dtype([(name, kind) for names, kind in kinds for name in names.split()])
 
 
-# An instruction: when the host has issued it; when it is reached, stops waiting, and ends.
+# An instruction: when the host has issued it, and when it is reached, stops waiting, and ends.
 STEP = _fields("op argument", "work issued reached begin end")
 # A rank: its next instruction and the end of its program; how many of its phases are launched;
-# whether it computes, how many times longer that takes while its messages travel, and until when
-# they are known to travel.
+# whether it computes; how many times longer computing takes while its messages travel, and until
+# when these are known to travel.
 RANK = _fields("next last launched computing", "clock speed slowdown traffic")
-# A rank and phase: the phase that was launched as this number; messages still to come in and the
-# time of the last; where the cell's messages stand in `touching`.
+# A rank and phase: the phase that was launched as this number; the number of messages to receive
+# and the time of the last one; the range of the cell's messages in `touching`.
 CELL = _fields("queued incoming first last", "arrived")
-# A message: whether it crosses a node's border (1) or not (0), ends that have begun its phase, and
-# ports passed; when its first and second port started, and when both are through. On shared links:
-# what waits behind it there (-1: nothing, see shared.py), its rate, and bytes that it has left.
+# A message: whether it is inter-node (1) or not (0), how many ends have begun its phase, and how
+# many ports it has passed; when its first and second port started, and when both are done. On
+# shared links (see shared.py): the messages that wait for it (-1: none), its rate, and its
+# remaining bytes.
 MESSAGE = _fields(
-    "phase source target border ends hop behind noted next_note",
+    "phase source target border ends hop following noted next_note",
     "size latency send receive tail arrival rate left",
 )
-# A port: where its queue stands in `waiting`; when it is free, and bytes that have passed. Shared:
-# messages without a rate, whether they get theirs now, and the bandwidth that is left for them.
+# A port: the range of its queue in `waiting`; when it is free, and bytes that have passed. On
+# shared links: messages without a rate, whether they get one now, and the bandwidth that is left
+# for them.
 PORT = _fields("first last users is_next", "bandwidth free moved left")
-# Number 0 of a queue holds its length as `key`; behind it stands a binary heap.
+# Entry 0 of a queue holds its length as `key`; a binary heap follows.
 EVENT = _fields("key", "time")
 
 
 class Simulation(NamedTuple):
-    """The state of a run, one structured array per kind of record: compiled functions get few
-    arrays this way, and passing dozens cost more than the events themselves.
+    """The state of a run, one structured array per kind of record. So compiled functions get few
+    arrays; passing dozens took longer than the events themselves.
 
     `cells` are [ranks, phases], `ports_of` [messages, 2]. `touching` lists the messages of every
     cell, `waiting` has the queues of all ports, and `events` is the queue of the loop. `begun` and
-    `under_way` are [ranks, 2]: of messages inside nodes and of those over borders, how many phases
-    have begun, in the order of `queued`, and how many messages of begun phases have not arrived.
+    `under_way` are [ranks, 2], for intra-node and inter-node messages: how many phases have begun,
+    in the order of `queued`, and how many messages of begun phases have not arrived.
     """
 
     steps: Records
@@ -138,7 +140,7 @@ def _messages(flow: Flow, inside: Bool, topology: Topology) -> Records:
         records[name] = column
     records["latency"] = np.where(inside, topology.intra.latency, topology.inter.latency)
     records["border"], records["left"] = ~inside, records["size"]
-    for name in ("behind", "noted", "next_note"):
+    for name in ("following", "noted", "next_note"):
         records[name] = -1
     return records
 
@@ -155,7 +157,7 @@ def _ports_of(flow: Flow, topology: Topology) -> tuple[Int64, Bool]:
 
 
 def _ports(ports_of: Int64, topology: Topology) -> tuple[Records, Records]:
-    """The ports, and room for all of their messages to wait."""
+    """The ports, and empty queues with room for all of their messages."""
     of_ranks, of_nics = 2 * topology.num_ranks, 2 * topology.nodes * topology.nics
     ports = np.zeros(of_ranks + of_nics, PORT)
     bounds = starts_of(1 + np.bincount(ports_of.reshape(-1), minlength=len(ports)))
@@ -198,16 +200,16 @@ def pop(queue: Records) -> tuple[float, int]:
     return first_time, first_key
 
 
-# Kinds of events; at equal times, smaller kinds go first.
+# Kinds of events; at equal times, smaller kinds come first.
 ARRIVED, LAUNCHED, READY, PORT_FREE, COMPUTED = 0, 1, 2, 3, 4
 KIND = 1 << 40  # an event's key is kind × KIND + number of message, rank and phase, or port
 
 
 @inner
 def _delayed(end: float, first: float, until: float, slowdown: float) -> float:
-    """When a computation ends that would end at `end`, if messages travel from `first` to `until`.
+    """New end of a computation that would end at `end`, if messages travel from `first` to `until`.
 
-    With slowdown 2, what would take from 0 to 10 gets half as far as usual from 4 to 8: until 12.
+    With slowdown 2, a computation from 0 to 10 runs at half speed from 4 to 8, and ends at 12.
     """
     if first >= end or until <= first:
         return end
@@ -245,7 +247,7 @@ def advance(state: Simulation, r: int) -> None:
 
 @inner
 def computed(state: Simulation, r: int, time: float) -> None:
-    """Rank r is done with its computation, or would be, had messages not put that off."""
+    """Rank r has finished its computation, unless messages have postponed its end."""
     rank = state.ranks[r]
     end = state.steps[rank.next].end
     if end > time:
@@ -259,7 +261,7 @@ def computed(state: Simulation, r: int, time: float) -> None:
 
 @inner
 def disturb(state: Simulation, r: int, time: float, until: float) -> None:
-    """A message of rank r travels from now on."""
+    """A message of rank r travels from `time` to `until`, which slows its computation down."""
     rank = state.ranks[r]
     first = max(time, rank.traffic)
     if rank.slowdown <= 1 or until <= first:
@@ -282,7 +284,8 @@ def arrive(state: Simulation, message: Record) -> None:
 
 @inner
 def _begin_phases(state: Simulation, r: int, time: float) -> None:
-    """Lets rank r's launched phases travel, one after the other."""
+    """Starts launched phases of rank r whose predecessors have arrived, separately for intra-node
+    and inter-node messages."""
     for border in range(2):
         while state.begun[r, border] < state.ranks[r].launched:
             if state.under_way[r, border] > 0:
@@ -313,7 +316,7 @@ def _serve(state: Simulation, port: Record, message: Record, time: float) -> Non
 
 @inner
 def _travel(state: Simulation, m: int, time: float) -> None:
-    """Takes message m through its next ports until one is busy, or to its arrival."""
+    """Moves message m through its next ports until one is busy, or to its arrival."""
     message = state.messages[m]
     while message.hop < 2:
         number = state.ports_of[m, message.hop]
@@ -343,7 +346,7 @@ def _next_at_port(state: Simulation, number: int, time: float) -> None:
 
 @compiled
 def run_ordered(state: Simulation) -> None:
-    """Runs a state to its end, in place. A rank whose `next` is not `last` then is stuck."""
+    """Runs a state to its end, in place. Afterwards, a rank whose `next` is not `last` is stuck."""
     for r in range(len(state.ranks)):
         advance(state, r)
     while state.events[0].key > 0:

@@ -1,4 +1,4 @@
-"""Flow: what all ranks do in one direction of one attention layer, of a schedule or of a plan."""
+"""Flow: what all ranks do in one direction of one attention layer, from a schedule or a plan."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,12 +14,13 @@ from dyncp.plan.assemble import order_instructions
 from dyncp.schedule import Schedule
 from dyncp.simulate.layer import Layer, RowCosts, Sent, count_row_bytes, more_seconds
 
-# What programs begin and end with, where row work is priced: copying in, merging and copying out.
+# If row work is priced, programs begin with START (copies in) and end with END (merges, copies
+# out).
 START, END = len(Op), len(Op) + 1
 
 
 class Programs(NamedTuple):
-    """Instructions of all ranks; those of rank r are `first[r]` to `first[r + 1]`."""
+    """Instructions of all ranks; rank r has the instructions `first[r]` to `first[r + 1]`."""
 
     op: Int64
     argument: Int64
@@ -32,11 +33,11 @@ class Programs(NamedTuple):
 
 
 class FlowMessages(NamedTuple):
-    """All payloads of one phase, source and target are one message of `size` bytes.
+    """One message of `size` bytes for all payloads of a phase, source and target.
 
-    Ordered by phase, distance from source to target, and source: where messages queue, the smaller
-    number goes first. So, in every phase, a rank serves its neighbours first, and ranks do not all
-    send to the same one.
+    Messages are ordered by phase, distance from source to target, and source. In a queue, the
+    message with the smaller number goes first. So, in every phase, a rank serves its neighbours
+    first, and ranks do not all send to the same one.
     """
 
     phase: Int64
@@ -46,10 +47,10 @@ class FlowMessages(NamedTuple):
 
 
 class Flow(NamedTuple):
-    """`work` is the seconds of every instruction on a rank of speed 1: packing (LAUNCH), unpacking
-    (WAIT), computing, and what there is to do at START and END. `tile_seconds` is that of all tiles
-    together, kernel calls not included. The host needs `host_seconds` to issue an instruction;
-    computing takes `slowdown` times longer while messages come in or go out."""
+    """The input of the simulator. `work` has the seconds of every instruction on a rank of speed 1:
+    packing (LAUNCH), unpacking (WAIT), computing, and row work at START and END. `tile_seconds` is
+    the sum over all tiles, without call overhead. The host takes `host_seconds` to issue an
+    instruction. While a rank sends or receives, its computation takes `slowdown` times longer."""
 
     num_ranks: int
     num_phases: int
@@ -62,12 +63,12 @@ class Flow(NamedTuple):
 
     @property
     def call_seconds(self) -> Float64:
-        """Seconds of every rank's call if it never waited, for messages or for the host."""
+        """Seconds of every rank's call if it never waited for messages or for the host."""
         total = np.bincount(self.programs.rank, self.work, self.num_ranks)
         return total.astype(np.float64)
 
     def with_compute(self, seconds: Float64) -> "Flow":
-        """The flow with other seconds of computation, float64[ranks, divisions]."""
+        """The flow with these seconds of computation, float64[ranks, divisions]."""
         chosen, work = self.programs.op == Op.COMPUTE, self.work.copy()
         work[chosen] = seconds[self.programs.rank[chosen], self.programs.argument[chosen]]
         return self._replace(work=work)
@@ -161,8 +162,8 @@ def _sized(columns: Sequence[Any], tokens: Any, per_token: Int64) -> Sent:
 
 
 def _count_phases(programs: Programs, sent_phase: Int64) -> int:
-    """Phases of messages and programs. Compiled code assumes that a rank launches each phase once,
-    so that is checked here."""
+    """Number of phases in messages and programs. Raises ValueError if a rank launches a phase
+    twice, which the compiled event loop does not check."""
     launches = programs.op == Op.LAUNCH
     launched = np.stack([programs.rank[launches], programs.argument[launches]])
     if len(np.unique(launched, axis=1).T) < launches.sum():
@@ -172,11 +173,11 @@ def _count_phases(programs: Programs, sent_phase: Int64) -> int:
 
 
 def _join_messages(layer: Layer) -> FlowMessages:
-    """One message for the payloads of a phase, source and target."""
+    """Joins all payloads of a phase, source and target to one message."""
     sent, num_ranks = layer.sent, layer.num_ranks
     distance = (sent.target - sent.source) % num_ranks
     key = (sent.phase * num_ranks + distance) * num_ranks + sent.source
-    key, size = _sum_runs(key, sent.size)  # schedules and plans list them side by side
+    key, size = _sum_runs(key, sent.size)  # payloads of one message are mostly adjacent
     order = np.argsort(key)
     key, size = _sum_runs(key[order], size[order])
     source, target = key % num_ranks, (key + key // num_ranks) % num_ranks
@@ -184,7 +185,7 @@ def _join_messages(layer: Layer) -> FlowMessages:
 
 
 def _sum_runs(key: Int64, size: Int64) -> tuple[Int64, Int64]:
-    """Adds up neighbours with the same key: keys 4 4 7, sizes 1 2 3 give 4 7 and 3 3."""
+    """Sums adjacent entries with the same key: keys 4 4 7 and sizes 1 2 3 give 4 7 and 3 3."""
     first = np.flatnonzero(np.diff(key, prepend=-1))
     return key[first], np.add.reduceat(size, first) if len(first) else size
 
@@ -198,7 +199,7 @@ def _make_flow(layer: Layer, programs: Programs, messages: FlowMessages, cost: C
     if cost.knows_launches:
         programs = _with_ends(programs)
         rows = count_row_bytes(layer, cost).seconds(cost)
-    else:  # packing and unpacking messages alone
+    else:  # only packing and unpacking of messages
         sent, nothing = layer.sent, np.zeros(layer.num_ranks)
         packed, unpacked = (
             layer.by_phase(sent, end, sent.size) / cost.profile.copy
@@ -229,9 +230,9 @@ def _make_flow(layer: Layer, programs: Programs, messages: FlowMessages, cost: C
 
 
 def _with_ends(programs: Programs) -> Programs:
-    """Programs that begin with START and end with END."""
+    """Adds START at the beginning and END at the end of every program."""
     first, last = programs.first[:-1], programs.first[1:]
-    around = np.stack([first, last], axis=1).reshape(-1)  # where both go: 0 3 3 7 for 3 and 4
+    around = np.stack([first, last], axis=1).reshape(-1)  # 0 3 3 7 for programs of 3 and 4
     op = np.insert(programs.op, around, [START, END] * len(first))
     argument = np.insert(programs.argument, around, 0)
     return Programs(op, argument, programs.first + 2 * np.arange(len(programs.first)))

@@ -1,20 +1,20 @@
-"""One direction of one attention layer on all ranks: its kernel calls, and its row work, which is
-what a call copies, packs, unpacks, merges and rounds besides its attention kernels.
+"""One direction of one attention layer on all ranks: its kernel calls and its row work. Row work is
+everything besides attention kernels: copying, packing, unpacking, merging and rounding rows.
 
-Every point of a rank's program at which rows are moved is one launch, which reads and writes:
+At every point of a rank's program that moves rows, one launch reads and writes:
 
-    forward    START    local q, k, v into the workspace, if that has slots; inputs to send
+    forward    START    local q, k, v into the workspace, if it has slots; inputs to send
                WAIT     received inputs into their slots
-               LAUNCH   inputs to pass on; results: every contribution into the message
-               END      every contribution to local rows into the output
-    backward   START    as forward, with dout; out and dout for row sums; accumulators cleared
+               LAUNCH   inputs to pass on; results: all contributions into the message
+               END      all contributions to local rows into the output
+    backward   START    as forward, with dout; out and dout for row sums; cleared accumulators
                WAIT     as forward
                LAUNCH   as forward; results: accumulators and received results
                END      accumulators of local rows and received results into dq, dk, dv
 
-A contribution is what one kernel call leaves of a block's output, or what was received of it.
-Backward, all calls add to the same accumulator. If one call makes all of a rank's output, it writes
-it directly and nothing is merged.
+A contribution is the partial output of one kernel call for a block, or a received partial output.
+Backward, all calls add to the same accumulator. If one call computes a rank's whole output, it
+writes it directly, and nothing is merged.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ Numbers = npt.NDArray[Any]
 
 
 class Sent(NamedTuple):
-    """Everything that travels, int64[payloads] each; `size` in bytes."""
+    """All payloads that are sent, int64[payloads] each; `size` in bytes."""
 
     phase: Int64
     source: Int64
@@ -48,9 +48,9 @@ class Sent(NamedTuple):
 
 
 class CallBlocks(NamedTuple):
-    """Blocks whose rows kernel calls work by (forward those of queries, backward of keys), one
-    entry for every call (a cell and head group) and block, ordered by call: int64[entries]. `first`
-    is one of their tiles, and `of_tile`, int64[tiles], the entry of each tile."""
+    """Blocks that kernel calls process row by row: query blocks forward, key blocks backward. There
+    is one entry for every call (a cell and head group) and block, ordered by call: int64[entries].
+    `first` is one of its tiles, and `of_tile`, int64[tiles], the entry of each tile."""
 
     cell: Int64
     group: Int64
@@ -61,9 +61,9 @@ class CallBlocks(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """`groups` are the head groups that the cost model's shape has; `tokens` and `owner` are those
-    of the blocks; `cell` is the rank × divisions + division of every tile, and `tile_seconds` what
-    it takes."""
+    """`groups` are the head groups in the cost model's shape. `tokens` and `owner` have one entry
+    per block. Per tile, `cell` is rank × num_divisions + division, and `tile_seconds` its
+    seconds."""
 
     direction: Direction
     num_ranks: int
@@ -79,7 +79,7 @@ class Layer:
 
     @cached_property
     def calls(self) -> Bool:
-        """Which kernel calls there are, one per head group, bool[ranks, divisions, groups]."""
+        """Whether there is a kernel call, bool[ranks, divisions, groups]."""
         groups = len(self.groups)
         called: Bool = np.zeros(self.num_ranks * self.num_divisions * groups, np.bool_)
         called[self.cell * groups + self.tiles.head_group] = True
@@ -100,19 +100,19 @@ class Layer:
         return total.astype(np.float64).reshape(self.num_ranks, -1)
 
     def by_phase(self, sent: Sent, rank: Int64, size: Numbers) -> Float64:
-        """Sums by rank and phase; `rank` and `size` are those of `sent`."""
+        """Sums by rank and phase; `rank` and `size` have one entry per payload of `sent`."""
         cells = rank * self.num_phases + sent.phase
         total = np.bincount(cells, size, self.num_ranks * self.num_phases)
         return total.astype(np.float64).reshape(self.num_ranks, -1)
 
     def by_rank(self, rank: Int64, size: Numbers | None = None) -> Float64:
-        """Sums by rank; counts where there is no `size`."""
+        """Sums by rank; counts if `size` is None."""
         return np.bincount(rank, size, self.num_ranks).astype(np.float64)
 
 
 class CallWork(NamedTuple):
-    """Kernel calls, numbers[calls] each: `area` and `edge` of the cost model, and `rows` of kernel
-    tiles, all times q heads; `longest` are the keys of the longest row."""
+    """Kernel calls, one entry each: `area` and `edge` of the cost model, and the number of `rows`
+    of kernel tiles, all times q heads; `longest` is the number of keys of the longest row."""
 
     cell: Int64
     area: Float64
@@ -122,11 +122,12 @@ class CallWork(NamedTuple):
 
 
 def call_work(layer: Layer, cost: CostModel) -> CallWork:
-    """The calls that tiles make, ordered by cell.
+    """The kernel calls of a layer, ordered by cell.
 
-    Forward, a row of kernel tiles covers what its query block attends in the call, the mean of its
-    rows; backward works by key blocks. A query block of 256 rows that attends 300 keys of one block
-    and 500 of another in the same call has two rows of kernel tiles, of 800 keys.
+    Forward, the length of a row of kernel tiles is the mean number of keys that the rows of its
+    query block attend in the call; backward, key blocks take the place of query blocks. A query
+    block of 256 rows that attends 300 keys of one block and 500 of another in the same call has two
+    rows of kernel tiles, of 800 keys each.
     """
     tiles, blocks = layer.tiles, layer.call_blocks
     heads = cost.heads_of(layer.groups)[tiles.head_group]
@@ -148,15 +149,15 @@ def call_work(layer: Layer, cost: CostModel) -> CallWork:
 
 
 def more_seconds(layer: Layer, cost: CostModel) -> Float64:
-    """Seconds of calls in addition to those of their tiles, float64[ranks, divisions]."""
+    """Seconds of calls beyond the seconds of their tiles, float64[ranks, divisions]."""
     work = call_work(layer, cost)
     calls = layer.by_division(work.cell, cost.work_seconds(*work[1:], layer.direction))
     return calls - layer.by_division(layer.cell, layer.tile_seconds)
 
 
 class RowCosts(NamedTuple):
-    """What is moved at every point: bytes read and written, or the seconds of that,
-    float64[ranks] and [ranks, phases]."""
+    """Row work at every point of a program, float64[ranks] or [ranks, phases]: bytes read plus
+    bytes written, or seconds."""
 
     start: Float64
     launch: Float64
@@ -164,8 +165,8 @@ class RowCosts(NamedTuple):
     end: Float64
 
     def seconds(self, cost: CostModel) -> "RowCosts":
-        """Seconds of every point that moves anything: one launch and its bytes. The profile's
-        `copy` counts a byte that is read and written once."""
+        """Converts bytes to seconds: one launch and its bytes for every point that moves any. The
+        profile's `copy` rate counts a byte that is read and written once."""
         profile = cost.profile
         points = (
             np.where(point > 0, profile.launch_seconds + point / (2 * profile.copy), 0.0)
@@ -175,14 +176,14 @@ class RowCosts(NamedTuple):
 
     @property
     def per_rank(self) -> tuple[Float64, Int64]:
-        """Sums over the points of every rank, and how many points move anything."""
+        """Sum over the points of every rank, and the number of points that move any rows."""
         points = np.column_stack(self)
         return points.sum(axis=1), (points > 0).sum(axis=1)
 
 
 def count_row_bytes(layer: Layer, cost: CostModel) -> RowCosts:
-    """Bytes of row work. With CUDA graphs, ranks that send or receive anything copy all of their
-    inputs and results."""
+    """Bytes of row work. With CUDA graphs, ranks that send or receive copy all of their inputs and
+    results."""
     sent, width = layer.sent, RowBytes.of(cost.shape, layer.groups)
     owner, is_input = layer.owner[sent.block], IS_INPUT[sent.kind]
     inputs, results = sent.where(is_input), sent.where(~is_input)
@@ -202,8 +203,8 @@ def count_row_bytes(layer: Layer, cost: CostModel) -> RowCosts:
 
 
 def _packed_first(layer: Layer) -> Bool:
-    """Payloads that several ranks get in one phase are packed once, since their messages are mostly
-    the same."""
+    """Marks the first of equal payloads from one rank in one phase: a payload for several ranks is
+    packed once, since their messages are mostly the same."""
     sent = layer.sent
     packed = _key(layer, sent.kind, sent.source, sent) * layer.num_phases + sent.phase
     first = np.zeros(len(packed), np.bool_)
@@ -216,7 +217,7 @@ def _own_rows(layer: Layer) -> Float64:
 
 
 def _start(layer: Layer, inputs: Sent, in_graph: Bool, width: RowBytes) -> Float64:
-    """Without what is packed."""
+    """Bytes moved at START, without packed messages, per rank."""
     of_keys, groups = OF_KEYS[inputs.kind], len(layer.groups)
     slots = np.repeat(in_graph, 2 * groups).reshape(layer.num_ranks, 2, groups)
     slots[inputs.target, of_keys.astype(np.int64), inputs.group] = True
@@ -224,7 +225,7 @@ def _start(layer: Layer, inputs: Sent, in_graph: Bool, width: RowBytes) -> Float
     own = _own_rows(layer)
     if layer.direction is Direction.FORWARD:
         return own * (q @ (2 * width.q) + kv @ (2 * width.kv))
-    # dout is read for the row sums already.
+    # The row sums read dout already.
     copied = q @ (3 * width.q + 2 * width.per_head) + kv @ (2 * width.kv)
     sums = (2 * width.q + width.per_head).sum()
     cleared = (width.q_wide + width.kv_wide).sum()
@@ -234,8 +235,8 @@ def _start(layer: Layer, inputs: Sent, in_graph: Bool, width: RowBytes) -> Float
 
 
 def _sent_results(layer: Layer, results: Sent, width: RowBytes) -> Float64:
-    """Bytes of results to send, by rank and phase: each is written once, and its contributions are
-    read."""
+    """Bytes moved for results at LAUNCH, by rank and phase: each result is written once, and all of
+    its contributions are read."""
     backward, blocks, sizes = layer.direction is Direction.BACKWARD, layer.call_blocks, results.size
     if backward:
         of_keys = OF_KEYS[results.kind]
@@ -253,7 +254,8 @@ def _sent_results(layer: Layer, results: Sent, width: RowBytes) -> Float64:
 
 
 def _read(layer: Layer, results: Sent, asked: Int64, size: Int64) -> Float64 | float:
-    """The bytes read for the results with keys `asked`, by rank and phase of these."""
+    """Sums `size`, the bytes read for the results with keys `asked`, by the rank and phase that
+    send these results."""
     if not len(results.phase):
         return 0.0
     key = _key(layer, results.kind, results.source, results)
@@ -265,6 +267,7 @@ def _read(layer: Layer, results: Sent, asked: Int64, size: Int64) -> Float64 | f
 
 
 def _end(layer: Layer, inputs: Sent, merged: Float64, in_graph: Bool, width: RowBytes) -> Float64:
+    """Bytes moved at END, per rank; `merged` are the bytes of received results."""
     own, blocks = _own_rows(layer), layer.call_blocks
     if layer.direction is Direction.BACKWARD:
         every = (width.q_wide + width.kv_wide + width.q + width.kv).sum()
@@ -280,5 +283,6 @@ def _end(layer: Layer, inputs: Sent, merged: Float64, in_graph: Bool, width: Row
 
 
 def _key(layer: Layer, kind: Int64 | np.int64, rank: Int64, what: Sent | CallBlocks) -> Int64:
+    """A distinct number for every payload kind, rank, head group and block."""
     number = (kind * layer.num_ranks + rank) * len(layer.groups) + what.group
     return np.asarray(number * len(layer.tokens) + what.block, np.int64)

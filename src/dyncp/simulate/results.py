@@ -1,7 +1,7 @@
-"""Entry points of the simulator, and what they return: AttentionTimes of one direction of a layer,
-Simulated of the whole step of a plan, or of a placement with its schedules."""
+"""Entry points of the simulator and their results: AttentionTimes for one direction of a layer,
+Simulated for a whole step."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,10 +21,10 @@ from dyncp.topology import Topology
 
 @dataclass(frozen=True, eq=False)
 class AttentionTimes:
-    """Times in seconds from the start, when all ranks begin together.
+    """Times in seconds since all ranks started together.
 
-    `steps` are the instructions, `messages` the messages and `ports` the ports with their times, as
-    records (events.py says what they hold, and how ports are numbered).
+    `steps` (instructions), `messages` and `ports` are records with their times; events.py describes
+    their fields and the numbering of ports.
     """
 
     flow: Flow
@@ -40,7 +40,7 @@ class AttentionTimes:
 
     @cached_property
     def rank_seconds(self) -> Float64:
-        """When every rank is done."""
+        """When every rank finishes."""
         done = np.zeros(self.flow.num_ranks)
         np.maximum.at(done, self.step_rank, self.steps["end"])
         return done
@@ -53,7 +53,7 @@ class AttentionTimes:
 
     @cached_property
     def rank_waiting_seconds(self) -> Float64:
-        """Time every rank waits for messages, before its last instruction ends."""
+        """Time every rank waits for messages."""
         return self._per_rank(self.steps["begin"] - self.steps["reached"])
 
     @cached_property
@@ -69,19 +69,18 @@ class AttentionTimes:
 
     @property
     def seconds(self) -> float:
-        """When the last rank is done."""
+        """When the last rank finishes."""
         return float(self.rank_seconds.max())
 
     @property
     def compute_seconds(self) -> float:
-        """Kernel time of the rank that has most."""
+        """The largest kernel time of any rank."""
         return float(self.rank_compute_seconds.max())
 
     @property
     def exposed_seconds(self) -> float:
-        """What there is beside kernels: the whole time minus the most kernel time of a rank.
-        Waiting, for messages and the host, and row work all count, as far as they are not
-        hidden."""
+        """Time that kernels do not hide: the whole time minus the largest kernel time of any rank.
+        That is waiting for messages and for the host, and row work."""
         return self.seconds - self.compute_seconds
 
 
@@ -100,17 +99,18 @@ def run_flow(flow: Flow, topology: Topology) -> AttentionTimes:
     return AttentionTimes(flow, topology, state.steps, state.messages, state.ports)
 
 
-Both = tuple[AttentionTimes, AttentionTimes | None]
+# Forward and, unless a plan is forward-only, backward.
+Both = tuple[AttentionTimes, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Simulated:
     """Seconds of a step.
 
-    `attention` has the forward and backward times of one layer per mask name, `layers` how many
-    layers use that mask. `token_seconds` is the per-token work of the fullest rank, forward and
-    backward, 0 without a model. `ideal_seconds` is the step without communication and kernel-call
-    overhead and with all work spread evenly.
+    `attention` has the forward and backward times of one layer by mask name, `layers` the number of
+    layers with that mask. `token_seconds` is the per-token work of the fullest rank, forward and
+    backward; 0 without a model. `ideal_seconds` is the step without communication and call
+    overhead, and with all work spread evenly.
     """
 
     attention: Mapping[str, Both]
@@ -124,48 +124,47 @@ class Simulated:
 
     @property
     def forward_seconds(self) -> float:
-        """One attention layer; the mean over layers when they have different masks."""
+        """Forward seconds of one attention layer; the mean if layers have different masks."""
         return self._per_layer(0, "seconds")
 
     @property
     def backward_seconds(self) -> float:
-        """As forward_seconds; 0 in plans for evaluation."""
+        """Backward seconds, like `forward_seconds`; 0 in forward-only plans."""
         return self._per_layer(1, "seconds")
 
     @property
     def layer_seconds(self) -> float:
-        """One attention layer, forward and backward."""
+        """Forward and backward seconds of one attention layer."""
         return self.forward_seconds + self.backward_seconds
 
     @property
     def exposed_seconds(self) -> float:
-        """What communication adds to one attention layer, forward and backward together."""
+        """Exposed seconds of one attention layer, forward and backward together."""
         return self._per_layer(0, "exposed_seconds") + self._per_layer(1, "exposed_seconds")
 
     @property
     def attention_seconds(self) -> float:
-        """All attention layers, forward and backward."""
+        """Forward and backward seconds of all attention layers."""
         return self.num_layers * self.layer_seconds
 
     @property
     def step_seconds(self) -> float:
-        """All attention layers and the per-token work, forward and backward."""
+        """Forward and backward seconds of all attention layers and of the per-token work."""
         return self.attention_seconds + self.token_seconds
 
     def runs(self) -> Iterator[tuple[str, AttentionTimes]]:
-        """Every simulated direction with a name for it, forward ones first."""
+        """Name and times of every simulated mask and direction, forward first."""
         for side, direction in enumerate(("forward", "backward")):
             for name, both in self.attention.items():
-                times = both[side]
-                if times is not None:
-                    yield f"{name} {direction}", times
+                if side < len(both):
+                    yield f"{name} {direction}", both[side]
 
     def _per_layer(self, side: int, field: str) -> float:
-        total = 0.0
-        for name, both in self.attention.items():
-            times = both[side]
-            if times is not None and self.layers[name]:
-                total += self.layers[name] * float(getattr(times, field))
+        total = sum(
+            self.layers[name] * float(getattr(both[side], field))
+            for name, both in self.attention.items()
+            if side < len(both)
+        )
         return total / self.num_layers
 
 
@@ -178,7 +177,8 @@ def simulate_schedule(
     cost: CostModel,
     name: str = DEFAULT_MASK,
 ) -> AttentionTimes:
-    """One direction of one attention layer with mask `name`, before a plan is assembled."""
+    """Simulates one direction of one attention layer with mask `name`, before a plan is
+    assembled."""
     topology.check_ranks(placement.num_ranks, "placement")
     return run_flow(flow_of_schedule(graph, placement, name, schedule, direction, cost), topology)
 
@@ -194,23 +194,23 @@ def simulate_schedules(
     model: ModelConfig | None = None,
     local_multiple: int = 1,
 ) -> Simulated:
-    """The whole step of a placement and its schedules (forward and backward per mask name).
+    """Simulates the whole step of a placement with its schedules (forward and backward by mask
+    name). See `simulate_plan` for the options."""
 
-    See `simulate_plan` for the options.
-    """
-
-    def run(name: str, direction: Direction) -> AttentionTimes | None:
-        schedule = schedules[name][direction]
-        if schedule is None:
-            return None
-        return simulate_schedule(graph, placement, schedule, direction, topology, cost, name)
-
+    attention = {
+        name: tuple(
+            simulate_schedule(graph, placement, schedule, direction, topology, cost, name)
+            for direction, schedule in zip(Direction, both, strict=True)
+            if schedule is not None
+        )
+        for name, both in schedules.items()
+    }
     rows = rows_per_rank(graph, placement, local_multiple)
-    return _simulate(run, list(schedules), rows, topology, cost, layers, model)
+    return _make_step(attention, rows, topology, cost, layers, model)
 
 
 def rows_per_rank(graph: BlockGraph, placement: Placement, local_multiple: int) -> Int64:
-    """Rows that every rank holds: its tokens, rounded up to a multiple."""
+    """Rows that every rank holds: its tokens, rounded up to a multiple of `local_multiple`."""
     tokens = np.bincount(placement.block_rank, graph.blocks.tokens, placement.num_ranks)
     tokens = tokens.clip(int(local_multiple > 1))
     return np.ceil(tokens / local_multiple).astype(np.int64) * local_multiple
@@ -225,45 +225,38 @@ def simulate_plan(
     model: ModelConfig | None = None,
     compute: Mapping[tuple[str, Direction], Float64] | None = None,
 ) -> Simulated:
-    """The whole step of a plan.
+    """Simulates the whole step of a plan.
 
-    `layers` says how many attention layers use each mask; by default each mask has its equal share
-    of the model's layers (one layer without a model). With a model, the per-token work counts too.
-    `compute` has measured seconds, float64[ranks, divisions], in place of those of the cost model.
+    `layers` is the number of attention layers by mask name; by default the masks share the model's
+    layers equally (one layer each without a model). With a model, the step includes per-token work.
+    `compute` has measured seconds, float64[ranks, divisions], that replace the cost model's.
     """
     topology.check_ranks(plan.num_ranks, "plan")
-    part = plan.parts[0]
+    part, attention = plan.parts[0], dict[str, Both]()
+    for name, mask in part.masks.items():
+        flows = []
+        for direction in list(Direction)[: 1 if mask.backward is None else 2]:
+            flow = flow_of_plan(plan, name, direction, cost)
+            measured = (compute or {}).get((name, direction))
+            flows.append(flow if measured is None else flow.with_compute(measured))
+        attention[name] = tuple(run_flow(flow, topology) for flow in flows)
+    return _make_step(attention, part.rows_per_rank, topology, cost, layers, model)
 
-    def run(name: str, direction: Direction) -> AttentionTimes | None:
-        if direction is Direction.BACKWARD and part.masks[name].backward is None:
-            return None
-        flow = flow_of_plan(plan, name, direction, cost)
-        measured = (compute or {}).get((name, direction))
-        return run_flow(flow if measured is None else flow.with_compute(measured), topology)
 
-    return _simulate(run, list(part.masks), part.rows_per_rank, topology, cost, layers, model)
-
-
-def _simulate(
-    run: Callable[[str, Direction], AttentionTimes | None],
-    names: Sequence[str],
+def _make_step(
+    attention: Mapping[str, Both],
     rows: Int64,
     topology: Topology,
     cost: CostModel,
     layers: Mapping[str, float] | None,
     model: ModelConfig | None,
 ) -> Simulated:
-    attention = dict[str, Both]()
-    for name in names:
-        forward, backward = (run(name, direction) for direction in Direction)
-        assert forward is not None
-        attention[name] = forward, backward
-    has_backward = any(backward is not None for _, backward in attention.values())
     per_token = 0.0
     if model is not None:
-        directions = list(Direction)[: 1 + has_backward]
+        directions = list(Direction)[: max(map(len, attention.values()))]
         per_token = sum(model.seconds_per_token(cost.profile, d) for d in directions)
-    return join_times(attention, rows, topology, layers_by_mask(names, layers, model), per_token)
+    layers = layers_by_mask(list(attention), layers, model)
+    return join_times(attention, rows, topology, layers, per_token)
 
 
 def join_times(
@@ -273,14 +266,11 @@ def join_times(
     layers: Mapping[str, float],
     token_seconds: float,
 ) -> Simulated:
-    """The step of masks that were simulated one by one; ranks hold `rows`, each of which takes
+    """Joins the times of all masks to a step. Every rank holds `rows` rows, each of which takes
     `token_seconds` outside attention."""
     speed = topology.rank_speeds
     tiles = sum(
-        layers[name] * times.flow.tile_seconds
-        for name, both in attention.items()
-        for times in both
-        if times is not None
+        layers[name] * times.flow.tile_seconds for name, both in attention.items() for times in both
     )
     fullest = token_seconds * float((rows / speed).max())
     ideal = (tiles + token_seconds * float(rows.sum())) / float(speed.sum())
@@ -290,7 +280,7 @@ def join_times(
 def layers_by_mask(
     names: Sequence[str], layers: Mapping[str, float] | None, model: ModelConfig | None
 ) -> dict[str, float]:
-    """How many layers use each mask; see `simulate_plan`."""
+    """Number of layers by mask; see `simulate_plan`."""
     if layers is None:
         each = 1 if model is None else model.layers / len(names)
         return dict.fromkeys(names, each)

@@ -1,16 +1,17 @@
-"""The event loop where phases are not ordered: all messages under way share the ports, as
+"""The event loop for phases that are not ordered: all messages in flight share the ports, as TCP
 connections share a link.
 
-Every pair of ranks has a connection each way, which carries one message after the other. A sender
-starts once it knows that the receiver is ready; that note travels over the reverse connection,
-after the messages already on it: with 1 → 0 under way until second 10, a message 0 → 1 that rank 1
-launches at second 3 sets out after second 10. Of a message's latency one half is for this note.
+Every pair of ranks has one connection per direction, which carries one message at a time. A sender
+starts once it is notified that the receiver is ready. The note travels over the reverse connection,
+after the messages that are already on it: if 1 → 0 is in flight until second 10, a message 0 → 1
+that rank 1 launches at second 3 starts after second 10. Half of a message's latency is for the
+note.
 
-The messages under way get fair rates: the port with the least for each of its messages gives them
-equal shares, then the next one shares what is left among the others, and so on. Three messages of
-60 bytes, 0 → 1, 0 → 2 and 3 → 2, over ports of 10 bytes per second: rank 0 sends 5 to both, rank 2
-receives 5 from both, and all are through after 12 seconds. One at a time, 0 → 1 would be through
-after 6.
+The messages in flight get fair rates (max-min fairness): the port with the smallest bandwidth per
+message gives its messages equal shares, then the next port shares the rest among its other
+messages, and so on. Example: three messages of 60 bytes, 0 → 1, 0 → 2 and 3 → 2, over ports of 10
+bytes per second. Rank 0 sends 5 bytes per second to both, rank 2 receives 5 from both, and all
+messages are done after 12 seconds. One at a time, 0 → 1 would be done after 6.
 """
 
 import numpy as np
@@ -32,12 +33,12 @@ from dyncp.simulate.events import (
     push,
 )
 
-ALIKE = 1 + 1e-9  # shares that differ by less are equal
+ALIKE = 1 + 1e-9  # shares that differ by less than this factor are equal
 
 
 @inner
 def _share(state: Simulation, active: Int64) -> None:
-    """Rates of the messages under way, bytes per second."""
+    """Sets the rates of the messages in flight, bytes per second."""
     messages, ports, ports_of = state.messages, state.ports, state.ports_of
     for m in active:
         messages[m].rate = 0.0
@@ -61,7 +62,7 @@ def _share(state: Simulation, active: Int64) -> None:
 
 @inner
 def _least_share(state: Simulation, active: Int64) -> float:
-    """What the fullest ports have for each message without a rate; marks these ports."""
+    """The smallest bandwidth that a port has for each message without a rate; marks these ports."""
     ports, ports_of, least = state.ports, state.ports_of, np.inf
     for m in active:
         if state.messages[m].rate == 0.0:
@@ -75,7 +76,7 @@ def _least_share(state: Simulation, active: Int64) -> float:
 
 @inner
 def _send(state: Simulation, current: Int64, active: Int64, count: int, m: int, time: float) -> int:
-    """Message m goes over its connection from now on. Returns how many are under way."""
+    """Starts message m on its connection. Returns the number of messages in flight."""
     message = state.messages[m]
     current[message.source, message.target] = m
     message.send = message.receive = time
@@ -85,16 +86,16 @@ def _send(state: Simulation, current: Int64, active: Int64, count: int, m: int, 
 
 @inner
 def _last_of(state: Simulation, current: Int64, source: int, target: int) -> int:
-    """The last message of a connection; -1 where there is none."""
+    """The last message that is on a connection or waits for it; -1 if there is none."""
     last = int(current[source, target])
-    while last >= 0 and state.messages[last].behind >= 0:
-        last = state.messages[last].behind
+    while last >= 0 and state.messages[last].following >= 0:
+        last = state.messages[last].following
     return last
 
 
 @inner
 def _count_end(state: Simulation, m: int, time: float) -> None:
-    """The source of message m has launched it, or knows then that its target has."""
+    """The source of message m has launched it, or is notified at `time` that its target has."""
     message = state.messages[m]
     message.ends += 1
     message.send = max(message.send, time)
@@ -104,8 +105,9 @@ def _count_end(state: Simulation, m: int, time: float) -> None:
 
 @inner
 def _launch(state: Simulation, current: Int64, r: int, phase: int, time: float) -> None:
-    """Rank r launches a phase. Senders are told of it behind the message that is last on the
-    connection to them: `noted` begins its list of messages to tell of, `next_note` goes on."""
+    """Rank r launches a phase. The note to a sender travels after the last message on the
+    connection to that sender. `noted` is the first message in the list of notes after a message,
+    `next_note` the next one in the list."""
     cell = state.cells[r, phase]
     for m in state.touching[cell.first : cell.last]:
         message = state.messages[m]
@@ -122,8 +124,8 @@ def _launch(state: Simulation, current: Int64, r: int, phase: int, time: float) 
 
 @inner
 def _first_through(state: Simulation, active: Int64, now: float, due: float) -> tuple[int, float]:
-    """Which of the messages under way finishes first, and when; -1 and `due` if none does before
-    that."""
+    """Index of the message in flight that finishes first, and when; -1 and `due` if none finishes
+    before `due`."""
     first, until = -1, due
     for i in range(len(active)):
         message = state.messages[active[i]]
@@ -135,7 +137,7 @@ def _first_through(state: Simulation, active: Int64, now: float, due: float) -> 
 
 @inner
 def _flow(state: Simulation, active: Int64, now: float, until: float) -> None:
-    """Messages under way go on, and slow the ranks at their ends down."""
+    """Advances the messages in flight to `until`; they slow down the ranks at both ends."""
     for m in active:
         message = state.messages[m]
         message.left -= message.rate * (until - now)
@@ -145,7 +147,7 @@ def _flow(state: Simulation, active: Int64, now: float, until: float) -> None:
 
 @inner
 def _end(state: Simulation, m: int, time: float) -> None:
-    """Message m has passed its ports, and the notes behind it are there."""
+    """Message m has passed its ports, and the notes after it arrive."""
     message = state.messages[m]
     message.tail, message.arrival = time, time + message.latency / 2
     push(state.events, message.arrival, ARRIVED * KIND + m)
@@ -160,10 +162,11 @@ def _end(state: Simulation, m: int, time: float) -> None:
 
 @compiled
 def run_shared(state: Simulation) -> None:
-    """As `run_ordered`."""
+    """Runs a state to its end, in place, like `run_ordered`."""
     messages, events, num_phases = state.messages, state.events, state.cells.shape[1]
     active, count = np.empty(len(messages), np.int64), 0
-    current = np.full((len(state.ranks), len(state.ranks)), -1, np.int64)  # of every connection
+    # The message on every connection.
+    current = np.full((len(state.ranks), len(state.ranks)), -1, np.int64)
     now, changed = 0.0, False
     for r in range(len(state.ranks)):
         advance(state, r)
@@ -181,7 +184,7 @@ def run_shared(state: Simulation) -> None:
             else:
                 last = _last_of(state, current, messages[number].source, messages[number].target)
                 if last >= 0:
-                    messages[last].behind = number
+                    messages[last].following = number
                 else:
                     count = _send(state, current, active, count, number, now)
                     changed = True
@@ -198,6 +201,6 @@ def run_shared(state: Simulation) -> None:
         count, changed = count - 1, True
         active[first] = active[count]
         current[messages[m].source, messages[m].target] = -1
-        if messages[m].behind >= 0:
-            count = _send(state, current, active, count, messages[m].behind, now)
+        if messages[m].following >= 0:
+            count = _send(state, current, active, count, messages[m].following, now)
         _end(state, m, now)

@@ -1,4 +1,4 @@
-"""Timelines: what every track of every rank does, and when; also as a trace for Perfetto."""
+"""Timelines: what every track of every rank does, and when; also written as Perfetto traces."""
 
 import json
 from collections.abc import Iterator
@@ -24,8 +24,8 @@ class Track(IntEnum):
 
 
 class Span(NamedTuple):
-    """What a track does from `start` to `end`, in seconds. Labels name the division ("compute 2"),
-    the phase ("pack 0", "wait 0", "unpack 0"), or phase and peer ("send 1 to 5")."""
+    """What a track does from `start` to `end`, in seconds. The label names the division ("compute
+    2"), the phase ("pack 0", "wait 0", "unpack 0"), or phase and peer ("send 1 to 5")."""
 
     rank: int
     track: Track
@@ -35,9 +35,8 @@ class Span(NamedTuple):
 
 
 def make_timeline(times: AttentionTimes) -> list[Span]:
-    """What all tracks do, ordered by rank, track and start; nothing that takes no time. A track
-    never does two things at once, but for messages that share a link, where phases are not
-    ordered."""
+    """Spans of all tracks that take any time, ordered by rank, track and start. The spans of a
+    track do not overlap, except messages that share a link if phases are not ordered."""
     spans = [*_step_spans(times), *_message_spans(times)]
     return sorted(span for span in spans if span.end > span.start)
 
@@ -50,16 +49,13 @@ def _step_spans(times: AttentionTimes) -> Iterator[Span]:
     ):
         if op == Op.WAIT:
             yield Span(rank, Track.COMPUTE, reached, begin, f"wait {number}")
-        if op in (START, END):
-            label = "start" if op == START else "end"
-        else:
-            label = f"{names[op]} {number}"
+        label = {START: "start", END: "end"}.get(op) or f"{names[op]} {number}"
         yield Span(rank, Track.COMPUTE, begin, end, label)
 
 
 def _message_spans(times: AttentionTimes) -> Iterator[Span]:
-    """Time in the first port (sending) and in the second (receiving); where messages share ports,
-    that of the message."""
+    """The time of every message in its first port (sending) and in its second (receiving). If
+    messages share ports, both are the time that the message is in flight."""
     topology = times.topology
     for message in times.messages:
         phase, source, target = (int(message[name]) for name in ("phase", "source", "target"))
@@ -80,8 +76,8 @@ SAME_TIME = 1e-12  # seconds
 
 
 def trace(simulated: Simulated, path: str | Path) -> None:
-    """One process per node, one thread per rank and track (more where messages share a link).
-    Has one layer of every mask, first forward, then backward."""
+    """Writes a trace with one process per node and one thread per rank and track (more if messages
+    share a link). It has one layer of every mask, first forward, then backward."""
     runs = list(simulated.runs())
     topology = runs[0][1].topology
     events, offset = list[dict[str, Any]](), 0.0
@@ -99,7 +95,7 @@ def _num_tracks(topology: Topology) -> int:
 
 
 def _names(topology: Topology, rows: int) -> list[dict[str, Any]]:
-    """`rows` of threads for every track."""
+    """Events that name all processes and threads, with `rows` threads per track."""
     events = [
         {"ph": "M", "name": "process_name", "pid": node, "args": {"name": f"node {node}"}}
         for node in range(topology.nodes)
