@@ -15,6 +15,7 @@ from dyncp.kernels.tile_lists import (
     PARTIAL,
     SIDE,
     KernelTileMap,
+    classify_tiles,
     list_tiles_of,
     map_kernel_tiles,
     transpose_ranges,
@@ -39,10 +40,10 @@ def spread(state, side=SIDE):
     return state.repeat(side, 0).repeat(side, 1)
 
 
-def pairs_of(tiles, state, num_rows, num_keys):
-    """bool[rows, keys] that a kernel computes from a map of kernel tiles."""
+def pairs_of(tiles, state, side, num_rows, num_keys):
+    """bool[rows, keys] that a kernel computes from ranges and the states of its kernel tiles."""
     inside = pairs_in(tiles.ranges[:, :, :num_rows], num_keys)
-    state = spread(state, SIDE if state is tiles.state else HALF)[:num_rows, :num_keys]
+    state = spread(state, side)[:num_rows, :num_keys]
     return (state == FULL) | ((state == PARTIAL) & inside)
 
 
@@ -80,9 +81,9 @@ def assert_transposed(tiles):
 @pytest.mark.parametrize("seed", range(300))
 def test_full_tiles_and_ranges_allow_exactly_the_pairs_of_the_call(seed):
     case = draw_call(seed, num_ranges=1 + seed % 2, largest=700 if seed % 3 else 100)
-    tiles = map_kernel_tiles(case.call, halves=True)
-    for state in (tiles.state, tiles.halves):
-        assert np.array_equal(pairs_of(tiles, state, *case.allowed.shape), case.allowed)
+    tiles = map_kernel_tiles(case.call)
+    for state, side in ((tiles.state, SIDE), (classify_tiles(case.call, HALF), HALF)):
+        assert np.array_equal(pairs_of(tiles, state, side, *case.allowed.shape), case.allowed)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -123,7 +124,7 @@ def test_partial_tiles_with_a_full_one_between_give_one_range():
     ranges[:, :, SIDE : 2 * SIDE] = 7  # a full tile: whatever
     ranges[:, 0, 3 * SIDE :] = 0  # one that is not listed: the same
     state = np.array([[PARTIAL], [FULL], [PARTIAL], [NONE]], np.uint8)
-    transposed = transpose_ranges(KernelTileMap(state, None, ranges.astype(np.int32)))
+    transposed = transpose_ranges(KernelTileMap(state, ranges.astype(np.int32)))
     assert len(transposed) == 1
     assert np.array_equal(transposed[0, :, 1:], [key, key + 256])
     assert transposed[0, :, 0].tolist() == [0, SIDE]  # the third tile has nothing for key 0
@@ -134,7 +135,7 @@ def test_a_partial_tile_that_does_not_attend_a_key_parts_its_ranges():
     ranges = np.stack([np.zeros_like(row), np.full_like(row, 10)])[None].astype(np.int32)
     ranges[:, 0, SIDE : 2 * SIDE] = 5
     state = np.full((3, 1), PARTIAL, np.uint8)
-    transposed = transpose_ranges(KernelTileMap(state, None, ranges))
+    transposed = transpose_ranges(KernelTileMap(state, ranges))
     assert transposed[:, :, 4].tolist() == [[0, SIDE], [2 * SIDE, 3 * SIDE]]
     assert transposed[:, :, 5].tolist() == [[0, 3 * SIDE], [0, 0]]
     assert transposed[:, :, 10].tolist() == [[0, 0], [0, 0]]
