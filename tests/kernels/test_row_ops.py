@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dyncp.kernels import Dtypes, IndexArrays, Memory, RowOps, TorchRowOps
+from dyncp.kernels import Dtypes, IndexArrays, Memory, RowOps
 from dyncp.kernels.row_ops import (
     IN_MEMORY,
     Copy,
@@ -79,7 +79,7 @@ def send(make):
 
 def run_both(run):
     """Results of plain torch and of Triton."""
-    expected, given = run(TorchRowOps()), run(triton_ops())
+    expected, given = run(RowOps()), run(triton_ops())
     for a, b in zip(given, expected, strict=True):
         close(a, b)
     return expected

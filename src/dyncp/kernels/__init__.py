@@ -17,7 +17,6 @@ from dyncp.kernels.row_ops import (
     Dtypes,
     Memory,
     RowOps,
-    TorchRowOps,
     accumulator_dtype,
     choose_row_ops,
 )
