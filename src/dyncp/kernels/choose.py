@@ -20,6 +20,11 @@ AMPERE, HOPPER = 8, 9
 FLASH4_VERSION = "4.0.0b36"  # we call its compiled kernels directly, and other versions may differ
 INSTALL_FLASH4 = "pip install 'dyncp[flash4]'"
 INSTALL_TRITON = "pip install triton"
+DETERMINISTIC_FLASH4 = (
+    "kernel 'flash4', deterministic=True: forward by flash-attn-4, backward by 'triton', because "
+    "flash-attn-4 has no deterministic backward over tile lists on Hopper. deterministic=False is "
+    "faster"
+)
 
 
 def choose_kernel(kernel: str | Kernel, device: torch.device, deterministic: bool = True) -> Kernel:
@@ -31,7 +36,8 @@ def choose_kernel(kernel: str | Kernel, device: torch.device, deterministic: boo
         return kernel
     if kernel == "auto":
         name, reason = best_kernel(device)
-        _log_once(name, str(device), reason)
+        level = logging.WARNING if name == "reference" else logging.INFO
+        _log_once(level, f"kernel {name!r} on {device}: {reason}")
         return _make(name, deterministic)
     if kernel not in KERNELS:
         raise ValueError(f"kernel is {kernel!r}; choose one of auto, {', '.join(KERNELS)}")
@@ -104,18 +110,8 @@ def _why_not_imported(module: str, install: str) -> str:
 
 
 @cache
-def _log_once(name: str, device: str, reason: str) -> None:
-    level = logging.WARNING if name == "reference" else logging.INFO
-    logger.log(level, "kernel %r on %s: %s", name, device, reason)
-
-
-@cache
-def _log_deterministic() -> None:
-    logger.info(
-        "kernel 'flash4', deterministic=True: forward by flash-attn-4, backward by 'triton', "
-        "because flash-attn-4 has no deterministic backward over tile lists on Hopper. "
-        "deterministic=False is faster"
-    )
+def _log_once(level: int, message: str) -> None:
+    logger.log(level, message)
 
 
 def _make(name: str, deterministic: bool) -> Kernel:
@@ -124,7 +120,7 @@ def _make(name: str, deterministic: bool) -> Kernel:
         from dyncp.kernels.flash4_kernel import Flash4Kernel
 
         if deterministic:
-            _log_deterministic()
+            _log_once(logging.INFO, DETERMINISTIC_FLASH4)
         return Flash4Kernel(deterministic=deterministic)
     if name == "triton":
         from dyncp.kernels.triton_kernel import TritonKernel

@@ -4,7 +4,7 @@ An ordinary call takes 160 to 220 µs of host time for its checks and its compil
 kernel inside takes tensors of any size, so we keep it by what it was compiled for.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
@@ -69,29 +69,21 @@ def attend(
 ) -> None:
     """q, out: [rows, heads, dim]; lse: [heads, rows]. Rows that attend nothing get 0 and −∞."""
     key = _key(q, k, shape)
+    tensors = _batched((q, k, v, out, lse), shape)
     if key not in _forward:
-        options = {"softmax_scale": scale, "return_lse": True}
-        results = {"out": out, "lse": lse}
-        _forward[key] = _compile(interface._flash_attn_fwd, (q, k, v), shape, results, options)
+        options = {"softmax_scale": scale, "return_lse": True, "out": tensors[3], "lse": tensors[4]}
+        _forward[key] = _compile(interface._flash_attn_fwd, tensors[:3], shape, **options)
         return
     q_starts, k_starts = _starts(shape)
     lists, aux = _lists(shape, q.shape[1])
-    tensors = _batched((q, k, v, out, lse), shape)
     _forward[key](*tensors, scale, q_starts, k_starts, *(None,) * 6, lists, aux, None, None)
 
 
-def _compile(
-    function: Any,
-    tensors: tuple[Tensor, ...],
-    shape: Shape,
-    results: dict[str, Tensor],
-    options: dict[str, Any],
-) -> Compiled:
+def _compile(function: Any, tensors: Sequence[Tensor], shape: Shape, **options: Any) -> Compiled:
     """Makes an ordinary call of flash-attn-4's function and returns the kernel that it compiled."""
-    named = dict(zip(results, _batched(tuple(results.values()), shape), strict=True))
-    options = {**options, **named, **_options(shape, tensors[0].shape[1])}
+    options |= _options(shape, tensors[0].shape[-2])
     with _compiling, _over_lists(shape), _watch(function) as seen:
-        function(*_batched(tensors, shape), **options)
+        function(*tensors, **options)
     compiled: Compiled = seen[-1]
     return compiled
 
@@ -203,4 +195,5 @@ def _compile_backward(q: Tensor, k: Tensor, shape: Shape) -> Compiled:
     """Compiles by an ordinary call, and drops its results."""
     out, dout = torch.zeros_like(q), torch.zeros_like(q)
     lse = torch.zeros(q.shape[1], len(q), device=q.device)
-    return _compile(interface._flash_attn_bwd, (q, k, k, out, dout, lse), shape, {}, {})
+    tensors = _batched((q, k, k, out, dout, lse), shape)
+    return _compile(interface._flash_attn_bwd, tensors, shape)

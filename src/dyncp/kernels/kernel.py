@@ -2,9 +2,10 @@
 `IndexArrays` sends a plan's index arrays to the device."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -114,14 +115,12 @@ class SequenceRows(NamedTuple):
 ALIGNMENT = 16  # bytes, for vector loads
 
 
+@dataclass(slots=True, eq=False)
 class Index:
     """An array for the device. `IndexArrays.send` sets `tensor`."""
 
-    __slots__ = ("array", "tensor")
-
-    def __init__(self, array: npt.NDArray[Any]) -> None:
-        self.array = array
-        self.tensor: Tensor
+    array: npt.NDArray[Any]
+    tensor: Tensor = field(init=False)
 
     def __len__(self) -> int:
         return len(self.array)
@@ -144,28 +143,29 @@ class IndexArrays:
     def send(self) -> None:
         """Copies all arrays at once. On a GPU, the copy is from pinned memory, on a stream of its
         own."""
-        starts, total = [], 0
-        for index in self._indices:
-            starts.append(total)
-            total += -(-index.array.nbytes // ALIGNMENT) * ALIGNMENT
+        sizes = [-(-index.array.nbytes // ALIGNMENT) * ALIGNMENT for index in self._indices]
+        *starts, total = accumulate(sizes, initial=0)
         on_gpu = self.device.type == "cuda"
         host = torch.empty(total, dtype=torch.uint8, pin_memory=on_gpu)
         for index, start in zip(self._indices, starts, strict=True):
-            host.numpy()[start : start + index.array.nbytes] = index.array.view(np.uint8).reshape(
-                -1
-            )
-        if not on_gpu:
-            self._point_into(host, starts)
-            return
+            flat = index.array.view(np.uint8).reshape(-1)
+            host.numpy()[start : start + len(flat)] = flat
+        whole = self._copy_to_gpu(host) if on_gpu else host
+        for index, start in zip(self._indices, starts, strict=True):
+            dtype = torch.from_numpy(index.array[:0]).dtype
+            items = whole[start : start + index.array.nbytes].view(dtype)
+            index.tensor = items.view(index.array.shape)
+        self._indices = []
+
+    def _copy_to_gpu(self, host: Tensor) -> Tensor:
         stream = _side_stream(self.device)
         with torch.cuda.stream(stream):
             # Rounded up to a power of two, so that later plans reuse the memory of older ones.
-            whole = torch.empty(
-                1 << (total - 1).bit_length(), dtype=torch.uint8, device=self.device
-            )
-            whole[:total].copy_(host, non_blocking=True)
-            self._point_into(whole, starts)
+            size = 1 << (len(host) - 1).bit_length()
+            whole = torch.empty(size, dtype=torch.uint8, device=self.device)
+            whole[: len(host)].copy_(host, non_blocking=True)
             self._on_gpu = (whole, stream.record_event())
+        return whole
 
     def wait(self) -> None:
         """Makes the current stream wait for the arrays, and keeps their memory until the stream no
@@ -178,13 +178,6 @@ class IndexArrays:
             self._users.add(stream.cuda_stream)
             stream.wait_event(arrived)
             whole.record_stream(stream)
-
-    def _point_into(self, whole: Tensor, starts: list[int]) -> None:
-        for index, start in zip(self._indices, starts, strict=True):
-            dtype = torch.from_numpy(index.array[:0]).dtype
-            flat = whole[start : start + index.array.nbytes].view(dtype)
-            index.tensor = flat.view(index.array.shape)
-        self._indices = []
 
 
 @cache

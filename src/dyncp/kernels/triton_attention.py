@@ -18,6 +18,11 @@ LN2 = tl.constexpr(0.6931471805599453)
 SIDE = tl.constexpr(tile_lists.SIDE)
 HALF = tl.constexpr(tile_lists.HALF)
 RUNS = tl.constexpr(3)  # first column of runs in an entry
+# Arguments that change from batch to batch: kernels are not compiled again for their values.
+CHANGING = [
+    "num_rows", "num_keys", "num_tiles", "num_heavy", "num_heads", "lse_stride", "delta_stride",
+    "range_stride", "list_width", "most_runs",
+]  # fmt: skip
 
 
 @triton.jit
@@ -138,13 +143,7 @@ def _store_rows(
         tl.store(lse_pointer + rows, lse, mask=after != 3)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_rows", "lse_stride", "range_stride", "list_width", "most_runs", "num_tiles",
-        "num_heavy", "num_heads",
-    ],
-    do_not_specialize_on_alignment=["lse_pointer"],
-)  # fmt: skip
+@triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=["lse_pointer"])
 def attend_tiles(
     q_matrix,
     k_matrix,
@@ -243,12 +242,8 @@ def _add_dq(
 
 
 @triton.jit(
-    do_not_specialize=[
-        "num_rows", "lse_stride", "delta_stride", "range_stride", "list_width", "most_runs",
-        "num_tiles", "num_heavy", "num_heads",
-    ],
-    do_not_specialize_on_alignment=["lse_pointer", "delta_pointer"],
-)  # fmt: skip
+    do_not_specialize=CHANGING, do_not_specialize_on_alignment=["lse_pointer", "delta_pointer"]
+)
 def attend_backward_queries(
     q_matrix,
     k_matrix,
@@ -337,12 +332,7 @@ def _add_dkv(
     return dk, dv
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_rows", "num_keys", "lse_stride", "delta_stride", "range_stride", "list_width",
-        "most_runs", "num_tiles", "num_heavy", "num_heads",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=CHANGING)
 def attend_backward_keys(
     q_matrix,
     k_matrix,

@@ -73,7 +73,7 @@ def choose_pieces(
 
 
 DTYPES = ("bf16", "fp16", "fp32")
-MOST_DIM, LEAST_DIM = 256, 16
+HEAD_DIMS = range(16, 256 + 1, 8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,17 +106,13 @@ class TritonKernel(Kernel):
     capturable = True
 
     def refuses(self, shape: AttentionShape) -> str:
-        if shape.dtype not in DTYPES:
-            return (
-                f"kernel 'triton' takes {', '.join(DTYPES)}; q is {shape.dtype}. "
-                "Kernel 'reference' takes fp64"
-            )
-        if not LEAST_DIM <= shape.head_dim <= MOST_DIM or shape.head_dim % 8:
-            return (
-                f"kernel 'triton' takes head dims that are multiples of 8 from {LEAST_DIM} to "
-                f"{MOST_DIM}; q has {shape.head_dim}"
-            )
-        return ""
+        if shape.dtype in DTYPES and shape.head_dim in HEAD_DIMS:
+            return ""
+        return (
+            f"kernel 'triton' takes {', '.join(DTYPES[:-1])} and {DTYPES[-1]} and head dims from "
+            f"{HEAD_DIMS[0]} to {HEAD_DIMS[-1]} in steps of {HEAD_DIMS.step}; q is {shape.dtype} "
+            f"with head dim {shape.head_dim}. Kernel 'reference' takes all"
+        )
 
     def lower(self, call: KernelCall, arrays: IndexArrays, *, backward: bool) -> TritonCall:
         tiles = map_kernel_tiles(call)
@@ -156,7 +152,8 @@ class TritonKernel(Kernel):
         wide = _wide(grads.dq, side)
         pieces, options = _options(lowered, side, q, k, QUERIES)
         attend_backward_queries[(len(side.lists) * q.shape[1] * (SIDE // pieces.rows),)](
-            *_matrices(q, k, v, dout, pieces), lse, delta, dq, wide,
+            _matrix(q, pieces.rows), _matrix(k, pieces.keys), _matrix(v, pieces.keys),
+            _matrix(dout, pieces.rows), lse, delta, dq, wide,
             lse.stride(1), delta.stride(1), dq.stride(0), wide.stride(0), scale, len(q),
             *side.arguments(q.shape[1]), ranges, range_stride, side.states.tensor, **options,
         )  # fmt: skip
@@ -164,9 +161,9 @@ class TritonKernel(Kernel):
         side, dk, dv = lowered.keys, grads.dk, grads.dv
         wide_dk, wide_dv = _wide(dk, side), _wide(dv, side)
         pieces, options = _options(lowered, side, q, k, KEYS)
-        lse_vector, delta_vector = _vector(lse, pieces.rows), _vector(delta, pieces.rows)
         attend_backward_keys[(len(side.lists) * k.shape[1] * (HALF // pieces.keys),)](
-            *_matrices(q, k, v, dout, pieces), lse_vector, delta_vector,
+            _matrix(q, pieces.rows), _matrix(k, pieces.keys), _matrix(v, pieces.keys),
+            _matrix(dout, pieces.rows), _vector(lse, pieces.rows), _vector(delta, pieces.rows),
             dk.final, dv.final, wide_dk, wide_dv,
             lse.stride(1), delta.stride(1),
             dk.final.stride(0), dv.final.stride(0), wide_dk.stride(0),
@@ -199,17 +196,6 @@ def _vector(numbers: Tensor, block: int) -> TensorDescriptor:
     """A descriptor of all numbers in memory order, for loading `block` of them."""
     last = sum((n - 1) * step for n, step in zip(numbers.shape, numbers.stride(), strict=True))
     return TensorDescriptor(numbers, [last + 1], [1], [block])
-
-
-def _matrices(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, pieces: Pieces
-) -> tuple[TensorDescriptor, ...]:
-    return (
-        _matrix(q, pieces.rows),
-        _matrix(k, pieces.keys),
-        _matrix(v, pieces.keys),
-        _matrix(dout, pieces.rows),
-    )
 
 
 def _padded(dim: int) -> int:

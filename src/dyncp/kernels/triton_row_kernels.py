@@ -1,8 +1,9 @@
 """The kernels of the row operations: one program per chunk of a table, or per chunk and head.
 
-Chunks have the columns of their tables (`row_ops`), with addresses in items instead of bytes. Chunks
-of targets have two more columns: SKIPPED, the rows of the entry before the chunk, and SHIFT, by how
-many rows the chunk is shifted in its block, so that panels are loaded in whole groups of 16 rows.
+Chunks have the columns of their tables (`row_ops`), with addresses in items instead of bytes.
+Chunks of targets have two more columns: SKIPPED, the rows of the entry before the chunk, and SHIFT,
+by how many rows the chunk is shifted in its block. The shift makes loads of panels start at
+multiples of 16 rows.
 """
 
 import triton
@@ -36,6 +37,11 @@ ROW_SUM_WIDTH = tl.constexpr(len(RowSum))
 CHUNK = tl.constexpr(16)  # rows per program: a quarter of the 64 rows that panels are made of
 GROUP_ROWS = tl.constexpr(PANEL_ROWS)
 TO_LOG2 = tl.constexpr(LOG2E)
+# Strides of the caller's tensors: kernels are not compiled again for their values.
+STRIDES = [
+    "stride_0", "stride_1", "stride_2", "stride_3", "dout_stride", "out_stride", "lse_row",
+    "lse_head",
+]  # fmt: skip
 
 
 @triton.jit
@@ -79,10 +85,7 @@ def _copy_per_head(
     tl.store(target + head * tl.load(chunk + C_TO_HEAD), value, mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=["stride_0", "stride_1", "stride_2", "stride_3", "lse_row", "lse_head"],
-    do_not_specialize_on_alignment=["lse"],
-)
+@triton.jit(do_not_specialize=STRIDES, do_not_specialize_on_alignment=["lse"])
 def copy_chunk(
     table,
     items,
@@ -220,10 +223,7 @@ def _merged(total, scores, value, new):
     return total, tl.where(both > 0, top + tl.log(some), float("-inf"))
 
 
-@triton.jit(
-    do_not_specialize=["stride_0", "stride_1", "stride_2", "scale", "lse_row", "lse_head"],
-    do_not_specialize_on_alignment=["lse"],
-)
+@triton.jit(do_not_specialize=[*STRIDES, "scale"], do_not_specialize_on_alignment=["lse"])
 def combine_chunk(
     targets,
     sources,
@@ -298,10 +298,7 @@ def combine_chunk(
                 tl.store(lse + own, scores, mask=exists)
 
 
-@triton.jit(
-    do_not_specialize=["dout_stride", "out_stride", "lse_row", "lse_head"],
-    do_not_specialize_on_alignment=["lse"],
-)
+@triton.jit(do_not_specialize=STRIDES, do_not_specialize_on_alignment=["lse"])
 def row_sums_of_chunk(
     table,
     wide,
