@@ -196,8 +196,8 @@ class RowOps:
     This class runs them in plain torch, entry by entry; `TritonRowOps` runs them on GPUs."""
 
     def copy(self, copies: Int64, dim: int, dtypes: Dtypes, arrays: IndexArrays) -> CopyLaunch:  # noqa: ARG002
-        """Runs int64[copies, columns of `Copy`], for heads of `dim` items. No two copies may write
-        to the same place."""
+        """A launch for int64[copies, columns of `Copy`], with heads of `dim` items. No two copies
+        may write to the same place."""
         return partial(_copy, copies.tolist())
 
     def combine(
@@ -209,8 +209,9 @@ class RowOps:
         *,
         has_lse: bool,
     ) -> SumLaunch:
-        """Adds up contributions: with `has_lse`, outputs are merged by their log-sum-exps;
-        otherwise gradients are added. Rows without contributions get 0 and log-sum-exp −∞."""
+        """A launch that adds up contributions. With `has_lse`, outputs are merged by their
+        log-sum-exps; otherwise gradients are added. Rows without contributions get 0 and
+        log-sum-exp −∞."""
         targets, sources = (part.tolist() for part in table)
         return partial(_combine, targets, sources, dim, has_lse)
 
@@ -222,8 +223,8 @@ class RowOps:
         *,
         base_2: bool,
     ) -> RowSumLaunch:
-        """Runs int64[rows, columns of `RowSum`]: computes row sums of dO·O and copies log-sum-exps,
-        converted to base 2 if `base_2`."""
+        """A launch for int64[rows, columns of `RowSum`]. It computes row sums of dO·O and copies
+        log-sum-exps, converted to base 2 if `base_2`."""
         return partial(_row_sums, rows.tolist(), base_2)
 
 
