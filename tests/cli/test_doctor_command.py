@@ -25,7 +25,7 @@ def test_a_healthy_node_is_said_to_be_one(capsys):
 
 def test_a_kernel_that_was_named_is_there_because_of_that(capsys):
     assert main(["doctor", "--device", "cpu", "--kernel", "reference"]) == 0
-    assert "kernel reference: it was asked for" in capsys.readouterr().out
+    assert "kernel reference: it was requested" in capsys.readouterr().out
 
 
 def test_the_reason_of_the_kernel_is_that_of_the_log(caplog):

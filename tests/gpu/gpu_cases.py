@@ -21,7 +21,7 @@ from dyncp import (
     masks,
     plan_batch,
 )
-from dyncp.kernels.choose import why_not
+from dyncp.kernels import why_not
 from dyncp.plan import Direction, Layout, batch_order
 
 GPU = torch.device("cuda")

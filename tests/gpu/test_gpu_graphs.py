@@ -19,7 +19,7 @@ from gpu_cases import (
 
 from dyncp import Batch, DCPExecutor, attention
 from dyncp.executor.graphs import Segment
-from dyncp.kernels.choose import why_not
+from dyncp.kernels import why_not
 
 
 def executor_of(kernel, deterministic, ranks=4, **options):

@@ -7,7 +7,7 @@ import torch
 from gpu_cases import GPU, check, plan_of, prepare, reference_of
 
 from dyncp import AttentionShape, attention
-from dyncp.kernels.choose import why_not
+from dyncp.kernels import why_not
 
 HEADS = [(4, 4), (4, 2), (6, 1)]  # every q head its own kv head, groups, all the same one
 DIMS = range(16, 128 + 1, 8)

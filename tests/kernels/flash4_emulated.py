@@ -1,7 +1,6 @@
 """Kernel `flash4` with flash-attn-4's kernels emulated in torch, for nodes without a GPU.
 
-What is emulated is only what flash-attn-4 does with its arguments; lowering, merging and collecting
-are the real code.
+Only flash-attn-4's own kernels are emulated; lowering, merging and collecting are the real code.
 """
 
 import sys
@@ -12,8 +11,8 @@ import torch
 
 
 class Absent(ModuleType):
-    """A module of a package that is not installed. Every name in it is a class that takes anything;
-    none of them is used."""
+    """A module of a package that is not installed. Every name in it is a class that accepts any
+    arguments; none of these classes is used."""
 
     __path__ = ()
 
@@ -29,7 +28,7 @@ KERNELS = ("flash_fwd_sm90", "flash_bwd_sm90")
 
 
 def import_flash4():
-    """`dyncp.kernels.flash4_kernel`, with stand-ins for the packages that it imports."""
+    """`dyncp.kernels.flash4_kernel`, with empty modules for the packages that it imports."""
     of_flash = [f"flash_attn.cute.{name}" for name in (*OF_FLASH, *KERNELS)]
     for name in (*ABSENT, *of_flash):
         parent, _, last = name.rpartition(".")
@@ -82,7 +81,7 @@ def allowed_pairs(shape, num_rows, num_keys, *, backward):
 
 
 def read_rows(tensors, allowed, axis):
-    """Rows of tiles that the kernel does not look at may hold anything."""
+    """The tensors with 0 in all rows that the kernel does not read: these may hold anything."""
     tiles = torch.nn.functional.pad(allowed, (0, -allowed.shape[1] % 128, 0, -len(allowed) % 128))
     tiles = tiles.unflatten(1, (-1, 128)).unflatten(0, (-1, 128)).any(3).any(1)
     read = tiles.any(axis).repeat_interleave(128)[: allowed.shape[1 - axis]]
@@ -124,7 +123,7 @@ def attend_backward(inputs, dout, lse_log2, delta, scale, shape, sums):
         (sums_v, torch.einsum("hqk,qhd->hkd", weights, dout.float())),
     ):
         new = new.view(k.shape[1], repeat, len(k), q.shape[2]).sum(1)  # noqa: PLW2901
-        if target.ndim == 3:  # heads are not grouped: written, scaled
+        if target.ndim == 3:  # one q head per kv head: dk and dv are written, and dk is scaled
             target.copy_((new * (scale if target is sums_k else 1.0)).transpose(0, 1))
         else:
             _add(target, new, keys_at)
@@ -139,8 +138,8 @@ def _places(starts, side):
 
 
 def _add(flat, rows, places):
-    """Adds [heads, rows, dim] where the registers of flash-attn-4's matrix units go: written out
-    number by number."""
+    """Adds [heads, rows, dim] to panels. The place of every number is computed from the thread and
+    register of flash-attn-4's matrix units that hold it."""
     dim = rows.shape[2]
     width = -(-dim // 16) * 16
     row, column = places[:, None], torch.arange(dim)[None, :]

@@ -1,4 +1,4 @@
-"""Random kernel calls, and what they mean, computed densely in fp64."""
+"""Random kernel calls, and their dense results in fp64."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dyncp.kernels.kernel import KernelCall, RowState, RowStates
+from dyncp.kernels import KernelCall, RowState, RowStates
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,8 @@ class Case:
 
 
 def draw_call(seed: int, *, num_ranges: int = 2, largest: int = 200, groups: int = 1) -> Case:
-    """Blocks of a few sequences, in any order in both workspaces, with gaps; some of the tiles."""
+    """A call on blocks of a few sequences, in any order and with gaps in both workspaces. It has
+    about 70 % of the possible tiles."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, largest, rng.integers(1, 4))
     offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -68,10 +69,10 @@ def _lay_out(rng, blocks, offsets):
 
 
 def _draw_ranges(rng, a, b, length, num_ranges):
-    """Ranges that mostly grow with the row, as masks do; some rows attend nothing."""
+    """Ranges that mostly grow with the row, as those of masks do. Some rows attend nothing."""
     kind = rng.integers(0, 3)
     rows = np.arange(a, b)[:, None]
-    if kind == 0:  # causal, behind a few always visible keys
+    if kind == 0:  # causal window, after a few keys that every row may attend
         edges = np.concatenate([rows * 0, np.minimum(5, rows + 1), np.maximum(5, rows - 70)], 1)
         edges = np.concatenate([edges, rows + 1], 1)
         edges = np.sort(edges, axis=1)

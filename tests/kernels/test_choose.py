@@ -1,4 +1,4 @@
-"""What "auto" takes where flash-attn-4 is installed: working, broken, or in another version."""
+"""What "auto" chooses if flash-attn-4 is installed: working, broken, or in another version."""
 
 import sys
 
@@ -12,7 +12,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """Installs a package called flash-attn-4 for a node with a Hopper GPU and Triton."""
+    """A function that installs fake packages flash-attn-4 and triton, for a Hopper GPU."""
 
     def made(source, version=choose.FLASH4_VERSION):
         package = tmp_path / "flash_attn" / "cute"
@@ -37,12 +37,12 @@ def install(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_flash4_is_taken_where_it_can_be_imported(install):
+def test_flash4_is_chosen_if_it_can_be_imported(install):
     install("")
     assert choose.best_kernel(GPU)[0] == "flash4"
 
 
-def test_a_broken_install_goes_to_triton_with_the_reason(install):
+def test_triton_replaces_a_broken_install_and_says_why(install):
     install("from flash_attn.missing import kernels")
     name, reason = choose.best_kernel(GPU)
     assert name == "triton"
@@ -52,7 +52,7 @@ def test_a_broken_install_goes_to_triton_with_the_reason(install):
 
 
 @pytest.mark.parametrize("version", ["4.0.0b1", ""])
-def test_another_version_goes_to_triton_with_the_reason(install, version):
+def test_triton_replaces_another_version_and_says_why(install, version):
     install("", version)
     name, reason = choose.best_kernel(GPU)
     assert name == "triton"

@@ -1,5 +1,5 @@
-"""What Triton makes of the row kernels for Hopper, compiled without a GPU: rows move 16 bytes at
-once, and sums are cleared only when all warps have read them."""
+"""The row kernels as Triton compiles them for Hopper, without a GPU: they load and store 16 bytes
+at once, and clear sums only after all warps have read them."""
 
 import json
 import os
@@ -55,7 +55,8 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def ptx():
-    """The interpreter replaces kernels where they are defined, so this needs a process without."""
+    """PTX by kernel, compiled in a separate process: here, the interpreter has replaced the
+    kernels."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", CODE],
@@ -78,7 +79,7 @@ def test_rows_are_loaded_and_stored_16_bytes_at_once(ptx, kernel):
 
 
 @needs_interpreter
-def test_sums_are_cleared_behind_a_barrier(ptx):
+def test_sums_are_cleared_after_a_barrier(ptx):
     lines = [line.split("//")[0].strip() for line in ptx["gradients"].splitlines()]
     cleared = [i for i, line in enumerate(lines) if "st.global.v4.b32" in line and same(line)]
     assert cleared, "nothing is cleared"

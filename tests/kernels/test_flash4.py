@@ -1,4 +1,4 @@
-"""Kernel `flash4` with flash-attn-4 emulated: everything around its kernels is the real code."""
+"""Kernel `flash4` with flash-attn-4's kernels emulated; everything else is the real code."""
 
 import pytest
 import torch
@@ -48,8 +48,8 @@ def test_plans_are_exact(mask, solver, shape):
 
 
 @pytest.mark.parametrize("solver", ["ulysses", "owner_computes", "zigzag"])
-def test_sequences_that_were_received_and_results_in_fp32_are_exact(solver):
-    """Ranks get whole sequences of others."""
+def test_received_sequences_and_results_in_fp32_are_exact(solver):
+    """Ranks receive whole sequences from others."""
     batch = Batch.of([masks.causal(length) for length in (256, 300, 200, 200)])
     shape = AttentionShape(4, 2, 32, "bf16", "fp32")
     config = PlannerConfig(solver, block_size=256, divisions=4, layout=Layout(128, 1))
@@ -59,7 +59,7 @@ def test_sequences_that_were_received_and_results_in_fp32_are_exact(solver):
     assert_equal(run_virtual(case, "default", tensors, kernel=kernel(False)), expected, 2e-2)
 
 
-def test_one_rank_runs_sequences_below_each_other():
+def test_one_rank_runs_several_sequences_as_varlen():
     batch = Batch.of([masks.causal(length) for length in (300, 65, 129, 1)])
     shape = AttentionShape(4, 2, 32, "bf16")
     case = Case(batch, plan_batch(batch, Topology(1, 1), shape), shape, 3)
@@ -68,9 +68,9 @@ def test_one_rank_runs_sequences_below_each_other():
     assert_equal(run_virtual(case, "default", tensors, kernel=kernel(False)), expected, 2e-2)
 
 
-def test_that_the_backward_is_another_kernels_is_logged_once(caplog):
+def test_the_use_of_triton_for_backward_is_logged_once(caplog):
     import_flash4()
-    choose._log_deterministic.cache_clear()
+    choose._log_once.cache_clear()
     with caplog.at_level("INFO", "dyncp.kernels.choose"):
         assert choose._make("flash4", deterministic=False).collects
         assert not caplog.records
@@ -79,7 +79,7 @@ def test_that_the_backward_is_another_kernels_is_logged_once(caplog):
     assert caplog.text.count("forward by flash-attn-4, backward by 'triton'") == 1
 
 
-def test_inputs_that_flash4_refuses_go_to_another_kernel_where_the_choice_was_free(caplog):
+def test_another_kernel_takes_inputs_that_flash4_refuses_if_there_is_one(caplog):
     batch = Batch.of([masks.causal(50)])
     executor = DCPExecutor(kernel=kernel(True))
     step = executor.prepare(plan_batch(batch, Topology(1, 1)))
@@ -116,7 +116,7 @@ def test_after_warming_up_no_batch_compiles(deterministic, monkeypatch):
 
 
 def record_variants(monkeypatch):
-    """The variants of kernels that are asked for from now on, none of which runs."""
+    """The set of kernel variants that are requested from now on. None of them runs."""
     from variants import KERNELS, Variants
 
     flash = import_flash4().flash
@@ -137,7 +137,7 @@ def record_variants(monkeypatch):
 
 
 @pytest.mark.parametrize("shape", [(4, 2, 40), (2, 2, 40)], ids=["grouped", "plain"])
-def test_the_memory_of_a_call_is_the_predicted(shape):
+def test_a_call_uses_the_predicted_memory(shape):
     batch = Batch.of([masks.lambda_shaped(300, sinks=20, window=100)])
     shape = AttentionShape(*shape, "bf16")
     case = Case(batch, plan_batch(batch, Topology(1, 1), shape), shape, 3)

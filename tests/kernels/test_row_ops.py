@@ -1,4 +1,4 @@
-"""Triton's row operations do what plain torch does; without a GPU they run in the interpreter."""
+"""Row operations in Triton agree with those in plain torch; without a GPU, in the interpreter."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dyncp.kernels import Dtypes, IndexArrays, Memory, RowOps, TorchRowOps
+from dyncp.kernels import Dtypes, IndexArrays, Memory, RowOps
 from dyncp.kernels.row_ops import (
     IN_MEMORY,
     Copy,
@@ -49,7 +49,7 @@ def draw(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 @dataclass
 class Place:
-    """Memory of a call, and the bytes of it that are taken."""
+    """The memory of a call, and how many of its bytes are used."""
 
     dtypes: Dtypes
     used: int = 0
@@ -69,7 +69,7 @@ class Place:
 
 
 def send(make):
-    """The launch that `make` makes, with its table on the device."""
+    """The launch that `make` returns, with its table on the device."""
     arrays = IndexArrays(DEVICE)
     launch = make(arrays)
     arrays.send()
@@ -78,15 +78,15 @@ def send(make):
 
 
 def run_both(run):
-    """Results of plain torch and of Triton."""
-    expected, given = run(TorchRowOps()), run(triton_ops())
+    """Compares the results of plain torch and Triton, and returns those of torch."""
+    expected, given = run(RowOps()), run(triton_ops())
     for a, b in zip(given, expected, strict=True):
         close(a, b)
     return expected
 
 
 def close(given: Tensor, expected: Tensor) -> None:
-    # The interpreter cuts bf16 off where GPUs and torch round.
+    # The interpreter truncates to bf16, while GPUs and torch round.
     tolerance = {torch.bfloat16: 1e-2, torch.float32: 1e-5, torch.float64: 1e-12}[given.dtype]
     torch.testing.assert_close(given, expected, atol=tolerance, rtol=tolerance)
 
@@ -131,7 +131,7 @@ def test_rows_are_copied_from_given_tensors_and_from_own_memory(heads, dim, dtyp
 
 
 @pytest.mark.parametrize("heads", [1, 3, 8])
-def test_values_that_lie_heads_first_are_packed_row_by_row(heads):
+def test_values_stored_heads_first_are_packed_row_by_row(heads):
     dtypes = DTYPES[1]
 
     def run(ops):

@@ -1,4 +1,4 @@
-"""Tile lists say exactly which pairs a call allows."""
+"""Tile lists and ranges allow exactly the pairs of a call."""
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from dyncp.kernels.tile_lists import (
     PARTIAL,
     SIDE,
     KernelTileMap,
+    classify_tiles,
     list_tiles_of,
     map_kernel_tiles,
     transpose_ranges,
@@ -26,7 +27,7 @@ SHAPE = AttentionShape(2, 1, 16)
 
 
 def pairs_in(ranges, num_others):
-    """bool[rows, others] of ranges [R, 2, rows]."""
+    """bool[rows, others]: the pairs in ranges [R, 2, rows]."""
     others = np.arange(num_others)
     inside = np.zeros((ranges.shape[2], num_others), np.bool_)
     for start, end in ranges:
@@ -35,19 +36,19 @@ def pairs_in(ranges, num_others):
 
 
 def spread(state, side=SIDE):
-    """The state of every pair."""
+    """The state of the tile of every pair."""
     return state.repeat(side, 0).repeat(side, 1)
 
 
-def pairs_of(tiles, state, num_rows, num_keys):
-    """bool[rows, keys] that a kernel computes from a map of kernel tiles."""
+def pairs_of(tiles, state, side, num_rows, num_keys):
+    """bool[rows, keys] that a kernel computes from ranges and the states of its kernel tiles."""
     inside = pairs_in(tiles.ranges[:, :, :num_rows], num_keys)
-    state = spread(state, SIDE if state is tiles.state else HALF)[:num_rows, :num_keys]
+    state = spread(state, side)[:num_rows, :num_keys]
     return (state == FULL) | ((state == PARTIAL) & inside)
 
 
 def calls_of(batch, topology, config):
-    """Kernel calls of all ranks, forward."""
+    """The forward kernel calls of all ranks."""
     for part in plan_batch(batch, topology, SHAPE, config).parts:
         program = RankProgram(part, part.masks["default"], Direction.FORWARD)
         for calls in program.kernel_calls().values():
@@ -56,7 +57,7 @@ def calls_of(batch, topology, config):
 
 @st.composite
 def planned_calls(draw):
-    """A few sequences under any masks, up to 4 ranges per token, in blocks anywhere."""
+    """The calls of a random plan: a few sequences with random masks, up to 4 ranges per token."""
     lengths = draw(st.lists(st.integers(1, 400), min_size=1, max_size=3))
     batch = Batch.of([draw(masks_of(length)) for length in lengths])
     config = PlannerConfig(
@@ -80,9 +81,9 @@ def assert_transposed(tiles):
 @pytest.mark.parametrize("seed", range(300))
 def test_full_tiles_and_ranges_allow_exactly_the_pairs_of_the_call(seed):
     case = draw_call(seed, num_ranges=1 + seed % 2, largest=700 if seed % 3 else 100)
-    tiles = map_kernel_tiles(case.call, halves=True)
-    for state in (tiles.state, tiles.halves):
-        assert np.array_equal(pairs_of(tiles, state, *case.allowed.shape), case.allowed)
+    tiles = map_kernel_tiles(case.call)
+    for state, side in ((tiles.state, SIDE), (classify_tiles(case.call, HALF), HALF)):
+        assert np.array_equal(pairs_of(tiles, state, side, *case.allowed.shape), case.allowed)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -120,21 +121,21 @@ def test_partial_tiles_with_a_full_one_between_give_one_range():
     """A window of 256 keys: key 5 is attended by rows 5 to 260, of three query tiles."""
     row, key = np.arange(4 * SIDE), np.arange(1, SIDE)
     ranges = np.stack([np.maximum(row - 255, 0), np.minimum(row + 1, SIDE)])[None]
-    ranges[:, :, SIDE : 2 * SIDE] = 7  # a full tile: whatever
-    ranges[:, 0, 3 * SIDE :] = 0  # one that is not listed: the same
+    ranges[:, :, SIDE : 2 * SIDE] = 7  # a full tile: its ranges do not matter
+    ranges[:, 0, 3 * SIDE :] = 0  # a tile that is not listed: nor do these
     state = np.array([[PARTIAL], [FULL], [PARTIAL], [NONE]], np.uint8)
-    transposed = transpose_ranges(KernelTileMap(state, None, ranges.astype(np.int32)))
+    transposed = transpose_ranges(KernelTileMap(state, ranges.astype(np.int32)))
     assert len(transposed) == 1
     assert np.array_equal(transposed[0, :, 1:], [key, key + 256])
     assert transposed[0, :, 0].tolist() == [0, SIDE]  # the third tile has nothing for key 0
 
 
-def test_a_partial_tile_that_does_not_attend_a_key_parts_its_ranges():
+def test_a_partial_tile_that_does_not_attend_a_key_splits_its_ranges():
     row = np.arange(3 * SIDE)
     ranges = np.stack([np.zeros_like(row), np.full_like(row, 10)])[None].astype(np.int32)
     ranges[:, 0, SIDE : 2 * SIDE] = 5
     state = np.full((3, 1), PARTIAL, np.uint8)
-    transposed = transpose_ranges(KernelTileMap(state, None, ranges))
+    transposed = transpose_ranges(KernelTileMap(state, ranges))
     assert transposed[:, :, 4].tolist() == [[0, SIDE], [2 * SIDE, 3 * SIDE]]
     assert transposed[:, :, 5].tolist() == [[0, 3 * SIDE], [0, 0]]
     assert transposed[:, :, 10].tolist() == [[0, 0], [0, 0]]

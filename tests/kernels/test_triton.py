@@ -28,7 +28,7 @@ def heads_first(rows, heads, value=0.0):
 
 
 def held_rows(states, rows, heads, dim, seed):
-    """Sums that hold something where the states say so, and what they hold."""
+    """Sums that hold random values where the states say so, NaN elsewhere; and these values."""
     held = draw((rows, heads, dim), seed)
     before = torch.from_numpy(states.before).view(-1, 1, 1)
     sums = Sums(*(torch.full((rows, heads, dim), torch.nan) for _ in range(2)))
@@ -83,7 +83,8 @@ def test_backward_adds_to_what_rows_hold(seed, dim):
     q, dout = draw((rows, HEADS, dim), seed), draw((rows, HEADS, dim), seed + 1)
     k, v = draw((keys, KV_HEADS, dim), seed + 2), draw((keys, KV_HEADS, dim), seed + 3)
     _, lse, _ = dense(q, k, v, case.allowed, SCALE)
-    lse = torch.logaddexp(lse, draw(lse.shape, 5).double())  # other calls had keys of these rows
+    # As if other calls had keys of these rows.
+    lse = torch.logaddexp(lse, draw(lse.shape, 5).double())
     lse[0] = -torch.inf if not case.allowed[0].any() else lse[0]
     delta = draw(lse.shape, 6)
     sums = [held_rows(call.q_states, rows, HEADS, dim, seed)]
@@ -122,7 +123,10 @@ def test_backward_adds_to_what_rows_hold(seed, dim):
 
 @pytest.mark.parametrize(
     ("dtype", "dim", "part"),
-    [(torch.float64, 64, "takes fp64"), (torch.float32, 264, "from 16 to 256; q has 264")],
+    [
+        (torch.float64, 64, "takes bf16, fp16 and fp32 .* q is fp64 with head dim 64"),
+        (torch.float32, 264, "from 16 to 256 in steps of 8; q is fp32 with head dim 264"),
+    ],
 )
 def test_an_unknown_dtype_or_head_dim_is_an_error(dtype, dim, part):
     plan = plan_batch(Batch.of([masks.causal(70)]), Topology(1, 1))
@@ -134,7 +138,7 @@ def test_an_unknown_dtype_or_head_dim_is_an_error(dtype, dim, part):
 
 @pytest.mark.parametrize("first", ["inputs", "gradient"])
 def test_tensors_with_heads_first_give_the_same(first):
-    """As transposed in many models: [heads, tokens, dim] in memory."""
+    """Many models store tensors as [heads, tokens, dim] and transpose them."""
     plan = plan_batch(Batch.of([masks.causal(70)]), Topology(1, 1))
     step = DCPExecutor(kernel=triton_kernel()).prepare(plan)
     tensors = [draw((70, heads, 32), heads) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]

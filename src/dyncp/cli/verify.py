@@ -193,12 +193,18 @@ def kernel_calls_of(part: RankPlan, mask: MaskPlan) -> Iterator[tuple["KernelCal
 
 def gpu_kernel_tiles(call: "KernelCall") -> Iterator[ListedKernelTiles]:
     """The tile lists of GPU kernels: by query tiles, backward also by key tiles of half size."""
-    from dyncp.kernels.tile_lists import HALF, SIDE, list_tiles_of, map_kernel_tiles
+    from dyncp.kernels.tile_lists import (
+        HALF,
+        SIDE,
+        classify_tiles,
+        list_tiles_of,
+        map_kernel_tiles,
+    )
 
-    tiles = map_kernel_tiles(call, halves=True)
+    tiles = map_kernel_tiles(call)
     lists = [(SIDE, _entries(list_tiles_of(tiles.state, call.q_states.touched)))]
-    if tiles.halves is not None and call.k_states.touched.any():
-        halves = np.ascontiguousarray(tiles.halves.T)
+    if call.k_states.touched.any():
+        halves = np.ascontiguousarray(classify_tiles(call, HALF).T)
         by_key = _entries(list_tiles_of(halves, call.k_states.touched, HALF))
         lists.append((HALF, by_key[:, [1, 0, 2]]))
     for side, entries in lists:

@@ -1,6 +1,6 @@
-"""Kernels compute tiles into partial outputs and log-sum-exps."""
+"""Kernels compute the tiles of a division, and row operations move and merge their rows."""
 
-from dyncp.kernels.choose import KERNELS, choose_kernel, reason_for
+from dyncp.kernels.choose import KERNELS, choose_kernel, reason_for, why_not
 from dyncp.kernels.cpu import CpuKernel
 from dyncp.kernels.kernel import (
     BackwardInputs,
@@ -17,7 +17,6 @@ from dyncp.kernels.row_ops import (
     Dtypes,
     Memory,
     RowOps,
-    TorchRowOps,
     accumulator_dtype,
     choose_row_ops,
 )

@@ -1,4 +1,4 @@
-"""Chooses a kernel by name, or by what the device has."""
+"""Chooses a kernel by name, or the best one for a device."""
 
 import importlib
 import importlib.metadata
@@ -17,21 +17,27 @@ logger = logging.getLogger(__name__)
 
 KERNELS = ("cpu", "flash4", "triton", "reference")
 AMPERE, HOPPER = 8, 9
-FLASH4_VERSION = "4.0.0b36"  # its compiled kernels are called directly: other versions may differ
+FLASH4_VERSION = "4.0.0b36"  # we call its compiled kernels directly, and other versions may differ
 INSTALL_FLASH4 = "pip install 'dyncp[flash4]'"
 INSTALL_TRITON = "pip install triton"
+DETERMINISTIC_FLASH4 = (
+    "kernel 'flash4', deterministic=True: forward by flash-attn-4, backward by 'triton', because "
+    "flash-attn-4 has no deterministic backward over tile lists on Hopper. deterministic=False is "
+    "faster"
+)
 
 
 def choose_kernel(kernel: str | Kernel, device: torch.device, deterministic: bool = True) -> Kernel:
-    """The kernel named (or given). "auto" takes `cpu` on the CPU; on a GPU `flash4` where it is
-    installed and fits, else `triton`; the log says which and why."""
+    """The kernel of this name, or the one given. "auto" chooses `cpu` on CPUs; on GPUs `flash4` if
+    it can run there, else `triton`; and logs which kernel it chose and why."""
     if not isinstance(kernel, str):
         expected = f"a dyncp.kernels.Kernel, or one of auto, {', '.join(KERNELS)}"
         instance_of("kernel", kernel, Kernel, expected)
         return kernel
     if kernel == "auto":
         name, reason = best_kernel(device)
-        _log_once(name, str(device), reason)
+        level = logging.WARNING if name == "reference" else logging.INFO
+        _log_once(level, f"kernel {name!r} on {device}: {reason}")
         return _make(name, deterministic)
     if kernel not in KERNELS:
         raise ValueError(f"kernel is {kernel!r}; choose one of auto, {', '.join(KERNELS)}")
@@ -42,25 +48,25 @@ def choose_kernel(kernel: str | Kernel, device: torch.device, deterministic: boo
 
 
 def reason_for(kernel: str | Kernel, device: torch.device) -> str:
-    """Why `choose_kernel` takes the kernel that it takes, as logged."""
-    return best_kernel(device)[1] if kernel == "auto" else "it was asked for"
+    """The reason for the choice of `choose_kernel`, as logged."""
+    return best_kernel(device)[1] if kernel == "auto" else "it was requested"
 
 
 def best_kernel(device: torch.device) -> tuple[str, str]:
-    """What "auto" takes on a device, and why."""
+    """The kernel that "auto" chooses on a device, and the reason."""
     if device.type == "cpu":
         return "cpu", "the device is a CPU"
     refused: list[str] = []
     for name in ("flash4", "triton"):
         missing = why_not(name, device)
         if not missing:
-            return name, "; ".join(["the fastest there is on this device", *refused])
+            return name, "; ".join(["the fastest one on this device", *refused])
         refused.append(f"{name!r} is not available: {missing}")
     return "reference", f"slow, computes in fp64; {'; '.join(refused)}"
 
 
 def why_not(kernel: str, device: torch.device) -> str:
-    """Why a kernel cannot run on a device, and what to do; empty if it can."""
+    """The reason why a kernel cannot run on a device, and what to do; empty if it can."""
     if kernel == "reference":
         return ""
     if kernel == "cpu":
@@ -72,71 +78,49 @@ def why_not(kernel: str, device: torch.device) -> str:
 
 
 def _why_not_flash4(major: int) -> str:
-    if not _is_installed("flash_attn.cute"):
-        return f"flash-attn-4 is not installed; {INSTALL_FLASH4}"
-    version = _version("flash-attn-4")
+    try:
+        version = importlib.metadata.version("flash-attn-4")
+    except importlib.metadata.PackageNotFoundError:
+        version = "no version"
     if version != FLASH4_VERSION:
-        return f"flash-attn-4 {version} is installed, {FLASH4_VERSION} is needed; {INSTALL_FLASH4}"
+        needed = f"flash-attn-4 {FLASH4_VERSION} is needed, {version} is installed"
+        return f"{needed}; {INSTALL_FLASH4}"
     if major != HOPPER:
         return f"it runs on Hopper (compute capability 9), this GPU has {major}; choose triton"
     return _why_not_imported("flash_attn.cute", INSTALL_FLASH4)
 
 
 def _why_not_triton(major: int) -> str:
-    if not _is_installed("triton"):
+    if importlib.util.find_spec("triton") is None:
         return f"triton is not installed; {INSTALL_TRITON}"
     if major < AMPERE:
         return f"it needs compute capability 8 or more, this GPU has {major}"
     return _why_not_imported("triton", INSTALL_TRITON)
 
 
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "of unknown version"
-
-
 @cache
 def _why_not_imported(module: str, install: str) -> str:
-    """A package may be there and broken: a half-finished install, or another CUDA's libraries."""
+    """An installed package may be broken: half installed, or built for another CUDA version."""
     try:
         importlib.import_module(module)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        return f"{module} is installed and fails to import ({reason}); reinstall it: {install}"
+        return f"{module} is installed but fails to import ({reason}); reinstall it: {install}"
     return ""
 
 
 @cache
-def _log_once(name: str, device: str, reason: str) -> None:
-    level = logging.WARNING if name == "reference" else logging.INFO
-    logger.log(level, "kernel %r on %s: %s", name, device, reason)
-
-
-@cache
-def _log_deterministic() -> None:
-    logger.info(
-        "kernel 'flash4', deterministic=True: forward by flash-attn-4, backward by 'triton': "
-        "flash-attn-4 has no deterministic backward over tile lists on Hopper. "
-        "deterministic=False is faster"
-    )
+def _log_once(level: int, message: str) -> None:
+    logger.log(level, message)
 
 
 def _make(name: str, deterministic: bool) -> Kernel:
-    """GPU kernels are imported late: only they need Triton and flash-attn-4."""
+    """Imports GPU kernels only when they are used, because they need Triton and flash-attn-4."""
     if name == "flash4":
         from dyncp.kernels.flash4_kernel import Flash4Kernel
 
         if deterministic:
-            _log_deterministic()
+            _log_once(logging.INFO, DETERMINISTIC_FLASH4)
         return Flash4Kernel(deterministic=deterministic)
     if name == "triton":
         from dyncp.kernels.triton_kernel import TritonKernel

@@ -4,14 +4,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dyncp.arrays import Int64
-from dyncp.kernels.kernel import BackwardInputs, IndexArrays, KernelCall, RowState
+from dyncp.kernels.kernel import BackwardInputs, KernelCall, RowState
 from dyncp.kernels.reference import (
     PlainCall,
     ReferenceKernel,
@@ -26,15 +25,16 @@ PIECE = 256
 
 
 class Shape(Enum):
-    FULL = "every query sees every key"
-    CAUSAL = "query i sees keys 0..i"
-    MASKED = "as the ranges say"
+    FULL = "every query attends every key"
+    CAUSAL = "query i attends keys 0..i"
+    MASKED = "queries attend the keys in their ranges"
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """Query rows × key rows of a workspace. `ranges` are relative to the first key row (MASKED);
-    `first` says that the rows' sums are still empty, so that nothing needs merging."""
+    """Query rows × key rows that one flash kernel computes. `ranges` is None unless the shape is
+    MASKED; ranges are relative to the first key row. If `first`, the rows' sums are still empty, so
+    nothing needs merging."""
 
     rows: slice
     keys: slice
@@ -44,9 +44,9 @@ class Job:
 
 
 def cut_into_jobs(call: KernelCall) -> list[Job]:
-    """A rectangle in which everything is allowed, or which is causal from its first row, is one
-    job. Any other is cut into pieces of 256 × 256; empty pieces are dropped, neighbouring full ones
-    are joined, and only the pieces on the mask's edges carry a mask."""
+    """A rectangle that is full, or causal from its first row, becomes one job. Any other is cut
+    into pieces of 256 × 256: empty pieces are dropped, neighbouring full ones are joined, and only
+    pieces on the edges of the mask get a mask."""
     jobs: list[Job] = []
     empty = call.q_states.before == RowState.NOTHING
     for q0, q1, k0, k1 in call.rectangles.tolist():
@@ -62,14 +62,17 @@ def cut_into_jobs(call: KernelCall) -> list[Job]:
 
 
 def _continues(last: Job, job: Job) -> bool:
-    """Whether a full job has the keys behind those of the one before."""
+    """Whether both jobs are full, have the same rows, and the keys of `job` follow those of
+    `last`."""
     full = last.shape is Shape.FULL and job.shape is Shape.FULL
     return full and last.rows == job.rows and last.keys.stop == job.keys.start
 
 
 def _cut_rectangle(ranges: Int64, row: int, key: int, num_keys: int) -> Iterator[Job]:
-    if _shape(ranges, num_keys) is not Shape.MASKED:
-        yield _job(ranges, row, key, num_keys)
+    """`ranges` are the rows' ranges, relative to the first of the `num_keys` key rows."""
+    whole = _job(ranges, row, key, num_keys)
+    if whole.shape is not Shape.MASKED:
+        yield whole
         return
     for first in range(0, len(ranges), PIECE):
         part = ranges[first : first + PIECE]
@@ -84,7 +87,7 @@ def _job(ranges: Int64, row: int, key: int, num_keys: int) -> Job:
 
 
 def _key_pieces(ranges: Int64, num_keys: int) -> Iterator[tuple[int, int]]:
-    """Key pieces that some row attends."""
+    """The pieces [first, end) of the keys that at least one row attends."""
     edges = np.append(np.arange(0, num_keys, PIECE), num_keys)
     below = np.minimum(ranges[:, :, 1, None], edges) - np.minimum(ranges[:, :, 0, None], edges)
     allowed = np.diff(below.sum(axis=(0, 1)))
@@ -104,28 +107,24 @@ def _shape(ranges: Int64, num_keys: int) -> Shape:
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
-# Largest gradients for which no square that matters leaves the range of fp32.
+# If the largest entry of dO is in this range, no square that matters leaves the range of fp32.
 SAFE_TO_SQUARE = (1e-10, 1e15)
-FEW = 8  # entries of dO that are looked at for the largest
+FEW = 8  # entries of every row of dO that are searched for the largest
 
 
 class CpuKernel(ReferenceKernel):
-    """Every job of a call is one flash kernel over [kv heads, q heads per kv head, rows, dim].
+    """Runs one of torch's flash kernels per job, over [kv heads, q heads per kv head, rows, dim].
 
-    Torch's kernels multiply masked values by 0, which keeps NaN and infinity. A job whose results
-    are not finite is computed again, row by row over the keys that each may see.
+    Torch's kernels multiply masked values by 0, which turns NaN and infinity into NaN. A job whose
+    results are not finite is therefore computed again row by row, over the keys that each row may
+    attend.
     """
 
     name = "cpu"
 
-    def lower(self, call: KernelCall, arrays: IndexArrays, *, backward: bool) -> Any:
-        if arrays.device.type != "cpu":
-            raise ValueError(
-                f"kernel 'cpu' runs on CPU tensors; the executor's device is {arrays.device}"
-            )
-        return super().lower(call, arrays, backward=backward)
-
-    def list_tiles(self, call: KernelCall) -> list[Job]:
+    def list_tiles(self, call: KernelCall, device: torch.device) -> list[Job]:
+        if device.type != "cpu":
+            raise ValueError(f"kernel 'cpu' runs on CPU tensors; the executor's device is {device}")
         return cut_into_jobs(call)
 
     def add_outputs(
@@ -143,7 +142,7 @@ class CpuKernel(ReferenceKernel):
                     attend_tile(tile, inputs, scale, out, lse)
                 continue
             job_lse = job_lse.flatten(0, 1).T
-            if empty is not None:  # torch gives a fully masked row log-sum-exp 0
+            if empty is not None:  # torch returns log-sum-exp 0 for fully masked rows
                 job_lse = job_lse.masked_fill(empty.unsqueeze(-1), -torch.inf)
             rows_first = job_out.permute(2, 0, 1, 3).flatten(1, 2)
             if job.first:
@@ -157,7 +156,7 @@ class CpuKernel(ReferenceKernel):
         (q, k, v, dout, lse, delta), (dq, dk, dv) = inputs, grads
         kv_heads = k.shape[1]
         out = torch.empty_like(dout)
-        for run in call.q_runs:  # other rows may hold anything
+        for run in call.q_runs:  # other rows are not initialised
             out[run.rows] = _output_with_row_sum(dout[run.rows], delta[run.rows])
         flash_lse = lse.masked_fill(lse == -torch.inf, 0.0)
         for job in call.tiles:
@@ -199,7 +198,8 @@ def _inputs(job: Job, q: Tensor, k: Tensor, v: Tensor) -> Three:
 
 
 def _mask(job: Job, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    """Additive mask [rows, keys] in q's dtype (torch misreads others), and rows it empties."""
+    """Additive mask [rows, keys] in q's dtype (torch misreads other dtypes), and the rows that
+    attend nothing."""
     if job.ranges is None:
         return None, None
     allowed = _allowed(job)
@@ -208,7 +208,7 @@ def _mask(job: Job, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _allowed(job: Job) -> Tensor:
-    """bool [rows, keys]"""
+    """bool [rows, keys]: the pairs that the job computes."""
     size = (job.rows.stop - job.rows.start, job.keys.stop - job.keys.start)
     if job.ranges is None:
         everything = torch.ones(size, dtype=torch.bool, device="cpu")
@@ -224,23 +224,24 @@ def _row_by_row(job: Job) -> Iterator[RowTile]:
 
 
 def _all_finite(*tensors: Tensor) -> bool:
-    """By sums, which fp16 has no range for."""
+    """Looks at sums only, which is fast; fp16 is summed in fp32 because its range is too small."""
     wide = torch.float32 if tensors[0].dtype == torch.float16 else None
     return all(math.isfinite(x.sum(dtype=wide).item()) for x in tensors)
 
 
 def _output_with_row_sum(dout: Tensor, delta: Tensor) -> Tensor:
-    """An output whose row sums with `dout` are `delta`.
+    """An output O whose row sums of dO·O are `delta`.
 
-    Torch's backward takes the output, of which it only uses the row sum of dO·O, which we have.
-    The output's projection onto dO does as well, and is never larger than the output was.
+    Torch's backward takes O but uses it only for these row sums. The executor passes the sums
+    instead of O, so this returns the projection of O onto dO, which has the same row sums and is
+    never larger than O.
     """
     largest = dout.abs().amax().item() if dout.numel() else 0.0
     wide = dout.to(delta.dtype)
     if not SAFE_TO_SQUARE[0] < largest < SAFE_TO_SQUARE[1]:
-        of_row = wide.abs().amax(dim=-1)
-        of_row = torch.where(of_row == 0, 1.0, of_row)
-        wide, delta = wide / of_row.unsqueeze(-1), delta / of_row
+        unit = wide.abs().amax(dim=-1)
+        unit = torch.where(unit == 0, 1.0, unit)
+        wide, delta = wide / unit.unsqueeze(-1), delta / unit
     length = torch.linalg.vecdot(wide, wide)
     share = torch.where(length == 0, 0.0, delta / length)
     out = wide * share.unsqueeze(-1)
@@ -248,11 +249,12 @@ def _output_with_row_sum(dout: Tensor, delta: Tensor) -> Tensor:
 
 
 def _rounded(out: Tensor, wide: Tensor, delta: Tensor, dtype: torch.dtype) -> Tensor:
-    """`out` in 16 bits, with the same row sums as nearly as can be. Where the entries of dO are
-    alike, all are rounded the same way; so what is missing then is added to one of them."""
+    """`out` in 16 bits, with nearly the same row sums. If the entries of dO are alike, all entries
+    of `out` are rounded in the same direction; the missing part of the sum is then added to one
+    entry."""
     rounded = out.to(dtype)
     missing = delta - torch.linalg.vecdot(wide, rounded.to(wide.dtype))
-    factor, at = wide[..., :FEW].abs().max(dim=-1, keepdim=True)  # any that is not 0 will do
+    factor, at = wide[..., :FEW].abs().max(dim=-1, keepdim=True)  # any entry that is not 0
     factor = torch.copysign(factor, wide.gather(-1, at))
     before = rounded.gather(-1, at)
     after = (before + missing.unsqueeze(-1) / factor).to(dtype)

@@ -1,10 +1,10 @@
-"""Flash-attn-4's compiled kernels, found by one ordinary call each and called directly afterwards.
+"""Flash-attn-4's compiled kernels: each is found by one ordinary call and then called directly.
 
 An ordinary call takes 160 to 220 µs of host time for its checks and its compile key. The compiled
-kernel behind it takes tensors of any size, so we keep it by what it was compiled for.
+kernel inside takes tensors of any size, so we keep it by what it was compiled for.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
@@ -21,15 +21,15 @@ from dyncp.kernels.kernel import Index
 from dyncp.kernels.tile_lists import SIDE
 
 Compiled = Callable[..., None]
-# Rows up to which flash-attn-4 has a single piece of queries backward: its largest.
+# Query rows of the largest kernel tile in flash-attn-4's backward: longer calls have several tiles.
 MOST_SINGLE = 128
 
 
 @dataclass(frozen=True, eq=False)
 class SparseLists:
-    """Tile lists as flash-attn-4 takes them: counts [tiles] and indices [tiles, most], partial and
-    full; of query tiles with ranges of key rows forward, of key tiles with ranges of query rows
-    backward."""
+    """Tile lists in flash-attn-4's form: counts [tiles] and indices [tiles, most] of partial and of
+    full tiles. Forward lists are by query tile, with ranges of key rows; backward lists are by key
+    tile, with ranges of query rows."""
 
     partial_count: Index
     partial: Index
@@ -39,7 +39,8 @@ class SparseLists:
     by_heads: dict[int, tuple[Tensor | None, ...]] = field(default_factory=dict, init=False)
 
     def tensors(self, heads: int) -> tuple[Tensor | None, ...]:
-        """[1, heads, tiles(, most)], the same lists for every head; and four that we do not use."""
+        """The lists as [1, heads, tiles(, most)], the same for every head, and None for four lists
+        that we do not use."""
         if heads not in self.by_heads:
             given = (self.partial_count, self.partial, self.full_count, self.full)
             lists = [x.tensor[None, None].expand(1, heads, *x.tensor.shape) for x in given]
@@ -49,15 +50,16 @@ class SparseLists:
 
 @dataclass(frozen=True, eq=False)
 class Varlen:
-    """Whole sequences below each other, each causal: int32[sequences + 1] of rows."""
+    """Several causal sequences: the first row of each, and the end of the last,
+    int32[sequences + 1]."""
 
     q_starts: Index
     k_starts: Index
 
 
-Shape = SparseLists | Varlen | None  # None: causal, from the first row to the last
+Shape = SparseLists | Varlen | None  # None: one causal sequence of all rows
 
-_compiling = Lock()  # what is replaced meanwhile is flash-attn-4's
+_compiling = Lock()  # held while classes of flash-attn-4 are replaced
 _forward: dict[Any, Compiled] = {}
 _backward: dict[Any, Compiled] = {}
 
@@ -67,41 +69,33 @@ def attend(
 ) -> None:
     """q, out: [rows, heads, dim]; lse: [heads, rows]. Rows that attend nothing get 0 and −∞."""
     key = _key(q, k, shape)
+    tensors = _batched((q, k, v, out, lse), shape)
     if key not in _forward:
-        options = {"softmax_scale": scale, "return_lse": True}
-        results = {"out": out, "lse": lse}
-        _forward[key] = _compile(interface._flash_attn_fwd, (q, k, v), shape, results, options)
+        options = {"softmax_scale": scale, "return_lse": True, "out": tensors[3], "lse": tensors[4]}
+        _forward[key] = _compile(interface._flash_attn_fwd, tensors[:3], shape, **options)
         return
     q_starts, k_starts = _starts(shape)
     lists, aux = _lists(shape, q.shape[1])
-    tensors = _batched((q, k, v, out, lse), shape)
     _forward[key](*tensors, scale, q_starts, k_starts, *(None,) * 6, lists, aux, None, None)
 
 
-def _compile(
-    function: Any,
-    tensors: tuple[Tensor, ...],
-    shape: Shape,
-    results: dict[str, Tensor],
-    options: dict[str, Any],
-) -> Compiled:
-    """What an ordinary call of flash-attn-4's function compiles."""
-    named = dict(zip(results, _batched(tuple(results.values()), shape), strict=True))
-    options = {**options, **named, **_options(shape, tensors[0].shape[1])}
+def _compile(function: Any, tensors: Sequence[Tensor], shape: Shape, **options: Any) -> Compiled:
+    """Makes an ordinary call of flash-attn-4's function and returns the kernel that it compiled."""
+    options |= _options(shape, tensors[0].shape[-2])
     with _compiling, _over_lists(shape), _watch(function) as seen:
-        function(*_batched(tensors, shape), **options)
+        function(*tensors, **options)
     compiled: Compiled = seen[-1]
     return compiled
 
 
 def _batched(tensors: tuple[Tensor, ...], shape: Shape) -> tuple[Tensor, ...]:
-    """A batch of one; sequences below each other have no such axis."""
+    """Adds a batch axis of size 1, except for varlen calls, which have none."""
     return tensors if isinstance(shape, Varlen) else tuple(x.unsqueeze(0) for x in tensors)
 
 
 @contextmanager
 def _over_lists(shape: Shape) -> Any:
-    """Kernels over tile lists that are compiled inside have our mask and our order of tiles."""
+    """Inside this context, kernels over tile lists are compiled with our mask and tile order."""
     if not isinstance(shape, SparseLists):
         yield
         return
@@ -118,7 +112,7 @@ def _over_lists(shape: Shape) -> Any:
 
 @contextmanager
 def _watch(function: Any) -> Any:
-    """Lists the compiled kernels that `function` takes from its cache."""
+    """Yields a list that collects the compiled kernels that `function` reads from its cache."""
     cache, seen = function.compile_cache, []
 
     class Watched:
@@ -141,13 +135,13 @@ def _watch(function: Any) -> Any:
 
 
 def _key(q: Tensor, k: Tensor, shape: Shape) -> tuple[Any, ...]:
-    """What flash-attn-4 compiles for."""
+    """Everything that flash-attn-4 compiles separate kernels for."""
     return q.device, q.dtype, q.shape[1:], k.shape[1], *variant_of(q, k, shape)
 
 
 def variant_of(q: Tensor, k: Tensor, shape: Shape) -> tuple[str, bool, bool]:
-    """The path of flash-attn-4 that a call takes. It compiles separate kernels for calls of a
-    single query tile or key tile."""
+    """The path of flash-attn-4 that a call uses, whether it has a single query tile, and whether it
+    has a single key tile. Flash-attn-4 compiles a separate kernel for each."""
     kind = {SparseLists: "lists", Varlen: "varlen"}.get(type(shape), "causal")
     return kind, len(q) <= (64 if q.shape[2] > 64 else MOST_SINGLE), len(k) <= SIDE
 
@@ -184,10 +178,9 @@ def attend_backward(
     shape: Shape,
     sums: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Adds to `sums`, flash-attn-4's own gradient sums in fp32: dq [q heads, rows × dim], dk and dv
-    [kv heads, rows × dim], in the order of its own pieces; rows are padded to whole tiles. lse_log2
-    and delta: [heads, rows padded to 64]; rows that attend nothing have lse 0, rows behind the last
-    have +∞."""
+    """Adds gradients to `sums` in fp32: dq [q heads, rows × dim], dk and dv [kv heads, rows × dim],
+    in panels (`row_ops.panels_to_rows`) with rows padded to whole tiles. lse_log2 and delta are
+    [heads, rows padded to 64]. Rows that attend nothing have lse 0, rows after the last have +∞."""
     q, k, _ = inputs
     key = _key(q, k, shape)
     if key not in _backward:
@@ -199,7 +192,8 @@ def attend_backward(
 
 
 def _compile_backward(q: Tensor, k: Tensor, shape: Shape) -> Compiled:
-    """One ordinary call whose results nobody needs."""
+    """Compiles by an ordinary call, and drops its results."""
     out, dout = torch.zeros_like(q), torch.zeros_like(q)
     lse = torch.zeros(q.shape[1], len(q), device=q.device)
-    return _compile(interface._flash_attn_bwd, (q, k, k, out, dout, lse), shape, {}, {})
+    tensors = _batched((q, k, k, out, dout, lse), shape)
+    return _compile(interface._flash_attn_bwd, tensors, shape)

@@ -1,5 +1,5 @@
-"""Kernel `flash4`: flash-attn-4 over lists of kernel tiles with ranges of key rows, or its own
-causal and varlen paths where a call is just that."""
+"""Kernel `flash4`: flash-attn-4 over tile lists. Calls that consist of whole causal sequences run
+on flash-attn-4's own causal and varlen paths instead."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -35,10 +35,10 @@ Starts = tuple[Int32, Int32]
 
 
 def find_sequences(call: KernelCall) -> Starts | None:
-    """The causal sequences of a call that consists of nothing else: `q_starts` and `k_starts`.
+    """`q_starts` and `k_starts` of a call that consists of causal sequences; None for other calls.
 
-    Query rows q_starts[i]:q_starts[i + 1] see key rows k_starts[i]:k_starts[i + 1], causally from
-    the last row back; both begin at row 0."""
+    Query rows q_starts[i]:q_starts[i + 1] attend key rows k_starts[i]:k_starts[i + 1]. The last row
+    attends all of them, and every row before it one key less. Both begin at row 0."""
     spans = np.zeros((len(call.q_coordinates), 2), np.int64)
     order = np.lexsort((call.rectangles[:, 2], call.rectangles[:, 0]))
     rectangles = call.rectangles[order]
@@ -62,7 +62,7 @@ def find_sequences(call: KernelCall) -> Starts | None:
 
 @compiled
 def _join_spans(spans: Int64, rectangles: Int64, k_coordinates: Int64, ranges: Int32) -> bool:
-    """Fills the one span of key rows of every query row; False where a row has several."""
+    """Writes the span of key rows of every query row; False if a row has several spans."""
     for i in range(len(rectangles)):
         q0, q1, k0, k1 = rectangles[i]
         shift = k0 - k_coordinates[k0]
@@ -81,34 +81,26 @@ def _join_spans(spans: Int64, rectangles: Int64, k_coordinates: Int64, ranges: I
     return True
 
 
-MOST_SEQUENCES = 256  # above, its varlen path wants tables that we do not make
+MOST_SEQUENCES = 256  # for more, flash-attn-4's varlen path needs tables that we do not make
 
 
 @dataclass(frozen=True, eq=False)
 class FlashCall:
-    """`rows` and `keys` are the kernel tiles that the call touches; lists count from their starts.
-    `shape` is what flash-attn-4 is told."""
+    """`rows` and `keys` are the rows that flash-attn-4 gets; tile lists are relative to their
+    starts. `shape` says which path of flash-attn-4 is called, with its lists or sequences."""
 
     rows: slice
     keys: slice
     shape: flash.Shape
 
 
-def lower_call(call: KernelCall, arrays: IndexArrays, *, backward: bool) -> FlashCall:
-    starts = find_sequences(call)
-    if starts is not None and _takes_own_path(starts, call, backward):
-        # Rows behind the last sequence are not part of it: nobody reads what the call leaves there.
-        rows, keys = (slice(0, int(x[-1])) for x in starts)
-        several = len(starts[0]) > 2
-        varlen = flash.Varlen(*(arrays.add(x) for x in starts)) if several else None
-        return FlashCall(rows, keys, varlen)
-    return _lower_lists(call, arrays, backward)
-
-
 def _takes_own_path(starts: Starts, call: KernelCall, backward: bool) -> bool:
-    """One causal sequence collects gradients as tile lists do; several have a different layout,
-    which only a program of one call may use. Its rows must be those of the call. Flash-attn-4
-    compiles calls of one piece apart: small ones are not worth it."""
+    """Whether the call runs on flash-attn-4's causal path (one sequence) or varlen path (several).
+
+    Varlen gradient sums have a different layout than those of tile lists, so a backward call uses
+    varlen only if it is the program's only call. The sequences must cover all rows of the call.
+    Small calls use tile lists, because flash-attn-4 compiles separate kernels for calls of a single
+    kernel tile."""
     queries, keys = (int(x[-1]) for x in starts)
     if queries <= flash.MOST_SINGLE or keys <= SIDE:
         return False
@@ -139,15 +131,15 @@ def padded(rows: slice) -> slice:
 
 
 DTYPES = ("bf16", "fp16")
-HEAD_DIMS = range(16, 128 + 1, 8)  # above, its kernel tiles are not 128 × 128
-DIM_MULTIPLE = 16  # of the head dim of its gradient sums
-PANELS = 2  # axes of collected sums; rows have three
-WIDE_TILES = 64  # up to this head dim, its kernel tiles have 128 query rows backward, else 64
+HEAD_DIMS = range(16, 128 + 1, 8)  # above 128, flash-attn-4's kernel tiles are not 128 × 128
+DIM_MULTIPLE = 16  # the head dim of gradient sums is padded to multiples of this
+PANELS = 2  # number of axes of sums in panels; rows have three
+WIDE_TILES = 64  # backward kernel tiles have 128 query rows up to this head dim, 64 above
 
 
 class Flash4Kernel(Kernel):
-    """`deterministic` takes the backward of kernel `triton`; otherwise gradients are added up by
-    atomics, in any order."""
+    """With `deterministic`, backward is that of kernel `triton`. Otherwise it is flash-attn-4's,
+    which adds up gradients by atomics, in any order."""
 
     name = "flash4"
     capturable = True
@@ -161,20 +153,26 @@ class Flash4Kernel(Kernel):
         self._triton = TritonKernel()
 
     def refuses(self, shape: AttentionShape) -> str:
-        """Why this kernel does not take such inputs; empty if it does."""
         if shape.dtype in DTYPES and shape.head_dim in HEAD_DIMS:
             return ""
         return (
             f"kernel 'flash4' takes {' and '.join(DTYPES)} and head dims from {HEAD_DIMS[0]} to "
-            f"{HEAD_DIMS[-1]} in steps of {HEAD_DIMS.step}, which is what is tested; q is "
+            f"{HEAD_DIMS[-1]} in steps of {HEAD_DIMS.step} (others are not tested); q is "
             f"{shape.dtype} with head dim {shape.head_dim}. Kernel 'triton' takes more; "
-            "kernel='auto' finds the one that fits"
+            "kernel='auto' chooses one that fits"
         )
 
     def lower(self, call: KernelCall, arrays: IndexArrays, *, backward: bool) -> Any:
         if backward and not self.collects:
             return self._triton.lower(call, arrays, backward=True)
-        return lower_call(call, arrays, backward=backward)
+        starts = find_sequences(call)
+        if starts is None or not _takes_own_path(starts, call, backward):
+            return _lower_lists(call, arrays, backward)
+        # Rows after the last sequence are left out: nobody reads their results.
+        rows, keys = (slice(0, int(x[-1])) for x in starts)
+        if len(starts[0]) == 2:  # one sequence
+            return FlashCall(rows, keys, None)
+        return FlashCall(rows, keys, flash.Varlen(*(arrays.add(x) for x in starts)))
 
     def attend(
         self,
@@ -198,7 +196,8 @@ class Flash4Kernel(Kernel):
             self._triton.attend_backward(lowered, inputs, scale, grads)
             return
         rows, keys, (q, k, v, dout, lse, delta) = lowered.rows, lowered.keys, inputs
-        dim, whole = padded_dim(q.shape[2]), isinstance(lowered.shape, flash.Varlen)
+        dim = -(-q.shape[2] // DIM_MULTIPLE) * DIM_MULTIPLE
+        whole = isinstance(lowered.shape, flash.Varlen)
         places = slice(None) if whole else padded(rows)
         first = slice(0, keys.stop - keys.start)
         dq, dk, dv = grads.dq.final, grads.dk.final, grads.dv.final
@@ -219,7 +218,7 @@ class Flash4Kernel(Kernel):
     def sequence_rows(
         self, lowered: FlashCall, dim: int
     ) -> tuple[list[SequenceRows], list[SequenceRows]]:
-        """Each sequence begins on a border of the kernel tiles."""
+        """In varlen sums, each sequence begins at the start of a kernel tile."""
         shape = lowered.shape
         if not isinstance(shape, flash.Varlen):
             return [], []
@@ -239,21 +238,17 @@ def _aligned(starts: Int32, side: int) -> list[SequenceRows]:
     ]
 
 
-def padded_dim(dim: int) -> int:
-    """Head dim of its sums."""
-    return -(-dim // DIM_MULTIPLE) * DIM_MULTIPLE
-
-
 def _panels(sums: Tensor, rows: slice, dim: int, *, whole: bool) -> Tensor:
+    """The panels of these rows; all panels if `whole`."""
     return sums if whole else sums[:, rows.start * dim : padded(rows).stop * dim]
 
 
 def _padded_heads(per_head: Tensor) -> Tensor:
-    """[heads, padded rows] of [rows, heads], which lie so."""
+    """[rows, heads] as [heads, padded rows], which is how they are stored; a view."""
     heads, stride = per_head.shape[1], per_head.stride(1)
     return per_head.as_strided((heads, stride), (stride, 1))
 
 
 def _part(x: Tensor, rows: slice) -> Tensor:
-    """x[rows]; skips the slice if it is all of x, which saves host time."""
+    """x[rows]. Skips the slicing if these are all rows of x, which saves host time."""
     return x if x.shape[0] == rows.stop - rows.start else x[rows]

@@ -1,13 +1,15 @@
-"""What stands in for flash-attn-4's own mask and tile order in kernels over tile lists.
+"""Replaces flash-attn-4's own mask and tile order in kernels over tile lists.
 
-**Mask.** Flash-attn-4 asks a function for every pair of a partial tile, which makes the tile cost
-several full ones. Here every row of a thread's accumulator gets one word whose bits are its
-columns, put together from the row's ranges. Forward, rows are query rows and ranges are of key
-rows; backward, where flash-attn-4 computes K · Qᵀ, rows are key rows and ranges are of query rows.
+**Mask.** Flash-attn-4 calls a function for every pair of a partial tile, which makes a partial tile
+cost as much as several full ones. Here, every row of a thread's accumulator gets one word, computed
+from the row's ranges, whose bits say which of the thread's columns are allowed. Forward, rows are
+query rows and ranges are of key rows. Backward, flash-attn-4 computes K · Qᵀ, so rows are key rows
+and ranges are of query rows.
 
-**Order.** Flash-attn-4 takes all tiles of the first head, then those of the next; a long tile that
-starts last runs on alone. Here all heads of a tile come together, and tiles that meet most come
-first under most masks: forward the last query tiles, backward the first key tiles.
+**Order.** Flash-attn-4 runs all tiles of the first head, then those of the next. A long tile that
+starts last then runs alone at the end. Here, all heads of a tile start together, and the tiles that
+have the most work under most masks start first: forward the last query tiles, backward the first
+key tiles.
 """
 
 from typing import Any
@@ -27,8 +29,8 @@ from quack import layout_utils
 
 
 class RangeMask(AttentionMask):  # type: ignore[misc]
-    """Takes the place of flash-attn-4's mask in kernels over tile lists. Full tiles need no mask:
-    they lie inside the sequences, too."""
+    """Replaces flash-attn-4's mask in kernels over tile lists. Full tiles need no mask, not even
+    for the last rows: they never extend past them."""
 
     @cute.jit
     def apply_mask(
@@ -69,7 +71,7 @@ class RangeMask(AttentionMask):  # type: ignore[misc]
 
 @cute.jit
 def _bits(ranges, i, row, first):
-    """Of the columns from `first` on that a thread holds, those in range `i` of the row."""
+    """Bits of the thread's columns, which begin at `first`, that are in range `i` of the row."""
     start = sm90_col_to_r2p_idx(max(ranges[2 * i, row] - first, Int32(0)))
     end = sm90_col_to_r2p_idx(max(ranges[2 * i + 1, row] - first, Int32(0)))
     bits: Uint32 = r2p_bitmask_below(end, 0) & r2p_bitmask_above(start, 0)
@@ -77,11 +79,12 @@ def _bits(ranges, i, row, first):
 
 
 def by_ranges(*_: Any) -> Any:
-    """Tells flash-attn-4 that there is a mask; `RangeMask` does not call it."""
+    """Makes flash-attn-4 compile with a mask. It is never called: `RangeMask` masks instead."""
     raise AssertionError("partial tiles are masked by RangeMask")
 
 
-# Flash-attn-4's name for what is compiled, also on disk: a new one with every change of this file.
+# Flash-attn-4 names compiled kernels by this, also on disk. Change it whenever this file's mask or
+# order changes.
 by_ranges.__cute_hash__ = "dyncp-ranges-1"  # type: ignore[attr-defined]
 
 

@@ -1,5 +1,5 @@
-"""Kernel `reference`: plain fp64 attention, which defines what a call means. Kernel `cpu` replaces
-its arithmetic and keeps the rest."""
+"""Kernel `reference`: plain fp64 attention, which defines what a call means. Kernel `cpu` derives
+from it and replaces its arithmetic."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ Three = tuple[Tensor, Tensor, Tensor]  # q, k, v, or their gradients
 
 
 class Run(NamedTuple):
-    """Touched rows that lie together and have the same states."""
+    """Consecutive touched rows with the same states."""
 
     rows: slice
     before: RowState
@@ -48,7 +48,8 @@ def list_runs(states: RowStates) -> list[Run]:
 
 @contextmanager
 def accumulator(sums: Sums, runs: list[Run]) -> Iterator[Tensor]:
-    """The tensor that holds the rows' sums while they are added to."""
+    """Yields a tensor of the accumulator dtype that holds the rows' sums. Afterwards, rows that are
+    FINAL after this call are rounded into `sums.final`."""
     wide = sums.wide
     if wide is None:
         wide = torch.empty_like(sums.final, dtype=accumulator_dtype(sums.final.dtype))
@@ -65,26 +66,23 @@ def accumulator(sums: Sums, runs: list[Run]) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class RowTile:
-    """Neighbouring query rows with the key rows that they meet."""
+    """Consecutive query rows, and the key rows that they are computed with."""
 
     rows: slice
     columns: Tensor  # key rows
     allowed: Tensor  # bool [rows, columns]
 
-    def to(self, device: torch.device) -> "RowTile":
-        return RowTile(self.rows, self.columns.to(device), self.allowed.to(device))
-
-    def parts(self, of_rows: Iterable[Tensor], of_columns: Iterable[Tensor]) -> Iterator["RowTile"]:
-        """The tile, or its single rows where some of these tensors is not finite in it."""
-        finite = all(x[self.rows].isfinite().all() for x in of_rows)
-        if finite and all(x[self.columns].isfinite().all() for x in of_columns):
+    def parts(self, by_row: Iterable[Tensor], by_key: Iterable[Tensor]) -> Iterator["RowTile"]:
+        """The tile itself, or its single rows if one of these tensors is not finite in the tile."""
+        finite = all(x[self.rows].isfinite().all() for x in by_row)
+        if finite and all(x[self.columns].isfinite().all() for x in by_key):
             yield self
         else:
             yield from self.single_rows()
 
     def single_rows(self) -> Iterator["RowTile"]:
-        """Each row with the keys that it may see: a product of 0 with NaN, or with infinity, is
-        NaN, so that others must not take part."""
+        """One tile per row, with only the keys that the row may attend. Other keys are left out
+        because 0 × NaN and 0 × infinity are NaN."""
         for index, allowed in enumerate(self.allowed):
             if allowed.any():
                 row = self.rows.start + index
@@ -92,7 +90,7 @@ class RowTile:
 
 
 def attend_tile(tile: RowTile, inputs: Three, scale: float, out: Tensor, lse: Tensor) -> None:
-    """Merges the tile's attention into the rows of `out` and `lse`."""
+    """Merges the attention of a tile into the rows of `out` and `lse`."""
     q, k, v = inputs
     scores = _scores(q[tile.rows], k[tile.columns], scale, tile.allowed)
     tile_lse = scores.logsumexp(dim=-1)
@@ -102,7 +100,7 @@ def attend_tile(tile: RowTile, inputs: Three, scale: float, out: Tensor, lse: Te
 
 
 def attend_tile_backward(tile: RowTile, inputs: BackwardInputs, scale: float, grads: Three) -> None:
-    """Adds the tile's gradients to `grads`: dq, dk, dv."""
+    """Adds the gradients of a tile to `grads`: dq, dk, dv."""
     (q, k, v, dout, lse, delta), (dq, dk, dv) = inputs, grads
     keys, values = _per_q_head(k[tile.columns], q), _per_q_head(v[tile.columns], q)
     queries, gradient = q[tile.rows].double(), dout[tile.rows].double()
@@ -125,7 +123,7 @@ def _scores(q: Tensor, k: Tensor, scale: float, allowed: Tensor) -> Tensor:
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
-    """exp(scores − lse), and 0 in rows that attend nothing (lse −∞)."""
+    """exp(scores − lse); 0 in rows that attend nothing, whose lse is −∞."""
     return torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
 
 
@@ -142,17 +140,18 @@ def _per_kv_head(grad: Tensor, kv: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PlainCall:
-    tiles: list[Any]  # pieces that are computed at once
+    tiles: list[Any]  # what `list_tiles` returned
     q_runs: list[Run]
     k_runs: list[Run]
 
 
 class ReferenceKernel(Kernel):
-    """Plain fp64 attention, `rows` query rows at a time: a pair is computed iff it lies in a
-    rectangle of the call and the key's coordinate lies in the query row's ranges.
+    """Plain fp64 attention, `rows` query rows at a time. A pair is computed if it is in a rectangle
+    of the call and the key's coordinate is in one of the query row's ranges.
 
-    A call brings the sums of touched rows into one accumulator, adds its tiles there, and puts them
-    where its states say. Kernels that derive from this one may list and compute tiles otherwise."""
+    A call loads the sums of touched rows into one accumulator, adds its tiles there, and stores the
+    sums as the row states say. Subclasses may override `list_tiles`, `add_outputs` and
+    `add_gradients`."""
 
     name = "reference"
 
@@ -160,7 +159,8 @@ class ReferenceKernel(Kernel):
         self._rows = rows
 
     def lower(self, call: KernelCall, arrays: IndexArrays, *, backward: bool) -> Any:  # noqa: ARG002
-        return PlainCall(self.list_tiles(call), list_runs(call.q_states), list_runs(call.k_states))
+        tiles = self.list_tiles(call, arrays.device)
+        return PlainCall(tiles, list_runs(call.q_states), list_runs(call.k_states))
 
     def attend(
         self, lowered: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Sums, lse: Tensor
@@ -181,8 +181,8 @@ class ReferenceKernel(Kernel):
         ):
             self.add_gradients(lowered, inputs, scale, (dq, dk, dv))
 
-    def list_tiles(self, call: KernelCall) -> list[Any]:
-        """The call in pieces that this kernel computes at once."""
+    def list_tiles(self, call: KernelCall, device: torch.device) -> list[Any]:
+        """The parts of the call that this kernel computes one at a time."""
         tiles = []
         for q0, q1 in np.unique(call.rectangles[:, :2], axis=0).tolist():
             spans = call.rectangles[(call.rectangles[:, :2] == (q0, q1)).all(axis=1), 2:]
@@ -192,7 +192,8 @@ class ReferenceKernel(Kernel):
                 rows = slice(first, min(first + self._rows, q1))
                 start, end = np.moveaxis(call.ranges[rows, :, :, None], 2, 0)
                 allowed = ((key >= start) & (key < end)).any(axis=1)
-                tiles.append(RowTile(rows, torch.from_numpy(columns), torch.from_numpy(allowed)))
+                arrays = (torch.from_numpy(x).to(device) for x in (columns, allowed))
+                tiles.append(RowTile(rows, *arrays))
         return tiles
 
     def add_outputs(
@@ -201,7 +202,7 @@ class ReferenceKernel(Kernel):
         """Merges the attention of all tiles into `out` and `lse`."""
         q, k, v = inputs
         for tile in call.tiles:
-            for part in tile.to(q.device).parts((q,), (k, v)):
+            for part in tile.parts((q,), (k, v)):
                 attend_tile(part, inputs, scale, out, lse)
 
     def add_gradients(
@@ -209,7 +210,7 @@ class ReferenceKernel(Kernel):
     ) -> None:
         """Adds the gradients of all tiles to `grads`: dq, dk, dv."""
         q, k, v, dout, lse, delta = inputs
-        of_rows = (q, dout, lse.masked_fill(lse.isinf(), 0.0), delta)  # +∞: unused rows
+        by_row = (q, dout, lse.masked_fill(lse.isinf(), 0.0), delta)  # unused rows have lse +∞
         for tile in call.tiles:
-            for part in tile.to(q.device).parts(of_rows, (k, v)):
+            for part in tile.parts(by_row, (k, v)):
                 attend_tile_backward(part, inputs, scale, grads)

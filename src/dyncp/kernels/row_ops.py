@@ -1,16 +1,15 @@
-"""RowOps: everything that happens to rows outside attention, one launch for all that is due.
+"""RowOps: all work on rows outside attention, with one launch for everything that is due at a time.
 
 Copies move rows from the caller's tensors and from received messages into workspaces and messages.
-Sums add up the contributions to rows, into the caller's results or into messages. A launch is
-described by a table; addresses in the executor's memory are byte offsets, so a table stays valid if
-that memory moves.
+Sums add up the contributions to rows and store them in the caller's results or in messages. A table
+describes each launch. Addresses in the executor's memory are byte offsets, so a table stays valid
+if that memory is reallocated.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,9 +25,9 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 def merge_partial(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
     """Merges a partial result into `out` [rows, heads, dim] and `lse` [rows, heads] in place.
 
-    Each partial output is a softmax over its own keys; its share of the whole is
-    exp(its log-sum-exp − the joint one). A side that attended nothing has log-sum-exp −∞ and
-    share 0, also when both have.
+    Each partial output is a softmax over its own keys. Its share of the merged output is
+    exp(its log-sum-exp − the merged log-sum-exp). A side that attended nothing has log-sum-exp −∞
+    and share 0, even if both sides have.
     """
     total = torch.logaddexp(lse, new_lse)
     old_share, new_share = (_share(side, total) for side in (lse, new_lse))
@@ -42,7 +41,7 @@ def _share(lse: Tensor, total: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Dtypes:
-    """Of one call: q and other inputs, and partial results that travel."""
+    """The dtypes of one call: of q and the other inputs, and of partial results in messages."""
 
     input: torch.dtype
     partial: torch.dtype
@@ -54,8 +53,8 @@ class Dtypes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Memory:
-    """The executor's memory, viewed as items of the inputs' dtype, of the dtype in which partial
-    results travel, and of the accumulator dtype."""
+    """The executor's memory, viewed as items of the inputs' dtype, of the dtype of partial results
+    in messages, and of the accumulator dtype."""
 
     input: Tensor
     partial: Tensor
@@ -63,168 +62,142 @@ class Memory:
 
     @staticmethod
     def of(base: Tensor, dtypes: Dtypes) -> "Memory":
-        """`base` is uint8, and its bytes a multiple of 8."""
+        """`base` is uint8; its length is a multiple of 8."""
         return Memory(*(base.view(x) for x in (dtypes.input, dtypes.partial, dtypes.wide)))
 
 
-IN_MEMORY = -1  # in the executor's own memory, not in one of the caller's tensors
+IN_MEMORY = -1  # number of the executor's own memory; the caller's tensors have numbers from 0 on
 LOG2E = 1.4426950408889634
 
 
 class Kind(IntEnum):
-    """What is copied: rows, per-head values of rows, the same in base 2 (of log-sum-exps, 0 for
-    rows that attend nothing), or zeros into rows."""
+    """What a copy writes."""
 
     ROWS = 0
-    PER_HEAD = 1
-    BASE_2 = 2
-    ZEROS = 3
+    PER_HEAD = 1  # one value per head and row: log-sum-exps or row sums of dO·O
+    BASE_2 = 2  # log-sum-exps in base 2; 0 for rows that attend nothing
+    ZEROS = 3  # zeros into rows
 
 
 class Copy(IntEnum):
-    """Columns of a table of copies. Rows have `WIDTH` items next to each other, per-head values as
-    many heads. A source is one of the caller's tensors, from row `FROM` and item `COLUMN` of every
-    row on, or the executor's own, from byte `FROM` on. Strides count items; `HEAD` is that of
-    per-head values."""
+    """Columns of a table of copies. Strides are in items."""
 
     KIND = 0
-    COUNT = 1
-    WIDTH = 2
-    SOURCE = 3
-    FROM = 4
-    COLUMN = 5
-    FROM_ROW = 6
-    FROM_HEAD = 7
-    TO = 8
+    COUNT = 1  # rows
+    WIDTH = 2  # contiguous items of a row; for per-head values, the number of heads
+    SOURCE = 3  # number of one of the caller's tensors, or IN_MEMORY
+    FROM = 4  # first row of the caller's tensor, or first byte in memory
+    COLUMN = 5  # first item (per-head values: first head) in the rows of the caller's tensor
+    FROM_ROW = 6  # stride of rows in memory
+    FROM_HEAD = 7  # stride of heads in memory, for per-head values
+    TO = 8  # first byte, always in memory
     TO_ROW = 9
     TO_HEAD = 10
 
 
 class Target(IntEnum):
-    """Columns of rows that contributions are added up for. They are `COUNT` rows of result number
-    `RESULT`, from row `AT` and head `HEAD` on, or of a message, from byte `AT` on, whose
-    log-sum-exps begin at byte `LSE`. Contributions are sources `FIRST` to `FIRST + NUM`."""
+    """Columns of a table of rows that contributions are added up for."""
 
-    RESULT = 0
-    AT = 1
-    HEAD = 2
+    RESULT = 0  # number of one of the caller's results, or IN_MEMORY: a message
+    AT = 1  # first row of the result, or first byte of the message
+    HEAD = 2  # first head in the result
     HEADS = 3
-    COUNT = 4
-    LSE = 5
-    FIRST = 6
-    NUM = 7
+    COUNT = 4  # rows
+    LSE = 5  # first byte of the message's log-sum-exps
+    FIRST = 6  # first of its sources
+    NUM = 7  # number of its sources
 
 
 class Form(IntEnum):
-    """How a contribution lies in memory: in q's dtype, as it travels, in the accumulator dtype, or
-    in panels (`panels_to_rows`)."""
+    """How a contribution is stored."""
 
-    INPUT = 0
-    PARTIAL = 1
-    WIDE = 2
-    PANELS = 3
+    INPUT = 0  # rows in q's dtype
+    PARTIAL = 1  # rows in the dtype of messages
+    WIDE = 2  # rows in the accumulator dtype
+    PANELS = 3  # gradient sums in the order of `panels_to_rows`
 
 
 class Source(IntEnum):
-    """Columns of contributions, all in the executor's own memory. `AT` is the first row's byte,
-    `ROW` the items between rows; for panels they are the first head's byte and the items between
-    heads, `PANEL_ROW` is the row there, and `DIM` the items of a row. Sums that are `SCALED` are
-    multiplied by the scale of scores. `CLEARED` says how many rows of panels are set to 0 when they
-    were read, in whole groups from the first on: those of the whole slot."""
+    """Columns of a table of contributions, which are all in the executor's memory. Strides are in
+    items."""
 
     FORM = 0
-    AT = 1
-    ROW = 2
-    LSE = 3
+    AT = 1  # byte of the first row; for panels, of the first head
+    ROW = 2  # stride of rows; for panels, of heads
+    LSE = 3  # first byte of the log-sum-exps
     LSE_ROW = 4
     LSE_HEAD = 5
-    PANEL_ROW = 6
-    DIM = 7
-    SCALED = 8
-    CLEARED = 9
+    PANEL_ROW = 6  # first row in the panels
+    DIM = 7  # items of a row of panels
+    SCALED = 8  # whether the contribution is multiplied by the scale of scores
+    CLEARED = 9  # rows of panels that are set to 0 after reading: those of the whole slot
 
 
-# int64[targets, columns of `Target`], and int64[sources, columns of `Source`], those of each target
-# in the order of additions.
+# int64[targets, columns of `Target`] and int64[sources, columns of `Source`]. The sources of each
+# target are in the order in which they are added.
 SumTable = tuple[Int64, Int64]
 
 PANEL_ROWS, PANEL_COLUMNS = 64, 8
 
 
 def panels_to_rows(sums: Tensor) -> Tensor:
-    """[heads, rows, dim] of gradient sums that lie as flash-attn-4 keeps them on Hopper.
+    """Reorders gradient sums from flash-attn-4's order on Hopper to [heads, rows, dim].
 
-    Its backward adds the registers of its matrix units to memory as they are. 64 rows of a head lie
-    together, in panels of 8 columns; a panel has 512 numbers, those of one thread together:
+    Its backward adds the registers of its matrix units to memory in their own order. Every 64 rows
+    of a head are stored together, as panels of 8 columns. A panel has 512 numbers, and the numbers
+    of one thread are next to each other:
 
         thread    0: rows 0 and 8, columns 0, 1     then thread 1: the same rows, columns 2, 3
         thread    4: rows 1 and 9, columns 0, 1     ...
         thread   32: rows 16 and 24, columns 0, 1   ...
 
-    That holds for dQ, dK and dV and for all head dims up to 128, whatever the kernel's tiles are.
-    `tests/gpu` compares it with what flash-attn-4 itself makes of such sums.
+    This holds for dQ, dK and dV and all head dims up to 128, whatever the size of the kernel's
+    tiles. `tests/gpu` compares this function with flash-attn-4's own conversion.
     """
     heads, rows, dim = sums.shape
-    # [panel, row // 16, row % 8, column pair, row // 8 % 2, column % 2] of every group of rows
+    # For every 64 rows: [panel, row // 16, row % 8, column pair, row // 8 % 2, column % 2]
     panels = sums.reshape(heads, rows // PANEL_ROWS, dim // PANEL_COLUMNS, 4, 8, 4, 2, 2)
     return panels.permute(0, 1, 3, 6, 4, 2, 5, 7).reshape(heads, rows, dim)
 
 
 class RowSum(IntEnum):
-    """Columns of rows whose row sums of dO·O are made, and whose log-sum-exps are copied: `COUNT`
-    of the caller's from `ROW` and head `HEAD` on, to bytes `DELTA` and `LSE`, heads `STRIDE` items
-    apart. `COUNT` to `PADDED` get row sum 0 and log-sum-exp +∞."""
+    """Columns of a table of the caller's rows whose row sums of dO·O are computed, and whose
+    log-sum-exps are copied."""
 
-    ROW = 0
-    HEAD = 1
+    ROW = 0  # first row
+    HEAD = 1  # first head
     HEADS = 2
-    COUNT = 3
-    PADDED = 4
-    DELTA = 5
-    LSE = 6
-    STRIDE = 7
+    COUNT = 3  # rows
+    PADDED = 4  # rows that are written; those after `COUNT` get row sum 0 and log-sum-exp +∞
+    DELTA = 5  # first byte of the row sums in memory
+    LSE = 6  # first byte of the log-sum-exps in memory
+    STRIDE = 7  # items between heads, of both
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Results:
-    """What the caller gets: out and its log-sum-exps [rows, heads], or gradients (dq, dk, dv)."""
+    """The caller's results: out and its log-sum-exps [rows, heads], or gradients (dq, dk, dv)."""
 
     rows: Sequence[Tensor]
     lse: Tensor | None = None
 
 
-# The caller's rows [rows, heads, dim] and its log-sum-exps.
+# Arguments after the memory: the caller's tensors [rows, heads, dim], and its log-sum-exps.
 CopyLaunch = Callable[[Memory, Sequence[Tensor], Tensor | None], None]
-# The results, and the scale of scores.
+# Arguments after the memory: the results, and the scale of scores.
 SumLaunch = Callable[[Memory, Results, float], None]
-# dout, out and log-sum-exps.
+# Arguments after the memory: dout, out and log-sum-exps.
 RowSumLaunch = Callable[[Memory, Tensor, Tensor, Tensor], None]
 
 
-class RowOps(Protocol):
-    """Makes launches from tables, while a plan is prepared; no table is empty."""
+class RowOps:
+    """Makes launches from tables while a plan is prepared. Tables are never empty.
 
-    def copy(self, copies: Int64, dim: int, dtypes: Dtypes, arrays: IndexArrays) -> CopyLaunch:
-        """From int64[copies, columns of `Copy`], of heads of `dim` items. No two of them write the
-        same place."""
-
-    def combine(
-        self, table: SumTable, dim: int, dtypes: Dtypes, arrays: IndexArrays, *, has_lse: bool
-    ) -> SumLaunch:
-        """With `has_lse`, outputs are merged by their log-sum-exps; gradients are added. Rows
-        without contributions get 0, and log-sum-exp −∞."""
-
-    def row_sums(
-        self, rows: Int64, dtypes: Dtypes, arrays: IndexArrays, *, base_2: bool
-    ) -> RowSumLaunch:
-        """From int64[rows, columns of `RowSum`]: row sums of dO·O, and log-sum-exps as kernels take
-        them, in base 2 or not."""
-
-
-class TorchRowOps:
-    """Plain torch, entry by entry."""
+    This class runs them in plain torch, entry by entry; `TritonRowOps` runs them on GPUs."""
 
     def copy(self, copies: Int64, dim: int, dtypes: Dtypes, arrays: IndexArrays) -> CopyLaunch:  # noqa: ARG002
+        """A launch for int64[copies, columns of `Copy`], with heads of `dim` items. No two copies
+        may write to the same place."""
         return partial(_copy, copies.tolist())
 
     def combine(
@@ -236,6 +209,9 @@ class TorchRowOps:
         *,
         has_lse: bool,
     ) -> SumLaunch:
+        """A launch that adds up contributions. With `has_lse`, outputs are merged by their
+        log-sum-exps; otherwise gradients are added. Rows without contributions get 0 and
+        log-sum-exp −∞."""
         targets, sources = (part.tolist() for part in table)
         return partial(_combine, targets, sources, dim, has_lse)
 
@@ -247,6 +223,8 @@ class TorchRowOps:
         *,
         base_2: bool,
     ) -> RowSumLaunch:
+        """A launch for int64[rows, columns of `RowSum`]. It computes row sums of dO·O and copies
+        log-sum-exps, converted to base 2 if `base_2`."""
         return partial(_row_sums, rows.tolist(), base_2)
 
 
@@ -277,7 +255,7 @@ def _source(entry: list[int], flat: Tensor, given: Sequence[Tensor], lse: Tensor
     columns = slice(entry[Copy.COLUMN], entry[Copy.COLUMN] + width)
     if kind == Kind.ROWS:
         return given[entry[Copy.SOURCE]][rows].flatten(1)[:, columns]
-    assert lse is not None, "per-head values of the caller's are log-sum-exps"
+    assert lse is not None, "the caller's only per-head values are log-sum-exps"
     return lse[rows, columns]
 
 
@@ -346,6 +324,7 @@ def _base_2(lse: Tensor) -> Tensor:
 def _contribution(
     source: list[int], shape: tuple[int, int, int], memory: Memory, scale: float
 ) -> Tensor:
+    """One contribution in the accumulator dtype, [rows, heads, dim]."""
     form, (count, heads, dim) = source[Source.FORM], shape
     if form != Form.PANELS:
         flat = (memory.input, memory.partial, memory.wide)[form]
@@ -366,9 +345,9 @@ def _contribution(
 
 
 def choose_row_ops(device: torch.device) -> RowOps:
-    """Triton on GPUs, plain torch elsewhere."""
+    """Row operations in Triton on GPUs, in plain torch elsewhere."""
     if device.type != "cuda":
-        return TorchRowOps()
+        return RowOps()
     from dyncp.kernels.triton_row_ops import TritonRowOps
 
     return TritonRowOps()

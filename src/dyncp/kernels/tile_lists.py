@@ -1,14 +1,16 @@
-"""Tile lists: which kernel tiles of a call are full and which partial, and the ranges inside.
+"""Tile lists: which kernel tiles of a call are full and which are partial, and the ranges of the
+partial ones.
 
-A GPU kernel works on kernel tiles of 128 × 128 rows. Full tiles need no mask. In partial ones a
-query row attends the key *rows* (not coordinates) that lie in its ranges. What the ranges say about
-full and unlisted tiles does not matter, so few ranges do: with tiles of 4 rows, a row that attends
+GPU kernels work on kernel tiles of 128 × 128 rows. Full tiles need no mask. In a partial tile, a
+query row attends the key *rows* (not coordinates) that are in its ranges. Ranges are never read for
+full and unlisted tiles, so what they say there does not matter, and few ranges suffice. Example
+with tiles of 4 rows, for one query row:
 
-    keys   0 1 2 3 | 4 5 6 7 | 8 9 . .      tile 0 full for all rows of this query tile,
-    tile      full |    full | partial      tile 2 partial
+    keys   0 1 2 3 | 4 5 6 7 | 8 9 . .      tiles 0 and 1 are full for all rows of this query tile,
+    tile      full |    full | partial      tile 2 is partial
 
-has the one range [8, 10), or [0, 10), whichever is at hand. Keys received in any order stay as
-simple: rows count, not positions.
+The row gets one range, [8, 10) or [0, 10): either is correct. Ranges stay this simple for received
+blocks in any order, because they are ranges of rows, not of positions.
 """
 
 from dataclasses import dataclass
@@ -20,72 +22,60 @@ from dyncp.compiled import compiled, inner
 from dyncp.kernels.kernel import KernelCall
 
 SIDE = 128
-HALF = 64  # for kernels that gain from finer lists
+HALF = 64  # for kernels that are faster with finer lists
 NONE, PARTIAL, FULL = 0, 1, 2
 HEAVY = 2.0
 
 
 @dataclass(frozen=True, eq=False)
 class KernelTileMap:
-    """State of every kernel tile, and the ranges of partial ones."""
+    """The state of every kernel tile, and the ranges of the partial ones."""
 
     state: UInt8  # [query tiles, key tiles]: NONE, PARTIAL or FULL
-    halves: UInt8 | None  # the same for tiles of half the side
     ranges: Int32  # [R, 2, query rows in whole tiles]: key rows, half-open
-
-    @property
-    def num_ranges(self) -> int:
-        return int(self.ranges.shape[0])
 
 
 @dataclass(frozen=True, eq=False)
 class TileLists:
-    """The tiles of one side (query tiles, or key tiles) to run, each with those of the other side
-    that it meets: full ones as runs `[first, end)` of neighbours, partial ones by number.
+    """The query tiles (or key tiles) to run. The entry of each lists the tiles of the other side
+    that it is computed with: full ones as runs `[first, end)` of neighbours, partial ones by
+    number.
 
         tile | number of runs | number of partial tiles | runs (`most_runs`) | partial tiles
 
-    Tiles with most work come first, so that the last ones to finish are short. The first
-    `num_heavy` have more than twice the mean work: of those, a kernel starts all heads first."""
+    Tiles with the most work come first, so that the last ones to finish are short. The first
+    `num_heavy` tiles have more than twice the mean work; kernels start these first, for all heads.
+    """
 
     entries: Int32  # [tiles, columns]
     most_runs: int
     num_heavy: int
 
 
-def map_kernel_tiles(call: KernelCall, *, halves: bool = False) -> KernelTileMap:
-    """`halves` asks for the states of half tiles, too."""
-    num_rows, num_keys = len(call.q_coordinates), len(call.k_coordinates)
-    rectangles = _merge_neighbours(call.rectangles, call.k_coordinates)
-    first_coordinate = call.k_coordinates[rectangles[:, 2]]
-    size = (rectangles, first_coordinate, call.ranges, num_rows, num_keys)
-    state = _classify(*size, SIDE)
+def map_kernel_tiles(call: KernelCall) -> KernelTileMap:
+    state = classify_tiles(call, SIDE)
+    rectangles, first_coordinate = _merge_neighbours(call)
     ranges = np.zeros((1, 2, len(state) * SIDE), np.int32)
     most = _fill_ranges(ranges, state, rectangles, first_coordinate, call.ranges)
-    if most > 1:  # powers of two, empty ranges at the end: kernels are compiled for each number
+    if most > 1:  # rounded up to a power of two: kernels are compiled for each number of ranges
         ranges = np.zeros((1 << (most - 1).bit_length(), 2, len(state) * SIDE), np.int32)
         _fill_ranges(ranges, state, rectangles, first_coordinate, call.ranges)
-    return KernelTileMap(state, _classify(*size, HALF) if halves else None, ranges)
+    return KernelTileMap(state, ranges)
 
 
-def _classify(
-    rectangles: Int64,
-    first_coordinate: Int64,
-    ranges: Int32,
-    num_rows: int,
-    num_keys: int,
-    side: int,
-) -> UInt8:
-    """State of the tiles of side × side: full ones are whole, and all their pairs allowed."""
+def classify_tiles(call: KernelCall, side: int) -> UInt8:
+    """The state of every tile of side × side rows, uint8[query tiles, key tiles]. A tile is FULL if
+    it is whole and all its pairs are allowed."""
+    num_rows, num_keys = len(call.q_coordinates), len(call.k_coordinates)
     area = np.zeros((-(-num_rows // side), -(-num_keys // side)), np.int16)
-    _mark_tiles(area, rectangles, first_coordinate, ranges, side)
+    _mark_tiles(area, *_merge_neighbours(call), call.ranges, side)
     state: UInt8 = np.where(area == side * side, FULL, area != 0).astype(np.uint8)
     return state
 
 
 def list_tiles_of(state: UInt8, touched: Bool, side: int = SIDE) -> TileLists:
-    """Lists of the first axis of `state`. `touched` says which rows the call is for; their
-    tiles are run, also those that meet nothing, since their results are 0."""
+    """Lists of the tiles along the first axis of `state`. Every tile with a `touched` row is
+    listed, even if it has no pairs to compute, because its results must be set to 0."""
     tiles = np.unique(np.flatnonzero(touched) // side)
     work = (state[tiles] != NONE).sum(axis=1)
     by_work = np.argsort(-work, kind="stable")
@@ -101,7 +91,7 @@ def list_tiles_of(state: UInt8, touched: Bool, side: int = SIDE) -> TileLists:
 
 
 def list_marked(marked: Bool) -> tuple[Int32, Int32]:
-    """Number and columns of the marked places of every row, [rows] and [rows, most]."""
+    """The number of marked columns of every row, [rows], and these columns, [rows, most]."""
     count = marked.sum(axis=1, dtype=np.int32)
     listed = np.zeros((len(marked), max(1, int(count.max(initial=0)))), np.int32)
     _fill_marked(listed, marked)
@@ -118,25 +108,26 @@ def _fill_marked(listed: Int32, marked: Bool) -> None:
                 count += 1
 
 
-def _merge_neighbours(rectangles: Int64, k_coordinates: Int64) -> Int64:
-    """Joins rectangles of the same query rows whose keys continue each other, rows and coordinates;
-    ordered by query row and key row."""
+def _merge_neighbours(call: KernelCall) -> tuple[Int64, Int64]:
+    """The rectangles by query row and key row, and the coordinate of the first key of each.
+    Rectangles of the same query rows are joined if rows and coordinates of their keys continue."""
+    rectangles = call.rectangles
     ordered = rectangles[np.lexsort((rectangles[:, 2], rectangles[:, 0]))]
-    last = k_coordinates[ordered[:-1, 3] - 1]
+    last = call.k_coordinates[ordered[:-1, 3] - 1]
     follows = (ordered[1:, 0] == ordered[:-1, 0]) & (ordered[1:, 2] == ordered[:-1, 3])
-    follows &= k_coordinates[ordered[1:, 2]] == last + 1
+    follows &= call.k_coordinates[ordered[1:, 2]] == last + 1
     head: Bool = np.append(True, ~follows)[: len(ordered)]
-    merged = ordered[head].copy()
+    merged = ordered[head]
     merged[:, 3] = ordered[np.append(head[1:], True)[: len(ordered)], 3]
-    return merged
+    return merged, call.k_coordinates[merged[:, 2]]
 
 
 @compiled
 def _mark_tiles(
     area: Int16, rectangles: Int64, first_coordinate: Int64, ranges: Int32, side: int
 ) -> None:
-    """Adds to `area` the pairs of pieces of tiles that are fully allowed; a tile with a piece that
-    is partly allowed stays -1 from then on."""
+    """Counts in `area` the pairs of every tile that are in fully allowed pieces. A tile with a
+    partly allowed piece becomes -1 and stays -1."""
     for i in range(len(rectangles)):
         q0, q1, k0, k1 = rectangles[i]
         shift = k0 - first_coordinate[i]
@@ -148,8 +139,9 @@ def _mark_tiles(
 
 @inner
 def _mark_range(area: Int16, ranges: Int32, shift: int, k0: int, k1: int, side: int) -> None:
-    """One range of the rows of a query tile: keys between the latest start and the earliest end are
-    fully allowed, other keys between the earliest start and the latest end partly."""
+    """Marks one range of the rows of a query tile. Keys between the latest start and the earliest
+    end are fully allowed; other keys between the earliest start and the latest end are partly
+    allowed."""
     rows = len(ranges)
     first, inside, until, end = k1, k0, k1, k0
     for row in range(rows):
@@ -175,14 +167,15 @@ def _mark_range(area: Int16, ranges: Int32, shift: int, k0: int, k1: int, side: 
 def _fill_ranges(
     filled: Int32, state: UInt8, rectangles: Int64, first_coordinate: Int64, ranges: Int32
 ) -> int:
-    """Fills ranges of key rows, as many as `filled` has room for; gives the most that a row has."""
+    """Writes each row's ranges of key rows, as many as fit into `filled`. Returns the most ranges
+    that a row has."""
     partial_before = np.zeros(state.shape[1] + 1, np.int64)
     spans = np.empty((len(rectangles) * ranges.shape[1] + 1, 2), np.int64)
     most, i, tile = 1, 0, -1
     while i < len(rectangles):
-        behind = i
-        while behind < len(rectangles) and rectangles[behind, 0] == rectangles[i, 0]:
-            behind += 1
+        end = i
+        while end < len(rectangles) and rectangles[end, 0] == rectangles[i, 0]:
+            end += 1
         for row in range(rectangles[i, 0], rectangles[i, 1]):
             if row // SIDE != tile:
                 tile = row // SIDE
@@ -190,12 +183,12 @@ def _fill_ranges(
                     listed = state[tile, k_tile] == PARTIAL
                     partial_before[k_tile + 1] = partial_before[k_tile] + listed
             count = _spans_of_row(
-                spans, rectangles[i:behind], first_coordinate[i:behind], ranges[row], partial_before
+                spans, rectangles[i:end], first_coordinate[i:end], ranges[row], partial_before
             )
             most = max(most, count)
             for r in range(min(count, filled.shape[0])):
                 filled[r, 0, row], filled[r, 1, row] = spans[r, 0], spans[r, 1]
-        i = behind
+        i = end
     return most
 
 
@@ -203,7 +196,8 @@ def _fill_ranges(
 def _spans_of_row(
     spans: Int64, rectangles: Int64, first_coordinate: Int64, ranges: Int32, partial_before: Int64
 ) -> int:
-    """Allowed key rows of one query row inside partial tiles, as few spans as possible."""
+    """Writes the allowed key rows of one query row as few spans, exact only inside partial tiles.
+    Returns the number of spans."""
     count = 0
     for i in range(len(rectangles)):
         k0, k1 = rectangles[i, 2], rectangles[i, 3]
@@ -222,7 +216,7 @@ def _spans_of_row(
 
 @inner
 def any_partial(partial_before: Int64, start: int, end: int) -> bool:
-    """Whether a partial tile holds any of the key rows [start, end)."""
+    """Whether any of the rows [start, end) is in a partial tile."""
     if start >= end:
         return False
     found: bool = partial_before[(end - 1) // SIDE + 1] > partial_before[start // SIDE]
@@ -230,7 +224,7 @@ def any_partial(partial_before: Int64, start: int, end: int) -> bool:
 
 
 def transpose_ranges(tiles: KernelTileMap) -> Int32:
-    """The ranges of *query* rows of every key row, int32[R, 2, key rows in whole tiles]. Again,
+    """The ranges of *query* rows for every key row, int32[R, 2, key rows in whole tiles]. Again,
     what they say about full and unlisted tiles does not matter."""
     size = (2, tiles.state.shape[1] * SIDE)
     transposed = np.zeros((1, *size), np.int32)
@@ -243,8 +237,8 @@ def transpose_ranges(tiles: KernelTileMap) -> Int32:
 
 @compiled
 def _transpose_ranges(transposed: Int32, state: UInt8, ranges: Int32) -> int:
-    """Fills as many ranges of query rows as `transposed` has room for; gives the most that a key
-    row has."""
+    """Writes each key row's ranges of query rows, as many as fit into `transposed`. Returns the
+    most ranges that a key row has."""
     most = 1
     partial_before = np.zeros(state.shape[0] + 1, np.int64)
     for k_tile in range(state.shape[1]):
@@ -252,7 +246,7 @@ def _transpose_ranges(transposed: Int32, state: UInt8, ranges: Int32) -> int:
             listed = state[q_tile, k_tile] == PARTIAL
             partial_before[q_tile + 1] = partial_before[q_tile] + listed
         keys = slice(k_tile * SIDE, (k_tile + 1) * SIDE)
-        runs = np.zeros((2, SIDE), np.int64)  # of every key: ranges so far, and the end of the last
+        runs = np.zeros((2, SIDE), np.int64)  # by key: number of ranges so far, end of the last
         for q_tile in range(state.shape[0]):
             if state[q_tile, k_tile] == PARTIAL:
                 rows = range(q_tile * SIDE, (q_tile + 1) * SIDE)
@@ -265,8 +259,8 @@ def _transpose_ranges(transposed: Int32, state: UInt8, ranges: Int32) -> int:
 def _add_rows(
     filled: Int32, runs: Int64, rows: range, ranges: Int32, first_key: int, partial_before: Int64
 ) -> None:
-    """Adds query rows to the ranges of the keys that they attend: to a key's last one where nothing
-    partial lies between."""
+    """Adds query rows to the ranges of the keys that they attend. A row extends the key's last
+    range unless a partial tile is between the two."""
     count, end = runs
     for row in rows:
         for r in range(ranges.shape[0]):

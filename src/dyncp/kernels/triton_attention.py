@@ -1,6 +1,8 @@
-"""The three attention kernels, without atomics: the same bits every time. Forward and dQ have a
-program per query tile and head, which goes over runs of full key tiles, then over partial ones; dK
-and dV have one per key tile and kv head.
+"""The three attention kernels. They use no atomics, so results are the same bits every time.
+
+Forward and dQ run one program per query tile and head: it loops over the runs of full key tiles,
+then over the partial ones. dK and dV run one program per key tile and kv head, which loops over the
+query tiles of all its q heads in the same way.
 
 Every program reads the entry of its tile (`TileLists`): tile, number of runs, number of partial
 tiles, runs, partial tiles.
@@ -16,15 +18,24 @@ LN2 = tl.constexpr(0.6931471805599453)
 SIDE = tl.constexpr(tile_lists.SIDE)
 HALF = tl.constexpr(tile_lists.HALF)
 RUNS = tl.constexpr(3)  # first column of runs in an entry
+# Arguments that change from batch to batch: kernels are not compiled again for their values.
+CHANGING = [
+    "num_rows", "num_keys", "num_tiles", "num_heavy", "num_heads", "lse_stride", "delta_stride",
+    "range_stride", "list_width", "most_runs",
+]  # fmt: skip
 
 
 @triton.jit
-def _choose_entry(lists, list_width, num_tiles, num_heavy, num_heads, PARTS: tl.constexpr):
-    """Entry of the tile, head and part of the tile of this program: heavy tiles first, for all
-    heads; then the others head by head, whose keys stay in the cache."""
+def _choose_entry(
+    lists, list_width, num_tiles, num_heavy, num_heads, TILE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The list entry and head of this program, and the first of its BLOCK rows. Heavy tiles start
+    first, for all heads; the others follow head by head, so that a head's keys stay in the
+    cache."""
+    parts: tl.constexpr = TILE // BLOCK
     program = tl.program_id(0)
-    part = program % PARTS
-    program = program // PARTS
+    part = program % parts
+    program = program // parts
     if program < num_heavy * num_heads:
         place = program // num_heads
         head = program % num_heads
@@ -32,28 +43,46 @@ def _choose_entry(lists, list_width, num_tiles, num_heavy, num_heads, PARTS: tl.
         program -= num_heavy * num_heads
         place = num_heavy + program % (num_tiles - num_heavy)
         head = program // (num_tiles - num_heavy)
-    return lists + place * list_width, head, part
+    entry = lists + place * list_width
+    return entry, head, tl.load(entry) * TILE + part * BLOCK
+
+
+@triton.jit
+def _piece_start(partial, piece, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """First row of a piece, where the listed partial tiles are cut into pieces of BLOCK rows."""
+    pieces: tl.constexpr = TILE // BLOCK
+    listed = piece // pieces
+    return tl.load(partial + listed) * TILE + (piece - listed * pieces) * BLOCK
 
 
 @triton.jit
 def _load_block(matrix, first_row, head, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """[rows, PADDED] of one head of a [rows, heads × DIM] descriptor, 0 outside."""
+    """[rows, PADDED] of one head of a [rows, heads × DIM] descriptor; columns from DIM on are 0."""
     block = matrix.load([first_row, head * DIM])
-    if PADDED != DIM:  # the next head's columns
+    if PADDED != DIM:  # these columns belong to the next head
         block = tl.where(tl.arange(0, PADDED)[None, :] < DIM, block, 0.0)
     return block
 
 
 @triton.jit
 def _in_ranges(ranges, range_stride, rows, keys, NUM_RANGES: tl.constexpr):
-    """bool[rows, keys]: the key row lies in one of the query row's ranges."""
-    start = tl.load(ranges + rows)[:, None]
-    end = tl.load(ranges + range_stride + rows)[:, None]
-    allowed = (keys[None, :] >= start) & (keys[None, :] < end)
-    for r in tl.static_range(1, NUM_RANGES):
+    """bool[rows, keys]: whether the key row is in one of the query row's ranges."""
+    allowed = tl.zeros([rows.shape[0], keys.shape[0]], tl.int1)
+    for r in tl.static_range(NUM_RANGES):
         start = tl.load(ranges + 2 * r * range_stride + rows)[:, None]
         end = tl.load(ranges + (2 * r + 1) * range_stride + rows)[:, None]
         allowed |= (keys[None, :] >= start) & (keys[None, :] < end)
+    return allowed
+
+
+@triton.jit
+def _in_ranges_transposed(ranges_vector, range_stride, start, keys, NUM_RANGES: tl.constexpr):
+    """The same as bool[keys, rows], for the query rows that begin at `start`."""
+    allowed = tl.zeros([keys.shape[0], ranges_vector.block_shape[0]], tl.int1)
+    for r in tl.static_range(NUM_RANGES):
+        first = ranges_vector.load([2 * r * range_stride + start])[None, :]
+        end = ranges_vector.load([(2 * r + 1) * range_stride + start])[None, :]
+        allowed |= (keys[:, None] >= first) & (keys[:, None] < end)
     return allowed
 
 
@@ -62,10 +91,11 @@ def _online_softmax(
     scores, accumulator, row_sum, row_max, v, scale_log2, MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Takes one piece of scores into the running softmax; maxima are of scaled scores, base 2."""
+    """Adds one piece of scores to the running softmax. Maxima are those of scaled scores in base
+    2."""
     new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
     shift = new_max
-    if MASKED:  # a row may have attended nothing so far
+    if MASKED:  # a row may not have attended any key yet
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = tl.exp2(scores * scale_log2 - shift[:, None])
     decay = tl.exp2(row_max - shift)
@@ -81,8 +111,8 @@ def _store_rows(
     wide_stride, DIM: tl.constexpr, PADDED: tl.constexpr, MERGES: tl.constexpr,
     HAS_LSE: tl.constexpr,
 ):  # fmt: skip
-    """Adds rows of one head to what they hold, as their states say: `before`, then `after`. With
-    log-sum-exps they are merged."""
+    """Adds the new values of one head's rows to the sums that `before` points to, and stores the
+    totals where `after` points to. With log-sum-exps, outputs are merged instead of added."""
     columns = tl.arange(0, PADDED)[None, :]
     is_column = columns < DIM
     final_at = final_pointer + rows.to(tl.int64)[:, None] * final_stride + columns
@@ -106,20 +136,14 @@ def _store_rows(
             value += held
         tl.store(wide_at, value, mask=(after == 2)[:, None] & is_column)
         if HAS_LSE:
-            tl.debug_barrier()  # every warp has read the row's log-sum-exp before one replaces it
+            tl.debug_barrier()  # all warps must read a row's log-sum-exp before one replaces it
     final = value.to(final_pointer.dtype.element_ty)
     tl.store(final_at, final, mask=(after == 1)[:, None] & is_column)
     if HAS_LSE:
         tl.store(lse_pointer + rows, lse, mask=after != 3)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_rows", "lse_stride", "range_stride", "list_width", "most_runs", "num_tiles",
-        "num_heavy", "num_heads",
-    ],
-    do_not_specialize_on_alignment=["lse_pointer"],
-)  # fmt: skip
+@triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=["lse_pointer"])
 def attend_tiles(
     q_matrix,
     k_matrix,
@@ -150,12 +174,10 @@ def attend_tiles(
     MERGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    entry, head, part = _choose_entry(
-        lists, list_width, num_tiles, num_heavy, num_heads, SIDE // BLOCK_M
+    entry, head, first_row = _choose_entry(
+        lists, list_width, num_tiles, num_heavy, num_heads, SIDE, BLOCK_M
     )
-    tile = tl.load(entry)
     kv_head = head // GROUP
-    first_row = tile * SIDE + part * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
     q = _load_block(q_matrix, first_row, head, DIM, PADDED)
     accumulator = tl.zeros([BLOCK_M, PADDED], tl.float32)
@@ -174,12 +196,9 @@ def attend_tiles(
                 scores, accumulator, row_sum, row_max, v, scale_log2, False, PRECISION
             )
 
-    pieces: tl.constexpr = SIDE // BLOCK_N
     partial = runs + most_runs * 2
-    for piece in range(tl.load(entry + 2) * pieces):
-        listed = piece // pieces
-        k_tile = tl.load(partial + listed)
-        start = k_tile * SIDE + (piece - listed * pieces) * BLOCK_N
+    for piece in range(tl.load(entry + 2) * (SIDE // BLOCK_N)):
+        start = _piece_start(partial, piece, SIDE, BLOCK_N)
         k = k_matrix.load([start, kv_head * DIM])
         scores = tl.dot(q, k.T, input_precision=PRECISION)
         keys = start + tl.arange(0, BLOCK_N)
@@ -202,7 +221,8 @@ def attend_tiles(
 
 @triton.jit
 def _safe(lse, rows, num_rows):
-    """Log-sum-exps in base 2; rows that attend nothing, or do not exist, get weight 0."""
+    """Log-sum-exps in base 2, +∞ for rows that attend nothing or do not exist: their weights become
+    0."""
     return tl.where((rows < num_rows) & (lse != float("-inf")), lse * LOG2E, float("inf"))
 
 
@@ -211,6 +231,7 @@ def _add_dq(
     dq, q, dout, lse, delta, k, v, scale_log2, allowed, MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Adds one piece to dQ."""
     scores = tl.dot(q, k.T, input_precision=PRECISION)
     weights = tl.exp2(scores * scale_log2 - lse[:, None])
     if MASKED:
@@ -221,12 +242,8 @@ def _add_dq(
 
 
 @triton.jit(
-    do_not_specialize=[
-        "num_rows", "lse_stride", "delta_stride", "range_stride", "list_width", "most_runs",
-        "num_tiles", "num_heavy", "num_heads",
-    ],
-    do_not_specialize_on_alignment=["lse_pointer", "delta_pointer"],
-)  # fmt: skip
+    do_not_specialize=CHANGING, do_not_specialize_on_alignment=["lse_pointer", "delta_pointer"]
+)
 def attend_backward_queries(
     q_matrix,
     k_matrix,
@@ -260,12 +277,10 @@ def attend_backward_queries(
     MERGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    entry, head, part = _choose_entry(
-        lists, list_width, num_tiles, num_heavy, num_heads, SIDE // BLOCK_M
+    entry, head, first_row = _choose_entry(
+        lists, list_width, num_tiles, num_heavy, num_heads, SIDE, BLOCK_M
     )
-    tile = tl.load(entry)
     kv_head = head // GROUP
-    first_row = tile * SIDE + part * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
     scale_log2 = scale * LOG2E
     q = _load_block(q_matrix, first_row, head, DIM, PADDED)
@@ -284,12 +299,9 @@ def attend_backward_queries(
             v = v_matrix.load([start, kv_head * DIM])
             dq = _add_dq(dq, q, dout, lse, delta, k, v, scale_log2, True, False, PRECISION)
 
-    pieces: tl.constexpr = SIDE // BLOCK_N
     partial = runs + most_runs * 2
-    for piece in range(tl.load(entry + 2) * pieces):
-        listed = piece // pieces
-        k_tile = tl.load(partial + listed)
-        start = k_tile * SIDE + (piece - listed * pieces) * BLOCK_N
+    for piece in range(tl.load(entry + 2) * (SIDE // BLOCK_N)):
+        start = _piece_start(partial, piece, SIDE, BLOCK_N)
         k = k_matrix.load([start, kv_head * DIM])
         v = v_matrix.load([start, kv_head * DIM])
         keys = start + tl.arange(0, BLOCK_N)
@@ -303,24 +315,12 @@ def attend_backward_queries(
 
 
 @triton.jit
-def _in_ranges_of(ranges_vector, range_stride, start, keys, NUM_RANGES: tl.constexpr):
-    """bool[keys, rows] for the rows from `start` on."""
-    first = ranges_vector.load([start])[None, :]
-    end = ranges_vector.load([range_stride + start])[None, :]
-    allowed = (keys[:, None] >= first) & (keys[:, None] < end)
-    for r in tl.static_range(1, NUM_RANGES):
-        first = ranges_vector.load([2 * r * range_stride + start])[None, :]
-        end = ranges_vector.load([(2 * r + 1) * range_stride + start])[None, :]
-        allowed |= (keys[:, None] >= first) & (keys[:, None] < end)
-    return allowed
-
-
-@triton.jit
 def _add_dkv(
     dk, dv, k, v, q, dout, lse, delta, scale_log2, allowed, MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """All transposed, [keys, rows], so that the weights feed the next product as they are."""
+    """Adds one piece to dK and dV. Scores are computed transposed, [keys, rows]: the weights are
+    then the left operand of the next product as they are."""
     scores = tl.dot(k, q.T, input_precision=PRECISION)
     weights = tl.exp2(scores * scale_log2 - lse[None, :])
     if MASKED:
@@ -332,12 +332,7 @@ def _add_dkv(
     return dk, dv
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_rows", "num_keys", "lse_stride", "delta_stride", "range_stride", "list_width",
-        "most_runs", "num_tiles", "num_heavy", "num_heads",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=CHANGING)
 def attend_backward_keys(
     q_matrix,
     k_matrix,
@@ -375,11 +370,9 @@ def attend_backward_keys(
     MERGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    entry, kv_head, part = _choose_entry(
-        lists, list_width, num_tiles, num_heavy, num_heads, HALF // BLOCK_N
+    entry, kv_head, first_key = _choose_entry(
+        lists, list_width, num_tiles, num_heavy, num_heads, HALF, BLOCK_N
     )
-    tile = tl.load(entry)
-    first_key = tile * HALF + part * BLOCK_N
     keys = first_key + tl.arange(0, BLOCK_N)
     scale_log2 = scale * LOG2E
     k = _load_block(k_matrix, first_key, kv_head, DIM, PADDED)
@@ -390,8 +383,7 @@ def attend_backward_keys(
     runs = entry + RUNS
     partial = runs + most_runs * 2
     num_runs = tl.load(entry + 1)
-    pieces: tl.constexpr = HALF // BLOCK_M
-    num_pieces = tl.load(entry + 2) * pieces
+    num_pieces = tl.load(entry + 2) * (HALF // BLOCK_M)
     for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
         lse_start = head * lse_stride
         delta_start = head * delta_stride
@@ -407,15 +399,13 @@ def attend_backward_keys(
                     dk, dv, k, v, q, dout, lse, delta, scale_log2, True, False, PRECISION
                 )
         for piece in range(num_pieces):
-            listed = piece // pieces
-            q_tile = tl.load(partial + listed)
-            start = q_tile * HALF + (piece - listed * pieces) * BLOCK_M
+            start = _piece_start(partial, piece, HALF, BLOCK_M)
             rows = start + tl.arange(0, BLOCK_M)
             q = q_matrix.load([start, head * DIM])
             dout = dout_matrix.load([start, head * DIM])
             lse = _safe(lse_vector.load([lse_start + start]), rows, num_rows)
             delta = tl.where(rows < num_rows, delta_vector.load([delta_start + start]), 0.0)
-            allowed = _in_ranges_of(ranges_vector, range_stride, start, keys, NUM_RANGES)
+            allowed = _in_ranges_transposed(ranges_vector, range_stride, start, keys, NUM_RANGES)
             dk, dv = _add_dkv(
                 dk, dv, k, v, q, dout, lse, delta, scale_log2, allowed, True, PRECISION
             )

@@ -1,7 +1,7 @@
-"""Kernel `triton`: the same bits every time, on any CUDA GPU from Ampere on."""
+"""Kernel `triton`: for any CUDA GPU from Ampere on, with the same bits every time."""
 
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dyncp.arrays import UInt8
 from dyncp.kernels.kernel import (
     BackwardInputs,
     Gradients,
@@ -21,7 +22,7 @@ from dyncp.kernels.kernel import (
     Sums,
 )
 from dyncp.kernels.row_ops import LOG2E
-from dyncp.kernels.tile_lists import HALF, SIDE, TileLists, list_tiles_of, map_kernel_tiles
+from dyncp.kernels.tile_lists import HALF, SIDE, classify_tiles, list_tiles_of, map_kernel_tiles
 from dyncp.kernels.triton_attention import (
     attend_backward_keys,
     attend_backward_queries,
@@ -31,7 +32,8 @@ from dyncp.plan import AttentionShape
 
 
 class Pieces(NamedTuple):
-    """Query rows and key rows of a piece, warps per program and stages of the load pipeline."""
+    """Query rows and key rows that a program computes at once, its warps, and the stages of its
+    load pipeline."""
 
     rows: int
     keys: int
@@ -39,8 +41,9 @@ class Pieces(NamedTuple):
     stages: int
 
 
-# The three kernels; below, their pieces by padded head dim, those of KEYS at most 64 × 64. Shared
-# memory per program is about (rows + stages × 2 × keys) × head dim × item bytes.
+# The three kernels. The tables have their pieces by padded head dim; pieces of KEYS are at most
+# 64 × 64. A program needs about (rows + stages × 2 × keys) × head dim × item bytes of shared
+# memory.
 FORWARD, QUERIES, KEYS = range(3)
 _HOPPER = {
     64: (Pieces(128, 128, 8, 3), Pieces(128, 128, 8, 2), Pieces(64, 64, 4, 2)),
@@ -59,6 +62,7 @@ _FP32 = {
 }
 
 
+@cache
 def choose_pieces(
     device: torch.device, padded_dim: int, dtype: torch.dtype
 ) -> tuple[Pieces, Pieces, Pieces]:
@@ -69,14 +73,14 @@ def choose_pieces(
 
 
 DTYPES = ("bf16", "fp16", "fp32")
-MOST_DIM, LEAST_DIM = 256, 16
+HEAD_DIMS = range(16, 256 + 1, 8)
 
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """Tile lists and row states of one side of a call, on the device."""
+    """Tile lists and row states of the query side or the key side of a call, on the device."""
 
-    lists: Index  # `TileLists`
+    lists: Index  # entries of `TileLists`
     most_runs: int
     num_heavy: int
     states: Index  # uint8[2, rows]
@@ -91,44 +95,32 @@ class Side:
 @dataclass(frozen=True, eq=False)
 class TritonCall:
     queries: Side
-    keys: Side | None  # backward
+    keys: Side | None  # only in backward
     ranges: Index  # int32[R, 2, query rows in whole tiles]
-    vectors: dict[int, TensorDescriptor] = field(default_factory=dict)
-
-    def ranges_vector(self, block: int) -> TensorDescriptor:
-        """The ranges for loads of `block` numbers; made once they are on the device."""
-        if block not in self.vectors:
-            self.vectors[block] = _vector(self.ranges.tensor, block)
-        return self.vectors[block]
 
 
 class TritonKernel(Kernel):
-    """Merges inside its kernels, as the states of rows say."""
+    """Adds results to the sums of rows inside its kernels, as the row states say."""
 
     name = "triton"
     capturable = True
 
     def refuses(self, shape: AttentionShape) -> str:
-        if shape.dtype not in DTYPES:
-            return (
-                f"kernel 'triton' takes {', '.join(DTYPES)}; q is {shape.dtype}. "
-                "Kernel 'reference' takes fp64"
-            )
-        if not LEAST_DIM <= shape.head_dim <= MOST_DIM or shape.head_dim % 8:
-            return (
-                f"kernel 'triton' takes head dims that are multiples of 8 from {LEAST_DIM} to "
-                f"{MOST_DIM}; q has {shape.head_dim}"
-            )
-        return ""
+        if shape.dtype in DTYPES and shape.head_dim in HEAD_DIMS:
+            return ""
+        return (
+            f"kernel 'triton' takes {', '.join(DTYPES[:-1])} and {DTYPES[-1]} and head dims from "
+            f"{HEAD_DIMS[0]} to {HEAD_DIMS[-1]} in steps of {HEAD_DIMS.step}; q is {shape.dtype} "
+            f"with head dim {shape.head_dim}. Kernel 'reference' takes all"
+        )
 
     def lower(self, call: KernelCall, arrays: IndexArrays, *, backward: bool) -> TritonCall:
-        tiles = map_kernel_tiles(call, halves=backward)
-        queries = _side(list_tiles_of(tiles.state, call.q_states.touched), call.q_states, arrays)
+        tiles = map_kernel_tiles(call)
+        queries = _side(tiles.state, call.q_states, SIDE, arrays)
         keys = None
-        if tiles.halves is not None:
-            halves = np.ascontiguousarray(tiles.halves.T)
-            by_key = list_tiles_of(halves, call.k_states.touched, HALF)
-            keys = _side(by_key, call.k_states, arrays)
+        if backward:
+            by_key = np.ascontiguousarray(classify_tiles(call, HALF).T)
+            keys = _side(by_key, call.k_states, HALF, arrays)
         return TritonCall(queries, keys, arrays.add(tiles.ranges))
 
     def attend(
@@ -155,63 +147,55 @@ class TritonKernel(Kernel):
         self, lowered: TritonCall, inputs: BackwardInputs, scale: float, grads: Gradients
     ) -> None:
         q, k, v, dout, lse, delta = inputs
-        ranges = (lowered.ranges.tensor, lowered.ranges.array.shape[2])
+        ranges, range_stride = lowered.ranges.tensor, lowered.ranges.array.shape[2]
         side, dq = lowered.queries, grads.dq.final
         wide = _wide(grads.dq, side)
         pieces, options = _options(lowered, side, q, k, QUERIES)
         attend_backward_queries[(len(side.lists) * q.shape[1] * (SIDE // pieces.rows),)](
-            *_matrices(q, k, v, dout, pieces), lse, delta, dq, wide,
+            _matrix(q, pieces.rows), _matrix(k, pieces.keys), _matrix(v, pieces.keys),
+            _matrix(dout, pieces.rows), lse, delta, dq, wide,
             lse.stride(1), delta.stride(1), dq.stride(0), wide.stride(0), scale, len(q),
-            *side.arguments(q.shape[1]), *ranges, side.states.tensor, **options,
+            *side.arguments(q.shape[1]), ranges, range_stride, side.states.tensor, **options,
         )  # fmt: skip
         assert lowered.keys is not None, "this call was lowered for forward"
         side, dk, dv = lowered.keys, grads.dk, grads.dv
         wide_dk, wide_dv = _wide(dk, side), _wide(dv, side)
         pieces, options = _options(lowered, side, q, k, KEYS)
-        lse_vector, delta_vector = _vector(lse, pieces.rows), _vector(delta, pieces.rows)
         attend_backward_keys[(len(side.lists) * k.shape[1] * (HALF // pieces.keys),)](
-            *_matrices(q, k, v, dout, pieces), lse_vector, delta_vector,
+            _matrix(q, pieces.rows), _matrix(k, pieces.keys), _matrix(v, pieces.keys),
+            _matrix(dout, pieces.rows), _vector(lse, pieces.rows), _vector(delta, pieces.rows),
             dk.final, dv.final, wide_dk, wide_dv,
             lse.stride(1), delta.stride(1),
             dk.final.stride(0), dv.final.stride(0), wide_dk.stride(0),
             scale, len(q), len(k), *side.arguments(k.shape[1]),
-            lowered.ranges_vector(pieces.rows), ranges[1], side.states.tensor, **options,
+            _vector(ranges, pieces.rows), range_stride, side.states.tensor, **options,
         )  # fmt: skip
 
 
-def _side(lists: TileLists, states: RowStates, arrays: IndexArrays) -> Side:
-    held = (states.before != RowState.NOTHING).any() or (states.after == RowState.WIDE).any()
-    of_rows = arrays.add(np.stack([states.before, states.after]))
-    return Side(arrays.add(lists.entries), lists.most_runs, lists.num_heavy, of_rows, bool(held))
+def _side(state: UInt8, states: RowStates, side: int, arrays: IndexArrays) -> Side:
+    lists = list_tiles_of(state, states.touched, side)
+    merges = (states.before != RowState.NOTHING).any() or (states.after == RowState.WIDE).any()
+    by_row = arrays.add(np.stack([states.before, states.after]))
+    return Side(arrays.add(lists.entries), lists.most_runs, lists.num_heavy, by_row, bool(merges))
 
 
 def _wide(sums: Sums, side: Side) -> Tensor:
-    """Calls that merge nothing never look at it: one kernel, whether other calls do or not."""
+    """The wide tensor. A call that merges nothing never reads it and gets `final` instead, so that
+    all such calls run the same compiled kernel, whether there is a wide tensor or not."""
     return sums.wide if side.merges and sums.wide is not None else sums.final
 
 
 def _matrix(rows: Tensor, block_rows: int) -> TensorDescriptor:
-    """[rows, heads × dim] for loads of `block_rows` of one head."""
+    """A descriptor of [rows, heads × dim] for loading `block_rows` rows of one head."""
     num_rows, heads, dim = rows.shape
     strides = [rows.stride(0), 1]
     return TensorDescriptor(rows, [num_rows, heads * dim], strides, [block_rows, _padded(dim)])
 
 
 def _vector(numbers: Tensor, block: int) -> TensorDescriptor:
-    """All numbers in the order of memory, for loads of `block` of them."""
+    """A descriptor of all numbers in memory order, for loading `block` of them."""
     last = sum((n - 1) * step for n, step in zip(numbers.shape, numbers.stride(), strict=True))
     return TensorDescriptor(numbers, [last + 1], [1], [block])
-
-
-def _matrices(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, pieces: Pieces
-) -> tuple[TensorDescriptor, ...]:
-    return (
-        _matrix(q, pieces.rows),
-        _matrix(k, pieces.keys),
-        _matrix(v, pieces.keys),
-        _matrix(dout, pieces.rows),
-    )
 
 
 def _padded(dim: int) -> int:
@@ -221,33 +205,18 @@ def _padded(dim: int) -> int:
 def _options(
     lowered: TritonCall, side: Side, q: Tensor, k: Tensor, kernel: int
 ) -> tuple[Pieces, dict[str, Any]]:
+    """The pieces of one of the three kernels, and the constants and options of its launch."""
     _, q_heads, dim = q.shape
-    sizes = (q_heads, k.shape[1], dim, len(lowered.ranges))
-    return _options_of(q.device, q.dtype, *sizes, kernel, side.merges)
-
-
-@lru_cache
-def _options_of(
-    device: torch.device,
-    dtype: torch.dtype,
-    q_heads: int,
-    kv_heads: int,
-    dim: int,
-    num_ranges: int,
-    kernel: int,
-    merges: bool,
-) -> tuple[Pieces, dict[str, Any]]:
-    padded = _padded(dim)
-    pieces = choose_pieces(device, padded, dtype)[kernel]
+    pieces = choose_pieces(q.device, _padded(dim), q.dtype)[kernel]
     return pieces, {
-        "GROUP": q_heads // kv_heads,
+        "GROUP": q_heads // k.shape[1],
         "DIM": dim,
-        "PADDED": padded,
+        "PADDED": _padded(dim),
         "BLOCK_M": pieces.rows,
         "BLOCK_N": pieces.keys,
-        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
-        "NUM_RANGES": num_ranges,
-        "MERGES": merges,
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "NUM_RANGES": len(lowered.ranges),
+        "MERGES": side.merges,
         "num_warps": pieces.warps,
         "num_stages": pieces.stages,
     }

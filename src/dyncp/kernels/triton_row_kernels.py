@@ -1,8 +1,9 @@
 """The kernels of the row operations: one program per chunk of a table, or per chunk and head.
 
-Columns of chunks are those of the tables' entries (`row_ops`), and count items instead of bytes;
-those of targets have two more: rows of the entry before the chunk, and by how much the chunk's
-rows are shifted in their block, so that sums in panels are loaded as they lie.
+Chunks have the columns of their tables (`row_ops`), with addresses in items instead of bytes.
+Chunks of targets have two more columns: SKIPPED, the rows of the entry before the chunk, and SHIFT,
+by how many rows the chunk is shifted in its block. The shift makes loads of panels start at
+multiples of 16 rows.
 """
 
 import triton
@@ -10,7 +11,7 @@ import triton.language as tl
 
 from dyncp.kernels.row_ops import LOG2E, PANEL_ROWS, Copy, Form, Kind, RowSum, Source, Target
 
-# Columns of chunks, and numbers that entries hold, as Triton's constants.
+# Columns of chunks, and values of their entries, as Triton constants.
 C_KIND, C_COUNT, C_WIDTH = (tl.constexpr(int(x)) for x in (Copy.KIND, Copy.COUNT, Copy.WIDTH))
 C_SOURCE, C_FROM, C_COLUMN = (tl.constexpr(int(x)) for x in (Copy.SOURCE, Copy.FROM, Copy.COLUMN))
 C_FROM_ROW, C_FROM_HEAD = (tl.constexpr(int(x)) for x in (Copy.FROM_ROW, Copy.FROM_HEAD))
@@ -33,26 +34,32 @@ R_ROW, R_HEAD, R_HEADS = (tl.constexpr(int(x)) for x in (RowSum.ROW, RowSum.HEAD
 R_COUNT, R_PADDED = (tl.constexpr(int(x)) for x in (RowSum.COUNT, RowSum.PADDED))
 R_DELTA, R_LSE, R_STRIDE = (tl.constexpr(int(x)) for x in (RowSum.DELTA, RowSum.LSE, RowSum.STRIDE))
 ROW_SUM_WIDTH = tl.constexpr(len(RowSum))
-CHUNK = tl.constexpr(16)  # rows of one program: a quarter of a group of panels
+CHUNK = tl.constexpr(16)  # rows per program: a quarter of the 64 rows that panels are made of
 GROUP_ROWS = tl.constexpr(PANEL_ROWS)
 TO_LOG2 = tl.constexpr(LOG2E)
+# Strides of the caller's tensors: kernels are not compiled again for their values.
+STRIDES = [
+    "stride_0", "stride_1", "stride_2", "stride_3", "dout_stride", "out_stride", "lse_row",
+    "lse_head",
+]  # fmt: skip
 
 
 @triton.jit
 def _aligned(stride, VECTOR: tl.constexpr):
-    """An argument that VECTOR divides. Triton drops what `multiple_of` says of arguments."""
+    """`stride` as a multiple of VECTOR, which it is. Triton ignores `multiple_of` on kernel
+    arguments."""
     return stride // VECTOR * VECTOR
 
 
 @triton.jit
 def _load_rows(given, stride, row, place, inside, VECTOR: tl.constexpr):
-    """Of one of the caller's tensors."""
+    """Loads rows of one of the caller's tensors."""
     return tl.load(given + row * _aligned(stride, VECTOR) + place, mask=inside, other=0.0)
 
 
 @triton.jit
 def _store_rows(result, stride, row, place, value, inside, VECTOR: tl.constexpr):
-    """Into one of the caller's results."""
+    """Stores rows in one of the caller's results."""
     at = result + row * _aligned(stride, VECTOR) + place
     tl.store(at, value.to(result.dtype.element_ty), mask=inside)
 
@@ -78,10 +85,7 @@ def _copy_per_head(
     tl.store(target + head * tl.load(chunk + C_TO_HEAD), value, mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=["stride_0", "stride_1", "stride_2", "stride_3", "lse_row", "lse_head"],
-    do_not_specialize_on_alignment=["lse"],
-)
+@triton.jit(do_not_specialize=STRIDES, do_not_specialize_on_alignment=["lse"])
 def copy_chunk(
     table,
     items,
@@ -102,7 +106,7 @@ def copy_chunk(
     COLUMNS: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """One chunk of rows, `COLUMNS` of their items; or the per-head values of a chunk."""
+    """Copies `COLUMNS` items of a chunk of rows, or the per-head values of a chunk."""
     chunk = table + tl.program_id(0).to(tl.int64) * COPY_WIDTH
     kind = tl.load(chunk + C_KIND)
     begin = tl.program_id(1) * COLUMNS
@@ -139,8 +143,8 @@ def copy_chunk(
 
 @triton.jit
 def _panel_places(row, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """Offsets of 16 rows of sums in panels, [panels, 128], from row `row` of a head on, and which
-    of them exist."""
+    """Offsets of 16 rows of panels, [panels, 128], that begin at row `row` of a head, and which
+    panels exist."""
     panel = tl.arange(0, PADDED // 8)[:, None]
     step = tl.arange(0, 128)[None, :]
     first = row // GROUP_ROWS * (GROUP_ROWS * DIM) + row % GROUP_ROWS * 8
@@ -149,7 +153,7 @@ def _panel_places(row, DIM: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def _rows_of_panels(quarters, PADDED: tl.constexpr):
-    """[16, dim] of such sums (see `panels_to_rows`)."""
+    """The numbers at these offsets as rows, [16, dim] (see `panels_to_rows`)."""
     panels = tl.reshape(quarters, [PADDED // 8, 8, 4, 2, 2])
     return tl.reshape(tl.permute(panels, [3, 1, 0, 2, 4]), [CHUNK, PADDED])
 
@@ -171,8 +175,8 @@ def _contribution(
     ONLY_INPUT: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """[16, dim] of one contribution, in the accumulator dtype. All that says where it lies is
-    loaded before anything waits for some of it."""
+    """One contribution in the accumulator dtype, [16, dim]. All columns of its entry are loaded
+    before the first one is used, so that the loads overlap."""
     at = tl.load(source + S_AT)
     of_row = tl.load(source + S_ROW)
     form = tl.load(source + S_FORM)
@@ -199,7 +203,7 @@ def _contribution(
             loaded = tl.load(sums, mask=known, other=0.0)
             value = _rows_of_panels(loaded, PADDED)
             if cleared != 0:
-                tl.debug_barrier()  # other warps of this program may still read what is cleared
+                tl.debug_barrier()  # other warps of this program may still read the sums
                 tl.store(sums, tl.zeros_like(loaded), mask=known)
         if scaled != 0:
             value = value * scale
@@ -208,8 +212,8 @@ def _contribution(
 
 @triton.jit
 def _merged(total, scores, value, new):
-    """Both outputs by their shares of the joint one, and its log-sum-exp. Rows that attended
-    nothing have log-sum-exp −∞ and share 0, also when both sides have."""
+    """The merged output and its log-sum-exp. A side that attended nothing has log-sum-exp −∞ and
+    share 0, even if both sides have."""
     top = tl.maximum(scores, new)
     top = tl.where(top == float("-inf"), 0.0, top)
     share, new_share = tl.exp(scores - top), tl.exp(new - top)
@@ -219,10 +223,7 @@ def _merged(total, scores, value, new):
     return total, tl.where(both > 0, top + tl.log(some), float("-inf"))
 
 
-@triton.jit(
-    do_not_specialize=["stride_0", "stride_1", "stride_2", "scale", "lse_row", "lse_head"],
-    do_not_specialize_on_alignment=["lse"],
-)
+@triton.jit(do_not_specialize=[*STRIDES, "scale"], do_not_specialize_on_alignment=["lse"])
 def combine_chunk(
     targets,
     sources,
@@ -246,8 +247,8 @@ def combine_chunk(
     ONLY_INPUT: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """One chunk of up to 16 rows of one head. Row i of the block is row i − shift of the chunk,
-    so that sums in panels are loaded as they lie."""
+    """Adds up the contributions to a chunk of up to 16 rows of one head. Row i of the block is row
+    i − shift of the chunk."""
     chunk = targets + tl.program_id(0).to(tl.int64) * TARGET_WIDTH
     head = tl.program_id(1)
     first = tl.load(chunk + T_FIRST)
@@ -297,10 +298,7 @@ def combine_chunk(
                 tl.store(lse + own, scores, mask=exists)
 
 
-@triton.jit(
-    do_not_specialize=["dout_stride", "out_stride", "lse_row", "lse_head"],
-    do_not_specialize_on_alignment=["lse"],
-)
+@triton.jit(do_not_specialize=STRIDES, do_not_specialize_on_alignment=["lse"])
 def row_sums_of_chunk(
     table,
     wide,
@@ -316,7 +314,7 @@ def row_sums_of_chunk(
     LOG2: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """One chunk of up to 16 rows of one head."""
+    """Row sums of dO·O and log-sum-exps of a chunk of up to 16 rows of one head."""
     chunk = table + tl.program_id(0).to(tl.int64) * ROW_SUM_WIDTH
     own_head = tl.program_id(1)
     head = tl.load(chunk + R_HEAD) + own_head

@@ -1,7 +1,8 @@
 """Row operations in Triton: one launch for all entries of a table.
 
-Entries are cut into chunks of a few rows. What changes from batch to batch stands in tables or is
-never specialised on; only head counts, dims and dtypes compile anew.
+Entries are cut into chunks of a few rows. Everything that changes from batch to batch is in tables
+or in arguments that Triton does not specialise on. Kernels are compiled again only for other head
+counts, head dims and dtypes.
 """
 
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from dyncp.kernels.row_ops import (
     Kind,
     Memory,
     Results,
+    RowOps,
     RowSum,
     RowSumLaunch,
     Source,
@@ -39,15 +41,15 @@ from dyncp.kernels.triton_row_kernels import (
     row_sums_of_chunk,
 )
 
-COPY_ROWS, COPY_COLUMNS = 8, 512  # of one program
+COPY_ROWS, COPY_COLUMNS = 8, 512  # per program
 WARPS = 4
 VECTOR_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class TableLaunch:
-    """A kernel over the chunks of a table. `handles` are compiled kernels with this grid, by how
-    tensors are aligned."""
+    """Launches a kernel over the chunks of a table. `handles` are its compiled variants with this
+    grid, by the alignment of the tensors."""
 
     kernel: Any
     indices: tuple[Index, ...]
@@ -55,9 +57,10 @@ class TableLaunch:
     handles: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
     def __call__(self, given: Sequence[Tensor], others: Sequence[Any]) -> None:
-        """`kernel[grid](*indices, *given, *others)`. Triton hashes every argument to find its
-        compiled kernel: it is asked once for each kind of launch. Compiled kernels take plain
-        addresses, which they need not ask the driver about."""
+        """Runs `kernel[grid](*indices, *given, *others)`. Triton hashes every argument to find the
+        compiled variant, so only the first launch with an alignment goes through Triton. Later ones
+        call the compiled variant with plain addresses, which also spares a query of the driver per
+        tensor."""
         tensors = [*[index.tensor for index in self.indices], *given]
         addresses = [x.data_ptr() for x in tensors]
         key = tuple([address % VECTOR_BYTES for address in addresses])
@@ -66,12 +69,12 @@ class TableLaunch:
             launch(*addresses, *others)
             return
         handle = self.kernel[self.grid](*tensors, *others, num_warps=WARPS)
-        if handle is not None:  # the interpreter compiles nothing
+        if handle is not None:  # the interpreter returns None
             self.handles[key] = handle[self.grid]
 
 
-class TritonRowOps:
-    """See `RowOps`. Tables count bytes; their chunks count items of the dtype that is read."""
+class TritonRowOps(RowOps):
+    """Addresses are in bytes in tables, and in items of the dtype that is read in their chunks."""
 
     def copy(self, copies: Int64, dim: int, dtypes: Dtypes, arrays: IndexArrays) -> CopyLaunch:
         copies = copies.copy()
@@ -110,19 +113,19 @@ class TritonRowOps:
         sizes = np.asarray([dtypes.input.itemsize, dtypes.partial.itemsize, wide, wide])
         sources[:, Source.AT] //= sizes[sources[:, Source.FORM]]
         sources[:, Source.LSE] //= wide
-        if dtypes.partial == dtypes.input:  # one way to read them, without a choice
+        if dtypes.partial == dtypes.input:  # kernels then read both in the same way
             sources[sources[:, Source.FORM] == Form.PARTIAL, Source.FORM] = Form.INPUT
         plain = (sources[:, Source.FORM] == Form.INPUT) & (sources[:, Source.SCALED] == 0)
         first, panels = targets[:, Target.FIRST], sources[:, Source.FORM] == Form.PANELS
         starts, rows = np.zeros(len(targets), np.int64), targets[:, Target.COUNT].copy()
         some = np.flatnonzero(targets[:, Target.NUM] > 0)
-        some = some[panels[first[some]]]  # panels come first
+        some = some[panels[first[some]]]  # panels are always the first source
         starts[some] = sources[first[some], Source.PANEL_ROW] % CHUNK.value
         rows[some] = np.maximum(rows[some], sources[first[some], Source.CLEARED])
         entry, begin, end = _cut(rows, CHUNK.value, starts)
         shift = (starts[entry] + begin) % CHUNK.value
         chunks = np.concatenate([targets[entry], np.stack([begin, shift], axis=1)], axis=1)
-        # Chunks behind the last row of a slot only clear.
+        # Chunks after the last row of a slot only clear panels.
         chunks[:, Target.COUNT] = np.minimum(end, chunks[:, Target.COUNT]) - begin
         listed = sources if len(sources) else np.zeros((1, len(Source)), np.int64)
         sums_dim = int(sources[panels, Source.DIM].max(initial=0))  # 0: no panels
@@ -166,13 +169,13 @@ class TritonRowOps:
 
 
 def _per_head(lse: Tensor | None, memory: Memory) -> tuple[Tensor, tuple[int, ...]]:
-    """Log-sum-exps and their strides; any tensor stands in for those that a launch has not."""
+    """Log-sum-exps and their strides. A launch without them gets any tensor instead."""
     return (memory.wide, (0, 0)) if lse is None else (lse, lse.stride())
 
 
 def _cut(counts: Int64, size: int, starts: Int64 | int = 0) -> tuple[Int64, Int64, Int64]:
-    """Entries of `counts` rows in pieces that end on multiples of `size`, where an entry begins at
-    `starts`: entry, first row and end of every piece."""
+    """Cuts entries of `counts` rows into pieces: the entry, first row and end row of every piece.
+    With rows numbered from the entry's `starts` on, pieces end on multiples of `size`."""
     starts = np.broadcast_to(np.asarray(starts, np.int64), counts.shape)
     pieces = -(-(counts + starts) // size) * (counts > 0)
     entry = np.repeat(np.arange(len(counts)), pieces)
@@ -182,6 +185,6 @@ def _cut(counts: Int64, size: int, starts: Int64 | int = 0) -> tuple[Int64, Int6
 
 
 def _vector(dim: int, item_bytes: int) -> int:
-    """Items that heads of `dim` of them are aligned to, at most 16 bytes; `dense_rows` sees to it
-    that the caller's are, too."""
+    """The number of items, at most 16 bytes, to which heads of `dim` items are aligned. The
+    executor's `dense_rows` ensures it for the caller's tensors."""
     return gcd(VECTOR_BYTES, dim * item_bytes) // item_bytes
