@@ -42,7 +42,10 @@ def step():
         (lambda: Batch.of(masks.causal(3)), "masks is Mask; expected a list"),
         (lambda: Batch.of([masks.causal]), "entry 0 of a batch is masks.causal; expected a Mask"),
         (lambda: Batch.of([{"default": 3}]), "expected a Mask"),
-        (lambda: Batch((3.5,), {"default": (masks.causal(3),)}), "a sequence length is 3.5; expected"),
+        (
+            lambda: Batch((3.5,), {"default": (masks.causal(3),)}),
+            "a sequence length is 3.5; expected",
+        ),
         (lambda: masks.causal(2**31), "length of a sequence is 2147483648; at most"),
         (lambda: AttentionShape(8, 2, 1.5), "head_dim is 1.5; expected an integer"),
         (lambda: AttentionShape("8", 2), "q_heads is '8'; expected an integer"),

@@ -116,10 +116,10 @@ def test_mutated_bodies_with_a_valid_checksum_never_raise_anything_else():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "0 bytes"),
-        (b"PK\x03\x04" + bytes(100), "not a plan"),
+        (b"", "starts with b'' instead of"),
+        (b"PK\x03\x04" + bytes(100), "instead of b'DYNCPPLN'"),
         (small_plan().encode()[:-5], "truncated"),
-        (small_plan().encode() + b"x", "1 bytes behind"),
+        (small_plan().encode() + b"x", "1 bytes after"),
         (small_plan().encode()[:8] + b"\x63" + small_plan().encode()[9:], "version 99"),
     ],
 )

@@ -122,7 +122,7 @@ def test_a_large_batch_is_verified_but_not_run(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"not a plan at all", "it starts with b'not a pl', a plan file with"),
+        (b"not a plan at all", "it starts with b'not a pl' instead of"),
         (b"", "it starts with b''"),
         (None, "cannot be read: No such file"),
     ],

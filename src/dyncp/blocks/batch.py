@@ -20,8 +20,8 @@ class Batch:
     """Sequences that are trained on together. `sample_ids` (optional) identify their samples.
 
     A token's *coordinate* is its sequence's offset in the batch plus its index in the sequence:
-    with lengths [3, 2] the second sequence has coordinates 3 and 4. The masks of a sequence describe
-    one text, so masks that set positions or targets must agree on them.
+    with lengths [3, 2] the second sequence has coordinates 3 and 4. All masks of a sequence are
+    for one text, so masks that set positions or targets must agree on them.
     """
 
     lengths: tuple[int, ...]
