@@ -86,7 +86,7 @@ def step():
         ),
         (lambda: step().gather(np.zeros(8)), "gather got is ndarray; expected a torch tensor"),
         (lambda: step().gather(torch.zeros(())), "gather got shape \\(\\); this step has 8 rows"),
-        (lambda: verify_plan(None, BATCH), "plan to verify is NoneType; expected a whole Plan"),
+        (lambda: verify_plan(None, BATCH), "plan to verify is NoneType; expected a Plan with"),
         (lambda: verify_plan(PLAN.parts[0], BATCH), "plan to verify is RankPlan"),
         (lambda: verify_plan(PLAN, None), "its batch is NoneType"),
     ],
