@@ -78,8 +78,8 @@ def assemble_plan(
         for name in graph.tiles
     }
     declared = {
-        name: (_total_bytes(graph, pair[0]), _total_bytes(graph, pair[1]))
-        for name, pair in schedules.items()
+        name: (_total_bytes(graph, forward), _total_bytes(graph, backward))
+        for name, (forward, backward) in schedules.items()
     }
     lengths, fingerprint = frozen(graph.batch.lengths), graph.batch.fingerprint
     stretches = stretches_of(graph.batch)

@@ -17,7 +17,7 @@ import json
 import struct
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from functools import cache
 from math import prod
 from typing import Any, get_type_hints
@@ -70,19 +70,12 @@ class PlanDecodeError(ValueError):
     """The bytes are not a plan or plan file of this version: truncated, changed, or foreign."""
 
 
-def encode_parts(parts: Sequence[RankPlan]) -> tuple[RankPlan, ...]:
-    """Returns the parts with the digest of the whole plan and their bodies, for `encode_part`."""
-    bodies = [encode_body(part) for part in parts]
-    digest = _checksum(*map(_checksum, bodies)).hex()
-    named = tuple(replace(part, digest=digest) for part in parts)
-    for part, body in zip(named, bodies, strict=True):
-        object.__setattr__(part, "body", body)
-    return named
+def plan_digest(parts: Sequence[RankPlan]) -> str:
+    return _checksum(*(_checksum(encode_body(part)) for part in parts)).hex()
 
 
 def encode_part(part: RankPlan) -> bytes:
-    body = encode_body(part) if part.body is None else part.body
-    digest = bytes.fromhex(part.digest)
+    body, digest = encode_body(part), bytes.fromhex(part.digest)
     return _PART_HEAD.pack(PART_MAGIC, VERSION, digest, _checksum(digest, body)) + body
 
 

@@ -2,7 +2,7 @@
 batch."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 
@@ -218,10 +218,7 @@ class MaskPlan:
 
 @dataclass(frozen=True, eq=False)
 class RankPlan:
-    """The part of a plan that one rank receives. `digest` is the digest of the whole plan.
-
-    `body` is the encoded part without the digest, or None if it was not encoded yet (see codec.py);
-    it is not copied by `dataclasses.replace`."""
+    """The part of a plan that one rank receives. `digest` is the digest of the whole plan."""
 
     rank: int
     num_ranks: int
@@ -239,7 +236,6 @@ class RankPlan:
     blocks: OwnedBlocks
     stretches: Stretches
     masks: Mapping[str, MaskPlan]
-    body: bytes | None = field(default=None, init=False, repr=False)
 
     @property
     def filler(self) -> bool:

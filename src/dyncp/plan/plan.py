@@ -1,7 +1,7 @@
 """`Plan`: the parts of all ranks, its description as text, and plan files."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ from dyncp.plan.codec import (
     decode_part,
     decode_plan_file,
     encode_part,
-    encode_parts,
     encode_plan_file,
     join_parts,
+    plan_digest,
     split_parts,
 )
 from dyncp.plan.format import RankPlan
@@ -38,7 +38,8 @@ class Plan:
     @staticmethod
     def of(parts: Sequence[RankPlan]) -> "Plan":
         """Joins the parts, and stores the digest of the whole plan in each of them."""
-        return Plan(encode_parts(parts))
+        digest = plan_digest(parts)
+        return Plan(tuple(replace(part, digest=digest) for part in parts))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self.encode() == other.encode()

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dyncp.arrays import Int32, Int64
+from dyncp.arrays import Int64
 from dyncp.blocks import IS_INPUT, Direction
 from dyncp.plan import MaskPlan, Plan, Program, RankPlan, Space
 from dyncp.verify.programs import (
@@ -73,7 +73,11 @@ class _SymbolicRank(RunningRank):
         super().__init__(part, mask, direction)
         self.faults: list[Fault] = []
         self.owns = part.blocks.owner == part.rank
-        self._rows = _own_rows(part, self.program)
+        rows = self.program.workspace_rows
+        own = np.repeat(part.local_blocks, part.blocks.tokens[part.local_blocks])
+        # The block in every row of every workspace; -1 if empty.
+        self._rows = np.full((*rows.shape, int(rows.max())), -1, np.int32)
+        self._rows[:, :, : len(own)] = own
         self._filled, self._used = np.full((2, len(self.program.slots)), -1, np.int64)
         self.partials: dict[Key, _Partial] = defaultdict(_Partial)
         self._work = _work_of(part, mask, self.program)
@@ -197,17 +201,6 @@ class _SymbolicRank(RunningRank):
 
 def _name(key: Key) -> str:
     return f"{Space(key[0]).name} of block {key[2]}, head group {key[1]}"
-
-
-def _own_rows(part: RankPlan, program: Program) -> dict[tuple[int, ...], Int32]:
-    """The block in every row of every workspace: local blocks first, then -1 for empty rows."""
-    own = np.repeat(part.local_blocks, part.blocks.tokens[part.local_blocks])
-    found = {}
-    for space_and_group in np.ndindex(program.workspace_rows.shape):
-        rows = np.full(program.workspace_rows[space_and_group], -1, np.int32)
-        rows[: len(own)] = own
-        found[space_and_group] = rows
-    return found
 
 
 def _work_of(

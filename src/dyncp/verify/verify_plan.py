@@ -301,7 +301,7 @@ def _check_traffic(plan: Plan, tiles: AllTiles, name: str, direction: Direction)
         yield f": {moved} bytes travel; the hypergraph needs {needed}, and the plan is not static"
 
 
-def payload_sizes(part: RankPlan) -> Int64:
+def _payload_sizes(part: RankPlan) -> Int64:
     """Bytes per token of every payload, int64[payloads, head groups], from their definitions."""
     shape = part.shape
     item, partial = ITEM_BYTES[shape.dtype], ITEM_BYTES[shape.partial_dtype or shape.dtype]
@@ -324,7 +324,7 @@ def _moved_bytes(plan: Plan, name: str, direction: Direction) -> int:
     total = 0
     for part in plan.parts:
         sends = part.masks[name].program(direction).sends
-        sizes = payload_sizes(part)[sends.kind, sends.head_group]
+        sizes = _payload_sizes(part)[sends.kind, sends.head_group]
         total += int((sizes * part.blocks.tokens[sends.block]).sum())
     return total
 
@@ -332,7 +332,7 @@ def _moved_bytes(plan: Plan, name: str, direction: Direction) -> int:
 def _needed_bytes(part: RankPlan, tiles: AllTiles, direction: Direction) -> int:
     """The hypergraph's bound: Σ block bytes × (number of ranks with the block's tiles or its owner
     − 1)."""
-    sizes, blocks, total = payload_sizes(part), part.blocks, 0
+    sizes, blocks, total = _payload_sizes(part), part.blocks, 0
     for side, kinds in ((tiles.q_block, Q_KINDS), (tiles.k_block, K_KINDS)):
         touched = np.zeros((len(part.head_groups), len(blocks), part.num_ranks), np.bool_)
         touched[tiles.head_group, side, tiles.rank] = True
