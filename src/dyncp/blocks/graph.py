@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from dyncp.arrays import Int32, Int64, frozen, starts_of
+from dyncp.arrays import Columns, Int32, Int64, frozen, starts_of
 from dyncp.blocks.batch import Batch
 from dyncp.checks import whole_number
 from dyncp.masks import LinearRanges, list_tiles
@@ -170,7 +170,7 @@ Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, eq=False)
-class TokenBlocks:
+class TokenBlocks(Columns):
     """All token blocks of a batch: tokens [start, end) of a sequence, ordered by sequence and
     start. Every column is int32[blocks]."""
 
@@ -178,16 +178,13 @@ class TokenBlocks:
     start: Int32
     end: Int32
 
-    def __len__(self) -> int:
-        return len(self.sequence)
-
     @property
     def tokens(self) -> Int32:
         return self.end - self.start
 
 
 @dataclass(frozen=True, eq=False)
-class Tiles:
+class Tiles(Columns):
     """Every query block × key block × head group with at least one allowed pair, ordered by head
     group, query block and key block. `pairs` counts the allowed (query, key) pairs of one head."""
 
@@ -195,9 +192,6 @@ class Tiles:
     k_block: Int32
     head_group: Int32
     pairs: Int64
-
-    def __len__(self) -> int:
-        return len(self.q_block)
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,15 +4,15 @@ The parts of all ranks are built together: a column holds the values of rank 0, 
 so on, and each part has views of these columns.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Generic, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from dyncp.arrays import (
     Bool,
+    Columns,
     Int32,
     Int64,
     bounds_of_ranks,
@@ -60,7 +60,7 @@ from dyncp.plan.slots import BlockUses, build_slots
 from dyncp.schedule import Schedule, build_schedule
 
 Schedules = Mapping[str, tuple[Schedule, Schedule | None]]
-Table = TypeVar("Table")
+Table = TypeVar("Table", bound=Columns)
 
 
 def assemble_plan(
@@ -138,20 +138,12 @@ class _ByRank(Generic[Table]):
     table: Table
 
     @staticmethod
-    def of(
-        make: Callable[..., Table],
-        columns: Sequence[npt.NDArray[Any]],
-        rank: Int32 | Int64,
-        num_ranks: int,
-    ) -> "_ByRank[Table]":
-        order = sorted_order((rank, num_ranks))
-        table = make(*(column[order] for column in columns))
-        bounds = bounds_of_ranks(rank, num_ranks)
-        return _ByRank(order, rank[order].astype(np.int64), bounds, table)
+    def of(table: Table, rank: Int32 | Int64, num_ranks: int) -> "_ByRank[Table]":
+        order, bounds = sorted_order((rank, num_ranks)), bounds_of_ranks(rank, num_ranks)
+        return _ByRank(order, rank[order].astype(np.int64), bounds, table.select(order))
 
     def split(self) -> list[Table]:
-        columns = [getattr(self.table, field.name) for field in fields(self.table)]  # type: ignore[arg-type]
-        return split_by_rank(type(self.table), columns, self.bounds)
+        return split_by_rank(type(self.table), self.table.columns(), self.bounds)
 
 
 def _mask_plans(
@@ -163,12 +155,11 @@ def _mask_plans(
     layout: Layout,
 ) -> list[MaskPlan]:
     """The plan of one mask for every rank."""
-    every, num_ranks = graph.tiles[name], placement.num_ranks
-    columns = (every.q_block, every.k_block, every.head_group, every.pairs)
-    tiles = _ByRank.of(Tiles, columns, placement.tile_rank[name], num_ranks)
+    num_ranks = placement.num_ranks
+    tiles = _ByRank.of(graph.tiles[name], placement.tile_rank[name], num_ranks)
     programs = (
         _programs(graph, tiles, schedule, local_rows, layout.slot_alignment)
-        if schedule
+        if schedule is not None
         else [None] * num_ranks
         for schedule in schedules
     )
@@ -184,8 +175,7 @@ def _row_runs(graph: BlockGraph, name: str, tiles: _ByRank[Tiles], num_ranks: in
     counts = np.bincount(runs.block, minlength=num_blocks)
     wanted = ranges_of(starts_of(counts)[block], counts[block])
     of_rank = starts_of(np.bincount(rank, counts[block], num_ranks).astype(np.int64))
-    columns = (runs.block, runs.start, runs.base, runs.slope)
-    return split_by_rank(RowRuns, [column[wanted] for column in columns], of_rank)
+    return split_by_rank(RowRuns, runs.select(wanted).columns(), of_rank)
 
 
 def _programs(
@@ -194,8 +184,8 @@ def _programs(
     """The program of every rank for one mask and direction; `local_rows` is int64[ranks]."""
     num_ranks, moved = len(local_rows), schedule.transfers
     what = (moved.kind, moved.head_group, moved.block)
-    sends = _ByRank.of(Messages, (moved.phase, moved.target, *what), moved.source, num_ranks)
-    receives = _ByRank.of(Messages, (moved.phase, moved.source, *what), moved.target, num_ranks)
+    sends = _ByRank.of(Messages(moved.phase, moved.target, *what), moved.source, num_ranks)
+    receives = _ByRank.of(Messages(moved.phase, moved.source, *what), moved.target, num_ranks)
     division = schedule.tile_division[tiles.order]
     steps, first_step = order_instructions(
         schedule,

@@ -18,7 +18,7 @@ from math import prod
 
 import numpy as np
 
-from dyncp.arrays import Bool, Int32, Int64, frozen
+from dyncp.arrays import Bool, Columns, Int32, Int64, frozen
 from dyncp.blocks import IS_INPUT, OF_KEYS, AttentionShape, Direction, HeadGroup
 from dyncp.plan.format import MaskPlan, Messages, Op, Program, RankPlan, Space
 
@@ -61,7 +61,7 @@ class KernelStyle:
 
 
 @dataclass(frozen=True, eq=False)
-class Contributions:
+class Contributions(Columns):
     """What kernel calls add to blocks, ordered by head group, space, block and `time`, the index of
     the call's instruction. `first` marks the first contribution to a block. `wide` says whether the
     sum stays in the accumulator dtype; the last contribution rounds it to the final dtype."""
@@ -72,9 +72,6 @@ class Contributions:
     block: Int64
     first: Bool
     wide: Bool
-
-    def __len__(self) -> int:
-        return len(self.time)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from dyncp.arrays import Bool, Int32, Int64, frozen, ranges_of, starts_of
+from dyncp.arrays import Columns, Int32, Int64, frozen, ranges_of, starts_of
 from dyncp.blocks import (
     AttentionShape,
     Direction,
@@ -67,7 +67,7 @@ class OwnedBlocks(TokenBlocks):
 
 
 @dataclass(frozen=True, eq=False)
-class Stretches:
+class Stretches(Columns):
     """Stretches of the batch: tokens that follow each other in one text. `start` is the coordinate
     of a stretch's first token, `before` that of the token before it in the text, or a negative code
     of `masks/positions.py`. Layers with state need them: see `contiguous.py`."""
@@ -75,12 +75,9 @@ class Stretches:
     start: Int32
     before: Int32
 
-    def __len__(self) -> int:
-        return len(self.start)
-
 
 @dataclass(frozen=True, eq=False)
-class RowRuns:
+class RowRuns(Columns):
     """The allowed key ranges of query rows, as runs of rows whose ranges grow linearly, ordered by
     block and start. Row `start + i` of a run has the ranges base + i × slope, relative to its
     sequence; no run crosses a block border.
@@ -93,9 +90,6 @@ class RowRuns:
     start: Int32  # [runs] index of the first row in its sequence
     base: Int32  # [runs, R, 2]
     slope: Int32  # [runs, R, 2]
-
-    def __len__(self) -> int:
-        return len(self.block)
 
     @property
     def num_ranges(self) -> int:
@@ -140,7 +134,7 @@ def build_row_runs(runs: LinearRanges, blocks: TokenBlocks) -> RowRuns:
 
 
 @dataclass(frozen=True, eq=False)
-class Messages:
+class Messages(Columns):
     """Payloads that a rank sends (or receives), ordered by phase, peer, kind, head group and block.
 
     All payloads of one phase and peer are sent as one message. Received results are merged in the
@@ -152,16 +146,9 @@ class Messages:
     head_group: Int32
     block: Int32
 
-    def __len__(self) -> int:
-        return len(self.phase)
-
-    def select(self, chosen: Bool) -> "Messages":
-        columns = (self.phase, self.peer, self.kind, self.head_group, self.block)
-        return Messages(*(column[chosen] for column in columns))
-
 
 @dataclass(frozen=True, eq=False)
-class Slots:
+class Slots(Columns):
     """Where received blocks are stored in the workspaces, from row `row` on.
 
     A slot holds its block from instruction `first` (the WAIT that fills it) to `last`."""
@@ -172,9 +159,6 @@ class Slots:
     row: Int32
     first: Int32
     last: Int32
-
-    def __len__(self) -> int:
-        return len(self.space)
 
 
 @dataclass(frozen=True, eq=False)

@@ -48,20 +48,20 @@ def build_slots(
     """Slots of every rank, and the rows of every workspace [ranks, spaces, head groups].
 
     A slot lasts from the WAIT that receives its block (`received`) to the block's last use on that
-    rank: a COMPUTE that reads it, or a LAUNCH that relays it or sends its result. No other slot
-    takes its rows before the next COMPUTE after that, so that messages never have to wait for the
-    use to finish. `steps` has the instructions of all ranks, those of rank r from first_step[r] on;
-    `tokens` is by block, `local_rows` by rank."""
+    rank: a COMPUTE that reads it, or a LAUNCH that relays it or sends its result. Its rows are
+    reused only after the rank's next COMPUTE, so that received blocks can be unpacked while the
+    last use is still running. `steps` has the instructions of all ranks, those of rank r from
+    first_step[r] on; `tokens` is by block, `local_rows` by rank."""
     sizes = len(tokens), num_groups
     shape = (len(local_rows), len(Space), num_groups)
     key = received.keys(*sizes)
     order = np.argsort(key)
     key, first = key[order], received.instruction[order]
-    last, ends = first.copy(), np.append(key, -1)  # -1 is no key
+    last, padded = first.copy(), np.append(key, -1)  # -1 equals no key
     for use in uses:
         used = use.keys(*sizes)
         slot = np.searchsorted(key, used)
-        remote = ends[slot] == used
+        remote = padded[slot] == used
         np.maximum.at(last, slot[remote], use.instruction[remote])
     place, group = np.divmod(key, num_groups)
     place, block = np.divmod(place, len(tokens))

@@ -7,9 +7,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from dyncp.arrays import Bool, Int32, Int64
+from dyncp.arrays import Bool, Columns, Int32, Int64
 from dyncp.blocks import Batch
 from dyncp.plan import OwnedBlocks, Plan, RankPlan, RowRuns
+
+IntArray = Int32 | Int64
 
 
 def decode_rows(blocks: OwnedBlocks, rows: RowRuns) -> tuple[Int64, Int64, Int64]:
@@ -59,7 +61,7 @@ def _short(values: object) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class AllTiles:
+class AllTiles(Columns):
     """The tiles of one mask on all ranks."""
 
     rank: Int64
@@ -165,37 +167,24 @@ class ListedKernelTiles:
     q_tile: Int64  # [listed]
     k_tile: Int64  # [listed]
     full: Bool  # [listed]
-    ranges: Int32 | Int64  # [query rows, R, 2], ranges of key rows
+    ranges: IntArray  # [query rows, R, 2], ranges of key rows
     q_coordinates: Int64  # [query rows], -1 if unused
     k_coordinates: Int64  # [key rows], -1 if unused
 
 
-def compare_kernel_tiles(
-    batch: Batch,
-    name: str,
-    blocks: OwnedBlocks,
-    q_block: Int32 | Int64,
-    k_block: Int32 | Int64,
-    listed: ListedKernelTiles,
-) -> Iterator[str]:
-    """One sentence for each pair in which kernel tiles and the tiles (q_block, k_block) differ."""
-    misplaced = list(_misplaced(batch, listed))
-    if misplaced:
-        yield from misplaced
-        return
-    asked = _pairs_of_tiles(batch, name, blocks, q_block, k_block)
-    given, unused = _pairs_of_kernel_tiles(batch, listed)
+def compare_pairs(wanted: Int64, computed: Int64, unused: Int64) -> Iterator[str]:
+    """One sentence for each pair that is not computed `wanted` times, and for each query that
+    attends unused rows."""
     for query in np.flatnonzero(unused).tolist():
-        yield f"mask {name!r}: the query at coordinate {query} attends rows that hold no key"
-    for query, key in np.argwhere(asked != given).tolist():
+        yield f"the query at coordinate {query} attends rows that hold no key"
+    for query, key in np.argwhere(wanted != computed).tolist():
         yield (
-            f"mask {name!r}: the pair of coordinates ({query}, {key}) is computed "
-            f"{given[query, key]} times by the kernel tiles, and belongs to {asked[query, key]} "
-            "tiles of the call"
+            f"the pair of coordinates ({query}, {key}) is computed {computed[query, key]} times by "
+            f"the kernel tiles, and belongs to {wanted[query, key]} tiles of the call"
         )
 
 
-def _misplaced(batch: Batch, listed: ListedKernelTiles) -> Iterator[str]:
+def find_misplaced(batch: Batch, listed: ListedKernelTiles) -> Iterator[str]:
     """One sentence for each array with an index out of bounds or of the wrong length."""
     for name, tile, coordinates in (
         ("query", listed.q_tile, listed.q_coordinates),
@@ -214,13 +203,10 @@ def _misplaced(batch: Batch, listed: ListedKernelTiles) -> Iterator[str]:
         yield "the arrays of the kernel call differ in length"
 
 
-def _pairs_of_tiles(
-    batch: Batch,
-    name: str,
-    blocks: OwnedBlocks,
-    q_block: Int32 | Int64,
-    k_block: Int32 | Int64,
+def pairs_of_tiles(
+    batch: Batch, name: str, blocks: OwnedBlocks, q_block: IntArray, k_block: IntArray
 ) -> Int64:
+    """How many of the tiles (q_block[i], k_block[i]) each allowed pair is in, [tokens, tokens]."""
     pairs = np.zeros((batch.num_tokens, batch.num_tokens), np.int64)
     dense = {s: batch.masks[name][s].dense() for s in np.unique(blocks.sequence[q_block]).tolist()}
     for q_index, k_index in zip(q_block.tolist(), k_block.tolist(), strict=True):
@@ -233,7 +219,7 @@ def _pairs_of_tiles(
     return pairs
 
 
-def _pairs_of_kernel_tiles(batch: Batch, listed: ListedKernelTiles) -> tuple[Int64, Int64]:
+def pairs_of_kernel_tiles(batch: Batch, listed: ListedKernelTiles) -> tuple[Int64, Int64]:
     """How many times the kernel computes each pair, [tokens, tokens], counting overlapping ranges
     and rows several times; and how many unused key rows each query attends, [tokens]."""
     pairs = np.zeros((batch.num_tokens, batch.num_tokens), np.int64)

@@ -57,8 +57,7 @@ class RunningRank(ABC):
 
 def _by_phase(messages: Messages) -> Phases:
     phases: Phases = {}
-    columns = (messages.phase, messages.peer, messages.kind, messages.head_group, messages.block)
-    for phase, peer, *entry in zip(*(c.tolist() for c in columns), strict=True):
+    for phase, peer, *entry in zip(*(c.tolist() for c in messages.columns()), strict=True):
         phases.setdefault(phase, {}).setdefault(peer, []).append(tuple(entry))
     return phases
 

@@ -12,19 +12,23 @@ from typing import Any
 
 import numpy as np
 
-from dyncp.arrays import Int32, Int64
+from dyncp.arrays import Int64
 from dyncp.blocks import ITEM_BYTES, K_KINDS, Q_KINDS, Batch, Direction, Payload
 from dyncp.checks import instance_of
 from dyncp.plan import OwnedBlocks, PartError, Plan, RankPlan, stretches_of
 from dyncp.plan.check import check_part
 from dyncp.verify.coverage import (
     AllTiles,
+    IntArray,
     ListedKernelTiles,
     check_batch,
     check_rows,
     check_tiles,
     collect_tiles,
-    compare_kernel_tiles,
+    compare_pairs,
+    find_misplaced,
+    pairs_of_kernel_tiles,
+    pairs_of_tiles,
 )
 from dyncp.verify.programs import Fault
 from dyncp.verify.symbolic import check_programs
@@ -117,16 +121,19 @@ def check_kernel_call(
     batch: Batch,
     mask_name: str,
     blocks: OwnedBlocks,
-    q_block: Int32 | Int64,
-    k_block: Int32 | Int64,
+    q_block: IntArray,
+    k_block: IntArray,
     listed: ListedKernelTiles,
 ) -> list[Violation]:
     """Compares the pairs of the tiles (q_block[i], k_block[i]) with those of the kernel tiles.
 
     Builds matrices of all (query, key) of the batch, so it is for small batches only.
     """
-    sentences = compare_kernel_tiles(batch, mask_name, blocks, q_block, k_block, listed)
-    return _violations((6, sentence) for sentence in sentences)
+    sentences = list(find_misplaced(batch, listed))
+    if not sentences:
+        wanted = pairs_of_tiles(batch, mask_name, blocks, q_block, k_block)
+        sentences += compare_pairs(wanted, *pairs_of_kernel_tiles(batch, listed))
+    return _violations((6, f"mask {mask_name!r}: {sentence}") for sentence in sentences)
 
 
 def _violations(found: Iterable[Fault]) -> list[Violation]:
@@ -232,8 +239,7 @@ def _check_identity(plan: Plan, batch: Batch) -> Iterator[str]:
         ):
             if given != true:
                 yield f"rank {part.rank}: the part's {what} is {given}; expected {true}"
-        given_columns, columns = ((s.start, s.before) for s in (part.stretches, stretches))
-        if not all(map(np.array_equal, given_columns, columns)):
+        if not all(map(np.array_equal, part.stretches.columns(), stretches.columns())):
             yield (
                 f"rank {part.rank}: the part's stretches (which token comes before which) are not "
                 "the batch's"
