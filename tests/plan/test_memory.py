@@ -1,4 +1,4 @@
-"""Plan.memory: the bytes that the executor's calls really take, known before they run."""
+"""Plan.memory predicts the bytes that the executor's calls take."""
 
 import numpy as np
 import pytest
@@ -54,7 +54,7 @@ def test_the_estimate_is_what_the_executor_takes(dtype, kernel, case):
     largest = np.max(calls, axis=0)
     if len(calls) == 1:
         assert largest.tolist() == [memory.forward.sum(), memory.backward.sum()]
-    else:  # a rank's largest call may be another than that of all ranks together
+    else:  # ranks may have their largest calls for different masks
         assert largest[0] <= memory.forward.sum()
         assert largest[1] <= memory.backward.sum()
 

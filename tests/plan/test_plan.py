@@ -1,4 +1,4 @@
-"""What a plan's parts hold: rows, slots, instructions, the way back to samples."""
+"""Contents of a plan's parts: rows, slots, instructions; gathering rows into samples."""
 
 import numpy as np
 import pytest
@@ -120,7 +120,7 @@ def test_gather_refuses_parts_that_do_not_fit():
 
 
 def test_results_go_home_when_their_last_tile_is_done_not_all_at_the_end():
-    """Inside one node; where links are slow, that is before the last division."""
+    """Inside one node. With slow links, that is before the last division."""
     batch, shape = Batch.of([masks.full(8)] * 16), AttentionShape(2, 1, 8)
     config = PlannerConfig("random", block_size=4, divisions=4, seed=1)
     plan = plan_paced(batch, Topology(1, 4), shape, config)
@@ -174,7 +174,7 @@ def test_backward_moves_what_forward_does_and_the_gradients():
     plan = plan_batch(batch, Topology(1, 2), shape, PlannerConfig("zigzag"))
     forward = plan.total_bytes("default", Direction.FORWARD, shape)
     backward = plan.total_bytes("default", Direction.BACKWARD, shape)
-    assert backward == 2 * forward  # zigzag moves KV, and back dKV of the same size
+    assert backward == 2 * forward  # zigzag sends KV, and returns dKV of the same size
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Plan files: what is saved comes back, and anything else is refused with its reason."""
+"""Plan files can be read back, and any other file is refused with a reason."""
 
 import hashlib
 import tracemalloc
@@ -103,7 +103,7 @@ def test_anything_else_is_refused_with_file_and_reason(tmp_path, change, message
 
 
 def test_mutated_files_never_raise_anything_but_value_errors():
-    """With a right checksum, so that what is behind it is reached."""
+    """The checksum is valid, so that the decoder reads the mutated bytes."""
     data, rng, decoded = small_file(), np.random.default_rng(0), 0
     end = data.index(b"DYNCPPLN")
     for _ in range(1000):

@@ -196,7 +196,7 @@ def _check_messages(part: RankPlan, messages: Messages, direction: Direction, si
     _check_table(messages, MESSAGES, side, **bounds)
     kinds = Q_KINDS[direction] + K_KINDS[direction]
     travels = np.isin(messages.kind, kinds).all()
-    _require(travels, MESSAGES, f"a {side} is of a kind that does not travel in this direction")
+    _require(travels, MESSAGES, f"a {side} has a payload of the other direction")
     _require((messages.peer != part.rank).all(), MESSAGES, f"a {side} is between a rank and itself")
 
 
