@@ -57,7 +57,7 @@ class Plan:
 
     @property
     def filler(self) -> bool:
-        """As `RankPlan.filler`."""
+        """Like `RankPlan.filler`."""
         return self.parts[0].filler
 
     @property

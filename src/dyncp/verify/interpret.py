@@ -237,8 +237,9 @@ def interpret(
     """Attention of a whole batch (and its gradients, with `dout`) as the plan computes it.
 
     `q` and `dout` are [tokens, q_heads, head_dim], `k` and `v` [tokens, kv_heads, head_dim], tokens
-    in batch order; `scale` defaults to 1/√head_dim. Raises PlanError if the plan deadlocks or reads
-    a block outside its slot's lifetime. Small batches only: all scores are materialised.
+    in batch order; `scale` defaults to 1/√head_dim. Raises PlanError if the plan deadlocks, if a
+    message is not what its receiver expects, or if a block is read outside its slot's lifetime.
+    Small batches only: all scores are materialised.
     """
     unsafe = check_parts(plan)
     if unsafe:
