@@ -1,8 +1,9 @@
 """Array types of the planning stages, read-only arrays, sorting, and tables by rank."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,21 @@ Int16 = npt.NDArray[np.int16]
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Float64 = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """Base of tables: dataclasses whose fields are arrays of equal length."""
+
+    def columns(self) -> list[npt.NDArray[Any]]:
+        return [getattr(self, name) for name in self.__dataclass_fields__]
+
+    def __len__(self) -> int:
+        return len(self.columns()[0])
+
+    def select(self, rows: npt.NDArray[Any]) -> Self:
+        """The table with these rows only, given as indices or as a mask."""
+        return type(self)(*(column[rows] for column in self.columns()))
 
 
 def frozen(values: Any, dtype: type[np.generic] = np.int32) -> npt.NDArray[Any]:

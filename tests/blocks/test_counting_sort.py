@@ -1,4 +1,4 @@
-"""Counting sorts give what comparison sorts give."""
+"""Counting sorts return the same order as comparison sorts."""
 
 import numpy as np
 from hypothesis import given

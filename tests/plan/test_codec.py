@@ -1,7 +1,7 @@
 """The binary form of plans: exact, small, and safe to read."""
 
+import hashlib
 import struct
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from cases import cases
 from dyncp import AttentionShape, Batch, Plan, PlannerConfig, Topology, masks, plan_batch
 from dyncp.plan import PlanDecodeError, decode_part, encode_part
-from dyncp.plan.codec import decode_body, encode_body
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
@@ -34,12 +33,6 @@ def test_a_decoded_plan_equals_the_encoded_one(case):
     assert Plan.decode(data).encode() == data
     for part in case.plan.parts:
         assert encode_part(decode_part(encode_part(part))) == encode_part(part)
-
-
-def test_a_changed_copy_of_a_part_is_encoded_anew():
-    part = small_plan().parts[0]
-    assert decode_part(encode_part(part)).solver == "random"
-    assert decode_part(encode_part(replace(part, solver="other"))).solver == "other"
 
 
 def test_every_part_carries_the_digest_of_the_whole_plan():
@@ -102,11 +95,14 @@ def test_10000_mutated_plans_decode_to_an_equal_plan_or_raise_cleanly():
 
 
 def test_mutated_bodies_with_a_valid_checksum_never_raise_anything_else():
-    body = encode_body(small_plan().parts[1])
+    data = encode_part(small_plan().parts[1])
+    digest, body = data[12:28], data[44:]  # after magic and version; after the checksum
     rng, decoded = np.random.default_rng(1), 0
     for _ in range(5000):
+        changed = mutate(body, rng)
+        checksum = hashlib.blake2b(digest + changed, digest_size=16).digest()
         try:
-            decode_body(mutate(body, rng), "00" * 16)
+            decode_part(data[:28] + checksum + changed)
         except PlanDecodeError:
             continue
         decoded += 1
@@ -116,10 +112,10 @@ def test_mutated_bodies_with_a_valid_checksum_never_raise_anything_else():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "0 bytes"),
-        (b"PK\x03\x04" + bytes(100), "not a plan"),
+        (b"", "starts with b'' instead of"),
+        (b"PK\x03\x04" + bytes(100), "instead of b'DYNCPPLN'"),
         (small_plan().encode()[:-5], "truncated"),
-        (small_plan().encode() + b"x", "1 bytes behind"),
+        (small_plan().encode() + b"x", "1 bytes after"),
         (small_plan().encode()[:8] + b"\x63" + small_plan().encode()[9:], "version 99"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Plan.explain: its numbers are the plan's."""
+"""Plan.explain prints the plan's own numbers."""
 
 import re
 from dataclasses import replace

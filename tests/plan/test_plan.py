@@ -1,4 +1,4 @@
-"""What a plan's parts hold: rows, slots, instructions, the way back to samples."""
+"""Contents of a plan's parts: rows, slots, instructions; gathering rows into samples."""
 
 import numpy as np
 import pytest
@@ -17,11 +17,9 @@ from dyncp import (
     masks,
     plan_batch,
 )
-from dyncp.blocks import Direction, build_blocks
-from dyncp.masks import find_runs
+from dyncp.blocks import Direction
 from dyncp.placement import Limits
 from dyncp.plan import Layout, Op, Payload
-from dyncp.plan.format import build_row_runs
 from dyncp.plan.slots import place_slots
 from dyncp.verify import verify_plan
 from paced import plan_paced
@@ -34,12 +32,15 @@ SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 @given(data=st.data(), length=st.integers(1, 60), size=st.integers(1, 70))
 def test_row_runs_expand_to_the_masks_ranges(data, length, size):
     chosen = [data.draw(masks_of(n)) for n in (length, 7)]
-    blocks = build_blocks([length, 7], [size, 3])
-    runs = build_row_runs(find_runs([mask.ranges for mask in chosen]), blocks)
+    part = plan_batch(
+        Batch.of(chosen), Topology(), config=PlannerConfig("random", block_size=size)
+    ).parts[0]
+    blocks, runs = part.blocks, part.masks["default"].rows
     borders = zip(blocks.sequence, blocks.start, blocks.end, strict=True)
     for index, (sequence, start, end) in enumerate(borders):
-        ranges = runs.expand(index, start, end)
         dense = np.zeros((end - start, chosen[sequence].length), bool)
+        # Blocks that attend nothing have no tiles, and no runs.
+        ranges = runs.expand(index, start, end) if index in runs.block else []
         for row, row_ranges in enumerate(ranges):
             for first, last in row_ranges:
                 dense[row, first:last] = True
@@ -47,9 +48,10 @@ def test_row_runs_expand_to_the_masks_ranges(data, length, size):
 
 
 def test_builtin_masks_take_a_few_runs_per_block():
-    blocks = build_blocks([4096], [1024])
     for mask, most in ((masks.causal(4096), 4), (masks.lambda_shaped(4096, window=300), 8)):
-        assert len(build_row_runs(find_runs([mask.ranges]), blocks)) <= most
+        config = PlannerConfig("random", block_size=1024)
+        plan = plan_batch(Batch.of([mask]), Topology(), config=config)
+        assert len(plan.parts[0].masks["default"].rows) <= most
 
 
 @settings(max_examples=200, deadline=None)
@@ -118,7 +120,7 @@ def test_gather_refuses_parts_that_do_not_fit():
 
 
 def test_results_go_home_when_their_last_tile_is_done_not_all_at_the_end():
-    """Inside one node; where links are slow, that is before the last division."""
+    """Inside one node. With slow links, that is before the last division."""
     batch, shape = Batch.of([masks.full(8)] * 16), AttentionShape(2, 1, 8)
     config = PlannerConfig("random", block_size=4, divisions=4, seed=1)
     plan = plan_paced(batch, Topology(1, 4), shape, config)
@@ -172,7 +174,7 @@ def test_backward_moves_what_forward_does_and_the_gradients():
     plan = plan_batch(batch, Topology(1, 2), shape, PlannerConfig("zigzag"))
     forward = plan.total_bytes("default", Direction.FORWARD, shape)
     backward = plan.total_bytes("default", Direction.BACKWARD, shape)
-    assert backward == 2 * forward  # zigzag moves KV, and back dKV of the same size
+    assert backward == 2 * forward  # zigzag sends KV, and returns dKV of the same size
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Plan files: what is saved comes back, and anything else is refused with its reason."""
+"""Plan files can be read back, and any other file is refused with a reason."""
 
 import hashlib
 import tracemalloc
@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 
 from cases import Case, cases
 from dyncp import Batch, Plan, PlannerConfig, Topology, masks, plan_batch
-from dyncp.plan import PlanFileError, load_plan, save_plan
+from dyncp.plan import PlanDecodeError, load_plan, save_plan
 from dyncp.plan.codec import FILE_HEAD as HEAD
-from dyncp.plan.codec import FILE_MAGIC, FILE_VERSION, decode_plan_file, encode_plan_file
+from dyncp.plan.codec import FILE_MAGIC, VERSION, decode_plan_file, encode_plan_file
 from dyncp.verify import verify_plan
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -34,9 +34,7 @@ def small_file() -> bytes:
 def reseal(data: bytes) -> bytes:
     """The same file with a checksum that fits its body."""
     body = data[HEAD.size :]
-    return (
-        HEAD.pack(FILE_MAGIC, FILE_VERSION, hashlib.blake2b(body, digest_size=16).digest()) + body
-    )
+    return HEAD.pack(FILE_MAGIC, VERSION, hashlib.blake2b(body, digest_size=16).digest()) + body
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
@@ -74,35 +72,38 @@ def test_masks_take_little_room():
     ("change", "message"),
     [
         (lambda _: b"", "starts with b''"),
-        (lambda _: b"PK\x03\x04" + bytes(100), "a plan file with b'DYNCPFIL'"),
-        (lambda data: data[:20], "20 bytes, its head takes 28: truncated"),
+        (lambda _: b"PK\x03\x04" + bytes(100), "instead of b'DYNCPFIL'"),
+        (lambda data: data[:20], "20 bytes, fewer than the 28 of its head: truncated"),
         (lambda data: data[:-1], "checksum: truncated or changed"),
         (lambda data: data + b"x", "checksum: truncated or changed"),
         (
             lambda data: data[:8] + b"\x09" + data[9:],
-            f"version 9; this dyncp reads version {FILE_VERSION}",
+            f"version 9; this dyncp reads version {VERSION}",
         ),
         (lambda _: small()[0].encode(), "a plan without its batch; write it with `dyncp plan"),
         (lambda data: reseal(data[:-3]), "truncated"),
-        (lambda data: reseal(data[: HEAD.size + 400]), "bytes too late"),
+        (lambda data: reseal(data[: HEAD.size + 400]), "bytes after the end"),
         (lambda data: reseal(data[: HEAD.size] + bytes(50)), "its batch is malformed"),
-        (lambda data: reseal(data.replace(b'"lengths":[60,9]', b'"lengths":[60,0]')), "lengths"),
+        (
+            lambda data: reseal(data.replace(b'"lengths":[60,9]', b'"lengths":[60,0]')),
+            "length is 0",
+        ),
         (lambda data: reseal(data.replace(b'"lengths":[60,9]', b'"lengths":[61,8]')), "malformed"),
-        (lambda data: reseal(data.replace(b'"lengths":[60,9]', b'"lengths":[6,90]')), "runs of"),
+        (lambda data: reseal(data.replace(b'"lengths":[60,9]', b'"lengths":[6,90]')), "cover"),
         (lambda data: reseal(data.replace(b'"sample_ids"', b'"sample_idz"')), "sample_ids"),
     ],
 )
 def test_anything_else_is_refused_with_file_and_reason(tmp_path, change, message):
     path = tmp_path / "broken.plan"
     path.write_bytes(change(small_file()))
-    with pytest.raises(PlanFileError) as refused:
+    with pytest.raises(PlanDecodeError) as refused:
         load_plan(path)
     assert "broken.plan: " in str(refused.value)
     assert message in str(refused.value)
 
 
 def test_mutated_files_never_raise_anything_but_value_errors():
-    """With a right checksum, so that what is behind it is reached."""
+    """The checksum is valid, so that the decoder reads the mutated bytes."""
     data, rng, decoded = small_file(), np.random.default_rng(0), 0
     end = data.index(b"DYNCPPLN")
     for _ in range(1000):
@@ -134,7 +135,7 @@ def test_a_small_file_that_declares_many_tokens_is_refused_before_memory_is_take
     size = int.from_bytes(data[HEAD.size : HEAD.size + 4], "little") + len(meant) - len(written)
     body = size.to_bytes(4, "little") + data[HEAD.size + 4 :].replace(written, meant, 1)
     tracemalloc.start()
-    with pytest.raises(PlanFileError, match="its masks take 8,589,934,588 numbers"):
+    with pytest.raises(PlanDecodeError, match="the masks take 8,589,934,588 numbers"):
         decode_plan_file(reseal(head + body))
     assert tracemalloc.get_traced_memory()[1] < 2**20
     tracemalloc.stop()
@@ -142,5 +143,5 @@ def test_a_small_file_that_declares_many_tokens_is_refused_before_memory_is_take
 
 def test_deeply_nested_headers_are_refused():
     deep = b"[" * 100_000
-    with pytest.raises(PlanFileError, match="nested too deeply"):
+    with pytest.raises(PlanDecodeError, match="nested too deeply"):
         decode_plan_file(reseal(b" " * HEAD.size + len(deep).to_bytes(4, "little") + deep))

@@ -1,4 +1,4 @@
-"""Changes anywhere in a plan: verify never raises, and what it lets pass is right."""
+"""Changes anywhere in a plan: verify never raises, and plans that pass give right results."""
 
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -18,7 +18,7 @@ EXPECTED = {name: dense(BATCH, name, X) for name in BATCH.masks}
 
 
 def array_paths(item: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """Where the arrays of a part are, as field names and mask names."""
+    """Paths of field names and mask names to all arrays of a part."""
     if isinstance(item, np.ndarray):
         return [path] if item.size else []
     if isinstance(item, dict):
@@ -41,7 +41,7 @@ def changed(item: Any, path: tuple[str, ...], change: Any) -> Any:
 
 @st.composite
 def broken_plans(draw: Any) -> Plan:
-    """One number in one array of one part is another."""
+    """The plan with one number changed, in one array of one part."""
     rank = draw(st.integers(0, PLAN.num_ranks - 1))
     path = draw(st.sampled_from(array_paths(PLAN.parts[rank])))
     step = draw(st.sampled_from([-1, 1, 2, -5, 10**6, -(2**31), 2**31 - 1]))

@@ -1,4 +1,4 @@
-"""Every fault of the catalogue is found by its invariant, and wrong results show when run."""
+"""Every fault of the catalogue is reported under its invariant; wrong results show when run."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from dyncp import Plan
 from dyncp.plan import Direction, Payload
 from dyncp.verify import PlanError, check_plan, verify_plan
 
-# Small errors of a single key would hide behind a loose tolerance.
+# A loose tolerance would hide the small error of a single key.
 TOLERANCE = 1e-9
 
 

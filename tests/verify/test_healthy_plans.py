@@ -1,4 +1,4 @@
-"""Plans that the planner makes keep every invariant, and mean dense attention."""
+"""Plans that the planner makes keep every invariant, and compute dense attention."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Blocks that are passed on and results that are reduced on the way keep the invariants too.
+"""Relayed blocks and results that are summed on the way keep the invariants as well.
 
 Three ranks own one block each of a causal sequence and compute their own rows. Block 0 reaches
 rank 2 through rank 1, and its gradient comes back the same way, summed on rank 1:
@@ -42,7 +42,7 @@ def schedule_of(graph: BlockGraph, transfers: list[tuple[int, ...]]) -> Schedule
 
 @pytest.fixture
 def relay_plan() -> Plan:
-    """Rank 1 passes the gradient of block 0 on once it has merged that of rank 2."""
+    """Rank 1 sends the gradient of block 0 after merging the contribution of rank 2."""
     graph = build_graph(BATCH, AttentionShape(2, 1, 3, "fp64"), [4])
     placement = Placement.where_queries_live(graph, 3, np.arange(3), "relay", static=False)
     schedules = {

@@ -1,4 +1,4 @@
-"""`dyncp verify`: healthy files pass, and every fault of the catalogue shows in its line."""
+"""`dyncp verify`: healthy files pass, and every fault is reported in its invariant's line."""
 
 import json
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ def test_kernel_calls_stay_unchecked_without_numeric(capsys, tmp_path, plan):
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_corrupted_plan_is_reported_under_its_invariant(capsys, tmp_path, plan, fault: Fault):
-    """Plans that the decoder already refuses end with its sentence instead."""
+    """If the decoder refuses the plan, the command reports the decoder's error instead."""
     path = tmp_path / "broken.plan"
     save_plan(path, fault.make(plan), rich_batch())
     code = main(["verify", str(path), "--json"])
@@ -122,7 +122,7 @@ def test_a_large_batch_is_verified_but_not_run(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"not a plan at all", "it starts with b'not a pl', a plan file with"),
+        (b"not a plan at all", "it starts with b'not a pl' instead of"),
         (b"", "it starts with b''"),
         (None, "cannot be read: No such file"),
     ],
@@ -157,7 +157,7 @@ def test_what_was_checked_is_said_beside_the_violations(plan):
 
 
 def test_kernel_calls_of_another_mask_are_found():
-    """A plan for 40 causal tokens, beside a batch that allows one pair less."""
+    """The plan is for 40 causal tokens, the batch allows one pair less."""
     plan = plan_batch(Batch.of([masks.causal(40)]), Topology(1, 2))
     assert check_kernel_calls(plan, Batch.of([masks.causal(40)])) == []
     ranges = masks.causal(40).ranges.copy()

@@ -1,6 +1,6 @@
-"""Editing plans: what the catalogue of faults is written with.
+"""Functions that edit plans, for the catalogue of faults.
 
-Edited plans are joined anew, so that their digest is right and something else finds the fault.
+Edited plans get a new digest, so that the digest does not give the fault away.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,8 +28,8 @@ Step = tuple[int, int]
 
 @dataclass(frozen=True)
 class Fault:
-    """A named fault with the invariant it breaks, a word of the sentence that has to say so, and
-    whether results become wrong (or the plan can not be run), which the interpreter shows."""
+    """A named fault: the invariant that it breaks, words that the violation must contain, and
+    whether the interpreter shows it, by wrong results or by an error."""
 
     make: Callable[[Plan], Plan]
     invariant: int
@@ -170,7 +170,7 @@ def resent(
 
 
 def with_phase(plan: Plan, rank: int, direction: Direction, phase: int) -> Plan:
-    """Launches (and waits for) the phase where the rank did not take part in it before."""
+    """Launches (and waits for) the phase if the rank did not take part in it before."""
     program, steps = program_of(plan, rank, direction), steps_of(plan, rank, direction)
     missing = []
     if phase in program.receives.phase and (Op.WAIT, phase) not in steps:

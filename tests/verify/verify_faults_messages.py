@@ -99,7 +99,7 @@ def wait_before_launch(plan: Plan) -> Plan:
 
 @fault(3, "in increasing order", numerical=False)
 def launches_in_decreasing_order(plan: Plan) -> Plan:
-    """Two phases of inputs that owners send at the start are launched the other way round."""
+    """Two phases of inputs that owners send at the start are launched in reverse order."""
     steps = steps_of(plan, 0, FORWARD)
     assert [op for op, _ in steps[:2]] == [Op.LAUNCH, Op.LAUNCH]
     return with_steps(plan, 0, FORWARD, [steps[1], steps[0], *steps[2:]])

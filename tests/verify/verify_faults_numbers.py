@@ -21,9 +21,9 @@ from verify_edits import (
 )
 
 from dyncp.arrays import frozen
+from dyncp.blocks import bytes_per_token
 from dyncp.placement import Limits
 from dyncp.plan import Op, Payload, Plan, RankPlan, Space, Stretches
-from dyncp.verify.verify_plan import payload_sizes
 
 
 def _with_balance(plan: Plan, **changes: Any) -> Plan:
@@ -63,7 +63,8 @@ def block_sent_that_nobody_needs(plan: Plan) -> Plan:
     mine = np.flatnonzero(plan.parts[0].blocks.owner == source)
     block = int(np.setdiff1d(mine, held)[0])
     plan = _with_transfer(plan, source, target, (phase, Payload.KV, group, block))
-    size = int(payload_sizes(plan.parts[0])[Payload.KV, group]) * tokens(plan, block)
+    per_token = bytes_per_token(plan.parts[0].shape, plan.parts[0].head_groups)
+    size = int(per_token[Payload.KV, group]) * tokens(plan, block)
     parts: list[RankPlan] = []
     for part in plan.parts:
         forward, backward = part.declared_bytes[NAME]

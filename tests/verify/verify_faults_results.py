@@ -54,7 +54,7 @@ def dq_sent_to_a_wrong_rank(plan: Plan) -> Plan:
 
 @fault(4, "missing", numerical=True)
 def dq_sent_to_a_rank_that_only_borrows_the_block(plan: Plan) -> Plan:
-    """It has a slot for the block, so the gradient is accepted there, and never comes home."""
+    """It has a slot for the block, so it accepts the gradient, which never reaches its owner."""
     for rank, row in transfers(plan, BACKWARD, Payload.DQ):
         for other in set(ranks_of(plan)) - {rank, row[1]}:
             if _has(plan, other, row):
@@ -96,7 +96,7 @@ def result_never_sent(plan: Plan) -> Plan:
 
 @fault(4, "was sent in phase", numerical=True)
 def tile_computed_after_its_result_left(plan: Plan) -> Plan:
-    """A tile of a block that went home early moves to the last division."""
+    """A tile moves to the last division, after the result of its block was sent."""
     for rank in ranks_of(plan):
         mask, program = mask_of(plan, rank), program_of(plan, rank, FORWARD)
         steps = steps_of(plan, rank, FORWARD)

@@ -42,7 +42,7 @@ def _with_slot(plan: Plan, rank: int, direction: Direction, index: int, **cells:
 
 @fault(2, "still holds", numerical=True)
 def slot_reused_too_early(plan: Plan) -> Plan:
-    """A slot is put on one that is read after it is overwritten."""
+    """A slot is moved onto another that is still read after being overwritten."""
     for rank in ranks_of(plan):
         slots = rows_of(program_of(plan, rank, FORWARD).slots)
         for early, (j, late) in _slot_pairs(slots):
@@ -61,7 +61,7 @@ def _slot_pairs(slots: list) -> Iterator[tuple[tuple, tuple[int, tuple]]]:
 
 @fault(2, "off the borders", numerical=False)
 def slot_off_its_alignment(plan: Plan) -> Plan:
-    """The slot moves to rows of its own behind the workspace, one row off the border."""
+    """The slot moves to new rows after the workspace, one row off the alignment."""
     program = program_of(plan, 0, FORWARD)
     space, group, block, *_ = rows_of(program.slots)[0]
     rows = program.workspace_rows.copy()
@@ -74,7 +74,7 @@ def slot_off_its_alignment(plan: Plan) -> Plan:
 
 @fault(2, "outside its workspace", numerical=True)
 def slot_on_own_rows(plan: Plan) -> Plan:
-    """It overwrites an own key block that is read later."""
+    """It overwrites a local key block that is read later."""
     for rank in ranks_of(plan):
         program, tiles = program_of(plan, rank, FORWARD), mask_of(plan, rank).tiles
         steps, place = steps_of(plan, rank, FORWARD), plan.parts[rank].block_row

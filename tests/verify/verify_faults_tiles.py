@@ -144,7 +144,7 @@ def range_slope_changed(plan: Plan) -> Plan:
     return with_mask(plan, rank, rows=changed)
 
 
-@fault(1, "no row ranges", numerical=True)
+@fault(1, "have no row ranges", numerical=True)
 def row_ranges_of_a_block_missing(plan: Plan) -> Plan:
     rows = mask_of(plan, 2).rows
     kept = rows.block != rows.block[0]

@@ -1,4 +1,4 @@
-"""Second stage: a batch becomes token blocks and tiles, joined in a hypergraph."""
+"""Second stage: cuts a batch into token blocks and tiles, which form a hypergraph."""
 
 from dyncp.blocks.batch import DEFAULT_MASK, Batch
 from dyncp.blocks.graph import (

@@ -1,5 +1,5 @@
-"""BlockGraph: the token blocks and tiles of a batch, the hypergraph that placement works on; before
-it the attention that a plan is made for: heads, dtypes, and the payloads that ranks exchange."""
+"""`AttentionShape` and `Payload`: the heads and dtypes that a plan is made for, and what ranks
+exchange. `BlockGraph`: the token blocks and tiles of a batch, the hypergraph that is placed."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,27 +9,27 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from dyncp.arrays import Int32, Int64, frozen, starts_of
+from dyncp.arrays import Columns, Int32, Int64, frozen, starts_of
 from dyncp.blocks.batch import Batch
 from dyncp.checks import whole_number
 from dyncp.masks import LinearRanges, list_tiles
 
-# The bytes of any batch then fit into int64.
-MOST_HEADS = MOST_HEAD_DIM = 2**14
+# The most heads, and the largest head dimension: byte counts of every batch then fit into int64.
+MOST_HEADS = 2**14
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 DTYPE_NAMES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def dtype_name(dtype: Any) -> str | None:
-    """The name of a dtype: bf16 of torch.bfloat16, "bfloat16" and "bf16". None for other dtypes.
-    Compares strings: planning never imports torch."""
+    """Our name of a dtype: "bf16" for torch.bfloat16, "bfloat16" and "bf16"; None if unknown.
+    Compares strings, because planning never imports torch."""
     text = str(dtype).removeprefix("torch.")
     return text if text in ITEM_BYTES else DTYPE_NAMES.get(text)
 
 
 @dataclass(frozen=True, slots=True)
 class HeadGroup:
-    """Consecutive kv heads, with their q heads, that are planned together."""
+    """Consecutive kv heads that are planned together, along with their q heads."""
 
     first_kv_head: int
     num_kv_heads: int
@@ -39,10 +39,10 @@ class HeadGroup:
 class AttentionShape:
     """Shape of one attention layer.
 
-    `dtype` is that of q, k and v: a name ("bf16") or a torch dtype, which is kept by its name.
-    `partial_dtype` is the dtype in which partial outputs and gradients travel (default: `dtype`).
-    With `exact=False` the numbers are an assumption for pricing only: the plan has one head group
-    and fits any head counts, head dimension and dtype.
+    `dtype` is the dtype of q, k and v: a name ("bf16") or a torch dtype, stored by its name.
+    `partial_dtype` is the dtype in which partial outputs and gradients are sent (default: `dtype`).
+    With `exact=False` the numbers only serve cost estimates: the plan has one head group and runs
+    with any head counts, head dimension and dtype.
     """
 
     q_heads: int = 32
@@ -54,13 +54,12 @@ class AttentionShape:
 
     def __post_init__(self) -> None:
         for name in ("q_heads", "kv_heads", "head_dim"):
-            most = MOST_HEAD_DIM if name == "head_dim" else MOST_HEADS
-            number = whole_number(name, getattr(self, name), 1, most)
+            number = whole_number(name, getattr(self, name), 1, MOST_HEADS)
             object.__setattr__(self, name, number)
         if self.q_heads % self.kv_heads:
             raise ValueError(
                 f"kv_heads={self.kv_heads} does not divide q_heads={self.q_heads}; "
-                "every kv head serves the same number of q heads"
+                "every kv head must serve the same number of q heads"
             )
         object.__setattr__(self, "dtype", _checked_dtype("dtype", self.dtype))
         if self.partial_dtype is not None:
@@ -69,7 +68,7 @@ class AttentionShape:
 
     @staticmethod
     def assumed() -> "AttentionShape":
-        """The usual 4:1 ratio of q to kv heads, for plans made without knowing the model."""
+        """A shape with the usual 4:1 ratio of q to kv heads, for plans of an unknown model."""
         return AttentionShape(exact=False)
 
     @property
@@ -86,28 +85,28 @@ class AttentionShape:
 
     @property
     def accumulator_bytes(self) -> int:
-        """Item size of accumulators, log-sum-exps and row sums: fp32, or fp64 for fp64 inputs."""
+        """Bytes per item of accumulators, log-sum-exps and row sums: fp32, or fp64 for fp64."""
         return 8 if self.dtype == "fp64" else 4
 
     def divided(self, parts: int) -> "AttentionShape":
-        """The shape on one of `parts` tensor-parallel ranks: its share of the heads."""
+        """The shape on one of `parts` tensor-parallel ranks: its share of all heads."""
         if parts < 1 or self.q_heads % parts or self.kv_heads % parts:
             raise ValueError(
                 f"attention has {self.q_heads} q heads and {self.kv_heads} kv heads; {parts} "
-                "tensor-parallel ranks cannot share them: their number has to divide both"
+                "tensor-parallel ranks cannot share them: the number of ranks must divide both"
             )
         return replace(self, q_heads=self.q_heads // parts, kv_heads=self.kv_heads // parts)
 
     def head_groups(self, num_groups: int = 1) -> tuple[HeadGroup, ...]:
-        """`num_groups` groups of (nearly) equal size: 5 kv heads in 2 groups are 3 and 2."""
+        """Splits the kv heads into `num_groups` nearly equal groups: 5 heads into 3 and 2."""
         if not 1 <= num_groups <= self.kv_heads:
             raise ValueError(
-                f"head_groups is {num_groups}; allowed are 1 to {self.kv_heads} (the kv heads)"
+                f"head_groups is {num_groups}; allowed are 1 to {self.kv_heads} (kv_heads)"
             )
         if num_groups > 1 and not self.exact:
             raise ValueError(
                 f"head_groups is {num_groups}, but the model's head counts are not known; "
-                "give the attention shape (model=) to split heads into groups"
+                "pass the attention shape (model=) to split heads into groups"
             )
         size, larger = divmod(self.kv_heads, num_groups)
         sizes = [size + 1] * larger + [size] * (num_groups - larger)
@@ -125,7 +124,7 @@ def _checked_dtype(field: str, dtype: Any) -> str:
 
 
 class Payload(IntEnum):
-    """Kind of a transfer. A block's payload holds the rows of the block for one head group."""
+    """What a transfer carries: values of all rows of one block, for one head group."""
 
     Q = 0  # forward: queries
     KV = 1  # both directions: keys and values
@@ -140,10 +139,10 @@ class Direction(IntEnum):
     BACKWARD = 1
 
 
-# By kind: whether tiles read it (otherwise they produce it), and whether it belongs to a key block.
+# By payload: do tiles read it (or else produce it), and does it belong to a key block?
 IS_INPUT = np.isin(np.arange(len(Payload)), [Payload.Q, Payload.KV, Payload.Q_DOUT])
 OF_KEYS = np.isin(np.arange(len(Payload)), [Payload.KV, Payload.DKV])
-# What travels for a query block and for a key block, by direction: an input, and results if any.
+# Payloads of a query block and of a key block, by direction: the input, then the result if any.
 Q_KINDS = {
     Direction.FORWARD: (Payload.Q, Payload.OUT),
     Direction.BACKWARD: (Payload.Q_DOUT, Payload.DQ),
@@ -152,7 +151,7 @@ K_KINDS = {Direction.FORWARD: (Payload.KV,), Direction.BACKWARD: (Payload.KV, Pa
 
 
 def bytes_per_token(shape: AttentionShape, groups: Sequence[HeadGroup]) -> Int64:
-    """Bytes of one token's payload, int64[kinds, head groups]."""
+    """Bytes per token of every payload, int64[payloads, head groups]."""
     rows = np.zeros((len(Payload), len(groups)), np.int64)
     for g, group in enumerate(groups):
         kv = group.num_kv_heads * shape.head_dim
@@ -171,16 +170,13 @@ Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, eq=False)
-class TokenBlocks:
-    """Every token block of a batch, tokens [start, end) of a sequence, ordered by sequence and
-    start: int32[blocks] each."""
+class TokenBlocks(Columns):
+    """All token blocks of a batch: tokens [start, end) of a sequence, ordered by sequence and
+    start. Every column is int32[blocks]."""
 
     sequence: Int32
     start: Int32
     end: Int32
-
-    def __len__(self) -> int:
-        return len(self.sequence)
 
     @property
     def tokens(self) -> Int32:
@@ -188,23 +184,20 @@ class TokenBlocks:
 
 
 @dataclass(frozen=True, eq=False)
-class Tiles:
-    """Query block × key block × head group with at least one allowed pair, ordered by head group,
-    query block and key block. `pairs` counts allowed (query, key) pairs per head."""
+class Tiles(Columns):
+    """Every query block × key block × head group with at least one allowed pair, ordered by head
+    group, query block and key block. `pairs` counts the allowed (query, key) pairs of one head."""
 
     q_block: Int32
     k_block: Int32
     head_group: Int32
     pairs: Int64
 
-    def __len__(self) -> int:
-        return len(self.q_block)
-
 
 @dataclass(frozen=True, eq=False)
 class BlockGraph:
-    """Vertices are blocks and tiles; one hyperedge per data block joins it with the tiles that
-    read or produce it. `tiles` has one entry per mask name; the blocks are shared by all masks."""
+    """The hypergraph of a batch. Its vertices are blocks and tiles; a hyperedge joins a block with
+    the tiles that read or produce it. `tiles` is by mask name; all masks share the blocks."""
 
     batch: Batch
     shape: AttentionShape
@@ -215,45 +208,45 @@ class BlockGraph:
 
     @cached_property
     def payload_bytes(self) -> Int64:
-        """Bytes per token, int64[payload kinds, head groups]."""
+        """Bytes per token of every payload, int64[payloads, head groups]."""
         return bytes_per_token(self.shape, self.head_groups)
 
     @cached_property
     def row_work(self) -> Int64:
-        """Work of each block's query rows over all masks, int64[blocks]."""
+        """Pairs × q heads of each block's query rows, summed over all masks, int64[blocks]."""
         work = np.zeros(len(self.blocks))
         for name, tiles in self.tiles.items():
             work += np.bincount(tiles.q_block, self.tile_work(name), len(work))
         return work.astype(np.int64)
 
     def remember(self, key: Hashable, make: Callable[[], Found]) -> Found:
-        """What `make` returns, made once per graph and key: several stages ask for it, in both
-        directions. It is kept as long as the graph."""
+        """Returns `make()`, which is called once per key and kept as long as the graph: several
+        stages need the same derived values."""
         if key not in self._derived:
             self._derived[key] = make()
         found: Found = self._derived[key]
         return found
 
     def tile_work(self, name: str) -> Int64:
-        """Pairs × q heads of each tile: what computing it costs, up to a constant."""
+        """Pairs × q heads of each tile, which is proportional to its computation."""
         heads = [g.num_kv_heads * self.shape.q_heads_per_kv_head for g in self.head_groups]
         tiles = self.tiles[name]
         return tiles.pairs * np.asarray(heads, np.int64)[tiles.head_group]
 
 
-# A prototype on 81 cases moved 0-1 % more bytes with 8 blocks per rank than with much finer ones,
-# and 2-6 % more with 4.
+# In a prototype on 81 cases, 8 blocks per rank moved 0-1 % more bytes than much smaller blocks;
+# 4 blocks per rank moved 2-6 % more.
 BLOCKS_PER_RANK = 8
-# Tiles grow with the square of a sequence's blocks: one that needs more ranks than this many blocks
-# allow gets fewer per rank, at least 2, which is what zigzag has.
+# The number of tiles grows with the square of a sequence's blocks. A sequence that would have more
+# than MOST_BLOCKS gets fewer blocks per rank, but at least 2, as many as zigzag uses.
 MOST_BLOCKS, FEWEST_PER_RANK = 1024, 2
-# Long blocks end on the rows of a GPU kernel tile.
+# Blocks of at least this many tokens are whole GPU kernel tiles.
 BLOCK_MULTIPLE = 128
 
 
 def choose_block_sizes(lengths: Sequence[int], num_ranks: int) -> Int64:
-    """Block size of each sequence: one that fits a rank's fair share of the tokens stays whole,
-    a longer one is cut into about 8 blocks per rank that it needs.
+    """Block size of each sequence, int64[sequences]. A sequence of at most a rank's fair share of
+    the tokens stays whole; a longer one is cut into about 8 blocks for each rank that it needs.
 
     With 4 ranks and lengths [6000, 1000, 1000] the share is 2000 tokens; the first sequence needs
     3 ranks and is cut into blocks of 256 = ceil(6000 / 24) rounded up to 128 rows.
@@ -263,9 +256,9 @@ def choose_block_sizes(lengths: Sequence[int], num_ranks: int) -> Int64:
 
 
 def choose_sizes_by_work(lengths: Sequence[int], num_ranks: int) -> Int64:
-    """Like `choose_block_sizes`, but a sequence needs as many ranks as its share of the tokens says
-    or, assuming causal masks, its share of the work: a sequence with few tokens but more than a
-    rank's share of the work is cut, too."""
+    """Like `choose_block_sizes`, but counts the ranks that a sequence needs by its share of the
+    tokens or of the work (of causal masks), whichever is larger. So a sequence with few tokens but
+    more than a rank's share of the work is cut as well."""
     length = np.asarray(lengths, np.int64)
     share = np.maximum(length / length.sum(), length**2 / (length**2).sum()) * num_ranks
     return _cut_sizes(length, np.ceil(share).astype(np.int64))
@@ -279,7 +272,7 @@ def _cut_sizes(length: Int64, ranks_needed: Int64) -> Int64:
 
 
 def build_blocks(lengths: Sequence[int], block_sizes: Sequence[int] | Int64) -> TokenBlocks:
-    """Blocks of `block_sizes[s]` tokens for every sequence s; its last one may be shorter."""
+    """Cuts every sequence s into blocks of `block_sizes[s]` tokens; its last may be shorter."""
     length, size = np.asarray(lengths, np.int64), np.asarray(block_sizes, np.int64)
     if len(size) != len(length) or (size < 1).any():
         raise ValueError(
@@ -300,7 +293,7 @@ def build_graph(
     block_sizes: Sequence[int] | Int64,
     num_head_groups: int = 1,
 ) -> BlockGraph:
-    """The hypergraph of a batch for the given block sizes."""
+    """Builds the hypergraph of a batch with these block sizes, one per sequence."""
     groups = shape.head_groups(num_head_groups)
     blocks = build_blocks(batch.lengths, block_sizes)
     tiles = {

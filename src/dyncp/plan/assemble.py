@@ -1,18 +1,18 @@
-"""Assembles a plan from a placement and its schedules: one independent part per rank.
+"""Assembles a plan, with one independent part per rank, from a placement and its schedules.
 
-All ranks are built at once: a column holds the values of rank 0, then those of rank 1, and so on,
-and the parts of all ranks are views of these columns.
+The parts of all ranks are built together: a column holds the values of rank 0, then of rank 1, and
+so on, and each part has views of these columns.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Generic, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from dyncp.arrays import (
     Bool,
+    Columns,
     Int32,
     Int64,
     bounds_of_ranks,
@@ -60,13 +60,14 @@ from dyncp.plan.slots import BlockUses, build_slots
 from dyncp.schedule import Schedule, build_schedule
 
 Schedules = Mapping[str, tuple[Schedule, Schedule | None]]
-Table = TypeVar("Table")
+Table = TypeVar("Table", bound=Columns)
 
 
 def assemble_plan(
     graph: BlockGraph, placement: Placement, schedules: Schedules, balance: Balance, layout: Layout
 ) -> Plan:
-    """The whole plan. `schedules` has forward and (unless evaluating) backward per mask name."""
+    """Builds the plan of all ranks. `schedules` has, by mask name, the forward and the backward
+    schedule (None in plans for evaluation)."""
     blocks = OwnedBlocks(
         graph.blocks.sequence, graph.blocks.start, graph.blocks.end, placement.block_rank
     )
@@ -77,8 +78,8 @@ def assemble_plan(
         for name in graph.tiles
     }
     declared = {
-        name: (_total_bytes(graph, pair[0]), _total_bytes(graph, pair[1]))
-        for name, pair in schedules.items()
+        name: (_total_bytes(graph, forward), _total_bytes(graph, backward))
+        for name, (forward, backward) in schedules.items()
     }
     lengths, fingerprint = frozen(graph.batch.lengths), graph.batch.fingerprint
     stretches = stretches_of(graph.batch)
@@ -107,7 +108,7 @@ def assemble_plan(
 
 
 def stretches_of(batch: Batch) -> Stretches:
-    """Those of all sequences, one after the other."""
+    """The stretches of all sequences of the batch, in batch order."""
     single = np.any([single_stretches(runs) for runs in batch.runs.values()], axis=0)
     found = [(np.zeros(1, np.int64), np.full(1, NOTHING))] * len(single)
     for sequence in np.flatnonzero(~single).tolist():
@@ -118,6 +119,7 @@ def stretches_of(batch: Batch) -> Stretches:
 
 
 def _total_bytes(graph: BlockGraph, schedule: Schedule | None) -> int:
+    """Bytes of all transfers of a schedule."""
     if schedule is None:
         return 0
     transfers = schedule.transfers
@@ -127,7 +129,7 @@ def _total_bytes(graph: BlockGraph, schedule: Schedule | None) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _ByRank(Generic[Table]):
-    """The rows of a table ordered by rank: row i here is row `order[i]` there, and rank r has rows
+    """A table whose rows are sorted by rank: row i was row `order[i]`, and rank r has rows
     bounds[r] to bounds[r + 1]."""
 
     order: Int64
@@ -136,20 +138,12 @@ class _ByRank(Generic[Table]):
     table: Table
 
     @staticmethod
-    def of(
-        make: Callable[..., Table],
-        columns: Sequence[npt.NDArray[Any]],
-        rank: Int32 | Int64,
-        num_ranks: int,
-    ) -> "_ByRank[Table]":
-        order = sorted_order((rank, num_ranks))
-        table = make(*(column[order] for column in columns))
-        bounds = bounds_of_ranks(rank, num_ranks)
-        return _ByRank(order, rank[order].astype(np.int64), bounds, table)
+    def of(table: Table, rank: Int32 | Int64, num_ranks: int) -> "_ByRank[Table]":
+        order, bounds = sorted_order((rank, num_ranks)), bounds_of_ranks(rank, num_ranks)
+        return _ByRank(order, rank[order].astype(np.int64), bounds, table.select(order))
 
     def split(self) -> list[Table]:
-        columns = [getattr(self.table, field.name) for field in fields(self.table)]  # type: ignore[arg-type]
-        return split_by_rank(type(self.table), columns, self.bounds)
+        return split_by_rank(type(self.table), self.table.columns(), self.bounds)
 
 
 def _mask_plans(
@@ -160,38 +154,38 @@ def _mask_plans(
     local_rows: Int64,
     layout: Layout,
 ) -> list[MaskPlan]:
-    """One mask's plan for every rank."""
-    every, num_ranks = graph.tiles[name], placement.num_ranks
-    columns = (every.q_block, every.k_block, every.head_group, every.pairs)
-    tiles = _ByRank.of(Tiles, columns, placement.tile_rank[name], num_ranks)
-    forward = _programs(graph, tiles, schedules[0], local_rows, layout.slot_alignment)
-    backward: list[Program | None] = [None] * num_ranks
-    if schedules[1] is not None:
-        backward = [*_programs(graph, tiles, schedules[1], local_rows, layout.slot_alignment)]
-    of_ranks = (tiles.split(), _row_runs(graph, name, tiles, num_ranks), forward, backward)
+    """The plan of one mask for every rank."""
+    num_ranks = placement.num_ranks
+    tiles = _ByRank.of(graph.tiles[name], placement.tile_rank[name], num_ranks)
+    programs = (
+        _programs(graph, tiles, schedule, local_rows, layout.slot_alignment)
+        if schedule is not None
+        else [None] * num_ranks
+        for schedule in schedules
+    )
+    of_ranks = (tiles.split(), _row_runs(graph, name, tiles, num_ranks), *programs)
     return [MaskPlan(*values) for values in zip(*of_ranks, strict=True)]
 
 
 def _row_runs(graph: BlockGraph, name: str, tiles: _ByRank[Tiles], num_ranks: int) -> list[RowRuns]:
-    """Key ranges of the query blocks that each rank computes with."""
+    """Key ranges of the query blocks in each rank's tiles."""
     num_blocks = len(graph.blocks)
     runs = build_row_runs(graph.batch.runs[name], graph.blocks)
     rank, block, _ = distinct_pairs(tiles.rank, num_ranks, tiles.table.q_block, num_blocks)
     counts = np.bincount(runs.block, minlength=num_blocks)
     wanted = ranges_of(starts_of(counts)[block], counts[block])
     of_rank = starts_of(np.bincount(rank, counts[block], num_ranks).astype(np.int64))
-    columns = (runs.block, runs.start, runs.base, runs.slope)
-    return split_by_rank(RowRuns, [column[wanted] for column in columns], of_rank)
+    return split_by_rank(RowRuns, runs.select(wanted).columns(), of_rank)
 
 
 def _programs(
     graph: BlockGraph, tiles: _ByRank[Tiles], schedule: Schedule, local_rows: Int64, alignment: int
 ) -> list[Program]:
-    """The programs of all ranks for one mask and direction; `local_rows` has the rows of each."""
+    """The program of every rank for one mask and direction; `local_rows` is int64[ranks]."""
     num_ranks, moved = len(local_rows), schedule.transfers
     what = (moved.kind, moved.head_group, moved.block)
-    sends = _ByRank.of(Messages, (moved.phase, moved.target, *what), moved.source, num_ranks)
-    receives = _ByRank.of(Messages, (moved.phase, moved.source, *what), moved.target, num_ranks)
+    sends = _ByRank.of(Messages(moved.phase, moved.target, *what), moved.source, num_ranks)
+    receives = _ByRank.of(Messages(moved.phase, moved.source, *what), moved.target, num_ranks)
     division = schedule.tile_division[tiles.order]
     steps, first_step = order_instructions(
         schedule,
@@ -210,18 +204,14 @@ def _programs(
         alignment,
     )
     columns = (
-        split_by_rank(_only, [division], tiles.bounds),
-        split_by_rank(_only, [frozen(steps)], first_step),
+        np.split(frozen(division), tiles.bounds[1:-1]),
+        np.split(frozen(steps), first_step[1:-1]),
         sends.split(),
         receives.split(),
         slots,
         frozen(workspace_rows),
     )
     return [Program(*values) for values in zip(*columns, strict=True)]
-
-
-def _only(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    return column
 
 
 def _block_uses(
@@ -231,8 +221,8 @@ def _block_uses(
     receives: _ByRank[Messages],
     at: Int64,
 ) -> tuple[BlockUses, list[BlockUses]]:
-    """Blocks that are received as inputs, and all that is done with blocks; `at` is that of
-    `_index_instructions`."""
+    """Blocks that are received as inputs, and all uses of blocks by tiles and sends. `at` comes
+    from `_index_instructions`."""
     read, sent, inputs = tiles.table, sends.table, IS_INPUT[receives.table.kind]
     rank, got = receives.rank[inputs], receives.table.select(inputs)
     computed = at[Op.COMPUTE, tiles.rank, division]
@@ -255,22 +245,16 @@ def order_instructions(
     receives: tuple[Column, Column],
     computes: Bool,
 ) -> tuple[Int64, Int64]:
-    """Instructions (op, argument) of all ranks, one rank after the other, and where each rank's
-    start. The simulator runs this same order before a plan is assembled.
+    """Instructions (op, argument) of all ranks, sorted by rank, and int64[ranks + 1] where those of
+    each rank start. The simulator runs the same order before a plan is assembled.
 
     Every phase is launched as early as the schedule allows and waited for as late as it allows.
     `sends` and `receives` are (rank, phase) of every message, `computes` is bool[ranks, divisions].
     """
-    size = len(computes), schedule.num_phases
+    size, feeds = (len(computes), schedule.num_phases), schedule.phase_feeds
     receiving = _marked(*receives, *size)
-    taking_part = _marked(*sends, *size) | receiving
-    total = sum(int(np.count_nonzero(table)) for table in (taking_part, receiving, computes))
-    steps, first = np.empty((total, 2), np.int64), np.zeros(len(computes) + 1, np.int64)
-    feeds = schedule.phase_feeds
-    _order(
-        steps,
-        first,
-        taking_part,
+    return _order(
+        _marked(*sends, *size) | receiving,
         receiving,
         computes,
         schedule.phase_after_division,
@@ -278,18 +262,18 @@ def order_instructions(
         feeds,
         np.argsort(feeds, kind="stable"),
     )
-    return steps, first
 
 
 def _marked(rank: Column, number: Column, num_ranks: int, num_numbers: int) -> Bool:
+    """bool[ranks, numbers]: True for each of these (rank, number)."""
     marked: Bool = np.zeros((num_ranks, num_numbers), np.bool_)
     marked[rank, number] = True
     return marked
 
 
 def _index_instructions(steps: Int64, first: Int64, width: int) -> Int64:
-    """Index of each instruction in its rank's program, int64[op, ranks, arguments below width]; -1
-    where a rank has no such instruction."""
+    """Index of each instruction in its rank's program, int64[ops, ranks, arguments below width]; -1
+    if a rank has no such instruction."""
     counts = np.diff(first)
     rank = np.repeat(np.arange(len(counts)), counts)
     at = np.full((len(Op), len(counts), width), -1, np.int64)
@@ -299,8 +283,6 @@ def _index_instructions(steps: Int64, first: Int64, width: int) -> Int64:
 
 @compiled
 def _order(
-    steps: Int64,
-    first: Int64,
     takes_part: Bool,
     waiting: Bool,
     computes: Bool,
@@ -308,21 +290,23 @@ def _order(
     after_phase: Int64,
     feeds: Int32,
     by_feeds: Int64,
-) -> None:
-    """Fills `steps` and `first`; `waiting` marks what a rank receives and has not waited for yet;
-    it is modified."""
+) -> tuple[Int64, Int64]:
+    """Implements `order_instructions`. `waiting` marks phases that a rank receives and has not
+    waited for yet; it is modified."""
     num_ranks, num_phases = takes_part.shape
     num_divisions = computes.shape[1]
+    total = takes_part.sum() + waiting.sum() + computes.sum()
+    steps, first = np.empty((total, 2), np.int64), np.zeros(num_ranks + 1, np.int64)
     count = first[0]
     for rank in range(num_ranks):
-        done = fed = 0  # divisions, and phases ordered by the division they feed
-        for phase in range(num_phases + 1):  # the one after the last is the end
+        done = fed = 0  # number of divisions, and of phases sorted by the division they feed
+        for phase in range(num_phases + 1):  # num_phases means the end of the program
             at_end = phase == num_phases
             if not at_end and not takes_part[rank, phase]:
                 continue
             until = num_divisions if at_end else min(after_division[phase], num_divisions - 1)
             while done <= until:
-                # Also without tiles: blocks that are only relayed must be here for what follows.
+                # Ranks without tiles wait as well: they may relay blocks in later phases.
                 while fed < num_phases and feeds[by_feeds[fed]] <= done:
                     count = _wait(steps, count, waiting, rank, by_feeds[fed])
                     fed += 1
@@ -335,6 +319,7 @@ def _order(
                 steps[count, 0], steps[count, 1] = LAUNCH, phase
                 count += 1
         first[rank + 1] = count
+    return steps, first
 
 
 @inner
@@ -356,9 +341,9 @@ def sample_plan(
     block_size: int,
     head_groups: int = 1,
 ) -> Plan:
-    """A small plan to try an executor with. Blocks go round the ranks, and so do tiles: queries,
-    keys and results travel. On one rank, all tiles are one kernel call."""
-    graph = _sample_graph(masks, shape, block_size, head_groups)
+    """A small plan to test an executor with. Blocks and tiles are assigned to ranks round robin, so
+    that queries, keys and results are all sent. On one rank, all tiles are one kernel call."""
+    graph = build_graph(Batch.of(masks), shape, [block_size] * len(masks), head_groups)
     tiles = graph.tiles[DEFAULT_MASK]
     tile_rank = (tiles.q_block + tiles.k_block) % num_ranks
     placement = Placement(
@@ -374,9 +359,9 @@ def sample_plan(
 def sample_ring(
     masks: Sequence[Mask], num_ranks: int, shape: AttentionShape, block_size: int
 ) -> Plan:
-    """Another, in which keys and values go round a ring, with a kernel call at every hop: slots get
-    one block after the other, and results are passed on and added to."""
-    graph = _sample_graph(masks, shape, block_size, 1)
+    """Another small plan: keys and values are passed around a ring, with a kernel call at every
+    hop, so that slots are reused and results are passed on and added to."""
+    graph = build_graph(Batch.of(masks), shape, [block_size] * len(masks))
     owner = np.arange(len(graph.blocks)) % num_ranks
     ring = np.zeros((len(owner), 1), np.int32)
     traffic = Traffic("ring", (tuple(range(num_ranks)),), frozen(ring), frozen(owner[:, None]))
@@ -384,13 +369,6 @@ def sample_ring(
         graph, num_ranks, owner, "sample_ring", static=True, traffic=traffic
     )
     return _plan_sample(graph, placement)
-
-
-def _sample_graph(
-    masks: Sequence[Mask], shape: AttentionShape, block_size: int, head_groups: int
-) -> BlockGraph:
-    batch = Batch.of(masks)
-    return build_graph(batch, shape, [block_size] * len(batch.lengths), head_groups)
 
 
 def _plan_sample(graph: BlockGraph, placement: Placement) -> Plan:

@@ -1,13 +1,13 @@
-"""Workspaces and buffers: where blocks lie, which rows kernel calls touch and what they add to each
-block, and the tensors and message buffers that one attention call takes on a rank.
+"""Workspaces and buffers of one attention call on a rank: where blocks are stored, which rows the
+kernel calls touch and what they contribute to each block, and the tensors and message buffers.
 
-A call contributes to the rows of every block that it touches. Results received for the same rows
-are added after the last call, when the sum leaves the rank or the call ends. A single contribution
-needs no adding up.
+A kernel call contributes to the rows of every block that it touches. Received results for the same
+rows are added after the last call, when the sum is sent or the attention call ends. A single
+contribution needs no sum.
 
-What the caller passes in and gets back (q, k, v, out, their gradients) is read and written in place
-where nothing is received and no graph needs fixed addresses. Elsewhere it is copied, and received
-blocks follow it.
+The caller's tensors (q, k, v, out, their gradients) are read and written in place if no block is
+received into them and no graph needs fixed addresses. Otherwise they are copied to a buffer that
+also has rows for received blocks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,13 +18,13 @@ from math import prod
 
 import numpy as np
 
-from dyncp.arrays import Bool, Int32, Int64, frozen
+from dyncp.arrays import Bool, Columns, Int32, Int64, frozen
 from dyncp.blocks import IS_INPUT, OF_KEYS, AttentionShape, Direction, HeadGroup
 from dyncp.plan.format import MaskPlan, Messages, Op, Program, RankPlan, Space
 
-PER_HEAD_ROWS = 128  # per-head values are padded to whole kernel tiles, which GPUs load at once
-ALIGNMENT = 256  # bytes: every buffer starts on a boundary that suits GPU memory transactions
-MESSAGE_ALIGNMENT = 16  # bytes: the message of every peer starts where vector loads may
+PER_HEAD_ROWS = 128  # rows of per-head values are padded to whole kernel tiles, for vector loads
+ALIGNMENT = 256  # bytes: the start of every buffer, for GPU memory transactions
+MESSAGE_ALIGNMENT = 16  # bytes: the start of every peer's message, for vector loads
 INPUTS: dict[Direction, dict[Space, tuple[str, ...]]] = {
     Direction.FORWARD: {Space.Q: ("q",), Space.KV: ("k", "v")},
     Direction.BACKWARD: {Space.Q: ("q", "dout"), Space.KV: ("k", "v")},
@@ -34,22 +34,22 @@ OUTPUTS: dict[Direction, dict[Space, tuple[str, ...]]] = {
     Direction.BACKWARD: {Space.Q: ("dq",), Space.KV: ("dk", "dv")},
 }
 SUMS = ("dq_sums", "dk_sums", "dv_sums")
-# Zeroed at the start of a call, all together: sums, and per-head values of padding rows.
+# Buffers that are zeroed at the start of a call: sums, and per-head values with padding rows.
 CLEARED = (*SUMS, "lse", "delta")
 
 
 @dataclass(frozen=True, slots=True)
 class KernelStyle:
-    """What the memory of a call depends on, in a kernel and in how it is run.
+    """The properties of a kernel, and of how it is run, that determine the memory of a call.
 
-    `merges`: forward calls add up what they compute; otherwise each leaves an output of its own,
-    for all rows of the kernel tiles that it touches.
-    `collects`: gradients collect in fp32 sums in the kernel's own layout, over all calls of a
-    program, with rows padded to `row_multiple` and head dims to `dim_multiple`. The only call of a
-    rank without messages may be up to `most_sequences` whole sequences, each of which begins on
-    such a border.
-    `fixed`: where there are messages, inputs are copied to and results from the executor's own
-    memory, so that everything between can be replayed as graphs.
+    `merges`: forward calls merge their outputs with those of earlier calls. Otherwise each call
+    writes an output of its own, for all rows of the kernel tiles that it touches.
+    `collects`: backward calls of a program add gradients to common fp32 sums in the kernel's own
+    layout, with rows padded to `row_multiple` and head dims to `dim_multiple`. If a rank has no
+    messages and a single call, that call may consist of up to `most_sequences` whole sequences,
+    each of which starts on a multiple of `row_multiple`.
+    `fixed`: if there are messages, inputs and results are copied to and from the executor's own
+    memory, so that the work in between can be replayed as graphs.
     """
 
     merges: bool = True
@@ -61,10 +61,10 @@ class KernelStyle:
 
 
 @dataclass(frozen=True, eq=False)
-class Contributions:
-    """Ordered by head group, space, block and `time`, the index of the call's instruction. `wide`
-    says whether the sum is left in the accumulator dtype: it is rounded to the final one when the
-    last contribution is added."""
+class Contributions(Columns):
+    """What kernel calls add to blocks, ordered by head group, space, block and `time`, the index of
+    the call's instruction. `first` marks the first contribution to a block. `wide` says whether the
+    sum stays in the accumulator dtype; the last contribution rounds it to the final dtype."""
 
     time: Int64
     space: Int64
@@ -73,20 +73,17 @@ class Contributions:
     first: Bool
     wide: Bool
 
-    def __len__(self) -> int:
-        return len(self.time)
-
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A tensor of head group `index`, or the messages of phase `index`. `call` is the division
-    whose results it is for, if it is for those of one call."""
+    """A tensor of head group `index`, or the messages of phase `index`. `call` is the division of
+    the kernel call that writes it, or -1 if it belongs to no single call."""
 
     name: str
     index: int
-    shape: tuple[int, ...]  # as it lies in memory: per-head values have heads first
+    shape: tuple[int, ...]  # in memory: per-head values have heads first
     item_bytes: int
-    rows: int = 0  # of per-head values, whose rows are padded
+    rows: int = 0  # without padding, for per-head values only
     call: int = -1
 
     @property
@@ -108,7 +105,8 @@ class StyledProgram:
 
     @cached_property
     def place(self) -> Int64:
-        """First row of every block in each workspace, [spaces, head groups, blocks]; -1: absent."""
+        """First row of every block in each workspace, int64[spaces, head groups, blocks]; -1 if the
+        block is neither local nor received."""
         place = np.tile(self.part.block_row, (len(Space), len(self.part.head_groups), 1))
         slots = self.program.slots
         place[slots.space, slots.head_group, slots.block] = slots.row
@@ -117,8 +115,7 @@ class StyledProgram:
     @cached_property
     def call_rows(self) -> dict[tuple[int, int], tuple[slice, slice]]:
         """Query rows and key rows of every kernel call, by division and head group: from the first
-        of the style's kernel tiles that it touches to the last, at least two where there are two.
-        """
+        to the last kernel tile that it touches, at least two tiles if the workspace has two."""
         tiles, tokens = self.mask.tiles, self.part.blocks.tokens
         groups = len(self.part.head_groups)
         key = self.program.tile_division.astype(np.int64) * groups + tiles.head_group
@@ -139,7 +136,7 @@ class StyledProgram:
 
     @cached_property
     def contributions(self) -> Contributions:
-        """One contribution of every call to every block that it touches."""
+        """The contributions of every call, one to each block that it touches."""
         tiles, program, shape = self.mask.tiles, self.program, self.part.shape
         num_blocks, num_steps = len(self.part.blocks), max(len(program.instructions), 1)
         at = times_of(program, Op.COMPUTE)[program.tile_division]
@@ -152,21 +149,22 @@ class StyledProgram:
         changes = np.diff(key, prepend=-1, append=-1) != 0
         place, block = np.divmod(key, num_blocks)
         group, space = np.divmod(place, len(Space))
-        goes_on = result_keys(program.receives, num_blocks)
+        unfinished = result_keys(program.receives, num_blocks)
         if shape.partial_dtype not in (None, shape.dtype):  # sent from the wide sums
-            goes_on = np.concatenate([goes_on, result_keys(program.sends, num_blocks)])
-        wide = ~changes[1:] | np.isin(key, goes_on)
+            unfinished = np.append(unfinished, result_keys(program.sends, num_blocks))
+        wide = ~changes[1:] | np.isin(key, unfinished)
         return Contributions(time, space, group, block, changes[:-1], wide)
 
     def copies_inputs(self, group: int) -> list[bool]:
-        """Whether a head group's inputs, by workspace, lie in the executor's buffers or in the
-        caller's tensors."""
+        """By workspace: whether a head group's inputs are copied to the executor's buffers, instead
+        of being read from the caller's tensors."""
         fixed, rows = self.style.fixed and self.has_messages, self.part.local_rows
         return [fixed or int(n) > rows for n in self.program.workspace_rows[:, group]]
 
     def copies_results(self, group: int) -> list[bool]:
-        """The same of its results. A kernel that merges writes them in place where none are
-        received; one that does not, where it makes a single call."""
+        """By workspace: whether a head group's results are copied from the executor's buffers. A
+        kernel that merges writes them in place unless results are received; a kernel that does not
+        merge writes the output in place if it makes a single call."""
         if self.backward and self.style.collects:
             return [True, True]
         received = self.program.receives
@@ -180,13 +178,13 @@ class StyledProgram:
         return results
 
     def buffers(self, shape: AttentionShape) -> list[Buffer]:
-        """All buffers of one call, those that are cleared at its start one after the other."""
+        """All buffers of one call. Buffers that are cleared at its start are adjacent."""
         buffers: list[Buffer] = []
         for index, group in enumerate(self.part.groups_for(shape)):
             buffers += _Group(self, index, group, shape).buffers()
         buffers.sort(key=lambda buffer: buffer.name in CLEARED)
         sends = self.program.sends
-        # Messages with the same payloads are packed once.
+        # Messages with the same payloads for several peers are packed once.
         packed = sends.select(sends.peer == first_peers(sends))
         for name, messages in (("send", packed), ("receive", self.program.receives)):
             buffers += _message_buffers(name, self.part, messages, shape)
@@ -194,7 +192,8 @@ class StyledProgram:
 
 
 def _whole_tiles(low: Int64, high: Int64, rows: Int64, multiple: int) -> Int64:
-    """[first, end) of each hull. A single kernel tile is widened to two, downwards if possible."""
+    """Rounds rows [low, high) out to whole kernel tiles, int64[n, 2]. A single tile is widened to
+    two, downwards if possible."""
     first, end = low // multiple, -(-high // multiple)
     single = (end - first == 1) & (rows > multiple)
     before = single & (first > 0)
@@ -203,7 +202,7 @@ def _whole_tiles(low: Int64, high: Int64, rows: Int64, multiple: int) -> Int64:
 
 
 def times_of(program: Program, op: Op) -> Int64:
-    """Index of each instruction of a kind by its argument; -1 where there is none."""
+    """Index of the instruction with this op, by its argument; -1 if there is none."""
     ops, arguments = program.instructions[:, 0], program.instructions[:, 1]
     at = np.flatnonzero(ops == op)
     times = np.full(int(arguments.max(initial=-1)) + 1, -1, np.int64)
@@ -212,7 +211,7 @@ def times_of(program: Program, op: Op) -> Int64:
 
 
 def result_keys(messages: Messages, num_blocks: int) -> Int64:
-    """`block_keys` of the results among these payloads."""
+    """The `block_keys` of all results among these payloads."""
     at = np.flatnonzero(~IS_INPUT[messages.kind])
     space = OF_KEYS[messages.kind[at]].astype(np.int64)
     return block_keys(space, messages.head_group[at], messages.block[at], num_blocks)
@@ -221,18 +220,18 @@ def result_keys(messages: Messages, num_blocks: int) -> Int64:
 def block_keys(
     space: Int64 | int, group: Int64 | Int32, block: Int64 | Int32, num_blocks: int
 ) -> Int64:
-    """One number for a block of a head group in a workspace."""
+    """A number that identifies (head group, space, block) and sorts in this order."""
     return (group.astype(np.int64) * len(Space) + space) * num_blocks + block
 
 
 def padded_rows(rows: int) -> int:
-    """Rows that per-head values (log-sum-exps, row sums) take in memory."""
+    """Rows of per-head values (log-sum-exps, row sums) in memory, with padding."""
     return -(-rows // PER_HEAD_ROWS) * PER_HEAD_ROWS
 
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """The buffers of one head group."""
+    """Lists the buffers of one head group."""
 
     of: StyledProgram
     index: int
@@ -270,7 +269,7 @@ class _Group:
                 yield self.per_head(name, self.sums_rows(Space.Q))
 
     def merged(self) -> Iterator[Buffer]:
-        """Sums that calls add to, and those in another dtype where some row needs them."""
+        """Results that calls add to, and sums in the accumulator dtype if some block needs them."""
         wide, added = self.shape.accumulator_bytes, self.of.contributions
         for space, copied in zip(Space, self.of.copies_results(self.index), strict=True):
             names, rows = OUTPUTS[self.of.direction][space], self.num_rows(space)
@@ -285,15 +284,16 @@ class _Group:
                     yield self.tensor(f"{name}_wide", space, rows, wide)
 
     def outputs_of_calls(self) -> Iterator[Buffer]:
-        for division, (rows, _) in (
-            self.calls if self.of.copies_results(self.index)[Space.Q] else ()
-        ):
+        if not self.of.copies_results(self.index)[Space.Q]:
+            return
+        for division, (rows, _) in self.calls:
             count = rows.stop - rows.start
             yield self.tensor("out_call", Space.Q, count, self.shape.item_bytes, division)
             yield self.per_head("lse_call", count, division)
 
     def collected(self) -> Iterator[Buffer]:
-        """Where heads are not grouped, kernels write dK and dV of every call instead."""
+        """Sums of gradients. If every q head has its own kv head, calls write dK and dV to buffers
+        of their own instead."""
         grouped = self.shape.q_heads_per_kv_head > 1
         dim = -(-self.shape.head_dim // self.of.style.dim_multiple) * self.of.style.dim_multiple
         yield Buffer("dq_sums", self.index, (self.heads(Space.Q), self.sums_rows(Space.Q), dim), 4)
@@ -307,7 +307,8 @@ class _Group:
                 yield self.tensor(f"{name}_call", Space.KV, count, item, division)
 
     def sums_rows(self, space: Space) -> int:
-        """Whole kernel tiles. A sequence of the mask has a run of rows, or several."""
+        """Rows of sums, in whole kernel tiles, with room to align every sequence. There are at most
+        as many sequences as runs of rows."""
         side, rows = self.of.style.row_multiple, self.num_rows(space)
         most = self.of.style.most_sequences
         if most and not self.of.has_messages and len(self.calls) == 1:
@@ -316,7 +317,7 @@ class _Group:
 
     @cached_property
     def calls(self) -> list[tuple[int, tuple[slice, slice]]]:
-        """Divisions of the group's calls, with the rows that they touch."""
+        """Division, query rows and key rows of each of the group's calls."""
         rows = self.of.call_rows.items()
         return [(division, hull) for (division, g), hull in rows if g == self.index]
 
@@ -334,7 +335,8 @@ def _message_buffers(
 
 
 def first_peers(messages: Messages) -> Int32:
-    """The first peer that gets the same payloads in the same phase, int32[payloads]."""
+    """For each payload, the first peer whose message of that phase has the same payloads as the
+    message of its peer, int32[payloads]."""
     first = messages.peer.copy()
     key = np.stack([messages.phase, messages.peer])
     starts = np.flatnonzero(np.append(True, (np.diff(key) != 0).any(axis=0))[: len(messages)])
@@ -353,11 +355,11 @@ GRAPH_BYTES = 125_000  # 121 kB each on one H200: python -m benchmarks.gpu_memor
 class MemoryUse:
     """Bytes of every rank in one attention call, int64[ranks] per direction.
 
-    Counted are copies of inputs with space for received blocks, sums in a wider dtype, row sums,
-    partial results and message buffers; not q, kv, out, log-sum-exps and gradients, which belong
-    to the caller. With several masks, each rank's largest call counts. `backward` is 0 in
-    plans for evaluation. `graphs` is what the driver takes, at most, for the CUDA graphs of a
-    prepared plan while it is alive, where they are used: one for every communication point.
+    Includes copies of inputs with space for received blocks, sums in a wider dtype, row sums,
+    partial results and message buffers, but not q, kv, out, log-sum-exps and gradients, which are
+    the caller's. With several masks, it is the largest call of each rank. `backward` is 0 in plans
+    for evaluation. `graphs` is an upper bound of the driver's memory for the CUDA graphs of a
+    prepared plan, if graphs are used: one per communication point.
     """
 
     forward: Int64
@@ -371,7 +373,7 @@ class MemoryUse:
 
     @property
     def peak(self) -> int:
-        """Most bytes on any rank in either direction."""
+        """The most bytes of any rank."""
         return int(self.per_rank.max())
 
 
@@ -380,7 +382,7 @@ def measure_memory(
     shape: AttentionShape | None = None,
     style: KernelStyle | None = None,
 ) -> MemoryUse:
-    """Of these ranks' parts in a call of `shape` (default: the plan's own) with a kernel of `style`
+    """Memory of these parts in a call of `shape` (default: the plan's own) with a kernel of `style`
     (default: one that merges)."""
     used = np.zeros((3, len(parts)), np.int64)
     for rank, part in enumerate(parts):

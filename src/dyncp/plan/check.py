@@ -1,8 +1,8 @@
-"""Checks of a part, with the sentence and the invariant (docs/verify.md) of the first fault found.
+"""`check_part`: raises the first fault of a part, with the invariant (docs/verify.md) it breaks.
 
-A part that passes is safe to run: every index points at something that exists, nothing is read or
-written outside the part's buffers, and nothing is waited for that never comes. Correctness is the
-verifier's subject.
+A part that passes is safe to run: every index is in bounds, nothing is read or written outside the
+part's buffers, and no wait is for a message that never arrives. Whether it computes the right
+results is checked by `dyncp.verify`.
 """
 
 from collections.abc import Iterator
@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from dyncp.arrays import starts_of
-from dyncp.blocks import K_KINDS, OF_KEYS, Q_KINDS, Direction
+from dyncp.blocks import K_KINDS, OF_KEYS, Q_KINDS, Direction, TokenBlocks
 from dyncp.checks import MOST_RANKS
 from dyncp.masks.positions import UNCLEAR
-from dyncp.placement import Balance, Limits
+from dyncp.placement import Limits
 from dyncp.plan.format import (
     MaskPlan,
     Messages,
@@ -32,7 +32,7 @@ COVERAGE, INPUTS, MESSAGES, BALANCE, BYTES, IDENTITY = 1, 2, 3, 5, 7, 8
 
 
 class PartError(ValueError):
-    """A part that is malformed; `invariant` is the one that it breaks."""
+    """A part is malformed; `invariant` is the number of the invariant that it breaks."""
 
     def __init__(self, invariant: int, sentence: str) -> None:
         super().__init__(sentence)
@@ -42,7 +42,6 @@ class PartError(ValueError):
 def check_part(part: RankPlan) -> None:
     """Raises PartError unless the part is safe to run."""
     _check_scalars(part)
-    _check_balance(part.balance)
     _check_head_groups(part)
     _check_blocks(part.lengths, part.blocks, part.num_ranks)
     _check_stretches(part.lengths, part.stretches)
@@ -52,7 +51,7 @@ def check_part(part: RankPlan) -> None:
         _require(counts, BYTES, f"mask {name!r} does not declare its two byte counts")
         with _inside(f"mask {name!r}"):
             _check_tiles(part, mask)
-            _check_rows(part, mask.rows, mask.tiles.q_block)
+            _check_rows(part, mask)
             for direction, program in mask.programs():
                 with _inside(direction.name.lower()):
                     for messages, side in ((program.sends, "send"), (program.receives, "receive")):
@@ -80,7 +79,7 @@ def _bounded(values: np.ndarray, bound: int, invariant: int, what: str) -> None:
 
 
 def _check_table(table: Any, invariant: int, one: str, **bounds: int) -> None:
-    """Columns are equally long; those that are indices of something lie in [0, bound)."""
+    """All columns have the same length, and columns with a bound are in [0, bound)."""
     shapes = {field: getattr(table, field).shape for field in table.__dataclass_fields__}
     first = next(iter(shapes.values()))
     alike = len(first) == 1 and set(shapes.values()) == {first}
@@ -100,22 +99,19 @@ def _check_scalars(part: RankPlan) -> None:
         value = getattr(part, field)
         fits = type(value) is int and least <= value <= MOST_RANKS
         _require(fits, invariant, f"{field} is {value!r}; {least} to {MOST_RANKS} is allowed")
-    for field in ("fingerprint", "digest", "solver"):
-        value = getattr(part, field)
-        _require(isinstance(value, str), IDENTITY, f"{field} is {value!r}, not text")
-    below = part.rank < part.num_ranks
-    _require(below, IDENTITY, f"rank is {part.rank} of {part.num_ranks} ranks")
+    for item, field, kinds, invariant in (
+        (part, "fingerprint", str, IDENTITY),
+        (part, "digest", str, IDENTITY),
+        (part, "solver", str, IDENTITY),
+        (part.balance, "compute_max_over_mean", (int, float), BALANCE),
+        (part.balance, "tokens_max_over_mean", (int, float), BALANCE),
+        (part.balance, "limits", Limits, BALANCE),
+        (part.balance, "reason", str, BALANCE),
+    ):
+        value = getattr(item, field)
+        _require(isinstance(value, kinds), invariant, f"{field} is {value!r}: wrong type")
+    _require(part.rank < part.num_ranks, IDENTITY, f"rank is {part.rank} of {part.num_ranks} ranks")
     _require(part.masks, COVERAGE, "the part has no mask")
-
-
-def _check_balance(balance: Balance) -> None:
-    for field in ("compute_max_over_mean", "tokens_max_over_mean"):
-        value = getattr(balance, field)
-        _require(type(value) in (int, float), BALANCE, f"{field} is {value!r}, not a number")
-    _require(isinstance(balance.limits, Limits), BALANCE, f"limits are {balance.limits!r}")
-    _require(
-        isinstance(balance.reason, str), BALANCE, f"the reason is {balance.reason!r}, not text"
-    )
 
 
 def _check_head_groups(part: RankPlan) -> None:
@@ -164,28 +160,29 @@ def _check_tiles(part: RankPlan, mask: MaskPlan) -> None:
     _require(same.all(), COVERAGE, "a tile joins blocks of two sequences")
 
 
-def check_runs(rows: RowRuns) -> None:
-    """Raises PartError unless the arrays of runs fit together."""
+def check_runs(rows: RowRuns, blocks: TokenBlocks, needed: np.ndarray) -> None:
+    """Raises PartError unless the runs cover their blocks in order, and every `needed` block."""
     count = len(rows.block)
     fits = rows.block.shape == rows.start.shape == (count,) and rows.base.shape == rows.slope.shape
     fits = fits and rows.base.ndim == 3 and rows.base.shape[::2] == (count, 2)
     _require(fits and rows.base.shape[1] > 0, COVERAGE, "arrays of row ranges do not fit together")
-
-
-def _check_rows(part: RankPlan, rows: RowRuns, q_blocks: np.ndarray) -> None:
-    check_runs(rows)
-    _bounded(rows.block, len(part.blocks), COVERAGE, "the block of a row range")
-    bare = np.setdiff1d(q_blocks, rows.block)
-    _require(not len(bare), COVERAGE, f"query blocks {bare[:8]} have tiles but no row ranges")
+    _bounded(rows.block, len(blocks), COVERAGE, "the block of a row range")
+    bare = np.setdiff1d(needed, rows.block)
+    _require(not len(bare), COVERAGE, f"query blocks {bare[:8]} have no row ranges")
     same = rows.block[1:] == rows.block[:-1]
     head = np.append(True, ~same)[: len(rows)]
     for ordered in (
         rows.block[1:] >= rows.block[:-1],
         (rows.start[1:] > rows.start[:-1])[same],
-        rows.start[head] == part.blocks.start[rows.block[head]],
-        rows.start < part.blocks.end[rows.block],
+        rows.start[head] == blocks.start[rows.block[head]],
+        rows.start < blocks.end[rows.block],
     ):
         _require(ordered.all(), COVERAGE, "row ranges do not cover their blocks in order")
+
+
+def _check_rows(part: RankPlan, mask: MaskPlan) -> None:
+    rows = mask.rows
+    check_runs(rows, part.blocks, mask.tiles.q_block)
     steps = (rows.ends(part.blocks.end) - rows.start - 1)[:, None, None]
     length = part.lengths[part.blocks.sequence[rows.block]][:, None, None]
     for ranges in (rows.base.astype(np.int64), rows.base + rows.slope.astype(np.int64) * steps):
@@ -199,14 +196,14 @@ def _check_messages(part: RankPlan, messages: Messages, direction: Direction, si
     _check_table(messages, MESSAGES, side, **bounds)
     kinds = Q_KINDS[direction] + K_KINDS[direction]
     travels = np.isin(messages.kind, kinds).all()
-    _require(travels, MESSAGES, f"a {side} is of a kind that does not travel in this direction")
+    _require(travels, MESSAGES, f"a {side} has a payload of the other direction")
     _require((messages.peer != part.rank).all(), MESSAGES, f"a {side} is between a rank and itself")
 
 
 def _check_instructions(mask: MaskPlan, program: Program) -> None:
-    """Each comes once, and what tiles and messages need is among them."""
+    """No instruction is repeated, and every division and phase has its instructions."""
     alike = program.tile_division.shape == mask.tiles.q_block.shape
-    _require(alike, COVERAGE, "tiles and their divisions differ in number")
+    _require(alike, COVERAGE, "the numbers of tiles and of their divisions differ")
     instructions = program.instructions
     pairs = instructions.ndim == 2 and instructions.shape[1] == 2
     _require(pairs, MESSAGES, f"instructions have shape {instructions.shape}")
@@ -242,7 +239,7 @@ def _check_slots(part: RankPlan, program: Program) -> None:
 
 
 def _check_present(part: RankPlan, mask: MaskPlan, program: Program) -> None:
-    """Every block that a tile or a message names is local or has a slot."""
+    """Every block of a tile or a message is local or has a slot."""
     tiles, slots = mask.tiles, program.slots
     for space, blocks in ((Space.Q, tiles.q_block), (Space.KV, tiles.k_block)):
         present = np.zeros((len(part.head_groups), len(part.blocks)), np.bool_)

@@ -1,5 +1,5 @@
-"""Binary form of plans and of plan files, which hold the batch as well, so that a plan can be
-verified later: JSON headers and raw arrays behind checksums. No pickle.
+"""Binary form of plans and plan files: JSON headers and raw arrays with checksums, no pickle. Plan
+files also hold the batch, so that the plan can be verified later.
 
 part = magic | version u32 | plan digest 16 bytes | checksum 16 bytes | body
 body = header length u32 | header (JSON: scalars, item size and shape of every array) | arrays
@@ -16,17 +16,16 @@ import hashlib
 import json
 import struct
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from functools import cache
 from math import prod
-from operator import attrgetter
 from typing import Any, get_type_hints
 
 import numpy as np
 
 from dyncp.blocks import AttentionShape, Batch, HeadGroup, Tiles, build_blocks
-from dyncp.checks import MOST_TOKENS, parse_json
+from dyncp.checks import parse_json, whole_number
 from dyncp.masks import Mask, find_runs
 from dyncp.placement import Balance, Limits
 from dyncp.plan.check import check_part, check_runs
@@ -40,12 +39,12 @@ from dyncp.plan.format import (
     build_row_runs,
 )
 
-VERSION, FILE_VERSION = 3, 3
+VERSION = 3
 PART_MAGIC = b"DYNCPRNK"
 PLAN_MAGIC = b"DYNCPPLN"
 FILE_MAGIC = b"DYNCPFIL"
-# Numbers that the masks of a batch take when they are written out, 2 per token and range: 1 GiB
-# while they are. A few bytes of runs can stand for any number of rows.
+# The most numbers that the masks of a batch may have when expanded, 2 per token and range (1 GiB
+# during decoding). A few bytes of runs can describe any number of rows.
 MOST_NUMBERS = 2**26
 _PART_HEAD = struct.Struct("<8sI16s16s")
 _PLAN_HEAD = struct.Struct("<8sII")
@@ -68,31 +67,20 @@ _to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class PlanDecodeError(ValueError):
-    """The bytes are not a plan of this version: truncated, changed, or something else."""
+    """The bytes are not a plan or plan file of this version: truncated, changed, or foreign."""
 
 
-class PlanFileError(ValueError):
-    """The file is not a plan file of this version: truncated, changed, or something else."""
-
-
-def encode_parts(parts: Sequence[RankPlan]) -> tuple[RankPlan, ...]:
-    """The parts with the digest of the whole plan, each with its encoded body to be sent later."""
-    bodies = [encode_body(part) for part in parts]
-    digest = _checksum(*map(_checksum, bodies)).hex()
-    named = tuple(replace(part, digest=digest) for part in parts)
-    for part, body in zip(named, bodies, strict=True):
-        object.__setattr__(part, "body", body)
-    return named
+def plan_digest(parts: Sequence[RankPlan]) -> str:
+    return _checksum(*(_checksum(encode_body(part)) for part in parts)).hex()
 
 
 def encode_part(part: RankPlan) -> bytes:
-    body = encode_body(part) if part.body is None else part.body
-    digest = bytes.fromhex(part.digest)
+    body, digest = encode_body(part), bytes.fromhex(part.digest)
     return _PART_HEAD.pack(PART_MAGIC, VERSION, digest, _checksum(digest, body)) + body
 
 
 def encode_body(part: RankPlan) -> bytes:
-    """All of a part but the digest of the whole plan, which is made from the bodies."""
+    """Encodes a part without the digest of the plan, which is computed from all bodies."""
     header = {name: getattr(part, name) for name in _SCALARS} | {
         "balance": _plain(part.balance) | {"limits": _plain(part.balance.limits)},
         "shape": _plain(part.shape),
@@ -102,11 +90,11 @@ def encode_body(part: RankPlan) -> bytes:
     tables: list[Any] = [part.blocks, part.stretches]
     for mask in part.masks.values():
         tables += [mask.tiles, mask.rows, *(program for _, program in mask.programs())]
-    return _join(header, [part.lengths, *_arrays_of(tables)])
+    return _join(header, [part.lengths, *(x for table in tables for x in _arrays_of(table))])
 
 
 def _join(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> bytes:
-    """A body; `_split` takes it apart again."""
+    """Encodes a body, which `_split` decodes."""
     described = [(array.itemsize, *array.shape) for array in arrays]
     text = _to_json({**header, "arrays": described}).encode()
     data = [array.astype(_DTYPES[array.itemsize], copy=False).tobytes() for array in arrays]
@@ -114,7 +102,7 @@ def _join(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> bytes:
 
 
 def _split(body: bytes) -> tuple[dict[str, Any], deque[np.ndarray], int]:
-    """The header, the arrays (read-only), and where they end."""
+    """The header, the arrays (read-only), and the offset at which they end."""
     (length,) = struct.unpack_from("<I", body)
     header, end = parse_json(body[4 : 4 + length]), 4 + length
     arrays: deque[np.ndarray] = deque()
@@ -123,29 +111,22 @@ def _split(body: bytes) -> tuple[dict[str, Any], deque[np.ndarray], int]:
             raise ValueError(f"array {index} has shape {shape}")
         start, end = end, end + itemsize * prod(shape)
         if end > len(body):
-            raise ValueError(f"array {index} ends {end - len(body)} bytes too late")
+            raise ValueError(f"array {index} ends {end - len(body)} bytes after the end")
         arrays.append(np.frombuffer(body[start:end], _DTYPES[itemsize]).reshape(shape))
     return header, arrays, end
 
 
-def _arrays_of(tables: Iterable[Any]) -> Iterator[np.ndarray]:
-    for table in tables:
-        yield from attrgetter(*_array_names(table.__class__))(table)
+def _arrays_of(table: Any) -> Iterator[np.ndarray]:
+    """All arrays of a dataclass, including those of dataclasses in it."""
+    for name, inner in _fields_of(table.__class__):
+        value = getattr(table, name)
+        yield from _arrays_of(value) if inner else [value]
 
 
-@cache
-def _array_names(cls: Hashable) -> list[str]:
-    """Dotted names of all arrays in a dataclass."""
-    names = []
-    for name, inner in _fields_of(cls):
-        names += [name] if inner is None else [f"{name}.{path}" for path in _array_names(inner)]
-    return names
-
-
-# Asking for the type hints of every table anew took a third of the time of decoding.
+# Without the cache, reading type hints took a third of the time of decoding.
 @cache
 def _fields_of(cls: Hashable) -> tuple[tuple[str, Any], ...]:
-    """Names of a dataclass's fields, each with the dataclass that it holds, or None."""
+    """The name of each field of a dataclass, and the field's class if that is a dataclass."""
     hints = get_type_hints(cls).items()
     return tuple((name, hint if is_dataclass(hint) else None) for name, hint in hints)
 
@@ -156,7 +137,7 @@ def _plain(item: Any) -> dict[str, Any]:
 
 
 def _checksum(*pieces: bytes) -> bytes:
-    """Of the pieces, one after the other."""
+    """Hash of the concatenated pieces."""
     checksum = hashlib.blake2b(digest_size=16)
     for piece in pieces:
         checksum.update(piece)
@@ -164,17 +145,26 @@ def _checksum(*pieces: bytes) -> bytes:
 
 
 def decode_part(data: bytes) -> RankPlan:
-    """The part of `encode_part`; raises PlanDecodeError for anything else."""
-    if len(data) < _PART_HEAD.size:
-        raise PlanDecodeError(
-            f"plan part has {len(data)} bytes; its head alone takes {_PART_HEAD.size}: truncated"
-        )
-    magic, version, digest, checksum = _PART_HEAD.unpack_from(data)
-    _check_head(magic, PART_MAGIC, version)
+    """Decodes what `encode_part` returned; raises PlanDecodeError for any other bytes."""
+    digest, checksum = _read_head(data, _PART_HEAD, PART_MAGIC, "plan part")
     body = data[_PART_HEAD.size :]
     if _checksum(digest, body) != checksum:
         raise PlanDecodeError("plan part does not match its checksum: truncated or changed")
     return decode_body(body, digest.hex())
+
+
+def _read_head(data: bytes, head: struct.Struct, magic: bytes, what: str) -> list[Any]:
+    """Checks magic and version of a head, and returns its other fields."""
+    if data[:8] != magic:
+        raise PlanDecodeError(f"{what} starts with {data[:8]!r} instead of {magic!r}")
+    if len(data) < head.size:
+        raise PlanDecodeError(
+            f"{what} has {len(data)} bytes, fewer than the {head.size} of its head: truncated"
+        )
+    _, version, *values = head.unpack_from(data)
+    if version != VERSION:
+        raise PlanDecodeError(f"{what} has version {version}; this dyncp reads version {VERSION}")
+    return values
 
 
 def decode_body(body: bytes, digest: str) -> RankPlan:
@@ -183,7 +173,7 @@ def decode_body(body: bytes, digest: str) -> RankPlan:
         header, arrays, end = _split(body)
         part = _build(header, arrays, digest)
         if arrays or end != len(body):
-            raise ValueError(f"{len(arrays)} arrays or {len(body) - end} bytes are left over")
+            raise ValueError(f"{len(arrays)} arrays and {len(body) - end} bytes are left over")
         check_part(part)
     except MALFORMED as error:
         raise PlanDecodeError(f"plan part is malformed: {error}") from error
@@ -191,7 +181,7 @@ def decode_body(body: bytes, digest: str) -> RankPlan:
 
 
 def _build(header: Mapping[str, Any], arrays: deque[np.ndarray], digest: str) -> RankPlan:
-    """The part; takes its arrays away from the others."""
+    """Builds the part, and removes its arrays from `arrays`."""
     scalars = {name: header[name] for name in _SCALARS}
     scalars["declared_bytes"] = {k: tuple(v) for k, v in header["declared_bytes"].items()}
     balance = dict(header["balance"])
@@ -217,7 +207,7 @@ def _build(header: Mapping[str, Any], arrays: deque[np.ndarray], digest: str) ->
 
 
 def _restore(cls: Any, arrays: deque[np.ndarray]) -> Any:
-    """The dataclass of the first arrays, which are taken away from the others."""
+    """Builds a dataclass from the first arrays, which are removed from `arrays`."""
     fields = (inner for _, inner in _fields_of(cls))
     return cls(*(_restore(inner, arrays) if inner else arrays.popleft() for inner in fields))
 
@@ -228,10 +218,7 @@ def join_parts(parts: Sequence[bytes]) -> bytes:
 
 
 def split_parts(data: bytes) -> list[bytes]:
-    if len(data) < _PLAN_HEAD.size:
-        raise PlanDecodeError(f"plan has {len(data)} bytes; its head takes {_PLAN_HEAD.size}")
-    magic, version, count = _PLAN_HEAD.unpack_from(data)
-    _check_head(magic, PLAN_MAGIC, version)
+    (count,) = _read_head(data, _PLAN_HEAD, PLAN_MAGIC, "plan")
     parts, offset = [], _PLAN_HEAD.size
     for index in range(count):
         length = int.from_bytes(data[offset : offset + 8], "little")
@@ -240,19 +227,12 @@ def split_parts(data: bytes) -> list[bytes]:
         if offset > len(data):
             raise PlanDecodeError(f"plan ends inside part {index} of {count}: truncated")
     if offset != len(data) or not parts:
-        raise PlanDecodeError(f"plan has {len(data) - offset} bytes behind its {count} parts")
+        raise PlanDecodeError(f"plan has {len(data) - offset} bytes after its {count} parts")
     return parts
 
 
-def _check_head(magic: bytes, expected: bytes, version: int) -> None:
-    if magic != expected:
-        raise PlanDecodeError(f"bytes start with {magic!r}, a plan with {expected!r}: not a plan")
-    if version != VERSION:
-        raise PlanDecodeError(f"plan has version {version}; this dyncp reads version {VERSION}")
-
-
 def encode_plan_file(plan: bytes, batch: Batch) -> bytes:
-    """The file of an encoded plan and its batch."""
+    """The bytes of a file with this encoded plan and its batch."""
     for masks in batch.masks.values():
         _check_size(batch.num_tokens, 1 + max(mask.ranges.shape[1] for mask in masks))
     runs = [_runs_of(masks, batch.lengths) for masks in batch.masks.values()]
@@ -268,40 +248,8 @@ def encode_plan_file(plan: bytes, batch: Batch) -> bytes:
             for name, masks in batch.masks.items()
         },
     }
-    body = _join(header, [*_arrays_of(runs)]) + plan
-    return FILE_HEAD.pack(FILE_MAGIC, FILE_VERSION, _checksum(body)) + body
-
-
-def decode_plan_file(data: bytes) -> tuple[bytes, Batch]:
-    """What `encode_plan_file` encoded; raises PlanFileError for anything else."""
-    body = _checked_body(data)
-    try:
-        header, arrays, end = _split(body)
-        batch = _decode_batch(header, arrays)
-    except PlanFileError:
-        raise
-    except MALFORMED as error:
-        raise PlanFileError(f"its batch is malformed: {error}") from error
-    return body[end:], batch
-
-
-def _checked_body(data: bytes) -> bytes:
-    if data[:8] == PLAN_MAGIC:
-        raise PlanFileError(
-            "it holds a plan without its batch; write it with `dyncp plan --save` or "
-            "save_plan(path, plan, batch)"
-        )
-    if data[:8] != FILE_MAGIC:
-        raise PlanFileError(f"it starts with {data[:8]!r}, a plan file with {FILE_MAGIC!r}")
-    if len(data) < FILE_HEAD.size:
-        raise PlanFileError(f"it has {len(data)} bytes, its head takes {FILE_HEAD.size}: truncated")
-    _, version, checksum = FILE_HEAD.unpack_from(data)
-    if version != FILE_VERSION:
-        raise PlanFileError(f"it has version {version}; this dyncp reads version {FILE_VERSION}")
-    body = data[FILE_HEAD.size :]
-    if _checksum(body) != checksum:
-        raise PlanFileError("it does not match its checksum: truncated or changed")
-    return body
+    body = _join(header, [array for table in runs for array in _arrays_of(table)]) + plan
+    return FILE_HEAD.pack(FILE_MAGIC, VERSION, _checksum(body)) + body
 
 
 def _runs_of(masks: Sequence[Mask], lengths: Sequence[int]) -> RowRuns:
@@ -312,43 +260,47 @@ def _runs_of(masks: Sequence[Mask], lengths: Sequence[int]) -> RowRuns:
     return build_row_runs(find_runs(rows), build_blocks(lengths, lengths))
 
 
-def _decode_batch(header: Mapping[str, Any], arrays: deque[np.ndarray]) -> Batch:
-    lengths, sample_ids = tuple(header["lengths"]), tuple(header["sample_ids"])
-    if not all(type(n) is int and 0 < n <= MOST_TOKENS for n in lengths):
-        raise PlanFileError(f"its lengths are {list(lengths[:8])}; expected positive integers")
-    if not all(type(n) is int for n in sample_ids):
-        raise PlanFileError("its sample ids are not integers")
-    masks: dict[str, tuple[Mask, ...]] = {}
-    for name, mask_names in header["masks"]:
-        names, marks = [str(n) for n in mask_names], header["marks"][name]
-        masks[str(name)] = tuple(_decode_masks(_restore(RowRuns, arrays), lengths, names, marks))
-    return Batch(lengths, masks, sample_ids)
-
-
 def _check_size(num_tokens: int, num_columns: int) -> None:
     numbers = 2 * num_tokens * num_columns
     if numbers > MOST_NUMBERS:
-        raise PlanFileError(
-            f"its masks take {numbers:,} numbers ({num_tokens:,} tokens with up to "
-            f"{num_columns - 1} key ranges); at most {MOST_NUMBERS:,} are read and written"
+        raise ValueError(
+            f"the masks take {numbers:,} numbers ({num_tokens:,} tokens with up to "
+            f"{num_columns - 1} key ranges); plan files hold at most {MOST_NUMBERS:,}"
         )
 
 
-def _decode_masks(
-    runs: RowRuns, lengths: Sequence[int], names: Sequence[str], marks: Sequence[Any]
-) -> list[Mask]:
-    check_runs(runs)
-    if not len(names) == len(marks) == len(lengths) or runs.num_ranges < 2:
-        raise PlanFileError(f"it has {len(names)} masks for {len(lengths)} sequences")
-    _check_size(sum(lengths), runs.num_ranges)
-    ordered = (np.diff(runs.block) >= 0).all()
-    if not ordered or not np.array_equal(np.unique(runs.block), np.arange(len(lengths))):
-        raise PlanFileError("its runs are not those of its sequences, one after the other")
-    masks = []
-    for sequence, (length, name) in enumerate(zip(lengths, names, strict=True)):
-        start = runs.start[runs.block == sequence]
-        if start[0] != 0 or start[-1] >= length or (np.diff(start) <= 0).any():
-            raise PlanFileError(f"the runs of sequence {sequence} do not cover its rows in order")
-        rows = runs.expand(sequence, 0, length)
-        masks.append(Mask(rows[:, 1:], rows[:, 0, 0], rows[:, 0, 1], name, *marks[sequence]))
-    return masks
+def decode_plan_file(data: bytes) -> tuple[bytes, Batch]:
+    """Returns the encoded plan and its batch; raises PlanDecodeError if this is no plan file."""
+    if data[:8] == PLAN_MAGIC:
+        raise PlanDecodeError(
+            "it holds a plan without its batch; write it with `dyncp plan --save` or "
+            "save_plan(path, plan, batch)"
+        )
+    (checksum,) = _read_head(data, FILE_HEAD, FILE_MAGIC, "it")
+    body = data[FILE_HEAD.size :]
+    if _checksum(body) != checksum:
+        raise PlanDecodeError("it does not match its checksum: truncated or changed")
+    try:
+        header, arrays, end = _split(body)
+        return body[end:], _decode_batch(header, arrays)
+    except MALFORMED as error:
+        raise PlanDecodeError(f"its batch is malformed: {error}") from error
+
+
+def _decode_batch(header: Mapping[str, Any], arrays: deque[np.ndarray]) -> Batch:
+    lengths = [whole_number("a sequence length", n, 1) for n in header["lengths"]]
+    masks: dict[str, tuple[Mask, ...]] = {}
+    for name, mask_names in header["masks"]:
+        runs = _restore(RowRuns, arrays)
+        _check_size(sum(lengths), runs.num_ranges)
+        check_runs(runs, build_blocks(lengths, lengths), np.arange(len(lengths)))
+        named = zip(lengths, mask_names, header["marks"][name], strict=True)
+        masks[str(name)] = tuple(
+            _decode_mask(runs.expand(sequence, 0, length), str(mask_name), marks)
+            for sequence, (length, mask_name, marks) in enumerate(named)
+        )
+    return Batch(tuple(lengths), masks, tuple(header["sample_ids"]))
+
+
+def _decode_mask(rows: np.ndarray, name: str, marks: Sequence[Any]) -> Mask:
+    return Mask(rows[:, 1:], rows[:, 0, 0], rows[:, 0, 1], name, *marks)

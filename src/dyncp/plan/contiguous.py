@@ -1,19 +1,20 @@
-"""Contiguous order: rows of ranks in which every token comes right behind the one before it.
+"""Contiguous order: rows in which every token directly follows its predecessor in the document.
 
 Layers with state (convolutions, linear attention, Mamba) need it; attention does not. Two orders:
 
-`whole_documents`: every document lies on one rank. Documents go to ranks longest first: to the one
-that owns most of their tokens where it has room, else to the emptiest. A document with branches has
-one line per branch, from its beginning to the branch's end.
+`whole_documents`: every document is on one rank. Documents are assigned longest first, to the rank
+with room that owns most of their tokens, or to the least loaded rank if none has room. A document
+with branches has one line per branch, from its beginning to the branch's end.
 
-`with_halo`: tokens stay where they are, each piece behind the `halo` tokens that come before it.
+`with_halo`: tokens stay on their ranks, and each piece is preceded by the `halo` tokens before it.
 
 Tokens 0 1 2 3 4 5 | 6 7 of two documents, of which rank 0 owns 0 1 4 5 and rank 1 owns 2 3 6 7:
 
     whole documents    rank 0   0 1 2 3 4 5        rank 1   6 7
     halo of 1          rank 0   0 1 | (3) 4 5      rank 1   (1) 2 3 | 6 7
 
-A token has one row whose result counts, and may have others (in brackets) that others look at.
+The result of a token is taken from one of its rows. Other rows of it (in parentheses) only provide
+context to later tokens.
 """
 
 from dataclasses import dataclass
@@ -25,19 +26,19 @@ from dyncp.arrays import Bool, Int64, ranges_of, starts_of
 from dyncp.masks.positions import UNCLEAR
 from dyncp.plan.format import RankPlan, pad_rows
 
-# A rank may get so much more than an equal share (or the longest document) before a document is
-# taken away from the tokens' owner: rows that stay cost nothing, and most documents are short.
+# A rank has room up to this multiple of an equal share (or of the longest document). A little more
+# than an equal share lets more documents stay with their owners, which moves fewer rows.
 MOST_OVER_SHARE = 1.05
 
 
 @dataclass(frozen=True, eq=False)
 class ContiguousOrder:
-    """Rows of all ranks, one rank after the other: those of rank r are row_bounds[r] to [r + 1].
+    """Rows of all ranks, sorted by rank: rank r has rows row_bounds[r] to row_bounds[r + 1].
 
-    `token` is the coordinate of a row, -1 where it only pads; `counts` says whether its result is
-    that of the token. The pieces of rank r are piece_bounds[r] to [r + 1]: rows that belong
-    together, of `document` (its number in the batch, -1 for rows that pad), from place `start` of
-    the document on.
+    `token` is the coordinate of each row, -1 for padding; `counts` says whether the token's result
+    is taken from this row. Rows form pieces, of which rank r has piece_bounds[r] to
+    piece_bounds[r + 1]. A piece has `piece_rows` consecutive rows of `document` (its number in the
+    batch, -1 for padding), from index `start` in the document on.
     """
 
     token: Int64
@@ -50,14 +51,15 @@ class ContiguousOrder:
 
     @cached_property
     def rows_per_rank(self) -> Int64:
-        """Rows of every rank, without those that only pad."""
+        """Rows of every rank without padding."""
         filled = np.append(0, np.cumsum(self.token >= 0))
         return np.diff(filled[self.row_bounds])
 
 
 @dataclass(frozen=True, eq=False)
 class _Segments:
-    """Consecutive tokens, `count` from `first` on, of a piece; pieces are numbered from 0."""
+    """Consecutive tokens of a piece: `count` tokens from coordinate `first` on. Pieces are numbered
+    from 0; `counts` is as in `ContiguousOrder`."""
 
     piece: Int64
     first: Int64
@@ -74,7 +76,7 @@ class _Segments:
 
 
 def whole_documents(plan: RankPlan) -> ContiguousOrder:
-    """Every document, or line of one with branches, on one rank."""
+    """Assigns every document, or every line of a document with branches, to one rank."""
     texts = _Texts.of(plan)
     lines = texts.lines()
     last = np.append(np.flatnonzero(np.diff(lines.piece)), len(lines.piece) - 1)
@@ -87,21 +89,21 @@ def whole_documents(plan: RankPlan) -> ContiguousOrder:
 
 
 def _assign(tokens: Int64, owned: Int64) -> Int64:
-    """The rank of every line; `owned` is how many of its tokens each rank owns."""
+    """The rank of every line. `owned` counts its tokens by owner, int64[lines, ranks]."""
     num_ranks = owned.shape[1]
     most = MOST_OVER_SHARE * max(tokens.sum() / num_ranks, tokens.max())
     load, rank = np.zeros(num_ranks, np.int64), np.empty(len(tokens), np.int64)
     for line in np.argsort(-tokens, kind="stable").tolist():
         fits = load + tokens[line] <= most
         wanted = np.where(fits, owned[line], -1)
-        best = np.flatnonzero(wanted == wanted.max())  # all of them, where it fits nowhere
+        best = np.flatnonzero(wanted == wanted.max())  # all ranks if it fits nowhere
         rank[line] = chosen = best[np.argmin(load[best])]
         load[chosen] += tokens[line]
     return rank
 
 
 def with_halo(plan: RankPlan, halo: int) -> ContiguousOrder:
-    """Own tokens of every rank, each piece behind up to `halo` tokens that come before it."""
+    """Keeps tokens on their ranks, and puts up to `halo` preceding tokens before each piece."""
     texts, coordinate = _Texts.of(plan), plan.block_coordinate
     cuts = np.union1d(texts.start, coordinate)
     owner = plan.blocks.owner[np.searchsorted(coordinate, cuts, side="right") - 1]
@@ -123,7 +125,8 @@ def with_halo(plan: RankPlan, halo: int) -> ContiguousOrder:
 
 @dataclass(frozen=True, eq=False)
 class _Texts:
-    """The stretches of a batch: end, parent (-1: none), document and place in it of each."""
+    """The stretches of a batch: [start, end), the token before and its stretch (`parent`, -1 if
+    none), the document, and the index of the first token in it (`depth`)."""
 
     start: Int64
     end: Int64
@@ -155,7 +158,7 @@ class _Texts:
         return found
 
     def tokens_before(self, token: int, stretch: int, most: int) -> list[tuple[int, int]]:
-        """Up to `most` tokens before one, as segments (first, count) in their order."""
+        """Up to `most` tokens before `token`, as segments (first, count) in text order."""
         found: list[tuple[int, int]] = []
         while most:
             count = min(most, token - int(self.start[stretch]))
@@ -168,13 +171,10 @@ class _Texts:
         return found[::-1]
 
     def lines(self) -> _Segments:
-        """From the beginning of a document to the end of each stretch that none goes on from. The
-        first line with all of a stretch has the rows that count."""
-        if (self.parent < 0).all():
-            every = np.arange(len(self.start))
-            return _Segments(every, self.start, self.end - self.start, np.ones(len(every), bool))
-        gone_on = self.parent[(self.parent >= 0) & (self.before + 1 == self.end[self.parent])]
-        leaves = np.setdiff1d(np.arange(len(self.start)), gone_on)
+        """Lines from the beginning of a document to the end of each stretch that no other stretch
+        continues at its end. The first line with all of a stretch has the rows that count."""
+        continued = self.parent[(self.parent >= 0) & (self.before + 1 == self.end[self.parent])]
+        leaves = np.setdiff1d(np.arange(len(self.start)), continued)
         found: list[tuple[int, int, int, bool]] = []
         taken: set[int] = set()
         for line, leaf in enumerate(leaves.tolist()):
@@ -186,7 +186,7 @@ class _Texts:
         return _Segments(*(np.asarray(column) for column in zip(*found, strict=True)))
 
     def _path(self, leaf: int) -> list[tuple[int, int]]:
-        """Stretches from the beginning of a document to `leaf`, each with its end there."""
+        """Stretches from the beginning of a document to `leaf`, and where the path leaves each."""
         path, end = [], int(self.end[leaf])
         while leaf >= 0:
             path.append((leaf, end))
@@ -198,10 +198,10 @@ def _refuse(plan: RankPlan, token: int) -> None:
     bounds = starts_of(plan.lengths)
     sequence = int(np.searchsorted(bounds, token, side="right")) - 1
     raise ValueError(
-        f"which token comes before token {token - bounds[sequence]} of sequence {sequence} is not "
-        "clear, and layers with state need to know: no mask lets it attend the row before it, nor "
-        "(nearest) a token with the position before its own, nor does it begin a document at "
-        "position 0. Give the mask positions that begin at 0 in every document and go on in "
+        f"layers with state need the token before token {token - bounds[sequence]} of sequence "
+        f"{sequence}, which the masks leave unclear: it does not attend the row before it, its "
+        "nearest key has not the position before its own, and it does not begin a document at "
+        "position 0. Give the mask positions that start at 0 in every document and continue in "
         "branches, as masks.document_packed does"
     )
 
@@ -209,13 +209,13 @@ def _refuse(plan: RankPlan, token: int) -> None:
 def _arrange(
     plan: RankPlan, segments: _Segments, rank: Int64, document: Int64, start: Int64
 ) -> ContiguousOrder:
-    """Pieces by rank, each rank's rows padded as its own are; `rank`, `document` and `start` are
-    those of pieces."""
+    """Sorts pieces by rank and pads each rank's rows like its local rows. `rank`, `document` and
+    `start` are by piece."""
     num_ranks, num_pieces = plan.num_ranks, len(rank)
     rows = segments.rows_of_pieces(num_pieces)
     filled = np.bincount(rank, rows, num_ranks).astype(np.int64)
     padding = pad_rows(filled, plan.local_multiple) - filled
-    padded = np.flatnonzero(padding)  # ranks with one more piece, of no document
+    padded = np.flatnonzero(padding)  # ranks that get a piece of padding rows
     none = np.zeros_like(padded)
     rank, rows = np.append(rank, padded), np.append(rows, padding[padded])
     document, start = np.append(document, none - 1), np.append(start, none)

@@ -1,13 +1,14 @@
-"""The format of plans: RankPlan has all that one rank needs to run a batch, as compact arrays."""
+"""The dataclasses of plans. A `RankPlan` holds, in compact arrays, all that one rank needs to run a
+batch."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 
 import numpy as np
 
-from dyncp.arrays import Bool, Int32, Int64, frozen, ranges_of, starts_of
+from dyncp.arrays import Columns, Int32, Int64, frozen, ranges_of, starts_of
 from dyncp.blocks import (
     AttentionShape,
     Direction,
@@ -23,9 +24,9 @@ from dyncp.placement import Balance
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How rows are laid out: slots start on multiples of `slot_alignment` (the kernel-tile border),
-    a rank's local rows are padded to `local_multiple`. If that is above 1, a rank without tokens
-    gets as many padding rows, for models that cannot run on zero rows."""
+    """How rows are laid out. Slots start on multiples of `slot_alignment` rows (the kernel tile),
+    and a rank's local rows are padded to a multiple of `local_multiple`. If that is above 1, a rank
+    without tokens gets `local_multiple` padding rows, for models that cannot run on zero rows."""
 
     slot_alignment: int = 128
     local_multiple: int = 1
@@ -36,23 +37,23 @@ class Layout:
 
 
 def pad_rows(tokens: Int64, local_multiple: int) -> Int64:
-    """Rows of ranks with these numbers of tokens."""
+    """The number of local rows of each rank, from its number of tokens."""
     return -(-tokens.clip(int(local_multiple > 1)) // local_multiple) * local_multiple
 
 
 class Op(IntEnum):
-    """One instruction of a rank's program, with its argument."""
+    """The kinds of instructions in a rank's program. Their argument is a phase or a division."""
 
     LAUNCH = 0  # start the sends and receives of a phase
-    WAIT = 1  # until everything this rank receives in a phase has arrived; unpack inputs
-    COMPUTE = 2  # the tiles of a division
+    WAIT = 1  # wait until all messages of a phase have arrived, and unpack their inputs
+    COMPUTE = 2  # compute the tiles of a division
 
 
 LAUNCH, WAIT, COMPUTE = (int(op) for op in Op)  # compiled code takes no enums
 
 
 class Space(IntEnum):
-    """The two workspaces of a head group: own rows first, then slots for received blocks."""
+    """The two workspaces of a head group: local rows first, then slots for received blocks."""
 
     Q = 0
     KV = 1
@@ -60,55 +61,49 @@ class Space(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class OwnedBlocks(TokenBlocks):
-    """All token blocks of the batch with their owners, int32[blocks] each."""
+    """All token blocks of the batch with the ranks that own them."""
 
     owner: Int32
 
 
 @dataclass(frozen=True, eq=False)
-class Stretches:
-    """Tokens of the batch that follow each other in one text, by the coordinate of the first one;
-    `before` is that of the token before it, or what `masks/positions.py` says instead. Layers with
-    state need them: see `contiguous.py`."""
+class Stretches(Columns):
+    """Stretches of the batch: tokens that follow each other in one text. `start` is the coordinate
+    of a stretch's first token, `before` that of the token before it in the text, or a negative code
+    of `masks/positions.py`. Layers with state need them: see `contiguous.py`."""
 
     start: Int32
     before: Int32
 
-    def __len__(self) -> int:
-        return len(self.start)
-
 
 @dataclass(frozen=True, eq=False)
-class RowRuns:
-    """The allowed key ranges of query rows, stored as runs that grow linearly, ordered by block and
-    start. Row `start + i` of a run has the ranges base + i × slope (sequence-relative); no run
-    crosses a block border.
+class RowRuns(Columns):
+    """The allowed key ranges of query rows, as runs of rows whose ranges grow linearly, ordered by
+    block and start. Row `start + i` of a run has the ranges base + i × slope, relative to its
+    sequence; no run crosses a block border.
 
-    Along a sequence, both ends of a mask's ranges mostly stay or move by one from row to row, so a
-    few runs say it all. Rows 0..3 of a causal mask, [0,1) [0,2) [0,3) [0,4), are one run: base
-    [0,1), slope [0,1). A mask without any such structure takes a run per row."""
+    From row to row, both ends of a mask's ranges mostly stay or move by one, so a few runs are
+    enough. Rows 0..3 of a causal mask, [0,1) [0,2) [0,3) [0,4), are one run: base [0,1), slope
+    [0,1). A mask without such a structure takes a run per row."""
 
     block: Int32  # [runs]
-    start: Int32  # [runs] first row, in its sequence
+    start: Int32  # [runs] index of the first row in its sequence
     base: Int32  # [runs, R, 2]
     slope: Int32  # [runs, R, 2]
-
-    def __len__(self) -> int:
-        return len(self.block)
 
     @property
     def num_ranges(self) -> int:
         return int(self.base.shape[1])
 
     def ends(self, block_end: Int32) -> Int64:
-        """First row after each run: where the next one of its block starts, or the block's end."""
+        """First row after each run: the start of the block's next run, or the block's end."""
         ends = block_end[self.block].astype(np.int64)
-        goes_on = np.flatnonzero(self.block[1:] == self.block[:-1])
-        ends[goes_on] = self.start[goes_on + 1]
+        not_last = np.flatnonzero(self.block[1:] == self.block[:-1])
+        ends[not_last] = self.start[not_last + 1]
         return ends
 
     def expand(self, block: int, start: int, end: int) -> Int32:
-        """Ranges int32[end - start, R, 2] of the rows of one block, which spans [start, end)."""
+        """Key ranges int32[end - start, R, 2] of all rows of a block that spans [start, end)."""
         own = slice(*np.searchsorted(self.block, [block, block + 1]))
         first = self.start[own]
         counts = np.append(first[1:], end) - first
@@ -119,11 +114,12 @@ class RowRuns:
 
 
 def build_row_runs(runs: LinearRanges, blocks: TokenBlocks) -> RowRuns:
-    """The runs of all sequences, cut where blocks begin."""
+    """Cuts the runs of all sequences where blocks begin."""
     of_sequence = np.repeat(starts_of(runs.lengths)[:-1], np.diff(runs.first))
     run_row, block_row = of_sequence + runs.start, starts_of(blocks.tokens)
     of_run = np.searchsorted(block_row, run_row, side="right") - 1
-    # The last row of a block goes on as the one before it did.
+    # The first row of a run also continues the run before it, so the last row of a block needs no
+    # run of its own.
     inside = (run_row > block_row[of_run]) & (run_row < block_row[of_run + 1] - 1)
     row = np.concatenate([block_row[:-1], run_row[inside]])
     block = np.concatenate([np.arange(len(blocks)), of_run[inside]])
@@ -138,11 +134,11 @@ def build_row_runs(runs: LinearRanges, blocks: TokenBlocks) -> RowRuns:
 
 
 @dataclass(frozen=True, eq=False)
-class Messages:
-    """Payloads that this rank sends (or receives), ordered by phase, peer, kind, head group, block.
+class Messages(Columns):
+    """Payloads that a rank sends (or receives), ordered by phase, peer, kind, head group and block.
 
-    All payloads of one phase and peer travel as one message. Received results are merged in the
-    order in which they stand here."""
+    All payloads of one phase and peer are sent as one message. Received results are merged in the
+    order of this list."""
 
     phase: Int32
     peer: Int32
@@ -150,17 +146,10 @@ class Messages:
     head_group: Int32
     block: Int32
 
-    def __len__(self) -> int:
-        return len(self.phase)
-
-    def select(self, chosen: Bool) -> "Messages":
-        columns = (self.phase, self.peer, self.kind, self.head_group, self.block)
-        return Messages(*(column[chosen] for column in columns))
-
 
 @dataclass(frozen=True, eq=False)
-class Slots:
-    """Places of received blocks in the workspaces; `row` is the first row there.
+class Slots(Columns):
+    """Where received blocks are stored in the workspaces, from row `row` on.
 
     A slot holds its block from instruction `first` (the WAIT that fills it) to `last`."""
 
@@ -171,14 +160,11 @@ class Slots:
     first: Int32
     last: Int32
 
-    def __len__(self) -> int:
-        return len(self.space)
-
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """One direction of one mask on one rank. `instructions` is int32[n, 2]: Op and argument;
-    `workspace_rows` is int32[spaces, head groups]."""
+    """What one rank does for one mask and direction. `tile_division` is the division of each tile,
+    `instructions` is int32[n, 2] (Op and argument), `workspace_rows` int32[spaces, head groups]."""
 
     tile_division: Int32
     instructions: Int32
@@ -190,8 +176,8 @@ class Program:
 
 @dataclass(frozen=True, eq=False)
 class MaskPlan:
-    """The tiles of one mask that a rank computes, the key ranges of their query rows, and the
-    programs (backward is None in forward-only plans)."""
+    """The tiles of one mask that a rank computes, the key ranges of their query rows, and a program
+    per direction (`backward` is None in forward-only plans)."""
 
     tiles: Tiles
     rows: RowRuns
@@ -199,7 +185,7 @@ class MaskPlan:
     backward: Program | None
 
     def programs(self) -> Iterator[tuple[Direction, Program]]:
-        """The directions that the mask is planned for, with their programs."""
+        """Every planned direction with its program."""
         yield Direction.FORWARD, self.forward
         if self.backward is not None:
             yield Direction.BACKWARD, self.backward
@@ -207,16 +193,16 @@ class MaskPlan:
     def program(self, direction: Direction) -> Program:
         program = self.forward if Direction(direction) is Direction.FORWARD else self.backward
         if program is None:
-            raise ValueError("this plan was made for evaluation and has no backward schedule")
+            raise ValueError(
+                "this plan has no backward program, because it was made for evaluation; plan with "
+                "forward_only=False to train"
+            )
         return program
 
 
 @dataclass(frozen=True, eq=False)
 class RankPlan:
-    """The part of a plan that one rank receives. `digest` is that of the whole plan.
-
-    `body` is the part's binary form without the digest, where it was encoded already (see
-    codec.py); a changed copy has none."""
+    """The part of a plan that one rank receives. `digest` is the digest of the whole plan."""
 
     rank: int
     num_ranks: int
@@ -234,21 +220,20 @@ class RankPlan:
     blocks: OwnedBlocks
     stretches: Stretches
     masks: Mapping[str, MaskPlan]
-    body: bytes | None = field(default=None, init=False, repr=False)
 
     @property
     def filler(self) -> bool:
-        """Whether this batch is a placeholder for a missing one; it has no targets."""
+        """Whether the batch is a placeholder without targets, for a step that has no batch left."""
         return False
 
     @property
     def agreed_by(self) -> tuple[int, ...]:
-        """Global ranks that have agreed on this plan; the data loader's plans have some."""
+        """Global ranks that have agreed on this plan; empty unless a data loader made it."""
         return ()
 
     @cached_property
     def local_blocks(self) -> Int64:
-        """Blocks this rank owns, in the order of its rows."""
+        """Indices of the blocks that this rank owns, in the order of its rows."""
         return np.flatnonzero(self.blocks.owner == self.rank)
 
     @cached_property
@@ -258,7 +243,7 @@ class RankPlan:
 
     @cached_property
     def rows_per_rank(self) -> Int64:
-        """Each rank's tokens, padded to `local_multiple`; above 1 also where there are none."""
+        """Local rows of each rank: its tokens with padding (see `Layout`)."""
         return pad_rows(self.tokens_per_rank, self.local_multiple)
 
     @property
@@ -267,12 +252,12 @@ class RankPlan:
 
     @cached_property
     def local_rows(self) -> int:
-        """Local tokens, padded to `local_multiple`."""
+        """Local tokens with padding (see `Layout`)."""
         return int(self.rows_per_rank[self.rank])
 
     @cached_property
     def block_row(self) -> Int64:
-        """First local row of each block this rank owns; -1 for the others."""
+        """First local row of each block that this rank owns; -1 for other blocks."""
         row = np.full(len(self.blocks), -1, np.int64)
         row[self.local_blocks] = starts_of(self.blocks.tokens[self.local_blocks])[:-1]
         return row
@@ -284,13 +269,13 @@ class RankPlan:
 
     @cached_property
     def local_coordinates(self) -> Int64:
-        """Coordinate of every local token: its sequence's offset in the batch plus its position."""
+        """Coordinate of every local token, in the order of the rows."""
         own = self.local_blocks
         return ranges_of(self.block_coordinate[own], self.blocks.tokens[own])
 
     @cached_property
     def row_coordinates(self) -> Int64:
-        """Coordinate of every local row; -1 for rows that only pad."""
+        """Coordinate of every local row; -1 for padding rows."""
         padding = np.full(self.local_rows - self.local_tokens, -1)
         return np.append(self.local_coordinates, padding).astype(np.int64)
 
@@ -300,15 +285,16 @@ class RankPlan:
         return self.masks[name]
 
     def sent_bytes(self, name: str, direction: Direction, shape: AttentionShape) -> int:
-        """Bytes this rank sends in one attention call of `shape`."""
+        """Bytes that this rank sends in one attention call of `shape`."""
         return int(self.payload_bytes(self.mask_plan(name).program(direction).sends, shape).sum())
 
     def payload_bytes(self, messages: Messages, shape: AttentionShape) -> Int64:
-        """Bytes of every payload in a call of `shape`."""
+        """Bytes of each of these payloads in a call of `shape`."""
         per_token = bytes_per_token(shape, self.groups_for(shape))
         size: Int64 = per_token[messages.kind, messages.head_group]
         return size * self.blocks.tokens[messages.block]
 
     def groups_for(self, shape: AttentionShape) -> tuple[HeadGroup, ...]:
-        """Head groups when the plan runs with `shape`; one group adapts to any head count."""
+        """Head groups if the plan runs with `shape`. A plan without exact head counts has one
+        group, which holds all heads of `shape`."""
         return self.head_groups if self.shape.exact else shape.head_groups(1)

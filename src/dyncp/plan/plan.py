@@ -1,7 +1,7 @@
-"""Plan: the parts of all ranks, what it says of itself, and its file."""
+"""`Plan`: the parts of all ranks, its description as text, and plan files."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,12 @@ from dyncp.placement import Balance
 from dyncp.plan.buffers import KernelStyle, MemoryUse, measure_memory
 from dyncp.plan.codec import (
     PlanDecodeError,
-    PlanFileError,
     decode_part,
     decode_plan_file,
     encode_part,
-    encode_parts,
     encode_plan_file,
     join_parts,
+    plan_digest,
     split_parts,
 )
 from dyncp.plan.format import RankPlan
@@ -27,10 +26,10 @@ from dyncp.plan.format import RankPlan
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """One plan for all ranks: `parts[r]` is what rank r runs.
+    """The plan of all ranks: rank r runs `parts[r]`.
 
-    `reasons` says why this plan was chosen. Only the process that planned knows it: it is neither
-    encoded nor part of the digest, and equal plans may differ in it.
+    `reasons` explains why the planner chose this plan. Only the process that planned knows it: it
+    is not encoded, and neither equality nor the digest depend on it.
     """
 
     parts: tuple[RankPlan, ...]
@@ -38,8 +37,9 @@ class Plan:
 
     @staticmethod
     def of(parts: Sequence[RankPlan]) -> "Plan":
-        """Joins the parts and writes the digest of the whole plan into each."""
-        return Plan(encode_parts(parts))
+        """Joins the parts, and stores the digest of the whole plan in each of them."""
+        digest = plan_digest(parts)
+        return Plan(tuple(replace(part, digest=digest) for part in parts))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self.encode() == other.encode()
@@ -57,7 +57,7 @@ class Plan:
 
     @property
     def filler(self) -> bool:
-        """As `RankPlan.filler`."""
+        """Like `RankPlan.filler`."""
         return self.parts[0].filler
 
     @property
@@ -71,13 +71,13 @@ class Plan:
     def memory(
         self, shape: AttentionShape | None = None, style: KernelStyle | None = None
     ) -> MemoryUse:
-        """Bytes that every rank takes in a call of `shape` (default: the one planned for), with a
-        kernel of `style` (default: one that merges inside)."""
+        """Memory of every rank in an attention call of `shape` (default: the shape planned for)
+        with a kernel of `style` (default: one that merges partial outputs itself)."""
         return measure_memory(self.parts, shape, style)
 
     def explain(self) -> str:
-        """What the plan does and costs: solver, sizes, traffic, balance, workspaces, and why it was
-        chosen. Bytes and tiles are those of one attention call, by mask where there are several."""
+        """Describes the plan in a few lines: solver, sizes, traffic, balance, workspaces, and why
+        it was chosen. Bytes and tiles are per mask and attention call."""
         first = self.parts[0]
         lines = [
             f"solver {first.solver} on {self.num_ranks} ranks: {int(first.lengths.sum()):,} tokens "
@@ -95,15 +95,15 @@ class Plan:
         return "\n".join(lines)
 
     def gather(self, parts: Sequence[Any]) -> list[Any]:
-        """Per-token results of all ranks, back in samples: see `gather_samples`."""
+        """Gathers per-token results of all ranks into samples: see `gather_samples`."""
         return gather_samples(self.parts[0], parts)
 
     def draw(self, name: str = DEFAULT_MASK, width: int = 64, height: int | None = None) -> str:
-        """A map of the batch's tokens × tokens, at most `width` × `height` (default: half of it)
-        cells.
+        """Draws query tokens × key tokens of the batch, in at most `height` (default: width / 2) ×
+        `width` cells.
 
-        The letter of a cell is the rank that computes the tile at its middle (of head group 0); `·`
-        is a pair of blocks that is not computed. The first column is the rank that owns the rows.
+        The letter of a cell is the rank that computes the tile at its centre (of head group 0), `·`
+        means that there is no tile. The letter before the bar is the rank that owns the row.
 
             A|A···       two causal sequences of two blocks; rank B owns the second block of the
             B|AB··       first one, but its tile with the first block is computed on rank A
@@ -125,20 +125,23 @@ class Plan:
 
     @staticmethod
     def decode(data: bytes) -> "Plan":
-        """The plan of `encode`; raises PlanDecodeError for anything else."""
+        """Decodes what `encode` returned; raises PlanDecodeError for any other bytes."""
         parts = tuple(decode_part(part) for part in split_parts(data))
         if [part.rank for part in parts] != list(range(parts[0].num_ranks)):
-            raise PlanDecodeError(f"parts are of ranks {[part.rank for part in parts]}")
+            raise PlanDecodeError(
+                f"parts are of ranks {[part.rank for part in parts]}; expected one part of each of "
+                f"{parts[0].num_ranks} ranks, in order"
+            )
         if len({part.digest for part in parts}) != 1:
             raise PlanDecodeError("parts belong to different plans: their digests differ")
         return Plan(parts)
 
 
 def batch_order(plan: RankPlan) -> Int64:
-    """Row of every token of the batch in the concatenated rows of all ranks.
+    """Row of every token of the batch in the concatenated local rows of all ranks.
 
-    Blocks A B | C owned by ranks 1, 0 | 0 lie as B C A: the batch's rows are at 2, 0, 1 (for blocks
-    of one token)."""
+    If blocks A, B and C of one token each are owned by ranks 1, 0 and 0, the rows of all ranks are
+    B C A, and the tokens of the batch are in rows 2, 0, 1."""
     tokens, owner = plan.blocks.tokens.astype(np.int64), plan.blocks.owner
     order = np.lexsort((np.arange(len(owner)), owner))
     padding = plan.rows_per_rank - plan.tokens_per_rank
@@ -149,7 +152,8 @@ def batch_order(plan: RankPlan) -> Int64:
 
 
 def gather_samples(plan: RankPlan, parts: Sequence[Any]) -> list[Any]:
-    """One array (or tensor) per sample from every rank's `[local_rows, ...]`, in rank order."""
+    """Returns one array (or tensor) per sample. `parts` has the `[local_rows, ...]` of every rank,
+    in rank order."""
     if len(parts) != plan.num_ranks:
         raise ValueError(f"gather got {len(parts)} parts; the plan has {plan.num_ranks} ranks")
     rows = _concatenate(parts)
@@ -172,7 +176,7 @@ def _concatenate(parts: Sequence[Any]) -> Any:
 
 
 def save_plan(path: str | Path, plan: Plan, batch: Batch) -> None:
-    """Writes the plan and its batch; `load_plan` reads them back."""
+    """Writes the plan and its batch to a file, for `load_plan`."""
     data = encode_plan_file(plan.encode(), batch)
     try:
         Path(path).write_bytes(data)
@@ -181,7 +185,8 @@ def save_plan(path: str | Path, plan: Plan, batch: Batch) -> None:
 
 
 def load_plan(path: str | Path) -> tuple[Plan, Batch]:
-    """The plan and the batch of a file; raises ValueError that names the file and the fault."""
+    """Reads the plan and the batch of a file. Raises a ValueError with the path and the fault if
+    it is not a plan file."""
     try:
         data = Path(path).read_bytes()
     except OSError as error:
@@ -190,29 +195,24 @@ def load_plan(path: str | Path) -> tuple[Plan, Batch]:
         encoded, batch = decode_plan_file(data)
         return Plan.decode(encoded), batch
     except ValueError as error:
-        raise PlanFileError(f"plan file {path}: {error}") from error
+        raise PlanDecodeError(f"plan file {path}: {error}") from error
 
 
 def _traffic_line(parts: Sequence[RankPlan], name: str, direction: Direction) -> str:
     if direction is Direction.BACKWARD and parts[0].masks[name].backward is None:
         return "  backward: none, planned for evaluation"
     programs = [part.masks[name].program(direction) for part in parts]
-    sent, received = (
-        np.asarray(
-            [
-                part.payload_bytes(messages, part.shape).sum()
-                for part, messages in zip(parts, some, strict=True)
-            ]
-        )
-        for some in ([p.sends for p in programs], [p.receives for p in programs])
-    )
+    num_bytes = [
+        [part.payload_bytes(messages, part.shape).sum() for messages in (p.sends, p.receives)]
+        for part, p in zip(parts, programs, strict=True)
+    ]
+    sent, received = np.transpose(num_bytes)
     divisions = max(int(p.tile_division.max(initial=-1)) + 1 for p in programs)
     phases = len(np.unique(np.concatenate([p.sends.phase for p in programs])))
     return (
         f"  {direction.name.lower()}: {divisions} divisions, {phases} phases, "
-        f"{_megabytes(sent.sum())} moved; a rank sends up to {_megabytes(sent.max())} "
-        f"(rank {sent.argmax()}) and receives up to {_megabytes(received.max())} "
-        f"(rank {received.argmax()})"
+        f"{_megabytes(sent.sum())} moved; a rank sends up to {_most(sent)} and receives up to "
+        f"{_most(received)}"
     )
 
 
@@ -233,21 +233,24 @@ def _balance_lines(balance: Balance) -> Iterator[str]:
 
 def _memory_line(memory: MemoryUse, part: RankPlan) -> str:
     assumed = "" if part.shape.exact else ", for the head counts that the plan assumes"
-    sides = []
-    for name, per_rank in (("forward", memory.forward), ("backward", memory.backward)):
-        sides.append(f"{_megabytes(per_rank.max())} {name} (rank {per_rank.argmax()})")
-    return f"workspace: up to {' and '.join(sides)}{assumed}"
+    forward, backward = _most(memory.forward, " forward"), _most(memory.backward, " backward")
+    return f"workspace: up to {forward} and {backward}{assumed}"
 
 
-def _megabytes(num_bytes: int | np.integer) -> str:
-    return f"{int(num_bytes) / 1e6:,.1f} MB"
+def _most(num_bytes: Int64, what: str = "") -> str:
+    """The most bytes of a rank, and which rank that is."""
+    return f"{_megabytes(num_bytes.max())}{what} (rank {num_bytes.argmax()})"
+
+
+def _megabytes(num_bytes: np.integer) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB"
 
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
 def _middle_blocks(part: RankPlan, cells: int) -> Int64:
-    """The block at the middle of each of `cells` equal pieces of the batch."""
+    """Index of the block at the centre of each of `cells` equal pieces of the batch."""
     tokens = int(part.lengths.sum())
     cells = min(cells, tokens)
     middle = (np.arange(cells) * 2 + 1) * tokens // (2 * cells)
@@ -255,7 +258,7 @@ def _middle_blocks(part: RankPlan, cells: int) -> Int64:
 
 
 def _tile_ranks(parts: Sequence[RankPlan], name: str) -> Int64:
-    """Rank of each (query block, key block) of head group 0; -1 where there is no tile."""
+    """Rank that computes each (query block, key block) of head group 0; -1 if it is no tile."""
     num_blocks = len(parts[0].blocks)
     ranks = np.full((num_blocks, num_blocks), -1, np.int64)
     for part in parts:

@@ -1,4 +1,4 @@
-"""Slots: workspace rows for received blocks, reused once their block is no longer needed."""
+"""Assigns slots: workspace rows for received blocks, reused once a block is no longer needed."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from dyncp.plan.format import Op, Slots, Space
 
 
 class BlockUses(NamedTuple):
-    """Blocks in the workspaces of ranks, each with the instruction of its rank that needs it."""
+    """Uses of blocks: rank, workspace, block and head group, and the index of the instruction."""
 
     rank: Int64
     space: Bool | int
@@ -29,7 +29,7 @@ class BlockUses(NamedTuple):
     instruction: Int64
 
     def keys(self, num_blocks: int, num_groups: int) -> Int64:
-        """One number for rank, space, block and head group, which orders by them."""
+        """A sort key for (rank, space, block, head group)."""
         place = (self.rank * len(Space) + self.space) * num_blocks + self.block
         keys: Int64 = place * num_groups + self.head_group
         return keys
@@ -47,21 +47,21 @@ def build_slots(
 ) -> tuple[list[Slots], Int64]:
     """Slots of every rank, and the rows of every workspace [ranks, spaces, head groups].
 
-    A block stays from the WAIT that brings it (`received`) to the last of its uses on that rank: a
-    COMPUTE that reads it, or a LAUNCH that sends its result or relays it. Its rows stay free until
-    the next COMPUTE after that, so that they can be filled while the use is still under way.
-    `steps` are the instructions of all ranks, those of rank r from first_step[r] on; `tokens` has
-    one entry per block, `local_rows` one per rank."""
+    A slot lasts from the WAIT that receives its block (`received`) to the block's last use on that
+    rank: a COMPUTE that reads it, or a LAUNCH that relays it or sends its result. Its rows are
+    reused only after the rank's next COMPUTE, so that received blocks can be unpacked while the
+    last use is still running. `steps` has the instructions of all ranks, those of rank r from
+    first_step[r] on; `tokens` is by block, `local_rows` by rank."""
     sizes = len(tokens), num_groups
     shape = (len(local_rows), len(Space), num_groups)
     key = received.keys(*sizes)
     order = np.argsort(key)
     key, first = key[order], received.instruction[order]
-    last, ends = first.copy(), np.append(key, -1)  # -1 is no key
+    last, padded = first.copy(), np.append(key, -1)  # -1 equals no key
     for use in uses:
         used = use.keys(*sizes)
         slot = np.searchsorted(key, used)
-        remote = ends[slot] == used
+        remote = padded[slot] == used
         np.maximum.at(last, slot[remote], use.instruction[remote])
     place, group = np.divmod(key, num_groups)
     place, block = np.divmod(place, len(tokens))
@@ -74,7 +74,7 @@ def build_slots(
 
 
 def _next_compute(steps: Int64, first_step: Int64, rank: Int64, instruction: Int64) -> Int64:
-    """The next COMPUTE of a rank after each instruction; itself where there is none."""
+    """Index of a rank's next COMPUTE after each instruction, or of the instruction if none."""
     computes = np.append(np.flatnonzero(steps[:, 0] == Op.COMPUTE), len(steps))
     place = first_step[rank] + instruction
     after = computes[np.searchsorted(computes, place, "right")]
@@ -91,8 +91,8 @@ def place_slots(
     local_rows: Int64,
     alignment: int,
 ) -> tuple[Int64, Int64]:
-    """First row of every slot, and the rows of all workspaces, which have `shape` [ranks, spaces,
-    head groups]. By first fit; of slots that begin together the largest goes first."""
+    """First row of every slot, and the number of rows of each workspace, int64[shape]; `shape` is
+    (ranks, spaces, head groups). First fit by first instruction, larger slots first on a tie."""
     num_workspaces, latest = shape[0] * shape[1] * shape[2], 1 + int(last.max(initial=0))
     size = -(-tokens // alignment) * alignment
     largest_first = np.argsort(-size, kind="stable")
@@ -102,15 +102,13 @@ def place_slots(
     by_last = sorted_order((last, latest), (workspace, num_workspaces))
     bounds = starts_of(np.bincount(workspace, minlength=num_workspaces))
     rows = np.repeat(local_rows, num_workspaces // len(local_rows))
-    row, end = np.empty_like(first), -(-rows // alignment) * alignment
-    gaps = np.empty((len(first), 2), np.int64)
-    _first_fit(row, end, bounds, order, by_last, first, last, size, gaps)
+    end = -(-rows // alignment) * alignment
+    row = _first_fit(end, bounds, order, by_last, first, last, size)
     return row, np.where(np.diff(bounds) > 0, end, rows).reshape(shape)
 
 
 @compiled
 def _first_fit(
-    row: Int64,
     end: Int64,
     bounds: Int64,
     order: Int64,
@@ -118,11 +116,12 @@ def _first_fit(
     first: Int64,
     last: Int64,
     size: Int64,
-    gaps: Int64,
-) -> None:
-    """`order` and `by_last` sort the slots by workspace, then by first and by last instruction;
-    `gaps` is scratch for the (row, size) of free rows. Where no gap is large enough, one that ends
-    with the workspace grows."""
+) -> Int64:
+    """Returns the first row of every slot, and raises `end`, the rows of every workspace. `order`
+    and `by_last` sort the slots by workspace, then by first or last instruction. If no gap is large
+    enough, the workspace grows; a gap at its end is used first."""
+    row = np.empty_like(first)
+    gaps = np.empty((len(first), 2), np.int64)  # (row, size) of free rows
     for workspace in range(len(end)):
         num_gaps, freed = int(np.int64(0)), bounds[workspace]  # a literal 0 is a type of its own
         for place in range(bounds[workspace], bounds[workspace + 1]):
@@ -139,11 +138,12 @@ def _first_fit(
                     gaps[gap, 0], gaps[gap, 1] = free + size[slot], max(space - size[slot], 0)
                     break
             end[workspace] = max(end[workspace], row[slot] + size[slot])
+    return row
 
 
 @inner
 def _give_back(gaps: Int64, num_gaps: int, row: int, size: int) -> int:
-    """Adds a gap where its row belongs; returns the number of gaps."""
+    """Inserts a gap, sorted by row; returns the new number of gaps."""
     place = num_gaps
     while place > 0 and gaps[place - 1, 0] > row:
         gaps[place, 0], gaps[place, 1] = gaps[place - 1, 0], gaps[place - 1, 1]
@@ -154,7 +154,7 @@ def _give_back(gaps: Int64, num_gaps: int, row: int, size: int) -> int:
 
 @inner
 def _join_gaps(gaps: Int64, num_gaps: int) -> int:
-    """Joins gaps that touch and drops empty ones; returns the number that stays."""
+    """Joins adjacent gaps and drops empty ones; returns the new number of gaps."""
     kept = 0
     for gap in range(num_gaps):
         if kept > 0 and gaps[kept - 1, 0] + gaps[kept - 1, 1] == gaps[gap, 0]:

@@ -1,6 +1,6 @@
-"""Checks plans: static invariants of any plan, and a numpy interpreter for small batches.
+"""Checks plans: static invariants of plans of any size, and a numpy interpreter for small batches.
 
-Shares no arithmetic with planner, executor and kernels, so that it stays an independent oracle.
+It shares no arithmetic with planner, executor and kernels, so that it stays an independent oracle.
 """
 
 from dyncp.verify.coverage import ListedKernelTiles

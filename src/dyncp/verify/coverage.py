@@ -1,5 +1,5 @@
-"""Invariants 1 and 6: the tiles of all ranks hold every allowed pair of the batch exactly once, and
-kernel calls compute the pairs of their tiles."""
+"""Invariants 1 and 6: the tiles of all ranks cover every allowed pair of the batch exactly once,
+and kernel calls compute exactly the pairs of their tiles."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,24 +7,25 @@ from itertools import pairwise
 
 import numpy as np
 
-from dyncp.arrays import Bool, Int32, Int64
+from dyncp.arrays import Bool, Columns, Int32, Int64
 from dyncp.blocks import Batch
 from dyncp.plan import OwnedBlocks, Plan, RankPlan, RowRuns
 
+IntArray = Int32 | Int64
+
 
 def decode_rows(blocks: OwnedBlocks, rows: RowRuns) -> tuple[Int64, Int64, Int64]:
-    """Every row that the runs describe: its block int64[rows], its position in the sequence
-    int64[rows], and its ranges int64[rows, R, 2].
+    """Every row that the runs describe: its block int64[rows], its index in the sequence
+    int64[rows], and its key ranges int64[rows, R, 2].
 
     A run ends at the next run of its block, or at the block's end: runs that start at rows 4
     and 6 of a block [4, 9) have rows 4, 5 and 6, 7, 8.
     """
-    runs = len(rows.block)
     stop = blocks.end[rows.block].astype(np.int64)
-    goes_on = np.flatnonzero(rows.block[1:] == rows.block[:-1])
-    stop[goes_on] = rows.start[goes_on + 1]
+    not_last = np.flatnonzero(rows.block[1:] == rows.block[:-1])
+    stop[not_last] = rows.start[not_last + 1]
     count = stop - rows.start
-    run = np.repeat(np.arange(runs), count)
+    run = np.repeat(np.arange(len(rows)), count)
     step = np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count)
     ranges = rows.base[run] + step[:, None, None] * rows.slope[run].astype(np.int64)
     return rows.block[run].astype(np.int64), rows.start[run] + step, ranges
@@ -33,8 +34,8 @@ def decode_rows(blocks: OwnedBlocks, rows: RowRuns) -> tuple[Int64, Int64, Int64
 def count_pairs(ranges: Int32, borders: Int64) -> Int64:
     """Allowed pairs of one sequence between blocks with these borders, int64[blocks, blocks].
 
-    A row's range, cut to a key block, has as many keys as both of the block's borders lie apart
-    when they are moved into the range: range [1, 4) and borders 0, 2, 6 give 1, 2, 4, so 1 and 2.
+    To count a range's keys in each key block, borders outside the range are moved to its ends:
+    range [1, 4) and borders 0, 2, 6 give 1, 2, 4, so 1 key in the first block and 2 in the second.
     """
     rows = np.zeros((len(borders) - 1, len(borders)), np.int64)
     for block, (first, last) in enumerate(pairwise(borders)):
@@ -45,7 +46,7 @@ def count_pairs(ranges: Int32, borders: Int64) -> Int64:
 
 
 def check_batch(plan: Plan, batch: Batch) -> Iterator[str]:
-    """Sequences and masks are the batch's; one sentence per difference."""
+    """One sentence for each difference in sequence lengths and mask names."""
     part = plan.parts[0]
     if part.lengths.tolist() != list(batch.lengths):
         planned, given = _short(part.lengths), _short(batch.lengths)
@@ -60,7 +61,7 @@ def _short(values: object) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class AllTiles:
+class AllTiles(Columns):
     """The tiles of one mask on all ranks."""
 
     rank: Int64
@@ -70,7 +71,7 @@ class AllTiles:
     pairs: Int64
 
     def keys(self, part: RankPlan) -> Int64:
-        """A number for every (query block, key block, head group)."""
+        """A number that identifies (query block, key block, head group)."""
         blocks = self.q_block * len(part.blocks) + self.k_block
         return blocks * len(part.head_groups) + self.head_group
 
@@ -92,7 +93,7 @@ def collect_tiles(plan: Plan, name: str) -> AllTiles:
 
 
 def _required_tiles(batch: Batch, name: str, part: RankPlan) -> AllTiles:
-    """The tiles that the batch's masks ask for, recounted from their ranges; rank is -1."""
+    """The tiles that the batch's masks require, counted from their ranges; rank is -1."""
     q_blocks, k_blocks, pairs = [], [], []
     first = 0
     for sequence, mask in enumerate(batch.masks[name]):
@@ -113,7 +114,7 @@ def _required_tiles(batch: Batch, name: str, part: RankPlan) -> AllTiles:
 
 
 def check_tiles(given: AllTiles, part: RankPlan, batch: Batch, name: str) -> Iterator[str]:
-    """Every tile that the masks ask for is on one rank, with its true number of pairs."""
+    """Checks that every required tile is on one rank, with its true number of pairs."""
     wanted = _required_tiles(batch, name, part)
     given_keys, wanted_keys = given.keys(part), wanted.keys(part)
     allowed = dict(zip(wanted_keys.tolist(), wanted.pairs.tolist(), strict=True))
@@ -136,8 +137,8 @@ def check_tiles(given: AllTiles, part: RankPlan, batch: Batch, name: str) -> Ite
 
 
 def check_rows(part: RankPlan, batch: Batch, name: str) -> Iterator[str]:
-    """The row runs decode to the ranges of the batch's masks; further columns are empty, at the end
-    of the sequence."""
+    """Checks that the row runs decode to the ranges of the batch's masks. Additional columns must
+    be empty ranges at the end of the sequence."""
     of_row, row, ranges = decode_rows(part.blocks, part.masks[name].rows)
     blocks, bounds = np.unique(of_row, return_index=True)
     for block, own in zip(blocks.tolist(), pairwise([*bounds, len(row)]), strict=True):
@@ -158,46 +159,33 @@ def check_rows(part: RankPlan, batch: Batch, name: str) -> Iterator[str]:
 
 @dataclass(frozen=True, eq=False)
 class ListedKernelTiles:
-    """What a GPU kernel works from, as plain arrays. Of a listed kernel tile of `side` × `side`
-    rows, all pairs are computed where it is `full`, otherwise those whose key row lies in the query
-    row's ranges."""
+    """The kernel tiles that a GPU kernel computes, as plain arrays. A kernel tile has `side` query
+    rows × `side` key rows. If it is `full`, all its pairs are computed; otherwise those whose key
+    row is in a range of the query row."""
 
     side: int
     q_tile: Int64  # [listed]
     k_tile: Int64  # [listed]
     full: Bool  # [listed]
-    ranges: Int32 | Int64  # [query rows, R, 2], of key rows
-    q_coordinates: Int64  # [query rows], -1 where unused
-    k_coordinates: Int64  # [key rows], -1 where unused
+    ranges: IntArray  # [query rows, R, 2], ranges of key rows
+    q_coordinates: Int64  # [query rows], -1 if unused
+    k_coordinates: Int64  # [key rows], -1 if unused
 
 
-def compare_kernel_tiles(
-    batch: Batch,
-    name: str,
-    blocks: OwnedBlocks,
-    q_block: Int32 | Int64,
-    k_block: Int32 | Int64,
-    listed: ListedKernelTiles,
-) -> Iterator[str]:
-    """How the pairs of the kernel tiles differ from those of the tiles q_block[i] × k_block[i]."""
-    misplaced = list(_misplaced(batch, listed))
-    if misplaced:
-        yield from misplaced
-        return
-    asked = _pairs_of_tiles(batch, name, blocks, q_block, k_block)
-    given, unused = _pairs_of_kernel_tiles(batch, listed)
+def compare_pairs(wanted: Int64, computed: Int64, unused: Int64) -> Iterator[str]:
+    """One sentence for each pair that is not computed `wanted` times, and for each query that
+    attends unused rows."""
     for query in np.flatnonzero(unused).tolist():
-        yield f"mask {name!r}: the query at coordinate {query} attends rows that hold no key"
-    for query, key in np.argwhere(asked != given).tolist():
+        yield f"the query at coordinate {query} attends rows that hold no key"
+    for query, key in np.argwhere(wanted != computed).tolist():
         yield (
-            f"mask {name!r}: the pair of coordinates ({query}, {key}) is computed "
-            f"{given[query, key]} times by the kernel tiles, and belongs to {asked[query, key]} "
-            "tiles of the call"
+            f"the pair of coordinates ({query}, {key}) is computed {computed[query, key]} times by "
+            f"the kernel tiles, and belongs to {wanted[query, key]} tiles of the call"
         )
 
 
-def _misplaced(batch: Batch, listed: ListedKernelTiles) -> Iterator[str]:
-    """Kernel tiles and coordinates that point at nothing."""
+def find_misplaced(batch: Batch, listed: ListedKernelTiles) -> Iterator[str]:
+    """One sentence for each array with an index out of bounds or of the wrong length."""
     for name, tile, coordinates in (
         ("query", listed.q_tile, listed.q_coordinates),
         ("key", listed.k_tile, listed.k_coordinates),
@@ -215,13 +203,10 @@ def _misplaced(batch: Batch, listed: ListedKernelTiles) -> Iterator[str]:
         yield "the arrays of the kernel call differ in length"
 
 
-def _pairs_of_tiles(
-    batch: Batch,
-    name: str,
-    blocks: OwnedBlocks,
-    q_block: Int32 | Int64,
-    k_block: Int32 | Int64,
+def pairs_of_tiles(
+    batch: Batch, name: str, blocks: OwnedBlocks, q_block: IntArray, k_block: IntArray
 ) -> Int64:
+    """How many of the tiles (q_block[i], k_block[i]) each allowed pair is in, [tokens, tokens]."""
     pairs = np.zeros((batch.num_tokens, batch.num_tokens), np.int64)
     dense = {s: batch.masks[name][s].dense() for s in np.unique(blocks.sequence[q_block]).tolist()}
     for q_index, k_index in zip(q_block.tolist(), k_block.tolist(), strict=True):
@@ -234,9 +219,9 @@ def _pairs_of_tiles(
     return pairs
 
 
-def _pairs_of_kernel_tiles(batch: Batch, listed: ListedKernelTiles) -> tuple[Int64, Int64]:
-    """How often the kernel computes each pair, [tokens, tokens], overlapping ranges and rows as
-    often as they overlap; and how many unused key rows each query attends, [tokens]."""
+def pairs_of_kernel_tiles(batch: Batch, listed: ListedKernelTiles) -> tuple[Int64, Int64]:
+    """How many times the kernel computes each pair, [tokens, tokens], counting overlapping ranges
+    and rows several times; and how many unused key rows each query attends, [tokens]."""
     pairs = np.zeros((batch.num_tokens, batch.num_tokens), np.int64)
     unused = np.zeros(batch.num_tokens, np.int64)
     columns, side = (listed.q_tile, listed.k_tile, listed.full), listed.side

@@ -1,7 +1,7 @@
 """`interpret`: runs a plan's programs on all ranks in fp64 numpy, from the plan alone.
 
-It needs no batch and no mask: which pairs are allowed comes from the plan's own row ranges. So it
-says what the plan means, whatever an executor does, and can be compared with dense attention. Rows
+It needs no batch and no mask: the allowed pairs come from the plan's own row ranges. So it defines
+what the plan means, independently of an executor, and can be compared with dense attention. Rows
 that were never written are NaN, so that reading them shows in the results.
 """
 
@@ -19,14 +19,13 @@ from dyncp.verify.coverage import decode_rows
 from dyncp.verify.programs import Entry, Key, RunningRank, describe, key_of, run_programs
 from dyncp.verify.verify_plan import PlanError, check_parts
 
-# fp64 results of a right plan differ by rounding only, around 1e-15; a wrong pair shows above 1e-6.
+# Rounding causes relative errors of about 1e-15 in fp64; a wrong pair causes more than 1e-6.
 TOLERANCE = 1e-10
-# The head dimension changes no plan, so a small one will do.
+# Plans do not depend on the head dimension, so a small one is enough.
 HEAD_DIM = 4
-# Plans that fit any head counts are run with these (q heads, kv heads).
+# (q heads, kv heads) to run plans with that fit any head counts.
 ANY_HEADS = 2, 1
-RESULTS = ("out", "lse", "dq", "dk", "dv")
-# What payloads consist of, and which accumulators start anew when an input arrives.
+# The fields of each payload, and the accumulators that are reset when an input arrives.
 FIELDS = {
     Payload.Q: ("q",),
     Payload.KV: ("k", "v"),
@@ -44,7 +43,7 @@ _KEY_FIELDS = ("k", "v", "dk", "dv")
 
 
 def allowed_pairs(ranges: Int64, first_key: int, last_key: int) -> Bool:
-    """bool[rows, keys]: keys in [first_key, last_key) that lie in the rows' ranges [rows, R, 2]."""
+    """bool[rows, keys]: the keys of [first_key, last_key) that are in the ranges [rows, R, 2]."""
     key = np.arange(first_key, last_key)
     start, end = ranges[:, :, :1], ranges[:, :, 1:]
     return np.asarray(((key >= start) & (key < end)).any(axis=1))
@@ -53,7 +52,7 @@ def allowed_pairs(ranges: Int64, first_key: int, last_key: int) -> Bool:
 def attend(
     q: Float64, k: Float64, v: Float64, allowed: Bool, scale: float
 ) -> tuple[Float64, Float64]:
-    """Output [rows, q heads, dim] and log-sum-exp [rows, q heads]; 0 and −∞ without any key."""
+    """Output [rows, q heads, dim] and log-sum-exp [rows, q heads]; 0 and −∞ if a row has no key."""
     scores = _scores(q, k, allowed, scale)
     top = scores.max(axis=2, keepdims=True)
     weights = np.exp(scores - np.where(top == -np.inf, 0.0, top))
@@ -72,7 +71,7 @@ def attend_backward(
     lse: Float64,
     delta: Float64,
 ) -> tuple[Float64, Float64, Float64]:
-    """This tile's share of dq, dk and dv, from the final log-sum-exp and the row sums of dO·O."""
+    """A tile's contributions to dq, dk and dv, from final log-sum-exps and row sums of dO·O."""
     q, k, v = inputs
     norm = np.where(lse == -np.inf, 0.0, lse).T[:, :, None]
     weights = np.exp(_scores(q, k, allowed, scale) - norm)
@@ -86,7 +85,7 @@ def attend_backward(
 
 def merge(out: Float64, lse: Float64, more: Float64, more_lse: Float64) -> None:
     """Merges a partial output and its log-sum-exp into `out` and `lse`, in place."""
-    with np.errstate(invalid="ignore"):  # NaN is how unfilled rows show
+    with np.errstate(invalid="ignore"):  # rows that were never written are NaN
         total = np.logaddexp(lse, more_lse)
     safe = np.where(total == -np.inf, 0.0, total)
     shares = (np.exp(side - safe)[:, :, None] for side in (lse, more_lse))
@@ -100,20 +99,20 @@ def _scores(q: Float64, k: Float64, allowed: Bool, scale: float) -> Float64:
 
 
 def _repeat(kv: Float64, q: Float64) -> Float64:
-    """Every kv head once for each q head that it serves."""
+    """Repeats every kv head for each q head that it serves."""
     return np.repeat(kv, q.shape[1] // kv.shape[1], axis=1)
 
 
 def _reduce(grad: Float64, kv: Float64) -> Float64:
-    """Sum over the q heads of each kv head."""
+    """Sums gradients over the q heads of each kv head."""
     rows, heads, dim = kv.shape
     total: Float64 = grad.reshape(rows, heads, -1, dim).sum(axis=2)
     return total
 
 
 class _NumericRank(RunningRank):
-    """Instructions on real numbers; messages are flat arrays. `start` has every field in batch
-    order: inputs, and accumulators as they begin."""
+    """Runs instructions on real numbers; messages are flat arrays. `start` has every field of the
+    whole batch, in batch order: inputs and initial accumulators."""
 
     def __init__(
         self,
@@ -134,7 +133,7 @@ class _NumericRank(RunningRank):
         self._ranges = {int(b): ranges[block == b] for b in np.unique(block)}
 
     def _rows(self, name: str, g: int, group: HeadGroup, start: Mapping[str, Float64]) -> Float64:
-        """The workspace rows of one field and head group: own rows, then NaN."""
+        """The workspace of one field and head group: local rows, then NaN."""
         heads = start[name].shape[1] // start["k"].shape[1]
         first = group.first_kv_head * heads
         own = start[name][self.part.local_coordinates, first : first + group.num_kv_heads * heads]
@@ -145,17 +144,17 @@ class _NumericRank(RunningRank):
         return rows
 
     def pack(self, entries: Sequence[Entry], phase: int, at: int) -> Float64:  # noqa: ARG002
-        """The fields of the payloads, one after the other."""
+        """The concatenated fields of all payloads."""
         return np.concatenate([view.ravel() for entry in entries for view in self._views(entry)])
 
     def unpack(self, entries: Sequence[Entry], message: Any, phase: int, at: int) -> None:  # noqa: ARG002
-        """Cuts the message by this rank's own list, then fills slots and merges results."""
+        """Splits the message by this rank's own list, then fills slots and merges results."""
         expected = f"rank {self.part.rank} expects {', '.join(map(describe, entries))}"
         if message is None:
-            raise PlanError(f"{expected} in phase {phase}, and nobody sends it")
+            raise PlanError(f"{expected} in phase {phase}, but no rank sends it")
         sizes = [view.size for entry in entries for view in self._views(entry)]
         if sum(sizes) != message.size:
-            raise PlanError(f"{expected}: {sum(sizes)} numbers, but {message.size} arrive")
+            raise PlanError(f"{expected}: {sum(sizes)} numbers, but received {message.size}")
         pieces = iter(np.split(message, np.cumsum(sizes)[:-1]))
         for entry in entries:
             self._accept(entry, [next(pieces).reshape(v.shape) for v in self._views(entry)])
@@ -209,15 +208,15 @@ class _NumericRank(RunningRank):
         return self.rows_of(key)
 
     def local(self, name: str) -> Float64:
-        """A field of the own tokens, head groups side by side."""
+        """A field of the local tokens, with the heads of all head groups."""
         count = self.part.local_tokens
         return np.concatenate([fields[name][:count] for fields in self._fields], axis=1)
 
 
 @dataclass(frozen=True, eq=False)
 class Interpreted:
-    """Results in batch order, fp64: `out` like q, `lse` [tokens, q heads], and the gradients where
-    an output gradient was given."""
+    """Results in batch order, fp64: `out` has the shape of q, `lse` is [tokens, q heads]. Gradients
+    are None unless an output gradient was given."""
 
     out: Float64
     lse: Float64
@@ -238,8 +237,9 @@ def interpret(
     """Attention of a whole batch (and its gradients, with `dout`) as the plan computes it.
 
     `q` and `dout` are [tokens, q_heads, head_dim], `k` and `v` [tokens, kv_heads, head_dim], tokens
-    in batch order; `scale` defaults to 1/√head_dim. A plan that gets stuck, or reads what is not
-    there, raises PlanError. Small batches only: all scores are materialised.
+    in batch order; `scale` defaults to 1/√head_dim. Raises PlanError if the plan deadlocks, if a
+    message is not what its receiver expects, or if a block is read outside its slot's lifetime.
+    Small batches only: all scores are materialised.
     """
     unsafe = check_parts(plan)
     if unsafe:
@@ -269,7 +269,7 @@ def _check_inputs(
     if k.shape != inputs["v"].shape or len(q) != tokens or len(k) != tokens:
         raise ValueError(
             f"q, k and v have shapes {[x.shape for x in inputs.values()]}; the plan is for "
-            f"{tokens} tokens, and k and v must be alike"
+            f"{tokens} tokens, and k and v must have the same shape"
         )
     if not part.shape.exact:
         return (HeadGroup(0, k.shape[1]),)
@@ -289,13 +289,13 @@ def _run(
     start: Mapping[str, Float64],
     scale: float,
 ) -> dict[str, Float64]:
-    """All fields at the end, in batch order."""
+    """Runs one direction on all ranks, and returns all fields in batch order."""
     ranks = [
         _NumericRank(part, part.masks[name], direction, groups, start, scale) for part in plan.parts
     ]
     stuck = run_programs(ranks)
     if stuck:
-        raise PlanError(f"the plan is stuck ({direction.name.lower()}): {'; '.join(stuck)}")
+        raise PlanError(f"the plan deadlocks ({direction.name.lower()}): {'; '.join(stuck)}")
     end = {field: np.full_like(rows, np.nan) for field, rows in start.items()}
     for rank in ranks:
         for field, rows in end.items():
@@ -305,7 +305,7 @@ def _run(
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Largest relative error of each result over the whole batch; NaN: rows never written."""
+    """Largest relative error of each result over the batch; NaN if rows were never written."""
 
     errors: Mapping[str, float]
 
@@ -319,13 +319,14 @@ class Comparison:
 
 
 def num_scores(plan: Plan, batch: Batch) -> int:
-    """Scores that dense attention writes out: q heads × Σ length²."""
+    """Number of scores that dense attention materialises: q heads × Σ length²."""
     return _heads(plan)[0] * sum(length**2 for length in batch.lengths)
 
 
 def compare_with_dense(plan: Plan, batch: Batch, name: str, seed: int = 0) -> Comparison:
-    """Runs the plan's mask `name` on all ranks, backward too where it has one, and dense attention
-    sequence by sequence. A plan that cannot be run raises PlanError. Small batches only."""
+    """Runs mask `name` of the plan on random inputs (also backward, unless it is forward-only) and
+    compares with dense attention. Raises PlanError if the plan cannot be run. Small batches only.
+    """
     rng, tokens = np.random.default_rng(seed), batch.num_tokens
     q_heads, kv_heads = _heads(plan)
     q, dout = rng.normal(size=(2, tokens, q_heads, HEAD_DIM))
@@ -334,9 +335,9 @@ def compare_with_dense(plan: Plan, batch: Batch, name: str, seed: int = 0) -> Co
     given = interpret(plan, name, q, k, v, dout if backward else None)
     expected = dense_attention(batch, name, (q, k, v), dout)
     errors = {
-        field: _relative_error(getattr(given, field), getattr(expected, field))
-        for field in RESULTS
-        if getattr(given, field) is not None
+        field: _relative_error(value, getattr(expected, field))
+        for field, value in vars(given).items()
+        if value is not None
     }
     return Comparison(errors)
 
@@ -344,7 +345,7 @@ def compare_with_dense(plan: Plan, batch: Batch, name: str, seed: int = 0) -> Co
 def dense_attention(
     batch: Batch, name: str, inputs: tuple[Float64, Float64, Float64], dout: Float64
 ) -> Interpreted:
-    """Attention and gradients in batch order, every sequence as one piece with all its scores."""
+    """Attention and gradients in batch order, computed from all scores of each sequence."""
     scale = inputs[0].shape[2] ** -0.5
     pieces = []
     for first, mask in zip(batch.offsets[:-1].tolist(), batch.masks[name], strict=True):
@@ -364,7 +365,8 @@ def _heads(plan: Plan) -> tuple[int, int]:
 
 
 def _relative_error(given: Float64, expected: Float64) -> float:
-    """Largest difference over the largest value; rows without keys are −∞ on both sides."""
+    """Largest difference divided by the largest value; NaN unless both are −∞ in the same rows
+    (those without keys)."""
     finite = np.isfinite(expected)
     if not np.array_equal(given[~finite], expected[~finite]):
         return float("nan")

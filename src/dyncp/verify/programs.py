@@ -1,6 +1,5 @@
-"""The programs of all ranks: how they are read and run, and what has to hold before that.
-
-Sends match receives, instructions and payloads are in order, slots do not overlap while in use.
+"""Runs the programs of all ranks (`run_programs`), and checks them without running: sends match
+receives, instructions and payloads are in order, slots do not overlap while in use.
 """
 
 from abc import ABC, abstractmethod
@@ -14,15 +13,15 @@ from dyncp.arrays import Bool, Int64
 from dyncp.blocks import OF_KEYS, Direction
 from dyncp.plan import MaskPlan, Messages, Op, Payload, Program, RankPlan, Slots, Space
 
-Fault = tuple[int, str]  # the invariant that is broken, and a sentence
-Entry = tuple[int, int, int]  # a payload of a message: kind, head group, block
-Key = tuple[int, int, int]  # the rows of a block: space, head group, block
-Phases = dict[int, dict[int, list[Entry]]]  # phase → peer → entries, in the order of the list
+Fault = tuple[int, str]  # the broken invariant, and a sentence
+Entry = tuple[int, int, int]  # one payload of a message: kind, head group, block
+Key = tuple[int, int, int]  # where a block is stored: space, head group, block
+Phases = dict[int, dict[int, list[Entry]]]  # phase → peer → entries, in the order of the message
 
 
 class RunningRank(ABC):
-    """One rank's program as the plan has it: its steps, its messages by phase and peer, and the
-    rows of every block. Subclasses say what the instructions do; `at` is the index of one."""
+    """One rank's program: its steps, its messages by phase and peer, and the rows of every block.
+    Subclasses implement the instructions; `at` is the index of the current one."""
 
     def __init__(self, part: RankPlan, mask: MaskPlan, direction: Direction) -> None:
         self.part, self.mask, self.direction = part, mask, direction
@@ -46,11 +45,11 @@ class RunningRank(ABC):
 
     @abstractmethod
     def pack(self, entries: Sequence[Entry], phase: int, at: int) -> Any:
-        """The message to one peer."""
+        """Returns the message to one peer."""
 
     @abstractmethod
     def unpack(self, entries: Sequence[Entry], message: Any, phase: int, at: int) -> None:
-        """`message` is what the peer packed, or None if it sends nothing."""
+        """Takes the message that a peer packed, or None if the peer sends nothing."""
 
     @abstractmethod
     def compute(self, division: int, at: int) -> None: ...
@@ -58,14 +57,13 @@ class RunningRank(ABC):
 
 def _by_phase(messages: Messages) -> Phases:
     phases: Phases = {}
-    columns = (messages.phase, messages.peer, messages.kind, messages.head_group, messages.block)
-    for phase, peer, *entry in zip(*(c.tolist() for c in columns), strict=True):
+    for phase, peer, *entry in zip(*(c.tolist() for c in messages.columns()), strict=True):
         phases.setdefault(phase, {}).setdefault(peer, []).append(tuple(entry))
     return phases
 
 
 def key_of(entry: Entry) -> Key:
-    """Where a payload lives."""
+    """The rows that a payload is read from or written to."""
     kind, group, block = entry
     return int(OF_KEYS[kind]), group, block
 
@@ -76,11 +74,11 @@ def describe(entry: Entry) -> str:
 
 
 def run_programs(ranks: Sequence[RunningRank]) -> list[str]:
-    """Runs all programs as far as they go; a sentence for each rank that does not reach its end.
+    """Runs all programs until no rank can continue; returns a sentence for each rank that is stuck.
 
-    A wait for a phase returns when every rank that takes part in that phase, and in any phase this
-    rank launched before it, has launched them: the strictest transport (grouped messages on one
-    stream) finishes phases in the order of their launches. Two ranks can wait for each other:
+    A wait for a phase ends when all its partners have launched it, and also all phases that this
+    rank launched before it: the strictest transport (grouped messages on one stream) finishes
+    phases in launch order. Two ranks can wait for each other:
 
         rank 0: WAIT 0, LAUNCH 1        waits for rank 1 to launch phase 0
         rank 1: WAIT 1, LAUNCH 0        waits for rank 0 to launch phase 1
@@ -89,7 +87,7 @@ def run_programs(ranks: Sequence[RunningRank]) -> list[str]:
     position, in_flight, moved = [0] * len(ranks), dict[tuple[int, int, int], Any](), True
 
     def missing(rank: int) -> tuple[int, int] | None:
-        """A (peer, phase) that the rank's next instruction still needs."""
+        """A (peer, phase) that the rank's next instruction waits for, or None."""
         op, phase = ranks[rank].steps[position[rank]]
         mine = launched[rank]
         if op is not Op.WAIT:
@@ -131,7 +129,7 @@ def run_programs(ranks: Sequence[RunningRank]) -> list[str]:
 
 
 def check_messages(ranks: Sequence[RunningRank]) -> Iterator[str]:
-    """Compares all ranks' sends with all ranks' receives, by (source, target, phase)."""
+    """Compares the sends and the receives of all ranks, by (source, target, phase)."""
     sent: dict[tuple[int, int, int], list[Entry]] = {}
     received: dict[tuple[int, int, int], list[Entry]] = {}
     for rank, this in enumerate(ranks):
@@ -158,8 +156,8 @@ def _compare(source: int, target: int, sent: list[Entry], received: list[Entry])
         )
     if sent != received and given == asked:
         yield (
-            f"the message from rank {source} to rank {target} lists its payloads in one order at "
-            "the sender and in another at the receiver"
+            f"the message from rank {source} to rank {target} has its payloads in one order at the "
+            "sender and in another at the receiver"
         )
     for entry, count in given.items():
         if count > 1:
@@ -167,8 +165,8 @@ def _compare(source: int, target: int, sent: list[Entry], received: list[Entry])
 
 
 def check_order(rank: RunningRank) -> Iterator[Fault]:
-    """Of instructions, and of payloads in the lists: received results are merged in the order of
-    the list, which is therefore fixed."""
+    """Checks the order of instructions and of payloads. Received results are merged in the order of
+    the list, so that order must be fixed."""
     program = rank.program
     divisions, launched = set(program.tile_division.tolist()), list[int]()
     for op, argument in rank.steps:
@@ -225,10 +223,11 @@ def name_slot(slots: Slots, index: int) -> str:
 
 
 def _clashes(slots: Slots, mine: Int64, ends: Int64) -> Iterator[tuple[int, int]]:
-    """Slots, ordered by their beginning, that lie on rows of a slot that has not ended: marks on
-    every row until when it is taken."""
+    """Pairs (slot, other) in which the slot begins on rows that the other still holds. `mine` has
+    the slots of one workspace, ordered by first instruction, `ends` their last rows + 1."""
     starts = slots.row[mine]
-    # Rows between two borders are used by the same slots.
+    # Rows between two borders belong to the same slots. For each such range of rows: until which
+    # instruction it is held, and by which slot.
     borders = np.unique(np.concatenate([starts, ends]))
     first, last = (np.searchsorted(borders, rows).tolist() for rows in (starts, ends))
     until, holder = np.full((2, len(borders)), -1, np.int64)

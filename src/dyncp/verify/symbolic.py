@@ -1,5 +1,5 @@
-"""Invariants 2 to 4 by symbolic execution of all ranks: inputs are there in time, sends follow what
-they need, and partial results come home exactly once."""
+"""Invariants 2 to 4, by symbolic execution of all ranks: inputs arrive in time, payloads are sent
+when they are complete, and every partial result reaches its owner exactly once."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dyncp.arrays import Int32, Int64
+from dyncp.arrays import Int64
 from dyncp.blocks import IS_INPUT, Direction
 from dyncp.plan import MaskPlan, Plan, Program, RankPlan, Space
 from dyncp.verify.programs import (
@@ -26,15 +26,14 @@ from dyncp.verify.programs import (
     run_programs,
 )
 
-# Which side of the tiles accumulates a result: out in forward, dq and dk, dv in backward.
+# Blocks with results: query blocks have out and dq, key blocks have dk and dv.
 ACCUMULATING = {Direction.FORWARD: (Space.Q,), Direction.BACKWARD: (Space.Q, Space.KV)}
 _EMPTY: Int64 = np.zeros(0, np.int64)
 
 
 def check_programs(plan: Plan, name: str, direction: Direction) -> Iterator[Fault]:
-    """Invariants 2 to 4 of one mask and direction. `plan/check` has already checked that
-    every instruction comes once, that all that tiles and messages need are there, and that slots
-    lie inside their workspaces and off the local rows."""
+    """Checks invariants 2 to 4 of one mask and direction. Relies on `plan/check`: no instruction is
+    repeated or missing, and slots are inside their workspaces, after the local rows."""
     where = f"mask {name!r}, {direction.name.lower()}"
     ranks = [_SymbolicRank(part, part.masks[name], direction) for part in plan.parts]
     for sentence in check_messages(ranks):
@@ -52,21 +51,21 @@ def check_programs(plan: Plan, name: str, direction: Direction) -> Iterator[Faul
 
 @dataclass(slots=True)
 class _Partial:
-    """Tiles that a block's accumulator on one rank holds, and what still has to come into it."""
+    """A block's accumulator on one rank: the tiles in it, and how many contributions it lacks."""
 
     tiles: list[Int64] = field(default_factory=list)
-    uncomputed: int = 0
-    unmerged: int = 0
-    sent_in: int | None = None
-    merged_in: int = -1
+    uncomputed: int = 0  # tiles of this rank
+    unmerged: int = 0  # results of other ranks
+    sent_in: int | None = None  # phase
+    merged_in: int = -1  # last phase
 
     def content(self) -> Int64:
         return np.sort(np.concatenate([_EMPTY, *self.tiles]))
 
 
 class _SymbolicRank(RunningRank):
-    """Every workspace row knows which block was written there last, and every block's accumulator
-    the tiles that went into it. Nothing is computed, so plans of any size can be followed.
+    """Tracks which block was last written to every workspace row, and which tiles are in every
+    block's accumulator. It computes no attention, so it can run plans of any size.
 
     Tile i of rank r has number i × ranks + r."""
 
@@ -74,7 +73,11 @@ class _SymbolicRank(RunningRank):
         super().__init__(part, mask, direction)
         self.faults: list[Fault] = []
         self.owns = part.blocks.owner == part.rank
-        self._rows = _own_rows(part, self.program)
+        rows = self.program.workspace_rows
+        own = np.repeat(part.local_blocks, part.blocks.tokens[part.local_blocks])
+        # The block in every row of every workspace; -1 if empty.
+        self._rows = np.full((*rows.shape, int(rows.max())), -1, np.int32)
+        self._rows[:, :, : len(own)] = own
         self._filled, self._used = np.full((2, len(self.program.slots)), -1, np.int64)
         self.partials: dict[Key, _Partial] = defaultdict(_Partial)
         self._work = _work_of(part, mask, self.program)
@@ -86,7 +89,7 @@ class _SymbolicRank(RunningRank):
                     self.partials[key_of(entry)].unmerged += 1
 
     def results(self) -> Iterator[tuple[Key, Int64]]:
-        """All accumulators that tiles add to, with the tiles of each division."""
+        """Every accumulator that tiles are added to, with the tiles of one division."""
         for key, tiles in chain.from_iterable(self._work.values()):
             if key[0] in ACCUMULATING[self.direction]:
                 yield key, tiles
@@ -95,7 +98,7 @@ class _SymbolicRank(RunningRank):
         self.faults.append((invariant, sentence))
 
     def _missing(self, key: Key, at: int) -> str:
-        """Why the block's rows do not hold it; empty if they do. Counts as a use of its slot."""
+        """Why the block's rows do not hold it, or "" if they do. Records a use of its slot."""
         if key in self.slot_of:
             self._used[self.slot_of[key]] = at
         rows = self._rows[key[:2]][self.rows_of(key)]
@@ -105,7 +108,7 @@ class _SymbolicRank(RunningRank):
         return f"its rows hold block {others[0]} by then" if others else "it has not arrived yet"
 
     def pack(self, entries: Sequence[Entry], phase: int, at: int) -> dict[Entry, Int64]:
-        """The tiles in each result."""
+        """The numbers of the tiles in each result."""
         return {entry: self._send(entry, phase, at) for entry in entries}
 
     def _send(self, entry: Entry, phase: int, at: int) -> Int64:
@@ -116,7 +119,7 @@ class _SymbolicRank(RunningRank):
         if is_input:
             return _EMPTY
         partial = self.partials[key]
-        # Static methods send empty partials, too.
+        # Static methods also send empty partial results.
         empty = not partial.tiles and not self.part.static
         for invariant, wrong, sentence in (
             (4, self.owns[key[2]], ", but owns the block: results go to the owner"),
@@ -133,14 +136,14 @@ class _SymbolicRank(RunningRank):
     def unpack(self, entries: Sequence[Entry], message: Any, phase: int, at: int) -> None:
         for entry in entries:
             if message is None or entry not in message:
-                continue  # nobody sends it, which the comparison of messages reports
+                continue  # not sent, which `check_messages` reports
             if IS_INPUT[entry[0]]:
                 self._fill(key_of(entry), at)
             else:
                 self._merge(entry, message[entry], phase, at)
 
     def _fill(self, key: Key, at: int) -> None:
-        """An input arrives: its slot holds the block from now on, with an empty accumulator."""
+        """Stores a received input in its slot, with an empty accumulator."""
         if key not in self.slot_of:
             self.report(2, f"receives {_name(key)}, but has no slot for it")
             return
@@ -183,7 +186,8 @@ class _SymbolicRank(RunningRank):
                 )
 
     def check_lifetimes(self) -> None:
-        """Slots are taken from the wait that fills them until at least their last use."""
+        """Checks that slots begin at the WAIT that fills them, and do not end before their last
+        use."""
         slots, empty = self.program.slots, self._filled < 0
         for wrong, sentence in (
             (empty, "is never filled"),
@@ -199,21 +203,10 @@ def _name(key: Key) -> str:
     return f"{Space(key[0]).name} of block {key[2]}, head group {key[1]}"
 
 
-def _own_rows(part: RankPlan, program: Program) -> dict[tuple[int, ...], Int32]:
-    """The block in every row of every workspace: own blocks from row 0 on, then -1 for nothing."""
-    own = np.repeat(part.local_blocks, part.blocks.tokens[part.local_blocks])
-    found = {}
-    for space_and_group in np.ndindex(program.workspace_rows.shape):
-        rows = np.full(program.workspace_rows[space_and_group], -1, np.int32)
-        rows[: len(own)] = own
-        found[space_and_group] = rows
-    return found
-
-
 def _work_of(
     part: RankPlan, mask: MaskPlan, program: Program
 ) -> dict[int, list[tuple[Key, Int64]]]:
-    """Division → blocks that its tiles read, each with the numbers of these tiles."""
+    """By division: the blocks that its tiles read, each with the numbers of these tiles."""
     tiles, work = mask.tiles, dict[int, list[tuple[Key, Int64]]]()
     if not len(tiles):
         return work
@@ -229,7 +222,8 @@ def _work_of(
 
 
 def _check_end(ranks: Sequence[_SymbolicRank]) -> None:
-    """Owners hold every tile of their blocks once; nothing is left elsewhere."""
+    """Checks that owners hold every tile of their blocks once, and that other ranks have sent all
+    their partial results."""
     expected: dict[Key, list[Int64]] = defaultdict(list)
     for key, tiles in chain.from_iterable(rank.results() for rank in ranks):
         expected[key].append(tiles)

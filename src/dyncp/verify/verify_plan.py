@@ -1,7 +1,7 @@
-"""`verify_plan`: all static checks of a plan, and the violations that they find.
+"""`verify_plan`: runs all static checks of a plan, and returns the violations.
 
-What a plan declares of itself is checked here: balance (invariant 5), bytes (7), its batch and its
-own digest (8)."""
+This file has the checks of what a plan declares: balance (invariant 5), bytes (7), batch
+fingerprint and plan digest (8)."""
 
 import math
 import re
@@ -12,19 +12,23 @@ from typing import Any
 
 import numpy as np
 
-from dyncp.arrays import Int32, Int64
+from dyncp.arrays import Int64
 from dyncp.blocks import ITEM_BYTES, K_KINDS, Q_KINDS, Batch, Direction, Payload
 from dyncp.checks import instance_of
 from dyncp.plan import OwnedBlocks, PartError, Plan, RankPlan, stretches_of
 from dyncp.plan.check import check_part
 from dyncp.verify.coverage import (
     AllTiles,
+    IntArray,
     ListedKernelTiles,
     check_batch,
     check_rows,
     check_tiles,
     collect_tiles,
-    compare_kernel_tiles,
+    compare_pairs,
+    find_misplaced,
+    pairs_of_kernel_tiles,
+    pairs_of_tiles,
 )
 from dyncp.verify.programs import Fault
 from dyncp.verify.symbolic import check_programs
@@ -39,18 +43,18 @@ INVARIANTS = {
     7: "declared bytes equal the sum of the transfers and respect the hypergraph's bound",
     8: "batch fingerprint and plan digest match",
 }
-# Those that a plan alone can break; kernel calls (6) are derived later.
+# Kernel calls (6) are not part of a plan.
 OF_PLANS = frozenset(INVARIANTS) - {6}
 
-# One fault can show in thousands of places; the first few say what it is. Sentences that differ in
-# numbers only are alike.
+# One fault can show in thousands of places. Of sentences that differ only in numbers, the first few
+# are enough.
 MAX_ALIKE = 8
 _NUMBERS = re.compile(r"\d+(, \d+)*")
 
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One broken invariant: its number in `INVARIANTS`, and a sentence that says where and how."""
+    """A broken invariant: its number in `INVARIANTS`, and a sentence that says where and how."""
 
     invariant: int
     sentence: str
@@ -60,7 +64,7 @@ class Violation:
 
 
 class PlanError(ValueError):
-    """A plan that violates its invariants; the message has a sentence for each."""
+    """A plan violates its invariants; the message lists all violations."""
 
     @staticmethod
     def of(violations: Iterable[Violation]) -> "PlanError":
@@ -69,7 +73,7 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What was found, and which invariants were checked completely: a fault may prevent later
+    """The violations, and which invariants were checked completely: a fault may prevent later
     checks."""
 
     violations: tuple[Violation, ...]
@@ -80,19 +84,18 @@ class Verified:
 
 
 def verify_plan(plan: Plan, batch: Batch) -> list[Violation]:
-    """All invariants that the plan breaks, each with its sentence; an empty list when it is right.
+    """All violations of the plan's invariants; an empty list if the plan is right.
 
-    A malformed plan gives violations too, never an exception; anything but a Plan raises
-    ValueError. Invariant 6 belongs to kernel calls, which are derived later: see
-    `check_kernel_call`.
+    A malformed plan gives violations, never an exception; anything but a Plan raises ValueError.
+    Invariant 6 is about kernel calls, which are not part of a plan: see `check_kernel_call`.
     """
     return list(examine_plan(plan, batch).violations)
 
 
 def examine_plan(plan: Plan, batch: Batch) -> Verified:
-    """`verify_plan`, with the invariants that it could check."""
-    instance_of("the plan to verify", plan, Plan, "a whole Plan")
-    instance_of("its batch", batch, Batch, "the Batch it was made for")
+    """Like `verify_plan`, but also says which invariants were checked."""
+    instance_of("the plan to verify", plan, Plan, "a Plan with the parts of all ranks")
+    instance_of("its batch", batch, Batch, "the Batch that the plan was made for")
     unsafe = check_parts(plan)
     if unsafe:
         return Verified(tuple(unsafe), frozenset())
@@ -108,7 +111,7 @@ def examine_plan(plan: Plan, batch: Batch) -> Verified:
 
 
 def check_plan(plan: Plan, batch: Batch) -> None:
-    """Raises PlanError with all sentences unless the plan keeps its invariants."""
+    """Raises PlanError with all violations, if there are any."""
     violations = verify_plan(plan, batch)
     if violations:
         raise PlanError.of(violations)
@@ -118,21 +121,24 @@ def check_kernel_call(
     batch: Batch,
     mask_name: str,
     blocks: OwnedBlocks,
-    q_block: Int32 | Int64,
-    k_block: Int32 | Int64,
+    q_block: IntArray,
+    k_block: IntArray,
     listed: ListedKernelTiles,
 ) -> list[Violation]:
-    """Compares the pairs of the tiles q_block[i] × k_block[i] with those of the kernel tiles.
+    """Compares the pairs of the tiles (q_block[i], k_block[i]) with those of the kernel tiles.
 
-    By boolean matrices over all (query, key) of the batch, so for small batches only.
+    Builds matrices of all (query, key) of the batch, so it is for small batches only.
     """
-    sentences = compare_kernel_tiles(batch, mask_name, blocks, q_block, k_block, listed)
-    return _violations((6, sentence) for sentence in sentences)
+    sentences = list(find_misplaced(batch, listed))
+    if not sentences:
+        wanted = pairs_of_tiles(batch, mask_name, blocks, q_block, k_block)
+        sentences += compare_pairs(wanted, *pairs_of_kernel_tiles(batch, listed))
+    return _violations((6, f"mask {mask_name!r}: {sentence}") for sentence in sentences)
 
 
 def _violations(found: Iterable[Fault]) -> list[Violation]:
-    """Ordered by invariant; at most `MAX_ALIKE` that differ in numbers only, with a last sentence
-    for those left out."""
+    """Violations ordered by invariant. Of those that differ only in numbers, `MAX_ALIKE` are kept,
+    and one sentence counts the rest."""
     kept: dict[Fault, list[Violation]] = defaultdict(list)
     left_out: Counter[Fault] = Counter()
     for invariant, sentence in found:
@@ -162,8 +168,8 @@ def _check_mask(plan: Plan, batch: Batch, name: str) -> Iterator[Fault]:
 
 
 def check_parts(plan: Plan) -> list[Violation]:
-    """The first fault of each part that makes it unsafe to run (`plan/check`); while there is one,
-    nothing else is looked at."""
+    """The first fault of each part that makes it unsafe to run (`plan/check`), or else differences
+    between parts."""
     if not plan.parts:
         return [Violation(8, "the plan has no parts")]
     found = [v for index, part in enumerate(plan.parts) for v in _faults(plan, index, part)]
@@ -188,7 +194,8 @@ def _faults(plan: Plan, index: int, part: RankPlan) -> list[Violation]:
 
 
 def _check_dtypes(item: Any, name: str) -> None:
-    """Parts that were never encoded may hold anything."""
+    """Raises PartError unless all arrays are int32 or int64; the codec ensures it for decoded
+    parts."""
     if isinstance(item, np.ndarray):
         if item.dtype not in (np.int32, np.int64):
             raise PartError(1, f"{name} holds {item.dtype}")
@@ -201,7 +208,7 @@ def _check_dtypes(item: Any, name: str) -> None:
 
 
 def _differences(plan: Plan) -> Iterator[str]:
-    """Differences between parts in what must be equal on all ranks."""
+    """One sentence for each difference between parts in fields that must be equal on all ranks."""
     first = plan.parts[0]
     for part in plan.parts[1:]:
         alike = {
@@ -223,7 +230,7 @@ def _differences(plan: Plan) -> Iterator[str]:
 
 
 def _check_identity(plan: Plan, batch: Batch) -> Iterator[str]:
-    """Fingerprints and stretches are the batch's, digests those of the plan as it is."""
+    """Compares fingerprints and stretches with the batch, and digests with the plan's content."""
     digest, stretches = _digest(plan), stretches_of(batch)
     for part in plan.parts:
         for what, given, true in (
@@ -232,8 +239,7 @@ def _check_identity(plan: Plan, batch: Batch) -> Iterator[str]:
         ):
             if given != true:
                 yield f"rank {part.rank}: the part's {what} is {given}; expected {true}"
-        given_columns, columns = ((s.start, s.before) for s in (part.stretches, stretches))
-        if not all(map(np.array_equal, given_columns, columns)):
+        if not all(map(np.array_equal, part.stretches.columns(), stretches.columns())):
             yield (
                 f"rank {part.rank}: the part's stretches (which token comes before which) are not "
                 "the batch's"
@@ -241,7 +247,7 @@ def _check_identity(plan: Plan, batch: Batch) -> Iterator[str]:
 
 
 def _digest(plan: Plan) -> str:
-    """Digest of the plan as it is; none if it cannot be encoded."""
+    """Digest of the plan's content, or "none" with the error if it cannot be encoded."""
     try:
         return Plan.of(plan.parts).digest
     except (TypeError, ValueError, KeyError) as error:
@@ -301,8 +307,8 @@ def _check_traffic(plan: Plan, tiles: AllTiles, name: str, direction: Direction)
         yield f": {moved} bytes travel; the hypergraph needs {needed}, and the plan is not static"
 
 
-def payload_sizes(part: RankPlan) -> Int64:
-    """Bytes per token, int64[kinds, head groups], from the meaning of the payloads."""
+def _payload_sizes(part: RankPlan) -> Int64:
+    """Bytes per token of every payload, int64[payloads, head groups], from their definitions."""
     shape = part.shape
     item, partial = ITEM_BYTES[shape.dtype], ITEM_BYTES[shape.partial_dtype or shape.dtype]
     wide = 8 if shape.dtype == "fp64" else 4
@@ -312,8 +318,8 @@ def payload_sizes(part: RankPlan) -> Int64:
     sizes = {
         Payload.Q: q_row * item,
         Payload.KV: kv_row * item,
-        Payload.OUT: q_row * partial + q_heads * wide,  # and log-sum-exps
-        Payload.Q_DOUT: 2 * q_row * item + 2 * q_heads * wide,  # and log-sum-exps and row sums
+        Payload.OUT: q_row * partial + q_heads * wide,  # with log-sum-exps
+        Payload.Q_DOUT: 2 * q_row * item + 2 * q_heads * wide,  # with log-sum-exps and row sums
         Payload.DQ: q_row * partial,
         Payload.DKV: kv_row * partial,
     }
@@ -324,14 +330,15 @@ def _moved_bytes(plan: Plan, name: str, direction: Direction) -> int:
     total = 0
     for part in plan.parts:
         sends = part.masks[name].program(direction).sends
-        sizes = payload_sizes(part)[sends.kind, sends.head_group]
+        sizes = _payload_sizes(part)[sends.kind, sends.head_group]
         total += int((sizes * part.blocks.tokens[sends.block]).sum())
     return total
 
 
 def _needed_bytes(part: RankPlan, tiles: AllTiles, direction: Direction) -> int:
-    """Σ size × (ranks that a block's tiles and its owner are on − 1)."""
-    sizes, blocks, total = payload_sizes(part), part.blocks, 0
+    """The hypergraph's bound: Σ block bytes × (number of ranks with the block's tiles or its owner
+    − 1)."""
+    sizes, blocks, total = _payload_sizes(part), part.blocks, 0
     for side, kinds in ((tiles.q_block, Q_KINDS), (tiles.k_block, K_KINDS)):
         touched = np.zeros((len(part.head_groups), len(blocks), part.num_ranks), np.bool_)
         touched[tiles.head_group, side, tiles.rank] = True
