@@ -1,7 +1,8 @@
-"""Masks: which keys every query token of a sequence may attend.
+"""Masks: which keys each query token of a sequence may attend.
 
-`masks.causal(4096)` is a mask; `masks.causal` is a mask function, which takes a sample. A mask
-function that is imported here is built in: `masks.BUILTIN` and `by_name` have it.
+`masks.causal(4096)` is a mask. `masks.causal` itself is a mask function: it takes a length or a
+sample and returns a mask. Every mask function imported here is built in, so it is listed in
+`masks.BUILTIN` and found by `by_name`.
 """
 
 from dyncp.masks.block_causal import block_causal as block_causal
@@ -36,7 +37,7 @@ BUILTIN: dict[str, ParametricMask] = {
     name: value for name, value in globals().items() if isinstance(value, ParametricMask)
 }
 
-# Their names in attention-gym, in prefix-sharing inference and in StreamingLLM.
+# The same masks under their names in attention-gym, prefix-sharing inference and StreamingLLM.
 document = document_packed
 shared_prefix = shared_question
 streaming_llm = lambda_shaped
@@ -47,7 +48,7 @@ ALIASES: dict[str, ParametricMask] = {
     "streaming_llm": streaming_llm,
 }
 
-# For users; the other names that are imported here are for the next stages.
+# The names for users. The other names imported here are for the later stages.
 __all__ = [
     "Mask",
     "MaskFunction",
@@ -63,7 +64,7 @@ __all__.extend(BUILTIN | ALIASES)
 
 
 def by_name(text: str) -> MaskFunction:
-    """The mask function written as `name` or `name:key=value,key=value`.
+    """Parses a mask function written as `name` or `name:key=value,key=value`.
 
     by_name("sliding_window:window=512")              masks.sliding_window(window=512)
     by_name("document:documents=3+5,causal=false")    masks.document_packed(documents=[3, 5], ...)
