@@ -171,7 +171,7 @@ def test_losses_and_gradients_are_those_of_documents_one_by_one(megatron, positi
 
 def test_rope_by_local_index_is_refused(megatron):
     data, step = planned(ranks=2)
-    with pytest.raises(ValueError, match="a token's place on its rank is not its position; call"):
+    with pytest.raises(ValueError, match="a token's row on its rank is not its position; call"):
         tiny_gpt(with_dyncp(layer_spec()))(**model_inputs(data, step))
 
 
@@ -190,7 +190,7 @@ def test_rotary_angles_are_megatrons_own_at_the_positions_of_rows(megatron, inte
     ("wrong", "message"),
     [
         ({"packed_seq_params": None}, "packed_seq_params is NoneType; expected the step"),
-        ({"attention_mask": torch.ones(1)}, "got an attention mask or bias; masks come with"),
+        ({"attention_mask": torch.ones(1)}, "got an attention mask or bias; masks are part of"),
         ({"input_ids": torch.zeros(1, 8, dtype=torch.int64)}, "8 tokens|size"),
         ({"input_ids": torch.zeros(2, 192, dtype=torch.int64)}, "batch size of 2|size"),
     ],
@@ -233,12 +233,12 @@ def test_what_dyncp_does_not_have_is_refused_by_name(option, value):
 def test_auxiliary_losses_of_experts_are_refused():
     config = config_of()
     config.num_moe_experts, config.moe_aux_loss_coeff = 4, 0.01
-    with pytest.raises(ValueError, match="Megatron takes the mean of every rank's own tokens"):
+    with pytest.raises(ValueError, match="Megatron averages over each rank's own tokens"):
         check_config(config)
 
 
 def test_models_with_other_attention_or_positions_are_refused(megatron):
-    with pytest.raises(ValueError, match="layer 0 has DotProductAttention, which attends this"):
+    with pytest.raises(ValueError, match="layer 0 has DotProductAttention, which attends only"):
         attach(tiny_gpt(layer_spec()))
     model = tiny_gpt(with_dyncp(layer_spec()))
     model.position_embedding_type = "mrope"

@@ -176,7 +176,7 @@ def test_compiled_layers_are_whole_graphs_that_serve_all_batches():
     ("wrong", "message"),
     [
         ({"attention_masks": None}, "attention_masks is NoneType; expected the step"),
-        ({"positions": None}, "got no positions: RoPE would take the place"),
+        ({"positions": None}, "got no positions: RoPE would use a token's row"),
         ({"positions": torch.zeros(1, 8, dtype=torch.int64)}, "local data have 8 rows"),
         ({"tokens": torch.zeros(1, 8, dtype=torch.int64)}, "shape|size"),
         ({"tokens": torch.zeros(2, 192, dtype=torch.int64)}, "the model got a batch size of 2"),
@@ -200,17 +200,19 @@ def test_windows_sinks_masks_of_models_and_other_attention_are_refused():
     windowed = tiny_llama(inner=VarlenAttention.Config(window_size=(64, 0)))
     with pytest.raises(ValueError, match=r"layer 0 has inner attention .* with window \(64, 0\)"):
         use_dyncp(windowed)
-    with pytest.raises(ValueError, match="makes masks of its own"):
+    with pytest.raises(ValueError, match="makes its own masks"):
         use_dyncp(gptoss_configs["debugmodel"](moe_comm_backend="standard"))
-    with pytest.raises(ValueError, match=r"layer 0 has .*Attention\.Config; dyncp replaces GQA"):
+    with pytest.raises(
+        ValueError, match=r"layer 0 has .*Attention\.Config; dyncp replaces only GQA"
+    ):
         use_dyncp(deepseekv3_configs["debugmodel"]("flex", "standard"))
-    with pytest.raises(ValueError, match="layer 0 balances its experts by the rows of ranks"):
+    with pytest.raises(ValueError, match="layer 0 balances its experts by row counts"):
         use_dyncp(qwen3_configs["debugmodel_moe"]("flex"))
     with pytest.raises(ValueError, match="config is int; expected a torchtitan decoder"):
         use_dyncp(3)
     with pytest.raises(ValueError, match="layer 0 has PlannedGQAttention"):
         use_dyncp(use_dyncp(tiny_llama()))
-    with pytest.raises(ValueError, match="the layer gives attention out_transform"):
+    with pytest.raises(ValueError, match="the layer calls attention with out_transform"):
         PlannedAttention.Config().build()(*[torch.zeros(1, 2, 2, 8)] * 3, out_transform=abs)
 
 

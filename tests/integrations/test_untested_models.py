@@ -121,7 +121,7 @@ def test_a_model_of_the_users_that_mixes_rows_is_refused_and_left_as_it_was(kind
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match=f"{kind.__name__} .llama. has not been compared"):
         attach(model)
-    with pytest.raises(ValueError, match=f"gives other {what} under dyncp than with its own"):
+    with pytest.raises(ValueError, match=f"the {what} of {kind.__name__} under dyncp differ"):
         attach(model, untested=True)
     assert model.config._attn_implementation == "sdpa"
     for name, weight in model.state_dict().items():
@@ -209,9 +209,9 @@ def test_wrappers_past_the_hooks_and_generation_are_refused():
     model = make_model("llama")
     attach(model)
     data, step = virtual(model.config)
-    with pytest.raises(ValueError, match=r"got no step.*past its hooks"):
+    with pytest.raises(ValueError, match=r"got no step.*bypass its hooks"):
         PastHooks(model)(**data, dyncp_step=step)
-    with pytest.raises(ValueError, match="expected a Transformers model, before it is wrapped"):
+    with pytest.raises(ValueError, match="expected a Transformers model, before it is compiled"):
         attach(PastHooks(model))
     with pytest.raises(ValueError, match="without its step"):
         model.generate(data["input_ids"][:, :5], max_new_tokens=2)
@@ -222,7 +222,7 @@ def test_a_layer_that_looks_both_ways_is_refused():
     attach(model)
     model.model.layers[1].self_attn.is_causal = False
     data, step = virtual(model.config)
-    with pytest.raises(ValueError, match="LlamaAttention gives attention is_causal=False"):
+    with pytest.raises(ValueError, match="LlamaAttention calls attention with is_causal=False"):
         model(**data, dyncp_step=step)
 
 

@@ -1,7 +1,7 @@
 """Transformers models under dyncp: `attach(model)`, then `model(**local_data, dyncp_step=step)`.
 
-Needs the extra `transformers`. Nothing happens at import; `attach` registers an attention and a
-mask function by Transformers' own interfaces.
+Requires the extra `transformers`. Importing this package changes nothing; `attach` registers an
+attention function and a mask function through Transformers' own interfaces.
 """
 
 from dyncp.integrations.transformers.attach import Attached, attach
