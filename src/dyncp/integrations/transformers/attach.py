@@ -57,6 +57,7 @@ KEYWORDS = frozenset({
     "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "shift_labels",
     *TARGET_FIELDS,
 })  # fmt: skip
+# Why some of these others are refused.
 REASONS = {
     "attention_mask": "masks are part of the plan, and the loader removes padding",
     "output_attentions": "attention scores are not stored",
@@ -114,7 +115,7 @@ class Attached:
         )
 
     def detach(self) -> None:
-        """Restores the model as it was before `attach`."""
+        """Restores the model's own attention, mixers and auxiliary loss."""
         for hook in self._hooks:
             hook.remove()
         for module in self._mixers:
