@@ -1,4 +1,4 @@
-"""Accelerate's loop under dyncp: the same run on one rank and on three, and what is refused."""
+"""Accelerate's loop under dyncp: three ranks train as one process, and misuse is refused."""
 
 import os
 
@@ -109,7 +109,7 @@ def accelerator():
     return DynamicAccelerator(cpu=True, gradient_accumulation_steps=ACCUMULATION)
 
 
-def test_what_accelerate_would_deal_out_or_divide_is_refused(accelerator):
+def test_what_accelerate_would_distribute_or_divide_is_refused(accelerator):
     model = make_model("llama")
     with pytest.raises(ValueError, match="torch DataLoader, whose batches Accelerate would"):
         accelerator.prepare(torch.utils.data.DataLoader([1, 2]))
@@ -136,7 +136,7 @@ class Asked:
 
 
 class Configured(AcceleratorMixin, Asked):
-    """An Accelerator that was asked for something; a real one wants as many ranks."""
+    """An Accelerator with a parallelism config; a real one would need as many ranks."""
 
     def __init__(self, config):
         self.parallelism_config = config

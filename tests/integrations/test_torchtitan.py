@@ -1,4 +1,4 @@
-"""torchtitan's Llama under dyncp: as in one process with torchtitan's own attention."""
+"""torchtitan's Llama under dyncp trains as one process does with torchtitan's own attention."""
 
 from itertools import chain
 from types import SimpleNamespace
@@ -52,12 +52,12 @@ from titan_cases import built, tiny_llama, whole_loss
 pytestmark = pytest.mark.xdist_group("processes")
 
 BACKEND = "partial_dtensor"  # torchtitan's default, spmd_types, needs a later torch for FSDP
-# Ranks of a plan, and of tensor parallelism; the other data-parallel ranks are replicas.
+# The number of ranks of a plan, and of tensor parallelism; the remaining factor is replicas.
 MESHES = {"dp 2 x cp 2": (2, 1), "cp 2 x tp 2": (2, 2)}
 
 
 def parallel_model(tp):
-    """The tiny Llama, divided by torchtitan over its own meshes, which it makes for GPUs."""
+    """The tiny Llama, parallelized by torchtitan on its own meshes, which are set to the CPU."""
     parallel_dims.device_type = utils.device_type = "cpu"
     set_spmd_backend(BACKEND)
     sizes = ParallelismConfig(tensor_parallel_degree=tp, spmd_backend=BACKEND)
@@ -71,12 +71,12 @@ def parallel_model(tp):
     )  # fmt: skip
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no factor in its sums
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no sums with a factor
     return config, model, dims
 
 
 def train(cp, tp):
-    """Losses, weights, the documents of every step, and among how many ranks one was split."""
+    """Losses, weights, the documents of every step, and the most ranks that share a document."""
     config, model, dims = parallel_model(tp)
     optimizer, mesh = optimizer_of(model), plan_mesh(dims, cp)
     loss_fn = CrossEntropyLoss.Config(global_vocab_size=VOCAB).build()
@@ -111,7 +111,7 @@ def all_meshes(rank):
 
 
 def alone(batches):
-    """The same in one process, one document after the other."""
+    """Losses and weights of the same batches in one process, document by document."""
     model = built(tiny_llama())
     optimizer, losses = optimizer_of(model), []
     for numbers in batches:
@@ -236,8 +236,8 @@ def planned_loader():
 
 
 def saved_and_loaded(rank, folder):
-    """The documents of all batches after the first, and those of a loader that was loaded there.
-    torchtitan's checkpoints hold its loader as torch's distributed checkpoints do."""
+    """The documents of all batches after the first, and those of a loader that resumes there.
+    torchtitan saves its loader in torch's distributed checkpoints."""
     loader = planned_loader()
     batches = iter(loader)
     next(batches)
@@ -252,7 +252,7 @@ def saved_and_loaded(rank, folder):
     return expected, found
 
 
-def test_a_loader_goes_on_from_a_checkpoint(tmp_path):
+def test_a_loader_resumes_from_a_checkpoint(tmp_path):
     for expected, found in run_ranks(saved_and_loaded, 2, str(tmp_path)):
         assert found == expected
         assert len(found) > 1

@@ -1,4 +1,4 @@
-"""Transformers models under dyncp, on virtual ranks: what they give, and what is refused."""
+"""Transformers models under dyncp, on virtual ranks: their results, and what is refused."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from hf_cases import plain_model, planned, samples_of, virtual, whole_loss  # no
 
 
 def close(model, dense):
-    """Largest difference of gradients, in parts of the largest gradient."""
+    """The largest difference of gradients, relative to the largest gradient."""
     pairs = [
         (got.grad, wanted.grad)
         for got, wanted in zip(model.parameters(), dense.parameters(), strict=True)
@@ -56,7 +56,7 @@ def test_a_model_with_local_layers_needs_their_masks_from_the_loader():
     assert torch.isfinite(model(**data, dyncp_step=step).loss)
 
 
-def test_masks_of_a_users_own_function_are_cut_for_local_layers_too():
+def test_masks_of_local_layers_are_derived_from_a_users_own_function_too():
     attached = attach(make_model("gemma3"))
     found = attached.masks(lambda sample: masks.shared_question(len(sample["input_ids"])))(
         {"input_ids": [0] * 90}
@@ -224,7 +224,7 @@ def test_attention_dropout_is_refused_in_training_only():
         model(**data, dyncp_step=step)
 
 
-def test_what_a_layer_gives_attention_and_dyncp_does_not_have_is_refused():
+def test_unsupported_attention_arguments_of_a_layer_are_refused():
     model = make_model("llama")
     attach(model)
     data, step = virtual(model.config)
@@ -283,7 +283,7 @@ def test_the_auxiliary_loss_is_that_of_all_tokens_once():
     )
 
 
-def test_detach_gives_the_model_back():
+def test_detach_restores_the_model():
     model, dense = make_model("qwen3_moe"), make_model("qwen3_moe")
     attached = attach(model)
     attached.detach()
@@ -292,7 +292,7 @@ def test_detach_gives_the_model_back():
     assert torch.equal(got, wanted)
 
 
-def test_a_saved_model_says_nothing_of_dyncp(tmp_path):
+def test_a_saved_model_does_not_mention_dyncp(tmp_path):
     model = make_model("llama")
     attach(model)
     model.save_pretrained(tmp_path)
@@ -301,7 +301,7 @@ def test_a_saved_model_says_nothing_of_dyncp(tmp_path):
     assert again.config._attn_implementation == "sdpa"
 
 
-def test_of_fifty_batches_the_first_two_compile():
+def test_only_the_first_two_of_fifty_batches_compile():
     torch._dynamo.reset()
     model, plain = make_model("gemma3"), make_model("gemma3")
     for each in (model, plain):
@@ -319,7 +319,7 @@ def test_of_fifty_batches_the_first_two_compile():
             wanted = plain(**data, dyncp_step=step).loss
             assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
     assert graphs[1] == graphs[3]
-    assert graphs[4] == graphs[-1]  # one more without gradients
+    assert graphs[4] == graphs[-1]  # one more compilation without gradients
 
 
 def test_a_model_that_gives_router_logits_compiles_as_one_graph():
