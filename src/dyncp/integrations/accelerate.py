@@ -54,8 +54,7 @@ class AcceleratorMixin:
         """Accelerate's `prepare`, which returns the loader unchanged. Call attach(model) first."""
         for given in objects:
             self._check(given)
-        found: Any = super().prepare(*objects, **options)  # type: ignore[misc]
-        return found
+        return super().prepare(*objects, **options)  # type: ignore[misc]
 
     def _check(self, given: Any) -> None:
         if isinstance(given, DataLoader):

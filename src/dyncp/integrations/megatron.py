@@ -131,8 +131,7 @@ class PositionRotary(nn.Module):
         **_: Any,
     ) -> Tensor:
         """The argument that Megatron passes to `forward`: positions instead of a length."""
-        given: StepParams = checked_step("packed_seq_params", packed_seq_params, StepParams)
-        return given.positions
+        return checked_step("packed_seq_params", packed_seq_params, StepParams).positions
 
     def forward(self, positions: Tensor, **_: Any) -> Tensor:
         """The rotary angles, `[rows, 1, 1, dim]`."""
@@ -165,7 +164,6 @@ def attach(model: Any) -> Any:
     """Checks a GPTModel whose layers come from `with_dyncp`, makes its RoPE use positions instead
     of rows, and returns it."""
     instance_of("model", model, GPTModel, "Megatron-Core's GPTModel")
-    check_config(model.config)
     for number, layer in enumerate(model.decoder.layers):
         found = layer.self_attention.core_attention
         if not isinstance(found, PlannedCoreAttention):

@@ -96,8 +96,7 @@ class PlannedGQAttention(GQAttention):
             )
         if not torch.compiler.is_compiling():  # a graph serves any number of rows
             check_batch(step, positions, None)
-        out: Tensor = super().forward(x_BLD, attention_masks, positions)
-        return out
+        return super().forward(x_BLD, attention_masks, positions)
 
 
 def use_dyncp(config: Any, *, mask: str = DEFAULT_MASK) -> Any:

@@ -377,7 +377,7 @@ def unite(left: Int32, right: Int32) -> Int32:
     return merge(starts, ends)
 
 
-def columns(ranges: npt.NDArray[np.integer]) -> Int32:
+def columns(ranges: AnyInts) -> Int32:
     """`[tokens, R, 2]` as starts and ends, `[2, R, tokens]`."""
     return np.array(ranges.T, np.int32, order="C")
 

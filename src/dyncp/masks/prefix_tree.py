@@ -11,7 +11,6 @@ from dyncp.compiled import compiled
 from dyncp.masks.function import MaskFunction, ParametricMask, from_sample, lengths_of
 from dyncp.masks.mask import Marks, Mask, normal_mask
 
-WEIGHTS = ("token", "leaf")
 MOST_NUMBERS = 2**28  # size limit of the ranges array: 1 GiB of int32
 
 
@@ -57,7 +56,7 @@ def prefix_tree(
     ██···█                                            2           none
     """
     parent, sizes = _tree(length, parents, lengths)
-    if weights not in WEIGHTS:
+    if weights not in ("token", "leaf"):
         raise ValueError(f"masks.prefix_tree: weights is {weights!r}; choose token or leaf")
     ends = np.cumsum(sizes)
     starts = ends - sizes

@@ -303,6 +303,7 @@ def _documents(model: Any, config: Any) -> list[Tensor]:
 
 
 def _options(model: Any) -> dict[str, bool]:
+    """Options that make a mixture of experts compute its auxiliary loss."""
     return {"output_router_logits": True} if hasattr(model, COEFFICIENT) else {}
 
 
@@ -329,10 +330,8 @@ def _run_planned(
     )
     plan = plan_batch(batch, Topology(1, RANKS), config=config)
     step = executor.prepare(plan)
-    data = {
-        name: value.to(model.device) if name != "batch_fingerprint" else value
-        for name, value in local_data(samples, batch, plan).items()
-    }
+    fields = local_data(samples, batch, plan).items()
+    data = {name: value.to(model.device) for name, value in fields}
     output = model(**data, dyncp_step=step, **_options(model))
     return step.gather(_rows(output)), output.get("loss")
 
@@ -360,8 +359,8 @@ def _check_parity(
 
 
 def _rows(output: Any) -> Tensor:
-    rows: Tensor = output["logits" if "logits" in output else "last_hidden_state"][0]
-    return rows
+    """The logits `[rows, vocabulary]`, or the hidden states of a base model."""
+    return output["logits" if "logits" in output else "last_hidden_state"][0]
 
 
 @contextmanager

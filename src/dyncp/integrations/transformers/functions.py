@@ -256,8 +256,7 @@ def auxiliary_share(logits: tuple[Tensor, ...], chosen: int, step: Step, like: T
         choices = choices.index_add(0, best.flatten(), shares.repeat_interleave(chosen))
         probability = probability + shares @ routing
     everywhere = torch.ops.dyncp.sum_of_ranks(step.number, choices.detach())
-    share: Tensor = experts * (everywhere * probability).sum()
-    return share
+    return experts * (everywhere * probability).sum()
 
 
 def take_coefficient(model: Any) -> float:

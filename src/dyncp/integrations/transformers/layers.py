@@ -114,7 +114,7 @@ def check_model(model: Any, *, untested: bool) -> Any:
         )
     _check_config(config, name)
     layer_masks(config)
-    _check_modules(model)
+    _check_modules(model, config)
     if not (untested or _is_tested(model, config)):
         raise ValueError(
             f"{name} ({model.config.model_type}) has not been compared with one process; tested "
@@ -141,9 +141,8 @@ def _is_tested(model: Any, config: Any) -> bool:
     return own and config is model.config and config.model_type in TESTED
 
 
-def _check_modules(model: Any) -> None:
-    kind = model.config.get_text_config(decoder=True).model_type
-    handled = {mixer.module for (of, _), mixer in MIXERS.items() if of == kind}
+def _check_modules(model: Any, config: Any) -> None:
+    handled = {mixer.module for (kind, _), mixer in MIXERS.items() if kind == config.model_type}
     for path, module in _text_modules(model):
         if isinstance(module, ORDERED) and not handled & set(path.split(".")):
             raise ValueError(
@@ -157,8 +156,7 @@ def _text_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
     attached model is not called with such inputs."""
     config = model.config.get_text_config(decoder=True)
     decoder = model if config is model.config else model.get_decoder()
-    found: Iterator[tuple[str, nn.Module]] = decoder.named_modules()
-    return found
+    return decoder.named_modules()
 
 
 def _check_config(config: Any, name: str) -> None:

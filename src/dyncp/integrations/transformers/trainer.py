@@ -90,8 +90,7 @@ class TrainerMixin:
                 "shuffle": True,
                 "seed": self.args.seed if self.args.data_seed is None else self.args.data_seed,
             }
-            loader = self._loader(self.train_dataset, defaults)
-            self._batches = Batches(loader, self.train_dataset)
+            self._batches = self._make_batches(self.train_dataset, defaults | self._loader_options)
         return self._batches
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Batches:
@@ -99,15 +98,14 @@ class TrainerMixin:
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]
-        return Batches(self._loader(dataset, {"evaluation": True}), dataset)
+        options = {"evaluation": True} | self._loader_options
+        for name in ("accumulation_steps", "batch_sampler", "lengths", "sampler", "shuffle"):
+            options.pop(name, None)
+        return self._make_batches(dataset, options)
 
-    def _loader(self, dataset: Any, defaults: dict[str, Any]) -> DCPDataLoader:
-        options = self._loader_options
-        if defaults.get("evaluation"):
-            dropped = ("accumulation_steps", "batch_sampler", "lengths", "sampler", "shuffle")
-            options = {name: value for name, value in options.items() if name not in dropped}
-        defaults["executor"] = self._executor
-        return self._attached.loader(dataset, self._mask_fn, **defaults | options)
+    def _make_batches(self, dataset: Any, options: dict[str, Any]) -> Batches:
+        options = {"executor": self._executor} | options
+        return Batches(self._attached.loader(dataset, self._mask_fn, **options), dataset)
 
     @cached_property
     def _executor(self) -> DCPExecutor:
