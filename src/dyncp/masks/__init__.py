@@ -73,19 +73,15 @@ def by_name(text: str) -> MaskFunction:
     choices = BUILTIN | ALIASES
     if name not in choices:
         raise ValueError(f"there is no mask {name!r}; choices: {', '.join(choices)}")
-    return choices[name].with_parameters(_parse_parameters(text, rest)) if colon else choices[name]
-
-
-def _parse_parameters(text: str, rest: str) -> dict[str, int | bool | list[int]]:
-    parameters = {}
-    for part in rest.split(","):
+    parameters: dict[str, int | bool | list[int]] = {}
+    for part in rest.split(",") if colon else ():
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not (key and equals and value):
             raise ValueError(f"mask {text!r}: {part!r} is not key=value")
         if key in parameters:
             raise ValueError(f"mask {text!r}: {key} is given twice")
         parameters[key] = _parse_value(text, key, value)
-    return parameters
+    return choices[name](**parameters)
 
 
 def _parse_value(text: str, key: str, value: str) -> int | bool | list[int]:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from dyncp.arrays import Bool, Int32
 from dyncp.compiled import compiled, inner
-from dyncp.masks.pairs import draw_mask
+from dyncp.masks.pairs import count_tile_pairs
 
 AnyInts = npt.NDArray[np.integer]
 ROW_WINDOW = "sliding_window"  # the mask whose window counts rows
@@ -120,8 +120,28 @@ class Mask:
         return allowed
 
     def draw(self, width: int = 64) -> str:
-        """The mask as text: a caption, then a square of at most `width` by `width` cells."""
-        return draw_mask(self, width)
+        """The mask as text, at most `width` cells wide: queries go down, keys to the right.
+
+        A cell is █ if all its pairs are allowed, ▒ if at least half are, ░ if fewer are, · if none
+        are.
+
+            sliding_window: 4 tokens, 7 pairs, density 43.8 %
+            █···
+            ██··
+            ·██·
+            ··██
+        """
+        if width < 1:
+            raise ValueError(f"width is {width}; allowed is at least 1 cell")
+        block_size = -(-self.length // width)
+        pairs = count_tile_pairs(self, block_size)
+        edges = np.minimum(np.arange(len(pairs) + 1) * block_size, self.length)
+        possible = np.diff(edges)[:, None] * np.diff(edges)
+        shades = (pairs > 0) * 1 + (2 * pairs >= possible) + (pairs == possible)
+        rows = ["".join("·░▒█"[shade] for shade in row) for row in shades]
+        density = 100 * self.num_pairs / self.length**2
+        numbers = f"{self.length:,} tokens, {self.num_pairs:,} pairs, density {density:.3g} %"
+        return "\n".join([f"{self.name}: {numbers}", *rows])
 
     def __and__(self, other: Mask) -> Mask:
         """Pairs that both masks allow."""

@@ -1,5 +1,4 @@
-"""Key ranges of a batch as runs of rows, exact pair counts per (query block, key block), and
-drawings.
+"""Key ranges of a batch as runs of rows, and exact pair counts per (query block, key block).
 
 From one row to the next, both ends of a mask's ranges usually stay or move by one, so a few runs
 describe them all: rows 0..3 of a causal mask, [0,1) [0,2) [0,3) [0,4), are one run. A mask without
@@ -31,8 +30,6 @@ from dyncp.compiled import compiled, inner
 
 if TYPE_CHECKING:
     from dyncp.masks.mask import Mask
-
-SHADES = "·░▒█"  # none of a cell's pairs are allowed; fewer than half; at least half; all
 
 
 class LinearRanges(NamedTuple):
@@ -209,27 +206,3 @@ def _add_line(
         if many > 0:
             block = value // size
     return first, block
-
-
-def draw_mask(mask: Mask, width: int = 64) -> str:
-    """A caption, then one line per query block: queries go down, keys to the right.
-
-    A cell is █ if all its pairs are allowed, ▒ if at least half are, ░ if fewer are, · if none are.
-
-        sliding_window: 4 tokens, 7 pairs, density 43.8 %
-        █···
-        ██··
-        ·██·
-        ··██
-    """
-    if width < 1:
-        raise ValueError(f"width is {width}; allowed is at least 1 cell")
-    block_size = -(-mask.length // width)
-    pairs = count_tile_pairs(mask, block_size)
-    edges = np.minimum(np.arange(len(pairs) + 1) * block_size, mask.length)
-    possible = np.diff(edges)[:, None] * np.diff(edges)
-    shades = (pairs > 0) * 1 + (2 * pairs >= possible) + (pairs == possible)
-    rows = ["".join(SHADES[shade] for shade in row) for row in shades]
-    density = 100 * mask.num_pairs / mask.length**2
-    numbers = f"{mask.length:,} tokens, {mask.num_pairs:,} pairs, density {density:.3g} %"
-    return "\n".join([f"{mask.name}: {numbers}", *rows])
