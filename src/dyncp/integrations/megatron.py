@@ -131,7 +131,8 @@ class PositionRotary(nn.Module):
         **_: Any,
     ) -> Tensor:
         """The argument that Megatron passes to `forward`: positions instead of a length."""
-        return checked_step("packed_seq_params", packed_seq_params, StepParams).positions
+        given: StepParams = checked_step("packed_seq_params", packed_seq_params, StepParams)
+        return given.positions
 
     def forward(self, positions: Tensor, **_: Any) -> Tensor:
         """The rotary angles, `[rows, 1, 1, dim]`."""

@@ -96,7 +96,8 @@ class PlannedGQAttention(GQAttention):
             )
         if not torch.compiler.is_compiling():  # a graph serves any number of rows
             check_batch(step, positions, None)
-        return super().forward(x_BLD, attention_masks, positions)
+        out: Tensor = super().forward(x_BLD, attention_masks, positions)
+        return out
 
 
 def use_dyncp(config: Any, *, mask: str = DEFAULT_MASK) -> Any:

@@ -360,7 +360,8 @@ def _check_parity(
 
 def _rows(output: Any) -> Tensor:
     """The logits `[rows, vocabulary]`, or the hidden states of a base model."""
-    return output["logits" if "logits" in output else "last_hidden_state"][0]
+    rows: Tensor = output["logits" if "logits" in output else "last_hidden_state"][0]
+    return rows
 
 
 @contextmanager

@@ -256,7 +256,8 @@ def auxiliary_share(logits: tuple[Tensor, ...], chosen: int, step: Step, like: T
         choices = choices.index_add(0, best.flatten(), shares.repeat_interleave(chosen))
         probability = probability + shares @ routing
     everywhere = torch.ops.dyncp.sum_of_ranks(step.number, choices.detach())
-    return experts * (everywhere * probability).sum()
+    share: Tensor = experts * (everywhere * probability).sum()
+    return share
 
 
 def take_coefficient(model: Any) -> float:

@@ -156,7 +156,8 @@ def _text_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
     attached model is not called with such inputs."""
     config = model.config.get_text_config(decoder=True)
     decoder = model if config is model.config else model.get_decoder()
-    return decoder.named_modules()
+    found: Iterator[tuple[str, nn.Module]] = decoder.named_modules()
+    return found
 
 
 def _check_config(config: Any, name: str) -> None:
