@@ -109,7 +109,7 @@ def optimizer_of(model: Any) -> torch.optim.SGD:
 
 def train_alone(case: Case) -> Outcome:
     """One process, Transformers' own attention, dense masks."""
-    from dyncp.integrations.transformers.layers import layer_masks, model_masks
+    from dyncp.integrations.transformers import layer_masks, model_masks
 
     model = plain_model(case)
     layers = layer_masks(model.config)

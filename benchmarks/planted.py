@@ -53,7 +53,7 @@ ERRORS = [
         "if name not in HARMLESS and",
         "if name not in HARMLESS | {'softcap'} and",
         ONE,
-        "what_a_layer_gives",
+        "unsupported_attention_arguments",
     ),
     Error(
         "scaling is swallowed", FUNCTIONS, "scale=scaling", "scale=None", ONE, "losses and granite"

@@ -1,4 +1,4 @@
-"""Documents and plans that the tests of frameworks share."""
+"""Documents and plans for the tests of framework integrations."""
 
 import numpy as np
 import torch
@@ -37,11 +37,11 @@ def planned(ranks, numbers=(0, 1, 2), shape=SHAPE):
 
 
 def documents_of(plan):
-    """Their places among all documents; a filler has none."""
+    """The indices of a plan's documents in DOCUMENTS; none for a filler batch."""
     return [LENGTHS.index(n) for n in plan.lengths if not plan.filler]
 
 
 def most_owners(plan):
-    """The most ranks that own tokens of one document."""
+    """The largest number of ranks that own tokens of one document."""
     pairs = np.unique(np.stack([plan.blocks.sequence, plan.blocks.owner]), axis=1)
     return int(np.unique(pairs[0], return_counts=True)[1].max())

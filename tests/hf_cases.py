@@ -1,4 +1,4 @@
-"""Tiny Transformers models, and batches of them: planned, cut for ranks, and whole."""
+"""Tiny Transformers models, and their batches: planned, split over ranks, and whole."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from benchmarks.parity_models import make_model
 from torch import Tensor
 
 from dyncp import Batch, DCPExecutor, PlannerConfig, Topology, local_data, masks, plan_batch
-from dyncp.integrations.transformers.layers import layer_masks, model_masks
+from dyncp.integrations.transformers import layer_masks, model_masks
 from dyncp.plan import Layout
 
 LENGTHS = [(150, 9, 31, 4), (12, 180, 40), (3, 77, 5, 60), (14, 9)]
@@ -52,7 +52,7 @@ def whole_loss(model: Any, number: int, mask_fn: Any = masks.causal) -> Tensor:
 
 
 def plain_model(name: str, **options: Any) -> Any:
-    """One that runs Transformers' own attention; sinks need the eager one."""
+    """A model that runs Transformers' own attention; sinks need the eager implementation."""
     model = make_model(name, **options)
     if name == "gpt_oss":
         model.set_attn_implementation("eager")

@@ -15,7 +15,7 @@ HEADS, KV_HEADS = 4, 2
 
 
 def config_of(**options: Any) -> TransformerConfig:
-    """Without the fusions, which are for GPUs."""
+    """A small config without fusions, which need GPUs."""
     return TransformerConfig(**{
         "num_layers": 2, "hidden_size": 32, "num_attention_heads": HEADS,
         "num_query_groups": KV_HEADS, "ffn_hidden_size": 64, "normalization": "RMSNorm",
@@ -33,7 +33,7 @@ def layer_spec() -> Any:
 
 
 def tiny_gpt(spec: Any, **options: Any) -> Any:
-    """With the same weights every time; Megatron divides them among tensor-parallel ranks."""
+    """The same weights every time; Megatron divides them over tensor-parallel ranks."""
     torch.manual_seed(0)
     tp = parallel_state.get_tensor_model_parallel_world_size()
     model = GPTModel(
@@ -44,7 +44,7 @@ def tiny_gpt(spec: Any, **options: Any) -> Any:
 
 
 class DenseAttention(nn.Module):
-    """Causal attention by torch, for documents one by one."""
+    """Causal attention by torch, for a single document."""
 
     def __init__(self, **_: Any) -> None:
         super().__init__()

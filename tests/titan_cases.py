@@ -18,7 +18,7 @@ ONES = {"weight": nn.init.ones_}
 
 
 def tiny_llama(layers: int = 2, inner: Any = None) -> Any:
-    """A config whose layers have torch's own attention, or another `inner` one."""
+    """A config whose layers have torch's own attention, or `inner`."""
     inner = ScaledDotProductAttention.Config() if inner is None else inner
 
     def norm() -> Any:
@@ -51,7 +51,7 @@ def tiny_llama(layers: int = 2, inner: Any = None) -> Any:
 
 
 def built(config: Any) -> Any:
-    """With the same weights every time."""
+    """A model with the same weights every time."""
     torch.manual_seed(0)
     model = config.build()
     with torch.no_grad():
@@ -60,7 +60,7 @@ def built(config: Any) -> Any:
 
 
 def whole_loss(model: Any, documents: list[Tensor]) -> Tensor:
-    """The mean over all targets, one document after the other, with torchtitan's own attention."""
+    """The mean loss over all targets, document by document, with torchtitan's own attention."""
     total = torch.zeros(())
     for tokens in documents:
         logits = model(tokens[None], positions=torch.arange(len(tokens))[None])[0, :-1]

@@ -1,4 +1,4 @@
-"""Accelerate's loop under dyncp: the same run on one rank and on three, and what is refused."""
+"""Accelerate's loop under dyncp: three ranks train as one process, and misuse is refused."""
 
 import os
 
@@ -109,24 +109,24 @@ def accelerator():
     return DynamicAccelerator(cpu=True, gradient_accumulation_steps=ACCUMULATION)
 
 
-def test_what_accelerate_would_deal_out_or_divide_is_refused(accelerator):
+def test_what_accelerate_would_distribute_or_divide_is_refused(accelerator):
     model = make_model("llama")
-    with pytest.raises(ValueError, match="torch DataLoader, from which Accelerate would give"):
+    with pytest.raises(ValueError, match="torch DataLoader, whose batches Accelerate would"):
         accelerator.prepare(torch.utils.data.DataLoader([1, 2]))
     with pytest.raises(ValueError, match="LlamaForCausalLM with attention 'sdpa': call attach"):
         accelerator.prepare(model)
-    with pytest.raises(ValueError, match=r"backward before prepare\(model, optimizer, loader\)"):
+    with pytest.raises(ValueError, match=r"backward was called before prepare\(model, optim"):
         accelerator.backward(torch.zeros((), requires_grad=True))
     with (
         attach(model).loader(documents(5), masks.causal, virtual_ranks=1) as loader,
-        pytest.raises(ValueError, match="steps of 1 batches and Accelerate of 2; give the loader"),
+        pytest.raises(ValueError, match="steps of 1 batches and Accelerate makes steps of 2"),
     ):
         accelerator.prepare(model, loader)
 
 
 def test_two_kinds_of_context_parallelism_are_refused():
     config = accelerate.ParallelismConfig(cp_size=2)
-    with pytest.raises(ValueError, match="asked for context or sequence parallelism"):
+    with pytest.raises(ValueError, match="configured with context or sequence parallelism"):
         AcceleratorMixin.__init__(Configured(config))
 
 
@@ -136,7 +136,7 @@ class Asked:
 
 
 class Configured(AcceleratorMixin, Asked):
-    """An Accelerator that was asked for something; a real one wants as many ranks."""
+    """An Accelerator with a parallelism config; a real one would need as many ranks."""
 
     def __init__(self, config):
         self.parallelism_config = config

@@ -38,7 +38,7 @@ def test_policy_gradients_are_those_of_one_process():
 @pytest.mark.timeout(900)  # three starts of up to 4 processes each
 @pytest.mark.xdist_group("processes")
 def test_the_demo_finds_a_llama_equal_on_any_ranks_and_after_resuming():
-    """Its own table is the proof; 4 ranks, 1 rank, and 2 that resume at step 3."""
+    """Reads the table that the demo prints. The resumed run continues at step 3 on 2 ranks."""
     size = ["--steps", "4", "--max-length", "500", "--tokens-per-batch", "1200"]
     run = subprocess.run(
         [sys.executable, "-m", "examples.demo", *size],
@@ -69,7 +69,7 @@ def test_the_demo_finds_a_llama_equal_on_any_ranks_and_after_resuming():
 @pytest.mark.parametrize(
     ("fault", "agrees"), [({}, True), ({"loss": 2.001}, False), ({"norm": math.nan}, False)]
 )
-def test_the_demo_notices_other_numbers(fault, agrees):
+def test_the_demo_notices_different_numbers(fault, agrees):
     demo = import_module("examples.demo")
     expected = {1: {"loss": 2.0, "norm": 1.0}}
     row = expected[1] | {"documents": [7], "pieces": 2, "tokens": 10, "seconds": 1.0}
@@ -96,8 +96,8 @@ def test_a_hybrid_model_trains_as_in_one_process():
 
 
 def hybrid_losses():
-    """Losses of the example's model in fp64, one document after the other, with dense attention:
-    a document alone needs neither a plan nor an order of rows."""
+    """Losses of the example's model in fp64, document by document, with dense attention. A single
+    document needs neither a plan nor an order of rows."""
     example = runpy.run_path(str(EXAMPLES / "hybrid_model.py"))
     torch.manual_seed(0)
     model, samples = example["Hybrid"]().double(), example["samples"]()
@@ -121,7 +121,7 @@ def hybrid_losses():
 
 
 class Alone:
-    """In place of a step: one document, which is whole already."""
+    """Replaces a step for a single document, whose rows are already contiguous."""
 
     def __init__(self, tokens):
         self.lengths = (tokens,)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.xdist_group("processes")
 
 @pytest.fixture(scope="module", autouse=True)
 def world():
-    """Frameworks want process groups, also for one process."""
+    """Frameworks need process groups, even for one process."""
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1
     )
@@ -24,7 +24,7 @@ def world():
 
 
 def run_page(page):
-    """Names after all its code has run."""
+    """Runs all code of a page, and returns its variables."""
     torch.manual_seed(0)
     names = {}
     for block in re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL):
@@ -47,7 +47,7 @@ def check_gradients(model):
 def test_the_page_of_meshes_runs():
     pytest.importorskip("transformers", reason="the extra transformers is not installed")
     names = run_page("parallelism.md")
-    assert 5 < names["loss"] < 6  # near that of random weights
+    assert 5 < names["loss"] < 6  # near the loss of random weights
     check_gradients(names["model"])
 
 

@@ -16,7 +16,7 @@ HYBRID = ("lfm2", "qwen3_next")
 
 
 def hybrid_cases(rank):
-    """Three steps of both models, on ranks without rows, and with branches."""
+    """Three training steps of both models: with ranks without rows, and with branches."""
     executor = DCPExecutor(timeout=60)
     whole = {"solver": "uncut", "local_multiple": 1, "numbers": SMALL}
     found = {}

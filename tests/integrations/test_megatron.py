@@ -1,4 +1,4 @@
-"""Megatron-Core's GPTModel under dyncp: as in one process, document by document."""
+"""Megatron-Core's GPTModel under dyncp trains as one process does, document by document."""
 
 from itertools import chain
 
@@ -37,13 +37,13 @@ from processes import free_port, run_ranks
 
 pytestmark = pytest.mark.xdist_group("processes")
 
-# Ranks of a plan, and of tensor parallelism.
+# The number of ranks of a plan, and of tensor parallelism.
 MESHES = {"cp 4": (4, 1), "cp 2 x tp 2": (2, 2)}
 
 
 def train(cp, tp, start):
-    """Losses, this rank's weights, the documents of every step, and among how many ranks a document
-    was split."""
+    """Losses, this rank's weights, the documents of every step, and the largest number of ranks
+    over which a document was split."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
     mesh = plan_mesh(cp)
     model = attach(tiny_gpt(with_dyncp(layer_spec())))
@@ -83,7 +83,7 @@ def all_meshes(rank, start):
 
 @pytest.fixture(scope="module")
 def megatron():
-    """Megatron wants process groups, also for one process."""
+    """Megatron needs process groups, even for one process."""
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1
     )
@@ -94,7 +94,7 @@ def megatron():
 
 
 def whole_loss(model, documents):
-    """The mean over all targets, one document after the other."""
+    """The mean loss over all targets, computed document by document."""
     total = torch.zeros(())
     for tokens in documents:
         positions = torch.arange(len(tokens))[None]
@@ -106,7 +106,7 @@ def whole_loss(model, documents):
 
 
 def dense_model(positions="rope"):
-    """With torch's attention and Megatron's RoPE at whole positions: its own need a GPU."""
+    """A model with torch's attention and RoPE at given positions: Megatron's own need a GPU."""
     spec = layer_spec()
     spec.submodules.self_attention.submodules.core_attention = DenseAttention
     model = tiny_gpt(spec, positions=positions)
@@ -128,7 +128,7 @@ def alone(batches):
 
 
 def share(name, weight, parts, number):
-    """What one of the tensor-parallel ranks holds of a weight."""
+    """The part of a weight that one tensor-parallel rank holds."""
     if "linear_fc1" in name:  # gate and up projection
         halves = [np.split(half, parts)[number] for half in np.split(weight, 2)]
         return np.concatenate(halves)
@@ -171,7 +171,7 @@ def test_losses_and_gradients_are_those_of_documents_one_by_one(megatron, positi
 
 def test_rope_by_local_index_is_refused(megatron):
     data, step = planned(ranks=2)
-    with pytest.raises(ValueError, match="a token's place on its rank is not its position; call"):
+    with pytest.raises(ValueError, match="a token's row on its rank is not its position; call"):
         tiny_gpt(with_dyncp(layer_spec()))(**model_inputs(data, step))
 
 
@@ -190,7 +190,7 @@ def test_rotary_angles_are_megatrons_own_at_the_positions_of_rows(megatron, inte
     ("wrong", "message"),
     [
         ({"packed_seq_params": None}, "packed_seq_params is NoneType; expected the step"),
-        ({"attention_mask": torch.ones(1)}, "got an attention mask or bias; masks come with"),
+        ({"attention_mask": torch.ones(1)}, "got an attention mask or bias; masks are part of"),
         ({"input_ids": torch.zeros(1, 8, dtype=torch.int64)}, "8 tokens|size"),
         ({"input_ids": torch.zeros(2, 192, dtype=torch.int64)}, "batch size of 2|size"),
     ],
@@ -223,7 +223,7 @@ def test_local_data_of_another_batch_and_tokens_with_several_targets_are_refused
         ("multi_latent_attention", True),
     ],
 )
-def test_what_dyncp_does_not_have_is_refused_by_name(option, value):
+def test_unsupported_options_are_refused_by_name(option, value):
     config = config_of()
     setattr(config, option, value)
     with pytest.raises(ValueError, match=f"the TransformerConfig has {option}="):
@@ -233,12 +233,12 @@ def test_what_dyncp_does_not_have_is_refused_by_name(option, value):
 def test_auxiliary_losses_of_experts_are_refused():
     config = config_of()
     config.num_moe_experts, config.moe_aux_loss_coeff = 4, 0.01
-    with pytest.raises(ValueError, match="Megatron takes the mean of every rank's own tokens"):
+    with pytest.raises(ValueError, match="Megatron averages over each rank's own tokens"):
         check_config(config)
 
 
 def test_models_with_other_attention_or_positions_are_refused(megatron):
-    with pytest.raises(ValueError, match="layer 0 has DotProductAttention, which attends this"):
+    with pytest.raises(ValueError, match="layer 0 has DotProductAttention, which attends only"):
         attach(tiny_gpt(layer_spec()))
     model = tiny_gpt(with_dyncp(layer_spec()))
     model.position_embedding_type = "mrope"

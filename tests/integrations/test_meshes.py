@@ -1,4 +1,4 @@
-"""A Llama over meshes of replicas, shards, context and tensor parallelism: as in one process."""
+"""A Llama on meshes of replicas, shards, context and tensor parallelism trains as one process."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def on_meshes(rank):
 
 
 def check_factors():
-    """Of a mesh, ranks with other tokens count: replicas, shards and cp."""
+    """Factors of a mesh count the ranks with different tokens: replicas, shards and cp."""
     mesh = init_device_mesh("cpu", (1, 2, 1, 2), mesh_dim_names=NAMES)
     one = torch.ones(())
     assert undo_gradient_average(one, mesh) == sum_over_ranks(one.clone(), mesh) == 2
@@ -50,8 +50,8 @@ def check_factors():
 
 
 def check_refusals(rank):
-    """Tensor-parallel ranks that disagree, heads that cannot be shared, and gradients that would be
-    summed twice, or over ranks with other shares."""
+    """Refused are tensor-parallel ranks that disagree, heads that cannot be divided, and gradients
+    that would be summed twice or over ranks with different shards."""
     mesh = init_device_mesh("cpu", (1, 1, 2, 2), mesh_dim_names=NAMES)
     with pytest.raises(BatchMismatch, match="ranks made different loaders"):
         DCPDataLoader(samples()[rank % 2 :], masks.causal, mesh=mesh)

@@ -1,4 +1,4 @@
-"""torchtitan's Llama under dyncp: as in one process with torchtitan's own attention."""
+"""torchtitan's Llama under dyncp trains as one process does with torchtitan's own attention."""
 
 from itertools import chain
 from types import SimpleNamespace
@@ -52,12 +52,12 @@ from titan_cases import built, tiny_llama, whole_loss
 pytestmark = pytest.mark.xdist_group("processes")
 
 BACKEND = "partial_dtensor"  # torchtitan's default, spmd_types, needs a later torch for FSDP
-# Ranks of a plan, and of tensor parallelism; the other data-parallel ranks are replicas.
+# The number of ranks of a plan, and of tensor parallelism; the remaining factor is replicas.
 MESHES = {"dp 2 x cp 2": (2, 1), "cp 2 x tp 2": (2, 2)}
 
 
 def parallel_model(tp):
-    """The tiny Llama, divided by torchtitan over its own meshes, which it makes for GPUs."""
+    """The tiny Llama, parallelized by torchtitan on its own meshes, which are set to the CPU."""
     parallel_dims.device_type = utils.device_type = "cpu"
     set_spmd_backend(BACKEND)
     sizes = ParallelismConfig(tensor_parallel_degree=tp, spmd_backend=BACKEND)
@@ -71,12 +71,12 @@ def parallel_model(tp):
     )  # fmt: skip
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no factor in its sums
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no sums with a factor
     return config, model, dims
 
 
 def train(cp, tp):
-    """Losses, weights, the documents of every step, and among how many ranks one was split."""
+    """Losses, weights, the documents of every step, and the most ranks that share a document."""
     config, model, dims = parallel_model(tp)
     optimizer, mesh = optimizer_of(model), plan_mesh(dims, cp)
     loss_fn = CrossEntropyLoss.Config(global_vocab_size=VOCAB).build()
@@ -111,7 +111,7 @@ def all_meshes(rank):
 
 
 def alone(batches):
-    """The same in one process, one document after the other."""
+    """Losses and weights of the same batches in one process, document by document."""
     model = built(tiny_llama())
     optimizer, losses = optimizer_of(model), []
     for numbers in batches:
@@ -176,7 +176,7 @@ def test_compiled_layers_are_whole_graphs_that_serve_all_batches():
     ("wrong", "message"),
     [
         ({"attention_masks": None}, "attention_masks is NoneType; expected the step"),
-        ({"positions": None}, "got no positions: RoPE would take the place"),
+        ({"positions": None}, "got no positions: RoPE would use a token's row"),
         ({"positions": torch.zeros(1, 8, dtype=torch.int64)}, "local data have 8 rows"),
         ({"tokens": torch.zeros(1, 8, dtype=torch.int64)}, "shape|size"),
         ({"tokens": torch.zeros(2, 192, dtype=torch.int64)}, "the model got a batch size of 2"),
@@ -200,17 +200,17 @@ def test_windows_sinks_masks_of_models_and_other_attention_are_refused():
     windowed = tiny_llama(inner=VarlenAttention.Config(window_size=(64, 0)))
     with pytest.raises(ValueError, match=r"layer 0 has inner attention .* with window \(64, 0\)"):
         use_dyncp(windowed)
-    with pytest.raises(ValueError, match="makes masks of its own"):
+    with pytest.raises(ValueError, match="makes its own masks"):
         use_dyncp(gptoss_configs["debugmodel"](moe_comm_backend="standard"))
-    with pytest.raises(ValueError, match=r"layer 0 has .*Attention\.Config; dyncp replaces GQA"):
+    with pytest.raises(ValueError, match=r"layer 0 has .*Attention\.Config; dyncp replaces only"):
         use_dyncp(deepseekv3_configs["debugmodel"]("flex", "standard"))
-    with pytest.raises(ValueError, match="layer 0 balances its experts by the rows of ranks"):
+    with pytest.raises(ValueError, match="layer 0 balances its experts by row counts"):
         use_dyncp(qwen3_configs["debugmodel_moe"]("flex"))
     with pytest.raises(ValueError, match="config is int; expected a torchtitan decoder"):
         use_dyncp(3)
     with pytest.raises(ValueError, match="layer 0 has PlannedGQAttention"):
         use_dyncp(use_dyncp(tiny_llama()))
-    with pytest.raises(ValueError, match="the layer gives attention out_transform"):
+    with pytest.raises(ValueError, match="the layer calls attention with out_transform"):
         PlannedAttention.Config().build()(*[torch.zeros(1, 2, 2, 8)] * 3, out_transform=abs)
 
 
@@ -236,8 +236,8 @@ def planned_loader():
 
 
 def saved_and_loaded(rank, folder):
-    """The documents of all batches after the first, and those of a loader that was loaded there.
-    torchtitan's checkpoints hold its loader as torch's distributed checkpoints do."""
+    """The documents of all batches after the first, and those of a loader that resumes there.
+    torchtitan saves its loader in torch's distributed checkpoints."""
     loader = planned_loader()
     batches = iter(loader)
     next(batches)
@@ -252,7 +252,7 @@ def saved_and_loaded(rank, folder):
     return expected, found
 
 
-def test_a_loader_goes_on_from_a_checkpoint(tmp_path):
+def test_a_loader_resumes_from_a_checkpoint(tmp_path):
     for expected, found in run_ranks(saved_and_loaded, 2, str(tmp_path)):
         assert found == expected
         assert len(found) > 1

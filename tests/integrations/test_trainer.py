@@ -67,7 +67,7 @@ def run_of_rank(rank, folder):
             trainer_of(folder)
         AcceleratorState._reset_state(reset_partial_state=True)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555"}  # dist is initialised
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555"}  # unused
     return outcome_of(trainer_of(folder))
 
 
@@ -78,11 +78,11 @@ def check(found, wanted):
     assert found[2] == pytest.approx(wanted[2], rel=1e-5)
 
 
-def test_two_ranks_train_as_one_and_go_on_from_a_checkpoint(tmp_path):
+def test_two_ranks_train_as_one_and_resume_from_a_checkpoint(tmp_path):
     wanted = run_ranks(run_of_rank, 1, str(tmp_path / "one"), timeout=140)[0]
     losses, _, _, steps = wanted
     assert len(losses) == steps >= 4
-    assert losses[0] == pytest.approx(log(97), rel=0.15)  # a mean over targets, of random weights
+    assert losses[0] == pytest.approx(log(97), rel=0.15)  # mean over targets, random weights
     found = run_ranks(run_of_rank, 2, str(tmp_path / "two"), timeout=140)[0]
     check(found, wanted)
     trainer = trainer_of(str(tmp_path / "two"))

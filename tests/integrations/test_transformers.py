@@ -1,4 +1,4 @@
-"""Transformers models under dyncp, on virtual ranks: what they give, and what is refused."""
+"""Transformers models under dyncp, on virtual ranks: their results, and what is refused."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from hf_cases import plain_model, planned, samples_of, virtual, whole_loss  # no
 
 
 def close(model, dense):
-    """Largest difference of gradients, in parts of the largest gradient."""
+    """The largest difference of gradients, relative to the largest gradient."""
     pairs = [
         (got.grad, wanted.grad)
         for got, wanted in zip(model.parameters(), dense.parameters(), strict=True)
@@ -56,7 +56,7 @@ def test_a_model_with_local_layers_needs_their_masks_from_the_loader():
     assert torch.isfinite(model(**data, dyncp_step=step).loss)
 
 
-def test_masks_of_a_users_own_function_are_cut_for_local_layers_too():
+def test_masks_of_local_layers_are_derived_from_a_users_own_function_too():
     attached = attach(make_model("gemma3"))
     found = attached.masks(lambda sample: masks.shared_question(len(sample["input_ids"])))(
         {"input_ids": [0] * 90}
@@ -65,9 +65,9 @@ def test_masks_of_a_users_own_function_are_cut_for_local_layers_too():
     assert found["window_24"] == masks.within(masks.shared_question(90), window=24)
     by_name = masks.named(default=masks.causal, window_24=masks.sliding_window(window=24))
     assert attached.masks(by_name) is by_name
-    with pytest.raises(ValueError, match="the model's layers need window_24, too"):
+    with pytest.raises(ValueError, match="the model's layers also need window_24"):
         attached.masks(masks.named(default=masks.causal))
-    with pytest.raises(ValueError, match="the model's layers need window_24, too"):
+    with pytest.raises(ValueError, match="the model's layers also need window_24"):
         attached.masks(lambda sample: {"default": masks.causal(sample)})({"input_ids": [1, 2]})
 
 
@@ -145,7 +145,7 @@ def llama():
 CALLS = {
     "attention_mask": (
         {"attention_mask": torch.ones(1, 3)},
-        "called with attention_mask: masks come with the plan, and the loader removes padding",
+        "called with attention_mask: masks are part of the plan, and the loader removes padding",
     ),
     "scores": ({"output_attentions": True}, "called with output_attentions: attention scores"),
     "cache": ({"use_cache": True}, "called with use_cache"),
@@ -173,7 +173,7 @@ def test_local_data_of_another_batch_are_refused_also_with_as_many_rows(llama):
         model(**other, dyncp_step=step)
     short = {name: value[:, :-8] if value.ndim == 2 else value for name, value in data.items()}
     short.pop("batch_fingerprint")
-    with pytest.raises(ValueError, match="are of different batches, or of another rank"):
+    with pytest.raises(ValueError, match="are of different batches, or of different ranks"):
         model(**short, dyncp_step=step)
 
 
@@ -188,7 +188,7 @@ def test_positional_arguments_and_inner_models_are_refused(llama):
     model, data, step = llama
     with pytest.raises(ValueError, match="positional arguments"):
         model(data["input_ids"], dyncp_step=step)
-    with pytest.raises(ValueError, match="on the model that attach got"):
+    with pytest.raises(ValueError, match="on the model that was given to attach"):
         model.model(input_ids=data["input_ids"], dyncp_step=step)
     with pytest.raises(ValueError, match="without return_dict=False"):
         model(**data, dyncp_step=step, return_dict=False)
@@ -224,7 +224,7 @@ def test_attention_dropout_is_refused_in_training_only():
         model(**data, dyncp_step=step)
 
 
-def test_what_a_layer_gives_attention_and_dyncp_does_not_have_is_refused():
+def test_unsupported_attention_arguments_of_a_layer_are_refused():
     model = make_model("llama")
     attach(model)
     data, step = virtual(model.config)
@@ -232,7 +232,7 @@ def test_what_a_layer_gives_attention_and_dyncp_does_not_have_is_refused():
     layer.register_forward_pre_hook(
         lambda _, args, kwargs: (args, kwargs | {"softcap": 30.0}), with_kwargs=True
     )
-    with pytest.raises(ValueError, match="LlamaAttention gives attention softcap"):
+    with pytest.raises(ValueError, match="LlamaAttention calls attention with softcap"):
         model(**data, dyncp_step=step)
 
 
@@ -241,7 +241,7 @@ def test_a_window_that_only_the_layer_knows_is_noticed():
     attach(model)
     data, step = virtual(model.config)
     model.config.sliding_window = 7
-    with pytest.raises(ValueError, match="given mask 'dyncp 7' and window 7; by the config"):
+    with pytest.raises(ValueError, match="given mask 'dyncp 7' and window 7; according to"):
         model(**data, dyncp_step=step)
 
 
@@ -283,7 +283,7 @@ def test_the_auxiliary_loss_is_that_of_all_tokens_once():
     )
 
 
-def test_detach_gives_the_model_back():
+def test_detach_restores_the_model():
     model, dense = make_model("qwen3_moe"), make_model("qwen3_moe")
     attached = attach(model)
     attached.detach()
@@ -292,7 +292,7 @@ def test_detach_gives_the_model_back():
     assert torch.equal(got, wanted)
 
 
-def test_a_saved_model_says_nothing_of_dyncp(tmp_path):
+def test_a_saved_model_does_not_mention_dyncp(tmp_path):
     model = make_model("llama")
     attach(model)
     model.save_pretrained(tmp_path)
@@ -301,7 +301,7 @@ def test_a_saved_model_says_nothing_of_dyncp(tmp_path):
     assert again.config._attn_implementation == "sdpa"
 
 
-def test_of_fifty_batches_the_first_two_compile():
+def test_only_the_first_two_of_fifty_batches_compile():
     torch._dynamo.reset()
     model, plain = make_model("gemma3"), make_model("gemma3")
     for each in (model, plain):
@@ -319,7 +319,7 @@ def test_of_fifty_batches_the_first_two_compile():
             wanted = plain(**data, dyncp_step=step).loss
             assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
     assert graphs[1] == graphs[3]
-    assert graphs[4] == graphs[-1]  # one more without gradients
+    assert graphs[4] == graphs[-1]  # one more compilation without gradients
 
 
 def test_a_model_that_gives_router_logits_compiles_as_one_graph():

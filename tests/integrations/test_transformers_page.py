@@ -22,7 +22,7 @@ SENTENCE = "the quick brown fox jumps over the lazy dog "
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What a user has: a model with its tokenizer, and texts."""
+    """A folder with what a user has: a model with its tokenizer, and texts."""
     folder = tmp_path_factory.mktemp("user")
     vocabulary = {character: number for number, character in enumerate(sorted(set(SENTENCE)))}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocabulary, [])))
@@ -40,7 +40,7 @@ def folder(tmp_path_factory):
 
 
 def run_blocks(folder, *numbers):
-    """Names after these pieces of code have run; batches are smaller and on CPUs."""
+    """Runs these code blocks with smaller batches on CPUs, and returns their variables."""
     os.chdir(folder)
     text = PAGE.read_text()
     for shown, here in (("65_536", "1000"), ('"cuda", (2, 4)', '"cpu", (1, 2)')):
@@ -53,7 +53,7 @@ def run_blocks(folder, *numbers):
 
 
 def losses_of_rank(rank, folder):
-    """The last losses of the loop and of FSDP, whose gradients are divided among ranks."""
+    """The last loss of the loop, and the sum of the absolute gradients under FSDP."""
     names = run_blocks(folder, 0)
     loss = sum_over_ranks(names["loss"].detach()).item()
     sharded = run_blocks(folder, 0, 1)
@@ -61,14 +61,14 @@ def losses_of_rank(rank, folder):
     return loss, sum(gradient.abs().sum().item() for gradient in gradients)
 
 
-def test_fine_tuning_on_own_texts_with_an_own_mask(folder, monkeypatch):
-    monkeypatch.chdir(folder)  # back afterwards
+def test_fine_tuning_on_your_own_texts_with_your_own_mask(folder, monkeypatch):
+    monkeypatch.chdir(folder)  # restored afterwards
     names = run_blocks(folder, 0, 2)
     first = [loss for loss, _ in run_ranks(losses_of_rank, 2, folder)]
     assert first[0] == first[1]
     assert first[0] == pytest.approx(names["loss"].item(), rel=1e-4)
     tuned = AutoModelForCausalLM.from_pretrained("tuned")
-    assert tuned.config._attn_implementation == "sdpa"  # its own again
+    assert tuned.config._attn_implementation == "sdpa"  # not dyncp
     tokens = AutoTokenizer.from_pretrained("my-model")(SENTENCE, return_tensors="pt")
     losses = [
         AutoModelForCausalLM.from_pretrained(name)(**tokens, labels=tokens["input_ids"]).loss

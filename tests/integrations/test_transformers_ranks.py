@@ -1,4 +1,4 @@
-"""Transformers models on 4 gloo ranks: losses and weights are those of one process."""
+"""Transformers models on 4 gloo ranks have the losses and weights of one process."""
 
 import logging
 
@@ -78,7 +78,7 @@ QUESTION = masks.shared_question(answers=2)
 
 
 def special_cases(rank):
-    """Branches under local layers; ranks without tokens; the same under FSDP's mixed precision."""
+    """Outcomes of branches with local layers, ranks without tokens, trees, and FSDP."""
     executor = DCPExecutor(timeout=60)
     branches = losses_and_weights(make_model("gemma3"), executor, QUESTION)
     whole = {"solver": "uncut", "local_multiple": 1, "numbers": SMALL}
@@ -90,7 +90,8 @@ def special_cases(rank):
 
 
 def sharded(executor):
-    """One step with FSDP2, checkpointing and mixed precision; whether the step passed untouched."""
+    """The loss of a step with FSDP2, checkpointing and mixed precision, whether all layers got the
+    same step object, and how often they were called."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model = make_model("llama")
@@ -137,7 +138,7 @@ class Kept(logging.Handler):
 
 
 def averaged(rank):
-    """Warnings of one backward under DDP and FSDP, with the average undone and without."""
+    """The warnings of a backward under DDP, FSDP and neither, if the average is undone or not."""
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
@@ -159,7 +160,7 @@ def averaged(rank):
     return found
 
 
-def test_an_average_over_ranks_that_nobody_undoes_is_warned_of():
+def test_an_average_over_ranks_that_nobody_undoes_gives_a_warning():
     found = run_ranks(averaged, 2, timeout=120)[0]
     warned = {wrapper for (wrapper, undone), texts in found.items() if texts}
     assert warned == {"DistributedDataParallel", "fully_shard"}

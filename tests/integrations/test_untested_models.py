@@ -1,4 +1,4 @@
-"""Architectures that nobody has compared, and wrappers around known ones: attach tries them out."""
+"""Untested architectures, which attach compares with their own attention, and wrapped models."""
 
 import copy
 import logging
@@ -67,7 +67,7 @@ def test_tested_models_give_what_their_own_masks_give(name):
 
 
 class TokenShift(Llama):
-    """Adds the row before to each row, as convolutions do."""
+    """Adds the preceding row to each row, as convolutions do."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -75,7 +75,7 @@ class TokenShift(Llama):
 
 
 class LocalPositions(Llama):
-    """RoPE by the place of a row on its rank."""
+    """RoPE by the index of a row on its rank."""
 
     def forward(self, position_ids=None, **options):
         if position_ids is not None:
@@ -84,7 +84,7 @@ class LocalPositions(Llama):
 
 
 class MeanLoss(Llama):
-    """A loss that does not know the targets of other ranks."""
+    """A loss that differs if the model is called with shift_labels."""
 
     def forward(self, **options):
         output = super().forward(**options)
@@ -94,7 +94,7 @@ class MeanLoss(Llama):
 
 
 class OwnRows(Llama):
-    """A layer with two attentions, one of them not by Transformers' interface."""
+    """A layer with a second attention that does not use Transformers' interface."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -121,7 +121,7 @@ def test_a_model_of_the_users_that_mixes_rows_is_refused_and_left_as_it_was(kind
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match=f"{kind.__name__} .llama. has not been compared"):
         attach(model)
-    with pytest.raises(ValueError, match=f"gives other {what} under dyncp than with its own"):
+    with pytest.raises(ValueError, match=f"the {what} of {kind.__name__} under dyncp differ"):
         attach(model, untested=True)
     assert model.config._attn_implementation == "sdpa"
     for name, weight in model.state_dict().items():
@@ -131,14 +131,14 @@ def test_a_model_of_the_users_that_mixes_rows_is_refused_and_left_as_it_was(kind
     assert model.training
 
 
-def test_layers_that_do_not_hand_the_step_on_are_named():
+def test_layers_that_do_not_pass_the_step_on_are_named():
     options = {name: value for name, value in SIZES.items() if name != "pad_token_id"}
     model = transformers.StableLmForCausalLM(transformers.StableLmConfig(**options))
     with pytest.raises(ValueError, match=r"StableLm\w*Attention got no step.*do not pass keywords"):
         attach(model, untested=True)
 
 
-def test_convolutions_that_the_config_does_not_tell_of_are_named_with_their_place():
+def test_convolutions_that_the_config_does_not_mention_are_named_with_their_path():
     model = make_model("llama")
     model.model.layers[1].mlp.add_module("mix", torch.nn.Conv1d(32, 32, 3))
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.mix of Llama\w+ is Conv1d"):
@@ -181,7 +181,7 @@ def test_a_loss_of_the_users_is_refused():
         attach(model)
 
 
-def test_scores_that_the_config_asks_for_are_refused():
+def test_scores_that_the_config_requests_are_refused():
     with pytest.raises(ValueError, match=r"attention scores among its outputs \(output_attentions"):
         attach(make_model("llama", attn_implementation="eager", output_attentions=True))
 
@@ -195,7 +195,7 @@ def test_a_softcap_by_any_name_is_refused_and_one_of_logits_is_not():
 
 
 class PastHooks(torch.nn.Module):
-    """Calls forward itself, where hooks do not run."""
+    """Calls forward directly, so that hooks do not run."""
 
     def __init__(self, model):
         super().__init__()
@@ -209,9 +209,9 @@ def test_wrappers_past_the_hooks_and_generation_are_refused():
     model = make_model("llama")
     attach(model)
     data, step = virtual(model.config)
-    with pytest.raises(ValueError, match=r"got no step.*past its hooks"):
+    with pytest.raises(ValueError, match=r"got no step.*bypass its hooks"):
         PastHooks(model)(**data, dyncp_step=step)
-    with pytest.raises(ValueError, match="expected a Transformers model, before it is wrapped"):
+    with pytest.raises(ValueError, match="expected a Transformers model, before it is compiled"):
         attach(PastHooks(model))
     with pytest.raises(ValueError, match="without its step"):
         model.generate(data["input_ids"][:, :5], max_new_tokens=2)
@@ -222,12 +222,12 @@ def test_a_layer_that_looks_both_ways_is_refused():
     attach(model)
     model.model.layers[1].self_attn.is_causal = False
     data, step = virtual(model.config)
-    with pytest.raises(ValueError, match="LlamaAttention gives attention is_causal=False"):
+    with pytest.raises(ValueError, match="LlamaAttention calls attention with is_causal=False"):
         model(**data, dyncp_step=step)
 
 
 def _forgetful(rank):
-    """What two ranks are told that never attached their model, and then did."""
+    """The errors of two ranks that first forget to attach their model, and then attach it."""
     model, executor = make_model("llama"), DCPExecutor(timeout=60)
     samples = [{"input_ids": list(range(40))} for _ in range(20)]
 

@@ -117,7 +117,7 @@ def test_bad_positions_and_targets_are_refused(fields, message):
 
 
 def rebuilt(mask: Mask) -> Mask:
-    """The same mask from its own arrays: they are in normal form."""
+    """The mask built again from its own arrays, which are in normal form."""
     marks = {"branches": mask.branches, "weights": mask.weights}
     return Mask(mask.ranges, mask.positions, mask.targets, **marks)
 
@@ -150,8 +150,8 @@ def test_many_ranges_per_token_compose_too(data):
 
 
 def pair_of_masks(length):
-    """Two masks; only the first may set positions and targets. A window of rows by its name would
-    be refused over some of them."""
+    """Two masks, of which only the first may set positions and targets. The second has no name,
+    because sliding_window is refused over some masks."""
     plain = masks_of(length).map(lambda mask: Mask(mask.ranges))
     return st.tuples(masks_of(length), plain)
 

@@ -127,6 +127,6 @@ def test_any_use_of_the_head_index_is_refused_without_torch(no_torch, use):
         (lambda b, h, q, k: torch.ones(3, dtype=bool), r"returned shape \(3,\) for q \(5, 1\)"),
     ],
 )
-def test_results_that_are_no_mask_are_refused(mod, message):
+def test_results_that_are_not_a_mask_are_refused(mod, message):
     with pytest.raises(ValueError, match=message):
         masks.from_mask_mod(mod, 5)

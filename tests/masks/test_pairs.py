@@ -24,7 +24,7 @@ def test_the_example_of_the_docstring_is_right():
     assert counts.dtype == np.int64
 
 
-def test_tiles_are_listed_through_all_sequences():
+def test_tiles_are_listed_across_all_sequences():
     runs = find_runs([masks.causal(5).ranges, masks.full(2).ranges])
     q_block, k_block, pairs = list_tiles(runs, [2, 1])
     assert q_block.tolist() == [0, 1, 1, 2, 2, 2, 3, 3, 4, 4]

@@ -1,4 +1,4 @@
-"""Positions and next-token targets of masks that branch or pack, by hand."""
+"""Positions and next-token targets of branching and packed masks, compared with lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`masks.prefix_tree`: every path from a root to a leaf is a text of its own."""
+"""`masks.prefix_tree`: every path from a root to a leaf is a separate text."""
 
 import numpy as np
 import pytest
@@ -94,7 +94,7 @@ def test_samples_lengths_and_names_give_the_same_mask():
         ([-1, 0.5], [2, 2], "as many integers as lengths"),
     ],
 )
-def test_what_is_no_tree_is_refused(parents, lengths, message):
+def test_invalid_trees_are_refused(parents, lengths, message):
     with pytest.raises(ValueError, match=message):
         masks.prefix_tree(parents, lengths)
 

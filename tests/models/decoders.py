@@ -1,10 +1,8 @@
-"""A decoder small enough for fp64, on virtual ranks and dense."""
+"""A decoder small enough for fp64, and batches for it on virtual ranks and dense."""
 
-import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 from benchmarks.decoder import Decoder
@@ -15,13 +13,13 @@ from dyncp import (
     AttentionShape,
     Batch,
     DCPAttn,
-    DCPDataLoader,
     DCPExecutor,
-    Plan,
     PlannerConfig,
     Step,
+    Topology,
+    local_data,
+    plan_batch,
 )
-from dyncp.planner.process import PlanProcess, PlanReply, answer
 
 SHAPE, VOCABULARY = AttentionShape(q_heads=4, kv_heads=2, head_dim=8, dtype="fp64"), 31
 
@@ -29,7 +27,7 @@ SHAPE, VOCABULARY = AttentionShape(q_heads=4, kv_heads=2, head_dim=8, dtype="fp6
 def new_decoder() -> Decoder:
     torch.manual_seed(3)
     decoder = Decoder(SHAPE, layers=2, hidden=16, ffn=24, vocab=VOCABULARY).double()
-    for parameter in decoder.parameters():  # larger than for training: attention has to matter
+    for parameter in decoder.parameters():  # larger than for training, so that attention matters
         torch.nn.init.normal_(parameter, std=0.5)
     return decoder
 
@@ -39,24 +37,12 @@ def random_documents(*lengths: int) -> list[dict[str, Tensor]]:
     return [{"input_ids": torch.randint(VOCABULARY, (n,), generator=draw)} for n in lengths]
 
 
-def plan_here(_: PlanProcess, make_plan: Callable[[], Plan]) -> PlanReply:
-    """What a planning process answers, without one: starting it takes a second each time."""
-    reply = answer(pickle.dumps(make_plan))
-    assert isinstance(reply, PlanReply), reply
-    return reply
-
-
 def one_batch(documents: Any, mask_fn: Any, ranks: int, solver: str) -> tuple[Any, Step]:
-    """All documents as one batch on virtual ranks, cut into many blocks."""
-    loader = DCPDataLoader(
-        documents,
-        mask_fn,
-        virtual_ranks=ranks,
-        tokens_per_batch=10_000,
-        planner=PlannerConfig(solver=solver, block_size=None if solver == "zigzag" else 8),
-    )
-    with mock.patch.multiple(PlanProcess, plan=plan_here, start=lambda _: None):
-        ((data, plan),) = list(loader)
+    """Local data and step of all documents as one batch on virtual ranks, cut into many blocks."""
+    batch = Batch.of([mask_fn(document) for document in documents])
+    config = PlannerConfig(solver=solver, block_size=None if solver == "zigzag" else 8)
+    plan = plan_batch(batch, Topology(1, ranks), config=config)
+    data = local_data(documents, batch, plan)
     return data, DCPExecutor(virtual_ranks=ranks).prepare(plan)
 
 
@@ -65,6 +51,6 @@ def attend_under(step: Step) -> Any:
 
 
 def dense_attend(documents: Any, mask_fn: Any) -> Callable[[Tensor, Tensor], Tensor]:
-    """Attention without dyncp, for whole documents that follow one another."""
+    """Attention without dyncp, for concatenated whole documents."""
     batch, scale = Batch.of([mask_fn(document) for document in documents]), SHAPE.head_dim**-0.5
     return lambda q, kv: dense_attention(batch, "default", q, *kv.unbind(1), scale)

@@ -1,4 +1,4 @@
-"""Branches that share a question train as if each were a sequence of its own."""
+"""Branches that share a question train as if each were a separate sequence."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ QUESTION, ANSWERS = 13, (11, 1, 24, 6)
 
 
 def branch_losses(tokens):
-    """Per-token losses of one sequence, alone in a dense run."""
+    """Per-token losses of one sequence with dense attention."""
     data, _ = one_batch([{"input_ids": tokens}], masks.causal, 1, "uncut")
     logits = new_decoder()(data, dense_attend([{"input_ids": tokens}], masks.causal))
     return token_losses(logits, data).detach()
@@ -28,7 +28,7 @@ def test_every_branch_has_the_losses_of_its_own_sequence(ranks):
     shared, *branches = torch.split(losses, [QUESTION, *ANSWERS])
     for answer, branch in zip(answers, branches, strict=True):
         alone = branch_losses(torch.cat([question, answer]))
-        # The question's last token predicts one answer alone; here it has several, so no target.
+        # With several answers, the last token of the question has no target.
         torch.testing.assert_close(shared[:-1], alone[: QUESTION - 1], rtol=0, atol=1e-10)
         torch.testing.assert_close(branch, alone[QUESTION:], rtol=0, atol=1e-10)
     assert shared[-1] == 0

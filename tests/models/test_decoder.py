@@ -1,4 +1,4 @@
-"""A model of one's own under dyncp is the model in one process."""
+"""A custom model under dyncp gives the results of one process."""
 
 from functools import partial
 

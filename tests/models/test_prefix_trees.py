@@ -1,4 +1,4 @@
-"""A prefix tree trains as its paths do, each run as a sequence of its own: loss and gradients."""
+"""A prefix tree has the loss and gradients of its paths as separate sequences."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ LENGTHS = [13, 5, 11, 1, 7, 3, 24, 6, 2]
 
 
 def paths():
-    """Nodes from the root to every leaf."""
+    """For every leaf, the nodes from the root to it."""
     for node in range(len(PARENTS)):
         if node not in PARENTS:
             path = [node]

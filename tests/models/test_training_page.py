@@ -14,7 +14,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 
 
 def run_page():
-    """Names after all code blocks have run, one after the other."""
+    """Runs all code blocks of the page in order, and returns its variables."""
     torch.manual_seed(0)
     names = {}
     for number, block in enumerate(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)):
@@ -28,7 +28,7 @@ def two_ranks():
 
 
 def results_of_rank(rank):
-    """The page's perplexities, and the gradients of one step: by DDP, and summed by hand."""
+    """The page's perplexities, and the gradients of one step: by DDP, and by `sum_gradients`."""
     names = run_page()
     model, plain = names["model"], names["next_token_loss"]
     data, plan = next(iter(names["loader"]))

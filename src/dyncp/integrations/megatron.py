@@ -1,9 +1,9 @@
 """Megatron-Core's GPTModel under dyncp: `with_dyncp(spec)`, `attach(model)`, then
 `model(**model_inputs(data, step))`.
 
-Megatron hands `packed_seq_params` from the model down to every layer; here they hold the step and
-the positions of its rows. To Megatron the ranks of a plan are data-parallel ranks. Its own context
-parallelism stays off. Needs megatron-core; nothing of it is replaced at import.
+Megatron passes `packed_seq_params` from the model down to every layer. Under dyncp they hold the
+step and the positions of its rows. To Megatron, the ranks of a plan are data-parallel ranks, and
+its own context parallelism stays off. Requires megatron-core, and patches nothing in it.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ from dyncp.integrations import (
     make_mesh,
 )
 
-# Options of a TransformerConfig that dyncp does not have, with the value that switches them off.
+# Options of a TransformerConfig that dyncp does not support, and the values that turn them off.
 REFUSED = {
     "attention_dropout": 0.0,
     "context_parallel_size": 1,
@@ -53,22 +53,22 @@ POSITIONS = ("rope", "learned_absolute", "none")
 
 
 class StepParams(PackedSeqParams):
-    """A step in place of packed sequences, with the positions [1, rows] of its rows."""
+    """The step and the positions `[1, rows]` of its rows, in place of packed sequences."""
 
     def __init__(self, step: Step, positions: Tensor) -> None:
         self.step, self.positions = step, positions
 
     @property
     def max_seqlen_q(self) -> int:
-        """Megatron's own RoPE asks for it."""
+        """Read only by Megatron's own RoPE, which would be wrong."""
         raise ValueError(
-            "the model's RoPE counts rows, and a token's place on its rank is not its position; "
-            "call attach(model) before it is trained"
+            "the model's RoPE counts rows, but a token's row on its rank is not its position; call "
+            "attach(model) before training"
         )
 
 
 class PlannedCoreAttention(MegatronModule):
-    """The core attention of a layer: dyncp's, by the step in `packed_seq_params`."""
+    """Core attention of a layer that calls dyncp, with the step in `packed_seq_params`."""
 
     def __init__(
         self,
@@ -101,11 +101,12 @@ class PlannedCoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """q, k and v are [rows, 1, heads, head_dim], with this rank's heads; [rows, 1, width]."""
+        """q, k and v are `[rows, 1, heads, head_dim]`, with this rank's heads. Returns
+        `[rows, 1, heads * head_dim]`."""
         if attention_mask is not None or attention_bias is not None:
             raise ValueError(
-                "the model got an attention mask or bias; masks come with the plan, and biases are "
-                "not supported: call model(**model_inputs(local_data, step))"
+                "the model got an attention mask or bias; masks are part of the plan, and biases "
+                "are not supported: call model(**model_inputs(local_data, step))"
             )
         check_one_row(query.shape[1])
         step = checked_step("packed_seq_params", packed_seq_params, StepParams).step
@@ -114,7 +115,7 @@ class PlannedCoreAttention(MegatronModule):
 
 
 class PositionRotary(nn.Module):
-    """RoPE by the positions of rows. Megatron's own counts rows, and needs a GPU."""
+    """RoPE at the positions of the rows. Megatron's own counts rows, and needs a GPU."""
 
     def __init__(self, rotary: Any) -> None:
         super().__init__()
@@ -129,12 +130,12 @@ class PositionRotary(nn.Module):
         packed_seq_params: Any = None,
         **_: Any,
     ) -> Tensor:
-        """What Megatron calls `forward` with: here positions, in place of a length."""
+        """The argument that Megatron passes to `forward`: positions instead of a length."""
         given: StepParams = checked_step("packed_seq_params", packed_seq_params, StepParams)
         return given.positions
 
     def forward(self, positions: Tensor, **_: Any) -> Tensor:
-        """Angles [rows, 1, 1, dim]."""
+        """The rotary angles, `[rows, 1, 1, dim]`."""
         frequencies = self.rotary.inv_freq.to(positions.device)
         place = positions.flatten().to(frequencies.dtype)
         if self.rotary.seq_len_interpolation_factor is not None:
@@ -146,36 +147,36 @@ class PositionRotary(nn.Module):
 
 
 def with_dyncp(spec: Any) -> Any:
-    """A copy of a layer spec (as `get_gpt_layer_local_spec` or `..._with_transformer_engine_spec`
-    give it) with dyncp's core attention."""
+    """A copy of a layer spec with dyncp's core attention. Specs come from Megatron's
+    `get_gpt_layer_local_spec` or `get_gpt_layer_with_transformer_engine_spec`."""
     spec = deepcopy(spec)
     layer: Any = getattr(spec.submodules, "self_attention", None)
     if getattr(layer, "module", None) is not SelfAttention:
         found = getattr(getattr(layer, "module", None), "__name__", "none")
         raise ValueError(
-            f"the layer spec has self attention {found}; allowed is SelfAttention: others (latent, "
-            "linear attention) would be wrong without an error"
+            f"the layer spec has self attention {found}; only SelfAttention is allowed: others "
+            "(latent or linear attention) would silently give wrong results"
         )
     layer.submodules.core_attention = PlannedCoreAttention
     return spec
 
 
 def attach(model: Any) -> Any:
-    """Checks a GPTModel of layers from `with_dyncp`, gives it RoPE by position, and returns it."""
+    """Checks a GPTModel whose layers come from `with_dyncp`, makes its RoPE use positions instead
+    of rows, and returns it."""
     instance_of("model", model, GPTModel, "Megatron-Core's GPTModel")
-    check_config(model.config)
     for number, layer in enumerate(model.decoder.layers):
         found = layer.self_attention.core_attention
         if not isinstance(found, PlannedCoreAttention):
             raise ValueError(
-                f"layer {number} has {type(found).__name__}, which attends this rank's rows alone; "
-                "make the model with with_dyncp(spec)"
+                f"layer {number} has {type(found).__name__}, which attends only this rank's rows; "
+                "build the model with with_dyncp(spec)"
             )
     kind = model.position_embedding_type
     if kind not in POSITIONS:
         raise ValueError(
-            f"position_embedding_type is {kind!r}; allowed are {', '.join(POSITIONS)}: others take "
-            "a token's place on its rank for its position"
+            f"position_embedding_type is {kind!r}; allowed are {', '.join(POSITIONS)}: others use "
+            "a token's row on its rank as its position"
         )
     if kind == "rope":
         model.rotary_pos_emb = PositionRotary(model.rotary_pos_emb)
@@ -183,7 +184,7 @@ def attach(model: Any) -> Any:
 
 
 def check_config(config: Any) -> None:
-    """Raises ValueError for options that would give wrong results."""
+    """Raises ValueError for options that would give wrong results under dyncp."""
     for name, off in REFUSED.items():
         value = getattr(config, name, off)
         if value != off:
@@ -193,14 +194,14 @@ def check_config(config: Any) -> None:
             )
     if config.num_moe_experts and config.moe_aux_loss_coeff:
         raise ValueError(
-            f"moe_aux_loss_coeff is {config.moe_aux_loss_coeff}: Megatron takes the mean of every "
+            f"moe_aux_loss_coeff is {config.moe_aux_loss_coeff}: Megatron averages over each "
             "rank's own tokens, which is a different loss if ranks have different numbers of "
             "tokens; set it to 0"
         )
 
 
 def attention_shape(config: Any, dtype: Any = None) -> AttentionShape:
-    """What one rank's layers give attention, for `DCPDataLoader(model=)`."""
+    """The attention shape of one rank's layers, for `DCPDataLoader(model=)`."""
     kv_heads = config.num_query_groups or config.num_attention_heads
     heads = (config.num_attention_heads, kv_heads, config.kv_channels)
     shape = AttentionShape(*heads, config.params_dtype if dtype is None else dtype)
@@ -208,9 +209,9 @@ def attention_shape(config: Any, dtype: Any = None) -> AttentionShape:
 
 
 def plan_mesh(cp: int | None = None) -> DeviceMesh:
-    """The mesh (dp, cp, tp) of a loader and, by `mesh["cp"]`, of an executor, after
-    `initialize_model_parallel`. `cp` of the data-parallel ranks run a plan together (default:
-    all)."""
+    """The mesh (dp, cp, tp) for a loader, and its `mesh["cp"]` for an executor. Groups of `cp`
+    data-parallel ranks run a plan together (default: all of them). Call it after
+    `initialize_model_parallel`."""
     check_own_parallelism(
         {
             "Megatron's context_parallel_size": parallel_state.get_context_parallel_world_size(),
@@ -226,14 +227,14 @@ def plan_mesh(cp: int | None = None) -> DeviceMesh:
     if mesh["tp"].mesh.tolist() != dist.get_process_group_ranks(tensor_group):
         raise ValueError(
             f"Megatron's tensor-parallel ranks are {dist.get_process_group_ranks(tensor_group)}; "
-            "expected neighbours, as in its default order tp-cp-ep-dp-pp"
+            "expected adjacent ranks, as in its default order tp-cp-ep-dp-pp"
         )
     return mesh
 
 
 def model_inputs(local_data: Mapping[str, Tensor], step: Step) -> dict[str, Any]:
-    """What the model is called with, if the local data are the step's. It then gives the losses of
-    rows [1, rows], for `loss_of`."""
+    """The arguments of the model, which then returns the loss of each row, `[1, rows]`, for
+    `loss_of`. Raises ValueError if the local data and the step are of different batches."""
     check_single_targets(local_data, "call the model without labels, and compute the loss")
     positions = local_data["position_ids"]
     check_batch(step, positions, local_data.get("batch_fingerprint"))
@@ -247,6 +248,6 @@ def model_inputs(local_data: Mapping[str, Tensor], step: Step) -> dict[str, Any]
 
 
 def loss_of(losses: Tensor, local_data: Mapping[str, Tensor]) -> Tensor:
-    """This rank's share of the step's loss, from the losses [1, rows] that the model gave."""
+    """This rank's share of the step's loss, from the model's losses `[1, rows]`."""
     trained = local_data["shift_labels"] != NO_TARGET
     return losses.float()[trained].sum() / local_data["num_items_in_batch"]

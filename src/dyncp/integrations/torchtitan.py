@@ -1,9 +1,9 @@
 """torchtitan models under dyncp: `use_dyncp(config)`, then `model(**model_inputs(data, step))`.
 
-torchtitan hands its attention masks from the model down to every layer; here they are the step. To
-torchtitan the ranks of a plan are data-parallel ranks: they hold different tokens, FSDP sums their
-gradients, and the loss is divided by the targets of all of them. Its own context parallelism stays
-off. Needs torchtitan; nothing of it is replaced.
+torchtitan passes attention masks from the model down to every layer. Under dyncp the step is passed
+in their place. To torchtitan, the ranks of a plan are data-parallel ranks: they hold different
+tokens, FSDP sums their gradients, and the loss is divided by the targets of all of them. Its own
+context parallelism stays off. Requires torchtitan, and patches nothing in it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +30,7 @@ from dyncp.checks import instance_of
 from dyncp.dataloader import DCPDataLoader
 from dyncp.executor import DCPExecutor, Step, attention
 from dyncp.integrations import (
+    ROWS,
     check_batch,
     check_one_row,
     check_own_parallelism,
@@ -39,16 +40,15 @@ from dyncp.integrations import (
 )
 from dyncp.plan import DEFAULT_MASK
 
-CAUSAL = (-1, 0)  # VarlenAttention's window without a limit
-ROWS = 8  # rows of a rank are a multiple: tensor cores want it, and no rank is empty
+CAUSAL = (-1, 0)  # the window_size of VarlenAttention that means no window
 
 
 class PlannedAttention(Module):
-    """The inner attention of a layer: dyncp's, by the step that arrives in place of masks."""
+    """Inner attention of a layer that calls dyncp, with the step that is passed as its masks."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        mask: str = DEFAULT_MASK  # one of the plan's
+        mask: str = DEFAULT_MASK  # the name of one of the plan's masks
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -65,12 +65,12 @@ class PlannedAttention(Module):
         enable_gqa: bool = False,  # noqa: ARG002
         **others: Any,
     ) -> Tensor:
-        """q, k and v are [1, rows, heads, head_dim], with this rank's heads."""
+        """q, k, v and the result are `[1, rows, heads, head_dim]`, with this rank's heads."""
         unknown = [name for name, given in others.items() if given is not None]
         if unknown:
             raise ValueError(
-                f"the layer gives attention {', '.join(unknown)}, which dyncp does not have; "
-                "results would be wrong without it"
+                f"the layer calls attention with {', '.join(unknown)}, which dyncp does not "
+                "support; results would be wrong without it"
             )
         step = checked_step("attention_masks", attention_masks, Step)
         q, k, v = (x.squeeze(0) for x in (q_BLNH, k_BLNH, v_BLNH))
@@ -78,7 +78,7 @@ class PlannedAttention(Module):
 
 
 class PlannedGQAttention(GQAttention):
-    """GQAttention that is not called without the positions of its rows."""
+    """GQAttention that refuses a call without the step or the positions of its rows."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GQAttention.Config):
@@ -91,10 +91,10 @@ class PlannedGQAttention(GQAttention):
         check_one_row(x_BLD.shape[0])
         if positions is None:
             raise ValueError(
-                "the model got no positions: RoPE would take the place of a token on its rank for "
-                "its position; call model(**model_inputs(local_data, step))"
+                "the model got no positions: RoPE would use a token's row on its rank as its "
+                "position; call model(**model_inputs(local_data, step))"
             )
-        if not torch.compiler.is_compiling():  # graphs are for any number of rows
+        if not torch.compiler.is_compiling():  # a graph serves any number of rows
             check_batch(step, positions, None)
         out: Tensor = super().forward(x_BLD, attention_masks, positions)
         return out
@@ -103,16 +103,17 @@ class PlannedGQAttention(GQAttention):
 def use_dyncp(config: Any, *, mask: str = DEFAULT_MASK) -> Any:
     """Puts dyncp's attention into the layers of a model config (Llama 3, Qwen 3), and returns it.
 
-    Call it before the config is updated from a job's and built. `mask` names the plan's mask. What
-    cannot be honoured is refused: windows, sinks, latent and linear attention.
+    Call it before the config is updated from a job config and built. `mask` is the name of a mask
+    of the plan. Raises ValueError for layers that dyncp does not support: windows, sinks, latent
+    and linear attention.
     """
     expected = "a torchtitan decoder's, such as llama3_configs['8B'](attn_backend='flex')"
     instance_of("config", config, Decoder.Config, expected)
     owner: Any = config._owner
     if owner.get_attention_masks is not Decoder.get_attention_masks:
         raise ValueError(
-            f"{owner.__name__} makes masks of its own (windows, say), and plans would not have "
-            "them; allowed are decoders whose layers attend whole documents"
+            f"{owner.__name__} makes its own masks (such as windows), which plans would not have; "
+            "allowed are decoders whose layers attend whole documents"
         )
     layers = [_with_dyncp(number, layer, mask) for number, layer in enumerate(config.layers)]
     for layer, replaced in zip(config.layers, layers, strict=True):
@@ -124,14 +125,14 @@ def _with_dyncp(number: int, layer: Any, mask: str) -> Any:
     found = layer.attention
     if layer.moe is not None and layer.moe.load_balance_coeff:
         raise ValueError(
-            f"layer {number} balances its experts by the rows of ranks, and some of them only pad; "
+            f"layer {number} balances its experts by row counts, which would include padding rows; "
             "set load_balance_coeff=None"
         )
     if type(found) is not GQAttention.Config:
         kind = "no attention" if found is None else type(found).__qualname__
         raise ValueError(
-            f"layer {number} has {kind}; dyncp replaces GQAttention only, and others (sinks, "
-            "latent or linear attention) would be wrong without an error"
+            f"layer {number} has {kind}; dyncp replaces only GQAttention: others (sinks, latent or "
+            "linear attention) would silently give wrong results"
         )
     inner = found.inner_attention
     known = (FlexAttention.Config, ScaledDotProductAttention.Config, VarlenAttention.Config)
@@ -140,7 +141,7 @@ def _with_dyncp(number: int, layer: Any, mask: str) -> Any:
         raise ValueError(
             f"layer {number} has inner attention {type(inner).__qualname__} with window {window}; "
             "allowed are FlexAttention, VarlenAttention and ScaledDotProductAttention without a "
-            "window. Windows are masks of the plan: masks.sliding_window"
+            "window. For a window, use a mask of the plan: masks.sliding_window"
         )
     kept = {entry.name: getattr(found, entry.name) for entry in fields(found)}
     kept["inner_attention"] = PlannedAttention.Config(mask=mask)
@@ -148,8 +149,8 @@ def _with_dyncp(number: int, layer: Any, mask: str) -> Any:
 
 
 def attention_shape(config: Any, tp: int = 1, dtype: Any = "bf16") -> AttentionShape:
-    """What one rank's layers give attention, for `DCPDataLoader(model=)`; `tp` ranks share the
-    heads."""
+    """The attention shape of one rank's layers, for `DCPDataLoader(model=)`. The heads are divided
+    among `tp` tensor-parallel ranks."""
     layer = config.first_attention
     kv_heads = layer.n_kv_heads or layer.n_heads
     head_dim = layer.head_dim or layer.dim // layer.n_heads
@@ -157,10 +158,10 @@ def attention_shape(config: Any, tp: int = 1, dtype: Any = "bf16") -> AttentionS
 
 
 def plan_mesh(parallel_dims: Any, cp: int | None = None) -> DeviceMesh:
-    """The mesh (dp, cp, tp) of a loader and, by `mesh["cp"]`, of an executor.
+    """The mesh (dp, cp, tp) for a loader, and its `mesh["cp"]` for an executor.
 
-    `cp` of the data-parallel ranks run a plan together (default: all); the others are replicas.
-    torchtitan's own context parallelism and pipelines are refused.
+    Groups of `cp` data-parallel ranks run a plan together (default: all of them); several groups
+    are replicas. Raises ValueError if torchtitan's own context or pipeline parallelism is on.
     """
     check_own_parallelism(
         {
@@ -173,7 +174,8 @@ def plan_mesh(parallel_dims: Any, cp: int | None = None) -> DeviceMesh:
 
 
 def model_inputs(local_data: Mapping[str, Tensor], step: Step) -> dict[str, Any]:
-    """What the model is called with, if the local data are the step's."""
+    """The arguments of the model. Raises ValueError if the local data and the step are of different
+    batches."""
     positions = local_data["position_ids"]
     check_batch(step, positions, local_data.get("batch_fingerprint"))
     return {
@@ -182,11 +184,11 @@ def model_inputs(local_data: Mapping[str, Tensor], step: Step) -> dict[str, Any]
 
 
 class PlannedDataLoader(BaseDataLoader):
-    """torchtitan's trainer with dyncp's batches: `Trainer.Config(dataloader=Config(...))`.
+    """Gives dyncp's batches to torchtitan's trainer: `Trainer.Config(dataloader=Config(...))`.
 
-    A batch has its step as `attention_masks`, which the trainer passes on to the model. `samples`
-    (called with the tokenizer) gives the dataset, `mask_fn` the masks of its samples; `options` are
-    those of DCPDataLoader; `cp` is the number of ranks that run a plan together.
+    A batch contains its step as `attention_masks`, which the trainer passes to the model.
+    `samples(tokenizer)` returns the dataset, and `mask_fn` the masks of its samples. `model` and
+    `options` are arguments of DCPDataLoader. `cp` is the number of ranks that run a plan together.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -213,9 +215,9 @@ class PlannedDataLoader(BaseDataLoader):
         mesh = make_mesh(device_type, dp_world_size, peers, config.cp)
         if mesh["dp"].get_local_rank() * mesh["cp"].size() + mesh["cp"].get_local_rank() != dp_rank:
             raise ValueError(
-                f"rank {dist.get_rank()} is data-parallel rank {dp_rank} of {dp_world_size} in an "
-                "order that is not (dp, tp): pipelines and torchtitan's own context parallelism "
-                "have to be off"
+                f"rank {dist.get_rank()} is data-parallel rank {dp_rank} of {dp_world_size}, which "
+                "does not fit the order (dp, tp): turn off pipelines and torchtitan's own context "
+                "parallelism"
             )
         self.executor = DCPExecutor(mesh["cp"])
         options: dict[str, Any] = {

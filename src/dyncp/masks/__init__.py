@@ -1,7 +1,8 @@
-"""Masks: which keys every query token of a sequence may attend.
+"""Masks: which keys each query token of a sequence may attend.
 
-`masks.causal(4096)` is a mask; `masks.causal` is a mask function, which takes a sample. A mask
-function that is imported here is built in: `masks.BUILTIN` and `by_name` have it.
+`masks.causal(4096)` is a mask. `masks.causal` itself is a mask function: it takes a length or a
+sample and returns a mask. Every mask function imported here is built in, so it is listed in
+`masks.BUILTIN` and found by `by_name`.
 """
 
 from dyncp.masks.block_causal import block_causal as block_causal
@@ -36,7 +37,7 @@ BUILTIN: dict[str, ParametricMask] = {
     name: value for name, value in globals().items() if isinstance(value, ParametricMask)
 }
 
-# Their names in attention-gym, in prefix-sharing inference and in StreamingLLM.
+# The same masks under their names in attention-gym, prefix-sharing inference and StreamingLLM.
 document = document_packed
 shared_prefix = shared_question
 streaming_llm = lambda_shaped
@@ -47,7 +48,7 @@ ALIASES: dict[str, ParametricMask] = {
     "streaming_llm": streaming_llm,
 }
 
-# For users; the other names that are imported here are for the next stages.
+# The names for users. The other names imported here are for the later stages.
 __all__ = [
     "Mask",
     "MaskFunction",
@@ -63,7 +64,7 @@ __all__.extend(BUILTIN | ALIASES)
 
 
 def by_name(text: str) -> MaskFunction:
-    """The mask function written as `name` or `name:key=value,key=value`.
+    """Parses a mask function written as `name` or `name:key=value,key=value`.
 
     by_name("sliding_window:window=512")              masks.sliding_window(window=512)
     by_name("document:documents=3+5,causal=false")    masks.document_packed(documents=[3, 5], ...)
@@ -72,19 +73,15 @@ def by_name(text: str) -> MaskFunction:
     choices = BUILTIN | ALIASES
     if name not in choices:
         raise ValueError(f"there is no mask {name!r}; choices: {', '.join(choices)}")
-    return choices[name].with_parameters(_parse_parameters(text, rest)) if colon else choices[name]
-
-
-def _parse_parameters(text: str, rest: str) -> dict[str, int | bool | list[int]]:
-    parameters = {}
-    for part in rest.split(","):
+    parameters: dict[str, int | bool | list[int]] = {}
+    for part in rest.split(",") if colon else ():
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not (key and equals and value):
             raise ValueError(f"mask {text!r}: {part!r} is not key=value")
         if key in parameters:
             raise ValueError(f"mask {text!r}: {key} is given twice")
         parameters[key] = _parse_value(text, key, value)
-    return parameters
+    return choices[name](**parameters)
 
 
 def _parse_value(text: str, key: str, value: str) -> int | bool | list[int]:

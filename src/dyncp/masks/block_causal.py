@@ -1,4 +1,4 @@
-"""Chunks that see themselves and earlier chunks, as video frames in autoregressive diffusion."""
+"""Chunks that attend themselves and earlier chunks, like frames in autoregressive video models."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from dyncp.masks.mask import Mask, interval_mask
 
 @mask_function
 def block_causal(length: int, chunk: int = 256) -> Mask:
-    """Everything in a token's own and earlier chunks; the last chunk may be shorter.
+    """A token attends all of its own chunk and all earlier chunks. The last chunk may be shorter.
 
     block_causal(5, chunk=2)
     ██···

@@ -8,7 +8,7 @@ from dyncp.masks.mask import Mask, interval_mask
 
 @mask_function
 def causal(length: int) -> Mask:
-    """Keys [0, i+1) for token i.
+    """Token i attends keys [0, i+1).
 
     causal(4)
     █···

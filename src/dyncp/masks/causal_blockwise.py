@@ -1,4 +1,4 @@
-"""Few-shot prompts: demonstrations see the first and the last blocks, the final block sees all."""
+"""Few-shot prompts: a token sees the first and the most recent blocks; the last block sees all."""
 
 import numpy as np
 
@@ -8,10 +8,10 @@ from dyncp.masks.mask import Mask, interval_mask
 
 @mask_function
 def causal_blockwise(length: int, block: int = 256, local: int = 2, sink: int = 1) -> Mask:
-    """The first `sink` blocks and the `local` blocks before the token; all in the last block.
+    """Tokens attend the first `sink` blocks and the `local` blocks before them.
 
-    Token i attends [0, sink*block) and [max(sink*block, i-local*block), i+1), cut to causal. The
-    last block, which holds the last token, attends [0, i+1).
+    Token i attends keys [0, sink*block) and [max(sink*block, i-local*block), i+1), as far as they
+    are causal. In the block that contains the last token, token i attends [0, i+1).
 
     causal_blockwise(8, block=2, local=1, sink=1)
     █·······

@@ -1,4 +1,4 @@
-"""Several documents in one sequence, blind to each other."""
+"""Several documents packed into one sequence; none of them attends another."""
 
 from collections.abc import Sequence
 
@@ -14,10 +14,11 @@ def document_packed(
     documents: Sequence[int] = from_sample("document_lengths"),
     causal: bool = True,
 ) -> Mask:
-    """Every token attends its own document: up to itself, or all of it if not `causal`.
+    """Every token attends its own document: up to itself, or all of it if `causal` is False.
 
-    `documents` are lengths that add up to `length` (default: the sample's `document_lengths`).
-    Positions restart in every document, and its last token has no target.
+    `documents` lists the documents' lengths, which must add up to `length` (default: the sample's
+    `document_lengths`). Positions restart at 0 in every document, and the last token of each
+    document has no target.
 
     document_packed(5, documents=[2, 3])      position    target
     █····                                     0           1

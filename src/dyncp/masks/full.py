@@ -6,5 +6,5 @@ from dyncp.masks.mask import Mask, interval_mask
 
 @mask_function
 def full(length: int) -> Mask:
-    """Keys [0, length) for every token."""
+    """Every token attends keys [0, length)."""
     return interval_mask("full", length, (0, length))

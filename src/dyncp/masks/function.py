@@ -1,5 +1,5 @@
-"""Mask functions: `masks.causal` and its like, which make the mask of a length or a sample, and
-FlexAttention-style functions `mask_mod(b, h, q, k)`."""
+"""Mask functions, which return the mask of a length or a sample: `masks.causal` and others, several
+masks by name, and masks from FlexAttention's functions `mask_mod(b, h, q, k)`."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from dyncp.masks.mask import Mask, normal_mask, positions_and_targets
 
 Sample = Mapping[str, Any]
 MaskMod = Callable[[Any, Any, Any, Any], Any]
-# Pairs evaluated at a time: 32 MiB for each index tensor that a mask_mod makes.
+# Pairs evaluated at a time: an int64 tensor of all of them takes 32 MiB.
 CHUNK_PAIRS = 1 << 22
 
 
 class MaskFunction(ABC):
-    """Makes the mask of a sequence. All of these work:
+    """Returns the mask of a sequence. It can be called in several ways:
 
-        masks.sliding_window(4096, window=512)      a length, with parameters: a Mask
-        masks.sliding_window(window=512)            parameters only: a mask function with them bound
-        masks.sliding_window(sample)                a sample with "input_ids": a Mask of its length
-        masks.causal & masks.sliding_window         a mask function that combines two
+        masks.sliding_window(4096, window=512)   length and parameters: a Mask
+        masks.sliding_window(sample)             sample with "input_ids": a Mask of the same length
+        masks.sliding_window(window=512)         parameters only: a mask function with them bound
+        masks.causal & masks.sliding_window      a mask function that combines two
 
     A parameter may be a function of the sample: `masks.prefix_lm(prefix=lambda sample:
     sample["question_length"])`. Mask functions can be pickled if their parameters can.
@@ -53,37 +53,41 @@ class MaskFunction(ABC):
 
     @abstractmethod
     def build(self, length: int, sample: Sample | None) -> Mask:
-        """The mask of a sequence of `length` tokens, which comes from `sample` if there is one."""
+        """The mask of a sequence of `length` tokens; `sample` is None if only a length is known."""
 
     def with_parameters(self, parameters: Mapping[str, Any]) -> MaskFunction:
-        """The same function with these parameters."""
+        """A copy with these parameters bound."""
         raise ValueError(f"{self!r} takes no parameters, but {', '.join(parameters)} was given")
 
     def __and__(self, other: MaskFunction) -> MaskFunction:
-        return CombinedMask(self, "&", other) if isinstance(other, MaskFunction) else NotImplemented
+        if not isinstance(other, MaskFunction):
+            return NotImplemented
+        return DerivedMask(operator.and_, (self, other), f"({self!r} & {other!r})")
 
     def __or__(self, other: MaskFunction) -> MaskFunction:
-        return CombinedMask(self, "|", other) if isinstance(other, MaskFunction) else NotImplemented
+        if not isinstance(other, MaskFunction):
+            return NotImplemented
+        return DerivedMask(operator.or_, (self, other), f"({self!r} | {other!r})")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class CombinedMask(MaskFunction):
-    """Two mask functions joined by `&` or `|`."""
+class DerivedMask(MaskFunction):
+    """Applies `operation` to the masks of other mask functions; `text` is its repr."""
 
-    left: MaskFunction
-    symbol: str
-    right: MaskFunction
+    operation: Callable[..., Mask]
+    sources: tuple[MaskFunction, ...]
+    text: str
 
     def build(self, length: int, sample: Sample | None) -> Mask:
-        left, right = self.left.build(length, sample), self.right.build(length, sample)
-        return left & right if self.symbol == "&" else left | right
+        return self.operation(*(source.build(length, sample) for source in self.sources))
 
     def __repr__(self) -> str:
-        return f"({self.left!r} {self.symbol} {self.right!r})"
+        return self.text
 
 
 class ParametricMask(MaskFunction):
-    """A mask function made of a Python function `(length, **parameters) -> Mask`."""
+    """A mask function that calls `builder(length, **parameters)`. `defaults` holds the default of
+    every parameter, and `parameters` the values bound so far."""
 
     def __init__(self, builder: Callable[..., Mask], parameters: Sample | None = None) -> None:
         functools.update_wrapper(self, builder)
@@ -112,7 +116,7 @@ class ParametricMask(MaskFunction):
         if sample is None:
             raise ValueError(
                 f"{self._name}: {parameter} comes from a sample ({_text(value)}), but only a "
-                f"length was given; call it with a sample, or give {parameter}="
+                f"length was given; call it with a sample, or pass {parameter}="
             )
         return value(sample)
 
@@ -126,7 +130,7 @@ class ParametricMask(MaskFunction):
         return f"{self._name}({given})" if given else self._name
 
     def __reduce__(self) -> str | tuple[object, ...]:
-        name = self.builder.__qualname__  # the decorated function, a global of its module
+        name = self.builder.__qualname__  # in its module, this name refers to the mask function
         if not self.parameters:
             return name
         plain = operator.attrgetter(name)(sys.modules[self.builder.__module__])
@@ -134,7 +138,7 @@ class ParametricMask(MaskFunction):
 
 
 def mask_function(builder: Callable[..., Mask]) -> ParametricMask:
-    """Decorator: makes a function `(length, **parameters) -> Mask` a mask function.
+    """Decorator that turns a function `(length, **parameters) -> Mask` into a mask function.
 
     @mask_function
     def first_keys(length: int, keys: int = 4) -> Mask:
@@ -145,7 +149,7 @@ def mask_function(builder: Callable[..., Mask]) -> ParametricMask:
 
 @dataclass(frozen=True)
 class SampleField:
-    """A parameter that is read from the sample: `SampleField("prefix_length")`."""
+    """A parameter value that is read from the sample: `SampleField("prefix_length")`."""
 
     key: str
 
@@ -159,17 +163,17 @@ class SampleField:
 
 
 def from_sample(key: str) -> Any:
-    """`SampleField(key)`, typed so that it can be the default of any parameter."""
+    """`SampleField(key)`, typed as Any so that it can be the default of any parameter."""
     return SampleField(key)
 
 
 def integer(mask: str, parameter: str, value: object, least: int, most: int = 2**63 - 1) -> int:
-    """A parameter of a named mask as an int, if it is one between `least` and `most`."""
+    """A mask's parameter as an int; ValueError unless it is one from `least` to `most`."""
     return whole_number(f"masks.{mask}: {parameter}", value, least, most)
 
 
 def lengths_of(mask: str, parameter: str, value: object) -> Int64:
-    """`value` as a list of lengths, none of them negative."""
+    """A mask's parameter as an array of lengths; ValueError if one is negative."""
     lengths = np.asarray(value)
     if lengths.ndim != 1 or len(lengths) == 0 or not np.issubdtype(lengths.dtype, np.integer):
         raise ValueError(f"masks.{mask}: {parameter} is {value!r}; it must be a list of integers")
@@ -182,7 +186,7 @@ def lengths_of(mask: str, parameter: str, value: object) -> Int64:
 
 
 def sequence_length(subject: int | Sample) -> int:
-    """Number of tokens of a length or a sample."""
+    """The number of tokens of a sequence, given as a length or a sample."""
     if isinstance(subject, Mapping):
         ids = SampleField("input_ids")(subject)
         shape = getattr(ids, "shape", None)
@@ -210,7 +214,7 @@ AnyMaskFunction = Callable[[Any], Mask]
 
 @dataclass(frozen=True, repr=False)
 class NamedMasks:
-    """A function of a sample (or a length) that gives a mask for every name."""
+    """A function of a sample or a length that returns a dict of masks by name."""
 
     functions: dict[str, AnyMaskFunction]
 
@@ -230,8 +234,8 @@ class NamedMasks:
 def named(**functions: AnyMaskFunction) -> NamedMasks:
     """One mask per name: `named(default=masks.causal, local=masks.sliding_window(window=1024))`.
 
-    A layer asks for its mask by name; "default" is the one of layers that do not ask. Positions and
-    targets belong to the sample: masks that set them must agree.
+    Layers select their mask by name; a layer that names none uses "default". Positions and targets
+    belong to the sample, so all masks that set them must agree.
     """
     if not functions:
         raise ValueError("masks.named needs at least one mask, such as default=masks.causal")
@@ -257,13 +261,13 @@ def from_mask_mod(
 
     from_mask_mod(lambda b, h, q, k: q >= k, 4096) == masks.causal(4096)
 
-    The function gets index arrays q `[rows, 1]` and k `[1, length]` and returns a boolean for every
-    pair: torch tensors on the CPU if torch is imported already, numpy arrays otherwise. b is 0. The
-    mask has to be the same for all heads, so any use of h raises a ValueError. All length² pairs
-    are evaluated, a few million at a time; named masks are much faster to build.
+    `mask_mod` gets index arrays q `[rows, 1]` and k `[1, length]` and returns a boolean for every
+    pair. The arrays are CPU tensors if torch is already imported, and numpy arrays otherwise. b is
+    0. Masks are the same for all heads, so any use of h raises a ValueError. All length² pairs are
+    evaluated, a few million at a time; named masks are much faster to build.
     """
     function = MaskModFunction(mask_mod, name or str(getattr(mask_mod, "__name__", "mask_mod")))
-    return function if length is None else function.build(sequence_length(length), None)
+    return function(length)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -287,13 +291,14 @@ class MaskModFunction(MaskFunction):
 
 
 def _changes(first: int, allowed: Bool) -> Int64:
-    """Row and key of every change along dense rows, which begin at row `first`."""
+    """The row and key of every change between allowed and not allowed, `[2, changes]`. The dense
+    rows `allowed` begin at row `first`."""
     row, key = np.nonzero(np.diff(np.pad(allowed, ((0, 0), (1, 1))).view(np.int8), axis=1))
     return np.stack([row + first, key])
 
 
 def _ranges_between(changes: Int64, length: int) -> Int32:
-    """Normal ranges, which begin and end where a row changes.
+    """The normal ranges whose starts and ends are the given changes.
 
     . 1 1 . 1  ->  changes at 1 3 4 5  ->  [1, 3) [4, 5)
     """
@@ -325,7 +330,7 @@ def _evaluate(mask_mod: MaskMod, first: int, last: int, length: int) -> Bool:
     except ValueError:
         raise ValueError(
             f"mask_mod returned shape {found.shape} for q {queries.shape} and k {keys.shape}; it "
-            f"must return {(last - first, length)} or a shape that broadcasts to it"
+            f"must return shape {(last - first, length)}, or one that broadcasts to it"
         ) from None
 
 
@@ -337,7 +342,7 @@ def _refuse_heads(*_: object, **__: object) -> Any:
 
 
 class _AllHeads:
-    """Stands for the head index and refuses every use of it."""
+    """Passed as the head index; raises ValueError on every use."""
 
     __slots__ = ()
     __torch_function__: Any = classmethod(_refuse_heads)

@@ -1,4 +1,4 @@
-"""A few global tokens and a window for the rest (Longformer, BigBird without random blocks)."""
+"""A few global tokens and a window for the rest (Longformer, or BigBird without random blocks)."""
 
 import numpy as np
 
@@ -10,11 +10,11 @@ from dyncp.masks.mask import Mask, interval_mask
 def global_sliding(
     length: int, num_global: int = 64, window: int = 4096, causal: bool = True
 ) -> Mask:
-    """The first `num_global` tokens attend all and are attended by all; the others have a window.
+    """The first `num_global` tokens attend all tokens and are attended by all.
 
-    Other pairs are allowed where |i - j| < window, so the window reaches `window`-1 tokens to each
+    Other pairs are allowed if |i - j| < window, so the window reaches `window`-1 tokens to each
     side (Longformer's `attention_window` counts both sides: 2*window-1 here). With `causal`, the
-    default, only keys up to the token itself are left, which is `lambda_shaped` by another name.
+    default, a token attends only keys up to itself. The mask then equals `lambda_shaped`.
 
     global_sliding(6, num_global=1, window=2, causal=False)
     ██████

@@ -8,7 +8,7 @@ from dyncp.masks.mask import Mask, interval_mask
 
 @mask_function
 def lambda_shaped(length: int, sinks: int = 64, window: int = 4096) -> Mask:
-    """Keys [0, min(sinks, i+1)) and [max(0, i-window+1), i+1) for token i.
+    """Token i attends keys [0, min(sinks, i+1)) and [max(0, i-window+1), i+1).
 
     lambda_shaped(6, sinks=1, window=2)
     █·····

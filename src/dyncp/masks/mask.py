@@ -1,8 +1,8 @@
-"""`Mask`: which keys every query token of one sequence may attend, and the interval arithmetic on
-key ranges behind `&`, `|` and the named masks.
+"""`Mask`: which keys each query token of one sequence may attend, and the interval arithmetic that
+`&`, `|` and the named masks use.
 
-The arithmetic works on arrays `starts` and `ends` of shape `[R, tokens]` (a column has the ranges
-of one token), for all tokens at once. Empty ranges come last in results, as `(length, length)`.
+The arithmetic handles all tokens at once. Its arrays `starts` and `ends` have shape `[R, tokens]`:
+a column holds the ranges of one token. Empty ranges come last in results, as `(length, length)`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from dyncp.arrays import Bool, Int32
 from dyncp.compiled import compiled, inner
-from dyncp.masks.pairs import draw_mask
+from dyncp.masks.pairs import count_tile_pairs
 
 AnyInts = npt.NDArray[np.integer]
 ROW_WINDOW = "sliding_window"  # the mask whose window counts rows
@@ -26,8 +26,8 @@ LARGEST = np.iinfo(np.int32).max
 
 
 class Marks(NamedTuple):
-    """What a mask says about tokens besides the keys that they attend: see `Mask`. None is the
-    default."""
+    """Properties of a mask's tokens other than their keys, as described in `Mask`. None stands for
+    the default."""
 
     positions: Int32 | None = None
     targets: Int32 | None = None
@@ -40,7 +40,7 @@ NO_MARKS = Marks()
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """For every query token of a sequence, the half-open key ranges it may attend.
+    """The half-open key ranges that each query token of a sequence may attend.
 
     `ranges` is `int32[tokens, R, 2]`. Token 3 below attends keys 0, 2 and 3:
 
@@ -50,16 +50,17 @@ class Mask:
               [[0, 1], [2, 4]]])    1 . 1 1
 
     `positions` (`int32[tokens]`) is each token's position in its text; None means 0..tokens-1.
-    `targets` (`int32[tokens]`) is the index of the token each one has to predict, -1 for none; None
-    means the next one in memory, and none for the last. `branches` (`int32[n, 2]`) lists (token,
-    target) for tokens that have several targets; their entry in `targets` is -1. `weights`
-    (`int32[tokens]`) is how often each token counts as a target; None means once.
+    `targets` (`int32[tokens]`) is the index of the token that each token predicts, or -1 for none;
+    None means the next token of the sequence, and no target for the last one. `branches`
+    (`int32[n, 2]`) lists (token, target) pairs of tokens with several targets; their entry in
+    `targets` is -1. `weights` (`int32[tokens]`) is how often each token counts as a target; None
+    means once.
 
-    Normal form: the ranges of a token are sorted, disjoint and do not touch (touching ones are
-    merged); empty ranges come last, as (tokens, tokens); a column that is empty for all tokens is
-    dropped unless it is the only one; branches are sorted; defaults become None. So masks that
-    allow the same pairs have the same arrays. The arrays are read-only copies. Masks are equal if
-    their arrays are (compared by digest), whatever their names.
+    Masks are stored in normal form. The ranges of a token are sorted and disjoint, and touching
+    ranges are merged. Empty ranges come last, as (tokens, tokens). A column that is empty for all
+    tokens is dropped unless it is the only one. Branches are sorted, and defaults become None. So
+    masks that allow the same pairs have the same arrays. The arrays are read-only copies. Masks are
+    equal if their arrays are equal (compared by digest), whatever their names.
     """
 
     ranges: Int32
@@ -75,18 +76,18 @@ class Mask:
 
     @property
     def length(self) -> int:
-        """Number of tokens of the sequence."""
+        """The number of tokens in the sequence."""
         return int(self.ranges.shape[0])
 
     @property
     def num_pairs(self) -> int:
-        """Number of allowed (query, key) pairs."""
+        """The number of allowed (query, key) pairs."""
         starts, ends = self.ranges[:, :, 0], self.ranges[:, :, 1]
         return int(ends.sum(dtype=np.int64)) - int(starts.sum(dtype=np.int64))
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes that stand for everything but the name."""
+        """A 16-byte hash of everything except the name."""
         state = hashlib.blake2b(digest_size=16)
         state.update(np.array(self.ranges.shape, "<i8").tobytes())
         state.update(np.ascontiguousarray(self.ranges, "<i4").data)
@@ -97,20 +98,20 @@ class Mask:
         return state.digest()
 
     def resolved_positions(self) -> Int32:
-        """Positions as an array, also where they are the default."""
+        """The positions as an array, even if they are the default."""
         return default_positions(self.length) if self.positions is None else self.positions
 
     def resolved_targets(self) -> Int32:
-        """Targets as an array, also where they are the default."""
+        """The targets as an array, even if they are the default."""
         return default_targets(self.length) if self.targets is None else self.targets
 
     @property
     def marks(self) -> Marks:
-        """What the mask says about tokens besides the keys that they attend."""
+        """Positions, targets, branches and weights."""
         return Marks(self.positions, self.targets, self.branches, self.weights)
 
     def dense(self) -> Bool:
-        """`bool[tokens, tokens]`, true where query (row) may attend key (column)."""
+        """`bool[tokens, tokens]`: whether a query (row) may attend a key (column)."""
         keys = np.arange(self.length, dtype=np.int32)
         allowed = np.zeros((self.length, self.length), np.bool_)
         for column in range(self.ranges.shape[1]):
@@ -119,8 +120,28 @@ class Mask:
         return allowed
 
     def draw(self, width: int = 64) -> str:
-        """The mask as text, at most `width` cells wide and high, under a line with its numbers."""
-        return draw_mask(self, width)
+        """The mask as text, at most `width` cells wide: queries go down, keys to the right.
+
+        A cell is █ if all its pairs are allowed, ▒ if at least half are, ░ if fewer are, · if none
+        are.
+
+            sliding_window: 4 tokens, 7 pairs, density 43.8 %
+            █···
+            ██··
+            ·██·
+            ··██
+        """
+        if width < 1:
+            raise ValueError(f"width is {width}; allowed is at least 1 cell")
+        block_size = -(-self.length // width)
+        pairs = count_tile_pairs(self, block_size)
+        edges = np.minimum(np.arange(len(pairs) + 1) * block_size, self.length)
+        possible = np.diff(edges)[:, None] * np.diff(edges)
+        shades = (pairs > 0) * 1 + (2 * pairs >= possible) + (pairs == possible)
+        rows = ["".join("·░▒█"[shade] for shade in row) for row in shades]
+        density = 100 * self.num_pairs / self.length**2
+        numbers = f"{self.length:,} tokens, {self.num_pairs:,} pairs, density {density:.3g} %"
+        return "\n".join([f"{self.name}: {numbers}", *rows])
 
     def __and__(self, other: Mask) -> Mask:
         """Pairs that both masks allow."""
@@ -148,8 +169,8 @@ class Mask:
 
 
 def normal_mask(ranges: Int32, marks: Marks = NO_MARKS, name: str = "mask") -> Mask:
-    """A mask of arrays already in normal form, except that marks may be the default ones. Takes
-    ownership of the arrays, without checks or copies."""
+    """A mask from arrays in normal form; only marks that equal their defaults may still be arrays.
+    Takes ownership of the arrays, without checks or copies."""
     mask = object.__new__(Mask)
     _set_fields(mask, ranges, marks, name)
     return mask
@@ -163,7 +184,7 @@ def interval_mask(
 ) -> Mask:
     """The mask whose tokens attend the union of intervals (starts, ends), which may overlap.
 
-    For tokens 0, 1, 2 of length 3, the sink [0, 1) and the window [i, i+1) give
+    With 3 tokens, the sink [0, 1) and the window [i, i+1) of token i give
 
         interval_mask(name, 3, (0, 1), (i, i + 1))  ->  [0, 1) -      overlapping and touching ones
                                                         [0, 2) -      are merged
@@ -177,12 +198,14 @@ def interval_mask(
 
 
 def _set_fields(mask: Mask, ranges: Int32, marks: Marks, name: str) -> None:
-    """Marks that are the default ones become None."""
-    fields: dict[str, object] = {"ranges": read_only(ranges), "name": name}
+    """Stores read-only arrays; marks that equal their defaults become None."""
+    fields: dict[str, object] = {"ranges": ranges, "name": name}
     for what, values in marks._asdict().items():
         default = values is None or np.array_equal(values, DEFAULTS[what](len(ranges)))
-        fields[what] = None if default else read_only(values)
+        fields[what] = None if default else values
     for what, value in fields.items():
+        if isinstance(value, np.ndarray):
+            value.flags.writeable = False
         object.__setattr__(mask, what, value)
 
 
@@ -200,20 +223,20 @@ def _combine(
 
 
 def _check_distances(mask: Mask, window: Mask) -> None:
-    """Refuses a window of rows over a mask that sets positions which differ from rows where it
-    matters, as between a question and its second answer."""
+    """Refuses a sliding window, which counts rows, over a mask whose tokens attend keys at a
+    different distance in positions. A question and its second answer are an example."""
     if window.name != ROW_WINDOW or window.positions is not None or mask.positions is None:
         return
     if mask.length == window.length and _attends_other_runs(mask.ranges, mask.positions):
         raise ValueError(
-            f"sliding_window counts rows, but {mask.name!r} has tokens whose positions are not "
-            "their rows: the window would leave out nearby tokens; use "
+            f"sliding_window counts rows, but in {mask.name!r} positions differ from rows, so the "
+            "window would leave out nearby tokens; use "
             f"masks.within(masks.{mask.name}, window=...), which counts positions"
         )
 
 
 def _attends_other_runs(ranges: Int32, positions: Int32) -> bool:
-    """Whether a token attends keys whose distance in rows is not their distance in positions."""
+    """Whether a token attends a key whose distance in rows differs from that in positions."""
     shift = np.arange(len(positions)) - positions
     for start, end in ranges.transpose(1, 2, 0):
         given = start < end
@@ -224,8 +247,8 @@ def _attends_other_runs(ranges: Int32, positions: Int32) -> bool:
 
 
 def positions_and_targets(masks: Iterable[Mask]) -> Marks:
-    """Positions, targets, branches and weights of one sequence with several masks. The masks that
-    set them must agree; None is the default."""
+    """Positions, targets, branches and weights of one sequence with several masks. Masks that set
+    the same property must agree; None stands for the default."""
     marks = NO_MARKS
     for mask in masks:
         pairs = zip(Marks._fields, marks, mask.marks, strict=True)
@@ -242,7 +265,7 @@ def _agreed(what: str, left: Int32 | None, right: Int32 | None) -> Int32 | None:
         token = int(np.argmax((left != right).reshape(len(left), -1).any(axis=1)))
         raise ValueError(
             f"two masks disagree about {what}: token {token} has {left[token]} in one and "
-            f"{right[token]} in the other; only one of them may set {what}, or both the same"
+            f"{right[token]} in the other; let only one of them set {what}, or make them equal"
         )
     return left
 
@@ -267,14 +290,8 @@ DEFAULTS: dict[str, Callable[[int], Int32]] = {
 }
 
 
-def read_only(array: Int32) -> Int32:
-    """The same array, read-only from now on."""
-    array.flags.writeable = False
-    return array
-
-
 def _checked_ranges(name: str, given: npt.ArrayLike) -> Int32:
-    """The ranges that a user gave, in normal form (see `Mask`)."""
+    """Checks a user's ranges and returns them in normal form (see `Mask`)."""
     ranges = _integers(name, "ranges", given)
     if ranges.ndim != 3 or ranges.shape[2] != 2 or 0 in ranges.shape:
         raise ValueError(
@@ -285,12 +302,12 @@ def _checked_ranges(name: str, given: npt.ArrayLike) -> Int32:
     starts, ends = ranges[:, :, 0], ranges[:, :, 1]
     filled = starts < ends
     reached = np.maximum.accumulate(np.where(filled, ends, 0), axis=1)
-    reached = np.pad(reached, ((0, 0), (1, 0)))[:, :-1]  # by earlier ranges of the token
+    reached = np.pad(reached, ((0, 0), (1, 0)))[:, :-1]  # largest end of the token's earlier ranges
     faults = {
         "runs backwards; start must be at most end": starts > ends,
         f"leaves the sequence; it must be inside [0, {length})": (starts < 0) | (ends > length),
         "overlaps or comes before an earlier range of that token; ranges must be sorted and "
-        "disjoint (to unite masks use |)": filled & (starts < reached),
+        "disjoint (use | to unite masks)": filled & (starts < reached),
     }
     for fault, wrong in faults.items():
         if wrong.any():
@@ -303,7 +320,7 @@ def _checked_ranges(name: str, given: npt.ArrayLike) -> Int32:
 
 
 def _checked_marks(name: str, given: Marks, length: int) -> Marks:
-    """Copies of what a user gave."""
+    """Checked copies of a user's marks."""
     positions = _per_token(name, "positions", given.positions, length, (0, LARGEST))
     targets = _per_token(name, "targets", given.targets, length, (-1, length - 1))
     weights = _per_token(name, "weights", given.weights, length, (0, LARGEST))
@@ -320,7 +337,7 @@ def _per_token(
     if values.shape != (length,):
         raise ValueError(
             f"mask {name!r}: {what} have shape {values.shape}; they must have shape ({length},), "
-            "one for every token"
+            "one value per token"
         )
     outside = (values < limits[0]) | (values > limits[1])
     if outside.any():
@@ -333,7 +350,7 @@ def _per_token(
 
 
 def _checked_branches(name: str, given: npt.ArrayLike | None, targets: Int32) -> Int32 | None:
-    """Sorted."""
+    """A user's branches, checked and sorted; None if there are none."""
     if given is None or np.size(given) == 0:
         return None
     pairs = _integers(name, "branches", given)
@@ -341,8 +358,8 @@ def _checked_branches(name: str, given: npt.ArrayLike | None, targets: Int32) ->
     if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.min() < 0 or pairs.max() >= length:
         raise ValueError(
             f"mask {name!r}: branches have shape {pairs.shape} and values {pairs.min()} to "
-            f"{pairs.max()}; they must have shape [n, 2], (token, target) each, with indices of "
-            f"the {length} tokens"
+            f"{pairs.max()}; they must have shape [n, 2], one (token, target) pair per row, with "
+            f"indices of the {length} tokens"
         )
     ordered = np.unique(pairs, axis=0).astype(np.int32)
     if len(ordered) != len(pairs) or (targets[ordered[:, 0]] >= 0).any():
@@ -361,7 +378,7 @@ def _integers(name: str, what: str, given: npt.ArrayLike) -> AnyInts:
 
 
 def intersect(left: Int32, right: Int32) -> Int32:
-    """Intersection of two normal `[tokens, R, 2]` arrays: every range with every other.
+    """Intersection of two normal `[tokens, R, 2]` arrays: of every range with every other.
 
     [0, 4) [6, 9)  and  [2, 7)  ->  [2, 4) [6, 7)
     """
@@ -380,14 +397,14 @@ def unite(left: Int32, right: Int32) -> Int32:
     return merge(starts, ends)
 
 
-def columns(ranges: npt.NDArray[np.integer]) -> Int32:
+def columns(ranges: AnyInts) -> Int32:
     """`[tokens, R, 2]` as starts and ends, `[2, R, tokens]`."""
     return np.array(ranges.T, np.int32, order="C")
 
 
 def merge(starts: Int32, ends: Int32) -> Int32:
-    """Normal ranges `int32[tokens, R, 2]` of ranges in any order; empty and backward ones do not
-    count. Columns that are empty for every token are dropped; one always stays.
+    """Ranges in any order as normal ranges `int32[tokens, R, 2]`. Ranges with start >= end are
+    ignored. Columns that are empty for all tokens are dropped, except that one always remains.
 
     [3, 5) [0, 4) [6, 9) [8, 8)  ->  [0, 5) [6, 9)
     """
@@ -399,7 +416,7 @@ def merge(starts: Int32, ends: Int32) -> Int32:
 
 @compiled
 def _merge(starts: Int32, ends: Int32, ranges: Int32) -> int:
-    """Fills `ranges`; gives the most ranges of a token."""
+    """Fills `ranges` and returns the largest number of ranges of any token."""
     num_ranges, length = starts.shape
     most = 0
     for token in range(length):
@@ -420,8 +437,8 @@ def _merge(starts: Int32, ends: Int32, ranges: Int32) -> int:
 
 @inner
 def _sort_ranges(starts: Int32, ends: Int32, ranges: Int32, token: int) -> int:
-    """Sorts the non-empty ranges of a token by their starts; returns their number. Ranges are
-    mostly sorted already, or two sorted lists."""
+    """Writes a token's non-empty ranges to `ranges`, sorted by start, and returns their number.
+    An insertion sort: the input is usually sorted already, or two sorted lists."""
     count = 0
     for column in range(len(starts)):
         start, end = starts[column, token], ends[column, token]

@@ -1,14 +1,13 @@
-"""Key ranges of a batch as runs of rows, the exact pair counts per (query block, key block) that
-follow from them, and drawings.
+"""Key ranges of a batch as runs of rows, and exact pair counts per (query block, key block).
 
-Along a sequence, both ends of a mask's ranges mostly stay or move by one from row to row, so a few
-runs say it all: rows 0..3 of a causal mask, [0,1) [0,2) [0,3) [0,4), are one run. A mask without
-any such structure takes a run per row.
+From one row to the next, both ends of a mask's ranges usually stay or move by one, so a few runs
+describe them all: rows 0..3 of a causal mask, [0,1) [0,2) [0,3) [0,4), are one run. A mask without
+such structure needs one run per row.
 
-Pairs are counted by interval arithmetic. In a row with the range [s, e), the allowed keys below x
-are max(x - s, 0) - max(x - e, 0). At the border x of a key block, the sum over the rows of a query
-block therefore needs only how many starts and ends are below x, and their sums: histograms over key
-blocks, added up from the left. Along a run starts and ends grow evenly, so that many rows are
+Pairs are counted by interval arithmetic. A row with the range [s, e) has max(x - s, 0) -
+max(x - e, 0) allowed keys below x. Summed over the rows of a query block, the count below the end x
+of a key block needs only the number of starts and ends below x, and their sums. These are prefix
+sums of histograms over key blocks. Along a run, starts and ends grow linearly, so many rows are
 counted at once.
 
     causal, 4 tokens, blocks of 2; query block 1 holds the rows [0, 3) and [0, 4)
@@ -32,13 +31,11 @@ from dyncp.compiled import compiled, inner
 if TYPE_CHECKING:
     from dyncp.masks.mask import Mask
 
-SHADES = "·░▒█"  # no pair, some, half of them or more, all
-
 
 class LinearRanges(NamedTuple):
-    """Ranges of all sequences as runs of rows along which both ends of all ranges stay or grow by
-    the same from row to row: row `start + i` of a run has base + i × slope. The runs of sequence s
-    are `first[s]` to `first[s + 1]`."""
+    """The ranges of all sequences as runs of rows. Along a run both ends of every range change by
+    a constant from row to row: row `start + i` has the ranges base + i × slope. The runs of
+    sequence s are `first[s]` to `first[s + 1]`, exclusive."""
 
     lengths: Int64  # [sequences]
     first: Int64  # [sequences + 1]
@@ -49,7 +46,7 @@ class LinearRanges(NamedTuple):
 
 def find_runs(ranges: Sequence[Int32]) -> LinearRanges:
     """The longest possible runs of the ranges of all sequences, `int32[tokens, R, 2]` each.
-    Sequences with fewer columns than others have empty ranges there."""
+    Sequences with fewer range columns than the widest one get empty ranges in the others."""
     lengths = np.array([len(rows) for rows in ranges], np.int64)
     columns = np.array([rows.shape[1] for rows in ranges], np.int64)
     cells = np.concatenate([rows.reshape(-1, 2) for rows in ranges])
@@ -70,9 +67,9 @@ def find_runs(ranges: Sequence[Int32]) -> LinearRanges:
 
 @compiled
 def _find_runs(cells: Int32, lengths: Int64, widths: Int64, start: Int32, counts: Int64) -> int:
-    """Writes the rows at which a sequence begins or the slope of any column changes, and to
-    `counts` how many each sequence has; returns their number. The last row of a sequence continues
-    the run before it."""
+    """Writes to `start` the rows at which runs begin: first rows, and rows where the slope of any
+    column changes. Writes to `counts` the number of runs of each sequence, and returns their sum.
+    The last row of a sequence always continues the run before it."""
     first = count = 0
     for sequence in range(len(lengths)):
         width, before = widths[sequence], count
@@ -89,7 +86,7 @@ def _find_runs(cells: Int32, lengths: Int64, widths: Int64, start: Int32, counts
 
 
 def count_tile_pairs(mask: Mask, block_size: int) -> Int64:
-    """`int64[num_blocks, num_blocks]`: allowed pairs of every (query block, key block).
+    """`int64[num_blocks, num_blocks]`: the number of allowed pairs per (query block, key block).
 
     The last block may be shorter. `count_tile_pairs(masks.causal(5), 2)`:
 
@@ -105,7 +102,7 @@ def count_tile_pairs(mask: Mask, block_size: int) -> Int64:
 
 
 def count_batch_tile_pairs(masks: Sequence[Mask], block_sizes: Sequence[int]) -> list[Int64]:
-    """`count_tile_pairs` of every mask with its own block size."""
+    """`count_tile_pairs` for every mask, each with its own block size."""
     if len(masks) != len(block_sizes):
         raise ValueError(f"{len(masks)} masks need as many block sizes; got {len(block_sizes)}")
     return [count_tile_pairs(*pair) for pair in zip(masks, block_sizes, strict=True)]
@@ -114,17 +111,18 @@ def count_batch_tile_pairs(masks: Sequence[Mask], block_sizes: Sequence[int]) ->
 def list_tiles(
     runs: LinearRanges, block_sizes: Sequence[int] | Int64
 ) -> tuple[Int32, Int32, Int64]:
-    """Query block, key block and pairs of all tiles with any pairs, in that order; blocks are
-    numbered through all sequences. Those of `masks.causal(5)` in blocks of 2:
+    """Query block, key block and number of pairs of every tile that has pairs, sorted by query
+    block and key block. Blocks are numbered across all sequences. For `masks.causal(5)` in blocks
+    of 2:
 
         0 1 1 2 2 2    0 0 1 0 1 2    3 4 3 2 2 1
     """
     sizes = np.minimum(np.asarray(block_sizes, np.int64), runs.lengths)
     num_blocks = -(-runs.lengths // sizes)
-    room = int((num_blocks**2).sum())  # memory that is not written costs nothing
+    room = int((num_blocks**2).sum())  # untouched pages cost no memory
     q_block, k_block = np.empty((2, room), np.int32)
     pairs = np.empty(room, np.int64)
-    # Starts less ends in each key block; an end at the very end of a sequence may lie behind all.
+    # Starts minus ends per key block; an end at the end of a sequence may fall after the last one.
     numbers, sums = np.zeros((2, int(num_blocks.max(initial=0)) + 1), np.int64)
     count = _add_tiles(runs, sizes, q_block, k_block, pairs, numbers, sums)
     return q_block[:count].copy(), k_block[:count].copy(), pairs[:count].copy()
@@ -140,18 +138,19 @@ def _add_tiles(
     numbers: Int64,
     sums: Int64,
 ) -> int:
-    """Writes the tiles; gives their number. The histograms are 0 everywhere, before and after."""
+    """Writes the tiles and returns their number. The histograms `numbers` and `sums` are all zero
+    before and after."""
     count = first_block = 0
     for sequence in range(len(sizes)):
         length, size, query = runs.lengths[sequence], sizes[sequence], 0
-        run, behind = runs.first[sequence], runs.first[sequence + 1]
+        run, last_run = runs.first[sequence], runs.first[sequence + 1] - 1
         while query * size < length:
             row, end = query * size, min((query + 1) * size, length)
             first, last = len(numbers), -1
             while row < end:
-                while run + 1 < behind and runs.start[run + 1] <= row:
+                while run < last_run and runs.start[run + 1] <= row:
                     run += 1
-                until = min(end, runs.start[run + 1]) if run + 1 < behind else end
+                until = min(end, runs.start[run + 1]) if run < last_run else end
                 low, high = _add_rows(runs, run, row, until, size, numbers, sums)
                 first, last, row = min(first, low), max(last, high), until
             number = total = below_left = 0
@@ -174,8 +173,8 @@ def _add_tiles(
 def _add_rows(
     runs: LinearRanges, run: int, row: int, end: int, size: int, numbers: Int64, sums: Int64
 ) -> tuple[int, int]:
-    """Adds the ranges of rows [row, end) of a run; gives the first and last key block they touch.
-    Empty ranges add up to nothing."""
+    """Adds the ranges of rows [row, end) of a run to the histograms, and returns the first and the
+    last key block that they touch. Empty ranges cancel out."""
     first, last, step, many = len(numbers), -1, row - runs.start[run], end - row
     for column in range(runs.base.shape[1]):
         start, grows = runs.base[run, column, 0], runs.slope[run, column, 0]
@@ -192,8 +191,8 @@ def _add_rows(
 def _add_line(
     value: int, slope: int, many: int, sign: int, size: int, numbers: Int64, sums: Int64
 ) -> tuple[int, int]:
-    """Adds value, value + slope, ... (so many numbers) to the histograms of blocks; gives the first
-    and the last block."""
+    """Adds `many` numbers value, value + slope, ... to the histograms, and returns the first and
+    the last block that contain one."""
     if slope < 0:
         value, slope = value + (many - 1) * slope, -slope
     first = block = value // size
@@ -207,31 +206,3 @@ def _add_line(
         if many > 0:
             block = value // size
     return first, block
-
-
-def draw_mask(mask: Mask, width: int = 64) -> str:
-    """A line of numbers, then one line per query block: queries go down, keys to the right.
-
-    A cell is █ if all its pairs are allowed, ▒ from half of them on, ░ below, · if none is.
-
-        sliding_window: 4 tokens, 7 pairs, density 43.8 %
-        █···
-        ██··
-        ·██·
-        ··██
-    """
-    if width < 1:
-        raise ValueError(f"width is {width}; allowed is at least 1 cell")
-    block_size = -(-mask.length // width)
-    pairs = count_tile_pairs(mask, block_size)
-    edges = np.minimum(np.arange(len(pairs) + 1) * block_size, mask.length)
-    possible = np.diff(edges)[:, None] * np.diff(edges)
-    shades = (pairs > 0) * 1 + (2 * pairs >= possible) + (pairs == possible)
-    rows = ["".join(SHADES[shade] for shade in row) for row in shades]
-    return "\n".join([_caption(mask), *rows])
-
-
-def _caption(mask: Mask) -> str:
-    density = 100 * mask.num_pairs / mask.length**2
-    numbers = f"{mask.length:,} tokens, {mask.num_pairs:,} pairs, density {density:.3g} %"
-    return f"{mask.name}: {numbers}"

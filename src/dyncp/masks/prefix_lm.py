@@ -1,4 +1,4 @@
-"""A prefix that sees itself in both directions, then causal text."""
+"""A prefix that attends itself in both directions, followed by causal text."""
 
 import numpy as np
 
@@ -8,7 +8,8 @@ from dyncp.masks.mask import Mask, interval_mask
 
 @mask_function
 def prefix_lm(length: int, prefix: int = from_sample("prefix_length")) -> Mask:
-    """Keys [0, max(prefix, i+1)) for token i; a sample may say its `prefix_length`.
+    """Token i attends keys [0, max(prefix, i+1)). `prefix` defaults to the sample's
+    `prefix_length`.
 
     prefix_lm(5, prefix=3)
     ███··

@@ -1,4 +1,4 @@
-"""Texts that share their beginnings: a prompt with many answers, turns that branch."""
+"""Texts that share a prefix: a prompt with many answers, or conversations that branch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,12 +11,11 @@ from dyncp.compiled import compiled
 from dyncp.masks.function import MaskFunction, ParametricMask, from_sample, lengths_of
 from dyncp.masks.mask import Marks, Mask, normal_mask
 
-WEIGHTS = ("token", "leaf")
-MOST_NUMBERS = 2**28  # of ranges: 1 GiB
+MOST_NUMBERS = 2**28  # size limit of the ranges array: 1 GiB of int32
 
 
 class PrefixTree(ParametricMask):
-    """`masks.prefix_tree`, which may also be called with the tree alone."""
+    """The type of `masks.prefix_tree`: it can also be called as `prefix_tree(parents, lengths)`."""
 
     def __call__(  # type: ignore[override]
         self, subject: Any = None, lengths: Any = None, /, **parameters: Any
@@ -38,14 +37,15 @@ def prefix_tree(
     lengths: Sequence[int] = from_sample("node_lengths"),
     weights: str = "token",
 ) -> Mask:
-    """A token attends its own node up to itself, and all nodes above.
+    """A token attends its own node up to itself, and all ancestors of the node.
 
-    Nodes lie in memory one after the other, each after its parent: `parents[i]` is the parent of
-    node i, or -1 for a root, and `lengths[i]` its number of tokens (defaults: the sample's
-    `parents` and `node_lengths`); `prefix_tree(parents, lengths)` is the mask of the tree itself.
-    Positions continue from the parent. The last token of a node has the first token of every child
-    as a target. `weights` says how often a target counts: "token", once; "leaf", once for every
-    leaf below it, as if every path from a root to a leaf were a sequence of its own.
+    The sequence is the concatenation of all nodes, each after its parent. `parents[i]` is the
+    parent of node i, or -1 for a root, and `lengths[i]` is its number of tokens (defaults: the
+    sample's `parents` and `node_lengths`). `prefix_tree(parents, lengths)` returns the mask of the
+    tree directly. Positions continue from the parent. The targets of a node's last token are the
+    first tokens of all its children. With weights="token" every target counts once. With
+    weights="leaf" it counts once per leaf below it, as if every path from a root to a leaf were a
+    separate sequence.
 
     prefix_tree([-1, 0, 1, 1, 0], [2, 1, 1, 1, 1])    position    targets
     █·····                                            0           1
@@ -56,7 +56,7 @@ def prefix_tree(
     ██···█                                            2           none
     """
     parent, sizes = _tree(length, parents, lengths)
-    if weights not in WEIGHTS:
+    if weights not in ("token", "leaf"):
         raise ValueError(f"masks.prefix_tree: weights is {weights!r}; choose token or leaf")
     ends = np.cumsum(sizes)
     starts = ends - sizes
@@ -75,7 +75,7 @@ def _lengths(lengths: object) -> Int64:
         node = int(np.argmin(sizes))
         raise ValueError(
             f"masks.prefix_tree: lengths[{node}] is {sizes[node]}; every node needs at least one "
-            "token: leave empty nodes out"
+            "token: leave out empty nodes"
         )
     return sizes
 
@@ -103,8 +103,9 @@ def _tree(length: int, parents: npt.ArrayLike, lengths: object) -> tuple[Int64, 
 
 @compiled
 def _walk(parent: Int64, starts: Int64, ends: Int64) -> tuple[Int64, Int64, Int64]:
-    """Of every node: key ranges of its tokens, tokens above it, and leaves below it (1 for a leaf).
-    A node that directly follows its parent extends the parent's last range."""
+    """For every node: the number of key ranges of its tokens, the number of tokens in its
+    ancestors, and the number of leaves below it (1 for a leaf itself). A node stored directly after
+    its parent extends the parent's last range."""
     num_ranges = np.ones(len(parent), np.int64)
     depth, leaves = np.zeros(len(parent), np.int64), np.zeros(len(parent), np.int64)
     for node in range(len(parent)):
@@ -120,14 +121,14 @@ def _walk(parent: Int64, starts: Int64, ends: Int64) -> tuple[Int64, Int64, Int6
 
 
 def _ranges(parent: Int64, starts: Int64, ends: Int64, num_ranges: Int64) -> Int32:
-    """Key ranges of every token: those of the nodes above, neighbours merged, and its own node."""
+    """Key ranges of every token: its ancestors and its own node, with adjacent ranges merged."""
     most, length = int(num_ranges.max()), int(ends[-1])
     if 2 * most * length > MOST_NUMBERS:
         raise ValueError(
-            f"masks.prefix_tree: {length:,} tokens attend up to {most} separate nodes each; at "
-            f"most {MOST_NUMBERS // (2 * length)} are possible at this length. Nodes that follow "
-            "their parents in memory count as one: list every node right after its parent where "
-            "you can (depth first)"
+            f"masks.prefix_tree: each of the {length:,} tokens attends up to {most} separate key "
+            f"ranges; at most {MOST_NUMBERS // (2 * length)} are possible at this length. A node "
+            "stored directly after its parent shares the parent's range: list the nodes depth "
+            "first"
         )
     of_nodes = np.full((len(parent), most, 2), length, np.int32)
     _fill_ranges(parent, starts, ends, num_ranges, of_nodes)
@@ -141,7 +142,7 @@ def _ranges(parent: Int64, starts: Int64, ends: Int64, num_ranges: Int64) -> Int
 def _fill_ranges(
     parent: Int64, starts: Int64, ends: Int64, num_ranges: Int64, of_nodes: Int32
 ) -> None:
-    """Those of every node's last token."""
+    """Writes the key ranges of each node's last token to `of_nodes`."""
     for node in range(len(parent)):
         above, own = parent[node], num_ranges[node] - 1
         if above >= 0:
@@ -152,7 +153,8 @@ def _fill_ranges(
 
 
 def _targets(parent: Int64, starts: Int64, ends: Int64) -> tuple[Int32, Int32 | None]:
-    """The next token of every token but the last of nodes with no child, or with several."""
+    """The single target of every token, or -1, and the (token, target) pairs of tokens that have
+    several: the last tokens of nodes with several children."""
     targets = np.arange(1, int(ends[-1]) + 1, dtype=np.int32)
     targets[ends - 1] = -1
     children = np.flatnonzero(parent >= 0)

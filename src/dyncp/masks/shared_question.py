@@ -1,4 +1,4 @@
-"""One question, several answers that do not see each other (preference and reward training)."""
+"""One question and several answers that do not attend each other, as in preference training."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from dyncp.masks.function import integer, lengths_of, mask_function
 from dyncp.masks.mask import Marks, Mask, normal_mask
 from dyncp.masks.prefix_tree import prefix_tree
 
-MOST_EMPTY = 1024  # answers of a shorter sequence, most of them empty
+MOST_ANSWERS = 1024  # allowed even if the sequence has fewer tokens; most answers are then empty
 
 
 @mask_function
@@ -18,13 +18,15 @@ def shared_question(
 ) -> Mask:
     """The question is causal; an answer token attends the question and its own answer so far.
 
-    `answers` is a number of answers of equal length, of which the last takes the remainder, or the
-    length of each. `question` is the number of tokens before them: what the answers leave, or a
-    fifth (rounded down) of the sequence if only their number is known.
+    `answers` is either the length of each answer or the number of answers, which then have equal
+    lengths, except that the last takes the remainder. `question` is the number of tokens before
+    the answers. It defaults to all tokens that the given answer lengths leave over, or to a fifth
+    of the sequence (rounded down) if only the number of answers is given.
 
-    Every answer's positions go on from the question. The last token of an answer has no target.
-    Nor has the last token of the question if several answers follow: it would have as many next
-    tokens. Begin every answer with the same separator token to train on the first real ones.
+    The positions of every answer continue from the question. The last token of an answer has no
+    target. If there are several answers, the last token of the question has no target either,
+    because it has several next tokens. To train on the first real token of each answer, begin
+    every answer with the same separator token.
 
     shared_question(6, answers=2, question=2)      position    target
     █·····                                         0           1
@@ -44,9 +46,9 @@ def shared_question(
 
 
 def _parts(length: int, answers: int | Sequence[int], question: int | None) -> tuple[int, Int64]:
-    """Length of the question and of every answer."""
+    """The length of the question and the lengths of the answers."""
     if np.ndim(answers) == 0:
-        number = integer("shared_question", "answers", answers, 1, max(length, MOST_EMPTY))
+        number = integer("shared_question", "answers", answers, 1, max(length, MOST_ANSWERS))
         chosen = length // 5 if question is None else question
         chosen = integer("shared_question", "question", chosen, 0, length)
         lengths = np.full(number, (length - chosen) // number)

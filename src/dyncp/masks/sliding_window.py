@@ -8,7 +8,7 @@ from dyncp.masks.mask import Mask, interval_mask
 
 @mask_function
 def sliding_window(length: int, window: int = 4096) -> Mask:
-    """Keys [max(0, i-window+1), i+1) for token i: itself and the `window`-1 before it.
+    """Token i attends keys [max(0, i-window+1), i+1): itself and the `window`-1 tokens before it.
 
     sliding_window(5, window=2)
     █····

@@ -1,9 +1,10 @@
-"""`attach`: a Transformers model whose attention layers run under dyncp.
+"""`attach`: makes the attention layers of a Transformers model call dyncp.
 
-An architecture without parity runs is compared with its own attention first: one long document with
-the model's own loss, auxiliary ones included, and several documents in one batch, on virtual ranks
-of this process. Documents are longer than the layers' windows. Weights are changed for it and then
-restored: initial ones are often so small that attention is a mean, and positions do not matter.
+With `untested=True`, the model is first compared with its own attention, on virtual ranks of this
+process: one long document with the model's loss (including auxiliary losses), and several documents
+in one batch. The first document is longer than the layers' windows. The comparison changes the
+weights and restores them afterwards: initial weights are often so small that attention is a plain
+mean and positions have no effect.
 """
 
 import logging
@@ -25,13 +26,14 @@ from dyncp.cost import from_transformers_config
 from dyncp.dataloader import NO_TARGET, DCPDataLoader, local_data, next_token_loss
 from dyncp.dataloader.options import TARGET_FIELDS
 from dyncp.executor import DCPExecutor, Step
+from dyncp.integrations import ROWS
 from dyncp.integrations.transformers.functions import (
     COEFFICIENT,
     NAME,
     Call,
-    Mixers,
     attend,
     auxiliary_share,
+    install_mixers,
     install_recorders,
     mask_marker,
     take_coefficient,
@@ -49,16 +51,23 @@ from dyncp.topology import Topology
 
 logger = logging.getLogger(__name__)
 
-# Rows of a rank are padded to a multiple of this: tensor cores want 8, and no rank is empty.
-ROWS = 8
-# What a model may be called with. Others are refused unless they are None or False.
+# Keywords that a model may be called with. Others are refused unless they are None or False.
 KEYWORDS = frozenset({
     "batch_fingerprint", "dyncp_step", "input_ids", "inputs_embeds", "labels", "num_items_in_batch",
     "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "shift_labels",
     *TARGET_FIELDS,
 })  # fmt: skip
-# Measured on the 70 architectures of Transformers 5.22 that run: at most 1.2e-6 in fp32. A layer
-# that sees the rows of one rank alone is wrong by more than 1e-2.
+# Why some of these others are refused.
+REASONS = {
+    "attention_mask": "masks are part of the plan, and the loader removes padding",
+    "output_attentions": "attention scores are not stored",
+    "logits_to_keep": "the last rows of a rank are not the last tokens",
+    "past_key_values": "cached tokens belong to no rank",
+    "use_cache": "a rank has only the keys of parts of sequences",
+}
+# Largest relative differences allowed by the comparison. Measured on the 70 architectures of
+# Transformers 5.22 that run: at most 1.2e-6 in fp32, and more than 1e-2 if a layer sees only the
+# rows of one rank.
 TOLERANCE, TOLERANCE_16_BIT = 1e-4, 5e-2
 RANKS = 2
 
@@ -68,19 +77,20 @@ def attach(
 ) -> "Attached":
     """Makes the attention layers of a Transformers model call dyncp.
 
-    The model is then called as `model(**local_data, dyncp_step=step)`, with the local data of a
-    DCPDataLoader and the step of their plan. `dtype` is that of q, k and v if it is not that of the
-    weights: under autocast, or FSDP's mixed precision. Call it before the model is wrapped or
-    compiled. What cannot be honoured is refused, here or in the first forward. `untested=True` is
-    for architectures without parity runs: a small batch on virtual ranks has to give what the
-    model's own attention gives.
+    Call it before the model is wrapped or compiled. Then call the model as
+    `model(**local_data, dyncp_step=step)`, with the local data of a DCPDataLoader and the step of
+    their plan. `dtype` is the dtype of q, k and v if it differs from that of the weights: under
+    autocast, or FSDP's mixed precision. Models that dyncp does not support raise ValueError, here
+    or in the first forward. `untested=True` allows an architecture that is not in the list of
+    tested ones if, for a small batch on virtual ranks, its outputs and loss equal those of its own
+    attention.
     """
     config = check_model(model, untested=untested)
     return (_compared if untested else Attached)(model, config, dtype)
 
 
 class Attached:
-    """A model under dyncp. `loader` and `masks` give it what its layers need; `detach` ends it."""
+    """A model under dyncp. `loader` makes the loader for it; `detach` restores the model."""
 
     def __init__(self, model: Any, config: Any, dtype: str | torch.dtype | None) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
@@ -95,37 +105,38 @@ class Attached:
         model.set_attn_implementation(NAME)
         self._check_implementation()
         self._coefficient = take_coefficient(model)
-        self._mixers = Mixers(model, config)
+        self._mixers = install_mixers(model, config)
         install_recorders(model)
         if model.get_output_embeddings() is not None and model.loss_type is None:
-            model.loss_type = "ForCausalLM"  # what it takes anyway, without a warning
+            model.loss_type = "ForCausalLM"  # the default, but without Transformers' warning
         self._hooks = (
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(self._after, with_kwargs=True),
         )
 
     def detach(self) -> None:
-        """Gives the model back the attention that it had."""
+        """Restores the model's own attention, mixers and auxiliary loss."""
         for hook in self._hooks:
             hook.remove()
-        self._mixers.detach()
+        for module in self._mixers:
+            del module.forward  # the instance's attribute, which hides the method of its class
         self.model.set_attn_implementation(self._before_attach)
         if hasattr(self.model, COEFFICIENT):
             setattr(self.model, COEFFICIENT, self._coefficient)
 
     def masks(self, mask_fn: Any) -> Callable[[Any], Any]:
-        """For DCPDataLoader: the masks that the model's layers need, by name, made of the masks of
-        samples. Windows and chunks are cut out of those by position."""
+        """A mask function for DCPDataLoader that returns all masks that the layers need, by name.
+        Windows and chunks are derived by position from the masks that `mask_fn` returns."""
         return model_masks(mask_fn, self.layers)
 
     def loader(self, dataset: Any, mask_fn: Any, **options: Any) -> DCPDataLoader:
-        """A DCPDataLoader for this model; takes the same options."""
+        """A DCPDataLoader for this model, with the same options."""
         options = {"local_multiple": ROWS, "dtype": self.dtype, "model": self.model} | options
         return DCPDataLoader(dataset, self.masks(mask_fn), **options)
 
     def shape(self, parts: int = 1) -> AttentionShape:
-        """The shape of its layers, for loops that plan batches themselves; `parts` is the degree of
-        tensor parallelism."""
+        """The attention shape of the layers on one rank, for loops that plan batches themselves.
+        `parts` is the degree of tensor parallelism."""
         sizes = from_transformers_config(self.config.to_dict())
         return sizes.attention_shape(self.dtype or self.model.dtype).divided(parts)
 
@@ -133,12 +144,12 @@ class Attached:
         found = self.config._attn_implementation
         if found != NAME:
             raise ValueError(
-                f"the attention of {type(self.model).__name__} is {found!r}, not {NAME!r}: it did "
-                "not take effect, or was set to another one after attach"
+                f"the attention of {type(self.model).__name__} is {found!r}, not {NAME!r}: attach "
+                "had no effect on it, or another one was set after attach"
             )
 
     def _before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Checks what the model is called with, and fills up rows."""
+        """Checks the arguments of the model, and adds a row if it needs one."""
         self._check_implementation()
         step = _check_call(args, kwargs)
         batch = kwargs.pop("batch_fingerprint", None)
@@ -152,7 +163,7 @@ class Attached:
             if kwargs.get(name) is not None:
                 kwargs[name] = _with_rows(kwargs[name], extra, 0)
         listed = {name: kwargs.pop(name) for name in TARGET_FIELDS if name in kwargs}
-        if listed:  # tokens with several targets: the model's own loss knows one
+        if listed:  # tokens with several targets, of which the model's own loss supports only one
             listed["num_items_in_batch"] = kwargs.pop("num_items_in_batch")
             kwargs["labels"] = kwargs["shift_labels"] = None
         if kwargs.get("shift_labels") is not None:
@@ -162,7 +173,7 @@ class Attached:
         return (), kwargs | {"use_cache": False}
 
     def _after(self, model: Any, _: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        """Checks that all layers have called dyncp; takes the added rows away."""
+        """Checks that all layers have called dyncp, completes the loss, and removes added rows."""
         call: Call = kwargs["dyncp_step"]
         missing = [number for number in range(len(self.layers)) if number not in call.seen]
         if missing:
@@ -187,8 +198,8 @@ class Attached:
     def _add_auxiliary(self, output: Any, step: Step, positions: Tensor) -> None:
         if not hasattr(self.model, COEFFICIENT):
             raise ValueError(
-                f"{type(self.model).__name__} gave router_logits and has no {COEFFICIENT}; dyncp "
-                "does not know its auxiliary loss: call it without output_router_logits"
+                f"{type(self.model).__name__} returned router_logits but has no {COEFFICIENT}, so "
+                "dyncp does not know its auxiliary loss: call it without output_router_logits"
             )
         chosen = self.config.num_experts_per_tok
         share = auxiliary_share(output["router_logits"], chosen, step, positions)
@@ -197,8 +208,8 @@ class Attached:
 
 
 def _watch_average(model: Any, loss: Tensor | None) -> bool:
-    """Warns in backward if a wrapper averages gradients over ranks and nobody undid that: the loss
-    then has gradient 1. Returns whether it could be checked; once is enough."""
+    """Makes backward warn if DDP or FSDP averages gradients over ranks and this was not undone: the
+    loss then has gradient 1. Returns False if there is no loss with gradients to watch yet."""
     if loss is None or not loss.requires_grad:
         return False
     replicas: Any = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
@@ -212,7 +223,7 @@ def _watch_average(model: Any, loss: Tensor | None) -> bool:
 def _warn_of_average(wrapper: str, gradient: Tensor) -> None:
     if gradient.item() == 1:
         logger.warning(
-            "%s averages gradients over ranks, and losses under dyncp are shares of a sum: unless "
+            "%s averages gradients over ranks, but losses under dyncp are shares of a sum: unless "
             "you turned the average off, call undo_gradient_average(loss).backward() instead of "
             "loss.backward()",
             wrapper,
@@ -228,57 +239,45 @@ def _check_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
         )
     for name, value in kwargs.items():
         if name not in KEYWORDS and value is not None and value is not False:
-            raise ValueError(_refusal(name))
+            reason = REASONS.get(name, "dyncp does not know its effect on parts of sequences")
+            raise ValueError(f"an attached model was called with {name}: {reason}. Leave it out")
     if kwargs.get("position_ids") is None or kwargs["position_ids"].ndim != 2:
         raise ValueError(
-            "an attached model needs position_ids [1, rows]: the place of a token on its rank is "
+            "an attached model needs position_ids [1, rows], because a token's row on its rank is "
             "not its position; the loader's local data have them"
         )
     if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
         raise ValueError(
-            "the model got labels without shift_labels; it would shift them inside this rank's "
-            "rows, where the next row is often not the next token. The loader's local data have "
-            "both"
+            "the model got labels without shift_labels; it would shift them by one row of this "
+            "rank, but the next row is often not the next token. The loader's local data have both"
         )
     if kwargs.get("shift_labels") is not None and kwargs.get("num_items_in_batch") is None:
         raise ValueError(
             "the model got labels without num_items_in_batch; its loss would be a mean over this "
-            "rank's targets. The loader's local data have the number of all ranks"
+            "rank's targets. The loader's local data have the number of targets of all ranks"
         )
     return step
 
 
-def _refusal(name: str) -> str:
-    reasons = {
-        "attention_mask": "masks come with the plan, and the loader removes padding",
-        "output_attentions": "attention scores are not stored",
-        "logits_to_keep": "the last rows of a rank are not the last tokens",
-        "past_key_values": "cached tokens belong to no rank",
-        "use_cache": "a rank has the keys of parts of sequences",
-    }
-    reason = reasons.get(name, "dyncp does not know how it would treat this rank's rows")
-    return f"an attached model was called with {name}: {reason}. Leave it out"
-
-
 def _with_rows(x: Tensor, extra: int, value: int) -> Tensor:
-    """[1, rows, ...] with `extra` rows of `value` at the end."""
+    """`[1, rows, ...]` with `extra` rows of `value` appended."""
     return pad(x, (0, 0) * (x.ndim - 2) + (0, extra), value=value) if extra else x
 
 
 def _first_rows(value: Any, rows: int) -> Any:
-    """Copies where rows are taken away: FSDP warns of views."""
+    """The first `rows` rows of a tensor or a tuple of them: copies, because FSDP warns of views."""
     if isinstance(value, tuple):
         return tuple(_first_rows(x, rows) for x in value)
     return value if value.shape[1] == rows else value[:, :rows].clone()
 
 
 def _compared(model: Any, config: Any, dtype: str | torch.dtype | None) -> Attached:
-    """The attached model. Restores it and raises ValueError if its outputs differ from those of its
-    own attention."""
+    """Attaches a model after comparing it with its own attention. If results differ, restores the
+    model and raises ValueError."""
     if any(parameter.is_meta for parameter in model.parameters()):
         logger.warning(
             "%s has no weights yet, so it was not compared with its own attention: first attach a "
-            "small model of the same class, with weights, with untested=True",
+            "small model of the same class that has weights, with untested=True",
             type(model).__name__,
         )
         return Attached(model, config, dtype)
@@ -295,20 +294,21 @@ def _compared(model: Any, config: Any, dtype: str | torch.dtype | None) -> Attac
 
 
 def _documents(model: Any, config: Any) -> list[Tensor]:
-    """Random documents; the first is longer than any layer's window."""
+    """Random documents, of which the first is longer than any layer's window."""
     longest = max(96, *(5 * (layer.size or 0) // 4 for layer in layer_masks(config)))
-    # RoPE with a factor from the largest position makes documents depend on each other.
+    # RoPE that scales with the largest position makes documents depend on each other.
     lengths = (longest,) if needs_largest_position(model) else (longest, 33, 5)
     random = torch.Generator().manual_seed(0)
     return [torch.randint(config.vocab_size, (n,), generator=random) for n in lengths]
 
 
 def _options(model: Any) -> dict[str, bool]:
+    """Options that make a mixture of experts compute its auxiliary loss."""
     return {"output_router_logits": True} if hasattr(model, COEFFICIENT) else {}
 
 
 def _run_alone(model: Any, ids: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Outputs and loss of one document with the model's own attention."""
+    """The outputs and the loss of one document with the model's own attention."""
     ids = ids.to(model.device)[None]
     labels = {} if model.get_output_embeddings() is None else {"labels": ids}
     output = model(input_ids=ids, **labels, use_cache=False, **_options(model))
@@ -318,11 +318,11 @@ def _run_alone(model: Any, ids: Tensor) -> tuple[Tensor, Tensor | None]:
 def _run_planned(
     attached: Attached, documents: list[Tensor], executor: DCPExecutor
 ) -> tuple[list[Tensor], Tensor | None]:
-    """Outputs of every document and the loss, under dyncp."""
+    """The outputs of every document and the loss of the batch, under dyncp."""
     model, mask_fn = attached.model, attached.masks(causal)
     samples = [{"input_ids": ids} for ids in documents]
     batch = Batch.of([mask_fn(sample) for sample in samples], range(len(samples)))
-    # Blocks anywhere: rows in order would hide positions that are counted on each rank.
+    # Random placement: if rows were in order, a model that counts rows as positions would pass.
     config = PlannerConfig(
         block_size=max(16, len(documents[0]) // 8),
         solver="random",
@@ -330,10 +330,8 @@ def _run_planned(
     )
     plan = plan_batch(batch, Topology(1, RANKS), config=config)
     step = executor.prepare(plan)
-    data = {
-        name: value.to(model.device) if name != "batch_fingerprint" else value
-        for name, value in local_data(samples, batch, plan).items()
-    }
+    fields = local_data(samples, batch, plan).items()
+    data = {name: value.to(model.device) for name, value in fields}
     output = model(**data, dyncp_step=step, **_options(model))
     return step.gather(_rows(output)), output.get("loss")
 
@@ -341,7 +339,7 @@ def _run_planned(
 def _check_parity(
     attached: Attached, documents: list[Tensor], expected: list[tuple[Tensor, Tensor | None]]
 ) -> None:
-    """Raises ValueError if outputs or losses under dyncp are not the expected ones."""
+    """Raises ValueError if outputs or losses under dyncp differ from `expected`."""
     with DCPExecutor(virtual_ranks=RANKS, device=attached.model.device) as executor:
         found, _ = _run_planned(attached, documents, executor)
         _, loss = _run_planned(attached, documents[:1], executor)
@@ -354,21 +352,22 @@ def _check_parity(
         difference = ((got - wanted).abs().max() / wanted.abs().max()).item()
         if not difference <= allowed:
             raise ValueError(
-                f"{type(attached.model).__name__} gives other {what} under dyncp than with its own "
-                f"attention (relative difference {difference:.1e}, at most {allowed:.0e} is "
-                "allowed): its layers do something that dyncp does not know, so it cannot run "
-                "under dyncp"
+                f"the {what} of {type(attached.model).__name__} under dyncp differ from those of "
+                f"its own attention (relative difference {difference:.1e}; at most {allowed:.0e} "
+                "is allowed): its layers do something that dyncp does not support"
             )
 
 
 def _rows(output: Any) -> Tensor:
+    """The logits `[rows, vocabulary]`, or the hidden states of a base model."""
     rows: Tensor = output["logits" if "logits" in output else "last_hidden_state"][0]
     return rows
 
 
 @contextmanager
 def _noisy_weights(model: Any) -> Iterator[None]:
-    """Without gradients and dropout, and with weights for which scores are of order 1."""
+    """Disables gradients and dropout, and adds noise to the weights so that attention scores are of
+    order 1. Restores everything at the end."""
     training = {module: module.training for module in model.modules()}
     weights = [p for p in model.parameters() if p.is_floating_point()]
     saved = [weight.detach().to("cpu", copy=True) for weight in weights]

@@ -1,15 +1,16 @@
-"""What the layers of an attached Transformers model run: attention, layers that mix tokens by state
-(convolutions, linear attention), and the auxiliary loss of experts; and operators over all ranks of
-a step that torch.compile does not look into.
+"""The functions that the layers of an attached Transformers model run: attention, mixers (layers
+with state: convolutions, linear attention) and the auxiliary loss of mixtures of experts. Also the
+operators over all ranks of a step, which are opaque to torch.compile.
 
-Mixers run document by document. Transformers gives them one row of tokens without document borders
-(unless a kernel takes these). Here a layer's own forward runs on batches of documents of similar
-length, padded at the end: a causal layer does not see the padding.
+Mixers run document by document. Transformers would give them one row of tokens without document
+borders (unless a kernel takes these). Here a layer's own forward runs on batches of documents of
+similar length, padded at the end. The layer is causal, so padding does not change its results.
 
-The auxiliary loss of experts is over the tokens of all ranks. With f_e the share of choices that
-expert e got and p_e its mean probability, over all tokens and layers, the loss is num_experts *
-sum_e(f_e * p_e). A product of means is not a mean of products, so ranks sum f, which has no
-gradients, and each takes its own tokens' part of p. The sum over ranks is the loss of the batch.
+The auxiliary loss of experts covers the tokens of all ranks. Let f_e be the share of choices that
+expert e got, and p_e its mean probability, over all tokens and layers. The loss is num_experts *
+sum_e(f_e * p_e). A product of means is not a mean of products, so ranks first sum f, which has no
+gradients. Each rank then uses its own tokens' part of p, and the sum over ranks is the loss of the
+batch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,9 +30,9 @@ from dyncp.executor.step import step_of
 from dyncp.integrations import check_batch, check_one_row
 from dyncp.integrations.transformers.layers import MIXERS, LayerMask
 
-NAME = "dyncp"  # of both functions in Transformers' interfaces
+NAME = "dyncp"  # of the attention function and the mask function in Transformers' interfaces
 COEFFICIENT = "router_aux_loss_coef"
-# Keywords that reach the layers and change nothing in attention.
+# Keywords that reach the layers and have no effect on attention.
 HARMLESS = frozenset({
     "cache_position", "is_causal", "labels", "logits_to_keep", "num_items_in_batch",
     "output_hidden_states", "output_router_logits", "position_embeddings", "position_ids",
@@ -40,7 +41,7 @@ HARMLESS = frozenset({
 
 
 class Call:
-    """One forward of an attached model; what its layers get as `dyncp_step`."""
+    """One forward of an attached model; passed to its layers as `dyncp_step`."""
 
     def __init__(
         self,
@@ -51,19 +52,19 @@ class Call:
         listed: Mapping[str, Tensor],
     ) -> None:
         self.step, self.layers = step, layers
-        self.listed = listed  # targets of tokens that have several, and the number of all
-        self.rows, self.extra = rows, extra  # those of local data, and those added to them
-        self.seen: set[int] = set()  # layers that have called
+        self.listed = listed  # target fields, if tokens have several targets
+        self.rows, self.extra = rows, extra  # rows of the local data, and rows added to them
+        self.seen: set[int] = set()  # layers that have called dyncp
 
 
 def _call_of(layer: str, given: Any) -> Call:
-    """What a layer got as `dyncp_step`."""
+    """The `dyncp_step` argument of a layer; ValueError if it got none."""
     if not isinstance(given, Call):
         raise ValueError(
-            f"{layer} got no step: call model(**local_data, dyncp_step=step) on "
-            "the model that attach got. Layers that do not pass keywords on, and wrappers that "
-            "call model.forward past its hooks, cannot run under dyncp; for generation, "
-            "attached.detach() gives the model back its own layers"
+            f"{layer} got no step: call model(**local_data, dyncp_step=step) on the model that "
+            "was given to attach. Layers that do not pass keywords on, and wrappers that call "
+            "model.forward directly and so bypass its hooks, cannot run under dyncp. For "
+            "generation, call attached.detach() first"
         )
     return given
 
@@ -71,16 +72,17 @@ def _call_of(layer: str, given: Any) -> Call:
 def mask_marker(
     *, attention_mask: Tensor | None = None, local_size: int | None = None, **options: Any
 ) -> str:
-    """In place of a mask: what the model wants the layer to see. Plans have the real masks."""
+    """A text that replaces the mask that Transformers would make. It says which window or chunk
+    size the model wants for the layer; the masks themselves are part of the plan."""
     if attention_mask is not None:
         raise ValueError(
-            "the model got an attention_mask, but masks come with the plan, and the loader removes "
-            "padding: call model(**local_data, dyncp_step=step)"
+            "the model got an attention_mask, but masks are part of the plan, and the loader "
+            "removes padding: call model(**local_data, dyncp_step=step)"
         )
     if options.get("use_vmap") or "allow_is_bidirectional_skip" in options:
         raise ValueError(
-            "the model asks for a mask that is neither causal nor a window or chunk of it; dyncp "
-            "does not know which one"
+            "the model requests a mask that dyncp does not know: neither causal nor a window or "
+            "chunk of it"
         )
     return _marker(local_size)
 
@@ -101,7 +103,8 @@ def attend(
     dyncp_step: Any = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one layer, as Transformers calls it: q, k and v are [1, heads, rows, dim]."""
+    """Attention of one layer, as Transformers calls it. q, k and v are `[1, heads, rows, dim]`; the
+    result is `[1, rows, heads, dim]`."""
     call = _call_of(type(module).__name__, dyncp_step)
     layer = _layer_of(module, call, attention_mask, others)
     _check_options(module, query, dropout, others)
@@ -112,7 +115,7 @@ def attend(
 
 
 def _layer_of(module: Any, call: Call, marker: Any, others: dict[str, Any]) -> LayerMask:
-    """The layer's mask, if config, layer and the mask that the model made agree about it."""
+    """The layer's mask; ValueError if the config, the layer and the model's marker disagree."""
     number = getattr(module, "layer_idx", None)
     if number is None or not 0 <= number < len(call.layers):
         raise ValueError(
@@ -124,13 +127,13 @@ def _layer_of(module: Any, call: Call, marker: Any, others: dict[str, Any]) -> L
     if marker != _marker(layer.size) or (window is not None and window != layer.size):
         raise ValueError(
             f"layer {number} ({type(module).__name__}) was given mask {marker!r} and window "
-            f"{window}; by the config its size is {layer.size}"
+            f"{window}; according to the config its size is {layer.size}"
         )
-    compiling = torch.compiler.is_dynamo_compiling()  # the operator will say it when it runs
+    compiling = torch.compiler.is_dynamo_compiling()  # then the operator checks it when it runs
     if not compiling and layer.name not in call.step.plan.masks:
         raise ValueError(
             f"layer {number} needs mask {layer.name!r}, and the plan has "
-            f"{', '.join(call.step.plan.masks)}; make the loader by attached.loader(dataset, "
+            f"{', '.join(call.step.plan.masks)}; make the loader with attached.loader(dataset, "
             "mask_fn), or give it attached.masks(mask_fn)"
         )
     call.seen.add(number)
@@ -140,8 +143,8 @@ def _layer_of(module: Any, call: Call, marker: Any, others: dict[str, Any]) -> L
 def _check_options(module: Any, query: Tensor, dropout: float, others: dict[str, Any]) -> None:
     if dropout:
         raise ValueError(
-            f"attention dropout is {dropout} in training; dyncp has none: set it to 0 in the "
-            "config (attention_dropout, attn_pdrop) before the model is made"
+            f"attention dropout is {dropout} in training, which dyncp does not support: set it to "
+            "0 in the config (attention_dropout, attn_pdrop) before the model is made"
         )
     unknown = [
         name
@@ -151,40 +154,37 @@ def _check_options(module: Any, query: Tensor, dropout: float, others: dict[str,
     is_causal = others.get("is_causal")
     if unknown or (getattr(module, "is_causal", True) if is_causal is None else is_causal) is False:
         raise ValueError(
-            f"{type(module).__name__} gives attention {', '.join(unknown) or 'is_causal=False'}, "
-            "which dyncp does not have; results would be wrong without it"
+            f"{type(module).__name__} calls attention with "
+            f"{', '.join(unknown) or 'is_causal=False'}, which dyncp does not support; results "
+            "would be wrong without it"
         )
     check_one_row(query.shape[0])
 
 
 def _dtype_of(query: Tensor, value: Tensor) -> torch.dtype:
-    """The dtype of q, k and v: RoPE and norms may leave q and k wider than v."""
+    """The common dtype of q, k and v: autocast's, or that of v. RoPE and norms may return q and k
+    in a wider one."""
     device = query.device.type
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return value.dtype
 
 
-class Mixers:
-    """The layers of a model that mix tokens by state; `detach` gives them back their forwards."""
-
-    def __init__(self, model: Any, config: Any) -> None:
-        self._modules = []
-        for number, kind in enumerate(getattr(config, "layer_types", None) or ()):
-            mixer = MIXERS.get((config.model_type, kind))
-            if mixer is not None:
-                module = _module_of(model, mixer.module, number)
-                halo = None if mixer.kernel is None else getattr(config, mixer.kernel) - 1
-                module.forward = partial(_mix, module.forward, number, halo)
-                self._modules.append(module)
-
-    def detach(self) -> None:
-        for module in self._modules:
-            del module.forward  # the instance's; that of its class is there again
+def install_mixers(model: Any, config: Any) -> list[Any]:
+    """Replaces the forward of the model's mixers, and returns their modules."""
+    modules = []
+    for number, kind in enumerate(getattr(config, "layer_types", None) or ()):
+        mixer = MIXERS.get((config.model_type, kind))
+        if mixer is not None:
+            module = _module_of(model, mixer.module, number)
+            halo = None if mixer.kernel is None else getattr(config, mixer.kernel) - 1
+            module.forward = partial(_mix, module.forward, number, halo)
+            modules.append(module)
+    return modules
 
 
 def _module_of(model: Any, name: str, number: int) -> Any:
-    """The module that a decoder layer has under this name."""
+    """The module with this name in decoder layer `number`."""
     for layer in model.modules():
         module = getattr(layer, name, None)
         if getattr(module, "layer_idx", None) == number:
@@ -202,7 +202,7 @@ def _mix(
     attention_mask: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """The layer's result for [1, rows, width]; rows after the step's are padding."""
+    """The layer's result for `[1, rows, width]`. Rows beyond those of the step are padding."""
     call = _call_of(f"layer {number}", dyncp_step)
     assert attention_mask is None, "plans have the masks"
     call.seen.add(number)
@@ -218,8 +218,8 @@ def _mix(
 
 
 def _by_piece(forward: Callable[..., Tensor], x: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Runs every piece alone. A rank without rows runs one that it drops: its weights have to take
-    part, as on the other ranks."""
+    """Runs the layer on every piece separately. A rank without rows runs it on one row and drops
+    the result, so that the layer's weights are used on every rank."""
     if not lengths:
         return forward(hidden_states=x.new_zeros(1, 1, x.shape[1]))[0, :0] + x
     pieces = x.split_with_sizes(lengths)
@@ -234,7 +234,7 @@ def _by_piece(forward: Callable[..., Tensor], x: Tensor, lengths: Sequence[int])
 
 
 def _groups(lengths: Sequence[int]) -> list[range]:
-    """Of ascending lengths: as many as are at most twice as long as the shortest."""
+    """Splits ascending lengths into groups whose longest is at most twice the shortest."""
     groups, first = [], 0
     for i in range(1, len(lengths) + 1):
         if i == len(lengths) or lengths[i] > 2 * lengths[first]:
@@ -244,9 +244,8 @@ def _groups(lengths: Sequence[int]) -> list[range]:
 
 
 def auxiliary_share(logits: tuple[Tensor, ...], chosen: int, step: Step, like: Tensor) -> Tensor:
-    """This rank's share of the loss; `logits` are [rows, experts] of every layer, `like` [1, rows].
-
-    Each token chooses `chosen` experts in each layer."""
+    """This rank's share of the auxiliary loss. `logits` holds `[rows, experts]` of every layer, and
+    `like` is any tensor `[1, rows]`. Each token chooses `chosen` experts in each layer."""
     shares = torch.ops.dyncp.token_shares(step.number, like) / len(logits)
     device, experts = logits[0].device, logits[0].shape[-1]
     choices = torch.zeros(experts, device=device)
@@ -262,7 +261,8 @@ def auxiliary_share(logits: tuple[Tensor, ...], chosen: int, step: Step, like: T
 
 
 def take_coefficient(model: Any) -> float:
-    """The factor of the loss, which the model itself then adds no more."""
+    """Returns the model's coefficient of the auxiliary loss (0 if it has none), and sets it to 0 so
+    that the model does not add the loss itself."""
     coefficient = float(getattr(model, COEFFICIENT, 0.0))
     if hasattr(model, COEFFICIENT):
         setattr(model, COEFFICIENT, 0.0)
@@ -270,8 +270,8 @@ def take_coefficient(model: Any) -> float:
 
 
 def install_recorders(model: Any) -> None:
-    """Hooks that give router logits. Transformers installs them in the first call that asks for
-    these, behind a lock that torch.compile cannot enter."""
+    """Installs the hooks that record router logits. Transformers would install them in the first
+    call that requests the logits, under a lock that torch.compile cannot trace."""
     from transformers import PreTrainedModel
     from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
@@ -285,8 +285,8 @@ def install_recorders(model: Any) -> None:
 def enter(
     number: Tensor, positions: Tensor, batch: Tensor | None, extra: int, largest: bool
 ) -> Tensor:
-    """Positions [1, rows + extra] of local data that belong to the step: `extra` rows are at the
-    end, with position 0, or the `largest` of all ranks."""
+    """Positions `[1, rows + extra]`, after a check that the local data belong to the step. The
+    `extra` rows at the end have position 0 or, if `largest`, the largest position of all ranks."""
     step = step_of(number)
     check_batch(step, positions, batch)
     if not extra:
@@ -304,7 +304,7 @@ def _(number: Tensor, positions: Tensor, batch: Any, extra: int, largest: bool) 
 
 @custom_op("dyncp::token_shares", mutates_args=())
 def token_shares(number: Tensor, like: Tensor) -> Tensor:
-    """Each row's share of all tokens of the batch, fp32[rows]: 0 for rows that only pad."""
+    """Each row's share of the batch's tokens, `fp32[rows]`: 1 / tokens, or 0 for padding rows."""
     step = step_of(number)
     shares = torch.zeros(like.shape[1], dtype=torch.float32)
     rows = np.concatenate([part.row_coordinates for part in step.parts])
@@ -329,7 +329,8 @@ def _(number: Tensor, counts: Tensor) -> Tensor:  # noqa: ARG001
 
 
 def _all_ranks(step: Step, numbers: Tensor) -> Tensor:
-    """[ranks, ...]; a process that drives all ranks has their sum already."""
+    """The tensors of all ranks, `[ranks, ...]`. With virtual ranks the one process already has the
+    total, and the result is `[1, ...]`."""
     if len(step.parts) == step.plan.num_ranks:
         return numbers.detach().clone()[None]
     return torch.cat(step.transport.gather(numbers.detach()[None], [1] * step.plan.num_ranks))

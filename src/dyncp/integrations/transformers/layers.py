@@ -1,5 +1,5 @@
-"""What the attention layers of a model need, read from its config; their masks, derived from those
-of samples; and refusals of what cannot run."""
+"""The masks that the layers of a model need, read from its config and derived from the masks of
+samples, and the checks that refuse models that cannot run under dyncp."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,35 +15,35 @@ from dyncp.plan import DEFAULT_MASK
 
 logger = logging.getLogger(__name__)
 
-OLDEST = "5.22"  # of the extra `transformers`
+OLDEST = "5.22"  # version required by the extra `transformers`
 
-# Architectures whose losses and weights equal those of one process: benchmarks/parity.py.
+# Architectures whose losses and weights equal those of one process (benchmarks/parity.py).
 TESTED = (
     "cohere2", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "granite", "lfm2", "llama", "mistral",
     "olmo2", "olmo3", "opt", "phi3", "qwen3", "qwen3_moe", "qwen3_next", "smollm3",
 )  # fmt: skip
 # RoPE whose frequencies depend on the largest position of the batch.
 RESCALED_ROPE = ("dynamic", "longrope")
-# Modules that mix rows in the order in which they lie.
+# Modules that mix rows in the order in which they are stored.
 ORDERED = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
 
 
 class Mixer(NamedTuple):
-    """Layers that mix tokens by state: the name of the module in a decoder layer; the config's name
-    for how many tokens it looks at, or None where its state is of whole documents."""
+    """A layer with state: the name of its module in a decoder layer, and the config option with the
+    number of tokens that it looks at (None if its state covers whole documents)."""
 
     module: str
     kernel: str | None = None
 
 
-# By architecture and type of layer; `functions.py` runs them. Others are refused.
+# By architecture and layer type; `functions.py` runs them. Other layers with state are refused.
 MIXERS = {
     ("lfm2", "conv"): Mixer("conv", "conv_L_cache"),
     ("qwen3_next", "linear_attention"): Mixer("linear_attn"),
 }
 
 
-# Local attention by type of layer: the keyword of `masks.within`, and the config's option.
+# Local attention by layer type: the keyword of `masks.within`, and the config option with its size.
 LOCAL = {
     "sliding_attention": ("window", "sliding_window"),
     "chunked_attention": ("chunk", "attention_chunk_size"),
@@ -51,9 +51,9 @@ LOCAL = {
 
 
 class LayerMask(NamedTuple):
-    """The mask that a layer needs: that of the samples or, with a `size`, the keys of it that are
-    near by `kind` ("window" or "chunk"). `name` is its name in plans and contains the size, so that
-    a plan for another window does not have it."""
+    """The mask that a layer needs: the sample's mask, or its part within a `kind` ("window" or
+    "chunk") of `size` positions. `name` is its name in plans; it contains the size, so a plan for
+    another window does not have it."""
 
     name: str = DEFAULT_MASK
     kind: str = ""
@@ -61,7 +61,7 @@ class LayerMask(NamedTuple):
 
 
 def layer_masks(config: Any) -> tuple[LayerMask, ...]:
-    """One per layer, from `layer_types`, or the window that all layers have."""
+    """The mask of every layer, by the config's `layer_types`, or else by its `sliding_window`."""
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         has_window = getattr(config, "use_sliding_window", True) is not False
@@ -86,14 +86,14 @@ def _layer_mask(number: int, kind: str, config: Any) -> LayerMask:
 
 
 def check_model(model: Any, *, untested: bool) -> Any:
-    """The text config of a model that can run; raises ValueError where it cannot."""
+    """The text config of a model; ValueError if the model cannot run under dyncp."""
     from transformers import PreTrainedModel
 
     _check_version()
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
             f"attach got {type(model).__name__}; expected a Transformers model, before it is "
-            "wrapped by DDP or PEFT or compiled"
+            "compiled or wrapped by DDP or PEFT"
         )
     config, name = model.config.get_text_config(decoder=True), type(model).__name__
     if not model._can_set_attn_implementation():
@@ -109,24 +109,24 @@ def check_model(model: Any, *, untested: bool) -> Any:
     if hasattr(model, "_loss_function"):
         raise ValueError(
             f"{name} was given a loss_function of its own, which may shift labels or average over "
-            "this rank's targets; take the model's logits and compute the loss outside, as "
+            "this rank's targets; compute the loss from the model's logits instead, as "
             "dyncp.next_token_loss does"
         )
     _check_config(config, name)
     layer_masks(config)
-    _check_modules(model)
+    _check_modules(model, config)
     if not (untested or _is_tested(model, config)):
         raise ValueError(
             f"{name} ({model.config.model_type}) has not been compared with one process; tested "
-            f"are {', '.join(TESTED)}, as Transformers has them. attach(model, untested=True) "
-            "compares it with its own attention on a small batch first"
+            f"are Transformers' own {', '.join(TESTED)}. attach(model, untested=True) first "
+            "compares the model with its own attention on a small batch"
         )
     return config
 
 
 @cache
 def _check_version() -> None:
-    """What older versions do differently raises errors that do not say so."""
+    """Warns of a Transformers version that is too old, whose errors would not say so."""
     from packaging.version import Version
     from transformers import __version__
 
@@ -135,14 +135,14 @@ def _check_version() -> None:
 
 
 def _is_tested(model: Any, config: Any) -> bool:
-    """Not where a class of the user's has other layers, nor with towers for images or audio."""
+    """Whether the architecture is tested. Classes outside Transformers are not, because they may
+    have other layers; nor are models with towers for images or audio."""
     own = type(model).__module__.startswith("transformers.models.")
     return own and config is model.config and config.model_type in TESTED
 
 
-def _check_modules(model: Any) -> None:
-    kind = model.config.get_text_config(decoder=True).model_type
-    handled = {mixer.module for (of, _), mixer in MIXERS.items() if of == kind}
+def _check_modules(model: Any, config: Any) -> None:
+    handled = {mixer.module for (kind, _), mixer in MIXERS.items() if kind == config.model_type}
     for path, module in _text_modules(model):
         if isinstance(module, ORDERED) and not handled & set(path.split(".")):
             raise ValueError(
@@ -152,7 +152,8 @@ def _check_modules(model: Any) -> None:
 
 
 def _text_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Towers for images or audio are left out: an attached model is not called with these."""
+    """The named modules of the text decoder. Towers for images or audio are left out, because an
+    attached model is not called with such inputs."""
     config = model.config.get_text_config(decoder=True)
     decoder = model if config is model.config else model.get_decoder()
     found: Iterator[tuple[str, nn.Module]] = decoder.named_modules()
@@ -169,36 +170,36 @@ def _check_config(config: Any, name: str) -> None:
     refused |= {
         option: "a softcap on attention scores"
         for option in config.to_dict()
-        if "softcap" in option and "final" not in option  # that of logits is the model's own
+        if "softcap" in option and "final" not in option  # the model itself caps final logits
     }
     for option, what in refused.items():
         if getattr(config, option, None):
             raise ValueError(
                 f"{name} has {what} ({option}={getattr(config, option)!r}), which dyncp's kernels "
-                "do not have; results would be wrong without it"
+                "do not support; results would be wrong without it"
             )
     if not getattr(config, "is_causal", True) or getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is not causal; allowed are causal decoders")
     if getattr(config, "layerdrop", 0):
         raise ValueError(
-            f"{name} has layerdrop={config.layerdrop}: every rank would skip different layers and "
-            "wait for the others forever; set config.layerdrop = 0"
+            f"{name} has layerdrop={config.layerdrop}: ranks would skip different layers and wait "
+            "for each other forever; set config.layerdrop = 0"
         )
 
 
 def needs_largest_position(model: Any) -> bool:
-    """Whether RoPE takes a factor from the largest position of the batch: by the config, or by a
-    module that a config does not tell of."""
+    """Whether RoPE scales with the largest position of the batch, according to the config or to a
+    module that sets it independently of the config."""
     config = model.config.get_text_config(decoder=True)
     given = [getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")]
     given += [getattr(module, "rope_type", None) for _, module in _text_modules(model)]
-    return any(kind in str(given) for kind in RESCALED_ROPE)  # it may differ by layer type
+    return any(kind in str(given) for kind in RESCALED_ROPE)  # str: it may be a dict by layer type
 
 
 @dataclass(frozen=True)
 class SampleMasks:
-    """Calls a function of a sample once, and cuts its mask for all kinds of layers. One that gives
-    masks by name has to give all that the layers need."""
+    """Calls a user's mask function once per sample, and derives the masks of all layers from its
+    result. If it returns masks by name, it must return every mask that the layers need."""
 
     function: Callable[[Any], Any]
     layers: tuple[LayerMask, ...]
@@ -212,7 +213,8 @@ class SampleMasks:
 
 
 def model_masks(mask_fn: Any, layers: Iterable[LayerMask]) -> Callable[[Any], Any]:
-    """A mask function for all layers of a model. A function of lengths stays one."""
+    """A function of a sample that returns the masks of all layers by name. If `mask_fn` also takes
+    lengths, so does the result."""
     layers = tuple(dict.fromkeys(layers))
     if isinstance(mask_fn, MaskFunction):
         return named(**{layer.name: _near(mask_fn, layer) for layer in layers})
@@ -231,6 +233,6 @@ def _check_names(found: Iterable[str], layers: Iterable[LayerMask]) -> None:
     missing = [layer.name for layer in layers if layer.name not in found]
     if missing:
         raise ValueError(
-            f"the mask function gives masks named {', '.join(found)}; the model's layers need "
-            f"{', '.join(missing)}, too. Give a single mask, and the others are derived from it"
+            f"the mask function returns masks named {', '.join(found)}; the model's layers also "
+            f"need {', '.join(missing)}. Return a single mask, and the others are derived from it"
         )

@@ -1,4 +1,4 @@
-"""TrainerMixin: Transformers' Trainer with dyncp's loader, losses, evaluation and resuming.
+"""TrainerMixin: Transformers' Trainer with dyncp's loader, loss, evaluation and resuming.
 
 class DynamicTrainer(TrainerMixin, Trainer):
     pass
@@ -9,6 +9,7 @@ trainer = DynamicTrainer(model, args, train_dataset=samples, mask_fn=masks.causa
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ STATE_FILE = "dyncp_loader.json"
 
 
 class Batches:
-    """The loader as Trainer wants it: one dict per batch, with the plan in it."""
+    """The loader in the form that Trainer expects: one dict per batch, which includes the plan."""
 
     def __init__(self, loader: DCPDataLoader, dataset: Any) -> None:
         self.loader, self.dataset, self.batch_sampler = loader, dataset, None
@@ -44,16 +45,23 @@ class Batches:
 
 
 class TrainerMixin:
-    """Put it before Trainer. `mask_fn` gives the masks of samples; `loader_options` go to
-    `DCPDataLoader`; `attached` is what `attach(model)` gave, if it was called before.
+    """Adapts Trainer to dyncp; name it before Trainer among the base classes.
 
-    Batches are those of the loader: `tokens_per_batch` counts, not `per_device_train_batch_size`.
-    The loss is normalised by the targets of all ranks and accumulated batches, whatever
+    `mask_fn` returns the mask of a sample. `loader_options` are options of `DCPDataLoader`.
+    `attached` is the result of `attach(model)`, if that was called before.
+
+    The loader decides the batches: set `tokens_per_batch`; `per_device_train_batch_size` has no
+    effect. The loss is normalised by the targets of all ranks and accumulated batches, whatever
     `average_tokens_across_devices` says.
     """
 
-    model: Any
+    # Attributes of Trainer.
     args: Any
+    state: Any
+    accelerator: Any
+    model_wrapped: Any
+    train_dataset: Any
+    eval_dataset: Any
 
     def __init__(
         self,
@@ -69,61 +77,57 @@ class TrainerMixin:
         _check_arguments(args, options)
         self._attached = attach(model) if attached is None else attached
         self._mask_fn, self._loader_options = mask_fn, dict(loader_options or {})
-        self._executor: DCPExecutor | None = None
         self._batches: Batches | None = None
         super().__init__(model, args, **options)  # type: ignore[call-arg]
-        self.loss_is_scaled_for_ga = True  # by num_items_in_batch
-        check_processes("Trainer", self.accelerator.num_processes)  # type: ignore[attr-defined]
+        self.loss_is_scaled_for_ga = True  # accumulation is part of num_items_in_batch
+        check_processes("Trainer", self.accelerator.num_processes)
 
     def get_train_dataloader(self) -> Batches:
-        """The training loader; made once."""
+        """The training loader, which is made only once."""
         if self._batches is None:
-            dataset: Any = self.train_dataset  # type: ignore[attr-defined]
             defaults = {
                 "accumulation_steps": self.args.gradient_accumulation_steps,
                 "shuffle": True,
                 "seed": self.args.seed if self.args.data_seed is None else self.args.data_seed,
             }
-            self._batches = Batches(self._loader(dataset, defaults), dataset)
+            self._batches = self._make_batches(self.train_dataset, defaults | self._loader_options)
         return self._batches
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Batches:
         """A loader over all of `eval_dataset` (default: the trainer's own)."""
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset  # type: ignore[attr-defined]
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
-            dataset = self.eval_dataset[dataset]  # type: ignore[attr-defined]
-        return Batches(self._loader(dataset, {"evaluation": True}), dataset)
+            dataset = self.eval_dataset[dataset]
+        options = {"evaluation": True} | self._loader_options
+        for name in ("accumulation_steps", "batch_sampler", "lengths", "sampler", "shuffle"):
+            options.pop(name, None)
+        return self._make_batches(dataset, options)
 
-    def _loader(self, dataset: Any, defaults: dict[str, Any]) -> DCPDataLoader:
-        options = self._loader_options
-        if defaults.get("evaluation"):
-            dropped = ("accumulation_steps", "batch_sampler", "lengths", "sampler", "shuffle")
-            options = {name: value for name, value in options.items() if name not in dropped}
-        defaults["executor"] = self._get_executor()
-        return self._attached.loader(dataset, self._mask_fn, **defaults | options)
+    def _make_batches(self, dataset: Any, options: dict[str, Any]) -> Batches:
+        options = {"executor": self._executor} | options
+        return Batches(self._attached.loader(dataset, self._mask_fn, **options), dataset)
 
-    def _get_executor(self) -> DCPExecutor:
-        if self._executor is None:
-            mesh = self._loader_options.get("mesh")
-            group = self._loader_options.get("group") if mesh is None else mesh["cp"]
-            self._executor = DCPExecutor(group, device=self.args.device)
-        return self._executor
+    @cached_property
+    def _executor(self) -> DCPExecutor:
+        mesh = self._loader_options.get("mesh")
+        group = self._loader_options.get("group") if mesh is None else mesh["cp"]
+        return DCPExecutor(group, device=self.args.device)
 
     def _get_num_items_in_batch(self, *_: Any) -> None:
-        """None: batches contain `num_items_in_batch`."""
+        """Returns None, because batches already contain `num_items_in_batch`."""
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **_: Any
     ) -> Any:
-        """The loss of the step's targets on this rank, times the ranks that gradients are averaged
-        over: logged means over ranks are then the loss of the step, too."""
+        """This rank's share of the step's loss, times the number of ranks, because Trainer averages
+        over ranks: both the gradients and the logged loss are then those of the step."""
         outputs = self._run(model, inputs)
         loss = undo_gradient_average(outputs.loss)
         return (loss, outputs) if return_outputs else loss
 
     def _run(self, model: Any, inputs: dict[str, Any]) -> Any:
         inputs = dict(inputs)
-        step = self._get_executor().prepare(inputs.pop(PLAN))
+        step = self._executor.prepare(inputs.pop(PLAN))
         return model(**inputs, dyncp_step=step)
 
     def evaluation_loop(
@@ -134,10 +138,10 @@ class TrainerMixin:
         ignore_keys: list[str] | None = None,  # noqa: ARG002
         metric_key_prefix: str = "eval",
     ) -> Any:
-        """The mean loss over all targets of the dataset, the same on all ranks."""
+        """Computes the mean loss over all targets of the dataset, the same on all ranks."""
         from transformers.trainer_utils import EvalLoopOutput
 
-        model = self.model_wrapped  # type: ignore[attr-defined]
+        model = self.model_wrapped
         model.eval()
         total = torch.zeros(2, dtype=torch.float64)
         with torch.no_grad(), dataloader.loader:
@@ -153,13 +157,12 @@ class TrainerMixin:
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)  # type: ignore[misc]
         if self.args.should_save and self._batches is not None:
-            state: Any = self.state  # type: ignore[attr-defined]
             folder = Path(self._get_output_dir(trial=trial))  # type: ignore[attr-defined]
-            file = folder / f"checkpoint-{state.global_step}" / STATE_FILE
+            file = folder / f"checkpoint-{self.state.global_step}" / STATE_FILE
             file.write_text(json.dumps(self._batches.loader.state_dict()), encoding="utf-8")
 
     def _run_epoch(self, **options: Any) -> None:
-        """A resumed epoch begins where the loader was, not by reading batches over again."""
+        """Resumes an epoch at the loader's saved state, instead of skipping batches one by one."""
         skipped = options["steps_trained_in_current_epoch"]
         folder = options["resume_from_checkpoint"]
         if folder is not None and options["epoch"] == options["epochs_trained"]:
@@ -174,12 +177,12 @@ class TrainerMixin:
 
 
 def _check_mesh(mesh: Any) -> None:
-    """Trainer averages gradients over all processes."""
+    """Raises ValueError if processes share tokens: Trainer averages gradients over all of them."""
     for name in () if mesh is None else mesh.mesh_dim_names or ():
         if name not in data_dimensions(mesh) and mesh[name].size() > 1:
             raise ValueError(
                 f"the mesh has {mesh[name].size()} ranks in dimension {name!r}, with the same "
-                "tokens, but Trainer assumes that all processes have different ones; use "
+                "tokens, but Trainer assumes that all processes have different tokens; use only "
                 "dimensions dp... and 'cp', or write your own loop (docs/parallelism.md)"
             )
 
