@@ -51,7 +51,10 @@ def test_collate_adds_what_it_likes():
         ),
         ({"sample_fields": ["labels"]}, "sample_fields has labels, which the local data already"),
         ({"collate": 3}, "collate is int; expected a function"),
-        ({"collate": lambda _data, _samples: None}, "collate gave NoneType; expected the local"),
+        (
+            {"collate": lambda _data, _samples: None},
+            "collate returned NoneType; expected a dict",
+        ),
         ({"collate": lambda _data, samples: samples[9]}, "collate raised IndexError: list index"),
     ],
 )
