@@ -66,9 +66,9 @@ def check_refusals(rank):
     with pytest.raises(ValueError, match="the mesh has 2 ranks in dimension 'tp', with the same"):
         TrainerMixin(model, None, mask_fn=masks.causal, loader_options={"mesh": mesh})
     sharded = fully_shard(torch.nn.Linear(4, 4), mesh=mesh["dp_shard", "cp"]._flatten("both"))
-    with pytest.raises(ValueError, match="If FSDP shares it, that has happened already"):
+    with pytest.raises(ValueError, match="If FSDP shards it, FSDP sums its gradients"):
         sum_gradients(sharded, mesh)
-    with pytest.raises(ValueError, match=r"name those of ranks with different tokens dp\.\.\. and"):
+    with pytest.raises(ValueError, match=r"which ranks have different tokens .dp\.\.\.. and"):
         sum_over_ranks(torch.ones(()), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")))
     dist.barrier()
 

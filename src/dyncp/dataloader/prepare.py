@@ -51,7 +51,7 @@ SampleMasks = dict[str, Mask]  # by name
 
 
 class MaskMaker:
-    """Calls the mask function, with the length if it needs nothing else, otherwise with the sample."""
+    """Calls the mask function with the length if it needs nothing else, or with the sample."""
 
     def __init__(self, mask_fn: Any, seed: int = 0) -> None:
         instance_of("mask_fn", mask_fn, Callable, "a function of a sample, such as masks.causal")
