@@ -38,7 +38,7 @@ from dyncp.dataloader.state import Position
 
 logger = logging.getLogger(__name__)
 
-Seconds = Callable[[int], float]
+Seconds = Callable[[int], float]  # predicted time of a sample, by its number of tokens
 # A batch is full enough when at most 1/200 of its budget is left.
 FULL_SHARE = 200
 # Samples of at most 1/16 of the remaining room are taken in order: room for others is left anyway.
@@ -203,15 +203,15 @@ def deal_rounds(
     first: int,
     replicas: int,
     window: int,
-    seconds: Callable[[FilledBatch], float],
+    seconds: Seconds,
     start: Position,
 ) -> Iterator[Round]:
     """Yields rounds of one batch per replica (the last round may have fewer). The position after a
     round is that before the oldest waiting batch; its `dealt` lists the later batches that have
     been dealt already.
 
-    A round is chosen from the next `window` × `replicas` batches. `batches` start at position
-    `start` with number `first`.
+    A round is chosen from the next `window` × `replicas` batches, by the `seconds` of their
+    samples. `batches` start at position `start` with number `first`.
     """
     most = window * replicas if replicas > 1 else 1
     waiting: list[tuple[FilledBatch, Position, float]] = []  # batch, position before it, seconds
@@ -220,7 +220,8 @@ def deal_rounds(
     while True:
         while len(waiting) < most and (batch := next(batches, None)) is not None:
             if batch.number not in dealt:
-                waiting.append((batch, end, seconds(batch) if replicas > 1 else 0.0))
+                times = (seconds(entry.length) for entry in batch.entries)
+                waiting.append((batch, end, sum(times) if replicas > 1 else 0.0))
             end, following = batch.after, batch.number + 1
         if not waiting:
             return
@@ -307,26 +308,25 @@ class BatchSelector:
     def steps(self, start: Position) -> Iterator[SelectedStep]:
         """Yields the optimiser steps from a position to the end of the last epoch. The numbers of
         batches and steps continue across epochs."""
-        position, steps, batches = start, 0, 0  # counts of the earlier epochs
+        position = start
+        steps, batches = count(start.batches // self._per_step), count(self.first_number(start))
         for _ in self._epochs(start.epoch):
-            for step in self.epoch_steps(position, steps, batches):
+            for step in self._epoch_steps(position, steps, batches):
                 yield step
                 position = step.selections[-1].end
             if not position.started:
                 return  # an empty dataset
-            steps += -(-position.batches // self._per_step)
-            batches += self.first_number(position)
             position = self._source.start(position.next_epoch(position.epoch + 1))
 
     def first_number(self, position: Position) -> int:
         """Number of the first batch that a replica gets after a position of the same epoch."""
         return -(-position.batches // self._num_replicas)
 
-    def epoch_steps(
-        self, start: Position, steps: int = 0, batches: int = 0
+    def _epoch_steps(
+        self, start: Position, steps: Iterator[int], batches: Iterator[int]
     ) -> Iterator[SelectedStep]:
-        """Yields the optimiser steps from a position to the end of its epoch. Numbers continue
-        after `steps` steps and `batches` batches of earlier epochs."""
+        """Yields the optimiser steps from a position to the end of its epoch. `steps` and `batches`
+        are the numbers of the next steps and batches."""
         rounds = self.rounds(start)
         per_step, position = self._per_step, start
         while True:
@@ -336,16 +336,15 @@ class BatchSelector:
             if not group or (found < wanted and self._config.drop_last):
                 return
             known = position.items if position.batches % per_step else None
-            number = steps + position.batches // per_step
             selections = tuple(self._own(group, position, batches))
             contents = [_contents(batch.entries) for dealt, _ in group for batch in dealt]
             fingerprint = digest_of((position.epoch, contents), size=16)
-            yield SelectedStep(number, selections, known, fingerprint)
+            yield SelectedStep(next(steps), selections, known, fingerprint)
             position = selections[-1].end
 
     def num_batches(self, start: Position) -> int:
         """Number of batches that each replica gets from a position to the end of its epoch."""
-        return sum(len(step.selections) for step in self.epoch_steps(start))
+        return sum(len(step.selections) for step in self._epoch_steps(start, count(), count()))
 
     def num_rounds(self, batches: int) -> int:
         """Number of batches that each replica gets if all replicas together get `batches`."""
@@ -365,11 +364,12 @@ class BatchSelector:
             )
         return range(first, last)
 
-    def _own(self, rounds: list[Round], start: Position, earlier: int) -> Iterator[SelectedBatch]:
-        """This replica's batches of these rounds. Numbers continue after `earlier` batches."""
+    def _own(
+        self, rounds: list[Round], start: Position, numbers: Iterator[int]
+    ) -> Iterator[SelectedBatch]:
+        """This replica's batches of these rounds, which start at a position."""
         done = 0
-        for batches, after in rounds:
-            number = earlier + (start.batches + done) // self._num_replicas
+        for (batches, after), number in zip(rounds, numbers, strict=False):
             done += len(batches)
             now, total = start.batches + done, start.total + done
             end = replace(after, batches=now, total=total, items=None)
@@ -391,11 +391,7 @@ class BatchSelector:
             batches = fill_batches(entries, budget, self._fit, fill, start, first)
         if self._config.drop_last:
             batches = (batch for batch in batches if batch.full)
-
-        def seconds(batch: FilledBatch) -> float:
-            return sum(self._seconds(entry.length) for entry in batch.entries)
-
-        return deal_rounds(batches, first, self._num_replicas, deal, seconds, start)
+        return deal_rounds(batches, first, self._num_replicas, deal, self._seconds, start)
 
     def _sampled(self, source: IndexedSource, start: Position) -> Iterator[FilledBatch]:
         """The batches of a batch sampler; lists that become empty are left out."""

@@ -244,17 +244,16 @@ class PlanExchange:
     ) -> None:
         if theirs == mine:
             return
-        pairs = zip(decision.samples, selection.entries, strict=False)
-        other = [(a, b) for a, b in pairs if (a.sample, a.length) != (b.index, b.length)]
-        first = ""
-        if other:
-            a, b = other[0]
-            first = f" (first, sample {a.sample} of {a.length} tokens where this rank has sample "
-            first += f"{b.index} of {b.length})"
+        differences = [
+            f" (it has sample {a.sample} of {a.length} tokens where this rank has sample {b.index} "
+            f"of {b.length})"
+            for a, b in zip(decision.samples, selection.entries, strict=False)
+            if (a.sample, a.length) != (b.index, b.length)
+        ]
         self._peers.mismatch(
             f"ranks disagree on batch {selection.number}: rank {decision.rank} planned batch "
-            f"{theirs}{first}, rank {self._rank} has batch {mine}; every rank needs the same "
-            "dataset, seed, epoch, budget, mask function and loaded state"
+            f"{theirs}{''.join(differences[:1])}, rank {self._rank} has batch {mine}; every rank "
+            "needs the same dataset, seed, epoch, budget, mask function and loaded state"
         )
 
     def _key(self, selection: SelectedBatch, name: str) -> str:

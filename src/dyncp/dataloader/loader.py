@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from dyncp.checks import instance_of
 from dyncp.cost import CostModel
 from dyncp.dataloader.batching import BatchSelector
 from dyncp.dataloader.dataset import SampleSource, open_source
 from dyncp.dataloader.look_ahead import LoaderMetrics, LookAhead
 from dyncp.dataloader.options import (
-    STORE_TIMEOUT,
     Budget,
     Collate,
     LoaderConfig,
@@ -27,9 +27,10 @@ from dyncp.dataloader.options import (
 )
 from dyncp.dataloader.peers import Peers
 from dyncp.dataloader.planning import BatchPlanner, model_shape, sample_seconds, topology_and_cost
-from dyncp.dataloader.prepare import LoaderContext, MaskMaker, PreparesAhead
+from dyncp.dataloader.prepare import LoaderContext, MaskMaker
 from dyncp.dataloader.ranks import LoaderRanks, SharedStore, Store
 from dyncp.dataloader.state import Position, describe_sampler, from_state, to_state
+from dyncp.executor import DCPExecutor
 from dyncp.plan import Plan, RankPlan
 from dyncp.planner import PlannerConfig
 from dyncp.planner.process import PlanProcess
@@ -114,7 +115,7 @@ class DCPDataLoader:
         topology: Topology | None = None,
         planner: PlannerConfig | None = None,
         cost: CostModel | None = None,
-        executor: PreparesAhead | None = None,
+        executor: DCPExecutor | None = None,
         tokens_per_batch: Budget | None = LoaderConfig.tokens_per_batch,
         accumulation_steps: int = LoaderConfig.accumulation_steps,
         shuffle: bool = LoaderConfig.shuffle,
@@ -150,11 +151,10 @@ class DCPDataLoader:
         self._is_alone = ranks.rank == 0 and not ranks.all_ranks  # there is no process group
         self._number, self._num_stores = self._num_made[ranks.all_ranks], 0
         self._num_made[ranks.all_ranks] += 1
-        timeouts = LoaderConfig.plan_timeout, STORE_TIMEOUT
-        with Peers(self._open_store(STORE_TIMEOUT), ranks, timeouts) as peers:
+        timeouts = LoaderConfig.plan_timeout, LoaderConfig.store_timeout
+        with Peers(self._open_store(LoaderConfig.store_timeout), ranks, timeouts) as peers:
             config = self.config = LoaderConfig.of(arguments)
-            peers.plan_timeout = config.plan_timeout
-            peers.store_timeout = config.store_timeout
+            peers.plan_timeout, peers.store_timeout = config.plan_timeout, config.store_timeout
             self.shape, sizes = model_shape(model, dtype, ranks.tensor_parallel)
             self.topology, cost = topology_and_cost(ranks, topology, cost, self.shape)
             planner = config.planner_config(planner or PlannerConfig())
@@ -350,8 +350,8 @@ class DCPDataLoader:
         return SharedStore(store, prefix, dist.get_rank(), timeout)
 
     def _log(self) -> None:
-        every, first = self.config.log_every, not self.ranks.member and not self.ranks.replica
-        if every and first and self.metrics.batches % every == 0:
+        every = self.config.log_every
+        if every and not self.ranks.process and self.metrics.batches % every == 0:
             logger.info("batch %d: %s", self.metrics.batches, self.metrics.line())
 
 
@@ -366,11 +366,10 @@ def _close(
         resource.close()
 
 
-def _check_executor(executor: Any, ranks: LoaderRanks) -> None:
+def _check_executor(executor: DCPExecutor | None, ranks: LoaderRanks) -> None:
     if executor is None:
         return
-    if not hasattr(executor, "prepare_ahead"):
-        raise ValueError(f"executor is {type(executor).__name__}; expected a DCPExecutor")
+    instance_of("executor", executor, DCPExecutor, "a DCPExecutor")
     own = tuple(range(ranks.num_ranks)) if ranks.rank is None else (ranks.rank,)
     runs, of = executor.transport.ranks, executor.transport.num_ranks
     if (of, runs) != (ranks.num_ranks, own):

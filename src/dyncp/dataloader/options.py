@@ -15,7 +15,6 @@ from dyncp.checks import instance_of, usable_cores, whole_number
 from dyncp.planner import PlannerConfig, plan_batch
 
 TOKENS_PER_RANK = 8192
-STORE_TIMEOUT = 300.0
 # Chosen with benchmarks/fill.py, by how full batches and how balanced replicas are.
 FILL_WINDOW, DEAL_WINDOW, DEAL_WINDOW_READ = 32, 16, 4
 # Fields that the loader itself puts into the local data.
@@ -57,7 +56,7 @@ class LoaderConfig:
     look_ahead: int = field(default=4, metadata={"least": 0} | NOT_COMPARED)
     num_planners: int | None = field(default=None, metadata={"least": 1} | NOT_COMPARED)
     plan_timeout: float = field(default=300.0, metadata=NOT_COMPARED)
-    store_timeout: float = field(default=STORE_TIMEOUT, metadata=NOT_COMPARED)
+    store_timeout: float = field(default=300.0, metadata=NOT_COMPARED)
     plan_function: Callable[..., Any] = plan_batch
     token_fields: Mapping[str, int] = field(default_factory=dict)
     sample_fields: Sequence[str] = field(default=(), metadata=NOT_COMPARED)

@@ -130,18 +130,17 @@ class Peers:
     def _check_settings(
         self, theirs: Mapping[str, str], rank: int, mine: Mapping[str, str]
     ) -> None:
-        by_rank = sorted({rank: theirs, self.ranks.name(): mine}.items())
         names = [name for name in sorted({*theirs, *mine}) if theirs.get(name) != mine.get(name)]
         if not names:
             return
-        texts = [
-            ", ".join(f"{settings.get(name, 'nothing')} on rank {r}" for r, settings in by_rank)
-            for name in names[:SHOWN]
-        ]
-        told = "; ".join(f"{name} is {text}" for name, text in zip(names, texts, strict=False))
+        by_rank = sorted({rank: theirs, self.ranks.name(): mine}.items())
+        told = []
+        for name in names[:SHOWN]:
+            values = [f"{settings.get(name, 'nothing')} on rank {r}" for r, settings in by_rank]
+            told.append(f"{name} is {', '.join(values)}")
         self.mismatch(
-            f"ranks made different loaders: {told}; every rank needs the same arguments, samples "
-            "and mask function"
+            f"ranks made different loaders: {'; '.join(told)}; every rank needs the same "
+            "arguments, samples and mask function"
         )
 
     # Waiting
@@ -203,13 +202,13 @@ class Peers:
             return
         for process, where in self._dead().items():
             self.fail(self._ended_error(process, where))
-        known = {p: self._read(f"closed/{p}") for p in range(self.ranks.num_processes)}
-        left = {process: report for process, report in known.items() if report is not None}
+        reports = [(self._read(f"closed/{p}"), p) for p in range(self.ranks.num_processes)]
+        left = sorted((r["order"], p, r["taken"]) for r, p in reports if r is not None)
         if left:
-            first, *others = sorted(left, key=lambda process: int(left[process]["order"]))
-            then = "".join(f", then rank {self.ranks.name(process)}" for process in others)
+            (_, first, taken), *others = left
+            then = "".join(f", then rank {self.ranks.name(process)}" for _, process, _ in others)
             raise PeerError(
-                f"rank {self.ranks.name(first)} left this iteration after {left[first]['taken']} "
+                f"rank {self.ranks.name(first)} left this iteration after {taken} "
                 f"batches (break, an exception or close()){then}, while {self._name} waits for "
                 f"{what}; all ranks must take the same number of batches"
             )

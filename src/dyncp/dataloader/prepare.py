@@ -8,7 +8,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ from dyncp.dataloader.reading import (
     sample_bytes,
 )
 from dyncp.dataloader.state import Position
+from dyncp.executor import DCPExecutor
 from dyncp.masks import Mask, MaskFunction, NamedMasks
 from dyncp.plan import Plan, RankPlan, decode_part
 from dyncp.planner.process import PlanProcess
@@ -121,14 +122,6 @@ def _masks_digest(masks: SampleMasks) -> str:
     return digest_of(text)[:DIGITS] if text else ""
 
 
-class PreparesAhead(Protocol):
-    """The part of DCPExecutor's interface that the loader uses."""
-
-    transport: Any
-
-    def prepare_ahead(self, plan: Plan | RankPlan) -> None: ...
-
-
 @dataclass(frozen=True, eq=False)
 class LoaderContext:
     """Everything that an iteration needs from its loader."""
@@ -140,7 +133,7 @@ class LoaderContext:
     planner: BatchPlanner
     processes: tuple[PlanProcess, ...] = ()
     locations: Sequence[Location] = ()  # where all processes run
-    executor: PreparesAhead | None = None  # will run the plans
+    executor: DCPExecutor | None = None  # will run the plans
 
 
 class BatchData:
@@ -251,12 +244,6 @@ class BatchRecord:
     stall_seconds: float = 0.0
     queue_depth: int = 0
 
-    @staticmethod
-    def of(part: RankPlan, plan_seconds: float, part_bytes: int, *, static: bool) -> "BatchRecord":
-        moved = sum(sum(both) for both in part.declared_bytes.values())
-        imbalances = part.balance.compute_max_over_mean, part.balance.tokens_max_over_mean
-        return BatchRecord(plan_seconds, part_bytes, moved, *imbalances, part.solver, static)
-
 
 @dataclass(frozen=True, eq=False)
 class PreparedBatch:
@@ -277,8 +264,8 @@ class BatchPreparer:
         ranks = self._ranks = context.ranks
         self._planner, self._exchange = context.planner, exchange
         self._own = range(ranks.num_ranks) if ranks.rank is None else [ranks.rank]
-        wanted = config.pin_memory
-        self._pins = torch.cuda.is_available() if wanted is None else wanted
+        pin = config.pin_memory
+        self._pins = torch.cuda.is_available() if pin is None else pin
 
     def prepare(self, step: int, batch: BatchData) -> PreparedBatch:
         selection = batch.selection
@@ -293,7 +280,15 @@ class BatchPreparer:
         if decision.static:
             self._exchange.check_static(selection, plan.digest)
         self._exchange.leave(selection, decision, shared)
-        record = BatchRecord.of(parts[0], decision.seconds, size, static=decision.static)
+        record = BatchRecord(
+            plan_seconds=decision.seconds,
+            part_bytes=size,
+            moved_bytes=sum(sum(both) for both in parts[0].declared_bytes.values()),
+            compute_imbalance=parts[0].balance.compute_max_over_mean,
+            token_imbalance=parts[0].balance.tokens_max_over_mean,
+            solver=parts[0].solver,
+            static=decision.static,
+        )
         targets = targets if self._ranks.counts_targets else 0
         return PreparedBatch(data, plan, selection.end, record, targets)
 
@@ -348,10 +343,10 @@ class BatchPreparer:
         targets = num_targets(rows)
         rows["batch_fingerprint"] = fingerprint_tensor(plan.fingerprint)
         data = self._add_sample_data(rows, plan, batch)
-        return {name: self._pinned(value) for name, value in data.items()}, targets
-
-    def _pinned(self, value: Any) -> Any:
-        return value.pin_memory() if self._pins and isinstance(value, Tensor) else value
+        if self._pins:
+            tensors = {name: value for name, value in data.items() if isinstance(value, Tensor)}
+            data |= {name: value.pin_memory() for name, value in tensors.items()}
+        return data, targets
 
     def _add_sample_data(
         self, data: dict[str, Any], plan: RankPlan | Plan, batch: BatchData

@@ -105,8 +105,10 @@ class Reader:
         self._reading = threading.Lock()  # datasets need not be thread-safe
 
     def start(self) -> None:
-        """Starts the workers, if there are any. Called by the training thread, not by the loader's
-        own threads, which end with an iteration."""
+        """Starts the workers, if there are any, and forgets requests of an earlier iteration.
+        Called by the training thread, not by the loader's own threads, which end with an iteration.
+        """
+        self._requested.clear()
         if not self._workers or self._pool is not None:
             return
         self._pool = ProcessPoolExecutor(
@@ -120,18 +122,12 @@ class Reader:
     def in_order(self, order: Iterable[tuple[int, Any]], epoch: int) -> Iterator[tuple[int, Any]]:
         """Yields the (index, state) pairs, after requesting the next few samples from workers."""
         announced: deque[tuple[int, Any]] = deque()
-        try:
-            for item in order:
-                announced.append(item)
-                self.ahead([(epoch, int(item[0]))])
-                if len(announced) > AHEAD * self._workers:
-                    yield announced.popleft()
-            while announced:
+        for item in order:
+            announced.append(item)
+            self.ahead([(epoch, int(item[0]))])
+            if len(announced) > AHEAD * self._workers:
                 yield announced.popleft()
-        finally:
-            for index, _ in announced:
-                if (answer := self._requested.pop((epoch, int(index)), None)) is not None:
-                    answer.cancel()
+        yield from announced
 
     def ahead(self, keys: Iterable[SampleKey]) -> None:
         """Requests samples from the workers that `read` will be called for."""

@@ -70,7 +70,10 @@ class Position:
 def to_state(position: Position, settings: Mapping[str, Any], num_replicas: int) -> dict[str, Any]:
     return {
         "version": VERSION,
-        "position": {name: _leaf(value) for name, value in vars(position).items()},
+        "position": {
+            name: value if value is None or isinstance(value, int) else to_text(value)
+            for name, value in vars(position).items()
+        },
         "terms": dict(settings),
         "num_replicas": num_replicas,
     }
@@ -99,10 +102,6 @@ def from_state(
         steps = settings["accumulation_steps"]
         position = _on_other_replicas(position, steps, state["num_replicas"], num_replicas)
     return position
-
-
-def _leaf(value: Any) -> int | str | None:
-    return value if value is None or isinstance(value, int) else to_text(value)
 
 
 def _position(saved: Mapping[str, Any]) -> Position:
