@@ -10,9 +10,18 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
-from dyncp import AttentionShape, DCPDataLoader, DCPExecutor, PlannerConfig, masks
-from dyncp.dataloader import SampleError
-from dyncp.dataloader.ranks import BatchMismatch, PeerError, SharedStore, StoreError
+from dyncp import (
+    AttentionShape,
+    BatchMismatch,
+    DCPDataLoader,
+    DCPExecutor,
+    PeerError,
+    PlannerConfig,
+    SampleError,
+    StoreError,
+    masks,
+)
+from dyncp.dataloader.ranks import SharedStore
 from processes import run_ranks, stop
 
 pytestmark = pytest.mark.xdist_group("processes")

@@ -156,10 +156,10 @@ class DCPDataLoader:
             config = self.config = LoaderConfig.of(arguments)
             peers.plan_timeout, peers.store_timeout = config.plan_timeout, config.store_timeout
             self.shape, sizes = model_shape(model, dtype, ranks.tensor_parallel)
-            self.topology, cost = topology_and_cost(ranks, topology, cost, self.shape)
+            self.topology, self.cost = topology_and_cost(ranks, topology, cost, self.shape)
             planner = config.planner_config(planner or PlannerConfig())
             batch_planner = BatchPlanner(
-                config.plan_function, self.topology, self.shape, planner, cost, sizes
+                config.plan_function, self.topology, self.shape, planner, self.cost, sizes
             )
             _check_executor(executor, ranks)
             self._budget = config.budget(ranks.num_ranks)
@@ -177,7 +177,7 @@ class DCPDataLoader:
                 "any layer. For exact costs pass model= (a Transformers config, or "
                 "AttentionShape(q_heads, kv_heads, head_dim, dtype))"
             )
-        self._seconds = sample_seconds(mask_fn, cost, sizes, forward_only=planner.forward_only)
+        self._seconds = sample_seconds(mask_fn, self.cost, sizes, forward_only=planner.forward_only)
         num_processes = config.planning_processes(ranks.num_members)
         processes = tuple(PlanProcess(config.plan_timeout) for _ in range(num_processes))
         self.metrics = LoaderMetrics(processes)

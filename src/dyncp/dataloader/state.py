@@ -120,8 +120,8 @@ def _on_other_replicas(position: Position, steps: int, before: int, now: int) ->
     if position.batches % (before * steps) or position.batches % (now * steps):
         raise ValueError(
             f"the loader state was saved after {position.batches} batches on {before} replicas, "
-            f"which is inside an optimiser step of {now} replicas; save at the end of an optimiser "
-            "step"
+            f"which is within an optimiser step of {before} or of {now} replicas; to change the "
+            "number of replicas, save at the end of an optimiser step for both numbers"
         )
     return replace(position, items=None)
 
