@@ -59,7 +59,7 @@ def test_a_rank_that_hears_of_no_plan_decides_for_all():
     _, (_, second) = exchanges(stalled=100.0)
     decision = second.decision(3, SELECTION)
     assert decision.static
-    assert decision.reason == "rank 1 heard nothing of a plan for 11 s"
+    assert decision.reason == "rank 1 got no plan within 11 s"
 
 
 def test_parts_travel_in_chunks(monkeypatch):
@@ -163,7 +163,8 @@ def test_ranks_that_never_come_to_an_agreement_are_named():
     step = SelectedStep(0, (SELECTION,), None)
     first.add_targets(step, 5)
     with pytest.raises(
-        PeerError, match="rank 0 waited 2 s for all ranks to agree on step 0: rank 1 has not begun"
+        PeerError,
+        match="rank 0 waited 2 s for all ranks to agree on step 0: rank 1 has not started",
     ):
         first.total_targets(step)
     second_peers.end_epoch(1)

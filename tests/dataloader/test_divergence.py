@@ -215,7 +215,7 @@ def test_a_rank_that_left_raised_or_lags_is_named_within_seconds():
         assert seconds < 60
     warning = lagging[0][0]
     assert warning.startswith("rank 0 has waited 5 s for ")
-    assert "rank 1 has taken 1 batches and not asked for the next one" in warning
+    assert "rank 1 has taken 1 batches and not requested the next one" in warning
     assert others[2][0] == []
     warning = ahead[0][0]
     assert warning.startswith(

@@ -121,7 +121,7 @@ class PlanExchange:
         """Waits for the decision; decides for the static plan if no rank decides in time."""
         key, number = self._key(selection, "decision"), selection.number
         bound = self._peers.plan_timeout + GRACE_SECONDS
-        reason = f"rank {self._rank} heard nothing of a plan for {bound:g} s"
+        reason = f"rank {self._rank} got no plan within {bound:g} s"
         found = self._peers.wait_for(
             key,
             f"the plan of batch {number}",

@@ -237,7 +237,7 @@ class Peers:
             return "there are no other ranks; planning or reading takes this long"
         found = [(process, self._read(f"at/{process}")) for process in self._others]
         late = [(p, beat) for p, beat in found if beat is None or beat["agreed"] < step]
-        return "; ".join(self._where(*one) for one in late) or "all other ranks have come this far"
+        return "; ".join(self._where(*one) for one in late) or "all other ranks are this far"
 
     def _where(self, process: int, beat: Heartbeat | None) -> str:
         """Progress of one rank, by its latest heartbeat."""
@@ -245,7 +245,7 @@ class Peers:
         if beat is None:
             if self._locations and _has_ended(self._locations[process]):
                 raise self._ended_error(process, self._locations[process])
-            return f"{name} has not begun"
+            return f"{name} has not started"
         silent, location = self._silent_seconds(process, beat), beat["location"]
         at = f"process {location['pid']} on {location['host']}"
         if silent > SILENT_SECONDS and _has_ended(location):
@@ -258,8 +258,8 @@ class Peers:
         if silent > SILENT_SECONDS:
             return f"{name} has sent no heartbeat for {silent:.0f} s ({at})"
         if beat["waiting"]:
-            return f"{name} is waiting for batch {beat['asked'] - 1} as well, and preparing it"
-        return f"{name} has taken {beat['asked']} batches and not asked for the next one"
+            return f"{name} is also waiting for batch {beat['asked'] - 1} and preparing it"
+        return f"{name} has taken {beat['asked']} batches and not requested the next one"
 
     # Failing and leaving
 
