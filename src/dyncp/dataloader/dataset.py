@@ -315,8 +315,11 @@ class StreamSource(SampleSource):
             repeated = repeat_from(items, position, self._bytes_of, what)
             states = ((item, {"taken": taken}) for item, taken in repeated)
         for (number, found), state in states:
-            length, sample = read_sample(lambda given=found: given, number, self._config)
+            length, sample = self._checked(number, found)
             yield SampleEntry(number, number, length, sample, state, position.epoch, length)
+
+    def _checked(self, number: int, sample: Any) -> tuple[int, Any]:
+        return read_sample(lambda: sample, number, self._config)
 
     def _samples(self, number: int, epoch: int) -> Iterator[tuple[int, Any]]:
         samples = iter(self._dataset)

@@ -169,7 +169,15 @@ class DCPDataLoader:
             self._order = describe_sampler(config.order)
             source = open_source(dataset, config)
             mask_maker = MaskMaker(mask_fn, config.seed)
-            settings = self._shared_settings(batch_planner, source, mask_maker)
+            settings: dict[str, str] = {}
+            if ranks.shared:  # the other ranks need equal settings
+                settings = {
+                    **config.shared_settings(),
+                    **batch_planner.shared_settings(),
+                    **source.identity(mask_maker.digest),
+                    "order": self._order,
+                    "schedule": self._schedule,
+                }
             locations = peers.compare(settings)
         if model is None and not ranks.rank:
             logger.info(
@@ -320,20 +328,6 @@ class DCPDataLoader:
             "schedule": self._schedule,
             "window": config.windows(knows_lengths=source.knows_lengths)[0],
             "lengths": lengths,
-        }
-
-    def _shared_settings(
-        self, planner: BatchPlanner, source: SampleSource, mask_maker: MaskMaker
-    ) -> dict[str, str]:
-        """Settings that must be equal on all ranks, by name."""
-        if not self.ranks.shared:
-            return {}
-        return {
-            **self.config.shared_settings(),
-            **planner.shared_settings(),
-            **source.identity(mask_maker.digest),
-            "order": self._order,
-            "schedule": self._schedule,
         }
 
     def _open_store(self, timeout: float) -> Store:

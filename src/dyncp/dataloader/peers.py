@@ -34,7 +34,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic, perf_counter, sleep
-from types import TracebackType
 from typing import Any, NoReturn
 
 from dyncp.dataloader.ranks import BatchMismatch, LoaderRanks, PeerError, Store, StoreError
@@ -103,9 +102,7 @@ class Peers:
     def __enter__(self) -> "Peers":
         return self
 
-    def __exit__(
-        self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is not None:
             self.tell_failure(error, "could not make its loader")
             self._lingers = True

@@ -104,8 +104,8 @@ class BatchPlanner:
     topology: Topology
     shape: AttentionShape
     config: PlannerConfig
-    cost: CostModel | None = None
-    model: ModelConfig | None = None
+    cost: CostModel
+    model: ModelConfig | None
 
     def plan(self, process: PlanProcess, batch: Batch) -> PlanReply:
         """Each rank's part of the plan, from the planning process. Raises PlanFailed with the
@@ -138,7 +138,7 @@ class BatchPlanner:
     def shared_settings(self) -> dict[str, str]:
         """Settings that must be equal on all ranks, as strings."""
         return {
-            "profile": "" if self.cost is None else self.cost.profile.name,
+            "profile": self.cost.profile.name,
             "topology": repr(self.topology),
             "model": repr((self.shape, self.model)),
             "planner": repr(self.config),

@@ -271,7 +271,7 @@ class BatchPreparer:
         selection = batch.selection
         decision = self._exchange.decision(step, selection)
         make_parts = self._static_parts if decision.static else self._planned_parts
-        parts, size = make_parts(batch, decision)
+        parts = make_parts(batch, decision)
         plan = Plan(parts) if self._ranks.rank is None else self._agreed(parts[0], batch)
         data, targets = self._data(batch, plan)
         shared = self._shared(parts[0])
@@ -282,7 +282,7 @@ class BatchPreparer:
         self._exchange.leave(selection, decision, shared)
         record = BatchRecord(
             plan_seconds=decision.seconds,
-            part_bytes=size,
+            part_bytes=0 if decision.static else max(decision.sizes[rank] for rank in self._own),
             moved_bytes=sum(sum(both) for both in parts[0].declared_bytes.values()),
             compute_imbalance=parts[0].balance.compute_max_over_mean,
             token_imbalance=parts[0].balance.tokens_max_over_mean,
@@ -292,30 +292,24 @@ class BatchPreparer:
         targets = targets if self._ranks.counts_targets else 0
         return PreparedBatch(data, plan, selection.end, record, targets)
 
-    def _planned_parts(
-        self, batch: BatchData, decision: Decision
-    ) -> tuple[tuple[RankPlan, ...], int]:
-        """This process's parts of the published plan, and the size of the largest in bytes."""
-        encoded = [self._exchange.part(batch.selection, decision, rank) for rank in self._own]
-        parts = tuple(decode_part(part) for part in encoded)
-        for rank, part in zip(self._own, parts, strict=True):
-            self._check_part(part, rank, decision)
-        return parts, max(map(len, encoded))
+    def _planned_parts(self, batch: BatchData, decision: Decision) -> tuple[RankPlan, ...]:
+        """This process's parts of the published plan."""
+        parts = []
+        for rank in self._own:
+            part = decode_part(self._exchange.part(batch.selection, decision, rank))
+            found = (part.rank, part.num_ranks, part.digest, part.fingerprint)
+            wanted = (rank, self._ranks.num_ranks, decision.digest, decision.batch)
+            if found != wanted:
+                text = "rank {} of {}, plan {}, batch {}"
+                raise PeerError(
+                    f"the store has a part of another plan: {text.format(*found)}; expected "
+                    f"{text.format(*wanted)}"
+                )
+            parts.append(part)
+        return tuple(parts)
 
-    def _check_part(self, part: RankPlan, rank: int, decision: Decision) -> None:
-        found = (part.rank, part.num_ranks, part.digest, part.fingerprint)
-        wanted = (rank, self._ranks.num_ranks, decision.digest, decision.batch)
-        if found != wanted:
-            text = "rank {} of {}, plan {}, batch {}"
-            raise PeerError(
-                f"the store has a part of another plan: {text.format(*found)}; expected "
-                f"{text.format(*wanted)}"
-            )
-
-    def _static_parts(
-        self, batch: BatchData, decision: Decision
-    ) -> tuple[tuple[RankPlan, ...], int]:
-        """This process's parts of the static plan, and 0: it is made here, no bytes are sent."""
+    def _static_parts(self, batch: BatchData, decision: Decision) -> tuple[RankPlan, ...]:
+        """This process's parts of the static plan, which every process makes itself."""
         if not self._ranks.member:
             logger.warning(
                 "batch %d of epoch %d gets a static plan: %s",
@@ -324,7 +318,7 @@ class BatchPreparer:
                 decision.reason,
             )
         plan = self._planner.static_plan(batch.batch())
-        return tuple(plan.parts[rank] for rank in self._own), 0
+        return tuple(plan.parts[rank] for rank in self._own)
 
     def _agreed(self, part: RankPlan, batch: BatchData) -> RankPlan:
         agreed_by, filler = self._ranks.group_ranks, batch.selection.filler
