@@ -160,7 +160,7 @@ def test_lengths_that_are_wrong_are_noticed_when_the_sample_is_read():
 
 
 class Stream(IterableDataset):
-    """Reads on from a state; says how many samples it gave."""
+    """Resumes from its state; counts the samples that it yields."""
 
     def __init__(self):
         self.given, self.reads = 0, 0

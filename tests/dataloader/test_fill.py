@@ -34,7 +34,7 @@ def fill(lengths, budget, window=16):
 
 
 def rounds(lengths, replicas, budget=BUDGET, **options):
-    """Every replica's batches, and the seconds that each takes."""
+    """The seconds that each replica takes for its batch, round by round."""
     config = LoaderConfig(lengths=lengths, tokens_per_batch=budget, **options)
     source = open_source([None] * len(lengths), config)
     seconds = sample_seconds(masks.causal, COST, MODEL, forward_only=False)

@@ -128,7 +128,7 @@ def test_closing_ends_plans_in_the_making_in_all_processes():
 
 
 class Late(Documents):
-    """Is read once a planning process runs."""
+    """Can be read only while a planning process runs."""
 
     loader = None
 

@@ -32,7 +32,7 @@ READINGS = itertools.count(1)
 
 
 def another_order():
-    """Begins with another sample whenever it is asked."""
+    """An order that starts with a different sample on every call."""
     return np.roll(np.arange(len(SAMPLES)), next(READINGS))
 
 
@@ -45,7 +45,7 @@ def make(samples=SAMPLES, **options):
 
 
 def check_resume(open_loader, epochs=2):
-    """States from within and between epochs give what an undisturbed run gave from there on."""
+    """Resuming within and between epochs yields the same batches as an uninterrupted run."""
     taken, states = [], []
     with open_loader() as loader:
         for _ in range(epochs):
@@ -66,14 +66,14 @@ def check_resume(open_loader, epochs=2):
 
 
 def check_every_position(**make_options):
-    """The same for all positions of a loader's batches, without plans."""
+    """The same for every position, without making plans."""
 
     def batches(start=None):
         options = {name: option() for name, option in make_options.items()}
         config = LoaderConfig(epochs=3, lengths=LENGTHS, **options)
-        steps = BatchSelector(open_source(SAMPLES, config), config, 16, 0, 1).steps(
-            start or Position()
-        )
+        budget = None if "batch_sampler" in options else 16
+        selector = BatchSelector(open_source(SAMPLES, config), config, budget, 0, 1)
+        steps = selector.steps(start or Position())
         found = [selection for step in steps for selection in step.selections]
         return [[e.index for e in s.entries] for s in found], [s.end for s in found]
 
@@ -90,7 +90,7 @@ def seeded():
 
 
 class NumpySampler(Sampler):
-    """Shuffles by a generator of its own, which goes on from epoch to epoch."""
+    """Shuffles with its own generator, whose state continues from epoch to epoch."""
 
     def __init__(self, rng):
         self.rng = rng
@@ -152,7 +152,7 @@ def test_asking_for_the_length_does_not_move_a_sampler():
 
 
 class ForgetfulSampler(Sampler):
-    """Another order whenever it is read, and no way to know."""
+    """Has a different order whenever it is iterated, and no state that shows it."""
 
     def __iter__(self):
         return iter(another_order())
@@ -234,7 +234,7 @@ class Shuffling(IterableDataset):
 
 
 class Stateful(IterableDataset):
-    """Goes on from a state that JSON alone would change."""
+    """Resumes from a state that plain JSON would not preserve."""
 
     def __init__(self):
         self.next, self.generator = 0, torch.Generator().manual_seed(3)

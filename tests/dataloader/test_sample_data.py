@@ -1,4 +1,4 @@
-"""Ids and fields of samples beside their tokens, a user's own fields, and the number of batches."""
+"""Sample ids, per-sample fields, the user's own fields, and the number of batches."""
 
 from collections import UserDict
 

@@ -61,7 +61,7 @@ def check_refusals(rank):
     attached = attach(model)
     assert attached.loader(samples(), masks.causal, mesh=mesh).shape == attached.shape(2)
     divide_heads(model, mesh)
-    with pytest.raises(ValueError, match="If tensor parallelism does, give sum_gradients the m"):
+    with pytest.raises(ValueError, match="If tensor parallelism does, pass the mesh, or"):
         sum_gradients(model)
     with pytest.raises(ValueError, match="the mesh has 2 ranks in dimension 'tp', with the same"):
         TrainerMixin(model, None, mask_fn=masks.causal, loader_options={"mesh": mesh})
