@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from dyncp.checks import instance_of
 from dyncp.cost import CostModel
 from dyncp.dataloader.batching import BatchSelector
 from dyncp.dataloader.dataset import SampleSource, open_source
@@ -27,10 +26,9 @@ from dyncp.dataloader.options import (
 )
 from dyncp.dataloader.peers import Peers
 from dyncp.dataloader.planning import BatchPlanner, model_shape, sample_seconds, topology_and_cost
-from dyncp.dataloader.prepare import LoaderContext, MaskMaker
+from dyncp.dataloader.prepare import LoaderContext, MaskMaker, PreparesAhead
 from dyncp.dataloader.ranks import LoaderRanks, SharedStore, Store
 from dyncp.dataloader.state import Position, describe_sampler, from_state, to_state
-from dyncp.executor import DCPExecutor
 from dyncp.plan import Plan, RankPlan
 from dyncp.planner import PlannerConfig
 from dyncp.planner.process import PlanProcess
@@ -115,7 +113,7 @@ class DCPDataLoader:
         topology: Topology | None = None,
         planner: PlannerConfig | None = None,
         cost: CostModel | None = None,
-        executor: DCPExecutor | None = None,
+        executor: PreparesAhead | None = None,
         tokens_per_batch: Budget | None = LoaderConfig.tokens_per_batch,
         accumulation_steps: int = LoaderConfig.accumulation_steps,
         shuffle: bool = LoaderConfig.shuffle,
@@ -360,10 +358,11 @@ def _close(
         resource.close()
 
 
-def _check_executor(executor: DCPExecutor | None, ranks: LoaderRanks) -> None:
+def _check_executor(executor: Any, ranks: LoaderRanks) -> None:
     if executor is None:
         return
-    instance_of("executor", executor, DCPExecutor, "a DCPExecutor")
+    if not hasattr(executor, "prepare_ahead"):
+        raise ValueError(f"executor is {type(executor).__name__}; expected a DCPExecutor")
     own = tuple(range(ranks.num_ranks)) if ranks.rank is None else (ranks.rank,)
     runs, of = executor.transport.ranks, executor.transport.num_ranks
     if (of, runs) != (ranks.num_ranks, own):

@@ -8,7 +8,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -39,7 +39,6 @@ from dyncp.dataloader.reading import (
     sample_bytes,
 )
 from dyncp.dataloader.state import Position
-from dyncp.executor import DCPExecutor
 from dyncp.masks import Mask, MaskFunction, NamedMasks
 from dyncp.plan import Plan, RankPlan, decode_part
 from dyncp.planner.process import PlanProcess
@@ -122,6 +121,14 @@ def _masks_digest(masks: SampleMasks) -> str:
     return digest_of(text)[:DIGITS] if text else ""
 
 
+class PreparesAhead(Protocol):
+    """The part of DCPExecutor's interface that the loader uses."""
+
+    transport: Any
+
+    def prepare_ahead(self, plan: Plan | RankPlan) -> None: ...
+
+
 @dataclass(frozen=True, eq=False)
 class LoaderContext:
     """Everything that an iteration needs from its loader."""
@@ -133,7 +140,7 @@ class LoaderContext:
     planner: BatchPlanner
     processes: tuple[PlanProcess, ...] = ()
     locations: Sequence[Location] = ()  # where all processes run
-    executor: DCPExecutor | None = None  # will run the plans
+    executor: PreparesAhead | None = None  # will run the plans
 
 
 class BatchData:
