@@ -14,10 +14,10 @@ from dyncp import (
     PlannerConfig,
     Topology,
     attention,
+    local_data,
     masks,
     plan_batch,
 )
-from dyncp.dataloader.local_fields import layout_mask
 from dyncp.masks import Mask
 from dyncp.plan import Plan, load_plan, save_plan
 from dyncp.verify import verify_plan
@@ -131,7 +131,7 @@ def test_masks_that_set_positions_and_targets_apart_are_both_heard():
         "positions": Mask(ranges, positions=[0, 1, 2, 0, 1, 2]),
         "targets": Mask(ranges, targets=[1, 2, -1, 4, 5, -1]),
     }
-    Batch.of([some])
-    mask = layout_mask(some)
-    assert mask.resolved_positions().tolist() == [0, 1, 2, 0, 1, 2]
-    assert mask.resolved_targets().tolist() == [1, 2, -1, 4, 5, -1]
+    batch = Batch.of([some])
+    data = local_data([{"input_ids": list(range(6))}], batch, plan_batch(batch, Topology()))
+    assert data["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2]]
+    assert data["shift_labels"].tolist() == [[1, 2, -100, 4, 5, -100]]

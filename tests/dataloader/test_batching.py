@@ -1,6 +1,7 @@
 """Batches are a function of order, lengths, budget and position."""
 
 import json
+from collections import Counter
 from itertools import islice
 
 import numpy as np
@@ -10,9 +11,9 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 
 from dyncp import DCPDataLoader, masks
+from dyncp.dataloader import LoaderConfig
 from dyncp.dataloader.batching import BatchSelector
 from dyncp.dataloader.dataset import open_source
-from dyncp.dataloader.options import LoaderConfig
 from dyncp.dataloader.state import Position, from_state, to_state
 
 LENGTHS = (5, 9, 3, 12, 1, 7)
@@ -20,6 +21,21 @@ SAMPLES = [{"input_ids": [i] * n, "tokens": n} for i, n in enumerate(LENGTHS)]
 
 
 SETTINGS = {"seed": 0, "accumulation_steps": 2, "tokens_per_batch": 16, "lengths": ""}
+
+
+def make(samples=SAMPLES, **options):
+    return DCPDataLoader(samples, masks.causal, **{"window": 1, "sample_ids": True} | options)
+
+
+def ids(loader):
+    """The samples of each batch, with their numbers of tokens."""
+    return [Counter(sorted(data["sample_ids"][0].tolist())) for data, _ in loader]
+
+
+def load(**options):
+    """The samples of each batch of a loader."""
+    with make(**options) as loader:
+        return list(map(list, ids(loader)))
 
 
 def batching(samples=SAMPLES, replica=0, num_replicas=1, window=1, **options):
@@ -40,27 +56,28 @@ def batches(start=None, **options):
 
 def test_a_budget_may_follow_a_schedule():
     schedule = [5, 12, 14, 100]
-    assert batches(tokens_per_batch=lambda number: schedule[number]) == [[0], [1, 2], [3, 4], [5]]
-    assert batches(tokens_per_batch=lambda number: schedule[number] + 0.5)[1:] == [
+    assert load(tokens_per_batch=lambda number: schedule[number]) == [[0], [1, 2], [3, 4], [5]]
+    assert load(tokens_per_batch=lambda number: schedule[number] + 0.5)[1:] == [
         [1, 2],
         [3, 4],
         [5],
     ]
     with pytest.raises(ValueError, match="tokens_per_batch of batch 0 is nan; expected an integer"):
-        batches(tokens_per_batch=lambda _: float("nan"))
+        load(tokens_per_batch=lambda _: float("nan"))
     with pytest.raises(ValueError, match="tokens_per_batch of batch 1 is 0; at least 1"):
-        batches(tokens_per_batch=lambda number: 30 - 30 * number)
+        load(tokens_per_batch=lambda number: 30 - 30 * number)
 
 
 def test_over_long_samples_are_refused_cut_or_dropped():
     with pytest.raises(ValueError, match="sample 1 has 9 tokens, more than max_length=8; raise it"):
-        batches(max_length=8)
+        load(max_length=8)
     with pytest.raises(ValueError, match="sample 3 has 12 tokens, more than tokens_per_batch=11"):
-        batches(tokens_per_batch=11)
-    assert batches(max_length=8, too_long="drop") == [[0, 2, 4, 5]]
-    assert batches(tokens_per_batch=8, too_long="drop") == [[0, 2], [4, 5]]
-    steps = list(batching(max_length=8, too_long="truncate").steps(Position()))
-    assert [e.length for e in steps[0].selections[0].entries] == [5, 8, 3, 8, 1, 7]
+        load(tokens_per_batch=11)
+    assert load(max_length=8, too_long="drop") == [[0, 2, 4, 5]]
+    assert load(tokens_per_batch=8, too_long="drop") == [[0, 2], [4, 5]]
+    with make(max_length=8, too_long="truncate") as loader:
+        (tokens,) = ids(loader)
+    assert list(tokens.values()) == [5, 8, 3, 8, 1, 7]
 
 
 def test_a_truncated_sample_is_cut_in_all_its_token_fields():
@@ -73,8 +90,8 @@ def test_a_truncated_sample_is_cut_in_all_its_token_fields():
 
 
 def test_drop_last_drops_what_is_not_full():
-    assert batches(tokens_per_batch=16, drop_last=True) == [[0, 1], [2, 3, 4]]
-    assert batches(tokens_per_batch=14, drop_last=True) == [[0, 1], [2], [3, 4]]
+    assert load(tokens_per_batch=16, drop_last=True) == [[0, 1], [2, 3, 4]]
+    assert load(tokens_per_batch=14, drop_last=True) == [[0, 1], [2], [3, 4]]
     steps = batching(tokens_per_batch=16, drop_last=True, accumulation_steps=2)
     assert indices(steps.steps(Position())) == [[[0, 1], [2, 3, 4]]]
 
@@ -93,11 +110,15 @@ def test_replicas_get_different_batches_and_equally_many():
 
 
 def test_samplers_say_the_order_or_the_batches():
-    assert batches(sampler=[5, 3, 0], tokens_per_batch=16) == [[5], [3], [0]]
+    assert load(sampler=[5, 3, 0], tokens_per_batch=16) == [[5], [3], [0]]
     made = [[0, 5], [3], [1, 2, 4]]
-    assert batches(batch_sampler=made) == made
-    first = next(batching(batch_sampler=made).steps(Position())).selections[-1].end
-    assert batches(batch_sampler=made, start=first) == made[1:]
+    with make(batch_sampler=made) as loader:
+        iterator = iter(loader)
+        assert list(ids([next(iterator)])[0]) == made[0]
+        state = loader.state_dict()
+        assert list(map(list, ids(iterator))) == made[1:]
+        loader.load_state_dict(state)
+        assert list(map(list, ids(loader))) == made[1:]
     for wrong in (
         {"shuffle": True, "sampler": [0]},
         {"sampler": [0], "batch_sampler": [[0]]},
@@ -139,7 +160,7 @@ def test_lengths_that_are_wrong_are_noticed_when_the_sample_is_read():
 
 
 class Stream(IterableDataset):
-    """Reads on from a state; says how many samples it gave."""
+    """Resumes from its state; counts the samples that it yields."""
 
     def __init__(self):
         self.given, self.reads = 0, 0
@@ -161,13 +182,15 @@ class Stream(IterableDataset):
 
 
 def test_a_stream_with_a_state_resumes_without_reading_again():
-    stream = Stream()
-    first = next(iter(batching(samples=stream, tokens_per_batch=16).steps(Position())))
-    assert stream.given == 3  # one was read that is in the next batch
+    stream, options = Stream(), {"tokens_per_batch": 16, "look_ahead": 0}
+    with make(stream, **options) as loader:
+        next(iter(loader))
+        assert stream.given == 3  # one was read that is in the next batch
+        state = loader.state_dict()
     resumed = Stream()
-    assert batches(first.selections[-1].end, samples=resumed, tokens_per_batch=16) == [
-        [2, 3, 4], [5],
-    ]  # fmt: skip
+    with make(resumed, **options) as loader:
+        loader.load_state_dict(state)
+        assert list(map(list, ids(loader))) == [[2, 3, 4], [5]]
     assert resumed.reads == 4
 
 
@@ -288,21 +311,28 @@ def test_an_iteration_may_go_on_over_several_epochs():
 
 
 def test_a_state_of_other_batches_is_refused():
-    position = Position(epoch=1, samples=3, batches=2, total=5)
-    state = to_state(position, SETTINGS, 1)
-    assert from_state(state, SETTINGS, 1) == position
+    state = make(tokens_per_batch=16).state_dict()
+    position, terms = state["position"], state["terms"]
     with pytest.raises(ValueError, match="saved with seed=0, this loader has 1"):
-        from_state(state, SETTINGS | {"seed": 1}, 1)
+        make(tokens_per_batch=16, seed=1).load_state_dict(state)
     with pytest.raises(ValueError, match="saved with tokens_per_batch=16, this loader has 32"):
-        from_state(state, SETTINGS | {"tokens_per_batch": 32}, 1)
-    with pytest.raises(ValueError, match="saved with seed=0, this loader has None"):
-        from_state(state, {name: SETTINGS[name] for name in list(SETTINGS)[1:]}, 1)
-    with pytest.raises(ValueError, match=r"a position with \['epoch'\]; this dyncp reads \['batch"):
-        from_state(state | {"position": {"epoch": 0}}, SETTINGS, 1)
-    with pytest.raises(ValueError, match="inside an optimiser step of 2 replicas"):
-        from_state(state, SETTINGS, 2)
+        make(tokens_per_batch=32).load_state_dict(state)
+    loader = make(tokens_per_batch=16)
+    loader.load_state_dict(state)
+    assert loader.state_dict() == state
+    for change, message in (
+        ({"terms": terms | {"speed": 0}}, "saved with speed=0, this loader has None"),
+        ({"position": {"epoch": 0}}, r"a position with \['epoch'\]; this dyncp reads \['batch"),
+        (
+            {"position": position | {"batches": 1}, "num_replicas": 2},
+            "saved after 1 batches on 2 replicas, which is within an optimiser step of 2 or of 1 r",
+        ),
+        ({"version": None}, "state has version None"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            loader.load_state_dict(state | change)
     with pytest.raises(ValueError, match="state has version None"):
-        from_state({}, SETTINGS, 1)
+        loader.load_state_dict({})
 
 
 def test_options_are_checked_when_the_loader_is_made():

@@ -1,4 +1,4 @@
-"""Ranks that diverge are told at once who does what: on real gloo ranks, with long timeouts."""
+"""Ranks that diverge get an error with the rank, within seconds: gloo ranks, long timeouts."""
 
 import logging
 import os
@@ -52,7 +52,7 @@ def by_rank(index, length):
 
 
 def later_by_rank(index, length):
-    """Differs in samples that no handshake reads."""
+    """Differs between ranks in a sample that is not compared when the loader is made."""
     return by_rank(index, length) if index == 6 else same(index, length)
 
 
@@ -71,7 +71,7 @@ def causal_or_full_lambda():
 
 
 def outcome(make, act=list):
-    """The error of a loader, or its tokens; and how long it took."""
+    """The error of a loader, or the result of `act`; and how many seconds it took."""
     dist.barrier()
     start = time.monotonic()
     try:
@@ -165,7 +165,7 @@ class Warnings(logging.Handler):
 
 
 def take_unequally(rank):
-    """Rank 1 leaves, raises or lags; what rank 0 gets for it, and how soon."""
+    """Rank 1 leaves, raises or lags; returns this rank's errors or warnings, and the seconds."""
     make = partial(DCPDataLoader, Tokens(same), masks.causal, look_ahead=0, **OPTIONS)
 
     def leave(loader):
@@ -192,7 +192,7 @@ def take_unequally(rank):
         return list(warnings.texts)
 
     def run_ahead(loader):
-        """Rank 0 takes a batch more; then both train."""
+        """Rank 0 takes one batch more than rank 1; then both train."""
         warnings = Warnings()
         logging.getLogger("dyncp").addHandler(warnings)
         batches = iter(loader)
@@ -215,7 +215,7 @@ def test_a_rank_that_left_raised_or_lags_is_named_within_seconds():
         assert seconds < 60
     warning = lagging[0][0]
     assert warning.startswith("rank 0 has waited 5 s for ")
-    assert "rank 1 has taken 1 batches and not asked for the next one" in warning
+    assert "rank 1 has taken 1 batches and not requested the next one" in warning
     assert others[2][0] == []
     warning = ahead[0][0]
     assert warning.startswith(
@@ -239,7 +239,7 @@ def outcome_of_death():
 
 
 def error_of_epoch(loader):
-    """What an epoch raises, and how soon."""
+    """The error of an epoch, and the seconds until it was raised."""
     start = time.monotonic()
     try:
         list(loader)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from dyncp import AttentionShape, masks
 from dyncp.cost import MODELS, CostModel, find_profile
-from dyncp.dataloader.batching import BatchSelector, balanced_round, best_subset, fill_batches
-from dyncp.dataloader.dataset import SampleEntry, open_source
-from dyncp.dataloader.options import LoaderConfig
+from dyncp.dataloader import LoaderConfig
+from dyncp.dataloader.batching import BatchSelector, balanced_round, best_subset
+from dyncp.dataloader.dataset import open_source
 from dyncp.dataloader.planning import sample_seconds
 from dyncp.dataloader.state import Position
 from dyncp.samplers import find_distribution
@@ -27,12 +27,14 @@ def drawn(name, count, budget=BUDGET):
 
 
 def fill(lengths, budget, window=16):
-    entries = [SampleEntry(number, number, length) for number, length in enumerate(lengths)]
-    return list(fill_batches(entries, lambda _: budget, lambda entry, _: [entry], window))
+    config = LoaderConfig(lengths=lengths, tokens_per_batch=budget, window=window)
+    source = open_source([None] * len(lengths), config)
+    found = BatchSelector(source, config, budget, 0, 1).rounds(Position())
+    return [batch for (batch,), _ in found]
 
 
 def rounds(lengths, replicas, budget=BUDGET, **options):
-    """Every replica's batches, and the seconds that each takes."""
+    """The seconds that each replica takes for its batch, round by round."""
     config = LoaderConfig(lengths=lengths, tokens_per_batch=budget, **options)
     source = open_source([None] * len(lengths), config)
     seconds = sample_seconds(masks.causal, COST, MODEL, forward_only=False)

@@ -1,4 +1,4 @@
-"""Hugging Face datasets, where they are installed."""
+"""Hugging Face datasets, if `datasets` is installed."""
 
 import pytest
 

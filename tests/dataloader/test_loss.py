@@ -41,8 +41,8 @@ def test_gradients_are_summed_also_where_a_rank_did_not_use_a_parameter():
 
 
 def summed_twice(rank):
-    """What raises: sums without a backward in between, and after a micro-batch. What does not: the
-    next step, with gradients that are new or were set to zero in place."""
+    """A second sum raises, without a backward in between or after a further micro-batch. The next
+    step does not raise, whether its gradients are new or were zeroed in place."""
     weights = nn.ParameterList([torch.ones(2), torch.ones(2)])
     optimizer, errors = torch.optim.SGD(weights.parameters()), []
 

@@ -10,13 +10,13 @@ import torch
 import planner_faults
 from dyncp import DCPDataLoader, PlannerConfig, masks
 from dyncp.dataloader import LoaderConfig, SampleError
-from dyncp.dataloader.look_ahead import HELPED_TOKENS
 from processes import is_gone, wait_until
 
 pytestmark = pytest.mark.xdist_group("processes")
 
 BATCHES = 8
-LENGTHS = [planner_faults.UNLUCKY] + [HELPED_TOKENS + 100 * i for i in range(BATCHES)]
+LARGE = 16_384  # tokens of a batch from which on the other planning processes start
+LENGTHS = [planner_faults.UNLUCKY] + [LARGE + 100 * i for i in range(BATCHES)]
 IN_ORDER = [[number] for number in range(1, BATCHES + 1)]
 
 
@@ -128,7 +128,7 @@ def test_closing_ends_plans_in_the_making_in_all_processes():
 
 
 class Late(Documents):
-    """Is read once a planning process runs."""
+    """Can be read only while a planning process runs."""
 
     loader = None
 

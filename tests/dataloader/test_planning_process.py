@@ -1,4 +1,4 @@
-"""The planning process: bounded, replaced when it dies, gone when nobody needs it."""
+"""The planning process: has a timeout, is replaced when it dies, and ends with its loader."""
 
 import logging
 import os

@@ -12,7 +12,7 @@ from dyncp.dataloader import SampleError
 
 
 class Documents(Dataset):
-    """Lengths, or what is wrong with a sample."""
+    """Samples given by their length, by an error to raise, or as they are."""
 
     def __init__(self, *contents):
         self.contents = contents

@@ -10,9 +10,18 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
-from dyncp import AttentionShape, DCPDataLoader, DCPExecutor, PlannerConfig, masks
-from dyncp.dataloader import SampleError
-from dyncp.dataloader.ranks import BatchMismatch, PeerError, SharedStore, StoreError
+from dyncp import (
+    AttentionShape,
+    BatchMismatch,
+    DCPDataLoader,
+    DCPExecutor,
+    PeerError,
+    PlannerConfig,
+    SampleError,
+    StoreError,
+    masks,
+)
+from dyncp.dataloader.ranks import SharedStore
 from processes import run_ranks, stop
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -33,7 +42,7 @@ PROBES = {0, 5, 11}  # samples that stand for the dataset, read by all
 
 
 class Reading:
-    """Knows which samples were read."""
+    """Records which samples were read."""
 
     def __init__(self, broken=None):
         self.read, self.broken = set(), broken
@@ -49,12 +58,12 @@ class Reading:
 
 
 def tokens_of(data):
-    """How many tokens of every sample are here."""
+    """The number of local tokens of each sample."""
     return dict(Counter(data["sample"][0].tolist()))
 
 
 def num_keys():
-    """Keys of loaders in the store, once all ranks have come here."""
+    """Number of keys of loaders in the store, after a barrier."""
     dist.barrier()
     keys = distributed_c10d._get_default_store().list_keys()
     dist.barrier()
@@ -62,7 +71,7 @@ def num_keys():
 
 
 def run_of(batches):
-    """What has to be equal after resuming, by batch."""
+    """What must be equal after resuming, for each batch."""
     return [
         (tokens_of(data), int(data["num_items_in_batch"]), plan.fingerprint)
         for data, plan in batches
@@ -218,7 +227,7 @@ def train_on_replicas(rank):
 
 
 def share_with_peers():
-    """What a rank of 2 tensor-parallel peers gets: rank of the plan, digests, tokens, targets."""
+    """Plan rank, plan digest, tokens and targets of a rank with a tensor-parallel peer."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     with DCPDataLoader(SAMPLES, masks.causal, mesh=mesh, **OPTIONS) as loader:
         return [
@@ -250,7 +259,7 @@ LONG = [3 + 17 * i % 40 for i in range(120)]
 
 
 def resume_replicas(rank, state, steps):
-    """Tokens of every sample in so many steps from a state on, and the state after them."""
+    """Number of tokens of each sample in `steps` steps after a state, and the final state."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "cp"))
     samples = [{"input_ids": [i] * n} for i, n in enumerate(LONG)]
     options = {"tokens_per_batch": 64, "shuffle": True, "lengths": LONG, "sample_ids": True}
@@ -278,7 +287,7 @@ def test_dealt_batches_resume_on_other_replicas_with_every_sample_once():
 
 
 def check_peers(shared):
-    """Peers get the same; targets are counted once."""
+    """Tensor-parallel peers get the same data; targets are counted once."""
     assert shared[0] == shared[1]
     assert shared[2] == shared[3]
     assert [ranks[0] for ranks in shared[0]] == [0] * len(shared[0])

@@ -1,4 +1,4 @@
-"""Ids and fields of samples beside their tokens, a user's own fields, and the number of batches."""
+"""Sample ids, per-sample fields, the user's own fields, and the number of batches."""
 
 from collections import UserDict
 
@@ -51,7 +51,10 @@ def test_collate_adds_what_it_likes():
         ),
         ({"sample_fields": ["labels"]}, "sample_fields has labels, which the local data already"),
         ({"collate": 3}, "collate is int; expected a function"),
-        ({"collate": lambda _data, _samples: None}, "collate gave NoneType; expected the local"),
+        (
+            {"collate": lambda _data, _samples: None},
+            "collate returned NoneType; expected a dict",
+        ),
         ({"collate": lambda _data, samples: samples[9]}, "collate raised IndexError: list index"),
     ],
 )

@@ -29,7 +29,7 @@ class OddError(Exception):
 
 
 class Documents(Dataset):
-    """Knows the process that read it, and draws from every generator."""
+    """Returns the process that read a sample, and numbers drawn from every generator."""
 
     def __init__(self, broken=(), error=None):
         self.broken, self.error = broken, error

@@ -1,30 +1,29 @@
-"""The batches of an epoch: a function of the samples' order and lengths, the budget and a position.
-All ranks compute the same batches without communicating.
+"""Divides an epoch into batches, which depend only on the order and lengths of the samples, the
+token budget and the position. So all ranks compute the same batches without communication.
 
-A batch is filled with the samples of a window that come closest to its token budget. The oldest
-sample opens it, so that none waits forever. The others are the subset of the next samples that
-fills it best (an exact subset sum): the possible sums are the bits of an integer, and a sample of n
-tokens adds all of them shifted by n. With 7 tokens left and samples of 4, 2, 5:
+A batch starts with the oldest waiting sample, so that no sample waits forever. It is filled with
+the subset of the next samples that comes closest to the token budget (an exact subset sum). The
+reachable sums are the bits of an integer; a sample of n tokens adds the same bits shifted by n.
+With 7 tokens left and samples of 4, 2, 5:
 
     sums       bits        with 4        with 2            with 5
     0          00000001    00010001      01010101          11110101      7 = 2 + 5
 
-The search ends as soon as a batch is full enough, so that samples stay close to their order.
+The search ends as soon as the batch is full enough, so samples stay close to their order.
 
-Batches are then dealt to replicas. An optimiser step has `accumulation_steps` rounds; in a round
-every replica gets one batch:
+Then batches are dealt to the replicas. An optimiser step has `accumulation_steps` rounds; in each
+round, every replica gets one batch:
 
     batches        b0 b3 | b1 b2 || b4 b6 | b5 b7 || ...      2 replicas, 2 rounds per step
     replica 0      b0      b1       b4      b5
     replica 1         b3      b2       b6      b7
 
-A round has the oldest batch, and those batches of the window that leave the replicas idle for the
-shortest time beside it. With 3 replicas and predicted seconds
+A round consists of the oldest waiting batch and the batches of the window that, together with it,
+leave the replicas idle for the shortest time. With 3 replicas and predicted seconds
 
     waiting, oldest first    4 9 5 4 8 5        sorted by time    4 4 5 5 8 9
 
-the rounds are 4 4 5, then 9 8 5. Batches keep their numbers: another number of replicas is dealt
-the same batches."""
+the rounds are 4 4 5, then 9 8 5. The batches themselves do not depend on the number of replicas."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,12 +38,12 @@ from dyncp.dataloader.state import Position
 
 logger = logging.getLogger(__name__)
 
-Seconds = Callable[[int], float]
-# A batch is full enough when at most a 200th of its budget is left.
+Seconds = Callable[[int], float]  # predicted time of a sample, by its number of tokens
+# A batch is full enough when at most 1/200 of its budget is left.
 FULL_SHARE = 200
-# Samples of at most a 16th of the room that is left are taken in order: they leave choices open.
+# Samples of at most 1/16 of the remaining room are taken in order: room for others is left anyway.
 SHORT_SHARE = 16
-# Sums are computed in units of a 131,072nd of the room.
+# The subset sum has at most this many distinct sums; larger rooms are measured in coarser units.
 MOST_SUMS = 1 << 17
 Skip = Callable[[str, int, object], None]
 Fit = Callable[[SampleEntry, int | None], list[SampleEntry]]
@@ -52,8 +51,8 @@ Fit = Callable[[SampleEntry, int | None], list[SampleEntry]]
 
 @dataclass(frozen=True, eq=False)
 class FilledBatch:
-    """Batch `number` of the epoch, and where samples are taken from after it: this position knows
-    nothing of dealing. Only the last batch of an epoch is not `full`."""
+    """A batch of samples. `after` is the position after it, without how batches are dealt. Only the
+    last batch of an epoch may be not `full`."""
 
     number: int
     entries: tuple[SampleEntry, ...]
@@ -69,16 +68,17 @@ def fill_batches(
     budget: Callable[[int], int],
     fit: Fit,
     window: int,
-    start: Position | None = None,
-    number: int = 0,
+    start: Position,
+    number: int,
 ) -> Iterator[FilledBatch]:
-    """Batches of at most `budget(number)` tokens, number after number.
+    """Yields batches of at most `budget(number)` tokens, numbered from `number` on.
 
-    `entries` begin at `start`. A batch is chosen among the next samples of `window`
-    times its budget; with a window of 1 it takes samples in order, up to the first that does not
-    fit. `fit(entry, limit)` returns what is left of a sample that is longer than the limit.
+    `entries` are the samples from position `start` on. A batch is chosen from the next samples,
+    `window` times its budget; with a window of 1 it takes samples in order, up to the first that
+    does not fit. `fit(entry, limit)` returns the pieces to use of a sample: the sample itself if it
+    is within the limit, otherwise shorter pieces or none.
     """
-    filling = _Filling(entries, fit, start or Position())
+    filling = _Filling(entries, fit, start)
     while not filling.at_end() and filling.open(budget(number)):
         chosen = filling.take(budget(number), window)
         used = sum(entry.length for entry in chosen)
@@ -88,7 +88,8 @@ def fill_batches(
 
 
 def best_subset(lengths: Iterable[int], room: int, enough: int) -> list[int]:
-    """Which of these fill `room` best, looking no further than needed to fill `enough` of it.
+    """Indices of the lengths whose sum comes closest to `room` without exceeding it. Reads no more
+    lengths than it needs for a sum of `enough`.
 
     `best_subset([4, 2, 5], 7, 7)` is [1, 2].
     """
@@ -96,7 +97,7 @@ def best_subset(lengths: Iterable[int], room: int, enough: int) -> list[int]:
     room, enough = room // unit, -(-enough // unit)
     sums, all_sums = 1, (1 << room + 1) - 1
     taken: list[int] = []
-    before: list[int] = []  # the sums without each sample and those after it
+    before: list[int] = []  # for each sample, the sums that the samples before it can reach
     for length in lengths:
         taken.append(-(-length // unit))
         before.append(sums)
@@ -114,17 +115,17 @@ def best_subset(lengths: Iterable[int], room: int, enough: int) -> list[int]:
 
 
 class _Filling:
-    """The samples that wait for a batch, in order; more are read when they are needed."""
+    """The samples that wait for a batch, in order; further samples are read when needed."""
 
     def __init__(self, entries: Iterable[SampleEntry], fit: Fit, start: Position) -> None:
         self._entries, self._fit = iter(entries), fit
         self._waiting: list[SampleEntry] = []
         self._taken = set(start.taken)
         self._start = start
-        self._next, self._dataset_state = start.samples, start.dataset_state  # of the next sample
+        self._next, self._dataset_state = start.samples, start.dataset_state  # of the next to read
 
     def open(self, budget: int) -> bool:
-        """Makes the oldest waiting sample fit the budget; False if none is left."""
+        """Makes the oldest waiting sample fit the budget; returns False if no sample is left."""
         while (oldest := self._at(0)) is not None:
             fitted = self._fit(oldest, budget)
             if fitted:
@@ -134,7 +135,7 @@ class _Filling:
         return False
 
     def take(self, budget: int, window: int) -> tuple[SampleEntry, ...]:
-        """The samples of a batch that the oldest opens."""
+        """Removes and returns the samples of the next batch, starting with the oldest."""
         first, room = self._in_order(budget, share=1)
         chosen = list(range(first))
         if window > 1 and room * FULL_SHARE > budget and self._at(first) is not None:
@@ -150,7 +151,7 @@ class _Filling:
         return self._at(0) is None
 
     def position(self) -> Position:
-        """Of the oldest waiting sample. Reads nothing."""
+        """The position of the oldest waiting sample. Reads no sample."""
         number, state = self._next, self._dataset_state
         if self._waiting:
             number, state = self._waiting[0].number, self._waiting[0].state_before
@@ -159,15 +160,15 @@ class _Filling:
         return replace(self._start, samples=number, taken=taken, dataset_state=state)
 
     def _at(self, number: int) -> SampleEntry | None:
-        """Waiting sample `number`; None if there are no more."""
+        """Waiting sample `number`; None if the epoch has no more samples."""
         while number >= len(self._waiting):
             if not self._read():
                 return None
         return self._waiting[number]
 
     def _in_order(self, budget: int, share: int) -> tuple[int, int]:
-        """How many samples are taken in order, each at most 1 / `share` of the room that is left
-        (the first in any case), and the room after them."""
+        """The number of samples to take in order, and the room after them. The first is always
+        taken; each other one must need at most 1 / `share` of the remaining room."""
         room, number = budget - self._waiting[0].length, 1
         while (sample := self._at(number)) is not None and sample.length <= room // share:
             room -= sample.length
@@ -175,7 +176,7 @@ class _Filling:
         return number, room
 
     def _lengths(self, number: int, tokens: int) -> Iterator[int]:
-        """Of the waiting samples from `number` on, as far as the next `tokens` tokens go."""
+        """Lengths of the waiting samples from `number` on that cover the next `tokens` tokens."""
         while tokens > 0 and (sample := self._at(number)) is not None:
             yield sample.length
             tokens -= sample.length
@@ -187,7 +188,7 @@ class _Filling:
         self._waiting = [w for number, w in enumerate(self._waiting) if number not in gone]
 
     def _read(self) -> bool:
-        """Reads the next sample; False if there is none."""
+        """Reads the next sample; returns False at the end of the epoch."""
         entry = next(self._entries, None)
         if entry is None:
             return False
@@ -202,24 +203,25 @@ def deal_rounds(
     first: int,
     replicas: int,
     window: int,
-    seconds: Callable[[FilledBatch], float],
+    seconds: Seconds,
     start: Position,
 ) -> Iterator[Round]:
-    """Rounds of one batch per replica (the last one may have fewer), with the position after each:
-    that before the oldest waiting batch, and the batches after it that have been dealt. These are
-    listed until fewer replicas have passed them.
+    """Yields rounds of one batch per replica (the last round may have fewer). The position after a
+    round is that before the oldest waiting batch; its `dealt` lists the later batches that have
+    been dealt already.
 
-    A round is chosen among the next `window` × `replicas` batches; `batches` begin at `start`, with
-    number `first`.
+    A round is chosen from the next `window` × `replicas` batches, by the `seconds` of their
+    samples. `batches` start at position `start` with number `first`.
     """
     most = window * replicas if replicas > 1 else 1
-    waiting: list[tuple[FilledBatch, Position, float]] = []  # with the position before it
-    dealt = {first + offset for offset in start.dealt}  # after the oldest waiting one
-    end, following = start, first  # after the last batch that was read; the next number
+    waiting: list[tuple[FilledBatch, Position, float]] = []  # batch, position before it, seconds
+    dealt = {first + offset for offset in start.dealt}  # numbers after the oldest waiting batch
+    end, following = start, first  # position after the last batch read; number of the next batch
     while True:
         while len(waiting) < most and (batch := next(batches, None)) is not None:
             if batch.number not in dealt:
-                waiting.append((batch, end, seconds(batch) if replicas > 1 else 0.0))
+                times = (seconds(entry.length) for entry in batch.entries)
+                waiting.append((batch, end, sum(times) if replicas > 1 else 0.0))
             end, following = batch.after, batch.number + 1
         if not waiting:
             return
@@ -232,7 +234,8 @@ def deal_rounds(
 
 
 def balanced_round(times: Sequence[float], replicas: int) -> list[int]:
-    """Which of the waiting batches are dealt: the first, and those that leave the least idle time.
+    """Indices of the batches to deal, given the predicted times of all waiting batches: the first,
+    and the batches that together with it leave the replicas idle for the shortest time.
 
     `balanced_round([4, 9, 5, 4, 8, 5], 3)` is [0, 2, 3].
     """
@@ -253,8 +256,8 @@ def balanced_round(times: Sequence[float], replicas: int) -> list[int]:
 class SelectedBatch:
     """A batch to prepare: its samples, and the position after it.
 
-    `number` counts the replica's batches of the iteration. A *filler* stands in for a batch that a
-    replica lacks in the last round: it has no targets."""
+    `number` counts the replica's batches of the iteration. If the last round has no batch left for
+    this replica, it gets a *filler*: one short sample of another replica, without targets."""
 
     number: int
     entries: tuple[SampleEntry, ...]
@@ -267,30 +270,31 @@ class SelectedBatch:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of what all ranks know of the batch without reading samples."""
+        """Digest of what all ranks know of the batch without reading samples."""
         return digest_of((self.end.epoch, self.number, _contents(self.entries)), size=16)
 
 
 @dataclass(frozen=True, eq=False)
 class SelectedStep:
-    """The batches of one optimiser step that one replica still has to train on."""
+    """One replica's batches of one optimiser step; after resuming within a step, the rest of it."""
 
     number: int
     selections: tuple[SelectedBatch, ...]
-    known_items: int | None  # targets of the whole step, if it was begun before resuming
-    fingerprint: str = ""  # of the batches of all replicas
+    known_items: int | None  # targets of the whole step if the state was saved within it
+    fingerprint: str = ""  # digest of the batches of all replicas
 
 
 class BatchSelector:
-    """Divides an epoch into optimiser steps, for one of `num_replicas` replicas. `seconds` predicts
-    the time of a sample from its number of tokens; by default all tokens take the same time.
-    `skip(reason, index, text)` is told of samples that are dropped."""
+    """Divides an epoch into optimiser steps, for one of `num_replicas` replicas. `budget` is None
+    if a batch sampler makes the batches. `seconds` predicts the time of a sample from its number of
+    tokens (default: proportional to it). `skip(reason, index, text)` is called for every sample
+    that is dropped."""
 
     def __init__(
         self,
         source: SampleSource,
         config: LoaderConfig,
-        budget: Budget,
+        budget: Budget | None,
         replica: int,
         num_replicas: int,
         seconds: Seconds = float,
@@ -302,28 +306,27 @@ class BatchSelector:
         self._per_step = config.accumulation_steps * num_replicas
 
     def steps(self, start: Position) -> Iterator[SelectedStep]:
-        """The optimiser steps from a position to the end of the last epoch. Batches and steps are
-        numbered on from one epoch to the next."""
-        position, steps, batches = start, 0, 0  # those of earlier epochs
+        """Yields the optimiser steps from a position to the end of the last epoch. The numbers of
+        batches and steps continue across epochs."""
+        position = start
+        steps, batches = count(start.batches // self._per_step), count(self.first_number(start))
         for _ in self._epochs(start.epoch):
-            for step in self.epoch_steps(position, steps, batches):
+            for step in self._epoch_steps(position, steps, batches):
                 yield step
                 position = step.selections[-1].end
             if not position.started:
                 return  # an empty dataset
-            steps += -(-position.batches // self._per_step)
-            batches += self.first_number(position)
             position = self._source.start(position.next_epoch(position.epoch + 1))
 
     def first_number(self, position: Position) -> int:
-        """Number of the first batch that a replica gets from a position on."""
+        """Number of the first batch that a replica gets after a position of the same epoch."""
         return -(-position.batches // self._num_replicas)
 
-    def epoch_steps(
-        self, start: Position, steps: int = 0, batches: int = 0
+    def _epoch_steps(
+        self, start: Position, steps: Iterator[int], batches: Iterator[int]
     ) -> Iterator[SelectedStep]:
-        """The optimiser steps from a position to the end of its epoch, numbered on from so many
-        steps and batches of earlier epochs."""
+        """Yields the optimiser steps from a position to the end of its epoch. `steps` and `batches`
+        are the numbers of the next steps and batches."""
         rounds = self.rounds(start)
         per_step, position = self._per_step, start
         while True:
@@ -333,19 +336,18 @@ class BatchSelector:
             if not group or (found < wanted and self._config.drop_last):
                 return
             known = position.items if position.batches % per_step else None
-            number = steps + position.batches // per_step
             selections = tuple(self._own(group, position, batches))
             contents = [_contents(batch.entries) for dealt, _ in group for batch in dealt]
             fingerprint = digest_of((position.epoch, contents), size=16)
-            yield SelectedStep(number, selections, known, fingerprint)
+            yield SelectedStep(next(steps), selections, known, fingerprint)
             position = selections[-1].end
 
     def num_batches(self, start: Position) -> int:
-        """Batches that each replica gets from a position to the end of its epoch."""
-        return sum(len(step.selections) for step in self.epoch_steps(start))
+        """Number of batches that each replica gets from a position to the end of its epoch."""
+        return sum(len(step.selections) for step in self._epoch_steps(start, count(), count()))
 
     def num_rounds(self, batches: int) -> int:
-        """Batches that each replica gets when all replicas together get `batches`."""
+        """Number of batches that each replica gets if all replicas together get `batches`."""
         steps, left = divmod(batches, self._per_step)
         full = steps * self._config.accumulation_steps
         return full if self._config.drop_last else full + -(-left // self._num_replicas)
@@ -362,11 +364,12 @@ class BatchSelector:
             )
         return range(first, last)
 
-    def _own(self, rounds: list[Round], start: Position, earlier: int) -> Iterator[SelectedBatch]:
-        """This replica's batches of these rounds, after so many of earlier epochs."""
+    def _own(
+        self, rounds: list[Round], start: Position, numbers: Iterator[int]
+    ) -> Iterator[SelectedBatch]:
+        """This replica's batches of these rounds, which start at a position."""
         done = 0
-        for batches, after in rounds:
-            number = earlier + (start.batches + done) // self._num_replicas
+        for (batches, after), number in zip(rounds, numbers, strict=False):
             done += len(batches)
             now, total = start.batches + done, start.total + done
             end = replace(after, batches=now, total=total, items=None)
@@ -377,10 +380,10 @@ class BatchSelector:
                 yield SelectedBatch(number, (shortest,), end, filler=True)
 
     def rounds(self, start: Position) -> Iterator[Round]:
-        """Batches that the replicas train on at the same time."""
+        """Yields rounds: the batches that the replicas train on at the same time."""
         fill, deal = self._config.windows(knows_lengths=self._source.knows_lengths)
         first = start.total - len(start.dealt)
-        if self._config.batch_sampler is not None:
+        if self._budget is None:
             assert isinstance(self._source, IndexedSource)
             batches, deal = self._sampled(self._source, start), 1
         else:
@@ -388,13 +391,10 @@ class BatchSelector:
             batches = fill_batches(entries, budget, self._fit, fill, start, first)
         if self._config.drop_last:
             batches = (batch for batch in batches if batch.full)
-
-        def seconds(batch: FilledBatch) -> float:
-            return sum(self._seconds(entry.length) for entry in batch.entries)
-
-        return deal_rounds(batches, first, self._num_replicas, deal, seconds, start)
+        return deal_rounds(batches, first, self._num_replicas, deal, self._seconds, start)
 
     def _sampled(self, source: IndexedSource, start: Position) -> Iterator[FilledBatch]:
+        """The batches of a batch sampler; lists that become empty are left out."""
         after = replace(start, taken=())
         for read, listed in enumerate(source.batch_lists(start), start.samples):
             entries = tuple(piece for entry in listed for piece in self._fit(entry, None))
@@ -404,13 +404,10 @@ class BatchSelector:
                 yield FilledBatch(read, entries, after)
 
     def _fit(self, entry: SampleEntry, budget: int | None) -> list[SampleEntry]:
-        """The entry, or what `too_long` makes of it if it is too long: for a batch of this budget,
-        or (None) for any batch."""
-        constant = None if callable(self._budget) else self._budget
-        if self._config.batch_sampler is not None:
-            constant = None
-        given = (self._config.max_length, constant if budget is None else budget, entry.length)
-        most = min(n for n in given if n is not None)
+        """The entry itself, or its pieces by the option `too_long` if it is too long for a batch of
+        this budget (None: for every batch). An empty list drops the sample."""
+        limits = (self._config.max_length, self._budget if budget is None else budget)
+        most = min([n for n in limits if isinstance(n, int)], default=entry.length)
         if not entry.length:
             self._skip(skip_reason(entry.sample), entry.index, entry.sample or "no tokens")
             return []

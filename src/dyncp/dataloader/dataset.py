@@ -1,5 +1,5 @@
-"""Datasets as samples in the order of an epoch: by index (`IndexedSource`: lists, torch and Hugging
-Face datasets) or by iteration (`StreamSource`), from any position on."""
+"""Yields the samples of a dataset in the order of an epoch, from any position on: by index
+(`IndexedSource`: lists, torch and Hugging Face datasets) or by iteration (`StreamSource`)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
@@ -18,17 +18,18 @@ from dyncp.dataloader.options import LoaderConfig, digest_of
 from dyncp.dataloader.reading import Reader, SampleError, SeededRandom, read_sample, sample_bytes
 from dyncp.dataloader.state import Position, SamplerOrder, check_repeatable, repeat_from, set_epoch
 
-MaskDigest = Callable[[Any, int], str]  # of a sample and its index
+MaskDigest = Callable[[Any, int], str]  # digest of the masks of a sample, given its index
 
 
 @dataclass(frozen=True, eq=False)
 class SampleEntry:
-    """A sample in the order of an epoch: its number there, its index in the dataset, its tokens.
+    """A sample of an epoch: its `number` in the epoch's order, its `index` in the dataset, and its
+    `length` in tokens. An entry may be a piece of a sample of `whole` tokens: the `length` tokens
+    from `start` on.
 
-    `sample` is set if it had to be read to learn its length; with a length of 0 it is the reason
-    why the sample is dropped. `state_before` and `dataset_state` are what the source needs to
-    continue with it, and after it. `whole` is its length before it was cut to the `length` tokens
-    from `start` on."""
+    `sample` is set if it had to be read to learn its length; if the length is 0, it is the reason
+    why the sample is dropped. `state_before` and `dataset_state` are the states from which the
+    source continues with this sample, and after it."""
 
     number: int
     index: int
@@ -42,27 +43,27 @@ class SampleEntry:
 
     @property
     def piece(self) -> tuple[int, int]:
-        """What tells pieces of an epoch's samples apart: the sample's number, the first token."""
+        """Identifies a piece within the epoch: the number of its sample and its first token."""
         return self.number, self.start
 
 
 class SampleSource(ABC):
-    """Samples in the order of an epoch. The defaults are for a stream, of which nothing is
-    known before it is read."""
+    """The samples of a dataset in the order of an epoch. The default methods are those of a stream,
+    of which nothing is known before it is read."""
 
     num_samples: int | None = None  # None: unknown
-    knows_lengths = False  # without reading samples
+    knows_lengths = False  # whether lengths are known without reading samples
 
     @abstractmethod
     def entries(self, position: Position) -> Iterator[SampleEntry]:
-        """The samples from a position on; lengths are those of the dataset."""
+        """Yields the samples from a position on, not cut yet."""
 
     def read(self, entry: SampleEntry) -> Any:
         """The whole sample of an entry, without its padding."""
         return entry.sample
 
     def start(self, position: Position) -> Position:
-        """The position; at an epoch's start, with what is needed to begin there again."""
+        """The same position; at the start of an epoch, with the state of the sampler."""
         return position
 
     def rewind(self, position: Position) -> Position:
@@ -70,13 +71,13 @@ class SampleSource(ABC):
         return position.next_epoch(position.epoch)
 
     def by_lengths(self) -> "IndexedSource | None":
-        """The same samples in the same order without reading any; None unless all lengths are
+        """A source with the same samples that reads none of them, or None if not all lengths are
         known."""
         return None
 
     def identity(self, mask_digest: MaskDigest | None = None) -> dict[str, str]:  # noqa: ARG002
-        """What the dataset is recognised by, with the masks of a few samples; equal for equal
-        datasets."""
+        """Names and digests that are equal for equal datasets; with `mask_digest`, also of the
+        masks of a few samples."""
         return {}
 
     def read_ahead(self, entries: Iterable[SampleEntry]) -> None:  # noqa: B027
@@ -109,8 +110,8 @@ def open_source(dataset: Any, config: LoaderConfig) -> SampleSource:
 
 
 class IndexedSource(SampleSource):
-    """A dataset with `__len__` and `__getitem__`. Samples are read for their lengths only if these
-    are not given."""
+    """A dataset with `__len__` and `__getitem__`. If lengths are given, samples are not read to
+    learn their lengths."""
 
     num_samples: int
 
@@ -121,7 +122,7 @@ class IndexedSource(SampleSource):
         given = config.lengths
         self._lengths = None if given is None else find_lengths(dataset, given, least)
         self.knows_lengths = self._lengths is not None
-        self._found = np.full(len(dataset), -1, np.int64)  # lengths of samples that were read
+        self._found = np.full(len(dataset), -1, np.int64)  # lengths of the samples read so far
         self._reader = Reader(dataset, config.num_workers, config.seed)
         self._sampler = None if config.order is None else SamplerOrder(config.order, config.seed)
 
@@ -135,14 +136,14 @@ class IndexedSource(SampleSource):
         return replace(start, dataset_state=state and {"generators": state["generators"]})
 
     def undisturbed(self) -> AbstractContextManager[None]:
-        """Inside this context, reading the order leaves no trace in a sampler."""
+        """Inside this context, iterating over the order does not change the sampler's state."""
         return nullcontext() if self._sampler is None else self._sampler.undisturbed()
 
     def entries(self, position: Position) -> Iterator[SampleEntry]:
         return self._entries_of(self._order(position), position.epoch, position.samples)
 
     def batch_lists(self, position: Position) -> Iterator[list[SampleEntry]]:
-        """The entries of every list of a batch sampler."""
+        """Yields the entries of each list that the batch sampler yields."""
         assert self._sampler is not None
         for indices, state in self._sampler.items(self.start(position)):
             listed = ((int(index), state) for index in indices)
@@ -173,12 +174,11 @@ class IndexedSource(SampleSource):
         lengths = self._found if (self._found >= 0).all() else _lengths_in_memory(self._dataset)
         if lengths is None:
             return None
-        counting = copy(self)  # `knows_lengths` stays False, so that it fills the same batches
+        counting = copy(self)  # `knows_lengths` stays False, so that the windows are the same
         counting._lengths = lengths
         return counting
 
     def identity(self, mask_digest: MaskDigest | None = None) -> dict[str, str]:
-        """Digests of the lengths, if they are known, and of a few samples."""
         identity = {"number of samples": str(self.num_samples)}
         if self._lengths is not None:
             identity["lengths"] = digest_of(self._lengths.tobytes())
@@ -190,7 +190,7 @@ class IndexedSource(SampleSource):
 
     @cached_property
     def _probes(self) -> dict[int, Any]:
-        """The first, middle and last sample; None for one that cannot be read."""
+        """The first, middle and last sample by index; None if a sample cannot be read."""
         last = self.num_samples - 1
         return {i: self._probe(i) for i in sorted({0, last // 2, last}) if i >= 0}
 
@@ -200,7 +200,7 @@ class IndexedSource(SampleSource):
     def _probe(self, index: int) -> Any:
         try:
             return self._reader.read_here((0, index))
-        except SampleError:  # it may not be in the sampler's order; if it is, it shows there
+        except SampleError:  # the sampler may skip this sample; otherwise training gets the error
             return None
 
     def _digest(self, sample: Any, index: int) -> str:
@@ -212,7 +212,7 @@ class IndexedSource(SampleSource):
     def _entries_of(
         self, order: Iterator[tuple[int, Any]], epoch: int, first: int
     ) -> Iterator[SampleEntry]:
-        """Entries of indices, each with the state after it."""
+        """Yields entries for (index, state after it); numbers start at `first`."""
         if self._lengths is None:
             order = self._reader.in_order(order, epoch)
         for number, (given, state) in enumerate(order, first):
@@ -235,7 +235,7 @@ class IndexedSource(SampleSource):
 
 
 def find_lengths(dataset: Any, lengths: Any, least: int = 1) -> Int64:
-    """Tokens of every sample: an array as given, or a column of the dataset by name."""
+    """The number of tokens of each sample, from an array or from a column of the dataset."""
     if isinstance(lengths, str):
         lengths = _column(dataset, lengths)
     array = np.asarray(lengths)
@@ -254,7 +254,7 @@ def find_lengths(dataset: Any, lengths: Any, least: int = 1) -> Int64:
 
 
 def _lengths_in_memory(dataset: Any) -> Int64 | None:
-    """Tokens of every sample of a list of plain samples; None for anything else."""
+    """The number of tokens of each sample of a list; None unless all are plain dicts in memory."""
     if not isinstance(dataset, list | tuple):
         return None
     lengths = [_plain_length(sample) for sample in dataset]
@@ -262,7 +262,7 @@ def _lengths_in_memory(dataset: Any) -> Int64 | None:
 
 
 def _plain_length(sample: Any) -> int | None:
-    """Its number of tokens, if it is in memory and no token is marked as padding."""
+    """Number of tokens of a sample; None if it is not a mapping, or marks tokens as padding."""
     if not isinstance(sample, Mapping) or "padding_mask" in sample:
         return None
     tokens, mask = sample.get("input_ids"), sample.get("attention_mask")
@@ -292,8 +292,8 @@ def _column(dataset: Any, name: str) -> Any:
 class StreamSource(SampleSource):
     """A dataset that can only be iterated; every rank reads all of it.
 
-    One with `state_dict` resumes from its own state, unless that is known to be incomplete; others
-    by reading again what was read before, which must be the same."""
+    A dataset with `state_dict` resumes from its own state, unless that state is known to be
+    incomplete. Others resume by reading the same samples again, which is checked."""
 
     def __init__(self, dataset: Any, config: LoaderConfig) -> None:
         self._dataset, self._config = dataset, config
@@ -310,15 +310,16 @@ class StreamSource(SampleSource):
             items = self._samples(position.samples, position.epoch)
             states = ((item, {"stream": self._dataset.state_dict()}) for item in items)
         else:
-            items, what = (
-                self._samples(0, position.epoch),
-                f"dataset {type(self._dataset).__name__}",
-            )
+            items = self._samples(0, position.epoch)
+            what = f"dataset {type(self._dataset).__name__}"
             repeated = repeat_from(items, position, self._bytes_of, what)
             states = ((item, {"taken": taken}) for item, taken in repeated)
         for (number, found), state in states:
-            length, sample = read_sample(partial(_itself, found), number, self._config)
+            length, sample = self._checked(number, found)
             yield SampleEntry(number, number, length, sample, state, position.epoch, length)
+
+    def _checked(self, number: int, sample: Any) -> tuple[int, Any]:
+        return read_sample(lambda: sample, number, self._config)
 
     def _samples(self, number: int, epoch: int) -> Iterator[tuple[int, Any]]:
         samples = iter(self._dataset)
@@ -341,26 +342,22 @@ class StreamSource(SampleSource):
         number, sample = item
         try:
             return sample_bytes(sample, number, self._config.token_fields)
-        except ValueError:  # one that is dropped
+        except ValueError:  # a malformed sample, which is dropped
             return b"left out"
 
     def _check_kind(self, saved: dict[str, Any]) -> None:
         wanted = "stream" if self._stateful else "taken"
         if saved and wanted not in saved:
+            now, before = ("with", "without") if self._stateful else ("without", "with")
             raise ValueError(
-                f"the loader state is of a stream {'without' if self._stateful else 'with'} a "
-                f"state_dict; this {type(self._dataset).__name__} is one "
-                f"{'with' if self._stateful else 'without'}"
+                f"the loader state was saved from a stream {before} a state_dict; this "
+                f"{type(self._dataset).__name__} is a stream {now} one"
             )
 
 
-def _itself(sample: Any) -> Any:
-    return sample
-
-
 def _has_exact_state(dataset: Any) -> bool:
-    """Whether the next samples depend on nothing but the dataset's own state. Hugging Face's
-    `datasets` do not save a shuffle buffer: the samples in it would be lost."""
+    """Whether the dataset's own state determines the next samples. The state of Hugging Face's
+    `datasets` does not include a shuffle buffer: the samples in it would be lost."""
     if not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):
         return False
     return not _has_shuffle_buffer(getattr(dataset, "_ex_iterable", None))

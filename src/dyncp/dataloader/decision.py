@@ -1,21 +1,23 @@
-"""Which plan a batch gets: `PlanExchange` publishes plans through the store, and all ranks agree.
+"""How all ranks agree on the plan of a batch: `PlanExchange` publishes plans through the store.
 
-One member of a replica plans a batch and publishes every rank's part. The *decision* is set once,
-by the first rank to decide, and says which plan all ranks use: the published one, or (if the
-planner failed, or nothing was heard of it in time) the static one, which every rank makes itself.
-When a rank has agreed on all batches of an optimiser step, it adds the targets of its own tokens to
-those of the step. The sum exists only when every rank has done so: a mismatch is raised before any
+One member of a replica plans a batch and publishes each rank's part. The *decision* is set once, by
+the first rank to decide, and names the plan that all ranks use: the published plan, or the static
+plan if the planner failed or did not answer in time. Each rank makes the static plan itself. Once a
+rank has agreed on all batches of an optimiser step, it adds its own number of targets to the step's
+total. The total is complete only when all ranks have agreed, so a mismatch is raised before any
 collective.
 
-    r0/b7/decision   planned or static, with the fingerprint of the batch that was planned
-    r0/b7/part/2     rank 2's encoded part (and part/2/1, ... if it is large)
+    r0/b7/decision   replica 0, batch 7: planned or static, with the batch's fingerprint
+    r0/b7/part/2     rank 2's encoded part (further chunks in part/2/1, ...)
     r0/b7/static     digest of the static plan
-    r0/b7/sample/3   what the first rank read of sample 3, which several ranks have tokens of
-    r0/b7/left       how many members are done with these keys; the last one deletes them
-    s7/items, s7/total, s7/left     targets of step 7: so far; of all; how many have read it
-    s7/dealt                        fingerprint of the batches of all replicas
+    r0/b7/sample/3   digest of sample 3 from the first rank that read it, if several ranks read it
+    r0/b7/left       number of members that are done with these keys; the last one deletes them
+    s7/items         targets of step 7 so far, and how many ranks have agreed on the step
+    s7/total         targets of step 7 on all ranks
+    s7/left          number of ranks that have read the total; the last one deletes the step's keys
+    s7/dealt         fingerprint of the batches of all replicas
 
-peers.py has the other keys: heartbeats, errors, and the end of an epoch.
+peers.py lists the other keys: heartbeats, errors, and the end of an epoch.
 """
 
 import threading
@@ -29,13 +31,13 @@ from dyncp.dataloader.peers import Peers
 from dyncp.dataloader.ranks import PeerError, StoreError, chunk_keys
 from dyncp.planner.process import PlanReply
 
-AGREED = 1 << 40  # one rank's agreement, added together with its number of targets
-GRACE_SECONDS = 10.0  # after plan_timeout, for the planning rank to decide first
+AGREED = 1 << 40  # each rank adds this and its targets to one counter, which so counts the ranks
+GRACE_SECONDS = 10.0  # after plan_timeout, so that the planning rank can decide first
 
 
 class SampleDigests(NamedTuple):
-    """What a rank knows of a sample of a batch: digests of its masks and of everything that is read
-    from it ("": not known here)."""
+    """Digests of a sample's masks and of its content, to compare with other ranks; "" if this rank
+    has not made the masks or not read the sample."""
 
     sample: int  # its index in the dataset
     length: int
@@ -45,7 +47,8 @@ class SampleDigests(NamedTuple):
 
 @dataclass(frozen=True)
 class Decision:
-    """Which plan a batch gets. `selection` and `batch` are fingerprints on the deciding rank."""
+    """The plan that a batch gets. `selection` and `batch` are the fingerprints of the SelectedBatch
+    and of the planned batch, on the rank that decides."""
 
     static: bool
     rank: int
@@ -59,7 +62,7 @@ class Decision:
 
     @staticmethod
     def read(values: Any) -> "Decision":
-        """What a rank wrote to the store: the fields by name."""
+        """Parses the fields that a rank wrote to the store."""
         try:
             samples = tuple(SampleDigests(*sample) for sample in values["samples"])
             sizes = tuple(map(int, values["sizes"]))
@@ -69,8 +72,8 @@ class Decision:
 
 
 class PlanExchange:
-    """One iteration's plans in the store. Planning threads publish; the delivering thread does the
-    rest."""
+    """The plans of one iteration in the store. Planning threads publish plans; the delivering
+    thread calls everything else."""
 
     def __init__(self, peers: Peers) -> None:
         self._store, self._ranks, self._peers = peers.store, peers.ranks, peers
@@ -83,7 +86,7 @@ class PlanExchange:
     def publish(
         self, selection: SelectedBatch, reply: PlanReply, samples: Sequence[SampleDigests] = ()
     ) -> None:
-        """Publishes a plan and decides for it, unless there is a decision."""
+        """Publishes a plan and decides for it, unless a decision has been made."""
         decision = Decision(
             static=False,
             rank=self._rank,
@@ -97,7 +100,7 @@ class PlanExchange:
         self._decide(selection, decision, reply.parts)
 
     def decide_static(self, selection: SelectedBatch, reason: str) -> None:
-        """Decides for the static plan, unless there is a decision."""
+        """Decides for the static plan, unless a decision has been made."""
         decision = Decision(True, self._rank, selection.fingerprint, reason=reason)
         self._decide(selection, decision)
 
@@ -106,7 +109,7 @@ class PlanExchange:
     ) -> None:
         with self._deciding:
             if selection.number <= self._last_left:
-                return  # too late: all ranks used another plan, and the keys are deleted
+                return  # too late: this rank uses another plan, and the keys may be deleted
             for rank, part in enumerate(parts):
                 self._store.set_bytes(self._key(selection, f"part/{rank}"), part)
             found = self._store.first(self._key(selection, "decision"), vars(decision))
@@ -115,10 +118,10 @@ class PlanExchange:
                     self._store.delete(self._part_keys(selection, decision))
 
     def decision(self, step: int, selection: SelectedBatch) -> Decision:
-        """Waits for the decision; makes it if no other rank does within the bound."""
+        """Waits for the decision; decides for the static plan if no rank decides in time."""
         key, number = self._key(selection, "decision"), selection.number
         bound = self._peers.plan_timeout + GRACE_SECONDS
-        reason = f"rank {self._rank} heard nothing of a plan for {bound:g} s"
+        reason = f"rank {self._rank} got no plan within {bound:g} s"
         found = self._peers.wait_for(
             key,
             f"the plan of batch {number}",
@@ -132,14 +135,14 @@ class PlanExchange:
         return decision
 
     def part(self, selection: SelectedBatch, decision: Decision, rank: int) -> bytes:
-        """The encoded part of a rank."""
+        """The encoded part of one rank."""
         return self._store.get_bytes(self._key(selection, f"part/{rank}"), decision.sizes[rank])
 
     def leave(
         self, selection: SelectedBatch, decision: Decision, shared: Sequence[int] = ()
     ) -> None:
-        """This member is done with the batch's keys; the last one deletes them. `shared` are the
-        samples that `check_samples` compared on any rank."""
+        """Marks this member as done with the batch's keys; the last member deletes them. `shared`
+        are the samples that `check_samples` compared."""
         with self._deciding:
             self._last_left = selection.number
         if self._store.add(self._key(selection, "left"), 1) < self._ranks.num_members:
@@ -159,9 +162,9 @@ class PlanExchange:
         shared: Sequence[int],
         fingerprint: str,
     ) -> None:
-        """Compares what this rank knows of the samples, and the fingerprint of its own batch ("":
-        not known), with the batch that was planned; and the content of samples that other ranks
-        have tokens of (`shared`) with theirs."""
+        """Compares this rank's digests of the samples and its batch's fingerprint ("": unknown)
+        with those of the rank that planned. Compares the content of the samples that several ranks
+        have tokens of (`shared`) with the first rank that read them."""
         for number, (theirs, own) in enumerate(zip(decision.samples, mine, strict=False)):
             self._check_sample(selection, number, own, decision.rank, theirs)
         if decision.batch and fingerprint:
@@ -175,7 +178,7 @@ class PlanExchange:
                 self._check_sample(selection, number, own, rank, theirs)
 
     def check_static(self, selection: SelectedBatch, digest: str) -> None:
-        """Compares the static plan that this rank made with the first rank's."""
+        """Compares the digest of this rank's static plan with that of the first rank."""
         first = self._store.first(self._key(selection, "static"), digest)
         if first != digest:
             self._peers.mismatch(
@@ -184,7 +187,7 @@ class PlanExchange:
             )
 
     def add_targets(self, step: SelectedStep, targets: int) -> None:
-        """Agrees on the batches of the step, in which this rank has `targets` targets."""
+        """Agrees on the batches of a step, in which this rank has `targets` targets."""
         if self._ranks.num_replicas > 1:
             self._check_dealing(step)
         total = self._store.add(f"s{step.number}/items", AGREED + targets)
@@ -193,7 +196,7 @@ class PlanExchange:
             self._store.set(f"s{step.number}/total", total % AGREED)
 
     def total_targets(self, step: SelectedStep) -> int:
-        """Waits until all ranks of all replicas have agreed on the step."""
+        """Waits until all ranks of all replicas have agreed on the step; returns its targets."""
         key, last = f"s{step.number}/total", step.selections[-1].number
         what = f"all ranks to agree on step {step.number}"
         total = int(self._peers.wait_for(key, what, step.number, last))
@@ -203,7 +206,8 @@ class PlanExchange:
         return total
 
     def _check_dealing(self, step: SelectedStep) -> None:
-        """All replicas must deal the same batches, or samples are lost or trained on twice."""
+        """Checks that all replicas deal the same batches: otherwise samples would be lost, or
+        trained on twice."""
         first = self._store.first(f"s{step.number}/dealt", step.fingerprint)
         if first != step.fingerprint:
             self._peers.mismatch(
@@ -221,7 +225,7 @@ class PlanExchange:
         rank: int,
         theirs: SampleDigests,
     ) -> None:
-        """Compares the digests that both ranks know."""
+        """Compares those digests that both ranks know."""
         for what, my_digest, their_digest in (
             ("masks", mine.masks, theirs.masks),
             ("content", mine.content, theirs.content),
@@ -240,17 +244,16 @@ class PlanExchange:
     ) -> None:
         if theirs == mine:
             return
-        pairs = zip(decision.samples, selection.entries, strict=False)
-        other = [(a, b) for a, b in pairs if (a.sample, a.length) != (b.index, b.length)]
-        first = ""
-        if other:
-            a, b = other[0]
-            first = f" (first, sample {a.sample} of {a.length} tokens where this rank has sample "
-            first += f"{b.index} of {b.length})"
+        differences = [
+            f" (it has sample {a.sample} of {a.length} tokens where this rank has sample {b.index} "
+            f"of {b.length})"
+            for a, b in zip(decision.samples, selection.entries, strict=False)
+            if (a.sample, a.length) != (b.index, b.length)
+        ]
         self._peers.mismatch(
             f"ranks disagree on batch {selection.number}: rank {decision.rank} planned batch "
-            f"{theirs}{first}, rank {self._rank} has batch {mine}; every rank needs the same "
-            "dataset, seed, epoch, budget, mask function and loaded state"
+            f"{theirs}{''.join(differences[:1])}, rank {self._rank} has batch {mine}; every rank "
+            "needs the same dataset, seed, epoch, budget, mask function and loaded state"
         )
 
     def _key(self, selection: SelectedBatch, name: str) -> str:

@@ -1,11 +1,12 @@
-"""DCPDataLoader: batches, plans and this rank's part of the data, prepared ahead."""
+"""DCPDataLoader: yields each rank's data and plan of every batch, prepared ahead of training."""
 
 import logging
 import os
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -16,11 +17,11 @@ from dyncp.dataloader.batching import BatchSelector
 from dyncp.dataloader.dataset import SampleSource, open_source
 from dyncp.dataloader.look_ahead import LoaderMetrics, LookAhead
 from dyncp.dataloader.options import (
-    STORE_TIMEOUT,
     Budget,
     Collate,
     LoaderConfig,
     describe_schedule,
+    digest_of,
     integer_option,
 )
 from dyncp.dataloader.peers import Peers
@@ -37,10 +38,7 @@ logger = logging.getLogger(__name__)
 
 Batch = tuple[dict[str, Any], RankPlan | Plan]
 
-# How many loaders these global ranks have made together; each process counts the same. It names the
-# keys of a loader in the store, and so outlives loaders.
-_num_made: dict[tuple[int, ...], int] = {}
-# Options that a saved state has to agree on, as they are.
+# Options that decide which batches are made: a state is only loaded if they are unchanged.
 OPTIONS_OF_BATCHES = (
     "seed", "shuffle", "accumulation_steps", "max_length", "too_long", "drop_last", "bad_samples",
     "empty_samples",
@@ -48,55 +46,59 @@ OPTIONS_OF_BATCHES = (
 
 
 class DCPDataLoader:
-    """Yields `(local_data, plan)` for every batch of `dataset`, planned ahead.
+    """Yields `(local_data, plan)` for every batch of `dataset`, planned ahead of training.
 
-    `dataset` has samples (dicts with `input_ids`) by index or by iteration; `mask_fn(sample)`
-    returns a sample's mask, or several by name. `group` (ProcessGroup or one-dimensional
-    DeviceMesh) runs the plans; by default the world, or one rank. `mesh` is a DeviceMesh whose
-    dimension "cp" runs the plans; dimensions named dp... are replicas, which get different batches;
-    the ranks of "tp" get the same data, and their share of the heads of `model`.
-    `virtual_ranks=N` plans for N ranks in this process, and yields whole Plans with the data of all
-    ranks.
+    Samples of `dataset` are dicts with `input_ids`, read by index or by iteration.
+    `mask_fn(sample)` returns the mask of a sample, or a dict of masks by name. Plans are made for
+    the ranks of `group` (a ProcessGroup or one-dimensional DeviceMesh; default: the world, or a
+    single rank), or for the dimension "cp" of `mesh` (a DeviceMesh). Its dimensions named dp... are
+    replicas, which get different batches; ranks along "tp" get the same data, and each has a share
+    of the heads of `model`. `virtual_ranks=N` plans for N ranks inside this process, and yields
+    whole Plans with the data of all ranks.
 
-    `model` (an AttentionShape, a ModelConfig, a Transformers config, or a model that has one) tells
-    the planner what attention looks like; `dtype` is that of q and kv, as a name ("bf16") or a
-    torch dtype. `topology` and `cost` describe the nodes that plans are made for; by default,
-    nodes with devices like this process's, in torchrun's layout. With `executor`, the one that
-    will run the plans, most of its `prepare(plan)` is done in the background. docs/dataloader.md
-    has a table of the other options.
+    `model` (an AttentionShape, a ModelConfig, a Transformers config, or a model that has one)
+    describes the attention layers to the planner. `dtype` is the dtype of q and kv, as a name
+    ("bf16") or a torch dtype. `topology` and `cost` describe the cluster; by default, nodes in
+    torchrun's layout with devices like this process's. With `executor=` (the DCPExecutor that will
+    run the plans), most of the work of `executor.prepare(plan)` is done in the background. The
+    tables in docs/dataloader.md explain all options.
 
-    Batches: `tokens_per_batch` is the budget of one plan, over all its ranks (None: 8,192 per
-    rank); a function of the number of batches so far returns the budget of the next one.
-    `accumulation_steps` batches make one optimiser step. `shuffle` permutes by `seed` and epoch;
-    `sampler` gives indices, `batch_sampler` lists of indices. With `lengths` (an array, or the name
-    of a column) samples need not be read to learn their lengths. `too_long` says what happens to
-    samples longer than `max_length` (None: the budget): error, truncate, drop or split;
-    `bad_samples` to those that cannot be read or are malformed, and `empty_samples` to those
-    without tokens: error or drop. Dropped samples are counted in the metrics. `drop_last` drops a
-    last batch or optimiser step that is not full. A batch is filled from the next samples of
-    `window` batches, and a round is dealt to the replicas from the next `window` batches of each; 1
-    keeps the order (None: 32 and 16, or 4 if samples must be read to be dealt; 1 in evaluation). An
-    iteration ends with epoch `epochs - 1` (None: never), and looks ahead from one epoch to the
-    next. `evaluation`: no shuffle, forward-only plans.
+    Batches: `tokens_per_batch` is the token budget of one plan, summed over its ranks (None: 8,192
+    per rank); a function gets the number of batches so far and returns the next budget.
+    `accumulation_steps` batches make one optimiser step. `shuffle` permutes the samples by `seed`
+    and epoch; `sampler` yields indices, `batch_sampler` lists of indices. With `lengths` (an array,
+    or the name of a column), batches are made without reading samples. `too_long` is what to do
+    with samples longer than `max_length` (None: the budget): error, truncate, drop or split.
+    `bad_samples` is what to do with samples that cannot be read or are malformed, `empty_samples`
+    with samples without tokens: error or drop. The metrics count dropped samples. `drop_last` drops
+    a last batch or optimiser step that is not full. A batch is filled from the samples of the next
+    `window` batches, and a round of batches is dealt to the replicas from the next `window` batches
+    per replica; 1 keeps the order (None: 32 to fill, 16 to deal, or 4 to deal if samples must be
+    read first; 1 in evaluation). An iteration ends after epoch `epochs - 1` (None: never), and
+    looks ahead across epochs. `evaluation` keeps the dataset's order and makes forward-only plans.
 
-    Plans: no rank gets more than `max_tokens_per_rank` tokens; local rows are padded to a multiple
-    of `local_multiple`. `look_ahead` is the number of batches that are prepared in advance, growing
-    up to four times if training has to wait. `num_planners` processes plan, with the same result
-    (None: one for each batch that this rank plans ahead, at most 4 and its share of the cores). A
-    batch that has no plan after `plan_timeout` seconds gets a static one; `store_timeout` bounds
-    every answer of the store and of the other ranks. `plan_function` is called instead of
-    `dyncp.plan_batch`, with the same arguments: a function of a module that the planning process
-    can import.
+    Plans: no rank gets more than `max_tokens_per_rank` tokens. Local rows are padded to a multiple
+    of `local_multiple`. `look_ahead` batches are prepared in advance; if training has to wait, up
+    to four times as many. `num_planners` processes make the plans, which do not depend on their
+    number (None: one for each batch that this rank plans ahead, but at most 4, and at most this
+    rank's share of the cores). A batch without a plan after `plan_timeout` seconds gets a static
+    plan. `store_timeout` limits how long to wait for the store and for other ranks.
+    `plan_function` replaces `dyncp.plan_batch` and gets the same arguments; the planning process
+    must be able to import it.
 
-    Data: `token_fields` names further fields and their token dimension, `sample_fields` those that
-    belong to whole samples; `sample_ids` adds every token's sample. `collate(local_data, samples)`
-    returns what is yielded instead of the local data. `num_workers` processes read samples ahead
-    (0: the loader's own threads). `pin_memory` (None: if CUDA is available). Every `log_every`
-    batches, rank 0 logs one line of metrics.
+    Data: `token_fields` maps names of further per-token fields to their token dimension,
+    `sample_fields` names per-sample fields, and `sample_ids` adds each token's sample index.
+    `collate(local_data, samples)` returns the data to yield. `num_workers` processes read samples
+    ahead (0: the loader's own threads read). `pin_memory` puts local data in pinned memory (None:
+    if CUDA is available). Rank 0 logs one line of metrics every `log_every` batches.
 
-    All processes must make their loaders in the same order and with equal arguments. `close` (or
-    leaving a `with` block, or the end of the process) ends the planning processes.
+    All processes must make their loaders in the same order and with equal arguments. `close()`, the
+    end of a `with` block, or the end of the process ends the planning processes.
     """
+
+    # How many loaders each tuple of global ranks has made: every process counts the same number,
+    # which names the loader's keys in the store.
+    _num_made: ClassVar[Counter[tuple[int, ...]]] = Counter()
 
     def __init__(  # noqa: PLR0913
         self,
@@ -144,37 +146,44 @@ class DCPDataLoader:
     ) -> None:
         arguments = locals()
         ranks = self.ranks = LoaderRanks.of(group, mesh, virtual_ranks)
-        chosen = (group, mesh, virtual_ranks)
-        self._is_alone = all(x is None for x in chosen) and not dist.is_initialized()
-        self._number, self._iterations = _next_number(ranks), 0
-        timeouts = LoaderConfig.plan_timeout, STORE_TIMEOUT
-        with Peers(self._open_store(STORE_TIMEOUT), ranks, timeouts) as peers:
+        self._is_alone = ranks.rank == 0 and not ranks.all_ranks  # there is no process group
+        self._number, self._num_stores = self._num_made[ranks.all_ranks], 0
+        self._num_made[ranks.all_ranks] += 1
+        timeouts = LoaderConfig.plan_timeout, LoaderConfig.store_timeout
+        with Peers(self._open_store(LoaderConfig.store_timeout), ranks, timeouts) as peers:
             config = self.config = LoaderConfig.of(arguments)
-            peers.plan_timeout = config.plan_timeout
-            peers.store_timeout = config.store_timeout
+            peers.plan_timeout, peers.store_timeout = config.plan_timeout, config.store_timeout
             self.shape, sizes = model_shape(model, dtype, ranks.tensor_parallel)
-            self.topology, cost = topology_and_cost(ranks, topology, cost, self.shape)
+            self.topology, self.cost = topology_and_cost(ranks, topology, cost, self.shape)
             planner = config.planner_config(planner or PlannerConfig())
             batch_planner = BatchPlanner(
-                config.plan_function, self.topology, self.shape, planner, cost, sizes
+                config.plan_function, self.topology, self.shape, planner, self.cost, sizes
             )
             _check_executor(executor, ranks)
             self._budget = config.budget(ranks.num_ranks)
-            if isinstance(self._budget, int) and config.batch_sampler is None:
+            if isinstance(self._budget, int):
                 batch_planner.check_tokens(self._budget, "tokens_per_batch is")
             self._schedule = describe_schedule(self._budget)
             self._order = describe_sampler(config.order)
             source = open_source(dataset, config)
             mask_maker = MaskMaker(mask_fn, config.seed)
-            settings = self._shared_settings(batch_planner, source, mask_maker)
+            settings: dict[str, str] = {}
+            if ranks.shared:  # the other ranks need equal settings
+                settings = {
+                    **config.shared_settings(),
+                    **batch_planner.shared_settings(),
+                    **source.identity(mask_maker.digest),
+                    "order": self._order,
+                    "schedule": self._schedule,
+                }
             locations = peers.compare(settings)
         if model is None and not ranks.rank:
             logger.info(
-                "no model= given: plans have one head group and assume 4 q heads per kv head; they "
-                "fit any layer. Pass model= (a Transformers config, or AttentionShape(q_heads, "
-                "kv_heads, head_dim, dtype)) for exact costs"
+                "no model= given: plans have one head group, assume 4 q heads per kv head, and fit "
+                "any layer. For exact costs pass model= (a Transformers config, or "
+                "AttentionShape(q_heads, kv_heads, head_dim, dtype))"
             )
-        self._seconds = sample_seconds(mask_fn, cost, sizes, forward_only=planner.forward_only)
+        self._seconds = sample_seconds(mask_fn, self.cost, sizes, forward_only=planner.forward_only)
         num_processes = config.planning_processes(ranks.num_members)
         processes = tuple(PlanProcess(config.plan_timeout) for _ in range(num_processes))
         self.metrics = LoaderMetrics(processes)
@@ -182,8 +191,8 @@ class DCPDataLoader:
             config, ranks, source, mask_maker, batch_planner, processes, locations, executor
         )
         self._position, self._resuming = Position(), False
-        self._counted: dict[Any, int] = {}  # batches of the epoch that len was asked for last
-        self._running: list[LookAhead] = []  # the iteration, if there is one
+        self._counted: dict[Any, int] = {}  # the result of the latest `len`, by what it depends on
+        self._running: list[LookAhead] = []  # the running iteration, if any
         self._resources = (*processes, source)
         weakref.finalize(self, _close, self._running, self._resources, at_exit=True)
 
@@ -193,21 +202,21 @@ class DCPDataLoader:
 
     @property
     def planning_pids(self) -> list[int]:
-        """Process ids of all running planning processes."""
+        """Process ids of the running planning processes."""
         pids = [process.pid for process in self._context.processes]
         return [pid for pid in pids if pid is not None]
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch of the next iteration, which begins at its start, unless a loaded state
-        is in the middle of this epoch. Ends a running iteration if the epoch changes."""
+        """Makes the next iteration start at the beginning of `epoch`, and ends a running iteration.
+        Does nothing if the loader is in this epoch already, so a loaded state is kept."""
         epoch = integer_option("epoch", epoch, 0)
         if epoch != self._position.epoch:
-            self._close_iteration()
+            _close(self._running)
             self._position, self._resuming = self._position.next_epoch(epoch), False
 
     def __len__(self) -> int:
-        """Batches that each rank gets in this epoch. Needs the lengths of all samples: those of
-        lists, by `lengths=`, or of any dataset once an epoch has read all samples."""
+        """Number of batches that each rank gets in this epoch. The lengths of all samples must be
+        known: from a list, from `lengths=`, or because an epoch has read all samples."""
         sampler, source = self.config.batch_sampler, self._context.source
         if not source.knows_lengths and isinstance(sampler, Sized):
             return self._selector().num_rounds(len(sampler))
@@ -226,16 +235,16 @@ class DCPDataLoader:
         return self._counted[key]
 
     def __iter__(self) -> Iterator[Batch]:
-        """From the start of the epoch, or from a state that has just been loaded. Ends a running
-        iteration: there is one at a time."""
-        self._close_iteration()
+        """Starts at the beginning of the epoch, or at a state that has just been loaded. Ends a
+        running iteration: there is one at a time."""
+        _close(self._running)
         if self._is_alone and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
-                "this loader was made before torch.distributed was initialised and gives one rank "
-                f"all data, but there are {dist.get_world_size()}; make it after "
+                "this loader was made before torch.distributed was initialised and would give all "
+                f"data to each of the {dist.get_world_size()} ranks; make it after "
                 "init_process_group, or pass virtual_ranks=1"
             )
-        if not self._resuming and self._position.started:  # the last iteration was broken off
+        if not self._resuming and self._position.started:  # the last iteration ended early
             self._position = self._context.source.rewind(self._position)
         self._context.source.open()
         start, selector = self._start(), self._selector()
@@ -259,25 +268,25 @@ class DCPDataLoader:
             look_ahead.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this loader is: after the batch that was yielded last, or, after the loop, at the
-        start of the next epoch. Equal on all ranks. Raises ValueError if the dataset's own state
-        cannot be saved."""
+        """The position of this loader: after the last batch that it yielded, or, after a complete
+        loop, at the start of the next epoch. Equal on all ranks. Raises ValueError if the dataset's
+        own state cannot be saved."""
         return to_state(self._start(), self._batch_settings(), self.ranks.num_replicas)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Makes the next iteration begin with the batch after those of the state, also on another
-        number of ranks. Ends a running iteration."""
+        """Makes the next iteration continue after the last batch of the state. The number of ranks
+        may be different. Ends a running iteration."""
         settings = self._batch_settings()
         budget = state.get("terms", {}).get("tokens_per_batch")
         if self.config.tokens_per_batch is None and settings["tokens_per_batch"] is not None:
             settings["tokens_per_batch"] = budget  # the default depends on the number of ranks
         position = from_state(state, settings, self.ranks.num_replicas)
-        self._close_iteration()
+        _close(self._running)
         self._position, self._resuming = position, True
         self._budget = settings["tokens_per_batch"] or self._budget
 
     def close(self) -> None:
-        """Ends the iteration and the planning processes. The loader may be iterated again."""
+        """Ends the running iteration and all planning processes. The loader can be used again."""
         _close(self._running, self._resources)
 
     def __enter__(self) -> "DCPDataLoader":
@@ -286,77 +295,63 @@ class DCPDataLoader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _close_iteration(self) -> None:
-        while self._running:
-            self._running.pop().close()
-
     def _start(self) -> Position:
-        """Where the next batch starts, with what is needed to begin there again."""
+        """The position of the next batch, with the sampler's state if an epoch starts there."""
         self._position = self._context.source.start(self._position)
         return self._position
 
     def _selector(self, source: SampleSource | None = None) -> BatchSelector:
-        """Over the loader's source, or over another one that only counts."""
-        ranks, counts = self.ranks, source is not None
+        """Selects batches from the loader's source; or from another source, only to count them,
+        without recording skipped samples in the metrics."""
         return BatchSelector(
             source or self._context.source,
             self.config,
             self._budget,
-            ranks.replica,
-            ranks.num_replicas,
+            self.ranks.replica,
+            self.ranks.num_replicas,
             self._seconds,
-            (lambda *_: None) if counts else self.metrics.skip,
+            self.metrics.skip if source is None else lambda *_: None,
         )
 
     def _batch_settings(self) -> dict[str, Any]:
-        """What must be equal for a state to mean the same batches."""
+        """Settings that must be equal when a state is loaded, for the same batches to follow."""
         source, config = self._context.source, self.config
         identity = source.identity()
         lengths = identity.pop("lengths", "")
-        by_budget = isinstance(self._budget, int) and config.batch_sampler is None
         return {name: getattr(config, name) for name in OPTIONS_OF_BATCHES} | {
             "order": self._order,
             "dataset": ", ".join(f"{name} {text}" for name, text in identity.items()),
             "num_samples": source.num_samples,
-            "tokens_per_batch": self._budget if by_budget else None,
+            "tokens_per_batch": None if callable(self._budget) else self._budget,
             "schedule": self._schedule,
             "window": config.windows(knows_lengths=source.knows_lengths)[0],
             "lengths": lengths,
         }
 
-    def _shared_settings(
-        self, planner: BatchPlanner, source: SampleSource, mask_maker: MaskMaker
-    ) -> dict[str, str]:
-        """What must be equal on all ranks, by name."""
-        if not self.ranks.shared:
-            return {}
-        return {
-            **self.config.shared_settings(),
-            **planner.shared_settings(),
-            **source.identity(mask_maker.digest),
-            "order": self._order,
-            "schedule": self._schedule,
-        }
-
     def _open_store(self, timeout: float) -> Store:
-        """With keys by run, restart, loader and iteration (0: making the loader)."""
-        number, self._iterations = self._iterations, self._iterations + 1
+        """A store for making the loader, then one for each iteration. Keys are named by run,
+        restart, ranks, loader and iteration."""
         if not self.ranks.shared:
             return Store()
+        self._num_stores += 1
         run = os.environ.get("TORCHELASTIC_RUN_ID", "run")
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        prefix = f"dyncp/{run}/{restart}/{self._number}/{number}"
+        loader = f"{digest_of(self.ranks.all_ranks)}/{self._number}"
+        prefix = f"dyncp/{run}/{restart}/{loader}/{self._num_stores}"
         store = distributed_c10d._get_default_store()
         return SharedStore(store, prefix, dist.get_rank(), timeout)
 
     def _log(self) -> None:
-        every, first = self.config.log_every, not self.ranks.member and not self.ranks.replica
-        if every and first and self.metrics.batches % every == 0:
+        every = self.config.log_every
+        if every and not self.ranks.process and self.metrics.batches % every == 0:
             logger.info("batch %d: %s", self.metrics.batches, self.metrics.line())
 
 
-def _close(running: list[LookAhead], resources: Sequence[Any], *, at_exit: bool = False) -> None:
-    """Knows no loader and no mask function, which may know the loader: so it can be collected."""
+def _close(
+    running: list[LookAhead], resources: Sequence[Any] = (), *, at_exit: bool = False
+) -> None:
+    """Closes iterations, then resources. As a finalizer it must hold no reference to the loader,
+    nor to the mask function, which may refer to the loader."""
     while running:
         running.pop().close(at_exit=at_exit)
     for resource in resources:
@@ -380,13 +375,3 @@ def _check_executor(executor: Any, ranks: LoaderRanks) -> None:
 
 def _listed(ranks: tuple[int, ...]) -> str:
     return f"{ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
-
-
-def _next_number(ranks: LoaderRanks) -> str:
-    """Name of this loader, equal on all its processes: its ranks, and how many they made before."""
-    if not ranks.shared:
-        return ""
-    _num_made[ranks.all_ranks] = number = _num_made.get(ranks.all_ranks, -1) + 1
-    first, last = ranks.all_ranks[0], ranks.all_ranks[-1]
-    digest = format(hash(ranks.all_ranks) & 0xFFFFFFFF, "08x")
-    return f"{first}-{last}-{digest}/{number}"

@@ -1,17 +1,17 @@
 """`local_data`: a rank's part of a batch as a dict of tensors, named as in Transformers.
 
-input_ids, labels          [1, rows]    the sample's own labels, or its ids
+input_ids, labels          [1, rows]    labels are the sample's own, or its input_ids
 shift_labels               [1, rows]    next-token targets (-100: none)
-position_ids               [1, rows]    the sample's own, or the mask's
-token_fields               one per row, in their own layout
-sample_ids, sample_fields  which samples the rows are from; values of whole samples
+position_ids               [1, rows]    the sample's own, or those of its mask
+token_fields               further per-token fields, with a batch dimension of 1
+sample_ids, sample_fields  the sample of each row; per-sample values
 target_rows, target_labels, target_weights, target_tokens
                            [1, targets], if tokens have several targets or weights
 num_items_in_batch         []           targets of the optimiser step, on all ranks
-batch_fingerprint          [2]          which batch it is
+batch_fingerprint          [2]          identifies the batch
 
-A rank's loss is the sum over its own targets divided by `num_items_in_batch`. The loss of the
-optimiser step is the sum over ranks, and so are the gradients.
+A rank's loss is the sum over its own targets divided by `num_items_in_batch`. The loss and the
+gradients of the optimiser step are the sums over ranks.
 """
 
 import math
@@ -36,7 +36,9 @@ from dyncp.masks.mask import normal_mask
 from dyncp.plan import Plan, RankPlan
 
 PADDING = {"labels": NO_TARGET, "shift_labels": NO_TARGET}  # other fields are padded with 0
-SUMMED = "dyncp_summed"  # of a gradient: its version when it was summed
+# An attribute of gradients that `sum_gradients` has summed: the tensor's version at that time. It
+# is stored on the gradient itself because it must disappear with it.
+SUMMED = "dyncp_summed"
 SampleOf = Callable[[int], Mapping[str, Any]]
 
 
@@ -50,16 +52,20 @@ def local_data(
 ) -> dict[str, Tensor]:
     """This rank's tokens: `input_ids`, `position_ids`, `labels` and `shift_labels` as [1, rows].
 
-    `shift_labels` are the next-token targets, shifted before the sequences are cut (-100: none).
-    `num_items_in_batch` is the number of targets of the whole optimiser step (default: of this
-    batch), at least 1; if masks weigh targets, the sum of their weights. If a local token has
-    several targets, or weights, `target_rows`, `target_labels`, `target_weights` and
-    `target_tokens` (places in the batch) [1, targets] list all targets of local rows, and tokens
-    with several have none in `shift_labels`: `next_token_loss` takes either. `batch_fingerprint`
-    says which batch it is. `token_fields` names further fields and the dimension that runs over
-    their tokens: a [3, tokens] field with dimension 1 becomes [3, 1, rows], a [tokens, width] field
-    with dimension 0 becomes [1, rows, width]. A sample's own `labels` and `position_ids` take
-    precedence. For a whole Plan (virtual ranks) the rows of all ranks are concatenated.
+    `shift_labels` are the next-token targets, shifted before sequences are cut (-100: none). A
+    sample's own `labels` and `position_ids` take precedence. `num_items_in_batch` is the number of
+    targets of the whole optimiser step (default: of this batch), at least 1; if masks have weights,
+    the sum of the weights. `batch_fingerprint` identifies the batch.
+
+    `token_fields` maps further per-token fields to their token dimension: a [3, tokens] field with
+    dimension 1 becomes [3, 1, rows], a [tokens, width] field with dimension 0 [1, rows, width].
+
+    If local tokens have several targets or weights, `target_rows`, `target_labels`,
+    `target_weights` and `target_tokens` (coordinates in the batch), all [1, targets], list all
+    targets of local rows. Tokens with several targets then have none in `shift_labels`;
+    `next_token_loss` handles both forms.
+
+    For a whole Plan (virtual ranks), the rows of all ranks are concatenated.
     """
     if plan.fingerprint != batch.fingerprint:
         raise ValueError(
@@ -89,11 +95,11 @@ def local_rows(
     masks_of: Callable[[int], Mapping[str, Mask]],
     token_fields: Mapping[str, int],
 ) -> dict[str, Tensor]:
-    """The fields of `local_data`, reading only the sequences that this rank has tokens of."""
+    """The per-row fields of `local_data`. Reads only the sequences that this rank has tokens of."""
     lengths = _part(plan).lengths
     needed = local_sequences(plan)
     if not needed and token_fields:
-        needed = [0]  # for the dtypes and widths of fields without rows
+        needed = [0]  # even without rows, fields need a dtype and a width
     dims = dict.fromkeys(PLAIN_FIELDS, 0) | dict(token_fields)
     sequence_masks = [layout_mask(masks_of(number)) for number in needed]
     sequences = [
@@ -105,7 +111,7 @@ def local_rows(
     for name, dim in dims.items():
         values = [fields[name] for fields in sequences] or [torch.zeros(0, dtype=torch.int64)]
         data[name] = _take(torch.cat(values, dim), dim, taken, name)
-    # One label per token is not enough to say what is trained.
+    # `shift_labels` has at most one target per token, and no weights.
     if any(mask.branches is not None or mask.weights is not None for mask in sequence_masks):
         offsets = starts_of(lengths)[needed].tolist()
         labels = [fields["labels"] for fields in sequences]
@@ -116,7 +122,7 @@ def local_rows(
 def _listed_targets(
     labels: Sequence[Tensor], sequence_masks: Sequence[Mask], offsets: Sequence[int], taken: Tensor
 ) -> dict[str, Tensor]:
-    """All targets of the rows `taken` of these sequences, which begin at `offsets` in the batch."""
+    """All targets of the rows `taken` of these sequences, which start at `offsets` in the batch."""
     found = [all_targets(*pair) for pair in zip(labels, sequence_masks, strict=True)]
     starts = starts_of(np.asarray([mask.length for mask in sequence_masks]))
     token = torch.cat([one.token + int(start) for one, start in zip(found, starts, strict=False)])
@@ -139,14 +145,14 @@ def _listed_targets(
 
 
 def rows_and_sequences(plan: RankPlan | Plan) -> tuple[Int64, Int64]:
-    """The token of the batch in every local row, and its sequence; -1 for padding rows."""
+    """The coordinate of the token in each local row, and its sequence; -1 for padding rows."""
     parts = plan.parts if isinstance(plan, Plan) else (plan,)
     rows = np.concatenate([part.row_coordinates for part in parts])
     return rows, np.searchsorted(starts_of(parts[0].lengths), rows, side="right") - 1
 
 
 def local_sequences(plan: RankPlan | Plan) -> list[int]:
-    """Sequences of the batch that this rank has tokens of, in the batch's order."""
+    """The sequences that this rank has tokens of, in the batch's order."""
     _, sequence = rows_and_sequences(plan)
     found: list[int] = np.unique(sequence[sequence >= 0]).tolist()
     return found
@@ -157,7 +163,7 @@ def _part(plan: RankPlan | Plan) -> RankPlan:
 
 
 def _rows_among(plan: RankPlan | Plan, needed: list[int]) -> Int64:
-    """Local rows as rows of the needed sequences, concatenated; -1 for padding rows."""
+    """Each local row's index into the concatenated `needed` sequences; -1 for padding rows."""
     lengths = _part(plan).lengths
     rows, sequence = rows_and_sequences(plan)
     shift = np.zeros(len(lengths), np.int64)
@@ -166,7 +172,7 @@ def _rows_among(plan: RankPlan | Plan, needed: list[int]) -> Int64:
 
 
 def _take(value: Tensor, dim: int, rows: Tensor, name: str) -> Tensor:
-    """Local rows along `dim`, with a batch dimension of 1 before it."""
+    """The given rows of a field along `dim`, with a batch dimension of 1 inserted before it."""
     dim %= value.ndim
     if not value.shape[dim]:  # a rank that only has padding rows
         value = value.new_zeros([max(n, 1) if i == dim else n for i, n in enumerate(value.shape)])
@@ -196,7 +202,7 @@ def _sample_fields(
 
 
 def layout_mask(masks: Mapping[str, Mask]) -> Mask:
-    """A mask with the positions and targets of the sequence, whichever of its masks has them."""
+    """A mask with the positions and targets of a sequence, combined from all its masks."""
     first = next(iter(masks.values()))
     return normal_mask(first.ranges, positions_and_targets(masks.values()), first.name)
 
@@ -212,25 +218,25 @@ def _shift_labels(labels: Tensor, mask: Mask) -> Tensor:
 
 
 def fingerprint_tensor(fingerprint: str) -> Tensor:
-    """A batch's fingerprint as int64[2]: local data consists of tensors only."""
+    """A batch's fingerprint as int64[2], because local data consists of tensors."""
     return torch.from_numpy(np.frombuffer(bytes.fromhex(fingerprint), np.int64).copy())
 
 
 def without_targets(data: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same tokens without targets."""
+    """The local data with all targets removed."""
     listed = {name: data[name][:, :0] for name in TARGET_FIELDS if name in data}
     return data | listed | {name: torch.full_like(data[name], NO_TARGET) for name in PADDING}
 
 
 def num_targets(data: Mapping[str, Tensor]) -> int:
-    """Targets of local tokens, by their weights."""
+    """Number of targets of the local tokens, counted by weight."""
     if "target_weights" in data:
         return int(data["target_weights"].sum())
     return int((data["shift_labels"] != NO_TARGET).sum())
 
 
 def count_targets(samples: Sequence[Mapping[str, Any]], batch: Batch) -> int:
-    """Targets of the batch, by their weights."""
+    """Number of targets of the whole batch, counted by weight."""
     total = 0
     for index, sample in enumerate(samples):
         labels = labels_of(sample, input_ids_of(sample, index), index)
@@ -240,13 +246,13 @@ def count_targets(samples: Sequence[Mapping[str, Any]], batch: Batch) -> int:
 
 
 def loss_divisor(targets: int) -> Tensor:
-    """The number of targets; 1 if there are none, so that the loss is 0 and not NaN."""
+    """The number of targets, but at least 1, so that a loss without targets is 0 and not NaN."""
     return torch.tensor(max(1, targets))
 
 
 class Targets(NamedTuple):
-    """All targets of a sequence: the token that predicts, the token that is predicted, its label,
-    and how often it counts."""
+    """All targets of a sequence: the token that predicts, the token that it predicts, the label and
+    the weight."""
 
     token: Tensor
     target: Tensor
@@ -255,7 +261,7 @@ class Targets(NamedTuple):
 
 
 def all_targets(labels: Tensor, mask: Mask) -> Targets:
-    """Targets of all tokens, with one or several, in the order of tokens."""
+    """The targets of all tokens, ordered by token; a token may have several."""
     single = mask.resolved_targets()
     token = np.flatnonzero(single >= 0)
     target = single[token]
@@ -276,11 +282,11 @@ def all_targets(labels: Tensor, mask: Mask) -> Targets:
 
 
 def next_token_loss(logits: Tensor, local_data: Mapping[str, Tensor]) -> Tensor:
-    """This rank's share of the loss: summed over ranks it is the mean over all targets of the
-    optimiser step, by their weights.
+    """This rank's share of the loss: the sum over ranks is the weighted mean over all targets of
+    the optimiser step.
 
-    `logits` are [..., rows, vocabulary]; 16-bit ones are converted to fp32. Tokens with
-    several targets (`masks.prefix_tree`) train on each of them.
+    `logits` are [..., rows, vocabulary]; 16-bit logits are converted to fp32. Tokens with several
+    targets (`masks.prefix_tree`) train on each of them.
     """
     rows = logits.flatten(0, -2)
     wide = torch.promote_types(rows.dtype, torch.float32)
@@ -294,8 +300,8 @@ def next_token_loss(logits: Tensor, local_data: Mapping[str, Tensor]) -> Tensor:
 
 
 def _groups(group: Any) -> list[Any]:
-    """The process groups over which ranks have different tokens, one for each dimension of a mesh.
-    Sums over one after the other are sums over all of them."""
+    """The process groups along which ranks have different tokens, one for each dimension of a mesh.
+    Summing over each of them in sequence gives the sum over all ranks."""
     if not dist.is_initialized():
         return []
     if not hasattr(group, "get_group"):
@@ -305,38 +311,38 @@ def _groups(group: Any) -> list[Any]:
     names = data_dimensions(group)
     if not names:
         raise ValueError(
-            f"mesh has dimensions {list(group.mesh_dim_names or ())}; name those of ranks with "
-            "different tokens dp... and 'cp', or pass a group"
+            f"mesh has dimensions {list(group.mesh_dim_names or ())}; name the dimensions along "
+            "which ranks have different tokens 'dp...' and 'cp', or pass a group"
         )
     return [group.get_group(name) for name in names]
 
 
 def undo_gradient_average(loss: Tensor, group: Any = None) -> Tensor:
-    """The loss to call backward on if a wrapper (DDP, FSDP) averages gradients over `group`: a
-    process group (default: the world), or a DeviceMesh, of which dimensions dp... and cp count.
+    """Multiplies the loss by the number of ranks in `group`. Call backward on the result if a
+    wrapper (DDP, FSDP) averages gradients over the group: the average is then the sum.
 
-    Averaging divides the sum over ranks by their number; this multiplies by it beforehand. Without
-    an initialised process group it returns the loss itself.
+    `group` is a process group (default: the world), or a DeviceMesh, of which the dimensions named
+    dp... and cp are used. Without an initialised process group, the loss is returned unchanged.
     """
     ranks = math.prod(dist.get_world_size(one) for one in _groups(group))
     return loss * ranks if ranks > 1 else loss
 
 
 def sum_over_ranks(tensor: Tensor, group: Any = None) -> Tensor:
-    """Replaces the tensor by its sum over `group` (see `undo_gradient_average`); returns it."""
+    """Sums the tensor over `group` (see `undo_gradient_average`) in place, and returns it."""
     for one in _groups(group):
         dist.all_reduce(tensor, group=one)
     return tensor
 
 
 def sum_gradients(model: nn.Module, group: Any = None) -> None:
-    """Replaces all gradients by their sums over `group` (see `undo_gradient_average`), in one
-    all-reduce per dtype.
+    """Replaces all gradients by their sums over `group` (see `undo_gradient_average`), with one
+    all-reduce per dtype and device.
 
     A parameter that this rank did not use, such as an expert that none of its tokens chose, gets
-    the other ranks' sum; one that no rank used stays without a gradient. Of parameters that tensor
-    parallelism divides, ranks sum their shares. Call it once per optimiser step, after the last
-    micro-batch: sums that are summed again count as often as there are ranks.
+    the sum of the other ranks. A parameter that no rank used stays without a gradient. If tensor
+    parallelism shards a parameter, ranks sum their shards. Call this once per optimiser step, after
+    the last micro-batch: a second call would multiply the sums by the number of ranks.
     """
     _check_fresh(model, group)
     by_kind: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = defaultdict(list)
@@ -357,35 +363,37 @@ def _check_not_summed(name: str, parameter: nn.Parameter, group: Any) -> None:
         shared = sorted(ranks.intersection(mesh.mesh.flatten().tolist()))
         if len(shared) > 1:
             raise ValueError(
-                f"ranks {shared} share parameter {name}, and its gradients were to be summed over "
-                "them. If FSDP shares it, that has happened already: leave sum_gradients out. If "
-                "tensor parallelism does, give sum_gradients the mesh, or the group of 'cp'"
+                f"parameter {name} is sharded over ranks {shared}, so its gradients cannot be "
+                "summed over them. If FSDP shards it, FSDP sums its gradients: do not call "
+                "sum_gradients. If tensor parallelism does, pass the mesh, or the group of 'cp', "
+                "to sum_gradients"
             )
 
 
 def _check_fresh(model: nn.Module, group: Any) -> None:
-    """Gradients that were set to zero in place since their last sum have changed twice, by that and
-    by a backward; others are new tensors."""
+    """Raises unless some gradient has been reset and computed again since it was summed: either it
+    is a new tensor, or its version has grown by two, by zeroing in place and by backward."""
     if all(dist.get_world_size(one) == 1 for one in _groups(group)):
         return
     found = [p.grad for p in model.parameters() if p.grad is not None]
     changes = [grad._version - getattr(grad, SUMMED, -2) for grad in found]
     if found and max(changes) <= 1:
         raise ValueError(
-            "gradients were summed over ranks before, and are still in what would be summed now: "
-            "call sum_gradients once per optimiser step, after the last micro-batch, and "
-            "optimizer.zero_grad() before the next one"
+            "these gradients contain sums over ranks from an earlier call and would be summed "
+            "twice: call sum_gradients once per optimiser step, after the last micro-batch, and "
+            "optimizer.zero_grad() before the next step"
         )
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's share of a DTensor."""
+    """This rank's shard of a DTensor; a plain tensor itself."""
     share: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return share
 
 
 def _sum_gradients_of(parameters: list[nn.Parameter], group: Any) -> None:
-    """The number of ranks that used each parameter is summed in the same message."""
+    """Sums gradients of one dtype and device. The same all-reduce counts the ranks that used each
+    parameter."""
     used = [float(p.grad is not None) for p in parameters]
     gradients = [_local(torch.zeros_like(p) if p.grad is None else p.grad) for p in parameters]
     flat = torch.cat([gradients[0].new_tensor(used), *(x.flatten() for x in gradients)])

@@ -1,13 +1,14 @@
 """LookAhead: prepares the next batches in background threads.
 
-    selecting thread     selects batches, makes the masks of those that this rank plans
-    planning threads     each asks its planning process for plans, and publishes them
+    selecting thread     selects batches, and makes the masks of the batches that this rank plans
+    planning threads     one per planning process: requests plans from it and publishes them
     delivering thread    waits for each batch's decision, cuts local data, counts targets,
                          prepares plans for the executor
 
-The batches of an optimiser step become ready together, when all ranks have agreed on all of them. A
-batch is selected once training has asked for the batch `depth` batches (or one step) before it;
-`depth` grows while few batches are ready. `LoaderMetrics` says how all that went.
+The batches of an optimiser step become ready together, once all ranks have agreed on all of them.
+The next step is selected when training is less than `depth` batches behind it; `depth` grows while
+few batches are ready. `LoaderMetrics` counts batches, skipped samples, and the time that training
+waits.
 """
 
 import logging
@@ -37,21 +38,21 @@ from dyncp.planner.process import Closed, PlanFailed, PlanProcess
 
 logger = logging.getLogger(__name__)
 
-PLAN_END_SECONDS = 1.0  # for a plan that is being made when an iteration is closed
+PLAN_END_SECONDS = 1.0  # time to finish plans that are being made when an iteration is closed
 JOIN_SECONDS = 10.0
-MAX_GROWTH = 4  # of `look_ahead`, if the queue runs low
-KEPT = 1000  # batches that percentiles are taken over
-LOGGED = 3  # skipped samples of each kind that are named in a warning
+MAX_GROWTH = 4  # the queue may grow to this multiple of `look_ahead`
+KEPT = 1000  # percentiles are over this many batches
+LOGGED = 3  # a warning names this many skipped samples per reason
 HELPED_TOKENS = 16_384  # planning a smaller batch takes less time than starting a process
 
 
 class LoaderMetrics:
-    """Counts since the loader was made; percentiles over the last 1,000 batches."""
+    """Counts since the loader was made, and percentiles over the last 1,000 batches."""
 
     def __init__(self, processes: Sequence[PlanProcess] = ()) -> None:
         self._processes = processes
         self.batches = 0
-        self.static_plans = 0  # batches whose planner failed
+        self.static_plans = 0  # batches that got a static plan because the planner failed
         self.stall_seconds = 0.0
         self.solvers: Counter[str] = Counter()
         self.skipped: Counter[str] = Counter()  # samples, by reason
@@ -60,12 +61,12 @@ class LoaderMetrics:
 
     @property
     def restarts(self) -> int:
-        """Planning processes that were replaced."""
+        """How often a planning process was restarted."""
         return sum(process.restarts for process in self._processes)
 
     @property
     def last(self) -> BatchRecord | None:
-        """The latest batch that training took."""
+        """The record of the latest batch that training took."""
         return self._records[-1] if self._records else None
 
     def record(self, record: BatchRecord) -> None:
@@ -77,7 +78,7 @@ class LoaderMetrics:
             self._records.append(record)
 
     def skip(self, reason: str, index: int, text: object) -> None:
-        """Counts a sample that is left out; the first ones of each reason are logged."""
+        """Counts a skipped sample, and logs the first few for each reason."""
         with self._lock:
             self.skipped[reason] += 1
             count = self.skipped[reason]
@@ -86,7 +87,7 @@ class LoaderMetrics:
             logger.warning("sample %s is skipped (%s): %s%s", index, reason, text, more)
 
     def snapshot(self) -> dict[str, Any]:
-        """All numbers by name, ready for a logger or JSON."""
+        """All metrics by name, as plain values for a logger or JSON."""
         with self._lock:
             records, solvers = list(self._records), dict(self.solvers)
             skipped = dict(self.skipped)
@@ -104,7 +105,7 @@ class LoaderMetrics:
         return numbers
 
     def line(self) -> str:
-        """One line for the log."""
+        """The metrics as one line for the log."""
         now, last = self.snapshot(), self.last
         text = (
             f"plan {1e3 * now['plan_seconds_p50']:.0f} ms (p99 "
@@ -120,7 +121,8 @@ class LoaderMetrics:
 
 
 class LookAhead:
-    """One iteration. `take` returns the next batch, or raises what went wrong; `close` ends it."""
+    """One iteration. `take` returns the next batch or raises the error that prevents it; `close`
+    ends the iteration."""
 
     def __init__(
         self, context: LoaderContext, steps: Iterator[SelectedStep], store: Store, first: int
@@ -138,15 +140,17 @@ class LookAhead:
         self._preparer = BatchPreparer(context, self._exchange)
         self._selected: deque[tuple[SelectedStep, list[BatchData]] | BaseException] = deque()
         self._unplanned: deque[BatchData] = deque()
-        self._unpublished = 0  # batches whose plans are not published yet
+        self._unpublished = 0  # batches that this rank has to plan and has not published yet
         self._ready: deque[PreparedBatch | BaseException] = deque()
-        self._selecting = self._thread(self._select, "dyncp-select")
         self._planning = {
             process: self._thread(partial(self._plan, process), "dyncp-plan")
             for process in context.processes
         }
-        self._delivering = self._thread(self._deliver, "dyncp-deliver")
-        self._threads = [self._selecting, *self._planning.values(), self._delivering]
+        self._threads = [
+            self._thread(self._select, "dyncp-select"),
+            *self._planning.values(),
+            self._thread(self._deliver, "dyncp-deliver"),
+        ]
         self._peers.start()
         for thread in self._threads:
             thread.start()
@@ -164,8 +168,8 @@ class LookAhead:
             self._changed.notify_all()
             try:
                 self._changed.wait_for(lambda: self._peers.closing or self._ready)
-                while self._at_exit:
-                    self._changed.wait()  # in a daemon thread, which ends with the interpreter
+                while self._at_exit:  # a daemon thread that trains waits for the interpreter to end
+                    self._changed.wait()
                 if self._peers.closing:
                     raise RuntimeError(
                         "this iteration of the loader was closed: by close(), load_state_dict, "
@@ -183,17 +187,17 @@ class LookAhead:
         return replace(item, record=record)
 
     def _deepen(self, ready: int) -> None:
-        """Looks further ahead if the queue ran low."""
+        """Looks further ahead if the queue has run low."""
         usual = self._context.config.look_ahead
         filled_once = self._peers.asked >= self._first + usual
         if ready <= usual // 4 and filled_once:
             self._depth = min(self._depth + 1, MAX_GROWTH * usual)
 
     def close(self, *, at_exit: bool = False) -> None:
-        """Ends the threads, and leaves the iteration. A plan that is being made gets a second, then
-        its process is killed. `at_exit`, `take` raises no error any more."""
+        """Ends the threads and leaves the iteration. Plans that are being made get one second, then
+        their processes are killed. With `at_exit`, `take` blocks instead of raising."""
         self._at_exit = self._at_exit or at_exit
-        if threading.current_thread() in self._threads:  # collected as garbage there
+        if threading.current_thread() in self._threads:  # garbage collection ran in this thread
             threading.Thread(target=self.close, daemon=True).start()
             return
         with self._changed:
@@ -202,7 +206,7 @@ class LookAhead:
             self._peers.closing = True
             self._changed.notify_all()
         self._end_planning()
-        for thread in (self._selecting, self._delivering):
+        for thread in self._threads:
             thread.join(JOIN_SECONDS)
         if any(thread.is_alive() for thread in self._threads):
             logger.warning("a thread of the loader is stuck in the dataset or the mask function")
@@ -219,7 +223,8 @@ class LookAhead:
                 thread.join(JOIN_SECONDS)
 
     def _guard(self, loop: Callable[[], None], name: str) -> None:
-        """Whatever stops a thread is raised in the training loop, after the batches before it."""
+        """Runs a thread's loop. An error is raised in the training loop, after all batches before
+        it, and on the other ranks."""
         try:
             loop()
         except Closed:
@@ -227,7 +232,7 @@ class LookAhead:
         except BaseException as error:
             if self._failure is None:
                 self._failure = error
-            elif isinstance(error, PeerError):  # this rank's own failure, reported back by others
+            elif isinstance(error, PeerError):  # other ranks report this rank's own failure back
                 error = self._failure
             self._peers.tell_failure(error)
             queue = self._ready if name == "dyncp-deliver" else self._selected
@@ -236,30 +241,23 @@ class LookAhead:
     # The selecting thread
 
     def _select(self) -> None:
+        number = self._first
         try:
-            number = self._select_batches()
-        finally:  # an error, too, comes after the batches before it
+            while (step := self._next_step(number)) is not None:
+                batches = [BatchData(self._context, selection) for selection in step.selections]
+                self._put(self._selected, (step, batches))
+                for batch in batches:
+                    self._select_batch(batch)
+                number = step.selections[-1].number + 1
+        finally:  # all batches before the end, or before an error, are published
             self._wait_until(lambda: not self._unpublished)
         self._peers.end_epoch(number)
         self._put(self._selected, StopIteration())
 
-    def _select_batches(self) -> int:
-        """To the end of the epoch; returns how many batches there are."""
-        context, number = self._context, self._first
-        while True:
-            self._wait_until(partial(self._may_select, number))
-            step = next(self._steps, None)
-            if step is None:
-                return number
-            batches = [BatchData(context, selection) for selection in step.selections]
-            self._put(self._selected, (step, batches))
-            for batch in batches:
-                self._select_batch(batch)
-            number = step.selections[-1].number + 1
-
-    def _may_select(self, first: int) -> bool:
-        """Whether the step that begins with batch `first` is within the look-ahead."""
-        return first < self._peers.asked + self._depth
+    def _next_step(self, first: int) -> SelectedStep | None:
+        """Waits until the step that starts with batch `first` is within the look-ahead."""
+        self._wait_until(lambda: first < self._peers.asked + self._depth)
+        return next(self._steps, None)
 
     def _select_batch(self, batch: BatchData) -> None:
         if self._peers.closing:
@@ -277,7 +275,8 @@ class LookAhead:
     # The planning threads
 
     def _plan(self, process: PlanProcess) -> None:
-        """The first process starts before there is a batch; the others help with large batches."""
+        """Plans batches with one process. The first process starts at once, the others with the
+        first large batch; small batches are left to the first process."""
         first, queue = process is self._context.processes[0], self._unplanned
         if first:
             process.start()

@@ -1,4 +1,4 @@
-"""The options of DCPDataLoader: their defaults, and checks when a loader is made."""
+"""The options of DCPDataLoader: defaults, and the checks that are made with the loader."""
 
 import hashlib
 import math
@@ -15,18 +15,17 @@ from dyncp.checks import instance_of, usable_cores, whole_number
 from dyncp.planner import PlannerConfig, plan_batch
 
 TOKENS_PER_RANK = 8192
-STORE_TIMEOUT = 300.0
-# Chosen by benchmarks/fill.py: how full batches and how balanced replicas get.
+# Chosen with benchmarks/fill.py, by how full batches and how balanced replicas are.
 FILL_WINDOW, DEAL_WINDOW, DEAL_WINDOW_READ = 32, 16, 4
-# The local data has these fields besides the user's own.
+# Fields that the loader itself puts into the local data.
 PLAIN_FIELDS = ("input_ids", "position_ids", "labels", "shift_labels")
 TARGET_FIELDS = ("target_rows", "target_labels", "target_weights", "target_tokens")
 OTHER_FIELDS = ("sample_ids", "num_items_in_batch", "batch_fingerprint")
 TOO_LONG = ("error", "truncate", "drop", "split")
-# Ranks may differ in these options, or they are compared by their contents elsewhere.
+# These options may differ between ranks, or their contents are compared elsewhere.
 NOT_COMPARED = {"compared": False}
-MAX_PLANNERS = 4  # by default
-SCHEDULE_BATCHES = 1024  # of which every budget is compared
+MAX_PLANNERS = 4  # default limit of planning processes per rank
+SCHEDULE_BATCHES = 1024  # a schedule's digest has every budget up to this batch, then fewer
 
 Budget = int | Callable[[int], int]
 Collate = Callable[[dict[str, Any], list[Any]], Mapping[str, Any]]
@@ -34,8 +33,8 @@ Collate = Callable[[dict[str, Any], list[Any]], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class LoaderConfig:
-    """The options and their defaults. `DCPDataLoader` says what they mean. Integers are at least
-    `least`, texts one of `choices`."""
+    """The options and their defaults; `DCPDataLoader` explains them. In the metadata of a field,
+    `least` is the minimum of an integer and `choices` are the allowed texts."""
 
     tokens_per_batch: Budget | None = field(default=None, metadata={"least": 1})
     accumulation_steps: int = field(default=1, metadata={"least": 1})
@@ -57,7 +56,7 @@ class LoaderConfig:
     look_ahead: int = field(default=4, metadata={"least": 0} | NOT_COMPARED)
     num_planners: int | None = field(default=None, metadata={"least": 1} | NOT_COMPARED)
     plan_timeout: float = field(default=300.0, metadata=NOT_COMPARED)
-    store_timeout: float = field(default=STORE_TIMEOUT, metadata=NOT_COMPARED)
+    store_timeout: float = field(default=300.0, metadata=NOT_COMPARED)
     plan_function: Callable[..., Any] = plan_batch
     token_fields: Mapping[str, int] = field(default_factory=dict)
     sample_fields: Sequence[str] = field(default=(), metadata=NOT_COMPARED)
@@ -69,7 +68,7 @@ class LoaderConfig:
 
     @staticmethod
     def of(arguments: Mapping[str, Any]) -> "LoaderConfig":
-        """From the arguments of DCPDataLoader, including those that are not options."""
+        """Picks the options out of all arguments of DCPDataLoader."""
         options = {field.name: arguments[field.name] for field in fields(LoaderConfig)}
         return LoaderConfig(**options | {"token_fields": options["token_fields"] or {}})
 
@@ -87,7 +86,7 @@ class LoaderConfig:
         if self.bad_samples == "drop" and self.lengths is not None:
             raise ValueError(
                 "bad_samples='drop' must read every sample before batches are made; with lengths= "
-                "batches are made first. Omit lengths=, or give bad samples the length 0 with "
+                "batches are made first. Omit lengths=, or give bad samples the length 0 and pass "
                 "empty_samples='drop'"
             )
         _check_plan_function(self.plan_function)
@@ -126,8 +125,7 @@ class LoaderConfig:
             instance_of("collate", self.collate, Callable, expected)
 
     def windows(self, *, knows_lengths: bool) -> tuple[int, int]:
-        """How many batches' samples a batch is filled from, and how many batches per replica a
-        round is dealt from."""
+        """The windows for filling a batch and for dealing a round, in batches (per replica)."""
         if self.window is not None:
             return self.window, self.window
         if self.evaluation:
@@ -135,7 +133,7 @@ class LoaderConfig:
         return FILL_WINDOW, DEAL_WINDOW if knows_lengths else DEAL_WINDOW_READ
 
     def planning_processes(self, members: int) -> int:
-        """Number of planning processes of a rank that takes turns with `members` ranks."""
+        """Number of planning processes of one rank if `members` ranks take turns in planning."""
         if self.num_planners is not None:
             return self.num_planners
         share = usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -143,7 +141,7 @@ class LoaderConfig:
         return max(1, min(own_batches, share, MAX_PLANNERS))
 
     def planner_config(self, config: PlannerConfig) -> PlannerConfig:
-        """The planner's own config with these options."""
+        """The planner's config with the loader's options applied."""
         layout = config.layout
         if self.local_multiple > 1:
             layout = replace(layout, local_multiple=self.local_multiple)
@@ -156,7 +154,7 @@ class LoaderConfig:
         )
 
     def shared_settings(self) -> dict[str, str]:
-        """Options that must be equal on all ranks, as texts."""
+        """Options that must be equal on all ranks, as strings."""
         names = [option.name for option in fields(self) if option.metadata.get("compared", True)]
         budget = self.tokens_per_batch
         function = self.plan_function
@@ -172,9 +170,9 @@ class LoaderConfig:
         """The sampler, or the batch sampler."""
         return self.batch_sampler if self.sampler is None else self.sampler
 
-    def budget(self, num_ranks: int) -> Budget:
-        """The token budget of a plan for `num_ranks` ranks."""
-        if self.tokens_per_batch is not None:
+    def budget(self, num_ranks: int) -> Budget | None:
+        """Token budget of a plan for `num_ranks` ranks; None if a batch sampler makes batches."""
+        if self.tokens_per_batch is not None or self.batch_sampler is not None:
             return self.tokens_per_batch
         per_rank = TOKENS_PER_RANK
         if self.max_tokens_per_rank is not None:
@@ -183,14 +181,14 @@ class LoaderConfig:
 
 
 def integer_option(name: str, value: Any, minimum: int) -> int:
-    """An option as a plain int; 1e5 is as good as 100_000."""
+    """The value of an option as an int; a float without a fraction, such as 1e5, is allowed."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return whole_number(name, value, minimum, sys.maxsize)
 
 
 def budget_of(budget: Budget, number: int) -> int:
-    """The budget of batch `number`, by a schedule or constant."""
+    """The budget of batch `number`: a constant, or the result of a schedule."""
     if not callable(budget):
         return budget
     tokens: Any = budget(number)
@@ -199,13 +197,13 @@ def budget_of(budget: Budget, number: int) -> int:
 
 
 def digest_of(what: object, size: int = 8) -> str:
-    """Equal for equal bytes, or objects that look alike when printed, in hexadecimal."""
+    """Hexadecimal digest of bytes, or of an object's repr."""
     data = what if isinstance(what, bytes) else repr(what).encode()
     return hashlib.blake2b(data, digest_size=size).hexdigest()
 
 
-def describe_schedule(budget: Budget) -> str:
-    """A digest of a schedule's budgets: of all early batches, and of ever fewer later ones."""
+def describe_schedule(budget: Budget | None) -> str:
+    """Digest of a schedule's budgets: every early batch, then batches at growing distances."""
     if not callable(budget):
         return ""
     later = np.unique(np.geomspace(SCHEDULE_BATCHES, 1e7, SCHEDULE_BATCHES).astype(np.int64))
@@ -217,18 +215,18 @@ def describe_schedule(budget: Budget) -> str:
 def _budget_text(schedule: Callable[[int], int], number: int) -> str:
     try:
         return str(int(schedule(number)))
-    except Exception as error:  # a list that ends, for example
+    except Exception as error:  # for example, the schedule indexes a list that is too short
         return type(error).__name__
 
 
 def _check_plan_function(function: Any) -> None:
-    """The planning process imports it by name; it does not run the main script."""
+    """The planning process must be able to import the function: it does not run the main script."""
     try:
         pickled = pickle.dumps(function)
     except Exception as error:
         raise ValueError(
             f"plan_function is {function!r}, which cannot be sent to the planning process "
-            f"({error}); pass a function of a module"
+            f"({error}); pass a function that is defined in a module"
         ) from None
     if b"__main__" in pickled:
         raise ValueError(

@@ -1,26 +1,29 @@
-"""Peers: what a rank does while it waits for others, and when one of them fails, leaves or dies.
+"""Peers: how a rank waits for other ranks, and notices that one of them failed, left or died.
 
-Ranks meet twice: when they make a loader (`compare`), and in every iteration over it. Every rank
-writes a heartbeat each second of an iteration: which batch its training has asked for, whether it
-is waiting, and the last step it agreed on. A rank that waits looks at its peers:
+Ranks wait for each other when they make a loader (`compare`), and in every iteration over it.
+During an iteration, each rank writes a heartbeat every second: the number of batches that its
+training has requested, whether it is waiting, and the last step it agreed on. A rank that waits
+checks its peers:
 
-    a peer reported an error              the same error here (BatchMismatch), or PeerError with it
-    a peer left the loop (break, close)   PeerError that names it
-    a peer's process ended                PeerError: at once on this node, else after
-                                          GONE_SECONDS without a heartbeat
-    a peer is late                        a warning after 5, 10, 20, ... s that says where it is;
-                                          PeerError after plan_timeout + store_timeout
-    a peer's epoch has other batches      BatchMismatch
+    a peer reported an error              raises the same BatchMismatch, or PeerError with the text
+    a peer left the loop (break, close)   raises PeerError with its rank
+    a peer's process ended                raises PeerError: at once if it ran on the same node,
+                                          otherwise after GONE_SECONDS without a heartbeat
+    a peer is late                        warns after 5, 10, 20, ... s with its rank and progress;
+                                          raises PeerError after plan_timeout + store_timeout
+    a peer's epoch has other batches      raises BatchMismatch
 
-Only time during which training waits counts: a peer may be writing a checkpoint. An error is
-written to the store first, so that all ranks raise it. Keys, besides those of decision.py:
+Timeouts only include time during which training waits, since a peer may be writing a checkpoint. An
+error is written to the store before it is raised, so that all ranks raise it. Keys in the store, in
+addition to those of decision.py:
 
-    settings, arrived, locations   of a new loader: the first rank's settings; how many ranks have
-                                   come with the same; where all of them run
+    settings, arrived, locations   making a loader: the settings of the first rank; the number of
+                                   ranks with the same settings; where all processes run
     at/2                           heartbeat of process 2
     error                          message of the first rank that failed
-    end, ended, all_ended          number of batches; how many ranks have come to the end
-    leaving, closed, closed/2      how many are leaving; how many have left; when process 2 did
+    end, ended, all_ended          number of batches of the epoch; how many ranks have ended it;
+                                   set when all have
+    leaving, closed, closed/2      how many ranks are leaving; how many left; report of process 2
 """
 
 import logging
@@ -31,7 +34,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic, perf_counter, sleep
-from types import TracebackType
 from typing import Any, NoReturn
 
 from dyncp.dataloader.ranks import BatchMismatch, LoaderRanks, PeerError, Store, StoreError
@@ -39,15 +41,15 @@ from dyncp.planner.process import Closed
 
 logger = logging.getLogger(__name__)
 
-FIRST_POLL, LONGEST_POLL = 0.5e-3, 20e-3  # seconds; an answer takes 0.1 ms on one node
+FIRST_POLL, LONGEST_POLL = 0.5e-3, 20e-3  # seconds; the store answers in 0.1 ms on one node
 HEARTBEAT_SECONDS = 1.0
-COMPARE_HEARTBEATS = 5  # between two comparisons of all ranks' batches, by rank 0
-WARN_SECONDS = 5.0  # of waiting; then after twice as long, and so on
+COMPARE_HEARTBEATS = 5  # process 0 compares the batches of all ranks every 5 heartbeats
+WARN_SECONDS = 5.0  # of waiting until the first warning; the next ones after 10, 20, ... s
 SILENT_SECONDS = 5.0  # without a heartbeat: mentioned in warnings
-GONE_SECONDS = 60.0  # without a heartbeat: given up; a busy interpreter may miss a few
+GONE_SECONDS = 60.0  # without a heartbeat: an error; a busy interpreter may miss a few heartbeats
 LINGER_SECONDS = 3.0
-END_OF_EPOCH = 1 << 62  # in place of a step
-SHOWN = 4  # settings that differ, in an error
+END_OF_EPOCH = 1 << 62  # used as the step after the last one
+SHOWN = 4  # an error names this many settings that differ
 HOST = socket.gethostname()
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 Location = dict[str, Any]  # where a process runs: see `own_location`
@@ -55,9 +57,9 @@ Heartbeat = dict[str, Any]  # see `_write_heartbeat`
 
 
 class Peers:
-    """This rank's view of the others while a loader is made (as a context), or in one iteration,
-    with the `locations` of all processes when they made the loader. How far training is on this
-    rank is written by the thread that trains, and read by those that wait."""
+    """The other ranks as this rank sees them: while the loader is made (as a context manager), or
+    during one iteration. `locations` are those of all processes when they made the loader. The
+    training thread sets `asked` and `asked_at`; the threads that wait read them."""
 
     def __init__(
         self,
@@ -69,16 +71,16 @@ class Peers:
     ) -> None:
         self.store, self.ranks, self._locations = store, ranks, locations
         self.plan_timeout, self.store_timeout = timeouts
-        self.asked = asked  # batches that training has taken or waits for
-        self.asked_at: float | None = None  # since when it has been waiting; None: it is not
+        self.asked = asked  # number of batches that training has taken or is waiting for
+        self.asked_at: float | None = None  # when training started to wait; None: it does not wait
         self.closing = False  # the iteration is being closed
         self._name = f"rank {ranks.name()}"
         self._others = [p for p in range(ranks.num_processes) if p != ranks.process]
-        self.agreed_step = -1  # the last one that this rank has agreed on
-        self._lingers = False  # other ranks still have to read why this one fails
+        self.agreed_step = -1  # the last step that this rank has agreed on
+        self._lingers = False  # other ranks have yet to read why this rank failed
         self._last_beat: dict[int, tuple[int, float]] = {}  # by process: number, when it changed
         self._looked_at = 0.0
-        self._asked: dict[int, int] = {}  # batches of ranks in training, at the last comparison
+        self._asked: dict[int, int] = {}  # `asked` of ranks in training, at the last comparison
         self._warned_of: dict[int, int] = {}
         self._warn_after = WARN_SECONDS
         self._ended = threading.Event()
@@ -86,12 +88,12 @@ class Peers:
 
     @property
     def stalled(self) -> float:
-        """For how many seconds training has been waiting."""
+        """How long training has been waiting, in seconds."""
         asked_at = self.asked_at
         return 0.0 if asked_at is None else perf_counter() - asked_at
 
     def start(self) -> None:
-        """Starts the heartbeat."""
+        """Starts the heartbeat thread."""
         if self.ranks.shared:
             self._thread.start()
 
@@ -100,17 +102,15 @@ class Peers:
     def __enter__(self) -> "Peers":
         return self
 
-    def __exit__(
-        self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is not None:
             self.tell_failure(error, "could not make its loader")
             self._lingers = True
         self.close()
 
     def compare(self, settings: Mapping[str, str]) -> list[Location]:
-        """Waits until all ranks have come with the same settings, or raises BatchMismatch on all of
-        them; returns where they run."""
+        """Waits until all ranks have called this with equal settings; returns where they run.
+        Raises BatchMismatch on all ranks if settings differ."""
         said = {"rank": self.ranks.name(), "settings": dict(settings)}
         first = self.store.first("settings", said)
         self._check_settings(first["settings"], first["rank"], settings)
@@ -127,18 +127,17 @@ class Peers:
     def _check_settings(
         self, theirs: Mapping[str, str], rank: int, mine: Mapping[str, str]
     ) -> None:
-        by_rank = sorted({rank: theirs, self.ranks.name(): mine}.items())
         names = [name for name in sorted({*theirs, *mine}) if theirs.get(name) != mine.get(name)]
         if not names:
             return
-        texts = [
-            ", ".join(f"{settings.get(name, 'nothing')} on rank {r}" for r, settings in by_rank)
-            for name in names[:SHOWN]
-        ]
-        told = "; ".join(f"{name} is {text}" for name, text in zip(names, texts, strict=False))
+        by_rank = sorted({rank: theirs, self.ranks.name(): mine}.items())
+        told = []
+        for name in names[:SHOWN]:
+            values = [f"{settings.get(name, 'nothing')} on rank {r}" for r, settings in by_rank]
+            told.append(f"{name} is {', '.join(values)}")
         self.mismatch(
-            f"ranks made different loaders: {told}; every rank needs the same arguments, samples "
-            "and mask function"
+            f"ranks made different loaders: {'; '.join(told)}; every rank needs the same "
+            "arguments, samples and mask function"
         )
 
     # Waiting
@@ -153,12 +152,12 @@ class Peers:
         bound: float | None = None,
         overdue: Callable[[], None] | None = None,
     ) -> Any:
-        """The value of a key that other ranks set when they have come to the step. Raises for a
-        peer that will never set it. Once training has waited for `bound` seconds (None:
-        plan_timeout + store_timeout), calls `overdue`, which may set the key; by default, raises.
+        """Waits for a key that other ranks set when they reach the step, and returns its value.
+        Raises if a peer will never set it. When training has waited for `bound` seconds (None:
+        plan_timeout + store_timeout), calls `overdue`, which may set the key, or raises PeerError.
 
-        It polls instead of blocking in the store: a blocked call cannot be interrupted, and its
-        timeout makes c10d log warnings."""
+        This polls instead of blocking in the store: a blocked call cannot be interrupted, and c10d
+        logs warnings when it times out."""
         bound = self.plan_timeout + self.store_timeout if bound is None else bound
         pause, checked_at = FIRST_POLL, monotonic()
         while not self.store.has(key):
@@ -174,13 +173,14 @@ class Peers:
                         self.fail(PeerError(f"{self._name} waited {bound:g} s for {what}: {where}"))
                     overdue()
             except PeerError:
-                if not self.store.has(key):  # it may be set just before the other rank leaves
+                if not self.store.has(key):  # a peer may have set it just before it left
                     raise
             checked_at = monotonic()
         return self.store.get(key)
 
     def _check(self, what: str, step: int, batch: int) -> None:
-        """Raises if the iteration is closing, or a peer failed, left, died or has no such batch."""
+        """Raises if the iteration is closing, or if a peer failed, left, died, or has fewer batches
+        than `batch`."""
         if self.closing:
             raise Closed
         told = self._read("error")
@@ -193,29 +193,30 @@ class Peers:
             self._epoch_mismatch(f"is at batch {batch}", f"has {end} batches")
 
     def _check_left(self, what: str) -> None:
-        """A process that died is named first: others may have left because of it."""
+        """Raises if a peer has left. A process that died is reported in preference to peers that
+        left, since these may have left because of it."""
         if not self.store.has("closed"):
             return
         for process, where in self._dead().items():
             self.fail(self._ended_error(process, where))
-        known = {p: self._read(f"closed/{p}") for p in range(self.ranks.num_processes)}
-        left = {process: report for process, report in known.items() if report is not None}
+        reports = [(self._read(f"closed/{p}"), p) for p in range(self.ranks.num_processes)]
+        left = sorted((r["order"], p, r["taken"]) for r, p in reports if r is not None)
         if left:
-            first, *others = sorted(left, key=lambda process: int(left[process]["order"]))
-            then = "".join(f", then rank {self.ranks.name(process)}" for process in others)
+            (_, first, taken), *others = left
+            then = "".join(f", then rank {self.ranks.name(process)}" for _, process, _ in others)
             raise PeerError(
-                f"rank {self.ranks.name(first)} left this iteration after {left[first]['taken']} "
+                f"rank {self.ranks.name(first)} left this iteration after {taken} "
                 f"batches (break, an exception or close()){then}, while {self._name} waits for "
                 f"{what}; all ranks must take the same number of batches"
             )
 
     def _check_heartbeats(self, what: str, step: int) -> None:
-        """Once training has waited for a while: warns, and raises for a peer that is gone."""
+        """Once training has waited for WARN_SECONDS: warns, or raises if a peer is gone."""
         waited = self.stalled
         if waited < WARN_SECONDS:
             self._warn_after = WARN_SECONDS
             return
-        pause = max(HEARTBEAT_SECONDS, 0.02 * self.ranks.num_processes)  # all ask one store
+        pause = max(HEARTBEAT_SECONDS, 0.02 * self.ranks.num_processes)  # spares the shared store
         if monotonic() - self._looked_at < pause:
             return
         self._looked_at = monotonic()
@@ -228,19 +229,20 @@ class Peers:
             logger.warning("%s has waited %.0f s for %s: %s", self._name, waited, what, text)
 
     def _describe(self, step: int) -> str:
-        """Where the ranks are that have not agreed on a step; PeerError if one is gone."""
+        """Progress of the ranks that have not agreed on the step; PeerError if one is gone."""
         if not self._others:
             return "there are no other ranks; planning or reading takes this long"
         found = [(process, self._read(f"at/{process}")) for process in self._others]
         late = [(p, beat) for p, beat in found if beat is None or beat["agreed"] < step]
-        return "; ".join(self._where(*one) for one in late) or "all other ranks have come this far"
+        return "; ".join(self._where(*one) for one in late) or "all other ranks are this far"
 
     def _where(self, process: int, beat: Heartbeat | None) -> str:
+        """Progress of one rank, by its latest heartbeat."""
         name = f"rank {self.ranks.name(process)}"
         if beat is None:
             if self._locations and _has_ended(self._locations[process]):
                 raise self._ended_error(process, self._locations[process])
-            return f"{name} has not begun"
+            return f"{name} has not started"
         silent, location = self._silent_seconds(process, beat), beat["location"]
         at = f"process {location['pid']} on {location['host']}"
         if silent > SILENT_SECONDS and _has_ended(location):
@@ -253,30 +255,31 @@ class Peers:
         if silent > SILENT_SECONDS:
             return f"{name} has sent no heartbeat for {silent:.0f} s ({at})"
         if beat["waiting"]:
-            return f"{name} is waiting for batch {beat['asked'] - 1} as well, and preparing it"
-        return f"{name} has taken {beat['asked']} batches and not asked for the next one"
+            return f"{name} is also waiting for batch {beat['asked'] - 1} and preparing it"
+        return f"{name} has taken {beat['asked']} batches and not requested the next one"
 
     # Failing and leaving
 
     def fail(self, error: Exception) -> NoReturn:
-        """Raises the error here and on all other ranks."""
+        """Raises an error on this rank and on all others."""
         self._lingers = True
         told = {"text": str(error), "mismatch": isinstance(error, BatchMismatch)}
         self.store.first("error", told)
         raise error
 
     def mismatch(self, text: str) -> NoReturn:
-        """Raises BatchMismatch here and on all other ranks."""
+        """Raises BatchMismatch on this rank and on all others."""
         self.fail(BatchMismatch(text))
 
     def tell_failure(self, error: BaseException, what: str = "failed") -> None:
-        """Tells the other ranks why this one does not go on, unless they know. Never raises."""
+        """Reports an error of this rank to the others, unless they caused it. Never raises."""
         if not isinstance(error, PeerError | StoreError | BatchMismatch | Closed):
             with suppress(PeerError, StoreError):  # the store may be what failed
                 self.fail(PeerError(f"{self._name} {what}: {type(error).__name__}: {error}"))
 
     def end_epoch(self, num_batches: int) -> None:
-        """This rank has no more batches; all ranks must end after the same number."""
+        """Reports that this rank has no more batches. Raises BatchMismatch if another rank has
+        ended its epoch after a different number of batches."""
         found = self.store.first("end", num_batches)
         if found != num_batches:
             self._epoch_mismatch(f"has {num_batches} batches", str(found))
@@ -291,19 +294,19 @@ class Peers:
         )
 
     def wait_for_all_ends(self) -> None:
-        """Returns when all ranks have ended the epoch after the same batch."""
+        """Waits until all ranks have ended the epoch after the same batch."""
         self.wait_for("all_ended", "all ranks to end the epoch", END_OF_EPOCH)
 
     def close(self) -> None:
-        """Leaves, and closes the store. The last rank deletes what is left there; processes that
-        died are not waited for. Never raises."""
+        """Leaves the iteration and closes the store. The last rank to leave deletes the remaining
+        keys; processes that died count as having left. Never raises."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(2 * HEARTBEAT_SECONDS)
         try:
             report = {"taken": self.asked, "order": self.store.add("leaving", 1)}
             self.store.set(f"closed/{self.ranks.process}", report)
-            dead = len(self._dead())  # before the last one can delete what it reads
+            dead = len(self._dead())  # read before the last rank can delete the keys
             if self.store.add("closed", 1) + dead >= self.ranks.num_processes:
                 self.store.delete(self.store.list_keys())
             elif self._lingers:
@@ -313,8 +316,8 @@ class Peers:
         self.store.close()
 
     def _linger(self) -> None:
-        """Waits briefly for the other ranks to leave: this process may host the store, and they
-        would see a lost connection instead of the reason."""
+        """Waits briefly for the other ranks to leave. This process may host the store, and they
+        would get a lost connection instead of the error."""
         end = monotonic() + LINGER_SECONDS
         while monotonic() < end and self.store.has("closed"):
             sleep(LONGEST_POLL)
@@ -331,7 +334,7 @@ class Peers:
                 number += 1
                 if number % COMPARE_HEARTBEATS == 0 and not self.ranks.process:
                     self._compare_batches()
-        except StoreError as error:  # raised in the thread that waits, too
+        except StoreError as error:  # the thread that waits raises it, too
             logger.debug("heartbeat: %s", error)
 
     def _write_heartbeat(self, number: int) -> None:
@@ -345,8 +348,8 @@ class Peers:
         self.store.set(f"at/{self.ranks.process}", beat)
 
     def _compare_batches(self) -> None:
-        """Warns if ranks have been at different batches for a while with none waiting here: the one
-        that is ahead waits for the others in a collective."""
+        """Warns if ranks have stayed at different batches since the last comparison, and none waits
+        for the loader: the rank that is ahead may be waiting for the others in a collective."""
         beats = {p: self._read(f"at/{p}") for p in range(self.ranks.num_processes)}
         asked = {p: beat["asked"] for p, beat in beats.items() if beat and not beat["waiting"]}
         stays = asked == self._asked and len(asked) == self.ranks.num_processes
@@ -362,10 +365,11 @@ class Peers:
             )
 
     def _read(self, key: str) -> Any:
-        """None if the key is not set."""
+        """The value of a key; None if it is not set."""
         return self.store.get(key) if self.store.has(key) else None
 
     def _silent_seconds(self, process: int, beat: Heartbeat) -> float:
+        """For how long this rank has not seen a new heartbeat of a process."""
         number, since = self._last_beat.get(process, (-1, 0.0))
         if number != beat["number"]:
             since = monotonic()
@@ -373,7 +377,7 @@ class Peers:
         return monotonic() - since
 
     def _dead(self) -> dict[int, Location]:
-        """Processes of this node that ended without closing the iteration."""
+        """Processes of this node that ended without leaving the iteration."""
         known = {p: self._locations[p] for p in self._others} if self._locations else {}
         ended = {p: where for p, where in known.items() if _has_ended(where)}
         return {p: where for p, where in ended.items() if not self.store.has(f"closed/{p}")}
@@ -384,8 +388,8 @@ class Peers:
 
 
 def own_location() -> Location:
-    """`ids` is the boot and the namespace that process ids belong to: several nodes, or
-    containers with their own process ids, may have the same host name."""
+    """Where this process runs. `ids` names the boot and the namespace of its process id: several
+    nodes, or containers with their own process ids, may have the same host name."""
     ids = HOST
     with suppress(OSError):  # not Linux
         ids = f"{BOOT_ID.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -393,7 +397,7 @@ def own_location() -> Location:
 
 
 def _has_ended(where: Location) -> bool:
-    """Whether that is certain, which it can be only where process ids mean the same."""
+    """Whether a process has certainly ended; False if this process cannot see its process id."""
     return where["ids"] == own_location()["ids"] and not _alive(where["pid"])
 
 

@@ -1,5 +1,5 @@
-"""What plans are made for: model, nodes, costs. `BatchPlanner` has a planning process plan batches,
-or uses the static method in its place; `sample_seconds` predicts what a sample takes."""
+"""The model, cluster and costs that plans are made for. `BatchPlanner` requests plans from a
+planning process, or makes static plans; `sample_seconds` predicts the training time of a sample."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -27,8 +27,8 @@ from dyncp.planner import PlannerConfig, plan_batch
 from dyncp.planner.process import PlanFailed, PlanProcess, PlanReply
 from dyncp.topology import Topology
 
-STATIC_SOLVER = "zigzag"  # fits every batch, mask and number of ranks
-# Of a decoder of unknown sizes, in units of its hidden size: those of Llama-3-8B.
+STATIC_SOLVER = "zigzag"  # works for every batch, mask and number of ranks
+# A decoder of unknown sizes is assumed to be like Llama-3-8B; FFN and vocabulary in hidden sizes.
 LAYERS, FFN, VOCAB = 32, 3.5, 32
 OVERRIDE_HINT = (
     "pass topology=preset(name, nodes, ranks), or cost=CostModel(profile, shape), for another"
@@ -38,10 +38,11 @@ OVERRIDE_HINT = (
 def model_shape(
     model: Any, dtype: Any = None, parts: int = 1
 ) -> tuple[AttentionShape, ModelConfig | None]:
-    """The attention shape of `model` on one rank, and its sizes there if they are known.
+    """The attention shape of `model` on one rank, and the model's sizes there if known.
 
-    `dtype` is that of q and kv ("bf16", or torch's); by default the model's or its config's.
-    `parts` tensor-parallel ranks share a model; an AttentionShape is that of one rank already.
+    `dtype` is the dtype of q and kv ("bf16", or a torch dtype; default: the model's or config's).
+    A model is divided among `parts` tensor-parallel ranks; a given AttentionShape is not: it must
+    be the shape on one rank.
     """
     if model is None or isinstance(model, AttentionShape):
         shape = AttentionShape.assumed() if model is None else model
@@ -64,7 +65,7 @@ def model_shape(
 
 
 def _dtype_of(model: Any) -> str | None:
-    """The name of the dtype of a model's config or weights."""
+    """The name of the dtype in a model's config or of its weights; None if unknown."""
     of = model.get if isinstance(model, Mapping) else partial(getattr, model)
     found = of("dtype", None) or of("torch_dtype", None)
     if found is None and hasattr(model, "parameters"):
@@ -75,9 +76,9 @@ def _dtype_of(model: Any) -> str | None:
 def topology_and_cost(
     ranks: LoaderRanks, topology: Topology | None, cost: CostModel | None, shape: AttentionShape
 ) -> tuple[Topology, CostModel]:
-    """What is given is used, and determines the other if it can: a topology with a preset's name
-    has that preset's costs. By default, nodes with devices like this process's. All ranks need
-    the same; ranks with different profiles get BatchMismatch (see Peers)."""
+    """The given topology and cost model. A missing one follows from the other if possible (a
+    topology that is named after a preset has its costs), otherwise from this process's device.
+    Ranks with different profiles get a BatchMismatch (see Peers)."""
     if cost is None:
         named = None if topology is None else PROFILES.get(topology.name)
         cost = CostModel(named or _device_profile(ranks), shape)
@@ -90,24 +91,25 @@ def topology_and_cost(
 
 def _device_profile(ranks: LoaderRanks) -> Profile:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else CPU
-    if not ranks.rank and ranks.num_ranks > 1:  # one rank has nothing to choose
+    if not ranks.rank and ranks.num_ranks > 1:  # plans for one rank do not depend on the profile
         tell_profile(device, OVERRIDE_HINT)
     return profile_for_device(device)
 
 
 @dataclass(frozen=True, eq=False)
 class BatchPlanner:
-    """Plans batches. `config` is the planner's, with the loader's options put into it."""
+    """Plans batches. `config` is the planner's config with the loader's options applied."""
 
     plan_function: Callable[..., Any]
     topology: Topology
     shape: AttentionShape
     config: PlannerConfig
-    cost: CostModel | None = None
-    model: ModelConfig | None = None
+    cost: CostModel
+    model: ModelConfig | None
 
     def plan(self, process: PlanProcess, batch: Batch) -> PlanReply:
-        """Every rank's part, from the planning process; PlanFailed gives the reason if it fails."""
+        """Each rank's part of the plan, from the planning process. Raises PlanFailed with the
+        reason if there is none."""
         args = (batch, self.topology, self.shape, self.config)
         costs = {"cost": self.cost, "model": self.model}
         reply = process.plan(partial(self.plan_function, *args, **costs))
@@ -120,7 +122,7 @@ class BatchPlanner:
         return reply
 
     def static_plan(self, batch: Batch) -> Plan:
-        """The plan of the static method, made in this process; the same on every rank."""
+        """The static plan, made in this process; it is the same on every rank."""
         most = self.config.max_tokens_per_rank
         plain = replace(self.config, block_size=None, head_groups=1, max_tokens_per_rank=None)
         config = replace(plain, solver=STATIC_SOLVER)
@@ -134,16 +136,16 @@ class BatchPlanner:
         return plan
 
     def shared_settings(self) -> dict[str, str]:
-        """What must be equal on all ranks, as texts."""
+        """Settings that must be equal on all ranks, as strings."""
         return {
-            "profile": "" if self.cost is None else self.cost.profile.name,
+            "profile": self.cost.profile.name,
             "topology": repr(self.topology),
             "model": repr((self.shape, self.model)),
             "planner": repr(self.config),
         }
 
     def check_tokens(self, tokens: int, what: str) -> None:
-        """Raises ValueError for more tokens than all ranks together may hold."""
+        """Raises ValueError for more tokens than all ranks together may hold; `what` begins it."""
         ranks, most = self.topology.num_ranks, self.config.max_tokens_per_rank
         if most is not None and tokens > most * ranks:
             raise ValueError(
@@ -155,14 +157,14 @@ class BatchPlanner:
 def sample_seconds(
     mask_fn: Any, cost: CostModel, model: ModelConfig | None, *, forward_only: bool
 ) -> Callable[[int], float]:
-    """Predicts the seconds of training on a sample from its length: all layers of a model on one
-    rank, attention by the cost model, other work by tokens.
+    """Returns a function that predicts the training time of a sample in seconds from its length:
+    all layers of a model on one rank, with attention priced by the cost model and other work by
+    tokens.
 
-    Attention pairs are those of the mask of that length; of a causal mask if the mask function
-    needs the sample itself. They are counted at powers of two and keys per token are interpolated
-    linearly between these, which is exact for causal and full masks. All ranks have to predict the
-    same times, or they would deal other batches: only operations with exactly defined IEEE rounding
-    are used.
+    Attention pairs are counted from the mask of that length, or from a causal mask if the mask
+    function needs the sample itself. They are counted at powers of two; in between, keys per token
+    are interpolated linearly, which is exact for causal and full masks. All ranks must predict the
+    same times to deal the same batches, so only operations with exact IEEE rounding are used.
     """
     sizes = model or _assumed_model(cost.shape)
     directions = [Direction.FORWARD] + [Direction.BACKWARD] * (not forward_only)
@@ -193,11 +195,12 @@ def sample_seconds(
 
 
 def _num_pairs(mask_fn: Any, length: int) -> float:
-    """Mean over a sample's masks; those of a causal mask if the length does not determine them."""
+    """Pairs of a sample's masks on average; of a causal mask if the length alone does not determine
+    the masks."""
     if isinstance(mask_fn, MaskFunction | NamedMasks):
         try:
             given = mask_fn(length)
-        except Exception:  # a parameter comes from the sample, or does not fit this length
+        except Exception:  # the mask needs the sample, or cannot have this length
             given = None
         masks = given.values() if isinstance(given, dict) else [given]
         pairs = [mask.num_pairs for mask in masks if isinstance(mask, Mask)]

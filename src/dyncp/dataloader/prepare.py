@@ -1,7 +1,7 @@
-"""Prepares one batch on this rank: its samples and masks, the agreed plan, and its local data.
+"""Prepares one batch on this rank: its samples and masks, the agreed plan, and the local data.
 
-A sample is read, and a mask made, when it is first needed: `BatchData` caches them for the thread
-that plans the batch and the one that delivers it.
+Samples are read and masks are made when they are first needed. `BatchData` caches them for the
+thread that plans the batch and the thread that delivers it.
 """
 
 import logging
@@ -45,32 +45,32 @@ from dyncp.planner.process import PlanProcess
 
 logger = logging.getLogger(__name__)
 
-NO_SAMPLE = -1  # in sample_ids
-DIGITS = 8  # of a sample's digests: a decision may have a thousand of them
+NO_SAMPLE = -1  # in sample_ids: a padding row, or a row of a filler
+DIGITS = 8  # hexadecimal digits of a sample's digests; a decision may contain a thousand digests
 SampleMasks = dict[str, Mask]  # by name
 
 
 class MaskMaker:
-    """Calls the mask function: with a length if that is all it needs, else with the sample."""
+    """Calls the mask function with the length if it needs nothing else, or with the sample."""
 
     def __init__(self, mask_fn: Any, seed: int = 0) -> None:
         instance_of("mask_fn", mask_fn, Callable, "a function of a sample, such as masks.causal")
         self._mask_fn, self._seed = mask_fn, seed
-        # Until a call shows that it needs the sample.
+        # Assumed until a call with a length fails.
         self.takes_lengths = isinstance(mask_fn, MaskFunction | NamedMasks)
 
     def of_length(self, length: int, index: int) -> SampleMasks | None:
-        """The mask of a sample known by its length alone; None if the sample must be read."""
+        """The masks of a sample of this length; None if the mask function needs the sample."""
         if not self.takes_lengths:
             return None
         try:
             return _checked(self._mask_fn(length), length, index)
-        except Exception:  # a parameter comes from the sample; a real mistake shows there too
+        except Exception:  # it needs the sample; a real mistake is raised by `of_sample`, too
             self.takes_lengths = False
             return None
 
     def of_sample(self, sample: Any, entry: SampleEntry) -> SampleMasks:
-        """The mask of a whole sample."""
+        """The masks of a whole sample."""
         length = len(input_ids_of(sample, entry.index))
         try:
             with SeededRandom(self._seed, entry.epoch, entry.index, "mask"):
@@ -80,15 +80,15 @@ class MaskMaker:
         return _checked(result, length, entry.index)
 
     def digest(self, sample: Any, index: int) -> str:
-        """Of a sample's masks, to compare with other ranks."""
+        """Digest of a sample's masks, to compare with other ranks."""
         try:
             return _masks_digest(self.of_sample(sample, SampleEntry(0, index, 0)))
-        except Exception as error:  # the sample may not be trained on; if it is, it shows there
+        except Exception as error:  # a sampler may skip this sample; otherwise training raises it
             return type(error).__name__
 
 
 def _checked(result: Any, length: int, index: int) -> SampleMasks:
-    """The result of a mask function for a sample of this length."""
+    """The masks that a mask function returned for a sample of this length, by name."""
     masks = dict(result) if isinstance(result, Mapping) else {DEFAULT_MASK: result}
     for mask in masks.values():
         given = f"the mask of sample {index}"
@@ -102,7 +102,7 @@ def _checked(result: Any, length: int, index: int) -> SampleMasks:
 
 
 def _cut_mask(mask: Mask, start: int, end: int) -> Mask:
-    """The mask of the tokens from `start` to `end`."""
+    """The part of a mask for the tokens from `start` to `end`."""
     if mask.length == end - start:
         return mask
     positions, weights = (x if x is None else x[start:end] for x in (mask.positions, mask.weights))
@@ -122,7 +122,7 @@ def _masks_digest(masks: SampleMasks) -> str:
 
 
 class PreparesAhead(Protocol):
-    """What is asked of a DCPExecutor."""
+    """The part of DCPExecutor's interface that the loader uses."""
 
     transport: Any
 
@@ -131,7 +131,7 @@ class PreparesAhead(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class LoaderContext:
-    """What an iteration needs from its loader."""
+    """Everything that an iteration needs from its loader."""
 
     config: LoaderConfig
     ranks: LoaderRanks
@@ -139,12 +139,13 @@ class LoaderContext:
     mask_maker: MaskMaker
     planner: BatchPlanner
     processes: tuple[PlanProcess, ...] = ()
-    locations: Sequence[Location] = ()  # of all processes
-    executor: PreparesAhead | None = None  # that will run the plans
+    locations: Sequence[Location] = ()  # where all processes run
+    executor: PreparesAhead | None = None  # will run the plans
 
 
 class BatchData:
-    """The samples and masks of one batch. Two threads use it: one plans, one delivers."""
+    """The samples and masks of one batch, for the thread that plans it and the thread that delivers
+    it."""
 
     def __init__(self, context: LoaderContext, selection: SelectedBatch) -> None:
         self.selection = selection
@@ -157,7 +158,7 @@ class BatchData:
         self._lock = threading.RLock()
 
     def sample(self, number: int) -> Any:
-        """The batch's sample `number`, cut to the tokens that the batch takes of it."""
+        """Sample `number` of the batch, cut to the tokens that the batch uses."""
         entry, sample = self.selection.entries[number], self._whole(number)
         if entry.length == entry.whole:
             return sample
@@ -169,8 +170,8 @@ class BatchData:
         self._source.read_ahead(entries[n] for n in numbers if n not in self._read)
 
     def masks(self, number: int) -> SampleMasks:
-        """The masks of the batch's sample `number`: of the whole sample, then cut, since a mask may
-        depend on any of its fields."""
+        """The masks of sample `number` of the batch. They are made for the whole sample, since they
+        may depend on any of its fields, and then cut."""
         with self._lock:
             if number not in self._masks:
                 entry, masks = self.selection.entries[number], None
@@ -194,8 +195,8 @@ class BatchData:
             return self._batch
 
     def digests(self) -> list[SampleDigests]:
-        """Of all samples, with the masks that have been made and the content that has been read;
-        none if there is no other rank to compare them with."""
+        """Digests of all samples, as far as masks have been made and samples have been read; empty
+        if there is no other rank to compare them with."""
         if not self._compared:
             return []
         with self._lock:
@@ -210,7 +211,7 @@ class BatchData:
             ]
 
     def needs_no_reading(self) -> bool:
-        """Whether `batch` reads no more samples than have been read."""
+        """Whether `batch` can be made without reading further samples."""
         return not self._source.knows_lengths or self._mask_maker.takes_lengths
 
     def _content(self, number: int) -> str:
@@ -227,8 +228,8 @@ class BatchData:
 @dataclass(frozen=True, eq=False)
 class AgreedPlan(RankPlan):
     """A part that the global ranks `agreed_by` have agreed on: `prepare` of an executor over these
-    ranks does not ask them again. A `filler` stands in for a batch that a replica lacks in the last
-    round; its sample is another replica's."""
+    ranks does not compare it again. A `filler` is a placeholder with a sample of another replica,
+    if the last round has no batch left for this one."""
 
     agreed_by: tuple[int, ...] = ()
     filler: bool = False
@@ -236,9 +237,9 @@ class AgreedPlan(RankPlan):
 
 @dataclass(frozen=True, slots=True)
 class BatchRecord:
-    """One batch. `plan_seconds` is the planner's time, `stall_seconds` how long training waited,
-    `queue_depth` how many batches were ready when it asked. `moved_bytes` are those of one
-    attention layer, all masks, forward and backward, all ranks."""
+    """Measurements of one batch. `plan_seconds` is the planner's time, `stall_seconds` how long
+    training waited, `queue_depth` how many batches were ready when it asked. `moved_bytes` is the
+    traffic of one attention layer: all masks, forward and backward, all ranks."""
 
     plan_seconds: float
     part_bytes: int
@@ -246,20 +247,14 @@ class BatchRecord:
     compute_imbalance: float
     token_imbalance: float
     solver: str
-    static: bool  # the planner failed, and a static method replaced it
+    static: bool  # a static plan, because the planner failed
     stall_seconds: float = 0.0
     queue_depth: int = 0
-
-    @staticmethod
-    def of(part: RankPlan, plan_seconds: float, part_bytes: int, *, static: bool) -> "BatchRecord":
-        moved = sum(sum(both) for both in part.declared_bytes.values())
-        imbalances = part.balance.compute_max_over_mean, part.balance.tokens_max_over_mean
-        return BatchRecord(plan_seconds, part_bytes, moved, *imbalances, part.solver, static)
 
 
 @dataclass(frozen=True, eq=False)
 class PreparedBatch:
-    """A batch that is ready for training. `targets` are those of this rank's tokens."""
+    """A batch that is ready for training. `targets` is the number of targets of this rank."""
 
     data: dict[str, Any]
     plan: RankPlan | Plan
@@ -269,21 +264,21 @@ class PreparedBatch:
 
 
 class BatchPreparer:
-    """Turns decisions into plans and local data."""
+    """Turns the decision about a batch into its plan and local data."""
 
     def __init__(self, context: LoaderContext, exchange: PlanExchange) -> None:
         config = self._config = context.config
         ranks = self._ranks = context.ranks
         self._planner, self._exchange = context.planner, exchange
         self._own = range(ranks.num_ranks) if ranks.rank is None else [ranks.rank]
-        wanted = config.pin_memory
-        self._pins = torch.cuda.is_available() if wanted is None else wanted
+        pin = config.pin_memory
+        self._pins = torch.cuda.is_available() if pin is None else pin
 
     def prepare(self, step: int, batch: BatchData) -> PreparedBatch:
         selection = batch.selection
         decision = self._exchange.decision(step, selection)
         make_parts = self._static_parts if decision.static else self._planned_parts
-        parts, size = make_parts(batch, decision)
+        parts = make_parts(batch, decision)
         plan = Plan(parts) if self._ranks.rank is None else self._agreed(parts[0], batch)
         data, targets = self._data(batch, plan)
         shared = self._shared(parts[0])
@@ -292,34 +287,36 @@ class BatchPreparer:
         if decision.static:
             self._exchange.check_static(selection, plan.digest)
         self._exchange.leave(selection, decision, shared)
-        record = BatchRecord.of(parts[0], decision.seconds, size, static=decision.static)
+        record = BatchRecord(
+            plan_seconds=decision.seconds,
+            part_bytes=0 if decision.static else max(decision.sizes[rank] for rank in self._own),
+            moved_bytes=sum(sum(both) for both in parts[0].declared_bytes.values()),
+            compute_imbalance=parts[0].balance.compute_max_over_mean,
+            token_imbalance=parts[0].balance.tokens_max_over_mean,
+            solver=parts[0].solver,
+            static=decision.static,
+        )
         targets = targets if self._ranks.counts_targets else 0
         return PreparedBatch(data, plan, selection.end, record, targets)
 
-    def _planned_parts(
-        self, batch: BatchData, decision: Decision
-    ) -> tuple[tuple[RankPlan, ...], int]:
-        """This process's parts of the published plan, and the bytes of the largest."""
-        encoded = [self._exchange.part(batch.selection, decision, rank) for rank in self._own]
-        parts = tuple(decode_part(part) for part in encoded)
-        for rank, part in zip(self._own, parts, strict=True):
-            self._check_part(part, rank, decision)
-        return parts, max(map(len, encoded))
+    def _planned_parts(self, batch: BatchData, decision: Decision) -> tuple[RankPlan, ...]:
+        """This process's parts of the published plan."""
+        parts = []
+        for rank in self._own:
+            part = decode_part(self._exchange.part(batch.selection, decision, rank))
+            found = (part.rank, part.num_ranks, part.digest, part.fingerprint)
+            wanted = (rank, self._ranks.num_ranks, decision.digest, decision.batch)
+            if found != wanted:
+                text = "rank {} of {}, plan {}, batch {}"
+                raise PeerError(
+                    f"the store has a part of another plan: {text.format(*found)}; expected "
+                    f"{text.format(*wanted)}"
+                )
+            parts.append(part)
+        return tuple(parts)
 
-    def _check_part(self, part: RankPlan, rank: int, decision: Decision) -> None:
-        found = (part.rank, part.num_ranks, part.digest, part.fingerprint)
-        wanted = (rank, self._ranks.num_ranks, decision.digest, decision.batch)
-        if found != wanted:
-            text = "rank {} of {}, plan {}, batch {}"
-            raise PeerError(
-                f"the store has a part of another plan: {text.format(*found)}; expected "
-                f"{text.format(*wanted)}"
-            )
-
-    def _static_parts(
-        self, batch: BatchData, decision: Decision
-    ) -> tuple[tuple[RankPlan, ...], int]:
-        """The same of the static plan, made here: 0 bytes were sent."""
+    def _static_parts(self, batch: BatchData, decision: Decision) -> tuple[RankPlan, ...]:
+        """This process's parts of the static plan, which every process makes itself."""
         if not self._ranks.member:
             logger.warning(
                 "batch %d of epoch %d gets a static plan: %s",
@@ -328,7 +325,7 @@ class BatchPreparer:
                 decision.reason,
             )
         plan = self._planner.static_plan(batch.batch())
-        return tuple(plan.parts[rank] for rank in self._own), 0
+        return tuple(plan.parts[rank] for rank in self._own)
 
     def _agreed(self, part: RankPlan, batch: BatchData) -> RankPlan:
         agreed_by, filler = self._ranks.group_ranks, batch.selection.filler
@@ -338,7 +335,7 @@ class BatchPreparer:
         return AgreedPlan(**values, agreed_by=agreed_by, filler=filler)
 
     def _data(self, batch: BatchData, plan: RankPlan | Plan) -> tuple[dict[str, Any], int]:
-        """This rank's data, and its number of targets."""
+        """This rank's local data, and its number of targets."""
         batch.read_ahead(local_sequences(plan))
         fields = self._config.token_fields
         rows: dict[str, Any] = local_rows(plan, batch.sample, batch.masks, fields)
@@ -347,16 +344,16 @@ class BatchPreparer:
         targets = num_targets(rows)
         rows["batch_fingerprint"] = fingerprint_tensor(plan.fingerprint)
         data = self._add_sample_data(rows, plan, batch)
-        return {name: self._pinned(value) for name, value in data.items()}, targets
-
-    def _pinned(self, value: Any) -> Any:
-        return value.pin_memory() if self._pins and isinstance(value, Tensor) else value
+        if self._pins:
+            tensors = {name: value for name, value in data.items() if isinstance(value, Tensor)}
+            data |= {name: value.pin_memory() for name, value in tensors.items()}
+        return data, targets
 
     def _add_sample_data(
         self, data: dict[str, Any], plan: RankPlan | Plan, batch: BatchData
     ) -> dict[str, Any]:
-        """The local data with `sample_ids` and `sample_fields`, after the user's `collate`. Samples
-        are those that this rank has tokens of, in the batch's order; a filler has none."""
+        """Adds `sample_ids` and `sample_fields`, then calls the user's `collate`, with the samples
+        that this rank has tokens of, in the batch's order; none for a filler."""
         config, selection = self._config, batch.selection
         if config.sample_ids:
             data["sample_ids"] = _sample_ids(plan, selection)[None]
@@ -375,10 +372,10 @@ class BatchPreparer:
         return _collated(config.collate, data, samples) if config.collate else data
 
     def _shared(self, part: RankPlan) -> list[int]:
-        """Samples that several members have tokens of."""
+        """The samples that several members have tokens of, by their numbers in the batch."""
         if self._ranks.num_members == 1:
             return []
-        if self._ranks.num_members > self._ranks.num_ranks:  # peers have all that a rank has
+        if self._ranks.num_members > self._ranks.num_ranks:  # tensor-parallel peers share them all
             return list(range(len(part.lengths)))
         owners = np.unique(np.stack([part.blocks.sequence, part.blocks.owner]), axis=1)[0]
         sequences, ranks = np.unique(owners, return_counts=True)
@@ -386,7 +383,7 @@ class BatchPreparer:
 
 
 def _sample_ids(plan: RankPlan | Plan, selection: SelectedBatch) -> Tensor:
-    """The sample's index in the dataset, for every local row."""
+    """The index in the dataset of each local row's sample."""
     indices = np.array([entry.index for entry in selection.entries], np.int64)
     _, sequence = rows_and_sequences(plan)
     none = (sequence < 0) | selection.filler
@@ -400,6 +397,7 @@ def _collated(collate: Collate, data: dict[str, Any], samples: list[Any]) -> dic
         raise RuntimeError(f"collate raised {type(error).__name__}: {error}") from error
     if not isinstance(found, Mapping):
         raise ValueError(
-            f"collate gave {type(found).__name__}; expected the local data, with further fields"
+            f"collate returned {type(found).__name__}; expected a dict: the local data, with any "
+            "further fields"
         )
     return dict(found)

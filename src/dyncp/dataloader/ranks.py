@@ -1,8 +1,8 @@
-"""Which ranks make a loader together (`LoaderRanks`), the key-value store that they talk through,
-and the errors that one of them may cause on the others.
+"""The ranks that make a loader together (`LoaderRanks`), the key-value store through which they
+communicate, and the errors that one rank may cause on others.
 
-`SharedStore` is a client of the process group's store; a single process has a `Store` of its own.
-Plans and decisions (decision.py), heartbeats and failures (peers.py) go through it.
+`SharedStore` is a client of the process group's store; a single process has its own `Store`. Plans
+and decisions (decision.py), heartbeats and failures (peers.py) go through it.
 """
 
 import json
@@ -22,42 +22,42 @@ from torch.distributed.distributed_c10d import PrefixStore
 from dyncp.checks import parse_json, whole_number
 from dyncp.topology import Topology
 
-CHUNK_BYTES = 4 << 20  # values over 8 MiB reset the connection of a TCPStore
+CHUNK_BYTES = 4 << 20  # a TCPStore resets the connection for values of more than 8 MiB
 HURRY_SECONDS = 5.0
 
 
 class StoreError(RuntimeError):
-    """The store did not answer, or the connection to it is lost."""
+    """The store did not answer, or the connection to it was lost."""
 
 
 class BatchMismatch(ValueError):  # noqa: N818 (a user's mistake: the ranks got different arguments)
-    """Ranks disagree on options, on the content of a sample, or on its masks."""
+    """Ranks disagree on options, batches, the content of a sample, or its masks."""
 
 
 class PeerError(RuntimeError):
-    """Another rank failed while preparing batches, left the loop, or is gone."""
+    """Another rank failed while preparing batches, left the loop, died, or is too late."""
 
 
 class Store:
-    """Values by key, of this process alone: small JSON values, and bytes of any size. Keys with
-    several writers only use `add` and `first`."""
+    """A key-value store of this process: small JSON values, and bytes of any size. Keys that
+    several ranks write only use `add` and `first`."""
 
     def __init__(self) -> None:
         self._client: Any = dist.HashStore()  # type: ignore[attr-defined]
 
     def _call(self, name: str, *args: Any) -> Any:
-        """Calls a method of one of torch's stores."""
+        """Calls a method of torch's store."""
         return getattr(self._client, name)(*args)
 
     def set(self, key: str, value: Any) -> None:
         self._call("set", key, json.dumps(value))
 
     def get(self, key: str) -> Any:
-        """The value of a key that exists."""
+        """The value of a key, which must exist."""
         return _read_json(self._call("get", key))
 
     def first(self, key: str, value: Any) -> Any:
-        """Sets the key unless it is set; returns its value."""
+        """Sets the key unless another rank has set it; returns its value."""
         return _read_json(self._call("compare_set", key, "", json.dumps(value)))
 
     def has(self, key: str) -> bool:
@@ -68,7 +68,7 @@ class Store:
         return int(self._call("add", key, amount))
 
     def set_bytes(self, key: str, data: bytes) -> None:
-        """Writes them in chunks: see `chunk_keys`."""
+        """Writes bytes in chunks, under `chunk_keys`."""
         for number, name in enumerate(chunk_keys(key, len(data))):
             self._call("set", name, data[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES])
 
@@ -83,14 +83,14 @@ class Store:
         return list(self._call("list_keys"))
 
     def hurry(self) -> None:
-        """From now on, waits at most a few seconds for an answer: only clean-up is left."""
+        """Waits at most a few seconds for answers from now on, since only clean-up is left."""
 
     def close(self) -> None:
-        """Gives the connection back."""
+        """Closes the connection."""
 
 
 def chunk_keys(key: str, size: int) -> list[str]:
-    """Where so many bytes are written: key, key/1, ..."""
+    """The keys of a value of `size` bytes: key, key/1, ..."""
     more = range(1, -(-size // CHUNK_BYTES))
     return [key, *(f"{key}/{number}" for number in more)]
 
@@ -105,8 +105,8 @@ def _read_json(text: bytes) -> Any:
 class SharedStore(Store):
     """A client of the process group's store, with its own connection and thread.
 
-    The thread bounds every call: most calls to a TCPStore whose server hangs never return, whatever
-    timeout is set."""
+    Calls run in the thread so that they can time out: if the server hangs, most calls to a TCPStore
+    never return, whatever its timeout."""
 
     def __init__(self, store: Any, prefix: str, rank: int, timeout: float) -> None:
         self._prefix, self._rank, self._timeout = prefix, rank, timeout
@@ -152,7 +152,7 @@ class SharedStore(Store):
                 answer.set_exception(error)
 
     def _connect(self, store: Any) -> PrefixStore:
-        """A connection of its own, if the store's kind has connections."""
+        """A client with its own connection, if this kind of store has connections."""
         client = store.clone()
         client.set_timeout(timedelta(seconds=self._timeout))
         return PrefixStore(self._prefix, client)
@@ -161,9 +161,9 @@ class SharedStore(Store):
 @dataclass(frozen=True)
 class LoaderRanks:
     """A *replica* is a set of processes that train on the same batches. Its `num_members` members
-    share plans and take turns in making them. Of a plan for `num_ranks` ranks, this process takes
-    the part of `rank` (None: all parts, for virtual ranks). Tensor-parallel peers have the same
-    rank."""
+    share plans and take turns in making them. A plan is for `num_ranks` ranks; this process runs
+    the part of `rank` (None: all parts, as virtual ranks). Tensor-parallel peers have the same
+    `rank`."""
 
     rank: int | None
     num_ranks: int
@@ -171,14 +171,14 @@ class LoaderRanks:
     num_members: int = 1
     replica: int = 0
     num_replicas: int = 1
-    counts_targets: bool = True  # False for all but one of the members with this rank
-    tensor_parallel: int = 1  # members that share the heads of a layer
+    counts_targets: bool = True  # True for one of the members with the same `rank`
+    tensor_parallel: int = 1  # number of members that share the heads of a layer
     group_ranks: tuple[int, ...] = ()  # global ranks that run the plan together
-    all_ranks: tuple[int, ...] = ()  # global ranks of all members of all replicas, in that order
+    all_ranks: tuple[int, ...] = ()  # global ranks of all members, replica by replica
 
     @property
     def process(self) -> int:
-        """Index of this process among all members of all replicas."""
+        """Index of this process in `all_ranks`."""
         return self.replica * self.num_members + self.member
 
     def name(self, process: int | None = None) -> int:
@@ -200,8 +200,8 @@ class LoaderRanks:
 
     @staticmethod
     def of(group: Any = None, mesh: Any = None, virtual_ranks: int | None = None) -> "LoaderRanks":
-        """From a ProcessGroup or one-dimensional DeviceMesh, a mesh with a dimension "cp", or the
-        world; a single rank if torch.distributed is not initialised."""
+        """The ranks of a ProcessGroup or one-dimensional DeviceMesh, of a mesh with a dimension
+        "cp", or of the world; a single rank if torch.distributed is not initialised."""
         if sum(choice is not None for choice in (group, mesh, virtual_ranks)) > 1:
             raise ValueError("pass only one of group=, mesh= and virtual_ranks=")
         if virtual_ranks is not None:
@@ -222,8 +222,8 @@ class LoaderRanks:
         return LoaderRanks(own, len(ranks), own, len(ranks), group_ranks=ranks, all_ranks=ranks)
 
     def topology(self) -> Topology:
-        """Nodes by torchrun's layout: the same number of consecutive ranks on each, or one
-        node."""
+        """Nodes in torchrun's layout: each has LOCAL_WORLD_SIZE consecutive global ranks. A single
+        node if that is unknown, or if nodes would have different numbers of this plan's ranks."""
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
         if not self.group_ranks or not per_node:
             return Topology(1, self.num_ranks)
@@ -235,8 +235,8 @@ class LoaderRanks:
 
 
 def _of_mesh(mesh: Any) -> LoaderRanks:
-    """Dimensions named dp... are replicas, "cp" runs plans; all others share the data, and "tp" the
-    heads, too."""
+    """The ranks of a mesh: its dimensions named dp... are replicas, and the ranks along "cp" run
+    plans. Ranks along all other dimensions get the same data; along "tp" they also share heads."""
     names = mesh.mesh_dim_names or ()
     if "cp" not in names:
         raise ValueError(
@@ -265,6 +265,6 @@ def _of_mesh(mesh: Any) -> LoaderRanks:
 
 
 def data_dimensions(mesh: Any) -> list[str]:
-    """Dimensions of a mesh along which ranks have different tokens: dp... and "cp"."""
+    """The dimensions of a mesh along which ranks have different tokens: dp... and "cp"."""
     names = mesh.mesh_dim_names or ()
     return [name for name in names if name == "cp" or name.startswith("dp")]

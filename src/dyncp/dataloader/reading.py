@@ -1,15 +1,15 @@
-"""Reads samples by index, here or in worker processes that read ahead, with random numbers that
-depend on the loader's seed, the epoch and the index alone; then removes padding and checks the
-sample.
+"""Reads samples by index, in this process or in workers that read ahead; removes padding and checks
+the fields of samples.
 
-Datasets, samplers and mask functions run in background threads, where torch's global generator is
-shared with the training loop: what either draws would depend on the other's pace. In a
-`SeededRandom` context, which is local to its thread, torch's random functions that are given no
-generator use a seeded one instead. So all ranks draw the same numbers for a sample, whichever
-samples they read. Workers also seed Python's and numpy's generators for every sample.
+Datasets, samplers and mask functions run in background threads, which share torch's global
+generator with the training loop: the numbers that either draws would depend on the timing of the
+other. So they run in a `SeededRandom` context, which is local to its thread. There, torch's random
+functions use a generator that is seeded by the loader's seed, the epoch and the sample's index. All
+ranks draw the same numbers for a sample, whichever other samples they read. Workers also seed the
+generators of Python and numpy for every sample.
 
-A sample is a dict with at least `input_ids`, a 1-D tensor, array or list of token ids.
-`bad_samples` and `empty_samples` say whether a faulty one is an error or dropped."""
+A sample is a dict with at least `input_ids`, a 1-D tensor, array or list of token ids. The options
+`bad_samples` and `empty_samples` decide whether a faulty sample is an error or is dropped."""
 
 import hashlib
 import multiprocessing
@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,7 @@ from dyncp.dataloader.options import LoaderConfig
 from dyncp.planner.process import exit_with_parent
 
 AHEAD = 4  # samples per worker that are requested before they are needed
-WORKER_END_SECONDS = 5.0  # for workers to finish what they are reading
+WORKER_END_SECONDS = 5.0  # time for workers to finish the samples that they are reading
 RANDOM_FUNCTIONS = (
     "bernoulli", "multinomial", "normal", "poisson", "rand", "rand_like", "randint", "randint_like",
     "randn", "randn_like", "randperm",
@@ -57,7 +56,7 @@ REFUSED = ("padding_mask", "key_padding_mask")
 
 
 class SampleError(RuntimeError):
-    """The dataset or the mask function raised for a sample; the cause is what it raised."""
+    """The dataset or the mask function raised an error for a sample; `__cause__` is that error."""
 
     def __init__(self, index: int, doing: str, error: BaseException | str) -> None:
         raised = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
@@ -70,7 +69,7 @@ class SampleError(RuntimeError):
 
 
 class SeededRandom(TorchFunctionMode):
-    """Inside this context, torch draws from a generator of this thread, seeded by `what`."""
+    """In this context, torch draws from a generator of its own, seeded by `what`."""
 
     def __init__(self, *what: object) -> None:
         super().__init__()
@@ -96,7 +95,7 @@ def _on_cpu(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 
 class Reader:
-    """Reads `dataset[index]`; without workers, when the sample is needed."""
+    """Reads `dataset[index]`, in worker processes if there are any."""
 
     def __init__(self, dataset: Any, workers: int, seed: int) -> None:
         self._dataset, self._workers, self._seed = dataset, workers, seed
@@ -106,8 +105,10 @@ class Reader:
         self._reading = threading.Lock()  # datasets need not be thread-safe
 
     def start(self) -> None:
-        """Starts the workers, if there are any, in the calling thread: the loader's own threads end
-        with an iteration."""
+        """Starts the workers, if there are any, and forgets requests of an earlier iteration.
+        Called by the training thread, not by the loader's own threads, which end with an iteration.
+        """
+        self._requested.clear()
         if not self._workers or self._pool is not None:
             return
         self._pool = ProcessPoolExecutor(
@@ -116,26 +117,20 @@ class Reader:
             _begin,
             (self._dataset,),
         )
-        self._pool.submit(os.getpid)  # starts them
+        self._pool.submit(os.getpid)  # the first call starts the workers
 
     def in_order(self, order: Iterable[tuple[int, Any]], epoch: int) -> Iterator[tuple[int, Any]]:
-        """The indices with their states, announced a few samples ahead."""
+        """Yields the (index, state) pairs, after requesting the next few samples from workers."""
         announced: deque[tuple[int, Any]] = deque()
-        try:
-            for item in order:
-                announced.append(item)
-                self.ahead([(epoch, int(item[0]))])
-                if len(announced) > AHEAD * self._workers:
-                    yield announced.popleft()
-            while announced:
+        for item in order:
+            announced.append(item)
+            self.ahead([(epoch, int(item[0]))])
+            if len(announced) > AHEAD * self._workers:
                 yield announced.popleft()
-        finally:
-            for index, _ in announced:
-                if (answer := self._requested.pop((epoch, int(index)), None)) is not None:
-                    answer.cancel()
+        yield from announced
 
     def ahead(self, keys: Iterable[SampleKey]) -> None:
-        """Announces samples that `read` will be called for."""
+        """Requests samples from the workers that `read` will be called for."""
         pool = self._pool
         if pool is None:
             return
@@ -161,7 +156,7 @@ class Reader:
         return result
 
     def read_here(self, key: SampleKey) -> Any:
-        """Reads a sample without a worker."""
+        """Reads a sample in this thread."""
         epoch, index = key
         try:
             with self._reading, SeededRandom(self._seed, epoch, index):
@@ -170,12 +165,12 @@ class Reader:
             raise SampleError(index, "reading", error) from error
 
     def close(self) -> None:
-        """Ends the workers; `start` starts new ones."""
+        """Ends the workers; `start` may start new ones."""
         pool, self._pool = self._pool, None
         self._requested.clear()
         if pool is None:
             return
-        # The pool's own thread waits for its workers; a second one that did would confuse both.
+        # Only the pool's own thread may wait for its workers, so this waits for that thread.
         workers = list((pool._processes or {}).values())
         thread: Any = pool._executor_manager_thread  # type: ignore[attr-defined,unused-ignore]
         pool.shutdown(wait=False, cancel_futures=True)
@@ -200,7 +195,7 @@ class Reader:
 
 # In the workers
 
-_dataset: Any = None  # set once per worker process, so that it is not sent with every request
+_dataset: Any = None  # set once per worker, so that it is not pickled with every request
 
 
 def _begin(dataset: Any) -> None:
@@ -212,8 +207,8 @@ def _begin(dataset: Any) -> None:
 
 
 def _read(loader_seed: int, epoch: int, index: int) -> tuple[bool, bytes]:
-    """Whether the sample could be read, and it or the error, pickled: tensors by value, not as
-    files that both processes would have to keep open."""
+    """Whether the sample could be read, and the pickled sample or error. Plain pickle sends tensors
+    by value, not as shared files that both processes would have to keep open."""
     seed = _seed_of(loader_seed, epoch, index)
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -226,7 +221,7 @@ def _read(loader_seed: int, epoch: int, index: int) -> tuple[bool, bytes]:
 
 
 def _pickled(error: Exception) -> bytes:
-    """The error itself if it survives pickling, else one with its text."""
+    """The pickled error, or a RuntimeError with its text if the error cannot be unpickled."""
     try:
         answer = pickle.dumps(error)
         pickle.loads(answer)
@@ -242,8 +237,8 @@ class EmptySample(ValueError):  # noqa: N818 (a kind of sample, which may be dro
 def read_sample(
     read: Callable[[], Any], index: int, config: LoaderConfig
 ) -> tuple[int, Any | Exception]:
-    """Number of tokens and the sample without its padding; 0 and the reason for a sample that is
-    dropped."""
+    """The number of tokens and the sample without its padding; or 0 and the reason, if the sample
+    is dropped."""
     try:
         sample = without_padding(read(), index, config.token_fields)
         length = len(input_ids_of(sample, index))
@@ -261,12 +256,13 @@ def read_sample(
 
 
 def skip_reason(dropped: Exception | None) -> str:
-    """The kind of a sample that `read_sample` dropped; None: its given length is 0."""
+    """Why a sample is dropped, given the error of `read_sample`; None: `lengths=` says 0 tokens."""
     return "empty" if dropped is None or isinstance(dropped, EmptySample) else "bad"
 
 
 def _check_fields(sample: Mapping[str, Any], index: int, token_fields: Mapping[str, int]) -> None:
-    """Finds early what would else be found when tokens are dealt to ranks, too late to drop it."""
+    """Raises ValueError for fields that are only used when local data is made, which would be too
+    late to drop the sample."""
     ids = input_ids_of(sample, index)
     labels_of(sample, ids, index)
     for name, dim in token_fields.items():
@@ -277,7 +273,7 @@ def _check_fields(sample: Mapping[str, Any], index: int, token_fields: Mapping[s
 
 
 def input_ids_of(sample: Any, index: int) -> Tensor:
-    """The sample's token ids, int64[tokens]; `index` names the sample in errors."""
+    """The sample's token ids as int64[tokens]; `index` is used in errors."""
     if not isinstance(sample, Mapping) or "input_ids" not in sample:
         given = sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__
         raise ValueError(f"sample {index} is {given}; expected a dict with at least 'input_ids'")
@@ -291,7 +287,7 @@ def input_ids_of(sample: Any, index: int) -> Tensor:
 
 
 def labels_of(sample: Mapping[str, Any], ids: Tensor, index: int) -> Tensor:
-    """The sample's own labels, or its token ids."""
+    """The sample's own labels, or its token ids if it has none."""
     if "labels" not in sample:
         return ids
     return _integers(token_field(sample, "labels", len(ids), 0, index), "labels", index)
@@ -311,7 +307,7 @@ def token_field(sample: Mapping[str, Any], name: str, length: int, dim: int, ind
 
 
 def sample_bytes(sample: Any, index: int, token_fields: Mapping[str, int]) -> bytes:
-    """Everything that is read from a sample: ids, labels, positions and token fields."""
+    """All bytes that the loader uses of a sample: ids, labels, positions and token fields."""
     parts = [input_ids_of(sample, index).numpy().tobytes()]
     for name in dict.fromkeys([*TOKEN_NAMES[1:], *token_fields]):
         if name in sample:
@@ -324,7 +320,7 @@ def sample_bytes(sample: Any, index: int, token_fields: Mapping[str, int]) -> by
 def cut_sample(
     sample: Mapping[str, Any], start: int, length: int, index: int, token_fields: Mapping[str, int]
 ) -> dict[str, Any]:
-    """`length` tokens of the sample from `start` on, in all fields with one entry per token."""
+    """The sample with all per-token fields cut to the `length` tokens from `start` on."""
     cut = dict(sample)
     names = (*TOKEN_NAMES, "attention_mask")
     for name, dim in (dict.fromkeys(names, 0) | dict(token_fields)).items():
@@ -355,10 +351,10 @@ def _integers(value: Tensor, name: str, index: int) -> Tensor:
 
 
 def without_padding(sample: Any, index: int, token_fields: Mapping[str, int]) -> Any:
-    """The sample without the tokens at both ends that `attention_mask` marks 0. Fields in
-    `token_fields` are the user's own, whatever their name."""
+    """The sample without the tokens at both ends where `attention_mask` is 0. A field that is
+    listed in `token_fields` is treated as data, whatever its name."""
     if not isinstance(sample, Mapping):
-        return sample  # refused when its tokens are read
+        return sample  # `input_ids_of` raises for it
     refused = [name for name in REFUSED if name in sample and name not in token_fields]
     if refused:
         raise ValueError(
@@ -377,7 +373,7 @@ def without_padding(sample: Any, index: int, token_fields: Mapping[str, int]) ->
 
 
 def _unpadded_range(sample: Mapping[str, Any], index: int) -> tuple[int, int]:
-    """First token that is not padding, and the end of the last."""
+    """The first token that is not padding, and the end of the last one."""
     mask = torch.as_tensor(sample["attention_mask"])
     if mask.shape != (len(sample["input_ids"]),) or not bool(((mask == 0) | (mask == 1)).all()):
         raise ValueError(
@@ -388,10 +384,11 @@ def _unpadded_range(sample: Mapping[str, Any], index: int) -> tuple[int, int]:
     kept = mask.nonzero().flatten().tolist()
     if not kept:
         return 0, 0
-    if len(kept) != kept[-1] + 1 - kept[0]:
-        hole = next(a + 1 for a, b in pairwise(kept) if b != a + 1)
+    first, end = kept[0], kept[-1] + 1
+    holes = (mask[first:end] == 0).nonzero()
+    if len(holes):
         raise ValueError(
-            f"attention_mask of sample {index} is 0 at token {hole}, between tokens that are not "
-            "padding; remove these tokens, or let the mask function say what tokens attend to"
+            f"attention_mask of sample {index} is 0 at token {first + int(holes[0])}, between "
+            "tokens that are not padding; remove these tokens, or exclude them in the mask function"
         )
-    return kept[0], kept[-1] + 1
+    return first, end

@@ -1,17 +1,17 @@
-"""Resuming: where the loader is, what is saved of it, and how the order of a sampler is repeated.
+"""Resuming: the position of a loader, how it is saved, and how the order of a sampler is repeated.
 
     {"version": 2, "num_replicas": 1,
      "position": {"epoch": 0, "samples": 40, ...},    see Position
-     "terms": {"seed": 0, "shuffle": True, ...}}      settings that its batches depend on
+     "terms": {"seed": 0, "shuffle": True, ...}}      settings that the batches depend on
 
-A state has the same keys at any time, and plain values: torch.distributed.checkpoint loads a saved
-state into that of a new loader, key by key. A dataset's own state may have any shape, and a loader
-that has not begun has none, so it is saved as one text (`to_text`).
+A state always has the same keys, and plain values: torch.distributed.checkpoint loads a saved state
+into the state of a new loader, key by key. A dataset's own state may have any structure, and a new
+loader has none yet, so it is saved as one string (`to_text`).
 
-The order of a sampler is repeated exactly, or refused: it is iterated from the start of the epoch,
-with its generators restored to their state there. What it yields up to the position is compared, by
-digest, with what it yielded before the state was saved. A sampler that cannot repeat itself would
-skip some samples and repeat others.
+The order of a sampler must repeat exactly. The sampler is iterated again from the start of the
+epoch, with its generators restored to their states there. A digest of the indices up to the
+position is compared with the digest of those before the state was saved. A sampler that does not
+repeat its order would skip some samples and repeat others, so it is refused.
 """
 
 import base64
@@ -33,21 +33,21 @@ from dyncp.dataloader.reading import SeededRandom
 
 VERSION = 2
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-MAX_NESTING = 3  # a BatchSampler has a RandomSampler, which has a generator
+MAX_NESTING = 3  # of samplers within samplers: a BatchSampler wraps a RandomSampler, for example
 END = object()
 Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where the next batch starts. Counts are over all replicas, so that they mean the same on
-    another number of ranks: `batches` of this epoch, and `total` batches of all epochs (which a
-    budget schedule sees). Inside an optimiser step `items` is its number of targets.
+    """Where the next batch starts. `batches` counts the batches of this epoch, `total` those of all
+    epochs, which a budget schedule gets. Both count all replicas, so they mean the same on another
+    number of ranks. Within an optimiser step, `items` is its number of targets.
 
-    The first `samples` samples of the epoch's order are in those batches; so are `taken` of the
-    samples after them (number, first token). The batches that the rest fills are numbered from 0:
-    `dealt` of them have been dealt. `dataset_state` is what the source needs to continue after the
-    first `samples` (None: nothing is known of the epoch yet)."""
+    The first `samples` samples of the epoch's order have been filled into batches, and so have the
+    later pieces in `taken` (sample number, first token). Of the batches that follow, numbered from
+    0, those in `dealt` have been dealt already. `dataset_state` is the state from which the source
+    continues after the first `samples` samples (None: the epoch has not started)."""
 
     epoch: int = 0
     samples: int = 0
@@ -70,7 +70,10 @@ class Position:
 def to_state(position: Position, settings: Mapping[str, Any], num_replicas: int) -> dict[str, Any]:
     return {
         "version": VERSION,
-        "position": {name: _leaf(value) for name, value in vars(position).items()},
+        "position": {
+            name: value if value is None or isinstance(value, int) else to_text(value)
+            for name, value in vars(position).items()
+        },
         "terms": dict(settings),
         "num_replicas": num_replicas,
     }
@@ -79,7 +82,7 @@ def to_state(position: Position, settings: Mapping[str, Any], num_replicas: int)
 def from_state(
     state: Mapping[str, Any], settings: Mapping[str, Any], num_replicas: int
 ) -> Position:
-    """The position of a state; raises ValueError if it is of other batches."""
+    """The position in a state. Raises ValueError if the state belongs to different batches."""
     if state.get("version") != VERSION:
         raise ValueError(
             f"the loader state has version {state.get('version')!r}; this dyncp reads {VERSION}"
@@ -88,7 +91,7 @@ def from_state(
     for name in dict.fromkeys([*saved, *settings]):
         value, mine = saved.get(name), settings.get(name)
         if name == "lengths" and not (mine and value):
-            continue  # the batches do not depend on who knew the lengths
+            continue  # batches do not depend on whether lengths were given
         if mine != value:
             raise ValueError(
                 f"the loader state was saved with {name}={value}, this loader has {mine}; it would "
@@ -99,10 +102,6 @@ def from_state(
         steps = settings["accumulation_steps"]
         position = _on_other_replicas(position, steps, state["num_replicas"], num_replicas)
     return position
-
-
-def _leaf(value: Any) -> int | str | None:
-    return value if value is None or isinstance(value, int) else to_text(value)
 
 
 def _position(saved: Mapping[str, Any]) -> Position:
@@ -116,25 +115,25 @@ def _position(saved: Mapping[str, Any]) -> Position:
 
 
 def _on_other_replicas(position: Position, steps: int, before: int, now: int) -> Position:
-    """Optimiser steps of `now` replicas can only begin where one of `before` replicas ended;
-    `steps` batches per replica make one."""
+    """The position for `now` instead of `before` replicas, which must be at the end of an optimiser
+    step (`steps` batches per replica) for both numbers."""
     if position.batches % (before * steps) or position.batches % (now * steps):
         raise ValueError(
             f"the loader state was saved after {position.batches} batches on {before} replicas, "
-            f"which is inside an optimiser step of {now} replicas; save at the end of an optimiser "
-            "step"
+            f"which is within an optimiser step of {before} or of {now} replicas; to change the "
+            "number of replicas, save at the end of an optimiser step for both numbers"
         )
     return replace(position, items=None)
 
 
-# Texts: JSON keeps numbers, strings, lists and dicts with string keys; what it would change is
-# written as {"!": kind, "value": ...}. Nothing is pickled.
+# Texts: JSON preserves numbers, strings, lists and dicts with string keys. Other values are written
+# as {"!": kind, "value": ...}. Nothing is pickled.
 
 TAG = "!"
 
 
 def to_text(value: Any) -> str:
-    """JSON; raises ValueError for a value that cannot be written."""
+    """The value as JSON. Raises ValueError if its type is not supported."""
     try:
         return json.dumps(_to_json(value, "the state"))
     except RecursionError:
@@ -162,7 +161,7 @@ def _to_json(value: Any, where: str) -> Any:
 
 
 def _tagged(value: Any, where: str) -> tuple[str, Any]:
-    """The kind of a value that JSON does not have, and its contents."""
+    """The kind of a value that JSON does not support, and its contents."""
     match value:
         case dict():
             return "dict", [list(pair) for pair in value.items()]
@@ -210,12 +209,12 @@ def check_repeatable(name: str, given: Any, iterator: Any, allowed: str) -> None
 
 
 class SamplerOrder:
-    """What a sampler (indices) or batch sampler (lists of indices) yields, epoch by epoch."""
+    """The order of an epoch from a sampler (indices) or a batch sampler (lists of indices)."""
 
     def __init__(self, sampler: Iterable[Any], seed: int) -> None:
         self._sampler, self._seed = sampler, seed
         self._begun = False
-        self._lock = threading.RLock()  # `undisturbed` is entered in the training thread
+        self._lock = threading.RLock()  # the training thread uses `undisturbed`
 
     def start(self) -> dict[str, Any]:
         """The state at the start of the next epoch."""
@@ -223,7 +222,7 @@ class SamplerOrder:
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Inside this context, iterating the sampler leaves no trace in it."""
+        """Inside this context, iterating over the sampler does not change its state."""
         with self._lock:
             states, begun = _generator_states(self._sampler), self._begun
             yield
@@ -231,7 +230,7 @@ class SamplerOrder:
             self._begun = begun
 
     def items(self, position: Position) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """The items from a position on, each with the state after it."""
+        """Yields the items from a position on, each with the state after it."""
         start = position.dataset_state
         randomness = SeededRandom(self._seed, position.epoch, "order")
         with self._lock, randomness:
@@ -258,8 +257,9 @@ class SamplerOrder:
 def repeat_from(
     items: Iterable[Item], position: Position, bytes_of: Callable[[Item], bytes], what: str
 ) -> Iterator[tuple[Item, str]]:
-    """The items from a position on, each with a digest of all items up to it. Raises ValueError if
-    those before it do not have the digest that the position knows; `what` names their source."""
+    """Yields the items from a position on, each with a digest of all items up to it. Raises
+    ValueError if the items before the position do not have the digest saved in it; `what` names
+    their source."""
     count, saved = position.samples, (position.dataset_state or {}).get("taken")
     digest, number = hashlib.blake2b(digest_size=8), 0
     for number, item in enumerate(items, 1):
@@ -280,7 +280,7 @@ def repeat_from(
 
 
 def set_epoch(shuffled: Any, epoch: int) -> None:
-    """For samplers and datasets that shuffle themselves by epoch."""
+    """Passes the epoch on to a sampler or dataset that shuffles by epoch."""
     if hasattr(shuffled, "set_epoch"):
         shuffled.set_epoch(epoch)
 
@@ -293,7 +293,7 @@ def _index_bytes(item: Any) -> bytes:
 
 
 def describe_sampler(sampler: Any) -> str:
-    """What is known of a sampler without iterating it; equal for equal samplers."""
+    """Describes a sampler without iterating over it; equal for equal samplers."""
     if sampler is None:
         return ""
     name = type(sampler).__name__
@@ -325,7 +325,7 @@ def _attribute(key: str, value: Any) -> str:
 
 
 def _generator_states(sampler: Any) -> list[Any]:
-    """The states of all generators that a sampler has, including those of a sampler it wraps."""
+    """The states of all generators of a sampler and of the samplers that it wraps."""
     return [_state_of(generator) for generator in _generators(sampler)]
 
 
