@@ -159,7 +159,7 @@ def test_calls_inside_nodes_come_first_in_every_phase_on_every_rank():
 
 
 def pose_as_nodes(rank: int, hosts: str) -> tuple[tuple[int, ...], list[str]]:
-    with mock.patch("dyncp.transport.distributed.here", return_value=hosts[rank]):
+    with mock.patch("dyncp.transport.distributed.host_id", return_value=hosts[rank]):
         transport = Distributed(timeout=30, grouped_operations=2)
     _run_phases(transport, rank, len(hosts))
     return transport.nodes, [one.name for one in transport.communicators]
