@@ -31,11 +31,11 @@ def test_gpus_have_them_unless_they_are_switched_off(caplog):
     kernel = SimpleNamespace(name="some", capturable=True)
     assert Graphs.choose("auto", GPU, kernel).wanted
     assert Graphs.choose(True, GPU, kernel).wanted
-    assert Graphs.choose("auto", GPU, kernel).beside
-    assert Graphs.choose("serial", GPU, kernel) == Graphs(True, beside=False)
+    assert Graphs.choose("auto", GPU, kernel).parallel
+    assert Graphs.choose("serial", GPU, kernel) == Graphs(True, parallel=False)
     with caplog.at_level("INFO", "dyncp.executor.graphs"):
         assert not Graphs.choose(False, GPU, kernel).wanted
-    assert "not replayed as CUDA graphs: graphs=False was asked for" in caplog.text
+    assert "not replayed as CUDA graphs: graphs=False was requested" in caplog.text
 
 
 def test_kernels_that_cannot_be_captured_are_launched(caplog):

@@ -33,14 +33,10 @@ SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 L, W, C = Op.LAUNCH, Op.WAIT, Op.COMPUTE
 
 
-def items(points):
-    return [point.item for point in points]
-
-
-def given_to_device(points):
-    """What the device is given, in order; launches are the messages'."""
+def device_work(order):
+    """Everything except launches of messages."""
     found = []
-    for item in items(points):
+    for item in order:
         if isinstance(item, DeviceWork):
             found += item.items
         elif not isinstance(item, Launch):
@@ -48,17 +44,17 @@ def given_to_device(points):
     return found
 
 
-def launched(points):
-    return [phase for item in items(points) if isinstance(item, Launch) for phase in item.phases]
+def launched(order):
+    return [phase for item in order if isinstance(item, Launch) for phase in item.phases]
 
 
 def check(instructions, ready, row_work):
     plain, long = (f(instructions, ready, row_work) for f in (program_order, graph_order))
-    assert given_to_device(long) == given_to_device(plain)
+    assert device_work(long) == device_work(plain)
     assert launched(long) == launched(plain) == [p for op, p in instructions if op is L]
     marked, started = set(), set()
     latest = previous = None
-    for item in items(long):
+    for item in long:
         if isinstance(item, Launch):
             assert {ready[phase] for phase in item.phases} <= marked
             started |= set(item.phases)
@@ -90,7 +86,7 @@ def test_few_segments_give_the_device_the_same_work_in_the_same_order(case):
 def test_own_rows_and_results_travel_around_one_segment():
     """Two phases of inputs, then one of results: the usual case."""
     instructions = [(L, 0), (L, 1), (C, 0), (W, 0), (C, 1), (W, 1), (C, 2), (L, 2), (W, 2)]
-    found = items(graph_order(instructions, {0: START, 1: START, 2: 6}, {3}))
+    found = graph_order(instructions, {0: START, 1: START, 2: 6}, {3})
     assert found == [
         Mark(START),
         Launch((0, 1)),
@@ -105,7 +101,7 @@ def test_own_rows_and_results_travel_around_one_segment():
 def test_a_segment_ends_before_messages_that_it_makes_ready_itself():
     """Phase 1 passes on what phase 0 brought, and its rank waits for it as well."""
     instructions = [(L, 0), (W, 0), (L, 1), (C, 0), (W, 1), (C, 1)]
-    found = items(graph_order(instructions, {0: START, 1: 1}, {1}))
+    found = graph_order(instructions, {0: START, 1: 1}, {1})
     assert found == [
         Mark(START),
         Launch((0,)),
@@ -117,7 +113,7 @@ def test_a_segment_ends_before_messages_that_it_makes_ready_itself():
 
 def test_phases_are_launched_in_order_although_a_later_one_is_ready_first():
     instructions = [(L, 0), (W, 0), (L, 1), (L, 2), (W, 2), (C, 0)]
-    found = items(graph_order(instructions, {0: START, 1: 1, 2: START}, set()))
+    found = graph_order(instructions, {0: START, 1: 1, 2: START}, set())
     assert [x for x in found if isinstance(x, Launch)] == [Launch((0,)), Launch((1, 2))]
 
 
@@ -199,7 +195,7 @@ def test_kernel_calls_take_turns_on_two_streams_and_copies_wait_for_their_slots(
         (LaunchKind.KERNEL, 2), (LaunchKind.WAIT, START), (LaunchKind.COPY, 3),
         (LaunchKind.KERNEL, 4), (LaunchKind.SUM, 4), (LaunchKind.MARK, 4),
     ]  # fmt: skip
-    found = assign_streams(launches, {3: 0}, in_turn=False)
+    found = assign_streams(launches, {3: 0}, calls_depend=False)
     assert found == [
         (GraphStream.KERNELS, []),
         (GraphStream.COPIES, []),
@@ -211,6 +207,6 @@ def test_kernel_calls_take_turns_on_two_streams_and_copies_wait_for_their_slots(
         (GraphStream.SUMS, [6, 3, 5]),
         (GraphStream.SUMS, [5]),
     ]
-    assert {stream for stream, _ in assign_streams(launches, {3: 0}, in_turn=True)} == {
+    assert {stream for stream, _ in assign_streams(launches, {3: 0}, calls_depend=True)} == {
         GraphStream.KERNELS, GraphStream.COPIES, GraphStream.SUMS
     }  # fmt: skip

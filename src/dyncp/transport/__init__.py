@@ -64,8 +64,8 @@ class Transport(Protocol):
         """Bytes that this process's ranks have sent so far."""
 
     def open(self, call: int = 0) -> Sequence[Channel]:
-        """One channel per rank of this process, for one call. `call` is a 16-bit hash of plan, mask,
-        direction and shape, which are the same on all ranks."""
+        """One channel per rank of this process, for one call. `call` is a 16-bit hash of plan,
+        mask, direction and shape, which are the same on all ranks."""
 
     def close(self) -> None:
         """Releases all resources. Nothing can be sent afterwards."""

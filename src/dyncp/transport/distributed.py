@@ -1,5 +1,5 @@
-"""Transport `Distributed`: one rank per process, over gloo or NCCL. A `Communicator` wraps a process
-group and sends messages between its ranks in grouped calls."""
+"""Transport `Distributed`: one rank per process, over gloo or NCCL. A `Communicator` is a process
+group that sends messages between its ranks in grouped calls."""
 
 import hashlib
 import socket
@@ -24,8 +24,8 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 GROUPED_OPERATIONS = 128
 CALLS, PHASES = 2**16, 2**15  # a gloo tag holds both: 31 bits
 SAME_CALLS = (
-    "A rank has died or is slow, or made another attention call: all ranks must make the same calls "
-    "(plan, mask and shape) in the same order"
+    "A rank has died or is slow, or made another attention call: all ranks must make the same "
+    "calls (plan, mask and shape) in the same order"
 )
 
 
@@ -393,8 +393,8 @@ class Distributed:
         self._unfinished -= 1
 
     def start(self, phase: int, sends: Buffers, receives: Buffers, call: int = 0) -> list[Started]:
-        """Starts the messages of a phase on the current stream: first those inside nodes, then those
-        between nodes. All ranks make their grouped calls in this order."""
+        """Starts the messages of a phase on the current stream, first inside nodes, then between
+        nodes. All ranks make their grouped calls in this order."""
         self.bytes_sent += sum(message.nbytes for message in sends.values())
         started: list[Started] = []
         for one in self.communicators:
@@ -433,7 +433,7 @@ def _members_of(group: Any) -> list[int]:
     members = [] if outside else dist.get_process_group_ranks(group or dist.group.WORLD)
     if dist.get_rank() not in members:
         raise ValueError(
-            f"rank {dist.get_rank()} is not in the group; only the group's ranks create the executor"
+            f"rank {dist.get_rank()} is not in the group; only its ranks create the executor"
         )
     return members
 
