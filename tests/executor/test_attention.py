@@ -14,6 +14,7 @@ from dyncp import (
     Batch,
     DCPAttn,
     DCPExecutor,
+    Plan,
     PlannerConfig,
     Topology,
     attention,
@@ -21,7 +22,7 @@ from dyncp import (
     plan_batch,
 )
 from dyncp.kernels import CpuKernel
-from dyncp.plan import Plan, batch_order
+from dyncp.plan import batch_order
 
 SHAPE = AttentionShape(4, 2, 8, "fp64")
 BATCH = Batch.of(

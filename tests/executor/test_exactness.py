@@ -7,9 +7,17 @@ from hypothesis import strategies as st
 
 from cases import Case, Tensors, assert_equal, cases, run_dense, run_virtual
 from dense import relative_error
-from dyncp import AttentionShape, Batch, PlannerConfig, Topology, masks, plan_batch
+from dyncp import (
+    AttentionShape,
+    Batch,
+    Layout,
+    PlannerConfig,
+    Topology,
+    masks,
+    plan_batch,
+)
 from dyncp.kernels import CpuKernel, ReferenceKernel
-from dyncp.plan import Direction, Layout, Payload
+from dyncp.plan import Direction, Payload
 from paced import plan_paced
 
 KERNELS = st.sampled_from([CpuKernel(), ReferenceKernel(4), ReferenceKernel()])

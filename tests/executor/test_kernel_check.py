@@ -8,12 +8,19 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from dyncp import AttentionShape, Batch, DCPExecutor, attention, masks, plan_batch
+from dyncp import (
+    AttentionShape,
+    Batch,
+    DCPExecutor,
+    Topology,
+    attention,
+    masks,
+    plan_batch,
+)
 from dyncp.executor.engine import Engine, WrongResultsError
 from dyncp.executor.warm_up import check_kernel
 from dyncp.kernels import CpuKernel
 from dyncp.plan import causal, sample_plan, sample_ring
-from dyncp.topology import Topology
 from dyncp.transport import InProcess
 from dyncp.verify import verify_plan
 

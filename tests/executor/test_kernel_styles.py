@@ -7,10 +7,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cases import Case, Tensors, assert_equal, cases, run_dense, run_virtual
-from dyncp import AttentionShape, Batch, PlannerConfig, Topology, masks, plan_batch
+from dyncp import (
+    AttentionShape,
+    Batch,
+    Layout,
+    PlannerConfig,
+    Topology,
+    masks,
+    plan_batch,
+)
 from dyncp.executor.kernel_calls import RankProgram
 from dyncp.kernels import CpuKernel, ReferenceKernel, RowState
-from dyncp.plan import Direction, Layout
+from dyncp.plan import Direction
 from interpreted import needs_interpreter
 from kernel_styles import CollectingReference, RoundingKernel
 from paced import plan_paced

@@ -9,9 +9,18 @@ import torch
 from torch import Tensor
 
 from dense import relative_error
-from dyncp import Batch, DCPExecutor, PlannerConfig, Topology, attention, masks, plan_batch
-from dyncp.executor import Step
-from dyncp.plan import Plan, batch_order
+from dyncp import (
+    Batch,
+    DCPExecutor,
+    Plan,
+    PlannerConfig,
+    Step,
+    Topology,
+    attention,
+    masks,
+    plan_batch,
+)
+from dyncp.plan import batch_order
 
 KERNELS = pytest.mark.parametrize("kernel", ["cpu", "reference"])
 BATCH = Batch.of(

@@ -52,7 +52,7 @@ def test_other_sizes_are_refused_with_both():
     step = DCPExecutor(virtual_ranks=2).prepare(make_plan(2))
     with pytest.raises(ValueError, match=r"shape \(3, 2\); the batch has 115 tokens"):
         step.shard(torch.zeros(3, 2))
-    with pytest.raises(ValueError, match=r"of \[37, 5\] tokens; those of the batch"):
+    with pytest.raises(ValueError, match=r"of \[37, 5\] tokens; the sequences of the batch"):
         step.shard([torch.zeros(37), torch.zeros(5)])
     with pytest.raises(ValueError, match="what shard got is int; expected a tensor"):
         step.shard(5)

@@ -9,13 +9,13 @@ from dyncp import (
     Batch,
     DCPAttn,
     DCPExecutor,
+    Layout,
     PlannerConfig,
     Topology,
     attention,
     masks,
     plan_batch,
 )
-from dyncp.plan import Layout
 from interpreted import needs_interpreter
 
 MASKS = (

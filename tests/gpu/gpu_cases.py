@@ -13,6 +13,7 @@ from dyncp import (
     AttentionShape,
     Batch,
     DCPExecutor,
+    Layout,
     Plan,
     PlannerConfig,
     Step,
@@ -22,7 +23,7 @@ from dyncp import (
     plan_batch,
 )
 from dyncp.kernels.choose import why_not
-from dyncp.plan import Direction, Layout, batch_order
+from dyncp.plan import Direction, batch_order
 
 GPU = torch.device("cuda")
 LENGTHS = (700, 129, 1, 65, 1900, 256, 40)

@@ -20,8 +20,11 @@ from gpu_cases import (
     run_on_tokens,
 )
 
-from dyncp import AttentionShape, Batch
-from dyncp.plan import Layout
+from dyncp import (
+    AttentionShape,
+    Batch,
+    Layout,
+)
 
 SOLVERS = (
     "owner_computes",

@@ -10,8 +10,11 @@ import torch
 import torch.distributed as dist
 from gpu_cases import LENGTHS, MASKS, SHAPE, draw_rows, has_relays, plan_of, prepare, run
 
-from dyncp import Batch, DCPExecutor
-from dyncp.transport.distributed import Distributed
+from dyncp import (
+    Batch,
+    DCPExecutor,
+    Distributed,
+)
 from processes import run_ranks
 
 RANKS, CALLS = 4, 4  # launched, captured, and replayed twice

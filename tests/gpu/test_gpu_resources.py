@@ -23,13 +23,13 @@ from dyncp import (
     AttentionShape,
     Batch,
     DCPExecutor,
+    Layout,
     PlannerConfig,
     Topology,
     attention,
     masks,
     plan_batch,
 )
-from dyncp.plan import Layout
 from variants import KERNELS
 
 SMALL = AttentionShape(8, 2, 64, "bf16")

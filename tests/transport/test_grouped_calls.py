@@ -14,10 +14,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cases import Case, Tensors, run_step, run_virtual
-from dyncp import AttentionShape, Batch, DCPExecutor, PlannerConfig, Topology, masks, plan_batch
+from dyncp import (
+    AttentionShape,
+    Batch,
+    DCPExecutor,
+    Distributed,
+    PlannerConfig,
+    Topology,
+    TransportError,
+    masks,
+    plan_batch,
+)
 from dyncp.plan import batch_order
-from dyncp.transport import TransportError
-from dyncp.transport.distributed import Distributed
 from processes import run_ranks
 
 pytestmark = pytest.mark.xdist_group("processes")

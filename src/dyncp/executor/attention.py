@@ -178,7 +178,7 @@ def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Attention(torch.autograd.Function):
-    """Saves q, k, v, out and log-sum-exp. Received blocks are not saved: backward sends them again."""
+    """Saves q, k, v, out and log-sum-exp. Received blocks are sent again in backward."""
 
     @staticmethod
     @without_autocast

@@ -180,9 +180,10 @@ class _Binder:
                 if launches:
                     yield _step(self._segment(launches, fixed=fixed), item.waits, str(item))
             elif isinstance(item, Launch):
-                yield BoundStep(self._launch(item.phases, inside), (), str(item))
+                phases = ", ".join(map(str, item.phases))
+                yield BoundStep(self._launch(item.phases, inside), (), f"LAUNCH {phases}")
             elif isinstance(item, Wait):
-                yield BoundStep(_wait(item.phase), (item.phase,), str(item))
+                yield BoundStep(_wait(item.phase), (item.phase,), f"WAIT {item.phase}")
             else:
                 yield BoundStep(_mark(self.streams, item.time), (), str(item))
         combine, memory = call.sums.get(len(program.instructions)), self._memory

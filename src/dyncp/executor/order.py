@@ -56,18 +56,12 @@ class Launch:
 
     phases: tuple[int, ...]
 
-    def __str__(self) -> str:
-        return f"LAUNCH {', '.join(map(str, self.phases))}"
-
 
 @dataclass(frozen=True, slots=True)
 class Wait:
     """Wait for the messages of a phase."""
 
     phase: int
-
-    def __str__(self) -> str:
-        return f"WAIT {self.phase}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +70,6 @@ class Mark:
 
     time: int
 
-    def __str__(self) -> str:
-        return f"the mark at {self.time}"
-
 
 @dataclass(frozen=True, slots=True)
 class Compute:
@@ -86,9 +77,6 @@ class Compute:
 
     division: int
     time: int
-
-    def __str__(self) -> str:
-        return f"COMPUTE {self.division}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +95,6 @@ class DeviceWork:
     @property
     def waits(self) -> tuple[int, ...]:
         return tuple(item.phase for item in self.items if isinstance(item, Wait))
-
-    def __str__(self) -> str:
-        instructions = [str(item) for item in self.items if isinstance(item, Wait | Compute)]
-        return ", ".join(instructions) or "row work"
 
 
 Instructions = Sequence[tuple[Op, int]]

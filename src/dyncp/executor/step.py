@@ -15,7 +15,7 @@ from dyncp.checks import whole_number
 from dyncp.executor.engine import Engine
 from dyncp.executor.kernel_calls import LoweredProgram
 from dyncp.executor.layout import DTYPES, dtypes_of
-from dyncp.executor.row_moves import Contiguous, gather, move_rows, shard
+from dyncp.executor.row_moves import Contiguous, gather, shard
 from dyncp.executor.row_work import RankCall, make_rank_call
 from dyncp.kernels import Dtypes, IndexArrays
 from dyncp.plan import (
@@ -255,11 +255,11 @@ class Step:
     def to_contiguous(self, x: Tensor) -> Tensor:
         """Redistributes rows `[num_rows, ...]` so that each rank has whole documents,
         `[contiguous.num_rows, ...]`, for layers with state. All ranks call it together."""
-        return move_rows(self.contiguous, x, self.number, back=False)
+        return self.contiguous.run(x, self.number, back=False)
 
     def from_contiguous(self, y: Tensor) -> Tensor:
         """The inverse of `to_contiguous`. Padding rows are 0."""
-        return move_rows(self.contiguous, y, self.number, back=True)
+        return self.contiguous.run(y, self.number, back=True)
 
     def halo(self, tokens: int) -> Contiguous:
         """Describes the rows of `add_halo`: local rows, each piece preceded by its halo."""
@@ -269,11 +269,11 @@ class Step:
         """Local rows `[num_rows, ...]` with the `tokens` tokens before each piece of a document,
         `[halo(tokens).num_rows, ...]`, for layers that look back that far, such as short
         convolutions. All ranks call it together."""
-        return move_rows(self.halo(tokens), x, self.number, back=False)
+        return self.halo(tokens).run(x, self.number, back=False)
 
     def drop_halo(self, y: Tensor, tokens: int) -> Tensor:
         """The inverse of `add_halo`. Padding rows are 0."""
-        return move_rows(self.halo(tokens), y, self.number, back=True)
+        return self.halo(tokens).run(y, self.number, back=True)
 
 
 # Compiled graphs take tensors, so a step is passed to them as its number. A graph saves the number
