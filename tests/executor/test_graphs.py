@@ -16,7 +16,9 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 def test_cpus_have_none_and_say_so_where_they_are_asked_for():
     assert not DCPExecutor().engine.graphs.wanted
     assert not DCPExecutor(graphs=False).engine.graphs.wanted
-    with pytest.raises(ValueError, match="graphs=True needs a CUDA GPU; the device is cpu"):
+    with pytest.raises(
+        ValueError, match="graphs=True, but graphs need a CUDA GPU, and the device is cpu"
+    ):
         DCPExecutor(graphs=True)
 
 

@@ -173,12 +173,13 @@ class _Binder:
         inside = {p for item in order if isinstance(item, DeviceWork) for p in item.waits}
         opening = list(self._opening())
         if opening:
-            yield _step(Segment(opening, fixed=False), (), "start")
+            yield BoundStep(Segment(opening, fixed=False).run, (), "start")
         for item in order:
             if isinstance(item, DeviceWork):
                 launches = [launch for x in item.items for launch in self._launches(x)]
                 if launches:
-                    yield _step(self._segment(launches, fixed=fixed), item.waits, str(item))
+                    segment = self._segment(launches, fixed=fixed)
+                    yield BoundStep(segment.run, item.waits, str(item))
             elif isinstance(item, Launch):
                 phases = ", ".join(map(str, item.phases))
                 yield BoundStep(self._launch(item.phases, inside), (), f"LAUNCH {phases}")
@@ -354,10 +355,6 @@ class _Binder:
             return rows
         hull, _ = self._program.call_rows[division, group]
         return slice(rows.start + hull.start, rows.start + hull.stop)
-
-
-def _step(segment: Segment, waits: tuple[int, ...], name: str) -> BoundStep:
-    return BoundStep(lambda frame, _: segment.run(frame), waits, name)
 
 
 def _wait(phase: int) -> Callable[[Frame, Channel], None]:

@@ -46,23 +46,18 @@ class Graphs:
         """What the executor's option `graphs` means for this device and kernel."""
         if choice not in CHOICES:
             raise ValueError(f"graphs is {choice!r}; choose one of 'auto', 'serial', True, False")
-        if device.type != "cuda":
-            if choice is True:
-                raise ValueError(
-                    f"graphs=True needs a CUDA GPU; the device is {device}: use 'auto' instead"
-                )
-            return Graphs(False)
-        if choice is False:
-            _log_once("graphs=False was requested")
+        on_gpu, reason = device.type == "cuda", ""
+        if not on_gpu:
+            reason = f"graphs need a CUDA GPU, and the device is {device}"
         elif not kernel.capturable:
-            if choice is True:
-                raise ValueError(
-                    f"graphs=True, but calls of kernel {kernel.name!r} cannot be captured: use "
-                    "graphs='auto', or choose kernel triton or flash4"
-                )
-            _log_once(f"calls of kernel {kernel.name!r} cannot be captured")
-            return Graphs(False)
-        return Graphs(choice is not False, parallel=choice != "serial")
+            reason = f"calls of kernel {kernel.name!r} cannot be captured"
+        elif choice is False:
+            reason = "graphs=False was requested"
+        if reason and choice is True:
+            raise ValueError(f"graphs=True, but {reason}; use graphs='auto' to run without graphs")
+        if reason and on_gpu:
+            _log_once(reason)
+        return Graphs(wanted=not reason, parallel=choice != "serial")
 
     def replays(self, *, captured: bool) -> bool:
         """Whether the call that starts now may replay graphs. `captured`: the caller is capturing
@@ -114,7 +109,7 @@ class Segment:
         self._work, self._fixed, self._streams = tuple(work), fixed, streams
         self._graphs: dict[float, torch.cuda.CUDAGraph | None] = {}
 
-    def run(self, frame: Frame) -> None:
+    def run(self, frame: Frame, _: Channel | None = None) -> None:
         if not (frame.replays and self._fixed):
             self._launch(frame)
             return

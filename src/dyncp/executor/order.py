@@ -1,8 +1,8 @@
 """The order in which the host launches a rank's device work and messages.
 
 On the CPU, and on GPUs without graphs, this is the order of the plan's program. With graphs, the
-host does as little as possible: a segment of work is one graph, which waits for messages and marks
-what is ready to be sent by itself. A segment ends only before a wait for messages that depend on
+host does as little as possible: a segment of work is one graph, which itself waits for messages and
+marks what is ready to be sent. A segment ends only before a wait for messages that depend on
 the segment. A GPU executes the same either way, since messages wait for marks, not for the host.
 """
 
