@@ -1,4 +1,4 @@
-"""The attention call: its options, several plans alive, recomputation."""
+"""The attention call: its options, several live plans, recomputation."""
 
 import weakref
 from functools import partial
@@ -265,7 +265,7 @@ def test_gradients_are_as_exact_for_tiny_and_huge_output_gradients(size):
 
 
 class FailingOnce(CpuKernel):
-    """Fails in its third kernel call, while messages are on their way."""
+    """Fails in its third kernel call, while messages are in flight."""
 
     calls = 0
 

@@ -1,4 +1,4 @@
-"""Graphs: who gets them, and when segments are captured. tests/gpu runs the graphs themselves."""
+"""Graphs: when they are used, and when segments are captured. tests/gpu runs real graphs."""
 
 from types import SimpleNamespace
 
@@ -68,7 +68,7 @@ class Graph:
 
 @pytest.fixture
 def graphs(monkeypatch):
-    """Graphs that are captured, by scale."""
+    """The captured graphs, by scale."""
     made = {}
     monkeypatch.setattr(Segment, "_capture", lambda _, frame: made.setdefault(frame.scale, Graph()))
     return made

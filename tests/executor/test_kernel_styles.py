@@ -1,4 +1,4 @@
-"""Kernels of every style, and both implementations of row operations, give dense attention."""
+"""Kernels of every style, and both implementations of row operations, compute dense attention."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ from paced import plan_paced
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 STYLES = st.sampled_from([RoundingKernel(), CollectingReference()])
-ALIGNED = (64, 128)  # slots begin where collected sums may
+ALIGNED = (64, 128)  # collected sums need slots with this alignment
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=SLOW)
@@ -84,7 +84,7 @@ def test_triton_row_operations_in_whole_plans(solver, dtype):
 @settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
 @given(case=cases())
 def test_states_follow_one_another_and_say_what_is_touched(case):
-    """Every row of a call takes up where the contribution before left it."""
+    """A row's state before a call is its state after the previous contribution."""
     for part in case.plan.parts:
         mask = part.masks["default"]
         for direction in Direction:

@@ -1,4 +1,4 @@
-"""Messages with the same payloads are packed once; what each peer gets stays the same."""
+"""Messages with the same payloads are packed once, and every peer still gets its bytes."""
 
 import numpy as np
 import torch

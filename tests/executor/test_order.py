@@ -1,5 +1,4 @@
-"""The order in which work is given to a GPU with graphs: few segments, and nothing before what it
-needs."""
+"""The order of work with graphs: few segments, and nothing starts before what it depends on."""
 
 import pytest
 import torch
@@ -61,7 +60,7 @@ def check(instructions, ready, row_work):
             latest = item
         elif isinstance(item, DeviceWork):
             assert set(item.waits) <= started
-            if previous is not None:  # it could not have been one with the segment before
+            if previous is not None:  # it could not have been part of the previous segment
                 assert item.items[0].phase in latest.phases
                 assert Mark(ready[latest.phases[0]]) in previous.items
             marked |= {x.time for x in item.items if isinstance(x, Mark)}
@@ -99,7 +98,7 @@ def test_own_rows_and_results_travel_around_one_segment():
 
 
 def test_a_segment_ends_before_messages_that_it_makes_ready_itself():
-    """Phase 1 passes on what phase 0 brought, and its rank waits for it as well."""
+    """Phase 1 relays blocks of phase 0, and the rank also waits for phase 1."""
     instructions = [(L, 0), (W, 0), (L, 1), (C, 0), (W, 1), (C, 1)]
     found = graph_order(instructions, {0: START, 1: 1}, {1})
     assert found == [
@@ -119,7 +118,7 @@ def test_phases_are_launched_in_order_although_a_later_one_is_ready_first():
 
 @pytest.fixture
 def in_graph_order(monkeypatch):
-    """As with graphs, but launched: what a GPU does in the first call of a plan."""
+    """The order of graphs, but launched, as in the first call of a plan on a GPU."""
     monkeypatch.setattr(Graphs, "choose", lambda *_: Graphs(True))
     monkeypatch.setattr(Graphs, "replays", lambda *_, **__: False)
 
@@ -146,7 +145,7 @@ def test_few_segments_are_exact_with_relays(case, kernel):
 
 
 def in_order_of_streams(segment, frame, choose):
-    """Runs launches in any order that streams allow; `choose` takes one of the next ones."""
+    """Runs launches in an order that the streams allow; `choose` picks one of the next ones."""
     left = list(range(len(segment._work)))
     streams = segment._streams or [(0, ())] * len(segment._work)
     while left:
@@ -180,7 +179,7 @@ def in_order_of_streams(segment, frame, choose):
     kernel=st.sampled_from([ReferenceKernel(8), RoundingKernel(), CollectingReference()]),
 )
 @pytest.mark.usefixtures("in_graph_order")
-def test_what_runs_beside_each_other_may_come_in_any_order(case, kernel, choose, monkeypatch):
+def test_work_on_parallel_streams_may_run_in_any_order(case, kernel, choose, monkeypatch):
     monkeypatch.setattr(
         Segment, "_launch", lambda self, frame: in_order_of_streams(self, frame, choose)
     )
@@ -189,7 +188,7 @@ def test_what_runs_beside_each_other_may_come_in_any_order(case, kernel, choose,
     assert_equal(run_virtual(case, "default", tensors, kernel=kernel), expected, 1e-5)
 
 
-def test_kernel_calls_take_turns_on_two_streams_and_copies_wait_for_their_slots():
+def test_kernel_calls_alternate_between_two_streams_and_copies_wait_for_their_slots():
     launches = [
         (LaunchKind.KERNEL, 0), (LaunchKind.WAIT, START), (LaunchKind.COPY, 1),
         (LaunchKind.KERNEL, 2), (LaunchKind.WAIT, START), (LaunchKind.COPY, 3),

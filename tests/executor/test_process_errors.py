@@ -1,4 +1,4 @@
-"""Processes that disagree or die: every rank gets a sentence, and nothing is left behind."""
+"""Processes that disagree or die: every rank gets an error message, and nothing leaks."""
 
 import os
 import re

@@ -26,13 +26,8 @@ from dyncp import (
     Layout,
 )
 
-SOLVERS = (
-    "owner_computes",
-    "bisection",
-    "zigzag",
-    "uncut",
-)  # random is that of all masks
-# Cut at borders of kernel tiles, rows of these have one range: there is less to compile.
+SOLVERS = ("owner_computes", "bisection", "zigzag", "uncut")  # tests of masks use random
+# In blocks that end with kernel tiles, rows of these have one range: there is less to compile.
 SHORT = (1100, 300)
 
 
@@ -54,7 +49,7 @@ def test_masks_of_many_ranges_are_exact(kernel, deterministic, mask):
 
 @each_kernel
 def test_layers_choose_among_masks_by_name(kernel, deterministic):
-    """In turn, so that each is launched, captured and replayed."""
+    """Alternating, so that each is launched, captured and replayed."""
     references = {"default": reference_of("causal"), "local": reference_of("window")}
     of_samples = zip(*(x.batch.masks["default"] for x in references.values()), strict=True)
     batch = Batch.of([dict(zip(references, found, strict=True)) for found in of_samples])

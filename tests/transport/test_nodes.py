@@ -1,4 +1,4 @@
-"""All ranks read the same nodes from what every rank says."""
+"""All ranks derive the same nodes from the words of all ranks."""
 
 import pytest
 

@@ -195,7 +195,7 @@ class _Binder:
         """A segment that uses several streams, unless a kernel tile can hold rows of several slots:
         a call would then read rows that a copy is still writing."""
         program, streams = self._program, None
-        if self._parallel and not program.part.slot_alignment % WHOLE_TILE:
+        if fixed and self._parallel and not program.part.slot_alignment % WHOLE_TILE:
             kinds, depend = [(kind, time) for kind, time, _ in launches], program.calls_depend
             streams = assign_streams(kinds, freed_times(program), calls_depend=depend)
         return Segment([work for *_, work in launches], fixed=fixed, streams=streams)

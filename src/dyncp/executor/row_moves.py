@@ -93,6 +93,8 @@ def _count(peers: Int64) -> dict[int, int]:
 def _layers(target: Int64, source: Int64) -> list[Int64]:
     """Splits the entries into groups in which each target occurs once. The sources of a target are
     added in increasing order."""
+    if np.bincount(target, minlength=1).max() <= 1:  # usual, and sorting takes a millisecond
+        return [np.arange(len(target))]
     order = np.lexsort((source, target))
     ordered = target[order]
     new = np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)]
