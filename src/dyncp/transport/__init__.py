@@ -102,9 +102,7 @@ class Null(_OneProcess):
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         if not 0 <= rank < num_ranks:
-            raise ValueError(
-                f"Null got rank={rank} of {num_ranks} ranks; the rank must be below that"
-            )
+            raise ValueError(f"the null transport got rank={rank} of {num_ranks} ranks")
         super().__init__(num_ranks, (rank,))
 
     def open(self, call: int = 0) -> "list[NullChannel]":  # noqa: ARG002
