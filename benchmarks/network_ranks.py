@@ -148,7 +148,7 @@ class DeviceTransport(Distributed):
 
     def open(self, call: int = 0) -> list[GroupedChannel]:
         self._unfinished += 1
-        return [DeviceChannel(self, self.timeout, call)]
+        return [DeviceChannel(self, call)]
 
 
 class DeviceChannel(GroupedChannel):

@@ -78,7 +78,7 @@ def step():
         (lambda: DCPAttn.apply(step(), Q.numpy(), KV), "q is ndarray; expected a torch tensor"),
         (lambda: DCPAttn.apply(step(), Q, None), "kv is NoneType; expected a torch tensor"),
         (lambda: DCPAttn.apply(step(), Q, KV[:, :, :0]), "at least one head and one entry"),
-        (lambda: DCPAttn.apply(step(), Q[..., :0], KV[..., :0]), "at least one entry per head"),
+        (lambda: DCPAttn.apply(step(), Q[..., :0], KV[..., :0]), "at least one head and one entry"),
         (lambda: attention(step(), Q, *KV.unbind(1), mask=[]), "mask is list; expected the name"),
         (
             lambda: attention(step(), Q, *KV.unbind(1), sink=torch.zeros(4).int()),

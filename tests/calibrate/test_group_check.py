@@ -21,7 +21,7 @@ def world_of(rank: int, num_ranks: int) -> World:
 
 
 def find(rank: int, num_ranks: int, hosts: str) -> Finding:
-    with mock.patch("dyncp.transport.distributed.here", return_value=hosts[rank]):
+    with mock.patch("dyncp.transport.distributed.host_id", return_value=hosts[rank]):
         return check_groups(world_of(rank, num_ranks))[0]
 
 

@@ -1,4 +1,4 @@
-"""Arena: one buffer for all calls, which grows seldom."""
+"""Arena: one buffer for all calls, which rarely grows."""
 
 import torch
 

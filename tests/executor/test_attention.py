@@ -1,4 +1,4 @@
-"""The attention call: its options, several plans alive, recomputation."""
+"""The attention call: its options, several live plans, recomputation."""
 
 import weakref
 from functools import partial
@@ -14,6 +14,7 @@ from dyncp import (
     Batch,
     DCPAttn,
     DCPExecutor,
+    Plan,
     PlannerConfig,
     Topology,
     attention,
@@ -21,7 +22,7 @@ from dyncp import (
     plan_batch,
 )
 from dyncp.kernels import CpuKernel
-from dyncp.plan import Plan, batch_order
+from dyncp.plan import batch_order
 
 SHAPE = AttentionShape(4, 2, 8, "fp64")
 BATCH = Batch.of(
@@ -264,7 +265,7 @@ def test_gradients_are_as_exact_for_tiny_and_huge_output_gradients(size):
 
 
 class FailingOnce(CpuKernel):
-    """Fails in its third kernel call, while messages are on their way."""
+    """Fails in its third kernel call, while messages are in flight."""
 
     calls = 0
 

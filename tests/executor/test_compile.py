@@ -15,12 +15,12 @@ from dyncp import (
     DCPAttn,
     DCPExecutor,
     PlannerConfig,
+    Step,
     Topology,
     attention,
     masks,
     plan_batch,
 )
-from dyncp.executor import Step
 
 EXECUTOR = DCPExecutor(virtual_ranks=3)
 

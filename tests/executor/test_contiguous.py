@@ -1,4 +1,4 @@
-"""`to_contiguous` and `add_halo`: layers with state give what they give on documents alone."""
+"""`to_contiguous` and `add_halo`: layers with state compute the same as on single documents."""
 
 from functools import partial
 
@@ -70,7 +70,7 @@ def gradients(out, x, weights, grad):
 
 
 def expected(name):
-    """Output and gradients of both layers, every token from its own text alone."""
+    """Output and gradients of both layers, each text computed separately."""
     x, weights, grad = inputs(name)
     for tensor in (x, *weights):
         tensor.requires_grad_()
@@ -116,7 +116,7 @@ CASES = [
 
 
 def train_on_rank(rank):
-    """Gradients of every case, accumulated in two parts whose backward comes late."""
+    """Gradients of every case, accumulated over two forwards that precede both backwards."""
     executor = DCPExecutor(timeout=60)
     found = []
     for name, block_size, checkpointed in CASES:
@@ -146,7 +146,7 @@ def test_layers_with_state_are_exact_on_processes_with_accumulation_and_checkpoi
     for (name, *_), (found, *_) in zip(CASES, of_ranks[0], strict=True):
         check(found, expected(name))
     counts = [(own > 0, contiguous > 0) for found in of_ranks for _, own, contiguous in found]
-    assert len(set(counts)) == 4  # ranks without rows in either order are among them
+    assert len(set(counts)) == 4  # including ranks without rows in either order
 
 
 def moved(step, run):
@@ -177,7 +177,7 @@ def test_the_bytes_that_travel_are_those_that_the_step_declares(name):
 
 
 def test_only_rows_that_a_rank_lacks_travel_to_it():
-    """Counted by hand from what each rank has and gets."""
+    """Counts directly the rows that a rank gets and does not own."""
     plan = make_plan("documents")
     step, part = DCPExecutor(virtual_ranks=RANKS).prepare(plan), plan.parts[0]
     tokens = int(part.lengths.sum())
@@ -209,7 +209,7 @@ def test_borders_say_which_documents_the_pieces_are():
         pieces = order.split(rows.lengths)
         for piece, number, start in zip(pieces, rows.documents, rows.starts, strict=True):
             if number < 0:
-                assert (piece == 0).all()  # rows that only pad
+                assert (piece == 0).all()  # padding rows
                 continue
             assert (document[piece] == number).all()
             assert piece.tolist() == list(range(first[piece[0]] + start, piece[-1] + 1))
@@ -251,7 +251,7 @@ def test_values_of_any_kind_travel():
     with torch.inference_mode():
         step.add_halo(step.shard(values(55)), 5)
     x = step.shard(values(55)).requires_grad_()
-    step.add_halo(x, 5).square().sum().backward()  # with what inference made ready
+    step.add_halo(x, 5).square().sum().backward()  # uses tensors that were made in inference mode
     first = x.grad
     (second,) = torch.autograd.grad((step.to_contiguous(x) ** 3).sum(), x, create_graph=True)
     assert torch.autograd.grad(second.sum(), x)[0] == pytest.approx(6 * x.detach())
@@ -269,7 +269,7 @@ def test_what_cannot_be_right_is_refused():
         step.drop_halo(torch.zeros(55), 3)
     with pytest.raises(ValueError, match="halo is -1"):
         step.add_halo(torch.zeros(55), -1)
-    hidden = masks.sliding_window(12, window=1)  # its tokens attend nothing but themselves
+    hidden = masks.sliding_window(12, window=1)  # each token attends only itself
     plan = plan_batch(Batch.of([masks.causal(9), hidden]), Topology(1, RANKS))
     with pytest.raises(ValueError, match="the token before token 1 of sequence 1, which"):
         executor.prepare(plan).to_contiguous(torch.zeros(21))

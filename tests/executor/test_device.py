@@ -1,4 +1,4 @@
-"""Where an executor runs if nobody says: on the GPU where its processes talk over NCCL."""
+"""The default device of an executor: the GPU if its processes communicate over NCCL."""
 
 from unittest.mock import patch
 
@@ -14,7 +14,7 @@ PLAN = plan_batch(Batch.of([masks.causal(8)]), Topology())
 
 
 def chosen(group=None, **options) -> str:
-    """The device, or the sentence about it: here is no GPU, whatever torch is told to say."""
+    """The device, or the error: there is no GPU here, even if torch is patched to report one."""
     try:
         with DCPExecutor(group, **options) as executor:
             return executor.device.type
@@ -23,7 +23,7 @@ def chosen(group=None, **options) -> str:
 
 
 def _with_a_gpu(rank: int) -> dict[str, str]:
-    """What is chosen where torch finds a GPU, by the kind of group."""
+    """The chosen device for each kind of group, if torch reports a GPU."""
     nccl = patch.object(dist, "get_backend_config", lambda _=None: "cpu:gloo,cuda:nccl")
     with patch.object(torch.cuda, "is_available", lambda: True):
         found = {"gloo": chosen()}

@@ -81,7 +81,7 @@ def test_the_part_of_another_rank_is_refused():
     executor = DCPExecutor(transport=Null(rank=0, num_ranks=2))
     with pytest.raises(ValueError, match="part of rank 1; this process runs rank 0"):
         executor.prepare(PLAN.parts[1])
-    with pytest.raises(ValueError, match="give the whole Plan"):
+    with pytest.raises(ValueError, match="pass the whole Plan"):
         DCPExecutor(virtual_ranks=2).prepare(PLAN.parts[1])
 
 

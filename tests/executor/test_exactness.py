@@ -7,9 +7,17 @@ from hypothesis import strategies as st
 
 from cases import Case, Tensors, assert_equal, cases, run_dense, run_virtual
 from dense import relative_error
-from dyncp import AttentionShape, Batch, PlannerConfig, Topology, masks, plan_batch
+from dyncp import (
+    AttentionShape,
+    Batch,
+    Layout,
+    PlannerConfig,
+    Topology,
+    masks,
+    plan_batch,
+)
 from dyncp.kernels import CpuKernel, ReferenceKernel
-from dyncp.plan import Direction, Layout, Payload
+from dyncp.plan import Direction, Payload
 from paced import plan_paced
 
 KERNELS = st.sampled_from([CpuKernel(), ReferenceKernel(4), ReferenceKernel()])
@@ -66,13 +74,13 @@ def test_fp32_results_are_as_close_to_fp64_as_fp32_can_be(case, kernel):
     expected = run_dense(case, "default", tensors, torch.float64).tensors()
     dense = run_dense(case, "default", tensors, torch.float32).tensors()
     for name, value in run_virtual(case, "default", tensors, kernel=kernel).tensors().items():
-        # Where everything cancels out, dense attention in fp32 is no better.
+        # If terms cancel out, dense attention in fp32 is no better.
         allowed = max(1e-5, 4 * relative_error(dense[name], expected[name]))
         assert relative_error(value, expected[name]) <= allowed, name
 
 
 def short_sequences_case(seed: int, rows: int) -> Case:
-    """Many sequences shorter than a kernel tile, their tiles anywhere and in any division."""
+    """Many sequences shorter than a kernel tile, with tiles on any rank and in any division."""
     lengths = [3, 5, 2, 7, 1, 4, 6, 3, 2, 5]
     batch = Batch.of([masks.causal(n) for n in lengths])
     shape = AttentionShape(4, 2, 8, "fp64")

@@ -1,4 +1,4 @@
-"""Graphs: who gets them, and when segments are captured. tests/gpu runs the graphs themselves."""
+"""Graphs: when they are used, and when segments are captured. tests/gpu runs real graphs."""
 
 from types import SimpleNamespace
 
@@ -16,7 +16,9 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 def test_cpus_have_none_and_say_so_where_they_are_asked_for():
     assert not DCPExecutor().engine.graphs.wanted
     assert not DCPExecutor(graphs=False).engine.graphs.wanted
-    with pytest.raises(ValueError, match="graphs=True needs a CUDA GPU; the device is cpu"):
+    with pytest.raises(
+        ValueError, match="graphs=True, but graphs need a CUDA GPU, and the device is cpu"
+    ):
         DCPExecutor(graphs=True)
 
 
@@ -31,11 +33,11 @@ def test_gpus_have_them_unless_they_are_switched_off(caplog):
     kernel = SimpleNamespace(name="some", capturable=True)
     assert Graphs.choose("auto", GPU, kernel).wanted
     assert Graphs.choose(True, GPU, kernel).wanted
-    assert Graphs.choose("auto", GPU, kernel).beside
-    assert Graphs.choose("serial", GPU, kernel) == Graphs(True, beside=False)
+    assert Graphs.choose("auto", GPU, kernel).parallel
+    assert Graphs.choose("serial", GPU, kernel) == Graphs(True, parallel=False)
     with caplog.at_level("INFO", "dyncp.executor.graphs"):
         assert not Graphs.choose(False, GPU, kernel).wanted
-    assert "not replayed as CUDA graphs: graphs=False was asked for" in caplog.text
+    assert "not replayed as CUDA graphs: graphs=False was requested" in caplog.text
 
 
 def test_kernels_that_cannot_be_captured_are_launched(caplog):
@@ -66,7 +68,7 @@ class Graph:
 
 @pytest.fixture
 def graphs(monkeypatch):
-    """Graphs that are captured, by scale."""
+    """The captured graphs, by scale."""
     made = {}
     monkeypatch.setattr(Segment, "_capture", lambda _, frame: made.setdefault(frame.scale, Graph()))
     return made

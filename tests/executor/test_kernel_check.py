@@ -1,4 +1,4 @@
-"""A kernel is compared with dense attention before it is used, and not used where it is wrong."""
+"""A kernel is compared with dense attention before its first use, and not used if it is wrong."""
 
 import pytest
 import torch
@@ -8,12 +8,19 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from dyncp import AttentionShape, Batch, DCPExecutor, attention, masks, plan_batch
+from dyncp import (
+    AttentionShape,
+    Batch,
+    DCPExecutor,
+    Topology,
+    attention,
+    masks,
+    plan_batch,
+)
 from dyncp.executor.engine import Engine, WrongResultsError
 from dyncp.executor.warm_up import check_kernel
 from dyncp.kernels import CpuKernel
 from dyncp.plan import causal, sample_plan, sample_ring
-from dyncp.topology import Topology
 from dyncp.transport import InProcess
 from dyncp.verify import verify_plan
 
@@ -21,7 +28,7 @@ SHAPE = AttentionShape(4, 2, 16, "fp32")
 
 
 class Wrong(CpuKernel):
-    """Forgets the last query row, forward or backward."""
+    """Computes wrong results for the last rows of one tensor."""
 
     name = "wrong"
 
@@ -124,11 +131,14 @@ def save_products(_context, operator, *_, **__):
     ids=["whole", "selective"],
 )
 def test_the_first_use_may_be_in_a_layer_that_is_checkpointed(options):
-    """What a check computes is none of the layer's, which is computed again without it."""
+    """The check is not part of the layer, which is recomputed without it."""
     plan = plan_batch(Batch.of([masks.causal(50)]), Topology(1, 1))
     x, weight = torch.randn(50, 64), torch.randn(64, 128)
     grads = []
-    for heads in (len(options) + 5, len(options) + 5):  # new to the process, then known
+    for heads in (
+        len(options) + 5,
+        len(options) + 5,
+    ):  # not yet checked in this process, then checked
         executor = DCPExecutor(kernel="cpu")
         executor.engine.check = check_kernel
         step, given = executor.prepare(plan), x.clone().requires_grad_()

@@ -1,4 +1,4 @@
-"""Kernels of every style, and both implementations of row operations, give dense attention."""
+"""Kernels of every style, and both implementations of row operations, compute dense attention."""
 
 import numpy as np
 import pytest
@@ -7,17 +7,25 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cases import Case, Tensors, assert_equal, cases, largest_terms, run_dense, run_virtual
-from dyncp import AttentionShape, Batch, PlannerConfig, Topology, masks, plan_batch
+from dyncp import (
+    AttentionShape,
+    Batch,
+    Layout,
+    PlannerConfig,
+    Topology,
+    masks,
+    plan_batch,
+)
 from dyncp.executor.kernel_calls import RankProgram
 from dyncp.kernels import CpuKernel, ReferenceKernel, RowState
-from dyncp.plan import Direction, Layout
+from dyncp.plan import Direction
 from interpreted import needs_interpreter
 from kernel_styles import CollectingReference, RoundingKernel
 from paced import plan_paced
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 STYLES = st.sampled_from([RoundingKernel(), CollectingReference()])
-ALIGNED = (64, 128)  # slots begin where collected sums may
+ALIGNED = (64, 128)  # collected sums need slots with this alignment
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=SLOW)
@@ -78,7 +86,7 @@ def test_triton_row_operations_in_whole_plans(solver, dtype):
 @settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
 @given(case=cases())
 def test_states_follow_one_another_and_say_what_is_touched(case):
-    """Every row of a call takes up where the contribution before left it."""
+    """A row's state before a call is its state after the previous contribution."""
     for part in case.plan.parts:
         mask = part.masks["default"]
         for direction in Direction:

@@ -5,8 +5,17 @@ import torch
 from torch import Tensor
 
 from dense import dense_attention, relative_error
-from dyncp import Batch, DCPAttn, DCPExecutor, PlannerConfig, Topology, attention, masks, plan_batch
-from dyncp.executor import Step
+from dyncp import (
+    Batch,
+    DCPAttn,
+    DCPExecutor,
+    PlannerConfig,
+    Step,
+    Topology,
+    attention,
+    masks,
+    plan_batch,
+)
 from dyncp.plan import batch_order
 
 BATCH = Batch.of([masks.causal(20), masks.causal(3), masks.sliding_window(11, window=3)])

@@ -1,4 +1,4 @@
-"""Numbers that are not finite stay where they may be seen; any scale; 16-bit accuracy."""
+"""NaN and infinity reach only rows that attend them; any scale; 16-bit accuracy."""
 
 import math
 from functools import partial
@@ -9,9 +9,18 @@ import torch
 from torch import Tensor
 
 from dense import relative_error
-from dyncp import Batch, DCPExecutor, PlannerConfig, Topology, attention, masks, plan_batch
-from dyncp.executor import Step
-from dyncp.plan import Plan, batch_order
+from dyncp import (
+    Batch,
+    DCPExecutor,
+    Plan,
+    PlannerConfig,
+    Step,
+    Topology,
+    attention,
+    masks,
+    plan_batch,
+)
+from dyncp.plan import batch_order
 
 KERNELS = pytest.mark.parametrize("kernel", ["cpu", "reference"])
 BATCH = Batch.of(
@@ -50,7 +59,7 @@ def run(step: Step, plan: Plan, tensors: list[Tensor], **options: float) -> list
 
 
 def row_by_row(tensors: list[Tensor], scale: float = 8**-0.5) -> list[Tensor]:
-    """The same, each row over the keys that it may see and no others."""
+    """The same results, each row computed from only the keys that it attends."""
     q, k, v, dout = (x.detach().double() for x in tensors)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     out = []

@@ -1,5 +1,4 @@
-"""The order in which work is given to a GPU with graphs: few segments, and nothing before what it
-needs."""
+"""The order of work with graphs: few segments, and nothing starts before what it depends on."""
 
 import pytest
 import torch
@@ -33,14 +32,10 @@ SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 L, W, C = Op.LAUNCH, Op.WAIT, Op.COMPUTE
 
 
-def items(points):
-    return [point.item for point in points]
-
-
-def given_to_device(points):
-    """What the device is given, in order; launches are the messages'."""
+def device_work(order):
+    """Everything except launches of messages."""
     found = []
-    for item in items(points):
+    for item in order:
         if isinstance(item, DeviceWork):
             found += item.items
         elif not isinstance(item, Launch):
@@ -48,24 +43,24 @@ def given_to_device(points):
     return found
 
 
-def launched(points):
-    return [phase for item in items(points) if isinstance(item, Launch) for phase in item.phases]
+def launched(order):
+    return [phase for item in order if isinstance(item, Launch) for phase in item.phases]
 
 
 def check(instructions, ready, row_work):
     plain, long = (f(instructions, ready, row_work) for f in (program_order, graph_order))
-    assert given_to_device(long) == given_to_device(plain)
+    assert device_work(long) == device_work(plain)
     assert launched(long) == launched(plain) == [p for op, p in instructions if op is L]
     marked, started = set(), set()
     latest = previous = None
-    for item in items(long):
+    for item in long:
         if isinstance(item, Launch):
             assert {ready[phase] for phase in item.phases} <= marked
             started |= set(item.phases)
             latest = item
         elif isinstance(item, DeviceWork):
             assert set(item.waits) <= started
-            if previous is not None:  # it could not have been one with the segment before
+            if previous is not None:  # it could not have been part of the previous segment
                 assert item.items[0].phase in latest.phases
                 assert Mark(ready[latest.phases[0]]) in previous.items
             marked |= {x.time for x in item.items if isinstance(x, Mark)}
@@ -90,7 +85,7 @@ def test_few_segments_give_the_device_the_same_work_in_the_same_order(case):
 def test_own_rows_and_results_travel_around_one_segment():
     """Two phases of inputs, then one of results: the usual case."""
     instructions = [(L, 0), (L, 1), (C, 0), (W, 0), (C, 1), (W, 1), (C, 2), (L, 2), (W, 2)]
-    found = items(graph_order(instructions, {0: START, 1: START, 2: 6}, {3}))
+    found = graph_order(instructions, {0: START, 1: START, 2: 6}, {3})
     assert found == [
         Mark(START),
         Launch((0, 1)),
@@ -103,9 +98,9 @@ def test_own_rows_and_results_travel_around_one_segment():
 
 
 def test_a_segment_ends_before_messages_that_it_makes_ready_itself():
-    """Phase 1 passes on what phase 0 brought, and its rank waits for it as well."""
+    """Phase 1 relays blocks of phase 0, and the rank also waits for phase 1."""
     instructions = [(L, 0), (W, 0), (L, 1), (C, 0), (W, 1), (C, 1)]
-    found = items(graph_order(instructions, {0: START, 1: 1}, {1}))
+    found = graph_order(instructions, {0: START, 1: 1}, {1})
     assert found == [
         Mark(START),
         Launch((0,)),
@@ -117,13 +112,13 @@ def test_a_segment_ends_before_messages_that_it_makes_ready_itself():
 
 def test_phases_are_launched_in_order_although_a_later_one_is_ready_first():
     instructions = [(L, 0), (W, 0), (L, 1), (L, 2), (W, 2), (C, 0)]
-    found = items(graph_order(instructions, {0: START, 1: 1, 2: START}, set()))
+    found = graph_order(instructions, {0: START, 1: 1, 2: START}, set())
     assert [x for x in found if isinstance(x, Launch)] == [Launch((0,)), Launch((1, 2))]
 
 
 @pytest.fixture
 def in_graph_order(monkeypatch):
-    """As with graphs, but launched: what a GPU does in the first call of a plan."""
+    """The order of graphs, but launched, as in the first call of a plan on a GPU."""
     monkeypatch.setattr(Graphs, "choose", lambda *_: Graphs(True))
     monkeypatch.setattr(Graphs, "replays", lambda *_, **__: False)
 
@@ -151,7 +146,7 @@ def test_few_segments_are_exact_with_relays(case, kernel):
 
 
 def in_order_of_streams(segment, frame, choose):
-    """Runs launches in any order that streams allow; `choose` takes one of the next ones."""
+    """Runs launches in an order that the streams allow; `choose` picks one of the next ones."""
     left = list(range(len(segment._work)))
     streams = segment._streams or [(0, ())] * len(segment._work)
     while left:
@@ -185,7 +180,7 @@ def in_order_of_streams(segment, frame, choose):
     kernel=st.sampled_from([ReferenceKernel(8), RoundingKernel(), CollectingReference()]),
 )
 @pytest.mark.usefixtures("in_graph_order")
-def test_what_runs_beside_each_other_may_come_in_any_order(case, kernel, choose, monkeypatch):
+def test_work_on_parallel_streams_may_run_in_any_order(case, kernel, choose, monkeypatch):
     monkeypatch.setattr(
         Segment, "_launch", lambda self, frame: in_order_of_streams(self, frame, choose)
     )
@@ -195,13 +190,13 @@ def test_what_runs_beside_each_other_may_come_in_any_order(case, kernel, choose,
     assert_equal(run_virtual(case, "default", tensors, kernel=kernel), expected, 1e-5, terms)
 
 
-def test_kernel_calls_take_turns_on_two_streams_and_copies_wait_for_their_slots():
+def test_kernel_calls_alternate_between_two_streams_and_copies_wait_for_their_slots():
     launches = [
         (LaunchKind.KERNEL, 0), (LaunchKind.WAIT, START), (LaunchKind.COPY, 1),
         (LaunchKind.KERNEL, 2), (LaunchKind.WAIT, START), (LaunchKind.COPY, 3),
         (LaunchKind.KERNEL, 4), (LaunchKind.SUM, 4), (LaunchKind.MARK, 4),
     ]  # fmt: skip
-    found = assign_streams(launches, {3: 0}, in_turn=False)
+    found = assign_streams(launches, {3: 0}, calls_depend=False)
     assert found == [
         (GraphStream.KERNELS, []),
         (GraphStream.COPIES, []),
@@ -213,6 +208,6 @@ def test_kernel_calls_take_turns_on_two_streams_and_copies_wait_for_their_slots(
         (GraphStream.SUMS, [6, 3, 5]),
         (GraphStream.SUMS, [5]),
     ]
-    assert {stream for stream, _ in assign_streams(launches, {3: 0}, in_turn=True)} == {
+    assert {stream for stream, _ in assign_streams(launches, {3: 0}, calls_depend=True)} == {
         GraphStream.KERNELS, GraphStream.COPIES, GraphStream.SUMS
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Processes that disagree or die: every rank gets a sentence, and nothing is left behind."""
+"""Processes that disagree or die: every rank gets an error message, and nothing leaks."""
 
 import os
 import re
@@ -9,9 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dyncp import Batch, DCPAttn, DCPExecutor, PlannerConfig, Topology, attention, masks, plan_batch
-from dyncp.plan import Plan
-from dyncp.transport import TransportError
+from dyncp import (
+    Batch,
+    DCPAttn,
+    DCPExecutor,
+    Plan,
+    PlannerConfig,
+    Topology,
+    TransportError,
+    attention,
+    masks,
+    plan_batch,
+)
 from processes import run_ranks
 
 pytestmark = pytest.mark.xdist_group("processes")

@@ -14,13 +14,14 @@ from dyncp import (
     Batch,
     DCPAttn,
     DCPExecutor,
+    Layout,
     PlannerConfig,
     Topology,
+    TransportError,
     masks,
     plan_batch,
 )
-from dyncp.plan import Layout, batch_order
-from dyncp.transport import TransportError
+from dyncp.plan import batch_order
 from processes import run_ranks
 
 pytestmark = pytest.mark.xdist_group("processes")

@@ -52,14 +52,14 @@ def test_other_sizes_are_refused_with_both():
     step = DCPExecutor(virtual_ranks=2).prepare(make_plan(2))
     with pytest.raises(ValueError, match=r"shape \(3, 2\); the batch has 115 tokens"):
         step.shard(torch.zeros(3, 2))
-    with pytest.raises(ValueError, match=r"of \[37, 5\] tokens; those of the batch"):
+    with pytest.raises(ValueError, match=r"of \[37, 5\] tokens; the sequences of the batch"):
         step.shard([torch.zeros(37), torch.zeros(5)])
     with pytest.raises(ValueError, match="what shard got is int; expected a tensor"):
         step.shard(5)
 
 
 def loss_of(rows, step, loss, rank):
-    """A function of whole sequences; with "summed" each rank has a part of it."""
+    """A function of whole sequences; with "summed" each rank computes some of its terms."""
     sequences = step.gather(rows, loss=loss)
     terms = torch.stack([(x.sum() ** 3 + (x**2).sum()) for x in sequences])
     return terms.sum() if loss == "replicated" else terms[rank::2].sum()
@@ -91,5 +91,5 @@ def gather_without_a_word(rank):
     return len(step.gather(rows.detach()))
 
 
-def test_rows_with_gradients_need_to_know_what_the_loss_is():
+def test_rows_with_gradients_need_the_kind_of_loss():
     assert run_ranks(gather_without_a_word, 2) == [len(LENGTHS)] * 2

@@ -18,7 +18,7 @@ NUM_THREADS = 6
 
 @pytest.fixture(autouse=True)
 def bytes_moved_equal_the_plans():
-    """Not here: the calls of all threads count into one number."""
+    """Disabled here: all threads add to the same counter."""
 
 
 def make_plan(seed: int, ranks: int = 3):
@@ -66,7 +66,7 @@ class Slow(CpuKernel):
 
 
 def _calls_of_two_threads(rank: int) -> list[str]:
-    """Both ranks' second threads are refused, and the first ones go on."""
+    """On both ranks the second thread gets an error, and the first one continues."""
     step = DCPExecutor(kernel=Slow(), timeout=30).prepare(make_plan(0, ranks=2).parts[rank])
     q, kv = torch.randn(step.num_rows, 4, 8), torch.randn(step.num_rows, 2, 2, 8)
     said: list[str] = []

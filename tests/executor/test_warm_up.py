@@ -1,4 +1,4 @@
-"""Warming up: afterwards no batch compiles, and the executor is as it was."""
+"""Warming up: afterwards no batch compiles, and the executor is unchanged."""
 
 import pytest
 import torch
@@ -9,13 +9,13 @@ from dyncp import (
     Batch,
     DCPAttn,
     DCPExecutor,
+    Layout,
     PlannerConfig,
     Topology,
     attention,
     masks,
     plan_batch,
 )
-from dyncp.plan import Layout
 from interpreted import needs_interpreter
 
 MASKS = (
@@ -73,7 +73,7 @@ def test_no_batch_asks_for_a_kernel_that_is_not_compiled_yet(shape, monkeypatch)
 
 
 @pytest.mark.parametrize("kernel", ["cpu", "reference"])
-def test_the_executor_is_as_it_was(kernel):
+def test_the_executor_is_unchanged(kernel):
     shape = SHAPES[0]
     plan = draw_plan(shape, 1)
     plain, warm = (DCPExecutor(virtual_ranks=4, kernel=kernel) for _ in range(2))

@@ -13,6 +13,7 @@ from dyncp import (
     AttentionShape,
     Batch,
     DCPExecutor,
+    Layout,
     Plan,
     PlannerConfig,
     Step,
@@ -22,7 +23,7 @@ from dyncp import (
     plan_batch,
 )
 from dyncp.kernels import why_not
-from dyncp.plan import Direction, Layout, batch_order
+from dyncp.plan import Direction, batch_order
 
 GPU = torch.device("cuda")
 LENGTHS = (700, 129, 1, 65, 1900, 256, 40)
@@ -52,8 +53,8 @@ MORE_MASKS = {
 TRITON = pytest.param("triton", True, id="triton")
 DETERMINISTIC = pytest.param("flash4", True, id="flash4-deterministic")
 FAST = pytest.param("flash4", False, id="flash4-fast")
-# flash4-deterministic has the forward of flash4-fast and the backward of triton: most cases do
-# without it.
+# flash4-deterministic has the forward of flash4-fast and the backward of triton: most tests
+# omit it.
 each_kernel = pytest.mark.parametrize(("kernel", "deterministic"), [TRITON, FAST])
 each_choice = pytest.mark.parametrize(("kernel", "deterministic"), [TRITON, DETERMINISTIC, FAST])
 only_triton = pytest.mark.parametrize("kernel", ["triton"])
@@ -68,7 +69,7 @@ def plan_of(batch: Batch, solver: str, shape=SHAPE, ranks: int = 4, **options) -
 
 
 def has_relays(plan: Plan) -> bool:
-    """Whether ranks pass on blocks or sums of others, forward and backward."""
+    """Whether ranks relay blocks or sums of other ranks, in forward and in backward."""
     owner = plan.parts[0].blocks.owner
     return all(
         any(
@@ -91,7 +92,7 @@ def prepare(plan: Plan, kernel: str, deterministic: bool = True) -> Step:
 
 
 def draw_rows(step: Step, shape: AttentionShape) -> list[Tensor]:
-    """q, k, v, which want gradients, and dout of all ranks."""
+    """q, k and v, which require gradients, and dout, of all ranks."""
     heads = (shape.q_heads, shape.kv_heads, shape.kv_heads, shape.q_heads)
     options = {"device": GPU, "dtype": TORCH[shape.dtype]}
     rows = [torch.randn(step.num_rows, h, shape.head_dim, **options) for h in heads]
@@ -99,7 +100,7 @@ def draw_rows(step: Step, shape: AttentionShape) -> list[Tensor]:
 
 
 def run(step: Step, rows: list[Tensor], sink: Tensor | None = None, **options) -> list[Tensor]:
-    """Output and gradients, those of sinks last."""
+    """Output and gradients; the gradient of the sinks is last."""
     *inputs, dout = rows
     out = attention(step, *inputs, sink=sink, **options)
     wanted = inputs if sink is None else [*inputs, sink]
@@ -121,7 +122,7 @@ def thirds(length: int) -> list[int]:
     return [part for part in (length - 2 * (length // 3), length // 3, length // 3) if part]
 
 
-@lru_cache(maxsize=2)  # cases of the same mask follow each other
+@lru_cache(maxsize=2)  # cases of the same mask run consecutively
 def reference_of(mask: str, shape=SHAPE, lengths: tuple[int, ...] = LENGTHS) -> Reference:
     batch = Batch.of([(MASKS | MORE_MASKS)[mask](length) for length in lengths])
     generator = torch.Generator(GPU).manual_seed(0)
@@ -144,7 +145,7 @@ def dense(batch: Batch, inputs: list[Tensor], mask: str = "default") -> list[Ten
 def dense_with_sinks(
     batch: Batch, inputs: list[Tensor], sink: Tensor, scale: float
 ) -> list[Tensor]:
-    """As `dense`, and the gradient of the sinks."""
+    """Like `dense`, plus the gradient of the sinks."""
     wanted = [x.detach().requires_grad_() for x in (*inputs[:3], sink)]
     out = dense_attention(batch, "default", *wanted[:3], scale=scale, sink=wanted[3])
     return [out.detach(), *torch.autograd.grad(out, wanted, inputs[3])]
@@ -159,7 +160,7 @@ def check(step: Step, reference: Reference, **options) -> None:
 
 
 def run_on_tokens(step: Step, tokens: list[Tensor], **options) -> list[Tensor]:
-    """Output and gradients in the batch's order; `options` are those of `attention`."""
+    """Output and gradients in batch order; `options` are passed to `attention`."""
     order = torch.from_numpy(batch_order(step.plan)).to(GPU)
 
     def place(tokens: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""Flash-attn-4 still has what kernel flash4 takes from it, under the same names and in the same
-places. The emulation in tests/kernels cannot see that change; kernels are called by position."""
+"""The parts of flash-attn-4 that kernel flash4 uses still have the same names and argument order.
+The emulation in tests/kernels cannot detect a change; kernels are called by position."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""The same plan and inputs give the same bits, gradients only where `deterministic` says so."""
+"""The same plan and inputs give the same bits, gradients only with `deterministic`."""
 
 import pytest
 import torch

@@ -20,16 +20,14 @@ from gpu_cases import (
     run_on_tokens,
 )
 
-from dyncp import AttentionShape, Batch
-from dyncp.plan import Layout
+from dyncp import (
+    AttentionShape,
+    Batch,
+    Layout,
+)
 
-SOLVERS = (
-    "owner_computes",
-    "bisection",
-    "zigzag",
-    "uncut",
-)  # random is that of all masks
-# Cut at borders of kernel tiles, rows of these have one range: there is less to compile.
+SOLVERS = ("owner_computes", "bisection", "zigzag", "uncut")  # tests of masks use random
+# In blocks that end with kernel tiles, rows of these have one range: there is less to compile.
 SHORT = (1100, 300)
 
 
@@ -51,7 +49,7 @@ def test_masks_of_many_ranges_are_exact(kernel, deterministic, mask):
 
 @each_kernel
 def test_layers_choose_among_masks_by_name(kernel, deterministic):
-    """In turn, so that each is launched, captured and replayed."""
+    """Alternating, so that each is launched, captured and replayed."""
     references = {"default": reference_of("causal"), "local": reference_of("window")}
     of_samples = zip(*(x.batch.masks["default"] for x in references.values()), strict=True)
     batch = Batch.of([dict(zip(references, found, strict=True)) for found in of_samples])

@@ -1,4 +1,4 @@
-"""Calls that are replayed as CUDA graphs: the same bits, and nothing that graphs must not see."""
+"""Calls that are replayed as CUDA graphs: the same bits as launched calls."""
 
 import pytest
 import torch
@@ -76,8 +76,8 @@ def test_every_layer_after_the_second_is_replayed(kernel, deterministic, capture
 
 
 @each_choice
-def test_graphs_of_several_plans_in_turn_are_exact(kernel, deterministic):
-    """Larger and larger plans: the memory that graphs were captured in is given up twice."""
+def test_graphs_of_alternating_plans_are_exact(kernel, deterministic):
+    """Growing plans: the memory in which graphs were captured is replaced twice."""
     executor = executor_of(kernel, deterministic)
     small, large = reference_of("causal", lengths=(300, 40)), reference_of("causal")
     steps = [executor.prepare(plan_of(x.batch, "owner_computes")) for x in (small, large)]
@@ -89,8 +89,8 @@ def test_graphs_of_several_plans_in_turn_are_exact(kernel, deterministic):
 
 @each_choice
 @pytest.mark.parametrize("mask", ["causal", "lambda"])
-def test_what_runs_beside_each_other_is_exact(kernel, deterministic, mask):
-    """Launched, captured and replayed; blocks are passed on, and slots are filled again."""
+def test_work_on_parallel_streams_is_exact(kernel, deterministic, mask):
+    """Launched, captured and replayed; blocks are relayed, and slots are filled again."""
     reference = reference_of(mask)
     made = plan_of(reference.batch, "random", divisions=6)
     all_slots = [part.masks["default"].backward.slots for part in made.parts]

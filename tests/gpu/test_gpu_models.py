@@ -43,7 +43,7 @@ def test_losses_and_gradients_are_those_of_one_process(name, mask_fn):
 
 
 def difference(model, dense) -> float:
-    """Of gradients, in parts of the largest one."""
+    """The largest difference of gradients, relative to the largest gradient."""
     pairs = [
         (got.grad.cpu(), expected.grad)
         for got, expected in zip(model.parameters(), dense.parameters(), strict=True)

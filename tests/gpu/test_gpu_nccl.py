@@ -1,6 +1,6 @@
 """Real NCCL: four processes on one GPU, over sockets.
 
-NCCL refuses two ranks on one GPU of a host; here every rank says that it is a host of its own."""
+NCCL refuses two ranks on one GPU of a host; here every rank poses as a separate host."""
 
 import os
 
@@ -10,8 +10,11 @@ import torch
 import torch.distributed as dist
 from gpu_cases import LENGTHS, MASKS, SHAPE, draw_rows, has_relays, plan_of, prepare, run
 
-from dyncp import Batch, DCPExecutor
-from dyncp.transport.distributed import Distributed
+from dyncp import (
+    Batch,
+    DCPExecutor,
+    Distributed,
+)
 from processes import run_ranks
 
 RANKS, CALLS = 4, 4  # launched, captured, and replayed twice
@@ -23,7 +26,7 @@ def planned(mask: str, solver: str):
 
 
 def rows_of_call(step, call: int):
-    """The same on virtual ranks and on processes."""
+    """The same inputs on virtual ranks and on processes."""
     torch.manual_seed(call)
     return draw_rows(step, SHAPE)
 
@@ -74,7 +77,7 @@ def test_nccl_ranks_have_the_bits_of_virtual_ranks(graphs, settings):
 
 
 def default_devices(rank: int) -> list[str]:
-    """Of executors over NCCL and over gloo, and of virtual ranks."""
+    """The devices of executors over NCCL, over gloo, and with virtual ranks."""
     torch.cuda.set_device(0)
     made = [DCPExecutor(dist.new_group(backend=backend)) for backend in ("nccl", "gloo")]
     return [str(executor.device) for executor in (*made, DCPExecutor(virtual_ranks=2))]

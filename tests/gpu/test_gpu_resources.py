@@ -1,4 +1,4 @@
-"""What calls take: the memory that was declared, allocated once, and no waiting of the host."""
+"""Calls take the declared memory, allocate it once, and never make the host wait."""
 
 from functools import cache
 
@@ -23,13 +23,13 @@ from dyncp import (
     AttentionShape,
     Batch,
     DCPExecutor,
+    Layout,
     PlannerConfig,
     Topology,
     attention,
     masks,
     plan_batch,
 )
-from dyncp.plan import Layout
 from variants import KERNELS
 
 SMALL = AttentionShape(8, 2, 64, "bf16")
@@ -92,7 +92,7 @@ def test_the_peak_above_inputs_and_results_is_within_five_percent_of_the_declare
     torch.cuda.synchronize()
     results = sum(grad.nbytes for grad in grads)
     above = torch.cuda.max_memory_allocated() - before + held - results
-    # The arena may hold 25 % more than this call takes, for the calls to come.
+    # The arena may hold 25 % more than this call takes, for later calls.
     assert above <= 1.25 * 1.05 * step.memory().backward.sum()
 
 

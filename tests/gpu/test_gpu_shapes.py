@@ -9,7 +9,7 @@ from gpu_cases import GPU, check, plan_of, prepare, reference_of
 from dyncp import AttentionShape, attention
 from dyncp.kernels import why_not
 
-HEADS = [(4, 4), (4, 2), (6, 1)]  # every q head its own kv head, groups, all the same one
+HEADS = [(4, 4), (4, 2), (6, 1)]  # one kv head per q head, grouped, a single kv head
 DIMS = range(16, 128 + 1, 8)
 # flash-attn-4's path for one causal sequence, that for several, and lists of tiles.
 PATHS = {"causal": (1, (700,)), "sequences": (1, (300, 129, 250)), "lists": (4, (1100, 300))}
@@ -25,7 +25,7 @@ def check_path(shape, kernel, deterministic, path):
 
 
 def dtype_of(dim, heads):
-    """Each dim with both, each kind of heads with both."""
+    """A dtype such that each dim and each kind of heads is tested with both dtypes."""
     return ("bf16", "fp16")[(dim // 8 + HEADS.index(heads)) % 2]
 
 
@@ -75,7 +75,7 @@ def test_what_is_not_tested_is_refused_by_name(shape):
 
 @pytest.mark.parametrize("dim", [32, 64, 96, 128])
 def test_panels_are_what_flash_attn_4_makes_of_its_sums(dim):
-    """Its own kernel turns sums into gradients; it is right for multiples of 32."""
+    """Compares with flash-attn-4's own kernel, which is correct for multiples of 32."""
     missing = why_not("flash4", GPU)
     if missing:
         pytest.skip(missing)

@@ -47,7 +47,7 @@ def test_calls_are_small_in_order_and_never_empty(phase, classes):
 
 @given(phases(), st.integers(1, 12))
 def test_calls_end_even_where_each_waits_for_all_its_peers(phase, classes):
-    """A rank starts its next call when all messages of the one before have met their other end."""
+    """A rank starts its next call only after the previous call's peers have reached that call."""
     count, pairs = phase
     left = [cuts_of(rank, count, pairs, classes) for rank in range(count)]
     while any(left):

@@ -1,4 +1,4 @@
-"""Grouped calls on real gloo processes: what runs over NCCL, but for the name of the backend."""
+"""Grouped calls on real gloo processes: the code for NCCL, except for the name of the backend."""
 
 import time
 from collections.abc import Iterator
@@ -14,10 +14,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cases import Case, Tensors, run_step, run_virtual
-from dyncp import AttentionShape, Batch, DCPExecutor, PlannerConfig, Topology, masks, plan_batch
+from dyncp import (
+    AttentionShape,
+    Batch,
+    DCPExecutor,
+    Distributed,
+    PlannerConfig,
+    Topology,
+    TransportError,
+    masks,
+    plan_batch,
+)
 from dyncp.plan import batch_order
-from dyncp.transport import TransportError
-from dyncp.transport.distributed import Distributed
 from processes import run_ranks
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -48,9 +56,10 @@ class Done:
 
 @contextmanager
 def recorded_calls(how: str) -> Iterator[list[tuple[str, int]]]:
-    """Group and number of operations of every grouped call. "joined" calls return what NCCL's do.
-    "blocking" ones return when their messages are through, which is the least that may go on at
-    once over NCCL: what ends so cannot deadlock. (Gloo sends nothing before the receiver is there.)
+    """Group and number of operations of every grouped call. "joined" calls return one work, like
+    NCCL. "blocking" calls return when their messages have arrived, which allows the least
+    concurrency: if this does not deadlock, NCCL does not. (Gloo sends nothing before the receiver
+    is ready.)
     """
     calls, start = [], dist.batch_isend_irecv
 
@@ -68,7 +77,7 @@ def recorded_calls(how: str) -> Iterator[list[tuple[str, int]]]:
 
 def transport_of(how: str, settings: dict[str, Any]) -> Distributed:
     transport = Distributed(timeout=30, **settings)
-    transport.on_gpu = how == "joined"  # waits as for NCCL
+    transport.on_gpu = how == "joined"  # waits like NCCL
     return transport
 
 
@@ -83,14 +92,14 @@ def pairs_of(phase: int, num_ranks: int) -> set[Pair]:
 
 
 def message(sender: int, receiver: int, phase: int) -> Tensor:
-    """Its length and contents say where it comes from and goes to."""
+    """Its length and contents identify sender, receiver and phase."""
     length = 1 + (7 * sender + 13 * receiver + 1000 * phase) % 5000
     start = 5 * sender + 11 * receiver + 17 * phase
     return (torch.arange(length) + start).remainder(251).to(torch.uint8)
 
 
 def exchange(rank: int, num_ranks: int, how: str, settings: dict[str, Any]) -> Any:
-    """Runs all phases twice, waits in another order than launched, and checks what came."""
+    """Runs all phases twice, waits in reverse order, and checks what arrived."""
     transport = transport_of(how, settings)
     with recorded_calls(how) as calls:
         for _ in range(2):
@@ -159,7 +168,7 @@ def test_calls_inside_nodes_come_first_in_every_phase_on_every_rank():
 
 
 def pose_as_nodes(rank: int, hosts: str) -> tuple[tuple[int, ...], list[str]]:
-    with mock.patch("dyncp.transport.distributed.here", return_value=hosts[rank]):
+    with mock.patch("dyncp.transport.distributed.host_id", return_value=hosts[rank]):
         transport = Distributed(timeout=30, grouped_operations=2)
     _run_phases(transport, rank, len(hosts))
     return transport.nodes, [one.name for one in transport.communicators]

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from dyncp.transport.distributed import Distributed
+from dyncp import Distributed
 from processes import run_ranks
 
 pytestmark = pytest.mark.xdist_group("processes")

@@ -1,14 +1,14 @@
-"""All ranks read the same nodes from what every rank says."""
+"""All ranks derive the same nodes from the words of all ranks."""
 
 import pytest
 
-from dyncp.transport.distributed import here, read_nodes, settings_word
+from dyncp.transport.distributed import host_id, read_nodes, settings_word
 
 
 def test_ranks_are_on_one_node_where_they_run_on_the_same_host():
     hosts = ["b", "b", "a", "b", "c", "a"]
     assert read_nodes([settings_word(None, 128, host) for host in hosts]) == (0, 0, 1, 0, 2, 1)
-    assert read_nodes([settings_word(None, 128, here())] * 3) == (0, 0, 0)
+    assert read_nodes([settings_word(None, 128, host_id())] * 3) == (0, 0, 0)
 
 
 def test_ranks_per_node_goes_before_hosts():

@@ -1,8 +1,8 @@
-"""What attention layers call: `attention(step, q, k, v)`, or `attention(step, q, kv)`.
+"""The function that attention layers call: `attention(step, q, k, v)`, or `attention(step, q, kv)`.
 
-torch.compile does not look inside: in its graphs attention is one operator, which gets the number
-of the step (`Step.number`) instead of the step, so one graph serves all batches. Everything is
-checked when the operator runs.
+In graphs of torch.compile, attention is a single opaque operator. It gets the number of the step
+(`Step.number`) instead of the step, so that one graph serves all batches. Inputs are checked when
+the operator runs.
 """
 
 from collections.abc import Callable
@@ -22,10 +22,9 @@ from dyncp.executor.step import PreparedPlan, Step, step_of, unpacked
 from dyncp.kernels import accumulator_dtype
 from dyncp.plan import DEFAULT_MASK
 
-# Smaller factors on the scores leave the range of fp32, in which kernels have them.
-SMALLEST_SCALE = 1e-30
+SMALLEST_SCALE = 1e-30  # kernels keep the scale in fp32, which has no room for much smaller ones
 
-PlannedCall = tuple[PreparedPlan, str, float]  # with the mask's name and the factor on the scores
+PlannedCall = tuple[PreparedPlan, str, float]  # plan, name of the mask, scale of the scores
 
 
 def attention(
@@ -42,13 +41,13 @@ def attention(
     """Attention of one layer: `attention(step, q, k, v)`, or `attention(step, q, kv)`.
 
     q and the result are [tokens, q_heads, head_dim]; k and v are [tokens, kv_heads, head_dim], or
-    packed as one tensor [tokens, 2, kv_heads, head_dim], whose gradient is then packed, too.
+    packed into one tensor [tokens, 2, kv_heads, head_dim], whose gradient is then packed, too.
 
-    `step` is the handle of `executor.prepare(plan)`; the executor itself means its latest handle.
-    Layers that are recomputed in backward need the handle.
-    `mask` names one of the plan's masks; `scale` multiplies the scores (default head_dim ** -0.5;
-    any finite number); `sink` [q_heads] are logits that take part in each row's softmax without a
-    value. With `padded`, tensors may have further rows behind the plan's: they take no part, and
+    `step` is the handle that `executor.prepare(plan)` returned. The executor itself stands for its
+    latest handle, but layers that are recomputed in backward need the handle.
+    `mask` is the name of one of the plan's masks. `scale` multiplies the scores (any finite number;
+    default head_dim ** -0.5). `sink` [q_heads] are additional logits in each row's softmax, without
+    a value. With `padded`, tensors may have extra rows after the plan's rows: they are ignored, and
     their results are 0.
     """
     names = ("q", "kv") if v is None else ("q", "k", "v")
@@ -57,12 +56,12 @@ def attention(
         instance_of(name, tensor, Tensor, "a torch tensor")
     if v is None and (k.ndim != 4 or k.shape[1] != 2):
         raise ValueError(
-            f"kv has shape {tuple(k.shape)}; expected [tokens, 2, kv_heads, head_dim], or k and v "
-            "as two tensors"
+            f"kv has shape {tuple(k.shape)}; expected [tokens, 2, kv_heads, head_dim], or separate "
+            "tensors k and v"
         )
     instance_of("mask", mask, str, "the name of one of the plan's masks")
     if scale is None:
-        scale = _default_scale(q)
+        scale = float(max((*q.shape[-1:], 1)) ** -0.5)  # whether the shape fits is checked later
     else:
         q, scale = _with_positive_scale(q, _checked_scale(scale))
     call = (q, *inputs[1:]), mask, scale, sink
@@ -84,27 +83,18 @@ class DCPAttn:
         return attention(step, q, kv)
 
 
-def _default_scale(q: Tensor) -> float:
-    if not q.ndim or not q.shape[-1]:
-        raise ValueError(
-            f"q has shape {tuple(q.shape)}; expected [tokens, heads, head_dim], with at least one "
-            "entry per head"
-        )
-    return float(q.shape[-1] ** -0.5)
-
-
 def _checked_scale(scale: Any) -> float:
     if isinstance(scale, Tensor) and scale.requires_grad:
         raise ValueError(
-            "scale is a tensor that requires gradients, and would get none; give a number, and "
-            "multiply q by the tensor"
+            "scale is a tensor that requires gradients, and would get none; pass a number, and "
+            "multiply q by the tensor instead"
         )
     return finite_number("scale", scale)
 
 
 def _with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """The same scores with a factor above 0: kernels find the largest score of a row before or
-    after they multiply, and mask with −∞."""
+    """q and a positive scale with the same product. Kernels need scale > 0: they may look for a
+    row's largest score before they multiply, and they mask with −∞."""
     if scale < 0:
         q, scale = -q, -scale
     return (q, scale) if scale >= SMALLEST_SCALE else (q * scale, 1.0)
@@ -119,7 +109,7 @@ def _eager_call(
     *,
     padded: bool,
 ) -> Tensor:
-    """`inputs` are q, k, v, or q and packed kv, whose gradient is then packed, too."""
+    """`inputs` are q, k, v, or q and packed kv."""
     step, num_rows = _resolve(step), len(inputs[0])
     if padded:
         inputs = tuple(x[: step.num_rows] for x in inputs)
@@ -130,7 +120,7 @@ def _eager_call(
     return pad(out, (0, 0, 0, 0, 0, num_rows - step.num_rows)) if padded else out
 
 
-_untraced_call = _disable_dynamo(_eager_call)  # torch.compiler.disable, which takes 1 s to import
+_untraced_call = _disable_dynamo(_eager_call)  # torch.compiler.disable takes 1 s to import
 
 
 def _resolve(step: Step | DCPExecutor) -> Step:
@@ -143,8 +133,8 @@ def _resolve(step: Step | DCPExecutor) -> Step:
         )
     if torch._C._current_graph_task_id() != -1:
         raise ValueError(
-            "attention was called through the executor during backward (activation checkpointing), "
-            "and which plan its forward had is not certain; pass the handle of prepare() to the "
+            "attention was called with the executor during backward (activation checkpointing), "
+            "where the plan of the forward is not known; pass the handle of prepare() to the "
             "layers: attention(step, q, k, v)"
         )
     return step.latest
@@ -153,8 +143,8 @@ def _resolve(step: Step | DCPExecutor) -> Step:
 def check_call(
     step: Step, inputs: tuple[Tensor, ...], mask: str, sink: Tensor | None, *, backward: bool
 ) -> PreparedPlan:
-    """Raises ValueError where a call does not fit the plan; gives the plan prepared for a kernel
-    that takes such inputs."""
+    """Raises ValueError if the call does not fit the plan. Returns the plan prepared for a kernel
+    that supports these inputs."""
     if sink is not None:
         _check_sink(sink, inputs[0])
     prepared = step.prepared
@@ -175,27 +165,20 @@ def _check_sink(sink: Tensor, q: Tensor) -> None:
 
 
 def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Autocast would round what kernels compute with, in forward and wherever backward is
-    called."""
+    """Switches autocast off in `function`: it would round intermediate results of kernels."""
 
     @wraps(function)
     def run(*arguments: Any) -> Any:
         if not (is_autocast_enabled("cpu") or is_autocast_enabled("cuda")):
             return function(*arguments)
-        devices = [name for name in ("cpu", "cuda") if is_autocast_enabled(name)]
-        for name in devices:
-            torch.set_autocast_enabled(name, False)
-        try:
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             return function(*arguments)
-        finally:
-            for name in devices:
-                torch.set_autocast_enabled(name, True)
 
     return run
 
 
 class _Attention(torch.autograd.Function):
-    """Saves q, k, v, out and log-sum-exp; received blocks are sent again in backward."""
+    """Saves q, k, v, out and log-sum-exp. Received blocks are sent again in backward."""
 
     @staticmethod
     @without_autocast
@@ -228,8 +211,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _Once(torch.autograd.Function):
-    """Keeps gradients connected to what they depend on, so that a second derivative raises instead
-    of being taken for 0."""
+    """Connects gradients to their inputs, so that a second derivative raises instead of being 0."""
 
     @staticmethod
     def forward(ctx: Any, num_grads: int, *tensors: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
@@ -238,17 +220,17 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:  # noqa: ARG004
         raise RuntimeError(
-            "attention was differentiated twice; dyncp has no second derivatives. Use "
-            "torch.nn.functional.scaled_dot_product_attention with SDPBackend.MATH on whole "
-            "sequences for Hessians"
+            "attention was differentiated twice; dyncp has no second derivatives. For Hessians, "
+            "use torch.nn.functional.scaled_dot_product_attention with SDPBackend.MATH on whole "
+            "sequences"
         )
 
 
 def _forward_with_sink(
     call: PlannedCall, sink: Tensor | None, inputs: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp, as `attend_forward`. The sink is one more logit per head: the output
-    shrinks by its share of the softmax."""
+    """Output and log-sum-exp, as from `attend_forward`. The sink is one more logit per head, so the
+    output shrinks by the sink's share of the softmax."""
     out, lse = attend_forward(*call, *inputs)
     if sink is None:
         return out, lse
@@ -264,8 +246,8 @@ def _backward_with_sink(
     dout: Tensor,
     grads: tuple[Tensor, Tensor, Tensor],
 ) -> Tensor | None:
-    """Writes the gradients of q, k and v, and gives that of the sink: −Σ rows (share of the sink) ×
-    row sum of dO·O, since its value is 0, so that only the normaliser moves."""
+    """Writes the gradients of q, k and v, and returns that of the sink: −Σ over rows of the sink's
+    share of the softmax × the row sum of dO·O, since the sink only affects the normaliser."""
     attend_backward(*call, inputs, results, dout, grads)
     if sink is None:
         return None
@@ -287,7 +269,7 @@ def traced_attention(
     scale: float,
     padded: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Output like q, and log-sum-exp [q heads, tokens]; also of rows that only pad."""
+    """Output (like q) and log-sum-exp [q heads, tokens], including padding rows."""
     step = step_of(number)
     rows = step.num_rows if padded else len(q)
     given = q[:rows], k[:rows], v[:rows]
@@ -323,20 +305,20 @@ def traced_backward(  # noqa: PLR0913, PLR0917
     scale: float,
     padded: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and the sink; of the latter without entries where there is none."""
+    """Gradients of q, k, v and the sink; the last is empty if there is no sink."""
     step = step_of(number)
     rows = step.num_rows if padded else len(q)
     given = q[:rows], k[:rows], v[:rows]
     prepared = check_call(step, given, mask, sink, backward=True)
-    of_rows = empty_per_head(given[0])
-    of_rows.copy_(lse[:, :rows].T)
+    own_lse = empty_per_head(given[0])
+    own_lse.copy_(lse[:, :rows].T)
     grads = empty_like(q), empty_like(k), empty_like(v)
     for grad in grads:
         grad[rows:] = 0
-    of_plan = grads[0][:rows], grads[1][:rows], grads[2][:rows]
-    results = out[:rows], of_rows
+    own_grads = grads[0][:rows], grads[1][:rows], grads[2][:rows]
+    results = out[:rows], own_lse
     call = prepared, mask, scale
-    dsink = _backward_with_sink(call, sink, given, results, dout[:rows], of_plan)
+    dsink = _backward_with_sink(call, sink, given, results, dout[:rows], own_grads)
     return *grads, q.new_empty(0) if dsink is None else dsink
 
 

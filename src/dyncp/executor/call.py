@@ -1,7 +1,7 @@
 """One attention call of a prepared plan, forward and backward, on all ranks of this process.
 
-All that is equal in every call is bound before the first: tensors, tables, and the arguments of
-kernels, as a list of steps that only have to be run. What the caller brings comes with the `Frame`.
+Everything that is the same in every call (tensors, tables, kernel arguments) is bound before the
+first call, as a list of steps that are then only run. The caller's tensors are in the `Frame`.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,11 +15,11 @@ from dyncp.executor.engine import Arena, Engine
 from dyncp.executor.graphs import (
     BoundStep,
     Frame,
-    Runner,
     Segment,
     Streams,
     Work,
     drive,
+    run_rank,
 )
 from dyncp.executor.kernel_calls import WHOLE_TILE
 from dyncp.executor.layout import INPUT_NAMES
@@ -45,18 +45,18 @@ from dyncp.plan import Direction, Space
 from dyncp.plan.buffers import INPUTS, padded_rows
 from dyncp.transport import Channel
 
-ALIGNMENT = 16  # bytes: GPU kernels load up to so many at once
+ALIGNMENT = 16  # bytes: the largest vector load of GPU kernels
 NO_RESULTS = Results(())
 BoundRank = tuple[list[BoundStep], Streams]
-Launched = tuple[LaunchKind, int, Work]  # what is launched, and when
-Bound = Callable[[Frame], Any]  # a tensor or sums, bound already or of the caller's
+Launched = tuple[LaunchKind, int, Work]  # the int is the time of its instruction
+Bound = Callable[[Frame], Any]  # gives a tensor or Sums: a bound one, or one of the frame
 
 
 def attend_forward(
     prepared: PreparedPlan, mask: str, scale: float, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Output like q, and log-sum-exp [tokens, q heads] in the accumulator dtype, heads first in
-    memory."""
+    """Output (like q), and log-sum-exp [tokens, q heads] in the accumulator dtype, stored heads
+    first."""
     out, lse = empty_like(q), empty_per_head(q)
     given = tuple(dense_rows(x) for x in (q, k, v))
     use = prepared.engine.use_of_graphs()
@@ -74,7 +74,7 @@ def attend_backward(
     dout: Tensor,
     grads: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Writes the gradients of q, k and v; `results` are those of forward."""
+    """Writes the gradients of q, k and v to `grads`. `results` are what forward returned."""
     given, (out, lse) = tuple(dense_rows(x) for x in (*inputs, dout)), results
     use = prepared.engine.use_of_graphs()
     frame = Frame(given, lse, dense_rows(out), Results(grads), scale, *use)
@@ -82,12 +82,12 @@ def attend_backward(
 
 
 def empty_like(x: Tensor) -> Tensor:
-    """Contiguous, whatever the strides of `x`."""
+    """An empty contiguous tensor, whatever the strides of `x`."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def empty_per_head(q: Tensor) -> Tensor:
-    """[rows, q heads] in the accumulator dtype, heads first in memory."""
+    """An empty tensor [rows, q heads] in the accumulator dtype, stored heads first."""
     num_rows, heads, _ = q.shape
     rows, dtype = padded_rows(num_rows), accumulator_dtype(q.dtype)
     padded = torch.empty_strided((rows, heads), (1, rows), dtype=dtype, device=q.device)
@@ -95,8 +95,8 @@ def empty_per_head(q: Tensor) -> Tensor:
 
 
 def dense_rows(x: Tensor) -> Tensor:
-    """Kernels read rows whose heads lie next to each other; the stride of rows is free, but on GPUs
-    rows begin where as many bytes as possible can be loaded at once."""
+    """`x` as kernels read it, copied if necessary. The heads of a row must be contiguous. Rows may
+    have any stride, but on GPUs each row must be aligned for the largest possible vector loads."""
     if x.is_contiguous() and (not x.is_cuda or x.data_ptr() % ALIGNMENT == 0):
         return x  # nearly always
     _, heads, dim = x.shape
@@ -110,20 +110,21 @@ def dense_rows(x: Tensor) -> Tensor:
 
 
 def _run(prepared: PreparedPlan, mask: str, direction: Direction, frame: Frame) -> None:
-    """One call at a time: its memory, and the messages of its phases, are the executor's."""
+    """Runs one call. Calls are serialised, since they share the executor's memory and messages."""
     engine = prepared.engine
     engine.begin_call()
     try:
         layout = prepared.layout(mask, direction, *frame.given[:2])
         ranks = _bound_ranks(prepared, layout, engine.arena(), captured=frame.captured)
         channels = engine.transport.open(layout.number)
-        runners = [
-            Runner(steps, direction, frame, channel)
-            for (steps, _), channel in zip(ranks, channels, strict=True)
-        ]
         try:
-            drive(runners)
-        finally:  # also of a call that failed: the next one uses the same memory
+            drive(
+                [
+                    run_rank(steps, direction, frame, channel)
+                    for (steps, _), channel in zip(ranks, channels, strict=True)
+                ]
+            )
+        finally:  # also after a failed call: the next one uses the same memory
             for _, streams in ranks:
                 streams.join()
     finally:
@@ -136,9 +137,10 @@ def _bound_ranks(
     base = arena.take(layout.num_bytes, prepared.num_bytes)
     bound = arena.views(layout)
     if not bound:  # the first call on this stream, or in this memory
-        layout.wait_for_indices()
+        for arrays in layout.arrays:
+            arrays.wait()
     if captured not in bound:
-        with torch.inference_mode(False):  # calls in other modes use the same tensors
+        with torch.inference_mode(False):  # calls outside inference mode use the same tensors
             binders = [
                 _Binder(call, base, layout.dtypes, prepared.engine, captured=captured)
                 for call in layout.ranks
@@ -148,16 +150,16 @@ def _bound_ranks(
 
 
 class _Binder:
-    """Binds one rank's call. `base` is the memory of the whole call, uint8; `captured`: by the
-    caller."""
+    """Binds one rank's call. `base` is the memory of the whole call, uint8. `captured`: the caller
+    is capturing the call in a graph of its own."""
 
     def __init__(
         self, call: RankCall, base: Tensor, dtypes: Dtypes, engine: Engine, *, captured: bool
     ) -> None:
         self._call, self._layout, self._program = call, call.layout, call.layout.program
         self._base, self._memory = base, Memory.of(base, dtypes)
-        self._one_dtype = dtypes.wide == dtypes.input  # of sums and of results
-        self._beside = engine.graphs.beside
+        self._one_dtype = dtypes.wide == dtypes.input  # sums and results have the same dtype
+        self._parallel = engine.graphs.parallel
         has_messages = self._program.has_messages
         self.streams = engine.streams(has_messages=has_messages, captured=captured)
         first = call.layout.first_row
@@ -166,42 +168,43 @@ class _Binder:
     def steps(self) -> Iterator[BoundStep]:
         call, program = self._call, self._program
         fixed = program.style.fixed and program.has_messages
-        order = graph_order if fixed else program_order
-        points = order(program.instructions, call.ready, {*call.copies, *call.sums})
-        inside = {p for x in points if isinstance(x.item, DeviceWork) for p in x.item.waits}
+        make_order = graph_order if fixed else program_order
+        order = make_order(program.instructions, call.ready, {*call.copies, *call.sums})
+        inside = {p for item in order if isinstance(item, DeviceWork) for p in item.waits}
         opening = list(self._opening())
         if opening:
-            yield _step(Segment(opening, fixed=False), (), "start")
-        for item, name in ((point.item, point.name) for point in points):
+            yield BoundStep(Segment(opening, fixed=False).run, (), "start")
+        for item in order:
             if isinstance(item, DeviceWork):
                 launches = [launch for x in item.items for launch in self._launches(x)]
                 if launches:
-                    yield _step(self._segment(launches, fixed=fixed), item.waits, name)
+                    segment = self._segment(launches, fixed=fixed)
+                    yield BoundStep(segment.run, item.waits, str(item))
             elif isinstance(item, Launch):
-                yield BoundStep(self._launch(item.phases, inside), (), name)
+                phases = ", ".join(map(str, item.phases))
+                yield BoundStep(self._launch(item.phases, inside), (), f"LAUNCH {phases}")
             elif isinstance(item, Wait):
-                yield BoundStep(_wait(item.phase), (item.phase,), name)
+                yield BoundStep(_wait(item.phase), (item.phase,), f"WAIT {item.phase}")
             else:
-                yield BoundStep(_mark(self.streams, item.time), (), name)
+                yield BoundStep(_mark(self.streams, item.time), (), str(item))
         combine, memory = call.sums.get(len(program.instructions)), self._memory
         if combine is not None:
-            last: Work = lambda f: combine(memory, f.results, f.scale)  # noqa: E731
-            yield _step(Segment([last], fixed=False), (), "the end")
+            yield BoundStep(lambda f, _: combine(memory, f.results, f.scale), (), "the end")
 
     def _segment(self, launches: list[Launched], *, fixed: bool) -> Segment:
-        """Its launches run on several streams, but not where kernel tiles hold rows of several
-        slots: calls then read what others fill."""
+        """A segment that uses several streams, unless a kernel tile can hold rows of several slots:
+        a call would then read rows that a copy is still writing."""
         program, streams = self._program, None
-        if self._beside and not program.part.slot_alignment % WHOLE_TILE:
-            kinds = [(kind, time) for kind, time, _ in launches]
-            streams = assign_streams(kinds, freed_times(program), in_turn=program.calls_depend)
+        if fixed and self._parallel and not program.part.slot_alignment % WHOLE_TILE:
+            kinds, depend = [(kind, time) for kind, time, _ in launches], program.calls_depend
+            streams = assign_streams(kinds, freed_times(program), calls_depend=depend)
         return Segment([work for *_, work in launches], fixed=fixed, streams=streams)
 
     def _launch(
         self, phases: tuple[int, ...], inside: set[int]
     ) -> Callable[[Frame, Channel], None]:
-        """Starts the messages of each phase as soon as the device has reached its mark; later marks
-        imply earlier ones. Graphs wait for phases that are `inside` them by events."""
+        """Starts the messages of each phase once the device has reached the phase's mark; a later
+        mark implies the earlier ones. `inside` are phases that graphs wait for, by events."""
         ready, streams, messages = self._call.ready, self.streams, []
         for phase in phases:
             sends, receives = (
@@ -224,13 +227,18 @@ class _Binder:
         return launch
 
     def _opening(self) -> Iterator[Work]:
-        """Row sums, cleared sums, and local rows: all that needs the caller's inputs."""
+        """Everything that reads the caller's inputs: clears sums, computes row sums, copies local
+        rows."""
         program, memory, make_row_sums = self._program, self._memory, self._call.row_sums
         if make_row_sums is not None:
             cleared, dout = self._layout.cleared(memory), INPUT_NAMES.index("dout")
             padded = program.part.local_rows > program.part.local_tokens
+
+            def clear(_: Frame) -> None:
+                cleared.zero_()
+
             if program.style.collects or program.has_messages or padded:
-                yield lambda _: _zero(cleared)
+                yield clear
 
             def row_sums(frame: Frame) -> None:
                 assert frame.out is not None
@@ -262,13 +270,13 @@ class _Binder:
                 yield LaunchKind.KERNEL, item.time, bound
 
     def _sums(self, time: int) -> Iterator[Launched]:
-        """Of rows that leave."""
+        """Sums for rows that are sent to other ranks."""
         combine, memory = self._call.sums.get(time), self._memory
         if combine is not None:
             yield LaunchKind.SUM, time, lambda f: combine(memory, NO_RESULTS, f.scale)
 
     def _kernel_call(self, division: int, group: int, call: Any) -> Work:
-        """Tensors of buffers are bound, the caller's are cut out of the frame."""
+        """Tensors in buffers are bound now, the caller's are sliced out of each call's frame."""
         kernel, direction = self._program.kernel, self._program.direction
         inputs = [self._input(name, group) for space in Space for name in INPUTS[direction][space]]
         if not self._program.backward:
@@ -293,7 +301,8 @@ class _Binder:
         return attend_backward
 
     def _buffer(self, name: str, group: int, division: int = -1) -> Tensor | None:
-        """Of a head group, in all calls or in one; None: it is in the caller's tensors."""
+        """The buffer of a head group, shared by all calls or for one; None if the caller's tensor
+        is used instead."""
         for key in (
             (name, group, -1),
             (f"{name}_sums", group, -1),
@@ -312,7 +321,7 @@ class _Binder:
         return lambda frame: frame.given[index][rows, heads]
 
     def _result(self, name: str, division: int, group: int) -> Bound:
-        """Where a call leaves a result, or adds to it."""
+        """The tensors that a call writes a result to, or adds it to."""
         buffer, wide = self._buffer(name, group, division), self._buffer(f"{name}_wide", group)
 
         def sums(final: Tensor) -> Sums:
@@ -326,7 +335,7 @@ class _Binder:
         return lambda frame: sums(frame.results.rows[index][rows, heads])
 
     def _lse(self, division: int, group: int) -> Bound:
-        """Where a forward call leaves its log-sum-exps."""
+        """The tensor that a forward call writes its log-sum-exps to."""
         buffer = self._buffer("lse", group, division)
         if buffer is not None:
             return lambda _: buffer
@@ -339,16 +348,13 @@ class _Binder:
         return of_caller
 
     def _result_rows(self, division: int, group: int) -> slice:
-        """Of the caller's tensors: what a kernel that does not merge writes, or all local rows."""
+        """Rows of the caller's tensors that a call gets: all local rows, or, if the kernel does not
+        merge, those that it writes."""
         rows = self._local_rows
         if self._program.backward or self._program.style.merges:
             return rows
         hull, _ = self._program.call_rows[division, group]
         return slice(rows.start + hull.start, rows.start + hull.stop)
-
-
-def _step(segment: Segment, waits: tuple[int, ...], name: str) -> BoundStep:
-    return BoundStep(lambda frame, _: segment.run(frame), waits, name)
 
 
 def _wait(phase: int) -> Callable[[Frame, Channel], None]:
@@ -357,7 +363,3 @@ def _wait(phase: int) -> Callable[[Frame, Channel], None]:
 
 def _mark(streams: Streams, time: int) -> Callable[[Frame, Channel], None]:
     return lambda _frame, _channel: streams.mark(time)
-
-
-def _zero(tensor: Tensor) -> None:
-    tensor.zero_()

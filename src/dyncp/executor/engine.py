@@ -1,4 +1,4 @@
-"""Engine: what all steps of an executor share."""
+"""Engine: the kernel, transport and memory that all steps of an executor share."""
 
 import logging
 import threading
@@ -18,11 +18,11 @@ from dyncp.transport import Transport
 
 logger = logging.getLogger(__name__)
 
-HEADROOM = 1.25  # of growth after the first, and of memory reserved for samples: batches differ
+HEADROOM = 1.25  # times what is needed, when memory grows again or is reserved: batches differ
 
 
 class Arena:
-    """One buffer that every call takes anew. `used` are the bytes of the latest call."""
+    """One buffer that is reused by every call. `used` are the bytes of the latest call."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -31,43 +31,38 @@ class Arena:
         self._allocate(0)
 
     def take(self, num_bytes: int, needed: int = 0) -> Tensor:
-        """uint8[num_bytes], not cleared, until the next call; others will take up to `needed`."""
+        """uint8[num_bytes], uninitialised and valid until the next call. Later calls are known to
+        take up to `needed` bytes."""
         self.used, needed = num_bytes, max(num_bytes, needed)
         if needed > self.capacity:
-            self._replace(needed if self.capacity == 0 else int(needed * HEADROOM))
+            self.reserve(needed if self.capacity == 0 else int(needed * HEADROOM))
         return self._whole[:num_bytes]
 
     def reserve(self, num_bytes: int) -> None:
-        """Makes the buffer at least so large."""
+        """Replaces the buffer if it is smaller than this."""
         if num_bytes > self.capacity:
-            self._replace(num_bytes)
-
-    def _replace(self, size: int) -> None:
-        self._views.clear()
-        self._allocate(0)  # frees the old buffer before the new one
-        self._allocate(size)
+            self._views.clear()
+            self._allocate(0)  # frees the old buffer before the new one is allocated
+            self._allocate(num_bytes)
 
     def _allocate(self, size: int) -> None:
-        with torch.inference_mode(False):  # calls in other modes use it, too
+        with torch.inference_mode(False):  # calls outside inference mode use it, too
             self._whole = torch.empty(size, dtype=torch.uint8, device=self.device)
         self.capacity = size
 
     def views(self, key: Any) -> dict[Any, Any]:
-        """What calls keep for `key` as long as the buffer is the same."""
+        """A dict in which calls keep what belongs to `key`; emptied when the buffer is replaced."""
         return self._views.setdefault(key, {})
 
 
-CLOSED = "the executor was closed: make another one to prepare and run plans"
-
-
 class WrongResultsError(Exception):
-    """A kernel is not right for some shape on this device."""
+    """A kernel computes wrong results for some shape on this device."""
 
 
 class Engine:
-    """Kernel, transport and memory. `alternative` is for inputs that the kernel refuses; `check`
-    compares the kernel with dense attention before its first use with a shape and raises
-    WrongResultsError (None: it is trusted)."""
+    """Kernel, transport and memory. `alternative` takes inputs that the kernel refuses. `check` is
+    called before the kernel's first use with a shape: it compares the kernel with dense attention
+    and raises WrongResultsError (None: no check)."""
 
     def __init__(
         self,
@@ -82,22 +77,23 @@ class Engine:
     ) -> None:
         self.kernel, self.transport, self.device = kernel, transport, device
         self.row_ops, self.alternative, self.check = row_ops, alternative, check
-        # Held during a call: calls share memory and messages. Engines of one executor share it.
+        # Held during a call, since calls share memory and messages. Engines of one executor share
+        # the lock.
         self.lock: threading.Lock = alternative.lock if alternative else threading.Lock()
         self.graphs = Graphs.choose("auto", device, kernel) if graphs is None else graphs
         self.on_gpu = device.type == "cuda"
-        self._refused: dict[AttentionShape, str] = {}  # reasons; empty ones: the kernel is right
+        self._refused: dict[AttentionShape, str] = {}  # reason; empty if the kernel is used
         self._arenas: dict[int, Arena] = {}
         self._is_closed = False
         self._communication: torch.cuda.Stream | None = None
 
     def like(self, transport: Transport) -> "Engine":
-        """The same on other ranks, without checks."""
+        """An engine with the same kernel over other ranks, without checks."""
         return Engine(self.kernel, transport, self.device, self.row_ops, self.graphs)
 
     def fitting(self, shape: AttentionShape) -> "Engine":
-        """This engine, or the alternative one if the kernel was chosen automatically and does not
-        support such inputs, or is wrong for them."""
+        """This engine, or the alternative if this one's kernel refuses the shape or computes wrong
+        results for it. Raises ValueError if there is no alternative."""
         reason = self._refused.get(shape)
         if reason is None:
             check = self.check
@@ -110,7 +106,7 @@ class Engine:
         return self.alternative.fitting(shape)
 
     def examine(self, shape: AttentionShape, check: Callable[[], None]) -> str:
-        """Why the kernel is not used for a shape, after `check`; empty if it is."""
+        """Runs `check`. Returns why the kernel is not used for the shape; empty if it is used."""
         reason = self.kernel.refuses(shape)
         if not reason:
             try:
@@ -122,12 +118,12 @@ class Engine:
 
     @property
     def style(self) -> KernelStyle:
-        """What the memory of calls depends on."""
+        """The properties of kernel and graphs that the memory of calls depends on."""
         return style_of(self.kernel, fixed=self.graphs.wanted)
 
     def arena(self) -> Arena:
-        """The memory for calls on the current stream: calls on one stream follow one another."""
-        # As torch.cuda.current_stream(...).cuda_stream, without making a stream object.
+        """The memory for calls on the current stream, which run one after another."""
+        # Like torch.cuda.current_stream(...).cuda_stream, without creating a stream object.
         key = torch._C._cuda_getCurrentRawStream(self.device.index) if self.on_gpu else 0
         if key not in self._arenas:
             self.check_open()
@@ -136,35 +132,36 @@ class Engine:
 
     def check_open(self) -> None:
         if self._is_closed:
-            raise ValueError(CLOSED)
+            raise ValueError("the executor was closed: create a new one to prepare and run plans")
 
     def close(self) -> None:
-        """Gives back the memory of calls; later ones raise."""
+        """Frees the memory of calls. Later calls raise."""
         with self.lock:
             self._arenas.clear()
             self._is_closed = True
 
     def begin_call(self) -> None:
-        """Takes the lock. If another thread's call is under way it waits, but processes could order
-        the two differently, and take the messages of one for the other's: there it raises."""
+        """Acquires the lock, after waiting for the call of another thread. With several processes
+        it raises instead: ranks could order the two calls differently, and mix up their messages.
+        """
         if self.lock.acquire(blocking=False):
             return
         if self.transport.num_ranks > len(self.transport.ranks):
             raise RuntimeError(
-                "two threads call attention of one executor at the same time; ranks in processes "
-                "need the same order of calls: call from one thread, or give every thread an "
-                "executor of its own"
+                "two threads call attention of one executor at the same time, but all ranks must "
+                "make their calls in the same order: call from one thread, or create one executor "
+                "per thread"
             )
         self.lock.acquire()
 
     def use_of_graphs(self) -> tuple[bool, bool]:
-        """Whether the call that begins now may use graphs, and whether the caller captures it."""
+        """Whether the call that starts now may replay graphs, and whether the caller is capturing
+        it in a graph of its own."""
         captured = self.on_gpu and torch.cuda.is_current_stream_capturing()
         return self.graphs.replays(captured=captured), captured
 
     def streams(self, *, has_messages: bool, captured: bool) -> Streams:
-        """For one rank's calls, which the caller captures or not. One without messages runs on the
-        current stream alone."""
+        """The streams of one rank's calls. A rank without messages uses only the current stream."""
         if not self.on_gpu or not has_messages:
             return HostStreams()
         if self._communication is None:
@@ -175,5 +172,5 @@ class Engine:
 
 @cache
 def _warn_of_other_kernel(name: str, reason: str) -> None:
-    """Once per reason."""
+    """Warns once per reason."""
     logger.warning("kernel %r takes over: %s", name, reason)

@@ -1,4 +1,4 @@
-"""DCPExecutor: makes plans ready to run on a group of ranks."""
+"""DCPExecutor: prepares plans to run on a group of ranks."""
 
 import logging
 import weakref
@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from dyncp.checks import finite_number, instance_of, whole_number
-from dyncp.executor.engine import CLOSED, HEADROOM, Engine
+from dyncp.executor.engine import HEADROOM, Engine
 from dyncp.executor.graphs import Graphs
 from dyncp.executor.step import PreparedPlan, Step
-from dyncp.executor.warm_up import check_kernel, warm_up
+from dyncp.executor.warm_up import MOST_RANGES, check_kernel, warm_up
 from dyncp.kernels import Kernel, RowOps, choose_kernel, choose_row_ops
 from dyncp.plan import AttentionShape, MemoryUse, Plan, RankPlan
 from dyncp.transport import InProcess, Transport
@@ -23,21 +23,21 @@ from dyncp.transport.distributed import Distributed, ranks_text
 
 logger = logging.getLogger(__name__)
 
-MOST_AHEAD = 64  # plans that are prepared ahead: some are never asked for
+MOST_AHEAD = 64  # plans that are prepared ahead; some of them are never used
 
 
 class DCPExecutor:
-    """Runs plans on the ranks of `group` (ProcessGroup or one-dimensional DeviceMesh).
+    """Runs plans on the ranks of `group` (a ProcessGroup or one-dimensional DeviceMesh). All ranks
+    of the group create the executor together.
 
-    Without a group it takes the world, or one rank where torch.distributed is not initialised.
-    `virtual_ranks=N` drives N ranks in this process instead. `device` is where q, k and v are: by
-    default this process's current GPU where the group has NCCL (or the mesh is one of GPUs), and
-    the CPU everywhere else; the log says which. `timeout` bounds every wait, seconds.
-    `deterministic` asks for a kernel that gives the same bits every time. `row_ops` replaces what
-    moves and merges rows, which is otherwise chosen by device. `graphs` says whether what a plan
-    launches between two communication points is captured and replayed as one CUDA graph: "auto"
-    does so on GPUs, "serial" with one launch after the other (for profiles). All ranks of the group
-    create it together.
+    Without a group it uses the world, or one rank if torch.distributed is not initialised.
+    `virtual_ranks=N` runs N ranks in this process instead. `device` is the device of q, k and v.
+    The default is this process's current GPU if the group uses NCCL (or the mesh consists of GPUs),
+    and the CPU otherwise; the log says which. `timeout` limits every wait, in seconds.
+    `deterministic` requests a kernel that always computes the same bits. `row_ops` replaces the
+    operations that move and merge rows, which otherwise depend on the device. `graphs` says whether
+    the work between two communication points is captured and replayed as a CUDA graph: "auto" does
+    so on GPUs; "serial" does so without parallel streams, for profiling.
     """
 
     def __init__(
@@ -53,7 +53,8 @@ class DCPExecutor:
         row_ops: RowOps | None = None,
         graphs: bool | str = "auto",
     ) -> None:
-        if sum(choice is not None for choice in (group, transport, virtual_ranks)) > 1:
+        chosen = [x for x in (group, transport, virtual_ranks) if x is not None]
+        if len(chosen) > 1:
             raise ValueError("pass only one of group=, transport= and virtual_ranks=")
         if finite_number("timeout", timeout) <= 0:
             raise ValueError(f"timeout is {timeout}; it must be positive (seconds)")
@@ -63,8 +64,7 @@ class DCPExecutor:
             with_processes = transport is None and virtual_ranks is None and dist.is_initialized()
             device = _default_device(group, with_processes=with_processes)
         self.device = _with_index(device)
-        chosen = (group, transport, virtual_ranks)
-        self._is_alone = all(x is None for x in chosen) and not dist.is_initialized()
+        self._is_alone = not chosen and not dist.is_initialized()
         self.kernel = choose_kernel(kernel, self.device, deterministic)
         self.transport = transport or _transport(group, virtual_ranks, timeout, self.device)
         row_ops = choose_row_ops(self.device) if row_ops is None else row_ops
@@ -75,32 +75,30 @@ class DCPExecutor:
             triton = choose_kernel("triton", self.device, deterministic)
             other = Engine(triton, *shared, check=check)
         self.engine = Engine(self.kernel, *shared, alternative=other, check=check)
-        self._is_closed, self._owns_transport = False, transport is None
+        self._owns_transport = transport is None
         self._latest: Step | None = None
         self._unused = UnusedSteps()
         self._ahead: OrderedDict[int, PreparedPlan] = OrderedDict()  # by id of the first part
 
     @property
     def latest(self) -> Step:
-        """The handle of the latest `prepare`."""
+        """The handle that `prepare` returned last."""
         if self._latest is None:
             raise ValueError("attention before prepare: call executor.prepare(plan) first")
         return self._latest
 
     def prepare(self, plan: Plan | RankPlan) -> Step:
-        """An immutable handle for one plan: the ranks have agreed on it, its calls are lowered.
+        """Makes a plan ready to run and returns its handle.
 
-        All ranks of the group call it together; ranks that hold different plans all get the error.
-        Plans of a DCPDataLoader over the same ranks were agreed on before: nothing is sent.
+        All ranks of the group call it together and check that they hold the same plan; if not, all
+        of them raise. Plans of a DCPDataLoader over the same ranks were checked by the loader.
         """
-        instance_of("the plan of prepare()", plan, (Plan, RankPlan), "a Plan or a RankPlan")
-        if self._is_closed:
-            raise ValueError(CLOSED)
+        self.engine.check_open()
         if self._is_alone and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
-                "this executor was made before torch.distributed was initialised and runs one rank "
-                f"alone, but there are {dist.get_world_size()}; make it after init_process_group, "
-                "or give virtual_ranks=1"
+                "this executor was made before torch.distributed was initialised, for a single "
+                f"rank, but the world has {dist.get_world_size()}; create it after "
+                "init_process_group, or pass virtual_ranks=1"
             )
         self._unused.check()
         parts = self._local_parts(plan)
@@ -113,27 +111,26 @@ class DCPExecutor:
         return self._latest
 
     def prepare_ahead(self, plan: Plan | RankPlan) -> None:
-        """Does most of what `prepare` will do for this very plan, in any thread: it asks neither
-        the other ranks nor the device. `DCPDataLoader(..., executor=executor)` does it for every
-        batch in the background."""
-        instance_of("the plan of prepare_ahead()", plan, (Plan, RankPlan), "a Plan or a RankPlan")
+        """Does most of the work of `prepare` for this plan object in advance. It may run in any
+        thread, since it uses neither other ranks nor the device. `DCPDataLoader(...,
+        executor=executor)` calls it for every batch in the background."""
         parts = self._local_parts(plan)
         self._ahead[id(parts[0])] = PreparedPlan(parts, self.engine)
         while len(self._ahead) > MOST_AHEAD:
             self._ahead.popitem(last=False)
 
     def warm_up(self, shape: AttentionShape, *, head_groups: int = 1, most_ranges: int = 4) -> None:
-        """Compiles what attention of this shape can need on ranks with more than 128 rows, so that
-        no step does later: for plans with up to `head_groups`, and rows with up to `most_ranges`
-        ranges of key rows (at most 64; usual masks in blocks of 128 tokens or more have no more
-        than 4).
+        """Compiles all kernels that attention of this shape may need on ranks with more than 128
+        rows, so that no training step has to. Covers plans with up to `head_groups` head groups and
+        rows with up to `most_ranges` ranges of key rows (at most 64; usual masks in blocks of 128
+        tokens or more have no more than 4).
 
-        Every rank may call it alone. It runs small plans on virtual ranks, sends nothing, and
-        compares every result with dense attention: a kernel that is wrong is not used.
+        It needs no other rank: it runs small plans on virtual ranks and sends nothing. Every result
+        is compared with dense attention, and a kernel with wrong results is not used.
         """
         instance_of("shape", shape, AttentionShape, "an AttentionShape")
         head_groups = whole_number("head_groups", head_groups, 1)
-        most_ranges = whole_number("most_ranges", most_ranges, 1)
+        most_ranges = whole_number("most_ranges", most_ranges, 1, MOST_RANGES)
         for engine in self._engines():
             try_it = partial(warm_up, engine, shape, head_groups, most_ranges)
             if not engine.examine(shape, try_it):
@@ -141,20 +138,19 @@ class DCPExecutor:
         self.engine.fitting(shape)
 
     def close(self) -> None:
-        """Gives back its memory; its process groups serve the next executor over the same ranks.
-        All ranks of the group call it together; no plan can be prepared or run after that.
-        `with DCPExecutor(...) as executor:` does it."""
-        if not self._is_closed:
-            self._is_closed, self._latest = True, None
-            self._ahead.clear()
-            for engine in self._engines():
-                engine.close()
-            if self._owns_transport:
-                self.transport.close()
+        """Frees its memory and keeps its process groups for the next executor over the same ranks.
+        All ranks of the group call it together; afterwards no plan can be prepared or run.
+        `with DCPExecutor(...) as executor:` calls it at the end."""
+        self._latest = None
+        self._ahead.clear()
+        for engine in self._engines():
+            engine.close()
+        if self._owns_transport:
+            self.transport.close()
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that plans have to be made for."""
+        """The number of ranks that plans must be made for."""
         return self.transport.num_ranks
 
     def __enter__(self) -> "DCPExecutor":
@@ -168,14 +164,14 @@ class DCPExecutor:
         return [self.engine] if other is None else [self.engine, other]
 
     def reserve(self, plans: Sequence[Plan], shape: AttentionShape | None = None) -> int:
-        """Takes memory for calls on the current stream now, so that it need not grow later: 25 %
-        more than the largest of these plans takes, on whichever rank. Returns the bytes.
+        """Allocates memory for calls on the current stream now, so that it need not grow later:
+        25 % more than the largest of these plans needs on any rank. Returns the size in bytes.
 
-        The plans are samples of batches to come; `shape` is that of the calls (default: the plans'
-        own). They are not run, and ranks may have different ones.
+        The plans are samples of future batches; they are not run, and may differ between ranks.
+        `shape` is the shape of the calls (default: that of the plans).
         """
         if not plans:
-            raise ValueError("reserve() got no plans; give some of batches like those to come")
+            raise ValueError("reserve() got no plans; pass plans of typical batches")
         for plan in plans:
             instance_of("a plan of reserve()", plan, Plan, "a Plan")
         shape = plans[0].parts[0].shape if shape is None else shape
@@ -187,12 +183,13 @@ class DCPExecutor:
         return arena.capacity
 
     def _needed(self, memory: MemoryUse) -> int:
-        """Bytes of a plan's largest call, on as many ranks as this process has: those that take
-        most, since ranks change places from batch to batch."""
+        """Bytes of a plan's largest call. This process runs `count` ranks and may get the largest
+        parts of any batch, so the `count` largest ranks are added up."""
         count = len(self.transport.ranks)
         return max(int(np.sort(of)[-count:].sum()) for of in (memory.forward, memory.backward))
 
     def _local_parts(self, plan: Plan | RankPlan) -> tuple[RankPlan, ...]:
+        instance_of("the plan of prepare()", plan, (Plan, RankPlan), "a Plan or a RankPlan")
         ranks = self.transport.ranks
         if isinstance(plan, Plan):
             parts = tuple(part for part in plan.parts if part.rank in ranks)
@@ -207,12 +204,12 @@ class DCPExecutor:
             raise ValueError(
                 f"got the part of rank {', '.join(str(part.rank) for part in parts)}; this process "
                 f"runs rank {', '.join(map(str, ranks))}"
-                + (" (give the whole Plan)" if len(ranks) > 1 else "")
+                + (" (pass the whole Plan)" if len(ranks) > 1 else "")
             )
         return parts
 
     def _agree(self, part: RankPlan) -> None:
-        """Asks all ranks, unless the loader did so while it prefetched the plan."""
+        """Checks that all ranks hold the same plan, unless the loader has checked it already."""
         if part.agreed_by and part.agreed_by == self.transport.global_ranks:
             return
         words = self.transport.agree(bytes.fromhex(part.fingerprint + part.digest))
@@ -230,8 +227,8 @@ class DCPExecutor:
 
 
 def _default_device(group: Any, *, with_processes: bool) -> str:
-    """CUDA for processes that talk over NCCL. Inputs would tell, but kernel, groups and memory are
-    chosen before the first call."""
+    """CUDA for processes that communicate over NCCL. The device of the inputs would be a better
+    guide, but kernel, groups and memory are chosen before the first call."""
     if not torch.cuda.is_available():
         return "cpu"
     device, reason = "cpu", "the ranks are not processes"
@@ -246,7 +243,7 @@ def _default_device(group: Any, *, with_processes: bool) -> str:
 
 
 def _with_index(device: torch.device | str) -> torch.device:
-    """Tensors say `cuda:0` where users say `cuda`."""
+    """The device as tensors report it: `cuda:0` for `cuda`."""
     try:
         found = torch.empty(0, device=torch.device(device)).device
     except (RuntimeError, AssertionError, TypeError) as error:
@@ -265,21 +262,21 @@ def _transport(
     return Distributed(group, timeout, device)
 
 
-WARNED, MOST = 3, 16  # dropped in a row: a few may be skipped, or prepared for another purpose
+# Unused steps in a row that lead to a warning, and to an error. A few may be unused on purpose.
+WARNED, MOST = 3, 16
 UNUSED = (
     "%d steps in a row were prepared and dropped, and attention was called with none of them: if "
-    "this is training, the model sees this rank's tokens alone. A Transformers model needs "
+    "this is training, the model sees only this rank's tokens. A Transformers model needs "
     "attach(model); layers of your own call attention(step, q, k, v)"
 )
 
 
 class UnusedSteps:
-    """Notices a model that takes an executor's steps and never calls attention with them.
+    """Detects a model that is passed an executor's steps but never calls attention with them.
 
-    A Transformers model swallows keywords that it does not know: one that was never attached trains
-    on each rank's rows alone, without an error. Its steps are dropped unused, one after the other.
-    Only plans of a loader over several ranks are watched: others may well be prepared for another
-    purpose."""
+    A Transformers model ignores unknown keywords, so a model that was never attached trains on each
+    rank's rows separately, without an error; every step is dropped unused. Only plans of a loader
+    over several ranks are watched: other plans may be prepared for other purposes."""
 
     def __init__(self) -> None:
         self._watched: list[tuple[weakref.ref[PreparedPlan], set[Any]]] = []
@@ -290,7 +287,7 @@ class UnusedSteps:
             self._watched.append((weakref.ref(prepared), prepared.accepted))
 
     def check(self) -> None:
-        """Warns if the latest steps that are gone were unused; raises ValueError if many were."""
+        """Warns if the last few dropped steps were unused; raises ValueError if many were."""
         waiting = []
         for reference, accepted in self._watched:
             if accepted:

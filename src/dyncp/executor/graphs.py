@@ -1,16 +1,16 @@
 """Runs a rank's call: messages, and between them segments of work, which are launched kernel by
 kernel or replayed as CUDA graphs.
 
-Kernels and everything that happens to rows run on the caller's stream, messages on one of their
-own, so that they travel while divisions are computed. The host waits for neither.
+Kernels and row work run on the caller's stream. Messages run on a separate stream, so that they
+overlap with computation. The host waits for neither.
 
-The first run of a segment launches its work, which also compiles what was not compiled yet; the
-second captures it, and from then on it is replayed. Captured work uses the executor's own memory
-only. A graph belongs to one scale of scores, which is an argument of kernels.
+The first run of a segment launches its work and thereby compiles missing kernels, the second
+captures it as a graph, and later runs replay the graph. Captured work uses only the executor's own
+memory. Each scale of the scores needs its own graph, because the scale is a kernel argument.
 """
 
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -33,44 +33,42 @@ CHOICES = ("auto", "serial", True, False)
 
 @dataclass(frozen=True, slots=True)
 class Graphs:
-    """`wanted` says whether calls are laid out for graphs, which want fixed addresses; `beside`,
-    whether independent work runs on parallel streams in them."""
+    """Whether graphs are used at all, and how.
+
+    `wanted`: calls are laid out for graphs, which need fixed addresses. `parallel`: inside a graph,
+    independent work runs on parallel streams."""
 
     wanted: bool
-    beside: bool = True
+    parallel: bool = True
 
     @staticmethod
     def choose(choice: bool | str, device: torch.device, kernel: Kernel) -> "Graphs":
-        """Kernels say with `capturable` that their calls may be captured."""
+        """What the executor's option `graphs` means for this device and kernel."""
         if choice not in CHOICES:
             raise ValueError(f"graphs is {choice!r}; choose one of 'auto', 'serial', True, False")
-        if device.type != "cuda":
-            if choice is True:
-                raise ValueError(
-                    f"graphs=True needs a CUDA GPU; the device is {device}: leave it at 'auto'"
-                )
-            return Graphs(False)
-        if choice is False:
-            _log_once("graphs=False was asked for")
+        on_gpu, reason = device.type == "cuda", ""
+        if not on_gpu:
+            reason = f"graphs need a CUDA GPU, and the device is {device}"
         elif not kernel.capturable:
-            if choice is True:
-                raise ValueError(
-                    f"graphs=True, but calls of kernel {kernel.name!r} cannot be captured: leave "
-                    "it at 'auto', or choose kernel triton or flash4"
-                )
-            _log_once(f"calls of kernel {kernel.name!r} cannot be captured")
-            return Graphs(False)
-        return Graphs(choice is not False, beside=choice != "serial")
+            reason = f"calls of kernel {kernel.name!r} cannot be captured"
+        elif choice is False:
+            reason = "graphs=False was requested"
+        if reason and choice is True:
+            raise ValueError(f"graphs=True, but {reason}; use graphs='auto' to run without graphs")
+        if reason and on_gpu:
+            _log_once(reason)
+        return Graphs(wanted=not reason, parallel=choice != "serial")
 
     def replays(self, *, captured: bool) -> bool:
-        """Whether the call that begins now may use graphs; `captured`: in one of the caller's."""
+        """Whether the call that starts now may replay graphs. `captured`: the caller is capturing
+        it in a graph of its own."""
         if not self.wanted:
             return False
         if torch.is_anomaly_enabled():
             _log_once("autograd's anomaly mode is on")
             return False
         if captured:
-            _log_once("the caller captures a graph of its own")
+            _log_once("the caller is capturing a graph of its own")
         return not captured
 
 
@@ -81,27 +79,29 @@ def _log_once(reason: str) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Frame:
-    """What one attention call brings: the caller's tensors and the scale of scores."""
+    """The arguments of one attention call: the caller's tensors and the scale of the scores."""
 
-    given: Sequence[Tensor]  # q, k, v; backward also dout
-    lse: Tensor | None  # backward
-    out: Tensor | None  # backward
+    given: Sequence[Tensor]  # q, k, v; in backward also dout
+    lse: Tensor | None  # only in backward
+    out: Tensor | None  # only in backward
     results: Results
     scale: float
-    replays: bool = False  # graphs may be used
-    captured: bool = False  # by the caller, in a graph of its own
+    replays: bool = False  # graphs may be replayed
+    captured: bool = False  # the caller is capturing this call in a graph of its own
 
 
 Work = Callable[[Frame], None]
-# The stream of every launch in a graph, and launches on other streams that come before.
+# For every launch of a graph: its stream, and launches on other streams that must precede it.
 Assignment = Sequence[tuple[int, Sequence[int]]]
-MOST_SCALES = 4  # scales of one plan's layers that have graphs: models have one or two
+MOST_SCALES = 4  # scales with graphs, per segment; models have one or two
 
 
 class Segment:
-    """Work of one rank without communication points in it. `fixed` says that it uses nothing of the
-    caller's, so that it can be captured. Launches of a graph run beside each other where `streams`
-    says so."""
+    """Work of one rank between two communication points. `fixed` work uses none of the caller's
+    tensors, so it can be captured. `streams` assigns the launches of the graph to parallel streams
+    (None: to one stream)."""
+
+    _capturing = Lock()  # shared, because captures of all threads use the same streams
 
     def __init__(
         self, work: Sequence[Work], *, fixed: bool, streams: Assignment | None = None
@@ -109,7 +109,7 @@ class Segment:
         self._work, self._fixed, self._streams = tuple(work), fixed, streams
         self._graphs: dict[float, torch.cuda.CUDAGraph | None] = {}
 
-    def run(self, frame: Frame) -> None:
+    def run(self, frame: Frame, _: Channel | None = None) -> None:
         if not (frame.replays and self._fixed):
             self._launch(frame)
             return
@@ -126,7 +126,7 @@ class Segment:
     def _capture_and_replay(self, frame: Frame) -> None:
         try:
             graph = self._capture(frame)
-        except RuntimeError as error:  # the work is right, and slower without
+        except RuntimeError as error:  # without a graph, results are the same
             logger.warning("a segment could not be captured as a CUDA graph: %s", error)
             self._fixed = False
             self._launch(frame)
@@ -139,24 +139,24 @@ class Segment:
             work(frame)
 
     def _capture(self, frame: Frame) -> "torch.cuda.CUDAGraph":
-        """Capturing launches nothing, and waits for nothing: other threads may go on."""
+        """Neither launches nor waits for anything, so other threads can continue meanwhile."""
         graph: Any = torch.cuda.CUDAGraph()
-        streams = _capture_streams(torch.cuda.current_device())
-        with _capturing, torch.cuda.stream(streams[0]):
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                self._launch_on(streams, frame)
-            finally:
-                graph.capture_end()
+        with self._capturing:
+            streams = _capture_streams(torch.cuda.current_device())
+            with torch.cuda.stream(streams[0]):
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    self._launch_on(streams, frame)
+                finally:
+                    graph.capture_end()
         return graph  # type: ignore[no-any-return]
 
     def _launch_on(self, streams: Sequence["torch.cuda.Stream"], frame: Frame) -> None:
         if self._streams is None:
             self._launch(frame)
             return
-        others = [
-            streams[number] for number in sorted({number for number, _ in self._streams} - {0})
-        ]
+        numbers = {number for number, _ in self._streams} - {0}
+        others = [streams[number] for number in sorted(numbers)]
         for stream in others:
             stream.wait_stream(streams[0])
         awaited = {launch for _, after in self._streams for launch in after}
@@ -175,19 +175,14 @@ class Segment:
             streams[0].wait_stream(stream)
 
 
-_capturing = Lock()  # executors of several threads share the streams
-_streams: dict[int, list["torch.cuda.Stream"]] = {}
-
-
+@cache
 def _capture_streams(device: int) -> list["torch.cuda.Stream"]:
-    """The caller's own may be the default one, on which nothing can be captured."""
-    if device not in _streams:
-        _streams[device] = [torch.cuda.Stream(device) for _ in GraphStream]  # type: ignore[no-untyped-call]
-    return _streams[device]
+    """Streams for capturing. The caller's stream may be the default one, which cannot capture."""
+    return [torch.cuda.Stream(device) for _ in GraphStream]  # type: ignore[no-untyped-call]
 
 
 class HostEvent:
-    """A point that work given in order has reached when it is asked for."""
+    """Stands for a CUDA event on the host, where a recorded event has always happened already."""
 
     def __init__(self) -> None:
         self._recorded = False
@@ -196,12 +191,12 @@ class HostEvent:
         self._recorded = True
 
     def wait(self) -> None:
-        assert self._recorded, "waited for before it was recorded"
+        assert self._recorded, "wait for an event that was not recorded"
         self._recorded = False
 
 
 class HostStreams:
-    """Everything happens in the order in which it is given: on the CPU, or on one stream."""
+    """Streams of a rank whose work all runs in launch order: on the CPU, or on one CUDA stream."""
 
     def __init__(self) -> None:
         self._nothing = nullcontext()
@@ -227,9 +222,10 @@ class HostStreams:
 
 
 class DeviceStreams:
-    """One rank's streams and events, the same in all its calls on the current stream. The
-    executor's graphs wait for messages and mark what is ready by `external` events, which others
-    record and wait for outside; a caller's graph has all of a call inside."""
+    """Streams and events of one rank, used by all its calls on the current stream.
+
+    Events are `external` if the executor's graphs record them or wait for them while the other side
+    is outside the graph. A graph of the caller contains the whole call, with ordinary events."""
 
     def __init__(self, communication: torch.cuda.Stream, *, external: bool = True) -> None:
         self._communication, self._external = communication, external
@@ -240,26 +236,26 @@ class DeviceStreams:
         self._done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def marked(self, time: int) -> torch.cuda.Event:
-        """Reached when the compute stream has done all that it was given by `time`."""
+        """Event: the compute stream has completed everything launched up to `time`."""
         return self._event(self._marks, time)
 
     def arrived(self, phase: int) -> torch.cuda.Event:
-        """Reached when the messages of a phase are there."""
+        """Event: the messages of a phase have arrived."""
         return self._event(self._arrivals, phase)
 
     def mark(self, time: int) -> None:
         self.marked(time).record(self._compute)
 
     def communicating(self) -> AbstractContextManager[Any]:
-        """On the communication stream."""
+        """Makes the communication stream current."""
         return self._communicating
 
     def wait_for(self, ready: int) -> None:
-        """Messages that are launched from now on wait for a mark."""
+        """Makes messages that are launched from now on wait for the mark at time `ready`."""
         self._communication.wait_event(self._marks[ready])
 
     def join(self) -> None:
-        """The next call may use the same memory."""
+        """Makes the compute stream wait for messages, so that the next call may reuse memory."""
         self._done.record(self._communication)
         self._compute.wait_event(self._done)
 
@@ -270,7 +266,7 @@ class DeviceStreams:
 
 
 class _On:
-    """`torch.cuda.stream` for two known streams: it need not ask for the current one."""
+    """Like `torch.cuda.stream`, but faster: the stream to return to is already known."""
 
     def __init__(self, stream: torch.cuda.Stream, back: torch.cuda.Stream) -> None:
         self._stream, self._back = stream, back
@@ -286,64 +282,42 @@ Streams = HostStreams | DeviceStreams
 
 
 class BoundStep(NamedTuple):
-    """One thing to do, with the instruction that it belongs to. `waits` are phases whose messages
-    other ranks of this process must have sent before."""
+    """One step of a rank's call. It may run once other ranks of this process have sent the messages
+    of the phases `waits`. `name` appears in error messages."""
 
     run: Callable[[Frame, Channel], None]
     waits: tuple[int, ...]
     name: str
 
 
-class Runner:
-    """One rank's run of one program. `run` yields whenever it must wait for another rank of this
+def run_rank(
+    steps: Sequence[BoundStep], direction: Direction, frame: Frame, channel: Channel
+) -> Iterator[BoundStep]:
+    """Runs the steps of one rank. Yields a step as long as it must wait for another rank of this
     process."""
-
-    def __init__(
-        self, steps: Sequence[BoundStep], direction: Direction, frame: Frame, channel: Channel
-    ) -> None:
-        self._steps, self._direction, self._frame = steps, direction, frame
-        self._channel = channel
-        self.num_finished = 0
-
-    @property
-    def last_finished(self) -> str:
-        return self._steps[self.num_finished - 1].name if self.num_finished else "none"
-
-    def run(self) -> Generator[None, None, None]:
-        name = "the end"
-        try:
-            for step in self._steps:
-                name = step.name
-                for phase in step.waits:
-                    while not self._channel.ready(phase):
-                        yield
-                step.run(self._frame, self._channel)
-                self.num_finished += 1
-            name = "the end"
-            self._channel.finish()
-        except TransportError as error:
-            direction = self._direction.name.lower()
-            where = f"{direction}, at {name}; last finished: {self.last_finished}"
-            raise TransportError(f"{error} [{where}]") from error
-
-
-def drive(runners: Sequence[Runner]) -> None:
-    """Runs all ranks of this process, round robin, to their ends."""
-    active = [(runner, runner.run()) for runner in runners]
-    while active:
-        before = [runner.num_finished for runner, _ in active]
-        active = [(runner, steps) for runner, steps in active if _advance(steps)]
-        if active and before == [runner.num_finished for runner, _ in active]:
-            stuck = ", ".join(runner.last_finished for runner, _ in active)
-            raise TransportError(
-                f"all virtual ranks are waiting; last finished instructions: {stuck}"
-            )
-
-
-def _advance(steps: Generator[None, None, None]) -> bool:
-    """Runs a rank until it must wait; False when it is done."""
+    current, finished = "the end", "none"
     try:
-        next(steps)
-    except StopIteration:
-        return False
-    return True
+        for step in steps:
+            current = step.name
+            for phase in step.waits:
+                while not channel.ready(phase):
+                    yield step
+            step.run(frame, channel)
+            finished = current
+        current = "the end"
+        channel.finish()
+    except TransportError as error:
+        where = f"{direction.name.lower()}, at {current}; last finished: {finished}"
+        raise TransportError(f"{error} [{where}]") from error
+
+
+def drive(ranks: Sequence[Iterator[BoundStep]]) -> None:
+    """Runs all ranks of this process, round robin, until they finish."""
+    waiting: dict[Iterator[BoundStep], Any] = dict.fromkeys(ranks)
+    while waiting:
+        before = list(waiting.values())
+        waiting = {rank: step for rank in waiting if (step := next(rank, None)) is not None}
+        steps = list(waiting.values())
+        if steps and steps == before:
+            names = ", ".join(step.name for step in steps)
+            raise TransportError(f"all virtual ranks are waiting, at {names}")

@@ -1,12 +1,12 @@
-"""RankProgram: what follows from one direction of a mask on a rank: where blocks lie, and kernel
-calls with their rows, coordinates, key ranges and row states. LoweredProgram: those of a kernel."""
+"""RankProgram: one rank's program for one mask and direction, with its kernel calls: rows,
+coordinates, key ranges and row states. LoweredProgram: the same with calls lowered by a kernel."""
 
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from dyncp.arrays import Int32, Int64, UInt8
+from dyncp.arrays import Int32, Int64, ranges_of
 from dyncp.compiled import compiled
 from dyncp.kernels import IndexArrays, Kernel, KernelCall, RowState, RowStates
 from dyncp.kernels.kernel import SequenceRows
@@ -21,8 +21,9 @@ from dyncp.plan import (
     Space,
     StyledProgram,
 )
+from dyncp.plan.buffers import times_of
 
-WHOLE_TILE = 128  # rows: the kernel tiles of all kernels divide it
+WHOLE_TILE = 128  # rows: a multiple of every kernel's tile
 
 
 class RankProgram(StyledProgram):
@@ -34,7 +35,8 @@ class RankProgram(StyledProgram):
 
     @cached_property
     def relayed_from(self) -> Int64:
-        """By payload that is sent: the received one that it passes on; -1: it is none."""
+        """For each payload that is sent: the index of the received payload that it relays, or -1 if
+        it is this rank's own."""
         part, sends, receives = self.part, self.program.sends, self.program.receives
         relayed = IS_INPUT[sends.kind] & (part.blocks.owner[sends.block] != part.rank)
         inputs = np.flatnonzero(IS_INPUT[receives.kind])
@@ -51,13 +53,13 @@ class RankProgram(StyledProgram):
 
     @property
     def calls_depend(self) -> bool:
-        """Whether a kernel call reads what the one before wrote."""
+        """Whether a kernel call reads results of the previous call, to add to them."""
         return not self.style.collects if self.backward else self.style.merges
 
     @cached_property
     def refills(self) -> tuple[Int64, Int64]:
-        """Pairs of slots, numbers of the earlier and of the later: the later one has some of the
-        earlier one's rows, counted in whole kernel tiles."""
+        """Indices of all pairs (earlier, later) of slots that share rows, counted in whole kernel
+        tiles."""
         slots, side = self.program.slots, self.part.slot_alignment
         start = slots.row.astype(np.int64)
         end = -(-(start + self.part.blocks.tokens[slots.block]) // side) * side
@@ -69,18 +71,18 @@ class RankProgram(StyledProgram):
         return earlier, later
 
     def refilled_blocks(self, space: Space, group: int) -> Int64:
-        """Blocks in slots whose rows, in whole kernel tiles, hold another block later."""
+        """Blocks whose slots are later filled with another block, in part or in whole."""
         slots, (earlier, _) = self.program.slots, self.refills
         mine = (slots.space[earlier] == space) & (slots.head_group[earlier] == group)
         blocks: Int64 = slots.block[earlier[mine]].astype(np.int64)
         return blocks
 
     def unused_rows(self, space: Space, group: int) -> tuple[Int64, Int64]:
-        """First rows and ends of what kernel tiles have behind the last local row, and behind the
-        last row of every slot."""
+        """First rows and ends of the padding in kernel tiles: after the last local row, and after
+        the last row of every slot."""
         slots, part = self.program.slots, self.part
         rows, side = int(self.program.workspace_rows[space, group]), max(part.slot_alignment, 1)
-        if side % WHOLE_TILE:  # kernel tiles hold rows of several slots, some of them not there yet
+        if side % WHOLE_TILE:  # a kernel tile may hold rows of slots that are not filled yet
             return np.asarray([part.local_tokens]), np.asarray([rows])
         mine = (slots.space == space) & (slots.head_group == group)
         end = slots.row[mine].astype(np.int64) + part.blocks.tokens[slots.block[mine]]
@@ -88,7 +90,7 @@ class RankProgram(StyledProgram):
         return first, np.minimum(-(-first // side) * side, rows)
 
     def kernel_calls(self) -> dict[int, list[KernelCall]]:
-        """By division, one for every head group that has tiles in it."""
+        """Kernel calls by division: one for each head group that has tiles in it."""
         builder = _CallBuilder(self)
         calls: dict[int, list[KernelCall]] = {}
         for division, group in self.call_rows:
@@ -106,7 +108,7 @@ class _CallBuilder:
         contributions = program.contributions
         wide = contributions.wide
         self._after = np.where(wide, RowState.WIDE, RowState.FINAL).astype(np.uint8)
-        # The state of each row after the previous contribution.
+        # The state before a contribution is the state after the previous one to the same rows.
         self._before = np.roll(self._after, 1)
         self._before[contributions.first] = RowState.NOTHING
 
@@ -115,9 +117,7 @@ class _CallBuilder:
         mine = (program.program.tile_division == division) & (tiles.head_group == group)
         q_block, k_block = tiles.q_block[mine], tiles.k_block[mine]
         q_row, k_row = self._place[Space.Q, group, q_block], self._place[Space.KV, group, k_block]
-        computes = [i for i, x in enumerate(program.instructions) if x == (Op.COMPUTE, division)]
-        assert len(computes) == 1, f"division {division} is computed {len(computes)} times"
-        at = computes[0]
+        at = int(times_of(program.program, Op.COMPUTE)[division])
         calls_of_group = sum(g == group for _, g in program.call_rows)
         return KernelCall(
             group,
@@ -135,7 +135,7 @@ class _CallBuilder:
         return int(self._program.program.workspace_rows[space, group])
 
     def _coordinates(self, space: Space, group: int, at: int) -> Int64:
-        """Coordinate of every row of a workspace while instruction `at` runs; -1: unused."""
+        """Coordinate of every row of a workspace during instruction `at`; -1 for unused rows."""
         coordinates = np.full(self._num_rows(space, group), -1, np.int64)
         coordinates[: self._part.local_tokens] = self._part.local_coordinates
         slots = self._slots
@@ -143,11 +143,11 @@ class _CallBuilder:
         held &= (slots.first <= at) & (at <= slots.last)
         block = slots.block[held]
         first, tokens = self._part.block_coordinate[block], self._part.blocks.tokens[block]
-        _fill(coordinates, slots.row[held].astype(np.int64), tokens.astype(np.int64), first, 1)
+        coordinates[ranges_of(slots.row[held], tokens)] = ranges_of(first, tokens)
         return coordinates
 
     def _ranges(self, group: int, blocks: Int32) -> Int32:
-        """Key ranges of the blocks' rows as coordinates; other rows keep empty ranges."""
+        """Key ranges of the blocks' rows, in coordinates. Other rows get empty ranges."""
         runs, part = self._mask.rows, self._part
         ranges = np.zeros((self._num_rows(Space.Q, group), runs.num_ranges, 2), np.int32)
         start = part.blocks.start[blocks].astype(np.int64)
@@ -166,25 +166,16 @@ class _CallBuilder:
         return ranges
 
     def _states(self, space: Space, group: int, at: int) -> RowStates:
+        """States of all rows of a workspace before and after instruction `at`."""
         rows, added = self._num_rows(space, group), self._program.contributions
         before, after = np.zeros(rows, np.uint8), np.full(rows, RowState.UNTOUCHED, np.uint8)
         mine = (added.time == at) & (added.space == space) & (added.head_group == group)
         block = added.block[mine]
-        place = self._place[space, group, block]
-        tokens = self._part.blocks.tokens[block].astype(np.int64)
-        _fill(before, place, tokens, self._before[mine], 0)
-        _fill(after, place, tokens, self._after[mine], 0)
+        tokens = self._part.blocks.tokens[block]
+        touched = ranges_of(self._place[space, group, block], tokens)
+        before[touched] = np.repeat(self._before[mine], tokens)
+        after[touched] = np.repeat(self._after[mine], tokens)
         return RowStates(before, after)
-
-
-@compiled
-def _fill(
-    values: Int64 | UInt8, row: Int64, tokens: Int64, first: Int64 | UInt8, slope: int
-) -> None:
-    """Writes the rows of each block, from its first value on."""
-    for i in range(len(row)):
-        for step in range(tokens[i]):
-            values[row[i] + step] = first[i] + slope * step
 
 
 @compiled
@@ -200,12 +191,12 @@ def _expand_runs(
     base: Int32,
     slope: Int32,
 ) -> None:
-    """Writes the rows of each block: a run's base plus its slope times the steps since its start,
-    plus the block's offset in coordinates."""
+    """Writes the key ranges of each block's rows: the run's base, plus its slope times the distance
+    from the run's start, plus the block's offset in coordinates."""
     for i in range(len(place)):
         for run in range(first_run[i], end_run[i]):
-            behind = run_start[run + 1] if run + 1 < end_run[i] else end[i]
-            for row in range(run_start[run], behind):
+            run_end = run_start[run + 1] if run + 1 < end_run[i] else end[i]
+            for row in range(run_start[run], run_end):
                 step = row - run_start[run]
                 for column in range(ranges.shape[1]):
                     value = base[run, column] + slope[run, column] * step + offset[i]
@@ -213,7 +204,7 @@ def _expand_runs(
 
 
 def style_of(kernel: Kernel, *, fixed: bool = False) -> KernelStyle:
-    """`fixed` as in `KernelStyle`."""
+    """The style of a kernel; `fixed` as in `KernelStyle`."""
     return KernelStyle(
         kernel.merges,
         kernel.collects,
@@ -225,8 +216,8 @@ def style_of(kernel: Kernel, *, fixed: bool = False) -> KernelStyle:
 
 
 class LoweredProgram(RankProgram):
-    """With its calls as the kernel launches them: `calls[division]` are (head group, what the
-    kernel made of the call)."""
+    """A program whose calls are lowered: `calls[division]` lists (head group, what `kernel.lower`
+    returned)."""
 
     def __init__(
         self,
@@ -256,8 +247,8 @@ class LoweredProgram(RankProgram):
         }
 
     def sequence_rows(self, space: Space, group: int, dim: int) -> list[SequenceRows]:
-        """Whole sequences, where a kernel that collects keeps each from a border of its kernel
-        tiles on; empty where rows lie in order."""
+        """The rows of each sequence, if the kernel collects gradients of whole sequences, each
+        aligned to kernel tiles; empty if rows are stored in their usual order."""
         calls = [call for calls in self.calls.values() for g, call in calls if g == group]
         if not self.backward or not self.style.most_sequences or len(calls) != 1:
             return []

@@ -1,5 +1,5 @@
-"""RankLayout: where everything of a call lies on one rank, for one attention shape: its buffers,
-and every field of every payload in the messages."""
+"""RankLayout: the memory of a call on one rank, for one attention shape: where each buffer starts,
+and each field of each payload in the messages."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,8 +24,8 @@ def dtypes_of(shape: AttentionShape) -> Dtypes:
     return Dtypes(BY_NAME[shape.dtype], BY_NAME[shape.partial_dtype or shape.dtype])
 
 
-# Tensors of a workspace: the caller's inputs and its log-sum-exps in the order in which
-# `Copy.SOURCE` counts them, then row sums and results.
+# Tensors of a workspace: the caller's inputs and log-sum-exps, in the order of their numbers in
+# `Copy.SOURCE`, then row sums and results.
 NAMES = ("q", "k", "v", "dout", "lse", "delta", "out", "dq", "dk", "dv")
 INPUT_NAMES, RESULT_NAMES = NAMES[:4], NAMES[6:]
 LSE, DELTA = NAMES.index("lse"), NAMES.index("delta")
@@ -34,7 +34,7 @@ IS_RESULT, IS_PER_HEAD, IS_KEY = (
     for names in (RESULT_NAMES, ("lse", "delta"), ("k", "v", "dk", "dv"))
 )
 PER_HEAD = ("lse", "delta", "lse_call")
-# What a payload consists of.
+# The fields of each payload.
 FIELDS = {
     Payload.Q: ("q",),
     Payload.KV: ("k", "v"),
@@ -50,8 +50,8 @@ for _kind, _fields in FIELDS.items():
 
 @dataclass(frozen=True, eq=False)
 class PayloadFields:
-    """One field of one payload each. `at` counts bytes from the start of the call's memory, and so
-    do the slices that are the peers' messages."""
+    """A table with one row per field of a payload. `at` and the slices of messages are byte offsets
+    from the start of the call's memory."""
 
     entry: Int64  # index into the messages
     phase: Int64
@@ -62,28 +62,28 @@ class PayloadFields:
     peers: Mapping[int, Mapping[int, slice]]  # phase → peer → its message
 
     def inputs(self, *, backward: bool) -> Bool:
-        """Which of them are inputs: log-sum-exps go with queries backward, with outputs forward."""
+        """Which fields are inputs. Log-sum-exps belong to the inputs only in backward."""
         inputs: Bool = ~IS_RESULT[self.name] & ((self.name != LSE) | backward)
         return inputs
 
     def lse_of_entry(self) -> Int64:
-        """Where the log-sum-exps of each payload are, by entry; 0 where it has none."""
+        """Offset of the log-sum-exps of each payload, by entry; 0 if it has none."""
         at = np.zeros(int(self.entry.max(initial=-1)) + 1, np.int64)
         with_lse = self.name == LSE
         at[self.entry[with_lse]] = self.at[with_lse]
         return at
 
 
-Key = tuple[str, int, int]  # of a buffer: name, head group or phase, division
+Key = tuple[str, int, int]  # a buffer's name, its head group or phase, its division
 
 
 class RankLayout:
-    """Bytes count from the start of the call's memory, of which the rank's begins at `base`;
-    `first_row` is the first of its rows among those of this process.
+    """All offsets are bytes from the start of the call's memory. This rank's memory starts at
+    `base`; its rows start at `first_row` among those of this process.
 
-    `items` of a row [names, head groups] and `item_bytes` [names] tell how large fields are;
-    `start` [names, head groups] is where a workspace's tensor begins, -1 where there is none, and
-    `stride` the items between heads where heads come first."""
+    `items` [names, head groups] are the items in a row of a tensor, `item_bytes` [names] the bytes
+    of an item. `start` [names, head groups] is the offset of a workspace's tensor, -1 if it has
+    none, and `stride` the number of items between heads if the tensor is stored heads first."""
 
     def __init__(
         self, program: LoweredProgram, shape: AttentionShape, base: int = 0, first_row: int = 0
@@ -114,34 +114,35 @@ class RankLayout:
         self.receives = self._fields("receive", receives)
 
     def starts_of(self, name: str) -> Int64:
-        """By head group; -1: there is none."""
+        """Offset of a buffer by head group; -1 if there is none."""
         groups = range(self.num_groups)
         return np.asarray([self.starts.get((name, group, -1), -1) for group in groups], np.int64)
 
     def has_buffer(self, name: str, group: int) -> bool:
-        """Whether calls leave a result in a buffer, theirs or one of all calls."""
+        """Whether calls write a result to a buffer, shared by all calls or their own."""
         names = (name, f"{name}_sums", f"{name}_call")
         return any(index == group and of in names for of, index, _ in self.buffers)
 
     def head_stride(self, name: str, group: int, call: int = -1) -> int:
-        """Items between heads where these come first: in per-head values and sums; 0 elsewhere."""
+        """Items between heads in buffers that are stored heads first (per-head values and sums); 0
+        for other buffers."""
         buffer = self.buffers.get((name, group, call))
         return prod(buffer.shape[1:]) if buffer and name in (*PER_HEAD, *SUMS) else 0
 
     def heads(self, name: str, group: int) -> slice:
-        """Of the caller's tensor, those of a head group."""
+        """The heads of a head group in the caller's tensor."""
         code = NAMES.index(name)
         first, count = int(self._first_head[code, group]), int(self.num_heads[code, group])
         return slice(first, first + count)
 
     def first_item(self, name: Int64, group: Int64) -> Int64:
-        """Of a head group, in the rows of the caller's tensor."""
+        """The first item of a head group in a row of the caller's tensor."""
         head = self._first_head[name, group]
         return np.where(IS_PER_HEAD[name], head, head * self.shape.head_dim)
 
     def tensor(self, memory: Memory, key: Key) -> Tensor:
-        """A buffer as kernels take it: [rows, heads, dim]; per-head values [rows, heads]; sums
-        [heads, rows × dim]."""
+        """A buffer as a tensor: [rows, heads, dim], per-head values [rows, heads], or sums [heads,
+        rows × dim]."""
         buffer, start = self.buffers[key], self.starts[key]
         if buffer.name in PER_HEAD:
             return _view(memory.wide, start, buffer.shape)[:, : buffer.rows].T
@@ -152,12 +153,12 @@ class RankLayout:
         return _view(flat, start, buffer.shape)
 
     def cleared(self, memory: Memory) -> Tensor:
-        """All that is set to 0 at the start of backward, in one piece."""
+        """The buffers that are set to 0 at the start of backward, as one tensor."""
         size = memory.wide.element_size()
         return memory.wide[self._cleared[0] // size : self._cleared[1] // size]
 
     def _with_equal_messages(self, sends: Messages) -> PayloadFields:
-        """Messages with the same payloads to several peers are one, which all of them get."""
+        """Fields of the messages to send. A message that several peers get is stored once."""
         first = first_peers(sends)
         fields = self._fields("send", sends, first == sends.peer)
         peers: dict[int, dict[int, slice]] = {}
@@ -167,8 +168,8 @@ class RankLayout:
         return replace(fields, peers=peers)
 
     def _fields(self, buffer: str, messages: Messages, packed: Bool | None = None) -> PayloadFields:
-        """By phase and peer, fields that lie on wide boundaries first; of all payloads, or of those
-        that are `packed`."""
+        """Fields ordered by phase and peer, those with the largest alignment first: of all
+        payloads, or of the `packed` ones."""
         exists = CODES[messages.kind] >= 0
         entry, column = np.nonzero(exists if packed is None else exists & packed[:, None])
         kind, group, block, phase, peer = (
@@ -191,7 +192,7 @@ class RankLayout:
     def _offsets(
         self, buffer: str, phase: Int64, peer: Int64, size: Int64
     ) -> tuple[Int64, dict[int, dict[int, slice]]]:
-        """Where every field begins, and the slices of the peers' messages."""
+        """The offset of every field, and the slices of the peers' messages."""
         peers: dict[int, dict[int, slice]] = {}
         new = np.append(True, (np.diff(phase) != 0) | (np.diff(peer) != 0))[: len(phase)]
         first, message = np.flatnonzero(new), np.cumsum(new) - 1

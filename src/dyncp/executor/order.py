@@ -1,10 +1,9 @@
-"""The order in which a rank's device and messages are given their work.
+"""The order in which the host launches a rank's device work and messages.
 
-On the CPU, and on GPUs without graphs, this is the program's own: everything is started where the
-plan says. With graphs as little as possible is left to the host: a segment of computation is one
-graph, which itself waits for messages and marks what is ready to be sent. It ends only where it has
-to wait for messages that it makes ready itself. GPUs see the same either way, since messages wait
-for marks and not for the host.
+On the CPU, and on GPUs without graphs, this is the order of the plan's program. With graphs, the
+host does as little as possible: a segment of work is one graph, which itself waits for messages and
+marks what is ready to be sent. A segment ends only before a wait for messages that depend on
+the segment. A GPU executes the same either way, since messages wait for marks, not for the host.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,11 +18,12 @@ from dyncp.executor.kernel_calls import RankProgram
 from dyncp.plan import IS_INPUT, Op, Space
 from dyncp.plan.buffers import block_keys, result_keys, times_of
 
-START = -1  # the time at which local rows are ready
+START = -1  # before the first instruction: local rows are ready
 
 
 def ready_times(program: RankProgram) -> dict[int, int]:
-    """By phase that this rank takes part in; times are indices of instructions."""
+    """For each phase of this rank: the index of the instruction after which all that it sends is
+    ready."""
     launched = times_of(program.program, Op.LAUNCH)
     ready = {int(phase): START for phase in np.flatnonzero(launched >= 0)}
     phases = program.program.sends.phase.tolist()
@@ -33,7 +33,7 @@ def ready_times(program: RankProgram) -> dict[int, int]:
 
 
 def _send_times(program: RankProgram) -> Int64:
-    """When each payload that this rank sends is ready."""
+    """For each payload that this rank sends: the instruction after which it is ready."""
     part, added = program.part, program.contributions
     sends, received = program.program.sends, program.program.receives
     num_blocks, waits = len(part.blocks), np.append(times_of(program.program, Op.WAIT), START)
@@ -52,41 +52,43 @@ def _send_times(program: RankProgram) -> Int64:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Starts the messages of these phases, in this order."""
+    """Start the messages of these phases, in this order."""
 
     phases: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """For the messages of a phase."""
+    """Wait for the messages of a phase."""
 
     phase: int
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """An event behind all work given so far; phases that are ready at `time` wait for it."""
+    """Record an event after all work so far. Phases that are ready at `time` wait for it."""
 
     time: int
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
+    """Run the kernel calls of a division."""
+
     division: int
     time: int
 
 
 @dataclass(frozen=True, slots=True)
 class RowWork:
-    """Rows that are copied and added up after the instruction at `time`."""
+    """Copy and add up the rows that are due after the instruction at `time`."""
 
     time: int
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceWork:
-    """What the device does without a communication point of the host: one segment."""
+    """A segment: work of the device between two communication points of the host."""
 
     items: tuple["Wait | Mark | Compute | RowWork", ...]
 
@@ -95,40 +97,32 @@ class DeviceWork:
         return tuple(item.phase for item in self.items if isinstance(item, Wait))
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
-    """One thing to do, and the instruction that it belongs to."""
-
-    item: Launch | Wait | Mark | DeviceWork
-    name: str
-
-
 Instructions = Sequence[tuple[Op, int]]
+Order = list[Launch | Wait | Mark | DeviceWork]
 
 
 def program_order(
     instructions: Instructions, ready: Mapping[int, int], row_work: AbstractSet[int]
-) -> list[Point]:
-    """Every instruction by itself. `row_work` are the times after which there is some."""
-    marked, points = set(ready.values()), [Point(Mark(START), "start")]
+) -> Order:
+    """Each instruction separately. `row_work` are the times that row work follows."""
+    marked, order = set(ready.values()), Order([Mark(START)])
     for time, (op, argument) in enumerate(instructions):
-        name = f"{op.name} {argument}"
         if op is Op.COMPUTE:
-            points.append(Point(DeviceWork((Compute(argument, time),)), name))
+            order.append(DeviceWork((Compute(argument, time),)))
         else:
-            points.append(Point(Launch((argument,)) if op is Op.LAUNCH else Wait(argument), name))
+            order.append(Launch((argument,)) if op is Op.LAUNCH else Wait(argument))
         if time in row_work:
-            points.append(Point(DeviceWork((RowWork(time),)), name))
+            order.append(DeviceWork((RowWork(time),)))
         if time in marked:
-            points.append(Point(Mark(time), name))
-    return points
+            order.append(Mark(time))
+    return order
 
 
 def graph_order(
     instructions: Instructions, ready: Mapping[int, int], row_work: AbstractSet[int]
-) -> list[Point]:
+) -> Order:
     """As few segments as the dependencies between messages allow."""
-    return _GraphOrder(instructions, ready, row_work).points
+    return _GraphOrder(instructions, ready, row_work).order
 
 
 class _GraphOrder:
@@ -138,9 +132,9 @@ class _GraphOrder:
         self._ready, self._row_work = ready, row_work
         self._queue = [phase for op, phase in instructions if op is Op.LAUNCH]
         self._items: list[Wait | Mark | Compute | RowWork] = []
-        self._marked = START  # the latest mark that the device was given
-        self.points = [Point(Mark(START), "start")]
-        self._launch("start")
+        self._marked = START  # the latest mark so far
+        self.order = Order([Mark(START)])
+        self._launch()
         for time, (op, argument) in enumerate(instructions):
             self._add(time, op, argument)
         self._close()
@@ -149,43 +143,43 @@ class _GraphOrder:
         if op is Op.COMPUTE:
             self._items.append(Compute(argument, time))
         elif op is Op.WAIT:
-            if argument in self._queue:  # this segment makes ready what it would wait for
-                self._end(f"WAIT {argument}")
+            if argument in self._queue:  # its messages depend on this segment
+                self._end_segment()
             self._items.append(Wait(argument))
         if time in self._row_work:
             self._items.append(RowWork(time))
         if time in self._ready.values():
             self._items.append(Mark(time))
 
-    def _end(self, name: str) -> None:
+    def _end_segment(self) -> None:
         if self._items:
-            self.points.append(Point(DeviceWork(tuple(self._items)), name))
+            self.order.append(DeviceWork(tuple(self._items)))
             marks = [item.time for item in self._items if isinstance(item, Mark)]
             self._marked = max([self._marked, *marks])
             self._items = []
-        self._launch(name)
+        self._launch()
 
-    def _launch(self, name: str) -> None:
-        """All that is ready, in order: phases are launched in the same order on all ranks."""
+    def _launch(self) -> None:
+        """Launches the phases that are ready. All ranks launch phases in increasing order."""
         count = 0
         while count < len(self._queue) and self._ready[self._queue[count]] <= self._marked:
             count += 1
         if count:
-            self.points.append(Point(Launch(tuple(self._queue[:count])), name))
+            self.order.append(Launch(tuple(self._queue[:count])))
             del self._queue[:count]
 
     def _close(self) -> None:
-        """What comes last is for the caller's tensors, outside any graph."""
+        """Leaves the last waits outside of graphs: what follows them uses the caller's tensors."""
         waits: list[Wait] = []
         while self._items and isinstance(last := self._items[-1], Wait):
             waits.insert(0, last)
             self._items.pop()
-        self._end("the end")
-        self.points += [Point(wait, "the end") for wait in waits]
+        self._end_segment()
+        self.order += waits
 
 
 class GraphStream(IntEnum):
-    """Streams on which the launches of a graph run beside each other, each in its own order."""
+    """The parallel streams of a graph. Launches on the same stream run in order."""
 
     KERNELS = 0
     OTHER_KERNELS = 1
@@ -194,7 +188,7 @@ class GraphStream(IntEnum):
 
 
 class LaunchKind(IntEnum):
-    """What is launched: waiting for messages, copies, a kernel call, sums, a mark."""
+    """What is launched: a wait for messages, copies, a kernel call, sums, or a mark."""
 
     WAIT = 0
     COPY = 1
@@ -219,20 +213,20 @@ AFTER: dict[LaunchKind, tuple[GraphStream, ...]] = {
 
 
 def assign_streams(
-    launches: Sequence[tuple[LaunchKind, int]], freed: Mapping[int, int], *, in_turn: bool
+    launches: Sequence[tuple[LaunchKind, int]], freed: Mapping[int, int], *, calls_depend: bool
 ) -> list[tuple[GraphStream, list[int]]]:
-    """The stream of every launch (kind, time), and earlier launches on other streams that it comes
-    after.
+    """The stream of every launch (kind, time), and the earlier launches on other streams that it
+    waits for.
 
-    Kernel calls alternate between two streams, so that one begins on multiprocessors that the one
-    before has left, unless they run `in_turn`. Copies wait for what used their slots before: all
-    that was due by `freed[time]`."""
+    Unless `calls_depend` on each other, kernel calls alternate between two streams, so that a call
+    can start on multiprocessors that the previous call no longer needs. Copies wait for the last
+    use of the slots that they fill: everything up to time `freed[time]`."""
     assigned: list[tuple[GraphStream, list[int]]] = []
     launched: dict[GraphStream, list[int]] = {stream: [] for stream in GraphStream}
     num_kernels = 0
     for number, (kind, time) in enumerate(launches):
         if kind is LaunchKind.KERNEL:
-            stream = GraphStream(0 if in_turn else num_kernels % 2)
+            stream = GraphStream(0 if calls_depend else num_kernels % 2)
             num_kernels += 1
         else:
             stream = STREAMS[kind]
@@ -249,7 +243,7 @@ def assign_streams(
 
 
 def freed_times(program: RankProgram) -> dict[int, int]:
-    """When the slots that are filled at a time were last used, by that time."""
+    """For each time at which slots are filled again: the time of their last use before it."""
     slots, freed = program.program.slots, dict[int, int]()
     earlier, later = program.refills
     for time, last in zip(slots.first[later].tolist(), slots.last[earlier].tolist(), strict=True):

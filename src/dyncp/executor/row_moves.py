@@ -1,9 +1,9 @@
-"""Rows of all ranks in another order: contiguous, for layers with state (`step.to_contiguous`,
-`step.add_halo`, and back), and that of the batch (`step.shard`, `step.gather`).
+"""Moves rows of all ranks into another order: contiguous, for layers with state
+(`step.to_contiguous`, `step.add_halo`, and back), or that of the batch (`step.shard`,
+`step.gather`).
 
-plan/contiguous.py says which order the former is. Each rank sends others just the rows that they
-need. Gradients follow dyncp's convention: what is added up over ranks (`sum_gradients`) is the
-gradient.
+plan/contiguous.py defines the contiguous order. Each rank sends the other ranks only rows that they
+need. As everywhere in dyncp, the gradient is the sum over all ranks (`sum_gradients`).
 """
 
 import zlib
@@ -24,8 +24,8 @@ from dyncp.transport import Transport
 
 
 class RowMap(NamedTuple):
-    """Row `source[i]` becomes row `target[i]`. Rows count over all ranks, in the order before and
-    in the one after; the bounds are those of ranks."""
+    """Row `source[i]` of the old order becomes row `target[i]` of the new one. Rows are numbered
+    over all ranks; the bounds say where each rank's rows start."""
 
     target: Int64
     source: Int64
@@ -33,15 +33,17 @@ class RowMap(NamedTuple):
     source_bounds: Int64
 
     def reversed(self) -> "RowMap":
-        """That of gradients."""
+        """The map for gradients: source and target swapped."""
         return RowMap(self.source, self.target, self.source_bounds, self.target_bounds)
 
 
 class RankExchange:
-    """One rank's part of a row map. It sends `sent` rows, `num_sent` of them to each peer, and
-    receives others in one buffer, ordered likewise. `steps` are (target rows, source rows, whether
-    these are in the buffer, whether it adds): the first ones copy, the others (which no map has
-    that takes each row once) add, row by row in one fixed order."""
+    """One rank's part of a row map. The rank sends its rows `sent`, ordered by peer,
+    `num_sent[peer]` to each. It receives `num_received[peer]` rows into one buffer, also by peer.
+
+    `steps` are (target rows, source rows, whether the sources are in the buffer, whether to add).
+    If several sources have the same target, the first step copies and later ones add, in a fixed
+    order."""
 
     def __init__(self, rows: RowMap, rank: int, device: torch.device) -> None:
         first, last = rows.target_bounds[rank : rank + 2]
@@ -56,11 +58,11 @@ class RankExchange:
         leaving, span = local & ~here, max(self.input_rows, 1)
         peer = np.searchsorted(rows.target_bounds, rows.target[leaving], side="right") - 1
         row = rows.source[leaving] - local_first
-        sent = _distinct(peer * span + row, (len(rows.target_bounds) - 1) * span)
+        sent = np.unique(peer * span + row)
         self.sent, self.num_sent = index(sent % span), _count(sent // span)
 
         target, source, local = rows.target[here] - first, rows.source[here], local[here]
-        coming = _distinct(source[~local], int(rows.source_bounds[-1]))
+        coming = np.unique(source[~local])
         of_peer = np.searchsorted(rows.source_bounds, coming, side="right") - 1
         self.num_received = _count(of_peer)
         place = np.where(local, source - local_first, np.searchsorted(coming, source))
@@ -72,7 +74,7 @@ class RankExchange:
         )
 
     def place(self, local: Tensor, received: Tensor) -> Tensor:
-        """The rows of the result."""
+        """The rows of the result, from local and received rows."""
         result = local.new_zeros(self.num_rows, *local.shape[1:])
         for target, source, from_peers, adds in self.steps:
             rows = (received if from_peers else local).index_select(0, source)
@@ -83,21 +85,15 @@ class RankExchange:
         return result
 
 
-def _distinct(values: Int64, bound: int) -> Int64:
-    """As `np.unique`, faster, for values below `bound`."""
-    found = np.zeros(bound, np.bool_)
-    found[values] = True
-    return np.flatnonzero(found)
-
-
 def _count(peers: Int64) -> dict[int, int]:
-    """How often each occurs, in their order."""
+    """How often each peer occurs, in increasing order of peers."""
     return {peer: count for peer, count in enumerate(np.bincount(peers).tolist()) if count}
 
 
 def _layers(target: Int64, source: Int64) -> list[Int64]:
-    """Entries in groups that have each target once; the order of sources is that of additions."""
-    if np.bincount(target, minlength=1).max() <= 1:
+    """Splits the entries into groups in which each target occurs once. The sources of a target are
+    added in increasing order."""
+    if np.bincount(target, minlength=1).max() <= 1:  # usual, and sorting takes a millisecond
         return [np.arange(len(target))]
     order = np.lexsort((source, target))
     ordered = target[order]
@@ -108,17 +104,17 @@ def _layers(target: Int64, source: Int64) -> list[Int64]:
 
 
 class Exchange:
-    """A row map on the ranks of this process. `name` tells the exchanges of a plan apart."""
+    """A row map on the ranks of this process. Each exchange of a plan has a different `name`."""
 
     def __init__(self, name: str, rows: RowMap, parts: Sequence[RankPlan], engine: Engine) -> None:
         self.name, self._engine, self._digest = name, engine, parts[0].digest
-        with torch.inference_mode(False):  # calls in other modes use the same tensors
+        with torch.inference_mode(False):  # calls outside inference mode use the same tensors
             self._ranks = [RankExchange(rows, part.rank, engine.device) for part in parts]
         self.input_rows = [rank.input_rows for rank in self._ranks]
         self.sent_rows = sum(sum(rank.num_sent.values()) for rank in self._ranks)
 
     def run(self, x: Tensor) -> Tensor:
-        """The result's rows of this process's ranks."""
+        """The rows of this process's ranks in the new order."""
         engine = self._engine
         engine.check_open()
         kind = f"{self._digest} {self.name} {x.dtype} {tuple(x.shape[1:])}"
@@ -145,7 +141,7 @@ class Exchange:
 
 
 def _messages(rows: Tensor, counts: dict[int, int]) -> dict[int, Tensor]:
-    """One message per peer, as bytes; rows of no bytes need none."""
+    """One message per peer, as bytes; none if rows have no bytes."""
     if not rows.nbytes:
         return {}
     split = rows.split_with_sizes(list(counts.values()))
@@ -155,12 +151,12 @@ def _messages(rows: Tensor, counts: dict[int, int]) -> dict[int, Tensor]:
 
 
 class MoveRows(torch.autograd.Function):
-    """Moves rows there; gradients come back the other way."""
+    """Moves rows by the exchange `there`, and their gradients by the exchange `back`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, number: Tensor, there: Exchange, back: Exchange) -> Tensor:
-        # What is saved makes checkpointing run this again before its backward on all ranks, also
-        # on those whose layer saves nothing.
+        # A saved tensor makes checkpointing run this again before backward on all ranks, even on
+        # ranks whose layer saves nothing.
         ctx.save_for_backward(number)
         ctx.there, ctx.back = there, back
         return there.run(x)
@@ -172,14 +168,14 @@ class MoveRows(torch.autograd.Function):
 
 
 class Contiguous:
-    """This process's rows in contiguous order, in pieces that belong together.
+    """This process's rows in contiguous order, as pieces of documents.
 
-    Piece i are rows cu_seqlens[i] to cu_seqlens[i + 1] (int32, on the step's device), of document
-    `documents[i]` of the batch, from its token `starts[i]` on: 0 where a document begins. Documents
-    are numbered over the whole batch, in its order. Rows that only pad, if there are any, are the
-    last piece of their rank, with document -1. `lengths` are the rows of pieces, `piece_of_row`
-    (int32[rows]) is what some kernels call seq_idx. `rows_per_rank` are those of all ranks, without
-    padding, and `imbalance` is the most over their mean.
+    Piece i is rows cu_seqlens[i] to cu_seqlens[i + 1] (int32, on the step's device). It starts at
+    token `starts[i]` of document `documents[i]`; documents are numbered over the whole batch.
+    Padding rows, if any, are the last piece of their rank, with document -1. `lengths` are the
+    numbers of rows of the pieces, `piece_of_row` (int32[rows]) is what some kernels call seq_idx.
+    `rows_per_rank` counts the rows of all ranks without padding, and `imbalance` is their maximum
+    divided by their mean.
     """
 
     def __init__(
@@ -189,7 +185,7 @@ class Contiguous:
         parts: Sequence[RankPlan],
         engine: Engine,
     ) -> None:
-        """`names` are those of the calls that bring rows there and back."""
+        """`names` are the names of the methods that move rows there and back."""
         self._names, self._parts, self._engine = names, parts, engine
         first, last = parts[0].rank, parts[-1].rank + 1
         self.num_rows = int(order.row_bounds[last] - order.row_bounds[first])
@@ -200,7 +196,7 @@ class Contiguous:
         self.imbalance = float(order.rows_per_rank.max() / order.rows_per_rank.mean())
         local, bounds = batch_order(parts[0]), (order.row_bounds, starts_of(parts[0].rows_per_rank))
         filled, counting = np.flatnonzero(order.token >= 0), np.flatnonzero(order.counts)
-        # Into the order, and back from the rows that count.
+        # Rows that do not count (halos, repeated prefixes) are not moved back.
         self._there = RowMap(filled, local[order.token[filled]], *bounds)
         self._back = RowMap(local[order.token[counting]], counting, *bounds[::-1])
         self._exchanges: dict[tuple[bool, Direction], Exchange] = {}
@@ -220,8 +216,8 @@ class Contiguous:
     def sent_bytes(
         self, row_bytes: int, direction: Direction = Direction.FORWARD, *, back: bool = False
     ) -> int:
-        """Bytes that this process's ranks send to bring rows of so many bytes into this order, or
-        `back`; or their gradients."""
+        """Bytes that this process's ranks send to move rows of `row_bytes` bytes into this order,
+        or `back`. Direction.BACKWARD stands for their gradients."""
         return self._exchange(Direction(direction), back=back).sent_rows * row_bytes
 
     def _exchange(self, direction: Direction, *, back: bool) -> Exchange:
@@ -233,10 +229,12 @@ class Contiguous:
             self._exchanges[key] = Exchange(name, rows, self._parts, self._engine)
         return self._exchanges[key]
 
+    @_disable_dynamo
     def run(self, x: Tensor, number: Tensor, *, back: bool) -> Tensor:
-        """Rows into this order, or `back`; `number` is that of the step."""
+        """Moves rows into this order, or `back`. `number` is the step's. A graph break in
+        torch.compile."""
         there, gradient = (self._exchange(direction, back=back) for direction in Direction)
-        instance_of("what is moved", x, Tensor, "a torch tensor")
+        instance_of(f"the argument of {there.name}", x, Tensor, "a torch tensor")
         if not x.ndim or len(x) != sum(there.input_rows):
             raise ValueError(
                 f"{there.name} got shape {tuple(x.shape)}; this step has {sum(there.input_rows)} "
@@ -246,16 +244,11 @@ class Contiguous:
         return result
 
 
-@_disable_dynamo
-def move_rows(contiguous: Contiguous, x: Tensor, number: Tensor, *, back: bool) -> Tensor:
-    """`Contiguous.run`, which torch.compile does not look into: a graph break."""
-    return contiguous.run(x, number, back=back)
-
-
 LOSSES = ("replicated", "summed")
 
 
 def shard(parts: Sequence[RankPlan], values: Tensor | Sequence[Tensor], fill: float) -> Tensor:
+    """See `Step.shard`."""
     whole = _concatenated(parts[0], values)
     rows = np.concatenate([part.row_coordinates for part in parts])
     index = torch.from_numpy(rows).to(whole.device)
@@ -266,13 +259,13 @@ def shard(parts: Sequence[RankPlan], values: Tensor | Sequence[Tensor], fill: fl
 
 
 def _concatenated(part: RankPlan, values: Tensor | Sequence[Tensor]) -> Tensor:
-    """One tensor with the tokens of all sequences of the batch."""
+    """One tensor with the tokens of all sequences of the batch, after checks."""
     lengths = part.lengths.tolist()
     if isinstance(values, Tensor):
         if not values.ndim or len(values) != sum(lengths):
             raise ValueError(
-                f"shard got shape {tuple(values.shape)}; the batch has {sum(lengths)} tokens: give "
-                "[tokens, ...] of all its sequences, concatenated, or a list with one tensor each"
+                f"shard got shape {tuple(values.shape)}; the batch has {sum(lengths)} tokens: pass "
+                "[tokens, ...] of all sequences, concatenated, or a list with one tensor each"
             )
         return values
     instance_of("what shard got", values, (list, tuple), "a tensor, or one per sequence")
@@ -282,7 +275,7 @@ def _concatenated(part: RankPlan, values: Tensor | Sequence[Tensor]) -> Tensor:
     if found != lengths:
         shown = f"{found[:8]}{' ...' if len(found) > 8 else ''}"
         raise ValueError(
-            f"shard got sequences of {shown} tokens; those of the batch have {lengths[:8]}"
+            f"shard got sequences of {shown} tokens; the sequences of the batch have {lengths[:8]}"
             f"{' ...' if len(lengths) > 8 else ''}"
         )
     return torch.cat(list(values))
@@ -291,6 +284,7 @@ def _concatenated(part: RankPlan, values: Tensor | Sequence[Tensor]) -> Tensor:
 def gather(
     parts: Sequence[RankPlan], transport: Transport, rows: Tensor, loss: str | None
 ) -> list[Tensor]:
+    """See `Step.gather`."""
     instance_of("what gather got", rows, Tensor, "a torch tensor")
     num_rows, counts = sum(part.local_rows for part in parts), parts[0].rows_per_rank.tolist()
     if not rows.ndim or len(rows) != num_rows:
@@ -302,9 +296,9 @@ def gather(
         return gather_samples(parts[0], transport.gather(rows, counts))
     if loss is None:
         raise ValueError(
-            "gather got rows that require gradients: say loss='replicated' if every rank computes "
-            "the same loss from what it gets, loss='summed' if the loss is the sum of what ranks "
-            "compute; or give rows.detach()"
+            "gather got rows that require gradients: pass loss='replicated' if every rank computes "
+            "the same loss from the result, loss='summed' if the loss is the sum of the ranks' "
+            "losses; or pass rows.detach()"
         )
     return gather_samples(parts[0], list(_Gather.apply(rows, parts[0], transport, loss)))  # type: ignore[no-untyped-call]
 

@@ -1,8 +1,8 @@
-"""Row work: tables of what is copied and what is added up in a call, and when.
+"""Row work: tables of the copies and sums of a call, and when they are due.
 
-Local rows are copied into workspaces and messages at the start, received ones into their slots and
-on into other messages when they are there. Contributions to rows that leave are added up when the
-last of them is there, those to local rows at the end of the call.
+Local rows are copied into workspaces and messages at the start of the call, received rows into
+their slots, and into messages that relay them, when they arrive. Contributions to rows of other
+ranks are added up and sent as soon as the last one is known; those to local rows at the end.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from dyncp.arrays import Bool, Int32, Int64
+from dyncp.arrays import Bool, Int32, Int64, ranges_of, starts_of
 from dyncp.executor.kernel_calls import LoweredProgram
 from dyncp.executor.layout import (
     DELTA,
@@ -44,20 +44,20 @@ from dyncp.kernels.row_ops import (
 from dyncp.plan import AttentionShape, Op, Space
 from dyncp.plan.buffers import OUTPUTS, times_of
 
-# Results in the order in which the caller gets them.
+# Indices of the results in `Results.rows`.
 RESULTS = {"out": 0, "dq": 0, "dk": 1, "dv": 2}
 
 
 @dataclass(frozen=True, eq=False)
 class RankCall:
-    """A call on one rank. `copies` and `sums` are launches by the time at which they are due: after
-    instruction i, at the START, or at the end. `row_sums` comes before all of them (backward)."""
+    """A call on one rank. `copies` and `sums` map times to launches: after instruction i, at START,
+    or at the end (the number of instructions). In backward, `row_sums` precedes all of them."""
 
     layout: RankLayout
     copies: Mapping[int, CopyLaunch]
     sums: Mapping[int, SumLaunch]
     row_sums: RowSumLaunch | None
-    ready: Mapping[int, int]  # phase → time after which it may be launched
+    ready: Mapping[int, int]  # phase → time after which it can be launched
 
 
 def make_rank_call(
@@ -87,7 +87,7 @@ def make_rank_call(
 
 
 def _table(columns: type[IntEnum], **values: Int64 | Int32 | Bool | int) -> Int64:
-    """int64[rows, columns] from columns by name, which may be equal in all rows; others are 0."""
+    """int64[rows, columns] from columns by name; scalars fill a column, missing columns are 0."""
     arrays = np.broadcast_arrays(*(np.atleast_1d(value) for value in values.values()))
     table = np.zeros((len(arrays[0]), len(columns)), np.int64)
     for name, array in zip(values, arrays, strict=True):
@@ -96,7 +96,7 @@ def _table(columns: type[IntEnum], **values: Int64 | Int32 | Bool | int) -> Int6
 
 
 def list_copies(layout: RankLayout) -> dict[int, Int64]:
-    """int64[copies, columns of `Copy`] by time; only times at which something is copied."""
+    """Tables int64[copies, columns of `Copy`] by time; only times with copies."""
     program, sends, receives = layout.program, layout.sends, layout.receives
     inputs = sends.inputs(backward=program.backward)
     local = program.part.blocks.owner[sends.block] == program.part.rank
@@ -119,7 +119,7 @@ def list_copies(layout: RankLayout) -> dict[int, Int64]:
 
 
 def _local_rows(layout: RankLayout) -> Int64:
-    """Of the inputs that are copied into workspaces."""
+    """Copies local rows of the caller's inputs into workspaces."""
     name, group = np.nonzero(layout.start[: len(INPUT_NAMES)] >= 0)
     width = layout.items[name, group]
     return _table(
@@ -135,8 +135,8 @@ def _local_rows(layout: RankLayout) -> Int64:
 
 
 def _gaps(layout: RankLayout) -> Int64:
-    """Padding rows of kernel tiles have weight 0, but 0 × NaN is NaN, so they are cleared: those
-    behind the last local row, and behind the last row of every slot."""
+    """Clears the padding rows of kernel tiles, after the last local row and after the last row of
+    every slot: their weight is 0, but 0 × NaN is NaN."""
     parts = [np.zeros((0, len(Copy)), np.int64)]
     for name, group in np.argwhere(layout.start[: len(INPUT_NAMES)] >= 0).tolist():
         first, end = layout.program.unused_rows(Space(int(IS_KEY[name])), group)
@@ -148,7 +148,7 @@ def _gaps(layout: RankLayout) -> Int64:
 
 
 def _packed(layout: RankLayout, at: Int64) -> Int64:
-    """Local rows into messages. Row sums are made beforehand, where the kernel reads them."""
+    """Copies local rows into messages. Row sums have already been computed, in the workspace."""
     sends = layout.sends
     name, group = sends.name[at], sends.group[at]
     row = layout.program.part.block_row[sends.block[at]]
@@ -166,7 +166,7 @@ def _packed(layout: RankLayout, at: Int64) -> Int64:
 
 
 def _unpacked(layout: RankLayout, at: Int64) -> Int64:
-    """Received inputs into their slots."""
+    """Copies received inputs into their slots."""
     receives = layout.receives
     sizes = _sizes(layout, receives, at)
     name, group = receives.name[at], receives.group[at]
@@ -187,7 +187,7 @@ def _unpacked(layout: RankLayout, at: Int64) -> Int64:
 
 
 def _passed_on(layout: RankLayout, at: Int64, came: Int64) -> Int64:
-    """Received inputs into other messages, directly from the one that they came in."""
+    """Copies received inputs into messages that relay them, directly from the received message."""
     target = _in_message(layout, layout.sends, at, "TO")
     source = _in_message(layout, layout.receives, came, "FROM")
     return _table(Copy, **_sizes(layout, layout.sends, at), **source, **target, SOURCE=IN_MEMORY)
@@ -205,17 +205,16 @@ def _sizes(layout: RankLayout, fields: PayloadFields, at: Int64) -> dict[str, In
 def _in_message(
     layout: RankLayout, fields: PayloadFields, at: Int64, end: str
 ) -> dict[str, Int64 | int]:
-    """Columns of the `end` of a copy (FROM or TO) that is in a message."""
+    """The columns of a copy for the `end` (FROM or TO) that is in a message."""
     row = layout.items[fields.name[at], fields.group[at]]
     return {end: fields.at[at], f"{end}_ROW": row, f"{end}_HEAD": 1}
 
 
 def list_row_sums(layout: RankLayout) -> Int64:
-    """int64[rows, columns of `RowSum`] of local rows, which lie in order; sequences that a kernel
-    wants on borders of its kernel tiles each by itself."""
+    """int64[entries, columns of `RowSum`]: one entry with all local rows, or one per sequence if
+    the kernel aligns sequences to its tiles."""
     program, dim, wide = layout.program, layout.shape.head_dim, layout.shape.accumulator_bytes
-    tokens = program.part.local_tokens
-    parts = [np.zeros((0, len(RowSum)), np.int64)]
+    tokens, parts = program.part.local_tokens, []
     for group in range(layout.num_groups):
         all_rows = [SequenceRows(0, tokens, 0, tokens)]
         sequences = program.sequence_rows(Space.Q, group, dim) or all_rows
@@ -236,8 +235,8 @@ def list_row_sums(layout: RankLayout) -> Int64:
 
 
 def list_sums(layout: RankLayout, ready: Mapping[int, int]) -> dict[int, SumTable]:
-    """What is added up, by time; for local rows at the end of the program. Results leave when the
-    phase that takes them is `ready`."""
+    """Tables of sums by time. Rows of other ranks are due when the phase that sends them is
+    `ready`, local rows at the end of the program."""
     builder, sends, tables = _Sums(layout), layout.sends, {}
     leaving = np.flatnonzero(IS_RESULT[sends.name])
     times = np.asarray([ready[phase] for phase in sends.phase[leaving].tolist()], np.int64)
@@ -249,13 +248,13 @@ def list_sums(layout: RankLayout, ready: Mapping[int, int]) -> dict[int, SumTabl
     return tables
 
 
-AFTER_CALLS = 1 << 40  # received contributions come after computed ones
-SEQUENCES = 1 << 31  # from here on, numbers are those of sequences instead of blocks
+AFTER_CALLS = 1 << 40  # received contributions are added after computed ones
+SEQUENCES = 1 << 31  # numbers of sequences start here, numbers of blocks are smaller
 NO_SOURCES = -1
 
 
 class _Sums:
-    """Contributions have keys: name, head group, and block or sequence."""
+    """Finds the contributions to each target by keys of name, head group, and block or sequence."""
 
     def __init__(self, layout: RankLayout) -> None:
         self._layout, self._program, self._part = layout, layout.program, layout.program.part
@@ -285,7 +284,7 @@ class _Sums:
         return self._with_sources(targets, self._key(name, group, block))
 
     def to_results(self) -> SumTable:
-        targets, keys = [np.zeros((0, len(Target)), np.int64)], [np.zeros(0, np.int64)]
+        targets, keys = [], []
         for name, space in self._names:
             for group in range(self._layout.num_groups):
                 row, count, key = self._local_rows(name, space, group)
@@ -302,17 +301,15 @@ class _Sums:
         return self._with_sources(np.concatenate(targets), np.concatenate(keys))
 
     def _with_sources(self, targets: Int64, keys: Int64) -> SumTable:
-        """The sources of these targets alone, in their order."""
+        """The targets with their sources, in order of addition."""
         first, end = (np.searchsorted(self._keys, keys, side) for side in ("left", "right"))
         count = end - first
-        starts = np.cumsum(count) - count
-        chosen = np.repeat(first - starts, count) + np.arange(count.sum())
-        targets[:, Target.FIRST], targets[:, Target.NUM] = starts, count
-        return targets, self._sources[chosen]
+        targets[:, Target.FIRST], targets[:, Target.NUM] = starts_of(count)[:-1], count
+        return targets, self._sources[ranges_of(first, count)]
 
     def _local_rows(self, name: str, space: Space, group: int) -> tuple[Int64, Int64, Int64]:
-        """First row, rows and key of what the executor writes: of results that calls leave in
-        buffers all rows, otherwise those that no call writes."""
+        """First row, number of rows and key of the local rows that the executor writes. If calls
+        write to buffers, these are all rows; otherwise only rows that no call writes."""
         part, code = self._part, NAMES.index(name)
         sequences = self._sequences(name, space, group)
         if sequences:
@@ -331,7 +328,7 @@ class _Sums:
         return row, count, key
 
     def _sequences(self, name: str, space: Space, group: int) -> list[SequenceRows]:
-        """Whole sequences, where sums keep each from a border of kernel tiles on."""
+        """The rows of each sequence, if sums hold whole sequences, each aligned to kernel tiles."""
         if (f"{name}_sums", group, -1) not in self._layout.starts:
             return []
         return self._program.sequence_rows(space, group, self._layout.shape.head_dim)
@@ -343,7 +340,7 @@ class _Sums:
         return np.unique(added.block[mine])
 
     def _received(self) -> tuple[Int64, Int64, Int64]:
-        """Keys, order and sources of results that were received."""
+        """Keys, order and sources of received results."""
         receives, layout = self._layout.receives, self._layout
         at = np.flatnonzero(IS_RESULT[receives.name])
         name, group, entry = receives.name[at], receives.group[at], receives.entry[at]
@@ -359,16 +356,15 @@ class _Sums:
         return self._key(name, group, receives.block[at]), AFTER_CALLS + entry, sources
 
     def _computed(self) -> Iterator[tuple[Int64, Int64, Int64]]:
-        """Keys, order and sources of what this rank's calls leave in buffers."""
-        style, added = self._program.style, self._program.contributions
-        merges = not style.collects if self._program.backward else style.merges
+        """Keys, order and sources of results that this rank's calls write to buffers."""
+        added, merges = self._program.contributions, self._program.calls_depend
         for name, space in self._names:
             at = np.flatnonzero(added.space == space)
             if (self._layout.starts_of(f"{name}_sums") >= 0).any():
                 for group in range(self._layout.num_groups):
                     yield self._from_sums(name, space, group)
                 continue
-            if merges:  # the last call leaves the sum
+            if merges:  # the last call to touch a block writes the sum
                 at = at[np.append(added.first[1:], True)[at]]
             staged, sources = self._from_calls(name, space, at, merges=merges)
             key = self._key(NAMES.index(name), added.head_group[at], added.block[at])
@@ -377,8 +373,9 @@ class _Sums:
     def _from_calls(
         self, name: str, space: Space, at: Int64, *, merges: bool
     ) -> tuple[Bool, Int64]:
-        """Sources of these contributions, and which of them there are: others are in the caller's
-        tensors. Sums of all calls lie in a workspace, the results of one in a buffer of its own."""
+        """Sources of these contributions, and which of them are in buffers; the others are in the
+        caller's tensors. Sums of all calls are in a workspace; calls that do not merge have a
+        buffer each."""
         layout, shape, added = self._layout, self._layout.shape, self._program.contributions
         group, wide = added.head_group[at], added.wide[at] & merges
         row = self._program.place[space, group, added.block[at]]
@@ -403,8 +400,8 @@ class _Sums:
         return staged, sources
 
     def _call_buffers(self, name: str, space: Space) -> Int64:
-        """By a call's instruction and head group: where its results and their log-sum-exps begin,
-        the stride of heads of the latter, and the first row."""
+        """For each instruction and head group: the offset of the call's results, the offset and the
+        head stride of their log-sum-exps, and the first row."""
         program, layout = self._program, self._layout
         buffers = np.full((len(program.instructions), layout.num_groups, 4), -1, np.int64)
         times = times_of(program.program, Op.COMPUTE)
@@ -418,7 +415,7 @@ class _Sums:
         return buffers
 
     def _from_sums(self, name: str, space: Space, group: int) -> tuple[Int64, Int64, Int64]:
-        """One source per block, or per whole sequence. Slots that get another block are cleared."""
+        """One source per block or sequence. Slots that will be filled again are cleared."""
         layout, program, buffer = self._layout, self._program, (f"{name}_sums", group, -1)
         sequences = self._sequences(name, space, group)
         if sequences:

@@ -1,4 +1,4 @@
-"""Step: the immutable handle of a prepared plan. PreparedPlan: what it stands for."""
+"""Step: the immutable handle of a plan that is ready to run. PreparedPlan: the data behind it."""
 
 import itertools
 import weakref
@@ -15,7 +15,7 @@ from dyncp.checks import whole_number
 from dyncp.executor.engine import Engine
 from dyncp.executor.kernel_calls import LoweredProgram
 from dyncp.executor.layout import DTYPES, dtypes_of
-from dyncp.executor.row_moves import Contiguous, gather, move_rows, shard
+from dyncp.executor.row_moves import Contiguous, gather, shard
 from dyncp.executor.row_work import RankCall, make_rank_call
 from dyncp.kernels import Dtypes, IndexArrays
 from dyncp.plan import (
@@ -32,36 +32,33 @@ from dyncp.transport import Transport
 
 @dataclass(frozen=True, eq=False)
 class CallLayout:
-    """Where everything of a call lies, on all ranks of this process, for one attention shape."""
+    """A call of one attention shape on all ranks of this process, laid out in memory."""
 
     ranks: tuple[RankCall, ...]
     dtypes: Dtypes
-    arrays: tuple[IndexArrays, ...]  # those that it uses
-    number: int  # 16 bits that stand for plan, mask, direction and shape
+    arrays: tuple[IndexArrays, ...]  # the index arrays that it uses
+    number: int  # 16-bit hash of plan, mask, direction and shape
 
     @cached_property
     def num_bytes(self) -> int:
         return sum(rank.layout.num_bytes for rank in self.ranks)
 
-    def wait_for_indices(self) -> None:
-        for arrays in self.arrays:
-            arrays.wait()
-
 
 class PreparedPlan:
-    """The parts of the ranks of this process, lowered for an engine's kernel, and the layouts of
-    their calls: of a plan for one attention shape at once, of others with their first call. It is
-    made on the host, in any thread; `send` ends it."""
+    """The plan parts of this process's ranks, lowered for an engine's kernel, and the layouts of
+    their calls. A plan for one attention shape is laid out here, any other plan with the first call
+    of each shape. It can be made in any thread, since it does not use the device; `send` completes
+    it."""
 
     @torch.inference_mode(False)
     def __init__(self, parts: tuple[RankPlan, ...], engine: Engine) -> None:
         self.parts, self.engine = parts, engine
         self.num_rows = sum(part.local_rows for part in parts)
-        self.accepted: set[Any] = set()  # calls that `check` found nothing wrong with
+        self.accepted: set[Any] = set()  # calls that passed `check`
         self._arrays = IndexArrays(engine.device)
         self._layouts: dict[tuple[str, Direction, AttentionShape], CallLayout] = {}
         self._row_orders: dict[int | None, Contiguous] = {}
-        self._other: PreparedPlan | None = None  # for another kernel
+        self._other: PreparedPlan | None = None  # the same plan for the alternative kernel
         fixed = engine.graphs.wanted
         self._programs = {
             (name, direction): tuple(
@@ -79,15 +76,15 @@ class PreparedPlan:
 
     @torch.inference_mode(False)
     def send(self) -> "PreparedPlan":
-        """All index arrays go to the device in one copy."""
+        """Copies all index arrays to the device, in one copy."""
         self._arrays.send()
         return self
 
     def _lay_out(
         self, mask: str, direction: Direction, shape: AttentionShape, *arrays: IndexArrays
     ) -> CallLayout:
-        """Ranks of this process one after the other, in memory and in rows. Calls use all of
-        `arrays`; new ones are added to the last."""
+        """Lays out a call; the ranks of this process follow each other in memory and in rows. The
+        call uses all of `arrays`; its own index arrays are added to the last."""
         ranks: list[RankCall] = []
         base = first_row = 0
         for program in self._programs[mask, direction]:
@@ -100,7 +97,7 @@ class PreparedPlan:
         return layout
 
     def layout(self, mask: str, direction: Direction, q: Tensor, k: Tensor) -> CallLayout:
-        """Where everything of a call with these tensors lies; made once per shape."""
+        """The layout of a call with these tensors, made once per shape."""
         shape = self.shape_of(q, k)
         found = self._layouts.get((mask, direction, shape))
         if found is None:
@@ -112,17 +109,17 @@ class PreparedPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Of the largest call so far, or to come: forward and backward share memory."""
+        """Bytes of the largest call laid out so far. Forward and backward share memory."""
         return max(layout.num_bytes for layout in self._layouts.values())
 
     def shape_of(self, q: Tensor, k: Tensor) -> AttentionShape:
-        """The attention shape of a call with these tensors; k may be packed with v."""
+        """The attention shape of a call with these tensors. k may be packed with v."""
         _, heads, dim = q.shape
         return _shape_of(heads, k.shape[-2], dim, q.dtype, self.parts[0].shape.partial_dtype)
 
     def fitting(self, inputs: tuple[Tensor, ...]) -> "PreparedPlan":
-        """This one, or the plan prepared for another kernel where this one's refuses such tensors
-        (q, k, v, or q and packed kv) and the choice was left to the executor."""
+        """This object, or the same plan prepared for the alternative kernel, if this one's kernel
+        refuses these inputs (q, k, v, or q and packed kv)."""
         engine = self.engine.fitting(self.shape_of(*inputs[:2]))
         if engine is self.engine:
             return self
@@ -131,7 +128,7 @@ class PreparedPlan:
         return self._other
 
     def row_order(self, halo: int | None) -> Contiguous:
-        """Whole documents, or local rows behind a halo of so many tokens."""
+        """Whole documents (None), or local rows preceded by `halo` tokens."""
         if halo not in self._row_orders:
             if halo is None:
                 order, names = whole_documents(self.parts[0]), ("to_contiguous", "from_contiguous")
@@ -142,15 +139,16 @@ class PreparedPlan:
         return self._row_orders[halo]
 
     def check(self, mask: str, inputs: tuple[Tensor, ...], *, backward: bool) -> None:
-        """Raises ValueError where a call and the plan do not fit together. `inputs` are q, k, v, or
-        q and packed kv. Layers call alike: what was accepted once is not looked at again."""
+        """Raises ValueError if the call does not fit the plan. `inputs` are q, k, v, or q and
+        packed kv. All layers make the same call, so a call that passed is not checked again."""
         call = (mask, backward, *[(x.shape, x.dtype, x.device) for x in inputs])
         if call not in self.accepted:
             plan = self.parts[0].mask_plan(mask)
             if backward and plan.backward is None:
                 raise ValueError(
                     "q, kv or sink requires gradients, but this plan was made for evaluation "
-                    "(forward_only) and has no backward; plan without it, or use torch.no_grad()"
+                    "(forward_only) and has no backward; plan without forward_only, or use "
+                    "torch.no_grad()"
                 )
             self._check_inputs(*unpacked(*inputs))
             self.accepted.add(call)
@@ -168,127 +166,119 @@ class PreparedPlan:
         if q.device != device:
             raise ValueError(
                 f"q is on {q.device}; this step was prepared for {device}: move q, k and v "
-                f"there, or make the executor with device={str(q.device)!r}"
+                f"there, or create the executor with device={str(q.device)!r}"
             )
         planned, shape = self.parts[0].shape, self.shape_of(q, k)
         if planned.exact and shape != planned:
             raise ValueError(
-                f"q and kv have {_describe(shape)}; the plan was made for {_describe(planned)}"
+                f"q and kv have {describe(shape)}; the plan was made for {describe(planned)}"
             )
 
 
 class Step:
-    """A plan made ready to run. Every attention layer of the step takes it.
+    """A plan that is ready to run: the handle that every attention layer gets.
 
-    With virtual ranks, q, kv and out hold the rows of rank 0, then those of rank 1, and so on.
+    With virtual ranks, q, kv and out contain the rows of rank 0, then those of rank 1, and so on.
+    `number` (int64[] on the CPU) identifies the step in compiled graphs.
 
-    It is no dataclass: wrappers (FSDP's mixed precision) take those apart and build them anew at
-    every module that gets one.
+    It is not a dataclass, because wrappers like FSDP's mixed precision would copy it at every
+    module that gets one.
     """
 
-    __slots__ = ("__weakref__", "_number", "_prepared")
+    __slots__ = ("__weakref__", "number", "prepared")
 
     def __init__(self, prepared: PreparedPlan, number: Tensor | None = None) -> None:
-        self._prepared = prepared
-        self._number = _number_of(prepared) if number is None else number
-
-    @property
-    def prepared(self) -> PreparedPlan:
-        """What calls use."""
-        return self._prepared
-
-    @property
-    def number(self) -> Tensor:
-        """Stands for the step in compiled graphs, int64[] on the CPU."""
-        return self._number
+        self.prepared = prepared
+        self.number = _number_of(prepared) if number is None else number
 
     @property
     def parts(self) -> tuple[RankPlan, ...]:
-        """Of the plan, those of the ranks that this process drives."""
-        return self._prepared.parts
+        """The parts of the plan for the ranks that this process runs."""
+        return self.prepared.parts
 
     @property
     def plan(self) -> RankPlan:
-        """The first of them: the only one, but for virtual ranks."""
-        return self._prepared.parts[0]
+        """The first of `parts`; the only one unless ranks are virtual."""
+        return self.prepared.parts[0]
 
     @property
     def transport(self) -> Transport:
-        return self._prepared.engine.transport
+        return self.prepared.engine.transport
 
     @property
     def device(self) -> torch.device:
-        return self._prepared.engine.device
+        return self.prepared.engine.device
 
     @property
     def fingerprint(self) -> str:
-        """That of the plan's batch, which its local data have, too."""
+        """Hash of the plan's batch; the batch's local data have the same."""
         return self.plan.fingerprint
 
     @property
     def num_rows(self) -> int:
-        """Rows that q and kv must have on this process."""
-        return self._prepared.num_rows
+        """The number of rows that q and kv must have in this process."""
+        return self.prepared.num_rows
 
     @property
     def masks(self) -> tuple[str, ...]:
         return tuple(self.plan.masks)
 
     def memory(self, shape: AttentionShape | None = None) -> MemoryUse:
-        """Bytes that a call takes on each of this process's ranks, with the executor's kernel."""
-        return measure_memory(self.parts, shape, self._prepared.engine.style)
+        """Bytes that a call needs on each of this process's ranks, with the executor's kernel."""
+        return measure_memory(self.parts, shape, self.prepared.engine.style)
 
     def sent_bytes(self, mask: str, direction: Direction, shape: AttentionShape) -> int:
-        """Bytes that this process's ranks send in one call, as the plan declares them."""
+        """Bytes that this process's ranks send in one call, according to the plan."""
         return sum(part.sent_bytes(mask, direction, shape) for part in self.parts)
 
     def shard(self, values: Tensor | Sequence[Tensor], *, fill: float = 0) -> Tensor:
-        """This process's rows `[num_rows, ...]` of a per-token tensor of the batch, which all ranks
-        hold: `[tokens, ...]` of all sequences, concatenated, or a list with one tensor each. Rows
-        that only pad get `fill`. A rank's gradient is that of its own rows."""
+        """This process's rows `[num_rows, ...]` of a per-token tensor that every rank holds for the
+        whole batch: one tensor `[tokens, ...]` with all sequences concatenated, or a list with one
+        tensor per sequence. Padding rows get `fill`. Each rank's gradient covers its own rows."""
         return shard(self.parts, values, fill)
 
     def gather(self, rows: Tensor, *, loss: str | None = None) -> list[Tensor]:
-        """Per-token results `[num_rows, ...]` of all ranks as one tensor per sample, on every rank.
+        """Gathers per-token results `[num_rows, ...]` of all ranks: one tensor per sample, on every
+        rank.
 
-        All ranks of the group must call it together. Rows that require gradients need `loss`:
-        "replicated" where every rank computes the same loss from what it gets (each takes the
-        gradient of its own rows), "summed" where the loss is the sum of what ranks compute (the
+        All ranks of the group call it together. Rows that require gradients need `loss`:
+        "replicated" if every rank computes the same loss from the result (each rank keeps the
+        gradient of its own rows), "summed" if the loss is the sum of the ranks' losses (the
         gradients of all ranks are added up)."""
         return gather(self.parts, self.transport, rows, loss)
 
     @property
     def contiguous(self) -> Contiguous:
-        """The rows of `to_contiguous`: whole documents, with their borders."""
-        return self._prepared.row_order(None)
+        """Describes the rows of `to_contiguous`: whole documents and their boundaries."""
+        return self.prepared.row_order(None)
 
     def to_contiguous(self, x: Tensor) -> Tensor:
-        """Rows `[num_rows, ...]` of all ranks as whole documents, `[contiguous.num_rows, ...]`: for
-        layers with state. All ranks call it together."""
-        return move_rows(self.contiguous, x, self.number, back=False)
+        """Redistributes rows `[num_rows, ...]` so that each rank has whole documents,
+        `[contiguous.num_rows, ...]`, for layers with state. All ranks call it together."""
+        return self.contiguous.run(x, self.number, back=False)
 
     def from_contiguous(self, y: Tensor) -> Tensor:
-        """The way back of `to_contiguous`; rows that only pad are 0."""
-        return move_rows(self.contiguous, y, self.number, back=True)
+        """The inverse of `to_contiguous`. Padding rows are 0."""
+        return self.contiguous.run(y, self.number, back=True)
 
     def halo(self, tokens: int) -> Contiguous:
-        """The rows of `add_halo`: local ones, each piece behind the tokens before it."""
-        return self._prepared.row_order(whole_number("halo", tokens, 0))
+        """Describes the rows of `add_halo`: local rows, each piece preceded by its halo."""
+        return self.prepared.row_order(whole_number("halo", tokens, 0))
 
     def add_halo(self, x: Tensor, tokens: int) -> Tensor:
-        """Local rows `[num_rows, ...]` with the `tokens` before each piece of a document, `[halo(
-        tokens).num_rows, ...]`: for layers that look back so far, such as short convolutions. All
-        ranks call it together."""
-        return move_rows(self.halo(tokens), x, self.number, back=False)
+        """Local rows `[num_rows, ...]` with the `tokens` tokens before each piece of a document,
+        `[halo(tokens).num_rows, ...]`, for layers that look back that far, such as short
+        convolutions. All ranks call it together."""
+        return self.halo(tokens).run(x, self.number, back=False)
 
     def drop_halo(self, y: Tensor, tokens: int) -> Tensor:
-        """The way back of `add_halo`; rows that only pad are 0."""
-        return move_rows(self.halo(tokens), y, self.number, back=True)
+        """The inverse of `add_halo`. Padding rows are 0."""
+        return self.halo(tokens).run(y, self.number, back=True)
 
 
-# Compiled graphs take tensors, so a step passes through them as its number. A graph that waits for
-# its backward keeps the tensor, and the tensor's memory keeps the plan, also where the user has
-# dropped the step.
+# Compiled graphs take tensors, so a step is passed to them as its number. A graph saves the number
+# for its backward, and the tensor's memory holds a reference to the plan, so the plan stays alive
+# even if the user has dropped the step.
 _counter = itertools.count(1)
 _by_number: weakref.WeakValueDictionary[int, PreparedPlan] = weakref.WeakValueDictionary()
 
@@ -305,18 +295,18 @@ def _number_of(prepared: PreparedPlan) -> Tensor:
 
 
 def step_of(number: Tensor) -> Step:
-    """The step that a number stands for."""
+    """The step with this number."""
     prepared = _by_number.get(int(number))
     if prepared is None:
         raise ValueError(
-            "a compiled graph ran with a step that is gone; keep the handle of prepare() until its "
-            "backward has run"
+            "a compiled graph ran with a step that no longer exists; keep the handle of prepare() "
+            "until its backward has run"
         )
     return Step(prepared, number)
 
 
 def unpacked(q: Tensor, k: Tensor, v: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v of q, k, v, or of q and packed kv."""
+    """q, k and v, from these three or from q and packed kv."""
     if v is None:
         k, v = k.unbind(1)
     return q, k, v
@@ -338,27 +328,27 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         if tensor.dtype != q.dtype or tensor.device != q.device:
             raise ValueError(
                 f"{name} is {tensor.dtype} on {tensor.device}, q is {q.dtype} on {q.device}; "
-                "q, k and v must agree"
+                "q, k and v must have the same dtype and device"
             )
     if q.dtype not in DTYPES:
         raise ValueError(f"q is {q.dtype}; allowed are {', '.join(map(str, DTYPES))}")
     if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2]:
         raise ValueError(
             f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit together; "
-            "tokens and head_dim must be equal, and k and v alike"
+            "tokens and head_dim must be equal, and k and v must have the same shape"
         )
     if 0 in (*q.shape[1:], *k.shape[1:]):
         raise ValueError(
             f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}; at least one head and one entry "
-            "per head are needed"
+            "per head are required"
         )
     if q.shape[1] % k.shape[1]:
         raise ValueError(
-            f"kv has {k.shape[1]} heads, which do not divide the {q.shape[1]} heads of q"
+            f"k has {k.shape[1]} heads, which do not divide the {q.shape[1]} heads of q"
         )
 
 
-def _describe(shape: Any) -> str:
+def describe(shape: AttentionShape) -> str:
     return (
         f"{shape.q_heads} q heads, {shape.kv_heads} kv heads, head_dim {shape.head_dim}, "
         f"{shape.dtype}"

@@ -1,5 +1,5 @@
-"""Warming up: runs small plans that make kernels compile all that batches of an attention shape can
-need, and compares every result with dense attention. No other rank takes part."""
+"""Warming up: runs small plans that compile all kernels that batches of an attention shape may
+need, and compares every result with dense attention. Involves no other rank."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 from dyncp.executor.call import attend_backward, attend_forward
 from dyncp.executor.engine import Engine, WrongResultsError
 from dyncp.executor.layout import dtypes_of
-from dyncp.executor.step import PreparedPlan
+from dyncp.executor.step import PreparedPlan, describe
 from dyncp.plan import (
     DEFAULT_MASK,
     AttentionShape,
@@ -29,22 +29,21 @@ from dyncp.transport import InProcess
 
 logger = logging.getLogger(__name__)
 
-BLOCK = 256  # rows: two kernel tiles, since some kernels are compiled apart for a single one
-MOST_RANGES = 64  # that lie apart in the first of them
+BLOCK = 256  # rows: two kernel tiles, since some kernels are compiled differently for a single one
+MOST_RANGES = 64  # distinct ranges that fit into the first kernel tile
 NUM_RANKS = 2
 RING_RANKS, RING_BLOCK = 4, 150  # blocks end inside kernel tiles
-# Norm of the error over that of the result. bf16 keeps 8 bits: a right kernel is off by 0.3 %, one
+# Norm of the error / norm of the result. bf16 keeps 8 bits: a correct kernel is off by 0.3 %, one
 # that adds up the wrong rows by 100 %.
 TOLERANCES = {"bf16": 2e-2, "fp16": 5e-3, "fp32": 1e-3, "fp64": 1e-9}
 
 
 def warm_up(engine: Engine, shape: AttentionShape, head_groups: int, most_ranges: int) -> None:
-    """For plans of up to `head_groups`, calls of up to `most_ranges`. Raises WrongResultsError."""
-    if not 1 <= most_ranges <= MOST_RANGES:
-        raise ValueError(f"most_ranges is {most_ranges}; from 1 to {MOST_RANGES} are allowed")
+    """Covers plans with up to `head_groups` head groups and calls with up to `most_ranges` key
+    ranges per row. Raises WrongResultsError."""
     counts = [1 << power for power in range((most_ranges - 1).bit_length() + 1)]
     groups = range(1, min(head_groups, shape.kv_heads) + 1)
-    _apart(engine.device, lambda: _try_plans(engine, shape, counts, groups, (True, False)))
+    _in_thread(engine.device, lambda: _try_plans(engine, shape, counts, groups, (True, False)))
     if engine.on_gpu:
         torch.cuda.synchronize(engine.device)
 
@@ -56,44 +55,43 @@ def _try_plans(
     head_groups: Sequence[int],
     packings: Sequence[bool],
 ) -> None:
-    """One causal sequence, two, ranges that lie apart, and a ring."""
+    """One causal sequence, two causal sequences, rows with several ranges, and a ring."""
     sequences = ([2 * BLOCK], [BLOCK + 40, BLOCK - 40])
     cases = [[causal(length) for length in lengths] for lengths in sequences]
     cases += [[_stripes(count)] for count in counts]
     for masks, groups, packed in product(cases, head_groups, packings):
-        _try(engine, masks, shape, groups, packed=packed)
-    _try_ring(engine, shape)
+        plans = [sample_plan(masks, ranks, shape, BLOCK, groups) for ranks in (1, NUM_RANKS)]
+        _try(engine, shape, masks, plans, packed=packed)
+    masks = [causal(RING_RANKS * RING_BLOCK)]
+    ring = sample_ring(masks, RING_RANKS, shape, RING_BLOCK)  # its slots are filled several times
+    _try(engine, shape, masks, [ring], packed=False)
 
 
 def check_kernel(engine: Engine, shape: AttentionShape) -> None:
-    """The least that says whether a kernel is right for a shape: its own path for one sequence and
-    for several, lists of tiles, and a ring. Once per process is enough. Raises
-    WrongResultsError."""
+    """A short check of a kernel for a shape, made once per process: its paths for one sequence and
+    for several, tile lists, and a ring. Raises WrongResultsError."""
     key = (engine.kernel.name, engine.kernel.collects, engine.device, shape)
-    if key in _right:
+    if key in _checked:
         return
     if engine.on_gpu and torch.cuda.is_current_stream_capturing():
         raise ValueError(
-            f"kernel {engine.kernel.name!r} was not checked for this attention shape before a CUDA "
-            "graph was captured: call executor.warm_up(shape) first"
+            f"kernel {engine.kernel.name!r} is used with this attention shape for the first time "
+            "while a CUDA graph is being captured: call executor.warm_up(shape) first"
         )
     logger.info(
-        "kernel %r is compared with dense attention before its first use with %d q heads, %d kv "
-        "heads, head dim %d, %s; compiling may take a minute, and warm_up does it ahead",
+        "kernel %r is compared with dense attention before its first use with %s; compiling may "
+        "take a minute, unless warm_up did it in advance",
         engine.kernel.name,
-        shape.q_heads,
-        shape.kv_heads,
-        shape.head_dim,
-        shape.dtype,
+        describe(shape),
     )
-    _apart(engine.device, lambda: _try_plans(engine, shape, [2], [1], [False]))
-    _right.add(key)
+    _in_thread(engine.device, lambda: _try_plans(engine, shape, [2], [1], [False]))
+    _checked.add(key)
 
 
-def _apart(device: torch.device, check: Callable[[], None]) -> None:
-    """Runs it in a thread of its own. Modes belong to threads: whatever the caller is in, results
-    are compared as they are (autocast, inference), and nobody else gets to see them: checkpointing
-    records what a layer computes, and would miss it when the layer is computed again."""
+def _in_thread(device: torch.device, check: Callable[[], None]) -> None:
+    """Runs the check in a thread of its own, where torch's modes are off: neither autocast nor
+    inference mode of the caller affects it, and checkpointing does not record it as part of the
+    layer (it would miss it when the layer is recomputed)."""
 
     def run() -> None:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -103,12 +101,13 @@ def _apart(device: torch.device, check: Callable[[], None]) -> None:
         thread.submit(run).result()
 
 
-_right: set[tuple[str, bool, torch.device, AttentionShape]] = set()
+# Checks that passed in this process: kernel name, whether it collects, device, shape.
+_checked: set[tuple[str, bool, torch.device, AttentionShape]] = set()
 
 
 def _stripes(num_ranges: int) -> Mask:
-    """Ranges that lie apart in the first kernel tile, so that none can be left out, and all keys of
-    the second block: rows get several contributions."""
+    """A mask with separate ranges in the first kernel tile, so that none can be merged or skipped,
+    and with all keys of the second block, so that rows get several contributions."""
     step = BLOCK // 2 // num_ranges
     start = np.arange(num_ranges) * step
     stripes = np.stack([start, start + step // 2], axis=1)
@@ -117,23 +116,19 @@ def _stripes(num_ranges: int) -> Mask:
 
 
 def _try(
-    engine: Engine, masks: list[Mask], shape: AttentionShape, groups: int, *, packed: bool
+    engine: Engine,
+    shape: AttentionShape,
+    masks: list[Mask],
+    plans: Sequence[Plan],
+    *,
+    packed: bool,
 ) -> None:
-    """On one rank, and on several with everything that travels between them."""
-    inputs = _draw(sum(len(mask.ranges) for mask in masks), shape, engine.device, packed=packed)
+    """Runs plans of the same batch and compares their results with dense attention."""
+    inputs = _draw(sum(len(mask.ranges) for mask in masks), shape, engine.device)
     exact = _dense(masks, inputs)
-    for ranks in (1, NUM_RANKS):
-        plan = sample_plan(masks, ranks, shape, BLOCK, groups)
-        _compare(_run(engine, plan, inputs), exact, engine.kernel.name, shape, ranks)
-
-
-def _try_ring(engine: Engine, shape: AttentionShape) -> None:
-    """Slots that get one block after the other."""
-    masks = [causal(RING_RANKS * RING_BLOCK)]
-    inputs = _draw(RING_RANKS * RING_BLOCK, shape, engine.device, packed=False)
-    plan = sample_ring(masks, RING_RANKS, shape, RING_BLOCK)
-    results = _run(engine, plan, inputs)
-    _compare(results, _dense(masks, inputs), engine.kernel.name, shape, RING_RANKS)
+    for plan in plans:
+        results = _run(engine, plan, inputs, packed=packed)
+        _compare(results, exact, engine.kernel.name, shape, plan.num_ranks)
 
 
 def _compare(
@@ -141,40 +136,32 @@ def _compare(
 ) -> None:
     for name, given, expected in zip(("out", "dq", "dk", "dv"), results, exact, strict=True):
         error = float((given.double() - expected).norm() / expected.norm())
-        if not error <= TOLERANCES[shape.dtype]:  # nan, too
+        if not error <= TOLERANCES[shape.dtype]:  # also for nan
             raise WrongResultsError(
-                f"kernel {kernel!r} is wrong here for {shape.q_heads} q heads, "
-                f"{shape.kv_heads} kv heads, head dim {shape.head_dim}, {shape.dtype}: "
-                f"relative error {error:.1g} of {name} on {ranks} rank{'s' * (ranks > 1)} "
+                f"kernel {kernel!r} is wrong here for {describe(shape)}: relative error "
+                f"{error:.1g} of {name} on {ranks} rank{'s' * (ranks > 1)} "
                 f"(allowed is {TOLERANCES[shape.dtype]:g})"
             )
 
 
-def _draw(
-    rows: int, shape: AttentionShape, device: torch.device, *, packed: bool
-) -> tuple[Tensor, ...]:
-    """q, k, v and dout; k and v lie packed, or each by itself."""
+def _draw(rows: int, shape: AttentionShape, device: torch.device) -> tuple[Tensor, ...]:
+    """Random q, k, v and dout."""
     generator = torch.Generator().manual_seed(rows)
-    dtype = dtypes_of(shape).input
-
-    def draw(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator).to(device, dtype)
-
-    q, dout = (draw(rows, shape.q_heads, shape.head_dim) for _ in range(2))
-    size = (rows, 2) if packed else (2, rows)
-    k, v = draw(*size, shape.kv_heads, shape.head_dim).unbind(1 if packed else 0)
-    return q, k, v, dout
+    heads = (shape.q_heads, shape.kv_heads, shape.kv_heads, shape.q_heads)
+    return tuple(
+        torch.randn(rows, h, shape.head_dim, generator=generator).to(device, dtypes_of(shape).input)
+        for h in heads
+    )
 
 
-def _run(engine: Engine, plan: Plan, inputs: tuple[Tensor, ...]) -> list[Tensor]:
-    """Output and gradients of all rows, in the order of the batch."""
+def _run(engine: Engine, plan: Plan, inputs: tuple[Tensor, ...], *, packed: bool) -> list[Tensor]:
+    """Output and gradients of all rows, in batch order. k and v are packed into one tensor, or
+    separate."""
     small = engine.like(InProcess(plan.num_ranks))
     prepared = PreparedPlan(tuple(plan.parts), small).send()
     order = torch.from_numpy(batch_order(plan.parts[0])).to(engine.device)
-    place: Callable[[Tensor], Tensor] = lambda x: torch.empty_like(x).index_copy_(0, order, x)  # noqa: E731
-    packed = inputs[1].stride(0) != inputs[1].stride(1) * inputs[1].shape[1]
-    q, dout = place(inputs[0]), place(inputs[3])
-    pair = torch.stack([place(x) for x in inputs[1:3]], 1 if packed else 0)
+    q, k, v, dout = (torch.empty_like(x).index_copy_(0, order, x) for x in inputs)
+    pair = torch.stack([k, v], 1 if packed else 0)
     k, v = pair.unbind(1 if packed else 0)
     dk, dv = torch.empty_like(pair).unbind(1 if packed else 0)
     options = DEFAULT_MASK, q.shape[2] ** -0.5
@@ -185,7 +172,7 @@ def _run(engine: Engine, plan: Plan, inputs: tuple[Tensor, ...]) -> list[Tensor]
 
 
 def _dense(masks: list[Mask], inputs: tuple[Tensor, ...]) -> list[Tensor]:
-    """Output and gradients in fp64, sequence by sequence."""
+    """Output and gradients of dense attention in fp64, sequence by sequence."""
     of_masks, first = [], 0
     for mask in masks:
         rows = slice(first, first + len(mask.ranges))
@@ -195,7 +182,7 @@ def _dense(masks: list[Mask], inputs: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 def _attend(mask: Mask, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
-    """Output and gradients of one sequence. By hand: the caller's backward may be under way."""
+    """Output and gradients of one sequence, without autograd: the caller may be in backward."""
     ranges = torch.from_numpy(mask.ranges.astype(np.int64)).to(q.device)
     key = torch.arange(len(k), device=q.device)
     start, end = ranges[:, :, 0, None], ranges[:, :, 1, None]

@@ -1,9 +1,9 @@
-"""Transports move messages between ranks: the protocol of all; `Null`, one rank without its peers;
-`InProcess`, virtual ranks in one process, driven by one thread. `distributed` has the one between
-processes.
+"""Transports move messages between ranks. This file defines the protocol, and two transports that
+need no other process: `Null` runs one rank without its peers, `InProcess` runs virtual ranks in one
+thread. `Distributed`, between processes, is in `distributed.py`.
 
-On a GPU, virtual ranks copy messages on the stream that launches them, as soon as both ends are
-there; waiting makes the current stream wait for the copy, never the host.
+On a GPU, virtual ranks copy a message on the stream that launches it, as soon as the sender and the
+receiver have both launched it. Waiting makes the current stream wait for the copy, never the host.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,38 +16,38 @@ from torch import Tensor
 from dyncp.checks import whole_number
 
 Address = tuple[int, int, int]  # source, target, phase
-Buffers = Mapping[int, Tensor]  # a byte tensor per peer rank
+Buffers = Mapping[int, Tensor]  # peer rank → byte tensor
 
 
 class TransportError(RuntimeError):
-    """A peer did not answer in time, or is gone."""
+    """A peer did not answer within the timeout, or has died."""
 
 
 class Channel(Protocol):
     """One rank's end of the transport, for one attention call in one direction.
 
-    The phases of a call are launched in increasing order, each once, and waited for after that. On
-    a GPU, "starts" and "returns when" are meant for the current stream: the host never waits.
+    Each phase of a call is launched once, in increasing order, and waited for afterwards. On a GPU,
+    "starts" and "returns when" describe the current stream: the host never waits.
     """
 
     def launch(self, phase: int, sends: Buffers, receives: Buffers, arrived: Any = None) -> None:
-        """Starts the messages of a phase: one contiguous byte tensor per peer rank, each way. On a
-        GPU, `arrived` is an event to record when the receives are filled; such a phase is not
-        waited for by `wait`."""
+        """Starts the messages of a phase: one contiguous byte tensor per peer rank and direction.
+        On a GPU, `arrived` is an event that is recorded when all receives are filled. A phase with
+        such an event is never passed to `wait`."""
 
     def ready(self, phase: int) -> bool:
-        """Whether `wait` can return without another rank of this process running first, and
-        whether `arrived` was recorded."""
+        """Whether `wait` can return (or `arrived` has been recorded) without first running another
+        rank of this process."""
 
     def wait(self, phase: int) -> None:
-        """Returns when the phase's receives are filled; raises TransportError after the timeout."""
+        """Returns when the phase's receives are filled. Raises TransportError on timeout."""
 
     def finish(self) -> None:
-        """Returns when all sends of the call have left."""
+        """Returns when all sends of the call are complete."""
 
 
 class Transport(Protocol):
-    """Moves payloads between ranks. `ranks` are those that this process drives."""
+    """Moves messages between ranks. `ranks` are the ranks that this process runs."""
 
     @property
     def num_ranks(self) -> int: ...
@@ -57,38 +57,38 @@ class Transport(Protocol):
 
     @property
     def global_ranks(self) -> tuple[int, ...]:
-        """Of processes: the ranks of the world that they are; empty elsewhere."""
+        """The ranks' numbers in torch's world; empty if they are not processes."""
 
     @property
     def bytes_sent(self) -> int:
         """Bytes that this process's ranks have sent so far."""
 
     def open(self, call: int = 0) -> Sequence[Channel]:
-        """Channels for one call, one for each of this process's ranks. `call` (16 bits) stands for
-        plan, mask, direction and shape, which are the same on all ranks."""
+        """One channel per rank of this process, for one call. `call` is a 16-bit hash of plan,
+        mask, direction and shape, which are the same on all ranks."""
 
     def close(self) -> None:
-        """Gives back what it holds; nothing can be sent after that."""
+        """Releases all resources. Nothing can be sent afterwards."""
 
     def agree(self, word: bytes) -> list[bytes]:
-        """Every rank's word (equally long), in rank order, within the timeout."""
+        """Every rank's word, in rank order. All words have the same length."""
 
     def gather(self, rows: Tensor, counts: list[int]) -> list[Tensor]:
-        """Every rank's `[counts[rank], ...]` tensor; `rows` has those of this process's ranks."""
+        """Every rank's `[counts[rank], ...]` tensor. `rows` holds the rows of this process."""
 
     def sum(self, numbers: Tensor) -> Tensor:
-        """The sum of all processes' tensors, of equal shapes."""
+        """The sum of all processes' tensors, which have the same shape."""
 
 
 class _OneProcess:
-    """What transports that no other process takes part in share."""
+    """Base of the transports that involve no other process."""
 
     def __init__(self, num_ranks: int, ranks: tuple[int, ...]) -> None:
         self.num_ranks, self.ranks, self.bytes_sent = num_ranks, ranks, 0
         self.global_ranks: tuple[int, ...] = ()
 
     def close(self) -> None:
-        """It holds nothing."""
+        """There is nothing to release."""
 
     def agree(self, word: bytes) -> list[bytes]:
         return [word] * self.num_ranks
@@ -98,11 +98,11 @@ class _OneProcess:
 
 
 class Null(_OneProcess):
-    """One rank without its peers: sends nothing, receives zeros, and counts bytes."""
+    """One rank without its peers. Sends nothing, receives zeros, and counts the bytes."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         if not 0 <= rank < num_ranks:
-            raise ValueError(f"null transport got rank={rank} of {num_ranks} ranks")
+            raise ValueError(f"the null transport got rank={rank} of {num_ranks} ranks")
         super().__init__(num_ranks, (rank,))
 
     def open(self, call: int = 0) -> "list[NullChannel]":  # noqa: ARG002
@@ -135,31 +135,30 @@ class NullChannel:
 
 @dataclass(frozen=True, slots=True)
 class Inbox:
-    """What a rank receives in one phase: by peer, buffers that are still empty; the events of
-    copies into the others (on GPUs); an event to record after the last copy, or None."""
+    """What a rank receives in one phase."""
 
-    empty: dict[int, Tensor]
-    arrived: Any
-    copied: list[torch.cuda.Event] = field(default_factory=list)
+    empty: dict[int, Tensor]  # by peer: buffers whose message has not been copied yet
+    arrived: Any  # event to record after the last copy, or None
+    copied: list[torch.cuda.Event] = field(default_factory=list)  # on GPUs: one per copy
 
 
 @dataclass(frozen=True, slots=True)
 class Mailbox:
-    """The messages of one call that were sent, and the inboxes that they go to."""
+    """All messages of one call, shared by its channels."""
 
     sent: dict[Address, Tensor] = field(default_factory=dict)
-    inboxes: dict[tuple[int, int], Inbox] = field(default_factory=dict)  # by rank and phase
+    inboxes: dict[tuple[int, int], Inbox] = field(default_factory=dict)  # by (rank, phase)
 
 
 class InProcess(_OneProcess):
-    """`num_ranks` virtual ranks that pass messages through a mailbox."""
+    """`num_ranks` virtual ranks that exchange messages through a mailbox."""
 
     def __init__(self, num_ranks: int = 1) -> None:
         num_ranks = whole_number("the number of virtual ranks", num_ranks, 1)
         super().__init__(num_ranks, tuple(range(num_ranks)))
 
     def open(self, call: int = 0) -> "list[InProcessChannel]":  # noqa: ARG002
-        mailbox = Mailbox()  # of this call alone: one that failed leaves nothing behind
+        mailbox = Mailbox()  # a new one per call: a failed call leaves no messages behind
         return [InProcessChannel(self, mailbox, rank) for rank in self.ranks]
 
     def gather(self, rows: Tensor, counts: list[int]) -> list[Tensor]:
@@ -184,7 +183,7 @@ class InProcessChannel:
             self._deliver(address)
 
     def _deliver(self, address: Address) -> None:
-        """Copies a message as soon as both ends are there."""
+        """Copies a message once both sender and receiver have launched it."""
         source, target, phase = address
         message, inbox = self._mailbox.sent.get(address), self._mailbox.inboxes.get((target, phase))
         if message is None or inbox is None or source not in inbox.empty:
@@ -206,11 +205,11 @@ class InProcessChannel:
 
     def wait(self, phase: int) -> None:
         inbox = self._mailbox.inboxes.pop((self._rank, phase))
-        assert not inbox.empty, f"phase {phase} was waited for before it was ready"
+        assert not inbox.empty, f"wait for phase {phase} before it was ready"
         for copied in inbox.copied:
             copied.wait()
 
     def finish(self) -> None:
         inboxes = self._mailbox.inboxes.items()
         left = [p for (r, p), inbox in inboxes if r == self._rank and inbox.arrived is None]
-        assert not left, f"phases {left} were never waited for"
+        assert not left, f"no wait for phases {left}"

@@ -1,12 +1,12 @@
-"""Transport `Distributed`: one rank per process. A `Communicator` is a process group that carries
-messages between some of the ranks, in grouped calls."""
+"""Transport `Distributed`: one rank per process, over gloo or NCCL. A `Communicator` is a process
+group that sends messages between its ranks in grouped calls."""
 
 import hashlib
 import socket
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,20 +17,20 @@ from torch import Tensor
 
 from dyncp.transport import Buffers, TransportError
 
-# Two nodes may have the same host name; Linux also has a number for each boot.
+# Two hosts may have the same name, so on Linux the random id of the last boot is added.
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-# NCCL was seen to hang on grouped calls of more than 256 sends and receives: it cuts them itself
-# then, not in the same places on all ranks (pytorch/pytorch#174288).
+# NCCL was seen to hang on grouped calls of more than 256 sends and receives: it then splits them
+# itself, at different places on different ranks (pytorch/pytorch#174288).
 GROUPED_OPERATIONS = 128
-CALLS, PHASES = 2**16, 2**15  # gloo's tags have 31 bits
+CALLS, PHASES = 2**16, 2**15  # a gloo tag holds both: 31 bits
 SAME_CALLS = (
-    "A rank is gone or slow, or made another attention call: all ranks must make the same calls "
-    "(plan, mask and shape) in the same order"
+    "A rank has died or is slow, or made another attention call: all ranks must make the same "
+    "calls (plan, mask and shape) in the same order"
 )
 
 
 class GroupedCall(NamedTuple):
-    """What one rank sends and receives in grouped call `number` of a phase: positions of peers."""
+    """One rank's share of grouped call `number` of a phase; peers are positions in the group."""
 
     number: int
     sends: tuple[int, ...]
@@ -40,13 +40,14 @@ class GroupedCall(NamedTuple):
 def cut(
     position: int, count: int, sends: Iterable[int], receives: Iterable[int], classes: int
 ) -> list[GroupedCall]:
-    """The grouped calls of the rank at `position`, in order; those without messages are skipped.
+    """Splits a phase into grouped calls: those of the rank at `position`, in order, without empty
+    ones. A call contains `classes` classes of messages.
 
-    A message from position s to position r is of class d = (r − s) mod count. In a class every rank
-    has at most one send (to d further on) and one receive (from d before), and both ends of a
-    message give it the same class. Each grouped call takes a fixed range of classes, so both ends
-    have a message in the call of the same number, whatever else they send. Four ranks, two classes
-    per call; row s, column r, the call of each message:
+    A message from position s to position r has class d = (r − s) mod count. In each class a rank
+    has at most one send (to position + d) and one receive (from position − d), and both ends of a
+    message compute the same class. Since each grouped call covers a fixed range of classes, both
+    ends put a message into the call with the same number, whatever else they send. Example: four
+    ranks, two classes per call; entry [s, r] is the call of the message from s to r.
 
               0  1  2  3
             0 ·  0  0  1
@@ -65,7 +66,7 @@ def cut(
 
 
 class Started(NamedTuple):
-    """Messages under way: from `sources` to this rank, from it to `targets`."""
+    """Messages in flight, from `sources` to this rank and from this rank to `targets`."""
 
     work: Any
     sources: tuple[int, ...]
@@ -74,22 +75,23 @@ class Started(NamedTuple):
 
 @dataclass
 class Communicator:
-    """Carries messages "inside" or "between" nodes, as its `name` says."""
+    """Sends messages "inside" or "between" nodes, depending on its `name`."""
 
     name: str
     group: Any
     members: Sequence[int]  # ranks of the transport
-    global_ranks: Sequence[int]  # the same in torch's numbers
-    rank: int  # of this process
+    global_ranks: Sequence[int]  # the same ranks as torch numbers them
+    rank: int  # this process
     operations: int  # most sends and receives of a grouped call
-    largest_call: int = 0  # sends and receives, so far
+    largest_call: int = 0  # sends and receives of the largest call so far
+    _positions: dict[int, int] = field(init=False)  # rank → its index in `members`
 
     def __post_init__(self) -> None:
         self._positions = {member: i for i, member in enumerate(self.members)}
 
     def start(self, phase: int, sends: Buffers, receives: Buffers, call: int = 0) -> list[Started]:
-        """Starts messages, one per peer rank each way, on the current stream. `call` is below
-        `CALLS` and tells the messages of different calls apart."""
+        """Starts one message per peer rank and direction, on the current stream. `call` is below
+        `CALLS` and distinguishes the messages of different attention calls."""
         parts = cut(
             self._positions[self.rank],
             len(self.members),
@@ -115,13 +117,13 @@ class Communicator:
                 f"rank {self.rank} could not start its messages of phase {phase} {self.name} "
                 f"nodes, with {ranks_text({*sources, *targets})}: {error}"
             ) from error
-        if len(works) < len(ops):  # NCCL: one work for the whole call
+        if len(works) < len(ops):  # NCCL returns one work for the whole call
             return [Started(work, sources, targets) for work in works]
         ends = [((peer,), ()) for peer in sources] + [((), (peer,)) for peer in targets]
         return [Started(work, *end) for work, end in zip(works, ends, strict=True)]
 
     def _op(self, function: Any, tensor: Tensor, peer: int, tag: int) -> dist.P2POp:
-        # Gloo tells calls and phases apart by their tags, NCCL by the order of messages.
+        # Gloo matches messages by tag, NCCL by their order.
         to = self.global_ranks[self._positions[peer]]
         return dist.P2POp(function, tensor, to, self.group, tag=tag)
 
@@ -133,11 +135,14 @@ def ranks_text(ranks: set[int] | Sequence[int]) -> str:
 
 
 class GroupedChannel:
-    """`limit` bounds every wait of the host. None on GPUs: there only the current stream waits, and
-    NCCL's watchdog bounds that. `call` identifies what all ranks call together."""
+    """Channel of one attention call; `call` is the number that identifies it on all ranks.
 
-    def __init__(self, transport: "Distributed", limit: timedelta | None, call: int = 0) -> None:
-        self._transport, self._limit, self._call = transport, limit, call
+    On CPUs the transport's timeout bounds every wait. On GPUs only the current stream waits, and
+    NCCL's watchdog applies the timeout."""
+
+    def __init__(self, transport: "Distributed", call: int = 0) -> None:
+        self._transport, self._call = transport, call
+        self._limit = None if transport.on_gpu else transport.timeout
         self._arriving: dict[int, list[Started]] = {}
         self._leaving: list[tuple[int, Started]] = []
 
@@ -161,11 +166,11 @@ class GroupedChannel:
             self._complete(one.work, f"{what} in phase {phase}")
 
     def finish(self) -> None:
-        """On a GPU the stream waits for all sends: the next call uses the same buffers."""
+        """On a GPU the stream waits for all sends, since the next call uses the same buffers."""
         for phase in list(self._arriving):
             self.wait(phase)
         for phase, one in self._leaving:
-            what = f"{ranks_text(one.targets)} to take its message of phase {phase}"
+            what = f"{ranks_text(one.targets)} to receive its message of phase {phase}"
             self._complete(one.work, what)
         self._leaving.clear()
         self._transport.finished()
@@ -176,27 +181,27 @@ class GroupedChannel:
             done = work.wait() if limit is None else work.wait(limit)
         except RuntimeError as error:
             raise TransportError(
-                f"rank {rank} waited for {what} and got none: {error}. {SAME_CALLS}"
+                f"rank {rank} waited for {what}, which failed: {error}. {SAME_CALLS}"
             ) from error
         if done is False and limit is not None:
             waited = f"{limit.total_seconds():g} s for {what}"
-            raise TransportError(f"rank {rank} waited {waited} and got none. {SAME_CALLS}")
+            raise TransportError(f"rank {rank} waited {waited}, without success. {SAME_CALLS}")
 
 
-def here() -> str:
-    """A word that identifies this host. A container counts as a node of its own."""
+def host_id() -> str:
+    """Identifies this host. A container is a node of its own."""
     boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
     return f"{socket.gethostname()} {boot}"
 
 
 def settings_word(ranks_per_node: int | None, grouped_operations: int, node: str) -> bytes:
-    """What a rank tells the others: 16 bytes of settings, 16 that stand for its node."""
+    """What a rank sends to the others: 16 bytes of settings, then a 16-byte hash of its node."""
     place = hashlib.sha256(node.encode()).digest()[:16]
     return struct.pack("<qq", ranks_per_node or 0, grouped_operations) + place
 
 
 def read_nodes(words: Sequence[bytes]) -> tuple[int, ...]:
-    """The node of every rank, numbered in the order of their first ranks."""
+    """The node of every rank. Nodes are numbered in order of their first ranks."""
     odd = [rank for rank, word in enumerate(words) if word[:16] != words[0][:16]]
     if odd:
         raise ValueError(
@@ -216,14 +221,13 @@ def _settings(word: bytes) -> str:
     return f"ranks_per_node={per_node or None}, grouped_operations={operations}"
 
 
-# Process groups of closed transports, kept for the next one over the same ranks, by world, backend,
-# ranks and timeout: only those of the present world.
+# Process groups of closed transports, which the next transport over the same ranks reuses; keys are
+# (world, backend, ranks, timeout). Only groups of the current world are kept.
 #
-# Torch names a group by its ranks and by how many groups there are. A group that is opened after
-# another one was destroyed can get that one's name, and with it the addresses that it left in the
-# store: ranks then connect to closed sockets. So no group is destroyed before the world is. Those
-# that ended well are used again; those on which a call failed may still hold its messages, and stay
-# open unused.
+# Torch names a group by its ranks and by the number of groups. A group that is opened after another
+# was destroyed can get the same name, and finds the old group's addresses in the store: ranks then
+# connect to closed sockets. So groups live as long as the world. A group on which a call failed may
+# still hold messages of that call; it stays open but is not reused.
 _kept: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
 
 
@@ -235,16 +239,17 @@ def _kept_groups(*key: Any) -> list[Any]:
 
 
 class Distributed:
-    """Ranks of a process group (or one-dimensional DeviceMesh); None is the world.
+    """Transport between the ranks of a process group or one-dimensional DeviceMesh (None: the
+    world).
 
-    Opens groups of its own over the same ranks, so that its messages never mix with the model's:
-    gloo to agree on plans, and for messages gloo on the CPU and NCCL on GPUs: one group inside each
-    node and one between nodes, so that neither waits for the other. All ranks of the group
-    must create it together, in the same order, with the same settings.
+    It opens its own groups over these ranks, so that its messages never mix with the model's. Plans
+    are agreed on over gloo. Messages use gloo on CPUs and NCCL on GPUs, with one group inside each
+    node and one between nodes, so that neither waits for the other. All ranks of the group must
+    create the transport together, in the same order, with the same settings.
 
-    Ranks are on one node if they run on the same host; with `ranks_per_node`, that many
-    consecutive ranks are instead. `grouped_operations` bounds the sends and receives that are
-    started in one grouped call. `communicators` are in the order in which messages are started.
+    By default, ranks on the same host form a node; `ranks_per_node` makes nodes of that many
+    consecutive ranks instead. `grouped_operations` limits the sends and receives of one grouped
+    call. `communicators` are listed in the order in which messages are started.
     """
 
     def __init__(
@@ -272,22 +277,22 @@ class Distributed:
         self.on_gpu = device is not None and device.type == "cuda"
         self._device = device if self.on_gpu else torch.device("cpu")
         self._arrival_streams: dict[int, torch.cuda.Stream] = {}
-        self._opened: list[
-            tuple[Any, tuple[Any, ...]]
-        ] = []  # groups, with what they were opened for
-        self._unfinished = 0  # calls that began and have not ended well
+        self._opened: list[tuple[Any, tuple[Any, ...]]] = []  # (group, its key in `_kept`)
+        self._unfinished = 0  # calls that have started and not (yet) succeeded
         self._group = self._open_group("gloo", members)
-        word = settings_word(ranks_per_node, grouped_operations, here())
-        self.nodes = read_nodes(self._every_word(word, "opening their groups", "get there"))
+        word = settings_word(ranks_per_node, grouped_operations, host_id())
+        self.nodes = read_nodes(
+            self._every_word(word, "opening their groups", "create its transport")
+        )
         self.communicators = self._open_communicators()
 
     def _open_communicators(self) -> tuple[Communicator, ...]:
-        """Only those that some pair of ranks needs; the one between nodes comes last."""
+        """Opens only communicators that some pair of ranks needs. The one between nodes is last."""
         own, everyone = self.nodes[self.ranks[0]], range(self.num_ranks)
         sizes = [self.nodes.count(node) for node in set(self.nodes)]
         opened = []
-        # A rank that is alone on its node opens the group as well: torch may split it off the
-        # communicator of the world, which all ranks have to do together.
+        # Ranks that are alone on their node take part, too: torch may create the group by splitting
+        # the world's communicator, which needs all ranks.
         if max(sizes) > 1:
             inside = [rank for rank in everyone if self.nodes[rank] == own]
             opened.append(self._open_communicator("inside", inside))
@@ -301,13 +306,13 @@ class Distributed:
             group = self._group
         else:
             group = self._open_group("nccl" if self.on_gpu else "gloo", global_ranks)
-            # The first call of an NCCL group needs all its ranks; a phase may not have them.
+            # The first call on an NCCL group must involve all its ranks, and a phase may not.
             dist.all_reduce(torch.zeros(1, device=self._device), group=group)
         rank, operations = self.ranks[0], self.grouped_operations
         return Communicator(name, group, members, global_ranks, rank, operations)
 
     def _open_group(self, backend: str, global_ranks: list[int]) -> Any:
-        """A group of these ranks, which all open it together, in the same order."""
+        """A new or reused group. All its ranks call this together, in the same order."""
         key = (backend, tuple(global_ranks), self.timeout)
         options: dict[str, Any] = {"timeout": self.timeout, "use_local_synchronization": True}
         free = _kept_groups(*key)
@@ -316,8 +321,7 @@ class Distributed:
         return group
 
     def close(self) -> None:
-        """Gives back the groups, which the next transport over these ranks uses again; not those
-        over which messages of a failed call may still be on their way."""
+        """Releases the groups, for reuse unless a call failed: its messages may still arrive."""
         for group, key in self._opened if dist.is_initialized() else ():
             _kept_groups(*(("failed",) if self._unfinished else key)).append(group)
         self._opened.clear()
@@ -325,13 +329,13 @@ class Distributed:
 
     def open(self, call: int = 0) -> list[GroupedChannel]:
         self._unfinished += 1
-        return [GroupedChannel(self, None if self.on_gpu else self.timeout, call)]
+        return [GroupedChannel(self, call)]
 
     def agree(self, word: bytes) -> list[bytes]:
         return self._every_word(word, "agreeing on the plan", "call prepare")
 
     def finished(self) -> None:
-        """All messages of a call have left and arrived."""
+        """Called when all messages of a call are sent and received."""
         self._unfinished -= 1
 
     def _every_word(self, word: bytes, doing: str, missed: str) -> list[bytes]:
@@ -340,7 +344,7 @@ class Distributed:
         return [bytes(other.tolist()) for other in words]
 
     def gather(self, rows: Tensor, counts: list[int]) -> list[Tensor]:
-        """Every rank's `[counts[rank], ...]` tensor, of any dtype: bytes travel."""
+        """Every rank's `[counts[rank], ...]` tensor. Any dtype: it is sent as bytes."""
         if self.num_ranks == 1:
             return [rows[: counts[0]]]
         self._check_alike(rows)
@@ -352,7 +356,7 @@ class Distributed:
         return [part[:count] for part, count in zip(shaped, counts, strict=True)]
 
     def sum(self, numbers: Tensor) -> Tensor:
-        """Sizes and dtypes are not compared: the `gather` before it did that."""
+        """Sizes and dtypes are not checked here: the preceding `gather` did."""
         total, everyone = numbers.clone(), self.communicators[-1].group
         self._collective(
             lambda: dist.all_reduce(total, group=everyone), "summing gradients", "run backward"
@@ -360,15 +364,15 @@ class Distributed:
         return total
 
     def _check_alike(self, rows: Tensor) -> None:
-        """Raises on all ranks unless they gather rows of one kind."""
+        """Raises on all ranks unless all gather rows of the same dtype and shape."""
         kind = f"{rows.dtype} {list(rows.shape[1:])}"
         word = hashlib.blake2b(kind.encode(), digest_size=16).digest()
         words = self._every_word(word, "gathering rows", "call gather")
         odd = [rank for rank, other in enumerate(words) if other != words[0]]
         if odd:
             raise ValueError(
-                f"gather got rows of {kind} on rank {self.ranks[0]}, and ranks 0 and {odd[0]} got "
-                "rows of different dtypes or shapes; give all ranks the same"
+                f"gather got rows of different dtypes or shapes on ranks 0 and {odd[0]} (rank "
+                f"{self.ranks[0]} has {kind}); they must be the same on all ranks"
             )
 
     def _all_gather(self, mine: Tensor, group: Any, doing: str, missed: str) -> list[Tensor]:
@@ -383,14 +387,14 @@ class Distributed:
         except RuntimeError as error:
             raise TransportError(
                 f"rank {self.ranks[0]} of {self.num_ranks} got no answer from all other ranks "
-                f"while {doing}: a rank is gone, or did not {missed} within "
+                f"while {doing}: a rank has died, or did not {missed} within "
                 f"{self.timeout.total_seconds():g} s ({error})"
             ) from error
         self._unfinished -= 1
 
     def start(self, phase: int, sends: Buffers, receives: Buffers, call: int = 0) -> list[Started]:
-        """Starts the messages of a phase on the current stream: those inside nodes, then those
-        between them. All ranks make their grouped calls in this order."""
+        """Starts the messages of a phase on the current stream, first inside nodes, then between
+        nodes. All ranks make their grouped calls in this order."""
         self.bytes_sent += sum(message.nbytes for message in sends.values())
         started: list[Started] = []
         for one in self.communicators:
@@ -399,13 +403,13 @@ class Distributed:
         return started
 
     def arrival_stream(self, phase: int) -> torch.cuda.Stream:
-        """Phases have their own: neither later launches nor other phases wait for a phase."""
+        """One stream per phase, so that other phases and later launches need not wait for it."""
         if phase not in self._arrival_streams:
             self._arrival_streams[phase] = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         return self._arrival_streams[phase]
 
     def _carried(self, communicator: Communicator, messages: Buffers) -> Buffers:
-        """The messages of this communicator."""
+        """The messages that this communicator sends or receives."""
         if len(self.communicators) == 1:
             return messages
         node, inside = self.nodes[self.ranks[0]], communicator.name == "inside"
@@ -414,25 +418,22 @@ class Distributed:
 
 
 def _members_of(group: Any) -> list[int]:
-    """Global ranks of a group, which this process has to be one of."""
+    """Global ranks of a group that includes this process."""
     if hasattr(group, "get_group"):
         if group.ndim != 1:
             raise ValueError(
-                f"the DeviceMesh has {group.ndim} dimensions; give one of them, as mesh['cp']"
+                f"the DeviceMesh has {group.ndim} dimensions; pass one of them, like mesh['cp']"
             )
         group = group.get_group()
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        outside = group is dist.GroupMember.NON_GROUP_MEMBER
+    outside = group is dist.GroupMember.NON_GROUP_MEMBER
+    if not (group is None or outside or isinstance(group, dist.ProcessGroup)):
         raise ValueError(
-            f"rank {dist.get_rank()} is not in the group; only its ranks create the executor"
-            if outside
-            else f"group is {type(group).__name__}; expected a ProcessGroup or a DeviceMesh"
+            f"group is {type(group).__name__}; expected a ProcessGroup or a DeviceMesh"
         )
-    members: list[int] = dist.get_process_group_ranks(group or dist.group.WORLD)
+    members = [] if outside else dist.get_process_group_ranks(group or dist.group.WORLD)
     if dist.get_rank() not in members:
         raise ValueError(
-            f"rank {dist.get_rank()} is not in the group, which has ranks {members}; only these "
-            "create the executor"
+            f"rank {dist.get_rank()} is not in the group; only its ranks create the executor"
         )
     return members
 
@@ -441,10 +442,10 @@ def _check(num_ranks: int, ranks_per_node: int | None, grouped_operations: int) 
     if ranks_per_node is not None and (ranks_per_node < 1 or num_ranks % ranks_per_node):
         raise ValueError(
             f"ranks_per_node is {ranks_per_node}, and the group has {num_ranks} ranks; give "
-            "a divisor of these, or leave it out to go by hosts"
+            "a divisor of that, or omit it so that hosts are the nodes"
         )
     if grouped_operations < 2:
         raise ValueError(
-            f"grouped_operations is {grouped_operations}; at least 2 are needed, a send and a "
+            f"grouped_operations is {grouped_operations}; at least 2 are needed: a send and a "
             "receive"
         )
