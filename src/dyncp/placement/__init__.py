@@ -1,4 +1,4 @@
-"""Third stage: blocks and tiles get ranks."""
+"""Placement stage: assigns blocks and tiles to ranks."""
 
 from dyncp.placement.bisection import (
     bisection,
@@ -51,7 +51,7 @@ SOLVERS = {
 
 
 def find_solver(name: str) -> Solver:
-    """A solver by its name; static methods also with degrees, as in "zigzag/cp8"."""
+    """The solver with this name; static methods may have degrees, as in "zigzag/cp8"."""
     if name in SOLVERS:
         return SOLVERS[name]
     if name.partition("/")[0] not in SOLVERS:
