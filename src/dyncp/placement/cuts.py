@@ -140,8 +140,6 @@ def _crossing_bytes(seen: Int32, size: Float64, count: int, a: int, b: int, enou
 
 # Sequences that are tried for cutting, those with most work first.
 CUT_CANDIDATES = 3
-# Swaps that level the others while a cut is tried.
-TRIAL_SWAPS = 4
 BY_ROWS, BY_COLUMNS, BY_GROUPS = 0, 1, 2
 NO_NOISE = np.ones(1)
 
@@ -251,7 +249,7 @@ def _try_cuts(
     for part in range(-1, strategy.sizes if count > 1 else 0):  # -1: fill what is missing
         _clear(used)
         if part < 0:
-            level_pieces(load, order, count, piece, used, caps, trial.side, TRIAL_SWAPS)
+            level_pieces(load, order, count, piece, used, caps, trial.side, MAX_SWAPS)
         for half in range(2):
             if part >= 0:
                 _clear(used)
@@ -283,7 +281,7 @@ def _weigh(
         taken[half, what] = running[b, what] - running[a, what]
         taken[1 - half, what] = load[piece, what] - taken[half, what]
     cost += trial.penalty * level_pieces(
-        load, trial.order, count, piece, taken, trial.caps, trial.side, TRIAL_SWAPS
+        load, trial.order, count, piece, taken, trial.caps, trial.side, MAX_SWAPS
     )
     if cost < trial.best[0]:
         trial.best[0] = cost

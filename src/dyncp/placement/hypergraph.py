@@ -1,9 +1,9 @@
 """Solver `hypergraph`: Mt-KaHyPar (extra `dyncp[hypergraph]`), repaired to the balance limits.
 
-Vertex b is token block b with its diagonal tile, if it has one. Every other (query block, key block)
-pair with work is a separate vertex; masks and head groups are summed. Block b has two hyperedges, b
-for its query side and B + b for its key side; each joins the vertex of the block with the tiles on
-that side. Two blocks of a causal sequence:
+Vertex b is token block b with its diagonal tile, if it has one. Every other pair of query block and
+key block with work is a separate vertex; masks and head groups are summed. Block b has two
+hyperedges, b for its query side and B + b for its key side; each joins the vertex of the block with
+the tiles on that side. Two blocks of a causal sequence:
 
     tiles   00            vertices  0: block 0, tile 00    edges  Q0: 0      K0: 0 2
             10 11                   1: block 1, tile 11           Q1: 1 2    K1: 1
@@ -97,8 +97,8 @@ class Hypergraph(NamedTuple):
 
 
 def build_hypergraph(problem: Problem, cells: Cells, work_share: float) -> Hypergraph:
-    """A vertex weighs `work_share` times its share of the batch's work plus (1 - `work_share`) times
-    its share of the tokens, because the library has one weight for two limits."""
+    """A vertex weighs `work_share` times its share of the batch's work, plus the rest times its
+    share of the tokens, because the library has one weight for two limits."""
     num_blocks, vertex, tokens = len(problem.tokens), vertex_of(problem, cells), problem.tokens
     blocks, off = np.arange(num_blocks), cells.q_block != cells.k_block
     edge = np.concatenate(

@@ -88,8 +88,8 @@ def _place(
 
 
 def hybrid_shares(load: Float64, sizes: Int64, first: Int64, num_ranks: int) -> Float64:
-    """Each rank's share of the batch's work and tokens, [ranks, 2], if every document is split evenly
-    over its group: `sizes` ranks from rank `first` on."""
+    """Each rank's share of the batch's work and tokens, [ranks, 2], if every document is split
+    evenly over its group: `sizes` ranks from rank `first` on."""
     shares, one = np.zeros((num_ranks, 2)), sizes == 1
     np.add.at(shares, first[one], load[one])
     for document in np.flatnonzero(~one).tolist():

@@ -173,7 +173,7 @@ def _excess(solver: str, compute: float, tokens: float, limits: Limits) -> str:
 
 @dataclass(frozen=True, eq=False)
 class RemoteUses:
-    """Distinct (rank, block, head group) triples of one side of the tiles, sorted, int64[uses] each.
+    """Distinct (rank, block, head group) of one side of the tiles, sorted; int64[uses] each.
 
     `of_tile` is the index of each tile's use, or -1 if its block is local.
     """

@@ -115,7 +115,7 @@ def heavy_cells(problem: Problem, cells: Cells, num_ranks: int, unusual: float =
 
 
 def fold(problem: Problem, heavy: Cells) -> Problem:
-    """The problem with the work of `heavy` cells moved to the diagonal cells of their key blocks."""
+    """The problem with the work of `heavy` cells moved to the diagonals of their key blocks."""
     work = problem.work.copy()
     work[heavy.cell] = 0.0
     np.add.at(work, diagonal(problem)[heavy.k_block], problem.work[heavy.cell])

@@ -13,8 +13,8 @@ from dyncp.placement.static_layouts import deal_loads, sequence_load
 from dyncp.placement.static_methods import METHODS, Method
 from dyncp.topology import Topology
 
-# Chunks end on whole tokens, and work is assumed to be even inside a block. So estimates from chunks
-# are scaled by CERTAIN, and sequences with fewer than SHORT tokens per rank are ignored.
+# Chunks end on whole tokens, and work is assumed to be even inside a block. So CERTAIN scales the
+# estimates from chunks, and sequences with fewer than SHORT tokens per rank are ignored.
 CERTAIN, SHORT = 0.95, 8
 # Causal masks allow at least this share of all pairs.
 DENSE = 0.5
@@ -141,8 +141,8 @@ class StaticBounds:
     def _swap_seconds_per_byte(
         self, method: Method, group_tokens: float, degree: int, heads: int
     ) -> float:
-        """Methods with rings and several heads: seconds on a group's NICs per byte of what ranks own
-        and other nodes compute with. Its results take as long."""
+        """Methods with rings and several heads: seconds on a group's NICs, per byte of what ranks
+        own and other nodes compute with. Its results take as long."""
         topology = self._topology
         if method.pattern != "ring" or heads == 1 or degree <= topology.ranks_per_node:
             return 0.0

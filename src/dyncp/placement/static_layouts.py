@@ -148,8 +148,8 @@ def zigzag_ranks(blocks: TokenBlocks, lengths: Int64, num_ranks: int) -> Int64:
 CHUNKS_PER_RANK = 8
 # Rows of a kernel tile: torch's balancer deals them, MagiAttention's chunks are multiples of them.
 ROW_MULTIPLE = 128
-# Sequences of at least this many chunks are cut into whole chunks, shorter ones into quarters. On 33
-# long-tailed documents and 32 ranks the quarters lower tokens max/mean from 1.11 (magi) and 1.20
+# Sequences of at least this many chunks are cut into whole chunks, shorter ones into quarters. On
+# 33 long-tailed documents and 32 ranks the quarters lower tokens max/mean from 1.11 (magi) and 1.20
 # (ptrr) to 1.06 and 1.05.
 LONG = 16
 
