@@ -63,13 +63,6 @@ class SolverError(RuntimeError):
         super().__init__(f"solver {solver!r} gave no placement: {reason}")
 
 
-def check_installed() -> None:
-    if find_spec("mtkahypar") is None:
-        raise SolverError(
-            NAME, "the package mtkahypar is not installed; pip install 'dyncp[hypergraph]'"
-        )
-
-
 # The hypergraph, and how it is split and refined.
 
 
@@ -220,7 +213,9 @@ def place_hypergraph(
     graph: BlockGraph, topology: Topology, limits: Limits, seed: int, timeout: float = TIMEOUT
 ) -> Placement:
     """Raises SolverError if mtkahypar is not installed, fails, or takes longer than `timeout`."""
-    check_installed()
+    if find_spec("mtkahypar") is None:
+        missing = "the package mtkahypar is not installed; pip install 'dyncp[hypergraph]'"
+        raise SolverError(NAME, missing)
     # All head groups are placed together.
     problem = make_problem(graph)._replace(group_end=np.array([0.0, 1.0]))
     cells, tolerance = find_cells(problem), limits.tolerances

@@ -13,8 +13,8 @@ from functools import partial
 
 import numpy as np
 
-from dyncp.arrays import Float64, Int64, frozen
-from dyncp.blocks import BlockGraph, TokenBlocks
+from dyncp.arrays import Float64, Int64, frozen, ranges_of
+from dyncp.blocks import BlockGraph
 from dyncp.placement.placement import Limits, Placement, Traffic
 from dyncp.placement.problem import level_pieces
 from dyncp.placement.solver import Degrees, Solver
@@ -75,26 +75,20 @@ def _place(
     num_ranks, lengths = topology.num_ranks, graph.batch.lengths
     sizes = group_sizes(lengths, num_ranks, budget)
     first_rank = deal_documents(sequence_load(graph), sizes, num_ranks)
-    owner = first_rank[graph.blocks.sequence] + _positions(graph, sizes)
+    sequence = graph.blocks.sequence
+    owner = first_rank[sequence] + zigzag_ranks(graph, sizes[sequence])
     rings, ring = _rings(first_rank, sizes)
     groups = len(graph.head_groups)
-    traffic = Traffic(
-        "ring",
-        rings,
-        frozen(np.repeat(ring[graph.blocks.sequence][:, None], groups, axis=1)),
-        frozen(np.repeat(owner[:, None], groups, axis=1)),
-    )
+    ring, home = (np.repeat(own[:, None], groups, axis=1) for own in (ring[sequence], owner))
+    traffic = Traffic("ring", rings, frozen(ring), frozen(home))
     return Placement.where_queries_live(graph, num_ranks, owner, name, static=True, traffic=traffic)
 
 
 def hybrid_shares(load: Float64, sizes: Int64, first: Int64, num_ranks: int) -> Float64:
     """Each rank's share of the batch's work and tokens, [ranks, 2], if every document is split
     evenly over its group: `sizes` ranks from rank `first` on."""
-    shares, one = np.zeros((num_ranks, 2)), sizes == 1
-    np.add.at(shares, first[one], load[one])
-    for document in np.flatnonzero(~one).tolist():
-        begin, size = first[document], sizes[document]
-        shares[begin : begin + size] += load[document] / size
+    shares, part = np.zeros((num_ranks, 2)), load / sizes[:, None]
+    np.add.at(shares, ranges_of(first, sizes), np.repeat(part, sizes, axis=0))
     return shares
 
 
@@ -130,18 +124,6 @@ def deal_documents(load: Float64, sizes: Int64, num_ranks: int) -> Int64:
     whole, caps = order[several:], np.ones_like(rank_load)
     level_pieces(load, whole, len(whole), -1, rank_load, caps, first, 0)
     return first
-
-
-def _positions(graph: BlockGraph, sizes: Int64) -> Int64:
-    """Zigzag position of every block in its document's group."""
-    position = np.zeros(len(graph.blocks), np.int64)
-    size_of_block = sizes[graph.blocks.sequence]
-    lengths = np.asarray(graph.batch.lengths, np.int64)[graph.blocks.sequence]
-    for size in np.unique(sizes).tolist():
-        mine, blocks = size_of_block == size, graph.blocks
-        part = TokenBlocks(blocks.sequence[mine], blocks.start[mine], blocks.end[mine])
-        position[mine] = zigzag_ranks(part, lengths[mine], size)
-    return position
 
 
 def _rings(first_rank: Int64, sizes: Int64) -> tuple[tuple[tuple[int, ...], ...], Int64]:

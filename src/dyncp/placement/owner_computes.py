@@ -236,34 +236,34 @@ def _level_pieces(nodes: NodeCuts, piece: Int64) -> Int64:
 def _from_the_end(nodes: NodeCuts, sequence: Int64, most: float) -> Int64:
     """Pieces that fill a share of a node, from the end of a sequence. The rest is its beginning,
     and only the keys of the beginning cross the border."""
-    share = nodes.needs.load[:, 0] / nodes.caps[0]
-    total = np.bincount(sequence, share)
-    after = total[sequence] - (np.cumsum(share) - (np.cumsum(total) - total)[sequence])
-    part = np.floor((after + share / 2) / most).astype(np.int64)
-    return _number(sequence, part)
+    total, middle = _sum_up(nodes.needs.load[:, 0] / nodes.caps[0], sequence)
+    return _number(sequence, np.floor((total[sequence] - middle) / most))
 
 
 def _evenly(nodes: NodeCuts, sequence: Int64, most: float) -> Int64:
     """Pieces of equal work."""
-    share = nodes.needs.load[:, 0] / nodes.caps[0]
-    total = np.bincount(sequence, share)
+    total, middle = _sum_up(nodes.needs.load[:, 0] / nodes.caps[0], sequence)
     pieces = np.ceil(total / most)
-    middle = np.cumsum(share) - (np.cumsum(total) - total)[sequence] - share / 2
     part = np.floor(middle / np.maximum(total, 1e-12)[sequence] * pieces[sequence])
-    return _number(sequence, part.astype(np.int64))
+    return _number(sequence, part)
 
 
 def _zigzag(nodes: NodeCuts, sequence: Int64, most: float) -> Int64:
     """Pieces of a band from the beginning and a band from the end, with equal tokens."""
     pieces = np.ceil(np.bincount(sequence, nodes.needs.load[:, 0] / nodes.caps[0]) / most)
-    tokens = nodes.needs.load[:, 1]
-    total = np.bincount(sequence, tokens)
-    middle = np.cumsum(tokens) - (np.cumsum(total) - total)[sequence] - tokens / 2
+    total, middle = _sum_up(nodes.needs.load[:, 1], sequence)
     band = np.floor(middle / total[sequence] * 2 * pieces[sequence])
-    return _number(sequence, np.minimum(band, 2 * pieces[sequence] - 1 - band).astype(np.int64))
+    return _number(sequence, np.minimum(band, 2 * pieces[sequence] - 1 - band))
 
 
-def _number(sequence: Int64, part: Int64) -> Int64:
+def _sum_up(load: Float64, sequence: Int64) -> tuple[Float64, Float64]:
+    """The load of every sequence, and that of its blocks up to the middle of every block."""
+    total = np.bincount(sequence, load)
+    return total, np.cumsum(load) - (np.cumsum(total) - total)[sequence] - load / 2
+
+
+def _number(sequence: Int64, part: Float64) -> Int64:
+    """Numbers the pieces: blocks of one sequence with the same part."""
     _, piece = np.unique(sequence * (part.max() + 1) + part, return_inverse=True)
     return piece.reshape(-1)
 

@@ -192,14 +192,8 @@ def find_remote_uses(
 ) -> RemoteUses:
     """Remote uses of the key blocks, or of the query blocks, of mask `name`'s tiles."""
     found, key = placement._remote_uses, (graph, name, keys)
-    if key not in found:
-        found[key] = _list_remote_uses(graph, placement, name, keys=keys)
-    return found[key]
-
-
-def _list_remote_uses(
-    graph: BlockGraph, placement: Placement, name: str, *, keys: bool
-) -> RemoteUses:
+    if key in found:
+        return found[key]
     blocks = graph.tiles[name].k_block if keys else graph.tiles[name].q_block
     num_blocks, num_groups = len(graph.blocks), len(graph.head_groups)
     tile_rank = placement.tile_rank[name]
@@ -210,7 +204,8 @@ def _list_remote_uses(
     )
     of_tile = np.full(len(blocks), -1, np.int64)
     of_tile[remote] = use
-    return RemoteUses(rank, data_block // num_groups, data_block % num_groups, of_tile)
+    found[key] = RemoteUses(rank, data_block // num_groups, data_block % num_groups, of_tile)
+    return found[key]
 
 
 def minimal_bytes(graph: BlockGraph, placement: Placement, name: str, direction: Direction) -> int:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dyncp.arrays import Float64, Int64
-from dyncp.blocks import BlockGraph, TokenBlocks
+from dyncp.blocks import BlockGraph
 from dyncp.placement.problem import level_all
 from dyncp.topology import Topology
 
@@ -119,17 +119,17 @@ def chunk_sizes(lengths: Sequence[int], chunks: Int64 | int) -> Int64:
     return sizes
 
 
-def contiguous_ranks(blocks: TokenBlocks, lengths: Int64, num_ranks: int) -> Int64:
-    """Chunk of every block, by its middle token; `lengths` has the sequence length per block."""
-    middle = (blocks.start.astype(np.int64) + blocks.end) // 2
-    chunk: Int64 = middle * num_ranks // lengths
+def contiguous_ranks(graph: BlockGraph, num_ranks: Int64 | int) -> Int64:
+    """Chunk of every block, by its middle token; `num_ranks` may differ per block."""
+    length = np.asarray(graph.batch.lengths, np.int64)[graph.blocks.sequence]
+    middle = (graph.blocks.start.astype(np.int64) + graph.blocks.end) // 2
+    chunk: Int64 = middle * num_ranks // length
     return chunk
 
 
-def zigzag_ranks(blocks: TokenBlocks, lengths: Int64, num_ranks: int) -> Int64:
-    """Zigzag rank of every block, by its middle token; `lengths` has the sequence length per
-    block."""
-    chunk = contiguous_ranks(blocks, lengths, 2 * num_ranks)
+def zigzag_ranks(graph: BlockGraph, num_ranks: Int64 | int) -> Int64:
+    """Zigzag rank of every block, by its middle token; `num_ranks` may differ per block."""
+    chunk = contiguous_ranks(graph, 2 * num_ranks)
     ranks: Int64 = np.minimum(chunk, 2 * num_ranks - 1 - chunk)
     return ranks
 

@@ -161,9 +161,8 @@ class Method:
         """Position of every block in its group."""
         if self.deal is not None:
             return packed_ranks(graph, group, grid, self.deal)
-        lengths = np.asarray(graph.batch.lengths, np.int64)[graph.blocks.sequence]
         spread = contiguous_ranks if self.chunks == 1 else zigzag_ranks
-        return spread(graph.blocks, lengths, grid.degree)
+        return spread(graph, grid.degree)
 
 
 METHODS = {

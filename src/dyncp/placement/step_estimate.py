@@ -3,8 +3,9 @@
 Per mask and direction there are three kinds of resources: the compute of every rank, the port of
 every rank, in and out, and the NICs of every node, in and out. A block that a rank uses but does
 not own arrives at its port, and its results leave there. A block that ranks of another node use
-crosses the border once, and so does the sum of their results. A direction takes as long as its busiest
-resource plus a share of the busiest ones of the other kinds, since nothing is hidden completely.
+crosses the border once, and so does the sum of their results. A direction takes as long as its
+busiest resource plus a share of the busiest ones of the other kinds, since nothing is hidden
+completely.
 """
 
 from collections.abc import Mapping
@@ -31,8 +32,8 @@ EXPOSED = 0.5
 class StepEstimate(NamedTuple):
     """An edge is one side (0 queries, 1 keys) of a block for one mask and head group:
     ((mask × 2 + side) × blocks + block) × groups + group. `busy` has row mask × 2 + direction, and
-    a last row for work outside attention. Its columns are compute, port in, port out (by rank), NICs
-    in, NICs out (by node). Moves update the fields from `tile_rank` on."""
+    a last row for work outside attention. Its columns are compute, port in, port out (by rank),
+    NICs in, NICs out (by node). Moves update the fields from `tile_rank` on."""
 
     tile: Int64  # [tiles, 3] query edge, key edge, mask
     cost: Float64  # [tiles, 3] seconds forward and backward, work as limits count it
