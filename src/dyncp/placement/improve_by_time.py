@@ -135,6 +135,9 @@ def put_unit(step: StepEstimate, unit: Unit, r: int, s: int) -> None:
 # node and of all. Without RELATED steps take 1.06 times as long, without NEAR 1.001, without FAR
 # 1.012 (24 cases).
 RELATED, NEAR, FAR = 4, 3, 3
+# A sweep that shortens the estimate by less than this share is the last one. With 0, steps are
+# 0.3 % shorter, but planning takes 1.2 times as long.
+WORTH_SWEEP = 0.01
 # Sweeping ends after looking at this many edges and resources, which takes about 50 ms.
 MOST_LOOKED_AT = 6_000_000
 # A resource is busy if its load is at least this share of the busiest. With 0.95 steps take 1.016
@@ -266,7 +269,7 @@ def sweep(step: StepEstimate, unit: Unit, most: int, power: int) -> float:
                     _mark_hot(step.busy, step.weight, per_node, hot, load)
         if now < before:
             now = estimate(step, power)  # counts again, since rounding errors add up
-        if now >= before:
+        if now > before * (1 - WORTH_SWEEP):
             break
     return now
 

@@ -31,15 +31,13 @@ DENSE = 0.5
 @dataclass(frozen=True, slots=True)
 class Bound:
     """Lower bounds of a static method: the most loaded rank's share of the batch's work and tokens,
-    its kernel calls, and seconds of communication. `seconds_per_byte` is for the forward pass, per
-    byte of a token's keys and values; `swap_seconds_per_byte` per byte of a token that is sent to
-    the ranks of other heads, or back."""
+    its kernel calls, and the seconds of communication in the forward pass, per byte of a token's
+    keys and values."""
 
     work: float
     tokens: float
     calls: int
     seconds_per_byte: float
-    swap_seconds_per_byte: float = 0.0
 
 
 class StaticBounds:
@@ -75,7 +73,6 @@ class StaticBounds:
             tokens / degree,
             degree // heads if method.pattern == "ring" and self._every_rank(share) else 1,
             self._seconds_per_byte(method, tokens * self._num_tokens, degree, heads),
-            self._swap_seconds_per_byte(method, tokens * self._num_tokens, degree, heads),
         )
 
     def _every_rank(self, share: Float64) -> bool:
@@ -137,20 +134,6 @@ class StaticBounds:
             copies = 1 if method.by_node else topology.ranks_per_node
             return copies * group_tokens * (1 - 1 / nodes) / topology.inter.bandwidth
         return 0.0
-
-    def _swap_seconds_per_byte(
-        self, method: Method, group_tokens: float, degree: int, heads: int
-    ) -> float:
-        """Methods with rings and several heads: seconds on a group's NICs, per byte of what ranks
-        own and other nodes compute with. Its results take as long."""
-        topology = self._topology
-        if method.pattern != "ring" or heads == 1 or degree <= topology.ranks_per_node:
-            return 0.0
-        ranks = method.with_degrees(degree, heads).grid(topology, heads).ranks
-        node = ranks // topology.ranks_per_node
-        far = (node[..., :, None] != node[..., None, :]).mean(axis=(1, 2, 3)).min()
-        nics = max(len(np.unique(own)) for own in ranks // topology.ranks_per_nic)
-        return float(far) * group_tokens / nics / topology.nic_bandwidth
 
 
 def whole_rows(graph: BlockGraph, name: str) -> tuple[Int64, Int64]:

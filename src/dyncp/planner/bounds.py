@@ -182,8 +182,6 @@ class StaticSeconds:
             for direction in task.directions
         ]
         payloads = bytes_per_token(cost.shape, cost.shape.head_groups(1))[:, 0]
-        swapped = [[*Q_KINDS[direction], *K_KINDS[direction]] for direction in task.directions]
-        self._swapped = [float(payloads[kinds].sum()) for kinds in swapped]
         self._keys = float(payloads[Payload.KV])
         self._cut_areas = cache(self._cut_area)
 
@@ -200,8 +198,7 @@ class StaticSeconds:
             area = max(work * self._area[name].sum() / fastest, cut[name] / all_of_them)
             for direction, rate in enumerate(self._rates):
                 keys = self._keys * (1 + direction) * bound.seconds_per_byte
-                swap = self._swapped[direction] * bound.swap_seconds_per_byte
-                attention += layers * max(area * rate + overhead, keys, swap, host)
+                attention += layers * max(area * rate + overhead, keys, host)
         return attention + task.token_seconds * bound.tokens * task.batch.num_tokens / fastest
 
     def _cut_area(self, sizes: bytes) -> dict[str, float]:
