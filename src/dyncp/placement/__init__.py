@@ -8,7 +8,6 @@ from dyncp.placement.bisection import (
 )
 from dyncp.placement.hypergraph import hypergraph
 from dyncp.placement.improve_by_time import improve
-from dyncp.placement.megatron_hybrid import hybrid_with_budget
 from dyncp.placement.owner_computes import owner_computes, owner_computes_fine
 from dyncp.placement.placement import (
     DEFAULT_TOLERANCES,
