@@ -160,17 +160,17 @@ def _swap_down(state: State, r: int, over: float) -> tuple[int, int]:
     return best_b, best_c
 
 
-# Local passes: moves that save bytes. On 12 batches they save 1.5 % of all bytes; passes over
-# single tiles and over blocks saved nothing more.
+# Local passes: moves that save bytes. Without groups of tiles 1.5 % more bytes move (12 batches);
+# without blocks 0.3 % more in 81 cases, 22 % in the worst. A pass over single tiles saved nothing.
 
 
 @compiled
 def improve(state: State, max_passes: int) -> None:
-    """Passes over groups of tiles, until they gain little or nothing."""
+    """Passes over groups of tiles and over blocks, until they gain little or nothing."""
     tiles = np.empty((2, len(state.tile_rank) + 2), np.int64)
     total = 0.0
     for _ in range(max_passes):
-        gain = _improve_groups(state, tiles)
+        gain = _improve_groups(state, tiles) + _improve_blocks(state)
         total += gain
         if gain <= 0.02 * total:
             return
@@ -195,6 +195,41 @@ def _improve_groups(state: State, tiles: Int64) -> float:
                 for i in range(n):
                     move_tile(state, tiles[0, i], to)
                 total += gain
+    return total
+
+
+@inner
+def _improve_blocks(state: State) -> float:
+    """Moves each block to the owner with the greatest gain, by a swap if that rank has no room;
+    returns the gain."""
+    pins, on_node, node = state.pins, state.on_node, state.node
+    size, extra, groups, block_rank = state.size, state.extra, state.groups, state.block_rank
+    tokens, held, blocks = state.tokens, state.held, len(block_rank)
+    total = 0.0
+    for b in range(blocks):
+        r = block_rank[b]
+        best, best_s, best_back = EPSILON, -1, -1
+        for s in range(len(held)):
+            if s == r:
+                continue
+            gain = block_gain(pins, on_node, node, size, extra, groups, blocks, b, r, s)
+            if gain <= best:
+                continue
+            if held[s] + tokens[b] <= state.caps[1]:
+                best, best_s, best_back = gain, s, -1
+                continue
+            for c in range(blocks):
+                more = tokens[b] - tokens[c]
+                if block_rank[c] != s or max(held[s] + more, held[r] - more) > state.caps[1]:
+                    continue
+                both = gain + block_gain(pins, on_node, node, size, extra, groups, blocks, c, s, r)
+                if both > best:
+                    best, best_s, best_back = both, s, c
+        if best_s >= 0:
+            move_block(state, b, best_s)
+            if best_back >= 0:
+                move_block(state, best_back, r)
+            total += best
     return total
 
 
@@ -267,8 +302,8 @@ def start_from(given: State, tile_rank: Int64, block_rank: Int64) -> Solution:
 
 
 def refine(state: State) -> Solution:
-    """Repairs missed limits, then moves groups of tiles while that saves bytes. Changes the given
-    state."""
+    """Repairs missed limits, then moves groups of tiles and blocks while that saves bytes. Changes
+    the given state."""
     repair_tokens(state, MAX_REPAIRS)
     repair_work(state, MAX_REPAIRS)
     improve(state, MAX_PASSES)
