@@ -52,9 +52,9 @@ class Result:
 
 
 def forward_megabytes(graph: BlockGraph, placement: Placement) -> float:
-    tiles, groups, total = graph.tiles["default"], len(graph.head_groups), 0
-    for blocks, size in ((tiles.q_block, Q_AND_OUT), (tiles.k_block, K_AND_V)):
-        uses = find_remote_uses(graph, placement, "default", blocks)
+    groups, total = len(graph.head_groups), 0
+    for keys, size in ((False, Q_AND_OUT), (True, K_AND_V)):
+        uses = find_remote_uses(graph, placement, "default", keys=keys)
         total += int((graph.blocks.tokens[uses.block].astype(np.int64) * size).sum()) // groups
     return total / 1e6
 

@@ -10,16 +10,14 @@ from dyncp.blocks import BlockGraph, Direction, build_graph, choose_block_sizes
 from dyncp.placement import (
     Limits,
     Placement,
-    check_placement,
-    find_remote_uses,
-    measure_balance,
-    minimal_bytes,
-)
-from dyncp.placement.bisection import (
     bisection,
     bisection_bytes,
     bisection_bytes_quality,
     bisection_quality,
+    check_placement,
+    find_remote_uses,
+    measure_balance,
+    minimal_bytes,
 )
 from dyncp.placement.cuts import SplitStrategy
 from dyncp.placement.problem import diagonal, find_cells, make_problem

@@ -20,13 +20,13 @@ from dyncp.blocks import BlockGraph, Direction, build_graph
 from dyncp.placement import (
     Limits,
     Placement,
+    bisection,
     check_placement,
     find_solver,
     measure_balance,
     minimal_bytes,
 )
 from dyncp.placement import hypergraph_worker as worker_file
-from dyncp.placement.bisection import bisection
 from dyncp.placement.hypergraph import (
     Hypergraph,
     SolverError,

@@ -9,12 +9,12 @@ from dyncp import AttentionShape, Batch, Topology, masks
 from dyncp.blocks import BlockGraph, build_graph
 from dyncp.placement import (
     SOLVERS,
+    STATIC_SOLVERS,
     Limits,
     Placement,
     Solver,
     check_placement,
     find_solver,
-    hybrid_with_budget,
     measure_balance,
     static_candidates,
     with_degree,
@@ -28,7 +28,6 @@ from dyncp.placement.static_layouts import (
     sequence_load,
     snake_ranks,
 )
-from dyncp.placement.static_methods import METHODS
 
 SHAPE = AttentionShape(8, 4, 16)
 
@@ -210,7 +209,9 @@ def test_hybrid_groups_are_the_smallest_powers_of_two_that_fit(lengths, ranks, b
 
 
 def test_hybrid_documents_use_aligned_groups_and_stay_whole_where_they_fit():
-    graph, placement = place(hybrid_with_budget(450), [900, 400, 200, 200], Topology(1, 4))
+    graph, placement = place(
+        find_solver("megatron_hybrid/tokens450"), [900, 400, 200, 200], Topology(1, 4)
+    )
     ranks = [
         sorted(set(placement.block_rank[graph.blocks.sequence == s].tolist())) for s in range(4)
     ]
@@ -231,7 +232,7 @@ def test_candidates_are_all_splits_and_head_degrees():
     assert [n for n in names if n.startswith("ulysses")] == ["ulysses/cp2"]
     assert [n for n in names if n.startswith("loongtrain")] == ["loongtrain/cp4h2"]
     assert [n for n in names if "by_node" in n] == ["all_gather_by_node/cp4"]
-    assert {n.partition("/")[0] for n in names} == {*METHODS, "megatron_hybrid"}
+    assert {n.partition("/")[0] for n in names} == {s.name for s in STATIC_SOLVERS}
     chosen = static_candidates([64, 8], shape, topology, ["zigzag", "loongtrain"])
     assert [s.name for s in chosen][-1] == "loongtrain/cp4h2"
     assert len(chosen) == 4

@@ -1,4 +1,4 @@
-"""Third stage: blocks and tiles get ranks."""
+"""Placement stage: assigns blocks and tiles to ranks."""
 
 from dyncp.placement.bisection import (
     bisection,
@@ -8,7 +8,6 @@ from dyncp.placement.bisection import (
 )
 from dyncp.placement.hypergraph import hypergraph
 from dyncp.placement.improve_by_time import improve
-from dyncp.placement.megatron_hybrid import hybrid_with_budget
 from dyncp.placement.owner_computes import owner_computes, owner_computes_fine
 from dyncp.placement.placement import (
     DEFAULT_TOLERANCES,
@@ -51,7 +50,7 @@ SOLVERS = {
 
 
 def find_solver(name: str) -> Solver:
-    """A solver by its name; static methods also with degrees, as in "zigzag/cp8"."""
+    """The solver with this name; static methods may have degrees, as in "zigzag/cp8"."""
     if name in SOLVERS:
         return SOLVERS[name]
     if name.partition("/")[0] not in SOLVERS:

@@ -1,13 +1,13 @@
-"""Solvers `bisection` (bytes priced by their links) and `bisection_bytes` (all bytes alike).
+"""Solvers `bisection` (bytes cost as much as their link is slow) and `bisection_bytes` (all equal).
 
 Recursive bisection with several strategies, then repair and local passes for the best results:
 
-    problem ─► split (with cuts) ─► refine (repair, then moves that gain) ─► the fewest bytes
+    problem ─► split (with cuts) ─► refine (repair, then moves that save bytes) ─► the fewest bytes
 
-Whole sequences are shared out first; one that must be cut is cut into bands of rows or columns, or
-between head groups, at the fewest bytes of data blocks that both sides need. Then tiles and blocks
-are moved until both balance limits hold, and while moves gain bytes. `bisection_quality` and
-`bisection_bytes_quality` also draw strategies, refine more results, and anneal the best.
+Whole sequences are distributed first. A sequence that must be cut is cut into bands of rows or
+columns, or between head groups, where both sides need the fewest bytes of the same blocks. Then
+tiles and blocks are moved until both limits hold, and while that saves bytes. `bisection_quality`
+and `bisection_bytes_quality` also draw random strategies, refine more results, and anneal the best.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,8 +36,7 @@ from dyncp.placement.solver import Solver
 from dyncp.placement.split import split_cells
 from dyncp.topology import Topology
 
-# The best come first. They were chosen one after the other, each to lower the bytes of 48 cases
-# most.
+# The best come first. They were chosen greedily: each lowers the bytes of 48 cases the most.
 STRATEGIES = (
     SplitStrategy(spend=1.0, sizes=4),
     SplitStrategy(spend=2.5, sizes=4, left=0.45),
@@ -46,15 +45,18 @@ STRATEGIES = (
     SplitStrategy(spend=1.7, left=0.4, row_bias=0.7),
     SplitStrategy(spend=2.5, left=0.4, row_bias=0.7),
 )
-# What is drawn: strategies (fewer where there are many tiles), and factors of noise on the costs of
-# cuts, with the standard deviation of their logarithm.
+# Random strategies (fewer if there are many tiles), and what they are drawn from. NOISE is the
+# standard deviation of the logarithm of the factors on the costs of cuts, DRAWN their number.
+# Without random strategies 0.3 % more bytes move, and steps of effort "quality" take 1.006 times as
+# long.
 RANDOM_STRATEGIES, RANDOM_TILES = 24, 100_000
 SPENDS, LEFT, SIZES, ROW_BIAS = (1.0, 1.7, 2.5, 8.0), (0.5, 0.45, 0.4, 0.34), (1, 4), (0.7, 1.0)
 NOISE, DRAWN = 0.2, 499
-# The results of the lowest estimates that are refined.
+# How many of the cheapest results are refined. With 1, 1 % more bytes move (quality: 0.4 %).
 REFINED, REFINED_FOR_QUALITY = 2, 6
-# A row that is folded has this many times the work of its sequence's mean row; a causal sequence's
-# last has twice.
+# A folded row has more than this many times the work of its sequence's mean row; the last row of a
+# causal sequence has twice. With 0 nothing changes in 36 cases, but bisection takes 1.3 times as
+# long.
 UNUSUAL = 4.0
 
 
@@ -67,7 +69,7 @@ def place_bisection(
     limits: Limits,
     seed: int,
 ) -> Placement:
-    """`priced` counts bytes by the speed of their links, otherwise all alike."""
+    """With `priced`, bytes between nodes cost as much more as their links are slower."""
     problem, rng = make_problem(graph), np.random.default_rng(seed)
     cells, strategies = find_cells(problem), list(STRATEGIES)
     if quality:
@@ -102,7 +104,7 @@ def _starts(
     priced: bool,
     strategies: Sequence[SplitStrategy],
 ) -> Iterator[Solution]:
-    """Split placements with estimates of their cost; only the first where that costs nothing."""
+    """Placements of all strategies with estimates of their cost; stops after one that is free."""
     ranks, tolerance = topology.num_ranks, limits.tolerances
     mean, extra = problem.mean(ranks), max(border_price(topology) - 1, 0.0) if priced else 0.0
     state = make_state(problem, cells, topology, mean * (1 + tolerance), extra)
@@ -122,8 +124,8 @@ def _starts(
 
 
 def _owners(problem: Problem, candidates: Int32, ranks: int) -> Int64:
-    """A block lives where its diagonal tile went; where its head groups went to several ranks, on
-    the one of them with fewest tokens so far."""
+    """A block's owner is the rank of its diagonal tile. If its head groups have several ranks, it
+    is the one with the fewest tokens so far."""
     owner: Int64 = candidates[0].astype(np.int64)
     several = (candidates != owner).any(axis=0)
     if not several.any():
@@ -136,7 +138,7 @@ def _owners(problem: Problem, candidates: Int32, ranks: int) -> Int64:
 
 
 def tile_ranks(graph: BlockGraph, problem: Problem, cells: Cells, rank: Int64) -> dict[str, Int32]:
-    """Each mask's tiles take the rank of their head group and cell, [head groups × cells]."""
+    """Ranks of tiles by mask name; `rank` has those of head groups × cells."""
     rank_of_cell = np.zeros((problem.num_groups, len(problem.work)), np.int32)
     rank_of_cell[:, cells.cell] = rank.reshape(problem.num_groups, -1)
     group_of = np.arange(len(graph.head_groups)) * (problem.num_groups > 1)

@@ -1,19 +1,20 @@
 """Solver `hypergraph`: Mt-KaHyPar (extra `dyncp[hypergraph]`), repaired to the balance limits.
 
-Vertex b is token block b together with its diagonal tile, if it has one; every other (query block,
-key block) with work is a vertex of its own, over all masks and head groups. Block b has two
-hyperedges, b for its query side and B + b for its key side, each with the vertex of the block and
-those of the tiles on that side. Two blocks of a causal sequence:
+Vertex b is token block b with its diagonal tile, if it has one. Every other pair of query block and
+key block with work is a separate vertex; masks and head groups are summed. Block b has two
+hyperedges, b for its query side and B + b for its key side; each joins the vertex of the block with
+the tiles on that side. Two blocks of a causal sequence:
 
     tiles   00            vertices  0: block 0, tile 00    edges  Q0: 0      K0: 0 2
             10 11                   1: block 1, tile 11           Q1: 1 2    K1: 1
                                     2: tile 10
 
-An edge costs its weight for every part that it touches besides the first. The hypergraph is split
-between the nodes, then between the ranks of each; moves of single tiles and blocks do the rest. The
-library holds the GIL, so it runs in processes of its own (hypergraph_worker.py), which may crash or
-hang without harm to the planner: one splits between nodes, one between the ranks of all nodes. A
-few splits with different weights are each refined; the cheapest is kept.
+An edge costs its weight for every part that it touches except the first. The hypergraph is split
+between the nodes, then between the ranks of each node; then single tiles and blocks are moved until
+the limits hold. The library holds the GIL, so it runs in separate processes (hypergraph_worker.py),
+which may crash or hang without harming the planner: one process splits between nodes, another
+between the ranks of all nodes. A few splits with different weights are refined and the cheapest is
+kept.
 """
 
 import pickle
@@ -38,37 +39,28 @@ from dyncp.placement.static_layouts import deal_loads
 from dyncp.placement.tile_moves import State
 from dyncp.topology import Topology
 
-# The library's weights are 32 bits wide, and so are its sums of weights: of all vertices, and of
-# all edges times the parts they touch.
+# The library has 32-bit weights. The sum over all vertices, and over all edges times the parts that
+# they touch, must also fit into 32 bits.
 VERTEX_TOTAL, EDGE_TOTAL = 2**30, 2**22
-# What the library accepts and can meet; repair has the last word on balance.
+# Imbalances that the library accepts and can reach; repair then enforces the limits.
 LEAST_IMBALANCE, MOST_IMBALANCE = 0.01, 1.0
-# One round of repair makes a limited number of moves; thousands of tiles may need more.
+# Rounds of repair: each makes a limited number of moves, and thousands of tiles may need more.
 MAX_ROUNDS = 8
-# How much of a vertex's weight is work, the rest being tokens. The best of the three moves 9 %
-# fewer bytes than the first alone, over 18 batches on 32 ranks (links alike).
+# Shares of work in a vertex's weight; the rest is tokens. The best of the three moves 9 % fewer
+# bytes than the first alone, over 18 batches on 32 ranks (all links equal).
 WORK_SHARES = (1.0, 0.75, 0.5)
-# From this many tiles on, one split has to do: 33,000 take 5 s.
+# From this many tiles on, only the first share is tried: 33,000 tiles take 5 s.
 MANY_TILES = 10_000
 # Seconds that the library may take for all splits of a level.
 TIMEOUT = 60.0
-
-
 NAME = "hypergraph"
 
 
 class SolverError(RuntimeError):
-    """The solver gave no placement, for a reason that lies outside the batch."""
+    """The solver gave no placement, and the batch is not the reason."""
 
     def __init__(self, solver: str, reason: str) -> None:
         super().__init__(f"solver {solver!r} gave no placement: {reason}")
-
-
-def check_installed() -> None:
-    if find_spec("mtkahypar") is None:
-        raise SolverError(
-            NAME, "the package mtkahypar is not installed; pip install 'dyncp[hypergraph]'"
-        )
 
 
 # The hypergraph, and how it is split and refined.
@@ -81,8 +73,8 @@ class Hypergraph(NamedTuple):
     pins: Int64  # vertices of each edge
 
     def restrict(self, vertices: Int64) -> "Hypergraph":
-        """The part on `vertices`, numbered in this order; edges with one vertex left are dropped,
-        since they cost nothing anywhere."""
+        """The sub-hypergraph of `vertices`, numbered in this order. Edges with fewer than two
+        vertices left are dropped because they cost nothing."""
         label = np.full(len(self.vertex_weight), -1)
         label[vertices] = np.arange(len(vertices))
         edge, pins = np.repeat(np.arange(len(self.edge_weight)), np.diff(self.start)), self.pins
@@ -98,8 +90,8 @@ class Hypergraph(NamedTuple):
 
 
 def build_hypergraph(problem: Problem, cells: Cells, work_share: float) -> Hypergraph:
-    """Vertices weigh their share of the batch's work and of its tokens, in the ratio of
-    `work_share` to the rest: there is one weight for two limits."""
+    """A vertex weighs `work_share` times its share of the batch's work, plus the rest times its
+    share of the tokens, because the library has one weight for two limits."""
     num_blocks, vertex, tokens = len(problem.tokens), vertex_of(problem, cells), problem.tokens
     blocks, off = np.arange(num_blocks), cells.q_block != cells.k_block
     edge = np.concatenate(
@@ -134,7 +126,8 @@ def _whole_numbers(weight: Float64, total: int) -> Int64:
 def partition(
     hypergraphs: Sequence[Hypergraph], parts: int, imbalance: float, timeout: float
 ) -> list[Int64]:
-    """The part of every vertex, by Mt-KaHyPar in a process that ends with its answer."""
+    """The part of every vertex of each hypergraph. Runs Mt-KaHyPar in a process that ends with its
+    answer."""
     given = [[array.tolist() for array in hypergraph] for hypergraph in hypergraphs]
     words = [sys.executable, "-P", worker.__file__]
     try:
@@ -164,12 +157,12 @@ def split_along(
     seed: int,
     timeout: float,
 ) -> list[Int64]:
-    """The rank of every vertex of each hypergraph, all with the same vertices: nodes are split
-    first, then the ranks of each. The library has no seed in its deterministic preset, so the seed
-    chooses the order in which it sees the vertices.
+    """The rank of every vertex of each hypergraph; all hypergraphs have the same vertices. Splits
+    between nodes first, then between the ranks of each node. The library's deterministic preset
+    ignores seeds, so `seed` shuffles the vertices.
 
-    Nodes get half of the tolerance: on 18 batches with links alike, 0.05 and then 0.1 moved 3 %
-    fewer bytes than 0.05 twice, and 6 % fewer than 0.01 and 0.03.
+    The split between nodes gets half of the tolerance: on 18 batches with equal links, 0.05 and
+    then 0.1 moved 3 % fewer bytes than 0.05 twice, and 6 % fewer than 0.01 and 0.03.
     """
     order = np.random.default_rng(seed).permutation(len(hypergraphs[0].vertex_weight))
     shuffled = [hypergraph.restrict(order) for hypergraph in hypergraphs]
@@ -187,7 +180,7 @@ def split_along(
 def _split(
     hypergraphs: Sequence[Hypergraph], parts: int, imbalance: float, timeout: float
 ) -> list[Int64]:
-    """The part of every vertex. Where there is nothing to choose, the library is not asked."""
+    """The part of every vertex. Trivial splits do not call the library."""
     found, asked = dict[int, Int64](), list[int]()
     for i, (weight, edges, *_) in enumerate(hypergraphs):
         if parts == 1 or len(weight) <= parts or not len(edges):
@@ -202,8 +195,8 @@ def _split(
 
 
 def _refine(given: State, cells: Cells, vertex: Int64, vertex_rank: Int64) -> Solution:
-    """Makes the ranks of vertices meet both limits, at few bytes, in several rounds; each starts
-    with every diagonal tile where its block is."""
+    """Moves vertices in several rounds until both limits hold, at few bytes. Each round starts with
+    every diagonal tile on its block's rank."""
     tile_rank, block_rank = vertex_rank[vertex], vertex_rank[: len(given.tokens)].copy()
     diagonal, rounds = cells.q_block == cells.k_block, []
     for _ in range(MAX_ROUNDS):
@@ -219,9 +212,11 @@ def _refine(given: State, cells: Cells, vertex: Int64, vertex_rank: Int64) -> So
 def place_hypergraph(
     graph: BlockGraph, topology: Topology, limits: Limits, seed: int, timeout: float = TIMEOUT
 ) -> Placement:
-    """Raises SolverError when mtkahypar is not installed, fails, or takes longer than `timeout`."""
-    check_installed()
-    # Head groups are placed together, as one.
+    """Raises SolverError if mtkahypar is not installed, fails, or takes longer than `timeout`."""
+    if find_spec("mtkahypar") is None:
+        missing = "the package mtkahypar is not installed; pip install 'dyncp[hypergraph]'"
+        raise SolverError(NAME, missing)
+    # All head groups are placed together.
     problem = make_problem(graph)._replace(group_end=np.array([0.0, 1.0]))
     cells, tolerance = find_cells(problem), limits.tolerances
     vertex = vertex_of(problem, cells)

@@ -1,8 +1,8 @@
-"""The process that calls Mt-KaHyPar, once. It is started as a file and imports nothing of dyncp.
+"""The process that calls Mt-KaHyPar once. It runs as a script and imports nothing from dyncp.
 
-Standard input has a pickle of (hypergraphs, parts, imbalance, seconds); a hypergraph is four lists:
-the weights of vertices and of edges, where the pins of each edge start, and the pins. Standard
-output gets a pickle of the lists of parts, or of a message where the library failed.
+It reads a pickle of (hypergraphs, parts, imbalance, seconds) from standard input. A hypergraph is
+four lists: vertex weights, edge weights, the start of each edge's pins, and the pins. It writes a
+pickle to standard output: one list of parts per hypergraph, or a message if the library failed.
 """
 
 import math
@@ -24,7 +24,7 @@ def partition(
     hypergraph: list[list[int]], parts: int, imbalance: float, threads: int = 1
 ) -> list[int]:
     """The part of every vertex. The deterministic preset gives the same parts for any number of
-    threads, and takes no seed; planners run on many processes at once, so one is the default."""
+    threads and ignores seeds. One thread is the default because many planners run at once."""
     import mtkahypar
 
     library = _initialize(mtkahypar, threads)
@@ -40,9 +40,9 @@ def partition(
 
 def main() -> None:
     replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what the library prints must not mix with replies
+    os.dup2(2, 1)  # keeps the library's prints out of the reply
     hypergraphs, parts, imbalance, seconds = pickle.load(sys.stdin.buffer)
-    if hasattr(signal, "alarm"):  # ends a hanging worker whose parent is gone
+    if hasattr(signal, "alarm"):  # ends a hanging worker even if its parent is gone
         signal.alarm(math.ceil(seconds) + 1)
     reply: Any
     try:
@@ -51,7 +51,7 @@ def main() -> None:
         reply = f"{type(error).__name__}: {error}"
     pickle.dump(reply, replies)
     replies.flush()
-    os._exit(0)  # without the library's own clean-up, which has crashed in the past
+    os._exit(0)  # skips the library's clean-up, which has crashed in the past
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Groups per document (Megatron's hybrid context parallelism).
 
-A document goes to the smallest power of two of ranks whose share of it fits a budget of tokens, in
-zigzag over neighbouring ranks that start at a multiple of that number. Lengths 900 400 200 200 on
-4 ranks with a budget of 450 tokens:
+A document is split in zigzag over neighbouring ranks. Their number is the smallest power of two for
+which each rank's share fits a budget of tokens, and the first rank is a multiple of it. Lengths
+900 400 200 200 on 4 ranks with a budget of 450 tokens:
 
     ranks      0    1    2    3
-             [900/2  ] [400] [200]      then the last 200 beside the other
+             [900/2  ] [400] [200]      rank 3 also gets the last 200
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,12 @@ from functools import partial
 
 import numpy as np
 
-from dyncp.arrays import Float64, Int64, frozen
-from dyncp.blocks import BlockGraph, TokenBlocks
+from dyncp.arrays import Float64, Int64, frozen, ranges_of
+from dyncp.blocks import BlockGraph
 from dyncp.placement.placement import Limits, Placement, Traffic
+from dyncp.placement.problem import level_pieces
 from dyncp.placement.solver import Degrees, Solver
-from dyncp.placement.static_layouts import chunk_sizes, deal, sequence_load, zigzag_ranks
+from dyncp.placement.static_layouts import chunk_sizes, sequence_load, zigzag_ranks
 from dyncp.topology import Topology
 
 
@@ -29,8 +30,9 @@ def hybrid_with_budget(tokens: int) -> Solver:
 
 
 def hybrid_candidates(lengths: Sequence[int], topology: Topology) -> list[Solver]:
-    """Budgets of a fair share of the tokens, and of halves of it while groups are large enough:
-    smaller budgets spread long documents over more ranks."""
+    """megatron_hybrid with a budget of a rank's fair share of the tokens, and of 1/2, 1/4 and 1/8
+    of it if the longest document then still fits: smaller budgets spread long documents over more
+    ranks."""
     most = 1 << (topology.num_ranks.bit_length() - 1)
     budgets = [-(-sum(lengths) // (most * part)) for part in (2, 4, 8)]
     fitting = [budget for budget in budgets if budget * most >= max(lengths)]
@@ -43,8 +45,8 @@ def _solver(name: str, budget: int | None) -> Solver:
 
 
 def group_sizes(lengths: Sequence[int], num_ranks: int, budget: int | None) -> Int64:
-    """Ranks of every document. Without a budget, it is a fair share of the batch's tokens, so that
-    one document that is the whole batch gets all ranks (or the power of two below)."""
+    """Number of ranks of every document. The default budget is a fair share of the batch's tokens,
+    so a document that is the whole batch gets all ranks (or the next lower power of two)."""
     most = 1 << (num_ranks.bit_length() - 1)
     share = -(-sum(lengths) // most) if budget is None else budget
     needed = -(-np.asarray(lengths, np.int64) // share)
@@ -73,32 +75,26 @@ def _place(
     num_ranks, lengths = topology.num_ranks, graph.batch.lengths
     sizes = group_sizes(lengths, num_ranks, budget)
     first_rank = deal_documents(sequence_load(graph), sizes, num_ranks)
-    owner = first_rank[graph.blocks.sequence] + _positions(graph, sizes)
+    sequence = graph.blocks.sequence
+    owner = first_rank[sequence] + zigzag_ranks(graph, sizes[sequence])
     rings, ring = _rings(first_rank, sizes)
     groups = len(graph.head_groups)
-    traffic = Traffic(
-        "ring",
-        rings,
-        frozen(np.repeat(ring[graph.blocks.sequence][:, None], groups, axis=1)),
-        frozen(np.repeat(owner[:, None], groups, axis=1)),
-    )
+    ring, home = (np.repeat(own[:, None], groups, axis=1) for own in (ring[sequence], owner))
+    traffic = Traffic("ring", rings, frozen(ring), frozen(home))
     return Placement.where_queries_live(graph, num_ranks, owner, name, static=True, traffic=traffic)
 
 
 def hybrid_shares(load: Float64, sizes: Int64, first: Int64, num_ranks: int) -> Float64:
-    """What each rank has of the batch's work and tokens if every document is split evenly; `sizes`
-    are those of the documents' groups, which begin at rank `first`."""
-    shares, one = np.zeros((num_ranks, 2)), sizes == 1
-    np.add.at(shares, first[one], load[one])
-    for document in np.flatnonzero(~one).tolist():
-        begin, size = first[document], sizes[document]
-        shares[begin : begin + size] += load[document] / size
+    """Each rank's share of the batch's work and tokens, [ranks, 2], if every document is split
+    evenly over its group: `sizes` ranks from rank `first` on."""
+    shares, part = np.zeros((num_ranks, 2)), load / sizes[:, None]
+    np.add.at(shares, ranges_of(first, sizes), np.repeat(part, sizes, axis=0))
     return shares
 
 
 def ring_seconds(lengths: Sequence[int], sizes: Int64, first: Int64, topology: Topology) -> float:
-    """Per byte of a token's keys and values: what these take on the busiest link at least, when all
-    of a document but a rank's own share goes from each rank of its group to the next."""
+    """Least seconds on the busiest link, per byte of a token's keys and values. Every rank of a
+    group sends all of the document, except its own share, to the next rank."""
     ranks = topology.ranks_per_node
     port, nic = np.zeros(topology.num_ranks), np.zeros(topology.nodes)
     for document in np.flatnonzero(sizes > 1).tolist():
@@ -106,15 +102,15 @@ def ring_seconds(lengths: Sequence[int], sizes: Int64, first: Int64, topology: T
         moved = length - 2 * -(-length // (2 * size))
         if ranks % size == 0:
             port[begin : begin + size] += moved
-        else:  # over the borders of all nodes that it has as a whole
+        else:  # crosses the borders of all nodes that the group covers completely
             nic[-(-begin // ranks) : (begin + size) // ranks] += moved
     between = float(nic.max()) / topology.nic_bandwidth if topology.nodes > 1 else 0.0
     return max(float(port.max()) / topology.intra.bandwidth, between)
 
 
 def deal_documents(load: Float64, sizes: Int64, num_ranks: int) -> Int64:
-    """First rank of every document's group: the most loaded per rank goes first, to the aligned
-    group whose fullest rank stays lowest."""
+    """First rank of every document's group: the document with the most load per rank goes first, to
+    the aligned group whose fullest rank stays lowest."""
     per_rank = load / sizes[:, None]
     rank_load, first = np.zeros((num_ranks, 2)), np.zeros(len(sizes), np.int64)
     order = np.lexsort((-per_rank.max(axis=1), -sizes))
@@ -125,24 +121,13 @@ def deal_documents(load: Float64, sizes: Int64, num_ranks: int) -> Int64:
         fullest = (aligned + per_rank[document]).max(axis=(1, 2))
         first[document] = fullest.argmin() * size
         rank_load[first[document] : first[document] + size] += per_rank[document]
-    deal(load, order[several:], rank_load, first)
+    whole, caps = order[several:], np.ones_like(rank_load)
+    level_pieces(load, whole, len(whole), -1, rank_load, caps, first, 0)
     return first
 
 
-def _positions(graph: BlockGraph, sizes: Int64) -> Int64:
-    """Zigzag position of every block in its document's group."""
-    position = np.zeros(len(graph.blocks), np.int64)
-    size_of_block = sizes[graph.blocks.sequence]
-    lengths = np.asarray(graph.batch.lengths, np.int64)[graph.blocks.sequence]
-    for size in np.unique(sizes).tolist():
-        mine, blocks = size_of_block == size, graph.blocks
-        part = TokenBlocks(blocks.sequence[mine], blocks.start[mine], blocks.end[mine])
-        position[mine] = zigzag_ranks(part, lengths[mine], size)
-    return position
-
-
 def _rings(first_rank: Int64, sizes: Int64) -> tuple[tuple[tuple[int, ...], ...], Int64]:
-    """The different groups, and each document's number among them."""
+    """The distinct groups, and the index of each document's group."""
     spans, ring = np.unique(np.stack([first_rank, sizes], 1), axis=0, return_inverse=True)
     rings = tuple(tuple(range(first, first + size)) for first, size in spans.tolist())
     return rings, ring.reshape(-1)

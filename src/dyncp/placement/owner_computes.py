@@ -1,34 +1,30 @@
-"""The solver `owner_computes`: every tile runs where one of its blocks lives.
+"""The solver `owner_computes`: every tile runs on the owner of one of its blocks.
 
-Usually that is its query block, so that only keys travel. A row that is too heavy for one rank (the
-last rows of causal blockwise attend everything) is computed by the owners of its keys instead; then
-its queries travel to them and partial outputs come back.
+Usually that is its query block, so only keys and values are sent. A row that is too heavy for one
+rank (the last rows of causal blockwise attend everything) is computed by the owners of its keys;
+they receive its queries and send partial outputs back.
 
-First nodes: whole sequences, then the fewest bytes over their borders that keep the limits. Then
-the ranks of each node, whose links are fast: they are balanced more tightly than the limits
-require. Where nothing crosses a node's border, its sequences are cut into bands, so that little
-travels inside; otherwise its blocks are dealt out over all ranks, so that all of its NICs share
-what crosses. Only where a limit is missed do blocks move between nodes again.
+Nodes come first: whole sequences, then the cuts that keep the limits with the fewest bytes over the
+node borders. Then the ranks of each node, whose links are fast: they are balanced more tightly than
+the limits require. If nothing crosses a node's border, its sequences are cut into bands, so that
+little is sent inside the node. Otherwise its blocks are dealt to all of its ranks, so that all of
+its NICs share the traffic. Blocks change nodes again only if a limit is missed.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 
 from dyncp.arrays import Bool, Float64, Int64, frozen
 from dyncp.blocks import BLOCK_MULTIPLE, BlockGraph, choose_sizes_by_work
 from dyncp.placement.cuts import SplitStrategy
-from dyncp.placement.owner_levelling import (
-    BlockOwners,
-    TileNeeds,
-    find_needs,
-    level,
-    own_blocks,
-)
+from dyncp.placement.owner_levelling import BlockOwners, level, own_blocks
 from dyncp.placement.placement import Limits, Placement
 from dyncp.placement.problem import (
+    Cells,
     Problem,
     find_cells,
     fold,
@@ -40,22 +36,39 @@ from dyncp.placement.solver import Solver
 from dyncp.placement.split import Region, region_of_rows, split_rows, whole_batch
 from dyncp.topology import Topology
 
-# docs/planner.md has what these and the cuts below are worth (benchmarks/planner_ablation.py).
+# docs/planner.md says what these constants and the cuts below are worth.
 #
 # Share of the compute tolerance that nodes may use; the rest is left to their ranks.
 NODE_SHARE = 0.6
-# Ranks of a node are levelled to its mean work within this share.
+# Ranks of a node are levelled to within this share of its mean work.
 INSIDE = 0.01
-# Moves and swaps between nodes, and then between ranks, at most.
+# Maximum number of moves and swaps between nodes, and then between ranks.
 NODE_MOVES, RANK_MOVES = 100, 400
-# Blocks per rank where they are fine.
+# Blocks per rank of `owner_computes_fine`.
 FINE = 16
+
+
+class TileNeeds(NamedTuple):
+    """Every off-diagonal tile's home block, which it runs with, and the edge that it needs besides.
+    Edges 0 to B - 1 are the key sides of blocks, B to 2B - 1 their query sides."""
+
+    home: Int64
+    edge: Int64
+    size: Float64  # [2 × blocks] bytes that an edge costs per rank
+    load: Float64  # [blocks, 2] work of the tiles at home there, tokens of the block
+
+    def users(self, rank: Int64, num_ranks: int) -> Bool:
+        """Which ranks need which edges if blocks have these ranks, [edges, ranks]."""
+        users = np.zeros((len(self.size), num_ranks), np.bool_)
+        users[self.edge, rank[self.home]] = True
+        users[np.arange(len(users)), np.tile(rank, 2)] = True
+        return users
 
 
 @dataclass(frozen=True, eq=False)
 class NodeCuts:
-    """What the nodes of blocks are chosen from: the batch with heavy rows folded away, as a whole
-    region, what tiles need, and the work and tokens that a node may have."""
+    """Input for choosing the nodes of blocks: the batch without heavy rows, the same as a region,
+    what tiles need, and the work and tokens that a node may have."""
 
     problem: Problem
     needs: TileNeeds
@@ -64,14 +77,24 @@ class NodeCuts:
     caps: Float64
 
     def own(self, node: Int64) -> BlockOwners:
-        return own_blocks(self.needs, self.topology, self.caps, node)
+        return own_blocks(self.needs.load, self.topology, self.caps, node)
+
+    def border_cost(self, owned: BlockOwners) -> float:
+        """Bytes over the busiest border of a node, one way, plus a penalty for missed aims."""
+        owner, users = np.tile(owned.rank, 2), self.needs.users(owned.rank, len(owned.used))
+        received = np.where(users, self.needs.size[:, None], 0.0)
+        received[np.arange(len(owner)), owner] = 0.0
+        sent = np.bincount(owner, received.sum(axis=1), received.shape[1])
+        busiest = max(received.sum(axis=0).max(), sent.max())
+        missed = np.maximum(owned.used / owned.aim - 1 - 1e-9, 0).sum()
+        return float(busiest + 0.1 * received.sum() + 1e3 * missed * self.needs.size.sum())
 
 
 def place_owner_computes(
     graph: BlockGraph, topology: Topology, limits: Limits, _seed: int
 ) -> Placement:
     ranks, tolerance = topology.num_ranks, limits.tolerances
-    # Several tolerances are tried one after the other.
+    # The planner tries several tolerances with the same graph.
     prepared = graph.remember(("owner_computes", ranks), lambda: _prepare(graph, ranks))
     heavy, problem, needs, whole = prepared
     mean = problem.mean(ranks)
@@ -79,13 +102,13 @@ def place_owner_computes(
     caps = mean * topology.ranks_per_node * (1 + slack)
     nodes = NodeCuts(problem, needs, whole, Topology(topology.nodes, 1), caps)
     node = _place_nodes(nodes)
-    dealt = _crossed(nodes.own(node))
+    crossed = _crossed(needs.users(node, topology.nodes))
     rank = np.zeros(len(node), np.int64)
     for m in range(topology.nodes):
-        place = _deal if dealt[m] else _cut_bands
+        place = _deal if crossed[m] else _cut_bands
         own = node == m
         rank[own] = m * topology.ranks_per_node + place(nodes, own, topology, mean, tolerance)
-    owned = own_blocks(needs, topology, mean * (1 + tolerance), rank)
+    owned = own_blocks(needs.load, topology, mean * (1 + tolerance), rank)
     speed = topology.rank_speeds / topology.rank_speeds.mean()
     owned.limit[:, 0] *= speed
     owned.aim[:, 0] *= speed
@@ -100,36 +123,47 @@ def place_owner_computes(
 
 
 def _prepare(graph: BlockGraph, num_ranks: int) -> tuple[Bool, Problem, TileNeeds, Region]:
-    """What does not depend on limits: the heavy query blocks, the problem with these folded away,
-    what tiles need, and the whole batch."""
+    """Everything that does not depend on limits: which query blocks are heavy, the problem with
+    their work folded into other rows, what tiles need, and the whole batch as a region."""
     problem = make_problem(graph)
     cells = find_cells(problem)
     chosen = heavy_cells(problem, cells, num_ranks)
     heavy = np.zeros(len(problem.tokens), np.bool_)
     heavy[chosen.q_block] = True
     folded = fold(problem, chosen)
-    return heavy, folded, find_needs(problem, cells, heavy), whole_batch(folded)
+    return heavy, folded, _find_needs(problem, cells, heavy), whole_batch(folded)
+
+
+def _find_needs(problem: Problem, cells: Cells, heavy: Bool) -> TileNeeds:
+    """Tiles run with their query block, tiles of `heavy` query blocks with their key block."""
+    blocks, by_key = len(problem.tokens), heavy[cells.q_block]
+    home = np.where(by_key, cells.k_block, cells.q_block)
+    edge = np.where(by_key, cells.q_block + blocks, cells.k_block)
+    off_diagonal = cells.q_block != cells.k_block
+    work = np.bincount(home, problem.work[cells.cell], blocks)
+    size = np.concatenate([problem.kv_bytes, problem.q_bytes])
+    load = np.stack([work, problem.tokens], axis=1)
+    return TileNeeds(home[off_diagonal], edge[off_diagonal], size, load)
 
 
 def _token_slack(problem: Problem, mean: float, tolerance: float) -> float:
-    """What nodes may use of the tolerance when ranks hold whole blocks of cut sequences: with
-    limit 1.2 and blocks of 1/8 of the mean, 9 blocks, that is 1.125."""
+    """How much of the token tolerance nodes may use. Ranks hold whole blocks of cut sequences: with
+    limit 1.2 and blocks of 1/8 of the mean, a rank holds at most 9 blocks, 1.125 of the mean."""
     cut = np.repeat(np.diff(problem.first_block) > 1, np.diff(problem.first_block))
     block = float(problem.tokens[cut].max(initial=0))
     usable = np.floor(mean * (1 + tolerance) / block) * block / mean - 1 if block else tolerance
     return float(np.clip(0.95 * usable, 0.3 * tolerance, 0.8 * tolerance))
 
 
-def _crossed(owned: BlockOwners) -> Bool:
-    """Nodes that send or receive anything; `owned` has one rank per node."""
-    crossing = np.flatnonzero((owned.users > 0).sum(axis=1) > 1)
-    return np.asarray((owned.users[crossing] > 0).any(axis=0))
+def _crossed(users: Bool) -> Bool:
+    """Which nodes send or receive anything; `users` is [edges, nodes]."""
+    return np.asarray(users[users.sum(axis=1) > 1].any(axis=0))
 
 
 def _cut_bands(
     nodes: NodeCuts, own: Bool, topology: Topology, mean: Float64, tolerance: Float64
 ) -> Int64:
-    """Rank within the node of its own blocks: recursive bisection with row cuts only."""
+    """Rank inside the node of each of its blocks, by recursive bisection that cuts rows only."""
     if not own.any():
         return np.zeros(0, np.int64)
     inside = Topology(1, topology.ranks_per_node)
@@ -143,30 +177,30 @@ def _cut_bands(
 def _deal(
     nodes: NodeCuts, own: Bool, topology: Topology, mean: Float64, tolerance: Float64
 ) -> Int64:
-    """Rank within the node of its own blocks: heaviest first, each to the least loaded rank."""
+    """Rank inside the node of each of its blocks: heaviest first, each to the least loaded rank."""
     load = nodes.needs.load[own]
     share = np.maximum(load.sum(axis=0) / topology.ranks_per_node, 1e-9 * mean)
     return level_all(load, share * (1 + 0.5 * tolerance), topology.ranks_per_node)
 
 
 def _aim_at_node_means(owned: BlockOwners, speed: Float64) -> None:
-    """Each rank's share of what its node has, by its speed."""
+    """Sets each rank's aim to its share, by speed, of the work that its node has."""
     work, speed = (own.reshape(-1, owned.per_node) for own in (owned.used[:, 0], speed))
     aim = work.sum(axis=1, keepdims=True) * speed / speed.sum(axis=1, keepdims=True)
     aim = np.maximum(aim.ravel() * (1 + INSIDE), 1e-9)
     owned.aim[:, 0] = np.minimum(owned.limit[:, 0], aim)
 
 
-# The node of every block: few bytes over the borders of nodes, within their budgets.
+# The node of every block: few bytes over the node borders, within the caps of the nodes.
 #
-# Several cuts are tried and the best kept: whole sequences; sequences too long for a node cut into
-# pieces, which are then levelled like sequences; and recursive bisection.
+# Several cuts are tried and the best is kept: whole sequences; pieces of sequences that are too
+# long for a node, levelled like sequences; and recursive bisection.
 
-# Pieces have at most this share of a node.
+# Most of a node's share that a piece may have.
 PIECES = (1.0, 0.93, 0.85, 0.5)
-# Up to so many nodes are also split off one by one.
+# With at most this many nodes, bisection also splits nodes off one by one.
 PEELED = 32
-# The best cuts before levelling are levelled.
+# How many of the cheapest cuts are levelled.
 LEVELLED = 5
 
 
@@ -176,10 +210,10 @@ def _place_nodes(nodes: NodeCuts) -> Int64:
     if (best.used <= best.aim * (1 + 1e-9)).all():
         return best.rank
     cuts = {cut.tobytes(): cut for cut in (best.rank, *_cuts(nodes, sequence))}
-    options = sorted(map(nodes.own, cuts.values()), key=_border_cost)
-    for owned in options[:LEVELLED]:
+    options = sorted(map(nodes.own, cuts.values()), key=nodes.border_cost)[:LEVELLED]
+    for owned in options:
         level(owned, NODE_MOVES, True)
-    return min(options[:LEVELLED], key=_border_cost).rank
+    return min(options, key=nodes.border_cost).rank
 
 
 def _cuts(nodes: NodeCuts, sequence: Int64) -> Iterator[Int64]:
@@ -193,61 +227,50 @@ def _cuts(nodes: NodeCuts, sequence: Int64) -> Iterator[Int64]:
 
 
 def _level_pieces(nodes: NodeCuts, piece: Int64) -> Int64:
-    """Levels pieces over nodes; `piece` is the number of every block's piece."""
+    """Node of every block after levelling pieces over nodes; `piece` is every block's piece."""
     load = np.stack([np.bincount(piece, column) for column in nodes.needs.load.T], axis=1)
     place = level_all(load.astype(np.float64), nodes.caps, nodes.topology.num_ranks)
     return place[piece]
 
 
 def _from_the_end(nodes: NodeCuts, sequence: Int64, most: float) -> Int64:
-    """Pieces that fill a share of a node, counted from the end of a sequence: what is left over
-    is its beginning, whose keys alone cross the border."""
-    share = nodes.needs.load[:, 0] / nodes.caps[0]
-    total = np.bincount(sequence, share)
-    after = total[sequence] - (np.cumsum(share) - (np.cumsum(total) - total)[sequence])
-    part = np.floor((after + share / 2) / most).astype(np.int64)
-    return _number(sequence, part)
+    """Pieces that fill a share of a node, from the end of a sequence. The rest is its beginning,
+    and only the keys of the beginning cross the border."""
+    total, middle = _sum_up(nodes.needs.load[:, 0] / nodes.caps[0], sequence)
+    return _number(sequence, np.floor((total[sequence] - middle) / most))
 
 
 def _evenly(nodes: NodeCuts, sequence: Int64, most: float) -> Int64:
     """Pieces of equal work."""
-    share = nodes.needs.load[:, 0] / nodes.caps[0]
-    total = np.bincount(sequence, share)
+    total, middle = _sum_up(nodes.needs.load[:, 0] / nodes.caps[0], sequence)
     pieces = np.ceil(total / most)
-    middle = np.cumsum(share) - (np.cumsum(total) - total)[sequence] - share / 2
     part = np.floor(middle / np.maximum(total, 1e-12)[sequence] * pieces[sequence])
-    return _number(sequence, part.astype(np.int64))
+    return _number(sequence, part)
 
 
 def _zigzag(nodes: NodeCuts, sequence: Int64, most: float) -> Int64:
-    """Pieces of one band from the beginning and one from the end, equal in tokens."""
+    """Pieces of a band from the beginning and a band from the end, with equal tokens."""
     pieces = np.ceil(np.bincount(sequence, nodes.needs.load[:, 0] / nodes.caps[0]) / most)
-    tokens = nodes.needs.load[:, 1]
-    total = np.bincount(sequence, tokens)
-    middle = np.cumsum(tokens) - (np.cumsum(total) - total)[sequence] - tokens / 2
+    total, middle = _sum_up(nodes.needs.load[:, 1], sequence)
     band = np.floor(middle / total[sequence] * 2 * pieces[sequence])
-    return _number(sequence, np.minimum(band, 2 * pieces[sequence] - 1 - band).astype(np.int64))
+    return _number(sequence, np.minimum(band, 2 * pieces[sequence] - 1 - band))
 
 
-def _number(sequence: Int64, part: Int64) -> Int64:
+def _sum_up(load: Float64, sequence: Int64) -> tuple[Float64, Float64]:
+    """The load of every sequence, and that of its blocks up to the middle of every block."""
+    total = np.bincount(sequence, load)
+    return total, np.cumsum(load) - (np.cumsum(total) - total)[sequence] - load / 2
+
+
+def _number(sequence: Int64, part: Float64) -> Int64:
+    """Numbers the pieces: blocks of one sequence with the same part."""
     _, piece = np.unique(sequence * (part.max() + 1) + part, return_inverse=True)
     return piece.reshape(-1)
 
 
-def _border_cost(owned: BlockOwners) -> float:
-    """Bytes over the busiest border (a node's, one way), and a penalty where aims are missed."""
-    owner = np.tile(owned.rank, 2)
-    comes = np.where(owned.users > 0, owned.size[:, None], 0.0)
-    comes[np.arange(len(owner)), owner] = 0.0
-    leaves = np.bincount(owner, comes.sum(axis=1), comes.shape[1])
-    busiest = max(comes.sum(axis=0).max(), leaves.max())
-    missed = np.maximum(owned.used / owned.aim - 1 - 1e-9, 0).sum()
-    return float(busiest + 0.1 * comes.sum() + 1e3 * missed * owned.size.sum())
-
-
 def fine_block_sizes(lengths: Sequence[int], num_ranks: int) -> Int64:
-    """Like `choose_sizes_by_work`, but no block has more than about 1/16 of a rank's tokens, so
-    that tokens can be levelled where they cost time."""
+    """Like `choose_sizes_by_work`, but no block has more than about 1/16 of a rank's tokens: small
+    blocks balance tokens more tightly."""
     most = max(BLOCK_MULTIPLE, sum(lengths) // num_ranks // FINE // BLOCK_MULTIPLE * BLOCK_MULTIPLE)
     return np.minimum(choose_sizes_by_work(lengths, num_ranks), most)
 

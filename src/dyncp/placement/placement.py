@@ -1,4 +1,4 @@
-"""Placement: which rank owns each token block and computes each tile, and its balance."""
+"""Placement: which rank owns each token block and computes each tile; its balance and bytes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,13 +9,13 @@ from dyncp.arrays import Float64, Int32, Int64, distinct_pairs, frozen
 from dyncp.blocks import K_KINDS, Q_KINDS, BlockGraph, Direction
 
 _ROUNDING = 1e-9
-# Compute and tokens.
+# For compute and tokens.
 DEFAULT_TOLERANCES = (0.1, 0.2)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Balance limits: the fullest rank may exceed the mean by this share; None sets no limit."""
+    """How far the fullest rank may exceed the mean, as a share of it; None sets no limit."""
 
     compute_tolerance: float | None = None
     token_tolerance: float | None = None
@@ -28,7 +28,7 @@ class Limits:
                 raise ValueError(f"{name} is {value}; must be a number of at least 0, or None")
 
     def missed(self, compute: float, tokens: float) -> float:
-        """By how much these shares of the mean exceed the limits, in all."""
+        """Sum of the excesses over both limits; the arguments are multiples of the mean."""
         pairs = ((compute, self.compute_tolerance), (tokens, self.token_tolerance))
         return sum(
             max(0.0, share - 1 - tolerance - _ROUNDING)
@@ -38,19 +38,20 @@ class Limits:
 
     @property
     def tolerances(self) -> Float64:
-        """Of compute and tokens, for solvers that aim at some balance where none is asked for."""
+        """Tolerances of compute and tokens that solvers aim at; defaults replace None."""
         pairs = zip((self.compute_tolerance, self.token_tolerance), DEFAULT_TOLERANCES, strict=True)
-        return np.array([default if asked is None else asked for asked, default in pairs])
+        return np.array([default if given is None else given for given, default in pairs])
 
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """Where a static method sends keys and values, whether a mask needs them there or not.
+    """Where a static method sends keys and values, even if the mask does not need them there.
 
-    Head group g of block b starts from rank `home[b, g]` (the owner, or where an all-to-all over
-    heads puts it) and visits the ranks of `rings[ring[b, g]]`, in pattern "ring" from neighbour to
-    neighbour, in pattern "all_gather" straight from its home. `node` (per rank) makes an
-    all-gather send every block to each node once and pass it on there.
+    Head group g of block b starts at rank `home[b, g]` (the owner, or the rank that an all-to-all
+    over heads sends it to) and visits the ranks of `rings[ring[b, g]]`: pattern "ring" passes it
+    from neighbour to neighbour, pattern "all_gather" sends it to each of them directly. If `node`
+    (the node of each rank) is given, an all-gather sends every block to each node once and
+    forwards it inside the node.
     """
 
     pattern: str
@@ -62,9 +63,9 @@ class Traffic:
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Total map of blocks (`block_rank`) and, per mask name, tiles (`tile_rank`) to ranks.
+    """The rank of every block (`block_rank`) and, per mask name, of every tile (`tile_rank`).
 
-    Without `traffic` a block travels only to the ranks whose tiles read it."""
+    Without `traffic`, a block is sent only to the ranks whose tiles read it."""
 
     num_ranks: int
     block_rank: Int32
@@ -72,14 +73,14 @@ class Placement:
     solver: str
     static: bool
     traffic: Traffic | None = None
-    # What `find_remote_uses` has found: bounds and schedules of both directions ask for the same.
+    # Results of `find_remote_uses`: bounds and the schedules of both directions need the same ones.
     _remote_uses: "dict[tuple[BlockGraph, str, bool], RemoteUses]" = field(
         default_factory=dict, init=False, repr=False
     )
 
     @property
     def pattern(self) -> str:
-        """Which schedule the placement asks for: "minimal", "ring" or "all_gather"."""
+        """The schedule that this placement needs: "minimal", "ring" or "all_gather"."""
         return "minimal" if self.traffic is None else self.traffic.pattern
 
     @staticmethod
@@ -92,14 +93,14 @@ class Placement:
         static: bool,
         traffic: Traffic | None = None,
     ) -> "Placement":
-        """Every tile runs on the rank that owns its query block, so only keys and values travel."""
+        """Every tile runs on the owner of its query block, so only keys and values are sent."""
         tile_rank = {name: frozen(block_rank[t.q_block]) for name, t in graph.tiles.items()}
         return Placement(num_ranks, frozen(block_rank), tile_rank, solver, static, traffic)
 
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """Fullest rank over mean, the limits asked for, and for a limit that is not met the reason."""
+    """Fullest rank over mean, the requested limits, and which of them are missed and why."""
 
     compute_max_over_mean: float
     tokens_max_over_mean: float
@@ -108,12 +109,12 @@ class Balance:
 
     @property
     def missed(self) -> float:
-        """By how much the limits are missed; 0 where they are kept."""
+        """Sum of the excesses over the limits; 0 if they are kept."""
         return self.limits.missed(self.compute_max_over_mean, self.tokens_max_over_mean)
 
 
 def check_placement(graph: BlockGraph, placement: Placement) -> None:
-    """Raises ValueError unless the placement is a total map of this graph onto its ranks."""
+    """Raises ValueError unless every block and tile of the graph has a valid rank."""
     expected = {"block_rank": len(graph.blocks)}
     given = {"block_rank": placement.block_rank}
     for name, tiles in graph.tiles.items():
@@ -137,8 +138,8 @@ def check_placement(graph: BlockGraph, placement: Placement) -> None:
 def measure_balance(
     graph: BlockGraph, placement: Placement, limits: Limits, speeds: Float64 | None = None
 ) -> Balance:
-    """Balance of compute (pairs × q heads over all masks) and of tokens. Where ranks have different
-    `speeds`, a rank's fair share of compute is in proportion to its speed."""
+    """Balance of compute (pairs × q heads over all masks) and of tokens. If ranks have different
+    `speeds`, a rank's fair share of compute is proportional to its speed."""
     work = np.zeros(placement.num_ranks)
     for name in graph.tiles:
         work += np.bincount(placement.tile_rank[name], graph.tile_work(name), placement.num_ranks)
@@ -159,7 +160,7 @@ def _excess(solver: str, compute: float, tokens: float, limits: Limits) -> str:
         ("compute", compute, limits.compute_tolerance),
         ("tokens", tokens, limits.token_tolerance),
     ):
-        if tolerance is not None and measured > (1 + tolerance) * (1 + 1e-12):  # not by rounding
+        if tolerance is not None and measured > (1 + tolerance) * (1 + 1e-12):  # allows rounding
             reasons.append(
                 f"{what} max/mean is {measured:.3f}, over the limit of {1 + tolerance:.3f}: "
                 f"solver {solver!r} does not balance {what}"
@@ -167,14 +168,14 @@ def _excess(solver: str, compute: float, tokens: float, limits: Limits) -> str:
     return "; ".join(reasons)
 
 
-# What a placement makes travel: blocks that tiles read on ranks that do not own them.
+# What a placement sends: blocks that tiles read on ranks that do not own them.
 
 
 @dataclass(frozen=True, eq=False)
 class RemoteUses:
-    """Distinct (rank, block, head group) of one side of the tiles, ordered, int64[uses] each.
+    """Distinct (rank, block, head group) of one side of the tiles, sorted; int64[uses] each.
 
-    `of_tile` has, for every tile, the index of its use here, or -1 when the block is local.
+    `of_tile` is the index of each tile's use, or -1 if its block is local.
     """
 
     rank: Int64
@@ -191,14 +192,8 @@ def find_remote_uses(
 ) -> RemoteUses:
     """Remote uses of the key blocks, or of the query blocks, of mask `name`'s tiles."""
     found, key = placement._remote_uses, (graph, name, keys)
-    if key not in found:
-        found[key] = _list_remote_uses(graph, placement, name, keys=keys)
-    return found[key]
-
-
-def _list_remote_uses(
-    graph: BlockGraph, placement: Placement, name: str, *, keys: bool
-) -> RemoteUses:
+    if key in found:
+        return found[key]
     blocks = graph.tiles[name].k_block if keys else graph.tiles[name].q_block
     num_blocks, num_groups = len(graph.blocks), len(graph.head_groups)
     tile_rank = placement.tile_rank[name]
@@ -209,11 +204,13 @@ def _list_remote_uses(
     )
     of_tile = np.full(len(blocks), -1, np.int64)
     of_tile[remote] = use
-    return RemoteUses(rank, data_block // num_groups, data_block % num_groups, of_tile)
+    found[key] = RemoteUses(rank, data_block // num_groups, data_block % num_groups, of_tile)
+    return found[key]
 
 
 def minimal_bytes(graph: BlockGraph, placement: Placement, name: str, direction: Direction) -> int:
-    """The hypergraph's Σ size × (parts touched − 1) for one mask and direction."""
+    """Bytes sent for one mask and direction if every block goes only to ranks that use it: the
+    hypergraph's Σ size × (parts touched − 1)."""
     total = 0
     for keys, kinds in ((False, Q_KINDS), (True, K_KINDS)):
         uses = find_remote_uses(graph, placement, name, keys=keys)

@@ -1,4 +1,4 @@
-"""What solvers work on: the batch as one matrix of work per sequence, and levelling of pieces."""
+"""The input of solvers: one matrix of work per sequence. Also levelling of pieces over bins."""
 
 from typing import NamedTuple
 
@@ -9,15 +9,17 @@ from dyncp.blocks import K_KINDS, Q_KINDS, BlockGraph
 from dyncp.compiled import compiled, inner
 from dyncp.topology import Topology
 
-# What travels for query blocks and for key blocks in both directions.
+# Payload kinds of query blocks and of key blocks, in both directions.
 BOTH = [[kind for kinds in side.values() for kind in kinds] for side in (Q_KINDS, K_KINDS)]
 
 
 class Problem(NamedTuple):
-    """Blocks are numbered over the whole batch. `work` holds the blocks × blocks matrix of every
-    sequence, one after the other (sequence s from `work_start[s]`), over all masks and head
-    groups; `q_bytes` and `kv_bytes` are what a block's hyperedges cost per further rank, in both
-    directions together. Head group g has the share `group_end[g + 1] - group_end[g]` of all."""
+    """Work, tokens and bytes of a batch; blocks are numbered over the whole batch.
+
+    `work` concatenates the blocks × blocks matrices of all sequences (sequence s starts at
+    `work_start[s]`), summed over masks and head groups. `q_bytes` and `kv_bytes` are the bytes sent
+    for each further rank that uses a block's queries or its keys, in both directions together. Head
+    group g has the share `group_end[g + 1] - group_end[g]` of work and bytes."""
 
     work: Float64
     work_start: Int64
@@ -37,13 +39,13 @@ class Problem(NamedTuple):
         return np.repeat(np.arange(len(self.first_block) - 1), np.diff(self.first_block))
 
     def mean(self, num_ranks: int) -> Float64:
-        """Work and tokens of a rank. A batch may have no pairs at all; a mean of 0 would be no unit
-        to measure shares with."""
+        """Mean work and tokens of a rank. At least 1e-9, because shares are divided by it and a
+        batch may have no pairs at all."""
         return np.maximum([self.work.sum() / num_ranks, self.tokens.sum() / num_ranks], 1e-9)
 
 
 class Cells(NamedTuple):
-    """Some cells of `Problem.work`: their index, query and key block."""
+    """Some cells of `Problem.work`: index, query block and key block."""
 
     cell: Int64
     q_block: Int64
@@ -68,7 +70,7 @@ def make_problem(graph: BlockGraph) -> Problem:
 
 
 def cell_of(problem: Problem, q_block: Int64 | Int32, k_block: Int64 | Int32) -> Int64:
-    """The index in `Problem.work` of pairs of blocks of one sequence."""
+    """Index in `Problem.work` of each (query block, key block) pair."""
     sequence = problem.sequence[q_block]
     first, stride = problem.first_block[sequence], np.diff(problem.first_block)[sequence]
     cell: Int64 = problem.work_start[sequence] + (q_block - first) * stride + k_block - first
@@ -76,13 +78,13 @@ def cell_of(problem: Problem, q_block: Int64 | Int32, k_block: Int64 | Int32) ->
 
 
 def diagonal(problem: Problem) -> Int64:
-    """The cell of every block with itself."""
+    """The diagonal cell of every block."""
     blocks = np.arange(len(problem.tokens))
     return cell_of(problem, blocks, blocks)
 
 
 def find_cells(problem: Problem) -> Cells:
-    """Those that have work, ordered."""
+    """All cells that have work, sorted."""
     cell = np.flatnonzero(problem.work)
     sequence = np.searchsorted(problem.work_start, cell, side="right") - 1
     stride, first = np.diff(problem.first_block)[sequence], problem.first_block[sequence]
@@ -90,20 +92,20 @@ def find_cells(problem: Problem) -> Cells:
     return Cells(cell, first + row, first + column)
 
 
-# Heavy rows: those that attend so much that one rank could hardly compute them alone.
+# Heavy rows have so many pairs that one rank could hardly compute them alone.
 #
-# The last rows of causal blockwise attend everything. No band of rows or columns suits them
-# together with the others, so their tiles run where their keys live: they are folded into the
-# diagonal tiles of their key blocks. The queries then travel to all ranks, which costs less than
-# all keys to one.
+# The last rows of causal blockwise attend everything. No band of rows or columns suits both them
+# and the other rows, so their tiles run on the owners of their keys: their work is added to the
+# diagonal tiles of their key blocks. Sending the queries to all ranks costs less than sending all
+# keys to one rank.
 
 # A heavy row has more than this share of a rank's mean work.
 HEAVY = 0.5
 
 
 def heavy_cells(problem: Problem, cells: Cells, num_ranks: int, unusual: float = 0.0) -> Cells:
-    """The cells of heavy rows, except for their diagonal; only rows with `unusual` times the work
-    of their sequence's mean row count."""
+    """The off-diagonal cells of heavy rows. A heavy row also has more than `unusual` times the work
+    of its sequence's mean row."""
     row = np.bincount(cells.q_block, problem.work[cells.cell], len(problem.tokens))
     blocks, sequence = np.diff(problem.first_block), problem.sequence
     mean_row = (np.bincount(sequence, row, len(blocks)) / np.maximum(blocks, 1))[sequence]
@@ -113,7 +115,7 @@ def heavy_cells(problem: Problem, cells: Cells, num_ranks: int, unusual: float =
 
 
 def fold(problem: Problem, heavy: Cells) -> Problem:
-    """The problem with the work of heavy cells added to the diagonal of their key blocks."""
+    """The problem with the work of `heavy` cells moved to the diagonals of their key blocks."""
     work = problem.work.copy()
     work[heavy.cell] = 0.0
     np.add.at(work, diagonal(problem)[heavy.k_block], problem.work[heavy.cell])
@@ -121,26 +123,26 @@ def fold(problem: Problem, heavy: Cells) -> Problem:
 
 
 def border_price(topology: Topology) -> float:
-    """How much longer a byte takes between nodes, on a rank's share of the NICs, than inside one;
-    0 where there is one node."""
+    """Time of a byte between nodes, on a rank's share of the NICs, over that of a byte inside a
+    node; 0 if there is one node."""
     if topology.nodes == 1:
         return 0.0
     return topology.intra.bandwidth * topology.ranks_per_node / topology.inter.bandwidth
 
 
-# Levelling: spreads whole pieces over bins, largest first, then with moves and swaps that relieve
-# the most loaded bin.
+# Levelling distributes whole pieces over bins: largest first, then moves and swaps that relieve the
+# fullest bin.
 
-# Only so many of the largest pieces are swapped, so often.
+# Limits on how many of the largest pieces are swapped, and on the number of swaps.
 SWAPPED_PIECES, MAX_SWAPS = 96, 60
 _EPSILON = 1e-9
 
 
-def level_all(load: Float64, caps: Float64, bins: int) -> Int64:
-    """The bin of every piece; `caps` (work, tokens) are those of a bin."""
+def level_all(load: Float64, caps: Float64, bins: int, max_swaps: int = MAX_SWAPS) -> Int64:
+    """The bin of every piece; `caps` is the work and tokens of a bin."""
     order = np.argsort(-(load / caps).max(axis=1), kind="stable")
     place, used = np.zeros(len(load), np.int64), np.zeros((bins, 2))
-    level_pieces(load, order, len(order), -1, used, np.tile(caps, (bins, 1)), place, MAX_SWAPS)
+    level_pieces(load, order, len(order), -1, used, np.tile(caps, (bins, 1)), place, max_swaps)
     return place
 
 
@@ -155,8 +157,9 @@ def level_pieces(
     place: Int64,
     max_swaps: int,
 ) -> float:
-    """Puts every piece but `skip` into the bin that it leaves least full, by the first `count` of
-    `order`, adding to `used`; returns by how much the caps are missed, as a share of them.
+    """Puts each of the first `count` pieces of `order`, except piece `skip`, into the bin that it
+    leaves least full, then moves and swaps pieces. Writes `place` and adds to `used`. Returns the
+    sum of the excesses over the caps, as shares of them.
 
     `load` is [pieces, 2]: work and tokens; `used` and `caps` are [bins, 2]."""
     for i in range(count):
@@ -199,8 +202,8 @@ def _fullest(used: Float64, caps: Float64) -> int:
 def _relieve(
     load: Float64, order: Int64, count: int, skip: int, used: Float64, caps: Float64, place: Int64
 ) -> bool:
-    """The move or swap that leaves the fullest bin and its partner least full, while the fullest
-    misses its caps."""
+    """If the fullest bin exceeds its caps, makes the move or swap that leaves it and its partner
+    least full. Returns whether there was one."""
     full = _fullest(used, caps)
     best = _share(used, caps, full, 0.0, 0.0)
     if best <= 1.0 + _EPSILON:
@@ -210,7 +213,7 @@ def _relieve(
         p = order[i]
         if p == skip or place[p] != full:
             continue
-        for j in range(count):  # p itself stands for a move without a swap
+        for j in range(count):  # q == p means a move without a swap
             q = order[j]
             if q == skip or (place[q] == full and q != p):
                 continue

@@ -1,4 +1,4 @@
-"""Makes a bisected placement meet its limits, and cheaper where single moves can."""
+"""Repairs a bisected placement until it keeps its limits, then makes it cheaper by moves."""
 
 from dataclasses import dataclass
 
@@ -21,16 +21,16 @@ from dyncp.placement.tile_moves import (
 )
 from dyncp.topology import Topology
 
-# Takes load off ranks that have more than their caps, at the least loss.
+# Repair: takes load off ranks that exceed their caps, at the least loss.
 
 
 @compiled
 def repair_work(state: State, max_rounds: int) -> None:
     """Moves single tiles, or all tiles of one edge on a rank, off overloaded ranks at the least
-    loss per unit of load.
+    loss per unit of load. Without such groups of tiles, 0.8 % more bytes move.
 
-    Candidates of a rank are scored once; the best is scored again before it moves, and put back
-    where it has become worse."""
+    The candidates of a rank are scored once. The best is scored again before it moves, and goes
+    back to the list if its score has become worse."""
     load, cap = state.load, state.caps[0]
     tiles = np.empty((2, len(state.tile_rank) + 2), np.int64)
     score = np.empty(len(state.tile_rank) + len(state.size))
@@ -66,6 +66,8 @@ def repair_work(state: State, max_rounds: int) -> None:
 
 @inner
 def _list_candidates(state: State, r: int, what: Int64) -> int:
+    """Writes the tiles of rank r, and -1 - edge for edges with several pins there; returns how
+    many."""
     count, pins = 0, state.pins
     for t in range(len(state.tile_rank)):
         if state.tile_rank[t] == r:
@@ -80,8 +82,8 @@ def _list_candidates(state: State, r: int, what: Int64) -> int:
 
 @inner
 def _score(state: State, r: int, what: int, tiles: Int64) -> tuple[float, int, int]:
-    """Loss per unit of load that a tile or group takes off rank r, where to, and how many tiles it
-    has, written to tiles[0]."""
+    """Loss per unit of load if a tile or group leaves rank r, the rank that it goes to (-1: none),
+    and its number of tiles, which are written to tiles[0]."""
     pins, on_node, node, load = state.pins, state.on_node, state.node, state.load
     size, extra, edges, cap = state.size, state.extra, state.edges, state.caps[0]
     if what >= 0:
@@ -102,8 +104,8 @@ def _score(state: State, r: int, what: int, tiles: Int64) -> tuple[float, int, i
 
 @compiled
 def repair_tokens(state: State, max_moves: int) -> None:
-    """Moves token blocks off ranks that hold too many tokens; where no rank has room for a whole
-    block, swaps a larger for a smaller one."""
+    """Moves token blocks off ranks that hold too many tokens. If no rank has room for a whole
+    block, swaps a larger block for a smaller one."""
     held, tokens, cap, block_rank = state.held, state.tokens, state.caps[1], state.block_rank
     pins, on_node, node = state.pins, state.on_node, state.node
     size, extra, groups, blocks = state.size, state.extra, state.groups, len(block_rank)
@@ -137,8 +139,8 @@ def repair_tokens(state: State, max_moves: int) -> None:
 
 @inner
 def _swap_down(state: State, r: int, over: float) -> tuple[int, int]:
-    """The block of rank r and the smaller one of another rank that are swapped at the least loss
-    per token."""
+    """The block of rank r and the smaller block of another rank with the least loss per token when
+    they are swapped; -1 if there are none."""
     pins, on_node, node = state.pins, state.on_node, state.node
     size, extra, groups, block_rank = state.size, state.extra, state.groups, state.block_rank
     tokens, blocks = state.tokens, len(block_rank)
@@ -158,44 +160,25 @@ def _swap_down(state: State, r: int, over: float) -> tuple[int, int]:
     return best_b, best_c
 
 
-# Local passes over a placement: what gains moves where there is room.
+# Local passes: moves that save bytes. Without groups of tiles 1.5 % more bytes move (12 batches);
+# without blocks 0.3 % more in 81 cases, 22 % in the worst. A pass over single tiles saved nothing.
 
 
 @compiled
 def improve(state: State, max_passes: int) -> None:
-    """Passes over tiles, groups of tiles and blocks, until they gain little or nothing."""
+    """Passes over groups of tiles and over blocks, until they gain little or nothing."""
     tiles = np.empty((2, len(state.tile_rank) + 2), np.int64)
     total = 0.0
     for _ in range(max_passes):
-        gain = _improve_tiles(state) + _improve_groups(state, tiles) + _improve_blocks(state)
+        gain = _improve_groups(state, tiles) + _improve_blocks(state)
         total += gain
         if gain <= 0.02 * total:
             return
 
 
 @inner
-def _improve_tiles(state: State) -> float:
-    """Each tile goes to the rank of greatest positive gain that has room."""
-    pins, on_node, node, load = state.pins, state.on_node, state.node, state.load
-    size, extra, edges, tile_rank = state.size, state.extra, state.edges, state.tile_rank
-    total, work, cap, group = 0.0, state.work, state.caps[0], np.empty(2, np.int64)
-    for t in range(len(tile_rank)):
-        r, q, k = tile_rank[t], edges[t, 0], edges[t, 1]
-        if pins[q, r] > 1 and pins[k, r] > 1:
-            continue  # leaving frees nothing
-        group[0], group[1] = q, k
-        gain, to = best_move(
-            pins, on_node, node, size, extra, load, group, r, cap - work[t], EPSILON
-        )
-        if to >= 0:
-            move_tile(state, t, to)
-            total += gain
-    return total
-
-
-@inner
 def _improve_groups(state: State, tiles: Int64) -> float:
-    """All tiles of an edge on a rank move together where that gains."""
+    """Moves all tiles of an edge on a rank together, if that saves bytes; returns the gain."""
     pins, on_node, node, load = state.pins, state.on_node, state.node, state.load
     size, extra, edges, tile_rank = state.size, state.extra, state.edges, state.tile_rank
     start, members, work, cap = state.start, state.members, state.work, state.caps[0]
@@ -210,15 +193,15 @@ def _improve_groups(state: State, tiles: Int64) -> float:
             gain, to = best_move(pins, on_node, node, size, extra, load, group, r, most, EPSILON)
             if to >= 0:
                 for i in range(n):
-                    t = tiles[0, i]
-                    move_tile(state, t, to)
+                    move_tile(state, tiles[0, i], to)
                 total += gain
     return total
 
 
 @inner
 def _improve_blocks(state: State) -> float:
-    """Each block goes to the owner of greatest gain, in a swap where there is no room."""
+    """Moves each block to the owner with the greatest gain, by a swap if that rank has no room;
+    returns the gain."""
     pins, on_node, node = state.pins, state.on_node, state.node
     size, extra, groups, block_rank = state.size, state.extra, state.groups, state.block_rank
     tokens, held, blocks = state.tokens, state.held, len(block_rank)
@@ -252,13 +235,13 @@ def _improve_blocks(state: State) -> float:
 
 MAX_REPAIRS = 400
 MAX_PASSES = 3
-# A rank's load beyond its cap costs this many times the bytes of a mean rank's load to repair.
+# Estimated cost of repair: an excess of one cap costs this many times the bytes of a mean rank.
 REPAIR_FACTOR = 2.0
 
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """`cost` is in bytes, with a penalty that dwarfs them where a limit is missed."""
+    """`cost` is in bytes, plus a much larger penalty if a limit is missed."""
 
     state: State
     cost: float
@@ -267,8 +250,8 @@ class Solution:
 def make_state(
     problem: Problem, cells: Cells, topology: Topology, caps: Float64, extra: float
 ) -> State:
-    """A state without ranks, for `start_from`. Tiles are numbered by head group, then as their
-    cells; a rank may have `caps` work and tokens, and a byte between nodes costs `extra` more."""
+    """A state without ranks, for `start_from`. Tiles are numbered by head group, then by cell. A
+    rank may have `caps` work and tokens; a byte between nodes costs 1 + `extra`."""
     groups, blocks, ranks = problem.num_groups, len(problem.tokens), topology.num_ranks
     share = np.diff(problem.group_end)
     group = np.repeat(np.arange(groups), len(cells.cell))
@@ -300,7 +283,7 @@ def make_state(
 
 
 def start_from(given: State, tile_rank: Int64, block_rank: Int64) -> Solution:
-    """A placement before repair; its cost estimates what repair will add."""
+    """A placement before repair; its cost includes an estimate of what repair adds."""
     ranks, edges, caps = len(given.node), len(given.size), given.caps
     state = given._replace(
         tile_rank=tile_rank,
@@ -319,7 +302,7 @@ def start_from(given: State, tile_rank: Int64, block_rank: Int64) -> Solution:
 
 
 def refine(state: State) -> Solution:
-    """Repairs missed limits, then moves tiles, groups of tiles and blocks while that gains, all in
+    """Repairs missed limits, then moves groups of tiles and blocks while that saves bytes. Changes
     the given state."""
     repair_tokens(state, MAX_REPAIRS)
     repair_work(state, MAX_REPAIRS)

@@ -1,4 +1,4 @@
-"""The protocol that all placement solvers share, and the two simplest of them."""
+"""The interface of all placement solvers, and the solver `random`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from dyncp.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """Of a static method: ranks in a group and how many of them split heads (None: all, and as the
-    method says), or the tokens of one document that a rank may have."""
+    """Degrees of a static method: the ranks of a group (None: all ranks) and how many of them split
+    the heads (None: the method chooses), or the most tokens of one document on a rank."""
 
     method: str
     ranks: int | None = None
@@ -24,12 +24,14 @@ class Degrees:
 
 @dataclass(frozen=True, slots=True)
 class Solver:
-    """A function of its arguments and nothing else: same batch, same seed, same placement.
+    """A way to place a batch. `place` is deterministic: the same batch and seed give the same
+    placement.
 
-    `block_sizes` cuts the sequences the way the method needs, and `head_groups` is how many groups
-    it needs the heads in (None: the planner's config decides). A method whose degrees depend on
-    model and ranks is fitted to them first; degrees that are not possible raise ValueError there.
-    Static methods say which `degrees` they have.
+    `block_sizes` returns the block size of every sequence, from their lengths and the number of
+    ranks. `head_groups` is the number of head groups that the method needs (None: the planner's
+    config decides). If the degrees of a method depend on the model and the ranks, `fit` chooses
+    them and raises ValueError if they are impossible. `degrees` is None unless the method is
+    static.
     """
 
     name: str
@@ -45,7 +47,7 @@ class Solver:
 
 
 def place_random(graph: BlockGraph, topology: Topology, _limits: Limits, seed: int) -> Placement:
-    """Any block and any tile on any rank, for plans that use everything a plan can have."""
+    """Any block and any tile on any rank: plans that exercise every feature of a plan."""
     draw, num_ranks = np.random.default_rng(seed), topology.num_ranks
     block_rank = frozen(draw.integers(num_ranks, size=len(graph.blocks)))
     tile_rank = {

@@ -1,6 +1,6 @@
 """Recursive bisection along the topology: nodes first, then the ranks of a node.
 
-Every group of ranks is split in two, each time with the cheapest cut (cuts.py)."""
+Every group of ranks is split in two, with the cheapest cut of its region (cuts.py)."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -15,11 +15,11 @@ from dyncp.topology import Topology
 
 
 class Region(NamedTuple):
-    """At most one piece per sequence: the tiles in rows × columns × head groups.
+    """The tiles of a group of ranks: at most one piece (rows × columns × head groups) per sequence.
 
-    `pieces` is [pieces, 7]: sequence, then begin and end of its rows and of its columns in `lines`
-    (blocks counted from the sequence's first), then begin and end of its head groups. `load` is
-    [pieces, 2]: work, and tokens of the blocks whose diagonal is in."""
+    `pieces` is [pieces, 7]: the sequence, begin and end of its rows and of its columns in `lines`
+    (block numbers inside the sequence), then begin and end of its head groups. `load` is
+    [pieces, 2]: work, and tokens of the blocks whose diagonal tile is in the piece."""
 
     pieces: Int64
     lines: Int64
@@ -43,8 +43,8 @@ def _sums(values: Float64, start: Int64) -> Float64:
 
 
 def region_of_rows(problem: Problem, whole: Region, row_load: Float64, chosen: Bool) -> Region:
-    """The chosen blocks' rows, whose loads these are, with all columns of their sequences; `whole`
-    is the whole batch."""
+    """The rows of the chosen blocks with all columns of their sequences. `whole` is the region of
+    the whole batch, `row_load` [blocks, 2] has the work and tokens of rows."""
     blocks = np.flatnonzero(chosen)
     of_block = problem.sequence[blocks]
     sequence, begin, counts = np.unique(of_block, return_index=True, return_counts=True)
@@ -57,8 +57,8 @@ def region_of_rows(problem: Problem, whole: Region, row_load: Float64, chosen: B
 
 
 class RankTree(NamedTuple):
-    """Groups of ranks, parents first: children (-1 for single ranks), how many ranks a group and
-    its parent have, and the rank of single ones (-1 for others)."""
+    """Groups of ranks, parents before children. `siblings` is the number of ranks of the parent;
+    `rank` is -1 for groups of several ranks, and `children` are -1 for single ranks."""
 
     children: Int64  # [groups, 2]
     num_ranks: Int64
@@ -66,7 +66,7 @@ class RankTree(NamedTuple):
     rank: Int32
 
     def caps(self, mean: Float64, tolerance: Float64, spend: float) -> Float64:
-        """Most work and tokens of every group; later levels keep some of the tolerance."""
+        """Most work and tokens of every group; some of the tolerance is left to later levels."""
         levels = np.ceil(np.log2(self.siblings))
         slack = np.minimum(1.0, spend / np.maximum(levels, 1))[:, None] * tolerance
         return self.num_ranks[:, None] * mean * (1 + slack)
@@ -76,7 +76,7 @@ class RankTree(NamedTuple):
 def rank_tree(topology: Topology, peel: bool, left: float) -> RankTree:
     queue, parent, first = [topology], [topology.num_ranks], [0]
     children: list[tuple[int, int]] = []
-    for group in queue:  # grows while it is read
+    for group in queue:  # grows during the loop
         if group.num_ranks == 1:
             children.append((-1, -1))
             continue
@@ -109,8 +109,8 @@ def split_cells(
     tolerance: Float64,
     strategy: SplitStrategy,
 ) -> Int32:
-    """Rank of every head group and cell of `problem.work`, [head groups, cells]. Ranks have `mean`
-    work and tokens, and may exceed them by the share `tolerance`."""
+    """Rank of every head group and cell of `problem.work`, [head groups, cells]. A rank may exceed
+    the `mean` work and tokens by the share `tolerance`."""
     region = whole_batch(problem)
     parts, rank_of_group = _split(problem, region, topology, mean, tolerance, strategy)
     cell_rank = np.zeros((problem.num_groups, len(problem.work)), np.int32)
@@ -126,16 +126,16 @@ def split_rows(
     tolerance: Float64,
     strategy: SplitStrategy,
 ) -> Int64:
-    """The rank of every block's rows, 0 for blocks that are not in the region."""
+    """The rank of every block's rows; 0 for blocks outside the region."""
     parts, rank_of_group = _split(problem, region, topology, mean, tolerance, strategy)
     first, end = parts.span[rank_of_group >= 0].T
     of_rank = ranges_of(first, end - first)
     rank = np.repeat(rank_of_group[rank_of_group >= 0], end - first)
-    sequence, begin, behind = parts.pieces[of_rank, :3].T
-    lines = parts.lines[ranges_of(begin, behind - begin)]
+    sequence, begin, stop = parts.pieces[of_rank, :3].T
+    lines = parts.lines[ranges_of(begin, stop - begin)]
     owner = np.zeros(len(problem.tokens), np.int64)
-    owner[np.repeat(problem.first_block[sequence], behind - begin) + lines] = np.repeat(
-        rank, behind - begin
+    owner[np.repeat(problem.first_block[sequence], stop - begin) + lines] = np.repeat(
+        rank, stop - begin
     )
     return owner
 
@@ -148,7 +148,7 @@ def _split(
     tolerance: Float64,
     strategy: SplitStrategy,
 ) -> tuple[Parts, Int32]:
-    """The regions of all groups of ranks, and which rank a group is (-1: several)."""
+    """The regions of all groups of ranks, and the rank of each group (-1: several ranks)."""
     tree = rank_tree(topology, strategy.peel, strategy.left)
     caps = tree.caps(mean, tolerance, strategy.spend)
     groups, count = len(caps), len(region.pieces)
@@ -179,7 +179,8 @@ def split_tree(
     trial: Trial,
     end: int,
 ) -> None:
-    """Fills `parts` from group 0 on; `end` is the first free index of its lines."""
+    """Splits the region of group 0 down to single ranks, into `parts`; `end` is the first free
+    index of its lines."""
     top = parts.span[0, 1]
     for group in range(len(children)):
         if children[group, 0] < 0:
@@ -208,7 +209,8 @@ def _take_side(
     top: int,
     end: int,
 ) -> tuple[int, int]:
-    """Writes the pieces of one side from `top` on; returns the first free indices."""
+    """Writes the pieces of one side, starting at index `top`; returns the first free indices of
+    pieces and lines."""
     pieces, load = parts.pieces, parts.load
     for i in range(last - first):
         p = trial.order[i]
@@ -233,8 +235,8 @@ def _take_side(
 
 @inner
 def _sort(load: Float64, first: int, last: int, caps: Float64, order: Int64) -> None:
-    """Pieces [first, last) by the greater of their shares, counted from `first`; they are almost in
-    order, as their parents were."""
+    """Sorts pieces [first, last), numbered from `first`, by the greater of their shares of work and
+    tokens. Insertion sort: they are almost in order, because their parents were sorted."""
     work, tokens = caps[0, 0] + caps[1, 0], caps[0, 1] + caps[1, 1]
     for i in range(last - first):
         share = max(load[first + i, 0] / work, load[first + i, 1] / tokens)
@@ -252,7 +254,7 @@ def _sort(load: Float64, first: int, last: int, caps: Float64, order: Int64) -> 
 def _cut_groups(
     group_end: Float64, pieces: Int64, load: Float64, p: int, b: int, inside: bool
 ) -> None:
-    """Keeps the first b head groups of piece p (or the others)."""
+    """Keeps the first b head groups of piece p if `inside`, otherwise the others."""
     whole = group_end[pieces[p, 6]] - group_end[pieces[p, 5]]
     pieces[p, 6 if inside else 5] = pieces[p, 5] + b
     share = (group_end[pieces[p, 6]] - group_end[pieces[p, 5]]) / whole
@@ -261,8 +263,8 @@ def _cut_groups(
 
 @inner
 def _cut_lines(pieces: Int64, lines: Int64, p: int, cut: Int64, inside: bool, end: int) -> int:
-    """Writes the band of piece p's rows or columns (or the rest), and all lines across it, to
-    `end`; returns where its columns begin."""
+    """Keeps the band of piece p's rows or columns if `inside`, otherwise the rest, and all crossing
+    lines. Writes the lines from index `end` on; returns where the columns start."""
     middle = end
     for which in range(2):  # rows, then columns
         begin, count = pieces[p, 1 + 2 * which], pieces[p, 2 + 2 * which] - pieces[p, 1 + 2 * which]
@@ -277,8 +279,8 @@ def _cut_lines(pieces: Int64, lines: Int64, p: int, cut: Int64, inside: bool, en
 
 @inner
 def _prune(problem: Problem, parts: Parts, p: int, begin: int, middle: int) -> int:
-    """Drops rows and columns of a new piece without tiles, and sums its load; its rows are written
-    from `begin`, its columns from `middle` on. Returns the first free index."""
+    """Drops the rows and columns of a new piece that have no tiles, and sums its load. Its rows
+    start at line `begin`, its columns at line `middle`. Returns the first free line."""
     pieces, lines, end = parts.pieces, parts.lines, parts.pieces[p, 4]
     s, work = pieces[p, 0], problem.work
     block, base = problem.first_block[s], problem.work_start[s]
@@ -310,7 +312,8 @@ def _prune(problem: Problem, parts: Parts, p: int, begin: int, middle: int) -> i
 
 @compiled
 def write_ranks(problem: Problem, parts: Parts, rank_of_group: Int32, cell_rank: Int32) -> None:
-    """Gives all tiles of single ranks' regions to them; `cell_rank` is [head groups, cells]."""
+    """Writes the rank of every tile to `cell_rank` [head groups, cells], from the regions of single
+    ranks."""
     pieces, lines = parts.pieces, parts.lines
     for group in range(len(parts.span)):
         if rank_of_group[group] < 0:

@@ -1,4 +1,4 @@
-"""Lower bounds of static methods, so that most of them need not be simulated."""
+"""Lower bounds of static methods, so that the planner can skip simulating most of them."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -13,46 +13,45 @@ from dyncp.placement.static_layouts import deal_loads, sequence_load
 from dyncp.placement.static_methods import METHODS, Method
 from dyncp.topology import Topology
 
-# Chunks end on whole tokens, and work inside a block is taken to be even: estimates from chunks
-# count with this share, and not at all for sequences that have few tokens per rank.
+# Chunks end on whole tokens, and work is assumed to be even inside a block. So CERTAIN scales the
+# estimates from chunks, and sequences with fewer than SHORT tokens per rank are ignored.
 CERTAIN, SHORT = 0.95, 8
-# Share of all pairs that causal masks allow at least.
+# Causal masks allow at least this share of all pairs.
 DENSE = 0.5
 
 
-# Lower bounds from the loads of sequences alone.
+# The bounds use only the loads of sequences.
 #
-# Whole sequences are dealt to groups of ranks. Methods that cut every sequence by itself give each
-# rank of a group the same chunks of all of them, so its work follows from the work of chunks; those
-# that balance chunks are at best even. How keys travel bounds the divisions, and the bytes on the
-# busiest link.
+# Whole sequences are dealt to groups of ranks. Methods that cut every sequence separately give a
+# rank the same chunks of all sequences of its group, so its work is the sum of their work. Methods
+# that balance chunks are even at best. The way keys are sent bounds the number of divisions and the
+# bytes on the busiest link.
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Lower bounds of a static method: shares of the batch's work and tokens on the most loaded
-    rank, its kernel calls, and the seconds of communication: forward, per byte of a token's keys
-    and values, and per byte of a token that goes to other heads' ranks or back."""
+    """Lower bounds of a static method: the most loaded rank's share of the batch's work and tokens,
+    its kernel calls, and the seconds of communication in the forward pass, per byte of a token's
+    keys and values."""
 
     work: float
     tokens: float
     calls: int
     seconds_per_byte: float
-    swap_seconds_per_byte: float = 0.0
 
 
 class StaticBounds:
-    """Bounds of static methods for one batch; `graph` is any graph of it."""
+    """Bounds of static methods for one batch; `graph` may have any block sizes."""
 
     def __init__(self, graph: BlockGraph, topology: Topology) -> None:
         self._graph, self._topology = graph, topology
         self._lengths, self._num_tokens = graph.batch.lengths, graph.batch.num_tokens
         self._is_long = np.asarray(self._lengths) >= SHORT * topology.num_ranks
-        # Causal or more: the last rows of a sequence use the keys of all ranks, hop after hop.
+        # Causal or denser: the last rows of a sequence use the keys of all ranks, hop by hop.
         self._is_dense = self._is_long.copy()
         for pairs, rows in (whole_rows(graph, name) for name in graph.tiles):
             self._is_dense &= pairs >= DENSE * rows**2
-        self._load = np.ascontiguousarray(sequence_load(graph)[:, ::-1])  # work, tokens
+        self._load = sequence_load(graph)
         self._row_work = graph.row_work / max(float(graph.row_work.sum()), 1.0)
         self._deal = cache(lambda groups: deal_loads(self._load, groups))
         self._chunks = cache(self._chunk_work)
@@ -74,12 +73,11 @@ class StaticBounds:
             tokens / degree,
             degree // heads if method.pattern == "ring" and self._every_rank(share) else 1,
             self._seconds_per_byte(method, tokens * self._num_tokens, degree, heads),
-            self._swap_seconds_per_byte(method, tokens * self._num_tokens, degree, heads),
         )
 
     def _every_rank(self, share: Float64) -> bool:
-        """Whether the ranks of the group with most work use the keys of all ranks of that group:
-        certain with one group if any sequence is dense, else only if all are."""
+        """Whether the ranks of the group with the most work certainly use the keys of all ranks of
+        that group. With one group any dense sequence ensures it, otherwise all must be dense."""
         return bool(self._is_dense.any() if len(share) == 1 else self._is_dense.all())
 
     def _work(self, method: Method, share: Float64, degree: int, heads: int) -> float:
@@ -94,9 +92,9 @@ class StaticBounds:
         return max(even, CERTAIN * float(by_rank.max()) / heads)
 
     def _chunk_work(self, count: int) -> Float64:
-        """Share of the batch's work in each of `count` chunks of every long sequence. Blocks that
-        span chunks are shared out by length."""
-        # One running sum per sequence s, over [2 s, 2 s + 1].
+        """Share of the batch's work in each of `count` chunks of every long sequence. The work of a
+        block that spans several chunks is divided by length."""
+        # One cumulative sum per sequence s, over [2 s, 2 s + 1].
         blocks, lengths = self._graph.blocks, np.asarray(self._lengths, np.float64)
         sequence, sums = blocks.sequence, np.cumsum(self._row_work)
         first = np.searchsorted(sequence, np.arange(len(lengths)))
@@ -122,38 +120,24 @@ class StaticBounds:
     def _seconds_per_byte(
         self, method: Method, group_tokens: float, degree: int, heads: int
     ) -> float:
-        """Per byte of one token's keys and values; a group has `group_tokens`."""
+        """Seconds per byte of one token's keys and values; a group has `group_tokens` tokens."""
         topology, contexts = self._topology, degree // heads
         spans = degree > topology.ranks_per_node
         if method.pattern == "ring":
-            # Hop after hop, over the border where a ring spans nodes.
+            # Hop by hop, over a node border if the ring spans nodes.
             crosses = spans and (not method.context_first or contexts > topology.ranks_per_node)
             bandwidth = topology.nic_bandwidth if crosses else topology.intra.bandwidth
             return (contexts - 1) * group_tokens / contexts / heads / bandwidth
         if method.pattern == "all_gather" and spans:
-            # What a node does not own comes over its border, for each of its ranks or once.
+            # A node receives what it does not own over its border, per rank or once.
             nodes = degree / topology.ranks_per_node
             copies = 1 if method.by_node else topology.ranks_per_node
             return copies * group_tokens * (1 - 1 / nodes) / topology.inter.bandwidth
         return 0.0
 
-    def _swap_seconds_per_byte(
-        self, method: Method, group_tokens: float, degree: int, heads: int
-    ) -> float:
-        """Rings of heads: what ranks own and other nodes compute with leaves over the NICs of a
-        group, and so do its results."""
-        topology = self._topology
-        if method.pattern != "ring" or heads == 1 or degree <= topology.ranks_per_node:
-            return 0.0
-        ranks = method.with_degrees(degree, heads).grid(topology, heads).ranks
-        node = ranks // topology.ranks_per_node
-        far = (node[..., :, None] != node[..., None, :]).mean(axis=(1, 2, 3)).min()
-        nics = max(len(np.unique(own)) for own in ranks // topology.ranks_per_nic)
-        return float(far) * group_tokens / nics / topology.nic_bandwidth
-
 
 def whole_rows(graph: BlockGraph, name: str) -> tuple[Int64, Int64]:
-    """Pairs and length of every sequence under mask `name`."""
+    """Pairs and length of every sequence with mask `name`."""
     tiles = graph.tiles[name]
     lengths = np.asarray(graph.batch.lengths, np.int64)
     pairs = np.bincount(graph.blocks.sequence[tiles.q_block], tiles.pairs, len(lengths))

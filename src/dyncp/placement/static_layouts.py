@@ -1,7 +1,7 @@
 """Where static methods put blocks: groups of ranks, grids inside them, and chunks of sequences.
 
-Six ranks in one group with 2 heads and 3 contexts. The all-to-all over heads runs along a row, the
-ring over contexts down a column:
+One group of six ranks with 2 heads and 3 contexts. All-to-alls over heads run along the rows, rings
+over contexts down the columns:
 
     head-first (TransformerEngine)        context-first (LoongTrain)
 
@@ -10,8 +10,8 @@ ring over contexts down a column:
     context 1     2        3              context 1     1        4
     context 2     4        5              context 2     2        5
 
-Head-first keeps an all-to-all on neighbouring ranks and lets rings cross nodes; context-first
-keeps a ring on neighbouring ranks and lets all-to-alls cross.
+Head-first runs all-to-alls on neighbouring ranks, and rings may cross nodes. Context-first runs
+rings on neighbouring ranks, and all-to-alls may cross nodes.
 """
 
 import heapq
@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from dyncp.arrays import Float64, Int64
-from dyncp.blocks import BlockGraph, TokenBlocks
-from dyncp.placement.problem import level_pieces
+from dyncp.blocks import BlockGraph
+from dyncp.placement.problem import level_all
 from dyncp.topology import Topology
 
 # Data parallelism: whole sequences are dealt to groups of ranks, the heaviest first.
@@ -31,8 +31,8 @@ from dyncp.topology import Topology
 def deal_sequences(graph: BlockGraph, num_groups: int) -> Int64:
     """Group of every sequence: the longest goes first, always to the least loaded group.
 
-    A group's load is its share of the tokens or of the work, whichever is larger: the rank with
-    most tokens sets the time of everything outside attention. Loads 5 4 3 3 3 on 2 groups:
+    A group's load is its share of the work or of the tokens, whichever is larger: the rank with
+    the most tokens sets the time of everything outside attention. Loads 5 4 3 3 3 on 2 groups:
 
         group 0: 5 3      group 1: 4 3 3
     """
@@ -40,28 +40,20 @@ def deal_sequences(graph: BlockGraph, num_groups: int) -> Int64:
 
 
 def deal_loads(load: Float64, num_groups: int) -> Int64:
-    """Like `deal_sequences`, from the shares that `sequence_load` returns."""
-    group = np.zeros(len(load), np.int64)
-    order = np.argsort(-load.max(axis=1), kind="stable")
-    deal(load, order, np.zeros((num_groups, 2)), group)
-    return group
-
-
-def deal(load: Float64, order: Int64, group_load: Float64, group: Int64) -> None:
-    """Deals loads in this order to groups that have `group_load` already; writes their groups."""
-    level_pieces(load, order, len(order), -1, group_load, np.ones_like(group_load), group, 0)
+    """Like `deal_sequences`, for loads that `sequence_load` returned."""
+    return level_all(load, np.ones(2), num_groups, max_swaps=0)
 
 
 def sequence_load(graph: BlockGraph) -> Float64:
-    """Every sequence's share of the batch's tokens and work, float64[sequences, 2]."""
+    """Every sequence's share of the batch's work and tokens, float64[sequences, 2]."""
     tokens = np.asarray(graph.batch.lengths, np.float64)
     work = np.bincount(graph.blocks.sequence, graph.row_work, len(tokens))
-    return np.stack([tokens / tokens.sum(), work / max(work.sum(), 1.0)], axis=1)
+    return np.stack([work / max(work.sum(), 1.0), tokens / tokens.sum()], axis=1)
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Data-parallel groups of ranks, and inside each context × head positions."""
+    """Data-parallel groups of ranks, each with contexts × heads positions."""
 
     groups: int
     contexts: int
@@ -70,7 +62,7 @@ class Grid:
 
     @staticmethod
     def of(topology: Topology, degree: int, heads: int, context_first: bool, name: str) -> "Grid":
-        """Groups of `degree` ranks, `heads` of them side by side; ValueError if impossible."""
+        """Groups of `degree` ranks that split the heads `heads` ways; ValueError if impossible."""
         ranks = topology.num_ranks
         if degree < 1 or ranks % degree:
             raise ValueError(
@@ -99,7 +91,7 @@ class Grid:
 
     @property
     def rings(self) -> tuple[tuple[int, ...], ...]:
-        """The columns of all groups: ring `group * heads + head`."""
+        """The columns of all groups; ring `group * heads + head` is that group's column `head`."""
         columns = self.ranks.transpose(0, 2, 1).reshape(-1, self.contexts)
         return tuple(tuple(column) for column in columns.tolist())
 
@@ -108,7 +100,7 @@ def divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-# Chunks of equal length: where each block of a sequence lies among the ranks that share it.
+# Chunks of equal length: which rank gets each block of a sequence.
 #
 # With 2 ranks and a causal mask (letters are ranks, rows are query chunks):
 #
@@ -117,55 +109,57 @@ def divisors(number: int) -> list[int]:
 #                  B B B .                B B B .
 #                  B B B B                A A A A
 #
-# One chunk per rank gives A 3 and B 7 of the tiles; zigzag, with chunks r and 2N − 1 − r of 2N on
-# rank r, 5 each.
+# With contiguous chunks A has 3 tiles and B has 7. Zigzag puts chunks r and 2N − 1 − r of 2N on
+# rank r: 5 tiles each.
 
 
 def chunk_sizes(lengths: Sequence[int], chunks: Int64 | int) -> Int64:
-    """Block size of sequences that are cut into so many chunks."""
+    """Block size of every sequence, cut into `chunks` chunks."""
     sizes: Int64 = -(-np.asarray(lengths, np.int64) // chunks)
     return sizes
 
 
-def contiguous_ranks(blocks: TokenBlocks, lengths: Int64, num_ranks: int) -> Int64:
-    """Chunk of every block by its middle token; `lengths` is its sequence's, per block."""
-    middle = (blocks.start.astype(np.int64) + blocks.end) // 2
-    chunk: Int64 = middle * num_ranks // lengths
+def contiguous_ranks(graph: BlockGraph, num_ranks: Int64 | int) -> Int64:
+    """Chunk of every block, by its middle token; `num_ranks` may differ per block."""
+    length = np.asarray(graph.batch.lengths, np.int64)[graph.blocks.sequence]
+    middle = (graph.blocks.start.astype(np.int64) + graph.blocks.end) // 2
+    chunk: Int64 = middle * num_ranks // length
     return chunk
 
 
-def zigzag_ranks(blocks: TokenBlocks, lengths: Int64, num_ranks: int) -> Int64:
-    """Zigzag rank of every block by its middle token; `lengths` is its sequence's, per block."""
-    chunk = contiguous_ranks(blocks, lengths, 2 * num_ranks)
+def zigzag_ranks(graph: BlockGraph, num_ranks: Int64 | int) -> Int64:
+    """Zigzag rank of every block, by its middle token; `num_ranks` may differ per block."""
+    chunk = contiguous_ranks(graph, 2 * num_ranks)
     ranks: Int64 = np.minimum(chunk, 2 * num_ranks - 1 - chunk)
     return ranks
 
 
-# Packed chunks: methods that cut the packed batch, not each sequence, into equally long chunks.
+# Packed chunks: some methods cut the packed batch, not each sequence, into chunks of equal length.
 #
-# The sequences of a group are concatenated; a block belongs to the chunk of its middle token, so
-# that chunks end where blocks do. Lengths 6 and 2, four chunks of 2 tokens, blocks of 2:
+# The sequences of a group are concatenated. A block belongs to the chunk of its middle token, so
+# chunks end at block borders. Lengths 6 and 2, four chunks of 2 tokens, blocks of 2:
 #
 #     tokens  0 1 | 2 3 | 4 5 | 6 7
 #     chunk     0     1     2     3       the second sequence is chunk 3
 
-# MagiAttention wants at least 8 chunks per rank, so that a heap can balance them. Torch deals rows
-# of one kernel tile: on 131,072 tokens and 32 ranks 32 per rank, which takes 16 times the tiles and
-# brings ptrr's compute max/mean on long-tailed documents from 1.11 to 1.01.
+# MagiAttention recommends at least 8 chunks per rank, so that a heap can balance them. Torch deals
+# rows of one kernel tile: 32 per rank with 131,072 tokens on 32 ranks. That has 16 times the tiles
+# and lowers ptrr's compute max/mean on long-tailed documents from 1.11 to 1.01.
 CHUNKS_PER_RANK = 8
-# Rows of a kernel tile: torch's balancer deals rows of them, MagiAttention's chunks are multiples.
+# Rows of a kernel tile: torch's balancer deals them, MagiAttention's chunks are multiples of them.
 ROW_MULTIPLE = 128
-# Chunks from which on a sequence is cut into whole ones. On 33 long-tailed documents and 32 ranks
-# the quarters bring tokens max/mean from 1.11 (magi) and 1.20 (ptrr) to 1.06 and 1.05.
+# Sequences of at least this many chunks are cut into whole chunks, shorter ones into quarters. On
+# 33 long-tailed documents and 32 ranks the quarters lower tokens max/mean from 1.11 (magi) and 1.20
+# (ptrr) to 1.06 and 1.05.
 LONG = 16
 
-# Rank of every chunk, from the work of chunks and the number of ranks.
+# Returns the rank of every chunk, given the work of all chunks and the number of ranks.
 Deal = Callable[[Int64, int], Int64]
 
 
 def packed_sizes(lengths: Sequence[int], num_ranks: int) -> Int64:
-    """Blocks of one chunk in long sequences; of a quarter in short ones, which have few blocks but
-    many of the places where chunks do not end with a block."""
+    """Block sizes: one chunk in long sequences, a quarter of a chunk in short ones. Short sequences
+    have few blocks, but most of the chunk borders that fall inside a block."""
     length = np.asarray(lengths, np.int64)
     chunk = -(-int(length.sum()) // (num_ranks * CHUNKS_PER_RANK))
     size = np.where(length < LONG * chunk, -(-chunk // 4), chunk)
@@ -174,7 +168,7 @@ def packed_sizes(lengths: Sequence[int], num_ranks: int) -> Int64:
 
 
 def packed_ranks(graph: BlockGraph, group: Int64, grid: Grid, deal_chunks: Deal) -> Int64:
-    """Position of every block in its group, whose packed sequences are cut into chunks."""
+    """Position of every block in its group; the packed sequences of a group are cut into chunks."""
     position, chunks = np.zeros(len(group), np.int64), grid.degree * CHUNKS_PER_RANK
     for number in range(grid.groups):
         blocks = np.flatnonzero(group == number)
@@ -187,9 +181,10 @@ def packed_ranks(graph: BlockGraph, group: Int64, grid: Grid, deal_chunks: Deal)
 
 
 def heap_ranks(work: Int64, num_ranks: int) -> Int64:
-    """Rank of every chunk, heaviest first to the rank with least work; all get equally many.
+    """Rank of every chunk: heaviest first, to the rank with the least work; all ranks get equally
+    many chunks.
 
-    Work 9 7 6 1 on two ranks: 9 to A, 7 and 6 to B, which is full then, so 1 goes to A.
+    Work 9 7 6 1 on two ranks: 9 to A, 7 and 6 to B, which is then full, so 1 goes to A.
     """
     cap = -(-len(work) // num_ranks)
     heap = [(0, rank, 0) for rank in range(num_ranks)]  # work, rank, chunks
@@ -203,7 +198,7 @@ def heap_ranks(work: Int64, num_ranks: int) -> Int64:
 
 
 def snake_ranks(work: Int64, num_ranks: int) -> Int64:
-    """Rank of every chunk, dealt by falling work forwards and backwards in turn.
+    """Rank of every chunk: heaviest first, dealt in alternating order (0 1 2, 2 1 0, ...).
 
     Work 9 7 6 1 on two ranks: A B B A.
     """

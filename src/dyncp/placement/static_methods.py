@@ -1,7 +1,7 @@
-"""Static context parallelism: methods that cut and move the same way whatever the mask needs.
+"""Static context parallelism: methods that cut sequences and send keys without looking at the mask.
 
-METHODS lists them as the choices they consist of. A method becomes a solver with degrees, as in
-"zigzag", "zigzag/cp8" or "loongtrain/cp8h2" (see also megatron_hybrid.py).
+METHODS lists them. A method with its degrees is a solver: "zigzag", "zigzag/cp8",
+"loongtrain/cp8h2". Method megatron_hybrid has its own file.
 """
 
 import math
@@ -37,14 +37,16 @@ _BUDGET = re.compile(r"tokens(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One static method, in groups of `degree` ranks (None: all) with `heads` of them side by side
-    (None: as many as the method chooses).
+    """One static method, in groups of `degree` ranks (None: all) that split the heads `heads` ways
+    (None: the method chooses).
 
     Every sequence is cut into one (contiguous) or two (zigzag) `chunks` per rank; methods with a
-    `deal` cut the packed batch instead. `pattern` is how keys and values travel; "minimal" is only
-    where tiles read them. `heads_over` says how the number of heads is chosen: None never splits
-    them, "ranks" or "node" takes as many as divide the kv heads and the ranks (of a node). With
-    `only_heads` a group has no second dimension.
+    `deal` cut the packed batch instead. `pattern` says how keys and values are sent; "minimal"
+    sends them only to ranks whose tiles read them. `heads_over` says how `heads` is chosen: None
+    never splits heads; "ranks" and "node" take the greatest number that divides the kv heads and
+    the ranks (of a node). With `only_heads` a group splits nothing but heads. `context_first` is
+    the order of ranks in a group (see static_layouts.py). `by_node` all-gathers send a block to
+    every node once.
     """
 
     name: str
@@ -91,15 +93,13 @@ class Method:
         return replace(self, degree=degree, heads=heads)
 
     def block_sizes(self, lengths: Sequence[int], num_ranks: int) -> Int64:
-        """Sequences are cut for the ranks of their group, the packed batch for all of them."""
+        """Cuts sequences for the ranks of a group, or the packed batch for all ranks."""
         if self.deal is not None:
             return packed_sizes(lengths, num_ranks)
-        return chunk_sizes(
-            lengths, self.chunks * (num_ranks if self.degree is None else self.degree)
-        )
+        return chunk_sizes(lengths, self.chunks * (self.degree or num_ranks))
 
     def fit(self, shape: AttentionShape, topology: Topology) -> Solver:
-        """The solver with a head degree that suits the model; ValueError where there is none."""
+        """The solver with a head degree that fits the model; ValueError if there is none."""
         method = self
         if self.heads_over is not None and self.heads is None:
             ranks = topology.num_ranks if self.heads_over == "ranks" else topology.ranks_per_node
@@ -132,7 +132,7 @@ class Method:
         self, graph: BlockGraph, topology: Topology, _limits: Limits, _seed: int
     ) -> Placement:
         """Position i of a group is context i // heads and head i % heads. A tile of head group g
-        runs at head g of its query block's context; with one head, at the query block's owner."""
+        runs on head g of its query block's context; with one head, on the query block's owner."""
         groups = len(graph.head_groups)
         heads = self.heads or (groups if self.heads_over else 1)
         if heads > 1 and heads != groups:
@@ -140,42 +140,29 @@ class Method:
                 f"{self.full_name} needs the heads in {heads} groups; the graph has {groups}"
             )
         grid = self.grid(topology, heads)
-        table = grid.ranks
         group = deal_sequences(graph, grid.groups)[graph.blocks.sequence]
         position = self._positions(graph, group, grid)
         context = position // heads
-        owner = table[group, context, position % heads]
-        if heads == 1:
-            home = np.repeat(owner[:, None], groups, axis=1)
-            ring = np.repeat(group[:, None], groups, axis=1)
-        else:
-            home = table[group, context]
-            ring = group[:, None] * heads + np.arange(heads)
+        owner = grid.ranks[group, context, position % heads]
+        head = np.arange(groups) % heads  # of every head group
+        home = grid.ranks[group, context][:, head]
+        ring = group[:, None] * heads + head
         tile_rank = {
             name: frozen(home[tiles.q_block, tiles.head_group])
             for name, tiles in graph.tiles.items()
         }
-        traffic = None
+        ranks, traffic = topology.num_ranks, None
         if self.pattern != "minimal":
-            node = np.arange(topology.num_ranks) // topology.ranks_per_node
-            passed_on = frozen(node) if self.by_node else None
-            traffic = Traffic(self.pattern, grid.rings, frozen(ring), frozen(home), passed_on)
-        return Placement(
-            topology.num_ranks,
-            frozen(owner),
-            tile_rank,
-            self.full_name,
-            static=True,
-            traffic=traffic,
-        )
+            node = frozen(np.arange(ranks) // topology.ranks_per_node) if self.by_node else None
+            traffic = Traffic(self.pattern, grid.rings, frozen(ring), frozen(home), node)
+        return Placement(ranks, frozen(owner), tile_rank, self.full_name, True, traffic)
 
     def _positions(self, graph: BlockGraph, group: Int64, grid: Grid) -> Int64:
         """Position of every block in its group."""
         if self.deal is not None:
             return packed_ranks(graph, group, grid, self.deal)
-        lengths = np.asarray(graph.batch.lengths, np.int64)[graph.blocks.sequence]
         spread = contiguous_ranks if self.chunks == 1 else zigzag_ranks
-        return spread(graph.blocks, lengths, grid.degree)
+        return spread(graph, grid.degree)
 
 
 METHODS = {
@@ -196,12 +183,12 @@ STATIC_SOLVERS = (*(method.solver for method in METHODS.values()), megatron_hybr
 
 
 def with_degree(method: str, degree: int | None = None, heads: int | None = None) -> Solver:
-    """`method` in groups of `degree` ranks (None: all) with `heads` of them side by side.
+    """`method` in groups of `degree` ranks (None: all) that split the heads `heads` ways.
 
-    With fewer ranks in a group than there are, whole sequences are dealt to the groups: DP × CP.
-    `with_degree("zigzag", 8)` is called "zigzag/cp8", `with_degree("loongtrain", 8, 2)`
-    "loongtrain/cp8h2". Without `heads`, a method that splits heads takes as many as kv heads and
-    ranks allow.
+    If there are several groups, whole sequences are dealt to them: DP × CP.
+    `with_degree("zigzag", 8)` is named "zigzag/cp8", `with_degree("loongtrain", 8, 2)`
+    "loongtrain/cp8h2". Without `heads`, a method that splits heads takes the greatest number that
+    the kv heads and the ranks allow.
     """
     return find_method(method).with_degrees(degree, heads).solver
 
@@ -213,7 +200,7 @@ def find_method(name: str) -> Method:
 
 
 def static_solver(name: str) -> Solver:
-    """The solver that has this name; ValueError if there is none."""
+    """The static solver with this name; ValueError if there is none."""
     method, _, degrees = name.partition("/")
     if method == megatron_hybrid.name:
         budget = _BUDGET.fullmatch(degrees)
@@ -235,8 +222,8 @@ def static_candidates(
 ) -> list[Solver]:
     """Every static method (or only `methods`) with every DP × CP split and head degree.
 
-    Data parallelism alone, which is the same for all methods, is listed once, as "zigzag/cp1". On 4
-    ranks with 2 kv heads, for zigzag and loongtrain:
+    Pure data parallelism is the same for all methods and is listed once, as "zigzag/cp1". For
+    zigzag and loongtrain on 4 ranks with 2 kv heads:
 
         zigzag/cp1  zigzag/cp2  zigzag/cp4  loongtrain/cp4h2
     """
@@ -254,8 +241,8 @@ def static_candidates(
 def _degrees(
     method: Method, shape: AttentionShape, topology: Topology
 ) -> Iterator[tuple[int, int | None]]:
-    """Group sizes above 1, and where heads are split, head degrees that leave a second dimension
-    (unless the method has none)."""
+    """Group sizes above 1, each with the head degrees that a method which splits heads can have
+    there. These leave at least 2 contexts, unless the method splits nothing but heads."""
     kv_heads = shape.kv_heads if shape.exact else 1
     for degree in divisors(topology.num_ranks)[1:]:
         if method.heads_over is None:
@@ -269,7 +256,7 @@ def _degrees(
 
 
 def place_uncut(graph: BlockGraph, topology: Topology, _limits: Limits, _seed: int) -> Placement:
-    """Whole sequences dealt to ranks: nothing travels, and nothing promises balance."""
+    """Deals whole sequences to ranks: nothing is sent, and balance is not guaranteed."""
     rank = deal_sequences(graph, topology.num_ranks)[graph.blocks.sequence]
     return Placement.where_queries_live(graph, topology.num_ranks, rank, "uncut", static=False)
 

@@ -1,10 +1,11 @@
-"""StepEstimate: about how long a step takes, kept up to date move by move.
+"""StepEstimate: the approximate duration of a step, updated move by move.
 
-Per mask and direction there are three kinds of resources: the compute of every rank, its port in
-and out, and the NICs of every node, in and out. A block that a rank uses and does not own comes
-in at its port, and its results leave there; what ranks of another node use crosses the border
-once, and so does the sum of their results. A direction takes as long as the busiest resource, and
-a share of the busiest ones of the other kinds, since nothing is hidden altogether.
+Per mask and direction there are three kinds of resources: the compute of every rank, the port of
+every rank, in and out, and the NICs of every node, in and out. A block that a rank uses but does
+not own arrives at its port, and its results leave there. A block that ranks of another node use
+crosses the border once, and so does the sum of their results. A direction takes as long as its
+busiest resource plus a share of the busiest ones of the other kinds, since nothing is hidden
+completely.
 """
 
 from collections.abc import Mapping
@@ -19,39 +20,40 @@ from dyncp.compiled import compiled, inner
 from dyncp.placement.placement import Limits, Placement
 from dyncp.topology import Topology
 
-# "Busiest" is a power mean, so that moves count that relieve one of several busy resources: of low
-# power far from the best placement, of high power near it. Resources that are less busy than these
-# shares of the busiest do not count.
+# "Busiest" is a power mean, so that relieving one of several busy resources counts as progress: a
+# low power far from the best placement, a high power near it. Resources below these shares of the
+# busiest are ignored.
 LOW, HIGH = 8, 32
 LOW_SHARE, HIGH_SHARE = 0.4, 0.7
+# Share of the other kinds of resources that adds to the busiest kind.
 EXPOSED = 0.5
 
 
 class StepEstimate(NamedTuple):
     """An edge is one side (0 queries, 1 keys) of a block for one mask and head group:
-    ((mask × 2 + side) × blocks + block) × groups + group. `busy` has a row per mask × 2 + direction
-    and a last one for work outside attention; its columns are compute, in, out (by rank), NICs in,
-    NICs out (by node). The fields from `tile_rank` on are updated by moves."""
+    ((mask × 2 + side) × blocks + block) × groups + group. `busy` has row mask × 2 + direction, and
+    a last row for work outside attention. Its columns are compute, port in, port out (by rank),
+    NICs in, NICs out (by node). Moves update the fields from `tile_rank` on."""
 
     tile: Int64  # [tiles, 3] query edge, key edge, mask
-    cost: Float64  # [tiles, 3] seconds forward and backward, work that limits count
-    start: Int64  # [edges + 1] into members
+    cost: Float64  # [tiles, 3] seconds forward and backward, work as limits count it
+    start: Int64  # [edges + 1] first index of an edge in members
     members: Int64  # tiles of each edge
-    edge: Int64  # [edges, 2] block, row of busy that has its forward direction
-    # [edges, 2, 4] seconds at a port, and at the NICs of a node: to a user forward and backward,
-    # its results forward and backward
+    edge: Int64  # [edges, 2] block, row of busy of its forward direction
+    # [edges, 2, 4] seconds at a port and at the NICs of a node: sending the edge to a user, forward
+    # and backward, and returning its results, forward and backward
     size: Float64
     node: Int64  # [ranks]
     slow: Float64  # [ranks] 1 / speed
     tokens: Float64  # [blocks, 2] tokens, and seconds of their work outside attention
-    weight: Float64  # [rows of busy] layers
-    sizes: Int64  # ranks per node, blocks, head groups, masks
-    span: Int64  # [blocks, 2] first and end block of their sequences
-    most: Float64  # [ranks, 2] tokens and work, where limited
+    weight: Float64  # [rows of busy] number of layers
+    sizes: Int64  # [4] ranks per node, blocks, head groups, masks
+    span: Int64  # [blocks, 2] first and end block of the block's sequence
+    most: Float64  # [ranks, 2] most tokens and work, infinite without a limit
     tile_rank: Int64  # [tiles]
     block_rank: Int64  # [blocks]
     pins: Int32  # [edges, ranks] tiles of the edge on the rank
-    users: Int32  # [edges, nodes] ranks of the node that have some
+    users: Int32  # [edges, nodes] ranks of the node with tiles of the edge
     busy: Float64  # [masks × 2 + 1, 3 ranks + 2 nodes] seconds
     held: Float64  # [ranks, 2] tokens and work
 
@@ -60,7 +62,7 @@ class StepEstimate(NamedTuple):
 def _charge_port(
     size: Float64, node: Int64, busy: Float64, row: int, e: int, u: int, o: int, sign: float
 ) -> None:
-    """Rank u uses edge e of rank o (sign 1), or no longer does (-1)."""
+    """Rank u starts (sign 1) or stops (-1) using edge e, which rank o owns."""
     if u == o:
         return
     ranks, inside = len(node), node[u] == node[o]
@@ -78,7 +80,7 @@ def _charge_border(
     size: Float64, into: int, nodes: int, busy: Float64,
     row: int, e: int, m: int, n: int, sign: float,
 ) -> None:  # fmt: skip
-    """Node m uses edge e of node n (sign 1), or no longer does (-1)."""
+    """Node m starts (sign 1) or stops (-1) using edge e, which node n owns."""
     if m == n:
         return
     for d in range(2):
@@ -94,7 +96,7 @@ def pin(
     size: Float64, node: Int64, pins: Int32, users: Int32, busy: Float64,
     row: int, e: int, u: int, o: int, count: int,
 ) -> None:  # fmt: skip
-    """`count` tiles of edge e more (or less) on rank u; rank o owns its block."""
+    """Adds `count` (may be negative) tiles of edge e to rank u; rank o owns its block."""
     had = pins[e, u]
     pins[e, u] = had + count
     if had != 0 and had + count != 0:
@@ -113,7 +115,7 @@ def change_owner(
     size: Float64, node: Int64, pins: Int32, users: Int32, busy: Float64,
     row: int, e: int, r: int, s: int,
 ) -> None:  # fmt: skip
-    """The block of edge e goes from rank r to rank s; tiles stay."""
+    """Moves the block of edge e, but not its tiles, from rank r to rank s."""
     ranks, nodes = len(node), users.shape[1]
     for u in range(ranks if nodes < ranks else 0):
         if pins[e, u] > 0:
@@ -152,7 +154,8 @@ def _count_all(step: StepEstimate) -> None:
 
 @inner
 def _busiest(busy: Float64, row: int, first: int, end: int, power: int) -> float:
-    """Powers and roots are written out, since a call of pow takes ten times as long."""
+    """Power mean of busy[row, first:end]. Powers and roots are written out, since calls of pow take
+    ten times as long."""
     most = 0.0
     for at in range(first, end):
         most = max(most, busy[row, at])
@@ -171,6 +174,7 @@ def _busiest(busy: Float64, row: int, first: int, end: int, power: int) -> float
 
 @inner
 def seconds(busy: Float64, weight: Float64, ranks: int, power: int) -> float:
+    """The estimate, in units of `unit_seconds`."""
     total = 0.0
     for row in range(len(busy)):
         if weight[row]:
@@ -184,16 +188,16 @@ def seconds(busy: Float64, weight: Float64, ranks: int, power: int) -> float:
 
 @compiled
 def estimate(step: StepEstimate, power: int) -> float:
-    """Counts all and estimates."""
+    """Counts everything again and returns the estimate."""
     _count_all(step)
     return seconds(step.busy, step.weight, len(step.slow), power)
 
 
 @dataclass(frozen=True, eq=False)
 class Prices:
-    """What placements are priced by. Per mask: seconds of every tile, [tiles, 2] forward and
-    backward (0 where not planned), and how many layers have it. `token_seconds` is a token's work
-    outside attention."""
+    """Costs that placements are compared by. Per mask: seconds of every tile, [tiles, 2] forward
+    and backward (0 if not planned), and its number of layers. `token_seconds` is the time of a
+    token's work outside attention."""
 
     tile_seconds: Mapping[str, Float64]
     layers: Mapping[str, float]
@@ -202,7 +206,7 @@ class Prices:
 
 
 def unit_seconds(prices: Prices, topology: Topology) -> float:
-    """What estimates count seconds in."""
+    """Seconds in one unit of the estimates: the mean attention time of a rank."""
     total = sum(float(seconds.sum()) for seconds in prices.tile_seconds.values())
     return max(total / topology.num_ranks, 1e-12)
 
@@ -262,13 +266,14 @@ def _edges(graph: BlockGraph, mask: int, name: str) -> Int64:
 
 
 def _edge_table(masks: int, blocks: int, groups: int) -> Int64:
-    """Block and forward row of every edge."""
+    """Block and row of busy of every edge, [edges, 2]."""
     edge = np.arange(2 * masks * blocks * groups)
     return np.column_stack([edge // groups % blocks, edge // (2 * blocks * groups) * 2])
 
 
 def _bytes(graph: BlockGraph, *, forward_only: bool) -> Float64:
-    """Of the edges of one mask: to a user and back, forward and backward."""
+    """Bytes of the edges of one mask, [edges, 4]: to a user forward and backward, results forward
+    and backward."""
     per_token = graph.payload_bytes.astype(np.float64)
     sides = np.zeros((2, per_token.shape[1], 4))
     sides[0] = per_token[[Payload.Q, Payload.Q_DOUT, Payload.OUT, Payload.DQ]].T
@@ -286,7 +291,7 @@ def _spans(graph: BlockGraph) -> Int64:
 
 
 def _most(graph: BlockGraph, topology: Topology, limits: Limits, work: float) -> Float64:
-    """Tokens and work that a rank may have."""
+    """Most tokens and work of every rank, [ranks, 2]."""
     ranks, speed = topology.num_ranks, topology.rank_speeds / topology.rank_speeds.mean()
     tokens, compute = (
         np.inf if tolerance is None else mean * (1 + tolerance)

@@ -1,11 +1,10 @@
-"""Moves of tiles and blocks, on counts of how many pins each hyperedge has per rank.
+"""Moves of tiles and blocks, with counts of the pins that each hyperedge has on each rank.
 
 With G head groups and B blocks, hyperedge b G + g is the query side of head group g of block b, and
-(B + b) G + g its key side; the pins of an edge are its tiles and, with one pin, the block's owner.
-An edge costs its size for every rank that it touches but one, and `extra` times its size for every
-node but one: what crosses a border crosses it once and is passed on inside. So moving a pin
-gains where it leaves a rank (or node) without pins, and loses where it comes to one that had
-none.
+(B + b) G + g its key side. The pins of an edge are its tiles and its block. An edge costs its size
+for every rank that it touches except one, and `extra` times its size for every node except one: a
+block crosses the border of a node once and is forwarded inside. So moving a pin gains if it was the
+last one of a rank (or node), and loses if it is the first one of another.
 """
 
 from typing import NamedTuple
@@ -13,7 +12,7 @@ from typing import NamedTuple
 from dyncp.arrays import Float64, Int32, Int64
 from dyncp.compiled import compiled, inner
 
-# A gain below this is one of rounding; loads may exceed their caps by this share.
+# Smaller gains are rounding errors; loads may exceed their caps by this share.
 EPSILON = 1e-9
 
 
@@ -21,27 +20,27 @@ class State(NamedTuple):
     """A placement being improved; `tile_rank` and the fields below it are updated in place."""
 
     edges: Int64  # [tiles, 2]: query-side edge, key-side edge
-    start: Int64  # [edges + 1] into members
+    start: Int64  # [edges + 1] first index of an edge in members
     members: Int64  # tiles of each edge
-    size: Float64  # [edges] bytes per further rank
+    size: Float64  # [edges] bytes for each further rank
     node: Int64  # [ranks]
-    extra: float  # price of a byte between nodes, less 1
+    extra: float  # price of a byte between nodes, minus 1
     groups: int
     work: Float64  # [tiles]
     tokens: Float64  # [blocks]
-    span: Int64  # [blocks, 2] first and end block of their sequences
-    caps: Float64  # [2]: work and tokens of a rank
+    span: Int64  # [blocks, 2] first and end block of the block's sequence
+    caps: Float64  # [2] most work and tokens of a rank
     tile_rank: Int64  # [tiles]
     block_rank: Int64  # [blocks]
-    pins: Int32  # [edges, ranks] how many pins each edge has on each rank
-    on_node: Int32  # [edges, nodes] the same by node
+    pins: Int32  # [edges, ranks] number of pins
+    on_node: Int32  # [edges, nodes] number of pins
     load: Float64  # [ranks] work
     held: Float64  # [ranks] tokens
 
 
 @compiled
 def count_pins(state: State) -> float:
-    """Fills pins, load and held from the ranks of tiles and blocks; returns the cost."""
+    """Fills pins, on_node, load and held from the ranks of tiles and blocks; returns the cost."""
     pins, on_node, node = state.pins, state.on_node, state.node
     edges, tile_rank, block_rank = state.edges, state.tile_rank, state.block_rank
     blocks, groups, size = len(block_rank), state.groups, state.size
@@ -81,11 +80,11 @@ def total_cost(pins: Int32, on_node: Int32, size: Float64, extra: float) -> floa
     return total
 
 
-# Functions that price moves take plain arrays: handing on the whole state costs a reference count
-# per array and call, which made these passes 15 times slower.
+# Functions that price moves take plain arrays: passing the whole state costs a reference count per
+# array and call, which made these passes 15 times slower.
 @inner
 def _owned_edge(b: int, i: int, groups: int, blocks: int) -> int:
-    """The i-th of the 2 × groups edges of a block."""
+    """The i-th of the 2 × groups edges of block b."""
     return b * groups + i if i < groups else (blocks + b - 1) * groups + i
 
 
@@ -101,7 +100,7 @@ def pin_gain(
     r: int,
     s: int,
 ) -> float:
-    """What one edge gains by moving n of its pins from rank r to rank s."""
+    """Bytes saved if n pins of edge e move from rank r to rank s."""
     factor = 0.0
     if pins[e, r] == n:
         factor += 1.0
@@ -157,7 +156,7 @@ def block_gain(
     r: int,
     s: int,
 ) -> float:
-    """What is gained when a block moves from owner r to owner s."""
+    """Bytes saved if block b moves from owner r to owner s."""
     gain = 0.0
     for i in range(2 * groups):
         e = _owned_edge(b, i, groups, blocks)
@@ -167,7 +166,7 @@ def block_gain(
 
 @inner
 def list_group(start: Int64, members: Int64, tile_rank: Int64, e: int, r: int, tiles: Int64) -> int:
-    """Writes the tiles of edge e on rank r; returns how many."""
+    """Writes the tiles of edge e on rank r to `tiles`; returns how many."""
     n = 0
     for i in range(start[e], start[e + 1]):
         if tile_rank[members[i]] == r:
@@ -178,7 +177,7 @@ def list_group(start: Int64, members: Int64, tile_rank: Int64, e: int, r: int, t
 
 @inner
 def list_edges(edges: Int64, work: Float64, tiles: Int64, n: int, e: int, group: Int64) -> float:
-    """Writes edge e and the other edges of n of its tiles; returns the work of these tiles."""
+    """Writes edge e, then the other edge of each of n tiles, to `group`; returns their work."""
     moved, side = 0.0, 1 if edges[tiles[0], 0] == e else 0
     group[0] = e
     for i in range(n):
@@ -200,9 +199,9 @@ def best_move(
     most: float,
     least: float,
 ) -> tuple[float, int]:
-    """The rank with a load of at most `most` where tiles of one edge on rank r together gain most,
-    if more than `least` (else -1); the emptiest where several gain alike. `group` has that edge and
-    the other edge of each tile."""
+    """Where tiles of one edge on rank r gain the most together: the gain and the rank. Only ranks
+    with a load of at most `most` and gains above `least` qualify (-1: none); ties go to the
+    emptiest rank. `group` has that edge and the other edge of each tile."""
     e, n, freed = group[0], len(group) - 1, 0.0
     for i in range(1, n + 1):
         if pins[group[i], r] == 1:
@@ -214,7 +213,7 @@ def best_move(
         if s == r or load[s] > most:
             continue
         gain = pin_gain(pins, on_node, node, size, extra, e, n, r, s)
-        left = freed  # the most that others can still gain
+        left = freed  # the most that the remaining tiles can gain
         for i in range(1, n + 1):
             if gain + left < best:
                 break

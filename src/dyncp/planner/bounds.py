@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from dyncp.arrays import Float64
-from dyncp.blocks import K_KINDS, Q_KINDS, Direction, Payload, bytes_per_token
+from dyncp.blocks import Direction, Payload, bytes_per_token
 from dyncp.cost import CostModel
 from dyncp.placement import Bound
 from dyncp.planner.task import Part, Placed, Task
@@ -99,8 +99,6 @@ def static_seconds(task: Task, bound: Bound, pairs: Mapping[str, float]) -> floa
         flops = float(cost.flops(np.asarray(pairs[name]), cost.shape.q_heads, direction))
         compute = work * flops / cost.attention_rate(direction) / fastest
         keys = float(payloads[Payload.KV]) * (1 + direction) * bound.seconds_per_byte
-        swapped = float(payloads[[*Q_KINDS[direction], *K_KINDS[direction]]].sum())
-        swap = swapped * bound.swap_seconds_per_byte
         compute += _overhead(cost, bound.calls)
-        seconds += task.layers[name] * max(compute, keys, swap, host)
+        seconds += task.layers[name] * max(compute, keys, host)
     return seconds
