@@ -13,8 +13,9 @@ from benchmarks.attention_times import (
     check_methods,
     kernel_name,
 )
-from dyncp.calibrate.calls import World, device_name, device_text, executor_options
-from dyncp.calibrate.timing import Repeats, Tools
+from dyncp.calibrate import Repeats, Tools, World, open_world, under_torchrun
+from dyncp.calibrate.calls import executor_options
+from dyncp.calibrate.world import device_name, device_text
 from dyncp.cli.arguments import (
     Progress,
     add_kernel_option,
@@ -26,13 +27,11 @@ from dyncp.cli.arguments import (
     comma_separated,
     lengths_of,
     make_batch,
-    open_world,
     option,
     profile_of,
     shape_of,
     shape_text,
     show,
-    under_torchrun,
 )
 from dyncp.cost import CostModel
 from dyncp.planner import Task

@@ -11,12 +11,13 @@ import torch.distributed as dist
 
 from dyncp.arrays import Float64
 from dyncp.blocks import DEFAULT_MASK, Batch, Direction
-from dyncp.calibrate.calls import backward, forward, make_executor, make_inputs
+from dyncp.calibrate import Tools
+from dyncp.calibrate.calls import Run, make_executor
 from dyncp.calibrate.rates import seconds_together
-from dyncp.calibrate.timing import CallTimes, Run, Tools, add_kernels, plan_work, time_calls
+from dyncp.calibrate.timing import CallTimes, add_kernels, plan_work, time_calls
 from dyncp.cli.simulate import STATIC_METHODS, best_splits
 from dyncp.cost import CostModel
-from dyncp.executor import Step, attention
+from dyncp.executor import Step
 from dyncp.plan import Plan
 from dyncp.planner import AUTO, Candidate, Task, choose, plan_batch
 from dyncp.simulate import Simulated, simulate_plan
@@ -294,11 +295,7 @@ def _over(measured: float, predicted: float) -> dict[str, float]:
 def time_step(step: Step, tools: Tools) -> dict[str, dict[str, Any]]:
     """Median over repeats of the slowest rank's seconds, and every rank's own median, by
     direction."""
-    inputs = make_inputs(step.num_rows, tools.shape, tools.device, seed=dist.get_rank())
-    run = forward(lambda q, k, v: attention(step, q, k, v), inputs)
-    measured = {NAMES[Direction.FORWARD]: _together(run, tools)}
-    measured[NAMES[Direction.BACKWARD]] = _together(backward(run(), inputs), tools)
-    return measured
+    return {NAMES[direction]: _together(run, tools) for direction, run in tools.runs(step).items()}
 
 
 def _together(run: Run, tools: Tools) -> dict[str, Any]:

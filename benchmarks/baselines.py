@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from dyncp.blocks import DEFAULT_MASK, AttentionShape, Batch
-from dyncp.calibrate.calls import DTYPES, Attend, Inputs, Unavailable, batch_of
+from dyncp.calibrate.calls import DTYPES, Attend, Inputs, OutAndGrads, Unavailable, batch_of
 
 # What other kernels have built in: one causal or full sequence, and causal documents.
 PLAIN, DOCUMENTS = ("causal", "full"), "document_causal"
@@ -327,30 +327,6 @@ def sdpa_after_keys(documents: WholeDocuments, device: torch.device) -> Attend:
         )
     allowed = torch.ones(rows, keys, dtype=torch.bool, device=device).tril(documents.before)
     return lambda q, k, v: sdpa(q, k, v, attn_mask=allowed)
-
-
-class OutAndGrads(NamedTuple):
-    """Output and gradients, rows as in the inputs."""
-
-    out: Tensor
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-
-
-def results_of(attend: Attend, inputs: Inputs) -> OutAndGrads:
-    """Output and gradients of one call."""
-    out = attend(*inputs.qkv)
-    return OutAndGrads(out.detach(), *torch.autograd.grad(out, inputs.qkv, inputs.dout))
-
-
-def relative_errors(given: OutAndGrads, expected: OutAndGrads) -> dict[str, float]:
-    """‖given − expected‖ / ‖expected‖ of output and gradients."""
-    errors = {}
-    for name, one, wanted in zip(OutAndGrads._fields, given, expected, strict=True):
-        size, error = wanted.norm().item(), (one.double() - wanted).norm().item()
-        errors[name] = error / size if size else error
-    return errors
 
 
 def dense_attention(batch: Batch, inputs: Inputs) -> OutAndGrads:

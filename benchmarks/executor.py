@@ -17,10 +17,17 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.baselines import WholeDocuments, attend_whole, relative_errors, results_of
+from benchmarks.baselines import WholeDocuments, attend_whole
 from benchmarks.cases import MASKS, SHAPE, TOKENS, Case, cluster
 from dyncp import AttentionShape, Batch, DCPExecutor, Topology, masks, plan_batch
-from dyncp.calibrate.calls import Attend, Inputs, make_inputs, one_rank_attention
+from dyncp.calibrate.calls import (
+    Attend,
+    Inputs,
+    make_inputs,
+    one_rank_attention,
+    relative_errors,
+    results_of,
+)
 from dyncp.transport import Null
 
 CPU = torch.device("cpu")

@@ -10,32 +10,27 @@ from typing import Any
 
 import torch
 
-from benchmarks.baselines import (
-    BASELINES,
-    MaskCase,
-    OutAndGrads,
-    dense_attention,
-    mask_case,
-    relative_errors,
-    results_of,
-)
-from dyncp.blocks import AttentionShape
+from benchmarks.baselines import BASELINES, MaskCase, dense_attention, mask_case
+from dyncp.blocks import AttentionShape, Direction
+from dyncp.calibrate import Repeats
 from dyncp.calibrate.calls import (
     MASKS,
     Attend,
     Inputs,
+    OutAndGrads,
+    Run,
     Unavailable,
-    backward,
-    device_text,
+    both_directions,
     executor_options,
     find_mask,
-    forward,
     make_inputs,
     one_rank_attention,
-    open_device,
+    relative_errors,
+    results_of,
 )
 from dyncp.calibrate.diagnosis import first_line
-from dyncp.calibrate.timing import Repeats, Run, profiled_kernels, time_call
+from dyncp.calibrate.timing import profiled_kernels, time_call
+from dyncp.calibrate.world import device_text, open_device
 from dyncp.cli.arguments import (
     Progress,
     add_measuring_options,
@@ -232,9 +227,11 @@ def _measure(
     setting: KernelsSetting,
 ) -> dict[str, Any]:
     flops = 4.0 * case.num_pairs * setting.shape.head_dim * setting.shape.q_heads
-    run = forward(attend, inputs)
-    found: dict[str, Any] = {"forward": _direction(run, flops, setting)}
-    found["backward"] = _direction(backward(run(), inputs), BACKWARD_FLOPS * flops, setting)
+    runs = both_directions(attend, inputs)
+    found: dict[str, Any] = {
+        "forward": _direction(runs[Direction.FORWARD], flops, setting),
+        "backward": _direction(runs[Direction.BACKWARD], BACKWARD_FLOPS * flops, setting),
+    }
     if expected is not None:
         found["errors"] = relative_errors(results_of(attend, inputs), expected)
     return found

@@ -5,7 +5,6 @@ RMSNorm, MLP. Everything but attention treats every token by itself, so a rank r
 """
 
 import statistics
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,11 +15,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, rms_norm, silu
 
-from dyncp.calibrate.calls import Attend
+from dyncp.calibrate import Repeats
+from dyncp.calibrate.calls import Attend, Run
 from dyncp.calibrate.timing import (
     KernelRun,
-    Repeats,
-    Run,
+    host_seconds,
     mark,
     profiled_kernels,
     seconds_between,
@@ -187,18 +186,10 @@ def time_steady(run: Run, device: torch.device, repeats: Repeats) -> Steady:
     wait_for(device)
     between = [seconds_between(start, end) for start, end in pairwise(marks)]
     wall, mean = statistics.median(between), statistics.mean(between)
-    return Steady(wall, mean, wall if device.type == "cpu" else _host(run, device, repeats))
-
-
-def _host(run: Run, device: torch.device, repeats: Repeats) -> float:
-    seconds = []
-    for _ in range(repeats.timed):
-        wait_for(device)
-        start = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - start)
-    wait_for(device)
-    return statistics.median(seconds)
+    if device.type == "cpu":
+        return Steady(wall, mean, wall)
+    host = statistics.median(host_seconds(run, device) for _ in range(repeats.timed))
+    return Steady(wall, mean, host)
 
 
 def has_profiler(device: torch.device) -> bool:

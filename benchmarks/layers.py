@@ -11,8 +11,9 @@ from benchmarks.attention import TOKENS, add_rank_options, virtual_topology
 from benchmarks.attention_times import kernel_name
 from benchmarks.layers_times import GRAPHS, WARM_UP, LayersSetting, StackSetting, bench_layers
 from dyncp.blocks import ITEM_BYTES
-from dyncp.calibrate.calls import device_name, device_text, executor_options, open_device
-from dyncp.calibrate.timing import Repeats
+from dyncp.calibrate import Repeats
+from dyncp.calibrate.calls import executor_options
+from dyncp.calibrate.world import device_name, device_text, open_device
 from dyncp.cli.arguments import (
     SHAPES,
     Progress,

@@ -29,9 +29,9 @@ from benchmarks.layer_stack import (
 )
 from dyncp.arrays import Float64
 from dyncp.blocks import DEFAULT_MASK, AttentionShape, Batch, Direction
-from dyncp.calibrate.calls import DTYPES, Attend, Noise, Unavailable, make_executor
+from dyncp.calibrate import Repeats
+from dyncp.calibrate.calls import DTYPES, Attend, Noise, Run, Unavailable, make_executor
 from dyncp.calibrate.diagnosis import first_line
-from dyncp.calibrate.timing import Repeats, Run
 from dyncp.cost import CostModel, ModelConfig
 from dyncp.executor import DCPExecutor, attention
 from dyncp.plan import Plan, RankPlan

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Any
 
-from dyncp.cli.arguments import threads_per_rank
+from dyncp.checks import usable_cores
 
 GRACE_SECONDS = 40  # torchrun itself gives its workers 30 before it kills them
 COPY_SECONDS = 5  # for the last lines of ranks that are gone
@@ -43,7 +43,7 @@ def launch(words: Sequence[str], num_ranks: int) -> int:
 
 def _environment(num_ranks: int) -> dict[str, str]:
     """What torchrun, OpenMP and gloo read; what the user has set stays."""
-    defaults = {"OMP_NUM_THREADS": str(threads_per_rank(num_ranks))}
+    defaults = {"OMP_NUM_THREADS": str(max(1, usable_cores() // num_ranks))}
     if sys.platform in LOOPBACK:
         defaults["GLOO_SOCKET_IFNAME"] = LOOPBACK[sys.platform]
     return defaults | os.environ

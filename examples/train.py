@@ -31,8 +31,9 @@ from dyncp import (
     sum_gradients,
     sum_over_ranks,
 )
+from dyncp.calibrate import open_world, under_torchrun
 from dyncp.checks import whole_number
-from dyncp.cli.arguments import Progress, open_world, option, under_torchrun
+from dyncp.cli.arguments import Progress, option
 from dyncp.integrations.transformers import attach
 from dyncp.kernels import choose_kernel
 from examples.launch import launch

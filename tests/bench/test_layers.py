@@ -37,8 +37,9 @@ from hypothesis import strategies as st
 
 from dense import dense_attention, relative_error
 from dyncp import AttentionShape, Batch, DCPExecutor, Topology, attention, masks, plan_batch
+from dyncp.calibrate import Repeats
 from dyncp.calibrate.calls import Unavailable
-from dyncp.calibrate.timing import KernelRun, Repeats
+from dyncp.calibrate.timing import KernelRun
 from dyncp.cost import CostModel, ModelConfig, find_profile
 from dyncp.planner import PlannerConfig, Task
 

@@ -2,20 +2,17 @@
 object), and the ranks that torchrun started."""
 
 import json
-import os
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dyncp import masks
 from dyncp.blocks import ITEM_BYTES, AttentionShape, Batch
-from dyncp.checks import usable_cores, whole_number
+from dyncp.checks import whole_number
 from dyncp.cost import (
     DEFAULT_PROFILE,
     MODELS,
@@ -34,16 +31,12 @@ from dyncp.placement import DEFAULT_TOLERANCES, Limits
 from dyncp.planner import AUTO, EFFORTS, OBJECTIVES, PlannerConfig
 from dyncp.samplers import NAMES, parse_sample, read_lengths, sample_lengths
 
-if TYPE_CHECKING:
-    from dyncp.calibrate import World
-
 # What commands that measure run by default, by kind of device.
 SHAPES = {"cpu": AttentionShape(4, 2, 64, "fp32"), "cuda": AttentionShape(32, 8, 128, "bf16")}
 # Importing torch takes seconds, and without one of these files it sees no GPU.
 DRIVER_FILES = ("nvidiactl", "dxg")
 CLEAR_LINE = "\r\x1b[K"
 SELDOM_SECONDS = 2.0
-TIMEOUT = timedelta(minutes=10)
 
 
 def option(parser: Any, name: str, text: str, default: Any = None, **options: Any) -> None:
@@ -296,38 +289,3 @@ def show(args: Namespace, numbers: Mapping[str, Any], lines: Iterable[str]) -> N
     if args.raw is not None:
         args.raw.write_text(text + "\n", encoding="utf-8")
     print(text if args.json else "\n".join(lines))
-
-
-# Processes
-
-
-def threads_per_rank(num_ranks: int) -> int:
-    """The cores this process may use, shared out among the ranks of the node."""
-    return max(1, usable_cores() // num_ranks)
-
-
-def under_torchrun() -> bool:
-    """Whether torchrun started this process."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-@contextmanager
-def open_world(device_name: str | None) -> "Iterator[World]":
-    """The world of torchrun's ranks, or of this process alone."""
-    import torch
-    import torch.distributed as dist
-
-    from dyncp.calibrate.calls import World, open_device
-
-    if not under_torchrun():
-        yield World.alone(open_device(device_name))
-        return
-    local_rank, local = (int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    device = open_device(device_name, local_rank)
-    torch.set_num_threads(threads_per_rank(local))
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=TIMEOUT)
-    try:
-        yield World(dist.get_rank(), dist.get_world_size(), local, device)
-    finally:
-        dist.destroy_process_group()

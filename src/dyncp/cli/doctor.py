@@ -5,15 +5,8 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from dyncp.calibrate import Diagnosis, diagnose
-from dyncp.cli.arguments import (
-    Progress,
-    add_device_option,
-    add_json_option,
-    open_world,
-    option,
-    show,
-)
+from dyncp.calibrate import Diagnosis, diagnose, open_world
+from dyncp.cli.arguments import Progress, add_device_option, add_json_option, option, show
 
 SICK = 1
 MOST_RANKS_SHOWN = 16
