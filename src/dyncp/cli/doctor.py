@@ -1,4 +1,4 @@
-"""`dyncp doctor`: looks at devices, links, groups and one plan; its JSON goes into an issue."""
+"""`dyncp doctor`: checks devices, links, groups and one plan; its JSON object goes into issues."""
 
 import sys
 from argparse import ArgumentParser, Namespace
@@ -15,7 +15,7 @@ EXAMPLES = ("dyncp doctor", "torchrun --nproc-per-node 8 -m dyncp doctor --json"
 
 def add_options(parser: ArgumentParser) -> None:
     add_device_option(parser)
-    option(parser, "--kernel", "to try", "auto")
+    option(parser, "--kernel", "attention kernel to check", "auto")
     add_json_option(parser)
 
 
