@@ -40,9 +40,7 @@ EXAMPLES = (
 
 
 def add_options(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "plan", type=Path, metavar="PLAN", help="file that `dyncp plan --save` wrote"
-    )
+    parser.add_argument("plan", type=Path, metavar="PLAN", help="written by `dyncp plan --save`")
     parser.add_argument(
         "--numeric",
         action="store_true",
@@ -217,7 +215,7 @@ def gpu_kernel_tiles(call: "KernelCall") -> Iterator[ListedKernelTiles]:
 
 
 def _entries(lists: "TileLists") -> np.ndarray:
-    """[entries, 3]: a tile, a tile of the other side that it meets, and whether the two are full."""
+    """[entries, 3]: a tile, a tile of the other side that it meets, and whether it is full."""
     entries: list[tuple[int, int, int]] = []
     for tile, num_runs, num_partial, *others in lists.entries.tolist():
         partial = others[2 * lists.most_runs :][:num_partial]
