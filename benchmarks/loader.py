@@ -159,9 +159,7 @@ def main() -> None:
 def measure(args: argparse.Namespace) -> None:
     documents = Documents(args.sample, args.steps)
     print(f"{args.steps} batches of {TOKENS:,} tokens ({args.sample}, {args.mask}), 32 ranks,")
-    print(
-        f"solver {args.solver}, steps of {args.seconds:g} s, {args.load} busy processes\n"
-    )
+    print(f"solver {args.solver}, steps of {args.seconds:g} s, {args.load} busy processes\n")
     columns = ("first", "median", "mean", "largest", "ratio", "wait", "p99", "prepare")
     print(f"{'seconds per step':<21}" + "".join(f"{column:>8}" for column in columns))
     executor = DCPExecutor(transport=Null(0, 32))

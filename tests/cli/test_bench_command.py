@@ -160,7 +160,12 @@ def test_the_layers_table_has_three_lines_per_rank_and_worst_and_mean(capsys):
     assert "kernel auto (cpu), graphs auto; 1 layers: hidden 256" in out[0]
     headings = ("wall ms", "busy", "host", "kernels", "kernel ms", "wall / kernel", "× plain")
     assert sum(all(heading in line for heading in headings) for line in out) == 2
-    for start, count in (("rank 0 (requested", 2), ("  sdpa: ", 4), ("worst of", 2), ("mean of", 2)):
+    for start, count in (
+        ("rank 0 (requested", 2),
+        ("  sdpa: ", 4),
+        ("worst of", 2),
+        ("mean of", 2),
+    ):
         assert sum(line.startswith(start) for line in out) == count
     assert sum("no attention" in line for line in out) == 8
 

@@ -164,10 +164,7 @@ def describe_versions() -> dict[str, str | None]:
 
 def describe_machine() -> dict[str, Any]:
     """The host: system, cores, threads, CUDA and communication backends."""
-    backends, nccl = [], None
-    if dist.is_available():
-        known = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
-        backends = [name for name, there in known.items() if there]
+    backends, nccl = [x for x in ("gloo", "nccl") if dist.is_backend_available(x)], None
     if torch.cuda.is_available() and "nccl" in backends:
         numbers = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
         nccl = ".".join(map(str, numbers))

@@ -144,14 +144,12 @@ def measure_links(world: World) -> tuple[MeasuredLink | None, MeasuredLink | Non
 def exchange_seconds(pairs: Pairs, size: int, world: World, repeats: Repeats = REPEATS) -> float:
     """Median seconds of a one-way message of `size` bytes between the slowest pair."""
     buffer = torch.ones(size, dtype=torch.uint8, device=world.device)
-    peers = {a: (b, True) for a, b in pairs} | {b: (a, False) for a, b in pairs}
-    peer = peers.get(world.rank)
+    peers, first = dict(pairs) | {b: a for a, b in pairs}, world.rank in dict(pairs)
 
     def ping_pong() -> None:
-        if peer is not None:
-            other, first = peer
+        if world.rank in peers:
             for send in (first, not first):
-                (dist.send if send else dist.recv)(buffer, other)
+                (dist.send if send else dist.recv)(buffer, peers[world.rank])
 
     return _slowest_median(ping_pong, world, repeats) / 2
 

@@ -215,7 +215,10 @@ def time_calls(part: RankPlan, tools: Tools) -> dict[Direction, CallTimes]:
     good."""
     executor, device, repeats = tools.executor(part), tools.device, tools.repeats
     if device.type == "cuda":
-        return _time_on_gpu(executor.prepare(part), tools)
+        step = executor.prepare(part)
+        timings = {way: time_call(run, device, repeats) for way, run in tools.runs(step).items()}
+        host = _queueing_seconds(step, tools)
+        return {way: CallTimes(timings[way].seconds, host[way], np.zeros(1)) for way in Direction}
     recorded = RecordedKernel(executor.kernel)
     executor = DCPExecutor(device=device, transport=executor.transport, kernel=recorded)
     times = {}
@@ -230,15 +233,6 @@ def time_calls(part: RankPlan, tools: Tools) -> dict[Direction, CallTimes]:
             timed.seconds, timed.host_seconds, _by_division(divisions, seconds)
         )
     return times
-
-
-def _time_on_gpu(step: Step, tools: Tools) -> dict[Direction, CallTimes]:
-    seconds = {
-        direction: time_call(run, tools.device, tools.repeats).seconds
-        for direction, run in tools.runs(step).items()
-    }
-    host = _queueing_seconds(step, tools)
-    return {way: CallTimes(seconds[way], host[way], np.zeros(1)) for way in Direction}
 
 
 def add_kernels(

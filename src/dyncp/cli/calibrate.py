@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dyncp.calibrate import Calibration, Repeats, Tools, World, calibrate, open_world
+from dyncp.calibrate import Calibration, Repeats, Tools, calibrate, open_world
 from dyncp.calibrate.calls import executor_options, find_mask
 from dyncp.calibrate.world import device_name, device_text
 from dyncp.cli.arguments import (
@@ -45,7 +45,7 @@ RATES = (
 )
 OVERLAPS = {
     "link": "messages",
-    "thread": "a thread copies",
+    "thread": "copies by a thread",
     "host": "copies from the host",
     "device": "copies on the device",
 }
@@ -72,14 +72,22 @@ def add_options(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     check_folder("--save", args.save)
     check_folder("--raw", args.raw)
+    masks = comma_separated(args.masks)
+    for mask in masks:
+        find_mask(mask)
+    executor_options(args.kernel)
     with open_world(args.device) as world:
-        base, tools, masks, sizes = _setting(args, world)
+        device, kind = world.device, world.device.type
+        sizes = positive_integers(args.sizes or SIZES[kind], "--sizes")
+        base = find_profile(args.base) if args.base else preset_for(device_name(device), "--base")
+        repeats = Repeats(timed=args.repeats, flush=False)
+        tools = Tools(shape_of(args, kind), args.kernel, device, repeats)
         progress = Progress(quiet=not world.first)
         found = calibrate(world, tools, base, masks, sizes, name=args.name, tell=progress.show)
         progress.clear()
         if world.first:
             save_profile(found.profile, args.save)
-            where, ranks = device_text(world.device), world.num_ranks
+            where, ranks = device_text(device), world.num_ranks
             lines = [
                 f"{where}; {shape_text(tools.shape)}; {ranks} rank{'s' if ranks > 1 else ''}",
                 "",
@@ -89,20 +97,6 @@ def run(args: Namespace) -> int:
             ]
             show(args, {"device": where, "shape": asdict(tools.shape)} | _as_json(found), lines)
     return 0
-
-
-def _setting(
-    args: Namespace, world: World
-) -> tuple[Profile, Tools, tuple[str, ...], tuple[int, ...]]:
-    """The base profile, the tools, and the masks and sizes to time; all options are checked."""
-    masks = comma_separated(args.masks)
-    for mask in masks:
-        find_mask(mask)
-    executor_options(args.kernel)
-    base = find_profile(args.base) if args.base else preset_for(device_name(world.device), "--base")
-    kind, repeats = world.device.type, Repeats(timed=args.repeats, flush=False)
-    tools = Tools(shape_of(args, kind), args.kernel, world.device, repeats)
-    return base, tools, masks, positive_integers(args.sizes or SIZES[kind], "--sizes")
 
 
 def _as_json(found: Calibration) -> dict[str, Any]:
@@ -121,16 +115,16 @@ def draw_calibration(base: Profile, found: Calibration) -> Iterator[str]:
         yield f"{label:<40}{mine:>14.4g}{theirs:>14.4g}"
     for label, name in LINKS:
         links = [getattr(p, name) for p in (profile, base)]
-        for unit, (mine, theirs) in (
+        for measure, (mine, theirs) in (
             ("GB/s", [link.bandwidth / 1e9 for link in links]),
             ("µs", [1e6 * link.latency for link in links]),
         ):
             measured = "not measured" if getattr(found, name) is None else f"{mine:.4g}"
-            yield f"{f'{label}, {unit}':<40}{measured:>14}{theirs:>14.4g}"
+            yield f"{f'{label}, {measure}':<40}{measured:>14}{theirs:>14.4g}"
     if found.all_gather is not None:
         yield f"{'all-gather into a rank, GB/s':<40}{found.all_gather / 1e9:>14.4g}"
     for overlap in found.overlaps:
-        label = f"attention slowdown, {OVERLAPS[overlap.kind]}"
+        label = f"attention during {OVERLAPS[overlap.kind]}, ×"
         yield f"{label:<40}{overlap.slowdown:>14.3f}"
     yield ""
     yield (
