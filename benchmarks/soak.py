@@ -5,7 +5,7 @@
 
 1. undisturbed
 2. every 50 batches a planning process is killed, and another one is stopped for half a second (a
-   slow plan): the losses must be those of run 1, bit for bit
+   slow plan): losses must equal run 1 bit for bit
 3. the same, and the planner raises for one batch in 20, which then get static plans: losses within
    1e-6 of run 1, and bit for bit up to the first static plan
 

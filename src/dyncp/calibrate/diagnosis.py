@@ -321,7 +321,7 @@ def check_plan(world: World, kernel: str = "auto") -> tuple[list[Finding], Facts
     gradients, and `replayed` those with CUDA graphs, or None if graphs are not used."""
     try:
         facts = _run_plan(world, kernel)
-    except Exception as error:  # reported, not raised: the doctor goes on
+    except Exception as error:  # reported as a finding
         logger.debug("the plan failed", exc_info=True)
         text = f"a small plan could not run: {first_line(error)}"
         return [Finding("plan", False, text), NO_GRAPHS], None
