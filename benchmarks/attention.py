@@ -1,4 +1,4 @@
-"""`dyncp bench attention`: plans measured rank by rank, predicted times beside measured ones."""
+"""`dyncp bench attention`: measures plans rank by rank and compares with predictions."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping
@@ -13,8 +13,9 @@ from benchmarks.attention_times import (
     check_methods,
     kernel_name,
 )
-from dyncp.calibrate.calls import World, device_name, device_text, executor_options
-from dyncp.calibrate.timing import Repeats, Tools
+from dyncp.calibrate import Repeats, Tools, World, open_world, under_torchrun
+from dyncp.calibrate.calls import executor_options
+from dyncp.calibrate.world import device_name, device_text
 from dyncp.cli.arguments import (
     Progress,
     add_kernel_option,
@@ -26,13 +27,11 @@ from dyncp.cli.arguments import (
     comma_separated,
     lengths_of,
     make_batch,
-    open_world,
     option,
     profile_of,
     shape_of,
     shape_text,
     show,
-    under_torchrun,
 )
 from dyncp.cost import CostModel
 from dyncp.planner import Task
@@ -52,13 +51,13 @@ EXAMPLES = (
 
 def add_options(parser: ArgumentParser) -> None:
     add_rank_options(
-        parser, "ranks that this device runs one after the other", "; under torchrun: real"
+        parser, "ranks that this device runs sequentially", "; under torchrun: real ranks"
     )
     add_lengths_options(parser, listed=True, sample="ldc:0")
     text = f"tokens of a --sample batch (default {TOKENS['cuda']}, on CPUs {TOKENS['cpu']})"
     option(parser, "--tokens", text, type=int)
     add_profile_options(parser)
-    text = f"auto is dyncp's planner; choose from {', '.join(METHODS)}, or all"
+    text = f"methods to measure: all, or some of {', '.join(METHODS)}; auto is dyncp's planner"
     option(parser, "--methods", text, "auto,zigzag")
     add_kernel_option(parser)
     add_shape_options(parser)
@@ -68,14 +67,14 @@ def add_options(parser: ArgumentParser) -> None:
 def add_rank_options(parser: ArgumentParser, ranks: str, more: str = "") -> None:
     text = f"{ranks} (default {RANKS['cuda']}, on CPUs {RANKS['cpu']}{more})"
     option(parser, "--virtual-ranks", text, type=int, metavar="N")
-    text = f"of virtual ranks (default {RANKS_PER_NODE}, or all where there are fewer)"
+    text = f"virtual ranks of each node (default {RANKS_PER_NODE}, or all if there are fewer)"
     option(parser, "--ranks-per-node", text, type=int)
 
 
 def run(args: Namespace) -> int:
     if under_torchrun() and args.virtual_ranks is not None:
         raise ValueError(
-            f"--virtual-ranks is {args.virtual_ranks}, but torchrun runs real ranks; give one or "
+            f"--virtual-ranks is {args.virtual_ranks}, but torchrun starts real ranks; use one or "
             "the other"
         )
     check_folder("--raw", args.raw)
@@ -110,7 +109,7 @@ def _topology(args: Namespace, world: World, cost: CostModel) -> Topology:
 
 
 def virtual_topology(args: Namespace, kind: str, cost: CostModel) -> Topology:
-    """The virtual ranks and nodes asked for, on this kind of device."""
+    """The topology of the virtual ranks; `kind` of device decides their default number."""
     ranks = RANKS[kind] if args.virtual_ranks is None else args.virtual_ranks
     if ranks < 1:
         raise ValueError(f"--virtual-ranks is {ranks}; at least 1 is needed")
@@ -156,8 +155,8 @@ def _lines(
 
 
 def draw_virtual(found: Mapping[str, Any]) -> Iterator[str]:
-    """Kernel and call milliseconds over ranks, how they compare with one rank and with what was
-    predicted, then the step that the topology makes of them."""
+    """Milliseconds of kernels and calls over ranks, compared with one rank and with predictions;
+    then the simulated attention layer."""
     yield from _alone(found["alone"])
     yield (
         f"{'':<22}{'':>9}{'kernels ms':^18}{'other kernels ms':^18}{'call ms':^18}{'host ms':>9}"
@@ -227,7 +226,7 @@ def _steps(methods: Mapping[str, Any]) -> Iterator[str]:
 
 
 def draw_ranks(found: Mapping[str, Any]) -> Iterator[str]:
-    """Measured beside predicted, the slowest rank's."""
+    """Measured and predicted milliseconds of the slowest rank."""
     yield f"{'one attention layer, ms':<31}{'measured':>10}{'predicted':>11}{'difference':>12}"
     for name, method in found["methods"].items():
         for direction, measured in method["measured"].items():

@@ -1,4 +1,4 @@
-"""Times of the attention of plans: rank by rank on one device, or on real ranks."""
+"""Times the attention of plans: rank by rank on one device, or on real ranks."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -11,12 +11,13 @@ import torch.distributed as dist
 
 from dyncp.arrays import Float64
 from dyncp.blocks import DEFAULT_MASK, Batch, Direction
-from dyncp.calibrate.calls import backward, forward, make_executor, make_inputs
+from dyncp.calibrate import Tools
+from dyncp.calibrate.calls import Run, make_executor
 from dyncp.calibrate.rates import seconds_together
-from dyncp.calibrate.timing import CallTimes, Run, Tools, add_kernels, plan_work, time_calls
+from dyncp.calibrate.timing import CallTimes, add_kernels, plan_work, time_calls
 from dyncp.cli.simulate import STATIC_METHODS, best_splits
 from dyncp.cost import CostModel
-from dyncp.executor import Step, attention
+from dyncp.executor import Step
 from dyncp.plan import Plan
 from dyncp.planner import AUTO, Candidate, Task, choose, plan_batch
 from dyncp.simulate import Simulated, simulate_plan
@@ -29,7 +30,7 @@ Tell = Callable[[str], None]
 
 
 def check_methods(names: Sequence[str]) -> tuple[str, ...]:
-    """The methods named; "all" stands for all of them."""
+    """The named methods, or all of them if "all" is named."""
     for name in names:
         if name not in (*METHODS, "all"):
             raise ValueError(f"method is {name!r}; choose from {', '.join(METHODS)}, or all")
@@ -37,7 +38,8 @@ def check_methods(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def find_candidates(task: Task, methods: Sequence[str], tell: Tell) -> dict[str, Candidate]:
-    """A candidate for each method; static ones have the split with the shortest simulated step."""
+    """A candidate for each method; static methods use the split with the shortest simulated
+    step."""
     found: dict[str, Candidate] = {}
     if AUTO in methods:
         tell(f"planning with {AUTO} ...")
@@ -54,7 +56,7 @@ def find_candidates(task: Task, methods: Sequence[str], tell: Tell) -> dict[str,
 
 
 def kernel_name(kernel: str, device: torch.device) -> str:
-    """The kernel's own name; that of the kernel chosen here for "auto"."""
+    """The name of the kernel that runs; for "auto", of the kernel that is chosen here."""
     return make_executor(kernel, device, virtual_ranks=1).kernel.name
 
 
@@ -68,7 +70,7 @@ def rank_pairs(plan: Plan, cost: CostModel) -> Float64:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionSetting:
-    """Whose plans are measured (`task`), by which methods, with what."""
+    """The batch and cluster (`task`), the methods that plan for them, and how calls are timed."""
 
     task: Task
     methods: tuple[str, ...]
@@ -88,8 +90,8 @@ class AttentionSetting:
 
 
 def bench_virtual_ranks(setting: AttentionSetting, tell: Tell = lambda _: None) -> dict[str, Any]:
-    """Every method's plan, one rank after the other on this device. All calls are timed before the
-    first is profiled, which slows the host down."""
+    """Times the plans of all methods, rank by rank on this device. All calls are timed before any
+    is profiled, since profiling slows the host down."""
     tell("one rank with the whole batch ...")
     alone = time_alone(setting)
     candidates = find_candidates(setting.task, setting.methods, tell)
@@ -110,7 +112,7 @@ def bench_virtual_ranks(setting: AttentionSetting, tell: Tell = lambda _: None) 
 
 @dataclass(frozen=True, eq=False)
 class Alone:
-    """The whole batch on one rank; `reason` says why it could not be measured."""
+    """The whole batch on one rank; `reason` says why it could not be measured, if so."""
 
     plan: Plan
     pairs: float
@@ -119,7 +121,7 @@ class Alone:
 
 
 def time_alone(setting: AttentionSetting) -> Alone:
-    """A one-rank plan of the same batch on the same kernel, which ranks are compared with."""
+    """Times the whole batch on one rank with the same kernel; ranks are compared with it."""
     plan = plan_batch(setting.batch, Topology(), setting.cost.shape, cost=setting.cost)
     pairs = float(rank_pairs(plan, setting.cost).sum())
     try:
@@ -168,7 +170,7 @@ def _describe(
 
 
 class Predicted(NamedTuple):
-    """Seconds of every rank's attention kernels and of its whole call, without waiting."""
+    """Predicted seconds of every rank's attention kernels and whole call, without waiting."""
 
     kernels: Float64
     calls: Float64
@@ -195,7 +197,7 @@ def _seconds(simulated: Simulated) -> dict[str, float]:
 
 
 def _by_division(times: list[CallTimes]) -> Float64:
-    """float64[ranks, divisions]."""
+    """Kernel seconds, float64[ranks, divisions]."""
     seconds = np.zeros((len(times), max(len(t.division_seconds) for t in times)))
     for row, t in zip(seconds, times, strict=True):
         row[: len(t.division_seconds)] = t.division_seconds
@@ -247,8 +249,8 @@ def _summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _errors(rows: list[dict[str, Any]], column: str) -> dict[str, float]:
-    """Predicted over measured − 1: the worst, and the mean of absolute values. Ranks without tiles
-    have nothing to predict."""
+    """Predicted / measured − 1: the worst, and the mean of absolute values. Ranks without tiles are
+    left out."""
     some = [row for row in rows if row["kernel_seconds"]]
     off = [row[f"predicted_{column}"] / row[column] - 1 for row in some]
     mean = float(np.mean(np.abs(off))) if off else 0.0
@@ -258,7 +260,7 @@ def _errors(rows: list[dict[str, Any]], column: str) -> dict[str, float]:
 def _division_rows(
     plan: Plan, setting: AttentionSetting, direction: Direction, measured: Float64
 ) -> list[dict[str, Any]]:
-    """What cost models are fitted to."""
+    """Work, predicted and measured seconds of every division: what cost models are fitted to."""
     return [
         asdict(work) | {"measured_seconds": float(measured[work.rank, work.division])}
         for work in plan_work(plan, direction, setting.cost)
@@ -266,7 +268,7 @@ def _division_rows(
 
 
 def bench_ranks(setting: AttentionSetting, tell: Tell = lambda _: None) -> dict[str, Any]:
-    """Every method's plan on the ranks of the world; all ranks call it together."""
+    """Times the plans of all methods on real ranks. All ranks call it together."""
     executor = make_executor(setting.tools.kernel, setting.tools.device)
     found = {}
     for name, candidate in find_candidates(setting.task, setting.methods, tell).items():
@@ -292,17 +294,12 @@ def _over(measured: float, predicted: float) -> dict[str, float]:
 
 
 def time_step(step: Step, tools: Tools) -> dict[str, dict[str, Any]]:
-    """Median over repeats of the slowest rank's seconds, and every rank's own median, by
-    direction."""
-    inputs = make_inputs(step.num_rows, tools.shape, tools.device, seed=dist.get_rank())
-    run = forward(lambda q, k, v: attention(step, q, k, v), inputs)
-    measured = {NAMES[Direction.FORWARD]: _together(run, tools)}
-    measured[NAMES[Direction.BACKWARD]] = _together(backward(run(), inputs), tools)
-    return measured
+    """By direction: the median of the slowest rank's seconds, and every rank's own median."""
+    return {NAMES[direction]: _together(run, tools) for direction, run in tools.runs(step).items()}
 
 
 def _together(run: Run, tools: Tools) -> dict[str, Any]:
-    """All ranks start at a barrier; the call is over when the slowest is."""
+    """All ranks start at a barrier, and the call ends with the slowest rank."""
     seconds = seconds_together(run, tools.device, tools.repeats)
     mine = torch.tensor(seconds, dtype=torch.float64, device=tools.device)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]

@@ -1,8 +1,8 @@
-"""The same attention by other implementations: torch's SDPA and FlexAttention, flash-attn-4; and
-dense attention in fp64, which says what they all should give.
+"""The same attention by other implementations: torch's SDPA and FlexAttention, flash-attn-4, and
+dense attention in fp64 as the reference.
 
-`BASELINES` have the masks of `bench kernels`; `attend_whole` has the whole documents that `bench
-layers` compares a rank with. What cannot run here raises Unavailable with the reason.
+`BASELINES` run the masks of `bench kernels`; `attend_whole` runs the whole documents that `bench
+layers` compares a rank with. Both raise Unavailable, with the reason, if they cannot run here.
 """
 
 import inspect
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,19 +19,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from dyncp.blocks import DEFAULT_MASK, AttentionShape, Batch
-from dyncp.calibrate.calls import DTYPES, Attend, Inputs, Unavailable, batch_of
+from dyncp.calibrate.calls import DTYPES, Attend, Inputs, OutAndGrads, Unavailable, batch_of
 
-# What other kernels have built in: one causal or full sequence, and causal documents.
+# Masks that other kernels have built in: one causal or full sequence, and causal documents.
 PLAIN, DOCUMENTS = ("causal", "full"), "document_causal"
-# A dense mask takes a byte per pair: larger ones are not worth their memory.
+# A dense mask takes a byte per pair, so larger ones are not tried.
 MOST_MASKED_TOKENS, MOST_MASKED_PAIRS = 8192, 1 << 30
-# Scores of one chunk of rows of dense attention, over all heads: 512 MiB in fp64.
+# Dense attention computes chunks of rows with at most so many scores over all heads: 512 MiB.
 CHUNK_SCORES = 1 << 26
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MaskCase:
-    """A batch to attend over, and the name of its mask."""
+    """A batch, and the name of its mask."""
 
     name: str
     batch: Batch
@@ -54,7 +54,7 @@ Build = Callable[[MaskCase, torch.device], Attend]
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """torch's SDPA of [tokens, heads, dim]."""
+    """torch's SDPA on tensors [tokens, heads, dim]."""
     query, key, value = (heads_first(x) for x in (q, k, v))
     return rows_first(scaled_dot_product_attention(query, key, value, enable_gqa=True, **options))
 
@@ -120,7 +120,7 @@ def flex(case: MaskCase, device: torch.device) -> Attend:
         raise Unavailable("FlexAttention has no backward on CPUs")
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    torch._dynamo.reset()  # every mask is a program of its own; else the limit of programs is met
+    torch._dynamo.reset()  # every mask compiles a new program, which would exceed dynamo's limit
     compiled: Any = torch.compile(flex_attention, dynamic=False)
     tokens, block_mask = case.tokens, None
     if case.name != "full":
@@ -136,7 +136,8 @@ def flex(case: MaskCase, device: torch.device) -> Attend:
 
 
 def mask_mod(case: MaskCase, device: torch.device) -> Callable[..., Tensor]:
-    """Causal by index, documents by their numbers, anything else by key ranges."""
+    """FlexAttention's mask function: causal by index, documents by their numbers, other masks by
+    key ranges."""
     if case.name == DOCUMENTS:
         lengths = torch.tensor(case.batch.lengths, device=device)
         document = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
@@ -183,7 +184,7 @@ def flash_attn_4(case: MaskCase, device: torch.device) -> Attend:
 
 
 def varlen(function: Any, rows: Sequence[int], keys: Sequence[int], device: torch.device) -> Attend:
-    """flash-attn-4's function for causal documents with these offsets of rows and keys. The
+    """Calls flash-attn-4's function for causal documents with these offsets of rows and keys. The
     last row of a document attends its last key."""
     known = inspect.signature(function).parameters
     options: dict[str, Any] = {"causal": True}
@@ -195,7 +196,7 @@ def varlen(function: Any, rows: Sequence[int], keys: Sequence[int], device: torc
 
 
 def _output(result: Any) -> Tensor:
-    """The output, without log-sum-exps."""
+    """The output of a call that may also return log-sum-exps."""
     out: Tensor = result[0] if isinstance(result, tuple) else result
     return out
 
@@ -211,8 +212,8 @@ BASELINES: dict[str, Build] = {
 
 @dataclass(frozen=True, slots=True)
 class WholeDocuments:
-    """Causal documents. With `before` there is one, whose rows come after that many tokens that are
-    only keys: a rank's rows may attend more keys than it has tokens."""
+    """Causal documents. If `before` is not 0, there is one document, preceded by `before` tokens
+    that are only keys: a rank's rows may attend more keys than it has tokens."""
 
     lengths: tuple[int, ...]
     before: int = 0
@@ -223,7 +224,7 @@ class WholeDocuments:
 
     @property
     def pairs(self) -> int:
-        """Of one head."""
+        """Pairs of one head."""
         return _pairs(self.lengths) + self.before * self.tokens
 
     def __str__(self) -> str:
@@ -237,11 +238,11 @@ class WholeDocuments:
 
 
 def equal_pairs(tokens: int, pairs: int) -> WholeDocuments:
-    """Documents of one length, the last one shorter, and with pairs as near to `pairs` as
-    possible; one document after other keys where whole ones have too few.
+    """Documents of equal length (the last may be shorter), with `tokens` tokens and about `pairs`
+    pairs. If one document has too few pairs, it is preceded by tokens that are only keys.
 
-    8 tokens and 24 pairs give 6 + 2 (21 + 3); 8 tokens have 36 pairs at most, so 52 pairs give 8
-    tokens after 2 others (36 + 8 × 2)."""
+    8 tokens and 24 pairs give documents of 6 and 2 tokens (21 + 3 pairs). 8 tokens have at most 36
+    pairs, so 52 pairs give 8 tokens after 2 others (36 + 8 × 2)."""
     if tokens < 1 or pairs < 0:
         raise ValueError(
             f"tokens are {tokens} and pairs {pairs}; tokens must be positive and pairs not negative"
@@ -249,7 +250,7 @@ def equal_pairs(tokens: int, pairs: int) -> WholeDocuments:
     whole = _pairs((tokens,))
     if pairs >= whole:
         return WholeDocuments((tokens,), round((pairs - whole) / tokens))
-    # Longer documents always have more pairs: the border is between `short` and `short + 1`.
+    # Longer documents always have more pairs, so this is a binary search for the length.
     short, long = 1, tokens
     while long - short > 1:
         middle = (short + long) // 2
@@ -271,7 +272,7 @@ def _pairs(lengths: tuple[int, ...]) -> int:
 
 
 def plain_attention(device: torch.device) -> str:
-    """The implementation used here: flash-attn-4 where it is installed, else SDPA."""
+    """The implementation of plain attention: flash-attn-4 if it is installed, else SDPA."""
     try:
         find_flash_attn_4(device)
     except Unavailable:
@@ -280,8 +281,8 @@ def plain_attention(device: torch.device) -> str:
 
 
 def attend_whole(documents: WholeDocuments, shape: AttentionShape, device: torch.device) -> Attend:
-    """All documents in one call of flash-attn-4, or document by document. Keys before the rows are
-    random, and their gradients computed."""
+    """Attention over all documents, in one call of flash-attn-4 or document by document. The keys
+    before the rows are random; their gradients are computed, too."""
     if plain_attention(device) == "sdpa":
         attend = _by_sdpa(documents, device)
     else:
@@ -318,7 +319,7 @@ def _by_sdpa(documents: WholeDocuments, device: torch.device) -> Attend:
 
 
 def sdpa_after_keys(documents: WholeDocuments, device: torch.device) -> Attend:
-    """SDPA aligns causal rows with the first key, so these need a mask."""
+    """SDPA with a dense mask, since its causal mask aligns the first row with the first key."""
     rows, keys = documents.tokens, documents.before + documents.tokens
     if rows * keys > MOST_MASKED_PAIRS:
         raise Unavailable(
@@ -329,32 +330,8 @@ def sdpa_after_keys(documents: WholeDocuments, device: torch.device) -> Attend:
     return lambda q, k, v: sdpa(q, k, v, attn_mask=allowed)
 
 
-class OutAndGrads(NamedTuple):
-    """Output and gradients, rows as in the inputs."""
-
-    out: Tensor
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-
-
-def results_of(attend: Attend, inputs: Inputs) -> OutAndGrads:
-    """Output and gradients of one call."""
-    out = attend(*inputs.qkv)
-    return OutAndGrads(out.detach(), *torch.autograd.grad(out, inputs.qkv, inputs.dout))
-
-
-def relative_errors(given: OutAndGrads, expected: OutAndGrads) -> dict[str, float]:
-    """‖given − expected‖ / ‖expected‖ of output and gradients."""
-    errors = {}
-    for name, one, wanted in zip(OutAndGrads._fields, given, expected, strict=True):
-        size, error = wanted.norm().item(), (one.double() - wanted).norm().item()
-        errors[name] = error / size if size else error
-    return errors
-
-
 def dense_attention(batch: Batch, inputs: Inputs) -> OutAndGrads:
-    """Attention of all sequences, tokens in batch order, in fp64, some query rows at a time."""
+    """Attention of all sequences in fp64, chunk by chunk of query rows; tokens in batch order."""
     q, k, v, dout = (x.detach().double() for x in (*inputs.qkv, inputs.dout))
     found = OutAndGrads(*(torch.zeros_like(x) for x in (q, q, k, v)))
     for start, mask in zip(batch.offsets.tolist(), batch.masks[DEFAULT_MASK], strict=False):
@@ -372,7 +349,7 @@ def dense_attention(batch: Batch, inputs: Inputs) -> OutAndGrads:
 
 
 def _attend(ranges: Tensor, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> OutAndGrads:
-    """By torch's plain attention, of keys inside `ranges`; rows without keys give 0."""
+    """Plain attention over the keys inside `ranges`; rows without keys give 0."""
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     key = torch.arange(len(k), device=q.device)
     allowed = ((key >= ranges[..., :1]) & (key < ranges[..., 1:])).any(dim=1)

@@ -1,6 +1,6 @@
-"""What benchmarks share: batches, the cluster, static methods, a planner that fails.
+"""What benchmarks share: batches, clusters, static methods, and a planner that fails.
 
-Planning processes import this file, so it does without torch.
+Planning processes import this file, so it must not import torch.
 """
 
 import math
@@ -30,10 +30,10 @@ MASKS: dict[str, MaskFunction] = {
 }
 LONG_TAILED = ("ldc_x0.5", "ldc", "ldc_x2", "ldc_x4")
 LISTS = (*LONG_TAILED, "longalign", "uniform", "single")
-# Their lengths are the same for every seed.
+# Lists whose lengths are the same for every seed.
 FIXED = ("uniform", "single")
 PAPER = ("ring", "zigzag", "loongtrain", "transformer_engine")
-FAILING = 120  # one sample in so many makes planning fail: about one batch in 20
+FAILING = 120  # planning fails for one sample in this many: about one batch in 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +104,8 @@ def run_statics(task: Task) -> Iterator[Static]:
 
 
 def paper_baselines(statics: Sequence[Static], num_ranks: int | None = None) -> list[Static]:
-    """The methods that the paper compares with: over all `num_ranks`, as the paper runs them, or
-    with every split, data parallelism alone included."""
+    """The static methods that the paper compares with: on all `num_ranks` ranks, as in the paper,
+    or with every split, including data parallelism alone."""
     own = [s for s in statics if s.method in PAPER]
     if num_ranks is None:
         return own
@@ -121,7 +121,7 @@ def geometric_mean(ratios: Sequence[float]) -> float:
 
 
 def failing_planner(batch: Batch, *args: Any, **keywords: Any) -> Plan:
-    """`plan_batch`, but it raises for batches with certain samples, so once per epoch at least."""
+    """`plan_batch`, but it raises for batches with certain samples, so at least once per epoch."""
     if any(sample % FAILING == 0 for sample in batch.sample_ids):
         raise RuntimeError("injected planner error")
     return plan_batch(batch, *args, **keywords)

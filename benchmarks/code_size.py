@@ -77,7 +77,7 @@ def count_public(text: str) -> int:
 
 
 class Trace:
-    """Modules of dyncp whose functions run, and its classes whose objects are functions' `self`."""
+    """Records the modules of dyncp whose functions run, and the classes whose methods run."""
 
     def __init__(self, package: Path) -> None:
         self._package = f"{package}/"
@@ -107,7 +107,7 @@ def follow_one_batch(trace: Trace) -> None:
     threading.setprofile(trace)  # type: ignore[arg-type]
     sys.setprofile(trace)  # type: ignore[arg-type]
     try:
-        # As the loader's planning process does, whose modules are not seen here.
+        # The loader plans in another process, whose modules are not traced; so this plans here.
         plan_batch(Batch.of([masks.causal(length) for length in lengths]), Topology(1, 2))
         executor = DCPExecutor(virtual_ranks=2)
         with DCPDataLoader(samples, masks.causal, virtual_ranks=2) as loader:

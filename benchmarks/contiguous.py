@@ -1,11 +1,12 @@
-"""What contiguous rows cost: bytes and imbalance of whole documents and of halos, and time.
+"""Measures what contiguous rows cost: bytes, imbalance and time of whole documents and of halos.
 
     python -m benchmarks.contiguous [--ranks 8,32] [--halo 3]
 
 Long-tailed batches of 131,072 causal tokens, planned for nodes of 8 ranks. A row is one hidden
-state of 4096 in bf16; bytes are those that all ranks send in one forward, there and back, beside
-those of one attention layer of Llama-3-8B (32 q heads, 8 kv heads of 128). Imbalance is the most
-rows of a rank over the mean. Every rank makes the order from its plan, once per batch and kind.
+state of 4096 in bf16; bytes are what all ranks send in one forward pass, to contiguous order and
+back, next to the bytes of one attention layer of Llama-3-8B (32 q heads, 8 kv heads of 128).
+Imbalance is the largest number of rows of a rank over the mean. Every rank computes the order from
+its plan, once per batch and kind.
 """
 
 import argparse
@@ -25,7 +26,7 @@ SAMPLES = ("ldc", "ldc_x4", "longalign", "uniform", "single")
 
 
 def seconds_of_one_rank(plan, halo: int | None) -> float:
-    """Making the order and both moves of rank 0."""
+    """Seconds to compute the order and both moves of rank 0."""
     part, started = plan.parts[0], perf_counter()
     order = whole_documents(part) if halo is None else with_halo(part, halo)
     engine = DCPExecutor(virtual_ranks=plan.num_ranks).engine

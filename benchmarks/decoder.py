@@ -1,4 +1,4 @@
-"""A Llama-style decoder of one's own, small enough for fp64; soak runs and tests train it.
+"""A small Llama-style decoder that runs in fp64; soak runs and tests train it.
 
 Attention is a callable, `attend(q, kv) -> out`: `partial(attention, step)`, or any other.
 """
@@ -63,5 +63,5 @@ def rotate(heads: Tensor, positions: Tensor) -> Tensor:
 
 
 def token_losses(logits: Tensor, local_data: Mapping[str, Tensor]) -> Tensor:
-    """Cross entropy of every local token with its target, 0 where it has none."""
+    """Cross entropy of every local token with its target; 0 for tokens without a target."""
     return cross_entropy(logits, local_data["shift_labels"].flatten(), reduction="none")

@@ -1,15 +1,15 @@
 """Draws batches, plans and attention calls at random, and compares them with dense attention.
 
-    python -m benchmarks.drawn_cases                        10,000 cases, 30 minutes of one core
-    python -m benchmarks.drawn_cases --cases 0              goes on until it is stopped
-    python -m benchmarks.drawn_cases --seed 3 --only 271    one case again, with its description
+    python -m benchmarks.drawn_cases                        10,000 cases, 30 minutes on one core
+    python -m benchmarks.drawn_cases --cases 0              runs until it is stopped
+    python -m benchmarks.drawn_cases --seed 3 --only 271    repeats and describes one case
 
 Masks × lengths × solvers × ranks × heads × dtypes, several masks, sinks and scales; virtual ranks.
-Every case goes the whole way: plan, encode and decode it, verify it, run it, gather the results.
+Every case runs the whole path: plan, encode, decode, verify, run, and gather the results.
 Outputs and all gradients are compared with dense attention in fp64 over a matrix of allowed pairs
-(`drawn_masks`), which shares no code with dyncp. 16-bit and fp32 results may be off by a few times
-as much as dense attention is in that dtype. Options that do not fit together (ValueError) are
-counted as refused, with their reasons. Ends with 1 if any case is wrong.
+(`drawn_masks`), which shares no code with dyncp. The error of 16-bit and fp32 results may be a few
+times the error of dense attention in the same dtype. Invalid combinations of options (ValueError)
+are counted as refused, with their reasons. The exit code is 1 if any case is wrong.
 """
 
 import argparse
@@ -50,7 +50,8 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-# Norm of the error over that of the result; and over the error of dense attention in that dtype.
+# Largest allowed error relative to the result, and relative to the error of dense attention in the
+# same dtype.
 LEAST = {"fp64": 1e-12, "fp32": 5e-5, "bf16": 6e-2, "fp16": 8e-3}
 TIMES_DENSE = 3.0
 OF_SINK = 4.0  # its gradient is a sum over all rows, of terms of both signs
@@ -58,7 +59,7 @@ SECONDS_BETWEEN = 10.0
 
 
 class WrongError(Exception):
-    """A case whose results are not those of dense attention."""
+    """The results of a case differ from dense attention."""
 
 
 @dataclass(frozen=True)
@@ -197,13 +198,13 @@ def run_dense(case: Case, tensors: Tensors, dtype: torch.dtype) -> list[Tensor]:
 
 
 def run_planned(case: Case, plan: Plan, tensors: Tensors) -> list[Tensor]:
-    """The same through the plan, on virtual ranks."""
+    """The same results, computed by the plan on virtual ranks."""
     kernel = ReferenceKernel(case.rows_at_once) if case.kernel == "reference" else case.kernel
     step = DCPExecutor(virtual_ranks=case.topology.num_ranks, kernel=kernel).prepare(plan)
     order = torch.cat(step.gather(torch.arange(step.num_rows)))
 
     def local(x: Tensor) -> Tensor:
-        """Rows of ranks one after the other; padding is whatever it is."""
+        """The rows of all ranks, concatenated; padding rows have any value."""
         rows = torch.full((step.num_rows, *x.shape[1:]), 7.0, dtype=x.dtype)
         rows[order] = x
         return rows
@@ -232,7 +233,8 @@ def run_planned(case: Case, plan: Plan, tensors: Tensors) -> list[Tensor]:
 
 
 def check_case(case: Case, seed: int) -> None:
-    """Raises WrongError where a result is wrong, ValueError where options do not fit together."""
+    """Raises WrongError if a result is wrong, and ValueError for an invalid combination of
+    options."""
     shape = case.shape if case.shape.exact else None
     plan = plan_batch(case.batch, case.topology, shape, case.config)
     plan = Plan.decode(plan.encode())
@@ -242,7 +244,7 @@ def check_case(case: Case, seed: int) -> None:
     tensors, dtype = Tensors.draw(case, seed), case.shape.dtype
     try:
         given = run_planned(case, plan, tensors)
-    except ValueError as error:  # from here on nothing may be refused
+    except ValueError as error:  # after planning, nothing may be refused
         raise WrongError(f"running raised {error!r}") from error
     expected = run_dense(case, tensors, torch.float64)
     low = expected if dtype == "fp64" else run_dense(case, tensors, DTYPES[dtype])
@@ -256,15 +258,16 @@ def check_case(case: Case, seed: int) -> None:
 
 
 def _error(given: Tensor, exact: Tensor) -> float:
-    """Of norms. Gradients of a token that sees only itself cancel to 0 out of numbers of size 1:
-    what is left is rounding, so that nothing counts as smaller than 0.3."""
+    """Relative error of norms. The gradients of a token that attends only itself cancel to 0 from
+    terms of size 1 and leave rounding errors, so norms below 0.3 are taken as 0.3."""
     size = max(exact.norm().item(), 0.3 * exact.numel() ** 0.5)
     return (given.double() - exact).norm().item() / size
 
 
 @contextmanager
 def raising_warnings() -> Iterator[None]:
-    """A solver that fails is replaced with a warning; here that is a mistake."""
+    """Turns warnings into WrongError: dyncp replaces a failing solver and warns, which is an error
+    here."""
 
     class Raise(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

@@ -1,6 +1,6 @@
-"""Masks for `drawn_cases`, each with what it allows, written down a second time.
+"""Random masks for `drawn_cases`, each with an independent matrix of its allowed pairs.
 
-A drawn mask is dyncp's own, beside a matrix of allowed pairs that none of its code made.
+The mask is made by dyncp, the matrix without any of its code.
 """
 
 from typing import Any, NamedTuple
@@ -20,8 +20,8 @@ class Drawn(NamedTuple):
 
 
 def draw_mask(rng: np.random.Generator, length: int) -> Drawn:
-    """Any mask of `length` tokens, with the usual positions and targets: the masks of one sequence
-    share them."""
+    """A random mask of `length` tokens with the default positions and targets, which all masks of a
+    sequence share."""
     name = str(rng.choice(NAMES))
     if name == "ranges":
         return _draw_ranges(rng, length)
@@ -36,7 +36,7 @@ def draw_mask(rng: np.random.Generator, length: int) -> Drawn:
 
 
 def _draw_ranges(rng: np.random.Generator, length: int) -> Drawn:
-    """Up to 4 ranges per token at random; some tokens attend nothing."""
+    """Up to 4 random ranges per token; some tokens attend nothing."""
     count = int(rng.integers(1, 5))
     borders = np.sort(rng.integers(0, length + 1, (length, 2 * count)), axis=1)
     ranges = borders.reshape(length, count, 2)
@@ -81,7 +81,7 @@ def _parameters(rng: np.random.Generator, name: str, length: int) -> dict[str, A
 
 
 def _allowed(name: str, length: int, given: dict[str, Any]) -> Allowed:
-    """The matrix of a builtin mask, from what docs/masks.md says about pairs (i, j)."""
+    """The matrix of a builtin mask, following the definition of pairs (i, j) in docs/masks.md."""
     i, j = np.arange(length)[:, None], np.arange(length)[None, :]
     causal = given.get("causal", True)
     if name == "document_packed":
@@ -111,7 +111,7 @@ def _allowed(name: str, length: int, given: dict[str, Any]) -> Allowed:
 
 
 def _above(parents: list[int], lengths: list[int]) -> Allowed:
-    """Whether a token's node is another's own or one above it."""
+    """Whether the node of one token is the same as, or an ancestor of, the node of another."""
     above = np.eye(len(parents), dtype=np.bool_)
     for node, parent in enumerate(parents):
         if parent >= 0:
@@ -120,7 +120,8 @@ def _above(parents: list[int], lengths: list[int]) -> Allowed:
 
 
 def _answer_of(length: int, answers: int, question: int) -> np.ndarray:
-    """Which answer a token belongs to; -1: the question. The last answer takes the remainder."""
+    """The answer that each token belongs to, or -1 for the question. The last answer has the
+    remainder."""
     each = (length - question) // answers
     part = np.full(length, -1)
     for token in range(question, length):

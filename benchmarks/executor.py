@@ -1,13 +1,13 @@
-"""The executor on CPUs: one rank's attention beside torch's SDPA, and how long `prepare` takes.
+"""Times the executor on CPUs: one rank's attention compared with torch's SDPA, and `prepare`.
 
     python -m benchmarks.executor attention [--repeats 5]
     python -m benchmarks.executor prepare [--repeats 5] [--kernel cpu]
 
-`attention`: one rank with the `cpu` kernel against scaled_dot_product_attention, which is called
-once per document, causal. Both run forward and backward from [tokens, heads, dim] tensors. Times
-are medians, interleaved.
+`attention`: one rank with the `cpu` kernel, compared with causal scaled_dot_product_attention,
+called once per document. Both run forward and backward on tensors [tokens, heads, dim]. The two are
+timed alternately; times are medians.
 
-`prepare`: the rank with the most tiles of 32, and a plan of one rank; medians.
+`prepare`: of 32 ranks the one with the most tiles, and a plan of one rank; medians.
 """
 
 import argparse
@@ -17,16 +17,23 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.baselines import WholeDocuments, attend_whole, relative_errors, results_of
+from benchmarks.baselines import WholeDocuments, attend_whole
 from benchmarks.cases import MASKS, SHAPE, TOKENS, Case, cluster
 from dyncp import AttentionShape, Batch, DCPExecutor, Topology, masks, plan_batch
-from dyncp.calibrate.calls import Attend, Inputs, make_inputs, one_rank_attention
+from dyncp.calibrate.calls import (
+    Attend,
+    Inputs,
+    make_inputs,
+    one_rank_attention,
+    relative_errors,
+    results_of,
+)
 from dyncp.transport import Null
 
 CPU = torch.device("cpu")
-# Largest relative difference of the two implementations.
+# Largest allowed relative difference between the two implementations.
 TOLERANCES = {"fp32": 1e-4, "bf16": 0.05}
-# Long-tailed: the first is the largest of a batch of Python source files, the last are snippets.
+# Long-tailed lengths: from the largest of a batch of Python source files to short snippets.
 LENGTHS = {
     "long-tailed": (4096, 1800, 900, 500, 300, 200, 150, 120, 90, 36),
     "one document": (8192,),
@@ -35,7 +42,7 @@ LENGTHS = {
 
 
 def seconds(attend: Attend, inputs: Inputs) -> tuple[float, float]:
-    """Of forward and backward."""
+    """Seconds of forward and of backward."""
     start = time.perf_counter()
     out = attend(*inputs.qkv)
     middle = time.perf_counter()
@@ -51,7 +58,7 @@ def compare(lengths: tuple[int, ...], shape: AttentionShape, repeats: int) -> li
         attend_whole(WholeDocuments(lengths), shape, CPU),
         one_rank_attention(batch, shape, "cpu", CPU),
     )
-    theirs, ours = (results_of(attend, inputs) for attend in both)  # warms up, too
+    theirs, ours = (results_of(attend, inputs) for attend in both)  # also warms up
     errors = relative_errors(ours, theirs)
     assert max(errors.values()) < TOLERANCES[shape.dtype], f"results differ by {errors}"
     rounds = [[s for attend in both for s in seconds(attend, inputs)] for _ in range(repeats)]

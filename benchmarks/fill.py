@@ -1,16 +1,17 @@
-"""How full batches are and how level replicas: filling in order (window 1) and from a window.
+"""Measures how full batches are and how balanced replicas are, filling batches in order (window 1)
+or from a window of samples.
 
     python -m benchmarks.fill                                all tables
     python -m benchmarks.fill --sample ldc --tokens 131072 --window 4
     python -m benchmarks.fill --too-long split
 
-An epoch has samples of 2,048 batches; those longer than a batch are cut to its budget. `fill` is
-the share of the budget that batches use, `whole epoch` what best fit of all samples, the longest
-first, reaches, and `at most` what no way to fill them exceeds.
+An epoch has samples for 2,048 batches; samples longer than a batch are cut to its budget. `fill` is
+the share of the budget that batches use, `whole epoch` the fill by best fit over all samples,
+longest first, and `at most` an upper bound for any method.
 
-Rounds of N replicas: tokens, attention pairs and predicted seconds of the busiest replica over
-their mean, added up over the rounds; `idle` is the time that replicas wait for it. Seconds are
-those of Llama-3-8B on A100s, causal attention.
+Rounds of N replicas: tokens, attention pairs and predicted seconds of the busiest replica over the
+mean, summed over rounds; `idle` is the share of time that replicas wait for the busiest. Seconds
+are for Llama-3-8B with causal attention on A100s.
 """
 
 import argparse
@@ -56,7 +57,7 @@ def lengths_of(name: str, tokens: int, seed: int) -> Iterator[int]:
 
 
 def epoch_lengths(name: str, tokens: int, seed: int) -> list[int]:
-    """As many samples as fill the batches of an epoch, cut to the budget."""
+    """Lengths of enough samples to fill the batches of an epoch, cut to the budget."""
     total, lengths = 0, []
     for length in lengths_of(name, tokens, seed):
         lengths.append(length)
@@ -69,7 +70,7 @@ def epoch_lengths(name: str, tokens: int, seed: int) -> list[int]:
 def rounds(
     lengths: list[int], tokens: int, replicas: int, window: int | None, policy: str
 ) -> list[Round]:
-    """Each round's batches, by replica."""
+    """The batches of each round, by replica."""
     config = LoaderConfig(
         tokens_per_batch=tokens, lengths=lengths, shuffle=True, window=window, too_long=policy
     )
@@ -79,7 +80,7 @@ def rounds(
 
 
 def whole_epoch(lengths: list[int], tokens: int) -> float:
-    """The fill of best fit, the longest sample first."""
+    """The fill by best fit, longest sample first."""
     room: list[int] = []
     bins = 0
     for length in sorted((min(length, tokens) for length in lengths), reverse=True):
@@ -92,9 +93,10 @@ def whole_epoch(lengths: list[int], tokens: int) -> float:
 
 
 def most_fill(lengths: list[int], tokens: int) -> float:
-    """A bound on the fill. For any a: samples longer than tokens - a share their batch with none of
-    at least a, those longer than half a batch have one each, and what others of at least a need
-    beyond the room in these needs further batches (Martello and Toth's L2)."""
+    """An upper bound on the fill (Martello and Toth's L2). For any a: samples longer than tokens -
+    a share a batch with no sample of at least a tokens; samples longer than half a batch need a
+    batch each; and other samples of at least a tokens that do not fit into these need further
+    batches."""
     sizes = np.sort(np.minimum(lengths, tokens))
     sums = np.append(0, np.cumsum(sizes))
     least = np.unique(sizes[2 * sizes <= tokens])
@@ -113,7 +115,8 @@ def fill_of(found: list[Round], tokens: int) -> float:
 
 
 def busiest(found: list[Round], replicas: int) -> tuple[float, ...]:
-    """Tokens, pairs and seconds of the busiest replica over the mean, of all full rounds."""
+    """Tokens, pairs and seconds of the busiest replica over the mean, summed over all full
+    rounds."""
     ratios = []
     for weigh in (float, lambda n: n * (n + 1) / 2, SECONDS):
         loads = np.array(
@@ -156,7 +159,7 @@ def main() -> None:
     parser.add_argument("--sample", nargs="*", default=SAMPLES)
     parser.add_argument("--tokens", nargs="*", type=int, default=TOKENS)
     parser.add_argument("--replicas", nargs="*", type=int, default=REPLICAS)
-    parser.add_argument("--window", type=int, help="default: that of the loader")
+    parser.add_argument("--window", type=int, help="default: the loader's")
     parser.add_argument("--too-long", default="truncate")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -1,17 +1,17 @@
-"""Memory and compilations of the executor on one GPU.
+"""Measures memory and compilations of the executor on one GPU.
 
     python -m benchmarks.gpu_memory batches [--batches 50] [--tokens 32768] [--ranks 8]
     python -m benchmarks.gpu_memory graphs [--plans 40] [--kernel triton]
 
-`batches`: many different batches in a row. The executor is warmed up, and its memory reserved for
-32 other batches like these. Prints, per kernel, how long warming up took; workspaces reserved and
-needed; how many kernels were compiled and how much memory was reserved after the third batch and
-after the last, in all and for workspaces; and the workspace of a call beside what `plan.memory()`
-predicted.
+`batches` runs many different batches. The executor is warmed up, and its memory reserved for 32
+similar batches. Prints for every kernel: the seconds of warming up; the workspaces reserved and
+needed; the number of compiled kernels and the reserved memory (total and for workspaces) after the
+third batch and after the last; and the workspace of a call, measured and as predicted by
+`plan.memory()`.
 
-`graphs`: what the driver takes for the CUDA graphs of prepared plans. Plans are small and stay
-alive; each is run three times, so that it is captured and replayed. Prints how many graphs there
-are and the bytes of each, which are in neither torch's memory nor the executor's.
+`graphs` measures the driver's memory for the CUDA graphs of prepared plans. Plans are small and
+stay alive; each runs three times, so that it is captured and replayed. Prints the number of graphs
+and the bytes of each; neither torch nor the executor counts this memory.
 """
 
 import argparse
@@ -40,9 +40,9 @@ from dyncp.samplers import sample_lengths
 
 SHAPE = AttentionShape(32, 8, 128, "bf16")
 KERNELS = (("flash4", False), ("flash4", True), ("triton", True))
-SAMPLES, FIRST_SAMPLE = 32, 1000  # batches that memory is reserved for, by seed
+SAMPLES, FIRST_SAMPLE = 32, 1000  # seeds of the batches that memory is reserved for
 MASKS = (masks.causal, masks.lambda_shaped, masks.shared_question, masks.causal_blockwise)
-SMALL = AttentionShape(4, 2, 64, "bf16")  # of plans whose graphs are counted
+SMALL = AttentionShape(4, 2, 64, "bf16")  # for the plans whose graphs are counted
 RANKS = 4
 
 
@@ -118,7 +118,7 @@ def draw(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def compiled_kernels() -> set[str]:
-    """Kernels that exist in this process: Triton's variants and flash-attn-4's."""
+    """The kernels compiled in this process: variants of Triton's and flash-attn-4's."""
     from dyncp.kernels import triton_attention as attending
     from dyncp.kernels import triton_row_kernels as rows
 
@@ -145,7 +145,7 @@ def variants(functions: list[Any]) -> set[str]:
 
 
 def count_captures() -> list[int]:
-    """Grows by one with every graph that is captured."""
+    """A list that grows by one entry with every captured graph."""
     counted: list[int] = []
     capture = Segment._capture
 
@@ -169,7 +169,7 @@ def run_three_times(executor: DCPExecutor, number: int) -> Step:
 
 
 def free_bytes() -> int:
-    """Free memory of the device, and what torch holds."""
+    """Free memory of the device plus the memory that torch holds."""
     torch.cuda.synchronize()
     gc.collect()
     torch.cuda.empty_cache()

@@ -1,4 +1,5 @@
-"""`dyncp bench kernels`: masks × lengths × kernels, beside torch's and flash-attn-4's."""
+"""`dyncp bench kernels`: compares dyncp's kernels with torch's and flash-attn-4's on masks and
+lengths."""
 
 import logging
 from argparse import ArgumentParser, Namespace
@@ -10,32 +11,27 @@ from typing import Any
 
 import torch
 
-from benchmarks.baselines import (
-    BASELINES,
-    MaskCase,
-    OutAndGrads,
-    dense_attention,
-    mask_case,
-    relative_errors,
-    results_of,
-)
-from dyncp.blocks import AttentionShape
+from benchmarks.baselines import BASELINES, MaskCase, dense_attention, mask_case
+from dyncp.blocks import AttentionShape, Direction
+from dyncp.calibrate import Repeats
 from dyncp.calibrate.calls import (
     MASKS,
     Attend,
     Inputs,
+    OutAndGrads,
+    Run,
     Unavailable,
-    backward,
-    device_text,
+    both_directions,
     executor_options,
     find_mask,
-    forward,
     make_inputs,
     one_rank_attention,
-    open_device,
+    relative_errors,
+    results_of,
 )
 from dyncp.calibrate.diagnosis import first_line
-from dyncp.calibrate.timing import Repeats, Run, profiled_kernels, time_call
+from dyncp.calibrate.timing import profiled_kernels, time_call
+from dyncp.calibrate.world import device_text, open_device
 from dyncp.cli.arguments import (
     Progress,
     add_measuring_options,
@@ -54,9 +50,9 @@ logger = logging.getLogger(__name__)
 
 LENGTHS = {"cpu": "1024,2048", "cuda": "16384,32768"}
 KERNELS = {"cpu": "cpu", "cuda": "flash4:fast,flash4:deterministic,triton"}
-# fp64 scores of more tokens take too long.
+# Dense attention in fp64 takes too long for more tokens.
 MOST_CHECKED_TOKENS = 16384
-# Calls that kernel durations are averaged over, and how many kernels are listed by name.
+# Kernel durations are averaged over this many calls; so many kernels are listed by name.
 PROFILED, LISTED_KERNELS = 3, 6
 UNITS = ((1e12, "TFLOP/s"), (1e9, "GFLOP/s"))
 OTHERS = {"flex": "× flex", "flash_attn_4": "× flash-attn-4"}
@@ -68,23 +64,23 @@ EXAMPLES = (
 
 
 def add_options(parser: ArgumentParser) -> None:
-    option(parser, "--masks", "separated by commas", ",".join(MASKS))
+    option(parser, "--masks", "masks, separated by commas", ",".join(MASKS))
     text = f"tokens, as in 4096,8192 (default {LENGTHS['cuda']}, on CPUs {LENGTHS['cpu']})"
     option(parser, "--lengths", text)
     text = "dyncp's kernels: NAME, NAME:fast or NAME:deterministic "
     option(parser, "--kernels", text + f"(default {KERNELS['cuda']}, on CPUs {KERNELS['cpu']})")
-    text = "others' kernels, used where they can run; '' for none"
+    text = "other implementations, measured if they can run; '' for none"
     option(parser, "--baselines", text, ",".join(BASELINES))
     add_shape_options(parser)
-    text = "compared with dense attention in fp64: smallest, all (up to 16,384 tokens) or none"
-    option(parser, "--check", f"lengths whose results are {text}", "smallest")
+    text = "lengths compared with dense attention in fp64: smallest, all (up to 16,384) or none"
+    option(parser, "--check", text, "smallest")
     add_measuring_options(parser, 7)
 
 
 @dataclass(frozen=True, slots=True)
 class KernelsSetting:
-    """What is measured. `check` is which lengths are compared with dense attention in fp64: the
-    smallest, "all" (of at most 16,384 tokens) or "none"."""
+    """What is measured. `check` says which lengths are compared with dense attention in fp64: the
+    "smallest", "all" (up to 16,384 tokens) or "none"."""
 
     masks: tuple[str, ...]
     lengths: tuple[int, ...]
@@ -114,9 +110,9 @@ class KernelsSetting:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One direction: seconds on the device of the whole call and of its attention kernels (None
-    without a GPU), seconds on the host, and FLOP/s of the allowed pairs in the whole call.
-    `kernels` has the seconds of its longest kernels by name."""
+    """One direction of a call: device seconds of the whole call and of its attention kernels (None
+    without a GPU), host seconds, and FLOP/s of the allowed pairs over the whole call. `kernels` has
+    the seconds of the longest kernels by name."""
 
     seconds: float
     kernel_seconds: float | None
@@ -127,7 +123,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class KernelRow:
-    """One implementation on one mask and length; `reason` says why it could not run."""
+    """One implementation on one mask and length; `reason` says why it could not run, if so."""
 
     mask: str
     tokens: int
@@ -170,7 +166,8 @@ def _setting(args: Namespace, device: torch.device) -> KernelsSetting:
 def bench_kernels(
     setting: KernelsSetting, tell: Callable[[str], None] = lambda _: None
 ) -> Iterator[KernelRow]:
-    """One row per mask, length and implementation, ours first. `tell` hears what is done now."""
+    """One row per mask, length and implementation, ours first. `tell` is called with progress
+    texts."""
     for mask in setting.masks:
         for tokens in setting.lengths:
             yield from _bench_case(mask_case(mask, tokens), setting, tell)
@@ -217,7 +214,7 @@ def _bench_one(
         return KernelRow(**row, **_measure(case, build(), inputs, expected, setting))
     except Unavailable as reason:
         return KernelRow(**row, reason=str(reason))
-    except Exception as error:  # others' kernels fail in their own ways; the rest goes on
+    except Exception as error:  # other implementations may fail in any way; the rest still runs
         if name not in setting.baselines:
             raise
         logger.debug("%s failed", name, exc_info=True)
@@ -232,9 +229,11 @@ def _measure(
     setting: KernelsSetting,
 ) -> dict[str, Any]:
     flops = 4.0 * case.num_pairs * setting.shape.head_dim * setting.shape.q_heads
-    run = forward(attend, inputs)
-    found: dict[str, Any] = {"forward": _direction(run, flops, setting)}
-    found["backward"] = _direction(backward(run(), inputs), BACKWARD_FLOPS * flops, setting)
+    runs = both_directions(attend, inputs)
+    found: dict[str, Any] = {
+        "forward": _direction(runs[Direction.FORWARD], flops, setting),
+        "backward": _direction(runs[Direction.BACKWARD], BACKWARD_FLOPS * flops, setting),
+    }
     if expected is not None:
         found["errors"] = relative_errors(results_of(attend, inputs), expected)
     return found
@@ -259,7 +258,7 @@ def profile(run: Run, device: torch.device) -> tuple[float, dict[str, float]]:
 
 
 def draw_kernels(rows: Sequence[KernelRow]) -> Iterator[str]:
-    """Forward and backward side by side in every column; then what could not run, and why."""
+    """Every column has forward / backward; the lines below say what could not run, and why."""
     ran = [row for row in rows if row.forward is not None]
     size, unit = _unit(ran)
     shown = [name for name in OTHERS if any(row.implementation == name for row in ran)]
@@ -299,14 +298,14 @@ def _host(row: KernelRow) -> str:
 
 
 def _ratios(row: KernelRow, other: KernelRow | None) -> list[float] | None:
-    """FLOP/s over those of another implementation, forward and backward."""
+    """FLOP/s relative to another implementation, forward and backward."""
     if other is None:
         return None
     return [a.flops / b.flops for a, b in zip(_both(row), _both(other), strict=True)]
 
 
 def _overheads(row: KernelRow) -> list[float] | None:
-    """Whole call over its attention kernels."""
+    """Seconds of the whole call / seconds of its attention kernels."""
     found = [m.seconds / m.kernel_seconds for m in _both(row) if m.kernel_seconds]
     return found if len(found) == 2 else None
 
@@ -319,7 +318,7 @@ def _errors(row: KernelRow) -> str:
 
 
 def _reasons(rows: Sequence[KernelRow]) -> Iterator[str]:
-    """One line per implementation and reason, with the masks it stands for."""
+    """One line per implementation and reason, with the masks that it applies to."""
     found: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if row.reason:

@@ -1,11 +1,10 @@
-"""A stack of transformer layers around an attention call, and its time, iteration after iteration.
+"""A stack of transformer layers around an attention call, and the time of its iterations.
 
 Layers are Llama's, without embedding and logits: RMSNorm, projections, rotary positions, attention,
-RMSNorm, MLP. Everything but attention treats every token by itself, so a rank runs it on its rows.
+RMSNorm, MLP. Everything but attention treats tokens independently, so a rank runs it on its rows.
 """
 
 import statistics
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,11 +15,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, rms_norm, silu
 
-from dyncp.calibrate.calls import Attend
+from dyncp.calibrate import Repeats
+from dyncp.calibrate.calls import Attend, Run
 from dyncp.calibrate.timing import (
     KernelRun,
-    Repeats,
-    Run,
+    host_seconds,
     mark,
     profiled_kernels,
     seconds_between,
@@ -29,7 +28,7 @@ from dyncp.calibrate.timing import (
 from dyncp.cost import ModelConfig
 
 NORM_EPS, ROPE_THETA, WEIGHT_STD = 1e-5, 500_000.0, 0.02
-# Consecutive iterations that are profiled; kernels differ by a percent or two between them.
+# This many consecutive iterations are profiled; their kernels differ by a percent or two.
 PROFILED = 3
 
 
@@ -118,8 +117,8 @@ class Layer(nn.Module):
 
 
 def pass_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """In place of attention: the output is q, without a launch. Gradients of k and v are those of
-    the first heads, so that all weights get gradients."""
+    """Replaces attention: returns q without launching a kernel. The gradients of k and v are those
+    of the first q heads, so that all weights get gradients."""
     out: Tensor = _PassQueries.apply(q, k, v)  # type: ignore[no-untyped-call]
     return out
 
@@ -158,7 +157,7 @@ def stack_run(stack: LayerStack, positions: Tensor, attend: Attend) -> Run:
 @dataclass(frozen=True, slots=True)
 class Steady:
     """Seconds of one iteration without a profiler: median and mean of back-to-back iterations, and
-    the host's time to queue one on an idle device (on CPUs the same as the median)."""
+    the host's seconds to queue one on an idle device (on CPUs, the median)."""
 
     seconds: float
     mean_seconds: float
@@ -167,8 +166,8 @@ class Steady:
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """One iteration on a GPU, by the profiler: the number of kernels, copies and fills, the sum of
-    their durations, that of attention kernels, and the time in which at least one runs."""
+    """One profiled iteration on a GPU: the number of kernels, copies and fills, the sum of their
+    durations, the sum for attention kernels only, and the time in which at least one runs."""
 
     count: float
     seconds: float
@@ -187,22 +186,14 @@ def time_steady(run: Run, device: torch.device, repeats: Repeats) -> Steady:
     wait_for(device)
     between = [seconds_between(start, end) for start, end in pairwise(marks)]
     wall, mean = statistics.median(between), statistics.mean(between)
-    return Steady(wall, mean, wall if device.type == "cpu" else _host(run, device, repeats))
-
-
-def _host(run: Run, device: torch.device, repeats: Repeats) -> float:
-    seconds = []
-    for _ in range(repeats.timed):
-        wait_for(device)
-        start = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - start)
-    wait_for(device)
-    return statistics.median(seconds)
+    if device.type == "cpu":
+        return Steady(wall, mean, wall)
+    host = statistics.median(host_seconds(run, device) for _ in range(repeats.timed))
+    return Steady(wall, mean, host)
 
 
 def has_profiler(device: torch.device) -> bool:
-    """Whether kernels on this device can be told apart from the host."""
+    """Whether the profiler can measure kernels on this device."""
     return device.type == "cuda"
 
 

@@ -1,4 +1,4 @@
-"""`dyncp bench layers`: ranks of plans inside a stack of transformer layers."""
+"""`dyncp bench layers`: measures ranks of plans inside a stack of transformer layers."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,8 +11,9 @@ from benchmarks.attention import TOKENS, add_rank_options, virtual_topology
 from benchmarks.attention_times import kernel_name
 from benchmarks.layers_times import GRAPHS, WARM_UP, LayersSetting, StackSetting, bench_layers
 from dyncp.blocks import ITEM_BYTES
-from dyncp.calibrate.calls import device_name, device_text, executor_options, open_device
-from dyncp.calibrate.timing import Repeats
+from dyncp.calibrate import Repeats
+from dyncp.calibrate.calls import executor_options
+from dyncp.calibrate.world import device_name, device_text, open_device
 from dyncp.cli.arguments import (
     SHAPES,
     Progress,
@@ -44,8 +45,8 @@ COLUMNS = (
     ("busy", "busy_share", 1, 3),
     ("host", "host_share", 1, 3),
     ("kernels", "kernels", 1, 0),
-    ("their ms", "kernel_seconds", 1e3, 2),
-    ("wall / theirs", "wall_over_kernels", 1, 3),
+    ("kernel ms", "kernel_seconds", 1e3, 2),
+    ("wall / kernel", "wall_over_kernels", 1, 3),
     ("× plain", "wall_over_plain", 1, 3),
 )
 WIDTHS = tuple(max(10, len(heading) + 2) for heading, *_ in COLUMNS)
@@ -59,23 +60,23 @@ EXAMPLES = (
 
 def add_options(parser: ArgumentParser) -> None:
     small = f"a small one: hidden {SMALL_MODEL.hidden}, {SMALL_MODEL.heads} heads"
-    text = f"{MODEL} or a config.json: sizes of the layers (default {MODEL}, on CPUs {small})"
+    text = f"sizes of the layers: {MODEL} or a config.json (default {MODEL}, on CPUs {small})"
     option(parser, "--model", text)
-    option(parser, "--layers", "of the stack", 4)
+    option(parser, "--layers", "layers of the stack", 4)
     default = f"(default {SHAPES['cuda'].dtype}, on CPUs {SHAPES['cpu'].dtype})"
     option(parser, "--dtype", f"{', '.join(ITEM_BYTES)} {default}")
     text = "length distributions of the batches, separated by commas; NAME is one of "
     option(parser, "--sample", text + ", ".join(NAMES), SAMPLES, metavar="NAME:SEED,...")
-    text = f"of a batch (default {TOKENS['cuda']}, on CPUs {TOKENS['cpu']})"
+    text = f"tokens of a batch (default {TOKENS['cuda']}, on CPUs {TOKENS['cpu']})"
     option(parser, "--tokens", text, type=int)
     option(parser, "--masks", "separated by commas; `dyncp masks` lists them", MASKS)
     add_rank_options(parser, "ranks of the plans")
-    text = "ranks that run, separated by commas (default: those with the most pairs, the fewest, "
-    text += "and the most messages, and one in the middle)"
+    text = "ranks to run, separated by commas (default: four, with the most pairs, the fewest, the "
+    text += "most messages and a median number of pairs)"
     option(parser, "--rank", text, metavar="N,...")
     add_profile_options(parser)
     add_kernel_option(parser)
-    text = "whether the executor captures what it launches"
+    text = "whether the executor uses CUDA graphs"
     option(parser, "--graphs", text, "auto", choices=GRAPHS)
     add_measuring_options(parser, 10)
 
@@ -116,7 +117,7 @@ def _model(args: Namespace, kind: str) -> ModelConfig:
 def _tasks(
     args: Namespace, cost: CostModel, model: ModelConfig, kind: str
 ) -> dict[tuple[str, str], Task]:
-    """What is planned, by sample and mask."""
+    """The planning tasks, by sample and mask."""
     topology = virtual_topology(args, kind, cost)
     samples, names = comma_separated(args.sample), comma_separated(args.masks)
     for name, given in (("--sample", samples), ("--masks", names)):
@@ -173,13 +174,13 @@ def _lines(
     yield (
         f"{about['tokens']:,} tokens planned for {about['nodes']} × "
         f"{about['ranks_per_node']} ranks, profile {about['profile']['name']}; forward and "
-        f"backward of one rank, what it receives is random; median of {about['repeats']}"
+        f"backward of one rank, which receives random numbers; median of {about['repeats']}"
     )
     yield from draw_layers(found, about["lengths"])
 
 
 def draw_layers(found: Mapping[str, Any], lengths: Mapping[str, Sequence[int]]) -> Iterator[str]:
-    """Three lines for every rank, then worst and mean over ranks."""
+    """Three lines for every rank, then the worst and the mean over ranks."""
     headings = "".join(
         f"{heading:>{width}}" for (heading, *_), width in zip(COLUMNS, WIDTHS, strict=True)
     )
@@ -228,7 +229,7 @@ def _numbers(measured: Mapping[str, float | None]) -> str:
 
 
 def _reasons(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Why plain attention was not measured, every reason once."""
+    """Why plain attention was not measured; every reason once."""
     found = {
         f"{one['implementation']} did not run: {one['reason']}": None
         for row in rows

@@ -1,8 +1,8 @@
-"""Single ranks of plans inside a stack of transformer layers, beside the same stack with plain
+"""Times single ranks of plans inside a stack of transformer layers, and the same stack with plain
 attention on whole documents and without attention.
 
-All times are taken before the first kernel is profiled: profilers slow the host down, some of them
-afterwards too."""
+All times are taken before the first kernel is profiled: profilers slow the host down, some even
+after they have ended."""
 
 import gc
 import logging
@@ -29,9 +29,9 @@ from benchmarks.layer_stack import (
 )
 from dyncp.arrays import Float64
 from dyncp.blocks import DEFAULT_MASK, AttentionShape, Batch, Direction
-from dyncp.calibrate.calls import DTYPES, Attend, Noise, Unavailable, make_executor
+from dyncp.calibrate import Repeats
+from dyncp.calibrate.calls import DTYPES, Attend, Noise, Run, Unavailable, make_executor
 from dyncp.calibrate.diagnosis import first_line
-from dyncp.calibrate.timing import Repeats, Run
 from dyncp.cost import CostModel, ModelConfig
 from dyncp.executor import DCPExecutor, attention
 from dyncp.plan import Plan, RankPlan
@@ -43,7 +43,7 @@ OURS, PLAIN, NONE = "dyncp", "plain", "none"
 ATTENTIONS = (OURS, PLAIN, NONE)
 GRAPHS: dict[str, str | bool] = {"auto": "auto", "on": True, "off": False}
 
-# The first iterations capture graphs and allocate memory.
+# The first iterations capture graphs and allocate memory, and are not timed.
 WARM_UP = 3
 # Columns of the summary, and whether more is worse.
 SUMMARISED = {
@@ -59,7 +59,7 @@ SUMMARISED = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StackSetting:
-    """The layers, and how dyncp's attention runs in them."""
+    """The stack of layers, and how dyncp's attention runs in it."""
 
     model: ModelConfig
     layers: int
@@ -73,15 +73,15 @@ class StackSetting:
             raise ValueError(f"graphs is {self.graphs!r}; choose from {', '.join(GRAPHS)}")
 
     def executor(self, rank: int, num_ranks: int) -> DCPExecutor:
-        """One rank without its peers: what it receives is random."""
+        """An executor for one rank without its peers, which receives random numbers."""
         transport, graphs = Noise(rank, num_ranks), GRAPHS[self.graphs]
         return make_executor(self.kernel, self.device, transport=transport, graphs=graphs)
 
 
 @dataclass(frozen=True, eq=False)
 class RankCase:
-    """One rank of a batch's plan: `pairs` of one head, `positions` of its rows in their sequences,
-    and `why` it was chosen."""
+    """One rank of a batch's plan: `pairs` of one head, the `positions` of its rows in their
+    sequences, and `why` the rank was chosen."""
 
     sample: str
     mask: str
@@ -96,7 +96,7 @@ class RankCase:
 
     @property
     def documents(self) -> WholeDocuments:
-        """What plain attention runs on: as many tokens, and about as many pairs."""
+        """The documents for plain attention: as many tokens, and about as many pairs."""
         return equal_pairs(self.rows, self.pairs)
 
 
@@ -112,7 +112,7 @@ def rank_cases(
     cost: CostModel,
     ranks: tuple[int, ...] | None,
 ) -> Iterator[RankCase]:
-    """The ranks asked for, or typical ones; `names` are those of sample and mask."""
+    """The requested `ranks`, or if None typical ones; `names` are the names of sample and mask."""
     pairs = rank_pairs(plan, cost)
     chosen = spread_ranks(plan, pairs) if ranks is None else named_ranks(plan, ranks)
     for rank, why in chosen.items():
@@ -149,8 +149,8 @@ def num_messages(part: RankPlan) -> int:
 
 
 def spread_ranks(plan: Plan, pairs: Float64) -> dict[int, str]:
-    """Up to four ranks that differ most, and why each was chosen; `pairs` are those of the ranks. A
-    rank that fits two reasons counts for the first, and the second gets the next best."""
+    """Up to four ranks that differ most, and why each was chosen, given the pairs of all ranks. A
+    rank is chosen for one reason only; the next reason takes its next best rank."""
     messages = [num_messages(part) for part in plan.parts]
     tokens = plan.parts[0].tokens_per_rank
     ranks = [rank for rank in range(plan.num_ranks) if tokens[rank]]
@@ -170,13 +170,13 @@ def spread_ranks(plan: Plan, pairs: Float64) -> dict[int, str]:
 
 
 def named_ranks(plan: Plan, ranks: Sequence[int]) -> dict[int, str]:
-    """The ranks asked for, without those that have no tokens."""
+    """The requested ranks, except those without tokens."""
     found = {}
     for rank in ranks:
         if not 0 <= rank < plan.num_ranks:
             raise ValueError(f"rank is {rank}; the plan has ranks 0 to {plan.num_ranks - 1}")
         if plan.parts[rank].local_tokens:
-            found[rank] = "asked for"
+            found[rank] = "requested"
         else:
             logger.warning("rank %d has no tokens in the plan by %s", rank, plan.parts[0].solver)
     return found
@@ -184,8 +184,8 @@ def named_ranks(plan: Plan, ranks: Sequence[int]) -> dict[int, str]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayersSetting:
-    """What is planned (`tasks`, by the names of sample and mask), and the stack that it runs in;
-    `ranks` None means typical ones."""
+    """The planning `tasks` by the names of sample and mask, and the stack that ranks run in. If
+    `ranks` is None, typical ones are chosen."""
 
     tasks: Mapping[tuple[str, str], Task]
     stack: StackSetting
@@ -194,8 +194,8 @@ class LayersSetting:
 
 
 def bench_layers(setting: LayersSetting, tell: Tell = lambda _: None) -> dict[str, Any]:
-    """Every rank's stack with dyncp's attention, plain attention, and none; and a summary by sample
-    and mask."""
+    """Measures every rank's stack with dyncp's attention, with plain attention and without
+    attention, and summarises by sample and mask."""
     cases = _plan_all(setting, tell)
     bench = _Bench(setting, cases, tell)
     steady, reasons = bench.measure("time", time_steady)
@@ -226,7 +226,7 @@ def _plan_all(setting: LayersSetting, tell: Tell) -> list[RankCase]:
 
 
 class _Bench:
-    """The stack, and what runs in it."""
+    """Runs all cases in one stack of layers."""
 
     def __init__(self, setting: LayersSetting, cases: Sequence[RankCase], tell: Tell) -> None:
         self._setting, self._cases, self._tell = setting, cases, tell
@@ -243,8 +243,8 @@ class _Bench:
         measure: Callable[[Run, torch.device, Repeats], Found],
         skip: Mapping[Key, str] | None = None,
     ) -> tuple[dict[Key, Found], dict[Key, str]]:
-        """`measure` of every rank's stack, or why that failed. Stacks without attention of the
-        same number of rows are measured once."""
+        """The result of `measure` for every rank's stack, or the reason why it failed. Stacks
+        without attention are measured once per number of rows."""
         found: dict[Key, Found] = {}
         reasons: dict[Key, str] = {}
         without: dict[int, Found] = {}
@@ -258,7 +258,7 @@ class _Bench:
                 self._tell(f"{case.sample}, {case.mask}, rank {case.part.rank}: {kind}, {what} ...")
                 try:
                     found[case, kind] = self._measure_one(case, kind, measure)
-                except Exception as error:  # others' kernels fail in their own ways
+                except Exception as error:  # other implementations may fail in any way
                     if kind != PLAIN:
                         raise
                     logger.debug("%s failed", kind, exc_info=True)
@@ -270,7 +270,7 @@ class _Bench:
     def _measure_one(
         self, case: RankCase, kind: str, measure: Callable[[Run, torch.device, Repeats], Found]
     ) -> Found:
-        gc.collect()  # frees the previous case's memory, and leaves no pause for that in this one
+        gc.collect()  # frees the previous case's memory now, not while this case is timed
         options = self._setting.stack
         run = stack_run(self._stack, case.positions, attend_of(case, kind, options))
         return measure(run, options.device, self._setting.repeats)
@@ -283,7 +283,7 @@ def describe_case(
     kernels: Mapping[str, Kernels | None],
     reasons: Mapping[str, str],
 ) -> dict[str, Any]:
-    """One rank; the three mappings are by kind of attention."""
+    """The JSON object of one rank; the three mappings are by kind of attention."""
     plain = steady[PLAIN]
     names = {OURS: OURS, PLAIN: plain_attention(device), NONE: NONE}
     pairs = {OURS: case.pairs, PLAIN: case.documents.pairs, NONE: 0}
@@ -307,8 +307,8 @@ def describe_case(
 def describe_stack(
     steady: Steady | None, kernels: Kernels | None, plain: Steady | None
 ) -> dict[str, float | None]:
-    """Seconds and shares of one iteration; None where nothing was measured. The busy share is the
-    profiled kernels' time over the wall time without the profiler."""
+    """Seconds and shares of one iteration; None if not measured. The busy share is the profiled
+    time of kernels over the wall time without the profiler."""
     wall = None if steady is None else steady.seconds
     return {
         "wall_seconds": wall,

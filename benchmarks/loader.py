@@ -4,10 +4,10 @@
     python -m benchmarks.loader --load 2
     python -m benchmarks.loader --steps 40 --sample single --solver auto --busy
 
-This process is rank 0 of 32 (4 nodes × 8). It plans every batch of 131,072 tokens, which 32
-ranks would take turns at. A step prepares its plan and waits 0.3 s, as for a GPU (--busy: computes
-with one thread). The precomputed run takes the same batches from a list, all prepared, with the
-same load beside it (--load: processes that never rest).
+This process is rank 0 of 32 (4 nodes × 8). It plans every batch of 131,072 tokens alone; 32 ranks
+would plan round robin. A step prepares its plan and waits 0.3 s, as for a GPU (--busy: computes
+with one thread). The precomputed run takes the same prepared batches from a list, under the same
+load (--load: processes that keep a core busy).
 """
 
 import argparse
@@ -35,7 +35,7 @@ TOKENS = 131_072
 
 
 class Documents:
-    """Documents whose lengths follow a distribution, batch after batch."""
+    """Documents whose lengths are drawn from a distribution, batch by batch."""
 
     def __init__(self, sample: str, batches: int) -> None:
         self.batches, self.lengths = [], []
@@ -54,7 +54,7 @@ class Documents:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of every step, from asking for its batch to asking for the next one, of the wait for
+    """Seconds of every step (from requesting its batch to requesting the next one), of waiting for
     its batch, and of preparing its plan."""
 
     steps: list[float]
@@ -63,7 +63,7 @@ class Times:
 
     @property
     def mean(self) -> float:
-        """Of all steps after the first, which starts processes."""
+        """The mean of all steps but the first, which starts processes."""
         return mean(self.steps[1:])
 
 
@@ -95,7 +95,7 @@ def open_loader(
     depth: int,
     executor: DCPExecutor | None = None,
 ) -> DCPDataLoader:
-    one_of_many = LoaderRanks(rank=0, num_ranks=32)  # of a group that does not exist
+    one_of_many = LoaderRanks(rank=0, num_ranks=32)  # the group itself does not exist
     with mock.patch.object(LoaderRanks, "of", return_value=one_of_many):
         return DCPDataLoader(
             documents,
@@ -117,7 +117,7 @@ BUSY = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
 
 @contextmanager
 def load_beside(processes: int) -> Iterator[None]:
-    """Processes that keep a core busy each, while other work is measured."""
+    """Runs processes that keep one core busy each while other work is measured."""
     busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(processes)]
     try:
         yield
@@ -140,13 +140,15 @@ def report(name: str, times: Times, least: float, note: str = "") -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--seconds", type=float, default=0.3, help="of a step (default 0.3)")
+    parser.add_argument(
+        "--seconds", type=float, default=0.3, help="seconds of a step (default 0.3)"
+    )
     parser.add_argument("--sample", default="ldc", help="distribution of lengths (default ldc)")
     parser.add_argument("--mask", default="causal")
     parser.add_argument("--solver", default=PlannerConfig().solver)
     parser.add_argument("--look-ahead", type=int, default=LoaderConfig().look_ahead)
     parser.add_argument("--planners", type=int, help="planning processes (default: the loader's)")
-    parser.add_argument("--load", type=int, default=0, help="busy processes beside it (default 0)")
+    parser.add_argument("--load", type=int, default=0, help="concurrent busy processes (default 0)")
     parser.add_argument("--busy", action="store_true", help="compute instead of waiting")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -157,7 +159,7 @@ def main() -> None:
 def measure(args: argparse.Namespace) -> None:
     documents = Documents(args.sample, args.steps)
     print(f"{args.steps} batches of {TOKENS:,} tokens ({args.sample}, {args.mask}), 32 ranks,")
-    print(f"solver {args.solver}, steps of {args.seconds:g} s, {args.load} busy processes beside\n")
+    print(f"solver {args.solver}, steps of {args.seconds:g} s, {args.load} busy processes\n")
     columns = ("first", "median", "mean", "largest", "ratio", "wait", "p99", "prepare")
     print(f"{'seconds per step':<21}" + "".join(f"{column:>8}" for column in columns))
     executor = DCPExecutor(transport=Null(0, 32))

@@ -1,12 +1,12 @@
 """Trains a tiny Llama over device meshes of gloo processes and in one process, and compares.
 
-    torchrun --nproc-per-node 8 -m benchmarks.meshes          all meshes of so many processes
+    torchrun --nproc-per-node 8 -m benchmarks.meshes          all meshes of 8 processes
     torchrun --nproc-per-node 4 -m benchmarks.meshes --ways fsdp
 
 A mesh is dp_replicate x dp_shard x cp x tp. Tensor parallelism is torch's, weights are sharded by
-FSDP2 over dp_shard and cp (HSDP where there are replicas); "sums" has no FSDP, and sums gradients
-by dyncp.sum_gradients. In fp32, by SGD with momentum, on documents of which the long ones are
-split. Losses have to agree to 1e-5 at every step, weights to 1e-4 after the last.
+FSDP2 over dp_shard and cp (HSDP with replicas); "sums" does not use FSDP, but dyncp.sum_gradients.
+Training runs in fp32 with SGD and momentum, and long documents are split over ranks. Losses must
+agree to 1e-5 at every step, weights to 1e-4 after the last.
 """
 
 import argparse
@@ -43,14 +43,14 @@ NAMES = ("dp_replicate", "dp_shard", "cp", "tp")
 MESHES = ((1, 1, 2, 1), (1, 1, 1, 2), (1, 1, 2, 2), (1, 2, 1, 2), (2, 1, 2, 1), (1, 1, 4, 1),
           (1, 2, 2, 2), (2, 1, 2, 2))  # fmt: skip
 WAYS = ("fsdp", "sums")
-LENGTHS = (150, 9, 31, 4, 180, 12, 40, 60, 77, 5, 3, 100)  # each once: they name documents
+LENGTHS = (150, 9, 31, 4, 180, 12, 40, 60, 77, 5, 3, 100)  # all differ: they identify documents
 TOKENS = 200
 LARGEST_LOSS, LARGEST_WEIGHT = 1e-5, 1e-4
 
 
 class Outcome(NamedTuple):
-    """Of one rank: losses of steps, weights, the documents of every step, and the most ranks that a
-    document was split over."""
+    """Results of one rank: the losses of all steps, the weights, the documents of every step, and
+    the largest number of ranks that a document was split over."""
 
     losses: list[float]
     weights: dict[str, np.ndarray]
@@ -64,7 +64,7 @@ def samples() -> list[dict[str, Tensor]]:
 
 
 def divide_heads(model: Any, mesh: DeviceMesh) -> None:
-    """Tensor parallelism of attention and MLP."""
+    """Applies tensor parallelism to attention and MLP."""
     columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     columns += ("mlp.gate_proj", "mlp.up_proj")
     rows = ("self_attn.o_proj", "mlp.down_proj")
@@ -74,7 +74,7 @@ def divide_heads(model: Any, mesh: DeviceMesh) -> None:
 
 
 def shard_weights(model: Any, mesh: DeviceMesh) -> None:
-    """FSDP2 over all ranks that have different tokens; replicas hold the same weights."""
+    """Applies FSDP2 over all ranks with different tokens; replicas hold the same weights."""
     shards = mesh["dp_shard", "cp"]._flatten("shards")
     if mesh["dp_replicate"].size() > 1:
         shards = mesh["dp_replicate", "shards"]
@@ -84,7 +84,7 @@ def shard_weights(model: Any, mesh: DeviceMesh) -> None:
 
 
 def train(sizes: tuple[int, ...], way: str, epochs: int = 1) -> Outcome:
-    """On this rank of a mesh."""
+    """Trains on this rank of a mesh."""
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=NAMES)
     model = make_model("llama")
     attached = attach(model)
@@ -115,7 +115,7 @@ def train(sizes: tuple[int, ...], way: str, epochs: int = 1) -> Outcome:
 
 
 def most_owners(plan: Any) -> int:
-    """The most ranks that own tokens of one document."""
+    """The largest number of ranks that own tokens of one document."""
     pairs = np.unique(np.stack([plan.blocks.sequence, plan.blocks.owner]), axis=1)
     return int(np.unique(pairs[0], return_counts=True)[1].max())
 
@@ -129,7 +129,7 @@ def weights_of(model: Any) -> dict[str, np.ndarray]:
 
 
 def alone(batches: list[list[int]]) -> Outcome:
-    """One process and Transformers' own attention, one document after the other."""
+    """Trains in one process with Transformers' own attention, document by document."""
     model, texts = make_model("llama"), samples()
     optimizer, losses = optimizer_of(model), []
     for numbers in batches:
@@ -145,7 +145,7 @@ def alone(batches: list[list[int]]) -> Outcome:
 
 
 def compare(ranks: list[Outcome]) -> tuple[float, float]:
-    """The largest relative differences of losses and weights, over all ranks, from one process."""
+    """The largest relative differences of losses and weights between any rank and one process."""
     steps = zip(*(rank.documents for rank in ranks), strict=True)
     wanted = alone([sorted(set().union(*step)) for step in steps])
     pairs = [(a, b) for r in ranks for a, b in zip(r.losses, wanted.losses, strict=True)]
@@ -173,7 +173,7 @@ def main() -> int:
 
 
 def report(sizes: tuple[int, ...], way: str, epochs: int) -> bool:
-    """Trains, and prints a row on rank 0; whether it differs by more than is allowed."""
+    """Trains and prints a row on rank 0; returns whether it differs by more than is allowed."""
     start = perf_counter()
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, train(sizes, way, epochs))

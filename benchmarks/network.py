@@ -1,15 +1,15 @@
-"""Predicted and measured time of plans on real processes over real, slow links. Needs root.
+"""Compares predicted and measured time of plans on real processes over slow links. Needs root.
 
     sudo python -m benchmarks.network [--cases 2:ldc_x0.5:causal:0,...] [--seconds 2.5]
 
-Network namespaces stand for nodes, and token buckets limit the rate of their links (see
+Network namespaces act as nodes, and token buckets limit the rate of their links (see
 network_links.py). Every rank is a process that runs the executor over gloo (see network_ranks.py);
-computing is replaced by waiting for as long as the cost model says, so that two cores suffice for
+instead of computing it waits for as long as the cost model says, so that two cores suffice for
 eight ranks. Links are measured first. A case is nodes:lengths:mask:seed[:tokens], with two ranks
-per node and 8,192 tokens by default. Printed are milliseconds of one attention layer, predicted
-and measured, forward and backward, the fastest of some runs for each direction; then errors, pairs
-of plans whose order was predicted right, and whether `auto` is fastest. Where namespaces cannot be
-made it says why and ends without an error.
+per node and 8,192 tokens by default. Prints predicted and measured milliseconds of one attention
+layer, forward and backward (the fastest of several runs for each direction); then the errors, the
+pairs of plans whose order was predicted correctly, and whether `auto` is fastest. If namespaces
+cannot be created, it says why and exits without an error.
 """
 
 import argparse
@@ -49,17 +49,17 @@ CASES = (
 RANKS_PER_MACHINE = 2
 TOKENS = 8192
 RATES = Rates(inside=400, between=100)
-# Computation takes about as long as messages: attention of 8 heads in FLOP/s.
+# FLOP/s of attention with 8 heads, chosen so that computation takes about as long as messages.
 FLOPS = 100e9
-LEAST, MOST = 2, 8  # runs of a plan that count
-PAYLOAD = 1448 / 1514  # share of the rate that is not headers
-# Messages that links are measured with, in bytes, and how often.
+LEAST, MOST = 2, 8  # timed runs of a plan
+PAYLOAD = 1448 / 1514  # share of the rate that is payload, not headers
+# Bytes of the messages that links are measured with, and the number of repeats.
 LARGE = (512 << 10, 2 << 20)
 SENT = 8
 AUTO = "auto"
-# Static plans that take this many times as long as the fastest are left out.
+# Static plans predicted to take more than this many times the fastest are left out.
 MUCH_SLOWER = 2.0
-# Pairs of plans that differ by less than this share, measured, can change places by chance.
+# The order of two plans is not judged if their measured times differ by less than this share.
 APART = 0.03
 # `auto` may take this many times as long as the fastest plan measured.
 AS_FAST = 1.02
@@ -67,7 +67,7 @@ AS_FAST = 1.02
 
 @dataclass(frozen=True, eq=False)
 class Predicted:
-    """A plan and its simulated calls, forward and backward. Plans of `auto` may be static, too."""
+    """A plan and its simulated calls, forward and backward. The plan of `auto` may be static."""
 
     name: str
     static: bool
@@ -81,7 +81,7 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A plan of a batch: predicted and measured seconds."""
+    """Predicted and measured seconds of one plan of a batch."""
 
     batch: str
     name: str
@@ -92,12 +92,12 @@ class Outcome:
 
     @property
     def error(self) -> float:
-        """0.05: it took 5 % longer than predicted."""
+        """Relative error; 0.05 if the plan took 5 % longer than predicted."""
         return self.measured / self.predicted - 1
 
 
 def measure_links(ranks: Ranks, nodes: int) -> Topology:
-    """Links as they are shaped, with the latency of small messages."""
+    """The links with their configured rates and the measured latency of small messages."""
     num_ranks = nodes * RANKS_PER_MACHINE
     inside, between = (
         _make_link(ranks, num_ranks, name, target, getattr(RATES, name))
@@ -109,7 +109,8 @@ def measure_links(ranks: Ranks, nodes: int) -> Topology:
 
 
 def _make_link(ranks: Ranks, num_ranks: int, name: str, target: int, rate: int) -> Link:
-    """From what messages of rank 0 take, at best."""
+    """A link with the configured rate and the latency of rank 0's fastest message; prints the
+    measured rate, too."""
 
     def seconds(size: int) -> float:
         command = {"do": "send", "messages": [(0, target, size)], "repeats": SENT}
@@ -128,7 +129,7 @@ def _make_link(ranks: Ranks, num_ranks: int, name: str, target: int, rate: int) 
 def run_plan(
     ranks: Ranks, predicted: Predicted, seconds: float, folder: Path
 ) -> tuple[float, float]:
-    """The fastest forward and the fastest backward. The first run does not count."""
+    """Seconds of the fastest forward and the fastest backward; the first run is not timed."""
     repeats = min(max(round(seconds / predicted.seconds), LEAST), MOST)
     commands = []
     for rank, part in enumerate(predicted.plan.parts):
@@ -174,7 +175,7 @@ def _text(predicted: Predicted, measured: tuple[float, float]) -> str:
 
 
 def run_network(nodes: int, cases: Sequence[Case], seconds: float) -> Iterator[Outcome]:
-    """All cases on this many nodes."""
+    """Runs all cases for this number of nodes."""
     with Namespaces(nodes, RANKS_PER_MACHINE, RATES) as net, Ranks(net) as ranks:
         topology = measure_links(ranks, nodes)
         profile = make_profile(topology, FLOPS)
@@ -186,14 +187,14 @@ def parse_case(text: str) -> tuple[int, Case]:
     parts = text.split(":")
     if len(parts) not in (4, 5):
         raise ValueError(
-            f"case is {text!r}; write nodes:lengths:mask:seed or the same with :tokens"
+            f"case is {text!r}; write nodes:lengths:mask:seed or nodes:lengths:mask:seed:tokens"
         )
     nodes, sample, mask, seed, *tokens = parts
     return int(nodes), Case(sample, mask, int(seed), int(tokens[0]) if tokens else TOKENS)
 
 
 def make_profile(topology: Topology, flops: float) -> Profile:
-    """Computation at `flops` per second in both directions; row work costs nothing."""
+    """A profile that computes `flops` per second in both directions; row work is free."""
     return Profile(
         name=topology.name,
         attention_forward=flops,
@@ -211,7 +212,7 @@ def make_profile(topology: Topology, flops: float) -> Profile:
 
 
 def make_plans(case: Case, topology: Topology, profile: Profile) -> list[Predicted]:
-    """One for every method, `auto` first; methods that give the same plan are one."""
+    """One plan per method, `auto` first; methods with the same plan share an entry."""
     cost = CostModel(profile, SHAPE)
     batch = case.batch()
 
@@ -245,7 +246,7 @@ def _candidates(task: Callable[..., Task]) -> Iterator[tuple[str, Candidate]]:
 
 
 def _dynamic(task: Task, name: str, placed: Placed) -> Iterator[tuple[str, Candidate]]:
-    """A placement, and what moves make of it."""
+    """A placement, and the same placement improved by moves."""
     if not placed.placement.static:
         yield name, search_divisions(task, placed).candidate
     improved = task.improve(placed)
@@ -260,8 +261,8 @@ def _predict(name: str, static: bool, plan: Plan, topology: Topology, cost: Cost
 
 
 def call_seconds(predicted: Predicted, rank: int) -> tuple[list[float], list[float]]:
-    """Seconds of every kernel call of a rank, in program order, forward and backward; the head
-    groups of a division have equal shares."""
+    """Seconds of every kernel call of a rank in program order, forward and backward; the head
+    groups of a division get equal shares."""
     mask = predicted.plan.parts[rank].mask_plan(DEFAULT_MASK)
     found: tuple[list[float], list[float]] = ([], [])
     for direction in Direction:
@@ -278,7 +279,7 @@ def call_seconds(predicted: Predicted, rank: int) -> tuple[list[float], list[flo
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Of pairs of plans of one batch: how many, and in how many the predicted winner won."""
+    """The number of pairs of plans of one batch, and in how many the predicted winner won."""
 
     count: int
     right: int
@@ -289,7 +290,7 @@ class Pairs:
 
 
 def count_pairs(outcomes: Sequence[Outcome], apart: float = 0.0) -> Pairs:
-    """Pairs whose slower plan took more than 1 + `apart` times as long as the faster one."""
+    """Counts pairs whose slower plan took more than 1 + `apart` times as long as the faster one."""
     results = [
         (one.predicted < other.predicted) == (one.measured < other.measured)
         for own in by_batch(outcomes)
@@ -305,7 +306,7 @@ def by_batch(outcomes: Sequence[Outcome]) -> list[list[Outcome]]:
 
 
 def summarize(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """Lines of text."""
+    """The summary as lines of text."""
     kinds = {
         "all": outcomes,
         "dynamic": [one for one in outcomes if not one.static],
@@ -338,7 +339,7 @@ def _errors(outcomes: Sequence[Outcome]) -> str:
 
 
 def _standing(outcomes: Sequence[Outcome]) -> str:
-    """How `auto` did in a batch."""
+    """How `auto` ranks among the plans of a batch."""
     auto = next(one for one in outcomes if one.auto)
     static = min((one for one in outcomes if one.static), key=lambda one: one.measured)
     fastest = min(outcomes, key=lambda one: one.measured)
@@ -357,7 +358,7 @@ def _standing(outcomes: Sequence[Outcome]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--cases", default=",".join(CASES))
-    parser.add_argument("--seconds", type=float, default=2.5, help="of runs of a plan")
+    parser.add_argument("--seconds", type=float, default=2.5, help="seconds of all runs of a plan")
     options = parser.parse_args()
     cases = [parse_case(text) for text in options.cases.split(",")]
     outcomes: list[Outcome] = []

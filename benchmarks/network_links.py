@@ -1,8 +1,8 @@
-"""Nodes out of network namespaces, with links of a chosen rate. Needs root.
+"""Builds nodes from network namespaces, with links of a chosen rate. Needs root.
 
-Every rank has a namespace with two interfaces: `inside` leads to the ranks of its node,
-`between` to all others, over a link that it shares with its node. Bridges and all other ends are
-in one more namespace, the hub:
+Every rank has a namespace with two interfaces: `inside` connects to the ranks of its node,
+`between` to all other ranks, over a link that the node's ranks share. Bridges and the other ends
+are in one more namespace, the hub:
 
     rank 0 ─ inside ══╗                  node 0                       node 1
     rank 1 ─ inside ══╩ bridge
@@ -10,10 +10,10 @@ in one more namespace, the hub:
     rank 1 ─ between ─╨ bridge ══ bridge of all nodes ══ bridge ─╥─ between ─ rank 2
                                                                     ╙─ between ─ rank 3
 
-Double lines are shaped at both ends, each way on its own, by a token bucket (htb). Small packets
-(acknowledgements, and gloo's notes that a receiver is there) overtake data: behind the data of
-others they would come tens of milliseconds late, and slow down whoever sends both ways. Queues are
-long enough that nothing is dropped.
+Double lines are shaped at both ends, each direction separately, by a token bucket (htb). Small
+packets (acknowledgements, and gloo's messages that a receiver is ready) overtake data: queued after
+other ranks' data they would arrive tens of milliseconds late, and slow down ranks that send both
+ways. Queues are long enough that nothing is dropped.
 """
 
 import os
@@ -21,12 +21,12 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-# Bytes of a packet before it is cut into frames, and what a token bucket lets through at once.
+# Bytes of a packet before it is cut into frames, and the burst size of a token bucket.
 PACKET, BURST = 8_192, 10_000
 QUEUE = 64 << 20
 NAMESPACES = Path("/run/netns")
 SMALL = 256  # a power of two: shorter packets go first
-# Bytes that a connection may have on its way: more would only wait in queues, in front of others'.
+# Bytes that a connection may have in flight; more would only wait in queues and delay others.
 IN_FLIGHT = 32_768
 SETTINGS = {
     "net.ipv4.tcp_congestion_control": "reno",
@@ -36,20 +36,20 @@ SETTINGS = {
 
 
 class NotAllowedError(Exception):
-    """Why namespaces or shaped links cannot be made here."""
+    """Says why namespaces or shaped links cannot be created here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Megabits per second each way: of every rank inside its node, of every node."""
+    """Megabits per second in each direction: of a rank inside its node, and of a node."""
 
     inside: int
     between: int
 
 
 class Namespaces:
-    """`with Namespaces(nodes, ranks_per_node, rates) as net:` makes them, and removes them
-    at the end, with all interfaces in them."""
+    """`with Namespaces(nodes, ranks_per_node, rates) as net:` creates the namespaces, and removes
+    them with all their interfaces at the end."""
 
     def __init__(self, nodes: int, ranks_per_node: int, rates: Rates) -> None:
         self.nodes, self.ranks_per_node, self.rates = nodes, ranks_per_node, rates
@@ -143,7 +143,7 @@ def _delete(namespace: str) -> None:
 
 
 def _remove_left_over() -> None:
-    """Namespaces of processes that were killed before they could remove them."""
+    """Removes namespaces of processes that were killed before they could do it."""
     for path in NAMESPACES.glob("dyncp*-*"):
         process = path.name.removeprefix("dyncp").partition("-")[0]
         if process.isdigit() and not Path(f"/proc/{process}").exists():
@@ -151,7 +151,7 @@ def _remove_left_over() -> None:
 
 
 def _connect(one: tuple[str, str], other: tuple[str, str]) -> None:
-    """A cable between two interfaces, each a namespace and a name."""
+    """Connects two interfaces, each given as a namespace and a name."""
     peer = ["type", "veth", "peer", "name", other[1], "netns", other[0]]
     _run("ip", "link", "add", "name", one[1], "netns", one[0], *peer)
     for space, end in (one, other):
@@ -159,7 +159,7 @@ def _connect(one: tuple[str, str], other: tuple[str, str]) -> None:
 
 
 def _shape(space: str, end: str, rate: int) -> None:
-    """All packets share the rate; small ones go first."""
+    """Limits the rate of an interface; small packets go first."""
     tc = ["tc", "-n", space]
     where = ["dev", end, "parent"]
     bucket = ["htb", "rate", f"{rate}mbit", "burst", f"{BURST}b", "cburst", f"{BURST}b"]

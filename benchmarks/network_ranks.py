@@ -1,10 +1,10 @@
-"""The ranks of `benchmarks.network`: one process per network namespace, which answers commands.
+"""The ranks of `benchmarks.network`: one process per network namespace, which executes commands.
 
     python -m benchmarks.network_ranks RANK NUM_RANKS RANKS_PER_MACHINE ADDRESS
 
-`Ranks` starts the processes. Each runs plans over gloo, where computing is waiting: it reads
-commands from its input, one JSON object per line, and writes an answer to each. Times are those of
-the clock that all processes of this host share.
+`Ranks` starts the processes. Each runs plans over gloo and waits instead of computing. It reads
+commands from stdin, one JSON object per line, and writes an answer to each. All processes use the
+host's clock.
 """
 
 import json
@@ -31,9 +31,9 @@ from dyncp.transport.distributed import Distributed, GroupedChannel
 
 ENDING = 5.0  # seconds that killed processes get to end
 PORT = 29_500
-TIMEOUT = 60.0  # seconds of any wait
+TIMEOUT = 60.0  # timeout of every wait, in seconds
 SOON = 0.02  # seconds until all ranks start together
-AT_ONCE = 5e-4  # seconds that waiting takes for messages that are there
+AT_ONCE = 5e-4  # seconds that it takes to wait for messages that have arrived
 
 
 class RankFailedError(Exception):
@@ -41,7 +41,7 @@ class RankFailedError(Exception):
 
 
 class Ranks:
-    """`with Ranks(namespaces) as ranks:` starts them, and kills them at the end."""
+    """`with Ranks(namespaces) as ranks:` starts the processes, and kills them at the end."""
 
     def __init__(self, namespaces: Namespaces) -> None:
         self._namespaces, self._processes = namespaces, list[subprocess.Popen[bytes]]()
@@ -74,7 +74,7 @@ class Ranks:
         )
 
     def ask(self, commands: Sequence[Mapping[str, Any]], timeout: float = 120.0) -> list[Any]:
-        """Gives every rank its command; their answers."""
+        """Sends every rank its command and returns their answers."""
         for process, command in zip(self._processes, commands, strict=True):
             assert process.stdin is not None
             process.stdin.write(json.dumps(command).encode() + b"\n")
@@ -82,7 +82,7 @@ class Ranks:
         return [json.loads(line) for line in self._lines(time.monotonic() + timeout)]
 
     def _lines(self, deadline: float) -> list[bytes]:
-        """One line of every rank; raises when one ends, or when they take too long."""
+        """Reads one line from every rank; raises if a rank ends or takes too long."""
         found = [b""] * len(self._processes)
         with selectors.DefaultSelector() as selector:
             for rank, process in enumerate(self._processes):
@@ -104,8 +104,8 @@ class Ranks:
 
 
 class Device:
-    """Computes beside its host: `ready` is when it has done all it was given so far and has all
-    messages that it was told to wait for."""
+    """A device that computes concurrently with its host. `ready` is the time when it has finished
+    all work so far and has all messages that it waits for."""
 
     ready = 0.0
 
@@ -115,7 +115,7 @@ class Device:
 
 
 class WaitingKernel(Kernel):
-    """Every call takes the next of `seconds`, and computes nothing."""
+    """Computes nothing; each call takes the next of `seconds`."""
 
     name = "waiting"
 
@@ -133,14 +133,14 @@ class WaitingKernel(Kernel):
 
 
 class NoRowOps:
-    """Rows stay where they are: messages have the right sizes, and any content."""
+    """Does not move rows: messages have the right sizes and arbitrary content."""
 
     def __getattr__(self, _name: str) -> Any:
         return lambda *_, **__: lambda *_: None  # what makes a launch, and the launch
 
 
 class DeviceTransport(Distributed):
-    """Tells the device when messages arrive that it had to wait for."""
+    """Tells the device when the messages that it waits for have arrived."""
 
     def __init__(self, ranks_per_node: int, device: Device) -> None:
         super().__init__(timeout=TIMEOUT, ranks_per_node=ranks_per_node)
@@ -184,8 +184,8 @@ class Rank:
         return self.run(Path(command["part"]), command["seconds"], command["repeats"])
 
     def send(self, messages: Sequence[tuple[int, int, int]], repeats: int) -> list[float]:
-        """Sends messages (source, target, bytes) in one phase, as the executor does. Returns when
-        this rank had its own, after the start."""
+        """Sends messages (source, target, bytes) in one phase, as the executor does. Returns the
+        seconds from the start until this rank has its own messages."""
         sends = {t: torch.zeros(n, dtype=torch.uint8) for s, t, n in messages if s == self.rank}
         receives = {s: torch.zeros(n, dtype=torch.uint8) for s, t, n in messages if t == self.rank}
 
@@ -200,7 +200,7 @@ class Rank:
     def run(
         self, path: Path, seconds: tuple[list[float], list[float]], repeats: int
     ) -> list[tuple[float, float]]:
-        """Forward and backward of a plan, `seconds` being those of its kernel calls."""
+        """Runs forward and backward of a plan; `seconds` are those of its kernel calls."""
         part = decode_part(path.read_bytes())
         step = self._executor.prepare(part)
         shape = part.shape

@@ -1,11 +1,12 @@
-"""Trains tiny Transformers models on 4 processes under dyncp and in one without, and compares.
+"""Trains tiny Transformers models on 4 processes under dyncp and in one process without it, and
+compares.
 
     python -m benchmarks.parity                              all models, masks and ways, 20 steps
     python -m benchmarks.parity --models llama --ways plain --steps 5
 
-In fp32, by SGD with momentum (AdamW hides wrong factors), on long-tailed documents that are split
-over ranks. The one process runs Transformers' own attention with dense masks. Losses have to agree
-to 1e-5 at every step, weights to 1e-4 after the last.
+Training runs in fp32 with SGD and momentum (AdamW would hide wrong factors), on long-tailed
+documents that are split over ranks. The one process runs Transformers' own attention with dense
+masks. Losses must agree to 1e-5 at every step, weights to 1e-4 after the last.
 
 plain     4 ranks, gradients summed by dyncp.sum_gradients
 resumed   saved after half of the steps, and resumed on 2 ranks
@@ -48,7 +49,7 @@ from dyncp import (
 
 
 def branching(sample: Any) -> masks.Mask:
-    """A tree of five nodes, of any length; short texts stay whole."""
+    """A prefix tree of five nodes for any length; short texts are not branched."""
     length = len(sample["input_ids"])
     if length < 8:
         return masks.causal(length)
@@ -83,7 +84,7 @@ class Case(NamedTuple):
 class Outcome(NamedTuple):
     losses: list[float]
     weights: dict[str, Tensor]
-    split: int = 0  # documents that several ranks had
+    split: int = 0  # number of documents that were split over ranks
     state: Any = None
     failure: str = ""
 
@@ -108,7 +109,7 @@ def optimizer_of(model: Any) -> torch.optim.SGD:
 
 
 def train_alone(case: Case) -> Outcome:
-    """One process, Transformers' own attention, dense masks."""
+    """Trains in one process with Transformers' own attention and dense masks."""
     from dyncp.integrations.transformers import layer_masks, model_masks
 
     model = plain_model(case)
@@ -147,8 +148,8 @@ def plain_model(case: Case) -> Any:
 
 
 def loaded(case: Case, model: Any, optimizer: Any) -> tuple[Any, torch.optim.SGD]:
-    """As from a checkpoint, which does not have everything: dynamic RoPE keeps the largest position
-    it has seen on the module."""
+    """A model loaded as from a checkpoint, which lacks some state: dynamic RoPE stores the largest
+    position it has seen on the module."""
     other = plain_model(case)
     other.load_state_dict(model.state_dict())
     again = optimizer_of(other)
@@ -184,7 +185,7 @@ def _dense_loss(model: Any, data: dict[str, Tensor], by_kind: dict[str, Tensor])
 
 
 def train_on_rank(case: Case, state: Any = None, steps: int | None = None) -> Outcome:
-    """This rank's part of a run under dyncp; `state` is that of an earlier one."""
+    """Trains on this rank under dyncp; `state` is the state of an earlier run, if it is resumed."""
     model, attached, run = wrapped(case)
     if state is not None:
         model.load_state_dict(state["model"], strict=False)  # tied weights are in it once
@@ -222,7 +223,7 @@ _loaders: dict[Any, tuple[DCPDataLoader, Any]] = {}  # with their states at the 
 
 
 def loader_of(case: Case, attached: Any, state: Any) -> DCPDataLoader:
-    """Models with the same masks share one, and its planning processes."""
+    """The loader; models with the same masks share one, and its planning processes."""
     key = case.mask, case.accumulation, tuple(dict.fromkeys(attached.layers))
     if key not in _loaders:
         mask_fn = attached.masks(MASKS[case.mask])
@@ -237,7 +238,7 @@ _compiled: dict[str, Any] = {}  # the latest one, and its weights at the start
 
 
 def wrapped(case: Case) -> tuple[Any, Any, Any]:
-    """A model, what attach gave, and what is called."""
+    """The model, the result of `attach`, and the module to call."""
     from dyncp.integrations.transformers import attach
 
     if case.way == "compiled" and case.model in _compiled:  # masks change nothing in its graphs
@@ -263,7 +264,7 @@ def wrapped(case: Case) -> tuple[Any, Any, Any]:
 
 
 def shard(model: Any) -> None:
-    """FSDP2 with activation checkpointing."""
+    """Applies FSDP2 with activation checkpointing."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import init_device_mesh
     from transformers.modeling_layers import GradientCheckpointingLayer
@@ -288,7 +289,7 @@ def _whole(weight: Any) -> Tensor:
 
 
 def rank_main(rank: int, num_ranks: int, port: int, jobs: list[Any], results: Any) -> None:
-    """Runs jobs (case, state, steps) one after the other; rank 0 answers."""
+    """Runs jobs (case, state, steps) sequentially; rank 0 sends the results."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
@@ -313,7 +314,7 @@ def rank_main(rank: int, num_ranks: int, port: int, jobs: list[Any], results: An
 
 
 def on_ranks(num_ranks: int, jobs: list[Any]) -> Iterator[Outcome]:
-    """The outcomes of jobs, in their order, as they come."""
+    """Yields the outcomes of jobs, in order, as soon as they are there."""
     context = mp.get_context("spawn")
     results = context.Queue()
     with socket.socket() as probe:
@@ -352,7 +353,8 @@ def _bytes_of(outcome: Outcome) -> bytes:
 
 
 def run(cases: list[Case]) -> Iterator[tuple[Case, Outcome]]:
-    """All cases in one set of processes; then the second halves of resumed ones in one of 2."""
+    """Runs all cases in one set of processes, then the second halves of resumed ones in a set of
+    2."""
     halves = {c: c.steps // 2 if c.way == "resumed" else None for c in cases}
     begun: list[tuple[Case, Outcome]] = []
     first = on_ranks(RANKS, [(case, None, halves[case]) for case in cases])
@@ -368,7 +370,7 @@ def run(cases: list[Case]) -> Iterator[tuple[Case, Outcome]]:
 
 
 def compare(case: Case, got: Outcome, wanted: Outcome) -> tuple[float, float]:
-    """Largest relative difference of losses, and of weights."""
+    """The largest relative differences of losses and of weights."""
     losses = [abs(a / b - 1) for a, b in zip(got.losses, wanted.losses, strict=True)]
     assert len(losses) == case.steps
     weights = [

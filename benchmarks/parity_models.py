@@ -30,15 +30,15 @@ LINEAR = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
     "output_router_logits": True,
-    # The norm behind linear attention divides by what are tiny numbers in a model of this size:
-    # with 1e-6, weights that differ by 1e-7 give losses that differ by 1e-3 after 15 steps.
+    # The norm after linear attention divides by tiny numbers in a model of this size: with 1e-6,
+    # weights that differ by 1e-7 give losses that differ by 1e-3 after 15 steps.
     "rms_norm_eps": 0.05,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
 def config_of(name: str, **options: Any) -> Any:
-    """The config of a tiny model; `options` go on top."""
+    """The config of a tiny model; `options` override its fields."""
     import transformers as hf
 
     kinds: dict[str, tuple[str, dict[str, Any]]] = {
@@ -113,13 +113,13 @@ def make_model(name: str, seed: int = 0, **options: Any) -> Any:
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config_of(name, **options), dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():  # also sinks and biases, and attention that matters
+        for parameter in model.parameters():  # also sinks and biases; attention matters
             parameter.add_(torch.randn(parameter.shape) * 0.15)
     return model
 
 
 def documents(count: int, seed: int = 0, longest: int = 300) -> list[dict[str, torch.Tensor]]:
-    """Long-tailed: most are short, a few are long."""
+    """Documents of long-tailed lengths: most are short, a few are long."""
     random = torch.Generator().manual_seed(seed)
     lengths = (torch.rand(count, generator=random) ** 4 * longest + 3).long().tolist()
     lengths[::5] = [longest - 7 * i for i in range(len(lengths[::5]))]
@@ -128,11 +128,12 @@ def documents(count: int, seed: int = 0, longest: int = 300) -> list[dict[str, t
 
 @contextmanager
 def each_text_alone(model: Any, bias: Tensor, positions: Tensor) -> Iterator[None]:
-    """Lets Transformers' convolutions and linear attention see one text at a time: in a row of
-    several documents they know no borders, and branches are not behind what they go on from.
+    """Runs Transformers' convolutions and linear attention on one text at a time: in a row of
+    several documents they would cross borders, and a branch does not directly follow its parent
+    there.
 
-    A token's text is what masks (0 in `bias`) and positions say: before it comes the nearest token
-    that it attends and that has the position before its own."""
+    Masks (0 in `bias`) and positions define the text of a token: the token before it is the nearest
+    one that it attends and whose position is one less."""
     modules = [
         module
         for layer in model.modules()
@@ -150,7 +151,7 @@ def each_text_alone(model: Any, bias: Tensor, positions: Tensor) -> Iterator[Non
 
 
 def _lines(allowed: Tensor, positions: Tensor) -> list[list[int]]:
-    """Texts from their beginnings to each token that none goes on from."""
+    """Every text from its beginning to a last token, one that no other token follows."""
     before = allowed.tril(-1) & (positions[None] == positions[:, None] - 1)
     nearest = [max(row.nonzero().flatten().tolist(), default=-1) for row in before]
     lines = []

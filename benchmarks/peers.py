@@ -1,12 +1,12 @@
-"""dyncp beside other implementations of context parallelism, live, on 4 CPU processes (gloo).
+"""Compares dyncp with other implementations of context parallelism on 4 CPU processes (gloo).
 
     python -m benchmarks.peers
     python -m benchmarks.peers --ranks 2 --kv-heads 2
 
-One attention layer, fp32, forward and backward, on the same batch. Every method has to give the
-outputs and gradients of dense attention in fp64. Printed are the bytes that a rank wrote to its
-sockets (mean and largest; counted by the kernel, /proc/self/io), the pairs of query and key that
-ranks computed (largest against mean, and against what the masks need), and the largest difference.
+All run one attention layer in fp32, forward and backward, on the same batch. Every method must give
+the outputs and gradients of dense attention in fp64. Prints the bytes that a rank wrote to its
+sockets (mean and largest, from /proc/self/io), the (query, key) pairs that ranks computed (largest
+over mean, and over what the masks need), and the largest difference.
 
 torch all-gather   torch.distributed.tensor.experimental's context parallelism, head-tail balanced,
                    rotating by all-gather. Its public entry, context_parallel, has no CPU kernels;
@@ -16,10 +16,10 @@ torch all-to-all   the same, rotating by all-to-all (a ring)
 yunchang Ulysses   yunchang's all-to-all over heads; attention inside is torch's, with a dense mask
 ring-flash-attn    needs flash-attn, which is for GPUs
 
-Fewer kv heads than ranks (Ulysses) or q heads (torch) are repeated first, as users of these do.
-Methods that are not installed, or cannot run this case, are named with their reason. Install peers
-away from dyncp's environment: pip install --no-deps --target DIR yunchang ring-flash-attn, and run
-with PYTHONPATH=DIR.
+If there are fewer kv heads than ranks (Ulysses) or q heads (torch), they are repeated first, as
+users of these libraries do. Methods that are not installed, or cannot run a case, are listed with
+the reason. Install peers outside dyncp's environment: pip install --no-deps --target DIR yunchang
+ring-flash-attn, and run with PYTHONPATH=DIR.
 """
 
 import argparse
@@ -49,7 +49,7 @@ TIMEOUT = timedelta(seconds=120)
 
 
 class Inputs(NamedTuple):
-    """[tokens, heads, dim] of all documents; `weight` makes the loss (out * weight).sum()."""
+    """Tensors [tokens, heads, dim] of all documents; the loss is (out * weight).sum()."""
 
     q: Tensor
     k: Tensor
@@ -63,7 +63,7 @@ class Inputs(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a method did on this rank: `rows` are tokens of the batch, values are [rows, ...]."""
+    """Results of a method on this rank: `rows` are tokens of the batch, values are [rows, ...]."""
 
     rows: Tensor
     values: list[Tensor]  # out, dq, dk, dv
@@ -80,7 +80,7 @@ def inputs_of(lengths: list[int], kv_heads: int) -> Inputs:
 
 
 def dense(data: Inputs) -> list[Tensor]:
-    """Outputs and gradients in fp64, each document alone."""
+    """Outputs and gradients in fp64, document by document."""
     leaves = [x.double().requires_grad_() for x in data.tensors[:3]]
     parts = zip(*(x.split(data.lengths) for x in leaves), strict=True)
     out = torch.cat([_sdpa(*part, is_causal=True) for part in parts])
@@ -89,13 +89,13 @@ def dense(data: Inputs) -> list[Tensor]:
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Of [tokens, heads, dim]."""
+    """SDPA on tensors [tokens, heads, dim]."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     return scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)[0].transpose(0, 1)
 
 
 def written() -> int:
-    """Bytes that this process has written, to sockets included."""
+    """Bytes that this process has written, including to sockets."""
     return int(Path("/proc/self/io").read_text(encoding="ascii").split("wchar:")[1].split()[0])
 
 
@@ -158,7 +158,7 @@ def _torch_layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def with_torch(data: Inputs, rotate: str) -> Part:
-    """Document by document: the ring has no masks of documents."""
+    """Runs the ring document by document, since it has no document masks."""
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
     _attention.set_rotate_method(rotate)
@@ -231,7 +231,7 @@ def row_of(name: str, data: Inputs, wanted: list[Tensor]) -> tuple[str, bool]:
     """A line of the table; the same on all ranks."""
     try:
         own: Any = METHODS[name](data)
-    except Exception as error:  # the reason that the table gives; ranks fail alike
+    except Exception as error:  # shown in the table; all ranks fail in the same way
         own = f"{type(error).__name__}: {error}".splitlines()[0]
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, own)

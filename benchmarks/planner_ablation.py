@@ -1,12 +1,12 @@
-"""What each part of the planner is worth: the step and the planning time without it.
+"""Measures what each part of the planner is worth: the step and the planning time without it.
 
     python -m benchmarks.planner_ablation [--effort quality] [--limits] [--lists ldc,single]
         [--networks p4de,ethernet] [--parts moves,divisions] [--seeds 0]
 
-131,072 tokens, 8 q heads, 2 kv heads, head dim 128, 32 ranks. Every part is taken out (or its
-constant changed) by itself. `mean` and `worst` are simulated steps without it over steps with it;
-`longer` counts the cases of more than 0.5 %; `bytes` compares all bytes moved (geometric mean);
-`time` is the CPU time of planning without it over that with it.
+131,072 tokens, 8 q heads, 2 kv heads, head dim 128, 32 ranks. Every part is removed (or its
+constant changed) separately. `mean` and `worst` are simulated steps without it over steps with it;
+`longer` counts cases that are more than 0.5 % longer; `bytes` is the ratio of bytes moved
+(geometric mean); `time` is the ratio of the CPU time of planning.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def whole_sequences(_nodes: Any, sequence: Any, _most: float) -> Any:
 
 
 def both(value: Any) -> dict[str, Any]:
-    """The same for both efforts."""
+    """The same change for both efforts."""
     return {"fast": value, "quality": value}
 
 
@@ -120,7 +120,7 @@ def moved_bytes(choice: Choice) -> int:
 
 
 def plan(case: Case, network: str, config: PlannerConfig) -> tuple[float, int, float]:
-    """Seconds of the step, bytes, and CPU seconds of planning."""
+    """Seconds of the step, bytes moved, and CPU seconds of planning."""
     task = Task.of(case.batch(), NETWORKS[network], SHAPE, config, COST)
     start = process_time()
     choice = choose(task)

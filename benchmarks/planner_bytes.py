@@ -1,4 +1,4 @@
-"""Plans of the fewest bytes, beside the best known placements and the published planner's plans.
+"""Compares plans for the fewest bytes with the best known placements and the published planner.
 
     python -m benchmarks.planner_bytes best_known [--verbose]
     python -m benchmarks.planner_bytes published [--limit 12]
@@ -11,9 +11,8 @@ found in long runs with one head group. Bytes are counted as there: 4,096 per to
 
 `published`: `data/reference_planner.json` has what the published planner needed on one core, 173
 rows: batches of 131,072 tokens, 8 q heads, 2 kv heads, head dim 128, bf16. Ours has
-`objective="bytes"` and one head group. MB are 1e6 bytes sent forward, `inter` those between
-nodes; seconds are CPU time without the masks. A row is fair where the published plan keeps the
-limits itself (`fair`).
+`objective="bytes"` and one head group. MB are 1e6 bytes sent forward, `inter` those between nodes;
+seconds are CPU time without the masks. A row is `fair` if the published plan keeps the limits, too.
 """
 
 import argparse
@@ -86,7 +85,7 @@ def run_case(solver: Solver, head_groups: int, row: dict[str, Any], verbose: boo
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """One plan; megabytes forward."""
+    """Numbers of one plan; megabytes are of forward."""
 
     megabytes: float
     inter: float
@@ -141,7 +140,7 @@ def make_row(row: dict[str, Any]) -> Row:
 
 @cache
 def plan(sample: str, mask: str, nodes: int) -> Numbers:
-    """Ours, after a first plan that warms up."""
+    """Plans the batch twice and times the second plan; the first one warms up."""
     batch = Batch.of([MASKS[mask](n) for n in lengths()[sample]])
     topology = cluster(nodes)
     choose(make_task(batch, CONFIG, topology))
@@ -169,7 +168,7 @@ def lengths() -> dict[str, list[int]]:
 
 
 def judge(rows: Sequence[Row]) -> list[Row]:
-    """Per case the judged row: that of the better block size, where it keeps the limits."""
+    """The row with the better block size of every case, if it is fair."""
     solver, sizes = JUDGED
     own = [r for r in rows if r.solver == solver and r.block_size in sizes]
     by_case: dict[str, list[Row]] = {}

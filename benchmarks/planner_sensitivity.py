@@ -1,4 +1,4 @@
-"""How plans fare when the cluster or the cost model is not as assumed.
+"""Measures how good plans are when the cluster or the cost model is not as assumed.
 
     python -m benchmarks.planner_sensitivity cluster [--model llama3_8b] [--lists ldc,single]
     python -m benchmarks.planner_sensitivity whole_calls
@@ -9,10 +9,10 @@ compared with the static method that is best on the changed cluster, at its best
 win is a step that is no longer than that; ties within 0.5 % count as wins.
 
 `whole_calls`: h200, 4 nodes × 8 ranks, 131,072 tokens, 32 q heads, 8 kv heads, head dim 128,
-bf16. Every batch is planned twice: as if a call were its kernels (10 µs each on top) and messages,
-and by whole calls. Both plans are simulated as whole calls, with graphs and without. Columns have
-the most launches / waits / divisions of a rank, forward and backward, and the milliseconds of a
-layer.
+bf16. Every batch is planned twice: with a cost model of kernels (plus 10 µs each) and messages
+only, and with one of whole calls. Both plans are simulated as whole calls, with graphs and without.
+Columns have the largest numbers of launches / waits / divisions of a rank, forward and backward,
+and the milliseconds of a layer.
 """
 
 import argparse
@@ -44,7 +44,7 @@ TIE = 0.005
 JITTER, JITTER_SEEDS = 0.05, (0, 1, 2)
 SAMPLES = ("ldc:0", "training_documents:1", "ldc_x0.25:0")
 SHAPE, TOPOLOGY, PROFILE = AttentionShape(32, 8, 128), preset("h200", 4), find_profile("h200")
-# A cost model that knows kernels and messages only.
+# A cost model of kernels and messages only.
 KERNELS = replace(
     PROFILE,
     launch_seconds=0.0,

@@ -1,12 +1,12 @@
-"""How long planning takes: CPU milliseconds from lengths and masks to the plans of all ranks.
+"""Times planning: CPU milliseconds from lengths and masks to the plans of all ranks.
 
     python -m benchmarks.planner_speed [--only table|curve|large|first|stages] [--repeats 3]
 
 Forward and backward, default config, 8 q heads, 2 kv heads, head dim 128, one core. `table` has
 131,072 tokens on p4de, 4 × 8 ranks; `curve` long-tailed tokens, 4,096 for every rank; `large` the
-largest batches, each in a process of its own (`short` are 10,000 documents of 5 to 59 tokens);
-`first` the first plan of a new process, with an empty and with a filled compile cache; `stages`
-single stages that the docs quote (pair counts, mask_mods, simulation, checks, bytes of a part),
+largest batches, each in a separate process (`short` are 10,000 documents of 5 to 59 tokens);
+`first` the first plan of a new process, with an empty and a filled compile cache; `stages` the
+stages that the docs quote (pair counts, mask_mods, simulation, checks, bytes of a part),
 131,072 tokens on 4 × 8 ranks, best of three.
 """
 
@@ -34,7 +34,7 @@ from dyncp.verify import check_plan
 TOKENS_PER_RANK = 4096
 BARS = {"single": 150}
 LONG_TAILED_BAR = 60
-# Tokens, nodes, sample and mask, plans of which the fastest counts, seconds aimed at.
+# Tokens, nodes, sample and mask, number of plans (the fastest is shown), target seconds.
 LARGE = (
     (2**20, 8, "ldc causal", 3, 0.5),
     (2**20, 8, "single causal", 3, 0.5),
@@ -66,7 +66,7 @@ class Times:
 
 
 class ShortDocuments(Case):
-    """10,000 documents of 5 to 59 tokens, with all masks in turn."""
+    """10,000 documents of 5 to 59 tokens, with all masks round robin."""
 
     def batch(self) -> Batch:
         lengths = np.random.default_rng(self.seed).integers(5, 60, 10_000).tolist()
@@ -88,7 +88,7 @@ def time_plan(case: Case, nodes: int = 4) -> Times:
 
 
 def best_time(case: Case, nodes: int = 4, repeats: int = 3) -> Times:
-    """The fastest of some plans; compiled code is warm."""
+    """The times of the fastest of several plans, after warm-up."""
     time_plan(Case("ldc", "causal"))
     return min((time_plan(case, nodes) for _ in range(repeats)), key=lambda times: times.total)
 
@@ -127,7 +127,7 @@ def draw_large() -> None:
 
 
 def plan_large(tokens: int, nodes: int, sample: str, mask: str, repeats: int) -> None:
-    """Prints CPU seconds and peak memory of one plan; a small one before it warms up."""
+    """Prints CPU seconds and peak memory of one plan, after a small plan that warms up."""
     make = ShortDocuments if sample == "short" else Case
     times = best_time(make(sample, mask, tokens=tokens), nodes, repeats)
     memory = getrusage(RUSAGE_SELF).ru_maxrss / 2**20
@@ -155,7 +155,7 @@ def plan_first(start: float) -> None:
 
 
 def _run_apart(*options: str, cache_folder: str | None = None) -> str:
-    """What this module prints when it runs with `options` in a process of its own."""
+    """The output of this module with `options` in a separate process."""
     own = {} if cache_folder is None else {"NUMBA_CACHE_DIR": cache_folder}
     command = [sys.executable, "-m", "benchmarks.planner_speed", *options]
     done = subprocess.run(

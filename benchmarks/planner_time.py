@@ -1,4 +1,4 @@
-"""Simulated step times: the planner's choice beside every static method and the ideal.
+"""Compares simulated steps of the planner's choice with every static method and the ideal.
 
     python -m benchmarks.planner_time cluster [--model llama3_8b] [--seeds 0,1] [--lists ldc,single]
     python -m benchmarks.planner_time networks [--networks pcie,ethernet] [--lists ldc] [--seeds 0]
@@ -57,7 +57,7 @@ NETWORKS = {
     "h200": preset("h200", 4),
 }
 SLOW = ("one_link", "pcie", "ethernet")
-# Means and deviations of the logarithm of lengths, and its least and greatest where it is uniform.
+# Mean and standard deviation of the logarithm of lengths, or its range if it is uniform.
 LOGNORMAL = {"mixed": (8.2, 1.2), "short": (6.8, 0.9)}
 UNIFORM = {"long": (4096, 65536)}
 NETWORK_LISTS = ("ldc", "longalign", *LOGNORMAL, *UNIFORM)
@@ -92,7 +92,8 @@ class Result:
         return self.ratio(paper_baselines(self.statics))
 
     def limited_ratio(self, *, in_limits: bool) -> float | None:
-        """The best static method that keeps (or misses) the limits, over ours that keeps them."""
+        """The step of the best static method that keeps (or misses) the limits, over our step that
+        keeps them."""
         others = [s for s in self.statics if s.in_limits is in_limits]
         return fastest(others).seconds / self.limited if others else None
 
@@ -168,7 +169,7 @@ def _summarise_limits(results: Sequence[Result]) -> None:
 
 
 def _summarise_paper(results: Sequence[Result]) -> None:
-    """Against the paper's baselines."""
+    """Compares with the paper's baselines."""
     for name, own in (
         ("causal, long-tailed × 0.5", [r for r in results if str(r.case).startswith("ldc_x0.5 c")]),
         ("causal", [r for r in results if r.case.mask == "causal"]),
@@ -185,7 +186,7 @@ def _summarise_paper(results: Sequence[Result]) -> None:
 
 
 def draw_lengths(name: str, seed: int) -> list[int]:
-    """Lengths by name of a sampler, or drawn from a distribution of this file."""
+    """Lengths from a sampler by its name, or drawn from a distribution of this file."""
     if name not in LOGNORMAL and name not in UNIFORM:
         return list(sample_lengths(name, TOKENS, seed))
     random, lengths, left = np.random.default_rng(seed), [], TOKENS
@@ -207,7 +208,7 @@ def make_network_task(network: str, name: str, mask: str, seed: int) -> Task:
 
 
 def run_on_network(network: str, name: str, mask: str, seed: int) -> tuple[float, bool]:
-    """Best static method over ours, and whether ours is dynamic."""
+    """The step of the best static method over ours, and whether ours is dynamic."""
     task = make_network_task(network, name, mask, seed)
     start = process_time()
     found = search(task)

@@ -1,10 +1,10 @@
 """Plants every silent error of context parallelism that dyncp handles, and runs a test that fails.
 
-    python -m benchmarks.planted                  all of them, one after the other
-    python -m benchmarks.planted sinks softcap    those with these words in their names
+    python -m benchmarks.planted                  all errors, one by one
+    python -m benchmarks.planted sinks softcap    errors with these words in their names
 
-Works on a copy of the sources. Prints for each error whether its test noticed; ends with 1 if one
-did not, or if a line to be changed is no longer there.
+Works on a copy of the sources. Prints for each error whether its test noticed it. The exit code is
+1 if a test did not notice, or if a line to be changed no longer exists.
 """
 
 import os
@@ -353,7 +353,7 @@ ERRORS = [
 
 
 def notices(error: Error, folder: Path) -> str:
-    """What the test said of a copy with the error in it."""
+    """The result of the test on a copy of the sources with the error in it."""
     path = folder / error.file
     text = path.read_text(encoding="utf-8")
     if error.before not in text:

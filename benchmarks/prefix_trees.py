@@ -1,9 +1,9 @@
-"""What prefix trees save against their unrolled paths: tokens, pairs, bytes and simulated time.
+"""Measures what prefix trees save compared with their unrolled paths: tokens, pairs, bytes, time.
 
     python -m benchmarks.prefix_trees [--ranks 16]
 
 Prompts with many answers, and conversations whose turns branch, planned for one node of p4de as
-trees, and with every path from the root to a leaf as a sequence of its own.
+trees, and with every path from the root to a leaf as a separate sequence.
 """
 
 import argparse

@@ -5,11 +5,11 @@
 
 1. undisturbed
 2. every 50 batches a planning process is killed, and another one is stopped for half a second (a
-   slow plan): the losses must be those of run 1, bit for bit
+   slow plan): losses must equal run 1 bit for bit
 3. the same, and the planner raises for one batch in 20, which then get static plans: losses within
    1e-6 of run 1, and bit for bit up to the first static plan
 
-In every run each sample is trained on once per epoch. Memory and keys in the store are tabled.
+In every run each sample is trained on once per epoch. Memory and keys in the store are printed.
 """
 
 import argparse
@@ -60,7 +60,7 @@ class Options(NamedTuple):
 
 
 def make_samples(number: int) -> tuple[list[dict[str, Any]], list[int]]:
-    """Long-tailed lengths from 2 to 120; every token knows its sample."""
+    """Samples with long-tailed lengths from 2 to 120; every token identifies its sample."""
     rng = np.random.default_rng(SEED)
     lengths = np.clip(rng.lognormal(3, 0.8, number), 2, 120).astype(int).tolist()
     samples = [
@@ -71,7 +71,7 @@ def make_samples(number: int) -> tuple[list[dict[str, Any]], list[int]]:
 
 
 def disturb(loader: DCPDataLoader, number: int, rank: int, options: Options) -> None:
-    """Kills this rank's planning process, or stops it for a while, when it is its turn."""
+    """Kills this rank's planning process, or stops it for a while, if it is this rank's turn."""
     turn, offset = divmod(number, options.every)
     pid = next(iter(loader.planning_pids), None)
     if pid is None:
@@ -147,7 +147,7 @@ class Run:
         }
 
     def train_epoch(self) -> None:
-        """To the end of the epoch, even if that is more than the batches asked for."""
+        """Trains to the end of the epoch, even if there are more batches than requested."""
         seen: Counter[int] = Counter()
         for data, plan in self.loader:
             seen.update(data["sample"].flatten().tolist())
@@ -193,7 +193,7 @@ def run_rank(rank: int, port: int, options: Options, results: Any) -> None:
 
 
 def soak(options: Options) -> dict[str, list[dict[str, Any]]]:
-    """Every rank's results, by run."""
+    """The results of every rank, by run."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -235,7 +235,7 @@ def summarise(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def verdict(summary: dict[str, Any]) -> list[str]:
-    """What is wrong; nothing if all is well."""
+    """Sentences that say what is wrong; empty if all is well."""
     wrong = []
     for name, run in summary.items():
         for what, fine in (

@@ -1,5 +1,5 @@
-"""One rank of one segment of `benchmarks.soak_resume`: trains from the last checkpoint on while
-something goes wrong, and says what is still open afterwards."""
+"""One rank of one segment of `benchmarks.soak_resume`: resumes from the last checkpoint, trains
+while something goes wrong, and reports what is still open afterwards."""
 
 import faulthandler
 import hashlib
@@ -47,7 +47,7 @@ FATAL = ("other tokens", "bad sample", "raises", "killed")
 
 
 class Scenario(NamedTuple):
-    """What is trained on, and on which numbers of (replicas, ranks of each)."""
+    """What is trained on, and the layouts (replicas, ranks of each) that it runs on."""
 
     name: str
     dataset: str  # "lengths": known beforehand; "read": found by reading; "stream"
@@ -58,12 +58,12 @@ class Scenario(NamedTuple):
 
     @property
     def exact(self) -> bool:
-        """Whether losses have to be equal bit for bit: sums over ranks are always the same ones."""
+        """Whether losses must be equal bit for bit, because sums over ranks never change."""
         return len(self.layouts) == 1 and self.accumulation == 1 and not self.planner_raises
 
 
 class Event(NamedTuple):
-    """What happens on a rank when it has taken its batch number `at` of the segment."""
+    """What happens on a rank after it has taken batch number `at` of the segment."""
 
     kind: str
     rank: int
@@ -71,7 +71,7 @@ class Event(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Batches that are trained on from the checkpoint in `folder`, if there is one."""
+    """Batches that are trained on, starting from the checkpoint in `folder`, if there is one."""
 
     scenario: Scenario
     samples: int
@@ -93,8 +93,8 @@ class Segment(NamedTuple):
 
 
 class Reading:
-    """Gives samples. A file named like one of `READING_FAULTS` in `folder` makes it go wrong: in
-    processes that read ahead, too."""
+    """Reads samples. A file in `folder` named like one of `READING_FAULTS` makes it fail, also in
+    processes that read ahead."""
 
     def __init__(self, samples: int, folder: Path | None = None) -> None:
         rng = np.random.default_rng(SEED)
@@ -102,7 +102,7 @@ class Reading:
         self.folder = folder
 
     def sample(self, index: int) -> dict[str, Any]:
-        """Every token knows its sample."""
+        """A sample; every token identifies it."""
         faults = os.listdir(self.folder) if self.folder else ()
         if "bad sample" in faults:
             raise OSError("disk on fire")
@@ -128,7 +128,7 @@ class Samples(Dataset[dict[str, Any]]):
 
 
 class Stream(IterableDataset[dict[str, Any]]):
-    """Its own order in every epoch, and a state."""
+    """A stream with a different order in every epoch, and a state."""
 
     def __init__(self, reading: Reading) -> None:
         self.reading, self.epoch, self.at = reading, 0, 0
@@ -174,7 +174,7 @@ def make_loader(segment: Segment, reading: Reading, mesh: Any) -> DCPDataLoader:
 
 
 class Training:
-    """Model, optimiser and loader of one rank, from the last checkpoint on."""
+    """Model, optimiser and loader of one rank, resumed from the last checkpoint."""
 
     def __init__(self, segment: Segment, rank: int, mesh: Any) -> None:
         self.segment, self.rank = segment, rank
@@ -224,7 +224,7 @@ class Training:
             self.step()
 
     def tokens_of(self, data: dict[str, Any]) -> torch.Tensor:
-        """Tokens of every sample, fillers and padding left out."""
+        """The number of tokens of every sample, without fillers and padding."""
         own, places = data["sample"].flatten(), data["sample_ids"].flatten()
         if self.segment.scenario.dataset != "stream":
             assert torch.equal(own[places >= 0], places[places >= 0]), "another sample's tokens"
@@ -259,7 +259,8 @@ class Training:
             raise ArithmeticError("loss is NaN")
 
     def save(self) -> None:
-        """Rank 0 writes what any number of ranks can resume from; states are equal on all ranks."""
+        """Rank 0 writes a checkpoint that any number of ranks can resume; states are equal on all
+        ranks."""
         state = self.loader.state_dict()
         text = json.dumps(state, sort_keys=True, default=repr)
         mark = int(hashlib.sha256(text.encode()).hexdigest()[:12], 16)
@@ -303,8 +304,8 @@ class Training:
             timer.join()
 
     def reason(self, error: Exception) -> Exception:
-        """What the loader says of an error that came from elsewhere: a message or a sum over ranks
-        that another rank took no part in. Nothing, if all of the epoch had been prepared."""
+        """The loader's explanation of an error in a message or a sum over ranks that another rank
+        did not join. Empty if the whole epoch had been prepared."""
         if isinstance(error, PeerError | BatchMismatch | SampleError | ArithmeticError):
             return error
         try:
@@ -317,7 +318,7 @@ class Training:
 
 
 def run_rank(rank: int, segment: Segment, port: int) -> None:
-    """Writes what came of it to `result-RANK.json`."""
+    """Runs one rank and writes the result to `result-RANK.json`."""
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(SEGMENT_SECONDS - 20)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -375,7 +376,7 @@ def still_open() -> dict[str, list[str]]:
 
 
 def left_since(before: dict[str, list[str]], seconds: float = 5.0) -> list[str]:
-    """What is open now and was not before; what is about to end gets a few seconds."""
+    """What is open now and was not before; it gets a few seconds to close."""
 
     def left() -> list[str]:
         now = still_open()

@@ -3,18 +3,18 @@
     python -m benchmarks.soak_resume                          1,000 batches
     python -m benchmarks.soak_resume --batches 60 --samples 80 --seed 1 --only stream
 
-Every segment goes on from the last checkpoint (loader, model, optimiser), on a drawn number of
-processes (up to 4), with drawn saves, and with drawn faults: a planning process is killed or
-stopped, the planner raises, reading is slow; or, which ends the segment: a rank reads other tokens,
-cannot read a sample, raises in its loop, or is killed. Then
+Every segment resumes from the last checkpoint (loader, model, optimiser), on a random number of
+processes (up to 4), with random saves and faults: a planning process is killed or stopped, the
+planner raises, reading is slow. Other faults end the segment: a rank reads other tokens, cannot
+read a sample, raises in its loop, or is killed. Checks that
 
-1. all ranks get an error that names the rank at fault, within 60 s where it left or was killed
-   (by torch's own error, without a name, if the loader had prepared the epoch to its end)
+1. all ranks get an error that names the rank at fault, within 60 s if it left or was killed
+   (torch's own error, without a name, if the loader had prepared the whole epoch)
 2. no thread, child process, open file, temporary file or key of the store is left
-3. over all segments, of which only what a checkpoint covers counts, every sample was trained on
+3. over all segments, counting only batches that a checkpoint covers, every sample was trained on
    once per epoch
-4. losses are those of an undisturbed run: bit for bit where the number of ranks never changes,
-   and otherwise up to the order of sums
+4. losses equal those of an undisturbed run: bit for bit if the number of ranks never changes,
+   otherwise up to the order of sums
 """
 
 import argparse
@@ -61,7 +61,7 @@ MARK = "DYNCP_SOAK"  # in the environment of all processes of a run
 
 
 class Soak:
-    """One scenario: disturbed until enough batches are kept, then undisturbed."""
+    """One scenario: runs with faults until enough batches are kept, then without faults."""
 
     def __init__(self, scenario: Scenario, samples: int, seed: int, folder: Path) -> None:
         self.scenario, self.samples, self.folder = scenario, samples, folder
@@ -119,7 +119,7 @@ class Soak:
         )
 
     def run_segment(self, segment: Segment) -> None:
-        """Runs it, and checks what its ranks say and leave."""
+        """Runs a segment, and checks what its ranks report and leave open."""
         for old in [*segment.folder.glob("result-*"), *segment.folder.glob("fault")]:
             old.unlink()
         for rank in range(4):
@@ -174,7 +174,8 @@ class Soak:
                 self.tell(segment, f"rank {rank} heard of it after {seconds:.0f} s")
 
     def check_samples(self, log: list[dict[str, Any]]) -> None:
-        """Every sample once in every epoch that is over, and at most once in the last."""
+        """Checks that every sample occurs once in every finished epoch, and at most once in the
+        last."""
         lengths = Reading(self.samples).lengths
         last = log[-1]["epoch"]
         for epoch, rounds in groupby(log, key=lambda record: record["epoch"]):
@@ -192,8 +193,8 @@ class Soak:
         self.counts["epochs"] = last
 
     def check_losses(self, log: list[dict[str, Any]]) -> None:
-        """Against a run on 4 processes without faults, which changes the number of replicas where
-        the disturbed one did."""
+        """Compares losses with a run on 4 processes without faults, which changes the number of
+        replicas at the same batches."""
         self.folder = self.folder / "undisturbed"
         self.folder.mkdir()
         for replicas, rounds in groupby(log, key=lambda record: record["replicas"]):
@@ -221,7 +222,8 @@ class Soak:
 
 
 def allowed(scenario: Scenario, checkpoint: dict[str, Any]) -> list[tuple[int, int]]:
-    """Layouts that a checkpoint can be resumed on: other replicas where a step of both ends."""
+    """Layouts that a checkpoint can be resumed on. The number of replicas may change only where a
+    step ends in both layouts."""
     if not checkpoint:
         return list(scenario.layouts)
     batches, old = checkpoint["loader"]["position"]["batches"], checkpoint["replicas"]
@@ -234,7 +236,7 @@ def allowed(scenario: Scenario, checkpoint: dict[str, Any]) -> list[tuple[int, i
 
 
 def expected_error(fault: Event | None, *, victim: bool) -> str:
-    """What a rank has to get, as a pattern."""
+    """A pattern of the error that a rank must get."""
     if fault is None:
         return "no error$"
     rank = rf"\brank {fault.rank}\b"
@@ -247,8 +249,8 @@ def expected_error(fault: Event | None, *, victim: bool) -> str:
 
 
 def start_server(folder: str) -> None:
-    """Starts what ranks are forked from, so that it is there before the first of them. Temporary
-    files of ranks are made in `folder`."""
+    """Starts the server that ranks are forked from before the first rank starts. Ranks create
+    temporary files in `folder`."""
     os.environ[MARK] = f"{os.getpid()}-{time.time_ns()}"
     os.environ["TMPDIR"] = folder
     context = multiprocessing.get_context("forkserver")
@@ -259,7 +261,7 @@ def start_server(folder: str) -> None:
 
 
 def run_processes(segment: Segment, port: int, ran: list[Any]) -> dict[int, dict[str, Any] | None]:
-    """The ranks' results; None of one that gave none. `ran` gets the processes."""
+    """The results of the ranks, None for a rank without one. The processes are added to `ran`."""
     context = multiprocessing.get_context("forkserver")
     for rank in range(segment.processes):
         ran.append(context.Process(target=run_rank, args=(rank, segment, port)))
@@ -283,7 +285,7 @@ def batches_of(checkpoint: dict[str, Any]) -> int:
 
 
 def marked_processes() -> set[int]:
-    """Processes of this run, of ranks that are gone too: they all inherit its mark."""
+    """Processes of this run, also of ranks that have ended: all inherit its mark."""
     mark, found = f"{MARK}={os.environ[MARK]}".encode(), set()
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -295,7 +297,7 @@ def marked_processes() -> set[int]:
 
 
 def temporary_files() -> set[str]:
-    """All but torch's own cache."""
+    """Temporary files, except torch's own cache."""
     names = os.listdir(os.environ["TMPDIR"])
     return {name for name in names if not name.startswith("torchinductor")}
 

@@ -1,10 +1,10 @@
-"""Shows that training under dyncp is right; `make demo` runs it.
+"""Shows that training under dyncp gives the same results as without; `make demo` runs it.
 
 Trains the model of examples/train_llama.py from the same weights on the same documents, in fp32:
 
     4 ranks    train_llama.py on 4 processes, with a checkpoint half way
     1 rank     the same script on one process
-    resumed    the same script on 2 processes, from the checkpoint on
+    resumed    the same script on 2 processes, resumed from the checkpoint
     plain      Transformers in one process, without dyncp, one document after the other
 
 and compares losses and gradient norms at every step. The exit code is 1 if they differ.
@@ -47,7 +47,7 @@ Rows = dict[int, dict[str, Any]]  # by step
 
 
 def compile_planner(args: argparse.Namespace) -> None:
-    """Plans one batch, so that ranks find compiled code on the disk."""
+    """Plans one batch, so that ranks find compiled code on disk."""
     print("compiling the planner (once; about half a minute) ...", flush=True)
     logging.getLogger("dyncp").setLevel(logging.ERROR)  # that it waits for the first plan
     attached, executor = attach(make_model(args, CPU)), DCPExecutor(virtual_ranks=RANKS)
@@ -57,7 +57,7 @@ def compile_planner(args: argparse.Namespace) -> None:
 
 
 def on_ranks(title: str, num_ranks: int, words: list[str]) -> Rows:
-    """The log of train_llama.py."""
+    """Runs train_llama.py and returns its log."""
     print(f"\n{title}", flush=True)
     with tempfile.TemporaryDirectory(prefix="dyncp-") as folder:
         log = Path(folder, "log")
@@ -70,7 +70,7 @@ def on_ranks(title: str, num_ranks: int, words: list[str]) -> Rows:
 
 def plain(args: argparse.Namespace, steps: Rows) -> Rows:
     """Losses and gradient norms of the same steps, without dyncp."""
-    print("\nplain: Transformers in one process, one document after the other", flush=True)
+    print("\nplain: Transformers in one process, document by document", flush=True)
     texts, model = Texts(args), make_model(args, CPU)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
     found = {}
@@ -96,8 +96,8 @@ def ring_megabytes(row: dict[str, Any]) -> float:
 
 
 def compare(expected: Rows, main: Rows, others: list[Rows]) -> float:
-    """Prints the table; the largest difference of any run from the expected one, in parts of the
-    expected number; NaN if any is."""
+    """Prints the table and returns the largest relative difference of any run from the expected
+    numbers; NaN if any is NaN."""
     print(f"\n{HEADER}")
     worst = 0.0
     for number, row in main.items():

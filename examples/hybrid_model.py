@@ -3,7 +3,7 @@
     python examples/hybrid_model.py                              one process
     torchrun --nproc-per-node 4 examples/hybrid_model.py         the same numbers on 4 ranks
 
-The convolution looks 3 tokens back: `step.add_halo` puts these before this rank's pieces of
+The convolution looks 3 tokens back: `step.add_halo` prepends these to this rank's pieces of
 documents. The linear attention has a state: `step.to_contiguous` brings whole documents together.
 """
 

@@ -1,4 +1,5 @@
-"""`launch`: starts torchrun for examples that run on several processes, and ends it with them."""
+"""`launch`: starts torchrun for examples that run on several processes, and stops it when they
+end."""
 
 import os
 import signal
@@ -9,19 +10,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Any
 
-from dyncp.cli.arguments import threads_per_rank
+from dyncp.checks import usable_cores
 
 GRACE_SECONDS = 40  # torchrun itself gives its workers 30 before it kills them
-COPY_SECONDS = 5  # for the last lines of ranks that are gone
+COPY_SECONDS = 5  # for copying the last lines of ranks that have ended
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 
 
 def launch(words: Sequence[str], num_ranks: int) -> int:
-    """The exit code of `torchrun --nproc-per-node num_ranks WORDS`."""
+    """Runs `torchrun --nproc-per-node num_ranks WORDS` and returns its exit code."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     options = ["--local-addr", "127.0.0.1", "--nproc-per-node", str(num_ranks)]
     with _stopping_on_signals():
-        # A session of its own: Ctrl-C reaches only us, and torchrun stops its workers in order.
+        # A new session: Ctrl-C reaches only this process, and torchrun stops its workers in order.
         process = subprocess.Popen(
             [*torchrun, *options, *words],
             env=_environment(num_ranks),
@@ -42,15 +43,15 @@ def launch(words: Sequence[str], num_ranks: int) -> int:
 
 
 def _environment(num_ranks: int) -> dict[str, str]:
-    """What torchrun, OpenMP and gloo read; what the user has set stays."""
-    defaults = {"OMP_NUM_THREADS": str(threads_per_rank(num_ranks))}
+    """The environment for torchrun, OpenMP and gloo; variables that the user has set are kept."""
+    defaults = {"OMP_NUM_THREADS": str(max(1, usable_cores() // num_ranks))}
     if sys.platform in LOOPBACK:
         defaults["GLOO_SOCKET_IFNAME"] = LOOPBACK[sys.platform]
     return defaults | os.environ
 
 
 def _copy_errors(source: IO[bytes], stopping: threading.Event) -> None:
-    """Passes on what the ranks complain about, but not that they are being stopped."""
+    """Copies the error output of the ranks, except messages that they are being stopped."""
     for line in source:
         if not stopping.is_set():
             sys.stderr.buffer.write(line)

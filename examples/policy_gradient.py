@@ -1,4 +1,4 @@
-"""Policy-gradient steps on rollouts that every rank holds: what an RL trainer needs of dyncp.
+"""Policy-gradient steps on rollouts that every rank holds: what an RL trainer needs from dyncp.
 
     python examples/policy_gradient.py                              one process
     torchrun --nproc-per-node 4 examples/policy_gradient.py         the same numbers on 4 ranks
@@ -23,7 +23,7 @@ SIZES = LlamaConfig(
 
 
 def rollouts() -> tuple[list[dict], list[torch.Tensor]]:
-    """Sequences and the advantage of every token of theirs, as a trainer has them: made up here."""
+    """Random sequences with an advantage for every token, in place of a trainer's rollouts."""
     generator = torch.Generator().manual_seed(0)
     samples = [{"input_ids": torch.randint(64, (n,), generator=generator)} for n in LENGTHS]
     rewards = torch.rand(len(LENGTHS), generator=generator)

@@ -31,8 +31,9 @@ from dyncp import (
     sum_gradients,
     sum_over_ranks,
 )
+from dyncp.calibrate import open_world, under_torchrun
 from dyncp.checks import whole_number
-from dyncp.cli.arguments import Progress, open_world, option, under_torchrun
+from dyncp.cli.arguments import Progress, option
 from dyncp.integrations.transformers import attach
 from dyncp.kernels import choose_kernel
 from examples.launch import launch
@@ -44,7 +45,7 @@ HEAD_DIM = SMALL["hidden_size"] // SMALL["num_attention_heads"]
 KV_VALUES = 2 * SMALL["num_hidden_layers"] * SMALL["num_key_value_heads"] * HEAD_DIM
 LEARNING_RATE = 2e-3
 DISAGREEMENT = 1
-# Largest difference of a loss between the runs; fp32 sums in another order: 1e-6 after 8 steps.
+# Largest allowed difference of a loss. Another order of fp32 sums gives 1e-6 after 8 steps.
 TOLERANCE = 1e-4
 HEADER = (
     " step  tokens  docs  longest    loss  one process  difference"
@@ -63,7 +64,7 @@ EXAMPLES = (
     "torchrun --nproc-per-node 4 -m dyncp train --steps 5",
 )
 
-Row = dict[str, Any]  # what is known of one optimiser step of all ranks
+Row = dict[str, Any]  # facts about one optimiser step of all ranks
 Losses = Sequence[float]
 
 
@@ -72,13 +73,13 @@ def add_options(parser: ArgumentParser) -> None:
     option(ranks, "--ranks", f"processes to train on (default {RANKS})", type=int)
     option(ranks, "--virtual-ranks", "N ranks inside one process instead", type=int, metavar="N")
     option(parser, "--steps", "optimiser steps", 6)
-    option(parser, "--mask", "NAME[:key=value,...]; `dyncp masks` lists them", "causal")
+    option(parser, "--mask", "NAME[:key=value,...]; `dyncp masks` lists the names", "causal")
     option(parser, "--max-length", "tokens at which documents are cut", 4096)
-    option(parser, "--solver", "how blocks and tiles get their ranks", PlannerConfig().solver)
+    option(parser, "--solver", "solver that places blocks and tiles", PlannerConfig().solver)
     option(parser, "--kernel", "attention kernel", "auto")
     option(parser, "--device", "cpu or cuda", "cpu")
-    option(parser, "--seed", "of weights, order of documents, and solver", 0)
-    tokens = "of all ranks together (default: twice --max-length)"
+    option(parser, "--seed", "random seed of weights, order of documents and solver", 0)
+    tokens = "tokens of a batch over all ranks (default: twice --max-length)"
     option(parser, "--tokens-per-batch", tokens, type=int)
     option(parser, "--corpus", "folder of text files (default: Python's standard library)")
     parser.add_argument("--no-reference", action="store_true", help="skip the run in one process")
@@ -125,7 +126,7 @@ def _check(args: Namespace) -> None:
 
 
 def _check_hardware(args: Namespace, processes: int) -> None:
-    """Raises ValueError for a kernel or device that `processes` ranks here cannot get."""
+    """Raises ValueError if `processes` ranks cannot use this kernel or device here."""
     if args.device == "cuda" and torch.cuda.device_count() < processes:
         raise ValueError(
             f"--device is cuda, for one GPU per process; torch sees {torch.cuda.device_count()} "
@@ -146,14 +147,14 @@ def _losses_of_one_process(args: Namespace) -> list[float]:
 
 
 def _run_as_rank(args: Namespace) -> int:
-    """This process is one rank of torchrun's."""
+    """Trains as one of torchrun's ranks."""
     with open_world(args.device) as world:
         if args.virtual_ranks or args.ranks not in (None, world.num_ranks):
             raise ValueError(
                 f"torchrun started {world.num_ranks} processes, which are the ranks; leave --ranks "
                 "and --virtual-ranks out, or start without torchrun"
             )
-        # torchrun stops its ranks by SIGTERM: the loader has a process to end.
+        # torchrun stops its ranks by SIGTERM, and the loader must end its planning process.
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         reference = None if args.reference is None else json.loads(args.reference.read_text())
         rows = train_on_ranks(args)
@@ -168,8 +169,8 @@ def compare(
     *,
     quiet: bool = False,
 ) -> int:
-    """Prints rows as they come, then how their losses agree with those of one process; `quiet` on
-    all ranks but the first. Returns the exit code."""
+    """Prints rows as they arrive, then whether their losses agree with those of one process.
+    `quiet`, for all ranks but the first, prints nothing. Returns the exit code."""
     stream, found = sys.stderr if args.json else sys.stdout, list[Row]()
     for row in rows:
         found.append(row)
@@ -239,8 +240,8 @@ def _summarise(
 class TextCorpus:
     """Text files in the order of their paths, a token per byte: samples {"input_ids": tokens}.
 
-    Without a folder, the modules of Python's standard library: long-tailed, and always there.
-    Hidden files are left out, and so are files that are not text.
+    Without a folder, these are the modules of Python's standard library, whose lengths have a
+    long tail. Hidden files and files that are not text are left out.
     """
 
     def __init__(self, folder: str | None, max_length: int) -> None:
@@ -263,14 +264,14 @@ class TextCorpus:
 
 
 def _is_text(path: Path) -> bool:
-    """At least one byte to read and one to predict, and no zero near the start."""
+    """Whether a file has a byte to read and one to predict, and no zero byte near its start."""
     with path.open("rb") as file:
         start = file.read(1024)
     return len(start) > 1 and b"\0" not in start
 
 
 def train_plain(args: Namespace) -> Iterator[Row]:
-    """In one process, without dyncp's attention."""
+    """Trains in one process, without dyncp's attention."""
     corpus, model, mask_fn = *_start(args), masks.by_name(args.mask)
     loader = DCPDataLoader(corpus, mask_fn, model=model, virtual_ranks=1, **_options(args))
 
@@ -289,8 +290,8 @@ def train_plain(args: Namespace) -> Iterator[Row]:
 
 
 def train_on_ranks(args: Namespace, virtual_ranks: int | None = None) -> Iterator[Row]:
-    """Under dyncp, on the ranks of the process group or `virtual_ranks` in this process. All ranks
-    of the group iterate it together and get the same rows."""
+    """Trains under dyncp, on the ranks of the process group or on `virtual_ranks` in this process.
+    All ranks of the group iterate it together and get the same rows."""
     corpus, model = _start(args)
     attached = attach(model)
     executor = DCPExecutor(virtual_ranks=virtual_ranks, kernel=args.kernel, device=model.device)
@@ -324,7 +325,7 @@ def _options(args: Namespace) -> dict[str, Any]:
 
 
 def _bias(mask: masks.Mask, device: torch.device) -> Tensor | None:
-    """What Transformers adds to the scores; nothing for its own causal mask."""
+    """The mask that Transformers adds to the scores; None for its own causal mask."""
     if mask == masks.causal(mask.length):
         return None
     allowed = torch.from_numpy(mask.dense()).to(device)
@@ -377,7 +378,7 @@ def _part(plan: Plan | RankPlan) -> RankPlan:
 
 
 def ring_bytes(tokens: int, num_ranks: int, *, recomputed: bool = False) -> int:
-    """Bytes that ring attention moves in a step: K and V of all tokens visit all other ranks, once
-    more where forward is `recomputed`, and in backward together with their gradients."""
+    """Bytes that ring attention moves in a step: K and V of all tokens visit all other ranks in
+    forward, again if forward is `recomputed`, and in backward together with their gradients."""
     passes = 4 if recomputed else 3
     return passes * (num_ranks - 1) * tokens * KV_VALUES * torch.float32.itemsize

@@ -45,7 +45,7 @@ class Texts(torch.utils.data.Dataset):
         self.tokenizer = AutoTokenizer.from_pretrained(args.model) if args.model else None
         self.max_length = args.max_length
         if not self.files:
-            raise SystemExit(f"--data: no files are called {args.data}")
+            raise SystemExit(f"--data: no files match {args.data}")
 
     def __len__(self) -> int:
         return len(self.files)
@@ -67,7 +67,7 @@ def make_model(args: argparse.Namespace, device: torch.device) -> Any:
 
 
 def shard_weights(model: Any, device: torch.device) -> None:
-    """FSDP2: every layer by itself, activations recomputed in backward."""
+    """Applies FSDP2 to every layer, and recomputes activations in backward."""
     model.gradient_checkpointing_enable({"use_reentrant": False})
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
     for layer in model.model.layers:
@@ -134,7 +134,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
 
 
 class StepLog:
-    """What one optimiser step has trained on: a line on the screen, and one of JSON in a file."""
+    """Logs one optimiser step: a line on the screen, and a line of JSON in a file."""
 
     def __init__(self) -> None:
         self.loss, self.stall, self.imbalance = 0.0, 0.0, 1.0
@@ -166,17 +166,23 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", help="name or folder of a Transformers model")
     parser.add_argument("--data", default=PYTHON, help="text files (default %(default)s)")
-    parser.add_argument("--mask", default="causal", help="of documents; `dyncp masks` lists them")
-    parser.add_argument("--max-length", type=int, default=8192, help="tokens of a document")
-    parser.add_argument("--tokens-per-batch", type=int, default=16384, help="of all ranks")
+    parser.add_argument(
+        "--mask", default="causal", help="mask of documents; `dyncp masks` lists the names"
+    )
+    parser.add_argument("--max-length", type=int, default=8192, help="maximum tokens of a document")
+    parser.add_argument(
+        "--tokens-per-batch", type=int, default=16384, help="tokens of a batch over all ranks"
+    )
     parser.add_argument("--accumulate", type=int, default=1, help="batches per optimiser step")
     parser.add_argument("--steps", type=int, default=6, help="optimiser steps, from the start")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--checkpoint", type=Path, help="folder for step-N, also after the last")
+    parser.add_argument(
+        "--checkpoint", type=Path, help="folder of checkpoints step-N; the last step is saved"
+    )
     parser.add_argument("--save-every", type=int, default=1000, help="steps between checkpoints")
-    parser.add_argument("--resume", type=Path, help="folder step-N of a checkpoint")
-    parser.add_argument("--log-file", type=Path, help="gets a line of JSON per step")
+    parser.add_argument("--resume", type=Path, help="checkpoint folder step-N")
+    parser.add_argument("--log-file", type=Path, help="file that gets a line of JSON per step")
     return parser.parse_args(words)
 
 

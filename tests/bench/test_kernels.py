@@ -4,24 +4,21 @@ import numpy as np
 import pytest
 import torch
 from benchmarks import baselines
-from benchmarks.baselines import (
-    OutAndGrads,
-    dense_attention,
-    mask_case,
-    relative_errors,
-    results_of,
-)
+from benchmarks.baselines import dense_attention, mask_case
 
 from dense import dense_attention as plain_dense
 from dyncp import AttentionShape, Batch, masks
 from dyncp.calibrate.calls import (
     MASKS,
     Noise,
+    OutAndGrads,
     Unavailable,
     executor_options,
     make_executor,
     make_inputs,
     one_rank_attention,
+    relative_errors,
+    results_of,
 )
 
 CPU = torch.device("cpu")

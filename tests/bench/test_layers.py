@@ -37,8 +37,9 @@ from hypothesis import strategies as st
 
 from dense import dense_attention, relative_error
 from dyncp import AttentionShape, Batch, DCPExecutor, Topology, attention, masks, plan_batch
+from dyncp.calibrate import Repeats
 from dyncp.calibrate.calls import Unavailable
-from dyncp.calibrate.timing import KernelRun, Repeats
+from dyncp.calibrate.timing import KernelRun
 from dyncp.cost import CostModel, ModelConfig, find_profile
 from dyncp.planner import PlannerConfig, Task
 
@@ -241,7 +242,7 @@ def test_ranks_that_stand_for_all_differ_and_have_tokens(caplog):
                         PlannerConfig(solver="zigzag/cp1"))  # fmt: skip
     busy = int(np.flatnonzero(lonely.parts[0].tokens_per_rank)[0])
     assert list(spread_ranks(lonely, np.ones(2))) == [busy]
-    assert named_ranks(lonely, [0, 1]) == {busy: "asked for"}
+    assert named_ranks(lonely, [0, 1]) == {busy: "requested"}
     assert f"rank {1 - busy} has no tokens in the plan by zigzag/cp1" in caplog.text
     with pytest.raises(ValueError, match="rank is 9; the plan has ranks 0 to 7"):
         named_ranks(plan, [0, 9])

@@ -5,21 +5,14 @@ import json
 import pytest
 import torch
 from benchmarks import baselines
-from benchmarks.baselines import (
-    WholeDocuments,
-    dense_attention,
-    mask_case,
-    relative_errors,
-    results_of,
-)
+from benchmarks.baselines import WholeDocuments, dense_attention, mask_case
 from benchmarks.kernels import profile
 
 from dyncp import AttentionShape, Topology, plan_batch
-from dyncp.calibrate.calls import MASKS, Unavailable, make_inputs
+from dyncp.calibrate import Repeats, Tools
+from dyncp.calibrate.calls import MASKS, Unavailable, make_inputs, relative_errors, results_of
 from dyncp.calibrate.rates import beside_copies
 from dyncp.calibrate.timing import (
-    Repeats,
-    Tools,
     add_kernels,
     plan_work,
     profiled_kernels,

@@ -7,9 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
-from dyncp.calibrate import diagnosis
-from dyncp.calibrate.calls import World
-from dyncp.calibrate.diagnosis import Finding, check_groups
+from dyncp.calibrate import Finding, World, diagnosis
+from dyncp.calibrate.diagnosis import check_groups
 from dyncp.transport.distributed import Communicator
 from processes import run_ranks
 
@@ -95,4 +94,4 @@ def test_no_plan_runs_where_a_rank_has_bad_groups():
     for findings in run_ranks(diagnose_with_bad_groups, 2):
         assert [one.name for one in findings] == ["versions", "links", "groups", "plan", "graphs"]
         assert findings[2].sentence == "rank 1: broken"
-        assert findings[3].sentence.endswith("have to work first")
+        assert findings[3].sentence.endswith("must work first")

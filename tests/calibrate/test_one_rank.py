@@ -9,15 +9,8 @@ from benchmarks.attention_times import rank_pairs
 
 from dyncp import AttentionShape, Batch, Topology, masks, plan_batch
 from dyncp.blocks import Direction
-from dyncp.calibrate.timing import (
-    KernelRun,
-    Repeats,
-    Tools,
-    plan_work,
-    seconds_by_call,
-    time_call,
-    time_calls,
-)
+from dyncp.calibrate import Repeats, Tools
+from dyncp.calibrate.timing import KernelRun, plan_work, seconds_by_call, time_call, time_calls
 from dyncp.cost import CostModel, find_profile
 from dyncp.planner import PlannerConfig
 from dyncp.simulate import simulate_plan

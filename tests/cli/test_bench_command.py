@@ -158,9 +158,14 @@ def test_layers_are_measured_with_our_attention_plain_attention_and_none(capsys,
 def test_the_layers_table_has_three_lines_per_rank_and_worst_and_mean(capsys):
     out = run(capsys, *LAYERS, "--masks", "causal", "--rank", "0,2").splitlines()
     assert "kernel auto (cpu), graphs auto; 1 layers: hidden 256" in out[0]
-    headings = ("wall ms", "busy", "host", "kernels", "their ms", "wall / theirs", "× plain")
+    headings = ("wall ms", "busy", "host", "kernels", "kernel ms", "wall / kernel", "× plain")
     assert sum(all(heading in line for heading in headings) for line in out) == 2
-    for start, count in (("rank 0 (asked", 2), ("  sdpa: ", 4), ("worst of", 2), ("mean of", 2)):
+    for start, count in (
+        ("rank 0 (requested", 2),
+        ("  sdpa: ", 4),
+        ("worst of", 2),
+        ("mean of", 2),
+    ):
         assert sum(line.startswith(start) for line in out) == count
     assert sum("no attention" in line for line in out) == 8
 

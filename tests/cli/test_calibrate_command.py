@@ -39,7 +39,7 @@ def test_the_table_stands_beside_the_preset(capsys, tmp_path: Path):
     assert main(["calibrate", *SMALL, "--save", str(tmp_path / "mine.json")]) == 0
     out = capsys.readouterr().out
     assert "attention forward, TFLOP/s" in out
-    assert "as assumed" in out
+    assert "not measured" in out
     assert f"--profile {tmp_path / 'mine.json'}" in out
 
 

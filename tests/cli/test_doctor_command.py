@@ -5,9 +5,8 @@ import json
 import pytest
 import torch
 
-from dyncp.calibrate import diagnosis
-from dyncp.calibrate.calls import RecordedKernel, World
-from dyncp.calibrate.diagnosis import Finding, diagnose
+from dyncp.calibrate import Finding, World, diagnose, diagnosis
+from dyncp.calibrate.calls import RecordedKernel
 from dyncp.cli import main
 from dyncp.executor import DCPExecutor
 from dyncp.kernels import choose

@@ -101,7 +101,7 @@ def test_more_memory_than_there_is_is_one_line(capsys, monkeypatch):
         raise MemoryError("Unable to allocate 16.0 GiB")
 
     monkeypatch.setattr(plan, "run", too_large)
-    assert "more memory than there is: Unable" in mistake(capsys, ["plan", *BATCH])
+    assert "there is not enough memory: Unable" in mistake(capsys, ["plan", *BATCH])
 
 
 def test_a_lengths_file_that_is_no_text_is_refused(capsys, tmp_path):
@@ -135,7 +135,7 @@ def test_a_document_longer_than_a_batch_is_refused_with_a_way_out(capsys, tmp_pa
     path = tmp_path / "lengths.txt"
     path.write_text("100\n900\n")
     line = mistake(capsys, ["simulate", "--lengths-file", str(path), "--tokens", "512"])
-    assert "document 2 has 900 tokens, a batch at most 512; raise --tokens" in line
+    assert "document 2 has 900 tokens, but a batch has at most 512; raise --tokens" in line
 
 
 @pytest.mark.parametrize("command", ["plan", "simulate"])

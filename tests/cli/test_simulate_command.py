@@ -168,7 +168,7 @@ def test_a_loss_names_its_cause_and_the_search():
     pair = outcome(0.010, 0.010), outcome(0.012, 0.001)
     cause = "exposed communication and waiting: 1.00 ms instead of 10.0 ms"
     assert f"1.54× faster. Most of the difference is {cause}" in verdict_of(pair)
-    assert verdict_of(pair).endswith("--solver auto takes the best of both in every batch.")
+    assert verdict_of(pair).endswith("--solver auto uses the best of both in every batch.")
     static = outcome(0.012, 0.001, solver="magi/cp2", static=True)
     chosen = verdict_of((static, static), (static, static), solver="auto")
-    assert chosen.endswith("The planner itself took a static method in 2 of 2 batches.")
+    assert chosen.endswith("The planner itself chose a static method in 2 of 2 batches.")

@@ -145,7 +145,7 @@ def test_a_plan_saved_on_the_command_line_can_be_verified_there(tmp_path, capsys
     cluster = ["--nodes", "2", "--ranks-per-node", "2", "--block-size", "32"]
     assert main(["plan", *words, *cluster, "--save", path]) == 0
     assert main(["verify", path, "--numeric"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "The plan is right."
+    assert capsys.readouterr().out.splitlines()[-1] == "The plan is correct."
 
 
 def test_what_was_checked_is_said_beside_the_violations(plan):

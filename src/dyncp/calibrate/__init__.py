@@ -1,5 +1,6 @@
-"""Measures this machine: `calibrate` makes a profile, `diagnose` (the doctor) checks it."""
+"""Measures this machine: `calibrate` makes a profile, `diagnose` (the doctor) finds faults."""
 
-from dyncp.calibrate.calibration import CalibrateSetting, Calibration, calibrate
-from dyncp.calibrate.calls import World
+from dyncp.calibrate.calibration import Calibration, calibrate
 from dyncp.calibrate.diagnosis import Diagnosis, Finding, diagnose
+from dyncp.calibrate.timing import Repeats, Tools
+from dyncp.calibrate.world import World, open_world, under_torchrun

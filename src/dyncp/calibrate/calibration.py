@@ -1,8 +1,9 @@
-"""`calibrate`: everything that a profile says, measured on this machine: divisions and whole calls
-of plans, matrix products, copies and links, and the rates fitted to them by least squares."""
+"""`calibrate` measures everything that a profile says: it times divisions and whole attention calls
+of plans, matrix products, copies and links, and fits rates to the timings by least squares."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -10,14 +11,7 @@ import numpy as np
 
 from dyncp.arrays import Bool, Float64
 from dyncp.blocks import DEFAULT_MASK, Direction
-from dyncp.calibrate.calls import (
-    World,
-    batch_of,
-    forward,
-    make_executor,
-    make_inputs,
-    one_rank_attention,
-)
+from dyncp.calibrate.calls import batch_of, make_executor, make_inputs, one_rank_attention
 from dyncp.calibrate.rates import (
     Fit,
     MeasuredLink,
@@ -32,6 +26,7 @@ from dyncp.calibrate.rates import (
     num_lanes,
 )
 from dyncp.calibrate.timing import CallTimes, Tools, add_kernels, plan_work, time_calls
+from dyncp.calibrate.world import World
 from dyncp.cost import CostModel, Profile
 from dyncp.plan import Op, Plan
 from dyncp.planner import plan_batch
@@ -39,30 +34,35 @@ from dyncp.simulate.flow import layer_of_plan
 from dyncp.simulate.layer import count_row_bytes
 from dyncp.topology import Link, Topology
 
-# Tokens of the call that copies run beside: a longer one would outlast them.
+# Most tokens of the call that is timed during copies: a longer call would outlast the copies.
 MOST_BESIDE_COPIES = 16384
-# Batches of at least this many tokens are planned for several ranks, with at most so many tokens
-# each: kernels have faster paths for whole sequences, which cut ones seldom take. Some of the ranks
-# are timed.
+# Batches of at least CUT_TOKENS tokens are planned for several ranks of at most TOKENS_PER_RANK
+# tokens, since kernels have faster paths for whole sequences, which plans seldom use. TIMED_RANKS
+# of the ranks are timed.
 CUT_TOKENS, TOKENS_PER_RANK, TIMED_RANKS = 1024, 4096, 4
-# With fewer timings per coefficient, or columns of a larger condition number, edges and rows would
-# be fitted to noise.
+# With fewer timings per coefficient, or a larger condition number of the columns, the fit of edges
+# and rows would only follow noise.
 TIMINGS_PER_COEFFICIENT, MOST_ALIKE = 4, 30.0
 MOST_FITS = 20
-# With fewer whole calls, or a smaller share of their time spent on bytes, bytes cannot be told from
-# launches.
+# With fewer whole calls, or if bytes take a smaller share of their time, the fit cannot separate
+# bytes from launches.
 LEAST_TIMINGS, LEAST_SHARE = 8, 0.01
 # Least seconds between kernels in a profile: 0 would make row work free.
 LEAST_LAUNCH = 1e-7
 
+# Fields that AttentionRates and Profile share.
+KERNEL_FIELDS = (
+    "call_seconds", "lanes", "edge_forward", "edge_backward", "row_forward", "row_backward"
+)  # fmt: skip
+
 Tell = Callable[[str], None]
-About = tuple[str, int, str]  # mask, tokens of the batch and direction
+About = tuple[str, int, str]  # mask, tokens of the batch, direction
 
 
 @dataclass(frozen=True, slots=True)
 class CallSample:
-    """Kernel calls of one division in one direction: their work in the cost model's terms (see
-    `CallWork`; summed over several calls), and what was measured."""
+    """The kernel calls of one division in one direction: their summed work in the cost model's
+    terms (see `CallWork`), and the measured seconds."""
 
     mask: str
     tokens: int
@@ -79,9 +79,12 @@ class CallSample:
 
 @dataclass(frozen=True, slots=True)
 class AttentionRates:
-    """What a profile says about kernels: FLOP/s on full kernel tiles, the factor of partial ones,
-    the keys that a row of kernel tiles costs on top, rows that run at a time, and seconds per call;
-    relative errors of the fit, and the host's seconds per attention call."""
+    """What a profile says about kernels, with the relative errors of the fit and the host's seconds
+    per attention call.
+
+    `forward` and `backward` are FLOP/s on full kernel tiles, `edge_*` how many times longer partial
+    tiles take, `row_*` the fixed cost of a row of kernel tiles in keys, and `lanes` the number of
+    rows that run at once."""
 
     forward: float
     backward: float
@@ -98,9 +101,9 @@ class AttentionRates:
 
 @dataclass(frozen=True, slots=True)
 class WholeCall:
-    """One rank's attention call: bytes that its row work reads and writes, launches of row work and
-    kernels, instructions (start and end included); seconds of the whole call, of its attention
-    kernels, and of the host."""
+    """One rank's attention call: the bytes that its row work reads and writes, its launches of row
+    work and kernels, its instructions (including start and end), and the seconds of the whole call,
+    of its attention kernels and of the host."""
 
     mask: str
     tokens: int
@@ -115,8 +118,8 @@ class WholeCall:
 
 @dataclass(frozen=True, slots=True)
 class RowRates:
-    """Bytes copied per second, seconds between kernels, the host's seconds per instruction, and
-    relative errors of the time besides kernels."""
+    """Row work: bytes copied per second, seconds between kernels, the host's seconds per
+    instruction, and the relative errors of the fit."""
 
     copy: float
     launch_seconds: float
@@ -125,23 +128,10 @@ class RowRates:
     worst_error: float
 
 
-@dataclass(frozen=True, slots=True)
-class CalibrateSetting:
-    """Batches of all masks and sizes are timed with `tools`. `base` provides what is not measured:
-    links with one rank, NICs, the kernel tile."""
-
-    base: Profile
-    name: str
-    masks: tuple[str, ...]
-    sizes: tuple[int, ...]
-    world: World
-    tools: Tools
-
-
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """The profile, and what it was made from. Links are None where there are none, `rows` where
-    whole calls cannot be fitted: on CPUs, and where they are few."""
+    """The profile, and what it was made from. `intra`, `inter` and `all_gather` are None if there
+    are no such ranks to measure; `rows` is None on CPUs and if whole calls could not be fitted."""
 
     profile: Profile
     rates: AttentionRates
@@ -154,12 +144,23 @@ class Calibration:
     overlaps: list[Overlap]
 
 
-def calibrate(setting: CalibrateSetting, tell: Tell = lambda _: None) -> Calibration:
-    """Measures this rank's device and the links of the world. All ranks call it together; the
-    profile to keep is that of rank 0."""
-    world, tools = setting.world, setting.tools
-    cost = CostModel(setting.base, tools.shape)
-    samples, calls = sample_attention(setting, cost, tell)
+def calibrate(
+    world: World,
+    tools: Tools,
+    base: Profile,
+    masks: Sequence[str],
+    sizes: Sequence[int],
+    *,
+    name: str = "calibrated",
+    tell: Tell = lambda _: None,
+) -> Calibration:
+    """Measures this rank's device and the links between ranks. All ranks call it together; keep the
+    profile of rank 0.
+
+    Attention is timed with `tools` on batches of every mask and number of tokens (`sizes`). `base`
+    provides what cannot be measured: links if there is one rank, NICs, the kernel tile."""
+    cost = CostModel(base, tools.shape)
+    samples, calls = sample_attention(masks, sizes, tools, cost, tell)
     rates = fit_rates(samples, cost, num_lanes(world.device))
     tell("matrix products and copies ...")
     measured: dict[str, Any] = {
@@ -169,30 +170,26 @@ def calibrate(setting: CalibrateSetting, tell: Tell = lambda _: None) -> Calibra
     rows = fit_rows(calls) if world.device.type == "cuda" else None
     if rows is not None:
         measured |= _row_fields(rows, tools)
-    tell("attention beside copies ...")
-    overlaps = _overlaps(setting)
+    tell("attention during copies ...")
+    overlaps = _overlaps(world, tools, min(max(sizes), MOST_BESIDE_COPIES))
     tell("links ...")
     intra, inter = measure_links(world)
     gathered = all_gather_rate(world) if world.num_ranks > 1 else None
     profile = replace(
-        setting.base,
-        name=setting.name,
+        base,
+        name=name,
         overlap_slowdown=overlaps[0].slowdown,
-        **_kernel_fields(rates),
+        attention_forward=rates.forward,
+        attention_backward=rates.backward,
+        **{field: getattr(rates, field) for field in KERNEL_FIELDS},
         **measured,
         **_link_fields(intra, inter, world),
     )
     return Calibration(profile, rates, rows, samples, calls, intra, inter, gathered, overlaps)
 
 
-def _kernel_fields(rates: AttentionRates) -> dict[str, Any]:
-    names = ("call_seconds", "lanes", "edge_forward", "edge_backward")
-    fields = {name: getattr(rates, name) for name in (*names, "row_forward", "row_backward")}
-    return fields | {"attention_forward": rates.forward, "attention_backward": rates.backward}
-
-
 def _row_fields(rows: RowRates, tools: Tools) -> dict[str, Any]:
-    """The host's time per instruction is with graphs if the executor replays graphs here."""
+    """Fields of a profile. The host's seconds are those with graphs if the executor uses graphs."""
     executor = make_executor(tools.kernel, tools.device, virtual_ranks=1)
     host = "host_seconds" if executor.engine.graphs.wanted else "host_seconds_eager"
     return {"copy": rows.copy, "launch_seconds": rows.launch_seconds, host: rows.host_seconds}
@@ -211,12 +208,10 @@ def _link_fields(
     return fields
 
 
-def _overlaps(setting: CalibrateSetting) -> list[Overlap]:
-    """Real messages first, where there are other ranks."""
-    tools, world = setting.tools, setting.world
-    batch = batch_of("causal", min(max(setting.sizes), MOST_BESIDE_COPIES))
-    attend = one_rank_attention(batch, tools.shape, tools.kernel, tools.device)
-    run = forward(attend, make_inputs(batch.num_tokens, tools.shape, tools.device))
+def _overlaps(world: World, tools: Tools, tokens: int) -> list[Overlap]:
+    """Times a causal call during messages, if there are other ranks, and then during copies."""
+    attend = one_rank_attention(batch_of("causal", tokens), tools.shape, tools.kernel, tools.device)
+    run = partial(attend, *make_inputs(tokens, tools.shape, tools.device).qkv)
     beside = beside_copies(run, tools.device, tools.repeats)
     if world.num_ranks == 1:
         return beside
@@ -224,19 +219,19 @@ def _overlaps(setting: CalibrateSetting) -> list[Overlap]:
 
 
 def sample_attention(
-    setting: CalibrateSetting, cost: CostModel, tell: Tell
+    masks: Sequence[str], sizes: Sequence[int], tools: Tools, cost: CostModel, tell: Tell
 ) -> tuple[list[CallSample], list[WholeCall]]:
-    """Times plans of all masks and sizes, forward and backward: single divisions, whole calls."""
-    samples, whole = list[CallSample](), list[WholeCall]()
-    tools, timed = setting.tools, []
-    for mask, tokens in product(setting.masks, setting.sizes):
+    """Times the divisions and whole calls of plans for all masks and sizes, forward and
+    backward."""
+    samples, whole, timed = list[CallSample](), list[WholeCall](), []
+    for mask, tokens in product(masks, sizes):
         tell(f"attention kernel: {mask}, {tokens:,} tokens ...")
         batch = batch_of(mask, tokens)
         plan = plan_batch(batch, Topology(1, _num_ranks(tokens)), cost.shape, cost=cost)
         parts = plan.parts[:: -(-plan.num_ranks // TIMED_RANKS)]
         calls = {part: time_calls(part, tools) for part in parts}
         timed.append((mask, plan, calls))
-    tell("attention kernels by themselves ...")
+    tell("profiling attention kernels ...")
     for mask, plan, calls in timed:
         times = {part.rank: add_kernels(x, part, tools) for part, x in calls.items()}
         for direction in times[0]:
@@ -248,14 +243,14 @@ def sample_attention(
 
 
 def _num_ranks(tokens: int) -> int:
-    """16,384 tokens are cut for 4 ranks, 65,536 for 16."""
+    """Ranks that a batch is planned for: 4 for 16,384 tokens, 16 for 65,536."""
     return max(TIMED_RANKS, tokens // TOKENS_PER_RANK) if tokens >= CUT_TOKENS else 1
 
 
 def _division_samples(
     plan: Plan, times: dict[int, CallTimes], direction: Direction, cost: CostModel, about: About
 ) -> Iterator[CallSample]:
-    """The divisions of the ranks that were timed."""
+    """One sample per division of the ranks in `times`."""
     for work in plan_work(plan, direction, cost):
         if work.rank in times:
             measured = times[work.rank]
@@ -275,7 +270,7 @@ def _division_samples(
 def _whole_calls(
     plan: Plan, times: dict[int, CallTimes], direction: Direction, cost: CostModel, about: About
 ) -> Iterator[WholeCall]:
-    """The calls of the ranks that were timed."""
+    """One call per rank in `times`."""
     layer, _ = layer_of_plan(plan, DEFAULT_MASK, direction, cost)
     moved, launches = count_row_bytes(layer, cost).per_rank
     for rank, measured in times.items():
@@ -294,9 +289,9 @@ def _whole_calls(
 
 
 def fit_rates(samples: Sequence[CallSample], cost: CostModel, lanes: int) -> AttentionRates:
-    """Rates that bring the cost model's seconds near the measured ones: one overhead per call for
-    both directions, everything else per direction. Rows and lanes, and then edges, are left out
-    where the timings cannot tell them from full tiles."""
+    """Fits the cost model's rates to the measured seconds: one overhead per call for both
+    directions, everything else per direction. If the timings cannot separate rows and lanes from
+    full tiles, these are left out, and then edges, too."""
     for terms in (3, 2, 1):
         model = KernelModel(samples, terms, lanes if terms == 3 else 0, cost.profile.kernel_tile)
         if terms > 1 and not model.tells_apart():
@@ -313,8 +308,9 @@ def fit_rates(samples: Sequence[CallSample], cost: CostModel, lanes: int) -> Att
 
 
 class KernelModel:
-    """The cost model's seconds as a linear function: `terms` coefficients per direction (of pairs,
-    pairs of edges, pairs of rows) and one per call. `lanes` rows of `side` tokens run at a time."""
+    """The cost model's seconds as a linear function with `terms` coefficients per direction (for
+    pairs, pairs of edges, pairs of rows) and one per call. `lanes` rows of `side` tokens run at
+    once."""
 
     def __init__(self, samples: Sequence[CallSample], terms: int, lanes: int, side: int) -> None:
         self.lanes = lanes
@@ -330,17 +326,18 @@ class KernelModel:
         idle = 1 + lanes * calls / (2 * np.maximum(rows, calls))
         spread = idle * np.stack([area, edge, side * rows])
         row = lanes * side * np.stack([longest, np.zeros(len(samples)), calls])
-        # Columns where calls are as long as all of their work, and as their longest row.
+        # Columns of the work if a call takes as long as all of its work, and if it takes as long as
+        # its longest row.
         self.spread, self.row = (self._columns(work[:terms].T, calls) for work in (spread, row))
 
     def _columns(self, work: Float64, calls: Float64) -> Float64:
-        """Work of each direction in columns of its own, then calls: float64[samples, 2 × terms +
-        1]."""
+        """Separate columns for forward and backward work, then calls: float64[samples,
+        2 × terms + 1]."""
         forward, back = (work * own[:, None] for own in (~self.backward, self.backward))
         return np.column_stack([forward, back, calls])
 
     def tells_apart(self) -> bool:
-        """Whether there are enough timings, of work that differs enough."""
+        """Whether there are enough timings, and their work differs enough."""
         if len(self.spread) < TIMINGS_PER_COEFFICIENT * self.spread.shape[1]:
             return False
         relative = self.spread / self.seconds[:, None]
@@ -348,8 +345,8 @@ class KernelModel:
         return bool(size.all() and np.linalg.cond(relative / size) < MOST_ALIKE)
 
     def fit(self) -> Fit:
-        """Whether a call is as long as its longest row depends on the result, so this repeats until
-        that no longer changes (`MOST_FITS` times at most)."""
+        """Which calls take as long as their longest row depends on the coefficients, so this fits
+        until these calls no longer change, at most `MOST_FITS` times."""
         seconds, spread, row = self.seconds, self.spread, self.row
         alone: Bool = np.zeros(len(seconds), np.bool_)
         for _ in range(MOST_FITS):
@@ -381,8 +378,8 @@ def _rates(work: Float64, fit: Fit, model: KernelModel, cost: CostModel) -> Atte
 
 
 def fit_rows(calls: Sequence[WholeCall]) -> RowRates | None:
-    """Explains the time besides kernels by bytes and launches; None where there are too few calls,
-    or their times do not depend on bytes."""
+    """Fits the seconds that calls spend outside attention kernels by bytes and launches. None if
+    there are too few calls, or if bytes explain almost nothing."""
     some = [c for c in calls if c.seconds > c.kernel_seconds and c.moved_bytes]
     if len(some) < LEAST_TIMINGS:
         return None

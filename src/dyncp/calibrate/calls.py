@@ -1,16 +1,16 @@
-"""Attention calls to measure: the ranks and devices that they run on, batches by the name of their
-mask, random inputs, dyncp's kernels on one rank, and one rank of a plan without its peers."""
+"""Attention calls to measure: batches by mask name, random inputs, dyncp's kernels on one rank, and
+one rank of a plan without its peers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dyncp import masks
-from dyncp.blocks import DTYPE_NAMES, AttentionShape, Batch
+from dyncp.blocks import DTYPE_NAMES, AttentionShape, Batch, Direction
 from dyncp.executor import DCPExecutor, attention
 from dyncp.kernels import IndexArrays, Kernel, KernelCall
 from dyncp.planner import plan_batch
@@ -19,82 +19,25 @@ from dyncp.topology import Topology
 from dyncp.transport import Buffers, Null, NullChannel
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, full) for full, name in DTYPE_NAMES.items()}
-# Windows of 4,096 tokens; a quarter of shorter sequences, which would be causal otherwise.
+# Windows have 4,096 tokens, but at most a quarter of the sequence, so that they differ from causal.
 WINDOW, WINDOW_SHARE = 4096, 4
-# Documents of a long-tailed mix, scaled down in batches of fewer tokens than this.
+# Document lengths have a long tail. Batches of fewer tokens than this get shorter documents.
 WHOLE_DOCUMENTS = 16384
-# Hosts take seconds for tens of millions of random numbers: larger inputs repeat these rows.
+# Drawing tens of millions of random numbers takes seconds, so larger inputs repeat these rows.
 DRAWN_ROWS = 512
-# Whether a kernel is deterministic, as its name may say.
+# Suffixes of kernel names, and whether each asks for the deterministic kernel.
 ORDERS = {"deterministic": True, "fast": False}
-# From q [tokens, q heads, dim], k and v [tokens, kv heads, dim] to an output like q.
+# Takes q [tokens, q heads, dim], k and v [tokens, kv heads, dim]; returns an output shaped like q.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Run = Callable[[], Any]
 
 
-@dataclass(frozen=True, slots=True)
-class World:
-    """This process is rank `rank` of `num_ranks`, with `ranks_per_node` on every node."""
-
-    rank: int
-    num_ranks: int
-    ranks_per_node: int
-    device: torch.device
-
-    @staticmethod
-    def alone(device: torch.device) -> "World":
-        return World(0, 1, 1, device)
-
-    @property
-    def nodes(self) -> int:
-        return self.num_ranks // self.ranks_per_node
-
-    @property
-    def first(self) -> bool:
-        """Whether this is rank 0, the one that prints."""
-        return self.rank == 0
-
-
-def open_device(name: str | None, local_rank: int = 0) -> torch.device:
-    """The device called `name` ("cpu", "cuda", "cuda:1"), made the current one; by default a GPU
-    where there is one. "cuda" without an index is the GPU of the process's local rank."""
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    kind = name.partition(":")[0]
-    if kind not in ("cpu", "cuda"):
-        raise ValueError(f"device is {name!r}; choose cpu or cuda")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is 'cuda', but torch sees no CUDA GPU here; choose cpu")
-    device = torch.device(f"cuda:{local_rank}" if name == "cuda" else name)
-    if kind == "cuda":
-        seen = torch.cuda.device_count()
-        if device.index >= seen:
-            raise ValueError(
-                f"GPU {device.index} was asked for, but torch sees {seen}: start one rank per GPU, "
-                "or check CUDA_VISIBLE_DEVICES"
-            )
-        torch.cuda.set_device(device)
-    return device
-
-
-def device_name(device: torch.device) -> str:
-    """The GPU's name, or "cpu"."""
-    return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else device.type
-
-
-def device_text(device: torch.device) -> str:
-    """The GPU's name, or the CPU's number of threads."""
-    if device.type == "cuda":
-        return device_name(device)
-    threads = torch.get_num_threads()
-    return f"CPU, {threads} thread{'s' if threads > 1 else ''}"
-
-
-class Unavailable(ValueError):  # noqa: N818 - mostly a reason to leave something out
-    """Why an implementation cannot run here, or not with this mask."""
+class Unavailable(ValueError):  # noqa: N818 - usually a reason to skip something, not an error
+    """Says why an implementation cannot run on this device or with this mask."""
 
 
 def executor_options(kernel: str) -> dict[str, Any]:
-    """What an executor is told for "flash4", "flash4:fast" or "flash4:deterministic"."""
+    """Keyword arguments of DCPExecutor for "flash4", "flash4:fast" or "flash4:deterministic"."""
     name, colon, order = kernel.partition(":")
     if not name or (colon and order not in ORDERS):
         forms = " or ".join(["NAME", *(f"NAME:{order}" for order in ORDERS)])
@@ -103,7 +46,7 @@ def executor_options(kernel: str) -> dict[str, Any]:
 
 
 def make_executor(kernel: str, device: torch.device, **options: Any) -> DCPExecutor:
-    """An executor with this kernel; raises Unavailable with the reason where it cannot run here."""
+    """Makes an executor with this kernel; raises Unavailable if the kernel cannot run here."""
     options |= executor_options(kernel)
     try:
         return DCPExecutor(device=device, **options)
@@ -114,14 +57,14 @@ def make_executor(kernel: str, device: torch.device, **options: Any) -> DCPExecu
 def one_rank_attention(
     batch: Batch, shape: AttentionShape, kernel: str, device: torch.device
 ) -> Attend:
-    """Attention of the whole batch on one rank, tokens in batch order."""
+    """Attention over the whole batch on one rank; tokens are in batch order."""
     plan = plan_batch(batch, Topology(), shape)
     executor = make_executor(kernel, device, virtual_ranks=1)
     order = plan.parts[0].local_coordinates
     assert (order == range(batch.num_tokens)).all(), "one rank keeps the batch's order"
     try:
         step = executor.prepare(plan)
-    except ValueError as error:  # the kernel cannot run on this device
+    except ValueError as error:  # the kernel cannot run this plan
         raise Unavailable(str(error)) from error
     return lambda q, k, v: attention(step, q, k, v)
 
@@ -147,7 +90,7 @@ MASKS: dict[str, Callable[[int], list[masks.Mask]]] = {
 
 
 def find_mask(name: str) -> Callable[[int], list[masks.Mask]]:
-    """Makes the masks of the sequences of a batch from its number of tokens."""
+    """The function that makes a batch's masks, one per sequence, from its number of tokens."""
     if name not in MASKS:
         raise ValueError(f"mask is {name!r}; choose from {', '.join(MASKS)}")
     return MASKS[name]
@@ -171,7 +114,7 @@ class Inputs:
         return self.q, self.k, self.v
 
     def rows(self, rows: Tensor) -> "Inputs":
-        """The inputs of some tokens."""
+        """The inputs of these tokens."""
         q, k, v = (x.detach()[rows].requires_grad_() for x in self.qkv)
         return Inputs(q, k, v, self.dout[rows])
 
@@ -179,7 +122,7 @@ class Inputs:
 def make_inputs(
     tokens: int, shape: AttentionShape, device: torch.device | str, seed: int = 0
 ) -> Inputs:
-    """Normally distributed; the same on every device for the same seed."""
+    """Normally distributed inputs. The same seed gives the same numbers on every device."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(heads: int) -> Tensor:
@@ -195,25 +138,49 @@ def make_inputs(
 
 
 def _repeated(drawn: Tensor, tokens: int) -> Tensor:
-    """`tokens` rows: each repetition is rolled by one column more, so that no two are equal."""
+    """`tokens` rows: each repetition is rolled by one more column, so that no two are equal."""
     if len(drawn) == tokens:
         return drawn
     pieces = [drawn.roll(i, dims=-1) for i in range(-(-tokens // len(drawn)))]
     return torch.cat(pieces)[:tokens]
 
 
-def forward(attend: Attend, inputs: Inputs) -> Callable[[], Tensor]:
-    """A forward call that saves what backward needs."""
-    return lambda: attend(*inputs.qkv)
+def both_directions(attend: Attend, inputs: Inputs) -> dict[Direction, Run]:
+    """A forward and a backward call; both can be repeated. Backward uses one retained graph."""
+    out = attend(*inputs.qkv)
+    return {
+        Direction.FORWARD: lambda: attend(*inputs.qkv),
+        Direction.BACKWARD: lambda: torch.autograd.grad(
+            out, inputs.qkv, inputs.dout, retain_graph=True
+        ),
+    }
 
 
-def backward(out: Tensor, inputs: Inputs) -> Callable[[], tuple[Tensor, ...]]:
-    """A backward call that can be repeated; `out` is a result of `forward`."""
-    return lambda: torch.autograd.grad(out, inputs.qkv, inputs.dout, retain_graph=True)
+class OutAndGrads(NamedTuple):
+    """Output and gradients of one call; rows are in the order of the inputs."""
+
+    out: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def results_of(attend: Attend, inputs: Inputs) -> OutAndGrads:
+    out = attend(*inputs.qkv)
+    return OutAndGrads(out.detach(), *torch.autograd.grad(out, inputs.qkv, inputs.dout))
+
+
+def relative_errors(given: OutAndGrads, expected: OutAndGrads) -> dict[str, float]:
+    """‖given − expected‖ / ‖expected‖ of the output and of each gradient."""
+    errors = {}
+    for name, one, wanted in zip(OutAndGrads._fields, given, expected, strict=True):
+        size, error = wanted.norm().item(), (one.double() - wanted).norm().item()
+        errors[name] = error / size if size else error
+    return errors
 
 
 class RecordedKernel(Kernel):
-    """Wraps a kernel of CPUs, and records the seconds of every `attend` and `attend_backward`."""
+    """Wraps a CPU kernel and records the seconds of every `attend` and `attend_backward`."""
 
     def __init__(self, inner: Kernel) -> None:
         self._inner = inner
@@ -242,29 +209,31 @@ class RecordedKernel(Kernel):
 
 
 class Noise(Null):
-    """`Null`, but received buffers hold normally distributed numbers: GPUs multiply zeros faster,
-    since they draw less power and clocks stay up. The buffers of a phase are adjacent in memory, so
-    one copy fills them all. Calls only read them, so a repeated call finds them filled already:
-    only the first of several equal calls spends time on it."""
+    """`Null`, but received buffers hold normally distributed numbers instead of zeros: GPUs
+    multiply zeros faster, because they draw less power and keep their clocks up.
+
+    The receive buffers of a phase are adjacent in memory, so one copy fills them all. A call only
+    reads them, so they are filled in the first of several equal calls only."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         super().__init__(rank, num_ranks)
-        self._noise: dict[torch.device, Tensor] = {}
+        self._noise = torch.empty(0, dtype=torch.uint8)
         self._fills: dict[int, tuple[Buffers, Tensor, Tensor]] = {}
-        self._stream: torch.cuda.Stream | None = None  # of messages
-        self._call, self._holds = -1, set[int]()  # buffers that hold numbers since a call's first
-        self.filled: dict[int, torch.cuda.Event] = {}  # by phase, on GPUs
+        self._stream: torch.cuda.Stream | None = None  # the stream of messages
+        self._call, self._filled = -1, set[int]()  # this call's buffers that are filled already
+        self.arrived: dict[int, torch.cuda.Event] = {}  # by phase; on GPUs
 
     def open(self, call: int = 0) -> "list[NullChannel]":
         if call != self._call:
-            self._call, self._holds = call, set()
+            self._call, self._filled = call, set()
         return [NoiseChannel(self)]
 
     def fill(self, receives: Buffers) -> None:
-        """The executor passes the same mapping in every call, so its extent is computed once."""
-        if id(receives) in self._holds:
+        """Fills the buffers unless an equal call did. The executor passes the same mapping in every
+        call, so its extent in memory is computed once."""
+        if id(receives) in self._filled:
             return
-        self._holds.add(id(receives))
+        self._filled.add(id(receives))
         kept = self._fills.get(id(receives))
         if kept is None:
             buffers = list(receives.values())
@@ -276,24 +245,23 @@ class Noise(Null):
         target.copy_(source)
 
     def stream(self) -> torch.cuda.Stream:
-        """That of messages; cached, since asking torch for it is slow."""
+        """The stream of messages, cached because asking torch for it is slow."""
         if self._stream is None:
             self._stream = torch.cuda.current_stream()
         return self._stream
 
-    def filled_event(self, phase: int, receives: Buffers) -> Any:
-        """What `wait` waits for; None on CPUs."""
-        if phase not in self.filled and next(iter(receives.values())).is_cuda:
-            self.filled[phase] = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        return self.filled.get(phase)
+    def arrival(self, phase: int, receives: Buffers) -> Any:
+        """The event that `wait` waits for; None on CPUs."""
+        if phase not in self.arrived and next(iter(receives.values())).is_cuda:
+            self.arrived[phase] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        return self.arrived.get(phase)
 
     def _bytes(self, count: int, device: torch.device) -> Tensor:
-        """Random bf16 numbers, whose bits are ordinary numbers as fp32 and fp16 too."""
-        held = self._noise.get(device)
-        if held is None or held.nbytes < count:
+        """Random bf16 numbers; their bits are ordinary numbers in fp32 and fp16, too."""
+        if self._noise.nbytes < count:
             numbers = torch.randn(-(-count // 2), device=device)
-            held = self._noise[device] = numbers.bfloat16().view(torch.uint8)
-        return held[:count]
+            self._noise = numbers.bfloat16().view(torch.uint8)
+        return self._noise[:count]
 
 
 class NoiseChannel(NullChannel):
@@ -307,11 +275,11 @@ class NoiseChannel(NullChannel):
             return
         self._noise.fill(receives)
         if arrived is None:
-            arrived = self._noise.filled_event(phase, receives)
-        if arrived is not None:  # messages have a stream of their own
+            arrived = self._noise.arrival(phase, receives)
+        if arrived is not None:  # on GPUs, where messages have their own stream
             arrived.record(self._noise.stream())
 
     def wait(self, phase: int) -> None:
-        filled = self._noise.filled.get(phase)
-        if filled is not None:
-            filled.wait()
+        arrived = self._noise.arrived.get(phase)
+        if arrived is not None:
+            arrived.wait()

@@ -1,11 +1,12 @@
-"""`diagnose`, the doctor: versions, links, messages from all ranks to all ranks, and a small plan
-compared with dense attention."""
+"""`diagnose`, the doctor: checks versions, links, messages between all ranks, and a small plan
+against dense attention."""
 
 import logging
 import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -15,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dyncp import masks
-from dyncp.arrays import Float64
 from dyncp.blocks import DEFAULT_MASK, AttentionShape, Batch
-from dyncp.calibrate.calls import Inputs, World, make_inputs
+from dyncp.calibrate.calls import Inputs, OutAndGrads, make_inputs, relative_errors, results_of
 from dyncp.calibrate.rates import bandwidth_matrix
+from dyncp.calibrate.world import World
 from dyncp.checks import usable_cores
 from dyncp.executor import DCPExecutor, Step, attention
 from dyncp.kernels import reason_for
@@ -26,25 +27,24 @@ from dyncp.planner import PlannerConfig, plan_batch
 from dyncp.topology import Topology
 from dyncp.transport import TransportError
 from dyncp.transport.distributed import Distributed
-from dyncp.verify import Interpreted, dense_attention
+from dyncp.verify import dense_attention
 
 logger = logging.getLogger(__name__)
 
 PACKAGES = ("dyncp", "torch", "triton", "numpy", "numba", "flash-attn-4", "mtkahypar")
 # Bytes of the messages between pairs of ranks, by kind of device.
 LINK_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
-# A link this many times slower than the median of its kind is reported.
+# A link is reported if it is this many times slower than the median of its kind.
 SLOW_LINK = 4.0
-NUM_PHASES, MESSAGE_BYTES = 4, 4096  # of the messages from all ranks to all
+NUM_PHASES, MESSAGE_BYTES = 4, 4096  # of the messages that all ranks send to all
 TIMEOUT = 60.0  # seconds until missing messages and ranks that do not answer are reported
-# The plan has several documents, one long enough to be cut, with two ranges per token.
+# The plan's documents. One is long enough to be cut; the mask has two key ranges per token.
 LENGTHS = (1200, 333, 96, 17)
 SHAPES = {"cpu": AttentionShape(4, 2, 64, "fp32"), "cuda": AttentionShape(4, 2, 128, "bf16")}
-# Of relative errors: bf16 has 8 bits, so results are right to about 0.4 %; they are rounded twice.
+# Largest relative errors. bf16 has 8 bits: a result is exact to 0.4 %, and it is rounded twice.
 TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2}
 VIRTUAL_RANKS = 4
 REPLAYS = 2  # the second run of a plan captures its graphs
-RESULTS = ("out", "dq", "dk", "dv")
 
 Tell = Callable[[str], None]
 Facts = dict[str, Any]  # values for JSON
@@ -60,16 +60,16 @@ class Finding:
     sentence: str
 
 
-NO_GRAPHS = Finding("graphs", False, "not run: the plan has to work first")
+NO_GRAPHS = Finding("graphs", False, "not run: the plan must work first")
 NOT_RUN = [
-    Finding("plan", False, "not run: the grouped calls between ranks have to work first"),
+    Finding("plan", False, "not run: the grouped calls between ranks must work first"),
     NO_GRAPHS,
 ]
 
 
 @dataclass(frozen=True, eq=False)
 class Diagnosis:
-    """What was found: facts for the JSON object, and one finding per check."""
+    """Facts for the JSON object, and one finding per check."""
 
     facts: Facts
     findings: list[Finding]
@@ -80,8 +80,8 @@ class Diagnosis:
 
 
 def diagnose(world: World, kernel: str = "auto", tell: Tell = lambda _: None) -> Diagnosis:
-    """All ranks call it together."""
-    facts: dict[str, Any] = {
+    """Runs all checks. All ranks call it together, and all get the same findings."""
+    facts: Facts = {
         "versions": describe_versions(),
         "machine": describe_machine(),
         "devices": describe_devices(),
@@ -89,15 +89,18 @@ def diagnose(world: World, kernel: str = "auto", tell: Tell = lambda _: None) ->
         "ranks": world.num_ranks,
         "ranks_per_node": world.ranks_per_node,
         "device": str(world.device),
+        "bytes_per_second": None,
+        "groups": None,
+        "plan": None,
+        "kernel": None,
     }
-    facts |= {"bytes_per_second": None, "groups": None, "plan": None, "kernel": None}
     findings, in_groups = [check_versions(facts["versions"], world)], True
     if world.num_ranks > 1:
         tell("messages between ranks ...")
         matrix = bandwidth_matrix(world, LINK_BYTES[world.device.type], tell)
         facts["bytes_per_second"] = matrix
         findings.append(check_bandwidths(matrix, world))
-        tell("all ranks to all ranks in grouped calls ...")
+        tell("all ranks send to all ranks in grouped calls ...")
         finding, facts["groups"] = check_groups(world)
         findings.append(finding)
         in_groups = all(one.passed for one in _of_all_ranks(finding, world))
@@ -120,12 +123,13 @@ def _of_all_ranks(mine: Any, world: World) -> list[Any]:
 
 
 def first_line(error: Exception) -> str:
-    """The type of an error, and the first line of its text."""
+    """The type of an error and the first line of its text."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
 def worst_finding(findings: Sequence[Finding]) -> Finding:
-    """Of all ranks' findings of one check: the first that failed, with its rank."""
+    """The first failed finding of one check with its rank, or rank 0's if none failed; `findings`
+    has one per rank."""
     for rank, finding in enumerate(findings):
         if not finding.passed:
             named = f"rank {rank}: {finding.sentence}" if len(findings) > 1 else finding.sentence
@@ -137,18 +141,18 @@ def worst_finding(findings: Sequence[Finding]) -> Finding:
 
 
 def check_versions(versions: dict[str, str | None], world: World) -> Finding:
-    """Whether they are those of rank 0."""
+    """Whether this rank's versions equal those of rank 0."""
     first = _of_all_ranks(versions, world)[0]
     other = ", ".join(name for name in versions if versions[name] != first[name])
     if other:
-        text = f"versions of {other} differ from those of rank 0: install the same on all ranks"
+        text = f"versions of {other} differ from rank 0: install the same versions on all ranks"
         return Finding("versions", False, text)
     shown = ", ".join(f"{name} {found or 'missing'}" for name, found in versions.items())
     return Finding("versions", True, shown)
 
 
 def describe_versions() -> dict[str, str | None]:
-    """Versions of Python and the packages that matter; None for one that is not installed."""
+    """Versions of Python and of the packages that matter; None if one is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -160,10 +164,7 @@ def describe_versions() -> dict[str, str | None]:
 
 def describe_machine() -> dict[str, Any]:
     """The host: system, cores, threads, CUDA and communication backends."""
-    backends, nccl = [], None
-    if dist.is_available():
-        known = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
-        backends = [name for name, there in known.items() if there]
+    backends, nccl = [x for x in ("gloo", "nccl") if dist.is_backend_available(x)], None
     if torch.cuda.is_available() and "nccl" in backends:
         numbers = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
         nccl = ".".join(map(str, numbers))
@@ -193,7 +194,8 @@ def describe_devices() -> list[dict[str, Any]]:
 
 
 def peer_access() -> list[list[bool]]:
-    """Which GPUs of this machine can access each other's memory; true on the diagonal."""
+    """Whether each GPU of this machine can access the memory of each other one; true on the
+    diagonal."""
     gpus = range(torch.cuda.device_count())
     return [[a == b or torch.cuda.can_device_access_peer(a, b) for b in gpus] for a in gpus]
 
@@ -202,7 +204,7 @@ def peer_access() -> list[list[bool]]:
 
 
 def check_bandwidths(matrix: list[list[float | None]], world: World) -> Finding:
-    """Whether some pair of ranks is much slower than others of its kind."""
+    """Whether any pair of ranks is much slower than other pairs inside, or between, nodes."""
     a, b = np.triu_indices(world.num_ranks, 1)
     rate = np.asarray(matrix, np.float64)[a, b]
     inside = a // world.ranks_per_node == b // world.ranks_per_node
@@ -218,21 +220,21 @@ def check_bandwidths(matrix: list[list[float | None]], world: World) -> Finding:
         "links",
         False,
         f"ranks {a[worst]} and {b[worst]} exchange {rate[worst] / 1e9:.3f} GB/s, less than a "
-        f"quarter of what others reach ({slow.sum()} such pairs): look at their cables, switches "
-        "and NCCL settings",
+        f"quarter of the median of such links ({slow.sum()} such pairs): check their cables, "
+        "switches and NCCL settings",
     )
 
 
 def check_groups(world: World, limit: float = TIMEOUT) -> tuple[Finding, Facts | None]:
-    """All ranks send to all, in several phases at once; messages have to arrive within `limit`
-    seconds. All ranks call it together.
+    """All ranks send to all ranks, in several phases at once, and messages must arrive within
+    `limit` seconds. All ranks call it together.
 
-    `communicators` has the number of ranks of each, `operations` the sends and receives of the
-    largest grouped call, of which `limit` are allowed. `wrong` has (sender, phase) of messages to
-    this rank that arrived with other contents than were sent."""
+    Of the facts, `communicators` has the number of ranks of each communicator, `operations` the
+    sends and receives of the largest grouped call, of which `limit` are allowed, and `wrong` the
+    (sender, phase) of messages to this rank that arrived corrupted."""
     on_gpu = world.device.type == "cuda"
     try:
-        # NCCL's watchdog ends the process, so it has to wait longer than we do.
+        # NCCL's watchdog ends the process, so it must wait longer than we do.
         transport = Distributed(timeout=2 * limit if on_gpu else limit, device=world.device)
         received = _exchange(transport, world)
         if on_gpu:
@@ -275,7 +277,7 @@ def check_groups(world: World, limit: float = TIMEOUT) -> tuple[Finding, Facts |
 
 
 def _exchange(transport: Distributed, world: World) -> list[Buffers]:
-    """What arrived in every phase; all phases are in flight at once."""
+    """Sends all phases at once and returns the received messages of each phase, by sender."""
     [channel] = transport.open()
     peers = [rank for rank in range(world.num_ranks) if rank != world.rank]
     phases = range(NUM_PHASES)
@@ -290,14 +292,14 @@ def _exchange(transport: Distributed, world: World) -> list[Buffers]:
 
 
 def _message(sender: int, receiver: int, phase: int, world: World) -> Tensor:
-    """Bytes that differ from those of nearby senders, receivers and phases."""
+    """Bytes that differ between senders, receivers and phases with nearby numbers."""
     start = 5 * sender + 11 * receiver + 17 * phase
     count = torch.arange(MESSAGE_BYTES, device=world.device)
     return (count * (1 + phase) + start).remainder(251).to(torch.uint8)
 
 
 def _wait_for_gpu(world: World, limit: float) -> None:
-    """Synchronises the host: so far only the stream has waited."""
+    """Makes the host wait, at most `limit` seconds: so far only the stream has waited."""
     done = torch.cuda.current_stream(world.device).record_event()
     deadline = time.monotonic() + limit
     while not done.query():
@@ -312,14 +314,14 @@ def _wait_for_gpu(world: World, limit: float) -> None:
 
 
 def check_plan(world: World, kernel: str = "auto") -> tuple[list[Finding], Facts | None]:
-    """Whether a small plan gives what dense attention does, and again when it is replayed as CUDA
-    graphs. All ranks call it together, and all get the result.
+    """Whether a small plan computes the same as dense attention, also when it is replayed as CUDA
+    graphs. All ranks call it together.
 
-    `kernel` is what ran; `errors` are relative, of output and gradients, and `replayed` those with
-    CUDA graphs, None where graphs are not used."""
+    Of the facts, `kernel` is the kernel that ran, `errors` are the relative errors of output and
+    gradients, and `replayed` those with CUDA graphs, or None if graphs are not used."""
     try:
         facts = _run_plan(world, kernel)
-    except Exception as error:  # a doctor reports what is broken
+    except Exception as error:  # reported as a finding
         logger.debug("the plan failed", exc_info=True)
         text = f"a small plan could not run: {first_line(error)}"
         return [Finding("plan", False, text), NO_GRAPHS], None
@@ -329,18 +331,18 @@ def check_plan(world: World, kernel: str = "auto") -> tuple[list[Finding], Facts
     )
     graphs = Finding("graphs", True, "not used: CUDA graphs need a GPU")
     if facts["replayed"] is not None:
-        again = "the same plan replayed as CUDA graphs"
+        again = "the same plan, replayed as CUDA graphs"
         graphs = _compared("graphs", again, facts, "replayed", "use DCPExecutor(graphs=False)")
     return [_compared("plan", text, facts, "errors", "do not train with it"), graphs], facts
 
 
 def _compared(name: str, text: str, facts: Facts, field: str, advice: str) -> Finding:
-    """Whether all errors in this field are within the tolerance."""
+    """Whether all errors in this field of the facts are within the tolerance."""
     errors, allowed = facts[field].values(), facts["tolerance"]
     text = f"{text}: relative error {max(errors):.1e}"
     if all(error <= allowed for error in errors):  # False for NaN
         return Finding(name, True, text)
-    return Finding(name, False, f"{text}, allowed is {allowed:.0e}: {advice}")
+    return Finding(name, False, f"{text}, at most {allowed:.0e} is allowed: {advice}")
 
 
 def _run_plan(world: World, kernel: str) -> Facts:
@@ -359,41 +361,27 @@ def _run_plan(world: World, kernel: str) -> Facts:
     before = executor.transport.bytes_sent
     given = _results(step, inputs)
     moved = executor.transport.bytes_sent - before
-    q, k, v, dout = (_exactly(x) for x in (*inputs.qkv, inputs.dout))
-    exact, replayed = dense_attention(batch, DEFAULT_MASK, (q, k, v), dout), None
+    q, k, v, dout = (x.detach().double().cpu().numpy() for x in (*inputs.qkv, inputs.dout))
+    dense = dense_attention(batch, DEFAULT_MASK, (q, k, v), dout)
+    exact = OutAndGrads(*(torch.from_numpy(getattr(dense, x)) for x in OutAndGrads._fields))
+    replayed = None
     if executor.engine.graphs.wanted:
         for _ in range(REPLAYS):
-            replayed = _errors(_results(step, inputs), exact)
+            replayed = relative_errors(_results(step, inputs), exact)
     return {
         "kernel": executor.kernel.name,
         "ranks": ranks,
         "virtual": virtual,
         "bytes_moved": moved,
-        "errors": _errors(given, exact),
+        "errors": relative_errors(given, exact),
         "tolerance": TOLERANCES[shape.dtype],
         "replayed": replayed,
     }
 
 
-def _results(step: Step, inputs: Inputs) -> dict[str, Float64]:
-    """Output and gradients of all tokens, in batch order."""
+def _results(step: Step, inputs: Inputs) -> OutAndGrads:
+    """Output and gradients of all tokens in batch order, in fp64 on the CPU."""
     rows = [torch.from_numpy(part.local_coordinates) for part in step.parts]
     mine = inputs.rows(torch.cat(rows).to(inputs.q.device))
-    out = attention(step, *mine.qkv)
-    grads = torch.autograd.grad(out, mine.qkv, mine.dout)
-    gathered = (torch.cat(step.gather(x)) for x in (out.detach(), *grads))
-    return dict(zip(RESULTS, map(_exactly, gathered), strict=True))
-
-
-def _exactly(x: Tensor) -> Float64:
-    values: Float64 = x.detach().double().cpu().numpy()
-    return values
-
-
-def _errors(given: dict[str, Float64], exact: Interpreted) -> dict[str, float]:
-    """‖given − exact‖ / ‖exact‖."""
-    wanted = {name: getattr(exact, name) for name in given}
-    return {
-        name: float(np.linalg.norm(values - wanted[name]) / np.linalg.norm(wanted[name]))
-        for name, values in given.items()
-    }
+    results = results_of(partial(attention, step), mine)
+    return OutAndGrads(*(torch.cat(step.gather(x)).double().cpu() for x in results))

@@ -1,5 +1,5 @@
-"""Rates of a device and of links: matrix products, copies, latency and bandwidth between ranks, and
-how much traffic slows attention down."""
+"""Measures rates of a device and of links: matrix products, copies, latency and bandwidth between
+ranks, and how much attention slows down during copies and messages."""
 
 import math
 import statistics
@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dyncp.arrays import Float64
-from dyncp.calibrate.calls import DTYPES, World
-from dyncp.calibrate.timing import Repeats, Run, mark, seconds_between, time_call, wait_for
+from dyncp.calibrate.calls import DTYPES, Run
+from dyncp.calibrate.timing import Repeats, device_seconds, time_call, wait_for
+from dyncp.calibrate.world import World
 from dyncp.topology import Link
 
 # Tokens, hidden and MLP size of a matrix product, and bytes of a copy, by kind of device.
@@ -28,7 +29,8 @@ SIZES = {
     "cuda": (64 << 10, 1 << 20, 16 << 20, 128 << 20),
 }
 REPEATS, FEW = Repeats(timed=5), Repeats(timed=3)
-# Copies beside a call take this many times as long as the call alone, in chunks of these bytes.
+# Copies that run concurrently with a call take this many times as long as the call alone, and are
+# cut into chunks of these bytes.
 BESIDE = 3.0
 CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 32 << 20}
 
@@ -37,7 +39,7 @@ Pairs = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, eq=False)
 class Fit:
-    """One coefficient per column. `errors` are fitted over measured − 1, by row."""
+    """`coefficients` has one entry per column, `errors` one per row: fitted / measured − 1."""
 
     coefficients: Float64
     errors: Float64
@@ -52,11 +54,11 @@ class Fit:
 
 
 def fit_seconds(columns: Float64, seconds: Float64) -> Fit:
-    """Coefficients c ≥ 0 with columns @ c ≈ seconds, where 10 % too much counts the same at 20 µs
-    and at 20 ms.
+    """Fits coefficients c ≥ 0 so that columns @ c ≈ seconds. Relative errors are minimised: 10 %
+    too much has the same weight at 20 µs and at 20 ms.
 
-    Rows (calls, work) of 1, 10 and 1, 30 with 7 and 17 seconds give 2 seconds a call and 0.5 per
-    unit of work."""
+    Rows (calls, work) of (1, 10) and (1, 30) with 7 and 17 seconds give 2 seconds per call and 0.5
+    per unit of work."""
     needed = int(columns.any(axis=0).sum())  # a column of zeros has coefficient 0
     if len(columns) < needed:
         raise ValueError(
@@ -66,7 +68,7 @@ def fit_seconds(columns: Float64, seconds: Float64) -> Fit:
     if not (seconds > 0).all():
         raise ValueError("measured seconds must be positive")
     relative = columns / seconds[:, None]
-    size = np.abs(relative).max(axis=0)  # work in FLOPs and calls differ by many powers of ten
+    size = np.abs(relative).max(axis=0)  # FLOPs and calls differ by many powers of ten
     scaled = relative / np.where(size > 0, size, 1.0)
     free, found = size > 0, np.zeros(columns.shape[1])
     while free.any():
@@ -81,7 +83,7 @@ def fit_seconds(columns: Float64, seconds: Float64) -> Fit:
 
 
 def dense_rate(device: torch.device, dtype: str, repeats: Repeats) -> float:
-    """FLOP/s of a linear layer as wide as a decoder's."""
+    """FLOP/s of a linear layer with the sizes of an 8B model's MLP (on CPUs, smaller)."""
     tokens, hidden, ffn = PRODUCTS[device.type]
     x = torch.randn(tokens, hidden, device=device, dtype=DTYPES[dtype])
     weight = torch.randn(ffn, hidden, device=device, dtype=DTYPES[dtype])
@@ -90,7 +92,7 @@ def dense_rate(device: torch.device, dtype: str, repeats: Repeats) -> float:
 
 
 def copy_rate(device: torch.device, repeats: Repeats) -> float:
-    """Bytes per second of a copy on the device; read and write count once."""
+    """Bytes per second of a copy on the device; a byte read and written is counted once."""
     source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     timed = time_call(lambda: target.copy_(source), device, repeats)
@@ -98,8 +100,8 @@ def copy_rate(device: torch.device, repeats: Repeats) -> float:
 
 
 def num_lanes(device: torch.device) -> int:
-    """Rows of kernel tiles that run at a time: one per multiprocessor of a GPU; 0 on CPUs, where
-    that is not modelled."""
+    """Rows of kernel tiles that run at once: one per multiprocessor of a GPU; 0 on CPUs, where this
+    is not modelled."""
     if device.type != "cuda":
         return 0
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -107,7 +109,7 @@ def num_lanes(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLink:
-    """A link, the relative error of its fit, and what was measured: (bytes, seconds) each."""
+    """A fitted link, the mean relative error of the fit, and the messages as (bytes, seconds)."""
 
     link: Link
     mean_error: float
@@ -115,22 +117,23 @@ class MeasuredLink:
 
 
 def measure_link(pairs: Pairs, world: World) -> MeasuredLink:
-    """Latency and bandwidth of one of `pairs` while all of them exchange messages at once. All
-    ranks call it together."""
+    """Latency and bandwidth between two ranks of a pair, while all `pairs` exchange messages at the
+    same time. All ranks call it together."""
     messages = tuple(
         (size, exchange_seconds(pairs, size, world)) for size in SIZES[world.device.type]
     )
     columns = np.asarray([[1.0, size] for size, _ in messages])
     fit = fit_seconds(columns, np.asarray([seconds for _, seconds in messages]))
     latency, per_byte = fit.coefficients.tolist()
-    if not per_byte:  # all of it looks like latency
+    if not per_byte:  # the fit explains everything by latency
         per_byte = messages[-1][1] / messages[-1][0]
     return MeasuredLink(Link(latency, 1 / per_byte), fit.mean_error, messages)
 
 
 def measure_links(world: World) -> tuple[MeasuredLink | None, MeasuredLink | None]:
-    """Intra-node, between ranks 0 and 1, and inter-node, between all ranks of the first node and
-    their counterparts on the second; None where there is no such link."""
+    """The intra-node link, between ranks 0 and 1, and the inter-node link, between all ranks of the
+    first node and their counterparts on the second. None if a node has one rank, or if there is one
+    node."""
     local = world.ranks_per_node
     intra = measure_link([(0, 1)], world) if local > 1 else None
     between = [(rank, local + rank) for rank in range(local)]
@@ -139,22 +142,20 @@ def measure_links(world: World) -> tuple[MeasuredLink | None, MeasuredLink | Non
 
 
 def exchange_seconds(pairs: Pairs, size: int, world: World, repeats: Repeats = REPEATS) -> float:
-    """Median seconds of a one-way message of `size` bytes, of the slowest pair."""
+    """Median seconds of a one-way message of `size` bytes between the slowest pair."""
     buffer = torch.ones(size, dtype=torch.uint8, device=world.device)
-    peers = {a: (b, True) for a, b in pairs} | {b: (a, False) for a, b in pairs}
-    peer = peers.get(world.rank)
+    peers, first = dict(pairs) | {b: a for a, b in pairs}, world.rank in dict(pairs)
 
     def ping_pong() -> None:
-        if peer is not None:
-            other, first = peer
+        if world.rank in peers:
             for send in (first, not first):
-                (dist.send if send else dist.recv)(buffer, other)
+                (dist.send if send else dist.recv)(buffer, peers[world.rank])
 
     return _slowest_median(ping_pong, world, repeats) / 2
 
 
 def all_gather_rate(world: World) -> float:
-    """Bytes per second that every rank receives in an all-gather of large messages."""
+    """Bytes per second that each rank receives in an all-gather of large messages."""
     mine = torch.ones(SIZES[world.device.type][-1], dtype=torch.uint8, device=world.device)
     every = [torch.empty_like(mine) for _ in range(world.num_ranks)]
     seconds = _slowest_median(lambda: dist.all_gather(every, mine), world)
@@ -162,13 +163,13 @@ def all_gather_rate(world: World) -> float:
 
 
 def _slowest_median(run: Run, world: World, repeats: Repeats = REPEATS) -> float:
-    """Median seconds of a call that all ranks make together, on the slowest rank."""
+    """The slowest rank's median seconds of a call that all ranks make together."""
     return _slowest(statistics.median(seconds_together(run, world.device, repeats)), world)
 
 
 def seconds_together(run: Run, device: torch.device, repeats: Repeats) -> list[float]:
-    """Seconds of every call that all ranks make together, from a barrier until this rank's device
-    is done."""
+    """Seconds of each repeat of a call that all ranks make together: from a barrier until this
+    rank's device is done."""
     seconds = []
     for _ in range(repeats.warm_up + repeats.timed):
         _barrier(device)
@@ -180,7 +181,7 @@ def seconds_together(run: Run, device: torch.device, repeats: Repeats) -> list[f
 
 
 def _barrier(device: torch.device) -> None:
-    """All ranks, with idle devices."""
+    """Waits until the devices of all ranks are idle."""
     wait_for(device)
     dist.barrier()
     wait_for(device)
@@ -206,7 +207,7 @@ def bandwidth_matrix(
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Seconds of a call alone and beside copies of `kind`."""
+    """Seconds of a call alone, and during copies or messages of this `kind`."""
 
     kind: str
     alone_seconds: float
@@ -214,14 +215,14 @@ class Overlap:
 
     @property
     def slowdown(self) -> float:
-        """At least 1: a call that noise made faster was not slowed down."""
+        """At least 1: if the call got faster, that was measurement noise."""
         return max(1.0, self.beside_seconds / self.alone_seconds)
 
 
 def beside_copies(run: Run, device: torch.device, repeats: Repeats) -> list[Overlap]:
-    """The most realistic first: on GPUs copies from the host, which cross a link and are written by
-    a copy engine; then copies on the device, which take all of its memory bandwidth: an upper
-    bound."""
+    """Times a call during copies, the most realistic kind first. On GPUs these are copies from the
+    host, which cross a link and are written by a copy engine, and copies on the device, which use
+    all of its memory bandwidth and give an upper bound. On CPUs, a thread copies."""
     alone = time_call(run, device, repeats).seconds
     if device.type == "cpu":
         return [Overlap("thread", alone, _beside_thread(run, repeats))]
@@ -264,23 +265,25 @@ def _beside_stream(
         with torch.cuda.stream(stream):
             for _ in range(count):
                 target.copy_(source, non_blocking=True)
-        seconds.append(_timed(run, device))
+        seconds.append(device_seconds(run, device))
     return statistics.median(seconds)
 
 
 def beside_messages(run: Run, world: World, repeats: Repeats) -> Overlap:
-    """A call while this rank sends to the next and receives from the previous. All ranks call it
-    together."""
+    """Times a call while this rank sends to the next rank and receives from the previous one. All
+    ranks call it together."""
     alone = time_call(run, world.device, repeats).seconds
     out = torch.ones(CHUNK_BYTES[world.device.type], dtype=torch.uint8, device=world.device)
     into = torch.empty_like(out)
-    one = _timed(lambda: [work.wait() for work in _exchange(out, into, world)], world.device)
+    one = device_seconds(
+        lambda: [work.wait() for work in _exchange(out, into, world)], world.device
+    )
     most = _slowest(alone / one, world)  # all ranks send the same number of messages
     count, seconds = 1 + math.ceil(BESIDE * most), []
     for _ in range(repeats.timed):
         _barrier(world.device)
         works = [work for _ in range(count) for work in _exchange(out, into, world)]
-        seconds.append(_timed(run, world.device, stream_only=True))
+        seconds.append(device_seconds(run, world.device))
         for work in works:
             work.wait()
     wait_for(world.device)
@@ -292,16 +295,3 @@ def _exchange(out: Tensor, into: Tensor, world: World) -> list["dist.Work"]:
     sends = [dist.P2POp(dist.isend, out, after), dist.P2POp(dist.irecv, into, before)]
     works: list[dist.Work] = dist.batch_isend_irecv(sends)
     return works
-
-
-def _timed(run: Run, device: torch.device, *, stream_only: bool = False) -> float:
-    """Seconds of a call on the current stream; with `stream_only` other streams may still be busy
-    afterwards."""
-    start = mark(device)
-    run()
-    end = mark(device)
-    if stream_only and device.type == "cuda":
-        end.synchronize()
-    else:
-        wait_for(device)
-    return seconds_between(start, end)

@@ -1,27 +1,25 @@
-"""How calls are timed: on the device, on the host, and kernel by kernel; and the work of every
-division of a plan."""
+"""Times calls on the device, on the host, and kernel by kernel; and says how much work each
+division of a plan has."""
 
 import logging
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from dyncp.arrays import Float64
 from dyncp.blocks import DEFAULT_MASK, AttentionShape, Direction
 from dyncp.calibrate.calls import (
-    Attend,
-    Inputs,
     Noise,
     RecordedKernel,
-    backward,
-    forward,
+    Run,
+    both_directions,
     make_executor,
     make_inputs,
 )
@@ -36,25 +34,24 @@ logger = logging.getLogger(__name__)
 # Larger than the L2 cache of any GPU so far: writing it evicts the inputs.
 FLUSH_BYTES = 256 << 20
 # Before a timed call the GPU sleeps for this many times the host's time, so that the host has
-# queued all of the call by then; at most this many cycles (50 ms).
+# queued the whole call when the GPU wakes up; at most this many cycles (50 ms).
 HEAD_START, MOST_CYCLES, CYCLES_PER_SECOND = 2.0, 100_000_000, 2e9
-# Substrings of the names of attention kernels, ours and others'; the rest packs, merges and rounds.
+# Parts of the names of attention kernels, ours and others'. All other kernels pack, merge or round.
 ATTENTION_NAMES = ("flash", "attend", "attention", "fmha", "sdpa")
-# Their helpers, which are not the attention itself.
+# Parts of the names of helper kernels, which do not compute attention themselves.
 HELPER_NAMES = ("preprocess", "postprocess", "combine", "merge")
-# Profiled runs that kernel durations are averaged over; they differ by a percent or two.
+# Kernel durations are averaged over this many profiled runs, which differ by a percent or two.
 PROFILED = 2
-# Calls before, which compile and capture.
+# Runs before the first profiled one; they compile kernels and capture graphs.
 WARM_UP = 3
-# Attention calls in a row that host time is averaged over: they share autograd's fixed cost.
+# Host time is averaged over this many consecutive attention calls: they share the fixed cost of
+# autograd.
 LAYERS = 8
-
-Run = Callable[[], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Medians. `seconds` is the device's time while the host keeps ahead of it; `host_seconds` is
+    """Median seconds of a call: on the device, while the host stays ahead of it; and on the host,
     until the call returns. On CPUs both are the same."""
 
     seconds: float
@@ -63,8 +60,8 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """How often a call is timed, after how many warm-up calls. `flush` clears the GPU's L2 cache
-    before every call."""
+    """A call is timed `timed` times after `warm_up` untimed calls. `flush` clears the GPU's L2
+    cache before every timed call."""
 
     timed: int = 7
     warm_up: int = 2
@@ -73,22 +70,22 @@ class Repeats:
     def __post_init__(self) -> None:
         if self.timed < 1 or self.warm_up < 0:
             raise ValueError(
-                f"repeats are {self.timed} after {self.warm_up} warm-up calls; at least 1 after 0 "
-                "are needed"
+                f"repeats are {self.timed} after {self.warm_up} warm-up calls; at least 1 timed "
+                "call is needed, and 0 warm-up calls"
             )
 
 
 def time_call(run: Run, device: torch.device, repeats: Repeats | None = None) -> Timed:
-    """Median times of `run`, which may only use the current stream."""
+    """Median times of `run`, which may use the current stream only."""
     repeats = repeats or Repeats()
     for _ in range(repeats.warm_up):
         run()
     wait_for(device)
-    host = [_host_seconds(run, device) for _ in range(repeats.timed)]
-    host_seconds = statistics.median(host)
+    host = [host_seconds(run, device) for _ in range(repeats.timed)]
+    median = statistics.median(host)
     if device.type != "cuda":
-        return Timed(host_seconds, host_seconds)
-    return Timed(statistics.median(_cuda_seconds(run, device, repeats, max(host))), host_seconds)
+        return Timed(median, median)
+    return Timed(statistics.median(_cuda_seconds(run, device, repeats, max(host))), median)
 
 
 def mark(device: torch.device) -> Any:
@@ -101,7 +98,7 @@ def mark(device: torch.device) -> Any:
 
 
 def seconds_between(start: Any, end: Any) -> float:
-    """Seconds between two marks; the device must have passed the second."""
+    """Seconds between two marks; the device must have reached the second one."""
     if isinstance(start, float):
         return float(end - start)
     return 1e-3 * float(start.elapsed_time(end))
@@ -112,8 +109,8 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _host_seconds(run: Run, device: torch.device) -> float:
-    """Until the call returns, on an idle device."""
+def host_seconds(run: Run, device: torch.device) -> float:
+    """Seconds until the call returns. The device must be idle, and is idle again afterwards."""
     start = time.perf_counter()
     run()
     seconds = time.perf_counter() - start
@@ -128,16 +125,21 @@ def _cuda_seconds(run: Run, device: torch.device, repeats: Repeats, host: float)
     for _ in range(repeats.timed):
         cache.zero_()
         torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
-        start = mark(device)
-        run()
-        end = mark(device)
-        wait_for(device)
-        seconds.append(seconds_between(start, end))
+        seconds.append(device_seconds(run, device))
     return seconds
 
 
+def device_seconds(run: Run, device: torch.device) -> float:
+    """Seconds of one call on the current stream."""
+    start = mark(device)
+    run()
+    end = mark(device)
+    wait_for(device)
+    return seconds_between(start, end)
+
+
 class KernelRun(NamedTuple):
-    """One kernel on the device; `start` is on the profiler's clock."""
+    """One kernel on the device; `start` is in seconds of the profiler's clock."""
 
     name: str
     seconds: float
@@ -145,7 +147,7 @@ class KernelRun(NamedTuple):
 
     @property
     def is_attention(self) -> bool:
-        """Whether it computes attention itself, and does not prepare or merge."""
+        """Whether it computes attention, rather than preparing or merging it."""
         name = self.name.lower()
         return any(part in name for part in ATTENTION_NAMES) and not any(
             part in name for part in HELPER_NAMES
@@ -153,8 +155,8 @@ class KernelRun(NamedTuple):
 
 
 def profiled_kernels(run: Run, device: torch.device) -> list[KernelRun]:
-    """Kernels, copies and fills of one call in the order in which they started. Gaps in which the
-    device waits for the host count for none of them."""
+    """Kernels, copies and fills of one call, in the order in which they started. Their seconds do
+    not include gaps in which the device waits for the host."""
     wait_for(device)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()
@@ -170,11 +172,12 @@ def profiled_kernels(run: Run, device: torch.device) -> list[KernelRun]:
 @dataclass(frozen=True, eq=False)
 class CallTimes:
     """One attention call in one direction: `seconds` on the device, `host_seconds` until it is
-    queued, and its kernel calls in seconds by division (0 for a division without tiles).
+    queued, and the seconds of its kernel calls by division (0 for a division without tiles).
 
-    On GPUs kernel calls are the profiler's durations of attention kernels, without gaps in which
-    the device waits for the host, and `other_seconds` those of all other kernels: packing, merging,
-    rounding. On CPUs whole kernel calls count, and `other_seconds` is None."""
+    On GPUs `division_seconds` are the profiler's durations of attention kernels, without gaps in
+    which the device waits for the host, and `other_seconds` are the durations of all other kernels,
+    which pack, merge and round. On CPUs whole kernel calls are timed, and `other_seconds` is
+    None."""
 
     seconds: float
     host_seconds: float
@@ -188,7 +191,7 @@ class CallTimes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tools:
-    """What the calls of ranks are timed with; `kernel` as in `executor_options`."""
+    """How the calls of single ranks are timed; `kernel` is named as in `executor_options`."""
 
     shape: AttentionShape
     kernel: str
@@ -196,27 +199,26 @@ class Tools:
     repeats: Repeats
 
     def executor(self, part: RankPlan, *, graphs: str = "auto") -> DCPExecutor:
-        """For one rank without its peers."""
+        """An executor for one rank without its peers."""
         noise = Noise(part.rank, part.num_ranks)
         return make_executor(self.kernel, self.device, transport=noise, graphs=graphs)
 
     def runs(self, step: Step) -> dict[Direction, Run]:
-        """Forward and, where it is planned, backward."""
-        part = step.plan
-        inputs = make_inputs(step.num_rows, self.shape, self.device, seed=part.rank)
-        run = forward(lambda *qkv: attention(step, *qkv), inputs)
-        runs: dict[Direction, Run] = {Direction.FORWARD: run}
-        if part.mask_plan(DEFAULT_MASK).backward is not None:
-            runs[Direction.BACKWARD] = backward(run(), inputs)
-        return runs
+        """The forward and the backward call of a step."""
+        inputs = make_inputs(step.num_rows, self.shape, self.device, seed=step.plan.rank)
+        return both_directions(partial(attention, step), inputs)
 
 
 def time_calls(part: RankPlan, tools: Tools) -> dict[Direction, CallTimes]:
-    """Forward and backward of one rank. On GPUs seconds of kernels are missing, which `add_kernels`
-    adds: time all calls first, since a profiler that ran once slows the host down."""
+    """Times forward and backward of one rank. On GPUs the seconds of kernels are still missing:
+    `add_kernels` adds them after all calls are timed, since profiling slows the host down for
+    good."""
     executor, device, repeats = tools.executor(part), tools.device, tools.repeats
     if device.type == "cuda":
-        return _time_on_gpu(executor.prepare(part), tools)
+        step = executor.prepare(part)
+        timings = {way: time_call(run, device, repeats) for way, run in tools.runs(step).items()}
+        host = _queueing_seconds(step, tools)
+        return {way: CallTimes(timings[way].seconds, host[way], np.zeros(1)) for way in Direction}
     recorded = RecordedKernel(executor.kernel)
     executor = DCPExecutor(device=device, transport=executor.transport, kernel=recorded)
     times = {}
@@ -233,26 +235,11 @@ def time_calls(part: RankPlan, tools: Tools) -> dict[Direction, CallTimes]:
     return times
 
 
-def _time_on_gpu(step: Step, tools: Tools) -> dict[Direction, CallTimes]:
-    runs, inputs = tools.runs(step), make_inputs(step.num_rows, tools.shape, tools.device)
-    seconds = {
-        way: time_call(run, tools.device, tools.repeats).seconds for way, run in runs.items()
-    }
-    host = host_seconds_per_call(
-        lambda *qkv: attention(step, *qkv),
-        inputs,
-        tools.device,
-        tools.repeats,
-        backward=len(runs) > 1,
-    )
-    return {way: CallTimes(seconds[way], host[way], np.zeros(1)) for way in runs}
-
-
 def add_kernels(
     times: Mapping[Direction, CallTimes], part: RankPlan, tools: Tools
 ) -> dict[Direction, CallTimes]:
-    """Seconds of kernels by the profiler, with kernels serialised: durations of overlapping kernels
-    say little. On CPUs they are there already."""
+    """Adds the seconds of kernels, measured by the profiler while kernels run one at a time, since
+    durations of overlapping kernels say little. On CPUs `times` has them already."""
     if tools.device.type != "cuda":
         return dict(times)
     executor = tools.executor(part, graphs="serial")
@@ -273,15 +260,16 @@ def add_kernels(
 
 
 def _by_division(divisions: list[int], seconds: Float64) -> Float64:
+    """Sums the seconds of kernel calls by division."""
     found = np.bincount(np.asarray(divisions, np.int64), seconds, minlength=1)
     return found.astype(np.float64)
 
 
 def seconds_by_call(kernels: Sequence[KernelRun], num_calls: int) -> Float64:
-    """Seconds of the attention kernels of every call, which all have the same number of kernels.
+    """Seconds of attention kernels by kernel call; every call has the same number of kernels.
 
-    Four kernels of 1, 2, 3 and 4 seconds in two calls give 3 and 7. Where kernels do not divide
-    into calls, every call gets the same share."""
+    Four kernels of 1, 2, 3 and 4 seconds in two calls give 3 and 7. If the number of kernels is not
+    a multiple of the number of calls, every call gets the same share."""
     seconds = np.asarray([kernel.seconds for kernel in kernels if kernel.is_attention])
     if not num_calls:
         return np.zeros(0)
@@ -308,39 +296,39 @@ def _call_divisions(part: RankPlan, direction: Direction) -> list[int]:
     return divisions
 
 
-def host_seconds_per_call(
-    attend: Attend, inputs: Inputs, device: torch.device, repeats: Repeats, *, backward: bool
-) -> dict[Direction, float]:
-    """The host's median time to queue one of `LAYERS` attention calls in a row, as in a model, on
-    a device that is idle before the first."""
+def _queueing_seconds(step: Step, tools: Tools) -> dict[Direction, float]:
+    """The host's median seconds to queue one of `LAYERS` consecutive attention calls, as in a
+    model. The device is idle before the first call."""
+    device, repeats = tools.device, tools.repeats
+    inputs = make_inputs(step.num_rows, tools.shape, device)
     kv = [tuple(x.detach().clone().requires_grad_() for x in inputs.qkv[1:]) for _ in range(LAYERS)]
     leaves = [inputs.q, *(x for pair in kv for x in pair)]
-    seconds: dict[Direction, list[float]] = {Direction.FORWARD: [], Direction.BACKWARD: []}
+    seconds: dict[Direction, list[float]] = {direction: [] for direction in Direction}
     for _ in range(repeats.warm_up + repeats.timed):
-        out: Tensor = inputs.q
+        out = inputs.q
         wait_for(device)
         start = time.perf_counter()
         for k, v in kv:
-            out = attend(out, k, v)
+            out = attention(step, out, k, v)
         seconds[Direction.FORWARD].append(time.perf_counter() - start)
-        if backward:
-            wait_for(device)
-            start = time.perf_counter()
-            torch.autograd.grad(out, leaves, inputs.dout)
-            seconds[Direction.BACKWARD].append(time.perf_counter() - start)
+        wait_for(device)
+        start = time.perf_counter()
+        torch.autograd.grad(out, leaves, inputs.dout)
+        seconds[Direction.BACKWARD].append(time.perf_counter() - start)
     wait_for(device)
     return {
         direction: statistics.median(found[repeats.warm_up :]) / LAYERS
         for direction, found in seconds.items()
-        if found
     }
 
 
 @dataclass(frozen=True, slots=True)
 class DivisionWork:
-    """One division of one rank in the cost model's terms. `pairs`, `area`, `edge` and `tile_rows`
-    count every q head; `rows` and `keys` are those of the blocks that it reads, `longest` the keys
-    of the longest rows of kernel tiles, and `calls` its kernel calls."""
+    """The work of one division on one rank, in the cost model's terms.
+
+    `pairs`, `area`, `edge` and `tile_rows` are summed over q heads. `rows` and `keys` are tokens of
+    the blocks that it reads, `longest` is the number of keys of the longest rows of kernel tiles,
+    and `calls` is its number of kernel calls."""
 
     rank: int
     division: int
@@ -357,7 +345,7 @@ class DivisionWork:
 
 
 def plan_work(plan: Plan, direction: Direction, cost: CostModel) -> list[DivisionWork]:
-    """All divisions of all ranks that have tiles, by rank and division."""
+    """The work of every division that has tiles, ordered by rank and division."""
     layer, _ = layer_of_plan(plan, DEFAULT_MASK, direction, cost)
     tiles = layer.tiles
     pairs = tiles.pairs * cost.heads_of(layer.groups)[tiles.head_group]

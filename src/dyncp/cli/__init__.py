@@ -1,5 +1,5 @@
-"""The command line: `dyncp COMMAND`, a file per command. `main` finds the command, runs it, and
-turns user mistakes into one line."""
+"""The command line `dyncp COMMAND`; every command has its own file. `main` finds the command, runs
+it, and turns user mistakes into one line."""
 
 import os
 import sys
@@ -13,32 +13,32 @@ from typing import Any
 
 import dyncp
 
-# A command is a file of this package, or of a folder beside the `src` that dyncp runs from; `bench`
-# is a folder of commands. A file has EXAMPLES, `add_options(parser)` and `run(args)`, which gets
-# the parsed options and in `args.words` the command line itself, returns the exit code, and raises
-# ValueError for user mistakes.
+# A command is a file of this package, or of a folder next to the `src` that dyncp runs from;
+# `bench` is a folder of commands. Each file has EXAMPLES, `add_options(parser)` and `run(args)`.
+# `run` gets the parsed options, with the command line itself in `args.words`; it returns the exit
+# code, and raises ValueError for user mistakes.
 COMMANDS = {
     "train": "train a small Llama on several ranks and compare its losses with one process",
-    "plan": "plan one batch and say what the plan costs",
-    "simulate": "simulate many batches under dyncp and every static method, and say what to use",
+    "plan": "plan one batch and show what the plan costs",
+    "simulate": "simulate many batches under dyncp and all static methods, and say which to use",
     "verify": "check a saved plan, invariant by invariant",
     "bench": "measure attention kernels, plans rank by rank, or ranks inside a stack of layers",
-    "calibrate": "measure this machine into a profile that planner and simulator use",
-    "doctor": "check devices, links, groups and one plan, and print what to paste into an issue",
+    "calibrate": "measure this machine and write a profile for planner and simulator",
+    "doctor": "check devices, links, groups and one plan, and report what an issue needs",
     "masks": "list the masks, or draw one as text",
 }
 FOLDERS = {"train": "examples", "bench": "benchmarks"}
 BENCHMARKS = {
-    "kernels": "measure attention kernels on many masks, beside torch's and flash-attn-4's",
-    "attention": "measure the attention of plans on virtual or real ranks, beside predictions",
-    "layers": "measure ranks of plans inside a stack of transformer layers, beside plain attention",
+    "kernels": "compare attention kernels with torch's and flash-attn-4's, on many masks",
+    "attention": "compare measured with predicted attention of plans, on virtual or real ranks",
+    "layers": "compare ranks of plans with plain attention, inside a stack of transformer layers",
 }
 EXTRAS = {"transformers": "'dyncp[transformers]'"}
 USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs one command line (default: that of the process) and returns its exit code."""
+    """Runs one command line (default: the process's own) and returns its exit code."""
     words = list(sys.argv[1:] if words is None else words)
     try:
         args = build_parser().parse_args(words)
@@ -49,16 +49,14 @@ def main(words: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\ndyncp: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader (head, less) has seen enough
+    except BrokenPipeError:  # the reader (head, less) has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except (ValueError, OSError, MemoryError) as error:
         if "--traceback" in words:
             raise
-        needs = {MemoryError: "more memory than there is", OSError: "another file"}
-        found = [text for kind, text in needs.items() if isinstance(error, kind)]
-        text = f"this needs {found[0]}: {error}" if found else str(error)
-        print(f"dyncp: error: {text}", file=sys.stderr)
+        reason = "there is not enough memory: " if isinstance(error, MemoryError) else ""
+        print(f"dyncp: error: {reason}{error}", file=sys.stderr)
         return USER_ERROR
 
 
@@ -66,7 +64,7 @@ def _version() -> str:
     try:
         return version("dyncp")
     except PackageNotFoundError:
-        return "(run from its source, not installed)"
+        return "(not installed: run from source)"
 
 
 def build_parser() -> ArgumentParser:
@@ -78,7 +76,7 @@ def build_parser() -> ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"dyncp {_version()}")
     parser.add_argument(
-        "--traceback", action="store_true", help="show where an error was raised, not only its text"
+        "--traceback", action="store_true", help="show the traceback of an error, not only its text"
     )
     _add_commands(parser, COMMANDS, "COMMAND")
     return parser
@@ -95,8 +93,8 @@ def _add_commands(parser: ArgumentParser, commands: Mapping[str, str], metavar: 
 
 
 class CommandParser(ArgumentParser):
-    """Parses the options of one command. The command's file is imported when that happens, so that
-    planning does not wait for torch."""
+    """Parses the options of one command. The command's file is imported only then, so that planning
+    does not wait for torch."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         _, *names = self.prog.split()
@@ -118,8 +116,8 @@ def _examples(examples: Sequence[str]) -> str:
 
 
 def load_command(*names: str) -> ModuleType:
-    """The file of `dyncp NAME` or `dyncp bench BENCHMARK`; raises ValueError where something it
-    needs is not installed."""
+    """Imports the file of `dyncp NAME` or `dyncp bench BENCHMARK`; raises ValueError if something
+    that it needs is not installed."""
     folder, command = FOLDERS.get(names[0]), " ".join(["dyncp", *names])
     module = f"{folder or 'dyncp.cli'}.{names[-1]}"
     checkout = Path(dyncp.__file__).parents[2]

@@ -1,21 +1,18 @@
-"""What commands share: options, what is printed (progress on stderr, then a table or one JSON
-object), and the ranks that torchrun started."""
+"""What commands share: options, progress on stderr, and results on stdout (a table or one JSON
+object)."""
 
 import json
-import os
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dyncp import masks
 from dyncp.blocks import ITEM_BYTES, AttentionShape, Batch
-from dyncp.checks import usable_cores, whole_number
+from dyncp.checks import whole_number
 from dyncp.cost import (
     DEFAULT_PROFILE,
     MODELS,
@@ -34,20 +31,17 @@ from dyncp.placement import DEFAULT_TOLERANCES, Limits
 from dyncp.planner import AUTO, EFFORTS, OBJECTIVES, PlannerConfig
 from dyncp.samplers import NAMES, parse_sample, read_lengths, sample_lengths
 
-if TYPE_CHECKING:
-    from dyncp.calibrate import World
-
-# What commands that measure run by default, by kind of device.
+# Default attention shape of the commands that measure, by kind of device.
 SHAPES = {"cpu": AttentionShape(4, 2, 64, "fp32"), "cuda": AttentionShape(32, 8, 128, "bf16")}
-# Importing torch takes seconds, and without one of these files it sees no GPU.
+# Without one of these files there is no GPU, and importing torch, which takes seconds, is not
+# necessary.
 DRIVER_FILES = ("nvidiactl", "dxg")
 CLEAR_LINE = "\r\x1b[K"
-SELDOM_SECONDS = 2.0
-TIMEOUT = timedelta(minutes=10)
+SELDOM_SECONDS = 2.0  # between lines of progress that cannot replace each other
 
 
 def option(parser: Any, name: str, text: str, default: Any = None, **options: Any) -> None:
-    """Adds an option. Its help ends with the default, if any, whose type is that of values."""
+    """Adds an option. A default is shown at the end of the help, and its type is the option's."""
     if default is not None:
         text = f"{text} (default %(default)s)".strip()
         options.setdefault("type", type(default))
@@ -58,15 +52,17 @@ def option(parser: Any, name: str, text: str, default: Any = None, **options: An
 
 
 def add_lengths_options(parser: ArgumentParser, *, listed: bool, sample: str | None = None) -> None:
-    """Where sequence lengths come from: a file, a distribution or, with `listed`, the command line.
-    Without a default `sample`, one of them is required."""
+    """Adds the sources of sequence lengths: a file, a distribution and, with `listed`, the command
+    line. One of them is required unless `sample` is a default."""
     lengths = parser.add_mutually_exclusive_group(required=sample is None)
     if listed:
-        lengths.add_argument("--lengths", help="sequence lengths, as in 4096,512,512")
-    lengths.add_argument("--lengths-file", type=Path, help="one length per line, or a JSON list")
-    text = f"a length distribution, as in ldc:0; NAME is one of {', '.join(NAMES)}"
+        option(lengths, "--lengths", "sequence lengths, as in 4096,512,512", metavar="N,...")
+    text = "sequence lengths, one per line or as a JSON list"
+    option(lengths, "--lengths-file", text, type=Path, metavar="FILE")
+    text = f"draw lengths from a distribution, as in ldc:0; NAME is one of {', '.join(NAMES)}"
     option(lengths, "--sample", text, sample, metavar="NAME:SEED")
-    option(parser, "--mask", "NAME[:key=value,...]; `dyncp masks` lists them", "causal")
+    text = "NAME[:key=value,...]; `dyncp masks` lists the names"
+    option(parser, "--mask", text, "causal")
 
 
 def lengths_of(args: Namespace) -> list[int]:
@@ -79,7 +75,7 @@ def lengths_of(args: Namespace) -> list[int]:
 
 
 def draw_lengths(args: Namespace, sample: str, number: int = 0) -> list[int]:
-    """Batch `number` of a sample: --tokens tokens, drawn with its seed plus that number."""
+    """The lengths of batch `number` of a sample: --tokens tokens, drawn with SEED + `number`."""
     name, seed = parse_sample(sample)
     return sample_lengths(name, whole_number("--tokens", args.tokens, 1), seed + number)
 
@@ -94,15 +90,15 @@ def make_batch(mask: str, lengths: Sequence[int]) -> Batch:
 
 
 def add_profile_options(parser: ArgumentParser) -> None:
-    default = f"(default: that of the GPU of this machine, or {DEFAULT_PROFILE})"
-    text = f"kind of cluster, its links and rates: {', '.join(PROFILES)} {default}"
+    default = f"(default: the preset of this machine's GPU, or {DEFAULT_PROFILE})"
+    text = f"rates and links of a known cluster: {', '.join(PROFILES)} {default}"
     option(parser, "--topology", text, metavar="PRESET")
-    text = "rates and links that `dyncp calibrate` measured, instead of the preset's"
+    text = "use the rates and links that `dyncp calibrate` wrote to FILE instead of a preset"
     option(parser, "--profile", text, type=Path, metavar="FILE")
 
 
 def profile_of(args: Namespace, device: str | None = None) -> Profile:
-    """The profile asked for, or the preset of a device (default: of this machine's GPU)."""
+    """The requested profile, or the preset of `device` (default: of this machine's GPU)."""
     if args.profile is not None:
         return load_profile(args.profile)
     if args.topology is not None:
@@ -111,13 +107,13 @@ def profile_of(args: Namespace, device: str | None = None) -> Profile:
 
 
 def preset_for(device: str | None, options: str) -> Profile:
-    """The preset of a device, as torch names it; `options` choose another."""
+    """The preset of a device, named as in torch. Logs the choice, and which `options` change it."""
     tell_profile(device, f"{options} choose another")
     return profile_for_device(device)
 
 
 def gpu_name() -> str | None:
-    """The GPU of this machine, as torch names it; None without a GPU or without torch."""
+    """Torch's name of this machine's GPU; None without a GPU or without torch."""
     if not any((Path("/dev") / name).exists() for name in DRIVER_FILES):
         return None
     try:
@@ -128,34 +124,38 @@ def gpu_name() -> str | None:
 
 
 def add_planning_options(parser: ArgumentParser) -> None:
-    """Cluster, attention and model, and how to plan for them."""
+    """Adds options for cluster, attention shape, model and planner."""
     add_profile_options(parser)
-    option(parser, "--nodes", "", 4)
-    option(parser, "--ranks-per-node", "", 8)
-    for name, default in (("q-heads", 8), ("kv-heads", 2), ("head-dim", 128)):
-        option(parser, f"--{name}", "of one layer", default)
-    option(parser, "--dtype", ", ".join(ITEM_BYTES), "bf16")
-    option(parser, "--model", "llama3-8b or a config.json: adds the per-token work")
-    solvers = "a name, a static method with degrees (zigzag/cp8), or auto: the best of all"
-    option(parser, "--solver", solvers, AUTO)
-    option(parser, "--effort", " or ".join(EFFORTS), "fast")
+    for name, text, default in (
+        ("nodes", "nodes of the cluster", 4),
+        ("ranks-per-node", "ranks of each node", 8),
+        ("q-heads", "query heads of one layer", 8),
+        ("kv-heads", "key and value heads of one layer", 2),
+        ("head-dim", "size of a head", 128),
+    ):
+        option(parser, f"--{name}", text, default, metavar="N")
+    option(parser, "--dtype", f"one of {', '.join(ITEM_BYTES)}", "bf16")
+    text = "llama3-8b or a Transformers config.json; adds the per-token work of this model"
+    option(parser, "--model", text)
+    text = "a solver, a static method with degrees (zigzag/cp8), or auto for the best of all"
+    option(parser, "--solver", text, AUTO)
+    option(parser, "--effort", f"of the search: {' or '.join(EFFORTS)}", "fast")
     option(parser, "--objective", f"what auto minimises: {' or '.join(OBJECTIVES)}", "time")
     counts: dict[str, Any] = {"type": _count_or_auto, "metavar": "N|auto"}
-    groups = "groups of kv heads that are placed independently"
-    option(parser, "--head-groups", groups, 1, **counts)
-    divisions = "maximum number of divisions (default: searched)"
-    option(parser, "--divisions", divisions, **counts)
+    text = "groups of kv heads that are placed independently"
+    option(parser, "--head-groups", text, 1, **counts)
+    option(parser, "--divisions", "maximum number of divisions (default: auto)", **counts)
     compute, tokens = DEFAULT_TOLERANCES
     text = (
-        "fraction by which the most loaded rank may exceed the mean (default: about "
-        f"{compute}, and more only where that makes the step shorter)"
+        "fraction by which the work of the most loaded rank may exceed the mean (default: about "
+        f"{compute}; more only if that shortens the step)"
     )
-    option(parser, "--compute-tolerance", text, type=float)
+    option(parser, "--compute-tolerance", text, type=float, metavar="X")
     text = (
-        f"the same for tokens (default: about {tokens}; with --model, where tokens cost time, as "
-        "little as pays)"
+        f"the same for tokens (default: about {tokens}; with --model, whatever gives the shortest "
+        "step)"
     )
-    option(parser, "--token-tolerance", text, type=float)
+    option(parser, "--token-tolerance", text, type=float, metavar="X")
 
 
 def _count_or_auto(text: str) -> int | None:
@@ -163,7 +163,7 @@ def _count_or_auto(text: str) -> int | None:
 
 
 def config_of(args: Namespace) -> PlannerConfig:
-    """`--objective bytes` always has limits."""
+    """The planner's config. With `--objective bytes`, tolerances that are not given get numbers."""
     limits = Limits(args.compute_tolerance, args.token_tolerance)
     return PlannerConfig(
         solver=args.solver,
@@ -182,7 +182,7 @@ def cost_of(args: Namespace) -> CostModel:
 
 
 def model_of(name: str) -> ModelConfig:
-    """A known model, or that of a config.json."""
+    """A known model, or the model of a config.json."""
     if name.endswith(".json"):
         return read_model(name)
     written = name.replace("-", "_")
@@ -194,37 +194,37 @@ def model_of(name: str) -> ModelConfig:
 
 def add_measuring_options(parser: ArgumentParser, repeats: int) -> None:
     add_device_option(parser)
-    option(parser, "--repeats", "timed calls, of which the median counts", repeats)
+    option(parser, "--repeats", "timed calls; medians are shown", repeats, metavar="N")
     add_json_option(parser)
     text = "also write the JSON object to this file"
     option(parser, "--raw", text, type=Path, metavar="FILE")
 
 
 def check_folder(option: str, path: Path | None) -> None:
-    """Before anything is measured: whether a file can be written there."""
+    """Raises ValueError if the folder of a file to write does not exist. Called before the work."""
     if path is not None and not path.parent.is_dir():
         raise ValueError(f"{option} is {path}; the folder {path.parent} does not exist")
 
 
 def add_device_option(parser: ArgumentParser) -> None:
-    parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
+    option(parser, "--device", "cpu or cuda (default: cuda if there is a GPU)")
 
 
 def add_kernel_option(parser: ArgumentParser) -> None:
-    option(parser, "--kernel", "NAME, NAME:fast or NAME:deterministic", "auto")
+    option(parser, "--kernel", "attention kernel: NAME, NAME:fast or NAME:deterministic", "auto")
 
 
 def add_shape_options(parser: ArgumentParser) -> None:
     cpu, cuda = SHAPES["cpu"], SHAPES["cuda"]
     for name in ("q_heads", "kv_heads", "head_dim"):
-        text = f"of one layer (default {getattr(cuda, name)}, on CPUs {getattr(cpu, name)})"
-        option(parser, f"--{name.replace('_', '-')}", text, type=int)
+        text = f"(default {getattr(cuda, name)}, on CPUs {getattr(cpu, name)})"
+        option(parser, f"--{name.replace('_', '-')}", text, type=int, metavar="N")
     text = f"{', '.join(ITEM_BYTES)} (default {cuda.dtype}, on CPUs {cpu.dtype})"
     option(parser, "--dtype", text)
 
 
 def shape_of(args: Namespace, kind: str) -> AttentionShape:
-    """`kind` is that of the device."""
+    """The attention shape of the options, with defaults for this kind of device."""
     names = ("q_heads", "kv_heads", "head_dim", "dtype")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     return replace(SHAPES[kind], **given)
@@ -241,7 +241,7 @@ def shape_text(shape: AttentionShape) -> str:
 
 
 def positive_integers(text: str, option: str) -> tuple[int, ...]:
-    """Those of a comma-separated list."""
+    """The numbers of a comma-separated list; `option` is named in errors."""
     try:
         found = tuple(int(word) for word in text.split(","))
     except ValueError:
@@ -257,19 +257,20 @@ def comma_separated(text: str) -> tuple[str, ...]:
 
 
 class Progress:
-    """Says what is being done now, on stderr; `quiet` on all ranks but the first."""
+    """Prints on stderr what is being done. `quiet`, for all ranks but the first, prints nothing."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self._quiet, self._in_place = quiet, sys.stderr.isatty()
         self._shown = -SELDOM_SECONDS
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Prints a line that stays."""
         self.clear()
         self._print(f"{text}\n")
 
     def show(self, text: str) -> None:
-        """A line that the next one replaces; where that is impossible, one every two seconds."""
+        """Prints a line that the next one replaces; if stderr is no terminal, prints a line at most
+        every two seconds."""
         if self._in_place:
             self._print(CLEAR_LINE + text)
         elif time.monotonic() - self._shown >= SELDOM_SECONDS:
@@ -286,48 +287,14 @@ class Progress:
 
 
 def add_json_option(parser: ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    text = "print one JSON object instead of text"
+    parser.add_argument("--json", action="store_true", help=text)
     parser.set_defaults(raw=None)
 
 
 def show(args: Namespace, numbers: Mapping[str, Any], lines: Iterable[str]) -> None:
-    """Prints the JSON object or the lines, and writes the file that was asked for."""
+    """Prints the JSON object or the lines, and writes the JSON object to the file of --raw."""
     text = json.dumps(numbers)
     if args.raw is not None:
         args.raw.write_text(text + "\n", encoding="utf-8")
     print(text if args.json else "\n".join(lines))
-
-
-# Processes
-
-
-def threads_per_rank(num_ranks: int) -> int:
-    """The cores this process may use, shared out among the ranks of the node."""
-    return max(1, usable_cores() // num_ranks)
-
-
-def under_torchrun() -> bool:
-    """Whether torchrun started this process."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-@contextmanager
-def open_world(device_name: str | None) -> "Iterator[World]":
-    """The world of torchrun's ranks, or of this process alone."""
-    import torch
-    import torch.distributed as dist
-
-    from dyncp.calibrate.calls import World, open_device
-
-    if not under_torchrun():
-        yield World.alone(open_device(device_name))
-        return
-    local_rank, local = (int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    device = open_device(device_name, local_rank)
-    torch.set_num_threads(threads_per_rank(local))
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=TIMEOUT)
-    try:
-        yield World(dist.get_rank(), dist.get_world_size(), local, device)
-    finally:
-        dist.destroy_process_group()

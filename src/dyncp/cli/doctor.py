@@ -1,19 +1,12 @@
-"""`dyncp doctor`: looks at devices, links, groups and one plan; its JSON goes into an issue."""
+"""`dyncp doctor`: checks devices, links, groups and one plan; its JSON object goes into issues."""
 
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from dyncp.calibrate import Diagnosis, diagnose
-from dyncp.cli.arguments import (
-    Progress,
-    add_device_option,
-    add_json_option,
-    open_world,
-    option,
-    show,
-)
+from dyncp.calibrate import Diagnosis, diagnose, open_world
+from dyncp.cli.arguments import Progress, add_device_option, add_json_option, option, show
 
 SICK = 1
 MOST_RANKS_SHOWN = 16
@@ -22,7 +15,7 @@ EXAMPLES = ("dyncp doctor", "torchrun --nproc-per-node 8 -m dyncp doctor --json"
 
 def add_options(parser: ArgumentParser) -> None:
     add_device_option(parser)
-    option(parser, "--kernel", "to try", "auto")
+    option(parser, "--kernel", "attention kernel to check", "auto")
     add_json_option(parser)
 
 

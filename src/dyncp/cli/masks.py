@@ -16,10 +16,10 @@ def add_options(parser: ArgumentParser) -> None:
         "mask",
         nargs="?",
         metavar="NAME[:key=value,...]",
-        help="the mask to draw; without it, all masks are listed",
+        help="the mask to draw; all masks are listed if it is left out",
     )
-    option(parser, "--length", "tokens of the sequence", 64)
-    option(parser, "--width", "most cells of the drawing", 64)
+    option(parser, "--length", "tokens of the sequence", 64, metavar="N")
+    option(parser, "--width", "maximum width of the drawing in characters", 64, metavar="N")
     add_json_option(parser)
 
 

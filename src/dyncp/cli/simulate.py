@@ -1,9 +1,10 @@
-"""`dyncp simulate`: many batches under every method, side by side, and a verdict."""
+"""`dyncp simulate`: compares dyncp with all static methods on many batches, and gives a verdict."""
 
 from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,9 +22,9 @@ from dyncp.topology import Topology
 
 STATIC_METHODS = tuple(solver.name for solver in STATIC_SOLVERS)
 OURS = "dyncp"
-# Steps that differ by less count as equally fast: as much depends on where blocks happen to end.
+# Steps that differ by less are equally fast: where blocks happen to end makes as much difference.
 TIE = 0.005
-# Below this difference of the mean step a simulation decides nothing.
+# A smaller difference of the mean steps is too small to recommend either.
 MARGIN = 0.02
 PARTS = {
     "kernel_seconds": "attention kernels",
@@ -40,25 +41,26 @@ EXAMPLES = (
 Tell = Callable[[str], None]
 
 
-# One batch under one method, by `_outcome`. A step is `kernel_seconds` + `exposed_seconds` (all
-# attention layers) + `token_seconds`, each of the rank that has most.
+# One batch under one method, made by `_outcome`. A step takes `kernel_seconds` + `exposed_seconds`
+# (of all attention layers) + `token_seconds`, each of the rank with the most.
 Outcome = Mapping[str, Any]
 Batches = Sequence[Mapping[str, Outcome]]
 
 
 def add_options(parser: ArgumentParser) -> None:
     arguments.add_lengths_options(parser, listed=False)
-    batches = "how many: of a sample with seeds SEED, SEED+1, ..., of a file the first ones"
-    tokens = "of a batch; documents of a file are packed in order into batches of at most this many"
-    option(parser, "--batches", batches, 8)
-    option(parser, "--tokens", tokens, 131072)
+    text = "number of batches: drawn with seeds SEED, SEED+1, ..., or the first ones of the file"
+    option(parser, "--batches", text, 8, metavar="N")
+    text = "tokens of a batch; documents of a file are packed in order into at most this many"
+    option(parser, "--tokens", text, 131072, metavar="N")
     for name in ("bandwidth", "latency"):
-        option(parser, f"--{name}", f"all links have this many times the {name}", 1.0)
-    option(parser, "--jitter", "ranks are up to this share slower, at random", 0.0)
+        option(parser, f"--{name}", f"multiply the {name} of all links by X", 1.0, metavar="X")
+    text = "slow every rank down by a random fraction of up to X"
+    option(parser, "--jitter", text, 0.0, metavar="X")
     arguments.add_planning_options(parser)
-    methods = f"static methods to compare with (default all: {', '.join(STATIC_METHODS)})"
-    option(parser, "--methods", methods)
-    option(parser, "--seed", "of the solver and of --jitter", 0)
+    text = f"static methods to compare with (default all: {','.join(STATIC_METHODS)})"
+    option(parser, "--methods", text, metavar="NAME,...")
+    option(parser, "--seed", "random seed of the solver and of --jitter", 0, metavar="N")
     arguments.add_json_option(parser)
 
 
@@ -71,11 +73,7 @@ def run(args: Namespace) -> int:
     for number, of_batch in enumerate(lengths, start=1):
         batch = arguments.make_batch(args.mask, of_batch)
         task = Task.of(batch, topology, cost.shape, config, cost, model)
-        where = f"batch {number} of {len(lengths)}"
-
-        def tell(name: str, where: str = where) -> None:
-            progress.show(f"{where}: {name} ...")
-
+        tell = partial(_tell, progress, f"batch {number} of {len(lengths)}")
         outcomes.append(run_batch(task, methods, args.jitter, tell))
     progress.clear()
     summary = summarise(outcomes)
@@ -92,12 +90,17 @@ def run(args: Namespace) -> int:
             *draw_table(summary),
             "",
             f"ideal without communication and imbalance: {1e3 * summary['ideal_seconds']:.2f} ms "
-            "per step; each static method has the best split of each batch",
+            "per step; each static method uses its best split in each batch; compute, tokens: "
+            "largest rank / mean",
             "",
             summary["verdict"],
         ],
     )
     return 0
+
+
+def _tell(progress: Progress, where: str, name: str) -> None:
+    progress.show(f"{where}: {name} ...")
 
 
 def _topology(args: Namespace, profile: Profile) -> Topology:
@@ -140,7 +143,7 @@ def _cluster(args: Namespace, profile: str) -> str:
 
 
 def find_lengths(args: Namespace) -> tuple[list[list[int]], str]:
-    """The sequence lengths of every batch, and where they come from."""
+    """The sequence lengths of every batch, and a text that says where they come from."""
     count = whole_number("--batches", args.batches, 1)
     tokens = whole_number("--tokens", args.tokens, 1)
     if args.sample is not None:
@@ -154,17 +157,17 @@ def find_lengths(args: Namespace) -> tuple[list[list[int]], str]:
 
 
 def pack_documents(lengths: Sequence[int], tokens: int, path: Path) -> list[list[int]]:
-    """Batches of at most `tokens` tokens, documents in file order.
+    """Packs documents in file order into batches of at most `tokens` tokens.
 
-    Lengths 5 3 4 4 with 8 tokens give [5, 3] [4, 4]; 5 4 3 4 gives [5] [4, 3] [4].
+    With 8 tokens, lengths 5 3 4 4 give [5, 3] [4, 4], and 5 4 3 4 give [5] [4, 3] [4].
     """
     batches: list[list[int]] = []
     room = 0
     for number, length in enumerate(lengths, start=1):
         if length > tokens:
             raise ValueError(
-                f"lengths file {path}: document {number} has {length:,} tokens, a batch at most "
-                f"{tokens:,}; raise --tokens, or cut long documents"
+                f"lengths file {path}: document {number} has {length:,} tokens, but a batch has at "
+                f"most {tokens:,}; raise --tokens, or cut long documents"
             )
         if length > room:
             batches.append([])
@@ -175,7 +178,7 @@ def pack_documents(lengths: Sequence[int], tokens: int, path: Path) -> list[list
 
 
 def run_batch(task: Task, methods: Sequence[str], jitter: float, tell: Tell) -> dict[str, Outcome]:
-    """Every method's outcome, ours first, planned without and run with jitter."""
+    """The outcome of every method, ours first. Plans do not know of the jitter; runs have it."""
 
     def run(candidate: Candidate) -> Simulated:
         if not jitter:
@@ -192,8 +195,8 @@ def run_batch(task: Task, methods: Sequence[str], jitter: float, tell: Tell) -> 
 def best_splits(
     task: Task, methods: Sequence[str], run: Callable[[Candidate], Simulated], tell: Tell
 ) -> dict[str, tuple[Candidate, Simulated]]:
-    """The DP × CP split of every static method with the shortest step, by `run`. The first split is
-    data parallelism alone, which all methods have."""
+    """For every static method, the DP × CP split with the shortest step in `run`. The first split
+    is data parallelism alone, which all methods share."""
     best: dict[str, tuple[Candidate, Simulated]] = {}
     if not methods:
         return best
@@ -229,7 +232,8 @@ def _outcome(candidate: Candidate, simulated: Simulated, task: Task) -> Outcome:
 
 
 def summarise(batches: Batches) -> dict[str, Any]:
-    """Numbers of every method (ours first, then the fastest first), wins and the best static."""
+    """Numbers of every method (ours first, then the static ones, fastest first), the best static
+    method, and how often ours is faster."""
     ideal = [min(o["ideal_seconds"] for o in outcomes.values()) for outcomes in batches]
     methods = {
         name: _method([outcomes[name] for outcomes in batches], ideal) for name in batches[0]
@@ -268,8 +272,8 @@ def _method(outcomes: Sequence[Outcome], ideal: Sequence[float]) -> dict[str, An
 
 
 def _wins(batches: Batches) -> dict[str, Any]:
-    """In how many batches ours is faster than, as fast as and slower than the best static method
-    of that batch, and by how much at worst."""
+    """In how many batches ours is faster, equally fast or slower than the best static method of
+    that batch, and the largest ratio of ours to the best."""
     ratios = []
     for outcomes in batches:
         best = min(o["step_seconds"] for name, o in outcomes.items() if name != OURS)
@@ -280,7 +284,7 @@ def _wins(batches: Batches) -> dict[str, Any]:
 
 
 def verdict(summary: Mapping[str, Any], solver: str) -> str:
-    """Use it or not, and why, in words."""
+    """A text that says whether to use dyncp, and why."""
     best, count = summary["best_static"], summary["num_batches"]
     ours, static = summary["methods"][OURS], summary["methods"][best]
     mine, theirs = ours["step_seconds"]["mean"], static["step_seconds"]["mean"]
@@ -307,12 +311,12 @@ def verdict(summary: Mapping[str, Any], solver: str) -> str:
 
 
 def _hint(summary: Mapping[str, Any], solver: str) -> str:
-    """What the planner's search would do, or did."""
+    """A sentence on the solver `auto`: that it chose static methods, or that it would help."""
     taken, count = summary["methods"][OURS]["static_batches"], summary["num_batches"]
     if solver == AUTO and taken:
-        return f" The planner itself took a static method in {taken} of {count} batches."
+        return f" The planner itself chose a static method in {taken} of {count} batches."
     if solver != AUTO and summary["wins"]["slower"]:
-        return " --solver auto takes the best of both in every batch."
+        return " --solver auto uses the best of both in every batch."
     return ""
 
 
@@ -332,7 +336,7 @@ def _against_each(summary: Mapping[str, Any]) -> str:
 
 
 def _gain(fast: Mapping[str, Any], slow: Mapping[str, Any]) -> str:
-    """Where most of the difference comes from."""
+    """A sentence on the part of the step that most of the difference comes from."""
     saved = {part: slow["parts"][part] - fast["parts"][part] for part in PARTS}
     part = max(saved, key=lambda name: saved[name])
     return (
@@ -342,7 +346,7 @@ def _gain(fast: Mapping[str, Any], slow: Mapping[str, Any]) -> str:
 
 
 def _shares(ours: Mapping[str, Any]) -> list[str]:
-    """How the step divides, largest part first."""
+    """The parts of the step in percent, largest first."""
     total, parts = ours["step_seconds"]["mean"], ours["parts"]
     largest_first = sorted(PARTS, key=lambda part: -parts[part])
     return [f"{100 * parts[p] / total:.0f} % {PARTS[p]}" for p in largest_first if parts[p]]
@@ -362,8 +366,8 @@ def draw_table(summary: Mapping[str, Any]) -> Iterator[str]:
     wins, count = summary["wins"], summary["num_batches"]
     yield ""
     yield (
-        f"dyncp against the best static method of each batch: faster in {wins['faster']}, as fast "
-        f"in {wins['equal']}, slower in {wins['slower']} of {count}"
+        f"dyncp against the best static method of each batch: faster in {wins['faster']}, equally "
+        f"fast in {wins['equal']}, slower in {wins['slower']} of {count} batches"
     )
 
 
@@ -381,7 +385,7 @@ def _row(name: str, numbers: Mapping[str, Any]) -> str:
 
 
 def _splits(name: str, solvers: Mapping[str, int]) -> str:
-    """Degrees of static methods, and for ours the solvers themselves, the most frequent first."""
+    """The degrees that a static method used, or the solvers that dyncp used, by frequency."""
     named = [
         f"{solver if name == OURS else solver.partition('/')[2] or 'fair share'} ({count})"
         for solver, count in solvers.items()

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 VIOLATED = 1
 KERNEL_CALLS = 6
-# What --numeric writes out: one sequence of 2,048 tokens with 8 q heads on 16 ranks took 18 s (most
-# of it kernel calls) and 1.1 GB.
+# Limits of --numeric: one sequence of 2,048 tokens with 8 q heads on 16 ranks took 18 s (most of it
+# for kernel calls) and 1.1 GB.
 MOST_SCORES, MOST_TOKENS = 2**25, 2048
 
 EXAMPLES = (
@@ -40,7 +40,7 @@ EXAMPLES = (
 
 
 def add_options(parser: ArgumentParser) -> None:
-    parser.add_argument("plan", type=Path, metavar="PLAN", help="file of `dyncp plan --save`")
+    parser.add_argument("plan", type=Path, metavar="PLAN", help="written by `dyncp plan --save`")
     parser.add_argument(
         "--numeric",
         action="store_true",
@@ -58,7 +58,7 @@ def run(args: Namespace) -> int:
     invariants = {str(number): _state(verified, number) for number in INVARIANTS}
     numeric = None
     if args.numeric:
-        progress.show("running it against dense attention ...")
+        progress.show("comparing it with dense attention ...")
         numeric = _numeric(plan, batch, verified)
         progress.show("checking its kernel calls ...")
         invariants[str(KERNEL_CALLS)] = _kernel_calls(plan, batch, verified)
@@ -87,15 +87,15 @@ def _state(verified: Verified, number: int) -> dict[str, Any]:
     if sentences:
         return _entry("violated", *sentences)
     if number == KERNEL_CALLS:
-        return _entry("unchecked", "kernel calls are made when a plan is prepared; see --numeric")
+        return _entry("unchecked", "a plan file has no kernel calls; --numeric makes them")
     if number not in verified.checked:
-        return _entry("unchecked", "a fault above hides it")
+        return _entry("unchecked", "cannot be checked because of a violation above")
     return _entry("ok")
 
 
 def _kernel_calls(plan: Plan, batch: Batch, verified: Verified) -> dict[str, Any]:
     if verified.violations:
-        return _entry("unchecked", "only plans that keep the other invariants have kernel calls")
+        return _entry("unchecked", "only checked if the plan keeps all other invariants")
     if batch.num_tokens > MOST_TOKENS:
         size = f"{batch.num_tokens:,} tokens, at most {MOST_TOKENS:,}"
         return _entry("unchecked", f"too large: {size}")
@@ -106,7 +106,7 @@ def _kernel_calls(plan: Plan, batch: Batch, verified: Verified) -> dict[str, Any
 def _numeric(plan: Plan, batch: Batch, verified: Verified) -> dict[str, Any]:
     scores = num_scores(plan, batch)
     if not verified.checked - {8}:
-        return _entry("unchecked", "the plan cannot be run: see above")
+        return _entry("unchecked", "the plan cannot be run, see above")
     if scores > MOST_SCORES:
         size = f"{scores:,} scores (q heads × Σ length²), at most {MOST_SCORES:,}"
         return _entry("unchecked", f"too large: {size}")
@@ -150,7 +150,7 @@ def _entry_lines(label: str, title: str, entry: dict[str, Any]) -> Iterator[str]
 
 
 def _numeric_title(entry: dict[str, Any]) -> str:
-    title = "outputs and gradients are those of dense attention"
+    title = "outputs and gradients equal dense attention"
     if entry["state"] != "ok":
         return title
     worst = max(error for fields in entry["errors"].values() for error in fields.values())
@@ -160,7 +160,7 @@ def _numeric_title(entry: dict[str, Any]) -> str:
 def _conclusion(result: dict[str, Any]) -> str:
     states = [entry["state"] for entry in result["invariants"].values()]
     if result["ok"]:
-        return "The plan is right." if set(states) == {"ok"} else "No violation was found."
+        return "The plan is correct." if set(states) == {"ok"} else "No violation was found."
     broken = states.count("violated")
     if not broken:
         return "The plan must not be run: its results are wrong."
@@ -168,8 +168,8 @@ def _conclusion(result: dict[str, Any]) -> str:
 
 
 def check_kernel_calls(plan: Plan, batch: Batch) -> list[Violation]:
-    """Violations of all calls of all ranks, in the tile lists that GPU kernels run. For plans that
-    keep the other invariants, and small batches: pairs are matrices."""
+    """Violations in the tile lists that GPU kernels run, for all calls of all ranks. The plan must
+    keep the other invariants, and the batch must be small: its pairs become dense matrices."""
     found = []
     for part in plan.parts:
         for name, mask in part.masks.items():
@@ -181,7 +181,7 @@ def check_kernel_calls(plan: Plan, batch: Batch) -> list[Violation]:
 
 
 def kernel_calls_of(part: RankPlan, mask: MaskPlan) -> Iterator[tuple["KernelCall", np.ndarray]]:
-    """Every kernel call of a mask on a rank, with the indices of its tiles."""
+    """The kernel calls of a mask on a rank, each with the indices of its tiles."""
     from dyncp.executor.kernel_calls import RankProgram  # late: torch takes seconds to import
 
     for direction, program in mask.programs():
@@ -192,7 +192,8 @@ def kernel_calls_of(part: RankPlan, mask: MaskPlan) -> Iterator[tuple["KernelCal
 
 
 def gpu_kernel_tiles(call: "KernelCall") -> Iterator[ListedKernelTiles]:
-    """The tile lists of GPU kernels: by query tiles, backward also by key tiles of half size."""
+    """The tile lists of GPU kernels: by query tile, and for backward also by key tile of half
+    size."""
     from dyncp.kernels.tile_lists import (
         HALF,
         SIDE,
@@ -220,7 +221,7 @@ def gpu_kernel_tiles(call: "KernelCall") -> Iterator[ListedKernelTiles]:
 
 
 def _entries(lists: "TileLists") -> np.ndarray:
-    """[entries, 3]: a tile, one of the other side that it meets, and whether that is full."""
+    """[entries, 3]: a tile, a tile of the other side that it meets, and whether it is full."""
     entries: list[tuple[int, int, int]] = []
     for tile, num_runs, num_partial, *others in lists.entries.tolist():
         partial = others[2 * lists.most_runs :][:num_partial]
