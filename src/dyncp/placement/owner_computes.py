@@ -258,7 +258,7 @@ def _zigzag(nodes: NodeCuts, sequence: Int64, most: float) -> Int64:
 
 def _sum_up(load: Float64, sequence: Int64) -> tuple[Float64, Float64]:
     """The load of every sequence, and that of its blocks up to the middle of every block."""
-    total = np.bincount(sequence, load)
+    total = np.bincount(sequence, load).astype(np.float64)
     return total, np.cumsum(load) - (np.cumsum(total) - total)[sequence] - load / 2
 
 

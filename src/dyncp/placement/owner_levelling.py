@@ -38,7 +38,8 @@ def own_blocks(load: Float64, topology: Topology, caps: Float64, rank: Int64) ->
     ranks = topology.num_ranks
     limit = np.maximum(np.tile(caps, (ranks, 1)), 1e-9)
     used = np.stack([np.bincount(rank, column, ranks) for column in load.T], axis=1)
-    return BlockOwners(load, topology.ranks_per_node, limit.copy(), limit, rank, used)
+    held = used.astype(np.float64)
+    return BlockOwners(load, topology.ranks_per_node, limit.copy(), limit, rank, held)
 
 
 @inner
