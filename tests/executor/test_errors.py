@@ -72,6 +72,12 @@ def test_attention_before_prepare_says_what_to_call():
         attention(PLAN, rows(), rows(heads=2), rows(heads=2))
 
 
+@pytest.mark.parametrize("name", ["prepared", "number", "parts", "plan", "new"])
+def test_a_step_cannot_be_changed(step, name):
+    with pytest.raises(AttributeError):
+        setattr(step, name, None)
+
+
 def test_a_plan_for_another_number_of_ranks_is_refused():
     with pytest.raises(ValueError, match="plan is for 2 ranks; this executor's group has 3"):
         DCPExecutor(virtual_ranks=3).prepare(PLAN)

@@ -179,35 +179,45 @@ class Step:
     """A plan that is ready to run: the handle that every attention layer gets.
 
     With virtual ranks, q, kv and out contain the rows of rank 0, then those of rank 1, and so on.
-    `number` (int64[] on the CPU) identifies the step in compiled graphs.
+    It is immutable.
 
     It is not a dataclass, because wrappers like FSDP's mixed precision would copy it at every
     module that gets one.
     """
 
-    __slots__ = ("__weakref__", "number", "prepared")
+    __slots__ = ("__weakref__", "_number", "_prepared")
 
     def __init__(self, prepared: PreparedPlan, number: Tensor | None = None) -> None:
-        self.prepared = prepared
-        self.number = _number_of(prepared) if number is None else number
+        self._prepared = prepared
+        self._number = _number_of(prepared) if number is None else number
+
+    @property
+    def prepared(self) -> PreparedPlan:
+        """The lowered plan that attention calls use."""
+        return self._prepared
+
+    @property
+    def number(self) -> Tensor:
+        """Identifies the step in compiled graphs, int64[] on the CPU."""
+        return self._number
 
     @property
     def parts(self) -> tuple[RankPlan, ...]:
         """The parts of the plan for the ranks that this process runs."""
-        return self.prepared.parts
+        return self._prepared.parts
 
     @property
     def plan(self) -> RankPlan:
         """The first of `parts`; the only one unless ranks are virtual."""
-        return self.prepared.parts[0]
+        return self._prepared.parts[0]
 
     @property
     def transport(self) -> Transport:
-        return self.prepared.engine.transport
+        return self._prepared.engine.transport
 
     @property
     def device(self) -> torch.device:
-        return self.prepared.engine.device
+        return self._prepared.engine.device
 
     @property
     def fingerprint(self) -> str:
@@ -217,7 +227,7 @@ class Step:
     @property
     def num_rows(self) -> int:
         """The number of rows that q and kv must have in this process."""
-        return self.prepared.num_rows
+        return self._prepared.num_rows
 
     @property
     def masks(self) -> tuple[str, ...]:
@@ -225,7 +235,7 @@ class Step:
 
     def memory(self, shape: AttentionShape | None = None) -> MemoryUse:
         """Bytes that a call needs on each of this process's ranks, with the executor's kernel."""
-        return measure_memory(self.parts, shape, self.prepared.engine.style)
+        return measure_memory(self.parts, shape, self._prepared.engine.style)
 
     def sent_bytes(self, mask: str, direction: Direction, shape: AttentionShape) -> int:
         """Bytes that this process's ranks send in one call, according to the plan."""
@@ -250,30 +260,30 @@ class Step:
     @property
     def contiguous(self) -> Contiguous:
         """Describes the rows of `to_contiguous`: whole documents and their boundaries."""
-        return self.prepared.row_order(None)
+        return self._prepared.row_order(None)
 
     def to_contiguous(self, x: Tensor) -> Tensor:
         """Redistributes rows `[num_rows, ...]` so that each rank has whole documents,
         `[contiguous.num_rows, ...]`, for layers with state. All ranks call it together."""
-        return self.contiguous.run(x, self.number, back=False)
+        return self.contiguous.run(x, self._number, back=False)
 
     def from_contiguous(self, y: Tensor) -> Tensor:
         """The inverse of `to_contiguous`. Padding rows are 0."""
-        return self.contiguous.run(y, self.number, back=True)
+        return self.contiguous.run(y, self._number, back=True)
 
     def halo(self, tokens: int) -> Contiguous:
         """Describes the rows of `add_halo`: local rows, each piece preceded by its halo."""
-        return self.prepared.row_order(whole_number("halo", tokens, 0))
+        return self._prepared.row_order(whole_number("halo", tokens, 0))
 
     def add_halo(self, x: Tensor, tokens: int) -> Tensor:
         """Local rows `[num_rows, ...]` with the `tokens` tokens before each piece of a document,
         `[halo(tokens).num_rows, ...]`, for layers that look back that far, such as short
         convolutions. All ranks call it together."""
-        return self.halo(tokens).run(x, self.number, back=False)
+        return self.halo(tokens).run(x, self._number, back=False)
 
     def drop_halo(self, y: Tensor, tokens: int) -> Tensor:
         """The inverse of `add_halo`. Padding rows are 0."""
-        return self.halo(tokens).run(y, self.number, back=True)
+        return self.halo(tokens).run(y, self._number, back=True)
 
 
 # Compiled graphs take tensors, so a step is passed to them as its number. A graph saves the number

@@ -19,7 +19,6 @@ from dyncp.placement.step_estimate import (
     num_edges,
     pin,
     seconds,
-    unit_seconds,
 )
 from dyncp.topology import Topology
 
@@ -287,16 +286,15 @@ def improve(
     limits: Limits,
     prices: Prices,
     worth: float = 1.0,
-    least: float = 0.0,
 ) -> Placement | None:
     """A placement with a shorter estimated step, whose blocks are sent only where they are used. It
     keeps every limit that the given placement keeps. None if no move helps, or if the estimate is
-    already below `worth` times the computation alone or below `least` seconds."""
+    already below `worth` times the computation alone."""
     if num_edges(graph) * topology.num_ranks > MOST_COUNTS:
         return None
     step = make_estimate(graph, placement, topology, limits, prices)
     start = estimate(step, HIGH)
-    if start < max(worth * _alone(step), least / unit_seconds(prices, topology)):
+    if start < worth * _alone(step):
         return None
     unit = make_unit(step)
     _, end = (sweep(step, unit, most, power) for power, most in SWEEPS)

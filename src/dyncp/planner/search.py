@@ -41,9 +41,6 @@ LONG_LAYER = 0.05
 # On more ranks than this, placing takes long: moves start from other placements only if moves from
 # the best one shortened its step to this share.
 MANY_RANKS, PAYS = 64, 0.97
-# Moves start only if the estimate, which has no latencies or launches, is at least this share of
-# the simulated step.
-LEAST_ESTIMATE = 0.5
 OTHER_DIVISIONS = {"fast": (8, 2), "quality": (2, 3, 6, 8, 12)}
 # Limits that make the step this many times longer are worth more candidates, and a warning.
 COSTLY = 1.3
@@ -171,8 +168,7 @@ class Search:
         assert self._best is not None
         task, best, before = self._task, self._best, self._best.simulated
         worth = 1.0 if before.layer_seconds > LONG_LAYER else SLOW_LINKS[task.config.effort]
-        least = LEAST_ESTIMATE * before.step_seconds
-        if not self._improve(best.placement.solver, best.placed, worth, least):
+        if not self._improve(best.placement.solver, best.placed, worth):
             return
         paid = self._best.simulated.step_seconds < PAYS * before.step_seconds
         if task.topology.num_ranks > MANY_RANKS and not paid:
@@ -190,9 +186,9 @@ class Search:
         if self._improve(best.placement.solver, best.placed):
             self.try_divisions()
 
-    def _improve(self, name: str, placed: Placed, worth: float = 1.0, least: float = 0.0) -> bool:
+    def _improve(self, name: str, placed: Placed, worth: float = 1.0) -> bool:
         """Whether moves found another placement, which is then followed."""
-        improved = self._task.improve(placed, worth, least)
+        improved = self._task.improve(placed, worth)
         if improved is None:
             return False
         self.follow(f"improved from {name}", improved)

@@ -199,12 +199,12 @@ class Task:
             self._graphs[key] = build_graph(self.batch, self.shape, sizes, head_groups)
         return self._graphs[key]
 
-    def improve(self, placed: Placed, worth: float = 1.0, least: float = 0.0) -> Placed | None:
+    def improve(self, placed: Placed, worth: float = 1.0) -> Placed | None:
         """Moves blocks while that shortens the estimated step. None if no move does, or if the
-        estimate is below `worth` times the computation or below `least` seconds."""
+        estimate is below `worth` times the computation."""
         start, graph, limits = process_time(), placed.graph, self.config.limits
         prices = self._prices(graph)
-        found = improve(graph, placed.placement, self.topology, limits, prices, worth, least)
+        found = improve(graph, placed.placement, self.topology, limits, prices, worth)
         if found is None:
             return None
         balance = measure_balance(graph, found, limits, self.topology.rank_speeds)
