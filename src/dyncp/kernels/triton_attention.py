@@ -76,9 +76,11 @@ def _in_ranges(ranges, range_stride, rows, keys, NUM_RANGES: tl.constexpr):
 
 
 @triton.jit
-def _in_ranges_transposed(ranges_vector, range_stride, start, keys, NUM_RANGES: tl.constexpr):
-    """The same as bool[keys, rows], for the query rows that begin at `start`."""
-    allowed = tl.zeros([keys.shape[0], ranges_vector.block_shape[0]], tl.int1)
+def _in_ranges_transposed(
+    ranges_vector, range_stride, start, keys, BLOCK: tl.constexpr, NUM_RANGES: tl.constexpr
+):
+    """The same as bool[keys, rows], for the BLOCK query rows that begin at `start`."""
+    allowed = tl.zeros([keys.shape[0], BLOCK], tl.int1)
     for r in tl.static_range(NUM_RANGES):
         first = ranges_vector.load([2 * r * range_stride + start])[None, :]
         end = ranges_vector.load([(2 * r + 1) * range_stride + start])[None, :]
@@ -405,7 +407,9 @@ def attend_backward_keys(
             dout = dout_matrix.load([start, head * DIM])
             lse = _safe(lse_vector.load([lse_start + start]), rows, num_rows)
             delta = tl.where(rows < num_rows, delta_vector.load([delta_start + start]), 0.0)
-            allowed = _in_ranges_transposed(ranges_vector, range_stride, start, keys, NUM_RANGES)
+            allowed = _in_ranges_transposed(
+                ranges_vector, range_stride, start, keys, BLOCK_M, NUM_RANGES
+            )
             dk, dv = _add_dkv(
                 dk, dv, k, v, q, dout, lse, delta, scale_log2, allowed, True, PRECISION
             )
