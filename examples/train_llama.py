@@ -166,20 +166,14 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", help="name or folder of a Transformers model")
     parser.add_argument("--data", default=PYTHON, help="text files (default %(default)s)")
-    parser.add_argument(
-        "--mask", default="causal", help="mask of documents; `dyncp masks` lists the names"
-    )
+    parser.add_argument("--mask", default="causal", help="a name that `dyncp masks` lists")
     parser.add_argument("--max-length", type=int, default=8192, help="maximum tokens of a document")
-    parser.add_argument(
-        "--tokens-per-batch", type=int, default=16384, help="tokens of a batch over all ranks"
-    )
+    parser.add_argument("--tokens-per-batch", type=int, default=16384, help="over all ranks")
     parser.add_argument("--accumulate", type=int, default=1, help="batches per optimiser step")
     parser.add_argument("--steps", type=int, default=6, help="optimiser steps, from the start")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--checkpoint", type=Path, help="folder of checkpoints step-N; the last step is saved"
-    )
+    parser.add_argument("--checkpoint", type=Path, help="folder that checkpoints are saved in")
     parser.add_argument("--save-every", type=int, default=1000, help="steps between checkpoints")
     parser.add_argument("--resume", type=Path, help="checkpoint folder step-N")
     parser.add_argument("--log-file", type=Path, help="file that gets a line of JSON per step")
