@@ -310,7 +310,7 @@ class Keeping(Stateful):
 
     def state_dict(self):
         values = {"a": (1, [2.5, None]), 4: b"\0", "!": np.arange(3, dtype=np.int16)}
-        return super().state_dict() | values
+        return super().state_dict() | values | {"t": torch.tensor([1.5, -2.0])}
 
     def load_state_dict(self, state):
         super().load_state_dict(state)
@@ -335,6 +335,7 @@ def test_states_of_datasets_keep_types_and_nonsense_is_refused():
     assert loaded["!"].tolist() == [0, 1, 2]
     assert loaded["!"].dtype == np.int16
     assert isinstance(loaded[3], torch.Tensor)
+    assert torch.equal(loaded["t"], torch.tensor([1.5, -2.0]))
 
 
 def test_an_old_iterator_gives_no_batch_and_leaves_the_state_alone():
