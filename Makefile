@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 FRAMEWORKS := megatron-core torchtitan spmd_types tyro docstring_parser torchdata
 WORKERS ?= 2
 
-.PHONY: demo test lint format bench bench-planner bench-loader bench-fill bench-gpu bench-network drawn soak clean
+.PHONY: demo test test-all lint format bench bench-planner bench-loader bench-fill bench-gpu bench-network drawn soak clean
 
 $(READY): pyproject.toml constraints.txt
 	@echo "installing PyTorch and the rest into $(VENV): about 2 GB, a few minutes"
@@ -20,9 +20,14 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## train a small Llama on 4 CPU processes and compare with plain Transformers in one
 	$(BIN)/python -m examples.demo
 
-# Tests that start processes are one group, which runs on one worker.
-test: $(READY)
-	$(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadgroup
+# The tests of a file share what they set up, so they run on one worker.
+PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
+
+test: $(READY)  ## all tests, at a size that takes five minutes on two cores
+	$(PYTEST)
+
+test-all: $(READY)  ## the same tests at full size: half an hour
+	$(PYTEST) --full
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -6,8 +6,8 @@ import signal
 
 import pytest
 import torch
-from hypothesis import settings
 
+import sizes
 from dyncp import Batch, PlannerConfig, Topology, masks, plan_batch
 from dyncp.plan import Direction
 
@@ -25,17 +25,26 @@ if not torch.cuda.is_available():
 # The name dyncp.executor.attention is the function; this is the module behind it.
 attention_module = importlib.import_module("dyncp.executor.attention")
 
-# The first case of a test may compile; on a busy machine that takes seconds.
-settings.register_profile("dyncp", deadline=None)
-settings.load_profile("dyncp")
+
+def pytest_addoption(parser):
+    parser.addoption("--full", action="store_true", help="tests at full size: `make test-all`")
 
 
 def pytest_configure(config):
     """Compiles before workers start: side by side they would all do it, and numba's caches of
     functions with several signatures are not made for two writers."""
+    sizes.choose(config.getoption("full"))
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         batch = Batch.of([masks.causal(900), masks.lambda_shaped(500), masks.causal(60)])
         plan_batch(batch, Topology(2, 2), config=PlannerConfig(effort="quality"))
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leaves out what only a full run tries."""
+    if not config.getoption("full"):
+        left_out = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
 
 
 @pytest.fixture(autouse=True)

@@ -1,17 +1,22 @@
-"""Runs a function on real gloo ranks, each in its own process, always with a timeout."""
+"""Runs functions and programs on real gloo ranks, each in its own process, always with a timeout."""
 
 import os
 import queue
+import runpy
 import signal
 import socket
+import subprocess
+import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
@@ -20,14 +25,23 @@ class RankError(AssertionError):
     pass
 
 
+def rank_context() -> Any:
+    """Ranks are forked from a server that has imported and compiled what they need. It is started
+    by the first call, which does not wait for it."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["preloaded"])
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # the server gets no other
+    with mock.patch.dict(os.environ, {"PYTHONPATH": path}):
+        forkserver.ensure_running()
+    return context
+
+
 def run_ranks(
     function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 120
 ) -> list[Any]:
     """`function(rank, *args)` on every rank; its results by rank. A rank that dies without a result
     gives None."""
-    # Forked from a process that has imported torch and runs nothing: 2 s of CPU less per rank.
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "hypothesis", "pytest", "dyncp", "dyncp.dataloader"])
+    context = rank_context()
     results = context.Queue()
     port = free_port()
     processes = [
@@ -39,9 +53,34 @@ def run_ranks(
     try:
         return _collect(processes, results, time.monotonic() + timeout)
     finally:
+        _kill(processes)
+
+
+def run_program(
+    words: list[str], num_ranks: int, script: str = "", timeout: float = 150
+) -> "subprocess.CompletedProcess[str]":
+    """Runs a `dyncp` command line, or a script, on ranks that find themselves where torchrun would
+    have started them."""
+    context, port = rank_context(), free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder, name) for name in ("stdout", "stderr")]
+        processes = [
+            context.Process(target=_program, args=(words, script, rank, num_ranks, port, outputs))
+            for rank in range(num_ranks)
+        ]
         for process in processes:
-            process.kill()
-            process.join()
+            process.start()
+        end = time.monotonic() + timeout
+        try:
+            for process in processes:
+                process.join(max(0.0, end - time.monotonic()))
+            codes = [process.exitcode for process in processes]
+        finally:
+            _kill(processes)
+        texts = [output.read_text() if output.exists() else "" for output in outputs]
+    if None in codes:
+        raise RankError(f"ranks ended with {codes} in {timeout:g} s:\n{texts[1]}")
+    return subprocess.CompletedProcess(words, max(codes, key=abs), *texts)
 
 
 def stop(pid: int) -> None:
@@ -68,10 +107,16 @@ def _collect(processes: list[Any], results: Any, deadline: float) -> list[Any]:
     return collected
 
 
+def _kill(processes: list[Any]) -> None:
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()
+
+
 def _main(
     function: Callable[..., Any], rank: int, num_ranks: int, port: int, results: Any, args: Any
 ) -> None:
-    torch.set_num_threads(1)
     try:
         dist.init_process_group(
             "gloo",
@@ -84,6 +129,25 @@ def _main(
         results.put((rank, function(rank, *args), ""))
     except BaseException:
         results.put((rank, None, traceback.format_exc()))
+
+
+def _program(
+    words: list[str], script: str, rank: int, num_ranks: int, port: int, outputs: list[Path]
+) -> None:
+    for number, output in enumerate(outputs, start=1):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "MASTER_PORT": port}
+    given |= {"LOCAL_WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": 1}
+    given |= {"TORCHELASTIC_RUN_ID": port}
+    os.environ.update({name: str(value) for name, value in given.items()})
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    sys.argv = [script or "dyncp", *words]
+    if not script:
+        from dyncp.cli import main
+
+        sys.exit(main(words))
+    sys.path.insert(0, str(Path(script).parent))
+    runpy.run_path(script, run_name="__main__")
 
 
 def free_port() -> int:

@@ -18,7 +18,6 @@ def lines_of_rank(rank):
     return [row_of(name, data, dense(data)) for name in names]
 
 
-@pytest.mark.xdist_group("processes")
 def test_peers_that_run_here_agree_with_dense_attention_and_others_say_why_not():
     *lines, wrong, missing = run_ranks(lines_of_rank, 2, timeout=100)[0]
     assert all(good for _, good in lines), lines

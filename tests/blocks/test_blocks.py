@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dyncp import AttentionShape, Batch, masks
@@ -14,10 +14,11 @@ from dyncp.blocks import (
     bytes_per_token,
     choose_block_sizes,
 )
+from sizes import draws
 from strategies import masks_of
 
 
-@settings(max_examples=100, deadline=None)
+@draws(100)
 @given(data=st.data(), lengths=st.lists(st.integers(1, 50), min_size=1, max_size=4))
 def test_tiles_are_the_block_pairs_with_an_allowed_pair_and_know_its_count(data, lengths):
     chosen = [data.draw(masks_of(n)) for n in lengths]

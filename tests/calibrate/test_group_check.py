@@ -4,15 +4,12 @@ import time
 from pathlib import Path
 from unittest import mock
 
-import pytest
 import torch
 
 from dyncp.calibrate import Finding, World, diagnosis
 from dyncp.calibrate.diagnosis import check_groups
 from dyncp.transport.distributed import Communicator
 from processes import run_ranks
-
-pytestmark = pytest.mark.xdist_group("processes")
 
 
 def world_of(rank: int, num_ranks: int) -> World:

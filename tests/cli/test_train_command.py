@@ -14,7 +14,6 @@ from dyncp.cli import build_parser, main
 
 train = pytest.importorskip("examples.train", reason="the extra transformers is missing")
 
-pytestmark = pytest.mark.xdist_group("processes")
 
 SHORT = ("train", "--steps", "3", "--max-length", "512")
 ROW = {

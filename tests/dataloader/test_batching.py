@@ -6,7 +6,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 
@@ -15,6 +15,7 @@ from dyncp.dataloader import LoaderConfig
 from dyncp.dataloader.batching import BatchSelector
 from dyncp.dataloader.dataset import open_source
 from dyncp.dataloader.state import Position, from_state, to_state
+from sizes import draws
 
 LENGTHS = (5, 9, 3, 12, 1, 7)
 SAMPLES = [{"input_ids": [i] * n, "tokens": n} for i, n in enumerate(LENGTHS)]
@@ -200,7 +201,7 @@ def test_streams_refuse_what_needs_an_index():
             DCPDataLoader(iter(SAMPLES), masks.causal, **option)
 
 
-@settings(max_examples=60, deadline=None)
+@draws(60)
 @given(
     lengths=st.lists(st.integers(1, 20), min_size=1, max_size=40),
     budget=st.integers(20, 60),

@@ -44,6 +44,5 @@ def load_as(rank):
     return True
 
 
-@pytest.mark.xdist_group("processes")
 def test_ranks_that_would_plan_for_different_profiles_are_told():
     assert run_ranks(load_as, 2) == [True, True]

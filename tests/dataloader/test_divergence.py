@@ -15,8 +15,6 @@ from dyncp import DCPDataLoader, PlannerConfig, masks
 from dyncp.dataloader import BatchMismatch, PeerError
 from processes import run_ranks
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 LENGTHS = [40, 24, 33, 51, 18, 45, 29, 60]
 PLANNER = PlannerConfig("bisection", block_size=4)
 OPTIONS = {"tokens_per_batch": 64, "planner": PLANNER, "window": 1}

@@ -4,7 +4,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dyncp import AttentionShape, masks
@@ -15,6 +15,7 @@ from dyncp.dataloader.dataset import open_source
 from dyncp.dataloader.planning import sample_seconds
 from dyncp.dataloader.state import Position
 from dyncp.samplers import find_distribution
+from sizes import draws
 
 BUDGET = 32_768
 MODEL = MODELS["llama3_8b"]
@@ -52,7 +53,7 @@ def rounds(lengths, replicas, budget=BUDGET, **options):
     return list(zip(*own, strict=False))
 
 
-@settings(max_examples=100, deadline=None)
+@draws(100)
 @given(lengths=st.lists(st.integers(1, 30), max_size=9), room=st.integers(1, 60))
 def test_the_best_subset_is_that_of_all_subsets(lengths, room):
     chosen = best_subset(lengths, room, room)

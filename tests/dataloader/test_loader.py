@@ -113,7 +113,6 @@ def load(rank):
     return plan.rank, plan.digest, data["input_ids"].shape[1], float(loss)
 
 
-@pytest.mark.xdist_group("processes")
 def test_ranks_get_their_own_parts_of_the_same_plan():
     results = run_ranks(load, 2)
     assert [rank for rank, _, _, _ in results] == [0, 1]

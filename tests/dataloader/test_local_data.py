@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dyncp import Batch, PlannerConfig, Topology, local_data, masks, plan_batch
 from dyncp.dataloader import NO_TARGET, count_targets
 from dyncp.plan import Layout
+from sizes import draws
 
 
 def make(samples, mask=masks.causal, num_ranks=3, **options):
@@ -101,7 +102,7 @@ def test_padding_rows_have_no_target():
             assert (part[name][0, rank.local_tokens :] == NO_TARGET).all()
 
 
-@settings(max_examples=40, deadline=None)
+@draws(40)
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=4), num_ranks=st.integers(1, 5))
 def test_targets_of_all_ranks_add_up_to_the_number_of_items(lengths, num_ranks):
     samples = [{"input_ids": list(range(n))} for n in lengths]

@@ -1,6 +1,5 @@
 """Gradients and losses of many ranks; loaders and executors that were made too early."""
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -14,8 +13,6 @@ from dyncp import (
     undo_gradient_average,
 )
 from processes import free_port, run_ranks
-
-pytestmark = pytest.mark.xdist_group("processes")
 
 SAMPLES = [{"input_ids": list(range(20))}]
 

@@ -12,8 +12,6 @@ from dyncp import DCPDataLoader, PlannerConfig, masks
 from dyncp.dataloader import LoaderConfig, SampleError
 from processes import is_gone, wait_until
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 BATCHES = 8
 LARGE = 16_384  # tokens of a batch from which on the other planning processes start
 LENGTHS = [planner_faults.UNLUCKY] + [LARGE + 100 * i for i in range(BATCHES)]

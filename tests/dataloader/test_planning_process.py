@@ -29,8 +29,6 @@ from dyncp.plan import decode_part
 from dyncp.planner.process import PlanFailed, PlanProcess
 from processes import is_gone, stop, wait_until
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 BATCH = Batch.of([masks.causal(40), masks.sliding_window(9, window=2)])
 UNLUCKY = Batch.of([masks.causal(planner_faults.UNLUCKY)])
 ARGS = (Topology(1, 2), AttentionShape(4, 2, 8), PlannerConfig())

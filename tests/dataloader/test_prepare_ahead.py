@@ -69,7 +69,6 @@ def _train(rank):
     return threads, len(ahead), same
 
 
-@pytest.mark.xdist_group("processes")
 def test_prepare_finds_its_plan_lowered_on_processes():
     assert run_ranks(_train, 2) == [({"dyncp-deliver"}, 4, True)] * 2
 

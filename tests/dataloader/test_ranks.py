@@ -24,8 +24,6 @@ from dyncp import (
 from dyncp.dataloader.ranks import SharedStore
 from processes import run_ranks, stop
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 LENGTHS = [5, 19, 3, 12, 1, 7, 20, 13, 2, 9, 11, 4]
 SAMPLES = [{"input_ids": [i] * n, "sample": [i] * n} for i, n in enumerate(LENGTHS)]
 OPTIONS = {

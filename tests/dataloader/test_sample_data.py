@@ -73,7 +73,6 @@ def evaluate(rank):
     return found
 
 
-@pytest.mark.xdist_group("processes")
 def test_fillers_are_nobodys_samples():
     rounds = [step for result in run_ranks(evaluate, 4) for step in result]
     tokens = [i for ids, _ in rounds for i in ids if i >= 0]

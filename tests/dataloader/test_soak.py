@@ -7,10 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-pytestmark = pytest.mark.xdist_group("processes")
-
 ROOT = Path(__file__).parents[2]
 WORDS = ("--ranks", "2", "--batches", "20", "--samples", "120", "--every", "10", "--json")
 

@@ -16,8 +16,6 @@ from torch.utils.data import Dataset
 from dyncp import DCPDataLoader, masks
 from dyncp.dataloader import SampleError
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 LENGTHS = [5, 9, 3, 12, 1, 7] * 3
 
 

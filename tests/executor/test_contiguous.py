@@ -140,7 +140,6 @@ def train_on_rank(rank):
     return found
 
 
-@pytest.mark.xdist_group("processes")
 def test_layers_with_state_are_exact_on_processes_with_accumulation_and_checkpoints():
     of_ranks = run_ranks(train_on_rank, RANKS)
     for (name, *_), (found, *_) in zip(CASES, of_ranks[0], strict=True):

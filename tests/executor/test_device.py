@@ -39,7 +39,6 @@ def _with_a_gpu(rank: int) -> dict[str, str]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.xdist_group("processes")
 def test_processes_that_talk_over_nccl_run_on_the_gpu():
     (found,) = run_ranks(_with_a_gpu, 1)
     assert all("device is 'cuda'" in found.pop(kind) for kind in ("nccl", "group"))

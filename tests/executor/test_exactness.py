@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import Case, Tensors, assert_equal, cases, run_dense, run_virtual
@@ -19,13 +19,13 @@ from dyncp import (
 from dyncp.kernels import CpuKernel, ReferenceKernel
 from dyncp.plan import Direction, Payload
 from paced import plan_paced
+from sizes import draws
 
 KERNELS = st.sampled_from([CpuKernel(), ReferenceKernel(4), ReferenceKernel()])
 DYNAMIC = ("random", "bisection", "owner_computes", "uncut")
-SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=SLOW)
+@draws(250)
 @given(case=cases(), kernel=KERNELS)
 def test_outputs_and_gradients_equal_dense_fp64_attention(case, kernel):
     tensors = Tensors.draw(case)
@@ -35,7 +35,7 @@ def test_outputs_and_gradients_equal_dense_fp64_attention(case, kernel):
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@settings(max_examples=40, deadline=None, suppress_health_check=SLOW)
+@draws(40)
 @given(data=st.data(), kernel=KERNELS)
 def test_blocks_passed_on_and_sums_at_node_borders_leave_results_exact(ranks, data, kernel):
     case = data.draw(cases(topology=Topology(2, ranks), solvers=DYNAMIC))
@@ -67,7 +67,7 @@ def test_a_scattered_sequence_on_two_nodes_is_exact_with_many_relays(ranks):
     assert_equal(given_results, run_dense(case, "default", tensors, torch.float64), 1e-12)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
+@draws(60)
 @given(case=cases(dtype="fp32"), kernel=KERNELS)
 def test_fp32_results_are_as_close_to_fp64_as_fp32_can_be(case, kernel):
     tensors = Tensors.draw(case)

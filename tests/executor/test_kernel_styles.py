@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import Case, Tensors, assert_equal, cases, largest_terms, run_dense, run_virtual
@@ -22,13 +22,13 @@ from dyncp.plan import Direction
 from interpreted import needs_interpreter
 from kernel_styles import CollectingReference, RoundingKernel
 from paced import plan_paced
+from sizes import draws
 
-SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 STYLES = st.sampled_from([RoundingKernel(), CollectingReference()])
 ALIGNED = (64, 128)  # collected sums need slots with this alignment
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=SLOW)
+@draws(80)
 @given(case=cases(dtype="fp32", alignments=ALIGNED), kernel=STYLES)
 def test_kernels_that_round_or_collect_are_as_exact_as_others(case, kernel):
     tensors = Tensors.draw(case)
@@ -37,7 +37,7 @@ def test_kernels_that_round_or_collect_are_as_exact_as_others(case, kernel):
     assert_equal(run_virtual(case, "default", tensors, kernel=kernel), expected, 1e-5, terms)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=SLOW)
+@draws(25)
 @given(
     case=cases(dtype="fp32", topology=Topology(2, 2), solvers=("random",), alignments=ALIGNED),
     kernel=STYLES,
@@ -83,7 +83,7 @@ def test_triton_row_operations_in_whole_plans(solver, dtype):
     assert_equal(results, expected, 1e-5 if dtype == "fp32" else 3e-2)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
+@draws(60)
 @given(case=cases())
 def test_states_follow_one_another_and_say_what_is_touched(case):
     """A row's state before a call is its state after the previous contribution."""

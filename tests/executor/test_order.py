@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import Tensors, assert_equal, cases, largest_terms, run_dense, run_virtual
@@ -27,8 +27,8 @@ from dyncp.executor.order import (
 from dyncp.kernels import ReferenceKernel
 from dyncp.plan import Direction, Op
 from kernel_styles import CollectingReference, RoundingKernel
+from sizes import draws
 
-SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 L, W, C = Op.LAUNCH, Op.WAIT, Op.COMPUTE
 
 
@@ -71,7 +71,7 @@ def check(instructions, ready, row_work):
             marked.add(item.time)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
+@draws(60)
 @given(case=cases(topology=Topology(2, 2), solvers=("random", "owner_computes", "zigzag")))
 def test_few_segments_give_the_device_the_same_work_in_the_same_order(case):
     for part in case.plan.parts:
@@ -123,11 +123,7 @@ def in_graph_order(monkeypatch):
     monkeypatch.setattr(Graphs, "replays", lambda *_, **__: False)
 
 
-@settings(
-    max_examples=60,
-    deadline=None,
-    suppress_health_check=[*SLOW, HealthCheck.function_scoped_fixture],
-)
+@draws(60)
 @given(
     case=cases(
         dtype="fp32",
@@ -165,11 +161,7 @@ def in_order_of_streams(segment, frame, choose):
     [max, lambda ready: ready[0], lambda ready: ready[-1]],
     ids=["latest", "kernels first", "sums first"],
 )
-@settings(
-    max_examples=40,
-    deadline=None,
-    suppress_health_check=[*SLOW, HealthCheck.function_scoped_fixture],
-)
+@draws(40)
 @given(
     case=cases(
         dtype="fp32",

@@ -23,8 +23,6 @@ from dyncp import (
 )
 from processes import run_ranks
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 BATCH = Batch.of(
     [{"default": masks.causal(40), "local": masks.sliding_window(40, window=9)} for _ in range(2)]
 )

@@ -24,8 +24,6 @@ from dyncp import (
 from dyncp.plan import batch_order
 from processes import run_ranks
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 LENGTHS = [(33, 5, 1, 40), (70,), (3, 2, 1), (17, 29, 8, 8, 1)]
 MASKS = [masks.causal, masks.lambda_shaped(sinks=2, window=9), masks.shared_question, masks.full]
 SOLVERS = ["random", "zigzag", "owner_computes"]

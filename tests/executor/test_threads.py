@@ -86,7 +86,6 @@ def _calls_of_two_threads(rank: int) -> list[str]:
     return said
 
 
-@pytest.mark.xdist_group("processes")
 def test_processes_refuse_a_second_thread_while_a_call_is_under_way():
     for said in run_ranks(_calls_of_two_threads, 2):
         assert len(said) == 1

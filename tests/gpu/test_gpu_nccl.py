@@ -18,7 +18,6 @@ from dyncp import (
 from processes import run_ranks
 
 RANKS, CALLS = 4, 4  # launched, captured, and replayed twice
-pytestmark = pytest.mark.xdist_group("processes")
 
 
 def planned(mask: str, solver: str):

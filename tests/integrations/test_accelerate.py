@@ -16,7 +16,6 @@ from dyncp.integrations.accelerate import AcceleratorMixin  # noqa: E402
 from dyncp.integrations.transformers import attach  # noqa: E402
 from processes import free_port, run_ranks  # noqa: E402
 
-pytestmark = pytest.mark.xdist_group("processes")
 STEPS, ACCUMULATION, NORM = 4, 2, 0.4
 OPTIONS = {"tokens_per_batch": 400, "planner": PlannerConfig(block_size=16), "look_ahead": 2}
 

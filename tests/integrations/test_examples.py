@@ -1,9 +1,9 @@
 """The examples run, and give the same numbers on any number of ranks."""
 
+import logging
 import math
 import re
 import runpy
-import subprocess
 import sys
 from functools import partial
 from importlib import import_module
@@ -19,38 +19,52 @@ pytest.importorskip("transformers")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def numbers_of(name, num_ranks, words=(), wanted="loss"):
-    result = run_under_torchrun(list(words), num_ranks, script=str(EXAMPLES / name))
+def numbers_of(name, num_ranks, *wanted):
+    """The numbers after each of the words `wanted` in the output of an example."""
+    result = run_under_torchrun([], num_ranks, script=str(EXAMPLES / name))
     assert result.returncode == 0, result.stderr[-2000:]
-    return [float(x) for x in re.findall(rf"{wanted} +(-?[0-9.e+-]+)", result.stdout)]
+    found = [re.findall(rf"{word} +(-?[0-9.e+-]+)", result.stdout) for word in wanted]
+    return [list(map(float, numbers)) for numbers in found]
 
 
-@pytest.mark.xdist_group("processes")
 def test_policy_gradients_are_those_of_one_process():
-    one, three = (numbers_of("policy_gradient.py", ranks) for ranks in (1, 3))
-    assert len(one) == 4
-    assert three == pytest.approx(one, rel=1e-5)
-    penalties = [numbers_of("policy_gradient.py", ranks, wanted="penalty") for ranks in (1, 2)]
-    assert penalties[1] == pytest.approx(penalties[0], rel=1e-3)
-    assert penalties[0][-1] > 0
+    one, three = (numbers_of("policy_gradient.py", n, "loss", "penalty") for n in (1, 3))
+    (losses, penalties), (found_losses, found_penalties) = one, three
+    assert len(losses) == 4
+    assert found_losses == pytest.approx(losses, rel=1e-5)
+    assert found_penalties == pytest.approx(penalties, rel=1e-3)
+    assert penalties[-1] > 0
+
+
+@pytest.fixture
+def demo_starts_ranks(monkeypatch):
+    """The demo's ranks, started by torchrun in a full run."""
+    demo = import_module("examples.demo")
+    level, logger = logging.getLogger("dyncp").level, logging.getLogger("dyncp")
+
+    def launch(words, num_ranks):
+        script, *rest = words
+        done = run_under_torchrun(rest, num_ranks, script=script, timeout=280)
+        print(done.stdout, done.stderr)
+        return done.returncode
+
+    monkeypatch.setattr(demo, "launch", launch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as the demo does
+    yield demo
+    logger.setLevel(level)
 
 
 @pytest.mark.timeout(900)  # three starts of up to 4 processes each
-@pytest.mark.xdist_group("processes")
-def test_the_demo_finds_a_llama_equal_on_any_ranks_and_after_resuming():
+def test_the_demo_finds_a_llama_equal_on_any_ranks_and_after_resuming(
+    demo_starts_ranks, monkeypatch, capsys
+):
     """Reads the table that the demo prints. The resumed run continues at step 3 on 2 ranks."""
     size = ["--steps", "4", "--max-length", "500", "--tokens-per-batch", "1200"]
-    run = subprocess.run(
-        [sys.executable, "-m", "examples.demo", *size],
-        cwd=EXAMPLES.parent,
-        capture_output=True,
-        text=True,
-        timeout=850,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert "Losses and gradient norms agree" in run.stdout
-    header, *rows = run.stdout.split("4 ranks\n")[-1].splitlines()
+    monkeypatch.setattr(sys, "argv", ["demo", *size])
+    code, printed = demo_starts_ranks.main(), capsys.readouterr().out
+    assert code == 0, printed
+    assert "Losses and gradient norms agree" in printed
+    header, *rows = printed.split("4 ranks\n")[-1].splitlines()
     assert header.split()[:6] == ["step", "docs", "pieces", "plain", "1", "rank"]
     found = [
         [float(x.replace(",", "")) for x in row.replace(" - ", " nan ").split()] for row in rows[:4]
@@ -78,19 +92,16 @@ def test_the_demo_notices_different_numbers(fault, agrees):
     assert (worst <= demo.TOLERANCE) is agrees
 
 
-def test_the_script_to_copy_is_short_and_says_how_to_start_it():
+def test_the_script_to_copy_is_short_and_says_how_to_start_it(monkeypatch):
     script = EXAMPLES / "train_llama.py"
     assert len(script.read_text().splitlines()) < 200
-    run = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=280, check=False
-    )
-    assert run.returncode == 1
-    assert run.stderr.endswith("start it with torchrun --nproc-per-node N\n")
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    with pytest.raises(SystemExit, match="start it with torchrun --nproc-per-node N$"):
+        runpy.run_path(str(script), run_name="__main__")
 
 
-@pytest.mark.xdist_group("processes")
 def test_a_hybrid_model_trains_as_in_one_process():
-    ranks = numbers_of("hybrid_model.py", 4)
+    (ranks,) = numbers_of("hybrid_model.py", 4, "loss")
     assert len(ranks) == 4
     assert ranks == pytest.approx(hybrid_losses(), rel=1e-5)
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from processes import free_port
 
 DOCS = Path(__file__).parents[2] / "docs"
-pytestmark = pytest.mark.xdist_group("processes")
 
 
 @pytest.fixture(scope="module", autouse=True)

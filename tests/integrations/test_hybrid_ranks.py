@@ -11,7 +11,6 @@ from test_transformers_ranks import RANKS, SMALL, alone, check, losses_and_weigh
 from dyncp import DCPExecutor
 from processes import run_ranks
 
-pytestmark = pytest.mark.xdist_group("processes")
 HYBRID = ("lfm2", "qwen3_next")
 
 

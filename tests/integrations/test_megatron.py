@@ -35,8 +35,6 @@ from framework_cases import DOCUMENTS, SAMPLES, documents_of, most_owners, optim
 from megatron_cases import DenseAttention, config_of, layer_spec, tiny_gpt
 from processes import free_port, run_ranks
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 # The number of ranks of a plan, and of tensor parallelism.
 MESHES = {"cp 4": (4, 1), "cp 2 x tp 2": (2, 2)}
 

@@ -24,8 +24,6 @@ from dyncp.integrations.transformers import attach
 from dyncp.integrations.transformers.trainer import TrainerMixin
 from processes import run_ranks
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 CASES = {
     "shards and tensors": ((1, 1, 2, 2), "fsdp"),
     "replicas": ((2, 1, 2, 1), "fsdp"),

@@ -49,8 +49,6 @@ from framework_cases import (
 from processes import run_ranks
 from titan_cases import built, tiny_llama, whole_loss
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 BACKEND = "partial_dtensor"  # torchtitan's default, spmd_types, needs a later torch for FSDP
 # The number of ranks of a plan, and of tensor parallelism; the remaining factor is replicas.
 MESHES = {"dp 2 x cp 2": (2, 1), "cp 2 x tp 2": (2, 2)}

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 from dyncp import sum_over_ranks
 from processes import run_ranks
 
-pytestmark = pytest.mark.xdist_group("processes")
 PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
 SENTENCE = "the quick brown fox jumps over the lazy dog "
 

@@ -23,7 +23,6 @@ from dyncp.integrations.transformers import attach
 from hf_cases import plain_model, planned, whole_loss
 from processes import run_ranks
 
-pytestmark = pytest.mark.xdist_group("processes")
 RANKS, BATCHES = 4, (0, 1, 2)
 SMALL = (3, 0, 3)  # the first and the last have two documents, which stay whole
 

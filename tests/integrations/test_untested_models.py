@@ -247,7 +247,6 @@ def _forgetful(rank):
     return said
 
 
-@pytest.mark.xdist_group("processes")
 def test_a_forgotten_attach_is_noticed_after_a_few_steps():
     for without, after in run_ranks(_forgetful, 2):
         assert "16 steps in a row were prepared and dropped, and attention was called" in without

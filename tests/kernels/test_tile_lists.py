@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kernel_cases import draw_call
 
@@ -21,6 +21,7 @@ from dyncp.kernels.tile_lists import (
     transpose_ranges,
 )
 from dyncp.plan import Direction
+from sizes import draws
 from strategies import masks_of
 
 SHAPE = AttentionShape(2, 1, 16)
@@ -110,7 +111,7 @@ def test_transposed_ranges_allow_the_same_pairs_of_partial_tiles(seed):
     assert_transposed(map_kernel_tiles(case.call))
 
 
-@settings(max_examples=30, deadline=None)
+@draws(30)
 @given(planned_calls())
 def test_transposed_ranges_of_plans_allow_the_same_pairs_of_partial_tiles(calls):
     for call in calls:

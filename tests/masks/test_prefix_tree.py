@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dyncp import masks
@@ -29,7 +29,6 @@ def tokens_of(path, lengths):
     return np.concatenate([np.arange(ends[node] - lengths[node], ends[node]) for node in path])
 
 
-@settings(deadline=None)
 @given(trees())
 def test_every_path_is_causal_and_sees_nothing_else(tree):
     parents, lengths = tree
@@ -44,7 +43,6 @@ def test_every_path_is_causal_and_sees_nothing_else(tree):
     assert np.array_equal(mask.resolved_positions(), positions)
 
 
-@settings(deadline=None)
 @given(trees(), st.sampled_from(["token", "leaf"]))
 def test_every_token_but_the_first_is_predicted_once_by_the_one_before(tree, weights):
     parents, lengths = tree

@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dyncp import masks
+from sizes import draws
 
 
 def by_definition(mask, window=None, chunk=None):
@@ -28,7 +29,7 @@ BASES = {
 
 
 @pytest.mark.parametrize("base", BASES)
-@settings(max_examples=30, deadline=None)
+@draws(30)
 @given(
     length=st.integers(1, 40), size=st.integers(1, 12), kind=st.sampled_from(["window", "chunk"])
 )

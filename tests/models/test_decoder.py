@@ -80,7 +80,6 @@ def gradients_of_rank(rank):
     return data["input_ids"].numel(), sum_over_ranks(loss.detach()).item(), gradients
 
 
-@pytest.mark.xdist_group("processes")
 def test_gradients_are_summed_with_those_of_a_process_without_tokens():
     (some, loss, gradients), (none, other_loss, other_gradients) = run_ranks(gradients_of_rank, 2)
     assert sorted([some, none]) == [0, 2]

@@ -8,8 +8,6 @@ import torch
 
 from processes import run_ranks
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dyncp import AttentionShape, Batch, Topology, masks
@@ -23,11 +23,11 @@ from dyncp.placement.cuts import SplitStrategy
 from dyncp.placement.problem import diagonal, find_cells, make_problem
 from dyncp.placement.refine import make_state, refine, start_from
 from dyncp.placement.split import halve, split_cells
+from sizes import draws
 from strategies import masks_of
 
 SHAPE = AttentionShape(8, 2, 128)
 LIMITS = Limits(0.1, 0.2)
-SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 # Long-tailed batches: lognormal lengths.
 LONG_TAILED = [
     np.random.default_rng(seed).lognormal(np.log(3000), 1.3, 24).clip(256, 40000).astype(int)
@@ -51,7 +51,7 @@ def place(graph: BlockGraph, topology: Topology, limits: Limits | None = None) -
     return placement
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
+@draws(60)
 @given(
     data=st.data(),
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=5),
@@ -150,7 +150,7 @@ def forward_bytes(graph: BlockGraph, placement: Placement) -> int:
     return minimal_bytes(graph, placement, "default", Direction.FORWARD)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=SLOW)
+@draws(12)
 @given(
     data=st.data(),
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4),

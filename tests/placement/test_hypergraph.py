@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import Case, Tensors, assert_equal, run_dense, run_virtual
@@ -36,6 +36,7 @@ from dyncp.placement.hypergraph import (
 )
 from dyncp.placement.problem import find_cells, make_problem
 from dyncp.verify import check_plan
+from sizes import draws
 from strategies import masks_of
 
 SHAPE = AttentionShape(8, 2, 128)
@@ -115,11 +116,7 @@ def test_without_the_package_the_solver_is_found_and_says_what_to_install(monkey
 
 
 @installed
-@settings(
-    max_examples=15,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+@draws(15)
 @given(
     data=st.data(),
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=5),
@@ -137,7 +134,7 @@ def test_any_batch_gets_a_total_map_that_depends_on_its_arguments_only(
 
 
 @installed
-@settings(max_examples=20, deadline=None)
+@draws(20)
 @given(
     seed=st.integers(0, 999),
     sequences=st.integers(1, 12),

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from dyncp import AttentionShape, Batch, Topology, masks
@@ -19,6 +19,7 @@ from dyncp.placement import (
     measure_balance,
 )
 from dyncp.topology import Link
+from sizes import draws
 
 SHAPE = AttentionShape(4, 2, 64)
 MASKS = {
@@ -125,7 +126,7 @@ def placed_batches(draw):
     return graph, topology, Placement(ranks, block_rank, tile_rank, "drawn", static=False)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@draws(60, suppress_health_check=list(HealthCheck))
 @given(placed_batches(), st.sampled_from([0.0, 1e-6]))
 def test_the_estimated_step_gets_shorter(batch, token_seconds):
     graph, topology, placement = batch
@@ -138,7 +139,7 @@ def test_the_estimated_step_gets_shorter(batch, token_seconds):
         assert after < before
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@draws(30, suppress_health_check=list(HealthCheck))
 @given(placed_batches(), st.floats(0, 1), st.floats(0, 1))
 def test_limits_that_are_kept_stay_so(batch, compute, tokens):
     graph, topology, placement = batch

@@ -3,10 +3,11 @@
 from itertools import product
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dyncp.placement.problem import MAX_SWAPS, level_all, level_pieces
+from sizes import draws
 
 
 def fullest(load, caps, bins) -> float:
@@ -20,7 +21,7 @@ def used_of(load, place, bins):
     return np.stack([np.bincount(place, column, bins) for column in load.T], axis=1)
 
 
-@settings(max_examples=60, deadline=None)
+@draws(60)
 @given(tokens=st.lists(st.integers(1, 50), min_size=1, max_size=7), bins=st.integers(1, 3))
 def test_sequences_meet_caps_that_the_best_assignment_meets_with_a_fifth_to_spare(tokens, bins):
     """Work grows with the square of tokens, as under causal masks."""
@@ -44,7 +45,7 @@ def test_with_a_twentieth_to_spare_nearly_all_pieces_of_any_shape_meet_their_cap
     assert missed <= 9
 
 
-@settings(max_examples=150, deadline=None)
+@draws(150)
 @given(
     seed=st.integers(0, 999),
     pieces=st.integers(1, 150),

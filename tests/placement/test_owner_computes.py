@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from dyncp import AttentionShape, Batch, PlannerConfig, Topology, masks, plan_batch
@@ -19,10 +19,10 @@ from dyncp.placement import (
     minimal_bytes,
     owner_computes,
 )
+from sizes import draws
 from strategies import named_masks_of
 
 SHAPE, LIMITS = AttentionShape(8, 2, 128), Limits(0.1, 0.2)
-SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 MASKS = {
     "causal": masks.causal,
     "full": masks.full,
@@ -56,7 +56,7 @@ def crossing_tokens(graph: BlockGraph, placement: Placement, topology: Topology)
     return total
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
+@draws(60)
 @given(
     data=st.data(),
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=5),
@@ -105,7 +105,7 @@ def test_a_fresh_process_places_alike():
     assert len(set(placement.block_rank.tolist())) == 6
 
 
-@settings(max_examples=60, deadline=None)
+@draws(60)
 @given(
     seed=st.integers(0, 2**32 - 1),
     sequences=st.integers(2, 24),
@@ -184,7 +184,7 @@ def test_heavy_rows_are_computed_by_the_owners_of_their_keys(mask):
 MISSED = ([384, 1024], 2, 4, "full")
 
 
-@settings(max_examples=20, deadline=None)
+@draws(20)
 @given(
     lengths=st.lists(st.sampled_from([256, 384, 512, 1024]), min_size=1, max_size=3).map(sorted),
     nodes=st.integers(2, 4),

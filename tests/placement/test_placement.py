@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dyncp import AttentionShape, Batch, Topology, masks
@@ -15,6 +15,7 @@ from dyncp.placement import (
     measure_balance,
     minimal_bytes,
 )
+from sizes import draws
 from strategies import ALWAYS_THERE
 
 SHAPE = AttentionShape(8, 2, 16)
@@ -32,7 +33,7 @@ def max_over_mean(graph: BlockGraph, placement: Placement) -> tuple[float, float
     return balance.compute_max_over_mean, balance.tokens_max_over_mean
 
 
-@settings(max_examples=60, deadline=None)
+@draws(60)
 @given(
     solver=st.sampled_from(ALWAYS_THERE),
     lengths=st.lists(st.integers(1, 300), min_size=1, max_size=8),

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dyncp import AttentionShape, Batch, Topology, masks
@@ -28,6 +28,7 @@ from dyncp.placement.static_layouts import (
     sequence_load,
     snake_ranks,
 )
+from sizes import draws
 
 SHAPE = AttentionShape(8, 4, 16)
 
@@ -47,7 +48,7 @@ def max_over_mean(graph: BlockGraph, placement: Placement) -> tuple[float, float
     return balance.compute_max_over_mean, balance.tokens_max_over_mean
 
 
-@settings(max_examples=60, deadline=None)
+@draws(60)
 @given(
     data=st.data(),
     lengths=st.lists(st.integers(1, 300), min_size=1, max_size=8),
@@ -141,7 +142,7 @@ def test_equal_sequences_are_dealt_equally_and_a_long_one_stays_alone():
     assert group[1:] == [1 - group[0]] * 3
 
 
-@settings(max_examples=40, deadline=None)
+@draws(40)
 @given(lengths=st.lists(st.integers(1, 200), min_size=1, max_size=20), groups=st.integers(1, 6))
 def test_no_group_exceeds_the_mean_by_more_than_its_last_sequence(lengths, groups):
     graph, _ = place(with_degree("zigzag"), lengths, Topology(1, groups))
@@ -166,7 +167,7 @@ def test_magi_gives_every_rank_equally_many_chunks(lengths):
     assert np.bincount(placement.block_rank).tolist() == [8] * ranks
 
 
-@settings(max_examples=60, deadline=None)
+@draws(60)
 @given(work=st.lists(st.integers(0, 50), min_size=1, max_size=40), ranks=st.integers(1, 6))
 def test_heap_and_snake_deal_equal_numbers(work, ranks):
     chunks = np.asarray(work * ranks, np.int64)
@@ -188,7 +189,7 @@ def test_ptrr_balances_the_rows_of_a_causal_mask():
     assert tokens == 1.0
 
 
-@settings(max_examples=60, deadline=None)
+@draws(60)
 @given(
     lengths=st.lists(st.integers(1, 400), min_size=1, max_size=10),
     ranks=st.integers(1, 9),

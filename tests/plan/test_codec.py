@@ -5,13 +5,12 @@ import struct
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 from cases import cases
 from dyncp import AttentionShape, Batch, Plan, PlannerConfig, Topology, masks, plan_batch
 from dyncp.plan import PlanDecodeError, decode_part, encode_part
-
-SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
+from sizes import draws
 
 
 def small_plan() -> Plan:
@@ -26,7 +25,7 @@ def small_plan() -> Plan:
     return plan_batch(batch, Topology(1, 3), shape, config)
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=SLOW)
+@draws(50)
 @given(case=cases())
 def test_a_decoded_plan_equals_the_encoded_one(case):
     data = case.plan.encode()

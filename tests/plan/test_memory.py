@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 from cases import Case, Tensors, cases
 from dyncp import (
@@ -21,8 +21,8 @@ from dyncp.kernels import Kernel, ReferenceKernel
 from dyncp.plan import KernelStyle, Layout
 from dyncp.plan.buffers import GRAPH_BYTES
 from kernel_styles import CollectingReference, RoundingKernel
+from sizes import draws
 
-SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 LAUNCH_AND_WAIT = 2
 KERNELS = [ReferenceKernel(), RoundingKernel(), CollectingReference()]
 
@@ -42,7 +42,7 @@ def taken(case: Case, name: str, kernel: Kernel) -> list[int]:
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@settings(max_examples=25, deadline=None, suppress_health_check=SLOW)
+@draws(25)
 @given(case=cases())
 def test_the_estimate_is_what_the_executor_takes(dtype, kernel, case):
     shape = AttentionShape(case.shape.q_heads, case.shape.kv_heads, case.shape.head_dim, dtype)
@@ -59,7 +59,7 @@ def test_the_estimate_is_what_the_executor_takes(dtype, kernel, case):
         assert largest[1] <= memory.backward.sum()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=SLOW)
+@draws(40)
 @given(case=cases(num_ranks=1))
 def test_one_rank_takes_only_the_row_sums_and_log_sum_exps_of_backward(case):
     forward, backward = taken(case, "default", ReferenceKernel())

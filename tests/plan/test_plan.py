@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import cases
@@ -23,12 +23,11 @@ from dyncp.plan import Layout, Op, Payload
 from dyncp.plan.slots import place_slots
 from dyncp.verify import verify_plan
 from paced import plan_paced
+from sizes import draws
 from strategies import masks_of
 
-SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
-
-@settings(max_examples=100, deadline=None)
+@draws(100)
 @given(data=st.data(), length=st.integers(1, 60), size=st.integers(1, 70))
 def test_row_runs_expand_to_the_masks_ranges(data, length, size):
     chosen = [data.draw(masks_of(n)) for n in (length, 7)]
@@ -54,7 +53,7 @@ def test_builtin_masks_take_a_few_runs_per_block():
         assert len(plan.parts[0].masks["default"].rows) <= most
 
 
-@settings(max_examples=200, deadline=None)
+@draws(200)
 @given(
     spans=st.lists(
         st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(1, 5)), max_size=25
@@ -97,7 +96,7 @@ def test_parts_are_read_only_and_share_the_block_table():
         assert not any(array.flags.writeable for array in arrays)
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=SLOW)
+@draws(50)
 @given(case=cases())
 def test_samples_come_back_from_the_rows_of_all_ranks(case):
     plan = case.plan

@@ -5,7 +5,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 from cases import Case, cases
 from dyncp import Batch, Plan, PlannerConfig, Topology, masks, plan_batch
@@ -13,8 +13,7 @@ from dyncp.plan import PlanDecodeError, load_plan, save_plan
 from dyncp.plan.codec import FILE_HEAD as HEAD
 from dyncp.plan.codec import FILE_MAGIC, VERSION, decode_plan_file, encode_plan_file
 from dyncp.verify import verify_plan
-
-SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
+from sizes import draws
 
 
 def small() -> tuple[Plan, Batch]:
@@ -37,7 +36,7 @@ def reseal(data: bytes) -> bytes:
     return HEAD.pack(FILE_MAGIC, VERSION, hashlib.blake2b(body, digest_size=16).digest()) + body
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
+@draws(60)
 @given(case=cases())
 def test_plan_and_batch_come_back(case: Case):
     encoded, batch = decode_plan_file(encode_plan_file(case.plan.encode(), case.batch))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dyncp import AttentionShape, Batch, PlannerConfig, masks, plan_batch
@@ -25,6 +25,7 @@ from dyncp.planner.search import Search
 from dyncp.samplers import sample_lengths
 from dyncp.topology import Link, Topology, preset
 from dyncp.verify import check_plan
+from sizes import draws
 
 SHAPE = AttentionShape(8, 2, 128)
 COST = CostModel(find_profile("p4de"), SHAPE)
@@ -100,7 +101,7 @@ def test_forward_only_plans_compare_forward_alone():
     assert all(seconds <= other * (1 + 1e-12) for other in static_times(task).values())
 
 
-@settings(max_examples=25, deadline=None)
+@draws(25)
 @given(
     lengths=st.lists(st.integers(1, 6000), min_size=1, max_size=8),
     mask=st.sampled_from([*MASKS, "causal+lambda_shaped"]),

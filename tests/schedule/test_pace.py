@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dyncp import AttentionShape, Batch, Topology, masks
@@ -15,11 +15,12 @@ from dyncp.schedule import Pace, build_schedule
 from dyncp.schedule.pace import SAFETY, Load, fill, share_phases
 from dyncp.schedule.routes import Work
 from dyncp.topology import preset
+from sizes import draws
 
 SECONDS = st.just(0.0) | st.floats(1e-6, 1.0)
 
 
-@settings(max_examples=300, deadline=None)
+@draws(300)
 @given(
     load=st.builds(Load, *[SECONDS] * 6),
     divisions=st.integers(2, 9),
@@ -65,7 +66,7 @@ def fillings(draw):
     return division, slow, work, arrivals, results, rng.permutation(tiles)
 
 
-@settings(max_examples=300, deadline=None)
+@draws(300)
 @given(case=fillings())
 def test_fillers_run_after_their_inputs_and_slow_tiles_stay(case):
     division, slow, work, arrivals, results, turn = case

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dyncp import AttentionShape, Batch, Topology, masks
@@ -11,9 +11,9 @@ from dyncp.blocks import BlockGraph, Direction, Payload, build_graph
 from dyncp.placement import SOLVERS, Limits, Placement, minimal_bytes
 from dyncp.schedule import Schedule, build_schedule
 from paced import FAST_LINKS, SLOW_LINKS, pace_of
+from sizes import draws
 from strategies import masks_of
 
-SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 SHAPE = AttentionShape(4, 2, 8)
 OF_KEYS = (Payload.KV, Payload.DKV)
 RESULTS = (Payload.OUT, Payload.DQ, Payload.DKV)
@@ -124,7 +124,7 @@ def moves(draw) -> Moved:
     )
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=SLOW)
+@draws(80)
 @given(made=moves())
 def test_schedules_keep_their_promises(made):
     graph, schedule = made.graph, made.schedule
@@ -144,7 +144,7 @@ def test_schedules_keep_their_promises(made):
     assert len({t.phase for t in over_borders}) < made.divisions
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=SLOW)
+@draws(80)
 @given(made=moves())
 def test_inputs_come_once_before_the_tiles_that_need_them(made):
     uses = {}
@@ -165,7 +165,7 @@ def test_inputs_come_once_before_the_tiles_that_need_them(made):
             assert (owner[block] == at) != ((at, side, group, block) in uses)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=SLOW)
+@draws(80)
 @given(made=moves())
 def test_borders_are_crossed_once_per_block_and_node_and_users_pass_on(made):
     node, crossed = made.topology.node_of, set()
@@ -182,7 +182,7 @@ def test_borders_are_crossed_once_per_block_and_node_and_users_pass_on(made):
             assert made.divisions_of(relay, t.data), "the relay does not use it"
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=SLOW)
+@draws(80)
 @given(made=moves())
 def test_owners_send_at_the_start_and_relays_when_they_have_it(made):
     inputs = [t for t in made.transfers if not t.is_result]
@@ -202,7 +202,7 @@ def test_owners_send_at_the_start_and_relays_when_they_have_it(made):
         assert ordered == sorted(set(ordered))
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=SLOW)
+@draws(80)
 @given(made=moves())
 def test_results_leave_after_their_last_tile_and_sums_after_what_they_are_made_of(made):
     results = [t for t in made.transfers if t.is_result]

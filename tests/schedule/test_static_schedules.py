@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import Case, Tensors, assert_equal, run_dense, run_virtual
@@ -26,9 +26,9 @@ from dyncp.plan import Layout, Op, assemble_plan
 from dyncp.planner import plan_with
 from dyncp.schedule import Schedule, build_schedule
 from dyncp.verify import check_plan, verify_plan
+from sizes import draws
 from strategies import masks_of, named_masks_of
 
-SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 KV, DKV = Payload.KV, Payload.DKV
 
 
@@ -142,7 +142,7 @@ def test_bytes_equal_their_formulas(name, direction):
     assert moved.total == formula(moved.placement.solver, moved.graph, direction, 6)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=SLOW)
+@draws(40)
 @given(
     data=st.data(),
     name=st.sampled_from([n for n in FORMULAS if not n.startswith("ulysses")]),
@@ -289,7 +289,7 @@ def static_cases(draw) -> Case:
     return Case(batch, plan_with(solver, batch, topology, shape, config), shape, 0)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=SLOW)
+@draws(80)
 @given(case=static_cases(), kernel=st.sampled_from([CpuKernel(), ReferenceKernel(4)]))
 def test_every_method_is_verified_and_equals_dense_fp64_attention(case, kernel):
     check_plan(case.plan, case.batch)

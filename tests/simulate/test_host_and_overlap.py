@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from simulate_cases import Case, cases, make_case, run_by_hand, simple_topology
 
@@ -14,6 +14,7 @@ from dyncp.cost import CostModel, find_profile
 from dyncp.plan import Op
 from dyncp.simulate import AttentionTimes, simulate_schedule
 from dyncp.topology import Topology, preset
+from sizes import draws
 
 LAUNCH, WAIT, COMPUTE = Op.LAUNCH, Op.WAIT, Op.COMPUTE
 MESSAGE = [(0, 0, 1, 50.0)]  # 5 s on the ports of both ranks, and 1 s of latency
@@ -84,7 +85,7 @@ def run(case: Case, direction: Direction, **changes: float) -> AttentionTimes:
 
 
 @given(cases(), st.sampled_from(Direction))
-@settings(max_examples=40, deadline=None)
+@draws(40)
 def test_without_a_slowdown_computing_by_events_changes_nothing(
     case: Case, direction: Direction
 ) -> None:
@@ -94,7 +95,7 @@ def test_without_a_slowdown_computing_by_events_changes_nothing(
 
 
 @given(cases(), st.sampled_from(Direction))
-@settings(max_examples=40, deadline=None)
+@draws(40)
 def test_no_rank_computes_longer_than_the_slowdown_says(case: Case, direction: Direction) -> None:
     plain = run(case, direction, overlap_slowdown=1.0).rank_compute_seconds
     slow = run(case, direction, overlap_slowdown=1.5).rank_compute_seconds

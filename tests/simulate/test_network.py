@@ -5,12 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from simulate_cases import Message, exchange, run_by_hand, simple_topology
 
 from dyncp.plan import Op
 from dyncp.topology import Link, Topology
+from sizes import draws
 
 LAUNCH, WAIT, COMPUTE = Op.LAUNCH, Op.WAIT, Op.COMPUTE
 
@@ -92,7 +93,7 @@ def exchanges(draw: Any) -> tuple[int, int, list[Message]]:
 
 
 @given(exchanges(), st.sampled_from([1, 2, 4]), st.floats(0.1, 1.0))
-@settings(max_examples=60, deadline=None)
+@draws(60)
 def test_an_exchange_takes_longer_in_proportion_on_slower_links(
     case: tuple[int, int, list[Message]], nics: int, bandwidth: float
 ) -> None:
@@ -186,7 +187,7 @@ def test_a_sender_hears_of_its_receiver_behind_what_comes_from_there() -> None:
 
 
 @given(exchanges(), st.sampled_from([1, 2, 4]))
-@settings(max_examples=60, deadline=None)
+@draws(60)
 def test_ports_that_are_shared_carry_what_they_can(
     case: tuple[int, int, list[Message]], nics: int
 ) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from simulate_cases import Case, cases, make_case
 
@@ -25,6 +25,7 @@ from dyncp.simulate import (
     trace,
 )
 from dyncp.topology import Topology, preset
+from sizes import draws
 from strategies import ALWAYS_THERE
 
 LLAMA = MODELS["llama3_8b"]
@@ -50,7 +51,7 @@ def assert_same_flow(case: Case) -> None:
 
 
 @given(cases())
-@settings(max_examples=20, deadline=None)
+@draws(20)
 def test_they_do_with_edges_and_rows_and_nothing_gets_faster(case: Case) -> None:
     nothing = {"edge_forward": 1.0, "edge_backward": 1.0, "row_forward": 0.0, "row_backward": 0.0}
     plain_profile = replace(case.cost.profile, lanes=0, **nothing)
@@ -67,7 +68,7 @@ def test_they_do_with_edges_and_rows_and_nothing_gets_faster(case: Case) -> None
 
 
 @given(cases())
-@settings(max_examples=40, deadline=None)
+@draws(40)
 def test_a_schedule_and_its_plan_simulate_alike(case: Case) -> None:
     assert_same_flow(case)
     given_step = simulate_schedules(
@@ -84,7 +85,7 @@ def test_every_solver_simulates_alike_before_and_after_lowering(solver: str) -> 
 
 
 @given(cases(), st.sampled_from(Direction))
-@settings(max_examples=60, deadline=None)
+@draws(60)
 def test_no_plan_is_faster_than_its_busiest_rank_or_port(case: Case, direction: Direction) -> None:
     times = run(case, direction)
     port_seconds = times.ports["moved"] / times.ports["bandwidth"]
@@ -95,7 +96,7 @@ def test_no_plan_is_faster_than_its_busiest_rank_or_port(case: Case, direction: 
 
 
 @given(cases(), st.sampled_from(Direction))
-@settings(max_examples=60, deadline=None)
+@draws(60)
 def test_what_passes_the_ports_is_what_the_plan_sends(case: Case, direction: Direction) -> None:
     times, ranks = run(case, direction), case.topology.num_ranks
     plan, moved = case.plan(), times.ports["moved"]
@@ -110,7 +111,7 @@ def test_what_passes_the_ports_is_what_the_plan_sends(case: Case, direction: Dir
 
 
 @given(cases(), st.sampled_from(Direction), st.sampled_from([0.9, 0.5, 0.1]))
-@settings(max_examples=100, deadline=None, derandomize=True)
+@draws(100, derandomize=True)
 def test_slower_links_make_no_plan_faster(
     case: Case, direction: Direction, bandwidth: float
 ) -> None:
@@ -121,7 +122,7 @@ def test_slower_links_make_no_plan_faster(
 
 
 @given(cases(), st.sampled_from(Direction))
-@settings(max_examples=30, deadline=None)
+@draws(30)
 def test_links_of_endless_bandwidth_leave_computing_and_copying(
     case: Case, direction: Direction
 ) -> None:
@@ -220,7 +221,7 @@ def test_a_cost_model_of_another_model_does_not_fit() -> None:
 
 
 @given(cases(), st.sampled_from(Direction))
-@settings(max_examples=30, deadline=None)
+@draws(30)
 def test_no_track_does_two_things_at_once(case: Case, direction: Direction) -> None:
     times = run(case, direction)
     timeline = make_timeline(times)

@@ -28,8 +28,6 @@ from dyncp import (
 from dyncp.plan import batch_order
 from processes import run_ranks
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 Pair = tuple[int, int]
 NUM_PHASES = 6
 

@@ -8,8 +8,6 @@ import torch.distributed as dist
 from dyncp import Distributed
 from processes import run_ranks
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 
 def _group_of(transport: Distributed) -> Any:
     return transport.communicators[-1].group

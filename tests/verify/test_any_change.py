@@ -5,12 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from verify_plans import dense, equal, inputs_of, rich_batch, rich_plan, run
 
 from dyncp import Plan
 from dyncp.verify import PlanError, check_plan, verify_plan
+from sizes import draws
 
 PLAN, BATCH = rich_plan(), rich_batch()
 X = inputs_of(PLAN)
@@ -59,7 +60,7 @@ def broken_plans(draw: Any) -> Plan:
     return Plan.of(parts)
 
 
-@settings(max_examples=200, deadline=None)
+@draws(200)
 @given(broken_plans())
 def test_a_changed_number_is_reported_or_does_no_harm(plan: Plan) -> None:
     if verify_plan(plan, BATCH):
@@ -69,7 +70,7 @@ def test_a_changed_number_is_reported_or_does_no_harm(plan: Plan) -> None:
         assert right
 
 
-@settings(max_examples=100, deadline=None)
+@draws(100)
 @given(broken_plans())
 def test_the_interpreter_raises_plan_errors_only(plan: Plan) -> None:
     for name in BATCH.masks:
@@ -79,7 +80,7 @@ def test_the_interpreter_raises_plan_errors_only(plan: Plan) -> None:
             continue
 
 
-@settings(max_examples=60, deadline=None)
+@draws(60)
 @given(st.data())
 def test_arrays_of_another_shape_or_type_are_reported(data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, PLAN.num_ranks - 1))

@@ -2,23 +2,24 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from verify_plans import dense, equal, inputs_of, planned_batches, rich_batch, rich_plan, run
 
 from dyncp import AttentionShape, Batch, Plan, PlannerConfig, Topology, masks, plan_batch
 from dyncp.placement import Limits
 from dyncp.verify import PlanError, check_plan, interpret, verify_plan
+from sizes import draws
 from strategies import ALWAYS_THERE
 
 
-@settings(max_examples=120, deadline=None)
+@draws(120)
 @given(planned_batches())
 def test_plans_of_any_batch_have_no_violations(case: tuple[Batch, Plan]) -> None:
     batch, plan = case
     assert verify_plan(plan, batch) == []
 
 
-@settings(max_examples=80, deadline=None)
+@draws(80)
 @given(planned_batches())
 def test_the_interpreter_gives_dense_attention_and_gradients(case: tuple[Batch, Plan]) -> None:
     batch, plan = case

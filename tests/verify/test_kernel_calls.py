@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from verify_plans import planned_batches, rich_batch, rich_plan
 
 from dyncp import AttentionShape, Batch, Plan, PlannerConfig, Topology, masks, plan_batch
@@ -13,6 +13,7 @@ from dyncp.kernels import KernelCall
 from dyncp.kernels.tile_lists import SIDE
 from dyncp.plan import MaskPlan, OwnedBlocks
 from dyncp.verify import ListedKernelTiles, Violation, check_kernel_call
+from sizes import draws
 
 LISTED = ("q_tile", "k_tile", "full")
 
@@ -24,7 +25,7 @@ def check(
     return check_kernel_call(batch, name, blocks, q_block, k_block, listed)
 
 
-@settings(max_examples=60, deadline=None)
+@draws(60)
 @given(planned_batches())
 def test_tile_lists_allow_exactly_the_pairs_of_the_calls_tiles(
     case: tuple[Batch, Plan],

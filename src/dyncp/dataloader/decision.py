@@ -26,13 +26,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from dyncp.dataloader import patience
 from dyncp.dataloader.batching import SelectedBatch, SelectedStep
 from dyncp.dataloader.peers import Peers
 from dyncp.dataloader.ranks import PeerError, StoreError, chunk_keys
 from dyncp.planner.process import PlanReply
 
 AGREED = 1 << 40  # each rank adds this and its targets to one counter, which so counts the ranks
-GRACE_SECONDS = 10.0  # after plan_timeout, so that the planning rank can decide first
 
 
 class SampleDigests(NamedTuple):
@@ -120,7 +120,7 @@ class PlanExchange:
     def decision(self, step: int, selection: SelectedBatch) -> Decision:
         """Waits for the decision; decides for the static plan if no rank decides in time."""
         key, number = self._key(selection, "decision"), selection.number
-        bound = self._peers.plan_timeout + GRACE_SECONDS
+        bound = self._peers.plan_timeout + patience.PLAN_GRACE
         reason = f"rank {self._rank} got no plan within {bound:g} s"
         found = self._peers.wait_for(
             key,

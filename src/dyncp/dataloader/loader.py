@@ -31,7 +31,7 @@ from dyncp.dataloader.ranks import LoaderRanks, SharedStore, Store
 from dyncp.dataloader.state import Position, describe_sampler, from_state, to_state
 from dyncp.plan import Plan, RankPlan
 from dyncp.planner import PlannerConfig
-from dyncp.planner.process import PlanProcess
+from dyncp.planner.process import PlanHere, PlanProcess
 from dyncp.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -81,8 +81,9 @@ class DCPDataLoader:
     of `local_multiple`. `look_ahead` batches are prepared in advance; if training has to wait, up
     to four times as many. `num_planners` processes make the plans, which do not depend on their
     number (None: one for each batch that this rank plans ahead, but at most 4, and at most this
-    rank's share of the cores). A batch without a plan after `plan_timeout` seconds gets a static
-    plan. `store_timeout` limits how long to wait for the store and for other ranks.
+    rank's share of the cores; 0: a thread of this process plans, for debugging). A batch without a
+    plan after `plan_timeout` seconds gets a static plan. `store_timeout` limits how long to wait
+    for the store and for other ranks.
     `plan_function` replaces `dyncp.plan_batch` and gets the same arguments; the planning process
     must be able to import it.
 
@@ -185,7 +186,9 @@ class DCPDataLoader:
             )
         self._seconds = sample_seconds(mask_fn, self.cost, sizes, forward_only=planner.forward_only)
         num_processes = config.planning_processes(ranks.num_members)
-        processes = tuple(PlanProcess(config.plan_timeout) for _ in range(num_processes))
+        processes: tuple[PlanHere | PlanProcess, ...] = (PlanHere(),)
+        if num_processes:
+            processes = tuple(PlanProcess(config.plan_timeout) for _ in range(num_processes))
         self.metrics = LoaderMetrics(processes)
         self._context = LoaderContext(
             config, ranks, source, mask_maker, batch_planner, processes, locations, executor

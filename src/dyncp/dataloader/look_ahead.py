@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from dyncp.dataloader import patience
 from dyncp.dataloader.batching import SelectedStep
 from dyncp.dataloader.decision import PlanExchange
 from dyncp.dataloader.local_fields import loss_divisor
@@ -34,12 +35,10 @@ from dyncp.dataloader.prepare import (
     PreparedBatch,
 )
 from dyncp.dataloader.ranks import PeerError, Store
-from dyncp.planner.process import Closed, PlanFailed, PlanProcess
+from dyncp.planner.process import Closed, PlanFailed, PlanHere, PlanProcess
 
 logger = logging.getLogger(__name__)
 
-PLAN_END_SECONDS = 1.0  # time to finish plans that are being made when an iteration is closed
-JOIN_SECONDS = 10.0
 MAX_GROWTH = 4  # the queue may grow to this multiple of `look_ahead`
 KEPT = 1000  # percentiles are over this many batches
 LOGGED = 3  # a warning names this many skipped samples per reason
@@ -49,7 +48,7 @@ HELPED_TOKENS = 16_384  # planning a smaller batch takes less time than starting
 class LoaderMetrics:
     """Counts since the loader was made, and percentiles over the last 1,000 batches."""
 
-    def __init__(self, processes: Sequence[PlanProcess] = ()) -> None:
+    def __init__(self, processes: Sequence[PlanHere | PlanProcess] = ()) -> None:
         self._processes = processes
         self.batches = 0
         self.static_plans = 0  # batches that got a static plan because the planner failed
@@ -207,20 +206,23 @@ class LookAhead:
             self._changed.notify_all()
         self._end_planning()
         for thread in self._threads:
-            thread.join(JOIN_SECONDS)
+            thread.join(patience.JOIN)
         if any(thread.is_alive() for thread in self._threads):
-            logger.warning("a thread of the loader is stuck in the dataset or the mask function")
+            logger.warning(
+                "a thread of the loader is stuck in the dataset, the mask function or (with "
+                "num_planners=0) the planner"
+            )
             return
         self._peers.store.hurry()
         self._peers.close()
 
     def _end_planning(self) -> None:
-        end = monotonic() + PLAN_END_SECONDS
+        end = monotonic() + patience.PLAN_END
         for process, thread in self._planning.items():
             thread.join(max(0.0, end - monotonic()))
             if thread.is_alive():
                 process.close()
-                thread.join(JOIN_SECONDS)
+                thread.join(patience.JOIN)
 
     def _guard(self, loop: Callable[[], None], name: str) -> None:
         """Runs a thread's loop. An error is raised in the training loop, after all batches before
@@ -274,7 +276,7 @@ class LookAhead:
 
     # The planning threads
 
-    def _plan(self, process: PlanProcess) -> None:
+    def _plan(self, process: PlanHere | PlanProcess) -> None:
         """Plans batches with one process. The first process starts at once, the others with the
         first large batch; small batches are left to the first process."""
         first, queue = process is self._context.processes[0], self._unplanned
@@ -292,7 +294,7 @@ class LookAhead:
                     self._unpublished -= 1
                     self._changed.notify_all()
 
-    def _plan_batch(self, process: PlanProcess, batch: BatchData) -> None:
+    def _plan_batch(self, process: PlanHere | PlanProcess, batch: BatchData) -> None:
         context, selection = self._context, batch.selection
         try:
             reply = context.planner.plan(process, batch.batch())

@@ -54,7 +54,7 @@ class LoaderConfig:
     max_tokens_per_rank: int | None = field(default=None, metadata={"least": 1})
     local_multiple: int = field(default=1, metadata={"least": 1})
     look_ahead: int = field(default=4, metadata={"least": 0} | NOT_COMPARED)
-    num_planners: int | None = field(default=None, metadata={"least": 1} | NOT_COMPARED)
+    num_planners: int | None = field(default=None, metadata={"least": 0} | NOT_COMPARED)
     plan_timeout: float = field(default=300.0, metadata=NOT_COMPARED)
     store_timeout: float = field(default=300.0, metadata=NOT_COMPARED)
     plan_function: Callable[..., Any] = plan_batch
@@ -89,7 +89,8 @@ class LoaderConfig:
                 "batches are made first. Omit lengths=, or give bad samples the length 0 and pass "
                 "empty_samples='drop'"
             )
-        _check_plan_function(self.plan_function)
+        if self.num_planners != 0:
+            _check_plan_function(self.plan_function)
         self._check_order()
         self._check_fields()
 
@@ -226,10 +227,10 @@ def _check_plan_function(function: Any) -> None:
     except Exception as error:
         raise ValueError(
             f"plan_function is {function!r}, which cannot be sent to the planning process "
-            f"({error}); pass a function that is defined in a module"
+            f"({error}); pass a function that is defined in a module, or num_planners=0"
         ) from None
     if b"__main__" in pickled:
         raise ValueError(
             f"plan_function is {function!r} of the main script, which the planning process does "
-            "not run; move it to a module and import it"
+            "not run; move it to a module and import it, or pass num_planners=0"
         )

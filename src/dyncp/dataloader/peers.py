@@ -8,7 +8,7 @@ checks its peers:
     a peer reported an error              raises the same BatchMismatch, or PeerError with the text
     a peer left the loop (break, close)   raises PeerError with its rank
     a peer's process ended                raises PeerError: at once if it ran on the same node,
-                                          otherwise after GONE_SECONDS without a heartbeat
+                                          otherwise after 60 s without a heartbeat
     a peer is late                        warns after 5, 10, 20, ... s with its rank and progress;
                                           raises PeerError after plan_timeout + store_timeout
     a peer's epoch has other batches      raises BatchMismatch
@@ -36,18 +36,13 @@ from pathlib import Path
 from time import monotonic, perf_counter, sleep
 from typing import Any, NoReturn
 
+from dyncp.dataloader import patience
 from dyncp.dataloader.ranks import BatchMismatch, LoaderRanks, PeerError, Store, StoreError
 from dyncp.planner.process import Closed
 
 logger = logging.getLogger(__name__)
 
 FIRST_POLL, LONGEST_POLL = 0.5e-3, 20e-3  # seconds; the store answers in 0.1 ms on one node
-HEARTBEAT_SECONDS = 1.0
-COMPARE_HEARTBEATS = 5  # process 0 compares the batches of all ranks every 5 heartbeats
-WARN_SECONDS = 5.0  # of waiting until the first warning; the next ones after 10, 20, ... s
-SILENT_SECONDS = 5.0  # without a heartbeat: mentioned in warnings
-GONE_SECONDS = 60.0  # without a heartbeat: an error; a busy interpreter may miss a few heartbeats
-LINGER_SECONDS = 3.0
 END_OF_EPOCH = 1 << 62  # used as the step after the last one
 SHOWN = 4  # an error names this many settings that differ
 HOST = socket.gethostname()
@@ -82,7 +77,7 @@ class Peers:
         self._looked_at = 0.0
         self._asked: dict[int, int] = {}  # `asked` of ranks in training, at the last comparison
         self._warned_of: dict[int, int] = {}
-        self._warn_after = WARN_SECONDS
+        self._warn_after = patience.WARNED
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="dyncp-heartbeat", daemon=True)
 
@@ -211,12 +206,12 @@ class Peers:
             )
 
     def _check_heartbeats(self, what: str, step: int) -> None:
-        """Once training has waited for WARN_SECONDS: warns, or raises if a peer is gone."""
+        """Once training has waited for some seconds: warns, or raises if a peer is gone."""
         waited = self.stalled
-        if waited < WARN_SECONDS:
-            self._warn_after = WARN_SECONDS
+        if waited < patience.WARNED:
+            self._warn_after = patience.WARNED
             return
-        pause = max(HEARTBEAT_SECONDS, 0.02 * self.ranks.num_processes)  # spares the shared store
+        pause = max(patience.HEARTBEAT, 0.02 * self.ranks.num_processes)  # spares the shared store
         if monotonic() - self._looked_at < pause:
             return
         self._looked_at = monotonic()
@@ -245,14 +240,14 @@ class Peers:
             return f"{name} has not started"
         silent, location = self._silent_seconds(process, beat), beat["location"]
         at = f"process {location['pid']} on {location['host']}"
-        if silent > SILENT_SECONDS and _has_ended(location):
+        if silent > patience.SILENT and _has_ended(location):
             raise self._ended_error(process, location)
-        if silent > GONE_SECONDS:
+        if silent > patience.GONE:
             raise PeerError(
                 f"{self._name} cannot continue: {name} ({at}) has sent no heartbeat for "
                 f"{silent:.0f} s"
             )
-        if silent > SILENT_SECONDS:
+        if silent > patience.SILENT:
             return f"{name} has sent no heartbeat for {silent:.0f} s ({at})"
         if beat["waiting"]:
             return f"{name} is also waiting for batch {beat['asked'] - 1} and preparing it"
@@ -302,7 +297,7 @@ class Peers:
         keys; processes that died count as having left. Never raises."""
         self._ended.set()
         if self._thread.is_alive():
-            self._thread.join(2 * HEARTBEAT_SECONDS)
+            self._thread.join(2 * patience.HEARTBEAT)
         try:
             report = {"taken": self.asked, "order": self.store.add("leaving", 1)}
             self.store.set(f"closed/{self.ranks.process}", report)
@@ -318,22 +313,23 @@ class Peers:
     def _linger(self) -> None:
         """Waits briefly for the other ranks to leave. This process may host the store, and they
         would get a lost connection instead of the error."""
-        end = monotonic() + LINGER_SECONDS
+        end = monotonic() + patience.LINGER
         while monotonic() < end and self.store.has("closed"):
             sleep(LONGEST_POLL)
 
     # Heartbeats
 
     def _beat(self) -> None:
-        number = 0
+        number, compared_at = 0, monotonic()
         try:
             while True:
                 self._write_heartbeat(number)
-                if self._ended.wait(HEARTBEAT_SECONDS):
+                if self._ended.wait(patience.HEARTBEAT):
                     return
                 number += 1
-                if number % COMPARE_HEARTBEATS == 0 and not self.ranks.process:
+                if not self.ranks.process and monotonic() - compared_at >= patience.COMPARED:
                     self._compare_batches()
+                    compared_at = monotonic()
         except StoreError as error:  # the thread that waits raises it, too
             logger.debug("heartbeat: %s", error)
 
@@ -358,9 +354,9 @@ class Peers:
             self._warned_of = asked
             taken = ", ".join(f"{self.ranks.name(p)}: {count}" for p, count in asked.items())
             logger.warning(
-                "ranks have taken different numbers of batches for %.0f s, and none waits for the "
+                "ranks have taken different numbers of batches for %g s, and none waits for the "
                 "loader (%s): one of them is ahead, or the others are busy",
-                COMPARE_HEARTBEATS * HEARTBEAT_SECONDS,
+                patience.COMPARED,
                 taken,
             )
 

@@ -24,7 +24,7 @@ from dyncp.dataloader.ranks import LoaderRanks
 from dyncp.masks import Mask, MaskFunction, NamedMasks
 from dyncp.plan import Plan
 from dyncp.planner import PlannerConfig, plan_batch
-from dyncp.planner.process import PlanFailed, PlanProcess, PlanReply
+from dyncp.planner.process import PlanFailed, PlanHere, PlanProcess, PlanReply
 from dyncp.topology import Topology
 
 STATIC_SOLVER = "zigzag"  # works for every batch, mask and number of ranks
@@ -107,8 +107,8 @@ class BatchPlanner:
     cost: CostModel
     model: ModelConfig | None
 
-    def plan(self, process: PlanProcess, batch: Batch) -> PlanReply:
-        """Each rank's part of the plan, from the planning process. Raises PlanFailed with the
+    def plan(self, process: PlanHere | PlanProcess, batch: Batch) -> PlanReply:
+        """Each rank's part of the plan, made by `process`. Raises PlanFailed with the
         reason if there is none."""
         args = (batch, self.topology, self.shape, self.config)
         costs = {"cost": self.cost, "model": self.model}

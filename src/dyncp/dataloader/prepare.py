@@ -41,7 +41,7 @@ from dyncp.dataloader.reading import (
 from dyncp.dataloader.state import Position
 from dyncp.masks import Mask, MaskFunction, NamedMasks
 from dyncp.plan import Plan, RankPlan, decode_part
-from dyncp.planner.process import PlanProcess
+from dyncp.planner.process import PlanHere, PlanProcess
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ class LoaderContext:
     source: SampleSource
     mask_maker: MaskMaker
     planner: BatchPlanner
-    processes: tuple[PlanProcess, ...] = ()
+    processes: tuple[PlanHere | PlanProcess, ...] = ()
     locations: Sequence[Location] = ()  # where all processes run
     executor: PreparesAhead | None = None  # will run the plans
 

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from dyncp.checks import parse_json, whole_number
+from dyncp.dataloader import patience
 from dyncp.topology import Topology
 
 CHUNK_BYTES = 4 << 20  # a TCPStore resets the connection for values of more than 8 MiB
-HURRY_SECONDS = 5.0
 
 
 class StoreError(RuntimeError):
@@ -119,7 +119,7 @@ class SharedStore(Store):
         self._thread.start()
 
     def hurry(self) -> None:
-        self._timeout = min(self._timeout, HURRY_SECONDS)
+        self._timeout = min(self._timeout, patience.HURRY)
 
     def close(self) -> None:
         self._calls.put(None)

@@ -30,11 +30,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from dyncp.dataloader import patience
 from dyncp.dataloader.options import LoaderConfig
 from dyncp.planner.process import exit_with_parent
 
 AHEAD = 4  # samples per worker that are requested before they are needed
-WORKER_END_SECONDS = 5.0  # time for workers to finish the samples that they are reading
 RANDOM_FUNCTIONS = (
     "bernoulli", "multinomial", "normal", "poisson", "rand", "rand_like", "randint", "randint_like",
     "randn", "randn_like", "randperm",
@@ -176,7 +176,7 @@ class Reader:
         pool.shutdown(wait=False, cancel_futures=True)
         if thread is None:
             return
-        thread.join(WORKER_END_SECONDS)
+        thread.join(patience.WORKER_END)
         if thread.is_alive():
             for worker in workers:
                 worker.kill()

@@ -1,4 +1,5 @@
-"""The planning process: the parent's end (PlanProcess) and the process itself (main).
+"""The planning process: the parent's end (PlanProcess) and the process itself (main); or, without
+one, plans that the caller's thread makes (PlanHere).
 
 Requests have a timeout, and a process that dies is restarted. It imports neither torch nor CUDA. It
 is started as a separate program, not by `multiprocessing`, so it does not import the user's script
@@ -52,6 +53,26 @@ class PlanReply:
     fingerprint: str
     most_tokens: int  # on any rank
     seconds: float
+
+
+class PlanHere:
+    """Plans in the calling thread, with the interface of a planning process. A call that hangs
+    cannot be given up."""
+
+    pid, restarts = None, 0
+
+    def start(self) -> None:
+        """Has nothing to start."""
+
+    def plan(self, make_plan: Callable[[], Plan]) -> PlanReply:
+        """Runs `make_plan`. Raises PlanFailed with the reason if it raises."""
+        reply = reply_of(make_plan)
+        if isinstance(reply, str):
+            raise PlanFailed(f"the planner {reply}")
+        return reply
+
+    def close(self) -> None:
+        """Has nothing to end."""
 
 
 class PlanProcess:
@@ -183,11 +204,17 @@ def main(file_descriptor: int) -> None:
 
 def answer(request: bytes) -> PlanReply | str:
     """Runs a pickled call; returns its plan, or a text that says what it raised."""
-    start = perf_counter()
-    where = "reading the request"
     try:
         make_plan = pickle.loads(request)  # may need a module that cannot be imported here
-        where = ""
+    except Exception as error:
+        return f"raised {type(error).__name__}: {error} (reading the request)"
+    return reply_of(make_plan)
+
+
+def reply_of(make_plan: Callable[[], Plan]) -> PlanReply | str:
+    """Makes a plan; returns it, or a text that says what was raised."""
+    start = perf_counter()
+    try:
         plan = make_plan()
         return PlanReply(
             parts=tuple(encode_part(part) for part in plan.parts),
@@ -198,8 +225,7 @@ def answer(request: bytes) -> PlanReply | str:
         )
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
-        where = where or f"{last.name}, line {last.lineno}"
-        return f"raised {type(error).__name__}: {error} ({where})"
+        return f"raised {type(error).__name__}: {error} ({last.name}, line {last.lineno})"
 
 
 def exit_with_parent() -> None:

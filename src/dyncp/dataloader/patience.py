@@ -1,0 +1,16 @@
+"""How long the loader waits for other ranks, threads and processes, in seconds.
+
+Used as `patience.NAME`, so that tests can make everything faster.
+"""
+
+HEARTBEAT = 1.0
+COMPARED = 5.0  # process 0 compares the batches of all ranks this often
+WARNED = 5.0  # of waiting until the first warning; the next ones after 10, 20, ... s
+SILENT = 5.0  # without a heartbeat: mentioned in warnings
+GONE = 60.0  # without a heartbeat: an error; a busy interpreter may miss a few heartbeats
+LINGER = 3.0  # so that other ranks can read an error before this rank's store ends
+PLAN_GRACE = 10.0  # after plan_timeout, so that the planning rank can decide first
+PLAN_END = 1.0  # to finish plans that are being made when an iteration is closed
+JOIN = 10.0  # for threads of an iteration that is closed
+HURRY = 5.0  # for answers of the store when only clean-up is left
+WORKER_END = 5.0  # for workers to finish the samples that they are reading

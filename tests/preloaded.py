@@ -1,0 +1,32 @@
+"""What test ranks have in memory when they are forked: libraries, frameworks, the compiled planner.
+
+The server that ranks are forked from imports this module once. It starts no threads: a forked
+process would miss them.
+"""
+
+from contextlib import suppress
+from importlib import import_module
+
+import torch
+
+torch.set_num_threads(1)
+
+NAMES = (
+    "hypothesis",
+    "pytest",
+    "dyncp.cli",
+    "dyncp.dataloader",
+    "transformers.models.llama.modeling_llama",
+    "transformers.trainer",
+    "benchmarks.parity_models",
+    "dyncp.integrations.transformers",
+)
+for name in NAMES:
+    with suppress(ImportError):  # frameworks are optional
+        import_module(name)
+
+from dyncp import Batch, PlannerConfig, Topology, masks, plan_batch
+
+batch = Batch.of([masks.causal(900), masks.lambda_shaped(500), masks.causal(60)])
+for solver in ("auto", "bisection", "random", "zigzag"):
+    plan_batch(batch, Topology(1, 2), config=PlannerConfig(solver))
