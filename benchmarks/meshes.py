@@ -97,6 +97,7 @@ def train(sizes: tuple[int, ...], way: str, epochs: int = 1) -> Outcome:
     loader = attached.loader(
         samples(), masks.causal, mesh=mesh, tokens_per_batch=TOKENS, epochs=epochs, shuffle=True,
         max_tokens_per_rank=TOKENS // sizes[2] + 16, planner=PlannerConfig(block_size=16),
+        num_planners=0,
     )  # fmt: skip
     with DCPExecutor(mesh["cp"], timeout=60) as executor, loader:
         for data, plan in loader:

@@ -223,11 +223,11 @@ _loaders: dict[Any, tuple[DCPDataLoader, Any]] = {}  # with their states at the 
 
 
 def loader_of(case: Case, attached: Any, state: Any) -> DCPDataLoader:
-    """The loader; models with the same masks share one, and its planning processes."""
+    """The loader; models with the same masks share one."""
     key = case.mask, case.accumulation, tuple(dict.fromkeys(attached.layers))
     if key not in _loaders:
         mask_fn = attached.masks(MASKS[case.mask])
-        loader = batches(case, mask_fn, local_multiple=8, look_ahead=2, num_planners=1)
+        loader = batches(case, mask_fn, local_multiple=8, look_ahead=2, num_planners=0)
         _loaders[key] = loader, loader.state_dict()
     loader, start = _loaders[key]
     loader.load_state_dict(start if state is None else state)

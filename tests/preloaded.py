@@ -9,6 +9,8 @@ from importlib import import_module
 
 import torch
 
+from dyncp import Batch, PlannerConfig, Topology, masks, plan_batch
+
 torch.set_num_threads(1)
 
 NAMES = (
@@ -24,8 +26,6 @@ NAMES = (
 for name in NAMES:
     with suppress(ImportError):  # frameworks are optional
         import_module(name)
-
-from dyncp import Batch, PlannerConfig, Topology, masks, plan_batch
 
 batch = Batch.of([masks.causal(900), masks.lambda_shaped(500), masks.causal(60)])
 for solver in ("auto", "bisection", "random", "zigzag"):

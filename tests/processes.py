@@ -1,4 +1,4 @@
-"""Runs functions and programs on real gloo ranks, each in its own process, always with a timeout."""
+"""Runs functions and programs on real gloo ranks, in processes, always with a timeout."""
 
 import os
 import queue
@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed import distributed_c10d
 
 
 class RankError(AssertionError):
@@ -81,6 +82,27 @@ def run_program(
     if None in codes:
         raise RankError(f"ranks ended with {codes} in {timeout:g} s:\n{texts[1]}")
     return subprocess.CompletedProcess(words, max(codes, key=abs), *texts)
+
+
+def make_loaders_impatient() -> None:
+    """Makes the loaders of this rank, which is a process of its own, wait for tenths of seconds
+    where they wait for seconds."""
+    from dyncp.dataloader import patience
+
+    for name in ("HEARTBEAT", "COMPARED", "WARNED", "SILENT"):
+        setattr(patience, name, getattr(patience, name) / 10)
+
+
+def tell(what: str) -> None:
+    """Says something to all ranks."""
+    distributed_c10d._get_default_store().set(what, "1")
+
+
+def wait_for(what: str) -> None:
+    """Waits until a rank has said something. Asks again and again: while a client of the store
+    waits, other threads cannot use it."""
+    store = distributed_c10d._get_default_store()
+    assert wait_until(lambda: store.check([what]), 60), what
 
 
 def stop(pid: int) -> None:

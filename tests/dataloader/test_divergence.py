@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import time
 from functools import partial
 
@@ -13,11 +14,18 @@ from torch.utils.data import IterableDataset
 
 from dyncp import DCPDataLoader, PlannerConfig, masks
 from dyncp.dataloader import BatchMismatch, PeerError
-from processes import run_ranks
+from processes import (
+    is_gone,
+    make_loaders_impatient,
+    run_ranks,
+    tell,
+    wait_for,
+    wait_until,
+)
 
 LENGTHS = [40, 24, 33, 51, 18, 45, 29, 60]
 PLANNER = PlannerConfig("bisection", block_size=4)
-OPTIONS = {"tokens_per_batch": 64, "planner": PLANNER, "window": 1}
+OPTIONS = {"tokens_per_batch": 64, "planner": PLANNER, "window": 1, "num_planners": 0}
 
 
 class Tokens:
@@ -87,6 +95,8 @@ def tokens(loader):
 
 
 def read_differently(rank):
+    make_loaders_impatient()
+
     def error(dataset, mask_fn=masks.causal, **options):
         return outcome(lambda: DCPDataLoader(dataset, mask_fn, **OPTIONS | options))[0]
 
@@ -154,16 +164,21 @@ def test_ranks_augment_alike_by_torchs_generator(readers):
 
 
 class Warnings(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.texts = []
+    """Keeps the texts of warnings, and tells all ranks of the first."""
+
+    def __init__(self, told):
+        super().__init__(logging.WARNING)
+        self.told, self.texts = told, []
+        logging.getLogger("dyncp").addHandler(self)
 
     def emit(self, record):
         self.texts.append(record.getMessage())
+        tell(self.told)
 
 
 def take_unequally(rank):
     """Rank 1 leaves, raises or lags; returns this rank's errors or warnings, and the seconds."""
+    make_loaders_impatient()
     make = partial(DCPDataLoader, Tokens(same), masks.causal, look_ahead=0, **OPTIONS)
 
     def leave(loader):
@@ -182,21 +197,19 @@ def take_unequally(rank):
     def lag(loader):
         batches = iter(loader)
         next(batches)
-        warnings = Warnings()
-        logging.getLogger("dyncp").addHandler(warnings)
+        warnings = Warnings("rank 0 waits")
         if rank:
-            time.sleep(8)
+            wait_for("rank 0 waits")
         next(batches)
         return list(warnings.texts)
 
     def run_ahead(loader):
         """Rank 0 takes one batch more than rank 1; then both train."""
-        warnings = Warnings()
-        logging.getLogger("dyncp").addHandler(warnings)
+        warnings = Warnings("rank 0 is ahead")
         batches = iter(loader)
         for _ in range(2 - rank):
             next(batches)
-        time.sleep(16)
+        wait_for("rank 0 is ahead")
         return list(warnings.texts)
 
     ahead = partial(DCPDataLoader, Tokens(same), masks.causal, **OPTIONS)
@@ -212,22 +225,23 @@ def test_a_rank_that_left_raised_or_lags_is_named_within_seconds():
         assert "while rank 0 waits for all ranks to agree on step 2" in text or "plan of" in text
         assert seconds < 60
     warning = lagging[0][0]
-    assert warning.startswith("rank 0 has waited 5 s for ")
+    assert re.match(r"rank 0 has waited \d+ s for ", warning)
     assert "rank 1 has taken 1 batches and not requested the next one" in warning
     assert others[2][0] == []
     warning = ahead[0][0]
     assert warning.startswith(
-        "ranks have taken different numbers of batches for 5 s, and none waits"
+        "ranks have taken different numbers of batches for 0.5 s, and none waits"
     )
     assert "(0: 2, 1: 1)" in warning
 
 
 def die(rank):
+    make_loaders_impatient()
     if not rank:
         return outcome_of_death()
     batches = iter(DCPDataLoader(Tokens(same), masks.causal, look_ahead=0, **OPTIONS))
     next(batches)
-    time.sleep(2)
+    time.sleep(0.3)  # rank 0 waits for the next batch
     os._exit(1)
 
 
@@ -247,6 +261,7 @@ def error_of_epoch(loader):
 
 
 def die_between_epochs(rank):
+    make_loaders_impatient()
     with DCPDataLoader(Tokens(same), masks.causal, look_ahead=0, **OPTIONS) as loader:
         list(loader)
         if rank:
@@ -264,22 +279,42 @@ def test_a_rank_that_died_is_named_within_seconds(dies):
 
 def follow(rank):
     """Rank 2 dies and rank 1 leaves, as training would when a message fails; rank 0 comes last."""
+    make_loaders_impatient()
+    pids = torch.zeros(3, dtype=torch.int64)
+    pids[rank] = os.getpid()
+    dist.all_reduce(pids)
+    text = ""
     with DCPDataLoader(Tokens(same), masks.causal, look_ahead=0, **OPTIONS) as loader:
         batches = iter(loader)
         next(batches)
         if rank == 2:
-            time.sleep(2)
             os._exit(1)
-        time.sleep(4)
+        wait_until(lambda: is_gone(pids[2]))
         try:
             if not rank:
-                time.sleep(2)
+                wait_for("rank 1 left")
                 next(batches)
         except PeerError as error:
             text = str(error)
-        else:
-            return None
-    return text, num_keys()
+    if rank:
+        tell("rank 1 left")
+        stay()
+        return None
+    keys = num_keys()
+    let_go(1)
+    return text, keys
+
+
+def stay():
+    """Ends this rank's process after rank 0, which has the store, has let it go."""
+    wait_for("rank 0 has its result")
+    tell(f"rank {dist.get_rank()} ends")
+
+
+def let_go(*ranks):
+    tell("rank 0 has its result")
+    for rank in ranks:
+        wait_for(f"rank {rank} ends")
 
 
 def num_keys():
@@ -296,13 +331,16 @@ def leave_in_turn(rank):
     with DCPDataLoader(Tokens(same), masks.causal, look_ahead=0, **OPTIONS) as loader:
         batches = iter(loader)
         next(batches)
-        time.sleep(4 - 2 * rank)
+        if rank < 2:
+            wait_for(f"rank {rank + 1} left")
         try:
             if not rank:
                 next(batches)
         except PeerError as error:
+            let_go(1, 2)
             return str(error)
-    time.sleep(2 + 2 * rank)  # its process stays
+    tell(f"rank {rank} left")
+    stay()
     return None
 
 

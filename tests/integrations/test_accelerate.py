@@ -17,7 +17,7 @@ from dyncp.integrations.transformers import attach  # noqa: E402
 from processes import free_port, run_ranks  # noqa: E402
 
 STEPS, ACCUMULATION, NORM = 4, 2, 0.4
-OPTIONS = {"tokens_per_batch": 400, "planner": PlannerConfig(block_size=16), "look_ahead": 2}
+OPTIONS = {"tokens_per_batch": 400, "planner": PlannerConfig(block_size=16), "num_planners": 0}
 
 
 class DynamicAccelerator(AcceleratorMixin, accelerate.Accelerator):

@@ -45,7 +45,7 @@ def demo_starts_ranks(monkeypatch):
     def launch(words, num_ranks):
         script, *rest = words
         done = run_under_torchrun(rest, num_ranks, script=script, timeout=280)
-        print(done.stdout, done.stderr)
+        sys.stdout.write(done.stdout + done.stderr)
         return done.returncode
 
     monkeypatch.setattr(demo, "launch", launch)
@@ -96,7 +96,7 @@ def test_the_script_to_copy_is_short_and_says_how_to_start_it(monkeypatch):
     script = EXAMPLES / "train_llama.py"
     assert len(script.read_text().splitlines()) < 200
     monkeypatch.setattr(sys, "argv", [str(script)])
-    with pytest.raises(SystemExit, match="start it with torchrun --nproc-per-node N$"):
+    with pytest.raises(SystemExit, match=r"start it with torchrun --nproc-per-node N$"):
         runpy.run_path(str(script), run_name="__main__")
 
 

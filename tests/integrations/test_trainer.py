@@ -17,7 +17,7 @@ from dyncp import PlannerConfig, masks  # noqa: E402
 from dyncp.integrations.transformers.trainer import TrainerMixin  # noqa: E402
 from processes import run_ranks  # noqa: E402
 
-OPTIONS = {"tokens_per_batch": 400, "planner": PlannerConfig(block_size=16), "look_ahead": 2}
+OPTIONS = {"tokens_per_batch": 400, "planner": PlannerConfig(block_size=16), "num_planners": 0}
 
 
 class DynamicTrainer(TrainerMixin, transformers.Trainer):
