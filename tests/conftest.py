@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import sizes
-from dyncp import Batch, PlannerConfig, Topology, masks, plan_batch
+from dyncp import Batch, DCPDataLoader, PlannerConfig, Topology, masks, plan_batch
 from dyncp.plan import Direction
 
 # Test tensors are tiny: a second thread only adds waiting, and bits depend on the thread count.
@@ -45,6 +45,12 @@ def pytest_collection_modifyitems(config, items):
         left_out = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+@pytest.fixture
+def plans_here(monkeypatch):
+    """Loaders plan in a thread of this process: starting a planning process takes a second."""
+    monkeypatch.setitem(DCPDataLoader.__init__.__kwdefaults__, "num_planners", 0)
 
 
 @pytest.fixture(autouse=True)

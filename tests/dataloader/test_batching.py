@@ -17,6 +17,8 @@ from dyncp.dataloader.dataset import open_source
 from dyncp.dataloader.state import Position, from_state, to_state
 from sizes import draws
 
+pytestmark = pytest.mark.usefixtures("plans_here")
+
 LENGTHS = (5, 9, 3, 12, 1, 7)
 SAMPLES = [{"input_ids": [i] * n, "tokens": n} for i, n in enumerate(LENGTHS)]
 

@@ -4,6 +4,8 @@ import pytest
 
 from dyncp import DCPDataLoader, masks
 
+pytestmark = pytest.mark.usefixtures("plans_here")
+
 datasets = pytest.importorskip("datasets")
 
 LENGTHS = [5, 9, 3, 12, 1, 7]

@@ -10,6 +10,8 @@ from dyncp import AttentionShape, Batch, DCPDataLoader, DCPDataloader, Plan, Ran
 from dyncp.dataloader import SampleError, undo_gradient_average
 from processes import run_ranks
 
+pytestmark = pytest.mark.usefixtures("plans_here")
+
 SAMPLES = [{"input_ids": [i] * n} for i, n in enumerate((5, 9, 3, 12, 1, 7))]
 
 

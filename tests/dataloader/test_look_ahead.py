@@ -14,6 +14,8 @@ from dyncp.plan import encode_part
 from dyncp.samplers import sample_lengths
 from dyncp.topology import preset
 
+pytestmark = pytest.mark.usefixtures("plans_here")
+
 LENGTHS = (5, 9, 3, 12, 1, 7)
 
 

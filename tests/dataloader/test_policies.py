@@ -10,6 +10,8 @@ from torch.utils.data import Dataset, IterableDataset
 from dyncp import DCPDataLoader, masks
 from dyncp.dataloader import SampleError
 
+pytestmark = pytest.mark.usefixtures("plans_here")
+
 
 class Documents(Dataset):
     """Samples given by their length, by an error to raise, or as they are."""

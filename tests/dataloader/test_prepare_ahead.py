@@ -10,6 +10,8 @@ from dyncp.kernels import CpuKernel
 from dyncp.topology import Topology
 from processes import run_ranks
 
+pytestmark = pytest.mark.usefixtures("plans_here")
+
 SAMPLES = [{"input_ids": list(range(length))} for length in (300, 40, 120, 7, 500, 90)]
 SHAPE = AttentionShape(4, 2, 8, "fp32")
 

@@ -24,6 +24,8 @@ from dyncp.dataloader.batching import BatchSelector
 from dyncp.dataloader.dataset import open_source
 from dyncp.dataloader.state import Position, from_state, to_state
 
+pytestmark = pytest.mark.usefixtures("plans_here")
+
 LENGTHS = (5, 9, 3, 12, 1, 7, 4, 8, 2, 6)
 SAMPLES = [{"input_ids": [i] * n} for i, n in enumerate(LENGTHS)]
 

@@ -11,6 +11,8 @@ from torch.utils.data import Dataset
 from dyncp import DCPDataLoader, PlannerConfig, masks
 from processes import run_ranks
 
+pytestmark = pytest.mark.usefixtures("plans_here")
+
 LENGTHS = (5, 9, 3, 12, 1, 7)
 SAMPLES = [
     {"input_ids": [i] * n, "url": f"page {i}", "weight": i / 2} for i, n in enumerate(LENGTHS)

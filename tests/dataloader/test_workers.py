@@ -16,6 +16,8 @@ from torch.utils.data import Dataset
 from dyncp import DCPDataLoader, masks
 from dyncp.dataloader import SampleError
 
+pytestmark = pytest.mark.usefixtures("plans_here")
+
 LENGTHS = [5, 9, 3, 12, 1, 7] * 3
 
 

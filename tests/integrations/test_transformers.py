@@ -12,6 +12,8 @@ from dyncp import DCPDataLoader, DCPExecutor, local_data, masks  # noqa: E402
 from dyncp.integrations.transformers import attach  # noqa: E402
 from hf_cases import plain_model, planned, samples_of, virtual, whole_loss  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("plans_here")
+
 
 def close(model, dense):
     """The largest difference of gradients, relative to the largest gradient."""

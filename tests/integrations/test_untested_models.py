@@ -16,6 +16,8 @@ from dyncp.integrations.transformers import attach  # noqa: E402
 from hf_cases import planned, samples_of, virtual  # noqa: E402
 from processes import run_ranks  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("plans_here")
+
 Llama = transformers.LlamaForCausalLM
 TOKENS = {
     "pad_token_id": 0,

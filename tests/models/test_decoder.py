@@ -19,6 +19,8 @@ from dyncp import (
 )
 from processes import run_ranks
 
+pytestmark = pytest.mark.usefixtures("plans_here")
+
 MASKS = {
     "causal": masks.causal,
     "sliding_window": masks.sliding_window(window=9),
