@@ -105,6 +105,18 @@ def wait_for(what: str) -> None:
     assert wait_until(lambda: store.check([what]), 60), what
 
 
+def end_together(*ranks: int) -> None:
+    """Keeps the processes of these ranks until all have come here. Rank 0, which has the store,
+    ends last."""
+    own = dist.get_rank()
+    tell(f"rank {own} has come")
+    for rank in ranks:
+        wait_for(f"rank {rank} has come")
+    tell(f"rank {own} ends")
+    for rank in ranks if own == 0 else ():
+        wait_for(f"rank {rank} ends")
+
+
 def stop(pid: int) -> None:
     """Stops a child process and waits until it has stopped: before, it may still answer."""
     os.kill(pid, signal.SIGSTOP)

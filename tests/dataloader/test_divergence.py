@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset
 from dyncp import DCPDataLoader, PlannerConfig, masks
 from dyncp.dataloader import BatchMismatch, PeerError
 from processes import (
+    end_together,
     is_gone,
     make_loaders_impatient,
     run_ranks,
@@ -298,23 +299,9 @@ def follow(rank):
             text = str(error)
     if rank:
         tell("rank 1 left")
-        stay()
-        return None
     keys = num_keys()
-    let_go(1)
+    end_together(0, 1)
     return text, keys
-
-
-def stay():
-    """Ends this rank's process after rank 0, which has the store, has let it go."""
-    wait_for("rank 0 has its result")
-    tell(f"rank {dist.get_rank()} ends")
-
-
-def let_go(*ranks):
-    tell("rank 0 has its result")
-    for rank in ranks:
-        wait_for(f"rank {rank} ends")
 
 
 def num_keys():
@@ -331,17 +318,17 @@ def leave_in_turn(rank):
     with DCPDataLoader(Tokens(same), masks.causal, look_ahead=0, **OPTIONS) as loader:
         batches = iter(loader)
         next(batches)
+        text = ""
         if rank < 2:
             wait_for(f"rank {rank + 1} left")
         try:
             if not rank:
                 next(batches)
         except PeerError as error:
-            let_go(1, 2)
-            return str(error)
+            text = str(error)
     tell(f"rank {rank} left")
-    stay()
-    return None
+    end_together(0, 1, 2)
+    return text
 
 
 def test_of_ranks_that_left_the_first_is_named_first():

@@ -97,7 +97,7 @@ def test_every_planning_process_is_replaced_when_it_is_killed(expected):
 
 def test_a_plan_that_hangs_is_given_up_while_the_other_process_goes_on(expected):
     order = [*IN_ORDER[:2], [0, 3], *IN_ORDER[3:]]
-    options = {"plan_function": planner_faults.endless, "plan_timeout": 8}
+    options = {"plan_function": planner_faults.endless, "plan_timeout": 3}
     with open_loader(batch_sampler=order, **options) as loader:
         found = plans_of(loader)
     assert loader.metrics.static_plans >= 1

@@ -28,6 +28,7 @@ from dyncp.dataloader import SampleError
 from dyncp.plan import decode_part
 from dyncp.planner.process import PlanFailed, PlanProcess
 from processes import is_gone, stop, wait_until
+from sizes import full
 
 BATCH = Batch.of([masks.causal(40), masks.sliding_window(9, window=2)])
 UNLUCKY = Batch.of([masks.causal(planner_faults.UNLUCKY)])
@@ -222,26 +223,31 @@ def test_a_plan_function_that_the_planning_process_cannot_get_is_refused(tmp_pat
 EXITS = """
 import sys, threading, time, torch
 from dyncp import DCPDataLoader, masks
+from dyncp.dataloader import patience
 class Slow:
     def __len__(self):
         return 300
     def __getitem__(self, index):
         time.sleep(0.02)
         return {"input_ids": [1] * 40}
+patience.WARNED = 300  # a slow machine is no reason for a warning here
 loader = DCPDataLoader(Slow(), masks.causal, tokens_per_batch=80)
-iterator = iter(loader)
+iterator, taken = iter(loader), threading.Event()
+def train():
+    for _ in loader:
+        taken.set()
 """
 
 
 @pytest.mark.parametrize(
     "end",
     [
-        "",
-        "next(iterator)",
+        full(""),
+        full("next(iterator)"),
         "sys.loader, sys.iterator = loader, iterator; next(iterator)",
         "loader.cycle = loader, iterator; next(iterator); del loader, iterator",
-        "threading.Thread(target=lambda: (time.sleep(0.5), next(iterator))).start()",
-        "threading.Thread(target=lambda: list(loader), daemon=True).start(); time.sleep(2)",
+        full("threading.Thread(target=lambda: (time.sleep(0.5), next(iterator))).start()"),
+        "threading.Thread(target=train, daemon=True).start(); taken.wait()",
     ],
 )
 def test_the_end_of_the_interpreter_is_quiet(tmp_path, end):

@@ -22,7 +22,7 @@ from dyncp import (
     plan_batch,
 )
 from dyncp.plan import batch_order
-from processes import run_ranks
+from processes import end_together, run_ranks
 
 LENGTHS = [(33, 5, 1, 40), (70,), (3, 2, 1), (17, 29, 8, 8, 1)]
 MASKS = [masks.causal, masks.lambda_shaped(sinks=2, window=9), masks.shared_question, masks.full]
@@ -118,17 +118,19 @@ def test_two_plans_of_the_same_batch_are_told_apart():
 
 def leave_before_attention(rank: int, how: str) -> tuple[str, float]:
     case = make_case(0, 3)
-    executor = DCPExecutor(timeout=5)
+    executor = DCPExecutor(timeout=2)
     step = executor.prepare(case.plan.parts[rank])
     if rank == 1 and how == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1:
-        time.sleep(25)
+        end_together(0, 1, 2)
         return "", 0.0
     start = time.monotonic()
     with pytest.raises(TransportError, match="last finished") as caught:
         run_step(step, case, "default", Tensors.draw(case))
-    return str(caught.value), time.monotonic() - start
+    seconds = time.monotonic() - start
+    end_together(0, *[1] * (how == "hang"), 2)
+    return str(caught.value), seconds
 
 
 @pytest.mark.parametrize("how", ["die", "hang"])
@@ -142,14 +144,16 @@ def test_a_rank_that_is_gone_or_hangs_does_not_leave_the_others_waiting(how):
 
 
 def hang_before_prepare(rank: int) -> tuple[str, float]:
-    executor = DCPExecutor(timeout=3)
+    executor = DCPExecutor(timeout=1)
     if rank == 1:
-        time.sleep(12)
+        end_together(0, 1)
         return "", 0.0
     start = time.monotonic()
     with pytest.raises(TransportError, match="while agreeing on the plan") as caught:
         executor.prepare(make_case(0, 2).plan.parts[rank])
-    return str(caught.value), time.monotonic() - start
+    seconds = time.monotonic() - start
+    end_together(0, 1)
+    return str(caught.value), seconds
 
 
 def test_a_rank_that_never_prepares_is_reported_within_the_timeout():
