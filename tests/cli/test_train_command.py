@@ -1,16 +1,17 @@
 """`dyncp train` on real processes and on virtual ranks."""
 
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from dyncp.cli import build_parser, main
+from processes import is_gone, wait_until
+from sizes import full
+from torchrun import run_under_torchrun
 
 train = pytest.importorskip("examples.train", reason="the extra transformers is missing")
 
@@ -65,10 +66,7 @@ def test_json_has_the_losses_and_bytes_of_every_step(zigzag_run):
 
 
 def test_torchrun_can_start_it():
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    run = subprocess.run(
-        [*torchrun, "-m", "dyncp", *SHORT], capture_output=True, text=True, timeout=250, check=False
-    )
+    run = run_under_torchrun([*SHORT], timeout=250)
     assert run.returncode == 0, run.stderr
     assert "Losses were not compared" in run.stdout
 
@@ -93,8 +91,7 @@ def test_interrupting_leaves_no_process_behind():
     assert command.returncode == 130
     assert "dyncp: interrupted" in errors
     assert "Traceback" not in errors
-    time.sleep(0.2)
-    assert not [pid for pid in ranks if is_running(pid)]
+    assert wait_until(lambda: all(is_gone(pid) for pid in ranks))
 
 
 def descendants(pid):
@@ -106,15 +103,9 @@ def descendants(pid):
     return found - {pid}
 
 
-def is_running(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-@pytest.mark.parametrize("mask", ["prefix_lm:prefix=4", "shared_question:answers=2", "causal"])
+@pytest.mark.parametrize(
+    "mask", [full("prefix_lm:prefix=4"), "shared_question:answers=2", full("causal")]
+)
 def test_virtual_ranks_have_the_losses_of_one_process(tmp_path, mask):
     for number in range(6):
         (tmp_path / f"{number}.txt").write_text("the quick brown fox " * (number + 1) ** 2)

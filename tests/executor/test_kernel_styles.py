@@ -22,7 +22,7 @@ from dyncp.plan import Direction
 from interpreted import needs_interpreter
 from kernel_styles import CollectingReference, RoundingKernel
 from paced import plan_paced
-from sizes import draws
+from sizes import draws, full, pick
 
 STYLES = st.sampled_from([RoundingKernel(), CollectingReference()])
 ALIGNED = (64, 128)  # collected sums need slots with this alignment
@@ -67,13 +67,18 @@ def test_bf16_sums_are_rounded_once(solver, partial, kernel):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("solver", ["random", "zigzag"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("solver", "dtype"),
+    [("random", "fp32"), full("random", "bf16"), full("zigzag", "fp32"), ("zigzag", "bf16")],
+)
 def test_triton_row_operations_in_whole_plans(solver, dtype):
     from dyncp.kernels.triton_row_ops import TritonRowOps
 
-    batch, shape = Batch.of([masks.causal(50), masks.full(20)]), AttentionShape(4, 2, 8, dtype)
-    config = PlannerConfig(solver, block_size=9, divisions=3, head_groups=2, layout=Layout(8, 4))
+    lengths, shape = pick((23, 10), (50, 20)), AttentionShape(4, 2, 8, dtype)
+    batch = Batch.of([masks.causal(lengths[0]), masks.full(lengths[1])])
+    config = PlannerConfig(
+        solver, block_size=pick(5, 9), divisions=3, head_groups=2, layout=Layout(8, 4)
+    )
     case = Case(batch, plan_paced(batch, Topology(2, 2), shape, config), shape, 0)
     tensors = Tensors.draw(case)
     expected = run_dense(case, "default", tensors, torch.float64)
