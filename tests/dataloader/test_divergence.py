@@ -270,7 +270,23 @@ def die_between_epochs(rank):
         return error_of_epoch(loader)
 
 
-@pytest.mark.parametrize("dies", [die, die_between_epochs])
+def die_near_the_end(rank):
+    """Rank 1 dies before it agrees on batch 2, when it has selected the last batch."""
+    make_loaders_impatient()
+    seen = []
+
+    def collate(data, samples):
+        seen.append(data)
+        if rank and len(seen) == 3:
+            time.sleep(0.5)  # its heartbeat says how far it is
+            os._exit(1)
+        return data
+
+    with DCPDataLoader(Tokens(same), masks.causal, collate=collate, **OPTIONS) as loader:
+        return error_of_epoch(loader)
+
+
+@pytest.mark.parametrize("dies", [die, die_between_epochs, die_near_the_end])
 def test_a_rank_that_died_is_named_within_seconds(dies):
     text, seconds = run_ranks(dies, 2)[0]
     assert text.startswith("rank 0 cannot continue: rank 1 (process ")

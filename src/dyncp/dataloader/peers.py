@@ -224,12 +224,16 @@ class Peers:
             logger.warning("%s has waited %.0f s for %s: %s", self._name, waited, what, text)
 
     def _describe(self, step: int) -> str:
-        """Progress of the ranks that have not agreed on the step; PeerError if one is gone."""
+        """Progress of the ranks that have not agreed on the step; PeerError if any rank is gone."""
         if not self._others:
             return "there are no other ranks; planning or reading takes this long"
-        found = [(process, self._read(f"at/{process}")) for process in self._others]
-        late = [(p, beat) for p, beat in found if beat is None or beat["agreed"] < step]
-        return "; ".join(self._where(*one) for one in late) or "all other ranks are this far"
+        late = []
+        for process in self._others:
+            beat = self._read(f"at/{process}")
+            where = self._where(process, beat)
+            if beat is None or beat["agreed"] < step:
+                late.append(where)
+        return "; ".join(late) or "all other ranks are this far"
 
     def _where(self, process: int, beat: Heartbeat | None) -> str:
         """Progress of one rank, by its latest heartbeat."""
@@ -278,7 +282,6 @@ class Peers:
         found = self.store.first("end", num_batches)
         if found != num_batches:
             self._epoch_mismatch(f"has {num_batches} batches", str(found))
-        self.agreed_step = END_OF_EPOCH
         if self.store.add("ended", 1) == self.ranks.num_processes:
             self.store.set("all_ended", True)
 
@@ -290,6 +293,7 @@ class Peers:
 
     def wait_for_all_ends(self) -> None:
         """Waits until all ranks have ended the epoch after the same batch."""
+        self.agreed_step = END_OF_EPOCH
         self.wait_for("all_ended", "all ranks to end the epoch", END_OF_EPOCH)
 
     def close(self) -> None:
