@@ -4,7 +4,6 @@ import importlib
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -85,10 +84,10 @@ def test_a_cache_that_names_a_class_of_an_older_version_is_made_again(tmp_path):
 
 
 TOGETHER = """
-import sys, time
+import sys
 from module import slow_to_compile
-while time.time() < float(sys.argv[1]):
-    pass
+print(flush=True)
+sys.stdin.readline()
 assert slow_to_compile(3.0) == 6.0
 print(sum(slow_to_compile.stats.cache_misses.values()))
 """
@@ -109,11 +108,13 @@ def slow_to_compile(x):
 def test_processes_that_start_together_compile_once(tmp_path):
     (tmp_path / "module.py").write_text(MODULE)
     env = os.environ | {"PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
-    start = str(time.time() + 4)
-    command = [sys.executable, "-c", TOGETHER, start]
-    ranks = [
-        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(3)
-    ]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    ranks = [subprocess.Popen([sys.executable, "-c", TOGETHER], env=env, **pipes) for _ in range(3)]
+    for rank in ranks:
+        rank.stdout.readline()  # it is ready
+    for rank in ranks:
+        rank.stdin.write("\n")
+        rank.stdin.flush()
     misses = [rank.communicate(timeout=60)[0].strip() for rank in ranks]
     assert sorted(misses) == ["0", "0", "1"]
 

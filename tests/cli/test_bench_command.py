@@ -11,6 +11,7 @@ import pytest
 
 import dyncp
 from dyncp.cli import build_parser, main
+from sizes import full, pick
 from torchrun import run_under_torchrun
 
 SHAPE = ["--q-heads", "2", "--kv-heads", "1", "--head-dim", "16"]
@@ -41,7 +42,7 @@ def run_help(where: Path, folder: Path, command: str) -> subprocess.CompletedPro
 
 
 @pytest.mark.parametrize(
-    ("command", "option"), [("bench kernels", "--baselines"), ("train", "--corpus")]
+    ("command", "option"), [("bench kernels", "--baselines"), full("train", "--corpus")]
 )
 def test_commands_beside_the_source_are_found_from_any_folder(tmp_path, command, option):
     done = run_help(Path(dyncp.__file__).parents[1], tmp_path, command)
@@ -49,7 +50,7 @@ def test_commands_beside_the_source_are_found_from_any_folder(tmp_path, command,
     assert option in done.stdout
 
 
-@pytest.mark.parametrize("command", ["bench kernels", "train"])
+@pytest.mark.parametrize("command", ["bench kernels", full("train")])
 def test_an_installed_package_says_where_these_commands_are(tmp_path, command):
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "dyncp").symlink_to(Path(dyncp.__file__).parent)
@@ -118,9 +119,11 @@ def test_the_attention_table_has_a_line_per_method_and_direction(capsys, tmp_pat
     assert "predicted − measured" in out
 
 
+SAMPLES = pick(["uniform:40"], ["ldc_x0.05:0", "uniform:40"])
+MASKS = pick(["lambda_shaped"], ["causal", "lambda_shaped"])
 LAYERS = [
     *("bench", "layers", "--device", "cpu", "--repeats", "2", "--tokens", "1200"),
-    *("--layers", "1", "--sample", "ldc_x0.05:0,uniform:40", "--masks", "causal,lambda_shaped"),
+    *("--layers", "1", "--sample", ",".join(SAMPLES), "--masks", ",".join(MASKS)),
 ]
 
 
@@ -134,10 +137,7 @@ def test_layers_are_measured_with_our_attention_plain_attention_and_none(capsys,
     assert (found["model"]["hidden"], found["model"]["layers"]) == (32, 1)
     assert (found["nodes"], found["ranks_per_node"]) == (1, 4)
     assert [(row["sample"], row["mask"], row["rank"]) for row in found["rows"]] == [
-        (sample, mask, rank)
-        for sample in ("ldc_x0.05:0", "uniform:40")
-        for mask in ("causal", "lambda_shaped")
-        for rank in (1, 3)
+        (sample, mask, rank) for sample in SAMPLES for mask in MASKS for rank in (1, 3)
     ]
     for row in found["rows"]:
         measured = row["attention"]
@@ -159,15 +159,15 @@ def test_the_layers_table_has_three_lines_per_rank_and_worst_and_mean(capsys):
     out = run(capsys, *LAYERS, "--masks", "causal", "--rank", "0,2").splitlines()
     assert "kernel auto (cpu), graphs auto; 1 layers: hidden 256" in out[0]
     headings = ("wall ms", "busy", "host", "kernels", "kernel ms", "wall / kernel", "× plain")
-    assert sum(all(heading in line for heading in headings) for line in out) == 2
+    assert sum(all(heading in line for heading in headings) for line in out) == len(SAMPLES)
     for start, count in (
-        ("rank 0 (requested", 2),
-        ("  sdpa: ", 4),
-        ("worst of", 2),
-        ("mean of", 2),
+        ("rank 0 (requested", len(SAMPLES)),
+        ("  sdpa: ", 2 * len(SAMPLES)),
+        ("worst of", len(SAMPLES)),
+        ("mean of", len(SAMPLES)),
     ):
         assert sum(line.startswith(start) for line in out) == count
-    assert sum("no attention" in line for line in out) == 8
+    assert sum("no attention" in line for line in out) == 4 * len(SAMPLES)
 
 
 def test_real_ranks_are_measured_beside_the_prediction():

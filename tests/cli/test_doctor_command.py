@@ -15,23 +15,14 @@ from torchrun import run_under_torchrun
 CPU = torch.device("cpu")
 
 
-def test_a_healthy_node_is_said_to_be_one(capsys):
-    assert main(["doctor", "--device", "cpu"]) == 0
+def test_a_healthy_node_is_said_to_be_one_with_the_reason_for_its_kernel(capsys, caplog):
+    choose._log_once.cache_clear()
+    with caplog.at_level("INFO", "dyncp.kernels.choose"):
+        assert main(["doctor", "--device", "cpu"]) == 0
     out = capsys.readouterr().out
     assert out.rstrip().endswith("All is well.")
     assert "kernel cpu: the device is a CPU" in out
-
-
-def test_a_kernel_that_was_named_is_there_because_of_that(capsys):
-    assert main(["doctor", "--device", "cpu", "--kernel", "reference"]) == 0
-    assert "kernel reference: it was requested" in capsys.readouterr().out
-
-
-def test_the_reason_of_the_kernel_is_that_of_the_log(caplog):
-    choose._log_once.cache_clear()
-    with caplog.at_level("INFO", "dyncp.kernels.choose"):
-        found = diagnose(World.alone(CPU)).facts["kernel"]
-    assert f"kernel {found['name']!r} on cpu: {found['reason']}" in caplog.text
+    assert "kernel 'cpu' on cpu: the device is a CPU" in caplog.text
 
 
 def test_the_reason_of_a_gpu_kernel_says_what_is_missing(monkeypatch):
@@ -42,10 +33,11 @@ def test_the_reason_of_a_gpu_kernel_says_what_is_missing(monkeypatch):
     assert "'flash4' is not available: it is not installed; install it" in reason
 
 
-def test_json_has_what_an_issue_needs(capsys):
-    assert main(["doctor", "--device", "cpu", "--json"]) == 0
+def test_json_has_what_an_issue_needs_with_a_kernel_that_was_named(capsys):
+    assert main(["doctor", "--device", "cpu", "--kernel", "reference", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["healthy"]
+    assert found["kernel"] == {"name": "reference", "reason": "it was requested"}
     assert found["versions"]["torch"] == torch.__version__
     assert found["plan"]["virtual"]
     assert found["plan"]["bytes_moved"] > 0

@@ -64,7 +64,7 @@ def test_batches_and_plans_do_not_depend_on_the_number_of_planning_processes(exp
 
 
 def test_resuming_is_exact_with_several_planning_processes(expected):
-    with open_loader() as loader:
+    with open_loader(num_planners=0) as loader:
         iterator = iter(loader)
         for _ in range(3):
             next(iterator)

@@ -97,7 +97,7 @@ def test_a_request_that_cannot_be_read_costs_no_process(process, monkeypatch):
 def test_it_ends_when_its_parent_is_killed():
     code = """
 from dyncp.planner.process import PlanProcess
-from dyncp import *
+from dyncp import AttentionShape, Batch, PlannerConfig, Topology, masks, plan_batch
 from functools import partial
 process = PlanProcess(60)
 batch = Batch.of([masks.causal(4)])

@@ -17,6 +17,7 @@ from dyncp import (
     plan_batch,
 )
 from interpreted import needs_interpreter
+from sizes import full, pick
 
 MASKS = (
     masks.causal,
@@ -63,16 +64,16 @@ def test_no_batch_asks_for_a_kernel_that_is_not_compiled_yet(shape, monkeypatch)
     executor.warm_up(shape)
     compiled = set(variants.seen)
     assert {name for name, *_ in compiled} == set(KERNELS)
-    for seed in range(15):
+    for seed in range(pick(5, 15)):
         run(executor, draw_plan(shape, seed), shape, packed=seed % 2 == 0)
     assert not variants.seen - compiled
     executor = DCPExecutor(kernel=TritonKernel(), row_ops=TritonRowOps())
-    for seed in range(5):
+    for seed in range(pick(2, 5)):
         run(executor, draw_plan(shape, seed, 1), shape, packed=seed % 2 == 0)
     assert not variants.seen - compiled
 
 
-@pytest.mark.parametrize("kernel", ["cpu", "reference"])
+@pytest.mark.parametrize("kernel", ["cpu", full("reference")])
 def test_the_executor_is_unchanged(kernel):
     shape = SHAPES[0]
     plan = draw_plan(shape, 1)

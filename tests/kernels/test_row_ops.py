@@ -20,6 +20,7 @@ from dyncp.kernels.row_ops import (
     panels_to_rows,
 )
 from kernel_styles import rows_to_panels
+from sizes import full
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytest.importorskip("triton", reason="needs triton (pip install -e '.[test]')")
@@ -32,7 +33,12 @@ DTYPES = [
 ]
 BYTES = 1 << 20
 TOKENS = (1, 17, 130, 3, 64)
-each_dtype = pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+# A small run tries every shape and every dtype once.
+PAIRS = [((*shape, dtypes), i == j) for i, shape in enumerate(SHAPES)
+         for j, dtypes in enumerate(DTYPES)]  # fmt: skip
+each_shape_and_dtype = pytest.mark.parametrize(
+    ("heads", "dim", "dtypes"), [pair if small else full(*pair) for pair, small in PAIRS]
+)
 each_shape = pytest.mark.parametrize(("heads", "dim"), SHAPES)
 
 
@@ -98,8 +104,7 @@ def row(columns, **values):
     return entry
 
 
-@each_dtype
-@each_shape
+@each_shape_and_dtype
 def test_rows_are_copied_from_given_tensors_and_from_own_memory(heads, dim, dtypes):
     width, item = heads * dim, dtypes.input.itemsize
 
@@ -159,8 +164,7 @@ def test_values_stored_heads_first_are_packed_row_by_row(heads):
     assert (scaled[:, :33].T[lse[2:35] == -torch.inf] == 0).all()
 
 
-@each_dtype
-@each_shape
+@each_shape_and_dtype
 @pytest.mark.parametrize("has_lse", [True, False])
 def test_contributions_are_merged_into_results_and_messages(heads, dim, dtypes, has_lse):
     width, sizes = heads * dim, (dtypes.input, dtypes.partial, dtypes.wide)
@@ -252,8 +256,7 @@ def test_panels_have_the_numbers_of_a_thread_next_to_each_other():
     assert thread(512)[0] == (64, 0)
 
 
-@each_dtype
-@each_shape
+@each_shape_and_dtype
 @pytest.mark.parametrize("base_2", [True, False])
 def test_row_sums_of_output_and_its_gradient(heads, dim, dtypes, base_2):
     def run(ops):

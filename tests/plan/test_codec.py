@@ -10,7 +10,7 @@ from hypothesis import given
 from cases import cases
 from dyncp import AttentionShape, Batch, Plan, PlannerConfig, Topology, masks, plan_batch
 from dyncp.plan import PlanDecodeError, decode_part, encode_part
-from sizes import draws
+from sizes import draws, pick
 
 
 def small_plan() -> Plan:
@@ -77,10 +77,10 @@ def mutate(data: bytes, rng: np.random.Generator) -> bytes:
     return bytes(changed)
 
 
-def test_10000_mutated_plans_decode_to_an_equal_plan_or_raise_cleanly():
+def test_mutated_plans_decode_to_an_equal_plan_or_raise_cleanly():
     plan, rng = small_plan(), np.random.default_rng(0)
     whole, part = plan.encode(), encode_part(plan.parts[1])
-    for _ in range(5000):
+    for _ in range(pick(500, 5000)):
         for data, decode, encode in (
             (whole, Plan.decode, Plan.encode),
             (part, decode_part, encode_part),
@@ -97,7 +97,8 @@ def test_mutated_bodies_with_a_valid_checksum_never_raise_anything_else():
     data = encode_part(small_plan().parts[1])
     digest, body = data[12:28], data[44:]  # after magic and version; after the checksum
     rng, decoded = np.random.default_rng(1), 0
-    for _ in range(5000):
+    changes = pick(1000, 5000)
+    for _ in range(changes):
         changed = mutate(body, rng)
         checksum = hashlib.blake2b(digest + changed, digest_size=16).digest()
         try:
@@ -105,7 +106,7 @@ def test_mutated_bodies_with_a_valid_checksum_never_raise_anything_else():
         except PlanDecodeError:
             continue
         decoded += 1
-    assert decoded < 2500  # most changes break an index or the header
+    assert decoded < changes / 2  # most changes break an index or the header
 
 
 @pytest.mark.parametrize(

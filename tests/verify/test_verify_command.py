@@ -14,6 +14,7 @@ from dyncp.cli import main
 from dyncp.cli.verify import check_kernel_calls
 from dyncp.plan import save_plan
 from dyncp.verify import INVARIANTS, compare_with_dense, examine_plan
+from sizes import pick
 
 
 def verify(capsys, path: Path, words: Sequence[str] = ()) -> tuple[int, dict[str, Any]]:
@@ -65,7 +66,7 @@ def test_a_corrupted_plan_is_reported_under_its_invariant(capsys, tmp_path, plan
 
 def test_most_faults_get_past_the_decoder(tmp_path, capsys, plan):
     codes = []
-    for fault in FAULTS:
+    for fault in pick(FAULTS[::3], FAULTS):
         save_plan(tmp_path / "broken.plan", fault.make(plan), rich_batch())
         codes.append(main(["verify", str(tmp_path / "broken.plan"), "--json"]))
     capsys.readouterr()
@@ -75,7 +76,7 @@ def test_most_faults_get_past_the_decoder(tmp_path, capsys, plan):
 
 def test_wrong_results_show_numerically_too(tmp_path, capsys, plan):
     seen = 0
-    for fault in FAULTS:
+    for fault in pick(FAULTS[::3], FAULTS):
         save_plan(tmp_path / "broken.plan", fault.make(plan), rich_batch())
         code = main(["verify", str(tmp_path / "broken.plan"), "--json", "--numeric"])
         if code != 1:
@@ -84,7 +85,7 @@ def test_wrong_results_show_numerically_too(tmp_path, capsys, plan):
         numeric = json.loads(capsys.readouterr().out)["numeric"]
         assert numeric["state"] in (("violated", "unchecked") if fault.numerical else ("ok",))
         seen += numeric["state"] == "violated"
-    assert seen > 10
+    assert seen > pick(3, 10)
 
 
 def test_the_text_has_a_line_per_invariant_and_the_sentences(tmp_path, capsys, plan):
