@@ -35,7 +35,7 @@ from dyncp import (
     sum_gradients,
     sum_over_ranks,
 )
-from dyncp.dataloader import BatchMismatch, PeerError, SampleError
+from dyncp.dataloader import BatchMismatch, PeerError, SampleError, patience
 
 SEED, BUDGET = 3, 160
 SHAPE = AttentionShape(q_heads=2, kv_heads=1, head_dim=8, dtype="fp64")
@@ -82,6 +82,7 @@ class Segment(NamedTuple):
     saves: tuple[int, ...]  # after so many rounds
     events: tuple[Event, ...] = ()
     save_ends: bool = False  # also after the loops over epochs
+    hurry: bool = False  # ranks notice sooner that others are late or dead
 
     @property
     def processes(self) -> int:
@@ -320,6 +321,8 @@ class Training:
 def run_rank(rank: int, segment: Segment, port: int) -> None:
     """Runs one rank and writes the result to `result-RANK.json`."""
     torch.set_num_threads(1)
+    if segment.hurry:
+        patience.shorten()
     faulthandler.dump_traceback_later(SEGMENT_SECONDS - 20)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     bound = timedelta(seconds=COLLECTIVE_SECONDS)

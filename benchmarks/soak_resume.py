@@ -63,8 +63,11 @@ MARK = "DYNCP_SOAK"  # in the environment of all processes of a run
 class Soak:
     """One scenario: runs with faults until enough batches are kept, then without faults."""
 
-    def __init__(self, scenario: Scenario, samples: int, seed: int, folder: Path) -> None:
+    def __init__(
+        self, scenario: Scenario, samples: int, seed: int, folder: Path, *, hurry: bool = False
+    ) -> None:
         self.scenario, self.samples, self.folder = scenario, samples, folder
+        self.hurry = hurry
         self.draw = random.Random(f"{scenario.name} {seed}")
         self.wrong: list[str] = []
         self.counts: Counter[str] = Counter()
@@ -116,6 +119,7 @@ class Soak:
             tuple(saves),
             tuple(events),
             save_ends,
+            self.hurry,
         )
 
     def run_segment(self, segment: Segment) -> None:
@@ -311,13 +315,15 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def soak(scenarios: list[Scenario], batches: int, samples: int, seed: int) -> list[str]:
+def soak(
+    scenarios: list[Scenario], batches: int, samples: int, seed: int, *, hurry: bool
+) -> list[str]:
     wrong = []
     for scenario in scenarios:
         start = time.monotonic()
         say(f"{scenario.name}: {batches} batches")
         with tempfile.TemporaryDirectory(prefix="dyncp-soak-") as folder:
-            run = Soak(scenario, samples, seed, Path(folder))
+            run = Soak(scenario, samples, seed, Path(folder), hurry=hurry)
             run.run(batches)
         wrong += [f"{scenario.name}: {text}" for text in run.wrong]
         seconds = time.monotonic() - start
@@ -333,11 +339,14 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=400, help="of an epoch (default 400)")
     parser.add_argument("--seed", type=int, default=0, help="of the faults (default 0)")
     parser.add_argument("--only", default="", help="scenarios whose name has this text")
+    parser.add_argument("--hurry", action="store_true", help="notice dead ranks ten times sooner")
     args = parser.parse_args()
     scenarios = [scenario for scenario in SCENARIOS if args.only in scenario.name]
     with tempfile.TemporaryDirectory(prefix="dyncp-soak-") as folder:
         start_server(folder)
-        wrong = soak(scenarios, -(-args.batches // len(scenarios)), args.samples, args.seed)
+        wrong = soak(
+            scenarios, -(-args.batches // len(scenarios)), args.samples, args.seed, hurry=args.hurry
+        )
     print("\n" + ("\n".join(wrong) if wrong else "All is well."))
     return bool(wrong)
 

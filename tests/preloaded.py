@@ -15,6 +15,9 @@ torch.set_num_threads(1)
 
 NAMES = (
     "hypothesis",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
     "pytest",
     "dyncp.cli",
     "dyncp.dataloader",

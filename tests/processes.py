@@ -84,15 +84,6 @@ def run_program(
     return subprocess.CompletedProcess(words, max(codes, key=abs), *texts)
 
 
-def make_loaders_impatient() -> None:
-    """Makes the loaders of this rank, which is a process of its own, wait for tenths of seconds
-    where they wait for seconds."""
-    from dyncp.dataloader import patience
-
-    for name in ("HEARTBEAT", "COMPARED", "WARNED", "SILENT"):
-        setattr(patience, name, getattr(patience, name) / 10)
-
-
 def tell(what: str) -> None:
     """Says something to all ranks."""
     distributed_c10d._get_default_store().set(what, "1")

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -71,6 +72,40 @@ def test_torchrun_can_start_it():
     assert "Losses were not compared" in run.stdout
 
 
+LAUNCH = "import sys; from examples.launch import launch; launch(sys.argv[1:], 2)"
+WORK = "import os, time; os.write(1, b'at work\\n'); time.sleep(600)"
+
+
+def test_interrupting_a_launch_leaves_no_process_behind(tmp_path):
+    (tmp_path / "work.py").write_text(WORK)
+    launched = subprocess.Popen(
+        [sys.executable, "-c", LAUNCH, str(tmp_path / "work.py")],
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert [launched.stdout.readline() for _ in range(2)] == ["at work\n"] * 2
+    ranks = descendants(launched.pid)
+    assert len(ranks) >= 3  # torchrun and two ranks
+    launched.send_signal(signal.SIGINT)
+    _, errors = launched.communicate(timeout=120)
+    assert launched.returncode == -signal.SIGINT
+    assert errors.count("Traceback") == 1  # its own
+    assert wait_until(lambda: all(is_gone(pid) for pid in ranks))
+
+
+def test_an_interrupted_command_says_so_in_one_line(monkeypatch, capsys):
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "run", interrupted)
+    assert main(["train"]) == 130
+    assert capsys.readouterr().err.strip() == "dyncp: interrupted"
+
+
+@pytest.mark.full
 def test_interrupting_leaves_no_process_behind():
     words = ("train", "--no-reference", "--ranks", "2", "--steps", "100000", "--max-length", "64")
     command = subprocess.Popen(

@@ -13,11 +13,10 @@ from torch.distributed import distributed_c10d
 from torch.utils.data import IterableDataset
 
 from dyncp import DCPDataLoader, PlannerConfig, masks
-from dyncp.dataloader import BatchMismatch, PeerError
+from dyncp.dataloader import BatchMismatch, PeerError, patience
 from processes import (
     end_together,
     is_gone,
-    make_loaders_impatient,
     run_ranks,
     tell,
     wait_for,
@@ -96,7 +95,7 @@ def tokens(loader):
 
 
 def read_differently(rank):
-    make_loaders_impatient()
+    patience.shorten()
 
     def error(dataset, mask_fn=masks.causal, **options):
         return outcome(lambda: DCPDataLoader(dataset, mask_fn, **OPTIONS | options))[0]
@@ -179,7 +178,7 @@ class Warnings(logging.Handler):
 
 def take_unequally(rank):
     """Rank 1 leaves, raises or lags; returns this rank's errors or warnings, and the seconds."""
-    make_loaders_impatient()
+    patience.shorten()
     make = partial(DCPDataLoader, Tokens(same), masks.causal, look_ahead=0, **OPTIONS)
 
     def leave(loader):
@@ -237,7 +236,7 @@ def test_a_rank_that_left_raised_or_lags_is_named_within_seconds():
 
 
 def die(rank):
-    make_loaders_impatient()
+    patience.shorten()
     if not rank:
         return outcome_of_death()
     batches = iter(DCPDataLoader(Tokens(same), masks.causal, look_ahead=0, **OPTIONS))
@@ -262,7 +261,7 @@ def error_of_epoch(loader):
 
 
 def die_between_epochs(rank):
-    make_loaders_impatient()
+    patience.shorten()
     with DCPDataLoader(Tokens(same), masks.causal, look_ahead=0, **OPTIONS) as loader:
         list(loader)
         if rank:
@@ -272,7 +271,7 @@ def die_between_epochs(rank):
 
 def die_near_the_end(rank):
     """Rank 1 dies before it agrees on batch 2, when it has selected the last batch."""
-    make_loaders_impatient()
+    patience.shorten()
     seen = []
 
     def collate(data, samples):
@@ -296,7 +295,7 @@ def test_a_rank_that_died_is_named_within_seconds(dies):
 
 def follow(rank):
     """Rank 2 dies and rank 1 leaves, as training would when a message fails; rank 0 comes last."""
-    make_loaders_impatient()
+    patience.shorten()
     pids = torch.zeros(3, dtype=torch.int64)
     pids[rank] = os.getpid()
     dist.all_reduce(pids)

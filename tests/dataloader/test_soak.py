@@ -19,7 +19,9 @@ OPTIONS = Options(ranks=2, batches=20, samples=120, every=10)
 WORDS = [x for name, n in OPTIONS._asdict().items() for x in (f"--{name}", str(n))]
 # A rank is killed, then a planner. In a full run also a rank reads other tokens, and planners are
 # stopped.
-RESUMES = pick(("--batches", "11", "--seed", "12468"), ("--batches", "16", "--seed", "245"))
+RESUMES = pick(
+    ("--batches", "11", "--seed", "12468", "--hurry"), ("--batches", "16", "--seed", "245")
+)
 FAULTS = {"killed", "kill planner"}
 MORE_FAULTS = {"other tokens", "stop planner"}
 
