@@ -258,7 +258,9 @@ def start_server(folder: str) -> None:
     os.environ[MARK] = f"{os.getpid()}-{time.time_ns()}"
     os.environ["TMPDIR"] = folder
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "dyncp", "dyncp.dataloader", "benchmarks.soak_rank"])
+    context.set_forkserver_preload(
+        ["torch._dynamo", "dyncp", "dyncp.dataloader", "benchmarks.soak_rank"]
+    )
     process = context.Process(target=time.sleep, args=(0,))
     process.start()
     process.join()

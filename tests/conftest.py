@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import sizes
-from dyncp import Batch, DCPDataLoader, PlannerConfig, Topology, masks, plan_batch
+from dyncp import Batch, PlannerConfig, Topology, masks, plan_batch
 from dyncp.plan import Direction
+from processes import loader_defaults
 
 # Test tensors are tiny: a second thread only adds waiting, and bits depend on the thread count.
 torch.set_num_threads(1)
@@ -49,8 +50,8 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture
 def plans_here(monkeypatch):
-    """Loaders plan in a thread of this process: starting a planning process takes a second."""
-    monkeypatch.setitem(DCPDataLoader.__init__.__kwdefaults__, "num_planners", 0)
+    """Loaders of this process plan in threads."""
+    monkeypatch.setitem(loader_defaults(), "num_planners", 0)
 
 
 @pytest.fixture(autouse=True)

@@ -21,6 +21,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d
 
+import sizes
+
 
 class RankError(AssertionError):
     pass
@@ -38,15 +40,21 @@ def rank_context() -> Any:
 
 
 def run_ranks(
-    function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 120
+    function: Callable[..., Any],
+    num_ranks: int,
+    *args: Any,
+    timeout: float = 120,
+    planners: bool = False,
 ) -> list[Any]:
     """`function(rank, *args)` on every rank; its results by rank. A rank that dies without a result
-    gives None."""
+    gives None. In a small run, loaders plan in threads unless the test is about `planners`."""
     context = rank_context()
     results = context.Queue()
-    port = free_port()
+    port, planners = free_port(), planners or sizes.pick(False, True)
     processes = [
-        context.Process(target=_main, args=(function, rank, num_ranks, port, results, args))
+        context.Process(
+            target=_main, args=(function, rank, num_ranks, port, results, planners, args)
+        )
         for rank in range(num_ranks)
     ]
     for process in processes:
@@ -140,9 +148,17 @@ def _kill(processes: list[Any]) -> None:
 
 
 def _main(
-    function: Callable[..., Any], rank: int, num_ranks: int, port: int, results: Any, args: Any
+    function: Callable[..., Any],
+    rank: int,
+    num_ranks: int,
+    port: int,
+    results: Any,
+    planners: bool,
+    args: Any,
 ) -> None:
     try:
+        if not planners:
+            plan_in_threads()
         dist.init_process_group(
             "gloo",
             init_method=f"tcp://127.0.0.1:{port}",
@@ -156,6 +172,17 @@ def _main(
         results.put((rank, None, traceback.format_exc()))
 
 
+def plan_in_threads() -> None:
+    """Starting a planning process takes a second of CPU."""
+    loader_defaults()["num_planners"] = 0
+
+
+def loader_defaults() -> dict[str, Any]:
+    from dyncp import DCPDataLoader
+
+    return DCPDataLoader.__init__.__kwdefaults__
+
+
 def _program(
     words: list[str], script: str, rank: int, num_ranks: int, port: int, outputs: list[Path]
 ) -> None:
@@ -166,6 +193,7 @@ def _program(
     given |= {"TORCHELASTIC_RUN_ID": port}
     os.environ.update({name: str(value) for name, value in given.items()})
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    plan_in_threads()
     sys.argv = [script or "dyncp", *words]
     if not script:
         from dyncp.cli import main

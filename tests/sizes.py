@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-SHARE = 5  # `make test` draws one in five examples ...
+SHARE = 7  # `make test` draws one in seven examples ...
 LEAST = 10  # ... but at least these
 
 _full: list[bool] = []  # not empty in a full run

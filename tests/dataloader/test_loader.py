@@ -116,7 +116,7 @@ def load(rank):
 
 
 def test_ranks_get_their_own_parts_of_the_same_plan():
-    results = run_ranks(load, 2)
+    results = run_ranks(load, 2, planners=True)
     assert [rank for rank, _, _, _ in results] == [0, 1]
     assert results[0][1] == results[1][1]
     assert results[0][2] + results[1][2] == 37

@@ -244,7 +244,7 @@ def train():
     [
         full(""),
         full("next(iterator)"),
-        "sys.loader, sys.iterator = loader, iterator; next(iterator)",
+        full("sys.loader, sys.iterator = loader, iterator; next(iterator)"),
         "loader.cycle = loader, iterator; next(iterator); del loader, iterator",
         full("threading.Thread(target=lambda: (time.sleep(0.5), next(iterator))).start()"),
         "threading.Thread(target=train, daemon=True).start(); taken.wait()",

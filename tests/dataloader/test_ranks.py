@@ -121,7 +121,7 @@ def check_parts_and_resume(rank):
 
 @pytest.fixture(scope="module")
 def four_ranks():
-    return run_ranks(check_parts_and_resume, 4)
+    return run_ranks(check_parts_and_resume, 4, planners=True)
 
 
 def test_every_sample_is_trained_on_once_and_ranks_hold_parts_of_one_plan(four_ranks):

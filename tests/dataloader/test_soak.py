@@ -48,7 +48,7 @@ def check(summary, wrong):
 
 
 def test_kills_slow_plans_and_planner_errors_change_no_loss_and_leave_nothing_behind():
-    by_rank = run_ranks(runs_of_rank, OPTIONS.ranks)
+    by_rank = run_ranks(runs_of_rank, OPTIONS.ranks, planners=True)
     summary = summarise(dict(zip(RUNS, zip(*by_rank, strict=True), strict=True)))
     check(summary, verdict(summary))
 

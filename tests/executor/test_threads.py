@@ -11,7 +11,7 @@ from dense import relative_error
 from dyncp import Batch, DCPAttn, DCPExecutor, PlannerConfig, Topology, masks, plan_batch
 from dyncp.kernels import CpuKernel
 from processes import run_ranks
-from sizes import pick
+from sizes import full, pick
 
 BATCH = Batch.of([masks.causal(n) for n in (20, 3, 11)])
 NUM_THREADS = 6
@@ -41,7 +41,7 @@ def in_threads(function) -> None:
         thread.join(60)
 
 
-@pytest.mark.parametrize("one_plan", [True, False])
+@pytest.mark.parametrize("one_plan", [full(True), False])
 def test_threads_that_share_an_executor_all_get_right_results(one_plan):
     shared = DCPExecutor(virtual_ranks=3)
     right: list[int] = []

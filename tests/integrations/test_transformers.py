@@ -309,7 +309,7 @@ def test_only_the_first_two_of_many_batches_compile():
     model, plain = make_model("gemma3"), make_model("gemma3")
     for each in (model, plain):
         attach(each)
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend(pick("eager", "aot_eager"))
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     graphs = []
     for number in range(pick(8, 50)):

@@ -95,7 +95,7 @@ def test_another_kernel_takes_inputs_that_flash4_refuses_if_there_is_one(caplog)
     assert caplog.text.count("kernel 'cpu' takes over: kernel 'flash4' takes") == 1
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("deterministic", [full(False), True])
 def test_after_warming_up_no_batch_compiles(deterministic, monkeypatch):
     from dyncp.kernels.triton_row_ops import TritonRowOps
 

@@ -135,7 +135,7 @@ def test_an_unknown_dtype_or_head_dim_is_an_error(dtype, dim, part):
         attention(step, q, q, q)
 
 
-@pytest.mark.parametrize("first", ["inputs", "gradient"])
+@pytest.mark.parametrize("first", [full("inputs"), "gradient"])
 def test_tensors_with_heads_first_give_the_same(first):
     """Many models store tensors as [heads, tokens, dim] and transpose them."""
     plan = plan_batch(Batch.of([masks.causal(70)]), Topology(1, 1))
