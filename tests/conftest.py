@@ -4,16 +4,19 @@ import importlib
 import os
 import signal
 
+# Test tensors are tiny: a second thread only adds waiting, and bits depend on the thread count.
+# Read when torch is imported, by processes that tests start, and by Accelerate.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import pytest
 import torch
 
 import sizes
 from dyncp import Batch, PlannerConfig, Topology, masks, plan_batch
+from dyncp.compiled import is_compiled
+from dyncp.placement.split import split_tree
 from dyncp.plan import Direction
 from processes import loader_defaults
-
-# Test tensors are tiny: a second thread only adds waiting, and bits depend on the thread count.
-torch.set_num_threads(1)
 
 # Tests that a shell runs in the background ignore SIGINT, and so does what they start, unless there
 # is a handler here.
@@ -35,7 +38,8 @@ def pytest_configure(config):
     """Compiles before workers start: side by side they would all do it, and numba's caches of
     functions with several signatures are not made for two writers."""
     sizes.choose(config.getoption("full"))
-    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+    has_workers = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
+    if has_workers and not is_compiled(split_tree):
         batch = Batch.of([masks.causal(900), masks.lambda_shaped(500), masks.causal(60)])
         plan_batch(batch, Topology(2, 2), config=PlannerConfig(effort="quality"))
 

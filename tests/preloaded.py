@@ -4,14 +4,11 @@ The server that ranks are forked from imports this module once. It starts no thr
 process would miss them.
 """
 
+import warnings
 from contextlib import suppress
 from importlib import import_module
 
-import torch
-
 from dyncp import Batch, PlannerConfig, Topology, masks, plan_batch
-
-torch.set_num_threads(1)
 
 NAMES = (
     "hypothesis",
@@ -25,7 +22,11 @@ NAMES = (
     "transformers.trainer",
     "benchmarks.parity_models",
     "dyncp.integrations.transformers",
+    "dyncp.integrations.megatron",
+    "dyncp.integrations.torchtitan",
+    "torchtitan.models.llama3.parallelize",
 )
+warnings.simplefilter("ignore")  # of frameworks, about what is not installed
 for name in NAMES:
     with suppress(ImportError):  # frameworks are optional
         import_module(name)

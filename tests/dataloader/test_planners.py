@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import planner_faults
-from dyncp import DCPDataLoader, PlannerConfig, masks
+from dyncp import DCPDataLoader, PlannerConfig, masks, plan_batch
 from dyncp.dataloader import LoaderConfig, SampleError
 from processes import is_gone, wait_until
 
@@ -61,6 +61,28 @@ def test_batches_and_plans_do_not_depend_on_the_number_of_planning_processes(exp
         assert len(set(pids)) == 3
     assert loader.planning_pids == []
     assert all(is_gone(pid) for pid in pids)
+
+
+def test_without_planning_processes_a_thread_makes_the_same_plans_by_any_function(expected):
+    threads = []
+
+    def own(*args, **keywords):
+        threads.append(threading.current_thread())
+        return plan_batch(*args, **keywords)
+
+    with open_loader(num_planners=0, plan_function=own) as loader:
+        assert plans_of(loader) == expected
+        assert loader.planning_pids == []
+    assert threading.current_thread() not in threads
+    assert {thread.name for thread in threads} == {"dyncp-plan"}
+
+
+def test_without_planning_processes_what_the_planner_raises_is_the_reason_for_a_static_plan(caplog):
+    unlucky = {"batch_sampler": [[1], [0, 2], [3]], "plan_function": planner_faults.raising}
+    with open_loader(num_planners=0, **unlucky) as loader:
+        solvers = [plan.parts[0].solver for _, plan in loader]
+    assert solvers == ["bisection", "zigzag", "bisection"]
+    assert "gets a static plan: the planner raised ArithmeticError: an unlucky" in caplog.text
 
 
 def test_resuming_is_exact_with_several_planning_processes(expected):

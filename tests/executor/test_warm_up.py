@@ -53,7 +53,7 @@ def run(executor, plan, shape, *, packed):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[1], *map(full, SHAPES[::2])], ids=str)
 def test_no_batch_asks_for_a_kernel_that_is_not_compiled_yet(shape, monkeypatch):
     from dyncp.kernels.triton_kernel import TritonKernel
     from dyncp.kernels.triton_row_ops import TritonRowOps

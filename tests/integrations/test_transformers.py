@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 from dyncp import DCPDataLoader, DCPExecutor, local_data, masks  # noqa: E402
 from dyncp.integrations.transformers import attach  # noqa: E402
 from hf_cases import plain_model, planned, samples_of, virtual, whole_loss  # noqa: E402
-from sizes import pick  # noqa: E402
+from sizes import full, pick  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("plans_here")
 
@@ -27,7 +27,7 @@ def close(model, dense):
     return max((got - wanted).abs().max() for got, wanted in pairs) / largest
 
 
-@pytest.mark.parametrize("mask_fn", [masks.causal, masks.shared_question(answers=2)])
+@pytest.mark.parametrize("mask_fn", [masks.causal, full(masks.shared_question(answers=2))])
 @pytest.mark.parametrize("name", NAMES)
 def test_losses_and_gradients_are_those_of_one_process(name, mask_fn):
     model, dense = make_model(name), plain_model(name)
@@ -312,7 +312,7 @@ def test_only_the_first_two_of_many_batches_compile():
     counter = CompileCounterWithBackend(pick("eager", "aot_eager"))
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     graphs = []
-    for number in range(pick(8, 50)):
+    for number in range(pick(6, 50)):
         data, step = virtual(model.config, number % 3, ranks=2 + number % 5)
         with torch.set_grad_enabled(number < 4):
             loss = compiled(**data, dyncp_step=step).loss

@@ -21,7 +21,7 @@ from dyncp.kernels import Kernel, ReferenceKernel
 from dyncp.plan import KernelStyle, Layout
 from dyncp.plan.buffers import GRAPH_BYTES
 from kernel_styles import CollectingReference, RoundingKernel
-from sizes import draws
+from sizes import draws, full
 
 LAUNCH_AND_WAIT = 2
 KERNELS = [ReferenceKernel(), RoundingKernel(), CollectingReference()]
@@ -41,7 +41,7 @@ def taken(case: Case, name: str, kernel: Kernel) -> list[int]:
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [full("fp32"), "bf16"])
 @draws(25)
 @given(case=cases())
 def test_the_estimate_is_what_the_executor_takes(dtype, kernel, case):

@@ -27,6 +27,7 @@ from dyncp import (
 )
 from dyncp.plan import batch_order
 from processes import end_together, run_ranks
+from sizes import full
 
 Pair = tuple[int, int]
 NUM_PHASES = 6
@@ -126,10 +127,10 @@ def _run_phases(transport: Distributed, rank: int, num_ranks: int) -> None:
     ("num_ranks", "settings"),
     [
         (4, {"grouped_operations": 2}),
-        (5, {"grouped_operations": 5}),
+        full(5, {"grouped_operations": 5}),
         (6, {"grouped_operations": 2, "ranks_per_node": 3}),
-        (8, {"grouped_operations": 6, "ranks_per_node": 2}),
-        (4, {"ranks_per_node": 1}),
+        full(8, {"grouped_operations": 6, "ranks_per_node": 2}),
+        full(4, {"ranks_per_node": 1}),
     ],
 )
 def test_every_message_arrives_in_calls_below_the_limit(num_ranks, settings, how):

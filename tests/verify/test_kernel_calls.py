@@ -13,7 +13,7 @@ from dyncp.kernels import KernelCall
 from dyncp.kernels.tile_lists import SIDE
 from dyncp.plan import MaskPlan, OwnedBlocks
 from dyncp.verify import ListedKernelTiles, Violation, check_kernel_call
-from sizes import draws
+from sizes import draws, pick
 
 LISTED = ("q_tile", "k_tile", "full")
 
@@ -51,12 +51,12 @@ def test_full_tiles_of_gpu_kernels_hold_allowed_pairs_only() -> None:
     for part in plan.parts:
         mask = part.masks["default"]
         for call, own in kernel_calls_of(part, mask):
-            for listed in gpu_kernel_tiles(call):
+            for listed in pick(list(gpu_kernel_tiles(call))[:1], list(gpu_kernel_tiles(call))):
                 num_full += int(listed.full.sum())
                 assert check(batch, "default", part.blocks, mask, own, listed) == []
                 wrong = replace(listed, full=np.ones_like(listed.full))
                 assert check(batch, "default", part.blocks, mask, own, wrong)
-    assert num_full > 10
+    assert num_full > pick(5, 10)
 
 
 def test_key_rows_that_hold_nothing_are_found() -> None:
