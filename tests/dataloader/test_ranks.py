@@ -309,14 +309,14 @@ def test_a_store_that_does_not_answer_is_named_with_rank_and_key():
     try:
         port = int(server.stdout.readline())
         client = dist.TCPStore("127.0.0.1", port, is_master=False)
-        store = SharedStore(client, "dyncp/run", rank=3, timeout=0.5)
+        store = SharedStore(client, "dyncp/run", rank=3, timeout=1.5)
         other = SharedStore(client, "dyncp/run", rank=3, timeout=30)
-        unconnected = SharedStore(client, "dyncp/run", rank=3, timeout=0.5)
+        unconnected = SharedStore(client, "dyncp/run", rank=3, timeout=1.5)
         assert store.add("b1/left", 2) == other.add("b1/left", 0) == 2
         stop(server.pid)
         with pytest.raises(StoreError, match="rank 3: the store did not answer add of key '"):
             store.add("b1/left", 1)
-        with pytest.raises(StoreError, match=r"'dyncp/run/b1/left' within 0.5 s"):
+        with pytest.raises(StoreError, match=r"'dyncp/run/b1/left' within 1.5 s"):
             store.has("b2/decision")  # at once: it is known to be gone
         with pytest.raises(StoreError, match="did not answer check of key 'dyncp/run/error'"):
             unconnected.has("error")

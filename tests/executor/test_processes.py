@@ -118,7 +118,7 @@ def test_two_plans_of_the_same_batch_are_told_apart():
 
 def leave_before_attention(rank: int, how: str) -> tuple[str, float]:
     case = make_case(0, 3)
-    executor = DCPExecutor(timeout=2)
+    executor = DCPExecutor(timeout=3)
     step = executor.prepare(case.plan.parts[rank])
     if rank == 1 and how == "die":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -144,7 +144,7 @@ def test_a_rank_that_is_gone_or_hangs_does_not_leave_the_others_waiting(how):
 
 
 def hang_before_prepare(rank: int) -> tuple[str, float]:
-    executor = DCPExecutor(timeout=1)
+    executor = DCPExecutor(timeout=2)
     if rank == 1:
         end_together(0, 1)
         return "", 0.0

@@ -205,7 +205,7 @@ def test_settings_that_cannot_be_are_refused_with_what_is_allowed():
 
 
 def wait_in_vain(rank: int) -> tuple[str, float]:
-    transport = Distributed(timeout=1, ranks_per_node=2)
+    transport = Distributed(timeout=2, ranks_per_node=2)
     [channel] = transport.open()
     if rank == 3:
         end_together(0, 1, 2, 3)
