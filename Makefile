@@ -26,7 +26,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --no
 test: $(READY)  ## all tests, at a size that takes five minutes on two cores
 	$(PYTEST)
 
-test-all: $(READY)  ## the same tests at full size: half an hour
+test-all: $(READY)  ## the same tests at full size
 	$(PYTEST) --full
 
 lint: $(READY)
