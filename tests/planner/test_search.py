@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dyncp import AttentionShape, Batch, PlannerConfig, masks, plan_batch
@@ -109,6 +109,7 @@ def test_forward_only_plans_compare_forward_alone():
     model=st.sampled_from([None, "llama3_8b"]),
     some=st.sampled_from([0, 1, 5]),
 )
+@example(lengths=[64, 641], mask="causal", ranks=(2, 4), model=None, some=0)  # a short last chunk
 def test_bounds_of_static_methods_are_never_above_what_is_simulated(
     lengths, mask, ranks, model, some
 ):

@@ -108,10 +108,13 @@ class StaticBounds:
         return np.where(self._is_long[:, None], work, 0.0)
 
     def _hybrid(self, tokens: int | None) -> Bound:
-        ranks = self._topology.num_ranks
-        if not self._is_long.all():
-            return Bound(1 / ranks, 1 / ranks, 1, 0.0)
+        ranks, lengths = self._topology.num_ranks, np.asarray(self._lengths)
         sizes = group_sizes(self._lengths, ranks, tokens)
+        # The last of 2 * sizes chunks is shorter; its tokens may have twice the work of others.
+        missing = np.where(sizes > 1, -lengths % (2 * sizes), 0)
+        uneven = 2 * missing * sizes > (1 - CERTAIN) * lengths
+        if uneven.any() or not self._is_long.all():
+            return Bound(1 / ranks, 1 / ranks, 1, 0.0)
         first = deal_documents(self._load, sizes, ranks)
         work, held = CERTAIN * hybrid_shares(self._load, sizes, first, ranks).max(axis=0)
         travels = ring_seconds(self._lengths, sizes, first, self._topology)
