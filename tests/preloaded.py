@@ -26,10 +26,10 @@ NAMES = (
     "dyncp.integrations.torchtitan",
     "torchtitan.models.llama3.parallelize",
 )
-warnings.simplefilter("ignore")  # of frameworks, about what is not installed
-for name in NAMES:
-    with suppress(ImportError):  # frameworks are optional
-        import_module(name)
+with warnings.catch_warnings(action="ignore"):  # of frameworks, about what is not installed
+    for name in NAMES:
+        with suppress(ImportError):  # frameworks are optional
+            import_module(name)
 
 batch = Batch.of([masks.causal(900), masks.lambda_shaped(500), masks.causal(60)])
 for solver in ("auto", "bisection", "random", "zigzag"):

@@ -36,8 +36,6 @@ OPTIONS = {
     "planner": PlannerConfig("bisection", block_size=4),
 }
 
-HERE = {"num_planners": 0}  # planning processes take a second to start
-
 PROBES = {0, 5, 11}  # samples that stand for the dataset, read by all
 
 
@@ -214,7 +212,7 @@ def test_ranks_that_disagree_get_one_error_that_says_on_what(two_ranks):
 def train_on_replicas(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "cp"))
     before = num_keys()
-    with DCPDataLoader(SAMPLES[:7], masks.causal, mesh=mesh, **OPTIONS | HERE | {
+    with DCPDataLoader(SAMPLES[:7], masks.causal, mesh=mesh, **OPTIONS | {
         "lengths": LENGTHS[:7], "shuffle": False,
     }) as loader:  # fmt: skip
         run = [
@@ -229,7 +227,7 @@ def train_on_replicas(rank):
 def share_with_peers():
     """Plan rank, plan digest, tokens and targets of a rank with a tensor-parallel peer."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-    with DCPDataLoader(SAMPLES, masks.causal, mesh=mesh, **OPTIONS | HERE) as loader:
+    with DCPDataLoader(SAMPLES, masks.causal, mesh=mesh, **OPTIONS) as loader:
         return [
             (plan.rank, plan.digest, tokens_of(data), int(data["num_items_in_batch"]))
             for data, plan in loader
@@ -262,8 +260,7 @@ def resume_replicas(rank, state, steps):
     """Number of tokens of each sample in `steps` steps after a state, and the final state."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "cp"))
     samples = [{"input_ids": [i] * n} for i, n in enumerate(LONG)]
-    options = HERE | {"tokens_per_batch": 64, "shuffle": True, "lengths": LONG}
-    options |= {"sample_ids": True}
+    options = {"tokens_per_batch": 64, "shuffle": True, "lengths": LONG, "sample_ids": True}
     with DCPDataLoader(samples, masks.causal, mesh=mesh, window=4, **options) as loader:
         if state is not None:
             loader.load_state_dict(state)

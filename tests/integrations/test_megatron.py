@@ -53,7 +53,7 @@ def train(cp, tp, start):
     loader = DCPDataLoader(
         SAMPLES, masks.causal, mesh=mesh, model=attention_shape(model.config), local_multiple=8,
         tokens_per_batch=200, max_tokens_per_rank=200 // cp + 16,
-        planner=PlannerConfig(block_size=16), num_planners=0,
+        planner=PlannerConfig(block_size=16),
     )  # fmt: skip
     with loader:
         for data, plan in loader:

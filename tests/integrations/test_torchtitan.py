@@ -79,7 +79,7 @@ def train(cp, tp):
     optimizer, mesh = optimizer_of(model), plan_mesh(dims, cp)
     loss_fn = CrossEntropyLoss.Config(global_vocab_size=VOCAB).build()
     options = {"tokens_per_batch": 200, "max_tokens_per_rank": 200 // cp + 16,
-               "planner": PlannerConfig(block_size=16), "num_planners": 0}  # fmt: skip
+               "planner": PlannerConfig(block_size=16)}  # fmt: skip
     loader = PlannedDataLoader.Config(
         samples=lambda _: SAMPLES, mask_fn=masks.causal, cp=cp, options=options,
         model=attention_shape(config, tp, "fp32"),
@@ -227,8 +227,7 @@ def planned_loader():
     config = tiny_llama()
     return PlannedDataLoader.Config(
         samples=lambda _: SAMPLES, mask_fn=masks.causal, model=attention_shape(config, 1, "fp32"),
-        options={"tokens_per_batch": 200, "shuffle": True, "planner": PlannerConfig(block_size=16),
-                 "num_planners": 0},
+        options={"tokens_per_batch": 200, "shuffle": True, "planner": PlannerConfig(block_size=16)},
     ).build(
         dp_world_size=dist.get_world_size(), dp_rank=dist.get_rank(), tokenizer=None, seq_len=512
     )  # fmt: skip

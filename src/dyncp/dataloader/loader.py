@@ -83,9 +83,8 @@ class DCPDataLoader:
     number (None: one for each batch that this rank plans ahead, but at most 4, and at most this
     rank's share of the cores; 0: a thread of this process plans, for debugging). A batch without a
     plan after `plan_timeout` seconds gets a static plan. `store_timeout` limits how long to wait
-    for the store and for other ranks.
-    `plan_function` replaces `dyncp.plan_batch` and gets the same arguments; the planning process
-    must be able to import it.
+    for the store and for other ranks. `plan_function` replaces `dyncp.plan_batch` and gets the same
+    arguments; planning processes must be able to import it.
 
     Data: `token_fields` maps names of further per-token fields to their token dimension,
     `sample_fields` names per-sample fields, and `sample_ids` adds each token's sample index.

@@ -108,8 +108,8 @@ class BatchPlanner:
     model: ModelConfig | None
 
     def plan(self, process: PlanHere | PlanProcess, batch: Batch) -> PlanReply:
-        """Each rank's part of the plan, made by `process`. Raises PlanFailed with the
-        reason if there is none."""
+        """Each rank's part of the plan, made by `process`. Raises PlanFailed with the reason if
+        there is none."""
         args = (batch, self.topology, self.shape, self.config)
         costs = {"cost": self.cost, "model": self.model}
         reply = process.plan(partial(self.plan_function, *args, **costs))
