@@ -22,11 +22,10 @@ from time import perf_counter
 import numpy as np
 
 from dyncp import masks
-from dyncp.cost import CostModel, find_model, find_profile
+from dyncp.cost import CostModel, find_model, find_profile, sample_seconds
 from dyncp.dataloader.batching import BatchSelector
 from dyncp.dataloader.dataset import SampleEntry, open_source
 from dyncp.dataloader.options import LoaderConfig
-from dyncp.dataloader.planning import sample_seconds
 from dyncp.dataloader.state import Position
 from dyncp.samplers import find_distribution
 

@@ -21,7 +21,7 @@ ATTACH, FUNCTIONS, LAYERS, TRAINER = (
     f"src/dyncp/integrations/transformers/{name}.py"
     for name in ("attach", "functions", "layers", "trainer")
 )
-LOSS = "src/dyncp/dataloader/local_fields.py"
+GRADIENTS = "src/dyncp/training/gradients.py"
 ONE, MANY, UNTESTED = (
     f"tests/integrations/test_{name}.py"
     for name in ("transformers", "transformers_ranks", "untested_models")
@@ -335,7 +335,7 @@ ERRORS = [
     ),
     Error(
         "gradients that were summed are summed again",
-        LOSS,
+        GRADIENTS,
         "if found and max(changes) <= 1:",
         "if False:",
         "tests/dataloader/test_loss.py",

@@ -22,7 +22,7 @@ ALLOWED = {
     "samplers": set(),
     "masks": set(),
     "blocks": {"masks"},
-    "cost": {"blocks", "topology"},
+    "cost": {"masks", "blocks", "topology"},
     "placement": {"blocks", "topology"},
     "schedule": {"blocks", "placement", "cost", "topology"},
     "plan": {"masks", "blocks", "placement", "schedule"},
@@ -33,8 +33,10 @@ ALLOWED = {
     "transport": {"plan"},
     "executor": {"plan", "kernels", "transport"},
     "dataloader": {"masks", "blocks", "cost", "plan", "planner", "topology"},
+    "training": {"dataloader"},
     "integrations": {
-        "masks", "blocks", "cost", "plan", "planner", "executor", "dataloader", "topology",
+        "masks", "blocks", "cost", "plan", "planner", "executor", "dataloader", "training",
+        "topology",
     },
     "calibrate": {
         "masks", "blocks", "plan", "verify", "planner", "cost", "simulate", "samplers", "topology",

@@ -36,12 +36,14 @@ if TYPE_CHECKING:
         SampleError,
         StoreError,
         local_data,
+    )
+    from dyncp.executor import DCPAttn, DCPExecutor, Step, attention
+    from dyncp.training import (
         next_token_loss,
         sum_gradients,
         sum_over_ranks,
         undo_gradient_average,
     )
-    from dyncp.executor import DCPAttn, DCPExecutor, Step, attention
     from dyncp.transport import TransportError
     from dyncp.transport.distributed import Distributed
 
@@ -61,10 +63,10 @@ _LAZY = {
     "TransportError": "dyncp.transport",
     "attention": "dyncp.executor",
     "local_data": "dyncp.dataloader",
-    "next_token_loss": "dyncp.dataloader",
-    "sum_gradients": "dyncp.dataloader",
-    "sum_over_ranks": "dyncp.dataloader",
-    "undo_gradient_average": "dyncp.dataloader",
+    "next_token_loss": "dyncp.training",
+    "sum_gradients": "dyncp.training",
+    "sum_over_ranks": "dyncp.training",
+    "undo_gradient_average": "dyncp.training",
 }
 
 __all__ = [

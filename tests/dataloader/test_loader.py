@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from dyncp import AttentionShape, Batch, DCPDataLoader, DCPDataloader, Plan, RankPlan, masks
-from dyncp.dataloader import SampleError, undo_gradient_average
+from dyncp.dataloader import SampleError
+from dyncp.training import undo_gradient_average
 from processes import run_ranks
 
 pytestmark = pytest.mark.usefixtures("plans_here")

@@ -1,6 +1,7 @@
-"""Seconds of tiles, kernel calls, copies, and per-token work outside attention."""
+"""Seconds of tiles, kernel calls, copies, per-token work outside attention, and whole samples."""
 
 from dyncp.cost.cost_model import BACKWARD_FLOPS, CostModel
+from dyncp.cost.model_shape import model_shape
 from dyncp.cost.profile import (
     DEFAULT_PROFILE,
     MODELS,
@@ -15,3 +16,4 @@ from dyncp.cost.profile import (
     save_profile,
     tell_profile,
 )
+from dyncp.cost.sample_time import sample_seconds

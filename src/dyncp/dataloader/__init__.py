@@ -1,14 +1,7 @@
 """Batches, plans and local data for the training loop."""
 
 from dyncp.dataloader.loader import DCPDataLoader
-from dyncp.dataloader.local_fields import (
-    count_targets,
-    local_data,
-    next_token_loss,
-    sum_gradients,
-    sum_over_ranks,
-    undo_gradient_average,
-)
+from dyncp.dataloader.local_fields import count_targets, local_data
 from dyncp.dataloader.look_ahead import LoaderMetrics
 from dyncp.dataloader.options import LoaderConfig
 from dyncp.dataloader.ranks import BatchMismatch, PeerError, StoreError

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from dyncp.cost import CostModel
+from dyncp.cost import CostModel, model_shape, sample_seconds
 from dyncp.dataloader.batching import BatchSelector
 from dyncp.dataloader.dataset import SampleSource, open_source
 from dyncp.dataloader.look_ahead import LoaderMetrics, LookAhead
@@ -25,7 +25,7 @@ from dyncp.dataloader.options import (
     integer_option,
 )
 from dyncp.dataloader.peers import Peers
-from dyncp.dataloader.planning import BatchPlanner, model_shape, sample_seconds, topology_and_cost
+from dyncp.dataloader.planning import BatchPlanner, topology_and_cost
 from dyncp.dataloader.prepare import LoaderContext, MaskMaker, PreparesAhead
 from dyncp.dataloader.ranks import LoaderRanks, SharedStore, Store
 from dyncp.dataloader.state import Position, describe_sampler, from_state, to_state

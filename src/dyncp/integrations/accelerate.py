@@ -12,9 +12,10 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from dyncp.dataloader import DCPDataLoader, undo_gradient_average
+from dyncp.dataloader import DCPDataLoader
 from dyncp.integrations import check_processes
 from dyncp.integrations.transformers.functions import NAME
+from dyncp.training import undo_gradient_average
 
 SUPPORTED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")  # a single rank, or averaged gradients
 

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dyncp.blocks import AttentionShape, Batch
 from dyncp.cost import from_transformers_config
-from dyncp.dataloader import NO_TARGET, DCPDataLoader, local_data, next_token_loss
+from dyncp.dataloader import NO_TARGET, DCPDataLoader, local_data
 from dyncp.dataloader.options import TARGET_FIELDS
 from dyncp.executor import DCPExecutor, Step
 from dyncp.integrations import ROWS
@@ -48,6 +48,7 @@ from dyncp.masks import causal
 from dyncp.plan import Layout
 from dyncp.planner import PlannerConfig, plan_batch
 from dyncp.topology import Topology
+from dyncp.training import next_token_loss
 
 logger = logging.getLogger(__name__)
 

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dyncp.dataloader import DCPDataLoader, sum_over_ranks, undo_gradient_average
+from dyncp.dataloader import DCPDataLoader
 from dyncp.dataloader.local_fields import num_targets
 from dyncp.dataloader.ranks import data_dimensions
 from dyncp.executor import DCPExecutor
 from dyncp.integrations import check_processes
 from dyncp.integrations.transformers.attach import Attached, attach
+from dyncp.training import sum_over_ranks, undo_gradient_average
 
 PLAN = "dyncp_plan"
 STATE_FILE = "dyncp_loader.json"
