@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d
@@ -30,7 +31,9 @@ class RankError(AssertionError):
 
 def rank_context() -> Any:
     """Ranks are forked from a server that has imported and compiled what they need. It is started
-    by the first call, which does not wait for it."""
+    by the first call, which does not wait for it. CUDA cannot be used after a fork."""
+    if torch.cuda.is_available():
+        return mp.get_context("spawn")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["preloaded"])
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # the server gets no other

@@ -26,6 +26,7 @@ except ImportError:  # not on Windows: every process compiles for itself
 
 logger = logging.getLogger(__name__)
 
+_all: list[Any] = []  # all `compiled` functions
 P = ParamSpec("P")
 R = TypeVar("R")
 # Wrappers for calls from C are not needed and would take a tenth of the compile time.
@@ -38,6 +39,7 @@ WAIT_SECONDS = 60.0
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
     """Decorator for functions that are called from Python."""
     made: Any = _for_any_number(numba.njit(**OPTIONS)(function))
+    _all.append(made)
     try:
         made.enable_caching()
     except (RuntimeError, OSError) as error:  # no writable folder
@@ -66,6 +68,11 @@ def is_compiled(function: Any) -> bool:
     code = function.py_func.__code__
     name = f"{Path(code.co_filename).stem}.{function.py_func.__qualname__}-{code.co_firstlineno}"
     return any(Path(path).glob(f"{name}.*.nbi"))
+
+
+def count_compiled() -> int:
+    """Number of `compiled` functions whose code is on disk."""
+    return sum(is_compiled(function) for function in _all)
 
 
 def take_task(function: Any, task: str) -> Any:

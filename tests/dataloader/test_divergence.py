@@ -120,7 +120,7 @@ def read_differently(rank):
     runs = run(), run(**lengths)
     keys = distributed_c10d._get_default_store().list_keys()
     dist.barrier()
-    return results, runs, sum("dyncp" in key for key in keys)
+    return results, runs, [key for key in keys if "dyncp" in key]
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,10 @@ def readers():
         ("handshake", "BatchMismatch: ranks made different loaders: sample 0 is "),
         ("shared", "BatchMismatch: ranks disagree on sample 6 (number "),
         ("all read", "BatchMismatch: ranks disagree on sample 6 (number "),
-        ("stream", "BatchMismatch: ranks disagree on sample 0 (number 0 of batch 0): rank 0 has "),
+        (
+            "stream",
+            "BatchMismatch: ranks disagree on sample 0 (number 0 of batch 0): the content is ",
+        ),
         ("masks", "BatchMismatch: ranks disagree on sample 2 (number "),
         ("masks, all read", "BatchMismatch: ranks disagree on sample 2 (number "),
         ("lambdas", "BatchMismatch: ranks made different loaders: masks of sample 0 is "),
@@ -157,7 +160,7 @@ def test_a_rank_that_cannot_make_its_loader_is_named(readers):
 
 def test_ranks_augment_alike_by_torchs_generator(readers):
     (_, first, keys), (_, second, _) = readers
-    assert keys == 0
+    assert keys == []
     for one, other in zip(first, second, strict=True):
         assert sum(map(len, one)) + sum(map(len, other)) == sum(LENGTHS)
     assert first[0] == first[1]  # with and without lengths
@@ -222,7 +225,7 @@ def test_a_rank_that_left_raised_or_lags_is_named_within_seconds():
         assert text.startswith(
             "PeerError: rank 1 left this iteration after 2 batches (break, an exc"
         )
-        assert "while rank 0 waits for all ranks to agree on step 2" in text or "plan of" in text
+        assert text.endswith("all ranks must take the same number of batches")
         assert seconds < 60
     warning = lagging[0][0]
     assert re.match(r"rank 0 has waited \d+ s for ", warning)
@@ -288,7 +291,7 @@ def die_near_the_end(rank):
 @pytest.mark.parametrize("dies", [die, die_between_epochs, die_near_the_end])
 def test_a_rank_that_died_is_named_within_seconds(dies):
     text, seconds = run_ranks(dies, 2)[0]
-    assert text.startswith("rank 0 cannot continue: rank 1 (process ")
+    assert text.startswith("no rank can continue: rank 1 (process ")
     assert text.endswith(" has ended")
     assert seconds < 60
 
@@ -325,7 +328,7 @@ def num_keys():
 
 def test_a_rank_that_died_is_named_although_another_one_left_and_no_keys_stay():
     text, keys = run_ranks(follow, 3)[0]
-    assert text.startswith("rank 0 cannot continue: rank 2 (process ")
+    assert text.startswith("no rank can continue: rank 2 (process ")
     assert keys == 0
 
 
@@ -349,4 +352,3 @@ def leave_in_turn(rank):
 def test_of_ranks_that_left_the_first_is_named_first():
     text = run_ranks(leave_in_turn, 3)[0]
     assert text.startswith("rank 2 left this iteration after 1 batches (break, an exc")
-    assert "close()), then rank 1, while rank 0 waits" in text

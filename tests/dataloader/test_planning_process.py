@@ -49,9 +49,10 @@ def ask(process, batch=BATCH, function=plan_batch):
 def test_it_gives_the_plan_that_the_planner_gives_here_and_imports_no_torch(process):
     reply = ask(process)
     expected = plan_batch(BATCH, *ARGS)
-    assert reply.digest == expected.digest
-    assert reply.fingerprint == BATCH.fingerprint
-    assert [decode_part(part).rank for part in reply.parts] == [0, 1]
+    parts = [decode_part(part) for part in reply.parts]
+    assert {part.digest for part in parts} == {expected.digest}
+    assert {part.fingerprint for part in parts} == {BATCH.fingerprint}
+    assert [part.rank for part in parts] == [0, 1]
     assert reply.most_tokens == expected.parts[0].tokens_per_rank.max()
     libraries = Path(f"/proc/{process.pid}/maps")
     if libraries.exists():
@@ -72,7 +73,7 @@ def test_failures_of_the_planner_have_a_reason(process):
     with pytest.raises(PlanFailed, match="the planner raised ArithmeticError: an unlucky batch"):
         ask(process, UNLUCKY, planner_faults.raising)
     pid = process.pid
-    assert ask(process).digest  # the same process goes on
+    assert ask(process).parts  # the same process goes on
     assert process.pid == pid
     with pytest.raises(PlanFailed, match="the planning process died 3 times"):
         ask(process, UNLUCKY, planner_faults.dying)

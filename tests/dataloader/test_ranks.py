@@ -21,7 +21,7 @@ from dyncp import (
     StoreError,
     masks,
 )
-from dyncp.dataloader.ranks import SharedStore
+from dyncp.dataloader.store import SharedStore
 from processes import run_ranks, stop
 
 LENGTHS = [5, 19, 3, 12, 1, 7, 20, 13, 2, 9, 11, 4]

@@ -45,6 +45,7 @@ FULL_SHARE = 200
 SHORT_SHARE = 16
 # The subset sum has at most this many distinct sums; larger rooms are measured in coarser units.
 MOST_SUMS = 1 << 17
+SHOWN = 4  # samples that the description of a batch lists
 Skip = Callable[[str, int, object], None]
 Fit = Callable[[SampleEntry, int | None], list[SampleEntry]]
 
@@ -267,6 +268,11 @@ class SelectedBatch:
     @property
     def num_tokens(self) -> int:
         return sum(entry.length for entry in self.entries)
+
+    def __str__(self) -> str:
+        indices = ", ".join(str(entry.index) for entry in self.entries[:SHOWN])
+        more = ", ..." if len(self.entries) > SHOWN else ""
+        return f"{self.num_tokens} tokens of samples {indices}{more}"
 
     @cached_property
     def fingerprint(self) -> str:

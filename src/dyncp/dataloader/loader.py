@@ -1,18 +1,16 @@
 """DCPDataLoader: yields each rank's data and plan of every batch, prepared ahead of training."""
 
 import logging
-import os
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from dyncp.cost import CostModel, model_shape, sample_seconds
+from dyncp.dataloader.agreement import Together
 from dyncp.dataloader.batching import BatchSelector
 from dyncp.dataloader.dataset import SampleSource, open_source
 from dyncp.dataloader.look_ahead import LoaderMetrics, LookAhead
@@ -21,13 +19,11 @@ from dyncp.dataloader.options import (
     Collate,
     LoaderConfig,
     describe_schedule,
-    digest_of,
     integer_option,
 )
-from dyncp.dataloader.peers import Peers
 from dyncp.dataloader.planning import BatchPlanner, topology_and_cost
 from dyncp.dataloader.prepare import LoaderContext, MaskMaker, PreparesAhead
-from dyncp.dataloader.ranks import LoaderRanks, SharedStore, Store
+from dyncp.dataloader.ranks import LoaderRanks
 from dyncp.dataloader.state import Position, describe_sampler, from_state, to_state
 from dyncp.plan import Plan, RankPlan
 from dyncp.planner import PlannerConfig
@@ -96,10 +92,6 @@ class DCPDataLoader:
     end of a `with` block, or the end of the process ends the planning processes.
     """
 
-    # How many loaders each tuple of global ranks has made: every process counts the same number,
-    # which names the loader's keys in the store.
-    _num_made: ClassVar[Counter[tuple[int, ...]]] = Counter()
-
     def __init__(  # noqa: PLR0913
         self,
         dataset: Any,
@@ -147,12 +139,9 @@ class DCPDataLoader:
         arguments = locals()
         ranks = self.ranks = LoaderRanks.of(group, mesh, virtual_ranks)
         self._is_alone = ranks.rank == 0 and not ranks.all_ranks  # there is no process group
-        self._number, self._num_stores = self._num_made[ranks.all_ranks], 0
-        self._num_made[ranks.all_ranks] += 1
-        timeouts = LoaderConfig.plan_timeout, LoaderConfig.store_timeout
-        with Peers(self._open_store(LoaderConfig.store_timeout), ranks, timeouts) as peers:
+        self._together = Together(ranks)
+        with self._together.making(LoaderConfig.store_timeout) as agreement:
             config = self.config = LoaderConfig.of(arguments)
-            peers.plan_timeout, peers.store_timeout = config.plan_timeout, config.store_timeout
             self.shape, sizes = model_shape(model, dtype, ranks.tensor_parallel)
             self.topology, self.cost = topology_and_cost(ranks, topology, cost, self.shape)
             planner = config.planner_config(planner or PlannerConfig())
@@ -176,7 +165,7 @@ class DCPDataLoader:
                     "order": self._order,
                     "schedule": self._schedule,
                 }
-            locations = peers.compare(settings)
+            agreement.compare_settings(settings)
         if model is None and not ranks.rank:
             logger.info(
                 "no model= given: plans have one head group, assume 4 q heads per kv head, and fit "
@@ -190,12 +179,12 @@ class DCPDataLoader:
             processes = tuple(PlanProcess(config.plan_timeout) for _ in range(num_processes))
         self.metrics = LoaderMetrics(processes)
         self._context = LoaderContext(
-            config, ranks, source, mask_maker, batch_planner, processes, locations, executor
+            config, ranks, source, mask_maker, batch_planner, processes, executor
         )
         self._position, self._resuming = Position(), False
         self._counted: dict[Any, int] = {}  # the result of the latest `len`, by what it depends on
         self._running: list[LookAhead] = []  # the running iteration, if any
-        self._resources = (*processes, source)
+        self._resources = (*processes, source, self._together)
         weakref.finalize(self, _close, self._running, self._resources, at_exit=True)
 
     @property
@@ -251,8 +240,8 @@ class DCPDataLoader:
         self._context.source.open()
         start, selector = self._start(), self._selector()
         steps, first = selector.steps(start), selector.first_number(start)
-        store = self._open_store(self.config.store_timeout)
-        look_ahead = LookAhead(self._context, steps, store, first)
+        agreement = self._together.begin(first, self.config.store_timeout)
+        look_ahead = LookAhead(self._context, agreement, steps, start)
         self._running.append(look_ahead)
         return self._batches(look_ahead)
 
@@ -329,19 +318,6 @@ class DCPDataLoader:
             "window": config.windows(knows_lengths=source.knows_lengths)[0],
             "lengths": lengths,
         }
-
-    def _open_store(self, timeout: float) -> Store:
-        """A store for making the loader, then one for each iteration. Keys are named by run,
-        restart, ranks, loader and iteration."""
-        if not self.ranks.shared:
-            return Store()
-        self._num_stores += 1
-        run = os.environ.get("TORCHELASTIC_RUN_ID", "run")
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        loader = f"{digest_of(self.ranks.all_ranks)}/{self._number}"
-        prefix = f"dyncp/{run}/{restart}/{loader}/{self._num_stores}"
-        store = distributed_c10d._get_default_store()
-        return SharedStore(store, prefix, dist.get_rank(), timeout)
 
     def _log(self) -> None:
         every = self.config.log_every

@@ -2,8 +2,8 @@
 
     selecting thread     selects batches, and makes the masks of the batches that this rank plans
     planning threads     one per planning process: requests plans from it and publishes them
-    delivering thread    waits for each batch's decision, cuts local data, counts targets,
-                         prepares plans for the executor
+    delivering thread    waits for each batch's plan, cuts local data, counts targets, agrees with
+                         the other ranks, prepares plans for the executor
 
 The batches of an optimiser step become ready together, once all ranks have agreed on all of them.
 The next step is selected when training is less than `depth` batches behind it; `depth` grows while
@@ -15,6 +15,7 @@ import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from time import monotonic, perf_counter
@@ -22,11 +23,10 @@ from typing import Any
 
 import numpy as np
 
+from dyncp.compiled import count_compiled
 from dyncp.dataloader import patience
+from dyncp.dataloader.agreement import Alone
 from dyncp.dataloader.batching import SelectedStep
-from dyncp.dataloader.decision import PlanExchange
-from dyncp.dataloader.local_fields import loss_divisor
-from dyncp.dataloader.peers import Peers
 from dyncp.dataloader.prepare import (
     BatchData,
     BatchPreparer,
@@ -34,8 +34,9 @@ from dyncp.dataloader.prepare import (
     LoaderContext,
     PreparedBatch,
 )
-from dyncp.dataloader.ranks import PeerError, Store
-from dyncp.planner.process import Closed, PlanFailed, PlanHere, PlanProcess
+from dyncp.dataloader.state import Position
+from dyncp.planner.cold_start import is_cold
+from dyncp.planner.process import Closed, PlanHere, PlanProcess, PlanReply
 
 logger = logging.getLogger(__name__)
 
@@ -124,22 +125,22 @@ class LookAhead:
     ends the iteration."""
 
     def __init__(
-        self, context: LoaderContext, steps: Iterator[SelectedStep], store: Store, first: int
+        self,
+        context: LoaderContext,
+        agreement: Alone,
+        steps: Iterator[SelectedStep],
+        start: Position,
     ) -> None:
-        self._context, self._steps = context, steps
-        config, ranks = context.config, context.ranks
-        timeouts = config.plan_timeout, config.store_timeout
-        self._peers = Peers(store, ranks, timeouts, context.locations, first)
+        self._context, self._agreement, self._progress = context, agreement, agreement.progress
+        self._steps, self._start = steps, start
+        self._preparer = BatchPreparer(context, agreement)
+        self._compiles = is_cold()
         self._changed = threading.Condition()
-        self._at_exit = False
-        self._failure: BaseException | None = None
-        self._first = first  # number of the first batch
-        self._depth = config.look_ahead
-        self._exchange = PlanExchange(self._peers)
-        self._preparer = BatchPreparer(context, self._exchange)
+        self._closing = self._at_exit = False
+        self._first = self._progress.asked  # number of the first batch
+        self._depth = context.config.look_ahead
         self._selected: deque[tuple[SelectedStep, list[BatchData]] | BaseException] = deque()
         self._unplanned: deque[BatchData] = deque()
-        self._unpublished = 0  # batches that this rank has to plan and has not published yet
         self._ready: deque[PreparedBatch | BaseException] = deque()
         self._planning = {
             process: self._thread(partial(self._plan, process), "dyncp-plan")
@@ -150,45 +151,55 @@ class LookAhead:
             *self._planning.values(),
             self._thread(self._deliver, "dyncp-deliver"),
         ]
-        self._peers.start()
         for thread in self._threads:
             thread.start()
 
     def _thread(self, loop: Callable[[], None], name: str) -> threading.Thread:
-        return threading.Thread(target=self._guard, args=(loop, name), name=name, daemon=True)
+        return threading.Thread(target=self._until_closed, args=(loop,), name=name, daemon=True)
+
+    def _until_closed(self, loop: Callable[[], None]) -> None:
+        with suppress(Closed):
+            loop()
+
+    # The training thread
 
     def take(self) -> PreparedBatch | None:
         """The next batch; None at the end of the epoch."""
+        start = perf_counter()
         with self._changed:
             depth = len(self._ready)
             self._deepen(depth)
-            self._peers.asked += 1
-            start = self._peers.asked_at = perf_counter()
+            self._progress.asked += 1
+            self._progress.wait()
             self._changed.notify_all()
             try:
-                self._changed.wait_for(lambda: self._peers.closing or self._ready)
-                while self._at_exit:  # a daemon thread that trains waits for the interpreter to end
-                    self._changed.wait()
-                if self._peers.closing:
-                    raise RuntimeError(
-                        "this iteration of the loader was closed: by close(), load_state_dict, "
-                        "set_epoch or a later iter(loader)"
-                    )
+                self._wait_for_ready()
             finally:
-                self._peers.asked_at = None
+                self._progress.asked_at = None
             item = self._ready.popleft()
         if isinstance(item, StopIteration):
             return None
         if isinstance(item, BaseException):
             raise item
-        stall = perf_counter() - start
-        record = replace(item.record, stall_seconds=stall, queue_depth=depth)
+        record = replace(item.record, stall_seconds=perf_counter() - start, queue_depth=depth)
         return replace(item, record=record)
+
+    def _wait_for_ready(self) -> None:
+        """Waits for a batch or an error; warns while that takes long."""
+        while not (self._closing or self._ready):
+            self._changed.wait(self._progress.warn())
+        while self._at_exit:  # a daemon thread that trains waits for the interpreter to end
+            self._changed.wait()
+        if self._closing:
+            raise RuntimeError(
+                "this iteration of the loader was closed: by close(), load_state_dict, "
+                "set_epoch or a later iter(loader)"
+            )
 
     def _deepen(self, ready: int) -> None:
         """Looks further ahead if the queue has run low."""
         usual = self._context.config.look_ahead
-        filled_once = self._peers.asked >= self._first + usual
+        filled_once = self._progress.asked >= self._first + usual
         if ready <= usual // 4 and filled_once:
             self._depth = min(self._depth + 1, MAX_GROWTH * usual)
 
@@ -200,10 +211,11 @@ class LookAhead:
             threading.Thread(target=self.close, daemon=True).start()
             return
         with self._changed:
-            if self._peers.closing:
+            if self._closing:
                 return
-            self._peers.closing = True
+            self._closing = True
             self._changed.notify_all()
+        self._agreement.stop()
         self._end_planning()
         for thread in self._threads:
             thread.join(patience.JOIN)
@@ -212,9 +224,7 @@ class LookAhead:
                 "a thread of the loader is stuck in the dataset, the mask function or (with "
                 "num_planners=0) the planner"
             )
-            return
-        self._peers.store.hurry()
-        self._peers.close()
+        self._agreement.leave()
 
     def _end_planning(self) -> None:
         end = monotonic() + patience.PLAN_END
@@ -224,23 +234,7 @@ class LookAhead:
                 process.close()
                 thread.join(patience.JOIN)
 
-    def _guard(self, loop: Callable[[], None], name: str) -> None:
-        """Runs a thread's loop. An error is raised in the training loop, after all batches before
-        it, and on the other ranks."""
-        try:
-            loop()
-        except Closed:
-            return
-        except BaseException as error:
-            if self._failure is None:
-                self._failure = error
-            elif isinstance(error, PeerError):  # other ranks report this rank's own failure back
-                error = self._failure
-            self._peers.tell_failure(error)
-            queue = self._ready if name == "dyncp-deliver" else self._selected
-            self._put(queue, error)
-
-    # The selecting thread
+    # The selecting thread. Its errors come after all batches before them.
 
     def _select(self) -> None:
         number = self._first
@@ -251,28 +245,35 @@ class LookAhead:
                 for batch in batches:
                     self._select_batch(batch)
                 number = step.selections[-1].number + 1
-        finally:  # all batches before the end, or before an error, are published
-            self._wait_until(lambda: not self._unpublished)
-        self._peers.end_epoch(number)
-        self._put(self._selected, StopIteration())
+            self._put(self._selected, StopIteration(number))
+        except Closed:
+            raise
+        except BaseException as error:
+            self._put(self._selected, error)
+        self._progress.says("select")
 
     def _next_step(self, first: int) -> SelectedStep | None:
         """Waits until the step that starts with batch `first` is within the look-ahead."""
-        self._wait_until(lambda: first < self._peers.asked + self._depth)
+        self._wait_until(lambda: first < self._progress.asked + self._depth)
+        reads = "" if self._context.source.knows_lengths else ", reading samples for it"
+        self._progress.says("select", f"filling batch {first}{reads}")
         return next(self._steps, None)
 
     def _select_batch(self, batch: BatchData) -> None:
-        if self._peers.closing:
+        if self._closing:
             raise Closed
         context, selection = self._context, batch.selection
-        context.planner.check_tokens(selection.num_tokens, f"batch {selection.number} has")
-        if not context.ranks.plans(selection.number):
+        if not batch.plans:
             return
-        batch.batch()
-        with self._changed:
-            self._unplanned.append(batch)
-            self._unpublished += 1
-            self._changed.notify_all()
+        batch.says(f"making the masks of batch {selection.number}")
+        try:
+            context.planner.check_tokens(selection.num_tokens, f"batch {selection.number} has")
+            batch.batch()
+        except Exception as error:
+            self._planned(batch, error)
+        else:
+            batch.says(f"batch {selection.number} waits for a planner")
+            self._put(self._unplanned, batch)
 
     # The planning threads
 
@@ -281,55 +282,82 @@ class LookAhead:
         first large batch; small batches are left to the first process."""
         first, queue = process is self._context.processes[0], self._unplanned
         if first:
+            if self._compiles:
+                logger.info("the planner compiles, once per installation: 10 to 30 s")
             process.start()
         least = 0 if first else HELPED_TOKENS
         while True:
             with self._changed:
                 self._wait_until(lambda: bool(queue) and queue[0].selection.num_tokens >= least)
                 batch = queue.popleft()
+            batch.says(partial(self._describe_planning, process, batch, monotonic()))
             try:
-                self._plan_batch(process, batch)
-            finally:
-                with self._changed:
-                    self._unpublished -= 1
-                    self._changed.notify_all()
+                self._planned(batch, self._plan_batch(process, batch))
+            except Closed:
+                raise
+            except Exception as error:
+                self._planned(batch, error)
 
-    def _plan_batch(self, process: PlanHere | PlanProcess, batch: BatchData) -> None:
-        context, selection = self._context, batch.selection
-        try:
-            reply = context.planner.plan(process, batch.batch())
-        except PlanFailed as failure:
-            self._exchange.decide_static(selection, str(failure))
-        else:
-            self._exchange.publish(selection, reply, batch.digests())
+    def _plan_batch(self, process: PlanHere | PlanProcess, batch: BatchData) -> PlanReply:
+        """This rank's part of the plan; publishes the others."""
+        ranks, selection = self._context.ranks, batch.selection
+        reply = self._context.planner.plan(process, batch.batch())
+        if reply.static_because:
+            epoch, reason = selection.end.epoch, reply.static_because
+            text = "batch %d of epoch %d gets a static plan: %s"
+            logger.warning(text, selection.number, epoch, reason)
+        about = {"seconds": reply.seconds, "static_because": reply.static_because}
+        self._agreement.publish(selection, reply.parts, about)
+        return reply if ranks.rank is None else replace(reply, parts=(reply.parts[ranks.rank],))
 
-    # The delivering thread
+    def _describe_planning(
+        self, process: PlanHere | PlanProcess, batch: BatchData, since: float
+    ) -> str:
+        if process.has_planned:
+            return f"planning batch {batch.selection.number} for {monotonic() - since:.0f} s"
+        if self._compiles:
+            done = count_compiled()
+            return f"the planner compiles, once per installation ({done} functions so far)"
+        return "the planner is starting"
+
+    def _planned(self, batch: BatchData, found: PlanReply | BaseException) -> None:
+        with self._changed:
+            batch.planned = found
+            self._changed.notify_all()
+
+    # The delivering thread, which alone tells the other ranks of errors
 
     def _deliver(self) -> None:
-        while True:
-            self._wait_until(lambda: bool(self._selected))
-            item = self._selected.popleft()
-            if isinstance(item, StopIteration):
-                self._peers.wait_for_all_ends()
-            if isinstance(item, BaseException):
-                self._put(self._ready, item)
-                return
-            self._deliver_step(*item)
+        try:
+            self._agreement.conclude({"start": self._start.summary()})
+            while True:
+                self._wait_until(lambda: bool(self._selected))
+                item = self._selected.popleft()
+                if isinstance(item, StopIteration):
+                    self._agreement.conclude({"end": item.value})
+                if isinstance(item, BaseException):
+                    raise item
+                self._deliver_step(*item)
+        except Closed:
+            raise
+        except BaseException as error:
+            if not isinstance(error, StopIteration):
+                self._agreement.fail(error)
+            self._put(self._ready, error)
 
     def _deliver_step(self, step: SelectedStep, batches: list[BatchData]) -> None:
-        prepared = [self._preparer.prepare(step.number, batch) for batch in batches]
-        self._exchange.add_targets(step, sum(item.targets for item in prepared))
-        counted = self._exchange.total_targets(step)
-        items = counted if step.known_items is None else step.known_items
-        divisor = {"num_items_in_batch": loss_divisor(items)}
-        finished = [
-            replace(item, data=item.data | divisor, end=replace(item.end, items=items))
-            for item in prepared
-        ]
+        prepared = self._preparer.prepare_step(step, map(self._when_planned, batches))
         if self._context.executor is not None:
-            for item in finished:
+            for item in prepared:
                 self._context.executor.prepare_ahead(item.plan)
-        self._put(self._ready, *finished)
+        self._put(self._ready, *prepared)
+
+    def _when_planned(self, batch: BatchData) -> BatchData:
+        """Waits until this rank has planned the batch, if it plans it."""
+        self._progress.says("deliver", lambda: batch.doing)
+        self._wait_until(lambda: batch.planned is not None or not batch.plans)
+        self._progress.says("deliver", f"reading samples of batch {batch.selection.number}")
+        return batch
 
     # Between the threads
 
@@ -340,6 +368,6 @@ class LookAhead:
 
     def _wait_until(self, condition: Callable[[], bool]) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._peers.closing or condition())
-            if self._peers.closing:
+            self._changed.wait_for(lambda: self._closing or condition())
+            if self._closing:
                 raise Closed

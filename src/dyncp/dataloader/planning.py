@@ -1,9 +1,10 @@
 """The model, cluster and costs that plans are made for. `BatchPlanner` requests plans from a
-planning process, or makes static plans."""
+planning process, and makes a static plan if it fails."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def topology_and_cost(
 ) -> tuple[Topology, CostModel]:
     """The given topology and cost model. A missing one follows from the other if possible (a
     topology that is named after a preset has its costs), otherwise from this process's device.
-    Ranks with different profiles get a BatchMismatch (see Peers)."""
+    Ranks with different profiles get a BatchMismatch."""
     if cost is None:
         named = None if topology is None else PROFILES.get(topology.name)
         cost = CostModel(named or _device_profile(ranks), shape)
@@ -58,21 +59,25 @@ class BatchPlanner:
     model: ModelConfig | None
 
     def plan(self, process: PlanHere | PlanProcess, batch: Batch) -> PlanReply:
-        """Each rank's part of the plan, made by `process`. Raises PlanFailed with the reason if
-        there is none."""
+        """Each rank's part of the plan, made by `process`; of a static plan if it fails."""
         args = (batch, self.topology, self.shape, self.config)
         costs = {"cost": self.cost, "model": self.model}
-        reply = process.plan(partial(self.plan_function, *args, **costs))
-        most = self.config.max_tokens_per_rank  # a user's plan_function may ignore it
-        if most is not None and reply.most_tokens > most:
+        try:
+            reply = process.plan(partial(self.plan_function, *args, **costs))
+            most = self.config.max_tokens_per_rank  # a user's plan_function may ignore it
+            if most is None or reply.most_tokens <= most:
+                return reply
             raise PlanFailed(
                 f"the planner assigned {reply.most_tokens} tokens to a rank, more than "
                 f"max_tokens_per_rank={most}"
             )
-        return reply
+        except PlanFailed as failure:
+            start, plan = perf_counter(), self._static_plan(batch)
+            seconds = perf_counter() - start
+            return PlanReply(plan.encoded_parts, seconds, static_because=str(failure))
 
-    def static_plan(self, batch: Batch) -> Plan:
-        """The static plan, made in this process; it is the same on every rank."""
+    def _static_plan(self, batch: Batch) -> Plan:
+        """A static plan, made in this process."""
         most = self.config.max_tokens_per_rank
         plain = replace(self.config, block_size=None, head_groups=1, max_tokens_per_rank=None)
         config = replace(plain, solver=STATIC_SOLVER)

@@ -6,8 +6,8 @@ thread that plans the batch and the thread that delivers it.
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,21 +16,22 @@ from torch import Tensor
 
 from dyncp.blocks import DEFAULT_MASK, Batch
 from dyncp.checks import instance_of
-from dyncp.dataloader.batching import SelectedBatch
+from dyncp.dataloader.agreement import Alone, Record
+from dyncp.dataloader.batching import SelectedBatch, SelectedStep
 from dyncp.dataloader.dataset import SampleEntry, SampleSource
-from dyncp.dataloader.decision import Decision, PlanExchange, SampleDigests
 from dyncp.dataloader.local_fields import (
     fingerprint_tensor,
     local_rows,
     local_sequences,
+    loss_divisor,
     num_targets,
     rows_and_sequences,
     without_targets,
 )
 from dyncp.dataloader.options import Collate, LoaderConfig, digest_of
-from dyncp.dataloader.peers import Location
+from dyncp.dataloader.peers import PeerError, Text
 from dyncp.dataloader.planning import BatchPlanner
-from dyncp.dataloader.ranks import LoaderRanks, PeerError
+from dyncp.dataloader.ranks import LoaderRanks
 from dyncp.dataloader.reading import (
     SampleError,
     SeededRandom,
@@ -40,13 +41,13 @@ from dyncp.dataloader.reading import (
 )
 from dyncp.dataloader.state import Position
 from dyncp.masks import Mask, MaskFunction, NamedMasks
-from dyncp.plan import Plan, RankPlan, decode_part
-from dyncp.planner.process import PlanHere, PlanProcess
+from dyncp.plan import AgreedPlan, Plan, RankPlan, decode_part
+from dyncp.planner.process import PlanHere, PlanProcess, PlanReply
 
 logger = logging.getLogger(__name__)
 
 NO_SAMPLE = -1  # in sample_ids: a padding row, or a row of a filler
-DIGITS = 8  # hexadecimal digits of a sample's digests; a decision may contain a thousand digests
+DIGITS = 8  # hexadecimal digits of a sample's digests; a record may contain a thousand digests
 SampleMasks = dict[str, Mask]  # by name
 
 
@@ -139,23 +140,32 @@ class LoaderContext:
     mask_maker: MaskMaker
     planner: BatchPlanner
     processes: tuple[PlanHere | PlanProcess, ...] = ()
-    locations: Sequence[Location] = ()  # where all processes run
     executor: PreparesAhead | None = None  # will run the plans
 
 
 class BatchData:
-    """The samples and masks of one batch, for the thread that plans it and the thread that delivers
-    it."""
+    """The samples, masks and plan of one batch, for the thread that plans it and the thread that
+    delivers it."""
 
     def __init__(self, context: LoaderContext, selection: SelectedBatch) -> None:
         self.selection = selection
+        self.plans = context.ranks.plans(selection.number)  # this rank plans it ...
+        self.planned: PlanReply | BaseException | None = None  # ... which gave this
+        self._doing: Text = "filling it"
         self._source, self._mask_maker = context.source, context.mask_maker
         self._token_fields = context.config.token_fields
-        self._compared = context.ranks.num_members > 1
         self._read: dict[int, Any] = {}
         self._masks: dict[int, SampleMasks] = {}
         self._batch: Batch | None = None
         self._lock = threading.RLock()
+
+    def says(self, text: Text) -> None:
+        """What is being done for the plan of this batch."""
+        self._doing = text
+
+    @property
+    def doing(self) -> str:
+        return self._doing() if callable(self._doing) else self._doing
 
     def sample(self, number: int) -> Any:
         """Sample `number` of the batch, cut to the tokens that the batch uses."""
@@ -188,31 +198,25 @@ class BatchData:
         with self._lock:
             if self._batch is None:
                 numbers = range(len(self.selection.entries))
-                if not self.needs_no_reading():
+                if self._source.knows_lengths and not self._mask_maker.takes_lengths:
                     self.read_ahead(numbers)
                 indices = [entry.index for entry in self.selection.entries]
                 self._batch = Batch.of([self.masks(number) for number in numbers], indices)
             return self._batch
 
-    def digests(self) -> list[SampleDigests]:
-        """Digests of all samples, as far as masks have been made and samples have been read; empty
-        if there is no other rank to compare them with."""
-        if not self._compared:
-            return []
+    def digests(self, numbers: Iterable[int]) -> dict[str, tuple[int, str, str]]:
+        """By number: the index of a sample, and digests of its masks and of its content, as far as
+        masks have been made and samples have been read. Other ranks compare them with theirs."""
+        entries = self.selection.entries
         with self._lock:
-            return [
-                SampleDigests(
-                    entry.index,
-                    entry.length,
-                    _masks_digest(self._masks.get(number, {})),
-                    self._content(number) if number in self._read else "",
+            return {
+                str(n): (
+                    entries[n].index,
+                    _masks_digest(self._masks.get(n, {})),
+                    self._content(n) if n in self._read else "",
                 )
-                for number, entry in enumerate(self.selection.entries)
-            ]
-
-    def needs_no_reading(self) -> bool:
-        """Whether `batch` can be made without reading further samples."""
-        return not self._source.knows_lengths or self._mask_maker.takes_lengths
+                for n in numbers
+            }
 
     def _content(self, number: int) -> str:
         index = self.selection.entries[number].index
@@ -223,16 +227,6 @@ class BatchData:
             if number not in self._read:
                 self._read[number] = self._source.read(self.selection.entries[number])
             return self._read[number]
-
-
-@dataclass(frozen=True, eq=False)
-class AgreedPlan(RankPlan):
-    """A part that the global ranks `agreed_by` have agreed on: `prepare` of an executor over these
-    ranks does not compare it again. A `filler` is a placeholder with a sample of another replica,
-    if the last round has no batch left for this one."""
-
-    agreed_by: tuple[int, ...] = ()
-    filler: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,80 +248,96 @@ class BatchRecord:
 
 @dataclass(frozen=True, eq=False)
 class PreparedBatch:
-    """A batch that is ready for training. `targets` is the number of targets of this rank."""
+    """A batch that is ready for training. `targets` is the number of targets of this rank,
+    `compared` is what must be equal on all members of the replica."""
 
     data: dict[str, Any]
     plan: RankPlan | Plan
     end: Position
     record: BatchRecord
-    targets: int = 0
+    targets: int
+    compared: Record
 
 
 class BatchPreparer:
-    """Turns the decision about a batch into its plan and local data."""
+    """Turns the batches of a step into plans and local data on which all ranks have agreed."""
 
-    def __init__(self, context: LoaderContext, exchange: PlanExchange) -> None:
+    def __init__(self, context: LoaderContext, agreement: Alone) -> None:
         config = self._config = context.config
         ranks = self._ranks = context.ranks
-        self._planner, self._exchange = context.planner, exchange
+        self._agreement = agreement
         self._own = range(ranks.num_ranks) if ranks.rank is None else [ranks.rank]
         pin = config.pin_memory
         self._pins = torch.cuda.is_available() if pin is None else pin
 
-    def prepare(self, step: int, batch: BatchData) -> PreparedBatch:
-        selection = batch.selection
-        decision = self._exchange.decision(step, selection)
-        make_parts = self._static_parts if decision.static else self._planned_parts
-        parts = make_parts(batch, decision)
+    def prepare_step(self, step: SelectedStep, batches: Iterable[BatchData]) -> list[PreparedBatch]:
+        """The batches of a step, once all ranks have agreed on them."""
+        found = [(batch.selection, self._prepare(batch)) for batch in batches]
+        prepared = [one for _, one in found if one is not None]
+        verdict = self._agreement.conclude(
+            {
+                "step": step.fingerprint,
+                "last": step.selections[-1].number,
+                "targets": sum(one.targets for one in prepared),
+                "batches": {
+                    str(selection.number): {
+                        "samples": selection.fingerprint,
+                        "about": str(selection),
+                        "plan": "",
+                        "digests": {},
+                    }
+                    | ({} if one is None else one.compared)
+                    for selection, one in found
+                },
+            }
+        )
+        if len(prepared) < len(found):
+            raise PeerError("another rank has planned other batches, and said they are the same")
+        items = verdict["targets"] if step.known_items is None else step.known_items
+        divisor = {"num_items_in_batch": loss_divisor(items)}
+        return [
+            replace(one, data=one.data | divisor, end=replace(one.end, items=items))
+            for one in prepared
+        ]
+
+    def _prepare(self, batch: BatchData) -> PreparedBatch | None:
+        """This rank's part of a batch; None if the rank that plans it has another batch."""
+        reply = batch.planned if batch.plans else self._published(batch.selection)
+        if isinstance(reply, BaseException):
+            raise reply
+        if reply is None:
+            return None
+        parts = tuple(decode_part(part) for part in reply.parts)
         plan = Plan(parts) if self._ranks.rank is None else self._agreed(parts[0], batch)
         data, targets = self._data(batch, plan)
-        shared = self._shared(parts[0])
-        fingerprint = batch.batch().fingerprint if batch.needs_no_reading() else ""
-        self._exchange.check_samples(selection, decision, batch.digests(), shared, fingerprint)
-        if decision.static:
-            self._exchange.check_static(selection, plan.digest)
-        self._exchange.leave(selection, decision, shared)
+        held = range(len(parts[0].lengths)) if batch.plans else local_sequences(plan)
         record = BatchRecord(
-            plan_seconds=decision.seconds,
-            part_bytes=0 if decision.static else max(decision.sizes[rank] for rank in self._own),
+            plan_seconds=reply.seconds,
+            part_bytes=max(map(len, reply.parts)),
             moved_bytes=sum(sum(both) for both in parts[0].declared_bytes.values()),
             compute_imbalance=parts[0].balance.compute_max_over_mean,
             token_imbalance=parts[0].balance.tokens_max_over_mean,
             solver=parts[0].solver,
-            static=decision.static,
+            static=bool(reply.static_because),
         )
+        several = self._ranks.num_members > 1  # there is another rank to compare with
+        compared = {"plan": plan.digest, "digests": batch.digests(held) if several else {}}
         targets = targets if self._ranks.counts_targets else 0
-        return PreparedBatch(data, plan, selection.end, record, targets)
+        return PreparedBatch(data, plan, batch.selection.end, record, targets, compared)
 
-    def _planned_parts(self, batch: BatchData, decision: Decision) -> tuple[RankPlan, ...]:
-        """This process's parts of the published plan."""
-        parts = []
-        for rank in self._own:
-            part = decode_part(self._exchange.part(batch.selection, decision, rank))
-            found = (part.rank, part.num_ranks, part.digest, part.fingerprint)
-            wanted = (rank, self._ranks.num_ranks, decision.digest, decision.batch)
-            if found != wanted:
-                text = "rank {} of {}, plan {}, batch {}"
-                raise PeerError(
-                    f"the store has a part of another plan: {text.format(*found)}; expected "
-                    f"{text.format(*wanted)}"
-                )
-            parts.append(part)
-        return tuple(parts)
-
-    def _static_parts(self, batch: BatchData, decision: Decision) -> tuple[RankPlan, ...]:
-        """This process's parts of the static plan, which every process makes itself."""
-        if not self._ranks.member:
-            logger.warning(
-                "batch %d of epoch %d gets a static plan: %s",
-                batch.selection.number,
-                batch.selection.end.epoch,
-                decision.reason,
-            )
-        plan = self._planner.static_plan(batch.batch())
-        return tuple(plan.parts[rank] for rank in self._own)
+    def _published(self, selection: SelectedBatch) -> PlanReply | None:
+        """This rank's part of a plan that another rank made."""
+        found = self._agreement.part(selection)
+        if found is None:
+            return None
+        about, part = found
+        return PlanReply((part,), about["seconds"], static_because=about["static_because"])
 
     def _agreed(self, part: RankPlan, batch: BatchData) -> RankPlan:
+        found, wanted = (part.rank, part.num_ranks), (self._own[0], self._ranks.num_ranks)
+        if found != wanted:
+            text = "the part of rank {} of {}"
+            raise PeerError(f"the store has {text.format(*found)}, not {text.format(*wanted)}")
         agreed_by, filler = self._ranks.group_ranks, batch.selection.filler
         if not agreed_by and not filler:
             return part
@@ -370,16 +380,6 @@ class BatchPreparer:
                     )
             data[name] = [sample[name] for sample in samples]
         return _collated(config.collate, data, samples) if config.collate else data
-
-    def _shared(self, part: RankPlan) -> list[int]:
-        """The samples that several members have tokens of, by their numbers in the batch."""
-        if self._ranks.num_members == 1:
-            return []
-        if self._ranks.num_members > self._ranks.num_ranks:  # tensor-parallel peers share them all
-            return list(range(len(part.lengths)))
-        owners = np.unique(np.stack([part.blocks.sequence, part.blocks.owner]), axis=1)[0]
-        sequences, ranks = np.unique(owners, return_counts=True)
-        return [int(number) for number in sequences[ranks > 1]]
 
 
 def _sample_ids(plan: RankPlan | Plan, selection: SelectedBatch) -> Tensor:

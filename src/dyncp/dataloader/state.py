@@ -62,6 +62,11 @@ class Position:
     def started(self) -> bool:
         return self.batches > 0
 
+    def summary(self) -> dict[str, Any]:
+        """What must be equal on all ranks, shortened."""
+        rest = self.samples, self.total, self.items, self.taken, self.dealt
+        return {"epoch": self.epoch, "batches": self.batches, "rest": digest_of(rest)}
+
     def next_epoch(self, epoch: int) -> "Position":
         """The start of another epoch."""
         return Position(epoch, total=self.total)

@@ -17,7 +17,7 @@ from dyncp.executor.graphs import Graphs
 from dyncp.executor.step import PreparedPlan, Step
 from dyncp.executor.warm_up import MOST_RANGES, check_kernel, warm_up
 from dyncp.kernels import Kernel, RowOps, choose_kernel, choose_row_ops
-from dyncp.plan import AttentionShape, MemoryUse, Plan, RankPlan
+from dyncp.plan import AgreedPlan, AttentionShape, MemoryUse, Plan, RankPlan
 from dyncp.transport import InProcess, Transport
 from dyncp.transport.distributed import Distributed, ranks_text
 
@@ -210,7 +210,7 @@ class DCPExecutor:
 
     def _agree(self, part: RankPlan) -> None:
         """Checks that all ranks hold the same plan, unless the loader has checked it already."""
-        if part.agreed_by and part.agreed_by == self.transport.global_ranks:
+        if isinstance(part, AgreedPlan) and part.agreed_by == self.transport.global_ranks:
             return
         words = self.transport.agree(bytes.fromhex(part.fingerprint + part.digest))
         plans: dict[bytes, list[int]] = {}
@@ -283,7 +283,8 @@ class UnusedSteps:
         self._dropped = 0
 
     def add(self, prepared: PreparedPlan) -> None:
-        if len(prepared.parts[0].agreed_by) > 1:
+        part = prepared.parts[0]
+        if isinstance(part, AgreedPlan) and len(part.agreed_by) > 1:
             self._watched.append((weakref.ref(prepared), prepared.accepted))
 
     def check(self) -> None:

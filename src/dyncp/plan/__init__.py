@@ -12,6 +12,7 @@ from dyncp.plan.check import PartError
 from dyncp.plan.codec import PlanDecodeError, decode_part, encode_part
 from dyncp.plan.contiguous import ContiguousOrder, whole_documents, with_halo
 from dyncp.plan.format import (
+    AgreedPlan,
     Layout,
     MaskPlan,
     Messages,

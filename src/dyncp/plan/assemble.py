@@ -64,10 +64,15 @@ Table = TypeVar("Table", bound=Columns)
 
 
 def assemble_plan(
-    graph: BlockGraph, placement: Placement, schedules: Schedules, balance: Balance, layout: Layout
+    graph: BlockGraph,
+    placement: Placement,
+    schedules: Schedules,
+    balance: Balance,
+    layout: Layout,
+    reasons: str = "",
 ) -> Plan:
     """Builds the plan of all ranks. `schedules` has, by mask name, the forward and the backward
-    schedule (None in plans for evaluation)."""
+    schedule (None in plans for evaluation); `reasons` explains the choice."""
     blocks = OwnedBlocks(
         graph.blocks.sequence, graph.blocks.start, graph.blocks.end, placement.block_rank
     )
@@ -104,7 +109,7 @@ def assemble_plan(
         )
         for rank in range(placement.num_ranks)
     ]
-    return Plan.of(parts)
+    return Plan.of(parts, reasons)
 
 
 def stretches_of(batch: Batch) -> Stretches:

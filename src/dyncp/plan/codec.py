@@ -70,12 +70,18 @@ class PlanDecodeError(ValueError):
     """The bytes are not a plan or plan file of this version: truncated, changed, or foreign."""
 
 
-def plan_digest(parts: Sequence[RankPlan]) -> str:
-    return _checksum(*(_checksum(encode_body(part)) for part in parts)).hex()
+def encode_parts(parts: Sequence[RankPlan]) -> tuple[str, tuple[bytes, ...]]:
+    """The digest of a plan of these parts, and the parts encoded with it."""
+    bodies = [encode_body(part) for part in parts]
+    digest = _checksum(*map(_checksum, bodies))
+    return digest.hex(), tuple(_with_head(digest, body) for body in bodies)
 
 
 def encode_part(part: RankPlan) -> bytes:
-    body, digest = encode_body(part), bytes.fromhex(part.digest)
+    return _with_head(bytes.fromhex(part.digest), encode_body(part))
+
+
+def _with_head(digest: bytes, body: bytes) -> bytes:
     return _PART_HEAD.pack(PART_MAGIC, VERSION, digest, _checksum(digest, body)) + body
 
 

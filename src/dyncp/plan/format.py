@@ -226,11 +226,6 @@ class RankPlan:
         """Whether the batch is a placeholder without targets, for a step that has no batch left."""
         return False
 
-    @property
-    def agreed_by(self) -> tuple[int, ...]:
-        """Global ranks that have agreed on this plan; empty unless a data loader made it."""
-        return ()
-
     @cached_property
     def local_blocks(self) -> Int64:
         """Indices of the blocks that this rank owns, in the order of its rows."""
@@ -298,3 +293,13 @@ class RankPlan:
         """Head groups if the plan runs with `shape`. A plan without exact head counts has one
         group, which holds all heads of `shape`."""
         return self.head_groups if self.shape.exact else shape.head_groups(1)
+
+
+@dataclass(frozen=True, eq=False)
+class AgreedPlan(RankPlan):
+    """A part that the global ranks `agreed_by` have compared: an executor over these ranks does not
+    compare it again. A `filler` is a placeholder with a sample of another replica, if the last
+    round has no batch left for this one."""
+
+    agreed_by: tuple[int, ...] = ()
+    filler: bool = False

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from dyncp.plan.codec import (
     decode_part,
     decode_plan_file,
     encode_part,
+    encode_parts,
     encode_plan_file,
     join_parts,
-    plan_digest,
     split_parts,
 )
 from dyncp.plan.format import RankPlan
@@ -36,10 +37,17 @@ class Plan:
     reasons: str = ""
 
     @staticmethod
-    def of(parts: Sequence[RankPlan]) -> "Plan":
+    def of(parts: Sequence[RankPlan], reasons: str = "") -> "Plan":
         """Joins the parts, and stores the digest of the whole plan in each of them."""
-        digest = plan_digest(parts)
-        return Plan(tuple(replace(part, digest=digest) for part in parts))
+        digest, encoded = encode_parts(parts)
+        plan = Plan(tuple(replace(part, digest=digest) for part in parts), reasons)
+        vars(plan)["encoded_parts"] = encoded
+        return plan
+
+    @cached_property
+    def encoded_parts(self) -> tuple[bytes, ...]:
+        """Every rank's part in binary form, encoded once."""
+        return tuple(encode_part(part) for part in self.parts)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self.encode() == other.encode()
@@ -121,7 +129,7 @@ class Plan:
         return "\n".join(rows)
 
     def encode(self) -> bytes:
-        return join_parts([encode_part(part) for part in self.parts])
+        return join_parts(self.encoded_parts)
 
     @staticmethod
     def decode(data: bytes) -> "Plan":

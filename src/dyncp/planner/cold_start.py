@@ -40,11 +40,16 @@ os._exit(0)
 _planned: list[bool] = []  # not empty after the first plan of this process
 
 
+def is_cold() -> bool:
+    """Whether the planner was never compiled in this installation."""
+    return not is_compiled(split_tree)
+
+
 @contextmanager
 def compile_in_parallel() -> Iterator[None]:
     """If the planner was never compiled, helper processes compile it while the block runs."""
     task = None
-    if not _planned and not is_compiled(split_tree):
+    if not _planned and is_cold():
         task = take_task(split_tree, "compile_in_parallel")
     _planned.append(True)
     if task is None:

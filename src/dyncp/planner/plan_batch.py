@@ -59,8 +59,8 @@ def choose(task: Task) -> Choice:
 
 def assemble_choice(task: Task, found: Choice) -> Plan:
     """Assembles the plans of all ranks; solver "auto" adds the reasons for its choice."""
-    plan = found.candidate.assemble(task.config.layout)
-    return replace(plan, reasons=found.explain()) if task.config.solver == AUTO else plan
+    reasons = found.explain() if task.config.solver == AUTO else ""
+    return found.candidate.assemble(task.config.layout, reasons)
 
 
 def plan_with(

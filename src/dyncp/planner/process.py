@@ -23,7 +23,7 @@ from pathlib import Path
 from time import monotonic, perf_counter, sleep
 
 import dyncp
-from dyncp.plan import Plan, encode_part
+from dyncp.plan import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -46,13 +46,12 @@ class Closed(Exception):  # noqa: N818 (no error: it ends threads that wait)
 
 @dataclass(frozen=True)
 class PlanReply:
-    """Every rank's encoded part of a plan."""
+    """The encoded parts of a plan: of all ranks, or of those that this process runs."""
 
     parts: tuple[bytes, ...]
-    digest: str
-    fingerprint: str
-    most_tokens: int  # on any rank
     seconds: float
+    most_tokens: int = 0  # on any rank
+    static_because: str = ""  # it is a static plan for this reason
 
 
 class PlanHere:
@@ -60,6 +59,7 @@ class PlanHere:
     cannot be given up."""
 
     pid, restarts = None, 0
+    has_planned = True
 
     def start(self) -> None:
         """Has nothing to start."""
@@ -82,6 +82,7 @@ class PlanProcess:
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
         self.restarts = 0
+        self.has_planned = False  # before, a plan takes long: the process starts, and may compile
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._closing = False
@@ -119,6 +120,7 @@ class PlanProcess:
                     continue
                 if isinstance(reply, str):
                     raise PlanFailed(f"the planner {reply}")
+                self.has_planned = True
                 return reply
         raise PlanFailed(f"the planning process died {ATTEMPTS} times")
 
@@ -216,13 +218,8 @@ def reply_of(make_plan: Callable[[], Plan]) -> PlanReply | str:
     start = perf_counter()
     try:
         plan = make_plan()
-        return PlanReply(
-            parts=tuple(encode_part(part) for part in plan.parts),
-            digest=plan.digest,
-            fingerprint=plan.fingerprint,
-            most_tokens=int(plan.parts[0].tokens_per_rank.max()),
-            seconds=perf_counter() - start,
-        )
+        most_tokens = int(plan.parts[0].tokens_per_rank.max())
+        return PlanReply(plan.encoded_parts, perf_counter() - start, most_tokens)
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         return f"raised {type(error).__name__}: {error} ({last.name}, line {last.lineno})"

@@ -115,9 +115,10 @@ class Candidate:
         """How far it misses the limits, then its seconds: the smallest key is the best."""
         return self.balance.missed, self.simulated.step_seconds
 
-    def assemble(self, layout: Layout) -> Plan:
+    def assemble(self, layout: Layout, reasons: str = "") -> Plan:
         """Assembles the plans of all ranks."""
-        return assemble_plan(self.graph, self.placement, self.schedules, self.balance, layout)
+        parts = self.graph, self.placement, self.schedules, self.balance
+        return assemble_plan(*parts, layout, reasons)
 
 
 @dataclass(frozen=True, eq=False)
