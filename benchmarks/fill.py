@@ -25,7 +25,7 @@ from dyncp import masks
 from dyncp.cost import CostModel, find_model, find_profile, sample_seconds
 from dyncp.dataloader.batching import BatchSelector
 from dyncp.dataloader.dataset import SampleEntry, open_source
-from dyncp.dataloader.options import LoaderConfig
+from dyncp.dataloader.options import LoaderConfig, LoaderTuning
 from dyncp.dataloader.state import Position
 from dyncp.samplers import find_distribution
 
@@ -71,8 +71,9 @@ def rounds(
 ) -> list[Round]:
     """The batches of each round, by replica."""
     config = LoaderConfig(
-        tokens_per_batch=tokens, lengths=lengths, shuffle=True, window=window, too_long=policy
-    )
+        tokens_per_batch=tokens, lengths=lengths, shuffle=True, too_long=policy,
+        tuning=LoaderTuning(window=window),
+    )  # fmt: skip
     source = open_source(range(len(lengths)), config)
     selector = BatchSelector(source, config, tokens, 0, replicas, SECONDS)
     return [[batch.entries for batch in batches] for batches, _ in selector.rounds(Position())]

@@ -2,7 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -97,7 +97,7 @@ def _setting(args: Namespace, device: torch.device) -> LayersSetting:
     kind = device.type
     args.tokens = TOKENS[kind] if args.tokens is None else args.tokens
     model = _model(args, kind)
-    shape = model.attention_shape(args.dtype or SHAPES[kind].dtype)
+    shape = replace(model, dtype=args.dtype or SHAPES[kind].dtype).attention_shape()
     cost = CostModel(profile_of(args, device_name(device)), shape)
     executor_options(args.kernel)
     return LayersSetting(

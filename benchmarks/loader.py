@@ -24,8 +24,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from dyncp import AttentionShape, DCPDataLoader, DCPExecutor, PlannerConfig, masks
-from dyncp.dataloader import LoaderConfig
+from dyncp import AttentionShape, DCPDataLoader, DCPExecutor, LoaderTuning, PlannerConfig, masks
 from dyncp.dataloader.ranks import LoaderRanks
 from dyncp.samplers import sample_lengths
 from dyncp.topology import preset
@@ -105,8 +104,7 @@ def open_loader(
             planner=PlannerConfig(args.solver),
             batch_sampler=documents.batches,
             lengths=documents.lengths,
-            look_ahead=depth,
-            num_planners=args.planners,
+            tuning=LoaderTuning(look_ahead=depth, num_planners=args.planners),
             executor=executor,
         )
 
@@ -146,7 +144,7 @@ def main() -> None:
     parser.add_argument("--sample", default="ldc", help="distribution of lengths (default ldc)")
     parser.add_argument("--mask", default="causal")
     parser.add_argument("--solver", default=PlannerConfig().solver)
-    parser.add_argument("--look-ahead", type=int, default=LoaderConfig().look_ahead)
+    parser.add_argument("--look-ahead", type=int, default=LoaderTuning().look_ahead)
     parser.add_argument("--planners", type=int, help="planning processes (default: the loader's)")
     parser.add_argument("--load", type=int, default=0, help="concurrent busy processes (default 0)")
     parser.add_argument("--busy", action="store_true", help="compute instead of waiting")

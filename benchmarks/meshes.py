@@ -12,6 +12,7 @@ agree to 1e-5 at every step, weights to 1e-4 after the last.
 import argparse
 import math
 import sys
+from itertools import chain, repeat
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from benchmarks.parity import optimizer_of
 from benchmarks.parity_models import make_model
 from dyncp import (
     DCPExecutor,
+    LoaderTuning,
     PlannerConfig,
     masks,
     sum_gradients,
@@ -95,12 +97,12 @@ def train(sizes: tuple[int, ...], way: str, epochs: int = 1) -> Outcome:
     optimizer = optimizer_of(model)
     losses, documents, split = [], [], 0
     loader = attached.loader(
-        samples(), masks.causal, mesh=mesh, tokens_per_batch=TOKENS, epochs=epochs, shuffle=True,
-        max_tokens_per_rank=TOKENS // sizes[2] + 16, planner=PlannerConfig(block_size=16),
-        num_planners=0,
+        samples(), masks.causal, group=mesh, tokens_per_batch=TOKENS, shuffle=True,
+        planner=PlannerConfig(block_size=16, max_tokens_per_rank=TOKENS // sizes[2] + 16),
+        tuning=LoaderTuning(num_planners=0),
     )  # fmt: skip
-    with DCPExecutor(mesh["cp"], timeout=60) as executor, loader:
-        for data, plan in loader:
+    with DCPExecutor(mesh, timeout=60) as executor, loader:
+        for data, plan in chain.from_iterable(repeat(loader, epochs)):
             loss = model(**data, dyncp_step=executor.prepare(plan)).loss
             if way == "fsdp":
                 undo_gradient_average(loss, mesh).backward()

@@ -26,6 +26,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from datetime import timedelta
+from itertools import chain, repeat
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -39,6 +40,7 @@ from benchmarks.parity_models import NAMES, documents, each_text_alone, make_mod
 from dyncp import (
     DCPDataLoader,
     DCPExecutor,
+    LoaderTuning,
     PlannerConfig,
     masks,
     next_token_loss,
@@ -98,7 +100,6 @@ def batches(case: Case, mask_fn: Any, **options: Any) -> DCPDataLoader:
         tokens_per_batch=TOKENS,
         accumulation_steps=case.accumulation,
         shuffle=True,
-        epochs=None,
         planner=PLANNER,
         **options,
     )
@@ -118,7 +119,7 @@ def train_alone(case: Case) -> Outcome:
     mask_fn = model_masks(MASKS[case.mask], layers)
     optimizer, losses = optimizer_of(model), []
     with batches(case, mask_fn, virtual_ranks=1) as loader:
-        iterator = iter(loader)
+        iterator = chain.from_iterable(repeat(loader))
         for number in range(case.steps):
             if case.way == "resumed" and number == case.steps // 2:
                 model, optimizer = loaded(case, model, optimizer)
@@ -195,7 +196,7 @@ def train_on_rank(case: Case, state: Any = None, steps: int | None = None) -> Ou
     executor = DCPExecutor(timeout=60)
     losses, split = [], 0
     loader = loader_of(case, attached, None if state is None else state["loader"])
-    iterator = iter(loader)
+    iterator = chain.from_iterable(repeat(loader))
     for _ in range(case.steps if steps is None else steps):
         total = torch.zeros((), dtype=torch.float64)
         for micro in range(case.accumulation):
@@ -227,7 +228,7 @@ def loader_of(case: Case, attached: Any, state: Any) -> DCPDataLoader:
     key = case.mask, case.accumulation, tuple(dict.fromkeys(attached.layers))
     if key not in _loaders:
         mask_fn = attached.masks(MASKS[case.mask])
-        loader = batches(case, mask_fn, local_multiple=8, look_ahead=2, num_planners=0)
+        loader = batches(case, mask_fn, tuning=LoaderTuning(look_ahead=2, num_planners=0))
         _loaders[key] = loader, loader.state_dict()
     loader, start = _loaders[key]
     loader.load_state_dict(start if state is None else state)

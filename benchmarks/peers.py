@@ -113,7 +113,7 @@ def run_layer(leaves: list[Tensor], weight: Tensor, layer: Callable[..., Tensor]
 def with_dyncp(data: Inputs) -> Part:
     batch = Batch.of([masks.causal(n) for n in data.lengths], range(len(data.lengths)))
     ranks = dist.get_world_size()
-    plan = plan_batch(batch, Topology(1, ranks), config=PlannerConfig(block_size=64))
+    plan = plan_batch(batch, Topology(1, ranks), planner=PlannerConfig(block_size=64))
     part = plan.parts[dist.get_rank()]
     with DCPExecutor(timeout=60) as executor:
         step = executor.prepare(part)

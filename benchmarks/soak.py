@@ -38,8 +38,10 @@ from dyncp import (
     DCPAttn,
     DCPDataLoader,
     DCPExecutor,
+    LoaderTuning,
     masks,
     next_token_loss,
+    plan_batch,
     sum_gradients,
     sum_over_ranks,
 )
@@ -105,7 +107,7 @@ class Run:
         self.rank, self.options = rank, options
         self.disturbed = name != RUNS[0]
         samples, self.lengths = make_samples(options.samples)
-        faults = {"plan_function": failing_planner} if name == RUNS[2] else {}
+        tuning = LoaderTuning(plan_function=failing_planner if name == RUNS[2] else plan_batch)
         self.loader = DCPDataLoader(
             samples,
             masks.causal,
@@ -115,7 +117,7 @@ class Run:
             shuffle=True,
             seed=SEED,
             token_fields={"sample": 0},
-            **faults,
+            tuning=tuning,
         )
         torch.manual_seed(SEED)
         self.model = Decoder(SHAPE, layers=1, hidden=16, ffn=32, vocab=64).double()

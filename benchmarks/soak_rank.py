@@ -30,6 +30,7 @@ from dyncp import (
     DCPAttn,
     DCPDataLoader,
     DCPExecutor,
+    LoaderTuning,
     masks,
     next_token_loss,
     sum_gradients,
@@ -152,24 +153,26 @@ class Stream(IterableDataset[dict[str, Any]]):
 
 def make_loader(segment: Segment, reading: Reading, mesh: Any) -> DCPDataLoader:
     scenario = segment.scenario
-    options: dict[str, Any] = {"shuffle": True, "num_workers": scenario.workers}
+    options: dict[str, Any] = {"shuffle": True}
+    tuning = {"num_workers": scenario.workers}
     dataset: Any = Samples(reading)
     if scenario.dataset == "lengths":
         options["lengths"] = reading.lengths
     if scenario.dataset == "stream":
-        dataset, options = Stream(reading), {}
+        dataset, options, tuning = Stream(reading), {}, {}
     if scenario.planner_raises and segment.events:
-        options["plan_function"] = failing_planner
+        tuning["plan_function"] = failing_planner
     return DCPDataLoader(
         dataset,
         masks.causal,
-        mesh=mesh,
+        group=mesh,
         model=SHAPE,
         tokens_per_batch=BUDGET,
         accumulation_steps=scenario.accumulation,
         seed=SEED,
         sample_ids=True,
         token_fields={"sample": 0},
+        tuning=LoaderTuning(**tuning),
         **options,
     )
 

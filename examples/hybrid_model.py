@@ -92,8 +92,8 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     batch = Batch.of([masks.causal(n) for n in LENGTHS])
     topology, config = Topology(1, executor.num_ranks), dyncp.PlannerConfig(block_size=64)
-    step = executor.prepare(dyncp.plan_batch(batch, topology, config=config))
-    data = dyncp.local_data(samples(), batch, step.plan)
+    step = executor.prepare(dyncp.plan_batch(batch, topology, planner=config))
+    data = dyncp.make_local_data(samples(), batch, step.plan)
     for number in range(STEPS):
         loss = dyncp.next_token_loss(model(data["input_ids"], step), data)
         optimizer.zero_grad()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.utils.distributed import get_free_port
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from dyncp import Batch, DCPExecutor, Topology, local_data, masks, plan_batch, sum_gradients
+from dyncp import Batch, DCPExecutor, Topology, make_local_data, masks, plan_batch, sum_gradients
 from dyncp.integrations.transformers import attach
 
 STEPS, CLIP, LENGTHS = 4, 0.2, (700, 90, 310, 40, 25, 160)
@@ -41,7 +41,7 @@ def main() -> None:
     batch = Batch.of([attached.masks(masks.causal)(sample) for sample in samples])
     plan = plan_batch(batch, Topology(1, executor.num_ranks), attached.shape())
     step = executor.prepare(plan)
-    data = local_data(samples, batch, step.plan)
+    data = make_local_data(samples, batch, step.plan)
     inputs = {name: data[name] for name in ("input_ids", "position_ids", "batch_fingerprint")}
     targets, advantage = data["shift_labels"][0], step.shard(advantages)
     old = None

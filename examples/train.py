@@ -12,6 +12,7 @@ import sys
 import sysconfig
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, repeat
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -318,7 +319,6 @@ def _options(args: Namespace) -> dict[str, Any]:
     return {
         "tokens_per_batch": args.tokens_per_batch or 2 * args.max_length,
         "shuffle": True,
-        "epochs": None,
         "seed": args.seed,
         "planner": PlannerConfig(args.solver, seed=args.seed),
     }
@@ -341,7 +341,7 @@ def _train(
 ) -> Iterator[Row]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     with loader:
-        batches = iter(loader)
+        batches = chain.from_iterable(repeat(loader))
         for number in range(1, args.steps + 1):
             started, before = perf_counter(), sent()
             data, plan = next(batches)

@@ -14,6 +14,7 @@ import json
 import os
 import sysconfig
 from glob import glob
+from itertools import chain, repeat
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -100,14 +101,13 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
     executor = DCPExecutor(device=device)
     loader = attached.loader(
-        Texts(args), masks.by_name(args.mask), sample_ids=True, shuffle=True, epochs=None,
+        Texts(args), masks.by_name(args.mask), executor=executor, sample_ids=True, shuffle=True,
         tokens_per_batch=args.tokens_per_batch, accumulation_steps=args.accumulate, seed=args.seed,
-        executor=executor,
     )  # fmt: skip
     run = Checkpoint(model, optimizer, loader)
     if args.resume is not None:
         dcp.load({"run": run}, checkpoint_id=args.resume)
-    batches = iter(loader)
+    batches = chain.from_iterable(repeat(loader))  # epoch after epoch
     while run.steps < args.steps:
         start, sent, log = perf_counter(), executor.transport.bytes_sent, StepLog()
         for micro in range(args.accumulate):

@@ -14,9 +14,10 @@ import torch
 import sizes
 from dyncp import Batch, PlannerConfig, Topology, masks, plan_batch
 from dyncp.compiled import is_compiled
+from dyncp.dataloader import LoaderConfig
 from dyncp.placement.split import split_tree
 from dyncp.plan import Direction
-from processes import loader_defaults
+from processes import planning_threads
 
 # Tests that a shell runs in the background ignore SIGINT, and so does what they start, unless there
 # is a handler here.
@@ -41,7 +42,7 @@ def pytest_configure(config):
     has_workers = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
     if has_workers and not is_compiled(split_tree):
         batch = Batch.of([masks.causal(900), masks.lambda_shaped(500), masks.causal(60)])
-        plan_batch(batch, Topology(2, 2), config=PlannerConfig(effort="quality"))
+        plan_batch(batch, Topology(2, 2), planner=PlannerConfig(effort="quality"))
 
 
 def pytest_collection_modifyitems(config, items):
@@ -55,7 +56,7 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture
 def plans_here(monkeypatch):
     """Loaders of this process plan in threads."""
-    monkeypatch.setitem(loader_defaults(), "num_planners", 0)
+    monkeypatch.setattr(LoaderConfig, "planning_processes", planning_threads)
 
 
 @pytest.fixture(autouse=True)

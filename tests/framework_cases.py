@@ -9,7 +9,7 @@ from dyncp import (
     DCPExecutor,
     PlannerConfig,
     Topology,
-    local_data,
+    make_local_data,
     masks,
     plan_batch,
 )
@@ -33,7 +33,7 @@ def planned(ranks, numbers=(0, 1, 2), shape=SHAPE):
     batch = Batch.of([masks.causal(len(sample["input_ids"])) for sample in samples])
     plan = plan_batch(batch, Topology(1, ranks), shape, PlannerConfig(block_size=16))
     step = DCPExecutor(virtual_ranks=ranks).prepare(plan)
-    return local_data(samples, batch, plan), step
+    return make_local_data(samples, batch, plan), step
 
 
 def documents_of(plan):

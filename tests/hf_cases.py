@@ -7,7 +7,7 @@ from benchmarks.parity import dense_bias, dense_loss
 from benchmarks.parity_models import make_model
 from torch import Tensor
 
-from dyncp import Batch, DCPExecutor, PlannerConfig, Topology, local_data, masks, plan_batch
+from dyncp import Batch, DCPExecutor, PlannerConfig, Topology, make_local_data, masks, plan_batch
 from dyncp.integrations.transformers import layer_masks, model_masks
 from dyncp.plan import Layout
 
@@ -28,20 +28,20 @@ def planned(
     batch = Batch.of([of_layers(sample) for sample in samples], range(len(samples)))
     layout = Layout(local_multiple=options.pop("local_multiple", 8))
     chosen = PlannerConfig(block_size=16, layout=layout, **options)
-    return samples, batch, plan_batch(batch, Topology(1, ranks), config=chosen)
+    return samples, batch, plan_batch(batch, Topology(1, ranks), planner=chosen)
 
 
 def virtual(config: Any, number: int = 0, ranks: int = 4, **options: Any) -> tuple[Any, Any]:
     """Local data and step of virtual ranks."""
     samples, batch, plan = planned(config, number, ranks, **options)
-    data = local_data(samples, batch, plan)
+    data = make_local_data(samples, batch, plan)
     return data, DCPExecutor(virtual_ranks=ranks).prepare(plan)
 
 
 def whole_loss(model: Any, number: int, mask_fn: Any = masks.causal) -> Tensor:
     """The loss of the same batch in one process, by Transformers' own attention."""
     samples, batch, plan = planned(model.config, number, 1, mask_fn, local_multiple=1)
-    data = local_data(samples, batch, plan)
+    data = make_local_data(samples, batch, plan)
     layers = layer_masks(model.config)
     kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * len(layers)
     by_kind = {

@@ -33,4 +33,4 @@ with warnings.catch_warnings(action="ignore"):  # of frameworks, about what is n
 
 batch = Batch.of([masks.causal(900), masks.lambda_shaped(500), masks.causal(60)])
 for solver in ("auto", "bisection", "random", "zigzag"):
-    plan_batch(batch, Topology(1, 2), config=PlannerConfig(solver))
+    plan_batch(batch, Topology(1, 2), planner=PlannerConfig(solver))

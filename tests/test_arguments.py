@@ -14,7 +14,7 @@ from dyncp import (
     PlannerConfig,
     Topology,
     attention,
-    local_data,
+    make_local_data,
     masks,
     plan_batch,
 )
@@ -64,7 +64,7 @@ def step():
         (lambda: plan_batch(BATCH, 4), "topology is int; expected Topology"),
         (
             lambda: plan_batch(BATCH, Topology(), None, "owner_computes"),
-            "config is str; expected Planner",
+            "planner is str; expected Planner",
         ),
         (lambda: DCPExecutor(virtual_ranks=1.5), "virtual ranks is 1.5; expected an integer"),
         (lambda: DCPExecutor(device="moon"), "device is 'moon', which is not available"),
@@ -132,6 +132,6 @@ def test_masks_that_set_positions_and_targets_apart_are_both_heard():
         "targets": Mask(ranges, targets=[1, 2, -1, 4, 5, -1]),
     }
     batch = Batch.of([some])
-    data = local_data([{"input_ids": list(range(6))}], batch, plan_batch(batch, Topology()))
+    data = make_local_data([{"input_ids": list(range(6))}], batch, plan_batch(batch, Topology()))
     assert data["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2]]
     assert data["shift_labels"].tolist() == [[1, 2, -100, 4, 5, -100]]

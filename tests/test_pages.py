@@ -40,7 +40,7 @@ def test_the_migration_page_runs():
 def test_the_page_of_hybrid_models_runs():
     batch = Batch.of([masks.causal(30), masks.document_packed(12, documents=[5, 7])])
     config = PlannerConfig(solver="random", block_size=4)
-    step = DCPExecutor(virtual_ranks=3).prepare(plan_batch(batch, Topology(1, 3), config=config))
+    step = DCPExecutor(virtual_ranks=3).prepare(plan_batch(batch, Topology(1, 3), planner=config))
     x, seen = step.shard(torch.arange(42.0)), []
 
     def layer(rows, cu_seqlens):

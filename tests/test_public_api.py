@@ -18,6 +18,7 @@ from dyncp import (
     DCPAttn,
     DCPDataLoader,
     DCPExecutor,
+    LoaderTuning,
     ModelConfig,
     Topology,
     attention,
@@ -80,18 +81,16 @@ def test_every_option_of_the_loader_is_a_keyword_with_its_default():
         option = parameters[field.name]
         assert option.kind is inspect.Parameter.KEYWORD_ONLY
         assert option.annotation is not inspect.Parameter.empty
-        assert (option.default or None) == (getattr(defaults, field.name) or None)
+        optional = field.name in ("token_fields", "tuning")  # None: the default of the field
+        assert option.default == (None if optional else getattr(defaults, field.name))
 
 
 def test_every_option_of_the_loader_reaches_it():
     given = {
         "tokens_per_batch": 40, "accumulation_steps": 2, "seed": 3, "sampler": [0], "lengths": [3],
-        "max_length": 30, "too_long": "split", "empty_samples": "drop", "drop_last": True,
-        "window": 5, "epochs": 2, "evaluation": True, "max_tokens_per_rank": 50,
-        "local_multiple": 4, "look_ahead": 1, "num_planners": 2, "plan_timeout": 9.0,
-        "store_timeout": 8.0, "token_fields": {"labels": 0}, "sample_fields": ("name",),
-        "sample_ids": True, "collate": lambda data, _: data, "num_workers": 1, "pin_memory": False,
-        "log_every": 7,
+        "max_length": 30, "too_long": "split", "bad_samples": "drop_empty", "drop_last": True,
+        "evaluation": True, "local_multiple": 4, "token_fields": {"labels": 0}, "sample_ids": True,
+        "collate": lambda data, _: data, "tuning": LoaderTuning(window=5, num_planners=2),
     }  # fmt: skip
     with DCPDataLoader(SAMPLES, masks.causal, **given) as loader:
         assert {name: getattr(loader.config, name) for name in given} == given
@@ -112,10 +111,10 @@ def test_every_option_of_the_loader_reaches_it():
 def test_torch_dtypes_are_taken_where_names_are(dtype, name):
     shape = AttentionShape(4, 2, 8, dtype, partial_dtype=dtype)
     assert shape == AttentionShape(4, 2, 8, name, partial_dtype=name)
-    sizes = ModelConfig(32, 2, 64, 100, 4, 2, 8)
-    assert sizes.attention_shape(dtype).dtype == name
-    for model in (AttentionShape(4, 2, 8), sizes, None):
-        with DCPDataLoader(SAMPLES, masks.causal, model=model, dtype=dtype) as loader:
+    sizes = ModelConfig(32, 2, 64, 100, 4, 2, 8, dtype=dtype)
+    assert sizes.attention_shape().dtype == ModelConfig.of(sizes).dtype == name
+    for model in (AttentionShape(4, 2, 8, dtype), sizes):
+        with DCPDataLoader(SAMPLES, masks.causal, model=model) as loader:
             assert loader.shape.dtype == name
 
 
@@ -125,7 +124,7 @@ def test_other_dtypes_are_refused_in_one_sentence(dtype):
     for call in (
         lambda: AttentionShape(dtype=dtype),
         lambda: AttentionShape(partial_dtype=dtype),
-        lambda: DCPDataLoader(SAMPLES, masks.causal, dtype=dtype),
+        lambda: ModelConfig(32, 2, 64, 100, 4, 2, 8, dtype=dtype),
     ):
         with pytest.raises(ValueError, match=allowed):
             call()

@@ -1,6 +1,7 @@
 """Layers around a rank: the stack's attention is the plan's, plain documents have its pairs, and
 busy time counts overlapping kernels once."""
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -45,7 +46,7 @@ from dyncp.planner import PlannerConfig, Task
 
 CPU = torch.device("cpu")
 MODEL = ModelConfig(hidden=24, layers=2, ffn=40, vocab=64, heads=4, kv_heads=2, head_dim=8)
-SHAPE = MODEL.attention_shape("fp32")
+SHAPE = replace(MODEL, dtype="fp32").attention_shape()
 COST = CostModel(find_profile("cpu_gloo"), SHAPE)
 BATCH = Batch.of([masks.lambda_shaped(160, sinks=4, window=32), masks.causal(90)])
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dyncp.blocks import AttentionShape, Direction
-from dyncp.cost import ModelConfig, find_model, find_profile, from_transformers_config
+from dyncp.cost import ModelConfig, find_model, find_profile
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 LLAMA: dict[str, Any] = {
@@ -41,17 +41,17 @@ def test_linear_layers_are_most_of_an_8b_model_on_long_tailed_batches() -> None:
 def test_a_config_gives_the_preset(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     expected = find_model("llama3_8b")
-    assert from_transformers_config(LLAMA) == expected
-    assert from_transformers_config(tmp_path) == expected
-    assert from_transformers_config(str(tmp_path / "config.json")) == expected
-    assert from_transformers_config({"text_config": LLAMA}) == expected
+    assert ModelConfig.of(LLAMA) == expected
+    assert ModelConfig.of(tmp_path) == expected
+    assert ModelConfig.of(str(tmp_path / "config.json")) == expected
+    assert ModelConfig.of({"text_config": LLAMA}) == expected
     assert expected.attention_shape() == AttentionShape(32, 8, 128)
 
 
 def test_heads_may_have_a_size_of_their_own() -> None:
-    model = from_transformers_config(LLAMA | {"head_dim": 256})
+    model = ModelConfig.of(LLAMA | {"head_dim": 256})
     assert model.head_dim == 256
-    assert model.layer_weights > from_transformers_config(LLAMA).layer_weights
+    assert model.layer_weights > ModelConfig.of(LLAMA).layer_weights
 
 
 def test_a_mixture_counts_the_experts_of_one_token() -> None:
@@ -68,18 +68,18 @@ def test_a_mixture_counts_the_experts_of_one_token() -> None:
         "head_dim": 128,
         "vocab_size": 151936,
     }
-    model = from_transformers_config(qwen3_30b_a3b)
+    model = ModelConfig.of(qwen3_30b_a3b)
     assert model.ffn == 8 * 768
     # 3.3e9 active weights, of which the embedding is 0.31e9
     assert model.flops_per_token(FORWARD) / 2 == pytest.approx(3.34e9 - 0.31e9, rel=0.02)
     mixtral = LLAMA | {"num_local_experts": 8, "num_experts_per_tok": 2}
-    assert from_transformers_config(mixtral).ffn == 2 * 14336
+    assert ModelConfig.of(mixtral).ffn == 2 * 14336
     shared = qwen3_30b_a3b | {"shared_expert_intermediate_size": 1000}
-    assert from_transformers_config(shared).ffn == 8 * 768 + 1000
+    assert ModelConfig.of(shared).ffn == 8 * 768 + 1000
 
 
 def test_gpt2_has_other_names_and_a_plain_mlp() -> None:
-    model = from_transformers_config(
+    model = ModelConfig.of(
         {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
     )
     assert model == ModelConfig(768, 12, 3072, 50257, 12, 12, 64, mlp_matrices=2)
@@ -89,18 +89,18 @@ def test_gpt2_has_other_names_and_a_plain_mlp() -> None:
 def test_configs_that_say_too_little_or_something_else_are_refused(tmp_path: Path) -> None:
     without = {key: value for key, value in LLAMA.items() if key != "vocab_size"}
     with pytest.raises(ValueError, match="no vocab_size; it has model_type, hidden_size"):
-        from_transformers_config(without)
+        ModelConfig.of(without)
     with pytest.raises(ValueError, match="hidden_size is '4096'; it must be an integer"):
-        from_transformers_config(LLAMA | {"hidden_size": "4096"})
+        ModelConfig.of(LLAMA | {"hidden_size": "4096"})
     with pytest.raises(ValueError, match="multi-head latent attention is not modelled"):
-        from_transformers_config(LLAMA | {"kv_lora_rank": 512})
+        ModelConfig.of(LLAMA | {"kv_lora_rank": 512})
     with pytest.raises(ValueError, match=r"ModelConfig.heads is 0; at least 1 is needed"):
-        from_transformers_config(LLAMA | {"num_attention_heads": 0})
+        ModelConfig.of(LLAMA | {"num_attention_heads": 0})
     with pytest.raises(ValueError, match="nowhere cannot be read"):
-        from_transformers_config(tmp_path / "nowhere")
+        ModelConfig.of(tmp_path / "nowhere")
     (tmp_path / "list.json").write_text("[1]")
     with pytest.raises(ValueError, match="is a list, not a JSON object"):
-        from_transformers_config(tmp_path / "list.json")
+        ModelConfig.of(tmp_path / "list.json")
     with pytest.raises(ValueError, match="'gpt5'; choose one of llama3_8b, or give a config"):
         find_model("gpt5")
 
@@ -109,6 +109,6 @@ def test_tensor_parallel_ranks_share_heads_mlp_and_vocabulary():
     whole = ModelConfig(64, 2, 129, 101, 8, 2, 16)
     assert whole.divided(2) == ModelConfig(64, 2, 65, 51, 4, 1, 16)
     assert whole.divided(1) == whole
-    assert whole.attention_shape("fp16").divided(2) == whole.divided(2).attention_shape("fp16")
+    assert whole.attention_shape().divided(2) == whole.divided(2).attention_shape()
     with pytest.raises(ValueError, match="8 q heads and 2 kv heads; 4 tensor-parallel ranks can"):
         whole.divided(4)

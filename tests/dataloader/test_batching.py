@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 
-from dyncp import DCPDataLoader, masks
-from dyncp.dataloader import LoaderConfig
+from dyncp import masks
 from dyncp.dataloader.batching import BatchSelector
 from dyncp.dataloader.dataset import open_source
 from dyncp.dataloader.state import Position, from_state, to_state
+from loaders import make_config, make_loader
 from sizes import draws
 
 pytestmark = pytest.mark.usefixtures("plans_here")
@@ -27,7 +27,7 @@ SETTINGS = {"seed": 0, "accumulation_steps": 2, "tokens_per_batch": 16, "lengths
 
 
 def make(samples=SAMPLES, **options):
-    return DCPDataLoader(samples, masks.causal, **{"window": 1, "sample_ids": True} | options)
+    return make_loader(samples, masks.causal, **{"window": 1, "sample_ids": True} | options)
 
 
 def ids(loader):
@@ -42,10 +42,10 @@ def load(**options):
 
 
 def batching(samples=SAMPLES, replica=0, num_replicas=1, window=1, **options):
-    config = LoaderConfig(window=window, **options)
+    config = make_config(window=window, **options)
     source = open_source(samples, config)
     seconds = lambda length: float(length**2)  # noqa: E731
-    return BatchSelector(source, config, config.budget(1), replica, num_replicas, seconds)
+    return BatchSelector(source, config, config.budget(1, None), replica, num_replicas, seconds)
 
 
 def indices(steps):
@@ -86,7 +86,7 @@ def test_over_long_samples_are_refused_cut_or_dropped():
 def test_a_truncated_sample_is_cut_in_all_its_token_fields():
     sample = {"input_ids": list(range(6)), "labels": list(range(6)), "grid": np.zeros((3, 6))}
     options = {"max_length": 4, "too_long": "truncate", "token_fields": {"grid": 1}}
-    with DCPDataLoader([sample], masks.causal, **options) as loader:
+    with make_loader([sample], masks.causal, **options) as loader:
         ((data, _),) = loader
     assert data["input_ids"].tolist() == data["labels"].tolist() == [[0, 1, 2, 3]]
     assert data["grid"].shape == (3, 1, 4)
@@ -128,7 +128,7 @@ def test_samplers_say_the_order_or_the_batches():
         {"batch_sampler": [[0]], "tokens_per_batch": 8},
     ):
         with pytest.raises(ValueError, match=r"pass only one of them|would have no effect"):
-            DCPDataLoader(SAMPLES, masks.causal, **wrong)
+            make_loader(SAMPLES, masks.causal, **wrong)
 
 
 def test_lengths_spare_reading():
@@ -142,7 +142,7 @@ def test_lengths_spare_reading():
     assert batches(samples=Unreadable(), lengths=LENGTHS, tokens_per_batch=16) == [
         [0, 1], [2, 3, 4], [5],
     ]  # fmt: skip
-    assert len(DCPDataLoader(Unreadable(), masks.causal, lengths=LENGTHS, tokens_per_batch=16)) == 3
+    assert len(make_loader(Unreadable(), masks.causal, lengths=LENGTHS, tokens_per_batch=16)) == 3
     assert batches(lengths="tokens", tokens_per_batch=16) == [[0, 1], [2, 3, 4], [5]]
     for dataset, lengths, message in (
         (SAMPLES, "words", "sample 0 has no such field"),
@@ -151,12 +151,12 @@ def test_lengths_spare_reading():
         (SAMPLES, [1, 1, 0, 1, 1, 1], "says 0 tokens for sample 2"),
     ):
         with pytest.raises(ValueError, match=message):
-            DCPDataLoader(dataset, masks.causal, lengths=lengths)
+            make_loader(dataset, masks.causal, lengths=lengths)
 
 
 def test_lengths_that_are_wrong_are_noticed_when_the_sample_is_read():
     with (
-        DCPDataLoader(SAMPLES, masks.causal, lengths=[5, 9, 4, 12, 1, 7]) as loader,
+        make_loader(SAMPLES, masks.causal, lengths=[5, 9, 4, 12, 1, 7]) as loader,
         pytest.raises(ValueError, match="sample 2 has 3 tokens; lengths= says 4"),
     ):
         list(loader)
@@ -200,7 +200,7 @@ def test_a_stream_with_a_state_resumes_without_reading_again():
 def test_streams_refuse_what_needs_an_index():
     for option in ({"shuffle": True}, {"lengths": LENGTHS}, {"sampler": [0]}):
         with pytest.raises(ValueError, match="needs a dataset with __len__ and __getitem__"):
-            DCPDataLoader(iter(SAMPLES), masks.causal, **option)
+            make_loader(iter(SAMPLES), masks.causal, **option)
 
 
 @draws(60)
@@ -292,25 +292,8 @@ def test_replicas_may_change_again_before_all_batches_dealt_ahead_are_passed(rep
     assert sorted(trained) == list(range(len(lengths)))
 
 
-def test_an_iteration_may_go_on_over_several_epochs():
-    def own(epochs, start):
-        options = {"tokens_per_batch": 16, "shuffle": True, "lengths": LENGTHS, "epochs": epochs}
-        steps = batching(accumulation_steps=2, **options).steps(start)
-        return [(step.number, selection) for step in steps for selection in step.selections]
-
-    first, second = own(1, Position()), own(1, Position(1, total=len(own(1, Position()))))
-    both = own(2, Position())
-    assert [s.entries for _, s in both] != [s.entries for _, s in first]
-    assert [[e.index for e in s.entries] for _, s in both] == [
-        [e.index for e in s.entries] for _, s in first + second
-    ]
-    assert [s.number for _, s in both] == list(range(len(both)))
-    steps = [number for number, _ in both]
-    assert sorted(set(steps)) == list(range(steps[-1] + 1))
-    for taken, (_, selection) in enumerate(both[:-1], 1):
-        assert [s.end for _, s in own(2, selection.end)] == [s.end for _, s in both[taken:]]
-    assert batches(samples=[], epochs=None) == []
-    assert own(2, Position(2)) == []  # a state that was saved after the last of them
+def test_an_empty_dataset_has_no_batches():
+    assert batches(samples=[]) == []
 
 
 def test_a_state_of_other_batches_is_refused():
@@ -341,7 +324,8 @@ def test_a_state_of_other_batches_is_refused():
 def test_options_are_checked_when_the_loader_is_made():
     for options, message in (
         ({"look_ahead": -1}, "look_ahead is -1; at least 0"),
-        ({"max_tokens_per_rank": 0}, "max_tokens_per_rank is 0; at least 1"),
+        ({"planner": 3}, "planner is int; expected a PlannerConfig"),
+        ({"tuning": {}}, "tuning is dict; expected a LoaderTuning"),
         ({"too_long": "cut"}, "too_long is 'cut'; choose one of error, truncate, drop"),
         ({"plan_timeout": 0}, "plan_timeout is 0; must be positive"),
         ({"tokens_per_batch": 0}, "tokens_per_batch is 0; at least 1"),
@@ -350,4 +334,4 @@ def test_options_are_checked_when_the_loader_is_made():
         ({"evaluation": True, "shuffle": True}, "evaluation=True keeps the dataset's order"),
     ):
         with pytest.raises(ValueError, match=message):
-            DCPDataLoader(SAMPLES, masks.causal, **options)
+            make_loader(SAMPLES, masks.causal, **options)

@@ -3,16 +3,17 @@
 import pytest
 import torch
 
-from dyncp import AttentionShape, BatchMismatch, DCPDataLoader, Topology, masks
+from dyncp import AttentionShape, BatchMismatch, Topology, masks
 from dyncp.cost import CostModel, find_profile
 from dyncp.topology import preset
+from loaders import make_loader
 from processes import run_ranks
 
 SAMPLES = [{"input_ids": [i] * 9} for i in range(4)]
 
 
 def names(**options):
-    with DCPDataLoader(SAMPLES, masks.causal, virtual_ranks=4, **options) as loader:
+    with make_loader(SAMPLES, masks.causal, virtual_ranks=4, **options) as loader:
         return loader.topology.name, loader.cost.profile.name
 
 
@@ -40,7 +41,7 @@ def test_a_given_topology_or_cost_model_determines_the_other():
 def load_as(rank):
     topology = preset(("h200", "p4de")[rank], 1, 2)
     with pytest.raises(BatchMismatch, match="profile is h200 on rank 0, p4de on rank 1"):
-        list(DCPDataLoader(SAMPLES, masks.causal, topology=topology))
+        list(make_loader(SAMPLES, masks.causal, topology=topology))
     return True
 
 

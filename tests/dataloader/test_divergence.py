@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils.data import IterableDataset
 
-from dyncp import DCPDataLoader, PlannerConfig, masks
+from dyncp import PlannerConfig, masks
 from dyncp.dataloader import BatchMismatch, PeerError, patience
+from loaders import make_loader
 from processes import (
     end_together,
     is_gone,
@@ -98,7 +99,7 @@ def read_differently(rank):
     patience.shorten()
 
     def error(dataset, mask_fn=masks.causal, **options):
-        return outcome(lambda: DCPDataLoader(dataset, mask_fn, **OPTIONS | options))[0]
+        return outcome(lambda: make_loader(dataset, mask_fn, **OPTIONS | options))[0]
 
     lengths = {"lengths": LENGTHS}
     results = {
@@ -110,11 +111,11 @@ def read_differently(rank):
         "masks, all read": error(Tokens(same), causal_or_full),
         "lambdas": error(Tokens(same), causal_or_full_lambda(), **lengths),
         "accumulation": error(Tokens(same), accumulation_steps=1 + rank),
-        "raised": error(Tokens(same), look_ahead=-rank),
+        "raised": error(Tokens(same), seed=-rank),
     }
 
     def run(**options):
-        make = partial(DCPDataLoader, Tokens(augmented), masks.causal, **OPTIONS | options)
+        make = partial(make_loader, Tokens(augmented), masks.causal, **OPTIONS | options)
         return outcome(make, tokens)[0]
 
     runs = run(), run(**lengths)
@@ -153,9 +154,9 @@ def test_ranks_that_read_or_make_different_things_are_told_the_sample(readers, c
 def test_a_rank_that_cannot_make_its_loader_is_named(readers):
     texts = [results["raised"] for results, _, _ in readers]
     assert texts[0].startswith(
-        "PeerError: rank 1 could not make its loader: ValueError: look_ahead"
+        "PeerError: rank 1 could not make its loader: ValueError: seed is -1"
     )
-    assert texts[1].startswith("ValueError: look_ahead is -1")
+    assert texts[1].startswith("ValueError: seed is -1")
 
 
 def test_ranks_augment_alike_by_torchs_generator(readers):
@@ -182,7 +183,7 @@ class Warnings(logging.Handler):
 def take_unequally(rank):
     """Rank 1 leaves, raises or lags; returns this rank's errors or warnings, and the seconds."""
     patience.shorten()
-    make = partial(DCPDataLoader, Tokens(same), masks.causal, look_ahead=0, **OPTIONS)
+    make = partial(make_loader, Tokens(same), masks.causal, look_ahead=0, **OPTIONS)
 
     def leave(loader):
         for number, _ in enumerate(loader):
@@ -215,7 +216,7 @@ def take_unequally(rank):
         wait_for("rank 0 is ahead")
         return list(warnings.texts)
 
-    ahead = partial(DCPDataLoader, Tokens(same), masks.causal, **OPTIONS)
+    ahead = partial(make_loader, Tokens(same), masks.causal, **OPTIONS)
     return [*(outcome(make, act) for act in (leave, raise_, lag)), outcome(ahead, run_ahead)]
 
 
@@ -242,14 +243,14 @@ def die(rank):
     patience.shorten()
     if not rank:
         return outcome_of_death()
-    batches = iter(DCPDataLoader(Tokens(same), masks.causal, look_ahead=0, **OPTIONS))
+    batches = iter(make_loader(Tokens(same), masks.causal, look_ahead=0, **OPTIONS))
     next(batches)
     time.sleep(0.3)  # rank 0 waits for the next batch
     os._exit(1)
 
 
 def outcome_of_death():
-    with DCPDataLoader(Tokens(same), masks.causal, look_ahead=0, **OPTIONS) as loader:
+    with make_loader(Tokens(same), masks.causal, look_ahead=0, **OPTIONS) as loader:
         return error_of_epoch(loader)
 
 
@@ -265,7 +266,7 @@ def error_of_epoch(loader):
 
 def die_between_epochs(rank):
     patience.shorten()
-    with DCPDataLoader(Tokens(same), masks.causal, look_ahead=0, **OPTIONS) as loader:
+    with make_loader(Tokens(same), masks.causal, look_ahead=0, **OPTIONS) as loader:
         list(loader)
         if rank:
             os._exit(1)
@@ -284,7 +285,7 @@ def die_near_the_end(rank):
             os._exit(1)
         return data
 
-    with DCPDataLoader(Tokens(same), masks.causal, collate=collate, **OPTIONS) as loader:
+    with make_loader(Tokens(same), masks.causal, collate=collate, **OPTIONS) as loader:
         return error_of_epoch(loader)
 
 
@@ -303,7 +304,7 @@ def follow(rank):
     pids[rank] = os.getpid()
     dist.all_reduce(pids)
     text = ""
-    with DCPDataLoader(Tokens(same), masks.causal, look_ahead=0, **OPTIONS) as loader:
+    with make_loader(Tokens(same), masks.causal, look_ahead=0, **OPTIONS) as loader:
         batches = iter(loader)
         next(batches)
         if rank == 2:
@@ -333,7 +334,7 @@ def test_a_rank_that_died_is_named_although_another_one_left_and_no_keys_stay():
 
 
 def leave_in_turn(rank):
-    with DCPDataLoader(Tokens(same), masks.causal, look_ahead=0, **OPTIONS) as loader:
+    with make_loader(Tokens(same), masks.causal, look_ahead=0, **OPTIONS) as loader:
         batches = iter(loader)
         next(batches)
         text = ""

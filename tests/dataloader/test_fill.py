@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from dyncp import masks
 from dyncp.cost import MODELS, CostModel, find_profile, sample_seconds
-from dyncp.dataloader import LoaderConfig
 from dyncp.dataloader.batching import BatchSelector, balanced_round, best_subset
 from dyncp.dataloader.dataset import open_source
 from dyncp.dataloader.state import Position
 from dyncp.samplers import find_distribution
+from loaders import make_config
 from sizes import draws
 
 BUDGET = 32_768
@@ -27,7 +27,7 @@ def drawn(name, count, budget=BUDGET):
 
 
 def fill(lengths, budget, window=16):
-    config = LoaderConfig(lengths=lengths, tokens_per_batch=budget, window=window)
+    config = make_config(lengths=lengths, tokens_per_batch=budget, window=window)
     source = open_source([None] * len(lengths), config)
     found = BatchSelector(source, config, budget, 0, 1).rounds(Position())
     return [batch for (batch,), _ in found]
@@ -35,7 +35,7 @@ def fill(lengths, budget, window=16):
 
 def rounds(lengths, replicas, budget=BUDGET, **options):
     """The seconds that each replica takes for its batch, round by round."""
-    config = LoaderConfig(lengths=lengths, tokens_per_batch=budget, **options)
+    config = make_config(lengths=lengths, tokens_per_batch=budget, **options)
     source = open_source([None] * len(lengths), config)
     seconds = sample_seconds(masks.causal, COST, MODEL, forward_only=False)
     own = [

@@ -2,7 +2,8 @@
 
 import pytest
 
-from dyncp import DCPDataLoader, masks
+from dyncp import masks
+from loaders import make_loader
 
 pytestmark = pytest.mark.usefixtures("plans_here")
 
@@ -21,14 +22,14 @@ def batches(loader):
 
 def test_a_dataset_with_a_column_of_lengths():
     dataset = datasets.Dataset.from_dict(COLUMNS)
-    with DCPDataLoader(
+    with make_loader(
         dataset, masks.causal, lengths="num_tokens", tokens_per_batch=16, window=1
     ) as loader:
         assert len(loader) == 3
         assert batches(loader) == [[0, 1], [2, 3, 4], [5]]
     with pytest.raises(ValueError, match="the dataset's columns are input_ids, num_tokens"):
-        DCPDataLoader(dataset, masks.causal, lengths="words")
-    with DCPDataLoader(
+        make_loader(dataset, masks.causal, lengths="words")
+    with make_loader(
         dataset.with_format("torch"), masks.causal, tokens_per_batch=16, window=1
     ) as loader:
         assert batches(loader) == [[0, 1], [2, 3, 4], [5]]
@@ -37,7 +38,7 @@ def test_a_dataset_with_a_column_of_lengths():
 def test_an_iterable_dataset_resumes_by_its_own_state():
     def open_loader():
         stream = datasets.Dataset.from_dict(COLUMNS).to_iterable_dataset(num_shards=2)
-        return DCPDataLoader(stream, masks.causal, tokens_per_batch=16, window=1)
+        return make_loader(stream, masks.causal, tokens_per_batch=16, window=1)
 
     with open_loader() as loader:
         whole = batches(loader)
@@ -59,7 +60,7 @@ def test_a_shuffle_buffer_which_is_not_in_the_streams_state_resumes_by_reading_a
     def open_loader(seed=3):
         stream = datasets.Dataset.from_dict(columns).to_iterable_dataset(num_shards=4)
         stream = stream.shuffle(seed=seed, buffer_size=8).map(lambda sample: sample)
-        return DCPDataLoader(stream, masks.causal, tokens_per_batch=16)
+        return make_loader(stream, masks.causal, tokens_per_batch=16)
 
     with open_loader() as loader:
         states, whole = [], []

@@ -9,6 +9,7 @@ import torch
 from dyncp import AttentionShape, Batch, DCPDataLoader, DCPDataloader, Plan, RankPlan, masks
 from dyncp.dataloader import SampleError
 from dyncp.training import undo_gradient_average
+from loaders import make_loader
 from processes import run_ranks
 
 pytestmark = pytest.mark.usefixtures("plans_here")
@@ -21,7 +22,7 @@ def ids(loader):
 
 
 def test_two_arguments_are_enough():
-    (data, plan), *more = DCPDataLoader(SAMPLES, masks.causal)
+    (data, plan), *more = make_loader(SAMPLES, masks.causal)
     assert not more
     assert isinstance(plan, RankPlan)
     assert data["input_ids"].shape == (1, 37)
@@ -30,14 +31,14 @@ def test_two_arguments_are_enough():
 
 def test_batches_are_filled_up_to_the_token_budget():
     options = {"tokens_per_batch": 16}
-    assert ids(DCPDataLoader(SAMPLES, masks.causal, **options)) == [[0, 2, 4, 5], [1], [3]]
+    assert ids(make_loader(SAMPLES, masks.causal, **options)) == [[0, 2, 4, 5], [1], [3]]
     in_order = [[0, 1], [2, 3, 4], [5]]
-    assert ids(DCPDataLoader(SAMPLES, masks.causal, window=1, **options)) == in_order
-    assert ids(DCPDataLoader(SAMPLES, masks.causal, evaluation=True, **options)) == in_order
+    assert ids(make_loader(SAMPLES, masks.causal, window=1, **options)) == in_order
+    assert ids(make_loader(SAMPLES, masks.causal, evaluation=True, **options)) == in_order
 
 
 def test_every_sample_is_seen_once_in_an_order_of_seed_and_epoch():
-    loader = DCPDataLoader(SAMPLES, masks.causal, tokens_per_batch=16, shuffle=True, seed=3)
+    loader = make_loader(SAMPLES, masks.causal, tokens_per_batch=16, shuffle=True, seed=3)
     first = ids(loader)
     assert sorted(i for batch in first for i in batch) == list(range(6))
     second = ids(loader)  # the next epoch
@@ -47,21 +48,21 @@ def test_every_sample_is_seen_once_in_an_order_of_seed_and_epoch():
 
 
 def test_iterable_datasets_work_in_their_own_order():
-    loader = DCPDataLoader(iter(SAMPLES), masks.causal, tokens_per_batch=16, window=1)
+    loader = make_loader(iter(SAMPLES), masks.causal, tokens_per_batch=16, window=1)
     assert ids(loader) == [[0, 1], [2, 3, 4], [5]]
     with pytest.raises(ValueError, match="shuffle=True needs"):
-        list(DCPDataLoader(iter(SAMPLES), masks.causal, shuffle=True))
+        list(make_loader(iter(SAMPLES), masks.causal, shuffle=True))
 
 
 def test_items_are_counted_over_the_optimiser_step():
     options = {"tokens_per_batch": 16, "accumulation_steps": 2, "window": 1}
-    loader = DCPDataLoader(SAMPLES, masks.causal, **options)
+    loader = make_loader(SAMPLES, masks.causal, **options)
     items = [int(data["num_items_in_batch"]) for data, _ in loader]
     assert items == [4 + 8 + 2 + 11 + 0] * 2 + [6]
 
 
 def test_virtual_ranks_yield_whole_plans():
-    loader = DCPDataLoader(SAMPLES, masks.causal, virtual_ranks=3)
+    loader = make_loader(SAMPLES, masks.causal, virtual_ranks=3)
     ((data, plan),) = loader
     assert isinstance(plan, Plan)
     assert data["input_ids"].shape == (1, 37)
@@ -73,19 +74,19 @@ def test_masks_may_differ_between_samples_and_have_names():
         own = masks.full(length) if length < 6 else masks.causal(length)
         return {"default": own, "local": masks.sliding_window(length, window=2)}
 
-    ((_, plan),) = DCPDataLoader(SAMPLES, mask_fn)
+    ((_, plan),) = make_loader(SAMPLES, mask_fn)
     assert list(plan.masks) == ["default", "local"]
 
 
 def test_bad_samples_and_mask_functions_are_named_by_index():
     with pytest.raises(ValueError, match="sample 3 has 12 tokens, more than tokens_per_batch=11"):
-        list(DCPDataLoader(SAMPLES, masks.causal, tokens_per_batch=11))
+        list(make_loader(SAMPLES, masks.causal, tokens_per_batch=11))
     with pytest.raises(ValueError, match="the mask of sample 0 is int; expected a Mask"):
-        list(DCPDataLoader(SAMPLES, lambda _: 1))
+        list(make_loader(SAMPLES, lambda _: 1))
     with pytest.raises(ValueError, match="mask of 4 tokens for sample 0, which has 5"):
-        list(DCPDataLoader(SAMPLES, lambda _: masks.causal(4)))
+        list(make_loader(SAMPLES, lambda _: masks.causal(4)))
     with pytest.raises(ValueError, match="accumulation_steps is 0"):
-        DCPDataLoader(SAMPLES, masks.causal, accumulation_steps=0)
+        make_loader(SAMPLES, masks.causal, accumulation_steps=0)
 
 
 def test_errors_of_samples_can_be_pickled():
@@ -100,7 +101,7 @@ def test_a_truncated_sample_keeps_the_mask_of_its_first_tokens():
     options = {"max_length": 5, "too_long": "truncate"}
     for mask_fn in (masks.document_packed, partial(masks.document_packed)):
         for more in ({}, {"lengths": [9]}):
-            with DCPDataLoader([sample], mask_fn, **options, **more) as loader:
+            with make_loader([sample], mask_fn, **options, **more) as loader:
                 ((data, plan),) = loader
             assert data["input_ids"][0].tolist() == [0, 1, 2, 3, 4]
             assert data["position_ids"][0].tolist() == [0, 1, 2, 0, 1]
@@ -110,7 +111,7 @@ def test_a_truncated_sample_keeps_the_mask_of_its_first_tokens():
 
 
 def load(rank):
-    loader = DCPDataLoader(SAMPLES, masks.causal, model=AttentionShape(4, 2, 8), shuffle=True)
+    loader = make_loader(SAMPLES, masks.causal, model=AttentionShape(4, 2, 8), shuffle=True)
     ((data, plan),) = loader
     loss = undo_gradient_average(torch.tensor(1.0))
     return plan.rank, plan.digest, data["input_ids"].shape[1], float(loss)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dyncp import Batch, PlannerConfig, Topology, local_data, masks, plan_batch
+from dyncp import Batch, PlannerConfig, Topology, make_local_data, masks, plan_batch
 from dyncp.dataloader import NO_TARGET, count_targets
 from dyncp.plan import Layout
 from sizes import draws
@@ -15,8 +15,8 @@ def make(samples, mask=masks.causal, num_ranks=3, **options):
     batch = Batch.of([mask(sample) for sample in samples])
     layout = Layout(local_multiple=options.pop("local_multiple", 1))
     config = PlannerConfig("random", block_size=4, layout=layout)
-    plan = plan_batch(batch, Topology(1, num_ranks), config=config)
-    data = [local_data(samples, batch, part, **options) for part in plan.parts]
+    plan = plan_batch(batch, Topology(1, num_ranks), planner=config)
+    data = [make_local_data(samples, batch, part, **options) for part in plan.parts]
     return plan, data
 
 
@@ -115,9 +115,9 @@ def test_targets_of_all_ranks_add_up_to_the_number_of_items(lengths, num_ranks):
 def test_virtual_ranks_get_the_rows_of_all_ranks():
     samples = [{"input_ids": list(range(9))}]
     batch = Batch.of([masks.causal(9)])
-    plan = plan_batch(batch, Topology(1, 3), config=PlannerConfig("random", block_size=2))
-    whole = local_data(samples, batch, plan)
-    parts = [local_data(samples, batch, part) for part in plan.parts]
+    plan = plan_batch(batch, Topology(1, 3), planner=PlannerConfig("random", block_size=2))
+    whole = make_local_data(samples, batch, plan)
+    parts = [make_local_data(samples, batch, part) for part in plan.parts]
     assert torch.equal(whole["input_ids"], torch.cat([p["input_ids"] for p in parts], dim=1))
 
 
@@ -172,10 +172,10 @@ def test_samples_that_do_not_fit_are_named(sample, fields, message):
     batch = Batch.of([masks.causal(2)])
     plan = plan_batch(batch, Topology())
     with pytest.raises(ValueError, match=message):
-        local_data([sample], batch, plan, token_fields=fields)
+        make_local_data([sample], batch, plan, token_fields=fields)
 
 
 def test_the_plan_of_another_batch_is_refused():
     plan = plan_batch(Batch.of([masks.causal(2)]), Topology())
     with pytest.raises(ValueError, match=r"plan is for batch .* but this is batch"):
-        local_data([{"input_ids": [1, 2]}], Batch.of([masks.full(2)]), plan)
+        make_local_data([{"input_ids": [1, 2]}], Batch.of([masks.full(2)]), plan)

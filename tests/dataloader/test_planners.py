@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import planner_faults
-from dyncp import DCPDataLoader, PlannerConfig, masks, plan_batch
-from dyncp.dataloader import LoaderConfig, SampleError
+from dyncp import PlannerConfig, masks, plan_batch
+from dyncp.dataloader import SampleError
+from loaders import make_config, make_loader
 from processes import is_gone, wait_until
 
 BATCHES = 8
@@ -33,7 +34,7 @@ class Documents(torch.utils.data.Dataset):
 
 def open_loader(dataset=None, **options):
     options = {"batch_sampler": IN_ORDER, "num_planners": 2} | options
-    return DCPDataLoader(
+    return make_loader(
         dataset or Documents(),
         masks.sliding_window(window=64),
         virtual_ranks=2,
@@ -185,4 +186,4 @@ def test_processes_are_as_many_as_there_are_cores_and_batches_to_plan_ahead(
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if local:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-    assert LoaderConfig(**options).planning_processes(members) == processes
+    assert make_config(**options).planning_processes(members) == processes

@@ -19,6 +19,7 @@ from dyncp import (
     AttentionShape,
     Batch,
     DCPDataLoader,
+    LoaderTuning,
     PlannerConfig,
     Topology,
     masks,
@@ -131,7 +132,7 @@ def test_failed_plans_are_replaced_by_static_ones_with_one_warning_each(caplog):
             virtual_ranks=2,
             tokens_per_batch=14,
             planner=PlannerConfig("bisection"),
-            plan_function=planner_faults.raising,
+            tuning=LoaderTuning(plan_function=planner_faults.raising),
         ) as loader,
     ):
         solvers = [plan.parts[0].solver for _, plan in loader]
@@ -156,9 +157,9 @@ def test_a_planner_that_hangs_is_given_up_after_its_bound():
         masks.causal,
         virtual_ranks=2,
         tokens_per_batch=14,
-        plan_timeout=3,  # which the process may also need to start, on a busy machine
         planner=PlannerConfig("bisection"),
-        plan_function=planner_faults.endless,
+        # The process may need the time to start, too, on a busy machine.
+        tuning=LoaderTuning(plan_timeout=3, plan_function=planner_faults.endless),
     ) as loader:
         batches = [(data["input_ids"].shape[1], plan.parts[0].solver) for data, plan in loader]
     assert [tokens for tokens, _ in batches] == [14, 14, 12, 7]
@@ -190,12 +191,12 @@ def test_breaking_off_and_closing_leave_no_thread_and_no_process():
 
 
 MAIN_SCRIPT = """
-from dyncp import DCPDataLoader, masks, plan_batch
+from dyncp import DCPDataLoader, LoaderTuning, masks, plan_batch
 def own(*args, **keywords):
     return plan_batch(*args, **keywords)
 for function in (own, lambda *args: None):
     try:
-        DCPDataLoader([{"input_ids": [1]}], masks.causal, plan_function=function)
+        tuning = LoaderTuning(plan_function=function)
     except ValueError as error:
         print(error)
 """
@@ -294,8 +295,11 @@ class Broken(torch.utils.data.Dataset):
         return SAMPLES[index] if index != 3 else 1 / 0
 
 
+ON_DEMAND = LoaderTuning(look_ahead=0)
+
+
 def test_errors_of_dataset_and_mask_function_reach_the_loop_with_the_samples_index():
-    with DCPDataLoader(Broken(), masks.causal, tokens_per_batch=14, look_ahead=0) as loader:
+    with DCPDataLoader(Broken(), masks.causal, tokens_per_batch=14, tuning=ON_DEMAND) as loader:
         iterator = iter(loader)
         next(iterator)
         with pytest.raises(SampleError, match="reading of sample 3 raised ZeroDiv") as caught:

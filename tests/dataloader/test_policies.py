@@ -60,18 +60,18 @@ BAD = Documents(2, OSError("disk on fire"), 1, {"tokens": [1]}, 0, {"input_ids":
 
 
 def test_bad_and_empty_samples_are_left_out_and_counted(caplog):
-    options = {"bad_samples": "drop", "empty_samples": "drop"}
     with caplog.at_level(logging.WARNING, logger="dyncp"):
-        found, skipped = all_ids(BAD, **options)
+        found, skipped = all_ids(BAD, bad_samples="drop")
     assert found == [0, 0, 2, 6, 6, 6]
     assert skipped == {"bad": 3, "empty": 1}
     assert "sample 1 is skipped (bad): reading of sample 1 raised OSError: disk on fire" in (
         caplog.text
     )
     with pytest.raises(SampleError, match="reading of sample 1 raised OSError"):
-        all_ids(BAD, empty_samples="drop")
-    with pytest.raises(ValueError, match=r"input_ids of sample 4 has shape \(0,\)"):
-        all_ids(BAD, bad_samples="drop")
+        all_ids(BAD, bad_samples="drop_empty")
+    assert all_ids(Documents(2, 0), bad_samples="drop_empty") == ([0, 0], {"empty": 1})
+    with pytest.raises(ValueError, match=r"input_ids of sample 1 has shape \(0,\)"):
+        all_ids(Documents(2, 0))
     wrong_labels = {"input_ids": [1, 2], "labels": [1]}
     assert all_ids(Documents(2, wrong_labels), bad_samples="drop") == ([0, 0], {"bad": 1})
 
@@ -79,14 +79,14 @@ def test_bad_and_empty_samples_are_left_out_and_counted(caplog):
 def test_what_cannot_be_left_out_is_refused():
     with pytest.raises(ValueError, match="bad_samples='drop' must read every sample"):
         DCPDataLoader(BAD, masks.causal, bad_samples="drop", lengths=[1] * 7)
-    with pytest.raises(ValueError, match="empty_samples is 'skip'; choose one of error, drop"):
-        DCPDataLoader(BAD, masks.causal, empty_samples="skip")
-    with pytest.raises(ValueError, match=r"lengths says 0 tokens for sample 1; .*empty_samples="):
+    with pytest.raises(ValueError, match="bad_samples is 'skip'; choose one of error, drop, dr"):
+        DCPDataLoader(BAD, masks.causal, bad_samples="skip")
+    with pytest.raises(ValueError, match=r"lengths says 0 tokens for sample 1; .*bad_samples="):
         DCPDataLoader(Documents(2, 0), masks.causal, lengths=[2, 0])
 
 
 def test_empty_samples_may_be_known_by_their_lengths():
-    options = {"lengths": [2, 0, 1], "empty_samples": "drop"}
+    options = {"lengths": [2, 0, 1], "bad_samples": "drop_empty"}
     with DCPDataLoader(Documents(2, OSError(), 1), masks.causal, **options) as loader:
         assert len(loader) == 1
         assert ids(loader) == [[0, 0, 2]]

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from dyncp import (
     AttentionShape,
     BatchMismatch,
-    DCPDataLoader,
     DCPExecutor,
     PeerError,
     PlannerConfig,
@@ -22,6 +21,7 @@ from dyncp import (
     masks,
 )
 from dyncp.dataloader.store import SharedStore
+from loaders import make_loader
 from processes import run_ranks, stop
 
 LENGTHS = [5, 19, 3, 12, 1, 7, 20, 13, 2, 9, 11, 4]
@@ -89,7 +89,7 @@ def whole_batches(runs):
 def check_parts_and_resume(rank):
     dataset = Reading()
     before = num_keys()
-    with DCPDataLoader(dataset, masks.causal, accumulation_steps=2, **OPTIONS) as loader:
+    with make_loader(dataset, masks.causal, accumulation_steps=2, **OPTIONS) as loader:
         executor = DCPExecutor(timeout=60)
         executor.transport.agree = None  # a collective would call it
         states, plain, most = [loader.state_dict()], [], 0
@@ -154,7 +154,7 @@ def test_no_keys_and_no_threads_are_left(four_ranks):
 def resume_on_two(rank, states):
     options = OPTIONS | {"tokens_per_batch": None}  # taken over from the state
     results = []
-    with DCPDataLoader(SAMPLES, masks.causal, accumulation_steps=2, **options) as loader:
+    with make_loader(SAMPLES, masks.causal, accumulation_steps=2, **options) as loader:
         for state in states:
             loader.load_state_dict(state)
             results.append(run_of(loader))
@@ -176,7 +176,7 @@ def disagree(rank):
         length = len(options.get("lengths", LENGTHS))
         dataset = Reading(broken) if length == len(SAMPLES) else SAMPLES[:length]
         try:
-            with DCPDataLoader(dataset, mask_fn, **OPTIONS | options) as loader:
+            with make_loader(dataset, mask_fn, **OPTIONS | options) as loader:
                 list(loader)
         except (BatchMismatch, PeerError, SampleError) as error:
             texts.append((type(error).__name__, str(error)))
@@ -212,7 +212,7 @@ def test_ranks_that_disagree_get_one_error_that_says_on_what(two_ranks):
 def train_on_replicas(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "cp"))
     before = num_keys()
-    with DCPDataLoader(SAMPLES[:7], masks.causal, mesh=mesh, **OPTIONS | {
+    with make_loader(SAMPLES[:7], masks.causal, group=mesh, **OPTIONS | {
         "lengths": LENGTHS[:7], "shuffle": False,
     }) as loader:  # fmt: skip
         run = [
@@ -227,7 +227,7 @@ def train_on_replicas(rank):
 def share_with_peers():
     """Plan rank, plan digest, tokens and targets of a rank with a tensor-parallel peer."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-    with DCPDataLoader(SAMPLES, masks.causal, mesh=mesh, **OPTIONS) as loader:
+    with make_loader(SAMPLES, masks.causal, group=mesh, **OPTIONS) as loader:
         return [
             (plan.rank, plan.digest, tokens_of(data), int(data["num_items_in_batch"]))
             for data, plan in loader
@@ -261,7 +261,7 @@ def resume_replicas(rank, state, steps):
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "cp"))
     samples = [{"input_ids": [i] * n} for i, n in enumerate(LONG)]
     options = {"tokens_per_batch": 64, "shuffle": True, "lengths": LONG, "sample_ids": True}
-    with DCPDataLoader(samples, masks.causal, mesh=mesh, window=4, **options) as loader:
+    with make_loader(samples, masks.causal, group=mesh, window=4, **options) as loader:
         if state is not None:
             loader.load_state_dict(state)
         seen = Counter()

@@ -72,11 +72,16 @@ def check_every_position(**make_options):
 
     def batches(start=None):
         options = {name: option() for name, option in make_options.items()}
-        config = LoaderConfig(epochs=3, lengths=LENGTHS, **options)
+        config = LoaderConfig(lengths=LENGTHS, **options)
         budget = None if "batch_sampler" in options else 16
-        selector = BatchSelector(open_source(SAMPLES, config), config, budget, 0, 1)
-        steps = selector.steps(start or Position())
-        found = [selection for step in steps for selection in step.selections]
+        source = open_source(SAMPLES, config)
+        selector = BatchSelector(source, config, budget, 0, 1)
+        position, found = start or Position(), []
+        while position.epoch < 3:
+            for step in selector.steps(source.start(position)):
+                found += step.selections
+                position = found[-1].end
+            position = position.next_epoch(position.epoch + 1)
         return [[e.index for e in s.entries] for s in found], [s.end for s in found]
 
     whole, ends = batches()

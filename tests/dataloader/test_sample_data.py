@@ -17,11 +17,18 @@ LENGTHS = (5, 9, 3, 12, 1, 7)
 SAMPLES = [
     {"input_ids": [i] * n, "url": f"page {i}", "weight": i / 2} for i, n in enumerate(LENGTHS)
 ]
-OPTIONS = {"tokens_per_batch": 16, "sample_ids": True, "sample_fields": ["url", "weight"]}
+
+
+def fields_of(data, samples):
+    return data | {name: [sample[name] for sample in samples] for name in ("url", "weight")}
+
+
+OPTIONS = {"tokens_per_batch": 16, "sample_ids": True, "collate": fields_of}
 
 
 def test_every_token_knows_its_sample_and_fields_of_samples_come_along():
-    with DCPDataLoader(SAMPLES, masks.causal, local_multiple=8, **OPTIONS) as loader:
+    options = OPTIONS | {"local_multiple": 8}
+    with DCPDataLoader(SAMPLES, masks.causal, **options) as loader:
         for data, _ in loader:
             tokens = data["input_ids"][data["sample_ids"] >= 0]
             ids = data["sample_ids"][data["sample_ids"] >= 0]
@@ -46,12 +53,6 @@ def test_collate_adds_what_it_likes():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sample_fields": ["title"]}, "sample 0 has no field 'title', which sample_fields decl"),
-        (
-            {"sample_fields": "url"},
-            r"sample_fields is 'url'; expected a list of names, .* \['url'\]",
-        ),
-        ({"sample_fields": ["labels"]}, "sample_fields has labels, which the local data already"),
         ({"collate": 3}, "collate is int; expected a function"),
         (
             {"collate": lambda _data, _samples: None},
@@ -69,7 +70,7 @@ def evaluate(rank):
     """Ids and urls on 2 replicas of 2 ranks; 3 batches, so that the last round has a filler."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     options = OPTIONS | {"planner": PlannerConfig("bisection", block_size=2), "evaluation": True}
-    with DCPDataLoader(SAMPLES, masks.causal, mesh=mesh, **options) as loader:
+    with DCPDataLoader(SAMPLES, masks.causal, group=mesh, **options) as loader:
         found = [(data["sample_ids"].flatten().tolist(), data["url"]) for data, _ in loader]
     dist.barrier()  # rank 0 has the store
     return found

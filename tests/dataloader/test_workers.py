@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from dyncp import DCPDataLoader, masks
+from dyncp import masks
 from dyncp.dataloader import SampleError
+from loaders import make_loader
 
 pytestmark = pytest.mark.usefixtures("plans_here")
 
@@ -46,9 +47,13 @@ class Documents(Dataset):
         return {"input_ids": [index] * LENGTHS[index], "process": os.getpid(), "drawn": drawn}
 
 
+def fields_of(data, samples):
+    return data | {name: [sample[name] for sample in samples] for name in ("process", "drawn")}
+
+
 def load(num_workers, dataset=None, **options):
-    options = {"tokens_per_batch": 16, "sample_fields": ["process", "drawn"]} | options
-    with DCPDataLoader(
+    options = {"tokens_per_batch": 16, "collate": fields_of} | options
+    with make_loader(
         dataset or Documents(), masks.causal, num_workers=num_workers, **options
     ) as loader:
         return [data for _ in range(2) for data, _ in loader]
@@ -81,7 +86,7 @@ def test_masks_that_need_the_sample_get_it_from_the_workers():
         assert sample["process"] != os.getpid()
         return masks.causal(sample)
 
-    with DCPDataLoader(Documents(), mask_fn, num_workers=2, lengths=LENGTHS) as loader:
+    with make_loader(Documents(), mask_fn, num_workers=2, lengths=LENGTHS) as loader:
         assert sum(data["input_ids"].shape[1] for data, _ in loader) == sum(LENGTHS)
 
 
@@ -103,7 +108,7 @@ def test_bad_samples_may_be_left_out_but_not_dead_workers():
 
 
 def test_a_loader_that_was_closed_or_broken_off_reads_again():
-    with DCPDataLoader(Documents(), masks.causal, tokens_per_batch=16, num_workers=2) as loader:
+    with make_loader(Documents(), masks.causal, tokens_per_batch=16, num_workers=2) as loader:
         next(iter(loader))
         assert len(multiprocessing.active_children()) == 2
         loader.close()
@@ -113,14 +118,14 @@ def test_a_loader_that_was_closed_or_broken_off_reads_again():
 
 def test_streams_are_read_in_one_place():
     with pytest.raises(ValueError, match="num_workers= needs a dataset with __len__ and __getitem"):
-        DCPDataLoader(iter([{"input_ids": [1]}]), masks.causal, num_workers=2)
+        make_loader(iter([{"input_ids": [1]}]), masks.causal, num_workers=2)
     with pytest.raises(ValueError, match="num_workers is -1; at least 0"):
-        DCPDataLoader(Documents(), masks.causal, num_workers=-1)
+        make_loader(Documents(), masks.causal, num_workers=-1)
 
 
 KILLED = """
 import multiprocessing, os, signal
-from dyncp import DCPDataLoader, masks
+from dyncp import DCPDataLoader, LoaderTuning, masks
 
 class Documents:
     def __len__(self):
@@ -128,7 +133,7 @@ class Documents:
     def __getitem__(self, index):
         return {"input_ids": [index]}
 
-loader = DCPDataLoader(Documents(), masks.causal, num_workers=2)
+loader = DCPDataLoader(Documents(), masks.causal, tuning=LoaderTuning(num_workers=2))
 next(iter(loader))
 print(*[child.pid for child in multiprocessing.active_children()], flush=True)
 os.kill(os.getpid(), signal.SIGKILL)

@@ -214,7 +214,7 @@ def test_the_executor_itself_means_its_latest_handle():
 
 
 def test_a_plan_without_a_model_shape_fits_any_heads_and_dtype():
-    plan = plan_batch(BATCH, Topology(1, 3), config=PlannerConfig("random", block_size=4))
+    plan = plan_batch(BATCH, Topology(1, 3), planner=PlannerConfig("random", block_size=4))
     step = DCPExecutor(virtual_ranks=3).prepare(plan)
     for q_heads, kv_heads, dtype in ((2, 1, torch.float64), (6, 6, torch.bfloat16)):
         q, k = (torch.randn(34, h, 8, dtype=dtype) for h in (q_heads, kv_heads))
@@ -253,7 +253,7 @@ def test_a_forward_only_plan_evaluates_and_refuses_gradients():
 
 @pytest.mark.parametrize("size", [1e-30, 1e-12, 1.0, 1e25, 0.0])
 def test_gradients_are_as_exact_for_tiny_and_huge_output_gradients(size):
-    plan = plan_batch(BATCH, Topology(1, 3), config=PlannerConfig("random", block_size=4))
+    plan = plan_batch(BATCH, Topology(1, 3), planner=PlannerConfig("random", block_size=4))
     step = DCPExecutor(virtual_ranks=3).prepare(plan)
     q, kv = (x.float().requires_grad_() for x in (draw(0, 34, 4), draw(1, 34, 2, 2)))
     dout = (draw(2, 34, 4) * size).float()

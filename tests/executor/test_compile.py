@@ -30,7 +30,7 @@ def make_step(seed: int, **options: object) -> Step:
     lengths = torch.randint(4, 60, (4,), generator=torch.Generator().manual_seed(seed)).tolist()
     config = PlannerConfig("random", block_size=8, **options)
     batch = Batch.of([masks.causal(length) for length in lengths])
-    return EXECUTOR.prepare(plan_batch(batch, Topology(1, 3), config=config))
+    return EXECUTOR.prepare(plan_batch(batch, Topology(1, 3), planner=config))
 
 
 def draw(rows: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

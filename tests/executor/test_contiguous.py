@@ -28,7 +28,7 @@ BATCHES = {
 def make_plan(name, multiple=1, solver="random", block_size=3):
     layout = Layout(local_multiple=multiple)
     config = PlannerConfig(solver=solver, block_size=block_size, layout=layout)
-    return plan_batch(Batch.of(BATCHES[name]), Topology(1, RANKS), config=config)
+    return plan_batch(Batch.of(BATCHES[name]), Topology(1, RANKS), planner=config)
 
 
 def values(*shape, seed=1):
@@ -222,14 +222,14 @@ def test_whole_documents_are_balanced_and_stay_at_home_where_they_can():
     for solver in ("uncut", "random"):
         config = PlannerConfig(solver=solver, block_size=5)
         step = DCPExecutor(virtual_ranks=3).prepare(
-            plan_batch(batch, Topology(1, 3), config=config)
+            plan_batch(batch, Topology(1, 3), planner=config)
         )
         rows = step.contiguous
         assert rows.imbalance == max(rows.rows_per_rank) * 3 / 190 < 1.1
         if solver == "uncut":
             assert rows.sent_bytes(1) < 0.2 * 190
     batch, config = Batch.of([masks.causal(900), masks.causal(60)]), PlannerConfig(solver="zigzag")
-    step = DCPExecutor(virtual_ranks=3).prepare(plan_batch(batch, Topology(1, 3), config=config))
+    step = DCPExecutor(virtual_ranks=3).prepare(plan_batch(batch, Topology(1, 3), planner=config))
     assert step.contiguous.imbalance == pytest.approx(900 / 320)
     assert step.halo(3).imbalance < 1.05
     assert step.halo(3).sent_bytes(1) < 0.05 * step.contiguous.sent_bytes(1)

@@ -19,7 +19,7 @@ from dyncp import (
 from dyncp.plan import batch_order
 
 BATCH = Batch.of([masks.causal(20), masks.causal(3), masks.sliding_window(11, window=3)])
-PLAN = plan_batch(BATCH, Topology(1, 3), config=PlannerConfig("random", block_size=4))
+PLAN = plan_batch(BATCH, Topology(1, 3), planner=PlannerConfig("random", block_size=4))
 ORDER = torch.from_numpy(batch_order(PLAN.parts[0]))
 
 

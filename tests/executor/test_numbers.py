@@ -36,7 +36,7 @@ TOKENS = BATCH.num_tokens
 
 def make_step(kernel: str, ranks: int = 3) -> tuple[Step, Plan]:
     config = PlannerConfig("random", block_size=16)
-    plan = plan_batch(BATCH, Topology(1, ranks), config=config)
+    plan = plan_batch(BATCH, Topology(1, ranks), planner=config)
     return DCPExecutor(virtual_ranks=ranks, kernel=kernel).prepare(plan), plan
 
 

@@ -30,7 +30,7 @@ BATCH = Batch.of(
 
 def make_plan(num_ranks: int = 2) -> Plan:
     config = PlannerConfig("random", block_size=4)
-    return plan_batch(BATCH, Topology(1, num_ranks), config=config)
+    return plan_batch(BATCH, Topology(1, num_ranks), planner=config)
 
 
 def draw(step: Any, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:

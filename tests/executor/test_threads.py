@@ -24,7 +24,7 @@ def bytes_moved_equal_the_plans():
 
 def make_plan(seed: int, ranks: int = 3):
     config = PlannerConfig("random", block_size=4, seed=seed)
-    return plan_batch(BATCH, Topology(1, ranks), config=config)
+    return plan_batch(BATCH, Topology(1, ranks), planner=config)
 
 
 def draw(seed: int) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ pytest.importorskip("transformers", reason="the extra transformers is not instal
 from benchmarks.parity_models import make_model
 from gpu_cases import GPU
 
-from dyncp import DCPExecutor, local_data, masks
+from dyncp import DCPExecutor, make_local_data, masks
 from dyncp.integrations.transformers import attach
 from hf_cases import plain_model, planned, whole_loss
 
@@ -30,7 +30,7 @@ def test_losses_and_gradients_are_those_of_one_process(name, mask_fn):
     model, dense = make_model(name, **MODELS[name]), plain_model(name, **MODELS[name])
     attach(model.to(GPU))
     samples, batch, plan = planned(model.config, 0, 4, mask_fn)
-    data = {field: rows.to(GPU) for field, rows in local_data(samples, batch, plan).items()}
+    data = {field: rows.to(GPU) for field, rows in make_local_data(samples, batch, plan).items()}
     step = DCPExecutor(virtual_ranks=4, device=GPU).prepare(plan)
     wanted = whole_loss(dense, 0, mask_fn)
     wanted.backward()

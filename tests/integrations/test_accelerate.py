@@ -11,13 +11,17 @@ accelerate = pytest.importorskip("accelerate", reason="the extra transformers is
 
 from benchmarks.parity_models import documents, make_model  # noqa: E402
 
-from dyncp import DCPExecutor, PlannerConfig, masks, sum_over_ranks  # noqa: E402
+from dyncp import DCPExecutor, LoaderTuning, PlannerConfig, masks, sum_over_ranks  # noqa: E402
 from dyncp.integrations.accelerate import AcceleratorMixin  # noqa: E402
 from dyncp.integrations.transformers import attach  # noqa: E402
 from processes import free_port, run_ranks  # noqa: E402
 
 STEPS, ACCUMULATION, NORM = 4, 2, 0.4
-OPTIONS = {"tokens_per_batch": 400, "planner": PlannerConfig(block_size=16), "num_planners": 0}
+OPTIONS = {
+    "tokens_per_batch": 400,
+    "planner": PlannerConfig(block_size=16),
+    "tuning": LoaderTuning(num_planners=0),
+}
 
 
 class DynamicAccelerator(AcceleratorMixin, accelerate.Accelerator):

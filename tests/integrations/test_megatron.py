@@ -48,12 +48,12 @@ def train(cp, tp, start):
     for name, parameter in model.named_parameters():
         own = share(name, start[name], tp, dist.get_rank() % tp)
         parameter.data.copy_(torch.from_numpy(own))
-    optimizer, executor = optimizer_of(model), DCPExecutor(mesh["cp"], timeout=60)
+    optimizer, executor = optimizer_of(model), DCPExecutor(mesh, timeout=60)
     losses, documents, split = [], [], 0
     loader = DCPDataLoader(
-        SAMPLES, masks.causal, mesh=mesh, model=attention_shape(model.config), local_multiple=8,
-        tokens_per_batch=200, max_tokens_per_rank=200 // cp + 16,
-        planner=PlannerConfig(block_size=16),
+        SAMPLES, masks.causal, group=mesh, model=attention_shape(model.config),
+        tokens_per_batch=200, local_multiple=8,
+        planner=PlannerConfig(block_size=16, max_tokens_per_rank=200 // cp + 16),
     )  # fmt: skip
     with loader:
         for data, plan in loader:

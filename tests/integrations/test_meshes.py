@@ -53,17 +53,17 @@ def check_refusals(rank):
     that would be summed twice or over ranks with different shards."""
     mesh = init_device_mesh("cpu", (1, 1, 2, 2), mesh_dim_names=NAMES)
     with pytest.raises(BatchMismatch, match="ranks made different loaders"):
-        DCPDataLoader(samples()[rank % 2 :], masks.causal, mesh=mesh)
+        DCPDataLoader(samples()[rank % 2 :], masks.causal, group=mesh)
     with pytest.raises(ValueError, match="3 kv heads; 2 tensor-parallel ranks cannot share"):
-        DCPDataLoader(samples(), masks.causal, mesh=mesh, model=ModelConfig(24, 1, 8, 97, 6, 3, 4))
+        DCPDataLoader(samples(), masks.causal, group=mesh, model=ModelConfig(24, 1, 8, 97, 6, 3, 4))
     model = make_model("llama")
     attached = attach(model)
-    assert attached.loader(samples(), masks.causal, mesh=mesh).shape == attached.shape(2)
+    assert attached.loader(samples(), masks.causal, group=mesh).shape == attached.shape(2)
     divide_heads(model, mesh)
     with pytest.raises(ValueError, match="If tensor parallelism does, pass the mesh, or"):
         sum_gradients(model)
     with pytest.raises(ValueError, match="the mesh has 2 ranks in dimension 'tp', with the same"):
-        TrainerMixin(model, None, mask_fn=masks.causal, loader_options={"mesh": mesh})
+        TrainerMixin(model, None, mask_fn=masks.causal, loader_options={"group": mesh})
     sharded = fully_shard(torch.nn.Linear(4, 4), mesh=mesh["dp_shard", "cp"]._flatten("both"))
     with pytest.raises(ValueError, match="If FSDP shards it, FSDP sums its gradients"):
         sum_gradients(sharded, mesh)

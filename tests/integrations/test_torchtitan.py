@@ -78,8 +78,8 @@ def train(cp, tp):
     config, model, dims = parallel_model(tp)
     optimizer, mesh = optimizer_of(model), plan_mesh(dims, cp)
     loss_fn = CrossEntropyLoss.Config(global_vocab_size=VOCAB).build()
-    options = {"tokens_per_batch": 200, "max_tokens_per_rank": 200 // cp + 16,
-               "planner": PlannerConfig(block_size=16)}  # fmt: skip
+    planner = PlannerConfig(block_size=16, max_tokens_per_rank=200 // cp + 16)
+    options = {"tokens_per_batch": 200, "planner": planner}
     loader = PlannedDataLoader.Config(
         samples=lambda _: SAMPLES, mask_fn=masks.causal, cp=cp, options=options,
         model=attention_shape(config, tp, "fp32"),

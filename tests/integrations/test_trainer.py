@@ -13,11 +13,15 @@ pytest.importorskip("accelerate", reason="the extra transformers is not installe
 from accelerate.state import AcceleratorState  # noqa: E402
 from benchmarks.parity_models import documents, make_model  # noqa: E402
 
-from dyncp import PlannerConfig, masks  # noqa: E402
+from dyncp import LoaderTuning, PlannerConfig, masks  # noqa: E402
 from dyncp.integrations.transformers.trainer import TrainerMixin  # noqa: E402
 from processes import run_ranks  # noqa: E402
 
-OPTIONS = {"tokens_per_batch": 400, "planner": PlannerConfig(block_size=16), "num_planners": 0}
+OPTIONS = {
+    "tokens_per_batch": 400,
+    "planner": PlannerConfig(block_size=16),
+    "tuning": LoaderTuning(num_planners=0),
+}
 
 
 class DynamicTrainer(TrainerMixin, transformers.Trainer):

@@ -8,7 +8,7 @@ transformers = pytest.importorskip("transformers", reason="the extra transformer
 from benchmarks.parity_models import NAMES, config_of, make_model  # noqa: E402
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 
-from dyncp import DCPDataLoader, DCPExecutor, local_data, masks  # noqa: E402
+from dyncp import DCPDataLoader, DCPExecutor, make_local_data, masks  # noqa: E402
 from dyncp.integrations.transformers import attach  # noqa: E402
 from hf_cases import plain_model, planned, samples_of, virtual, whole_loss  # noqa: E402
 from sizes import full, pick  # noqa: E402
@@ -45,7 +45,7 @@ def test_a_model_with_local_layers_needs_their_masks_from_the_loader():
     model = make_model("gemma3")
     attached = attach(model)
     samples = samples_of(0)
-    options = {"virtual_ranks": 2, "tokens_per_batch": 300, "look_ahead": 1}
+    options = {"virtual_ranks": 2, "tokens_per_batch": 300}
     with DCPDataLoader(samples, masks.causal, **options) as loader:
         data, plan = next(iter(loader))
     step = DCPExecutor(virtual_ranks=2).prepare(plan)
@@ -253,7 +253,7 @@ def test_a_batch_without_targets_has_loss_0():
     attach(model)
     samples = [x | {"labels": torch.full_like(x["input_ids"], -100)} for x in samples_of(0)]
     _, batch, plan = planned(model.config, 0, 4)
-    data = local_data(samples, batch, plan)
+    data = make_local_data(samples, batch, plan)
     loss = model(**data, dyncp_step=DCPExecutor(virtual_ranks=4).prepare(plan)).loss
     assert loss.item() == 0
     loss.backward()

@@ -13,7 +13,7 @@ from benchmarks.parity_models import NAMES, config_of, make_model
 
 from dyncp import (
     DCPExecutor,
-    local_data,
+    make_local_data,
     masks,
     sum_gradients,
     sum_over_ranks,
@@ -37,7 +37,8 @@ def losses_and_weights(model, executor, mask_fn=masks.causal, numbers=BATCHES, *
     for number in numbers:
         samples, batch, plan = planned(model.config, number, RANKS, mask_fn, **options)
         part = plan.parts[dist.get_rank()]
-        loss = model(**local_data(samples, batch, part), dyncp_step=executor.prepare(part)).loss
+        data = make_local_data(samples, batch, part)
+        loss = model(**data, dyncp_step=executor.prepare(part)).loss
         loss.backward()
         sum_gradients(model)
         optimizer.step()
@@ -111,7 +112,7 @@ def sharded(executor):
     samples, batch, plan = planned(model.config, 0, RANKS)
     part = plan.parts[dist.get_rank()]
     step = executor.prepare(part)
-    loss = model(**local_data(samples, batch, part), dyncp_step=step).loss
+    loss = model(**make_local_data(samples, batch, part), dyncp_step=step).loss
     undo_gradient_average(loss).backward()
     return sum_over_ranks(loss.detach().double()).item(), all(x is step for x in seen), len(seen)
 
@@ -148,7 +149,7 @@ def averaged(rank):
     executor, found = DCPExecutor(timeout=60), {}
     samples, batch, plan = planned(config_of("llama"), 0, 2)
     part = plan.parts[rank]
-    data = local_data(samples, batch, part)
+    data = make_local_data(samples, batch, part)
     for wrap in (DistributedDataParallel, fully_shard, lambda model: model):
         for undone in (True, False):
             model = make_model("llama")

@@ -17,7 +17,7 @@ from dyncp import (
     PlannerConfig,
     Step,
     Topology,
-    local_data,
+    make_local_data,
     plan_batch,
 )
 
@@ -41,8 +41,8 @@ def one_batch(documents: Any, mask_fn: Any, ranks: int, solver: str) -> tuple[An
     """Local data and step of all documents as one batch on virtual ranks, cut into many blocks."""
     batch = Batch.of([mask_fn(document) for document in documents])
     config = PlannerConfig(solver=solver, block_size=None if solver == "zigzag" else 8)
-    plan = plan_batch(batch, Topology(1, ranks), config=config)
-    data = local_data(documents, batch, plan)
+    plan = plan_batch(batch, Topology(1, ranks), planner=config)
+    data = make_local_data(documents, batch, plan)
     return data, DCPExecutor(virtual_ranks=ranks).prepare(plan)
 
 

@@ -39,7 +39,7 @@ def test_every_part_carries_the_digest_of_the_whole_plan():
     assert {part.digest for part in plan.parts} == {plan.digest}
     assert small_plan().digest == plan.digest
     other = plan_batch(
-        Batch.of([masks.causal(27)]), Topology(1, 3), config=PlannerConfig(block_size=4)
+        Batch.of([masks.causal(27)]), Topology(1, 3), planner=PlannerConfig(block_size=4)
     )
     assert other.digest != plan.digest
 
@@ -47,7 +47,7 @@ def test_every_part_carries_the_digest_of_the_whole_plan():
 def test_parts_of_different_plans_do_not_make_a_plan():
     batch = Batch.of([masks.causal(27)])
     plans = [
-        plan_batch(batch, Topology(1, 2), config=PlannerConfig("random", seed=s, block_size=4))
+        plan_batch(batch, Topology(1, 2), planner=PlannerConfig("random", seed=s, block_size=4))
         for s in range(2)
     ]
     mixed = Plan((plans[0].parts[0], plans[1].parts[1]))

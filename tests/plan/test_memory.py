@@ -121,7 +121,7 @@ def test_fixed_addresses_take_room_for_all_inputs_where_there_are_messages():
 
 def test_a_plan_for_evaluation_has_no_backward():
     config = PlannerConfig(forward_only=True)
-    plan = plan_batch(Batch.of([masks.causal(100)]), Topology(1, 2), config=config)
+    plan = plan_batch(Batch.of([masks.causal(100)]), Topology(1, 2), planner=config)
     memory = plan.memory()
     assert memory.backward.tolist() == [0, 0]
     assert memory.peak == memory.forward.max()

@@ -32,7 +32,7 @@ from strategies import masks_of
 def test_row_runs_expand_to_the_masks_ranges(data, length, size):
     chosen = [data.draw(masks_of(n)) for n in (length, 7)]
     part = plan_batch(
-        Batch.of(chosen), Topology(), config=PlannerConfig("random", block_size=size)
+        Batch.of(chosen), Topology(), planner=PlannerConfig("random", block_size=size)
     ).parts[0]
     blocks, runs = part.blocks, part.masks["default"].rows
     borders = zip(blocks.sequence, blocks.start, blocks.end, strict=True)
@@ -49,7 +49,7 @@ def test_row_runs_expand_to_the_masks_ranges(data, length, size):
 def test_builtin_masks_take_a_few_runs_per_block():
     for mask, most in ((masks.causal(4096), 4), (masks.lambda_shaped(4096, window=300), 8)):
         config = PlannerConfig("random", block_size=1024)
-        plan = plan_batch(Batch.of([mask]), Topology(), config=config)
+        plan = plan_batch(Batch.of([mask]), Topology(), planner=config)
         assert len(plan.parts[0].masks["default"].rows) <= most
 
 
@@ -86,7 +86,7 @@ def test_slots_are_reused_by_later_divisions():
 
 def test_parts_are_read_only_and_share_the_block_table():
     batch = Batch.of([masks.lambda_shaped(n) for n in (700, 90)])
-    parts = plan_batch(batch, Topology(2, 2), config=PlannerConfig(block_size=32)).parts
+    parts = plan_batch(batch, Topology(2, 2), planner=PlannerConfig(block_size=32)).parts
     assert all(part.blocks is parts[0].blocks for part in parts)
     for part in parts:
         plan = part.masks["default"]
@@ -140,7 +140,7 @@ def test_results_go_home_when_their_last_tile_is_done_not_all_at_the_end():
 def test_local_rows_are_padded_to_a_multiple():
     layout = Layout(slot_alignment=16, local_multiple=8)
     batch = Batch.of([masks.causal(n) for n in (13, 5)])
-    plan = plan_batch(batch, Topology(1, 2), config=PlannerConfig(layout=layout))
+    plan = plan_batch(batch, Topology(1, 2), planner=PlannerConfig(layout=layout))
     assert all(part.local_rows % 8 == 0 for part in plan.parts)
     assert sum(part.local_tokens for part in plan.parts) == 18
 
@@ -163,7 +163,7 @@ def test_a_limit_that_is_not_met_is_said_with_its_numbers():
     limits = Limits(compute_tolerance=0.1, token_tolerance=0.1)
     batch = Batch.of([masks.causal(n) for n in (100, 1)])
     config = PlannerConfig(block_size=100, limits=limits)
-    balance = plan_batch(batch, Topology(1, 2), config=config).parts[0].balance
+    balance = plan_batch(batch, Topology(1, 2), planner=config).parts[0].balance
     assert "compute max/mean is" in balance.reason
     assert "tokens max/mean is 1.980, over the limit of 1.100" in balance.reason
 
@@ -195,7 +195,7 @@ def test_more_head_groups_than_kv_heads_are_refused():
     with pytest.raises(ValueError, match=r"head_groups is 3; allowed are 1 to 2"):
         plan_batch(batch, Topology(1, 2), AttentionShape(4, 2, 8), PlannerConfig(head_groups=3))
     with pytest.raises(ValueError, match="head counts are not known"):
-        plan_batch(batch, Topology(1, 2), config=PlannerConfig(head_groups=2))
+        plan_batch(batch, Topology(1, 2), planner=PlannerConfig(head_groups=2))
 
 
 def test_layouts_and_topologies_and_limits_are_checked():
@@ -209,5 +209,5 @@ def test_layouts_and_topologies_and_limits_are_checked():
 
 def test_a_plan_draws_who_owns_and_who_computes_what():
     batch = Batch.of([masks.causal(4), masks.causal(4)])
-    plan = plan_batch(batch, Topology(1, 2), config=PlannerConfig(block_size=2))
+    plan = plan_batch(batch, Topology(1, 2), planner=PlannerConfig(block_size=2))
     assert plan.draw(width=4, height=4) == "A|A···\nA|AA··\nB|··B·\nB|··BB"

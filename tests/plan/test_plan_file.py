@@ -22,7 +22,7 @@ def small() -> tuple[Plan, Batch]:
         {"default": masks.full(9), "local": masks.lambda_shaped(9, sinks=1, window=2)},
     ]
     batch = Batch.of(chosen, sample_ids=[17, 4])
-    return plan_batch(batch, Topology(1, 3), config=PlannerConfig(block_size=8)), batch
+    return plan_batch(batch, Topology(1, 3), planner=PlannerConfig(block_size=8)), batch
 
 
 def small_file() -> bytes:

@@ -195,7 +195,7 @@ def test_layers_with_different_masks_count_as_often_as_they_occur() -> None:
 
 def test_a_plan_for_evaluation_has_no_backward() -> None:
     plan = plan_batch(
-        Batch.of([masks.causal(500)]), Topology(1, 2), config=PlannerConfig(forward_only=True)
+        Batch.of([masks.causal(500)]), Topology(1, 2), planner=PlannerConfig(forward_only=True)
     )
     cost = CostModel(find_profile("p4de"), AttentionShape())
     step = simulate_plan(plan, Topology(1, 2), cost, model=LLAMA)

@@ -173,7 +173,7 @@ def test_a_comparison_sees_one_wrong_key():
     right = masks.causal(60)
     ranges = right.ranges.copy()
     ranges[41, 0, 1] -= 1
-    plan = plan_batch(Batch.of([masks.Mask(ranges)]), Topology(1, 2), config=PlannerConfig())
+    plan = plan_batch(Batch.of([masks.Mask(ranges)]), Topology(1, 2), planner=PlannerConfig())
     assert compare_with_dense(plan, Batch.of([masks.Mask(ranges)]), "default").agrees
     wrong = compare_with_dense(plan, Batch.of([right]), "default")
     assert not wrong.agrees
@@ -183,5 +183,5 @@ def test_a_comparison_sees_one_wrong_key():
 def test_rows_without_keys_agree_with_dense_attention():
     mask = masks.Mask([[[0, 0]], [[0, 2]], [[3, 3]]])
     batch = Batch.of([mask, masks.causal(30)])
-    plan = plan_batch(batch, Topology(1, 3), config=PlannerConfig("random", block_size=4))
+    plan = plan_batch(batch, Topology(1, 3), planner=PlannerConfig("random", block_size=4))
     assert compare_with_dense(plan, batch, "default").agrees

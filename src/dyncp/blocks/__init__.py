@@ -19,6 +19,7 @@ from dyncp.blocks.graph import (
     build_blocks,
     build_graph,
     bytes_per_token,
+    checked_dtype,
     choose_block_sizes,
     choose_sizes_by_work,
     dtype_name,

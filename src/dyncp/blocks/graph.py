@@ -61,9 +61,9 @@ class AttentionShape:
                 f"kv_heads={self.kv_heads} does not divide q_heads={self.q_heads}; "
                 "every kv head must serve the same number of q heads"
             )
-        object.__setattr__(self, "dtype", _checked_dtype("dtype", self.dtype))
+        object.__setattr__(self, "dtype", checked_dtype("dtype", self.dtype))
         if self.partial_dtype is not None:
-            partial = _checked_dtype("partial_dtype", self.partial_dtype)
+            partial = checked_dtype("partial_dtype", self.partial_dtype)
             object.__setattr__(self, "partial_dtype", partial)
 
     @staticmethod
@@ -113,7 +113,7 @@ class AttentionShape:
         return tuple(HeadGroup(sum(sizes[:i]), n) for i, n in enumerate(sizes))
 
 
-def _checked_dtype(field: str, dtype: Any) -> str:
+def checked_dtype(field: str, dtype: Any) -> str:
     name = dtype_name(dtype)
     if name is None:
         raise ValueError(

@@ -26,7 +26,6 @@ from dyncp.cost import (
     profile_for_device,
     tell_profile,
 )
-from dyncp.cost import from_transformers_config as read_model
 from dyncp.placement import DEFAULT_TOLERANCES, Limits
 from dyncp.planner import AUTO, EFFORTS, OBJECTIVES, PlannerConfig
 from dyncp.samplers import NAMES, parse_sample, read_lengths, sample_lengths
@@ -184,7 +183,7 @@ def cost_of(args: Namespace) -> CostModel:
 def model_of(name: str) -> ModelConfig:
     """A known model, or the model of a config.json."""
     if name.endswith(".json"):
-        return read_model(name)
+        return ModelConfig.of(name)
     written = name.replace("-", "_")
     return find_model(written if written in MODELS else name)
 

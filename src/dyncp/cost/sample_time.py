@@ -8,7 +8,7 @@ import numpy as np
 
 from dyncp.blocks import AttentionShape, Direction
 from dyncp.cost.cost_model import CostModel
-from dyncp.cost.profile import ModelConfig
+from dyncp.cost.model import ModelConfig
 from dyncp.masks import Mask, MaskFunction, NamedMasks
 
 # A decoder of unknown sizes is assumed to be like Llama-3-8B; FFN and vocabulary in hidden sizes.

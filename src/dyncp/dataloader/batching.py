@@ -311,30 +311,15 @@ class BatchSelector:
         self._budget, self._replica, self._num_replicas = budget, replica, num_replicas
         self._per_step = config.accumulation_steps * num_replicas
 
-    def steps(self, start: Position) -> Iterator[SelectedStep]:
-        """Yields the optimiser steps from a position to the end of the last epoch. The numbers of
-        batches and steps continue across epochs."""
-        position = start
-        steps, batches = count(start.batches // self._per_step), count(self.first_number(start))
-        for _ in self._epochs(start.epoch):
-            for step in self._epoch_steps(position, steps, batches):
-                yield step
-                position = step.selections[-1].end
-            if not position.started:
-                return  # an empty dataset
-            position = self._source.start(position.next_epoch(position.epoch + 1))
-
     def first_number(self, position: Position) -> int:
         """Number of the first batch that a replica gets after a position of the same epoch."""
         return -(-position.batches // self._num_replicas)
 
-    def _epoch_steps(
-        self, start: Position, steps: Iterator[int], batches: Iterator[int]
-    ) -> Iterator[SelectedStep]:
-        """Yields the optimiser steps from a position to the end of its epoch. `steps` and `batches`
-        are the numbers of the next steps and batches."""
+    def steps(self, start: Position) -> Iterator[SelectedStep]:
+        """Yields the optimiser steps from a position to the end of its epoch."""
         rounds = self.rounds(start)
         per_step, position = self._per_step, start
+        numbers, batches = count(start.batches // per_step), count(self.first_number(start))
         while True:
             wanted = per_step - position.batches % per_step
             group = list(islice(rounds, wanted // self._num_replicas))
@@ -345,30 +330,18 @@ class BatchSelector:
             selections = tuple(self._own(group, position, batches))
             contents = [_contents(batch.entries) for dealt, _ in group for batch in dealt]
             fingerprint = digest_of((position.epoch, contents), size=16)
-            yield SelectedStep(next(steps), selections, known, fingerprint)
+            yield SelectedStep(next(numbers), selections, known, fingerprint)
             position = selections[-1].end
 
     def num_batches(self, start: Position) -> int:
         """Number of batches that each replica gets from a position to the end of its epoch."""
-        return sum(len(step.selections) for step in self._epoch_steps(start, count(), count()))
+        return sum(len(step.selections) for step in self.steps(start))
 
     def num_rounds(self, batches: int) -> int:
         """Number of batches that each replica gets if all replicas together get `batches`."""
         steps, left = divmod(batches, self._per_step)
         full = steps * self._config.accumulation_steps
         return full if self._config.drop_last else full + -(-left // self._num_replicas)
-
-    def _epochs(self, first: int) -> Iterable[int]:
-        last = self._config.epochs
-        if last is None:
-            return count(first)
-        if last == 1:  # the user loops over epochs
-            return [first]
-        if first >= last:
-            logger.warning(
-                "all %d epochs are done; call set_epoch to train on one of them again", last
-            )
-        return range(first, last)
 
     def _own(
         self, rounds: list[Round], start: Position, numbers: Iterator[int]

@@ -99,7 +99,7 @@ def open_source(dataset: Any, config: LoaderConfig) -> SampleSource:
         ("sampler=", config.sampler is not None),
         ("batch_sampler=", config.batch_sampler is not None),
         ("lengths=", config.lengths is not None),
-        ("num_workers=", config.num_workers > 0),
+        ("num_workers=", config.tuning.num_workers > 0),
     ):
         if given:
             raise ValueError(
@@ -118,12 +118,12 @@ class IndexedSource(SampleSource):
     def __init__(self, dataset: Any, config: LoaderConfig) -> None:
         self._dataset, self._config = dataset, config
         self.num_samples = len(dataset)
-        least = 0 if config.empty_samples == "drop" else 1
+        least = 0 if config.bad_samples == "drop_empty" else 1
         given = config.lengths
         self._lengths = None if given is None else find_lengths(dataset, given, least)
         self.knows_lengths = self._lengths is not None
         self._found = np.full(len(dataset), -1, np.int64)  # lengths of the samples read so far
-        self._reader = Reader(dataset, config.num_workers, config.seed)
+        self._reader = Reader(dataset, config.tuning.num_workers, config.seed)
         self._sampler = None if config.order is None else SamplerOrder(config.order, config.seed)
 
     def start(self, position: Position) -> Position:
@@ -246,7 +246,7 @@ def find_lengths(dataset: Any, lengths: Any, least: int = 1) -> Int64:
         )
     if len(array) and array.min() < least:
         at = int(array.argmin())
-        hint = "" if array[at] else ", or empty_samples='drop'"
+        hint = "" if array[at] else ", or bad_samples='drop_empty'"
         raise ValueError(
             f"lengths says {array[at]} tokens for sample {at}; must be at least {least}{hint}"
         )

@@ -2,14 +2,12 @@
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from dyncp.cost import CostModel, model_shape, sample_seconds
 from dyncp.dataloader.agreement import Together
 from dyncp.dataloader.batching import BatchSelector
 from dyncp.dataloader.dataset import SampleSource, open_source
@@ -18,16 +16,16 @@ from dyncp.dataloader.options import (
     Budget,
     Collate,
     LoaderConfig,
+    LoaderTuning,
     describe_schedule,
     integer_option,
 )
-from dyncp.dataloader.planning import BatchPlanner, topology_and_cost
+from dyncp.dataloader.planning import BatchPlanner
 from dyncp.dataloader.prepare import LoaderContext, MaskMaker, PreparesAhead
 from dyncp.dataloader.ranks import LoaderRanks
 from dyncp.dataloader.state import Position, describe_sampler, from_state, to_state
 from dyncp.plan import Plan, RankPlan
 from dyncp.planner import PlannerConfig
-from dyncp.planner.process import PlanHere, PlanProcess
 from dyncp.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -37,7 +35,6 @@ Batch = tuple[dict[str, Any], RankPlan | Plan]
 # Options that decide which batches are made: a state is only loaded if they are unchanged.
 OPTIONS_OF_BATCHES = (
     "seed", "shuffle", "accumulation_steps", "max_length", "too_long", "drop_last", "bad_samples",
-    "empty_samples",
 )  # fmt: skip
 
 
@@ -46,18 +43,17 @@ class DCPDataLoader:
 
     Samples of `dataset` are dicts with `input_ids`, read by index or by iteration.
     `mask_fn(sample)` returns the mask of a sample, or a dict of masks by name. Plans are made for
-    the ranks of `group` (a ProcessGroup or one-dimensional DeviceMesh; default: the world, or a
-    single rank), or for the dimension "cp" of `mesh` (a DeviceMesh). Its dimensions named dp... are
-    replicas, which get different batches; ranks along "tp" get the same data, and each has a share
-    of the heads of `model`. `virtual_ranks=N` plans for N ranks inside this process, and yields
-    whole Plans with the data of all ranks.
+    the ranks of `group`: a ProcessGroup, or a DeviceMesh, whose dimension "cp" runs the plans. Its
+    dimensions named dp... are replicas, which get different batches; ranks along "tp" get the same
+    data, and each has a share of the heads of `model`. The default is the world, or a single rank.
+    `virtual_ranks=N` plans for N ranks inside this process, and yields whole Plans with the data of
+    all ranks.
 
     `model` (an AttentionShape, a ModelConfig, a Transformers config, or a model that has one)
-    describes the attention layers to the planner. `dtype` is the dtype of q and kv, as a name
-    ("bf16") or a torch dtype. `topology` and `cost` describe the cluster; by default, nodes in
-    torchrun's layout with devices like this process's. With `executor=` (the DCPExecutor that will
-    run the plans), most of the work of `executor.prepare(plan)` is done in the background. The
-    tables in docs/dataloader.md explain all options.
+    describes the layers to the planner; `topology` the cluster (default: nodes in torchrun's layout
+    with devices like this process's). `planner` has the planner's options. With `executor=` (the
+    DCPExecutor that will run the plans), most of the work of `executor.prepare(plan)` is done in
+    the background. The tables in docs/dataloader.md explain all options.
 
     Batches: `tokens_per_batch` is the token budget of one plan, summed over its ranks (None: 8,192
     per rank); a function gets the number of batches so far and returns the next budget.
@@ -65,28 +61,15 @@ class DCPDataLoader:
     and epoch; `sampler` yields indices, `batch_sampler` lists of indices. With `lengths` (an array,
     or the name of a column), batches are made without reading samples. `too_long` is what to do
     with samples longer than `max_length` (None: the budget): error, truncate, drop or split.
-    `bad_samples` is what to do with samples that cannot be read or are malformed, `empty_samples`
-    with samples without tokens: error or drop. The metrics count dropped samples. `drop_last` drops
-    a last batch or optimiser step that is not full. A batch is filled from the samples of the next
-    `window` batches, and a round of batches is dealt to the replicas from the next `window` batches
-    per replica; 1 keeps the order (None: 32 to fill, 16 to deal, or 4 to deal if samples must be
-    read first; 1 in evaluation). An iteration ends after epoch `epochs - 1` (None: never), and
-    looks ahead across epochs. `evaluation` keeps the dataset's order and makes forward-only plans.
+    `bad_samples` is what to do with samples that cannot be read, are malformed or have no tokens:
+    error, drop, or drop only those without tokens (drop_empty). The metrics count dropped samples.
+    `drop_last` drops a last batch or optimiser step that is not full. `evaluation` keeps the
+    dataset's order and makes forward-only plans.
 
-    Plans: no rank gets more than `max_tokens_per_rank` tokens. Local rows are padded to a multiple
-    of `local_multiple`. `look_ahead` batches are prepared in advance; if training has to wait, up
-    to four times as many. `num_planners` processes make the plans, which do not depend on their
-    number (None: one for each batch that this rank plans ahead, but at most 4, and at most this
-    rank's share of the cores; 0: a thread of this process plans, for debugging). A batch without a
-    plan after `plan_timeout` seconds gets a static plan. `store_timeout` limits how long to wait
-    for the store and for other ranks. `plan_function` replaces `dyncp.plan_batch` and gets the same
-    arguments; planning processes must be able to import it.
-
-    Data: `token_fields` maps names of further per-token fields to their token dimension,
-    `sample_fields` names per-sample fields, and `sample_ids` adds each token's sample index.
-    `collate(local_data, samples)` returns the data to yield. `num_workers` processes read samples
-    ahead (0: the loader's own threads read). `pin_memory` puts local data in pinned memory (None:
-    if CUDA is available). Rank 0 logs one line of metrics every `log_every` batches.
+    Data: local rows are padded to a multiple of `local_multiple`. `token_fields` maps names of
+    further per-token fields to their token dimension, and `sample_ids` adds each token's sample
+    index. `collate(local_data, samples)` returns the data to yield. `tuning` has the options that
+    change how the loader works, not what training gets.
 
     All processes must make their loaders in the same order and with equal arguments. `close()`, the
     end of a `with` block, or the end of the process ends the planning processes.
@@ -98,14 +81,11 @@ class DCPDataLoader:
         mask_fn: Any,
         *,
         model: Any = None,
-        dtype: str | torch.dtype | None = None,
         group: Any = None,
-        mesh: Any = None,
         virtual_ranks: int | None = None,
+        executor: PreparesAhead | None = None,
         topology: Topology | None = None,
         planner: PlannerConfig | None = None,
-        cost: CostModel | None = None,
-        executor: PreparesAhead | None = None,
         tokens_per_batch: Budget | None = LoaderConfig.tokens_per_batch,
         accumulation_steps: int = LoaderConfig.accumulation_steps,
         shuffle: bool = LoaderConfig.shuffle,
@@ -116,42 +96,27 @@ class DCPDataLoader:
         max_length: int | None = LoaderConfig.max_length,
         too_long: str = LoaderConfig.too_long,
         bad_samples: str = LoaderConfig.bad_samples,
-        empty_samples: str = LoaderConfig.empty_samples,
         drop_last: bool = LoaderConfig.drop_last,
-        window: int | None = LoaderConfig.window,
-        epochs: int | None = LoaderConfig.epochs,
         evaluation: bool = LoaderConfig.evaluation,
-        max_tokens_per_rank: int | None = LoaderConfig.max_tokens_per_rank,
         local_multiple: int = LoaderConfig.local_multiple,
-        look_ahead: int = LoaderConfig.look_ahead,
-        num_planners: int | None = LoaderConfig.num_planners,
-        plan_timeout: float = LoaderConfig.plan_timeout,
-        store_timeout: float = LoaderConfig.store_timeout,
-        plan_function: Callable[..., Any] = LoaderConfig.plan_function,
         token_fields: Mapping[str, int] | None = None,
-        sample_fields: Sequence[str] = LoaderConfig.sample_fields,
         sample_ids: bool = LoaderConfig.sample_ids,
         collate: Collate | None = LoaderConfig.collate,
-        num_workers: int = LoaderConfig.num_workers,
-        pin_memory: bool | None = LoaderConfig.pin_memory,
-        log_every: int | None = LoaderConfig.log_every,
+        tuning: LoaderTuning | None = None,
     ) -> None:
         arguments = locals()
-        ranks = self.ranks = LoaderRanks.of(group, mesh, virtual_ranks)
+        ranks = self.ranks = LoaderRanks.of(group, virtual_ranks)
         self._is_alone = ranks.rank == 0 and not ranks.all_ranks  # there is no process group
         self._together = Together(ranks)
-        with self._together.making(LoaderConfig.store_timeout) as agreement:
+        with self._together.making(LoaderTuning.store_timeout) as agreement:
             config = self.config = LoaderConfig.of(arguments)
-            self.shape, sizes = model_shape(model, dtype, ranks.tensor_parallel)
-            self.topology, self.cost = topology_and_cost(ranks, topology, cost, self.shape)
-            planner = config.planner_config(planner or PlannerConfig())
-            batch_planner = BatchPlanner(
-                config.plan_function, self.topology, self.shape, planner, self.cost, sizes
-            )
+            planned = BatchPlanner.of(ranks, model, topology, config, planner)
+            self.shape, self.topology, self.cost = planned.shape, planned.topology, planned.cost
             _check_executor(executor, ranks)
-            self._budget = config.budget(ranks.num_ranks)
+            most = planned.config.max_tokens_per_rank
+            self._budget = config.budget(ranks.num_ranks, most)
             if isinstance(self._budget, int):
-                batch_planner.check_tokens(self._budget, "tokens_per_batch is")
+                planned.check_tokens(self._budget, "tokens_per_batch is")
             self._schedule = describe_schedule(self._budget)
             self._order = describe_sampler(config.order)
             source = open_source(dataset, config)
@@ -160,26 +125,17 @@ class DCPDataLoader:
             if ranks.shared:  # the other ranks need equal settings
                 settings = {
                     **config.shared_settings(),
-                    **batch_planner.shared_settings(),
+                    **planned.shared_settings(),
                     **source.identity(mask_maker.digest),
                     "order": self._order,
                     "schedule": self._schedule,
                 }
             agreement.compare_settings(settings)
-        if model is None and not ranks.rank:
-            logger.info(
-                "no model= given: plans have one head group, assume 4 q heads per kv head, and fit "
-                "any layer. For exact costs pass model= (a Transformers config, or "
-                "AttentionShape(q_heads, kv_heads, head_dim, dtype))"
-            )
-        self._seconds = sample_seconds(mask_fn, self.cost, sizes, forward_only=planner.forward_only)
-        num_processes = config.planning_processes(ranks.num_members)
-        processes: tuple[PlanHere | PlanProcess, ...] = (PlanHere(),)
-        if num_processes:
-            processes = tuple(PlanProcess(config.plan_timeout) for _ in range(num_processes))
+        self._seconds = planned.sample_seconds(mask_fn)
+        processes = planned.make_processes(config.planning_processes(ranks.num_members))
         self.metrics = LoaderMetrics(processes)
         self._context = LoaderContext(
-            config, ranks, source, mask_maker, batch_planner, processes, executor
+            config, ranks, source, mask_maker, planned, processes, executor
         )
         self._position, self._resuming = Position(), False
         self._counted: dict[Any, int] = {}  # the result of the latest `len`, by what it depends on
@@ -240,7 +196,7 @@ class DCPDataLoader:
         self._context.source.open()
         start, selector = self._start(), self._selector()
         steps, first = selector.steps(start), selector.first_number(start)
-        agreement = self._together.begin(first, self.config.store_timeout)
+        agreement = self._together.begin(first, self.config.tuning.store_timeout)
         look_ahead = LookAhead(self._context, agreement, steps, start)
         self._running.append(look_ahead)
         return self._batches(look_ahead)
@@ -249,7 +205,6 @@ class DCPDataLoader:
         try:
             while (prepared := look_ahead.take()) is not None:
                 self.metrics.record(prepared.record)
-                self._log()
                 self._position, self._resuming = prepared.end, False
                 yield prepared.data, prepared.plan
             if self._position.started:
@@ -318,11 +273,6 @@ class DCPDataLoader:
             "window": config.windows(knows_lengths=source.knows_lengths)[0],
             "lengths": lengths,
         }
-
-    def _log(self) -> None:
-        every = self.config.log_every
-        if every and not self.ranks.process and self.metrics.batches % every == 0:
-            logger.info("batch %d: %s", self.metrics.batches, self.metrics.line())
 
 
 def _close(

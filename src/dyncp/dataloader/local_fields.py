@@ -1,10 +1,10 @@
-"""`local_data`: a rank's part of a batch as a dict of tensors, named as in Transformers.
+"""Local data: a rank's part of a batch as a dict of tensors, named as in Transformers.
 
 input_ids, labels          [1, rows]    labels are the sample's own, or its input_ids
 shift_labels               [1, rows]    next-token targets (-100: none)
 position_ids               [1, rows]    the sample's own, or those of its mask
 token_fields               further per-token fields, with a batch dimension of 1
-sample_ids, sample_fields  the sample of each row; per-sample values
+sample_ids                 [1, rows]    the sample of each row
 target_rows, target_labels, target_weights, target_tokens
                            [1, targets], if tokens have several targets or weights
 num_items_in_batch         []           targets of the optimiser step, on all ranks
@@ -24,17 +24,18 @@ from torch import Tensor
 
 from dyncp.arrays import Int64, starts_of
 from dyncp.blocks import Batch
-from dyncp.dataloader.options import PLAIN_FIELDS, TARGET_FIELDS
 from dyncp.dataloader.reading import NO_TARGET, input_ids_of, labels_of, token_field
 from dyncp.masks import Mask, positions_and_targets
 from dyncp.masks.mask import normal_mask
 from dyncp.plan import Plan, RankPlan
 
+PLAIN_FIELDS = ("input_ids", "position_ids", "labels", "shift_labels")
+TARGET_FIELDS = ("target_rows", "target_labels", "target_weights", "target_tokens")
 PADDING = {"labels": NO_TARGET, "shift_labels": NO_TARGET}  # other fields are padded with 0
 SampleOf = Callable[[int], Mapping[str, Any]]
 
 
-def local_data(
+def make_local_data(
     samples: Sequence[Mapping[str, Any]],
     batch: Batch,
     plan: RankPlan | Plan,
@@ -87,7 +88,7 @@ def local_rows(
     masks_of: Callable[[int], Mapping[str, Mask]],
     token_fields: Mapping[str, int],
 ) -> dict[str, Tensor]:
-    """The per-row fields of `local_data`. Reads only the sequences that this rank has tokens of."""
+    """The per-row fields of local data. Reads only sequences that this rank has tokens of."""
     lengths = _part(plan).lengths
     needed = local_sequences(plan)
     if not needed and token_fields:

@@ -138,7 +138,7 @@ class LookAhead:
         self._changed = threading.Condition()
         self._closing = self._at_exit = False
         self._first = self._progress.asked  # number of the first batch
-        self._depth = context.config.look_ahead
+        self._depth = context.config.tuning.look_ahead
         self._selected: deque[tuple[SelectedStep, list[BatchData]] | BaseException] = deque()
         self._unplanned: deque[BatchData] = deque()
         self._ready: deque[PreparedBatch | BaseException] = deque()
@@ -198,7 +198,7 @@ class LookAhead:
 
     def _deepen(self, ready: int) -> None:
         """Looks further ahead if the queue has run low."""
-        usual = self._context.config.look_ahead
+        usual = self._context.config.tuning.look_ahead
         filled_once = self._progress.asked >= self._first + usual
         if ready <= usual // 4 and filled_once:
             self._depth = min(self._depth + 1, MAX_GROWTH * usual)

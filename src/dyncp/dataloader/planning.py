@@ -1,6 +1,7 @@
 """The model, cluster and costs that plans are made for. `BatchPlanner` requests plans from a
 planning process, and makes a static plan if it fails."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,17 +11,30 @@ from typing import Any
 import torch
 
 from dyncp.blocks import AttentionShape, Batch
-from dyncp.cost import PROFILES, CostModel, ModelConfig, Profile, profile_for_device, tell_profile
+from dyncp.cost import (
+    PROFILES,
+    CostModel,
+    ModelConfig,
+    Profile,
+    model_shape,
+    profile_for_device,
+    sample_seconds,
+    tell_profile,
+)
 from dyncp.cost.profile import CPU
+from dyncp.dataloader.options import LoaderConfig, LoaderTuning
 from dyncp.dataloader.ranks import LoaderRanks
 from dyncp.plan import Plan
 from dyncp.planner import PlannerConfig, plan_batch
 from dyncp.planner.process import PlanFailed, PlanHere, PlanProcess, PlanReply
 from dyncp.topology import Topology
 
+logger = logging.getLogger(__name__)
+
 STATIC_SOLVER = "zigzag"  # works for every batch, mask and number of ranks
 OVERRIDE_HINT = (
-    "pass topology=preset(name, nodes, ranks), or cost=CostModel(profile, shape), for another"
+    "pass topology=preset(name, nodes, ranks), or tuning=LoaderTuning(cost=CostModel(profile, "
+    "shape)), for another"
 )
 
 
@@ -49,21 +63,51 @@ def _device_profile(ranks: LoaderRanks) -> Profile:
 
 @dataclass(frozen=True, eq=False)
 class BatchPlanner:
-    """Plans batches. `config` is the planner's config with the loader's options applied."""
+    """Plans batches. `shape` and `sizes` are those of the model on one rank; `config` is the
+    planner's config with the loader's options applied."""
 
-    plan_function: Callable[..., Any]
+    tuning: LoaderTuning
     topology: Topology
     shape: AttentionShape
+    sizes: ModelConfig | None
     config: PlannerConfig
     cost: CostModel
-    model: ModelConfig | None
+
+    @staticmethod
+    def of(
+        ranks: LoaderRanks,
+        model: Any,
+        topology: Topology | None,
+        config: LoaderConfig,
+        planner: PlannerConfig | None,
+    ) -> "BatchPlanner":
+        """A planner by the arguments of a loader."""
+        if model is None and not ranks.rank:
+            logger.info(
+                "no model= given: plans have one head group, assume 4 q heads per kv head, and fit "
+                "any layer. For exact costs pass model= (a Transformers config, or "
+                "AttentionShape(q_heads, kv_heads, head_dim, dtype))"
+            )
+        shape, sizes = model_shape(model, ranks.tensor_parallel)
+        topology, cost = topology_and_cost(ranks, topology, config.tuning.cost, shape)
+        plans = config.planner_config(planner)
+        return BatchPlanner(config.tuning, topology, shape, sizes, plans, cost)
+
+    def make_processes(self, number: int) -> tuple[PlanHere | PlanProcess, ...]:
+        """Planning processes; with 0, one that plans in the calling thread."""
+        timeout = self.tuning.plan_timeout
+        return tuple(PlanProcess(timeout) for _ in range(number)) or (PlanHere(),)
+
+    def sample_seconds(self, mask_fn: Any) -> Callable[[int], float]:
+        """Predicts the time of a sample from its length."""
+        forward_only = self.config.forward_only
+        return sample_seconds(mask_fn, self.cost, self.sizes, forward_only=forward_only)
 
     def plan(self, process: PlanHere | PlanProcess, batch: Batch) -> PlanReply:
         """Each rank's part of the plan, made by `process`; of a static plan if it fails."""
-        args = (batch, self.topology, self.shape, self.config)
-        costs = {"cost": self.cost, "model": self.model}
+        args = (batch, self.topology, self.sizes or self.shape, self.config)
         try:
-            reply = process.plan(partial(self.plan_function, *args, **costs))
+            reply = process.plan(partial(self.tuning.plan_function, *args, cost=self.cost))
             most = self.config.max_tokens_per_rank  # a user's plan_function may ignore it
             if most is None or reply.most_tokens <= most:
                 return reply
@@ -95,7 +139,7 @@ class BatchPlanner:
         return {
             "profile": self.cost.profile.name,
             "topology": repr(self.topology),
-            "model": repr((self.shape, self.model)),
+            "model": repr((self.shape, self.sizes)),
             "planner": repr(self.config),
         }
 

@@ -267,7 +267,7 @@ class BatchPreparer:
         ranks = self._ranks = context.ranks
         self._agreement = agreement
         self._own = range(ranks.num_ranks) if ranks.rank is None else [ranks.rank]
-        pin = config.pin_memory
+        pin = config.tuning.pin_memory
         self._pins = torch.cuda.is_available() if pin is None else pin
 
     def prepare_step(self, step: SelectedStep, batches: Iterable[BatchData]) -> list[PreparedBatch]:
@@ -362,24 +362,15 @@ class BatchPreparer:
     def _add_sample_data(
         self, data: dict[str, Any], plan: RankPlan | Plan, batch: BatchData
     ) -> dict[str, Any]:
-        """Adds `sample_ids` and `sample_fields`, then calls the user's `collate`, with the samples
-        that this rank has tokens of, in the batch's order; none for a filler."""
+        """Adds `sample_ids`, then calls the user's `collate` with the samples that this rank has
+        tokens of, in the batch's order; none for a filler."""
         config, selection = self._config, batch.selection
         if config.sample_ids:
             data["sample_ids"] = _sample_ids(plan, selection)[None]
-        if not (config.sample_fields or config.collate):
+        if config.collate is None:
             return data
         numbers = [] if selection.filler else local_sequences(plan)
-        samples = [batch.sample(number) for number in numbers]
-        for name in config.sample_fields:
-            for number, sample in zip(numbers, samples, strict=True):
-                if name not in sample:
-                    raise ValueError(
-                        f"sample {selection.entries[number].index} has no field {name!r}, which "
-                        "sample_fields declares"
-                    )
-            data[name] = [sample[name] for sample in samples]
-        return _collated(config.collate, data, samples) if config.collate else data
+        return _collated(config.collate, data, [batch.sample(number) for number in numbers])
 
 
 def _sample_ids(plan: RankPlan | Plan, selection: SelectedBatch) -> Tensor:

@@ -52,17 +52,17 @@ class LoaderRanks:
         return number % self.num_members == self.member
 
     @staticmethod
-    def of(group: Any = None, mesh: Any = None, virtual_ranks: int | None = None) -> "LoaderRanks":
+    def of(group: Any = None, virtual_ranks: int | None = None) -> "LoaderRanks":
         """The ranks of a ProcessGroup or one-dimensional DeviceMesh, of a mesh with a dimension
         "cp", or of the world; a single rank if torch.distributed is not initialised."""
-        if sum(choice is not None for choice in (group, mesh, virtual_ranks)) > 1:
-            raise ValueError("pass only one of group=, mesh= and virtual_ranks=")
+        if group is not None and virtual_ranks is not None:
+            raise ValueError("pass only one of group= and virtual_ranks=")
         if virtual_ranks is not None:
             return LoaderRanks(None, whole_number("virtual_ranks", virtual_ranks, 1))
-        if mesh is not None and mesh.ndim > 1:
-            return _of_mesh(mesh)
-        group = mesh if group is None else group
-        group = group.get_group() if hasattr(group, "get_group") else group
+        if hasattr(group, "get_group"):
+            if group.ndim > 1:
+                return _of_mesh(group)
+            group = group.get_group()
         if not dist.is_initialized():
             return LoaderRanks(0, 1)
         ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
@@ -93,7 +93,7 @@ def _of_mesh(mesh: Any) -> LoaderRanks:
     names = mesh.mesh_dim_names or ()
     if "cp" not in names:
         raise ValueError(
-            f"mesh has dimensions {list(names)}; name one of them 'cp', or pass group="
+            f"mesh has dimensions {list(names)}; name one of them 'cp', or pass a process group"
         )
     replicas = [name for name in data_dimensions(mesh) if name != "cp"]
     peers = [name for name in names if name not in (*replicas, "cp")]

@@ -8,8 +8,8 @@ functions use a generator that is seeded by the loader's seed, the epoch and the
 ranks draw the same numbers for a sample, whichever other samples they read. Workers also seed the
 generators of Python and numpy for every sample.
 
-A sample is a dict with at least `input_ids`, a 1-D tensor, array or list of token ids. The options
-`bad_samples` and `empty_samples` decide whether a faulty sample is an error or is dropped."""
+A sample is a dict with at least `input_ids`, a 1-D tensor, array or list of token ids. The option
+`bad_samples` decides whether a faulty sample is an error or is dropped."""
 
 import hashlib
 import multiprocessing
@@ -245,7 +245,7 @@ def read_sample(
         if config.bad_samples == "drop":
             _check_fields(sample, index, config.token_fields)
     except EmptySample as error:
-        if config.empty_samples == "drop":
+        if config.bad_samples != "error":
             return 0, error
         raise
     except (SampleError, ValueError) as error:

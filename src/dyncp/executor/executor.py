@@ -27,8 +27,8 @@ MOST_AHEAD = 64  # plans that are prepared ahead; some of them are never used
 
 
 class DCPExecutor:
-    """Runs plans on the ranks of `group` (a ProcessGroup or one-dimensional DeviceMesh). All ranks
-    of the group create the executor together.
+    """Runs plans on the ranks of `group` (a ProcessGroup, or a DeviceMesh: its dimension "cp" if it
+    has several). All ranks of the group create the executor together.
 
     Without a group it uses the world, or one rank if torch.distributed is not initialised.
     `virtual_ranks=N` runs N ranks in this process instead. `device` is the device of q, k and v.

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dyncp.checks import instance_of
-from dyncp.dataloader.local_fields import fingerprint_tensor
-from dyncp.dataloader.options import TARGET_FIELDS
+from dyncp.dataloader.local_fields import TARGET_FIELDS, fingerprint_tensor
 from dyncp.executor import Step
 
 # A rank's rows are padded to a multiple of this: it suits tensor cores, and no rank is empty.

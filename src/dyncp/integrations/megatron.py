@@ -209,7 +209,7 @@ def attention_shape(config: Any, dtype: Any = None) -> AttentionShape:
 
 
 def plan_mesh(cp: int | None = None) -> DeviceMesh:
-    """The mesh (dp, cp, tp) for a loader, and its `mesh["cp"]` for an executor. Groups of `cp`
+    """The mesh (dp, cp, tp) for a loader and its executor. Groups of `cp`
     data-parallel ranks run a plan together (default: all of them). Call it after
     `initialize_model_parallel`."""
     check_own_parallelism(

@@ -158,7 +158,7 @@ def attention_shape(config: Any, tp: int = 1, dtype: Any = "bf16") -> AttentionS
 
 
 def plan_mesh(parallel_dims: Any, cp: int | None = None) -> DeviceMesh:
-    """The mesh (dp, cp, tp) for a loader, and its `mesh["cp"]` for an executor.
+    """The mesh (dp, cp, tp) for a loader and its executor.
 
     Groups of `cp` data-parallel ranks run a plan together (default: all of them); several groups
     are replicas. Raises ValueError if torchtitan's own context or pipeline parallelism is on.
@@ -219,9 +219,9 @@ class PlannedDataLoader(BaseDataLoader):
                 "does not fit the order (dp, tp): turn off pipelines and torchtitan's own context "
                 "parallelism"
             )
-        self.executor = DCPExecutor(mesh["cp"])
+        self.executor = DCPExecutor(mesh)
         options: dict[str, Any] = {
-            "mesh": mesh,
+            "group": mesh,
             "executor": self.executor,
             "model": config.model,
             "max_length": seq_len,

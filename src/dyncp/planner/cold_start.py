@@ -30,7 +30,7 @@ from dyncp.placement import find_solver
 from dyncp.planner import Task
 batch = Batch.of([masks.causal(900), masks.lambda_shaped(500), masks.causal(60)])
 if "plan" in sys.argv[1]:
-    plan_batch(batch, Topology(2, 2), config=PlannerConfig("zigzag"))
+    plan_batch(batch, Topology(2, 2), planner=PlannerConfig("zigzag"))
 if "moves" in sys.argv[1]:
     task = Task.of(batch, Topology(2, 2))
     task.improve(task.place(find_solver("zigzag")))

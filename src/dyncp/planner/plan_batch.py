@@ -1,9 +1,10 @@
 """Plans a batch: batch → blocks → placement → schedules → plan."""
 
 from dataclasses import replace
+from typing import Any
 
-from dyncp.blocks import AttentionShape, Batch, Direction
-from dyncp.cost import CostModel, ModelConfig
+from dyncp.blocks import Batch, Direction
+from dyncp.cost import CostModel, model_shape
 from dyncp.placement import Solver, find_solver, minimal_bytes
 from dyncp.plan import Plan
 from dyncp.planner.choice import Choice, Tried, head_group_counts
@@ -19,18 +20,20 @@ FEWEST_BYTES = {"fast": "bisection_bytes", "quality": "bisection_bytes_quality"}
 def plan_batch(
     batch: Batch,
     topology: Topology,
-    shape: AttentionShape | None = None,
-    config: PlannerConfig | None = None,
+    model: Any = None,
+    planner: PlannerConfig | None = None,
     *,
     cost: CostModel | None = None,
-    model: ModelConfig | None = None,
 ) -> Plan:
     """Plans a batch. The result depends on the arguments only.
 
-    `cost` and `model` price candidates and pace schedules. By default, costs are those of the
-    profile with the topology's name (p4de's if there is none), and only attention is priced.
+    `model` is an AttentionShape, or anything that ModelConfig.of takes: a ModelConfig, a
+    Transformers model or its config. Without one, the plan has one head group and fits any layer.
+    With an AttentionShape, work outside attention is not priced. `cost` has the prices (default:
+    those of the profile with the topology's name, p4de's if there is none).
     """
-    task = Task.of(batch, topology, shape, config, cost, model)
+    shape, sizes = model_shape(model)
+    task = Task.of(batch, topology, shape, planner, cost, sizes)
     if task.config.solver != AUTO:
         return assemble_choice(task, choose(task))
     with compile_in_parallel():
@@ -67,11 +70,12 @@ def plan_with(
     solver: Solver,
     batch: Batch,
     topology: Topology,
-    shape: AttentionShape | None = None,
-    config: PlannerConfig | None = None,
+    model: Any = None,
+    planner: PlannerConfig | None = None,
 ) -> Plan:
     """Plans a batch with this solver instead of the config's, and raises the solver's errors."""
-    task = Task.of(batch, topology, shape, config)
+    shape, sizes = model_shape(model)
+    task = Task.of(batch, topology, shape, planner, None, sizes)
     return assemble_choice(task, search_divisions(task, task.place(solver)))
 
 

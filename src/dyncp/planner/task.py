@@ -151,7 +151,7 @@ class Task:
             ("batch", batch, Batch),
             ("topology", topology, Topology),
             ("shape", shape, AttentionShape),
-            ("config", config, PlannerConfig),
+            ("planner", config, PlannerConfig),
         ):
             instance_of(name, value, kind, kind.__name__)
         config = replace(config, limits=_limits(batch, topology, config))

@@ -239,8 +239,8 @@ def _kept_groups(*key: Any) -> list[Any]:
 
 
 class Distributed:
-    """Transport between the ranks of a process group or one-dimensional DeviceMesh (None: the
-    world).
+    """Transport between the ranks of a process group or DeviceMesh (its dimension "cp" if it has
+    several; None: the world).
 
     It opens its own groups over these ranks, so that its messages never mix with the model's. Plans
     are agreed on over gloo. Messages use gloo on CPUs and NCCL on GPUs, with one group inside each
@@ -420,11 +420,12 @@ class Distributed:
 def _members_of(group: Any) -> list[int]:
     """Global ranks of a group that includes this process."""
     if hasattr(group, "get_group"):
-        if group.ndim != 1:
+        if group.ndim > 1 and "cp" not in (group.mesh_dim_names or ()):
             raise ValueError(
-                f"the DeviceMesh has {group.ndim} dimensions; pass one of them, like mesh['cp']"
+                f"the DeviceMesh has {group.ndim} dimensions, none of them named 'cp'; pass one of "
+                "them, like mesh['ranks']"
             )
-        group = group.get_group()
+        group = group.get_group("cp") if group.ndim > 1 else group.get_group()
     outside = group is dist.GroupMember.NON_GROUP_MEMBER
     if not (group is None or outside or isinstance(group, dist.ProcessGroup)):
         raise ValueError(

@@ -22,9 +22,9 @@ from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 
 from dyncp.blocks import AttentionShape, Batch
-from dyncp.cost import from_transformers_config
-from dyncp.dataloader import NO_TARGET, DCPDataLoader, local_data
-from dyncp.dataloader.options import TARGET_FIELDS
+from dyncp.cost import ModelConfig
+from dyncp.dataloader import NO_TARGET, DCPDataLoader, make_local_data
+from dyncp.dataloader.local_fields import TARGET_FIELDS
 from dyncp.executor import DCPExecutor, Step
 from dyncp.integrations import ROWS
 from dyncp.integrations.transformers.functions import (
@@ -132,14 +132,15 @@ class Attached:
 
     def loader(self, dataset: Any, mask_fn: Any, **options: Any) -> DCPDataLoader:
         """A DCPDataLoader for this model, with the same options."""
-        options = {"local_multiple": ROWS, "dtype": self.dtype, "model": self.model} | options
+        if "model" not in options:
+            options["model"] = ModelConfig.of(self.model, self.dtype)
+        options = {"local_multiple": ROWS} | options
         return DCPDataLoader(dataset, self.masks(mask_fn), **options)
 
     def shape(self, parts: int = 1) -> AttentionShape:
         """The attention shape of the layers on one rank, for loops that plan batches themselves.
         `parts` is the degree of tensor parallelism."""
-        sizes = from_transformers_config(self.config.to_dict())
-        return sizes.attention_shape(self.dtype or self.model.dtype).divided(parts)
+        return ModelConfig.of(self.model, self.dtype).attention_shape().divided(parts)
 
     def _check_implementation(self) -> None:
         found = self.config._attn_implementation
@@ -329,9 +330,9 @@ def _run_planned(
         solver="random",
         layout=Layout(local_multiple=ROWS),
     )
-    plan = plan_batch(batch, Topology(1, RANKS), config=config)
+    plan = plan_batch(batch, Topology(1, RANKS), planner=config)
     step = executor.prepare(plan)
-    fields = local_data(samples, batch, plan).items()
+    fields = make_local_data(samples, batch, plan).items()
     data = {name: value.to(model.device) for name, value in fields}
     output = model(**data, dyncp_step=step, **_options(model))
     return step.gather(_rows(output)), output.get("loss")

@@ -74,7 +74,7 @@ class TrainerMixin:
         attached: Attached | None = None,
         **options: Any,
     ) -> None:
-        _check_mesh((loader_options or {}).get("mesh"))
+        _check_mesh((loader_options or {}).get("group"))
         _check_arguments(args, options)
         self._attached = attach(model) if attached is None else attached
         self._mask_fn, self._loader_options = mask_fn, dict(loader_options or {})
@@ -110,9 +110,7 @@ class TrainerMixin:
 
     @cached_property
     def _executor(self) -> DCPExecutor:
-        mesh = self._loader_options.get("mesh")
-        group = self._loader_options.get("group") if mesh is None else mesh["cp"]
-        return DCPExecutor(group, device=self.args.device)
+        return DCPExecutor(self._loader_options.get("group"), device=self.args.device)
 
     def _get_num_items_in_batch(self, *_: Any) -> None:
         """Returns None, because batches already contain `num_items_in_batch`."""
@@ -179,7 +177,7 @@ class TrainerMixin:
 
 def _check_mesh(mesh: Any) -> None:
     """Raises ValueError if processes share tokens: Trainer averages gradients over all of them."""
-    for name in () if mesh is None else mesh.mesh_dim_names or ():
+    for name in getattr(mesh, "mesh_dim_names", None) or ():
         if name not in data_dimensions(mesh) and mesh[name].size() > 1:
             raise ValueError(
                 f"the mesh has {mesh[name].size()} ranks in dimension {name!r}, with the same "
