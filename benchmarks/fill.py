@@ -24,10 +24,10 @@ import numpy as np
 from dyncp import masks
 from dyncp.cost import CostModel, find_model, find_profile, sample_seconds
 from dyncp.dataloader.batching import BatchSelector
-from dyncp.dataloader.dataset import SampleEntry, open_source
 from dyncp.dataloader.options import LoaderConfig, LoaderTuning
 from dyncp.dataloader.state import Position
 from dyncp.samplers import find_distribution
+from dyncp.samples.source import SampleEntry, open_source
 
 BATCHES = 2048
 TOKENS = (32_768, 65_536, 131_072)
@@ -74,7 +74,7 @@ def rounds(
         tokens_per_batch=tokens, lengths=lengths, shuffle=True, too_long=policy,
         tuning=LoaderTuning(window=window),
     )  # fmt: skip
-    source = open_source(range(len(lengths)), config)
+    source = open_source(range(len(lengths)), config.samples)
     selector = BatchSelector(source, config, tokens, 0, replicas, SECONDS)
     return [[batch.entries for batch in batches] for batches, _ in selector.rounds(Position())]
 

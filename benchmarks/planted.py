@@ -183,7 +183,7 @@ ERRORS = [
     ),
     Error(
         "padded samples are trained on",
-        "src/dyncp/dataloader/reading.py",
+        "src/dyncp/samples/fields.py",
         'if sample.get("attention_mask") is None or',
         'if sample.get("attention_mask") is None or True or',
         "tests/dataloader/test_policies.py",
@@ -191,7 +191,7 @@ ERRORS = [
     ),
     Error(
         "a batch without targets gives NaN",
-        "src/dyncp/dataloader/local_fields.py",
+        "src/dyncp/samples/local_data.py",
         "torch.tensor(max(1, targets))",
         "torch.tensor(targets)",
         ONE,

@@ -27,16 +27,19 @@ from benchmarks.cases import failing_planner
 from benchmarks.decoder import Decoder
 from dyncp import (
     AttentionShape,
+    BatchMismatch,
     DCPAttn,
     DCPDataLoader,
     DCPExecutor,
     LoaderTuning,
+    PeerError,
+    SampleError,
     masks,
     next_token_loss,
     sum_gradients,
     sum_over_ranks,
 )
-from dyncp.dataloader import BatchMismatch, PeerError, SampleError, patience
+from dyncp.dataloader import patience
 
 SEED, BUDGET = 3, 160
 SHAPE = AttentionShape(q_heads=2, kv_heads=1, head_dim=8, dtype="fp64")

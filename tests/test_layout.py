@@ -32,11 +32,12 @@ ALLOWED = {
     "kernels": {"plan"},
     "transport": {"plan"},
     "executor": {"plan", "kernels", "transport"},
-    "dataloader": {"masks", "blocks", "cost", "plan", "planner", "topology"},
-    "training": {"dataloader"},
+    "samples": {"masks", "blocks", "plan", "planner"},
+    "dataloader": {"masks", "blocks", "cost", "plan", "planner", "samples", "topology"},
+    "training": {"samples", "dataloader"},
     "integrations": {
-        "masks", "blocks", "cost", "plan", "planner", "executor", "dataloader", "training",
-        "topology",
+        "masks", "blocks", "cost", "plan", "planner", "executor", "samples", "dataloader",
+        "training", "topology",
     },
     "calibrate": {
         "masks", "blocks", "plan", "verify", "planner", "cost", "simulate", "samplers", "topology",

@@ -34,11 +34,10 @@ if TYPE_CHECKING:
         DCPDataLoader,
         LoaderTuning,
         PeerError,
-        SampleError,
         StoreError,
-        make_local_data,
     )
     from dyncp.executor import DCPAttn, DCPExecutor, Step, attention
+    from dyncp.samples import SampleError, make_local_data
     from dyncp.training import (
         next_token_loss,
         sum_gradients,
@@ -59,12 +58,12 @@ _LAZY = {
     "Distributed": "dyncp.transport.distributed",
     "LoaderTuning": "dyncp.dataloader",
     "PeerError": "dyncp.dataloader",
-    "SampleError": "dyncp.dataloader",
+    "SampleError": "dyncp.samples",
     "Step": "dyncp.executor",
     "StoreError": "dyncp.dataloader",
     "TransportError": "dyncp.transport",
     "attention": "dyncp.executor",
-    "make_local_data": "dyncp.dataloader",
+    "make_local_data": "dyncp.samples",
     "next_token_loss": "dyncp.training",
     "sum_gradients": "dyncp.training",
     "sum_over_ranks": "dyncp.training",

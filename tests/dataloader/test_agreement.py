@@ -12,7 +12,6 @@ from dyncp import Batch, BatchMismatch, PeerError, StoreError, Topology, masks, 
 from dyncp.dataloader import LoaderConfig, patience
 from dyncp.dataloader.agreement import Agreement, disagreement
 from dyncp.dataloader.batching import SelectedBatch
-from dyncp.dataloader.dataset import SampleEntry, open_source
 from dyncp.dataloader.peers import Peers, Progress
 from dyncp.dataloader.prepare import BatchData, BatchPreparer, LoaderContext, MaskMaker
 from dyncp.dataloader.ranks import LoaderRanks
@@ -21,6 +20,7 @@ from dyncp.dataloader.store import SharedStore
 from dyncp.plan import PlanDecodeError
 from dyncp.plan.codec import decode_body
 from dyncp.planner.process import Closed
+from dyncp.samples.source import SampleEntry, open_source
 
 RANKS = [LoaderRanks(rank, 2, rank, 2) for rank in range(2)]
 REPLICAS = [LoaderRanks(0, 1, replica=replica, num_replicas=2) for replica in (0, 1)]
@@ -162,7 +162,7 @@ def test_parts_of_another_rank_are_refused():
     plan = plan_batch(Batch.of([masks.causal(40)], [0]), Topology(1, 2))
     selection = SelectedBatch(3, (SampleEntry(0, 0, 40, whole=40),), Position(batches=4))
     config = LoaderConfig(lengths=[40])
-    source = open_source([{"input_ids": [0] * 40}], config)
+    source = open_source([{"input_ids": [0] * 40}], config.samples)
 
     class Given:
         """Has rank 0's part for everyone."""

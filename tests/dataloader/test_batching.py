@@ -12,8 +12,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 from dyncp import masks
 from dyncp.dataloader.batching import BatchSelector
-from dyncp.dataloader.dataset import open_source
 from dyncp.dataloader.state import Position, from_state, to_state
+from dyncp.samples.source import open_source
 from loaders import make_config, make_loader
 from sizes import draws
 
@@ -43,7 +43,7 @@ def load(**options):
 
 def batching(samples=SAMPLES, replica=0, num_replicas=1, window=1, **options):
     config = make_config(window=window, **options)
-    source = open_source(samples, config)
+    source = open_source(samples, config.samples)
     seconds = lambda length: float(length**2)  # noqa: E731
     return BatchSelector(source, config, config.budget(1, None), replica, num_replicas, seconds)
 

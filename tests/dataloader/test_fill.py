@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from dyncp import masks
 from dyncp.cost import MODELS, CostModel, find_profile, sample_seconds
 from dyncp.dataloader.batching import BatchSelector, balanced_round, best_subset
-from dyncp.dataloader.dataset import open_source
 from dyncp.dataloader.state import Position
 from dyncp.samplers import find_distribution
+from dyncp.samples.source import open_source
 from loaders import make_config
 from sizes import draws
 
@@ -28,7 +28,7 @@ def drawn(name, count, budget=BUDGET):
 
 def fill(lengths, budget, window=16):
     config = make_config(lengths=lengths, tokens_per_batch=budget, window=window)
-    source = open_source([None] * len(lengths), config)
+    source = open_source([None] * len(lengths), config.samples)
     found = BatchSelector(source, config, budget, 0, 1).rounds(Position())
     return [batch for (batch,), _ in found]
 
@@ -36,7 +36,7 @@ def fill(lengths, budget, window=16):
 def rounds(lengths, replicas, budget=BUDGET, **options):
     """The seconds that each replica takes for its batch, round by round."""
     config = make_config(lengths=lengths, tokens_per_batch=budget, **options)
-    source = open_source([None] * len(lengths), config)
+    source = open_source([None] * len(lengths), config.samples)
     seconds = sample_seconds(masks.causal, COST, MODEL, forward_only=False)
     own = [
         [

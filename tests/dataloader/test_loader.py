@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dyncp import AttentionShape, Batch, DCPDataLoader, DCPDataloader, Plan, RankPlan, masks
-from dyncp.dataloader import SampleError
+from dyncp.samples import SampleError
 from dyncp.training import undo_gradient_average
 from loaders import make_loader
 from processes import run_ranks

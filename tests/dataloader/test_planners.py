@@ -9,7 +9,7 @@ import torch
 
 import planner_faults
 from dyncp import PlannerConfig, masks, plan_batch
-from dyncp.dataloader import SampleError
+from dyncp.samples import SampleError
 from loaders import make_config, make_loader
 from processes import is_gone, wait_until
 

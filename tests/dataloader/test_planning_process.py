@@ -25,9 +25,9 @@ from dyncp import (
     masks,
     plan_batch,
 )
-from dyncp.dataloader import SampleError
 from dyncp.plan import decode_part
 from dyncp.planner.process import PlanFailed, PlanProcess
+from dyncp.samples import SampleError
 from processes import is_gone, stop, wait_until
 from sizes import full
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from dyncp import DCPDataLoader, masks
-from dyncp.dataloader import SampleError
+from dyncp.samples import SampleError
 
 pytestmark = pytest.mark.usefixtures("plans_here")
 

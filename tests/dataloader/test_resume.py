@@ -21,8 +21,8 @@ from torch.utils.data import (
 from dyncp import DCPDataLoader, masks
 from dyncp.dataloader import LoaderConfig
 from dyncp.dataloader.batching import BatchSelector
-from dyncp.dataloader.dataset import open_source
 from dyncp.dataloader.state import Position, from_state, to_state
+from dyncp.samples.source import open_source
 
 pytestmark = pytest.mark.usefixtures("plans_here")
 
@@ -74,7 +74,7 @@ def check_every_position(**make_options):
         options = {name: option() for name, option in make_options.items()}
         config = LoaderConfig(lengths=LENGTHS, **options)
         budget = None if "batch_sampler" in options else 16
-        source = open_source(SAMPLES, config)
+        source = open_source(SAMPLES, config.samples)
         selector = BatchSelector(source, config, budget, 0, 1)
         position, found = start or Position(), []
         while position.epoch < 3:

@@ -41,11 +41,11 @@ from torch.distributed import distributed_c10d
 
 from dyncp.dataloader import patience
 from dyncp.dataloader.batching import SelectedBatch
-from dyncp.dataloader.options import digest_of
 from dyncp.dataloader.peers import BatchMismatch, PeerError, Peers, Progress, own_place
 from dyncp.dataloader.ranks import LoaderRanks
 from dyncp.dataloader.store import SharedStore, StoreError
 from dyncp.planner.process import Closed
+from dyncp.samples import digest_of
 
 logger = logging.getLogger(__name__)
 

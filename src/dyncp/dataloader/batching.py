@@ -31,10 +31,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate, count, islice
 
-from dyncp.dataloader.dataset import IndexedSource, SampleEntry, SampleSource
-from dyncp.dataloader.options import Budget, LoaderConfig, budget_of, digest_of
-from dyncp.dataloader.reading import skip_reason
+from dyncp.dataloader.options import Budget, LoaderConfig, budget_of
 from dyncp.dataloader.state import Position
+from dyncp.samples.fields import digest_of, skip_reason
+from dyncp.samples.source import IndexedSource, SampleEntry, SampleSource
 
 logger = logging.getLogger(__name__)
 

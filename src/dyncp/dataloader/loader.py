@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from dyncp.dataloader.agreement import Together
 from dyncp.dataloader.batching import BatchSelector
-from dyncp.dataloader.dataset import SampleSource, open_source
 from dyncp.dataloader.look_ahead import LoaderMetrics, LookAhead
 from dyncp.dataloader.options import (
     Budget,
@@ -23,9 +22,10 @@ from dyncp.dataloader.options import (
 from dyncp.dataloader.planning import BatchPlanner
 from dyncp.dataloader.prepare import LoaderContext, MaskMaker, PreparesAhead
 from dyncp.dataloader.ranks import LoaderRanks
-from dyncp.dataloader.state import Position, describe_sampler, from_state, to_state
+from dyncp.dataloader.state import Position, from_state, to_state
 from dyncp.plan import Plan, RankPlan
 from dyncp.planner import PlannerConfig
+from dyncp.samples import SampleSource, describe_sampler, open_source
 from dyncp.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -118,8 +118,8 @@ class DCPDataLoader:
             if isinstance(self._budget, int):
                 planned.check_tokens(self._budget, "tokens_per_batch is")
             self._schedule = describe_schedule(self._budget)
-            self._order = describe_sampler(config.order)
-            source = open_source(dataset, config)
+            self._order = describe_sampler(config.samples.order)
+            source = open_source(dataset, config.samples)
             mask_maker = MaskMaker(mask_fn, config.seed)
             settings: dict[str, str] = {}
             if ranks.shared:  # the other ranks need equal settings
@@ -170,7 +170,7 @@ class DCPDataLoader:
         start = self._start()
         start = replace(source.rewind(start), total=start.total - start.batches)
         key = start.epoch, start.total if callable(self._budget) else 0, self._budget
-        if key not in self._counted or self.config.order is not None:
+        if key not in self._counted or self.config.samples.order is not None:
             by_lengths = source.by_lengths()
             if by_lengths is None:
                 raise TypeError(

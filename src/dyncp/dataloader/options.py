@@ -1,6 +1,5 @@
 """The options of DCPDataLoader: defaults, and the checks that are made with the loader."""
 
-import hashlib
 import math
 import os
 import pickle
@@ -14,6 +13,7 @@ import numpy as np
 from dyncp.checks import instance_of, usable_cores, whole_number
 from dyncp.cost import CostModel
 from dyncp.planner import PlannerConfig, plan_batch
+from dyncp.samples import SampleOptions, digest_of
 
 TOKENS_PER_RANK = 8192
 # Chosen with benchmarks/fill.py, by how full batches and how balanced replicas are.
@@ -167,9 +167,17 @@ class LoaderConfig:
         )
 
     @property
-    def order(self) -> Iterable[Any] | None:
-        """The sampler, or the batch sampler."""
-        return self.batch_sampler if self.sampler is None else self.sampler
+    def samples(self) -> SampleOptions:
+        """The options that concern samples."""
+        return SampleOptions(
+            lengths=self.lengths,
+            shuffle=self.shuffle,
+            seed=self.seed,
+            order=self.batch_sampler if self.sampler is None else self.sampler,
+            bad_samples=self.bad_samples,
+            token_fields=self.token_fields,
+            num_workers=self.tuning.num_workers,
+        )
 
     def budget(self, num_ranks: int, most_per_rank: int | None) -> Budget | None:
         """Token budget of a plan for `num_ranks` ranks; None if a batch sampler makes batches."""
@@ -207,12 +215,6 @@ def budget_of(budget: Budget, number: int) -> int:
     tokens: Any = budget(number)
     whole = math.floor(tokens) if isinstance(tokens, float) and math.isfinite(tokens) else tokens
     return integer_option(f"tokens_per_batch of batch {number}", whole, 1)
-
-
-def digest_of(what: object, size: int = 8) -> str:
-    """Hexadecimal digest of bytes, or of an object's repr."""
-    data = what if isinstance(what, bytes) else repr(what).encode()
-    return hashlib.blake2b(data, digest_size=size).hexdigest()
 
 
 def describe_schedule(budget: Budget | None) -> str:

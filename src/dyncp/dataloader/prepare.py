@@ -18,8 +18,16 @@ from dyncp.blocks import DEFAULT_MASK, Batch
 from dyncp.checks import instance_of
 from dyncp.dataloader.agreement import Alone, Record
 from dyncp.dataloader.batching import SelectedBatch, SelectedStep
-from dyncp.dataloader.dataset import SampleEntry, SampleSource
-from dyncp.dataloader.local_fields import (
+from dyncp.dataloader.options import Collate, LoaderConfig
+from dyncp.dataloader.peers import PeerError, Text
+from dyncp.dataloader.planning import BatchPlanner
+from dyncp.dataloader.ranks import LoaderRanks
+from dyncp.dataloader.state import Position
+from dyncp.masks import Mask, MaskFunction, NamedMasks
+from dyncp.plan import AgreedPlan, Plan, RankPlan, decode_part
+from dyncp.planner.process import PlanHere, PlanProcess, PlanReply
+from dyncp.samples.fields import SampleError, cut_sample, digest_of, input_ids_of, sample_bytes
+from dyncp.samples.local_data import (
     fingerprint_tensor,
     local_rows,
     local_sequences,
@@ -28,21 +36,8 @@ from dyncp.dataloader.local_fields import (
     rows_and_sequences,
     without_targets,
 )
-from dyncp.dataloader.options import Collate, LoaderConfig, digest_of
-from dyncp.dataloader.peers import PeerError, Text
-from dyncp.dataloader.planning import BatchPlanner
-from dyncp.dataloader.ranks import LoaderRanks
-from dyncp.dataloader.reading import (
-    SampleError,
-    SeededRandom,
-    cut_sample,
-    input_ids_of,
-    sample_bytes,
-)
-from dyncp.dataloader.state import Position
-from dyncp.masks import Mask, MaskFunction, NamedMasks
-from dyncp.plan import AgreedPlan, Plan, RankPlan, decode_part
-from dyncp.planner.process import PlanHere, PlanProcess, PlanReply
+from dyncp.samples.reading import SeededRandom
+from dyncp.samples.source import SampleEntry, SampleSource
 
 logger = logging.getLogger(__name__)
 

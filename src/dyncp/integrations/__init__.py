@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dyncp.checks import instance_of
-from dyncp.dataloader.local_fields import TARGET_FIELDS, fingerprint_tensor
 from dyncp.executor import Step
+from dyncp.samples.local_data import TARGET_FIELDS, fingerprint_tensor
 
 # A rank's rows are padded to a multiple of this: it suits tensor cores, and no rank is empty.
 ROWS = 8

@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dyncp.blocks import AttentionShape
 from dyncp.checks import instance_of
-from dyncp.dataloader import NO_TARGET
 from dyncp.executor import Step, attention
 from dyncp.integrations import (
     check_batch,
@@ -33,6 +32,7 @@ from dyncp.integrations import (
     checked_step,
     make_mesh,
 )
+from dyncp.samples import NO_TARGET
 
 # Options of a TransformerConfig that dyncp does not support, and the values that turn them off.
 REFUSED = {

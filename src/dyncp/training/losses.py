@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from dyncp.dataloader.local_fields import TARGET_FIELDS
+from dyncp.samples.local_data import TARGET_FIELDS
 
 
 def next_token_loss(logits: Tensor, local_data: Mapping[str, Tensor]) -> Tensor:

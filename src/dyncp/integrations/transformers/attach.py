@@ -23,8 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dyncp.blocks import AttentionShape, Batch
 from dyncp.cost import ModelConfig
-from dyncp.dataloader import NO_TARGET, DCPDataLoader, make_local_data
-from dyncp.dataloader.local_fields import TARGET_FIELDS
+from dyncp.dataloader import DCPDataLoader
 from dyncp.executor import DCPExecutor, Step
 from dyncp.integrations import ROWS
 from dyncp.integrations.transformers.functions import (
@@ -47,6 +46,7 @@ from dyncp.integrations.transformers.layers import (
 from dyncp.masks import causal
 from dyncp.plan import Layout
 from dyncp.planner import PlannerConfig, plan_batch
+from dyncp.samples import NO_TARGET, TARGET_FIELDS, make_local_data
 from dyncp.topology import Topology
 from dyncp.training import next_token_loss
 

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from dyncp.dataloader import DCPDataLoader
-from dyncp.dataloader.local_fields import num_targets
 from dyncp.dataloader.ranks import data_dimensions
 from dyncp.executor import DCPExecutor
 from dyncp.integrations import check_processes
 from dyncp.integrations.transformers.attach import Attached, attach
+from dyncp.samples.local_data import num_targets
 from dyncp.training import sum_over_ranks, undo_gradient_average
 
 PLAN = "dyncp_plan"

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from dyncp import masks
-from dyncp.dataloader import SampleError
+from dyncp.samples import SampleError
 from loaders import make_loader
 
 pytestmark = pytest.mark.usefixtures("plans_here")

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dyncp import Batch, PlannerConfig, Topology, make_local_data, masks, plan_batch
-from dyncp.dataloader import NO_TARGET, count_targets
 from dyncp.plan import Layout
+from dyncp.samples import NO_TARGET, count_targets
 from sizes import draws
 
 

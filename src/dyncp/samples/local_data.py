@@ -24,10 +24,10 @@ from torch import Tensor
 
 from dyncp.arrays import Int64, starts_of
 from dyncp.blocks import Batch
-from dyncp.dataloader.reading import NO_TARGET, input_ids_of, labels_of, token_field
 from dyncp.masks import Mask, positions_and_targets
 from dyncp.masks.mask import normal_mask
 from dyncp.plan import Plan, RankPlan
+from dyncp.samples.fields import NO_TARGET, input_ids_of, labels_of, token_field
 
 PLAIN_FIELDS = ("input_ids", "position_ids", "labels", "shift_labels")
 TARGET_FIELDS = ("target_rows", "target_labels", "target_weights", "target_tokens")

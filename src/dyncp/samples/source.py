@@ -5,20 +5,40 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from torch.utils.data import IterableDataset
 
 from dyncp.arrays import Int64
-from dyncp.dataloader.options import LoaderConfig, digest_of
-from dyncp.dataloader.reading import Reader, SampleError, SeededRandom, read_sample, sample_bytes
-from dyncp.dataloader.state import Position, SamplerOrder, check_repeatable, repeat_from, set_epoch
+from dyncp.samples.fields import SampleError, digest_of, read_sample, sample_bytes
+from dyncp.samples.order import (
+    SamplePosition,
+    SamplerOrder,
+    check_repeatable,
+    repeat_from,
+    set_epoch,
+)
+from dyncp.samples.reading import Reader, SeededRandom
 
+Place = TypeVar("Place", bound=SamplePosition)
 MaskDigest = Callable[[Any, int], str]  # digest of the masks of a sample, given its index
+
+
+@dataclass(frozen=True, eq=False)
+class SampleOptions:
+    """The options of a loader that concern its samples."""
+
+    lengths: Any = None
+    shuffle: bool = False
+    seed: int = 0
+    order: Iterable[Any] | None = None  # a sampler, or a batch sampler
+    bad_samples: str = "error"
+    token_fields: Mapping[str, int] = field(default_factory=dict)
+    num_workers: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,18 +75,18 @@ class SampleSource(ABC):
     knows_lengths = False  # whether lengths are known without reading samples
 
     @abstractmethod
-    def entries(self, position: Position) -> Iterator[SampleEntry]:
+    def entries(self, position: SamplePosition) -> Iterator[SampleEntry]:
         """Yields the samples from a position on, not cut yet."""
 
     def read(self, entry: SampleEntry) -> Any:
         """The whole sample of an entry, without its padding."""
         return entry.sample
 
-    def start(self, position: Position) -> Position:
+    def start(self, position: Place) -> Place:
         """The same position; at the start of an epoch, with the state of the sampler."""
         return position
 
-    def rewind(self, position: Position) -> Position:
+    def rewind(self, position: Place) -> Place:
         """The start of the position's epoch."""
         return position.next_epoch(position.epoch)
 
@@ -90,23 +110,22 @@ class SampleSource(ABC):
         """Ends reading workers."""
 
 
-def open_source(dataset: Any, config: LoaderConfig) -> SampleSource:
+def open_source(dataset: Any, options: SampleOptions) -> SampleSource:
     indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if indexed and not isinstance(dataset, IterableDataset):
-        return IndexedSource(dataset, config)
+        return IndexedSource(dataset, options)
     for name, given in (
-        ("shuffle=True", config.shuffle),
-        ("sampler=", config.sampler is not None),
-        ("batch_sampler=", config.batch_sampler is not None),
-        ("lengths=", config.lengths is not None),
-        ("num_workers=", config.tuning.num_workers > 0),
+        ("shuffle=True", options.shuffle),
+        ("a sampler", options.order is not None),
+        ("lengths=", options.lengths is not None),
+        ("num_workers=", options.num_workers > 0),
     ):
         if given:
             raise ValueError(
                 f"{name} needs a dataset with __len__ and __getitem__; "
                 f"{type(dataset).__name__} can only be iterated"
             )
-    return StreamSource(dataset, config)
+    return StreamSource(dataset, options)
 
 
 class IndexedSource(SampleSource):
@@ -115,23 +134,24 @@ class IndexedSource(SampleSource):
 
     num_samples: int
 
-    def __init__(self, dataset: Any, config: LoaderConfig) -> None:
-        self._dataset, self._config = dataset, config
+    def __init__(self, dataset: Any, options: SampleOptions) -> None:
+        self._dataset, self._options = dataset, options
+        self._how = options.bad_samples, options.token_fields
         self.num_samples = len(dataset)
-        least = 0 if config.bad_samples == "drop_empty" else 1
-        given = config.lengths
+        least = 0 if options.bad_samples == "drop_empty" else 1
+        given = options.lengths
         self._lengths = None if given is None else find_lengths(dataset, given, least)
         self.knows_lengths = self._lengths is not None
         self._found = np.full(len(dataset), -1, np.int64)  # lengths of the samples read so far
-        self._reader = Reader(dataset, config.tuning.num_workers, config.seed)
-        self._sampler = None if config.order is None else SamplerOrder(config.order, config.seed)
+        self._reader = Reader(dataset, options.num_workers, options.seed)
+        self._sampler = None if options.order is None else SamplerOrder(options.order, options.seed)
 
-    def start(self, position: Position) -> Position:
+    def start(self, position: Place) -> Place:
         if self._sampler is None or position.dataset_state is not None:
             return position
         return replace(position, dataset_state=self._sampler.start())
 
-    def rewind(self, position: Position) -> Position:
+    def rewind(self, position: Place) -> Place:
         start, state = position.next_epoch(position.epoch), position.dataset_state
         return replace(start, dataset_state=state and {"generators": state["generators"]})
 
@@ -139,10 +159,10 @@ class IndexedSource(SampleSource):
         """Inside this context, iterating over the order does not change the sampler's state."""
         return nullcontext() if self._sampler is None else self._sampler.undisturbed()
 
-    def entries(self, position: Position) -> Iterator[SampleEntry]:
+    def entries(self, position: SamplePosition) -> Iterator[SampleEntry]:
         return self._entries_of(self._order(position), position.epoch, position.samples)
 
-    def batch_lists(self, position: Position) -> Iterator[list[SampleEntry]]:
+    def batch_lists(self, position: SamplePosition) -> Iterator[list[SampleEntry]]:
         """Yields the entries of each list that the batch sampler yields."""
         assert self._sampler is not None
         for indices, state in self._sampler.items(self.start(position)):
@@ -195,7 +215,7 @@ class IndexedSource(SampleSource):
         return {i: self._probe(i) for i in sorted({0, last // 2, last}) if i >= 0}
 
     def _read(self, epoch: int, index: int) -> tuple[int, Any]:
-        return read_sample(partial(self._reader.read, (epoch, index)), index, self._config)
+        return read_sample(partial(self._reader.read, (epoch, index)), index, *self._how)
 
     def _probe(self, index: int) -> Any:
         try:
@@ -205,7 +225,7 @@ class IndexedSource(SampleSource):
 
     def _digest(self, sample: Any, index: int) -> str:
         try:
-            return digest_of(sample_bytes(sample, index, self._config.token_fields))
+            return digest_of(sample_bytes(sample, index, self._options.token_fields))
         except ValueError:
             return "not readable"
 
@@ -224,12 +244,12 @@ class IndexedSource(SampleSource):
                 length = int(self._lengths[index])
             yield SampleEntry(number, index, length, sample, state, epoch, length)
 
-    def _order(self, position: Position) -> Iterator[tuple[int, Any]]:
+    def _order(self, position: SamplePosition) -> Iterator[tuple[int, Any]]:
         if self._sampler is not None:
             return self._sampler.items(self.start(position))
         indices: Iterable[int] = range(self.num_samples)
-        if self._config.shuffle:
-            rng = np.random.default_rng((self._config.seed, position.epoch))
+        if self._options.shuffle:
+            rng = np.random.default_rng((self._options.seed, position.epoch))
             indices = rng.permutation(self.num_samples).tolist()
         return ((index, None) for index in islice(indices, position.samples, None))
 
@@ -295,13 +315,14 @@ class StreamSource(SampleSource):
     A dataset with `state_dict` resumes from its own state, unless that state is known to be
     incomplete. Others resume by reading the same samples again, which is checked."""
 
-    def __init__(self, dataset: Any, config: LoaderConfig) -> None:
-        self._dataset, self._config = dataset, config
+    def __init__(self, dataset: Any, options: SampleOptions) -> None:
+        self._dataset, self._options = dataset, options
+        self._how = options.bad_samples, options.token_fields
         self._stateful = _has_exact_state(dataset)
         self._first_state = dataset.state_dict() if self._stateful else None
         self._begun = False
 
-    def entries(self, position: Position) -> Iterator[SampleEntry]:
+    def entries(self, position: SamplePosition) -> Iterator[SampleEntry]:
         saved = position.dataset_state or {}
         self._check_kind(saved)
         set_epoch(self._dataset, position.epoch)
@@ -319,7 +340,7 @@ class StreamSource(SampleSource):
             yield SampleEntry(number, number, length, sample, state, position.epoch, length)
 
     def _checked(self, number: int, sample: Any) -> tuple[int, Any]:
-        return read_sample(lambda: sample, number, self._config)
+        return read_sample(lambda: sample, number, *self._how)
 
     def _samples(self, number: int, epoch: int) -> Iterator[tuple[int, Any]]:
         samples = iter(self._dataset)
@@ -329,7 +350,7 @@ class StreamSource(SampleSource):
         self._begun = True
         while True:
             try:
-                with SeededRandom(self._config.seed, epoch, number):
+                with SeededRandom(self._options.seed, epoch, number):
                     sample = next(samples)
             except StopIteration:
                 return
@@ -341,7 +362,7 @@ class StreamSource(SampleSource):
     def _bytes_of(self, item: tuple[int, Any]) -> bytes:
         number, sample = item
         try:
-            return sample_bytes(sample, number, self._config.token_fields)
+            return sample_bytes(sample, number, self._options.token_fields)
         except ValueError:  # a malformed sample, which is dropped
             return b"left out"
 
