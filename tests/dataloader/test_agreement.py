@@ -21,6 +21,7 @@ from dyncp.plan import PlanDecodeError
 from dyncp.plan.codec import decode_body
 from dyncp.planner.process import Closed
 from dyncp.samples.source import SampleEntry, open_source
+from processes import wait_until
 
 RANKS = [LoaderRanks(rank, 2, rank, 2) for rank in range(2)]
 REPLICAS = [LoaderRanks(0, 1, replica=replica, num_replicas=2) for replica in (0, 1)]
@@ -63,13 +64,17 @@ def each(act, made):
         return list(pool.map(outcome, made))
 
 
-def step(selection=SELECTION, digests=None, targets=0, fingerprint="", plan="p"):
-    """A rank's record of a step with one batch."""
+def has_verdict(store):
+    return any(key.endswith("verdict") for key in store.list_keys())
+
+
+def update(selection=SELECTION, digests=None, targets=0, fingerprint="", plan="p"):
+    """A rank's record of an update with one batch."""
     batch = {"samples": selection.fingerprint, "about": str(selection)}
     batch |= {"plan": plan, "digests": digests or {}}
     number = selection.number
     return {
-        "step": fingerprint or selection.fingerprint,
+        "update": fingerprint or selection.fingerprint,
         "last": number,
         "targets": targets,
         "batches": {str(number): batch},
@@ -80,7 +85,7 @@ def test_a_verdict_has_the_targets_of_all_ranks_and_no_key_stays(store):
     with agreements(store) as made:
         assert each(lambda one: one.conclude({"start": {}})["targets"], made) == [0, 0]
         for targets in (5, 7):
-            found = each(lambda one, n=targets: one.conclude(step(targets=n))["targets"], made)
+            found = each(lambda one, n=targets: one.conclude(update(targets=n))["targets"], made)
             assert found == [2 * targets] * 2
         verdicts = each(lambda one: one.conclude({"end": 3}), made)
         assert [verdict["over"] for verdict in verdicts] == [True, True]
@@ -93,7 +98,7 @@ def test_parts_travel_in_chunks_and_go_when_all_have_read_them(store, monkeypatc
         made[0].publish(SELECTION, (b"part of 0", b"part of 1"), ABOUT)
         assert sum("plan" in key for key in store.list_keys()) == 3
         assert made[1].part(SELECTION) == (ABOUT, b"part of 1")
-        each(lambda one: one.conclude(step()), made)
+        each(lambda one: one.conclude(update()), made)
         assert not sum("plan" in key for key in store.list_keys())
 
 
@@ -102,7 +107,7 @@ def test_a_rank_with_another_batch_gets_no_part_and_both_get_both_descriptions(s
         made[0].publish(SELECTION, (b"part of 0", b"part of 1"), ABOUT)
         assert made[1].part(OTHER) is None
         own = {0: SELECTION, 1: OTHER}
-        errors = each(lambda one: one.conclude(step(own[made.index(one)])), made)
+        errors = each(lambda one: one.conclude(update(own[made.index(one)])), made)
     assert {type(error) for error in errors} == {BatchMismatch}
     assert str(errors[0]) == str(errors[1])
     for text in (f"{SELECTION} on rank 0", f"{OTHER} on rank 1", "disagree on batch 2"):
@@ -118,7 +123,7 @@ def test_a_rank_that_waits_for_a_part_hears_that_its_planner_has_other_batches(s
         waiting.join(20)
         assert parts == [None]
         with pytest.raises(BatchMismatch, match="it ends after 2 batches on rank 0, it has a batc"):
-            made[1].conclude(step())
+            made[1].conclude(update())
         assert isinstance(ended.result()[0], BatchMismatch)
 
 
@@ -127,11 +132,29 @@ def test_a_failure_reaches_the_others_once_and_closing_ends_waits(store):
         made[1].fail(ValueError("sample 3 is empty"))
         made[1].fail(PeerError("later"))
         with pytest.raises(PeerError, match="rank 1 failed: ValueError: sample 3 is empty"):
-            made[0].conclude(step())
+            made[0].conclude(update())
     with agreements(store) as made:
         made[0].stop()
         with pytest.raises(Closed):
-            made[0].conclude(step())
+            made[0].conclude(update())
+
+
+def test_a_rank_that_closes_or_is_lost_for_a_moment_is_no_reason_to_go_on_without_it(store):
+    with agreements(store) as made:
+        made[0].stop()  # rank 1 has no record yet
+        assert not made[0]._leaving
+        assert not wait_until(lambda: has_verdict(store), 0.3)
+        made[0].leave()
+        with pytest.raises(PeerError, match="rank 0 left this iteration after 0 batches"):
+            made[1].conclude({"start": {}})
+
+
+def test_a_record_that_nobody_understands_ends_the_iteration_on_all_ranks(store):
+    with agreements(store) as made:
+        errors = each(lambda one: one.conclude({"start": 3 - made.index(one)}), made)
+    assert [str(error) for error in errors] == [
+        "comparing the ranks' records raised TypeError: 'int' object is not subscriptable"
+    ] * 2
 
 
 def test_texts_in_the_store_that_cannot_be_read_are_refused(store):
@@ -155,7 +178,7 @@ def test_a_rank_that_is_stopped_is_named_if_another_one_waits(store, monkeypatch
         first.progress.wait()
         monkeypatch.setattr("dyncp.dataloader.peers._state", lambda _: "stopped")
         with pytest.raises(PeerError, match=r"no rank can continue: rank 1 .* sent no heartbeat"):
-            made[0].conclude(step())
+            made[0].conclude(update())
 
 
 def test_parts_of_another_rank_are_refused():
@@ -203,8 +226,8 @@ START = {"epoch": 1, "batches": 40, "rest": "r"}
             "ranks start at different positions: {'epoch': 1, 'batches': 40, 'rest': 'r'} on rank",
         ),
         (
-            step(),
-            step(OTHER),
+            update(),
+            update(OTHER),
             "ranks disagree on batch 2: 12 tokens of samples 4, 7 on rank 0, 12 tokens of samples "
             "5 on rank 1; every rank needs the same dataset",
         ),
@@ -214,16 +237,20 @@ START = {"epoch": 1, "batches": 40, "rest": "r"}
             "disagree on the epoch: it ends after 3 batches on rank 0, it ends after 4 batches on",
         ),
         (
-            step(digests={"0": [4, "mask", ""]}),
-            step(digests={"0": [4, "musk", "x"]}),
+            update(digests={"0": [4, "mask", ""]}),
+            update(digests={"0": [4, "musk", "x"]}),
             "ranks disagree on sample 4 (number 0 of batch 2): the masks is mask on rank 0, musk",
         ),
         (
-            step(digests={"0": [4, "", ""], "1": [7, "", "abc"]}),
-            step(digests={"1": [7, "", "abd"]}),
+            update(digests={"0": [4, "", ""], "1": [7, "", "abc"]}),
+            update(digests={"1": [7, "", "abd"]}),
             "ranks disagree on sample 7 (number 1 of batch 2): the content is abc on rank 0, abd",
         ),
-        (step(plan="p"), step(plan="q"), "ranks hold different plans of batch 2: p on rank 0, q"),
+        (
+            update(plan="p"),
+            update(plan="q"),
+            "ranks hold different plans of batch 2: p on rank 0, q",
+        ),
     ],
 )
 def test_every_difference_has_its_sentence(first, second, message):
@@ -233,13 +260,15 @@ def test_every_difference_has_its_sentence(first, second, message):
 
 
 def test_replicas_have_other_batches_but_must_deal_alike():
-    records = {0: step(fingerprint="f"), 1: step(OTHER, fingerprint="f", plan="q")}
+    records = {0: update(fingerprint="f"), 1: update(OTHER, fingerprint="f", plan="q")}
     assert disagreement(records, REPLICAS[0]) == ""
-    records[1] = step(OTHER, fingerprint="g")
+    records[1] = update(OTHER, fingerprint="g")
     text = disagreement(records, REPLICAS[0])
-    assert text.startswith("replicas dealt the batches of a step differently: it is f on rank 0, g")
+    assert text.startswith(
+        "replicas dealt the batches of an optimiser step differently: it is f on rank 0, g"
+    )
 
 
 def test_digests_that_only_one_rank_has_are_not_compared():
-    records = {0: step(digests={"0": [4, "m", "c"]}), 1: step(digests={"0": [4, "m", ""]})}
+    records = {0: update(digests={"0": [4, "m", "c"]}), 1: update(digests={"0": [4, "m", ""]})}
     assert disagreement(records, RANKS[0]) == ""

@@ -49,11 +49,11 @@ def batching(samples=SAMPLES, replica=0, num_replicas=1, window=1, **options):
 
 
 def indices(steps):
-    return [[[e.index for e in s.entries] for s in step.selections] for step in steps]
+    return [[[e.index for e in s.entries] for s in update.selections] for update in steps]
 
 
 def batches(start=None, **options):
-    steps = batching(**options).steps(start or Position())
+    steps = batching(**options).updates(start or Position())
     return [batch for step in indices(steps) for batch in step]
 
 
@@ -96,7 +96,7 @@ def test_drop_last_drops_what_is_not_full():
     assert load(tokens_per_batch=16, drop_last=True) == [[0, 1], [2, 3, 4]]
     assert load(tokens_per_batch=14, drop_last=True) == [[0, 1], [2], [3, 4]]
     steps = batching(tokens_per_batch=16, drop_last=True, accumulation_steps=2)
-    assert indices(steps.steps(Position())) == [[[0, 1], [2, 3, 4]]]
+    assert indices(steps.updates(Position())) == [[[0, 1], [2, 3, 4]]]
 
 
 def test_replicas_get_different_batches_and_equally_many():
@@ -104,8 +104,8 @@ def test_replicas_get_different_batches_and_equally_many():
         batching(replica=r, num_replicas=2, tokens_per_batch=16, accumulation_steps=2)
         for r in (0, 1)
     ]
-    assert indices(own[0].steps(Position())) == [[[0, 1], [5]]]
-    steps = list(own[1].steps(Position()))
+    assert indices(own[0].updates(Position())) == [[[0, 1], [5]]]
+    steps = list(own[1].updates(Position()))
     assert indices(steps) == [[[2, 3, 4], [5]]]
     assert [s.filler for s in steps[0].selections] == [False, True]  # counted by replica 0 alone
     dropping = {"num_replicas": 2, "tokens_per_batch": 16, "drop_last": True}
@@ -232,8 +232,8 @@ def test_every_sample_is_once_in_an_epoch_and_any_position_continues_it(
     own = [
         [
             s
-            for step in batching(replica=r, **options).steps(Position(epoch))
-            for s in step.selections
+            for update in batching(replica=r, **options).updates(Position(epoch))
+            for s in update.selections
         ]
         for r in range(replicas)
     ]
@@ -250,8 +250,8 @@ def test_every_sample_is_once_in_an_epoch_and_any_position_continues_it(
     for number, selection in enumerate(own[0]):
         saved = json.loads(json.dumps(to_state(selection.end, SETTINGS, replicas)))
         position = from_state(saved, SETTINGS, replicas)
-        resumed = batching(**options).steps(position)
-        rest = [s.fingerprint for step in resumed for s in step.selections]
+        resumed = batching(**options).updates(position)
+        rest = [s.fingerprint for update in resumed for s in update.selections]
         assert rest == [s.fingerprint for s in own[0][number + 1 :]]
 
 
@@ -264,8 +264,8 @@ def test_another_number_of_replicas_trains_on_the_rest(before, now):
         own = []
         for replica in range(replicas):
             found = batching(replica=replica, num_replicas=replicas, window=8, **options)
-            own.append(list(islice(found.steps(start), steps)))
-        selections = [s for steps in own for step in steps for s in step.selections]
+            own.append(list(islice(found.updates(start), steps)))
+        selections = [s for steps in own for update in steps for s in update.selections]
         return [e.index for s in selections if not s.filler for e in s.entries], own[0][-1]
 
     first, last = trained(before, Position(), 12)
@@ -285,8 +285,8 @@ def test_replicas_may_change_again_before_all_batches_dealt_ahead_are_passed(rep
         last = turn == len(replicas) - 1
         for replica in range(number):
             found = batching(replica=replica, num_replicas=number, **options)
-            steps = list(islice(found.steps(position), None if last else 4))
-            selections = [one for step in steps for one in step.selections if not one.filler]
+            steps = list(islice(found.updates(position), None if last else 4))
+            selections = [one for update in steps for one in update.selections if not one.filler]
             trained += [entry.index for one in selections for entry in one.entries]
         position = steps[-1].selections[-1].end
     assert sorted(trained) == list(range(len(lengths)))

@@ -41,10 +41,10 @@ def rounds(lengths, replicas, budget=BUDGET, **options):
     own = [
         [
             sum(seconds(entry.length) for entry in selection.entries)
-            for step in BatchSelector(source, config, budget, r, replicas, seconds).steps(
+            for update in BatchSelector(source, config, budget, r, replicas, seconds).updates(
                 Position()
             )
-            for selection in step.selections
+            for selection in update.selections
             if not selection.filler
         ]
         for r in range(replicas)

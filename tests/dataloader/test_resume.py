@@ -78,8 +78,8 @@ def check_every_position(**make_options):
         selector = BatchSelector(source, config, budget, 0, 1)
         position, found = start or Position(), []
         while position.epoch < 3:
-            for step in selector.steps(source.start(position)):
-                found += step.selections
+            for update in selector.updates(source.start(position)):
+                found += update.selections
                 position = found[-1].end
             position = position.next_epoch(position.epoch + 1)
         return [[e.index for e in s.entries] for s in found], [s.end for s in found]

@@ -3,9 +3,9 @@
 Making the loader is a round; those of an iteration are its start, its optimiser steps and its end.
 
     record       what must be equal on all ranks: the settings; the position where the iteration
-                 starts; digests of the batches, plans, masks and samples of a step; how many
-                 batches there were. For a step also this rank's number of targets. Or why this is
-                 the last record of this rank: it failed, or left the iteration
+                 starts; digests of the batches, plans, masks and samples of an update (optimiser
+                 step), with this rank's number of targets; how many batches there were. Or why this
+                 is the last record of this rank: it failed, or left the iteration
     verdict      go on, with the number of targets on all ranks; or the error that all ranks raise
 
 Process 0 collects the records of a round, compares them (`disagreement`) and writes the verdict. It
@@ -54,7 +54,7 @@ LONGEST_POLL, POLL_PER_PROCESS = 20e-3, 0.1e-3  # many processes share one store
 IDLE_POLL = 0.1  # of process 0, until it has a record of its own
 LAST = 1 << 20
 SHOWN = 4  # an error names this many settings, or ranks with the same value
-Record = dict[str, Any]  # has one of the keys settings, start, step, end, failed and left
+Record = dict[str, Any]  # has one of the keys settings, start, update, end, failed and left
 
 
 class Alone:
@@ -267,8 +267,8 @@ class Agreement(Alone):
         everyone = range(self._ranks.num_processes)
         try:
             while not over:
-                records = self._records(number)
-                verdict = self._judge(records)
+                records, lost = self._records(number)
+                verdict = self._judge(records, lost)
                 over = verdict["over"]
                 self._store.set(self._key("verdict", number), verdict)
                 self._peers.late = ""
@@ -279,10 +279,15 @@ class Agreement(Alone):
                 number += 1
         except StoreError as error:  # the thread that waits raises it, too
             logger.debug("collecting: %s", error)
+        except Exception as error:  # our mistake: nobody may wait for a verdict forever
+            text = f"comparing the ranks' records raised {type(error).__name__}: {error}"
+            verdict = {"over": True, "error": text, "mismatch": False}
+            with suppress(StoreError):
+                self._store.set(self._key("verdict", number), verdict)
 
-    def _records(self, number: int) -> dict[int, Record]:
+    def _records(self, number: int) -> tuple[dict[int, Record], str]:
         """Waits for the records of all ranks, or until some will never come; returns those that
-        are there, by process."""
+        are there, by process, and which rank was lost."""
         counter, pause, looked = self._key("records", number), FIRST_POLL, monotonic()
         keys = [self._key(f"of/{process}", number) for process in range(self._ranks.num_processes)]
 
@@ -290,21 +295,21 @@ class Agreement(Alone):
             return {p: r for p, r in enumerate(map(self._store.get, keys)) if r is not None}
 
         while (count := self._store.add(counter, 0)) != len(keys):
-            if count >= LAST or self._closing:
-                return found()
+            if count >= LAST or self._leaving:
+                return found(), ""
             wrote = (self._round, self._wrote) >= (number, True)
             pause = min(2 * pause, LONGEST_POLL if wrote else IDLE_POLL)
             sleep(pause)
             if monotonic() - looked > patience.HEARTBEAT:
                 lost, self._peers.late = self._peers.look(sorted({*range(len(keys))} - {*found()}))
                 if lost:
-                    return found()
+                    return found(), lost
                 looked = monotonic()
-        return dict(enumerate(self._store.get_all(keys)))
+        return dict(enumerate(self._store.get_all(keys))), ""
 
-    def _judge(self, records: Mapping[int, Record]) -> Record:
+    def _judge(self, records: Mapping[int, Record], lost: str = "") -> Record:
         """The verdict. A rank that failed is named first, then one that died, then those that left:
-        they may have left because of it."""
+        they may have left because of it. There is none to go on without the records of all."""
         missing = sorted({*range(self._ranks.num_processes)} - {*records})
         failed = [record["failed"] for record in records.values() if "failed" in record]
         left = [(r["left"], p, r["taken"]) for p, r in records.items() if "left" in r]
@@ -312,11 +317,13 @@ class Agreement(Alone):
             left = [(self._leaving["left"], self._ranks.process, self._leaving["taken"])]
         if left and not self._peers.knows_fate_of(missing):
             sleep(2 * patience.HEARTBEAT)  # another node may report that a process has ended
-        lost = self._peers.look(missing)[0] if missing and not failed else ""
+        if missing and not failed:
+            lost = self._peers.look(missing)[0] or lost
         why = failed[0] if failed else lost or self._who_left(left)
         mismatch = "" if why else disagreement(records, self._ranks)
         if why or mismatch:
             return {"over": True, "error": why or mismatch, "mismatch": bool(mismatch)}
+        assert not missing, f"no record of {missing}"
         return {
             "over": any("end" in record or "settings" in record for record in records.values()),
             "targets": sum(record.get("targets", 0) for record in records.values()),
@@ -429,12 +436,12 @@ def _different_positions(records: Mapping[int, Record], ranks: LoaderRanks) -> I
 def _different_batches(records: Mapping[int, Record], ranks: LoaderRanks) -> Iterator[str]:
     """Batches are the same if all replicas have dealt the same ones."""
     same = "every rank needs the same dataset, lengths, seed, epoch, budget, mask function,"
-    values = {p: _end_or_step(record) for p, record in records.items()}
+    values = {p: _end_or_update(record) for p, record in records.items()}
     if any("end" in record for record in records.values()) and _differ(values):
         ends = _by_value(values, ranks)
         yield f"ranks disagree on the epoch: {ends}; {same} options and loaded state"
-    steps = {p: record["step"] for p, record in records.items() if "step" in record}
-    if not _differ(steps):
+    updates = {p: record["update"] for p, record in records.items() if "update" in record}
+    if not _differ(updates):
         return
     for number, batches in _by_batch(records, ranks):
         told = {p: batch["samples"] for p, batch in batches.items()}
@@ -443,8 +450,8 @@ def _different_batches(records: Mapping[int, Record], ranks: LoaderRanks) -> Ite
             what = _by_value(about if _differ(about) else told, ranks)
             yield f"ranks disagree on batch {number}: {what}; {same} options and loaded state"
     yield (
-        f"replicas dealt the batches of a step differently: it is {_by_value(steps, ranks)}; "
-        f"{same} model= and cost="
+        "replicas dealt the batches of an optimiser step differently: it is "
+        f"{_by_value(updates, ranks)}; {same} model= and cost="
     )
 
 
@@ -480,7 +487,7 @@ def _by_batch(
             yield number, {p: batch for p, batch in named.items() if batch}
 
 
-def _end_or_step(record: Record) -> str:
+def _end_or_update(record: Record) -> str:
     if "end" in record:
         return f"it ends after {record['end']} batches"
     return f"it has a batch {record.get('last')}"

@@ -281,12 +281,13 @@ class SelectedBatch:
 
 
 @dataclass(frozen=True, eq=False)
-class SelectedStep:
-    """One replica's batches of one optimiser step; after resuming within a step, the rest of it."""
+class SelectedUpdate:
+    """One replica's batches of one optimiser step (in code *update*: a step is a prepared plan's
+    handle); after resuming within an update, the rest of it."""
 
     number: int
     selections: tuple[SelectedBatch, ...]
-    known_items: int | None  # targets of the whole step if the state was saved within it
+    known_items: int | None  # targets of the whole update if the state was saved within it
     fingerprint: str = ""  # digest of the batches of all replicas
 
 
@@ -309,37 +310,37 @@ class BatchSelector:
         self._skip = skip
         self._source, self._config, self._seconds = source, config, seconds
         self._budget, self._replica, self._num_replicas = budget, replica, num_replicas
-        self._per_step = config.accumulation_steps * num_replicas
+        self._per_update = config.accumulation_steps * num_replicas
 
     def first_number(self, position: Position) -> int:
         """Number of the first batch that a replica gets after a position of the same epoch."""
         return -(-position.batches // self._num_replicas)
 
-    def steps(self, start: Position) -> Iterator[SelectedStep]:
+    def updates(self, start: Position) -> Iterator[SelectedUpdate]:
         """Yields the optimiser steps from a position to the end of its epoch."""
         rounds = self.rounds(start)
-        per_step, position = self._per_step, start
-        numbers, batches = count(start.batches // per_step), count(self.first_number(start))
+        per_update, position = self._per_update, start
+        numbers, batches = count(start.batches // per_update), count(self.first_number(start))
         while True:
-            wanted = per_step - position.batches % per_step
+            wanted = per_update - position.batches % per_update
             group = list(islice(rounds, wanted // self._num_replicas))
             found = sum(len(dealt) for dealt, _ in group)
             if not group or (found < wanted and self._config.drop_last):
                 return
-            known = position.items if position.batches % per_step else None
+            known = position.items if position.batches % per_update else None
             selections = tuple(self._own(group, position, batches))
             contents = [_contents(batch.entries) for dealt, _ in group for batch in dealt]
             fingerprint = digest_of((position.epoch, contents), size=16)
-            yield SelectedStep(next(numbers), selections, known, fingerprint)
+            yield SelectedUpdate(next(numbers), selections, known, fingerprint)
             position = selections[-1].end
 
     def num_batches(self, start: Position) -> int:
         """Number of batches that each replica gets from a position to the end of its epoch."""
-        return sum(len(step.selections) for step in self.steps(start))
+        return sum(len(update.selections) for update in self.updates(start))
 
     def num_rounds(self, batches: int) -> int:
         """Number of batches that each replica gets if all replicas together get `batches`."""
-        steps, left = divmod(batches, self._per_step)
+        steps, left = divmod(batches, self._per_update)
         full = steps * self._config.accumulation_steps
         return full if self._config.drop_last else full + -(-left // self._num_replicas)
 

@@ -195,9 +195,9 @@ class DCPDataLoader:
             self._position = self._context.source.rewind(self._position)
         self._context.source.open()
         start, selector = self._start(), self._selector()
-        steps, first = selector.steps(start), selector.first_number(start)
+        updates, first = selector.updates(start), selector.first_number(start)
         agreement = self._together.begin(first, self.config.tuning.store_timeout)
-        look_ahead = LookAhead(self._context, agreement, steps, start)
+        look_ahead = LookAhead(self._context, agreement, updates, start)
         self._running.append(look_ahead)
         return self._batches(look_ahead)
 

@@ -6,7 +6,7 @@
                          the other ranks, prepares plans for the executor
 
 The batches of an optimiser step become ready together, once all ranks have agreed on all of them.
-The next step is selected when training is less than `depth` batches behind it; `depth` grows while
+The next one is selected when training is less than `depth` batches behind it; `depth` grows while
 few batches are ready. `LoaderMetrics` counts batches, skipped samples, and the time that training
 waits.
 """
@@ -26,7 +26,7 @@ import numpy as np
 from dyncp.compiled import count_compiled
 from dyncp.dataloader import patience
 from dyncp.dataloader.agreement import Alone
-from dyncp.dataloader.batching import SelectedStep
+from dyncp.dataloader.batching import SelectedUpdate
 from dyncp.dataloader.prepare import (
     BatchData,
     BatchPreparer,
@@ -128,18 +128,18 @@ class LookAhead:
         self,
         context: LoaderContext,
         agreement: Alone,
-        steps: Iterator[SelectedStep],
+        updates: Iterator[SelectedUpdate],
         start: Position,
     ) -> None:
         self._context, self._agreement, self._progress = context, agreement, agreement.progress
-        self._steps, self._start = steps, start
+        self._updates, self._start = updates, start
         self._preparer = BatchPreparer(context, agreement)
         self._compiles = is_cold()
         self._changed = threading.Condition()
         self._closing = self._at_exit = False
         self._first = self._progress.asked  # number of the first batch
         self._depth = context.config.tuning.look_ahead
-        self._selected: deque[tuple[SelectedStep, list[BatchData]] | BaseException] = deque()
+        self._selected: deque[tuple[SelectedUpdate, list[BatchData]] | BaseException] = deque()
         self._unplanned: deque[BatchData] = deque()
         self._ready: deque[PreparedBatch | BaseException] = deque()
         self._planning = {
@@ -239,12 +239,12 @@ class LookAhead:
     def _select(self) -> None:
         number = self._first
         try:
-            while (step := self._next_step(number)) is not None:
-                batches = [BatchData(self._context, selection) for selection in step.selections]
-                self._put(self._selected, (step, batches))
+            while (update := self._next_update(number)) is not None:
+                batches = [BatchData(self._context, selection) for selection in update.selections]
+                self._put(self._selected, (update, batches))
                 for batch in batches:
                     self._select_batch(batch)
-                number = step.selections[-1].number + 1
+                number = update.selections[-1].number + 1
             self._put(self._selected, StopIteration(number))
         except Closed:
             raise
@@ -252,12 +252,12 @@ class LookAhead:
             self._put(self._selected, error)
         self._progress.says("select")
 
-    def _next_step(self, first: int) -> SelectedStep | None:
-        """Waits until the step that starts with batch `first` is within the look-ahead."""
+    def _next_update(self, first: int) -> SelectedUpdate | None:
+        """Waits until the update that starts with batch `first` is within the look-ahead."""
         self._wait_until(lambda: first < self._progress.asked + self._depth)
         reads = "" if self._context.source.knows_lengths else ", reading samples for it"
         self._progress.says("select", f"filling batch {first}{reads}")
-        return next(self._steps, None)
+        return next(self._updates, None)
 
     def _select_batch(self, batch: BatchData) -> None:
         if self._closing:
@@ -313,12 +313,10 @@ class LookAhead:
     def _describe_planning(
         self, process: PlanHere | PlanProcess, batch: BatchData, since: float
     ) -> str:
-        if process.has_planned:
-            return f"planning batch {batch.selection.number} for {monotonic() - since:.0f} s"
-        if self._compiles:
-            done = count_compiled()
-            return f"the planner compiles, once per installation ({done} functions so far)"
-        return "the planner is starting"
+        text = f"planning batch {batch.selection.number} for {monotonic() - since:.0f} s"
+        if not process.has_planned and self._compiles:
+            text += f"; the planner compiles, once per installation ({count_compiled()} functions)"
+        return text + "; the planner has just started" * (not process.has_planned)
 
     def _planned(self, batch: BatchData, found: PlanReply | BaseException) -> None:
         with self._changed:
@@ -337,7 +335,7 @@ class LookAhead:
                     self._agreement.conclude({"end": item.value})
                 if isinstance(item, BaseException):
                     raise item
-                self._deliver_step(*item)
+                self._deliver_update(*item)
         except Closed:
             raise
         except BaseException as error:
@@ -345,8 +343,8 @@ class LookAhead:
                 self._agreement.fail(error)
             self._put(self._ready, error)
 
-    def _deliver_step(self, step: SelectedStep, batches: list[BatchData]) -> None:
-        prepared = self._preparer.prepare_step(step, map(self._when_planned, batches))
+    def _deliver_update(self, update: SelectedUpdate, batches: list[BatchData]) -> None:
+        prepared = self._preparer.prepare_update(update, map(self._when_planned, batches))
         if self._context.executor is not None:
             for item in prepared:
                 self._context.executor.prepare_ahead(item.plan)

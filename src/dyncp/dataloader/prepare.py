@@ -17,7 +17,7 @@ from torch import Tensor
 from dyncp.blocks import DEFAULT_MASK, Batch
 from dyncp.checks import instance_of
 from dyncp.dataloader.agreement import Alone, Record
-from dyncp.dataloader.batching import SelectedBatch, SelectedStep
+from dyncp.dataloader.batching import SelectedBatch, SelectedUpdate
 from dyncp.dataloader.options import Collate, LoaderConfig
 from dyncp.dataloader.peers import PeerError, Text
 from dyncp.dataloader.planning import BatchPlanner
@@ -255,7 +255,7 @@ class PreparedBatch:
 
 
 class BatchPreparer:
-    """Turns the batches of a step into plans and local data on which all ranks have agreed."""
+    """Turns the batches of an update into plans and local data on which all ranks have agreed."""
 
     def __init__(self, context: LoaderContext, agreement: Alone) -> None:
         config = self._config = context.config
@@ -265,14 +265,16 @@ class BatchPreparer:
         pin = config.tuning.pin_memory
         self._pins = torch.cuda.is_available() if pin is None else pin
 
-    def prepare_step(self, step: SelectedStep, batches: Iterable[BatchData]) -> list[PreparedBatch]:
-        """The batches of a step, once all ranks have agreed on them."""
+    def prepare_update(
+        self, update: SelectedUpdate, batches: Iterable[BatchData]
+    ) -> list[PreparedBatch]:
+        """The batches of an update, once all ranks have agreed on them."""
         found = [(batch.selection, self._prepare(batch)) for batch in batches]
         prepared = [one for _, one in found if one is not None]
         verdict = self._agreement.conclude(
             {
-                "step": step.fingerprint,
-                "last": step.selections[-1].number,
+                "update": update.fingerprint,
+                "last": update.selections[-1].number,
                 "targets": sum(one.targets for one in prepared),
                 "batches": {
                     str(selection.number): {
@@ -288,7 +290,7 @@ class BatchPreparer:
         )
         if len(prepared) < len(found):
             raise PeerError("another rank has planned other batches, and said they are the same")
-        items = verdict["targets"] if step.known_items is None else step.known_items
+        items = verdict["targets"] if update.known_items is None else update.known_items
         divisor = {"num_items_in_batch": loss_divisor(items)}
         return [
             replace(one, data=one.data | divisor, end=replace(one.end, items=items))
