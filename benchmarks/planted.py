@@ -28,6 +28,9 @@ ONE, MANY, UNTESTED = (
 )
 
 
+AGREEMENT, AGREE = "src/dyncp/dataloader/agreement.py", "tests/dataloader/test_agreement.py"
+
+
 class Error(NamedTuple):
     name: str
     file: str
@@ -348,6 +351,30 @@ ERRORS = [
         "if False:",
         MANY,
         "nobody_undoes",
+    ),
+    Error(
+        "ranks that resume at different positions go on",
+        AGREEMENT,
+        "*_different_positions(records, ranks),",
+        "",
+        AGREE,
+        "sentence or positions",
+    ),
+    Error(
+        "ranks whose samples differ go on",
+        AGREEMENT,
+        "*_different_contents(records, ranks),",
+        "",
+        AGREE,
+        "sentence",
+    ),
+    Error(
+        "a step goes on without the targets of a rank that is closing",
+        AGREEMENT,
+        "if count >= LAST or self._leaving:",
+        "if count >= LAST or self._closing:",
+        AGREE,
+        "closes",
     ),
 ]
 

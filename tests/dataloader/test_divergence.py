@@ -167,6 +167,46 @@ def test_ranks_augment_alike_by_torchs_generator(readers):
     assert first[0] == first[1]  # with and without lengths
 
 
+def resume_differently(rank):
+    """Errors of iterations that start at different positions; then one from the same position."""
+    patience.shorten()
+    texts = []
+    with make_loader(Tokens(same), masks.causal, **OPTIONS) as loader:
+        states = [loader.state_dict()]
+        for _ in loader:
+            states.append(loader.state_dict())
+        ended = loader.state_dict()
+
+        def begin(state, epoch=None):
+            loader.load_state_dict(state)
+            if epoch is not None:
+                loader.set_epoch(epoch)
+            try:
+                list(loader)
+            except BatchMismatch as error:
+                texts.append(str(error))
+
+        begin(states[2 - rank])  # one batch older
+        begin(states[2] if rank else states[0])  # a forgotten load_state_dict
+        begin(states[0], epoch=rank)
+        begin(ended if rank else states[2])  # one had ended the epoch
+        loader.load_state_dict(states[2])
+        rest = [plan.fingerprint for _, plan in loader]
+    return texts, rest, len(states)
+
+
+def test_ranks_that_start_at_different_positions_are_told_so_on_all_ranks():
+    (texts, rest, states), second = run_ranks(resume_differently, 2)
+    assert (texts, rest, states) == second
+    told = "ranks start at different positions: after batch {} of epoch {} on rank 0, after batch"
+    positions = [(2, 0), (0, 0), (0, 0), (2, 0)]
+    assert len(texts) == len(positions)
+    for text, at in zip(texts, positions, strict=True):
+        assert text.startswith(told.format(*at))
+    assert all("load the same state on all ranks or on none" in text for text in texts)
+    assert len(rest) == states - 1 - 2  # the loader may be used again
+
+
 class Warnings(logging.Handler):
     """Keeps the texts of warnings, and tells all ranks of the first."""
 
