@@ -3,7 +3,9 @@
 import logging
 import os
 import re
+import signal
 import time
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -13,7 +15,7 @@ from torch.distributed import distributed_c10d
 from torch.utils.data import IterableDataset
 
 from dyncp import PlannerConfig, masks
-from dyncp.dataloader import BatchMismatch, PeerError, patience
+from dyncp.dataloader import BatchMismatch, PeerError, StoreError, patience
 from loaders import make_loader
 from processes import (
     end_together,
@@ -299,7 +301,7 @@ def error_of_epoch(loader):
     start = time.monotonic()
     try:
         list(loader)
-    except PeerError as error:
+    except (PeerError, StoreError) as error:
         return str(error), time.monotonic() - start
     return None
 
@@ -334,6 +336,59 @@ def test_a_rank_that_died_is_named_within_seconds(dies):
     text, seconds = run_ranks(dies, 2)[0]
     assert text.startswith("no rank can continue: rank 1 (process ")
     assert text.endswith(" has ended")
+    assert seconds < 60
+
+
+def end_as_host_of_the_store(rank, end):
+    """Rank 0, which hosts the store, is killed or stopped after the first batch."""
+    patience.shorten()
+    pids = torch.zeros(2, dtype=torch.int64)
+    pids[rank] = os.getpid()
+    dist.all_reduce(pids)
+    with make_loader(
+        Tokens(same), masks.causal, look_ahead=0, store_timeout=2, **OPTIONS
+    ) as loader:
+        if rank:
+            told = error_of_epoch(loader)
+            with suppress(ProcessLookupError):
+                os.kill(pids[0], signal.SIGKILL)
+            return told
+        batches = iter(loader)
+        next(batches)
+        os.kill(os.getpid(), end)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("end", "state"), [(signal.SIGKILL, "has ended"), (signal.SIGSTOP, "is stopped")]
+)
+def test_the_host_of_the_store_is_named_if_it_is_gone(end, state):
+    text, seconds = run_ranks(end_as_host_of_the_store, 2, end)[1]
+    assert text.startswith("rank 1: the store ")
+    assert re.search(rf"; rank 0 \(process \d+ on .*\) {state}$", text)
+    assert seconds < 60
+
+
+def stop_after_one_batch(rank):
+    patience.shorten()
+    patience.GONE = 1.0
+    pids = torch.zeros(2, dtype=torch.int64)
+    pids[rank] = os.getpid()
+    dist.all_reduce(pids)
+    with make_loader(Tokens(same), masks.causal, look_ahead=0, **OPTIONS) as loader:
+        if not rank:
+            told = error_of_epoch(loader)
+            os.kill(pids[1], signal.SIGKILL)
+            return told
+        batches = iter(loader)
+        next(batches)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return None
+
+
+def test_a_stopped_rank_is_named_once_it_is_silent_for_long():
+    text, seconds = run_ranks(stop_after_one_batch, 2)[0]
+    assert re.match(r"no rank can continue: rank 1 \(process \d+ on .* has sent no heartbeat", text)
     assert seconds < 60
 
 

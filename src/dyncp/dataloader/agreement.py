@@ -113,8 +113,8 @@ class Agreement(Alone):
             self._collector.start()
 
     def compare_settings(self, settings: Mapping[str, str]) -> None:
-        self.progress.wait("all ranks to make this loader")  # the training thread waits, and warns
-        self.progress.says("select", "they must make their loaders in the same order")
+        # The training thread waits, and warns.
+        self.progress.wait("all ranks to make this loader (loaders in the same order everywhere)")
         record = {"settings": dict(settings), "place": own_place()}
         self._peers.locate(self._conclude(record, self.progress.warn)["places"])
         self.progress.asked_at = None
@@ -124,12 +124,11 @@ class Agreement(Alone):
 
     def _conclude(self, record: Record, meanwhile: Callable[[], object] = lambda: None) -> Record:
         def look() -> None:
-            if late := self._look():
-                self.progress.says("deliver", "other ranks have not come this far")
-                self.progress.others = late
+            self.progress.others = self._look()
             meanwhile()
 
         self._write(record)
+        self.progress.says("deliver", "other ranks have not come this far")
         self._wait_for(self._key("verdict"), look)
         verdict = self._read_verdict()
         last = record.get("last", -1)

@@ -254,6 +254,7 @@ class LookAhead:
 
     def _next_update(self, first: int) -> SelectedUpdate | None:
         """Waits until the update that starts with batch `first` is within the look-ahead."""
+        self._progress.says("select")
         self._wait_until(lambda: first < self._progress.asked + self._depth)
         reads = "" if self._context.source.knows_lengths else ", reading samples for it"
         self._progress.says("select", f"filling batch {first}{reads}")
@@ -354,7 +355,6 @@ class LookAhead:
         """Waits until this rank has planned the batch, if it plans it."""
         self._progress.says("deliver", lambda: batch.doing)
         self._wait_until(lambda: batch.planned is not None or not batch.plans)
-        self._progress.says("deliver", f"reading samples of batch {batch.selection.number}")
         return batch
 
     # Between the threads

@@ -52,7 +52,7 @@ class LoaderTuning:
     num_workers: int = field(default=0, metadata={"least": 0} | NOT_COMPARED)
     window: int | None = field(default=None, metadata={"least": 1})
     plan_timeout: float = field(default=300.0, metadata=NOT_COMPARED)
-    store_timeout: float = field(default=300.0, metadata=NOT_COMPARED)
+    store_timeout: float = field(default=50.0, metadata=NOT_COMPARED)
     pin_memory: bool | None = field(default=None, metadata=NOT_COMPARED)
     cost: CostModel | None = field(default=None, metadata=NOT_COMPARED)
     plan_function: Callable[..., Any] = plan_batch

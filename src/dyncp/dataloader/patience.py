@@ -12,6 +12,7 @@ ABSENT = 3600.0  # for a rank that has not begun to make its loader; it may be p
 LINGER = 3.0  # so that other ranks can read the last verdict before this process ends
 PLAN_END = 1.0  # to finish plans that are being made when an iteration is closed
 JOIN = 10.0  # for threads of an iteration that is closed
+FATE = 0.5  # for a process whose connections are closed to end
 HURRY = 5.0  # for answers of the store when only clean-up is left
 WORKER_END = 5.0  # for workers to finish the samples that they are reading
 

@@ -97,6 +97,7 @@ class Peers:
         self._asked: dict[int, int] = {}  # of all ranks in training, at the last comparison
         self._warned_of: dict[int, int] = {}
         self._ended = threading.Event()
+        store.cause = self._cause
         self.store.set(self._key(ranks.process), self._own_beat())
         self._thread = threading.Thread(target=self._beat, name="dyncp-heartbeat", daemon=True)
         self._thread.start()
@@ -118,6 +119,7 @@ class Peers:
         end = monotonic() + (0.0 if self.ranks.process else patience.LINGER)
         while self.lingering and monotonic() < end and self.store.has(self.lingering):
             sleep(0.01)
+        self.lingering = ""
 
     def locate(self, places: Iterable[dict[str, Any]]) -> None:
         """Remembers where all processes run."""
@@ -127,6 +129,17 @@ class Peers:
         """The other processes of this node that have "ended" or are "stopped"."""
         places = list(self._places.items())  # another thread may learn of more
         return [p for p, place in places if p != self.ranks.process and _state(place) == state]
+
+    def _cause(self) -> str:
+        """Why the store may have failed: a process of this node that hosts it has ended (it closes
+        its connections a moment before) or is stopped."""
+        end = monotonic() + patience.FATE
+        while monotonic() < end:
+            for state, text in (("ended", "has ended"), ("stopped", "is stopped")):
+                if found := self.near(state):
+                    return f"{self._who(found[0])} {text}"
+            sleep(0.02)
+        return "the process that hosts it (rank 0, or torchrun's agent) may have ended"
 
     def knows_fate_of(self, processes: Collection[int]) -> bool:
         """Whether all of these processes run on this node."""
@@ -151,7 +164,9 @@ class Peers:
         """The ranks that process 0 waits for, and what they are doing."""
         if not self.ranks.process:
             return self.late
-        return str(self._read([0]).get(0, {}).get("late", ""))
+        beat = self._read([0]).get(0)
+        here = beat is not None and beat["iteration"] == self.progress.iteration
+        return str(beat["late"]) if beat and here else self._describe(0, beat)
 
     def _lost(self, process: int, beats: dict[int, Heartbeat], *, waits: bool) -> str:
         place, silent = self._places.get(process), self._silent(process)

@@ -343,6 +343,8 @@ class BatchPreparer:
 
     def _data(self, batch: BatchData, plan: RankPlan | Plan) -> tuple[dict[str, Any], int]:
         """This rank's local data, and its number of targets."""
+        text = f"reading samples of batch {batch.selection.number}"
+        self._agreement.progress.says("deliver", text)
         batch.read_ahead(local_sequences(plan))
         fields = self._config.token_fields
         rows: dict[str, Any] = local_rows(plan, batch.sample, batch.masks, fields)

@@ -5,7 +5,7 @@ Values are small and written in JSON; the parts of plans are bytes of any size."
 import json
 import queue
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
@@ -31,6 +31,7 @@ class SharedStore:
     def __init__(self, store: Any, prefix: str, rank: int, timeout: float) -> None:
         self._prefix, self._rank, self.timeout = prefix, rank, timeout
         self.broken: StoreError | None = None
+        self.cause: Callable[[], str] = lambda: ""  # why the store may have failed
         self._calls: queue.SimpleQueue[tuple[Future[Any], str, tuple[Any, ...]] | None]
         self._calls = queue.SimpleQueue()
         self._thread = threading.Thread(
@@ -104,7 +105,8 @@ class SharedStore:
             problem = f"failed at {what}: {str(error).partition(chr(10))[0]}"
             if isinstance(error, TimeoutError):
                 problem = f"did not answer {what} within {self.timeout:g} s"
-            self.broken = StoreError(f"rank {self._rank}: the store {problem}")
+            because = "; ".join(text for text in (problem, self.cause()) if text)
+            self.broken = StoreError(f"rank {self._rank}: the store {because}")
             raise self.broken from error
 
     def _run(self, store: Any) -> None:
