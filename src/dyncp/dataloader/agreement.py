@@ -127,8 +127,8 @@ class Agreement(Alone):
             self.progress.others = self._look()
             meanwhile()
 
-        self._write(record)
         self.progress.says("deliver", "other ranks have not come this far")
+        self._write(record)
         self._wait_for(self._key("verdict"), look)
         verdict = self._read_verdict()
         last = record.get("last", -1)
