@@ -7,7 +7,8 @@
 This process is rank 0 of 32 (4 nodes × 8). It plans every batch of 131,072 tokens alone; 32 ranks
 would plan round robin. A step prepares its plan and waits 0.3 s, as for a GPU (--busy: computes
 with one thread). The precomputed run takes the same prepared batches from a list, under the same
-load (--load: processes that keep a core busy).
+load (--load: processes that keep a core busy). Last, a single process takes batches of 8,192 tokens
+that are ready.
 """
 
 import argparse
@@ -152,6 +153,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with load_beside(args.load):
         measure(args)
+        measure_alone(args.steps)
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -180,6 +182,24 @@ def measure(args: argparse.Namespace) -> None:
     longer = times.mean - least
     print(f"\n{planners} planning processes; largest part of a rank: {part_bytes:,} bytes")
     print(f"without look-ahead a step takes {longer:.3f} s longer; a plan takes {plan:.3f} s")
+
+
+def measure_alone(steps: int) -> None:
+    """From `next()` to the data in a single process, when batches are ready."""
+    documents, times = Documents("ldc", 5), []
+    options = {"lengths": documents.lengths, "too_long": "truncate"}
+    with DCPDataLoader(documents, masks.causal, **options) as loader:
+        batches = iter(loader)
+        next(batches)
+        for _ in range(steps):
+            sleep(0.15)
+            start = perf_counter()
+            next(batches)
+            times.append(1e3 * (perf_counter() - start))
+    print(
+        f"one process, 8,192 tokens: next() takes {median(times):.2f} ms (p90 "
+        f"{np.percentile(times, 90):.2f}, largest {max(times):.2f})"
+    )
 
 
 if __name__ == "__main__":
