@@ -37,7 +37,6 @@ from dyncp import (
     masks,
     sum_gradients,
     sum_over_ranks,
-    undo_gradient_average,
 )
 from dyncp.integrations.transformers import attach
 
@@ -104,11 +103,8 @@ def train(sizes: tuple[int, ...], way: str, epochs: int = 1) -> Outcome:
     with DCPExecutor(mesh, timeout=60) as executor, loader:
         for data, plan in chain.from_iterable(repeat(loader, epochs)):
             loss = model(**data, dyncp_step=executor.prepare(plan)).loss
-            if way == "fsdp":
-                undo_gradient_average(loss, mesh).backward()
-            else:
-                loss.backward()
-                sum_gradients(model, mesh)
+            loss.backward()
+            sum_gradients(model, mesh)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(sum_over_ranks(loss.detach().double(), mesh).item())

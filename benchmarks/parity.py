@@ -46,7 +46,6 @@ from dyncp import (
     next_token_loss,
     sum_gradients,
     sum_over_ranks,
-    undo_gradient_average,
 )
 
 
@@ -204,12 +203,10 @@ def train_on_rank(case: Case, state: Any = None, steps: int | None = None) -> Ou
             if case.way == "fsdp":
                 run.set_requires_gradient_sync(micro + 1 == case.accumulation)
             loss = run(**data, dyncp_step=executor.prepare(plan)).loss
-            averaged = case.way in ("fsdp", "ddp")
-            (undo_gradient_average(loss) if averaged else loss).backward()
+            loss.backward()
             total += loss.detach()
             split += split_documents(plan)
-        if case.way not in ("fsdp", "ddp"):
-            sum_gradients(model)
+        sum_gradients(model)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(sum_over_ranks(total).item())

@@ -21,7 +21,7 @@ ATTACH, FUNCTIONS, LAYERS, TRAINER = (
     f"src/dyncp/integrations/transformers/{name}.py"
     for name in ("attach", "functions", "layers", "trainer")
 )
-GRADIENTS = "src/dyncp/training/gradients.py"
+GRADIENTS = "src/dyncp/gradients/sums.py"
 ONE, MANY, UNTESTED = (
     f"tests/integrations/test_{name}.py"
     for name in ("transformers", "transformers_ranks", "untested_models")
@@ -235,7 +235,7 @@ ERRORS = [
     Error(
         "Trainer averages losses over ranks",
         TRAINER,
-        "loss = undo_gradient_average(outputs.loss)",
+        "loss = times_ranks(outputs.loss)",
         "loss = outputs.loss",
         "tests/integrations/test_trainer.py",
         "two_ranks",
@@ -343,14 +343,6 @@ ERRORS = [
         "if False:",
         "tests/dataloader/test_loss.py",
         "summed_again",
-    ),
-    Error(
-        "an average over ranks that nobody undoes",
-        ATTACH,
-        "if gradient.item() == 1:",
-        "if False:",
-        MANY,
-        "nobody_undoes",
     ),
     Error(
         "ranks that resume at different positions go on",

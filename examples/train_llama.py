@@ -28,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from dyncp import DCPExecutor, masks, sum_over_ranks, undo_gradient_average
+from dyncp import DCPExecutor, masks, sum_gradients, sum_over_ranks
 from dyncp.integrations.transformers import attach
 
 SMALL = {
@@ -116,8 +116,9 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
             ids, step = data.pop("sample_ids"), executor.prepare(plan)
             model.set_requires_gradient_sync(micro + 1 == args.accumulate)
             loss = model(**data, dyncp_step=step).loss  # this rank's share
-            undo_gradient_average(loss).backward()
+            loss.backward()
             log.add(loss.item(), step.gather(ids[0]), plan, loader.metrics.last.stall_seconds)
+        sum_gradients(model)
         norm = clip_grad_norm_(model.parameters(), 1.0).full_tensor().item()
         optimizer.step()
         optimizer.zero_grad()

@@ -31,13 +31,14 @@ ALLOWED = {
     "planner": {"blocks", "placement", "schedule", "plan", "cost", "simulate", "topology"},
     "kernels": {"plan"},
     "transport": {"plan"},
-    "executor": {"plan", "kernels", "transport"},
+    "gradients": {"topology"},
+    "executor": {"plan", "kernels", "transport", "gradients", "topology"},
     "samples": {"masks", "blocks", "plan", "planner"},
     "dataloader": {"masks", "blocks", "cost", "plan", "planner", "samples", "topology"},
-    "training": {"samples", "dataloader"},
+    "losses": {"samples"},
     "integrations": {
         "masks", "blocks", "cost", "plan", "planner", "executor", "samples", "dataloader",
-        "training", "topology",
+        "gradients", "losses", "topology",
     },
     "calibrate": {
         "masks", "blocks", "plan", "verify", "planner", "cost", "simulate", "samplers", "topology",

@@ -37,13 +37,9 @@ if TYPE_CHECKING:
         StoreError,
     )
     from dyncp.executor import DCPAttn, DCPExecutor, Step, attention
+    from dyncp.gradients import sum_gradients, sum_over_ranks
+    from dyncp.losses import next_token_loss
     from dyncp.samples import SampleError, make_local_data
-    from dyncp.training import (
-        next_token_loss,
-        sum_gradients,
-        sum_over_ranks,
-        undo_gradient_average,
-    )
     from dyncp.transport import TransportError
     from dyncp.transport.distributed import Distributed
 
@@ -64,10 +60,9 @@ _LAZY = {
     "TransportError": "dyncp.transport",
     "attention": "dyncp.executor",
     "make_local_data": "dyncp.samples",
-    "next_token_loss": "dyncp.training",
-    "sum_gradients": "dyncp.training",
-    "sum_over_ranks": "dyncp.training",
-    "undo_gradient_average": "dyncp.training",
+    "next_token_loss": "dyncp.losses",
+    "sum_gradients": "dyncp.gradients",
+    "sum_over_ranks": "dyncp.gradients",
 }
 
 __all__ = [
@@ -109,7 +104,6 @@ __all__ = [
     "save_profile",
     "sum_gradients",
     "sum_over_ranks",
-    "undo_gradient_average",
 ]
 
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -157,3 +158,9 @@ def preset(name: str, nodes: int = 1, ranks_per_node: int | None = None) -> Topo
     base = PRESETS[name]
     ranks = base.ranks_per_node if ranks_per_node is None else ranks_per_node
     return replace(base, nodes=nodes, ranks_per_node=ranks, name=name)
+
+
+def data_dimensions(mesh: Any) -> list[str]:
+    """The dimensions of a mesh along which ranks have different tokens: dp... and "cp"."""
+    names = mesh.mesh_dim_names or ()
+    return [name for name in names if name == "cp" or name.startswith("dp")]

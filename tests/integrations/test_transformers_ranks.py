@@ -1,7 +1,5 @@
 """Transformers models on 4 gloo ranks have the losses and weights of one process."""
 
-import logging
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,7 +15,6 @@ from dyncp import (
     masks,
     sum_gradients,
     sum_over_ranks,
-    undo_gradient_average,
 )
 from dyncp.integrations.transformers import attach
 from hf_cases import plain_model, planned, whole_loss
@@ -113,7 +110,7 @@ def sharded(executor):
     part = plan.parts[dist.get_rank()]
     step = executor.prepare(part)
     loss = model(**make_local_data(samples, batch, part), dyncp_step=step).loss
-    undo_gradient_average(loss).backward()
+    loss.backward()
     return sum_over_ranks(loss.detach().double()).item(), all(x is step for x in seen), len(seen)
 
 
@@ -130,45 +127,3 @@ def test_branches_empty_ranks_experts_and_rescaled_rope_are_as_in_one_process():
     assert loss == pytest.approx(alone("llama")[0][0], rel=1e-2)
     assert untouched
     assert calls == 4  # two layers, and once more in backward
-
-
-class Kept(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.texts = []
-
-    def emit(self, record):
-        self.texts.append(record.getMessage())
-
-
-def averaged(rank):
-    """The warnings of a backward under DDP, FSDP and neither, if the average is undone or not."""
-    from torch.distributed.fsdp import fully_shard
-    from torch.nn.parallel import DistributedDataParallel
-
-    executor, found = DCPExecutor(timeout=60), {}
-    samples, batch, plan = planned(config_of("llama"), 0, 2)
-    part = plan.parts[rank]
-    data = make_local_data(samples, batch, part)
-    for wrap in (DistributedDataParallel, fully_shard, lambda model: model):
-        for undone in (True, False):
-            model = make_model("llama")
-            attach(model)
-            handler = Kept()
-            logger = logging.getLogger("dyncp.integrations.transformers")
-            logger.addHandler(handler)
-            loss = wrap(model)(**data, dyncp_step=executor.prepare(part)).loss
-            (undo_gradient_average(loss) if undone else loss).backward()
-            logger.removeHandler(handler)
-            found[wrap.__name__, undone] = handler.texts
-    return found
-
-
-def test_an_average_over_ranks_that_nobody_undoes_gives_a_warning():
-    found = run_ranks(averaged, 2, timeout=120)[0]
-    warned = {wrapper for (wrapper, undone), texts in found.items() if texts}
-    assert warned == {"DistributedDataParallel", "fully_shard"}
-    assert not any(texts for (_, undone), texts in found.items() if undone)
-    (text,) = found["DistributedDataParallel", False]
-    assert "DDP averages gradients over ranks" in text
-    assert "undo_gradient_average(loss).backward()" in text

@@ -38,7 +38,8 @@ def results_of_rank(rank):
         return gradient
 
     model.zero_grad()
-    names["undo_gradient_average"](plain(names["wrapped"](data, step), data)).backward()
+    plain(names["wrapped"](data, step), data).backward()
+    names["sum_gradients"](model)
     averaged = flat_gradients()
     plain(model(data, step), data).backward()
     names["sum_gradients"](model)
@@ -53,7 +54,7 @@ def test_the_page_runs_on_one_rank_and_on_two_with_equal_results(two_ranks):
         torch.testing.assert_close(torch.tensor(together), alone, rtol=1e-4, atol=0)
 
 
-def test_undoing_the_average_of_ddp_gives_summed_gradients(two_ranks):
+def test_gradients_are_summed_also_if_ddp_has_averaged_them(two_ranks):
     for _, averaged, summed in two_ranks:
         torch.testing.assert_close(torch.from_numpy(averaged), torch.from_numpy(summed))
         assert abs(summed).max() > 1e-3

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dyncp.checks import whole_number
-from dyncp.topology import Topology
+from dyncp.topology import Topology, data_dimensions
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,3 @@ def _of_mesh(mesh: Any) -> LoaderRanks:
         group_ranks=tuple(dist.get_process_group_ranks(mesh.get_group("cp"))),
         all_ranks=tuple(all_ranks),
     )
-
-
-def data_dimensions(mesh: Any) -> list[str]:
-    """The dimensions of a mesh along which ranks have different tokens: dp... and "cp"."""
-    names = mesh.mesh_dim_names or ()
-    return [name for name in names if name == "cp" or name.startswith("dp")]

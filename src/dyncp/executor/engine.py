@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dyncp.executor.graphs import DeviceStreams, Graphs, HostStreams, Streams
 from dyncp.executor.kernel_calls import style_of
+from dyncp.gradients import GradientCheck
 from dyncp.kernels import Kernel, RowOps
 from dyncp.plan import AttentionShape, KernelStyle
 from dyncp.transport import Transport
@@ -77,6 +78,7 @@ class Engine:
     ) -> None:
         self.kernel, self.transport, self.device = kernel, transport, device
         self.row_ops, self.alternative, self.check = row_ops, alternative, check
+        self.gradients: GradientCheck | None = None  # hears of every backward
         # Held during a call, since calls share memory and messages. Engines of one executor share
         # the lock.
         self.lock: threading.Lock = alternative.lock if alternative else threading.Lock()

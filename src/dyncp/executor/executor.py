@@ -16,8 +16,10 @@ from dyncp.executor.engine import HEADROOM, Engine
 from dyncp.executor.graphs import Graphs
 from dyncp.executor.step import PreparedPlan, Step
 from dyncp.executor.warm_up import MOST_RANGES, check_kernel, warm_up
+from dyncp.gradients import GradientCheck
 from dyncp.kernels import Kernel, RowOps, choose_kernel, choose_row_ops
 from dyncp.plan import AgreedPlan, AttentionShape, MemoryUse, Plan, RankPlan
+from dyncp.topology import data_dimensions
 from dyncp.transport import InProcess, Transport
 from dyncp.transport.distributed import Distributed, ranks_text
 
@@ -37,7 +39,8 @@ class DCPExecutor:
     `deterministic` requests a kernel that always computes the same bits. `row_ops` replaces the
     operations that move and merge rows, which otherwise depend on the device. `graphs` says whether
     the work between two communication points is captured and replayed as a CUDA graph: "auto" does
-    so on GPUs; "serial" does so without parallel streams, for profiling.
+    so on GPUs; "serial" does so without parallel streams, for profiling. `check_gradients` checks
+    in the first optimiser steps that gradients are sums over ranks and that weights are equal.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class DCPExecutor:
         timeout: float = 600.0,
         row_ops: RowOps | None = None,
         graphs: bool | str = "auto",
+        check_gradients: bool = True,
     ) -> None:
         chosen = [x for x in (group, transport, virtual_ranks) if x is not None]
         if len(chosen) > 1:
@@ -76,6 +80,9 @@ class DCPExecutor:
             other = Engine(triton, *shared, check=check)
         self.engine = Engine(self.kernel, *shared, alternative=other, check=check)
         self._owns_transport = transport is None
+        self._gradients = _gradient_check(group, self.transport) if check_gradients else None
+        for engine in self._engines():
+            engine.gradients = self._gradients
         self._latest: Step | None = None
         self._unused = UnusedSteps()
         self._ahead: OrderedDict[int, PreparedPlan] = OrderedDict()  # by id of the first part
@@ -143,6 +150,8 @@ class DCPExecutor:
         `with DCPExecutor(...) as executor:` calls it at the end."""
         self._latest = None
         self._ahead.clear()
+        if self._gradients is not None:
+            self._gradients.close()
         for engine in self._engines():
             engine.close()
         if self._owns_transport:
@@ -224,6 +233,20 @@ class DCPExecutor:
             batches = len({word[:16] for word in plans})
             what = "different batches" if batches > 1 else "different plans of the same batch"
             raise ValueError(f"ranks hold {what}: {held}")
+
+
+def _gradient_check(group: Any, transport: Transport) -> GradientCheck | None:
+    """The check of gradient sums over all ranks with different tokens; None if there is one rank,
+    or if they are unknown: the group may be one of several replicas."""
+    if not isinstance(transport, Distributed):
+        return None
+    if hasattr(group, "get_group"):
+        group = group._get_root_mesh()
+        known = group.size() if group.ndim == 1 or data_dimensions(group) else 0
+    else:
+        known = transport.num_ranks
+    ranks = dist.get_world_size()
+    return GradientCheck(group) if known == ranks > 1 else None
 
 
 def _default_device(group: Any, *, with_processes: bool) -> str:

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dyncp.dataloader import DCPDataLoader
+from dyncp.gradients import times_ranks
 from dyncp.integrations import check_processes
 from dyncp.integrations.transformers.functions import NAME
-from dyncp.training import undo_gradient_average
 
 SUPPORTED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")  # a single rank, or averaged gradients
 
@@ -94,5 +94,5 @@ class AcceleratorMixin:
                 "backward was called before prepare(model, optimizer, loader): gradients would not "
                 "be summed over ranks, or losses not scaled by the accumulated batches"
             )
-        whole = undo_gradient_average(loss) * self.gradient_accumulation_steps
+        whole = times_ranks(loss) * self.gradient_accumulation_steps
         super().backward(whole, **options)  # type: ignore[misc]

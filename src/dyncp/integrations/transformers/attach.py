@@ -10,16 +10,12 @@ mean and positions have no effect.
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from math import nan
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import pad
-from torch.nn.parallel import DistributedDataParallel
 
 from dyncp.blocks import AttentionShape, Batch
 from dyncp.cost import ModelConfig
@@ -43,12 +39,12 @@ from dyncp.integrations.transformers.layers import (
     model_masks,
     needs_largest_position,
 )
+from dyncp.losses import next_token_loss
 from dyncp.masks import causal
 from dyncp.plan import Layout
 from dyncp.planner import PlannerConfig, plan_batch
 from dyncp.samples import NO_TARGET, TARGET_FIELDS, make_local_data
 from dyncp.topology import Topology
-from dyncp.training import next_token_loss
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +94,6 @@ class Attached:
 
         self.model, self.config, self.dtype = model, config, dtype
         self.layers = layer_masks(config)
-        self._is_watched = False
         self._needs_largest = needs_largest_position(model)
         self._before_attach = model.config._attn_implementation
         AttentionInterface.register(NAME, attend)
@@ -193,8 +188,6 @@ class Attached:
         for name in ("logits", "last_hidden_state", "hidden_states"):
             if call.extra and output.get(name) is not None:
                 output[name] = _first_rows(output[name], call.rows)
-        if not (self._is_watched or torch.compiler.is_compiling()):
-            self._is_watched = _watch_average(model, output.get("loss"))
         return output
 
     def _add_auxiliary(self, output: Any, step: Step, positions: Tensor) -> None:
@@ -207,29 +200,6 @@ class Attached:
         share = auxiliary_share(output["router_logits"], chosen, step, positions)
         output["aux_loss"] = share
         output["loss"] = output["loss"] + self._coefficient * share
-
-
-def _watch_average(model: Any, loss: Tensor | None) -> bool:
-    """Makes backward warn if DDP or FSDP averages gradients over ranks and this was not undone: the
-    loss then has gradient 1. Returns False if there is no loss with gradients to watch yet."""
-    if loss is None or not loss.requires_grad:
-        return False
-    replicas: Any = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
-    if replicas is not None and replicas.process_group.size() > 1:
-        loss.register_hook(partial(_warn_of_average, "DDP"))  # type: ignore[no-untyped-call]
-    elif isinstance(model, FSDPModule) and dist.get_world_size() > 1:
-        loss.register_hook(partial(_warn_of_average, "FSDP"))  # type: ignore[no-untyped-call]
-    return True
-
-
-def _warn_of_average(wrapper: str, gradient: Tensor) -> None:
-    if gradient.item() == 1:
-        logger.warning(
-            "%s averages gradients over ranks, but losses under dyncp are shares of a sum: unless "
-            "you turned the average off, call undo_gradient_average(loss).backward() instead of "
-            "loss.backward()",
-            wrapper,
-        )
 
 
 def _check_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:

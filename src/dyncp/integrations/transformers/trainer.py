@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from dyncp.dataloader import DCPDataLoader
-from dyncp.dataloader.ranks import data_dimensions
 from dyncp.executor import DCPExecutor
+from dyncp.gradients import sum_over_ranks, times_ranks
 from dyncp.integrations import check_processes
 from dyncp.integrations.transformers.attach import Attached, attach
 from dyncp.samples.local_data import num_targets
-from dyncp.training import sum_over_ranks, undo_gradient_average
+from dyncp.topology import data_dimensions
 
 PLAN = "dyncp_plan"
 STATE_FILE = "dyncp_loader.json"
@@ -121,7 +121,7 @@ class TrainerMixin:
         """This rank's share of the step's loss, times the number of ranks, because Trainer averages
         over ranks: both the gradients and the logged loss are then those of the step."""
         outputs = self._run(model, inputs)
-        loss = undo_gradient_average(outputs.loss)
+        loss = times_ranks(outputs.loss)
         return (loss, outputs) if return_outputs else loss
 
     def _run(self, model: Any, inputs: dict[str, Any]) -> Any:
