@@ -21,7 +21,7 @@ ATTACH, FUNCTIONS, LAYERS, TRAINER = (
     f"src/dyncp/integrations/transformers/{name}.py"
     for name in ("attach", "functions", "layers", "trainer")
 )
-GRADIENTS = "src/dyncp/gradients/sums.py"
+GRADIENTS, GRADIENT_CHECK = "src/dyncp/gradients/sums.py", "src/dyncp/gradients/check.py"
 ONE, MANY, UNTESTED = (
     f"tests/integrations/test_{name}.py"
     for name in ("transformers", "transformers_ranks", "untested_models")
@@ -367,6 +367,70 @@ ERRORS = [
         "if count >= LAST or self._closing:",
         AGREE,
         "closes",
+    ),
+    Error(
+        "averages of DDP and FSDP are kept",
+        GRADIENTS,
+        "factor = 1.0 if sharded is None else sharded.divisor * covered / len(ranks)",
+        "factor = 1.0",
+        "tests/gradients/test_wrappers.py",
+        "every_wrapper",
+    ),
+    Error(
+        "gradients that were summed before are summed again",
+        GRADIENT_CHECK,
+        "if abs(ratio - 1) > SAME or stray > STRAY:",
+        "if False:",
+        "tests/gradients/test_check.py",
+        "double_sums",
+    ),
+    Error(
+        "averages that nobody makes sums of",
+        GRADIENT_CHECK,
+        "if wrong and self.looks == LOOKS and stray <= STRAY:",
+        "if False:",
+        "tests/gradients/test_check.py",
+        "averages",
+    ),
+    Error(
+        "sums that are missing",
+        GRADIENT_CHECK,
+        'self._compare("gradients", [_sums(_gradient(held)) for held in self._held])',
+        "pass",
+        "tests/gradients/test_check.py",
+        "missing_sums",
+    ),
+    Error(
+        "ranks begin with different weights",
+        GRADIENT_CHECK,
+        'self._compare("weights", [_sums(held.parameter) for held in self._held])',
+        "pass",
+        "tests/gradients/test_check.py",
+        "initial_weights",
+    ),
+    Error(
+        "Accelerate counts batches",
+        "src/dyncp/integrations/accelerate.py",
+        "if self._loader is None:\n            super()._do_sync()",
+        "if True:\n            super()._do_sync()",
+        "tests/integrations/test_accelerate.py",
+        "three_ranks",
+    ),
+    Error(
+        "Trainer counts the batches of the first epoch only",
+        TRAINER,
+        'options["steps_in_epoch"] = loader.remaining',
+        "pass",
+        "tests/integrations/test_trainer.py",
+        "incomplete_accumulation",
+    ),
+    Error(
+        "Trainer accumulates other batches than the loader",
+        TRAINER,
+        "if planned != steps:",
+        "if False:",
+        "tests/integrations/test_trainer.py",
+        "count_differently",
     ),
 ]
 

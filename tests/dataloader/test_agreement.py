@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from dyncp import Batch, BatchMismatch, PeerError, StoreError, Topology, masks, plan_batch
 from dyncp.dataloader import LoaderConfig, patience
-from dyncp.dataloader.agreement import Agreement, disagreement
+from dyncp.dataloader.agreement import Agreement, Alone, disagreement
 from dyncp.dataloader.batching import SelectedBatch
 from dyncp.dataloader.peers import Peers, Progress
 from dyncp.dataloader.prepare import BatchData, BatchPreparer, LoaderContext, MaskMaker
@@ -187,18 +187,18 @@ def test_parts_of_another_rank_are_refused():
     config = LoaderConfig(lengths=[40])
     source = open_source([{"input_ids": [0] * 40}], config.samples)
 
-    class Given:
+    class Given(Alone):
         """Has rank 0's part for everyone."""
 
         def part(self, selection):
             return ABOUT, plan.encoded_parts[0]
 
     context = LoaderContext(config, RANKS[0], source, MaskMaker(masks.causal), None)
-    BatchPreparer(context, Given())._prepare(BatchData(context, selection))
+    BatchPreparer(context, Given(Progress(0)))._prepare(BatchData(context, selection))
     context = LoaderContext(config, RANKS[1], source, MaskMaker(masks.causal), None)
     batch = BatchData(context, SelectedBatch(4, selection.entries, selection.end))
     with pytest.raises(PeerError, match="has the part of rank 0 of 2, not the part of rank 1 of 2"):
-        BatchPreparer(context, Given())._prepare(batch)
+        BatchPreparer(context, Given(Progress(0)))._prepare(batch)
 
 
 # Comparing records

@@ -119,3 +119,20 @@ def test_ranks_get_their_own_parts_of_the_same_plan():
     assert [rank for rank, _, _ in results] == [0, 1]
     assert results[0][1] == results[1][1]
     assert results[0][2] + results[1][2] == 37
+
+
+def test_the_last_batch_of_an_optimiser_step_is_told_also_at_the_end_and_after_resuming():
+    options = {"tokens_per_batch": 30, "accumulation_steps": 2, "window": 1, "num_planners": 0}
+    samples = [{"input_ids": list(range(20))} for _ in range(5)]
+    with make_loader(samples, masks.causal, **options) as loader:
+        ends, states, left = [], [], []
+        for _ in loader:
+            ends.append(loader.completes_update)
+            states.append(loader.state_dict())
+        assert ends == [False, True, False, True, True]
+        for state in states:
+            loader.load_state_dict(state)
+            left.append(loader.remaining)
+        loader.load_state_dict(states[2])
+        assert [loader.completes_update for _ in loader] == [True, True]
+        assert (left, loader.remaining) == ([4, 3, 2, 1, 0], 5)

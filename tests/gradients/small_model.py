@@ -46,7 +46,7 @@ class Model(nn.Module):
 def train(executor, model, *, group=None, reduce=sum_gradients, clip=1e9, accumulation=1, **more):
     """Trains `steps=3` steps with gradients reduced by `reduce(model, group)`; returns their norms.
     `times=` multiplies losses; `set_sync(model, last)` is called before every backward."""
-    optimizer, norms, done = torch.optim.SGD(model.parameters(), lr=0.1), [], 0
+    optimizer, norms, done = torch.optim.SGD(model.parameters(), lr=more.get("rate", 0.1)), [], 0
     options = {"virtual_ranks": executor.num_ranks} if len(executor.transport.ranks) > 1 else {}
     loader = make_loader(
         SAMPLES, masks.causal, model=SHAPE, tokens_per_batch=60, num_planners=0, group=group,

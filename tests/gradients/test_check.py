@@ -91,6 +91,7 @@ def mistakes(rank):
     of_grid = {"executor": replicas, "group": grid}
     attempt("right", Model())
     attempt("forgotten", Model(), reduce=forget)
+    attempt("forgotten while warming up", Model(), reduce=forget, rate=0.0)
     attempt("some forgotten", Model(), reduce=sum_some)
     attempt("replicas forgotten", Model(), reduce=sum_over_plan_only, **of_grid)
     attempt("DDP over a part", over_cp(Model()), reduce=forget, **of_grid)
@@ -117,7 +118,10 @@ def test_a_right_loop_is_left_alone(told):
 
 def test_missing_sums_are_errors_on_all_ranks(told):
     for of in told:
-        for name in ("forgotten", "some forgotten", "DDP over a part", "FSDP over a part"):
+        for name in (
+            "forgotten", "forgotten while warming up", "some forgotten", "DDP over a part",
+            "FSDP over a part",
+        ):  # fmt: skip
             assert "its gradients were not summed over all ranks; call sum_gradients(mo" in of[name]
         assert "sum_gradients(model, mesh)" in of["replicas forgotten"]
 

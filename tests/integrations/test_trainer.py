@@ -13,7 +13,7 @@ pytest.importorskip("accelerate", reason="the extra transformers is not installe
 from accelerate.state import AcceleratorState  # noqa: E402
 from benchmarks.parity_models import documents, make_model  # noqa: E402
 
-from dyncp import LoaderTuning, PlannerConfig, masks  # noqa: E402
+from dyncp import DCPExecutor, LoaderTuning, PlannerConfig, masks  # noqa: E402
 from dyncp.integrations.transformers.trainer import TrainerMixin  # noqa: E402
 from processes import run_ranks  # noqa: E402
 
@@ -28,7 +28,7 @@ class DynamicTrainer(TrainerMixin, transformers.Trainer):
     pass
 
 
-def trainer_of(folder, **options):
+def trainer_of(folder, count=24, window=None, **options):
     args = transformers.TrainingArguments(
         output_dir=folder,
         use_cpu=True,
@@ -45,14 +45,14 @@ def trainer_of(folder, **options):
         average_tokens_across_devices=False,
         **options,
     )
-    samples = documents(24, longest=150)
+    samples = documents(count, longest=150)
     return DynamicTrainer(
         make_model("gemma3"),
         args,
         train_dataset=samples,
         eval_dataset=samples[:7],
         mask_fn=masks.causal,
-        loader_options=OPTIONS,
+        loader_options=OPTIONS | {"tuning": LoaderTuning(num_planners=0, window=window)},
     )
 
 
@@ -91,6 +91,47 @@ def test_two_ranks_train_as_one_and_resume_from_a_checkpoint(tmp_path):
     trainer = trainer_of(str(tmp_path / "two"))
     resumed = outcome_of(trainer, resume_from_checkpoint=str(tmp_path / "two" / "checkpoint-3"))
     check(resumed, wanted)
+
+
+def test_an_incomplete_accumulation_at_the_end_of_an_epoch_is_a_step_of_its_own(tmp_path):
+    """The second epoch has another number of batches than the first one."""
+    options = {"count": 32, "window": 1, "data_seed": 5}
+    losses, weights, _, _ = outcome_of(trainer_of(str(tmp_path), max_grad_norm=0.0, **options))
+    trainer = trainer_of(str(tmp_path), **options)
+    loader, model, wanted = trainer.get_train_dataloader().loader, trainer.model, []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    executor, numbers = DCPExecutor(), []
+    for _ in range(2):
+        batches, total = list(loader), 0.0
+        numbers.append(len(batches))
+        for number, (data, plan) in enumerate(batches, start=1):
+            loss = model(**data, dyncp_step=executor.prepare(plan)).loss
+            loss.backward()
+            total += loss.item()
+            if number % 2 == 0 or number == len(batches):
+                optimizer.step()
+                optimizer.zero_grad()
+                wanted.append(total)
+                total = 0.0
+    assert numbers == [6, 5]
+    assert losses == pytest.approx(wanted, rel=1e-5)
+    for got, parameter in zip(weights, model.parameters(), strict=True):
+        expected = parameter.detach().numpy()
+        assert abs(got - expected).max() <= 1e-4 * abs(expected).max()
+
+
+def test_accumulation_that_trainer_and_loader_count_differently_is_refused(tmp_path):
+    args = transformers.TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, gradient_accumulation_steps=2, max_steps=2
+    )
+    model = make_model("llama")
+    with pytest.raises(ValueError, match="accumulation_steps=1 and TrainingArguments gradient_acc"):
+        DynamicTrainer(model, args, mask_fn=masks.causal, loader_options={"accumulation_steps": 1})
+    stream = (sample for sample in documents(4))
+    options = {"loader_options": {"shuffle": False}}
+    trainer = DynamicTrainer(model, args, train_dataset=stream, mask_fn=masks.causal, **options)
+    with pytest.raises(ValueError, match="pass loader_options lengths= or drop_last=True"):
+        trainer.get_train_dataloader()
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,7 @@ class DCPDataLoader:
             config, ranks, source, mask_maker, planned, processes, executor
         )
         self._position, self._resuming = Position(), False
+        self._completes_update = False
         self._counted: dict[Any, int] = {}  # the result of the latest `len`, by what it depends on
         self._running: list[LookAhead] = []  # the running iteration, if any
         self._resources = (*processes, source, self._together)
@@ -146,6 +147,12 @@ class DCPDataLoader:
     @property
     def epoch(self) -> int:
         return self._position.epoch
+
+    @property
+    def completes_update(self) -> bool:
+        """Whether the batch that was yielded last is the last one of its optimiser step: of
+        `accumulation_steps` batches, or of fewer at the end of an epoch."""
+        return self._completes_update
 
     @property
     def planning_pids(self) -> list[int]:
@@ -181,6 +188,13 @@ class DCPDataLoader:
                 self._counted = {key: self._selector(by_lengths).num_batches(start)}
         return self._counted[key]
 
+    @property
+    def remaining(self) -> int:
+        """Number of batches that the next iteration yields: `len`, or the rest of an epoch if a
+        state within it has just been loaded."""
+        done = self._position.batches if self._resuming else 0
+        return len(self) - done // self.ranks.num_replicas
+
     def __iter__(self) -> Iterator[Batch]:
         """Starts at the beginning of the epoch, or at a state that has just been loaded. Ends a
         running iteration: there is one at a time."""
@@ -206,6 +220,7 @@ class DCPDataLoader:
             while (prepared := look_ahead.take()) is not None:
                 self.metrics.record(prepared.record)
                 self._position, self._resuming = prepared.end, False
+                self._completes_update = prepared.completes
                 yield prepared.data, prepared.plan
             if self._position.started:
                 self._position = self._position.next_epoch(self._position.epoch + 1)

@@ -244,7 +244,8 @@ class BatchRecord:
 @dataclass(frozen=True, eq=False)
 class PreparedBatch:
     """A batch that is ready for training. `targets` is the number of targets of this rank,
-    `compared` is what must be equal on all members of the replica."""
+    `compared` is what must be equal on all members of the replica. `completes` says that it is the
+    last one of its update."""
 
     data: dict[str, Any]
     plan: RankPlan | Plan
@@ -252,6 +253,7 @@ class PreparedBatch:
     record: BatchRecord
     targets: int
     compared: Record
+    completes: bool = False
 
 
 class BatchPreparer:
@@ -293,7 +295,12 @@ class BatchPreparer:
         items = verdict["targets"] if update.known_items is None else update.known_items
         divisor = {"num_items_in_batch": loss_divisor(items)}
         return [
-            replace(one, data=one.data | divisor, end=replace(one.end, items=items))
+            replace(
+                one,
+                data=one.data | divisor,
+                end=replace(one.end, items=items),
+                completes=one is prepared[-1],
+            )
             for one in prepared
         ]
 

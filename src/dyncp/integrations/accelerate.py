@@ -32,6 +32,7 @@ class AcceleratorMixin:
     distributed_type: Any
     parallelism_config: Any
     gradient_accumulation_steps: int
+    gradient_state: Any
     num_processes: int
     _models: list[Any]
 
@@ -69,7 +70,12 @@ class AcceleratorMixin:
                 f"prepare got {type(given).__name__} with attention {own!r}: call attach(model) "
                 "first"
             )
-        if isinstance(given, DCPDataLoader):
+        if isinstance(given, DCPDataLoader) and not given.config.evaluation:
+            if self._loader is not None and self._loader is not given:
+                raise ValueError(
+                    "prepare got a second training loader; Accelerate accumulates the batches of "
+                    "one. Pass evaluation=True to loaders for evaluation"
+                )
             steps, planned = self.gradient_accumulation_steps, given.config.accumulation_steps
             if planned != steps:
                 raise ValueError(
@@ -83,6 +89,14 @@ class AcceleratorMixin:
         prepared: Any = super().prepare_scheduler(scheduler)  # type: ignore[misc]
         prepared.split_batches = True
         return prepared
+
+    def _do_sync(self) -> None:
+        """Lets the loader decide when an optimiser step ends: counting batches, as Accelerate does,
+        would misplace the incomplete one at the end of an epoch, and those after it."""
+        if self._loader is None:
+            super()._do_sync()  # type: ignore[misc]
+        else:
+            self.gradient_state._set_sync_gradients(self._loader.completes_update)
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Backward of a rank's share of the loss, as returned by attached models and

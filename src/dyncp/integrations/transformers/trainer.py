@@ -9,6 +9,7 @@ trainer = DynamicTrainer(model, args, train_dataset=samples, mask_fn=masks.causa
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,8 @@ class Batches:
         return len(self.loader)
 
     def set_epoch(self, epoch: int) -> None:
-        self.loader.set_epoch(epoch)
+        """Nothing: after an epoch the loader is at the next one, and may have resumed in another
+        one than Trainer has counted."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for local_data, plan in self.loader:
@@ -75,10 +77,12 @@ class TrainerMixin:
         **options: Any,
     ) -> None:
         _check_mesh((loader_options or {}).get("group"))
+        _check_accumulation(args, loader_options or {})
         _check_arguments(args, options)
         self._attached = attach(model) if attached is None else attached
         self._mask_fn, self._loader_options = mask_fn, dict(loader_options or {})
         self._batches: Batches | None = None
+        self._epoch = 0  # in which the loader began the running epoch
         super().__init__(model, args, **options)  # type: ignore[call-arg]
         self.loss_is_scaled_for_ga = True  # accumulation is part of num_items_in_batch
         check_processes("Trainer", self.accelerator.num_processes)
@@ -92,6 +96,7 @@ class TrainerMixin:
                 "seed": self.args.seed if self.args.data_seed is None else self.args.data_seed,
             }
             self._batches = self._make_batches(self.train_dataset, defaults | self._loader_options)
+            _check_length(self._batches, self.args.gradient_accumulation_steps)
         return self._batches
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Batches:
@@ -161,17 +166,28 @@ class TrainerMixin:
             file.write_text(json.dumps(self._batches.loader.state_dict()), encoding="utf-8")
 
     def _run_epoch(self, **options: Any) -> None:
-        """Resumes an epoch at the loader's saved state, instead of skipping batches one by one."""
-        skipped = options["steps_trained_in_current_epoch"]
-        folder = options["resume_from_checkpoint"]
-        if folder is not None and options["epoch"] == options["epochs_trained"]:
-            batches = self.get_train_dataloader()
+        """Gives Trainer this epoch's number of batches: it has counted those of the first one, and
+        others may have more or fewer. Resumes an epoch at the loader's saved state, instead of
+        skipping batches one by one."""
+        loader, folder = self.get_train_dataloader().loader, options["resume_from_checkpoint"]
+        if options["epoch"] == options["epochs_trained"] and folder is None:
+            loader.set_epoch(options["epoch"])
+        elif options["epoch"] == options["epochs_trained"]:
             text = (Path(folder) / STATE_FILE).read_text(encoding="utf-8")
-            batches.loader.load_state_dict(json.loads(text))
+            loader.load_state_dict(json.loads(text))
+            skipped = options["steps_trained_in_current_epoch"]
             options["steps_trained_in_current_epoch"] = 0
             options["steps_in_epoch"] -= skipped
-            done = skipped // self.args.gradient_accumulation_steps
-            options["num_update_steps_per_epoch"] -= done
+        else:
+            loader.set_epoch(self._epoch + 1)  # Trainer does not iterate to the end
+        self._epoch = loader.epoch
+        with suppress(TypeError):  # the number of batches is unknown, see `_check_length`
+            if not loader.remaining:  # saved after the last batch of an epoch
+                loader.set_epoch(loader.epoch + 1)
+                self._epoch = loader.epoch
+            options["steps_in_epoch"] = loader.remaining
+            steps = -(-loader.remaining // self.args.gradient_accumulation_steps)
+            options["num_update_steps_per_epoch"] = steps
         super()._run_epoch(**options)  # type: ignore[misc]
 
 
@@ -184,6 +200,33 @@ def _check_mesh(mesh: Any) -> None:
                 "tokens, but Trainer assumes that all processes have different tokens; use only "
                 "dimensions dp... and 'cp', or write your own loop (docs/parallelism.md)"
             )
+
+
+def _check_accumulation(args: Any, options: Mapping[str, Any]) -> None:
+    steps = args.gradient_accumulation_steps
+    planned = options.get("accumulation_steps", steps)
+    if planned != steps:
+        raise ValueError(
+            f"loader_options have accumulation_steps={planned} and TrainingArguments "
+            f"gradient_accumulation_steps={steps}: losses would be divided by the targets of "
+            f"{planned} batches, and {steps} be accumulated. Leave out accumulation_steps"
+        )
+
+
+def _check_length(batches: "Batches", steps: int) -> None:
+    """Raises ValueError if an epoch may end with an incomplete optimiser step where Trainer does
+    not see it."""
+    config = batches.loader.config
+    if steps == 1 or config.drop_last:
+        return
+    try:
+        len(batches)
+    except TypeError as error:
+        raise ValueError(
+            f"Trainer accumulates {steps} batches, and the number of batches of an epoch is "
+            "unknown, so it would keep the gradients of an incomplete last step for the next "
+            "epoch; pass loader_options lengths= or drop_last=True"
+        ) from error
 
 
 def _check_arguments(args: Any, options: Mapping[str, Any]) -> None:
