@@ -71,9 +71,8 @@ def shard_weights(model: Any, device: torch.device) -> None:
     """Applies FSDP2 to every layer, and recomputes activations in backward."""
     model.gradient_checkpointing_enable({"use_reentrant": False})
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh)
 
 
 class Checkpoint:
@@ -110,14 +109,15 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     batches = chain.from_iterable(repeat(loader))  # epoch after epoch
     while run.steps < args.steps:
         start, sent, log = perf_counter(), executor.transport.bytes_sent, StepLog()
-        for micro in range(args.accumulate):
-            data, plan = next(batches)
-            data = {name: value.to(device, non_blocking=True) for name, value in data.items()}
+        for local_data, plan in batches:
+            data = {name: x.to(device, non_blocking=True) for name, x in local_data.items()}
             ids, step = data.pop("sample_ids"), executor.prepare(plan)
-            model.set_requires_gradient_sync(micro + 1 == args.accumulate)
+            model.set_requires_gradient_sync(loader.completes_update)
             loss = model(**data, dyncp_step=step).loss  # this rank's share
             loss.backward()
             log.add(loss.item(), step.gather(ids[0]), plan, loader.metrics.last.stall_seconds)
+            if loader.completes_update:
+                break
         sum_gradients(model)
         norm = clip_grad_norm_(model.parameters(), 1.0).full_tensor().item()
         optimizer.step()
@@ -144,10 +144,9 @@ class StepLog:
     def add(self, loss: float, ids: list[torch.Tensor], plan: Any, stall: float) -> None:
         self.loss, self.stall = self.loss + loss, self.stall + stall
         self.imbalance = max(self.imbalance, plan.balance.compute_max_over_mean)
-        self.documents += [int(of_tokens[0]) for of_tokens in ids]  # places in the dataset
+        self.documents += [int(of_tokens[0]) for of_tokens in ids]
         self.tokens += int(plan.lengths.sum())
-        holders = zip(plan.blocks.sequence.tolist(), plan.blocks.owner.tolist(), strict=True)
-        self.pieces += len(set(holders))  # a document on three ranks has three
+        self.pieces += len(set(plan.blocks.sequence * plan.num_ranks + plan.blocks.owner))
 
     def write(self, measured: dict[str, float], path: Path | None) -> None:
         row = vars(self) | measured
