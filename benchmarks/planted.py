@@ -28,6 +28,8 @@ ONE, MANY, UNTESTED = (
 )
 
 
+TARGETS, SEEN = "src/dyncp/samples/targets.py", "tests/samples/test_seen_targets.py"
+CHECKS, CHECKED = "src/dyncp/samples/checks.py", "tests/samples/test_checks.py"
 AGREEMENT, AGREE = "src/dyncp/dataloader/agreement.py", "tests/dataloader/test_agreement.py"
 
 
@@ -194,7 +196,7 @@ ERRORS = [
     ),
     Error(
         "a batch without targets gives NaN",
-        "src/dyncp/samples/local_data.py",
+        "src/dyncp/samples/targets.py",
         "torch.tensor(max(1, targets))",
         "torch.tensor(targets)",
         ONE,
@@ -267,15 +269,15 @@ ERRORS = [
     Error(
         "labels are shifted inside a rank",
         ATTACH,
-        'if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:',
-        "if False:",
+        'if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None and',
+        "if False and",
         ONE,
         "calls_that and labels",
     ),
     Error(
         "means over a rank's own targets",
         ATTACH,
-        'if kwargs.get("shift_labels") is not None and kwargs.get("num_items_in_batch") is None:',
+        'if trained and kwargs.get("num_items_in_batch") is None:',
         "if False:",
         ONE,
         "calls_that and mean",
@@ -431,6 +433,125 @@ ERRORS = [
         "if False:",
         "tests/integrations/test_trainer.py",
         "count_differently",
+    ),
+    Error(
+        "tokens train on targets that they see",
+        TARGETS,
+        "& (token != target)\n    if not seen.any():",
+        "& False\n    if not seen.any():",
+        SEEN,
+        "see_their_target",
+    ),
+    Error(
+        "tokens see targets through another token",
+        "src/dyncp/masks/targets.py",
+        "seen[rest] = _attends_a_reader(ranges, token[rest], target[rest])",
+        "pass",
+        SEEN,
+        "loses_all",
+    ),
+    Error(
+        "labels that tokens see",
+        TARGETS,
+        "if has_own and seen.any():",
+        "if False:",
+        SEEN,
+        "refused",
+    ),
+    Error(
+        "samples without any target left",
+        TARGETS,
+        "if seen.all() and len(seen):",
+        "if False:",
+        SEEN,
+        "loses_all",
+    ),
+    Error(
+        "labels equal to inputs in place",
+        TARGETS,
+        "torch.equal(ids, labels)",
+        "False",
+        SEEN,
+        "masked",
+    ),
+    Error(
+        "trees without their branches in shift_labels",
+        "src/dyncp/samples/local_data.py",
+        'del data["shift_labels"]',
+        "pass",
+        SEEN,
+        "several_targets",
+    ),
+    Error(
+        "advantages by row instead of by target",
+        "src/dyncp/executor/row_moves.py",
+        "return whole[_target_tokens(parts[0], data).to(whole.device)]",
+        'return whole[data["target_rows"][0]]',
+        "tests/executor/test_shard.py",
+        "by_target",
+    ),
+    Error(
+        "a collate that loses the fingerprint",
+        "src/dyncp/dataloader/prepare.py",
+        'data["batch_fingerprint"] = fingerprint_tensor(plan.fingerprint)',
+        "pass",
+        "tests/dataloader/test_sample_data.py",
+        "identifies",
+    ),
+    Error(
+        "a model that is called without the fingerprint",
+        "src/dyncp/integrations/__init__.py",
+        "    if batch is None:",
+        "    if batch is None:\n        return\n    if False:",
+        ONE,
+        "calls_that and fingerprint",
+    ),
+    Error(
+        "a collate that changes the number of targets",
+        "src/dyncp/dataloader/prepare.py",
+        "targets = 0 if batch.selection.filler else num_targets(data)",
+        "pass",
+        "tests/dataloader/test_sample_data.py",
+        "counted_after",
+    ),
+    Error(
+        "labels that are shifted",
+        CHECKS,
+        "_check_shift(ids, labels, number)",
+        "pass",
+        CHECKED,
+        "name",
+    ),
+    Error("a mask of the loss is ignored", CHECKS, "if found and", "if False and", CHECKED, "name"),
+    Error(
+        "labels in some samples only",
+        CHECKS,
+        "elif self._first[1] != has:",
+        "elif False:",
+        CHECKED,
+        "some_samples",
+    ),
+    Error(
+        "ranks that read labels, and ranks that read none",
+        "src/dyncp/samples/source.py",
+        "if self._sampler is None and isinstance(sample, Mapping):",
+        "if False:",
+        CHECKED,
+        "ranks_that",
+    ),
+    Error(
+        "padding that nothing marks", CHECKS, "if RUN <= run", "if False and run", CHECKED, "marks"
+    ),
+    Error(
+        "packed positions", CHECKS, "if len(starts) and not", "if False and not", CHECKED, "packed"
+    ),
+    Error(
+        "positions beyond the model's",
+        CHECKS,
+        "if self._limits.learned:",
+        "if False:",
+        CHECKED,
+        "does_not_have",
     ),
 ]
 

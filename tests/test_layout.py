@@ -33,7 +33,7 @@ ALLOWED = {
     "transport": {"plan"},
     "gradients": {"topology"},
     "executor": {"plan", "kernels", "transport", "gradients", "topology"},
-    "samples": {"masks", "blocks", "plan", "planner"},
+    "samples": {"masks", "blocks", "cost", "plan", "planner"},
     "dataloader": {"masks", "blocks", "cost", "plan", "planner", "samples", "topology"},
     "losses": {"samples"},
     "integrations": {

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     )
     from dyncp.executor import DCPAttn, DCPExecutor, Step, attention
     from dyncp.gradients import sum_gradients, sum_over_ranks
-    from dyncp.losses import next_token_loss
+    from dyncp.losses import next_token_loss, target_log_probs
     from dyncp.samples import SampleError, make_local_data
     from dyncp.transport import TransportError
     from dyncp.transport.distributed import Distributed
@@ -63,6 +63,7 @@ _LAZY = {
     "next_token_loss": "dyncp.losses",
     "sum_gradients": "dyncp.gradients",
     "sum_over_ranks": "dyncp.gradients",
+    "target_log_probs": "dyncp.losses",
 }
 
 __all__ = [
@@ -104,6 +105,7 @@ __all__ = [
     "save_profile",
     "sum_gradients",
     "sum_over_ranks",
+    "target_log_probs",
 ]
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from dyncp.samples.local_data import TARGET_FIELDS
+from dyncp.samples import TARGET_FIELDS
 
 
 def next_token_loss(logits: Tensor, local_data: Mapping[str, Tensor]) -> Tensor:
@@ -17,12 +17,25 @@ def next_token_loss(logits: Tensor, local_data: Mapping[str, Tensor]) -> Tensor:
     `logits` are [..., rows, vocabulary]; 16-bit logits are converted to fp32. Tokens with several
     targets (`masks.prefix_tree`) train on each of them.
     """
-    rows = logits.flatten(0, -2)
-    wide = torch.promote_types(rows.dtype, torch.float32)
     if "target_rows" in local_data:
-        row, label, weight = (local_data[name].flatten() for name in TARGET_FIELDS[:3])
-        losses = cross_entropy(rows[row].to(wide), label, reduction="none") * weight
+        losses = -target_log_probs(logits, local_data) * local_data["target_weights"].flatten()
     else:
-        label = local_data["shift_labels"].flatten()
-        losses = cross_entropy(rows.to(wide), label, reduction="none")
+        rows, label = _wide(logits.flatten(0, -2)), local_data["shift_labels"].flatten()
+        losses = cross_entropy(rows, label, reduction="none")
     return losses.sum() / local_data["num_items_in_batch"]
+
+
+def target_log_probs(logits: Tensor, local_data: Mapping[str, Tensor]) -> Tensor:
+    """The log-probability of each target of this rank's rows, `[targets]`: of local data made with
+    `list_targets=True`, or of a batch whose tokens have several targets."""
+    if "target_rows" not in local_data:
+        raise ValueError(
+            "these local data do not list their targets; make them with make_local_data(..., "
+            "list_targets=True)"
+        )
+    row, label = (local_data[name].flatten() for name in TARGET_FIELDS[:2])
+    return -cross_entropy(_wide(logits.flatten(0, -2)[row]), label, reduction="none")
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

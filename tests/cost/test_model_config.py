@@ -82,7 +82,9 @@ def test_gpt2_has_other_names_and_a_plain_mlp() -> None:
     model = ModelConfig.of(
         {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
     )
-    assert model == ModelConfig(768, 12, 3072, 50257, 12, 12, 64, mlp_matrices=2)
+    assert model == ModelConfig(
+        768, 12, 3072, 50257, 12, 12, 64, mlp_matrices=2, learned_positions=True
+    )
     assert model.flops_per_token(FORWARD) / 2 == pytest.approx(124e6, rel=0.01)  # tied embedding
 
 

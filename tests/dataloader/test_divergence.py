@@ -65,18 +65,21 @@ def later_by_rank(index, length):
     return by_rank(index, length) if index == 6 else same(index, length)
 
 
+NARROW = masks.sliding_window(window=2)
+
+
 def augmented(index, length):
     return torch.randint(0, 1000, (length,))
 
 
-def causal_or_full(sample):
-    own = masks.full if dist.get_rank() and len(sample["input_ids"]) == 33 else masks.causal
-    return own(sample)
+def causal_or_narrow(sample):
+    differs = dist.get_rank() and len(sample["input_ids"]) == 33
+    return (NARROW if differs else masks.causal)(sample)
 
 
-def causal_or_full_lambda():
+def causal_or_narrow_lambda():
     rank = dist.get_rank()
-    return lambda sample: masks.full(sample) if rank else masks.causal(sample)
+    return lambda sample: NARROW(sample) if rank else masks.causal(sample)
 
 
 def outcome(make, act=list):
@@ -109,9 +112,9 @@ def read_differently(rank):
         "shared": error(Tokens(later_by_rank), **lengths),
         "all read": error(Tokens(later_by_rank)),
         "stream": error(Stream(by_rank)),
-        "masks": error(Tokens(same), causal_or_full, **lengths),
-        "masks, all read": error(Tokens(same), causal_or_full),
-        "lambdas": error(Tokens(same), causal_or_full_lambda(), **lengths),
+        "masks": error(Tokens(same), causal_or_narrow, **lengths),
+        "masks, all read": error(Tokens(same), causal_or_narrow),
+        "lambdas": error(Tokens(same), causal_or_narrow_lambda(), **lengths),
         "accumulation": error(Tokens(same), accumulation_steps=1 + rank),
         "raised": error(Tokens(same), seed=-rank),
     }

@@ -69,7 +69,7 @@ def test_virtual_ranks_yield_whole_plans():
 def test_masks_may_differ_between_samples_and_have_names():
     def mask_fn(sample):
         length = len(sample["input_ids"])
-        own = masks.full(length) if length < 6 else masks.causal(length)
+        own = masks.block_causal(length, chunk=2) if length < 6 else masks.causal(length)
         return {"default": own, "local": masks.sliding_window(length, window=2)}
 
     ((_, plan),) = make_loader(SAMPLES, mask_fn)

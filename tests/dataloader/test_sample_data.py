@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import Dataset
 
 from dyncp import DCPDataLoader, PlannerConfig, masks
+from dyncp.samples.local_data import fingerprint_tensor
 from processes import run_ranks
 
 pytestmark = pytest.mark.usefixtures("plans_here")
@@ -50,6 +51,27 @@ def test_collate_adds_what_it_likes():
     assert data["num_items_in_batch"] == sum(LENGTHS) - 6
 
 
+def test_a_collate_that_drops_fields_does_not_drop_what_identifies_the_batch():
+    def collate(data, samples):
+        return {name: data[name] for name in ("input_ids", "position_ids")}
+
+    with DCPDataLoader(SAMPLES, masks.causal, collate=collate) as loader:
+        ((data, plan),) = loader
+    assert torch.equal(data["batch_fingerprint"], fingerprint_tensor(plan.fingerprint))
+    assert data["num_items_in_batch"] == sum(LENGTHS) - 6
+
+
+def test_targets_are_counted_after_collate():
+    def collate(data, samples):  # every second token is no target
+        labels = data["shift_labels"].clone()
+        labels[:, ::2] = -100
+        return data | {"shift_labels": labels}
+
+    with DCPDataLoader(SAMPLES, masks.causal, collate=collate) as loader:
+        ((data, _),) = loader
+    assert data["num_items_in_batch"] == (data["shift_labels"] != -100).sum() > 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -59,6 +81,10 @@ def test_collate_adds_what_it_likes():
             "collate returned NoneType; expected a dict",
         ),
         ({"collate": lambda _data, samples: samples[9]}, "collate raised IndexError: list index"),
+        (
+            {"collate": lambda data, _samples: data | {"position_ids": torch.zeros(1, 3)}},
+            r"collate returned position_ids of shape \(1, 3\); the plan has 37 rows",
+        ),
     ],
 )
 def test_mistakes_are_named(options, message):

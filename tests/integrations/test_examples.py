@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from torchrun import run_under_torchrun
 
-pytest.importorskip("transformers")
+AutoModelForCausalLM = pytest.importorskip("transformers").AutoModelForCausalLM
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -34,6 +34,43 @@ def test_policy_gradients_are_those_of_one_process():
     assert found_losses == pytest.approx(losses, rel=1e-5)
     assert found_penalties == pytest.approx(penalties, rel=1e-3)
     assert penalties[-1] > 0
+
+
+def test_policy_gradients_on_trees_are_those_of_separate_sequences():
+    """Plain Transformers, with every prompt and answer as a sequence of its own."""
+    example = import_module("examples.policy_gradient")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(example.SIZES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    samples, advantages = example.rollouts()
+    count = sum(int((sample["labels"] != -100).sum()) for sample in samples)
+    paths = []
+    for sample, advantage in zip(samples, advantages, strict=True):
+        prompt, *answers = sample["input_ids"].split(sample["node_lengths"])
+        gains = advantage.split(sample["node_lengths"])[1:]
+        paths += [(prompt, *pair) for pair in zip(answers, gains, strict=True)]
+    losses, penalties, old = [], [], None
+    for _ in range(example.STEPS):
+        logs = []
+        for prompt, answer, _ in paths:
+            logits = model(torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1 : -1]
+            logs.append(logits.log_softmax(-1).gather(1, answer[:, None])[:, 0])
+        old = [log.detach() for log in logs] if old is None else old
+        loss, changes = 0, []
+        for log, before, (_, _, gain) in zip(logs, old, paths, strict=True):
+            ratio = (log - before).exp()
+            clipped = ratio.clamp(1 - example.CLIP, 1 + example.CLIP)
+            loss = loss - torch.minimum(ratio * gain, clipped * gain).sum() / count
+            changes.append((log - before).mean())
+        penalty = torch.stack(changes).square().mean()
+        optimizer.zero_grad()
+        (loss + penalty).backward()
+        optimizer.step()
+        losses.append(loss.item())
+        penalties.append(penalty.item())
+    found = numbers_of("policy_gradient.py", 1, "loss", "penalty")
+    assert found[0] == pytest.approx(losses, rel=1e-5)
+    assert found[1] == pytest.approx(penalties, rel=1e-3, abs=1e-9)
 
 
 @pytest.fixture

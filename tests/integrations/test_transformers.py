@@ -157,6 +157,7 @@ CALLS = {
     "no positions": ({"position_ids": None}, r"needs position_ids \[1, rows\]"),
     "labels that it would shift": ({"shift_labels": None}, "labels without shift_labels"),
     "a mean of this rank": ({"num_items_in_batch": None}, "labels without num_items_in_batch"),
+    "no fingerprint": ({"batch_fingerprint": None}, "called without batch_fingerprint"),
     "no step": ({"dyncp_step": None}, "without its step"),
 }
 
@@ -175,7 +176,6 @@ def test_local_data_of_another_batch_are_refused_also_with_as_many_rows(llama):
     with pytest.raises(ValueError, match="local data and step are of different batches"):
         model(**other, dyncp_step=step)
     short = {name: value[:, :-8] if value.ndim == 2 else value for name, value in data.items()}
-    short.pop("batch_fingerprint")
     with pytest.raises(ValueError, match="are of different batches, or of different ranks"):
         model(**short, dyncp_step=step)
 

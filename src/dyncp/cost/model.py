@@ -21,7 +21,8 @@ class ModelConfig:
     `ffn` is the hidden size of the MLP that a token passes through in a layer; in a mixture of
     experts, the sum over the token's experts, shared ones included. `experts` is the number of
     experts that the router chooses from (0: no router). `dtype` is the dtype of q, k and v: a
-    name ("bf16") or a torch dtype, stored by its name.
+    name ("bf16") or a torch dtype, stored by its name. `positions` is the number of positions that
+    the model was trained with (None: unknown); if they are `learned_positions`, there are no more.
     """
 
     hidden: int
@@ -34,6 +35,8 @@ class ModelConfig:
     mlp_matrices: int = 3
     experts: int = 0
     dtype: str | Any = "bf16"
+    positions: int | None = None
+    learned_positions: bool = False
 
     @staticmethod
     def of(model: Any, dtype: Any = None) -> "ModelConfig":
@@ -113,6 +116,9 @@ LAYERS_KEYS = ("num_hidden_layers", "n_layer", "num_layers")
 HEADS_KEYS = ("num_attention_heads", "n_head", "num_heads")
 FFN_KEYS = ("intermediate_size", "n_inner", "ffn_dim")
 EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+POSITIONS_KEYS = ("max_position_embeddings", "n_positions")
+# Families whose positions are learned, so that others do not exist.
+LEARNED_POSITIONS = {"biogpt", "gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt"}
 # Families whose MLP has two matrices, without a gate.
 PLAIN_MLP = {
     "bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "opt", "phi",
@@ -153,6 +159,8 @@ def _sizes(config: Mapping[str, Any], dtype: Any) -> ModelConfig:
         mlp_matrices=2 if config.get("model_type") in PLAIN_MLP else 3,
         experts=_size(config, EXPERTS_KEYS, 0),
         dtype=dtype or _dtype_of(config) or "bf16",
+        positions=_size(config, POSITIONS_KEYS, 0) or None,
+        learned_positions=config.get("model_type") in LEARNED_POSITIONS,
     )
 
 

@@ -25,7 +25,7 @@ from dyncp.dataloader.ranks import LoaderRanks
 from dyncp.dataloader.state import Position, from_state, to_state
 from dyncp.plan import Plan, RankPlan
 from dyncp.planner import PlannerConfig
-from dyncp.samples import SampleSource, describe_sampler, open_source
+from dyncp.samples import SampleLimits, SampleSource, describe_sampler, open_source
 from dyncp.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,8 @@ class DCPDataLoader:
                 planned.check_tokens(self._budget, "tokens_per_batch is")
             self._schedule = describe_schedule(self._budget)
             self._order = describe_sampler(config.samples.order)
-            source = open_source(dataset, config.samples)
+            limits = SampleLimits.of(model)
+            source = open_source(dataset, replace(config.samples, limits=limits))
             mask_maker = MaskMaker(mask_fn, config.seed)
             settings: dict[str, str] = {}
             if ranks.shared:  # the other ranks need equal settings

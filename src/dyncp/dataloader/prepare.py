@@ -26,18 +26,20 @@ from dyncp.dataloader.state import Position
 from dyncp.masks import Mask, MaskFunction, NamedMasks
 from dyncp.plan import AgreedPlan, Plan, RankPlan, decode_part
 from dyncp.planner.process import PlanHere, PlanProcess, PlanReply
+from dyncp.samples.checks import SampleChecks
 from dyncp.samples.fields import SampleError, cut_sample, digest_of, input_ids_of, sample_bytes
 from dyncp.samples.local_data import (
+    PLAIN_FIELDS,
+    LocalData,
+    LocalSequence,
     fingerprint_tensor,
     local_rows,
     local_sequences,
-    loss_divisor,
-    num_targets,
     rows_and_sequences,
-    without_targets,
 )
 from dyncp.samples.reading import SeededRandom
 from dyncp.samples.source import SampleEntry, SampleSource
+from dyncp.samples.targets import check_targets, loss_divisor, num_targets, without_targets
 
 logger = logging.getLogger(__name__)
 
@@ -150,9 +152,13 @@ class BatchData:
         self._source, self._mask_maker = context.source, context.mask_maker
         self._token_fields = context.config.token_fields
         self._read: dict[int, Any] = {}
-        self._masks: dict[int, SampleMasks] = {}
+        self._masks: dict[int, SampleMasks] = {}  # of whole samples
         self._batch: Batch | None = None
         self._lock = threading.RLock()
+
+    @property
+    def checks(self) -> SampleChecks:
+        return self._source.checks
 
     def says(self, text: Text) -> None:
         """What is being done for the plan of this batch."""
@@ -174,9 +180,20 @@ class BatchData:
         entries = self.selection.entries
         self._source.read_ahead(entries[n] for n in numbers if n not in self._read)
 
+    def sequence(self, number: int) -> LocalSequence:
+        """Sample `number` of the batch and its masks, for this rank's tokens of it."""
+        entry = self.selection.entries[number]
+        check_targets(self._whole(number), self._whole_masks(number), entry.index)
+        return LocalSequence(self.sample(number), self.masks(number), entry.index)
+
     def masks(self, number: int) -> SampleMasks:
-        """The masks of sample `number` of the batch. They are made for the whole sample, since they
-        may depend on any of its fields, and then cut."""
+        """The masks of sample `number` of the batch, cut like the sample."""
+        entry, whole = self.selection.entries[number], self._whole_masks(number)
+        ends = entry.start, entry.start + entry.length
+        return {name: _cut_mask(mask, *ends) for name, mask in whole.items()}
+
+    def _whole_masks(self, number: int) -> SampleMasks:
+        """The masks of a whole sample: they may depend on any of its fields."""
         with self._lock:
             if number not in self._masks:
                 entry, masks = self.selection.entries[number], None
@@ -184,8 +201,7 @@ class BatchData:
                     masks = self._mask_maker.of_length(entry.whole, entry.index)
                 if masks is None:
                     masks = self._mask_maker.of_sample(self._whole(number), entry)
-                ends = entry.start, entry.start + entry.length
-                self._masks[number] = {name: _cut_mask(mask, *ends) for name, mask in masks.items()}
+                self._masks[number] = masks
             return self._masks[number]
 
     def batch(self) -> Batch:
@@ -297,7 +313,7 @@ class BatchPreparer:
         return [
             replace(
                 one,
-                data=one.data | divisor,
+                data=LocalData(one.data | divisor),
                 end=replace(one.end, items=items),
                 completes=one is prepared[-1],
             )
@@ -349,17 +365,19 @@ class BatchPreparer:
         return AgreedPlan(**values, agreed_by=agreed_by, filler=filler)
 
     def _data(self, batch: BatchData, plan: RankPlan | Plan) -> tuple[dict[str, Any], int]:
-        """This rank's local data, and its number of targets."""
+        """This rank's local data, and its number of targets, which `collate` may have changed."""
         text = f"reading samples of batch {batch.selection.number}"
         self._agreement.progress.says("deliver", text)
         batch.read_ahead(local_sequences(plan))
-        fields = self._config.token_fields
-        rows: dict[str, Any] = local_rows(plan, batch.sample, batch.masks, fields)
+        rows: dict[str, Any] = local_rows(
+            plan, batch.sequence, self._config.token_fields, checks=batch.checks
+        )
         if batch.selection.filler:
             rows = without_targets(rows)
-        targets = num_targets(rows)
-        rows["batch_fingerprint"] = fingerprint_tensor(plan.fingerprint)
-        data = self._add_sample_data(rows, plan, batch)
+        targets, data = num_targets(rows), self._add_sample_data(rows, plan, batch)
+        if "target_weights" in data or "shift_labels" in data:
+            targets = 0 if batch.selection.filler else num_targets(data)
+        data["batch_fingerprint"] = fingerprint_tensor(plan.fingerprint)
         if self._pins:
             tensors = {name: value for name, value in data.items() if isinstance(value, Tensor)}
             data |= {name: value.pin_memory() for name, value in tensors.items()}
@@ -376,7 +394,8 @@ class BatchPreparer:
         if config.collate is None:
             return data
         numbers = [] if selection.filler else local_sequences(plan)
-        return _collated(config.collate, data, [batch.sample(number) for number in numbers])
+        samples = [batch.sample(number) for number in numbers]
+        return _collated(config.collate, LocalData(data), samples)
 
 
 def _sample_ids(plan: RankPlan | Plan, selection: SelectedBatch) -> Tensor:
@@ -388,6 +407,8 @@ def _sample_ids(plan: RankPlan | Plan, selection: SelectedBatch) -> Tensor:
 
 
 def _collated(collate: Collate, data: dict[str, Any], samples: list[Any]) -> dict[str, Any]:
+    """What `collate` returns, if its fields still belong to the rows of the plan."""
+    rows = data["input_ids"].shape
     try:
         found = collate(data, samples)
     except Exception as error:
@@ -397,4 +418,11 @@ def _collated(collate: Collate, data: dict[str, Any], samples: list[Any]) -> dic
             f"collate returned {type(found).__name__}; expected a dict: the local data, with any "
             "further fields"
         )
+    for name in PLAIN_FIELDS:
+        given = found.get(name)
+        if isinstance(given, Tensor) and given.shape[-1] != rows[-1]:
+            raise ValueError(
+                f"collate returned {name} of shape {tuple(given.shape)}; the plan has "
+                f"{rows[-1]} rows on this rank, so its last dimension must stay {rows[-1]}"
+            )
     return dict(found)

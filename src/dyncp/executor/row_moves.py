@@ -7,7 +7,7 @@ need. As everywhere in dyncp, the gradient is the sum over all ranks (`sum_gradi
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -289,31 +289,86 @@ def gather(
     num_rows, counts = sum(part.local_rows for part in parts), parts[0].rows_per_rank.tolist()
     if not rows.ndim or len(rows) != num_rows:
         raise ValueError(f"gather got shape {tuple(rows.shape)}; this step has {num_rows} rows")
+    return gather_samples(parts[0], _gathered(parts, transport, rows, counts, loss))
+
+
+def _gathered(
+    parts: Sequence[RankPlan], transport: Transport, rows: Tensor, counts: list[int], loss: Any
+) -> list[Tensor]:
+    """The rows of every rank, of which `counts` has the numbers."""
     if loss is not None and loss not in LOSSES:
         raise ValueError(f"gather got loss={loss!r}; choose one of {', '.join(LOSSES)}")
     alone = len(parts) == parts[0].num_ranks
     if alone or not (rows.requires_grad and torch.is_grad_enabled()):
-        return gather_samples(parts[0], transport.gather(rows, counts))
+        return transport.gather(rows, counts)
     if loss is None:
         raise ValueError(
             "gather got rows that require gradients: pass loss='replicated' if every rank computes "
             "the same loss from the result, loss='summed' if the loss is the sum of the ranks' "
             "losses; or pass rows.detach()"
         )
-    return gather_samples(parts[0], list(_Gather.apply(rows, parts[0], transport, loss)))  # type: ignore[no-untyped-call]
+    return list(_Gather.apply(rows, parts[0].rank, transport, counts, loss))  # type: ignore[no-untyped-call]
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, part: RankPlan, transport: Transport, loss: str
+        ctx: Any, rows: Tensor, rank: int, transport: Transport, counts: list[int], loss: str
     ) -> tuple[Tensor, ...]:
-        ctx.rank, ctx.transport, ctx.loss = part.rank, transport, loss
-        return tuple(transport.gather(rows.detach(), part.rows_per_rank.tolist()))
+        ctx.rank, ctx.transport, ctx.loss = rank, transport, loss
+        return tuple(transport.gather(rows.detach(), counts))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        none = (None, None, None, None)
         if ctx.loss == "replicated":
-            return grads[ctx.rank], None, None, None
+            return grads[ctx.rank], *none
         total = ctx.transport.sum(torch.cat(grads))
-        return torch.split(total, [len(grad) for grad in grads])[ctx.rank], None, None, None
+        return torch.split(total, [len(grad) for grad in grads])[ctx.rank], *none
+
+
+def shard_targets(
+    parts: Sequence[RankPlan], values: Tensor | Sequence[Tensor], data: Mapping[str, Tensor]
+) -> Tensor:
+    """See `Step.shard_targets`."""
+    whole = _concatenated(parts[0], values)
+    return whole[_target_tokens(parts[0], data).to(whole.device)]
+
+
+def gather_targets(
+    parts: Sequence[RankPlan],
+    transport: Transport,
+    values: Tensor,
+    data: Mapping[str, Tensor],
+    loss: str | None,
+) -> list[Tensor]:
+    """See `Step.gather_targets`."""
+    instance_of("what gather_targets got", values, Tensor, "a torch tensor")
+    tokens = _target_tokens(parts[0], data).to(values.device)
+    if not values.ndim or len(values) != len(tokens):
+        raise ValueError(
+            f"gather_targets got shape {tuple(values.shape)}; these local data have {len(tokens)} "
+            "targets"
+        )
+    if len(parts) < parts[0].num_ranks:
+        number = torch.tensor([len(tokens)], device=values.device)
+        counts = torch.cat(transport.gather(number, [1] * parts[0].num_ranks)).tolist()
+        tokens = torch.cat(transport.gather(tokens, counts))
+        values = torch.cat(_gathered(parts, transport, values, counts, loss))
+    lengths = parts[0].lengths.tolist()
+    whole = values.new_zeros(sum(lengths), *values.shape[1:]).index_add(0, tokens, values)
+    return list(torch.split(whole, lengths))
+
+
+def _target_tokens(part: RankPlan, data: Mapping[str, Tensor]) -> Tensor:
+    """The coordinates in the batch of the tokens that local rows predict."""
+    if "target_tokens" not in data:
+        raise ValueError(
+            "these local data do not list their targets; make them with make_local_data(..., "
+            "list_targets=True)"
+        )
+    given = data.get("batch_fingerprint")
+    own = torch.frombuffer(bytearray.fromhex(part.fingerprint), dtype=torch.int64)
+    if given is None or not torch.equal(given.cpu(), own):
+        raise ValueError("local data and step are of different batches")
+    return data["target_tokens"].flatten()

@@ -3,7 +3,7 @@
 import itertools
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -15,7 +15,7 @@ from dyncp.checks import whole_number
 from dyncp.executor.engine import Engine
 from dyncp.executor.kernel_calls import LoweredProgram
 from dyncp.executor.layout import DTYPES, dtypes_of
-from dyncp.executor.row_moves import Contiguous, gather, shard
+from dyncp.executor.row_moves import Contiguous, gather, gather_targets, shard, shard_targets
 from dyncp.executor.row_work import RankCall, make_rank_call
 from dyncp.kernels import Dtypes, IndexArrays
 from dyncp.plan import (
@@ -256,6 +256,23 @@ class Step:
         gradient of its own rows), "summed" if the loss is the sum of the ranks' losses (the
         gradients of all ranks are added up)."""
         return gather(self.parts, self.transport, rows, loss)
+
+    def shard_targets(
+        self, values: Tensor | Sequence[Tensor], data: Mapping[str, Tensor]
+    ) -> Tensor:
+        """What belongs to the targets of this process's rows, `[targets, ...]`, of a per-token
+        tensor of the whole batch (as in `shard`): an advantage, reward or old log-probability of a
+        token belongs to the row that predicts it. `data` are this step's local data, made with
+        `list_targets=True`, or of a batch whose tokens have several targets."""
+        return shard_targets(self.parts, values, data)
+
+    def gather_targets(
+        self, values: Tensor, data: Mapping[str, Tensor], *, loss: str | None = None
+    ) -> list[Tensor]:
+        """Gathers results by target `[targets, ...]` of all ranks: one tensor per sample, on every
+        rank, with the value of each predicted token at its place, and 0 for other tokens. `data`
+        and `loss` are as in `shard_targets` and `gather`."""
+        return gather_targets(self.parts, self.transport, values, data, loss)
 
     @property
     def contiguous(self) -> Contiguous:

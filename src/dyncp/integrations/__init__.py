@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dyncp.checks import instance_of
 from dyncp.executor import Step
-from dyncp.samples.local_data import TARGET_FIELDS, fingerprint_tensor
+from dyncp.samples import TARGET_FIELDS
+from dyncp.samples.local_data import fingerprint_tensor
 
 # A rank's rows are padded to a multiple of this: it suits tensor cores, and no rank is empty.
 ROWS = 8
@@ -26,16 +27,25 @@ def checked_step(name: str, given: Any, kind: type[Any]) -> Any:
 
 def check_batch(step: Step, positions: Tensor, batch: Tensor | None) -> None:
     """Raises ValueError unless the local data's positions `[1, rows]` and batch fingerprint match
-    the step. The fingerprint is not checked if it is None."""
-    if batch is not None:
-        own = fingerprint_tensor(step.fingerprint)
-        if batch.is_cuda:  # checked on the device, without a synchronization
-            torch._assert_async((batch == own.to(batch.device, non_blocking=True)).all())
-        elif not torch.equal(batch, own):
-            raise ValueError(
-                "local data and step are of different batches: prepare the plan that the loader "
-                "yielded together with this local data"
-            )
+    the step."""
+    own = fingerprint_tensor(step.fingerprint)
+    if batch is None:
+        raise ValueError(
+            "the model was called without batch_fingerprint, which tells whether local data and "
+            "step are of the same batch: pass it along with the other local data"
+        )
+    if batch.is_cuda:  # checked on the device, without a synchronization
+        torch._assert_async((batch == own.to(batch.device, non_blocking=True)).all())
+    elif not torch.equal(batch, own):
+        raise ValueError(
+            "local data and step are of different batches: prepare the plan that the loader "
+            "yielded together with this local data"
+        )
+    check_rows(step, positions)
+
+
+def check_rows(step: Step, positions: Tensor) -> None:
+    """Raises ValueError unless there are as many positions `[1, rows]` as the step has rows."""
     if positions.shape[1] != step.num_rows:
         raise ValueError(
             f"local data have {positions.shape[1]} rows and the step's plan has {step.num_rows}: "

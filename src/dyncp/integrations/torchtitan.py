@@ -34,6 +34,7 @@ from dyncp.integrations import (
     check_batch,
     check_one_row,
     check_own_parallelism,
+    check_rows,
     check_single_targets,
     checked_step,
     make_mesh,
@@ -95,7 +96,7 @@ class PlannedGQAttention(GQAttention):
                 "position; call model(**model_inputs(local_data, step))"
             )
         if not torch.compiler.is_compiling():  # a graph serves any number of rows
-            check_batch(step, positions, None)
+            check_rows(step, positions)
         out: Tensor = super().forward(x_BLD, attention_masks, positions)
         return out
 

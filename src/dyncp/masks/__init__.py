@@ -32,6 +32,8 @@ from dyncp.masks.prefix_lm import prefix_lm as prefix_lm
 from dyncp.masks.prefix_tree import prefix_tree as prefix_tree
 from dyncp.masks.shared_question import shared_question as shared_question
 from dyncp.masks.sliding_window import sliding_window as sliding_window
+from dyncp.masks.targets import own_labels as own_labels
+from dyncp.masks.targets import sees_target as sees_target
 
 BUILTIN: dict[str, ParametricMask] = {
     name: value for name, value in globals().items() if isinstance(value, ParametricMask)
@@ -57,6 +59,7 @@ __all__ = [
     "from_mask_mod",
     "mask_function",
     "named",
+    "own_labels",
     "positions_and_targets",
     "within",
 ]

@@ -32,13 +32,18 @@ class EmptySample(ValueError):  # noqa: N818 (a kind of sample, which may be dro
 
 
 def read_sample(
-    read: Callable[[], Any], index: int, bad_samples: str, token_fields: Mapping[str, int]
+    read: Callable[[], Any],
+    index: int,
+    bad_samples: str,
+    token_fields: Mapping[str, int],
+    checks: Any,
 ) -> tuple[int, Any | Exception]:
     """The number of tokens and the sample without its padding; or 0 and the reason, if the sample
-    is dropped."""
+    is dropped. `checks` are the loader's SampleChecks."""
     try:
         sample = without_padding(read(), index, token_fields)
-        length = len(input_ids_of(sample, index))
+        input_ids_of(sample, index)
+        length = checks.check(sample, index, token_fields)
         if bad_samples == "drop":
             _check_fields(sample, index, token_fields)
     except EmptySample as error:
@@ -49,6 +54,7 @@ def read_sample(
         if bad_samples == "drop":
             return 0, error
         raise
+    checks.compare_labels(sample, index)
     return length, sample
 
 

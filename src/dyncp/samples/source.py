@@ -14,6 +14,7 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from dyncp.arrays import Int64
+from dyncp.samples.checks import SampleChecks, SampleLimits
 from dyncp.samples.fields import SampleError, digest_of, read_sample, sample_bytes
 from dyncp.samples.order import (
     SamplePosition,
@@ -39,6 +40,7 @@ class SampleOptions:
     bad_samples: str = "error"
     token_fields: Mapping[str, int] = field(default_factory=dict)
     num_workers: int = 0
+    limits: SampleLimits = field(default_factory=SampleLimits)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +73,7 @@ class SampleSource(ABC):
     """The samples of a dataset in the order of an epoch. The default methods are those of a stream,
     of which nothing is known before it is read."""
 
+    checks: SampleChecks
     num_samples: int | None = None  # None: unknown
     knows_lengths = False  # whether lengths are known without reading samples
 
@@ -136,7 +139,8 @@ class IndexedSource(SampleSource):
 
     def __init__(self, dataset: Any, options: SampleOptions) -> None:
         self._dataset, self._options = dataset, options
-        self._how = options.bad_samples, options.token_fields
+        self.checks = SampleChecks(options.limits)
+        self._how = options.bad_samples, options.token_fields, self.checks
         self.num_samples = len(dataset)
         least = 0 if options.bad_samples == "drop_empty" else 1
         given = options.lengths
@@ -212,7 +216,11 @@ class IndexedSource(SampleSource):
     def _probes(self) -> dict[int, Any]:
         """The first, middle and last sample by index; None if a sample cannot be read."""
         last = self.num_samples - 1
-        return {i: self._probe(i) for i in sorted({0, last // 2, last}) if i >= 0}
+        probes = {i: self._probe(i) for i in sorted({0, last // 2, last}) if i >= 0}
+        for index, sample in probes.items():
+            if self._sampler is None and isinstance(sample, Mapping):
+                self.checks.compare_labels(sample, index)
+        return probes
 
     def _read(self, epoch: int, index: int) -> tuple[int, Any]:
         return read_sample(partial(self._reader.read, (epoch, index)), index, *self._how)
@@ -317,7 +325,8 @@ class StreamSource(SampleSource):
 
     def __init__(self, dataset: Any, options: SampleOptions) -> None:
         self._dataset, self._options = dataset, options
-        self._how = options.bad_samples, options.token_fields
+        self.checks = SampleChecks(options.limits)
+        self._how = options.bad_samples, options.token_fields, self.checks
         self._stateful = _has_exact_state(dataset)
         self._first_state = dataset.state_dict() if self._stateful else None
         self._begun = False

@@ -218,12 +218,14 @@ def _check_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
             "an attached model needs position_ids [1, rows], because a token's row on its rank is "
             "not its position; the loader's local data have them"
         )
-    if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
+    listed = "target_rows" in kwargs
+    if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None and not listed:
         raise ValueError(
             "the model got labels without shift_labels; it would shift them by one row of this "
             "rank, but the next row is often not the next token. The loader's local data have both"
         )
-    if kwargs.get("shift_labels") is not None and kwargs.get("num_items_in_batch") is None:
+    trained = listed or kwargs.get("shift_labels") is not None
+    if trained and kwargs.get("num_items_in_batch") is None:
         raise ValueError(
             "the model got labels without num_items_in_batch; its loss would be a mean over this "
             "rank's targets. The loader's local data have the number of targets of all ranks"

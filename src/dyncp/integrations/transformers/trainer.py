@@ -22,7 +22,7 @@ from dyncp.executor import DCPExecutor
 from dyncp.gradients import sum_over_ranks, times_ranks
 from dyncp.integrations import check_processes
 from dyncp.integrations.transformers.attach import Attached, attach
-from dyncp.samples.local_data import num_targets
+from dyncp.samples import num_targets
 from dyncp.topology import data_dimensions
 
 PLAN = "dyncp_plan"
