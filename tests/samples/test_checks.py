@@ -7,7 +7,17 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from dyncp import AttentionShape, DCPDataLoader, LoaderTuning, ModelConfig, masks
+from dyncp import (
+    AttentionShape,
+    Batch,
+    DCPDataLoader,
+    LoaderTuning,
+    ModelConfig,
+    Topology,
+    make_local_data,
+    masks,
+    plan_batch,
+)
 from dyncp.samples.checks import MixedLabels, SampleLimits
 from processes import run_ranks
 
@@ -44,7 +54,7 @@ MISTAKES = {
     "labels shifted to the right": ({"labels": [NONE, *range(20, 31)]}, "the previous token"),
     "another label for nothing": (
         {"labels": [*range(20, 31), -1]},
-        r"labels\[11\] of sample 1 is -1; .*, or -100 for a token that is not a target",
+        r"labels\[11\] of sample 1 is -1; allowed is 0 and above, or -100 for a token that is",
     ),
     "shift_labels": ({"shift_labels": [0] * 12}, "sample 1 has shift_labels, which dyncp makes"),
     "a mask of the completion": ({"completion_mask": [1] * 12}, "has completion_mask but no lab"),
@@ -55,7 +65,10 @@ MISTAKES = {
     "negative positions": ({"position_ids": range(-1, 11)}, "sample 1 has position -1"),
 }
 OF_MODELS = {
-    "a token outside the vocabulary": ({"input_ids": [3, 64]}, r"is 64; .* has ids 0 to 63$"),
+    "a token outside the vocabulary": (
+        {"input_ids": [3, 64]},
+        r"is 64; allowed is 0 to 63, the model's voc",
+    ),
     "a label outside the vocabulary": (
         {"labels": [*range(20, 31), 64]},
         r"labels\[11\] of sample 1 is 64",
@@ -82,6 +95,27 @@ def test_mistakes_are_errors_that_name_the_sample(what, kind):
     change, message = MISTAKES[what]
     with pytest.raises(ValueError, match=message):
         read(kind(with_mistake(change)))
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_mistakes_are_errors_in_batches_of_ones_own(what):
+    change, message = MISTAKES[what]
+    samples = with_mistake(change)
+    batch = Batch.of([masks.causal(sample) for sample in samples])
+    with pytest.raises(ValueError, match=message):
+        make_local_data(samples, batch, plan_batch(batch, Topology()))
+
+
+def test_mixed_labels_and_padding_are_errors_in_batches_of_ones_own():
+    padded = GOOD | {"attention_mask": [1] * 8 + [0] * 4}
+    batch = Batch.of([masks.causal(12)] * 2)
+    plan = plan_batch(batch, Topology())
+    with pytest.raises(MixedLabels, match="sample 1 has labels and sample 0 has none"):
+        make_local_data([GOOD, LABELLED], batch, plan)
+    with pytest.raises(ValueError, match="attention_mask of sample 1 marks padding"):
+        make_local_data([GOOD, padded], batch, plan)
+    unpadded = GOOD | {"attention_mask": [1] * 12}
+    assert make_local_data([GOOD, unpadded], batch, plan)["num_items_in_batch"] == 22
 
 
 @pytest.mark.parametrize("what", OF_MODELS)

@@ -54,19 +54,19 @@ class SampleLimits:
             return
         wrong = ids < 0 if least < 0 else ids >= (self.vocab or 0)
         token = int(wrong.nonzero()[0, 0])
-        bound = "at least 0" if self.vocab is None else f"0 to {self.vocab - 1}"
+        most_allowed = "" if self.vocab is None else f" to {self.vocab - 1}, the model's vocabulary"
         hint = ", or -100 for a token that is not a target" if what == "labels" else ""
         raise ValueError(
-            f"{what}[{token}] of sample {number} is {int(ids[token])}; the model's vocabulary has "
-            f"ids {bound}{hint}"
+            f"{what}[{token}] of sample {number} is {int(ids[token])}; allowed is 0"
+            f"{most_allowed or ' and above'}{hint}"
         )
 
 
 class SampleChecks:
-    """The checks of one loader's samples, without their padding."""
+    """The checks of one loader's samples, or those of one batch, without their padding."""
 
-    def __init__(self, limits: SampleLimits) -> None:
-        self._limits = limits
+    def __init__(self, limits: SampleLimits, *, warns: bool = True) -> None:
+        self._limits, self._warns = limits, warns
         self._told: set[str] = set()
         self._first: tuple[int, bool] | None = None  # number of a sample, and whether it has labels
 
@@ -147,7 +147,7 @@ class SampleChecks:
             )
 
     def _warn(self, kind: str, text: str) -> None:
-        if kind not in self._told:
+        if self._warns and kind not in self._told:
             self._told.add(kind)
             logger.warning("%s. This warning is given once", text)
 

@@ -27,8 +27,14 @@ from dyncp.arrays import Int64, starts_of
 from dyncp.blocks import Batch
 from dyncp.masks import Mask
 from dyncp.plan import Plan, RankPlan
-from dyncp.samples.checks import SampleChecks
-from dyncp.samples.fields import NO_TARGET, input_ids_of, labels_of, token_field
+from dyncp.samples.checks import SampleChecks, SampleLimits
+from dyncp.samples.fields import (
+    NO_TARGET,
+    input_ids_of,
+    labels_of,
+    token_field,
+    without_padding,
+)
 from dyncp.samples.targets import (
     LABELS,
     all_targets,
@@ -104,10 +110,13 @@ def make_local_data(
         LocalSequence(sample, masks_of_sequence(batch, number), number)
         for number, sample in enumerate(samples)
     ]
+    checks = SampleChecks(SampleLimits(), warns=False)
     for sequence in sequences:
-        check_targets(*sequence)
+        _check_sample(sequence, checks, token_fields or {})
     listed = list_targets or any(_needs_lists(layout_mask(one.masks)) for one in sequences)
-    data = local_rows(plan, sequences.__getitem__, token_fields or {}, list_targets=listed)
+    data = local_rows(
+        plan, sequences.__getitem__, token_fields or {}, list_targets=listed, checks=checks
+    )
     if num_items_in_batch is None:
         num_items_in_batch = count_targets(samples, batch)
     return LocalData(
@@ -117,6 +126,21 @@ def make_local_data(
             "batch_fingerprint": fingerprint_tensor(plan.fingerprint),
         }
     )
+
+
+def _check_sample(
+    sequence: LocalSequence, checks: SampleChecks, token_fields: Mapping[str, int]
+) -> None:
+    """Raises ValueError for a sample that would be trained on, but not as it is meant."""
+    sample, masks, number = sequence
+    if without_padding(sample, number, token_fields) is not sample:
+        raise ValueError(
+            f"attention_mask of sample {number} marks padding, which its sequence in the batch has "
+            "as tokens: remove the padding before the batch is made"
+        )
+    checks.check(sample, number, token_fields)
+    checks.compare_labels(sample, number)
+    check_targets(sample, masks, number)
 
 
 def local_rows(
