@@ -18,7 +18,7 @@ from dyncp.blocks import DEFAULT_MASK, Batch
 from dyncp.checks import instance_of
 from dyncp.dataloader.agreement import Alone, Record
 from dyncp.dataloader.batching import SelectedBatch, SelectedUpdate
-from dyncp.dataloader.options import Collate, LoaderConfig
+from dyncp.dataloader.options import LoaderConfig
 from dyncp.dataloader.peers import PeerError, Text
 from dyncp.dataloader.planning import BatchPlanner
 from dyncp.dataloader.ranks import LoaderRanks
@@ -29,9 +29,9 @@ from dyncp.planner.process import PlanHere, PlanProcess, PlanReply
 from dyncp.samples.checks import SampleChecks
 from dyncp.samples.fields import SampleError, cut_sample, digest_of, input_ids_of, sample_bytes
 from dyncp.samples.local_data import (
-    PLAIN_FIELDS,
     LocalData,
     LocalSequence,
+    collated,
     fingerprint_tensor,
     local_rows,
     local_sequences,
@@ -375,8 +375,8 @@ class BatchPreparer:
         if batch.selection.filler:
             rows = without_targets(rows)
         targets, data = num_targets(rows), self._add_sample_data(rows, plan, batch)
-        if "target_weights" in data or "shift_labels" in data:
-            targets = 0 if batch.selection.filler else num_targets(data)
+        if ("target_weights" in data or "shift_labels" in data) and not batch.selection.filler:
+            targets = num_targets(data)
         data["batch_fingerprint"] = fingerprint_tensor(plan.fingerprint)
         if self._pins:
             tensors = {name: value for name, value in data.items() if isinstance(value, Tensor)}
@@ -395,7 +395,7 @@ class BatchPreparer:
             return data
         numbers = [] if selection.filler else local_sequences(plan)
         samples = [batch.sample(number) for number in numbers]
-        return _collated(config.collate, LocalData(data), samples)
+        return collated(config.collate, data, samples)
 
 
 def _sample_ids(plan: RankPlan | Plan, selection: SelectedBatch) -> Tensor:
@@ -404,25 +404,3 @@ def _sample_ids(plan: RankPlan | Plan, selection: SelectedBatch) -> Tensor:
     _, sequence = rows_and_sequences(plan)
     none = (sequence < 0) | selection.filler
     return torch.from_numpy(np.where(none, NO_SAMPLE, indices[sequence]))
-
-
-def _collated(collate: Collate, data: dict[str, Any], samples: list[Any]) -> dict[str, Any]:
-    """What `collate` returns, if its fields still belong to the rows of the plan."""
-    rows = data["input_ids"].shape
-    try:
-        found = collate(data, samples)
-    except Exception as error:
-        raise RuntimeError(f"collate raised {type(error).__name__}: {error}") from error
-    if not isinstance(found, Mapping):
-        raise ValueError(
-            f"collate returned {type(found).__name__}; expected a dict: the local data, with any "
-            "further fields"
-        )
-    for name in PLAIN_FIELDS:
-        given = found.get(name)
-        if isinstance(given, Tensor) and given.shape[-1] != rows[-1]:
-            raise ValueError(
-                f"collate returned {name} of shape {tuple(given.shape)}; the plan has "
-                f"{rows[-1]} rows on this rank, so its last dimension must stay {rows[-1]}"
-            )
-    return dict(found)

@@ -179,6 +179,32 @@ def local_rows(
     return data
 
 
+def collated(
+    collate: Callable[[dict[str, Any], list[Any]], Mapping[str, Any]],
+    data: dict[str, Any],
+    samples: list[Any],
+) -> dict[str, Any]:
+    """What a user's `collate` returns, if its fields still belong to the rows of the plan."""
+    rows = data["input_ids"].shape[-1]
+    try:
+        found = collate(LocalData(data), samples)
+    except Exception as error:
+        raise RuntimeError(f"collate raised {type(error).__name__}: {error}") from error
+    if not isinstance(found, Mapping):
+        raise ValueError(
+            f"collate returned {type(found).__name__}; expected a dict: the local data, with any "
+            "further fields"
+        )
+    for name in PLAIN_FIELDS:
+        given = found.get(name)
+        if isinstance(given, Tensor) and given.shape[-1] != rows:
+            raise ValueError(
+                f"collate returned {name} of shape {tuple(given.shape)}; the plan has {rows} rows "
+                f"on this rank, so its last dimension must stay {rows}"
+            )
+    return dict(found)
+
+
 def _needs_lists(mask: Mask) -> bool:
     """Whether `shift_labels`, which have one target per token and no weights, are not enough."""
     return mask.branches is not None or mask.weights is not None
