@@ -12,7 +12,7 @@ from dyncp import Batch, BatchMismatch, PeerError, StoreError, Topology, masks, 
 from dyncp.dataloader import LoaderConfig, patience
 from dyncp.dataloader.agreement import Agreement, Alone, disagreement
 from dyncp.dataloader.batching import SelectedBatch
-from dyncp.dataloader.peers import Peers, Progress
+from dyncp.dataloader.peers import Peers, TrainingProgress
 from dyncp.dataloader.prepare import BatchData, BatchPreparer, LoaderContext, MaskMaker
 from dyncp.dataloader.ranks import LoaderRanks
 from dyncp.dataloader.state import Position
@@ -39,7 +39,7 @@ def store():
 def agreements(store, ranks=RANKS):
     """The agreements of two ranks in their first iteration, which they leave in the end."""
     peers = [
-        Peers(SharedStore(store, "dyncp", own.process, 20), own, Progress(own.name(), 1))
+        Peers(SharedStore(store, "dyncp", own.process, 20), own, TrainingProgress(own.name(), 1))
         for own in ranks
     ]
     made = [Agreement(one, one.progress) for one in peers]
@@ -194,11 +194,11 @@ def test_parts_of_another_rank_are_refused():
             return ABOUT, plan.encoded_parts[0]
 
     context = LoaderContext(config, RANKS[0], source, MaskMaker(masks.causal), None)
-    BatchPreparer(context, Given(Progress(0)))._prepare(BatchData(context, selection))
+    BatchPreparer(context, Given(TrainingProgress(0)))._prepare(BatchData(context, selection))
     context = LoaderContext(config, RANKS[1], source, MaskMaker(masks.causal), None)
     batch = BatchData(context, SelectedBatch(4, selection.entries, selection.end))
     with pytest.raises(PeerError, match="has the part of rank 0 of 2, not the part of rank 1 of 2"):
-        BatchPreparer(context, Given(Progress(0)))._prepare(batch)
+        BatchPreparer(context, Given(TrainingProgress(0)))._prepare(batch)
 
 
 # Comparing records

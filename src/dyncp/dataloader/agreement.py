@@ -41,7 +41,7 @@ from torch.distributed import distributed_c10d
 
 from dyncp.dataloader import patience
 from dyncp.dataloader.batching import SelectedBatch
-from dyncp.dataloader.peers import BatchMismatch, PeerError, Peers, Progress, own_place
+from dyncp.dataloader.peers import BatchMismatch, PeerError, Peers, TrainingProgress, own_place
 from dyncp.dataloader.ranks import LoaderRanks
 from dyncp.dataloader.store import SharedStore, StoreError
 from dyncp.planner.process import Closed
@@ -60,7 +60,7 @@ Record = dict[str, Any]  # has one of the keys settings, start, update, end, fai
 class Alone:
     """A single process agrees with itself."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: TrainingProgress) -> None:
         self.progress = progress
 
     def compare_settings(self, settings: Mapping[str, str]) -> None:
@@ -92,7 +92,7 @@ class Agreement(Alone):
     """This process's part in one iteration. Planning threads publish plans, the delivering thread
     concludes rounds and fails, and the training thread stops it and leaves."""
 
-    def __init__(self, peers: Peers, progress: Progress) -> None:
+    def __init__(self, peers: Peers, progress: TrainingProgress) -> None:
         super().__init__(progress)
         self._peers, self._store, self._ranks = peers, peers.store, peers.ranks
         self._iteration = progress.iteration
@@ -370,7 +370,7 @@ class Together:
         """The agreement of the next iteration, in which training has `asked` for this many batches.
         Calls of the store time out."""
         self._iteration += 1
-        progress = Progress(self._ranks.name(), self._iteration, asked)
+        progress = TrainingProgress(self._ranks.name(), self._iteration, asked)
         if not self._ranks.shared:
             return Alone(progress)
         if self._peers is None:

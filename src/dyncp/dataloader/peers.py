@@ -42,7 +42,7 @@ class PeerError(RuntimeError):
     """Another rank failed while preparing batches, left the loop, or died."""
 
 
-class Progress:
+class TrainingProgress:
     """How far training is in an iteration. The training thread sets `asked` and `asked_at`; the
     loader's threads say what they are doing."""
 
@@ -86,7 +86,7 @@ class Progress:
 class Peers:
     """The processes of a loader, and the store that they share."""
 
-    def __init__(self, store: SharedStore, ranks: LoaderRanks, progress: Progress) -> None:
+    def __init__(self, store: SharedStore, ranks: LoaderRanks, progress: TrainingProgress) -> None:
         self.store, self.ranks, self.progress = store, ranks, progress
         self.late = ""  # process 0: the ranks whose record is missing, and what they are doing
         self.lingering = ""  # a key that the last rank to leave an iteration deletes
