@@ -553,6 +553,14 @@ ERRORS = [
         CHECKED,
         "does_not_have",
     ),
+    Error(
+        "a window wider than the model's",
+        LAYERS,
+        "if layer.size is not None and widest > layer.size:",
+        "if False:",
+        "tests/integrations/test_wide_windows.py",
+        "wider",
+    ),
 ]
 
 

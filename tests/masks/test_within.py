@@ -71,3 +71,19 @@ def test_what_is_not_a_size_is_refused(arguments, message):
         masks.within(masks.causal, **arguments)
     with pytest.raises(ValueError, match=r"the mask of masks\.within is str"):
         masks.within("causal", window=3)
+
+
+def test_windows_are_read_off_masks_and_functions():
+    assert masks.window_of(masks.sliding_window(20, window=6)) == 6
+    assert masks.window_of(masks.lambda_shaped(20, sinks=2, window=5)) == 5
+    assert masks.window_of(masks.global_sliding(20, num_global=1, window=4, causal=False)) == 4
+    assert masks.window_of(masks.sliding_window(6, window=6)) is None  # too short to show it
+    packed = masks.document_packed(21, documents=[7, 7, 7])
+    for other in (masks.causal(20), masks.full(20), packed, masks.block_causal(20, chunk=4)):
+        assert masks.window_of(other) is None
+    assert list(masks.windows_of(masks.sliding_window(window=6))) == [6]
+    both = masks.document_packed & (masks.sliding_window(window=6) | masks.lambda_shaped(window=9))
+    assert list(masks.windows_of(both)) == [6, 9]
+    assert list(masks.windows_of(masks.within(masks.causal, window=5))) == [5]
+    assert list(masks.windows_of(masks.causal)) == []
+    assert list(masks.windows_of(len)) == []

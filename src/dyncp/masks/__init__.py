@@ -27,6 +27,8 @@ from dyncp.masks.pairs import find_runs as find_runs
 from dyncp.masks.pairs import list_tiles as list_tiles
 from dyncp.masks.positions import find_stretches as find_stretches
 from dyncp.masks.positions import single_stretches as single_stretches
+from dyncp.masks.positions import window_of as window_of
+from dyncp.masks.positions import windows_of as windows_of
 from dyncp.masks.positions import within as within
 from dyncp.masks.prefix_lm import prefix_lm as prefix_lm
 from dyncp.masks.prefix_tree import prefix_tree as prefix_tree

@@ -10,16 +10,23 @@ of which follows the row before it. It begins a document, or it continues from a
 stretch, as a branch does.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from dyncp.arrays import Bool, Int32, Int64
 from dyncp.checks import instance_of
-from dyncp.masks.function import DerivedMask, MaskFunction, integer
-from dyncp.masks.mask import Mask, default_positions, merge, normal_mask, positions_and_targets
+from dyncp.masks.function import DerivedMask, MaskFunction, ParametricMask, integer
+from dyncp.masks.mask import (
+    Mask,
+    columns,
+    default_positions,
+    merge,
+    normal_mask,
+    positions_and_targets,
+)
 from dyncp.masks.pairs import LinearRanges
 
 # In place of a preceding token: none, at the start of a document; not determined.
@@ -75,6 +82,29 @@ def _clip(mask: Mask, low: Int64, high: Int64) -> Int32:
     if not starts:
         return mask.ranges
     return merge(np.array(starts, np.int32).clip(0), np.array(ends, np.int32).clip(0))
+
+
+def window_of(mask: Mask) -> int | None:
+    """The size in rows of a mask's sliding window, which keys leave one by one; of the largest one.
+    None if there is none, or if the sequence is too short to show it."""
+    starts, ends = columns(mask.ranges)
+    first = np.where(starts < ends, starts, -1).max(axis=0)  # of each token's last range
+    moved = np.flatnonzero((first[1:] == first[:-1] + 1) & (first[:-1] >= 0)) + 1
+    return int((moved - first[moved]).max()) + 1 if len(moved) else None
+
+
+def windows_of(function: Any) -> Iterator[int]:
+    """The windows that a mask function was given: its own, and those of functions in it."""
+    if isinstance(function, ParametricMask):
+        window = {**function.defaults, **function.parameters}.get("window")
+        if isinstance(window, int):
+            yield window
+    elif isinstance(function, DerivedMask):
+        window = getattr(function.operation, "keywords", {}).get("window")
+        if window is not None:
+            yield window
+        for source in function.sources:
+            yield from windows_of(source)
 
 
 def find_stretches(masks: Sequence[Mask]) -> tuple[Int64, Int64]:

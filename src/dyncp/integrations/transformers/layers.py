@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import nn
 
 from dyncp.checks import instance_of
-from dyncp.masks import Mask, MaskFunction, NamedMasks, named, within
+from dyncp.masks import Mask, MaskFunction, NamedMasks, named, window_of, windows_of, within
 from dyncp.plan import DEFAULT_MASK
 
 logger = logging.getLogger(__name__)
@@ -207,8 +208,11 @@ class SampleMasks:
     def __call__(self, sample: Any) -> dict[str, Mask]:
         found = self.function(sample)
         if not isinstance(found, Mapping):
+            _compare_windows([window_of(found)] if isinstance(found, Mask) else [], self.layers)
             return {layer.name: _near(found, layer) for layer in self.layers}
         _check_names(found, self.layers)
+        for layer in self.layers:
+            _compare_windows([_reach(found[layer.name])], [layer])
         return dict(found)
 
 
@@ -217,12 +221,45 @@ def model_masks(mask_fn: Any, layers: Iterable[LayerMask]) -> Callable[[Any], An
     lengths, so does the result."""
     layers = tuple(dict.fromkeys(layers))
     if isinstance(mask_fn, MaskFunction):
+        _compare_windows(windows_of(mask_fn), layers)
         return named(**{layer.name: _near(mask_fn, layer) for layer in layers})
     if isinstance(mask_fn, NamedMasks):
         _check_names(mask_fn.functions, layers)
+        for layer in layers:
+            _compare_windows(windows_of(mask_fn.functions[layer.name]), [layer])
         return mask_fn
     instance_of("mask_fn", mask_fn, Callable, "a function of a sample, such as masks.causal")
     return SampleMasks(mask_fn, layers)
+
+
+def _compare_windows(given: Iterable[int | None], layers: Iterable[LayerMask]) -> None:
+    """Warns of windows of the user's that are wider than the model's."""
+    widest = max((window for window in given if window is not None), default=0)
+    for layer in layers:
+        if layer.size is not None and widest > layer.size:
+            _warn_of_window(layer.kind, layer.size)
+
+
+@cache
+def _warn_of_window(kind: str, size: int) -> None:
+    """Warns once."""
+    logger.warning(
+        "the mask function attends further than some layers of the model, which have a %s of %d "
+        "positions. If it returns one mask, these layers see no more than their %s; if it names "
+        "the masks of layers, they see what it says, other than the model was made for",
+        kind,
+        size,
+        kind,
+    )
+
+
+def _reach(mask: Any) -> int | None:
+    """How many positions a mask looks back at most, up to the token's own."""
+    if not isinstance(mask, Mask):
+        return None
+    positions, first = mask.resolved_positions(), mask.ranges[:, 0, 0]
+    some = np.flatnonzero(mask.ranges[:, 0, 1] > first)
+    return int((positions[some] - positions[first[some]]).max(initial=0)) + 1
 
 
 def _near(mask: Any, layer: LayerMask) -> Any:
