@@ -172,6 +172,7 @@ class Attached:
                 "them, or call attached.detach() and then attach(model)"
             )
         self._check_implementation()
+        self._needs_largest = needs_largest_position(self.model)
         self.dtype = dtype or self.dtype
         return self
 
@@ -241,7 +242,8 @@ class Attached:
         if found != NAME:
             raise ValueError(
                 f"the attention of {type(self.model).__name__} is {found!r}, not {NAME!r}: attach "
-                "had no effect on it, or another one was set after attach"
+                "had no effect on it, or another one was set after attach (attached.detach() and then "
+                "attach(model) set it again)"
             )
 
     def _before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

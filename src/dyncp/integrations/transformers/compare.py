@@ -1,27 +1,27 @@
 """The comparison of an untested model with its own attention, on virtual ranks of this process.
 
-One long document is run with the model's loss (including auxiliary losses), and several documents in
-one batch. The first document is longer than the layers' windows. The comparison changes the weights
-and restores them afterwards: initial weights are often so small that attention is a plain mean and
-positions have no effect.
+One long document is run with the model's loss (including auxiliary losses), and several documents
+in one batch. The first document is longer than the layers' windows. The comparison changes the
+weights and restores them afterwards: initial weights are often so small that attention is a plain
+mean and positions have no effect.
 
 Some code depends on numbers that no small document reaches, such as a scale of the scores that
-begins at position 8192. So numbers of the config and of modules that are larger than the documents
-are lowered one by one; if that changes the model's own results, both are compared again. Constants in
-code cannot be lowered. Such code is found by what it does: it makes the numbers 0, 1, 2, ... of this
-rank's rows, although the model was given positions.
+begins at position 8192. So large numbers are lowered (thresholds.py); if that changes the model's
+own results, they are compared again. And code that makes the numbers 0, 1, 2, ... of this rank's
+rows, although the model was given positions, is refused whatever it does with them.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import nan
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dyncp
@@ -32,10 +32,10 @@ from dyncp.integrations.transformers.functions import COEFFICIENT
 from dyncp.integrations.transformers.layers import (
     layer_masks,
     needs_largest_position,
-    text_modules,
 )
+from dyncp.integrations.transformers.thresholds import Threshold, find_thresholds, lowered
 from dyncp.masks import causal
-from dyncp.plan import Layout
+from dyncp.plan import Layout, Plan
 from dyncp.planner import PlannerConfig, plan_batch
 from dyncp.samples import make_local_data
 from dyncp.topology import Topology
@@ -46,22 +46,19 @@ from dyncp.topology import Topology
 TOLERANCE, TOLERANCE_16_BIT = 1e-4, 5e-2
 RANKS = 2
 LENGTHS = (96, 33, 5)
-LOWERED = 13  # what numbers larger than the documents become; one document is shorter
-OWN_PACKAGE = str(Path(dyncp.__file__).parent)
+TORCH, DYNCP = (Path(package.__path__[0]) for package in (torch, dyncp))
 
 Results = list[tuple[Tensor, Tensor | None]]  # outputs and loss of every document
 
 
-def compare(
-    model: Any, config: Any, attach: Callable[[], Any], shape: AttentionShape
-) -> Any:
+def compare(model: Any, config: Any, attach: Callable[[], Any], shape: AttentionShape) -> Any:
     """The result of `attach`, after a comparison of the model before and after it. If results
     differ, detaches the model and raises ValueError."""
     with _noisy_weights(model):
         documents = _documents(model, config)
         short = [ids[: LENGTHS[0]] for ids in documents]
         expected = [_run_alone(model, ids) for ids in documents]
-        thresholds = list(_thresholds(model, config, short, len(documents[0])))
+        thresholds = _beyond(model, config, short, len(documents[0]))
         attached = attach()
         try:
             with DCPExecutor(virtual_ranks=RANKS, device=model.device) as executor:
@@ -69,7 +66,7 @@ def compare(
                 run.check(documents, expected)
                 for threshold, results in thresholds:
                     with threshold.lowered():
-                        run.check(short, results, f" beyond {threshold.name}={threshold.value}")
+                        run.check(short, results, f" beyond {threshold.name}")
         except BaseException:
             attached.detach()
             raise
@@ -108,13 +105,7 @@ class Planned:
         model, mask_fn = self.attached.model, self.attached.masks(causal)
         samples = [{"input_ids": ids} for ids in documents]
         batch = Batch.of([mask_fn(sample) for sample in samples], range(len(samples)))
-        # Random placement: if rows were in order, a model that counts rows as positions would pass.
-        config = PlannerConfig(
-            block_size=max(16, len(documents[0]) // 8),
-            solver="random",
-            layout=Layout(local_multiple=ROWS),
-        )
-        plan = plan_batch(batch, Topology(1, RANKS), self.shape, planner=config)
+        plan = _plan_out_of_order(batch, self.shape)
         step = self.executor.prepare(plan)
         fields = make_local_data(samples, batch, plan).items()
         data = {name: value.to(model.device) for name, value in fields}
@@ -135,6 +126,19 @@ class Planned:
         return step.gather(_rows(output)), output.get("loss")
 
 
+def _plan_out_of_order(batch: Batch, shape: AttentionShape) -> Plan:
+    """A plan with random placement: if rows were in order, a model that counts rows as positions
+    would pass."""
+    layout, size = Layout(local_multiple=ROWS), max(16, batch.lengths[0] // 8)
+    for seed in range(100):
+        config = PlannerConfig(block_size=size, solver="random", layout=layout, seed=seed)
+        plan = plan_batch(batch, Topology(1, RANKS), shape, planner=config)
+        rows = np.concatenate([part.row_coordinates for part in plan.parts])
+        if (np.diff(rows[rows >= 0]) < 0).any():
+            return plan
+    raise AssertionError("100 random placements were in order")
+
+
 def _reason(error: Exception) -> str:
     if isinstance(error, ValueError):
         return str(error)
@@ -144,17 +148,15 @@ def _reason(error: Exception) -> str:
     )
 
 
-class CountedRows(TorchDispatchMode):
+class CountedRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Finds code of the model that makes the numbers n, n + 1, n + 2, ... for all rows. `place`
     says where; empty if there is none."""
 
     def __init__(self, rows: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.rows, self.place = rows, ""
 
-    def __torch_dispatch__(
-        self, function: Any, _: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **kwargs or {})
         if not self.place and isinstance(made, Tensor) and _counts(made, self.rows):
             self.place = _place_in_model()
@@ -171,73 +173,47 @@ def _counts(tensor: Tensor, rows: int) -> bool:
 def _place_in_model() -> str:
     """The innermost place outside torch; empty if that is in dyncp."""
     frame: Any = sys._getframe(2)
-    while "torch" in Path(frame.f_code.co_filename).parts or frame.f_code.co_filename[0] == "<":
-        frame = frame.f_back
     path = Path(frame.f_code.co_filename)
-    if path.is_relative_to(OWN_PACKAGE):
+    while path.is_relative_to(TORCH):
+        frame = frame.f_back
+        path = Path(frame.f_code.co_filename)
+    if path.is_relative_to(DYNCP):
         return ""
     return f"{path.name}, line {frame.f_lineno}, in {frame.f_code.co_qualname}"
 
 
-@dataclass(frozen=True)
-class Threshold:
-    """A number of a config or of modules that is larger than the documents; `places` are the
-    objects that have it: dicts, or objects with attributes."""
-
-    name: str
-    value: float
-    places: tuple[Any, ...]
-
-    @contextmanager
-    def lowered(self) -> Iterator[None]:
-        low = type(self.value)(LOWERED)
-        for place in self.places:
-            place[self.name] = low
+def _sensitive(
+    model: Any, thresholds: list[Threshold], ids: Tensor, usual: Tensor
+) -> Iterator[Threshold]:
+    """Those that change the model's own results when they are lowered. Sizes of tensors break the
+    model instead and are left out."""
+    with lowered(thresholds):
         try:
-            yield
-        finally:
-            for place in self.places:
-                place[self.name] = self.value
+            rows, _ = _run_alone(model, ids)
+        except Exception:  # of any kind: a size no longer fits
+            rows = None
+    if not thresholds or (rows is not None and torch.equal(rows, usual)):
+        return
+    if len(thresholds) > 1:
+        half = len(thresholds) // 2
+        for part in (thresholds[:half], thresholds[half:]):
+            yield from _sensitive(model, part, ids, usual)
+    elif rows is not None and rows.isfinite().all():
+        yield thresholds[0]
 
 
-def _thresholds(
+def _beyond(
     model: Any, config: Any, documents: list[Tensor], longest: int
-) -> Iterator[tuple[Threshold, Results]]:
-    """The numbers that change the model's own results when they are lowered, with these results.
-    Numbers that are sizes of tensors break the model and are left out."""
-    usual = [_run_alone(model, ids) for ids in documents]
-    for threshold in _large_numbers(model, config, longest):
+) -> list[tuple[Threshold, Results]]:
+    """Numbers that are no less than `longest` and change results if lowered, with these results."""
+    ids = documents[0]
+    usual, _ = _run_alone(model, ids)
+    every = find_thresholds(model, config, longest)
+    found = []
+    for threshold in _sensitive(model, every, ids, usual):
         with threshold.lowered():
-            try:
-                results = [_run_alone(model, ids) for ids in documents]
-            except Exception:  # noqa: BLE001, S112 (a size that no longer fits fails anyhow)
-                continue
-        finite = all(bool(rows.isfinite().all()) for rows, _ in results)
-        pairs = zip(results, usual, strict=True)
-        if finite and not all(torch.equal(rows, own) for (rows, _), (own, _) in pairs):
-            yield threshold, results
-
-
-def _large_numbers(model: Any, config: Any, longest: int) -> Iterator[Threshold]:
-    """Numbers above `longest` in the config, the dicts in it, and the model's own modules."""
-    found: dict[tuple[str, float], list[Any]] = {}
-    places = [vars(part) for part in {id(c): c for c in (config, model.config)}.values()]
-    for _, module in text_modules(model):
-        if not type(module).__module__.startswith("torch."):
-            places.append(vars(module))
-    while places:
-        place = places.pop()
-        for name, value in place.items():
-            if not isinstance(name, str) or name.startswith("_"):
-                continue
-            if type(value) is dict:
-                places.append(value)
-            elif type(value) in (int, float) and longest <= value < float("inf"):
-                owners = found.setdefault((name, value), [])
-                if all(place is not other for other in owners):
-                    owners.append(place)
-    for (name, value), owners in found.items():
-        yield Threshold(name, value, tuple(owners))
+            found.append((threshold, [_run_alone(model, ids) for ids in documents]))
+    return found
 
 
 def _documents(model: Any, config: Any) -> list[Tensor]:
