@@ -114,7 +114,10 @@ class OwnRows(Llama):
     ("kind", "what"),
     [
         (TokenShift, "the outputs of TokenShift under dyncp differ"),
-        (LocalPositions, r"LocalPositions numbers the rows of a rank \(test_untested"),
+        (
+            LocalPositions,
+            "LocalPositions computes with the numbers of a rank's rows",
+        ),
         (OwnRows, "the outputs of OwnRows under dyncp differ"),
         (MeanLoss, "the losses of MeanLoss under dyncp differ"),
     ],
@@ -189,6 +192,13 @@ class ByCumsum(Scaled):
         return 1 + ((ones.cumsum(1) - 1).float() // 1e9)[..., None]
 
 
+class ByIndex(Scaled):
+    """Indexes rows by their numbers, as mixtures of experts do."""
+
+    def of(self, x, _):
+        return 1.0 + 0 * x[:, torch.arange(x.shape[1])[:, None].reshape(-1)]
+
+
 class ByBuffer(Scaled):
     stored = torch.arange(4000)
 
@@ -204,9 +214,9 @@ class ByBuffer(Scaled):
         (ByClass, "the outputs of ByClass beyond most=4096 under dyncp differ"),
         (ByGlobal, "the outputs of ByGlobal beyond LIMIT=4096 under dyncp differ"),
         (ByConstant, "the outputs of ByConstant beyond the constants in ByConstant.of under"),
-        (ByArange, "ByArange numbers the rows of a rank .* in ByArange.of"),
-        (ByCumsum, "ByCumsum numbers the rows of a rank .* in ByCumsum.of"),
-        (ByBuffer, "ByBuffer numbers the rows of a rank .* in ByBuffer.of"),
+        (ByArange, "ByArange computes with the numbers of a rank's rows .* in ByArange.of"),
+        (ByCumsum, "ByCumsum computes with the numbers of a rank's rows .* in ByCumsum.of"),
+        (ByBuffer, "ByBuffer computes with the numbers of a rank's rows .* in ByBuffer.of"),
     ],
 )
 def test_what_only_long_documents_show_is_found_in_small_ones(kind, what):
@@ -217,11 +227,17 @@ def test_what_only_long_documents_show_is_found_in_small_ones(kind, what):
     assert codes == [kind.of.__code__, vars(model.config), model.lengths, kind.most, LIMIT]
 
 
+def test_rows_may_be_indexed_by_their_numbers():
+    attach(ByIndex(config_of("llama")), untested=True)
+    config = transformers.HunYuanMoEV1Config(**SIZES | {"head_dim": 8, "moe_topk": 1})
+    attach(transformers.HunYuanMoEV1ForCausalLM(config), untested=True)
+
+
 def test_a_scale_of_late_positions_that_counts_rows_is_refused():
     kind = "Llama4Text"
     config = transformers.Llama4TextConfig(**SIZES | OTHERS[kind] | {"no_rope_layers": [1, 0]})
     model = transformers.AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ValueError, match=r"numbers the rows of a rank \(modeling_llama4\.py"):
+    with pytest.raises(ValueError, match=r"numbers of a rank's rows \(modeling_llama4\.py"):
         attach(model, untested=True)
 
 

@@ -242,8 +242,8 @@ class Attached:
         if found != NAME:
             raise ValueError(
                 f"the attention of {type(self.model).__name__} is {found!r}, not {NAME!r}: attach "
-                "had no effect on it, or another one was set after attach (attached.detach() and then "
-                "attach(model) set it again)"
+                "had no effect on it, or another one was set after attach; to set it again, call "
+                "attached.detach() and attach(model)"
             )
 
     def _before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -46,6 +46,13 @@ from dyncp.topology import Topology
 TOLERANCE, TOLERANCE_16_BIT = 1e-4, 5e-2
 RANKS = 2
 LENGTHS = (96, 33, 5)
+# Operators that only move or index rows.
+INDEXING = frozenset({
+    "alias", "cat", "clone", "detach", "expand", "gather", "index", "index_add", "index_copy",
+    "index_put", "index_select", "lift_fresh", "permute", "repeat", "reshape", "scatter",
+    "scatter_add", "select", "slice", "sort", "split", "squeeze", "stack", "t", "to_copy",
+    "transpose", "unsafe_view", "unsqueeze", "view",
+})  # fmt: skip
 TORCH, DYNCP = (Path(package.__path__[0]) for package in (torch, dyncp))
 
 Results = list[tuple[Tensor, Tensor | None]]  # outputs and loss of every document
@@ -57,7 +64,13 @@ def compare(model: Any, config: Any, attach: Callable[[], Any], shape: Attention
     with _noisy_weights(model):
         documents = _documents(model, config)
         short = [ids[: LENGTHS[0]] for ids in documents]
-        expected = [_run_alone(model, ids) for ids in documents]
+        try:
+            expected = [_run_alone(model, ids) for ids in documents]
+        except Exception as error:
+            raise ValueError(
+                f"{type(model).__name__} cannot be compared: with its own attention, its code "
+                f"failed ({type(error).__name__}: {error})"
+            ) from error
         thresholds = _beyond(model, config, short, len(documents[0]))
         attached = attach()
         try:
@@ -119,9 +132,9 @@ class Planned:
             ) from error
         if counted.place:
             raise ValueError(
-                f"{type(model).__name__} numbers the rows of a rank ({counted.place}), although it "
-                "was given positions: a token's row on its rank is not its position, so code that "
-                "depends on it is wrong under dyncp"
+                f"{type(model).__name__} computes with the numbers of a rank's rows "
+                f"({counted.place}), although it was given positions: a token's row on its rank is "
+                "not its position, so the results would be wrong"
             )
         return step.gather(_rows(output)), output.get("loss")
 
@@ -149,18 +162,32 @@ def _reason(error: Exception) -> str:
 
 
 class CountedRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Finds code of the model that makes the numbers n, n + 1, n + 2, ... for all rows. `place`
-    says where; empty if there is none."""
+    """Finds code of the model that computes with the numbers n, n + 1, n + 2, ... of all rows.
+    `place` says where; empty if there is none. Indexing with them, as experts do, is no computing.
+    """
 
     def __init__(self, rows: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.rows, self.place = rows, ""
+        self._numbers: list[Tensor] = []  # found so far
 
     def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **kwargs or {})
-        if not self.place and isinstance(made, Tensor) and _counts(made, self.rows):
+        indexes = function.overloadpacket.__name__.strip("_") in INDEXING
+        if not self.place and not indexes and any(map(self._is_number, args)):
             self.place = _place_in_model()
+        if isinstance(made, Tensor) and _counts(made, self.rows):
+            self._numbers.append(made)
         return made
+
+    def _is_number(self, given: Any) -> bool:
+        """Whether a tensor is one of the numbers, or a view of them."""
+        if not isinstance(given, Tensor):
+            return False
+        return any(
+            given.untyped_storage().data_ptr() == found.untyped_storage().data_ptr()
+            for found in self._numbers
+        )
 
 
 def _counts(tensor: Tensor, rows: int) -> bool:
