@@ -265,11 +265,8 @@ def test_a_batch_without_targets_has_loss_0():
 def test_autocast_gives_attention_one_dtype_whatever_the_plan_assumes(name, dtype):
     model = make_model(name)
     attached = attach(model)
-    options = {
-        "virtual_ranks": 2,
-        "tokens_per_batch": 300,
-        "executor": DCPExecutor(virtual_ranks=2),
-    }
+    executor = DCPExecutor(virtual_ranks=2)
+    options = {"virtual_ranks": 2, "tokens_per_batch": 300, "executor": executor}
     with attached.loader(samples_of(0), masks.causal, **options) as loader:
         data, plan = next(iter(loader))
     assert plan.parts[0].shape == attached.shape()
