@@ -13,7 +13,7 @@ from benchmarks.parity_models import NAMES, make_model  # noqa: E402
 
 from dyncp import DCPExecutor  # noqa: E402
 from dyncp.integrations.transformers import attach  # noqa: E402
-from dyncp.integrations.transformers.functions import _warn_of_eval  # noqa: E402
+from dyncp.integrations.transformers.functions import warn_once  # noqa: E402
 from hf_cases import planned, samples_of, virtual  # noqa: E402
 from sizes import pick  # noqa: E402
 
@@ -178,12 +178,12 @@ def test_what_is_not_a_step_is_named(llama):
 
 
 def warnings_of(caplog, call):
-    _warn_of_eval.cache_clear()
+    warn_once.cache_clear()
     caplog.clear()
     with caplog.at_level(logging.WARNING, "dyncp"):
         call()
         call()
-    return [x.message for x in caplog.records if "eval mode" in x.message]
+    return [x.message for x in caplog.records if " mode " in x.message]
 
 
 def test_learning_in_eval_mode_is_warned_of_once(llama, caplog):
@@ -208,3 +208,17 @@ def test_learning_in_eval_mode_is_warned_of_once(llama, caplog):
     for parameter in model.parameters():
         parameter.requires_grad_(requires_grad=False)
     assert not warnings_of(caplog, lambda: model(**data, dyncp_step=evaluation))
+
+
+def test_dropout_in_evaluation_is_warned_of_once(caplog):
+    model = make_model("gpt2", resid_pdrop=0.1)
+    attach(model)
+    data, step = virtual(model.config, forward_only=True)
+
+    def call():
+        with torch.no_grad():
+            model(**data, dyncp_step=step)
+
+    assert "plan for evaluation: its dropout is on" in warnings_of(caplog, call)[0]
+    model.eval()
+    assert not warnings_of(caplog, call)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from dyncp.blocks import AttentionShape
@@ -122,6 +122,7 @@ class Attached:
         self._needs_largest = needs_largest_position(model)
         # What should be in train mode during training: the model and its attention layers.
         self._learning = [model, *(m for _, m in text_modules(model) if hasattr(m, "layer_idx"))]
+        self._dropouts = [m for m in model.modules() if isinstance(m, nn.Dropout) and m.p]
         self._generates: int | None = None  # the thread in which `generate` is running
         AttentionInterface.register(NAME, attend)
         AttentionMaskInterface.register(NAME, mask_marker)
@@ -263,6 +264,7 @@ class Attached:
             extra,
             self._needs_largest,
             learns_in_eval,
+            any(dropout.training for dropout in self._dropouts),
         )
         kwargs["position_ids"] = positions
         for name in ("input_ids", "inputs_embeds"):

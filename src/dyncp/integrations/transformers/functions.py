@@ -42,6 +42,17 @@ HARMLESS = frozenset({
     "return_dict", "shift_labels", "use_cache",
 })  # fmt: skip
 
+LEARNS_IN_EVAL = (
+    "a model in eval mode was called with a training plan and gradients: its dropout is off and "
+    "activation checkpointing does nothing. from_pretrained returns models in eval mode: call "
+    "model.train() before training. For evaluation, use torch.no_grad() and a loader with "
+    "evaluation=True"
+)
+DROPS_IN_EVALUATION = (
+    "a model in train mode was called with a plan for evaluation: its dropout is on; call "
+    "model.eval() before evaluation, and model.train() after it"
+)
+
 
 class Call:
     """One forward of an attached model; passed to its layers as `dyncp_step`."""
@@ -299,14 +310,19 @@ def enter(
     extra: int,
     largest: bool,
     learns_in_eval: bool,
+    drops: bool,
 ) -> Tensor:
     """Positions `[1, rows + extra]`, after a check that the local data belong to the step. The
     `extra` rows at the end have position 0 or, if `largest`, the largest position of all ranks.
-    `learns_in_eval`: gradients are enabled, and the model is in eval mode."""
+    `learns_in_eval`: gradients are enabled, and the model is in eval mode. `drops`: dropout is on.
+    """
     step = step_of(number)
     check_batch(step, positions, batch)
-    if learns_in_eval and any(mask.backward is not None for mask in step.plan.masks.values()):
-        _warn_of_eval()
+    trains = any(mask.backward is not None for mask in step.plan.masks.values())
+    if trains and learns_in_eval:
+        warn_once(LEARNS_IN_EVAL)
+    if not trains and drops:
+        warn_once(DROPS_IN_EVALUATION)
     if not extra:
         return positions.clone()
     fill = positions.new_zeros(1, extra)
@@ -316,14 +332,8 @@ def enter(
 
 
 @cache
-def _warn_of_eval() -> None:
-    """Warns once."""
-    logger.warning(
-        "a model in eval mode was called with a training plan and gradients: its dropout is off "
-        "and activation checkpointing does nothing. from_pretrained returns models in eval mode: "
-        "call model.train() before training. For evaluation, use torch.no_grad() and a loader with "
-        "evaluation=True"
-    )
+def warn_once(message: str) -> None:
+    logger.warning(message)
 
 
 @enter.register_fake
