@@ -21,11 +21,15 @@ ATTACH, FUNCTIONS, LAYERS, TRAINER = (
     f"src/dyncp/integrations/transformers/{name}.py"
     for name in ("attach", "functions", "layers", "trainer")
 )
+COMPARE, THRESHOLDS = (
+    f"src/dyncp/integrations/transformers/{name}.py" for name in ("compare", "thresholds")
+)
 GRADIENTS, GRADIENT_CHECK = "src/dyncp/gradients/sums.py", "src/dyncp/gradients/check.py"
 ONE, MANY, UNTESTED = (
     f"tests/integrations/test_{name}.py"
     for name in ("transformers", "transformers_ranks", "untested_models")
 )
+OWN = "tests/integrations/test_transformers_own_attention.py"
 
 
 TARGETS, SEEN = "src/dyncp/samples/targets.py", "tests/samples/test_seen_targets.py"
@@ -316,11 +320,148 @@ ERRORS = [
     ),
     Error(
         "untested models are not compared",
-        ATTACH,
-        "_check_parity(attached, documents, expected)",
+        COMPARE,
+        "run.check(documents, expected)",
         "pass",
         UNTESTED,
         "mixes_rows",
+    ),
+    Error(
+        "code that depends on numbers which no small batch reaches",
+        COMPARE,
+        "for threshold, results in thresholds:",
+        "for threshold, results in ():",
+        UNTESTED,
+        "only_long",
+    ),
+    Error(
+        "constants in code that no small batch reaches",
+        THRESHOLDS,
+        "if code is not function.__code__:",
+        "if False:",
+        UNTESTED,
+        "only_long and ByConstant",
+    ),
+    Error(
+        "rows are taken for positions beyond the comparison",
+        COMPARE,
+        "if counted.place:",
+        "if False:",
+        UNTESTED,
+        "only_long or late_positions",
+    ),
+    Error(
+        "rows in order hide who takes them for positions",
+        COMPARE,
+        "data = {name: value.to(model.device) for name, value in fields}",
+        "data = {name: value.sort(-1).values if name == 'position_ids' else value for name, value "
+        "in fields}",
+        UNTESTED,
+        "tested_models_give and llama",
+    ),
+    Error(
+        "layers with other heads than the loader plans",
+        LAYERS,
+        "if isinstance(found, int) and found != wanted:",
+        "if False:",
+        UNTESTED,
+        "heads_of_single_layers",
+    ),
+    Error(
+        "layers whose heads only a call shows",
+        COMPARE,
+        "plan = _plan_out_of_order(batch, self.shape)",
+        "plan = _plan_out_of_order(batch, AttentionShape.assumed())",
+        UNTESTED,
+        "heads_of_single_layers",
+    ),
+    Error(
+        "calls of another dtype than the plan's need an option",
+        "src/dyncp/executor/step.py",
+        "if planned.exact and shape != replace(planned, dtype=shape.dtype):",
+        "if planned.exact and shape != planned:",
+        ONE,
+        "autocast",
+    ),
+    Error(
+        "calls with other heads than the plan's",
+        "src/dyncp/executor/step.py",
+        "if planned.exact and shape != replace(planned, dtype=shape.dtype):",
+        "if False:",
+        "tests/executor/test_errors.py",
+        "do_not_fit",
+    ),
+    Error(
+        "autocast rounds fp64",
+        FUNCTIONS,
+        "and value.dtype != torch.float64:",
+        "and True:",
+        ONE,
+        "autocast_leaves",
+    ),
+    Error(
+        "a forward without a step passes as generation",
+        ATTACH,
+        "if self._generates is None:\n            return False",
+        "if self._generates is None:\n            return kwargs.get('dyncp_step') is None",
+        OWN,
+        "only_generate",
+    ),
+    Error(
+        "gradients without a step within generation",
+        ATTACH,
+        'if kwargs.get("dyncp_step") is not None or torch.is_grad_enabled():',
+        "if False:",
+        OWN,
+        "within_generation",
+    ),
+    Error(
+        "training in another thread while the model generates",
+        ATTACH,
+        "if self._generates != threading.get_ident():",
+        "if False:",
+        OWN,
+        "within_generation",
+    ),
+    Error(
+        "after generation the model keeps its own attention",
+        ATTACH,
+        "self._generates = None\n            self._begin()",
+        "self._generates = None",
+        OWN,
+        "generates_as_before or failed_generation",
+    ),
+    Error(
+        "attach twice",
+        ATTACH,
+        "if found is not None:\n        return",
+        "if False:\n        return",
+        OWN,
+        "twice",
+    ),
+    Error(
+        "training in eval mode",
+        FUNCTIONS,
+        "warn_once(LEARNS_IN_EVAL)",
+        "pass",
+        OWN,
+        "eval_mode",
+    ),
+    Error(
+        "training in eval mode in some layers",
+        ATTACH,
+        "not all(x.training for x in self._learning)",
+        "not self.model.training",
+        OWN,
+        "eval_mode",
+    ),
+    Error(
+        "evaluation with dropout",
+        FUNCTIONS,
+        "warn_once(DROPS_IN_EVALUATION)",
+        "pass",
+        OWN,
+        "dropout_in_evaluation",
     ),
     Error(
         "a loss function of the user's",

@@ -50,6 +50,23 @@ def dense(plan: Plan, q: Tensor, k: Tensor, v: Tensor, name: str = "default", **
     return dense_attention(BATCH, name, *rows, scale=options.pop("scale", 8**-0.5), **options)
 
 
+def test_calls_may_have_another_dtype_than_the_plan_assumes():
+    executor = DCPExecutor(virtual_ranks=3)
+    config = PlannerConfig("random", block_size=4, head_groups=2)
+    for dtype in ("bf16", "fp32"):
+        assumed = AttentionShape(4, 2, 8, dtype)
+        plan = plan_batch(BATCH, Topology(1, 3), assumed, config)
+        step = executor.prepare(plan)
+        q, k, v = (draw(i, 34, heads).requires_grad_() for i, heads in enumerate((4, 2, 2)))
+        out, expected = attention(step, q, k, v), dense(plan, q, k, v)
+        assert relative_error(in_batch_order(plan, out), expected) < 1e-12
+        grads = torch.autograd.grad(out.square().sum(), (q, k, v))
+        wanted = torch.autograd.grad(expected.square().sum(), (q, k, v))
+        assert all(relative_error(*pair) < 1e-12 for pair in zip(grads, wanted, strict=True))
+        laid_out = executor.prepare(plan).prepared._layouts  # now for the dtype of the calls
+        assert {shape.dtype for _, _, shape in laid_out} == {"fp64"}
+
+
 def test_dcpattn_takes_packed_kv_and_its_gradient_is_packed():
     plan = make_plan()
     step = DCPExecutor(virtual_ranks=3).prepare(plan)

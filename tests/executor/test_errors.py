@@ -40,7 +40,7 @@ def rows(tokens=12, heads=4, dim=8, dtype=torch.float32):
         (rows(dim=8), rows(heads=2, dim=4), rows(heads=2, dim=4), "do not fit together"),
         (rows(), rows(heads=2).double(), rows(heads=2), "k is torch.float64"),
         (rows(dtype=torch.int32), *[rows(heads=2, dtype=torch.int32)] * 2, "q is torch.int32"),
-        (rows().double(), *[rows(heads=2).double()] * 2, "fp64; the plan was made for .*fp32"),
+        (rows(dim=4), *[rows(heads=2, dim=4)] * 2, "head_dim 4, .*; the plan was made for .* 8,"),
         (rows()[0], rows(heads=2), rows(heads=2), r"q has shape \(4, 8\); expected \[tokens"),
         (rows().to("meta"), *[rows(heads=2).to("meta")] * 2, "q is on meta; .* prepared for cpu"),
     ],

@@ -260,16 +260,34 @@ def test_a_batch_without_targets_has_loss_0():
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["llama", "olmo2", "gpt_oss"])
-def test_autocast_gives_attention_one_dtype(name):
+def test_autocast_gives_attention_one_dtype_whatever_the_plan_assumes(name, dtype):
     model = make_model(name)
-    attached = attach(model, dtype="bf16")
-    data, step = virtual(model.config)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    attached = attach(model)
+    executor = DCPExecutor(virtual_ranks=2)
+    options = {"virtual_ranks": 2, "tokens_per_batch": 300, "executor": executor}
+    with attached.loader(samples_of(0), masks.causal, **options) as loader:
+        data, plan = next(iter(loader))
+    assert plan.parts[0].shape == attached.shape()
+    step = executor.prepare(plan)
+    with torch.autocast("cpu", dtype=dtype):
         loss = model(**data, dyncp_step=step).loss
     loss.backward()
     attached.detach()
     assert loss.item() == pytest.approx(whole_loss(plain_model(name), 0).item(), rel=1e-2)
+    with torch.autocast("cpu", dtype=dtype):
+        whole = whole_loss(plain_model(name), 0)
+    assert loss.item() == pytest.approx(whole.item(), rel=2e-3)
+
+
+def test_autocast_leaves_attention_in_fp64_alone():
+    model = make_model("llama").double()
+    attach(model)
+    data, step = virtual(model.config)
+    loss = model(**data, dyncp_step=step).loss
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model(**data, dyncp_step=step).loss.item() == pytest.approx(loss.item(), rel=1e-9)
 
 
 def test_the_auxiliary_loss_is_that_of_all_tokens_once():

@@ -12,7 +12,8 @@ transformers = pytest.importorskip("transformers", reason="the extra transformer
 from benchmarks.parity_models import NAMES, SIZES, config_of, make_model  # noqa: E402
 
 from dyncp import DCPDataLoader, DCPExecutor, masks  # noqa: E402
-from dyncp.integrations.transformers import attach  # noqa: E402
+from dyncp.integrations.transformers import attach, layer_masks  # noqa: E402
+from dyncp.integrations.transformers.functions import Call, attend  # noqa: E402
 from hf_cases import planned, samples_of, virtual  # noqa: E402
 from processes import run_ranks  # noqa: E402
 
@@ -33,7 +34,7 @@ OTHERS = {
     "Llama4Text": EXPERTS | {"head_dim": 8, "attention_chunk_size": 24, "intermediate_size_mlp": 48}
     | {"layer_types": ["chunked_attention", "full_attention"]},
     "Starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0},
-    "ModernBertDecoder": {"local_attention": 24} | TOKENS,
+    "ModernBertDecoder": {"local_attention": 24, "num_key_value_heads": 4} | TOKENS,
 }  # fmt: skip
 
 
@@ -112,10 +113,13 @@ class OwnRows(Llama):
 @pytest.mark.parametrize(
     ("kind", "what"),
     [
-        (TokenShift, "outputs"),
-        (LocalPositions, "outputs"),
-        (OwnRows, "outputs"),
-        (MeanLoss, "losses"),
+        (TokenShift, "the outputs of TokenShift under dyncp differ"),
+        (
+            LocalPositions,
+            "LocalPositions computes with the numbers of a rank's rows",
+        ),
+        (OwnRows, "the outputs of OwnRows under dyncp differ"),
+        (MeanLoss, "the losses of MeanLoss under dyncp differ"),
     ],
 )
 def test_a_model_of_the_users_that_mixes_rows_is_refused_and_left_as_it_was(kind, what):
@@ -123,7 +127,7 @@ def test_a_model_of_the_users_that_mixes_rows_is_refused_and_left_as_it_was(kind
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match=f"{kind.__name__} .llama. has not been compared"):
         attach(model)
-    with pytest.raises(ValueError, match=f"the {what} of {kind.__name__} under dyncp differ"):
+    with pytest.raises(ValueError, match=what):
         attach(model, untested=True)
     assert model.config._attn_implementation == "sdpa"
     for name, weight in model.state_dict().items():
@@ -131,6 +135,163 @@ def test_a_model_of_the_users_that_mixes_rows_is_refused_and_left_as_it_was(kind
     ids = samples_of(0)[0]["input_ids"][None]
     assert torch.isfinite(model(input_ids=ids).logits).all()
     assert model.training
+
+
+LIMIT = 4096
+
+
+class Scaled(Llama):
+    """A layer whose results are scaled by a factor, which depends on what is `of` the rows."""
+
+    most = 4096
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.lengths = (1024, LIMIT)
+        self.model.layers[0].mlp.register_forward_hook(
+            lambda _, __, x: x * self.of(x, torch.ones(x.shape[:2], dtype=torch.long))
+        )
+
+    @staticmethod
+    def after(number):
+        return 1.0 if number < 1 else 1.5
+
+
+class ByConfig(Scaled):
+    def of(self, x, _):
+        return self.after(x.shape[1] / self.config.max_position_embeddings)
+
+
+class ByModule(Scaled):
+    def of(self, x, _):
+        return self.after(x.shape[1] / self.lengths[1])
+
+
+class ByClass(Scaled):
+    def of(self, x, _):
+        return self.after(x.shape[1] / self.most)
+
+
+class ByGlobal(Scaled):
+    def of(self, x, _):
+        return self.after(x.shape[1] / LIMIT)
+
+
+class ByConstant(Scaled):
+    def of(self, x, _):
+        return 1.5 if x.shape[1] > 2000 else 1.0
+
+
+class ByArange(Scaled):
+    def of(self, x, _):
+        return 1 + (torch.arange(x.shape[1]) // 1e9)[None, :, None]
+
+
+class ByCumsum(Scaled):
+    def of(self, _, ones):
+        return 1 + ((ones.cumsum(1) - 1).float() // 1e9)[..., None]
+
+
+class ByIndex(Scaled):
+    """Indexes rows by their numbers, as mixtures of experts do."""
+
+    def of(self, x, _):
+        return 1.0 + 0 * x[:, torch.arange(x.shape[1])[:, None].reshape(-1)]
+
+
+class ByBuffer(Scaled):
+    stored = torch.arange(4000)
+
+    def of(self, x, _):
+        return 1 + self.stored[: x.shape[1]][None, :, None] // LIMIT
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        (ByConfig, "the outputs of ByConfig beyond max_position_embeddings=2048 under dyncp"),
+        (ByModule, r"the outputs of ByModule beyond lengths=\(1024, 4096\) under dyncp differ"),
+        (ByClass, "the outputs of ByClass beyond most=4096 under dyncp differ"),
+        (ByGlobal, "the outputs of ByGlobal beyond LIMIT=4096 under dyncp differ"),
+        (ByConstant, "the outputs of ByConstant beyond the constants in ByConstant.of under"),
+        (ByArange, "ByArange computes with the numbers of a rank's rows .* in ByArange.of"),
+        (ByCumsum, "ByCumsum computes with the numbers of a rank's rows .* in ByCumsum.of"),
+        (ByBuffer, "ByBuffer computes with the numbers of a rank's rows .* in ByBuffer.of"),
+    ],
+)
+def test_what_only_long_documents_show_is_found_in_small_ones(kind, what):
+    model = kind(config_of("llama"))
+    codes = [kind.of.__code__, vars(model.config).copy(), model.lengths, kind.most, LIMIT]
+    with pytest.raises(ValueError, match=what):
+        attach(model, untested=True)
+    assert codes == [kind.of.__code__, vars(model.config), model.lengths, kind.most, LIMIT]
+
+
+def test_rows_may_be_indexed_by_their_numbers():
+    attach(ByIndex(config_of("llama")), untested=True)
+    config = transformers.HunYuanMoEV1Config(**SIZES | {"head_dim": 8, "moe_topk": 1})
+    attach(transformers.HunYuanMoEV1ForCausalLM(config), untested=True)
+
+
+def test_a_scale_of_late_positions_that_counts_rows_is_refused():
+    kind = "Llama4Text"
+    config = transformers.Llama4TextConfig(**SIZES | OTHERS[kind] | {"no_rope_layers": [1, 0]})
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match=r"numbers of a rank's rows \(modeling_llama4\.py"):
+        attach(model, untested=True)
+
+
+def test_scales_of_late_positions_by_position_ids_are_right():
+    sizes = SIZES | {"num_attention_heads": 4, "head_dim": 8}
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "llama_4_scaling_beta": 0.1}
+    rope |= {"original_max_position_embeddings": 512}
+    config = transformers.Ministral3Config(**sizes | {"rope_parameters": rope})
+    attach(transformers.Ministral3ForCausalLM(config), untested=True)
+
+
+def test_heads_of_single_layers_that_the_loader_would_not_plan_are_refused_at_attach():
+    model = make_model("llama")
+    model.model.layers[1].self_attn.head_dim = 16
+    with pytest.raises(ValueError, match=r"layers\.1\.self_attn of Llama.* head_dim of size 16"):
+        attach(model)
+    model = make_model("llama")
+    model.model.layers[1].self_attn.k_proj = torch.nn.Linear(32, 32)
+    with pytest.raises(ValueError, match=r"k_proj of size 32; .* it is 16 \(2 kv heads"):
+        attach(model)
+    config = transformers.JetMoeConfig(
+        **SIZES | {"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
+    )
+    with pytest.raises(ValueError, match="cannot run under dyncp: q and kv have 4 q heads, 4 kv"):
+        attach(transformers.JetMoeForCausalLM(config), untested=True)
+
+
+WHY = {
+    "Bart": ({"d_model": 32, "decoder_layers": 1}, "makes an attention_mask of its own"),
+    "BioGpt": ({"num_key_value_heads": 4}, "makes an attention_mask of its own"),
+    "Doge": ({}, "it may compute with its attention mask, which dyncp does not make"),
+    "DeepseekV3": ({"kv_lora_rank": 16}, "multi-head latent attention, whose keys and values"),
+}
+
+
+@pytest.mark.parametrize("kind", WHY)
+def test_models_that_cannot_run_are_refused_by_a_sentence_that_says_why(kind):
+    options, why = WHY[kind]
+    config = getattr(transformers, f"{kind}Config")(**SIZES | {"num_hidden_layers": 1} | options)
+    with torch.device("meta" if kind == "DeepseekV3" else "cpu"):
+        model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with pytest.raises(ValueError, match=why):
+        attach(model, untested=True)
+
+
+def test_layers_whose_keys_and_values_differ_in_width_are_named():
+    model = make_model("llama")
+    attach(model)
+    _, step = virtual(model.config)
+    call = Call(step, layer_masks(model.config), step.num_rows, 0, {})
+    query, key = torch.zeros(1, 4, 8, 8), torch.zeros(1, 2, 8, 8)
+    layer = model.model.layers[0].self_attn
+    with pytest.raises(ValueError, match="keys of LlamaAttention have head_dim 8 and its values 4"):
+        attend(layer, query, key, key[..., :4], "dyncp None", dyncp_step=call)
 
 
 def test_layers_that_do_not_pass_the_step_on_are_named():
@@ -207,7 +368,7 @@ class PastHooks(torch.nn.Module):
         return self.inner.forward(**options)
 
 
-def test_wrappers_past_the_hooks_and_generation_are_refused():
+def test_wrappers_past_the_hooks_are_refused():
     model = make_model("llama")
     attach(model)
     data, step = virtual(model.config)
@@ -215,8 +376,6 @@ def test_wrappers_past_the_hooks_and_generation_are_refused():
         PastHooks(model)(**data, dyncp_step=step)
     with pytest.raises(ValueError, match="expected a Transformers model, before it is compiled"):
         attach(PastHooks(model))
-    with pytest.raises(ValueError, match="without its step"):
-        model.generate(data["input_ids"][:, :5], max_new_tokens=2)
 
 
 def test_a_layer_that_looks_both_ways_is_refused():

@@ -85,6 +85,8 @@ class Engine:
         self.graphs = Graphs.choose("auto", device, kernel) if graphs is None else graphs
         self.on_gpu = device.type == "cuda"
         self._refused: dict[AttentionShape, str] = {}  # reason; empty if the kernel is used
+        # The latest shape of calls by the shape of their plan: autocast may change the dtype.
+        self.called: dict[AttentionShape, AttentionShape] = {}
         self._arenas: dict[int, Arena] = {}
         self._is_closed = False
         self._communication: torch.cuda.Stream | None = None

@@ -4,7 +4,7 @@ import itertools
 import weakref
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -46,9 +46,9 @@ class CallLayout:
 
 class PreparedPlan:
     """The plan parts of this process's ranks, lowered for an engine's kernel, and the layouts of
-    their calls. A plan for one attention shape is laid out here, any other plan with the first call
-    of each shape. It can be made in any thread, since it does not use the device; `send` completes
-    it."""
+    their calls. A plan for one attention shape is laid out here, in the dtype that calls of this
+    shape had lately; any other plan with the first call of each shape. It can be made in any
+    thread, since it does not use the device; `send` completes it."""
 
     @torch.inference_mode(False)
     def __init__(self, parts: tuple[RankPlan, ...], engine: Engine) -> None:
@@ -71,8 +71,9 @@ class PreparedPlan:
             for direction, _ in mask.programs()
         }
         if parts[0].shape.exact:
+            expected = engine.called.get(parts[0].shape, parts[0].shape)
             for key in self._programs:
-                self._lay_out(*key, parts[0].shape, self._arrays)
+                self._lay_out(*key, expected, self._arrays)
 
     @torch.inference_mode(False)
     def send(self) -> "PreparedPlan":
@@ -169,10 +170,11 @@ class PreparedPlan:
                 f"there, or create the executor with device={str(q.device)!r}"
             )
         planned, shape = self.parts[0].shape, self.shape_of(q, k)
-        if planned.exact and shape != planned:
+        if planned.exact and shape != replace(planned, dtype=shape.dtype):
             raise ValueError(
                 f"q and kv have {describe(shape)}; the plan was made for {describe(planned)}"
             )
+        self.engine.called[planned] = shape
 
 
 class Step:

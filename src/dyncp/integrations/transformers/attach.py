@@ -1,27 +1,22 @@
-"""`attach`: makes the attention layers of a Transformers model call dyncp.
-
-With `untested=True`, the model is first compared with its own attention, on virtual ranks of this
-process: one long document with the model's loss (including auxiliary losses), and several documents
-in one batch. The first document is longer than the layers' windows. The comparison changes the
-weights and restores them afterwards: initial weights are often so small that attention is a plain
-mean and positions have no effect.
-"""
+"""`attach`: makes the attention layers of a Transformers model call dyncp."""
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from math import nan
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from dyncp.blocks import AttentionShape, Batch
+from dyncp.blocks import AttentionShape
 from dyncp.cost import ModelConfig
 from dyncp.dataloader import DCPDataLoader
 from dyncp.executor import DCPExecutor, Step
 from dyncp.integrations import ROWS
+from dyncp.integrations.transformers.compare import compare
 from dyncp.integrations.transformers.functions import (
     COEFFICIENT,
     NAME,
@@ -35,16 +30,15 @@ from dyncp.integrations.transformers.functions import (
 )
 from dyncp.integrations.transformers.layers import (
     check_model,
+    check_shape,
     layer_masks,
     model_masks,
     needs_largest_position,
+    text_modules,
 )
 from dyncp.losses import next_token_loss
-from dyncp.masks import causal
-from dyncp.plan import Layout
-from dyncp.planner import PlannerConfig, plan_batch
-from dyncp.samples import NO_TARGET, TARGET_FIELDS, make_local_data
-from dyncp.topology import Topology
+from dyncp.plan import Plan, RankPlan
+from dyncp.samples import NO_TARGET, TARGET_FIELDS
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +48,7 @@ KEYWORDS = frozenset({
     "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "shift_labels",
     *TARGET_FIELDS,
 })  # fmt: skip
+CALL = "model(**local_data, dyncp_step=executor.prepare(plan))"
 # Why some of these others are refused.
 REASONS = {
     "attention_mask": "masks are part of the plan, and the loader removes padding",
@@ -62,11 +57,6 @@ REASONS = {
     "past_key_values": "cached tokens belong to no rank",
     "use_cache": "a rank has only the keys of parts of sequences",
 }
-# Largest relative differences allowed by the comparison. Measured on the 70 architectures of
-# Transformers 5.22 that run: at most 1.2e-6 in fp32, and more than 1e-2 if a layer sees only the
-# rows of one rank.
-TOLERANCE, TOLERANCE_16_BIT = 1e-4, 5e-2
-RANKS = 2
 
 
 def attach(
@@ -76,14 +66,49 @@ def attach(
 
     Call it before the model is wrapped or compiled. Then call the model as
     `model(**local_data, dyncp_step=step)`, with the local data of a DCPDataLoader and the step of
-    their plan. `dtype` is the dtype of q, k and v if it differs from that of the weights: under
-    autocast, or FSDP's mixed precision. Models that dyncp does not support raise ValueError, here
-    or in the first forward. `untested=True` allows an architecture that is not in the list of
-    tested ones if, for a small batch on virtual ranks, its outputs and loss equal those of its own
-    attention.
+    their plan. `dtype` is the dtype of q, k and v that plans assume (default: that of the weights);
+    under autocast another one only makes their estimates better. Models that dyncp does not support
+    raise ValueError, here or in the first forward. `untested=True` allows an architecture that is
+    not in the list of tested ones if, for small batches on virtual ranks, its outputs and loss
+    equal those of its own attention. A model that is attached already stays so, and its `Attached`
+    is returned again.
     """
+    found = _attached_to(model)
+    if found is not None:
+        return found._again(dtype)
     config = check_model(model, untested=untested)
-    return (_compared if untested else Attached)(model, config, dtype)
+    shape = _planned_shape(model, dtype)
+    make = partial(Attached, model, config, dtype)
+    if not untested:
+        return make()
+    if any(parameter.is_meta for parameter in model.parameters()):
+        logger.warning(
+            "%s has no weights yet, so it was not compared with its own attention: first attach a "
+            "small model of the same class that has weights, with untested=True",
+            type(model).__name__,
+        )
+        return make()
+    attached: Attached = compare(model, config, make, shape)
+    return attached
+
+
+def _planned_shape(model: Any, dtype: Any) -> AttentionShape:
+    """What the loader plans for all layers; ValueError if a layer has another shape."""
+    try:
+        shape = ModelConfig.of(model, dtype).attention_shape()
+    except ValueError:  # sizes by unusual names, which users give to the loader themselves
+        return AttentionShape.assumed()
+    check_shape(model, shape)
+    return shape
+
+
+def _attached_to(model: Any) -> "Attached | None":
+    """The `Attached` of this very model, if it is attached. A copy of a model has a copy of it."""
+    for hook in getattr(model, "_forward_pre_hooks", {}).values():
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, Attached) and owner.model is model:
+            return owner
+    return None
 
 
 class Attached:
@@ -95,13 +120,14 @@ class Attached:
         self.model, self.config, self.dtype = model, config, dtype
         self.layers = layer_masks(config)
         self._needs_largest = needs_largest_position(model)
-        self._before_attach = model.config._attn_implementation
+        # What should be in train mode during training: the model and its attention layers.
+        self._learning = [model, *(m for _, m in text_modules(model) if hasattr(m, "layer_idx"))]
+        self._dropouts = [m for m in model.modules() if isinstance(m, nn.Dropout) and m.p]
+        self._generates: int | None = None  # the thread in which `generate` is running
         AttentionInterface.register(NAME, attend)
         AttentionMaskInterface.register(NAME, mask_marker)
-        model.set_attn_implementation(NAME)
+        self._begin()
         self._check_implementation()
-        self._coefficient = take_coefficient(model)
-        self._mixers = install_mixers(model, config)
         install_recorders(model)
         if model.get_output_embeddings() is not None and model.loss_type is None:
             model.loss_type = "ForCausalLM"  # the default, but without Transformers' warning
@@ -109,16 +135,91 @@ class Attached:
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(self._after, with_kwargs=True),
         )
+        self._own_generate = vars(model).get("generate")  # of the instance, not of its class
+        if hasattr(model, "generate"):
+            model.generate = partial(self._generate, model.generate)
 
-    def detach(self) -> None:
+    def _begin(self) -> None:
+        """Selects dyncp's attention, mixers and auxiliary loss."""
+        self._before_attach = self.model.config._attn_implementation
+        self.model.set_attn_implementation(NAME)
+        self._coefficient = take_coefficient(self.model)
+        self._mixers = install_mixers(self.model, self.config)
+
+    def _end(self) -> None:
         """Restores the model's own attention, mixers and auxiliary loss."""
-        for hook in self._hooks:
-            hook.remove()
         for module in self._mixers:
             del module.forward  # the instance's attribute, which hides the method of its class
         self.model.set_attn_implementation(self._before_attach)
         if hasattr(self.model, COEFFICIENT):
             setattr(self.model, COEFFICIENT, self._coefficient)
+
+    def detach(self) -> None:
+        """Restores the model. Does nothing if it was detached before."""
+        if _attached_to(self.model) is not self:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        vars(self.model).pop("generate", None)
+        if self._own_generate is not None:
+            self.model.generate = self._own_generate
+        self._end()
+
+    def _again(self, dtype: str | torch.dtype | None) -> "Attached":
+        """A second `attach` of the same model, which may name another dtype."""
+        if layer_masks(self.config) != self.layers:
+            raise ValueError(
+                "the windows or chunks in the model's config have changed since attach: restore "
+                "them, or call attached.detach() and then attach(model)"
+            )
+        self._check_implementation()
+        self._needs_largest = needs_largest_position(self.model)
+        self.dtype = dtype or self.dtype
+        return self
+
+    def _generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The model's own `generate`, with its own attention and caches."""
+        if "dyncp_step" in kwargs:
+            raise ValueError(
+                "generate got dyncp_step, but it runs whole sequences with the model's own "
+                "attention; leave it out"
+            )
+        with self._own_attention():
+            return generate(*args, **kwargs)
+
+    @contextmanager
+    def _own_attention(self) -> Iterator[None]:
+        """Gives the model its own attention in this thread. Other threads are refused."""
+        thread = threading.get_ident()
+        if self._generates == thread:  # generation within generation
+            yield
+            return
+        if self._generates is not None:
+            raise ValueError(
+                "an attached model generates in two threads at once; call attached.detach() first"
+            )
+        self._check_implementation()
+        self._end()
+        self._generates = thread
+        try:
+            yield
+        finally:
+            self._generates = None
+            self._begin()
+
+    def _runs_alone(self, kwargs: dict[str, Any]) -> bool:
+        """Whether this forward is a part of generation. Nothing else runs without a step: not
+        another thread, not a call with a step or with gradients."""
+        if self._generates is None:
+            return False
+        if self._generates != threading.get_ident():
+            raise ValueError("an attached model was called while it generates in another thread")
+        if kwargs.get("dyncp_step") is not None or torch.is_grad_enabled():
+            raise ValueError(
+                "an attached model was called with a step or with gradients within generate, which "
+                "runs whole sequences with the model's own attention"
+            )
+        return True
 
     def masks(self, mask_fn: Any) -> Callable[[Any], Any]:
         """A mask function for DCPDataLoader that returns all masks that the layers need, by name.
@@ -142,18 +243,28 @@ class Attached:
         if found != NAME:
             raise ValueError(
                 f"the attention of {type(self.model).__name__} is {found!r}, not {NAME!r}: attach "
-                "had no effect on it, or another one was set after attach"
+                "had no effect on it, or another one was set after attach; to set it again, call "
+                "attached.detach() and attach(model)"
             )
 
     def _before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Checks the arguments of the model, and adds a row if it needs one."""
+        if self._runs_alone(kwargs):
+            return None
         self._check_implementation()
         step = _check_call(args, kwargs)
         batch = kwargs.pop("batch_fingerprint", None)
         rows = kwargs["position_ids"].shape[1]
         extra = 1 if self._needs_largest or rows == 0 else 0
+        learns_in_eval = torch.is_grad_enabled() and not all(x.training for x in self._learning)
         positions = torch.ops.dyncp.enter(
-            step.number, kwargs["position_ids"], batch, extra, self._needs_largest
+            step.number,
+            kwargs["position_ids"],
+            batch,
+            extra,
+            self._needs_largest,
+            learns_in_eval,
+            any(dropout.training for dropout in self._dropouts),
         )
         kwargs["position_ids"] = positions
         for name in ("input_ids", "inputs_embeds"):
@@ -171,6 +282,8 @@ class Attached:
 
     def _after(self, model: Any, _: Any, kwargs: dict[str, Any], output: Any) -> Any:
         """Checks that all layers have called dyncp, completes the loss, and removes added rows."""
+        if self._runs_alone(kwargs):
+            return output
         call: Call = kwargs["dyncp_step"]
         missing = [number for number in range(len(self.layers)) if number not in call.seen]
         if missing:
@@ -205,10 +318,7 @@ class Attached:
 def _check_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
     step = kwargs.get("dyncp_step")
     if args or not isinstance(step, Step):
-        raise ValueError(
-            "an attached model was called without its step, or with positional arguments; call "
-            "model(**local_data, dyncp_step=executor.prepare(plan))"
-        )
+        raise ValueError(f"{_without_step(args, step)}; call {CALL}")
     for name, value in kwargs.items():
         if name not in KEYWORDS and value is not None and value is not False:
             reason = REASONS.get(name, "dyncp does not know its effect on parts of sequences")
@@ -233,6 +343,25 @@ def _check_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
     return step
 
 
+def _without_step(args: tuple[Any, ...], step: Any) -> str:
+    """What is wrong with a call that has no step, or positional arguments."""
+    if args:
+        return "an attached model was called with positional arguments"
+    if isinstance(step, Plan | RankPlan | DCPExecutor):
+        return f"dyncp_step is {type(step).__name__}, not the step that prepare(plan) returns"
+    if isinstance(step, Call):
+        return (
+            "a model is attached and a model around it as well: detach the inner one, attached."
+            "detach()"
+        )
+    if step is not None:
+        return f"dyncp_step is {type(step).__name__}; expected the step of executor.prepare(plan)"
+    return (
+        "an attached model was called without its step (only generate() runs without one; for "
+        "other calls with the model's own attention, first call attached.detach())"
+    )
+
+
 def _with_rows(x: Tensor, extra: int, value: int) -> Tensor:
     """`[1, rows, ...]` with `extra` rows of `value` appended."""
     return pad(x, (0, 0) * (x.ndim - 2) + (0, extra), value=value) if extra else x
@@ -243,120 +372,3 @@ def _first_rows(value: Any, rows: int) -> Any:
     if isinstance(value, tuple):
         return tuple(_first_rows(x, rows) for x in value)
     return value if value.shape[1] == rows else value[:, :rows].clone()
-
-
-def _compared(model: Any, config: Any, dtype: str | torch.dtype | None) -> Attached:
-    """Attaches a model after comparing it with its own attention. If results differ, restores the
-    model and raises ValueError."""
-    if any(parameter.is_meta for parameter in model.parameters()):
-        logger.warning(
-            "%s has no weights yet, so it was not compared with its own attention: first attach a "
-            "small model of the same class that has weights, with untested=True",
-            type(model).__name__,
-        )
-        return Attached(model, config, dtype)
-    with _noisy_weights(model):
-        documents = _documents(model, config)
-        expected = [_run_alone(model, ids) for ids in documents]
-        attached = Attached(model, config, dtype)
-        try:
-            _check_parity(attached, documents, expected)
-        except BaseException:
-            attached.detach()
-            raise
-    return attached
-
-
-def _documents(model: Any, config: Any) -> list[Tensor]:
-    """Random documents, of which the first is longer than any layer's window."""
-    longest = max(96, *(5 * (layer.size or 0) // 4 for layer in layer_masks(config)))
-    # RoPE that scales with the largest position makes documents depend on each other.
-    lengths = (longest,) if needs_largest_position(model) else (longest, 33, 5)
-    random = torch.Generator().manual_seed(0)
-    return [torch.randint(config.vocab_size, (n,), generator=random) for n in lengths]
-
-
-def _options(model: Any) -> dict[str, bool]:
-    """Options that make a mixture of experts compute its auxiliary loss."""
-    return {"output_router_logits": True} if hasattr(model, COEFFICIENT) else {}
-
-
-def _run_alone(model: Any, ids: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The outputs and the loss of one document with the model's own attention."""
-    ids = ids.to(model.device)[None]
-    labels = {} if model.get_output_embeddings() is None else {"labels": ids}
-    output = model(input_ids=ids, **labels, use_cache=False, **_options(model))
-    return _rows(output), output.get("loss")
-
-
-def _run_planned(
-    attached: Attached, documents: list[Tensor], executor: DCPExecutor
-) -> tuple[list[Tensor], Tensor | None]:
-    """The outputs of every document and the loss of the batch, under dyncp."""
-    model, mask_fn = attached.model, attached.masks(causal)
-    samples = [{"input_ids": ids} for ids in documents]
-    batch = Batch.of([mask_fn(sample) for sample in samples], range(len(samples)))
-    # Random placement: if rows were in order, a model that counts rows as positions would pass.
-    config = PlannerConfig(
-        block_size=max(16, len(documents[0]) // 8),
-        solver="random",
-        layout=Layout(local_multiple=ROWS),
-    )
-    plan = plan_batch(batch, Topology(1, RANKS), planner=config)
-    step = executor.prepare(plan)
-    fields = make_local_data(samples, batch, plan).items()
-    data = {name: value.to(model.device) for name, value in fields}
-    output = model(**data, dyncp_step=step, **_options(model))
-    return step.gather(_rows(output)), output.get("loss")
-
-
-def _check_parity(
-    attached: Attached, documents: list[Tensor], expected: list[tuple[Tensor, Tensor | None]]
-) -> None:
-    """Raises ValueError if outputs or losses under dyncp differ from `expected`."""
-    with DCPExecutor(virtual_ranks=RANKS, device=attached.model.device) as executor:
-        found, _ = _run_planned(attached, documents, executor)
-        _, loss = _run_planned(attached, documents[:1], executor)
-    pairs = [("outputs", rows, wanted) for rows, (wanted, _) in zip(found, expected, strict=True)]
-    wanted_loss = expected[0][1]
-    if wanted_loss is not None:
-        pairs.append(("losses", wanted_loss * nan if loss is None else loss, wanted_loss))
-    for what, got, wanted in pairs:
-        allowed = TOLERANCE if wanted.dtype in (torch.float32, torch.float64) else TOLERANCE_16_BIT
-        difference = ((got - wanted).abs().max() / wanted.abs().max()).item()
-        if not difference <= allowed:
-            raise ValueError(
-                f"the {what} of {type(attached.model).__name__} under dyncp differ from those of "
-                f"its own attention (relative difference {difference:.1e}; at most {allowed:.0e} "
-                "is allowed): its layers do something that dyncp does not support"
-            )
-
-
-def _rows(output: Any) -> Tensor:
-    """The logits `[rows, vocabulary]`, or the hidden states of a base model."""
-    rows: Tensor = output["logits" if "logits" in output else "last_hidden_state"][0]
-    return rows
-
-
-@contextmanager
-def _noisy_weights(model: Any) -> Iterator[None]:
-    """Disables gradients and dropout, and adds noise to the weights so that attention scores are of
-    order 1. Restores everything at the end."""
-    training = {module: module.training for module in model.modules()}
-    weights = [p for p in model.parameters() if p.is_floating_point()]
-    saved = [weight.detach().to("cpu", copy=True) for weight in weights]
-    random = torch.Generator().manual_seed(0)
-    model.eval()
-    try:
-        with torch.no_grad():
-            for weight in weights:
-                size = 0.6 / weight.shape[-1] ** 0.5 if weight.ndim > 1 else 0.1
-                noise = torch.randn(weight.shape, generator=random) * size
-                weight.add_(noise.to(weight.device, weight.dtype))
-            yield
-    finally:
-        for module, value in training.items():
-            module.training = value
-        with torch.no_grad():
-            for weight, value in zip(weights, saved, strict=True):
-                weight.copy_(value)

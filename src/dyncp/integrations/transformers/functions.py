@@ -13,8 +13,9 @@ gradients. Each rank then uses its own tokens' part of p, and the sum over ranks
 batch.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,8 @@ from dyncp.executor.step import step_of
 from dyncp.integrations import check_batch, check_one_row
 from dyncp.integrations.transformers.layers import MIXERS, LayerMask
 
+logger = logging.getLogger(__name__)
+
 NAME = "dyncp"  # of the attention function and the mask function in Transformers' interfaces
 COEFFICIENT = "router_aux_loss_coef"
 # Keywords that reach the layers and have no effect on attention.
@@ -38,6 +41,17 @@ HARMLESS = frozenset({
     "output_hidden_states", "output_router_logits", "position_embeddings", "position_ids",
     "return_dict", "shift_labels", "use_cache",
 })  # fmt: skip
+
+LEARNS_IN_EVAL = (
+    "a model in eval mode was called with a training plan and gradients: its dropout is off and "
+    "activation checkpointing does nothing. from_pretrained returns models in eval mode: call "
+    "model.train() before training. For evaluation, use torch.no_grad() and a loader with "
+    "evaluation=True"
+)
+DROPS_IN_EVALUATION = (
+    "a model in train mode was called with a plan for evaluation: its dropout is on; call "
+    "model.eval() before evaluation, and model.train() after it"
+)
 
 
 class Call:
@@ -63,8 +77,8 @@ def _call_of(layer: str, given: Any) -> Call:
         raise ValueError(
             f"{layer} got no step: call model(**local_data, dyncp_step=step) on the model that "
             "was given to attach. Layers that do not pass keywords on, and wrappers that call "
-            "model.forward directly and so bypass its hooks, cannot run under dyncp. For "
-            "generation, call attached.detach() first"
+            "model.forward directly and so bypass its hooks, cannot run under dyncp. For calls "
+            "with the model's own attention, first call attached.detach()"
         )
     return given
 
@@ -76,8 +90,9 @@ def mask_marker(
     size the model wants for the layer; the masks themselves are part of the plan."""
     if attention_mask is not None:
         raise ValueError(
-            "the model got an attention_mask, but masks are part of the plan, and the loader "
-            "removes padding: call model(**local_data, dyncp_step=step)"
+            "the model's code makes an attention_mask of its own, or passes one on, for the rows "
+            "of one rank in their order, which are not whole sequences; masks are part of the "
+            "plan, so dyncp cannot run it"
         )
     if options.get("use_vmap") or "allow_is_bidirectional_skip" in options:
         raise ValueError(
@@ -108,6 +123,12 @@ def attend(
     call = _call_of(type(module).__name__, dyncp_step)
     layer = _layer_of(module, call, attention_mask, others)
     _check_options(module, query, dropout, others)
+    if key.shape[-1] != value.shape[-1]:
+        raise ValueError(
+            f"the keys of {type(module).__name__} have head_dim {key.shape[-1]} and its values "
+            f"{value.shape[-1]} (multi-head latent attention, for example); dyncp's kernels need "
+            "the same"
+        )
     dtype = _dtype_of(query, value)
     q, k, v = (x.squeeze(0).transpose(0, 1).to(dtype) for x in (query, key, value))
     out = attention(call.step, q, k, v, mask=layer.name, scale=scaling, sink=s_aux, padded=True)
@@ -162,10 +183,10 @@ def _check_options(module: Any, query: Tensor, dropout: float, others: dict[str,
 
 
 def _dtype_of(query: Tensor, value: Tensor) -> torch.dtype:
-    """The common dtype of q, k and v: autocast's, or that of v. RoPE and norms may return q and k
-    in a wider one."""
+    """The common dtype of q, k and v: autocast's (which leaves fp64 alone), or that of v. RoPE and
+    norms may return q and k in a wider one."""
     device = query.device.type
-    if torch.is_autocast_enabled(device):
+    if torch.is_autocast_enabled(device) and value.dtype != torch.float64:
         return torch.get_autocast_dtype(device)
     return value.dtype
 
@@ -283,12 +304,25 @@ def install_recorders(model: Any) -> None:
 
 @custom_op("dyncp::enter", mutates_args=())
 def enter(
-    number: Tensor, positions: Tensor, batch: Tensor | None, extra: int, largest: bool
+    number: Tensor,
+    positions: Tensor,
+    batch: Tensor | None,
+    extra: int,
+    largest: bool,
+    learns_in_eval: bool,
+    drops: bool,
 ) -> Tensor:
     """Positions `[1, rows + extra]`, after a check that the local data belong to the step. The
-    `extra` rows at the end have position 0 or, if `largest`, the largest position of all ranks."""
+    `extra` rows at the end have position 0 or, if `largest`, the largest position of all ranks.
+    `learns_in_eval`: gradients are enabled, and the model is in eval mode. `drops`: dropout is on.
+    """
     step = step_of(number)
     check_batch(step, positions, batch)
+    trains = any(mask.backward is not None for mask in step.plan.masks.values())
+    if trains and learns_in_eval:
+        warn_once(LEARNS_IN_EVAL)
+    if not trains and drops:
+        warn_once(DROPS_IN_EVALUATION)
     if not extra:
         return positions.clone()
     fill = positions.new_zeros(1, extra)
@@ -297,8 +331,13 @@ def enter(
     return torch.cat([positions, fill], dim=1)
 
 
+@cache
+def warn_once(message: str) -> None:
+    logger.warning(message)
+
+
 @enter.register_fake
-def _(number: Tensor, positions: Tensor, batch: Any, extra: int, largest: bool) -> Tensor:  # noqa: ARG001
+def _(number: Tensor, positions: Tensor, batch: Any, extra: int, *_: Any) -> Tensor:  # noqa: ARG001
     return positions.new_empty(1, positions.shape[1] + extra)
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import nn
 
+from dyncp.blocks import AttentionShape
 from dyncp.checks import instance_of
 from dyncp.masks import Mask, MaskFunction, NamedMasks, named, window_of, windows_of, within
 from dyncp.plan import DEFAULT_MASK
@@ -144,7 +145,7 @@ def _is_tested(model: Any, config: Any) -> bool:
 
 def _check_modules(model: Any, config: Any) -> None:
     handled = {mixer.module for (kind, _), mixer in MIXERS.items() if kind == config.model_type}
-    for path, module in _text_modules(model):
+    for path, module in text_modules(model):
         if isinstance(module, ORDERED) and not handled & set(path.split(".")):
             raise ValueError(
                 f"{path} of {type(model).__name__} is {type(module).__name__}, which needs whole "
@@ -152,7 +153,7 @@ def _check_modules(model: Any, config: Any) -> None:
             )
 
 
-def _text_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
+def text_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
     """The named modules of the text decoder. Towers for images or audio are left out, because an
     attached model is not called with such inputs."""
     config = model.config.get_text_config(decoder=True)
@@ -167,6 +168,7 @@ def _check_config(config: Any, name: str) -> None:
         "use_bidirectional_attention": "attention in both directions",
         "add_cross_attention": "cross attention",
         "output_attentions": "attention scores among its outputs",
+        "kv_lora_rank": "multi-head latent attention, whose keys and values differ in width",
     }
     refused |= {
         option: "a softcap on attention scores"
@@ -188,12 +190,32 @@ def _check_config(config: Any, name: str) -> None:
         )
 
 
+def check_shape(model: Any, shape: AttentionShape) -> None:
+    """Raises ValueError if a layer does not have the heads that the loader plans, which are the
+    same for all layers."""
+    planned = {"head_dim": shape.head_dim}
+    if getattr(model, "tp_size", None) is None:  # otherwise modules have their rank's share
+        planned |= dict.fromkeys(("k_proj", "v_proj"), shape.kv_heads * shape.head_dim)
+    for path, module in text_modules(model):
+        if not hasattr(module, "layer_idx"):
+            continue
+        for name, wanted in planned.items():
+            found = getattr(module, name, None)
+            found = getattr(found, "out_features", found)
+            if isinstance(found, int) and found != wanted:
+                raise ValueError(
+                    f"{path} of {type(model).__name__} has {name} of size {found}; according to "
+                    f"the config it is {wanted} ({shape.kv_heads} kv heads of head_dim "
+                    f"{shape.head_dim}), and plans are made for one shape in all layers"
+                )
+
+
 def needs_largest_position(model: Any) -> bool:
     """Whether RoPE scales with the largest position of the batch, according to the config or to a
     module that sets it independently of the config."""
     config = model.config.get_text_config(decoder=True)
     given = [getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")]
-    given += [getattr(module, "rope_type", None) for _, module in _text_modules(model)]
+    given += [getattr(module, "rope_type", None) for _, module in text_modules(model)]
     return any(kind in str(given) for kind in RESCALED_ROPE)  # str: it may be a dict by layer type
 
 
