@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from dyncp.gradients import watch_loss
 from dyncp.samples.local_data import TARGET_FIELDS
 
 
@@ -25,4 +26,4 @@ def next_token_loss(logits: Tensor, local_data: Mapping[str, Tensor]) -> Tensor:
     else:
         label = local_data["shift_labels"].flatten()
         losses = cross_entropy(rows.to(wide), label, reduction="none")
-    return losses.sum() / local_data["num_items_in_batch"]
+    return watch_loss(losses.sum() / local_data["num_items_in_batch"])

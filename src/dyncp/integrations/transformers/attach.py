@@ -21,6 +21,7 @@ from dyncp.blocks import AttentionShape, Batch
 from dyncp.cost import ModelConfig
 from dyncp.dataloader import DCPDataLoader
 from dyncp.executor import DCPExecutor, Step
+from dyncp.gradients import watch_loss
 from dyncp.integrations import ROWS
 from dyncp.integrations.transformers.functions import (
     COEFFICIENT,
@@ -188,6 +189,8 @@ class Attached:
         for name in ("logits", "last_hidden_state", "hidden_states"):
             if call.extra and output.get(name) is not None:
                 output[name] = _first_rows(output[name], call.rows)
+        if output.get("loss") is not None:
+            watch_loss(output["loss"])
         return output
 
     def _add_auxiliary(self, output: Any, step: Step, positions: Tensor) -> None:
