@@ -64,11 +64,13 @@ class Scales(NamedTuple):
         return self.is_direct and smaller and not is_close(self.late, 1.0)
 
 
-def suspects(sizes: Iterable[float], batches: int) -> set[float]:
-    """Multiples that mistakes lead to, from numbers of ranks and of accumulated batches."""
+def suspects(sizes: Iterable[float], batches: int, updates: int) -> set[float]:
+    """Multiples that mistakes lead to, from numbers of ranks and of accumulated batches. Several
+    updates of a loader may be averaged."""
     ranks = {1.0, *sizes}
     by_ranks = ranks | {1 / size for size in ranks}
-    return {a * b for a, b in product(by_ranks, {1.0, 1 / batches})} - {1.0}
+    found = {a * b for a, b in product(by_ranks, {1.0, 1 / max(1, batches)})}
+    return found - {1.0, 1 / max(1, updates)}
 
 
 def multiple_error(history: list[Scales], wrong: set[float]) -> ValueError | None:

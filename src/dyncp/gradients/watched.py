@@ -214,9 +214,8 @@ class Watched:
         sizes = [float(dist.get_world_size(one)) for one in self._groups]
         divisors = [held.sharded.divisor for held in self._held if held.sharded is not None]
         updates = len({(batch.loader, batch.update) for batch in batches})
-        own = len(batches) if updates == 1 else 1
         self._history.append(scales)
-        wrong = suspects([*sizes, math.prod(sizes), *divisors], own)
+        wrong = suspects([*sizes, math.prod(sizes), *divisors], len(batches), updates)
         error = multiple_error(self._history, wrong)
         if error is not None:
             raise error
