@@ -23,6 +23,7 @@ from dyncp.dataloader import DCPDataLoader
 from dyncp.executor import DCPExecutor, Step
 from dyncp.gradients import watch_loss
 from dyncp.integrations import ROWS
+from dyncp.integrations.transformers.adapters import without_adapters
 from dyncp.integrations.transformers.functions import (
     COEFFICIENT,
     NAME,
@@ -75,7 +76,7 @@ def attach(
 ) -> "Attached":
     """Makes the attention layers of a Transformers model call dyncp.
 
-    Call it before the model is wrapped or compiled. Then call the model as
+    Call it before the model is wrapped or compiled, but after PEFT. Then call the model as
     `model(**local_data, dyncp_step=step)`, with the local data of a DCPDataLoader and the step of
     their plan. `dtype` is the dtype of q, k and v if it differs from that of the weights: under
     autocast, or FSDP's mixed precision. Models that dyncp does not support raise ValueError, here
@@ -83,8 +84,12 @@ def attach(
     tested ones if, for a small batch on virtual ranks, its outputs and loss equal those of its own
     attention.
     """
-    config = check_model(model, untested=untested)
-    return (_compared if untested else Attached)(model, config, dtype)
+    inner, caller = without_adapters(model)
+    config = check_model(inner, untested=untested)
+    attached = (_compared if untested else Attached)(inner, config, dtype)
+    if caller is not inner:
+        attached.listen(caller)
+    return attached
 
 
 class Attached:
@@ -106,9 +111,16 @@ class Attached:
         install_recorders(model)
         if model.get_output_embeddings() is not None and model.loss_type is None:
             model.loss_type = "ForCausalLM"  # the default, but without Transformers' warning
+        self._hooks: tuple[Any, ...] = ()
+        self.listen(model)
+
+    def listen(self, module: Any) -> None:
+        """Puts the checks before and after the forward of this module, instead of another one."""
+        for hook in self._hooks:
+            hook.remove()
         self._hooks = (
-            model.register_forward_pre_hook(self._before, with_kwargs=True),
-            model.register_forward_hook(self._after, with_kwargs=True),
+            module.register_forward_pre_hook(self._before, with_kwargs=True),
+            module.register_forward_hook(self._after, with_kwargs=True),
         )
 
     def detach(self) -> None:

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dyncp.dataloader import DCPDataLoader
-from dyncp.executor import DCPExecutor
+from dyncp.executor import DCPExecutor, Step
 from dyncp.gradients import sum_over_ranks, times_ranks
 from dyncp.integrations import check_processes
 from dyncp.integrations.transformers.attach import Attached, attach
+from dyncp.integrations.transformers.predictions import Predictions
 from dyncp.samples.local_data import num_targets
 from dyncp.topology import data_dimensions
 
@@ -63,6 +63,7 @@ class TrainerMixin:
     state: Any
     accelerator: Any
     model_wrapped: Any
+    preprocess_logits_for_metrics: Any
     train_dataset: Any
     eval_dataset: Any
 
@@ -104,10 +105,14 @@ class TrainerMixin:
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]
-        options = {"evaluation": True} | self._loader_options
+        options = {"evaluation": True, "sample_ids": True} | self._loader_options
         for name in ("accumulation_steps", "batch_sampler", "lengths", "sampler", "shuffle"):
             options.pop(name, None)
         return self._make_batches(dataset, options)
+
+    def get_test_dataloader(self, test_dataset: Any) -> Batches:
+        """A loader over all of `test_dataset`, for `predict`."""
+        return self.get_eval_dataloader(test_dataset)
 
     def _make_batches(self, dataset: Any, options: dict[str, Any]) -> Batches:
         options = {"executor": self._executor} | options
@@ -125,38 +130,46 @@ class TrainerMixin:
     ) -> Any:
         """This rank's share of the step's loss, times the number of ranks, because Trainer averages
         over ranks: both the gradients and the logged loss are then those of the step."""
-        outputs = self._run(model, inputs)
+        outputs = self._run(model, inputs)[1]
         loss = times_ranks(outputs.loss)
         return (loss, outputs) if return_outputs else loss
 
-    def _run(self, model: Any, inputs: dict[str, Any]) -> Any:
-        inputs = dict(inputs)
-        step = self._executor.prepare(inputs.pop(PLAN))
-        return model(**inputs, dyncp_step=step)
+    def _run(self, model: Any, inputs: dict[str, Any]) -> tuple[Step, Any]:
+        given = {name: inputs[name] for name in inputs if name not in (PLAN, "sample_ids")}
+        step = self._executor.prepare(inputs[PLAN])
+        return step, model(**given, dyncp_step=step)
 
     def evaluation_loop(
         self,
         dataloader: Batches,
         description: str,  # noqa: ARG002
-        prediction_loss_only: bool | None = None,  # noqa: ARG002
+        prediction_loss_only: bool | None = None,
         ignore_keys: list[str] | None = None,  # noqa: ARG002
         metric_key_prefix: str = "eval",
     ) -> Any:
-        """Computes the mean loss over all targets of the dataset, the same on all ranks."""
+        """Computes the mean loss over all targets of the dataset and, for `predict`, the logits of
+        its samples, the same on all ranks."""
         from transformers.trainer_utils import EvalLoopOutput
 
+        loss_only = prediction_loss_only
+        loss_only = self.args.prediction_loss_only if loss_only is None else loss_only
+        predictions = Predictions(self.preprocess_logits_for_metrics)
         model = self.model_wrapped
         model.eval()
         total = torch.zeros(2, dtype=torch.float64)
         with torch.no_grad(), dataloader.loader:
             for inputs in dataloader:
                 moved: Any = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
-                loss: Tensor = self._run(model, moved).loss.double().cpu()
-                total[0] += loss * inputs["num_items_in_batch"]
+                step, output = self._run(model, moved)
+                total[0] += output.loss.double().cpu() * inputs["num_items_in_batch"]
                 total[1] += num_targets(inputs)
+                if not loss_only:
+                    predictions.add(step, output.logits, moved["labels"], moved["sample_ids"])
         summed, targets = sum_over_ranks(total.to(self.args.device)).tolist()
         metrics = {f"{metric_key_prefix}_loss": summed / max(targets, 1.0)}
-        return EvalLoopOutput(None, None, metrics, len(dataloader.dataset))
+        group = self._loader_options.get("group")
+        arrays = (None, None) if loss_only else predictions.arrays(group)
+        return EvalLoopOutput(*arrays, metrics, len(dataloader.dataset))
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)  # type: ignore[misc]
