@@ -64,7 +64,9 @@ def test_a_wrapped_model_has_the_loss_of_its_own_attention():
 
 def test_adapters_that_add_tokens_are_refused():
     wrapped = Wrapped(make_model("llama"), is_prompt_learning=True, peft_type="PREFIX_TUNING")
-    with pytest.raises(ValueError, match="'default' of Wrapped is PREFIX_TUNING, which puts tokens"):
+    with pytest.raises(
+        ValueError, match="'default' of Wrapped is PREFIX_TUNING, which puts tokens"
+    ):
         attach(wrapped)
 
 

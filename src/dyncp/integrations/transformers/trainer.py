@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +79,12 @@ class TrainerMixin:
         **options: Any,
     ) -> None:
         _check_mesh((loader_options or {}).get("group"))
-        _check_accumulation(args, loader_options or {})
         _check_arguments(args, options)
         self._attached = attach(model) if attached is None else attached
         self._mask_fn, self._loader_options = mask_fn, dict(loader_options or {})
         self._batches: Batches | None = None
-        self._epoch = 0  # in which the loader began the running epoch
         super().__init__(model, args, **options)  # type: ignore[call-arg]
+        _check_accumulation(args, self._loader_options)  # args may have changed
         self.loss_is_scaled_for_ga = True  # accumulation is part of num_items_in_batch
         check_processes("Trainer", self.accelerator.num_processes)
 
@@ -178,30 +178,63 @@ class TrainerMixin:
             file = folder / f"checkpoint-{self.state.global_step}" / STATE_FILE
             file.write_text(json.dumps(self._batches.loader.state_dict()), encoding="utf-8")
 
-    def _run_epoch(self, **options: Any) -> None:
-        """Gives Trainer this epoch's number of batches: it has counted those of the first one, and
-        others may have more or fewer. Resumes an epoch at the loader's saved state, instead of
-        skipping batches one by one."""
-        loader, folder = self.get_train_dataloader().loader, options["resume_from_checkpoint"]
-        if options["epoch"] == options["epochs_trained"] and folder is None:
-            loader.set_epoch(options["epoch"])
-        elif options["epoch"] == options["epochs_trained"]:
-            text = (Path(folder) / STATE_FILE).read_text(encoding="utf-8")
-            loader.load_state_dict(json.loads(text))
-            skipped = options["steps_trained_in_current_epoch"]
-            options["steps_trained_in_current_epoch"] = 0
-            options["steps_in_epoch"] -= skipped
-        else:
-            loader.set_epoch(self._epoch + 1)  # Trainer does not iterate to the end
-        self._epoch = loader.epoch
+    def set_initial_training_values(self, args: Any, dataloader: Batches) -> tuple[Any, ...]:
+        """Counts the optimiser steps of all epochs, since epochs may have different numbers of
+        batches: Trainer would take all of them to be as long as the first one."""
+        dataloader.loader.set_epoch(0)
+        epochs, *others, steps = super().set_initial_training_values(args, dataloader)  # type: ignore[misc]
+        if args.max_steps > 0:
+            epochs = max(epochs, steps)  # an epoch has one or more
+        elif dataloader.loader.config.samples.order is None:
+            steps = self._count_steps(dataloader.loader, args.num_train_epochs)
+        return (epochs, *others, steps)
+
+    def _count_steps(self, loader: DCPDataLoader, epochs: float) -> int:
+        steps = 0
+        for epoch in range(ceil(epochs)):
+            loader.set_epoch(epoch)
+            steps += ceil(min(1.0, epochs - epoch) * self._updates_of(loader))
+        loader.set_epoch(0)
+        return steps
+
+    def _updates_of(self, loader: DCPDataLoader) -> int:
+        """The optimiser steps that are left in the loader's epoch."""
+        steps: int = self.args.gradient_accumulation_steps
+        return -(-loader.remaining // steps)
+
+    def _init_training_state(
+        self, max_steps: int, updates: int, epochs: int, folder: str | None, trial: Any
+    ) -> tuple[int, int]:
+        """Resumes at the loader's saved state. Trainer would find the epoch by dividing steps by
+        those of the first epoch, and skip batches one by one."""
+        begun = super()._init_training_state(max_steps, updates, epochs, folder, trial)  # type: ignore[misc]
+        if folder is None:
+            return begun[0], begun[1]
+        loader = self.get_train_dataloader().loader
+        loader.load_state_dict(_saved_state(Path(folder) / STATE_FILE))
         with suppress(TypeError):  # the number of batches is unknown, see `_check_length`
             if not loader.remaining:  # saved after the last batch of an epoch
                 loader.set_epoch(loader.epoch + 1)
-                self._epoch = loader.epoch
+        return loader.epoch, 0
+
+    def _run_epoch(self, **options: Any) -> None:
+        """Gives Trainer this epoch's number of batches, or what is left of them in the epoch that
+        is resumed."""
+        loader = self.get_train_dataloader().loader
+        loader.set_epoch(options["epoch"])  # keeps a state that was loaded
+        with suppress(TypeError):
             options["steps_in_epoch"] = loader.remaining
-            steps = -(-loader.remaining // self.args.gradient_accumulation_steps)
-            options["num_update_steps_per_epoch"] = steps
+            options["num_update_steps_per_epoch"] = self._updates_of(loader)
         super()._run_epoch(**options)  # type: ignore[misc]
+
+
+def _saved_state(file: Path) -> Any:
+    if not file.exists():
+        raise ValueError(
+            f"{file.parent} has no {STATE_FILE}: it was not saved by a Trainer under dyncp, so the "
+            "next batch is unknown. Load its model, and train without resume_from_checkpoint"
+        )
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def _check_mesh(mesh: Any) -> None:
