@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 
@@ -14,7 +15,8 @@ def use_fsdp(accelerator: Any) -> None:
         reshard_after_forward=True,
         state_dict_type="SHARDED_STATE_DICT",
     )
-    accelerator.state.distributed_type = DistributedType.FSDP
+    for state in (accelerator.state, PartialState()):  # the first is updated by the second
+        state.distributed_type = DistributedType.FSDP
 
 
 def whole(weight: Any) -> Any:

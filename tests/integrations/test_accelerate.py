@@ -93,7 +93,7 @@ def train(accelerator, folder):
 
 def test_accelerate_under_ddp_and_fsdp_trains_and_resumes_as_dense_attention_does(tmp_path):
     wanted = train_dense("gemma3", SAMPLES, STEPS, ACCUMULATION, NORM, optimizer_of, **OPTIONS)
-    ranks = run_ranks(run_of_rank, pick(3, 4), str(tmp_path), free_port(), timeout=200)
+    ranks = run_ranks(run_of_rank, pick(2, 4), str(tmp_path), free_port(), timeout=200)
     for found in ranks:
         assert [len(run.losses) for run in found] == [STEPS, STEPS - 4] * 2
         for run in found:
