@@ -5,6 +5,7 @@ from itertools import chain, repeat
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
+from torch.optim import SGD
 
 from dyncp import AttentionShape, PlannerConfig, attention, masks, next_token_loss, sum_gradients
 from loaders import make_loader
@@ -47,8 +48,9 @@ def train(executor, model, *, group=None, reduce=sum_gradients, clip=1e9, accumu
     """Trains `steps=3` steps with gradients reduced by `reduce(model, group)`; returns their norms.
     `times(loss)` changes losses; `set_sync(model, last)` is called before every backward; the
     loader plans optimiser steps of `planned` batches; `skip(number)` says which steps are not made;
-    `scaler` is a GradScaler."""
-    optimizer, norms, done = torch.optim.SGD(model.parameters(), lr=more.get("rate", 0.1)), [], 0
+    `scaler` is a GradScaler; `optimizer(model)` makes the optimiser."""
+    make = more.get("optimizer", lambda model: SGD(model.parameters(), lr=more.get("rate", 0.1)))
+    optimizer, norms, done = make(model), [], 0
     scaler = more.get("scaler", torch.amp.GradScaler("cpu", enabled=False))
     options = {"virtual_ranks": executor.num_ranks} if len(executor.transport.ranks) > 1 else {}
     loader = make_loader(

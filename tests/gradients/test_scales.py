@@ -35,6 +35,12 @@ def too_early(model, last):
         sum_gradients(model)
 
 
+def made_before_sharding(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    shard(model)
+    return optimizer
+
+
 class Checkpointed(Model):
     def forward(self, data, step):
         x = self.tokens(data["input_ids"][0])
@@ -75,6 +81,7 @@ def loops(rank):
     attempt("too early", over_ddp(), accumulation=2, set_sync=too_early, reduce=forget)
     attempt("two of the loader's", Model(), accumulation=2, planned=1)
     attempt("half of the loader's", Model(), accumulation=1, planned=2)
+    attempt("stale", Model(), optimizer=made_before_sharding)
     return told
 
 
@@ -108,3 +115,8 @@ def test_steps_of_other_batches_than_the_loader_planned_are_errors(told):
         assert "backward added to gradients that sum_gradients had summed" in of["too early"]
         assert "sum of 2 of the loader's optimiser steps" in of["two of the loader's"]
         assert "before the loader's optimiser step is complete" in of["half of the loader's"]
+
+
+def test_an_optimiser_of_parameters_that_were_replaced_is_an_error(told):
+    for of in told:
+        assert "Make the optimiser after fully_shard" in of["stale"]

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dyncp.gradients.events import BATCHES, LISTENERS, MicroBatch
-from dyncp.gradients.judge import LOOKS
+from dyncp.gradients.judge import LOOKS, idle_error
 from dyncp.gradients.sums import data_groups
 from dyncp.gradients.watched import Watched
 
@@ -97,6 +97,8 @@ class GradientCheck:
                 batches = {batch for one in passes for batch in one.batches}
                 factors = [float(factor) for one in passes for factor in one.factors]
                 watched.look(batches, factors, float(getattr(optimizer, "grad_scale", None) or 1))
+            elif watched.is_idle and not any(one.looks > 1 for one in self._watched.values()):
+                raise idle_error()
             watched.reset()
             if watched.looks >= LOOKS or watched.steps >= STEPS:
                 watched.release()

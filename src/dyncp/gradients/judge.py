@@ -128,6 +128,14 @@ def factors_error(least: float, most: float) -> ValueError:
     )
 
 
+def idle_error() -> ValueError:
+    return ValueError(
+        "attention ran backward, but the parameters of this optimiser have no gradients: they are "
+        "no longer those of the model. Make the optimiser after fully_shard, after load_state_dict("
+        f"assign=True) and after adapters are added, which replace parameters; {ABOUT}"
+    )
+
+
 def late_error() -> ValueError:
     return ValueError(
         "backward added to gradients that sum_gradients had summed already: call it once per "

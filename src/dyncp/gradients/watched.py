@@ -98,6 +98,11 @@ class Watched:
         self._is_summed = False  # by sum_gradients
         self._is_late = False  # backward added to gradients that had been summed
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether the optimiser has nothing to do."""
+        return all(held.parameter.grad is None for held in self._held)
+
     def _choose(self) -> list[int]:
         """Some parameters, from all parts of the model."""
         sizes = {n: held.leaf.numel() for n, held in enumerate(self._held) if held.leaf is not None}
