@@ -214,6 +214,14 @@ def test_accumulation_that_trainer_and_loader_count_differently_is_refused(tmp_p
     model = make_model("llama")
     with pytest.raises(ValueError, match="accumulation_steps=1 and TrainingArguments gradient_acc"):
         DynamicTrainer(model, args, mask_fn=masks.causal, loader_options={"accumulation_steps": 1})
+    changed = transformers.TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, accelerator_config={
+            "gradient_accumulation_kwargs": {"num_steps": 2}
+        },
+    )  # fmt: skip
+    options = {"mask_fn": masks.causal, "loader_options": {"accumulation_steps": 1}}
+    with pytest.raises(ValueError, match="accumulation_steps=1 and TrainingArguments gradient_acc"):
+        DynamicTrainer(make_model("llama"), changed, **options)
     stream = (sample for sample in documents(4))
     options = {"loader_options": {"shuffle": False}}
     trainer = DynamicTrainer(model, args, train_dataset=stream, mask_fn=masks.causal, **options)
@@ -227,6 +235,9 @@ def test_accumulation_that_trainer_and_loader_count_differently_is_refused(tmp_p
         ({"label_smoothing_factor": 0.1}, {}, "this Trainer got label_smoothing_factor"),
         ({}, {"compute_metrics": len}, "this Trainer got compute_metrics"),
         ({}, {"compute_loss_func": len}, "this Trainer got compute_loss_func"),
+        ({"neftune_noise_alpha": 5.0}, {}, "this Trainer got neftune_noise_alpha"),
+        ({"dataloader_drop_last": True}, {}, "pass loader_options drop_last=True"),
+        ({"ignore_data_skip": True}, {}, "has no effect: the loader's state is loaded"),
     ],
 )
 def test_what_would_see_parts_of_sequences_is_refused(tmp_path, options, more, message):

@@ -21,6 +21,7 @@ from dyncp.dataloader import DCPDataLoader
 from dyncp.executor import DCPExecutor, Step
 from dyncp.gradients import sum_over_ranks, times_ranks
 from dyncp.integrations import check_processes
+from dyncp.integrations.accelerate import check_accelerator
 from dyncp.integrations.transformers.attach import Attached, attach
 from dyncp.integrations.transformers.predictions import Predictions
 from dyncp.samples.local_data import num_targets
@@ -79,6 +80,7 @@ class TrainerMixin:
         **options: Any,
     ) -> None:
         _check_mesh((loader_options or {}).get("group"))
+        _check_accumulation(args, loader_options or {})
         _check_arguments(args, options)
         self._attached = attach(model) if attached is None else attached
         self._mask_fn, self._loader_options = mask_fn, dict(loader_options or {})
@@ -86,6 +88,7 @@ class TrainerMixin:
         super().__init__(model, args, **options)  # type: ignore[call-arg]
         _check_accumulation(args, self._loader_options)  # args may have changed
         self.loss_is_scaled_for_ga = True  # accumulation is part of num_items_in_batch
+        check_accelerator(self.accelerator)
         check_processes("Trainer", self.accelerator.num_processes)
 
     def get_train_dataloader(self) -> Batches:
@@ -276,17 +279,21 @@ def _check_length(batches: "Batches", steps: int) -> None:
 
 
 def _check_arguments(args: Any, options: Mapping[str, Any]) -> None:
+    parts = "cannot handle ranks that hold parts of sequences"
     refused = {
-        "label_smoothing_factor": args.label_smoothing_factor,
-        "compute_loss_func": options.get("compute_loss_func"),
-        "compute_metrics": options.get("compute_metrics"),
-        "data_collator": options.get("data_collator"),
-        "auto_find_batch_size": args.auto_find_batch_size,
-        "n_gpu > 1 (DataParallel)": args.n_gpu > 1,
+        "label_smoothing_factor": (args.label_smoothing_factor, parts),
+        "neftune_noise_alpha": (args.neftune_noise_alpha, parts),
+        "compute_loss_func": (options.get("compute_loss_func"), parts),
+        "compute_metrics": (options.get("compute_metrics"), parts),
+        "data_collator": (options.get("data_collator"), parts),
+        "auto_find_batch_size": (args.auto_find_batch_size, "has no effect on dyncp's loader"),
+        "dataloader_drop_last": (
+            args.dataloader_drop_last,
+            "has no effect on dyncp's loader: pass loader_options drop_last=True",
+        ),
+        "ignore_data_skip": (args.ignore_data_skip, "has no effect: the loader's state is loaded"),
+        "n_gpu > 1 (DataParallel)": (args.n_gpu > 1, parts),
     }
-    for name, given in refused.items():
+    for name, (given, reason) in refused.items():
         if given:
-            raise ValueError(
-                f"this Trainer got {name}, which cannot handle ranks that hold parts of sequences; "
-                "leave it out"
-            )
+            raise ValueError(f"this Trainer got {name}, which {reason}; leave it out")
