@@ -24,7 +24,10 @@ ATTACH, FUNCTIONS, LAYERS, TRAINER = (
 COMPARE, THRESHOLDS = (
     f"src/dyncp/integrations/transformers/{name}.py" for name in ("compare", "thresholds")
 )
-GRADIENTS, GRADIENT_CHECK = "src/dyncp/gradients/sums.py", "src/dyncp/gradients/check.py"
+GRADIENTS, WATCHED, JUDGE = (
+    f"src/dyncp/gradients/{name}.py" for name in ("sums", "watched", "judge")
+)
+SCALES = "tests/gradients/test_scales.py"
 ONE, MANY, UNTESTED = (
     f"tests/integrations/test_{name}.py"
     for name in ("transformers", "transformers_ranks", "untested_models")
@@ -521,23 +524,71 @@ ERRORS = [
     ),
     Error(
         "gradients that were summed before are summed again",
-        GRADIENT_CHECK,
-        "if abs(ratio - 1) > SAME or stray > STRAY:",
+        WATCHED,
+        "if not found.is_sum:",
         "if False:",
         "tests/gradients/test_check.py",
         "double_sums",
     ),
     Error(
         "averages that nobody makes sums of",
-        GRADIENT_CHECK,
-        "if wrong and self.looks == LOOKS and stray <= STRAY:",
-        "if False:",
+        JUDGE,
+        "for multiple in wrong:",
+        "for multiple in ():",
         "tests/gradients/test_check.py",
         "averages",
     ),
     Error(
+        "averages that clipping hides",
+        JUDGE,
+        "if last.is_clipped and",
+        "if False and",
+        SCALES,
+        "clipped",
+    ),
+    Error(
+        "losses that are divided by ranks",
+        "src/dyncp/losses.py",
+        'return watch_loss(losses.sum() / local_data["num_items_in_batch"])',
+        'return losses.sum() / local_data["num_items_in_batch"]',
+        SCALES,
+        "multiplied",
+    ),
+    Error(
+        "losses that ranks multiply differently",
+        WATCHED,
+        "raise factors_error(least, most)",
+        "pass",
+        SCALES,
+        "multiplied",
+    ),
+    Error(
+        "gradients that backward adds to sums",
+        WATCHED,
+        "self._is_late |= self._is_summed",
+        "pass",
+        SCALES,
+        "other_batches",
+    ),
+    Error(
+        "an optimiser step within the loader's",
+        JUDGE,
+        "if {batch.update for batch in own if batch.completes} != updates:",
+        "if False:",
+        SCALES,
+        "other_batches",
+    ),
+    Error(
+        "an optimiser step of several of the loader's",
+        JUDGE,
+        "if len(updates) > 1 and",
+        "if False and",
+        SCALES,
+        "other_batches",
+    ),
+    Error(
         "sums that are missing",
-        GRADIENT_CHECK,
+        WATCHED,
         'self._compare("gradients", [_sums(_gradient(held)) for held in self._held])',
         "pass",
         "tests/gradients/test_check.py",
@@ -545,7 +596,7 @@ ERRORS = [
     ),
     Error(
         "ranks begin with different weights",
-        GRADIENT_CHECK,
+        WATCHED,
         'self._compare("weights", [_sums(held.parameter) for held in self._held])',
         "pass",
         "tests/gradients/test_check.py",
@@ -557,7 +608,7 @@ ERRORS = [
         "if self._loader is None:\n            super()._do_sync()",
         "if True:\n            super()._do_sync()",
         "tests/integrations/test_accelerate.py",
-        "three_ranks",
+        "under_ddp_and_fsdp",
     ),
     Error(
         "Trainer counts the batches of the first epoch only",
@@ -565,7 +616,31 @@ ERRORS = [
         'options["steps_in_epoch"] = loader.remaining',
         "pass",
         "tests/integrations/test_trainer.py",
-        "incomplete_accumulation",
+        "all_epochs",
+    ),
+    Error(
+        "Trainer takes all epochs to be as long as the first one",
+        TRAINER,
+        "steps = self._count_steps(dataloader.loader, args.num_train_epochs)",
+        "pass",
+        "tests/integrations/test_trainer.py",
+        "schedule",
+    ),
+    Error(
+        "Trainer finds the epoch of a checkpoint by dividing steps",
+        TRAINER,
+        "return loader.epoch, 0",
+        "return begun[0], 0",
+        "tests/integrations/test_trainer.py",
+        "all_epochs",
+    ),
+    Error(
+        "Trainer averages gradients over ranks",
+        TRAINER,
+        "loss = times_ranks(outputs.loss)",
+        "loss = outputs.loss",
+        "tests/integrations/test_trainer.py",
+        "under_ddp_and_fsdp",
     ),
     Error(
         "Trainer accumulates other batches than the loader",

@@ -34,8 +34,10 @@ ALLOWED = {
     "gradients": {"topology"},
     "executor": {"plan", "kernels", "transport", "gradients", "topology"},
     "samples": {"masks", "blocks", "cost", "plan", "planner"},
-    "dataloader": {"masks", "blocks", "cost", "plan", "planner", "samples", "topology"},
-    "losses": {"samples"},
+    "dataloader": {
+        "masks", "blocks", "cost", "plan", "planner", "gradients", "samples", "topology",
+    },
+    "losses": {"gradients", "samples"},
     "integrations": {
         "masks", "blocks", "cost", "plan", "planner", "executor", "samples", "dataloader",
         "gradients", "losses", "topology",

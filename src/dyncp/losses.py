@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from dyncp.gradients import watch_loss
 from dyncp.samples import TARGET_FIELDS
 
 
@@ -22,7 +23,7 @@ def next_token_loss(logits: Tensor, local_data: Mapping[str, Tensor]) -> Tensor:
     else:
         rows, label = _wide(logits.flatten(0, -2)), local_data["shift_labels"].flatten()
         losses = cross_entropy(rows, label, reduction="none")
-    return losses.sum() / local_data["num_items_in_batch"]
+    return watch_loss(losses.sum() / local_data["num_items_in_batch"])
 
 
 def target_log_probs(logits: Tensor, local_data: Mapping[str, Tensor]) -> Tensor:

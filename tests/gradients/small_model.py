@@ -3,8 +3,9 @@
 from itertools import chain, repeat
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
+from torch.optim import SGD
 
 from dyncp import AttentionShape, PlannerConfig, attention, masks, next_token_loss, sum_gradients
 from loaders import make_loader
@@ -45,25 +46,32 @@ class Model(nn.Module):
 
 def train(executor, model, *, group=None, reduce=sum_gradients, clip=1e9, accumulation=1, **more):
     """Trains `steps=3` steps with gradients reduced by `reduce(model, group)`; returns their norms.
-    `times=` multiplies losses; `set_sync(model, last)` is called before every backward."""
-    optimizer, norms, done = torch.optim.SGD(model.parameters(), lr=more.get("rate", 0.1)), [], 0
+    `times(loss)` changes losses; `set_sync(model, last)` is called before every backward; the
+    loader plans optimiser steps of `planned` batches; `skip(number)` says which steps are not made;
+    `scaler` is a GradScaler; `optimizer(model)` makes the optimiser."""
+    make = more.get("optimizer", lambda model: SGD(model.parameters(), lr=more.get("rate", 0.1)))
+    optimizer, norms, done = make(model), [], 0
+    scaler = more.get("scaler", torch.amp.GradScaler("cpu", enabled=False))
     options = {"virtual_ranks": executor.num_ranks} if len(executor.transport.ranks) > 1 else {}
     loader = make_loader(
         SAMPLES, masks.causal, model=SHAPE, tokens_per_batch=60, num_planners=0, group=group,
-        accumulation_steps=accumulation, planner=PlannerConfig(block_size=8), drop_last=True,
-        **options,
+        accumulation_steps=more.get("planned", accumulation), drop_last=True,
+        planner=PlannerConfig(block_size=8), **options,
     )  # fmt: skip
     with loader:
         for data, plan in chain.from_iterable(repeat(loader)):
             done += 1
             more.get("set_sync", lambda *_: None)(model, done % accumulation == 0)
             loss = next_token_loss(model(data, executor.prepare(plan)), data)
-            (loss * more.get("times", 1)).backward()
+            scaler.scale(more.get("times", Tensor.clone)(loss)).backward()
             if done % accumulation == 0:
                 reduce(model, group)
+                scaler.unscale_(optimizer)
                 norm = clip_grad_norm_(model.parameters(), clip)
                 norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
-                optimizer.step()
+                if not more.get("skip", lambda _: False)(len(norms)):
+                    scaler.step(optimizer)
+                scaler.update()
                 optimizer.zero_grad()
             if len(norms) == more.get("steps", 3):
                 return norms

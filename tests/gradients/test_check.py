@@ -129,7 +129,8 @@ def test_missing_sums_are_errors_on_all_ranks(told):
 def test_averages_and_double_sums_are_errors_on_all_ranks(told):
     for of in told:
         for name in ("averaged by DDP", "averaged by FSDP", "averaged by HSDP"):
-            assert "are 0.25 times the sum over ranks of what backward computed: DDP or" in of[name]
+            assert "are 0.25 times those of the step's loss, and 0.25 times the sum" in of[name]
+            assert "DDP or FSDP averaged them, or they were summed twice" in of[name]
         for name in ("twice", "twice by DDP"):
             assert "are 4 times the sum of what backward computed on all ranks with" in of[name]
 

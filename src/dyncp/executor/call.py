@@ -77,7 +77,7 @@ def attend_backward(
     """Writes the gradients of q, k and v to `grads`. `results` are what forward returned."""
     given, (out, lse) = tuple(dense_rows(x) for x in (*inputs, dout)), results
     if prepared.engine.gradients is not None:
-        prepared.engine.gradients.ran()
+        prepared.engine.gradients.ran(prepared.parts[0])
     use = prepared.engine.use_of_graphs()
     frame = Frame(given, lse, dense_rows(out), Results(grads), scale, *use)
     _run(prepared, mask, Direction.BACKWARD, frame)

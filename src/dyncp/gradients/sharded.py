@@ -18,7 +18,13 @@ class Sharded(NamedTuple):
     ranks: frozenset[int]
     divisor: float
     copies: Any  # group of ranks that hold the same shard; None if only this one does
-    waits: bool  # it has gradients that were not reduced
+    state: Any  # FSDP's own object
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has gradients that were not reduced."""
+        left = getattr(self.whole, "grad", None), self.state.unsharded_accumulated_grad
+        return any(gradient is not None for gradient in left)
 
 
 def sharded_parameters(modules: Iterable[nn.Module]) -> dict[int, Sharded]:
@@ -40,12 +46,11 @@ def _of_parameter(group: Any, parameter: Any) -> Sharded:
     mesh = group.mesh_info
     ranks = frozenset(mesh.mesh.mesh.flatten().tolist())
     whole = getattr(parameter, "_unsharded_param", None)
-    left = getattr(whole, "grad", None), parameter.unsharded_accumulated_grad
     return Sharded(
         parameter.sharded_param,
         whole,
         ranks,
         group.gradient_divide_factor or float(len(ranks)),
         getattr(mesh, "replicate_process_group", None),
-        any(gradient is not None for gradient in left),
+        parameter,
     )

@@ -14,7 +14,6 @@ the loss and the gradients of the step are the sums over ranks, not their averag
 """
 
 import math
-import weakref
 from collections import defaultdict
 from typing import Any
 
@@ -23,14 +22,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from dyncp.gradients.events import LISTENERS, watch_loss
 from dyncp.gradients.sharded import Sharded, sharded_parameters
 from dyncp.topology import data_dimensions
 
 # An attribute of gradients that `sum_gradients` has summed: the tensor's version at that time. It
 # is stored on the gradient itself because it must disappear with it.
 SUMMED = "dyncp_summed"
-# Checks that look at gradients once they are summed, before they are clipped.
-LISTENERS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def data_groups(group: Any) -> list[Any]:
@@ -55,7 +53,7 @@ def times_ranks(loss: Tensor, group: Any = None) -> Tensor:
     """Multiplies the loss by the number of ranks in `group`, for frameworks that average gradients
     over these ranks and then clip them, before `sum_gradients` could be called."""
     ranks = math.prod(dist.get_world_size(one) for one in data_groups(group))
-    return loss * ranks if ranks > 1 else loss
+    return watch_loss(loss) * ranks if ranks > 1 else loss
 
 
 def sum_over_ranks(tensor: Tensor, group: Any = None) -> Tensor:

@@ -20,6 +20,23 @@ from dyncp.integrations.transformers.functions import NAME
 SUPPORTED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")  # a single rank, or averaged gradients
 
 
+def check_accelerator(accelerator: Any) -> None:
+    """Raises ValueError if Accelerate does something to gradients or sequences that dyncp does not
+    know."""
+    found = accelerator.distributed_type.value
+    if found not in SUPPORTED:
+        raise ValueError(
+            f"Accelerate's distributed type is {found}; dyncp supports {', '.join(SUPPORTED)}, "
+            "whose gradient averages it can undo"
+        )
+    other = accelerator.parallelism_config
+    if other is not None and (other.cp_enabled or other.sp_enabled):
+        raise ValueError(
+            "Accelerate was configured with context or sequence parallelism (cp_size, "
+            "sp_size), but dyncp already splits the sequences; set both sizes to 1"
+        )
+
+
 class AcceleratorMixin:
     """Adapts Accelerate to dyncp; name it before Accelerator among the base classes.
 
@@ -39,18 +56,7 @@ class AcceleratorMixin:
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._loader: DCPDataLoader | None = None
-        found = self.distributed_type.value
-        if found not in SUPPORTED:
-            raise ValueError(
-                f"Accelerate's distributed type is {found}; dyncp supports {', '.join(SUPPORTED)}, "
-                "whose gradient averages it can undo"
-            )
-        other = self.parallelism_config
-        if other is not None and (other.cp_enabled or other.sp_enabled):
-            raise ValueError(
-                "Accelerate was configured with context or sequence parallelism (cp_size, "
-                "sp_size), but dyncp already splits the sequences; set both sizes to 1"
-            )
+        check_accelerator(self)
 
     def prepare(self, *objects: Any, **options: Any) -> Any:
         """Accelerate's `prepare`, which returns the loader unchanged. Call attach(model) first."""

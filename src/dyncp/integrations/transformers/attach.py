@@ -15,7 +15,9 @@ from dyncp.blocks import AttentionShape
 from dyncp.cost import ModelConfig
 from dyncp.dataloader import DCPDataLoader
 from dyncp.executor import DCPExecutor, Step
+from dyncp.gradients import watch_loss
 from dyncp.integrations import ROWS
+from dyncp.integrations.transformers.adapters import without_adapters
 from dyncp.integrations.transformers.compare import compare
 from dyncp.integrations.transformers.functions import (
     COEFFICIENT,
@@ -64,7 +66,7 @@ def attach(
 ) -> "Attached":
     """Makes the attention layers of a Transformers model call dyncp.
 
-    Call it before the model is wrapped or compiled. Then call the model as
+    Call it before the model is wrapped or compiled, but after PEFT. Then call the model as
     `model(**local_data, dyncp_step=step)`, with the local data of a DCPDataLoader and the step of
     their plan. `dtype` is the dtype of q, k and v that plans assume (default: that of the weights);
     under autocast another one only makes their estimates better. Models that dyncp does not support
@@ -73,9 +75,17 @@ def attach(
     equal those of its own attention. A model that is attached already stays so, and its `Attached`
     is returned again.
     """
-    found = _attached_to(model)
+    inner, caller = without_adapters(model)
+    found = _attached_to(inner, caller)
     if found is not None:
-        return found._again(dtype)
+        return found._again(caller, dtype)
+    attached = _attach(inner, dtype, untested=untested)
+    if caller is not inner:
+        attached.listen(caller)
+    return attached
+
+
+def _attach(model: Any, dtype: Any, *, untested: bool) -> "Attached":
     config = check_model(model, untested=untested)
     shape = _planned_shape(model, dtype)
     make = partial(Attached, model, config, dtype)
@@ -102,9 +112,12 @@ def _planned_shape(model: Any, dtype: Any) -> AttentionShape:
     return shape
 
 
-def _attached_to(model: Any) -> "Attached | None":
+def _attached_to(model: Any, caller: Any) -> "Attached | None":
     """The `Attached` of this very model, if it is attached. A copy of a model has a copy of it."""
-    for hook in getattr(model, "_forward_pre_hooks", {}).values():
+    hooks = [getattr(vars(model).get("generate"), "func", None)]
+    for module in (model, caller):
+        hooks += getattr(module, "_forward_pre_hooks", {}).values()
+    for hook in hooks:
         owner = getattr(hook, "__self__", None)
         if isinstance(owner, Attached) and owner.model is model:
             return owner
@@ -131,13 +144,21 @@ class Attached:
         install_recorders(model)
         if model.get_output_embeddings() is not None and model.loss_type is None:
             model.loss_type = "ForCausalLM"  # the default, but without Transformers' warning
-        self._hooks = (
-            model.register_forward_pre_hook(self._before, with_kwargs=True),
-            model.register_forward_hook(self._after, with_kwargs=True),
-        )
+        self._hooks: tuple[Any, ...] = ()
+        self.listen(model)
         self._own_generate = vars(model).get("generate")  # of the instance, not of its class
         if hasattr(model, "generate"):
             model.generate = partial(self._generate, model.generate)
+
+    def listen(self, module: Any) -> None:
+        """Puts the checks before and after the forward of this module, instead of another one."""
+        for hook in self._hooks:
+            hook.remove()
+        self._caller = module
+        self._hooks = (
+            module.register_forward_pre_hook(self._before, with_kwargs=True),
+            module.register_forward_hook(self._after, with_kwargs=True),
+        )
 
     def _begin(self) -> None:
         """Selects dyncp's attention, mixers and auxiliary loss."""
@@ -156,7 +177,7 @@ class Attached:
 
     def detach(self) -> None:
         """Restores the model. Does nothing if it was detached before."""
-        if _attached_to(self.model) is not self:
+        if _attached_to(self.model, self._caller) is not self:
             return
         for hook in self._hooks:
             hook.remove()
@@ -165,8 +186,8 @@ class Attached:
             self.model.generate = self._own_generate
         self._end()
 
-    def _again(self, dtype: str | torch.dtype | None) -> "Attached":
-        """A second `attach` of the same model, which may name another dtype."""
+    def _again(self, caller: Any, dtype: str | torch.dtype | None) -> "Attached":
+        """A second `attach` of the same model, which may name another dtype, or come after PEFT."""
         if layer_masks(self.config) != self.layers:
             raise ValueError(
                 "the windows or chunks in the model's config have changed since attach: restore "
@@ -175,6 +196,8 @@ class Attached:
         self._check_implementation()
         self._needs_largest = needs_largest_position(self.model)
         self.dtype = dtype or self.dtype
+        if caller is not self.model and caller is not self._caller:
+            self.listen(caller)
         return self
 
     def _generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -301,6 +324,8 @@ class Attached:
         for name in ("logits", "last_hidden_state", "hidden_states"):
             if call.extra and output.get(name) is not None:
                 output[name] = _first_rows(output[name], call.rows)
+        if output.get("loss") is not None:
+            watch_loss(output["loss"])
         return output
 
     def _add_auxiliary(self, output: Any, step: Step, positions: Tensor) -> None:

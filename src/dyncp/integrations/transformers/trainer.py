@@ -11,17 +11,19 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dyncp.dataloader import DCPDataLoader
-from dyncp.executor import DCPExecutor
+from dyncp.executor import DCPExecutor, Step
 from dyncp.gradients import sum_over_ranks, times_ranks
 from dyncp.integrations import check_processes
+from dyncp.integrations.accelerate import check_accelerator
 from dyncp.integrations.transformers.attach import Attached, attach
+from dyncp.integrations.transformers.predictions import Predictions
 from dyncp.samples import num_targets
 from dyncp.topology import data_dimensions
 
@@ -63,6 +65,7 @@ class TrainerMixin:
     state: Any
     accelerator: Any
     model_wrapped: Any
+    preprocess_logits_for_metrics: Any
     train_dataset: Any
     eval_dataset: Any
 
@@ -82,9 +85,10 @@ class TrainerMixin:
         self._attached = attach(model) if attached is None else attached
         self._mask_fn, self._loader_options = mask_fn, dict(loader_options or {})
         self._batches: Batches | None = None
-        self._epoch = 0  # in which the loader began the running epoch
         super().__init__(model, args, **options)  # type: ignore[call-arg]
+        _check_accumulation(args, self._loader_options)  # args may have changed
         self.loss_is_scaled_for_ga = True  # accumulation is part of num_items_in_batch
+        check_accelerator(self.accelerator)
         check_processes("Trainer", self.accelerator.num_processes)
 
     def get_train_dataloader(self) -> Batches:
@@ -104,10 +108,14 @@ class TrainerMixin:
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]
-        options = {"evaluation": True} | self._loader_options
+        options = {"evaluation": True, "sample_ids": True} | self._loader_options
         for name in ("accumulation_steps", "batch_sampler", "lengths", "sampler", "shuffle"):
             options.pop(name, None)
         return self._make_batches(dataset, options)
+
+    def get_test_dataloader(self, test_dataset: Any) -> Batches:
+        """A loader over all of `test_dataset`, for `predict`."""
+        return self.get_eval_dataloader(test_dataset)
 
     def _make_batches(self, dataset: Any, options: dict[str, Any]) -> Batches:
         options = {"executor": self._executor} | options
@@ -125,38 +133,46 @@ class TrainerMixin:
     ) -> Any:
         """This rank's share of the step's loss, times the number of ranks, because Trainer averages
         over ranks: both the gradients and the logged loss are then those of the step."""
-        outputs = self._run(model, inputs)
+        outputs = self._run(model, inputs)[1]
         loss = times_ranks(outputs.loss)
         return (loss, outputs) if return_outputs else loss
 
-    def _run(self, model: Any, inputs: dict[str, Any]) -> Any:
-        inputs = dict(inputs)
-        step = self._executor.prepare(inputs.pop(PLAN))
-        return model(**inputs, dyncp_step=step)
+    def _run(self, model: Any, inputs: dict[str, Any]) -> tuple[Step, Any]:
+        given = {name: inputs[name] for name in inputs if name not in (PLAN, "sample_ids")}
+        step = self._executor.prepare(inputs[PLAN])
+        return step, model(**given, dyncp_step=step)
 
     def evaluation_loop(
         self,
         dataloader: Batches,
         description: str,  # noqa: ARG002
-        prediction_loss_only: bool | None = None,  # noqa: ARG002
+        prediction_loss_only: bool | None = None,
         ignore_keys: list[str] | None = None,  # noqa: ARG002
         metric_key_prefix: str = "eval",
     ) -> Any:
-        """Computes the mean loss over all targets of the dataset, the same on all ranks."""
+        """Computes the mean loss over all targets of the dataset and, for `predict`, the logits of
+        its samples, the same on all ranks."""
         from transformers.trainer_utils import EvalLoopOutput
 
+        loss_only = prediction_loss_only
+        loss_only = self.args.prediction_loss_only if loss_only is None else loss_only
+        predictions = Predictions(self.preprocess_logits_for_metrics)
         model = self.model_wrapped
         model.eval()
         total = torch.zeros(2, dtype=torch.float64)
         with torch.no_grad(), dataloader.loader:
             for inputs in dataloader:
                 moved: Any = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
-                loss: Tensor = self._run(model, moved).loss.double().cpu()
-                total[0] += loss * inputs["num_items_in_batch"]
+                step, output = self._run(model, moved)
+                total[0] += output.loss.double().cpu() * inputs["num_items_in_batch"]
                 total[1] += num_targets(inputs)
+                if not loss_only:
+                    predictions.add(step, output.logits, moved["labels"], moved["sample_ids"])
         summed, targets = sum_over_ranks(total.to(self.args.device)).tolist()
         metrics = {f"{metric_key_prefix}_loss": summed / max(targets, 1.0)}
-        return EvalLoopOutput(None, None, metrics, len(dataloader.dataset))
+        group = self._loader_options.get("group")
+        arrays = (None, None) if loss_only else predictions.arrays(group)
+        return EvalLoopOutput(*arrays, metrics, len(dataloader.dataset))
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)  # type: ignore[misc]
@@ -165,30 +181,63 @@ class TrainerMixin:
             file = folder / f"checkpoint-{self.state.global_step}" / STATE_FILE
             file.write_text(json.dumps(self._batches.loader.state_dict()), encoding="utf-8")
 
-    def _run_epoch(self, **options: Any) -> None:
-        """Gives Trainer this epoch's number of batches: it has counted those of the first one, and
-        others may have more or fewer. Resumes an epoch at the loader's saved state, instead of
-        skipping batches one by one."""
-        loader, folder = self.get_train_dataloader().loader, options["resume_from_checkpoint"]
-        if options["epoch"] == options["epochs_trained"] and folder is None:
-            loader.set_epoch(options["epoch"])
-        elif options["epoch"] == options["epochs_trained"]:
-            text = (Path(folder) / STATE_FILE).read_text(encoding="utf-8")
-            loader.load_state_dict(json.loads(text))
-            skipped = options["steps_trained_in_current_epoch"]
-            options["steps_trained_in_current_epoch"] = 0
-            options["steps_in_epoch"] -= skipped
-        else:
-            loader.set_epoch(self._epoch + 1)  # Trainer does not iterate to the end
-        self._epoch = loader.epoch
+    def set_initial_training_values(self, args: Any, dataloader: Batches) -> tuple[Any, ...]:
+        """Counts the optimiser steps of all epochs, since epochs may have different numbers of
+        batches: Trainer would take all of them to be as long as the first one."""
+        dataloader.loader.set_epoch(0)
+        epochs, *others, steps = super().set_initial_training_values(args, dataloader)  # type: ignore[misc]
+        if args.max_steps > 0:
+            epochs = max(epochs, steps)  # an epoch has one or more
+        elif dataloader.loader.config.samples.order is None:
+            steps = self._count_steps(dataloader.loader, args.num_train_epochs)
+        return (epochs, *others, steps)
+
+    def _count_steps(self, loader: DCPDataLoader, epochs: float) -> int:
+        steps = 0
+        for epoch in range(ceil(epochs)):
+            loader.set_epoch(epoch)
+            steps += ceil(min(1.0, epochs - epoch) * self._updates_of(loader))
+        loader.set_epoch(0)
+        return steps
+
+    def _updates_of(self, loader: DCPDataLoader) -> int:
+        """The optimiser steps that are left in the loader's epoch."""
+        steps: int = self.args.gradient_accumulation_steps
+        return -(-loader.remaining // steps)
+
+    def _init_training_state(
+        self, max_steps: int, updates: int, epochs: int, folder: str | None, trial: Any
+    ) -> tuple[int, int]:
+        """Resumes at the loader's saved state. Trainer would find the epoch by dividing steps by
+        those of the first epoch, and skip batches one by one."""
+        begun = super()._init_training_state(max_steps, updates, epochs, folder, trial)  # type: ignore[misc]
+        if folder is None:
+            return begun[0], begun[1]
+        loader = self.get_train_dataloader().loader
+        loader.load_state_dict(_saved_state(Path(folder) / STATE_FILE))
         with suppress(TypeError):  # the number of batches is unknown, see `_check_length`
             if not loader.remaining:  # saved after the last batch of an epoch
                 loader.set_epoch(loader.epoch + 1)
-                self._epoch = loader.epoch
+        return loader.epoch, 0
+
+    def _run_epoch(self, **options: Any) -> None:
+        """Gives Trainer this epoch's number of batches, or what is left of them in the epoch that
+        is resumed."""
+        loader = self.get_train_dataloader().loader
+        loader.set_epoch(options["epoch"])  # keeps a state that was loaded
+        with suppress(TypeError):
             options["steps_in_epoch"] = loader.remaining
-            steps = -(-loader.remaining // self.args.gradient_accumulation_steps)
-            options["num_update_steps_per_epoch"] = steps
+            options["num_update_steps_per_epoch"] = self._updates_of(loader)
         super()._run_epoch(**options)  # type: ignore[misc]
+
+
+def _saved_state(file: Path) -> Any:
+    if not file.exists():
+        raise ValueError(
+            f"{file.parent} has no {STATE_FILE}: it was not saved by a Trainer under dyncp, so the "
+            "next batch is unknown. Load its model, and train without resume_from_checkpoint"
+        )
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def _check_mesh(mesh: Any) -> None:
@@ -230,17 +279,21 @@ def _check_length(batches: "Batches", steps: int) -> None:
 
 
 def _check_arguments(args: Any, options: Mapping[str, Any]) -> None:
+    parts = "cannot handle ranks that hold parts of sequences"
     refused = {
-        "label_smoothing_factor": args.label_smoothing_factor,
-        "compute_loss_func": options.get("compute_loss_func"),
-        "compute_metrics": options.get("compute_metrics"),
-        "data_collator": options.get("data_collator"),
-        "auto_find_batch_size": args.auto_find_batch_size,
-        "n_gpu > 1 (DataParallel)": args.n_gpu > 1,
+        "label_smoothing_factor": (args.label_smoothing_factor, parts),
+        "neftune_noise_alpha": (args.neftune_noise_alpha, parts),
+        "compute_loss_func": (options.get("compute_loss_func"), parts),
+        "compute_metrics": (options.get("compute_metrics"), parts),
+        "data_collator": (options.get("data_collator"), parts),
+        "auto_find_batch_size": (args.auto_find_batch_size, "has no effect on dyncp's loader"),
+        "dataloader_drop_last": (
+            args.dataloader_drop_last,
+            "has no effect on dyncp's loader: pass loader_options drop_last=True",
+        ),
+        "ignore_data_skip": (args.ignore_data_skip, "has no effect: the loader's state is loaded"),
+        "n_gpu > 1 (DataParallel)": (args.n_gpu > 1, parts),
     }
-    for name, given in refused.items():
+    for name, (given, reason) in refused.items():
         if given:
-            raise ValueError(
-                f"this Trainer got {name}, which cannot handle ranks that hold parts of sequences; "
-                "leave it out"
-            )
+            raise ValueError(f"this Trainer got {name}, which {reason}; leave it out")

@@ -1,0 +1,40 @@
+"""What checks of gradients hear from other stages: batches, losses, and sums of gradients."""
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# Checks that run: `summed(model)`, `multiplied(gradient of a loss)`.
+LISTENERS: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class MicroBatch(NamedTuple):
+    """A batch of a loader; one or several of them make an update."""
+
+    loader: int
+    update: int
+    number: int  # of the batch
+    completes: bool  # its update
+
+
+BATCHES: weakref.WeakKeyDictionary[Any, MicroBatch] = weakref.WeakKeyDictionary()
+
+
+def watch_batch(plan: Any, batch: MicroBatch) -> None:
+    """Says which batch of a loader a plan is for."""
+    BATCHES[plan] = batch
+
+
+def watch_loss(loss: Tensor) -> Tensor:
+    """Lets checks see by what this rank's share of a loss is multiplied before backward. A compiled
+    graph cannot have such a hook."""
+    if not torch.compiler.is_compiling() and LISTENERS and loss.requires_grad:
+        loss.register_hook(_tell_factor)  # type: ignore[no-untyped-call]
+    return loss
+
+
+def _tell_factor(gradient: Tensor) -> None:
+    for listener in list(LISTENERS):
+        listener.multiplied(gradient.detach())
