@@ -1,4 +1,4 @@
-"""Models inside PEFT's wrapper, which calls their `forward` past their hooks."""
+"""Models inside PEFT's wrappers."""
 
 import pytest
 import torch
@@ -6,10 +6,10 @@ import torch
 transformers = pytest.importorskip("transformers", reason="the extra transformers is not installed")
 pytest.importorskip("accelerate", reason="the extra transformers is not installed")
 
-from types import SimpleNamespace  # noqa: E402
+pytest.importorskip("peft")
 
 from benchmarks.parity_models import documents, make_model  # noqa: E402
-from torch import nn  # noqa: E402
+from peft import LoraConfig, PromptTuningConfig, get_peft_model  # noqa: E402
 
 from dyncp import DCPExecutor, LoaderTuning, PlannerConfig, masks  # noqa: E402
 from dyncp.integrations.transformers import attach  # noqa: E402
@@ -17,56 +17,55 @@ from dyncp.integrations.transformers.trainer import TrainerMixin  # noqa: E402
 from hf_cases import virtual, whole_loss  # noqa: E402
 
 
-class Tuner(nn.Module):
-    """Calls the model as PEFT's tuners do."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, *args, **kwargs):
-        return self.model.forward(*args, **kwargs)
-
-
-class Wrapped(nn.Module):
-    """What of a PeftModelForCausalLM concerns its caller; PEFT is not among the dependencies."""
-
-    def __init__(self, model, **options):
-        super().__init__()
-        self.base_model, self.config = Tuner(model), model.config
-        adapter = {"is_prompt_learning": False, "peft_type": "LORA"} | options
-        self.peft_config = {"default": SimpleNamespace(**adapter)}
-
-    def get_base_model(self):
-        return self.base_model.model
-
-    def forward(self, input_ids=None, attention_mask=None, labels=None, return_dict=None, **more):
-        given = {"attention_mask": attention_mask, "labels": labels, "return_dict": return_dict}
-        return self.base_model(input_ids=input_ids, **given, **more)
+def with_lora(name, task):
+    """A model with noisy adapters. PEFT has wrappers by task, which call the model in different
+    ways."""
+    torch.manual_seed(1)
+    config = LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type=task
+    )
+    return get_peft_model(make_model(name), config)
 
 
 class DynamicTrainer(TrainerMixin, transformers.Trainer):
     pass
 
 
-def test_a_wrapped_model_has_the_loss_of_its_own_attention():
-    model = make_model("gemma3")
-    wanted = whole_loss(model, 0)
-    wrapped = Wrapped(model)
+@pytest.mark.parametrize("task", ["CAUSAL_LM", None])
+def test_a_wrapped_model_has_the_loss_and_gradients_of_its_own_attention(task):
+    wrapped, plain = with_lora("gemma3", task), with_lora("gemma3", task)
     attached = attach(wrapped)
-    data, step = virtual(model.config)
-    assert wrapped(**data, dyncp_step=step).loss.item() == pytest.approx(wanted.item(), rel=1e-5)
+    assert attach(wrapped) is attach(attached.model) is attached
+    data, step = virtual(attached.model.config)
+    loss, wanted = wrapped(**data, dyncp_step=step).loss, whole_loss(plain, 0)
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
+    loss.backward()
+    wanted.backward()
+    for got, expected in zip(wrapped.parameters(), plain.parameters(), strict=True):
+        if expected.requires_grad:
+            torch.testing.assert_close(got.grad, expected.grad, rtol=1e-3, atol=1e-6)
     with pytest.raises(ValueError, match="called without its step"):
         wrapped(**data)
+    ids = data["input_ids"][:, :5]
+    assert wrapped.generate(input_ids=ids, max_new_tokens=2, do_sample=False).shape == (1, 7)
     attached.detach()
-    assert torch.isfinite(wrapped(input_ids=data["input_ids"]).logits).all()
+    assert torch.isfinite(wrapped(input_ids=ids).logits).all()
+
+
+def test_peft_may_wrap_a_model_that_is_attached():
+    model = make_model("llama")
+    attached = attach(model)
+    wrapped = get_peft_model(model, LoraConfig(r=4, task_type="CAUSAL_LM"))
+    assert attach(wrapped) is attached
+    data, step = virtual(model.config)
+    wanted = whole_loss(make_model("llama"), 0)  # a new adapter changes nothing
+    assert wrapped(**data, dyncp_step=step).loss.item() == pytest.approx(wanted.item(), rel=1e-6)
 
 
 def test_adapters_that_add_tokens_are_refused():
-    wrapped = Wrapped(make_model("llama"), is_prompt_learning=True, peft_type="PREFIX_TUNING")
-    with pytest.raises(
-        ValueError, match="'default' of Wrapped is PREFIX_TUNING, which puts tokens"
-    ):
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    wrapped = get_peft_model(make_model("llama"), config)
+    with pytest.raises(ValueError, match=r"adapter 'default' .* PROMPT_TUNING, which puts tokens"):
         attach(wrapped)
 
 
@@ -82,7 +81,8 @@ def test_trainer_takes_a_wrapped_model(tmp_path):
         "planner": PlannerConfig(block_size=16),
         "tuning": LoaderTuning(num_planners=0),
     }
-    samples, wrapped, plain = documents(5), Wrapped(make_model("llama")), make_model("llama")
+    samples = documents(5)
+    wrapped, plain = with_lora("llama", "CAUSAL_LM"), with_lora("llama", "CAUSAL_LM")
     trainer = DynamicTrainer(
         wrapped, args, train_dataset=samples, mask_fn=masks.causal, loader_options=options
     )

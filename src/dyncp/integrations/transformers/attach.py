@@ -66,7 +66,7 @@ def attach(
 ) -> "Attached":
     """Makes the attention layers of a Transformers model call dyncp.
 
-    Call it before the model is wrapped or compiled, but after PEFT. Then call the model as
+    Call it before the model is wrapped or compiled (PEFT may come before or after). Then call it as
     `model(**local_data, dyncp_step=step)`, with the local data of a DCPDataLoader and the step of
     their plan. `dtype` is the dtype of q, k and v that plans assume (default: that of the weights);
     under autocast another one only makes their estimates better. Models that dyncp does not support
@@ -75,14 +75,9 @@ def attach(
     equal those of its own attention. A model that is attached already stays so, and its `Attached`
     is returned again.
     """
-    inner, caller = without_adapters(model)
-    found = _attached_to(inner, caller)
-    if found is not None:
-        return found._again(caller, dtype)
-    attached = _attach(inner, dtype, untested=untested)
-    if caller is not inner:
-        attached.listen(caller)
-    return attached
+    model = without_adapters(model)
+    found = _attached_to(model)
+    return _attach(model, dtype, untested=untested) if found is None else found._again(dtype)
 
 
 def _attach(model: Any, dtype: Any, *, untested: bool) -> "Attached":
@@ -112,12 +107,9 @@ def _planned_shape(model: Any, dtype: Any) -> AttentionShape:
     return shape
 
 
-def _attached_to(model: Any, caller: Any) -> "Attached | None":
+def _attached_to(model: Any) -> "Attached | None":
     """The `Attached` of this very model, if it is attached. A copy of a model has a copy of it."""
-    hooks = [getattr(vars(model).get("generate"), "func", None)]
-    for module in (model, caller):
-        hooks += getattr(module, "_forward_pre_hooks", {}).values()
-    for hook in hooks:
+    for hook in getattr(model, "_forward_pre_hooks", {}).values():
         owner = getattr(hook, "__self__", None)
         if isinstance(owner, Attached) and owner.model is model:
             return owner
@@ -144,21 +136,13 @@ class Attached:
         install_recorders(model)
         if model.get_output_embeddings() is not None and model.loss_type is None:
             model.loss_type = "ForCausalLM"  # the default, but without Transformers' warning
-        self._hooks: tuple[Any, ...] = ()
-        self.listen(model)
+        self._hooks = (
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_hook(self._after, with_kwargs=True),
+        )
         self._own_generate = vars(model).get("generate")  # of the instance, not of its class
         if hasattr(model, "generate"):
             model.generate = partial(self._generate, model.generate)
-
-    def listen(self, module: Any) -> None:
-        """Puts the checks before and after the forward of this module, instead of another one."""
-        for hook in self._hooks:
-            hook.remove()
-        self._caller = module
-        self._hooks = (
-            module.register_forward_pre_hook(self._before, with_kwargs=True),
-            module.register_forward_hook(self._after, with_kwargs=True),
-        )
 
     def _begin(self) -> None:
         """Selects dyncp's attention, mixers and auxiliary loss."""
@@ -177,7 +161,7 @@ class Attached:
 
     def detach(self) -> None:
         """Restores the model. Does nothing if it was detached before."""
-        if _attached_to(self.model, self._caller) is not self:
+        if _attached_to(self.model) is not self:
             return
         for hook in self._hooks:
             hook.remove()
@@ -186,8 +170,8 @@ class Attached:
             self.model.generate = self._own_generate
         self._end()
 
-    def _again(self, caller: Any, dtype: str | torch.dtype | None) -> "Attached":
-        """A second `attach` of the same model, which may name another dtype, or come after PEFT."""
+    def _again(self, dtype: str | torch.dtype | None) -> "Attached":
+        """A second `attach` of the same model, which may name another dtype."""
         if layer_masks(self.config) != self.layers:
             raise ValueError(
                 "the windows or chunks in the model's config have changed since attach: restore "
@@ -196,8 +180,6 @@ class Attached:
         self._check_implementation()
         self._needs_largest = needs_largest_position(self.model)
         self.dtype = dtype or self.dtype
-        if caller is not self.model and caller is not self._caller:
-            self.listen(caller)
         return self
 
     def _generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
