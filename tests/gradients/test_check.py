@@ -94,6 +94,12 @@ def mistakes(rank):
     attempt("forgotten while warming up", Model(), reduce=forget, rate=0.0)
     attempt("some forgotten", Model(), reduce=sum_some)
     attempt("replicas forgotten", Model(), reduce=sum_over_plan_only, **of_grid)
+    within = DCPExecutor(grid["cp"].get_group(), timeout=60)
+    of_groups = {"executor": within, "group": grid}
+    attempt("right: executor of a group", Model(), **of_groups)
+    attempt(
+        "replicas forgotten: executor of a group", Model(), reduce=sum_over_plan_only, **of_groups
+    )
     attempt("DDP over a part", over_cp(Model()), reduce=forget, **of_grid)
     attempt("FSDP over a part", shard(Model(), grid["cp"]), reduce=forget, **of_grid)
     attempt("averaged by DDP", DistributedDataParallel(Model()), reduce=forget)
@@ -113,7 +119,8 @@ def told():
 
 
 def test_a_right_loop_is_left_alone(told):
-    assert [of["right"] for of in told] == [""] * 4
+    for of in told:
+        assert of["right"] == of["right: executor of a group"] == ""
 
 
 def test_missing_sums_are_errors_on_all_ranks(told):
@@ -124,6 +131,7 @@ def test_missing_sums_are_errors_on_all_ranks(told):
         ):  # fmt: skip
             assert "its gradients were not summed over all ranks; call sum_gradients(mo" in of[name]
         assert "sum_gradients(model, mesh)" in of["replicas forgotten"]
+        assert "sum_gradients(model, mesh)" in of["replicas forgotten: executor of a group"]
 
 
 def test_averages_and_double_sums_are_errors_on_all_ranks(told):

@@ -1,6 +1,9 @@
 """Gradients that are multiples of the right ones are errors, also if clipping hides it; loops that
 come to the right gradients in other ways are left alone."""
 
+import logging
+from functools import partial
+
 import pytest
 import torch
 from small_model import Model, train
@@ -39,6 +42,34 @@ def made_before_sharding(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     shard(model)
     return optimizer
+
+
+def within_backward(model):
+    """An optimiser for each parameter, which steps as soon as it has a gradient."""
+    for parameter in model.parameters():
+        own = torch.optim.SGD([parameter], lr=0.1)
+        parameter.register_post_accumulate_grad_hook(partial(step_now, own))
+    return torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+
+
+def step_now(optimizer, parameter):
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class Told(logging.Handler):
+    """Collects what the check of gradients logs."""
+
+    def __enter__(self):
+        self.texts = []
+        logging.getLogger("dyncp.gradients").addHandler(self)
+        return self
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+    def __exit__(self, *_):
+        logging.getLogger("dyncp.gradients").removeHandler(self)
 
 
 class Checkpointed(Model):
@@ -82,6 +113,9 @@ def loops(rank):
     attempt("two of the loader's", Model(), accumulation=2, planned=1)
     attempt("half of the loader's", Model(), accumulation=1, planned=2)
     attempt("stale", Model(), optimizer=made_before_sharding)
+    with Told() as heard:
+        attempt("within backward", Model(), optimizer=within_backward, reduce=forget)
+    told["warnings"] = heard.texts
     return told
 
 
@@ -120,3 +154,9 @@ def test_steps_of_other_batches_than_the_loader_planned_are_errors(told):
 def test_an_optimiser_of_parameters_that_were_replaced_is_an_error(told):
     for of in told:
         assert "Make the optimiser after fully_shard" in of["stale"]
+
+
+def test_optimisers_that_step_during_backward_are_warned_of_once(told):
+    for of in told:
+        assert len(of["warnings"]) == 1
+        assert "an optimiser steps during backward" in of["warnings"][0]

@@ -196,6 +196,15 @@ def test_steps_are_those_of_all_epochs_also_if_a_run_resumes_between_them(tmp_pa
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
 
 
+def test_an_incomplete_accumulation_at_the_end_of_a_shorter_epoch_is_a_step(tmp_path):
+    trainer = epochs_of(
+        tmp_path, num_train_epochs=2, gradient_accumulation_steps=2, save_strategy="no"
+    )
+    trainer.train()
+    assert trainer.state.global_step == trainer.state.max_steps == 6
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
+
+
 @pytest.mark.parametrize(
     ("options", "steps"),
     [({"num_train_epochs": 3}, 16), ({"num_train_epochs": 1.5}, 8), ({"max_steps": 11}, 11)],

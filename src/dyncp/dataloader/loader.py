@@ -107,6 +107,7 @@ class DCPDataLoader:
     ) -> None:
         arguments = locals()
         ranks = self.ranks = LoaderRanks.of(group, virtual_ranks)
+        self._mesh = group if getattr(group, "ndim", 1) > 1 else None
         self._is_alone = ranks.rank == 0 and not ranks.all_ranks  # there is no process group
         self._together = Together(ranks)
         with self._together.making(LoaderTuning.store_timeout) as agreement:
@@ -238,7 +239,7 @@ class DCPDataLoader:
         completes = self._completes_update
         self._yielded += 1
         if not self.config.evaluation:
-            batch = MicroBatch(id(self), self._updates, self._yielded, completes)
+            batch = MicroBatch(id(self), self._updates, self._yielded, completes, self._mesh)
             watch_batch(plan, batch)
         self._updates += completes
 

@@ -236,8 +236,9 @@ class DCPExecutor:
 
 
 def _gradient_check(group: Any, transport: Transport) -> GradientCheck | None:
-    """The check of gradient sums over all ranks with different tokens; None if there is one rank,
-    or if they are unknown: the group may be one of several replicas."""
+    """The check of gradient sums over all ranks with different tokens; None if there is one rank.
+    If the group is smaller than the world, it may be one of several replicas, which only a mesh
+    tells: the executor's, or that of the loader."""
     if not isinstance(transport, Distributed):
         return None
     if hasattr(group, "get_group"):
@@ -246,7 +247,7 @@ def _gradient_check(group: Any, transport: Transport) -> GradientCheck | None:
     else:
         known = transport.num_ranks
     ranks = dist.get_world_size()
-    return GradientCheck(group) if known == ranks > 1 else None
+    return GradientCheck(group, is_known=known == ranks) if ranks > 1 else None
 
 
 def _default_device(group: Any, *, with_processes: bool) -> str:

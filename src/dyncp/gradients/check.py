@@ -15,12 +15,14 @@ Optimisers of models that do not call attention are left alone. Everything that 
 from reductions over ranks, so all ranks raise together.
 """
 
+import logging
 import weakref
 from collections import OrderedDict
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -29,6 +31,8 @@ from dyncp.gradients.events import BATCHES, LISTENERS, MicroBatch
 from dyncp.gradients.judge import LOOKS, idle_error
 from dyncp.gradients.sums import data_groups
 from dyncp.gradients.watched import Watched
+
+logger = logging.getLogger(__name__)
 
 STEPS = 16  # until an optimiser that has nothing to do with attention is left alone
 PASSES = 1024  # backward passes that are remembered
@@ -42,13 +46,16 @@ class Pass(NamedTuple):
 
 
 class GradientCheck:
-    """The check of one executor's models. `group` is as in `sum_gradients`."""
+    """The check of one executor's models. `group` is as in `sum_gradients`. Unless it `is_known` to
+    have all ranks with different tokens, the mesh of the batches is used, and nothing is checked if
+    they have none."""
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
+    def __init__(self, group: Any, *, is_known: bool) -> None:
+        self._group, self._is_known = group, is_known
         self._watched: weakref.WeakKeyDictionary[Optimizer, Watched] = weakref.WeakKeyDictionary()
         self._passes: OrderedDict[int, Pass] = OrderedDict()
         self._factors: tuple[int, list[Tensor]] = (-1, [])  # of the latest loss, and its pass
+        self._has_warned = False
         look = partial(_look, weakref.ref(self))
         self._handle = register_optimizer_step_pre_hook(look)
         weakref.finalize(self, self._handle.remove)
@@ -68,6 +75,9 @@ class GradientCheck:
         found = self._passes.setdefault(task, Pass(set(), self._factors[1]))
         if plan in BATCHES:
             found.batches.add(BATCHES[plan])
+            mesh = BATCHES[plan].mesh
+            if not self._is_known and mesh is not None and mesh.size() == dist.get_world_size():
+                self._group, self._is_known = mesh, True
         while len(self._passes) > PASSES:
             self._passes.popitem(last=False)
 
@@ -86,10 +96,12 @@ class GradientCheck:
 
     def look(self, optimizer: Optimizer) -> None:
         """An optimiser is about to step."""
-        if torch._C._current_graph_task_id() != -1:
-            return  # an optimiser that steps within backward
+        task = torch._C._current_graph_task_id()
+        if task != -1:
+            self._warn_within(task)
+            return
         watched = self._watched.get(optimizer)
-        if watched is None and self._passes:
+        if watched is None and self._passes and self._is_known:
             self._watched[optimizer] = Watched(optimizer, data_groups(self._group))
         elif watched is not None and watched.hooks:
             passes = self._of(watched)
@@ -102,6 +114,15 @@ class GradientCheck:
             watched.reset()
             if watched.looks >= LOOKS or watched.steps >= STEPS:
                 watched.release()
+
+    def _warn_within(self, task: int) -> None:
+        """An optimiser steps during backward, before anything can sum its gradients."""
+        if task in self._passes and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "an optimiser steps during backward, where its gradients are not checked: unless "
+                "FSDP2 or a hook of yours has summed them over ranks, ranks train different weights"
+            )
 
     def _of(self, watched: Watched) -> list[Pass]:
         return [self._passes[task] for task in watched.tasks if task in self._passes]

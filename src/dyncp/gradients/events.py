@@ -17,6 +17,7 @@ class MicroBatch(NamedTuple):
     update: int
     number: int  # of the batch
     completes: bool  # its update
+    mesh: Any  # the loader's, if it has several dimensions
 
 
 BATCHES: weakref.WeakKeyDictionary[Any, MicroBatch] = weakref.WeakKeyDictionary()
