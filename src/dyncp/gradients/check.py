@@ -38,7 +38,7 @@ STEPS = 16  # until an optimiser that has nothing to do with attention is left a
 PASSES = 1024  # backward passes that are remembered
 
 
-class Pass(NamedTuple):
+class BackwardPass(NamedTuple):
     """A backward pass in which attention ran."""
 
     batches: set[MicroBatch]
@@ -53,7 +53,7 @@ class GradientCheck:
     def __init__(self, group: Any, *, is_known: bool) -> None:
         self._group, self._is_known = group, is_known
         self._watched: weakref.WeakKeyDictionary[Optimizer, Watched] = weakref.WeakKeyDictionary()
-        self._passes: OrderedDict[int, Pass] = OrderedDict()
+        self._passes: OrderedDict[int, BackwardPass] = OrderedDict()
         self._factors: tuple[int, list[Tensor]] = (-1, [])  # of the latest loss, and its pass
         self._has_warned = False
         look = partial(_look, weakref.ref(self))
@@ -72,7 +72,7 @@ class GradientCheck:
         """Attention of this plan runs backward. Layers that are checkpointed with reentrant
         autograd have passes of their own, which begin after that of their loss."""
         task = torch._C._current_graph_task_id()
-        found = self._passes.setdefault(task, Pass(set(), self._factors[1]))
+        found = self._passes.setdefault(task, BackwardPass(set(), self._factors[1]))
         if plan in BATCHES:
             found.batches.add(BATCHES[plan])
             mesh = BATCHES[plan].mesh
@@ -124,7 +124,7 @@ class GradientCheck:
                 "FSDP2 or a hook of yours has summed them over ranks, ranks train different weights"
             )
 
-    def _of(self, watched: Watched) -> list[Pass]:
+    def _of(self, watched: Watched) -> list[BackwardPass]:
         return [self._passes[task] for task in watched.tasks if task in self._passes]
 
 

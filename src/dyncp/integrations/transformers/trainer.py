@@ -235,7 +235,7 @@ def _saved_state(file: Path) -> Any:
     if not file.exists():
         raise ValueError(
             f"{file.parent} has no {STATE_FILE}: it was not saved by a Trainer under dyncp, so the "
-            "next batch is unknown. Load its model, and train without resume_from_checkpoint"
+            "next batch is unknown; train from its weights, without resume_from_checkpoint"
         )
     return json.loads(file.read_text(encoding="utf-8"))
 
