@@ -435,6 +435,14 @@ ERRORS = [
         "generates_as_before or failed_generation",
     ),
     Error(
+        "a detached model ignores steps",
+        ATTACH,
+        'if kwargs.get("dyncp_step") is not None:',
+        "if False:",
+        OWN,
+        "twice",
+    ),
+    Error(
         "attach twice",
         ATTACH,
         "if found is not None:\n        return",

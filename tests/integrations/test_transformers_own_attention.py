@@ -128,6 +128,8 @@ def test_a_model_may_be_attached_twice(name):
     assert torch.equal(model(**data, dyncp_step=step).loss, loss)
     first.detach()
     first.detach()
+    with pytest.raises(ValueError, match="called with dyncp_step, but it was detached"):
+        model(**data, dyncp_step=step)
     ids = samples_of(0)[0]["input_ids"][None]
     assert torch.equal(model(ids, labels=ids).loss, make_model(name)(ids, labels=ids).loss)
     attach(model)
@@ -141,6 +143,9 @@ def test_a_copy_of_an_attached_model_is_attached_by_itself(llama):
     assert attach(other).model is other
     attached.detach()
     assert torch.equal(other(**data, dyncp_step=step).loss, loss)
+    again = copy.deepcopy(model)  # of a detached model
+    attach(again)
+    assert torch.equal(again(**data, dyncp_step=step).loss, loss)
     with pytest.raises(ValueError, match="without its step"):
         other(input_ids=PROMPT)
     model(input_ids=PROMPT)

@@ -135,6 +135,8 @@ def test_a_model_of_the_users_that_mixes_rows_is_refused_and_left_as_it_was(kind
     ids = samples_of(0)[0]["input_ids"][None]
     assert torch.isfinite(model(input_ids=ids).logits).all()
     assert model.training
+    with pytest.raises(ValueError, match="was detached, or attach refused it"):
+        model(input_ids=ids, dyncp_step=object())
 
 
 LIMIT = 4096

@@ -154,7 +154,7 @@ def _sizes(config: Mapping[str, Any], dtype: Any) -> ModelConfig:
         ffn=_ffn(config, hidden),
         vocab=_size(config, ("vocab_size",)),
         heads=heads,
-        kv_heads=_kv_heads(config, heads),
+        kv_heads=_size(config, ("num_key_value_heads",), heads),
         head_dim=_size(config, ("head_dim",), hidden // max(heads, 1)),
         mlp_matrices=2 if config.get("model_type") in PLAIN_MLP else 3,
         experts=_size(config, EXPERTS_KEYS, 0),
@@ -179,12 +179,6 @@ def _read_config(path: Path) -> Mapping[str, Any]:
     if not isinstance(config, dict):
         raise ValueError(f"model config {path} is a {type(config).__name__}, not a JSON object")
     return config
-
-
-def _kv_heads(config: Mapping[str, Any], heads: int) -> int:
-    if config.get("model_type") == "gpt_bigcode" and config.get("multi_query"):
-        return 1
-    return _size(config, ("num_key_value_heads",), heads)
 
 
 def _ffn(config: Mapping[str, Any], hidden: int) -> int:

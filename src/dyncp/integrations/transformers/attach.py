@@ -116,6 +116,22 @@ def _attached_to(model: Any) -> "Attached | None":
     return None
 
 
+def _refuse_step(model: Any, _: Any, kwargs: dict[str, Any]) -> None:
+    """A hook of models that were detached. They would ignore a step, and see one rank's rows."""
+    if kwargs.get("dyncp_step") is not None:
+        raise ValueError(
+            f"{type(model).__name__} was called with dyncp_step, but it was detached, or attach "
+            "refused it: call attach(model) first"
+        )
+
+
+def _accept_steps(model: Any) -> None:
+    """Removes the hook from a model that is attached again."""
+    for number, hook in list(model._forward_pre_hooks.items()):
+        if hook is _refuse_step:
+            del model._forward_pre_hooks[number], model._forward_pre_hooks_with_kwargs[number]
+
+
 class Attached:
     """A model under dyncp. `loader` makes the loader for it; `detach` restores the model."""
 
@@ -131,6 +147,7 @@ class Attached:
         self._generates: int | None = None  # the thread in which `generate` is running
         AttentionInterface.register(NAME, attend)
         AttentionMaskInterface.register(NAME, mask_marker)
+        _accept_steps(model)
         self._begin()
         self._check_implementation()
         install_recorders(model)
@@ -160,11 +177,12 @@ class Attached:
             setattr(self.model, COEFFICIENT, self._coefficient)
 
     def detach(self) -> None:
-        """Restores the model. Does nothing if it was detached before."""
+        """Restores the model, which then refuses steps. Does nothing if it was detached before."""
         if _attached_to(self.model) is not self:
             return
         for hook in self._hooks:
             hook.remove()
+        self.model.register_forward_pre_hook(_refuse_step, with_kwargs=True)
         vars(self.model).pop("generate", None)
         if self._own_generate is not None:
             self.model.generate = self._own_generate
