@@ -29,6 +29,7 @@ ONE, MANY, UNTESTED = (
 
 
 AGREEMENT, AGREE = "src/dyncp/dataloader/agreement.py", "tests/dataloader/test_agreement.py"
+EMPTY_ROWS = "tests/kernels/test_empty_rows.py"
 
 
 class Error(NamedTuple):
@@ -423,6 +424,22 @@ ERRORS = [
         "pass",
         "tests/integrations/test_trainer.py",
         "incomplete_accumulation",
+    ),
+    Error(
+        "rows that attend nothing are NaN with a sink of minus infinity",
+        "src/dyncp/kernels/row_ops.py",
+        "return torch.where(lse == -torch.inf, 0.0, torch.exp(lse - total))",
+        "return torch.exp(lse - total)",
+        EMPTY_ROWS,
+        "attend_nothing and all",
+    ),
+    Error(
+        "a sink that is NaN or too large for its dtype is taken",
+        "src/dyncp/executor/attention.py",
+        'if sink.device.type == "cpu":',
+        "if False:",
+        EMPTY_ROWS,
+        "no_softmax_can_have",
     ),
     Error(
         "Trainer accumulates other batches than the loader",
