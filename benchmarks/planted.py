@@ -29,6 +29,7 @@ ONE, MANY, UNTESTED = (
 
 
 AGREEMENT, AGREE = "src/dyncp/dataloader/agreement.py", "tests/dataloader/test_agreement.py"
+COMPILED, CACHES = "src/dyncp/compiled.py", "tests/test_compiled.py"
 EMPTY_ROWS = "tests/kernels/test_empty_rows.py"
 
 
@@ -440,6 +441,22 @@ ERRORS = [
         "if False:",
         EMPTY_ROWS,
         "no_softmax_can_have",
+    ),
+    Error(
+        "compiled code with a wrong checksum is run",
+        COMPILED,
+        "        _check(data)\n        return pickle.loads(data)",
+        "        return pickle.loads(data)",
+        CACHES,
+        "pickle_ignores",
+    ),
+    Error(
+        "compiled code of another function is run after a crash",
+        COMPILED,
+        "if found is not None and found[:2] == (self._source_stamp, key) else None",
+        "if found is not None else None",
+        CACHES,
+        "another_function",
     ),
     Error(
         "Trainer accumulates other batches than the loader",

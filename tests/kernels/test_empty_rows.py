@@ -1,4 +1,4 @@
-"""Rows that attend nothing, with sinks of −∞ and without: outputs and gradients are 0, never NaN."""
+"""Rows that attend nothing, with sinks of −∞ and without: outputs and gradients are 0, not NaN."""
 
 import math
 
@@ -133,7 +133,10 @@ def test_they_are_on_gpu_kernels_too(kernel):
 @pytest.mark.parametrize(
     ("sink", "message"),
     [
-        (torch.tensor([0.0, math.inf, 0, 0]), "sink is inf for q head 1; a sink is a number, or −∞"),
+        (
+            torch.tensor([0.0, math.inf, 0, 0]),
+            "sink is inf for q head 1; a sink is a number, or −∞",
+        ),
         (torch.tensor([0.0, 0, 0, math.nan]), "sink is nan for q head 3"),
         (torch.tensor([70000.0, 0, 0, 0]).half(), "sink is inf for q head 0; .* infinite in fp16"),
         (torch.tensor([0, 0, 1e300, 0]).double(), "sink is inf for q head 2"),  # in fp32
