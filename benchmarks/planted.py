@@ -30,6 +30,7 @@ ONE, MANY, UNTESTED = (
 
 AGREEMENT, AGREE = "src/dyncp/dataloader/agreement.py", "tests/dataloader/test_agreement.py"
 COMPILED, CACHES = "src/dyncp/compiled.py", "tests/test_compiled.py"
+PART_CHECK, PARTS_RUN = "src/dyncp/plan/check.py", "tests/verify/test_parts_that_run.py"
 EMPTY_ROWS = "tests/kernels/test_empty_rows.py"
 
 
@@ -457,6 +458,22 @@ ERRORS = [
         "if found is not None else None",
         CACHES,
         "another_function",
+    ),
+    Error(
+        "a part that computes a division without tiles is taken",
+        PART_CHECK,
+        "_require(argument in divisions, COVERAGE, computes)",
+        "pass",
+        PARTS_RUN,
+        "cannot_run",
+    ),
+    Error(
+        "a part that waits for a phase before launching it is taken",
+        PART_CHECK,
+        "_require(argument in launched,",
+        "_require(True,",
+        PARTS_RUN,
+        "cannot_run",
     ),
     Error(
         "Trainer accumulates other batches than the loader",
