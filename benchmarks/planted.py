@@ -31,6 +31,7 @@ ONE, MANY, UNTESTED = (
 AGREEMENT, AGREE = "src/dyncp/dataloader/agreement.py", "tests/dataloader/test_agreement.py"
 COMPILED, CACHES = "src/dyncp/compiled.py", "tests/test_compiled.py"
 PART_CHECK, PARTS_RUN = "src/dyncp/plan/check.py", "tests/verify/test_parts_that_run.py"
+MEMORY = "tests/planner/test_memory.py"
 EMPTY_ROWS = "tests/kernels/test_empty_rows.py"
 
 
@@ -474,6 +475,22 @@ ERRORS = [
         "_require(True,",
         PARTS_RUN,
         "cannot_run",
+    ),
+    Error(
+        "a mask that needs more memory than there is is begun",
+        "src/dyncp/masks/function.py",
+        "    if length < LARGE:\n",
+        "    if True:\n",
+        MEMORY,
+        "by_their_kind",
+    ),
+    Error(
+        "a plan that needs more memory than there is is begun",
+        "src/dyncp/planner/memory.py",
+        "if most <= LARGE and",
+        "if most <= 1e30 and",
+        MEMORY,
+        "a_plan_that_needs",
     ),
     Error(
         "Trainer accumulates other batches than the loader",

@@ -26,6 +26,7 @@ from dyncp.cost import (
     profile_for_device,
     tell_profile,
 )
+from dyncp.masks.function import check_mask_memory
 from dyncp.placement import DEFAULT_TOLERANCES, Limits
 from dyncp.planner import AUTO, EFFORTS, OBJECTIVES, PlannerConfig
 from dyncp.samplers import NAMES, parse_sample, read_lengths, sample_lengths
@@ -82,6 +83,7 @@ def draw_lengths(args: Namespace, sample: str, number: int = 0) -> list[int]:
 def make_batch(mask: str, lengths: Sequence[int]) -> Batch:
     """One sequence of each length, all with this mask."""
     function = masks.by_name(mask)
+    check_mask_memory(function, sum(lengths))
     return Batch.of([function(length) for length in lengths])
 
 
