@@ -32,6 +32,7 @@ AGREEMENT, AGREE = "src/dyncp/dataloader/agreement.py", "tests/dataloader/test_a
 COMPILED, CACHES = "src/dyncp/compiled.py", "tests/test_compiled.py"
 PART_CHECK, PARTS_RUN = "src/dyncp/plan/check.py", "tests/verify/test_parts_that_run.py"
 MEMORY = "tests/planner/test_memory.py"
+CALIBRATES = "tests/cli/test_calibrate_command.py"
 EMPTY_ROWS = "tests/kernels/test_empty_rows.py"
 
 
@@ -491,6 +492,38 @@ ERRORS = [
         "if most <= 1e30 and",
         MEMORY,
         "a_plan_that_needs",
+    ),
+    Error(
+        "a poor fit is written by calibrate",
+        "src/dyncp/cli/calibrate.py",
+        "if complaint and not args.accept_poor_fit:",
+        "if False:",
+        CALIBRATES,
+        "stays_poor",
+    ),
+    Error(
+        "a poor fit is not measured again",
+        "src/dyncp/calibrate/calibration.py",
+        "ATTEMPTS, BUSY = 3,",
+        "ATTEMPTS, BUSY = 1,",
+        CALIBRATES,
+        "measured_again",
+    ),
+    Error(
+        "a profile with a poor fit is used without a word",
+        "src/dyncp/cost/profile.py",
+        "if not profile.fit_error <= POOR_FIT:",
+        "if False:",
+        CALIBRATES,
+        "told_by_every",
+    ),
+    Error(
+        "a folder is taken for an output file",
+        "src/dyncp/cli/arguments.py",
+        "if path.is_dir():",
+        "if False:",
+        "tests/cli/test_mistakes.py",
+        "outputs_are_checked",
     ),
     Error(
         "Trainer accumulates other batches than the loader",
