@@ -140,7 +140,7 @@ def test_a_poor_fit_that_is_accepted_is_told_by_every_command_that_uses_it(
     [
         (["--save", "/no/such/folder/mine.json"], "the folder /no/such/folder does not exist"),
         (["--base", "moon"], "profile is 'moon'; choose one of p4de"),
-        (["--save", "."], "--save is '.', which is a folder; give the name of a file in it"),
+        (["--save", "."], "--save is ., which is a folder; give the name of a file in it"),
         (["--save", "a.json", "--raw", "./a.json"], "--save and --raw are both a.json"),
         (["--raw", "x" * 5000], "File name too long"),
         (["--masks", ""], "--masks is ''; at least one name is needed"),

@@ -135,11 +135,11 @@ def test_simulate_names_the_mistake_and_the_choices(capsys, words, message):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--save", "."], "--save is '.', which is a folder; give the name of a file in it"),
-        (["--save", ""], "--save is '.', which is a folder"),
+        (["--save", "."], "--save is ., which is a folder; give the name of a file in it"),
+        (["--save", ""], "--save is ., which is a folder"),
         (["--save", "/no/such/a.plan"], "the folder /no/such does not exist"),
         (["--save", "/dev/null/a.plan"], "the folder /dev/null does not exist"),
-        (["--dump-placement", "."], "--dump-placement is '.', which is a folder"),
+        (["--dump-placement", "."], "--dump-placement is ., which is a folder"),
         (["--dump-placement", "y" * 400], "File name too long"),
         (["--save", "a.b", "--dump-placement", "./a.b"], "--save and --dump-placement are both"),
     ],

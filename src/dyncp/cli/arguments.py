@@ -212,7 +212,7 @@ def check_outputs(**outputs: Path | None) -> None:
         option = f"--{name.replace('_', '-')}"
         if path is None:
             continue
-        _check_output(f"{option} is {str(path)!r}", path)
+        _check_output(f"{option} is {path}", path)
         other = taken.setdefault(path.resolve(), option)
         if other != option:
             raise ValueError(f"{other} and {option} are both {path}; each needs a file of its own")
