@@ -23,7 +23,7 @@ from dyncp.cli.arguments import (
     add_measuring_options,
     add_profile_options,
     add_shape_options,
-    check_folder,
+    check_outputs,
     comma_separated,
     lengths_of,
     make_batch,
@@ -77,7 +77,7 @@ def run(args: Namespace) -> int:
             f"--virtual-ranks is {args.virtual_ranks}, but torchrun starts real ranks; use one or "
             "the other"
         )
-    check_folder("--raw", args.raw)
+    check_outputs(raw=args.raw)
     with open_world(args.device) as world:
         setting = _setting(args, world)
         progress = Progress(quiet=not world.first)

@@ -36,7 +36,7 @@ from dyncp.cli.arguments import (
     Progress,
     add_measuring_options,
     add_shape_options,
-    check_folder,
+    check_outputs,
     comma_separated,
     option,
     positive_integers,
@@ -136,7 +136,7 @@ class KernelRow:
 
 
 def run(args: Namespace) -> int:
-    check_folder("--raw", args.raw)
+    check_outputs(raw=args.raw)
     device = open_device(args.device)
     setting = _setting(args, device)
     progress = Progress()
@@ -152,9 +152,9 @@ def _setting(args: Namespace, device: torch.device) -> KernelsSetting:
     lengths = LENGTHS[device.type] if args.lengths is None else args.lengths
     kernels = KERNELS[device.type] if args.kernels is None else args.kernels
     return KernelsSetting(
-        masks=comma_separated(args.masks),
+        masks=comma_separated(args.masks, "--masks"),
         lengths=positive_integers(lengths, "--lengths"),
-        kernels=comma_separated(kernels),
+        kernels=comma_separated(kernels, "--kernels"),
         baselines=comma_separated(args.baselines),
         shape=shape_of(args, device.type),
         device=device,

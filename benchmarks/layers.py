@@ -20,7 +20,7 @@ from dyncp.cli.arguments import (
     add_kernel_option,
     add_measuring_options,
     add_profile_options,
-    check_folder,
+    check_outputs,
     comma_separated,
     draw_lengths,
     make_batch,
@@ -82,7 +82,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    check_folder("--raw", args.raw)
+    check_outputs(raw=args.raw)
     device = open_device(args.device)
     setting = _setting(args, device)
     progress = Progress()
@@ -119,10 +119,8 @@ def _tasks(
 ) -> dict[tuple[str, str], Task]:
     """The planning tasks, by sample and mask."""
     topology = virtual_topology(args, kind, cost)
-    samples, names = comma_separated(args.sample), comma_separated(args.masks)
-    for name, given in (("--sample", samples), ("--masks", names)):
-        if not given:
-            raise ValueError(f"{name} is empty; at least one is needed")
+    samples = comma_separated(args.sample, "--sample")
+    names = comma_separated(args.masks, "--masks")
     tasks = {}
     for sample in samples:
         lengths = draw_lengths(args, sample)

@@ -38,6 +38,11 @@ OWN = "tests/integrations/test_transformers_own_attention.py"
 TARGETS, SEEN = "src/dyncp/samples/targets.py", "tests/samples/test_seen_targets.py"
 CHECKS, CHECKED = "src/dyncp/samples/checks.py", "tests/samples/test_checks.py"
 AGREEMENT, AGREE = "src/dyncp/dataloader/agreement.py", "tests/dataloader/test_agreement.py"
+COMPILED, CACHES = "src/dyncp/compiled.py", "tests/test_compiled.py"
+PART_CHECK, PARTS_RUN = "src/dyncp/plan/check.py", "tests/verify/test_parts_that_run.py"
+MEMORY = "tests/planner/test_memory.py"
+CALIBRATES = "tests/cli/test_calibrate_command.py"
+EMPTY_ROWS = "tests/kernels/test_empty_rows.py"
 
 
 class Error(NamedTuple):
@@ -657,6 +662,102 @@ ERRORS = [
         "return begun[0], 0",
         "tests/integrations/test_trainer.py",
         "all_epochs",
+    ),
+    Error(
+        "rows that attend nothing are NaN with a sink of minus infinity",
+        "src/dyncp/kernels/row_ops.py",
+        "return torch.where(lse == -torch.inf, 0.0, torch.exp(lse - total))",
+        "return torch.exp(lse - total)",
+        EMPTY_ROWS,
+        "attend_nothing and all",
+    ),
+    Error(
+        "a sink that is NaN or too large for its dtype is taken",
+        "src/dyncp/executor/attention.py",
+        'if sink.device.type == "cpu":',
+        "if False:",
+        EMPTY_ROWS,
+        "no_softmax_can_have",
+    ),
+    Error(
+        "compiled code with a wrong checksum is run",
+        COMPILED,
+        "        _check(data)\n        return pickle.loads(data)",
+        "        return pickle.loads(data)",
+        CACHES,
+        "pickle_ignores",
+    ),
+    Error(
+        "compiled code of another function is run after a crash",
+        COMPILED,
+        "if found is not None and found[:2] == (self._source_stamp, key) else None",
+        "if found is not None else None",
+        CACHES,
+        "another_function",
+    ),
+    Error(
+        "a part that computes a division without tiles is taken",
+        PART_CHECK,
+        "_require(argument in divisions, COVERAGE, computes)",
+        "pass",
+        PARTS_RUN,
+        "cannot_run",
+    ),
+    Error(
+        "a part that waits for a phase before launching it is taken",
+        PART_CHECK,
+        "_require(argument in launched,",
+        "_require(True,",
+        PARTS_RUN,
+        "cannot_run",
+    ),
+    Error(
+        "a mask that needs more memory than there is is begun",
+        "src/dyncp/masks/function.py",
+        "    if length < LARGE:\n",
+        "    if True:\n",
+        MEMORY,
+        "by_their_kind",
+    ),
+    Error(
+        "a plan that needs more memory than there is is begun",
+        "src/dyncp/planner/memory.py",
+        "if most <= LARGE and",
+        "if most <= 1e30 and",
+        MEMORY,
+        "a_plan_that_needs",
+    ),
+    Error(
+        "a poor fit is written by calibrate",
+        "src/dyncp/cli/calibrate.py",
+        "if complaint and not args.accept_poor_fit:",
+        "if False:",
+        CALIBRATES,
+        "stays_poor",
+    ),
+    Error(
+        "a poor fit is not measured again",
+        "src/dyncp/calibrate/calibration.py",
+        "ATTEMPTS, BUSY = 3,",
+        "ATTEMPTS, BUSY = 1,",
+        CALIBRATES,
+        "measured_again",
+    ),
+    Error(
+        "a profile with a poor fit is used without a word",
+        "src/dyncp/cost/profile.py",
+        "if not profile.fit_error <= POOR_FIT:",
+        "if False:",
+        CALIBRATES,
+        "told_by_every",
+    ),
+    Error(
+        "a folder is taken for an output file",
+        "src/dyncp/cli/arguments.py",
+        "if path.is_dir():",
+        "if False:",
+        "tests/cli/test_mistakes.py",
+        "outputs_are_checked",
     ),
     Error(
         "Trainer accumulates other batches than the loader",

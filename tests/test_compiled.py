@@ -1,12 +1,13 @@
 """Compiled code is cached if a folder is writable, and works without a cache."""
 
-import importlib
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from numba.core import config
 
 FUNCTION = """
 import logging
@@ -131,6 +132,120 @@ def test_a_process_that_waits_too_long_compiles_for_itself(tmp_path, monkeypatch
     with (folder / "compiling.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert made(3.0) == 6.0
+
+
+ADDED = """
+from dyncp.compiled import compiled
+
+@compiled
+def added(a, b):
+    return a + b
+
+@compiled
+def product(a, b):
+    return a * b
+"""
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch):
+    """Two compiled functions, loaded anew by every call, and the folder of their cache."""
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
+    config.reload_config()
+    monkeypatch.setattr("dyncp.compiled._damaged", [])
+    monkeypatch.setattr("dyncp.compiled._warned", [])
+    path = tmp_path / "sums_and_products.py"
+    path.write_text(ADDED)
+
+    def load():
+        spec = importlib.util.spec_from_file_location("sums_and_products", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    module = load()
+    assert (module.added(1, 2), module.product(3.0, 4.0)) == (3, 12.0)
+    return load, Path(module.added._cache.cache_path)
+
+
+def empty(file):
+    file.write_bytes(b"")
+
+
+def cut_off(file):
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def fill_with_garbage(file):
+    file.write_bytes(bytes(range(256)) * 4)
+
+
+def flip_a_bit(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def add_what_pickle_ignores(file):
+    file.write_bytes(file.read_bytes() + b"\1")
+
+
+def zero_the_end(file):
+    """As after a power failure."""
+    data = file.read_bytes()
+    file.write_bytes(data[: len(data) // 2].ljust(len(data), b"\0"))
+
+
+def replace_by_a_folder(file):
+    file.unlink()
+    file.mkdir()
+
+
+@pytest.mark.parametrize("kind", ["nbi", "nbc"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        empty,
+        cut_off,
+        fill_with_garbage,
+        flip_a_bit,
+        add_what_pickle_ignores,
+        zero_the_end,
+        replace_by_a_folder,
+    ],
+)
+def test_damaged_files_are_compiled_again_and_said_once(cached, caplog, damage, kind):
+    load, folder = cached
+    for file in folder.glob(f"*.{kind}"):
+        damage(file)
+    module = load()
+    assert (module.added(1, 2), module.product(3.0, 4.0)) == (3, 12.0)
+    unreadable = damage is replace_by_a_folder
+    told = "damaged or cannot be read" if not unreadable or kind == "nbi" else "cannot cache"
+    assert caplog.text.count(told) == 1
+    caplog.clear()
+    module = load()
+    assert module.added(1, 2) == 3
+    if not unreadable:  # the files are right again
+        assert (module.added.stats.cache_hits.total(), caplog.text) == (1, "")
+
+
+def test_a_missing_file_is_compiled_again(cached, caplog):
+    load, folder = cached
+    for file in folder.glob("*.nbc"):
+        file.unlink()
+    assert load().added(1, 2) == 3
+    again = load().added
+    assert (again(1, 2), again.stats.cache_hits.total(), caplog.text) == (3, 1, "")
+
+
+def test_code_of_another_function_or_of_older_sources_is_not_taken(cached):
+    """Numba writes the index first: a process that dies then leaves one that names other code."""
+    load, folder = cached
+    ours, theirs = (next(folder.glob(f"*{name}*.nbc")) for name in ("added", "product"))
+    ours.write_bytes(theirs.read_bytes())
+    module = load()
+    assert (module.added(5, 7), module.product(5, 7)) == (12, 35)
 
 
 def test_numbers_that_callers_write_out_are_not_compiled_for():

@@ -1,4 +1,5 @@
-"""Checks of user input, which raise a ValueError with a clear sentence; and the number of cores."""
+"""Checks of user input, which raise a ValueError with a clear sentence; the number of cores, and
+the memory that is left."""
 
 import json
 import operator
@@ -64,6 +65,61 @@ def usable_cores() -> int:
     """Number of cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)  # Linux
     return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def check_memory(what: str, needed: float, instead: str) -> None:
+    """Raises MemoryError if `what` would need more bytes than are available; without that, the
+    system kills the process, and nobody learns why. `instead` says what to do."""
+    available = available_memory()
+    if available is not None and needed > available:
+        raise MemoryError(
+            f"{what} would need about {_gigabytes(needed)} of memory, and {_gigabytes(available)} "
+            f"are available; {instead}"
+        )
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / 1e9:,.{0 if size >= 1e10 else 1}f} GB"
+
+
+def available_memory() -> int | None:
+    """Bytes that this process can still use: what the machine has left, with swap, and what its
+    control group has left. None where the system does not say (not on Linux)."""
+    lines = _read("/proc/meminfo").splitlines()
+    left = [int(x.split()[1]) * 1024 for x in lines if x.startswith(("MemAvailable", "SwapFree"))]
+    if not left:
+        return None
+    groups = (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
+    )
+    found = [sum(left)]
+    for most, used in groups:
+        limit, now = _read(most).strip(), _read(used).strip()
+        if limit.isdigit() and now.isdigit():  # "max" is no limit
+            found.append(int(limit) - int(now) + _file_cache(Path(most).parent))
+    return max(0, min(found))
+
+
+def _file_cache(group: Path) -> int:
+    """Bytes of files that a control group keeps in memory, and can drop."""
+    names = ("inactive_file", "active_file", "total_inactive_file", "total_active_file")
+    lines = (line.split() for line in _read(str(group / "memory.stat")).splitlines())
+    sizes = {line[0]: int(line[1]) for line in lines if line[0] in names}
+    plain = sizes.get("inactive_file", 0) + sizes.get("active_file", 0)
+    nested = sizes.get("total_inactive_file", 0) + sizes.get("total_active_file", 0)
+    return max(plain, nested)
+
+
+def _read(path: str) -> str:
+    """The text of a file; empty if there is none."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError:
+        return ""
 
 
 def instance_of(name: str, value: Any, kinds: Any, expected: str) -> None:

@@ -7,17 +7,23 @@ infinity without a check.
 Compiled code is cached on disk if one of these folders is writable: next to the code, the user's
 cache folder, or NUMBA_CACHE_DIR. If several processes need the same function, one compiles it, and
 the others wait and load it. Without a writable folder, every process compiles again.
+
+Files of the cache have checksums: one that is empty, cut off or damaged is replaced by compiling
+again, and the log says so once.
 """
 
 import logging
+import pickle
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import numba
+from numba.core.caching import IndexDataCacheFile
 
 try:
     import fcntl
@@ -32,6 +38,7 @@ R = TypeVar("R")
 # Wrappers for calls from C are not needed and would take a tenth of the compile time.
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 INNER: dict[str, Any] = {"no_cpython_wrapper": True}
+_FILES: Any = IndexDataCacheFile  # numba has no types
 # Longest time that another process may take for one function and its callees.
 WAIT_SECONDS = 60.0
 
@@ -45,6 +52,7 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
     except (RuntimeError, OSError) as error:  # no writable folder
         _warn_once(str(error))
     else:
+        made._cache._cache_file = CheckedFiles(made._cache)
         made._cache.save_overload = _saving_where_possible(made._cache.save_overload)
         made._cache.load_overload = _loading_where_possible(made._cache)
         made.compile = _taking_turns(made.compile, Path(made._cache.cache_path))
@@ -138,15 +146,15 @@ def _saving_where_possible(save: Callable[..., None]) -> Callable[..., None]:
     def save_or_warn(*arguments: Any) -> None:
         try:
             save(*arguments)
-        except OSError as error:  # usually a full disk
-            _warn_once(str(error))
+        except Exception as error:  # a full disk, or files that cannot be read or replaced
+            _warn_once(str(error) or type(error).__name__)
 
     return save_or_warn
 
 
 def _loading_where_possible(cache: Any) -> Callable[..., Any]:
-    """Loads cached code. If the cache names classes of an older version that no longer exist, its
-    functions are compiled again."""
+    """Loads cached code. Functions are compiled again if their files are damaged, or name classes
+    of an older version that no longer exist."""
     load = cache.load_overload
 
     def load_or_forget(*arguments: Any) -> Any:
@@ -154,10 +162,78 @@ def _loading_where_possible(cache: Any) -> Callable[..., Any]:
             return load(*arguments)
         except (AttributeError, ImportError) as error:
             logger.debug("%s: compiled again, since its cache is of another version", error)
+        except Exception as error:  # pickle raises any error for damaged files
+            _warn_of_damage(cache, error)
+        with suppress(OSError):  # otherwise `save_overload` warns
             cache.flush()
-            return None
+        return None
 
     return load_or_forget
+
+
+class CheckedFiles(_FILES):  # type: ignore[misc]
+    """The files of one function's cache, with a checksum at the end of each: after a crash or on a
+    broken disk, machine code may be damaged in a file that can still be read. Code is stored with
+    its key, because numba writes the index first: if a process dies then, the index names a file
+    with other code."""
+
+    def __init__(self, cache: Any) -> None:
+        kept = cache._cache_file
+        super().__init__(kept._cache_path, cache._impl.filename_base, kept._source_stamp)
+        self._version += " with checksums"  # files without are of another version, not damaged
+
+    def save(self, key: Any, data: Any) -> None:
+        super().save(key, (self._source_stamp, key, data))
+
+    def load(self, key: Any) -> Any:
+        found = super().load(key)
+        return found[2] if found is not None and found[:2] == (self._source_stamp, key) else None
+
+    def _dump(self, item: Any) -> bytes:
+        data: bytes = super()._dump(item)
+        return data + _checksum(data)  # pickle ignores what follows the item
+
+    def _load_index(self) -> Any:
+        version = pickle.dumps(self._version, protocol=-1)
+        with suppress(FileNotFoundError):
+            data = Path(self._index_path).read_bytes()
+            if data.startswith(version):
+                _check(data[len(version) :])
+        return super()._load_index()
+
+    def _load_data(self, name: str) -> Any:
+        data = Path(self._data_path(name)).read_bytes()
+        _check(data)
+        return pickle.loads(data)
+
+
+CHECKSUM_BYTES = 4
+
+
+def _checksum(data: bytes) -> bytes:
+    return zlib.crc32(data).to_bytes(CHECKSUM_BYTES, "little")
+
+
+def _check(data: bytes) -> None:
+    """Raises ValueError unless the data end with their checksum."""
+    if data[-CHECKSUM_BYTES:] != _checksum(data[:-CHECKSUM_BYTES]):
+        raise ValueError("its checksum is wrong")
+
+
+_damaged: list[str] = []
+
+
+def _warn_of_damage(cache: Any, error: Exception) -> None:
+    """Warns for the first function only."""
+    if not _damaged:
+        logger.warning(
+            "compiled code in %s is damaged or cannot be read (%s: %s), so it is compiled again; "
+            "this takes seconds, once",
+            cache.cache_path,
+            type(error).__name__,
+            error,
+        )
+    _damaged.append(str(error))
 
 
 _warned: list[str] = []

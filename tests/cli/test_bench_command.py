@@ -204,7 +204,7 @@ def test_real_ranks_are_measured_beside_the_prediction():
         (["attention", "--kernel", "abacus", "--tokens", "64"], "abacus"),
         (["layers", "--sample", "moon:1"], "length distribution is 'moon'; choose one of"),
         (["layers", "--masks", "crooked"], "there is no mask 'crooked'; choices: block_causal"),
-        (["layers", "--masks", ""], "--masks is empty; at least one is needed"),
+        (["layers", "--masks", ""], "--masks is ''; at least one name is needed"),
         (["layers", "--rank", "one"], "--rank is 'one'; expected integers"),
         (["layers", "--rank", "9", "--tokens", "64"], "rank is 9; the plan has ranks 0 to 3"),
         (["layers", "--layers", "0", "--tokens", "64"], "layers is 0; at least 1 is needed"),

@@ -1,15 +1,19 @@
 """`dyncp calibrate`: what it writes is a profile that planner and simulator take."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from dyncp.calibrate import calibration
 from dyncp.cli import main
 from dyncp.cost import find_profile, load_profile
 from torchrun import run_under_torchrun
 
 SMALL = ["--device", "cpu", "--sizes", "32,64,256", "--masks", "causal,full", "--repeats", "3"]
+SMALL += ["--accept-poor-fit"]  # of tiny calls on a machine that runs other tests
 
 
 def test_the_profile_is_measured_and_taken_by_plan_and_simulate(capsys, tmp_path: Path):
@@ -57,11 +61,93 @@ def test_links_are_measured_between_real_ranks(tmp_path: Path):
     assert found["all_gather_bytes_per_second"] > 0
 
 
+PLAIN = SMALL[:-1]
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Timings that say what they are told to: work × a rate, times the next list of factors."""
+    factors: list[float] = []
+    measured = calibration.sample_attention
+    made: list[int] = []
+    # What links and copies take here is not the subject.
+    monkeypatch.setattr(calibration, "_overlaps", lambda *_: [calibration.Overlap("thread", 1, 1)])
+
+    def sample(*arguments):
+        samples, calls = measured(*arguments)
+        noise = np.random.default_rng(len(made)).uniform(-1, 1, len(samples))
+        factor = factors[min(len(made), len(factors) - 1)]
+        made.append(1)
+        seconds = [1e-5 + 1e-9 * s.area * (1 + (s.direction == "backward")) for s in samples]
+        found = zip(samples, seconds, noise, strict=True)
+        return [replace(s, edge=0.0, seconds=x * (1 + factor * abs(y))) for s, x, y in found], calls
+
+    monkeypatch.setattr(calibration, "sample_attention", sample)
+    return factors, made
+
+
+def calibrated(tmp_path: Path, *words: str) -> tuple[int, Path]:
+    path = tmp_path / "mine.json"
+    return main(["calibrate", *PLAIN, *words, "--save", str(path)]), path
+
+
+def test_a_good_fit_is_measured_once_and_written(timed, tmp_path: Path, caplog):
+    factors, made = timed
+    factors += [0.05]
+    code, path = calibrated(tmp_path)
+    assert (code, len(made)) == (0, 1)
+    assert 0 < load_profile(path).fit_error < 0.1
+    assert "mean error" not in caplog.text
+
+
+def test_a_poor_fit_is_measured_again_and_the_shorter_times_count(timed, tmp_path: Path):
+    factors, made = timed
+    factors += [20.0, 0.0]
+    code, path = calibrated(tmp_path)
+    assert (code, len(made)) == (0, 2)
+    assert load_profile(path).fit_error < 0.05
+
+
+def test_a_fit_that_stays_poor_is_not_written_and_a_busy_machine_is_named(
+    timed, tmp_path: Path, capsys
+):
+    factors, made = timed
+    factors += [20.0]
+    code, path = calibrated(tmp_path)
+    assert (code, len(made), path.exists()) == (2, 3, False)
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "the fit is off in the mean by" in error
+    assert "the machine is busy. Stop other programs" in error
+    assert "write this profile with --accept-poor-fit" in error
+
+
+def test_a_poor_fit_that_is_accepted_is_told_by_every_command_that_uses_it(
+    timed, tmp_path: Path, capsys, caplog
+):
+    factors, _ = timed
+    factors += [20.0]
+    code, path = calibrated(tmp_path, "--accept-poor-fit")
+    assert code == 0
+    assert "warning: the fit is off in the mean by" in capsys.readouterr().err
+    assert load_profile(path).fit_error > 0.25
+    caplog.clear()
+    assert main(["plan", "--lengths", "500", "--profile", str(path)]) == 0
+    assert caplog.text.count("was fitted with a mean error of") == 1
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--save", "/no/such/folder/mine.json"], "the folder /no/such/folder does not exist"),
         (["--base", "moon"], "profile is 'moon'; choose one of p4de"),
+        (["--save", "."], "--save is ., which is a folder; give the name of a file in it"),
+        (["--save", "a.json", "--raw", "./a.json"], "--save and --raw are both a.json"),
+        (["--raw", "x" * 5000], "File name too long"),
+        (["--masks", ""], "--masks is ''; at least one name is needed"),
+        (["--masks", ","], "--masks is ','; at least one name is needed"),
+        (["--device", "cpu", "--sizes", ""], "--sizes is ''; expected positive integers"),
+        (["--device", "cpu", "--base", ""], "profile is ''; choose one of p4de"),
+        (["--device", "cpu", "--kernel", "magic"], "kernel is 'magic'; choose"),
         (["--masks", "crooked"], "mask is 'crooked'; choose from causal"),
         (["--sizes", "few"], "--sizes is 'few'; expected positive integers"),
         (["--device", "abacus"], "device is 'abacus'; choose cpu or cuda"),

@@ -113,6 +113,7 @@ def test_a_lengths_file_that_is_no_text_is_refused(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--batches", "1000000000"], "--batches is 1000000000; at most 100,000 is allowed"),
         (["--batches", "0"], "--batches is 0; at least 1 is needed"),
         (["--tokens", "-3"], "--tokens is -3; at least 1 is needed"),
         (["--methods", "zigzag,best"], "--methods names 'best'; choose from ring, zigzag"),
@@ -129,6 +130,37 @@ def test_a_lengths_file_that_is_no_text_is_refused(capsys, tmp_path):
 )
 def test_simulate_names_the_mistake_and_the_choices(capsys, words, message):
     assert message in mistake(capsys, ["simulate", "--sample", "ldc:0", *words])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--save", "."], "--save is ., which is a folder; give the name of a file in it"),
+        (["--save", ""], "--save is ., which is a folder"),
+        (["--save", "/no/such/a.plan"], "the folder /no/such does not exist"),
+        (["--save", "/dev/null/a.plan"], "the folder /dev/null does not exist"),
+        (["--dump-placement", "."], "--dump-placement is ., which is a folder"),
+        (["--dump-placement", "y" * 400], "File name too long"),
+        (["--save", "a.b", "--dump-placement", "./a.b"], "--save and --dump-placement are both"),
+    ],
+)
+def test_outputs_are_checked_before_the_work(capsys, monkeypatch, words, message):
+    monkeypatch.setattr(plan, "choose", lambda _: pytest.fail("the work has begun"))
+    assert message in mistake(capsys, ["plan", *BATCH, *words])
+
+
+def test_a_file_that_may_not_be_written_is_refused_before_the_work(capsys, monkeypatch, tmp_path):
+    path = tmp_path / "batch.plan"
+    path.touch()
+    monkeypatch.setattr("os.access", lambda *_: False)
+    line = mistake(capsys, ["plan", *BATCH, "--save", str(path)])
+    assert "which cannot be written: permission denied" in line
+
+
+def test_sequences_that_are_too_many_together_are_refused_before_masks_are_made(capsys):
+    lengths = ",".join([str(2**30)] * 3)
+    line = mistake(capsys, ["plan", "--lengths", lengths])
+    assert "the number of tokens of the batch is 3221225472; at most 2,147,483,647" in line
 
 
 def test_a_document_longer_than_a_batch_is_refused_with_a_way_out(capsys, tmp_path):

@@ -17,6 +17,7 @@ from verify_edits import (
     transfers,
     with_program,
     with_rows,
+    with_steps,
 )
 
 from dyncp.arrays import frozen
@@ -107,5 +108,7 @@ def tile_computed_after_its_result_left(plan: Plan) -> Plan:
             if row[2] == Payload.OUT and early and reads.any():
                 division = program.tile_division.copy()
                 division[np.flatnonzero(reads)[0]] = last[1]
-                return with_program(plan, rank, FORWARD, tile_division=frozen(division))
+                kept = [s for s in steps if s[0] != Op.COMPUTE or s[1] in division]
+                plan = with_program(plan, rank, FORWARD, tile_division=frozen(division))
+                return with_steps(plan, rank, FORWARD, kept)
     raise LookupError

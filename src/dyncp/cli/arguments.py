@@ -2,6 +2,7 @@
 object)."""
 
 import json
+import os
 import sys
 import time
 from argparse import ArgumentParser, Namespace
@@ -12,7 +13,7 @@ from typing import Any
 
 from dyncp import masks
 from dyncp.blocks import ITEM_BYTES, AttentionShape, Batch
-from dyncp.checks import whole_number
+from dyncp.checks import MOST_TOKENS, whole_number
 from dyncp.cost import (
     DEFAULT_PROFILE,
     MODELS,
@@ -26,6 +27,7 @@ from dyncp.cost import (
     profile_for_device,
     tell_profile,
 )
+from dyncp.masks.function import check_mask_memory
 from dyncp.placement import DEFAULT_TOLERANCES, Limits
 from dyncp.planner import AUTO, EFFORTS, OBJECTIVES, PlannerConfig
 from dyncp.samplers import NAMES, parse_sample, read_lengths, sample_lengths
@@ -82,6 +84,9 @@ def draw_lengths(args: Namespace, sample: str, number: int = 0) -> list[int]:
 def make_batch(mask: str, lengths: Sequence[int]) -> Batch:
     """One sequence of each length, all with this mask."""
     function = masks.by_name(mask)
+    if max(lengths) <= MOST_TOKENS:  # otherwise the mask says so
+        total = whole_number("the number of tokens of the batch", sum(lengths), 1)
+        check_mask_memory(function, total)
     return Batch.of([function(length) for length in lengths])
 
 
@@ -199,10 +204,31 @@ def add_measuring_options(parser: ArgumentParser, repeats: int) -> None:
     option(parser, "--raw", text, type=Path, metavar="FILE")
 
 
-def check_folder(option: str, path: Path | None) -> None:
-    """Raises ValueError if the folder of a file to write does not exist. Called before the work."""
-    if path is not None and not path.parent.is_dir():
-        raise ValueError(f"{option} is {path}; the folder {path.parent} does not exist")
+def check_outputs(**outputs: Path | None) -> None:
+    """Raises ValueError if a file cannot be written, or is that of two options. Called before the
+    work; names are those of the options in `args`."""
+    taken: dict[Path, str] = {}
+    for name, path in outputs.items():
+        option = f"--{name.replace('_', '-')}"
+        if path is None:
+            continue
+        _check_output(f"{option} is {path}", path)
+        other = taken.setdefault(path.resolve(), option)
+        if other != option:
+            raise ValueError(f"{other} and {option} are both {path}; each needs a file of its own")
+
+
+def _check_output(given: str, path: Path) -> None:
+    try:
+        if path.is_dir():
+            raise ValueError(f"{given}, which is a folder; give the name of a file in it")
+        if not path.parent.is_dir():
+            raise ValueError(f"{given}; the folder {path.parent} does not exist")
+        writable = os.access(path if path.exists() else path.parent, os.W_OK)
+    except OSError as error:  # a name that is too long
+        raise ValueError(f"{given}; {error.strerror}") from None
+    if not writable:
+        raise ValueError(f"{given}, which cannot be written: permission denied")
 
 
 def add_device_option(parser: ArgumentParser) -> None:
@@ -250,9 +276,13 @@ def positive_integers(text: str, option: str) -> tuple[int, ...]:
     return found
 
 
-def comma_separated(text: str) -> tuple[str, ...]:
-    """The words of a comma-separated list, each once."""
-    return tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+def comma_separated(text: str, option: str | None = None) -> tuple[str, ...]:
+    """The words of a comma-separated list, each once. With `option`, at least one is needed, and
+    this option is named in the error."""
+    found = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    if option is not None and not found:
+        raise ValueError(f"{option} is {text!r}; at least one name is needed")
+    return found
 
 
 class Progress:

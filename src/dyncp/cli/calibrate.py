@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from dyncp.calibrate import Calibration, Repeats, Tools, calibrate, open_world
-from dyncp.calibrate.calls import executor_options, find_mask
+from dyncp.calibrate.calls import executor_options, find_mask, make_executor
 from dyncp.calibrate.world import device_name, device_text
 from dyncp.cli.arguments import (
     Progress,
     add_kernel_option,
     add_measuring_options,
     add_shape_options,
-    check_folder,
+    check_outputs,
     comma_separated,
     option,
     positive_integers,
@@ -23,7 +23,7 @@ from dyncp.cli.arguments import (
     shape_text,
     show,
 )
-from dyncp.cost import PROFILES, Profile, find_profile, save_profile
+from dyncp.cost import POOR_FIT, PROFILES, Profile, find_profile, save_profile
 
 SIZES = {"cpu": "128,256,512,1024,2048", "cuda": "8192,16384,32768,65536"}
 MASKS = "causal,full,document_causal,lambda_shaped,shared_question"
@@ -66,26 +66,44 @@ def add_options(parser: ArgumentParser) -> None:
     sizes = f"tokens of these batches (default {SIZES['cuda']}, on CPUs {SIZES['cpu']})"
     option(parser, "--sizes", sizes, metavar="N,...")
     add_shape_options(parser)
+    parser.add_argument(
+        "--accept-poor-fit",
+        action="store_true",
+        help=f"write the profile even if a fit is off by more than {100 * POOR_FIT:.0f} %% in the "
+        "mean; commands that use it warn",
+    )
     add_measuring_options(parser, 5)
 
 
 def run(args: Namespace) -> int:
-    check_folder("--save", args.save)
-    check_folder("--raw", args.raw)
-    masks = comma_separated(args.masks)
+    check_outputs(save=args.save, raw=args.raw)
+    masks = comma_separated(args.masks, "--masks")
     for mask in masks:
         find_mask(mask)
     executor_options(args.kernel)
     with open_world(args.device) as world:
         device, kind = world.device, world.device.type
-        sizes = positive_integers(args.sizes or SIZES[kind], "--sizes")
-        base = find_profile(args.base) if args.base else preset_for(device_name(device), "--base")
+        sizes = positive_integers(SIZES[kind] if args.sizes is None else args.sizes, "--sizes")
+        base = (
+            preset_for(device_name(device), "--base")
+            if args.base is None
+            else find_profile(args.base)
+        )
         repeats = Repeats(timed=args.repeats, flush=False)
         tools = Tools(shape_of(args, kind), args.kernel, device, repeats)
+        make_executor(args.kernel, device, virtual_ranks=1)  # refuses unknown kernels
         progress = Progress(quiet=not world.first)
         found = calibrate(world, tools, base, masks, sizes, name=args.name, tell=progress.show)
         progress.clear()
         if world.first:
+            complaint = found.complaint
+            if complaint and not args.accept_poor_fit:
+                raise ValueError(
+                    f"{complaint}, or write this profile with --accept-poor-fit. {args.save} was "
+                    "not written"
+                )
+            if complaint:
+                progress.say(f"dyncp: warning: {complaint}")
             save_profile(found.profile, args.save)
             where, ranks = device_text(device), world.num_ranks
             lines = [

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from dyncp import masks
+from dyncp.checks import check_memory
 from dyncp.cli.arguments import add_json_option, option, show
 
+RANGE_BYTES = 200  # of a range as a list, and as JSON
 EXAMPLES = ("dyncp masks", "dyncp masks sliding_window:window=12 --length 48")
 
 
@@ -29,15 +31,21 @@ def run(args: Namespace) -> int:
         show(args, {"masks": listed}, _table(listed))
         return 0
     mask = masks.by_name(args.mask)(args.length)
-    numbers = {
+    drawing = [mask.draw(args.width)]
+    show(args, _numbers(mask) if args.json else {}, drawing)
+    return 0
+
+
+def _numbers(mask: masks.Mask) -> dict[str, Any]:
+    size = RANGE_BYTES * mask.ranges.shape[0] * mask.ranges.shape[1]
+    check_memory(f"the list of all {mask.length:,} ranges", size, "leave out --json")
+    return {
         "name": mask.name,
         "length": mask.length,
         "pairs": mask.num_pairs,
         "density": mask.num_pairs / mask.length**2,
         "ranges": mask.ranges.tolist(),
     }
-    show(args, numbers, [mask.draw(args.width)])
-    return 0
 
 
 def _describe(name: str) -> dict[str, Any]:

@@ -48,8 +48,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    arguments.check_folder("--save", args.save)
-    arguments.check_folder("--dump-placement", args.dump_placement)
+    arguments.check_outputs(save=args.save, dump_placement=args.dump_placement)
     cost, config = arguments.cost_of(args), arguments.config_of(args)
     topology = cost.profile.topology(args.nodes, args.ranks_per_node)
     batch = arguments.make_batch(args.mask, arguments.lengths_of(args))

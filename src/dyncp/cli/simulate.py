@@ -142,9 +142,12 @@ def _cluster(args: Namespace, profile: str) -> str:
     return f"{text}; {f'model {args.model}' if args.model else 'attention alone, one layer'}"
 
 
+MOST_BATCHES = 100_000  # all lengths are drawn first
+
+
 def find_lengths(args: Namespace) -> tuple[list[list[int]], str]:
     """The sequence lengths of every batch, and a text that says where they come from."""
-    count = whole_number("--batches", args.batches, 1)
+    count = whole_number("--batches", args.batches, 1, MOST_BATCHES)
     tokens = whole_number("--tokens", args.tokens, 1)
     if args.sample is not None:
         name, seed = parse_sample(args.sample)

@@ -4,6 +4,7 @@ from dyncp.cost.cost_model import BACKWARD_FLOPS, CostModel
 from dyncp.cost.model import MODELS, ModelConfig, find_model, model_shape
 from dyncp.cost.profile import (
     DEFAULT_PROFILE,
+    POOR_FIT,
     PROFILES,
     Profile,
     find_profile,

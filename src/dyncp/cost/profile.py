@@ -26,6 +26,7 @@ _AT_LEAST = {
     "call_seconds": 0, "launch_seconds": 0, "host_seconds": 0, "host_seconds_eager": 0,
     "row_forward": 0, "row_backward": 0, "lanes": 0, "overlap_slowdown": 1, "edge_forward": 1,
     "edge_backward": 1, "kernel_tile": 1, "ranks_per_node": 1, "nics": 1,
+    "fit_error": 0,
 }  # fmt: skip
 Speeds = tuple[float, ...]
 logger = logging.getLogger(__name__)
@@ -50,8 +51,9 @@ class Profile:
       message copies are priced (see `RowCosts`).
     - `host_seconds`, `host_seconds_eager`: host time to issue one instruction, with CUDA graphs
       and without.
+    - `fit_error`: mean relative error of the worst of the fits that these numbers are from.
 
-    The defaults leave the last four groups out.
+    The defaults leave the last five groups out.
     """
 
     name: str
@@ -75,6 +77,7 @@ class Profile:
     launch_seconds: float = 0.0
     host_seconds: float = 0.0
     host_seconds_eager: float = 0.0
+    fit_error: float = 0.0
 
     def __post_init__(self) -> None:
         for field, least in _AT_LEAST.items():
@@ -140,6 +143,10 @@ PROFILES = {
 }
 
 
+# Mean relative error above which the fit of a profile is poor.
+POOR_FIT = 0.25
+
+
 def find_profile(name: str) -> Profile:
     one_of("profile", name, PROFILES)
     return PROFILES[name]
@@ -193,9 +200,17 @@ def load_profile(path: str | Path) -> Profile:
                 raise ValueError(f"{field} is {entries[field]!r}; {needed}")
             _check_fields(Link, entries[field], f"{field}.")
             entries[field] = Link(**entries[field])
-        return Profile(**entries)
+        profile = Profile(**entries)
     except ValueError as error:
         raise ValueError(f"profile {path}: {error}") from error
+    if not profile.fit_error <= POOR_FIT:
+        logger.warning(
+            "profile %s was fitted with a mean error of %.0f %%: plans and predictions made with "
+            "it may be poor; run `dyncp calibrate` again on an idle machine",
+            path,
+            100 * profile.fit_error,
+        )
+    return profile
 
 
 _TYPES: dict[type, tuple[str, tuple[type, ...]]] = {

@@ -19,7 +19,7 @@ from dyncp.checks import finite_number, instance_of
 from dyncp.executor.call import attend_backward, attend_forward, empty_like, empty_per_head
 from dyncp.executor.executor import DCPExecutor
 from dyncp.executor.step import PreparedPlan, Step, step_of, unpacked
-from dyncp.kernels import accumulator_dtype
+from dyncp.kernels import accumulator_dtype, share_of
 from dyncp.plan import DEFAULT_MASK
 
 SMALLEST_SCALE = 1e-30  # kernels keep the scale in fp32, which has no room for much smaller ones
@@ -47,8 +47,8 @@ def attention(
     latest handle, but layers that are recomputed in backward need the handle.
     `mask` is the name of one of the plan's masks. `scale` multiplies the scores (any finite number;
     default head_dim ** -0.5). `sink` [q_heads] are additional logits in each row's softmax, without
-    a value. With `padded`, tensors may have extra rows after the plan's rows: they are ignored, and
-    their results are 0.
+    a value; −∞ is none. With `padded`, tensors may have extra rows after the plan's rows: they are
+    ignored, and their results are 0.
     """
     names = ("q", "kv") if v is None else ("q", "k", "v")
     inputs = (q, k) if v is None else (q, k, v)
@@ -162,6 +162,17 @@ def _check_sink(sink: Tensor, q: Tensor) -> None:
         raise ValueError(
             f"sink is {sink.dtype} on {sink.device}; expected floating point on {q.device}, as q"
         )
+    if sink.device.type == "cpu":  # on a GPU, looking at it would make the host wait
+        _check_sink_values(sink.detach().to(accumulator_dtype(q.dtype)))
+
+
+def _check_sink_values(sink: Tensor) -> None:
+    wrong = torch.nonzero(~(sink < torch.inf)).flatten().tolist()
+    if wrong:
+        raise ValueError(
+            f"sink is {sink[wrong[0]].item()} for q head {wrong[0]}; a sink is a number, or −∞ for "
+            "a head without one (numbers above 65,504 are infinite in fp16)"
+        )
 
 
 def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -239,7 +250,7 @@ def _forward_with_sink(
     if sink is None:
         return out, lse
     total = torch.logaddexp(lse, sink.to(lse.dtype))
-    return (out * torch.exp(lse - total).unsqueeze(-1)).to(out.dtype), total
+    return (out * share_of(lse, total).unsqueeze(-1)).to(out.dtype), total
 
 
 def _backward_with_sink(
@@ -257,7 +268,7 @@ def _backward_with_sink(
         return None
     out, lse = results
     delta = (dout.to(lse.dtype) * out).sum(dim=-1)
-    share = torch.exp(sink.to(lse.dtype) - lse)
+    share = share_of(sink.to(lse.dtype), lse)
     return -(share * delta).sum(dim=0).to(sink.dtype)
 
 

@@ -19,4 +19,5 @@ from dyncp.kernels.row_ops import (
     RowOps,
     accumulator_dtype,
     choose_row_ops,
+    share_of,
 )

@@ -30,12 +30,14 @@ def merge_partial(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) ->
     and share 0, even if both sides have.
     """
     total = torch.logaddexp(lse, new_lse)
-    old_share, new_share = (_share(side, total) for side in (lse, new_lse))
+    old_share, new_share = (share_of(side, total) for side in (lse, new_lse))
     out.mul_(old_share.unsqueeze(-1)).add_(new_out * new_share.unsqueeze(-1))
     lse.copy_(total)
 
 
-def _share(lse: Tensor, total: Tensor) -> Tensor:
+def share_of(lse: Tensor, total: Tensor) -> Tensor:
+    """The share of a softmax that keys with log-sum-exp `lse` have, if all have `total`. 0 if `lse`
+    is −∞, even if `total` is."""
     return torch.where(lse == -torch.inf, 0.0, torch.exp(lse - total))
 
 

@@ -15,7 +15,7 @@ from typing import Any, overload
 import numpy as np
 
 from dyncp.arrays import Bool, Int32, Int64
-from dyncp.checks import instance_of, whole_number
+from dyncp.checks import check_memory, instance_of, whole_number
 from dyncp.masks.mask import Mask, normal_mask, positions_and_targets
 
 Sample = Mapping[str, Any]
@@ -48,8 +48,9 @@ class MaskFunction(ABC):
         function = self.with_parameters(parameters) if parameters else self
         if subject is None:
             return function
-        sample = subject if isinstance(subject, Mapping) else None
-        return function.build(sequence_length(subject), sample)
+        sample, length = subject if isinstance(subject, Mapping) else None, sequence_length(subject)
+        check_mask_memory(function, length)
+        return function.build(length, sample)
 
     @abstractmethod
     def build(self, length: int, sample: Sample | None) -> Mask:
@@ -68,6 +69,27 @@ class MaskFunction(ABC):
         if not isinstance(other, MaskFunction):
             return NotImplemented
         return DerivedMask(operator.or_, (self, other), f"({self!r} | {other!r})")
+
+
+# Masks of this many tokens are checked for their memory first; their number of ranges is that of a
+# mask of SMALL tokens. While a mask is made, there are about 3 copies of its ranges.
+LARGE, SMALL = 2**24, 2**14
+RANGE_BYTES, COPIES = 8, 3
+
+
+def check_mask_memory(function: MaskFunction, length: int) -> None:
+    """Raises MemoryError if masks of `length` tokens in all need more memory than is available."""
+    if length < LARGE:
+        return
+    try:
+        count = function.build(SMALL, None).ranges.shape[1]
+    except Exception:  # it needs a sample, or this length
+        count = 1
+    check_memory(
+        f"mask {function!r} of {length:,} tokens",
+        COPIES * RANGE_BYTES * count * length,
+        "use shorter sequences",
+    )
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -29,6 +29,8 @@ from dyncp.plan.format import (
 )
 
 COVERAGE, INPUTS, MESSAGES, BALANCE, BYTES, IDENTITY = 1, 2, 3, 5, 7, 8
+# Largest number of a phase or a division: executors make tables of that size.
+MOST_STEPS = 2**20
 
 
 class PartError(ValueError):
@@ -201,14 +203,15 @@ def _check_messages(part: RankPlan, messages: Messages, direction: Direction, si
 
 
 def _check_instructions(mask: MaskPlan, program: Program) -> None:
-    """No instruction is repeated, and every division and phase has its instructions."""
+    """No instruction is repeated, every division and phase has its instructions, and every
+    instruction has tiles or messages."""
     alike = program.tile_division.shape == mask.tiles.q_block.shape
     _require(alike, COVERAGE, "the numbers of tiles and of their divisions differ")
     instructions = program.instructions
     pairs = instructions.ndim == 2 and instructions.shape[1] == 2
     _require(pairs, MESSAGES, f"instructions have shape {instructions.shape}")
     _bounded(instructions[:, 0], len(Op), MESSAGES, "an instruction")
-    _require((instructions >= 0).all(), MESSAGES, "an instruction has a negative argument")
+    _bounded(instructions[:, 1], MOST_STEPS, MESSAGES, "an instruction's argument")
     distinct = len(np.unique(instructions, axis=0)) == len(instructions)
     _require(distinct, MESSAGES, "an instruction comes twice")
     for op, used, sentence in (
@@ -219,6 +222,18 @@ def _check_instructions(mask: MaskPlan, program: Program) -> None:
     ):
         named = instructions[instructions[:, 0] == op, 1]
         _require(np.isin(used, named).all(), MESSAGES, sentence)
+    divisions, received = set(program.tile_division.tolist()), set(program.receives.phase.tolist())
+    launched: set[int] = set()
+    for op, argument in instructions.tolist():
+        if op == Op.COMPUTE:
+            computes = f"division {argument} is computed, but has no tiles"
+            _require(argument in divisions, COVERAGE, computes)
+        elif op == Op.LAUNCH:
+            launched.add(argument)
+        else:
+            waits = f"waits for phase {argument}"
+            _require(argument in received, MESSAGES, f"{waits}, in which it receives nothing")
+            _require(argument in launched, MESSAGES, f"{waits} before launching it")
 
 
 def _check_slots(part: RankPlan, program: Program) -> None:

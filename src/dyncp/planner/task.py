@@ -23,6 +23,7 @@ from dyncp.placement import (
 )
 from dyncp.plan import Layout, Plan, assemble_plan
 from dyncp.planner.config import PlannerConfig
+from dyncp.planner.memory import check_plan_memory
 from dyncp.schedule import Pace, Schedule, build_schedule
 from dyncp.simulate import (
     AttentionTimes,
@@ -155,6 +156,9 @@ class Task:
         ):
             instance_of(name, value, kind, kind.__name__)
         config = replace(config, limits=_limits(batch, topology, config))
+        if config.block_size is not None:  # otherwise solvers choose, and one may need less
+            sizes = np.full(len(batch.lengths), config.block_size, np.int64)
+            check_plan_memory(batch, sizes, config.head_groups or 1, topology.num_ranks)
         return Task(batch, topology, shape, config, cost or default_cost(topology, shape), model)
 
     @property
@@ -197,6 +201,7 @@ class Task:
     def _graph(self, sizes: Int64, head_groups: int) -> BlockGraph:
         key = (sizes.tobytes(), head_groups)
         if key not in self._graphs:
+            check_plan_memory(self.batch, sizes, head_groups, self.topology.num_ranks)
             self._graphs[key] = build_graph(self.batch, self.shape, sizes, head_groups)
         return self._graphs[key]
 

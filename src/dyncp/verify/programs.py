@@ -5,6 +5,7 @@ receives, instructions and payloads are in order, slots do not overlap while in 
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -165,22 +166,14 @@ def _compare(source: int, target: int, sent: list[Entry], received: list[Entry])
 
 
 def check_order(rank: RunningRank) -> Iterator[Fault]:
-    """Checks the order of instructions and of payloads. Received results are merged in the order of
+    """Checks the order of launches and of payloads. Received results are merged in the order of
     the list, so that order must be fixed."""
     program = rank.program
-    divisions, launched = set(program.tile_division.tolist()), list[int]()
-    for op, argument in rank.steps:
-        if op is Op.COMPUTE and argument not in divisions:
-            yield 1, f"division {argument} is computed, but has no tiles"
-        if op is Op.WAIT and argument not in rank.receives:
-            yield 3, f"waits for phase {argument}, in which it receives nothing"
-        if op is Op.WAIT and argument not in launched:
-            yield 3, f"waits for phase {argument} before launching it"
-        if op is Op.LAUNCH:
-            if launched and argument < launched[-1]:
-                late = f"phase {argument} is launched after phase {launched[-1]}"
-                yield 3, f"{late}; phases must be launched in increasing order"
-            launched.append(argument)
+    launched = [argument for op, argument in rank.steps if op is Op.LAUNCH]
+    for earlier, later in pairwise(launched):
+        if later < earlier:
+            late = f"phase {later} is launched after phase {earlier}"
+            yield 3, f"{late}; phases must be launched in increasing order"
     for rows, invariant, side in ((program.sends, 3, "sends"), (program.receives, 4, "receives")):
         order = np.lexsort((rows.block, rows.head_group, rows.kind, rows.peer, rows.phase))
         misplaced = np.flatnonzero(order != np.arange(len(order))).tolist()
