@@ -10,6 +10,7 @@ pytest.importorskip("peft")
 
 from benchmarks.parity_models import documents, make_model  # noqa: E402
 from peft import LoraConfig, PromptTuningConfig, get_peft_model  # noqa: E402
+from peft.tuners.tuners_utils import BaseTuner  # noqa: E402
 
 from dyncp import DCPExecutor, LoaderTuning, PlannerConfig, masks  # noqa: E402
 from dyncp.integrations.transformers import attach  # noqa: E402
@@ -31,8 +32,19 @@ class DynamicTrainer(TrainerMixin, transformers.Trainer):
     pass
 
 
+@pytest.fixture(params=["forward", "call"])
+def calls(request, monkeypatch):
+    """PEFT's tuners call the model's `forward` (as 0.19 does), or the model (as 0.21 does)."""
+    chosen = {
+        "forward": lambda self, *args, **kwargs: self.model.forward(*args, **kwargs),
+        "call": lambda self, *args, **kwargs: self.model(*args, **kwargs),
+    }
+    monkeypatch.setattr(BaseTuner, "forward", chosen[request.param])
+    return request.param
+
+
 @pytest.mark.parametrize("task", ["CAUSAL_LM", None])
-def test_a_wrapped_model_has_the_loss_and_gradients_of_its_own_attention(task):
+def test_a_wrapped_model_has_the_loss_and_gradients_of_its_own_attention(task, calls):
     wrapped, plain = with_lora("gemma3", task), with_lora("gemma3", task)
     attached = attach(wrapped)
     assert attach(wrapped) is attach(attached.model) is attached
@@ -52,10 +64,14 @@ def test_a_wrapped_model_has_the_loss_and_gradients_of_its_own_attention(task):
     assert torch.isfinite(wrapped(input_ids=ids).logits).all()
 
 
-def test_peft_may_wrap_a_model_that_is_attached():
+def test_a_model_that_peft_wraps_after_attach_is_attached_once_more(calls):
     model = make_model("llama")
     attached = attach(model)
     wrapped = get_peft_model(model, LoraConfig(r=4, task_type="CAUSAL_LM"))
+    if calls == "forward":
+        data, step = virtual(model.config)
+        with pytest.raises(ValueError, match="bypass its hooks"):
+            wrapped(**data, dyncp_step=step)
     assert attach(wrapped) is attached
     data, step = virtual(model.config)
     wanted = whole_loss(make_model("llama"), 0)  # a new adapter changes nothing

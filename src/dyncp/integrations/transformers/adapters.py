@@ -3,11 +3,12 @@
 from typing import Any
 
 
-def without_adapters(model: Any) -> Any:
-    """The Transformers model inside a PeftModel, or the model itself if PEFT does not wrap it."""
+def without_adapters(model: Any) -> tuple[Any, Any]:
+    """The Transformers model inside a PeftModel, and PEFT's module that calls it; twice the model
+    itself if PEFT does not wrap it."""
     configs = getattr(model, "peft_config", None)
     if configs is None or not hasattr(model, "get_base_model"):
-        return model
+        return model, model
     for name, config in configs.items():
         if getattr(config, "is_prompt_learning", False):
             raise ValueError(
@@ -15,4 +16,4 @@ def without_adapters(model: Any) -> Any:
                 "puts tokens of its own before the batch; ranks hold parts of sequences. Use "
                 "adapters of layers, such as LoRA"
             )
-    return model.get_base_model()
+    return model.get_base_model(), model.base_model

@@ -66,7 +66,7 @@ def attach(
 ) -> "Attached":
     """Makes the attention layers of a Transformers model call dyncp.
 
-    Call it before the model is wrapped or compiled (PEFT may come before or after). Then call it as
+    Call it before the model is wrapped or compiled but after PEFT. Then call it as
     `model(**local_data, dyncp_step=step)`, with the local data of a DCPDataLoader and the step of
     their plan. `dtype` is the dtype of q, k and v that plans assume (default: that of the weights);
     under autocast another one only makes their estimates better. Models that dyncp does not support
@@ -75,9 +75,11 @@ def attach(
     equal those of its own attention. A model that is attached already stays so, and its `Attached`
     is returned again.
     """
-    model = without_adapters(model)
+    model, around = without_adapters(model)
     found = _attached_to(model)
-    return _attach(model, dtype, untested=untested) if found is None else found._again(dtype)
+    attached = _attach(model, dtype, untested=untested) if found is None else found._again(dtype)
+    attached.listen_around(around)
+    return attached
 
 
 def _attach(model: Any, dtype: Any, *, untested: bool) -> "Attached":
@@ -153,13 +155,25 @@ class Attached:
         install_recorders(model)
         if model.get_output_embeddings() is not None and model.loss_type is None:
             model.loss_type = "ForCausalLM"  # the default, but without Transformers' warning
-        self._hooks = (
-            model.register_forward_pre_hook(self._before, with_kwargs=True),
-            model.register_forward_hook(self._after, with_kwargs=True),
-        )
+        self._hooks: list[Any] = []
+        self._around: list[Any] = []  # PEFT's modules around the model
+        self._listen(model)
         self._own_generate = vars(model).get("generate")  # of the instance, not of its class
         if hasattr(model, "generate"):
             model.generate = partial(self._generate, model.generate)
+
+    def listen_around(self, module: Any) -> None:
+        """Puts the checks around a module of PEFT: some of its versions call the `forward` of the
+        model in it, past its hooks."""
+        if module is not self.model and module not in self._around:
+            self._around.append(module)
+            self._listen(module)
+
+    def _listen(self, module: Any) -> None:
+        self._hooks += (
+            module.register_forward_pre_hook(self._before, with_kwargs=True),
+            module.register_forward_hook(self._after, with_kwargs=True),
+        )
 
     def _begin(self) -> None:
         """Selects dyncp's attention, mixers and auxiliary loss."""
@@ -270,9 +284,10 @@ class Attached:
                 "attached.detach() and attach(model)"
             )
 
-    def _before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Checks the arguments of the model, and adds a row if it needs one."""
-        if self._runs_alone(kwargs):
+        given = kwargs.get("dyncp_step")
+        if self._runs_alone(kwargs) or (isinstance(given, Call) and given.begun in self._around):
             return None
         self._check_implementation()
         step = _check_call(args, kwargs)
@@ -300,7 +315,7 @@ class Attached:
         if kwargs.get("shift_labels") is not None:
             targets = _with_rows(kwargs["shift_labels"], extra, NO_TARGET)
             kwargs["labels"] = kwargs["shift_labels"] = targets
-        kwargs["dyncp_step"] = Call(step, self.layers, rows, extra, listed)
+        kwargs["dyncp_step"] = Call(step, self.layers, rows, extra, listed, module)
         return (), kwargs | {"use_cache": False}
 
     def _after(self, model: Any, _: Any, kwargs: dict[str, Any], output: Any) -> Any:
@@ -308,6 +323,8 @@ class Attached:
         if self._runs_alone(kwargs):
             return output
         call: Call = kwargs["dyncp_step"]
+        if call.begun is not model:
+            return output  # completed around this model
         missing = [number for number in range(len(self.layers)) if number not in call.seen]
         if missing:
             raise ValueError(

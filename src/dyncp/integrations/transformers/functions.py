@@ -64,8 +64,10 @@ class Call:
         rows: int,
         extra: int,
         listed: Mapping[str, Tensor],
+        begun: Any = None,
     ) -> None:
         self.step, self.layers = step, layers
+        self.begun = begun  # the module whose forward began it: the model, or one around it
         self.listed = listed  # target fields, if tokens have several targets
         self.rows, self.extra = rows, extra  # rows of the local data, and rows added to them
         self.seen: set[int] = set()  # layers that have called dyncp
