@@ -66,7 +66,7 @@ PLAIN = SMALL[:-1]
 
 @pytest.fixture
 def timed(monkeypatch):
-    """Timings that say what they are told to: work × a rate, most of them longer by the next factor."""
+    """Timings that are work × a rate, most of them longer by the next of these factors."""
     factors: list[float] = []
     measured = calibration.sample_attention
     made: list[int] = []
