@@ -31,7 +31,7 @@ ONE, MANY, UNTESTED = (
 AGREEMENT, AGREE = "src/dyncp/dataloader/agreement.py", "tests/dataloader/test_agreement.py"
 COMPILED, CACHES = "src/dyncp/compiled.py", "tests/test_compiled.py"
 PART_CHECK, PARTS_RUN = "src/dyncp/plan/check.py", "tests/verify/test_parts_that_run.py"
-MEMORY = "tests/planner/test_memory.py"
+MEMORY = "tests/planner/test_planning_memory.py"
 CALIBRATES = "tests/cli/test_calibrate_command.py"
 EMPTY_ROWS = "tests/kernels/test_empty_rows.py"
 
