@@ -40,7 +40,7 @@ CHECKS, CHECKED = "src/dyncp/samples/checks.py", "tests/samples/test_checks.py"
 AGREEMENT, AGREE = "src/dyncp/dataloader/agreement.py", "tests/dataloader/test_agreement.py"
 COMPILED, CACHES = "src/dyncp/compiled.py", "tests/test_compiled.py"
 PART_CHECK, PARTS_RUN = "src/dyncp/plan/check.py", "tests/verify/test_parts_that_run.py"
-MEMORY = "tests/planner/test_memory.py"
+MEMORY = "tests/planner/test_planning_memory.py"
 CALIBRATES = "tests/cli/test_calibrate_command.py"
 EMPTY_ROWS = "tests/kernels/test_empty_rows.py"
 
@@ -450,8 +450,8 @@ ERRORS = [
     Error(
         "attach twice",
         ATTACH,
-        "if found is not None:\n        return",
-        "if False:\n        return",
+        "found = _attached_to(model)",
+        "found = None",
         OWN,
         "twice",
     ),

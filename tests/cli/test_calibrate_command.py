@@ -66,7 +66,7 @@ PLAIN = SMALL[:-1]
 
 @pytest.fixture
 def timed(monkeypatch):
-    """Timings that say what they are told to: work × a rate, times the next list of factors."""
+    """Timings that are work × a rate, most of them longer by the next of these factors."""
     factors: list[float] = []
     measured = calibration.sample_attention
     made: list[int] = []
@@ -80,7 +80,9 @@ def timed(monkeypatch):
         made.append(1)
         seconds = [1e-5 + 1e-9 * s.area * (1 + (s.direction == "backward")) for s in samples]
         found = zip(samples, seconds, noise, strict=True)
-        return [replace(s, edge=0.0, seconds=x * (1 + factor * abs(y))) for s, x, y in found], calls
+        return [
+            replace(s, edge=0.0, seconds=x * (1 + factor * (y > -0.8))) for s, x, y in found
+        ], calls
 
     monkeypatch.setattr(calibration, "sample_attention", sample)
     return factors, made
@@ -129,7 +131,7 @@ def test_a_poor_fit_that_is_accepted_is_told_by_every_command_that_uses_it(
     code, path = calibrated(tmp_path, "--accept-poor-fit")
     assert code == 0
     assert "warning: the fit is off in the mean by" in capsys.readouterr().err
-    assert load_profile(path).fit_error > 0.25
+    assert load_profile(path).fit_error > 0.45
     caplog.clear()
     assert main(["plan", "--lengths", "500", "--profile", str(path)]) == 0
     assert caplog.text.count("was fitted with a mean error of") == 1

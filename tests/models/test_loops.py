@@ -34,7 +34,9 @@ def optimizer_of(model):
 
 def readme(wrap):
     """Runs the loop once per epoch; the samples are one batch."""
-    before, loop = blocks_of("README.md")[0].split("for local_data, plan in loader:")
+    lines = blocks_of("README.md")[0].splitlines(keepends=True)
+    text = "".join(x for x in lines if not x.startswith("dist."))  # ranks have their process group
+    before, loop = text.split("for local_data, plan in loader:")
     names = {"model": make_model("llama").train(), "dataset": SAMPLES}
     exec(before, names)
     names["model"] = wrap(names["model"])

@@ -159,8 +159,8 @@ class Calibration:
         differ = ""
         if self.spread is not None and self.spread > BUSY:
             differ = (
-                f" The same calls took {100 * self.spread:.0f} % more or less time when they were "
-                "measured again: the machine is busy."
+                f" Two measurements of the same calls differ by {100 * self.spread:.0f} % in the "
+                "mean: the machine is busy."
             )
         return (
             f"the fit is off in the mean by {', '.join(poor)}; at most {100 * POOR_FIT:.0f} % is "
@@ -271,16 +271,16 @@ def measure_attention(
                 raise
         tell("the fit is poor; measuring again ...")
         again, calls = sample_attention(masks, sizes, tools, cost, tell)
-        spread = _spread(samples, again)
+        spread = max(spread or 0.0, _spread(samples, again))
         pairs = zip(samples, again, strict=True)
         samples = [min(pair, key=lambda sample: sample.seconds) for pair in pairs]
     raise AssertionError("unreachable")
 
 
 def _spread(samples: Sequence[CallSample], again: Sequence[CallSample]) -> float:
-    """The median relative difference between two measurements of the same divisions."""
+    """The mean relative difference between two measurements of the same divisions, below 1."""
     first, second = (np.asarray([s.seconds for s in group]) for group in (samples, again))
-    return float(np.median(np.abs(second - first) / np.minimum(first, second)))
+    return float(np.mean(np.abs(second - first) / np.maximum(first, second)))
 
 
 def sample_attention(
