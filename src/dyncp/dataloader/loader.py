@@ -23,7 +23,7 @@ from dyncp.dataloader.planning import BatchPlanner
 from dyncp.dataloader.prepare import LoaderContext, MaskMaker, PreparesAhead
 from dyncp.dataloader.ranks import LoaderRanks
 from dyncp.dataloader.state import Position, from_state, to_state
-from dyncp.gradients import MicroBatch, watch_batch
+from dyncp.gradients import YieldedBatches
 from dyncp.plan import Plan, RankPlan
 from dyncp.planner import PlannerConfig
 from dyncp.samples import SampleLimits, SampleSource, describe_sampler, open_source
@@ -107,7 +107,6 @@ class DCPDataLoader:
     ) -> None:
         arguments = locals()
         ranks = self.ranks = LoaderRanks.of(group, virtual_ranks)
-        self._mesh = group if getattr(group, "ndim", 1) > 1 else None
         self._is_alone = ranks.rank == 0 and not ranks.all_ranks  # there is no process group
         self._together = Together(ranks)
         with self._together.making(LoaderTuning.store_timeout) as agreement:
@@ -142,7 +141,7 @@ class DCPDataLoader:
         )
         self._position, self._resuming = Position(), False
         self._completes_update = False
-        self._yielded, self._updates = 0, 0  # batches; optimiser steps that were begun
+        self._yielded = YieldedBatches(group)
         self._counted: dict[Any, int] = {}  # the result of the latest `len`, by what it depends on
         self._running: list[LookAhead] = []  # the running iteration, if any
         self._resources = (*processes, source, self._together)
@@ -220,28 +219,20 @@ class DCPDataLoader:
         return self._batches(look_ahead)
 
     def _batches(self, look_ahead: LookAhead) -> Iterator[Batch]:
-        self._updates += 1
+        self._yielded.begin()
         try:
             while (prepared := look_ahead.take()) is not None:
                 self.metrics.record(prepared.record)
                 self._position, self._resuming = prepared.end, False
                 self._completes_update = prepared.completes
-                self._watch(prepared.plan)
+                if not self.config.evaluation:
+                    self._yielded.add(prepared.plan, completes=prepared.completes)
                 yield prepared.data, prepared.plan
             if self._position.started:
                 self._position = self._position.next_epoch(self._position.epoch + 1)
             self._resuming = False
         finally:
             look_ahead.close()
-
-    def _watch(self, plan: Any) -> None:
-        """Tells checks of gradients which batches make an optimiser step."""
-        completes = self._completes_update
-        self._yielded += 1
-        if not self.config.evaluation:
-            batch = MicroBatch(id(self), self._updates, self._yielded, completes, self._mesh)
-            watch_batch(plan, batch)
-        self._updates += completes
 
     def state_dict(self) -> dict[str, Any]:
         """The position of this loader: after the last batch that it yielded, or, after a complete

@@ -23,9 +23,22 @@ class MicroBatch(NamedTuple):
 BATCHES: weakref.WeakKeyDictionary[Any, MicroBatch] = weakref.WeakKeyDictionary()
 
 
-def watch_batch(plan: Any, batch: MicroBatch) -> None:
-    """Says which batch of a loader a plan is for."""
-    BATCHES[plan] = batch
+class YieldedBatches:
+    """Says which batches of a loader make an optimiser step."""
+
+    def __init__(self, mesh: Any) -> None:
+        self._mesh = mesh if getattr(mesh, "ndim", 1) > 1 else None
+        self._count, self._updates = 0, 0
+
+    def begin(self) -> None:
+        """An iteration begins, with a new optimiser step."""
+        self._updates += 1
+
+    def add(self, plan: Any, *, completes: bool) -> None:
+        """A batch is yielded; `completes` its optimiser step."""
+        self._count += 1
+        BATCHES[plan] = MicroBatch(id(self), self._updates, self._count, completes, self._mesh)
+        self._updates += completes
 
 
 def watch_loss(loss: Tensor) -> Tensor:
