@@ -842,8 +842,8 @@ ERRORS = [
     Error(
         "a collate that changes the number of targets",
         "src/dyncp/dataloader/prepare.py",
-        "            targets = num_targets(data)",
-        "            pass",
+        "counted = data if",
+        "counted = rows if",
         "tests/dataloader/test_sample_data.py",
         "counted_after",
     ),

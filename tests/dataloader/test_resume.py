@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import logging
 import random
 import time
 
@@ -19,7 +20,7 @@ from torch.utils.data import (
 )
 
 from dyncp import DCPDataLoader, masks
-from dyncp.dataloader import LoaderConfig
+from dyncp.dataloader import LoaderConfig, loader
 from dyncp.dataloader.batching import BatchSelector
 from dyncp.dataloader.state import Position, from_state, to_state
 from dyncp.samples.source import open_source
@@ -387,3 +388,22 @@ def test_one_seed_gives_one_run_whatever_the_training_loop_draws():
     with make(Augmenting()) as loader:
         assert ids(loader) != ids(loader)  # other epochs augment otherwise
     check_resume(lambda: make(Augmenting(), lengths=LENGTHS, shuffle=True))
+
+
+def test_a_state_saved_within_an_optimiser_step_is_warned_of_once(caplog):
+    samples = [{"input_ids": [1] * 8} for _ in range(5)]
+    options = {"tokens_per_batch": 8, "accumulation_steps": 2}
+    loader._warn_of_part.cache_clear()
+    caplog.set_level(logging.WARNING, logger="dyncp")
+    with DCPDataLoader(samples, masks.causal, **options) as batches:
+        batches.state_dict()
+        for _ in batches:
+            if batches.completes_update:  # also after the fifth batch, which ends the epoch
+                batches.state_dict()
+        state = batches.state_dict()
+        batches.load_state_dict(state)
+        batches.state_dict()
+        assert not caplog.records
+        for _ in batches:
+            batches.state_dict()
+    assert caplog.text.count("saved within an optimiser step") == 1

@@ -4,6 +4,7 @@ import logging
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch.distributed as dist
@@ -160,8 +161,7 @@ class DCPDataLoader:
     @property
     def planning_pids(self) -> list[int]:
         """Process ids of the running planning processes."""
-        pids = [process.pid for process in self._context.processes]
-        return [pid for pid in pids if pid is not None]
+        return [process.pid for process in self._context.processes if process.pid is not None]
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the next iteration start at the beginning of `epoch`, and ends a running iteration.
@@ -238,6 +238,8 @@ class DCPDataLoader:
         """The position of this loader: after the last batch that it yielded, or, after a complete
         loop, at the start of the next epoch. Equal on all ranks. Raises ValueError if the dataset's
         own state cannot be saved."""
+        if self._position.started and not (self._resuming or self._completes_update):
+            _warn_of_part()
         return to_state(self._start(), self._batch_settings(), self.ranks.num_replicas)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -294,6 +296,14 @@ class DCPDataLoader:
             "window": config.windows(knows_lengths=source.knows_lengths)[0],
             "lengths": lengths,
         }
+
+
+@cache
+def _warn_of_part() -> None:
+    logger.warning(
+        "a loader state was saved within an optimiser step: whoever resumes from it needs the "
+        "gradients of its first batches as well; save when loader.completes_update is true"
+    )
 
 
 def _close(

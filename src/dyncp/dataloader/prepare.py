@@ -26,16 +26,16 @@ from dyncp.dataloader.state import Position
 from dyncp.masks import Mask, MaskFunction, NamedMasks
 from dyncp.plan import AgreedPlan, Plan, RankPlan, decode_part
 from dyncp.planner.process import PlanHere, PlanProcess, PlanReply
-from dyncp.samples.checks import SampleChecks
 from dyncp.samples.fields import SampleError, cut_sample, digest_of, input_ids_of, sample_bytes
 from dyncp.samples.local_data import (
+    NO_SAMPLE,
     LocalData,
     LocalSequence,
     collated,
     fingerprint_tensor,
     local_rows,
     local_sequences,
-    rows_and_sequences,
+    sample_ids_of,
 )
 from dyncp.samples.reading import SeededRandom
 from dyncp.samples.source import SampleEntry, SampleSource
@@ -43,7 +43,6 @@ from dyncp.samples.targets import check_targets, loss_divisor, num_targets, with
 
 logger = logging.getLogger(__name__)
 
-NO_SAMPLE = -1  # in sample_ids: a padding row, or a row of a filler
 DIGITS = 8  # hexadecimal digits of a sample's digests; a record may contain a thousand digests
 SampleMasks = dict[str, Mask]  # by name
 
@@ -150,15 +149,11 @@ class BatchData:
         self.planned: PlanReply | BaseException | None = None  # ... which gave this
         self._doing: Text = "filling it"
         self._source, self._mask_maker = context.source, context.mask_maker
-        self._token_fields = context.config.token_fields
+        self._token_fields, self.checks = context.config.token_fields, context.source.checks
         self._read: dict[int, Any] = {}
         self._masks: dict[int, SampleMasks] = {}  # of whole samples
         self._batch: Batch | None = None
         self._lock = threading.RLock()
-
-    @property
-    def checks(self) -> SampleChecks:
-        return self._source.checks
 
     def says(self, text: Text) -> None:
         """What is being done for the plan of this batch."""
@@ -366,17 +361,15 @@ class BatchPreparer:
 
     def _data(self, batch: BatchData, plan: RankPlan | Plan) -> tuple[dict[str, Any], int]:
         """This rank's local data, and its number of targets, which `collate` may have changed."""
-        text = f"reading samples of batch {batch.selection.number}"
-        self._agreement.progress.says("deliver", text)
+        number, fields = batch.selection.number, self._config.token_fields
+        self._agreement.progress.says("deliver", f"reading samples of batch {number}")
         batch.read_ahead(local_sequences(plan))
-        rows: dict[str, Any] = local_rows(
-            plan, batch.sequence, self._config.token_fields, checks=batch.checks
-        )
+        rows: dict[str, Any] = local_rows(plan, batch.sequence, fields, checks=batch.checks)
         if batch.selection.filler:
             rows = without_targets(rows)
-        targets, data = num_targets(rows), self._add_sample_data(rows, plan, batch)
-        if ("target_weights" in data or "shift_labels" in data) and not batch.selection.filler:
-            targets = num_targets(data)
+        data = self._add_sample_data(rows, plan, batch)
+        counted = data if "target_weights" in data or "shift_labels" in data else rows
+        targets = 0 if batch.selection.filler else num_targets(counted)
         data["batch_fingerprint"] = fingerprint_tensor(plan.fingerprint)
         if self._pins:
             tensors = {name: value for name, value in data.items() if isinstance(value, Tensor)}
@@ -390,17 +383,9 @@ class BatchPreparer:
         tokens of, in the batch's order; none for a filler."""
         config, selection = self._config, batch.selection
         if config.sample_ids:
-            data["sample_ids"] = _sample_ids(plan, selection)[None]
+            indices = [NO_SAMPLE if selection.filler else e.index for e in selection.entries]
+            data["sample_ids"] = sample_ids_of(plan, indices)
         if config.collate is None:
             return data
-        numbers = [] if selection.filler else local_sequences(plan)
-        samples = [batch.sample(number) for number in numbers]
-        return collated(config.collate, data, samples)
-
-
-def _sample_ids(plan: RankPlan | Plan, selection: SelectedBatch) -> Tensor:
-    """The index in the dataset of each local row's sample."""
-    indices = np.array([entry.index for entry in selection.entries], np.int64)
-    _, sequence = rows_and_sequences(plan)
-    none = (sequence < 0) | selection.filler
-    return torch.from_numpy(np.where(none, NO_SAMPLE, indices[sequence]))
+        samples = [] if selection.filler else map(batch.sample, local_sequences(plan))
+        return collated(config.collate, data, list(samples))

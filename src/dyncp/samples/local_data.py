@@ -46,6 +46,7 @@ from dyncp.samples.targets import (
     shifted,
 )
 
+NO_SAMPLE = -1  # in sample_ids: a padding row, or a row of a filler
 PLAIN_FIELDS = ("input_ids", "position_ids", "labels", "shift_labels")
 PADDING = dict.fromkeys(LABELS, NO_TARGET)  # other fields are padded with 0
 
@@ -240,6 +241,14 @@ def rows_and_sequences(plan: RankPlan | Plan) -> tuple[Int64, Int64]:
     parts = plan.parts if isinstance(plan, Plan) else (plan,)
     rows = np.concatenate([part.row_coordinates for part in parts])
     return rows, np.searchsorted(starts_of(parts[0].lengths), rows, side="right") - 1
+
+
+def sample_ids_of(plan: RankPlan | Plan, indices: Sequence[int]) -> Tensor:
+    """The index in the dataset of each local row's sample, `[1, rows]`, given those of the batch's
+    sequences."""
+    _, sequence = rows_and_sequences(plan)
+    found = np.asarray(indices, np.int64)[sequence]
+    return torch.from_numpy(np.where(sequence < 0, NO_SAMPLE, found))[None]
 
 
 def local_sequences(plan: RankPlan | Plan) -> list[int]:
