@@ -169,12 +169,16 @@ def other_optimisers(rank):
             parameter.grad = given.grad.clone()
         sharing.step()
 
-    return [
+    norms = [
         train(executor, Model(), steps=STEPS, reduce=step_with_critic),
         train(executor, Model(), steps=STEPS, reduce=step_with_shares),
         train(executor, Model(), steps=STEPS, reduce=sum_in_parts),
         train(DCPExecutor(check_gradients=False, timeout=60), Model(rank), steps=2),
     ]
+    frozen, new = nn.Linear(2, 2).requires_grad_(False), shard(Model())
+    for model in (frozen, new):  # before the first forward: so the state of an optimiser is loaded
+        torch.optim.SGD(model.parameters(), lr=0.0).step()
+    return norms
 
 
 def test_other_optimisers_and_sums_in_parts_raise_nothing():

@@ -102,7 +102,9 @@ class GradientCheck:
             return
         watched = self._watched.get(optimizer)
         if watched is None and self._passes and self._is_known:
-            self._watched[optimizer] = Watched(optimizer, data_groups(self._group))
+            made = Watched(optimizer, data_groups(self._group))
+            if made.hooks:
+                self._watched[optimizer] = made
         elif watched is not None and watched.hooks:
             passes = self._of(watched)
             if passes:

@@ -104,10 +104,11 @@ class Watched:
         return all(held.parameter.grad is None for held in self._held)
 
     def _choose(self) -> list[int]:
-        """Some parameters, from all parts of the model."""
+        """Some parameters, from all parts of the model. None if FSDP has not made those that layers
+        use, as before the first forward."""
         sizes = {n: held.leaf.numel() for n, held in enumerate(self._held) if held.leaf is not None}
         small = [n for n, size in sizes.items() if size <= LARGEST] or list(sizes)[:1]
-        return small[:: -(-len(small) // CHOSEN)]
+        return small[:: -(-len(small) // CHOSEN) or 1]
 
     def _hook(self, number: int) -> Any:
         leaf: Any = self._held[number].leaf
