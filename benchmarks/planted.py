@@ -894,6 +894,14 @@ ERRORS = [
         "tests/integrations/test_wide_windows.py",
         "wider",
     ),
+    Error(
+        "verdicts are deleted before all have read them",
+        AGREEMENT,
+        "if self._store.has(*map(self._left_key, there)):",
+        "if len(there) < self._ranks.num_processes or not there:",
+        AGREE,
+        "counts_once",
+    ),
 ]
 
 

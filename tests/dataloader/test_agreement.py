@@ -139,6 +139,21 @@ def test_a_failure_reaches_the_others_once_and_closing_ends_waits(store):
             made[0].conclude(update())
 
 
+def test_a_rank_that_left_and_then_ended_counts_once(store, monkeypatch):
+    """Otherwise the second of three ranks would delete a verdict that the third has yet to read."""
+    ranks = [LoaderRanks(rank, 3, rank, 3) for rank in range(3)]
+    with agreements(store, ranks) as made:
+        made[2].leave()
+        monkeypatch.setattr(Peers, "near", lambda _, state: [2] if state == "ended" else [])
+        wait_until(lambda: has_verdict(store))
+        made[1].leave()
+        assert has_verdict(store)
+        with pytest.raises(PeerError, match="rank 2 left this iteration after 0 batches"):
+            made[0].conclude(update())
+        monkeypatch.undo()
+    assert not [key for key in store.list_keys() if "dyncp" in key]
+
+
 def test_a_rank_that_closes_or_is_lost_for_a_moment_is_no_reason_to_go_on_without_it(store):
     with agreements(store) as made:
         made[0].stop()  # rank 1 has no record yet

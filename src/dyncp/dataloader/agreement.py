@@ -21,7 +21,7 @@ batches, which the verdict will say.
     3/5/verdict
     3/plan/1/7/2   replica 1, batch 7: part of rank 2 (further chunks in 3/plan/1/7/2/1, ...)
     3/leaving      how many processes have left the iteration before its end, in order
-    3/left         how many have left it, or know its last verdict
+    3/left/2       process 2 has left it, or knows its last verdict
     at/2           heartbeat of process 2
 
 Process 0 deletes the records of a round after its verdict, the rank that planned deletes parts when
@@ -179,8 +179,8 @@ class Agreement(Alone):
         """The last process that leaves deletes all keys; those that died count as having left."""
         self.stop()
         try:
-            self._peers.lingering = f"{self._iteration}/left"
-            if not self._knows_end:
+            self._peers.lingering = self._left_key(self._ranks.process)
+            if not (self._knows_end or self._is_out):
                 order = self._store.add(f"{self._iteration}/leaving", 1)
                 self._leaving = {"left": order, "taken": self.progress.asked}
                 self._write(self._leaving, last=True)
@@ -193,13 +193,14 @@ class Agreement(Alone):
             logger.debug("leaving: %s", error)
 
     def _go_out(self) -> None:
-        """Counts this process as one that has left; the last one deletes all keys."""
+        """Says that this process has left. The last one, of those alive, deletes all keys."""
         with self._publishing:
             was_out, self._is_out = self._is_out, True
         if was_out:
             return
-        dead = len(self._peers.near("ended"))  # read before the last rank can delete the keys
-        if self._store.add(f"{self._iteration}/left", 1) + dead >= self._ranks.num_processes:
+        self._store.set(self._left_key(self._ranks.process), True)
+        there = {*range(self._ranks.num_processes)} - {*self._peers.near("ended")}
+        if self._store.has(*map(self._left_key, there)):
             self._store.delete(self._store.list_keys(f"{self._iteration}/"))
 
     def _write(self, record: Record, *, last: bool = False) -> None:
@@ -255,6 +256,9 @@ class Agreement(Alone):
 
     def _key(self, name: str, number: int | None = None) -> str:
         return f"{self._iteration}/{self._round if number is None else number}/{name}"
+
+    def _left_key(self, process: int) -> str:
+        return f"{self._iteration}/left/{process}"
 
     def _part_key(self, selection: SelectedBatch, rank: int) -> str:
         return f"{self._iteration}/plan/{self._ranks.replica}/{selection.number}/{rank}"

@@ -52,8 +52,9 @@ class SharedStore:
         parts = [list(keys[start : start + MANY]) for start in range(0, len(keys), MANY)]
         return [_read_json(text) for part in parts for text in self._call("multi_get", part)]
 
-    def has(self, key: str) -> bool:
-        return bool(self._call("check", [key]))
+    def has(self, *keys: str) -> bool:
+        """Whether all of these keys exist."""
+        return bool(self._call("check", list(keys)))
 
     def add(self, key: str, amount: int) -> int:
         """Adds to a counter; returns the new sum."""
