@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.planted import ERRORS
+from benchmarks.planted_errors import ERRORS
 
 from dyncp import Batch, DCPExecutor, PlannerConfig, Topology, masks, plan_batch
 

@@ -17,7 +17,9 @@ gradients of the optimiser step are the sums over ranks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,12 +53,18 @@ PLAIN_FIELDS = ("input_ids", "position_ids", "labels", "shift_labels")
 PADDING = dict.fromkeys(LABELS, NO_TARGET)  # other fields are padded with 0
 
 
-class LocalSequence(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class LocalSequence:
     """A sequence of a batch: its sample and its masks, and the sample's number for errors."""
 
     sample: Mapping[str, Any]
     masks: Mapping[str, Mask]
     number: int
+
+    @cached_property
+    def layout(self) -> Mask:
+        """Its positions and targets, as a mask."""
+        return layout_mask(self.masks)
 
 
 class LocalData(dict[str, Any]):
@@ -114,7 +122,7 @@ def make_local_data(
     checks = SampleChecks(SampleLimits(), warns=False)
     for sequence in sequences:
         _check_sample(sequence, checks, token_fields or {})
-    listed = list_targets or any(_needs_lists(layout_mask(one.masks)) for one in sequences)
+    listed = list_targets or any(_needs_lists(one.layout) for one in sequences)
     data = local_rows(
         plan, sequences.__getitem__, token_fields or {}, list_targets=listed, checks=checks
     )
@@ -133,7 +141,7 @@ def _check_sample(
     sequence: LocalSequence, checks: SampleChecks, token_fields: Mapping[str, int]
 ) -> None:
     """Raises ValueError for a sample that would be trained on, but not as it is meant."""
-    sample, masks, number = sequence
+    sample, number = sequence.sample, sequence.number
     if without_padding(sample, number, token_fields) is not sample:
         raise ValueError(
             f"attention_mask of sample {number} marks padding, which its sequence in the batch has "
@@ -141,7 +149,7 @@ def _check_sample(
         )
     checks.check(sample, number, token_fields)
     checks.compare_labels(sample, number)
-    check_targets(sample, masks, number)
+    check_targets(sample, sequence.masks, number)
 
 
 def local_rows(
@@ -160,7 +168,7 @@ def local_rows(
         needed = [0]  # even without rows, fields need a dtype and a width
     dims = dict.fromkeys(PLAIN_FIELDS, 0) | dict(token_fields)
     sequences = [sequence_of(number) for number in needed]
-    masks = [layout_mask(sequence.masks) for sequence in sequences]
+    masks = [sequence.layout for sequence in sequences]
     fields = [
         _sequence_fields(sequence, mask, int(lengths[number]), dims)
         for number, sequence, mask in zip(needed, sequences, masks, strict=True)
