@@ -139,7 +139,9 @@ PRESETS = {
     # 8 × A100-80G. NVSwitch: 600 GB/s per GPU, both directions together. 4 × 100 Gb/s per node, one
     # NIC for every two GPUs.
     "p4de": Topology(1, 8, DEFAULT_INTRA, DEFAULT_INTER, DEFAULT_NICS),
-    # 8 × H200. NVLink 4: 900 GB/s per GPU, both directions together. One 400 Gb/s NIC per GPU.
+    # 8 × H100 or H200. NVLink 4: 900 GB/s per GPU, both directions together. One 400 Gb/s NIC per
+    # GPU.
+    "h100": Topology(1, 8, Link(5e-6, 360e9), Link(15e-6, 360e9), 8),
     "h200": Topology(1, 8, Link(5e-6, 360e9), Link(15e-6, 360e9), 8),
     # 72 × B200 in one NVLink domain, which is one node here. NVLink 5: 1.8 TB/s per GPU, both
     # directions together. One 400 Gb/s NIC per GPU.
@@ -149,11 +151,16 @@ PRESETS = {
 }
 
 
+# Other names of presets.
+ALIASES = {"a100": "p4de", "gb200": "gb200_nvl72"}
+
+
 def preset(name: str, nodes: int = 1, ranks_per_node: int | None = None) -> Topology:
     """A cluster of `nodes` nodes, with the preset's ranks per node by default.
 
     With fewer ranks, a node keeps all of its NICs, and every rank still uses one of them.
     """
+    name = ALIASES.get(name, name)
     one_of("topology preset", name, PRESETS)
     base = PRESETS[name]
     ranks = base.ranks_per_node if ranks_per_node is None else ranks_per_node

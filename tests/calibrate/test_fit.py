@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from dyncp.blocks import AttentionShape, Direction
 from dyncp.calibrate.calibration import CallSample, WholeCall, fit_rates, fit_rows
 from dyncp.calibrate.rates import fit_seconds
-from dyncp.cost import CostModel, Profile, find_profile
+from dyncp.cost import CostModel, Profile
+from kernels_only import KERNELS_ONLY
 
 RATES = st.floats(1e9, 1e15)
 OVERHEADS = st.floats(1e-7, 1e-3)
@@ -48,9 +49,7 @@ def test_too_few_measurements_and_no_time_are_refused():
         fit_seconds(np.ones((2, 1)), np.zeros(2))
 
 
-PLAIN = replace(
-    find_profile("p4de"), attention_forward=590e12, attention_backward=480e12, call_seconds=20e-6
-)
+PLAIN = replace(KERNELS_ONLY, attention_forward=590e12, attention_backward=480e12)
 COST = CostModel(PLAIN, AttentionShape(32, 8, 128))
 
 

@@ -17,7 +17,7 @@ from dyncp.simulate import simulate_plan
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(4, 2, 16, "fp32")
-COST = CostModel(find_profile("cpu_gloo"), SHAPE)
+COST = CostModel(replace(find_profile("cpu_gloo"), launch_seconds=0.0), SHAPE)
 BATCH = Batch.of([masks.lambda_shaped(700, sinks=8, window=100), masks.causal(90)])
 CALIBRATED = replace(
     COST.profile,

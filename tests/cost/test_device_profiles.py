@@ -12,7 +12,7 @@ from dyncp.cost import profile_for_device, tell_profile
     ("device", "preset"),
     [
         ("NVIDIA H200", "h200"),
-        ("NVIDIA H100 80GB HBM3", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA A100-SXM4-80GB", "p4de"),
         ("NVIDIA B200", "gb200_nvl72"),
         ("NVIDIA GB200", "gb200_nvl72"),
@@ -28,7 +28,7 @@ def test_a_device_gets_the_profile_of_its_kind(device: str | None, preset: str) 
 @pytest.fixture
 def fresh_log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     tell_profile.cache_clear()
-    caplog.set_level(logging.INFO, logger="dyncp.cost.profile")
+    caplog.set_level(logging.INFO, logger="dyncp.cost.presets")
     return caplog
 
 

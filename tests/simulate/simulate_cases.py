@@ -16,6 +16,7 @@ from dyncp.plan import Layout, Op, Plan, assemble_plan
 from dyncp.schedule import Schedule, build_schedule
 from dyncp.simulate import AttentionTimes, Flow, FlowMessages, Programs, run_flow
 from dyncp.topology import Link, Topology, preset
+from kernels_only import KERNELS_ONLY
 
 SOLVERS = ("owner_computes", "zigzag", "random")
 
@@ -52,7 +53,7 @@ def make_case(
     forward, backward = (
         build_schedule(graph, placement, "default", direction, divisions) for direction in Direction
     )
-    cost = CostModel(profile or find_profile("p4de"), shape)
+    cost = CostModel(profile or KERNELS_ONLY, shape)
     return Case(graph, placement, {"default": (forward, backward)}, topology, cost)
 
 

@@ -5,11 +5,12 @@ import pytest
 
 from dyncp import AttentionShape, Batch, PlannerConfig, masks, plan_batch
 from dyncp.blocks import Direction
-from dyncp.cost import CostModel, find_profile
+from dyncp.cost import CostModel
 from dyncp.plan import Op
 from dyncp.simulate import simulate_plan
+from kernels_only import KERNELS_ONLY
 
-PROFILE, SHAPE = find_profile("p4de"), AttentionShape(8, 2, 128)
+PROFILE, SHAPE = KERNELS_ONLY, AttentionShape(8, 2, 128)
 TOPOLOGY, COST = PROFILE.topology(1, 4), CostModel(PROFILE, SHAPE)
 PLAN = plan_batch(Batch.of([masks.causal(9000)]), TOPOLOGY, SHAPE, PlannerConfig(solver="zigzag"))
 

@@ -21,6 +21,7 @@ from dyncp.simulate import (
     more_seconds,
 )
 from dyncp.topology import preset
+from kernels_only import KERNELS_ONLY
 
 SHAPE = AttentionShape(4, 2, 8)
 GROUPS = SHAPE.head_groups(1)
@@ -28,7 +29,7 @@ BYTES = bytes_per_token(SHAPE, GROUPS)[:, 0]
 Q, KV, PER_HEAD = 4 * 8 * 2, 2 * 2 * 8 * 2, 4 * 4  # bytes of a token
 TOKENS = 10
 EAGER = CostModel(find_profile("h200"), SHAPE, graphs=False)
-P4DE = CostModel(find_profile("p4de"), AttentionShape(32, 8, 128))
+BARE = CostModel(KERNELS_ONLY, AttentionShape(32, 8, 128))
 Called = list[tuple[int, int, int]]  # cell, query block and key block of every tile
 Payloads = list[tuple[int, int, int, Payload, int]]  # phase, source, target, kind and block
 
@@ -63,8 +64,8 @@ CALLED = [(0, 0, 0), (0, 0, 1), (0, 1, 1), (2, 1, 0)]
 
 @pytest.mark.parametrize("direction", Direction)
 def test_calls_have_the_rows_of_their_blocks_and_the_longest_of_them(direction: Direction) -> None:
-    layer = make_layer(direction, 256, CALLED, [], P4DE)
-    work = call_work(layer, P4DE)
+    layer = make_layer(direction, 256, CALLED, [], BARE)
+    work = call_work(layer, BARE)
     assert work.cell.tolist() == [0, 2]
     assert work.area.tolist() == [32 * 3 * 256 * 256, 32 * 256 * 256]
     assert work.rows.tolist() == [32 * 4, 32 * 2]  # kernel tiles of 128 rows
@@ -74,12 +75,12 @@ def test_calls_have_the_rows_of_their_blocks_and_the_longest_of_them(direction: 
 @pytest.mark.parametrize("direction", Direction)
 def test_rows_cost_keys_and_a_call_is_no_shorter_than_its_longest(direction: Direction) -> None:
     def more(**changes: float) -> list[float]:
-        cost = CostModel(replace(P4DE.profile, **changes), P4DE.shape)
+        cost = CostModel(replace(BARE.profile, **changes), BARE.shape)
         layer = make_layer(direction, 256, CALLED, [], cost)
         return more_seconds(layer, cost).reshape(-1).tolist()
 
     def seconds(pairs: float) -> float:
-        return float(P4DE.flops(np.array(pairs), 1, direction) / P4DE.attention_rate(direction))
+        return float(BARE.flops(np.array(pairs), 1, direction) / BARE.attention_rate(direction))
 
     rows = more(row_forward=100.0, row_backward=100.0)
     assert rows == pytest.approx([seconds(100 * 128 * 128), 0, seconds(100 * 128 * 64), 0])

@@ -46,7 +46,7 @@ def test_presets_take_any_number_of_nodes_and_ranks(name: str) -> None:
 
 
 def test_an_unknown_preset_names_the_choices() -> None:
-    with pytest.raises(ValueError, match="'p5'; choose one of p4de, h200, gb200_nvl72, cpu_gloo"):
+    with pytest.raises(ValueError, match="'p5'; choose one of p4de, h100, h200, gb200"):
         preset("p5")
 
 

@@ -204,17 +204,19 @@ def calibrate(
     errors |= {} if rows is None else {"row work": rows.mean_error}
     links = {"links inside a node": intra, "links between nodes": inter}
     errors |= {name: link.mean_error for name, link in links.items() if link is not None}
-    profile = replace(
-        base,
-        name=name,
-        fit_error=max(errors.values()),
-        overlap_slowdown=overlaps[0].slowdown,
-        attention_forward=rates.forward,
-        attention_backward=rates.backward,
+    measured |= {
+        "overlap_slowdown": overlaps[0].slowdown,
+        "attention_forward": rates.forward,
+        "attention_backward": rates.backward,
         **{field: getattr(rates, field) for field in KERNEL_FIELDS},
-        **measured,
         **_link_fields(intra, inter, world),
-    )
+    }
+    if ":fast" not in tools.kernel:  # what was measured is what deterministic executors run
+        measured["deterministic_backward"] = 0.0
+    here = dict.fromkeys(measured, f"measured: dyncp calibrate --kernel {tools.kernel}")
+    sources = {**base.sources, **here}
+    fit = max(errors.values())
+    profile = replace(base, name=name, fit_error=fit, sources=sources, **measured)
     found = (profile, rates, rows, samples, calls, intra, inter, gathered, overlaps)
     return Calibration(*found, errors, spread)
 

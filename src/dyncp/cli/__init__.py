@@ -24,6 +24,7 @@ COMMANDS = {
     "verify": "check a saved plan, invariant by invariant",
     "bench": "measure attention kernels, plans rank by rank, or ranks inside a stack of layers",
     "calibrate": "measure this machine and write a profile for planner and simulator",
+    "profile": "show the numbers that plans are priced with, and where each is from",
     "doctor": "check devices, links, groups and one plan, and report what an issue needs",
     "masks": "list the masks, or draw one as text",
 }

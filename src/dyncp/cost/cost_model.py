@@ -20,11 +20,13 @@ Numbers = npt.NDArray[Any]
 @dataclass(frozen=True, slots=True)
 class CostModel:
     """Prices the attention of `shape` with the rates of `profile`. `graphs` says whether plans are
-    replayed as CUDA graphs, which removes most of the host time."""
+    replayed as CUDA graphs, which removes most of the host time, and `deterministic` whether the
+    executor's kernels are."""
 
     profile: Profile
     shape: AttentionShape
     graphs: bool = True
+    deterministic: bool = False
 
     def kernel_area(self, pairs: Numbers, rows: Numbers, keys: Numbers) -> Float64:
         """Pairs that the kernel computes, including masked pairs in partial kernel tiles.
@@ -140,17 +142,28 @@ class CostModel:
 
     def row_keys(self, direction: Direction) -> float:
         """Fixed cost of a row of kernel tiles, as a number of keys."""
-        backward = direction is Direction.BACKWARD
-        return self.profile.row_backward if backward else self.profile.row_forward
+        profile = self.profile
+        if direction is Direction.FORWARD:
+            return profile.row_forward
+        return profile.deterministic_row if self._own_backward else profile.row_backward
 
     def edge_factor(self, direction: Direction) -> float:
         """Seconds of a partial kernel tile over seconds of a full one."""
-        backward = direction is Direction.BACKWARD
-        return self.profile.edge_backward if backward else self.profile.edge_forward
+        profile = self.profile
+        if direction is Direction.FORWARD:
+            return profile.edge_forward
+        return profile.deterministic_edge if self._own_backward else profile.edge_backward
 
     def attention_rate(self, direction: Direction) -> float:
-        backward = direction is Direction.BACKWARD
-        return self.profile.attention_backward if backward else self.profile.attention_forward
+        profile = self.profile
+        if direction is Direction.FORWARD:
+            return profile.attention_forward
+        return profile.deterministic_backward if self._own_backward else profile.attention_backward
+
+    @property
+    def _own_backward(self) -> bool:
+        """Whether backward is another kernel's, since it must be deterministic."""
+        return self.deterministic and self.profile.deterministic_backward > 0
 
     def heads_of(self, groups: Sequence[HeadGroup]) -> Int64:
         """Query heads of each head group."""

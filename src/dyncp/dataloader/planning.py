@@ -12,6 +12,7 @@ import torch
 
 from dyncp.blocks import AttentionShape, Batch
 from dyncp.cost import (
+    CPU,
     PROFILES,
     CostModel,
     ModelConfig,
@@ -21,7 +22,6 @@ from dyncp.cost import (
     sample_seconds,
     tell_profile,
 )
-from dyncp.cost.profile import CPU
 from dyncp.dataloader.options import LoaderConfig, LoaderTuning
 from dyncp.dataloader.ranks import LoaderRanks
 from dyncp.plan import Plan
