@@ -24,13 +24,12 @@ from dyncp.cli.arguments import (
     comma_separated,
     draw_lengths,
     make_batch,
-    model_of,
     option,
     profile_of,
     shape_text,
     show,
 )
-from dyncp.cost import CostModel, ModelConfig
+from dyncp.cost import CostModel, ModelConfig, find_model
 from dyncp.planner import Task
 from dyncp.samplers import NAMES
 
@@ -111,7 +110,7 @@ def _setting(args: Namespace, device: torch.device) -> LayersSetting:
 def _model(args: Namespace, kind: str) -> ModelConfig:
     if args.model is None and kind == "cpu":
         return SMALL_MODEL
-    return model_of(args.model or MODEL)
+    return find_model(args.model or MODEL)
 
 
 def _tasks(

@@ -108,6 +108,19 @@ class Topology:
                 "both must have the same"
             )
 
+    def slice(self, tp: int) -> "Topology":
+        """The links that one of `tp` tensor-parallel ranks has, if each rank of this topology
+        stands for `tp` neighbouring GPUs, whose messages share the NICs of their node.
+
+        On a node with 4 NICs and 2 × 4 GPUs, two GPUs share a NIC: a rank has half a NIC."""
+        if tp == 1:
+            return self
+        per_nic = max(1.0, self.ranks_per_node * tp / self.nics)
+        sharing = min(per_nic, tp)
+        nics = max(1, round(self.ranks_per_node / max(1.0, per_nic / tp)))
+        inter = Link(self.inter.latency, nics * self.nic_bandwidth / sharing)
+        return replace(self, inter=inter, nics=nics)
+
     def scaled(self, bandwidth: float = 1.0, latency: float = 1.0) -> "Topology":
         """This topology with the bandwidth and latency of all links multiplied by these factors."""
         intra, inter = self.intra.scaled(bandwidth, latency), self.inter.scaled(bandwidth, latency)

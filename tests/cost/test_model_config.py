@@ -103,13 +103,13 @@ def test_configs_that_say_too_little_or_something_else_are_refused(tmp_path: Pat
     (tmp_path / "list.json").write_text("[1]")
     with pytest.raises(ValueError, match="is a list, not a JSON object"):
         ModelConfig.of(tmp_path / "list.json")
-    with pytest.raises(ValueError, match="'gpt5'; choose one of llama3_8b, or give a config"):
+    with pytest.raises(ValueError, match="'gpt5'; choose one of llama3_8b, .*, or give a config"):
         find_model("gpt5")
 
 
 def test_tensor_parallel_ranks_share_heads_mlp_and_vocabulary():
     whole = ModelConfig(64, 2, 129, 101, 8, 2, 16)
-    assert whole.divided(2) == ModelConfig(64, 2, 65, 51, 4, 1, 16)
+    assert whole.divided(2) == ModelConfig(64, 2, 65, 51, 4, 1, 16, tp=2)
     assert whole.divided(1) == whole
     assert whole.attention_shape().divided(2) == whole.divided(2).attention_shape()
     with pytest.raises(ValueError, match="8 q heads and 2 kv heads; 4 tensor-parallel ranks can"):

@@ -175,7 +175,8 @@ def test_the_choice_is_explained_by_the_plan():
     fastest, *_, last = choice.explain().splitlines()
     assert f"{1e3 * choice.simulated.step_seconds:.3f} ms" in fastest
     assert last.endswith("ruled out by their bounds")
-    plan = plan_batch(task.batch, task.topology, SHAPE, cost=COST)
+    alone = PlannerConfig(attention_only=True)
+    plan = plan_batch(task.batch, task.topology, SHAPE, alone, cost=COST)
     assert fastest in plan.explain()
 
 

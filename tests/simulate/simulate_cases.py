@@ -104,7 +104,7 @@ def run_by_hand(
         np.array([s[2] for s in steps], np.float64),
         FlowMessages(phase, source, target, size),
         0.0,
-        host,
+        host * (1 + np.concatenate([np.arange(len(program)) for program in programs])),
         slowdown,
     )
     return run_flow(flow, topology)

@@ -51,6 +51,7 @@ def make_layer(
         groups=groups,
         tokens=np.array([tokens, tokens]),
         owner=np.array([0, 1]),
+        sequence=np.array([0, 1]),
         tiles=Tiles(q_block, k_block, np.zeros_like(cell), pairs),
         cell=cell,
         tile_seconds=cost.tile_seconds(pairs, side, side, cost.shape.q_heads, direction),

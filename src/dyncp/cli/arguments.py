@@ -21,19 +21,25 @@ from dyncp.cost import (
     CostModel,
     ModelConfig,
     Profile,
+    StepTraffic,
     find_model,
     find_profile,
     load_profile,
     profile_for_device,
     tell_profile,
+    usual_decoder,
 )
+from dyncp.cost.step_traffic import GATHERED, GRADIENTS
 from dyncp.masks.function import check_mask_memory
 from dyncp.placement import DEFAULT_TOLERANCES, Limits
 from dyncp.planner import AUTO, EFFORTS, OBJECTIVES, PlannerConfig
 from dyncp.samplers import NAMES, parse_sample, read_lengths, sample_lengths
+from dyncp.topology import Topology
 
 # Default attention shape of the commands that measure, by kind of device.
 SHAPES = {"cpu": AttentionShape(4, 2, 64, "fp32"), "cuda": AttentionShape(32, 8, 128, "bf16")}
+# The attention of plans without a model: Llama-3-8B's on one of 4 tensor-parallel ranks.
+SHAPE = AttentionShape(8, 2, 128)
 # Without one of these files there is no GPU, and importing torch, which takes seconds, is not
 # necessary.
 DRIVER_FILES = ("nvidiactl", "dxg")
@@ -130,17 +136,30 @@ def gpu_name() -> str | None:
 def add_planning_options(parser: ArgumentParser) -> None:
     """Adds options for cluster, attention shape, model and planner."""
     add_profile_options(parser)
-    for name, text, default in (
-        ("nodes", "nodes of the cluster", 4),
-        ("ranks-per-node", "ranks of each node", 8),
-        ("q-heads", "query heads of one layer", 8),
-        ("kv-heads", "key and value heads of one layer", 2),
-        ("head-dim", "size of a head", 128),
+    option(parser, "--nodes", "nodes of the cluster", 4, metavar="N")
+    text = "ranks of each node (default: the profile's, divided by --tp)"
+    option(parser, "--ranks-per-node", text, type=int, metavar="N")
+    for name, text in (
+        ("q-heads", "query heads of one layer"),
+        ("kv-heads", "key and value heads of one layer"),
+        ("head-dim", "size of a head"),
     ):
-        option(parser, f"--{name}", text, default, metavar="N")
-    option(parser, "--dtype", f"one of {', '.join(ITEM_BYTES)}", "bf16")
-    text = "llama3-8b or a Transformers config.json; adds the per-token work of this model"
+        default = getattr(SHAPE, name.replace("-", "_"))
+        usual = f"(default: the model's, or {default})"
+        option(parser, f"--{name}", f"{text} {usual}", type=int, metavar="N")
+    text = f"one of {', '.join(ITEM_BYTES)} (default: the model's, or {SHAPE.dtype})"
+    option(parser, "--dtype", text)
+    text = f"{', '.join(MODELS)}, a Transformers config.json or its folder"
+    text = f"model with the work outside attention (default: a usual decoder): {text}"
     option(parser, "--model", text)
+    text = "plan for one layer's attention, without the work outside it"
+    parser.add_argument("--attention-only", action="store_true", help=text)
+    text = "tensor-parallel ranks that share heads, MLP and NICs with every rank of the plan"
+    option(parser, "--tp", text, 1, metavar="N")
+    text = "how a step sums gradients over the ranks, with --model"
+    option(parser, "--gradients", f"{text}: {', '.join(GRADIENTS)}", "none")
+    text = "when a step gathers weights from the ranks, with --model"
+    option(parser, "--gathered", f"{text}: {', '.join(GATHERED)}", "none")
     text = "a solver, a static method with degrees (zigzag/cp8), or auto for the best of all"
     option(parser, "--solver", text, AUTO)
     option(parser, "--effort", f"of the search: {' or '.join(EFFORTS)}", "fast")
@@ -180,17 +199,42 @@ def config_of(args: Namespace) -> PlannerConfig:
     )
 
 
-def cost_of(args: Namespace) -> CostModel:
-    shape = AttentionShape(args.q_heads, args.kv_heads, args.head_dim, args.dtype)
-    return CostModel(profile_of(args), shape)
+def cost_of(args: Namespace, model: ModelConfig | None) -> CostModel:
+    """Costs for the attention of the options, of the model, or of SHAPE."""
+    shape = SHAPE if model is None else model.attention_shape()
+    return CostModel(profile_of(args), _shape_of(args, shape))
 
 
-def model_of(name: str) -> ModelConfig:
-    """A known model, or the model of a config.json."""
-    if name.endswith(".json"):
-        return ModelConfig.of(name)
-    written = name.replace("-", "_")
-    return find_model(written if written in MODELS else name)
+def _shape_of(args: Namespace, default: AttentionShape) -> AttentionShape:
+    names = ("q_heads", "kv_heads", "head_dim", "dtype")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return replace(default, **given)
+
+
+def topology_of(args: Namespace, profile: Profile) -> Topology:
+    """The cluster of the options. The ranks of a plan are groups of --tp GPUs."""
+    tp = whole_number("--tp", args.tp, 1)
+    if args.ranks_per_node is None and profile.ranks_per_node % tp:
+        raise ValueError(
+            f"--tp is {tp}, which does not divide the {profile.ranks_per_node} GPUs of a node; "
+            "give --ranks-per-node, too"
+        )
+    ranks = args.ranks_per_node
+    ranks = profile.ranks_per_node // tp if ranks is None else ranks
+    return profile.topology(args.nodes, ranks).slice(tp)
+
+
+def model_of(args: Namespace) -> ModelConfig | None:
+    """The model of the options, with what a step moves besides attention: a usual decoder without
+    --model, none with --attention-only."""
+    if args.attention_only:
+        if args.model is not None:
+            raise ValueError("--model and --attention-only exclude each other; give one of them")
+        return None
+    tp = whole_number("--tp", args.tp, 1)
+    sizes = usual_decoder(_shape_of(args, SHAPE)) if args.model is None else find_model(args.model)
+    sizes = sizes if args.model is None else sizes.divided(tp)
+    return replace(sizes, traffic=StepTraffic(gradients=args.gradients, gathered=args.gathered))
 
 
 # Measuring
@@ -250,9 +294,7 @@ def add_shape_options(parser: ArgumentParser) -> None:
 
 def shape_of(args: Namespace, kind: str) -> AttentionShape:
     """The attention shape of the options, with defaults for this kind of device."""
-    names = ("q_heads", "kv_heads", "head_dim", "dtype")
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    return replace(SHAPES[kind], **given)
+    return _shape_of(args, SHAPES[kind])
 
 
 def shape_text(shape: AttentionShape) -> str:

@@ -49,10 +49,10 @@ def add_options(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     arguments.check_outputs(save=args.save, dump_placement=args.dump_placement)
-    cost, config = arguments.cost_of(args), arguments.config_of(args)
-    topology = cost.profile.topology(args.nodes, args.ranks_per_node)
+    model, config = arguments.model_of(args), arguments.config_of(args)
+    cost = arguments.cost_of(args, model)
+    topology = arguments.topology_of(args, cost.profile)
     batch = arguments.make_batch(args.mask, arguments.lengths_of(args))
-    model = None if args.model is None else arguments.model_of(args.model)
     config = replace(config, block_size=args.block_size)
     progress = Progress()
     where = f"{topology.num_ranks} ranks, profile {cost.profile.name}"

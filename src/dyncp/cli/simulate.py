@@ -65,8 +65,8 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    cost, config = arguments.cost_of(args), arguments.config_of(args)
-    model = None if args.model is None else arguments.model_of(args.model)
+    model, config = arguments.model_of(args), arguments.config_of(args)
+    cost = arguments.cost_of(args, model)
     topology, methods = _topology(args, cost.profile), _methods(args.methods)
     lengths, origin = find_lengths(args)
     progress, outcomes = Progress(), []
@@ -85,7 +85,7 @@ def run(args: Namespace) -> int:
         summary | {"batches": batches},
         [
             f"{_sizes(lengths)} ({origin}), mask {args.mask}",
-            f"{_cluster(args, cost.profile.name)}; solver {args.solver}",
+            f"{_cluster(args, topology)}; solver {args.solver}",
             "",
             *draw_table(summary),
             "",
@@ -110,8 +110,7 @@ def _topology(args: Namespace, profile: Profile) -> Topology:
         raise ValueError(f"--latency is {args.latency}; it must not be negative")
     if not 0 <= args.jitter < 1:
         raise ValueError(f"--jitter is {args.jitter}; it must be at least 0 and below 1")
-    topology = profile.topology(args.nodes, args.ranks_per_node)
-    return topology.scaled(args.bandwidth, args.latency)
+    return arguments.topology_of(args, profile).scaled(args.bandwidth, args.latency)
 
 
 def _methods(text: str | None) -> tuple[str, ...]:
@@ -134,12 +133,15 @@ def _sizes(lengths: Sequence[list[int]]) -> str:
     return f"{len(sizes)} batch{'es' if len(sizes) > 1 else ''} of {tokens} tokens"
 
 
-def _cluster(args: Namespace, profile: str) -> str:
-    text = f"{profile}, {args.nodes} × {args.ranks_per_node} ranks"
+def _cluster(args: Namespace, topology: Topology) -> str:
+    text = f"{topology.name}, {topology.nodes} × {topology.ranks_per_node} ranks"
+    text += f" of {args.tp} GPUs" if args.tp > 1 else ""
     for name, value in (("bandwidth", args.bandwidth), ("latency", args.latency)):
         text += "" if value == 1 else f", {name} × {value:g}"
     text += f", jitter {args.jitter:g}" if args.jitter else ""
-    return f"{text}; {f'model {args.model}' if args.model else 'attention alone, one layer'}"
+    if args.attention_only:
+        return f"{text}; attention alone, one layer"
+    return f"{text}; {f'model {args.model}' if args.model else 'a usual decoder with these heads'}"
 
 
 MOST_BATCHES = 100_000  # all lengths are drawn first

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from dyncp.arrays import Float64, Int64
 from dyncp.blocks import AttentionShape, BlockGraph, Direction, HeadGroup
+from dyncp.cost.implementation import Implementation
 from dyncp.cost.profile import Profile
 
 # Forward computes q·kᵀ and p·v. Backward computes q·kᵀ again, dO·vᵀ, pᵀ·dO, dS·k and dSᵀ·q.
@@ -21,12 +22,14 @@ Numbers = npt.NDArray[Any]
 class CostModel:
     """Prices the attention of `shape` with the rates of `profile`. `graphs` says whether plans are
     replayed as CUDA graphs, which removes most of the host time, and `deterministic` whether the
-    executor's kernels are."""
+    executor's kernels are. With `implementation`, plans of static methods are priced as their own
+    code runs, not as dyncp's executor."""
 
     profile: Profile
     shape: AttentionShape
     graphs: bool = True
     deterministic: bool = False
+    implementation: Implementation | None = None
 
     def kernel_area(self, pairs: Numbers, rows: Numbers, keys: Numbers) -> Float64:
         """Pairs that the kernel computes, including masked pairs in partial kernel tiles.

@@ -9,9 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dyncp.blocks import AttentionShape, Direction, checked_dtype, dtype_name
+from dyncp.blocks import ITEM_BYTES, AttentionShape, Direction, checked_dtype, dtype_name
 from dyncp.checks import read_json_file, whole_number
 from dyncp.cost.profile import Profile
+from dyncp.cost.step_traffic import StepTraffic
+from dyncp.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,8 @@ class ModelConfig:
     experts that the router chooses from (0: no router). `dtype` is the dtype of q, k and v: a
     name ("bf16") or a torch dtype, stored by its name. `positions` is the number of positions that
     the model was trained with (None: unknown); if they are `learned_positions`, there are no more.
+    `tp` is the number of tensor-parallel ranks among which these sizes were `divided`. `traffic` is
+    what a step moves besides attention (None: not priced).
     """
 
     hidden: int
@@ -37,6 +41,8 @@ class ModelConfig:
     dtype: str | Any = "bf16"
     positions: int | None = None
     learned_positions: bool = False
+    tp: int = 1
+    traffic: StepTraffic | None = None
 
     @staticmethod
     def of(model: Any, dtype: Any = None) -> "ModelConfig":
@@ -86,28 +92,29 @@ class ModelConfig:
         return 2 * forward if direction is Direction.BACKWARD else forward
 
     def seconds_per_token(self, profile: Profile, direction: Direction) -> float:
-        return self.flops_per_token(direction) / profile.dense
+        """Seconds of linear layers and, with tensor parallelism, of summing activations twice per
+        layer (or of the gathers and scattered sums of sequence parallelism, which move as much)."""
+        computed = self.flops_per_token(direction) / profile.dense
+        sent = 4 * (self.tp - 1) / self.tp * self.hidden * ITEM_BYTES[self.attention_shape().dtype]
+        return computed + self.layers * sent / profile.intra.bandwidth
+
+    def traffic_seconds(self, topology: Topology) -> float:
+        """Seconds per batch that links need for gradients and weights."""
+        if self.traffic is None:
+            return 0.0
+        weights = self.layers * self.layer_weights + 2 * self.hidden * self.vocab
+        return self.traffic.seconds(float(weights), topology)
 
     def divided(self, parts: int) -> "ModelConfig":
         """Sizes for one of `parts` tensor-parallel ranks: its share of heads, MLP and
         vocabulary."""
         shape = self.attention_shape().divided(parts)
         ffn, vocab = -(-self.ffn // parts), -(-self.vocab // parts)
-        return replace(self, heads=shape.q_heads, kv_heads=shape.kv_heads, ffn=ffn, vocab=vocab)
+        heads, kv_heads, tp = shape.q_heads, shape.kv_heads, self.tp * parts
+        return replace(self, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=vocab, tp=tp)
 
     def attention_shape(self) -> AttentionShape:
         return AttentionShape(self.heads, self.kv_heads, self.head_dim, self.dtype)
-
-
-MODELS = {"llama3_8b": ModelConfig(4096, 32, 14336, 128256, 32, 8, 128)}
-
-
-def find_model(name: str) -> ModelConfig:
-    if name not in MODELS:
-        raise ValueError(
-            f"model is {name!r}; choose one of {', '.join(MODELS)}, or give a config.json"
-        )
-    return MODELS[name]
 
 
 # Names of each size in different model families, the most common first.
@@ -134,7 +141,13 @@ def model_shape(model: Any, parts: int = 1) -> tuple[AttentionShape, ModelConfig
     """
     if model is None or isinstance(model, AttentionShape):
         return model or AttentionShape.assumed(), None
-    sizes = ModelConfig.of(model).divided(parts)
+    sizes = ModelConfig.of(model)
+    if sizes.tp not in (1, parts) and parts > 1:
+        raise ValueError(
+            f"the model was divided among {sizes.tp} tensor-parallel ranks; the mesh has {parts}"
+        )
+    if sizes.tp == 1:
+        sizes = sizes.divided(parts)
     return sizes.attention_shape(), sizes
 
 

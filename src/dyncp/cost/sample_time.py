@@ -6,13 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from dyncp.blocks import AttentionShape, Direction
+from dyncp.blocks import Direction
 from dyncp.cost.cost_model import CostModel
 from dyncp.cost.model import ModelConfig
+from dyncp.cost.models import usual_decoder
 from dyncp.masks import Mask, MaskFunction, NamedMasks
-
-# A decoder of unknown sizes is assumed to be like Llama-3-8B; FFN and vocabulary in hidden sizes.
-LAYERS, FFN, VOCAB = 32, 3.5, 32
 
 
 def sample_seconds(
@@ -27,7 +25,7 @@ def sample_seconds(
     are interpolated linearly, which is exact for causal and full masks. All ranks must predict the
     same times to deal the same batches, so only operations with exact IEEE rounding are used.
     """
-    sizes = model or _assumed_model(cost.shape)
+    sizes = model or usual_decoder(cost.shape)
     directions = [Direction.FORWARD] + [Direction.BACKWARD] * (not forward_only)
     per_token = sum(sizes.seconds_per_token(cost.profile, way) for way in directions)
 
@@ -68,9 +66,3 @@ def _num_pairs(mask_fn: Any, length: int) -> float:
         if pairs:
             return sum(pairs) / len(pairs)
     return length * (length + 1) / 2
-
-
-def _assumed_model(shape: AttentionShape) -> ModelConfig:
-    hidden = shape.q_heads * shape.head_dim
-    sizes = (hidden, LAYERS, round(FFN * hidden), VOCAB * hidden)
-    return ModelConfig(*sizes, shape.q_heads, shape.kv_heads, shape.head_dim)

@@ -49,7 +49,8 @@ def topology_and_cost(
         cost = CostModel(named or _device_profile(ranks), shape)
     if topology is None:
         found = ranks.topology()
-        topology = cost.profile.topology(found.nodes, found.ranks_per_node)
+        nodes = cost.profile.topology(found.nodes, found.ranks_per_node)
+        topology = nodes.slice(ranks.tensor_parallel)
     topology.check_ranks(ranks.num_ranks, "loader")
     return topology, cost
 
@@ -84,8 +85,8 @@ class BatchPlanner:
         """A planner by the arguments of a loader."""
         if model is None and not ranks.rank:
             logger.info(
-                "no model= given: plans have one head group, assume 4 q heads per kv head, and fit "
-                "any layer. For exact costs pass model= (a Transformers config, or "
+                "no model= given: plans have one head group, assume a decoder like Llama-3-8B, and "
+                "fit any layer. For exact costs pass model= (a Transformers config, or "
                 "AttentionShape(q_heads, kv_heads, head_dim, dtype))"
             )
         shape, sizes = model_shape(model, ranks.tensor_parallel)

@@ -31,6 +31,8 @@ class PlannerConfig:
     `block_size` fixes the block size (None: the solver chooses one per sequence).
     `head_groups` is the number of groups that kv heads are split into (None: searched).
     `divisions` is the largest number of divisions per direction (None: searched).
+    `attention_only` leaves work outside attention out; otherwise a model of unknown sizes is
+    assumed to be a usual decoder, since that work goes by tokens.
     `layers` is the number of attention layers per mask name (default: equally many); plans are
     chosen by the time of all layers. `forward_only` plans evaluation. Plans keep `limits` if any
     placement does, and `max_tokens_per_rank` always. A solver that takes longer than
@@ -50,6 +52,7 @@ class PlannerConfig:
     max_tokens_per_rank: int | None = None
     solver_seconds: float = 600.0
     layers: Mapping[str, int] | None = None
+    attention_only: bool = False
 
     def __post_init__(self) -> None:
         instance_of("solver", self.solver, str, "the name of one, or auto")

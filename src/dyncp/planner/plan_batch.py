@@ -1,10 +1,12 @@
 """Plans a batch: batch → blocks → placement → schedules → plan."""
 
+import logging
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from dyncp.blocks import Batch, Direction
-from dyncp.cost import CostModel, model_shape
+from dyncp.cost import CostModel, model_shape, usual_decoder
 from dyncp.placement import Solver, find_solver, minimal_bytes
 from dyncp.plan import Plan
 from dyncp.planner.choice import Choice, Tried, head_group_counts
@@ -13,6 +15,8 @@ from dyncp.planner.config import AUTO, PlannerConfig
 from dyncp.planner.search import place_or_warn, search, search_divisions
 from dyncp.planner.task import Placed, Task
 from dyncp.topology import Topology
+
+logger = logging.getLogger(__name__)
 
 FEWEST_BYTES = {"fast": "bisection_bytes", "quality": "bisection_bytes_quality"}
 
@@ -29,15 +33,33 @@ def plan_batch(
 
     `model` is an AttentionShape, or anything that ModelConfig.of takes: a ModelConfig, a
     Transformers model or its config. Without one, the plan has one head group and fits any layer.
-    With an AttentionShape, work outside attention is not priced. `cost` has the prices (default:
-    those of the profile with the topology's name, p4de's if there is none).
+    With an AttentionShape, or without a model, the work outside attention is that of a usual
+    decoder with these heads, unless `planner.attention_only` is set. `cost` has the prices
+    (default: those of the profile with the topology's name, p4de's if there is none).
     """
     shape, sizes = model_shape(model)
+    config = PlannerConfig() if planner is None else planner
+    if config.attention_only:
+        sizes = None
+    elif sizes is None:
+        sizes = usual_decoder(shape)
+        if topology.num_ranks > 1:
+            _tell_usual()
     task = Task.of(batch, topology, shape, planner, cost, sizes)
     if task.config.solver != AUTO:
         return assemble_choice(task, choose(task))
     with compile_in_parallel():
         return assemble_choice(task, choose(task))
+
+
+@cache
+def _tell_usual() -> None:
+    """Logs, once per process, that sizes are assumed."""
+    logger.info(
+        "no sizes of the model are given: work outside attention is that of a usual decoder with "
+        "these heads (32 layers, gated MLP of 3.5 × hidden). Pass a ModelConfig or a Transformers "
+        "config as the model, or PlannerConfig(attention_only=True) to plan for attention alone"
+    )
 
 
 def choose(task: Task) -> Choice:
@@ -75,6 +97,13 @@ def plan_with(
 ) -> Plan:
     """Plans a batch with this solver instead of the config's, and raises the solver's errors."""
     shape, sizes = model_shape(model)
+    config = PlannerConfig() if planner is None else planner
+    if config.attention_only:
+        sizes = None
+    elif sizes is None:
+        sizes = usual_decoder(shape)
+        if topology.num_ranks > 1:
+            _tell_usual()
     task = Task.of(batch, topology, shape, planner, None, sizes)
     return assemble_choice(task, search_divisions(task, task.place(solver)))
 

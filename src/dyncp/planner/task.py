@@ -275,7 +275,8 @@ class Task:
             for name in placed.graph.tiles
         }
         rows = rows_per_rank(placed.graph, placed.placement, self.config.layout.local_multiple)
-        step = join_times(attention, rows, self.topology, self.layers, self.token_seconds)
+        model = self.model
+        step = join_times(attention, rows, self.topology, self.layers, self.token_seconds, model)
         return Candidate(placed, runs, step)
 
 

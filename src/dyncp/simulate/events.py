@@ -107,9 +107,7 @@ def _steps(flow: Flow) -> Records:
     steps = np.zeros(len(flow.work), STEP)
     steps["op"], steps["argument"] = flow.programs.op, flow.programs.argument
     steps["work"] = flow.work
-    if flow.host_seconds:
-        number = np.arange(len(steps)) - flow.programs.first[flow.programs.rank]
-        steps["issued"] = flow.host_seconds * (number + 1)
+    steps["issued"] = flow.issued
     return steps
 
 

@@ -13,6 +13,7 @@ from dyncp.plan import Op, Plan
 from dyncp.plan.assemble import order_instructions
 from dyncp.schedule import Schedule
 from dyncp.simulate.layer import Layer, RowCosts, Sent, count_row_bytes, more_seconds
+from dyncp.simulate.own_code import price_own_code
 
 # If row work is priced, programs begin with START (copies in) and end with END (merges, copies
 # out).
@@ -49,8 +50,9 @@ class FlowMessages(NamedTuple):
 class Flow(NamedTuple):
     """The input of the simulator. `work` has the seconds of every instruction on a rank of speed 1:
     packing (LAUNCH), unpacking (WAIT), computing, and row work at START and END. `tile_seconds` is
-    the sum over all tiles, without call overhead. The host takes `host_seconds` to issue an
-    instruction. While a rank sends or receives, its computation takes `slowdown` times longer."""
+    the sum over all tiles, without call overhead. The host has issued an instruction `issued`
+    seconds after the call. While a rank sends or receives, its computation takes `slowdown` times
+    longer."""
 
     num_ranks: int
     num_phases: int
@@ -58,7 +60,7 @@ class Flow(NamedTuple):
     work: Float64
     messages: FlowMessages
     tile_seconds: float
-    host_seconds: float = 0.0
+    issued: Float64
     slowdown: float = 1.0
 
     @property
@@ -95,6 +97,7 @@ def flow_of_schedule(
         groups,
         tokens,
         placement.block_rank.astype(np.int64),
+        graph.blocks.sequence.astype(np.int64),
         graph.tiles[name],
         placement.tile_rank[name].astype(np.int64) * num_divisions + schedule.tile_division,
         cost.graph_tile_seconds(graph, name, direction),
@@ -144,6 +147,7 @@ def layer_of_plan(
         groups,
         tokens.astype(np.int64),
         part.blocks.owner.astype(np.int64),
+        part.blocks.sequence.astype(np.int64),
         tiles,
         np.repeat(ranks, [len(mask.tiles) for mask in masks]) * num_divisions + division,
         cost.tile_seconds(tiles.pairs, rows, keys, heads, direction),
@@ -191,6 +195,13 @@ def _sum_runs(key: Int64, size: Int64) -> tuple[Int64, Int64]:
 
 
 def _make_flow(layer: Layer, programs: Programs, messages: FlowMessages, cost: CostModel) -> Flow:
+    if cost.implementation is not None:
+        work, host = price_own_code(layer, programs.op, programs.rank, programs.argument, cost)
+        issued = np.append(0.0, np.cumsum(host))
+        issued = issued[1:] - issued[programs.first[programs.rank]]
+        tiles, slowdown = float(layer.tile_seconds.sum()), cost.profile.overlap_slowdown
+        ranks, phases = layer.num_ranks, layer.num_phases
+        return Flow(ranks, phases, programs, work, messages, tiles, issued, slowdown)
     calls, tile_seconds = layer.calls.sum(axis=2), layer.by_division(layer.cell, layer.tile_seconds)
     seconds = tile_seconds + cost.profile.call_seconds * calls
     seconds += cost.profile.launch_seconds * calls
@@ -224,7 +235,7 @@ def _make_flow(layer: Layer, programs: Programs, messages: FlowMessages, cost: C
         work,
         messages,
         float(tile_seconds.sum()),
-        cost.host_seconds,
+        np.asarray(cost.host_seconds * (1 + np.arange(len(work)) - programs.first[rank])),
         cost.profile.overlap_slowdown,
     )
 

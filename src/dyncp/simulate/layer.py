@@ -61,8 +61,8 @@ class CallBlocks(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """`groups` are the head groups in the cost model's shape. `tokens` and `owner` have one entry
-    per block. Per tile, `cell` is rank × num_divisions + division, and `tile_seconds` its
+    """`groups` are the head groups in the cost model's shape. `tokens`, `owner` and `sequence` have
+    one entry per block. Per tile, `cell` is rank × num_divisions + division, and `tile_seconds` its
     seconds."""
 
     direction: Direction
@@ -72,6 +72,7 @@ class Layer:
     groups: tuple[HeadGroup, ...]
     tokens: Int64
     owner: Int64
+    sequence: Int64
     tiles: Tiles
     cell: Int64
     tile_seconds: Float64

@@ -2,7 +2,7 @@
 Simulated for a whole step."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -105,11 +105,12 @@ Both = tuple[AttentionTimes, ...]
 
 @dataclass(frozen=True, eq=False)
 class Simulated:
-    """Seconds of a step.
+    """Seconds of a step; all links and kernels by the cost model.
 
     `attention` has the forward and backward times of one layer by mask name, `layers` the number of
     layers with that mask. `token_seconds` is the per-token work of the fullest rank, forward and
-    backward; 0 without a model. `ideal_seconds` is the step without communication and call
+    backward; 0 without a model. `traffic_seconds` is the time of gradients and weights on the links
+    that nothing hides. `ideal_seconds` is the step without communication and call
     overhead, and with all work spread evenly.
     """
 
@@ -117,6 +118,7 @@ class Simulated:
     layers: Mapping[str, float]
     token_seconds: float
     ideal_seconds: float
+    traffic_seconds: float = 0.0
 
     @property
     def num_layers(self) -> float:
@@ -149,8 +151,9 @@ class Simulated:
 
     @property
     def step_seconds(self) -> float:
-        """Forward and backward seconds of all attention layers and of the per-token work."""
-        return self.attention_seconds + self.token_seconds
+        """Forward and backward seconds of all attention layers and of the per-token work, and
+        the traffic of gradients and weights that they don't hide."""
+        return self.attention_seconds + self.token_seconds + self.traffic_seconds
 
     def runs(self) -> Iterator[tuple[str, AttentionTimes]]:
         """Name and times of every simulated mask and direction, forward first."""
@@ -256,7 +259,7 @@ def _make_step(
         directions = list(Direction)[: max(map(len, attention.values()))]
         per_token = sum(model.seconds_per_token(cost.profile, d) for d in directions)
     layers = layers_by_mask(list(attention), layers, model)
-    return join_times(attention, rows, topology, layers, per_token)
+    return join_times(attention, rows, topology, layers, per_token, model)
 
 
 def join_times(
@@ -265,16 +268,33 @@ def join_times(
     topology: Topology,
     layers: Mapping[str, float],
     token_seconds: float,
+    model: ModelConfig | None = None,
 ) -> Simulated:
     """Joins the times of all masks to a step. Every rank holds `rows` rows, each of which takes
-    `token_seconds` outside attention."""
+    `token_seconds` outside attention. The traffic of `model` is added."""
     speed = topology.rank_speeds
     tiles = sum(
         layers[name] * times.flow.tile_seconds for name, both in attention.items() for times in both
     )
     fullest = token_seconds * float((rows / speed).max())
     ideal = (tiles + token_seconds * float(rows.sum())) / float(speed.sum())
-    return Simulated(attention, layers, fullest, ideal)
+    step = Simulated(attention, layers, fullest, ideal)
+    return step if model is None else replace(step, traffic_seconds=_exposed(step, topology, model))
+
+
+def _exposed(step: Simulated, topology: Topology, model: ModelConfig) -> float:
+    """Seconds of gradients and weights that the step does not hide: while attention's messages
+    keep the busiest link busy, nothing else travels there."""
+    traffic = model.traffic_seconds(topology)
+    if not traffic or model.traffic is None or not model.traffic.overlaps:
+        return traffic
+    first = 2 * topology.num_ranks if topology.nodes > 1 else 0
+    busy = sum(
+        step.layers[name] * float((times.ports["moved"] / times.ports["bandwidth"])[first:].max())
+        for name, both in step.attention.items()
+        for times in both
+    )
+    return max(0.0, traffic - (step.step_seconds - busy))
 
 
 def layers_by_mask(
