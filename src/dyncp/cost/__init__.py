@@ -1,7 +1,7 @@
 """Seconds of tiles, kernel calls, copies, per-token work outside attention, and whole samples."""
 
 from dyncp.cost.cost_model import BACKWARD_FLOPS, CostModel
-from dyncp.cost.implementation import Implementation
+from dyncp.cost.implementation import IMPLEMENTATIONS, Implementation
 from dyncp.cost.model import ModelConfig, model_shape
 from dyncp.cost.models import MODELS, find_model, usual_decoder
 from dyncp.cost.presets import (

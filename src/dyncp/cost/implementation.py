@@ -39,3 +39,65 @@ class Implementation:
         """Lengths as this code cuts them for rings of `contexts` ranks."""
         multiple = 2 * contexts if self.pads else 1
         return tuple(-(-length // multiple) * multiple for length in lengths)
+
+
+# Merging an output value reads the accumulator (fp32) and the new output (bf16), writes the latter
+# as fp32, reads both, and writes the accumulator: 4 + 2 + 4 + 4 + 4 bytes, as measured on an H200.
+# Backward adds bf16 to fp32, with a copy of every half that a zigzag step needs.
+RING_FLASH = Implementation(
+    "ring-flash-attention",
+    step_host=(300e-6, 400e-6),
+    sequence_host=(20e-6, 40e-6),
+    message_host=60e-6,
+    merged=(18.0, 12.0),
+    partial_dtype="fp32",
+    reads_lengths=True,
+    pads=False,
+)
+# Host seconds of the following two are fitted to the published attention benchmark of the DCP
+# paper (benchmarks/data/hindcast/paper_attention.csv), on nodes with A100s.
+LOONGTRAIN = Implementation(
+    "LoongTrain",
+    step_host=(300e-6, 950e-6),
+    sequence_host=(19e-6, 38e-6),
+    message_host=60e-6,
+    merged=(18.0, 12.0),
+    partial_dtype="fp32",
+)
+TRANSFORMER_ENGINE = Implementation(
+    "TransformerEngine",
+    step_host=(430e-6, 650e-6),
+    sequence_host=(24e-6, 24e-6),
+    message_host=60e-6,
+    merged=(10.0, 8.0),
+)
+# Torch's context_parallel computes step by step, and merges by separate kernels, which moves 56
+# bytes per value as measured on an H200.
+TORCH = Implementation(
+    "torch context_parallel",
+    step_host=(500e-6, 800e-6),
+    sequence_host=(0.0, 0.0),
+    message_host=60e-6,
+    merged=(56.0, 20.0),
+    partial_dtype="fp32",
+)
+# One attention call between two collectives, without merges.
+COLLECTIVES = Implementation(
+    "all-to-all",
+    step_host=(300e-6, 400e-6),
+    sequence_host=(0.0, 0.0),
+    message_host=120e-6,
+    merged=(0.0, 10.0),
+    pads=True,
+)
+# By static method; others have not been modelled.
+IMPLEMENTATIONS = {
+    "ring": RING_FLASH,
+    "zigzag": RING_FLASH,
+    "loongtrain": LOONGTRAIN,
+    "transformer_engine": TRANSFORMER_ENGINE,
+    "megatron_hybrid": TRANSFORMER_ENGINE,
+    "ulysses": COLLECTIVES,
+    "all_gather": TORCH,
+    "ptrr": TORCH,
+}

@@ -66,6 +66,18 @@ def _overhead(cost: CostModel, calls: int) -> float:
     return cost.profile.call_seconds * calls + cost.profile.launch_seconds * (2 * calls - 1)
 
 
+def least_overhead(task: Task, part: Part) -> float:
+    """Lower bound on what a layer adds to its tiles on an average rank: one call, in which the rows
+    that attend any keys are loaded, and row work."""
+    cost, ranks, (name, direction) = task.cost, task.topology.num_ranks, part
+    seconds = task.batch.num_tokens / ranks * cost.least_row_seconds(direction)
+    if direction is Direction.FORWARD:
+        rows = task.attending_rows[name] / ranks
+        loaded = cost.row_seconds(rows, cost.shape.q_heads, direction)
+        seconds += loaded / float(task.topology.rank_speeds.max())
+    return seconds + _overhead(cost, 1)
+
+
 def _border_seconds(task: Task, placed: Placed, name: str, direction: Direction) -> float:
     """Lower bound on the seconds of inter-node traffic on the busiest NIC."""
     topology, placement = task.topology, placed.placement
@@ -97,8 +109,10 @@ def static_seconds(task: Task, bound: Bound, pairs: Mapping[str, float]) -> floa
     seconds = task.token_seconds * bound.tokens * task.batch.num_tokens / fastest
     for name, direction in task.parts:
         flops = float(cost.flops(np.asarray(pairs[name]), cost.shape.q_heads, direction))
-        compute = work * flops / cost.attention_rate(direction) / fastest
+        whole = flops / cost.attention_rate(direction) / fastest
+        mean = whole / topology.num_ranks + least_overhead(task, (name, direction))
+        compute = max(work * whole, mean)
         keys = float(payloads[Payload.KV]) * (1 + direction) * bound.seconds_per_byte
-        compute += _overhead(cost, bound.calls)
+        compute += _overhead(cost, bound.calls) - _overhead(cost, 1)
         seconds += task.layers[name] * max(compute, keys, host)
     return seconds

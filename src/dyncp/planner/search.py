@@ -19,7 +19,13 @@ import numpy as np
 
 from dyncp.blocks import build_graph
 from dyncp.placement import Limits, Solver, StaticBounds, find_solver, static_candidates, whole_rows
-from dyncp.planner.bounds import bound_misses, part_seconds, per_token_seconds, static_seconds
+from dyncp.planner.bounds import (
+    bound_misses,
+    least_overhead,
+    part_seconds,
+    per_token_seconds,
+    static_seconds,
+)
 from dyncp.planner.choice import (
     WAYS_TO_KEEP_LIMITS,
     Choice,
@@ -300,7 +306,9 @@ class Search:
             return False
         missed, seconds = self._best.key
         close = NEAR_IDEAL if self._task.model is None else NEAR_IDEAL_WITH_MODEL
-        return missed == 0 and seconds <= close * self._best.simulated.ideal_seconds
+        task, ideal = self._task, self._best.simulated.ideal_seconds
+        ideal += sum(task.layers[part[0]] * least_overhead(task, part) for part in task.parts)
+        return missed == 0 and seconds <= close * ideal
 
 
 def search(task: Task) -> Choice:

@@ -3,6 +3,7 @@ candidates; plan_batch.py assembles the plans of the ranks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from time import process_time
 
 import numpy as np
@@ -160,6 +161,14 @@ class Task:
             sizes = np.full(len(batch.lengths), config.block_size, np.int64)
             check_plan_memory(batch, sizes, config.head_groups or 1, topology.num_ranks)
         return Task(batch, topology, shape, config, cost or default_cost(topology, shape), model)
+
+    @cached_property
+    def attending_rows(self) -> dict[str, int]:
+        """Rows that attend any keys, by mask."""
+        return {
+            name: sum(int((m.ranges[:, 0, 0] < m.ranges[:, 0, 1]).sum()) for m in of_sequences)
+            for name, of_sequences in self.batch.masks.items()
+        }
 
     @property
     def layers(self) -> dict[str, float]:
