@@ -73,7 +73,9 @@ def make_task(
     topology: Topology | None = None,
     model: ModelConfig | None = None,
 ) -> Task:
-    return Task.of(batch, topology or cluster(), SHAPE, config, COST, model)
+    shape = SHAPE if model is None else model.attention_shape()
+    cost = CostModel(COST.profile, shape)
+    return Task.of(batch, topology or cluster(), shape, config, cost, model)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,12 +9,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from dyncp.blocks import Batch
 from dyncp.checks import whole_number
 from dyncp.cli import arguments
 from dyncp.cli.arguments import Progress, option
 from dyncp.cli.plan import describe_traffic
-from dyncp.cost import Profile
-from dyncp.placement import STATIC_SOLVERS, static_candidates
+from dyncp.cost import IMPLEMENTATIONS, Profile
+from dyncp.placement import STATIC_SOLVERS, find_solver, static_candidates
 from dyncp.planner import AUTO, Candidate, Task, choose
 from dyncp.samplers import parse_sample, read_lengths
 from dyncp.simulate import Simulated
@@ -29,6 +30,7 @@ MARGIN = 0.02
 PARTS = {
     "kernel_seconds": "attention kernels",
     "token_seconds": "per-token work",
+    "traffic_seconds": "gradients and weights that nothing hides",
     "exposed_seconds": "exposed communication and waiting",
 }
 MOST_SPLITS = 3
@@ -42,7 +44,7 @@ Tell = Callable[[str], None]
 
 
 # One batch under one method, made by `_outcome`. A step takes `kernel_seconds` + `exposed_seconds`
-# (of all attention layers) + `token_seconds`, each of the rank with the most.
+# (of all attention layers) + `token_seconds`, each of the rank with the most, + `traffic_seconds`.
 Outcome = Mapping[str, Any]
 Batches = Sequence[Mapping[str, Outcome]]
 
@@ -74,7 +76,8 @@ def run(args: Namespace) -> int:
         batch = arguments.make_batch(args.mask, of_batch)
         task = Task.of(batch, topology, cost.shape, config, cost, model)
         tell = partial(_tell, progress, f"batch {number} of {len(lengths)}")
-        outcomes.append(run_batch(task, methods, args.jitter, tell))
+        found = run_batch(task, methods, args.jitter, tell)
+        outcomes.append(with_own_code(found, task, partial(arguments.make_batch, args.mask)))
     progress.clear()
     summary = summarise(outcomes)
     summary["verdict"] = verdict(summary, args.solver)
@@ -90,8 +93,9 @@ def run(args: Namespace) -> int:
             *draw_table(summary),
             "",
             f"ideal without communication and imbalance: {1e3 * summary['ideal_seconds']:.2f} ms "
-            "per step; each static method uses its best split in each batch; compute, tokens: "
-            "largest rank / mean",
+            "per step; each static method uses its best split in each batch, and runs like dyncp's "
+            "own plans; own code: the same split in the method's own implementation; compute, "
+            "tokens: largest rank / mean",
             "",
             summary["verdict"],
         ],
@@ -197,6 +201,27 @@ def run_batch(task: Task, methods: Sequence[str], jitter: float, tell: Tell) -> 
     return {method: _outcome(*best, task) for method, best in found.items()}
 
 
+def with_own_code(
+    found: Mapping[str, Outcome], task: Task, make_batch: Callable[[Sequence[int]], Batch]
+) -> dict[str, Outcome]:
+    """Adds the step of every static method, with the same split, in its own code (None if that is
+    not modelled): eager, step by step, with padded sequences."""
+    outcomes = dict[str, Outcome]()
+    for name, outcome in found.items():
+        code, seconds = IMPLEMENTATIONS.get(name), None
+        if code is not None and name != OURS:
+            solver = find_solver(outcome["solver"]).fitted(task.shape, task.topology)
+            degrees = solver.degrees
+            contexts = 1 if degrees is None else (degrees.ranks or 1) // (degrees.heads or 1)
+            shape = replace(task.shape, partial_dtype=code.partial_dtype)
+            cost = replace(task.cost, shape=shape, implementation=code)
+            padded = make_batch(code.padded(task.batch.lengths, contexts))
+            own = Task.of(padded, task.topology, shape, task.config, cost, task.model)
+            seconds = own.follow(own.place(solver)).simulated.step_seconds
+        outcomes[name] = {**outcome, "own_code_seconds": seconds}
+    return outcomes
+
+
 def best_splits(
     task: Task, methods: Sequence[str], run: Callable[[Candidate], Simulated], tell: Tell
 ) -> dict[str, tuple[Candidate, Simulated]]:
@@ -226,6 +251,7 @@ def _outcome(candidate: Candidate, simulated: Simulated, task: Task) -> Outcome:
         "kernel_seconds": simulated.attention_seconds - exposed,
         "exposed_seconds": exposed,
         "token_seconds": simulated.token_seconds,
+        "traffic_seconds": simulated.traffic_seconds,
         "step_seconds": simulated.step_seconds,
         "ideal_seconds": simulated.ideal_seconds,
         "forward_bytes": moved["bytes"],
@@ -260,8 +286,10 @@ def _method(outcomes: Sequence[Outcome], ideal: Sequence[float]) -> dict[str, An
     def both(field: str) -> dict[str, float]:
         return {"mean": mean(field), "worst": max(o[field] for o in outcomes)}
 
+    modelled = all(outcome["own_code_seconds"] is not None for outcome in outcomes)
     return {
         "step_seconds": both("step_seconds"),
+        "own_code_seconds": mean("own_code_seconds") if modelled else None,
         "ratio_to_ideal": fmean(
             o["step_seconds"] / least for o, least in zip(outcomes, ideal, strict=True)
         ),
@@ -359,11 +387,11 @@ def _shares(ours: Mapping[str, Any]) -> list[str]:
 
 def draw_table(summary: Mapping[str, Any]) -> Iterator[str]:
     yield (
-        f"{'':<24}{'step ms':^18}{'× ideal':>9}{'forward MB':^18}{'compute':^14}{'tokens':^14}"
-        f"{'workspace':>11}"
+        f"{'':<24}{'step ms':^18}{'own':>9}{'× ideal':>9}{'forward MB':^18}{'compute':^14}"
+        f"{'tokens':^14}{'workspace':>11}"
     )
     yield (
-        f"{'':<24}{'mean':>9}{'worst':>9}{'mean':>9}{'mean':>9}{'(inter)':>9}"
+        f"{'':<24}{'mean':>9}{'worst':>9}{'code':>9}{'mean':>9}{'mean':>9}{'(inter)':>9}"
         f"{'mean':>8}{'worst':>6}{'mean':>8}{'worst':>6}{'MB':>11}  split (batches)"
     )
     for name, numbers in summary["methods"].items():
@@ -379,8 +407,10 @@ def draw_table(summary: Mapping[str, Any]) -> Iterator[str]:
 def _row(name: str, numbers: Mapping[str, Any]) -> str:
     step, compute = numbers["step_seconds"], numbers["compute_max_over_mean"]
     tokens = numbers["tokens_max_over_mean"]
+    seconds = numbers["own_code_seconds"]
+    own = "-" if seconds is None else f"{1e3 * seconds:.2f}"
     return (
-        f"{name:<24}{1e3 * step['mean']:>9.2f}{1e3 * step['worst']:>9.2f}"
+        f"{name:<24}{1e3 * step['mean']:>9.2f}{1e3 * step['worst']:>9.2f}{own:>9}"
         f"{numbers['ratio_to_ideal']:>9.3f}{numbers['forward_bytes'] / 1e6:>9.1f}"
         f"{numbers['inter_node_bytes'] / 1e6:>9.1f}"
         f"{compute['mean']:>8.2f}{compute['worst']:>6.2f}{tokens['mean']:>8.2f}"
