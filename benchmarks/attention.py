@@ -94,10 +94,10 @@ def _setting(args: Namespace, world: World) -> AttentionSetting:
     kind = world.device.type
     args.tokens = TOKENS[kind] if args.tokens is None else args.tokens
     shape = shape_of(args, kind)
-    cost = CostModel(profile_of(args, device_name(world.device)), shape)
+    fixed = executor_options(args.kernel).get("deterministic", True)
+    cost = CostModel(profile_of(args, device_name(world.device)), shape, deterministic=fixed)
     batch = make_batch(args.mask, lengths_of(args))
     task = Task.of(batch, _topology(args, world, cost), shape, None, cost)
-    executor_options(args.kernel)
     tools = Tools(shape, args.kernel, world.device, Repeats(timed=args.repeats))
     return AttentionSetting(task, check_methods(comma_separated(args.methods)), tools)
 

@@ -324,14 +324,14 @@ def draw(cells: Sequence[Cell], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", help=f"comma-separated: {', '.join(TABLES)}")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="tables of the same form")
     parser.add_argument("--batches", type=int, default=8, help="drawn per cell of the paper")
     parser.add_argument("--plot", type=Path, help="write a picture, which needs matplotlib")
     parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     names = list(TABLES) if args.only is None else args.only.split(",")
     unknown = [name for name in names if name not in TABLES]
     if unknown:

@@ -97,8 +97,8 @@ def _setting(args: Namespace, device: torch.device) -> LayersSetting:
     args.tokens = TOKENS[kind] if args.tokens is None else args.tokens
     model = _model(args, kind)
     shape = replace(model, dtype=args.dtype or SHAPES[kind].dtype).attention_shape()
-    cost = CostModel(profile_of(args, device_name(device)), shape)
-    executor_options(args.kernel)
+    fixed = executor_options(args.kernel).get("deterministic", True)
+    cost = CostModel(profile_of(args, device_name(device)), shape, deterministic=fixed)
     return LayersSetting(
         tasks=_tasks(args, cost, model, kind),
         stack=StackSetting(model, args.layers, shape, args.kernel, device, args.graphs),

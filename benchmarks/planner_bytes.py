@@ -126,7 +126,7 @@ class Row:
 
 
 def make_row(row: dict[str, Any]) -> Row:
-    mask, nodes = NAMES.get(row["mask"], row["mask"]), row["nodes"]
+    mask, nodes = NAMES.get(row["mask"], row["mask"]), row["machines"]
     theirs = Numbers(
         row["forward_bytes"] / 1e6,
         row["forward_inter_machine_bytes"] / 1e6,

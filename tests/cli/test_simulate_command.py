@@ -130,6 +130,7 @@ def test_the_text_has_a_line_per_method_and_ends_with_the_verdict(capsys):
 def outcome(kernel: float, exposed: float, tokens: float = 0.0, **changes: Any) -> dict[str, Any]:
     seconds = {"kernel_seconds": kernel, "exposed_seconds": exposed, "token_seconds": tokens}
     return seconds | {
+        "traffic_seconds": 0.0, "own_code_seconds": None,
         "solver": "bisection", "static": False, "step_seconds": kernel + exposed + tokens,
         "ideal_seconds": 0.010, "forward_bytes": 100, "inter_node_bytes": 50,
         "compute_max_over_mean": 1.1, "tokens_max_over_mean": 1.05, "workspace_bytes": 7,

@@ -103,7 +103,7 @@ def test_configs_that_say_too_little_or_something_else_are_refused(tmp_path: Pat
     (tmp_path / "list.json").write_text("[1]")
     with pytest.raises(ValueError, match="is a list, not a JSON object"):
         ModelConfig.of(tmp_path / "list.json")
-    with pytest.raises(ValueError, match="'gpt5'; choose one of llama3_8b, .*, or give a config"):
+    with pytest.raises(ValueError, match=r"'gpt5'; choose one of llama3_8b, .*, or give a config"):
         find_model("gpt5")
 
 

@@ -7,8 +7,16 @@ import pytest
 
 from dyncp import AttentionShape, Batch, PlannerConfig, masks
 from dyncp.blocks import Direction
-from dyncp.cost import CostModel, StepTraffic, find_model, find_profile, usual_decoder
-from dyncp.planner import Task, plan_batch
+from dyncp.cost import (
+    CostModel,
+    StepTraffic,
+    find_model,
+    find_profile,
+    model_shape,
+    usual_decoder,
+)
+from dyncp.planner import Task, choose, plan_batch, tell_usual_decoder
+from dyncp.samplers import sample_lengths
 from dyncp.simulate import simulate_plan
 from dyncp.topology import Link, Topology, preset
 
@@ -83,8 +91,6 @@ def test_the_planner_counts_it_as_the_simulator_does() -> None:
     batch = Batch.of([masks.causal(n) for n in (3000, 900, 100)])
     cost = CostModel(find_profile("p4de"), model.attention_shape())
     task = Task.of(batch, topology, cost.shape, PlannerConfig(solver="zigzag"), cost, model)
-    from dyncp.planner import choose
-
     chosen = choose(task).candidate.simulated
     assert chosen.traffic_seconds > 0
     assert chosen.step_seconds == pytest.approx(simulated(traffic))
@@ -125,8 +131,6 @@ def test_ranks_of_several_gpus_share_the_nics_of_their_node(
 
 
 def test_a_model_divided_among_other_ranks_than_the_mesh_is_refused() -> None:
-    from dyncp.cost import model_shape
-
     divided = find_model("llama3_8b").divided(4)
     assert model_shape(divided, 4)[1] == divided
     with pytest.raises(ValueError, match="divided among 4 tensor-parallel ranks; the mesh has 2"):
@@ -164,13 +168,10 @@ def test_known_models_have_their_published_number_of_weights(name: str, billions
 def test_without_sizes_tokens_are_balanced_and_the_log_says_so_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    from dyncp.planner.plan_batch import _tell_usual
-    from dyncp.samplers import sample_lengths
-
-    _tell_usual.cache_clear()
+    tell_usual_decoder.cache_clear()
     caplog.set_level("INFO", logger="dyncp.planner")
     topology = preset("p4de", 4)
-    batch = Batch.of([masks.causal(n) for n in sample_lengths("ldc", 65_536, 1)])
+    batch = Batch.of([masks.causal(n) for n in sample_lengths("ldc", 131_072, 2)])
     for model in (None, AttentionShape(32, 8, 128)):
         tokens = plan_batch(batch, topology, model).parts[0].tokens_per_rank
         assert tokens.max() <= 1.02 * tokens.mean()

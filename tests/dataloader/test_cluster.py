@@ -1,9 +1,11 @@
 """The cluster that the loader plans for if topology= and cost= are not given."""
 
+import numpy as np
 import pytest
 import torch
 
-from dyncp import AttentionShape, BatchMismatch, Topology, masks
+from dyncp import AttentionShape, BatchMismatch, DCPExecutor, Topology, masks
+from dyncp.blocks import Direction
 from dyncp.cost import CostModel, find_profile
 from dyncp.topology import preset
 from loaders import make_loader
@@ -47,3 +49,30 @@ def load_as(rank):
 
 def test_ranks_that_would_plan_for_different_profiles_are_told():
     assert run_ranks(load_as, 2) == [True, True]
+
+
+def test_plans_are_priced_for_the_executor_that_will_run_them():
+    def priced(**options):
+        with make_loader(SAMPLES, masks.causal, virtual_ranks=4, **options) as loader:
+            return loader.cost.graphs, loader.cost.deterministic
+
+    assert priced() == (True, True)  # the defaults of a DCPExecutor on a GPU
+    for deterministic in (False, True):
+        executor = DCPExecutor(virtual_ranks=4, device="cpu", deterministic=deterministic)
+        assert executor.priced == (False, deterministic)  # graphs need a GPU
+        assert priced(executor=executor) == (False, deterministic)
+    given = CostModel(find_profile("h200"), AttentionShape())
+    assert priced(cost=given, executor=executor) == (True, False)
+
+
+def test_deterministic_kernels_of_hopper_take_longer_backward():
+    fast, same = (
+        CostModel(find_profile("h200"), AttentionShape(), deterministic=d) for d in (False, True)
+    )
+    sides = np.array([4096])
+    for direction, slower in ((Direction.FORWARD, 1.0), (Direction.BACKWARD, 1.5)):
+        a, b = (
+            cost.tile_seconds(sides**2, sides, sides, 32, direction)[0] for cost in (fast, same)
+        )
+        assert b >= slower * a
+        assert (b > a) == (direction is Direction.BACKWARD)

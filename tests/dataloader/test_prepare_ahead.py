@@ -5,7 +5,18 @@ import threading
 import pytest
 import torch
 
-from dyncp import AttentionShape, Batch, DCPDataLoader, DCPExecutor, attention, masks, plan_batch
+from dyncp import (
+    AttentionShape,
+    Batch,
+    CostModel,
+    DCPDataLoader,
+    DCPExecutor,
+    LoaderTuning,
+    attention,
+    find_profile,
+    masks,
+    plan_batch,
+)
 from dyncp.kernels import CpuKernel
 from dyncp.topology import Topology
 from processes import run_ranks
@@ -42,7 +53,10 @@ def results(loader, executor):
 
 
 def open_loader(executor=None, **options):
-    return DCPDataLoader(SAMPLES, masks.causal, tokens_per_batch=600, executor=executor, **options)
+    """The same plans with and without an executor, whose prices they would have otherwise."""
+    tuning = LoaderTuning(cost=CostModel(find_profile("cpu_gloo"), SHAPE))
+    options |= {"tokens_per_batch": 600, "tuning": tuning}
+    return DCPDataLoader(SAMPLES, masks.causal, executor=executor, **options)
 
 
 @pytest.mark.parametrize("model", [SHAPE, None])

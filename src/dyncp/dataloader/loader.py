@@ -112,7 +112,8 @@ class DCPDataLoader:
         self._together = Together(ranks)
         with self._together.making(LoaderTuning.store_timeout) as agreement:
             config = self.config = LoaderConfig.of(arguments)
-            planned = BatchPlanner.of(ranks, model, topology, config, planner)
+            priced = getattr(executor, "priced", (True, True))  # a DCPExecutor's defaults
+            planned = BatchPlanner.of(ranks, model, topology, config, planner, priced)
             self.shape, self.topology, self.cost = planned.shape, planned.topology, planned.cost
             _check_executor(executor, ranks)
             most = planned.config.max_tokens_per_rank

@@ -1,7 +1,6 @@
 """The model, cluster and costs that plans are made for. `BatchPlanner` requests plans from a
 planning process, and makes a static plan if it fails."""
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,11 +24,9 @@ from dyncp.cost import (
 from dyncp.dataloader.options import LoaderConfig, LoaderTuning
 from dyncp.dataloader.ranks import LoaderRanks
 from dyncp.plan import Plan
-from dyncp.planner import PlannerConfig, plan_batch
+from dyncp.planner import PlannerConfig, plan_batch, tell_usual_decoder
 from dyncp.planner.process import PlanFailed, PlanHere, PlanProcess, PlanReply
 from dyncp.topology import Topology
-
-logger = logging.getLogger(__name__)
 
 STATIC_SOLVER = "zigzag"  # works for every batch, mask and number of ranks
 OVERRIDE_HINT = (
@@ -39,18 +36,21 @@ OVERRIDE_HINT = (
 
 
 def topology_and_cost(
-    ranks: LoaderRanks, topology: Topology | None, cost: CostModel | None, shape: AttentionShape
+    ranks: LoaderRanks,
+    topology: Topology | None,
+    cost: CostModel | None,
+    shape: AttentionShape,
+    priced: tuple[bool, bool],
 ) -> tuple[Topology, CostModel]:
     """The given topology and cost model. A missing one follows from the other if possible (a
     topology that is named after a preset has its costs), otherwise from this process's device.
     Ranks with different profiles get a BatchMismatch."""
     if cost is None:
         named = None if topology is None else PROFILES.get(topology.name)
-        cost = CostModel(named or _device_profile(ranks), shape)
+        cost = CostModel(named or _device_profile(ranks), shape, *priced)
     if topology is None:
-        found = ranks.topology()
-        nodes = cost.profile.topology(found.nodes, found.ranks_per_node)
-        topology = nodes.slice(ranks.tensor_parallel)
+        found, tp = ranks.topology(), ranks.tensor_parallel
+        topology = cost.profile.topology(found.nodes, found.ranks_per_node).slice(tp)
     topology.check_ranks(ranks.num_ranks, "loader")
     return topology, cost
 
@@ -81,17 +81,14 @@ class BatchPlanner:
         topology: Topology | None,
         config: LoaderConfig,
         planner: PlannerConfig | None,
+        priced: tuple[bool, bool],
     ) -> "BatchPlanner":
-        """A planner by the arguments of a loader."""
-        if model is None and not ranks.rank:
-            logger.info(
-                "no model= given: plans have one head group, assume a decoder like Llama-3-8B, and "
-                "fit any layer. For exact costs pass model= (a Transformers config, or "
-                "AttentionShape(q_heads, kv_heads, head_dim, dtype))"
-            )
+        """A planner by the arguments of a loader; `priced` as in `DCPExecutor`."""
         shape, sizes = model_shape(model, ranks.tensor_parallel)
-        topology, cost = topology_and_cost(ranks, topology, config.tuning.cost, shape)
+        topology, cost = topology_and_cost(ranks, topology, config.tuning.cost, shape, priced)
         plans = config.planner_config(planner)
+        if sizes is None and not plans.attention_only and not ranks.rank:
+            tell_usual_decoder()
         return BatchPlanner(config.tuning, topology, shape, sizes, plans, cost)
 
     def make_processes(self, number: int) -> tuple[PlanHere | PlanProcess, ...]:
@@ -139,6 +136,7 @@ class BatchPlanner:
         """Settings that must be equal on all ranks, as strings."""
         return {
             "profile": self.cost.profile.name,
+            "executor": f"graphs {self.cost.graphs}, deterministic {self.cost.deterministic}",
             "topology": repr(self.topology),
             "model": repr((self.shape, self.sizes)),
             "planner": repr(self.config),

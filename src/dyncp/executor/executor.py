@@ -69,6 +69,7 @@ class DCPExecutor:
             device = _default_device(group, with_processes=with_processes)
         self.device = _with_index(device)
         self._is_alone = not chosen and not dist.is_initialized()
+        self._deterministic = deterministic
         self.kernel = choose_kernel(kernel, self.device, deterministic)
         self.transport = transport or _transport(group, virtual_ranks, timeout, self.device)
         row_ops = choose_row_ops(self.device) if row_ops is None else row_ops
@@ -86,6 +87,12 @@ class DCPExecutor:
         self._latest: Step | None = None
         self._unused = UnusedSteps()
         self._ahead: OrderedDict[int, PreparedPlan] = OrderedDict()  # by id of the first part
+
+    @property
+    def priced(self) -> tuple[bool, bool]:
+        """What a `CostModel` must know: whether calls are replayed as CUDA graphs, and whether the
+        kernel always computes the same bits."""
+        return self.engine.graphs.wanted, self._deterministic
 
     @property
     def latest(self) -> Step:

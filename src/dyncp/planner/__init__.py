@@ -2,6 +2,12 @@
 
 from dyncp.planner.choice import Choice
 from dyncp.planner.config import AUTO, EFFORTS, OBJECTIVES, PlannerConfig
-from dyncp.planner.plan_batch import assemble_choice, choose, plan_batch, plan_with
+from dyncp.planner.plan_batch import (
+    assemble_choice,
+    choose,
+    plan_batch,
+    plan_with,
+    tell_usual_decoder,
+)
 from dyncp.planner.search import search, search_divisions
 from dyncp.planner.task import Candidate, Placed, Task

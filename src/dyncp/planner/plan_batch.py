@@ -38,14 +38,13 @@ def plan_batch(
     (default: those of the profile with the topology's name, p4de's if there is none).
     """
     shape, sizes = model_shape(model)
-    config = PlannerConfig() if planner is None else planner
-    if config.attention_only:
-        sizes = None
-    elif sizes is None:
-        sizes = usual_decoder(shape)
-        if topology.num_ranks > 1:
-            _tell_usual()
     task = Task.of(batch, topology, shape, planner, cost, sizes)
+    if task.config.attention_only:
+        task = replace(task, model=None)
+    elif sizes is None:
+        task = replace(task, model=usual_decoder(shape))
+        if topology.num_ranks > 1:
+            tell_usual_decoder()
     if task.config.solver != AUTO:
         return assemble_choice(task, choose(task))
     with compile_in_parallel():
@@ -53,12 +52,13 @@ def plan_batch(
 
 
 @cache
-def _tell_usual() -> None:
+def tell_usual_decoder() -> None:
     """Logs, once per process, that sizes are assumed."""
     logger.info(
         "no sizes of the model are given: work outside attention is that of a usual decoder with "
-        "these heads (32 layers, gated MLP of 3.5 × hidden). Pass a ModelConfig or a Transformers "
-        "config as the model, or PlannerConfig(attention_only=True) to plan for attention alone"
+        "these heads (32 layers, gated MLP of 3.5 × hidden; without heads those of Llama-3-8B, and "
+        "plans fit any layer). Pass model= (a Transformers config or a ModelConfig), or "
+        "PlannerConfig(attention_only=True) to plan for attention alone"
     )
 
 
@@ -103,7 +103,7 @@ def plan_with(
     elif sizes is None:
         sizes = usual_decoder(shape)
         if topology.num_ranks > 1:
-            _tell_usual()
+            tell_usual_decoder()
     task = Task.of(batch, topology, shape, planner, None, sizes)
     return assemble_choice(task, search_divisions(task, task.place(solver)))
 

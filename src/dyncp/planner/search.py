@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 _warned: set[str] = set()
 
 # Moves improve a placement if its estimated step takes this many times its computation.
-SLOW_LINKS = {"fast": 1.45, "quality": 1.0}
+SLOW_LINKS = {"fast": 1.3, "quality": 1.0}
 # If the attention of a layer takes more seconds than this, all candidates are worth their time.
 LONG_LAYER = 0.05
 # On more ranks than this, placing takes long: moves start from other placements only if moves from
@@ -194,7 +194,7 @@ class Search:
 
     def _improve(self, name: str, placed: Placed, worth: float = 1.0) -> bool:
         """Whether moves found another placement, which is then followed."""
-        improved = self._task.improve(placed, worth)
+        improved = self._task.improve(placed, worth, self._best)
         if improved is None:
             return False
         self.follow(f"improved from {name}", improved)

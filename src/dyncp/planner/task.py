@@ -8,7 +8,7 @@ from time import process_time
 
 import numpy as np
 
-from dyncp.arrays import Int64
+from dyncp.arrays import Float64, Int64
 from dyncp.blocks import AttentionShape, Batch, BlockGraph, Direction, build_graph
 from dyncp.checks import instance_of
 from dyncp.cost import PROFILES, CostModel, ModelConfig, profile_for_device, tell_profile
@@ -214,11 +214,14 @@ class Task:
             self._graphs[key] = build_graph(self.batch, self.shape, sizes, head_groups)
         return self._graphs[key]
 
-    def improve(self, placed: Placed, worth: float = 1.0) -> Placed | None:
+    def improve(
+        self, placed: Placed, worth: float = 1.0, beside: Candidate | None = None
+    ) -> Placed | None:
         """Moves blocks while that shortens the estimated step. None if no move does, or if the
-        estimate is below `worth` times the computation."""
+        estimate is below `worth` times the computation. Tiles are priced with their share of what
+        calls cost in the candidate `beside`."""
         start, graph, limits = process_time(), placed.graph, self.config.limits
-        prices = self._prices(graph)
+        prices = self._prices(graph, beside)
         found = improve(graph, placed.placement, self.topology, limits, prices, worth)
         if found is None:
             return None
@@ -227,15 +230,17 @@ class Task:
         seconds["placement"] += process_time() - start
         return Placed(graph, found, balance, seconds)
 
-    def _prices(self, graph: BlockGraph) -> Prices:
-        cost, planned = self.cost, self.directions
+    def _prices(self, graph: BlockGraph, beside: Candidate | None) -> Prices:
+        cost, planned, runs = self.cost, self.directions, {} if beside is None else beside.runs
+
+        def of_tiles(name: str, direction: Direction) -> Float64:
+            tiles = cost.graph_tile_seconds(graph, name, direction)
+            run = runs.get((name, direction))
+            calls = 1.0 if run is None else run.times.compute_over_tiles
+            return tiles * (calls * (direction in planned))
+
         seconds = {
-            name: np.column_stack(
-                [
-                    cost.graph_tile_seconds(graph, name, direction) * (direction in planned)
-                    for direction in Direction
-                ]
-            )
+            name: np.column_stack([of_tiles(name, direction) for direction in Direction])
             for name in graph.tiles
         }
         return Prices(seconds, self.layers, self.token_seconds, forward_only=len(planned) == 1)

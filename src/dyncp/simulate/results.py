@@ -78,6 +78,13 @@ class AttentionTimes:
         return float(self.rank_compute_seconds.max())
 
     @property
+    def compute_over_tiles(self) -> float:
+        """Kernel seconds of all ranks over those of their tiles: what calls and rows add."""
+        tiles, speed = self.flow.tile_seconds, self.topology.rank_speeds
+        computed = float((self.rank_compute_seconds * speed).sum())
+        return max(1.0, computed / tiles) if tiles else 1.0
+
+    @property
     def exposed_seconds(self) -> float:
         """Time that kernels do not hide: the whole time minus the largest kernel time of any rank.
         That is waiting for messages and for the host, and row work."""

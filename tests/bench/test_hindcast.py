@@ -1,0 +1,60 @@
+"""Published measurements are predicted from their settings, as well as docs/simulate.md says."""
+
+import pytest
+from benchmarks.hindcast import FOLDER, TABLES, Cell, flash2, main, read, summarise
+
+from dyncp.cost import find_profile
+
+
+@pytest.fixture(scope="module")
+def cells() -> dict[str, list[Cell]]:
+    """The cells of every table, with one drawn batch each."""
+    return {name: list(table(FOLDER, 1)) for name, table in TABLES.items()}
+
+
+def test_rings_are_predicted_without_a_fit(cells: dict[str, list[Cell]]) -> None:
+    times = [cell for cell in cells["ring_flash_attention_8gpu"] if cell.unit == "ms"]
+    shares = [cell for cell in cells["ring_flash_attention_8gpu"] if cell.unit == "%"]
+    assert len(times) == len(shares) == 8
+    assert max(abs(cell.error) for cell in times) < 0.10
+    assert max(abs(cell.predicted - cell.measured) for cell in shares) < 7
+
+
+def test_times_grow_as_documents_shorten(cells: dict[str, list[Cell]]) -> None:
+    """They hardly changed when costs per step and per sequence were not priced."""
+    found = {cell.setting: cell.predicted for cell in cells["paper_attention"]}
+    for method in ("loongtrain", "transformer_engine"):
+        short, long = (found[f"ldc × {scale} {method} forward"] for scale in ("0.5", "4"))
+        assert short > 1.5 * long
+
+
+def test_fitted_tables_are_not_counted(cells: dict[str, list[Cell]]) -> None:
+    assert not any(cell.counted for cell in cells["paper_attention"])
+    assert summarise(cells["paper_attention"]).endswith("not counted")
+
+
+def test_steps_of_a_whole_model_are_predicted(cells: dict[str, list[Cell]]) -> None:
+    steps = [cell for cell in cells["paper_end_to_end"] if cell.counted]
+    assert len(steps) == 2
+    assert all(abs(cell.error) < 0.2 for cell in steps)
+
+
+def test_kernel_rates_are_those_of_the_curve() -> None:
+    """DistCA's longest document ran at 341 TFLOP/s."""
+    fitted = flash2(find_profile("h100"), FOLDER)
+    assert 320e12 < fitted.attention_forward < 380e12
+    assert 0 < fitted.call_seconds < 40e-6
+    assert fitted.attention_backward < fitted.attention_forward
+    assert flash2(find_profile("a100"), FOLDER) == find_profile("a100")
+
+
+def test_every_table_says_where_it_is_from() -> None:
+    for path in FOLDER.glob("*.csv"):
+        assert path.read_text(encoding="utf-8").startswith("# "), path.name
+        assert read(path.stem, FOLDER)
+
+
+def test_a_table_that_is_not_known_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--only", "unknown"])
+    assert "names 'unknown'; choose from ring_flash_attention_8gpu" in capsys.readouterr().err
