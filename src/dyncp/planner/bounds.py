@@ -10,6 +10,7 @@ from dyncp.cost import CostModel
 from dyncp.placement import Bound
 from dyncp.planner.task import Part, Placed, Task
 from dyncp.schedule import find_crossings, find_uses
+from dyncp.simulate import Simulated
 
 
 def bound_misses(task: Task, bound: Bound) -> float:
@@ -76,6 +77,18 @@ def least_overhead(task: Task, part: Part) -> float:
         loaded = cost.row_seconds(rows, cost.shape.q_heads, direction)
         seconds += loaded / float(task.topology.rank_speeds.max())
     return seconds + _overhead(cost, 1)
+
+
+def reachable_seconds(task: Task, step: Simulated) -> float:
+    """The ideal step with what no plan avoids: messages that slow kernels down, and what a layer
+    adds to its tiles."""
+    tokens = task.token_seconds * task.batch.num_tokens / float(task.topology.rank_speeds.sum())
+    tiles = (step.ideal_seconds - tokens) * task.cost.profile.overlap_slowdown
+    return (
+        tokens
+        + tiles
+        + sum(task.layers[part[0]] * least_overhead(task, part) for part in task.parts)
+    )
 
 
 def _border_seconds(task: Task, placed: Placed, name: str, direction: Direction) -> float:

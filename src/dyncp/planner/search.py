@@ -21,9 +21,9 @@ from dyncp.blocks import build_graph
 from dyncp.placement import Limits, Solver, StaticBounds, find_solver, static_candidates, whole_rows
 from dyncp.planner.bounds import (
     bound_misses,
-    least_overhead,
     part_seconds,
     per_token_seconds,
+    reachable_seconds,
     static_seconds,
 )
 from dyncp.planner.choice import (
@@ -305,10 +305,9 @@ class Search:
         if self._best is None or self._task.config.effort != "fast":
             return False
         missed, seconds = self._best.key
-        close = NEAR_IDEAL if self._task.model is None else NEAR_IDEAL_WITH_MODEL
-        task, ideal = self._task, self._best.simulated.ideal_seconds
-        ideal += sum(task.layers[part[0]] * least_overhead(task, part) for part in task.parts)
-        return missed == 0 and seconds <= close * ideal
+        task = self._task
+        close = NEAR_IDEAL if task.model is None else NEAR_IDEAL_WITH_MODEL
+        return missed == 0 and seconds <= close * reachable_seconds(task, self._best.simulated)
 
 
 def search(task: Task) -> Choice:
