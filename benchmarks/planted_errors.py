@@ -29,6 +29,7 @@ PART_CHECK, PARTS_RUN = "src/dyncp/plan/check.py", "tests/verify/test_parts_that
 MEMORY = "tests/planner/test_planning_memory.py"
 CALIBRATES = "tests/cli/test_calibrate_command.py"
 EMPTY_ROWS = "tests/kernels/test_empty_rows.py"
+TRAFFIC = "tests/cost/test_step_traffic.py"
 
 
 class Error(NamedTuple):
@@ -887,5 +888,45 @@ ERRORS = [
         "if len(there) < self._ranks.num_processes or not there:",
         AGREE,
         "counts_once",
+    ),
+    Error(
+        "prices of another executor",
+        "src/dyncp/dataloader/loader.py",
+        'getattr(executor, "priced", (True, True))',
+        "(True, True)",
+        "tests/dataloader/test_cluster.py",
+        "priced_for_the_executor",
+    ),
+    Error(
+        "tensor-parallel prices of whole NICs",
+        "src/dyncp/topology.py",
+        "nics * self.nic_bandwidth / sharing",
+        "nics * self.nic_bandwidth",
+        TRAFFIC,
+        "share_the_nics",
+    ),
+    Error(
+        "prices of merges left out",
+        "src/dyncp/simulate/own_code.py",
+        "merged[first] = 0.0",
+        "merged[:] = 0.0",
+        "tests/simulate/test_own_code.py",
+        "merges",
+    ),
+    Error(
+        "prices of gradients hidden by busy links",
+        "src/dyncp/simulate/results.py",
+        "traffic - (step.step_seconds - busy)",
+        "traffic - step.step_seconds",
+        TRAFFIC,
+        "does_not_hide",
+    ),
+    Error(
+        "prices without the work outside attention",
+        "src/dyncp/planner/plan_batch.py",
+        "elif sizes is None:",
+        "elif False:",
+        TRAFFIC,
+        "without_sizes",
     ),
 ]
