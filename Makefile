@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 FRAMEWORKS := megatron-core torchtitan spmd_types tyro docstring_parser torchdata
 WORKERS ?= 2
 
-.PHONY: demo test test-all lint format bench bench-planner bench-loader bench-fill bench-gpu bench-network drawn soak clean
+.PHONY: demo test test-all lint format bench bench-planner hindcast bench-loader bench-fill bench-gpu bench-network drawn soak clean
 
 $(READY): pyproject.toml constraints.txt
 	@echo "installing PyTorch and the rest into $(VENV): about 2 GB, a few minutes"
@@ -52,6 +52,9 @@ bench-planner: $(READY)
 	$(BIN)/python -m benchmarks.planner_sensitivity cluster --model llama3_8b
 	$(BIN)/python -m benchmarks.planner_sensitivity whole_calls
 	$(BIN)/python -m benchmarks.planner_speed
+
+hindcast: $(READY)  ## predicts measurements that others published
+	$(BIN)/python -m benchmarks.hindcast
 
 bench-loader: $(READY)  ## step time with and without look-ahead
 	$(BIN)/python -m benchmarks.loader

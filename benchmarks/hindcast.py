@@ -299,8 +299,10 @@ def summarise(cells: Sequence[Cell]) -> str:
 
 def draw(cells: Sequence[Cell], path: Path) -> None:
     """A plot of predictions over measurements; times only."""
-    import matplotlib as mpl
-
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        raise SystemExit("--plot needs matplotlib: pip install 'dyncp[pictures]'") from None
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
