@@ -185,9 +185,10 @@ class Search:
                 self._improve(solver.name, placed)
 
     def try_improved_static(self) -> None:
-        """Improves a static method by moves, if one is best."""
+        """Improves a static method by moves, if one is best. One that splits heads has as many
+        tiles more, and moves did not improve any."""
         best = self._best
-        if best is None or not best.placement.static:
+        if best is None or not best.placement.static or len(best.graph.head_groups) > 1:
             return
         if self._improve(best.placement.solver, best.placed):
             self.try_divisions()
