@@ -68,27 +68,25 @@ def _overhead(cost: CostModel, calls: int) -> float:
 
 
 def least_overhead(task: Task, part: Part) -> float:
-    """Lower bound on what a layer adds to its tiles on an average rank: one call, in which the rows
-    that attend any keys are loaded, and row work."""
-    cost, ranks, (name, direction) = task.cost, task.topology.num_ranks, part
-    seconds = task.batch.num_tokens / ranks * cost.least_row_seconds(direction)
-    if direction is Direction.FORWARD:
-        rows = task.attending_rows[name] / ranks
-        loaded = cost.row_seconds(rows, cost.shape.q_heads, direction)
-        seconds += loaded / float(task.topology.rank_speeds.max())
-    return seconds + _overhead(cost, 1)
+    """Lower bound on what a layer adds to its tiles on an average rank: one call that loads its
+    rows, and row work."""
+    cost, ranks, (_, direction) = task.cost, task.topology.num_ranks, part
+    loaded = cost.row_seconds(task.fewest_rows[part] / ranks, cost.shape.q_heads, direction)
+    moved = task.batch.num_tokens / ranks * cost.least_row_seconds(direction)
+    return loaded / float(task.topology.rank_speeds.max()) + moved + _overhead(cost, 1)
 
 
 def reachable_seconds(task: Task, step: Simulated) -> float:
-    """The ideal step with what no plan avoids: messages that slow kernels down, and what a layer
-    adds to its tiles."""
-    tokens = task.token_seconds * task.batch.num_tokens / float(task.topology.rank_speeds.sum())
-    tiles = (step.ideal_seconds - tokens) * task.cost.profile.overlap_slowdown
-    return (
-        tokens
-        + tiles
-        + sum(task.layers[part[0]] * least_overhead(task, part) for part in task.parts)
-    )
+    """The ideal step with what hardly any plan avoids: messages that slow kernels down, one call
+    that loads all rows of a rank, and its row work. No bound: masks may leave rows out."""
+    cost, topology = task.cost, task.topology
+    speeds, rows = float(topology.rank_speeds.sum()), task.batch.num_tokens / topology.num_ranks
+    tokens = task.token_seconds * task.batch.num_tokens / speeds
+    seconds = tokens + (step.ideal_seconds - tokens) * cost.profile.overlap_slowdown
+    for name, direction in task.parts:
+        more = cost.row_seconds(rows, cost.shape.q_heads, direction) + _overhead(cost, 1)
+        seconds += task.layers[name] * (more + rows * cost.least_row_seconds(direction))
+    return seconds
 
 
 def _border_seconds(task: Task, placed: Placed, name: str, direction: Direction) -> float:

@@ -163,12 +163,17 @@ class Task:
         return Task(batch, topology, shape, config, cost or default_cost(topology, shape), model)
 
     @cached_property
-    def attending_rows(self) -> dict[str, int]:
-        """Rows that attend any keys, by mask."""
-        return {
-            name: sum(int((m.ranges[:, 0, 0] < m.ranges[:, 0, 1]).sum()) for m in of_sequences)
-            for name, of_sequences in self.batch.masks.items()
-        }
+    def fewest_rows(self) -> dict[Part, int]:
+        """Rows that calls must load, by part: forward, query rows that attend any keys; backward,
+        key rows in the first range of any query row."""
+        found = dict[Part, int]()
+        for name, of_sequences in self.batch.masks.items():
+            starts = np.repeat(self.batch.offsets[:-1], self.batch.lengths)
+            first = np.concatenate([mask.ranges[:, 0] for mask in of_sequences]) + starts[:, None]
+            begin, end = (np.bincount(x, minlength=len(first) + 1) for x in first.T)
+            found[name, Direction.FORWARD] = int((first[:, 0] < first[:, 1]).sum())
+            found[name, Direction.BACKWARD] = int((np.cumsum(begin - end) > 0).sum())
+        return found
 
     @property
     def layers(self) -> dict[str, float]:
