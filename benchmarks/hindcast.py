@@ -45,8 +45,8 @@ FOLDER = DATA / "hindcast"
 PAPER_TOKENS = 131_072
 # Lengths of all ranks' packings in ring-flash-attention's benchmark: 8 times these.
 PACKINGS = ((8192,), (256, 7392, 544), (4096, 4096), (3104, 3200, 1600, 160, 128))
-# Presets of the GPUs in the tables.
-GPUS = {"A100": "a100", "H100": "h100", "H800": "h100", "H200": "h200"}
+# Presets of the GPUs in the tables, and their NVLink bandwidth over the preset's.
+GPUS = {"A100": ("a100", 1.0), "H100": ("h100", 1.0), "H800": ("h100", 400 / 900)}
 # flash-attention 2 backward over forward, FLOP/s, on one H200 at 8,192 causal tokens.
 FLASH2_BACKWARD = 2.5 * 1.693 / 4.803
 FLOAT8 = 1.2  # assumed gain of float8 linear layers over bf16, all conversions included
@@ -71,7 +71,9 @@ class Cell:
 
 
 def read(name: str, folder: Path) -> list[Row]:
-    """The rows of a table, without its first lines, which say where it is from."""
+    """The rows of a table, without its first lines, which say where it is from. Tables that another
+    folder lacks are this project's."""
+    folder = folder if (folder / f"{name}.csv").exists() else FOLDER
     lines = (folder / f"{name}.csv").read_text(encoding="utf-8").splitlines()
     return list(csv.DictReader(line for line in lines if not line.startswith("#")))
 
@@ -149,7 +151,9 @@ def ring_flash_attention(folder: Path, _batches: int) -> Iterator[Cell]:
         if method not in ("ring", "zigzag") or gpu not in GPUS:
             continue  # stripes and gathers of packed batches are not modelled
         if (api, gpu, method) not in found:
-            profile = flash2(find_profile(GPUS[gpu]), folder)
+            name, links = GPUS[gpu]
+            profile = flash2(find_profile(name), folder)
+            profile = replace(profile, intra=profile.intra.scaled(links, 1.0))
             lists = [[65_536]] if api == "batch" else [[8 * n for n in p] for p in PACKINGS]
             runs = [
                 attend(method, lengths, shape, profile.topology(1, 8), profile, (8, None))

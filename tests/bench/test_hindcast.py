@@ -22,6 +22,19 @@ def test_rings_are_predicted_without_a_fit(cells: dict[str, list[Cell]]) -> None
     assert max(abs(cell.predicted - cell.measured) for cell in shares) < 5
 
 
+def test_tables_of_other_folders_are_predicted(tmp_path: Path) -> None:
+    """H800s compute like H100s over less than half of the NVLink bandwidth."""
+    table = "ring_flash_attention_8gpu.csv"
+    text = (FOLDER / table).read_text(encoding="utf-8")
+    found = {}
+    for gpu in ("H100", "H800"):
+        (tmp_path / table).write_text(text.replace(",A100,", f",{gpu},"), encoding="utf-8")
+        cells = TABLES["ring_flash_attention_8gpu"](tmp_path, 1)
+        found[gpu] = {cell.setting.split(" ", 1)[1]: cell.predicted for cell in cells}
+    assert found["H100"]["batch ring fwd"] < 30
+    assert all(found["H800"][k] >= v for k, v in found["H100"].items() if "share" not in k)
+
+
 def test_times_grow_as_documents_shorten(cells: dict[str, list[Cell]]) -> None:
     """They hardly changed when costs per step and per sequence were not priced."""
     found = {cell.setting: cell.predicted for cell in cells["paper_attention"]}
