@@ -173,8 +173,8 @@ def preset(name: str, nodes: int = 1, ranks_per_node: int | None = None) -> Topo
 
     With fewer ranks, a node keeps all of its NICs, and every rank still uses one of them.
     """
+    one_of("topology preset", name, (*PRESETS, *ALIASES))
     name = ALIASES.get(name, name)
-    one_of("topology preset", name, PRESETS)
     base = PRESETS[name]
     ranks = base.ranks_per_node if ranks_per_node is None else ranks_per_node
     return replace(base, nodes=nodes, ranks_per_node=ranks, name=name)

@@ -38,6 +38,15 @@ def test_a_rank_of_several_gpus_has_their_share_of_heads_and_links(
     assert shared["forward_bytes"] < 0.5 * whole["forward_bytes"]
 
 
+def test_heads_without_a_model_are_those_of_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    """So --tp 4 with 8 heads is a rank's share of a decoder of 32 heads."""
+    words = ["plan", "--lengths", "4096", "--nodes", "1", "--topology", "a100"]
+    shared = run_json(capsys, *words, "--tp", "4")["simulated"]["token_seconds"]
+    heads = ["--q-heads", "32", "--kv-heads", "8", "--ranks-per-node", "2"]
+    whole = run_json(capsys, *words, *heads)["simulated"]["token_seconds"]
+    assert 0.25 < shared / whole < 0.5
+
+
 def test_gradients_that_nothing_hides_make_the_step_longer(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

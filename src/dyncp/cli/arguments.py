@@ -15,6 +15,7 @@ from dyncp import masks
 from dyncp.blocks import ITEM_BYTES, AttentionShape, Batch
 from dyncp.checks import MOST_TOKENS, whole_number
 from dyncp.cost import (
+    ALIASES,
     DEFAULT_PROFILE,
     MODELS,
     PROFILES,
@@ -101,7 +102,8 @@ def make_batch(mask: str, lengths: Sequence[int]) -> Batch:
 
 def add_profile_options(parser: ArgumentParser) -> None:
     default = f"(default: the preset of this machine's GPU, or {DEFAULT_PROFILE})"
-    text = f"rates and links of a known cluster: {', '.join(PROFILES)} {default}"
+    names = ", ".join((*PROFILES, *ALIASES))
+    text = f"rates and links of a known cluster: {names} {default}"
     option(parser, "--topology", text, metavar="PRESET")
     text = "use the rates and links that `dyncp calibrate` wrote to FILE instead of a preset"
     option(parser, "--profile", text, type=Path, metavar="FILE")
@@ -232,9 +234,14 @@ def model_of(args: Namespace) -> ModelConfig | None:
             raise ValueError("--model and --attention-only exclude each other; give one of them")
         return None
     tp = whole_number("--tp", args.tp, 1)
-    sizes = usual_decoder(_shape_of(args, SHAPE)) if args.model is None else find_model(args.model)
-    sizes = sizes if args.model is None else sizes.divided(tp)
-    return replace(sizes, traffic=StepTraffic(gradients=args.gradients, gathered=args.gathered))
+    if args.model is None:  # the options have the heads of one rank
+        shape = _shape_of(args, SHAPE)
+        whole = replace(shape, q_heads=tp * shape.q_heads, kv_heads=tp * shape.kv_heads)
+        sizes = usual_decoder(whole)
+    else:
+        sizes = find_model(args.model)
+    traffic = StepTraffic(gradients=args.gradients, gathered=args.gathered)
+    return replace(sizes.divided(tp), traffic=traffic)
 
 
 # Measuring

@@ -5,6 +5,7 @@ from dyncp.cost.implementation import IMPLEMENTATIONS, Implementation
 from dyncp.cost.model import ModelConfig, model_shape
 from dyncp.cost.models import MODELS, find_model, usual_decoder
 from dyncp.cost.presets import (
+    ALIASES,
     CPU,
     DEFAULT_PROFILE,
     PROFILES,

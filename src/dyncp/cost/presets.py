@@ -149,9 +149,8 @@ PROFILES = {
 
 
 def find_profile(name: str) -> Profile:
-    name = ALIASES.get(name, name)
-    one_of("profile", name, PROFILES)
-    return PROFILES[name]
+    one_of("profile", name, (*PROFILES, *ALIASES))
+    return PROFILES[ALIASES.get(name, name)]
 
 
 def profile_for_device(device: str | None) -> Profile:
