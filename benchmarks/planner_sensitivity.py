@@ -16,7 +16,7 @@ and the milliseconds of a layer.
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -35,7 +35,7 @@ from benchmarks.cases import (
 from dyncp import AttentionShape, Batch
 from dyncp.cost import CostModel, ModelConfig, find_model, find_profile
 from dyncp.plan import Op
-from dyncp.planner import Task, choose
+from dyncp.planner import PERTURBATIONS, Task, choose
 from dyncp.samplers import parse_sample, sample_lengths
 from dyncp.simulate import AttentionTimes, Simulated
 from dyncp.topology import Topology, preset
@@ -55,14 +55,18 @@ KERNELS = replace(
 )
 
 
-def changed_clusters() -> dict[str, Topology]:
+def on(topology: Topology) -> Callable[[Task], Task]:
+    return lambda task: replace(task, topology=topology)
+
+
+def changed_clusters() -> dict[str, Callable[[Task], Task]]:
     nominal = cluster()
     return {
-        "nominal": nominal,
-        "bandwidths × 0.5": nominal.scaled(bandwidth=0.5),
-        "bandwidths × 2": nominal.scaled(bandwidth=2.0),
-        "latencies × 4": nominal.scaled(latency=4.0),
-    } | {f"jitter 5 %, seed {seed}": nominal.jittered(JITTER, seed) for seed in JITTER_SEEDS}
+        "nominal": on(nominal),
+        **PERTURBATIONS,
+        "bandwidths × 2": on(nominal.scaled(bandwidth=2.0)),
+        "latencies × 4": on(nominal.scaled(latency=4.0)),
+    } | {f"jitter 5 %, seed {seed}": on(nominal.jittered(JITTER, seed)) for seed in JITTER_SEEDS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +78,16 @@ class Ratios:
 
 
 def run_case(
-    case: Case, clusters: Mapping[str, Topology], model: ModelConfig | None
+    case: Case, clusters: Mapping[str, Callable[[Task], Task]], model: ModelConfig | None
 ) -> dict[str, Ratios]:
     batch = case.batch()
     task = make_task(batch, model=model)
     ours, statics = choose(task).candidate, [s.candidate for s in run_statics(task)]
     ratios = {}
-    for name, topology in clusters.items():
-        changed = replace(task, topology=topology)
+    for name, change in clusters.items():
+        changed = change(task)
         best = min(changed.simulate(static).step_seconds for static in statics)
-        anew = choose(make_task(batch, topology=topology, model=model)).simulated
+        anew = choose(changed).simulated
         ratios[name] = Ratios(best / changed.simulate(ours).step_seconds, best / anew.step_seconds)
     return ratios
 
@@ -99,7 +103,7 @@ def draw_row(name: str, found: Sequence[Ratios]) -> str:
             f"{wins:>4} of {len(ratios)} ({strict:>2} by more){geometric_mean(ratios):>7.2f}"
             f"{min(ratios):>7.2f}"
         )
-    return f"{name:<22}" + "   ".join(cells)
+    return f"{name:<34}" + "   ".join(cells)
 
 
 def most(times: AttentionTimes) -> str:
@@ -121,8 +125,8 @@ def run_cluster(args: argparse.Namespace) -> None:
     results = [run_case(case, clusters, model) for case in cases]
     columns = f"{'wins':>24}{'mean':>7}{'worst':>7}"
     print(f"{args.model or 'attention alone'}; best static / ours")
-    print(f"{'':<22}{'as planned':<38}   planned anew")
-    print(f"{'':<22}{columns}   {columns}")
+    print(f"{'':<34}{'as planned':<38}   planned anew")
+    print(f"{'':<34}{columns}   {columns}")
     for name in clusters:
         print(draw_row(name, [result[name] for result in results]))
 

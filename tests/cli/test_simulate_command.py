@@ -176,3 +176,14 @@ def test_a_loss_names_its_cause_and_the_search():
     static = outcome(0.012, 0.001, solver="magi/cp2", static=True)
     chosen = verdict_of((static, static), (static, static), solver="auto")
     assert chosen.endswith("The planner itself chose a static method in 2 of 2 batches.")
+
+
+def test_what_remains_on_other_clusters_is_said(capsys):
+    words = ["--sample", "ldc:0", *SMALL, "--methods", "zigzag,magi"]
+    found = run_json(capsys, *words)["surviving"]
+    assert "half the bandwidths" in found
+    assert all(0 < at["least"] <= at["mean"] for at in found.values())
+    assert main(["simulate", *words]) == 0
+    said = capsys.readouterr().out
+    at = found["half the bandwidths"]
+    assert f"half the bandwidths {at['mean']:.2f} ({at['least']:.2f})" in said

@@ -16,7 +16,7 @@ from dyncp.cli.arguments import Progress, option
 from dyncp.cli.plan import describe_traffic
 from dyncp.cost import IMPLEMENTATIONS, Profile
 from dyncp.placement import STATIC_SOLVERS, find_solver, static_candidates
-from dyncp.planner import AUTO, Candidate, Task, choose
+from dyncp.planner import AUTO, Candidate, Task, choose, surviving
 from dyncp.samplers import parse_sample, read_lengths
 from dyncp.simulate import Simulated
 from dyncp.topology import Topology
@@ -97,6 +97,7 @@ def run(args: Namespace) -> int:
             "own plans; own code: the same split in the method's own implementation; compute, "
             "tokens: largest rank / mean",
             "",
+            *fragility(summary),
             summary["verdict"],
         ],
     )
@@ -197,8 +198,11 @@ def run_batch(task: Task, methods: Sequence[str], jitter: float, tell: Tell) -> 
 
     tell(task.config.solver)
     ours = choose(task).candidate
-    found = {OURS: (ours, run(ours))} | best_splits(task, methods, run, tell)
-    return {method: _outcome(*best, task) for method, best in found.items()}
+    statics = best_splits(task, methods, run, tell)
+    outcomes = {method: _outcome(*best, task) for method, best in statics.items()}
+    others = [candidate for candidate, _ in statics.values()]
+    survives = surviving(task, ours, others) if others else {}
+    return {OURS: {**_outcome(ours, run(ours), task), "surviving": survives}} | outcomes
 
 
 def with_own_code(
@@ -276,6 +280,7 @@ def summarise(batches: Batches) -> dict[str, Any]:
         "methods": {name: methods[name] for name in order},
         "best_static": next(name for name in order if name != OURS),
         "wins": _wins(batches),
+        "surviving": _surviving(batches),
     }
 
 
@@ -314,6 +319,26 @@ def _wins(batches: Batches) -> dict[str, Any]:
     faster, slower = sum(r < 1 - TIE for r in ratios), sum(r > 1 + TIE for r in ratios)
     equal = len(ratios) - faster - slower
     return {"faster": faster, "equal": equal, "slower": slower, "worst_ratio": max(ratios)}
+
+
+def _surviving(batches: Batches) -> dict[str, dict[str, float]]:
+    """The step of the best static method over ours on other clusters: mean and least."""
+    found = [outcomes[OURS].get("surviving", {}) for outcomes in batches]
+    by_name = {name: [ratios[name] for ratios in found] for name in found[0]}
+    return {name: {"mean": fmean(x), "least": min(x)} for name, x in by_name.items()}
+
+
+def fragility(summary: Mapping[str, Any]) -> Iterator[str]:
+    """Lines that say what remains of the gain if the cluster is not quite as assumed."""
+    found = summary["surviving"]
+    if not found:
+        return
+    parts = [f"{name} {at['mean']:.2f} ({at['least']:.2f})" for name, at in found.items()]
+    yield (
+        "if the cluster is not as assumed, with the same plans, the best static method takes this "
+        f"many times as long as dyncp, mean (least): {', '.join(parts)}"
+    )
+    yield ""
 
 
 def verdict(summary: Mapping[str, Any], solver: str) -> str:

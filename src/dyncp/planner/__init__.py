@@ -9,5 +9,6 @@ from dyncp.planner.plan_batch import (
     plan_with,
     tell_usual_decoder,
 )
+from dyncp.planner.robustness import PERTURBATIONS, surviving
 from dyncp.planner.search import search, search_divisions
 from dyncp.planner.task import Candidate, Placed, Task
