@@ -2,6 +2,7 @@
 
     python -m benchmarks.planner_sensitivity cluster [--model llama3_8b] [--lists ldc,single]
     python -m benchmarks.planner_sensitivity whole_calls
+    python -m benchmarks.planner_sensitivity prices
 
 `cluster`: the cases of planner_time with seed 0. For every changed cluster, `as planned` simulates
 the plan that was made for the nominal one, `planned anew` plans for the changed one. Both are
@@ -13,6 +14,10 @@ bf16. Every batch is planned twice: with a cost model of kernels (plus 10 µs ea
 only, and with one of whole calls. Both plans are simulated as whole calls, with graphs and without.
 Columns have the largest numbers of launches / waits / divisions of a rank, forward and backward,
 and the milliseconds of a layer.
+
+`prices`: the cases of planner_time, attention alone, on p4de. Every batch is planned by kernels and
+messages (as p4de was priced once) and by whole calls. `price` is what the true price adds to the
+first plan, `plan` the second plan's step over the first's, both at the true price.
 """
 
 import argparse
@@ -52,6 +57,25 @@ KERNELS = replace(
     host_seconds_eager=0.0,
     overlap_slowdown=1.0,
     call_seconds=10e-6,
+)
+
+
+# p4de as it was priced before rows, edges, launches, row work and the host were.
+ONCE = replace(
+    find_profile("p4de"),
+    attention_forward=190e12,
+    attention_backward=150e12,
+    copy=0.8e12,
+    call_seconds=20e-6,
+    edge_forward=1.0,
+    edge_backward=1.0,
+    row_forward=0.0,
+    row_backward=0.0,
+    lanes=0,
+    launch_seconds=0.0,
+    host_seconds=0.0,
+    host_seconds_eager=0.0,
+    overlap_slowdown=1.0,
 )
 
 
@@ -148,6 +172,21 @@ def run_whole_calls(_: argparse.Namespace) -> None:
                 print(f"{label:<40}{'graphs' if graphs else 'eager':<8}{columns}", flush=True)
 
 
+def run_prices(_: argparse.Namespace) -> None:
+    prices, plans = [], []
+    for case in list_cases([0, 1]):
+        task = make_task(case.batch())
+        before = replace(task, cost=replace(task.cost, profile=ONCE))
+        first, second = choose(before).candidate, choose(task).simulated
+        price = task.simulate(first).step_seconds
+        prices.append(price / first.simulated.step_seconds)
+        plans.append(second.step_seconds / price)
+        print(f"{case!s:<24} price {prices[-1]:.2f}, plan {plans[-1]:.2f}", flush=True)
+    for name, ratios in (("price", prices), ("plan", plans)):
+        mean = geometric_mean(ratios)
+        print(f"{name}: geometric mean {mean:.2f}, {min(ratios):.2f} to {max(ratios):.2f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     tables = parser.add_subparsers(required=True)
@@ -156,6 +195,7 @@ def main() -> None:
     cluster.add_argument("--lists", default=",".join(LISTS))
     cluster.set_defaults(run=run_cluster)
     tables.add_parser("whole_calls").set_defaults(run=run_whole_calls)
+    tables.add_parser("prices").set_defaults(run=run_prices)
     args = parser.parse_args()
     args.run(args)
 
