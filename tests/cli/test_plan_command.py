@@ -5,6 +5,7 @@ import json
 from dyncp import Batch, masks
 from dyncp.cli import main
 from dyncp.plan import load_plan
+from dyncp.planner import PERTURBATIONS
 
 SMALL = ["--nodes", "2", "--ranks-per-node", "2", "--solver", "bisection"]
 
@@ -53,6 +54,8 @@ def test_a_saved_plan_can_be_read_back(capsys, tmp_path):
 
 def test_baselines_stand_beside_the_plan(capsys):
     result = run_json(capsys, "--lengths", "2000,900,600,500", "--compare")
+    assert result["surviving"].keys() == PERTURBATIONS.keys()
+    assert all(ratio > 0 for ratio in result["surviving"].values())
     assert {"zigzag/cp4", "ring/cp2", "all_gather/cp4"} <= set(result["baselines"])
     assert result["baselines"]["zigzag/cp4"]["forward"]["bytes"] > result["forward"]["bytes"]
 

@@ -14,11 +14,11 @@ from dyncp.cli import arguments
 from dyncp.cli.arguments import Progress, option
 from dyncp.placement import static_candidates
 from dyncp.plan import save_plan
-from dyncp.planner import Candidate, Task, assemble_choice, choose
+from dyncp.planner import Candidate, Task, assemble_choice, choose, surviving
 from dyncp.schedule import Schedule
 from dyncp.topology import Topology
 
-TIMES = ("forward", "backward", "exposed", "token", "step", "ideal")
+TIMES = ("forward", "backward", "exposed", "token", "traffic", "step", "ideal")
 
 LEGEND = (
     "MB sent per attention layer, (inter) between nodes; compute, tokens: largest rank / mean; "
@@ -77,12 +77,14 @@ def run(args: Namespace) -> int:
         "why": choice.explain(),
     }
     if args.compare:
-        result["baselines"] = {}
+        result["baselines"], others = {}, []
         for static in static_candidates(batch.lengths, cost.shape, topology):
             progress.show(f"comparing with {static.name} ...")
             other = task.follow(task.place(static))
             result["baselines"][static.name] = describe_candidate(other, task)
+            others.append(other)
         progress.clear()
+        result["surviving"] = surviving(task, candidate, others)
     arguments.show(args, result, _lines(result))
     return 0
 
@@ -106,10 +108,19 @@ def _lines(result: dict[str, Any]) -> Iterator[str]:
     ideal = 1e3 * result["simulated"]["ideal_seconds"]
     yield LEGEND
     yield f"ideal without communication and imbalance: {ideal:.2f} ms per step"
+    if "surviving" in result:
+        parts = [f"{name} {ratio:.2f}" for name, ratio in result["surviving"].items()]
+        yield f"{IF_NOT_AS_ASSUMED}: {', '.join(parts)}"
     if result["why"]:
         yield f"\n{result['why']}"
     if result["balance_reason"]:
         yield f"balance: {result['balance_reason']}"
+
+
+IF_NOT_AS_ASSUMED = (
+    "if the cluster is not as assumed, with the same plans, the best static method takes this many "
+    "times as long"
+)
 
 
 def _row(name: str, numbers: dict[str, Any]) -> str:

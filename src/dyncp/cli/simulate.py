@@ -13,7 +13,7 @@ from dyncp.blocks import Batch
 from dyncp.checks import whole_number
 from dyncp.cli import arguments
 from dyncp.cli.arguments import Progress, option
-from dyncp.cli.plan import describe_traffic
+from dyncp.cli.plan import IF_NOT_AS_ASSUMED, describe_traffic
 from dyncp.cost import IMPLEMENTATIONS, Profile
 from dyncp.placement import STATIC_SOLVERS, find_solver, static_candidates
 from dyncp.planner import AUTO, Candidate, Task, choose, surviving
@@ -334,10 +334,7 @@ def fragility(summary: Mapping[str, Any]) -> Iterator[str]:
     if not found:
         return
     parts = [f"{name} {at['mean']:.2f} ({at['least']:.2f})" for name, at in found.items()]
-    yield (
-        "if the cluster is not as assumed, with the same plans, the best static method takes this "
-        f"many times as long as dyncp, mean (least): {', '.join(parts)}"
-    )
+    yield f"{IF_NOT_AS_ASSUMED}, mean (least): {', '.join(parts)}"
     yield ""
 
 
