@@ -93,9 +93,8 @@ def run(args: Namespace) -> int:
             *draw_table(summary),
             "",
             f"ideal without communication and imbalance: {1e3 * summary['ideal_seconds']:.2f} ms "
-            "per step; each static method uses its best split in each batch, and runs like dyncp's "
-            "own plans; own code: the same split in the method's own implementation; compute, "
-            "tokens: largest rank / mean",
+            "per step; static methods use their best split in each batch and run like dyncp's "
+            "plans; own code: in their own implementation; compute, tokens: largest rank / mean",
             "",
             *fragility(summary),
             summary["verdict"],

@@ -53,7 +53,8 @@ class StepTraffic:
         alone = topology.nodes == 1
         bandwidth = topology.intra.bandwidth if alone else topology.inter.bandwidth
         once = weights * (ranks - 1) / ranks / bandwidth
-        sums = GRADIENTS[self.gradients] / self.batches
-        gathers = 2.0 if self.gathered == "layer" else GATHERED[self.gathered] / self.batches
+        sums, gathers = GRADIENTS[self.gradients] / self.batches, float(GATHERED[self.gathered])
+        if self.gathered == "step":
+            gathers /= self.batches
         bytes_each = ITEM_BYTES[self.gradient_dtype], ITEM_BYTES[self.weight_dtype]
         return once * (sums * bytes_each[0] + gathers * bytes_each[1])
