@@ -49,13 +49,16 @@ TIE = 0.005
 JITTER, JITTER_SEEDS = 0.05, (0, 1, 2)
 SAMPLES = ("ldc:0", "training_documents:1", "ldc_x0.25:0")
 SHAPE, TOPOLOGY, PROFILE = AttentionShape(32, 8, 128), preset("h200", 4), find_profile("h200")
+FREE = {
+    "launch_seconds": 0.0,
+    "host_seconds": 0.0,
+    "host_seconds_eager": 0.0,
+    "overlap_slowdown": 1.0,
+}
 # A cost model of kernels and messages only.
 KERNELS = replace(
     PROFILE,
-    launch_seconds=0.0,
-    host_seconds=0.0,
-    host_seconds_eager=0.0,
-    overlap_slowdown=1.0,
+    **FREE,
     call_seconds=10e-6,
 )
 
@@ -72,10 +75,7 @@ ONCE = replace(
     row_forward=0.0,
     row_backward=0.0,
     lanes=0,
-    launch_seconds=0.0,
-    host_seconds=0.0,
-    host_seconds_eager=0.0,
-    overlap_slowdown=1.0,
+    **FREE,
 )
 
 

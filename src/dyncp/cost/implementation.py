@@ -42,7 +42,7 @@ class Implementation:
 
 
 # Merging an output value reads the accumulator (fp32) and the new output (bf16), writes the latter
-# as fp32, reads both, and writes the accumulator: 4 + 2 + 4 + 4 + 4 bytes, as measured on an H200.
+# as fp32, reads both, and writes the accumulator: 4 + 2 + 4 + 4 + 4 bytes.
 # Backward adds bf16 to fp32 (4 + 2 + 4), and converts what it sends.
 RING_FLASH = Implementation(
     "ring-flash-attention",
@@ -74,8 +74,8 @@ TRANSFORMER_ENGINE = Implementation(
     message_host=60e-6,
     merged=(10.0, 8.0),
 )
-# Torch's context_parallel computes step by step, and merges by separate kernels, which moves 56
-# bytes per value as measured on an H200.
+# Torch's context_parallel computes step by step, and merges by separate kernels, which is
+# assumed to move 56 bytes per value.
 TORCH = Implementation(
     "torch context_parallel",
     step_host=(500e-6, 800e-6),
